@@ -1,0 +1,379 @@
+"""What the loop does with a batch: split, move, detach, measure, join, cut up, and give it to the model.
+
+A batch may be a tensor, a tuple, list, named tuple, dict or other mapping, a dataclass, or any nesting of them;
+containers are rebuilt as their own type. What runs on each batch tries the common case first, a plain tuple or list."""
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from copy import copy
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from learnkit.errors import BatchError
+
+__all__ = ['TARGET_NAMES', 'split_batch', 'to_device', 'to_detach', 'detuplify', 'find_bs', 'concat', 'microbatches',
+           'apply_model', 'unpack_output', 'describe']
+
+TARGET_NAMES = ('labels', 'label', 'targets', 'target', 'y')  # where a batch with named entries has its targets
+
+
+def split_batch(
+    batch: Any,                # as the loader gave it
+    n_inp: int | None = None,  # how many of a tuple's entries are inputs; None: all but the last, or the only one
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:  # inputs and targets
+    """Split a batch into its inputs and its targets.
+
+    A mapping or dataclass is one input, and its targets are the entries under `TARGET_NAMES` that are not None; any
+    other object is one input without targets. Raises `BatchError` for an empty batch, or an `n_inp` that does not fit.
+
+    >>> split_batch(['image', 'mask', 'label'])
+    (('image', 'mask'), ('label',))
+    >>> split_batch({'text': 'a b', 'label': 1})
+    (({'text': 'a b', 'label': 1},), (1,))
+    """
+    kind = type(batch)
+    if (kind is list or kind is tuple) and len(batch) == 2 and (n_inp is None or n_inp == 1):
+        return (batch[0],), (batch[1],)
+
+    named = _named(batch)
+    if named is not None:
+        if not named: raise BatchError(f'The loader gave an empty batch ({describe(batch)}).')
+        return (batch,), tuple(named[k] for k in TARGET_NAMES if named.get(k) is not None)
+
+    items = tuple(batch) if isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence) else (batch,)
+    if not items: raise BatchError(f'The loader gave an empty batch ({describe(batch)}).')
+    n = max(len(items) - 1, 1) if n_inp is None else n_inp
+    if not 1 <= n <= len(items):
+        raise BatchError(f'n_inp={n} does not fit a batch with {len(items)} entries, {describe(batch)}: '
+                         f'set n_inp to a number from 1 to {len(items)}.')
+    return items[:n], items[n:]
+
+
+def to_device(
+    batch: Any,                  # any nesting of tensors; what is no tensor is left alone
+    device: torch.device | str,  # where the tensors shall be
+) -> Any:  # `batch` itself when every tensor is there already
+    """Move every tensor in `batch` to `device`, without waiting when that is a GPU.
+
+    An object with a `to` method of its own (a PackedSequence, a graph) is moved by it.
+
+    >>> batch = (torch.zeros(2), 'text')
+    >>> to_device(batch, torch.device('cpu')) is batch
+    True
+    """
+    if type(batch) is tuple or type(batch) is list:
+        for t in batch:
+            if type(t) is not Tensor or t.device != device: break
+        else: return batch
+
+    device = torch.device(device)
+    return _map(batch, lambda t: t.to(device, non_blocking=device.type == 'cuda'), lambda o: o.to(device))
+
+
+def to_detach(
+    b: Any,            # any nesting of tensors
+    cpu: bool = True,  # also move them to the CPU
+) -> Any:
+    "Return `b` with every tensor detached from its graph."
+    return _map(b, lambda t: t.detach().cpu() if cpu else t.detach())
+
+
+def detuplify(t: Any) -> Any:
+    """Return the only element of a tuple or list, None for an empty one, and `t` itself otherwise.
+
+    >>> detuplify((3,)), detuplify((1, 2)), detuplify(())
+    (3, (1, 2), None)
+    """
+    if not isinstance(t, (tuple, list)) or len(t) > 1: return t
+    return t[0] if t else None
+
+
+def find_bs(b: Any) -> int:
+    """Return the number of samples in a batch: the first dimension of its first tensor, or its first list's length.
+
+    Raises `BatchError` when there is neither a tensor with a dimension nor a list of other things.
+
+    >>> find_bs({'ids': torch.zeros(8, 12), 'weight': torch.tensor(1.)})
+    8
+    """
+    if type(b) is tuple and b and type(b[0]) is Tensor and (shape := b[0].shape): return shape[0]
+
+    n = next(_tensor_sizes(b), None)
+    if n is None: n = next(_list_sizes(b), None)
+    if n is None: raise BatchError(f'The batch has no size: there is no tensor with a dimension in {describe(b)}.')
+    return n
+
+
+def concat(
+    items: list[Any],  # equal nested structures, one a batch
+    dim: int = 0,      # the dimension along which tensors are joined; those without one are stacked
+) -> Any:
+    """Join batches of predictions, targets or inputs into one structure of the same kind.
+
+    Tensors whose other dimensions differ become one flat list of their samples. A list of dicts, strings or other
+    objects has one entry a sample, and such lists are chained; what else is no tensor becomes a list with one entry a
+    batch. Raises `BatchError` when there is nothing to join or the structures differ.
+
+    >>> concat([(torch.tensor([1, 2]), ['a', 'b']), (torch.tensor([3]), ['c'])])
+    (tensor([1, 2, 3]), ['a', 'b', 'c'])
+    """
+    if not items: raise BatchError('There is nothing to join: not one batch was given.')
+    first = items[0]
+    if all(isinstance(o, Tensor) for o in items): return _join_tensors(items, dim)
+    if any(type(o) is not type(first) for o in items): return list(items)
+
+    if isinstance(first, list) and (_is_sample_list(first) or any(len(o) != len(first) for o in items)):
+        return [sample for o in items for sample in o]
+    children = [_children(o) for o in items]
+    if children[0] is None: return list(items)
+    if any(_keys(o) != _keys(first) for o in items):
+        raise BatchError(f'Batches of different structure cannot be joined: {_differing(items)}.')
+    return _rebuild(first, [concat(list(group), dim) for group in zip(*children, strict=True)])
+
+
+def microbatches(
+    xb: tuple[Any, ...],  # inputs
+    yb: tuple[Any, ...],  # targets
+    size: int,            # the most samples a piece may have
+) -> list[tuple[tuple[Any, ...], tuple[Any, ...]]]:  # (xb, yb) of each piece
+    """Cut a batch into pieces of at most `size` samples, without copying.
+
+    Every tensor whose first dimension is the batch size is cut, as is a list or tuple of other things with that length;
+    everything else goes whole to each piece. A batch that is small enough is its own only piece.
+
+    >>> [x.tolist() for (x,), _ in microbatches((torch.arange(5),), (), 2)]
+    [[0, 1], [2, 3], [4]]
+    """
+    if size < 1: raise BatchError(f'A microbatch has at least 1 sample, not {size}.')
+    n = find_bs((*xb, *yb))
+    if n <= size: return [(xb, yb)]
+    return [(tuple(_cut(o, n, i, i + size) for o in xb), tuple(_cut(o, n, i, i + size) for o in yb))
+            for i in range(0, n, size)]
+
+
+def apply_model(
+    model: Callable[..., Any],  # an `nn.Module`, or any function
+    xb: tuple[Any, ...],        # inputs
+) -> Any:
+    """Call the model with the inputs of a batch.
+
+    A single mapping or dataclass is passed by name when the model has parameters of those names or takes `**kwargs`
+    alone; names that it does not know are left out. Otherwise it is passed whole.
+
+    >>> apply_model(lambda ids, mask=1: (ids, mask), ({'ids': 5, 'length': 9},))
+    (5, 1)
+    """
+    if len(xb) != 1 or type(xb[0]) is Tensor: return model(*xb)
+    fields = _named(xb[0])
+    if not fields: return model(*xb)
+
+    names, takes_any = _parameters(model)
+    if takes_any and all(isinstance(k, str) for k in fields): return model(**fields)
+    known = {k: v for k, v in fields.items() if k in names}
+    return model(**known) if known else model(*xb)
+
+
+def unpack_output(out: Any) -> tuple[Any, Any]:  # the prediction, and the loss or None
+    """Take the prediction and, where the model computed it, the loss out of what a model returned.
+
+    A mapping or dataclass with `loss` or `logits`, or another object with a `loss`, is taken apart: the prediction is
+    its `logits` or else all but the loss. Anything else is the prediction.
+
+    >>> unpack_output({'loss': 0.5, 'logits': [1, 2]})
+    ([1, 2], 0.5)
+    >>> unpack_output({'boxes': [1, 2]})
+    ({'boxes': [1, 2]}, None)
+    """
+    if isinstance(out, (Tensor, tuple, list)): return out, None
+    named = _named(out)
+    if named is None:
+        # an object with logits alone is no model output: torch's distributions have them too
+        if getattr(out, 'loss', None) is None: return out, None
+        named = {'loss': out.loss, 'logits': getattr(out, 'logits', None)}
+
+    loss, logits = named.get('loss'), named.get('logits')
+    return (_without_loss(out) if logits is None else logits), loss
+
+
+def describe(batch: Any) -> str:
+    """Return a short text that says what a batch is made of, for messages.
+
+    >>> describe((torch.zeros(8, 1, 28, 28), torch.zeros(8, dtype=torch.int64)))
+    '(Tensor[8, 1, 28, 28] float32, Tensor[8] int64)'
+    >>> describe({'ids': torch.zeros(8, 12), 'text': ['a'] * 8})
+    "{'ids': Tensor[8, 12] float32, 'text': [8 x str]}"
+    """
+    if isinstance(batch, (Tensor, np.ndarray)):
+        return f"{type(batch).__name__}{list(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
+    children = _children(batch)
+    if children is None: return type(batch).__name__
+    kinds = {type(o).__name__ for o in children}
+    if len(children) > 3 and len(kinds) == 1 and isinstance(batch, (list, tuple)) and _is_sample_list(children):
+        parts = [f'{len(children)} x {kinds.pop()}']
+    else: parts = _parts(batch, children)
+
+    if isinstance(batch, Mapping): return '{' + ', '.join(parts) + '}'
+    if isinstance(batch, list): return '[' + ', '.join(parts) + ']'
+    name = '' if type(batch) is tuple else type(batch).__name__
+    return f"{name}({', '.join(parts)}{',' if not name and len(children) == 1 else ''})"
+
+
+def _parts(batch: Any, children: list[Any]) -> list[str]:
+    "Describe each of the first eight children."
+    template = '{!r}: {}' if isinstance(batch, Mapping) else '{}={}'
+    named = isinstance(batch, Mapping) or _is_record(batch)
+    shown = [template.format(k, describe(o)) if named else describe(o)
+             for k, o in zip(_keys(batch), children[:8], strict=False)]
+    return shown + ['...'] * (len(children) > 8)
+
+
+# Structures: a container's children, and the container made anew from changed ones
+
+def _is_dataclass(o: Any) -> bool: return dataclasses.is_dataclass(o) and not isinstance(o, type)
+
+
+def _is_record(o: Any) -> bool: return _is_dataclass(o) or (isinstance(o, tuple) and hasattr(o, '_fields'))
+
+
+def _keys(o: Any) -> list[Any]:
+    "Return the keys of a mapping, the field names of a record, or the positions of a tuple or list."
+    if isinstance(o, Mapping): return list(o.keys())
+    if _is_dataclass(o): return [f.name for f in dataclasses.fields(o)]
+    return list(getattr(o, '_fields', range(len(o))))
+
+
+def _children(o: Any) -> list[Any] | None:
+    "Return what a container holds, in the order of `_keys`, or None for a leaf."
+    if isinstance(o, (tuple, list)): return list(o)
+    if isinstance(o, Mapping): return [o[k] for k in o]
+    if _is_dataclass(o): return [getattr(o, f.name) for f in dataclasses.fields(o)]
+    return None
+
+
+def _rebuild(like: Any, children: list[Any]) -> Any:
+    "Return a container of the type and the keys of `like` with other children."
+    if isinstance(like, tuple): return like._make(children) if hasattr(like, '_make') else type(like)(children)
+    if isinstance(like, Mapping) and not isinstance(like, MutableMapping):
+        return type(like)(dict(zip(like, children, strict=True)))  # type: ignore[call-arg]
+
+    new = copy(like)  # keeps what a subclass has besides, such as the factory of a defaultdict
+    if isinstance(like, list): new[:] = children
+    elif isinstance(like, MutableMapping):
+        for k, v in zip(list(like), children, strict=True): new[k] = v
+    else:
+        for k, v in zip(_keys(like), children, strict=True): object.__setattr__(new, k, v)  # also when it is frozen
+    return new
+
+
+def _map(b: Any, f: Callable[[Tensor], Any], own: Callable[[Any], Any] | None = None) -> Any:
+    "Apply `f` to each tensor and `own` to what moves itself; return `b` itself when nothing changed."
+    if isinstance(b, Tensor): return f(b)
+    # a UserDict (the BatchEncoding of transformers) would move itself in place, and so change what the loader holds
+    if own is not None and callable(getattr(b, 'to', None)) and not isinstance(b, UserDict): return own(b)
+    children = _children(b)
+    if children is None: return b
+    new = [_map(o, f, own) for o in children]
+    return b if all(a is o for a, o in zip(new, children, strict=True)) else _rebuild(b, new)
+
+
+def _named(o: Any) -> Mapping[Any, Any] | None:
+    "Return the entries of a mapping or the fields of a dataclass by name, or None for anything else."
+    if isinstance(o, Mapping): return o
+    return dict(zip(_keys(o), _children(o) or (), strict=True)) if _is_dataclass(o) else None
+
+
+def _is_sample_list(o: Iterable[Any]) -> bool:
+    "Say whether a list stands for one entry a sample: it holds dicts or leaves that are no tensors."
+    return not any(isinstance(c, (Tensor, np.ndarray, tuple, list)) for c in o)
+
+
+# Sizes and pieces
+
+def _tensor_sizes(b: Any) -> Iterator[int]:
+    "Yield the batch size by each tensor or array in `b`, in order."
+    if isinstance(b, PackedSequence): yield int(b.batch_sizes[0])
+    elif isinstance(b, (Tensor, np.ndarray)):
+        if b.ndim: yield b.shape[0]
+    else:
+        for o in _children(b) or (): yield from _tensor_sizes(o)
+
+
+def _list_sizes(b: Any) -> Iterator[int]:
+    "Yield the length of each innermost list in `b`, in order."
+    children = _children(b) or []
+    if isinstance(b, list) and b and all(_children(o) is None for o in children): yield len(b)
+    for o in children: yield from _list_sizes(o)
+
+
+def _cut(o: Any, n: int, start: int, stop: int) -> Any:
+    "Return samples `start` to `stop` of whatever in `o` has `n` of them."
+    if isinstance(o, PackedSequence):
+        raise BatchError('A PackedSequence cannot be cut into microbatches: pad the sequences or leave microbatch out.')
+    if isinstance(o, (Tensor, np.ndarray)): return o[start:stop] if o.ndim and o.shape[0] == n else o
+    if type(o) in (list, tuple) and len(o) == n and _is_sample_list(o): return o[start:stop]
+    children = _children(o)
+    if children is None: return o
+    new = [_cut(c, n, start, stop) for c in children]
+    return o if all(a is c for a, c in zip(new, children, strict=True)) else _rebuild(o, new)
+
+
+def _join_tensors(items: list[Tensor], dim: int) -> Tensor | list[Tensor]:
+    "Join tensors along `dim`, stack those without dimensions, and list the samples of those that do not fit."
+    ndim = items[0].ndim
+    if ndim == 0 and all(t.ndim == 0 for t in items): return torch.stack(items)
+    if all(t.ndim == ndim for t in items):
+        d = dim % ndim
+        if len({(*t.shape[:d], *t.shape[d + 1:]) for t in items}) == 1: return torch.cat(items, dim)
+    return [sample for t in items for sample in (t.unbind(dim) if t.ndim else (t,))]
+
+
+def _differing(items: list[Any]) -> str:
+    "Name the first item and the first one that is built differently."
+    other = next(o for o in items if _keys(o) != _keys(items[0]))
+    return f'{describe(items[0])} and {describe(other)}'
+
+
+# Calling the model
+
+_known_parameters: WeakKeyDictionary[Any, tuple[frozenset[str], bool]] = WeakKeyDictionary()
+
+
+def _parameters(model: Any) -> tuple[frozenset[str], bool]:
+    "Return the names that the model's forward takes, and whether it takes any name and needs none."
+    try:
+        if (known := _known_parameters.get(model)) is None:
+            known = _known_parameters[model] = _read_parameters(model)
+        return known
+    except TypeError: return _read_parameters(model)  # it cannot be hashed or referred to weakly
+
+
+def _read_parameters(model: Any) -> tuple[frozenset[str], bool]:
+    "Read the signature of a model's forward, or of the model inside a wrapper (data parallel, compiled)."
+    try: ps = inspect.signature(model.forward if isinstance(model, nn.Module) else model).parameters.values()
+    except ValueError: return frozenset(), False  # written in C
+    names = frozenset(p.name for p in ps if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    inner = getattr(model, 'module', None) or getattr(model, '_orig_mod', None)
+    if not names and isinstance(inner, nn.Module): return _parameters(inner)
+
+    needed = any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in ps)
+    return names, not needed and any(p.kind is p.VAR_KEYWORD for p in ps)
+
+
+def _without_loss(out: Any) -> Any:
+    "Return a model's output without its loss."
+    if isinstance(out, Mapping):
+        if 'loss' not in out: return out
+        rest = {k: v for k, v in out.items() if k != 'loss'}
+        return type(out)(**rest) if _is_dataclass(out) else rest
+    if getattr(out, 'loss', None) is None: return out
+    new = copy(out)
+    object.__setattr__(new, 'loss', None)
+    return new

@@ -1,0 +1,399 @@
+"""Loaders: `DataLoaders` holds those of a training run, `TensorLoader` serves batches of tensors from memory.
+
+A loader is anything that yields batches, with a length or without: a torch DataLoader, a list, a generator."""
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, StackDataset
+
+from learnkit.batch import describe
+from learnkit.errors import EmptyLoaderError, LoaderError
+
+__all__ = ['DataLoaders', 'TensorLoader', 'default_device', 'as_dataloaders', 'evaluation_loaders', 'check_loaders',
+           'n_batches', 'in_order']
+
+
+def default_device() -> torch.device:
+    "Return the device to train on: CUDA, else MPS, else the CPU. Asking creates no CUDA context."
+    if torch.cuda.is_available(): return torch.device('cuda')
+    return torch.device('mps' if torch.backends.mps.is_available() else 'cpu')
+
+
+class DataLoaders:
+    """The loaders of a training run: one to train on, any number to validate on, and the device they go to.
+
+    `dls[0]` is the training loader, the validation loaders follow, then the others; a name works too. Raises
+    `LoaderError` for what is no loader and `EmptyLoaderError` for one with no batch.
+
+    >>> batches = [(torch.zeros(4, 2), torch.zeros(4))] * 3
+    >>> dls = DataLoaders(batches, {'day': batches[:2], 'night': batches[:1]})
+    >>> [(name, len(dl)) for name, dl in dls.evaluation]
+    [('day', 2), ('night', 1)]
+    >>> dls
+    DataLoaders
+      train: list, 3 batches
+      day: list, 2 batches
+      night: list, 1 batch
+    """
+    def __init__(
+        self,
+        train: Iterable[Any],      # the training loader
+        valid: Iterable[Any] | Mapping[str, Iterable[Any]] | None = None,  # the validation loader, or several by name
+        *others: Iterable[Any],    # further loaders, a test set's for one
+        device: torch.device | str | None = None,  # where batches go; None: `default_device()`
+        path: str | Path = '.',    # folder of the data, and of what is saved
+        n_inp: int | None = None,  # how many entries of a batch are inputs; None: all but the last
+        n_iter: int | None = None,  # the most batches drawn each epoch from a training loader without a length
+    ):
+        self.train = train
+        self.evaluation = _evaluation(valid)  # (name, loader) of each validation loader
+        self.others = list(others)
+        self.n_inp, self.n_iter, self.path = n_inp, n_iter, Path(path)
+        self._device = None if device is None else torch.device(device)
+
+        for name, dl in self._named(): _check_loader(name, dl)
+        for option, value in (('n_inp', n_inp), ('n_iter', n_iter)):
+            if value is not None: _check_count('DataLoaders', option, value)
+
+    @classmethod
+    def from_datasets(
+        cls,
+        train_ds: Any,              # samples to train on: a torch data set, or any sequence
+        valid_ds: Any = None,       # samples to validate on, or a dict of several by name
+        bs: int = 64,               # samples a batch
+        *,
+        shuffle: bool = True,       # draw the training samples in random order
+        drop_last: bool = False,    # leave out a last training batch that is smaller
+        num_workers: int = 0,       # processes that fetch samples, for each loader
+        seed: int | None = None,    # of the training order; None: it follows torch's global generator
+        device: torch.device | str | None = None, path: str | Path = '.',  # these four as for `DataLoaders`
+        n_inp: int | None = None, n_iter: int | None = None,
+        **kwargs: Any,              # for torch's DataLoader; `sampler` and `generator` go to the training loader alone
+    ) -> Self:
+        """Make a torch DataLoader for each data set, in pinned memory where CUDA is.
+
+        >>> dls = DataLoaders.from_datasets([(i, i % 2) for i in range(10)], bs=4, shuffle=False)
+        >>> dls.one_batch()
+        [tensor([0, 1, 2, 3]), tensor([0, 1, 0, 1])]
+        """
+        _check_count('from_datasets', 'bs', bs)
+        for name, ds in [('train', train_ds), *_evaluation(valid_ds)]: _check_dataset(name, ds)
+        if seed is not None: kwargs['generator'] = _seeded(seed, kwargs.get('generator'))
+        train_only = {k: kwargs.pop(k) for k in ('sampler', 'generator') if k in kwargs}
+        shared = {'batch_size': bs, 'num_workers': num_workers, 'pin_memory': torch.cuda.is_available(), **kwargs}
+
+        shuffle = shuffle and not isinstance(train_ds, IterableDataset) and train_only.get('sampler') is None
+        train: Any = DataLoader(train_ds, shuffle=shuffle, drop_last=drop_last, **train_only, **shared)
+        valid: dict[str, Any] = {name: DataLoader(ds, **shared) for name, ds in _evaluation(valid_ds)}
+        return cls(train, valid or None, device=device, path=path, n_inp=n_inp, n_iter=n_iter)
+
+    @classmethod
+    def from_tensors(
+        cls,
+        train: Any,                # (x, y), any tuple of tensors or arrays of one length, or a dict of them by name
+        valid: Any = None,         # likewise; or a dict of several such tuples (or dicts) by loader name
+        bs: int = 64,              # samples a batch
+        *,
+        shuffle: bool = True,      # draw the training samples in random order
+        drop_last: bool = False,   # leave out a last training batch that is smaller
+        seed: int | None = None,   # of the training order; None: drawn from torch's global generator
+        device: torch.device | str | None = None,  # keep the tensors there; None: where they are
+        path: str | Path = '.', n_inp: int | None = None, n_iter: int | None = None,  # as for `DataLoaders`
+    ) -> Self:
+        """Make a `TensorLoader` of each set of tensors.
+
+        A dict of tensors is one set, whose batches are dicts; a dict of tuples or dicts is one validation loader each.
+
+        >>> x = torch.arange(6.)
+        >>> dls = DataLoaders.from_tensors((x, 2 * x), {'low': (x[:3], x[:3]), 'high': (x[3:], x[3:])}, bs=4)
+        >>> [len(b) for b in dls['low']], len(dls.train)
+        ([2], 2)
+        """
+        def load(tensors: Any, **options: Any) -> TensorLoader:
+            entries = tensors if isinstance(tensors, (tuple, list)) else (tensors,)
+            return TensorLoader(*entries, bs=bs, device=device, **options)
+
+        several = isinstance(valid, Mapping) and not any(isinstance(v, (Tensor, np.ndarray)) for v in valid.values())
+        return cls(load(train, shuffle=shuffle, drop_last=drop_last, seed=seed),
+                   {k: load(v) for k, v in valid.items()} if several else None if valid is None else load(valid),
+                   device=device, path=path, n_inp=n_inp, n_iter=n_iter)
+
+    @property
+    def valid(self) -> Any:
+        "The first validation loader, or None."
+        return self.evaluation[0][1] if self.evaluation else None
+
+    @property
+    def loaders(self) -> list[Any]:
+        "Every loader: training, validation, others."
+        return [dl for _, dl in self._named()]
+
+    @property
+    def train_ds(self) -> Any:
+        "The training loader's data set, or None where it has none."
+        return getattr(self.train, 'dataset', None)
+
+    @property
+    def valid_ds(self) -> Any:
+        "The first validation loader's data set, or None where it has none."
+        return getattr(self.valid, 'dataset', None)
+
+    @property
+    def device(self) -> torch.device:
+        "Where batches go; chosen once, when first asked for."
+        if self._device is None: self._device = default_device()
+        return self._device
+
+    @device.setter
+    def device(self, device: torch.device | str) -> None: self._device = torch.device(device)
+
+    def to(self, device: torch.device | str) -> Self:
+        "Send batches to `device` from now on."
+        self.device = device
+        return self
+
+    def cpu(self) -> Self: return self.to('cpu')
+    def cuda(self) -> Self: return self.to('cuda')
+
+    def one_batch(self) -> Any:
+        "Return the first batch of the training loader, as the loader gives it."
+        for batch in self.train: return batch
+        raise EmptyLoaderError('The training loader gave no batch.')
+
+    def _named(self) -> list[tuple[str, Any]]:
+        return [('train', self.train), *self.evaluation, *((f'other{i}', dl) for i, dl in enumerate(self.others))]
+
+    def __getitem__(self, key: int | str) -> Any:
+        if not isinstance(key, str): return self.loaders[key]
+        named = dict(self._named())
+        if key not in named: raise KeyError(f'There is no loader {key!r}, only {", ".join(map(repr, named))}.')
+        return named[key]
+
+    def __len__(self) -> int: return len(self.loaders)
+    def __iter__(self) -> Iterator[Any]: return iter(self.loaders)
+
+    def __repr__(self) -> str:
+        return '\n'.join([type(self).__name__, *(f'  {name}: {_describe_loader(dl)}' for name, dl in self._named())])
+
+
+class TensorLoader:
+    """Serve batches of tensors that are in memory, whole batches by index: many times faster than sample by sample.
+
+    A batch is a tuple with an entry for each tensor, or a dict when the tensors were given as one. Batches that are not
+    shuffled are views. Where CUDA is in use, batches from the CPU come in pinned memory.
+
+    `generator` is the loader's own and draws one permutation an epoch, when iteration begins. Raises `LoaderError` for
+    tensors of different lengths or devices, and `EmptyLoaderError` for empty ones.
+
+    >>> loader = TensorLoader(torch.arange(5), torch.arange(5) ** 2, bs=2)
+    >>> [x.tolist() for x, y in loader]
+    [[0, 1], [2, 3], [4]]
+    """
+    def __init__(
+        self,
+        *tensors: Any,               # tensors or arrays with one length; or a single dict of them by name
+        bs: int = 64,                # samples a batch
+        shuffle: bool = False,       # another order each epoch
+        drop_last: bool = False,     # leave out a last batch that is smaller
+        generator: torch.Generator | None = None,  # draws the order (a CPU generator)
+        seed: int | None = None,     # of a generator of its own; None: drawn from torch's global one if it shuffles
+        device: torch.device | str | None = None,  # keep the tensors there; None: where they are
+    ):
+        _check_count('TensorLoader', 'bs', bs)
+        named = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], Mapping) else None
+        self.names = None if named is None else tuple(named)
+        self.tensors = _as_tensors(dict(enumerate(tensors)) if named is None else named, device)
+        self.n, self.bs, self.seed = len(self.tensors[0]), int(bs), seed
+        self.shuffle, self.drop_last = shuffle, drop_last
+        if seed is not None: generator = _seeded(seed, generator)
+        elif generator is None and shuffle: generator = _seeded(int(torch.empty((), dtype=torch.int64).random_()))
+        self.generator = generator
+
+    def new(self, **changes: Any) -> TensorLoader:
+        """Return a loader of the same tensors with other options.
+
+        A shuffling copy starts from `seed` again, or draws another where there is none."""
+        options: dict[str, Any] = {'bs': self.bs, 'shuffle': self.shuffle, 'drop_last': self.drop_last}
+        if 'generator' not in changes: options['seed'] = self.seed
+        tensors = self.tensors if self.names is None else (self._named(self.tensors),)
+        return type(self)(*tensors, **{**options, **changes})
+
+    @property
+    def dataset(self) -> Dataset[Any]:
+        "The samples one by one, each a tuple or dict like the batches."
+        rows: Any = self.tensors if self.names is None else self._named(self.tensors)
+        return StackDataset(*rows) if self.names is None else StackDataset(**rows)
+
+    def __len__(self) -> int: return self.n // self.bs if self.drop_last else -(-self.n // self.bs)
+
+    def __iter__(self) -> Iterator[Any]:
+        pinned = self.tensors[0].device.type == 'cpu' and torch.cuda.is_initialized()
+        batches = islice(self._shuffled(pinned) if self.shuffle else self._sliced(pinned), len(self))
+        return batches if self.names is None else map(self._named, batches)
+
+    def _shuffled(self, pinned: bool) -> Iterator[tuple[Tensor, ...]]:
+        order = torch.randperm(self.n, generator=self.generator).to(self.tensors[0].device)
+        take = _take_pinned if pinned else torch.index_select
+        return (tuple([take(t, 0, idx) for t in self.tensors]) for idx in _pieces(order, self.bs))
+
+    def _sliced(self, pinned: bool) -> Iterator[tuple[Tensor, ...]]:
+        batches = zip(*(_pieces(t, self.bs) for t in self.tensors), strict=True)
+        return (tuple(t.pin_memory() for t in b) for b in batches) if pinned else batches
+
+    def _named(self, entries: Iterable[Tensor]) -> dict[str, Tensor]:
+        return dict(zip(self.names or (), entries, strict=True))
+
+    def __repr__(self) -> str: return f'TensorLoader({self.n} samples, bs={self.bs}, shuffle={self.shuffle})'
+
+
+def _take_pinned(t: Tensor, dim: int, idx: Tensor) -> Tensor:
+    "Gather into pinned memory, which torch hands out again only after copies from it have ended."
+    out = torch.empty((len(idx), *t.shape[1:]), dtype=t.dtype, pin_memory=True)
+    return torch.index_select(t, dim, idx, out=out)
+
+
+def _pieces(t: Tensor, bs: int) -> Iterator[Tensor]:
+    "Yield views of `bs` rows; made a thousand at a time, which is fast and keeps few of them."
+    return (piece for block in t.split(1024 * bs) for piece in block.split(bs))
+
+
+# What any loader can be asked
+
+def n_batches(dl: Any) -> int | None:
+    """Return how many batches a loader gives, or None where it does not know.
+
+    >>> n_batches([1, 2]), n_batches(iter([1, 2]))
+    (2, None)
+    """
+    try: return len(dl)
+    except (TypeError, NotImplementedError, AttributeError): return None
+
+
+def in_order(dl: Any) -> Any:
+    """Return a loader of the same samples in the data set's order, the last incomplete batch included.
+
+    A sampler that chooses samples (weighted, a subset, one rank's share) is kept. A loader that cannot be made anew (a
+    list, an iterable data set, a batch sampler of its own) is returned as it is."""
+    if type(dl) is DataLoader: return _torch_in_order(dl)
+    if isinstance(dl, TensorLoader) and not dl.shuffle and not dl.drop_last: return dl
+    return dl.new(shuffle=False, drop_last=False) if callable(getattr(dl, 'new', None)) else dl
+
+
+def as_dataloaders(dls: Any) -> Any:
+    """Return `dls` if it is a `DataLoaders` or works like one (fastai's), else make one.
+
+    A tuple is (train, valid); any other iterable, a list of batches for one, is the training loader. Raises
+    `LoaderError` for anything else.
+
+    >>> as_dataloaders([(torch.zeros(2), torch.zeros(2))])
+    DataLoaders
+      train: list, 1 batch
+    """
+    # a model has a `train` too: given here by mistake, it is refused below
+    if hasattr(dls, 'train') and hasattr(dls, '__getitem__') and not isinstance(dls, nn.Module): return dls
+    if not isinstance(dls, tuple): return DataLoaders(dls)
+    if len(dls) in (1, 2): return DataLoaders(*dls)
+    raise LoaderError(f'A tuple of loaders is (train,) or (train, valid), not {len(dls)} entries: use DataLoaders.')
+
+
+def evaluation_loaders(dls: Any) -> list[tuple[str, Any]]:
+    "Return (name, loader) of each validation loader of `DataLoaders`, or of what works like one."
+    if (named := getattr(dls, 'evaluation', None)) is not None: return list(named)
+    try: return [('valid', dls[1])]
+    except (IndexError, KeyError): return []
+
+
+def check_loaders(dls: Any) -> None:
+    "Raise `EmptyLoaderError` if a training or validation loader has no batch by now."
+    for name, dl in [('train', dls.train), *evaluation_loaders(dls)]: _check_not_empty(name, dl)
+
+
+def _torch_in_order(dl: DataLoader[Any]) -> DataLoader[Any]:
+    "Make a torch DataLoader anew from its public attributes."
+    own_batches = dl.batch_size is None and dl.batch_sampler is not None
+    if own_batches or isinstance(dl.dataset, IterableDataset): return dl
+    if not dl.drop_last and type(dl.sampler) is not RandomSampler and getattr(dl, 'in_order', True): return dl
+    chooses = type(dl.sampler) not in (RandomSampler, SequentialSampler)
+
+    # neither `generator`, whose draws would change the training order, nor workers that outlive this one use
+    return DataLoader(
+        dl.dataset, batch_size=dl.batch_size, sampler=dl.sampler if chooses else None, num_workers=dl.num_workers,
+        collate_fn=dl.collate_fn, pin_memory=dl.pin_memory, timeout=dl.timeout, worker_init_fn=dl.worker_init_fn,
+        multiprocessing_context=dl.multiprocessing_context, prefetch_factor=dl.prefetch_factor)
+
+
+# Checks, each with the thing's name in its message
+
+def _evaluation(valid: Any) -> list[tuple[str, Any]]:
+    "Return the validation loaders with their names."
+    if valid is None: return []
+    if not isinstance(valid, Mapping): return [('valid', valid)]
+    if not valid: raise LoaderError('The dict of validation loaders is empty: give None to train without validation.')
+    for name in valid:
+        if not isinstance(name, str) or not name.strip() or '/' in name or name == 'train':
+            raise LoaderError(f'{name!r} cannot name a validation loader: give a text without "/", and not "train".')
+    return list(valid.items())
+
+
+def _check_loader(name: str, dl: Any) -> None:
+    "Raise unless `dl` yields batches, as far as can be seen without starting it."
+    what = f'The loader {name!r} is a {type(dl).__name__}'
+    if isinstance(dl, (Tensor, np.ndarray)): raise LoaderError(f'{what}: use DataLoaders.from_tensors for tensors.')
+    if isinstance(dl, Dataset) and not isinstance(dl, IterableDataset):
+        raise LoaderError(f'{what}, which gives samples: use DataLoaders.from_datasets, or a DataLoader.')
+    if isinstance(dl, (str, bytes, Mapping, nn.Module)) or not (hasattr(dl, '__iter__') or hasattr(dl, '__getitem__')):
+        raise LoaderError(f'{what}, which gives no batches: a loader is a DataLoader or any other iterable.')
+    _check_not_empty(name, dl)
+
+
+def _check_not_empty(name: str, dl: Any) -> None:
+    if n_batches(dl) != 0: return
+    why = ': drop_last is on, and there are fewer samples than a batch has' if getattr(dl, 'drop_last', False) else ''
+    raise EmptyLoaderError(f'The loader {name!r} ({type(dl).__name__}) has no batches{why}.')
+
+
+def _check_dataset(name: str, ds: Any) -> None:
+    if isinstance(ds, IterableDataset): return
+    if isinstance(ds, DataLoader) or not (hasattr(ds, '__getitem__') and hasattr(ds, '__len__')):
+        raise LoaderError(f'The data set {name!r} is a {type(ds).__name__}: it needs samples by index and a length.')
+    if len(ds) == 0: raise EmptyLoaderError(f'The data set {name!r} ({type(ds).__name__}) is empty.')
+
+
+def _check_count(where: str, option: str, value: Any) -> None:
+    if isinstance(value, (int, np.integer)) and value >= 1: return
+    raise LoaderError(f'{where}({option}={value!r}): {option} is a whole number from 1 up.')
+
+
+def _seeded(seed: int, given: torch.Generator | None = None) -> torch.Generator:
+    "Return a new generator with that seed."
+    if given is not None: raise LoaderError('Give seed= or generator=, not both.')
+    return torch.Generator().manual_seed(seed)
+
+
+def _as_tensors(given: Mapping[Any, Any], device: torch.device | str | None) -> tuple[Tensor, ...]:
+    "Return arrays and tensors, given by name or position, as tensors on one device that fit together."
+    if not given: raise LoaderError('TensorLoader needs at least one tensor.')
+    for name, t in given.items():
+        if isinstance(t, (Tensor, np.ndarray)) and t.ndim: continue
+        raise LoaderError(f'TensorLoader: entry {name!r} has no rows, one a sample: it is {describe(t)}.')
+
+    tensors = tuple(torch.as_tensor(t, device=device).detach() for t in given.values())
+    lengths = [len(t) for t in tensors]
+    if len(set(lengths)) > 1: raise LoaderError(f'TensorLoader: tensors of different lengths, {lengths}.')
+    if not lengths[0]: raise EmptyLoaderError('TensorLoader: the tensors are empty.')
+    if len({t.device for t in tensors}) > 1: raise LoaderError('TensorLoader: several devices, give device=.')
+    return tensors
+
+
+def _describe_loader(dl: Any) -> str:
+    "Return a loader's type, length and batch size in a few words."
+    n, bs = n_batches(dl), getattr(dl, 'bs', getattr(dl, 'batch_size', None))
+    count = 'unknown length' if n is None else f'{n} batch' if n == 1 else f'{n} batches'
+    return f'{type(dl).__name__}, {count}' + (f' of {bs}' if isinstance(bs, int) else '')

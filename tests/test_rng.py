@@ -1,0 +1,124 @@
+"""learnkit.rng: every generator comes back exactly, and a captured state can be saved and loaded safely."""
+import io
+import random
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from learnkit.rng import capture_rng, preserved_rng, restore_rng
+
+
+def draw() -> tuple[Any, ...]:
+    "Draw from every global generator, an odd number of times where it keeps a spare normal number."
+    return (random.random(), random.gauss(0, 1), random.randrange(10**9), np.random.rand(), np.random.randn(),
+            np.random.randint(10**9), torch.rand(3).tolist(), torch.randn(2).tolist())
+
+
+def leaves(state: Any) -> list[Any]:
+    if isinstance(state, dict): return [leaf for v in state.values() for leaf in leaves(v)]
+    if isinstance(state, tuple): return [leaf for v in state for leaf in leaves(v)]
+    return [state]
+
+
+def test_restores_every_generator_exactly() -> None:
+    state = capture_rng()
+    first = [draw() for _ in range(5)]
+    assert first[0] != first[1]
+    restore_rng(state)
+    assert [draw() for _ in range(5)] == first
+    restore_rng(state)  # a state is not used up
+    assert [draw() for _ in range(5)] == first
+
+
+def test_restores_the_spare_normal_numbers() -> None:
+    random.gauss(0, 1); np.random.randn()  # each made two numbers and kept one
+    state = capture_rng()
+    expected = random.gauss(0, 1), np.random.randn()
+    random.seed(1); np.random.seed(1)
+    restore_rng(state)
+    assert (random.gauss(0, 1), np.random.randn()) == expected
+
+
+def test_a_state_does_not_change_with_the_generators() -> None:
+    state = capture_rng()
+    before = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves(state)]
+    for _ in range(1000): draw()
+    assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+               for a, b in zip(before, leaves(state), strict=True))
+
+
+def test_holds_tensors_and_plain_numbers_only() -> None:
+    random.gauss(0, 1)
+    kinds = {type(leaf) for leaf in leaves(capture_rng())}
+    assert kinds <= {torch.Tensor, int, float, str, type(None)}
+
+
+def test_survives_a_safe_load() -> None:
+    draw()
+    file = io.BytesIO()
+    torch.save(capture_rng(), file)
+    expected = draw()
+    file.seek(0)
+    restore_rng(torch.load(file, weights_only=True))
+    assert draw() == expected
+
+
+def test_preserved_also_when_the_block_raises() -> None:
+    state = capture_rng()
+    expected = draw()
+    restore_rng(state)
+    with pytest.raises(KeyError), preserved_rng():
+        draw()
+        random.seed(5); np.random.seed(5); torch.manual_seed(5)
+        raise KeyError
+    assert draw() == expected
+
+
+def test_leaves_alone_what_a_state_does_not_hold() -> None:
+    state = capture_rng()
+    del state['numpy']
+    np.random.seed(3)
+    expected = np.random.RandomState(3).rand()
+    restore_rng(state)
+    assert np.random.rand() == expected
+
+
+def test_another_bit_generator_of_numpy() -> None:
+    was = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.PCG64(4))
+        state = capture_rng()
+        expected = np.random.rand(3).tolist()
+        restore_rng(state)
+        assert np.random.rand(3).tolist() == expected
+    finally: np.random.set_bit_generator(was)
+
+
+def test_needs_neither_numpys_generator_nor_cuda() -> None:
+    code = ('import sys; from learnkit.rng import capture_rng, restore_rng; import torch; state = capture_rng(); '
+            'restore_rng(state); state["cuda"] = (state["torch"],); '
+            'assert ("numpy" in state) == ("numpy.random" in sys.modules); assert not torch.cuda.is_initialized()')
+    subprocess.run([sys.executable, '-c', code], check=True, timeout=120)
+
+
+@pytest.mark.cuda
+def test_restores_cuda_devices() -> None:
+    torch.rand(1, device='cuda')
+    state = capture_rng()
+    expected = torch.rand(3, device='cuda')
+    assert len(state['cuda']) == torch.cuda.device_count()
+    restore_rng(state)
+    assert torch.equal(torch.rand(3, device='cuda'), expected)
+
+
+def test_a_cuda_state_from_elsewhere_does_no_harm() -> None:
+    state = capture_rng()
+    if torch.cuda.is_available(): pytest.skip('about machines without a GPU')
+    state['cuda'] = (torch.zeros(16, dtype=torch.uint8),)
+    expected = draw()
+    restore_rng(state)
+    assert draw() == expected and not torch.cuda.is_initialized()
