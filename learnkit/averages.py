@@ -1,0 +1,231 @@
+"""What metrics are made of: the `Metric` protocol, a mean that stays on its device, and the smoothed training loss."""
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from fastcore.basics import class2attr
+from torch import Tensor
+
+from learnkit.batch import describe
+from learnkit.errors import MetricError
+
+__all__ = ['Metric', 'Mean', 'AvgSmoothLoss', 'is_number']
+
+SEND_EVERY = 64     # losses that go to the host in one copy
+MAX_IN_FLIGHT = 2   # copies the host may be behind
+
+
+class Metric:
+    """Compute a number from the batches of one pass: override `reset`, `accumulate` and `value`.
+
+    >>> class Batches(Metric):
+    ...     def reset(self): self.n = 0
+    ...     def accumulate(self, learn): self.n += 1
+    ...     @property
+    ...     def value(self): return self.n
+    >>> Batches().name
+    'batches'
+    """
+    on: str | None = None  # 'train', 'valid' or 'both'; None: as the Recorder says
+
+    def reset(self) -> None:
+        "Forget the batches seen so far."
+
+    def accumulate(self, learn: Any) -> None:
+        "Take in the batch that `learn` holds: its `xb`, `yb`, `pred` and `loss`."
+
+    @property
+    def value(self) -> Any:
+        "The metric of all batches since `reset`; None before the first."
+        raise NotImplementedError
+
+    @property
+    def name(self) -> str:
+        "The class name in snake_case, without a trailing 'Metric'."
+        return class2attr(self, 'Metric')
+
+
+class Mean:
+    """Average numbers on their device, with weights; in float64 where the device has it.
+
+    >>> m = Mean()
+    >>> m.add(torch.tensor(1.), weight=3)
+    >>> m.add(5.)
+    >>> m.value
+    2.0
+    """
+    total: Any = 0.  # the weighted sum: a float, or a 0-dim tensor on the device
+    count: Any = 0   # the sum of the weights, likewise
+
+    def reset(self) -> None:
+        self.total, self.count = 0., 0
+
+    def add(
+        self,
+        value: Any,       # a number, or a tensor or array of one element
+        weight: Any = 1,  # how much it counts: its number of samples, for one
+    ) -> None:
+        "Take in `value`; no transfer, and nothing at all when the weight is 0 (the mean of an empty batch is NaN)."
+        x, w = _wide(value), weight if isinstance(weight, int) else _wide(weight)
+        if isinstance(w, Tensor): x = torch.where(w == 0, w, x)
+        elif w == 0: return
+        self.total = self.total + x*w
+        self.count = self.count + w
+
+    @property
+    def value(self) -> float | None:
+        "The mean, brought to the host in one transfer; None when nothing was added."
+        total, count = self.total, self.count
+        if isinstance(count, Tensor): total, count = torch.stack([torch.as_tensor(total).to(count), count]).tolist()
+        return float(total)/count if count else None
+
+
+class AvgSmoothLoss(Metric):
+    """Smooth the loss exponentially, without bias: `v_t = beta*v_{t-1} + (1-beta)*x_t`, given as `v_t/(1 - beta**t)`.
+
+    A step costs one number appended to a list. On a device the losses wait there and travel in groups while the
+    training goes on; `latest` shows how far they have come, and `smooth`, `val` and `value` wait for the rest. Its
+    state, for a checkpoint, is every loss and its smoothed value.
+
+    >>> from types import SimpleNamespace
+    >>> s = AvgSmoothLoss(beta=0.5)
+    >>> for x in (1., 4.): s.accumulate(SimpleNamespace(loss=torch.tensor(x)))
+    >>> s.smooth
+    [1.0, 3.0]
+    """
+
+    def __init__(
+        self,
+        beta: float = 0.98,      # the share of the past in the running mean
+        deferred: bool = False,  # group the transfers on the CPU too
+    ) -> None:
+        if not 0 <= beta < 1: raise MetricError(f'AvgSmoothLoss: beta is a share from 0 to below 1, got {beta!r}.')
+        self.beta, self.deferred = beta, deferred
+        self.reset()
+
+    def reset(self) -> None:
+        self._raw: list[float] = []            # arrived
+        self._smooth: list[float] = []         # of those, as far as anyone has asked
+        self._mean = 0.                        # v_t for t = len(self._smooth)
+        self._pending: list[Tensor] = []       # on the device
+        self._flying: deque[_Copy] = deque()   # on the way
+        self._defer = self.deferred            # once a loss came from a device, all wait in line behind it
+
+    def accumulate(self, learn: Any) -> None:
+        loss = learn.loss
+        if self._defer or not loss.is_cpu: self._queue(loss)
+        else: self._raw.append(loss.mean().item() if loss.dim() else loss.item())
+
+    def _queue(self, loss: Tensor) -> None:
+        if self._pending and self._pending[0].device != loss.device: self._send()
+        self._defer = True
+        self._pending.append(loss.detach().mean() if loss.dim() else loss.detach())
+        if len(self._pending) >= SEND_EVERY: self._send()
+
+    def _send(self) -> None:
+        "Start the copy of what is pending."
+        self._flying.append(_Copy(torch.stack(self._pending)))
+        self._pending = []
+        self._land(MAX_IN_FLIGHT)
+
+    def _land(self, allowed: int) -> None:
+        "Take over the copies that have arrived; wait only while more than `allowed` are on the way."
+        while self._flying and (len(self._flying) > allowed or self._flying[0].arrived):
+            self._raw += self._flying.popleft().wait()
+
+    def _finish(self) -> None:
+        "Wait for every loss accumulated so far and smooth it."
+        if self._pending: self._send()
+        self._land(0)
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        beta, smooth = self.beta, self._smooth
+        for x in self._raw[len(smooth):]:
+            self._mean = beta*self._mean + (1-beta)*x
+            smooth.append(self._mean/(1 - beta**(len(smooth)+1)))
+
+    @property
+    def count(self) -> int:
+        "Steps accumulated, also those that have not arrived."
+        return len(self._raw) + sum(len(c) for c in self._flying) + len(self._pending)
+
+    @property
+    def raw(self) -> list[float]:
+        "The losses that have arrived, as they were; never waits."
+        self._land(MAX_IN_FLIGHT)
+        return self._raw
+
+    @property
+    def latest(self) -> float | None:
+        "The smoothed loss of the last step that has arrived, None before the first; never waits."
+        self._land(MAX_IN_FLIGHT)
+        if self._pending and not self._flying: self._send()  # whoever looks gets something newer the next time
+        self._catch_up()
+        return self._smooth[-1] if self._smooth else None
+
+    @property
+    def smooth(self) -> list[float]:
+        "The smoothed loss of every step."
+        self._finish()
+        return self._smooth
+
+    @property
+    def val(self) -> Tensor:
+        "The running mean before its bias is taken out."
+        self._finish()
+        return torch.tensor(self._mean, dtype=torch.float32)
+
+    @property
+    def value(self) -> Tensor | None:
+        "The smoothed loss of the last step."
+        return torch.tensor(self.smooth[-1], dtype=torch.float32) if self.count else None
+
+    def state_dict(self) -> dict[str, Any]:
+        self._finish()
+        return {'beta': self.beta, 'mean': self._mean, 'raw': _to_f64(self._raw), 'smooth': _to_f64(self._smooth)}
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        self.reset()
+        self.beta, self._mean = sd['beta'], sd['mean']
+        self._raw, self._smooth = sd['raw'].tolist(), sd['smooth'].tolist()
+
+
+class _Copy:
+    "Losses on their way to the host."
+
+    def __init__(self, losses: Tensor) -> None:
+        on_cuda = losses.is_cuda  # elsewhere the copy is waited for, once in `SEND_EVERY` losses
+        self.host = torch.empty(losses.shape, dtype=losses.dtype, pin_memory=on_cuda)
+        self.host.copy_(losses, non_blocking=on_cuda)
+        self.event = torch.cuda.current_stream(losses.device).record_event() if on_cuda else None
+
+    def __len__(self) -> int: return len(self.host)
+
+    @property
+    def arrived(self) -> bool: return self.event is None or self.event.query()
+
+    def wait(self) -> list[float]:
+        if self.event is not None: self.event.synchronize()
+        return self.host.tolist()
+
+
+def is_number(value: Any) -> bool:
+    "A number, or a tensor or array of one element?"
+    if isinstance(value, Tensor): return value.numel() == 1
+    return isinstance(value, (int, float)) or getattr(value, 'size', None) == 1
+
+
+def _wide(value: Any) -> Any:
+    "One number as a float, or, from a device, as a 0-dim float64 tensor that stays there."
+    if type(value) is Tensor and value.is_cpu and value.numel() == 1: return float(value.item())
+    if not is_number(value): raise MetricError(f'A mean is taken of numbers, got {describe(value)}: reduce it to one.')
+    if not isinstance(value, Tensor): return float(value.item() if hasattr(value, 'item') else value)
+    value = value.detach().reshape(())
+    return value.to(torch.float32 if value.device.type == 'mps' else torch.float64)
+
+
+def _to_f64(xs: list[float]) -> Tensor:
+    return torch.tensor(xs, dtype=torch.float64)

@@ -1,0 +1,88 @@
+"""What is checked before training starts, so that bad input is told before any weight has changed."""
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+
+from learnkit.averages import Metric
+from learnkit.batch import apply_model, split_batch, to_device, unpack_output
+from learnkit.data import evaluation_loaders
+from learnkit.errors import FitError, LossError, MetricError, ModelError
+from learnkit.loop import Loop, model_device
+from learnkit.metrics import dry_run
+from learnkit.rng import preserved_rng
+
+__all__ = ['check_model', 'check_loss', 'check_fit', 'check_microbatch', 'check_metrics']
+
+
+def check_model(model: object) -> None:
+    "Raise `ModelError` for what is no module, a class above all."
+    if isinstance(model, torch.nn.Module): return
+    hint = f'write {model.__name__}(...)' if isinstance(model, type) else 'wrap it in a torch.nn.Module'
+    raise ModelError(f'model={model!r} is no torch.nn.Module: {hint}.')
+
+
+def check_loss(loss_func: object) -> None:
+    "Raise `LossError` for what cannot be called as a loss: a class above all."
+    if isinstance(loss_func, type):
+        raise LossError(f'loss_func={loss_func.__name__} is a class: write {loss_func.__name__}().')
+    if loss_func is not None and not callable(loss_func): raise LossError(f'loss_func={loss_func!r} cannot be called.')
+
+
+def check_count(name: str, value: object, least: int) -> int:
+    "Return a whole number; raise `FitError` for anything else, and below `least`."
+    try: number = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]  # that is the question
+    except TypeError: number = least - 1
+    if number < least: raise FitError(f'{name}={value!r}: give a whole number, {least} or more.')
+    return number
+
+
+def check_microbatch(learn: Loop, size: object) -> int | None:
+    "Return the microbatch size; raise `FitError` when it is no size or cannot act on this Learner."
+    if size is None: return None
+    size = check_count('microbatch', size, 1)
+    for name in ('_do_one_batch', '_do_grad_opt'):
+        if getattr(type(learn), name) is not getattr(Loop, name):
+            raise FitError(f'microbatch={size} has no effect on a Learner that overrides `{name}`: split the batch '
+                           'there, or leave `microbatch` out.')
+    return size
+
+
+def check_fit(learn: Any, n_epoch: object, start_epoch: object) -> int:
+    "Return the number of epochs; raise `FitError` for arguments that `fit` cannot follow."
+    n = check_count('n_epoch', n_epoch, 0)
+    if check_count('start_epoch', start_epoch, 0) > n: raise FitError(f'start_epoch={start_epoch} is past n_epoch={n}.')
+    if learn.fitting:
+        raise FitError('fit() was called inside a fit of the same Learner. Train on in the running one, end it with '
+                       '`learn.stop()`, or use another Learner.')
+    return n
+
+
+def check_metrics(learn: Any, train: list[Metric], valid: list[Metric]) -> None:
+    """Try the metrics on the training batch at hand.
+
+    Validation may have targets of another kind (soft labels in training, classes in validation), so that a metric of
+    validation that fails is tried again on a validation batch, and is let through where that cannot be told.
+    Raises `MetricError`."""
+    for m in train: dry_run(m, learn.pred, learn.yb)
+    for m in valid:
+        try: dry_run(m, learn.pred, learn.yb)
+        except MetricError:
+            for pred, yb in _first_validation_batches(learn): dry_run(m, pred, yb)
+
+
+def _first_validation_batches(learn: Any) -> list[tuple[Any, tuple[Any, ...]]]:
+    "Return predictions and targets of each validation loader's first batch; none where callbacks help to make them."
+    if any(learn.ordered_cbs(e) for e in ('after_draw', 'before_batch', 'before_pred', 'after_pred')): return []
+    batches = []
+    with learn._put_back(), torch.no_grad(), preserved_rng():
+        learn.model.eval()
+        for _, dl in evaluation_loaders(learn.dls):
+            drawn = iter(dl)
+            if drawn is dl: continue  # drawing would take a batch away
+            batch = to_device(next(drawn), model_device(learn.model, learn.dls))
+            xb, yb = split_batch(batch, getattr(learn.dls, 'n_inp', None))
+            batches.append((unpack_output(apply_model(learn.model, xb))[0], yb))
+    return batches

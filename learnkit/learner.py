@@ -1,0 +1,305 @@
+"""The Learner: everything that training needs in one object, and what may be done with it."""
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakSet
+
+from fastcore.basics import noop
+from fastcore.foundation import L
+from torch import nn
+
+from learnkit.batch import detuplify, to_detach
+from learnkit.callback import MissingAttribute, defined_on_class
+from learnkit.checks import check_fit, check_loss, check_microbatch, check_model
+from learnkit.data import as_dataloaders, check_loaders, evaluation_loaders
+from learnkit.dispatch import listed
+from learnkit.errors import CancelError, CancelFitException
+from learnkit.events import LEVELS, LIFECYCLE
+from learnkit.loop import SkipToEpoch, TrainEvalCallback
+from learnkit.metrics import as_metrics
+from learnkit.optim import Adam, make_optimizer, trainable_params
+from learnkit.predict import Predictions
+from learnkit.progress import ProgressCallback
+from learnkit.recorder import History, Recorder
+from learnkit.timing import Time, as_time
+
+__all__ = ['Learner', 'defaults', 'replacing_yield']
+
+defaults = SimpleNamespace(lr=1e-3, callbacks=[TrainEvalCallback, Recorder, ProgressCallback])
+_open_learners: WeakSet[Learner] = WeakSet()  # those whose callbacks are to be closed at interpreter exit
+
+_NOT_YET = {'pred': 'It exists from the forward pass of a batch on (event after_pred).',
+            'loss_grad': 'It exists once the loss of a batch is computed (event after_loss).'}
+
+
+class Learner(Predictions):
+    """Train `model` on `dls` with `loss_func`: the loop, its callbacks and its state.
+
+    Whatever the Learner does not have itself is read from the model. `x` and `y` are the inputs and targets of the
+    batch, without their tuple when there is one of them.
+
+    >>> import torch
+    >>> from learnkit.data import DataLoaders
+    >>> x = torch.linspace(-1, 1, 64)[:, None]
+    >>> learn = Learner(DataLoaders.from_tensors((x, 2 * x), bs=16), nn.Linear(1, 1), nn.MSELoss(), lr=0.1)
+    >>> with learn.no_bar(), learn.no_logging(): learn.fit(5)
+    >>> len(learn.history)
+    5
+    """
+    _marks_misses = True
+
+    def __init__(
+        self,
+        dls: Any,                                        # DataLoaders, a (train, valid) tuple of loaders, or a loader
+        model: nn.Module,
+        loss_func: Callable[..., Any] | None = None,     # f(pred, *targets); None: that of the data, or of the model
+        opt_func: Any = Adam,                            # f(params, lr=): a torch.optim class, a partial, a function
+        lr: Any = None,                                  # a number, one a group, or a slice; None: `defaults.lr`
+        splitter: Callable[[nn.Module], Any] = trainable_params,  # gives the model's parameters, or groups of them
+        cbs: Any = None,                                 # a callback (or its class), or several
+        metrics: Any = None,                             # f(pred, *targets), a Metric, of torchmetrics, or several
+        path: str | Path | None = None,                  # folder for files; None: that of `dls`
+        model_dir: str | Path = 'models',                # folder for weights, below `path`
+        wd: float | None = None,                         # weight decay; None: that of `opt_func`
+        wd_bn_bias: bool = False,                        # whether weight decay also acts on norm layers and biases
+        train_bn: bool = True,                           # whether norm layers of frozen groups are trained
+        moms: tuple[float, ...] = (0.95, 0.85, 0.95),    # momentum for schedules
+        default_cbs: bool = True,                        # add `defaults.callbacks`
+        microbatch: int | None = None,                   # train on pieces of a batch of at most so many samples
+        weight_func: Callable[..., Any] | None = None,   # f(xb, yb): what a piece weighs; None: its samples
+    ) -> None:
+        check_model(model)
+        self.dls, self.model = as_dataloaders(dls), model
+        if loss_func is None: loss_func = getattr(getattr(self.dls, 'train_ds', None), 'loss_func', None)
+        self.loss_func = loss_func
+        check_loss(self.loss_func)
+        self.opt_func, self.lr, self.splitter = opt_func, defaults.lr if lr is None else lr, splitter
+        self.path = Path(path) if path is not None else Path(getattr(self.dls, 'path', '.'))
+        self.model_dir, self.wd, self.wd_bn_bias, self.train_bn, self.moms = model_dir, wd, wd_bn_bias, train_bn, moms
+        self.microbatch, self.weight_func = check_microbatch(self, microbatch), weight_func
+        self.logger: Callable[[Any], Any] = print
+        self.create_mbar, self.opt = True, None
+        self._entered: list[ExitStack] = []
+        super().__init__()
+        self.metrics = metrics
+        self.add_cbs([*(defaults.callbacks if default_cbs else []), *listed(cbs)])
+        self('after_create')
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        n_epoch: int,                    # epochs; 0 is legal and trains nothing
+        lr: Any = None,                  # learning rate for this fit; None: the Learner's
+        wd: float | None = None,         # weight decay for this fit; None: the Learner's
+        cbs: Any = None,                 # further callbacks for this fit
+        reset_opt: bool = False,         # make a new optimizer
+        start_epoch: int = 0,            # skip the epochs before this one
+        iteration: int | str | Time | None = None,  # so many epochs are an iteration, with events of its own
+    ) -> None:
+        """Train for `n_epoch` epochs.
+
+        Raises a `LearnkitError` for bad input before anything has changed. Whatever a callback, the model or the data
+        raises comes out as it is, with a note of where, after every callback's `cleanup`; the Learner can fit again.
+        """
+        n_epoch = check_fit(self, n_epoch, start_epoch)
+        check_loaders(self.dls)
+        per_iteration = None if iteration is None else int(as_time(iteration, 'ep').value)
+        with self.added_cbs(listed(cbs) + ([SkipToEpoch(start_epoch)] if start_epoch else [])):
+            self._prepare_opt(lr, wd, reset_opt)
+            with self._run(fitting=True):
+                self.n_epoch, self.epochs_per_iteration = n_epoch, per_iteration
+                self._with_events(self._do_fit, 'fit', CancelFitException, self._end_cleanup)
+
+    def _prepare_opt(self, lr: Any, wd: float | None, reset_opt: bool) -> None:
+        if reset_opt or self.opt is None: self.create_opt()
+        wd = self.wd if wd is None else wd
+        if wd is not None: self.opt.set_hypers(wd=wd)
+        self.opt.set_hypers(lr=self.lr if lr is None else lr)
+        self.opt.zero_grad()
+
+    def create_opt(self) -> None:
+        "Make the optimizer; a rate that `opt_func` brings itself becomes the Learner's."
+        if isinstance(self.opt_func, partial) and 'lr' in self.opt_func.keywords: self.lr = self.opt_func.keywords['lr']
+        opt = make_optimizer(self.opt_func, self.model, self.lr, self.splitter, self.wd_bn_bias)
+        if self.opt is not None: self._done['st'] += self.opt.n_steps
+        self.opt = opt
+        lrs = [float(h['lr']) for h in opt.hypers if 'lr' in h]
+        if lrs and isinstance(self.lr, (int, float)) and any(lr != self.lr for lr in lrs):
+            self.lr = lrs[0] if len(set(lrs)) == 1 else lrs
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    @property
+    def metrics(self) -> L:
+        "The metrics; assign functions, Metrics or torchmetrics objects."
+        return self._metrics
+
+    @metrics.setter
+    def metrics(self, metrics: Any) -> None: self._metrics = as_metrics(metrics)
+
+    @property
+    def x(self) -> Any:
+        "The input of the batch, or the tuple of them when there are several; assign `xb` to change it."
+        return detuplify(self.xb)
+
+    @property
+    def y(self) -> Any:
+        "The target of the batch, or the tuple of them when there are several; assign `yb` to change it."
+        return detuplify(self.yb)
+
+    @property
+    def smooth_loss(self) -> Any:
+        "The smoothed training loss of the last step, as a 0-dim tensor."
+        return self._recorder('smooth_loss').smooth_loss.value
+
+    @property
+    def history(self) -> History:
+        "What the Recorder has kept: one dict an epoch, over all fits."
+        return self._recorder('history').history
+
+    def _recorder(self, wanted: str) -> Recorder:
+        for cb in self.cbs:
+            if isinstance(cb, Recorder): return cb
+        raise MissingAttribute(wanted, self, why='It comes from the Recorder: `learn.add_cb(Recorder())`.')
+
+    def log(self, name: str, value: Any, weight: float = 1) -> None:
+        """Average a named value over the epoch, on its device; it becomes a column of the history.
+
+        What is logged in evaluation gets the prefix `valid_`, or the loader's name and `/`. Without a Recorder nothing
+        listens.
+        """
+        for cb in self.cbs:
+            if isinstance(cb, Recorder): cb.log(name if self.training else f'{self.loss_prefix}{name}', value, weight)
+
+    def show_training_loop(self) -> None:
+        "Print the lifecycle, with the callbacks that run at each event."
+        training = self.training
+        for m in LIFECYCLE:
+            if m.event in ('before_train', 'before_validate'): training = m.event == 'before_train'
+            cbs = [] if m.is_note else self.ordered_cbs(m.event, training)
+            print(f'{"  " * m.depth}{m.event if m.is_note else f"- {m.event:<18}"}{f" {cbs}" if cbs else ""}')
+
+    def to_detach(self, b: Any, cpu: bool = True, gather: bool = True) -> Any:
+        "Detach a nested batch, by the loader's own method where it has one."
+        own = getattr(self.dl, 'to_detach', None)
+        return own(b, cpu, gather) if own else to_detach(b, cpu)
+
+    # -- contexts ------------------------------------------------------------------------------------------------------
+
+    def no_logging(self) -> Any:
+        "Return a context in which no rows are shown."
+        return replacing_yield(self, 'logger', noop)
+
+    def no_mbar(self) -> Any:
+        "Return a context without the bar over the epochs."
+        return replacing_yield(self, 'create_mbar', False)
+
+    def no_bar(self) -> Any:
+        "Return a context without any progress display."
+        return self.removed_cbs(ProgressCallback)
+
+    def loss_not_reduced(self) -> Any:
+        "Return a context in which the loss is computed for each sample."
+        if hasattr(self.loss_func, 'reduction'): return replacing_yield(self.loss_func, 'reduction', 'none')
+        if self.loss_func is None: return replacing_yield(self, 'loss_func', None)
+        return replacing_yield(self, 'loss_func', partial(self.loss_func, reduction='none'))
+
+    def validation_context(self, cbs: Any = None, inner: bool = False) -> ExitStack:
+        "Return a context for validating by hand: no rows, no epoch bar and, unless `inner`, the events around it."
+        return _Contexts([self.no_logging, self.no_mbar, lambda: self.lock, partial(self.added_cbs, cbs),
+                          *([] if inner else [self._around])])
+
+    @contextmanager
+    def _around(self) -> Iterator[Self]:
+        "Fire the events around a validation: before_fit, before_epoch ... after_epoch, after_fit."
+        with self._run(fitting=False), self._level('fit'), self._level('epoch'): yield self
+
+    @contextmanager
+    def _level(self, event_type: str) -> Iterator[None]:
+        "Wrap a with-block as `_with_events` wraps a function."
+        level, outer, cancelled = LEVELS[event_type], self._open, False
+        self._open = (*outer, event_type)
+        try:
+            try: self(level.before)
+            except level.exception as e:
+                raise CancelError(f'{type(e).__name__} in {level.before}: a with-block cannot be skipped.') from e
+            yield
+        except level.exception: cancelled = True
+        finally: self._open = outer
+        if cancelled: self(level.after_cancel)
+        self(level.after)
+
+    def __enter__(self) -> Self:
+        stack = ExitStack()
+        stack.enter_context(self._around())
+        self._entered.append(stack)
+        return self
+
+    def __exit__(self, *exc_info: Any) -> bool | None:
+        try: return self._entered.pop().__exit__(*exc_info)
+        finally:
+            if not self._depth: self.close()
+
+    def _open_for_use(self) -> None: _open_learners.add(self)
+
+    def close(self) -> None:
+        "Let every callback close what it holds open; a second call does nothing, until the Learner is used again."
+        if self not in _open_learners: return
+        _open_learners.discard(self)
+        raised = self._call_each('close') + self._call_each('post_close')
+        if raised: raise raised[0]
+
+    # -- attributes of the model and the callbacks ---------------------------------------------------------------------
+
+    if not TYPE_CHECKING:
+        def __getattr__(self, name):
+            if name.startswith('__') or name in _NOT_YET or 'model' not in self.__dict__:
+                raise MissingAttribute(name, self, why=_NOT_YET.get(name, ''))
+            if defined_on_class(self, name): return object.__getattribute__(self, name)  # raises its own error again
+            model = self.model
+            try: return getattr(model, name)
+            except AttributeError:
+                if defined_on_class(model, name): return object.__getattribute__(model, name)
+            raise MissingAttribute(name, self, model)
+
+    def __dir__(self) -> list[str]: return sorted({*super().__dir__(), *dir(self.model)})
+
+    def __repr__(self) -> str:
+        loaders = ', '.join(name for name, _ in evaluation_loaders(self.dls)) or 'no validation'
+        return f'Learner({type(self.model).__name__}, {loaders}, cbs={list(self.cbs)})'
+
+
+class _Contexts(ExitStack):
+    "Contexts that are made and entered, in order, when this one is entered."
+
+    def __init__(self, makers: list[Callable[[], Any]]) -> None:
+        super().__init__()
+        self._makers = makers
+
+    def __enter__(self) -> Self:
+        with ExitStack() as entered:
+            for make in self._makers: entered.enter_context(make())
+            self.push(entered.pop_all())
+        return self
+
+
+@contextmanager
+def replacing_yield(o: Any, attr: str, val: Any) -> Iterator[None]:
+    "Set an attribute for the length of a context."
+    old = getattr(o, attr)
+    setattr(o, attr, val)
+    try: yield
+    finally: setattr(o, attr, old)
+
+
+@atexit.register
+def _close_all() -> None:
+    "Close the callbacks of every Learner that is still there."
+    for learn in list(_open_learners): learn.close()

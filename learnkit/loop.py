@@ -1,0 +1,347 @@
+"""The training loop: nested fit, epoch, train, batch, backward and step, each under one wrapper."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import count
+from typing import Any
+
+import torch
+from fastcore.basics import noop
+from torch import Tensor, nn
+
+from learnkit.batch import apply_model, describe, find_bs, microbatches, split_batch, to_device, unpack_output
+from learnkit.callback import Callback
+from learnkit.data import evaluation_loaders, n_batches
+from learnkit.errors import (
+    BatchError,
+    CancelBackwardException,
+    CancelBatchException,
+    CancelEpochException,
+    CancelStepException,
+    CancelTrainException,
+    CancelValidException,
+    EmptyLoaderError,
+    LossError,
+)
+from learnkit.events import LEVELS, canonical_event
+from learnkit.rng import preserved_rng
+from learnkit.runs import Runs
+
+__all__ = ['Loop', 'TrainEvalCallback', 'SkipToEpoch']
+
+_END = object()  # what `next` gives when a loader is through
+
+
+_Thunk = Callable[[], Any]
+
+
+class Loop(Runs):
+    """The loop. `Learner` adds what surrounds it: construction, saving, predictions and so on.
+
+    The methods from `_do_fit` to `__call__` are the whole loop. Each may be overridden; `_do_one_batch`,
+    `_do_grad_opt`, `_backward` and `_step` are what training of an unusual kind (two networks, two passes) replaces.
+    """
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    def _do_fit(self) -> None:
+        for epoch in range(self.n_epoch):
+            self.epoch = epoch
+            if self._starts_iteration(): self('before_iteration')
+            self._with_events(self._do_epoch, 'epoch', CancelEpochException)
+            self('epoch_checkpoint')
+            if self._ends_iteration(): self('after_iteration'); self('iteration_checkpoint')
+            if self._stopping: break
+
+    def _do_epoch(self) -> None:
+        self._do_epoch_train()
+        self._do_evaluation()
+
+    def _do_epoch_train(self) -> None:
+        self.dl, self.phase, self.dl_name = self.dls.train, 'train', 'train'
+        self._with_events(self.all_batches, 'train', CancelTrainException)
+
+    def _do_evaluation(self, loaders: list[tuple[str, Any]] | None = None) -> None:
+        loaders = evaluation_loaders(self.dls) if loaders is None else loaders
+        if not loaders: return
+        with preserved_rng():
+            self('before_eval')
+            for self.dl_name, dl in loaders: self._do_epoch_validate(dl=dl)
+            self('after_eval')
+
+    def _do_epoch_validate(self, ds_idx: int = 1, dl: Any = None) -> None:
+        self.dl = self.dls[ds_idx] if dl is None else dl
+        if self.phase == 'train': self.phase = 'valid'
+        if self.dl_name == 'train': self.dl_name = 'valid'
+        with torch.no_grad(): self._with_events(self.all_batches, 'validate', CancelValidException)
+
+    def all_batches(self) -> None:
+        "Train or evaluate on every batch of `self.dl`."
+        self.n_iter, limit = epoch_length(self.dls, self.dl)
+        self._device = model_device(self.model, self.dls)
+        batches: Iterator[Any] = iter(self.dl)
+        batch = _END
+        for i in count() if limit is None else range(limit):
+            self('before_draw')
+            batch = next(batches, _END)
+            if batch is _END: break
+            self.batch = batch
+            self('after_draw')
+            self.one_batch(i, self.batch)
+            if self.training: self('batch_checkpoint')
+            if self._stopping and self.training: break
+        if batch is _END and not i: raise EmptyLoaderError(self._gave_nothing())
+
+    def one_batch(self, i: int, b: Any) -> None:
+        "Train or evaluate on one batch."
+        self.iter = i
+        self._forget_pass()
+        self._split(self._set_device(b))
+        self._with_events(self._do_one_batch, 'batch', CancelBatchException)
+
+    def _do_one_batch(self) -> None:
+        if self.microbatch and self.training: return self._do_microbatches(self.microbatch)
+        self._do_pred_loss()
+        if self.training: self._do_grad_opt()
+
+    def _do_pred_loss(self) -> None:
+        self('before_pred')
+        self.pred, own_loss = unpack_output(apply_model(self.model, self.xb))
+        self('after_pred')
+        self._do_loss(own_loss)
+        self('after_loss')
+        if self.training and 'loss_grad' not in self.__dict__: raise self._no_loss()
+
+    def _do_grad_opt(self) -> None:
+        self._with_events(self._backward, 'backward', CancelBackwardException)
+        self._do_step()
+
+    def _do_step(self) -> None:
+        self._with_events(self._step, 'step', CancelStepException)
+        self.opt.zero_grad()
+
+    def _with_events(self, f: _Thunk, event_type: str, ex: type[Exception], final: _Thunk = noop) -> None:
+        level, outer, cancelled = LEVELS[event_type], self._open, False
+        self._open = (*outer, event_type)
+        try:
+            self(level.before)
+            f()
+        except ex: cancelled = True
+        finally: self._open = outer
+        if cancelled: self(level.after_cancel)
+        self(level.after)
+        final()
+
+    def __call__(self, event_name: str | list[str]) -> None:
+        "Run the handlers of one event, or of several in turn."
+        if event_name.__class__ is not str: return self._call_all(event_name)
+        for handler, switch, cb in self._tables[self.training][event_name]:
+            if not switch: continue
+            try: handler()
+            except BaseException as e:
+                self._note(e, cb, event_name)
+                raise
+
+    def _call_all(self, event_names: Any) -> None:
+        if not isinstance(event_names, (list, tuple)): canonical_event(event_names)
+        for name in event_names: self(name)
+
+    # -- the parts of a batch ------------------------------------------------------------------------------------------
+
+    def _set_device(self, b: Any) -> Any:
+        return to_device(b, (self._depth and self._device) or model_device(self.model, self.dls))
+
+    def _split(self, b: Any) -> None:
+        self.xb, self.yb = split_batch(b, getattr(self.dls, 'n_inp', None))
+
+    def _do_loss(self, own_loss: Tensor | None) -> None:
+        if self.loss_func is not None and self.yb: loss = self.loss_func(self.pred, *self.yb)
+        elif own_loss is not None: loss = own_loss
+        else: return
+        if not isinstance(loss, Tensor): loss = self._total_loss(loss)
+        self.loss_grad = loss
+        self.loss = loss.detach().clone()
+
+    def _total_loss(self, parts: Any) -> Tensor:
+        "Record the named parts of a loss, and return its `loss` entry or their sum."
+        if not isinstance(parts, Mapping) or not parts or not all(isinstance(p, Tensor) for p in parts.values()):
+            raise LossError(f'{getattr(self.loss_func, "__name__", self.loss_func)} returned {parts!r}: a loss is a '
+                            'tensor, or a dict of named tensors.')
+        for name, value in parts.items():
+            if name != 'loss': self.log(f'{self.loss_prefix}{name}', value, weight=sample_count(self.xb))
+        return parts['loss'] if 'loss' in parts else sum(parts.values())  # type: ignore[return-value]  # of tensors
+
+    def _no_loss(self) -> LossError | BatchError:
+        "Make the error for a training batch that gave no loss."
+        if self.loss_func is None:
+            return LossError(f'No loss function: {type(self.model).__name__} gave {describe(self.pred)}, without a '
+                             'loss of its own. Pass `loss_func=`, for example torch.nn.functional.cross_entropy.')
+        return BatchError(f'The training batch {describe(self.batch)} has no targets, so there is no loss to learn '
+                          'from. Give (input, target) batches, or set `self.learn.yb` in before_batch.')
+
+    def _gave_nothing(self) -> str:
+        return (f'The {self.dl_name} loader ({type(self.dl).__name__}) gave no batch. If it is a generator, it is used '
+                'up after one pass: give a loader that starts anew each time.')
+
+    @property
+    def loss_prefix(self) -> str:
+        "What the name of a part of the loss starts with in the history: `train_`, `valid_`, `day/`, ..."
+        return f'{self.dl_name}_' if self.dl_name in ('train', 'valid') else f'{self.dl_name}/'
+
+    def log(self, name: str, value: Any, weight: float = 1) -> None:
+        "Average a named value over the epoch; `Learner` hands it to its recorder."
+
+    def _backward(self) -> None:
+        try: self.loss_grad.backward()
+        except RuntimeError as e:
+            if self.loss_grad.numel() == 1 and self.loss_grad.requires_grad: raise
+            raise LossError(self._why_no_backward()) from e
+
+    def _why_no_backward(self) -> str:
+        if self.loss_grad.numel() != 1:
+            return (f'The loss has shape {tuple(self.loss_grad.shape)}; one number is needed to learn from. Use '
+                    "reduction='mean', or return loss.mean().")
+        return ('The loss does not depend on any parameter that requires a gradient. Was it detached, computed under '
+                'no_grad, or turned into a number and back?')
+
+    def _step(self) -> None:
+        if not self.opt.needs_closure: self.opt.step()
+        else: self._step_with_closure()
+
+    def _step_with_closure(self) -> None:
+        "Let the optimizer evaluate the batch as often as it likes; the first evaluation has been done already."
+        first, loss = True, self.loss
+
+        def closure() -> Tensor:
+            nonlocal first
+            if not first:
+                self.opt.zero_grad()
+                self._do_passes()
+            first = False
+            return self.loss
+
+        self.opt.step(closure)
+        self.loss = loss
+
+    def _do_passes(self) -> None:
+        "Run forward and backward over the batch, in pieces when `microbatch` is set, without the step."
+        if self.microbatch: return self._do_pieces(self.microbatch)
+        self._forget_pass()
+        self._do_pred_loss()
+        self._with_events(self._backward, 'backward', CancelBackwardException)
+
+    def _forget_pass(self) -> None:
+        for name in ('pred', 'loss_grad'): self.__dict__.pop(name, None)
+
+    def _do_microbatches(self, size: int) -> None:
+        pending = [(p, p.grad.clone()) for p in self.opt.parameters() if p.grad is not None]
+        try: self._do_pieces(size)
+        except CancelBatchException:  # part of a batch's gradient means nothing: back to what was there before it
+            self.opt.zero_grad()
+            for p, grad in pending: p.grad = grad
+            self.__dict__.pop('loss_grad', None)
+            raise
+        self._do_step()
+
+    def _do_pieces(self, size: int) -> None:
+        "Add up the gradients of the pieces, each weighted so that the sum is the gradient of the whole batch."
+        xb, yb, total = self.xb, self.yb, None
+        pieces = microbatches(xb, yb, size)
+        try:
+            for piece, share in zip(pieces, self._shares(pieces), strict=True):
+                self.xb, self.yb = piece
+                self._forget_pass()
+                self._do_pred_loss()
+                total = self.loss * share if total is None else total + self.loss * share
+                self.loss_grad = self.loss_grad * share
+                self._with_events(self._backward, 'backward', CancelBackwardException)
+        finally: self.xb, self.yb = xb, yb
+        self.loss = total
+
+    def _shares(self, pieces: list[tuple[Any, Any]]) -> list[Any]:
+        "Return each piece's share in the batch's loss: by samples, by `weight_func`, or 1 for a loss that is a sum."
+        if getattr(self.loss_func, 'reduction', getattr(self.loss_func, 'keywords', {}).get('reduction')) == 'sum':
+            return [1.] * len(pieces)
+        weights = [self.weight_func(*piece) if self.weight_func else find_bs(piece[0]) for piece in pieces]
+        return [w / sum(weights) for w in weights]
+
+
+def epoch_length(dls: Any, dl: Any) -> tuple[int | None, int | None]:
+    "Return the number of batches of a loader, where known, and how many are drawn at most."
+    n = n_batches(dl)
+    limit = getattr(dls, 'n_iter', None) if n is None and dl is dls.train else None
+    return (limit if n is None else n), limit
+
+
+def model_device(model: nn.Module, dls: Any) -> torch.device:
+    "Return the device of the model's first parameter, or that of the data for a model without any."
+    for p in model.parameters(): return p.device
+    return torch.device(getattr(dls, 'device', None) or 'cpu')
+
+
+def sample_count(xb: Any) -> int:
+    "Return the number of samples of a batch, 0 where it cannot be told."
+    try: return find_bs(xb)
+    except BatchError: return 0
+
+
+class TrainEvalCallback(Callback):
+    "Keep the counters, the model's device and the training or evaluation mode."
+    order, run_valid = -10, False
+    _modes: list[tuple[nn.Module, bool]] | None = None  # of training, during an evaluation
+
+    def after_create(self) -> None:
+        self.learn.n_epoch = 1
+
+    def before_fit(self) -> None:
+        learn = self.learn
+        learn.loss = torch.tensor(0.)
+        if learn.fitting or not learn._depth: learn.epoch, learn.train_iter, learn.pct_train = 0, 0, 0.
+        device = getattr(learn.dls, 'device', None)
+        learn.model.to(device)
+        if isinstance(learn.loss_func, nn.Module): learn.loss_func.to(device)
+        if hasattr(learn.model, 'reset'): learn.model.reset()
+
+    def before_train(self) -> None:
+        learn = self.learn
+        learn.pct_train, learn.training = learn.epoch / learn.n_epoch, True
+        learn.model.train()
+        for module, mode in self._modes or (): module.training = mode
+        self._modes = None
+
+    def after_batch(self) -> None:
+        learn = self.learn
+        learn.train_iter += 1
+        if learn.n_iter: learn.pct_train += 1. / (learn.n_iter * learn.n_epoch)
+        done = learn._done
+        done['ba'] += 1
+        done['sp'] += sample_count(learn.xb)
+
+    def before_validate(self) -> None:
+        learn = self.learn
+        if learn.model.training: self._modes = [(m, m.training) for m in learn.model.modules()]
+        learn.model.eval()
+        learn.training = False
+
+    def after_epoch(self) -> None:
+        if self.learn.fitting: self.learn._done['ep'] += 1
+
+    def after_iteration(self) -> None:
+        self.learn._done['iter'] += 1
+
+    def cleanup(self) -> None:
+        self._modes = None
+
+
+class SkipToEpoch(Callback):
+    """Skip the epochs before `epoch`: what `fit(start_epoch=...)` adds. Skipped epochs get no row in the history.
+
+    >>> SkipToEpoch(3)
+    SkipToEpoch
+    """
+    order = 70
+
+    def __init__(self, epoch: int) -> None: self._skip_to = epoch
+
+    def before_epoch(self) -> None:
+        if self.epoch < self._skip_to: raise CancelEpochException

@@ -1,0 +1,363 @@
+"""Optimizers: any of torch's as it is, hyper-parameters by fastai's names over param groups, several as one."""
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from fastcore.foundation import L
+from torch import nn
+
+from learnkit.errors import ModelError, OptimizerError, did_you_mean
+
+__all__ = ['OptimWrapper', 'SGD', 'Adam', 'trainable_params', 'norm_bias_params', 'make_optimizer']
+
+NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm,
+         nn.LocalResponseNorm)
+
+# fastai's name of a hyper-parameter, and where torch's param groups keep it: the first that is there counts, a pair
+# stands for an element of a tuple
+HYPERS: dict[str, tuple[str | tuple[str, int], ...]] = {
+    'lr': ('lr',), 'mom': ('momentum', ('betas', 0)), 'sqr_mom': ('alpha', ('betas', 1)), 'wd': ('weight_decay',),
+    'eps': ('eps',),
+}
+OPTIONS = ('lr', 'momentum', 'betas', 'alpha', 'weight_decay', 'eps')  # torch's names of all of them
+
+
+def trainable_params(model: nn.Module) -> list[nn.Parameter]:
+    "Return the parameters that require gradients."
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def norm_bias_params(model: nn.Module, with_bias: bool = True) -> list[nn.Parameter]:
+    "Return the parameters of normalisation layers and, `with_bias`, every other layer's bias."
+    found = {}
+    for m in model.modules():
+        own = m.named_parameters(recurse=False)
+        found.update({id(p): p for n, p in own if isinstance(m, NORMS) or (with_bias and n.startswith('bias'))})
+    return list(found.values())
+
+
+def place_of(name: str, group: Mapping[str, Any]) -> str | tuple[str, int] | None:
+    "Return where a param group keeps a hyper-parameter, None where it has none of that name."
+    for where in HYPERS.get(name, (name,)):
+        if (where if isinstance(where, str) else where[0]) in group: return where
+    return None
+
+
+class Hypers(MutableMapping[str, Any]):
+    "One group's hyper-parameters by fastai's names (and torch's), read from and written to torch's param groups."
+
+    def __init__(self, groups: list[dict[str, Any]], exempt: set[int]) -> None:
+        self._groups, self._exempt = groups, exempt
+
+    def _where(self, name: str) -> str | tuple[str, int]:
+        where = place_of(name, self._groups[0])
+        if where is None: raise KeyError(name)
+        return where
+
+    def __getitem__(self, name: str) -> Any:
+        where = self._where(name)
+        return self._groups[0][where] if isinstance(where, str) else self._groups[0][where[0]][where[1]]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        where = self._where(name)
+        for group in self._groups:
+            if where == 'weight_decay' and self._is_exempt(group): continue
+            if isinstance(where, str): _put(group, where, value)
+            else: group[where[0]] = tuple(value if i == where[1] else v for i, v in enumerate(group[where[0]]))
+
+    def _is_exempt(self, group: dict[str, Any]) -> bool:
+        return bool(group['params']) and all(id(p) in self._exempt for p in group['params'])
+
+    @property
+    def group(self) -> dict[str, Any]:
+        "The param group that values are read from."
+        return self._groups[0]
+
+    def __delitem__(self, name: str) -> None: raise TypeError(f'{name} cannot be deleted: an optimizer needs it.')
+    def __iter__(self) -> Iterator[str]: return (n for n in HYPERS if n in self)
+    def __len__(self) -> int: return sum(1 for _ in self)
+    def __repr__(self) -> str: return repr(dict(self))
+
+    def __contains__(self, name: object) -> bool:
+        try: self._where(str(name))
+        except KeyError: return False
+        return True
+
+
+def _put(group: dict[str, Any], name: str, value: Any) -> None:
+    "Set one option; a rate that lives in a tensor is filled, so that compiled steps see it."
+    if isinstance(group[name], torch.Tensor) and not isinstance(value, torch.Tensor): group[name].fill_(value)
+    else: group[name] = value
+
+
+class OptimWrapper(torch.optim.Optimizer):
+    """One or several torch optimizers as one, with hyper-parameters by name over param groups.
+
+    It is a `torch.optim.Optimizer` (schedulers and scalers take it), and `opt` is the wrapped one, untouched. Groups
+    are those of the learner's splitter; parameters that weight decay spares sit in a param group of their own.
+
+    Raises `OptimizerError` when two optimizers share a parameter, or there is nothing to optimize.
+
+    >>> opt = OptimWrapper([nn.Parameter(torch.zeros(2))], opt=torch.optim.Adam, lr=0.1)
+    >>> opt.hypers[0]['mom'], opt.hypers[-1]['lr']
+    (0.9, 0.1)
+    """
+
+    def __init__(
+        self,
+        params: Any = None,       # parameters, lists of them, or torch's dicts; None with a ready optimizer
+        opt: Any = None,          # a torch optimizer class or factory, a ready optimizer, or a list or dict of them
+        **hypers: Any,            # its options, by torch's or fastai's names
+    ) -> None:
+        if callable(opt) and not isinstance(opt, torch.optim.Optimizer):
+            opt = opt(as_groups(params), **torch_names(opt, hypers))
+        self.opt = opt
+        self.optimizers = _named_optimizers(opt)
+        self.n_steps = 0                                            # steps taken
+        self._exempt: set[int] = set()                              # ids of the parameters that weight decay spares
+        self._places = [[(o, i)] for o in self.optimizers.values() for i in range(len(o.param_groups))]
+        self._closures = {id(o) for o in self.optimizers.values() if needs_closure(o)}
+        self.needs_closure = bool(self._closures)                   # whether a step evaluates the loss again (LBFGS)
+        seen: set[int] = set()
+        for p in self.parameters():
+            if id(p) in seen: raise OptimizerError('Two optimizers or groups share a parameter: give each its own.')
+            seen.add(id(p))
+
+    @property
+    def _groups(self) -> list[list[dict[str, Any]]]:
+        "For each group of the splitter, torch's param groups: loading a state replaces them, so they are looked up."
+        return [[o.param_groups[i] for o, i in places] for places in self._places]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # torch sets it as an attribute
+        return [g for groups in self._groups for g in groups]
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]  # torch sets it as an attribute
+        if len(self.optimizers) == 1: return next(iter(self.optimizers.values())).state
+        return {p: s for o in self.optimizers.values() for p, s in o.state.items()}
+
+    def __getattr__(self, name: str) -> Any:
+        opt = self.__dict__.get('opt')
+        if name.startswith('__') or not isinstance(opt, torch.optim.Optimizer): raise AttributeError(name)
+        return getattr(opt, name)
+
+    def __getitem__(self, key: str | int) -> torch.optim.Optimizer:
+        "Return one of several optimizers, by its name or place."
+        return list(self.optimizers.values())[key] if isinstance(key, int) else self.optimizers[key]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        "Yield every parameter that is optimized."
+        for o in self.optimizers.values():
+            for g in o.param_groups: yield from g['params']
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        "Take one step with every optimizer; the closure goes to those that need it."
+        loss = None
+        for o in self.optimizers.values(): loss = o.step(closure) if id(o) in self._closures else o.step()
+        self.n_steps += 1
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        "Clear the gradients (they become None)."
+        for o in self.optimizers.values():
+            if not set_to_none or type(o).zero_grad is not torch.optim.Optimizer.zero_grad: o.zero_grad(set_to_none)
+            else:
+                for g in o.param_groups:
+                    for p in g['params']: p.grad = None
+
+    @property
+    def hypers(self) -> L:
+        "The hyper-parameters of each group, by fastai's names; writing to them sets them."
+        return L(Hypers(groups, self._exempt) for groups in self._groups)
+
+    def set_hypers(self, **hypers: Any) -> None:
+        "Set several hyper-parameters: `set_hypers(lr=0.1, wd=0.01)`."
+        for name, value in hypers.items(): self.set_hyper(name, value)
+
+    def set_hyper(
+        self,
+        name: str,       # fastai's or torch's name
+        value: Any,      # one value, one a group, or a slice that is spread over the groups (see `spread`)
+    ) -> None:
+        """Set one hyper-parameter on every group.
+
+        Raises `OptimizerError` for a name that the optimizer does not have, and for a wrong number of values.
+        """
+        n, groups = len(self._places), self.hypers
+        values = spread(value, n) if isinstance(value, slice) else list(value) if _is_many(value) else [value] * n
+        if len(values) != n:
+            raise OptimizerError(f'{name}: {len(values)} values for {n} param groups. Give one, {n}, or a slice.')
+        for h in groups:
+            if name not in h:
+                raise OptimizerError(f'{name} is no hyper-parameter of {self._names()}: it has {", ".join(h)}.'
+                                     f'{did_you_mean(name, h)}')
+        if name in ('wd', 'weight_decay') and self._exempt and any(values): self._set_apart()
+        for h, v in zip(groups, values, strict=True): h[name] = v
+
+    def spare_from_decay(self, params: Iterable[nn.Parameter]) -> None:
+        "Leave these parameters out of weight decay, now and when it is set later."
+        self._exempt.update(id(p) for p in params)
+        if any(g.get('weight_decay') for g in self.param_groups): self._set_apart()
+
+    def _set_apart(self) -> None:
+        "Put the spared parameters of each group into a param group of their own, without weight decay."
+        for o in self.optimizers.values():
+            for i, group in enumerate(list(o.param_groups)):
+                spared = [p for p in group['params'] if id(p) in self._exempt]
+                if not spared or 'weight_decay' not in group: continue
+                if len(spared) == len(group['params']):
+                    group['weight_decay'] = 0.
+                    continue
+                group['params'] = [p for p in group['params'] if id(p) not in self._exempt]
+                o.add_param_group({**group, 'params': spared, 'weight_decay': 0.})
+                next(ps for ps in self._places if (o, i) in ps).append((o, len(o.param_groups) - 1))
+
+    def clear_state(self) -> None:
+        "Forget momenta and averages."
+        for o in self.optimizers.values(): o.state.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        "Return the optimizer's own state dict, or those of several by name."
+        if len(self.optimizers) == 1: return next(iter(self.optimizers.values())).state_dict()
+        return {name: o.state_dict() for name, o in self.optimizers.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        "Load what `state_dict` returned."
+        if len(self.optimizers) == 1: next(iter(self.optimizers.values())).load_state_dict(state_dict)
+        else:
+            for name, o in self.optimizers.items(): o.load_state_dict(state_dict[name])
+
+    def _names(self) -> str: return ' and '.join(type(o).__name__ for o in self.optimizers.values())
+    def __repr__(self) -> str: return f'OptimWrapper({self.opt!r})'
+
+
+def as_groups(params: Any) -> list[Any]:
+    "Turn parameters, lists of lists of them, or torch's dicts into what torch's optimizers take."
+    groups = list(params)
+    if not groups or isinstance(groups[0], (dict, torch.Tensor)): return groups
+    if isinstance(groups[0], tuple): return groups  # named parameters
+    return [{'params': list(g)} for g in groups]
+
+
+def torch_names(opt: Any, hypers: Mapping[str, Any]) -> dict[str, Any]:
+    "Translate fastai's names of hyper-parameters into those that `opt` takes."
+    try: takes = inspect.signature(opt).parameters
+    except (TypeError, ValueError): return dict(hypers)
+    res = dict(hypers)
+    for name in [n for n in hypers if n in HYPERS and n not in takes]:
+        for where in HYPERS[name]:
+            key = where if isinstance(where, str) else where[0]
+            if key not in takes: continue
+            value, pair = res.pop(name), res.get(key, takes[key].default)
+            if isinstance(where, str): res[key] = value
+            else: res[key] = tuple(value if i == where[1] else v for i, v in enumerate(pair))
+            break
+    return res
+
+
+def spread(values: slice, n: int) -> list[float]:
+    """Spread a slice of rates over `n` groups: evenly on a log scale, or `slice(hi)`: a tenth of it but for the last.
+
+    >>> spread(slice(1e-4, 1e-2), 3), spread(slice(1e-2), 2)
+    ([0.0001, 0.001, 0.01], [0.001, 0.01])
+    """
+    lo, hi = values.start, values.stop
+    if not lo: return [hi / 10] * (n - 1) + [hi]
+    return [lo * (hi / lo) ** (i / (n - 1)) for i in range(n)] if n > 1 else [hi]
+
+
+def _is_many(value: Any) -> bool:
+    return isinstance(value, Sequence) or (hasattr(value, 'shape') and len(value.shape) > 0)
+
+
+def needs_closure(opt: torch.optim.Optimizer) -> bool:
+    "Tell whether `step` cannot be called without a closure."
+    closure = inspect.signature(opt.step).parameters.get('closure')
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _named_optimizers(opt: Any) -> dict[str, torch.optim.Optimizer]:
+    "Return the optimizers by name; raise `OptimizerError` for anything that is none."
+    named = dict(opt) if isinstance(opt, Mapping) else dict(zip(map(str, range(len(opt))), opt, strict=True)) \
+        if isinstance(opt, (list, tuple)) else {'': opt}
+    for name, o in named.items():
+        if not isinstance(o, torch.optim.Optimizer):
+            raise OptimizerError(f'opt_func{f"[{name}]" if name else ""} gave {o!r}, no torch.optim.Optimizer. '
+                                 'It is called with the parameters and `lr=`, and returns an optimizer or several.')
+    if not named: raise OptimizerError('opt_func gave no optimizer.')
+    return named
+
+
+def SGD(
+    params: Any,                # parameters or groups of them
+    lr: float = 1e-3,           # learning rate
+    mom: float = 0.,            # momentum
+    wd: float = 0.,             # weight decay
+    decouple_wd: bool = True,   # decay the weights themselves (False: add it to the gradient, as L2 regularisation)
+) -> OptimWrapper:
+    "Make fastai's SGD on torch's own."
+    opt = partial(torch.optim.SGD, lr=lr, momentum=mom, weight_decay=wd)
+    return OptimWrapper(params, opt=partial(DecoupledSGD, lr=lr, momentum=mom, weight_decay=wd) if decouple_wd else opt)
+
+
+class DecoupledSGD(torch.optim.SGD):
+    "SGD whose weight decay shrinks the weights themselves (Loshchilov and Hutter, 2019, eq. 9 without the schedule)."
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        "Shrink the weights that have a gradient, then step without weight decay."
+        decays = [g['weight_decay'] for g in self.param_groups]
+        if not any(decays): return super().step(closure)
+        try:
+            for g in self.param_groups:
+                for p in g['params']:
+                    if p.grad is not None: p.mul_(1 - g['lr'] * g['weight_decay'])
+                g['weight_decay'] = 0.
+            return super().step(closure)
+        finally:
+            for g, wd in zip(self.param_groups, decays, strict=True): g['weight_decay'] = wd
+
+
+def Adam(
+    params: Any,                # parameters or groups of them
+    lr: float = 1e-3,           # learning rate
+    mom: float = 0.9,           # decay of the average gradient
+    sqr_mom: float = 0.99,      # decay of the average squared gradient
+    eps: float = 1e-5,          # added to the denominator
+    wd: float = 0.01,           # weight decay
+    decouple_wd: bool = True,   # decay the weights themselves (AdamW)
+) -> OptimWrapper:
+    "Make fastai's Adam, with its defaults, on torch's own."
+    cls = torch.optim.AdamW if decouple_wd else torch.optim.Adam
+    return OptimWrapper(params, opt=partial(cls, lr=lr, betas=(mom, sqr_mom), eps=eps, weight_decay=wd))
+
+
+def make_optimizer(
+    opt_func: Any,              # class or function of parameters and lr, a ready optimizer, or a list or dict of them
+    model: nn.Module,
+    lr: Any,                    # one rate, one a group, or a slice over the groups
+    splitter: Callable[[nn.Module], Any] = trainable_params,  # gives the parameters, or a list of groups of them
+    wd_bn_bias: bool = False,   # whether weight decay also acts on norm layers and biases
+) -> OptimWrapper:
+    """Make the optimizer of a model.
+
+    Raises `ModelError` when nothing in the model requires a gradient and `OptimizerError` when `opt_func` gives none.
+    """
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ModelError(f'{type(model).__name__} has no trainable parameters: nothing can be learned. '
+                         'Unfreeze some with `requires_grad_()`; `validate()` and `get_preds()` work without.')
+    if isinstance(opt_func, (torch.optim.Optimizer, list, dict)): opt = opt_func
+    elif callable(opt_func):
+        groups = as_groups(splitter(model))
+        n = max(1, sum(isinstance(g, dict) for g in groups))
+        first = lr if isinstance(lr, (int, float)) else spread(lr, n)[-1] if isinstance(lr, slice) else list(lr)[-1]
+        opt = opt_func(groups, lr=first)
+    else: raise OptimizerError(f'opt_func={opt_func!r} cannot be called: give a torch.optim class or a function.')
+    if not isinstance(opt, OptimWrapper): opt = OptimWrapper(opt=opt)
+    if not wd_bn_bias: opt.spare_from_decay(norm_bias_params(model))
+    return opt

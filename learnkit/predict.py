@@ -1,0 +1,141 @@
+"""Predictions: run a loader through the model and gather what comes out."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from fastcore.basics import noop
+from fastcore.foundation import L
+
+from learnkit.batch import concat, detuplify, find_bs
+from learnkit.callback import Callback
+from learnkit.data import in_order
+from learnkit.errors import CancelEpochException, CancelFitException
+from learnkit.loop import Loop
+
+__all__ = ['GatherPredsCallback', 'Predictions']
+
+
+class GatherPredsCallback(Callback):
+    "Gather predictions and targets, and inputs and losses on request, on the CPU; batches are joined at the end."
+
+    def __init__(
+        self,
+        with_input: bool = False,              # also gather the inputs
+        with_loss: bool = False,               # also gather the loss of each sample
+        save_preds: Path | None = None,        # a folder: each batch's predictions are saved there
+        save_targs: Path | None = None,        # a folder: each batch's targets are saved there
+        with_preds: bool = True,               # gather the predictions
+        with_targs: bool = True,               # gather the targets
+        concat_dim: int = 0,                   # the dimension along which batches are joined
+    ) -> None:
+        self.with_input, self.with_loss = with_input, with_loss
+        self.with_preds, self.with_targs = with_preds, with_targs
+        self.save_preds, self.save_targs, self.concat_dim = save_preds, save_targs, concat_dim
+
+    def before_validate(self) -> None:
+        self.inputs: Any = []
+        self.preds: Any = []
+        self.targets: Any = []
+        self.losses: Any = []
+
+    def before_batch(self) -> None:
+        if self.with_input: self.inputs.append(self.learn.to_detach(self.learn.xb))
+
+    def after_batch(self) -> None:
+        learn = self.learn
+        if 'pred' not in learn.__dict__: return
+        preds, targs = learn.to_detach(learn.pred), learn.to_detach(learn.yb)
+        if self.with_preds: self.preds.append(preds)
+        if self.with_targs: self.targets.append(targs)
+        if self.save_preds is not None: torch.save(preds, Path(self.save_preds)/str(learn.iter))
+        if self.save_targs is not None: torch.save(targs[0], Path(self.save_targs)/str(learn.iter))
+        if self.with_loss: self.losses.append(learn.to_detach(_per_sample(learn.loss, find_bs(learn.yb))))
+
+    def after_validate(self) -> None:
+        join = partial(concat, dim=self.concat_dim)
+        if self.with_input: self.inputs = detuplify(join(self.inputs))
+        if self.with_preds: self.preds = detuplify(join(self.preds))
+        if self.with_targs: self.targets = detuplify(join(self.targets))
+        if self.with_loss: self.losses = concat(self.losses)
+
+    def all_tensors(self) -> list[Any]:
+        "Return what was gathered: inputs if asked for, predictions, targets, losses if asked for."
+        res = [self.preds if self.with_preds else None, self.targets if self.with_targs else None]
+        return [*([self.inputs] if self.with_input else []), *res, *([self.losses] if self.with_loss else [])]
+
+
+def _per_sample(loss: torch.Tensor, bs: int) -> torch.Tensor:
+    return loss if loss.numel() == bs else loss.view(bs, -1).mean(1)
+
+
+class Predictions(Loop):
+    "The part of the Learner that validates and predicts outside training."
+    validation_context: Callable[..., ExitStack]
+    loss_not_reduced: Callable[[], Any]
+
+    def validate(
+        self,
+        ds_idx: int | None = None,   # 0: the training loader, 1: the first validation loader; None: all of those
+        dl: Any = None,              # a loader to use instead
+        cbs: Any = None,             # further callbacks for this run
+    ) -> L | None:
+        """Compute loss and metrics, and return them as a list: `[valid_loss, *metrics]` of each loader.
+
+        Counters, history, RNGs and the modes of the modules are afterwards as they were.
+        """
+        if dl is not None: loaders: Any = [('valid', dl)]
+        else: loaders = None if ds_idx is None else [('train' if ds_idx == 0 else 'valid', self.dls[ds_idx])]
+        self.final_record: L | None = None
+        with self._put_back(), self.validation_context(cbs=cbs, inner=True), self._run(fitting=False):
+            self._in_fit_and_epoch(partial(self._do_evaluation, loaders))
+        return self.final_record
+
+    def get_preds(
+        self,
+        ds_idx: int = 1,                     # which loader to predict on: 0 training, 1 validation
+        dl: Any = None,                      # a loader to use instead
+        with_input: bool = False,            # return the inputs, first
+        with_decoded: bool = False,          # return decoded predictions, by `loss_func.decodes`
+        with_loss: bool = False,             # return the loss of each sample, last
+        act: Callable[[Any], Any] | None = None,  # applied to predictions; None: `loss_func.activation`, if any
+        inner: bool = False,                 # leave out the events of fit and epoch: for use inside a callback
+        reorder: bool = True,                # in data-set order, nothing dropped, where the loader can be rebuilt
+        cbs: Any = None,                     # further callbacks for this run
+        **kwargs: Any,                       # more for `GatherPredsCallback`
+    ) -> tuple[Any, ...]:
+        """Return predictions and targets of a loader on the CPU, joined along the first dimension.
+
+        Several inputs or targets come as a list or tuple of tensors; targets are None where the loader has none.
+        """
+        dl = self.dls[ds_idx] if dl is None else dl
+        dl = in_order(dl) if reorder else dl
+        cb = GatherPredsCallback(with_input=with_input, with_loss=with_loss, **kwargs)
+        with ExitStack() as contexts:
+            for context in (self._put_back(), self.validation_context(cbs=L(cbs) + L(cb), inner=True),
+                            self.loss_not_reduced() if with_loss else nullcontext(), self._run(fitting=False)):
+                contexts.enter_context(context)
+            self.phase, self.dl_name = 'predict', 'valid'
+            body = partial(self._do_predictions, dl)
+            if inner: body()
+            else: self._in_fit_and_epoch(body)
+        res = cb.all_tensors()
+        at = 1 if with_input else 0
+        if res[at] is not None:
+            res[at] = (act or getattr(self.loss_func, 'activation', noop))(res[at])
+            if with_decoded: res.insert(at + 2, getattr(self.loss_func, 'decodes', noop)(res[at]))
+        return tuple(res)
+
+    def _do_predictions(self, dl: Any) -> None:
+        self('before_predict')
+        self._do_epoch_validate(dl=dl)
+        self('after_predict')
+
+    def _in_fit_and_epoch(self, body: Callable[[], Any]) -> None:
+        "Run something in the same wrappers as training."
+        epoch = partial(self._with_events, body, 'epoch', CancelEpochException)
+        self._with_events(epoch, 'fit', CancelFitException)

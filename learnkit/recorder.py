@@ -1,0 +1,313 @@
+"""The history of training: losses and hyper-parameters by step, losses and metrics by epoch, and their plots."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import copy, deepcopy
+from dataclasses import dataclass, field
+from operator import itemgetter
+from time import perf_counter
+from typing import Any
+
+import torch
+from fastcore.foundation import L
+
+from learnkit.averages import AvgSmoothLoss, Mean, Metric
+from learnkit.callback import Callback
+from learnkit.checks import check_metrics
+from learnkit.data import evaluation_loaders
+from learnkit.metrics import AvgLoss, TorchMetric
+from learnkit.optim import HYPERS, OPTIONS, place_of
+
+__all__ = ['Recorder', 'History']
+
+
+class History(list[dict[str, Any]]):
+    "One dict an epoch, over all fits: `fit`, `epoch`, losses, metrics, logged values and `time` in seconds."
+
+    def to_pandas(self) -> Any:
+        "Return the history as a pandas DataFrame, one row an epoch."
+        import pandas as pd
+        return pd.DataFrame(list(self))
+
+
+@dataclass
+class _Row:
+    "What is known of the epoch so far."
+    values: dict[str, Any] = field(default_factory=dict)     # column: value
+    logged: dict[str, Mean] = field(default_factory=dict)    # column: what `learn.log` averages
+    started: float = field(default_factory=perf_counter)
+
+    def collect(self) -> dict[str, Any]:
+        return {**self.values, **{name: mean.value for name, mean in self.logged.items()}}
+
+
+class Recorder(Callback):
+    """Record losses, metrics and hyper-parameters; hand one row an epoch to `learn.logger`.
+
+    Nothing is fetched from the device during an epoch: losses travel in groups (see `AvgSmoothLoss`) and metrics are
+    read once, when their loader is through. `values` and the lists of steps start anew with each fit, `history` goes
+    on. Checkpointed: everything it has recorded.
+    """
+    remove_on_fetch, order = True, 50
+
+    def __init__(
+        self,
+        add_time: bool = True,         # whether rows end with the epoch's duration
+        train_metrics: bool = False,   # whether metrics are computed on the training batches
+        valid_metrics: bool = True,    # whether loss and metrics are computed on the validation loaders
+        beta: float = 0.98,            # smoothing of the training loss
+    ) -> None:
+        self.add_time, self.train_metrics, self.valid_metrics = add_time, train_metrics, valid_metrics
+        self.loss, self.smooth_loss = AvgLoss(), AvgSmoothLoss(beta=beta)
+        self.history, self.n_fits = History(), 0
+        self._train: list[Metric] = []
+        self._valid: list[Metric] = []
+        self._logged_names: list[str] = []
+        self._rows = [_Row()]  # the last one is the current run's: a validate() inside a fit has its own
+        self._start_anew()
+
+    def _start_anew(self) -> None:
+        self.values, self.iters = L(), L()
+        self._steps: list[tuple[Any, ...]] = []     # per step: the values of `_options` in the last param group
+        self._options: tuple[str, ...] = ()
+        self._hps: dict[str, list[float]] | None = None
+        self._losses: list[torch.Tensor] = []
+        self.smooth_loss.reset()
+
+    # -- what is measured ----------------------------------------------------------------------------------------------
+
+    def before_fit(self) -> None:
+        self._choose_metrics()
+        if not self.learn.fitting: return self._rows.append(_Row())
+        self.n_fits += 1
+        self._logged_names = []
+        self._rows = [_Row()]
+        self._start_anew()
+        if self._train or self._valid: self.before_backward = self._check_once
+
+    def _choose_metrics(self) -> None:
+        metrics = self.learn.metrics
+        train = [m for m in metrics if m.on in ('train', 'both') or (m.on is None and self.train_metrics)]
+        self._train = [deepcopy(m) if isinstance(m, TorchMetric) else copy(m) for m in train]
+        self._valid = [m for m in metrics if m.on in ('valid', 'both') or (m.on is None and self.valid_metrics)]
+
+    def _check_once(self) -> None:
+        "Try the metrics on the first training batch, before any weight has changed."
+        del self.before_backward
+        check_metrics(self.learn, self._train, self._valid)
+
+    def before_epoch(self) -> None:
+        row = self._rows[-1]
+        self._rows[-1] = _Row(logged=row.logged)
+
+    def before_train(self) -> None:
+        self._group = self.learn.opt.hypers[-1].group if self.learn.opt is not None else {}
+        self._options = tuple(o for o in OPTIONS if o in self._group)
+        keys = (*self._options, *self._options[:1])  # at least two: a tuple is read
+        self._read = itemgetter(*keys) if keys else None
+        for m in self._train: m.reset()
+        self._n_before = self.smooth_loss.count
+
+    def before_validate(self) -> None:
+        for m in self._valid_mets: m.reset()
+
+    def after_batch(self) -> None:
+        learn = self.learn
+        if 'loss_grad' not in learn.__dict__: return self._without_loss()
+        if learn.training:
+            self.smooth_loss.accumulate(learn)
+            if self._read: self._steps.append(self._read(self._group))
+            for m in self._train: m.accumulate(learn)
+        elif learn.phase != 'predict':
+            for m in self._valid_mets: m.accumulate(learn)
+
+    def _without_loss(self) -> None:
+        "Compute metrics where there is no loss function at all; a batch cancelled before its loss counts for nothing."
+        learn = self.learn
+        if learn.loss_func is None and learn.phase == 'valid' and learn.yb and 'pred' in learn.__dict__:
+            for m in self._valid: m.accumulate(learn)
+
+    def after_train(self) -> None:
+        row = self._rows[-1].values
+        row['train_loss'] = _number(self.smooth_loss.value) if self.smooth_loss.count > self._n_before else None
+        for m in self._train: row[self._train_name(m)] = _number(m.value)
+
+    def after_validate(self) -> None:
+        if self.learn.phase == 'predict': return
+        row, dl = self._rows[-1].values, self.learn.dl_name
+        for m in self._valid_mets: row[self._valid_name(m, dl)] = _number(m.value)
+
+    def log(
+        self,
+        name: str,               # the column
+        value: Any,              # a number, or a tensor of one element on any device
+        weight: float = 1,       # how much it counts in the average
+    ) -> None:
+        "Average a value over the epoch, on its device; it becomes a column of the history."
+        if self.learn.phase == 'predict': return
+        self._rows[-1].logged.setdefault(name, Mean()).add(value, weight)
+        if self.learn.fitting and name not in self._logged_names: self._logged_names.append(name)
+
+    def after_epoch(self) -> None:
+        row, learn = self._rows[-1], self.learn
+        values, seconds = row.collect(), perf_counter() - row.started
+        self._rows[-1] = _Row()
+        if not learn.fitting:
+            names = [n for name, _ in evaluation_loaders(learn.dls) for n in self._valid_names(name)]
+            learn.final_record = L(values[n] for n in dict.fromkeys([*names, *values]) if n in values)
+            return
+        if not values: return  # a skipped epoch
+        names = self._columns()[1:]
+        learn.final_record = L(values.get(n) for n in names)
+        self.values.append(learn.final_record)
+        self.iters.append(self.smooth_loss.count)
+        columns = dict(zip(names, learn.final_record, strict=True))
+        self.history.append({'fit': self.n_fits - 1, 'epoch': learn.epoch, **columns, 'time': seconds})
+        learn.logger(L(learn.epoch, *learn.final_record, *([_clock(seconds)] if self.add_time else [])))
+
+    def after_fit(self) -> None:
+        if not self.learn.fitting and len(self._rows) > 1: self._rows.pop()
+
+    def cleanup(self) -> None:
+        "Forget what an interrupted run left."
+        self._rows = [_Row()]
+        self.__dict__.pop('before_backward', None)
+
+    # -- names ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def metric_names(self) -> L:
+        "The columns of a row: epoch, losses, metrics, logged values, time."
+        if self.learn is not None and not (self._train or self._valid): self._choose_metrics()
+        return L([*self._columns(), *(['time'] if self.add_time else [])])
+
+    def _columns(self) -> list[str]:
+        valid = [n for name, _ in evaluation_loaders(self.learn.dls) for n in self._valid_names(name)]
+        train = ['train_loss', *map(self._train_name, self._train)]
+        return list(dict.fromkeys(['epoch', *train, *valid, *self._logged_names]))
+
+    def _valid_names(self, dl_name: str) -> list[str]: return [self._valid_name(m, dl_name) for m in self._valid_mets]
+
+    def _train_name(self, m: Metric) -> str: return f'train_{m.name}' if self.valid_metrics else m.name
+
+    def _valid_name(self, m: Metric, dl_name: str) -> str:
+        if dl_name != 'valid': return f'{dl_name}/{m.name}'
+        return f'valid_{m.name}' if m is self.loss or self.train_metrics else m.name
+
+    @property
+    def _train_mets(self) -> L: return L(self.smooth_loss, *self._train)
+
+    @property
+    def _valid_mets(self) -> list[Metric]: return [self.loss, *self._valid] if self.valid_metrics else self._valid
+
+    # -- per step ------------------------------------------------------------------------------------------------------
+
+    @property
+    def losses(self) -> L:
+        "The smoothed training loss of every step of this fit, as 0-dim tensors on the CPU."
+        smooth = self.smooth_loss.smooth
+        if len(self._losses) > len(smooth): self._losses = []
+        if new := smooth[len(self._losses):]: self._losses += torch.tensor(new, dtype=torch.float32).unbind()
+        return L(self._losses)
+
+    @property
+    def lrs(self) -> list[float]:
+        "The learning rate of every step of this fit (of the last param group)."
+        return self._column('lr') if 'lr' in self._options else []
+
+    @property
+    def hps(self) -> dict[str, list[float]]:
+        "Every hyper-parameter of every step of this fit, by fastai's names (of the last param group)."
+        if self._hps is not None: return self._hps
+        return {name: self._column(name) for name in HYPERS if place_of(name, dict.fromkeys(self._options)) is not None}
+
+    @hps.setter
+    def hps(self, hps: dict[str, list[float]]) -> None: self._hps = hps
+
+    def _column(self, name: str) -> list[float]:
+        where = place_of(name, dict.fromkeys(self._options))
+        if isinstance(where, tuple):
+            i = self._options.index(where[0])
+            return [float(v[i][where[1]]) for v in self._steps]
+        i = self._options.index(str(where))
+        return [float(v[i]) for v in self._steps]
+
+    def state_dict(self) -> dict[str, Any]:
+        "Return everything recorded."
+        return {'history': [dict(row) for row in self.history], 'n_fits': self.n_fits,
+                'smooth_loss': self.smooth_loss.state_dict(),
+                'values': [list(v) for v in self.values], 'iters': list(self.iters), 'logged_names': self._logged_names,
+                'options': list(self._options), 'steps': [list(v) for v in self._steps]}
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        "Go on recording after what was recorded."
+        self.history, self.n_fits = History(sd['history']), sd['n_fits']
+        self.values, self.iters, self._logged_names = L(map(L, sd['values'])), L(sd['iters']), sd['logged_names']
+        self._options, self._steps, self._losses = tuple(sd['options']), [tuple(v) for v in sd['steps']], []
+        self.smooth_loss.load_state_dict(sd['smooth_loss'])
+
+    # -- plots ---------------------------------------------------------------------------------------------------------
+
+    def plot_loss(
+        self,
+        skip_start: int = 5,        # leave out this many of the first steps
+        with_valid: bool = True,    # also draw the validation losses
+        log: bool = False,          # logarithmic axes
+        show_epochs: bool = False,  # mark the ends of epochs
+        ax: Any = None,             # matplotlib axes; None: the current ones
+    ) -> Any:
+        "Draw the smoothed training loss by step, and the validation losses at the ends of epochs; return the axes."
+        ax = ax or _current_axes()
+        draw = ax.loglog if log else ax.plot
+        losses = self.smooth_loss.smooth
+        draw(range(skip_start, len(losses)), losses[skip_start:], label='train')
+        if show_epochs:
+            for step in self.iters: ax.axvline(step, color='grey', linestyle=':')
+        for name, points in self._valid_losses(skip_start) if with_valid else ():
+            draw(*points, 'o-', markersize=3, label=name)
+        ax.set(xlabel='step', ylabel='loss', title='learning curve')
+        ax.legend()
+        return ax
+
+    def _valid_losses(self, skip_start: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
+        columns = self._columns()[1:]
+        for dl_name, _ in evaluation_loaders(self.learn.dls):
+            name = self._valid_name(self.loss, dl_name)
+            if name not in columns: continue
+            i = columns.index(name)
+            points = [(s, v[i]) for s, v in zip(self.iters, self.values, strict=True) if s >= skip_start and v[i]]
+            if points: yield name.removesuffix('_loss').removesuffix('/loss'), tuple(zip(*points, strict=True))
+
+    def plot_sched(
+        self,
+        keys: Any = None,                            # hyper-parameters to draw; None: those that changed, at least lr
+        figsize: tuple[float, float] | None = None,  # inches
+    ) -> Any:
+        "Draw hyper-parameters by step, one plot each; return the figure."
+        import matplotlib.pyplot as plt
+        hps = self.hps
+        keys = L(keys) if keys is not None else [k for k, v in hps.items() if k == 'lr' or len(set(v)) > 1]
+        fig, axs = plt.subplots(1, max(1, len(keys)), figsize=figsize or (5 * max(1, len(keys)), 3.5), squeeze=False)
+        for key, ax in zip(keys, axs[0], strict=False):
+            ax.plot(hps[key])
+            ax.set(xlabel='step', ylabel=key)
+        fig.tight_layout()
+        return fig
+
+
+def _number(value: Any) -> Any:
+    "Bring a metric's value to the host as a plain number where it is one."
+    if isinstance(value, torch.Tensor) and value.numel() == 1: return value.item()
+    return value.item() if getattr(value, 'size', None) == 1 and hasattr(value, 'item') else value
+
+
+def _clock(seconds: float) -> str:
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f'{hours}:{m:02}:{s:02}' if hours else f'{m:02}:{s:02}'
+
+
+def _current_axes() -> Any:
+    import matplotlib.pyplot as plt
+    return plt.gca()
+

@@ -1,0 +1,161 @@
+"""Runs: what surrounds the loop from the first event to the cleanup, whatever happens between them."""
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from learnkit.callback import Callback
+from learnkit.dispatch import HasCallbacks, place
+from learnkit.errors import CancelError, CancelException
+from learnkit.events import LEVELS
+from learnkit.rng import preserved_rng
+from learnkit.timing import Timestamp
+
+__all__ = ['Runs']
+
+
+# what an evaluation puts back
+STATE = ('training', 'phase', 'dl', 'dl_name', 'iter', 'n_iter', 'batch', 'xb', 'yb', 'pred', 'loss', 'loss_grad')
+
+
+class Runs(HasCallbacks):
+    """The loop's state, and the runs in it: a fit, a stand-alone validation or prediction, or one inside the other.
+
+    A run has levels of its own, so that no Cancel exception crosses out of it. The outermost one ends with `cleanup`,
+    after `after_error` when it failed, and leaves a learner that can be used again.
+    """
+    model: nn.Module
+    dls: Any
+    dl: Any
+    batch: Any
+    opt: Any
+    loss_func: Any
+    microbatch: int | None
+    weight_func: Callable[[tuple[Any, ...], tuple[Any, ...]], Any] | None
+    xb: tuple[Any, ...]
+    yb: tuple[Any, ...]
+    pred: Any
+    loss: Any
+    loss_grad: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._open: tuple[str, ...] = ()        # the levels of the current run that are open, outermost first
+        self._depth = 0                         # how many runs are open: 1 in a fit, 2 in a validate() inside it
+        self._stopping = False
+        self.lock = threading.RLock()
+        self.training, self.fitting, self.phase, self.dl_name = False, False, 'train', 'train'
+        self.n_epoch, self.epoch, self.iter, self.n_iter = 1, 0, 0, None  # type: tuple[int, int, int, int | None]
+        self.train_iter, self.pct_train = 0, 0.
+        self.epochs_per_iteration: int | None = None
+        self.error: BaseException | None = None
+        self._done = {'iter': 0, 'ep': 0, 'ba': 0, 'st': 0, 'sp': 0, 'tok': 0}
+        self._seconds, self._started = 0., 0.
+        self._device: torch.device | None = None
+        self._end_cleanup()
+
+    def _note(self, e: BaseException, cb: Callback, event_name: str) -> None:
+        "Add to an exception where it was raised; make a `CancelError` of a Cancel with no open level of its kind."
+        where = f'{type(cb).__name__}.{event_name} ({place(self)})'
+        if not isinstance(e, CancelException): e.add_note(f'in {where}')
+        elif e.level not in self._open: raise stray_cancel(e, f'in {where}', self._open) from e
+
+    def _call_each(self, event_name: str) -> list[Exception]:
+        "Run every handler of an event, also after one has failed, and return what they raised."
+        raised: list[Exception] = []
+        for handler, switch, cb in self._tables[self.training][event_name]:
+            if not switch: continue
+            try: handler()
+            except Exception as e:
+                try: self._note(e, cb, event_name)
+                except CancelError as stray: e = stray
+                raised.append(e)
+        return raised
+
+    @contextmanager
+    def _run(self, fitting: bool) -> Iterator[None]:
+        "Open a run: levels of its own, and, for the outermost one, `after_error`, `cleanup` and a learner as before."
+        with self.lock:
+            outer = self._open, self.fitting
+            self._open, self.fitting, self._depth = (), fitting, self._depth + 1
+            self._started = perf_counter() if self._depth == 1 else self._started
+            try:
+                try: yield
+                except CancelException as e: raise stray_cancel(e, f'({place(self)})', ()) from e
+            except BaseException as e:
+                if self._depth == 1: self._end_run(e)
+                raise
+            else:
+                if self._depth == 1: self._end_run(None)
+            finally:
+                self._depth -= 1
+                self._open, self.fitting = outer
+
+    def _end_run(self, error: BaseException | None) -> None:
+        "Fire `after_error` and `cleanup`; the first error of a run stays first, the others are told in its notes."
+        self.error = error
+        try:
+            if error is not None and not hasattr(error, '__notes__'): error.add_note(f'in {self.phase} ({place(self)})')
+            raised = (self._call_each('after_error') if error is not None else []) + self._call_each('cleanup')
+        finally:
+            if self.fitting: self._seconds += perf_counter() - self._started
+            if error is not None: self._forget_run()
+            self.error, self._stopping = None, False
+            for cb in self._callbacks:
+                if not cb.run: cb.run = True
+        for e in raised:
+            if error is None: raise e
+            error.add_note(f'and then {type(e).__name__}: {e} {" ".join(getattr(e, "__notes__", ()))}')
+
+    def _forget_run(self) -> None:
+        "Let go of every tensor of a failed run."
+        self._end_cleanup()
+        if self.opt is not None: self.opt.zero_grad()
+
+    def _end_cleanup(self) -> None:
+        self.dl, self.xb, self.yb, self.pred, self.loss, self.batch = None, (None,), (None,), None, None, None
+        self.__dict__.pop('loss_grad', None)
+
+    @contextmanager
+    def _put_back(self) -> Iterator[None]:
+        "Put back what an evaluation touches: RNGs, the train or eval mode of each module, and the loop's state."
+        before = {n: self.__dict__[n] for n in STATE if n in self.__dict__}
+        modes = [(m, m.training) for m in self.model.modules()]
+        try:
+            with preserved_rng(): yield
+        finally:
+            for name in STATE: self.__dict__.pop(name, None)
+            self.__dict__.update(before)
+            for module, mode in modes: module.training = mode
+
+    def stop(self) -> None:
+        "End the fit after the current batch or epoch, with every `after_*` and checkpoint event fired."
+        self._stopping = True
+
+    @property
+    def time(self) -> Timestamp:
+        "What is finished so far, over all fits of this Learner."
+        running = perf_counter() - self._started if self.fitting and self._depth else 0.
+        steps = self._done['st'] + (self.opt.n_steps if self.opt is not None else 0)
+        return Timestamp(**{**self._done, 'st': steps}, sec=self._seconds + running)
+
+    def _starts_iteration(self) -> bool:
+        return self.epochs_per_iteration is not None and self.epoch % self.epochs_per_iteration == 0
+
+    def _ends_iteration(self) -> bool:
+        k, done = self.epochs_per_iteration, self.epoch + 1
+        return k is not None and (done % k == 0 or done == self.n_epoch or self._stopping)
+
+
+def stray_cancel(e: CancelException, where: str, open_levels: tuple[str, ...]) -> CancelError:
+    "Make the error for a Cancel exception without an open level of its kind."
+    level, legal = LEVELS.get(e.level), ''
+    if level: legal = f'It is legal from `{level.before}` on, until `{level.after_cancel}` or `{level.after}` fires. '
+    return CancelError(f'{type(e).__name__} was raised {where}, where no {e.level or "such"} level is open (open: '
+                       f'{" > ".join(open_levels) or "none"}). {legal}To end a fit from anywhere: `self.learn.stop()`.')

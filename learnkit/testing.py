@@ -1,0 +1,58 @@
+"""Small ready-made parts for tests of callbacks and loops."""
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from learnkit.data import DataLoaders
+from learnkit.learner import Learner
+from learnkit.optim import SGD
+
+__all__ = ['RegModel', 'synth_dls', 'synth_learner']
+
+
+class RegModel(nn.Module):
+    "A line: `a*x + b` with learned `a` and `b`."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(1)), nn.Parameter(torch.randn(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        "Return `a*x + b`, of the shape of `x`."
+        return x * self.a + self.b
+
+
+def synth_dls(
+    a: float = 2,        # slope of the line
+    b: float = 3,        # its value at 0
+    bs: int = 16,        # samples a batch
+    n_train: int = 10,   # training batches
+    n_valid: int = 2,    # validation batches
+) -> DataLoaders:
+    "Return loaders of points `(x, y)`, each `[bs, 1]`, on a noisy line."
+    def points(n: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(bs * n, 1)
+        return x, a * x + b + 0.1 * torch.randn(bs * n, 1)
+    return DataLoaders.from_tensors(points(n_train), points(n_valid), bs=bs)
+
+
+def synth_learner(
+    n_train: int = 10,                 # training batches
+    n_valid: int = 2,                  # validation batches
+    lr: float = 1e-3,
+    dls: Any = None,                   # other loaders
+    model: nn.Module | None = None,    # another model
+    **kwargs: Any,                     # more for the Learner
+) -> Learner:
+    """Return a Learner that fits a line to noisy points.
+
+    >>> learn = synth_learner(lr=0.1, default_cbs=False)
+    >>> learn
+    Learner(RegModel, valid, cbs=[])
+    """
+    options = {'loss_func': nn.MSELoss(), 'opt_func': partial(SGD, mom=0.9), **kwargs}
+    return Learner(dls or synth_dls(n_train=n_train, n_valid=n_valid), model or RegModel(), lr=lr, **options)
