@@ -1,0 +1,178 @@
+"""The task of the step benchmark and everything that does it: by hand, with learnkit, with fastai.
+
+A subject is a function of a `Task` that builds model and optimizer once and returns `fit(n_epoch)`."""
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = ['SUBJECTS', 'Task', 'Window', 'accuracy']
+
+Batch = tuple[Tensor, Tensor]
+Fit = Callable[[int], object]
+LR = 0.01
+
+
+class Window:
+    "A training loader: its batches, and the CPU times at which the steady part of each pass began and ended."
+
+    def __init__(
+        self,
+        batches: list[Batch],
+        skip: int,              # batches of each pass before the steady part
+    ) -> None:
+        self.first, self.steady = batches[:skip], batches[skip:]
+        self.began_s: list[float] = []
+        self.ended_s: list[float] = []
+
+    def __len__(self) -> int: return len(self.first) + len(self.steady)
+
+    def __iter__(self) -> Iterator[Batch]:
+        yield from self.first
+        self.began_s.append(time.process_time())
+        yield from self.steady
+        self.ended_s.append(time.process_time())
+
+
+class Task:
+    "A 16-16-1 perceptron on batches of 8 that are tensors already; new ones at every instance, from the current seed."
+
+    def __init__(self, n_train: int, n_valid: int, skip: int) -> None:
+        batches = [self.batch() for _ in range(n_train + n_valid)]
+        self.train, self.valid = Window(batches[:n_train], skip), batches[n_train:]
+        self.model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+        self.loss_func = F.mse_loss
+
+    def batch(self) -> Batch:
+        x = torch.randn(8, 16)
+        return x, x[:, :4].sum(1, keepdim=True)
+
+
+def accuracy(pred: Tensor, targ: Tensor) -> Tensor:
+    "The share of predictions that have the target's sign."
+    return ((pred > 0) == (targ > 0)).float().mean()
+
+
+# -------------------------------------------------------------------------------------------------------------- by hand
+
+def raw(task: Task) -> Fit:
+    "The training loop that one writes by hand."
+    model, loss_func = task.model, task.loss_func
+    opt = torch.optim.SGD(model.parameters(), lr=LR)
+
+    def fit(n_epoch: int) -> None:
+        for _ in range(n_epoch):
+            model.train()
+            for xb, yb in task.train:
+                pred = model(xb)
+                loss = loss_func(pred, yb)
+                loss.backward()
+                opt.step()
+                opt.zero_grad()
+    return fit
+
+
+def raw_evaluating(task: Task) -> Fit:
+    "The same with a validation pass each epoch, which prints mean losses and accuracy."
+    model, loss_func = task.model, task.loss_func
+    opt = torch.optim.SGD(model.parameters(), lr=LR)
+
+    def fit(n_epoch: int) -> None:
+        for epoch in range(n_epoch):
+            model.train()
+            train_loss = torch.zeros(())
+            for xb, yb in task.train:
+                pred = model(xb)
+                loss = loss_func(pred, yb)
+                loss.backward()
+                opt.step()
+                opt.zero_grad()
+                train_loss += loss.detach()
+
+            model.eval()
+            valid_loss, correct, n = torch.zeros(()), torch.zeros(()), 0
+            with torch.no_grad():
+                for xb, yb in task.valid:
+                    pred = model(xb)
+                    valid_loss += loss_func(pred, yb) * len(xb)
+                    correct += accuracy(pred, yb) * len(xb)
+                    n += len(xb)
+            print(epoch, train_loss.item() / len(task.train), valid_loss.item() / n, correct.item() / n)
+    return fit
+
+
+# ------------------------------------------------------------------------------------------------------------- learnkit
+
+def learnkit(task: Task, metrics: Any = None, **kwargs: Any) -> Fit:
+    "A `Learner` as it is by default."
+    from learnkit import DataLoaders, Learner
+    dls = DataLoaders(task.train, task.valid) if task.valid else DataLoaders(task.train)
+    return Learner(dls, task.model, task.loss_func, opt_func=torch.optim.SGD, lr=LR, metrics=metrics, **kwargs).fit
+
+
+def learnkit_bare(task: Task) -> Fit:
+    "A `Learner` that only counts batches and sets the model's mode."
+    from learnkit import TrainEvalCallback
+    return learnkit(task, default_cbs=False, cbs=[TrainEvalCallback])
+
+
+def learnkit_idle(task: Task, n: int) -> Fit:
+    "The default `Learner` with `n` more callbacks that handle no event of a step."
+    from learnkit import Callback
+
+    class Idle(Callback):
+        def before_fit(self) -> None: pass
+    return learnkit(task, cbs=[Idle() for _ in range(n)])
+
+
+def learnkit_handlers(task: Task, n: int) -> Fit:
+    "The default `Learner` with `n` more callbacks that do nothing after every batch."
+    from learnkit import Callback
+
+    class Handler(Callback):
+        def after_batch(self) -> None: pass
+    return learnkit(task, cbs=[Handler() for _ in range(n)])
+
+
+# --------------------------------------------------------------------------------------------------------------- fastai
+
+def fastai(task: Task, metrics: Any = None, **kwargs: Any) -> Fit:
+    "fastai's `Learner` as it is by default, around the same optimizer."
+    from fastai.callback.progress import ProgressCallback  # noqa: F401  its import makes it one of the defaults
+    from fastai.data.core import DataLoaders
+    from fastai.learner import Learner
+    from fastai.optimizer import OptimWrapper
+    dls = DataLoaders(task.train, task.valid, device=torch.device('cpu'))
+    opt_func = partial(OptimWrapper, opt=torch.optim.SGD)
+    return Learner(dls, task.model, task.loss_func, opt_func=opt_func, lr=LR, metrics=metrics, **kwargs).fit
+
+
+def fastai_bare(task: Task) -> Fit:
+    "fastai's `Learner` that only counts batches and sets the model's mode."
+    from fastai.learner import TrainEvalCallback
+    return fastai(task, default_cbs=False, cbs=TrainEvalCallback)
+
+
+SUBJECTS: dict[str, dict[str, Callable[[Task], Fit]]] = {
+    'a': {
+        'raw': raw,
+        'learnkit-bare': learnkit_bare,
+        'learnkit': learnkit,
+        'learnkit-idle200': partial(learnkit_idle, n=200),
+        'learnkit-handlers50': partial(learnkit_handlers, n=50),
+        'fastai-bare': fastai_bare,
+        'fastai': fastai,
+    },
+    'b': {
+        'raw': raw_evaluating,
+        'raw-train': raw,
+        'learnkit': partial(learnkit, metrics=accuracy),
+        'fastai': partial(fastai, metrics=accuracy),
+    },
+}

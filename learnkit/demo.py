@@ -1,0 +1,209 @@
+"""Train a small convolutional network on 1,797 handwritten digits: `python -m learnkit.demo`.
+
+The digits come with scikit-learn, so nothing is downloaded. A fifth of them is kept for validation. The demo prints a
+table while it trains, and leaves the weights, the history and a picture of both in a folder.
+
+Read `train` first: it is all that a project of your own needs."""
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from learnkit.data import DataLoaders
+from learnkit.learner import Learner
+from learnkit.metrics import accuracy
+from learnkit.optim import Adam
+
+__all__ = ['digits', 'small_cnn', 'train', 'main']
+
+FILES = {'model.pth': 'the weights', 'history.csv': 'one line an epoch', 'digits.png': 'losses and confusion matrix'}
+
+
+# -- the training ------------------------------------------------------------------------------------------------------
+
+def digits(
+    bs: int = 64,   # images a batch
+    seed: int = 0,  # of the split and of the training order
+) -> DataLoaders:
+    "Return the digits as 1,437 images to train with and 360 for validation, each of shape (1, 8, 8) in 0 to 1."
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    data = load_digits()
+    images, labels = data.images[:, None].astype('float32') / 16, data.target
+    x, xv, y, yv = train_test_split(images, labels, test_size=0.2, stratify=labels, random_state=seed)
+    return DataLoaders.from_tensors((x, y), (xv, yv), bs=bs, seed=seed)
+
+
+def small_cnn() -> nn.Module:
+    "Return a network of three convolutions that takes images (B, 1, 8, 8) and gives scores (B, 10)."
+    def conv(n_in: int, n_out: int) -> list[nn.Module]:
+        return [nn.Conv2d(n_in, n_out, 3, padding=1, bias=False), nn.BatchNorm2d(n_out), nn.ReLU()]
+
+    return nn.Sequential(*conv(1, 32), *conv(32, 32), nn.MaxPool2d(2), *conv(32, 64),
+                         nn.Flatten(), nn.Dropout(0.5), nn.Linear(64 * 4 * 4, 10))
+
+
+def train(
+    epochs: int = 10,
+    seed: int = 0,  # the same seed gives the same split, weights and order
+    bs: int = 64,
+) -> Learner:
+    "Train on the digits and return the learner."
+    torch.manual_seed(seed)
+    learn = Learner(digits(bs, seed), small_cnn(), loss_func=F.cross_entropy, opt_func=Adam, lr=1e-3, metrics=accuracy)
+    learn.fit(epochs)
+    return learn
+
+
+# -- what is written ---------------------------------------------------------------------------------------------------
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    "Give a temporary beside `path` that takes its place once it is whole."
+    temporary = path.with_name(path.name + '.tmp')
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally: temporary.unlink(missing_ok=True)
+
+
+def save_history(history: Sequence[dict[str, Any]], path: Path) -> None:
+    "Write one line an epoch, under a header."
+    with replacing(path) as temporary, temporary.open('w', newline='', encoding='utf-8') as f:
+        writer = csv.DictWriter(f, fieldnames=list(history[0]))
+        writer.writeheader()
+        writer.writerows(history)
+
+
+def count_pairs(pred: Tensor, targ: Tensor, n: int = 10) -> Tensor:
+    """Return the confusion matrix: how often class `row` was taken for class `column`.
+
+    >>> count_pairs(torch.tensor([0, 1, 1]), torch.tensor([0, 0, 1]), n=2)
+    tensor([[1, 1],
+            [0, 1]])
+    """
+    return torch.bincount(targ * n + pred, minlength=n * n).view(n, n)
+
+
+def save_picture(history: Sequence[dict[str, Any]], confusion: Tensor, path: Path) -> None:
+    "Draw the losses of each epoch beside the confusion matrix."
+    from matplotlib.colors import PowerNorm
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(11, 5), layout='constrained')
+    losses, matrix = figure.subplots(1, 2, width_ratios=(1.15, 1))
+
+    epochs, marker = [row['epoch'] for row in history], 'o' if len(history) <= 30 else None
+    for name, label in ('train_loss', 'training'), ('valid_loss', 'validation'):
+        losses.plot(epochs, [row[name] for row in history], marker=marker, markersize=4, clip_on=False, label=label)
+    losses.set(title='Loss', xlabel='epoch', ylabel='cross-entropy', ylim=(0, None), xlim=(-0.5, len(history) - 0.5))
+    losses.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    losses.grid(alpha=0.3)
+    losses.legend()
+
+    right, total = int(confusion.diag().sum()), int(confusion.sum())
+    matrix.imshow(confusion.numpy(), cmap='Blues', norm=PowerNorm(0.5))  # the root: one mistake is seen beside 36 hits
+    matrix.set(title=f'Validation: {right} of {total} right', xlabel='predicted digit', ylabel='true digit',
+               xticks=range(10), yticks=range(10))
+    for row, column in confusion.nonzero().tolist():
+        count = int(confusion[row, column])
+        color = 'white' if count > confusion.max() / 3 else 'black'
+        matrix.text(column, row, count, ha='center', va='center', color=color)
+
+    with replacing(path) as temporary: figure.savefig(temporary, format='png', dpi=120)
+
+
+def save_all(learn: Learner, out: Path) -> float:
+    "Write weights, history and picture, and return the validation accuracy."
+    pred, targ = learn.get_preds()
+    with replacing(out / 'model.pth') as temporary: torch.save(learn.model.cpu().state_dict(), temporary)
+    save_history(learn.history, out / 'history.csv')
+    save_picture(learn.history, count_pairs(pred.argmax(1), targ), out / 'digits.png')
+    return accuracy(pred, targ).item()
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+class CommandError(Exception):
+    "What was asked for cannot be done; the message is one line for the user."
+
+
+class Parser(argparse.ArgumentParser):
+    "Says what is wrong in one line, without the usage."
+    def error(self, message: str) -> NoReturn: raise CommandError(f'{message} (see --help)')
+
+
+def whole_number(low: int, high: int, text: str) -> int:
+    "Return the number in `text` when it lies in the range."
+    try: number = int(text)
+    except ValueError: raise argparse.ArgumentTypeError(f'{text!r} is no whole number') from None
+    if not low <= number <= high: raise argparse.ArgumentTypeError(f'{number} is not between {low} and {high}')
+    return number
+
+
+def make_parser() -> Parser:
+    "Return the parser of the command's options."
+    parser = Parser(prog='python -m learnkit.demo', description='Train a small network on handwritten digits.',
+                    formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
+    count, seed = partial(whole_number, 1, 1_000_000), partial(whole_number, 0, 2**32 - 1)
+    parser.add_argument('--epochs', type=count, default=10, help='times through the training images')
+    parser.add_argument('--seed', type=seed, default=0, help='of the split, the weights and the order')
+    parser.add_argument('--out', type=Path, default=Path('digits-demo'), help='folder for what is written')
+    parser.add_argument('--bs', type=count, default=64, help='images a batch')
+    return parser
+
+
+def check_extras() -> None:
+    "Refuse to start without the libraries of the `demo` extra."
+    needed = {'sklearn': 'scikit-learn', 'matplotlib': 'matplotlib'}
+    missing = [name for module, name in needed.items() if find_spec(module) is None]
+    if missing: raise CommandError(f"the demo needs {' and '.join(missing)}: pip install 'learnkit[demo]'")
+
+
+def check_folder(out: Path) -> None:
+    "Make the folder and refuse it when nothing can be written there: before the training, not after it."
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as e: raise CommandError(f'cannot write into {out}: {e.strerror or e}') from None
+    for name in FILES:
+        if (out / name).is_dir(): raise CommandError(f'cannot write {out / name}: it is a folder')
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    "Run the demo and return the process's exit code."
+    try:
+        options = make_parser().parse_args(argv)
+        check_extras()
+        check_folder(options.out)
+
+        learn = train(options.epochs, options.seed, options.bs)
+        try: share = save_all(learn, options.out)
+        except OSError as e: raise CommandError(f'could not write into {options.out}: {e.strerror or e}') from e
+        print(f'{share:.1%} of the validation images are classified correctly.')
+        for name, what in FILES.items(): print(f'wrote {options.out / name}: {what}')
+    except CommandError as e:
+        print(f'learnkit.demo: {e}', file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print('learnkit.demo: stopped', file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == '__main__': sys.exit(main())
