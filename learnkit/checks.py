@@ -13,8 +13,9 @@ from learnkit.errors import FitError, LossError, MetricError, ModelError
 from learnkit.loop import Loop, model_device
 from learnkit.metrics import dry_run
 from learnkit.rng import preserved_rng
+from learnkit.timing import as_time
 
-__all__ = ['check_model', 'check_loss', 'check_fit', 'check_microbatch', 'check_metrics']
+__all__ = ['check_model', 'check_loss', 'check_fit', 'check_iteration', 'check_microbatch', 'check_metrics']
 
 
 def check_model(model: object) -> None:
@@ -58,6 +59,14 @@ def check_fit(learn: Any, n_epoch: object, start_epoch: object) -> int:
         raise FitError('fit() was called inside a fit of the same Learner. Train on in the running one, end it with '
                        '`learn.stop()`, or use another Learner.')
     return n
+
+
+def check_iteration(every: Any) -> int | None:
+    "Return the number of epochs of an iteration; raise `FitError` for another unit."
+    if every is None: return None
+    every = as_time(every, 'ep')
+    if every.unit != 'ep': raise FitError(f'iteration={str(every)!r}: give a number of whole epochs, such as 2 or `2ep`.')
+    return int(every.value)
 
 
 def check_metrics(learn: Any, train: list[Metric], valid: list[Metric]) -> None:

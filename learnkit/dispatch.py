@@ -99,7 +99,7 @@ class HasCallbacks:
         self._tables = self._callbacks.tables
 
     def _open_for_use(self) -> None:
-        "Hear that there is a callback that may have to be closed."
+        "Hear that callbacks are there, or in use, that are to be closed some time."
 
     @property
     def cbs(self) -> L:

@@ -16,7 +16,7 @@ from torch import nn
 
 from learnkit.batch import detuplify, to_detach
 from learnkit.callback import MissingAttribute, defined_on_class
-from learnkit.checks import check_fit, check_loss, check_microbatch, check_model
+from learnkit.checks import check_fit, check_iteration, check_loss, check_microbatch, check_model
 from learnkit.data import as_dataloaders, check_loaders, evaluation_loaders
 from learnkit.dispatch import listed
 from learnkit.errors import CancelError, CancelFitException
@@ -27,7 +27,7 @@ from learnkit.optim import Adam, make_optimizer, trainable_params
 from learnkit.predict import Predictions
 from learnkit.progress import ProgressCallback
 from learnkit.recorder import History, Recorder
-from learnkit.timing import Time, as_time
+from learnkit.timing import Time
 
 __all__ = ['Learner', 'defaults', 'replacing_yield']
 
@@ -110,11 +110,11 @@ class Learner(Predictions):
         """
         n_epoch = check_fit(self, n_epoch, start_epoch)
         check_loaders(self.dls)
-        per_iteration = None if iteration is None else int(as_time(iteration, 'ep').value)
+        per_iteration = check_iteration(iteration)
         with self.added_cbs(listed(cbs) + ([SkipToEpoch(start_epoch)] if start_epoch else [])):
             self._prepare_opt(lr, wd, reset_opt)
             with self._run(fitting=True):
-                self.n_epoch, self.epochs_per_iteration = n_epoch, per_iteration
+                self.n_epoch, self.epochs_per_iteration, self._stopping = n_epoch, per_iteration, False
                 self._with_events(self._do_fit, 'fit', CancelFitException, self._end_cleanup)
 
     def _prepare_opt(self, lr: Any, wd: float | None, reset_opt: bool) -> None:

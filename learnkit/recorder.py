@@ -84,6 +84,7 @@ class Recorder(Callback):
         self._rows = [_Row()]
         self._start_anew()
         if self._train or self._valid: self.before_backward = self._check_once
+        if self._train and self.learn.microbatch: self.after_loss = self._measure_piece
 
     def _choose_metrics(self) -> None:
         metrics = self.learn.metrics
@@ -95,6 +96,11 @@ class Recorder(Callback):
         "Try the metrics on the first training batch, before any weight has changed."
         del self.before_backward
         check_metrics(self.learn, self._train, self._valid)
+
+    def _measure_piece(self) -> None:
+        "Compute the training metrics of a microbatch, while its predictions are there."
+        if not self.learn.training: return
+        for m in self._train: m.accumulate(self.learn)
 
     def before_epoch(self) -> None:
         row = self._rows[-1]
@@ -117,7 +123,8 @@ class Recorder(Callback):
         if learn.training:
             self.smooth_loss.accumulate(learn)
             if self._read: self._steps.append(self._read(self._group))
-            for m in self._train: m.accumulate(learn)
+            if not learn.microbatch:
+                for m in self._train: m.accumulate(learn)
         elif learn.phase != 'predict':
             for m in self._valid_mets: m.accumulate(learn)
 
@@ -171,7 +178,8 @@ class Recorder(Callback):
     def cleanup(self) -> None:
         "Forget what an interrupted run left."
         self._rows = [_Row()]
-        self.__dict__.pop('before_backward', None)
+        for name in ('before_backward', 'after_loss'):
+            if name in self.__dict__: delattr(self, name)
 
     # -- names ---------------------------------------------------------------------------------------------------------
 

@@ -84,7 +84,9 @@ class Runs(HasCallbacks):
         with self.lock:
             outer = self._open, self.fitting
             self._open, self.fitting, self._depth = (), fitting, self._depth + 1
-            self._started = perf_counter() if self._depth == 1 else self._started
+            if self._depth == 1:
+                self._started = perf_counter()
+                self._open_for_use()
             try:
                 try: yield
                 except CancelException as e: raise stray_cancel(e, f'({place(self)})', ()) from e

@@ -1,0 +1,316 @@
+"""Callbacks by themselves: calling, functions, reading by proxy, shadowing, names, misses, state, Periodic."""
+from __future__ import annotations
+
+import traceback
+import warnings
+from time import sleep
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from learnkit import Callback, CallbackError, Learner, Periodic, TimeError, UnknownEventError
+from learnkit.testing import RegModel, synth_dls, synth_learner
+
+SHADOW = 'You are shadowing an attribute ({0}) that exists in the learner. Use `self.learn.{0}` to avoid this'
+
+
+def quiet(*cbs: Any, **kwargs: Any) -> Learner:
+    "A Learner that prints nothing."
+    learn = synth_learner(cbs=cbs, **kwargs)
+    learn.remove_cbs([cb for cb in learn.cbs if cb.name == 'progress'])
+    learn.logger = lambda row: None
+    return learn
+
+
+# Calling
+
+def test_a_call_by_event_name_returns_the_handlers_value() -> None:
+    class Answer(Callback):
+        def before_fit(self) -> int: return 42
+        def my_own_event(self) -> str: return 'mine'
+    assert Answer()('before_fit') == 42
+    assert Answer()('my_own_event') == 'mine'
+    assert Answer()('after_fit') is None
+
+
+def test_a_call_never_runs_an_attribute_of_the_learner() -> None:
+    cb = Callback()
+    cb.learn = SimpleNamespace(after_fit=lambda: 'not me')
+    assert cb('after_fit') is None
+
+
+def test_functions_become_handlers_that_get_the_callback() -> None:
+    cb = Callback(before_fit=lambda cb: cb.x + 1, after_fit=lambda cb: cb)
+    cb.learn = SimpleNamespace(x=2)
+    assert cb('before_fit') == 3
+    assert cb('after_fit') is cb
+
+
+def test_a_subclass_takes_functions_too() -> None:
+    class Both(Callback):
+        def before_fit(self) -> str: return 'method'
+    assert Both(before_fit=lambda cb: 'function')('before_fit') == 'function'
+    assert Both(after_fit=lambda cb: 'function')('before_fit') == 'method'
+
+
+def test_an_unknown_event_is_refused_at_once_with_the_closest() -> None:
+    with pytest.raises(UnknownEventError, match=r"'befor_fit' \(Callback\).*`before_fit`"): Callback(befor_fit=print)
+
+
+@pytest.mark.parametrize('f', [lambda: None, lambda a, b: None, 'no function', 3])
+def test_what_cannot_be_called_with_the_callback_is_refused(f: Any) -> None:
+    with pytest.raises(CallbackError, match='before_fit='): Callback(before_fit=f)
+
+
+def test_a_handler_that_is_no_method_is_an_error_that_names_it() -> None:
+    class Wrong(Callback):
+        before_fit = 3
+    with pytest.raises(CallbackError, match=r'Wrong\.before_fit is 3'): quiet(Wrong()).fit(1)
+
+
+def test_a_subclass_needs_no_super_init() -> None:
+    class Counter(Callback):
+        def __init__(self, start: int) -> None: self.n = start
+        def after_batch(self) -> None: self.n += 1
+    learn = quiet(cb := Counter(5), n_train=3, n_valid=2)
+    learn.fit(2)
+    assert cb.n == 5 + 2 * (3 + 2)
+
+
+# Reading and writing
+
+def test_reads_go_to_any_object_that_was_assigned() -> None:
+    cb = Callback()
+    cb.learn = SimpleNamespace(a=1, b=[2])
+    assert cb.a == 1 and cb.b is cb.learn.b
+    cb.own = 7
+    assert cb.own == 7 and not hasattr(cb.learn, 'own')
+
+
+def test_reads_reach_the_learner_its_callbacks_and_its_model() -> None:
+    learn = quiet(cb := Callback())
+    assert cb.model is learn.model and cb.a is learn.model.a and cb.recorder is learn.recorder
+
+
+def test_shadowing_warns_with_that_text_and_leaves_the_learner_alone() -> None:
+    cb = Callback()
+    cb.learn = SimpleNamespace(a=1)
+    with pytest.warns(UserWarning) as w: cb.a += 1
+    assert [str(o.message) for o in w] == [SHADOW.format('a')]
+    assert w[0].filename == __file__
+    assert cb.a == 2 and cb.learn.a == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        cb.a = 5  # it is the callback's own by now
+        cb.learn.a = 3
+    assert cb.learn.a == 3
+
+
+@pytest.mark.parametrize('name', ['loss', 'epoch', 'model', 'x', 'cbs', 'b', 'recorder'])
+def test_shadowing_warns_for_state_properties_callbacks_and_the_models_attributes(name: str) -> None:
+    learn = quiet(cb := Callback())
+    with pytest.warns(UserWarning) as w: setattr(cb, name, 1)
+    assert [str(o.message) for o in w] == [SHADOW.format(name)]
+    assert getattr(learn, name) is not 1  # noqa: F632  # not the integer, whatever it is
+
+
+def test_writing_through_learn_changes_the_run() -> None:
+    def double(cb: Any) -> None: cb.learn.loss_grad = 2 * cb.loss_grad
+    grads = []
+    read = Callback(before_step=lambda cb: grads.append(cb.model.a.grad.clone()))
+    dls = synth_dls(n_train=1)
+    for cbs in ([read], [Callback(after_loss=double), read]):
+        torch.manual_seed(1)
+        Learner(dls, RegModel(), nn.MSELoss(), cbs=cbs, lr=0., default_cbs=False).fit(1)
+    assert torch.equal(grads[1], 2 * grads[0])
+
+
+# Misses
+
+def test_a_miss_names_both_owners_and_the_closest_names() -> None:
+    learn = quiet(cb := Callback())
+    with pytest.raises(AttributeError) as e: _ = cb.los
+    assert '`Callback`' in str(e.value) and '`Learner`' in str(e.value)
+    assert '`los`' in str(e.value) and '`loss`' in str(e.value)
+    assert e.value.name == 'los'
+    with pytest.raises(AttributeError, match='Neither `Learner` nor `RegModel` has an attribute `modle`.*`model`'): _ = learn.modle
+
+
+def test_a_miss_before_the_callback_has_a_learner_says_so() -> None:
+    with pytest.raises(AttributeError, match='not part of a Learner yet'): _ = Callback().loss
+
+
+def test_hasattr_and_getattr_with_a_default_work() -> None:
+    quiet(cb := Callback())
+    assert not hasattr(cb, 'nothing_of_that_name') and getattr(cb, 'nothing_of_that_name', 3) == 3
+
+
+@pytest.mark.parametrize('name', ['pred', 'loss_grad'])
+def test_reading_what_a_batch_does_not_have_yet_says_when_it_exists(name: str) -> None:
+    said = []
+    def early(cb: Any) -> None:
+        with pytest.raises(AttributeError) as e: getattr(cb, name)
+        said.append(str(e.value))
+    quiet(Callback(before_batch=early), n_train=2, n_valid=1).fit(1)
+    assert len(said) == 3 and all(f'`{name}`' in s and 'after_' in s for s in said)
+
+
+class Failing(nn.Module):
+    "A module with a property that fails inside."
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor: return x * self.a + self.b
+
+    @property
+    def computed(self) -> int: return self.missing_inside_model
+
+
+class FailingLearner(Learner):
+    @property
+    def computed_here(self) -> int: return SimpleNamespace().missing_inside_learner
+
+
+class FailingCallback(Callback):
+    @property
+    def computed_by_me(self) -> int: return self.model.missing_inside_callback
+
+
+@pytest.mark.parametrize(('name', 'inside', 'line'), [
+    ('computed', 'missing_inside_model', 'return self.missing_inside_model'),
+    ('computed_here', 'missing_inside_learner', 'SimpleNamespace().missing_inside_learner'),
+    ('computed_by_me', 'missing_inside_callback', 'return self.model.missing_inside_callback')])
+def test_an_attribute_error_inside_a_property_keeps_its_name_and_line(name: str, inside: str, line: str) -> None:
+    cb = FailingCallback()
+    FailingLearner(synth_dls(), Failing(), nn.MSELoss(), cbs=cb, default_cbs=False)
+    with pytest.raises(AttributeError) as e: getattr(cb, name)
+    assert e.value.name == inside and inside in str(e.value) and f'`{name}`' not in str(e.value)
+    assert any(line in (frame.line or '') for frame in traceback.extract_tb(e.value.__traceback__))
+
+
+def test_a_property_of_any_assigned_object_keeps_its_error() -> None:
+    class Owner:
+        @property
+        def broken(self) -> int: return SimpleNamespace().deep_down
+    cb = Callback()
+    cb.learn = Owner()
+    with pytest.raises(AttributeError) as e: _ = cb.broken
+    assert e.value.name == 'deep_down'
+
+
+# Names, completion, looks
+
+@pytest.mark.parametrize(('cls', 'name'), [('ComplicatedNameCallback', 'complicated_name'), ('MixUp', 'mix_up'),
+                                           ('Callback', 'callback'), ('EarlyStoppingCallback', 'early_stopping')])
+def test_names_are_snake_case_without_callback(cls: str, name: str) -> None:
+    cb = type(cls, (Callback,), {})()
+    assert cb.name == name
+    learn = synth_learner(default_cbs=False, cbs=cb)
+    assert getattr(learn, name) is cb
+    learn.remove_cb(cb)
+    assert not hasattr(learn, name)
+
+
+def test_dir_completes_the_learners_and_the_models_names() -> None:
+    quiet(cb := Callback())
+    assert {'name', 'learn', 'loss', 'epoch', 'fit', 'recorder', 'dls', 'a', 'b', 'parameters'} <= set(dir(cb))
+
+
+def test_the_look_of_a_callback_names_its_functions() -> None:
+    def hello(cb: Any) -> None: "Say nothing."
+    assert repr(Callback(before_fit=hello)) == 'Callback(before_fit=hello)'
+    assert repr(type('Mine', (Callback,), {})()) == 'Mine'
+
+
+def test_a_notebook_does_not_take_the_models_html_for_the_callbacks() -> None:
+    class Drawn(RegModel):
+        def _repr_html_(self) -> str: return '<b>model</b>'
+    quiet(cb := Callback(), model=Drawn())
+    assert not hasattr(cb, '_repr_html_')
+
+
+def test_no_state_is_the_default() -> None:
+    assert Callback().state_dict() is None
+
+
+# Periodic
+
+def fired(every: Any, n_epoch: int = 2, fits: int = 1, **kwargs: Any) -> list[int]:
+    "The number of finished training batches at each call, in epochs of 4 batches of 16."
+    at: list[int] = []
+    learn = quiet(Periodic(every=every, on_every=lambda cb: at.append(cb.time.ba)), n_train=4, n_valid=1)
+    for _ in range(fits): learn.fit(n_epoch, **kwargs)
+    return at
+
+
+def test_periodic_by_batches_steps_and_samples_counts_multiples() -> None:
+    assert fired('3ba', 3) == [3, 6, 9, 12]
+    assert fired('3st', 3) == [3, 6, 9, 12]
+    assert fired('40sp', 2) == [3, 5, 8]  # crossed at 40, 80 and 120 of 128 samples
+    assert fired('8sp', 1) == [1, 2, 3, 4]  # once a batch at most
+
+
+def test_periodic_by_epochs_and_iterations() -> None:
+    assert fired('2ep', 5) == [8, 16]
+    assert fired(1, 2) == [4, 8]  # a plain number counts epochs
+    assert fired('1iter', 5, iteration=2) == [8, 16, 20]
+    assert fired('2iter', 5, iteration=2) == [16]
+
+
+def test_periodic_counts_over_fits() -> None:
+    assert fired('3ba', 1, fits=3) == [3, 6, 9, 12]
+    assert fired('2ep', 1, fits=4) == [8, 16]
+
+
+def test_periodic_by_share_of_the_run() -> None:
+    assert fired('0.25dur', 2) == [2, 4, 6, 8]
+
+
+def test_periodic_by_seconds() -> None:
+    assert fired('1h') == []
+    seen: list[float] = []
+    learn = quiet(Callback(before_step=lambda cb: sleep(0.03)), Periodic(every='0.1sec', on_every=lambda cb: seen.append(cb.time.sec)),
+                  n_train=8, n_valid=1)
+    learn.fit(1)
+    crossed = [int(s / 0.1) for s in seen]
+    assert crossed == sorted(set(crossed)) and crossed[0] >= 1 and len(crossed) >= 2
+
+
+def test_periodic_as_a_subclass_keeps_its_own_handlers() -> None:
+    class Every(Periodic):
+        def __init__(self) -> None:
+            super().__init__(every='2ba')
+            self.batches = self.calls = 0
+        def after_batch(self) -> None: self.batches += 1
+        def on_every(self) -> None: self.calls += 1
+    quiet(cb := Every(), n_train=5, n_valid=2).fit(1)
+    assert (cb.batches, cb.calls) == (5, 2)
+
+
+def test_periodic_does_not_run_in_a_validation_alone() -> None:
+    learn = quiet(n_train=4, n_valid=3)
+    at: list[int] = []
+    learn.validate(cbs=Periodic(every='1ba', on_every=lambda cb: at.append(1)))
+    assert at == []
+
+
+@pytest.mark.parametrize('every', ['0ba', '3 lightyears', '-1ep', 0])
+def test_periodic_refuses_what_is_no_interval(every: Any) -> None:
+    with pytest.raises(TimeError): Periodic(every=every, on_every=print)
+
+
+def test_periodic_needs_something_to_do() -> None:
+    with pytest.raises(CallbackError, match='on_every'): Periodic(every='1ep')
+    with pytest.raises(CallbackError, match='on_every'): Periodic(every='1ep', on_every=lambda: None)
+
+
+def test_periodic_goes_on_from_its_state() -> None:
+    first, second = (Periodic(every='3ba', on_every=print) for _ in range(2))
+    quiet(first, n_train=2).fit(1)
+    assert first.state_dict() != second.state_dict()
+    second.load_state_dict(first.state_dict())
+    assert second.state_dict() == first.state_dict()
