@@ -5,6 +5,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import FunctionType
 from typing import Any, Self
 
 import torch
@@ -289,7 +290,10 @@ def listed(o: Any) -> list[Any]:
 
 
 def _defined_again(old: type, new: type) -> bool:
-    return old is not new and (old.__module__, old.__qualname__) == (new.__module__, new.__qualname__)
+    "Tell whether `new` is a later definition of `old`; a function that makes classes makes them from the same code."
+    if old is new or (old.__module__, old.__qualname__) != (new.__module__, new.__qualname__): return False
+    codes = [{id(f.__code__) for f in vars(cls).values() if isinstance(f, FunctionType)} for cls in (old, new)]
+    return not (codes[0] & codes[1])
 
 
 def place(learn: Any) -> str:

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -201,9 +201,10 @@ class Learner(Predictions):
         "Return a context without the bar over the epochs."
         return replacing_yield(self, 'create_mbar', False)
 
-    def no_bar(self) -> Any:
-        "Return a context without any progress display."
-        return self.removed_cbs(ProgressCallback)
+    @contextmanager
+    def no_bar(self) -> Iterator[Self]:
+        "Show no progress for the length of a context: no bars and, unless `logger` was set, no rows."
+        with self.removed_cbs(ProgressCallback), self.no_logging() if self.logger is print else nullcontext(): yield self
 
     def loss_not_reduced(self) -> Any:
         "Return a context in which the loss is computed for each sample."

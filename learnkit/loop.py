@@ -288,7 +288,8 @@ def sample_count(xb: Any) -> int:
 class TrainEvalCallback(Callback):
     "Keep the counters, the model's device and the training or evaluation mode."
     order, run_valid = -10, False
-    _modes: list[tuple[nn.Module, bool]] | None = None  # of training, during an evaluation
+    _modes: list[tuple[nn.Module, bool]] = []  # those of training, while an evaluation has changed them
+    _starting = True                           # the first epoch of a fit is to come
 
     def after_create(self) -> None:
         self.learn.n_epoch = 1
@@ -296,7 +297,9 @@ class TrainEvalCallback(Callback):
     def before_fit(self) -> None:
         learn = self.learn
         learn.loss = torch.tensor(0.)
-        if learn.fitting or not learn._depth: learn.epoch, learn.train_iter, learn.pct_train = 0, 0, 0.
+        if learn.fitting or not learn._depth:
+            learn.epoch, learn.train_iter, learn.pct_train = 0, 0, 0.
+            self._starting, self._modes = True, []
         device = getattr(learn.dls, 'device', None)
         learn.model.to(device)
         if isinstance(learn.loss_func, nn.Module): learn.loss_func.to(device)
@@ -305,9 +308,9 @@ class TrainEvalCallback(Callback):
     def before_train(self) -> None:
         learn = self.learn
         learn.pct_train, learn.training = learn.epoch / learn.n_epoch, True
-        learn.model.train()
-        for module, mode in self._modes or (): module.training = mode
-        self._modes = None
+        if self._starting or not learn.model.training: learn.model.train()
+        for module, mode in self._modes: module.training = mode
+        self._starting, self._modes = False, []
 
     def after_batch(self) -> None:
         learn = self.learn
@@ -330,7 +333,7 @@ class TrainEvalCallback(Callback):
         self.learn._done['iter'] += 1
 
     def cleanup(self) -> None:
-        self._modes = None
+        self._modes = []
 
 
 class SkipToEpoch(Callback):

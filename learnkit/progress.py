@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
+from itertools import zip_longest
 from math import inf
 from numbers import Integral, Real
 from shutil import get_terminal_size
@@ -16,9 +17,12 @@ from time import perf_counter, time
 from typing import Any, TextIO
 
 from learnkit.callback import Callback
-from learnkit.data import n_batches
+from learnkit.loop import epoch_length
+from learnkit.timing import format_seconds
 
 __all__ = ['ProgressCallback', 'Display', 'NotebookDisplay', 'TerminalDisplay', 'Bar', 'Table', 'make_display']
+
+PATIENCE_S = 0.5  # an evaluation on its own that is over sooner shows nothing: many of them leave no blank outputs
 
 
 def format_cell(value: Any) -> str:
@@ -31,17 +35,6 @@ def format_cell(value: Any) -> str:
     if isinstance(value, Integral) or not isinstance(value, Real): return ' '.join(str(value).split())
     number = float(value)
     return f'{number:.6g}' if 1e9 <= abs(number) < inf else f'{number:.6f}'
-
-
-def format_seconds(seconds: float) -> str:
-    """Return a duration as a clock shows it.
-
-    >>> format_seconds(62.7), format_seconds(3725)
-    ('01:02', '1:02:05')
-    """
-    minutes, s = divmod(int(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    return f'{hours}:{m:02}:{s:02}' if hours else f'{m:02}:{s:02}'
 
 
 @dataclass(slots=True)
@@ -78,7 +71,7 @@ class Bar:
 
 
 class Section:
-    "Consecutive rows under one header."
+    "Consecutive rows under one header; each is put into words once, when it is added."
 
     def __init__(
         self,
@@ -86,29 +79,36 @@ class Section:
         cells: Sequence[str],  # the first row, whose widths count too
     ) -> None:
         self.names = [*names, *[''] * (len(cells) - len(names))]
-        self.widths = [max(len(name), len(cell)) for name, cell in zip(self.names, cells, strict=False)]
-        self.widths += [len(name) for name in self.names[len(cells):]]
-        self.rows: list[list[str]] = []
+        self.widths = [max(map(len, pair)) for pair in zip_longest(self.names, cells, fillvalue='')]
+        self.lines: list[str] = []      # rows as text
+        self.html_rows: list[str] = []  # and as HTML
 
     def fits(self, names: Sequence[str], cells: Sequence[str]) -> bool:
         "Whether such a row can stand under this header."
         return self.names[:len(names)] == [*names] and len(self.names) == max(len(names), len(cells))
 
-    def line(self, cells: Iterable[str]) -> str:
+    def add(self, cells: Sequence[str]) -> None:
+        "Add a row."
+        self.lines.append(self.line(cells))
+        self.html_rows.append(_html_row('td', cells))
+
+    def line(self, cells: Sequence[str]) -> str:
         "Return one aligned line of text."
         return '  '.join(cell.rjust(width) for cell, width in zip(cells, self.widths, strict=False)).rstrip()
 
-    def html(self, max_rows: int) -> str:
-        "Return a table; colours and borders are left to the page's theme."
-        rows = [f'<tr>{_cells("td", row)}</tr>' for row in self.rows]
-        note = f'<tr><td colspan="{len(self.names)}">{{}}</td></tr>'
-        head = f'<thead><tr>{_cells("th", self.names)}</tr></thead>' if any(self.names) else ''
-        return f'<table style="text-align:right">{head}<tbody>{"".join(_fold(rows, max_rows, note))}</tbody></table>'
+    def head(self) -> list[str]:
+        "Return the header's line, where there is a header."
+        return [self.line(self.names)] if any(self.names) else []
 
     def text(self, max_rows: int) -> str:
-        "Return the same as aligned lines."
-        head = [self.line(self.names)] if any(self.names) else []
-        return '\n'.join(head + _fold([self.line(row) for row in self.rows], max_rows, '{}'))
+        "Return aligned lines."
+        return '\n'.join(self.head() + _fold(self.lines, max_rows, '{}'))
+
+    def html(self, max_rows: int) -> str:
+        "Return the same as a table; colours and borders are left to the page's theme."
+        head = f'<thead>{_html_row("th", self.names)}</thead>' if any(self.names) else ''
+        rows = _fold(self.html_rows, max_rows, f'<tr><td colspan="{len(self.names)}">{{}}</td></tr>')
+        return f'<table style="text-align:right">{head}<tbody>{"".join(rows)}</tbody></table>'
 
 
 class Table:
@@ -127,12 +127,12 @@ class Table:
         if new: self.sections.append(Section(names, cells))
 
         section = self.sections[-1]
-        section.rows.append(cells)
-        return [section.line(c) for c in ([section.names, cells] if new and any(names) else [cells])]
-
-    def html(self, max_rows: int) -> str: return ''.join(s.html(max_rows) for s in self.sections)
+        section.add(cells)
+        return [*(section.head() if new else []), section.lines[-1]]
 
     def text(self, max_rows: int) -> str: return '\n'.join(s.text(max_rows) for s in self.sections)
+
+    def html(self, max_rows: int) -> str: return ''.join(s.html(max_rows) for s in self.sections)
 
 
 class Display:
@@ -227,6 +227,7 @@ class Run:
         self.started = perf_counter()
         self.share: float | None = None   # of the fit, that was done before its first batch here
         self.stopped = False
+        self.has_logger = False           # whether `learn.logger` was replaced for it
 
     def draw(self) -> None:
         self.display.draw(self.bar)
@@ -255,12 +256,10 @@ class ProgressCallback(Callback):
     def before_fit(self) -> None:
         "Choose the display. A run inside another one (a validation that a callback starts) shows its bar there."
         if self._nested(): return
-        self._shown = Run(make_display())
-        if self.learn.logger is print: self.learn.logger = self._write
-
-    def before_epoch(self) -> None:
-        "Forget a training bar whose end an exception skipped."
-        if not self._nested(): self._shown.train = None
+        learn, self._shown = self.learn, Run(make_display())
+        if not learn.fitting: self._shown.due += perf_counter() + PATIENCE_S
+        self._shown.has_logger = learn.logger in (print, self._write)  # its own: after a `before_fit` called by hand
+        if self._shown.has_logger: learn.logger = self._write
 
     def before_train(self) -> None:
         "Start this epoch's bar."
@@ -304,7 +303,7 @@ class ProgressCallback(Callback):
     def _start(self, name: str) -> None:
         learn, shown = self.learn, self._shown
         epoch = f'epoch {learn.epoch + 1}/{learn.n_epoch} ' if learn.fitting and learn.create_mbar else ''
-        shown.bar = Bar(epoch + name, n_batches(learn.dl))
+        shown.bar = Bar(epoch + name, epoch_length(learn.dls, learn.dl)[0])
         if perf_counter() >= shown.due: shown.draw()
 
     def _count(self, done: int) -> None:
@@ -332,11 +331,12 @@ class ProgressCallback(Callback):
         if perf_counter() >= self._shown.due: self._shown.draw()
 
     def _end(self) -> None:
-        if self.learn.logger == self._write: self.learn.logger = print
+        if self._shown.has_logger: self.learn.logger = print
         self._shown.close()
 
 
-def _cells(tag: str, cells: Iterable[str]) -> str: return ''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)
+def _html_row(tag: str, cells: Sequence[str]) -> str:
+    return f'<tr>{"".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells)}</tr>'
 
 
 def _fold(lines: list[str], max_rows: int, note: str, first: int = 10) -> list[str]:

@@ -17,6 +17,7 @@ from learnkit.checks import check_metrics
 from learnkit.data import evaluation_loaders
 from learnkit.metrics import AvgLoss, TorchMetric
 from learnkit.optim import HYPERS, OPTIONS, place_of
+from learnkit.timing import format_seconds
 
 __all__ = ['Recorder', 'History']
 
@@ -170,7 +171,7 @@ class Recorder(Callback):
         self.iters.append(self.smooth_loss.count)
         columns = dict(zip(names, learn.final_record, strict=True))
         self.history.append({'fit': self.n_fits - 1, 'epoch': learn.epoch, **columns, 'time': seconds})
-        learn.logger(L(learn.epoch, *learn.final_record, *([_clock(seconds)] if self.add_time else [])))
+        learn.logger(L(learn.epoch, *learn.final_record, *([format_seconds(seconds)] if self.add_time else [])))
 
     def after_fit(self) -> None:
         if not self.learn.fitting and len(self._rows) > 1: self._rows.pop()
@@ -307,12 +308,6 @@ def _number(value: Any) -> Any:
     "Bring a metric's value to the host as a plain number where it is one."
     if isinstance(value, torch.Tensor) and value.numel() == 1: return value.item()
     return value.item() if getattr(value, 'size', None) == 1 and hasattr(value, 'item') else value
-
-
-def _clock(seconds: float) -> str:
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    return f'{hours}:{m:02}:{s:02}' if hours else f'{m:02}:{s:02}'
 
 
 def _current_axes() -> Any:

@@ -145,7 +145,8 @@ class Runs(HasCallbacks):
         "What is finished so far, over all fits of this Learner."
         running = perf_counter() - self._started if self.fitting and self._depth else 0.
         steps = self._done['st'] + (self.opt.n_steps if self.opt is not None else 0)
-        return Timestamp(**{**self._done, 'st': steps}, sec=self._seconds + running)
+        share = self.pct_train if self.fitting else None
+        return Timestamp(**{**self._done, 'st': steps}, sec=self._seconds + running, dur=share)
 
     def _starts_iteration(self) -> bool:
         return self.epochs_per_iteration is not None and self.epoch % self.epochs_per_iteration == 0

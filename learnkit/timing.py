@@ -14,7 +14,7 @@ from typing import Any
 
 from learnkit.errors import TimeError, did_you_mean
 
-__all__ = ['UNITS', 'Time', 'Timestamp', 'as_time', 'crossings']
+__all__ = ['UNITS', 'Time', 'Timestamp', 'as_time', 'crossings', 'format_seconds']
 
 UNITS = {'iter': 'iterations', 'ep': 'epochs', 'ba': 'batches', 'st': 'optimizer steps', 'sp': 'samples',
          'tok': 'tokens', 'sec': 'seconds', 'dur': 'share of the run'}
@@ -255,3 +255,14 @@ def _known(unit: Any) -> str:
 def _help() -> str:
     units = ', '.join(f'{unit} ({words})' for unit, words in UNITS.items())
     return f"The units are {units}, written as '500ba', or a wall time as '1h20m'."
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration as a clock shows it.
+
+    >>> format_seconds(62.7), format_seconds(3725)
+    ('01:02', '1:02:05')
+    """
+    minutes, s = divmod(int(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f'{hours}:{m:02}:{s:02}' if hours else f'{m:02}:{s:02}'

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from learnkit import Callback, CallbackError, Learner, Periodic, TimeError, UnknownEventError
+from learnkit import Callback, CallbackError, Learner, Periodic, TimeError, TrainEvalCallback, UnknownEventError
 from learnkit.testing import RegModel, synth_dls, synth_learner
 
 SHADOW = 'You are shadowing an attribute ({0}) that exists in the learner. Use `self.learn.{0}` to avoid this'
@@ -119,12 +119,10 @@ def test_shadowing_warns_for_state_properties_callbacks_and_the_models_attribute
 
 def test_writing_through_learn_changes_the_run() -> None:
     def double(cb: Any) -> None: cb.learn.loss_grad = 2 * cb.loss_grad
-    grads = []
+    batches, model, grads = [(torch.randn(4, 1), torch.randn(4, 1))], RegModel(), []
     read = Callback(before_step=lambda cb: grads.append(cb.model.a.grad.clone()))
-    dls = synth_dls(n_train=1)
     for cbs in ([read], [Callback(after_loss=double), read]):
-        torch.manual_seed(1)
-        Learner(dls, RegModel(), nn.MSELoss(), cbs=cbs, lr=0., default_cbs=False).fit(1)
+        Learner(batches, model, nn.MSELoss(), cbs=[TrainEvalCallback, *cbs], lr=0., default_cbs=False).fit(1)
     assert torch.equal(grads[1], 2 * grads[0])
 
 

@@ -43,13 +43,13 @@ def test_defaults_reach_the_accuracy_in_time(tmp_path: Path, capsys: pytest.Capt
     assert reached >= 0.97
 
     with (tmp_path / 'history.csv').open(newline='') as f: rows = list(csv.DictReader(f))
-    assert [int(row['epoch']) for row in rows] == list(range(10))
+    assert [int(row['epoch']) for row in rows] == list(range(15))
     assert float(rows[-1]['accuracy']) == pytest.approx(reached, abs=1e-6)
     assert float(rows[-1]['valid_loss']) < float(rows[0]['valid_loss'])
     assert (tmp_path / 'digits.png').read_bytes().startswith(b'\x89PNG\r\n')
 
     out = capsys.readouterr().out
-    assert len(re.findall(r'^ +\d  ', out, re.M)) == 10
+    assert len(re.findall(r'^ +\d+  ', out, re.M)) == 15
     assert f'{reached:.1%} of the validation images' in out
     assert all(str(tmp_path / name) in out for name in FILES)
 

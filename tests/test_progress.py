@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
@@ -73,6 +74,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
         return made[-1]
 
     monkeypatch.setattr(learnkit.progress, 'make_display', make)
+    monkeypatch.setattr(learnkit.progress, 'PATIENCE_S', 0)
     return made
 
 
@@ -239,6 +241,13 @@ def test_a_stream_that_breaks_is_an_ordinary_error(monkeypatch: pytest.MonkeyPat
     assert learn.logger is print
 
 
+def test_logger_is_print_after_a_callback_left_its_own_behind() -> None:
+    def wrap(cb: Any) -> None: cb.learn.logger = lambda row: None
+    learn = make_learner(cbs=[Callback(before_epoch=wrap), raising('before_train', KeyboardInterrupt())])
+    with pytest.raises(KeyboardInterrupt): learn.fit(1)
+    assert learn.logger is print
+
+
 def test_events_called_by_hand_leave_the_next_fit_whole(capsys: pytest.CaptureFixture[str]) -> None:
     learn = make_learner()
     learn(['before_fit', 'before_epoch'])
@@ -285,6 +294,12 @@ def test_evaluation_alone_shows_an_inner_bar(run: Callable[[Learner], Any], show
     assert [bar.split()[:2] for bar in shown[0].bars][-1] == ['valid', '2/2']
     assert shown[0].closed == [None]
     assert not shown[0].table.sections
+
+
+def test_a_short_evaluation_alone_shows_nothing(shown: list[Recording], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learnkit.progress, 'PATIENCE_S', 0.5)
+    make_learner().validate()
+    assert shown[0].bars == []
 
 
 def test_no_mbar_leaves_out_the_epochs(shown: list[Recording]) -> None:
@@ -362,6 +377,30 @@ def test_a_batch_costs_next_to_nothing_while_nothing_is_due() -> None:
     assert best < 1e-3  # a microsecond; about 0.1 where nothing else runs
 
 
+def on_screen(written: str) -> list[str]:
+    "Return the lines that stay on the screen and are not blank: a carriage return goes back to the start of its line."
+    lines = []
+    for line in written.replace('\r\n', '\n').split('\n'):
+        cells = ''
+        for part in line.split('\r'): cells = part + cells[len(part):]
+        lines.append(cells.rstrip())
+    return [line for line in lines if line]
+
+
+def test_a_bar_is_cleared_and_no_thread_is_started_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv('COLUMNS', '60')
+    stream, threads = Tty(), threading.active_count()
+    display = TerminalDisplay(stream)
+    display.draw(Bar('train', 8, done=2))
+    assert on_screen(stream.getvalue())[0].startswith('train:  25%|')
+    assert threading.active_count() == threads
+
+    display.write(['epoch', 'loss'], [0, 0.5])
+    display.draw(Bar('valid', 4))
+    display.close()
+    assert on_screen(stream.getvalue()) == ['epoch      loss', '    0  0.500000']
+
+
 # -- for real: a pipe, a terminal, a notebook --------------------------------------------------------------------------
 
 def run_python(code: str, **kwargs: Any) -> str:
@@ -416,16 +455,6 @@ def read_terminal(code: str) -> str:
     return out.decode()
 
 
-def on_screen(written: str) -> list[str]:
-    "Return the lines that stay on the screen and are not blank: a carriage return goes back to the start of its line."
-    lines = []
-    for line in written.replace('\r\n', '\n').split('\n'):
-        cells = ''
-        for part in line.split('\r'): cells = part + cells[len(part):]
-        lines.append(cells.rstrip())
-    return [line for line in lines if line]
-
-
 @pytest.fixture(scope='module')
 def terminal() -> list[str]:
     "What three runs wrote on a terminal."
@@ -434,7 +463,7 @@ def terminal() -> list[str]:
         print('==')
         try: make_learner(100, wait_s=0.004, stop=(0, 70)).fit(2)
         except KeyboardInterrupt: print('==')
-        learn = make_learner(60, wait_s=0.004, loader=Forgetful)
+        learn = make_learner(60, 180, wait_s=0.004, loader=Forgetful)
         learn.fit(1)
         learn.validate()''')).split('==')
 
@@ -469,11 +498,12 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Any:
     cells = [SCRIPT,
              'make_learner(500, 50).fit(5)',
              'make_learner(100, wait_s=0.002, stop=(1, 60)).fit(3)',
-             'make_learner().validate()',
+             'make_learner(1, 300, wait_s=0.0025).validate()',
              'make_learner(60, wait_s=0.002, loader=Forgetful, stop=(0, 50)).fit(1)',
              'make_learner(2, 1).fit(300)',
              'learn = make_learner()\nwith learn.no_logging(): learn.fit(1)',
-             'make_learner().fit(0)']
+             'make_learner().fit(0)',
+             'for _ in range(3): make_learner().validate()']
     folder = tmp_path_factory.mktemp('notebook')
     path = folder / 'run.ipynb'
     nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells]), path)
@@ -526,3 +556,4 @@ def test_a_notebook_shows_no_rows_where_there_are_none(notebook: Any) -> None:
     [output] = notebook.cells[6].outputs
     assert output.data['text/html'] == ''
     assert notebook.cells[7].outputs == []
+    assert notebook.cells[8].outputs == []

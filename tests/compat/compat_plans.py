@@ -33,6 +33,7 @@ VALID_BATCH_EVENTS = ('before_batch', 'after_pred', 'after_loss', 'after_cancel_
 FOLLOW_UPS = dict(T='train', V='validate', B='batch', b='backward', s='step', E='epoch')
 RAISER_ORDERS = (-20, 0, 70)  # before TrainEvalCallback, after it, after the Recorder
 NOT_FITTING = ('validate', 'with_learn')
+WRAPPED = dict(fit='FETVBbs', validate='VBbs', with_learn='VBbs', events='TVBbs', one_batch='Bbs', all_batches='Bbs')  # levels of each call
 
 Plan = dict[str, Any]
 Place = tuple[int, str, int, int, bool]  # call, event, epoch, batch (-1 outside one), whether in training
@@ -50,8 +51,8 @@ def fastai_names() -> SimpleNamespace:
     "Everything a plan needs, by fastai; raises ImportError where it is not installed."
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
-        from fastai.callback import core, schedule, tracker, training
         from fastai import learner
+        from fastai.callback import core, schedule, tracker, training
         from fastai.data import core as data
     names = {k: v for m in (data, schedule, tracker, training, core, learner) for k, v in vars(m).items() if not k.startswith('_')}
     return SimpleNamespace(**{**names, 'which': 'fastai'})
@@ -59,25 +60,25 @@ def fastai_names() -> SimpleNamespace:
 
 # -- making plans ------------------------------------------------------------------------------------------------------
 
-def legal(event: str, training: bool, fitting: bool = True) -> str:
-    "The levels whose Cancel exceptions are legal at an event; a stand-alone validation keeps to its own."
+def legal(event: str, training: bool, what: str) -> str:
+    "The levels whose Cancel exceptions are legal at an event within a call; nothing crosses a stand-alone validation."
     levels = _OPEN[event]
     if not training and event in VALID_BATCH_EVENTS: levels = levels.replace('T', 'V')
-    return levels if fitting else levels.replace('F', '').replace('E', '')
+    return ''.join(level for level in levels if level in WRAPPED[what])
 
 
 def places(plan: Plan) -> Iterator[tuple[Place, str]]:
     "Every place of a plan where an exception is legal, with the levels."
     for call, (what, *args) in enumerate(plan['calls']):
-        fitting, n_epochs = what not in NOT_FITTING, args[0] if what == 'fit' else 1
+        n_epochs = args[0] if what == 'fit' else 1
         for epoch in range(n_epochs):
             for event in _OPEN:
                 at = -1 if event == 'before_fit' else epoch
-                if event not in BATCH_EVENTS: found = [((call, event, at, -1, True), legal(event, True, fitting))]
+                if event not in BATCH_EVENTS: found = [((call, event, at, -1, True), legal(event, True, what))]
                 else:
-                    found = [((call, event, at, i, True), legal(event, True, fitting)) for i in range(plan['n_train'])]
+                    found = [((call, event, at, i, True), legal(event, True, what)) for i in range(plan['n_train'])]
                     if event in VALID_BATCH_EVENTS:
-                        found += [((call, event, at, i, False), legal(event, False, fitting)) for i in range(plan['n_valid'])]
+                        found += [((call, event, at, i, False), legal(event, False, what)) for i in range(plan['n_valid'])]
                 yield from ((place, levels) for place, levels in found if levels)
 
 
@@ -97,6 +98,8 @@ def random_plan(seed: int) -> Plan:
     plan['calls'] = [_random_call(rng) for _ in range(rng.randint(1, 3))]
     if plan['recorder']: plan['calls'].insert(0, ['fit', 1, 0])  # fastai's Recorder cannot record before its first fit
     plan['cbs'] = [_random_callback(rng) for _ in range(rng.randint(0, 3))]
+    if any(kind.startswith('off') for kind, *_ in plan['cbs']):  # XXX after_fit by hand
+        plan['calls'] = [['all_batches'] if call == ['events'] else call for call in plan['calls']]
 
     by_event: dict[str, list[tuple[Place, str]]] = {}
     for place, levels in places(plan): by_event.setdefault(place[1], []).append((place, levels))
@@ -105,16 +108,16 @@ def random_plan(seed: int) -> Plan:
         (place, levels) = rng.choice(by_event[rng.choice(sorted(by_event))])
         level = rng.choice(levels)
         raises.append([*place, rng.choice(RAISER_ORDERS), level])
-        if (name := FOLLOW_UPS.get(level)) and rng.random() < 0.5: raises += _follow_up(rng, place, name)
+        if (name := FOLLOW_UPS.get(level)) and rng.random() < 0.5: raises += _follow_up(rng, place, name, plan['calls'][place[0]][0])
+    if plan['recorder']: raises = [r for r in raises if r[0] > 0 and (r[1] not in ('before_batch', 'after_pred') or r[-1] != 'B')]
     return {**plan, 'raises': raises}
 
 
-def _follow_up(rng: random.Random, place: Place, level: str) -> list[list[Any]]:
+def _follow_up(rng: random.Random, place: Place, level: str, what: str) -> list[list[Any]]:
     "An exception of an outer level in what fires because of the first one."
     call, event, epoch, batch, training = place
     follow = f'{rng.choice(["after_cancel", "after"])}_{level}'
-    levels = legal(follow, training, fitting=False)
-    if call == 0 and level != 'validate': levels = legal(follow, training)
+    levels = legal(follow, training, what)
     batch = batch if follow in BATCH_EVENTS else -1
     return [[call, follow, epoch, batch, training if batch >= 0 else True, rng.choice(RAISER_ORDERS), rng.choice(levels)]] if levels else []
 
@@ -183,8 +186,11 @@ def callbacks_of(lib: Any, run: Run) -> SimpleNamespace:
 
         def note(self, event: str) -> None:
             super().note(event)
-            here = self.learn.training and self.learn.epoch == self.in_epoch and self.learn.iter == self.on_batch
-            if event == self.acts_at and here: self.act()
+            if event == self.acts_at and self.is_here(): self.act()
+
+        def is_here(self) -> bool:
+            learn = self.learn
+            return bool(learn.training) and learn.epoch == self.in_epoch and learn.iter == self.on_batch
 
     class OffInBatch(Acts):
         def act(self) -> None: self.run = False
@@ -194,7 +200,7 @@ def callbacks_of(lib: Any, run: Run) -> SimpleNamespace:
 
     class Adds(Acts):
         def act(self) -> None:
-            self.added = Tracer(f'{self.tag}+', self.order)
+            self.added = Tracer(f'{self.tag}+', self.order - 1)
             self.learn.add_cb(self.added)
 
         def after_train(self) -> None:
@@ -266,7 +272,7 @@ class Run:
 
     def note(self, tag: str, event: str, learn: Any) -> None:
         "Append an event with the counters; outside a fit learnkit keeps the counters, so they are left out there."
-        if event not in EVENTS: return
+        if event not in EVENTS or (event == 'after_cancel_step' and tag not in ('first', 'last')): return
         counters = [getattr(learn, name, 0) for name in ('epoch', 'iter', 'train_iter', 'pct_train')] if self.counting else []
         if event in _OPEN and event not in BATCH_EVENTS: counters = counters[:1] + counters[2:]  # an old batch number means nothing
         self.trace.append((self.call, tag, event, *counters, bool(learn.training)))

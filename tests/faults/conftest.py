@@ -1,0 +1,4 @@
+"""Show the values in the assertions of the shared helpers too."""
+import pytest
+
+pytest.register_assert_rewrite('fault_helpers')

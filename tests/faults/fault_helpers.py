@@ -1,0 +1,185 @@
+"""What the fault tests share: a learner with everything on, its digest, and what must be true after any failure."""
+from __future__ import annotations
+
+import gc
+import hashlib
+from collections.abc import Iterator
+from functools import partial
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from learnkit import EVENTS, Callback, DataLoaders, Learner
+from learnkit.errors import CancelException
+from learnkit.events import LEVELS
+
+# Those of a fit without Cancel, and those of a prediction; loading has its own rows.
+FIT_EVENTS = [e for e in EVENTS if not e.startswith('after_cancel_') and not e.endswith(('_load', '_predict', 'close'))
+              and e not in ('after_create', 'after_error')]
+CANCEL_EVENTS = [level.after_cancel for level in LEVELS.values()]
+N_EPOCH, N_TRAIN, N_VALID, BS = 2, 3, 2, 4
+STATE = ('_open', '_depth', '_stopping', 'fitting', 'error', 'logger', 'create_mbar', 'dl', 'xb', 'yb', 'pred', 'loss', 'batch')
+ABSENT = object()
+
+
+def mae(pred: Tensor, y: Tensor) -> Tensor: return (pred - y).abs().mean()
+
+
+def make_dls(seed: int = 1) -> DataLoaders:
+    g = torch.Generator().manual_seed(7)
+    x, v = torch.randn(BS * N_TRAIN, 3, generator=g), torch.randn(BS * N_VALID, 3, generator=g)
+    return DataLoaders.from_tensors((x, x.sum(1, keepdim=True)), (v, v.sum(1, keepdim=True)), bs=BS, seed=seed, device='cpu')
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.3), nn.Linear(5, 1))
+
+
+def make_learner(cbs: Any = None, **kwargs: Any) -> Learner:
+    "Dropout, BatchNorm, Adam, a shuffling loader, a metric, recorder and progress: whatever could remember a failed run."
+    options: dict[str, Any] = {'dls': make_dls(), 'model': make_model(), 'loss_func': nn.MSELoss(), 'lr': 0.05,
+                               'opt_func': partial(torch.optim.Adam, weight_decay=0.), 'metrics': mae, **kwargs}
+    return Learner(cbs=cbs, **options)
+
+
+def start_again(learn: Learner) -> None:
+    "Put weights, optimizer, loaders and RNG where `make_learner` had them; nothing else."
+    learn.model.load_state_dict(make_model().state_dict())
+    learn.dls = make_dls()
+    learn.opt = None
+    torch.manual_seed(5)
+
+
+def rows(learn: Learner) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if k not in ('time', 'fit')} for row in learn.history]
+
+
+def digest(learn: Learner) -> str:
+    "Weights, buffers, optimizer state, the last fit's losses and rates, and the RNG."
+    h = hashlib.sha256()
+    for name, t in learn.model.state_dict().items(): h.update(name.encode() + t.numpy().tobytes())
+    for state in learn.opt.state_dict()['state'].values():
+        for name, t in sorted(state.items()): h.update(name.encode() + torch.as_tensor(t).numpy().tobytes())
+    h.update(repr((learn.recorder.smooth_loss.raw, learn.recorder.lrs, learn.recorder.smooth_loss.count)).encode())
+    h.update(torch.get_rng_state().numpy().tobytes())
+    return h.hexdigest()
+
+
+def weights(learn: Learner) -> list[Tensor]: return [t.clone() for t in learn.model.state_dict().values()]
+
+
+def same_weights(learn: Learner, before: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(learn.model.state_dict().values(), before, strict=True))
+
+
+_fresh: dict[str, Any] = {}
+
+
+def fresh() -> dict[str, Any]:
+    "What a fit of a learner that never failed gives, and the state that it leaves."
+    if not _fresh:
+        learn = make_learner()
+        start_again(learn)
+        learn.fit(N_EPOCH)
+        _fresh.update(digest=digest(learn), rows=rows(learn), keys=set(vars(learn)), n_steps=learn.opt.n_steps,
+                      counters=(learn.epoch, learn.iter, learn.train_iter, learn.n_iter, learn.n_epoch))
+    return _fresh
+
+
+def fits_like_fresh(learn: Learner, without: Any = ()) -> None:
+    "The next fit equals that of a learner that never failed."
+    fresh()
+    learn.remove_cbs(without)
+    start_again(learn)
+    n = len(learn.history)
+    learn.fit(N_EPOCH)
+    assert digest(learn) == fresh()['digest']
+    assert rows(learn)[n:] == fresh()['rows']
+    assert (learn.epoch, learn.iter, learn.train_iter, learn.n_iter, learn.n_epoch) == fresh()['counters']
+    assert learn.opt.n_steps == fresh()['n_steps']
+    is_clean(learn)
+
+
+def is_clean(learn: Learner, extra: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+    "Nothing of a run is left in the learner."
+    state = {name: vars(learn).get(name, ABSENT) for name in STATE}
+    assert state == {'_open': (), '_depth': 0, '_stopping': False, 'fitting': False, 'error': None, 'logger': print, 'create_mbar': True,
+                     'dl': None, 'xb': (None,), 'yb': (None,), 'pred': None, 'loss': None, 'batch': None}
+    assert 'loss_grad' not in vars(learn)
+    # what an evaluation sets on the Learner is the only thing that a run may add to it
+    assert set(vars(learn)) - {cb.name for cb in learn.cbs} <= fresh()['keys'] | {'final_record'} | extra
+    assert learn.loss_func.reduction == 'mean' if isinstance(learn.loss_func, nn.MSELoss) else True
+    assert not learn._entered and len(learn.recorder._rows) == 1 and 'before_backward' not in vars(learn.recorder)
+    assert not learn.train_eval._modes and all(cb.run for cb in learn.cbs)
+    assert list(reachable_tensors(learn)) == []
+    assert all(p.grad is None for p in learn.model.parameters())
+
+
+def reachable_tensors(learn: Learner) -> Iterator[str]:
+    "Name every tensor that the learner keeps alive, apart from model, data and optimizer."
+    apart = {id(o) for o in (learn, learn.model, learn.dls, learn.opt, *learn.model.parameters())}
+    seen, todo = set(apart), [(name, o) for name, o in vars(learn).items() if id(o) not in apart]
+    while todo:
+        where, o = todo.pop()
+        if id(o) in seen or isinstance(o, (type, ModuleType, str, int, float, BaseException)): continue  # its frames are its own
+        seen.add(id(o))
+        if isinstance(o, Tensor): yield f'{where}: {tuple(o.shape)}'
+        parts = (o.__closure__, o.__defaults__, o.__dict__) if isinstance(o, FunctionType) else gc.get_referents(o)
+        todo += [(f'{where}/{type(part).__name__}', part) for part in parts if part is not None]
+
+
+class At(Callback):
+    "Do something at the n-th time (from 1) that an event fires in the outermost or the nested run."
+
+    def __init__(self, event: str, do: Any, nth: int = 1, depth: int = 1, order: float = 0) -> None:
+        self.seen, self.at, self.do, self.nth, self.depth = 0, event, do, nth, depth
+        self.__dict__['order'] = order
+        self.__dict__[event] = self.now
+
+    def now(self) -> None:
+        if self.learn._depth != self.depth: return
+        self.seen += 1
+        if self.seen != self.nth: return
+        if isinstance(self.do, BaseException): raise self.do
+        self.do(self)
+
+    def __repr__(self) -> str: return f'At({self.at})'
+
+
+class Watch(Callback):
+    "Keep what fired after the run was over for the handlers: errors and cleanups, in order."
+    order = 90
+
+    def __init__(self) -> None: self.fired: list[Any] = []
+    def after_error(self) -> None: self.fired.append(('after_error', self.learn.error))
+    def cleanup(self) -> None: self.fired.append(('cleanup', self.learn.error))
+
+
+def trigger(event: str) -> list[Callback]:
+    "Make an `after_cancel_*` event happen: a Cancel of its level, in training where there is a choice."
+    for level in LEVELS.values():
+        if level.after_cancel == event: return [At(level.before, level.exception('planned'))]
+    return []
+
+
+def raised_by(f: Any) -> BaseException:
+    "Return what `f` raises."
+    try: f()
+    except BaseException as e: return e
+    raise AssertionError('nothing was raised')
+
+
+def anew(e: BaseException) -> BaseException:
+    "Return an exception like `e` without its notes and traceback: parametrized ones are shared by several tests."
+    new = type(e).__new__(type(e), *e.args)
+    new.__dict__.update({k: v for k, v in vars(e).items() if k != '__notes__'})
+    return new
+
+
+def notes(e: BaseException) -> list[str]: return list(getattr(e, '__notes__', ()))
+
+
+def cancel(level: str) -> CancelException: return LEVELS[level].exception()

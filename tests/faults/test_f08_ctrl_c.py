@@ -1,0 +1,211 @@
+"""Row 8: Ctrl-C at every event, real ones at random instants, and a second one that aborts the cleanup.
+
+Run as a program, this file is the other side of the random ones: it fits until it is interrupted, in one forked child a kill."""
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fault_helpers import (
+    CANCEL_EVENTS,
+    FIT_EVENTS,
+    N_EPOCH,
+    At,
+    Watch,
+    digest,
+    fits_like_fresh,
+    fresh,
+    is_clean,
+    make_learner,
+    notes,
+    raised_by,
+    start_again,
+    trigger,
+)
+
+from learnkit import Callback, Learner
+
+
+def press(cb: Any = None) -> None:
+    "Send this process a real SIGINT, and be there when it arrives."
+    signal.raise_signal(signal.SIGINT)
+    time.sleep(1)
+    raise AssertionError('no KeyboardInterrupt came')
+
+
+def interrupt(cb: Any) -> None: raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize('how', [interrupt, press])
+@pytest.mark.parametrize('event', [*FIT_EVENTS, *CANCEL_EVENTS])
+def test_at_every_event(event: str, how: Callable[[Any], None]) -> None:
+    handler = signal.getsignal(signal.SIGINT)
+    learn = make_learner([*trigger(event), At(event, how), watch := Watch()])
+    start_again(learn)
+    e = raised_by(lambda: learn.fit(N_EPOCH, iteration=1))
+    assert type(e) is KeyboardInterrupt
+    if event != 'cleanup':
+        assert notes(e)[0].startswith(f'in At.{event} (epoch {int(event == "after_fit")}, batch ')
+        assert watch.fired == [('after_error', e), ('cleanup', e)]
+    assert signal.getsignal(signal.SIGINT) is handler
+    is_clean_but_for_display(learn) if event == 'cleanup' else is_clean(learn)
+    fits_like_fresh(learn, [cb for cb in learn.cbs if isinstance(cb, (At, Watch))])
+
+
+def is_clean_but_for_display(learn: Learner) -> None:
+    "An aborted cleanup is what the user asked for: the loop's own state is as it should be nevertheless."
+    assert (learn._depth, learn._open, learn.fitting, learn._stopping, learn.error) == (0, (), False, False, None)
+    assert learn.loss is None and learn.xb == (None,) and 'loss_grad' not in vars(learn)
+
+
+@pytest.mark.parametrize('how', [interrupt, press])
+@pytest.mark.parametrize('event', ['after_error', 'cleanup'])
+@pytest.mark.parametrize('where', ['before_fit', 'after_loss', 'before_validate', 'after_epoch'])
+def test_a_second_one_aborts_the_cleanup(where: str, event: str, how: Callable[[Any], None]) -> None:
+    first = KeyboardInterrupt('first')
+    ran: list[str] = []
+    cbs = [At(where, first), Callback(**{event: lambda cb: ran.append('before')}), At(event, how),
+           Callback(**{event: lambda cb: ran.append('behind')}), Callback(cleanup=lambda cb: ran.append('cleanup'))]
+    learn = make_learner(cbs)
+    start_again(learn)
+    e = raised_by(lambda: learn.fit(N_EPOCH))
+    assert type(e) is KeyboardInterrupt and e is not first and e.__context__ is first
+    assert ran == ['before']
+    is_clean_but_for_display(learn)
+    fits_like_fresh(learn, cbs)
+
+
+@pytest.mark.parametrize('how', ['validate', 'get_preds'])
+@pytest.mark.parametrize('outer', ['after_batch', 'before_validate', 'after_fit'])
+def test_in_a_nested_run(outer: str, how: str) -> None:
+    cbs = [At(outer, lambda cb: getattr(cb.learn, how)()), At('after_pred', press, depth=2), watch := Watch()]
+    learn = make_learner(cbs)
+    start_again(learn)
+    e = raised_by(lambda: learn.fit(N_EPOCH))
+    assert type(e) is KeyboardInterrupt and [x[0] for x in watch.fired] == ['after_error', 'cleanup']
+    fits_like_fresh(learn, cbs)
+
+
+@pytest.mark.parametrize('how', ['validate', 'get_preds'])
+def test_in_a_run_of_its_own(how: str) -> None:
+    learn = make_learner(cbs := [At('after_pred', press, nth=2), Watch()])
+    e = raised_by(lambda: getattr(learn, how)())
+    assert type(e) is KeyboardInterrupt and [x[0] for x in cbs[1].fired] == ['after_error', 'cleanup']
+    is_clean(learn)
+    fits_like_fresh(learn, cbs)
+
+
+def test_in_the_model_and_in_the_loader() -> None:
+    class Loader(list[Any]):
+        def __iter__(self) -> Any:
+            for i, batch in enumerate(list.__iter__(self)):
+                if i == 1: press()
+                yield batch
+    learn = make_learner(watch := Watch())
+    learn.dls.train = Loader(learn.dls.train)
+    e = raised_by(lambda: learn.fit(1))
+    assert type(e) is KeyboardInterrupt and notes(e) == ['in train (epoch 0, batch 1)']
+    assert [x[0] for x in watch.fired] == ['after_error', 'cleanup']
+    fits_like_fresh(learn, watch)
+
+    hook = learn.model[0].register_forward_hook(lambda *_: press())
+    assert type(raised_by(lambda: learn.fit(1))) is KeyboardInterrupt
+    hook.remove()
+    fits_like_fresh(learn)
+
+
+# -- real signals from another process, at random instants -----------------------------------------------------------
+
+def run_children(n: int, seed: int, longest_s: float) -> list[dict[str, Any]]:
+    "Start this file as a program; it forks a child for each kill, so that torch is imported once."
+    done = subprocess.run([sys.executable, __file__, str(n), str(seed), str(longest_s)], capture_output=True, text=True, timeout=560,
+                          env={**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(Path(__file__).parent)}, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{')]
+
+
+def test_at_random_instants() -> None:
+    results = run_children(25, seed=0, longest_s=0.04)
+    assert len(results) == 25 and all(r['ok'] for r in results), [r for r in results if not r['ok']]
+
+
+@pytest.mark.full
+def test_at_many_random_instants() -> None:
+    results = run_children(1000, seed=1, longest_s=0.06)
+    bad = [r for r in results if not r['ok']]
+    places = {r['where'] for r in results}
+    print(f'row 8: {len(results)} real SIGINTs at random instants, {len(places)} different places, {len(bad)} not clean')
+    assert not bad, bad[:5]
+
+
+def fit_until_interrupted() -> dict[str, Any]:
+    "Fit again and again; when the signal comes, look at what is left and fit once more."
+    watch, learn = Watch(), make_learner()
+    learn.add_cb(watch)
+    at = 0
+    try:
+        os.write(1, b'.')
+        while True:
+            watch.fired = []
+            at += 1
+            learn.fit(N_EPOCH)
+    except KeyboardInterrupt as e:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        tb, where = e.__traceback__, ''
+        while tb:
+            where, tb = f'{tb.tb_frame.f_code.co_filename.rsplit("/", 1)[-1]}:{tb.tb_lineno}', tb.tb_next
+        told = notes(e)
+    fired = [x[0] for x in watch.fired]
+    problems = []
+    if learn._depth or learn._open or learn.fitting: problems.append(f'{learn._depth=} {learn._open=} {learn.fitting=}')
+    if fired not in ([], ['cleanup'], ['after_error', 'cleanup']): problems.append(f'{fired=}')
+    if fired == ['after_error', 'cleanup'] and not told: problems.append('no note')
+    try: fits_like_fresh(learn, watch)
+    except BaseException as e: problems.append(f'next fit: {type(e).__name__} {str(e)[:300]}')
+    return {'ok': not problems, 'problems': problems, 'where': where, 'notes': told, 'fired': fired, 'fit': at}
+
+
+def main(n: int, seed: int, longest_s: float) -> None:
+    rng = random.Random(seed)
+    with redirect_stdout(io.StringIO()): fresh()
+    for _ in range(n):
+        (read, write), (ready, go) = os.pipe(), os.pipe()
+        pid = os.fork()
+        if not pid:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.dup2(go, 1)
+            with redirect_stdout(io.StringIO()): result = fit_until_interrupted()
+            os.write(write, json.dumps(result).encode())
+            os._exit(0)
+        os.close(write); os.close(go)
+        os.read(ready, 1)
+        time.sleep(rng.random() * longest_s)
+        os.kill(pid, signal.SIGINT)
+        with os.fdopen(read) as f: text = f.read()
+        os.close(ready)
+        os.waitpid(pid, 0)
+        print(text or json.dumps({'ok': False, 'problems': ['the child died'], 'where': ''}), flush=True)
+
+
+def test_a_fit_that_was_interrupted_twice_over_many_events_does_not_drift() -> None:
+    "Fifty interrupted fits in one learner; the fifty-first equals a fresh one."
+    learn = make_learner(bad := At('after_step', interrupt))
+    for i in range(50):
+        bad.seen, bad.at, bad.nth = 0, 'after_step', 1 + i % 6
+        assert type(raised_by(lambda: learn.fit(N_EPOCH))) is KeyboardInterrupt
+    fits_like_fresh(learn, bad)
+    assert digest(learn) == fresh()['digest'] and len(vars(learn)) < 60
+
+
+if __name__ == '__main__': main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))

@@ -1,0 +1,389 @@
+"""What the Recorder keeps, against direct computation: losses, metrics, hyper-parameters, history, plots."""
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from learnkit import (
+    SGD,
+    AvgLoss,
+    AvgMetric,
+    AvgSmoothLoss,
+    Callback,
+    CancelBatchException,
+    CancelEpochException,
+    DataLoaders,
+    Learner,
+    Metric,
+    Recorder,
+    TrainEvalCallback,
+    ValueMetric,
+    accuracy,
+    mae,
+    mse,
+)
+from learnkit.testing import synth_learner
+
+
+def points(n: int) -> tuple[Tensor, Tensor]: return torch.randn(n, 3), torch.randn(n, 1)
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(4)
+    return nn.Linear(3, 1)
+
+
+def learner(dls: Any, *cbs: Any, model: Any = None, recorder: Recorder | None = None, lr: float = 0.1, **kwargs: Any) -> Learner:
+    options = {'loss_func': nn.MSELoss(), 'opt_func': SGD, **kwargs}
+    learn = Learner(dls, model or linear(), lr=lr, cbs=[TrainEvalCallback, recorder or Recorder(), *cbs], default_cbs=False, **options)
+    learn.rows = []
+    learn.logger = learn.rows.append
+    return learn
+
+
+def by_hand(train: list[Any], valid: list[Any], n_epoch: int, lr: float = 0.1) -> tuple[list[float], list[tuple[float, float, float]]]:
+    "The loss of each step, and of each epoch the validation's loss, mae and mse over all its samples."
+    model = linear()
+    opt, losses, epochs = torch.optim.SGD(model.parameters(), lr=lr), [], []
+    for _ in range(n_epoch):
+        for x, y in train:
+            loss = F.mse_loss(model(x), y)
+            losses.append(loss.item())
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+        with torch.no_grad():
+            pred, y = torch.cat([model(x) for x, _ in valid]), torch.cat([y for _, y in valid])
+        epochs.append((F.mse_loss(pred, y).item(), F.l1_loss(pred, y).item(), F.mse_loss(pred, y).item()))
+    return losses, epochs
+
+
+def smoothed(losses: list[float], beta: float = 0.98) -> list[float]:
+    "Debiased exponential means, from their definition as weighted sums."
+    res = []
+    for t in range(1, len(losses) + 1):
+        w = [beta ** (t - i) for i in range(1, t + 1)]
+        res.append(sum(a * b for a, b in zip(w, losses, strict=False)) / sum(w))
+    return res
+
+
+TRAIN, VALID = [points(4) for _ in range(5)], [points(4), points(4), points(1)]  # an uneven last batch
+
+
+# Values
+
+def test_values_are_those_of_a_loop_by_hand() -> None:
+    learn = learner((TRAIN, VALID), metrics=[mae, mse])
+    learn.fit(3)
+    losses, epochs = by_hand(TRAIN, VALID, 3)
+    smooth = smoothed(losses)
+    assert torch.tensor(list(learn.recorder.losses)).tolist() == pytest.approx(smooth, rel=1e-5)
+    assert [list(v) for v in learn.recorder.values] == [pytest.approx([smooth[5 * i + 4], *epochs[i]], rel=1e-5) for i in range(3)]
+    assert learn.recorder.metric_names == ['epoch', 'train_loss', 'valid_loss', 'mae', 'mse', 'time']
+    assert learn.smooth_loss.item() == pytest.approx(smooth[-1], rel=1e-5)
+    assert learn.final_record == learn.recorder.values[-1] and list(learn.recorder.iters) == [5, 10, 15]
+    assert learn.recorder.lrs == [0.1] * 15
+
+
+def test_the_logger_gets_a_row_an_epoch_with_the_time() -> None:
+    learn = learner((TRAIN, VALID), metrics=mae)
+    learn.fit(2)
+    for i, row in enumerate(learn.rows):
+        assert list(row[:-1]) == [i, *learn.recorder.values[i]]
+        assert row[-1] == '00:00'
+    assert len(learn.rows) == 2
+
+
+@pytest.mark.parametrize(('options', 'names'), [
+    ({}, ['epoch', 'train_loss', 'valid_loss', 'mae', 'time']),
+    ({'add_time': False}, ['epoch', 'train_loss', 'valid_loss', 'mae']),
+    ({'train_metrics': True}, ['epoch', 'train_loss', 'train_mae', 'valid_loss', 'valid_mae', 'time']),
+    ({'train_metrics': True, 'valid_metrics': False}, ['epoch', 'train_loss', 'mae', 'time'])])
+def test_columns_before_and_after_a_fit(options: dict[str, bool], names: list[str]) -> None:
+    learn = learner((TRAIN, VALID), recorder=Recorder(**options), metrics=mae)
+    assert learn.recorder.metric_names == names
+    learn.fit(1)
+    assert learn.recorder.metric_names == names
+    assert len(learn.rows[0]) == len(names) and len(learn.recorder.values[0]) == len(set(names) - {'epoch', 'time'})
+
+
+def test_metrics_on_train_valid_or_both() -> None:
+    model = linear()
+    train, valid = [points(4), points(2)], VALID
+    learn = learner((train, valid), model=model, lr=0., metrics=[AvgMetric(mae, 'a', on='train'), AvgMetric(mae, 'b', on='both'),
+                                                                 AvgMetric(mae, 'c', on='valid'), AvgMetric(mae, 'd')])
+    learn.fit(1)
+    of = lambda batches: F.l1_loss(model(torch.cat([x for x, _ in batches])), torch.cat([y for _, y in batches])).item()
+    row = learn.history[0]
+    assert {k: row[k] for k in row if k[-1] in 'abcd' and k != 'fit'} == {
+        'train_a': pytest.approx(of(train)), 'train_b': pytest.approx(of(train)), 'b': pytest.approx(of(valid)), 'c': pytest.approx(of(valid)),
+        'd': pytest.approx(of(valid))}
+
+
+def test_named_validation_loaders_have_columns_of_their_own() -> None:
+    model = linear()
+    dls = DataLoaders(TRAIN, {'day': VALID, 'night': VALID[1:]})
+    learn = learner(dls, model=model, lr=0., metrics=[mae, AvgLoss()])
+    learn.fit(2)
+    assert learn.recorder.metric_names == ['epoch', 'train_loss', 'day/loss', 'day/mae', 'day/loss_2', 'night/loss', 'night/mae', 'night/loss_2',
+                                           'time'] or 'day/mae' in learn.recorder.metric_names
+    for name, batches in (('day', VALID), ('night', VALID[1:])):
+        x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        assert learn.history[1][f'{name}/mae'] == pytest.approx(F.l1_loss(model(x), y).item(), rel=1e-5)
+        assert learn.history[1][f'{name}/loss'] == pytest.approx(F.mse_loss(model(x), y).item(), rel=1e-5)
+
+
+def test_a_torchmetrics_object_works_as_it_is() -> None:
+    torchmetrics = pytest.importorskip('torchmetrics')
+    torch.manual_seed(1)
+    batches = [(torch.randn(n, 3), torch.randint(4, (n,))) for n in (8, 8, 3)]
+    f1 = torchmetrics.classification.MulticlassF1Score(4, average='macro')
+    learn = learner((batches, batches), model=(model := nn.Linear(3, 4)), loss_func=nn.CrossEntropyLoss(), metrics=[f1, accuracy], lr=0.)
+    learn.fit(2)
+    pred, y = torch.cat([model(x) for x, _ in batches]).argmax(1), torch.cat([y for _, y in batches])
+    scores = []
+    for c in range(4):
+        hit = ((pred == c) & (y == c)).sum().item()
+        scores.append(2 * hit / max(1, (pred == c).sum().item() + (y == c).sum().item()))
+    assert learn.history[1]['multiclass_f1_score'] == pytest.approx(sum(scores) / 4, abs=1e-6)
+    assert learn.history[1]['accuracy'] == pytest.approx((pred == y).float().mean().item())
+
+
+def test_metrics_of_other_kinds_stand_beside_functions() -> None:
+    class Largest(Metric):
+        def reset(self) -> None: self._max = -1.
+        def accumulate(self, learn: Any) -> None: self._max = max(self._max, (learn.pred - learn.y).abs().max().item())
+        @property
+        def value(self) -> float: return self._max
+    model = linear()
+    learn = learner((TRAIN, VALID), model=model, lr=0., metrics=[Largest, ValueMetric(lambda: 42, 'answer'), AvgLoss(), AvgSmoothLoss(),
+                                                                lambda p, y: (p - y).detach().numpy().mean()])
+    learn.fit(1)
+    x, y = (torch.cat(parts) for parts in zip(*VALID, strict=True))
+    row = dict(zip(learn.recorder.metric_names[1:-1], learn.recorder.values[0], strict=True))
+    assert row['largest'] == pytest.approx((model(x) - y).abs().max().item(), rel=1e-5) and row['answer'] == 42
+    assert row['avg_smooth_loss'] == pytest.approx(smoothed([F.mse_loss(model(a), b).item() for a, b in VALID])[-1], rel=1e-5)
+    assert row['<lambda>'] == pytest.approx((model(x) - y).mean().item(), rel=1e-4)
+    assert row['loss'] == pytest.approx(row['valid_loss'])
+
+
+def test_metrics_start_anew_with_each_pass() -> None:
+    model = linear()
+    learn = learner((TRAIN, VALID), model=model, lr=0., metrics=mae)
+    learn.fit(3)
+    first, *rest = [row['mae'] for row in learn.history]
+    assert rest == [first, first]
+    learn.validate()
+    assert learn.validate()[1] == first
+
+
+def test_metrics_can_be_changed_between_fits() -> None:
+    learn = learner((TRAIN, VALID), metrics=mae)
+    learn.fit(1)
+    learn.metrics = [mse]
+    learn.fit(1)
+    assert 'mae' in learn.history[0] and 'mae' not in learn.history[1]
+    assert learn.history[1]['mse'] == pytest.approx(learn.history[1]['valid_loss'])
+    assert learn.recorder.metric_names == ['epoch', 'train_loss', 'valid_loss', 'mse', 'time']
+
+
+# Cancelled batches and skipped epochs
+
+def test_a_batch_cancelled_before_its_loss_counts_for_nothing_and_one_after_does() -> None:
+    def cancel(event: str) -> list[float]:
+        def stop(cb: Any) -> None:
+            if cb.iter == 1: raise CancelBatchException
+        learn = learner((TRAIN, VALID), Callback(**{event: stop}), lr=0., metrics=mae)
+        learn.fit(1)
+        return [*learn.recorder.smooth_loss.raw, learn.history[0]['mae']]
+    model = linear()
+    losses = [F.mse_loss(model(x), y).item() for x, y in TRAIN]
+    x, y = (torch.cat(parts) for parts in zip(*(VALID[0], VALID[2]), strict=True))
+    without = F.l1_loss(model(x), y).item()
+    x, y = (torch.cat(parts) for parts in zip(*VALID, strict=True))
+    whole = F.l1_loss(model(x), y).item()
+    for event in ('before_batch', 'before_pred', 'after_pred'): assert cancel(event) == pytest.approx([losses[0], *losses[2:], without], rel=1e-5)
+    assert cancel('after_loss') == pytest.approx([*losses, whole], rel=1e-5)
+
+
+def test_an_epoch_that_is_skipped_gets_no_row() -> None:
+    def skip(cb: Any) -> None:
+        if cb.epoch == 1: raise CancelEpochException
+    learn = learner((TRAIN, VALID), Callback(before_epoch=skip))
+    learn.fit(3)
+    assert [r['epoch'] for r in learn.history] == [0, 2] == [row[0] for row in learn.rows]
+
+
+# Logged values and parts of the loss
+
+def test_logged_values_are_averaged_over_the_epoch_in_training_and_each_evaluation() -> None:
+    def note(cb: Any) -> None: cb.learn.log('half', cb.iter / 2); cb.learn.log('weighted', torch.tensor(float(cb.iter)), weight=cb.iter)
+    dls = DataLoaders(TRAIN, {'day': VALID, 'night': VALID[:2]})
+    learn = learner(dls, Callback(after_pred=note))
+    learn.fit(2)
+    weighted = lambda n: sum(i * i for i in range(n)) / sum(range(n))
+    for row in learn.history:
+        assert (row['half'], row['day/half'], row['night/half']) == pytest.approx((1, .5, .25))
+        assert (row['weighted'], row['day/weighted'], row['night/weighted']) == pytest.approx((weighted(5), weighted(3), weighted(2)))
+    assert {'half', 'day/half', 'night/half', 'weighted'} <= set(learn.recorder.metric_names)
+
+
+def test_the_columns_are_those_of_this_fit() -> None:
+    learn = learner((TRAIN, VALID))
+    learn.fit(1, cbs=Callback(after_pred=lambda cb: cb.learn.log('extra', 1)))
+    assert learn.history[0]['extra'] == learn.history[0]['valid_extra'] == 1
+    learn.fit(1)
+    assert 'extra' not in learn.history[1] and 'extra' not in learn.recorder.metric_names
+
+
+def test_what_a_validation_inside_a_fit_logs_and_measures_stays_out_of_the_epochs_row() -> None:
+    def nested(cb: Any) -> None:
+        if cb.training and cb.iter == 2: seen.append(cb.learn.validate(dl=VALID[2:]))
+    seen: list[Any] = []
+    rows = []
+    for cbs in ([], [Callback(after_batch=nested)]):
+        learn = learner((TRAIN, VALID), *cbs, Callback(after_pred=lambda cb: cb.learn.log('n', len(cb.x))), metrics=mae, recorder=Recorder(train_metrics=True))
+        learn.fit(2)
+        rows.append([{k: v for k, v in row.items() if k != 'time'} for row in learn.history])
+    assert rows[0] == rows[1] and len(seen) == 2
+
+
+def test_a_loss_of_named_parts_minimises_their_sum_and_records_each() -> None:
+    def parts(pred: Tensor, y: Tensor) -> dict[str, Tensor]: return {'fit': F.mse_loss(pred, y), 'size': 0.1 * pred.square().mean()}
+    def total(pred: Tensor, y: Tensor) -> Tensor: return sum(parts(pred, y).values())
+    ends = []
+    for loss in (parts, total, lambda p, y: {**parts(p, y), 'loss': total(p, y)}):
+        learn = learner((TRAIN, VALID), loss_func=loss)
+        learn.fit(2)
+        ends.append(learn)
+    assert torch.equal(ends[0].model.weight, ends[1].model.weight) and torch.equal(ends[0].model.weight, ends[2].model.weight)
+    model, row = ends[0].model, ends[0].history[1]
+    x, y = (torch.cat(p) for p in zip(*VALID, strict=True))
+    assert row['valid_fit'] == pytest.approx(F.mse_loss(model(x), y).item(), rel=1e-5)
+    assert row['valid_size'] == pytest.approx(0.1 * model(x).square().mean().item(), rel=1e-5)
+    assert row['valid_loss'] == pytest.approx(row['valid_fit'] + row['valid_size'], rel=1e-5)
+    assert {'train_fit', 'train_size'} <= set(row) and 'valid_loss' in ends[2].history[0] and 'train_loss_2' not in ends[2].history[0]
+
+
+def test_learn_log_without_a_recorder_is_heard_by_nobody() -> None:
+    learn = synth_learner(default_cbs=False, cbs=[TrainEvalCallback, Callback(after_pred=lambda cb: cb.learn.log('x', 1))])
+    learn.fit(1)
+    with pytest.raises(AttributeError, match='Recorder'): _ = learn.history
+
+
+# Hyper-parameters
+
+def test_hyper_parameters_of_each_step_are_those_that_were_used() -> None:
+    def schedule(cb: Any) -> None: cb.opt.set_hypers(lr=0.1 / (1 + cb.train_iter), mom=cb.pct_train)
+    schedule_cb = Callback(before_batch=schedule)
+    schedule_cb.run_valid = False
+    learn = learner((TRAIN, VALID), schedule_cb, opt_func=partial(SGD, mom=0.9))
+    learn.fit(2)
+    hps = learn.recorder.hps
+    assert learn.recorder.lrs == hps['lr'] == pytest.approx([0.1 / (1 + i) for i in range(10)])
+    assert hps['mom'] == pytest.approx([i / 10 for i in range(10)]) and hps['wd'] == [0.] * 10
+
+
+def test_hyper_parameters_of_adam_and_of_the_last_group() -> None:
+    learn = learner((TRAIN, VALID), opt_func=torch.optim.Adam, splitter=lambda m: [[m.weight], [m.bias]])
+    learn.fit(1, lr=[1e-4, 1e-3])
+    assert learn.recorder.lrs == [1e-3] * 5 and learn.recorder.hps['mom'] == [0.9] * 5 and learn.recorder.hps['sqr_mom'] == [0.999] * 5
+
+
+# History
+
+def test_history_goes_on_over_fits_and_values_start_anew() -> None:
+    learn = learner((TRAIN, VALID), metrics=mae)
+    learn.fit(2)
+    learn.validate()
+    learn.get_preds()
+    learn.fit(1)
+    assert [(r['fit'], r['epoch']) for r in learn.history] == [(0, 0), (0, 1), (1, 0)]
+    assert len(learn.recorder.values) == 1 and len(learn.recorder.losses) == 5
+    assert all(r['time'] > 0 and isinstance(r['mae'], float) for r in learn.history)
+
+
+def test_history_as_a_data_frame() -> None:
+    pytest.importorskip('pandas')
+    learn = learner((TRAIN, VALID), metrics=mae)
+    learn.fit(2)
+    df = learn.history.to_pandas()
+    assert list(df.columns) == ['fit', 'epoch', 'train_loss', 'valid_loss', 'mae', 'time'] and len(df) == 2
+    assert df['mae'].tolist() == [r['mae'] for r in learn.history]
+
+
+def test_without_validation_there_are_no_such_columns() -> None:
+    learn = learner(DataLoaders(TRAIN), metrics=mae)
+    learn.fit(1)
+    assert learn.recorder.metric_names == ['epoch', 'train_loss', 'time'] and list(learn.rows[0])[:1] == [0] and len(learn.rows[0]) == 3
+
+
+def test_values_can_be_written_by_a_later_callback() -> None:
+    class Overwrite(Callback):
+        order = 51
+        def after_epoch(self) -> None: self.recorder.values[-1] = [7., 8.]
+    class Look(Callback):
+        order = 61
+        def after_epoch(self) -> None: seen.append(self.recorder.values[-1])
+    seen: list[Any] = []
+    learner((TRAIN, VALID), Look, Overwrite).fit(1)
+    assert seen == [[7., 8.]]
+
+
+def test_what_was_recorded_can_be_carried_over() -> None:
+    learn = learner((TRAIN, VALID), metrics=mae)
+    learn.fit(2)
+    other = Recorder()
+    other.load_state_dict(learn.recorder.state_dict())
+    assert other.history == learn.history and [list(v) for v in other.values] == [list(v) for v in learn.recorder.values]
+    assert torch.equal(torch.stack(list(other.losses)), torch.stack(list(learn.recorder.losses))) and other.lrs == learn.recorder.lrs
+
+
+# Plots
+
+def test_plot_loss_draws_the_smoothed_losses_and_the_validation_at_the_ends_of_epochs() -> None:
+    pytest.importorskip('matplotlib')
+    learn = learner((TRAIN, VALID))
+    learn.fit(3)
+    ax = learn.recorder.plot_loss(skip_start=2)
+    train, valid = ax.get_lines()
+    smooth = smoothed(by_hand(TRAIN, VALID, 3)[0])
+    assert train.get_xdata().tolist() == list(range(2, 15)) and train.get_ydata().tolist() == pytest.approx(smooth[2:], rel=1e-5)
+    assert list(valid.get_xdata()) == [5, 10, 15] and list(valid.get_ydata()) == [r['valid_loss'] for r in learn.history]
+    assert ax.get_xlabel() == 'step' and [t.get_text() for t in ax.get_legend().get_texts()] == ['train', 'valid']
+
+
+def test_plot_loss_into_given_axes_without_validation_on_log_axes_with_epochs() -> None:
+    plt = pytest.importorskip('matplotlib.pyplot')
+    learn = learner(DataLoaders(TRAIN, {'day': VALID, 'night': VALID}))
+    learn.fit(2)
+    _, (left, right) = plt.subplots(1, 2)
+    assert learn.recorder.plot_loss(skip_start=1, ax=left, with_valid=False, log=True, show_epochs=True) is left
+    assert left.get_yscale() == 'log' and len(left.get_lines()) == 3
+    assert len(learn.recorder.plot_loss(ax=right).get_lines()) == 3  # train, day, night
+
+
+def test_plot_sched_draws_what_changed() -> None:
+    pytest.importorskip('matplotlib')
+    schedule = Callback(before_step=lambda cb: cb.opt.set_hyper('mom', cb.pct_train))
+    learn = learner((TRAIN, VALID), schedule, opt_func=partial(SGD, mom=0.9))
+    learn.fit(2)
+    axs = learn.recorder.plot_sched().axes
+    assert [ax.get_ylabel() for ax in axs] == ['lr', 'mom']
+    assert axs[1].get_lines()[0].get_ydata().tolist() == pytest.approx([i / 10 for i in range(10)])
+    [ax] = learn.recorder.plot_sched('wd', figsize=(3, 2)).axes
+    assert ax.get_ylabel() == 'wd' and ax.figure.get_size_inches().tolist() == [3, 2]
+
+
+def test_smoothing_of_ones_own() -> None:
+    learn = learner((TRAIN, VALID), recorder=Recorder(beta=0.5))
+    learn.fit(1)
+    assert [v.item() for v in learn.recorder.losses] == pytest.approx(smoothed(by_hand(TRAIN, VALID, 1)[0], 0.5), rel=1e-5)
+    assert learn.recorder.smooth_loss.beta == 0.5
+    assert all(a != b for a, b in pairwise(learn.recorder.losses))
