@@ -55,9 +55,9 @@ def check_fit(learn: Any, n_epoch: object, start_epoch: object) -> int:
     "Return the number of epochs; raise `FitError` for arguments that `fit` cannot follow."
     n = check_count('n_epoch', n_epoch, 0)
     if check_count('start_epoch', start_epoch, 0) > n: raise FitError(f'start_epoch={start_epoch} is past n_epoch={n}.')
-    if learn.fitting:
-        raise FitError('fit() was called inside a fit of the same Learner. Train on in the running one, end it with '
-                       '`learn.stop()`, or use another Learner.')
+    if learn._doing:
+        raise FitError(f'fit() was called inside the {learn._doing} of the same Learner. Train on in the running one, '
+                       'end it with `learn.stop()`, or use another Learner.')
     return n
 
 
@@ -65,7 +65,7 @@ def check_iteration(every: Any) -> int | None:
     "Return the number of epochs of an iteration; raise `FitError` for another unit."
     if every is None: return None
     every = as_time(every, 'ep')
-    if every.unit != 'ep': raise FitError(f'iteration={str(every)!r}: give a number of whole epochs, such as 2 or `2ep`.')
+    if every.unit != 'ep': raise FitError(f'iteration={str(every)!r}: give a number of epochs, such as 2 or `2ep`.')
     return int(every.value)
 
 
@@ -75,11 +75,12 @@ def check_metrics(learn: Any, train: list[Metric], valid: list[Metric]) -> None:
     Validation may have targets of another kind (soft labels in training, classes in validation), so that a metric of
     validation that fails is tried again on a validation batch, and is let through where that cannot be told.
     Raises `MetricError`."""
-    for m in train: dry_run(m, learn.pred, learn.yb)
-    for m in valid:
-        try: dry_run(m, learn.pred, learn.yb)
-        except MetricError:
-            for pred, yb in _first_validation_batches(learn): dry_run(m, pred, yb)
+    with preserved_rng():
+        for m in train: dry_run(m, learn.pred, learn.yb)
+        for m in valid:
+            try: dry_run(m, learn.pred, learn.yb)
+            except MetricError:
+                for pred, yb in _first_validation_batches(learn): dry_run(m, pred, yb)
 
 
 def _first_validation_batches(learn: Any) -> list[tuple[Any, tuple[Any, ...]]]:

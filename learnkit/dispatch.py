@@ -13,7 +13,7 @@ from fastcore.foundation import L
 
 from learnkit.callback import Callback, defined_on_class, own_handler
 from learnkit.errors import CallbackError, OrderError
-from learnkit.events import INNER_EVENTS, canonical_event
+from learnkit.events import EVENTS, INNER_EVENTS, canonical_event
 
 __all__ = ['CallbackSet', 'HasCallbacks', 'HandlerTable', 'Entry', 'as_callback', 'listed']
 
@@ -76,6 +76,8 @@ class CallbackSet:
         "Refuse callbacks whose keys or order cannot stand beside those that stay."
         cbs, gone = list(cbs), {id(cb) for cb in without}
         stay = [cb for cb in self.items if id(cb) not in gone]
+        for cb in cbs:
+            for name in EVENTS: own_handler(cb, name)  # raises for what is no method
         explicit: dict[str, Any] = {}
         for cb in [*stay, *cbs]:
             if cb.state_key is None: continue
@@ -84,6 +86,11 @@ class CallbackSet:
                                     'their states could not be told apart. Give one of them another key.')
             explicit[cb.state_key] = cb
         in_order([*stay, *cbs])
+
+    def call_one(self, cb: Any, name: str) -> None:
+        "Run one callback's handler of an event."
+        for handler, switch, owner in self.tables[bool(self.learn.training)][name]:
+            if owner is cb and switch: handler()
 
     def ordered(self) -> list[Any]:
         "Return the callbacks in the order in which they run."
@@ -98,6 +105,10 @@ class HasCallbacks:
     def __init__(self) -> None:
         self._callbacks = CallbackSet(self)
         self._tables = self._callbacks.tables
+
+    def _in_use(self) -> bool:
+        "Tell whether a run is under way."
+        return False
 
     def _open_for_use(self) -> None:
         "Hear that callbacks are there, or in use, that are to be closed some time."
@@ -160,13 +171,18 @@ class HasCallbacks:
         "Remove a callback, or all instances of a class; it gets no further event."
         if isinstance(cb, type): return self.remove_cbs([o for o in self.cbs if isinstance(o, cb)])
         if cb not in self._callbacks: return self
+        try:
+            if self._in_use(): self._callbacks.call_one(cb, 'cleanup')  # it will not be there when the run ends
+        finally: self._take_out(cb)
+        return self
+
+    def _take_out(self, cb: Any) -> None:
         self._callbacks.discard(cb)
         cb.learn, name = None, str(cb.name)
         if self.__dict__.get(name) is cb:
             del self.__dict__[name]
             for other in self.cbs:
                 if other.name == name: setattr(self, name, other)  # another one of this name was hidden by it
-        return self
 
     @contextmanager
     def added_cbs(self, cbs: Any) -> Iterator[Self]:
@@ -182,7 +198,7 @@ class HasCallbacks:
         def is_meant(o: Callback) -> bool:
             return any(isinstance(o, cb) if isinstance(cb, type) else o is cb for cb in listed(cbs))
         out = [(i, o) for i, o in enumerate(self.cbs) if is_meant(o)]
-        self.remove_cbs([cb for _, cb in out])
+        for _, cb in out: self._take_out(cb)
         try: yield self
         finally:
             for i, cb in out: self._insert_cb(cb, min(i, len(self._callbacks)))

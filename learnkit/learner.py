@@ -23,10 +23,11 @@ from learnkit.errors import CancelError, CancelFitException
 from learnkit.events import LEVELS, LIFECYCLE
 from learnkit.loop import SkipToEpoch, TrainEvalCallback
 from learnkit.metrics import as_metrics
-from learnkit.optim import Adam, make_optimizer, trainable_params
+from learnkit.optim import Adam, OptimWrapper, make_optimizer, trainable_params
 from learnkit.predict import Predictions
 from learnkit.progress import ProgressCallback
 from learnkit.recorder import History, Recorder
+from learnkit.runs import raise_first
 from learnkit.timing import Time
 
 __all__ = ['Learner', 'defaults', 'replacing_yield']
@@ -86,6 +87,7 @@ class Learner(Predictions):
         self.logger: Callable[[Any], Any] = print
         self.create_mbar, self.opt = True, None
         self._entered: list[ExitStack] = []
+        self._own_lrs: tuple[Any, Any] = None, None  # the `lr` that the optimizer was asked for, and the rates it has
         super().__init__()
         self.metrics = metrics
         self.add_cbs([*(defaults.callbacks if default_cbs else []), *listed(cbs)])
@@ -113,26 +115,28 @@ class Learner(Predictions):
         per_iteration = check_iteration(iteration)
         with self.added_cbs(listed(cbs) + ([SkipToEpoch(start_epoch)] if start_epoch else [])):
             self._prepare_opt(lr, wd, reset_opt)
-            with self._run(fitting=True):
+            with self._run('fit'):
                 self.n_epoch, self.epochs_per_iteration, self._stopping = n_epoch, per_iteration, False
                 self._with_events(self._do_fit, 'fit', CancelFitException, self._end_cleanup)
 
     def _prepare_opt(self, lr: Any, wd: float | None, reset_opt: bool) -> None:
         if reset_opt or self.opt is None: self.create_opt()
+        elif not isinstance(self.opt, OptimWrapper): self.opt = OptimWrapper(opt=self.opt)  # assigned by hand
         wd = self.wd if wd is None else wd
-        if wd is not None: self.opt.set_hypers(wd=wd)
-        self.opt.set_hypers(lr=self.lr if lr is None else lr)
+        if lr is None: lr = self._own_lrs[1] if self._own_lrs[0] is self.lr else self.lr
+        self.opt.set_hypers(lr=lr, **({} if wd is None else {'wd': wd}))
         self.opt.zero_grad()
 
     def create_opt(self) -> None:
-        "Make the optimizer; a rate that `opt_func` brings itself becomes the Learner's."
+        "Make the optimizer. Rates that `opt_func` brings itself win over `lr`, until `lr` is set again."
         if isinstance(self.opt_func, partial) and 'lr' in self.opt_func.keywords: self.lr = self.opt_func.keywords['lr']
         opt = make_optimizer(self.opt_func, self.model, self.lr, self.splitter, self.wd_bn_bias)
         if self.opt is not None: self._done['st'] += self.opt.n_steps
         self.opt = opt
-        lrs = [float(h['lr']) for h in opt.hypers if 'lr' in h]
-        if lrs and isinstance(self.lr, (int, float)) and any(lr != self.lr for lr in lrs):
-            self.lr = lrs[0] if len(set(lrs)) == 1 else lrs
+        lrs = [h['lr'] for h in opt.hypers if 'lr' in h]
+        brought = isinstance(self.lr, (int, float)) and any(lr != self.lr for lr in lrs)
+        if brought and not callable(self.opt_func): self.lr = lrs[0] if len(set(lrs)) == 1 else lrs
+        self._own_lrs = (self.lr, lrs) if brought else (None, None)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -169,14 +173,15 @@ class Learner(Predictions):
             if isinstance(cb, Recorder): return cb
         raise MissingAttribute(wanted, self, why='It comes from the Recorder: `learn.add_cb(Recorder())`.')
 
-    def log(self, name: str, value: Any, weight: float = 1) -> None:
+    def log(self, name: str, value: Any, weight: Any = 1) -> None:
         """Average a named value over the epoch, on its device; it becomes a column of the history.
 
         What is logged in evaluation gets the prefix `valid_`, or the loader's name and `/`. Without a Recorder nothing
         listens.
         """
+        if not self.training: name = f'valid_{name}' if self.dl_name == 'valid' else f'{self.dl_name}/{name}'
         for cb in self.cbs:
-            if isinstance(cb, Recorder): cb.log(name if self.training else f'{self.loss_prefix}{name}', value, weight)
+            if isinstance(cb, Recorder): cb.log(name, value, weight)
 
     def show_training_loop(self) -> None:
         "Print the lifecycle, with the callbacks that run at each event."
@@ -204,7 +209,8 @@ class Learner(Predictions):
     @contextmanager
     def no_bar(self) -> Iterator[Self]:
         "Show no progress for the length of a context: no bars and, unless `logger` was set, no rows."
-        with self.removed_cbs(ProgressCallback), self.no_logging() if self.logger is print else nullcontext(): yield self
+        rows = self.no_logging() if self.logger is print else nullcontext()
+        with self.removed_cbs(ProgressCallback), rows: yield self
 
     def loss_not_reduced(self) -> Any:
         "Return a context in which the loss is computed for each sample."
@@ -220,7 +226,7 @@ class Learner(Predictions):
     @contextmanager
     def _around(self) -> Iterator[Self]:
         "Fire the events around a validation: before_fit, before_epoch ... after_epoch, after_fit."
-        with self._run(fitting=False), self._level('fit'), self._level('epoch'): yield self
+        with self._run(''), self._level('fit'), self._level('epoch'): yield self
 
     @contextmanager
     def _level(self, event_type: str) -> Iterator[None]:
@@ -244,18 +250,24 @@ class Learner(Predictions):
         return self
 
     def __exit__(self, *exc_info: Any) -> bool | None:
-        try: return self._entered.pop().__exit__(*exc_info)
-        finally:
-            if not self._depth: self.close()
+        error: BaseException | None = exc_info[1]
+        try: swallowed = self._entered.pop().__exit__(*exc_info)
+        except BaseException as e: error, swallowed = e, False
+        raised = [] if self._depth else self._close()
+        if error is exc_info[1]: raise_first(None if swallowed else error, raised)
+        else: raise_first(error, raised); raise error  # type: ignore[misc]  # it was set above
+        return swallowed
 
     def _open_for_use(self) -> None: _open_learners.add(self)
 
     def close(self) -> None:
         "Let every callback close what it holds open; a second call does nothing, until the Learner is used again."
-        if self not in _open_learners: return
+        raise_first(None, self._close())
+
+    def _close(self) -> list[BaseException]:
+        if self not in _open_learners: return []
         _open_learners.discard(self)
-        raised = self._call_each('close') + self._call_each('post_close')
-        if raised: raise raised[0]
+        return self._call_each('close') + self._call_each('post_close')
 
     # -- attributes of the model and the callbacks ---------------------------------------------------------------------
 

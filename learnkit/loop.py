@@ -82,6 +82,7 @@ class Loop(Runs):
         batches: Iterator[Any] = iter(self.dl)
         batch = _END
         for i in count() if limit is None else range(limit):
+            self.iter = i
             self('before_draw')
             batch = next(batches, _END)
             if batch is _END: break
@@ -90,7 +91,7 @@ class Loop(Runs):
             self.one_batch(i, self.batch)
             if self.training: self('batch_checkpoint')
             if self._stopping and self.training: break
-        if batch is _END and not i: raise EmptyLoaderError(self._gave_nothing())
+        if batch is _END: self._stop_drawing(i)
 
     def one_batch(self, i: int, b: Any) -> None:
         "Train or evaluate on one batch."
@@ -168,7 +169,7 @@ class Loop(Runs):
             raise LossError(f'{getattr(self.loss_func, "__name__", self.loss_func)} returned {parts!r}: a loss is a '
                             'tensor, or a dict of named tensors.')
         for name, value in parts.items():
-            if name != 'loss': self.log(f'{self.loss_prefix}{name}', value, weight=sample_count(self.xb))
+            if name != 'loss': self.log(f'train_{name}' if self.training else name, value, self._weight())
         return parts['loss'] if 'loss' in parts else sum(parts.values())  # type: ignore[return-value]  # of tensors
 
     def _no_loss(self) -> LossError | BatchError:
@@ -179,16 +180,17 @@ class Loop(Runs):
         return BatchError(f'The training batch {describe(self.batch)} has no targets, so there is no loss to learn '
                           'from. Give (input, target) batches, or set `self.learn.yb` in before_batch.')
 
-    def _gave_nothing(self) -> str:
-        return (f'The {self.dl_name} loader ({type(self.dl).__name__}) gave no batch. If it is a generator, it is used '
-                'up after one pass: give a loader that starts anew each time.')
+    def _stop_drawing(self, n: int) -> None:
+        "Go back to the last of the `n` batches that were drawn."
+        self.iter = max(0, n - 1)
+        if n: return
+        raise EmptyLoaderError(f'The {self.dl_name} loader ({type(self.dl).__name__}) gave no batch. If it is a '
+                               'generator, it is used up after one pass: give a loader that starts anew each time.')
 
-    @property
-    def loss_prefix(self) -> str:
-        "What the name of a part of the loss starts with in the history: `train_`, `valid_`, `day/`, ..."
-        return f'{self.dl_name}_' if self.dl_name in ('train', 'valid') else f'{self.dl_name}/'
+    def _weight(self) -> Any:
+        return self.weight_func(self.xb, self.yb) if self.weight_func else sample_count(self.xb)
 
-    def log(self, name: str, value: Any, weight: float = 1) -> None:
+    def log(self, name: str, value: Any, weight: Any = 1) -> None:
         "Average a named value over the epoch; `Learner` hands it to its recorder."
 
     def _backward(self) -> None:
@@ -247,23 +249,24 @@ class Loop(Runs):
         "Add up the gradients of the pieces, each weighted so that the sum is the gradient of the whole batch."
         xb, yb, total = self.xb, self.yb, None
         pieces = microbatches(xb, yb, size)
+        weights = self._weights(pieces)
         try:
-            for piece, share in zip(pieces, self._shares(pieces), strict=True):
+            for piece, weight in zip(pieces, weights or pieces, strict=True):
                 self.xb, self.yb = piece
                 self._forget_pass()
                 self._do_pred_loss()
+                share = share_of(weight, weights, self.loss.dtype)
                 total = self.loss * share if total is None else total + self.loss * share
                 self.loss_grad = self.loss_grad * share
                 self._with_events(self._backward, 'backward', CancelBackwardException)
         finally: self.xb, self.yb = xb, yb
         self.loss = total
 
-    def _shares(self, pieces: list[tuple[Any, Any]]) -> list[Any]:
-        "Return each piece's share in the batch's loss: by samples, by `weight_func`, or 1 for a loss that is a sum."
+    def _weights(self, pieces: list[tuple[Any, Any]]) -> list[Any] | None:
+        "Return what each piece weighs, by samples or by `weight_func`; None for a loss that is a sum."
         if getattr(self.loss_func, 'reduction', getattr(self.loss_func, 'keywords', {}).get('reduction')) == 'sum':
-            return [1.] * len(pieces)
-        weights = [self.weight_func(*piece) if self.weight_func else find_bs(piece[0]) for piece in pieces]
-        return [w / sum(weights) for w in weights]
+            return None
+        return [self.weight_func(*piece) if self.weight_func else find_bs(piece[0]) for piece in pieces]
 
 
 def epoch_length(dls: Any, dl: Any) -> tuple[int | None, int | None]:
@@ -277,6 +280,13 @@ def model_device(model: nn.Module, dls: Any) -> torch.device:
     "Return the device of the model's first parameter, or that of the data for a model without any."
     for p in model.parameters(): return p.device
     return torch.device(getattr(dls, 'device', None) or 'cpu')
+
+
+def share_of(weight: Any, weights: list[Any] | None, dtype: torch.dtype) -> Any:
+    "Return a piece's share in the loss of its batch, without leaving the device, in the loss's precision."
+    if weights is None: return 1.
+    weight = weight.to(dtype) if isinstance(weight, Tensor) else weight
+    return weight / sum(weights)
 
 
 def sample_count(xb: Any) -> int:

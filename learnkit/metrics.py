@@ -19,7 +19,7 @@ from learnkit.batch import describe, find_bs, to_detach
 from learnkit.errors import CancelException, MetricError, did_you_mean
 
 __all__ = ['Metric', 'Mean', 'AvgMetric', 'AvgLoss', 'AvgSmoothLoss', 'ValueMetric', 'TorchMetric', 'RMSE',
-           'as_metrics', 'dry_run', 'accuracy', 'error_rate', 'mse', 'rmse', 'mae']
+           'as_metrics', 'dry_run', 'measures_batches', 'accuracy', 'error_rate', 'mse', 'rmse', 'mae']
 
 PHASES = ('train', 'valid', 'both')
 
@@ -220,6 +220,12 @@ def dry_run(
     except (CancelException, torch.OutOfMemoryError): raise
     except Exception as e:
         raise MetricError(f'{_where(metric.name, pred, yb)} It raised {type(e).__name__}: {e}') from e
+
+
+def measures_batches(metric: Metric) -> bool:
+    "Tell a metric that accumulates over batches from one whose value comes from elsewhere."
+    while isinstance(metric, _Renamed): metric = metric.metric
+    return type(metric).accumulate is not Metric.accumulate
 
 
 def accuracy(

@@ -177,7 +177,8 @@ class OptimWrapper(torch.optim.Optimizer):
 
     def set_hypers(self, **hypers: Any) -> None:
         "Set several hyper-parameters: `set_hypers(lr=0.1, wd=0.01)`."
-        for name, value in hypers.items(): self.set_hyper(name, value)
+        checked = {name: self._checked(name, value) for name, value in hypers.items()}
+        for name, values in checked.items(): self._set(name, values)
 
     def set_hyper(
         self,
@@ -188,16 +189,23 @@ class OptimWrapper(torch.optim.Optimizer):
 
         Raises `OptimizerError` for a name that the optimizer does not have, and for a wrong number of values.
         """
-        n, groups = len(self._places), self.hypers
+        self._set(name, self._checked(name, value))
+
+    def _checked(self, name: str, value: Any) -> list[Any]:
+        "Return one value a group."
+        n = len(self._places)
         values = spread(value, n) if isinstance(value, slice) else list(value) if _is_many(value) else [value] * n
         if len(values) != n:
             raise OptimizerError(f'{name}: {len(values)} values for {n} param groups. Give one, {n}, or a slice.')
-        for h in groups:
+        for h in self.hypers:
             if name not in h:
                 raise OptimizerError(f'{name} is no hyper-parameter of {self._names()}: it has {", ".join(h)}.'
                                      f'{did_you_mean(name, h)}')
+        return values
+
+    def _set(self, name: str, values: list[Any]) -> None:
         if name in ('wd', 'weight_decay') and self._exempt and any(values): self._set_apart()
-        for h, v in zip(groups, values, strict=True): h[name] = v
+        for h, v in zip(self.hypers, values, strict=True): h[name] = v
 
     def spare_from_decay(self, params: Iterable[nn.Parameter]) -> None:
         "Leave these parameters out of weight decay, now and when it is set later."

@@ -14,7 +14,7 @@ from fastcore.foundation import L
 from learnkit.batch import concat, detuplify, find_bs
 from learnkit.callback import Callback
 from learnkit.data import in_order
-from learnkit.errors import CancelEpochException, CancelFitException
+from learnkit.errors import BatchError, CancelEpochException, CancelFitException, LossError
 from learnkit.loop import Loop
 
 __all__ = ['GatherPredsCallback', 'Predictions']
@@ -36,41 +36,65 @@ class GatherPredsCallback(Callback):
         self.with_input, self.with_loss = with_input, with_loss
         self.with_preds, self.with_targs = with_preds, with_targs
         self.save_preds, self.save_targs, self.concat_dim = save_preds, save_targs, concat_dim
+        self._depth: int | None = None  # of the run that is gathered: a prediction inside it gathers for itself
+        self._start()
 
-    def before_validate(self) -> None:
+    def _start(self) -> None:
         self.inputs: Any = []
         self.preds: Any = []
         self.targets: Any = []
         self.losses: Any = []
+        self.n_batches, self._joined = 0, False
+
+    def _is_other_run(self) -> bool: return bool(self._depth != self.learn._depth)
+
+    def before_validate(self) -> None:
+        if self._depth is None: self._depth = self.learn._depth
+        if not self._is_other_run(): self._start()
 
     def before_batch(self) -> None:
-        if self.with_input: self.inputs.append(self.learn.to_detach(self.learn.xb))
+        if self.with_input and not self._is_other_run(): self._input = self.learn.to_detach(self.learn.xb)
 
     def after_batch(self) -> None:
         learn = self.learn
-        if 'pred' not in learn.__dict__: return
+        if self._is_other_run() or 'pred' not in learn.__dict__: return
+        if self.with_loss and 'loss_grad' not in learn.__dict__: return
         preds, targs = learn.to_detach(learn.pred), learn.to_detach(learn.yb)
+        if self.with_loss: self.losses.append(learn.to_detach(_per_sample(learn.loss, find_bs(learn.yb))))
+        if self.with_input: self.inputs.append(self._input)
         if self.with_preds: self.preds.append(preds)
         if self.with_targs: self.targets.append(targs)
         if self.save_preds is not None: torch.save(preds, Path(self.save_preds)/str(learn.iter))
         if self.save_targs is not None: torch.save(targs[0], Path(self.save_targs)/str(learn.iter))
-        if self.with_loss: self.losses.append(learn.to_detach(_per_sample(learn.loss, find_bs(learn.yb))))
+        self.n_batches += 1
 
     def after_validate(self) -> None:
-        join = partial(concat, dim=self.concat_dim)
+        if not self._is_other_run(): self._join()
+
+    def _join(self) -> None:
+        if self._joined or not self.n_batches: return
+        self._joined, join = True, partial(concat, dim=self.concat_dim)
         if self.with_input: self.inputs = detuplify(join(self.inputs))
         if self.with_preds: self.preds = detuplify(join(self.preds))
         if self.with_targs: self.targets = detuplify(join(self.targets))
         if self.with_loss: self.losses = concat(self.losses)
 
     def all_tensors(self) -> list[Any]:
-        "Return what was gathered: inputs if asked for, predictions, targets, losses if asked for."
+        """Return what was gathered: inputs if asked for, predictions, targets, losses if asked for.
+
+        Raises `BatchError` when there was no batch."""
+        if not self.n_batches: raise BatchError('There is nothing to return: not one batch was predicted on.')
+        self._join()  # what was cut short has not been joined
         res = [self.preds if self.with_preds else None, self.targets if self.with_targs else None]
         return [*([self.inputs] if self.with_input else []), *res, *([self.losses] if self.with_loss else [])]
 
 
 def _per_sample(loss: torch.Tensor, bs: int) -> torch.Tensor:
-    return loss if loss.numel() == bs else loss.view(bs, -1).mean(1)
+    if loss.numel() == bs: return loss
+    if loss.numel() % bs:
+        raise LossError(f'The loss of {bs} samples came as {tuple(loss.shape)}, not one for each sample: with_loss '
+                        'needs a `loss_func` that takes `reduction`.')
+    return loss.view(bs, -1).mean(1)
 
 
 class Predictions(Loop):
@@ -91,7 +115,7 @@ class Predictions(Loop):
         if dl is not None: loaders: Any = [('valid', dl)]
         else: loaders = None if ds_idx is None else [('train' if ds_idx == 0 else 'valid', self.dls[ds_idx])]
         self.final_record: L | None = None
-        with self._put_back(), self.validation_context(cbs=cbs, inner=True), self._run(fitting=False):
+        with self.lock, self._put_back(), self.validation_context(cbs=cbs, inner=True), self._run('evaluation'):
             self._in_fit_and_epoch(partial(self._do_evaluation, loaders))
         return self.final_record
 
@@ -116,8 +140,8 @@ class Predictions(Loop):
         dl = in_order(dl) if reorder else dl
         cb = GatherPredsCallback(with_input=with_input, with_loss=with_loss, **kwargs)
         with ExitStack() as contexts:
-            for context in (self._put_back(), self.validation_context(cbs=L(cbs) + L(cb), inner=True),
-                            self.loss_not_reduced() if with_loss else nullcontext(), self._run(fitting=False)):
+            for context in (self.lock, self._put_back(), self.validation_context(cbs=L(cbs) + L(cb), inner=True),
+                            self.loss_not_reduced() if with_loss else nullcontext(), self._run('evaluation')):
                 contexts.enter_context(context)
             self.phase, self.dl_name = 'predict', 'valid'
             body = partial(self._do_predictions, dl)

@@ -15,7 +15,7 @@ from learnkit.averages import AvgSmoothLoss, Mean, Metric
 from learnkit.callback import Callback
 from learnkit.checks import check_metrics
 from learnkit.data import evaluation_loaders
-from learnkit.metrics import AvgLoss, TorchMetric
+from learnkit.metrics import AvgLoss, TorchMetric, measures_batches
 from learnkit.optim import HYPERS, OPTIONS, place_of
 from learnkit.timing import format_seconds
 
@@ -31,12 +31,18 @@ class History(list[dict[str, Any]]):
         return pd.DataFrame(list(self))
 
 
+class _EvalLoss(AvgLoss):
+    "The loss of evaluation, told by its class from one that was given as a metric."
+
+
 @dataclass
-class _Row:
-    "What is known of the epoch so far."
-    values: dict[str, Any] = field(default_factory=dict)     # column: value
+class _Frame:
+    "What is measured in one run: a validate() inside a fit has metrics and values of its own."
+    valid: list[Metric]                                      # loss and metrics of evaluation
+    values: dict[str, Any] = field(default_factory=dict)     # column: value, of the current epoch
     logged: dict[str, Mean] = field(default_factory=dict)    # column: what `learn.log` averages
     started: float = field(default_factory=perf_counter)
+    n_valid: int = 0                                         # batches measured on the current loader
 
     def collect(self) -> dict[str, Any]:
         return {**self.values, **{name: mean.value for name, mean in self.logged.items()}}
@@ -59,12 +65,12 @@ class Recorder(Callback):
         beta: float = 0.98,            # smoothing of the training loss
     ) -> None:
         self.add_time, self.train_metrics, self.valid_metrics = add_time, train_metrics, valid_metrics
-        self.loss, self.smooth_loss = AvgLoss(), AvgSmoothLoss(beta=beta)
+        self.loss, self.smooth_loss = _EvalLoss(), AvgSmoothLoss(beta=beta)
         self.history, self.n_fits = History(), 0
         self._train: list[Metric] = []
-        self._valid: list[Metric] = []
+        self._frames = [_Frame([])]  # by depth of the run, outermost first
         self._logged_names: list[str] = []
-        self._rows = [_Row()]  # the last one is the current run's: a validate() inside a fit has its own
+        self._n_before = 0           # steps before the current epoch
         self._start_anew()
 
     def _start_anew(self) -> None:
@@ -78,25 +84,35 @@ class Recorder(Callback):
     # -- what is measured ----------------------------------------------------------------------------------------------
 
     def before_fit(self) -> None:
-        self._choose_metrics()
-        if not self.learn.fitting: return self._rows.append(_Row())
+        learn, depth = self.learn, max(self.learn._depth, 1)
+        del self._frames[depth - 1:]  # of runs that are over
+        self._frames += [_Frame([]) for _ in range(len(self._frames), depth - 1)]
+        self._frames.append(_Frame(self._evaluated(own=depth > 1)))
+        if not learn.fitting: return
         self.n_fits += 1
-        self._logged_names = []
-        self._rows = [_Row()]
+        self._logged_names, self._train = [], [_twin(m) for m in self._on('train')]
         self._start_anew()
-        if self._train or self._valid: self.before_backward = self._check_once
-        if self._train and self.learn.microbatch: self.after_loss = self._measure_piece
+        if learn.metrics: self.before_backward = self._check_once
+        if self._train and learn.microbatch: self.after_loss = self._measure_piece
 
-    def _choose_metrics(self) -> None:
-        metrics = self.learn.metrics
-        train = [m for m in metrics if m.on in ('train', 'both') or (m.on is None and self.train_metrics)]
-        self._train = [deepcopy(m) if isinstance(m, TorchMetric) else copy(m) for m in train]
-        self._valid = [m for m in metrics if m.on in ('valid', 'both') or (m.on is None and self.valid_metrics)]
+    def _on(self, phase: str) -> list[Metric]:
+        "Return the metrics that are computed in training or in evaluation."
+        default = self.train_metrics if phase == 'train' else self.valid_metrics
+        return [m for m in self.learn.metrics if m.on in (phase, 'both') or (m.on is None and default)]
+
+    def _evaluated(self, own: bool) -> list[Metric]:
+        "Return what is computed in evaluation, as it is or with sums of its own."
+        metrics = [*([self.loss] if self.valid_metrics else []), *self._on('valid')]
+        return [_twin(m) for m in metrics] if own else metrics
+
+    @property
+    def _frame(self) -> _Frame:
+        return self._frames[min(max(self.learn._depth, 1), len(self._frames)) - 1]
 
     def _check_once(self) -> None:
         "Try the metrics on the first training batch, before any weight has changed."
         del self.before_backward
-        check_metrics(self.learn, self._train, self._valid)
+        check_metrics(self.learn, self._train, self._on('valid'))
 
     def _measure_piece(self) -> None:
         "Compute the training metrics of a microbatch, while its predictions are there."
@@ -104,8 +120,9 @@ class Recorder(Callback):
         for m in self._train: m.accumulate(self.learn)
 
     def before_epoch(self) -> None:
-        row = self._rows[-1]
-        self._rows[-1] = _Row(logged=row.logged)
+        frame = self._frame
+        frame.values, frame.started, frame.n_valid = {}, perf_counter(), 0
+        if self.learn.fitting: self._n_before = self.smooth_loss.count
 
     def before_train(self) -> None:
         self._group = self.learn.opt.hypers[-1].group if self.learn.opt is not None else {}
@@ -113,9 +130,9 @@ class Recorder(Callback):
         keys = (*self._options, *self._options[:1])  # at least two: a tuple is read
         self._read = itemgetter(*keys) if keys else None
         for m in self._train: m.reset()
-        self._n_before = self.smooth_loss.count
 
     def before_validate(self) -> None:
+        if self.learn.phase == 'predict': return
         for m in self._valid_mets: m.reset()
 
     def after_batch(self) -> None:
@@ -126,40 +143,44 @@ class Recorder(Callback):
             if self._read: self._steps.append(self._read(self._group))
             if not learn.microbatch:
                 for m in self._train: m.accumulate(learn)
-        elif learn.phase != 'predict':
-            for m in self._valid_mets: m.accumulate(learn)
+        elif learn.phase != 'predict': self._measure(self._valid_mets)
+
+    def _measure(self, metrics: list[Metric]) -> None:
+        self._frame.n_valid += 1
+        for m in metrics: m.accumulate(self.learn)
 
     def _without_loss(self) -> None:
         "Compute metrics where there is no loss function at all; a batch cancelled before its loss counts for nothing."
         learn = self.learn
         if learn.loss_func is None and learn.phase == 'valid' and learn.yb and 'pred' in learn.__dict__:
-            for m in self._valid: m.accumulate(learn)
+            self._measure(self._on('valid'))
 
     def after_train(self) -> None:
-        row = self._rows[-1].values
-        row['train_loss'] = _number(self.smooth_loss.value) if self.smooth_loss.count > self._n_before else None
-        for m in self._train: row[self._train_name(m)] = _number(m.value)
+        values, n = self._frame.values, self.smooth_loss.count - self._n_before
+        values['train_loss'] = _value(self.smooth_loss, n)
+        for m in self._train: values[self._train_name(m)] = _value(m, n)
 
     def after_validate(self) -> None:
         if self.learn.phase == 'predict': return
-        row, dl = self._rows[-1].values, self.learn.dl_name
-        for m in self._valid_mets: row[self._valid_name(m, dl)] = _number(m.value)
+        frame, dl = self._frame, self.learn.dl_name
+        for m in self._valid_mets: frame.values[self._valid_name(m, dl)] = _value(m, frame.n_valid)
+        frame.n_valid = 0
 
     def log(
         self,
         name: str,               # the column
         value: Any,              # a number, or a tensor of one element on any device
-        weight: float = 1,       # how much it counts in the average
+        weight: Any = 1,         # how much it counts in the average
     ) -> None:
         "Average a value over the epoch, on its device; it becomes a column of the history."
         if self.learn.phase == 'predict': return
-        self._rows[-1].logged.setdefault(name, Mean()).add(value, weight)
+        self._frame.logged.setdefault(name, Mean()).add(value, weight)
         if self.learn.fitting and name not in self._logged_names: self._logged_names.append(name)
 
     def after_epoch(self) -> None:
-        row, learn = self._rows[-1], self.learn
-        values, seconds = row.collect(), perf_counter() - row.started
-        self._rows[-1] = _Row()
+        frame, learn = self._frame, self.learn
+        values, seconds = frame.collect(), perf_counter() - frame.started
+        frame.values, frame.logged = {}, {}
         if not learn.fitting:
             names = [n for name, _ in evaluation_loaders(learn.dls) for n in self._valid_names(name)]
             learn.final_record = L(values[n] for n in dict.fromkeys([*names, *values]) if n in values)
@@ -173,12 +194,9 @@ class Recorder(Callback):
         self.history.append({'fit': self.n_fits - 1, 'epoch': learn.epoch, **columns, 'time': seconds})
         learn.logger(L(learn.epoch, *learn.final_record, *([format_seconds(seconds)] if self.add_time else [])))
 
-    def after_fit(self) -> None:
-        if not self.learn.fitting and len(self._rows) > 1: self._rows.pop()
-
     def cleanup(self) -> None:
         "Forget what an interrupted run left."
-        self._rows = [_Row()]
+        self._frames = self._frames[:1]
         for name in ('before_backward', 'after_loss'):
             if name in self.__dict__: delattr(self, name)
 
@@ -187,27 +205,27 @@ class Recorder(Callback):
     @property
     def metric_names(self) -> L:
         "The columns of a row: epoch, losses, metrics, logged values, time."
-        if self.learn is not None and not (self._train or self._valid): self._choose_metrics()
         return L([*self._columns(), *(['time'] if self.add_time else [])])
 
     def _columns(self) -> list[str]:
         valid = [n for name, _ in evaluation_loaders(self.learn.dls) for n in self._valid_names(name)]
-        train = ['train_loss', *map(self._train_name, self._train)]
+        train = ['train_loss', *map(self._train_name, self._on('train'))]
         return list(dict.fromkeys(['epoch', *train, *valid, *self._logged_names]))
 
-    def _valid_names(self, dl_name: str) -> list[str]: return [self._valid_name(m, dl_name) for m in self._valid_mets]
+    def _valid_names(self, dl_name: str) -> list[str]:
+        return [self._valid_name(m, dl_name) for m in self._evaluated(own=False)]
 
     def _train_name(self, m: Metric) -> str: return f'train_{m.name}' if self.valid_metrics else m.name
 
     def _valid_name(self, m: Metric, dl_name: str) -> str:
         if dl_name != 'valid': return f'{dl_name}/{m.name}'
-        return f'valid_{m.name}' if m is self.loss or self.train_metrics else m.name
+        return f'valid_{m.name}' if isinstance(m, _EvalLoss) or self.train_metrics else m.name
 
     @property
     def _train_mets(self) -> L: return L(self.smooth_loss, *self._train)
 
     @property
-    def _valid_mets(self) -> list[Metric]: return [self.loss, *self._valid] if self.valid_metrics else self._valid
+    def _valid_mets(self) -> list[Metric]: return self._frame.valid
 
     # -- per step ------------------------------------------------------------------------------------------------------
 
@@ -302,6 +320,16 @@ class Recorder(Callback):
             ax.set(xlabel='step', ylabel=key)
         fig.tight_layout()
         return fig
+
+
+def _twin(m: Metric) -> Metric:
+    "Return a metric like `m` whose sums are its own."
+    return deepcopy(m) if isinstance(m, TorchMetric) else copy(m)
+
+
+def _value(m: Metric, n: int) -> Any:
+    "Read a metric on the host; None when it was to measure batches and there was none."
+    return _number(m.value) if n or not measures_batches(m) else None
 
 
 def _number(value: Any) -> Any:

@@ -48,6 +48,8 @@ class Runs(HasCallbacks):
         super().__init__()
         self._open: tuple[str, ...] = ()        # the levels of the current run that are open, outermost first
         self._depth = 0                         # how many runs are open: 1 in a fit, 2 in a validate() inside it
+        self._doing = ''                        # what is under way: a fit, an evaluation, or nothing
+        self._ending = False                    # the outermost run is being cleaned up
         self._stopping = False
         self.lock = threading.RLock()
         self.training, self.fitting, self.phase, self.dl_name = False, False, 'train', 'train'
@@ -60,30 +62,37 @@ class Runs(HasCallbacks):
         self._device: torch.device | None = None
         self._end_cleanup()
 
+    def _in_use(self) -> bool: return self._depth > 0 and not self._ending
+
     def _note(self, e: BaseException, cb: Callback, event_name: str) -> None:
         "Add to an exception where it was raised; make a `CancelError` of a Cancel with no open level of its kind."
         where = f'{type(cb).__name__}.{event_name} ({place(self)})'
-        if not isinstance(e, CancelException): e.add_note(f'in {where}')
+        if not isinstance(e, CancelException): add_note(e, f'in {where}')
         elif e.level not in self._open: raise stray_cancel(e, f'in {where}', self._open) from e
 
-    def _call_each(self, event_name: str) -> list[Exception]:
-        "Run every handler of an event, also after one has failed, and return what they raised."
-        raised: list[Exception] = []
+    def _call_each(self, event_name: str) -> list[BaseException]:
+        "Run every handler of an event, also after one has failed, and return what they raised; Ctrl-C ends it."
+        raised: list[BaseException] = []
         for handler, switch, cb in self._tables[self.training][event_name]:
             if not switch: continue
             try: handler()
-            except Exception as e:
+            except KeyboardInterrupt: raise
+            except BaseException as e:
                 try: self._note(e, cb, event_name)
                 except CancelError as stray: e = stray
                 raised.append(e)
         return raised
 
     @contextmanager
-    def _run(self, fitting: bool) -> Iterator[None]:
-        "Open a run: levels of its own, and, for the outermost one, `after_error`, `cleanup` and a learner as before."
+    def _run(self, doing: str) -> Iterator[None]:
+        """Open a run, levels and all; the outermost one ends with `after_error`, `cleanup` and a learner as before.
+
+        `doing` is 'fit', 'evaluation', or '' for events fired by hand.
+        """
         with self.lock:
-            outer = self._open, self.fitting
-            self._open, self.fitting, self._depth = (), fitting, self._depth + 1
+            outer, grad = (self._open, self._doing, self.fitting), torch.is_grad_enabled()
+            self._open, self._doing, self.fitting = (), doing or self._doing, doing == 'fit'
+            self._depth += 1
             if self._depth == 1:
                 self._started = perf_counter()
                 self._open_for_use()
@@ -97,23 +106,25 @@ class Runs(HasCallbacks):
                 if self._depth == 1: self._end_run(None)
             finally:
                 self._depth -= 1
-                self._open, self.fitting = outer
+                self._open, self._doing, self.fitting = outer
+                torch.set_grad_enabled(grad)  # a signal inside torch's own contexts may leave it switched
 
     def _end_run(self, error: BaseException | None) -> None:
         "Fire `after_error` and `cleanup`; the first error of a run stays first, the others are told in its notes."
-        self.error = error
+        self.error, self._ending, raised = error, True, []
         try:
-            if error is not None and not hasattr(error, '__notes__'): error.add_note(f'in {self.phase} ({place(self)})')
-            raised = (self._call_each('after_error') if error is not None else []) + self._call_each('cleanup')
+            if error is not None:
+                if not any(n.startswith('in ') for n in getattr(error, '__notes__', ())):
+                    add_note(error, f'in {self.phase} ({place(self)})')
+                raised += self._call_each('after_error')
+            raised += self._call_each('cleanup')
         finally:
             if self.fitting: self._seconds += perf_counter() - self._started
             if error is not None: self._forget_run()
-            self.error, self._stopping = None, False
+            self.error, self._ending, self._stopping = None, False, False
             for cb in self._callbacks:
                 if not cb.run: cb.run = True
-        for e in raised:
-            if error is None: raise e
-            error.add_note(f'and then {type(e).__name__}: {e} {" ".join(getattr(e, "__notes__", ()))}')
+        raise_first(error, raised)
 
     def _forget_run(self) -> None:
         "Let go of every tensor of a failed run."
@@ -154,6 +165,23 @@ class Runs(HasCallbacks):
     def _ends_iteration(self) -> bool:
         k, done = self.epochs_per_iteration, self.epoch + 1
         return k is not None and (done % k == 0 or done == self.n_epoch or self._stopping)
+
+
+def add_note(e: BaseException, note: str) -> None:
+    "Add a note, where the exception lets itself be added to."
+    try: e.add_note(note)
+    except Exception: pass
+
+
+def raise_first(error: BaseException | None, raised: list[BaseException]) -> None:
+    "Raise the first of several errors unless there is one already; the first gets notes of the others."
+    first = error or (raised[0] if raised else None)
+    for e in raised:
+        if e is first: continue
+        try: text = str(e)
+        except Exception: text = 'without a message'
+        add_note(first, f'and then {type(e).__name__}: {text} {" ".join(getattr(e, "__notes__", ()))}')  # type: ignore[arg-type]
+    if error is None and first is not None: raise first
 
 
 def stray_cancel(e: CancelException, where: str, open_levels: tuple[str, ...]) -> CancelError:

@@ -1,4 +1,4 @@
-"""Who runs when: order, switches, adding and removing in the middle of a run, redefinition, observers, whole-event callbacks."""
+"""Who runs when: order, switches, changes in the middle of a run, redefinition, observers, whole-event callbacks."""
 from __future__ import annotations
 
 from typing import Any
@@ -160,14 +160,15 @@ def test_a_handler_that_is_given_later_runs() -> None:
 
 # Names that are taken, keys, redefinition
 
-@pytest.mark.parametrize('cls', ['ModelCallback', 'LossCallback', 'FitCallback', 'DlsCallback', 'XCallback', 'HistoryCallback', 'CbsCallback'])
+@pytest.mark.parametrize('cls', ['ModelCallback', 'LossCallback', 'FitCallback', 'DlsCallback', 'XCallback',
+                                 'HistoryCallback', 'CbsCallback'])
 def test_a_name_that_would_hide_the_learners_own_is_refused(cls: str) -> None:
     learn = bare()
     with pytest.raises(CallbackError, match=cls): learn.add_cb(type(cls, (Callback,), {})())
     assert len(learn.cbs) == 1
 
 
-@pytest.mark.parametrize('wrong', [print, 3, 'recorder', Recorder().after_fit, object()])
+@pytest.mark.parametrize('wrong', [print, 3, 'recorder', Recorder().after_epoch, object()])
 def test_what_is_no_callback_is_refused_before_anything_is_added(wrong: Any) -> None:
     learn = bare()
     with pytest.raises(CallbackError, match='no callback'): learn.add_cbs([Callback(), wrong])
@@ -254,10 +255,11 @@ class WithSuper(Every):
 @pytest.mark.parametrize('cls', [ByCall, ByRunEvent])
 def test_an_override_of_call_or_run_event_gets_every_event_and_no_method_runs(cls: type[Every]) -> None:
     bare(cb := cls(), n_train=1, n_valid=1).fit(1)
-    assert cb.seen == '''after_create before_fit before_epoch before_train before_draw after_draw before_batch before_pred
-        after_pred after_loss before_backward after_backward before_step after_step after_batch batch_checkpoint before_draw
-        after_train before_eval before_validate before_draw after_draw before_batch before_pred after_pred after_loss after_batch
-        before_draw after_validate after_eval after_epoch epoch_checkpoint after_fit cleanup'''.split()
+    assert cb.seen == '''after_create before_fit before_epoch before_train
+        before_draw after_draw before_batch before_pred after_pred after_loss before_backward after_backward
+        before_step after_step after_batch batch_checkpoint before_draw after_train before_eval before_validate
+        before_draw after_draw before_batch before_pred after_pred after_loss after_batch before_draw
+        after_validate after_eval after_epoch epoch_checkpoint after_fit cleanup'''.split()
 
 
 def test_super_runs_the_method_and_keeps_run_valid() -> None:

@@ -13,12 +13,13 @@ FASTAI = '''after_create before_fit before_epoch before_train before_batch after
     after_cancel_backward after_backward before_step after_cancel_step after_step after_cancel_batch after_batch
     after_cancel_train after_train before_validate after_cancel_validate after_validate after_cancel_epoch after_epoch
     after_cancel_fit after_fit'''.split()
-COMPOSER = '''INIT BEFORE_LOAD AFTER_LOAD FIT_START ITERATION_START EPOCH_START BEFORE_DATALOADER AFTER_DATALOADER BATCH_START
-    BEFORE_TRAIN_BATCH BEFORE_FORWARD AFTER_FORWARD BEFORE_LOSS AFTER_LOSS BEFORE_BACKWARD AFTER_BACKWARD AFTER_TRAIN_BATCH
-    BATCH_END BATCH_CHECKPOINT EPOCH_END EPOCH_CHECKPOINT ITERATION_END ITERATION_CHECKPOINT FIT_END EVAL_BEFORE_ALL
-    EVAL_STANDALONE_START EVAL_START EVAL_BATCH_START EVAL_BEFORE_FORWARD EVAL_AFTER_FORWARD EVAL_BATCH_END EVAL_END
-    EVAL_AFTER_ALL EVAL_STANDALONE_END PREDICT_START PREDICT_BATCH_START PREDICT_BEFORE_FORWARD PREDICT_AFTER_FORWARD
-    PREDICT_BATCH_END PREDICT_END'''.split()
+COMPOSER = '''
+    INIT BEFORE_LOAD AFTER_LOAD FIT_START ITERATION_START EPOCH_START BEFORE_DATALOADER AFTER_DATALOADER BATCH_START
+    BEFORE_TRAIN_BATCH BEFORE_FORWARD AFTER_FORWARD BEFORE_LOSS AFTER_LOSS BEFORE_BACKWARD AFTER_BACKWARD
+    AFTER_TRAIN_BATCH BATCH_END BATCH_CHECKPOINT EPOCH_END EPOCH_CHECKPOINT ITERATION_END ITERATION_CHECKPOINT
+    FIT_END EVAL_BEFORE_ALL EVAL_STANDALONE_START EVAL_START EVAL_BATCH_START EVAL_BEFORE_FORWARD EVAL_AFTER_FORWARD
+    EVAL_BATCH_END EVAL_END EVAL_AFTER_ALL EVAL_STANDALONE_END PREDICT_START PREDICT_BATCH_START
+    PREDICT_BEFORE_FORWARD PREDICT_AFTER_FORWARD PREDICT_BATCH_END PREDICT_END'''.split()
 
 
 def test_fastais_events_are_there_in_their_order() -> None:
@@ -38,16 +39,20 @@ def test_event_names_are_plain_strings_for_completion() -> None:
 
 def test_levels_name_the_three_events_and_the_exception_around_each_level() -> None:
     for name, level in LEVELS.items():
-        assert (level.before, level.after_cancel, level.after) == (f'before_{name}', f'after_cancel_{name}', f'after_{name}')
+        names = f'before_{name}', f'after_cancel_{name}', f'after_{name}'
+        assert (level.before, level.after_cancel, level.after) == names
         assert level.exception.level == name
 
 
 def test_events_of_a_batch_are_those_that_run_train_and_run_valid_are_about() -> None:
-    assert {'before_draw', 'after_draw', 'before_batch', 'after_loss', 'before_step', 'after_batch', 'batch_checkpoint'} <= INNER_EVENTS
-    assert not {'before_train', 'after_train', 'before_validate', 'before_epoch', 'after_epoch', 'before_fit', 'cleanup'} & INNER_EVENTS
+    assert {'before_draw', 'after_draw', 'before_batch', 'after_loss', 'before_step', 'after_batch',
+            'batch_checkpoint'} <= INNER_EVENTS
+    assert not {'before_train', 'after_train', 'before_validate', 'before_epoch', 'after_epoch', 'before_fit',
+                'cleanup'} & INNER_EVENTS
 
 
-@pytest.mark.parametrize(('wrong', 'close'), [('befor_fit', 'before_fit'), ('after_batches', 'after_batch'), ('on_epoch_end', None)])
+@pytest.mark.parametrize(('wrong', 'close'),
+                         [('befor_fit', 'before_fit'), ('after_batches', 'after_batch'), ('on_epoch_end', None)])
 def test_an_unknown_event_is_named_with_the_closest(wrong: str, close: str | None) -> None:
     with pytest.raises(UnknownEventError) as e: canonical_event(wrong)
     assert repr(wrong) in str(e.value)
@@ -63,7 +68,8 @@ def test_the_shorter_spelling_of_after_cancel_validate_works_as_handler_and_as_e
     seen = []
     class Old(Callback):
         def after_cancel_valid(self) -> None: seen.append('method')
-    learn = synth_learner(default_cbs=False, cbs=[Old(), Callback(after_cancel_valid=lambda cb: seen.append('function'))])
+    learn = synth_learner(default_cbs=False,
+                          cbs=[Old(), Callback(after_cancel_valid=lambda cb: seen.append('function'))])
     learn('after_cancel_valid')
     learn('after_cancel_validate')
     assert seen == ['method', 'function'] * 2

@@ -35,12 +35,14 @@ def mlp(n_out: int = 2) -> nn.Module:
 
 def batch(n: int = 7, n_out: int = 2, seed: int = 1) -> tuple[Tensor, Tensor]:
     gen = torch.Generator().manual_seed(seed)
-    return torch.randn(n, 3, generator=gen, dtype=torch.float64), torch.randn(n, n_out, generator=gen, dtype=torch.float64)
+    return (torch.randn(n, 3, generator=gen, dtype=torch.float64),
+            torch.randn(n, n_out, generator=gen, dtype=torch.float64))
 
 
-def learner(batches: list[Any], model: nn.Module, *cbs: Any, loss: Any = None, size: int | None = 3, lr: float = 0., **kwargs: Any) -> Learner:
-    return Learner(batches, model, loss or nn.MSELoss(), opt_func=SGD, lr=lr, cbs=[TrainEvalCallback, *cbs], default_cbs=False,
-                   microbatch=size, **kwargs)
+def learner(batches: list[Any], model: nn.Module, *cbs: Any, loss: Any = None, size: int | None = 3, lr: float = 0.,
+            **kwargs: Any) -> Learner:
+    return Learner(batches, model, loss or nn.MSELoss(), opt_func=SGD, lr=lr, cbs=[TrainEvalCallback, *cbs],
+                   default_cbs=False, microbatch=size, **kwargs)
 
 
 def grads_at_step(batches: list[Any], model: nn.Module, *cbs: Any, **kwargs: Any) -> list[list[Tensor]]:
@@ -61,8 +63,10 @@ def close(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.allclose(p, q, rtol=0, atol=1e-10) for p, q in zip(a, b, strict=True))
 
 
-LOSSES = {'mean': nn.MSELoss(), 'function': F.mse_loss, 'sum': nn.MSELoss(reduction='sum'), 'sum partial': partial(F.mse_loss, reduction='sum'),
-          'nested partial': partial(partial(F.l1_loss, reduction='sum')), 'own': lambda pred, y: (pred - y).abs().mean()}
+LOSSES = {'mean': nn.MSELoss(), 'function': F.mse_loss, 'sum': nn.MSELoss(reduction='sum'),
+          'sum partial': partial(F.mse_loss, reduction='sum'),
+          'nested partial': partial(partial(F.l1_loss, reduction='sum')),
+          'own': lambda pred, y: (pred - y).abs().mean()}
 
 
 @pytest.mark.parametrize('loss', LOSSES.values(), ids=LOSSES)
@@ -87,14 +91,17 @@ def tokens(n: int = 5, length: int = 6) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def token_loss(pred: Tensor, y: Tensor) -> Tensor: return F.cross_entropy(pred.flatten(0, 1), y.flatten(), ignore_index=PAD)
+def token_loss(pred: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(pred.flatten(0, 1), y.flatten(), ignore_index=PAD)
 
 
-@pytest.mark.parametrize('as_number', [int, lambda count: count, lambda count: count.double()], ids=['int', 'tensor', 'fp64'])
+@pytest.mark.parametrize('as_number', [int, lambda count: count, lambda count: count.double()],
+                         ids=['int', 'tensor', 'fp64'])
 def test_a_mean_over_tokens_needs_and_gets_weight_func(as_number: Callable[[Tensor], Any]) -> None:
     model, b = mlp(VOCAB), tokens()
     expected = plain(model, token_loss, b)
-    [got] = grads_at_step([b], model, loss=token_loss, size=2, weight_func=lambda xb, yb: as_number((yb[0] != PAD).sum()))
+    def count(xb: Any, yb: Any) -> Any: return as_number((yb[0] != PAD).sum())
+    [got] = grads_at_step([b], model, loss=token_loss, size=2, weight_func=count)
     assert close(got, expected)
     [unweighted] = grads_at_step([b], model, loss=token_loss, size=2)
     assert not close(unweighted, expected)
@@ -147,13 +154,15 @@ def test_a_loss_of_named_parts() -> None:
 def test_events_of_the_pieces_and_what_they_see() -> None:
     model, (x, y) = mlp(), batch(7)
     seen: list[tuple[str, int, bool, bool]] = []
+    events = 'before_batch before_pred after_loss after_backward before_step after_step after_batch'.split()
     class Look(Callback):
         def run_event(self, event_name: str) -> None:
-            if event_name in 'before_batch before_pred after_loss after_backward before_step after_step after_batch'.split():
+            if event_name in events:
                 assert len(self.xb[0]) == len(self.yb[0])
                 seen.append((event_name, len(self.x), 'pred' in vars(self.learn), self.xb[0] is x))
     learner([(x, y)], model, Look()).fit(1)
-    piece = lambda n: [('before_pred', n, False, False), ('after_loss', n, True, False), ('after_backward', n, True, False)]
+    piece = lambda n: [('before_pred', n, False, False), ('after_loss', n, True, False),
+                       ('after_backward', n, True, False)]
     assert seen == [('before_batch', 7, False, True), *piece(3), *piece(3), *piece(1), ('before_step', 7, True, True),
                     ('after_step', 7, True, True), ('after_batch', 7, True, True)]
 
@@ -167,7 +176,8 @@ def test_loss_is_the_pieces_own_inside_and_the_weighted_mean_after() -> None:
     learner([(x, y)], model, Look()).fit(1)
     pieces = [F.mse_loss(model(x[i:i + 3]), y[i:i + 3]).item() for i in (0, 3, 6)]
     assert losses['after_loss'] == pytest.approx(pieces, abs=1e-12)
-    assert losses['before_step'] == losses['after_batch'] == pytest.approx([(3 * pieces[0] + 3 * pieces[1] + pieces[2]) / 7], abs=1e-12)
+    whole = (3 * pieces[0] + 3 * pieces[1] + pieces[2]) / 7
+    assert losses['before_step'] == losses['after_batch'] == pytest.approx([whole], abs=1e-12)
 
 
 def test_validation_is_not_split() -> None:
@@ -213,7 +223,8 @@ def test_cancel_backward_leaves_out_one_piece() -> None:
     def skip(cb: Any) -> None:
         if next(n) == 1: raise CancelBackwardException
     after: Counter[str] = Counter()
-    count = Callback(after_backward=lambda cb: after.update(['after']), after_cancel_backward=lambda cb: after.update(['cancel']))
+    count = Callback(after_backward=lambda cb: after.update(['after']),
+                     after_cancel_backward=lambda cb: after.update(['cancel']))
     [got] = grads_at_step([(x, y)], model, Callback(before_backward=skip), count)
     kept = torch.tensor([0, 1, 2, 6])
     assert close(got[:-1], [g * 4 / 7 for g in plain(model, F.mse_loss, (x[kept], y[kept]))[:-1]])
@@ -240,7 +251,8 @@ def test_cancel_batch_in_a_piece_discards_this_batchs_gradients_alone() -> None:
 
 def test_a_training_metric_sees_every_sample() -> None:
     model, bs = mlp(), [batch(7, seed=1), batch(4, seed=2)]
-    learn = learner(bs, model, Recorder(train_metrics=True, valid_metrics=False), metrics=[mse, AvgMetric(lambda p, y: (p - y).abs().mean(), 'mae')])
+    learn = learner(bs, model, Recorder(train_metrics=True, valid_metrics=False),
+                    metrics=[mse, AvgMetric(lambda p, y: (p - y).abs().mean(), 'mae')])
     learn.logger = print
     learn.fit(1)
     pred, y = torch.cat([model(x) for x, _ in bs]), torch.cat([y for _, y in bs])

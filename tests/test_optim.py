@@ -1,15 +1,27 @@
-"""Optimizers: steps against closed forms and torch, weight decay, hyper-parameters by name, closures, override points."""
+"""Optimizers: steps against closed forms and torch, weight decay, hypers by name, closures, override points."""
 from __future__ import annotations
 
 from copy import deepcopy
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from learnkit import SGD, Adam, Callback, Learner, OptimizerError, OptimWrapper, TrainEvalCallback, defaults
+from learnkit import (
+    SGD,
+    Adam,
+    Callback,
+    Learner,
+    OptimizerError,
+    OptimWrapper,
+    Recorder,
+    TrainEvalCallback,
+    defaults,
+    mse,
+)
 from learnkit.optim import norm_bias_params, spread
 from learnkit.testing import RegModel, synth_learner
 
@@ -21,7 +33,8 @@ def net() -> nn.Sequential:
 
 def data(n: int = 5, bs: int = 4) -> list[tuple[Tensor, Tensor]]:
     gen = torch.Generator().manual_seed(1)
-    return [(torch.randn(bs, 3, generator=gen, dtype=torch.float64), torch.randn(bs, 1, generator=gen, dtype=torch.float64)) for _ in range(n)]
+    return [(torch.randn(bs, 3, generator=gen, dtype=torch.float64),
+             torch.randn(bs, 1, generator=gen, dtype=torch.float64)) for _ in range(n)]
 
 
 def learner(model: nn.Module, *cbs: Any, **kwargs: Any) -> Learner:
@@ -48,7 +61,8 @@ def same(a: list[Tensor], b: list[Tensor], tol: float = 0.) -> bool:
 
 # Against torch and closed forms
 
-@pytest.mark.parametrize('cls', [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
+@pytest.mark.parametrize('cls', [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop,
+                                 torch.optim.Adagrad])
 def test_torchs_optimizers_work_as_they_are(cls: type[torch.optim.Optimizer]) -> None:
     learn = learner(model := net(), opt_func=cls, lr=0.01)
     learn.fit(2)
@@ -63,7 +77,8 @@ def test_torchs_optimizers_work_as_they_are(cls: type[torch.optim.Optimizer]) ->
     (partial(Adam, mom=0.8, sqr_mom=0.95, eps=1e-3, wd=0.2, decouple_wd=False),
      partial(torch.optim.Adam, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.2)),
     (partial(OptimWrapper, opt=torch.optim.Adam), torch.optim.Adam),
-    (partial(OptimWrapper, opt=torch.optim.SGD, mom=0.9, wd=0.1), partial(torch.optim.SGD, momentum=0.9, weight_decay=0.1))])
+    (partial(OptimWrapper, opt=torch.optim.SGD, mom=0.9, wd=0.1),
+     partial(torch.optim.SGD, momentum=0.9, weight_decay=0.1))])
 def test_our_optimizers_are_torchs_with_other_names(ours: Any, torchs: Any) -> None:
     learn = learner(model := net(), opt_func=ours, lr=0.02)
     learn.fit(2)
@@ -110,8 +125,11 @@ def moved_by_decay(model: nn.Module, learn: Learner, **fit: Any) -> dict[str, bo
     return {n: not torch.equal(p, torch.ones_like(p)) for n, p in model.named_parameters()}
 
 
-LINEAR_WEIGHTS = {'0.weight': True, '0.bias': False, '1.weight': False, '1.bias': False, '3.weight': True, '3.bias': False}
-opt_funcs = pytest.mark.parametrize('opt_func', [partial(SGD, wd=0.1), partial(SGD, wd=0.1, decouple_wd=False), partial(Adam, wd=0.1),
+LINEAR_WEIGHTS = {'0.weight': True, '0.bias': False, '1.weight': False, '1.bias': False, '3.weight': True,
+                  '3.bias': False}
+opt_funcs = pytest.mark.parametrize('opt_func',
+                                    [partial(SGD, wd=0.1), partial(SGD, wd=0.1, decouple_wd=False),
+                                     partial(Adam, wd=0.1),
                                                  partial(torch.optim.AdamW, weight_decay=0.1)])
 
 
@@ -138,7 +156,8 @@ def test_decay_given_by_the_learner_or_fit_leaves_them_alone_too(wd: dict[str, f
 
 def test_decay_of_the_spared_is_an_exact_split_of_the_groups() -> None:
     model = net()
-    learn = learner(model, opt_func=torch.optim.AdamW, wd_bn_bias=False, splitter=lambda m: [list(m[0].parameters()), list(m[1:].parameters())])
+    learn = learner(model, opt_func=torch.optim.AdamW, wd_bn_bias=False,
+                    splitter=lambda m: [list(m[0].parameters()), list(m[1:].parameters())])
     learn.fit(1, lr=slice(1e-3, 1e-1), wd=0.1)
     assert len(learn.opt.hypers) == 2 and [h['lr'] for h in learn.opt.hypers] == pytest.approx([1e-3, 1e-1])
     for g in learn.opt.param_groups:
@@ -150,7 +169,8 @@ def test_decay_of_the_spared_is_an_exact_split_of_the_groups() -> None:
 
 def test_norm_and_bias_parameters_are_found() -> None:
     model = net()
-    assert [id(p) for p in norm_bias_params(model)] == [id(p) for p in (model[0].bias, model[1].weight, model[1].bias, model[3].bias)]
+    spared = model[0].bias, model[1].weight, model[1].bias, model[3].bias
+    assert [id(p) for p in norm_bias_params(model)] == [id(p) for p in spared]
     assert [id(p) for p in norm_bias_params(model, with_bias=False)] == [id(model[1].weight), id(model[1].bias)]
 
 
@@ -185,7 +205,8 @@ def test_hypers_read_and_write_by_either_name() -> None:
 
 
 @pytest.mark.parametrize(('value', 'expected'), [
-    (0.5, [0.5] * 3), ([1., 2., 3.], [1., 2., 3.]), ((1., 2., 3.), [1., 2., 3.]), (slice(1e-4, 1e-2), [1e-4, 1e-3, 1e-2]),
+    (0.5, [0.5] * 3), ([1., 2., 3.], [1., 2., 3.]), ((1., 2., 3.), [1., 2., 3.]),
+    (slice(1e-4, 1e-2), [1e-4, 1e-3, 1e-2]),
     (slice(0.1), [0.01, 0.01, 0.1]), (torch.tensor([1., 2., 3.]), [1., 2., 3.])])
 def test_one_value_a_list_or_a_slice_over_the_groups(value: Any, expected: list[float]) -> None:
     opt = split_opt()
@@ -195,7 +216,7 @@ def test_one_value_a_list_or_a_slice_over_the_groups(value: Any, expected: list[
 
 def test_slices_spread_evenly_on_a_log_scale() -> None:
     values = spread(slice(1e-5, 1e-1), 5)
-    assert [b / a for a, b in zip(values, values[1:], strict=False)] == pytest.approx([10.] * 4)
+    assert [b / a for a, b in pairwise(values)] == pytest.approx([10.] * 4)
     assert spread(slice(1e-5, 1e-1), 1) == [1e-1]
 
 
@@ -220,7 +241,8 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(name: str, value: Any,
 
 def test_fit_with_rates_over_groups_moves_each_group_by_its_own() -> None:
     model = RegModel()
-    learn = synth_learner(model=model, opt_func=SGD, splitter=lambda m: [[m.a], [m.b]], default_cbs=False, cbs=TrainEvalCallback, n_train=1)
+    learn = synth_learner(model=model, opt_func=SGD, splitter=lambda m: [[m.a], [m.b]], default_cbs=False,
+                          cbs=TrainEvalCallback, n_train=1)
     start, grads = (model.a.item(), model.b.item()), []
     learn.add_cb(Callback(before_step=lambda cb: grads.extend((model.a.grad.item(), model.b.grad.item()))))
     learn.fit(1, lr=[0., 0.5])
@@ -244,10 +266,13 @@ def test_the_default_rate_and_optimizer() -> None:
     assert dict(learn.opt.hypers[0]) == {'lr': 1e-3, 'mom': 0.9, 'sqr_mom': 0.99, 'wd': 0.01, 'eps': 1e-5}
 
 
-@pytest.mark.parametrize('opt_func', [partial(torch.optim.SGD, lr=0.25), partial(SGD, lr=0.25), partial(OptimWrapper, opt=torch.optim.Adam, lr=0.25)])
+@pytest.mark.parametrize('opt_func',
+                         [partial(torch.optim.SGD, lr=0.25), partial(SGD, lr=0.25),
+                          partial(OptimWrapper, opt=torch.optim.Adam, lr=0.25)])
 def test_a_rate_inside_the_partial_wins(opt_func: Any) -> None:
     used = []
-    learn = learner(net(), Callback(before_step=lambda cb: used.append(cb.opt.hypers[0]['lr'])), opt_func=opt_func, lr=1e-3)
+    learn = learner(net(), Callback(before_step=lambda cb: used.append(cb.opt.hypers[0]['lr'])), opt_func=opt_func,
+                    lr=1e-3)
     learn.fit(1)
     assert set(used) == {0.25} and learn.lr == 0.25
     learn.fit(1, lr=0.5)
@@ -287,14 +312,15 @@ def test_reset_opt_starts_with_fresh_momenta() -> None:
     learn.fit(1, reset_opt=True)
     assert learn.opt is not first
     other = net()
-    expected = by_hand(torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9), other)
-    assert same(weights(model), by_hand(torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9), other, 1)) and expected
+    by_hand(torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9), other, 2)
+    assert same(weights(model), by_hand(torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9), other, 1))
     assert learn.time.st == 15  # steps of both optimizers
 
 
 def test_torchs_schedulers_take_it() -> None:
     rates: list[float] = []
-    learn = learner(net(), Callback(before_step=lambda cb: rates.append(cb.opt.hypers[0]['lr'])), wd_bn_bias=False, wd=0.1)
+    learn = learner(net(), Callback(before_step=lambda cb: rates.append(cb.opt.hypers[0]['lr'])), wd_bn_bias=False,
+                    wd=0.1)
     learn.create_opt()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(learn.opt, gamma=0.5)
     learn.add_cb(Callback(after_step=lambda cb: scheduler.step()))
@@ -309,7 +335,8 @@ def test_frozen_parameters_are_left_out() -> None:
     learn = learner(model)
     learn.fit(1)
     assert len(list(learn.opt.parameters())) == 4
-    assert [torch.equal(a, b) for a, b in zip(start, weights(model), strict=True)] == [True, True, False, False, False, False]
+    kept = [torch.equal(a, b) for a, b in zip(start, weights(model), strict=True)]
+    assert kept == [True, True, False, False, False, False]
 
 
 def test_fit_clears_gradients_on_entry() -> None:
@@ -351,7 +378,8 @@ def test_its_state_goes_to_an_optimizer_of_the_same_kind() -> None:
 @pytest.mark.parametrize('options', [{}, {'line_search_fn': 'strong_wolfe', 'max_iter': 8}])
 def test_lbfgs_is_the_hand_written_loop_bit_for_bit(options: dict[str, Any]) -> None:
     forwards = []
-    learn = learner(model := net(), Callback(before_pred=lambda cb: forwards.append(1)), opt_func=partial(torch.optim.LBFGS, **options), lr=0.5)
+    learn = learner(model := net(), Callback(before_pred=lambda cb: forwards.append(1)),
+                    opt_func=partial(torch.optim.LBFGS, **options), lr=0.5)
     learn.fit(2)
     assert same(weights(model), lbfgs_by_hand(other := net(), calls := [], **options))
     assert len(forwards) == len(calls) > 20
@@ -379,11 +407,24 @@ def test_lbfgs_in_pieces_is_lbfgs_of_the_whole_batch() -> None:
 
 def test_the_loss_of_a_closure_step_is_that_before_it() -> None:
     losses = []
-    learn = learner(model := net(), Callback(after_batch=lambda cb: losses.append(cb.loss.item())), opt_func=torch.optim.LBFGS, lr=0.5)
+    learn = learner(model := net(), Callback(after_batch=lambda cb: losses.append(cb.loss.item())),
+                    opt_func=torch.optim.LBFGS, lr=0.5)
     x, y = learn.dls.one_batch()
     first = nn.functional.mse_loss(model(x), y).item()
     learn.fit(1)
     assert losses[0] == first
+
+
+@pytest.mark.parametrize('size', [None, 3])
+def test_a_training_metric_of_a_closure_step_is_that_before_it_and_counts_once(size: int | None) -> None:
+    learn = learner(model := net(), Recorder(train_metrics=True, valid_metrics=False), opt_func=torch.optim.LBFGS,
+                    lr=0.5, microbatch=size, metrics=mse)
+    learn.dls.train, learn.logger = data(1), print
+    [(x, y)] = data(1)
+    first = nn.functional.mse_loss(model(x), y).item()
+    learn.fit(1)
+    row = learn.history[0]
+    assert row['train_loss'] == pytest.approx(first, rel=1e-6) and row['mse'] == pytest.approx(first, abs=1e-12)
 
 
 # Override points
@@ -406,7 +447,8 @@ class SharpnessAware(Learner):
 
 
 def test_an_override_of_do_grad_opt_is_its_hand_written_loop_bit_for_bit() -> None:
-    learn = SharpnessAware(data(), model := net(), nn.MSELoss(), opt_func=torch.optim.SGD, lr=0.1, cbs=TrainEvalCallback, default_cbs=False)
+    learn = SharpnessAware(data(), model := net(), nn.MSELoss(), opt_func=torch.optim.SGD, lr=0.1,
+                           cbs=TrainEvalCallback, default_cbs=False)
     learn.fit(2)
 
     other = net()
@@ -429,7 +471,8 @@ def test_overrides_of_backward_step_and_split() -> None:
         def _split(self, b: Any) -> None: self.yb, self.xb = (b[0] * 0,), (b[0],)
         def _backward(self) -> None: (3 * self.loss_grad).backward()
         def _step(self) -> None: self.opt.step(); self.opt.step()
-    learn = Odd(data(), model := net(), lambda pred, y: (pred - y.mean()).square().mean(), opt_func=torch.optim.SGD, lr=0.1,
+    learn = Odd(data(), model := net(), lambda pred, y: (pred - y.mean()).square().mean(), opt_func=torch.optim.SGD,
+                lr=0.1,
                 cbs=TrainEvalCallback, default_cbs=False)
     learn.fit(1)
     other = net()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from learnkit import Callback, CancelBatchException, DataLoaders, Learner, TensorLoader, accuracy, mae
+from learnkit import Callback, CancelBatchException, DataLoaders, Learner, LoaderError, TensorLoader, accuracy, mae
 from learnkit.testing import RegModel, synth_learner
 
 N = 13  # no multiple of the batch size 4
@@ -20,7 +20,8 @@ def points(n: int = N) -> tuple[Tensor, Tensor]: return torch.randn(n, 3), torch
 
 
 def learner(valid: Any, model: nn.Module | None = None, loss: Any = None, **kwargs: Any) -> Learner:
-    learn = Learner(DataLoaders([points(4)], valid, n_inp=kwargs.pop('n_inp', None)), model or nn.Linear(3, 2), loss or nn.MSELoss(), **kwargs)
+    learn = Learner(DataLoaders([points(4)], valid, n_inp=kwargs.pop('n_inp', None)), model or nn.Linear(3, 2),
+                    loss or nn.MSELoss(), **kwargs)
     learn.logger = print
     learn.remove_cb(learn.progress)
     return learn
@@ -44,10 +45,10 @@ def test_validate_returns_loss_and_metrics_over_all_samples(xy: Any, capsys: pyt
 def test_validate_on_another_loader_or_the_training_one(xy: Any) -> None:
     x, y = xy
     learn = learner(TensorLoader(x, y, bs=4), metrics=[mae])
-    xt, yt = learn.dls.one_batch()
-    assert list(learn.validate(0)) == pytest.approx([F.mse_loss(learn.model(xt), yt).item(), F.l1_loss(learn.model(xt), yt).item()], rel=1e-5)
-    assert list(learn.validate(dl=[(x[:5], y[:5])])) == pytest.approx([F.mse_loss(learn.model(x[:5]), y[:5]).item(),
-                                                                      F.l1_loss(learn.model(x[:5]), y[:5]).item()], rel=1e-5)
+    def of(x: Tensor, y: Tensor) -> list[float]:
+        return [F.mse_loss(learn.model(x), y).item(), F.l1_loss(learn.model(x), y).item()]
+    assert list(learn.validate(0)) == pytest.approx(of(*learn.dls.one_batch()), rel=1e-5)
+    assert list(learn.validate(dl=[(x[:5], y[:5])])) == pytest.approx(of(x[:5], y[:5]), rel=1e-5)
 
 
 def test_validate_gives_every_named_loaders_values(xy: Any) -> None:
@@ -61,11 +62,13 @@ def test_validate_gives_every_named_loaders_values(xy: Any) -> None:
 def test_validate_leaves_counters_history_and_optimizer_alone() -> None:
     learn = synth_learner(n_train=3)
     with learn.no_bar(), learn.no_logging(): learn.fit(2)
-    before = learn.train_iter, learn.pct_train, learn.epoch, learn.n_epoch, len(learn.history), learn.recorder.losses, learn.recorder.lrs
-    time, values = learn.time, list(learn.recorder.values)
+    def state() -> list[Any]:
+        rec = learn.recorder
+        counters = [learn.train_iter, learn.pct_train, learn.epoch, learn.n_epoch, learn.time]
+        return [*counters, len(learn.history), list(rec.losses), list(rec.lrs), list(rec.values)]
+    before = state()
     for _ in range(2): learn.validate(); learn.get_preds()
-    assert (learn.train_iter, learn.pct_train, learn.epoch, learn.n_epoch, len(learn.history), learn.recorder.losses, learn.recorder.lrs) == before
-    assert learn.time == time and list(learn.recorder.values) == values
+    assert state() == before
     with learn.no_bar(), learn.no_logging(): learn.fit(1)
     assert len(learn.history) == 3
 
@@ -94,8 +97,10 @@ def test_a_validation_with_further_callbacks(xy: Any) -> None:
 
 # get_preds
 
-LOADERS = {'uneven': lambda x, y: TensorLoader(x, y, bs=4), 'shuffled': lambda x, y: TensorLoader(x, y, bs=4, shuffle=True, drop_last=True),
-           'torch': lambda x, y: DataLoader(TensorDataset(x, y), 4), 'list': lambda x, y: [(x[:4], y[:4]), (x[4:], y[4:])],
+LOADERS = {'uneven': lambda x, y: TensorLoader(x, y, bs=4),
+           'shuffled': lambda x, y: TensorLoader(x, y, bs=4, shuffle=True, drop_last=True),
+           'torch': lambda x, y: DataLoader(TensorDataset(x, y), 4),
+           'list': lambda x, y: [(x[:4], y[:4]), (x[4:], y[4:])],
            'torch shuffled': lambda x, y: DataLoader(TensorDataset(x, y), 4, shuffle=True, drop_last=True)}
 
 
@@ -110,7 +115,8 @@ def test_predictions_and_targets_in_the_data_sets_order(make: Any, xy: Any) -> N
 
 def test_predictions_of_the_training_set(xy: Any) -> None:
     x, y = xy
-    learn = Learner(DataLoaders.from_tensors((x, y), bs=4, drop_last=True), nn.Linear(3, 2), nn.MSELoss(), default_cbs=False)
+    learn = Learner(DataLoaders.from_tensors((x, y), bs=4, drop_last=True), nn.Linear(3, 2), nn.MSELoss(),
+                    default_cbs=False)
     preds, targs = learn.get_preds(ds_idx=0)
     assert torch.allclose(preds, learn.model(x), atol=1e-6) and torch.equal(targs, y)
 
@@ -153,7 +159,8 @@ def test_with_input_comes_first(xy: Any) -> None:
     x, y = xy
     learn = learner(TensorLoader(x, y, bs=4))
     inputs, preds, targs, losses = learn.get_preds(with_input=True, with_loss=True)
-    assert torch.equal(inputs, x) and torch.equal(targs, y) and torch.allclose(preds, learn.model(x), atol=1e-6) and losses.shape == (N,)
+    assert torch.equal(inputs, x) and torch.equal(targs, y)
+    assert torch.allclose(preds, learn.model(x), atol=1e-6) and losses.shape == (N,)
 
 
 class TwoInTwoOut(nn.Module):
@@ -170,8 +177,10 @@ def test_several_inputs_and_targets(xy: Any) -> None:
     loss = lambda pred, y, z: F.mse_loss(pred[0], y) + F.mse_loss(pred[1], z)
     learn = learner(TensorLoader(a, b, y, z, bs=4), TwoInTwoOut(), loss, n_inp=2)
     inputs, preds, targs = learn.get_preds(with_input=True)
-    assert torch.equal(inputs[0], a) and torch.equal(inputs[1], b) and torch.equal(targs[0], y) and torch.equal(targs[1], z)
-    assert torch.allclose(preds[0], learn.model.lin(a), atol=1e-6) and torch.allclose(preds[1], learn.model.lin(b), atol=1e-6)
+    assert torch.equal(inputs[0], a) and torch.equal(inputs[1], b)
+    assert torch.equal(targs[0], y) and torch.equal(targs[1], z)
+    assert torch.allclose(preds[0], learn.model.lin(a), atol=1e-6)
+    assert torch.allclose(preds[1], learn.model.lin(b), atol=1e-6)
 
 
 def test_all_but_the_last_are_inputs_when_nothing_is_said(xy: Any) -> None:
@@ -200,7 +209,8 @@ def test_an_activation_is_applied(xy: Any) -> None:
     learn = learner(TensorLoader(x, y, bs=4), loss=Loss())
     raw = learn.model(x)
     preds, targs, decoded = learn.get_preds(with_decoded=True)
-    assert torch.allclose(preds, raw.softmax(-1), atol=1e-6) and torch.equal(decoded, raw.argmax(-1)) and torch.equal(targs, y)
+    assert torch.allclose(preds, raw.softmax(-1), atol=1e-6) and torch.equal(decoded, raw.argmax(-1))
+    assert torch.equal(targs, y)
     assert torch.allclose(learn.get_preds(act=torch.sigmoid)[0], raw.sigmoid(), atol=1e-6)
     assert torch.allclose(learn.get_preds(act=lambda o: o)[0], raw, atol=1e-6)
 
@@ -216,10 +226,12 @@ def test_losses_come_after_decoded_predictions(xy: Any) -> None:
 def test_batches_of_dicts(xy: Any) -> None:
     x, y = xy
     class Named(nn.Linear):
-        def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]: return {'logits': super().forward(ids)}
+        def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+            return {'logits': super().forward(ids)}
     learn = learner(TensorLoader({'ids': x, 'labels': y}, bs=4), Named(3, 2))
     inputs, preds, targs = learn.get_preds(with_input=True)
-    assert torch.allclose(preds, learn.model(x)['logits'], atol=1e-6) and torch.equal(targs, y) and torch.equal(inputs['ids'], x)
+    assert torch.allclose(preds, learn.model(x)['logits'], atol=1e-6) and torch.equal(targs, y)
+    assert torch.equal(inputs['ids'], x)
 
 
 def test_the_loss_of_each_sample_when_the_model_only_gives_a_mean(xy: Any) -> None:
@@ -276,3 +288,9 @@ def test_outputs_of_different_lengths_come_as_a_list_of_samples() -> None:
     preds, _ = learn.get_preds()
     assert [p.shape[0] for p in preds] == [3, 3, 5, 5]
     assert torch.allclose(preds[3], learn.model(xs[1][1]), atol=1e-6)
+
+
+def test_without_a_validation_loader_it_says_so() -> None:
+    learn = Learner([points(4)], nn.Linear(3, 2), nn.MSELoss(), default_cbs=False)
+    with pytest.raises(LoaderError, match='validation'): learn.get_preds()
+    assert learn.get_preds(ds_idx=0)[0].shape == (4, 2)

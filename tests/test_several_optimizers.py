@@ -19,7 +19,8 @@ def net() -> nn.Sequential:
 
 def data(n: int = 5, bs: int = 4) -> list[tuple[Tensor, Tensor]]:
     gen = torch.Generator().manual_seed(1)
-    return [(torch.randn(bs, 3, generator=gen, dtype=torch.float64), torch.randn(bs, 1, generator=gen, dtype=torch.float64)) for _ in range(n)]
+    return [(torch.randn(bs, 3, generator=gen, dtype=torch.float64),
+             torch.randn(bs, 1, generator=gen, dtype=torch.float64)) for _ in range(n)]
 
 
 def weights(model: nn.Module) -> list[Tensor]: return [p.detach().clone() for p in model.parameters()]
@@ -28,10 +29,12 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool: return all(torch.equal(p, q)
 
 def learner(model: nn.Module, opt_func: Any, *cbs: Any, **kwargs: Any) -> Learner:
     options = {'lr': 0.1, 'wd_bn_bias': True, **kwargs}
-    return Learner(data(), model, nn.MSELoss(), opt_func=opt_func, cbs=[TrainEvalCallback, *cbs], default_cbs=False, **options)
+    return Learner(data(), model, nn.MSELoss(), opt_func=opt_func, cbs=[TrainEvalCallback, *cbs], default_cbs=False,
+                   **options)
 
 
-def pair(model: nn.Sequential, lr: float = 0.1, head_lr: float | None = None) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+def pair(model: nn.Sequential, lr: float = 0.1,
+         head_lr: float | None = None) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
     return (torch.optim.SGD(model[0].parameters(), lr=lr, momentum=0.9),
             torch.optim.Adam(model[2].parameters(), lr=lr if head_lr is None else head_lr))
 
@@ -45,7 +48,8 @@ def pair_by_hand(n_epoch: int = 2, **rates: float) -> list[Tensor]:
     return weights(model)
 
 
-@pytest.mark.parametrize('form', [list, tuple, lambda two: dict(zip(('body', 'head'), two, strict=True))], ids=['list', 'tuple', 'dict'])
+@pytest.mark.parametrize('form', [list, tuple, lambda two: dict(zip(('body', 'head'), two, strict=True))],
+                         ids=['list', 'tuple', 'dict'])
 def test_a_list_or_dict_of_optimizers_steps_them_all(form: Any) -> None:
     model = net()
     learn = learner(model, lambda params, lr: form(pair(model, lr)))
@@ -105,7 +109,8 @@ def test_zero_grad_clears_all_and_state_goes_over() -> None:
 
 def test_a_closure_goes_to_the_one_that_needs_it() -> None:
     def two(model: nn.Sequential) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
-        return torch.optim.LBFGS(model[0].parameters(), lr=0.5, max_iter=3), torch.optim.SGD(model[2].parameters(), lr=0.1)
+        body = torch.optim.LBFGS(model[0].parameters(), lr=0.5, max_iter=3)
+        return body, torch.optim.SGD(model[2].parameters(), lr=0.1)
     model = net()
     learn = learner(model, lambda params, lr: two(model), lr=None)
     learn.create_opt()
@@ -138,8 +143,9 @@ class Duel(nn.Module):
 
 
 def duel_opts(model: Duel) -> dict[str, torch.optim.Optimizer]:
-    critic = [p for p in model.critic.parameters()]
-    return {'critic': torch.optim.Adam(critic, lr=0.01), 'generator': torch.optim.SGD(model.generator.parameters(), lr=0.02, momentum=0.5)}
+    critic = list(model.critic.parameters())
+    return {'critic': torch.optim.Adam(critic, lr=0.01),
+            'generator': torch.optim.SGD(model.generator.parameters(), lr=0.02, momentum=0.5)}
 
 
 class DuelLearner(Learner):
@@ -164,7 +170,8 @@ class DuelLearner(Learner):
 
 def test_a_gan_is_its_hand_written_loop_bit_for_bit() -> None:
     real = [(torch.randn(6, 3),) for _ in range(4)]
-    learn = DuelLearner((real, real[:2]), model := Duel(), opt_func=lambda params, lr: duel_opts(model), wd_bn_bias=True,
+    learn = DuelLearner((real, real[:2]), model := Duel(), opt_func=lambda params, lr: duel_opts(model),
+                        wd_bn_bias=True,
                         cbs=[TrainEvalCallback, Recorder], default_cbs=False)
     learn.logger = print
     torch.manual_seed(11)
@@ -201,7 +208,8 @@ def test_an_alternating_gan_by_do_grad_opt() -> None:
         def forward(self, x: Tensor) -> Tensor: return self.critic(self.fake(x))
     real = [(torch.randn(6, 3), torch.randn(6, 1)) for _ in range(4)]
     model = Chain()
-    learn = Alternating(real, model, loss, opt_func=lambda params, lr: duel_opts(model), wd_bn_bias=True, cbs=TrainEvalCallback, default_cbs=False)
+    learn = Alternating(real, model, loss, opt_func=lambda params, lr: duel_opts(model), wd_bn_bias=True,
+                        cbs=TrainEvalCallback, default_cbs=False)
     learn.fit(2)
 
     other = Chain()
@@ -224,7 +232,8 @@ def test_a_module_shared_by_loss_and_model_is_trained_and_moved() -> None:
             self.outer.weight = self.inner.weight
         def forward(self, x: Tensor) -> Tensor: return self.outer(torch.tanh(self.inner(x)))
     batches = [(torch.randn(5, 3), torch.randn(5, 3)) for _ in range(3)]
-    learn = Learner(batches, model := Tied(), nn.MSELoss(), opt_func=partial(torch.optim.SGD, lr=0.1), cbs=TrainEvalCallback, default_cbs=False)
+    learn = Learner(batches, model := Tied(), nn.MSELoss(), opt_func=partial(torch.optim.SGD, lr=0.1),
+                    cbs=TrainEvalCallback, default_cbs=False)
     learn.fit(2)
     w = Tied().inner.weight.detach().clone().requires_grad_()
     for x, y in batches * 2:
@@ -239,8 +248,8 @@ def test_a_callback_can_step_one_of_them_less_often() -> None:
     def skip(cb: Any) -> None:
         if cb.iter % 2:
             for p in model[2].parameters(): p.grad = None
-    learn = learner(model, lambda params, lr: [torch.optim.SGD(model[0].parameters(), lr=lr), torch.optim.SGD(model[2].parameters(), lr=lr)],
-                    Callback(before_step=skip))
+    layers = lambda params, lr: [torch.optim.SGD(layer.parameters(), lr=lr) for layer in (model[0], model[2])]
+    learn = learner(model, layers, Callback(before_step=skip))
     learn.fit(1)
     other = net()
     for i, (x, y) in enumerate(data()):

@@ -59,11 +59,12 @@ def test_before_batch_cb_changes_batches_in_training_and_evaluation() -> None:
         assert isinstance(cb.learn, Learner)
         return tuple(x + 100 for x in xb), tuple(y - 100 for y in yb)
     seen: list[tuple[bool, float, float]] = []
-    learn = quiet(shift, Callback(before_pred=lambda cb: seen.append((cb.training, cb.x.mean().item(), cb.y.mean().item()))), n_train=1, n_valid=1, lr=0.)
+    look = Callback(before_pred=lambda cb: seen.append((cb.training, cb.x.mean().item(), cb.y.mean().item())))
+    learn = quiet(shift, look, n_train=1, n_valid=1, lr=0.)
     (x, y), (xv, yv) = learn.dls.train.tensors, learn.dls.valid.tensors
     learn.fit(1)
-    assert seen == [(True, pytest.approx(x.mean().item() + 100, abs=1e-3), pytest.approx(y.mean().item() - 100, abs=1e-3)),
-                    (False, pytest.approx(xv.mean().item() + 100, abs=1e-3), pytest.approx(yv.mean().item() - 100, abs=1e-3))]
+    near = lambda mean, by: pytest.approx(mean.mean().item() + by, abs=1e-3)
+    assert seen == [(True, near(x, 100), near(y, -100)), (False, near(xv, 100), near(yv, -100))]
     assert repr(shift) == 'Callback(before_batch=shift)'
 
 
@@ -80,7 +81,8 @@ def test_a_two_way_callback_mixes_inputs_and_targets() -> None:
     mse = nn.MSELoss()
     batches = [(torch.randn(4, 1), torch.randn(4, 1)) for _ in range(3)]
     torch.manual_seed(1)
-    learn = Learner((batches, batches), model := RegModel(), mse, opt_func=torch.optim.SGD, lr=0.1, cbs=[TrainEvalCallback, MixUp], default_cbs=False)
+    learn = Learner((batches, batches), model := RegModel(), mse, opt_func=torch.optim.SGD, lr=0.1,
+                    cbs=[TrainEvalCallback, MixUp], default_cbs=False)
     learn.fit(2)
     torch.manual_seed(1)
     other = RegModel()

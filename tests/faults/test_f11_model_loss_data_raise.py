@@ -1,4 +1,5 @@
-"""Row 11: the model, the loss, the step, a metric or the data raises. As in row 9, and the next fit equals a fresh one."""
+"""Row 11: model, loss, step, metric or data raises. As in row 9, and the next fit equals a fresh one."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -79,7 +80,9 @@ class FusedLoader:
 
 
 class FusedIterator:
-    def __init__(self, batches: Iterator[Any], where: str, fuse: Fuse) -> None: self.batches, self.where, self.fuse = batches, where, fuse
+    def __init__(self, batches: Iterator[Any], where: str, fuse: Fuse) -> None:
+        self.batches, self.where, self.fuse = batches, where, fuse
+
     def __iter__(self) -> FusedIterator: return self
     def __next__(self) -> Any:
         if self.where == 'next': self.fuse()
@@ -175,13 +178,31 @@ def in_batch(learn: Learner, fuse: Fuse) -> None:
     learn.dls.train = [Batch(b) for b in learn.dls.train]
 
 
-PLACES = {in_model: 4, in_eval_model: 2, in_backward: 2, in_loss: 5, in_step: 2, in_zero_grad: 3, in_metric: 2, in_metric_value: 1, in_logger: 1,
-          in_loader('next'): 3, in_loader('iter'): 2, in_loader('generator'): 2, in_loader('len'): 3, in_valid_loader: 2, in_samples: 6,
-          in_collate: 2, in_batch: 2}
+PLACES = {
+    in_model: 4,
+    in_eval_model: 2,
+    in_backward: 2,
+    in_loss: 5,
+    in_step: 2,
+    in_zero_grad: 3,
+    in_metric: 2,
+    in_metric_value: 1,
+    in_logger: 1,
+    in_loader('next'): 3,
+    in_loader('iter'): 2,
+    in_loader('generator'): 2,
+    in_loader('len'): 3,
+    in_valid_loader: 2,
+    in_samples: 6,
+    in_collate: 2,
+    in_batch: 2,
+}
 
 
 @pytest.mark.parametrize(('put', 'nth'), PLACES.items(), ids=lambda o: getattr(o, '__name__', str(o)))
-def test_it_comes_out_as_it_was_and_the_next_fit_equals_a_fresh_one(put: Callable[[Learner, Fuse], None], nth: int) -> None:
+def test_it_comes_out_as_it_was_and_the_next_fit_equals_a_fresh_one(
+    put: Callable[[Learner, Fuse], None], nth: int
+) -> None:
     fuse, learn = Fuse(), make_learner(watch := Watch())
     start_again(learn)
     whole = learn.loss_func, learn.opt_func, learn.metrics, learn.logger
@@ -220,7 +241,10 @@ def test_the_note_counts_the_batch_in_which_the_model_failed(nth: int) -> None:
     assert notes(e) == [f'in train (epoch {(nth - 1) // 3}, batch {(nth - 1) % 3})']
 
 
-@pytest.mark.parametrize(('nth', 'where'), [(1, 'epoch 0, batch 0'), (3, 'epoch 0, batch 2'), (5, 'epoch 1, batch 0'), (6, 'epoch 1, batch 1')])
+@pytest.mark.parametrize(
+    ('nth', 'where'),
+    [(1, 'epoch 0, batch 0'), (3, 'epoch 0, batch 2'), (5, 'epoch 1, batch 0'), (6, 'epoch 1, batch 1')],
+)
 def test_the_note_counts_the_batch_in_whose_drawing_the_loader_failed(nth: int, where: str) -> None:
     "A draw is three batches and the end, so the fifth is the first of the second epoch."
     fuse, learn = Fuse(), make_learner()
@@ -250,7 +274,9 @@ def test_gradients_of_a_failed_batch_do_not_reach_the_next_fit() -> None:
     assert all(p.grad is None for p in learn.opt.parameters())
 
 
-@pytest.mark.xfail(reason='the iterator protocol cannot tell it from the end; a loader that ends before its length could be refused')
+@pytest.mark.xfail(
+    reason='the iterator protocol cannot tell it from the end; a loader that ends before its length could be refused'
+)
 def test_stop_iteration_inside_the_data_is_no_end_of_the_epoch() -> None:
     "A bug in a data set must not shorten the epoch in silence."
     class Samples(Dataset[Any]):
@@ -263,8 +289,11 @@ def test_stop_iteration_inside_the_data_is_no_end_of_the_epoch() -> None:
     assert not isinstance(e, StopIteration) and ('3' in str(e) or 'StopIteration' in str(e))
 
 
-@pytest.mark.parametrize('error', [StopIteration(), RecursionError(), SystemExit(2), GeneratorExit(), torch.OutOfMemoryError('out')],
-                         ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize(
+    'error',
+    [StopIteration(), RecursionError(), SystemExit(2), GeneratorExit(), torch.OutOfMemoryError('out')],
+    ids=lambda e: type(e).__name__,
+)
 @pytest.mark.parametrize('put', [in_model, in_backward, in_loss, in_step, in_metric])
 def test_every_kind_of_exception(put: Callable[[Learner, Fuse], None], error: BaseException) -> None:
     if put is in_backward and not isinstance(error, Exception): pytest.skip('torch turns these into errors of its own')

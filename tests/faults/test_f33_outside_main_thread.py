@@ -50,13 +50,21 @@ def test_it_trains_as_in_the_main_thread() -> None:
     learn = make_learner(Callback(after_batch=lambda cb: during.append((handlers(), threading.current_thread()))))
     in_thread(lambda: fitted(learn))
     assert digest(learn) == fresh()['digest'] and rows(learn) == fresh()['rows']
-    assert handlers() == before and all(h == before and t is not threading.main_thread() for h, t in during) and len(during) == 10
+    assert (
+        handlers() == before
+        and all(h == before and t is not threading.main_thread() for h, t in during)
+        and len(during) == 10
+    )
     is_clean(learn)
 
 
 def test_the_main_thread_keeps_its_handlers_too() -> None:
     before, during = handlers(), list[Any]()
-    fitted(make_learner(Callback(before_fit=lambda cb: during.append(handlers()), after_batch=lambda cb: during.append(handlers()))))
+    fitted(
+        make_learner(
+            Callback(before_fit=lambda cb: during.append(handlers()), after_batch=lambda cb: during.append(handlers()))
+        )
+    )
     assert during and all(h == before for h in during) and handlers() == before
 
 
@@ -78,7 +86,9 @@ def test_it_fails_as_in_the_main_thread(event: str, error: BaseException) -> Non
     learn = make_learner(cbs := [At(event, error), watch := Watch()])
     start_again(learn)
     e = in_thread(lambda: raised_by(lambda: learn.fit(N_EPOCH)))
-    assert e is error and notes(e)[0].startswith(f'in At.{event}') and watch.fired == [('after_error', e), ('cleanup', e)]
+    assert (
+        e is error and notes(e)[0].startswith(f'in At.{event}') and watch.fired == [('after_error', e), ('cleanup', e)]
+    )
     is_clean(learn)
     fits_like_fresh(learn, cbs)            # the lock is free for the main thread
     in_thread(lambda: fits_like_fresh(learn))  # and for a new one
@@ -94,7 +104,12 @@ def test_two_learners_in_two_threads_do_not_disturb_each_other() -> None:
         g = torch.Generator().manual_seed(seed)
         x, model = torch.randn(64, 3, generator=g), nn.Linear(3, 1)
         with torch.no_grad(): model.weight.fill_(0.1); model.bias.zero_()
-        learn = Learner(DataLoaders.from_tensors((x, x.sum(1, keepdim=True)), bs=4, seed=seed, device='cpu'), model, nn.MSELoss(), lr=0.1)
+        learn = Learner(
+            DataLoaders.from_tensors((x, x.sum(1, keepdim=True)), bs=4, seed=seed, device='cpu'),
+            model,
+            nn.MSELoss(),
+            lr=0.1,
+        )
         with learn.no_bar(), learn.no_logging(): learn.fit(4)
         return [learn.model.weight.tolist(), learn.recorder.smooth_loss.raw]
     alone = [one(1), one(2)]

@@ -1,0 +1,589 @@
+"""The Learner as its users see it: constructor, attributes, contexts, kinds of batches and loaders, closing."""
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from learnkit import (
+    SGD,
+    AvgMetric,
+    Callback,
+    CancelError,
+    CancelFitException,
+    DataLoaders,
+    EmptyLoaderError,
+    Learner,
+    ProgressCallback,
+    Recorder,
+    TrainEvalCallback,
+    accuracy,
+    defaults,
+    mae,
+    replacing_yield,
+    to_detach,
+)
+from learnkit.testing import RegModel, synth_dls, synth_learner
+
+
+def bare(dls: Any, model: nn.Module, loss: Any = None, *cbs: Any, **kwargs: Any) -> Learner:
+    "A Learner with a history that prints nothing."
+    options = {'opt_func': torch.optim.SGD, 'lr': 0.1, 'wd_bn_bias': True, **kwargs}
+    learn = Learner(dls, model, loss, cbs=[TrainEvalCallback, Recorder, *cbs], default_cbs=False, **options)
+    learn.logger = lambda row: None
+    return learn
+
+
+def by_hand(model: nn.Module, loss_of: Any, batches: list[Any], n_epoch: int = 2) -> list[Tensor]:
+    "The weights after a plain loop, with `loss_of(model, batch)`."
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    for b in batches * n_epoch:
+        loss_of(model, b).backward()
+        opt.step()
+        opt.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+def same(model: nn.Module, expected: list[Tensor]) -> bool:
+    return all(torch.allclose(p, q, atol=1e-6) for p, q in zip(model.parameters(), expected, strict=True))
+
+
+def line(n_in: int = 3, n_out: int = 1) -> nn.Linear:
+    torch.manual_seed(4)
+    return nn.Linear(n_in, n_out)
+
+
+def rows(n: int = 3, bs: int = 4) -> list[tuple[Tensor, Tensor]]:
+    return [(torch.randn(bs, 3), torch.randn(bs, 1)) for _ in range(n)]
+
+
+# Constructor
+
+def test_the_constructors_keywords_are_attributes(tmp_path: Path) -> None:
+    model, loss, dls = RegModel(), nn.L1Loss(), synth_dls()
+    splitter = lambda m: [[m.a], [m.b]]
+    learn = Learner(dls, model, loss_func=loss, opt_func=SGD, lr=0.2, splitter=splitter,
+                    cbs=Callback(before_fit=print), metrics=[mae], path=tmp_path, model_dir='weights', wd=0.1,
+                    wd_bn_bias=True, train_bn=False, moms=(0.9, 0.8, 0.9), default_cbs=False, microbatch=4)
+    assert (learn.dls, learn.model, learn.loss_func, learn.opt_func) == (dls, model, loss, SGD)
+    assert (learn.lr, learn.splitter, learn.path, learn.model_dir) == (0.2, splitter, tmp_path, 'weights')
+    assert (learn.wd, learn.wd_bn_bias, learn.train_bn) == (0.1, True, False)
+    assert (learn.moms, learn.microbatch, learn.opt, len(learn.cbs)) == ((0.9, 0.8, 0.9), 4, None, 1)
+    assert [m.name for m in learn.metrics] == ['mae']
+
+
+def test_the_defaults() -> None:
+    learn = Learner(synth_dls(), RegModel(), nn.MSELoss())
+    assert (learn.lr, learn.wd, learn.wd_bn_bias, learn.train_bn) == (defaults.lr, None, False, True)
+    assert (learn.moms, learn.microbatch) == ((0.95, 0.85, 0.95), None)
+    assert (learn.path, learn.model_dir, learn.logger) == (Path('.'), 'models', print)
+    assert [type(cb) for cb in learn.cbs] == defaults.callbacks == [TrainEvalCallback, Recorder, ProgressCallback]
+    assert learn.train_eval is learn.cbs[0] and learn.recorder is learn.cbs[1] and learn.progress is learn.cbs[2]
+    assert (learn.epoch, learn.n_epoch, learn.iter, learn.train_iter) == (0, 1, 0, 0)
+    assert (learn.pct_train, learn.training) == (0., False)
+
+
+def test_the_first_arguments_go_by_position() -> None:
+    model, batches = line(), rows()
+    learn = Learner(batches, model, nn.MSELoss(), torch.optim.SGD, 0.1, cbs=TrainEvalCallback, default_cbs=False,
+                    wd_bn_bias=True)
+    learn.fit(2)
+    assert same(model, by_hand(line(), lambda m, b: F.mse_loss(m(b[0]), b[1]), batches))
+
+
+@pytest.mark.parametrize('make', [lambda t, v: (t, v), lambda t, v: DataLoaders(t, v), lambda t, v: Alike(t, v)],
+                         ids=['tuple', 'own', 'alike'])
+def test_loaders_come_in_many_forms(make: Any) -> None:
+    train, valid = rows(), rows(2)
+    learn = bare(make(train, valid), model := line(), nn.MSELoss())
+    learn.fit(2)
+    assert same(model, by_hand(line(), lambda m, b: F.mse_loss(m(b[0]), b[1]), train))
+    x, y = (torch.cat(p) for p in zip(*valid, strict=True))
+    assert learn.history[-1]['valid_loss'] == pytest.approx(F.mse_loss(model(x), y).item(), rel=1e-5)
+
+
+class Alike:
+    "Works like DataLoaders: `train`, and loaders by number."
+    def __init__(self, train: Any, valid: Any) -> None: self.train, self.valid = train, valid
+    def __getitem__(self, i: int) -> Any: return (self.train, self.valid)[i]
+
+
+def test_torch_data_loaders_work_as_they_are() -> None:
+    x, y = torch.randn(10, 3), torch.randn(10, 1)
+    ds = TensorDataset(x, y)
+    learn = bare((DataLoader(ds, 4), DataLoader(ds, 3)), model := line(), nn.MSELoss())
+    learn.fit(2)
+    assert same(model, by_hand(line(), lambda m, b: F.mse_loss(m(b[0]), b[1]),
+                               [(x[i:i + 4], y[i:i + 4]) for i in (0, 4, 8)]))
+    assert learn.n_iter is not None and learn.train_iter == 6
+
+
+def test_the_training_sets_own_loss_function_is_taken() -> None:
+    class Set(TensorDataset):
+        loss_func = nn.L1Loss()
+    ds = Set(torch.randn(4, 3), torch.randn(4, 1))
+    assert Learner(DataLoader(ds), line(), default_cbs=False).loss_func is Set.loss_func
+    assert Learner(DataLoader(ds), line(), F.mse_loss, default_cbs=False).loss_func is F.mse_loss
+
+
+def test_ten_epochs_lower_the_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    learn = synth_learner(lr=0.05)
+    before = learn.validate()[0]
+    learn.fit(10)
+    assert learn.validate()[0] < 0.05 * before
+    assert len(capsys.readouterr().out.splitlines()) >= 10
+
+
+# Attributes
+
+def test_x_and_y_are_read_only_views_of_xb_and_yb() -> None:
+    learn = synth_learner(default_cbs=False)
+    a, b, c = torch.ones(1), torch.zeros(1), torch.ones(2)
+    learn.xb, learn.yb = (a,), (b, c)
+    assert learn.x is a and learn.y == (b, c)
+    learn.yb = ()
+    assert learn.y is None
+    for name in 'xy':
+        with pytest.raises(AttributeError): setattr(learn, name, a)
+    assert learn.xb == (a,)
+
+
+def test_the_models_attributes_are_the_learners() -> None:
+    class Model(RegModel):
+        word = 'hello'
+        def shout(self) -> str: return self.word.upper()
+    learn = synth_learner(model=Model())
+    assert learn.a is learn.model.a and learn.word == 'hello' and learn.shout() == 'HELLO'
+    assert list(learn.parameters()) == [learn.model.a, learn.model.b] and learn.state_dict().keys() == {'a', 'b'}
+    assert {'fit', 'model', 'a', 'shout', 'recorder'} <= set(dir(learn))
+    assert not hasattr(learn, 'nothing_like_it')
+
+
+def test_the_model_can_be_replaced() -> None:
+    learn = bare(rows(), line(), nn.MSELoss())
+    learn.model = model = nn.Sequential(line())
+    learn.fit(2)
+    assert same(model, by_hand(line(), lambda m, b: F.mse_loss(m(b[0]), b[1]), learn.dls.train))
+    assert learn.opt is not None
+
+
+def test_a_subclass_may_add_what_it_likes() -> None:
+    class Mine(Learner):
+        def __init__(self, *args: Any, extra: int, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.extra = extra
+        def double(self) -> int: return 2 * self.extra
+    assert Mine(rows(), line(), nn.MSELoss(), extra=4).double() == 8
+
+
+# Contexts
+
+def test_no_logging_no_bar_and_what_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
+    learn = synth_learner()
+    learn.fit(1)
+    assert capsys.readouterr().out
+    with learn.no_logging(): learn.fit(1)
+    with learn.no_bar(), learn.no_logging():
+        assert not hasattr(learn, 'progress')
+        learn.fit(1)
+    assert capsys.readouterr().out == ''
+    assert learn.logger is print and learn.progress is learn.cbs[2] and len(learn.history) == 3
+    learn.fit(1)
+    assert capsys.readouterr().out
+
+
+def test_no_bar_silences_the_display(capsys: pytest.CaptureFixture[str]) -> None:
+    learn = synth_learner()
+    with learn.no_bar(): learn.fit(1)
+    assert capsys.readouterr().out == '' and len(learn.history) == 1
+
+
+def test_no_mbar() -> None:
+    learn = synth_learner()
+    with learn.no_mbar(): assert learn.create_mbar is False
+    assert learn.create_mbar is True
+
+
+def test_loss_not_reduced_and_back() -> None:
+    learn = synth_learner()
+    x, y = torch.randn(4, 1), torch.randn(4, 1)
+    with learn.loss_not_reduced(): assert learn.loss_func(x, y).shape == (4, 1)
+    assert learn.loss_func.reduction == 'mean'
+    learn.loss_func = F.mse_loss
+    with learn.loss_not_reduced(): assert torch.equal(learn.loss_func(x, y), (x - y).square())
+    assert learn.loss_func is F.mse_loss
+
+
+def test_replacing_yield_puts_back_also_after_an_error() -> None:
+    o = SimpleNamespace(a=1)
+    with replacing_yield(o, 'a', 2): assert o.a == 2
+    with pytest.raises(ZeroDivisionError), replacing_yield(o, 'a', 3): raise ZeroDivisionError
+    assert o.a == 1
+
+
+EVENTS_AROUND = ['before_fit', 'before_epoch', 'after_epoch', 'after_fit', 'cleanup']
+
+
+class Journal(Callback):
+    def __init__(self) -> None: self.seen: list[str] = []
+    def run_event(self, event_name: str) -> None: self.seen.append(event_name)
+
+
+@pytest.mark.parametrize('inner', [False, True])
+def test_validation_context_fires_the_events_around(inner: bool) -> None:
+    learn = synth_learner(default_cbs=False, cbs=[TrainEvalCallback, Recorder, log := Journal()])
+    log.seen.clear()
+    with learn.validation_context(cbs=(extra := Callback()), inner=inner):
+        assert extra in learn.cbs and learn.create_mbar is False
+        learn._do_epoch_validate()
+    around = [] if inner else EVENTS_AROUND
+    assert [e for e in log.seen if e in EVENTS_AROUND] == around and log.seen.count('after_validate') == 1
+    assert extra not in learn.cbs and learn.logger is print and learn.create_mbar is True
+
+
+def test_with_learn_fires_around_and_closes() -> None:
+    learn = synth_learner(default_cbs=False, cbs=[TrainEvalCallback, log := Journal()])
+    log.seen.clear()
+    with learn as same_one:
+        assert same_one is learn and log.seen == ['before_fit', 'before_epoch']
+        learn.one_batch(0, learn.dls.one_batch())
+        assert learn.pred.shape == (16, 1)
+    of_the_batch = 'before_batch', 'before_pred', 'after_pred', 'after_loss', 'after_batch'
+    assert [e for e in log.seen if e not in of_the_batch] == [*EVENTS_AROUND, 'close', 'post_close']
+
+
+def test_a_with_block_puts_up_with_cancels_of_its_levels() -> None:
+    learn = synth_learner(default_cbs=False, cbs=[TrainEvalCallback, log := Journal()])
+    with learn: raise CancelFitException
+    assert log.seen[-5:] == ['after_cancel_fit', 'after_fit', 'cleanup', 'close', 'post_close']
+
+
+def test_a_fit_in_a_with_block_is_a_fit_and_closes_at_its_end() -> None:
+    closed: list[int] = []
+    def run(block: bool) -> tuple[list[Any], list[Tensor]]:
+        learn = bare((rows_, rows_), model := line(), nn.MSELoss(),
+                     Callback(close=lambda cb: closed.append(len(cb.learn.history))), metrics=mae)
+        if block:
+            with learn:
+                learn.fit(2)
+                learn.validate()
+                learn.fit(1)
+        else:
+            learn.fit(2)
+            learn.fit(1)
+        history = [{k: v for k, v in r.items() if k != 'time'} for r in learn.history]
+        return history, [p.detach() for p in model.parameters()]
+    rows_ = rows()
+    (history, weights), (plain_history, plain_weights) = run(True), run(False)
+    assert history == plain_history and all(torch.equal(p, q) for p, q in zip(weights, plain_weights, strict=True))
+    assert closed == [3]
+
+
+def test_close_comes_once_until_it_is_used_again() -> None:
+    seen: list[str] = []
+    class Writer(Callback):
+        def close(self) -> None: seen.append('close')
+        def post_close(self) -> None: seen.append('post_close')
+    learn = synth_learner(default_cbs=False, cbs=[TrainEvalCallback, Writer()])
+    learn.fit(1)
+    learn.close()
+    learn.close()
+    assert seen == ['close', 'post_close']
+    with learn: "The second time."
+    assert seen.count('close') <= 2
+
+
+def test_one_failing_close_stops_no_other() -> None:
+    seen: list[str] = []
+    class Bad(Callback):
+        def close(self) -> None: raise OSError('disk')
+    class Good(Callback):
+        def close(self) -> None: seen.append('closed')
+        def post_close(self) -> None: seen.append('post')
+    with pytest.raises(OSError, match='disk') as e: synth_learner(default_cbs=False, cbs=[Bad(), Good()]).close()
+    assert seen == ['closed', 'post'] and any('Bad.close' in n for n in e.value.__notes__)
+
+
+def test_the_way_out_of_the_program_closes(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+    script = '''
+from learnkit import Callback
+from learnkit.testing import synth_learner
+cb = Callback(close=lambda cb: print("closed"), post_close=lambda cb: print("and after"))
+learn = synth_learner(cbs=cb, default_cbs=False)
+learn.fit(0)
+'''
+    out = subprocess.run([sys.executable, '-c', script], capture_output=True, text=True, timeout=60, cwd=tmp_path,
+                         check=True)
+    assert out.stdout.split('\n')[-3:] == ['closed', 'and after', '']
+
+
+def test_the_learner_says_what_it_is() -> None:
+    assert repr(synth_learner(default_cbs=False)) == 'Learner(RegModel, valid, cbs=[])'
+    assert 'no validation' in repr(Learner(rows(), line(), nn.MSELoss()))
+
+
+def test_to_detach_uses_the_loaders_own_where_it_has_one() -> None:
+    learn = synth_learner()
+    t = torch.randn(2, requires_grad=True)
+    assert not learn.to_detach((t,))[0].requires_grad and torch.equal(learn.to_detach(t), t.detach())
+    learn.dl = SimpleNamespace(to_detach=lambda b, cpu, gather: 'mine')
+    assert learn.to_detach(t) == 'mine' and to_detach(t).requires_grad is False
+
+
+# Kinds of batches
+
+class ByName(nn.Module):
+    "Takes named inputs, and gives its own loss when it gets the labels."
+    def __init__(self, with_loss: bool = True) -> None:
+        super().__init__()
+        self.lin, self.with_loss = line(), with_loss
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.lin(ids if mask is None else ids * mask)
+        if not self.with_loss or labels is None: return {'logits': logits}
+        return {'logits': logits, 'loss': F.mse_loss(logits, labels)}
+
+
+def named(n: int = 3) -> list[dict[str, Any]]:
+    return [{'ids': torch.randn(4, 3), 'mask': torch.rand(4, 3), 'labels': torch.randn(4, 1), 'text': ['a'] * 4}
+            for _ in range(n)]
+
+
+def named_loss(m: ByName, b: dict[str, Tensor]) -> Tensor: return F.mse_loss(m.lin(b['ids'] * b['mask']), b['labels'])
+
+
+@pytest.mark.parametrize('loss', [None, nn.MSELoss()], ids=['own loss', 'loss_func'])
+def test_a_dict_batch_is_given_by_name(loss: Any) -> None:
+    batches = named()
+    learn = bare((batches, batches[:2]), model := ByName(loss is None), loss, metrics=mae)
+    learn.fit(2)
+    assert same(model, by_hand(ByName(), named_loss, batches))
+    whole = {k: torch.cat([b[k] for b in batches[:2]]) for k in ('ids', 'mask', 'labels')}
+    assert learn.history[-1]['valid_loss'] == pytest.approx(named_loss(model, whole).item(), rel=1e-5)
+    assert learn.history[-1]['mae'] == pytest.approx(F.l1_loss(model(whole['ids'], whole['mask'])['logits'],
+                                                               whole['labels']).item(), rel=1e-5)
+
+
+@dataclass
+class Sample:
+    ids: Tensor
+    labels: Tensor
+
+
+def test_a_dataclass_batch_is_given_by_name() -> None:
+    batches = [Sample(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(3)]
+    learn = bare((batches, batches), model := ByName(), None)
+    learn.fit(2)
+    assert same(model, by_hand(ByName(), lambda m, b: F.mse_loss(m.lin(b.ids), b.labels), batches))
+    assert torch.equal(learn.get_preds()[1], torch.cat([b.labels for b in batches]))
+
+
+def test_a_named_tuple_splits_like_a_tuple() -> None:
+    Pair = namedtuple('Pair', 'image label')
+    batches = [Pair(*b) for b in rows()]
+    learn = bare(batches, model := line(), nn.MSELoss())
+    learn.fit(2)
+    assert same(model, by_hand(line(), lambda m, b: F.mse_loss(m(b.image), b.label), batches))
+
+
+def test_a_single_tensor_with_targets_from_a_callback() -> None:
+    batches = [torch.randn(4, 3) for _ in range(3)]
+    def rebuild(cb: Any) -> None: cb.learn.yb = (cb.x,)
+    learn = bare((batches, batches), model := line(3, 3), nn.MSELoss(), Callback(before_batch=rebuild))
+    learn.fit(2)
+    assert same(model, by_hand(line(3, 3), lambda m, x: F.mse_loss(m(x), x), batches))
+    assert learn.history[-1]['valid_loss'] == pytest.approx(F.mse_loss(model(torch.cat(batches)),
+                                                                       torch.cat(batches)).item(), rel=1e-5)
+
+
+def test_nested_batches_reach_the_model_as_they_are() -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = line()
+        def forward(self, inputs: Any) -> Tensor: return self.lin(inputs['a'][0] + inputs['a'][1])
+    batches = [({'a': (torch.randn(4, 3), torch.randn(4, 3)), 'name': 'x'}, {'t': torch.randn(4, 1)}) for _ in range(3)]
+    loss = lambda pred, y: F.mse_loss(pred, y['t'])
+    learn = bare(batches, model := Nested(), loss)
+    learn.fit(2)
+    assert same(model, by_hand(Nested(), lambda m, b: loss(m(b[0]), b[1]), batches))
+
+
+def test_several_inputs_and_n_inp() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = line()
+        def forward(self, a: Tensor, b: Tensor) -> Tensor: return self.lin(a * b)
+    batches = [(torch.randn(4, 3), torch.randn(4, 3), torch.randn(4, 1), torch.rand(4, 1)) for _ in range(3)]
+    loss = lambda pred, y, w: ((pred - y).square() * w).mean()
+    learn = bare(DataLoaders(batches, n_inp=2), model := Two(), loss)
+    learn.fit(2)
+    assert same(model, by_hand(Two(), lambda m, b: loss(m(b[0], b[1]), b[2], b[3]), batches))
+
+
+def test_what_is_no_tensor_is_left_alone() -> None:
+    seen = []
+    batches = [((torch.randn(4, 3), ['a', 'b', 'c', 'd'], None, 7), torch.randn(4, 1))]
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = line()
+        def forward(self, inputs: Any) -> Tensor: seen.append(inputs[1:]); return self.lin(inputs[0])
+    bare(batches, Reads(), nn.MSELoss()).fit(1)
+    assert seen == [(['a', 'b', 'c', 'd'], None, 7)]
+
+
+def test_a_hugging_face_model_trains_unaided() -> None:
+    transformers = pytest.importorskip('transformers')
+    config = transformers.BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+                                     intermediate_size=16, max_position_embeddings=16, num_labels=3,
+                                     hidden_dropout_prob=0., attention_probs_dropout_prob=0.)
+    def model() -> nn.Module:
+        torch.manual_seed(1)
+        return transformers.BertForSequenceClassification(config)
+    batches: list[Any] = [transformers.BatchEncoding({'input_ids': torch.randint(50, (4, 8)),
+                                                      'attention_mask': torch.ones(4, 8, dtype=torch.long),
+                                                      'labels': torch.randint(3, (4,))}) for _ in range(3)]
+    learn = bare((batches, batches), m := model(), None, metrics=accuracy)
+    learn.fit(1)
+    assert same(m, by_hand(model(), lambda m, b: m.train()(**b).loss, batches, n_epoch=1))
+    preds, targs = learn.get_preds()
+    m.eval()
+    with torch.no_grad(): logits = torch.cat([m(**b).logits for b in batches])
+    assert torch.allclose(preds, logits, atol=1e-5) and torch.equal(targs, torch.cat([b['labels'] for b in batches]))
+    assert learn.history[0]['accuracy'] == pytest.approx((logits.argmax(1) == targs).float().mean().item())
+    assert learn.history[0]['valid_loss'] == pytest.approx(F.cross_entropy(logits, targs).item(), rel=1e-4)
+
+
+# Loaders without a length
+
+class Stream:
+    "Gives batches anew each time, and does not say how many."
+    def __init__(self, batches: list[Any], endless: bool = False) -> None:
+        self.batches, self.endless, self.drawn = batches, endless, 0
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            for b in self.batches: self.drawn += 1; yield b
+            if not self.endless: return
+
+
+def test_a_loader_without_length() -> None:
+    seen: list[Any] = []
+    batches = rows(3)
+    learn = bare((Stream(batches), Stream(batches)), model := line(), nn.MSELoss(),
+                 Callback(after_batch=lambda cb: seen.append((cb.n_iter, cb.pct_train))))
+    learn.fit(2)
+    assert same(model, by_hand(line(), lambda m, b: F.mse_loss(m(b[0]), b[1]), batches))
+    assert seen == [(None, 0.)] * 6 + [(None, 0.5)] * 6 and learn.train_iter == 6
+
+
+def test_an_endless_loader_with_n_iter() -> None:
+    seen: list[Any] = []
+    batches, stream = rows(3), Stream(rows(3), endless=True)
+    stream.batches = batches
+    learn = bare(DataLoaders(stream, n_iter=2), model := line(), nn.MSELoss(),
+                 Callback(after_batch=lambda cb: seen.append((cb.n_iter, cb.pct_train))))
+    learn.fit(2)
+    assert same(model, by_hand(line(), lambda m, b: F.mse_loss(m(b[0]), b[1]), [*batches[:2], *batches[:2]], 1))
+    assert seen == [(2, pytest.approx(p)) for p in (.25, .5, .75, 1.)] and stream.drawn == 4
+
+
+def test_a_generator_goes_on_where_it_was() -> None:
+    batches = rows(4)
+    learn = bare(DataLoaders(iter(batches), n_iter=2), model := line(), nn.MSELoss())
+    learn.fit(2)
+    assert same(model, by_hand(line(), lambda m, b: F.mse_loss(m(b[0]), b[1]), batches, 1))
+    with pytest.raises(EmptyLoaderError, match='used up'): learn.fit(1)
+
+
+def test_an_iterable_dataset() -> None:
+    class Numbers(IterableDataset):
+        def __iter__(self) -> Iterator[Any]:
+            gen = torch.Generator().manual_seed(2)
+            for _ in range(6): yield torch.randn(3, generator=gen), torch.randn(1, generator=gen)
+    learn = bare((DataLoader(Numbers(), 4), DataLoader(Numbers(), 4)), model := line(), nn.MSELoss())
+    learn.fit(2)
+    assert same(model, by_hand(line(), lambda m, b: F.mse_loss(m(b[0]), b[1]), list(DataLoader(Numbers(), 4))))
+    assert learn.history[0]['valid_loss'] is not None
+
+
+def test_n_iter_is_ignored_where_the_length_is_known() -> None:
+    learn = bare(DataLoaders(rows(3), n_iter=2), line(), nn.MSELoss())
+    learn.fit(1)
+    assert learn.train_iter == 3 and learn.pct_train == pytest.approx(1)
+
+
+# More of a fit
+
+def test_everything_at_once_is_the_loop_by_hand() -> None:
+    "Momentum, decay, named loaders, metrics, parts of a loss, several fits."
+    train, day, night = rows(4), rows(2), rows(1)
+    loss = nn.MSELoss()
+    learn = bare(DataLoaders(train, {'day': day, 'night': night}), model := line(), loss,
+                 opt_func=partial(torch.optim.SGD, momentum=0.9),
+                 metrics=[mae, AvgMetric(mae, 'mean error', on='train')], wd=0.01)
+    learn.fit(2)
+    learn.fit(1, lr=0.01, wd=0.)
+
+    other = line()
+    opt = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    for epoch in range(3):
+        if epoch == 2: opt.param_groups[0].update(lr=0.01, weight_decay=0.)
+        for x, y in train:
+            loss(other(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+    x, y = (torch.cat(p) for p in zip(*day, strict=True))
+    assert learn.history[-1]['day/mae'] == pytest.approx(F.l1_loss(other(x), y).item(), rel=1e-5)
+
+
+def test_a_model_with_reset_is_reset_at_each_run() -> None:
+    class Counts(RegModel):
+        resets = 0
+        def reset(self) -> None: self.resets += 1
+    learn = synth_learner(model=Counts(), default_cbs=False, cbs=TrainEvalCallback)
+    learn.fit(2)
+    learn.validate()
+    assert learn.model.resets == 2
+
+
+def test_the_loss_modules_own_tensors_move_with_the_model() -> None:
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1., 2.]))
+    dls = DataLoaders([(torch.randn(4, 3), torch.randint(2, (4,)))], device='meta')
+    learn = Learner(dls, nn.Linear(3, 2), loss, default_cbs=False, cbs=TrainEvalCallback)
+    learn('before_fit')
+    assert loss.weight.device.type == 'meta' and learn.model.weight.device.type == 'meta'
+
+
+def test_parameters_and_batches_are_on_the_loaders_device() -> None:
+    seen = set()
+    learn = bare(rows(), line(), nn.MSELoss(),
+                 Callback(before_batch=lambda cb: seen.add((cb.x.device, next(cb.model.parameters()).device))))
+    learn.dls.device = 'cpu'
+    learn.fit(1)
+    assert seen == {(torch.device('cpu'), torch.device('cpu'))}
+
+
+def test_a_cancel_of_a_fit_in_a_validation_inside_it_does_not_cross_out() -> None:
+    def cancel(cb: Any) -> None:
+        if not cb.fitting: raise CancelFitException
+    def nested(cb: Any) -> None: cb.learn.validate()
+    learn = bare((rows(), rows()), line(), nn.MSELoss(), Callback(after_train=nested), Callback(before_validate=cancel))
+    learn.fit(3)
+    assert learn.train_iter == 9 and len(learn.history) == 3
+    def too_late(cb: Any) -> None: raise CancelFitException
+    with pytest.raises(CancelError, match='after_fit'): learn.fit(1, cbs=Callback(after_fit=too_late))
