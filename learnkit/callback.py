@@ -12,7 +12,7 @@ from warnings import warn
 
 from fastcore.basics import camel2snake
 
-from learnkit.errors import CallbackError
+from learnkit.errors import CallbackError, TimeError
 from learnkit.events import ALIASES, EVENTS, INNER_EVENTS, canonical_event
 from learnkit.timing import Time, Timestamp, as_time, crossings
 
@@ -221,6 +221,8 @@ class Periodic(Callback):
 
     def before_fit(self) -> None:
         "Start counting from where the Learner is."
+        if self.every.unit == 'tok':
+            raise TimeError(f'every={str(self.every)!r}: tokens are not counted. Use ba, st, sp or ep.')
         if self.fitting: self._before = self.learn.time
 
     def _track(self, track: Callable[[], Any] | None) -> None:

@@ -272,8 +272,9 @@ def n_batches(dl: Any) -> int | None:
     >>> n_batches([1, 2]), n_batches(iter([1, 2]))
     (2, None)
     """
+    if not hasattr(type(dl), '__len__'): return None
     try: return len(dl)
-    except (TypeError, NotImplementedError, AttributeError): return None
+    except (TypeError, NotImplementedError): return None
 
 
 def in_order(dl: Any) -> Any:

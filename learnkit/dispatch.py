@@ -5,6 +5,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from threading import RLock
 from types import FunctionType
 from typing import Any, Self
 
@@ -106,6 +107,19 @@ class HasCallbacks:
         self._callbacks = CallbackSet(self)
         self._tables = self._callbacks.tables
 
+    def __getstate__(self) -> dict[str, Any]:
+        "Leave out what belongs to this object alone: its lock and its tables, which are made from the callbacks."
+        own = ('lock', '_callbacks', '_tables')
+        return {**{k: v for k, v in self.__dict__.items() if k not in own}, '_cbs': list(self.cbs)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        cbs = state.pop('_cbs')
+        self.__dict__.update(state, lock=RLock())
+        HasCallbacks.__init__(self)
+        for cb in cbs:
+            object.__setattr__(cb, 'learn', self)
+            self._callbacks.insert(cb)
+
     def _in_use(self) -> bool:
         "Tell whether a run is under way."
         return False
@@ -187,10 +201,11 @@ class HasCallbacks:
     @contextmanager
     def added_cbs(self, cbs: Any) -> Iterator[Self]:
         "Add callbacks for the length of a context."
-        new = [as_callback(cb) for cb in listed(cbs)]
-        self.add_cbs(new)
-        try: yield self
-        finally: self.remove_cbs(new)
+        new, before = [as_callback(cb) for cb in listed(cbs)], list(self.cbs)
+        try:
+            self.add_cbs(new)
+            yield self
+        finally: self.remove_cbs([cb for cb in new if not any(cb is old for old in before)])
 
     @contextmanager
     def removed_cbs(self, cbs: Any) -> Iterator[Self]:
@@ -254,7 +269,7 @@ def as_callback(cb: Any) -> Callback:
     if isinstance(cb, Callback): return cb
     hint = 'give a Callback, its class, or `Callback(event=function)`'
     if callable(cb) and hasattr(cb, '__name__'): hint = f'write `Callback(before_fit={cb.__name__})`, with its event'
-    raise CallbackError(f'{cb!r} is no callback: {hint}.')
+    raise CallbackError(f'{cb!r} ({type(cb).__name__}) is no callback: {hint}.')
 
 
 def in_order(cbs: list[Any]) -> list[Any]:

@@ -35,6 +35,8 @@ __all__ = ['Learner', 'defaults', 'replacing_yield']
 defaults = SimpleNamespace(lr=1e-3, callbacks=[TrainEvalCallback, Recorder, ProgressCallback])
 _open_learners: WeakSet[Learner] = WeakSet()  # those whose callbacks are to be closed at interpreter exit
 
+_before_epoch, _after_epoch = ['before_fit', 'before_epoch'], ['after_epoch', 'after_fit']  # for events fired by hand
+
 _NOT_YET = {'pred': 'It exists from the forward pass of a batch on (event after_pred).',
             'loss_grad': 'It exists once the loss of a batch is computed (event after_loss).'}
 
@@ -120,18 +122,26 @@ class Learner(Predictions):
                 self._with_events(self._do_fit, 'fit', CancelFitException, self._end_cleanup)
 
     def _prepare_opt(self, lr: Any, wd: float | None, reset_opt: bool) -> None:
-        if reset_opt or self.opt is None: self.create_opt()
+        if reset_opt or self.opt is None or self._opt_is_of_another_model(): self.create_opt()
         elif not isinstance(self.opt, OptimWrapper): self.opt = OptimWrapper(opt=self.opt)  # assigned by hand
         wd = self.wd if wd is None else wd
         if lr is None: lr = self._own_lrs[1] if self._own_lrs[0] is self.lr else self.lr
         self.opt.set_hypers(lr=lr, **({} if wd is None else {'wd': wd}))
         self.opt.zero_grad()
 
+    def _opt_is_of_another_model(self) -> bool:
+        "Tell whether `model` was replaced, so that the optimizer has none of its parameters."
+        if not callable(self.opt_func): return False
+        own = {id(p) for p in self.model.parameters()}
+        return not any(id(p) in own for g in self.opt.param_groups for p in g['params'])
+
     def create_opt(self) -> None:
         "Make the optimizer. Rates that `opt_func` brings itself win over `lr`, until `lr` is set again."
         if isinstance(self.opt_func, partial) and 'lr' in self.opt_func.keywords: self.lr = self.opt_func.keywords['lr']
         opt = make_optimizer(self.opt_func, self.model, self.lr, self.splitter, self.wd_bn_bias)
-        if self.opt is not None: self._done['st'] += self.opt.n_steps
+        if self.opt is not None:
+            self._done['st'] += getattr(self.opt, 'n_steps', 0)
+            if not callable(self.opt_func): opt.clear_state()  # it is the same one, to be started anew
         self.opt = opt
         lrs = [h['lr'] for h in opt.hypers if 'lr' in h]
         brought = isinstance(self.lr, (int, float)) and any(lr != self.lr for lr in lrs)
@@ -161,7 +171,9 @@ class Learner(Predictions):
     @property
     def smooth_loss(self) -> Any:
         "The smoothed training loss of the last step, as a 0-dim tensor."
-        return self._recorder('smooth_loss').smooth_loss.value
+        value = self._recorder('smooth_loss').smooth_loss.value
+        if value is None: raise MissingAttribute('smooth_loss', self, why='It exists from the first training step on.')
+        return value
 
     @property
     def history(self) -> History:
@@ -181,7 +193,7 @@ class Learner(Predictions):
         """
         if not self.training: name = f'valid_{name}' if self.dl_name == 'valid' else f'{self.dl_name}/{name}'
         for cb in self.cbs:
-            if isinstance(cb, Recorder): cb.log(name, value, weight)
+            if isinstance(cb, Recorder): cb.record(name, value, weight)
 
     def show_training_loop(self) -> None:
         "Print the lifecycle, with the callbacks that run at each event."
@@ -303,16 +315,40 @@ class _Contexts(ExitStack):
         return self
 
 
-@contextmanager
-def replacing_yield(o: Any, attr: str, val: Any) -> Iterator[None]:
-    "Set an attribute for the length of a context."
-    old = getattr(o, attr)
-    setattr(o, attr, val)
-    try: yield
-    finally: setattr(o, attr, old)
+class replacing_yield:
+    """Set an attribute for the length of a context.
+
+    As in fastai, a function under `@contextmanager` may also return it.
+
+    >>> o = SimpleNamespace(a=1)
+    >>> with replacing_yield(o, 'a', 2): print(o.a)
+    2
+    >>> o.a
+    1
+    """
+    def __init__(self, o: Any, attr: str, val: Any) -> None:
+        self.o, self.attr, self.val, self.inside = o, attr, val, False
+
+    def __enter__(self) -> None:
+        self.old, self.inside = getattr(self.o, self.attr), True
+        setattr(self.o, self.attr, self.val)
+
+    def __exit__(self, *exc_info: object) -> None: setattr(self.o, self.attr, self.old)
+
+    def __iter__(self) -> Self: return self
+
+    def __next__(self) -> None:
+        if not self.inside: return self.__enter__()
+        self.__exit__()
+        raise StopIteration
+
+    def throw(self, e: BaseException) -> None:
+        "Restore, and let the exception go on."
+        self.__exit__()
+        raise e
 
 
 @atexit.register
 def _close_all() -> None:
     "Close the callbacks of every Learner that is still there."
-    for learn in list(_open_learners): learn.close()
+    raise_first(None, [e for learn in list(_open_learners) for e in learn._close()])

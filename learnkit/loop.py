@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from typing import Any
+from warnings import warn
 
 import torch
 from fastcore.basics import noop
@@ -24,7 +25,7 @@ from learnkit.errors import (
     LossError,
 )
 from learnkit.events import LEVELS, canonical_event
-from learnkit.rng import preserved_rng
+from learnkit.rng import preserved_generators, preserved_rng
 from learnkit.runs import Runs
 
 __all__ = ['Loop', 'TrainEvalCallback', 'SkipToEpoch']
@@ -73,7 +74,8 @@ class Loop(Runs):
         self.dl = self.dls[ds_idx] if dl is None else dl
         if self.phase == 'train': self.phase = 'valid'
         if self.dl_name == 'train': self.dl_name = 'valid'
-        with torch.no_grad(): self._with_events(self.all_batches, 'validate', CancelValidException)
+        with torch.no_grad(), preserved_generators(self.dl):
+            self._with_events(self.all_batches, 'validate', CancelValidException)
 
     def all_batches(self) -> None:
         "Train or evaluate on every batch of `self.dl`."
@@ -143,6 +145,9 @@ class Loop(Runs):
                 self._note(e, cb, event_name)
                 raise
 
+    def _is_open(self, level: str) -> bool:
+        return level in self._open or type(self)._with_events is not Loop._with_events  # an override may not keep them
+
     def _call_all(self, event_names: Any) -> None:
         if not isinstance(event_names, (list, tuple)): canonical_event(event_names)
         for name in event_names: self(name)
@@ -183,7 +188,11 @@ class Loop(Runs):
     def _stop_drawing(self, n: int) -> None:
         "Go back to the last of the `n` batches that were drawn."
         self.iter = max(0, n - 1)
-        if n: return
+        if n:
+            if self.n_iter is not None and n < self.n_iter:
+                warn(f'The {self.dl_name} loader ended after {n} of its {self.n_iter} batches. Its length is wrong, '
+                     'or a StopIteration was raised inside the data set, which looks like the end.', stacklevel=2)
+            return
         raise EmptyLoaderError(f'The {self.dl_name} loader ({type(self.dl).__name__}) gave no batch. If it is a '
                                'generator, it is used up after one pass: give a loader that starts anew each time.')
 
@@ -203,8 +212,8 @@ class Loop(Runs):
         if self.loss_grad.numel() != 1:
             return (f'The loss has shape {tuple(self.loss_grad.shape)}; one number is needed to learn from. Use '
                     "reduction='mean', or return loss.mean().")
-        return ('The loss does not depend on any parameter that requires a gradient. Was it detached, computed under '
-                'no_grad, or turned into a number and back?')
+        return ('The loss does not depend on any parameter that requires a gradient. Is the model frozen, or was the '
+                'loss detached, computed under no_grad, or turned into a number and back?')
 
     def _step(self) -> None:
         if not self.opt.needs_closure: self.opt.step()
@@ -212,18 +221,18 @@ class Loop(Runs):
 
     def _step_with_closure(self) -> None:
         "Let the optimizer evaluate the batch as often as it likes; the first evaluation has been done already."
-        first, loss = True, self.loss
+        before = {name: self.__dict__.get(name) for name in ('pred', 'loss', 'loss_grad')}
 
         def closure() -> Tensor:
-            nonlocal first
-            if not first:
+            if self._repeating:
                 self.opt.zero_grad()
                 self._do_passes()
-            first = False
+            self._repeating = True
             return self.loss
 
-        self.opt.step(closure)
-        self.loss = loss
+        try: self.opt.step(closure)
+        finally: self._repeating = False
+        self.__dict__.update(before)  # what is recorded is of the weights that the batch met
 
     def _do_passes(self) -> None:
         "Run forward and backward over the batch, in pieces when `microbatch` is set, without the step."

@@ -19,9 +19,10 @@ from learnkit.batch import describe, find_bs, to_detach
 from learnkit.errors import CancelException, MetricError, did_you_mean
 
 __all__ = ['Metric', 'Mean', 'AvgMetric', 'AvgLoss', 'AvgSmoothLoss', 'ValueMetric', 'TorchMetric', 'RMSE',
-           'as_metrics', 'dry_run', 'measures_batches', 'accuracy', 'error_rate', 'mse', 'rmse', 'mae']
+           'as_metrics', 'check_column', 'dry_run', 'measures_batches', 'accuracy', 'error_rate', 'mse', 'rmse', 'mae']
 
 PHASES = ('train', 'valid', 'both')
+RESERVED = ('fit', 'epoch', 'train_loss', 'valid_loss', 'time')  # columns of the history that are not metrics
 
 
 class AvgMetric(Mean, Metric):
@@ -173,7 +174,14 @@ def as_metrics(
     ['accuracy', 'mse', 'mse_loss', 'l2', 'mse_2']
     """
     seen: set[str] = set()
-    return L(_distinct(m, seen) for m in _expand(ms, None))
+    metrics = L(_distinct(m, seen) for m in _expand(ms, None))
+    for m in metrics: check_column(m.name)
+    return metrics
+
+
+def check_column(name: str) -> None:
+    "Raise `MetricError` for a name that the history uses itself."
+    if name in RESERVED: raise MetricError(f'`{name}` is a column of the history already: give it another name.')
 
 
 def _expand(m: Any, name: str | None) -> Iterable[Metric]:

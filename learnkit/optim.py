@@ -133,6 +133,12 @@ class OptimWrapper(torch.optim.Optimizer):
         return [[o.param_groups[i] for o, i in places] for places in self._places]
 
     @property
+    def last_group(self) -> dict[str, Any]:
+        "The param group that the last group's hyper-parameters are read from."
+        opt, i = self._places[-1][0]
+        return opt.param_groups[i]
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # torch sets it as an attribute
         return [g for groups in self._groups for g in groups]
 
@@ -196,7 +202,11 @@ class OptimWrapper(torch.optim.Optimizer):
         n = len(self._places)
         values = spread(value, n) if isinstance(value, slice) else list(value) if _is_many(value) else [value] * n
         if len(values) != n:
-            raise OptimizerError(f'{name}: {len(values)} values for {n} param groups. Give one, {n}, or a slice.')
+            fix = f'one, {n}, or a slice' if n > 1 else 'one number'
+            raise OptimizerError(f'{name}: {len(values)} values for {n} param group{"s" * (n > 1)}. Give {fix}.')
+        for v in values:
+            if not isinstance(v, (int, float, torch.Tensor)) or (name == 'lr' and not v >= 0):
+                raise OptimizerError(f'{name}={v!r}: give a number{", 0 or more" * (name == "lr")}.')
         for h in self.hypers:
             if name not in h:
                 raise OptimizerError(f'{name} is no hyper-parameter of {self._names()}: it has {", ".join(h)}.'

@@ -13,8 +13,8 @@ from fastcore.foundation import L
 
 from learnkit.batch import concat, detuplify, find_bs
 from learnkit.callback import Callback
-from learnkit.data import in_order
-from learnkit.errors import BatchError, CancelEpochException, CancelFitException, LossError
+from learnkit.data import evaluation_loaders, in_order
+from learnkit.errors import BatchError, CancelEpochException, CancelFitException, LoaderError, LossError
 from learnkit.loop import Loop
 
 __all__ = ['GatherPredsCallback', 'Predictions']
@@ -113,7 +113,8 @@ class Predictions(Loop):
         Counters, history, RNGs and the modes of the modules are afterwards as they were.
         """
         if dl is not None: loaders: Any = [('valid', dl)]
-        else: loaders = None if ds_idx is None else [('train' if ds_idx == 0 else 'valid', self.dls[ds_idx])]
+        else: loaders = None if ds_idx is None else [('train' if ds_idx == 0 else 'valid', self._loader(ds_idx))]
+        if loaders is None and not evaluation_loaders(self.dls): self._loader(1)  # raises
         self.final_record: L | None = None
         with self.lock, self._put_back(), self.validation_context(cbs=cbs, inner=True), self._run('evaluation'):
             self._in_fit_and_epoch(partial(self._do_evaluation, loaders))
@@ -136,7 +137,7 @@ class Predictions(Loop):
 
         Several inputs or targets come as a list or tuple of tensors; targets are None where the loader has none.
         """
-        dl = self.dls[ds_idx] if dl is None else dl
+        dl = self._loader(ds_idx) if dl is None else dl
         dl = in_order(dl) if reorder else dl
         cb = GatherPredsCallback(with_input=with_input, with_loss=with_loss, **kwargs)
         with ExitStack() as contexts:
@@ -153,6 +154,12 @@ class Predictions(Loop):
             res[at] = (act or getattr(self.loss_func, 'activation', noop))(res[at])
             if with_decoded: res.insert(at + 2, getattr(self.loss_func, 'decodes', noop)(res[at]))
         return tuple(res)
+
+    def _loader(self, ds_idx: int) -> Any:
+        try: return self.dls[ds_idx]
+        except (IndexError, KeyError):
+            raise LoaderError(f'There is no loader {ds_idx}: {self.dls!r} has no validation loader there. Give one to '
+                              '`DataLoaders(train, valid)`, or pass `dl=`.') from None
 
     def _do_predictions(self, dl: Any) -> None:
         self('before_predict')

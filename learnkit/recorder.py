@@ -15,7 +15,7 @@ from learnkit.averages import AvgSmoothLoss, Mean, Metric
 from learnkit.callback import Callback
 from learnkit.checks import check_metrics
 from learnkit.data import evaluation_loaders
-from learnkit.metrics import AvgLoss, TorchMetric, measures_batches
+from learnkit.metrics import AvgLoss, TorchMetric, check_column, measures_batches
 from learnkit.optim import HYPERS, OPTIONS, place_of
 from learnkit.timing import format_seconds
 
@@ -70,6 +70,7 @@ class Recorder(Callback):
         self._train: list[Metric] = []
         self._frames = [_Frame([])]  # by depth of the run, outermost first
         self._logged_names: list[str] = []
+        self.log = L()               # the row of the epoch so far
         self._n_before = 0           # steps before the current epoch
         self._start_anew()
 
@@ -77,6 +78,7 @@ class Recorder(Callback):
         self.values, self.iters = L(), L()
         self._steps: list[tuple[Any, ...]] = []     # per step: the values of `_options` in the last param group
         self._options: tuple[str, ...] = ()
+        self._group: dict[str, Any] = {}            # the param group that they are read from
         self._hps: dict[str, list[float]] | None = None
         self._losses: list[torch.Tensor] = []
         self.smooth_loss.reset()
@@ -116,19 +118,16 @@ class Recorder(Callback):
 
     def _measure_piece(self) -> None:
         "Compute the training metrics of a microbatch, while its predictions are there."
-        if not self.learn.training: return
+        if not self.learn.training or self.learn._repeating: return
         for m in self._train: m.accumulate(self.learn)
 
     def before_epoch(self) -> None:
         frame = self._frame
         frame.values, frame.started, frame.n_valid = {}, perf_counter(), 0
         if self.learn.fitting: self._n_before = self.smooth_loss.count
+        self.log = L(self.learn.epoch)
 
     def before_train(self) -> None:
-        self._group = self.learn.opt.hypers[-1].group if self.learn.opt is not None else {}
-        self._options = tuple(o for o in OPTIONS if o in self._group)
-        keys = (*self._options, *self._options[:1])  # at least two: a tuple is read
-        self._read = itemgetter(*keys) if keys else None
         for m in self._train: m.reset()
 
     def before_validate(self) -> None:
@@ -140,10 +139,23 @@ class Recorder(Callback):
         if 'loss_grad' not in learn.__dict__: return self._without_loss()
         if learn.training:
             self.smooth_loss.accumulate(learn)
-            if self._read: self._steps.append(self._read(self._group))
+            if learn.opt is not None: self._record_hypers(learn.opt.last_group)
             if not learn.microbatch:
                 for m in self._train: m.accumulate(learn)
         elif learn.phase != 'predict': self._measure(self._valid_mets)
+
+    def _record_hypers(self, group: dict[str, Any]) -> None:
+        if group is not self._group: self._choose_options(group)
+        self._steps.append(self._read(group))
+
+    def _choose_options(self, group: dict[str, Any]) -> None:
+        "Read from this param group from now on; what earlier ones had under other names is kept under those."
+        options = tuple(o for o in OPTIONS if o in group)
+        if self._steps and options != self._options:
+            at = [self._options.index(o) if o in self._options else None for o in options]
+            self._steps = [tuple(float('nan') if i is None else step[i] for i in at) for step in self._steps]
+        self._group, self._options = group, options
+        self._read = itemgetter(*options, *options[:1])  # two or more: a tuple is read
 
     def _measure(self, metrics: list[Metric]) -> None:
         self._frame.n_valid += 1
@@ -157,16 +169,18 @@ class Recorder(Callback):
 
     def after_train(self) -> None:
         values, n = self._frame.values, self.smooth_loss.count - self._n_before
-        values['train_loss'] = _value(self.smooth_loss, n)
+        values['train_loss'] = self.smooth_loss.smooth[-1] if n else None
         for m in self._train: values[self._train_name(m)] = _value(m, n)
+        self.log = L(self.learn.epoch, *values.values())
 
     def after_validate(self) -> None:
         if self.learn.phase == 'predict': return
         frame, dl = self._frame, self.learn.dl_name
         for m in self._valid_mets: frame.values[self._valid_name(m, dl)] = _value(m, frame.n_valid)
         frame.n_valid = 0
+        self.log = L(self.learn.epoch, *frame.values.values())
 
-    def log(
+    def record(
         self,
         name: str,               # the column
         value: Any,              # a number, or a tensor of one element on any device
@@ -174,6 +188,7 @@ class Recorder(Callback):
     ) -> None:
         "Average a value over the epoch, on its device; it becomes a column of the history."
         if self.learn.phase == 'predict': return
+        check_column(name)
         self._frame.logged.setdefault(name, Mean()).add(value, weight)
         if self.learn.fitting and name not in self._logged_names: self._logged_names.append(name)
 
@@ -187,16 +202,17 @@ class Recorder(Callback):
             return
         if not values: return  # a skipped epoch
         names = self._columns()[1:]
-        learn.final_record = L(values.get(n) for n in names)
+        learn.final_record = L(values[n] for n in names if n in values)
         self.values.append(learn.final_record)
         self.iters.append(self.smooth_loss.count)
-        columns = dict(zip(names, learn.final_record, strict=True))
+        columns = {name: values.get(name) for name in names}
         self.history.append({'fit': self.n_fits - 1, 'epoch': learn.epoch, **columns, 'time': seconds})
-        learn.logger(L(learn.epoch, *learn.final_record, *([format_seconds(seconds)] if self.add_time else [])))
+        self.log = L(learn.epoch, *columns.values(), *([format_seconds(seconds)] if self.add_time else []))
+        learn.logger(self.log)
 
     def cleanup(self) -> None:
         "Forget what an interrupted run left."
-        self._frames = self._frames[:1]
+        self._frames, self._group = self._frames[:1], {}  # a param group holds parameters
         for name in ('before_backward', 'after_loss'):
             if name in self.__dict__: delattr(self, name)
 
@@ -302,7 +318,7 @@ class Recorder(Callback):
             name = self._valid_name(self.loss, dl_name)
             if name not in columns: continue
             i = columns.index(name)
-            points = [(s, v[i]) for s, v in zip(self.iters, self.values, strict=True) if s >= skip_start and v[i]]
+            points = [(s, v[i]) for s, v in zip(self.iters, self.values, strict=True) if s >= skip_start and len(v) > i]
             if points: yield name.removesuffix('_loss').removesuffix('/loss'), tuple(zip(*points, strict=True))
 
     def plot_sched(

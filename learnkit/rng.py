@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ['RNGState', 'capture_rng', 'restore_rng', 'preserved_rng']
+__all__ = ['RNGState', 'capture_rng', 'restore_rng', 'preserved_rng', 'preserved_generators']
 
 RNGState = dict[str, Any]  # 'python', 'torch' and, where in use, 'numpy', 'cuda', 'mps'
 
@@ -67,6 +67,17 @@ def preserved_rng() -> Iterator[None]:
     state = capture_rng()
     try: yield
     finally: restore_rng(state)
+
+
+@contextmanager
+def preserved_generators(dl: Any) -> Iterator[None]:
+    "Leave a loader's own generators, and its sampler's, after the block as they were before it."
+    owners = (dl, getattr(dl, 'sampler', None), getattr(getattr(dl, 'batch_sampler', None), 'sampler', None))
+    generators = [getattr(o, 'generator', None) for o in owners]
+    states = [(g, g.get_state()) for g in generators if isinstance(g, torch.Generator)]
+    try: yield
+    finally:
+        for g, state in states: g.set_state(state)
 
 
 def _map_arrays(state: dict[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:

@@ -51,6 +51,7 @@ class Runs(HasCallbacks):
         self._doing = ''                        # what is under way: a fit, an evaluation, or nothing
         self._ending = False                    # the outermost run is being cleaned up
         self._stopping = False
+        self._repeating = False                 # an optimizer evaluates the batch again
         self.lock = threading.RLock()
         self.training, self.fitting, self.phase, self.dl_name = False, False, 'train', 'train'
         self.n_epoch, self.epoch, self.iter, self.n_iter = 1, 0, 0, None  # type: tuple[int, int, int, int | None]
@@ -64,11 +65,13 @@ class Runs(HasCallbacks):
 
     def _in_use(self) -> bool: return self._depth > 0 and not self._ending
 
+    def _is_open(self, level: str) -> bool: return level in self._open
+
     def _note(self, e: BaseException, cb: Callback, event_name: str) -> None:
         "Add to an exception where it was raised; make a `CancelError` of a Cancel with no open level of its kind."
         where = f'{type(cb).__name__}.{event_name} ({place(self)})'
         if not isinstance(e, CancelException): add_note(e, f'in {where}')
-        elif e.level not in self._open: raise stray_cancel(e, f'in {where}', self._open) from e
+        elif not self._is_open(e.level): raise stray_cancel(e, f'in {where}', self._open) from e
 
     def _call_each(self, event_name: str) -> list[BaseException]:
         "Run every handler of an event, also after one has failed, and return what they raised; Ctrl-C ends it."
@@ -90,13 +93,13 @@ class Runs(HasCallbacks):
         `doing` is 'fit', 'evaluation', or '' for events fired by hand.
         """
         with self.lock:
-            outer, grad = (self._open, self._doing, self.fitting), torch.is_grad_enabled()
-            self._open, self._doing, self.fitting = (), doing or self._doing, doing == 'fit'
-            self._depth += 1
-            if self._depth == 1:
-                self._started = perf_counter()
-                self._open_for_use()
+            outer, grad = (self._open, self._doing, self.fitting, self._depth), torch.is_grad_enabled()
             try:
+                self._open, self._doing, self.fitting = (), doing or self._doing, doing == 'fit'
+                self._depth += 1
+                if self._depth == 1:
+                    self._started = perf_counter()
+                    self._open_for_use()
                 try: yield
                 except CancelException as e: raise stray_cancel(e, f'({place(self)})', ()) from e
             except BaseException as e:
@@ -105,8 +108,7 @@ class Runs(HasCallbacks):
             else:
                 if self._depth == 1: self._end_run(None)
             finally:
-                self._depth -= 1
-                self._open, self._doing, self.fitting = outer
+                self._open, self._doing, self.fitting, self._depth = outer
                 torch.set_grad_enabled(grad)  # a signal inside torch's own contexts may leave it switched
 
     def _end_run(self, error: BaseException | None) -> None:

@@ -175,6 +175,10 @@ def test_what_is_no_callback_is_refused_before_anything_is_added(wrong: Any) -> 
     assert len(learn.cbs) == 1
 
 
+def test_a_class_that_needs_arguments_is_refused_as_a_class() -> None:
+    with pytest.raises(CallbackError, match='Noted cannot be made without arguments'): bare(Noted)
+
+
 def test_the_same_instance_cannot_be_added_twice() -> None:
     learn = bare(cb := Callback())
     with pytest.raises(CallbackError, match='already'): learn.add_cb(cb)

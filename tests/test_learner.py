@@ -303,6 +303,26 @@ def test_close_comes_once_until_it_is_used_again() -> None:
     assert seen.count('close') <= 2
 
 
+def test_a_cancel_before_a_with_block_cannot_skip_it() -> None:
+    def cancel(cb: Any) -> None: raise CancelFitException
+    learn = synth_learner(default_cbs=False, cbs=[TrainEvalCallback, Callback(before_fit=cancel)])
+    with pytest.raises(CancelError, match='with-block'):
+        with learn: pytest.fail('the block was entered')
+
+
+def test_an_error_in_a_with_block_comes_out_first_and_close_still_runs() -> None:
+    seen: list[str] = []
+    class Bad(Callback):
+        def after_error(self) -> None: seen.append(repr(self.learn.error))
+        def close(self) -> None:
+            seen.append('close')
+            raise OSError('disk')
+    learn = synth_learner(default_cbs=False, cbs=[TrainEvalCallback, Bad()])
+    with pytest.raises(ZeroDivisionError) as e:
+        with learn: raise ZeroDivisionError('mine')
+    assert seen == ["ZeroDivisionError('mine')", 'close'] and any('disk' in n for n in e.value.__notes__)
+
+
 def test_one_failing_close_stops_no_other() -> None:
     seen: list[str] = []
     class Bad(Callback):

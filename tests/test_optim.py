@@ -373,6 +373,16 @@ def test_its_state_goes_to_an_optimizer_of_the_same_kind() -> None:
     assert same(weights(learn.model), weights(other.model))
 
 
+def test_clearing_the_state_forgets_the_momenta() -> None:
+    learn = learner(model := net(), opt_func=partial(SGD, mom=0.9))
+    learn.fit(1)
+    learn.opt.clear_state()
+    learn.fit(1)
+    other = net()
+    for _ in range(2): by_hand(torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9), other, 1)
+    assert same(weights(model), weights(other))
+
+
 # Closures
 
 @pytest.mark.parametrize('options', [{}, {'line_search_fn': 'strong_wolfe', 'max_iter': 8}])

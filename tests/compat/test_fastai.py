@@ -15,12 +15,8 @@ import pytest
 RECORDED = json.loads(gzip.decompress(Path(__file__).with_name('fastai_traces.json.gz').read_bytes()))
 PARTS = 8
 DIFFERS = {  # case: what learnkit does instead
-    'recorder_log': '`recorder.log` is the function that logs a value',
     'batches_without_targets_in_training': 'a training batch without targets is an error',
     'run_is_on_after_events_by_hand': '`run` comes back on at the end of a run, not after events by hand',
-    'learner_methods_overridden': 'without its own `_with_events` the loop does not know which levels are open',
-    'a_new_optimizer_within_the_epoch': 'rates are read from the optimizer that the epoch began with',
-    'state_loaded_within_the_epoch': 'rates are read from the param group that the epoch began with',
 }
 CASES = [pytest.param(name, marks=pytest.mark.xfail(reason=DIFFERS[name])) if name in DIFFERS else name
          for name in RECORDED['cases']]

@@ -274,9 +274,6 @@ def test_gradients_of_a_failed_batch_do_not_reach_the_next_fit() -> None:
     assert all(p.grad is None for p in learn.opt.parameters())
 
 
-@pytest.mark.xfail(
-    reason='the iterator protocol cannot tell it from the end; a loader that ends before its length could be refused'
-)
 def test_stop_iteration_inside_the_data_is_no_end_of_the_epoch() -> None:
     "A bug in a data set must not shorten the epoch in silence."
     class Samples(Dataset[Any]):
