@@ -59,7 +59,8 @@ class Runs(HasCallbacks):
         self.epochs_per_iteration: int | None = None
         self.error: BaseException | None = None
         self._done = {'iter': 0, 'ep': 0, 'ba': 0, 'st': 0, 'sp': 0, 'tok': 0}
-        self._seconds, self._started = 0., 0.
+        self._seconds = 0.                      # spent in fits that are over
+        self._started: float | None = None      # when the running fit began
         self._device: torch.device | None = None
         self._end_cleanup()
 
@@ -93,13 +94,13 @@ class Runs(HasCallbacks):
         `doing` is 'fit', 'evaluation', or '' for events fired by hand.
         """
         with self.lock:
-            outer, grad = (self._open, self._doing, self.fitting, self._depth), torch.is_grad_enabled()
+            outer = self._open, self._doing, self.fitting, self._depth
+            grad, began = torch.is_grad_enabled(), perf_counter()
             try:
                 self._open, self._doing, self.fitting = (), doing or self._doing, doing == 'fit'
                 self._depth += 1
-                if self._depth == 1:
-                    self._started = perf_counter()
-                    self._open_for_use()
+                if doing == 'fit': self._started = began
+                if self._depth == 1: self._open_for_use()
                 try: yield
                 except CancelException as e: raise stray_cancel(e, f'({place(self)})', ()) from e
             except BaseException as e:
@@ -109,6 +110,7 @@ class Runs(HasCallbacks):
                 if self._depth == 1: self._end_run(None)
             finally:
                 self._open, self._doing, self.fitting, self._depth = outer
+                if doing == 'fit': self._seconds, self._started = self._seconds + perf_counter() - began, None
                 torch.set_grad_enabled(grad)  # a signal inside torch's own contexts may leave it switched
 
     def _end_run(self, error: BaseException | None) -> None:
@@ -121,7 +123,6 @@ class Runs(HasCallbacks):
                 raised += self._call_each('after_error')
             raised += self._call_each('cleanup')
         finally:
-            if self.fitting: self._seconds += perf_counter() - self._started
             if error is not None: self._forget_run()
             self.error, self._ending, self._stopping = None, False, False
             for cb in self._callbacks:
@@ -156,7 +157,7 @@ class Runs(HasCallbacks):
     @property
     def time(self) -> Timestamp:
         "What is finished so far, over all fits of this Learner."
-        running = perf_counter() - self._started if self.fitting and self._depth else 0.
+        running = perf_counter() - self._started if self._started is not None else 0.
         steps = self._done['st'] + (self.opt.n_steps if self.opt is not None else 0)
         share = self.pct_train if self.fitting else None
         return Timestamp(**{**self._done, 'st': steps}, sec=self._seconds + running, dur=share)

@@ -32,7 +32,8 @@ NAMES = Path(__file__).with_name('public_names.txt')
 LAYERS = [
     'errors', 'events', 'timing', 'files', 'rng', 'batch', 'data', 'optim', 'averages', 'metrics', 'callback',
     'dispatch', 'runs', 'loop', 'checks', 'recorder', 'progress', 'schedule', 'predict', 'wholestep', 'compiling',
-    'precision', 'checkpoint', 'distributed', 'callbacks', 'learner', 'loggers', 'interop', 'learnkit', 'demo', 'testing', 'all',
+    'precision', 'checkpoint', 'distributed', 'callbacks', 'learner', 'loggers', 'interop', 'learnkit', 'demo',
+    'testing', 'all',
 ]
 
 # Imports inside a function that go up the list, each with its reason: {(importing layer, imported layer): why}.
