@@ -15,6 +15,7 @@ from fastcore.foundation import L
 from learnkit.callback import Callback, defined_on_class, own_handler
 from learnkit.errors import CallbackError, OrderError
 from learnkit.events import EVENTS, INNER_EVENTS, canonical_event
+from learnkit.foreign import foreign_handler, is_foreign
 
 __all__ = ['CallbackSet', 'HasCallbacks', 'HandlerTable', 'Entry', 'as_callback', 'listed']
 
@@ -69,7 +70,7 @@ class CallbackSet:
         self.refresh()
 
     def _unique_key(self, cb: Any) -> str:
-        taken, key, n = set(self.keys.values()), cb.state_key or cb.name, 1
+        taken, key, n = set(self.keys.values()), getattr(cb, 'state_key', None) or cb.name, 1
         while (unique := key if n == 1 else f'{key}_{n}') in taken: n += 1
         return unique
 
@@ -81,11 +82,12 @@ class CallbackSet:
             for name in EVENTS: own_handler(cb, name)  # raises for what is no method
         explicit: dict[str, Any] = {}
         for cb in [*stay, *cbs]:
-            if cb.state_key is None: continue
-            if cb.state_key in explicit:
-                raise CallbackError(f'{explicit[cb.state_key]!r} and {cb!r} both have state_key={cb.state_key!r}: '
+            key = getattr(cb, 'state_key', None)
+            if key is None: continue
+            if key in explicit:
+                raise CallbackError(f'{explicit[key]!r} and {cb!r} both have state_key={key!r}: '
                                     'their states could not be told apart. Give one of them another key.')
-            explicit[cb.state_key] = cb
+            explicit[key] = cb
         in_order([*stay, *cbs])
 
     def call_one(self, cb: Any, name: str) -> None:
@@ -165,7 +167,7 @@ class HasCallbacks:
         if cb in self._callbacks or any(cb is o for o in before):
             raise CallbackError(f'{cb!r} is already part of this Learner.')
         there = self.__dict__.get(cb.name)
-        if defined_on_class(self, cb.name) or (cb.name in self.__dict__ and not isinstance(there, Callback)):
+        if defined_on_class(self, cb.name) or (cb.name in self.__dict__ and there not in self._callbacks):
             raise CallbackError(f'A callback named `{cb.name}` ({type(cb).__name__}) would hide `learn.{cb.name}`: '
                                 'give its class another name.')
 
@@ -245,6 +247,7 @@ class HandlerTable(dict[str, list[Entry]]):
         return entries
 
     def _handler(self, cb: Any, name: str) -> Callable[[], Any] | None:
+        if is_foreign(cb): return foreign_handler(cb, name)
         if takes_every_event(cb): handler: Callable[[], Any] | None = partial(cb, name)
         elif name in INNER_EVENTS and not (cb.run_train if self.training else cb.run_valid): return None
         else: handler = own_handler(cb, name)
@@ -262,11 +265,11 @@ def as_callback(cb: Any) -> Callback:
 
     Raises `CallbackError` for anything else.
     """
-    if isinstance(cb, type) and issubclass(cb, Callback):
+    if isinstance(cb, type) and (issubclass(cb, Callback) or is_foreign(cb)):
         try: return cb()
         except TypeError as e:
             raise CallbackError(f'{cb.__name__} cannot be made without arguments ({e}): give an instance.') from e
-    if isinstance(cb, Callback): return cb
+    if isinstance(cb, Callback) or is_foreign(cb): return cb
     hint = 'give a Callback, its class, or `Callback(event=function)`'
     if callable(cb) and hasattr(cb, '__name__'): hint = f'write `Callback(before_fit={cb.__name__})`, with its event'
     raise CallbackError(f'{cb!r} ({type(cb).__name__}) is no callback: {hint}.')
@@ -277,19 +280,20 @@ def in_order(cbs: list[Any]) -> list[Any]:
 
     Raises `OrderError` when they contradict `order` or make a cycle.
     """
-    if not any(cb.run_before or cb.run_after for cb in cbs): return sorted(cbs, key=lambda cb: cb.order)
+    befores, afters = ([getattr(cb, name, ()) for cb in cbs] for name in ('run_before', 'run_after'))
+    if not any(befores) and not any(afters): return sorted(cbs, key=lambda cb: cb.order)
     later: list[set[int]] = [set() for _ in cbs]   # for each callback, those that must come after it
-    for i, cb in enumerate(cbs):
-        for j in _named(cb.run_before, cbs, i): later[i].add(j)
-        for j in _named(cb.run_after, cbs, i): later[j].add(i)
-    for i, after in enumerate(later):
-        for j in after:
+    for i, (before, after) in enumerate(zip(befores, afters, strict=True)):
+        for j in _named(before, cbs, i): later[i].add(j)
+        for j in _named(after, cbs, i): later[j].add(i)
+    for i, successors in enumerate(later):
+        for j in successors:
             if cbs[i].order > cbs[j].order:
                 raise OrderError(f'{cbs[i]!r} (order {cbs[i].order}) must run before {cbs[j]!r} (order {cbs[j].order}) '
                                  'by run_before or run_after, but after it by `order`. Change one of the two.')
     waiting = [0] * len(cbs)
-    for after in later:
-        for j in after: waiting[j] += 1
+    for successors in later:
+        for j in successors: waiting[j] += 1
     ready = [(cbs[i].order, i) for i in range(len(cbs)) if not waiting[i]]
     heapq.heapify(ready)
     done: list[int] = []

@@ -20,7 +20,8 @@ from learnkit.errors import (
     did_you_mean,
 )
 
-__all__ = ['Moment', 'Level', 'LIFECYCLE', 'LEVELS', 'EVENTS', 'INNER_EVENTS', 'ALIASES', 'event', 'canonical_event']
+__all__ = ['Moment', 'Level', 'LIFECYCLE', 'LEVELS', 'EVENTS', 'INNER_EVENTS', 'ALIASES', 'event', 'canonical_event',
+           'lifecycle_markdown']
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,14 @@ INNER_EVENTS = frozenset(_between)  # those of a batch: `run_train` and `run_val
 ALIASES = {'after_cancel_valid': 'after_cancel_validate'}  # other spellings that are accepted
 
 event = SimpleNamespace(**{name: name for name in EVENTS})  # every event as an attribute, for completion
+
+
+def lifecycle_markdown() -> str:
+    "Return the lifecycle as a table in Markdown: `docs/lifecycle.md` is made of it."
+    def row(m: Moment) -> str:
+        name = m.event if m.is_note else f'`{m.event}`'
+        return f'| {"&emsp;" * m.depth}{name} | {m.composer or "-"} | {m.doc} |'
+    return '\n'.join(['| event | Composer | when it fires |', '|---|---|---|', *map(row, LIFECYCLE), ''])
 
 
 def canonical_event(

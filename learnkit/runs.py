@@ -100,7 +100,9 @@ class Runs(HasCallbacks):
                 self._open, self._doing, self.fitting = (), doing or self._doing, doing == 'fit'
                 self._depth += 1
                 if doing == 'fit': self._started = began
-                if self._depth == 1: self._open_for_use()
+                if self._depth == 1:
+                    self._callbacks.refresh()  # classes may have got new handlers since
+                    self._open_for_use()
                 try: yield
                 except CancelException as e: raise stray_cancel(e, f'({place(self)})', ()) from e
             except BaseException as e:

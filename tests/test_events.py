@@ -1,12 +1,13 @@
 """The table of the lifecycle: its names, what reads it, and that the loop follows it."""
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from learnkit import Callback, UnknownEventError, event
-from learnkit.events import EVENTS, INNER_EVENTS, LEVELS, LIFECYCLE, canonical_event
+from learnkit.events import EVENTS, INNER_EVENTS, LEVELS, LIFECYCLE, canonical_event, lifecycle_markdown
 from learnkit.testing import synth_learner
 
 FASTAI = '''after_create before_fit before_epoch before_train before_batch after_pred after_loss before_backward
@@ -101,3 +102,9 @@ def test_a_fit_fires_events_in_the_order_of_the_table() -> None:
     learn.close()
     absent = {e for e in EVENTS if 'cancel' in e or 'load' in e or 'predict' in e} | {'after_error'}
     assert list(dict.fromkeys(log.seen)) == [e for e in EVENTS if e not in absent]
+
+
+def test_the_documentation_is_printed_from_the_table() -> None:
+    page = (Path(__file__).parents[1] / 'docs' / 'lifecycle.md').read_text('utf-8')
+    assert page.endswith(lifecycle_markdown())
+    assert all(f'`{name}`' in lifecycle_markdown() for name in EVENTS)

@@ -31,7 +31,7 @@ NAMES = Path(__file__).with_name('public_names.txt')
 # may import one another as long as they make no cycle; `learnkit` is the package's own `__init__`.
 LAYERS = [
     'errors', 'events', 'timing', 'files', 'rng', 'batch', 'data', 'optim', 'averages', 'metrics', 'callback',
-    'dispatch', 'runs', 'loop', 'checks', 'recorder', 'progress', 'schedule', 'predict', 'wholestep', 'compiling',
+    'foreign', 'dispatch', 'runs', 'loop', 'checks', 'recorder', 'progress', 'schedule', 'predict', 'wholestep', 'compiling',
     'precision', 'checkpoint', 'distributed', 'callbacks', 'learner', 'loggers', 'interop', 'learnkit', 'demo',
     'testing', 'all',
 ]
