@@ -459,7 +459,7 @@ def read_terminal(code: str) -> str:
 def terminal() -> list[str]:
     "What three runs wrote on a terminal."
     return read_terminal(SCRIPT + textwrap.dedent('''
-        make_learner(100, 20, wait_s=0.004).fit(2)
+        make_learner(100, 60, wait_s=0.004).fit(2)
         print('==')
         try: make_learner(100, wait_s=0.004, stop=(0, 70)).fit(2)
         except KeyboardInterrupt: print('==')
