@@ -1,4 +1,10 @@
-"""A training loop for PyTorch that a person can read, stop, change and trust."""
+"""A training loop for PyTorch that a person can read, stop, change and trust.
+
+    learn = Learner(DataLoaders(train, valid), model, loss_func, metrics=accuracy, cbs=[MyCallback()])
+    learn.fit(5)
+
+Start with `Learner`, `DataLoaders` and `Callback`. `EVENTS` names the moments of the loop at which callbacks run; the
+`Cancel...Exception` classes skip what comes next."""
 from learnkit.averages import AvgSmoothLoss, Metric
 from learnkit.batch import detuplify, find_bs, to_detach, to_device
 from learnkit.callback import Callback, Periodic

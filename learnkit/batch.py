@@ -82,7 +82,11 @@ def to_detach(
     b: Any,            # any nesting of tensors
     cpu: bool = True,  # also move them to the CPU
 ) -> Any:
-    "Return `b` with every tensor detached from its graph."
+    """Return `b` with every tensor detached from its graph.
+
+    >>> to_detach({'loss': torch.ones(1, requires_grad=True)})
+    {'loss': tensor([1.])}
+    """
     return _map(b, lambda t: t.detach().cpu() if cpu else t.detach())
 
 

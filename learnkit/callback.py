@@ -57,9 +57,14 @@ def _is_miss(e: AttributeError, obj: object, name: str) -> bool:
 class Callback:
     """Change the training loop at its events: a method named after an event runs there.
 
-    Any attribute that the callback does not have is read from `self.learn` (`self.loss` is `self.learn.loss`); writing
-    goes through `self.learn` explicitly. `Callback(before_fit=f, ...)` makes a callback from plain functions, each of
-    which is called with the callback.
+    The events are in `learnkit.EVENTS`; `learn.show_training_loop()` prints them in their order. Any attribute that the
+    callback does not have is read from `self.learn` (`self.loss` is `self.learn.loss`); writing goes through
+    `self.learn` explicitly. `Callback(before_fit=f, ...)` makes a callback from plain functions, each of which is
+    called with the callback.
+
+    Callbacks run by `order`, then as they were added: to see the epoch's row in `self.history`, an `after_epoch` needs
+    an `order` above the Recorder's 50. `run_train = False` or `run_valid = False` leaves out the events of training or
+    of evaluation batches. Raising a Cancel exception skips the rest of its level.
 
     A subclass that overrides `run_event` (or `__call__`) gets every event there and none of its named ones, unless it
     calls super. `state_dict` and `load_state_dict` carry what must survive a checkpoint.

@@ -84,7 +84,11 @@ class TimeError(LearnkitError, ValueError):
 
 
 class CancelException(Exception):
-    "Base of the exceptions that skip the rest of one level of the loop."
+    """Base of the exceptions that skip the rest of one level of the loop.
+
+    A callback raises one of its seven subclasses: `raise CancelBatchException`. The level's `after_cancel_...` event
+    follows, then its `after_...` event, and then what comes after that level.
+    """
     level = ''  # the level whose wrapper catches it
 
 

@@ -44,8 +44,15 @@ _NOT_YET = {'pred': 'It exists from the forward pass of a batch on (event after_
 class Learner(Predictions):
     """Train `model` on `dls` with `loss_func`: the loop, its callbacks and its state.
 
+    `dls` is a `DataLoaders`, a tuple (train, valid) of any iterables of batches, or one to train on. `loss_func` and
+    `metrics` are called with the predictions and the targets; `opt_func` makes the optimizer, any torch class will do;
+    `cbs` are callbacks. In a notebook, `Learner??` shows every parameter with what it means. Model and batches go to
+    `dls.device`: a GPU where there is one.
+
     Whatever the Learner does not have itself is read from the model. `x` and `y` are the inputs and targets of the
     batch, without their tuple when there is one of them.
+
+    Raises `ModelError`, `LoaderError`, `LossError`, `MetricError` or `CallbackError` for what cannot be used as given.
 
     >>> import torch
     >>> from learnkit.data import DataLoaders

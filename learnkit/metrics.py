@@ -28,7 +28,8 @@ RESERVED = ('fit', 'epoch', 'train_loss', 'valid_loss', 'time')  # columns of th
 class AvgMetric(Mean, Metric):
     """Average `func(pred, *targets)` over the samples.
 
-    The weight of a batch is its number of samples, or what `learn.weight_func(xb, yb)` says.
+    The weight of a batch is its number of samples, or what `learn.weight_func(xb, yb)` says. Raises `MetricError` for
+    what is no function, and for a result that is not one number.
 
     >>> AvgMetric(mse).name, AvgMetric(nn.L1Loss()).name, AvgMetric(mse, name='l2').name
     ('mse', 'l1_loss', 'l2')
@@ -77,7 +78,11 @@ class AvgLoss(Mean, Metric):
 
 
 class ValueMetric(Metric):
-    "Report `func()`, for a number that something else computed."
+    """Report `func()`, for a number that something else computed.
+
+    >>> ValueMetric(lambda: 0.5, 'half').value
+    0.5
+    """
 
     def __init__(
         self,
@@ -243,6 +248,8 @@ def accuracy(
 ) -> Tensor:
     """Return the share of targets whose class scores highest.
 
+    Raises `MetricError` when there is not one target for each prediction.
+
     >>> accuracy(torch.tensor([[.1, .9], [.8, .2]]), torch.tensor([1, 1]))
     tensor(0.5000)
     """
@@ -255,24 +262,42 @@ def error_rate(
     targ: Tensor,    # class numbers
     axis: int = -1,  # where the classes are
 ) -> Tensor:
-    "Return 1 - `accuracy`."
+    """Return 1 - `accuracy`.
+
+    >>> error_rate(torch.tensor([[.1, .9], [.8, .2], [.7, .3], [.6, .4]]), torch.tensor([1, 0, 0, 1]))
+    tensor(0.2500)
+    """
     return 1 - accuracy(pred, targ, axis=axis)
 
 
 def mse(pred: Tensor, targ: Tensor) -> Tensor:
-    "Return the mean squared error."
+    """Return the mean squared error. Raises `MetricError` when the sizes differ: nothing is broadcast.
+
+    >>> mse(torch.tensor([1., 2.]), torch.tensor([[1.], [4.]]))
+    tensor(2.)
+    """
     pred, targ = _flat('mse', pred, targ)
     return (pred - targ).square().mean()
 
 
 def mae(pred: Tensor, targ: Tensor) -> Tensor:
-    "Return the mean absolute error."
+    """Return the mean absolute error. Raises `MetricError` when the sizes differ: nothing is broadcast.
+
+    >>> mae(torch.tensor([1., 2.]), torch.tensor([1., 4.]))
+    tensor(1.)
+    """
     pred, targ = _flat('mae', pred, targ)
     return (pred - targ).abs().mean()
 
 
 def rmse(pred: Tensor, targ: Tensor) -> Tensor:
-    "Return the root of the mean squared error; as a metric that of the whole set (`RMSE`), no mean over batches."
+    """Return the root of the mean squared error; as a metric that of the whole set (`RMSE`), no mean over batches.
+
+    Raises `MetricError` when the sizes differ: nothing is broadcast.
+
+    >>> rmse(torch.tensor([1., 2.]), torch.tensor([1., 2. + 2**0.5]))
+    tensor(1.)
+    """
     return mse(pred, targ).sqrt()
 
 

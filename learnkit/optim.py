@@ -27,7 +27,11 @@ OPTIONS = ('lr', 'momentum', 'betas', 'alpha', 'weight_decay', 'eps')  # torch's
 
 
 def trainable_params(model: nn.Module) -> list[nn.Parameter]:
-    "Return the parameters that require gradients."
+    """Return the parameters that require gradients.
+
+    >>> [tuple(p.shape) for p in trainable_params(nn.Linear(3, 2))]
+    [(2, 3), (2,)]
+    """
     return [p for p in model.parameters() if p.requires_grad]
 
 
@@ -318,7 +322,7 @@ def SGD(
     wd: float = 0.,             # weight decay
     decouple_wd: bool = True,   # decay the weights themselves (False: add it to the gradient, as L2 regularisation)
 ) -> OptimWrapper:
-    "Make fastai's SGD on torch's own."
+    "Make fastai's SGD on torch's own; as `opt_func`, with other options: `partial(SGD, mom=0.9)`."
     opt = partial(torch.optim.SGD, lr=lr, momentum=mom, weight_decay=wd)
     return OptimWrapper(params, opt=partial(DecoupledSGD, lr=lr, momentum=mom, weight_decay=wd) if decouple_wd else opt)
 
@@ -350,7 +354,7 @@ def Adam(
     wd: float = 0.01,           # weight decay
     decouple_wd: bool = True,   # decay the weights themselves (AdamW)
 ) -> OptimWrapper:
-    "Make fastai's Adam, with its defaults, on torch's own."
+    "Make fastai's Adam, with its defaults, on torch's own; with others: `opt_func=partial(Adam, wd=0.1)`."
     cls = torch.optim.AdamW if decouple_wd else torch.optim.Adam
     return OptimWrapper(params, opt=partial(cls, lr=lr, betas=(mom, sqr_mom), eps=eps, weight_decay=wd))
 

@@ -111,6 +111,8 @@ class Predictions(Loop):
         """Compute loss and metrics, and return them as a list: `[valid_loss, *metrics]` of each loader.
 
         Counters, history, RNGs and the modes of the modules are afterwards as they were.
+
+        Raises `LoaderError` when there is no such loader, and `EmptyLoaderError` when it has no batch.
         """
         if dl is not None: loaders: Any = [('valid', dl)]
         else: loaders = None if ds_idx is None else [('train' if ds_idx == 0 else 'valid', self._loader(ds_idx))]
@@ -135,7 +137,10 @@ class Predictions(Loop):
     ) -> tuple[Any, ...]:
         """Return predictions and targets of a loader on the CPU, joined along the first dimension.
 
-        Several inputs or targets come as a list or tuple of tensors; targets are None where the loader has none.
+        What was asked for comes in the order: inputs, predictions, targets, decoded predictions, losses. Several inputs
+        or targets come as a list or tuple of tensors; targets are None where the loader has none.
+
+        Raises `LoaderError` when there is no such loader, and `EmptyLoaderError` when it has no batch.
         """
         dl = self._loader(ds_idx) if dl is None else dl
         dl = in_order(dl) if reorder else dl

@@ -23,7 +23,13 @@ __all__ = ['Recorder', 'History']
 
 
 class History(list[dict[str, Any]]):
-    "One dict an epoch, over all fits: `fit`, `epoch`, losses, metrics, logged values and `time` in seconds."
+    """One dict an epoch, over all fits: `fit`, `epoch`, losses, metrics, logged values and `time` in seconds.
+
+    >>> History([{'epoch': 0, 'train_loss': 0.5}, {'epoch': 1, 'train_loss': 0.25}]).to_pandas()
+       epoch  train_loss
+    0      0        0.50
+    1      1        0.25
+    """
 
     def to_pandas(self) -> Any:
         "Return the history as a pandas DataFrame, one row an epoch."
@@ -51,9 +57,10 @@ class _Frame:
 class Recorder(Callback):
     """Record losses, metrics and hyper-parameters; hand one row an epoch to `learn.logger`.
 
-    Nothing is fetched from the device during an epoch: losses travel in groups (see `AvgSmoothLoss`) and metrics are
-    read once, when their loader is through. `values` and the lists of steps start anew with each fit, `history` goes
-    on. Checkpointed: everything it has recorded.
+    `learn.history` has a row an epoch, over all fits; `learn.recorder` has the steps of the last fit: `losses`, `lrs`,
+    `hps`, and the plots `plot_loss()` and `plot_sched()`. Nothing is fetched from the device during
+    an epoch: losses travel in groups (see `AvgSmoothLoss`), and metrics are read once, when their loader is through.
+    Checkpointed: everything it has recorded.
     """
     remove_on_fetch, order = True, 50
 
