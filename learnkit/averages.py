@@ -46,6 +46,9 @@ class Metric:
         "The class name in snake_case, without a trailing 'Metric'."
         return class2attr(self, 'Metric')
 
+    def __repr__(self) -> str:
+        return f'{type(self).__name__}({self.name}{f", on={self.on!r}" if self.on else ""})'
+
 
 class Mean:
     """Average numbers on their device, with weights; in float64 where the device has it.

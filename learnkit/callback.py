@@ -37,7 +37,8 @@ class MissingAttribute(AttributeError):
     def __str__(self) -> str:
         who = ' nor '.join(f'`{type(o).__name__}`' for o in self.owners)
         text = f'Neither {who} has' if len(self.owners) > 1 else f'{who} does not have'
-        known = {n for o in self.owners for n in dir(o) if not n.startswith('__')}
+        hidden = '__' if str(self.name).startswith('_') else '_'
+        known = {n for o in self.owners for n in dir(o) if not n.startswith(hidden)} - {self.name}
         close = get_close_matches(str(self.name), known, n=3, cutoff=0.6)
         hint = f' Closest: {", ".join(f"`{n}`" for n in close)}.' if close else ''
         return f'{text} an attribute `{self.name}`.{" " + self.why if self.why else ""}{hint}'

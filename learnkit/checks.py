@@ -21,8 +21,9 @@ __all__ = ['check_model', 'check_loss', 'check_fit', 'check_iteration', 'check_m
 def check_model(model: object) -> None:
     "Raise `ModelError` for what is no module, a class above all."
     if isinstance(model, torch.nn.Module): return
-    hint = f'write {model.__name__}(...)' if isinstance(model, type) else 'wrap it in a torch.nn.Module'
-    raise ModelError(f'model={model!r} is no torch.nn.Module: {hint}.')
+    if isinstance(model, type): what, hint = f'class {model.__name__}', f'write {model.__name__}(...)'
+    else: what, hint = type(model).__name__, 'Learner(dls, model) takes the data first, then the model'
+    raise ModelError(f'model is a {what}, no torch.nn.Module: {hint}.')
 
 
 def check_loss(loss_func: object) -> None:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, StackDataset
 
-from learnkit.batch import describe
+from learnkit.batch import describe, to_device
 from learnkit.errors import EmptyLoaderError, LoaderError
 
-__all__ = ['DataLoaders', 'TensorLoader', 'default_device', 'as_dataloaders', 'evaluation_loaders', 'check_loaders',
-           'n_batches', 'in_order']
+__all__ = ['DataLoaders', 'TensorLoader', 'default_device', 'as_dataloaders', 'evaluation_loaders', 'check_loader',
+           'check_loaders', 'n_batches', 'in_order']
 
 
 def default_device() -> torch.device:
@@ -58,7 +58,7 @@ class DataLoaders:
         self.n_inp, self.n_iter, self.path = n_inp, n_iter, Path(path)
         self._device = None if device is None else torch.device(device)
 
-        for name, dl in self._named(): _check_loader(name, dl)
+        for name, dl in self._named(): check_loader(name, dl)
         for option, value in (('n_inp', n_inp), ('n_iter', n_iter)):
             if value is not None: _check_count('DataLoaders', option, value)
 
@@ -239,7 +239,7 @@ class TensorLoader:
         return batches if self.names is None else map(self._named, batches)
 
     def _shuffled(self, pinned: bool) -> Iterator[tuple[Tensor, ...]]:
-        order = torch.randperm(self.n, generator=self.generator).to(self.tensors[0].device)
+        order = to_device(torch.randperm(self.n, generator=self.generator), self.tensors[0].device)
         take = _take_pinned if pinned else torch.index_select
         return (tuple([take(t, 0, idx) for t in self.tensors]) for idx in _pieces(order, self.bs))
 
@@ -343,7 +343,7 @@ def _evaluation(valid: Any) -> list[tuple[str, Any]]:
     return list(valid.items())
 
 
-def _check_loader(name: str, dl: Any) -> None:
+def check_loader(name: str, dl: Any) -> None:
     "Raise unless `dl` yields batches, as far as can be seen without starting it."
     what = f'The loader {name!r} is a {type(dl).__name__}'
     if isinstance(dl, (Tensor, np.ndarray)): raise LoaderError(f'{what}: use DataLoaders.from_tensors for tensors.')

@@ -4,17 +4,19 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import partial
 from threading import RLock
 from types import FunctionType
 from typing import Any, Self
+from warnings import warn
 
 import torch
 from fastcore.foundation import L
 
 from learnkit.callback import Callback, defined_on_class, own_handler
 from learnkit.errors import CallbackError, OrderError
-from learnkit.events import EVENTS, INNER_EVENTS, canonical_event
+from learnkit.events import ALIASES, EVENTS, INNER_EVENTS, canonical_event
 from learnkit.foreign import foreign_handler, is_foreign
 
 __all__ = ['CallbackSet', 'HasCallbacks', 'HandlerTable', 'Entry', 'as_callback', 'listed']
@@ -80,6 +82,7 @@ class CallbackSet:
         stay = [cb for cb in self.items if id(cb) not in gone]
         for cb in cbs:
             for name in EVENTS: own_handler(cb, name)  # raises for what is no method
+            warn_of_misspelt(cb)
         explicit: dict[str, Any] = {}
         for cb in [*stay, *cbs]:
             key = getattr(cb, 'state_key', None)
@@ -258,6 +261,14 @@ def takes_every_event(cb: Any) -> bool:
     "Tell whether a callback overrides `run_event` or `__call__`."
     cls = type(cb)
     return cls.__call__ is not Callback.__call__ or cls.run_event is not Callback.run_event
+
+
+def warn_of_misspelt(cb: Any) -> None:
+    "Warn of a method that looks like an event's handler and will never run."
+    own = {name for cls in type(cb).__mro__ if cls not in Callback.__mro__ for name in vars(cls)}
+    for name in own - {*EVENTS, *ALIASES}:
+        if name.startswith(('before_', 'after_')) and (close := get_close_matches(name, EVENTS, n=1, cutoff=0.85)):
+            warn(f'{type(cb).__name__}.{name} is no event and will not run. Did you mean `{close[0]}`?', stacklevel=2)
 
 
 def as_callback(cb: Any) -> Callback:

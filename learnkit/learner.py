@@ -19,7 +19,7 @@ from learnkit.callback import MissingAttribute, defined_on_class
 from learnkit.checks import check_fit, check_iteration, check_loss, check_microbatch, check_model
 from learnkit.data import as_dataloaders, check_loaders, evaluation_loaders
 from learnkit.dispatch import listed
-from learnkit.errors import CancelError, CancelFitException
+from learnkit.errors import CancelError, CancelFitException, OptimizerError
 from learnkit.events import LEVELS, LIFECYCLE
 from learnkit.loop import SkipToEpoch, TrainEvalCallback
 from learnkit.metrics import as_metrics
@@ -131,6 +131,9 @@ class Learner(Predictions):
     def _prepare_opt(self, lr: Any, wd: float | None, reset_opt: bool) -> None:
         if reset_opt or self.opt is None or self._opt_is_of_another_model(): self.create_opt()
         elif not isinstance(self.opt, OptimWrapper): self.opt = OptimWrapper(opt=self.opt)  # assigned by hand
+        if self._opt_is_of_another_model():
+            raise OptimizerError(f'The optimizer has no parameter of this {type(self.model).__name__}, which would '
+                                 'learn nothing. Make it of `learn.model.parameters()`, or give its class as `opt_func`.')
         wd = self.wd if wd is None else wd
         if lr is None: lr = self._own_lrs[1] if self._own_lrs[0] is self.lr else self.lr
         self.opt.set_hypers(lr=lr, **({} if wd is None else {'wd': wd}))
@@ -138,7 +141,6 @@ class Learner(Predictions):
 
     def _opt_is_of_another_model(self) -> bool:
         "Tell whether `model` was replaced, so that the optimizer has none of its parameters."
-        if not callable(self.opt_func): return False
         own = {id(p) for p in self.model.parameters()}
         return not any(id(p) in own for g in self.opt.param_groups for p in g['params'])
 
@@ -208,7 +210,7 @@ class Learner(Predictions):
         for m in LIFECYCLE:
             if m.event in ('before_train', 'before_validate'): training = m.event == 'before_train'
             cbs = [] if m.is_note else self.ordered_cbs(m.event, training)
-            print(f'{"  " * m.depth}{m.event if m.is_note else f"- {m.event:<18}"}{f" {cbs}" if cbs else ""}')
+            print(f'{"  " * m.depth}{m.event if m.is_note else f"- {m.event:<18}"}{f" {cbs}" if cbs else ""}'.rstrip())
 
     def to_detach(self, b: Any, cpu: bool = True, gather: bool = True) -> Any:
         "Detach a nested batch, by the loader's own method where it has one."
@@ -304,8 +306,9 @@ class Learner(Predictions):
     def __dir__(self) -> list[str]: return sorted({*super().__dir__(), *dir(self.model)})
 
     def __repr__(self) -> str:
-        loaders = ', '.join(name for name, _ in evaluation_loaders(self.dls)) or 'no validation'
-        return f'Learner({type(self.model).__name__}, {loaders}, cbs={list(self.cbs)})'
+        valid = [name for name, _ in evaluation_loaders(self.dls)]
+        loss = getattr(self.loss_func, '__name__', None) or (type(self.loss_func).__name__ if self.loss_func else None)
+        return f'Learner({type(self.model).__name__}, loss_func={loss}, valid={valid}, cbs={list(self.cbs)})'
 
 
 class _Contexts(ExitStack):

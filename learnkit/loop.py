@@ -26,7 +26,7 @@ from learnkit.errors import (
 )
 from learnkit.events import LEVELS, canonical_event
 from learnkit.rng import preserved_generators, preserved_rng
-from learnkit.runs import Runs
+from learnkit.runs import Runs, add_note
 
 __all__ = ['Loop', 'TrainEvalCallback', 'SkipToEpoch']
 
@@ -109,7 +109,7 @@ class Loop(Runs):
 
     def _do_pred_loss(self) -> None:
         self('before_pred')
-        self.pred, own_loss = unpack_output(apply_model(self.model, self.xb))
+        self.pred, own_loss = self._do_pred()
         self('after_pred')
         self._do_loss(own_loss)
         self('after_loss')
@@ -160,13 +160,26 @@ class Loop(Runs):
     def _split(self, b: Any) -> None:
         self.xb, self.yb = split_batch(b, getattr(self.dls, 'n_inp', None))
 
+    def _do_pred(self) -> tuple[Any, Any]:
+        try: return unpack_output(apply_model(self.model, self.xb))
+        except Exception as e:
+            add_note(e, f'{type(self.model).__name__} got {describe(self.xb)}')
+            raise
+
     def _do_loss(self, own_loss: Tensor | None) -> None:
-        if self.loss_func is not None and self.yb: loss = self.loss_func(self.pred, *self.yb)
+        if self.loss_func is not None and self.yb: loss = self._loss_of(self.pred)
         elif own_loss is not None: loss = own_loss
         else: return
         if not isinstance(loss, Tensor): loss = self._total_loss(loss)
         self.loss_grad = loss
         self.loss = loss.detach().clone()
+
+    def _loss_of(self, pred: Any) -> Any:
+        try: return self.loss_func(pred, *self.yb)
+        except Exception as e:
+            name = getattr(self.loss_func, '__name__', None) or type(self.loss_func).__name__
+            add_note(e, f'{name} got {describe(pred)} and the targets {describe(self.yb)}')
+            raise
 
     def _total_loss(self, parts: Any) -> Tensor:
         "Record the named parts of a loss, and return its `loss` entry or their sum."
@@ -193,8 +206,9 @@ class Loop(Runs):
                 warn(f'The {self.dl_name} loader ended after {n} of its {self.n_iter} batches. Its length is wrong, '
                      'or a StopIteration was raised inside the data set, which looks like the end.', stacklevel=2)
             return
-        raise EmptyLoaderError(f'The {self.dl_name} loader ({type(self.dl).__name__}) gave no batch. If it is a '
-                               'generator, it is used up after one pass: give a loader that starts anew each time.')
+        once = ' It is an iterator, used up after one pass: give a loader that starts anew each time.'
+        raise EmptyLoaderError(f'The {self.dl_name} loader ({type(self.dl).__name__}) gave no batch.'
+                               f'{once if isinstance(self.dl, Iterator) else ""}')
 
     def _weight(self) -> Any:
         return self.weight_func(self.xb, self.yb) if self.weight_func else sample_count(self.xb)

@@ -54,7 +54,7 @@ def place_of(name: str, group: Mapping[str, Any]) -> str | tuple[str, int] | Non
 class Hypers(MutableMapping[str, Any]):
     "One group's hyper-parameters by fastai's names (and torch's), read from and written to torch's param groups."
 
-    def __init__(self, groups: list[dict[str, Any]], exempt: set[int]) -> None:
+    def __init__(self, groups: list[dict[str, Any]], exempt: set[nn.Parameter]) -> None:
         self._groups, self._exempt = groups, exempt
 
     def _where(self, name: str) -> str | tuple[str, int]:
@@ -74,7 +74,7 @@ class Hypers(MutableMapping[str, Any]):
             else: group[where[0]] = tuple(value if i == where[1] else v for i, v in enumerate(group[where[0]]))
 
     def _is_exempt(self, group: dict[str, Any]) -> bool:
-        return bool(group['params']) and all(id(p) in self._exempt for p in group['params'])
+        return bool(group['params']) and all(p in self._exempt for p in group['params'])
 
     @property
     def group(self) -> dict[str, Any]:
@@ -122,14 +122,17 @@ class OptimWrapper(torch.optim.Optimizer):
         self.opt = opt
         self.optimizers = _named_optimizers(opt)
         self.n_steps = 0                                            # steps taken
-        self._exempt: set[int] = set()                              # ids of the parameters that weight decay spares
+        self._exempt: set[nn.Parameter] = set()                     # those that weight decay spares
         self._places = [[(o, i)] for o in self.optimizers.values() for i in range(len(o.param_groups))]
-        self._closures = {id(o) for o in self.optimizers.values() if needs_closure(o)}
+        self._closures = {o for o in self.optimizers.values() if needs_closure(o)}
         self.needs_closure = bool(self._closures)                   # whether a step evaluates the loss again (LBFGS)
         seen: set[int] = set()
         for p in self.parameters():
             if id(p) in seen: raise OptimizerError('Two optimizers or groups share a parameter: give each its own.')
             seen.add(id(p))
+
+    def __getstate__(self) -> dict[str, Any]: return self.__dict__.copy()
+    def __setstate__(self, state: dict[str, Any]) -> None: self.__dict__.update(state)
 
     @property
     def _groups(self) -> list[list[dict[str, Any]]]:
@@ -168,7 +171,7 @@ class OptimWrapper(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         "Take one step with every optimizer; the closure goes to those that need it."
         loss = None
-        for o in self.optimizers.values(): loss = o.step(closure) if id(o) in self._closures else o.step()
+        for o in self.optimizers.values(): loss = o.step(closure) if o in self._closures else o.step()
         self.n_steps += 1
         return loss
 
@@ -223,19 +226,19 @@ class OptimWrapper(torch.optim.Optimizer):
 
     def spare_from_decay(self, params: Iterable[nn.Parameter]) -> None:
         "Leave these parameters out of weight decay, now and when it is set later."
-        self._exempt.update(id(p) for p in params)
+        self._exempt.update(params)
         if any(g.get('weight_decay') for g in self.param_groups): self._set_apart()
 
     def _set_apart(self) -> None:
         "Put the spared parameters of each group into a param group of their own, without weight decay."
         for o in self.optimizers.values():
             for i, group in enumerate(list(o.param_groups)):
-                spared = [p for p in group['params'] if id(p) in self._exempt]
+                spared = [p for p in group['params'] if p in self._exempt]
                 if not spared or 'weight_decay' not in group: continue
                 if len(spared) == len(group['params']):
                     group['weight_decay'] = 0.
                     continue
-                group['params'] = [p for p in group['params'] if id(p) not in self._exempt]
+                group['params'] = [p for p in group['params'] if p not in self._exempt]
                 o.add_param_group({**group, 'params': spared, 'weight_decay': 0.})
                 next(ps for ps in self._places if (o, i) in ps).append((o, len(o.param_groups) - 1))
 

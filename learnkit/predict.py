@@ -13,7 +13,7 @@ from fastcore.foundation import L
 
 from learnkit.batch import concat, detuplify, find_bs
 from learnkit.callback import Callback
-from learnkit.data import evaluation_loaders, in_order
+from learnkit.data import check_loader, evaluation_loaders, in_order
 from learnkit.errors import BatchError, CancelEpochException, CancelFitException, LoaderError, LossError
 from learnkit.loop import Loop
 
@@ -105,7 +105,7 @@ class Predictions(Loop):
     def validate(
         self,
         ds_idx: int | None = None,   # 0: the training loader, 1: the first validation loader; None: all of those
-        dl: Any = None,              # a loader to use instead
+        dl: Any = None,              # a loader to use instead, or its name in `dls`
         cbs: Any = None,             # further callbacks for this run
     ) -> L | None:
         """Compute loss and metrics, and return them as a list: `[valid_loss, *metrics]` of each loader.
@@ -114,7 +114,7 @@ class Predictions(Loop):
 
         Raises `LoaderError` when there is no such loader, and `EmptyLoaderError` when it has no batch.
         """
-        if dl is not None: loaders: Any = [('valid', dl)]
+        if dl is not None: loaders: Any = [('valid', self._given(dl))]
         else: loaders = None if ds_idx is None else [('train' if ds_idx == 0 else 'valid', self._loader(ds_idx))]
         if loaders is None and not evaluation_loaders(self.dls): self._loader(1)  # raises
         self.final_record: L | None = None
@@ -125,7 +125,7 @@ class Predictions(Loop):
     def get_preds(
         self,
         ds_idx: int = 1,                     # which loader to predict on: 0 training, 1 validation
-        dl: Any = None,                      # a loader to use instead
+        dl: Any = None,                      # a loader to use instead, or its name in `dls`
         with_input: bool = False,            # return the inputs, first
         with_decoded: bool = False,          # return decoded predictions, by `loss_func.decodes`
         with_loss: bool = False,             # return the loss of each sample, last
@@ -142,7 +142,7 @@ class Predictions(Loop):
 
         Raises `LoaderError` when there is no such loader, and `EmptyLoaderError` when it has no batch.
         """
-        dl = self._loader(ds_idx) if dl is None else dl
+        dl = self._loader(ds_idx) if dl is None else self._given(dl)
         dl = in_order(dl) if reorder else dl
         cb = GatherPredsCallback(with_input=with_input, with_loss=with_loss, **kwargs)
         with ExitStack() as contexts:
@@ -160,11 +160,17 @@ class Predictions(Loop):
             if with_decoded: res.insert(at + 2, getattr(self.loss_func, 'decodes', noop)(res[at]))
         return tuple(res)
 
-    def _loader(self, ds_idx: int) -> Any:
+    def _given(self, dl: Any) -> Any:
+        "Return the loader that was given, by its name in `dls` or as it is."
+        if isinstance(dl, str): return self._loader(dl)
+        check_loader('dl', dl)
+        return dl
+
+    def _loader(self, ds_idx: int | str) -> Any:
         try: return self.dls[ds_idx]
         except (IndexError, KeyError):
-            raise LoaderError(f'There is no loader {ds_idx}: {self.dls!r} has no validation loader there. Give one to '
-                              '`DataLoaders(train, valid)`, or pass `dl=`.') from None
+            what = 'validation loader' if ds_idx == 1 else f'loader {ds_idx!r}'
+            raise LoaderError(f'There is no {what}: give one to `DataLoaders(train, valid)`, or pass `dl=`.') from None
 
     def _do_predictions(self, dl: Any) -> None:
         self('before_predict')

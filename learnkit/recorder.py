@@ -15,6 +15,7 @@ from learnkit.averages import AvgSmoothLoss, Mean, Metric
 from learnkit.callback import Callback
 from learnkit.checks import check_metrics
 from learnkit.data import evaluation_loaders
+from learnkit.errors import MetricError
 from learnkit.metrics import AvgLoss, TorchMetric, check_column, measures_batches
 from learnkit.optim import HYPERS, OPTIONS, place_of
 from learnkit.timing import format_seconds
@@ -336,6 +337,8 @@ class Recorder(Callback):
         "Draw hyper-parameters by step, one plot each; return the figure."
         import matplotlib.pyplot as plt
         hps = self.hps
+        if unknown := [k for k in L(keys) if k not in hps]:
+            raise MetricError(f'{unknown[0]} was not recorded: there is {", ".join(hps) or "nothing yet"}.')
         keys = L(keys) if keys is not None else [k for k, v in hps.items() if k == 'lr' or len(set(v)) > 1]
         fig, axs = plt.subplots(1, max(1, len(keys)), figsize=figsize or (5 * max(1, len(keys)), 3.5), squeeze=False)
         for key, ax in zip(keys, axs[0], strict=False):

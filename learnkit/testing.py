@@ -52,7 +52,7 @@ def synth_learner(
 
     >>> learn = synth_learner(lr=0.1, default_cbs=False)
     >>> learn
-    Learner(RegModel, valid, cbs=[])
+    Learner(RegModel, loss_func=MSELoss, valid=['valid'], cbs=[])
     """
     options = {'loss_func': nn.MSELoss(), 'opt_func': partial(SGD, mom=0.9), **kwargs}
     return Learner(dls or synth_dls(n_train=n_train, n_valid=n_valid), model or RegModel(), lr=lr, **options)

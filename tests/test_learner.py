@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,9 @@ from learnkit import (
     DataLoaders,
     EmptyLoaderError,
     Learner,
+    LoaderError,
+    OptimizerError,
+    Periodic,
     ProgressCallback,
     Recorder,
     TrainEvalCallback,
@@ -350,8 +354,8 @@ learn.fit(0)
 
 
 def test_the_learner_says_what_it_is() -> None:
-    assert repr(synth_learner(default_cbs=False)) == 'Learner(RegModel, valid, cbs=[])'
-    assert 'no validation' in repr(Learner(rows(), line(), nn.MSELoss()))
+    assert repr(synth_learner(default_cbs=False)) == "Learner(RegModel, loss_func=MSELoss, valid=['valid'], cbs=[])"
+    assert 'valid=[]' in repr(Learner(rows(), line(), nn.MSELoss()))
 
 
 def test_to_detach_uses_the_loaders_own_where_it_has_one() -> None:
@@ -607,3 +611,43 @@ def test_a_cancel_of_a_fit_in_a_validation_inside_it_does_not_cross_out() -> Non
     assert learn.train_iter == 9 and len(learn.history) == 3
     def too_late(cb: Any) -> None: raise CancelFitException
     with pytest.raises(CancelError, match='after_fit'): learn.fit(1, cbs=Callback(after_fit=too_late))
+
+
+def test_a_copy_is_a_learner_of_its_own() -> None:
+    "`copy.deepcopy`: callbacks, metrics, optimizer and history are its own, and it trains as the first would have."
+    periodic = Periodic(every='3ba', on_every=lambda cb: None)
+    learn = synth_learner(metrics=mae, wd=0.1, cbs=[Callback(after_batch=lambda cb: None), periodic])
+    with learn.no_bar(): learn.fit(1)
+    twin = deepcopy(learn)
+    assert [cb.learn is twin for cb in twin.cbs] == [True] * len(twin.cbs) and twin.recorder is not learn.recorder
+    ends = []
+    for one in (learn, twin):
+        torch.manual_seed(1)
+        with one.no_bar(): one.fit(1)
+        ends.append([p.item() for p in one.model.parameters()])
+    assert ends[0] == ends[1] and len(learn.history) == len(twin.history) == 2
+    assert [row['mae'] for row in learn.history] == [row['mae'] for row in twin.history]
+    twin.remove_cb(Periodic)
+    assert hasattr(learn, 'periodic') and not hasattr(twin, 'periodic')
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    other = RegModel()
+    learn = synth_learner(opt_func=torch.optim.SGD(other.parameters(), lr=0.1))
+    with pytest.raises(OptimizerError, match='no parameter of this RegModel'): learn.fit(1)
+
+
+def test_a_loader_that_is_given_may_be_named_and_is_checked() -> None:
+    dls = synth_dls()
+    learn = synth_learner(dls=DataLoaders(dls.train, {'day': dls.valid, 'night': list(dls.valid)}), metrics=mae)
+    assert learn.validate(dl='night') == learn.validate(2) == learn.validate(dl=list(dls.valid))
+    for call in (learn.validate, learn.get_preds):
+        with pytest.raises(LoaderError, match='from_tensors'): call(dl=torch.zeros(3, 1))
+        with pytest.raises(LoaderError, match='noon'): call(dl='noon')
+
+
+def test_a_misspelt_handler_is_told() -> None:
+    class Shout(Callback):
+        def after_epoc(self) -> None: raise AssertionError
+        def before_lunch(self) -> None: raise AssertionError
+    with pytest.warns(UserWarning, match=r'Shout\.after_epoc is no event .* `after_epoch`'): synth_learner(cbs=Shout())

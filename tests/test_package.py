@@ -31,9 +31,9 @@ NAMES = Path(__file__).with_name('public_names.txt')
 # may import one another as long as they make no cycle; `learnkit` is the package's own `__init__`.
 LAYERS = [
     'errors', 'events', 'timing', 'files', 'rng', 'batch', 'data', 'optim', 'averages', 'metrics', 'callback',
-    'foreign', 'dispatch', 'runs', 'loop', 'checks', 'recorder', 'progress', 'schedule', 'predict', 'wholestep', 'compiling',
-    'precision', 'checkpoint', 'distributed', 'callbacks', 'learner', 'loggers', 'interop', 'learnkit', 'demo',
-    'testing', 'all',
+    'foreign', 'dispatch', 'runs', 'loop', 'checks', 'recorder', 'progress', 'schedule', 'predict', 'wholestep',
+    'compiling', 'precision', 'checkpoint', 'distributed', 'callbacks', 'learner', 'loggers', 'interop', 'learnkit',
+    'demo', 'testing', 'all',
 ]
 
 # Imports inside a function that go up the list, each with its reason: {(importing layer, imported layer): why}.

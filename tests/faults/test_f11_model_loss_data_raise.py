@@ -238,7 +238,10 @@ def test_the_note_counts_the_batch_in_which_the_model_failed(nth: int) -> None:
     learn.model[0].register_forward_hook(lambda m, *_: fuse() if m.training else None)
     fuse.arm(nth)
     e = raised_by(lambda: learn.fit(2))
-    assert notes(e) == [f'in train (epoch {(nth - 1) // 3}, batch {(nth - 1) % 3})']
+    assert notes(e) == [
+        'Sequential got (Tensor[4, 3] float32,)',
+        f'in train (epoch {(nth - 1) // 3}, batch {(nth - 1) % 3})',
+    ]
 
 
 @pytest.mark.parametrize(
