@@ -17,6 +17,7 @@ from torch import nn
 from learnkit.batch import detuplify, to_detach
 from learnkit.callback import MissingAttribute, defined_on_class
 from learnkit.checks import check_fit, check_iteration, check_loss, check_microbatch, check_model
+from learnkit.compiling import Compilation
 from learnkit.data import as_dataloaders, check_loaders, evaluation_loaders
 from learnkit.dispatch import listed
 from learnkit.errors import CancelError, CancelFitException, OptimizerError
@@ -41,7 +42,7 @@ _NOT_YET = {'pred': 'It exists from the forward pass of a batch on (event after_
             'loss_grad': 'It exists once the loss of a batch is computed (event after_loss).'}
 
 
-class Learner(Predictions):
+class Learner(Predictions, Compilation):
     """Train `model` on `dls` with `loss_func`: the loop, its callbacks and its state.
 
     `dls` is a `DataLoaders`, a tuple (train, valid) of any iterables of batches, or one to train on. `loss_func` and
@@ -132,8 +133,8 @@ class Learner(Predictions):
         if reset_opt or self.opt is None or self._opt_is_of_another_model(): self.create_opt()
         elif not isinstance(self.opt, OptimWrapper): self.opt = OptimWrapper(opt=self.opt)  # assigned by hand
         if self._opt_is_of_another_model():
-            raise OptimizerError(f'The optimizer has no parameter of this {type(self.model).__name__}, which would '
-                                 'learn nothing. Make it of `learn.model.parameters()`, or give its class as `opt_func`.')
+            raise OptimizerError(f'No parameter of this {type(self.model).__name__} is in the optimizer, which would '
+                                 'learn nothing. Make it of `learn.model.parameters()`, or pass its class.')
         wd = self.wd if wd is None else wd
         if lr is None: lr = self._own_lrs[1] if self._own_lrs[0] is self.lr else self.lr
         self.opt.set_hypers(lr=lr, **({} if wd is None else {'wd': wd}))

@@ -634,7 +634,7 @@ def test_a_copy_is_a_learner_of_its_own() -> None:
 def test_an_optimizer_of_another_model_is_refused() -> None:
     other = RegModel()
     learn = synth_learner(opt_func=torch.optim.SGD(other.parameters(), lr=0.1))
-    with pytest.raises(OptimizerError, match='no parameter of this RegModel'): learn.fit(1)
+    with pytest.raises(OptimizerError, match='No parameter of this RegModel'): learn.fit(1)
 
 
 def test_a_loader_that_is_given_may_be_named_and_is_checked() -> None:
