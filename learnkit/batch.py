@@ -364,7 +364,7 @@ def _read_parameters(model: Any) -> tuple[frozenset[str], bool]:
     try: ps = inspect.signature(model.forward if isinstance(model, nn.Module) else model).parameters.values()
     except ValueError: return frozenset(), False  # written in C
     names = frozenset(p.name for p in ps if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
-    inner = getattr(model, 'module', None) or getattr(model, '_orig_mod', None)
+    inner = getattr(model, 'module', getattr(model, '_orig_mod', None))
     if not names and isinstance(inner, nn.Module): return _parameters(inner)
 
     needed = any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in ps)

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from learnkit.averages import Metric
-from learnkit.batch import apply_model, split_batch, to_device, unpack_output
+from learnkit.batch import apply_model, unpack_output
 from learnkit.data import evaluation_loaders
 from learnkit.errors import FitError, LossError, MetricError, ModelError
-from learnkit.loop import Loop, model_device
+from learnkit.loop import Loop
 from learnkit.metrics import dry_run
-from learnkit.rng import preserved_rng
+from learnkit.rng import preserved_generators, preserved_rng
 from learnkit.timing import as_time
 
 __all__ = ['check_model', 'check_loss', 'check_fit', 'check_iteration', 'check_microbatch', 'check_metrics']
@@ -88,12 +88,13 @@ def _first_validation_batches(learn: Any) -> list[tuple[Any, tuple[Any, ...]]]:
     "Return predictions and targets of each validation loader's first batch; none where callbacks help to make them."
     if any(learn.ordered_cbs(e) for e in ('after_draw', 'before_batch', 'before_pred', 'after_pred')): return []
     batches = []
-    with learn._put_back(), torch.no_grad(), preserved_rng():
+    with learn._put_back(), torch.no_grad():
         learn.model.eval()
         for _, dl in evaluation_loaders(learn.dls):
-            drawn = iter(dl)
-            if drawn is dl: continue  # drawing would take a batch away
-            batch = to_device(next(drawn), model_device(learn.model, learn.dls))
-            xb, yb = split_batch(batch, getattr(learn.dls, 'n_inp', None))
-            batches.append((unpack_output(apply_model(learn.model, xb))[0], yb))
+            with preserved_generators(dl):
+                drawn = iter(dl)
+                batch = None if drawn is dl else next(drawn, None)  # from an iterator a batch would be taken away
+            if batch is None: continue
+            learn._split(learn._set_device(batch))
+            batches.append((unpack_output(apply_model(learn.model, learn.xb))[0], learn.yb))
     return batches

@@ -40,7 +40,7 @@ __all__ = ['Compilation']
 STEP_EVENTS = ('before_pred', 'after_pred', 'after_loss', 'before_backward', 'after_cancel_backward', 'after_backward',
                'before_step', 'after_cancel_step', 'after_step')  # those that a compiled step cannot fire
 OVERRIDABLE = ('_do_one_batch', '_do_pred_loss', '_do_pred', '_do_loss', '_loss_of', '_do_grad_opt', '_backward',
-               '_do_step', '_step')  # the methods whose work it does
+               '_step')  # the methods whose work it does
 MODULE_HOOKS = ('_forward_pre_hooks', '_forward_hooks', '_backward_pre_hooks', '_backward_hooks')
 
 TIMED = 6         # steps of each kind that are timed; the first compiled one, which compiles, does not count

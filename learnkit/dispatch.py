@@ -16,7 +16,7 @@ from fastcore.foundation import L
 
 from learnkit.callback import Callback, defined_on_class, own_handler
 from learnkit.errors import CallbackError, OrderError
-from learnkit.events import ALIASES, EVENTS, INNER_EVENTS, canonical_event
+from learnkit.events import ALIASES, EVENTS, canonical_event
 from learnkit.foreign import foreign_handler, is_foreign
 
 __all__ = ['CallbackSet', 'HasCallbacks', 'HandlerTable', 'Entry', 'as_callback', 'listed']
@@ -111,6 +111,23 @@ class HasCallbacks:
     def __init__(self) -> None:
         self._callbacks = CallbackSet(self)
         self._tables = self._callbacks.tables
+
+    def __call__(self, event_name: str | list[str]) -> None:
+        "Run the handlers of one event, or of several in turn."
+        if event_name.__class__ is not str: return self._call_all(event_name)
+        for handler, switch, cb in self._tables[self.training][event_name]:
+            if not switch: continue
+            try: handler()
+            except BaseException as e:
+                self._note(e, cb, event_name)
+                raise
+
+    def _call_all(self, event_names: Any) -> None:
+        names = [None] if event_names is None else listed(event_names)
+        for name in names: self(str.__str__(canonical_event(name)))  # also a StrEnum's
+
+    def _note(self, e: BaseException, cb: Any, event_name: str) -> None:
+        "Add to an exception where it was raised."
 
     def __getstate__(self) -> dict[str, Any]:
         "Leave out what belongs to this object alone: its lock and its tables, which are made from the callbacks."
@@ -252,7 +269,7 @@ class HandlerTable(dict[str, list[Entry]]):
     def _handler(self, cb: Any, name: str) -> Callable[[], Any] | None:
         if is_foreign(cb): return foreign_handler(cb, name)
         if takes_every_event(cb): handler: Callable[[], Any] | None = partial(cb, name)
-        elif name in INNER_EVENTS and not (cb.run_train if self.training else cb.run_valid): return None
+        elif not cb._runs_when(name, self.training): return None
         else: handler = own_handler(cb, name)
         return torch.no_grad()(handler) if handler and cb.observer else handler
 

@@ -24,7 +24,7 @@ from learnkit.errors import (
     EmptyLoaderError,
     LossError,
 )
-from learnkit.events import LEVELS, canonical_event
+from learnkit.events import LEVELS
 from learnkit.rng import preserved_generators, preserved_rng
 from learnkit.runs import Runs, add_note
 
@@ -39,7 +39,7 @@ _Thunk = Callable[[], Any]
 class Loop(Runs):
     """The loop. `Learner` adds what surrounds it: construction, saving, predictions and so on.
 
-    The methods from `_do_fit` to `__call__` are the whole loop. Each may be overridden; `_do_one_batch`,
+    The methods from `_do_fit` to `_with_events` are the whole loop. Each may be overridden; `_do_one_batch`,
     `_do_grad_opt`, `_backward` and `_step` are what training of an unusual kind (two networks, two passes) replaces.
     """
 
@@ -51,49 +51,25 @@ class Loop(Runs):
             if self._starts_iteration(): self('before_iteration')
             self._with_events(self._do_epoch, 'epoch', CancelEpochException)
             self('epoch_checkpoint')
-            if self._ends_iteration(): self('after_iteration'); self('iteration_checkpoint')
+            if self._ends_iteration(): self(['after_iteration', 'iteration_checkpoint'])
             if self._stopping: break
 
-    def _do_epoch(self) -> None:
-        self._do_epoch_train()
-        self._do_evaluation()
+    def _do_epoch(self) -> None: self._do_epoch_train(); self._do_evaluation()
 
     def _do_epoch_train(self) -> None:
         self.dl, self.phase, self.dl_name = self.dls.train, 'train', 'train'
         self._with_events(self.all_batches, 'train', CancelTrainException)
 
-    def _do_evaluation(self, loaders: list[tuple[str, Any]] | None = None) -> None:
-        loaders = evaluation_loaders(self.dls) if loaders is None else loaders
-        if not loaders: return
-        with preserved_rng():
-            self('before_eval')
-            for self.dl_name, dl in loaders: self._do_epoch_validate(dl=dl)
-            self('after_eval')
-
     def _do_epoch_validate(self, ds_idx: int = 1, dl: Any = None) -> None:
-        self.dl = self.dls[ds_idx] if dl is None else dl
-        if self.phase == 'train': self.phase = 'valid'
-        if self.dl_name == 'train': self.dl_name = 'valid'
-        with torch.no_grad(), preserved_generators(self.dl):
-            self._with_events(self.all_batches, 'validate', CancelValidException)
+        self._set_loader(self.dls[ds_idx] if dl is None else dl)
+        with torch.no_grad(): self._with_events(self.all_batches, 'validate', CancelValidException)
 
     def all_batches(self) -> None:
         "Train or evaluate on every batch of `self.dl`."
-        self.n_iter, limit = epoch_length(self.dls, self.dl)
-        self._device = model_device(self.model, self.dls)
-        batches: Iterator[Any] = iter(self.dl)
-        batch = _END
-        for i in count() if limit is None else range(limit):
-            self.iter = i
-            self('before_draw')
-            batch = next(batches, _END)
-            if batch is _END: break
-            self.batch = batch
-            self('after_draw')
-            self.one_batch(i, self.batch)
+        for i, batch in self._draws():
+            self.one_batch(i, batch)
             if self.training: self('batch_checkpoint')
-            if self._stopping and self.training: break
-        if batch is _END: self._stop_drawing(i)
+            if self.training and self._stopping: break
 
     def one_batch(self, i: int, b: Any) -> None:
         "Train or evaluate on one batch."
@@ -117,40 +93,53 @@ class Loop(Runs):
 
     def _do_grad_opt(self) -> None:
         self._with_events(self._backward, 'backward', CancelBackwardException)
-        self._do_step()
-
-    def _do_step(self) -> None:
         self._with_events(self._step, 'step', CancelStepException)
         self.opt.zero_grad()
 
     def _with_events(self, f: _Thunk, event_type: str, ex: type[Exception], final: _Thunk = noop) -> None:
         level, outer, cancelled = LEVELS[event_type], self._open, False
         self._open = (*outer, event_type)
-        try:
-            self(level.before)
-            f()
+        try: self(level.before); f()
         except ex: cancelled = True
         finally: self._open = outer
         if cancelled: self(level.after_cancel)
-        self(level.after)
-        final()
+        self(level.after); final()
 
-    def __call__(self, event_name: str | list[str]) -> None:
-        "Run the handlers of one event, or of several in turn."
-        if event_name.__class__ is not str: return self._call_all(event_name)
-        for handler, switch, cb in self._tables[self.training][event_name]:
-            if not switch: continue
-            try: handler()
-            except BaseException as e:
-                self._note(e, cb, event_name)
-                raise
+    # -- loaders -------------------------------------------------------------------------------------------------------
+
+    def _do_evaluation(self, loaders: list[tuple[str, Any]] | None = None) -> None:
+        loaders = evaluation_loaders(self.dls) if loaders is None else loaders
+        if not loaders: return
+        with preserved_rng():
+            self('before_eval')
+            for self.dl_name, dl in loaders:
+                with preserved_generators(dl): self._do_epoch_validate(dl=dl)
+            self('after_eval')
+
+    def _set_loader(self, dl: Any) -> None:
+        "Set the loader that is evaluated or predicted on."
+        self.dl = dl
+        if self.phase == 'train': self.phase = 'valid'
+        if self.dl_name == 'train': self.dl_name = 'valid'
+
+    def _draws(self) -> Iterator[tuple[int, Any]]:
+        "Yield the batches of `self.dl` with their numbers, each between `before_draw` and `after_draw`."
+        self.n_iter, limit = epoch_length(self.dls, self.dl)
+        self._device = model_device(self.model, self.dls)
+        batches: Iterator[Any] = iter(self.dl)
+        try:
+            for i in count() if limit is None else range(limit):
+                self.iter = i
+                self('before_draw')
+                batch = next(batches, _END)
+                if batch is _END: return self._stop_drawing(i)
+                self.batch = batch
+                self('after_draw')
+                yield i, self.batch
+        finally: del batches  # a traceback would keep its worker processes running
 
     def _is_open(self, level: str) -> bool:
         return level in self._open or type(self)._with_events is not Loop._with_events  # an override may not keep them
-
-    def _call_all(self, event_names: Any) -> None:
-        if not isinstance(event_names, (list, tuple)): canonical_event(event_names)
-        for name in event_names: self(name)
 
     # -- the parts of a batch ------------------------------------------------------------------------------------------
 
@@ -245,6 +234,9 @@ class Loop(Runs):
             return self.loss
 
         try: self.opt.step(closure)
+        except BaseException:
+            self.opt.clear_state(closures=True)  # half a line search is no state to go on from
+            raise
         finally: self._repeating = False
         self.__dict__.update(before)  # what is recorded is of the weights that the batch met
 
@@ -266,7 +258,8 @@ class Loop(Runs):
             for p, grad in pending: p.grad = grad
             self.__dict__.pop('loss_grad', None)
             raise
-        self._do_step()
+        self._with_events(self._step, 'step', CancelStepException)
+        self.opt.zero_grad()
 
     def _do_pieces(self, size: int) -> None:
         "Add up the gradients of the pieces, each weighted so that the sum is the gradient of the whole batch."
@@ -341,8 +334,9 @@ class TrainEvalCallback(Callback):
     def before_train(self) -> None:
         learn = self.learn
         learn.pct_train, learn.training = learn.epoch / learn.n_epoch, True
-        if self._starting or not learn.model.training: learn.model.train()
-        for module, mode in self._modes: module.training = mode
+        if self._starting or not learn.model.training:  # otherwise the modes are there, or a callback has set others
+            learn.model.train()
+            for module, mode in self._modes: module.training = mode
         self._starting, self._modes = False, []
 
     def after_batch(self) -> None:

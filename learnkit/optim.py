@@ -4,6 +4,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -76,11 +77,6 @@ class Hypers(MutableMapping[str, Any]):
     def _is_exempt(self, group: dict[str, Any]) -> bool:
         return bool(group['params']) and all(p in self._exempt for p in group['params'])
 
-    @property
-    def group(self) -> dict[str, Any]:
-        "The param group that values are read from."
-        return self._groups[0]
-
     def __delitem__(self, name: str) -> None: raise TypeError(f'{name} cannot be deleted: an optimizer needs it.')
     def __iter__(self) -> Iterator[str]: return (n for n in HYPERS if n in self)
     def __len__(self) -> int: return sum(1 for _ in self)
@@ -131,12 +127,25 @@ class OptimWrapper(torch.optim.Optimizer):
             if id(p) in seen: raise OptimizerError('Two optimizers or groups share a parameter: give each its own.')
             seen.add(id(p))
 
-    def __getstate__(self) -> dict[str, Any]: return self.__dict__.copy()
+    def __getstate__(self) -> dict[str, Any]: return self.__dict__.copy()  # torch's leaves most out
     def __setstate__(self, state: dict[str, Any]) -> None: self.__dict__.update(state)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        "Add a group of parameters, with hyper-parameters of its own; with several optimizers, add to one: `opt[name]`."
+        if len(self.optimizers) > 1: raise OptimizerError('There are several optimizers: add it to one, `opt[name]`.')
+        self[0].add_param_group(param_group)
+        self._find_new_groups()
+
+    def _find_new_groups(self) -> None:
+        "Make places for the param groups that were added to an optimizer since."
+        known = {(id(o), i) for places in self._places for o, i in places}
+        every = [(o, i) for o in self.optimizers.values() for i in range(len(o.param_groups))]
+        if len(known) < len(every): self._places += [[(o, i)] for o, i in every if (id(o), i) not in known]
 
     @property
     def _groups(self) -> list[list[dict[str, Any]]]:
         "For each group of the splitter, torch's param groups: loading a state replaces them, so they are looked up."
+        self._find_new_groups()
         return [[o.param_groups[i] for o, i in places] for places in self._places]
 
     @property
@@ -151,7 +160,7 @@ class OptimWrapper(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]  # torch sets it as an attribute
-        if len(self.optimizers) == 1: return next(iter(self.optimizers.values())).state
+        if len(self.optimizers) == 1: return self[0].state
         return {p: s for o in self.optimizers.values() for p, s in o.state.items()}
 
     def __getattr__(self, name: str) -> Any:
@@ -170,7 +179,6 @@ class OptimWrapper(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         "Take one step with every optimizer; the closure goes to those that need it."
-        loss = None
         for o in self.optimizers.values(): loss = o.step(closure) if o in self._closures else o.step()
         self.n_steps += 1
         return loss
@@ -178,8 +186,9 @@ class OptimWrapper(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         "Clear the gradients (they become None)."
         for o in self.optimizers.values():
-            if not set_to_none or type(o).zero_grad is not torch.optim.Optimizer.zero_grad: o.zero_grad(set_to_none)
-            else:
+            if not set_to_none: o.zero_grad(set_to_none=False)
+            elif getattr(o.zero_grad, '__func__', None) is not torch.optim.Optimizer.zero_grad: o.zero_grad()
+            else:  # as torch does it, without the microseconds of its profiler
                 for g in o.param_groups:
                     for p in g['params']: p.grad = None
 
@@ -206,13 +215,13 @@ class OptimWrapper(torch.optim.Optimizer):
 
     def _checked(self, name: str, value: Any) -> list[Any]:
         "Return one value a group."
-        n = len(self._places)
+        n = len(self._groups)
         values = spread(value, n) if isinstance(value, slice) else list(value) if _is_many(value) else [value] * n
         if len(values) != n:
             fix = f'one, {n}, or a slice' if n > 1 else 'one number'
             raise OptimizerError(f'{name}: {len(values)} values for {n} param group{"s" * (n > 1)}. Give {fix}.')
         for v in values:
-            if not isinstance(v, (int, float, torch.Tensor)) or (name == 'lr' and not v >= 0):
+            if not isinstance(v, (Real, torch.Tensor)) or (name == 'lr' and not float(v) >= 0):
                 raise OptimizerError(f'{name}={v!r}: give a number{", 0 or more" * (name == "lr")}.')
         for h in self.hypers:
             if name not in h:
@@ -242,20 +251,19 @@ class OptimWrapper(torch.optim.Optimizer):
                 o.add_param_group({**group, 'params': spared, 'weight_decay': 0.})
                 next(ps for ps in self._places if (o, i) in ps).append((o, len(o.param_groups) - 1))
 
-    def clear_state(self) -> None:
-        "Forget momenta and averages."
-        for o in self.optimizers.values(): o.state.clear()
+    def clear_state(self, closures: bool = False) -> None:
+        "Forget momenta and averages, of all optimizers or of those that need a closure."
+        for o in self._closures if closures else self.optimizers.values(): o.state.clear()
 
     def state_dict(self) -> dict[str, Any]:
         "Return the optimizer's own state dict, or those of several by name."
-        if len(self.optimizers) == 1: return next(iter(self.optimizers.values())).state_dict()
+        if len(self.optimizers) == 1: return self[0].state_dict()
         return {name: o.state_dict() for name, o in self.optimizers.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         "Load what `state_dict` returned."
-        if len(self.optimizers) == 1: next(iter(self.optimizers.values())).load_state_dict(state_dict)
-        else:
-            for name, o in self.optimizers.items(): o.load_state_dict(state_dict[name])
+        one = len(self.optimizers) == 1
+        for name, o in self.optimizers.items(): o.load_state_dict(state_dict if one else state_dict[name])
 
     def _names(self) -> str: return ' and '.join(type(o).__name__ for o in self.optimizers.values())
     def __repr__(self) -> str: return f'OptimWrapper({self.opt!r})'
@@ -264,9 +272,8 @@ class OptimWrapper(torch.optim.Optimizer):
 def as_groups(params: Any) -> list[Any]:
     "Turn parameters, lists of lists of them, or torch's dicts into what torch's optimizers take."
     groups = list(params)
-    if not groups or isinstance(groups[0], (dict, torch.Tensor)): return groups
-    if isinstance(groups[0], tuple): return groups  # named parameters
-    return [{'params': list(g)} for g in groups]
+    flat = not groups or isinstance(groups[0], (dict, torch.Tensor, tuple))  # a tuple is a named parameter
+    return groups if flat else [{'params': list(g)} for g in groups]
 
 
 def torch_names(opt: Any, hypers: Mapping[str, Any]) -> dict[str, Any]:
@@ -279,8 +286,8 @@ def torch_names(opt: Any, hypers: Mapping[str, Any]) -> dict[str, Any]:
             key = where if isinstance(where, str) else where[0]
             if key not in takes: continue
             value, pair = res.pop(name), res.get(key, takes[key].default)
-            if isinstance(where, str): res[key] = value
-            else: res[key] = tuple(value if i == where[1] else v for i, v in enumerate(pair))
+            at = None if isinstance(where, str) else where[1]
+            res[key] = value if at is None else tuple(value if i == at else v for i, v in enumerate(pair))
             break
     return res
 
@@ -326,8 +333,11 @@ def SGD(
     decouple_wd: bool = True,   # decay the weights themselves (False: add it to the gradient, as L2 regularisation)
 ) -> OptimWrapper:
     "Make fastai's SGD on torch's own; as `opt_func`, with other options: `partial(SGD, mom=0.9)`."
-    opt = partial(torch.optim.SGD, lr=lr, momentum=mom, weight_decay=wd)
-    return OptimWrapper(params, opt=partial(DecoupledSGD, lr=lr, momentum=mom, weight_decay=wd) if decouple_wd else opt)
+    cls = DecoupledSGD if decouple_wd else torch.optim.SGD
+    return OptimWrapper(params, opt=partial(cls, lr=lr, momentum=mom, weight_decay=wd))
+
+
+_sgd_step = inspect.unwrap(torch.optim.SGD.step)  # its wrapper would run the hooks of a step a second time
 
 
 class DecoupledSGD(torch.optim.SGD):
@@ -337,13 +347,13 @@ class DecoupledSGD(torch.optim.SGD):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         "Shrink the weights that have a gradient, then step without weight decay."
         decays = [g['weight_decay'] for g in self.param_groups]
-        if not any(decays): return super().step(closure)
+        if not any(decays): return _sgd_step(self, closure)
         try:
             for g in self.param_groups:
                 for p in g['params']:
                     if p.grad is not None: p.mul_(1 - g['lr'] * g['weight_decay'])
                 g['weight_decay'] = 0.
-            return super().step(closure)
+            return _sgd_step(self, closure)
         finally:
             for g, wd in zip(self.param_groups, decays, strict=True): g['weight_decay'] = wd
 
@@ -380,7 +390,7 @@ def make_optimizer(
     elif callable(opt_func):
         groups = as_groups(splitter(model))
         n = max(1, sum(isinstance(g, dict) for g in groups))
-        first = lr if isinstance(lr, (int, float)) else spread(lr, n)[-1] if isinstance(lr, slice) else list(lr)[-1]
+        first = spread(lr, n)[-1] if isinstance(lr, slice) else list(lr)[-1] if _is_many(lr) else lr
         opt = opt_func(groups, lr=first)
     else: raise OptimizerError(f'opt_func={opt_func!r} cannot be called: give a torch.optim class or a function.')
     if not isinstance(opt, OptimWrapper): opt = OptimWrapper(opt=opt)

@@ -16,6 +16,7 @@ from learnkit.callback import Callback
 from learnkit.data import check_loader, evaluation_loaders, in_order
 from learnkit.errors import BatchError, CancelEpochException, CancelFitException, LoaderError, LossError
 from learnkit.loop import Loop
+from learnkit.rng import preserved_generators
 
 __all__ = ['GatherPredsCallback', 'Predictions']
 
@@ -174,7 +175,7 @@ class Predictions(Loop):
 
     def _do_predictions(self, dl: Any) -> None:
         self('before_predict')
-        self._do_epoch_validate(dl=dl)
+        with preserved_generators(dl): self._do_epoch_validate(dl=dl)
         self('after_predict')
 
     def _in_fit_and_epoch(self, body: Callable[[], Any]) -> None:

@@ -1,9 +1,10 @@
 """The history of training: losses and hyper-parameters by step, losses and metrics by epoch, and their plots."""
 from __future__ import annotations
 
-from collections.abc import Iterator
-from copy import copy, deepcopy
+from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
 from time import perf_counter
 from typing import Any
@@ -16,7 +17,7 @@ from learnkit.callback import Callback
 from learnkit.checks import check_metrics
 from learnkit.data import evaluation_loaders
 from learnkit.errors import MetricError
-from learnkit.metrics import AvgLoss, TorchMetric, check_column, measures_batches
+from learnkit.metrics import AvgLoss, check_column, measures_batches
 from learnkit.optim import HYPERS, OPTIONS, place_of
 from learnkit.timing import format_seconds
 
@@ -100,7 +101,7 @@ class Recorder(Callback):
         self._frames.append(_Frame(self._evaluated(own=depth > 1)))
         if not learn.fitting: return
         self.n_fits += 1
-        self._logged_names, self._train = [], [_twin(m) for m in self._on('train')]
+        self._logged_names, self._train = [], [_twin(m, learn) for m in self._on('train')]
         self._start_anew()
         if learn.metrics: self.before_backward = self._check_once
         if self._train and learn.microbatch: self.after_loss = self._measure_piece
@@ -113,7 +114,7 @@ class Recorder(Callback):
     def _evaluated(self, own: bool) -> list[Metric]:
         "Return what is computed in evaluation, as it is or with sums of its own."
         metrics = [*([self.loss] if self.valid_metrics else []), *self._on('valid')]
-        return [_twin(m) for m in metrics] if own else metrics
+        return [_twin(m, self.learn) for m in metrics] if own else metrics
 
     @property
     def _frame(self) -> _Frame:
@@ -163,7 +164,9 @@ class Recorder(Callback):
             at = [self._options.index(o) if o in self._options else None for o in options]
             self._steps = [tuple(float('nan') if i is None else step[i] for i in at) for step in self._steps]
         self._group, self._options = group, options
-        self._read = itemgetter(*options, *options[:1])  # two or more: a tuple is read
+        read = itemgetter(*options, *options[:1])  # two or more: a tuple is read
+        has_tensor = any(isinstance(group[o], torch.Tensor) for o in options)  # a rate that is filled at every step
+        self._read = partial(_snapshot, read) if has_tensor else read
 
     def _measure(self, metrics: list[Metric]) -> None:
         self._frame.n_valid += 1
@@ -281,19 +284,20 @@ class Recorder(Callback):
             i = self._options.index(where[0])
             return [float(v[i][where[1]]) for v in self._steps]
         i = self._options.index(str(where))
-        return [float(v[i]) for v in self._steps]
+        return [v[i] if isinstance(v[i], tuple) else float(v[i]) for v in self._steps]
 
     def state_dict(self) -> dict[str, Any]:
         "Return everything recorded."
         return {'history': [dict(row) for row in self.history], 'n_fits': self.n_fits,
                 'smooth_loss': self.smooth_loss.state_dict(),
-                'values': [list(v) for v in self.values], 'iters': list(self.iters), 'logged_names': self._logged_names,
-                'options': list(self._options), 'steps': [list(v) for v in self._steps]}
+                'values': [list(v) for v in self.values], 'iters': list(self.iters),
+                'logged_names': list(self._logged_names), 'options': list(self._options),
+                'steps': [list(v) for v in self._steps]}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Go on recording after what was recorded."
         self.history, self.n_fits = History(sd['history']), sd['n_fits']
-        self.values, self.iters, self._logged_names = L(map(L, sd['values'])), L(sd['iters']), sd['logged_names']
+        self.values, self.iters, self._logged_names = L(map(L, sd['values'])), L(sd['iters']), list(sd['logged_names'])
         self._options, self._steps, self._losses = tuple(sd['options']), [tuple(v) for v in sd['steps']], []
         self.smooth_loss.load_state_dict(sd['smooth_loss'])
 
@@ -348,9 +352,14 @@ class Recorder(Callback):
         return fig
 
 
-def _twin(m: Metric) -> Metric:
-    "Return a metric like `m` whose sums are its own."
-    return deepcopy(m) if isinstance(m, TorchMetric) else copy(m)
+def _snapshot(read: Callable[[dict[str, Any]], tuple[Any, ...]], group: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(v.clone() if isinstance(v, torch.Tensor) else v for v in read(group))
+
+
+def _twin(m: Metric, learn: Any) -> Metric:
+    "Return a metric like `m` whose sums are its own; what it computes with is shared."
+    shared = (learn, learn.model, getattr(m, 'func', None))
+    return deepcopy(m, {id(o): o for o in shared})
 
 
 def _value(m: Metric, n: int) -> Any:

@@ -55,4 +55,6 @@ def synth_learner(
     Learner(RegModel, loss_func=MSELoss, valid=['valid'], cbs=[])
     """
     options = {'loss_func': nn.MSELoss(), 'opt_func': partial(SGD, mom=0.9), **kwargs}
-    return Learner(dls or synth_dls(n_train=n_train, n_valid=n_valid), model or RegModel(), lr=lr, **options)
+    # tested for None: a compiled module has no truth value
+    dls = synth_dls(n_train=n_train, n_valid=n_valid) if dls is None else dls
+    return Learner(dls, RegModel() if model is None else model, lr=lr, **options)

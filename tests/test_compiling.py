@@ -237,7 +237,7 @@ def test_validation_alone_may_have_handlers() -> None:
     (lambda: learner(opt_func=lambda ps, lr: torch.optim.Adam(ps, torch.tensor(lr))), 'of Adam is a tensor'),
     (lambda: learner(opt_func=lambda ps, lr: [torch.optim.SGD([p], lr) for g in ps for p in [g]]), 'are 5 optimizers'),
     (lambda: learner(microbatch=4), 'cut into microbatches'),
-    (lambda: learner(cls=OwnStep), 'OwnStep has its own `_do_step`'),
+    (lambda: learner(cls=OwnStep), 'OwnStep has its own `_step`'),
     (lambda: learner(lambda: nn.DataParallel(mlp())), 'the model is a DataParallel'),
 ])
 def test_refused_with_the_reason(make: Callable[[], Any], reason: str) -> None:
@@ -247,7 +247,7 @@ def test_refused_with_the_reason(make: Callable[[], Any], reason: str) -> None:
 
 
 class OwnStep(Learner):
-    def _do_step(self) -> None: super()._do_step()
+    def _step(self) -> None: super()._step()
 
 
 def hook_module(learn: Any) -> Any: return learn.model[0].register_forward_hook(lambda *args: None)

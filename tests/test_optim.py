@@ -14,6 +14,7 @@ from learnkit import (
     SGD,
     Adam,
     Callback,
+    CancelStepException,
     Learner,
     OptimizerError,
     OptimWrapper,
@@ -453,7 +454,8 @@ class SharpnessAware(Learner):
         self._do_pred_loss()
         self._backward()
         with torch.no_grad(): torch._foreach_sub_(params, moves)
-        self._do_step()
+        self._with_events(self._step, 'step', CancelStepException)
+        self.opt.zero_grad()
 
 
 def test_an_override_of_do_grad_opt_is_its_hand_written_loop_bit_for_bit() -> None:
