@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 from learnkit.errors import BatchError
 
 __all__ = ['TARGET_NAMES', 'split_batch', 'to_device', 'to_detach', 'detuplify', 'find_bs', 'concat', 'microbatches',
-           'apply_model', 'unpack_output', 'describe']
+           'apply_model', 'passed_names', 'call_by_name', 'unpack_output', 'describe']
 
 TARGET_NAMES = ('labels', 'label', 'targets', 'target', 'y')  # where a batch with named entries has its targets
 
@@ -176,13 +176,24 @@ def apply_model(
     (5, 1)
     """
     if len(xb) != 1 or type(xb[0]) is Tensor: return model(*xb)
-    fields = _named(xb[0])
-    if not fields: return model(*xb)
+    return call_by_name(model, xb, passed_names(model, xb))
 
+
+def passed_names(model: Callable[..., Any], xb: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    "Return which entries of a single mapping or dataclass the model takes by name; None when it takes `xb` as it is."
+    if len(xb) != 1 or type(xb[0]) is Tensor: return None
+    fields = _named(xb[0])
+    if not fields: return None
     names, takes_any = _parameters(model)
-    if takes_any and all(isinstance(k, str) for k in fields): return model(**fields)
-    known = {k: v for k, v in fields.items() if k in names}
-    return model(**known) if known else model(*xb)
+    if takes_any and all(isinstance(k, str) for k in fields): return tuple(fields)
+    return tuple(k for k in fields if k in names) or None
+
+
+def call_by_name(model: Callable[..., Any], xb: tuple[Any, ...], names: tuple[Any, ...] | None) -> Any:
+    "Call the model with those entries of its single input, or with `xb` as it is."
+    if names is None: return model(*xb)
+    fields = _named(xb[0]) or {}
+    return model(**{k: fields[k] for k in names})
 
 
 def unpack_output(out: Any) -> tuple[Any, Any]:  # the prediction, and the loss or None

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, is_autocast_enabled, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from learnkit.batch import describe
+from learnkit.batch import describe, passed_names
 from learnkit.dispatch import Entry
 from learnkit.loop import Loop
 from learnkit.wholestep import RULES, NotCompiled, Plan, has_tensor, whole_step
@@ -207,7 +207,8 @@ class WholeStep:
         learn, plan, error = self.learn, self.plan, ''
         assert plan is not None  # `_fits` has seen to it
         plan.write_numbers()
-        try: out = self._call(learn.model, learn.loss_func, *plan.inputs, learn.xb, learn.yb)
+        names = passed_names(learn.model, learn.xb)
+        try: out = self._call(learn.model, learn.loss_func, *plan.inputs, names, learn.xb, learn.yb)
         except torch.OutOfMemoryError: raise
         except Exception as e: error = text_of(e)
         if error:

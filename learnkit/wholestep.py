@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from learnkit.batch import apply_model, to_detach, unpack_output
+from learnkit.batch import call_by_name, to_detach, unpack_output
 from learnkit.optim import DecoupledSGD
 
 __all__ = ['whole_step', 'NotCompiled', 'Plan', 'Rule', 'RULES']
@@ -40,12 +40,13 @@ def whole_step(
     flags: list[Flags],                     # per row: which terms of the rule there are
     numbers: Tensor,                        # [row, number]
     counts: bool,                           # whether the optimizer's counts of steps are advanced here
+    names: tuple[Any, ...] | None,          # of the single input's entries, where they are passed by name
     xb: tuple[Any, ...],
     yb: tuple[Any, ...],
 ) -> tuple[Any, Tensor, Tensor, dict[str, Tensor] | None]:
     "Run forward, loss, backward and update; return the prediction, the loss twice, and its parts where it has some."
     if not torch.compiler.is_compiling(): raise NotCompiled
-    pred, loss = unpack_output(apply_model(model, xb))
+    pred, loss = unpack_output(call_by_name(model, xb, names))
     if loss_func is not None and yb: loss = loss_func(pred, *yb)
     parts = None
     if not isinstance(loss, Tensor):
