@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 from learnkit.errors import BatchError
 
 __all__ = ['TARGET_NAMES', 'split_batch', 'to_device', 'to_detach', 'detuplify', 'find_bs', 'concat', 'microbatches',
-           'apply_model', 'passed_names', 'call_by_name', 'unpack_output', 'describe']
+           'apply_model', 'passed_names', 'call_by_name', 'unpack_output', 'map_tensors', 'describe']
 
 TARGET_NAMES = ('labels', 'label', 'targets', 'target', 'y')  # where a batch with named entries has its targets
 
@@ -75,7 +75,7 @@ def to_device(
         else: return batch
 
     device = torch.device(device)
-    return _map(batch, lambda t: t.to(device, non_blocking=device.type == 'cuda'), lambda o: o.to(device))
+    return map_tensors(batch, lambda t: t.to(device, non_blocking=device.type == 'cuda'), lambda o: o.to(device))
 
 
 def to_detach(
@@ -87,7 +87,7 @@ def to_detach(
     >>> to_detach({'loss': torch.ones(1, requires_grad=True)})
     {'loss': tensor([1.])}
     """
-    return _map(b, lambda t: t.detach().cpu() if cpu else t.detach())
+    return map_tensors(b, lambda t: t.detach().cpu() if cpu else t.detach())
 
 
 def detuplify(t: Any) -> Any:
@@ -288,14 +288,14 @@ def _rebuild(like: Any, children: list[Any]) -> Any:
     return new
 
 
-def _map(b: Any, f: Callable[[Tensor], Any], own: Callable[[Any], Any] | None = None) -> Any:
+def map_tensors(b: Any, f: Callable[[Tensor], Any], own: Callable[[Any], Any] | None = None) -> Any:
     "Apply `f` to each tensor and `own` to what moves itself; return `b` itself when nothing changed."
     if isinstance(b, Tensor): return f(b)
     # a UserDict (the BatchEncoding of transformers) would move itself in place, and so change what the loader holds
     if own is not None and callable(getattr(b, 'to', None)) and not isinstance(b, UserDict): return own(b)
     children = _children(b)
     if children is None: return b
-    new = [_map(o, f, own) for o in children]
+    new = [map_tensors(o, f, own) for o in children]
     return b if all(a is o for a, o in zip(new, children, strict=True)) else _rebuild(b, new)
 
 

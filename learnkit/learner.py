@@ -20,7 +20,7 @@ from learnkit.checks import check_fit, check_iteration, check_loss, check_microb
 from learnkit.compiling import Compilation
 from learnkit.data import as_dataloaders, check_loaders, evaluation_loaders
 from learnkit.dispatch import listed
-from learnkit.errors import CancelError, CancelFitException, OptimizerError
+from learnkit.errors import CallbackError, CancelError, CancelFitException, OptimizerError
 from learnkit.events import LEVELS, LIFECYCLE
 from learnkit.loop import SkipToEpoch, TrainEvalCallback
 from learnkit.metrics import as_metrics
@@ -264,6 +264,9 @@ class Learner(Predictions, Compilation):
         finally: self._open = outer
         if cancelled: self(level.after_cancel)
         self(level.after)
+
+    def __copy__(self) -> Self:
+        raise CallbackError('A Learner cannot share its callbacks with a copy: use copy.deepcopy.')
 
     def __enter__(self) -> Self:
         stack = ExitStack()

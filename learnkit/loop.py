@@ -25,6 +25,7 @@ from learnkit.errors import (
     LossError,
 )
 from learnkit.events import LEVELS
+from learnkit.readahead import read_ahead
 from learnkit.rng import preserved_generators, preserved_rng
 from learnkit.runs import Runs, add_note
 
@@ -126,7 +127,7 @@ class Loop(Runs):
         "Yield the batches of `self.dl` with their numbers, each between `before_draw` and `after_draw`."
         self.n_iter, limit = epoch_length(self.dls, self.dl)
         self._device = model_device(self.model, self.dls)
-        batches: Iterator[Any] = iter(self.dl)
+        batches = read_ahead(self.dl, self._device)
         try:
             for i in count() if limit is None else range(limit):
                 self.iter = i

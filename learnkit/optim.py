@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -10,21 +10,16 @@ from typing import Any
 import torch
 from fastcore.foundation import L
 from torch import nn
+from torch.optim import optimizer
 
 from learnkit.errors import ModelError, OptimizerError, did_you_mean
+from learnkit.hypers import Hypers, is_many, spread, torch_names
 
 __all__ = ['OptimWrapper', 'SGD', 'Adam', 'trainable_params', 'norm_bias_params', 'make_optimizer']
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm,
          nn.LocalResponseNorm)
 
-# fastai's name of a hyper-parameter, and where torch's param groups keep it: the first that is there counts, a pair
-# stands for an element of a tuple
-HYPERS: dict[str, tuple[str | tuple[str, int], ...]] = {
-    'lr': ('lr',), 'mom': ('momentum', ('betas', 0)), 'sqr_mom': ('alpha', ('betas', 1)), 'wd': ('weight_decay',),
-    'eps': ('eps',),
-}
-OPTIONS = ('lr', 'momentum', 'betas', 'alpha', 'weight_decay', 'eps')  # torch's names of all of them
 
 
 def trainable_params(model: nn.Module) -> list[nn.Parameter]:
@@ -45,53 +40,15 @@ def norm_bias_params(model: nn.Module, with_bias: bool = True) -> list[nn.Parame
     return list(found.values())
 
 
-def place_of(name: str, group: Mapping[str, Any]) -> str | tuple[str, int] | None:
-    "Return where a param group keeps a hyper-parameter, None where it has none of that name."
-    for where in HYPERS.get(name, (name,)):
-        if (where if isinstance(where, str) else where[0]) in group: return where
-    return None
+def unannotated_step(opt: torch.optim.Optimizer) -> Any:
+    """Take a step, without torch's annotation for its profiler while that is off: it costs more than a small step.
 
-
-class Hypers(MutableMapping[str, Any]):
-    "One group's hyper-parameters by fastai's names (and torch's), read from and written to torch's param groups."
-
-    def __init__(self, groups: list[dict[str, Any]], exempt: set[nn.Parameter]) -> None:
-        self._groups, self._exempt = groups, exempt
-
-    def _where(self, name: str) -> str | tuple[str, int]:
-        where = place_of(name, self._groups[0])
-        if where is None: raise KeyError(name)
-        return where
-
-    def __getitem__(self, name: str) -> Any:
-        where = self._where(name)
-        return self._groups[0][where] if isinstance(where, str) else self._groups[0][where[0]][where[1]]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        where = self._where(name)
-        for group in self._groups:
-            if where == 'weight_decay' and self._is_exempt(group): continue
-            if isinstance(where, str): _put(group, where, value)
-            else: group[where[0]] = tuple(value if i == where[1] else v for i, v in enumerate(group[where[0]]))
-
-    def _is_exempt(self, group: dict[str, Any]) -> bool:
-        return bool(group['params']) and all(p in self._exempt for p in group['params'])
-
-    def __delitem__(self, name: str) -> None: raise TypeError(f'{name} cannot be deleted: an optimizer needs it.')
-    def __iter__(self) -> Iterator[str]: return (n for n in HYPERS if n in self)
-    def __len__(self) -> int: return sum(1 for _ in self)
-    def __repr__(self) -> str: return repr(dict(self))
-
-    def __contains__(self, name: object) -> bool:
-        try: self._where(str(name))
-        except KeyError: return False
-        return True
-
-
-def _put(group: dict[str, Any], name: str, value: Any) -> None:
-    "Set one option; a rate that lives in a tensor is filled, so that compiled steps see it."
-    if isinstance(group[name], torch.Tensor) and not isinstance(value, torch.Tensor): group[name].fill_(value)
-    else: group[name] = value
+    Steps with hooks, and steps that were replaced (by a scheduler, for one), are taken as they are."""
+    step = type(opt).step
+    plain = getattr(step, 'hooked', False) and 'step' not in opt.__dict__ and not (
+        opt._optimizer_step_pre_hooks or opt._optimizer_step_post_hooks or optimizer._global_optimizer_pre_hooks
+        or optimizer._global_optimizer_post_hooks or torch.autograd._profiler_enabled())
+    return step.__wrapped__(opt) if plain else opt.step()  # type: ignore[attr-defined]  # functools.wraps sets it
 
 
 class OptimWrapper(torch.optim.Optimizer):
@@ -179,7 +136,7 @@ class OptimWrapper(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         "Take one step with every optimizer; the closure goes to those that need it."
-        for o in self.optimizers.values(): loss = o.step(closure) if o in self._closures else o.step()
+        for o in self.optimizers.values(): loss = o.step(closure) if o in self._closures else unannotated_step(o)
         self.n_steps += 1
         return loss
 
@@ -216,7 +173,7 @@ class OptimWrapper(torch.optim.Optimizer):
     def _checked(self, name: str, value: Any) -> list[Any]:
         "Return one value a group."
         n = len(self._groups)
-        values = spread(value, n) if isinstance(value, slice) else list(value) if _is_many(value) else [value] * n
+        values = spread(value, n) if isinstance(value, slice) else list(value) if is_many(value) else [value] * n
         if len(values) != n:
             fix = f'one, {n}, or a slice' if n > 1 else 'one number'
             raise OptimizerError(f'{name}: {len(values)} values for {n} param group{"s" * (n > 1)}. Give {fix}.')
@@ -274,37 +231,6 @@ def as_groups(params: Any) -> list[Any]:
     groups = list(params)
     flat = not groups or isinstance(groups[0], (dict, torch.Tensor, tuple))  # a tuple is a named parameter
     return groups if flat else [{'params': list(g)} for g in groups]
-
-
-def torch_names(opt: Any, hypers: Mapping[str, Any]) -> dict[str, Any]:
-    "Translate fastai's names of hyper-parameters into those that `opt` takes."
-    try: takes = inspect.signature(opt).parameters
-    except (TypeError, ValueError): return dict(hypers)
-    res = dict(hypers)
-    for name in [n for n in hypers if n in HYPERS and n not in takes]:
-        for where in HYPERS[name]:
-            key = where if isinstance(where, str) else where[0]
-            if key not in takes: continue
-            value, pair = res.pop(name), res.get(key, takes[key].default)
-            at = None if isinstance(where, str) else where[1]
-            res[key] = value if at is None else tuple(value if i == at else v for i, v in enumerate(pair))
-            break
-    return res
-
-
-def spread(values: slice, n: int) -> list[float]:
-    """Spread a slice of rates over `n` groups: evenly on a log scale, or `slice(hi)`: a tenth of it but for the last.
-
-    >>> spread(slice(1e-4, 1e-2), 3), spread(slice(1e-2), 2)
-    ([0.0001, 0.001, 0.01], [0.001, 0.01])
-    """
-    lo, hi = values.start, values.stop
-    if not lo: return [hi / 10] * (n - 1) + [hi]
-    return [lo * (hi / lo) ** (i / (n - 1)) for i in range(n)] if n > 1 else [hi]
-
-
-def _is_many(value: Any) -> bool:
-    return isinstance(value, Sequence) or (hasattr(value, 'shape') and len(value.shape) > 0)
 
 
 def needs_closure(opt: torch.optim.Optimizer) -> bool:
@@ -390,7 +316,7 @@ def make_optimizer(
     elif callable(opt_func):
         groups = as_groups(splitter(model))
         n = max(1, sum(isinstance(g, dict) for g in groups))
-        first = spread(lr, n)[-1] if isinstance(lr, slice) else list(lr)[-1] if _is_many(lr) else lr
+        first = spread(lr, n)[-1] if isinstance(lr, slice) else list(lr)[-1] if is_many(lr) else lr
         opt = opt_func(groups, lr=first)
     else: raise OptimizerError(f'opt_func={opt_func!r} cannot be called: give a torch.optim class or a function.')
     if not isinstance(opt, OptimWrapper): opt = OptimWrapper(opt=opt)

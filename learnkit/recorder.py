@@ -17,8 +17,8 @@ from learnkit.callback import Callback
 from learnkit.checks import check_metrics
 from learnkit.data import evaluation_loaders
 from learnkit.errors import MetricError
+from learnkit.hypers import HYPERS, OPTIONS, place_of
 from learnkit.metrics import AvgLoss, check_column, measures_batches
-from learnkit.optim import HYPERS, OPTIONS, place_of
 from learnkit.timing import format_seconds
 
 __all__ = ['Recorder', 'History']
