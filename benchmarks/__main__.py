@@ -1,6 +1,28 @@
-"""Run the quick set of every benchmark: `python -m benchmarks`, in less than 3 minutes."""
+"""Run the quick set of every benchmark: `python -m benchmarks`, in less than 3 minutes on two cores.
+
+Few subjects in few rounds; the modules alone (`python -m benchmarks.step --help`) measure all that is installed."""
+from __future__ import annotations
+
 import sys
 
-from benchmarks import step
+from benchmarks import cli, imports, loader, memory, step
 
-if __name__ == '__main__': sys.exit(step.main())
+QUICK = {
+    'a': ['raw', 'learnkit-bare', 'learnkit', 'fastai'],
+    'b': ['raw', 'raw-train', 'learnkit', 'fastai'],
+    'cnn': ['raw', 'learnkit', 'fastai'],
+    'callbacks': ['raw', 'learnkit', 'learnkit-idle1000', 'learnkit-handlers50'],
+    'memory': ['raw-freed', 'raw', 'learnkit', 'fastai'],
+    'imports': ['raw', 'raw-import', 'learnkit', 'fastai'],
+    'rows': ['torch', 'learnkit', 'fastai'],
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    "Measure the quick set, print its tables, and return the exit status."
+    args = cli.options('python -m benchmarks', __doc__, rounds=3).parse_args(argv)
+    known = {**step.WORKLOADS, **memory.WORKLOADS, **imports.WORKLOADS, **loader.WORKLOADS}
+    return cli.run([(known[name], subjects) for name, subjects in QUICK.items()], args.rounds, args.json)
+
+
+if __name__ == '__main__': sys.exit(main())

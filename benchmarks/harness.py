@@ -45,6 +45,7 @@ class Workload:
     unit: str = 'us a step'             # of what is measured
     reference: str = 'raw'
     comparisons: tuple[Comparison, ...] = ()
+    never_run: frozenset[str] = frozenset()  # subjects that were written without the library at hand
 
     def installed(self) -> list[str]:
         "The subjects whose library can be imported."
@@ -183,12 +184,14 @@ def report(result: Result) -> str:
     of the rounds; behind the ratio its range over the rounds."""
     workload = result.workload
     lines = [f'{workload.name}: {workload.title}',
-             f"{'':24}{workload.unit:>12}{'over ' + workload.reference:>12}{'ratio':>9}   (range)"]
+             f"{'':24}{workload.unit:>12}{'over ' + workload.reference:>16}{'ratio':>9}   (range)"]
     for row in result.rows():
-        lines.append(f"{row['subject']:24}{row['median']:12.1f}{row['over']:12.1f}{row['ratio']:9.2f}   "
+        name = row['subject'] + ' *' * (row['subject'] in workload.never_run)
+        lines.append(f"{name:24}{row['median']:12.1f}{row['over']:16.1f}{row['ratio']:9.2f}   "
                      f"({row['ratio_min']:.2f} to {row['ratio_max']:.2f})")
     for d in result.differences():
         lines.append(f"  {d['label']}: {d['median']:.1f} {d['unit']} ({d['min']:.1f} to {d['max']:.1f})")
+    if workload.never_run & set(result.values): lines.append('  * written from its documentation alone: check it')
     lines += [f'{name}: failed\n{text}' for name, text in result.errors.items()]
     return '\n'.join(lines)
 

@@ -1,4 +1,4 @@
-"""The task of the step benchmark and everything that does it: by hand, with learnkit, with fastai.
+"""The tasks of the benchmarks and everything that does them: by hand, with learnkit, with fastai, with its peers.
 
 A subject is a function of a `Task` that builds model and optimizer once and returns `fit(n_epoch)`."""
 from __future__ import annotations
@@ -6,13 +6,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ['SUBJECTS', 'Task', 'Window', 'accuracy']
+from benchmarks.peers import PEERS
+
+__all__ = ['SUBJECTS', 'Task', 'ImageTask', 'Window', 'accuracy']
 
 Batch = tuple[Tensor, Tensor]
 Fit = Callable[[int], object]
@@ -20,38 +23,62 @@ LR = 0.01
 
 
 class Window:
-    "A training loader: its batches, and the CPU times at which the steady part of each pass began and ended."
+    """A training loader: its batches, and the CPU times at which the steady part of each pass began and ended.
+
+    It ends when the last batch is asked for, not behind it: some libraries never ask for more than there are."""
 
     def __init__(
         self,
         batches: list[Batch],
         skip: int,              # batches of each pass before the steady part
     ) -> None:
-        self.first, self.steady = batches[:skip], batches[skip:]
+        self.first, self.steady, self.last = batches[:skip], batches[skip:-1], batches[-1:]
         self.began_s: list[float] = []
         self.ended_s: list[float] = []
 
-    def __len__(self) -> int: return len(self.first) + len(self.steady)
+    def __len__(self) -> int: return len(self.first) + len(self.steady) + len(self.last)
 
     def __iter__(self) -> Iterator[Batch]:
         yield from self.first
         self.began_s.append(time.process_time())
         yield from self.steady
         self.ended_s.append(time.process_time())
+        yield from self.last
 
 
 class Task:
     "A 16-16-1 perceptron on batches of 8 that are tensors already; new ones at every instance, from the current seed."
+    loss_func: Callable[..., Tensor] = staticmethod(F.mse_loss)
 
-    def __init__(self, n_train: int, n_valid: int, skip: int) -> None:
+    def __init__(
+        self,
+        n_train: int,   # batches to train on
+        n_valid: int,   # batches to validate on
+        skip: int,      # training batches before the steady part
+    ) -> None:
         batches = [self.batch() for _ in range(n_train + n_valid)]
         self.train, self.valid = Window(batches[:n_train], skip), batches[n_train:]
-        self.model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
-        self.loss_func = F.mse_loss
+        self.model = self.make_model()
 
     def batch(self) -> Batch:
         x = torch.randn(8, 16)
         return x, x[:, :4].sum(1, keepdim=True)
+
+    def make_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+
+
+class ImageTask(Task):
+    "Three convolutions and a linear layer on batches of 64 images of 28 x 28, in ten classes."
+    loss_func = staticmethod(F.cross_entropy)
+
+    def batch(self) -> Batch: return torch.randn(64, 1, 28, 28), torch.randint(10, (64,))
+
+    def make_model(self) -> nn.Module:
+        sizes = [1, 8, 16, 32]
+        convolutions = [layer for n_in, n_out in pairwise(sizes)
+                        for layer in (nn.Conv2d(n_in, n_out, 3, stride=2, padding=1), nn.ReLU())]
+        return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(32 * 4 * 4, 10))
 
 
 def accuracy(pred: Tensor, targ: Tensor) -> Tensor:
@@ -159,15 +186,38 @@ def fastai_bare(task: Task) -> Fit:
     return fastai(task, default_cbs=False, cbs=TrainEvalCallback)
 
 
+def fastai_idle(task: Task, n: int) -> Fit:
+    "fastai's default `Learner` with `n` more callbacks that handle no event of a step."
+    from fastai.callback.core import Callback
+
+    class Idle(Callback):
+        def before_fit(self) -> None: pass
+    return fastai(task, cbs=[Idle() for _ in range(n)])
+
+
+def fastai_handlers(task: Task, n: int) -> Fit:
+    "fastai's default `Learner` with `n` more callbacks that do nothing after every batch."
+    from fastai.callback.core import Callback
+
+    class Handler(Callback):
+        def after_batch(self) -> None: pass
+    return fastai(task, cbs=[Handler() for _ in range(n)])
+
+
 SUBJECTS: dict[str, dict[str, Callable[[Task], Fit]]] = {
     'a': {
         'raw': raw,
         'learnkit-bare': learnkit_bare,
         'learnkit': learnkit,
+        'learnkit-idle10': partial(learnkit_idle, n=10),
+        'learnkit-idle50': partial(learnkit_idle, n=50),
         'learnkit-idle200': partial(learnkit_idle, n=200),
+        'learnkit-idle1000': partial(learnkit_idle, n=1000),
         'learnkit-handlers50': partial(learnkit_handlers, n=50),
         'fastai-bare': fastai_bare,
         'fastai': fastai,
+        'fastai-idle50': partial(fastai_idle, n=50),
+        'fastai-handlers50': partial(fastai_handlers, n=50),
     },
     'b': {
         'raw': raw_evaluating,
@@ -176,3 +226,5 @@ SUBJECTS: dict[str, dict[str, Callable[[Task], Fit]]] = {
         'fastai': partial(fastai, metrics=accuracy),
     },
 }
+for _subjects in SUBJECTS.values():
+    _subjects.update({_name: partial(_peer, accuracy=accuracy) for _name, _peer in PEERS.items()})
