@@ -52,7 +52,8 @@ def _callback_costs(name: str, idle: int) -> tuple[Comparison, Comparison]:
 
 WORKLOADS = {
     'a': _workload('a', 'perceptron 16-16-1, batch 8, SGD, training alone',
-                   ['raw', 'learnkit-bare', 'learnkit', 'fastai-bare', 'fastai', *PEERS]),
+                   ['raw', 'learnkit-bare', 'learnkit', 'learnkit-bare-compiled', 'learnkit-compiled', 'fastai-bare',
+                    'fastai', *PEERS]),
     'b': _workload('b', 'the same with progress, recording, accuracy and a validation pass each epoch',
                    ['raw', 'raw-train', 'learnkit', 'fastai', *PEERS],
                    Comparison('learnkit over training by hand', 'learnkit', 'raw-train', 'us a step'),

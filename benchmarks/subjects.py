@@ -149,6 +149,16 @@ def learnkit_bare(task: Task) -> Fit:
     return learnkit(task, default_cbs=False, cbs=[TrainEvalCallback])
 
 
+def learnkit_compiled(task: Task, make: Callable[[Task], Any]) -> Fit:
+    "A `Learner` whose whole training step is compiled, which is over when this returns."
+    learn = make(task).__self__
+    learn.compile(step=True)
+    for _ in range(4): learn.fit(1)
+    task.train.began_s.clear()
+    task.train.ended_s.clear()
+    return learn.fit
+
+
 def learnkit_idle(task: Task, n: int) -> Fit:
     "The default `Learner` with `n` more callbacks that handle no event of a step."
     from learnkit import Callback
@@ -209,6 +219,8 @@ SUBJECTS: dict[str, dict[str, Callable[[Task], Fit]]] = {
         'raw': raw,
         'learnkit-bare': learnkit_bare,
         'learnkit': learnkit,
+        'learnkit-bare-compiled': partial(learnkit_compiled, make=learnkit_bare),
+        'learnkit-compiled': partial(learnkit_compiled, make=learnkit),
         'learnkit-idle10': partial(learnkit_idle, n=10),
         'learnkit-idle50': partial(learnkit_idle, n=50),
         'learnkit-idle200': partial(learnkit_idle, n=200),
