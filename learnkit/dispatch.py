@@ -59,16 +59,17 @@ class CallbackSet:
 
     def insert(self, cb: Any, at: int | None = None) -> None:
         "Add one callback, checked by `check_new`, at its place."
-        self.items.insert(len(self.items) if at is None else at, cb)
-        self.switches[id(cb)] = [True] if cb.run else []
         self.keys[id(cb)] = self._unique_key(cb)
+        self.switches[id(cb)] = [True] if cb.run else []  # before the item: what Ctrl-C cuts short can be discarded
+        self.items.insert(len(self.items) if at is None else at, cb)
         self.refresh()
 
     def discard(self, cb: Any) -> None:
         "Take one callback out; it gets no further event, not even the rest of the current one."
         self._switch(cb, False)
         self.items[:] = [o for o in self.items if o is not cb]
-        del self.switches[id(cb)], self.keys[id(cb)]
+        self.keys.pop(id(cb), None)
+        del self.switches[id(cb)]
         self.refresh()
 
     def _unique_key(self, cb: Any) -> str:

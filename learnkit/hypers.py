@@ -64,8 +64,8 @@ class Hypers(MutableMapping[str, Any]):
 
 def _put(group: dict[str, Any], name: str, value: Any) -> None:
     "Set one option; a rate that lives in a tensor is filled, so that compiled steps see it."
-    if isinstance(group[name], torch.Tensor) and not isinstance(value, torch.Tensor): group[name].fill_(value)
-    else: group[name] = value
+    if isinstance(group[name], torch.Tensor): group[name].fill_(value)
+    else: group[name] = value.clone() if isinstance(value, torch.Tensor) else value  # never the caller's own
 
 
 def torch_names(opt: Any, hypers: Mapping[str, Any]) -> dict[str, Any]:

@@ -136,9 +136,14 @@ class Learner(Predictions, Compilation):
             raise OptimizerError(f'No parameter of this {type(self.model).__name__} is in the optimizer, which would '
                                  'learn nothing. Make it of `learn.model.parameters()`, or pass its class.')
         wd = self.wd if wd is None else wd
-        if lr is None: lr = self._own_lrs[1] if self._own_lrs[0] is self.lr else self.lr
+        if lr is None: lr = self._lrs_to_start_with()
         self.opt.set_hypers(lr=lr, **({} if wd is None else {'wd': wd}))
         self.opt.zero_grad()
+
+    def _lrs_to_start_with(self) -> Any:
+        "Return the Learner's rate, or those that the optimizer brought beside those of groups that came later."
+        asked, own = self._own_lrs
+        return [*own, *(h['lr'] for h in self.opt.hypers[len(own):])] if own and asked is self.lr else self.lr
 
     def _opt_is_of_another_model(self) -> bool:
         "Tell whether `model` was replaced, so that the optimizer has none of its parameters."

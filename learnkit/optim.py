@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import optimizer
 
 from learnkit.errors import ModelError, OptimizerError, did_you_mean
-from learnkit.hypers import Hypers, is_many, spread, torch_names
+from learnkit.hypers import OPTIONS, Hypers, is_many, spread, torch_names
 
 __all__ = ['OptimWrapper', 'SGD', 'Adam', 'trainable_params', 'norm_bias_params', 'make_optimizer']
 
@@ -75,6 +75,7 @@ class OptimWrapper(torch.optim.Optimizer):
         self.opt = opt
         self.optimizers = _named_optimizers(opt)
         self.n_steps = 0                                            # steps taken
+        _unshare_rates(self.optimizers.values())
         self._exempt: set[nn.Parameter] = set()                     # those that weight decay spares
         self._places = [[(o, i)] for o in self.optimizers.values() for i in range(len(o.param_groups))]
         self._closures = {o for o in self.optimizers.values() if needs_closure(o)}
@@ -233,6 +234,15 @@ def as_groups(params: Any) -> list[Any]:
     return groups if flat else [{'params': list(g)} for g in groups]
 
 
+def _unshare_rates(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    "Give each param group a tensor of its own where one rate in a tensor was given for several."
+    seen: set[int] = set()
+    for g in (g for o in optimizers for g in o.param_groups):
+        for name in (n for n in OPTIONS if isinstance(g.get(n), torch.Tensor)):
+            if id(g[name]) in seen: g[name] = g[name].clone()
+            seen.add(id(g[name]))
+
+
 def needs_closure(opt: torch.optim.Optimizer) -> bool:
     "Tell whether `step` cannot be called without a closure."
     closure = inspect.signature(opt.step).parameters.get('closure')
@@ -317,7 +327,7 @@ def make_optimizer(
         groups = as_groups(splitter(model))
         n = max(1, sum(isinstance(g, dict) for g in groups))
         first = spread(lr, n)[-1] if isinstance(lr, slice) else list(lr)[-1] if is_many(lr) else lr
-        opt = opt_func(groups, lr=first)
+        opt = opt_func(groups, lr=first.clone() if isinstance(first, torch.Tensor) else first)
     else: raise OptimizerError(f'opt_func={opt_func!r} cannot be called: give a torch.optim class or a function.')
     if not isinstance(opt, OptimWrapper): opt = OptimWrapper(opt=opt)
     if not wd_bn_bias: opt.spare_from_decay(norm_bias_params(model))

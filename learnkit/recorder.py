@@ -158,7 +158,7 @@ class Recorder(Callback):
         self._steps.append(self._read(group))
 
     def _choose_options(self, group: dict[str, Any]) -> None:
-        "Read from this param group from now on; what earlier ones had under other names is kept under those."
+        "Read from this param group from now on; options that an earlier one did not have are nan for its steps."
         options = tuple(o for o in OPTIONS if o in group)
         if self._steps and options != self._options:
             at = [self._options.index(o) if o in self._options else None for o in options]
@@ -208,6 +208,7 @@ class Recorder(Callback):
         values, seconds = frame.collect(), perf_counter() - frame.started
         frame.values, frame.logged = {}, {}
         if not learn.fitting:
+            if learn.phase == 'predict': return  # nothing was measured
             names = [n for name, _ in evaluation_loaders(learn.dls) for n in self._valid_names(name)]
             learn.final_record = L(values[n] for n in dict.fromkeys([*names, *values]) if n in values)
             return
@@ -282,7 +283,7 @@ class Recorder(Callback):
         where = place_of(name, dict.fromkeys(self._options))
         if isinstance(where, tuple):
             i = self._options.index(where[0])
-            return [float(v[i][where[1]]) for v in self._steps]
+            return [float(v[i][where[1]]) if isinstance(v[i], tuple) else float('nan') for v in self._steps]
         i = self._options.index(str(where))
         return [v[i] if isinstance(v[i], tuple) else float(v[i]) for v in self._steps]
 

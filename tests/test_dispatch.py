@@ -71,6 +71,15 @@ def test_constraints_leave_the_others_in_the_order_of_adding() -> None:
     assert [t for t in seen if t in 'xyz'] == ['x', 'y', 'z'] and seen.index('1') < seen.index('2')
 
 
+def test_a_callback_that_had_to_wait_still_goes_by_its_order() -> None:
+    seen: list[str] = []
+    class Late(Noted): run_after = First
+    cbs = [First('first', seen, 'before_fit'), Late('late', seen, 'before_fit', order=5),
+           Noted('between', seen, 'before_fit', order=1)]
+    bare(*cbs).fit(0)
+    assert seen == ['first', 'between', 'late']
+
+
 def test_a_constraint_that_contradicts_order_names_both() -> None:
     learn = bare(First('the first', [], order=3))
     with pytest.raises(OrderError) as e: learn.add_cb(Second('the second', [], order=1))

@@ -1,6 +1,7 @@
 """The table of the lifecycle: its names, what reads it, and that the loop follows it."""
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,20 @@ def test_the_shorter_spelling_of_after_cancel_validate_works_as_handler_and_as_e
     learn('after_cancel_valid')
     learn('after_cancel_validate')
     assert seen == ['method', 'function'] * 2
+
+
+def test_names_may_be_of_an_enum() -> None:
+    class Names(StrEnum):
+        FIT = 'before_fit'
+        CANCEL = 'after_cancel_valid'
+    seen: list[str] = []
+    class Journal(Callback):
+        def run_event(self, event_name: str) -> None: seen.append(f'{event_name} {type(event_name).__name__}')
+    learn = synth_learner(default_cbs=False, cbs=Callback(before_fit=lambda cb: seen.append('function')))
+    learn.add_cb(Journal())
+    learn(Names.FIT)
+    learn([Names.CANCEL, Names.FIT])
+    assert seen == ['function', 'before_fit str', 'after_cancel_validate str', 'function', 'before_fit str']
 
 
 def test_show_training_loop_prints_each_moment_with_its_callbacks(capsys: pytest.CaptureFixture[str]) -> None:

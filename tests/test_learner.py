@@ -24,6 +24,7 @@ from learnkit import (
     CancelFitException,
     DataLoaders,
     EmptyLoaderError,
+    FitError,
     Learner,
     LoaderError,
     OptimizerError,
@@ -291,6 +292,15 @@ def test_a_fit_in_a_with_block_is_a_fit_and_closes_at_its_end() -> None:
     (history, weights), (plain_history, plain_weights) = run(True), run(False)
     assert history == plain_history and all(torch.equal(p, q) for p, q in zip(weights, plain_weights, strict=True))
     assert closed == [3]
+
+
+def test_a_fit_in_a_with_block_inside_an_evaluation_is_refused() -> None:
+    def train(cb: Any) -> None:
+        with cb.learn: cb.learn.fit(1)
+    learn = bare((rows(), rows()), line(), nn.MSELoss())
+    with pytest.raises(FitError, match='inside the evaluation'): learn.validate(cbs=Callback(after_batch=train))
+    learn.fit(1)  # and afterwards it is allowed
+    assert len(learn.history) == 1
 
 
 def test_close_comes_once_until_it_is_used_again() -> None:

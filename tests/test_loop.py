@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from learnkit import SGD, Callback, DataLoaders, Learner, Recorder, TrainEvalCallback
+from learnkit import SGD, Callback, DataLoaders, Learner, Recorder, TensorLoader, TrainEvalCallback
 from learnkit.testing import RegModel, synth_dls, synth_learner
 
 
@@ -295,6 +295,27 @@ def test_events_by_hand_set_the_loss_to_zero() -> None:
     assert learn.loss == 0 and learn.train_iter == 0 and learn.pct_train == 0
 
 
+def test_before_fit_by_hand_starts_the_counters_anew_and_one_of_an_evaluation_does_not() -> None:
+    learn = bare(n_train=3)
+    learn.fit(2)
+    counters = lambda: (learn.epoch, learn.train_iter, learn.pct_train)
+    learn.validate()
+    assert counters() == (1, 6, pytest.approx(1))
+    learn('before_fit')
+    assert counters() == (0, 0, 0.)
+
+
+def test_one_batch_by_hand_goes_where_the_model_is_now() -> None:
+    learn = bare(n_train=1)
+    learn.fit(1)
+    learn.model.to('meta')  # a second device that every machine has
+    learn.one_batch(0, batch := learn.dls.one_batch())
+    assert learn.x.device == learn.y.device == learn.loss.device == torch.device('meta')
+    learn.model = RegModel()
+    learn.one_batch(0, batch)
+    assert learn.x.device == torch.device('cpu') and torch.equal(learn.pred, learn.model(batch[0]))
+
+
 def test_loss_is_a_value_of_its_own_and_stays_between_batches() -> None:
     kept, said = [], []
     def keep(cb: Any) -> None: kept.append((cb.loss, cb.loss.item()))
@@ -374,6 +395,30 @@ def test_a_fit_with_validations_inside_it_ends_at_the_same_weights() -> None:
         ends.append(torch.cat([p.flatten() for p in learn.model.parameters()]))
         assert learn.train_iter == 8 and learn.time.ba == 8
     assert torch.equal(*ends)
+
+
+LOADERS = {'tensors': lambda ds: TensorLoader(*ds.tensors, bs=4, shuffle=True, seed=3),
+           'torch': lambda ds: DataLoader(ds, 4, shuffle=True, generator=torch.Generator().manual_seed(3))}
+ON_TRAIN = {'validate': lambda o: o.validate(0), 'by name': lambda o: o.validate(dl='train'),
+            'get_preds': lambda o: o.get_preds(ds_idx=0, reorder=False),
+            'inner': lambda o: o.get_preds(ds_idx=0, reorder=False, inner=True)}
+
+
+@pytest.mark.parametrize('evaluate', ON_TRAIN.values(), ids=ON_TRAIN)
+@pytest.mark.parametrize('make', LOADERS.values(), ids=LOADERS)
+def test_evaluating_on_the_training_loader_keeps_the_order_of_the_epochs_to_come(make: Any, evaluate: Any) -> None:
+    ds, drawn = TensorDataset(torch.arange(20.)[:, None], torch.zeros(20, 1)), []
+    for evaluates in (False, True):
+        order: list[float] = []
+        def note(cb: Any, order: list[float] = order) -> None:
+            if cb.training: order.extend(cb.x.flatten().tolist())
+        learn = Learner(DataLoaders(make(ds)), RegModel(), nn.MSELoss(), opt_func=SGD, lr=0., default_cbs=False,
+                        cbs=[TrainEvalCallback, Callback(before_batch=note)])
+        learn.fit(1)
+        if evaluates: evaluate(learn)
+        learn.fit(1)
+        drawn.append(order)
+    assert drawn[0] == drawn[1] and drawn[0][:20] != drawn[0][20:] != sorted(drawn[0][20:])
 
 
 @pytest.mark.parametrize('valid', [True, False])

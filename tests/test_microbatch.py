@@ -247,6 +247,21 @@ def test_cancel_batch_in_a_piece_discards_this_batchs_gradients_alone() -> None:
     assert close(got[1], plain(model, F.mse_loss, bs[3]))
 
 
+@pytest.mark.parametrize('event', ['after_loss', 'before_backward', 'after_backward'])
+def test_a_batch_that_was_cancelled_in_a_piece_is_not_recorded(event: str) -> None:
+    model, bs = mlp(), [batch(7, seed=s) for s in range(3)]
+    seen: list[int] = []
+    def cancel(cb: Any) -> None:
+        seen.append(cb.iter)
+        if cb.iter == 1 and seen.count(1) == 2: raise CancelBatchException
+    learn = learner(bs, model, Recorder(), Callback(**{event: cancel}))
+    learn.logger = print
+    learn.fit(1)
+    losses = [F.mse_loss(model(x), y).item() for x, y in (bs[0], bs[2])]
+    assert learn.recorder.smooth_loss.raw == pytest.approx(losses, abs=1e-12)
+    assert learn.recorder.lrs == [0., 0.] and list(learn.recorder.iters) == [2] and learn.time.st == 2
+
+
 # What is measured
 
 def test_a_training_metric_sees_every_sample() -> None:

@@ -3,12 +3,14 @@ from __future__ import annotations
 
 from copy import deepcopy
 from functools import partial
+from importlib.util import find_spec, module_from_spec
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from learnkit import (
     SGD,
@@ -112,6 +114,34 @@ def test_adam_is_its_formula() -> None:
         m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
         x = x * (1 - 0.1 * 0.05) - 0.1 * (m / (1 - 0.9**t)) / ((v / (1 - 0.99**t))**0.5 + 1e-5)
         assert w.item() == pytest.approx(x, abs=1e-12)
+
+
+@pytest.mark.parametrize('wd', [0., 0.1])
+@pytest.mark.parametrize('decouple_wd', [False, True])
+def test_hooks_of_a_step_run_once(wd: float, decouple_wd: bool) -> None:
+    seen: list[str] = []
+    learn = learner(net(), opt_func=partial(SGD, wd=wd, decouple_wd=decouple_wd))
+    learn.create_opt()
+    learn.opt.opt.register_step_pre_hook(lambda *_: seen.append('before'))
+    learn.opt.opt.register_step_post_hook(lambda *_: seen.append('after'))
+    learn.fit(1)
+    assert seen == ['before', 'after'] * len(data())
+
+
+def test_hooks_of_a_step_run_once_also_where_torch_had_wrapped_sgds_step_before() -> None:
+    "torch wraps the method of a class when the first optimizer of it is made, which may be before our import."
+    w, seen = nn.Parameter(torch.ones(1)), list[str]()
+    torch.optim.SGD([w])
+    spec = find_spec('learnkit.optim')
+    later = module_from_spec(spec)
+    spec.loader.exec_module(later)
+    opt = later.SGD([w], lr=0.1, wd=0.2)
+    w.grad = torch.ones(1)
+    handle = register_optimizer_step_pre_hook(lambda *_: seen.append('of all'))
+    opt.opt.register_step_pre_hook(lambda *_: seen.append('its own'))
+    try: opt.step()
+    finally: handle.remove()
+    assert sorted(seen) == ['its own', 'of all'] and w.item() == pytest.approx(1 - 0.1 * 0.2 - 0.1)
 
 
 # Weight decay
@@ -251,6 +281,46 @@ def test_fit_with_rates_over_groups_moves_each_group_by_its_own() -> None:
     with pytest.raises(OptimizerError, match='3 values for 2'): learn.fit(1, lr=[1., 2., 3.])
 
 
+# Groups that come later
+
+def add_to_wrapper(opt: OptimWrapper, group: dict[str, Any]) -> None: opt.add_param_group(group)
+def add_to_inner(opt: OptimWrapper, group: dict[str, Any]) -> None: opt.opt.add_param_group(group)
+
+
+@pytest.mark.parametrize('add', [add_to_wrapper, add_to_inner])
+def test_a_group_that_is_added_later_trains_and_has_hypers(add: Any) -> None:
+    model, used = net(), []
+    read = Callback(before_step=lambda cb: used.append([h['lr'] for h in cb.opt.hypers]))
+    learn = learner(model, read, opt_func=torch.optim.SGD, splitter=lambda m: m[0].parameters())
+    learn.fit(1)
+    before = weights(model)
+    add(learn.opt, {'params': list(model[3].parameters()), 'lr': 0.7})
+    if add is add_to_wrapper: assert learn.opt.last_group['lr'] == 0.7  # at once
+    assert [h['lr'] for h in learn.opt.hypers] == [0.1, 0.7] and learn.opt.last_group['lr'] == 0.7
+    assert len(learn.opt.param_groups) == 2 and len(list(learn.opt.parameters())) == 4
+    learn.opt.set_hyper('mom', [0.5, 0.6])
+    assert [g['momentum'] for g in learn.opt.opt.param_groups] == [0.5, 0.6]
+    learn.opt.set_hyper('mom', 0.)
+    learn.fit(1, lr=slice(0.01, 0.02))
+    assert used == [[0.1]] * 5 + [[pytest.approx(0.01), pytest.approx(0.02)]] * 5
+
+    other = net()
+    for p, q in zip(other.parameters(), before, strict=True): p.data.copy_(q)
+    opt = torch.optim.SGD([{'params': other[0].parameters(), 'lr': 0.01}, {'params': other[3].parameters()}], lr=0.02)
+    by_hand(opt, other, 1)
+    assert same(weights(model), weights(other), tol=1e-15) and not torch.equal(model[3].weight, before[4])
+
+
+def test_a_group_is_added_to_one_of_several_optimizers() -> None:
+    a, b, c = (nn.Parameter(torch.ones(1)) for _ in range(3))
+    opt = OptimWrapper(opt={'a': torch.optim.SGD([a], lr=0.1), 'b': torch.optim.Adam([b], lr=0.2)})
+    with pytest.raises(OptimizerError, match=r'opt\[name\]'): opt.add_param_group({'params': [c]})
+    opt['a'].add_param_group({'params': [c], 'lr': 0.3})
+    assert [h['lr'] for h in opt.hypers] == [0.1, 0.2, 0.3]
+    opt.set_hyper('lr', [1., 2., 3.])
+    assert [g['lr'] for g in opt['a'].param_groups] == [1., 3.] and opt['b'].param_groups[0]['lr'] == 2.
+
+
 # Making it
 
 def test_the_optimizer_is_made_when_first_needed() -> None:
@@ -278,6 +348,18 @@ def test_a_rate_inside_the_partial_wins(opt_func: Any) -> None:
     assert set(used) == {0.25} and learn.lr == 0.25
     learn.fit(1, lr=0.5)
     assert set(used) == {0.25, 0.5}
+
+
+@pytest.mark.parametrize('opt_func', [SGD, Adam, torch.optim.SGD, torch.optim.Adam])
+def test_the_rate_may_be_a_tensor(opt_func: Any) -> None:
+    ends = []
+    for lr in (torch.tensor(0.125), 0.125):
+        learn = learner(model := net(), Recorder(), opt_func=opt_func, lr=lr)
+        learn.logger = print
+        learn.fit(2)
+        assert learn.recorder.lrs == [0.125] * 10 and float(learn.lr) == 0.125
+        ends.append(weights(model))
+    assert same(*ends, tol=1e-6)
 
 
 def test_a_factory_of_ones_own_brings_its_rate_once() -> None:
@@ -436,6 +518,19 @@ def test_a_training_metric_of_a_closure_step_is_that_before_it_and_counts_once(s
     learn.fit(1)
     row = learn.history[0]
     assert row['train_loss'] == pytest.approx(first, rel=1e-6) and row['mse'] == pytest.approx(first, abs=1e-12)
+
+
+def test_lbfgs_trains_on_after_an_exception_in_a_repeated_evaluation() -> None:
+    def fail(cb: Any) -> None:
+        if cb.learn._repeating: raise ZeroDivisionError
+    learn = learner(model := net(), opt_func=torch.optim.LBFGS, lr=0.5)
+    start = deepcopy(model.state_dict())
+    learn.fit(1)  # it has a history of directions now
+    with pytest.raises(ZeroDivisionError): learn.fit(1, cbs=Callback(before_pred=fail))
+    assert not learn._repeating and not learn.opt.state
+    model.load_state_dict(start)
+    learn.fit(2)
+    assert same(weights(model), lbfgs_by_hand(net(), []))
 
 
 # Override points

@@ -1,6 +1,8 @@
 """What the Recorder keeps, against direct computation: losses, metrics, hyper-parameters, history, plots."""
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -22,6 +24,7 @@ from learnkit import (
     DataLoaders,
     Learner,
     Metric,
+    OptimWrapper,
     Recorder,
     TrainEvalCallback,
     ValueMetric,
@@ -204,6 +207,28 @@ def test_metrics_can_be_changed_between_fits() -> None:
     assert learn.recorder.metric_names == ['epoch', 'train_loss', 'valid_loss', 'mse', 'time']
 
 
+class Total(Metric):
+    "The sum of the errors, in a tensor that `reset` clears in place."
+    on = 'both'
+    def __init__(self) -> None: self.total = torch.zeros(())
+    def reset(self) -> None: self.total.zero_()
+    def accumulate(self, learn: Any) -> None: self.total += (learn.pred.detach() - learn.y).abs().sum()
+    @property
+    def value(self) -> float: return self.total.item()
+
+
+def test_a_metric_that_is_reset_in_place_is_safe_from_a_validation_inside() -> None:
+    nested: list[float] = []
+    def validate(cb: Any) -> None:
+        if cb.fitting and cb.iter == 1: nested.append(cb.learn.validate(dl=VALID[2:])[-1])
+    learn = learner((TRAIN, VALID), Callback(after_batch=validate), lr=0., metrics=Total())
+    learn.fit(2)
+    train, valid, part = (sum(F.l1_loss(learn.model(x), y, reduction='sum').item() for x, y in batches)
+                          for batches in (TRAIN, VALID, VALID[2:]))
+    assert nested == [pytest.approx(part, rel=1e-5)] * 4
+    for row in learn.history: assert (row['train_total'], row['total']) == pytest.approx((train, valid), rel=1e-5)
+
+
 # Cancelled batches and skipped epochs
 
 def test_a_batch_cancelled_before_its_loss_counts_for_nothing_and_one_after_does() -> None:
@@ -256,6 +281,23 @@ def test_logged_values_are_averaged_over_the_epoch_in_training_and_each_evaluati
         assert (row['weighted'], row['day/weighted'],
                 row['night/weighted']) == pytest.approx((weighted(5), weighted(3), weighted(2)))
     assert {'half', 'day/half', 'night/half', 'weighted'} <= set(learn.recorder.metric_names)
+
+
+@pytest.mark.parametrize('inner', [False, True])
+def test_what_a_prediction_logs_is_no_part_of_a_row(inner: bool) -> None:
+    rows = []
+    for predicts in (False, True):
+        def predict(cb: Any, predicts: bool = predicts) -> None:
+            if predicts and cb.fitting: cb.learn.get_preds(dl=VALID[2:], inner=inner)
+        learn = learner((TRAIN, VALID), Callback(after_validate=predict),
+                        Callback(after_pred=lambda cb: cb.learn.log('n', len(cb.x))))
+        learn.fit(2)
+        rows.append([{k: v for k, v in row.items() if k != 'time'} for row in learn.history])
+        assert learn.history[1]['valid_n'] == 3
+        learn.get_preds(inner=inner)
+        learn.fit(1)
+        assert learn.history[2]['valid_n'] == 3
+    assert rows[0] == rows[1]
 
 
 def test_the_columns_are_those_of_this_fit() -> None:
@@ -361,6 +403,42 @@ def test_hyper_parameters_of_adam_and_of_the_last_group() -> None:
     assert learn.recorder.hps['sqr_mom'] == [0.999] * 5
 
 
+def test_a_rate_in_a_tensor_is_kept_as_it_was_at_each_step() -> None:
+    def schedule(cb: Any) -> None: cb.opt.set_hyper('lr', 0.5 ** cb.train_iter)
+    opt_func = lambda params, lr: torch.optim.SGD(params, lr=torch.tensor(lr))
+    learn = learner((TRAIN, VALID), Callback(before_step=schedule), opt_func=opt_func)
+    learn.fit(1)
+    assert isinstance(learn.opt.param_groups[0]['lr'], Tensor)
+    assert learn.recorder.lrs == learn.recorder.hps['lr'] == [0.5 ** i for i in range(5)]
+
+
+@pytest.mark.parametrize(('first', 'second', 'gone', 'late'), [
+    (torch.optim.Adam, torch.optim.SGD, {'eps', 'sqr_mom'}, {'mom'}),
+    (torch.optim.SGD, torch.optim.Adagrad, {'mom'}, {'eps'})])
+def test_an_optimizer_of_another_kind_in_the_middle_of_a_fit(first: Any, second: Any, gone: set[str],
+                                                             late: set[str]) -> None:
+    "All steps are kept; what an optimizer did not have is nan, and what the last one does not have is left out."
+    def replace(cb: Any) -> None:
+        if cb.train_iter == 2: cb.learn.opt = OptimWrapper(opt=second(cb.learn.model.parameters(), lr=0.25))
+    learn = learner((TRAIN, VALID), Callback(before_draw=replace), opt_func=first)
+    learn.fit(1)
+    hps = learn.recorder.hps
+    assert learn.recorder.lrs == hps['lr'] == [0.1, 0.1, 0.25, 0.25, 0.25]
+    assert hps['wd'] == [0.] * 5 and not gone & set(hps) and late <= set(hps)
+    for name in late:
+        assert [v != v for v in hps[name]] == [True, True, False, False, False]
+        assert hps[name][2:] == [learn.opt.hypers[0][name]] * 3
+
+
+def test_a_replaced_model_and_optimizer_are_let_go() -> None:
+    learn = learner((TRAIN, VALID))
+    learn.fit(1)
+    old = weakref.ref(learn.model.weight)
+    learn.model, learn.opt = nn.Linear(3, 1), None
+    gc.collect()
+    assert old() is None and learn.recorder.lrs == [0.1] * 5
+
+
 # History
 
 def test_history_goes_on_over_fits_and_values_start_anew() -> None:
@@ -372,6 +450,18 @@ def test_history_goes_on_over_fits_and_values_start_anew() -> None:
     assert [(r['fit'], r['epoch']) for r in learn.history] == [(0, 0), (0, 1), (1, 0)]
     assert len(learn.recorder.values) == 1 and len(learn.recorder.losses) == 5
     assert all(r['time'] > 0 and isinstance(r['mae'], float) for r in learn.history)
+
+
+@pytest.mark.parametrize('n', [1, 2, 3])
+def test_the_losses_are_those_of_the_last_fit_also_when_they_were_read_before(n: int) -> None:
+    learn = learner((TRAIN, VALID))
+    learn.fit(2)
+    before = list(learn.recorder.losses)
+    learn.fit(n)
+    after = [v.item() for v in learn.recorder.losses]
+    assert len(before) == 10 and after == pytest.approx(smoothed(by_hand(TRAIN, VALID, 2 + n)[0][10:]), rel=1e-5)
+    learn.recorder.smooth_loss.reset()
+    assert len(learn.recorder.losses) == 0
 
 
 def test_history_as_a_data_frame() -> None:

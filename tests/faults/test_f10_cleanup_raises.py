@@ -83,6 +83,7 @@ def test_after_a_run_without_errors_the_first_of_several_is_raised_at_the_end() 
     assert type(e) is KeyError and e.args == ('a',) and others == ['cleanup']
     assert notes(e)[0].startswith('in At.cleanup (')
     assert any('b' in n and 'ValueError' in n for n in notes(e)), 'the second is told too'
+    assert sum(n.startswith('and then ') for n in notes(e)) == 1, 'and the first is not told of itself'
     assert len(learn.history) == 1
     is_clean(learn)
     fits_like_fresh(learn, cbs)
@@ -104,6 +105,7 @@ def test_a_cleanup_that_raises_the_first_error_again() -> None:
     start_again(learn)
     e = raised_by(lambda: learn.fit(1))
     assert type(e) is ValueError and e.args == ('one',)
+    assert not any(n.startswith('and then ') for n in notes(e)), 'it did not come after itself'
     fits_like_fresh(learn, cbs)
 
 
