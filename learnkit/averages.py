@@ -39,7 +39,7 @@ class Metric:
     @property
     def value(self) -> Any:
         "The metric of all batches since `reset`; None before the first."
-        raise NotImplementedError
+        raise NotImplementedError(f'{type(self).__name__} is a Metric without a `value`: define that property.')
 
     @property
     def name(self) -> str:

@@ -188,14 +188,18 @@ class Rule(NamedTuple):
     update: Callable[[Tensor, Tensor, dict[str, Tensor], Tensor, Flags], None]  # with them, in place
 
 
-def sgd_state(group: dict[str, Any]) -> tuple[str, ...]: return ('momentum_buffer',) if group['momentum'] else ()
+def sgd_state(group: dict[str, Any]) -> tuple[str, ...]:
+    "Name what SGD keeps of a parameter."
+    return ('momentum_buffer',) if group['momentum'] else ()
 
 
 def sgd_flags(lr: float, mom: float, wd: float, dampening: float, *kinds: bool) -> Flags:
+    "Return which terms an SGD step has."
     return (mom != 0, wd != 0, *kinds)
 
 
 def sgd_numbers(step: int, lr: float, mom: float, wd: float, dampening: float, *kinds: bool) -> tuple[float, ...]:
+    "Return the numbers of an SGD step: rate, momentum, share of the gradient, decays."
     return lr, mom, 1 - dampening, wd, 1 - lr * wd
 
 
@@ -218,15 +222,18 @@ def decoupled_sgd(p: Tensor, grad: Tensor, state: dict[str, Tensor], n: Tensor, 
 
 
 def adam_state(group: dict[str, Any]) -> tuple[str, ...]:
+    "Name what Adam keeps of a parameter."
     return ('step', 'exp_avg', 'exp_avg_sq', *(['max_exp_avg_sq'] if group['amsgrad'] else []))
 
 
 def adam_flags(lr: float, betas: tuple[float, float], wd: float, eps: float, *kinds: bool) -> Flags:
+    "Return which terms an Adam step has."
     return (wd != 0, *kinds)
 
 
 def adam_numbers(step: int, lr: float, betas: tuple[float, float], wd: float, eps: float, *kinds: bool,
                  ) -> tuple[float, ...]:
+    "Return the numbers of an Adam step, with its bias corrections."
     beta1, beta2 = betas
     return (lr / (1 - beta1 ** step), 1 - beta1, beta2, 1 - beta2, math.sqrt(1 - beta2 ** step), eps, wd, 1 - lr * wd)
 
