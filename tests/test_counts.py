@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from benchmarks import __main__ as quick, imports, loader, memory, step
+from benchmarks import __main__ as quick, checkpoint, imports, loader, memory, step
 from benchmarks.subjects import SUBJECTS, ImageTask, Task
 from learnkit import Callback, DataLoaders, Learner, Recorder, accuracy, progress
 from learnkit.metrics import AvgMetric
@@ -326,7 +326,8 @@ def test_a_batch_is_fetched_in_one_call(kind: type[Counted], options: dict[str, 
 # ----------------------------------------------------------------------------------------------------------- benchmarks
 
 def test_quick_set_is_known() -> None:
-    workloads = {**step.WORKLOADS, **memory.WORKLOADS, **imports.WORKLOADS, **loader.WORKLOADS}
+    modules = step, memory, imports, loader, checkpoint
+    workloads = {name: workload for module in modules for name, workload in module.WORKLOADS.items()}
     for name, subjects in quick.QUICK.items(): assert set(subjects) <= set(workloads[name].subjects)
     for name, (_, _, _, _, group) in step.TASKS.items():
         assert set(step.WORKLOADS[name].subjects) <= set(SUBJECTS[group])
