@@ -141,10 +141,11 @@ class WholeStep:
         "Tell whether the compiled step may do this batch; forget a plan that holds no more."
         plan, learn = self.plan, self.learn
         if plan is None or self._is_blocked(): return False
-        if not plan.holds(learn) or (plan.has_new_hooks() and any(hooked(learn))):
+        starts = not learn.iter  # before each epoch, look also at what is not worth it before each batch
+        if not plan.holds(learn) or ((plan.has_new_hooks() or starts) and any(refusals(learn))):
             self.plan = None
             return False
-        if plan.n_steps != learn.opt.n_steps: self.plan = Plan(learn, plan)  # ordinary steps came between: count anew
+        if starts or plan.n_steps != learn.opt.n_steps: self.plan = Plan(learn, plan)  # other steps came between
         return self.any_shape or self._has_usual_shape()
 
     def _is_blocked(self) -> bool:
@@ -282,8 +283,9 @@ def hooked(learn: Any) -> Iterator[str]:
         if 'step' in vars(opt) and not hasattr(opt.step, '_wrapped_by_lr_sched'): yield 'the optimizer has another step'
     for opt in learn.opt.optimizers.values():
         if opt._optimizer_step_pre_hooks or opt._optimizer_step_post_hooks: yield f'{type(opt).__name__} has step hooks'
-    for name, m in learn.model.named_modules():
-        if any(getattr(m, hooks) for hooks in MODULE_HOOKS): yield f'module {name or type(m).__name__} has hooks'
+    for root in (m for m in (learn.model, learn.loss_func) if isinstance(m, nn.Module)):
+        for name, m in root.named_modules():
+            if any(getattr(m, hooks) for hooks in MODULE_HOOKS): yield f'module {name or type(m).__name__} has hooks'
     for name, p in learn.model.named_parameters():
         if p._backward_hooks or p._post_accumulate_grad_hooks: yield f'parameter {name} has hooks'
         if type(p) is not nn.Parameter or p.is_complex(): yield f'parameter {name} is a {type(p).__name__} of {p.dtype}'

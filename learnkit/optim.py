@@ -40,12 +40,15 @@ def norm_bias_params(model: nn.Module, with_bias: bool = True) -> list[nn.Parame
     return list(found.values())
 
 
+_annotated = torch.optim.Optimizer.profile_hook_step(lambda opt: None).__code__  # that of every step torch annotates
+
+
 def unannotated_step(opt: torch.optim.Optimizer) -> Any:
     """Take a step, without torch's annotation for its profiler while that is off: it costs more than a small step.
 
     Steps with hooks, and steps that were replaced (by a scheduler, for one), are taken as they are."""
     step = type(opt).step
-    plain = getattr(step, 'hooked', False) and 'step' not in opt.__dict__ and not (
+    plain = getattr(step, '__code__', None) is _annotated and 'step' not in opt.__dict__ and not (
         opt._optimizer_step_pre_hooks or opt._optimizer_step_post_hooks or optimizer._global_optimizer_pre_hooks
         or optimizer._global_optimizer_post_hooks or torch.autograd._profiler_enabled())
     return step.__wrapped__(opt) if plain else opt.step()  # type: ignore[attr-defined]  # functools.wraps sets it
@@ -63,6 +66,8 @@ class OptimWrapper(torch.optim.Optimizer):
     >>> opt.hypers[0]['mom'], opt.hypers[-1]['lr']
     (0.9, 0.1)
     """
+
+    _step_supports_amp_scaling = False  # a scaler would leave its scale here, where a fused optimizer does not look
 
     def __init__(
         self,

@@ -80,6 +80,7 @@ class Plan:
         self.opt, = learn.opt.optimizers.values()
         self.state, self.n_states, groups = self.opt.state, len(self.opt.state), self.opt.param_groups
         self.rule, self.n_groups = RULES[type(self.opt)], len(groups)
+        self.members = [(group, group['params'], len(group['params'])) for group in groups]
         self.trained = [(p, p.requires_grad) for group in groups for p in group['params']]
 
         self.rows: list[Row] = []
@@ -126,6 +127,8 @@ class Plan:
         opt = self.opt
         if learn.opt is not self.wrapper or learn.model is not self.model or opt.state is not self.state: return False
         if len(opt.state) != self.n_states or len(opt.param_groups) != self.n_groups: return False
+        for group, params, n in self.members:
+            if group['params'] is not params or len(params) != n: return False
         for p, trained in self.trained:
             if p.grad is not None or p.requires_grad is not trained: return False
         return all(map(Row.holds, self.rows))

@@ -613,3 +613,50 @@ def test_one_graph_on_a_gpu_gives_the_same_weights(opt_func: Any) -> None:
 
 
 def schedule_lr(cb: Any) -> None: cb.opt.set_hypers(lr=0.01 * (1 + cb.pct_train))
+
+
+# ---------------------------------------------------------------------------------------- what changes behind its back
+
+def wrap_inner_step(learn: Any, taken: list[int]) -> None:
+    opt = learn.opt.opt
+    own = opt.step
+    opt.step = lambda *args: (taken.append(1), own(*args))  # type: ignore[func-returns-value]
+
+
+def wrap_learners_step(learn: Any, taken: list[int]) -> None:
+    own = learn._step
+    learn._step = lambda: (taken.append(1), own())  # type: ignore[func-returns-value]
+
+
+@pytest.mark.parametrize('wrap', [wrap_inner_step, wrap_learners_step])
+def test_a_step_replaced_between_fits_is_taken(wrap: Callable[[Any, list[int]], None]) -> None:
+    learn, _ = compiled(learner())
+    learn.fit(2)
+    taken: list[int] = []
+    wrap(learn, taken)
+    learn.fit(1)
+    assert len(taken) == 10 and 'ordinary step runs' in learn.explain_step()
+
+
+def test_parameters_taken_out_of_their_group_are_trained_no_more() -> None:
+    ends = []
+    for learn in (learner(), compiled(learner())[0]):
+        torch.manual_seed(1)
+        learn.fit(2)
+        group = learn.opt.opt.param_groups[0]
+        out, group['params'] = group['params'][0], group['params'][1:]
+        before = out.detach().clone()
+        learn.fit(1)
+        assert torch.equal(out.detach(), before)
+        ends.append(learn)
+    assert distance(*ends) < 1e-6
+
+
+def test_a_hook_on_the_loss_runs() -> None:
+    learn, _ = compiled(learner(loss_func=nn.MSELoss()))
+    learn.fit(2)
+    seen: list[int] = []
+    handle = learn.loss_func.register_forward_hook(lambda *args: seen.append(1))
+    learn.fit(1)
+    handle.remove()
+    assert len(seen) == 10

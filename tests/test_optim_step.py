@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -100,3 +101,34 @@ def test_an_optimizer_of_ones_own_that_torch_does_not_know() -> None:
     before = p.detach().clone()
     take_steps(p, OptimWrapper(opt=Halve([p])))
     assert torch.equal(p.detach(), before / 8)
+
+
+def test_a_step_wrapped_by_a_subclass_is_taken() -> None:
+    "`functools.wraps` copies torch's mark and points past the wrapper."
+    taken: list[int] = []
+
+    class Counted(torch.optim.SGD):
+        @wraps(torch.optim.SGD.step)
+        def step(self, *args: Any) -> Any:
+            taken.append(1)
+            return super().step(*args)
+    torch.optim.SGD([parameter()], 0.1)  # from the first one on torch's own step is marked
+    p = parameter()
+    take_steps(p, OptimWrapper(opt=Counted([p], 0.1)))
+    assert len(taken) == 3
+
+
+@pytest.mark.parametrize('make', OPTIMIZERS)
+def test_a_gradient_scaler_unscales_for_the_inner_optimizer(make: Callable[[Any], Any]) -> None:
+    "Also for a fused one, which would do that itself if the scale were left with it; a step on inf is left out."
+    ends = []
+    for wrap in (lambda o: OptimWrapper(opt=o), lambda o: o):
+        p = parameter()
+        opt, scaler = wrap(make([p])), torch.amp.GradScaler('cpu', init_scale=1024.)
+        for factor in (1., float('inf'), 1.):
+            scaler.scale((p ** 2).sum() * factor).backward()
+            scaler.step(opt)
+            scaler.update()
+            p.grad = None
+        ends.append(p.tolist())
+    assert ends[0] == pytest.approx(ends[1], rel=1e-6)
