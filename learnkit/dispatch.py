@@ -110,6 +110,7 @@ class HasCallbacks:
     training: bool
 
     def __init__(self) -> None:
+        self.lock = RLock()  # one run at a time
         self._callbacks = CallbackSet(self)
         self._tables = self._callbacks.tables
 
@@ -137,7 +138,7 @@ class HasCallbacks:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         cbs = state.pop('_cbs')
-        self.__dict__.update(state, lock=RLock())
+        self.__dict__.update(state)
         HasCallbacks.__init__(self)
         for cb in cbs:
             object.__setattr__(cb, 'learn', self)

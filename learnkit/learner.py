@@ -22,7 +22,7 @@ from learnkit.data import as_dataloaders, check_loaders, evaluation_loaders
 from learnkit.dispatch import listed
 from learnkit.errors import CallbackError, CancelError, CancelFitException, OptimizerError
 from learnkit.events import LEVELS, LIFECYCLE
-from learnkit.loop import SkipToEpoch, TrainEvalCallback
+from learnkit.loop import SkipToEpoch, TrainEvalCallback, name_of
 from learnkit.metrics import as_metrics
 from learnkit.optim import Adam, OptimWrapper, make_optimizer, trainable_params
 from learnkit.predict import Predictions
@@ -316,7 +316,7 @@ class Learner(Predictions, Compilation):
 
     def __repr__(self) -> str:
         valid = [name for name, _ in evaluation_loaders(self.dls)]
-        loss = getattr(self.loss_func, '__name__', None) or (type(self.loss_func).__name__ if self.loss_func else None)
+        loss = name_of(self.loss_func) if self.loss_func else None
         return f'Learner({type(self.model).__name__}, loss_func={loss}, valid={valid}, cbs={list(self.cbs)})'
 
 

@@ -167,8 +167,7 @@ class Loop(Runs):
     def _loss_of(self, pred: Any) -> Any:
         try: return self.loss_func(pred, *self.yb)
         except Exception as e:
-            name = getattr(self.loss_func, '__name__', None) or type(self.loss_func).__name__
-            add_note(e, f'{name} got {describe(pred)} and the targets {describe(self.yb)}')
+            add_note(e, f'{name_of(self.loss_func)} got {describe(pred)} and the targets {describe(self.yb)}')
             raise
 
     def _total_loss(self, parts: Any) -> Tensor:
@@ -297,6 +296,11 @@ def model_device(model: nn.Module, dls: Any) -> torch.device:
     "Return the device of the model's first parameter, or that of the data for a model without any."
     for p in model.parameters(): return p.device
     return torch.device(getattr(dls, 'device', None) or 'cpu')
+
+
+def name_of(f: Any) -> str:
+    "Return the name of a function, or of an object's class."
+    return getattr(f, '__name__', None) or type(f).__name__
 
 
 def share_of(weight: Any, weights: list[Any] | None, dtype: torch.dtype) -> Any:

@@ -1,7 +1,6 @@
 """Runs: what surrounds the loop from the first event to the cleanup, whatever happens between them."""
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
@@ -52,7 +51,6 @@ class Runs(HasCallbacks):
         self._ending = False                    # the outermost run is being cleaned up
         self._stopping = False
         self._repeating = False                 # an optimizer evaluates the batch again
-        self.lock = threading.RLock()
         self.training, self.fitting, self.phase, self.dl_name = False, False, 'train', 'train'
         self.n_epoch, self.epoch, self.iter, self.n_iter = 1, 0, 0, None  # type: tuple[int, int, int, int | None]
         self.train_iter, self.pct_train = 0, 0.
