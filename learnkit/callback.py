@@ -13,13 +13,14 @@ from warnings import warn
 from fastcore.basics import camel2snake
 
 from learnkit.errors import CallbackError, TimeError
-from learnkit.events import ALIASES, EVENTS, INNER_EVENTS, canonical_event
+from learnkit.events import ALIASES, CONTEXTS, EVENTS, INNER_EVENTS, canonical_event
 from learnkit.timing import Time, Timestamp, as_time, crossings
 
 __all__ = ['Callback', 'Periodic', 'MissingAttribute']
 
 _SHOWN_ELSEWHERE = ('_repr_', '_ipython_')  # what a notebook asks of every object: the learner's answer would be wrong
-_WATCHED = frozenset({'run', 'run_train', 'run_valid', 'order', *EVENTS, *ALIASES})  # changes the learner must hear of
+# changes the learner must hear of
+_WATCHED = frozenset({'run', 'run_train', 'run_valid', 'order', *EVENTS, *CONTEXTS, *ALIASES})
 
 
 class MissingAttribute(AttributeError):
@@ -67,6 +68,9 @@ class Callback:
     an `order` above the Recorder's 50. `run_train = False` or `run_valid = False` leaves out the events of training or
     of evaluation batches. Raising a Cancel exception skips the rest of its level.
 
+    What events cannot give is a context around a part of each batch: a method `forward_context` (from the model to the
+    loss) or `backward_context` returns one, autocast for example.
+
     A subclass that overrides `run_event` (or `__call__`) gets every event there and none of its named ones, unless it
     calls super. `state_dict` and `load_state_dict` carry what must survive a checkpoint.
 
@@ -87,6 +91,7 @@ class Callback:
     run_before: Any = ()                # classes (or names) of callbacks that must run after this one
     run_after: Any = ()                 # classes (or names) of callbacks that must run before this one
     remove_on_fetch: bool = False       # leave it out while FetchPredsCallback predicts
+    remove_on_find: bool = False        # leave it out while lr_find looks for a learning rate
     observer: bool = False              # it changes nothing: its handlers run under `torch.no_grad()`
     state_key: str | None = None        # its key in checkpoints; None: its name, made unique
     learn: Any = None                   # the learner, once added

@@ -32,13 +32,14 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from learnkit.batch import describe, passed_names
 from learnkit.dispatch import Entry
+from learnkit.events import CONTEXTS
 from learnkit.loop import Loop
 from learnkit.wholestep import RULES, NotCompiled, Plan, has_tensor, whole_step
 
 __all__ = ['Compilation']
 
 STEP_EVENTS = ('before_pred', 'after_pred', 'after_loss', 'before_backward', 'after_cancel_backward', 'after_backward',
-               'before_step', 'after_cancel_step', 'after_step')  # those that a compiled step cannot fire
+               'before_step', 'after_cancel_step', 'after_step', *CONTEXTS)  # those that a compiled step cannot fire
 OVERRIDABLE = ('_do_one_batch', '_do_pred_loss', '_do_pred', '_do_loss', '_loss_of', '_do_grad_opt', '_backward',
                '_step')  # the methods whose work it does
 MODULE_HOOKS = ('_forward_pre_hooks', '_forward_hooks', '_backward_pre_hooks', '_backward_hooks')

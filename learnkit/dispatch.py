@@ -16,7 +16,7 @@ from fastcore.foundation import L
 
 from learnkit.callback import Callback, defined_on_class, own_handler
 from learnkit.errors import CallbackError, OrderError
-from learnkit.events import ALIASES, EVENTS, canonical_event
+from learnkit.events import ALIASES, CONTEXTS, EVENTS, canonical_event
 from learnkit.foreign import foreign_handler, is_foreign
 
 __all__ = ['CallbackSet', 'HasCallbacks', 'HandlerTable', 'Entry', 'as_callback', 'listed']
@@ -82,7 +82,7 @@ class CallbackSet:
         cbs, gone = list(cbs), {id(cb) for cb in without}
         stay = [cb for cb in self.items if id(cb) not in gone]
         for cb in cbs:
-            for name in EVENTS: own_handler(cb, name)  # raises for what is no method
+            for name in (*EVENTS, *CONTEXTS): own_handler(cb, name)  # raises for what is no method
             warn_of_misspelt(cb)
         explicit: dict[str, Any] = {}
         for cb in [*stay, *cbs]:
@@ -262,15 +262,15 @@ class HandlerTable(dict[str, list[Entry]]):
         self.callbacks, self.training = callbacks, training
 
     def __missing__(self, name: str) -> list[Entry]:
-        known = canonical_event(name)
+        known = name if name in CONTEXTS else canonical_event(name)
         entries = [(handler, self.callbacks.switches[id(cb)], cb) for cb in self.callbacks.ordered()
                    if (handler := self._handler(cb, known))]
         self[name] = entries
         return entries
 
     def _handler(self, cb: Any, name: str) -> Callable[[], Any] | None:
-        if is_foreign(cb): return foreign_handler(cb, name)
-        if takes_every_event(cb): handler: Callable[[], Any] | None = partial(cb, name)
+        if is_foreign(cb): return None if name in CONTEXTS else foreign_handler(cb, name)
+        if takes_every_event(cb) and name not in CONTEXTS: handler: Callable[[], Any] | None = partial(cb, name)
         elif not cb._runs_when(name, self.training): return None
         else: handler = own_handler(cb, name)
         return torch.no_grad()(handler) if handler and cb.observer else handler

@@ -9,8 +9,8 @@ from difflib import get_close_matches
 
 __all__ = ['LearnkitError', 'CallbackError', 'UnknownEventError', 'OrderError', 'CancelError', 'LoaderError',
            'EmptyLoaderError', 'BatchError', 'LossError', 'MetricError', 'OptimizerError', 'ModelError', 'FitError',
-           'TimeError', 'CancelException', 'CancelBackwardException', 'CancelStepException', 'CancelBatchException',
-           'CancelTrainException',
+           'TimeError', 'OptionError', 'ScheduleError', 'WeightsError', 'MissingExtraError', 'CancelException',
+           'CancelBackwardException', 'CancelStepException', 'CancelBatchException', 'CancelTrainException',
            'CancelValidException', 'CancelEpochException', 'CancelFitException']
 
 
@@ -81,6 +81,22 @@ class FitError(LearnkitError, ValueError):
 
 class TimeError(LearnkitError, ValueError):
     "A time or interval cannot be read, compared or combined."
+
+
+class OptionError(LearnkitError, ValueError):
+    "A callback or function got a value that it cannot work with."
+
+
+class ScheduleError(OptionError):
+    "A schedule cannot be followed: its pieces do not fill the run, for one."
+
+
+class WeightsError(LearnkitError, ValueError):
+    "A file of weights cannot be read, or is of another model; nothing was loaded."
+
+
+class MissingExtraError(LearnkitError, ImportError):
+    "A library that only some features need is not installed; the message says how to install it."
 
 
 class CancelException(Exception):

@@ -20,8 +20,8 @@ from learnkit.errors import (
     did_you_mean,
 )
 
-__all__ = ['Moment', 'Level', 'LIFECYCLE', 'LEVELS', 'EVENTS', 'INNER_EVENTS', 'ALIASES', 'event', 'canonical_event',
-           'lifecycle_markdown']
+__all__ = ['Moment', 'Level', 'LIFECYCLE', 'LEVELS', 'EVENTS', 'INNER_EVENTS', 'CONTEXTS', 'ALIASES', 'event',
+           'canonical_event', 'lifecycle_markdown']
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,10 @@ LEVELS = {
 EVENTS = tuple(dict.fromkeys(m.event for m in LIFECYCLE if not m.is_note))  # each name once, in firing order
 
 _between = EVENTS[EVENTS.index('before_draw'):EVENTS.index('batch_checkpoint') + 1]
-INNER_EVENTS = frozenset(_between)  # those of a batch: `run_train` and `run_valid` apply to them
+# a callback's methods that are no events: each returns a context, which is entered around a part of every batch
+CONTEXTS = ('forward_context', 'backward_context')
+
+INNER_EVENTS = frozenset([*_between, *CONTEXTS])  # those of a batch: `run_train` and `run_valid` apply to them
 
 ALIASES = {'after_cancel_valid': 'after_cancel_validate'}  # other spellings that are accepted
 

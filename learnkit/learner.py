@@ -16,19 +16,25 @@ from torch import nn
 
 from learnkit.batch import detuplify, to_detach
 from learnkit.callback import MissingAttribute, defined_on_class
+from learnkit.callbacks.summary import Summaries
 from learnkit.checks import check_fit, check_iteration, check_loss, check_microbatch, check_model
 from learnkit.compiling import Compilation
 from learnkit.data import as_dataloaders, check_loaders, evaluation_loaders
 from learnkit.dispatch import listed
 from learnkit.errors import CallbackError, CancelError, CancelFitException, OptimizerError
 from learnkit.events import LEVELS, LIFECYCLE
+from learnkit.freezing import Freezing
 from learnkit.loop import SkipToEpoch, TrainEvalCallback, name_of
+from learnkit.lrfind import LRFind
 from learnkit.metrics import as_metrics
 from learnkit.optim import Adam, OptimWrapper, make_optimizer, trainable_params
+from learnkit.precision import Precision
 from learnkit.predict import Predictions
 from learnkit.progress import ProgressCallback
 from learnkit.recorder import History, Recorder
-from learnkit.runs import raise_first
+from learnkit.runs import Contexts, raise_first
+from learnkit.saving import Saving
+from learnkit.schedule import Schedules
 from learnkit.timing import Time
 
 __all__ = ['Learner', 'defaults', 'replacing_yield']
@@ -42,7 +48,7 @@ _NOT_YET = {'pred': 'It exists from the forward pass of a batch on (event after_
             'loss_grad': 'It exists once the loss of a batch is computed (event after_loss).'}
 
 
-class Learner(Predictions, Compilation):
+class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Saving, Summaries, Compilation):
     """Train `model` on `dls` with `loss_func`: the loop, its callbacks and its state.
 
     `dls` is a `DataLoaders`, a tuple (train, valid) of any iterables of batches, or one to train on. `loss_func` and
@@ -247,7 +253,7 @@ class Learner(Predictions, Compilation):
 
     def validation_context(self, cbs: Any = None, inner: bool = False) -> ExitStack:
         "Return a context for validating by hand: no rows, no epoch bar and, unless `inner`, the events around it."
-        return _Contexts([self.no_logging, self.no_mbar, lambda: self.lock, partial(self.added_cbs, cbs),
+        return Contexts([self.no_logging, self.no_mbar, lambda: self.lock, partial(self.added_cbs, cbs),
                           *([] if inner else [self._around])])
 
     @contextmanager
@@ -318,20 +324,6 @@ class Learner(Predictions, Compilation):
         valid = [name for name, _ in evaluation_loaders(self.dls)]
         loss = name_of(self.loss_func) if self.loss_func else None
         return f'Learner({type(self.model).__name__}, loss_func={loss}, valid={valid}, cbs={list(self.cbs)})'
-
-
-class _Contexts(ExitStack):
-    "Contexts that are made and entered, in order, when this one is entered."
-
-    def __init__(self, makers: list[Callable[[], Any]]) -> None:
-        super().__init__()
-        self._makers = makers
-
-    def __enter__(self) -> Self:
-        with ExitStack() as entered:
-            for make in self._makers: entered.enter_context(make())
-            self.push(entered.pop_all())
-        return self
 
 
 class replacing_yield:

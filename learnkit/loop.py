@@ -86,9 +86,10 @@ class Loop(Runs):
 
     def _do_pred_loss(self) -> None:
         self('before_pred')
-        self.pred, own_loss = self._do_pred()
-        self('after_pred')
-        self._do_loss(own_loss)
+        with self.contexts('forward'):
+            self.pred, own_loss = self._do_pred()
+            self('after_pred')
+            self._do_loss(own_loss)
         self('after_loss')
         if self.training and 'loss_grad' not in self.__dict__: raise self._no_loss()
 
@@ -206,7 +207,8 @@ class Loop(Runs):
         "Average a named value over the epoch; `Learner` hands it to its recorder."
 
     def _backward(self) -> None:
-        try: self.loss_grad.backward()
+        try:
+            with self.contexts('backward'): self.loss_grad.backward()
         except RuntimeError as e:
             if self.loss_grad.numel() == 1 and self.loss_grad.requires_grad: raise
             raise LossError(self._why_no_backward()) from e

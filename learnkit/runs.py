@@ -2,9 +2,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from time import perf_counter
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -16,8 +16,10 @@ from learnkit.events import LEVELS
 from learnkit.rng import preserved_rng
 from learnkit.timing import Timestamp
 
-__all__ = ['Runs']
+__all__ = ['Runs', 'Contexts']
 
+
+NO_CONTEXT = nullcontext()
 
 # what an evaluation puts back
 STATE = ('training', 'phase', 'dl', 'dl_name', 'iter', 'n_iter', 'batch', 'xb', 'yb', 'pred', 'loss', 'loss_grad')
@@ -61,6 +63,11 @@ class Runs(HasCallbacks):
         self._started: float | None = None      # when the running fit began
         self._device: torch.device | None = None
         self._end_cleanup()
+
+    def contexts(self, part: str) -> AbstractContextManager[Any]:
+        "Return what the callbacks put around a part of a batch: 'forward' (from the model to the loss) or 'backward'."
+        entries = self._tables[self.training][f'{part}_context']
+        return Contexts([make for make, switch, _ in entries if switch]) if entries else NO_CONTEXT
 
     def _in_use(self) -> bool: return self._depth > 0 and not self._ending
 
@@ -168,6 +175,20 @@ class Runs(HasCallbacks):
     def _ends_iteration(self) -> bool:
         k, done = self.epochs_per_iteration, self.epoch + 1
         return k is not None and (done % k == 0 or done == self.n_epoch or self._stopping)
+
+
+class Contexts(ExitStack):
+    "Contexts that are made and entered, in order, when this one is entered."
+
+    def __init__(self, makers: list[Callable[[], Any]]) -> None:
+        super().__init__()
+        self._makers = makers
+
+    def __enter__(self) -> Self:
+        with ExitStack() as entered:
+            for make in self._makers: entered.enter_context(make())
+            self.push(entered.pop_all())
+        return self
 
 
 def add_note(e: BaseException, note: str) -> None:

@@ -30,10 +30,10 @@ NAMES = Path(__file__).with_name('public_names.txt')
 # A module imports only what stands before it here. `callbacks`, `loggers` and `interop` are packages, whose own modules
 # may import one another as long as they make no cycle; `learnkit` is the package's own `__init__`.
 LAYERS = [
-    'errors', 'events', 'timing', 'files', 'rng', 'batch', 'data', 'hypers', 'optim', 'readahead', 'averages',
-    'metrics', 'callback', 'foreign', 'dispatch', 'runs', 'loop', 'checks', 'recorder', 'progress', 'schedule',
-    'predict', 'wholestep', 'compiling', 'precision', 'checkpoint', 'distributed', 'callbacks', 'learner',
-    'loggers', 'interop', 'learnkit', 'demo', 'testing', 'all',
+    'errors', 'events', 'timing', 'files', 'rng', 'batch', 'data', 'hypers', 'optim', 'optimizers', 'readahead',
+    'averages', 'measures', 'metrics', 'losses', 'callback', 'foreign', 'dispatch', 'runs', 'loop', 'checks', 'recorder',
+    'progress', 'schedule', 'lrfind', 'predict', 'wholestep', 'compiling', 'precision', 'freezing', 'saving',
+    'checkpoint', 'distributed', 'callbacks', 'learner', 'loggers', 'interop', 'learnkit', 'demo', 'testing', 'all',
 ]
 
 # Imports inside a function that go up the list, each with its reason: {(importing layer, imported layer): why}.
