@@ -20,7 +20,7 @@ __all__ = ['Callback', 'Periodic', 'MissingAttribute']
 
 _SHOWN_ELSEWHERE = ('_repr_', '_ipython_')  # what a notebook asks of every object: the learner's answer would be wrong
 # changes the learner must hear of
-_WATCHED = frozenset({'run', 'run_train', 'run_valid', 'order', *EVENTS, *CONTEXTS, *ALIASES})
+_WATCHED = frozenset({'run', 'run_train', 'run_valid', 'order', *EVENTS, *CONTEXTS.values(), *ALIASES})
 
 
 class MissingAttribute(AttributeError):

@@ -82,7 +82,7 @@ class CallbackSet:
         cbs, gone = list(cbs), {id(cb) for cb in without}
         stay = [cb for cb in self.items if id(cb) not in gone]
         for cb in cbs:
-            for name in (*EVENTS, *CONTEXTS): own_handler(cb, name)  # raises for what is no method
+            for name in (*EVENTS, *CONTEXTS.values()): own_handler(cb, name)  # raises for what is no method
             warn_of_misspelt(cb)
         explicit: dict[str, Any] = {}
         for cb in [*stay, *cbs]:
@@ -262,15 +262,16 @@ class HandlerTable(dict[str, list[Entry]]):
         self.callbacks, self.training = callbacks, training
 
     def __missing__(self, name: str) -> list[Entry]:
-        known = name if name in CONTEXTS else canonical_event(name)
+        known = name if name in CONTEXTS.values() else canonical_event(name)
         entries = [(handler, self.callbacks.switches[id(cb)], cb) for cb in self.callbacks.ordered()
                    if (handler := self._handler(cb, known))]
         self[name] = entries
         return entries
 
     def _handler(self, cb: Any, name: str) -> Callable[[], Any] | None:
-        if is_foreign(cb): return None if name in CONTEXTS else foreign_handler(cb, name)
-        if takes_every_event(cb) and name not in CONTEXTS: handler: Callable[[], Any] | None = partial(cb, name)
+        is_event = name not in CONTEXTS.values()
+        if is_foreign(cb): return foreign_handler(cb, name) if is_event else None
+        if is_event and takes_every_event(cb): handler: Callable[[], Any] | None = partial(cb, name)
         elif not cb._runs_when(name, self.training): return None
         else: handler = own_handler(cb, name)
         return torch.no_grad()(handler) if handler and cb.observer else handler

@@ -117,9 +117,9 @@ EVENTS = tuple(dict.fromkeys(m.event for m in LIFECYCLE if not m.is_note))  # ea
 
 _between = EVENTS[EVENTS.index('before_draw'):EVENTS.index('batch_checkpoint') + 1]
 # a callback's methods that are no events: each returns a context, which is entered around a part of every batch
-CONTEXTS = ('forward_context', 'backward_context')
+CONTEXTS = {'forward': 'forward_context', 'backward': 'backward_context'}
 
-INNER_EVENTS = frozenset([*_between, *CONTEXTS])  # those of a batch: `run_train` and `run_valid` apply to them
+INNER_EVENTS = frozenset([*_between, *CONTEXTS.values()])  # those of a batch: `run_train` and `run_valid` apply to them
 
 ALIASES = {'after_cancel_valid': 'after_cancel_validate'}  # other spellings that are accepted
 

@@ -12,7 +12,7 @@ from torch import nn
 from learnkit.callback import Callback
 from learnkit.dispatch import HasCallbacks, place
 from learnkit.errors import CancelError, CancelException
-from learnkit.events import LEVELS
+from learnkit.events import CONTEXTS, LEVELS
 from learnkit.rng import preserved_rng
 from learnkit.timing import Timestamp
 
@@ -66,7 +66,7 @@ class Runs(HasCallbacks):
 
     def contexts(self, part: str) -> AbstractContextManager[Any]:
         "Return what the callbacks put around a part of a batch: 'forward' (from the model to the loss) or 'backward'."
-        entries = self._tables[self.training][f'{part}_context']
+        entries = self._tables[self.training][CONTEXTS[part]]
         return Contexts([make for make, switch, _ in entries if switch]) if entries else NO_CONTEXT
 
     def _in_use(self) -> bool: return self._depth > 0 and not self._ending
