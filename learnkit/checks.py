@@ -11,7 +11,7 @@ from learnkit.batch import apply_model, unpack_output
 from learnkit.data import evaluation_loaders
 from learnkit.errors import FitError, LossError, MetricError, ModelError
 from learnkit.loop import Loop
-from learnkit.metrics import dry_run
+from learnkit.measures import dry_run
 from learnkit.rng import preserved_generators, preserved_rng
 from learnkit.timing import as_time
 

@@ -1,245 +1,75 @@
-"""Metrics: averages that stay on the device, torchmetrics objects as they are, and a few functions to begin with.
+"""Metrics by fastai's names: functions of a batch, and classes where a mean over batches is not the value on the set.
 
-A metric is anything `as_metrics` takes: a function `f(pred, *targets)`, a torchmetrics object, or a `Metric`. Each
-gives the value on the whole data set, also with an uneven last batch, and no batch makes the host wait."""
+`metrics=[accuracy, Dice, F1Score(average='macro')]`: give functions, classes or instances. Scores that come from
+torchmetrics (`learnkit.scores`) can be imported here too, without it being installed. Each takes `on='train'`,
+`'valid'` or `'both'`, by default as the Recorder says, and each gives the exact value on the set, whatever its batches;
+none makes the host wait for a device at every batch."""
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from fastcore.basics import class2attr
-from fastcore.foundation import L
-from torch import Tensor, nn
+from torch import Tensor
 
-from learnkit.averages import AvgSmoothLoss, Mean, Metric, is_number
-from learnkit.batch import describe, find_bs, to_detach
-from learnkit.errors import CancelException, MetricError, did_you_mean
+from learnkit.averages import AvgSmoothLoss, Mean, Metric
+from learnkit.errors import MetricError, did_you_mean
+from learnkit.late import by_class
+from learnkit.measures import (
+    AvgLoss,
+    AvgMetric,
+    SumMetric,
+    TorchMetric,
+    ValueMetric,
+    as_metrics,
+    batch_weight,
+    check_column,
+    dry_run,
+    measured_by,
+    measures_batches,
+    paired,
+    widened,
+)
+from learnkit.scores import (
+    APScoreBinary,
+    APScoreMulti,
+    BalancedAccuracy,
+    CohenKappa,
+    CorpusBLEUMetric,
+    F1Score,
+    F1ScoreMulti,
+    FBeta,
+    FBetaMulti,
+    HammingLoss,
+    HammingLossMulti,
+    Jaccard,
+    JaccardMulti,
+    MatthewsCorrCoef,
+    MatthewsCorrCoefMulti,
+    Precision,
+    PrecisionMulti,
+    Recall,
+    RecallMulti,
+    RocAuc,
+    RocAucBinary,
+    RocAucMulti,
+    SpearmanCorrCoef,
+)
+from learnkit.segmentation import Dice, DiceMulti, ForegroundAcc, JaccardCoeff, JaccardCoeffMulti, foreground_acc
 
-__all__ = ['Metric', 'Mean', 'AvgMetric', 'AvgLoss', 'AvgSmoothLoss', 'ValueMetric', 'TorchMetric', 'RMSE',
-           'as_metrics', 'check_column', 'dry_run', 'measures_batches', 'accuracy', 'error_rate', 'mse', 'rmse', 'mae']
-
-PHASES = ('train', 'valid', 'both')
-RESERVED = ('fit', 'epoch', 'train_loss', 'valid_loss', 'time')  # columns of the history that are not metrics
-
-
-class AvgMetric(Mean, Metric):
-    """Average `func(pred, *targets)` over the samples.
-
-    The weight of a batch is its number of samples, or what `learn.weight_func(xb, yb)` says. Raises `MetricError` for
-    what is no function, and for a result that is not one number.
-
-    >>> AvgMetric(mse).name, AvgMetric(nn.L1Loss()).name, AvgMetric(mse, name='l2').name
-    ('mse', 'l1_loss', 'l2')
-    """
-    _name: str | None = None
-
-    def __init__(
-        self,
-        func: Callable[..., Any],  # called with the predictions and targets of a batch, gives one number
-        name: str | None = None,   # default: the function's name
-        on: str | None = None,     # 'train', 'valid' or 'both'; None: as the Recorder says
-    ) -> None:
-        if not callable(func): raise MetricError(f'AvgMetric averages a function f(pred, *targets), got {func!r}.')
-        self.func, self._name, self.on = func, name, _check_on(on)
-
-    def accumulate(self, learn: Any) -> None:
-        self.add(self._compute(learn.pred, learn.yb), _weight(learn))
-
-    def _compute(self, pred: Any, yb: tuple[Any, ...]) -> Any:
-        "The metric of one batch, a number or a tensor of one element."
-        if isinstance(self.func, nn.Module): _follow(self.func, pred)
-        try:
-            with torch.no_grad(): result = self.func(*_detached(pred, yb))
-            if is_number(result): return result
-            raise MetricError(f'Metric `{self.name}` gave {describe(result)}, not one number: take its mean.')
-        except Exception as e:
-            e.add_note(_where(self.name, pred, yb))
-            raise
-
-    @property
-    def name(self) -> str:
-        return self._name or _func_name(self.func)
-
-
-class AvgLoss(Mean, Metric):
-    "Average the loss over the samples."
-
-    def accumulate(self, learn: Any) -> None:
-        loss = learn.loss
-        if isinstance(loss, Tensor) and loss.dim(): loss = loss.detach().mean()
-        self.add(loss, _weight(learn))
-
-    @property
-    def name(self) -> str:
-        return 'loss'
+__all__ = ['Metric', 'Mean', 'AvgMetric', 'AvgLoss', 'AvgSmoothLoss', 'SumMetric', 'ValueMetric', 'TorchMetric',
+           'as_metrics', 'check_column', 'dry_run', 'measures_batches', 'accuracy', 'error_rate', 'top_k_accuracy',
+           'accuracy_multi', 'foreground_acc', 'ForegroundAcc', 'mse', 'rmse', 'RMSE', 'mae', 'msle', 'exp_rmspe',
+           'ExpRMSPE', 'R2Score', 'ExplainedVariance', 'PearsonCorrCoef', 'BrierScore', 'BrierScoreMulti', 'Perplexity',
+           'perplexity', 'Dice', 'DiceMulti', 'JaccardCoeff', 'JaccardCoeffMulti', 'LossMetric', 'LossMetrics',
+           'APScoreBinary', 'APScoreMulti', 'BalancedAccuracy', 'CohenKappa', 'CorpusBLEUMetric', 'F1Score',
+           'F1ScoreMulti', 'FBeta', 'FBetaMulti', 'HammingLoss', 'HammingLossMulti', 'Jaccard', 'JaccardMulti',
+           'MatthewsCorrCoef', 'MatthewsCorrCoefMulti', 'Precision', 'PrecisionMulti', 'Recall', 'RecallMulti',
+           'RocAuc', 'RocAucBinary', 'RocAucMulti', 'SpearmanCorrCoef']
 
 
-class ValueMetric(Metric):
-    """Report `func()`, for a number that something else computed.
-
-    >>> ValueMetric(lambda: 0.5, 'half').value
-    0.5
-    """
-
-    def __init__(
-        self,
-        func: Callable[[], Any],          # gives the value
-        metric_name: str | None = None,   # default: the function's name
-    ) -> None:
-        self.func, self.metric_name = func, metric_name
-
-    @property
-    def value(self) -> Any:
-        return self.func()
-
-    @property
-    def name(self) -> str:
-        return self.metric_name or _func_name(self.func)
-
-
-class TorchMetric(Metric):
-    """Run a torchmetrics object, or anything with its `update(pred, *targets)`, `compute()` and `reset()`.
-
-    It moves to the device of the predictions. A value that is no single number (one per class, for one) comes as a
-    tensor on the CPU."""
-
-    def __init__(
-        self,
-        metric: Any,              # the torchmetrics object, used as it is
-        name: str | None = None,  # default: its class name in snake_case
-        on: str | None = None,    # 'train', 'valid' or 'both'; None: as the Recorder says
-    ) -> None:
-        if not _is_torchmetric(metric): raise MetricError(f'{metric!r} has no update, compute and reset.')
-        self.metric, self._name, self.on, self._updates = metric, name, _check_on(on), 0
-
-    def reset(self) -> None:
-        self.metric.reset()
-        self._updates = 0
-
-    def accumulate(self, learn: Any) -> None:
-        if not self._updates: _follow(self.metric, learn.pred)
-        self._update(self.metric, learn.pred, learn.yb)
-        self._updates += 1
-
-    def _try(self, pred: Any, yb: tuple[Any, ...]) -> None:
-        "Update a copy."
-        trial = copy.deepcopy(self.metric)
-        _follow(trial, pred)
-        self._update(trial, pred, yb)
-
-    def _update(self, metric: Any, pred: Any, yb: tuple[Any, ...]) -> None:
-        try:
-            with torch.no_grad(): metric.update(*_detached(pred, yb))
-        except Exception as e:
-            e.add_note(_where(self.name, pred, yb))
-            raise
-
-    @property
-    def value(self) -> Any:
-        if not self._updates: return None
-        res = self.metric.compute()
-        return float(res) if is_number(res) else to_detach(res)
-
-    @property
-    def name(self) -> str:
-        return self._name or class2attr(self.metric, 'Metric')
-
-
-class _Renamed(Metric):
-    "A metric under another name; all else is its own."
-
-    def __init__(self, metric: Metric, name: str) -> None:
-        self.metric, self._name, self.on = metric, name, metric.on
-
-    def reset(self) -> None: self.metric.reset()
-    def accumulate(self, learn: Any) -> None: self.metric.accumulate(learn)
-
-    def __getattr__(self, k: str) -> Any:
-        if k == 'metric': raise AttributeError(k)  # a copy in the making
-        return getattr(self.metric, k)
-
-    @property
-    def value(self) -> Any: return self.metric.value
-
-    @property
-    def name(self) -> str: return self._name
-
-
-def as_metrics(
-    ms: Any,  # None, one metric, a list of them, or a dict name -> metric
-) -> L:
-    """Make a list of `Metric`s, each with a name of its own: the second `mse` becomes `mse_2`.
-
-    A class is instantiated, a torchmetrics collection expanded into its members.
-
-    >>> [m.name for m in as_metrics([accuracy, mse, nn.MSELoss(), {'l2': mse}, mse])]
-    ['accuracy', 'mse', 'mse_loss', 'l2', 'mse_2']
-    """
-    seen: set[str] = set()
-    metrics = L(_distinct(m, seen) for m in _expand(ms, None))
-    for m in metrics: check_column(m.name)
-    return metrics
-
-
-def check_column(name: str) -> None:
-    "Raise `MetricError` for a name that the history uses itself."
-    if name in RESERVED: raise MetricError(f'`{name}` is a column of the history already: give it another name.')
-
-
-def _expand(m: Any, name: str | None) -> Iterable[Metric]:
-    "The metrics that `m` stands for."
-    if m is None: return
-    if isinstance(m, type): m = _instance(m)
-    if isinstance(m, Metric): yield m if name is None or name == m.name else _Renamed(m, name)
-    elif isinstance(m, Mapping) or (_is_torchmetric(m) and hasattr(m, 'items')):
-        for k, v in m.items(): yield from _expand(v, f'{name}_{k}' if name else str(k))
-    elif _is_torchmetric(m): yield TorchMetric(m, name)
-    elif m is rmse: yield from _expand(RMSE(), name)
-    elif callable(m): yield AvgMetric(m, name)
-    elif isinstance(m, Iterable) and not isinstance(m, (str, bytes, Tensor)):
-        for o in m: yield from _expand(o, name)
-    else: raise MetricError(f'{m!r} is no metric: give a function f(pred, *targets), a torchmetrics object or Metric.')
-
-
-def _distinct(m: Metric, seen: set[str]) -> Metric:
-    name, i = m.name, 1
-    while name in seen: name, i = f'{m.name}_{i+1}', i+1
-    seen.add(name)
-    return m if name == m.name else _Renamed(m, name)
-
-
-def _instance(cls: type) -> Any:
-    try: return cls()
-    except Exception as e:
-        raise MetricError(f'Metric {cls.__name__} cannot be made without arguments ({e}): give an instance.') from e
-
-
-def dry_run(
-    metric: Metric,        # what will be computed
-    pred: Any,             # the predictions of a batch
-    yb: tuple[Any, ...],   # its targets
-) -> None:
-    """Check that `metric` can be computed from such a batch, without changing its state.
-
-    A metric with its own `accumulate` is not tried. Raises `MetricError`, with what the metric raised as its cause."""
-    while isinstance(metric, _Renamed): metric = metric.metric
-    own = type(metric).accumulate
-    try:
-        if isinstance(metric, AvgMetric) and own is AvgMetric.accumulate: metric._compute(pred, yb)
-        elif isinstance(metric, TorchMetric) and own is TorchMetric.accumulate: metric._try(pred, yb)
-    except (CancelException, torch.OutOfMemoryError): raise
-    except Exception as e:
-        raise MetricError(f'{_where(metric.name, pred, yb)} It raised {type(e).__name__}: {e}') from e
-
-
-def measures_batches(metric: Metric) -> bool:
-    "Tell a metric that accumulates over batches from one whose value comes from elsewhere."
-    while isinstance(metric, _Renamed): metric = metric.metric
-    return type(metric).accumulate is not Metric.accumulate
-
+# -- classes -----------------------------------------------------------------------------------------------------------
 
 def accuracy(
     pred: Tensor,    # scores, classes along `axis`
@@ -253,7 +83,7 @@ def accuracy(
     >>> accuracy(torch.tensor([[.1, .9], [.8, .2]]), torch.tensor([1, 1]))
     tensor(0.5000)
     """
-    best, targ = _flat('accuracy', pred.argmax(dim=axis), targ)
+    best, targ = paired('accuracy', pred.argmax(dim=axis), targ)
     return (best == targ).float().mean()
 
 
@@ -270,13 +100,49 @@ def error_rate(
     return 1 - accuracy(pred, targ, axis=axis)
 
 
+def top_k_accuracy(
+    pred: Tensor,    # scores, classes along `axis`
+    targ: Tensor,    # class numbers
+    k: int = 5,      # how many guesses there are
+    axis: int = -1,  # where the classes are
+) -> Tensor:
+    """Return the share of targets whose class is among the `k` that score highest.
+
+    Raises `MetricError` when there are fewer than `k` classes, or not one target for each prediction.
+
+    >>> top_k_accuracy(torch.tensor([[.1, .2, .7], [.1, .2, .7]]), torch.tensor([1, 0]), k=2)
+    tensor(0.5000)
+    """
+    scores, targ = by_class('top_k_accuracy', pred, targ, axis)
+    n = scores.shape[1]
+    if not 1 <= k <= n: raise MetricError(f'top_k_accuracy: k={k}, but there are {n} classes.')
+    return (scores.topk(k)[1] == targ[:, None]).any(1).float().mean()
+
+
+def accuracy_multi(
+    pred: Tensor,          # a score for each label
+    targ: Tensor,          # 0 or 1 for each label
+    thresh: float = 0.5,   # a label is predicted above this
+    sigmoid: bool = True,  # whether the scores are logits
+) -> Tensor:
+    """Return the share of labels that are predicted right, of samples with any number of labels.
+
+    >>> accuracy_multi(torch.tensor([[2., -1.], [-3., -.5]]), torch.tensor([[1, 0], [0, 1]]))
+    tensor(0.7500)
+    """
+    pred, targ = paired('accuracy_multi', pred, targ)
+    return (((pred.sigmoid() if sigmoid else pred) > thresh) == targ.bool()).float().mean()
+
+
+# -- regression --------------------------------------------------------------------------------------------------------
+
 def mse(pred: Tensor, targ: Tensor) -> Tensor:
     """Return the mean squared error. Raises `MetricError` when the sizes differ: nothing is broadcast.
 
     >>> mse(torch.tensor([1., 2.]), torch.tensor([[1.], [4.]]))
     tensor(2.)
     """
-    pred, targ = _flat('mse', pred, targ)
+    pred, targ = paired('mse', pred, targ)
     return (pred - targ).square().mean()
 
 
@@ -286,10 +152,33 @@ def mae(pred: Tensor, targ: Tensor) -> Tensor:
     >>> mae(torch.tensor([1., 2.]), torch.tensor([1., 4.]))
     tensor(1.)
     """
-    pred, targ = _flat('mae', pred, targ)
+    pred, targ = paired('mae', pred, targ)
     return (pred - targ).abs().mean()
 
 
+def msle(pred: Tensor, targ: Tensor) -> Tensor:
+    """Return the mean squared error of `log(1 + x)`. Raises `MetricError` when the sizes differ.
+
+    >>> msle(torch.tensor([0., 1.]), torch.tensor([0., 2*math.e - 1]))
+    tensor(0.5000)
+    """
+    pred, targ = paired('msle', pred, targ)
+    return (pred.log1p() - targ.log1p()).square().mean()
+
+
+class RMSE(AvgMetric):
+    "The root of the mean squared error of the whole set: what `rmse` is as a metric."
+
+    def __init__(self, on: str | None = None) -> None:
+        super().__init__(mse, 'rmse', on)
+
+    @property
+    def value(self) -> float | None:
+        mean = super().value
+        return None if mean is None else mean**0.5
+
+
+@measured_by(RMSE)
 def rmse(pred: Tensor, targ: Tensor) -> Tensor:
     """Return the root of the mean squared error; as a metric that of the whole set (`RMSE`), no mean over batches.
 
@@ -301,11 +190,16 @@ def rmse(pred: Tensor, targ: Tensor) -> Tensor:
     return mse(pred, targ).sqrt()
 
 
-class RMSE(AvgMetric):
-    "The root of the mean squared error of the whole set."
+def _squared_share(pred: Tensor, targ: Tensor) -> Tensor:
+    pred, targ = paired('exp_rmspe', pred, targ)
+    return torch.expm1(pred - targ).square().mean()
+
+
+class ExpRMSPE(AvgMetric):
+    "The root mean square percentage error of the whole set's exponentials: what `exp_rmspe` is as a metric."
 
     def __init__(self, on: str | None = None) -> None:
-        super().__init__(mse, 'rmse', on)
+        super().__init__(_squared_share, 'exp_rmspe', on)
 
     @property
     def value(self) -> float | None:
@@ -313,42 +207,179 @@ class RMSE(AvgMetric):
         return None if mean is None else mean**0.5
 
 
-def _weight(learn: Any) -> Any:
-    "How much this batch counts."
-    if (func := getattr(learn, 'weight_func', None)) is not None: return func(learn.xb, learn.yb)
-    return find_bs(learn.yb if len(learn.yb) else learn.xb)
+@measured_by(ExpRMSPE)
+def exp_rmspe(pred: Tensor, targ: Tensor) -> Tensor:
+    """Return `sqrt(mean(((exp(targ) - exp(pred))/exp(targ))**2))`; as a metric that of the whole set (`ExpRMSPE`).
+
+    >>> exp_rmspe(torch.tensor([0., 1.]) + math.log(1.5), torch.tensor([0., 1.]))
+    tensor(0.5000)
+    """
+    return _squared_share(pred, targ).sqrt()
 
 
-def _follow(module: Any, pred: Any) -> None:
-    "Move what holds tensors of its own to the device of the predictions."
-    if isinstance(pred, Tensor) and hasattr(module, 'to'): module.to(pred.device)
+class _Regression(SumMetric):
+    "Moments of targets, predictions and errors: n, and the sums of t, t*t, p, p*p, p*t, e and e*e."
+
+    def __init__(self, on: str | None = None) -> None:
+        super().__init__(self._name, on)
+
+    def sums(self, pred: Tensor, targ: Tensor) -> Tensor:
+        p, t = map(widened, paired(self.name, pred, targ))
+        e = t - p
+        return torch.stack([torch.ones_like(t), t, t*t, p, p*p, p*t, e, e*e]).sum(1)
 
 
-def _detached(pred: Any, yb: tuple[Any, ...]) -> tuple[Any, ...]:
-    "The arguments of a metric."
-    return to_detach((pred, *yb), cpu=False)
+def _spread(n: float, total: float, squares: float) -> float:
+    "The sum of squares around the mean; what is left of rounding is 0."
+    spread = squares - total*total/n
+    return spread if spread > 1e-14*squares else 0.
 
 
-def _where(name: str, pred: Any, yb: tuple[Any, ...]) -> str:
-    return (f'Metric `{name}` cannot be computed from predictions {describe(pred)} and targets {describe(yb)}. It gets '
-            '(pred, *targets) and has to give one number: wrap it in a function that brings these into its form.')
+def _explained(left: float, spread: float) -> float:
+    "The share that is explained; 1 or 0 for targets that are all equal, as in scikit-learn."
+    return 1 - left/spread if spread else float(left == 0)
 
 
-def _flat(name: str, pred: Tensor, targ: Tensor) -> tuple[Tensor, Tensor]:
-    "Both flattened; never broadcast, which would compare everything with everything."
-    if pred.numel() == targ.numel(): return pred.reshape(-1), targ.reshape(-1)
-    raise MetricError(f'{name}: {tuple(pred.shape)} predicted values do not fit targets of shape {tuple(targ.shape)}.')
+class R2Score(_Regression):
+    """The coefficient of determination, `1 - sum((t - p)**2)/sum((t - mean(t))**2)`; NaN for fewer than two samples.
+
+    >>> R2Score()(torch.tensor([1., 2., 4.]), torch.tensor([1., 2., 3.]))
+    0.5
+    """
+    _name = 'r2_score'
+
+    def final(self, sums: Tensor) -> float:
+        n, t, tt, *_, ee = sums.tolist()
+        return _explained(ee, _spread(n, t, tt)) if n > 1 else math.nan
 
 
-def _func_name(func: Any) -> str:
-    while isinstance(func, partial): func = func.func
-    return getattr(func, '__name__', None) or class2attr(func, 'Metric')
+class ExplainedVariance(_Regression):
+    """The share of the targets' variance that is explained, `1 - var(t - p)/var(t)`: a constant offset costs nothing.
+
+    >>> ExplainedVariance()(torch.tensor([2., 3., 4.]), torch.tensor([1., 2., 3.]))
+    1.0
+    """
+    _name = 'explained_variance_score'
+
+    def final(self, sums: Tensor) -> float:
+        n, t, tt, *_, e, ee = sums.tolist()
+        return _explained(_spread(n, e, ee), _spread(n, t, tt)) if n else math.nan
 
 
-def _is_torchmetric(m: Any) -> bool:
-    return all(callable(getattr(m, k, None)) for k in ('update', 'compute', 'reset'))
+class PearsonCorrCoef(_Regression):
+    """Pearson's correlation, `cov(p, t)/(std(p)*std(t))`; NaN where either is constant.
+
+    >>> round(PearsonCorrCoef()(torch.tensor([1., 2., 3.]), torch.tensor([3., 2., 1.])), 6)
+    -1.0
+    """
+    _name = 'pearsonr'
+
+    def final(self, sums: Tensor) -> float:
+        n, t, tt, p, pp, pt, *_ = sums.tolist()
+        spread = (_spread(n, t, tt)*_spread(n, p, pp))**0.5 if n > 1 else 0.
+        return max(-1., min(1., (pt - p*t/n)/spread)) if spread else math.nan
 
 
-def _check_on(on: str | None) -> str | None:
-    if on is None or on in PHASES: return on
-    raise MetricError(f"A metric is on 'train', 'valid' or 'both', got {on!r}.{did_you_mean(str(on), PHASES)}")
+# -- losses and probabilities ------------------------------------------------------------------------------------------
+
+class BrierScore(SumMetric):
+    """The mean squared error of the softmax, `sum_c (p_c - [t == c])**2`; half of that for two classes.
+
+    Both as in scikit-learn. fastai scores the class that was predicted, an error rate; here it is the probability.
+
+    >>> round(BrierScore()(torch.tensor([[.25, .75]]).log(), torch.tensor([1])), 4)
+    0.0625
+    """
+
+    def __init__(
+        self,
+        axis: int = -1,         # where the classes are
+        on: str | None = None,  # 'train', 'valid' or 'both'
+    ) -> None:
+        super().__init__('brier_score_loss', on)
+        self.axis = axis
+
+    def sums(self, pred: Tensor, targ: Tensor) -> Any:
+        scores, targ = by_class(self.name, pred, targ, self.axis)
+        p = widened(scores).softmax(1)
+        squares = (p*p).sum(1) - 2*p.gather(1, targ.long()[:, None])[:, 0] + 1
+        return squares.sum()/(2 if p.shape[1] == 2 else 1), targ.numel()
+
+    def final(self, sums: Tensor) -> float: return float(sums[0]/sums[1])
+
+
+class BrierScoreMulti(SumMetric):
+    """The mean squared error of the probability of each label.
+
+    >>> BrierScoreMulti(sigmoid=False)(torch.tensor([[.5, 1.]]), torch.tensor([[1, 1]]))
+    0.125
+    """
+
+    def __init__(
+        self,
+        sigmoid: bool = True,   # whether the predictions are logits
+        on: str | None = None,  # 'train', 'valid' or 'both'
+    ) -> None:
+        super().__init__('brier_score_loss', on)
+        self.sigmoid = sigmoid
+
+    def sums(self, pred: Tensor, targ: Tensor) -> Any:
+        p, t = map(widened, paired(self.name, pred, targ))
+        return ((p.sigmoid() if self.sigmoid else p) - t).square().sum(), t.numel()
+
+    def final(self, sums: Tensor) -> float: return float(sums[0]/sums[1])
+
+
+class Perplexity(AvgLoss):
+    "The exponential of the mean loss, of language models with cross-entropy: how many tokens it wavers between."
+
+    @property
+    def value(self) -> float | None:
+        mean = super().value
+        return None if mean is None else float(torch.tensor(mean, dtype=torch.float64).exp())
+
+    @property
+    def name(self) -> str:
+        return 'perplexity'
+
+
+perplexity = Perplexity  # a class: each Learner gets its own
+
+
+class LossMetric(Mean, Metric):
+    """Average a part of the loss, which the loss function leaves in its attribute `attr`, over the samples.
+
+    A loss that returns a dict of named parts needs no such metric: they are recorded. Raises `MetricError` when the
+    loss function has no such attribute."""
+
+    def __init__(
+        self,
+        attr: str,              # where the loss function leaves the part
+        nm: str | None = None,  # the column's name; default: `attr`
+    ) -> None:
+        self.attr, self._nm = attr, nm
+
+    def accumulate(self, learn: Any) -> None:
+        try: value = getattr(learn.loss_func, self.attr)
+        except AttributeError:
+            hint = did_you_mean(self.attr, getattr(learn.loss_func, '__dict__', ()))
+            raise MetricError(f'LossMetric: {learn.loss_func!r} has no attribute `{self.attr}`.{hint}') from None
+        self.add(value, batch_weight(learn))
+
+    @property
+    def name(self) -> str:
+        return self._nm or self.attr
+
+
+def LossMetrics(
+    attrs: str | Sequence[str],              # attributes of the loss function: a list, or one string with commas
+    nms: str | Sequence[str] | None = None,  # their columns, likewise; default: `attrs`
+) -> list[LossMetric]:
+    """Return a `LossMetric` for each of `attrs`. Raises `MetricError` for another number of names.
+
+    >>> [m.name for m in LossMetrics('kl,reconstruction', ['kl', 'rec'])]
+    ['kl', 'rec']
+    """
+    attrs, nms = (s.split(',') if isinstance(s, str) else s for s in (attrs, attrs if nms is None else nms))
+    if len(attrs) != len(nms): raise MetricError(f'LossMetrics: {len(attrs)} attributes, but {len(nms)} names.')
+    return [LossMetric(attr, nm) for attr, nm in zip(attrs, nms, strict=True)]

@@ -1,0 +1,41 @@
+"""What the tests of metrics share: a tensor that notices host reads, and a stand-in for a Learner in one batch."""
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+HOST_READS = ('item', 'cpu', 'tolist', 'numpy', '__float__', '__bool__', '__int__')
+devices = pytest.mark.parametrize('device', ['cpu', pytest.param('cuda', marks=pytest.mark.cuda)])
+
+
+class Watched(torch.Tensor):
+    "A tensor that counts what would make the host wait if it were on a device, as which it is treated."
+    reads = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, '__name__', '') in HOST_READS: Watched.reads += 1
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def watched(t: torch.Tensor) -> torch.Tensor:
+    Watched.reads = 0
+    return t.as_subclass(Watched)
+
+
+def batch(pred: Any = None, *yb: Any, xb: tuple[Any, ...] = (), **kw: Any) -> SimpleNamespace:
+    return SimpleNamespace(pred=pred, yb=yb, xb=xb, **kw)
+
+
+def fed(metric: Any, pred: torch.Tensor, *targs: torch.Tensor, bs: int = 64, **kw: Any) -> Any:
+    "The metric after one pass over the set."
+    metric.reset()
+    for parts in zip(*(t.split(bs) for t in (pred, *targs)), strict=True): metric.accumulate(batch(*parts, **kw))
+    return metric
+
+
+def scores(n: int = 150, n_classes: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(n, n_classes), torch.randint(n_classes, (n,))
