@@ -34,6 +34,7 @@ from learnkit.batch import describe, passed_names
 from learnkit.dispatch import Entry
 from learnkit.events import CONTEXTS
 from learnkit.loop import Loop
+from learnkit.optim import OptimWrapper
 from learnkit.wholestep import RULES, NotCompiled, Plan, has_tensor, whole_step
 
 __all__ = ['Compilation']
@@ -269,6 +270,7 @@ def refusals(learn: Any) -> Iterator[str]:
     devices = {str(p.device) for p in learn.opt.parameters() if p.requires_grad}
     if len(devices) != 1 or not devices.pop().startswith(('cpu', 'cuda')):
         yield 'what is trained is not all on one CPU or CUDA device'
+    if type(learn.opt).step is not OptimWrapper.step: yield f'{type(learn.opt).__name__} has its own `step`'
     if len(learn.opt.optimizers) > 1: yield f'there are {len(learn.opt.optimizers)} optimizers'
     for opt in learn.opt.optimizers.values():
         if type(opt) not in RULES: yield f'{type(opt).__name__} is none of {", ".join(c.__name__ for c in RULES)}'

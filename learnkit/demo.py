@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from learnkit.data import DataLoaders
 from learnkit.learner import Learner
 from learnkit.metrics import accuracy
-from learnkit.optim import Adam
+from learnkit.optimizers import Adam
 
 __all__ = ['digits', 'small_cnn', 'train', 'main']
 

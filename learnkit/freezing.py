@@ -1,10 +1,146 @@
-"""Freezing: which param groups are trained."""
+"""The optimizer of a Learner: how it is made, and which of its param groups are trained."""
 from __future__ import annotations
 
-from learnkit.loop import Loop
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from warnings import warn
 
-__all__ = ['Freezing']
+import torch
+from torch import nn
+
+from learnkit.errors import ModelError, OptimizerError
+from learnkit.hypers import (
+    as_groups,
+    check_hyper,
+    check_maker,
+    is_many,
+    members,
+    norm_bias_params,
+    spread,
+    trainable_params,
+)
+from learnkit.loop import Loop
+from learnkit.optim import OptimWrapper
+
+__all__ = ['Freezing', 'make_optimizer', 'check_trained']
 
 
 class Freezing(Loop):
-    "The part of the Learner that freezes param groups."
+    """The part of the Learner that freezes param groups, which are those of its `splitter`.
+
+    A frozen group's parameters require no gradient; its norm layers are trained all the same unless `train_bn` is
+    False. Whether layers are in training or evaluation mode is another matter, which freezing leaves alone. The
+    optimizer is made where there is none yet, has all groups, and keeps the momenta and averages of frozen ones.
+
+    >>> from learnkit.testing import synth_learner
+    >>> learn = synth_learner(splitter=lambda m: [[m.a], [m.b]])
+    >>> learn.freeze()
+    >>> learn.model.a.requires_grad, learn.model.b.requires_grad
+    (False, True)
+    """
+    train_bn: bool
+
+    def freeze_to(
+        self,
+        n: int,   # the first group that is trained; from -1 on counted from the end
+    ) -> None:
+        "Freeze the groups before group `n`, and train those from there on."
+        if self.opt is None or self._opt_is_of_another_model(): self.create_opt()
+        elif not isinstance(self.opt, OptimWrapper): self.opt = OptimWrapper(opt=self.opt)  # assigned by hand
+        self.opt.always_trained = set(norm_bias_params(self.model, with_bias=False)) if self.train_bn else set()
+        self.opt.freeze_to(n)
+
+    def freeze(self) -> None:
+        "Freeze all groups but the last. With one group alone nothing is frozen, as in fastai, and a warning says so."
+        self.freeze_to(-1)
+        if len(self.opt.param_lists) == 1:
+            warn('There is one param group, so `freeze()` freezes nothing. Give the Learner a `splitter` that returns '
+                 'several: `lambda m: [params(m.body), params(m.head)]`.', stacklevel=2)
+
+    def unfreeze(self) -> None:
+        "Train all groups."
+        self.freeze_to(0)
+
+    if TYPE_CHECKING:
+        def create_opt(self) -> None: ...
+        def _opt_is_of_another_model(self) -> bool: ...
+
+
+def make_optimizer(
+    opt_func: Any,              # class or function of parameters and lr, a ready optimizer, or a list or dict of them
+    model: nn.Module,
+    lr: Any,                    # one rate, one a group, or a slice over the groups
+    splitter: Callable[[nn.Module], Any] = trainable_params,  # gives the parameters, or a list of groups of them
+    wd_bn_bias: bool = False,   # whether weight decay also acts on norm layers and biases
+    train_bn: bool = True,      # whether norm layers of frozen groups are trained
+    last: Any = None,           # the optimizer before: what that has frozen is among the groups too, and stays frozen
+) -> OptimWrapper:
+    """Make the optimizer of a model. A function that has a parameter `model` is given the model, too.
+
+    Raises `ModelError` when nothing in the model requires a gradient and `OptimizerError` when `opt_func` gives none.
+    """
+    with thawed(last):
+        if not any(p.requires_grad for p in model.parameters()): raise all_frozen(model)
+        if isinstance(opt_func, (torch.optim.Optimizer, list, dict)): opt = opt_func
+        elif callable(opt_func): opt = _call(opt_func, model, lr, splitter)
+        else: raise OptimizerError(f'opt_func={opt_func!r} cannot be called: give a torch.optim class or a function.')
+    if not isinstance(opt, OptimWrapper): opt = OptimWrapper(opt=opt)
+    if not wd_bn_bias: opt.spare_from_decay(norm_bias_params(model))
+    opt.always_trained = set(norm_bias_params(model, with_bias=False)) if train_bn else set()
+    if last is not opt and (frozen := frozen_by(last) & set(opt.parameters())):
+        opt.frozen, opt.frozen_idx = frozen, last.frozen_idx
+    return opt
+
+
+def _call(opt_func: Callable[..., Any], model: nn.Module, lr: Any, splitter: Callable[[nn.Module], Any]) -> Any:
+    "Make the optimizer of the splitter's groups."
+    check_maker(opt_func)
+    groups = as_groups(splitter(model))
+    check_shared(groups, model)
+    n = max(1, sum(isinstance(g, dict) for g in groups))
+    rates = spread(lr, n) if isinstance(lr, slice) else list(lr) if is_many(lr) else [lr]
+    for rate in rates: check_hyper('lr', rate)
+    try: wants_model = 'model' in inspect.signature(opt_func).parameters
+    except (TypeError, ValueError): wants_model = False
+    first = rates[-1].clone() if isinstance(rates[-1], torch.Tensor) else rates[-1]
+    return opt_func(groups, lr=first, **({'model': model} if wants_model else {}))
+
+
+def check_shared(groups: list[Any], model: nn.Module) -> None:
+    "Raise `OptimizerError` for a parameter that is listed twice: torch would refuse it, or step twice."
+    seen: set[int] = set()
+    for p in members(groups):
+        if id(p) in seen:
+            name = next((name for name, q in model.named_parameters() if q is p), f'of shape {tuple(p.shape)}')
+            raise OptimizerError(f'The splitter gave parameter {name} twice. Weights that layers share are one '
+                                 'parameter: list it in one group only.')
+        seen.add(id(p))
+
+
+def check_trained(opt: OptimWrapper, model: nn.Module) -> None:
+    "Raise `ModelError` when the optimizer has nothing to train."
+    if not any(p.requires_grad for p in opt.parameters()): raise all_frozen(model)
+
+
+def all_frozen(model: nn.Module) -> ModelError:
+    "Make the error for a model of which nothing is trained."
+    return ModelError(f'{type(model).__name__} has no trainable parameters, or all are frozen: nothing can be learned. '
+                      'Call `learn.unfreeze()`, or `requires_grad_()` for parameters that you froze yourself; '
+                      '`validate()` and `get_preds()` work without.')
+
+
+@contextmanager
+def thawed(opt: Any) -> Iterator[None]:
+    "Let what an optimizer has frozen require gradients for the length of a context, so that splitters see it."
+    frozen = [p for p in frozen_by(opt) if not p.requires_grad]
+    for p in frozen: p.requires_grad_(True)
+    try: yield
+    finally:
+        for p in frozen: p.requires_grad_(False)
+
+
+def frozen_by(opt: Any) -> set[nn.Parameter]:
+    "Return the parameters that an optimizer has frozen."
+    return opt.frozen if isinstance(opt, OptimWrapper) else set()

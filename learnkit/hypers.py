@@ -1,14 +1,20 @@
-"""Hyper-parameters by fastai's names, wherever torch's param groups keep them."""
+"""Param groups: what is in them, the hyper-parameters by fastai's names, and what fused kernels take for granted."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ['HYPERS', 'OPTIONS', 'Hypers', 'place_of', 'torch_names', 'spread', 'is_many']
+from learnkit.errors import OptimizerError, did_you_mean
+
+__all__ = ['HYPERS', 'OPTIONS', 'Hypers', 'place_of', 'torch_names', 'spread', 'is_many', 'check_hyper', 'as_groups',
+           'check_maker', 'members', 'can_fuse', 'fused_of', 'prepare_fused', 'trainable_params', 'params',
+           'norm_bias_params']
 
 # fastai's name of a hyper-parameter, and where torch's param groups keep it: the first that is there counts, a pair
 # stands for an element of a tuple
@@ -26,24 +32,42 @@ def place_of(name: str, group: Mapping[str, Any]) -> str | tuple[str, int] | Non
     return None
 
 
+def check_hyper(name: str, value: Any) -> None:
+    """Raise `OptimizerError` for a value that no optimizer can use.
+
+    >>> check_hyper('lr', -0.1)
+    Traceback (most recent call last):
+    learnkit.errors.OptimizerError: lr=-0.1: give a number, 0 or more.
+    """
+    if not isinstance(value, (Real, torch.Tensor)):
+        raise OptimizerError(f'{name}={value!r}: give a number, or one for each param group.')
+    is_known = name in HYPERS or name in OPTIONS  # of others one cannot say
+    if is_known and not 0 <= float(value) < float('inf'):
+        raise OptimizerError(f'{name}={value!r}: give a number, 0 or more.')
+
+
 class Hypers(MutableMapping[str, Any]):
-    "One group's hyper-parameters by fastai's names (and torch's), read from and written to torch's param groups."
+    """The hyper-parameters of one group by fastai's names (and torch's), read from and written to torch's param groups.
+
+    A name is read from the first of them that has it, and written to each that has it. Param groups that weight decay
+    spares keep theirs at 0.
+    """
 
     def __init__(self, groups: list[dict[str, Any]], exempt: set[nn.Parameter]) -> None:
         self._groups, self._exempt = groups, exempt
 
-    def _where(self, name: str) -> str | tuple[str, int]:
-        where = place_of(name, self._groups[0])
-        if where is None: raise KeyError(name)
-        return where
+    def _found(self, name: str) -> list[tuple[dict[str, Any], str | tuple[str, int]]]:
+        "Return the param groups that have this, with its place there; for weight decay those that it acts on."
+        found = [(g, where) for g in self._groups if (where := place_of(name, g)) is not None]
+        if not found: raise KeyError(name)
+        return [(g, where) for g, where in found if where != 'weight_decay' or not self._is_exempt(g)] or found[:1]
 
     def __getitem__(self, name: str) -> Any:
-        where = self._where(name)
-        return self._groups[0][where] if isinstance(where, str) else self._groups[0][where[0]][where[1]]
+        group, where = self._found(name)[0]
+        return group[where] if isinstance(where, str) else group[where[0]][where[1]]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        where = self._where(name)
-        for group in self._groups:
+        for group, where in self._found(name):
             if where == 'weight_decay' and self._is_exempt(group): continue
             if isinstance(where, str): _put(group, where, value)
             else: group[where[0]] = tuple(value if i == where[1] else v for i, v in enumerate(group[where[0]]))
@@ -55,11 +79,7 @@ class Hypers(MutableMapping[str, Any]):
     def __iter__(self) -> Iterator[str]: return (n for n in HYPERS if n in self)
     def __len__(self) -> int: return sum(1 for _ in self)
     def __repr__(self) -> str: return repr(dict(self))
-
-    def __contains__(self, name: object) -> bool:
-        try: self._where(str(name))
-        except KeyError: return False
-        return True
+    def __contains__(self, name: object) -> bool: return any(place_of(str(name), g) is not None for g in self._groups)
 
 
 def _put(group: dict[str, Any], name: str, value: Any) -> None:
@@ -69,19 +89,36 @@ def _put(group: dict[str, Any], name: str, value: Any) -> None:
 
 
 def torch_names(opt: Any, hypers: Mapping[str, Any]) -> dict[str, Any]:
-    "Translate fastai's names of hyper-parameters into those that `opt` takes."
+    """Translate fastai's names of hyper-parameters into those that `opt` takes.
+
+    Raises `OptimizerError` for what it does not take under any name.
+
+    >>> torch_names(torch.optim.Adam, {'mom': 0.8, 'wd': 0.1})
+    {'betas': (0.8, 0.999), 'weight_decay': 0.1}
+    """
     try: takes = inspect.signature(opt).parameters
     except (TypeError, ValueError): return dict(hypers)
-    res = dict(hypers)
-    for name in [n for n in hypers if n in HYPERS and n not in takes]:
-        for where in HYPERS[name]:
-            key = where if isinstance(where, str) else where[0]
-            if key not in takes: continue
-            value, pair = res.pop(name), res.get(key, takes[key].default)
-            at = None if isinstance(where, str) else where[1]
-            res[key] = value if at is None else tuple(value if i == at else v for i, v in enumerate(pair))
-            break
+    res: dict[str, Any] = {}
+    for name, value in hypers.items():
+        key, at = next((where for where in map(_as_pair, HYPERS.get(name, ())) if where[0] in takes), (name, None))
+        if name in takes or at is None: res[name if name in takes else key] = value
+        else: res[key] = tuple(value if i == at else v for i, v in enumerate(res.get(key, takes[key].default)))
+    if any(p.kind is p.VAR_KEYWORD for p in takes.values()): return res
+    for name in res:
+        if name in takes: continue
+        maker = getattr(maker_of(opt), '__name__', opt)
+        raise OptimizerError(f'{maker} does not take `{name}`.{did_you_mean(name, [*takes, *HYPERS])}')
     return res
+
+
+def _as_pair(where: str | tuple[str, int]) -> tuple[str, int | None]:
+    return (where, None) if isinstance(where, str) else where
+
+
+def maker_of(opt: Any) -> Any:
+    "Return the class or function that makes an optimizer, without the partials around it."
+    while isinstance(opt, partial): opt = opt.func
+    return opt
 
 
 def spread(values: slice, n: int) -> list[float]:
@@ -91,10 +128,112 @@ def spread(values: slice, n: int) -> list[float]:
     ([0.0001, 0.001, 0.01], [0.001, 0.01])
     """
     lo, hi = values.start, values.stop
+    if not all(isinstance(v, (int, float)) and v >= 0 for v in (lo or 0, hi)) or not hi:
+        raise OptimizerError(f'{values!r}: give slice(lowest, highest) or slice(highest), of numbers above 0.')
     if not lo: return [hi / 10] * (n - 1) + [hi]
     return [lo * (hi / lo) ** (i / (n - 1)) for i in range(n)] if n > 1 else [hi]
 
 
 def is_many(value: Any) -> bool:
     "Tell several values from one."
+    if isinstance(value, str): return False
     return isinstance(value, Sequence) or (hasattr(value, 'shape') and len(value.shape) > 0)
+
+
+# ----------------------------------------------------------------------------------------------------------- parameters
+
+NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm,
+         nn.LocalResponseNorm)
+SPLIT = ' Groups come from the `splitter`: `lambda m: [params(m.body), params(m.head)]`.'
+
+
+def trainable_params(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that require gradients.
+
+    >>> [tuple(p.shape) for p in trainable_params(nn.Linear(3, 2))]
+    [(2, 3), (2,)]
+    """
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def params(m: nn.Module) -> list[nn.Parameter]:
+    "Return all parameters of a module: `splitter=lambda m: [params(m.body), params(m.head)]`."
+    return list(m.parameters())
+
+
+def norm_bias_params(model: nn.Module, with_bias: bool = True) -> list[nn.Parameter]:
+    "Return the parameters of normalisation layers and, `with_bias`, every other layer's bias."
+    found = {}
+    for m in model.modules():
+        own = m.named_parameters(recurse=False)
+        found.update({id(p): p for n, p in own if isinstance(m, NORMS) or (with_bias and n.startswith('bias'))})
+    return list(found.values())
+
+
+def as_groups(params: Any) -> list[Any]:
+    "Turn parameters, lists of lists of them, or torch's dicts into what torch's optimizers take."
+    groups: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
+    if not groups: raise OptimizerError(f'There are no parameters to optimize.{SPLIT}')
+    first = groups[0]
+    is_named = isinstance(first, tuple) and bool(first) and isinstance(first[0], str)
+    if not isinstance(first, (dict, torch.Tensor)) and not is_named: groups = [{'params': g} for g in groups]
+    if not isinstance(groups[0], dict): return groups
+    return [{**g, 'params': _listed(g['params'])} for g in groups]
+
+
+def _listed(params: Any) -> list[Any]:
+    "Return the parameters of a group; raise `OptimizerError` for anything that is none, a module for one."
+    res = [params] if isinstance(params, torch.Tensor) else list(params) if isinstance(params, Iterable) else params
+    for p in res if isinstance(res, list) else [res]:
+        if isinstance(p, (torch.Tensor, tuple)): continue
+        raise OptimizerError(f'A param group has a {type(p).__name__}, which is no parameter.{SPLIT}')
+    return list(res)
+
+
+def check_maker(opt: Any) -> None:
+    "Raise `OptimizerError` for a class that makes no optimizers."
+    cls = maker_of(opt)
+    if isinstance(cls, type) and not issubclass(cls, torch.optim.Optimizer):
+        raise OptimizerError(f'{cls.__name__} is no torch.optim.Optimizer: give one of their classes, or a function of '
+                             '(params, lr) that returns one.')
+
+
+def members(groups: list[Any]) -> Iterator[torch.Tensor]:
+    "Yield the parameters in what `as_groups` returned."
+    for o in (o for g in groups for o in (g['params'] if isinstance(g, dict) else [g])):
+        yield o[1] if isinstance(o, tuple) else o
+
+
+# ----------------------------------------------------------------------------------------------------- fused optimizers
+
+def fused_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    "Return those that update all parameters of a group in one kernel."
+    return [o for o in optimizers if any(g.get('fused') for g in o.param_groups)]
+
+
+def prepare_fused(opt: torch.optim.Optimizer) -> None:
+    """Give gradients and states the layout of their parameter, or fuse a group no more where it cannot be.
+
+    torch's kernels for the CPU run over memory as it lies, and take it for granted that all lies alike: a state from
+    before `model.to(memory_format=torch.channels_last)` would silently meet the wrong weights."""
+    for group in (g for g in opt.param_groups if g.get('fused')):
+        for p in group['params']:
+            if (grad := p.grad) is None: continue
+            state = opt.state.get(p, {})
+            has_no_momentum = bool(group.get('momentum')) and 'momentum_buffer' not in state and bool(opt.state)
+            lies_by_rows = not grad.is_sparse and all(map(torch.Tensor.is_contiguous, (p, grad, *state.values())))
+            if lies_by_rows and not has_no_momentum: continue
+
+            if has_no_momentum or not can_fuse(p):
+                group['fused'] = False
+                break
+            for key, value in state.items():
+                if value.dim() and value.stride() != p.stride(): state[key] = torch.empty_like(p).copy_(value)
+            if grad.stride() != p.stride(): p.grad = torch.empty_like(p).copy_(grad)
+
+
+def can_fuse(p: torch.Tensor) -> bool:
+    "Tell whether torch's fused kernels can update a parameter: plain, real, without holes, its gradient dense."
+    return (type(p) in (torch.Tensor, nn.Parameter) and p.is_floating_point() and p.device.type in ('cpu', 'cuda')
+            and (p.is_contiguous() or torch.empty_like(p).stride() == p.stride())
+            and (p.grad is None or not p.grad.is_sparse))

@@ -23,11 +23,12 @@ from learnkit.data import as_dataloaders, check_loaders, evaluation_loaders
 from learnkit.dispatch import listed
 from learnkit.errors import CallbackError, CancelError, CancelFitException, OptimizerError
 from learnkit.events import LEVELS, LIFECYCLE
-from learnkit.freezing import Freezing
+from learnkit.freezing import Freezing, check_trained, make_optimizer
 from learnkit.loop import SkipToEpoch, TrainEvalCallback, name_of
 from learnkit.lrfind import LRFind
-from learnkit.metrics import as_metrics
-from learnkit.optim import Adam, OptimWrapper, make_optimizer, trainable_params
+from learnkit.measures import as_metrics
+from learnkit.optim import OptimWrapper, trainable_params
+from learnkit.optimizers import Adam
 from learnkit.precision import Precision
 from learnkit.predict import Predictions
 from learnkit.progress import ProgressCallback
@@ -141,6 +142,7 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Saving, Summa
         if self._opt_is_of_another_model():
             raise OptimizerError(f'No parameter of this {type(self.model).__name__} is in the optimizer, which would '
                                  'learn nothing. Make it of `learn.model.parameters()`, or pass its class.')
+        check_trained(self.opt, self.model)
         wd = self.wd if wd is None else wd
         if lr is None: lr = self._lrs_to_start_with()
         self.opt.set_hypers(lr=lr, **({} if wd is None else {'wd': wd}))
@@ -159,7 +161,8 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Saving, Summa
     def create_opt(self) -> None:
         "Make the optimizer. Rates that `opt_func` brings itself win over `lr`, until `lr` is set again."
         if isinstance(self.opt_func, partial) and 'lr' in self.opt_func.keywords: self.lr = self.opt_func.keywords['lr']
-        opt = make_optimizer(self.opt_func, self.model, self.lr, self.splitter, self.wd_bn_bias)
+        opt = make_optimizer(self.opt_func, self.model, self.lr, self.splitter, self.wd_bn_bias, self.train_bn,
+                             last=self.opt)
         if self.opt is not None:
             self._done['st'] += getattr(self.opt, 'n_steps', 0)
             if not callable(self.opt_func): opt.clear_state()  # it is the same one, to be started anew

@@ -1,44 +1,35 @@
-"""Optimizers: any of torch's as it is, hyper-parameters by fastai's names over param groups, several as one."""
+"""One or several torch optimizers as one, with hyper-parameters by fastai's names over param groups, and freezing."""
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
-from numbers import Real
 from typing import Any
+from warnings import warn
 
+import numpy as np
 import torch
 from fastcore.foundation import L
 from torch import nn
 from torch.optim import optimizer
 
-from learnkit.errors import ModelError, OptimizerError, did_you_mean
-from learnkit.hypers import OPTIONS, Hypers, is_many, spread, torch_names
+from learnkit.errors import OptimizerError, did_you_mean
+from learnkit.hypers import (
+    OPTIONS,
+    SPLIT,
+    Hypers,
+    as_groups,
+    check_hyper,
+    check_maker,
+    fused_of,
+    is_many,
+    norm_bias_params,
+    prepare_fused,
+    spread,
+    torch_names,
+    trainable_params,
+)
 
-__all__ = ['OptimWrapper', 'SGD', 'Adam', 'trainable_params', 'norm_bias_params', 'make_optimizer']
-
-NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm,
-         nn.LocalResponseNorm)
-
-
-
-def trainable_params(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that require gradients.
-
-    >>> [tuple(p.shape) for p in trainable_params(nn.Linear(3, 2))]
-    [(2, 3), (2,)]
-    """
-    return [p for p in model.parameters() if p.requires_grad]
-
-
-def norm_bias_params(model: nn.Module, with_bias: bool = True) -> list[nn.Parameter]:
-    "Return the parameters of normalisation layers and, `with_bias`, every other layer's bias."
-    found = {}
-    for m in model.modules():
-        own = m.named_parameters(recurse=False)
-        found.update({id(p): p for n, p in own if isinstance(m, NORMS) or (with_bias and n.startswith('bias'))})
-    return list(found.values())
-
+__all__ = ['OptimWrapper', 'trainable_params', 'norm_bias_params']
 
 _annotated = torch.optim.Optimizer.profile_hook_step(lambda opt: None).__code__  # that of every step torch annotates
 
@@ -75,20 +66,29 @@ class OptimWrapper(torch.optim.Optimizer):
         opt: Any = None,          # a torch optimizer class or factory, a ready optimizer, or a list or dict of them
         **hypers: Any,            # its options, by torch's or fastai's names
     ) -> None:
+        if opt is None and params is not None: raise OptimizerError('Parameters need `opt=`, a torch.optim class.')
         if callable(opt) and not isinstance(opt, torch.optim.Optimizer):
+            check_maker(opt)
             opt = opt(as_groups(params), **torch_names(opt, hypers))
+        elif params is not None or hypers:
+            raise OptimizerError('A ready optimizer has its parameters and hyper-parameters: give `opt=` alone.')
         self.opt = opt
         self.optimizers = _named_optimizers(opt)
         self.n_steps = 0                                            # steps taken
         _unshare_rates(self.optimizers.values())
         self._exempt: set[nn.Parameter] = set()                     # those that weight decay spares
         self._places = [[(o, i)] for o in self.optimizers.values() for i in range(len(o.param_groups))]
+        self._apart: list[tuple[torch.optim.Optimizer, int, int, list[nn.Parameter]]] = []  # what `_set_apart` has done
+        self.always_trained: set[nn.Parameter] = set()              # those that stay trained in frozen groups
+        self.frozen: set[nn.Parameter] = set()                      # those that `freeze_to` has frozen
+        self.frozen_idx = 0                                         # how many groups are frozen
         self._closures = {o for o in self.optimizers.values() if needs_closure(o)}
         self.needs_closure = bool(self._closures)                   # whether a step evaluates the loss again (LBFGS)
         seen: set[int] = set()
         for p in self.parameters():
             if id(p) in seen: raise OptimizerError('Two optimizers or groups share a parameter: give each its own.')
             seen.add(id(p))
+        self._fused = fused_of(self.optimizers.values())
 
     def __getstate__(self) -> dict[str, Any]: return self.__dict__.copy()  # torch's leaves most out
     def __setstate__(self, state: dict[str, Any]) -> None: self.__dict__.update(state)
@@ -142,6 +142,7 @@ class OptimWrapper(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         "Take one step with every optimizer; the closure goes to those that need it."
+        for o in self._fused: prepare_fused(o)
         for o in self.optimizers.values(): loss = o.step(closure) if o in self._closures else unannotated_step(o)
         self.n_steps += 1
         return loss
@@ -183,9 +184,8 @@ class OptimWrapper(torch.optim.Optimizer):
         if len(values) != n:
             fix = f'one, {n}, or a slice' if n > 1 else 'one number'
             raise OptimizerError(f'{name}: {len(values)} values for {n} param group{"s" * (n > 1)}. Give {fix}.')
-        for v in values:
-            if not isinstance(v, (Real, torch.Tensor)) or (name == 'lr' and not float(v) >= 0):
-                raise OptimizerError(f'{name}={v!r}: give a number{", 0 or more" * (name == "lr")}.')
+        values = [v.item() if isinstance(v, np.generic) else v for v in values]  # plain numbers, for checkpoints
+        for v in values: check_hyper(name, v)
         for h in self.hypers:
             if name not in h:
                 raise OptimizerError(f'{name} is no hyper-parameter of {self._names()}: it has {", ".join(h)}.'
@@ -210,9 +210,65 @@ class OptimWrapper(torch.optim.Optimizer):
                 if len(spared) == len(group['params']):
                     group['weight_decay'] = 0.
                     continue
+                self._apart.append((o, i, len(o.param_groups), group['params']))
                 group['params'] = [p for p in group['params'] if p not in self._exempt]
                 o.add_param_group({**group, 'params': spared, 'weight_decay': 0.})
                 next(ps for ps in self._places if (o, i) in ps).append((o, len(o.param_groups) - 1))
+
+    def _join_again(self, opt: torch.optim.Optimizer) -> None:
+        "Undo what `_set_apart` has done to an optimizer, unless groups were added since."
+        for done in [done for done in reversed(self._apart) if done[0] is opt]:
+            _, i, j, whole = done
+            if j != len(opt.param_groups) - 1: return
+            opt.param_groups.pop()
+            opt.param_groups[i]['params'] = whole
+            for places in self._places: places[:] = [place for place in places if place != (opt, j)]
+            self._apart.remove(done)
+
+    def share_groups(self, *groups: list[tuple[str, int]]) -> None:
+        """Let param groups of several optimizers be one group each, with the same hyper-parameters.
+
+        A group is a list of (name of the optimizer, number of its param group)."""
+        self._places = [[(self.optimizers[name], i) for name, i in places] for places in groups]
+
+    # -- freezing ------------------------------------------------------------------------------------------------------
+
+    @property
+    def param_lists(self) -> list[list[nn.Parameter]]:
+        "The parameters of each group."
+        return [[p for g in groups for p in g['params']] for groups in self._groups]
+
+    def freeze_to(
+        self,
+        n: int,   # groups before this one are frozen; from -1 on counted from the end
+    ) -> None:
+        """Train only the groups from `n` on; those of `always_trained` are trained wherever they are.
+
+        It sets `requires_grad`. Momenta and averages of what is frozen are kept for when it is trained again.
+        """
+        if not isinstance(n, int) or isinstance(n, bool):
+            raise OptimizerError(f'freeze_to({n!r}): give the number of a group, a whole number.')
+        lists = self.param_lists
+        self.frozen_idx = max(0, len(lists) + n) if n < 0 else n
+        if self.frozen_idx >= len(lists):
+            warn(f'freeze_to({n}) freezes every one of the {len(lists)} param group{"s" * (len(lists) > 1)}: nothing '
+                 'but norm layers is trained, and they only if `train_bn` is set. `unfreeze()` undoes it.',
+                 stacklevel=3)
+        frozen = {p for params in lists[:self.frozen_idx] for p in params} - self.always_trained
+        for p in (p for params in lists for p in params): p.requires_grad_(p not in frozen)
+        for p in frozen: p.grad = None
+        self.frozen = frozen
+
+    def freeze(self) -> None:
+        "Train only the last group."
+        if len(self._groups) == 1: raise OptimizerError(f'There is one param group, so no other can be frozen.{SPLIT}')
+        self.freeze_to(-1)
+
+    def unfreeze(self) -> None:
+        "Train every group."
+        self.freeze_to(0)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
 
     def clear_state(self, closures: bool = False) -> None:
         "Forget momenta and averages, of all optimizers or of those that need a closure."
@@ -224,19 +280,34 @@ class OptimWrapper(torch.optim.Optimizer):
         return {name: o.state_dict() for name, o in self.optimizers.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        "Load what `state_dict` returned."
-        one = len(self.optimizers) == 1
-        for name, o in self.optimizers.items(): o.load_state_dict(state_dict if one else state_dict[name])
+        """Load what `state_dict` returned; its tensors are copied.
+
+        Whether the parameters that weight decay spares sat in groups of their own does not matter. Raises
+        `OptimizerError`, with no state or hyper-parameter changed, for the state of another kind of optimizer or of
+        other parameters.
+        """
+        saved = dict.fromkeys(self.optimizers, state_dict) if len(self.optimizers) == 1 else state_dict
+        if set(saved) != set(self.optimizers):
+            raise OptimizerError(f'The saved state is of {", ".join(map(str, saved))}, the optimizers are '
+                                 f'{", ".join(self.optimizers)}.')
+        try:
+            for name, o in self.optimizers.items(): self._match_groups(o, saved[name])
+            for name, o in self.optimizers.items():
+                o.load_state_dict(saved[name])
+                unalias(o, saved[name])
+        finally:
+            if any(g.get('weight_decay') for g in self.param_groups): self._set_apart()
+        self._fused = fused_of(self.optimizers.values())
+
+    def _match_groups(self, opt: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+        "Arrange param groups as those of a saved state, where only the place of the spared parameters differs."
+        if group_sizes(saved) != group_sizes(opt.state_dict()):
+            if any(o is opt for o, *_ in self._apart): self._join_again(opt)
+            else: self._set_apart()
+        check_state(opt, saved)
 
     def _names(self) -> str: return ' and '.join(type(o).__name__ for o in self.optimizers.values())
     def __repr__(self) -> str: return f'OptimWrapper({self.opt!r})'
-
-
-def as_groups(params: Any) -> list[Any]:
-    "Turn parameters, lists of lists of them, or torch's dicts into what torch's optimizers take."
-    groups = list(params)
-    flat = not groups or isinstance(groups[0], (dict, torch.Tensor, tuple))  # a tuple is a named parameter
-    return groups if flat else [{'params': list(g)} for g in groups]
 
 
 def _unshare_rates(optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -266,74 +337,39 @@ def _named_optimizers(opt: Any) -> dict[str, torch.optim.Optimizer]:
     return named
 
 
-def SGD(
-    params: Any,                # parameters or groups of them
-    lr: float = 1e-3,           # learning rate
-    mom: float = 0.,            # momentum
-    wd: float = 0.,             # weight decay
-    decouple_wd: bool = True,   # decay the weights themselves (False: add it to the gradient, as L2 regularisation)
-) -> OptimWrapper:
-    "Make fastai's SGD on torch's own; as `opt_func`, with other options: `partial(SGD, mom=0.9)`."
-    cls = DecoupledSGD if decouple_wd else torch.optim.SGD
-    return OptimWrapper(params, opt=partial(cls, lr=lr, momentum=mom, weight_decay=wd))
+# --------------------------------------------------------------------------------------------------------------- states
+
+AS_PARAMETER = ('momentum_buffer', 'exp_avg', 'exp_avg_sq', 'max_exp_avg_sq', 'square_avg', 'grad_avg', 'slow_weights')
 
 
-_sgd_step = inspect.unwrap(torch.optim.SGD.step)  # its wrapper would run the hooks of a step a second time
+def group_sizes(saved: dict[str, Any]) -> list[int]:
+    "Return the number of parameters of each param group of a state dict."
+    try: return [len(g['params']) for g in saved['param_groups']]
+    except (KeyError, TypeError) as e: raise OptimizerError('It has no param groups: no state of an optimizer.') from e
 
 
-class DecoupledSGD(torch.optim.SGD):
-    "SGD whose weight decay shrinks the weights themselves (Loshchilov and Hutter, 2019, eq. 9 without the schedule)."
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        "Shrink the weights that have a gradient, then step without weight decay."
-        decays = [g['weight_decay'] for g in self.param_groups]
-        if not any(decays): return _sgd_step(self, closure)
-        try:
-            for g in self.param_groups:
-                for p in g['params']:
-                    if p.grad is not None: p.mul_(1 - g['lr'] * g['weight_decay'])
-                g['weight_decay'] = 0.
-            return _sgd_step(self, closure)
-        finally:
-            for g, wd in zip(self.param_groups, decays, strict=True): g['weight_decay'] = wd
-
-
-def Adam(
-    params: Any,                # parameters or groups of them
-    lr: float = 1e-3,           # learning rate
-    mom: float = 0.9,           # decay of the average gradient
-    sqr_mom: float = 0.99,      # decay of the average squared gradient
-    eps: float = 1e-5,          # added to the denominator
-    wd: float = 0.01,           # weight decay
-    decouple_wd: bool = True,   # decay the weights themselves (AdamW)
-) -> OptimWrapper:
-    "Make fastai's Adam, with its defaults, on torch's own; with others: `opt_func=partial(Adam, wd=0.1)`."
-    cls = torch.optim.AdamW if decouple_wd else torch.optim.Adam
-    return OptimWrapper(params, opt=partial(cls, lr=lr, betas=(mom, sqr_mom), eps=eps, weight_decay=wd))
+def check_state(opt: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    "Raise `OptimizerError` for the state of another kind of optimizer, or of parameters of other numbers or shapes."
+    name, theirs, own = type(opt).__name__, group_sizes(saved), group_sizes({'param_groups': opt.param_groups})
+    if theirs != own:
+        raise OptimizerError(f'The saved state has param groups of {theirs} parameters, this {name} has {own}: another '
+                             'model, splitter, or `wd_bn_bias`.')
+    for group, g in zip(opt.param_groups, saved['param_groups'], strict=True):
+        has, lacks = [n for n in OPTIONS if n in g], [n for n in OPTIONS if n in group and n not in g]
+        if lacks: raise OptimizerError(f'The saved state has {", ".join(has)}, not {", ".join(lacks)} as {name} needs: '
+                                       'it is of another kind of optimizer.')
+    params = [p for g in opt.param_groups for p in g['params']]
+    for p, i in zip(params, (i for g in saved['param_groups'] for i in g['params']), strict=True):
+        for key, value in saved['state'].get(i, {}).items():
+            if key in AS_PARAMETER and isinstance(value, torch.Tensor) and value.shape != p.shape:
+                raise OptimizerError(f'The saved {key} of parameter {i} has shape {tuple(value.shape)}, the parameter '
+                                     f'{tuple(p.shape)}: it is of another model.')
 
 
-def make_optimizer(
-    opt_func: Any,              # class or function of parameters and lr, a ready optimizer, or a list or dict of them
-    model: nn.Module,
-    lr: Any,                    # one rate, one a group, or a slice over the groups
-    splitter: Callable[[nn.Module], Any] = trainable_params,  # gives the parameters, or a list of groups of them
-    wd_bn_bias: bool = False,   # whether weight decay also acts on norm layers and biases
-) -> OptimWrapper:
-    """Make the optimizer of a model.
-
-    Raises `ModelError` when nothing in the model requires a gradient and `OptimizerError` when `opt_func` gives none.
-    """
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ModelError(f'{type(model).__name__} has no trainable parameters: nothing can be learned. '
-                         'Unfreeze some with `requires_grad_()`; `validate()` and `get_preds()` work without.')
-    if isinstance(opt_func, (torch.optim.Optimizer, list, dict)): opt = opt_func
-    elif callable(opt_func):
-        groups = as_groups(splitter(model))
-        n = max(1, sum(isinstance(g, dict) for g in groups))
-        first = spread(lr, n)[-1] if isinstance(lr, slice) else list(lr)[-1] if is_many(lr) else lr
-        opt = opt_func(groups, lr=first.clone() if isinstance(first, torch.Tensor) else first)
-    else: raise OptimizerError(f'opt_func={opt_func!r} cannot be called: give a torch.optim class or a function.')
-    if not isinstance(opt, OptimWrapper): opt = OptimWrapper(opt=opt)
-    if not wd_bn_bias: opt.spare_from_decay(norm_bias_params(model))
-    return opt
+def unalias(opt: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    "Copy the tensors of an optimizer's state that are still those of the state dict."
+    theirs = {id(v) for s in saved['state'].values() for v in s.values()}
+    for state in opt.state.values():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and id(value) in theirs: state[key] = value.clone()
+            if isinstance(value, list): state[key] = [v.clone() if isinstance(v, torch.Tensor) else v for v in value]

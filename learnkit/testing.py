@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from learnkit.data import DataLoaders
 from learnkit.learner import Learner
-from learnkit.optim import SGD
+from learnkit.optimizers import SGD
 
 __all__ = ['RegModel', 'synth_dls', 'synth_learner']
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from learnkit.batch import call_by_name, to_detach, unpack_output
-from learnkit.optim import DecoupledSGD
+from learnkit.optimizers import DecoupledSGD
 
 __all__ = ['whole_step', 'NotCompiled', 'Plan', 'Rule', 'RULES']
 

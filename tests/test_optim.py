@@ -25,7 +25,7 @@ from learnkit import (
     defaults,
     mse,
 )
-from learnkit.optim import norm_bias_params, spread
+from learnkit.hypers import norm_bias_params, spread
 from learnkit.testing import RegModel, synth_learner
 
 
@@ -76,8 +76,8 @@ def test_torchs_optimizers_work_as_they_are(cls: type[torch.optim.Optimizer]) ->
 @pytest.mark.parametrize(('ours', 'torchs'), [
     (partial(SGD, mom=0.9), partial(torch.optim.SGD, momentum=0.9)),
     (partial(SGD, mom=0.9, wd=0.1, decouple_wd=False), partial(torch.optim.SGD, momentum=0.9, weight_decay=0.1)),
-    (Adam, partial(torch.optim.AdamW, betas=(0.9, 0.99), eps=1e-5, weight_decay=0.01)),
-    (partial(Adam, mom=0.8, sqr_mom=0.95, eps=1e-3, wd=0.2, decouple_wd=False),
+    (partial(Adam, fused=False), partial(torch.optim.AdamW, betas=(0.9, 0.99), eps=1e-5, weight_decay=0.01)),
+    (partial(Adam, mom=0.8, sqr_mom=0.95, eps=1e-3, wd=0.2, decouple_wd=False, fused=False),
      partial(torch.optim.Adam, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.2)),
     (partial(OptimWrapper, opt=torch.optim.Adam), torch.optim.Adam),
     (partial(OptimWrapper, opt=torch.optim.SGD, mom=0.9, wd=0.1),
@@ -132,7 +132,7 @@ def test_hooks_of_a_step_run_once_also_where_torch_had_wrapped_sgds_step_before(
     "torch wraps the method of a class when the first optimizer of it is made, which may be before our import."
     w, seen = nn.Parameter(torch.ones(1)), list[str]()
     torch.optim.SGD([w])
-    spec = find_spec('learnkit.optim')
+    spec = find_spec('learnkit.optimizers')
     later = module_from_spec(spec)
     spec.loader.exec_module(later)
     opt = later.SGD([w], lr=0.1, wd=0.2)
