@@ -18,7 +18,7 @@ from learnkit.checks import check_metrics
 from learnkit.data import evaluation_loaders
 from learnkit.errors import MetricError
 from learnkit.hypers import HYPERS, OPTIONS, place_of
-from learnkit.metrics import AvgLoss, check_column, measures_batches
+from learnkit.measures import AvgLoss, check_column, measures_batches
 from learnkit.timing import format_seconds
 
 __all__ = ['Recorder', 'History']
@@ -339,7 +339,7 @@ class Recorder(Callback):
         keys: Any = None,                            # hyper-parameters to draw; None: those that changed, at least lr
         figsize: tuple[float, float] | None = None,  # inches
     ) -> Any:
-        "Draw hyper-parameters by step, one plot each; return the figure."
+        "Draw hyper-parameters by step, one plot each; return the axes."
         import matplotlib.pyplot as plt
         hps = self.hps
         if unknown := [k for k in L(keys) if k not in hps]:
@@ -350,7 +350,19 @@ class Recorder(Callback):
             ax.plot(hps[key])
             ax.set(xlabel='step', ylabel=key)
         fig.tight_layout()
-        return fig
+        return list(axs[0])
+
+    def plot_lr_find(
+        self,
+        skip_end: int = 5,          # leave out so many of the last rates
+        suggestions: Any = None,    # points (rate, loss) to mark; None: those that `lr_find` suggested
+        nms: Any = None,            # their names
+        ax: Any = None,             # matplotlib axes; None: those of a new figure
+    ) -> Any:
+        "Draw the losses of the last `learn.lr_find()` over its rates; return the axes."
+        search = self.learn.lr_search
+        if search is None: raise MetricError('There is no search to draw: call `learn.lr_find()` first.')
+        return search.plot(skip_end, suggestions, nms, ax)
 
 
 def _snapshot(read: Callable[[dict[str, Any]], tuple[Any, ...]], group: dict[str, Any]) -> tuple[Any, ...]:

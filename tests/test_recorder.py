@@ -534,10 +534,10 @@ def test_plot_sched_draws_what_changed() -> None:
     schedule = Callback(before_step=lambda cb: cb.opt.set_hyper('mom', cb.pct_train))
     learn = learner((TRAIN, VALID), schedule, opt_func=partial(SGD, mom=0.9))
     learn.fit(2)
-    axs = learn.recorder.plot_sched().axes
+    axs = learn.recorder.plot_sched()
     assert [ax.get_ylabel() for ax in axs] == ['lr', 'mom']
     assert axs[1].get_lines()[0].get_ydata().tolist() == pytest.approx([i / 10 for i in range(10)])
-    [ax] = learn.recorder.plot_sched('wd', figsize=(3, 2)).axes
+    [ax] = learn.recorder.plot_sched('wd', figsize=(3, 2))
     assert ax.get_ylabel() == 'wd' and ax.figure.get_size_inches().tolist() == [3, 2]
 
 
