@@ -47,8 +47,8 @@ class Level:
 
 LIFECYCLE = tuple(Moment(*row) for row in (
     (0, 'after_create', 'INIT', 'the Learner is complete; fires once, for the callbacks given to its constructor'),
-    (0, 'before_load', 'BEFORE_LOAD', 'a checkpoint was verified; nothing is loaded yet'),
-    (0, 'after_load', 'AFTER_LOAD', 'weights and optimizers of the checkpoint are in place'),
+    (0, 'before_load', 'BEFORE_LOAD', 'a file of weights or a checkpoint was verified; nothing is loaded yet'),
+    (0, 'after_load', 'AFTER_LOAD', 'weights and optimizers of the file are in place'),
     (0, 'before_fit', 'FIT_START', 'counters are zero, the model is on its device; `fitting` is False in validate()'),
     (1, '[for each iteration, when set]', '', 'an iteration is a number of whole epochs'),
     (1, 'before_iteration', 'ITERATION_START', 'the first epoch of an iteration is about to start'),

@@ -1,10 +1,336 @@
-"""Saving and loading weights, and the exchange of trained models."""
+"""Saving and loading weights, the exchange of trained models, and programs for serving."""
 from __future__ import annotations
 
-from learnkit.loop import Loop
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
+from numbers import Real
+from pathlib import Path
+from typing import Any, Self
+from warnings import warn
+
+import torch
+from torch import Tensor, nn
+
+from learnkit.batch import find_bs, map_tensors, passed_names, split_batch
+from learnkit.data import evaluation_loaders
+from learnkit.errors import LoaderError, ModelError, OptimizerError, OptionError, WeightsError
+from learnkit.files import atomic_write, check_writable
+from learnkit.loop import Loop, name_of
+from learnkit.optim import OptimWrapper
+from learnkit.rng import preserved_generators, preserved_rng
+from learnkit.weights import (
+    FORMAT,
+    Stored,
+    bare_model,
+    check_weights,
+    is_torch_state,
+    load_optimizer,
+    load_weights,
+    optimizer_differs,
+    plain,
+    read_weights,
+    weights_differ,
+)
 
 __all__ = ['Saving']
 
 
 class Saving(Loop):
     "The part of the Learner that saves and loads."
+    path: Path
+    model_dir: str | Path
+    lr: Any
+    create_opt: Callable[[], None]
+    get_preds: Callable[..., tuple[Any, ...]]
+    _own_lrs: tuple[Any, Any]
+    _opt_is_of_another_model: Callable[[], bool]
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        file: str | Path,              # a name below `path/model_dir`, or an absolute path; `.pth` is added
+        with_opt: bool | None = None,  # whether the optimizer's state is saved too; None: when there is an optimizer
+    ) -> Path:
+        """Save the weights, and return the path of the file.
+
+        The file is torch's: `{'model': ..., 'opt': ...}`, or the model's state dict alone. It is there whole or not at
+        all, and folders are made. Raises `OptionError` for a name that cannot be a file, and `OptimizerError` when
+        `with_opt` is asked for and there is no optimizer; nothing is written then.
+
+        >>> import tempfile
+        >>> from learnkit.testing import synth_learner
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     learn = synth_learner(path=folder)
+        ...     print(learn.save('line').relative_to(folder).as_posix())
+        ...     a = learn.model.a.item()
+        ...     _ = learn.model.a.data.zero_()
+        ...     learn.load('line').model.a.item() == a
+        models/line.pth
+        True
+        """
+        path = self._weights_path(file)
+        if with_opt and self.opt is None:
+            raise OptimizerError('There is no optimizer yet, so its state cannot be saved: leave out `with_opt`, or '
+                                 'call `fit` or `create_opt()` first.')
+        state: Any = model_state(self.model)
+        if with_opt is not False and self.opt is not None:
+            state = {'model': state, 'opt': plain(self.opt.state_dict(), 'The optimizer\'s state')}
+        with atomic_write(path) as tmp: torch.save(state, tmp)
+        return path
+
+    def load(
+        self,
+        file: str | Path,              # as for `save`
+        with_opt: bool | None = None,  # whether to load the optimizer's state too; None: when the file has it
+        device: torch.device | str | int | None = None,  # where the file is read to, before it is copied; None: the CPU
+        strict: bool = True,           # False: take what fits by name, and convert other dtypes
+    ) -> Self:
+        """Load what `save`, `torch.save` of a state dict, or fastai's `learn.save` has written, and return the learner.
+
+        Nothing in the file is executed. The values are copied: parameters stay the same objects. Everything is
+        compared before anything is copied: a `WeightsError` lists every name, shape and dtype that differs, and leaves
+        weights and optimizer as they were; it is also raised for files that are damaged or hold more than data. An
+        optimizer that does not exist yet is made. An optimizer's state that fastai saved is of another form: there, the
+        weights alone are loaded, with a warning. `before_load` fires when all was compared, `after_load` in the end.
+        """
+        path = self._weights_path(file, to_read=True)
+        stored = read_weights(path, torch.device('cuda', device) if isinstance(device, int) else device)
+        opt_state = opt_state_of(stored, with_opt, path)
+        with self._optimizer(made=opt_state is not None):
+            differences = weights_differ(self.model, stored.model, strict)
+            if opt_state is not None: differences += optimizer_differs(self.opt, opt_state)
+            check_weights(path, differences, self.model, _fix(differences))
+        self('before_load')
+        load_weights(self.model, stored.model, strict)
+        if opt_state is not None:
+            # the state goes where the parameters are, and they would move at the next fit
+            if (device := getattr(self.dls, 'device', None)) is not None: self.model.to(device)
+            load_optimizer(self.opt, opt_state)
+        self('after_load')
+        return self
+
+    @contextmanager
+    def _optimizer(self, made: bool) -> Iterator[None]:
+        "Make an optimizer where one is needed, and take it back if the block fails."
+        before = self.opt, self.lr, self._own_lrs
+        if made and (self.opt is None or self._opt_is_of_another_model()): self.create_opt()
+        if made and not isinstance(self.opt, OptimWrapper): self.opt = OptimWrapper(opt=self.opt)  # assigned by hand
+        try: yield
+        except BaseException:
+            self.opt, self.lr, self._own_lrs = before
+            raise
+
+    def _weights_path(self, file: Any, to_read: bool = False) -> Path:
+        "Return the path of a file of weights; one that was written with its suffix doubled, as by fastai, is found."
+        folder = self.path/self.model_dir
+        path = file_path(file, folder)
+        if to_read and (doubled := path.with_name(f'{path.name}.pth')).is_file() and not path.is_file(): return doubled
+        return path
+
+    def _check_saves(self, file: str | Path) -> None:
+        "Raise `OptionError` if a file of weights of this name could not be written."
+        path = self._weights_path(file)
+        try: check_writable(path)
+        except OSError as e: raise OptionError(f'{path} cannot be written: {e}.') from None
+
+    # -- exchange ------------------------------------------------------------------------------------------------------
+
+    def save_learner(
+        self,
+        fname: str | Path = 'learner.pth',   # a name below `path`, or an absolute path
+        /,
+        **model_config: Any,                 # plain values that the model is built from: `load_learner` hands them on
+    ) -> Path:
+        """Save weights and configuration in one file for `load_learner`, and return its path.
+
+        The file holds tensors and plain values, and no code: what it is loaded with, a model class for one, is in the
+        hands of who loads it, who can therefore trust a file from anywhere. It keeps the rates and options of this
+        Learner, the class names of its data (`dls.vocab`) and the names of model and loss; the optimizer's state and
+        the data stay behind. Raises `OptionError` for a value that is not plain.
+
+        >>> import tempfile
+        >>> from learnkit import Learner
+        >>> from learnkit.exchange import load_learner
+        >>> def build(hidden): return nn.Sequential(nn.Linear(1, hidden), nn.ReLU(), nn.Linear(hidden, 1))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     learn = Learner([(torch.zeros(4, 1), torch.zeros(4, 1))], build(hidden=8), nn.MSELoss(), path=folder)
+        ...     path = learn.save_learner('net.pth', hidden=8)
+        ...     load_learner(path, model=build, loss_func=nn.MSELoss())
+        Learner(Sequential, loss_func=MSELoss, valid=[], cbs=[TrainEvalCallback, Recorder, ProgressCallback])
+        """
+        path = file_path(fname, self.path, suffix='')
+        config = {**own_config(self), 'model_config': plain(model_config, 'model_config')}
+        state = {'learnkit': FORMAT, 'config': config, 'model': model_state(self.model)}
+        with atomic_write(path) as tmp: torch.save(state, tmp)
+        return path
+
+    # -- serving -------------------------------------------------------------------------------------------------------
+
+    def export(
+        self,
+        fname: str | Path = 'export.pt2',              # a name below `path`, or an absolute path
+        act: Callable[[Any], Any] | None = None,       # applied to the outputs, `learn.loss_func.activation` for one
+        sample: Any = None,                            # inputs, a tuple if several; None: shaped like those of the data
+    ) -> Path:
+        """Save the model as a program for serving (`torch.export`), for any batch size, and return the file's path.
+
+        The program is on the CPU, in evaluation mode, and needs none of the model's code:
+        `torch.export.load(path).module()(x)`. What callbacks do to a batch is no part of it. The file also holds inputs
+        of the sample's shapes, all zero: nothing of the data is in it.
+
+        Loading such a file executes trusted code: `torch.export.load` unpickles its sample inputs. Load only files of
+        your own making; to exchange models use `save_learner`.
+
+        Raises `ModelError` with torch's reason for a model that cannot be exported, and `OptionError` where there is no
+        batch to take the shapes from.
+        """
+        path = file_path(fname, self.path, suffix='')
+        xb = sample_inputs(self.dls) if sample is None else sample if isinstance(sample, tuple) else (sample,)
+        model = on_cpu(bare_model(self.model))
+        modes = [(m, m.training) for m in model.modules()]
+        try: program = program_of(model.eval(), two_rows(xb), act)
+        finally:
+            for m, mode in modes: m.training = mode
+        with atomic_write(path) as tmp, tmp.open('wb') as f: torch.export.save(program, f)
+        return path
+
+    # -- looking -------------------------------------------------------------------------------------------------------
+
+    def show_results(
+        self,
+        ds_idx: int = 1,       # which loader's first batch: 0 training, 1 validation
+        dl: Any = None,        # a loader to use instead
+        max_n: int = 9,        # the most samples shown
+        **kwargs: Any,         # more for the data's own method
+    ) -> Any:
+        """Show a batch with its decoded predictions, where the data can show itself.
+
+        That is a method `show_results(batch, preds, max_n=..., **kwargs)` of the loader, as fastai's have it, or of its
+        data set. Raises `LoaderError` where there is none.
+        """
+        dl = self.dls[ds_idx] if dl is None else dl
+        owners: tuple[Any, ...] = (dl, getattr(dl, 'dataset', None))
+        shows = next((o.show_results for o in owners if hasattr(o, 'show_results')), None)
+        if shows is None:
+            raise LoaderError(f'{type(dl).__name__} cannot show results: define `show_results(self, batch, preds, '
+                              'max_n=9)` on the loader or its data set. It gets a batch of the loader and the decoded '
+                              'predictions.')
+        batch = first_batch(dl)
+        preds = self.get_preds(dl=[batch], with_decoded=True)[2]
+        return shows(batch, preds, max_n=max_n, **kwargs)
+
+
+def file_path(file: Any, folder: Path, suffix: str = '.pth') -> Path:
+    "Return the path of a named file in `folder`; raise `OptionError` for what cannot name one."
+    name = str(file) if isinstance(file, (str, Path)) else ''
+    if not name.strip() or '\0' in name or name.endswith(('/', '\\')) or Path(name).name in ('', '.', '..'):
+        raise OptionError(f'{file!r} cannot be a file: give a name, or a path that ends in one.')
+    path = Path(os.path.normpath(folder/(name if name.endswith(suffix) else f'{name}{suffix}')))
+    if path.is_dir(): raise OptionError(f'{path} is a folder: give the name of a file.')
+    return path
+
+
+def model_state(model: nn.Module) -> dict[str, Any]:
+    "Return the state dict of a model; what is no tensor in it is checked to be plain."
+    state = bare_model(model).state_dict()
+    for name, value in state.items():
+        if not isinstance(value, Tensor): state[name] = plain(value, name)
+    return state
+
+
+def opt_state_of(stored: Stored, with_opt: bool | None, path: Path) -> Any:
+    "Return the optimizer's state that is to be loaded, None if none is."
+    if with_opt is False or (with_opt is None and stored.opt is None): return None
+    if is_torch_state(stored.opt): return stored.opt
+    what = 'no optimizer state' if stored.opt is None else "an optimizer state that is not torch's, but fastai's own"
+    if with_opt:
+        raise WeightsError(f'{path} has {what}: pass `with_opt=False` for the weights alone. Nothing was loaded.')
+    warn(f'{path} has {what}: only the weights are loaded. Pass `with_opt=False` to load it without this warning.',
+         stacklevel=3)
+    return None
+
+
+def _fix(differences: list[str]) -> str:
+    kinds = {d.partition(':')[0].split()[0] for d in differences}
+    if kinds == {'optimizer'}: return ' Pass `with_opt=False` for the weights alone.'
+    # names that are only missing, or only unknown, may be meant; both are another model's
+    loose = kinds <= {'missing', 'dtype'} or kinds <= {'unexpected', 'dtype'}
+    return ' Pass `strict=False` to load what fits by name.' if loose else ''
+
+
+def own_config(learn: Any) -> dict[str, Any]:
+    "Return what a Learner is made of besides weights, data and code, as plain values."
+    try: package = version('learnkit')
+    except PackageNotFoundError: package = ''
+    loss, vocab, lr = learn.loss_func, getattr(learn.dls, 'vocab', None), learn.lr
+    while isinstance(loss, partial): loss = loss.func
+    lr = {'slice': [lr.start, lr.stop]} if isinstance(lr, slice) else lr if isinstance(lr, Real) else [*map(float, lr)]
+    config = {'version': package, 'torch': str(torch.__version__), 'model': type(bare_model(learn.model)).__name__,
+              'loss_func': name_of(loss) if loss is not None else None, 'activates': hasattr(loss, 'activation'),
+              'n_inp': getattr(learn.dls, 'n_inp', None), 'vocab': None if vocab is None else [*vocab], 'lr': lr,
+              'wd': learn.wd, 'wd_bn_bias': learn.wd_bn_bias, 'moms': tuple(learn.moms), 'train_bn': learn.train_bn}
+    return {name: plain(value, name) for name, value in config.items()}
+
+
+# Programs for serving
+
+def first_batch(dl: Any) -> Any:
+    "Return a loader's first batch, and leave every generator as it was."
+    with preserved_rng(), preserved_generators(dl):
+        drawn = iter(dl)
+        if drawn is dl: raise OptionError('The loader is an iterator: taking a batch to look at would lose it.')
+        for batch in islice(drawn, 1): return batch
+    raise OptionError(f'{type(dl).__name__} has no batch to look at.')
+
+
+def sample_inputs(dls: Any) -> tuple[Any, ...]:
+    "Return the inputs of a batch, of the first validation loader where there is one."
+    dl = next((dl for _, dl in evaluation_loaders(dls)), dls.train)
+    try: return split_batch(first_batch(dl), getattr(dls, 'n_inp', None))[0]
+    except OptionError as e: raise OptionError(f'{e} Pass `sample=`, the inputs of a batch.') from None
+
+
+def two_rows(xb: tuple[Any, ...]) -> tuple[Any, ...]:
+    "Return zeros like two samples of a batch; tensors without a row a sample as they are."
+    n = find_bs(xb)  # one row alone would be taken for a fixed size
+
+    def rows(t: Tensor) -> Tensor:
+        t = t.detach().cpu().as_subclass(Tensor)
+        return t.new_zeros((2, *t.shape[1:])) if t.ndim and len(t) == n else t
+    return tuple(map_tensors(xb, rows))
+
+
+def on_cpu(model: nn.Module) -> nn.Module:
+    "Return the model itself if it is on the CPU, else a copy there; the memory of its device is not used."
+    tensors = [*model.parameters(), *model.buffers()]
+    if all(t.device.type == 'cpu' for t in tensors): return model
+    copies: dict[int, Any] = {id(t): t.detach().cpu() for t in tensors}
+    for p in model.parameters(): copies[id(p)] = nn.Parameter(copies[id(p)], requires_grad=p.requires_grad)
+    return deepcopy(model, copies)
+
+
+def program_of(model: nn.Module, xb: tuple[Any, ...], act: Callable[[Any], Any] | None) -> Any:
+    "Export a model with a batch dimension of any size in its inputs. Raises `ModelError`."
+    from torch.export import Dim, ShapesCollection, export
+    names = passed_names(model, xb)
+    kwargs = {k: xb[0][k] if isinstance(xb[0], Mapping) else getattr(xb[0], k) for k in names} if names else None
+    args = () if names else xb
+    batch = Dim('batch', min=1)
+    shapes: Any = ShapesCollection()  # that `export` takes one, its types do not say
+
+    def mark(t: Tensor) -> Tensor:
+        if t.ndim and len(t) == 2: shapes[t] = {0: batch}
+        return t
+    map_tensors((args, kwargs), mark)
+    hook = model.register_forward_hook(lambda module, xb, out: out if act is None else act(out))
+    try: return export(model, args, kwargs, dynamic_shapes=shapes)
+    except Exception as e:
+        reason = next((line for line in str(e).splitlines() if line.strip()), type(e).__name__)
+        raise ModelError(f'{type(model).__name__} cannot be exported: {reason}') from e
+    finally: hook.remove()

@@ -1,0 +1,86 @@
+"""Files that are there whole or not at all, and a look at whether one is still as it was written."""
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from zipfile import ZIP_STORED, BadZipFile, ZipFile
+
+__all__ = ['atomic_write', 'check_writable', 'damage']
+
+_CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)  # what file systems say that keep folders another way
+
+
+@contextmanager
+def atomic_write(
+    path: str | Path,  # the file to write; folders above it are made
+) -> Iterator[Path]:
+    """Yield a temporary path beside `path`, to be written in the block; after it, that file takes the place of `path`.
+
+    Whatever happens, `path` holds all of the old content or all of the new: the temporary file is flushed to the disk,
+    renamed, and then the folder is flushed. If the block or any of this fails, the temporary file is removed. Its name
+    is `.<name>.tmp-<process>-<random>`; where `path` is a link, the file that it leads to is replaced.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with atomic_write(f'{folder}/a.txt') as tmp: _ = tmp.write_text('all of it')
+    ...     print(Path(folder, 'a.txt').read_text(), os.listdir(folder))
+    all of it ['a.txt']
+    """
+    path = Path(os.path.realpath(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tmp = _temporary(path)
+    try:
+        yield tmp
+        _flush(tmp)
+        os.replace(tmp, path)
+    finally: tmp.unlink(missing_ok=True)
+    if os.name != 'nt': _flush_folder(path.parent)  # Windows opens no folders
+
+
+def check_writable(path: str | Path) -> None:
+    "Make the folders above `path` and write an empty file there for a moment. Raises the `OSError` that this gives."
+    path = Path(os.path.realpath(path))
+    if path.is_dir(): raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tmp = _temporary(path)
+    try: tmp.touch()
+    finally: tmp.unlink(missing_ok=True)
+
+
+def damage(path: str | Path) -> str | None:
+    """Say what is wrong with a file that torch saved (a zip with a checksum for each record), None if it is whole.
+
+    Every byte is read. A file in another format is none of our business, and counts as whole."""
+    path = Path(path)
+    with path.open('rb') as f: start = f.read(2)
+    if not start: return 'it is empty'
+    if start != b'PK': return None
+    try:
+        with ZipFile(path) as archive:
+            if any(i.compress_type != ZIP_STORED for i in archive.infolist()): return 'it holds compressed records'
+            if sum(i.file_size for i in archive.infolist()) > path.stat().st_size: return 'its records overlap'
+            bad = archive.testzip()
+    except (BadZipFile, EOFError, ValueError, OSError, NotImplementedError, RuntimeError) as e: return f'{e}'.lower()
+    return f'record {bad!r} is not as it was written' if bad else None
+
+
+def _temporary(path: Path) -> Path:
+    # torch names the folder inside its file after the part before the last dot: the same bytes every time
+    return path.with_name(f'.{path.name[:40]}.tmp-{os.getpid()}-{secrets.token_hex(4)}')
+
+
+def _flush(path: Path) -> None:
+    with path.open('rb+') as f: os.fsync(f.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
+    try:
+        fd = os.open(folder, os.O_RDONLY)
+        try: os.fsync(fd)
+        finally: os.close(fd)
+    except OSError as e:
+        if e.errno not in _CANNOT_SYNC: raise

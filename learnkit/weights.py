@@ -1,0 +1,305 @@
+"""Weights and optimizer states in files: read without running code, compared name by name, then copied into place."""
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from numbers import Real
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+from learnkit.batch import map_tensors
+from learnkit.errors import OptionError, WeightsError
+from learnkit.files import damage
+from learnkit.hypers import OPTIONS
+from learnkit.optim import OptimWrapper
+
+__all__ = ['Stored', 'read_weights', 'bare_model', 'plain', 'check_weights', 'load_weights', 'load_optimizer',
+           'is_torch_state', 'weights_differ', 'optimizer_differs']
+
+FORMAT = 1  # of files written by `save_learner`
+
+# of these the optimizer at hand keeps its own: how a step is computed, and where, is not the file's business
+_OWN = ('foreach', 'fused', 'capturable', 'differentiable', 'decoupled_weight_decay')
+
+# the entries of an optimizer's state that have the shape of their parameter
+_ELEMENTWISE = frozenset({'exp_avg', 'exp_avg_sq', 'max_exp_avg_sq', 'momentum_buffer', 'square_avg', 'grad_avg', 'sum',
+                          'acc_delta', 'exp_inf', 'prev', 'step_size', 'ax'})
+
+
+class _Inert:
+    "Stands for what a file of fastai's holds besides tensors, so that it can be read without running any of it."
+
+    def __init__(self, *args: object) -> None: pass
+
+    def __setstate__(self, state: object) -> None: pass
+
+
+_FASTAI = [(_Inert, name) for name in (
+    'fastcore.foundation.L', 'numpy.dtype', 'numpy.core.multiarray.scalar', 'numpy._core.multiarray.scalar')]
+
+
+@dataclass
+class Stored:
+    "What a file of weights holds."
+    model: Mapping[str, Any]
+    opt: Any = None                       # the optimizer's state, where there is one
+    config: dict[str, Any] | None = None  # of a file written by `save_learner`
+
+
+def bare_model(model: nn.Module) -> nn.Module:
+    "Return the model inside the wrappers that put a prefix before every name: torch.compile's and DataParallel's."
+    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    while (inner := model.module if isinstance(model, wrappers) else getattr(model, '_orig_mod', None)) is not None:
+        model = inner
+    return model
+
+
+def plain(
+    value: Any,        # a state or a configuration
+    where: str,        # its name, for the message
+) -> Any:
+    """Return `value` made of what loads safely: tensors, numbers, texts, None, and lists, tuples and dicts of them.
+
+    NumPy's numbers become Python's. Raises `OptionError` that names the place of anything else.
+
+    >>> plain({'lr': np.float32(0.5), 'sizes': [1, 2]}, 'opt')
+    {'lr': 0.5, 'sizes': [1, 2]}
+    """
+    if isinstance(value, np.generic): value = value.item()
+    if value is None or isinstance(value, (Tensor, bool, int, float, complex, str, bytes)): return value
+    if isinstance(value, Mapping): return {k: plain(v, f'{where}[{k!r}]') for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return (list if isinstance(value, list) else tuple)(plain(v, f'{where}[{i}]') for i, v in enumerate(value))
+    raise OptionError(f'{where} is a {type(value).__name__}, which would not load safely. Keep tensors, numbers, '
+                      'texts, and lists, tuples or dicts of them.')
+
+
+# Reading
+
+def read_weights(
+    path: Path,                                # written by torch.save, `save`, `save_learner`, or fastai
+    device: torch.device | str | None = None,  # where its tensors are put; None: the CPU
+) -> Stored:
+    """Read a file of weights, checksums first. No code in it is run, whatever it holds.
+
+    Raises `FileNotFoundError`, and `WeightsError` for what is damaged, is no file of weights, or asks for code.
+    """
+    if not path.exists(): raise _not_found(path)
+    if not path.is_file(): raise WeightsError(f'{path} is a folder, and no file of weights.')
+    if wrong := damage(path): raise WeightsError(f'{path} is damaged: {wrong}. Nothing was loaded.')
+    try:
+        with safe_globals(_FASTAI):  # type: ignore[arg-type]  # torch takes pairs, and does not say so
+            state = torch.load(path, map_location=device or 'cpu', weights_only=True)
+    except Exception as e:  # bytes that are no pickle raise almost anything
+        unsafe = _unsafe(path) if isinstance(e, UnpicklingError) else []
+        if unsafe: raise WeightsError(_why_unsafe(path, unsafe)) from None  # torch's own text says how to run the code
+        reason = next(iter(str(e).splitlines()), '') or type(e).__name__
+        if isinstance(e, UnpicklingError): reason = 'its pickle is not that of plain weights'
+        raise WeightsError(f'{path} cannot be read as weights: {reason}. Nothing was loaded.') from None
+    return _parts(state, path)
+
+
+def _not_found(path: Path) -> FileNotFoundError:
+    names = [p.name for p in path.parent.iterdir() if p.is_file()] if path.parent.is_dir() else []
+    close = get_close_matches(path.name, names, n=3, cutoff=0.5)
+    error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    if close: error.add_note(f'The folder has {", ".join(close)}.')
+    return error
+
+
+def _unsafe(path: Path) -> list[str]:
+    "Return what a pickle asks for that is no plain data; it is read, not run."
+    with safe_globals(_FASTAI):  # type: ignore[arg-type]  # as above
+        try: return sorted(get_unsafe_globals_in_checkpoint(path))
+        except Exception: return []  # an old or a broken file: the caller has the error already
+
+
+def _why_unsafe(path: Path, names: list[str]) -> str:
+    shown = ', '.join(names[:5]) + (', ...' if len(names) > 5 else '')
+    text = f'{path} holds more than weights: loading it would run code ({shown}). Nothing was loaded.'
+    if any(n.startswith('fastai.') for n in names):
+        return (f"{text} It looks like a Learner that fastai's `learn.export` pickled. With fastai, load it and write "
+                "`torch.save(learn.model.state_dict(), 'weights.pth')`; that file loads here.")
+    if any(n.startswith('torch.nn.') for n in names):
+        return f'{text} It looks like a whole pickled model: save `model.state_dict()` instead.'
+    return text
+
+
+def _parts(state: Any, path: Path) -> Stored:
+    "Tell the layouts apart: ours and fastai's with optimizer, ours with a configuration, a bare state dict."
+    model, opt, config = state, None, None
+    if isinstance(state, Mapping) and isinstance(state.get('model'), Mapping):
+        if set(state) == {'model', 'opt'}: model, opt = state['model'], state['opt']
+        elif 'learnkit' in state: model, config = state['model'], _config(state, path)
+    if not isinstance(model, Mapping) or not all(_is_entry(k, v) for k, v in model.items()):
+        raise WeightsError(f'{path} holds no state dict (tensors by name), but {_shown(state)}. Nothing was loaded.')
+    return Stored(model, opt, config)
+
+
+def _config(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    version, config = state['learnkit'], state.get('config')
+    if version != FORMAT:
+        raise WeightsError(f'{path} has format {version!r}, this version of learnkit reads {FORMAT}: update learnkit.')
+    if not isinstance(config, dict): raise WeightsError(f'{path} has no configuration. Nothing was loaded.')
+    return config
+
+
+def _is_entry(name: Any, value: Any) -> bool:
+    return isinstance(name, str) and (isinstance(value, Tensor) or name.endswith('_extra_state'))
+
+
+def _shown(state: Any) -> str:
+    if not isinstance(state, Mapping): return f'a {type(state).__name__}'
+    return f'a dict of {", ".join([*map(repr, list(state)[:5]), *["..."] * (len(state) > 5)]) or "nothing"}'
+
+
+# Comparing
+
+def check_weights(
+    path: Path,                # the file, for the message
+    differences: list[str],    # from `weights_differ` and `optimizer_differs`
+    model: nn.Module,
+    fix: str = '',             # what can be done about it
+) -> None:
+    "Raise a `WeightsError` that lists every difference, if there is one."
+    if not differences: return
+    n = len(differences)
+    raise WeightsError('\n  '.join([f'{path} does not fit {type(bare_model(model)).__name__}, in {n} '
+                                    f'place{"s" * (n > 1)}. Nothing was loaded.{fix}', *differences]))
+
+
+def unprefixed(weights: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
+    "Return the weights without the prefix of a wrapper that the model does not have."
+    for prefix in ('_orig_mod.', 'module.'):
+        if weights and all(k.startswith(prefix) for k in weights) and not hasattr(model, prefix[:-1]):
+            weights = {k.removeprefix(prefix): v for k, v in weights.items()}
+    return weights
+
+
+def weights_differ(
+    model: nn.Module,
+    weights: Mapping[str, Any],   # of a file
+    strict: bool = True,          # False: names may be missing or unknown, and other dtypes are converted
+) -> list[str]:
+    """Return a line for each name that is missing or unknown, and for each other shape or dtype.
+
+    >>> weights_differ(nn.Linear(2, 1), {'weight': torch.zeros(1, 3), 'b': torch.zeros(1)})
+    ['missing: bias [1]', 'unexpected: b [1]', 'shape: weight is [1, 2], in the file [1, 3]']
+    """
+    own, weights = bare_model(model).state_dict(), unprefixed(weights, bare_model(model))
+    lines = [f'missing: {k}{_size(v)}' for k, v in own.items() if k not in weights] if strict else []
+    if strict: lines += [f'unexpected: {k}{_size(v)}' for k, v in weights.items() if k not in own]
+    for name in (k for k in own if k in weights):
+        here, there = own[name], weights[name]
+        if not isinstance(here, Tensor) or is_lazy(here): continue
+        if not isinstance(there, Tensor): lines.append(f'type: {name} is a tensor, in the file {type(there).__name__}')
+        elif here.shape != there.shape: lines.append(f'shape: {name} is{_size(here)}, in the file{_size(there)}')
+        elif here.dtype != there.dtype and strict:
+            lines.append(f'dtype: {name} is {_dtype(here)}, in the file {_dtype(there)}')
+    return lines
+
+
+def _size(t: Any) -> str: return f' {list(t.shape)}' if isinstance(t, Tensor) and not is_lazy(t) else ''
+def _dtype(t: Tensor) -> str: return str(t.dtype).removeprefix('torch.')
+
+
+def is_torch_state(state: Any) -> bool:
+    "Tell the states of torch's optimizers, one or several by name, from fastai's and from anything else."
+    if not isinstance(state, Mapping): return False
+    if {'state', 'param_groups'} <= set(state): return True
+    return bool(state) and all(isinstance(s, Mapping) and {'state', 'param_groups'} <= set(s) for s in state.values())
+
+
+def optimizer_differs(opt: OptimWrapper, state: Any) -> list[str]:
+    "Return a line for everything in an optimizer's state that this optimizer cannot take."
+    if not is_torch_state(state): return ["optimizer: its state is not that of torch's"]
+    states = _by_name(opt, state)
+    if set(states) != set(opt.optimizers):
+        return [f'optimizer: there are {sorted(opt.optimizers)}, in the file {sorted(states)}']
+    try: return [line for name, o in opt.optimizers.items() for line in _one_differs(opt, o, states[name], name)]
+    except (TypeError, KeyError, AttributeError, ValueError) as e:
+        return [f'optimizer: its state cannot be read ({e!r})']
+
+
+def _by_name(opt: OptimWrapper, state: Any) -> Any:
+    "Return states by the optimizers' names, whatever the one optimizer of a file or a Learner is called."
+    if 'param_groups' in state: return dict.fromkeys(opt.optimizers, state) if len(opt.optimizers) == 1 else {'': state}
+    return state
+
+
+def _one_differs(opt: OptimWrapper, o: torch.optim.Optimizer, state: Any, name: str) -> list[str]:
+    label, groups = f'optimizer {name or type(o).__name__}', state['param_groups']
+    params = _layout(opt, o, groups)
+    sizes = [len(g['params']) for g in groups]
+    if [len(ps) for ps in params] != sizes:
+        here = [len(g['params']) for g in o.param_groups]
+        return [f'{label}: param groups of {here} parameters, in the file {sizes}']
+    lines = []
+    for i, (own, saved) in enumerate(zip(o.param_groups, groups, strict=False)):
+        if odd := sorted((set(own) ^ set(saved)) & set(OPTIONS)):
+            lines.append(f'{label}: group {i} has {", ".join(odd)} only {"here" if odd[0] in own else "in the file"}')
+        lines += [f'{label}: group {i} has {n}={saved[n]!r} in the file' for n in OPTIONS
+                  if n in saved and not _is_rate(saved[n])]
+    for p, i in ((p, i) for ps, g in zip(params, groups, strict=True) for p, i in zip(ps, g['params'], strict=True)):
+        lines += [f'{label}: {k} of parameter {i} is{_size(v)} for a parameter of{_size(p)}'
+                  for k, v in state['state'].get(i, {}).items()
+                  if k in _ELEMENTWISE and isinstance(v, Tensor) and v.shape != p.shape]
+    return lines
+
+
+def _is_rate(value: Any) -> bool:
+    return all(isinstance(v, (Real, Tensor)) for v in (value if isinstance(value, (tuple, list)) else (value,)))
+
+
+def _layout(opt: OptimWrapper, o: torch.optim.Optimizer, saved: Any) -> list[list[Any]]:
+    "Return the parameters by group; if only that fits the file, with those apart that weight decay will spare."
+    now = [list(g['params']) for g in o.param_groups]
+    if len(saved) <= len(now): return now
+    spared = [[p for p in ps if p in opt._exempt] for ps in now]
+    moves = [0 < len(s) < len(ps) for s, ps in zip(spared, now, strict=True)]
+    kept = [[p for p in ps if p not in opt._exempt] if move else ps for ps, move in zip(now, moves, strict=True)]
+    return kept + [s for s, move in zip(spared, moves, strict=True) if move]
+
+
+# Copying
+
+def load_weights(model: nn.Module, weights: Mapping[str, Any], strict: bool = True) -> None:
+    "Copy weights that were compared into the model's own tensors."
+    model = bare_model(model)
+    model.load_state_dict(unprefixed(weights, model), strict=strict)
+
+
+def load_optimizer(opt: OptimWrapper, state: Any) -> None:
+    "Copy a state that was compared into the optimizer, on the devices of its parameters; nothing of it is shared."
+    states = _by_name(opt, state)
+    if any(len(states[name]['param_groups']) > len(o.param_groups) for name, o in opt.optimizers.items()):
+        opt._set_apart()
+    for name, o in opt.optimizers.items():
+        pairs = zip(o.param_groups, states[name]['param_groups'], strict=True)
+        # torch would keep the very tensors of the state
+        o.load_state_dict({'state': map_tensors(states[name]['state'], torch.clone),
+                           'param_groups': [_merged(own, saved) for own, saved in pairs]})
+
+
+def _merged(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    "Return a saved param group, with rates in a tensor or a number as the optimizer has them."
+    group = {**saved, **_picked(own, _OWN)}
+    for name in (n for n in OPTIONS if n in own and n in saved):
+        here, there = own[name], saved[name]
+        if isinstance(here, Tensor): group[name] = here.detach().clone().fill_(there)
+        elif isinstance(here, Real) and isinstance(there, Tensor): group[name] = there.item()
+    return group
+
+
+def _picked(group: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {n: group[n] for n in names if n in group}
