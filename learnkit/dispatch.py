@@ -57,10 +57,11 @@ class CallbackSet:
     def _switch(self, cb: Any, on: bool) -> None:
         self.switches[id(cb)][:] = [True] if on else []
 
-    def insert(self, cb: Any, at: int | None = None) -> None:
-        "Add one callback, checked by `check_new`, at its place."
+    def insert(self, cb: Any, at: int | None = None, switch: list[Any] | None = None) -> None:
+        "Add one callback, checked by `check_new`, at its place; with the switch it had, an event under way reaches it."
         self.keys[id(cb)] = self._unique_key(cb)
-        self.switches[id(cb)] = [True] if cb.run else []  # before the item: what Ctrl-C cuts short can be discarded
+        self.switches[id(cb)] = [] if switch is None else switch  # before the item: Ctrl-C here leaves it discardable
+        self._switch(cb, bool(cb.run))
         self.items.insert(len(self.items) if at is None else at, cb)
         self.refresh()
 
@@ -95,9 +96,9 @@ class CallbackSet:
         in_order([*stay, *cbs])
 
     def call_one(self, cb: Any, name: str) -> None:
-        "Run one callback's handler of an event."
-        for handler, switch, owner in self.tables[bool(self.learn.training)][name]:
-            if owner is cb and switch: handler()
+        "Run one callback's handler of an event, whether or not it is switched on."
+        for handler, _, owner in self.tables[bool(self.learn.training)][name]:
+            if owner is cb: handler()
 
     def ordered(self) -> list[Any]:
         "Return the callbacks in the order in which they run."
@@ -193,10 +194,10 @@ class HasCallbacks:
             raise CallbackError(f'A callback named `{cb.name}` ({type(cb).__name__}) would hide `learn.{cb.name}`: '
                                 'give its class another name.')
 
-    def _insert_cb(self, cb: Callback, at: int | None = None) -> None:
+    def _insert_cb(self, cb: Callback, at: int | None = None, switch: list[Any] | None = None) -> None:
         if isinstance(cb.learn, HasCallbacks) and cb.learn is not self: cb.learn.remove_cb(cb)
         cb.learn = self
-        self._callbacks.insert(cb, at)
+        self._callbacks.insert(cb, at, switch)
         setattr(self, cb.name, cb)
         self._open_for_use()
 
@@ -236,11 +237,12 @@ class HasCallbacks:
         "Take callbacks out for the length of a context, and put them back in their places."
         def is_meant(o: Callback) -> bool:
             return any(isinstance(o, cb) if isinstance(cb, type) else o is cb for cb in listed(cbs))
-        out = [(i, o) for i, o in enumerate(self.cbs) if is_meant(o)]
-        for _, cb in out: self._take_out(cb)
+        switches = self._callbacks.switches
+        out = [(i, o, switches[id(o)]) for i, o in enumerate(self.cbs) if is_meant(o)]
+        for _, cb, _ in out: self._take_out(cb)
         try: yield self
         finally:
-            for i, cb in out: self._insert_cb(cb, min(i, len(self._callbacks)))
+            for i, cb, switch in out: self._insert_cb(cb, min(i, len(self._callbacks)), switch)
 
     def ordered_cbs(
         self,

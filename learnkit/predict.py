@@ -1,104 +1,33 @@
 """Predictions: run a loader through the model and gather what comes out."""
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+import sys
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from fastcore.basics import noop
 from fastcore.foundation import L
+from torch import Tensor
+from torch.utils.data import default_collate
 
-from learnkit.batch import concat, detuplify, find_bs
+from learnkit.batch import describe, detuplify, map_tensors
 from learnkit.callback import Callback
 from learnkit.data import check_loader, evaluation_loaders, in_order
-from learnkit.errors import BatchError, CancelEpochException, CancelFitException, LoaderError, LossError
-from learnkit.loop import Loop
-from learnkit.rng import preserved_generators
+from learnkit.dispatch import as_callback, listed
+from learnkit.errors import BatchError, CancelEpochException, CancelFitException, LoaderError, OptionError
+from learnkit.gathering import GatherPredsCallback, Taken, check_sink, opened_sink
+from learnkit.rng import preserved_generators, preserved_rng
+from learnkit.streaming import PredictionStream, Streaming
 
 __all__ = ['GatherPredsCallback', 'Predictions']
 
 
-class GatherPredsCallback(Callback):
-    "Gather predictions and targets, and inputs and losses on request, on the CPU; batches are joined at the end."
-
-    def __init__(
-        self,
-        with_input: bool = False,              # also gather the inputs
-        with_loss: bool = False,               # also gather the loss of each sample
-        save_preds: Path | None = None,        # a folder: each batch's predictions are saved there
-        save_targs: Path | None = None,        # a folder: each batch's targets are saved there
-        with_preds: bool = True,               # gather the predictions
-        with_targs: bool = True,               # gather the targets
-        concat_dim: int = 0,                   # the dimension along which batches are joined
-    ) -> None:
-        self.with_input, self.with_loss = with_input, with_loss
-        self.with_preds, self.with_targs = with_preds, with_targs
-        self.save_preds, self.save_targs, self.concat_dim = save_preds, save_targs, concat_dim
-        self._depth: int | None = None  # of the run that is gathered: a prediction inside it gathers for itself
-        self._start()
-
-    def _start(self) -> None:
-        self.inputs: Any = []
-        self.preds: Any = []
-        self.targets: Any = []
-        self.losses: Any = []
-        self.n_batches, self._joined = 0, False
-
-    def _is_other_run(self) -> bool: return bool(self._depth != self.learn._depth)
-
-    def before_validate(self) -> None:
-        if self._depth is None: self._depth = self.learn._depth
-        if not self._is_other_run(): self._start()
-
-    def before_batch(self) -> None:
-        if self.with_input and not self._is_other_run(): self._input = self.learn.to_detach(self.learn.xb)
-
-    def after_batch(self) -> None:
-        learn = self.learn
-        if self._is_other_run() or 'pred' not in learn.__dict__: return
-        if self.with_loss and 'loss_grad' not in learn.__dict__: return
-        preds, targs = learn.to_detach(learn.pred), learn.to_detach(learn.yb)
-        if self.with_loss: self.losses.append(learn.to_detach(_per_sample(learn.loss, find_bs(learn.yb))))
-        if self.with_input: self.inputs.append(self._input)
-        if self.with_preds: self.preds.append(preds)
-        if self.with_targs: self.targets.append(targs)
-        if self.save_preds is not None: torch.save(preds, Path(self.save_preds)/str(learn.iter))
-        if self.save_targs is not None: torch.save(targs[0], Path(self.save_targs)/str(learn.iter))
-        self.n_batches += 1
-
-    def after_validate(self) -> None:
-        if not self._is_other_run(): self._join()
-
-    def _join(self) -> None:
-        if self._joined or not self.n_batches: return
-        self._joined, join = True, partial(concat, dim=self.concat_dim)
-        if self.with_input: self.inputs = detuplify(join(self.inputs))
-        if self.with_preds: self.preds = detuplify(join(self.preds))
-        if self.with_targs: self.targets = detuplify(join(self.targets))
-        if self.with_loss: self.losses = concat(self.losses)
-
-    def all_tensors(self) -> list[Any]:
-        """Return what was gathered: inputs if asked for, predictions, targets, losses if asked for.
-
-        Raises `BatchError` when there was no batch."""
-        if not self.n_batches: raise BatchError('There is nothing to return: not one batch was predicted on.')
-        self._join()  # what was cut short has not been joined
-        res = [self.preds if self.with_preds else None, self.targets if self.with_targs else None]
-        return [*([self.inputs] if self.with_input else []), *res, *([self.losses] if self.with_loss else [])]
-
-
-def _per_sample(loss: torch.Tensor, bs: int) -> torch.Tensor:
-    if loss.numel() == bs: return loss
-    if loss.numel() % bs:
-        raise LossError(f'The loss of {bs} samples came as {tuple(loss.shape)}, not one for each sample: with_loss '
-                        'needs a `loss_func` that takes `reduction`.')
-    return loss.view(bs, -1).mean(1)
-
-
-class Predictions(Loop):
+class Predictions(Streaming):
     "The part of the Learner that validates and predicts outside training."
     validation_context: Callable[..., ExitStack]
     loss_not_reduced: Callable[[], Any]
@@ -134,32 +63,187 @@ class Predictions(Loop):
         inner: bool = False,                 # leave out the events of fit and epoch: for use inside a callback
         reorder: bool = True,                # in data-set order, nothing dropped, where the loader can be rebuilt
         cbs: Any = None,                     # further callbacks for this run
+        sink: Any = None,                    # where batches go as they come, instead of memory: see below
         **kwargs: Any,                       # more for `GatherPredsCallback`
-    ) -> tuple[Any, ...]:
+    ) -> Any:
         """Return predictions and targets of a loader on the CPU, joined along the first dimension.
 
         What was asked for comes in the order: inputs, predictions, targets, decoded predictions, losses. Several inputs
-        or targets come as a list or tuple of tensors; targets are None where the loader has none.
+        or targets come as a list or tuple of tensors; targets are None where the loader has none. A shuffling loader's
+        samples come in the data set's order, each once, and so do those that a weighted or partial loader of fastai
+        chooses, each as often as chosen. A torch sampler that chooses (WeightedRandomSampler) is followed in the order
+        of its draws, as are a list, an iterable data set, and a batch sampler of one's own.
 
-        Raises `LoaderError` when there is no such loader, and `EmptyLoaderError` when it has no batch.
+        With a `sink` memory stays constant and the sink itself is returned. It is a folder, which gets a file a batch
+        (`000000.pt`, a dict for `torch.load`); the path of a `.npy` file or an array (`numpy.memmap`), which get the
+        predictions alone; or a function, called with the entries of each batch. Until they are complete, the folder and
+        the file are called `<name>.part`: what an interrupted run wrote is there, and is written over by the next.
+
+        Raises `LoaderError` when there is no such loader, `EmptyLoaderError` when it has no batch, and `OptionError`
+        for a sink that cannot take what was asked for.
         """
-        dl = self._loader(ds_idx) if dl is None else self._given(dl)
-        dl = in_order(dl) if reorder else dl
-        cb = GatherPredsCallback(with_input=with_input, with_loss=with_loss, **kwargs)
+        new_cbs = [as_callback(cb) for cb in listed(cbs)]  # made here, so that what one of them draws stays drawn
+        options = {'with_input': with_input, 'with_loss': with_loss, **kwargs}
+        run = partial(self._predict_run, inner=inner, with_loss=with_loss)
+        if sink is not None:
+            if others := [name for name in kwargs if name != 'with_targs']:
+                raise OptionError(f'A sink goes without {", ".join(others)}.')
+            asked = Taken(self, noop, with_decoded=with_decoded, act=act, **options)
+            check_sink(sink, asked.names)
+            dl, _ = self._planned(ds_idx, dl, reorder, sort=True)
+            with opened_sink(sink, asked.names) as asked.give: run(dl, [*new_cbs, asked.callback()])
+            return sink
+
+        dl, order = self._planned(ds_idx, dl, reorder)
+        cb = GatherPredsCallback(**options)
+        run(dl, [*new_cbs, cb])
+        res = cb.all_tensors()
+        at = 1 if with_input else 0
+        if res[at] is not None:
+            res[at] = (act or getattr(self.loss_func, 'activation', noop))(res[at])
+            if with_decoded: res.insert(at + 2, getattr(self.loss_func, 'decodes', noop)(res[at]))
+        return tuple(res) if order is None else tuple(_reordered(o, order) for o in res)
+
+    def _predict_run(self, dl: Any, cbs: list[Any], inner: bool, with_loss: bool) -> None:
         with ExitStack() as contexts:
-            for context in (self.lock, self._put_back(), self.validation_context(cbs=L(cbs) + L(cb), inner=True),
+            for context in (self.lock, self._put_back(), self.validation_context(cbs=L(cbs), inner=True),
                             self.loss_not_reduced() if with_loss else nullcontext(), self._run('evaluation')):
                 contexts.enter_context(context)
             self.phase, self.dl_name = 'predict', 'valid'
             body = partial(self._do_predictions, dl)
             if inner: body()
             else: self._in_fit_and_epoch(body)
-        res = cb.all_tensors()
-        at = 1 if with_input else 0
-        if res[at] is not None:
-            res[at] = (act or getattr(self.loss_func, 'activation', noop))(res[at])
-            if with_decoded: res.insert(at + 2, getattr(self.loss_func, 'decodes', noop)(res[at]))
-        return tuple(res)
+
+    def predict_iter(
+        self,
+        dl: Any = None,                      # a loader, or its name in `dls`
+        ds_idx: int = 1,                     # which loader when `dl` is None: 0 training, 1 validation
+        with_input: bool = False,            # yield the inputs, first
+        with_decoded: bool = False,          # yield decoded predictions, by `loss_func.decodes`
+        with_loss: bool = False,             # yield the loss of each sample, last
+        act: Callable[[Any], Any] | None = None,  # applied to predictions; None: `loss_func.activation`, if any
+        inner: bool = False,                 # leave out the events of fit and epoch: for use inside a callback
+        cpu: bool = True,                    # bring them to the CPU; False: leave them where the model is
+        cbs: Any = None,                     # further callbacks for this run
+    ) -> PredictionStream:
+        """Predict batch by batch, each when it is asked for, in the loader's order: an iterator over their entries.
+
+        Each batch is what `get_preds` would return for it, and the events are the same. Between two batches the Learner
+        is as it was before (modes, RNGs, loop state), and no memory grows. Leaving the loop early ends the run as a
+        `CancelValidException` would. A stream does not outlast what it runs in: when its Learner goes on to a fit, a
+        validation or other predictions, it is ended first, and asking it for more raises `FitError`.
+
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner(default_cbs=False)
+        >>> [tuple(preds.shape) for preds, targs in learn.predict_iter()]
+        [(16, 1), (16, 1)]
+        """
+        dl, new_cbs = self._chosen(ds_idx, dl), [as_callback(cb) for cb in listed(cbs)]
+        batch: list[tuple[Any, ...]] = []
+        taken = Taken(self, lambda *entries: batch.append(entries), with_input=with_input, with_decoded=with_decoded,
+                      with_loss=with_loss, act=act, cpu=cpu)
+        run = lambda watch: self._predicting(dl, [watch, *new_cbs, taken.callback()], inner)
+        return PredictionStream(self, run, batch, self.loss_not_reduced if with_loss else nullcontext)
+
+    def predict(
+        self,
+        item: Any,                    # the input of one sample as a data set gives it; a tuple of several inputs
+        rm_type_tfms: Any = None,     # for data of fastai: how many type transforms to leave out
+        with_input: bool = False,     # return the input too, first
+    ) -> tuple[Any, ...]:  # (input, if asked for,) decoded prediction, as `loss_func.decodes` gives it, and activated
+        """Predict on one sample.
+
+        What `dls.decode_batch` makes of the prediction comes first, where the data can do that (fastai's); otherwise
+        its name in `dls.vocab`, or without one the prediction as `loss_func.decodes` gives it.
+
+        >>> from learnkit.testing import synth_learner
+        >>> decoded, same, pred = synth_learner(default_cbs=False).predict(torch.ones(1))
+        >>> pred.shape
+        torch.Size([1])
+        """
+        if callable(getattr(self.dls, 'test_dl', None)): return self._predict_typed(item, rm_type_tfms, with_input)
+        try: batch = default_collate([item])
+        except TypeError as e: raise BatchError(f'predict({describe(item)}): {e}. Give what the data set does.') from e
+        dl = [tuple(batch) if isinstance(item, (tuple, list)) else batch if isinstance(item, Mapping) else (batch,)]
+        inputs, preds, _, decoded = self.get_preds(dl=dl, with_input=True, with_decoded=True, cbs=_all_inputs())
+        dec, pred = _first(decoded), _first(preds)
+        res = _class_name(dec, getattr(self.dls, 'vocab', None)), dec, pred
+        return (_first(inputs), *res) if with_input else res
+
+    def _predict_typed(self, item: Any, rm_type_tfms: Any, with_input: bool) -> tuple[Any, ...]:
+        "Predict where the data makes its own test loader and decodes its batches."
+        dls, n = self.dls, getattr(self.dls, 'n_inp', -1)
+        dl = dls.test_dl([item], rm_type_tfms=rm_type_tfms, num_workers=0)
+        inputs, preds, _, decoded = self.get_preds(dl=dl, with_input=True, with_decoded=True)
+        sample = dls.decode_batch((*((inputs,) if n == 1 else _as_tuple(inputs)), *_as_tuple(decoded)))[0]
+        res = detuplify(sample[n:]), _first(decoded), _first(preds)
+        return (detuplify(sample[:n]), *res) if with_input else res
+
+    def tta(
+        self,
+        ds_idx: int = 1,               # which loader to predict on: 0 training, 1 validation
+        dl: Any = None,                # a loader to use instead, or its name in `dls`
+        n: int = 4,                    # how often to predict on augmented samples
+        item_tfms: Any = None,         # for data of fastai: other transforms of each item
+        batch_tfms: Any = None,        # for data of fastai: other transforms of each batch
+        beta: float | None = 0.25,     # the share of the plain predictions; None: return both, augmented ones first
+        use_max: bool = False,         # take the largest prediction instead of the mean
+        augment: Callable[..., Any] | None = None,  # f(*xb) gives a batch's inputs augmented, for any loader
+    ) -> tuple[Any, Any]:  # predictions, targets
+        """Predict on augmented samples too (test time augmentation) and average: `lerp(augmented, plain, beta)`.
+
+        fastai's data brings its training transforms; for any other loader `augment` makes the inputs of a batch anew,
+        as a torchvision transform does. Each of the `n` times draws other random numbers, and the RNGs are afterwards
+        as they were.
+
+        Raises `OptionError` when there is nothing that could augment, or `n` is not positive.
+
+        >>> from learnkit.testing import synth_learner
+        >>> preds, targs = synth_learner(default_cbs=False).tta(augment=lambda x: x + 0.1 * torch.randn_like(x))
+        >>> preds.shape
+        torch.Size([32, 1])
+        """
+        if not isinstance(n, int) or n < 1: raise OptionError(f'tta(n={n!r}): n is a whole number from 1 up.')
+        dl = in_order(self._chosen(ds_idx, dl))
+        if item_tfms is not None or batch_tfms is not None: dl = _with_transforms(dl, item_tfms, batch_tfms)
+        split = getattr(getattr(dl, 'dataset', None), 'set_split_idx', None)
+        if split is None and augment is None:
+            raise OptionError('tta: these data have no augmentation of their own. Give one: `tta(augment=f)`, where '
+                              'f(x) returns the inputs of a batch augmented.')
+        with self.lock, preserved_rng():
+            plain, targs = self._augmented_preds(dl, split and partial(split, 1), None)
+            aug: Any = None
+            for _ in range(n):
+                preds, same = self._augmented_preds(dl, split and partial(split, 0), augment)
+                if describe(same) != describe(targs) or not _equal(same, targs):
+                    raise LoaderError('tta: this loader gives other samples each time. Pass `dl=` one that does not '
+                                      'shuffle.')
+                aug = preds if aug is None else torch.maximum(aug, preds) if use_max else aug + preds
+        if use_max: return torch.maximum(plain, aug), targs
+        aug = aug / n
+        return ((aug, plain) if beta is None else torch.lerp(aug, plain, beta)), targs
+
+    def _augmented_preds(self, dl: Any, split: Any, augment: Callable[..., Any] | None) -> tuple[Any, Any]:
+        "Predict once, and let the random generators go on with other numbers."
+        with split() if split else nullcontext():
+            res: tuple[Any, Any] = self.get_preds(dl=dl, cbs=_augmented(augment) if augment else None)
+        _draw_anew()
+        return res
+
+    def _planned(self, ds_idx: int, dl: Any, reorder: bool, sort: bool = False) -> tuple[Any, Tensor | None]:
+        "Return the loader to predict on, and the order in which its samples belong where that is another one."
+        given, dl = dl is not None, self._chosen(ds_idx, dl)
+        if not reorder: return dl, None
+        if not callable(getattr(dl, 'get_idxs', None)): return in_order(dl), None
+        with preserved_rng():  # what chooses samples draws here
+            # a given loader is asked itself: a new one would not know its weights
+            if not given or dl.drop_last: dl = dl.new(shuffle=False, drop_last=False)
+            idxs = _drawn_idxs(dl)
+            if not all(isinstance(i, (int, np.integer)) for i in idxs): return dl, None
+            ordered = dl.new(get_idxs=_Always(sorted(idxs) if sort else idxs))
+        return ordered, None if sort else torch.tensor(idxs).argsort(stable=True)
+
+    def _chosen(self, ds_idx: int, dl: Any) -> Any: return self._loader(ds_idx) if dl is None else self._given(dl)
 
     def _given(self, dl: Any) -> Any:
         "Return the loader that was given, by its name in `dls` or as it is."
@@ -182,3 +266,76 @@ class Predictions(Loop):
         "Run something in the same wrappers as training."
         epoch = partial(self._with_events, body, 'epoch', CancelEpochException)
         self._with_events(epoch, 'fit', CancelFitException)
+
+
+def _drawn_idxs(dl: Any) -> list[Any]:
+    "Return the indices that a loader of fastai gives next, its own generator left as it was."
+    rng: Any = getattr(dl, 'rng', None)
+    state = rng.getstate() if isinstance(rng, random.Random) else None
+    try: return list(dl.get_idxs())
+    finally:
+        if state is not None: rng.setstate(state)
+
+
+class _Always:
+    "A function of no argument that gives one value, and can be sent to worker processes."
+
+    def __init__(self, value: Any) -> None: self.value = value
+    def __call__(self) -> Any: return self.value
+
+
+def _reordered(o: Any, order: Tensor) -> Any:
+    "Put the samples of tensors and lists of samples into another order."
+    if isinstance(o, list) and len(o) == len(order) and not isinstance(o, L): return [o[i] for i in order.tolist()]
+    return map_tensors(o, lambda t: t[order])
+
+
+def _first(o: Any) -> Any:
+    "Return the first sample of a batch."
+    return map_tensors(o, lambda t: t[0] if t.ndim else t)
+
+
+def _as_tuple(o: Any) -> tuple[Any, ...]: return tuple(o) if isinstance(o, (tuple, list)) else (o,)
+
+
+def _class_name(decoded: Any, vocab: Any) -> Any:
+    "Return the name of a class, or those of the classes that are on; without a vocab what was decoded."
+    if vocab is None or not isinstance(decoded, Tensor) or decoded.is_floating_point(): return decoded
+    if decoded.dtype == torch.bool: return [vocab[i] for i in decoded.nonzero()[:, 0].tolist()]
+    return vocab[int(decoded)] if decoded.ndim == 0 else decoded
+
+
+def _all_inputs() -> Callback:
+    "Make a callback that takes every entry of a batch as input."
+    def before_batch(cb: Callback) -> None:
+        learn = cb.learn
+        if not isinstance(learn.xb[0], Mapping): learn.xb = (*learn.xb, *learn.yb)
+        learn.yb = ()
+    cb = Callback(before_batch=before_batch)
+    cb.order = float('-inf')
+    return cb
+
+
+def _augmented(augment: Callable[..., Any]) -> Callback:
+    def before_batch(cb: Callback) -> None: cb.learn.xb = _as_tuple(augment(*cb.learn.xb))
+    return Callback(before_batch=before_batch)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    "Tell whether the tensors of two structures of the same kind are equal."
+    if isinstance(a, Tensor): return torch.equal(a, b)
+    return not isinstance(a, (tuple, list)) or all(map(_equal, a, b))
+
+
+def _with_transforms(dl: Any, item_tfms: Any, batch_tfms: Any) -> Any:
+    if hasattr(dl, 'after_item'): return dl.new(after_item=item_tfms, after_batch=batch_tfms)
+    raise OptionError(f'tta: a {type(dl).__name__} has no item_tfms and batch_tfms. Use `augment=f`, where f(x) '
+                      'returns the inputs of a batch augmented.')
+
+
+def _draw_anew() -> None:
+    "Let every global generator go on with other numbers, drawn from torch's."
+    seed = int(torch.empty((), dtype=torch.int64).random_())
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if 'numpy.random' in sys.modules: np.random.seed(seed % 2**32)

@@ -80,10 +80,12 @@ class Runs(HasCallbacks):
         elif not self._is_open(e.level): raise stray_cancel(e, f'in {where}', self._open) from e
 
     def _call_each(self, event_name: str) -> list[BaseException]:
-        "Run every handler of an event, also after one has failed, and return what they raised; Ctrl-C ends it."
+        """Run every handler of an event, also after one has failed, and return what they raised; Ctrl-C ends it.
+
+        Callbacks that were switched off hear of the end too: they may have something to undo."""
         raised: list[BaseException] = []
         for handler, switch, cb in self._tables[self.training][event_name]:
-            if not switch: continue
+            if not switch and (event_name == 'after_error' or cb not in self._callbacks): continue  # out by now
             try: handler()
             except KeyboardInterrupt: raise
             except BaseException as e:
@@ -166,7 +168,7 @@ class Runs(HasCallbacks):
         "What is finished so far, over all fits of this Learner."
         running = perf_counter() - self._started if self._started is not None else 0.
         steps = self._done['st'] + (self.opt.n_steps if self.opt is not None else 0)
-        share = self.pct_train if self.fitting else None
+        share = min(self.pct_train, 1.) if self.fitting else None  # a sum of shares may pass 1 by a rounding
         return Timestamp(**{**self._done, 'st': steps}, sec=self._seconds + running, dur=share)
 
     def _starts_iteration(self) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from learnkit import Callback, CancelBatchException, DataLoaders, Learner, LoaderError, TensorLoader, accuracy, mae
+from learnkit.errors import BatchError
 from learnkit.testing import RegModel, synth_learner
 
 N = 13  # no multiple of the batch size 4
@@ -294,3 +295,71 @@ def test_without_a_validation_loader_it_says_so() -> None:
     learn = Learner([points(4)], nn.Linear(3, 2), nn.MSELoss(), default_cbs=False)
     with pytest.raises(LoaderError, match='validation'): learn.get_preds()
     assert learn.get_preds(ds_idx=0)[0].shape == (4, 2)
+
+
+# predict
+
+class Classes(nn.CrossEntropyLoss):
+    def activation(self, out: Tensor) -> Tensor: return out.softmax(-1)
+    def decodes(self, out: Tensor) -> Tensor: return out.argmax(-1)
+
+
+def test_one_sample_with_and_without_names_of_classes(xy: Any) -> None:
+    learn = learner(TensorLoader(*xy, bs=4), nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.9)), Classes())
+    before = torch.get_rng_state()
+    with torch.no_grad(): probs = learn.model[0](xy[0][5]).softmax(-1)
+    decoded, label, pred = learn.predict(xy[0][5])
+    assert torch.allclose(pred, probs, atol=1e-6) and decoded is label and label == probs.argmax() and label.ndim == 0
+    learn.dls.vocab = ['cat', 'dog']
+    item, name, label, pred = learn.predict(xy[0][5].numpy(), with_input=True)
+    assert torch.equal(item, xy[0][5]) and name == learn.dls.vocab[probs.argmax()] and torch.allclose(pred, probs)
+    assert learn.model.training and torch.equal(before, torch.get_rng_state()) and learn.history == []
+
+
+def test_one_sample_of_several_classes_at_once(xy: Any) -> None:
+    class Several(nn.BCEWithLogitsLoss):
+        def activation(self, out: Tensor) -> Tensor: return out.sigmoid()
+        def decodes(self, out: Tensor) -> Tensor: return out > 0.5
+    learn = learner(TensorLoader(*xy, bs=4), loss=Several())
+    learn.model.weight.data.zero_()
+    learn.model.bias.data = torch.tensor([-1., 2.])
+    learn.dls.vocab = ['red', 'round']
+    names, on, _ = learn.predict(xy[0][0])
+    assert names == ['round'] and on.tolist() == [False, True]
+
+
+def test_one_sample_of_several_inputs_a_dict_or_a_number(xy: Any) -> None:
+    a, b = torch.randn(N, 3), torch.randn(N, 3)
+    learn = learner(TensorLoader(a, b, *xy, bs=4), TwoInTwoOut(), n_inp=2)
+    (i, j), _, _, (p, q) = learn.predict((a[2], b[2]), with_input=True)
+    assert torch.equal(i, a[2]) and torch.equal(j, b[2])
+    assert torch.allclose(p, learn.model.lin(a[2]), atol=1e-6) and torch.allclose(q, learn.model.lin(b[2]), atol=1e-6)
+    learn.dls.n_inp = None
+    assert torch.equal(learn.predict((a[2], b[2]))[2][1], q)
+
+    class Named(nn.Linear):
+        def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+            return {'logits': super().forward(ids)}
+    learn = learner([{'ids': xy[0], 'labels': xy[1]}], Named(3, 2))
+    for item in ({'ids': xy[0][1]}, {'ids': xy[0][1], 'labels': xy[1][1]}):
+        assert torch.allclose(learn.predict(item)[2], learn.model(xy[0][1])['logits'], atol=1e-6)
+
+    line = synth_learner(model=RegModel().double(), default_cbs=False)
+    assert line.predict(0.5)[2].item() == pytest.approx((0.5 * line.model.a + line.model.b).item())
+
+
+def test_one_sample_that_is_none(xy: Any) -> None:
+    learn = learner(TensorLoader(*xy, bs=4))
+    with pytest.raises(BatchError, match='object'): learn.predict(object())
+
+
+def test_data_that_make_and_decode_their_own_batches_do_so(xy: Any) -> None:
+    class Own(DataLoaders):
+        def test_dl(self, items: list[Any], rm_type_tfms: Any = None, num_workers: int = 0) -> Any:
+            return [(torch.stack([xy[0][i] for i in items]),)]
+
+        def decode_batch(self, b: Any) -> Any: return [(f'item {b[0][0, 0]:.1f}', f'class {b[1][0]}')]
+    learn = Learner(Own([xy], [xy], n_inp=1), nn.Linear(3, 2), Classes(), default_cbs=False)
+    item, name, label, pred = learn.predict(4, with_input=True)
+    assert item == f'item {xy[0][4, 0]:.1f}' and name == f'class {label}'
+    assert torch.allclose(pred, learn.model(xy[0][4]).softmax(-1), atol=1e-6)
