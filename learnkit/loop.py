@@ -177,7 +177,8 @@ class Loop(Runs):
             raise LossError(f'{getattr(self.loss_func, "__name__", self.loss_func)} returned {parts!r}: a loss is a '
                             'tensor, or a dict of named tensors.')
         for name, value in parts.items():
-            if name != 'loss': self.log(f'train_{name}' if self.training else name, value, self._weight())
+            if name != 'loss' and not self._repeating:
+                self.log(f'train_{name}' if self.training else name, value, self._weight())
         return parts['loss'] if 'loss' in parts else sum(parts.values())  # type: ignore[return-value]  # of tensors
 
     def _no_loss(self) -> LossError | BatchError:

@@ -1,0 +1,161 @@
+"""Gradient accumulation: one optimizer step for several batches, with the gradient of one big batch."""
+from __future__ import annotations
+
+from operator import index
+from typing import Any
+from warnings import warn
+
+import torch
+from torch import Tensor
+
+from learnkit.batch import find_bs
+from learnkit.callback import Callback
+from learnkit.callbacks.training import bad_option
+from learnkit.errors import BatchError, CancelBatchException, CancelStepException, OptionError
+
+__all__ = ['GradientAccumulation']
+
+
+class GradientAccumulation(Callback):
+    """Step once at least `n_acc` samples have been seen since the last step, with the gradient of all of them.
+
+    That gradient is the mean over those samples, whatever the batch sizes; with `Learner(weight_func=)` the weighted
+    one; for a loss with reduction 'sum' the sum. The reported loss is each batch's own. `before_step` and what follows
+    happen at real steps only, so that clipping, mixed precision, schedules and averages see one big batch; until then
+    a batch ends with `after_cancel_batch`.
+
+    Samples that are left over when an epoch's training ends get a step of their own (in `after_train`), unless the
+    epoch had no other: then they count for the next one. Those left over at the end of the fit are dropped, with a
+    warning when the whole fit took no step.
+
+    Checkpointed: the numbers of samples, and the gradients that wait for their step.
+
+    Raises `OptionError` for an `n_acc` below 1, and before training with an optimizer that needs a closure.
+
+    >>> GradientAccumulation(64).n_acc, GradientAccumulation.order
+    (64, 6)
+    """
+    order, run_valid = 6, False  # before mixed precision (10) unscales the gradients
+
+    def __init__(self, n_acc: int = 32) -> None:
+        try: self.n_acc = 0 if isinstance(n_acc, bool) else index(n_acc)
+        except TypeError: self.n_acc = 0
+        if self.n_acc < 1: raise bad_option(self, 'a whole number of samples, 1 or more', n_acc=n_acc)
+        self._batch: tuple[int, Any] | None = None  # samples and weight of the batch that is not counted yet
+        self._in_tail, self._n_groups, self._stepped = False, 0, False  # groups of this fit; whether one in this epoch
+        self._start_group()
+
+    def _start_group(self) -> None:
+        self._n_samples, self._weight_sum = 0, 0
+        self._divisor: Any = self.n_acc  # what the weighted sum in the gradients is divided by
+
+    def before_fit(self) -> None:
+        if not self.learn.fitting: return
+        if self.learn.opt.needs_closure:
+            raise OptionError('GradientAccumulation: an optimizer that evaluates the loss again (LBFGS) would see the '
+                              'last batch alone. Use `Learner(microbatch=)` and bigger batches.')
+        self._n_groups = 0
+        self._start_group()
+
+    def before_train(self) -> None: self._stepped = False
+
+    # -- each batch ----------------------------------------------------------------------------------------------------
+
+    def before_batch(self) -> None: self._batch = self._measure() if self.learn.microbatch else None
+
+    def before_backward(self) -> None:
+        learn = self.learn
+        if not learn.microbatch: self._batch = self._measure()
+        if self._batch is not None and self._batch[1] is not None:
+            learn.loss_grad = learn.loss_grad * (in_full(self._batch[1], learn.loss) / self._divisor)
+
+    def after_cancel_backward(self) -> None:
+        if not self.learn.microbatch: self._batch = None
+
+    def after_backward(self) -> None:
+        if not self.learn.microbatch: self._count_batch()
+
+    def before_step(self) -> None:
+        if self.learn.microbatch: self._count_pieces()
+        if self._n_samples < self.n_acc and not self._in_tail: raise CancelBatchException
+        self._average()
+
+    def after_step(self) -> None:
+        self._n_groups, self._stepped = self._n_groups + 1, True
+        self._start_group()
+
+    def _measure(self) -> tuple[int, Any]:
+        "Return samples and weight of the batch; the weight is None for a loss that is a sum."
+        learn = self.learn
+        weights = learn._weights([(learn.xb, learn.yb)])
+        return find_bs(learn.xb), weights and weights[0]
+
+    def _count_pieces(self) -> None:
+        "Count a batch that was cut into pieces, which is whole again."
+        if self._batch is not None and self._batch[0] != (n := find_bs(self.learn.xb)):
+            raise BatchError(f'GradientAccumulation: a callback of order above {self.order} made {n} samples of '
+                             f'{self._batch[0]} in before_batch. Give it a lower order, or leave `microbatch` out.')
+        self._count_batch()
+
+    def _count_batch(self) -> None:
+        if self._batch is None: return
+        (n, weight), self._batch = self._batch, None
+        self._n_samples += n
+        if weight is not None: self._weight_sum = self._weight_sum + in_full(weight, self.learn.loss)
+
+    def _average(self) -> None:
+        "Make the gradients the mean over the samples of the group, in case it has not just `n_acc` of them."
+        total = self._weight_sum
+        if not isinstance(total, Tensor) and total in (0, self._divisor): return
+        grads = [p.grad for p in self.learn.opt.parameters() if p.grad is not None]
+        scale = self._divisor / total
+        if grads: torch._foreach_mul_(grads, scale.to(grads[0].device) if isinstance(scale, Tensor) else scale)
+        self._divisor = total  # what comes on top, if the step is put off, is divided likewise
+
+    # -- the end of an epoch and of a fit ------------------------------------------------------------------------------
+
+    def after_train(self) -> None:
+        "Take a step for the samples that are left over."
+        learn = self.learn
+        if not self._n_samples or not self._stepped: return
+        self._in_tail = True
+        try: learn._with_events(learn._step, 'step', CancelStepException)
+        finally: self._in_tail = False
+        learn.opt.zero_grad()
+
+    def after_cancel_fit(self) -> None: self._drop()
+
+    def after_fit(self) -> None:
+        if self._n_groups or not self._n_samples or not self.learn.fitting or self.learn._stopping: return
+        warn(f'GradientAccumulation(n_acc={self.n_acc}): the fit had only {self._n_samples} samples, so no step was '
+             'taken and no weight has changed. Lower n_acc, or train for more epochs.', stacklevel=2)
+
+    def cleanup(self) -> None: self._drop()
+
+    def _drop(self) -> None:
+        "Forget the samples, and the gradients, that no step has used."
+        if self._n_samples and self.learn.opt is not None: self.learn.opt.zero_grad()
+        self._start_group()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        "Return the counts, and the gradients that wait for their step by the names of their parameters."
+        named = self.learn.model.named_parameters() if self._n_samples and self.learn is not None else ()
+        return {'n_samples': self._n_samples, 'weight_sum': self._weight_sum, 'divisor': self._divisor,
+                'n_groups': self._n_groups, 'stepped': self._stepped,
+                'grads': {name: p.grad for name, p in named if p.grad is not None}}
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        "Put the counts and the waiting gradients back."
+        self._n_samples, self._weight_sum, self._divisor = sd['n_samples'], sd['weight_sum'], sd['divisor']
+        self._n_groups, self._stepped = sd['n_groups'], sd['stepped']
+        if not sd['grads'] or self.learn is None: return
+        for name, p in self.learn.model.named_parameters():
+            grad = sd['grads'].get(name)
+            p.grad = None if grad is None else grad.to(p.device, copy=True)
+
+
+def in_full(weight: Any, loss: Tensor) -> Any:
+    "Return a weight in the precision of the loss, or single precision where that is coarser, on its device."
+    return weight.to(torch.promote_types(loss.dtype, torch.float32)) if isinstance(weight, Tensor) else weight

@@ -1,0 +1,278 @@
+"""MixUp and CutMix: train on blends of samples, with the loss blended alike."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Beta
+
+from learnkit.batch import describe, find_bs, map_tensors
+from learnkit.callback import Callback
+from learnkit.errors import BatchError, LossError, OptionError
+from learnkit.loop import name_of
+
+__all__ = ['MixHandler', 'MixUp', 'CutMix']
+
+
+@dataclass(eq=False)
+class Partner:
+    "What a batch is blended with, as far as the loss needs it; with microbatches it travels as the last of `yb`."
+    yb: tuple[Any, ...]   # the targets of the partners
+    lam: Tensor           # the share of the sample itself: one a sample, or one for all
+
+
+class MixHandler(Callback):
+    """Blend the loss of each training batch between its own targets and those of its partners: the base of `MixUp`.
+
+    A subclass draws in `before_batch` how the samples are paired. It changes `learn.xb`, and sets `yb1` (the partners'
+    targets) and `lam`, the share of the sample itself: a tensor with one number a sample, or with one for all. Where
+    `stack_y` holds, the loss becomes `lam * loss(pred, y) + (1 - lam) * loss(pred, y1)` for each sample, reduced as the
+    loss function says; otherwise the subclass blends the targets themselves.
+
+    For the time of a forward pass in training `learn.loss_func` is a function that does this, and it is put back
+    whatever happens. Evaluation, also in the middle of training, has the plain loss. Metrics on training batches get
+    the predictions for the blended inputs, and the targets `yb`: whole classes of the samples themselves, or blended
+    numbers. 'mean' is the plain mean over the elements, as in fastai, also with class weights or an `ignore_index`.
+
+    Everything random is drawn on the CPU, from torch's global generator, so that a resumed run draws the same.
+    Checkpointed: nothing.
+
+    Raises `OptionError` unless `alpha` is positive; before any weight has changed, `LossError` for a loss function that
+    cannot be computed without its reduction; and `BatchError` for a batch in which there is nothing to blend.
+    """
+    run_valid = False
+
+    def __init__(
+        self,
+        alpha: float = 0.5,   # of the distribution Beta(alpha, alpha) of the shares: the larger, the more is blended
+    ) -> None:
+        super().__init__()
+        if not isinstance(alpha, (int, float)) or not 0 < alpha < float('inf'):
+            raise OptionError(f'{type(self).__name__}(alpha={alpha!r}): give a number above 0. '
+                              'Without any blending, leave the callback out.')
+        self.distrib = Beta(torch.tensor(float(alpha)), torch.tensor(float(alpha)))
+        self._piece: Partner | None = None                       # that of the microbatch
+        self._reduction: tuple[Any, str] = None, ''              # a loss function, and how it reduces
+
+    @property
+    def stack_y(self) -> bool:
+        "Whether the loss is blended and not the targets: the loss says so (`y_int`), or a target is no float."
+        if getattr(self.learn.loss_func, 'y_int', False): return True
+        return any(not t.is_floating_point() for t in tensors_in(self.learn.yb))
+
+    def before_fit(self) -> None:
+        if self.fitting and self.learn.loss_func is None:
+            raise LossError(f'{type(self).__name__} needs a loss function to blend: pass `loss_func=` to the Learner.')
+
+    def before_pred(self) -> None:
+        self._piece = self._take_partner()
+
+    def after_batch(self) -> None:
+        self._take_partner()
+
+    def cleanup(self) -> None:
+        "Let go of the last batch."
+        for name in ('lam', 'yb1'): self.__dict__.pop(name, None)
+        self._piece, self._reduction = None, (None, '')
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        "Return a context in which the loss is blended."
+        if 'lam' not in self.__dict__ or not self.stack_y: yield; return
+        learn, plain = self.learn, self.learn.loss_func
+        if self._reduction[0] is not plain: self._reduction = plain, reduction_of(plain, type(self).__name__)
+        learn.loss_func = BlendedLoss(self, plain)
+        try: yield
+        finally: learn.loss_func = plain
+
+    def blended_loss(self, loss_func: Callable[..., Any], pred: Any, yb: tuple[Any, ...]) -> Tensor:
+        "Compute the loss of a training batch from that to its own targets and that to its partners'."
+        partner, reduction = self._piece or Partner(self.yb1, self.lam), self._reduction[1]
+        own, other = unreduced(loss_func, pred, yb), unreduced(loss_func, pred, partner.yb)
+        loss = torch.lerp(other, own, share_of_each(partner.lam, own, loss_func))
+        return loss.mean() if reduction == 'mean' else loss.sum() if reduction == 'sum' else loss
+
+    def _pair(self, n: int) -> Tensor:
+        "Draw with which one each of `n` samples is blended, and set the partners' targets."
+        order = torch.randperm(n).to(tensors_in(self.learn.xb)[0].device, non_blocking=True)
+        if not any(is_of_samples(t, n) for t in tensors_in(self.learn.yb)):
+            raise BatchError(f'{type(self).__name__} cannot blend the targets {describe(self.learn.yb)}: there is no '
+                             f'tensor with one entry for each of {n} samples.')
+        self.yb1 = map_tensors(self.learn.yb, lambda t: t[order] if is_of_samples(t, n) else t)
+        return order
+
+    def _blend_targets(self, order: Tensor) -> None:
+        "Blend the targets, or let the loss do it."
+        learn = self.learn
+        if not self.stack_y: learn.yb = blended_tensors(learn.yb, order, self.lam)
+        elif learn.microbatch: learn.yb = (*learn.yb, Partner(self.yb1, self.lam))
+
+    def _take_partner(self) -> Partner | None:
+        "Take out of `yb` what travels in it to the microbatches."
+        yb = self.learn.yb
+        if not yb or not isinstance(yb[-1], Partner): return None
+        self.learn.yb = yb[:-1]
+        return yb[-1]
+
+
+class BlendedLoss:
+    "A loss function that is blended in training; in an evaluation meanwhile, and for the rest, it is the plain one."
+
+    def __init__(self, handler: MixHandler, plain: Callable[..., Any]) -> None:
+        self.__dict__.update(handler=handler, plain=plain, __name__=name_of(plain))
+
+    def __call__(self, pred: Any, *yb: Any, **kwargs: Any) -> Any:
+        handler, plain = self.handler, self.plain
+        return handler.blended_loss(plain, pred, yb) if handler.learn.training else plain(pred, *yb, **kwargs)
+
+    def __getattr__(self, name: str) -> Any: return getattr(self.__dict__['plain'], name)
+    def __setattr__(self, name: str, value: Any) -> None: setattr(self.plain, name, value)
+
+
+class MixUp(MixHandler):
+    """Train on weighted means of samples (Zhang et al., 2018, https://arxiv.org/abs/1710.09412).
+
+    Each sample is blended with another one of its batch: `x = lam * x + (1 - lam) * x1`, with a `lam` of its own from
+    Beta(alpha, alpha), the larger of it and `1 - lam`. All floating-point tensors of the input with one entry a sample
+    are blended. For the loss see `MixHandler`; `lam` has the shape `(bs,)`.
+
+    >>> from learnkit.testing import synth_learner
+    >>> learn = synth_learner(cbs=MixUp(0.2))
+    >>> with learn.no_bar(): learn.fit(1)
+    """
+
+    def __init__(
+        self,
+        alpha: float = 0.4,   # of Beta(alpha, alpha): the larger, the more is blended
+    ) -> None: super().__init__(alpha)
+
+    def before_batch(self) -> None:
+        "Blend the batch with itself in another order."
+        learn, n = self.learn, find_bs(self.learn.xb)
+        if not any(t.is_floating_point() and is_of_samples(t, n) for t in tensors_in(learn.xb)):
+            raise BatchError(f'MixUp cannot blend the inputs {describe(learn.xb)}: there is no floating-point tensor '
+                             'with one entry a sample. Turn them into floats first, in a callback of lower order.')
+        lam = self.distrib.sample((n,))
+        order = self._pair(n)
+        self.lam = torch.maximum(lam, 1 - lam).to(order.device, non_blocking=True)
+        learn.xb = blended_tensors(learn.xb, order, self.lam)
+        self._blend_targets(order)
+
+
+class CutMix(MixHandler):
+    """Train on images with a box of another one pasted in (Yun et al., 2019, https://arxiv.org/abs/1905.04899).
+
+    One box a batch, of a share `1 - lam` of the image with `lam` from Beta(alpha, alpha), at a random place; what lies
+    outside the image is cut off, and `lam` becomes the share that is left of the image itself, exactly. Every input
+    of the same height and width `(bs, ..., H, W)` gets the box, other ones stay as they are. For the loss see
+    `MixHandler`; `lam` has the shape `(1,)`.
+
+    >>> from learnkit.testing import synth_learner
+    >>> images, classes = torch.rand(32, 3, 8, 8), torch.randint(10, (32,))
+    >>> loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, classes), batch_size=8)
+    >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 8 * 8, 10))
+    >>> learn = synth_learner(dls=loader, model=model, loss_func=torch.nn.functional.cross_entropy, cbs=CutMix)
+    >>> with learn.no_bar(): learn.fit(1)
+    """
+
+    def __init__(
+        self,
+        alpha: float = 1.,    # of Beta(alpha, alpha): 1 makes all shares equally likely
+    ) -> None: super().__init__(alpha)
+
+    def before_batch(self) -> None:
+        "Paste a box of the batch in another order into the batch."
+        learn, n = self.learn, find_bs(self.learn.xb)
+        sizes = [t.shape[-2:] for t in tensors_in(learn.xb) if t.ndim > 2 and is_of_samples(t, n)]
+        if not sizes:
+            raise BatchError(f'CutMix found no images (bs, ..., height, width) in the inputs {describe(learn.xb)}.')
+        h, w = sizes[0]
+        lam = self.distrib.sample((1,))
+        order = self._pair(n)
+        x1, y1, x2, y2 = self.rand_bbox(w, h, lam)
+        area = torch.tensor([(x2 - x1) * (y2 - y1)])
+        self.lam = (1 - area / (w * h)).to(order.device, non_blocking=True)
+
+        def with_box(t: Tensor) -> Tensor:
+            if t.ndim < 3 or t.shape[-2:] != (h, w) or not is_of_samples(t, n): return t
+            new, box = t.clone(), (..., slice(y1, y2), slice(x1, x2))  # a loader may give the same tensor again
+            new[box] = t[box][order]
+            return new
+        learn.xb = map_tensors(learn.xb, with_box)
+        self._blend_targets(order)
+
+    def rand_bbox(
+        self,
+        W: int,       # width of the images
+        H: int,       # their height
+        lam: Tensor,  # the share of the image that is to stay, of one element on the CPU
+    ) -> tuple[int, int, int, int]:  # x1, y1, x2, y2; the last two are exclusive
+        "Draw the centre of a box, and cut off what lies outside."
+        side = torch.sqrt(1 - lam)
+        (x1, x2), (y1, y2) = (interval(size, int(torch.round(size * side))) for size in (W, H))
+        return x1, y1, x2, y2
+
+
+def interval(size: int, length: int) -> tuple[int, int]:
+    "Draw an interval of about `length` with its middle in `range(size)`, and return what of it lies in that range."
+    middle = int(torch.randint(0, size, (1,)))
+    return max(0, middle - length // 2), min(size, middle + length // 2)
+
+
+def tensors_in(b: Any) -> list[Tensor]:
+    "Return the tensors of a nested batch."
+    found: list[Tensor] = []
+    def note(t: Tensor) -> Tensor: found.append(t); return t
+    map_tensors(b, note)
+    return found
+
+
+def is_of_samples(t: Tensor, n: int) -> bool:
+    "Tell whether a tensor has an entry for each of `n` samples."
+    return t.ndim > 0 and t.shape[0] == n
+
+
+def blended_tensors(b: Any, order: Tensor, lam: Tensor) -> Any:
+    "Blend each sample of a nested batch's floating-point tensors with the one that has its place in `order`."
+    def blended(t: Tensor) -> Tensor:
+        if not t.is_floating_point() or not is_of_samples(t, len(order)): return t
+        return torch.lerp(t[order], t, lam.to(t).view(-1, *[1] * (t.ndim - 1)))
+    return map_tensors(b, blended)
+
+
+def reduction_of(loss_func: Any, who: str) -> str:
+    "Return how a loss function reduces, or raise `LossError` when it cannot be asked not to."
+    if hasattr(loss_func, 'reduction'): return loss_func.reduction
+    try: params = signature(getattr(loss_func, 'forward', loss_func)).parameters
+    except (TypeError, ValueError): return 'mean'  # written in C: calling it will tell
+    if 'reduction' in params: return params['reduction'].default
+    if any(p.kind is p.VAR_KEYWORD for p in params.values()): return 'mean'
+    raise LossError(f'{who} needs the loss of each sample, and {name_of(loss_func)} has no `reduction`. Give it that '
+                    "keyword (with 'none' it returns one number a sample), or targets that can be blended: floats.")
+
+
+def unreduced(loss_func: Any, pred: Any, yb: tuple[Any, ...]) -> Tensor:
+    "Compute the loss of each element."
+    if not hasattr(loss_func, 'reduction'): return loss_func(pred, *yb, reduction='none')
+    reduction = loss_func.reduction
+    try:
+        loss_func.reduction = 'none'
+        return loss_func(pred, *yb)
+    finally: loss_func.reduction = reduction
+
+
+def share_of_each(lam: Tensor, loss: Tensor, loss_func: Any) -> Tensor:
+    "Return the shares in the shape of an unreduced loss: samples first, or all elements in a row, sample by sample."
+    n = len(lam)
+    if not isinstance(loss, Tensor): found = describe(loss)
+    elif n == 1: return lam.to(loss).view(())
+    elif is_of_samples(loss, n): return lam.to(loss).view(-1, *[1] * (loss.ndim - 1))
+    elif loss.ndim == 1 and len(loss) % n == 0: return lam.to(loss).repeat_interleave(len(loss) // n)
+    else: found = f'a tensor of shape {tuple(loss.shape)}'
+    raise LossError(f"{name_of(loss_func)} with reduction='none' gave {found} for {n} samples. To blend it, one number "
+                    'for each sample or each of its elements is needed.')

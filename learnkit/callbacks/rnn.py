@@ -1,0 +1,111 @@
+"""Callbacks for recurrent models: their hidden state, their several outputs, and penalties on their activations."""
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from learnkit.batch import describe
+from learnkit.callback import Callback
+from learnkit.callbacks.training import bad_option, is_number
+from learnkit.errors import ModelError, OptionError
+
+__all__ = ['ModelResetter', 'RNNCallback', 'RNNRegularizer', 'rnn_cbs']
+
+
+class ModelResetter(Callback):
+    """Call `model.reset()` before each epoch's training and validation and after the fit.
+
+    A model without `reset` keeps nothing from batch to batch, and is left alone. No state.
+
+    >>> ModelResetter()
+    ModelResetter
+    """
+
+    def before_train(self) -> None: self._reset()
+    def before_validate(self) -> None: self._reset()
+    def after_fit(self) -> None: self._reset()
+
+    def _reset(self) -> None:
+        reset = getattr(self.learn.model, 'reset', None)
+        if reset is not None: reset()
+
+
+class RNNCallback(Callback):
+    """Take a model's `(output, raw outputs, outputs)` apart: the loss gets the output, `learn.rnn` has the others.
+
+    `raw_out` and `out` are those of the last layer, `[batch, time, hidden]`, before and after dropout; each of the
+    three may be a list over layers. A model that returns one tensor has nothing to take apart. No state.
+
+    Raises `ModelError` for a tuple of another length.
+
+    >>> RNNCallback().name
+    'rnn'
+    """
+
+    def __init__(self) -> None:
+        self.raw_out: Any = None
+        self.out: Any = None
+
+    def after_pred(self) -> None:
+        pred = self.learn.pred
+        if isinstance(pred, Tensor): return
+        if not isinstance(pred, (tuple, list)) or len(pred) != 3:
+            raise ModelError(f'RNNCallback: {type(self.learn.model).__name__} returned {describe(pred)}, not (output, '
+                             'raw outputs, outputs). Leave the callback out, or return these three.')
+        self.learn.pred, self.raw_out, self.out = (o[-1] if isinstance(o, (tuple, list)) else o for o in pred)
+
+    def cleanup(self) -> None: self.raw_out = self.out = None
+
+
+class RNNRegularizer(Callback):
+    """Add penalties on the activations of a recurrent model to what is minimised (not to the loss that is reported).
+
+    `alpha` times the mean square of the outputs (AR) and `beta` times that of the change of the raw outputs from one
+    time step to the next (TAR): Merity, McCann and Socher, "Revisiting activation regularization for language RNNs",
+    2017. It needs `RNNCallback`. No state.
+
+    Raises `OptionError` for a weight below 0, and before training without an `RNNCallback`; `ModelError` when the model
+    returns no activations.
+
+    >>> RNNRegularizer(alpha=2., beta=1.).beta
+    1.0
+    """
+    order, run_valid = RNNCallback.order + 1, False
+
+    def __init__(
+        self,
+        alpha: float = 0.,   # weight of the activations (AR)
+        beta: float = 0.,    # weight of their change over time (TAR)
+    ) -> None:
+        for name, value in (('alpha', alpha), ('beta', beta)):
+            if not is_number(value) or value < 0: raise bad_option(self, 'a weight, 0 or more', **{name: value})
+        self.alpha, self.beta = alpha, beta
+
+    def before_fit(self) -> None:
+        if (self.alpha or self.beta) and not any(isinstance(cb, RNNCallback) for cb in self.learn.cbs):
+            raise OptionError('RNNRegularizer needs the outputs that RNNCallback keeps: add both, with '
+                              '`cbs=rnn_cbs(alpha, beta)`.')
+
+    def after_loss(self) -> None:
+        if not self.alpha and not self.beta: return
+        rnn = next(cb for cb in self.learn.cbs if isinstance(cb, RNNCallback))
+        if rnn.out is None:
+            raise ModelError(f'RNNRegularizer: {type(self.learn.model).__name__} returned no activations to penalise. '
+                             'Return (output, raw outputs, outputs).')
+        penalty, h = self.alpha * rnn.out.float().pow(2).mean(), rnn.raw_out
+        if self.beta and h.shape[1] > 1: penalty = penalty + self.beta * (h[:, 1:] - h[:, :-1]).float().pow(2).mean()
+        self.learn.loss_grad = self.learn.loss_grad + penalty
+
+
+def rnn_cbs(
+    alpha: float = 0.,   # weight of the activations (AR)
+    beta: float = 0.,    # weight of their change over time (TAR)
+) -> list[Callback]:
+    """Return all the callbacks that training a recurrent model needs.
+
+    >>> rnn_cbs(), rnn_cbs(alpha=2., beta=1.)
+    ([ModelResetter, RNNCallback], [ModelResetter, RNNCallback, RNNRegularizer])
+    """
+    penalties = [RNNRegularizer(alpha, beta)] if alpha or beta else []
+    return [ModelResetter(), RNNCallback(), *penalties]

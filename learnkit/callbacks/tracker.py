@@ -1,0 +1,343 @@
+"""Callbacks that watch a value: stop when it stops improving, keep the best weights, lower the rate."""
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from contextlib import ExitStack
+from numbers import Real
+from pathlib import Path
+from typing import Any
+from warnings import warn
+
+import numpy as np
+from torch import Tensor
+
+from learnkit.callback import Callback
+from learnkit.callbacks.ema import EMA
+from learnkit.callbacks.nonfinite import TerminateOnNaNCallback, say
+from learnkit.errors import MetricError, OptionError, did_you_mean
+from learnkit.recorder import Recorder
+from learnkit.saving import file_path
+from learnkit.timing import Time, Timestamp, as_time
+
+__all__ = ['TerminateOnNaNCallback', 'TrackerCallback', 'EarlyStoppingCallback', 'SaveModelCallback',
+           'ReduceLROnPlateau']
+
+Monitor = str | Callable[[Any], Any]
+Compare = Callable[[Any, Any], Any]
+
+_ERROR_NAMES = re.compile(r'(^|_)(r?mse|mae|msle|mape|exp_rmspe|perplexity|wer|cer)$')  # measures of an error
+
+
+class TrackerCallback(Callback):
+    """Compare a value at the end of each epoch with the best so far.
+
+    `best` is that value, `new_best` tells whether this epoch brought it. The values are the Recorder's columns
+    (`learn.recorder.metric_names`): losses, metrics, `name/loss` of several validation loaders. For anything else, what
+    `learn.log` averages for one, `monitor` is a function: `lambda learn: learn.history[-1]['valid_part']`. A value that
+    is NaN, or that was not measured, is no improvement and changes nothing.
+
+    Raises `MetricError` before anything is trained when there is no such column, and for a value that is no number;
+    `OptionError` for a `min_delta` below 0. Checkpointed: `best` and `new_best`.
+
+    >>> from learnkit.testing import synth_learner
+    >>> learn = synth_learner(lr=0.05, cbs=TrackerCallback())
+    >>> with learn.no_bar(): learn.fit(3)
+    >>> learn.tracker.best == min(row['valid_loss'] for row in learn.history)
+    True
+    """
+    order, remove_on_fetch, remove_on_find = 60, True, True
+    monitor: Monitor
+    reset_on_fit: bool
+    min_delta: float
+    best: float | None
+    new_best: bool
+    _lower: bool
+
+    def __init__(
+        self,
+        monitor: Monitor = 'valid_loss',   # a column, or a function of the learner
+        comp: Compare | None = None,       # comp(new, best); None: np.less for a loss or error, else np.greater
+        min_delta: float = 0.,             # a smaller change is no improvement
+        reset_on_fit: bool = True,         # whether each fit starts anew; False: `best` is that of all fits
+    ) -> None:
+        if not isinstance(min_delta, Real) or not 0 <= min_delta < math.inf:
+            raise OptionError(f'min_delta={min_delta!r}: give a number, 0 or more. What counts as better says `comp`.')
+        name = monitor if isinstance(monitor, str) else getattr(monitor, '__name__', '')
+        self.comp: Compare = _comparison(name) if comp is None else comp
+        self._lower = bool(self.comp(0., 1.))
+        self.monitor, self.reset_on_fit = monitor, reset_on_fit
+        self.min_delta = -min_delta if self._lower else min_delta
+        self.best, self.new_best = None, False
+        self.idx: int | None = None        # of the column in `recorder.values[-1]`
+
+    def before_fit(self) -> None:
+        "Find the column, and start comparing."
+        if not self.learn.fitting: return
+        if self._records() is None:
+            raise MetricError(f'{type(self).__name__} reads the Recorder, and this Learner has none.')
+        self.idx = None if callable(self.monitor) else self._find(self.monitor)
+        if self.reset_on_fit or self.best is None: self.best = math.inf if self._lower else -math.inf
+        self.new_best = False
+
+    def after_epoch(self) -> None:
+        "Compare this epoch's value with the best."
+        if not self.learn.fitting: return
+        self.new_best = False
+        if (row := self._row()) is None: return
+        value = self._number(self.monitor(self.learn) if callable(self.monitor) else self._measured(row))
+        self.new_best = value is not None and bool(self.comp(value - self.min_delta, self.best))
+        if self.new_best: self.best = value
+        self.after_comparison()
+
+    def after_comparison(self) -> None:
+        "Act on `new_best`; for subclasses."
+
+    def _find(self, monitor: str) -> int | None:
+        "Return the place of a column, None for one that was logged in an earlier fit."
+        recorder = self._records()
+        names = [n for n in recorder.metric_names[1:] if n != 'time']
+        if monitor in names: return names.index(monitor)
+        if any(monitor in row for row in recorder.history) and monitor not in ('fit', 'epoch', 'time'): return None
+        raise MetricError(f'{type(self).__name__}(monitor={monitor!r}): no such value is recorded, but '
+                          f'{", ".join(names)}.{did_you_mean(monitor, names)} For what `learn.log` averages, give a '
+                          "function: `monitor=lambda learn: learn.history[-1]['...']`.")
+
+    def _records(self) -> Any: return next((cb for cb in self.learn.cbs if isinstance(cb, Recorder)), None)
+
+    def _row(self) -> dict[str, Any] | None:
+        "Return this epoch's row of the history; an epoch that was skipped has none."
+        recorder = self._records()
+        row = recorder.history[-1] if recorder.history else {}
+        return row if (row.get('fit'), row.get('epoch')) == (recorder.n_fits - 1, self.learn.epoch) else None
+
+    def _measured(self, row: dict[str, Any]) -> Any:
+        "Return the monitored value. Callbacks before this one may have changed `recorder.values`."
+        values = self._records().values[-1]
+        complete = len(values) == len(row) - len(('fit', 'epoch', 'time'))  # an epoch cut short lacks some
+        return values[self.idx] if complete and self.idx is not None else row.get(str(self.monitor))
+
+    def _number(self, value: Any) -> float | None:
+        "Return a value as a number, None where it has no meaning."
+        if value is None: return None
+        if isinstance(value, (Tensor, np.ndarray)) and math.prod(value.shape) == 1: value = value.item()
+        if not isinstance(value, Real) or isinstance(value, bool):
+            raise MetricError(f'{type(self).__name__} cannot compare {self.monitor!r}: it is {value!r}, no number.')
+        return None if math.isnan(value) else float(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        "Return the best value."
+        return {'best': self.best, 'new_best': self.new_best}
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        "Go on from the best value."
+        self.best, self.new_best = sd['best'], sd['new_best']
+
+
+def _comparison(name: str) -> Compare:
+    "Return which way is better, by the rule of fastai; its trap is told."
+    if 'loss' in name or 'error' in name: return np.less
+    if _ERROR_NAMES.search(name.rpartition('/')[2]):
+        warn(f'monitor={name!r}: higher counts as better for every name without "loss" or "error" in it. Pass '
+             '`comp=np.less`, or `comp=np.greater` if that is meant.', stacklevel=3)
+    return np.greater
+
+
+class _Patient(TrackerCallback):
+    "Waits for an improvement for so long, then loses patience. Checkpointed: also how long it has waited."
+
+    def __init__(
+        self,
+        monitor: Monitor = 'valid_loss', comp: Compare | None = None, min_delta: float = 0.,  # as for the tracker
+        patience: int | str | Time = 1,      # epochs without an improvement, or a time such as '10m' or '500ba'
+        reset_on_fit: bool = True,
+    ) -> None:
+        super().__init__(monitor, comp, min_delta, reset_on_fit)
+        as_time(patience, 'ep')
+        self.patience, self.wait = patience, 0   # epochs waited
+        self._since = Timestamp()                # when the waiting began
+
+    def before_fit(self) -> None:
+        "Start waiting."
+        super().before_fit()
+        if self.learn.fitting: self._wait_anew()
+
+    def after_comparison(self) -> None:
+        "Count the epoch, unless it brought an improvement."
+        if self.new_best: return self._wait_anew()
+        self.wait += 1
+        limit = as_time(self.patience, 'ep')
+        if (self.wait >= limit.value) if limit.unit == 'ep' else (self.learn.time - self._since >= limit):
+            self.lose_patience()
+
+    def lose_patience(self) -> None: "Do what is due; for subclasses."
+
+    def _wait_anew(self) -> None: self.wait, self._since = 0, self.learn.time
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), 'wait': self.wait, 'since': self._since.state_dict()}
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        super().load_state_dict(sd)
+        self.wait, self._since = sd['wait'], Timestamp.from_state_dict(sd['since'])
+
+
+class EarlyStoppingCallback(_Patient):
+    """Stop the fit when the monitored value has not improved for `patience` epochs.
+
+    The other arguments are those of `TrackerCallback`. The epoch ends as usual, with its checkpoints.
+
+    >>> from learnkit.testing import synth_learner
+    >>> learn = synth_learner(lr=0., cbs=EarlyStoppingCallback(patience=2))
+    >>> with learn.no_bar(): learn.fit(10)
+    >>> len(learn.history)
+    3
+    """
+    order = TrackerCallback.order + 3
+
+    def lose_patience(self) -> None:
+        "Stop."
+        say(self, f'No improvement since epoch {self.learn.epoch - self.wait}: early stopping')
+        self.learn.stop()
+
+
+class ReduceLROnPlateau(_Patient):
+    """Divide the learning rates by `factor` when the monitored value has not improved for `patience` epochs.
+
+    The other arguments are those of `TrackerCallback`. A schedule that sets the rate at every batch goes over it.
+
+    >>> from learnkit.testing import synth_learner
+    >>> learn = synth_learner(lr=0., cbs=ReduceLROnPlateau(patience=2, factor=2., min_lr=1e-4))
+    >>> with learn.no_bar(): learn.fit(2, lr=0.)
+    >>> learn.opt.hypers[-1]['lr']
+    0.0
+    """
+    order = TrackerCallback.order + 2
+    factor: float
+    min_lr: float
+
+    def __init__(
+        self,
+        monitor: Monitor = 'valid_loss', comp: Compare | None = None, min_delta: float = 0.,  # as for the tracker
+        patience: int | str | Time = 1,    # epochs without an improvement, or a time such as '10m' or '500ba'
+        factor: float = 10.,               # rates are divided by it
+        min_lr: float = 0.,                # no rate is brought below this
+        reset_on_fit: bool = True,
+    ) -> None:
+        super().__init__(monitor, comp, min_delta, patience, reset_on_fit)
+        if not isinstance(factor, Real) or not factor > 1:
+            raise OptionError(f'factor={factor!r} divides the rate: give a number above 1, such as 10.')
+        if not isinstance(min_lr, Real) or not min_lr >= 0: raise OptionError(f'min_lr={min_lr!r}: give 0 or more.')
+        self.factor, self.min_lr = factor, min_lr
+
+    def lose_patience(self) -> None:
+        "Lower the rates, and wait again."
+        before = self._rates()
+        for h, lr in zip(self.learn.opt.hypers, before, strict=True):
+            h['lr'] = min(lr, max(lr / self.factor, self.min_lr))
+        self._wait_anew()
+        if (now := self._rates())[-1] < before[-1]: say(self, f'Epoch {self.learn.epoch}: reducing lr to {now[-1]}')
+
+    def _rates(self) -> list[float]: return [float(h['lr']) for h in self.learn.opt.hypers]
+
+
+class SaveModelCallback(TrackerCallback):
+    """Save the weights whenever the monitored value improves, and load the best at the end of the fit.
+
+    The best are those that were evaluated: the averaged ones where `EMA` averages, which begins anew when they are
+    loaded. That happens whatever ended the fit: its last epoch, a stop, an exception, Ctrl-C. Only a file that
+    this callback has written counts: where no epoch improved the value (all were NaN), the weights stay as they are and
+    a warning says so. With `every_epoch` each epoch (or each so many) has a file, `fname_0`, `fname_1`, ..., and
+    nothing is compared or loaded; with `at_end` the last weights replace the best's file when the fit has ended well.
+
+    Raises `OptionError` for options that contradict each other and, before training, for a folder that cannot be
+    written. Checkpointed: also the path that was saved last.
+
+    >>> import tempfile
+    >>> from learnkit.testing import synth_learner
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     learn = synth_learner(path=folder, cbs=SaveModelCallback(fname='line', every_epoch=True))
+    ...     with learn.no_bar(): learn.fit(2)
+    ...     sorted(p.name for p in Path(folder, 'models').iterdir())
+    ['line_0.pth', 'line_1.pth']
+    """
+    order = TrackerCallback.order + 1
+
+    def __init__(
+        self,
+        monitor: Monitor = 'valid_loss', comp: Compare | None = None, min_delta: float = 0.,  # as for the tracker
+        fname: str | Path = 'model',       # as for `learn.save`
+        every_epoch: bool | int = False,   # save after every epoch, or after each so many, instead of the best
+        at_end: bool = False,              # keep the last weights instead of loading the best
+        with_opt: bool = False,            # save (and load) the optimizer's state too
+        reset_on_fit: bool = True,
+    ) -> None:
+        super().__init__(monitor, comp, min_delta, reset_on_fit)
+        if every_epoch and at_end: raise OptionError('every_epoch and at_end contradict each other: choose one.')
+        if not isinstance(every_epoch, int) or every_epoch < 0:
+            raise OptionError(f'every_epoch={every_epoch!r}: give True, False, or a number of epochs.')
+        file_path(fname, Path())
+        self.fname, self.every_epoch, self.at_end, self.with_opt = fname, every_epoch, at_end, with_opt
+        self.last_saved_path: Path | None = None
+        self._best_path: Path | None = None      # of the best so far, written by this callback
+        self._watching = self._compared = False  # a fit is running; it has had a value to compare
+
+    def before_fit(self) -> None:
+        "See that files can be written."
+        if not self.learn.fitting: return
+        if not self.every_epoch: super().before_fit()
+        self.learn._check_saves(self.fname)
+        if self.reset_on_fit: self._best_path = None
+        self._watching, self._compared = True, False
+
+    def after_epoch(self) -> None:
+        "Save this epoch's weights, if it is its turn or if they are the best."
+        if not self.every_epoch: return super().after_epoch()
+        due = self.learn.fitting and self._row() is not None and self.learn.epoch % self.every_epoch == 0
+        if due: self._save(f'{self.fname}_{self.learn.epoch}')
+
+    def after_comparison(self) -> None:
+        "Save the best."
+        self._compared = True
+        if not self.new_best: return
+        say(self, f'Better model found at epoch {self.learn.epoch} with {self._label()} value: {self.best}.')
+        with ExitStack() as stack:
+            for cb in self.learn.cbs:
+                if isinstance(cb, EMA) and cb.has_begun: stack.enter_context(cb.applied())
+            self._best_path = self._save(self.fname)
+
+    def after_fit(self) -> None:
+        "Load the best weights, or save the last."
+        if not self.learn.fitting or not self._watching: return
+        if self.at_end: self._watching, self._best_path = False, None; self._save(self.fname)
+        else: self._load_best()
+
+    def cleanup(self) -> None:
+        "Load the best weights after a fit that failed, too."
+        if self._watching: self._load_best()
+
+    def _save(self, name: str | Path) -> Path:
+        self.last_saved_path = path = self.learn.save(name, with_opt=self.with_opt)
+        return path
+
+    def _load_best(self) -> None:
+        self._watching = False
+        if self.every_epoch or self.at_end: return
+        if self._best_path is not None: self.learn.load(self._best_path, with_opt=self.with_opt)
+        elif self._compared:
+            warn(f'No epoch had a {self._label()} that could be the best, so no weights were saved or loaded.',
+                 stacklevel=2)
+
+    def _label(self) -> str: return self.monitor if isinstance(self.monitor, str) else 'monitored'
+
+    def state_dict(self) -> dict[str, Any]:
+        "Return the best value, and what was saved."
+        paths = {'last_saved_path': self.last_saved_path, 'best_path': self._best_path}
+        return {**super().state_dict(), **{k: None if p is None else str(p) for k, p in paths.items()}}
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        "Go on from the best value and its file."
+        super().load_state_dict(sd)
+        paths = (sd['last_saved_path'], sd['best_path'])
+        self.last_saved_path, self._best_path = (None if p is None else Path(p) for p in paths)

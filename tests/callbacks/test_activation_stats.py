@@ -1,0 +1,255 @@
+"""ActivationStats: its numbers against those of the same activations in float64, and what it draws."""
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from learnkit import Callback, Learner
+from learnkit.batch import microbatches
+from learnkit.callbacks.hooks import Hooks
+from learnkit.callbacks.stats import ActivationStats, _measured
+from learnkit.data import DataLoaders
+from learnkit.errors import OptionError
+from learnkit.testing import synth_learner
+
+
+class TwiceUsed(nn.Module):
+    "Use one layer twice, and another not at all."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.idle = nn.Linear(2, 2), nn.Linear(2, 1), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor: return self.head(self.body(self.body(x) * 9 + 4))
+
+
+def quiet(model: nn.Module, cb: Callback, bs: int = 8, n: int = 24, shape: Any = (2,), **kwargs: Any) -> Learner:
+    x = torch.randn(n, *shape) * 3
+    dls = DataLoaders.from_tensors((x, torch.randn(n, 1)), (x, torch.randn(n, 1)), bs=bs, shuffle=False)
+    learn = Learner(dls, model, nn.MSELoss(), opt_func=torch.optim.SGD, lr=0., cbs=cb, **kwargs)
+    learn.remove_cb(learn.progress)
+    learn.logger = lambda row: None
+    return learn
+
+
+def outputs(learn: Learner, modules: list[nn.Module]) -> list[list[list[Tensor]]]:
+    "Return what each module put out at each of its calls, in float64, for each training batch."
+    found = []
+    for x, _ in learn.dls.train:
+        calls: list[list[Tensor]] = [[] for _ in modules]
+        def keep(m: nn.Module, i: Any, o: Any, calls: list[list[Tensor]] = calls) -> None:
+            calls[modules.index(m)].append(o.double().flatten())
+        with Hooks(modules, keep): learn.model(x)
+        found.append(calls)
+    return found
+
+
+def check(stats: ActivationStats, layer: int, batches: list[Tensor], tol: float = 1e-6) -> None:
+    means, stds, near = map(list, stats.layer_stats(layer))
+    assert means == pytest.approx([t.mean().item() for t in batches], rel=tol, abs=tol)
+    assert stds == pytest.approx([t.std().item() for t in batches], rel=tol, abs=tol)
+    assert near == pytest.approx([(t <= 0.05).double().mean().item() for t in batches], rel=tol)
+
+
+def test_numbers_are_those_of_the_activations_in_float64() -> None:
+    model = nn.Sequential(nn.Linear(2, 5), nn.ReLU(), nn.Linear(5, 1))
+    learn = quiet(model, cb := ActivationStats(with_hist=True, include_paramless=True))
+    learn.fit(1)
+    seen = outputs(learn, list(model))
+    assert learn.activation_stats is cb and cb.layer_names == ['0', '1', '2'] and len(cb.stats) == 3
+    for layer in range(3): check(cb, layer, [torch.cat(calls[layer]) for calls in seen])
+    counts = torch.stack([torch.histc(torch.cat(calls[1]).float(), 40, 0, 10) for calls in seen], 1)
+    assert torch.allclose(cb.hist(1), counts.log1p()) and counts.sum() > 0
+    cell = cb.stats[1][-1]
+    assert set(cell) == {'mean', 'std', 'near_zero', 'hist'} and cell['mean'] == cb.layer_stats(-1)[0][1]
+    assert cb.layer_stats('2') == cb.layer_stats(-1) == cb.layer_stats(2)
+
+
+def test_near_zero_counts_negative_numbers_as_fastai_does() -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(1))
+
+        def forward(self, x: Tensor) -> Tensor: return torch.tensor([[-3.], [0.], [0.05], [0.06]]) + 0 * self.w
+    learn = quiet(Fixed(), cb := ActivationStats(), bs=4, n=4)
+    learn.fit(1)
+    assert cb.layer_stats(0)[2] == [0.75]
+
+
+def test_a_batch_is_measured_as_a_whole() -> None:
+    "In pieces, and with a layer that is called twice with very different inputs."
+    torch.manual_seed(1)
+    model = TwiceUsed()
+    whole = quiet(model, ActivationStats(with_hist=True))
+    pieces = quiet(model, ActivationStats(with_hist=True), microbatch=3)
+    pieces.dls = whole.dls
+    assert len(microbatches((torch.zeros(8, 2),), (), 3)) == 3
+    for learn in (whole, pieces):
+        learn.fit(1)
+        seen = outputs(learn, [model.body, model.head])
+        for layer in range(2): check(learn.activation_stats, layer, [torch.cat(calls[layer]) for calls in seen])
+    assert torch.equal(whole.activation_stats.hist('body'), pieces.activation_stats.hist('body'))
+
+
+def test_layers_with_several_outputs_or_none() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.head, self.idle = nn.LSTM(2, 3, batch_first=True), nn.Linear(3, 1), nn.Linear(1, 1)
+
+        def forward(self, x: Tensor) -> Tensor: return self.head(self.rnn(x)[0][:, -1])
+
+    learn = quiet(model := Net(), cb := ActivationStats(), shape=(4, 2))
+    learn.fit(1)
+    with torch.no_grad(): expected = [model.rnn(x) for x, _ in learn.dls.train]
+    for part, t in ((0, lambda out, h, c: out), (1, lambda out, h, c: h), (2, lambda out, h, c: c)):
+        tensors = [t(out, h, c) for out, (h, c) in expected]
+        assert list(cb.layer_stats('rnn', part)[1]) == pytest.approx([t.std().item() for t in tensors], rel=1e-5)
+    assert len(cb.stats[0][0]) == 3 and cb.stats[0][2] is None and isinstance(cb.stats[0][1], dict)
+    with pytest.raises(OptionError, match=r"layer 2 \('idle'\) was measured"): cb.layer_stats('idle')
+    with pytest.raises(OptionError, match='part 3'): cb.layer_stats('rnn', 3)
+
+
+def test_one_number_has_no_standard_deviation_and_half_precision_is_widened() -> None:
+    class Mean(nn.Module):
+        def forward(self, x: Tensor) -> Tensor: return x.mean()
+    model = nn.Sequential(nn.Linear(2, 1, dtype=torch.float64), Mean())
+    x = torch.randn(4, 2, dtype=torch.float64)
+    learn = Learner([(x, torch.zeros((), dtype=torch.float64))], model, nn.MSELoss(), cbs=(cb := ActivationStats(
+        include_paramless=True)))
+    learn.remove_cb(learn.progress)
+    learn.logger = lambda row: None
+    learn.fit(1, lr=0.)
+    assert math.isnan(cb.layer_stats(1)[1][0])
+    assert cb.layer_stats(0)[0][0] == pytest.approx(model[0](x).mean().item(), rel=1e-12)
+
+    half = torch.randn(500).half() * 100
+    wide = half.double()
+    expected = [wide.mean().item(), wide.var(correction=0).item(), (wide <= 0.05).double().mean().item()]
+    assert _measured(half, with_hist=False).tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_gradients_are_measured_in_the_backward_pass() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(inplace=True), nn.Linear(3, 1))
+    learn = quiet(model, cb := ActivationStats(is_forward=False))
+    learn.fit(1)
+    expected = []
+    for x, y in learn.dls.train:
+        out = model(x)
+        expected.append(2 * (out - y).detach().double().flatten() / len(x))
+    check(cb, 1, expected, tol=1e-5)
+    assert len(cb.layer_stats(0)[0]) == 3
+
+
+def test_only_the_batches_that_are_due_and_only_those_of_training() -> None:
+    learn = quiet(nn.Linear(2, 1), cb := ActivationStats(every=2), bs=4)
+    learn.fit(2)
+    assert len(cb.stats) == 6 and cb._records.at == [0, 2, 4, 6, 8, 10]
+    learn.validate()
+    learn.get_preds()
+    assert len(cb.stats) == 6, 'an evaluation keeps them'
+    learn.fit(1)
+    assert len(cb.stats) == 3, 'a fit starts anew'
+
+
+def test_a_validation_inside_a_hooked_batch_adds_nothing() -> None:
+    def look(cb: Callback) -> None:
+        if cb.learn.training: cb.learn.validate()
+    model = nn.Linear(2, 1)
+    learn = quiet(model, cb := ActivationStats())
+    learn.fit(1, cbs=Callback(before_backward=look))
+    check(cb, 0, [torch.cat(calls[0]) for calls in outputs(learn, [model])])
+
+
+def test_further_forward_passes_of_a_batch_add_nothing() -> None:
+    model = nn.Linear(2, 1)
+    learn = quiet(model, cb := ActivationStats())
+    learn.fit(1, cbs=Callback(after_backward=lambda cb: cb.learn.model(cb.learn.x * 100)))
+    check(cb, 0, [torch.cat(calls[0]) for calls in outputs(learn, [model])])
+
+    learn = quiet(model, cb := ActivationStats())
+    learn.opt_func = torch.optim.LBFGS
+    learn.fit(1)
+    assert cb._records.table()[0][:, 3].tolist() == [8, 8, 8], 'the first evaluation of each batch'
+
+
+def test_many_batches_travel_in_groups() -> None:
+    learn = quiet(model := nn.Linear(2, 1), cb := ActivationStats(), bs=2, n=300)
+    learn.fit(1)
+    assert len(cb._records.sent) == 2 and len(cb._records.pending) == 150 - 128
+    check(cb, 0, [torch.cat(calls[0]) for calls in outputs(learn, [model])])
+    assert not cb._records.pending and len(cb._records.sent) == 1
+
+
+def test_an_observer_changes_no_number() -> None:
+    ends = []
+    for cbs in ([], [ActivationStats(with_hist=True)], [ActivationStats(is_forward=False)]):
+        torch.manual_seed(0)
+        learn = synth_learner(cbs=cbs, model=nn.Sequential(nn.Linear(1, 3), nn.Dropout(), nn.Linear(3, 1)))
+        with learn.no_bar(): learn.fit(2)
+        ends.append(torch.cat([p.detach().flatten() for p in learn.model.parameters()]))
+    assert torch.equal(ends[0], ends[1]) and torch.equal(ends[0], ends[2])
+
+
+def test_state_goes_through_a_safe_file(tmp_path: Any) -> None:
+    learn = quiet(TwiceUsed(), cb := ActivationStats(with_hist=True, every='2ep'))
+    learn.fit(3)
+    torch.save(cb.state_dict(), tmp_path / 'state')
+    other = ActivationStats(with_hist=True)
+    other.load_state_dict(torch.load(tmp_path / 'state', weights_only=True))
+    assert other.layer_stats('body') == cb.layer_stats('body') and len(other.stats) == 2
+    assert torch.equal(other.hist(0), cb.hist(0))
+    empty = ActivationStats()
+    empty.load_state_dict(ActivationStats().state_dict())
+    assert empty.stats == []
+
+
+def test_after_a_failure_the_next_fit_starts_anew() -> None:
+    def fail(cb: Callback) -> None: raise ZeroDivisionError
+    learn = quiet(nn.Linear(2, 1), cb := ActivationStats())
+    with pytest.raises(ZeroDivisionError): learn.fit(1, cbs=Callback(after_loss=fail))
+    assert cb._batch == [] and not learn.model._forward_hooks
+    learn.fit(1)
+    assert len(cb.stats) == 3
+
+
+def test_bad_questions_are_told() -> None:
+    learn = quiet(nn.Sequential(nn.Linear(2, 1)), cb := ActivationStats())
+    with pytest.raises(OptionError, match=r'no layer 0: 0 were hooked\. Call fit first'): cb.layer_stats(0)
+    learn.fit(1)
+    with pytest.raises(OptionError, match='no layer 1: 1 were hooked'): cb.plot_layer_stats(1)
+    with pytest.raises(OptionError, match=r"No layer '00' was hooked.*`0`"): cb.layer_stats('00')
+    with pytest.raises(OptionError, match='with_hist=True'): cb.color_dim(0)
+
+
+def test_plots() -> None:
+    learn = quiet(TwiceUsed(), cb := ActivationStats(with_hist=True, every=2), bs=4)
+    learn.fit(2)
+    axs = cb.plot_layer_stats('body')
+    for ax, values in zip(axs, cb.layer_stats('body'), strict=True):
+        x, y = ax.lines[0].get_data()
+        assert list(x) == [0, 2, 4, 6, 8, 10] and list(y) == values and ax.get_xlabel() == 'batch'
+    assert axs[0].figure.get_suptitle() == "layer 0 ('body')"
+
+    ax = cb.color_dim(-2)
+    assert torch.equal(torch.as_tensor(ax.images[0].get_array()), cb.hist('head'))
+    assert ax.images[0].get_extent() == [0, 12, 0, 10] and ax.images[0].origin == 'lower'
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ('batch', 'activation') and "'head'" in ax.get_title()
+    assert cb.color_dim(0, ax=ax) is ax and len(ax.images) == 2
+    assert [ax.get_title()[:15] for ax in cb.plot_hist()] == ["layer 0 ('body'", "layer 1 ('head'"]
+    assert len(cb.plot_hist('head')) == 1
+
+
+def test_matplotlib_is_imported_for_plots_only() -> None:
+    import subprocess
+    code = ("import sys, learnkit; from learnkit.callbacks.stats import ActivationStats\n"
+            "from learnkit.testing import synth_learner; learn = synth_learner(cbs=ActivationStats())\n"
+            "with learn.no_bar(): learn.fit(1)\n"
+            "learn.summary(); assert len(learn.activation_stats.stats) == 10; assert 'matplotlib' not in sys.modules")
+    subprocess.run([sys.executable, '-c', code], check=True)

@@ -1,0 +1,270 @@
+"""The moving average of the weights: its numbers, when it is used, and that the weights come back."""
+from __future__ import annotations
+
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from learnkit import (
+    Callback,
+    CancelEpochException,
+    CancelFitException,
+    CancelStepException,
+    CancelValidException,
+    Learner,
+    Recorder,
+    TrainEvalCallback,
+)
+from learnkit.callbacks.accumulation import GradientAccumulation
+from learnkit.callbacks.ema import EMA
+from learnkit.errors import OptionError, TimeError, WeightsError
+
+SGD = partial(torch.optim.SGD, momentum=0.9)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2)).double()
+
+
+def batches(n: int = 4) -> list[tuple[Tensor, Tensor]]:
+    gen = torch.Generator().manual_seed(1)
+    rand = partial(torch.randn, generator=gen, dtype=torch.float64)
+    return [(rand(8, 3), rand(8, 2)) for _ in range(n)]
+
+
+def learner(model: nn.Module, *cbs: Any, n: int = 4, **kwargs: Any) -> Learner:
+    learn = Learner((batches(n), batches(2)), model, F.mse_loss, opt_func=SGD, lr=0.05,
+                    cbs=[TrainEvalCallback, Recorder, *cbs], default_cbs=False, **kwargs)
+    learn.logger = lambda row: None
+    return learn
+
+
+def averaged_by_torch(model: nn.Module, decay: float, n_epoch: int, every: int = 1) -> nn.Module:
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
+    averaged.update_parameters(model)  # the first time, it copies
+    opt = SGD(model.parameters(), lr=0.05)
+    for n, (x, y) in enumerate(batches() * n_epoch, start=1):
+        F.mse_loss(model(x), y).backward()
+        opt.step()
+        opt.zero_grad()
+        if n % every == 0: averaged.update_parameters(model)
+    return averaged.module
+
+
+def state(model: nn.Module) -> dict[str, Tensor]: return {k: v.clone() for k, v in model.state_dict().items()}
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize('every', [1, 3])
+def test_it_is_the_average_that_torch_computes_and_evaluation_uses_it(every: int) -> None:
+    learn = learner(model := net(), EMA(0.8, every=every))
+    learn.fit(3)
+    raw = net()
+    expected = averaged_by_torch(raw, 0.8, 3, every)
+    assert equal(state(model), state(raw))  # the model has its own weights
+    with learn.ema.applied() as m: got = state(m)
+    own = {k: v for k, v in state(expected).items() if not k.endswith('num_batches_tracked')}
+    assert equal({k: got[k] for k in own}, own)
+    expected.eval()
+    with torch.no_grad(): loss = sum(F.mse_loss(expected(x), y).item() for x, y in batches(2)) / 2
+    assert learn.history[-1]['valid_loss'] == pytest.approx(loss, abs=1e-12)
+    assert learn.validate()[0] == pytest.approx(loss, abs=1e-12)
+    preds, _ = learn.get_preds()
+    assert torch.equal(preds, torch.cat([expected(x) for x, _ in batches(2)]).detach())
+    assert equal(state(model), state(raw))
+
+
+def test_training_is_the_same_with_it() -> None:
+    models = []
+    for cbs in ((), (EMA(0.5),)):
+        learn = learner(net(), *cbs)
+        learn.fit(2)
+        models.append(state(learn.model))
+    assert equal(*models)
+
+
+def test_it_counts_steps_and_no_batches() -> None:
+    learn = learner(net(), EMA(0.5), GradientAccumulation(16))
+    learn.fit(2)
+    assert learn.ema.state_dict()['n_steps'] == learn.opt.n_steps == 4
+    def skip(cb: Any) -> None:
+        if cb.iter % 2: raise CancelStepException
+    learn = learner(net(), EMA(0.5), Callback(before_step=skip))
+    learn.fit(2)
+    assert learn.ema.state_dict()['n_updates'] == learn.opt.n_steps == 4
+
+
+def test_half_life_warmup_and_start() -> None:
+    assert EMA(half_life='100st').decay ** 100 == pytest.approx(0.5)
+    assert EMA(half_life='100ba', every='10st').decay ** 10 == pytest.approx(0.5)
+    values: list[float] = []
+    class One(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        def forward(self, x: Tensor) -> Tensor: return x * self.w
+    def run(cb: EMA) -> list[float]:
+        values.clear()
+        data = [(torch.ones(1, 1).double(), torch.ones(1, 1).double())] * 4
+        look = Callback(after_step=lambda c: values.append(c.model.w.item()))
+        learn = Learner(data, One(), lambda p, y: -p.mean(), opt_func=torch.optim.SGD, lr=1., default_cbs=False,
+                        cbs=[TrainEvalCallback, look, cb])
+        learn.fit(1)
+        with cb.applied() as m: return [*values, m.w.item()]
+    *weights, average = run(EMA(0.999, warmup=1.))  # decay 0, 1/2, 2/3, 3/4: the plain mean
+    assert weights == [1, 2, 3, 4] and average == pytest.approx(2.5)
+    assert run(EMA(0.5, warmup=9.))[-1] == pytest.approx((1 / 2 + 2 / 2) / 4 + 3 / 4 + 4 / 2)  # 0, then the cap
+    assert run(EMA(0.5, start=2))[-1] == pytest.approx((2 + 3) / 4 + 4 / 2)
+    assert run(EMA(0.5, start='0.5dur'))[-1] == pytest.approx((3 + 4) / 2)
+    assert run(EMA(0.5))[-1] == pytest.approx(1 / 16 + 2 / 8 + 3 / 4 + 4 / 2)
+
+
+def test_before_it_begins_evaluation_uses_the_weights() -> None:
+    learn = learner(net(), EMA(start='5ep'))
+    learn.fit(1)
+    plain = learner(net())
+    plain.fit(1)
+    assert learn.history[-1]['valid_loss'] == plain.history[-1]['valid_loss']
+    with pytest.raises(WeightsError, match='no average yet: it begins at 5ep'): learn.ema.copy_to()
+
+
+EXITS: list[type[BaseException]] = [CancelValidException, CancelEpochException, CancelFitException, RuntimeError,
+                                    KeyboardInterrupt]
+
+
+@pytest.mark.parametrize('error', EXITS)
+@pytest.mark.parametrize('event', ['before_validate', 'before_batch', 'after_loss', 'after_batch'])
+def test_whatever_ends_an_evaluation_the_weights_come_back(error: type[BaseException], event: str) -> None:
+    seen: list[Any] = []
+    def fail(cb: Any) -> None:
+        if not cb.training or event == 'before_validate': raise error
+    learn = learner(net(), EMA(0.5))
+    cbs = [Callback(**{event: fail}), Callback(after_epoch=lambda cb: seen.append(state(cb.model)))]
+    if error in EXITS[:3]: learn.fit(1, cbs=cbs)
+    else:
+        with pytest.raises(error): learn.fit(1, cbs=cbs)
+    plain = learner(net())
+    plain.fit(1)
+    expected = state(plain.model)
+    assert all(equal(s, expected) for s in (*seen, state(learn.model)))
+    learn.fit(1)
+    assert learn.ema.state_dict()['n_steps'] == 8 and learn.ema._raw is None
+
+
+def test_an_evaluation_inside_another_and_one_that_fails_inside_training() -> None:
+    held: list[bool] = []
+    def inside(cb: Any) -> None:
+        if not cb.training and cb.learn._depth == 1: cb.learn.validate()
+    def look(cb: Any) -> None: held.append(cb.training == (cb.ema._raw is None))
+    learn = learner(net(), EMA(0.5), Callback(after_batch=inside), Callback(before_pred=look))
+    learn.fit(1)
+    assert all(held)
+
+    def fail(cb: Any) -> None: raise ValueError('inside')
+    def swallow(cb: Any) -> None:
+        if not cb.training: return
+        with pytest.raises(ValueError, match='inside'): cb.learn.validate(cbs=Callback(before_pred=fail))
+    learn = learner(net(), EMA(0.5), Callback(after_batch=swallow), Callback(before_pred=look))
+    learn.fit(1)
+    plain = learner(net())
+    plain.fit(1)
+    assert all(held) and equal(state(learn.model), state(plain.model))
+
+
+def test_it_may_be_used_by_hand_and_kept_for_good() -> None:
+    learn = learner(model := net(), EMA(0.5))
+    learn.fit(1)
+    raw = state(model)
+    with learn.ema.applied():
+        with learn.ema.applied(): average = state(model)
+        losses = learn.validate()
+        assert equal(state(model), average)
+    assert equal(state(model), raw) and not equal(raw, average)
+    assert learn.validate() == losses
+    other = learn.ema.copy_to(net())
+    assert torch.equal(other[0].weight, average['0.weight'])
+    small = nn.Sequential(nn.Linear(3, 2))
+    with pytest.raises(WeightsError, match=r'0.weight: \(6, 3\) for \(2, 3\)'): learn.ema.copy_to(small)
+    assert learn.ema.copy_to() is model and equal(state(model), average)
+    assert learn.validate() == losses
+
+
+def test_tied_frozen_and_half_weights_and_masks() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(3, 3, bias=False)
+            self.b, self.frozen, self.low = self.a, nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 2).bfloat16()
+            self.register_buffer('mask', torch.tensor([0., -torch.inf]))
+            self.register_buffer('cache', torch.zeros(2), persistent=False)
+        def forward(self, x: Tensor) -> Tensor:
+            return self.low(self.frozen(self.b(self.a(x.float()))).bfloat16()).double()
+    learn = learner(model := Tied(), EMA(0.9))
+    learn.fit(2)
+    averages = learn.ema.state_dict()['averages']
+    names = 'a.weight', 'low.weight', 'low.bias'
+    assert {k: v.dtype for k, v in averages.items()} == dict.fromkeys(names, torch.float32)
+    raw = state(model)
+    learn.validate()
+    assert equal(state(model), raw)
+    model.frozen.requires_grad_()
+    learn.fit(1)
+    assert {'frozen.weight', 'frozen.bias'} < learn.ema.state_dict()['averages'].keys()
+
+
+def test_a_replaced_layer_begins_anew_and_the_rest_goes_on() -> None:
+    learn = learner(model := net(), EMA(0.99))
+    learn.fit(1)
+    kept = learn.ema.state_dict()['averages']['0.weight'].clone()
+    model[3] = nn.Linear(6, 2).double()
+    new = model[3].weight.detach().clone()
+    with learn.ema.applied():
+        assert torch.equal(model[3].weight, new) and torch.equal(model[0].weight, kept)
+    learn.model = deepcopy(net())
+    with learn.ema.applied() as m: assert equal(state(m), state(net()))
+
+
+def test_its_state_goes_on_in_another_process_and_refuses_another_model() -> None:
+    whole = learner(net(), EMA(0.7, every=3, warmup=0.5))
+    whole.fit(1)
+    sd, weights, opt = deepcopy(whole.ema.state_dict()), state(whole.model), deepcopy(whole.opt.state_dict())
+    whole.fit(1)
+    part = learner(net(), EMA(0.7, every=3, warmup=0.5))
+    part.model.load_state_dict(weights)
+    part.create_opt()
+    part.opt.load_state_dict(opt)
+    part.ema.load_state_dict(sd)
+    part.fit(1)
+    a, b = whole.ema.state_dict(), part.ema.state_dict()
+    assert equal(a.pop('averages'), b.pop('averages')) and a == b == {'n_steps': 8, 'n_updates': 2}
+
+    before = part.ema.state_dict()
+    sd['averages']['0.weight'] = torch.zeros(2, 2)
+    with pytest.raises(WeightsError, match=r'0.weight: \(2, 2\) for \(6, 3\)'): part.ema.load_state_dict(sd)
+    assert equal(part.ema.state_dict()['averages'], before['averages'])
+    lone = EMA()
+    lone.load_state_dict(sd)
+    with pytest.raises(WeightsError, match='another model'): learner(net(), lone).fit(1)
+
+
+def test_loaded_weights_begin_a_new_average() -> None:
+    learn = learner(net(), EMA(0.9))
+    learn.fit(1)
+    learn('after_load')
+    assert learn.ema.state_dict() == {'averages': {}, 'n_steps': 0, 'n_updates': 0}
+
+
+@pytest.mark.parametrize('options', [{'decay': 1}, {'decay': -0.1}, {'decay': 'x'}, {'every': '2ep'}, {'every': 0},
+                                     {'half_life': '1ep'}, {'warmup': 0}, {'start': '5tok'}], ids=str)
+def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises((OptionError, TimeError), match=f'EMA\\({next(iter(options))}='): EMA(**options)

@@ -1,0 +1,250 @@
+"""Callbacks around predictions: fetched in a fit, collected, and drawn with dropout on."""
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from learnkit import Callback, DataLoaders, Learner, TensorLoader, mae
+from learnkit.callbacks.preds import CollectDataCallback, FetchPredsCallback, MCDropoutCallback, mc_dropout_preds
+from learnkit.errors import OptionError
+from learnkit.testing import synth_learner
+
+X, Y = torch.linspace(-1, 1, 28).view(14, 2), torch.linspace(0, 1, 14)[:, None]
+
+
+def make(model: nn.Module | None = None, **kwargs: Any) -> Learner:
+    torch.manual_seed(3)
+    if model is None: model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 1))
+    dls = DataLoaders(TensorLoader(X, Y, bs=4, shuffle=True), kwargs.pop('valid', TensorLoader(X, Y, bs=4)))
+    learn = Learner(dls, model, nn.MSELoss(), lr=0.1, **{'metrics': mae, **kwargs})
+    learn.remove_cb(learn.progress)
+    learn.logger = lambda row: None
+    return learn
+
+
+def training(learn: Learner) -> list[Any]:
+    "What a fit has left: weights, losses, rows, counters and the state of every generator."
+    rows = [{k: v for k, v in row.items() if k != 'time'} for row in learn.history]
+    return [{k: v.tolist() for k, v in learn.model.state_dict().items()}, list(learn.recorder.losses), rows,
+            learn.train_iter, learn.epoch, torch.get_rng_state().tolist(), random.getstate(),
+            str(np.random.get_state()), [m.training for m in learn.model.modules()]]
+
+
+# FetchPredsCallback
+
+def test_a_fit_is_the_same_to_the_bit_with_and_without_fetching() -> None:
+    alone, fetching = make(), make(cbs=FetchPredsCallback())
+    random.seed(0), np.random.seed(0), torch.manual_seed(1)
+    alone.fit(3)
+    expected = training(alone)
+    random.seed(0), np.random.seed(0), torch.manual_seed(1)
+    fetching.fit(3)
+    assert training(fetching) == expected
+
+
+def test_what_is_fetched_is_what_the_model_predicts_then() -> None:
+    got, expected = [], []
+    class Keep(Callback):
+        order = 60
+        def after_epoch(self) -> None:
+            got.append(self.fetch_preds.preds)
+            expected.append(self.learn.get_preds(ds_idx=0, with_input=True, with_decoded=True, inner=True))
+    make(cbs=[FetchPredsCallback(ds_idx=0, with_input=True, with_decoded=True), Keep()]).fit(2)
+    for (x, pred, y, dec), same in zip(got, expected, strict=True):
+        assert torch.equal(x, X) and torch.equal(y, Y) and torch.equal(pred, same[1]) and torch.equal(dec, pred)
+    assert not torch.equal(got[0][1], got[1][1])
+
+
+def test_what_is_left_out_hears_nothing_of_it_and_all_of_the_rest() -> None:
+    class Count(Callback):
+        def __init__(self) -> None: self.heard: list[str] = []
+        def before_batch(self) -> None: self.heard.append(self.phase)
+        def after_validate(self) -> None: self.heard.append('after_validate')
+    class Marked(Count): remove_on_fetch = True
+    class Later(Count): order, remove_on_fetch = 70, True
+    class Named(Count): pass
+    class Other(Count): pass
+    marked, later, named, other = Marked(), Later(), Named(), Other()
+    learn = make(cbs=[FetchPredsCallback(cbs=named), marked, later, named, other])
+    learn.fit(2)
+    expected = [*['train'] * 4, *['valid'] * 4, 'after_validate'] * 2
+    assert marked.heard == later.heard == named.heard == expected
+    fetched = [*['predict'] * 4, 'after_validate']
+    epoch = [*['train'] * 4, *['valid'] * 4, *fetched, 'after_validate']
+    assert other.heard == epoch * 2
+    assert all(cb.learn is learn and cb in learn.cbs for cb in (marked, later, named, learn.fetch_preds))
+
+
+def test_fetching_inside_validate_and_other_predictions() -> None:
+    learn = make(cbs=FetchPredsCallback(with_decoded=True))
+    res = learn.validate()
+    assert len(res) == 2 and len(learn.fetch_preds.preds) == 3
+    learn.fetch_preds.preds = None
+    preds, _ = learn.get_preds()
+    assert learn.fetch_preds.preds is None and preds.shape == (14, 1)
+
+
+def test_fetching_from_a_named_loader_or_another_one() -> None:
+    valid = {'day': TensorLoader(X, Y, bs=4), 'night': TensorLoader(X[:5], Y[:5], bs=4)}
+    learn = make(valid=valid, cbs=FetchPredsCallback(dl='night'))
+    learn.fit(1)
+    assert len(learn.fetch_preds.preds[0]) == 5
+    assert torch.equal(learn.fetch_preds.preds[0], learn.get_preds(dl=[(X[:5], Y[:5])])[0])
+
+
+def test_an_error_while_fetching_leaves_every_callback_in_its_place() -> None:
+    def broken() -> Any:
+        yield X[:4], Y[:4]
+        raise OSError('disk gone')
+    learn = make(cbs=FetchPredsCallback(dl=broken()))
+    before = list(learn.cbs)
+    with pytest.raises(OSError, match='gone'): learn.fit(1)
+    assert list(learn.cbs) == before and learn.fetch_preds.preds is None
+    learn.fetch_preds.dl = None
+    learn.fit(1)
+    assert len(learn.fetch_preds.preds[0]) == 14 and len(learn.history) == 1
+
+
+# CollectDataCallback
+
+def test_collected_batches_in_order_with_predictions_and_losses() -> None:
+    collect = CollectDataCallback()
+    learn = make(nn.Linear(2, 1), cbs=collect)
+    learn.fit(2)
+    assert len(collect.data) == 2 * (4 + 4)
+    assert sorted(torch.cat([d[0][0] for d in collect.data[:4]])[:, 0].tolist()) == X[:, 0].tolist()
+    for xb, yb, pred, loss in collect.data:
+        assert len(xb) == len(yb) == 1 and not pred.requires_grad
+        assert loss.item() == pytest.approx((pred - yb[0]).square().mean().item(), rel=1e-5)
+    learn.validate()
+    assert torch.equal(torch.cat([d[0][0] for d in collect.data]), X) and len(collect.data) == 4
+
+
+def test_a_run_inside_another_one_loses_nothing_that_was_collected() -> None:
+    collect = CollectDataCallback()
+    learn = make(cbs=[collect, Callback(after_train=lambda cb: cb.learn.validate())])
+    learn.fit(1)
+    assert len(collect.data) == 4 + 4 + 4
+
+
+# MCDropoutCallback
+
+KINDS: dict[str, Any] = {
+    'Dropout': (nn.Dropout(0.5), (4, 6)), 'Dropout1d': (nn.Dropout1d(0.5), (4, 6, 5)),
+    'Dropout2d': (nn.Dropout2d(0.5), (4, 6, 3, 3)), 'Dropout3d': (nn.Dropout3d(0.5), (4, 6, 2, 2, 2)),
+    'AlphaDropout': (nn.AlphaDropout(0.5), (4, 6)), 'FeatureAlphaDropout': (nn.FeatureAlphaDropout(0.5), (4, 6, 3)),
+    'LSTM': (nn.LSTM(6, 3, num_layers=2, dropout=0.5, batch_first=True), (4, 5, 6)),
+    'GRU': (nn.GRU(6, 3, num_layers=2, dropout=0.5, batch_first=True), (4, 5, 6)),
+    'TransformerEncoderLayer': (nn.TransformerEncoderLayer(6, 2, 8, dropout=0.5, batch_first=True), (4, 5, 6)),
+    'TransformerEncoder': (nn.TransformerEncoder(nn.TransformerEncoderLayer(6, 2, 8, 0.5, batch_first=True), 2,
+                                                 enable_nested_tensor=False), (4, 5, 6))}
+
+
+class First(nn.Module):
+    "The first output of a module."
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.module(x, x, x) if isinstance(self.module, nn.MultiheadAttention) else self.module(x)
+        return out[0] if isinstance(out, tuple) else out
+
+
+@pytest.mark.parametrize('kind', [*KINDS, 'MultiheadAttention'])
+def test_every_kind_of_dropout_is_on_and_off_again(kind: str) -> None:
+    module, shape = KINDS.get(kind) or (nn.MultiheadAttention(6, 2, dropout=0.5, batch_first=True), (4, 5, 6))
+    x = torch.randn(shape)
+    learn = Learner(([x], [x]), First(module))
+    learn.remove_cb(learn.progress)
+    one, two = (learn.get_preds(cbs=MCDropoutCallback())[0] for _ in range(2))
+    assert not torch.equal(one, two)
+    assert torch.equal(learn.get_preds()[0], learn.get_preds()[0])
+    assert all(m.training for m in learn.model.modules())  # as they were made
+
+
+def test_normalisation_stays_in_evaluation_and_the_modes_come_back() -> None:
+    learn = make()
+    learn.model.eval()
+    learn.model[0].train()
+    before = {k: v.clone() for k, v in learn.model.state_dict().items()}
+    learn.get_preds(cbs=MCDropoutCallback())
+    assert all(torch.equal(before[k], v) for k, v in learn.model.state_dict().items())
+    assert [m.training for m in learn.model.modules()] == [False, True, False, False, False]
+
+
+def test_samples_differ_and_a_seed_repeats_them() -> None:
+    learn = make()
+    def samples(cbs: Any) -> list[Tensor]:
+        torch.manual_seed(5)
+        state, res = torch.get_rng_state(), [learn.get_preds(cbs=cbs())[0] for _ in range(3)]
+        assert cbs is MCDropoutCallback or torch.equal(state, torch.get_rng_state())
+        return res
+    fixed, free = samples(partial(lambda cb: cb, MCDropoutCallback())), samples(MCDropoutCallback)
+    for got in (fixed, free): assert not torch.equal(got[0], got[1]) and not torch.equal(got[1], got[2])
+    assert all(map(torch.equal, free, samples(MCDropoutCallback)))
+    torch.manual_seed(5)
+    assert torch.equal(learn.get_preds(cbs=MCDropoutCallback)[0], free[0])  # a class does as an instance does
+
+
+def test_mean_and_spread_are_those_of_dropout() -> None:
+    learn = Learner(([torch.ones(1, 1)], [torch.ones(2000, 1)]), nn.Sequential(nn.Dropout(0.25)))
+    learn.remove_cb(learn.progress)
+    mean, std, targs = mc_dropout_preds(learn, n=20)
+    # each prediction is 0 with probability 1/4 and else 4/3: mean 1, variance 1/3
+    assert targs is None and mean.mean().item() == pytest.approx(1, abs=0.02)
+    assert std.square().mean().item() == pytest.approx(1 / 3, abs=0.02)
+
+
+def test_mean_and_spread_are_those_of_the_stacked_samples() -> None:
+    learn = make()
+    torch.manual_seed(7)
+    cb = MCDropoutCallback()
+    samples = torch.stack([learn.get_preds(cbs=cb)[0] for _ in range(6)])
+    torch.manual_seed(7)
+    mean, std, targs = mc_dropout_preds(learn, n=6)
+    assert torch.allclose(mean, samples.mean(0), atol=1e-6) and torch.allclose(std, samples.std(0), atol=1e-6)
+    assert torch.equal(targs, Y)
+    with pytest.raises(OptionError, match='from 2 up'): mc_dropout_preds(learn, n=1)
+
+
+def test_a_fit_with_dropout_on_in_validation_trains_as_without() -> None:
+    alone, noisy = make(), make()
+    torch.manual_seed(1)
+    alone.fit(2)
+    torch.manual_seed(1)
+    cb = MCDropoutCallback()
+    torch.manual_seed(1)
+    noisy.fit(2, cbs=cb)
+    weights = [torch.equal(a, b) for a, b in zip(alone.model.parameters(), noisy.model.parameters(), strict=True)]
+    assert all(weights) and alone.history[-1]['valid_loss'] != noisy.history[-1]['valid_loss']
+
+
+def test_the_generators_state_is_carried_on() -> None:
+    learn, cb, other = make(), MCDropoutCallback(), MCDropoutCallback()
+    learn.get_preds(cbs=cb)
+    other.load_state_dict(cb.state_dict())
+    assert torch.equal(learn.get_preds(cbs=cb)[0], learn.get_preds(cbs=other)[0])
+
+
+def test_an_interrupted_prediction_leaves_dropout_off_in_a_fit() -> None:
+    cb, learn = MCDropoutCallback(), make()
+    def stop(c: Any) -> None:
+        if not c.training and c.iter == 1: raise OSError('gone')
+    learn.model.eval()
+    with pytest.raises(OSError, match='gone'): learn.validate(cbs=[cb, Callback(before_pred=stop)])
+    assert not any(m.training for m in learn.model.modules()) and cb._switched == [] and cb._at is None
+    learn.fit(1, cbs=cb)
+    assert len(learn.history) == 1
+
+
+def test_a_model_without_dropout_predicts_as_ever() -> None:
+    learn = synth_learner(default_cbs=False)
+    assert torch.equal(learn.get_preds(cbs=MCDropoutCallback())[0], learn.get_preds()[0])
