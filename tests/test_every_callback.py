@@ -20,9 +20,11 @@ from torch import Tensor, nn
 
 import learnkit
 from learnkit import Callback, DataLoaders, Learner, Periodic
+from learnkit.callbacks import LRFinder, LRScheduler, ParamScheduler, ShortEpochCallback
 from learnkit.loop import SkipToEpoch, TrainEvalCallback
 from learnkit.progress import ProgressCallback
 from learnkit.recorder import Recorder
+from learnkit.schedule import SchedCos
 
 DEFAULTS = (TrainEvalCallback, Recorder, ProgressCallback)  # those that every Learner has
 
@@ -40,7 +42,6 @@ def classes() -> list[type[Callback]]:
 
 def needing_arguments() -> dict[type[Callback], Callable[[], Callback]]:
     "How to make those that say nothing without an argument: what to schedule, to skip, to do."
-    from learnkit.schedule import LRScheduler, ParamScheduler, SchedCos
     step_lr = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
     return {Periodic: lambda: Periodic(every='1ba', on_every=lambda cb: None), SkipToEpoch: lambda: SkipToEpoch(1),
             ParamScheduler: lambda: ParamScheduler({'lr': SchedCos(0.1, 0.)}),
@@ -76,8 +77,8 @@ class Net(nn.Module):
 def learner(cls: type[Callback], path: Path, *cbs: Any) -> Learner:
     "Return a small Learner with a callback of the class, which its `defaults` may have already."
     torch.manual_seed(0)
-    x, y = torch.randn(40, 1, 6, 6), torch.randint(3, (40,))
-    dls = DataLoaders.from_tensors((x[:24], y[:24]), (x[24:], y[24:]), bs=8, seed=0)
+    x, y = torch.randn(64, 1, 6, 6), torch.randint(3, (64,))
+    dls = DataLoaders.from_tensors((x[:48], y[:48]), (x[48:], y[48:]), bs=8, seed=0)
     returns_activations = cls.__name__.startswith('RNN')
     own = [] if cls in DEFAULTS else [make(cls)]
     if cls.__name__ == 'RNNRegularizer': own.insert(0, make(next(c for c in CLASSES if c.__name__ == 'RNNCallback')))
@@ -113,7 +114,7 @@ def test_is_made_without_arguments(cls: type[Callback]) -> None:
 
 
 @by_class
-def test_has_a_docstring_a_name_of_its_own_and_commented_parameters(cls: type[Callback]) -> None:
+def test_has_a_docstring_and_a_name_of_its_own(cls: type[Callback]) -> None:
     assert cls.__doc__ and cls.__doc__ != Callback.__doc__
     assert [c.__name__ for c in CLASSES if make(c).name == make(cls).name] == [cls.__name__]
 
@@ -128,8 +129,8 @@ def test_trains_and_trains_again(cls: type[Callback], tmp_path: Path) -> None:
     learn.fit(2)
     assert all(p.isfinite().all() for p in learn.model.parameters())
     assert any(not torch.equal(a, b) for a, b in zip(start, learn.model.parameters(), strict=True)) or not first
-    preds, targs = learn.get_preds()
-    assert len(targs) == 16
+    targs = learn.get_preds()[1]
+    assert len(targs) == 16 or cls is ShortEpochCallback
     learn.validate()
 
 
@@ -182,8 +183,8 @@ class Boom(Exception):
     "What goes wrong."
 
 
-EVENTS = ('before_epoch', 'before_batch', 'after_pred', 'after_loss', 'before_step', 'after_step', 'after_batch',
-          'before_validate', 'after_validate', 'after_epoch')
+BATCH_EVENTS = ('before_batch', 'after_pred', 'after_loss', 'before_step', 'after_step', 'after_batch')
+EVENTS = ('before_epoch', *BATCH_EVENTS, 'before_validate', 'after_validate', 'after_epoch')
 
 
 @by_class
@@ -191,13 +192,13 @@ EVENTS = ('before_epoch', 'before_batch', 'after_pred', 'after_loss', 'before_st
 def test_after_an_exception_the_next_fit_works_and_nothing_is_left(cls: type[Callback], event: str,
                                                                     tmp_path: Path) -> None:
     def fail(cb: Callback) -> None:
-        if armed and (event in ('before_epoch', 'before_validate', 'after_validate', 'after_epoch') or cb.iter == 1):
-            raise Boom
+        if armed and (event not in BATCH_EVENTS or cb.iter >= (cls is not ShortEpochCallback)): raise Boom
 
     last = Callback(**{event: fail})
     last.order = 1000
     learn = learner(cls, tmp_path, last)
     armed, before = True, traces(learn)
+    if cls is LRFinder and event.endswith('_validate'): pytest.skip('it leaves validation out')
     with pytest.raises(Boom): learn.fit(2)
     assert traces(learn) == before
 

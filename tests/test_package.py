@@ -31,9 +31,11 @@ NAMES = Path(__file__).with_name('public_names.txt')
 # may import one another as long as they make no cycle; `learnkit` is the package's own `__init__`.
 LAYERS = [
     'errors', 'events', 'timing', 'files', 'rng', 'batch', 'data', 'hypers', 'optim', 'optimizers', 'readahead',
-    'averages', 'measures', 'metrics', 'losses', 'callback', 'foreign', 'dispatch', 'runs', 'loop', 'checks', 'recorder',
-    'progress', 'schedule', 'lrfind', 'predict', 'wholestep', 'compiling', 'precision', 'freezing', 'saving',
-    'checkpoint', 'distributed', 'callbacks', 'learner', 'loggers', 'interop', 'learnkit', 'demo', 'testing', 'all',
+    'averages', 'measures', 'late', 'scores', 'segmentation', 'metrics', 'losses', 'annealing', 'callback', 'foreign',
+    'dispatch', 'runs', 'loop', 'checks', 'freezing', 'recorder', 'progress', 'torchsched', 'schedule', 'undo',
+    'lrfind', 'gathering', 'streaming', 'predict', 'wholestep', 'compiling', 'precision', 'weights', 'saving',
+    'checkpoint', 'distributed', 'callbacks', 'learner', 'exchange', 'loggers', 'interop', 'learnkit', 'demo',
+    'testing', 'all',
 ]
 
 # Imports inside a function that go up the list, each with its reason: {(importing layer, imported layer): why}.

@@ -51,20 +51,20 @@ def same(a: Any, b: Any, tol: float = 2e-5) -> bool:
     return type(a) is type(b) and a == b
 
 
-STYLE_FILE = Path(__file__).with_name('fastai_style.py.in')
+STYLE_FILES = [Path(__file__).with_name(name) for name in ('fastai_style.py.in', 'fastai_training.py.in')]
 STYLE_IMPORTS = {
-    'learnkit': 'from learnkit import *',
+    'learnkit': 'from learnkit.all import *',
     'fastai': 'from fastai.data.all import *; from fastai.learner import *; from fastai.callback.all import *; '
-              'from fastai.optimizer import *'}
+              'from fastai.optimizer import *; from fastai.metrics import *; from fastai.losses import *'}
 
 
 def style_cases(library: str) -> dict[str, Any]:
-    "The cases of `fastai_style.py.in`, run with one library: the import line alone differs."
+    "The cases of `fastai_*.py.in`, run with one library: the import line alone differs."
     names: dict[str, Any] = {'__name__': 'fastai_style', 'FASTAI_EVENTS': EVENTS}
     with warnings.catch_warnings():
         if library == 'fastai': warnings.simplefilter('ignore')
         exec(STYLE_IMPORTS[library], names)
-    exec(compile(STYLE_FILE.read_text(), STYLE_FILE, 'exec'), names)
+    for file in STYLE_FILES: exec(compile(file.read_text(), file, 'exec'), names)
     return {name.removeprefix('case_'): f for name, f in names.items() if name.startswith('case_')}
 
 
