@@ -32,7 +32,10 @@ Labels = Sequence[int] | None
 
 def from_torchmetrics(module: str, name: str) -> Any:
     "Return something of torchmetrics; raise `MissingExtraError` where it is not installed."
-    try: return getattr(import_module(f'torchmetrics.{module}'), name)
+    try:
+        with warnings.catch_warnings():  # what it imports may miss widgets that are not used here, and says so
+            warnings.simplefilter('ignore')
+            return getattr(import_module(f'torchmetrics.{module}'), name)
     except ModuleNotFoundError as e:
         raise MissingExtraError(f'{name} comes from torchmetrics ({e}): `pip install learnkit[metrics]`.') from e
 

@@ -87,9 +87,15 @@ class TrackerCallback(Callback):
         self.new_best = False
         if (row := self._row()) is None: return
         value = self._number(self.monitor(self.learn) if callable(self.monitor) else self._measured(row))
-        self.new_best = value is not None and bool(self.comp(value - self.min_delta, self.best))
+        self.new_best = value is not None and self._is_better(value)
         if self.new_best: self.best = value
         self.after_comparison()
+
+    def _is_better(self, value: float) -> bool:
+        "Compare with the best; a difference that single precision cannot show is none."
+        assert self.best is not None  # before_fit has seen to it
+        if math.isclose(value, self.best, rel_tol=1e-7): value = self.best
+        return bool(self.comp(value - self.min_delta, self.best))
 
     def after_comparison(self) -> None:
         "Act on `new_best`; for subclasses."
