@@ -1,0 +1,10 @@
+"""Loggers: to files, TensorBoard, Weights & Biases, MLflow and the console, all behind one protocol."""
+from learnkit.loggers.base import Logger, log_images, log_text
+from learnkit.loggers.console import ConsoleLogger
+from learnkit.loggers.files import CSVLogger, JSONLinesLogger, read_log
+from learnkit.loggers.mlflow import MlflowLogger
+from learnkit.loggers.tensorboard import TensorBoardLogger
+from learnkit.loggers.wandb import WandbLogger
+
+__all__ = ['Logger', 'ConsoleLogger', 'CSVLogger', 'JSONLinesLogger', 'MlflowLogger', 'TensorBoardLogger',
+           'WandbLogger', 'log_images', 'log_text', 'read_log']

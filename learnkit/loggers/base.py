@@ -1,0 +1,359 @@
+"""What all loggers have in common: they gather what there is to log, step by step, and hand each step over once."""
+from __future__ import annotations
+
+import atexit
+import sys
+from importlib.util import find_spec
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor
+
+from learnkit.averages import Mean, is_number
+from learnkit.callback import Callback
+from learnkit.errors import MissingExtraError, OptionError, TimeError
+from learnkit.loggers.gather import as_images, configuration, fetch, name_writer, writer_of
+from learnkit.recorder import Recorder
+from learnkit.rng import preserved_rng
+from learnkit.timing import Time, as_time, crossings
+
+__all__ = ['Logger', 'Rows', 'log_images', 'log_text', 'need', 'open_loggers']
+
+Rows = list[tuple[int, dict[str, float]]]  # step, and what was logged there
+
+open_loggers: WeakSet[Logger] = WeakSet()  # a logger that was removed from its Learner has no other end
+
+
+class Logger(Callback):
+    """Gather what there is to log and hand it to `log_metrics`, which a subclass defines; by itself it does nothing.
+
+    Logged are: every `every` batches the training loss (`loss`) and the hyper-parameters (`lr`, `mom`; `lr/0`, `lr/1`
+    ... of several groups); each value that a callback gives to `learn.log`; the losses and metrics of each evaluation;
+    and the other columns of each epoch's row, as `epoch/epoch`, `epoch/train_loss` and so on. Images and texts come
+    from `log_images` and `log_text`. What belongs to one step comes in one piece, once the step is over and something
+    is due; of a batch that fails, what was logged before counts as a step.
+
+    Steps are batches over all fits (`learn.time.ba`): every other counter stands still at times (optimizer steps while
+    gradients accumulate, epochs between evaluations), starts again with each fit, or is unknown. Where a Learner's
+    counter lies behind what was logged before, by another Learner for one, steps go on after the last one.
+
+    Values stay on their device and are fetched together, in one transfer. A name that is logged several times in a step
+    (for microbatches) by one callback is averaged; by two it is an `OptionError` that names both. Nothing is logged by
+    `lr_find`, and nothing of `validate()` and `get_preds()`.
+
+    A backend defines `log_metrics`, `log_params`, `log_images` and `log_text`, `open` and `shut` around them, `flush`,
+    `where` and `check`. It is opened when there is something to write, also after `close`, and goes on where it was.
+    Checkpointed: the step, what is not handed over yet, and what the backend needs to go on in the same place.
+    """
+    order, run_valid, remove_on_fetch, remove_on_find = 100, False, True, True
+
+    def __init__(
+        self,
+        every: str | Time = '10ba',  # how often losses and hyper-parameters are logged: in ba, st, sp, tok, sec
+    ) -> None:
+        self.every = as_time(every, 'ba')
+        if self.every.unit not in ('ba', 'st', 'sp', 'tok', 'sec'):
+            raise TimeError(f'every={str(every)!r}: what is logged at each step is counted in ba, st, sp, tok or sec. '
+                            'Evaluations and epochs are logged when they end.')
+        self._handle: Any = None                       # what the backend writes to, None while closed
+        self._fresh, self._keep = True, None           # never opened; the step behind which a resumed log is cut off
+        self._shift, self._handed = 0, -1              # from batches to steps; the last step handed over
+        self._ba, self._last = 0, -1                   # batches at the last look, and their step at the last run's end
+        self._failed = self._new_fit = False
+        self._ba_at_start: int | None = None
+        self._looked: Any = None                       # when it was last seen whether something is due
+        self._clear()
+
+    def _clear(self) -> None:
+        self._rows: list[tuple[int, dict[str, Any]]] = []            # batches, and what was logged there
+        self._writers: dict[str, Any] = {}                           # who logged what in the last of them
+        self._evaluated: dict[str, Any] | None = None                # what is logged while an evaluation runs
+        self._eval_by: dict[str, Any] = {}                           # and by whom
+        self._eval_names: set[str] = set()
+        self._due = False
+
+    @property
+    def name(self) -> str:
+        "The class's name in snake_case; that of `Logger` itself would hide `learn.logger`."
+        return 'base_logger' if type(self) is Logger else super().name
+
+    # -- the protocol --------------------------------------------------------------------------------------------------
+
+    def log_metrics(self, step: int, values: dict[str, float]) -> None:
+        "Write the values of a step; steps come in order, each once."
+
+    def log_params(self, params: dict[str, Any]) -> None:
+        "Write the configuration: plain values by name, at the start of each fit."
+
+    def log_images(self, step: int, name: str, images: Any) -> None:
+        "Write images, an array (N, H, W, C) of bytes with 1, 3 or 4 channels."
+
+    def log_text(self, step: int, name: str, text: str) -> None:
+        "Write a text."
+
+    def write(self, rows: Rows) -> None:
+        "Write several steps; for backends that can take them at once."
+        for step, values in rows: self.log_metrics(step, values)
+
+    def flush(self) -> None:
+        "Bring what was written to where nothing is lost: after each run, and before a checkpoint."
+
+    def where(self) -> Any:
+        "Return what this logger writes to, which no other one may: a path, for one."
+        return None
+
+    def check(self) -> None:
+        "Raise a typed error where writing would fail; before training."
+
+    def open(
+        self,
+        keep: int | None,  # a run resumed after this step: drop what was logged later
+    ) -> tuple[Any, int]:
+        "Open the backend, go on with what is there; return what is written to, and the last step there (-1: none)."
+        return True, -1
+
+    def shut(self, handle: Any) -> None:
+        "Close what `open` returned."
+
+    def saved(self) -> dict[str, Any]:
+        "Return what a resumed process needs to go on in the same place."
+        return {}
+
+    def restore(self, sd: dict[str, Any]) -> None:
+        "Take what `saved` returned."
+
+    # -- gathering -----------------------------------------------------------------------------------------------------
+
+    def before_fit(self) -> None:
+        "See that writing will work."
+        learn = self.learn
+        if not learn.fitting: return
+        for cb in learn.cbs:
+            if cb is not self and isinstance(cb, Logger) and self.where() is not None and cb.where() == self.where():
+                raise OptionError(f'{name_writer(cb)} and {name_writer(self)} both log to {self.where()}: give one of '
+                                  'them another place, or remove it.')
+        self.check()
+        self._looked, self._ba = learn.time, learn._done['ba']
+        self._ba_at_start, self._new_fit, self._failed = self._ba, True, False
+
+    def before_batch(self) -> None:
+        "Hand over what is due, now that its step is over."
+        if self._due: self._hand_over()
+
+    def after_batch(self) -> None:
+        "Log loss and hyper-parameters, when they are due."
+        self._ba = self.learn._done['ba']
+        if self._ba % self.every.value == 0 if self.every.unit == 'ba' else self._crossed(): self._log_step()
+
+    def _crossed(self) -> bool:
+        before, self._looked = self._looked, self.learn.time
+        return crossings(before, self._looked, self.every) > 0
+
+    def _log_step(self) -> None:
+        learn, groups = self.learn, self.learn.opt.hypers if self.learn.opt is not None else []
+        if 'loss_grad' in learn.__dict__:
+            loss = learn.loss.mean() if learn.loss.dim() else learn.loss
+            self._put('loss', loss.item() if loss.is_cpu else loss, self)
+        for i, hypers in enumerate(groups):
+            for name in ('lr', 'mom'):
+                if name not in hypers: continue
+                value = hypers[name].clone() if isinstance(hypers[name], Tensor) else hypers[name]  # it will be filled
+                self._put(name if len(groups) == 1 else f'{name}/{i}', value, self)
+        self._due = True
+
+    def record(
+        self,
+        name: str,        # what it is called in the log
+        value: Any,       # a number, or a tensor of one element on any device
+        weight: Any = 1,  # how much it counts in the average
+    ) -> None:
+        "Take in what a callback gave to `learn.log`."
+        learn = self.learn
+        if not learn.fitting or learn.phase == 'predict': return
+        if not isinstance(name, str) or not name.isprintable() or name in ('', 'step'):
+            raise OptionError(f'{name!r} cannot be logged: give a printable name other than `step`.')
+        writer = writer_of(sys._getframe(1))
+        values = self._row() if self._evaluated is None else self._evaluated
+        there = values.get(name)
+        self._put(name, there if isinstance(there, Mean) else Mean(), writer)
+        values[name].add(value, weight)
+
+    def _put(self, name: str, value: Any, writer: Any) -> None:
+        "Put a value where the running evaluation, or else the current step, has its own."
+        values, writers = (self._row(), self._writers) if self._evaluated is None else (self._evaluated, self._eval_by)
+        if name in values and writers[name] is not writer: self._refuse(name, writers[name], writer)
+        values[name], writers[name] = value, writer
+
+    def _refuse(self, name: str, *writers: Any) -> None:
+        who = ' and by '.join(name_writer(w) for w in writers)
+        raise OptionError(f'`{name}` was logged twice in step {self._now + self._shift}: by {who}. Give one of them '
+                          'another name.')
+
+    @property
+    def _now(self) -> int:
+        "The number of batches, with the one under way."
+        learn = self.learn
+        return learn._done['ba'] + (bool(learn.training) and 'batch' in learn._open)
+
+    def _row(self) -> dict[str, Any]:
+        if not self._rows or self._rows[-1][0] != self._now:
+            self._rows.append((self._now, {}))
+            self._writers = {}
+        return self._rows[-1][1]
+
+    def before_eval(self) -> None:
+        "Gather for this evaluation."
+        if self.learn.fitting: self._evaluated, self._eval_by = {}, {}
+
+    def after_validate(self) -> None:
+        "Take the losses and metrics of a loader from the Recorder."
+        recorder = _recorder(self.learn)
+        if self._evaluated is None or not self.learn.fitting or recorder is None: return
+        for m in recorder._valid_mets:
+            name = recorder._valid_name(m, self.learn.dl_name)
+            value = recorder._frame.values.get(name)
+            if is_number(value): self._put(name, value, recorder)
+
+    def after_eval(self) -> None:
+        "Log this evaluation at the step that it came after."
+        if not self.learn.fitting: return  # a validate() inside the fit
+        evaluated, self._evaluated = self._evaluated or {}, None
+        for name, value in evaluated.items(): self._put(name, value, self._eval_by[name])
+        self._eval_names |= evaluated.keys()
+        self._due = True
+
+    def after_epoch(self) -> None:
+        "Log what else is in the epoch's row."
+        learn, recorder = self.learn, _recorder(self.learn)
+        if not learn.fitting or recorder is None or not recorder.history: return
+        row = recorder.history[-1]
+        if (row.get('fit'), row.get('epoch')) != (recorder.n_fits - 1, learn.epoch): return
+        for name, value in row.items():
+            if name != 'fit' and name not in self._eval_names and is_number(value):
+                self._put(f'epoch/{name}', value, recorder)
+        self._due = True
+
+    # -- handing over --------------------------------------------------------------------------------------------------
+
+    def _hand_over(self, also_now: bool = False) -> None:
+        "Hand over the rows of finished steps, and that of the current step when nothing more will come to it."
+        self._due = False
+        n = len(self._rows)
+        if n and not also_now and self._rows[-1][0] == self._now: n -= 1
+        rows, self._rows = self._rows[:n], self._rows[n:]
+        if not rows: return
+        self._begin(rows[0][0])
+        values = fetch([row for _, row in rows])
+        self.write([(ba + self._shift, vs) for (ba, _), vs in zip(rows, values, strict=True)])
+        self._handed = rows[-1][0] + self._shift
+
+    def _begin(self, ba: int) -> None:
+        "Open the backend if it is closed; at the start of a fit find the place of its steps, and log how it is set up."
+        if self._handle is None:
+            with preserved_rng(): self._handle, found = self.open(self._keep)  # W&B and MLflow draw names and ids
+            if self._keep is None: self._last = max(self._last, found)
+            self._fresh, self._keep = False, None
+            _close_at_exit(self)
+        if not self._new_fit: return
+        self._new_fit = False
+        if self._ba_at_start is not None: self._shift = max(0, self._last - self._ba_at_start)
+        elif ba + self._shift < self._last: self._shift = self._last - ba  # the Learner's own counters were not resumed
+        with preserved_rng(): self.log_params(configuration(self.learn))
+
+    def _send(self, log: Any, name: str, content: Any) -> None:
+        "Log an image or a text at the current step, after all that came before."
+        self._hand_over()
+        self._begin(self._now)
+        with preserved_rng(): log(self._now + self._shift, name, content)
+
+    def after_error(self) -> None:
+        "Remember that the run failed."
+        self._failed = True
+
+    def cleanup(self) -> None:
+        "Hand over what is left of the run, and have it written."
+        try:
+            if self._rows: self._hand_over(also_now=True)
+            if self._handle is not None: self.flush()
+        finally:
+            self._last = max(self._last, self._handed, self._ba + self._shift)
+            self._clear()
+
+    def close(self) -> None:
+        "Close the backend; it is opened again when there is more to log."
+        if self._handle is None: return
+        handle, self._handle = self._handle, None
+        open_loggers.discard(self)
+        with preserved_rng(): self.shut(handle)
+
+    def state_dict(self) -> dict[str, Any]:
+        "Hand over all finished steps, and return the rest with the place in the log."
+        if self._rows and self.learn is not None: self._hand_over()
+        if self._handle is not None: self.flush()
+        row = fetch([row for _, row in self._rows[-1:]])
+        last = max(self._last, self._handed, self._ba + self._shift)
+        return {'ba': self._ba, 'shift': self._shift, 'last': last, 'handed': self._handed,
+                'row': row[0] if row else {}, **self.saved()}
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        "Go on after the state's last step: what was logged later is dropped."
+        self._clear()
+        self.close()
+        self._ba, self._shift, self._last, self._handed = sd['ba'], sd['shift'], sd['last'], sd['handed']
+        self._fresh, self._keep, self._ba_at_start = False, sd['handed'], None
+        if sd['row']: self._rows = [(sd['ba'], dict(sd['row']))]
+        self.restore(sd)
+
+    def __getstate__(self) -> dict[str, Any]:
+        "Leave out what is open: a copy opens its own."
+        return {**self.__dict__, '_handle': None}
+
+
+def log_images(
+    learn: Any,     # the Learner (or a callback of it)
+    name: str,      # what they are called
+    images: Any,    # (N, C, H, W), (C, H, W) or (H, W), floats within 0 and 1 or bytes; one, or a list of one shape
+) -> None:
+    """Send images to all loggers of a Learner, at the current step.
+
+    C is 1, 3 or 4. In `validate()` and `get_preds()` nothing is logged. Raises `OptionError` for what is no image.
+    """
+    if not (loggers := _listening(learn)): return
+    pixels = as_images(images)
+    for cb in loggers: cb._send(cb.log_images, name, pixels)
+
+
+def log_text(
+    learn: Any,     # the Learner (or a callback of it)
+    name: str,      # what it is called
+    text: str,
+) -> None:
+    "Send a text to all loggers of a Learner, at the current step."
+    for cb in _listening(learn): cb._send(cb.log_text, name, str(text))
+
+
+def _listening(learn: Any) -> list[Logger]:
+    "Return the loggers of a Learner; none in an evaluation or prediction on its own, which is not logged."
+    if learn._depth and not learn.fitting: return []
+    return [cb for cb in learn.cbs if isinstance(cb, Logger)]
+
+
+def need(module: str, extra: str, who: str) -> None:
+    "Raise `MissingExtraError` where a library is not installed; it is not imported."
+    if find_spec(module) is None:
+        raise MissingExtraError(f'{who} needs {module}: pip install "learnkit[{extra}]"')
+
+
+def _recorder(learn: Any) -> Any:
+    return next((cb for cb in learn.cbs if isinstance(cb, Recorder)), None)
+
+
+def _close_at_exit(logger: Logger) -> None:
+    "Have a logger closed at exit, before the library that it has just opened closes itself: the last come is first."
+    open_loggers.add(logger)
+    atexit.unregister(_close_all)
+    atexit.register(_close_all)
+
+
+def _close_all() -> None:
+    for cb in list(open_loggers): cb.close()

@@ -1,0 +1,47 @@
+"""A log to read along: a line now and then, printed or given to `logging`."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from learnkit.errors import OptionError
+from learnkit.loggers.base import Logger, Rows
+from learnkit.timing import Time
+
+__all__ = ['ConsoleLogger']
+
+
+class ConsoleLogger(Logger):
+    """Print a line with the latest values every so often, and after each evaluation.
+
+    A line appears when its step is over. `out` takes it: `print`, or `logging.getLogger('train').info`. Texts are
+    printed too, images are not.
+
+    >>> from learnkit.testing import synth_learner
+    >>> learn = synth_learner(lr=0., default_cbs=True, cbs=ConsoleLogger(every='5ba'))
+    >>> with learn.no_bar(), learn: learn.fit(1)
+    step 5: loss=..., lr=0, mom=0.9
+    step 10: loss=..., lr=0, mom=0.9, valid_loss=..., epoch/epoch=0, epoch/train_loss=..., epoch/time=...
+    """
+
+    def __init__(
+        self,
+        every: str | Time = '50ba',            # as for `Logger`
+        out: Callable[[str], Any] = print,     # called with each line
+    ) -> None:
+        super().__init__(every)
+        if not callable(out): raise OptionError(f'out={out!r}: give a function that takes a line, such as print.')
+        self.out = out
+
+    def log_metrics(self, step: int, values: dict[str, float]) -> None:
+        shown = ', '.join(f'{name}={value:.4g}' for name, value in values.items())
+        self.out(f'step {step}: {shown}')
+
+    def write(self, rows: Rows) -> None:
+        "Print one line: the last value of each name."
+        latest = {name: value for _, values in rows for name, value in values.items()}
+        self.log_metrics(rows[-1][0], latest)
+
+    def _send(self, log: Any, name: str, content: Any) -> None: log(self._now + self._shift, name, content)
+
+    def log_text(self, step: int, name: str, text: str) -> None: self.out(f'step {step}: {name}: {text}')

@@ -1,0 +1,222 @@
+"""Logs in plain files, CSV and JSON lines: whole lines only, on the disk's side of the process at every call."""
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from learnkit.errors import OptionError
+from learnkit.files import atomic_write, check_writable
+from learnkit.loggers.base import Logger, Rows
+from learnkit.loggers.gather import png
+from learnkit.timing import Time
+
+__all__ = ['CSVLogger', 'JSONLinesLogger', 'read_log']
+
+
+def read_log(
+    path: str | Path,  # a file of `CSVLogger` or `JSONLinesLogger`
+) -> list[dict[str, Any]]:
+    """Return a log as one dict a step, `step` and what was logged there; `pandas.DataFrame` takes it as it is.
+
+    A last line that a killed process left unfinished is passed over. Raises `OptionError` for another file.
+    """
+    path = Path(path)
+    return [row for row in _format_of(path).parse(path, _whole_lines(path)) if 'step' in row]
+
+
+class _FileLogger(Logger):
+    "Writes lines to one file, and images and texts to folders beside it."
+    append: bool
+    _suffixes: tuple[str, ...]
+
+    def __init__(self, fname: str | Path, every: str | Time, append: bool) -> None:
+        super().__init__(every)
+        if Path(fname).suffix not in self._suffixes:
+            ends = ' or '.join(self._suffixes)
+            raise OptionError(f'{fname!r}: {type(self).__name__} writes files that end in {ends}.')
+        self.fname, self.append = fname, append
+
+    def where(self) -> Path:
+        "Return the file's path."
+        if self._handle is not None: return self._handle  # also when the Learner is another one now
+        return Path(os.path.realpath(self.learn.path/self.fname))
+
+    def check(self) -> None:
+        path = self.where()
+        try: check_writable(path)
+        except OSError as e: raise OptionError(f'{path} cannot be written: {e}.') from None
+        if path.exists(): self.parse(path, _whole_lines(path, first_only=True))
+
+    def open(self, keep: int | None) -> tuple[Any, int]:
+        "Open the file behind its last whole line, or behind the step at which a run is resumed."
+        path = self.where()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if self._fresh and not self.append: path.unlink(missing_ok=True)
+        text = _whole_lines(path) if path.exists() else ''
+        rows = self.parse(path, text)
+        kept = [row for row in rows if keep is None or row.get('step', -1) <= keep]
+        self._take_over(rows)
+        if len(kept) < len(rows) or (path.exists() and path.stat().st_size != len(text.encode())):
+            with atomic_write(path) as tmp: tmp.write_text(self._text(kept), 'utf-8', newline='')
+        return path, max((row['step'] for row in kept if 'step' in row), default=-1)
+
+    def flush(self) -> None:
+        if not self._handle.exists(): return
+        with self._handle.open('ab') as f: os.fsync(f.fileno())
+
+    def log_metrics(self, step: int, values: dict[str, float]) -> None: self.write([(step, values)])
+
+    def write(self, rows: Rows) -> None: self._append([{'step': step, **values} for step, values in rows])
+
+    def _append(self, rows: list[dict[str, Any]]) -> None:
+        with self._handle.open('ab', buffering=0) as f: f.write(self._lines(rows).encode())  # one piece, one call
+
+    def log_images(self, step: int, name: str, images: Any) -> None:
+        "Write `<file>.images/<name>-<step>-<i>.png`."
+        for i, image in enumerate(images): self._beside('images', f'{name}-{step}-{i}.png').write_bytes(png(image))
+
+    def log_text(self, step: int, name: str, text: str) -> None:
+        "Write `<file>.texts/<name>-<step>.txt`."
+        self._beside('texts', f'{name}-{step}.txt').write_text(text, 'utf-8')
+
+    def _beside(self, kind: str, name: str) -> Path:
+        path = self.where()
+        folder = path.with_name(f'{path.name}.{kind}')
+        folder.mkdir(exist_ok=True)
+        return folder/re.sub(r'[^\w.=+-]', '_', name)
+
+    @staticmethod
+    def parse(path: Path, text: str) -> list[dict[str, Any]]:
+        "Return what whole lines hold. Raises `OptionError` where they are not those of such a log."
+        raise NotImplementedError
+
+    def _take_over(self, rows: list[dict[str, Any]]) -> None: "Note what is in the file that is appended to."
+
+    def _lines(self, rows: list[dict[str, Any]]) -> str: raise NotImplementedError
+
+    def _text(self, rows: list[dict[str, Any]]) -> str: return self._lines(rows)
+
+
+class CSVLogger(_FileLogger):
+    """Log to a CSV file: a row a step, a column a name, in the order in which names appear.
+
+    A new name rewrites the file with one more column; everything else is appended. The configuration is in
+    `<file>.params.json`, images and texts in `<file>.images/` and `<file>.texts/`. `read_log` reads the file.
+
+    A file that is there is appended to, its steps going on; `append=False` starts it anew, but never when a run is
+    resumed, or in a further fit. Resumed from an earlier checkpoint, the rows after it are dropped. Raises
+    `OptionError`, before training, for a place that cannot be written and for a file that is no such log.
+
+    >>> import tempfile
+    >>> from learnkit.testing import synth_learner
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     learn = synth_learner(path=folder, cbs=CSVLogger(every='5ba'))
+    ...     with learn.no_bar(), learn: learn.fit(1)
+    ...     for row in read_log(f'{folder}/metrics.csv'): print(*row)
+    step loss lr mom
+    step loss lr mom valid_loss epoch/epoch epoch/train_loss epoch/time
+    """
+    _suffixes = ('.csv',)
+
+    def __init__(
+        self,
+        fname: str | Path = 'metrics.csv',   # below `learn.path`, or an absolute path
+        every: str | Time = '10ba',          # as for `Logger`
+        append: bool = True,                 # False: replace a file of another run
+    ) -> None:
+        super().__init__(fname, every, append)
+        self._columns: list[str] = []
+
+    def log_params(self, params: dict[str, Any]) -> None:
+        path = self.where()
+        with atomic_write(path.with_name(f'{path.name}.params.json')) as tmp:
+            tmp.write_text(json.dumps(params, indent=1), 'utf-8')
+
+    def _append(self, rows: list[dict[str, Any]]) -> None:
+        new = list(dict.fromkeys(name for row in rows for name in row if name not in self._columns))
+        if not new: return super()._append(rows)
+        path = self._handle
+        before = self.parse(path, _whole_lines(path)) if path.exists() else []
+        self._columns += new
+        with atomic_write(path) as tmp: tmp.write_text(self._text([*before, *rows]), 'utf-8', newline='')
+
+    def _take_over(self, rows: list[dict[str, Any]]) -> None:
+        path = self.where()
+        header = _whole_lines(path, first_only=True) if path.exists() else ''
+        self._columns = next(csv.reader([header]), []) if header else []
+
+    def _lines(self, rows: list[dict[str, Any]]) -> str:
+        out = io.StringIO()
+        csv.writer(out, lineterminator='\n').writerows([row.get(name, '') for name in self._columns] for row in rows)
+        return out.getvalue()
+
+    def _text(self, rows: list[dict[str, Any]]) -> str:
+        return self._lines([{name: name for name in self._columns}, *rows]) if self._columns else ''
+
+    @staticmethod
+    def parse(path: Path, text: str) -> list[dict[str, Any]]:
+        reader = csv.reader(io.StringIO(text, newline=''))
+        header = next(reader, ['step'])
+        if header[:1] != ['step']: raise OptionError(f'{path} is no log of CSVLogger: its first column is not `step`.')
+        return [{name: _number(v) for name, v in zip(header, row, strict=False) if v != ''} for row in reader]
+
+
+class JSONLinesLogger(_FileLogger):
+    """Log to a file of JSON lines: `{"step": 10, "loss": 0.5, ...}`, and `{"params": {...}}` at the start of each fit.
+
+    What is not finite stands as `NaN` or `Infinity`, which Python and pandas read. Images and texts are in
+    `<file>.images/` and `<file>.texts/`. The rest is as for `CSVLogger`.
+
+    >>> import tempfile
+    >>> from learnkit.testing import synth_learner
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     learn = synth_learner(path=folder, cbs=JSONLinesLogger())
+    ...     with learn.no_bar(), learn: learn.fit(2)
+    ...     [row['step'] for row in read_log(f'{folder}/metrics.jsonl')]
+    [10, 20]
+    """
+    _suffixes = ('.jsonl', '.ndjson')
+
+    def __init__(
+        self,
+        fname: str | Path = 'metrics.jsonl',  # below `learn.path`, or an absolute path
+        every: str | Time = '10ba',           # as for `Logger`
+        append: bool = True,                  # False: replace a file of another run
+    ) -> None:
+        super().__init__(fname, every, append)
+
+    def log_params(self, params: dict[str, Any]) -> None: self._append([{'params': params}])
+
+    def _lines(self, rows: Iterable[dict[str, Any]]) -> str: return ''.join(f'{json.dumps(row)}\n' for row in rows)
+
+    @staticmethod
+    def parse(path: Path, text: str) -> list[dict[str, Any]]:
+        try: rows = [json.loads(line) for line in text.splitlines()]
+        except ValueError: rows = [None]
+        if all(isinstance(row, dict) and row.keys() & {'step', 'params'} for row in rows): return rows
+        raise OptionError(f'{path} is no log of JSONLinesLogger: it has lines other than those of steps.')
+
+
+def _format_of(path: Path) -> type[_FileLogger]:
+    for cls in (CSVLogger, JSONLinesLogger):
+        if path.suffix in cls._suffixes: return cls
+    raise OptionError(f'{path} is no log: those end in .csv, .jsonl or .ndjson.')
+
+
+def _whole_lines(path: Path, first_only: bool = False) -> str:
+    "Return the lines of a file, or its first, without one that was not finished."
+    with path.open('rb') as f: data = f.readline() if first_only else f.read()
+    return data[:data.rfind(b'\n') + 1].decode('utf-8', 'replace')
+
+
+def _number(text: str) -> Any:
+    try: return int(text)
+    except ValueError: pass
+    try: return float(text)
+    except ValueError: return text

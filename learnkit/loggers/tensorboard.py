@@ -1,0 +1,93 @@
+"""Logs for TensorBoard, by `torch.utils.tensorboard`."""
+from __future__ import annotations
+
+import json
+import os
+from importlib import import_module
+from pathlib import Path
+from time import strftime
+from typing import Any
+
+from learnkit.errors import OptionError
+from learnkit.files import check_writable
+from learnkit.loggers.base import Logger, need
+from learnkit.timing import Time
+
+__all__ = ['TensorBoardLogger']
+
+
+class TensorBoardLogger(Logger):
+    """Log scalars, images and texts to a folder of TensorBoard: `tensorboard --logdir runs` shows them.
+
+    Without `folder` each run gets one of its own, `runs/<date and time>`, which a resumed process finds again. A folder
+    that is there is appended to, its steps going on. Resumed from an earlier checkpoint, TensorBoard passes over what
+    was logged after it. The configuration is a text, `params`. Raises `MissingExtraError` without tensorboard.
+
+    >>> import tempfile
+    >>> from learnkit.testing import synth_learner
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     learn = synth_learner(path=folder, cbs=TensorBoardLogger('tb'))
+    ...     with learn.no_bar(), learn: learn.fit(1)
+    ...     len(os.listdir(f'{folder}/tb'))
+    1
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None = None,   # below `learn.path`, or an absolute path; None: one of its own in `runs`
+        every: str | Time = '10ba',         # as for `Logger`
+    ) -> None:
+        need('tensorboard', 'tensorboard', 'TensorBoardLogger')
+        super().__init__(every)
+        self.folder, self._own = folder, ''
+
+    def where(self) -> Path:
+        "Return the folder; that of all runs where each gets its own."
+        return Path(os.path.realpath(self.learn.path/(self.folder or 'runs')))
+
+    def check(self) -> None:
+        try: check_writable(self.where()/'events')
+        except OSError as e: raise OptionError(f'{self.where()} cannot be written: {e}.') from None
+
+    def open(self, keep: int | None) -> tuple[Any, int]:
+        from torch.utils.tensorboard import SummaryWriter
+        folder = Path(self._own) if self._own else self._choose()
+        found = _last_step(folder) if self._fresh and folder.exists() else -1
+        return SummaryWriter(folder, purge_step=None if keep is None else keep + 1), found
+
+    def _choose(self) -> Path:
+        "Return the folder to write to; a new one, unless it was given."
+        if self.folder is not None: return self.where()
+        name, n = strftime('%Y-%m-%d_%H-%M-%S'), 1
+        while (folder := self.where()/(name if n == 1 else f'{name}_{n}')).exists(): n += 1
+        folder.mkdir(parents=True)
+        self._own = str(folder)
+        return folder
+
+    def log_metrics(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items(): self._handle.add_scalar(name, value, step)
+
+    def log_params(self, params: dict[str, Any]) -> None:
+        lines = json.dumps(params, indent=1).split('\n')  # indented, they are shown as they are
+        self._handle.add_text('params', '\n'.join(f'    {line}' for line in lines), max(self._last, 0))
+
+    def log_images(self, step: int, name: str, images: Any) -> None:
+        for i, image in enumerate(images):
+            self._handle.add_image(f'{name}/{i}' if len(images) > 1 else name, image, step, dataformats='HWC')
+
+    def log_text(self, step: int, name: str, text: str) -> None: self._handle.add_text(name, text, step)
+
+    def flush(self) -> None: self._handle.flush()
+
+    def shut(self, handle: Any) -> None: handle.close()
+
+    def saved(self) -> dict[str, Any]: return {'folder': self._own}
+
+    def restore(self, sd: dict[str, Any]) -> None: self._own = sd['folder']
+
+
+def _last_step(folder: Path) -> int:
+    "Return the last step of a scalar in a folder, -1 if there is none."
+    reader: Any = import_module('tensorboard.backend.event_processing.event_accumulator')  # it ships no types
+    events = reader.EventAccumulator(str(folder), size_guidance={'scalars': 1}).Reload()
+    return max((events.Scalars(tag)[-1].step for tag in events.Tags()['scalars']), default=-1)

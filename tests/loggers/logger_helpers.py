@@ -1,0 +1,115 @@
+"""A regression whose every number is known, trained with loggers, and resumed from what they checkpoint."""
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from fastcore.basics import noop
+from torch import Tensor, nn
+
+from learnkit import SGD, Callback, DataLoaders, Learner
+from learnkit.loggers import Logger
+
+N_BATCHES, BS = 10, 4
+
+# the libraries would tell their makers of each use
+os.environ.update(DO_NOT_TRACK='true', MLFLOW_DISABLE_TELEMETRY='true', WANDB_ERROR_REPORTING='false')
+
+
+def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    "Return x and y for training, then for validation."
+    g = torch.Generator().manual_seed(1)
+    x, v = torch.randn(N_BATCHES * BS, 3, generator=g), torch.randn(6, 3, generator=g)
+    return x, x.sum(1, keepdim=True), v, v.sum(1, keepdim=True)
+
+
+def learner(path: Path, *cbs: Any, **kwargs: Any) -> Learner:
+    "Return a Learner that trains on the same batches in the same order every time."
+    x, y, vx, vy = data()
+    torch.manual_seed(3)
+    model = nn.Linear(3, 1)
+    dls = DataLoaders.from_tensors((x, y), (vx, vy), bs=BS, shuffle=False)
+    options: dict[str, Any] = {'opt_func': SGD, 'lr': 0.1, **kwargs}
+    learn = Learner(dls, model, nn.MSELoss(), cbs=list(cbs), path=path, **options)
+    learn.logger = noop
+    return learn
+
+
+def plain_losses(n_epoch: int, lr: float = 0.1) -> tuple[list[float], list[float]]:
+    "Return the training loss of every step and the validation loss of every epoch, of a loop in plain torch."
+    x, y, vx, vy = data()
+    torch.manual_seed(3)
+    model = nn.Linear(3, 1)
+    opt = torch.optim.SGD(model.parameters(), lr=lr)
+    train, valid = [], []
+    for _ in range(n_epoch):
+        for xb, yb in zip(x.split(BS), y.split(BS), strict=True):
+            loss = nn.functional.mse_loss(model(xb), yb)
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            train.append(loss.item())
+        with torch.no_grad(): valid.append(nn.functional.mse_loss(model(vx), vy).item())
+    return train, valid
+
+
+class LogHalf(Callback):
+    "Logs half of the loss at every training and evaluation batch."
+
+    def after_loss(self) -> None: self.learn.log('half', self.loss / 2)
+
+
+class KeepState(Callback):
+    "Keeps what a checkpoint after a batch would hold of the loggers."
+    order = 200
+
+    def __init__(self, at: int) -> None: self._at = at
+
+    def batch_checkpoint(self) -> None:
+        if self.learn.time.ba != self._at: return
+        states = [cb.state_dict() for cb in self.learn.cbs if isinstance(cb, Logger)]
+        self.saved = {'done': dict(self.learn._done), 'model': self.learn.model.state_dict(), 'loggers': states}
+        self.saved = torch.load(_through_file(self.saved), weights_only=True)
+
+
+def _through_file(state: dict[str, Any]) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file
+
+
+class PutBackState(Callback):
+    "Puts back what `KeepState` kept, as late as a checkpoint does: when the training of an epoch begins."
+    order = 200
+
+    def __init__(self, saved: dict[str, Any]) -> None: self._saved: Any = saved
+
+    def before_train(self) -> None:
+        if self._saved is None: return
+        saved, self._saved = self._saved, None
+        self.learn._done.update(saved['done'])
+        self.learn.model.load_state_dict(saved['model'])
+        loggers = [cb for cb in self.learn.cbs if isinstance(cb, Logger)]
+        for cb, state in zip(loggers, saved['loggers'], strict=True): cb.load_state_dict(state)
+
+
+def run_and_resume(path: Path, make: Any) -> tuple[Learner, Learner]:
+    """Train 2 epochs with a logger, then go on from the checkpoint after batch 10 in a new Learner for 2 more.
+
+    The checkpoint lies before the evaluation after batch 10: the epoch that follows it is trained again."""
+    keep = KeepState(at=N_BATCHES)
+    first = learner(path, LogHalf, make(), keep)
+    first.fit(2)
+    first.close()
+    second = learner(path, LogHalf, make(), PutBackState(keep.saved))
+    second.fit(2)
+    second.close()
+    return first, second
+
+
+__all__ = ['BS', 'KeepState', 'N_BATCHES', 'LogHalf', 'PutBackState', 'data', 'learner', 'plain_losses',
+           'run_and_resume']

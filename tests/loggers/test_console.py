@@ -1,0 +1,41 @@
+"""The lines of the console logger."""
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from logger_helpers import LogHalf, learner, plain_losses
+
+from learnkit import Callback, OptionError
+from learnkit.loggers import ConsoleLogger, log_images, log_text
+
+
+def test_one_line_an_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    learn = learner(tmp_path, LogHalf, ConsoleLogger(every='4ba'))
+    with learn.no_bar(): learn.fit(1)
+    first, second, third = capsys.readouterr().out.splitlines()
+    losses = plain_losses(1)[0]
+    assert first == f'step 4: half={losses[3] / 2:.4g}, loss={losses[3]:.4g}, lr=0.1, mom=0'
+    assert second.startswith(f'step 8: half={losses[7] / 2:.4g}, loss={losses[7]:.4g}, ')
+    assert third.startswith(f'step 10: half={losses[9] / 2:.4g}, valid_half=') and 'loss=' in third
+
+
+def test_lines_go_to_logging(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, 'train'):
+        learner(tmp_path, ConsoleLogger(out=logging.getLogger('train').info)).fit(1)
+    assert [r.message.split(':')[0] for r in caplog.records] == ['step 10']
+
+
+def test_texts_are_shown_and_images_are_not(tmp_path: Path) -> None:
+    lines: list[str] = []
+
+    def show(cb: Callback) -> None:
+        log_images(cb, 'pic', [[0., 1.]])
+        log_text(cb, 'note', 'hello')
+    learner(tmp_path, ConsoleLogger(out=lines.append), Callback(after_train=show)).fit(1)
+    assert lines[0] == 'step 10: note: hello' and len(lines) == 2
+
+
+def test_out_has_to_be_callable() -> None:
+    with pytest.raises(OptionError, match='out='): ConsoleLogger(out='print')  # type: ignore[arg-type]
