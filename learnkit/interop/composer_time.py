@@ -1,0 +1,264 @@
+"""Time as Composer's callbacks read it: numbers with a unit that compare with strings, and a timestamp of them."""
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from enum import StrEnum
+from functools import total_ordering
+from types import SimpleNamespace
+from typing import Any
+
+from learnkit.errors import TimeError
+from learnkit.interop.hooks import is_of
+from learnkit.timing import Time
+
+__all__ = ['Event', 'TimeUnit', 'ComposerTime', 'ComposerTimestamp', 'types_for']
+
+_AFTER = {'START': 'END', 'BEFORE': 'AFTER'}
+
+
+class Event(StrEnum):
+    """The moments of Composer's loop, by its names.
+
+    An event equals its value in either case, and the event of the same name of the package itself.
+
+    >>> Event.FIT_START == 'fit_start', Event.FIT_START == 'FIT_START', Event.FIT_START.name, Event.FIT_START.value
+    (True, True, 'FIT_START', 'fit_start')
+    >>> Event.AFTER_LOSS.is_after_event, Event.EVAL_BATCH_END.canonical_name, Event.EVAL_END.is_eval
+    (True, 'eval_batch', True)
+    """
+    INIT = 'init'
+    BEFORE_LOAD = 'before_load'
+    AFTER_LOAD = 'after_load'
+    FIT_START = 'fit_start'
+    ITERATION_START = 'iteration_start'
+    EPOCH_START = 'epoch_start'
+    BEFORE_DATALOADER = 'before_dataloader'
+    AFTER_DATALOADER = 'after_dataloader'
+    BATCH_START = 'batch_start'
+    BEFORE_TRAIN_BATCH = 'before_train_batch'
+    BEFORE_FORWARD = 'before_forward'
+    AFTER_FORWARD = 'after_forward'
+    BEFORE_LOSS = 'before_loss'
+    AFTER_LOSS = 'after_loss'
+    BEFORE_BACKWARD = 'before_backward'
+    AFTER_BACKWARD = 'after_backward'
+    AFTER_TRAIN_BATCH = 'after_train_batch'
+    BATCH_END = 'batch_end'
+    BATCH_CHECKPOINT = 'batch_checkpoint'
+    EPOCH_END = 'epoch_end'
+    EPOCH_CHECKPOINT = 'epoch_checkpoint'
+    ITERATION_END = 'iteration_end'
+    ITERATION_CHECKPOINT = 'iteration_checkpoint'
+    FIT_END = 'fit_end'
+    EVAL_BEFORE_ALL = 'eval_before_all'
+    EVAL_START = 'eval_start'
+    EVAL_BATCH_START = 'eval_batch_start'
+    EVAL_BEFORE_FORWARD = 'eval_before_forward'
+    EVAL_AFTER_FORWARD = 'eval_after_forward'
+    EVAL_BATCH_END = 'eval_batch_end'
+    EVAL_END = 'eval_end'
+    EVAL_AFTER_ALL = 'eval_after_all'
+    EVAL_STANDALONE_START = 'eval_standalone_start'
+    EVAL_STANDALONE_END = 'eval_standalone_end'
+    PREDICT_START = 'predict_start'
+    PREDICT_BATCH_START = 'predict_batch_start'
+    PREDICT_BEFORE_FORWARD = 'predict_before_forward'
+    PREDICT_AFTER_FORWARD = 'predict_after_forward'
+    PREDICT_BATCH_END = 'predict_batch_end'
+    PREDICT_END = 'predict_end'
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, str): return self.value == str.lower(other)
+        return type(other).__name__ == 'Event' and self.value == getattr(other, 'value', None)
+
+    def __hash__(self) -> int: return str.__hash__(self)
+
+    @classmethod
+    def _missing_(cls, value: object) -> Event | None:
+        return cls.__members__.get(value.upper()) if isinstance(value, str) else None
+
+    @property
+    def is_before_event(self) -> bool:
+        "Whether another event follows that closes what this one opens."
+        return any(part in _AFTER for part in self.name.split('_'))
+
+    @property
+    def is_after_event(self) -> bool:
+        "Whether this event closes what another one has opened."
+        return any(part in _AFTER.values() for part in self.name.split('_'))
+
+    @property
+    def canonical_name(self) -> str:
+        "The name that an opening and a closing event have in common."
+        return '_'.join(p for p in self.value.split('_') if p not in ('before', 'after', 'start', 'end'))
+
+    @property
+    def is_eval(self) -> bool: return self.value.startswith('eval')
+
+    @property
+    def is_predict(self) -> bool: return self.value.startswith('predict')
+
+
+class TimeUnit(StrEnum):
+    "The units of Composer's time strings."
+    ITERATION = 'iter'
+    EPOCH = 'ep'
+    BATCH = 'ba'
+    SAMPLE = 'sp'
+    TOKEN = 'tok'
+    DURATION = 'dur'
+    SECOND = 'sec'
+
+
+@total_ordering
+class ComposerTime:
+    """A number of one unit, which compares with plain numbers, strings and other times of its unit.
+
+    Unlike `learnkit.timing.Time` it may be negative, as differences are in Composer.
+
+    >>> now = ComposerTime(3, 'ep')
+    >>> now.value, int(now), now >= '2ep', now == 3, now - '5ep', now / '6ep'
+    (3, 3, True, True, Time(-2, TimeUnit.EPOCH), Time(0.5, TimeUnit.DURATION))
+    """
+
+    def __init__(
+        self,
+        value: int | float,
+        unit: str,            # one of `TimeUnit`
+    ) -> None:
+        self.value, self.unit = value, TimeUnit(getattr(unit, 'value', unit))
+
+    @classmethod
+    def from_timestring(cls, text: str) -> ComposerTime:
+        "Return the time that a string spells."
+        time = Time(text)
+        return cls(time.value, time.unit)
+
+    def _read(self, other: Any) -> ComposerTime:
+        "Return another time, string or number as a time, a number in this unit."
+        if isinstance(other, (int, float)): return ComposerTime(other, self.unit)
+        if isinstance(other, str): other = Time(other)
+        if not hasattr(other, 'unit'): raise TimeError(f'{other!r} is no time: it cannot be combined with {self}.')
+        return ComposerTime(other.value, other.unit)
+
+    def _of_my_unit(self, other: Any) -> int | float:
+        other = self._read(other)
+        if other.unit is self.unit: return other.value
+        raise TimeError(f'{self} and {other} have different units: they cannot be compared or combined.')
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (int, float, str)) and not hasattr(other, 'unit'): return NotImplemented
+        return self.value == self._of_my_unit(other)
+
+    def __lt__(self, other: Any) -> bool: return self.value < self._of_my_unit(other)
+    def __hash__(self) -> int: return hash((self.value, self.unit))
+    def __int__(self) -> int: return int(self.value)
+    def __float__(self) -> float: return float(self.value)
+    def __bool__(self) -> bool: return bool(self.value)
+    def __add__(self, other: Any) -> ComposerTime: return self._new(self.value + self._of_my_unit(other))
+    def __sub__(self, other: Any) -> ComposerTime: return self._new(self.value - self._of_my_unit(other))
+    def __rsub__(self, other: Any) -> ComposerTime: return self._new(self._of_my_unit(other) - self.value)
+    def __mod__(self, other: Any) -> ComposerTime: return self._new(self.value % self._of_my_unit(other))
+    def __neg__(self) -> ComposerTime: return self._new(-self.value)
+
+    __radd__ = __add__
+
+    def __truediv__(self, other: Any) -> ComposerTime:
+        if isinstance(other, (int, float)): return self._new(type(self.value)(self.value / other))
+        return ComposerTime(self.value / self._of_my_unit(other), TimeUnit.DURATION)
+
+    def __mul__(self, other: Any) -> ComposerTime:
+        by = self._read(other)
+        if isinstance(other, (int, float)): return self._new(type(self.value)(self.value * other))
+        if TimeUnit.DURATION not in (by.unit, self.unit): raise TimeError(f'{self} times {by}: one has to be a share.')
+        unit = self.unit if by.unit is TimeUnit.DURATION else by.unit
+        value = self.value * by.value
+        return ComposerTime(value if unit is TimeUnit.DURATION else int(value), unit)
+
+    __rmul__ = __mul__
+
+    def _new(self, value: int | float) -> ComposerTime: return ComposerTime(value, self.unit)
+
+    def to_timestring(self) -> str:
+        "Return the string that spells this time."
+        return f'{self.value}{self.unit.value}'
+
+    __str__ = to_timestring
+
+    def __repr__(self) -> str: return f'Time({self.value}, TimeUnit.{self.unit.name})'
+
+
+_UNITS = {'iteration': 'iter', 'epoch': 'ep', 'batch': 'ba', 'sample': 'sp', 'token': 'tok'}
+
+
+@total_ordering
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class ComposerTimestamp:
+    """What is finished, in every unit: each field is a time, and the whole compares in the unit of what it meets.
+
+    >>> now = ComposerTimestamp(epoch=2, batch=7, batch_in_epoch=1, sample=56)
+    >>> now.batch.value, now >= '7ba', now < '3ep', now.get('sp')
+    (7, True, True, Time(56, TimeUnit.SAMPLE))
+    """
+    iteration: Any = 0
+    epoch: Any = 0
+    batch: Any = 0
+    sample: Any = 0
+    token: Any = 0
+    epoch_in_iteration: Any = 0
+    token_in_iteration: Any = 0
+    batch_in_epoch: Any = 0
+    sample_in_epoch: Any = 0
+    token_in_epoch: Any = 0
+    total_wct: timedelta = field(default_factory=timedelta)
+    epoch_wct: timedelta = field(default_factory=timedelta)
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            unit = _UNITS.get(f.name.split('_')[0])
+            if unit and not f.name.endswith('wct'):
+                object.__setattr__(self, f.name, ComposerTime(getattr(self, f.name), unit))
+
+    def get(self, unit: Any) -> ComposerTime:
+        "Return the time in one unit."
+        wanted = TimeUnit(getattr(unit, 'value', unit))
+        if wanted is TimeUnit.SECOND: return ComposerTime(self.total_wct.total_seconds(), wanted)
+        name = next((name for name, short in _UNITS.items() if short == wanted), None)
+        if name is None: raise TimeError(f'A timestamp has no {wanted.value!r}: ask `state.get_elapsed_duration()`.')
+        return getattr(self, name)
+
+    def _meet(self, other: Any) -> tuple[ComposerTime, Any]:
+        if isinstance(other, str): other = ComposerTime.from_timestring(other)
+        return self.get(other.unit), other
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, ComposerTimestamp): return self.state_dict() == other.state_dict()
+        if not isinstance(other, str) and not hasattr(other, 'unit'): return NotImplemented
+        mine, its = self._meet(other)
+        return mine == its
+
+    def __lt__(self, other: Any) -> bool:
+        mine, its = self._meet(other)
+        return mine < its
+
+    def __hash__(self) -> int: return hash(tuple(self.state_dict().items()))
+
+    def __repr__(self) -> str:
+        return f'Timestamp({", ".join(f"{k}={v}" for k, v in self.state_dict().items() if v)})'
+
+    def state_dict(self) -> dict[str, Any]:
+        "Return plain numbers; durations in seconds."
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {k: v.total_seconds() if isinstance(v, timedelta) else v.value for k, v in values.items()}
+
+
+OWN = SimpleNamespace(Event=Event, Time=ComposerTime, Timestamp=ComposerTimestamp, TimeUnit=TimeUnit)
+
+
+def types_for(cb: object) -> Any:
+    "Return the types that `cb` compares with: those of the package for a callback of the package, else the ones here."
+    time, event = sys.modules.get('composer.core.time'), sys.modules.get('composer.core.event')
+    if not is_of(cb, 'composer') or time is None or event is None: return OWN
+    return SimpleNamespace(Event=event.Event, Time=time.Time, Timestamp=time.Timestamp, TimeUnit=time.TimeUnit)

@@ -1,0 +1,79 @@
+"""What callbacks of other libraries define: which hooks an object has, which it meant to have, and how to call them."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from inspect import isfunction, signature
+from typing import Any
+from warnings import warn
+
+from learnkit.callback import Callback
+from learnkit.errors import CallbackError, did_you_mean
+
+__all__ = ['own_hooks', 'check_style', 'parameters_of', 'takes_any', 'is_of']
+
+
+def is_of(
+    cb: object,
+    package: str,        # 'composer': that package or a part of it
+) -> bool:
+    "Tell whether a class of `cb` is defined in a package."
+    return any(_within(cls.__module__, package) for cls in type(cb).__mro__)
+
+
+def own_hooks(
+    cb: object,
+    names: Iterable[str],
+    bases: str = '',     # package whose methods do nothing: they are no hooks
+) -> dict[str, Callable[..., Any]]:
+    "Return the methods of `cb` under these names, without those of the library's base class."
+    found = {name: getattr(cb, name, None) for name in names}
+    return {name: f for name, f in found.items() if callable(f) and not (bases and _within(_home(f), bases))}
+
+
+def check_style(
+    cb: object,
+    names: Iterable[str],    # the hooks looked for
+    found: Mapping[str, Any],
+    style: str,              # 'Composer'
+    maker: str,              # 'from_composer'
+) -> None:
+    """Raise `CallbackError` for an object without any of the hooks; warn of a method that is nearly one of them."""
+    names = list(names)
+    likely = [name for name in names if not name.startswith('should_')]  # libraries have methods much like those
+    if isinstance(cb, Callback): raise CallbackError(f'{cb!r} is a callback already: it needs no {maker}.')
+    if isinstance(cb, type): raise CallbackError(f'{cb.__name__} is a class: write {maker}({cb.__name__}(...)).')
+    close = {name: match[0] for name in _own_methods(cb) - set(names)
+             if (match := get_close_matches(name, likely, n=1, cutoff=0.85))
+             and name.startswith('_') == match[0].startswith('_')}
+    for name, meant in sorted(close.items()):
+        warn(f'{type(cb).__name__}.{name} is no hook of a {style} callback and will not run. Did you mean `{meant}`?',
+             stacklevel=4)
+    if not found and not close:
+        methods = sorted(_own_methods(cb))
+        hint = next((h for m in methods if (h := did_you_mean(m, names))), '')
+        raise CallbackError(f'{cb!r} ({type(cb).__name__}) is no {style} callback: it has none of the hooks '
+                            f'{", ".join(names)}.{hint}')
+
+
+def parameters_of(f: Callable[..., Any]) -> set[str]:
+    "Return the names of the parameters that `f` takes as keywords."
+    return {p.name for p in signature(f).parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+
+
+def takes_any(f: Callable[..., Any]) -> bool:
+    "Tell whether `f` takes any keyword."
+    return any(p.kind is p.VAR_KEYWORD for p in signature(f).parameters.values())
+
+
+def _own_methods(cb: object) -> set[str]:
+    return {name for cls in type(cb).__mro__ if cls is not object for name, f in vars(cls).items()
+            if isfunction(f) and not name.startswith('__')}
+
+
+def _home(f: Callable[..., Any]) -> str:
+    return getattr(f, '__module__', '') or ''
+
+
+def _within(module: str, package: str) -> bool:
+    return module == package or module.startswith(f'{package}.')

@@ -1,0 +1,356 @@
+"""ksuit- and Noether-style callbacks in a Learner: `from_ksuit(cb)`."""
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from fastcore.basics import camel2snake
+
+from learnkit.batch import concat, to_device
+from learnkit.callback import Callback
+from learnkit.data import n_batches
+from learnkit.errors import OptionError
+from learnkit.interop.hooks import check_style, own_hooks, parameters_of, takes_any
+from learnkit.interop.ksuit_views import (
+    CheckpointWriter,
+    DataContainer,
+    LogWriter,
+    MetricProperties,
+    Paths,
+    Progress,
+    Tracker,
+    Trainer,
+    UpdateCounter,
+    batch_size_of,
+)
+from learnkit.loop import model_device
+from learnkit.recorder import Recorder
+from learnkit.rng import preserved_generators, preserved_rng
+from learnkit.runs import add_note
+
+__all__ = ['from_ksuit']
+
+EVENTS = ('before_training', 'after_training', 'before_epoch', 'before_every_update', 'before_every_accumulation_step',
+          'before_every_backward', 'track_after_accumulation_step', 'before_every_optim_step',
+          'track_after_update_step', 'after_update', 'after_epoch')
+PERIODIC = ('periodic_callback', '_periodic_callback')
+PASS = ('process_data', 'process_results')
+STOPS = ('should_stop_after_update', 'should_stop_after_sample', 'should_stop_after_epoch')
+TEMPLATES = {f'_{name}': name for name in ('before_training', 'after_training', 'track_after_accumulation_step',
+                                           'track_after_update_step')}
+HOOKS = (*EVENTS, *PERIODIC, *TEMPLATES, *PASS, 'at_eval', *STOPS)
+COMMON = 'update_counter trainer model trainer_model effective_batch_size batch_size'.split()
+OF_HOOK = {'before_every_accumulation_step': ['batch'], 'track_after_update_step': ['times'],
+           'track_after_accumulation_step': ['batch', 'losses', 'update_outputs', 'accumulation_steps',
+                                             'accumulation_step'],
+           'after_update': ['times', 'data_iter'], 'after_epoch': ['data_iter'], 'at_eval': ['data_iter'],
+           'periodic_callback': ['interval_type', 'data_iter'], 'process_results': ['interval_type', 'data_iter']}
+DISPATCHERS = ('after_update', 'after_epoch', 'at_eval')  # a base class has them, to call the periodic hook
+PER_PIECE = {'before_pred': ('before_every_accumulation_step', 'track_after_accumulation_step'),
+             'before_backward': ('before_every_backward',), 'after_backward': ('track_after_accumulation_step',),
+             'before_step': ('before_every_optim_step',)}
+INTERVALS = {'epoch': 'every_n_epochs', 'update': 'every_n_updates', 'sample': 'every_n_samples'}
+
+
+def from_ksuit(
+    cb: Any,     # an object with hooks such as `before_training(update_counter=...)` and `periodic_callback(...)`
+) -> Callback:
+    """Return a callback that runs one written for ksuit or Noether.
+
+    Each hook gets, by name, what it takes of: `update_counter`, `trainer`, `model`, `trainer_model`, `batch`, `losses`,
+    `update_outputs`, `accumulation_steps`, `accumulation_step`, `times`, `effective_batch_size`, `batch_size`,
+    `data_iter`, `interval_type`: docs/coming-from-ksuit.md says which. It runs without gradients. Before and after
+    training, and when an interval (`every_n_epochs`, `every_n_updates`, `every_n_samples`) is over, the model is in
+    evaluation mode, and modes and random generators are put back. An update is a step of the optimizer; counts go over
+    all fits.
+
+    The object's attributes `trainer`, `model`, `data_container`, `tracker`, `writer`, `checkpoint_writer`,
+    `path_provider`, `metric_property_provider`, `update_counter` and `logger` are set where it has none, or None. One
+    with `process_data(batch, trainer_model=)` and `process_results(results, ...)` gets the batches of the loader that
+    its `dataset_key` names, and its results joined. `EarlyStopIteration`, and `should_stop_after_...` returning True,
+    end the fit as `learn.stop()` does; `at_eval` runs at the end of a `learn.validate()`.
+
+    Checkpointed: the callback's own `state_dict`; `resume_from_checkpoint(paths, model)` is handed on.
+
+    Raises `CallbackError` for an object without any of the hooks, and warns of a hook that is misspelt.
+
+    >>> from learnkit.testing import synth_learner
+    >>> class Shout:
+    ...     every_n_epochs = 2
+    ...     def periodic_callback(self, *, interval_type, update_counter): print(update_counter.cur_iteration)
+    >>> learn = synth_learner(n_train=3, cbs=from_ksuit(Shout()))
+    >>> with learn.no_bar(): learn.fit(4)
+    E2_U6_S96
+    E4_U12_S192
+    """
+    return _FromKsuit(cb)
+
+
+class _FromKsuit(Callback):
+    "Run a ksuit-style callback. It counts what ksuit's trainer knows and the Learner does not."
+    order, run_valid, remove_on_find = 45, False, True  # before the Recorder makes the epoch's row
+    is_ksuit = True
+
+    def __init__(self, cb: Any) -> None:
+        found = own_hooks(cb, HOOKS)
+        check_style(cb, HOOKS, found, 'ksuit', 'from_ksuit')
+        self.wrapped, self._inner = cb, {TEMPLATES[name]: f for name, f in found.items() if name in TEMPLATES}
+        self._hooks = {**self._inner, **{name: f for name, f in found.items() if name not in TEMPLATES}}
+        if '_periodic_callback' in found: self._hooks.setdefault('periodic_callback', found['_periodic_callback'])
+        if 'periodic_callback' in self._hooks:
+            self._inner |= dict.fromkeys(DISPATCHERS, self._hooks['periodic_callback'])
+        self._takes = {name: self._taken(name, f) for name, f in self._hooks.items()}
+        self._passes = all(name in self._hooks for name in PASS)  # it goes through a loader, in our way
+        self._every = intervals_of(cb)
+        self.given: dict[str, Any] = {
+            'update_counter': UpdateCounter(self), 'trainer': Trainer(self), 'data_container': DataContainer(self),
+            'tracker': Tracker(self), 'writer': LogWriter(self), 'checkpoint_writer': CheckpointWriter(self),
+            'path_provider': Paths(self), 'metric_property_provider': MetricProperties(),
+            'logger': logging.getLogger(type(cb).__name__)}
+        self.started_at, self._reached = Progress(0, 0, 0), Progress(0, 0, 0)  # the fit's start, the last update
+        self.batch_size, self._pieces, self._piece, self._kind = 0, 1, 0, ''
+        self.at_epoch_end, self._counted = False, True
+        self._shared: Any = None           # a class of ksuit that has the writer of this run
+        self._times: dict[str, float] = defaultdict(float)
+        self._mark = 0.
+        for event, hooks in PER_PIECE.items():
+            if not self._hooks.keys().isdisjoint(hooks): self.__dict__[event] = partial(self._in_batch, event, hooks[0])
+        if not self._hooks.keys().isdisjoint(('track_after_update_step', 'after_update')):  # they are given times
+            self.__dict__['before_draw'], self.__dict__['after_draw'] = self._start_watch, self._end_draw
+
+    @property
+    def name(self) -> str: return f'ksuit_{camel2snake(type(self.wrapped).__name__)}'
+
+    def __repr__(self) -> str: return f'from_ksuit({type(self.wrapped).__name__})'
+
+    # -- the moments ---------------------------------------------------------------------------------------------------
+
+    def before_fit(self) -> None:
+        if not self.learn.fitting: return
+        self._give()
+        self.at_epoch_end, self._counted = False, True
+        self.started_at = self._reached = self.progress()
+        self.given['writer'].forget()
+        with self._evaluating(): self._call('before_training')
+
+    def before_epoch(self) -> None:
+        if self.learn.fitting: self._call('before_epoch')
+
+    def _start_watch(self) -> None: self._mark = perf_counter()
+
+    def _end_draw(self) -> None: self._lap('data_time', 'data_wait')
+
+    def before_batch(self) -> None:
+        learn, size = self.learn, self.learn.microbatch
+        self.given['writer'].flush()
+        self._piece, self.at_epoch_end, self._counted = -1, False, True
+        if learn.iter == 0 or not self.batch_size: self.batch_size = max(self.batch_size, batch_size_of(learn.xb))
+        self._pieces = -(-batch_size_of(learn.xb) // size) if isinstance(size, int) and size else 1
+        self._call('before_every_update')
+
+    def _in_batch(self, event: str, hook: str) -> None:
+        "Run what belongs to a microbatch or to the step."
+        if event == 'before_pred': self._piece += 1
+        self._call(hook)
+
+    def after_batch(self) -> None:
+        learn = self.learn
+        if self._times: self._lap('update_time', 'update')
+        if learn.n_iter is not None and learn.iter == learn.n_iter - 1: self._end_epoch()
+        now, before = self.progress(), self._reached
+        if now.update == before.update: return  # gradients are being accumulated
+        self._reached = now
+        self._call('track_after_update_step')
+        self._period('after_update', [kind for kind, n in self._every.items() if kind != 'epoch'
+                                      and getattr(now, kind) // n > getattr(before, kind) // n])
+        self._times.clear()
+
+    def after_train(self) -> None:
+        if not self.at_epoch_end: self._end_epoch()
+
+    def _end_epoch(self) -> None: self.at_epoch_end, self._counted = True, False
+
+    def after_epoch(self) -> None:
+        self._counted, learn = True, self.learn  # the Learner has counted it by now
+        if not learn.fitting: return self._alone()
+        recorder = next((cb for cb in learn.cbs if isinstance(cb, Recorder)), None)
+        values = recorder._frame.values.items() if recorder else ()
+        self.given['writer'].note({k: v for k, v in values if isinstance(v, (int, float))})
+        due = 'epoch' in self._every and learn.time.ep % self._every['epoch'] == 0
+        self._period('after_epoch', ['epoch'] if due else [])
+
+    def _alone(self) -> None:
+        "Run what belongs to an evaluation outside of training."
+        if self.learn.phase == 'predict' or 'at_eval' not in self._hooks: return  # get_preds, or nothing to do
+        self._give()
+        self._kind = 'eval'
+        with self._evaluating(): self._periodic() if self._passes else self._call('at_eval')
+
+    def after_fit(self) -> None:
+        if not self.learn.fitting: return
+        self.given['writer'].flush()
+        with self._evaluating(): self._call('after_training')
+
+    def cleanup(self) -> None:
+        self.given['writer'].flush()
+        self._times.clear()
+        if self._shared is not None: self._shared.log_writer_singleton = None
+        self._shared = None
+
+    def record(
+        self,
+        name: str,
+        value: Any,
+        weight: Any = 1,
+    ) -> None:
+        "Hear of what other callbacks log."
+        writer = self.given['writer']
+        if name not in writer.log_cache: writer.note({name: value})
+
+    # -- calling -------------------------------------------------------------------------------------------------------
+
+    def _period(self, hook: str, due: list[str]) -> None:
+        "Run the periodic hook for the intervals that are over: by the callback's own method, where it has one."
+        if hook in self._hooks and not self._passes:
+            with self._evaluating() if due else nullcontext(): self._call(hook)
+        else:
+            for self._kind in due:
+                with self._evaluating(): self._periodic()
+        for kind in ('epoch',) if hook == 'after_epoch' else ('update', 'sample'):
+            if f'should_stop_after_{kind}' in self._hooks: self._ask_to_stop(f'should_stop_after_{kind}')
+
+    def _ask_to_stop(self, name: str) -> None:
+        f, now = self._hooks[name], self.progress()
+        more = {'effective_batch_size': self.batch_size} if 'effective_batch_size' in parameters_of(f) else {}
+        if f(now, **more): self.learn.stop()
+
+    def _periodic(self) -> None:
+        if not self._passes: return self._call('periodic_callback')
+        process, model = self._hooks['process_data'], self.learn.model
+        with torch.no_grad(): results = [process(batch, trainer_model=model) for batch in self._batches()]
+        self._call('process_results', joined(results))
+
+    def _batches(self) -> Iterator[Any]:
+        "Yield the batches of the loader that the callback's `dataset_key` names, on the device."
+        dl = self.given['data_container'].loader(getattr(self.wrapped, 'dataset_key', None))
+        device = model_device(self.learn.model, self.learn.dls)
+        with preserved_generators(dl): yield from (to_device(batch, device) for batch in dl)
+
+    def _call(self, name: str, *args: Any) -> None:
+        "Run a hook with what it takes; an exception that asks to stop, told by its name, ends the fit."
+        f = self._hooks.get(name)
+        if f is None: return
+        values = {key: self._value(key) for key in self._takes[name]}
+        try:
+            with torch.no_grad(): f(*args, **values)
+        except Exception as e:
+            if type(e).__name__ == 'EarlyStopIteration': return self.learn.stop()
+            add_note(e, f'in {type(self.wrapped).__name__}.{name}, a ksuit-style callback')
+            raise
+
+    def _taken(self, name: str, f: Any) -> list[str]:
+        "Return the names that a hook takes; what a base class passes on has to suit the hook that gets it in the end."
+        names = [*COMMON, *OF_HOOK.get(name, ())]
+        last = self._inner.get(name, f)
+        if takes_any(f) and takes_any(last): return names
+        takes = parameters_of(f) | (parameters_of(last) if takes_any(f) else set())
+        return [key for key in names if key in takes]
+
+    def _value(self, key: str) -> Any:
+        "Return what a hook is given under a name."
+        learn = self.learn
+        if key in ('model', 'trainer_model'): return learn.model
+        if key in self.given: return self.given[key]
+        if key == 'losses': return {'total': learn.loss}
+        if key == 'update_outputs': return as_outputs(learn.__dict__.get('pred'))
+        if key == 'data_iter': return self._batches()
+        if key == 'batch': return (*learn.xb, *learn.yb) if isinstance(learn.batch, (tuple, list)) else learn.xb[0]
+        return {'effective_batch_size': self.batch_size, 'batch_size': self.batch_size, 'interval_type': self._kind,
+                'accumulation_steps': self._pieces, 'accumulation_step': self._piece, 'times': self._times}[key]
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        "Put the model in evaluation mode, and put modes and random generators back."
+        training = [m for m in self.learn.model.modules() if m.training]
+        for m in training: m.training = False
+        try:
+            with preserved_rng(): yield
+        finally:
+            for m in training: m.training = True
+
+    def _give(self) -> None:
+        "Set those attributes of the callback that it lacks; one writer serves all callbacks of the Learner."
+        first = next((cb for cb in self.learn.cbs if isinstance(cb, _FromKsuit)), self)
+        self.given['writer'] = first.given['writer']
+        owner: Any = next((c for c in type(self.wrapped).__mro__ if 'log_writer_singleton' in vars(c)), None)
+        if owner is not None: self._shared, owner.log_writer_singleton = owner, self.given['writer']
+        ours = getattr(self.wrapped, '__dict__', {}).setdefault('_given_by_learnkit', set())
+        for name, value in {**self.given, 'model': self.learn.model}.items():
+            if name not in ours and getattr(self.wrapped, name, None) is not None: continue
+            try: setattr(self.wrapped, name, value)
+            except AttributeError: continue  # a property of its own
+            ours.add(name)
+
+    # -- counting ------------------------------------------------------------------------------------------------------
+
+    def _lap(self, *keys: str) -> None:
+        now = perf_counter()
+        for key in keys: self._times[key] += now - self._mark
+        self._mark = now
+
+    def progress(self) -> Progress:
+        "Return how far training is."
+        now = self.learn.time
+        return Progress(now.ep + (self.at_epoch_end and not self._counted), now.st, now.sp)
+
+    def updates_per_epoch(self) -> int | None: return n_batches(self.learn.dls.train)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any] | None:
+        "Return the callback's own state."
+        own = getattr(self.wrapped, 'state_dict', None)
+        return own() if own else None
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        "Hand the callback its own state, and go on from where the run is."
+        if (load := getattr(self.wrapped, 'load_state_dict', None)) is not None: load(sd)
+        if self.learn is not None: self._reached = self.progress()
+
+    def resume_from_checkpoint(self, folder: Path, model: Any) -> None:
+        "Let the callback read its own files beside a checkpoint."
+        if (resume := getattr(self.wrapped, 'resume_from_checkpoint', None)) is None: return
+        self._give()
+        paths = Paths(self, Path(folder))
+        takes, ids = parameters_of(resume), {'stage_name': paths.stage_name, 'stage_id': paths.run_id}
+        if 'stage_id' in takes: resume(**{k: v for k, v in ids.items() if k in takes}, model=model)
+        else: resume(paths, model)
+
+
+def intervals_of(cb: Any) -> dict[str, int]:
+    "Return the intervals that a callback asks for; raise `OptionError` for one that is no interval."
+    every = {kind: n for kind, name in INTERVALS.items() if (n := getattr(cb, name, None)) is not None}
+    for kind, n in every.items():
+        if not isinstance(n, int) or n < 1:
+            raise OptionError(f'{type(cb).__name__}.{INTERVALS[kind]} is {n!r}: give a whole number, 1 or more.')
+    return every
+
+
+def joined(results: list[Any]) -> Any:
+    "Join what was made of each batch: tensors one after the other, numbers into a tensor, None of Nones."
+    if all(r is None for r in results): return None
+    if all(isinstance(r, (int, float)) for r in results): return torch.tensor(results)
+    return concat(results)
+
+
+def as_outputs(pred: Any) -> dict[str, Any]:
+    "Return detached predictions by name."
+    parts = pred if isinstance(pred, Mapping) else {'pred': pred}
+    return {name: part.detach() if hasattr(part, 'detach') else part for name, part in parts.items()}
