@@ -2,8 +2,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from difflib import get_close_matches
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -19,6 +20,7 @@ from learnkit.timing import Time, Timestamp, as_time, crossings
 __all__ = ['Callback', 'Periodic', 'MissingAttribute']
 
 _SHOWN_ELSEWHERE = ('_repr_', '_ipython_')  # what a notebook asks of every object: the learner's answer would be wrong
+_PLAIN = (bool, int, float, str, Path, Time)  # options whose values a repr shows
 # changes the learner must hear of
 _WATCHED = frozenset({'run', 'run_train', 'run_valid', 'order', *EVENTS, *CONTEXTS.values(), *ALIASES})
 
@@ -162,9 +164,26 @@ class Callback:
         return sorted({*super().__dir__(), *(dir(self.learn) if self.learn is not None else ())})
 
     def __repr__(self) -> str:
-        given = [f'{e}={getattr(f.__func__, "__name__", f.__func__)}' for e, f in self.__dict__.items()
-                 if e in _WATCHED and isinstance(f, MethodType)]
-        return f'{type(self).__name__}({", ".join(given)})' if given else type(self).__name__
+        handlers = [f'{e}={_func_name(f.__func__)}' for e, f in self.__dict__.items()
+                    if e in _WATCHED and isinstance(f, MethodType)]
+        shown = ', '.join([*_changed_options(self), *handlers])
+        return f'{type(self).__name__}({shown})' if shown else type(self).__name__
+
+
+def _changed_options(cb: Callback) -> Iterator[str]:
+    "Yield `name=value` of the constructor's options that differ from their defaults, as far as attributes tell."
+    try: options = inspect.signature(type(cb).__init__).parameters
+    except (TypeError, ValueError): return
+    for name, option in options.items():
+        value = vars(cb).get(name)
+        if isinstance(value, _PLAIN):
+            shown, default = str(value) if isinstance(value, (Enum, Time)) else value, option.default
+            is_default = isinstance(default, _PLAIN) and shown in (default, f'{default}{getattr(value, "unit", "")}')
+            if not is_default: yield f'{name}={shown!r}'
+        elif callable(value) and option.default is not None: yield f'{name}={_func_name(value)}'
+
+
+def _func_name(f: Any) -> Any: return getattr(f, '__name__', f)
 
 
 def _has(learn: object, name: str) -> bool:
@@ -201,7 +220,12 @@ class Periodic(Callback):
 
     `every` counts from the Learner's start, in any unit of `learnkit.timing.Time`: `Periodic(every='500ba')` runs after
     batches 500, 1000, ...; epochs run in `after_epoch`, iterations in `after_iteration`, all others in `after_batch` of
-    training. As a function: `Periodic(every='2ep', on_every=f)`, called with the callback.
+    training. As a function: `Periodic(every='2ep', on_every=f)`, called with the callback. With `at_eval = True` it is
+    also called at the end of each `learn.validate()`.
+
+    Between the periods any event tracks: `after_backward` comes once for each microbatch (what ksuit calls
+    `track_after_accumulation_step`), `after_batch` once a batch, `after_step` once an optimizer step
+    (`track_after_update_step`).
 
     Raises `TimeError` for an interval that is not positive or cannot be read.
 
@@ -209,6 +233,7 @@ class Periodic(Callback):
     Time('2ep')
     """
     run_valid = False
+    at_eval: bool = False               # whether `on_every` is also called when an evaluation outside a fit is over
 
     def __init__(
         self,
@@ -235,6 +260,10 @@ class Periodic(Callback):
         if self.every.unit == 'tok':
             raise TimeError(f'every={str(self.every)!r}: tokens are not counted. Use ba, st, sp or ep.')
         if self.fitting: self._before = self.learn.time
+
+    def after_eval(self) -> None:
+        "Run at the end of an evaluation of its own, when that is wanted."
+        if self.at_eval and not self.learn.fitting: self.on_every()
 
     def _track(self, track: Callable[[], Any] | None) -> None:
         "Run what a subclass does at this event, then `on_every` when it is due."

@@ -1,0 +1,262 @@
+"""What is trained on what: the parameters by module, and sizes, shapes and values of the data."""
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from learnkit.batch import split_batch
+from learnkit.callback import Callback
+from learnkit.callbacks.nonfinite import say
+from learnkit.callbacks.summary import _without_workers_left
+from learnkit.data import evaluation_loaders, n_batches
+from learnkit.errors import OptionError
+from learnkit.loop import sample_count
+from learnkit.rng import preserved_generators, preserved_rng
+
+__all__ = ['Count', 'DatasetStats', 'ParamCount', 'count_parameters', 'loader_stats', 'n_samples', 'undisturbed_loader']
+
+MANY_CLASSES = 1000  # whole numbers of more kinds are no classes
+
+
+# ---------------------------------------------------------------------------------------------------------- parameters
+
+class Count(NamedTuple):
+    "How many numbers there are in parameters, and how many of them are trained."
+    total: int
+    trainable: int
+
+
+def count_parameters(model: nn.Module) -> dict[str, Count]:
+    """Return the counts of the whole model, as 'total', and of each of its children.
+
+    Parameters of the model itself are '(model)'. One that several share counts once, where it comes first, so that the
+    rows add up; parameters that have no shape yet count nothing.
+
+    >>> model = nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1).requires_grad_(False))
+    >>> count_parameters(model)
+    {'total': Count(total=11, trainable=8), '0': Count(total=8, trainable=8), '2': Count(total=3, trainable=0)}
+    """
+    seen: set[nn.Parameter] = set()
+
+    def count(params: Iterator[nn.Parameter]) -> Count:
+        new = [p for p in params if p not in seen and not is_lazy(p)]
+        seen.update(new)
+        return Count(sum(p.numel() for p in new), sum(p.numel() for p in new if p.requires_grad))
+
+    parts = {'(model)': count(model.parameters(recurse=False))}
+    for name, child in model.named_children(): parts[name] = count(child.parameters())
+    parts = {name: part for name, part in parts.items() if part.total}
+    return {'total': Count(*(sum(ns) for ns in zip(*parts.values(), strict=True))) if parts else Count(0, 0), **parts}
+
+
+class ParamCount(Callback):
+    """Count the parameters, in all and by top-level module, at the start of each fit.
+
+    `counts` has them; `print(learn.param_count.table())` shows them. Loggers write them once with the configuration:
+    `parameters/total`, `parameters/trainable`, and `parameters/<module>/...`.
+
+    >>> from learnkit.testing import synth_learner
+    >>> learn = synth_learner(cbs=ParamCount())
+    >>> with learn.no_bar(), learn.no_logging(): learn.fit(1)
+    >>> print(learn.param_count.table())
+    Module   Parameters  Trainable
+    total             2          2
+    (model)           2          2
+    """
+    observer, order, remove_on_find, remove_on_fetch = True, 60, True, True
+
+    def __init__(
+        self,
+        verbose: bool = False,   # print the table too, when it has changed
+    ) -> None:
+        self.verbose = verbose
+        self.counts: dict[str, Count] = {}
+
+    def before_fit(self) -> None:
+        "Count."
+        if not self.learn.fitting: return
+        before, self.counts = self.counts, count_parameters(self.learn.model)
+        if self.verbose and before != self.counts: say(self, self.table())
+
+    def configuration(self) -> dict[str, Any]:
+        "Return what loggers write: the counts by name."
+        rows = {('parameters' if name == 'total' else f'parameters/{name}'): c for name, c in self.counts.items()}
+        return {f'{name}/{kind}': n for name, c in rows.items() for kind, n in c._asdict().items()}
+
+    def table(self) -> str:
+        "Return the counts as text, a row a module."
+        return _table([('Module', 'Parameters', 'Trainable'),
+                       *((name, f'{c.total:,}', f'{c.trainable:,}') for name, c in self.counts.items())])
+
+
+# ---------------------------------------------------------------------------------------------------------------- data
+
+class DatasetStats(Callback):
+    """Look at the data before the first training: sizes, shapes, types, and what the values are like.
+
+    `stats[loader]` has `samples`, `batches` and `batch_size` (None where the loader does not know), `seen` (the samples
+    of the batches that were looked at), and `entries`: of each tensor of a batch its `shape` without the samples and
+    its `dtype`, for whole numbers, one a sample, how often each `class` occurs, and for others `mean`, `std`, `min` and
+    `max`, over the first `n` batches. `print(learn.dataset_stats.table())` shows them, and loggers write them with the
+    configuration (`data/train/samples`).
+
+    RNGs, the loaders' own generators and worker processes are afterwards as they were. From an iterator, of which a
+    batch would be lost, and with `n=0` no batch is drawn. It is repeated when `learn.dls` is another object.
+
+    >>> from learnkit.testing import synth_learner
+    >>> learn = synth_learner(cbs=DatasetStats())
+    >>> with learn.no_bar(), learn.no_logging(): learn.fit(1)
+    >>> stats = learn.dataset_stats.stats['train']
+    >>> stats['samples'], stats['batches'], stats['seen'], stats['entries']['input']['shape']
+    (160, 10, 128, (1,))
+    """
+    observer, order, remove_on_find, remove_on_fetch = True, 60, True, True
+
+    def __init__(
+        self,
+        n: int = 8,               # batches to look at of each loader
+        verbose: bool = False,    # print the table too
+    ) -> None:
+        if not isinstance(n, int) or isinstance(n, bool) or n < 0:
+            raise OptionError(f'n={n!r}: give a number of batches, 0 or more.')
+        self.n, self.verbose = n, verbose
+        self.stats: dict[str, dict[str, Any]] = {}
+        self._looked_at: Any = None  # the loaders that `stats` are of
+
+    def before_fit(self) -> None:
+        "Look, unless these loaders were looked at before."
+        dls = self.learn.dls
+        if not self.learn.fitting or self._looked_at is dls: return
+        n_inp = getattr(dls, 'n_inp', None)
+        loaders = [('train', dls.train), *evaluation_loaders(dls)]
+        self.stats = {name: loader_stats(dl, self.n, n_inp) for name, dl in loaders}
+        self._looked_at = dls
+        if self.verbose: say(self, self.table())
+
+    def configuration(self) -> dict[str, Any]:
+        "Return what loggers write: every number and shape by name."
+        flat: dict[str, Any] = {}
+        for name, s in self.stats.items():
+            flat |= {f'data/{name}/{k}': v for k, v in s.items() if k != 'entries'}
+            for entry, values in s['entries'].items():
+                flat |= {f'data/{name}/{entry}/{k}': str(v) if k in ('shape', 'classes') else v
+                         for k, v in values.items()}
+        return flat
+
+    def table(self) -> str:
+        "Return the statistics as text, a row an entry."
+        rows = [('Loader', 'Samples', 'Batches', 'Entry', 'Shape', 'Type', 'Values')]
+        for name, s in self.stats.items():
+            sizes = (name, *('?' if s[k] is None else f'{s[k]:,}' for k in ('samples', 'batches')))
+            for i, (entry, e) in enumerate((s['entries'] or {'': {}}).items()):
+                shape = ' x '.join(map(str, e.get('shape', ()))) or ('scalar' if e else '')
+                rows.append((*(sizes if not i else ('', '', '')), entry, shape, e.get('dtype', ''), _values(e)))
+        return _table(rows, left=(0, 3, 4, 5, 6))
+
+
+def loader_stats(
+    dl: Any,                     # a loader
+    n: int = 8,                  # batches to look at
+    n_inp: int | None = None,    # how many entries of a batch are inputs; None: all but the last
+) -> dict[str, Any]:
+    """Return sizes of a loader, and shapes, types and values of its first batches, as `DatasetStats` says.
+
+    >>> loader_stats([(torch.zeros(4, 2), torch.tensor([0, 0, 1, 0]))])['entries']['target']
+    {'shape': (), 'dtype': 'int64', 'classes': {0: 3, 1: 1}}
+    """
+    with undisturbed_loader(dl):
+        drawn = iter(dl)
+        batches = [] if drawn is dl else list(islice(drawn, n))
+        del drawn  # its worker processes with it
+    entries: dict[str, list[Tensor]] = {}
+    for batch in batches:
+        xb, yb = split_batch(batch, n_inp)
+        for name, part in (('input', xb), ('target', yb)):
+            for path, t in _tensors(name, part[0] if len(part) == 1 else part): entries.setdefault(path, []).append(t)
+    return {'samples': n_samples(dl), 'batches': n_batches(dl),
+            'batch_size': getattr(dl, 'bs', getattr(dl, 'batch_size', None)),
+            'seen': sum(sample_count(split_batch(b, n_inp)[0]) for b in batches),
+            'entries': {path: _describe(ts) for path, ts in entries.items()}}
+
+
+def n_samples(dl: Any) -> int | None:
+    "Return how many samples a loader gives, None where it does not know; what is dropped at the end does not count."
+    n, bs = n_batches(dl), getattr(dl, 'bs', getattr(dl, 'batch_size', None))
+    if isinstance(dl, (list, tuple)): return sum(sample_count(split_batch(b)[0]) for b in dl)
+    if n is not None and getattr(dl, 'drop_last', False) and isinstance(bs, int): return n * bs
+    for source in (getattr(dl, 'sampler', None), dl.__dict__.get('n') if hasattr(dl, '__dict__') else None,
+                   getattr(dl, 'dataset', None)):
+        if isinstance(source, int): return source
+        if (size := n_batches(source)) is not None: return size
+    return None
+
+
+@contextmanager
+def undisturbed_loader(dl: Any) -> Iterator[None]:
+    "Leave RNGs, a loader's generators and its persistent workers after the block as they were before it."
+    rng: Any = getattr(dl, 'rng', None)  # fastai's loaders have one, and replace it for each pass
+    state = rng.getstate() if isinstance(rng, random.Random) else None
+    with ExitStack() as contexts:
+        for context in (preserved_rng(), preserved_generators(dl), _without_workers_left(dl)):
+            contexts.enter_context(context)
+        try: yield
+        finally:
+            if state is not None:
+                rng.setstate(state)
+                dl.rng = rng
+
+
+def _tensors(name: str, o: Any) -> Iterator[tuple[str, Tensor]]:
+    "Yield the tensors of a nested structure, each with its path."
+    if isinstance(o, np.ndarray) and o.dtype.kind in 'biuf': o = torch.as_tensor(o)
+    if isinstance(o, Tensor): yield name, o
+    elif dataclasses.is_dataclass(o) and not isinstance(o, type):
+        for f in dataclasses.fields(o): yield from _tensors(f'{name}/{f.name}', getattr(o, f.name))
+    else:
+        items = o.items() if isinstance(o, Mapping) else enumerate(o) if isinstance(o, (tuple, list)) else ()
+        for key, value in items: yield from _tensors(f'{name}/{key}', value)
+
+
+def _describe(ts: list[Tensor]) -> dict[str, Any]:
+    "Describe the same entry of several batches."
+    first, shapes = ts[0], {t.shape[1:] for t in ts}
+    shape = tuple(first.shape[1:]) if len(shapes) == 1 else tuple(
+        n.pop() if len(n) == 1 else '*' for n in map(set, zip(*shapes, strict=False)))
+    described = {'shape': shape, 'dtype': str(first.dtype).removeprefix('torch.')}
+    values = torch.cat([t.detach().reshape(-1) for t in ts])
+    whole = not values.is_floating_point() and not values.is_complex()
+    if whole and all(t.ndim == 1 or t[:1].numel() == 1 for t in ts):
+        counts = Counter(values.tolist())
+        if len(counts) <= MANY_CLASSES: return {**described, 'classes': dict(sorted(counts.items()))}
+    return {**described, **_moments(values)}
+
+
+def _moments(values: Tensor) -> dict[str, float]:
+    if not values.numel() or values.is_complex(): return {}
+    values = values.to('cpu', torch.float64)
+    return {'mean': values.mean().item(), 'std': values.std(correction=0).item(),
+            'min': values.min().item(), 'max': values.max().item()}
+
+
+def _values(entry: dict[str, Any]) -> str:
+    if 'mean' in entry: return f'{entry["mean"]:.4g} +- {entry["std"]:.4g} in {entry["min"]:.4g} .. {entry["max"]:.4g}'
+    if not (classes := entry.get('classes')): return ''
+    shown = ', '.join(f'{c}: {n}' for c, n in list(classes.items())[:10])
+    return f'{len(classes)} classes ({shown}{", ..." if len(classes) > 10 else ""})'
+
+
+def _table(rows: Sequence[tuple[str, ...]], left: tuple[int, ...] = (0,)) -> str:
+    "Align columns: those of text to the left, numbers to the right."
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return '\n'.join('  '.join(cell.ljust(w) if i in left else cell.rjust(w)
+                               for i, (cell, w) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows)

@@ -1,0 +1,125 @@
+"""A pass over other data, every so often in training: results of the whole loader, gathered and handed on."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from learnkit.batch import apply_model, concat, detuplify, to_device, unpack_output
+from learnkit.callback import Periodic
+from learnkit.callbacks.dataset import undisturbed_loader
+from learnkit.data import check_loader, evaluation_loaders
+from learnkit.errors import CallbackError, EmptyLoaderError, LoaderError
+from learnkit.gathering import Arriving
+from learnkit.loop import model_device, name_of
+from learnkit.timing import Time
+
+__all__ = ['PeriodicData']
+
+
+class PeriodicData(Periodic):
+    """Every so often run a loader through `on_batch`, and hand what came out, of all batches, to `process_results`.
+
+    `on_batch(batch)` gets each batch on the model's device, with the model in evaluation mode and without gradients,
+    and returns tensors, or any nesting of them; `self.xb` and `self.yb` are its inputs and targets. By itself it gives
+    `{'preds': ..., 'targs': ...}`. The results are joined along their first dimension, on the CPU (see
+    `learnkit.batch.concat`: numbers are stacked, an uneven last batch counts as it is), and what `process_results`
+    returns is kept in `results`. There `self.learn.log('error', value)` makes a column of the history, named as for any
+    evaluation: `valid_error`, or `test/error` for the loader 'test'; a loader without a name has the callback's.
+
+    Nothing of the training is disturbed: modes, RNGs, the loaders' generators and workers and the loop's state are put
+    back, also after an error. No event fires in between: other callbacks do not see these batches, but their
+    `forward_context`, mixed precision for one, is entered.
+
+    As functions: `PeriodicData('2ep', test_dl, on_batch=f, process_results=g)` with `f(learn, xb, yb)` and
+    `g(learn, results)`. Any event tracks between the periods, and `at_eval = True` adds a pass to each
+    `learn.validate()`, as for every `Periodic`.
+
+    Raises `LoaderError` before training for what is no loader, and for an iterator, which is used up by one pass.
+    Checkpointed: the time of the last look.
+
+    >>> from learnkit.testing import synth_learner
+    >>> class Errors(PeriodicData):
+    ...     def __init__(self):
+    ...         super().__init__(every='5ba')
+    ...         self.seen = []
+    ...     def after_backward(self): self.seen.append(self.loss)         # tracking, each microbatch
+    ...     def on_batch(self, batch): return {'error': (self.model(self.x) - self.y).abs()}
+    ...     def process_results(self, results):
+    ...         n, self.seen = len(self.seen), []
+    ...         return n, tuple(results['error'].shape)
+    >>> learn = synth_learner(n_train=10, n_valid=2, cbs=Errors())
+    >>> with learn.no_bar(), learn.no_logging(): learn.fit(1)
+    >>> learn.errors.results
+    (5, (32, 1))
+    """
+    remove_on_find = True
+
+    def __init__(
+        self,
+        every: str | int | Time = '1ep',                             # the interval; a plain number counts epochs
+        dl: Any = None,                                              # a loader, or its name; None: the validation's
+        on_batch: Callable[[Any, Any, Any], Any] | None = None,      # f(learn, xb, yb); None: the method
+        process_results: Callable[[Any, Any], Any] | None = None,    # g(learn, results); None: the method
+        **handlers: Callable[..., Any],                              # further event=function pairs
+    ) -> None:
+        super().__init__(every, **handlers)
+        if dl is not None and not isinstance(dl, str): check_loader('dl', dl)
+        for name, f in (('on_batch', on_batch), ('process_results', process_results)):
+            if f is not None and not callable(f): raise CallbackError(f'{name}={f!r}: give a function.')
+        self.results: Any = None
+        self._given_dl = dl
+        self._on_batch, self._process = on_batch, process_results
+
+    def before_fit(self) -> None:
+        "Find the loader."
+        super().before_fit()
+        if self.learn.fitting or self.at_eval: self._loader()
+
+    def _loader(self) -> tuple[str, Any]:
+        "Return the loader, with its name."
+        learn, dl = self.learn, self._given_dl
+        if dl is None:
+            if loaders := evaluation_loaders(learn.dls): return loaders[0]
+            raise LoaderError(f'{type(self).__name__}: there is no validation loader; give `dl=`.')
+        name, dl = (dl, learn._given(dl)) if isinstance(dl, str) else (self.name, dl)
+        if not isinstance(dl, Iterator): return name, dl
+        raise LoaderError(f'{type(self).__name__}: a {type(dl).__name__} is an iterator, used up after one pass. Give '
+                          'a loader that starts anew each time.')
+
+    def on_batch(self, batch: Any) -> Any:
+        "Return what is wanted of a batch: by itself, its predictions and targets."
+        learn = self.learn
+        if self._on_batch is not None: return self._on_batch(learn, learn.xb, learn.yb)
+        preds = unpack_output(apply_model(learn.model, learn.xb))[0]
+        return {'preds': preds, 'targs': detuplify(learn.yb)} if learn.yb else {'preds': preds}
+
+    def process_results(self, results: Any) -> Any:
+        "Do something with the results of the whole loader; what is returned is kept in `results`."
+        return results if self._process is None else self._process(self.learn, results)
+
+    def on_every(self) -> None:
+        "Make the pass."
+        learn, (name, dl) = self.learn, self._loader()
+        with ExitStack() as contexts:
+            for context in (learn._put_back(), undisturbed_loader(dl), torch.no_grad()):
+                contexts.enter_context(context)
+            learn.model.eval()
+            learn.training, learn.phase, learn.dl, learn.dl_name = False, 'valid', dl, name
+            self.results = self.process_results(self._gathered(dl))
+
+    def _gathered(self, dl: Any) -> Any:
+        "Run a loader through `on_batch`, and return the results, joined."
+        learn, arriving, results = self.learn, Arriving(), []
+        device = model_device(learn.model, learn.dls)
+        for i, batch in enumerate(dl):
+            learn._forget_pass()
+            learn.iter, learn.batch = i, to_device(batch, device)
+            learn._split(learn.batch)
+            with learn.contexts('forward'): result = self.on_batch(learn.batch)
+            results += arriving.put(learn.to_detach(result, cpu=False))
+        results += arriving.rest()
+        if not results: raise EmptyLoaderError(f'{type(self).__name__}: the loader {name_of(dl)} gave no batch.')
+        return None if all(r is None for r in results) else concat(results)

@@ -1,0 +1,371 @@
+"""How fast training goes, how well it uses the device, and how long it will take."""
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import asdict, dataclass
+from numbers import Real
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from learnkit.callbacks.hooks import as_written
+from learnkit.callbacks.monitor import Monitor, check_count, seconds_in, world_size
+from learnkit.errors import ModelError, OptionError
+from learnkit.loop import model_device
+from learnkit.precision import MixedPrecision
+from learnkit.timing import Time
+
+__all__ = ['SpeedMonitor', 'RuntimeEstimator', 'PEAK_FLOPS']
+
+# Floating-point operations a second of one device, dense, from the makers' data sheets: the first name found in the
+# device's counts.
+PEAK_FLOPS: dict[str, dict[str, float]] = {
+    'b200': {'fp32': 75e12, 'tf32': 1.1e15, 'fp16': 2.25e15, 'bf16': 2.25e15},
+    'h200': {'fp32': 67e12, 'tf32': 495e12, 'fp16': 989e12, 'bf16': 989e12},
+    'h100 pcie': {'fp32': 51e12, 'tf32': 378e12, 'fp16': 756e12, 'bf16': 756e12},
+    'h100 nvl': {'fp32': 60e12, 'tf32': 417e12, 'fp16': 835e12, 'bf16': 835e12},
+    'h100': {'fp32': 67e12, 'tf32': 495e12, 'fp16': 989e12, 'bf16': 989e12},
+    'a100': {'fp32': 19.5e12, 'tf32': 156e12, 'fp16': 312e12, 'bf16': 312e12},
+    'a10g': {'fp32': 31.5e12, 'tf32': 35e12, 'fp16': 70e12, 'bf16': 70e12},
+    'a10': {'fp32': 31.2e12, 'tf32': 62.5e12, 'fp16': 125e12, 'bf16': 125e12},
+    'l40s': {'fp32': 91.6e12, 'tf32': 183e12, 'fp16': 362e12, 'bf16': 362e12},
+    'l4': {'fp32': 30.3e12, 'tf32': 60e12, 'fp16': 121e12, 'bf16': 121e12},
+    'v100': {'fp32': 15.7e12, 'fp16': 125e12},
+    't4': {'fp32': 8.1e12, 'fp16': 65e12},
+}
+
+
+class _Timed(Monitor):
+    "Keeps apart the seconds of a fit that went into training and into evaluation or prediction."
+    _train_s, _eval_s = 0., 0.      # over all fits, up to `_since`
+    _since: float | None = None     # the last reading of the clock; None: no fit is under way
+    _paused: int | None = None      # the depth of the run that evaluates; None: training
+
+    def _read(self) -> float:
+        "Read the clock; return the seconds of training so far."
+        if self._since is not None:
+            before, self._since = self._since, perf_counter()
+            if self._paused is None: self._train_s += self._since - before
+            else: self._eval_s += self._since - before
+        return self._train_s
+
+    def before_fit(self) -> None:
+        "Start the clock."
+        super().before_fit()
+        if self.learn.fitting: self._since, self._paused = perf_counter(), None
+
+    def before_eval(self) -> None:
+        "Stop counting training."
+        if self._since is None or self._paused is not None: return  # no fit, or an evaluation inside one
+        self._read()
+        self._paused = self.learn._depth
+
+    def after_eval(self) -> None:
+        "Go on counting training."
+        if self._paused == self.learn._depth: self._go_on()
+
+    before_predict, after_predict = before_eval, after_eval
+
+    def before_train(self) -> None:
+        "Go on after an evaluation that a Cancel exception ended."
+        if self._paused is not None: self._go_on()
+
+    def _go_on(self) -> None:
+        self._read()
+        self._paused = None
+
+    def after_fit(self) -> None:
+        "Stop the clock."
+        if self.learn.fitting: self._stop()
+
+    def cleanup(self) -> None:
+        "Stop the clock."
+        self._stop()
+
+    def _stop(self) -> None:
+        self._read()
+        self._since, self._paused = None, None
+
+    def state_dict(self) -> dict[str, Any]:
+        "Return the seconds of training and evaluation so far."
+        self._read()
+        return {**super().state_dict(), 'train_s': self._train_s, 'eval_s': self._eval_s}
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        "Go on counting from there."
+        super().load_state_dict(sd)
+        self._read()  # what was counted up to now is that of another run
+        self._train_s, self._eval_s = sd['train_s'], sd['eval_s']
+
+
+class SpeedMonitor(_Timed):
+    """Log how fast training goes: batches, samples, tokens and flops a second, and hours of training and evaluation.
+
+    Rates are taken over the last `window` batches of this fit (over what there is of them), without the time that
+    evaluation and prediction take, and without the first batch, which warms up. Tokens are there when the Learner
+    counts them. The host's clock is read, and the device is not waited for.
+
+    Flops come from the model: an attribute `flops_per_batch`, a number or a function of the batch (as the loader gave
+    it) that returns one, for forward and backward together. Their share of what the device can do, `mfu` (model flops
+    utilisation; Chowdhery et al., 2022, appendix B), needs its peak: that of `peak_flops`, or of a known GPU in the
+    precision in use; where neither is there it is left out.
+
+    Raises `OptionError` for a bad option, and `ModelError` for `flops_per_batch` that is or gives no number.
+    Checkpointed: the seconds of training and evaluation.
+
+    >>> from learnkit.testing import synth_learner
+    >>> learn = synth_learner(cbs=SpeedMonitor(every='5ba'))
+    >>> with learn.no_bar(): learn.fit(1)
+    >>> row = learn.history[0]
+    >>> round(row['throughput/samples_per_sec'] / row['throughput/batches_per_sec'])
+    16
+    """
+    metric_names = {
+        **{f'throughput/{what}_per_sec': f'{what} a second, of all devices' for what in
+           ('batches', 'samples', 'tokens', 'flops')},
+        **{f'throughput/device/{what}_per_sec': f'{what} a second, for each device' for what in
+           ('batches', 'samples', 'tokens', 'flops')},
+        'throughput/device/mfu': "the share of the device's peak flops that the model uses",
+        'time/train': 'time spent in training, over all fits',
+        'time/val': 'time spent in evaluation and prediction during fits',
+        'time/total': 'the sum of both',
+    }
+    _flops_per_batch: Any = None
+    _peak: float | None = None
+
+    def __init__(
+        self,
+        window: int = 100,                  # batches that rates are taken over
+        every: int | str | Time = '10ba',   # how often it logs
+        peak_flops: float | None = None,    # of one device, a second; None: what is known of it
+        time_unit: str = 'hours',           # of `time/...`: seconds, minutes, hours or days
+    ) -> None:
+        super().__init__(every)
+        self.window, self.time_unit, self._unit_s = check_count('window', window), time_unit, seconds_in(time_unit)
+        if peak_flops is not None and not (isinstance(peak_flops, Real) and 0 < float(peak_flops) < math.inf):
+            raise OptionError(f'peak_flops={peak_flops!r}: give floating-point operations a second, above 0.')
+        self.peak_flops = peak_flops
+        self._flops = 0.
+        self._points: deque[tuple[float, ...]] = deque(maxlen=window + 1)  # seconds, batches, samples, tokens, flops
+
+    def before_fit(self) -> None:
+        "Start anew; ask the model what it says about its flops."
+        super().before_fit()
+        if not self.learn.fitting: return
+        self._points.clear()
+        self._flops, self._flops_per_batch = 0., getattr(_unwrapped(self.learn.model), 'flops_per_batch', None)
+        if self._flops_per_batch is None: return
+        if not callable(self._flops_per_batch): _check_flops(self.learn.model, self._flops_per_batch)
+        self._peak = self.peak_flops or known_peak(self.learn)
+
+    def after_batch(self) -> None:
+        "Note when this batch was over and what it had; log when that is due."
+        learn, done = self.learn, self.learn._done
+        if (flops := self._flops_per_batch) is not None:
+            self._flops += _check_flops(learn.model, flops(learn.batch)) if callable(flops) else flops
+        self._points.append((self._read(), done['ba'], done['sp'], done['tok'], self._flops))
+        super().after_batch()
+
+    def measure(self) -> dict[str, float]:
+        "Return rates and times."
+        train_s, unit = self._read(), self._unit_s
+        times = {'train': train_s / unit, 'val': self._eval_s / unit, 'total': (train_s + self._eval_s) / unit}
+        return {**self._rates(), **{f'time/{name}': value for name, value in times.items()}}
+
+    def _rates(self) -> dict[str, float]:
+        if len(self._points) < 2: return {}
+        seconds, *counts = (last - first for first, last in zip(self._points[0], self._points[-1], strict=True))
+        if seconds <= 0: return {}
+        n, rates = world_size(), dict[str, float]()
+        for what, count in zip(('batches', 'samples', 'tokens', 'flops'), counts, strict=True):
+            if not count: continue
+            total = count / seconds * (n if what == 'flops' else 1)  # the flops are those of this device's batches
+            rates |= {f'throughput/{what}_per_sec': total, f'throughput/device/{what}_per_sec': total / n}
+        if counts[-1] and self._peak: rates['throughput/device/mfu'] = counts[-1] / seconds / self._peak
+        return rates
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        "Go on counting time; rates are those of this run alone."
+        super().load_state_dict(sd)
+        self._points.clear()
+
+    def cleanup(self) -> None:
+        "Stop the clock; let go of the model."
+        super().cleanup()
+        self._flops_per_batch = None
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    "Return the model inside torch.compile's or DistributedDataParallel's wrapper."
+    model = as_written(model)
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def _check_flops(model: nn.Module, flops: Any) -> float:
+    if isinstance(flops, Real) and 0 <= float(flops) < math.inf: return float(flops)
+    raise ModelError(f'{type(_unwrapped(model)).__name__}.flops_per_batch: {flops!r} is no number of operations. '
+                     'Let it be a number, or a function of the batch that returns one.')
+
+
+def known_peak(learn: Any) -> float | None:
+    "Return the peak of the model's device in the precision that it computes in, where it is known."
+    device = model_device(learn.model, learn.dls)
+    if device.type != 'cuda': return None
+    return peak_of(torch.cuda.get_device_name(device), precision(learn))
+
+
+def peak_of(device_name: str, kind: str) -> float | None:
+    """Return the peak of a GPU, by the name its driver gives it, in floating-point operations a second.
+
+    >>> peak_of('NVIDIA A100-SXM4-80GB', 'bf16')
+    312000000000000.0
+    """
+    words = f" {device_name.lower().replace('-', ' ')} "
+    return next((peaks.get(kind) for name, peaks in PEAK_FLOPS.items() if f' {name} ' in words), None)
+
+
+def precision(learn: Any) -> str:
+    "Return what most of a model's products are computed in: fp16, bf16, tf32, fp32 or fp64."
+    for cb in learn.cbs:
+        if isinstance(cb, MixedPrecision): return str(cb.amp_mode)
+    dtype = next((p.dtype for p in learn.model.parameters() if p.is_floating_point()), torch.float32)
+    if dtype == torch.float32: return 'fp32' if torch.get_float32_matmul_precision() == 'highest' else 'tf32'
+    return {torch.float16: 'fp16', torch.bfloat16: 'bf16', torch.float64: 'fp64'}.get(dtype, str(dtype))
+
+
+@dataclass
+class _Evaluations:
+    "What the evaluations of one loader have cost, and at which shares of the fit they came."
+    n: int = 0
+    first_s: float = 0.     # the first one, which warms up
+    total_s: float = 0.
+    first_at: float = 0.
+    last_at: float = 0.
+
+    def add(self, seconds: float, at: float) -> None:
+        if not self.n: self.first_s, self.first_at = seconds, at
+        self.n, self.total_s, self.last_at = self.n + 1, self.total_s + seconds, at
+
+    def remaining_s(self, start: float) -> float:
+        "Return what those to come will cost, when they come as regularly as those since the `start` of the fit."
+        gap = (self.last_at - self.first_at) / (self.n - 1) if self.n > 1 else self.first_at - start
+        cost = (self.total_s - self.first_s) / (self.n - 1) if self.n > 1 else self.first_s
+        return cost * math.floor((1 - self.last_at) / gap + 1e-6) if gap > 0 else 0.
+
+
+class RuntimeEstimator(_Timed):
+    """Estimate how long the fit still takes, with the evaluations to come.
+
+    Training goes on at the rate of this fit so far, without its first `skip_batches`; each loader is evaluated as often
+    and takes as long as it did until now (without its first time, once there are two; before its first it counts for
+    nothing). How far the fit has come is `learn.pct_train`, so budgets of any unit are followed; without a length of
+    the epoch, batches are set against those of the epoch before. `remaining_s` has the estimate in seconds.
+
+    Raises `OptionError` for a bad option. Checkpointed: rates, costs and positions, so that the estimate is there right
+    after a resume.
+
+    >>> from learnkit.testing import synth_learner
+    >>> learn = synth_learner(cbs=RuntimeEstimator(every='5ba', time_unit='seconds'))
+    >>> with learn.no_bar(): learn.fit(2)
+    >>> learn.history[0]['time/remaining_estimate'] > 0, learn.runtime_estimator.remaining_s
+    (True, 0.0)
+    """
+    metric_names = {'time/remaining_estimate': 'time until the end of the fit, evaluations included'}
+    _start, _begun = 0., False                         # the share where this fit began
+    _base: tuple[float, float] | None = None           # seconds of training and share where measuring began
+    _before = (0., 0.)                                 # seconds and share measured before a resume
+    _epoch_at = 0.                                     # the share where this epoch began
+    _n_last: int | None = None                         # batches of the last whole epoch
+    _began_eval = 0.
+    _at: float | None = None                           # the share at the last batch or evaluation
+
+    def __init__(
+        self,
+        skip_batches: int = 1,              # first batches that are not measured: they warm up
+        time_unit: str = 'hours',           # of what is logged: seconds, minutes, hours or days
+        every: int | str | Time = '10ba',   # how often it logs
+    ) -> None:
+        super().__init__(every)
+        self.skip_batches = self._skip = check_count('skip_batches', skip_batches)
+        self.time_unit, self._unit_s = time_unit, seconds_in(time_unit)
+        self._evals: dict[str, _Evaluations] = {}
+
+    @property
+    def remaining_s(self) -> float | None:
+        "The estimate in seconds; None while there is none."
+        seconds, share = self._measured()
+        if self._at is None or share <= 0 or seconds <= 0: return None  # no rate yet
+        rest = 1 - self._at if self._at < 1 - 1e-9 else 0.  # a sum of shares, with its rounding
+        return seconds / share * rest + sum(e.remaining_s(self._start) for e in self._evals.values())
+
+    def _measured(self) -> tuple[float, float]:
+        "Return seconds of training, and the share of the fit that they took."
+        seconds, share = self._before
+        if self._base is None or self._at is None: return seconds, share
+        return seconds + self._read() - self._base[0], share + self._at - self._base[1]
+
+    def measure(self) -> dict[str, float]:
+        "Return the estimate."
+        seconds = self.remaining_s
+        return {} if seconds is None else {'time/remaining_estimate': seconds / self._unit_s}
+
+    def before_fit(self) -> None:
+        "Start anew."
+        super().before_fit()
+        if not self.learn.fitting: return
+        self._base, self._before, self._skip, self._evals = None, (0., 0.), self.skip_batches, {}
+        self._n_last, self._at, self._begun = None, None, False
+
+    def before_train(self) -> None:
+        "Note where the epoch begins."
+        super().before_train()
+        self._epoch_at = self.learn.pct_train
+        if not self._begun: self._start, self._begun = self._epoch_at, True
+
+    def after_batch(self) -> None:
+        "Begin to measure after the first batches; log when that is due."
+        self._at = self._share()
+        if self._skip:
+            self._skip -= 1
+            if not self._skip and self._at is not None: self._base = self._read(), self._at
+        super().after_batch()
+
+    def _share(self) -> float | None:
+        "Return how far the fit has come; None where that cannot be told."
+        learn = self.learn
+        if learn.n_iter or learn.pct_train != self._epoch_at: return min(1., learn.pct_train)
+        if self._n_last is None or not learn.n_epoch: return None
+        return self._epoch_at + min(1., (learn.iter + 1) / self._n_last) / learn.n_epoch
+
+    def after_train(self) -> None:
+        "Note how many batches an epoch has."
+        if not self.learn.n_iter:
+            self._n_last = self.learn.iter + 1
+            self._at = self._share()
+            if self._base is None and not self._skip and self._at is not None: self._base = self._read(), self._at
+        super().after_train()
+
+    def before_validate(self) -> None:
+        "Start to time this loader."
+        self._began_eval = perf_counter()
+
+    def after_validate(self) -> None:
+        "Note what this loader has cost."
+        if self._since is None or self._at is None or self.learn.phase == 'predict': return
+        self._evals.setdefault(self.learn.dl_name, _Evaluations()).add(perf_counter() - self._began_eval, self._at)
+
+    def state_dict(self) -> dict[str, Any]:
+        "Return what was measured in this fit, and when it was looked at."
+        seconds, share = self._measured()
+        return {**super().state_dict(), 'seconds': seconds, 'share': share, 'start': self._start, 'at': self._at,
+                'n_last': self._n_last, 'evals': {name: asdict(e) for name, e in self._evals.items()}}
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        "Go on from what was measured."
+        super().load_state_dict(sd)
+        self._before, self._base, self._skip = (sd['seconds'], sd['share']), None, self.skip_batches
+        self._start, self._begun, self._at, self._n_last = sd['start'], True, sd['at'], sd['n_last']
+        self._evals = {name: _Evaluations(**e) for name, e in sd['evals'].items()}

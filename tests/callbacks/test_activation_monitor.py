@@ -1,0 +1,227 @@
+"""The activation monitor, against statistics computed by hand and by scipy's definitions."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from learnkit import Callback, DataLoaders, Learner
+from learnkit.callbacks.activations import ActivationMonitor
+from learnkit.errors import OptionError, TimeError
+from learnkit.recorder import Recorder
+from learnkit.testing import synth_learner
+
+
+class Seen(Callback):
+    "Keep what is logged, by the number of the batch."
+
+    def __init__(self) -> None: self.rows: dict[int, dict[str, float]] = {}
+
+    def record(self, name: str, value: Any, weight: Any = 1) -> None:
+        row = self.rows.setdefault(self.learn._done['ba'] - 1, {})
+        assert name not in row
+        row[name] = value
+
+
+def hooks(model: nn.Module) -> int: return sum(len(m._forward_hooks) for m in model.modules())
+
+
+def mean_square(pred: Any, targ: Tensor) -> Tensor:
+    return (pred if isinstance(pred, Tensor) else pred[0]).float().pow(2).mean()
+
+
+def learner(model: nn.Module, x: Tensor, *cbs: Callback, bs: int = 4, **kwargs: Any) -> Learner:
+    y = torch.zeros(len(x), 1)
+    batches = list(zip(x.split(bs), y.split(bs), strict=True))
+    learn = Learner(DataLoaders(batches, batches[:1]), model, mean_square, lr=0.01, cbs=list(cbs), **kwargs)
+    learn.logger = lambda row: None
+    return learn
+
+
+def expected(t: Tensor) -> dict[str, float]:
+    "The statistics of the rows of a tensor, one row after the other."
+    rows = t.double().reshape(-1, t.shape[-1])
+    found: dict[str, list[float]] = {'l2_norm': [], 'average': [], 'max': [], 'skewness': [], 'kurtosis': []}
+    for row in rows:
+        found['l2_norm'].append(sum(v * v for v in row.tolist()) ** 0.5)
+        found['average'].append(row.mean().item())
+        found['max'].append(max(row.tolist()))
+        d = row - row.mean()
+        if not d.any(): continue
+        sigma = row.std(correction=0)
+        found['skewness'].append(((d / sigma) ** 3).mean().item())
+        found['kurtosis'].append(((d / sigma) ** 4).mean().item())
+    return {stat: sum(v) / len(v) for stat, v in found.items() if v}
+
+
+def named(stats: dict[str, float], where: str) -> dict[str, float]:
+    return {f'activations/{stat}/{where}': v for stat, v in stats.items()}
+
+
+def test_statistics_of_inputs_and_outputs() -> None:
+    torch.manual_seed(0)
+    model, x, seen = nn.Sequential(nn.Linear(5, 6), nn.Tanh()), torch.randn(4, 3, 5), Seen()
+    mid = model[0](x)
+    want = {**named(expected(x), '0_input.0'), **named(expected(mid), '0_output.0'),
+            **named(expected(mid), '1_input.0'), **named(expected(mid.tanh()), '1_output.0')}
+    learner(model, x, ActivationMonitor(), seen).fit(1)
+    assert seen.rows[0] == pytest.approx(want, rel=1e-5)
+
+
+def test_moments_of_a_normal_and_of_an_exponential_distribution() -> None:
+    torch.manual_seed(0)
+    x = torch.stack([torch.randn(200_000), torch.empty(200_000).exponential_()])
+    for row, skewness, kurtosis in ((x[:1], 0, 3), (x[1:], 2, 9)):
+        seen = Seen()
+        model = nn.Sequential(nn.Identity(), nn.Linear(200_000, 1))
+        learner(model, row, ActivationMonitor(modules='0'), seen).fit(1)
+        assert seen.rows[0]['activations/skewness/0_output.0'] == pytest.approx(skewness, abs=0.1)
+        assert seen.rows[0]['activations/kurtosis/0_output.0'] == pytest.approx(kurtosis, rel=0.05)
+
+
+def test_rows_of_equal_numbers_have_no_shape() -> None:
+    x = torch.tensor([[1., 1., 1.], [0., 0., 3.]])
+    seen, constant = Seen(), Seen()
+    learner(nn.Linear(3, 1), x, ActivationMonitor(), seen).fit(1)
+    got = {k: v for k, v in seen.rows[0].items() if '_input' in k}
+    assert got == pytest.approx(named(expected(x), 'Linear_input.0'))
+    assert not any('skew' in k for k in seen.rows[0] if '_output' in k)  # one feature
+    learner(nn.Linear(3, 1), torch.ones(2, 3), ActivationMonitor(), constant).fit(1)
+    assert 'activations/kurtosis/Linear_input.0' not in constant.rows[0]
+    assert constant.rows[0]['activations/average/Linear_input.0'] == 1
+
+
+def test_what_is_not_finite_is_shown() -> None:
+    seen = Seen()
+    learner(nn.Linear(3, 2), torch.tensor([[1., 2., float('inf')]]), ActivationMonitor(), seen).fit(1)
+    assert seen.rows[0]['activations/max/Linear_input.0'] == float('inf')
+
+
+class Branches(nn.Module):
+    "Takes numbers and a mask, gives a tuple with a dict in it; goes through one layer twice."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        a = self.line(x)
+        return self.line(a), {'mask': x > 0, 'a': a}
+
+
+def test_several_outputs_and_calls() -> None:
+    torch.manual_seed(1)
+    model, x, seen = Branches(), torch.randn(4, 3), Seen()
+    a = model.line(x)
+    both = torch.cat([a, model.line(a)])
+    learner(model, x, ActivationMonitor(modules=['', 'line']), seen).fit(1)
+    row = seen.rows[0]
+    got = {k: v for k, v in row.items() if 'line_output' in k}
+    assert got == pytest.approx(named(expected(both), 'line_output.0'), rel=1e-5, abs=1e-7)
+    assert {k for k in row if 'l2_norm/Branches' in k} == {f'activations/l2_norm/Branches_{s}' for s in
+                                                           ('input.0', 'output.0', 'output.2')}
+
+
+@pytest.mark.parametrize('microbatch', [1, 3])
+def test_pieces_are_taken_together(microbatch: int) -> None:
+    torch.manual_seed(0)
+    x, whole, pieces = torch.randn(4, 5), Seen(), Seen()
+    model = nn.Linear(5, 6)
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    learner(model, x, ActivationMonitor(), whole).fit(1)
+    model.load_state_dict(state)
+    learner(model, x, ActivationMonitor(), pieces, microbatch=microbatch).fit(1)
+    assert pieces.rows[0] == pytest.approx(whole.rows[0], rel=1e-5)
+
+
+@pytest.mark.parametrize(('every', 'at'), [('3ba', [0, 3, 6, 9]), (4, [0, 4, 8]), ('1ep', [0, 5]),
+                                           (None, list(range(10)))])
+def test_when_it_looks_and_that_hooks_are_there_only_then(every: Any, at: list[int]) -> None:
+    def look(cb: Callback) -> None:
+        if cb.learn.training and hooks(cb.learn.model): hooked.append(cb.learn.train_iter)
+
+    seen, hooked, note = Seen(), list[int](), Callback(after_pred=look)
+    learn = learner(nn.Linear(2, 2), torch.randn(20, 2), ActivationMonitor(every), seen, note)
+    learn.fit(2)
+    assert list(seen.rows) == at
+    assert hooked == at
+    assert hooks(learn.model) == 0
+
+
+def test_ignored_and_chosen_modules() -> None:
+    def modules_of(**options: Any) -> set[str]:
+        seen = Seen()
+        model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Dropout(), nn.ReLU()), nn.LayerNorm(2))
+        learner(model, torch.randn(4, 2), ActivationMonitor(**options), seen).fit(1)
+        return {name.split('/')[2].split('_')[0] for row in seen.rows.values() for name in row}
+
+    assert modules_of() == {'0', '1.0', '1.1', '2'}
+    assert modules_of(ignore='1.') == {'0', '2'}
+    assert modules_of(ignore=['0', '2']) == {'1.1'}
+    assert modules_of(modules=['1.1', '2'], ignore='2') == {'1.1'}
+    assert modules_of(ignore=['0', '1', '2']) == set()
+
+
+@pytest.mark.parametrize('event', ['before_batch', 'after_pred', 'after_loss', 'before_step', 'after_batch'])
+def test_hooks_are_off_after_an_exception(event: str) -> None:
+    def fail(cb: Callback) -> None: raise KeyboardInterrupt
+
+    last = Callback(**{event: fail})
+    last.order = 200
+    learn = learner(nn.Linear(2, 2), torch.randn(4, 2), ActivationMonitor(), last)
+    with pytest.raises(KeyboardInterrupt): learn.fit(1)
+    assert hooks(learn.model) == 0
+    learn.remove_cb(last)
+    learn.fit(1)
+    assert 'activations/average/Linear_output.0' in learn.history[-1]
+
+
+def test_compiled_models_are_looked_at_too() -> None:
+    seen = Seen()
+    model: Any = torch.compile(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), backend='eager')
+    learner(model, torch.randn(8, 2), ActivationMonitor(), seen).fit(1)
+    assert 'activations/max/1_output.0' in seen.rows[0]
+
+
+def transfers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    "Return the list to which each transfer of a tensor to the host adds its kind from now on."
+    seen: list[str] = []
+
+    def note(kind: str, own: Any) -> Any:
+        def read(t: Tensor) -> Any:
+            seen.append(kind)
+            return own(t)
+        return read
+
+    for kind in ('item', 'tolist'): monkeypatch.setattr(Tensor, kind, note(kind, getattr(Tensor, kind)))
+    return seen
+
+
+def test_one_transfer_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    n = transfers(monkeypatch)
+    learn = learner(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), torch.randn(16, 2), ActivationMonitor('2ba'))
+    learn.remove_cb(Recorder)
+    learn.fit(1)
+    assert n == ['tolist'] * 2
+
+
+def test_when_it_looked_is_kept_over_a_resume() -> None:
+    learn = synth_learner(cbs=(cb := ActivationMonitor('1ep')))
+    learn.fit(1)
+    other = ActivationMonitor('1ep')
+    other.load_state_dict(cb.state_dict() or {})
+    assert other.state_dict() == cb.state_dict()
+
+
+@pytest.mark.parametrize(('options', 'error'), [({'every': '0ba'}, TimeError), ({'ignore': 3}, OptionError),
+                                            ({'ignore': ['']}, OptionError), ({'modules': 5}, OptionError)])
+def test_bad_options(options: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error): ActivationMonitor(**options)
+
+
+def test_unknown_modules_are_told_before_training() -> None:
+    learn = synth_learner(cbs=ActivationMonitor(modules='stem'))
+    with pytest.raises(OptionError, match='stem'): learn.fit(1)
+    assert learn.opt.n_steps == 0

@@ -1,0 +1,126 @@
+"""MLPerf result files."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fastcore.basics import noop
+from torch import Tensor
+
+from learnkit import Callback, Learner
+from learnkit.callbacks import GradientAccumulation
+from learnkit.callbacks.mlperf import MLPerf
+from learnkit.errors import MetricError, OptionError
+from learnkit.testing import synth_learner
+
+
+def closeness(pred: Tensor, targ: Tensor) -> Tensor: return -(pred - targ).abs().mean()
+
+
+def learner(path: Path, *cbs: Any, **kwargs: Any) -> Learner:
+    learn = synth_learner(n_train=4, lr=0.01, path=path, cbs=[*cbs], metrics=closeness, **kwargs)
+    learn.logger = noop
+    return learn
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    texts = path.read_text().splitlines()
+    assert all(text.startswith(':::MLLOG ') for text in texts)
+    return [json.loads(text.removeprefix(':::MLLOG ')) for text in texts]
+
+
+def test_the_lines_of_a_run(tmp_path: Path) -> None:
+    learn = learner(tmp_path, MLPerf(benchmark='line', submitter='us', system='desk', cache_cleared=True))
+    learn.fit(2)
+    assert learn.ml_perf.file == tmp_path/'mlperf/results/desk/line/result_0.txt'
+    rows = lines(learn.ml_perf.file)
+    submission = [f'submission_{k}' for k in ('benchmark', 'division', 'org', 'platform', 'status')]
+    epoch = ['block_start', 'epoch_start', 'epoch_stop', 'eval_start', 'eval_accuracy', 'eval_stop', 'block_stop']
+    assert [r['key'] for r in rows] == [
+        'cache_clear', 'init_start', *submission, 'seed', 'global_batch_size', 'gradient_accumulation_steps',
+        'train_samples', 'eval_samples', 'init_stop', 'run_start', *epoch, *epoch, 'run_stop']
+    assert all(set(r) == {'namespace', 'time_ms', 'event_type', 'key', 'value', 'metadata'} for r in rows)
+    kinds = {'start': 'INTERVAL_START', 'stop': 'INTERVAL_END'}
+    assert all(r['event_type'] == kinds.get(r['key'].rpartition('_')[2], 'POINT_IN_TIME') for r in rows)
+    assert [r['time_ms'] for r in rows] == sorted(r['time_ms'] for r in rows)
+
+    values = {r['key']: r['value'] for r in rows}
+    assert (values['submission_org'], values['global_batch_size'], values['train_samples'], values['eval_samples']) == (
+        'us', 16, 64, 32)
+    measured = [(r['value'], r['metadata']['epoch_num'], r['metadata']['samples_count'])
+                for r in rows if r['key'] == 'eval_accuracy']
+    assert measured == [(row['closeness'], i, 64 * i) for i, row in enumerate(learn.history, 1)]
+    assert rows[-1]['metadata']['status'] == 'success'
+    assert json.loads((tmp_path/'mlperf/systems/desk.json').read_text())['submitter'] == 'us'
+
+
+def test_the_file_ends_where_the_target_is_reached(tmp_path: Path) -> None:
+    learn = learner(tmp_path)
+    learn.fit(6)
+    target = learn.history[2]['closeness']
+    best = [row['closeness'] for row in learn.history]
+    assert best.index(next(v for v in best if v >= target)) == 2
+
+    def again(threshold: float, **options: Any) -> list[dict[str, Any]]:
+        torch.manual_seed(0)
+        learn = learner(tmp_path, MLPerf(target=threshold, **options))
+        learn.fit(6)
+        return lines(learn.ml_perf.file)
+    rows = again(target, comp='greater')
+    assert [r['metadata']['epoch_num'] for r in rows if r['key'] == 'eval_accuracy'] == [1, 2, 3]
+    assert rows[-1]['key'] == 'run_stop' and rows[-1]['metadata']['status'] == 'success'
+    rows = again(1., comp='greater')
+    assert rows[-1]['metadata']['status'] == 'aborted' and rows[-1]['metadata']['epoch_num'] == 6
+
+
+def test_a_run_that_fails_is_aborted_and_the_next_has_a_file_of_its_own(tmp_path: Path) -> None:
+    def fail(cb: Callback) -> None:
+        if failing and cb.learn.time.ba == 5: raise RuntimeError('boom')
+    failing = True
+    learn = learner(tmp_path, MLPerf(index=3), Callback(after_loss=fail))
+    with pytest.raises(RuntimeError): learn.fit(3)
+    rows = lines(learn.ml_perf.file)
+    assert learn.ml_perf.file.name == 'result_3.txt' and rows[-1]['metadata']['status'] == 'aborted'
+    failing = False
+    learn.fit(1)
+    assert learn.ml_perf.file.name == 'result_4.txt'
+    assert lines(learn.ml_perf.file)[-1]['metadata']['status'] == 'success'
+    learn.validate()
+    assert len(list(learn.ml_perf.file.parent.iterdir())) == 2
+
+
+def test_what_is_on_the_disk_while_it_trains(tmp_path: Path) -> None:
+    seen: list[str] = []
+    look = Callback(after_loss=lambda cb: seen.append(lines(cb.learn.ml_perf.file)[-1]['key']))
+    learn = learner(tmp_path, MLPerf(), look)
+    learn.fit(1)
+    assert seen[0] == 'epoch_start'
+
+
+def test_a_step_of_several_batches_in_pieces(tmp_path: Path) -> None:
+    learn = learner(tmp_path, MLPerf(), GradientAccumulation(40), microbatch=4)
+    learn.fit(1)
+    values = {r['key']: r['value'] for r in lines(learn.ml_perf.file)}
+    assert (values['global_batch_size'], values['gradient_accumulation_steps']) == (48, 12)
+
+
+@pytest.mark.parametrize('wrong', [
+    {'division': 'shut'}, {'status': 'here'}, {'benchmark': 'a/b'}, {'system': ''}, {'index': -1},
+    {'monitor': 'quux', 'target': 1.}, {'monitor': 'lr', 'target': 1.}])
+def test_bad_options_are_refused(wrong: Any) -> None:
+    with pytest.raises(OptionError): MLPerf(**wrong)
+
+
+def test_what_is_missing_is_told_before_training(tmp_path: Path) -> None:
+    (tmp_path/'file').write_text('')
+    for cb, error in ((MLPerf(monitor='accuracy'), MetricError), (MLPerf('file/x'), OptionError),
+                      (MLPerf(target=1.), OptionError)):
+        learn = learner(tmp_path, cb)
+        with pytest.raises(error): learn.fit(1)
+        assert learn.time.ba == 0
+    with pytest.raises(MetricError, match='validation loader'):
+        Learner([(torch.zeros(2, 1), torch.zeros(2, 1))], learn.model, torch.nn.MSELoss(), path=tmp_path,
+                cbs=MLPerf()).fit(1)
