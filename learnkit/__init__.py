@@ -71,6 +71,7 @@ from learnkit.errors import (
 )
 from learnkit.events import EVENTS, LIFECYCLE, event
 from learnkit.exchange import load_learner
+from learnkit.hypers import params
 from learnkit.learner import Learner, defaults, replacing_yield
 from learnkit.loop import TrainEvalCallback
 from learnkit.metrics import AvgLoss, AvgMetric, ValueMetric, accuracy, error_rate, mae, mse, rmse
@@ -97,5 +98,5 @@ __all__ = [
     'ShortEpochCallback', 'SkipToEpoch', 'TensorLoader', 'TerminateOnNaNCallback', 'Time', 'TimeError', 'Timestamp',
     'TrackerCallback', 'TrainEvalCallback', 'UnknownEventError', 'ValueMetric', 'WeightsError', 'accuracy',
     'before_batch_cb', 'default_device', 'defaults', 'detuplify', 'error_rate', 'event', 'find_bs', 'load_learner',
-    'mae', 'mse', 'replacing_yield', 'rmse', 'to_detach', 'to_device', 'trainable_params',
+    'mae', 'mse', 'params', 'replacing_yield', 'rmse', 'to_detach', 'to_device', 'trainable_params',
 ]

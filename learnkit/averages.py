@@ -11,7 +11,7 @@ from torch import Tensor
 from learnkit.batch import describe
 from learnkit.errors import MetricError
 
-__all__ = ['Metric', 'Mean', 'AvgSmoothLoss', 'is_number']
+__all__ = ['Metric', 'Mean', 'AvgSmoothLoss', 'is_number', 'paired', 'widened']
 
 SEND_EVERY = 64     # losses that go to the host in one copy
 MAX_IN_FLIGHT = 2   # copies the host may be behind
@@ -232,3 +232,35 @@ def _wide(value: Any) -> Any:
 
 def _to_f64(xs: list[float]) -> Tensor:
     return torch.tensor(xs, dtype=torch.float64)
+
+
+def paired(
+    name: str,     # the metric's, for the message
+    pred: Tensor,  # any shape
+    targ: Tensor,  # any shape of as many elements
+) -> tuple[Tensor, Tensor]:
+    """Return both flattened.
+
+    Raises `MetricError` where the sizes differ: nothing is broadcast, which would compare everything with everything.
+
+    >>> paired('mse', torch.zeros(2, 1), torch.ones(2))
+    (tensor([0., 0.]), tensor([1., 1.]))
+    """
+    if pred.numel() == targ.numel(): return pred.reshape(-1), targ.reshape(-1)
+    raise MetricError(f'{name}: {tuple(pred.shape)} predicted values do not fit targets of shape {tuple(targ.shape)}: '
+                      f'{_fix(pred, targ)}')
+
+
+def _fix(pred: Tensor, targ: Tensor) -> str:
+    one = 'give one target for each predicted value.'
+    if targ.is_floating_point(): return one
+    if targ.numel() * pred.shape[-1] == pred.numel():
+        return f'{one} If these are class numbers, `accuracy` takes them, or this `F.one_hot(targ, {pred.shape[-1]})`.'
+    if pred.numel() and targ.numel() % pred.numel() == 0 and targ.ndim > pred.ndim:
+        return f'{one} If they are one-hot, give class numbers, `targ.argmax(-1)`.'
+    return f'{one} Are the classes along another `axis`?'
+
+
+def widened(t: Tensor) -> Tensor:
+    "Return a tensor in float64, or in float32 on a device that has none."
+    return t.to(torch.float32 if t.device.type == 'mps' else torch.float64)

@@ -1,7 +1,9 @@
 """What is checked before training starts, so that bad input is told before any weight has changed."""
 from __future__ import annotations
 
+import inspect
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,13 +11,14 @@ import torch
 from learnkit.averages import Metric
 from learnkit.batch import apply_model, unpack_output
 from learnkit.data import evaluation_loaders
-from learnkit.errors import FitError, LossError, MetricError, ModelError
+from learnkit.errors import FitError, LossError, MetricError, ModelError, OptionError
 from learnkit.loop import Loop
 from learnkit.measures import dry_run
 from learnkit.rng import preserved_generators, preserved_rng
 from learnkit.timing import as_time
 
-__all__ = ['check_model', 'check_loss', 'check_fit', 'check_iteration', 'check_microbatch', 'check_metrics']
+__all__ = ['check_model', 'check_loss', 'check_function', 'check_takes', 'check_fit', 'check_iteration',
+           'check_microbatch', 'check_metrics']
 
 
 def check_model(model: object) -> None:
@@ -31,6 +34,22 @@ def check_loss(loss_func: object) -> None:
     if isinstance(loss_func, type):
         raise LossError(f'loss_func={loss_func.__name__} is a class: write {loss_func.__name__}().')
     if loss_func is not None and not callable(loss_func): raise LossError(f'loss_func={loss_func!r} cannot be called.')
+
+
+def check_function(name: str, f: object) -> None:
+    "Raise `OptionError` for what is no function: a class of modules above all, `nn.Softmax` for `nn.Softmax(-1)`."
+    if isinstance(f, type) and issubclass(f, torch.nn.Module):
+        raise OptionError(f'{name}={f.__name__} is a class: write `{name}={f.__name__}(...)`.')
+    if f is not None and not callable(f): raise OptionError(f'{name}={f!r} cannot be called: give a function.')
+
+
+def check_takes(name: str, f: Callable[..., Any], what: str) -> None:
+    "Raise `OptionError` for a function that does not take one argument alone."
+    try: inspect.signature(f).bind(None)
+    except TypeError as e:
+        raise OptionError(f'{name}={getattr(f, "__name__", f)} cannot be called with `{what}` alone ({e}). Write it as '
+                          f'`lambda {what}: ...`.') from None
+    except ValueError: return  # written in C: calling it will tell
 
 
 def check_count(name: str, value: object, least: int) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -179,6 +179,11 @@ class DataLoaders:
     def __len__(self) -> int: return len(self.loaders)
     def __iter__(self) -> Iterator[Any]: return iter(self.loaders)
 
+    if not TYPE_CHECKING:
+        def __getattr__(self, name):
+            hint = ' For new samples: `learn.get_preds(dl=[(x,)])`, or any loader.' if name == 'test_dl' else ''
+            raise AttributeError(f'{type(self).__name__} has no attribute `{name}`.{hint}', name=name, obj=self)
+
     def __repr__(self) -> str:
         return '\n'.join([type(self).__name__, *(f'  {name}: {_describe_loader(dl)}' for name, dl in self._named())])
 
@@ -291,12 +296,7 @@ def as_dataloaders(dls: Any) -> Any:
     """Return `dls` if it is a `DataLoaders` or works like one (fastai's), else make one.
 
     A tuple is (train, valid); any other iterable, a list of batches for one, is the training loader. Raises
-    `LoaderError` for anything else.
-
-    >>> as_dataloaders([(torch.zeros(2), torch.zeros(2))])
-    DataLoaders
-      train: list, 1 batch
-    """
+    `LoaderError` for anything else."""
     # a model has a `train` too: given here by mistake, it is refused below
     if hasattr(dls, 'train') and hasattr(dls, '__getitem__') and not isinstance(dls, nn.Module): return dls
     if not isinstance(dls, tuple): return DataLoaders(dls)

@@ -304,6 +304,10 @@ def as_callback(cb: Any) -> Callback:
             raise CallbackError(f'{cb.__name__} cannot be made without arguments ({e}): give an instance.') from e
     if isinstance(cb, Callback) or is_foreign(cb): return cb
     hint = 'give a Callback, its class, or `Callback(event=function)`'
+    cls = cb if isinstance(cb, type) else type(cb)
+    if cls.__module__ == 'torch.optim.lr_scheduler':
+        given = f'partial({cls.__name__}, ...)' if cb is cls else 'scheduler'
+        raise CallbackError(f'{cls.__name__} is no callback, but a scheduler of torch: write `LRScheduler({given})`.')
     if callable(cb) and hasattr(cb, '__name__'): hint = f'write `Callback(before_fit={cb.__name__})`, with its event'
     raise CallbackError(f'{cb!r} ({type(cb).__name__}) is no callback: {hint}.')
 

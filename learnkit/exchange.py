@@ -1,30 +1,43 @@
 """A Learner from a file of `Learner.save_learner`, without running any code that the file could hold."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from warnings import warn
 
 import torch
 from torch import nn
 
 from learnkit.data import DataLoaders
-from learnkit.errors import ModelError, OptionError, WeightsError
+from learnkit.errors import EmptyLoaderError, ModelError, OptionError, WeightsError
+from learnkit.hints import warn_user
 from learnkit.learner import Learner
 from learnkit.weights import check_weights, load_weights, read_weights, weights_differ
 
 __all__ = ['load_learner']
 
 
+class NoBatches:
+    "Stands where a Learner without data has its training loader: looking into it says what to do."
+
+    def __len__(self) -> int: raise self._error()
+    def __iter__(self) -> Iterator[Any]: raise self._error()
+
+    def _error(self) -> EmptyLoaderError:
+        return EmptyLoaderError('This Learner was loaded without data: pass them, `load_learner(path, model=..., '
+                                'dls=dls)`, or set `learn.dls`.')
+
+
 class NoData(DataLoaders):
     "Stands where a Learner without data has its loaders: there are none to train or validate on."
 
     def __init__(self, device: torch.device | str | None, path: Path, n_inp: int | None, vocab: Any) -> None:
-        self.train: Any = ()
+        self.train: Any = NoBatches()
         self.evaluation, self.others, self.n_inp, self.n_iter = [], [], n_inp, None
         self.path, self.vocab = path, vocab
         self._device = None if device is None else torch.device(device)
+
+    def __repr__(self) -> str: return 'No data'
 
 
 def load_learner(
@@ -33,6 +46,7 @@ def load_learner(
     dls: Any = None,                               # data, as for `Learner`; None: predict on given loaders
     loss_func: Callable[..., Any] | None = None,   # as for `Learner`
     device: torch.device | str | None = None,      # without `dls`: where it runs; None: a GPU if there is one
+    cpu: bool = False,                             # fastai's way to say `device='cpu'`
     **kwargs: Any,                                 # more for `Learner`, in place of what the file says
 ) -> Learner:
     """Make a Learner with the weights and options of a file, ready to predict, validate or train.
@@ -52,9 +66,9 @@ def load_learner(
     built = _model(path, model, config)
     check_weights(path, weights_differ(built, stored.model), built)
     if loss_func is None and config.get('activates'):
-        warn(f'The Learner in {path} had the loss {config["loss_func"]}, which turns outputs into predictions. Pass '
-             '`loss_func=` to have them activated and decoded as they were.', stacklevel=2)
-    if dls is None: dls = NoData(device, path.parent, config.get('n_inp'), config.get('vocab'))
+        warn_user(f'The Learner in {path} had the loss {config["loss_func"]}, which turns outputs into predictions. '
+                  'Pass `loss_func=` to have them activated and decoded as they were.')
+    if dls is None: dls = NoData('cpu' if cpu else device, path.parent, config.get('n_inp'), config.get('vocab'))
     learn = Learner(dls, built, loss_func, **{**_options(config), 'path': path.parent, **kwargs})
     load_weights(built, stored.model)
     return learn
@@ -65,9 +79,11 @@ def _model(path: Path, model: Any, config: dict[str, Any]) -> nn.Module:
     own, name = config.get('model_config', {}), config.get('model')
     given = ', '.join(f'{k}={v!r}' for k, v in own.items())
     if model is None:
+        own_class = not hasattr(nn, str(name))  # torch's own alone do not build it
+        build, what = (name, '') if own_class else ('build', f', your function that returns the {name}')
         raise OptionError(f'{path} holds the weights and configuration of a {name}, and no code, so that loading it is '
-                          f'safe. Say what builds the model: `load_learner({str(path)!r}, model={name})` calls '
-                          f'`{name}({given})`.')
+                          f'safe. Say what builds the model: `load_learner({str(path)!r}, model={build})` calls '
+                          f'`{build}({given})`{what}.')
     if not callable(model): raise OptionError(f'model={model!r} is no model, and nothing that builds one.')
     try: built = model(**own)
     except TypeError as e:

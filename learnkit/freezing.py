@@ -5,17 +5,19 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-from warnings import warn
 
 import torch
 from torch import nn
 
 from learnkit.errors import ModelError, OptimizerError
+from learnkit.hints import warn_user
 from learnkit.hypers import (
+    SPLIT,
     as_groups,
     check_hyper,
     check_maker,
     is_many,
+    maker_of,
     members,
     norm_bias_params,
     spread,
@@ -56,8 +58,8 @@ class Freezing(Loop):
         "Freeze all groups but the last. With one group alone nothing is frozen, as in fastai, and a warning says so."
         self.freeze_to(-1)
         if len(self.opt.param_lists) == 1:
-            warn('There is one param group, so `freeze()` freezes nothing. Give the Learner a `splitter` that returns '
-                 'several: `lambda m: [params(m.body), params(m.head)]`.', stacklevel=2)
+            warn_user('There is one param group, so `freeze()` freezes nothing. Give the Learner a `splitter` that '
+                      'returns several: `lambda m: [params(m.body), params(m.head)]`.')
 
     def unfreeze(self) -> None:
         "Train all groups."
@@ -87,6 +89,7 @@ def make_optimizer(
         elif callable(opt_func): opt = _call(opt_func, model, lr, splitter)
         else: raise OptimizerError(f'opt_func={opt_func!r} cannot be called: give a torch.optim class or a function.')
     if not isinstance(opt, OptimWrapper): opt = OptimWrapper(opt=opt)
+    if (name := getattr(maker_of(opt_func), '__name__', '')).isidentifier() and opt is not opt_func: opt.called = name
     if not wd_bn_bias: opt.spare_from_decay(norm_bias_params(model))
     opt.always_trained = set(norm_bias_params(model, with_bias=False)) if train_bn else set()
     if last is not opt and (frozen := frozen_by(last) & set(opt.parameters())):
@@ -97,15 +100,37 @@ def make_optimizer(
 def _call(opt_func: Callable[..., Any], model: nn.Module, lr: Any, splitter: Callable[[nn.Module], Any]) -> Any:
     "Make the optimizer of the splitter's groups."
     check_maker(opt_func)
+    if not callable(splitter): raise OptimizerError(f'splitter={splitter!r} cannot be called: give a function.{SPLIT}')
     groups = as_groups(splitter(model))
     check_shared(groups, model)
     n = max(1, sum(isinstance(g, dict) for g in groups))
     rates = spread(lr, n) if isinstance(lr, slice) else list(lr) if is_many(lr) else [lr]
     for rate in rates: check_hyper('lr', rate)
-    try: wants_model = 'model' in inspect.signature(opt_func).parameters
-    except (TypeError, ValueError): wants_model = False
     first = rates[-1].clone() if isinstance(rates[-1], torch.Tensor) else rates[-1]
-    return opt_func(groups, lr=first, **({'model': model} if wants_model else {}))
+    return opt_func(groups, lr=first, **({'model': model} if _wants_model(opt_func, groups) else {}))
+
+
+def _wants_model(opt_func: Callable[..., Any], groups: list[Any]) -> bool:
+    "Tell whether the function has a parameter `model`; raise `OptimizerError` where it cannot make an optimizer."
+    maker = maker_of(opt_func)
+    if maker is getattr(torch.optim, 'Muon', None) and not all(p.ndim == 2 for p in members(groups)):
+        raise OptimizerError('Muon trains matrices alone, and there are other parameters: `opt_func=MuonAdamW` trains '
+                             'these with AdamW.')
+    try: signature = inspect.signature(opt_func)
+    except (TypeError, ValueError): return False  # it has none: calling it will tell
+    wants_model = 'model' in signature.parameters
+    try: signature.bind(groups, lr=0., **({'model': None} if wants_model else {}))
+    except TypeError as e:
+        name = getattr(maker, '__name__', repr(maker))
+        raise OptimizerError(f'opt_func={name} cannot be called with the parameters and `lr=` ({e}), so it makes no '
+                             f'optimizer. {_instead(maker, name)}') from None
+    return wants_model
+
+
+def _instead(maker: Any, name: str) -> str:
+    if isinstance(maker, type) and issubclass(maker, OptimWrapper):
+        return f'{name} goes around a ready one: `opt_func=lambda p, lr: {name}(Adam(p, lr))`.'
+    return f'Metrics are given by name, `metrics={name}`; a function of your own is `lambda params, lr: ...`.'
 
 
 def check_shared(groups: list[Any], model: nn.Module) -> None:

@@ -12,8 +12,8 @@ from torch import nn
 
 from learnkit.errors import OptimizerError, did_you_mean
 
-__all__ = ['HYPERS', 'OPTIONS', 'Hypers', 'place_of', 'torch_names', 'spread', 'is_many', 'check_hyper', 'as_groups',
-           'check_maker', 'members', 'can_fuse', 'fused_of', 'prepare_fused', 'trainable_params', 'params',
+__all__ = ['HYPERS', 'OPTIONS', 'Hypers', 'place_of', 'torch_names', 'spread', 'is_many', 'check_hyper', 'bound_of',
+           'as_groups', 'check_maker', 'members', 'can_fuse', 'fused_of', 'prepare_fused', 'trainable_params', 'params',
            'norm_bias_params']
 
 # fastai's name of a hyper-parameter, and where torch's param groups keep it: the first that is there counts, a pair
@@ -23,6 +23,7 @@ HYPERS: dict[str, tuple[str | tuple[str, int], ...]] = {
     'eps': ('eps',),
 }
 OPTIONS = ('lr', 'momentum', 'betas', 'alpha', 'weight_decay', 'eps')  # torch's names of all of them
+SHARES = ('mom', 'sqr_mom', 'momentum', 'alpha')                      # what of an average is kept: below 1
 
 
 def place_of(name: str, group: Mapping[str, Any]) -> str | tuple[str, int] | None:
@@ -42,8 +43,13 @@ def check_hyper(name: str, value: Any) -> None:
     if not isinstance(value, (Real, torch.Tensor)):
         raise OptimizerError(f'{name}={value!r}: give a number, or one for each param group.')
     is_known = name in HYPERS or name in OPTIONS  # of others one cannot say
-    if is_known and not 0 <= float(value) < float('inf'):
-        raise OptimizerError(f'{name}={value!r}: give a number, 0 or more.')
+    if is_known and not 0 <= float(value) < bound_of(name):
+        raise OptimizerError(f'{name}={value!r}: give a number, 0 or more{" and below 1" * (name in SHARES)}.')
+
+
+def bound_of(name: str) -> float:
+    "Return what the values of a hyper-parameter stay below."
+    return 1. if name in SHARES else float('inf')
 
 
 class Hypers(MutableMapping[str, Any]):
@@ -172,6 +178,7 @@ def norm_bias_params(model: nn.Module, with_bias: bool = True) -> list[nn.Parame
 
 def as_groups(params: Any) -> list[Any]:
     "Turn parameters, lists of lists of them, or torch's dicts into what torch's optimizers take."
+    if not isinstance(params, Iterable): raise OptimizerError(f'{params!r} is no list of parameters or groups.{SPLIT}')
     groups: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
     if not groups: raise OptimizerError(f'There are no parameters to optimize.{SPLIT}')
     first = groups[0]

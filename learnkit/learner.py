@@ -5,6 +5,7 @@ import atexit
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
@@ -21,7 +22,7 @@ from learnkit.checks import check_fit, check_iteration, check_loss, check_microb
 from learnkit.compiling import Compilation
 from learnkit.data import as_dataloaders, check_loaders, evaluation_loaders
 from learnkit.dispatch import listed
-from learnkit.errors import CallbackError, CancelError, CancelFitException, OptimizerError
+from learnkit.errors import CallbackError, CancelError, CancelFitException, LossError, OptimizerError
 from learnkit.events import LEVELS, LIFECYCLE
 from learnkit.freezing import Freezing, check_trained, make_optimizer
 from learnkit.loop import SkipToEpoch, TrainEvalCallback, name_of
@@ -217,7 +218,7 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Saving, Summa
         """
         if not self.training: name = f'valid_{name}' if self.dl_name == 'valid' else f'{self.dl_name}/{name}'
         for cb in self.cbs:
-            if isinstance(cb, Recorder): cb.record(name, value, weight)
+            if defined_on_class(cb, 'record'): cb.record(name, value, weight)
 
     def show_training_loop(self) -> None:
         "Print the lifecycle, with the callbacks that run at each event."
@@ -252,6 +253,9 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Saving, Summa
         "Return a context in which the loss is computed for each sample."
         if hasattr(self.loss_func, 'reduction'): return replacing_yield(self.loss_func, 'reduction', 'none')
         if self.loss_func is None: return replacing_yield(self, 'loss_func', None)
+        if not takes(self.loss_func, 'reduction'):
+            raise LossError(f'{name_of(self.loss_func)} cannot give the loss of each sample: it has no `reduction`. '
+                            "Give it that keyword, 'none' for one number a sample.")
         return replacing_yield(self, 'loss_func', partial(self.loss_func, reduction='none'))
 
     def validation_context(self, cbs: Any = None, inner: bool = False) -> ExitStack:
@@ -327,6 +331,13 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Saving, Summa
         valid = [name for name, _ in evaluation_loaders(self.dls)]
         loss = name_of(self.loss_func) if self.loss_func else None
         return f'Learner({type(self.model).__name__}, loss_func={loss}, valid={valid}, cbs={list(self.cbs)})'
+
+
+def takes(f: Any, name: str) -> bool:
+    "Tell whether a function takes a keyword, as far as can be seen."
+    try: params = signature(f).parameters.values()
+    except (TypeError, ValueError): return True  # written in C: calling it will tell
+    return any(p.name == name or p.kind is p.VAR_KEYWORD for p in params)
 
 
 class replacing_yield:

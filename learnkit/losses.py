@@ -66,6 +66,7 @@ class BaseLoss(nn.Module):
         return self.func(inp.reshape(-1, *n_classes), targ.reshape(-1, *(n_classes if is_soft else ())), **kwargs)
 
     def _check_fit(self, inp: Tensor, targ: Tensor) -> None:
+        check_axis(self, inp)
         if not self.flatten: fits = inp.shape == targ.shape
         elif not self.is_2d: fits = inp.numel() == targ.numel()
         else: fits = _fits_classes(inp, targ, self.axis, self.y_int)
@@ -340,6 +341,7 @@ class DiceLoss(nn.Module):
         self.reduction = _check_reduction(reduction)
 
     def forward(self, pred: Tensor, targ: Tensor) -> Tensor:
+        check_axis(self, pred)
         if not _fits_classes(pred, targ, self.axis, True) or targ.is_floating_point():
             raise _misfit(self, pred, targ, _wanted(pred, self.axis))
         p = self.activation(pred).movedim(self.axis, 1)
@@ -357,6 +359,12 @@ class DiceLoss(nn.Module):
         return x.argmax(self.axis)
 
     def extra_repr(self) -> str: return f'axis={self.axis}, smooth={self.smooth}, reduction={self.reduction!r}'
+
+
+def check_axis(loss: Any, inp: Tensor) -> None:
+    "Raise `LossError` where the predictions do not have the axis of the classes."
+    if -inp.ndim <= loss.axis < inp.ndim: return
+    raise LossError(f'{type(loss).__name__}(axis={loss.axis}): predictions {_shape(inp)} have no such axis.')
 
 
 def _fits_classes(inp: Tensor, targ: Tensor, axis: int, whole: bool) -> bool:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from warnings import warn
 
 import numpy as np
 import torch
@@ -21,7 +20,8 @@ from learnkit.averages import AvgSmoothLoss
 from learnkit.checks import check_count, check_fit
 from learnkit.data import evaluation_loaders
 from learnkit.dispatch import listed
-from learnkit.errors import CancelFitException, LossError, MissingExtraError, OptionError, ScheduleError
+from learnkit.errors import CancelFitException, FitError, LossError, MissingExtraError, OptionError, ScheduleError
+from learnkit.hints import warn_user
 from learnkit.loop import Loop, epoch_length, name_of
 from learnkit.schedule import ParamScheduler
 from learnkit.undo import Undo, unchanged_loaders
@@ -102,6 +102,7 @@ class LRSearch:
     losses: list[float]
     n_sure: int                                             # how many of them suggestions are made from
     points: dict[str, Point] = field(default_factory=dict)
+    suggested: dict[str, float] = field(default_factory=dict)  # rates by name; not all are that of their point
 
     def plot(
         self,
@@ -110,7 +111,10 @@ class LRSearch:
         nms: Any = None,                # their names
         ax: Any = None,                 # matplotlib axes; None: those of a new figure
     ) -> Any:
-        "Draw the loss over the rate; return the axes. Raises `MissingExtraError` without matplotlib."
+        """Draw the loss over the rate, and the suggestions; return the axes.
+
+        A dotted line is at a suggested rate that is not that of its point, as `minimum`'s is not. Raises
+        `MissingExtraError` without matplotlib."""
         ax = ax or _new_axes()
         n = len(self.lrs) - skip_end if len(self.lrs) > skip_end + 1 else len(self.lrs)
         ax.plot(self.lrs[:n], self.losses[:n])
@@ -118,7 +122,9 @@ class LRSearch:
         points = self.points if suggestions is None else dict(zip(nms or range(len(suggestions)), suggestions,
                                                                   strict=True))
         for i, (name, (lr, loss)) in enumerate(points.items()):
-            ax.plot(lr, loss, 'o', color=f'C{i + 1}', label=f'{name} {lr:.2e}')
+            rate = self.suggested.get(name, lr) if suggestions is None else lr
+            ax.plot(lr, loss, 'o', color=f'C{i + 1}', label=f'{name} {rate:.2e}')
+            if not math.isclose(rate, lr): ax.axvline(rate, color=f'C{i + 1}', linestyle=':')
         if points: ax.legend()
         return ax
 
@@ -144,7 +150,7 @@ class LRFinder(ParamScheduler):
         self,
         start_lr: Any = 1e-7,      # the first rate, or one a param group
         end_lr: Any = 10,          # the one that `num_it` batches lead up to
-        num_it: int = 100,         # batches; at least 6
+        num_it: int = 100,         # batches; below 6 count as 6, as in fastai
         stop_div: bool = True,     # end when the loss diverges
     ) -> None:
         low, high = np.atleast_1d(np.asarray(start_lr, dtype=float)), np.atleast_1d(np.asarray(end_lr, dtype=float))
@@ -152,7 +158,8 @@ class LRFinder(ParamScheduler):
             raise ScheduleError(f'LRFinder: the rate cannot grow from {start_lr!r} to {end_lr!r}: give 0 < start_lr < '
                                 'end_lr.')
         super().__init__({'lr': SchedExp(low, high) if len(low) > 1 else SchedExp(float(low[0]), float(high[0]))})
-        self.num_it, self.stop_div = max(check_count('num_it', num_it, 1), 6), stop_div
+        try: self.num_it, self.stop_div = max(check_count('num_it', num_it, 1), 6), stop_div
+        except FitError as e: raise OptionError(f'{e} Below 6 count as 6, and 100 tell more.') from None
         self._cleanups = ExitStack()
         self._start()
 
@@ -263,7 +270,7 @@ class LRFind(Loop):
         self,
         start_lr: Any = 1e-7,       # the first rate, or one a param group
         end_lr: Any = 10,           # the one that `num_it` batches lead up to
-        num_it: int = 100,          # batches; at least 6
+        num_it: int = 100,          # batches; below 6 count as 6, as in fastai
         stop_div: bool = True,      # end when the smoothed loss is four times its least value
         show_plot: bool = True,     # draw the loss over the rates
         suggest_funcs: Any = valley,  # f(lrs, losses, num_it) -> (rate, point to mark), or several; None: no suggestion
@@ -320,10 +327,11 @@ def _suggest(search: LRSearch, funcs: dict[str, Callable[..., Suggestion]], num_
     if len(lrs[sure]) > 1: lrs, losses = lrs[sure], losses[sure]
     suggestions = {name: f(lrs, losses, num_it) for name, f in funcs.items()}
     search.points = {name: point for name, (_, point) in suggestions.items()}
+    search.suggested = {name: float(rate) for name, (rate, _) in suggestions.items()}
     names, rates = list(suggestions), [lr for lr, _ in suggestions.values()]
     return namedtuple('SuggestedLRs', names, rename=True)(*rates)  # type: ignore[arg-type]  # fields known at run time
 
 
 def _plot(search: LRSearch, ax: Any) -> None:
     try: search.plot(ax=ax)
-    except MissingExtraError as e: warn(f'{e}, or pass show_plot=False.', stacklevel=3)
+    except MissingExtraError as e: warn_user(f'{e}, or pass show_plot=False.')

@@ -14,7 +14,7 @@ from fastcore.basics import class2attr
 from fastcore.foundation import L
 from torch import Tensor, nn
 
-from learnkit.averages import Mean, Metric, is_number
+from learnkit.averages import Mean, Metric, is_number, paired, widened
 from learnkit.batch import describe, find_bs, to_detach
 from learnkit.errors import CancelException, MetricError, did_you_mean
 
@@ -58,7 +58,7 @@ class AvgMetric(Mean, Metric):
             if is_number(result): return result
             raise MetricError(f'Metric `{self.name}` gave {describe(result)}, not one number: take its mean.')
         except Exception as e:
-            e.add_note(_where(self.name, pred, yb))
+            _note(e, self.name, pred, yb)
             raise
 
     @property
@@ -129,7 +129,7 @@ class SumMetric(Metric):
             with torch.no_grad(): sums = self.sums(*_detached(pred, yb))
             return widened(sums) if isinstance(sums, Tensor) else _stacked(sums, pred)
         except Exception as e:
-            e.add_note(_where(self.name, pred, yb))
+            _note(e, self.name, pred, yb)
             raise
 
     @property
@@ -198,7 +198,7 @@ class TorchMetric(Metric):
         try:
             with torch.no_grad(): metric.update(*_detached(pred, yb))
         except Exception as e:
-            e.add_note(_where(self.name, pred, yb))
+            _note(e, self.name, pred, yb)
             raise
 
     @property
@@ -282,10 +282,22 @@ def _expand(m: Any, name: str | None) -> Iterable[Metric]:
         for k, v in m.items(): yield from _expand(v, f'{name}_{k}' if name else str(k))
     elif _is_torchmetric(m): yield TorchMetric(m, name)
     elif (whole := _of_whole_set(m)) is not None: yield from _expand(whole, name)
-    elif callable(m): yield AvgMetric(m, name)
+    elif callable(m): yield AvgMetric(_not_sklearns(m), name)
     elif isinstance(m, Iterable) and not isinstance(m, (str, bytes, Tensor)):
         for o in m: yield from _expand(o, name)
     else: raise MetricError(f'{m!r} is no metric: give a function f(pred, *targets), a torchmetrics object or Metric.')
+
+
+def _not_sklearns(f: Any) -> Any:
+    "Refuse a score of scikit-learn, which takes arrays of targets and predicted classes, and of the whole set."
+    inner = f.func if isinstance(f, partial) else f
+    if str(getattr(inner, '__module__', '')).partition('.')[0] != 'sklearn': return f
+    name = _func_name(f)
+    ours = {'f1': 'F1Score', 'precision': 'Precision', 'recall': 'Recall', 'jaccard': 'Jaccard', 'roc_auc': 'RocAuc',
+            'accuracy': 'accuracy', 'r2': 'R2Score'}.get(name.removesuffix('_score'))
+    use = f'`metrics={ours}` of learnkit, or ' if ours else ''
+    raise MetricError(f"{name} is scikit-learn's: it takes (y_true, y_pred) of a whole set. Use {use}"
+                      f'`metrics=skm_to_fastai({name})`, with `is_class=False` for a score of numbers.')
 
 
 def _distinct(m: Metric, seen: set[str]) -> Metric:
@@ -316,35 +328,15 @@ def dry_run(
             metric._compute(pred, yb)
         elif isinstance(metric, TorchMetric) and own is TorchMetric.accumulate: metric._try(pred, yb)
     except (CancelException, torch.OutOfMemoryError): raise
+    except MetricError as e: raise MetricError(f'{e} {_got(metric.name, pred, yb)}') from e  # it says what to do
     except Exception as e:
-        raise MetricError(f'{_where(metric.name, pred, yb)} It raised {type(e).__name__}: {e}') from e
+        raise MetricError(f'{_got(metric.name, pred, yb)} {_FORM} It raised {type(e).__name__}: {e}') from e
 
 
 def measures_batches(metric: Metric) -> bool:
     "Tell a metric that accumulates over batches from one whose value comes from elsewhere."
     while isinstance(metric, _Renamed): metric = metric.metric
     return type(metric).accumulate is not Metric.accumulate
-
-
-def paired(
-    name: str,     # the metric's, for the message
-    pred: Tensor,  # any shape
-    targ: Tensor,  # any shape of as many elements
-) -> tuple[Tensor, Tensor]:
-    """Return both flattened.
-
-    Raises `MetricError` where the sizes differ: nothing is broadcast, which would compare everything with everything.
-
-    >>> paired('mse', torch.zeros(2, 1), torch.ones(2))
-    (tensor([0., 0.]), tensor([1., 1.]))
-    """
-    if pred.numel() == targ.numel(): return pred.reshape(-1), targ.reshape(-1)
-    raise MetricError(f'{name}: {tuple(pred.shape)} predicted values do not fit targets of shape {tuple(targ.shape)}.')
-
-
-def widened(t: Tensor) -> Tensor:
-    "Return a tensor in float64, or in float32 on a device that has none."
-    return t.to(torch.float32 if t.device.type == 'mps' else torch.float64)
 
 
 def _stacked(sums: Iterable[Any], pred: Any) -> Tensor:
@@ -369,9 +361,16 @@ def _detached(pred: Any, yb: tuple[Any, ...]) -> tuple[Any, ...]:
     return to_detach((pred, *yb), cpu=False)
 
 
-def _where(name: str, pred: Any, yb: tuple[Any, ...]) -> str:
-    return (f'Metric `{name}` cannot be computed from predictions {describe(pred)} and targets {describe(yb)}. It gets '
-            '(pred, *targets) and has to give one number: wrap it in a function that brings these into its form.')
+def _note(e: Exception, name: str, pred: Any, yb: tuple[Any, ...]) -> None:
+    "Add to an error of a metric what it got; one of our own says what to do."
+    e.add_note(_got(name, pred, yb) + ('' if isinstance(e, MetricError) else f' {_FORM}'))
+
+
+_FORM = ('It gets (pred, *targets) and has to give one number: wrap it in a function that brings these into its form.')
+
+
+def _got(name: str, pred: Any, yb: tuple[Any, ...]) -> str:
+    return f'Metric `{name}` cannot be computed from predictions {describe(pred)} and targets {describe(yb)}.'
 
 
 def _func_name(func: Any) -> str:

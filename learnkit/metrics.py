@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from learnkit.accum import AccumMetric, skm_to_fastai
 from learnkit.averages import AvgSmoothLoss, Mean, Metric
 from learnkit.errors import MetricError, did_you_mean
 from learnkit.late import by_class
@@ -66,7 +67,7 @@ __all__ = ['Metric', 'Mean', 'AvgMetric', 'AvgLoss', 'AvgSmoothLoss', 'SumMetric
            'APScoreBinary', 'APScoreMulti', 'BalancedAccuracy', 'CohenKappa', 'CorpusBLEUMetric', 'F1Score',
            'F1ScoreMulti', 'FBeta', 'FBetaMulti', 'HammingLoss', 'HammingLossMulti', 'Jaccard', 'JaccardMulti',
            'MatthewsCorrCoef', 'MatthewsCorrCoefMulti', 'Precision', 'PrecisionMulti', 'Recall', 'RecallMulti',
-           'RocAuc', 'RocAucBinary', 'RocAucMulti', 'SpearmanCorrCoef']
+           'RocAuc', 'RocAucBinary', 'RocAucMulti', 'SpearmanCorrCoef', 'AccumMetric', 'skm_to_fastai']
 
 
 # -- classes -----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
-from warnings import warn
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 from torch.optim import optimizer
 
 from learnkit.errors import OptimizerError, did_you_mean
+from learnkit.hints import warn_user
 from learnkit.hypers import (
     OPTIONS,
     SPLIT,
@@ -22,6 +22,7 @@ from learnkit.hypers import (
     check_maker,
     fused_of,
     is_many,
+    maker_of,
     norm_bias_params,
     prepare_fused,
     spread,
@@ -69,12 +70,17 @@ class OptimWrapper(torch.optim.Optimizer):
         if opt is None and params is not None: raise OptimizerError('Parameters need `opt=`, a torch.optim class.')
         if callable(opt) and not isinstance(opt, torch.optim.Optimizer):
             check_maker(opt)
+            if params is None:
+                me, name = type(self).__name__, getattr(maker_of(opt), '__name__', repr(opt))
+                use = f'partial({me}, opt={name})' if me == 'OptimWrapper' else f'lambda p, lr: {me}({name}(p, lr=lr))'
+                raise OptimizerError(f'{me} got {name}, which makes an optimizer, and no parameters: `opt_func={use}`.')
             opt = opt(as_groups(params), **torch_names(opt, hypers))
         elif params is not None or hypers:
             raise OptimizerError('A ready optimizer has its parameters and hyper-parameters: give `opt=` alone.')
         self.opt = opt
         self.optimizers = _named_optimizers(opt)
         self.n_steps = 0                                            # steps taken
+        self.called = ''                                            # the name of what made it; empty: torch's own
         _unshare_rates(self.optimizers.values())
         self._exempt: set[nn.Parameter] = set()                     # those that weight decay spares
         self._places = [[(o, i)] for o in self.optimizers.values() for i in range(len(o.param_groups))]
@@ -251,9 +257,8 @@ class OptimWrapper(torch.optim.Optimizer):
         lists = self.param_lists
         self.frozen_idx = max(0, len(lists) + n) if n < 0 else n
         if self.frozen_idx >= len(lists):
-            warn(f'freeze_to({n}) freezes every one of the {len(lists)} param group{"s" * (len(lists) > 1)}: nothing '
-                 'but norm layers is trained, and they only if `train_bn` is set. `unfreeze()` undoes it.',
-                 stacklevel=3)
+            warn_user(f'freeze_to({n}) freezes every one of the {len(lists)} param group{"s" * (len(lists) > 1)}: '
+                      'nothing but norm layers is trained, and they only if `train_bn` is set. `unfreeze()` undoes it.')
         frozen = {p for params in lists[:self.frozen_idx] for p in params} - self.always_trained
         for p in (p for params in lists for p in params): p.requires_grad_(p not in frozen)
         for p in frozen: p.grad = None
@@ -306,8 +311,13 @@ class OptimWrapper(torch.optim.Optimizer):
             else: self._set_apart()
         check_state(opt, saved)
 
-    def _names(self) -> str: return ' and '.join(type(o).__name__ for o in self.optimizers.values())
-    def __repr__(self) -> str: return f'OptimWrapper({self.opt!r})'
+    def _names(self) -> str:
+        return self.called or ' and '.join(type(o).__name__ for o in self.optimizers.values())
+
+    def __repr__(self) -> str:
+        rates = list(dict.fromkeys(f'{float(h["lr"]):.3g}' for h in self.hypers if 'lr' in h))
+        n, lr = len(self._groups), rates[0] if len(rates) == 1 else f'[{", ".join(rates)}]'
+        return f'{type(self).__name__}({self._names()}, {n} group{"s" * (n > 1)}, lr={lr})'
 
 
 def _unshare_rates(optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -331,6 +341,11 @@ def _named_optimizers(opt: Any) -> dict[str, torch.optim.Optimizer]:
         if isinstance(opt, (list, tuple)) else {'': opt}
     for name, o in named.items():
         if not isinstance(o, torch.optim.Optimizer):
+            if name and callable(o):
+                raise OptimizerError(f'opt_func[{name}] is {getattr(maker_of(o), "__name__", o)}, no ready optimizer. '
+                                     'A list holds ready ones, each of parameters of its own, '
+                                     '`torch.optim.SGD(model.body.parameters(), lr=0.1)` for one; what makes an '
+                                     'optimizer goes without a list, and metrics go as `metrics=`.')
             raise OptimizerError(f'opt_func{f"[{name}]" if name else ""} gave {o!r}, no torch.optim.Optimizer. '
                                  'It is called with the parameters and `lr=`, and returns an optimizer or several.')
     if not named: raise OptimizerError('opt_func gave no optimizer.')

@@ -4,7 +4,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from enum import StrEnum
 from typing import Any, Self
-from warnings import warn
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from learnkit.batch import map_tensors
 from learnkit.callback import Callback
 from learnkit.errors import CancelStepException, ModelError, OptimizerError, OptionError, did_you_mean
+from learnkit.hints import warn_user
 from learnkit.loop import Loop, model_device
 
 __all__ = ['AMPMode', 'MixedPrecision', 'Precision']
@@ -42,8 +42,9 @@ class MixedPrecision(Callback):
     Both kinds also run on a CPU: bf16 often faster than float32, fp16 many times slower. Several fits share one scale.
     Checkpointed, with fp16: the scaler's state, `n_skipped`, and whether pending gradients are scaled.
 
-    Raises `OptionError` for options that make no scaler; with fp16, when a fit begins, `ModelError` for weights in fp16
-    and `OptimizerError` for an optimizer that evaluates the loss again (LBFGS).
+    Raises `OptionError` for options that make no scaler and, when a fit begins, for two of different kind; with fp16
+    then also `ModelError` for weights in fp16 and `OptimizerError` for an optimizer that evaluates the loss again
+    (LBFGS).
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=MixedPrecision('bf16'))
@@ -78,6 +79,10 @@ class MixedPrecision(Callback):
         return self.amp_mode is AMPMode.FP16
 
     def before_fit(self) -> None:
+        for cb in self.learn.cbs:
+            if isinstance(cb, MixedPrecision) and cb.amp_mode is not self.amp_mode:
+                raise OptionError(f'{self} and {cb} contradict each other. Use one: `learn.to_bf16()` and '
+                                  '`learn.to_fp16()` take the place of what was there.')
         if not self.scales or not self.fitting: return
         if any(p.dtype == torch.float16 for p in self.opt.parameters()):
             raise ModelError(f'{type(self.learn.model).__name__} has weights in float16, too coarse for small updates. '
@@ -129,9 +134,8 @@ class MixedPrecision(Callback):
     def _warn_of_tiny_scale(self) -> None:
         scale = self.scaler.get_scale()
         if scale < 1 <= scale / self.scaler.get_backoff_factor():  # once on the way down
-            warn(f'Gradients in fp16 are not finite even with the loss scaled by {scale:g}, and steps are skipped '
-                 f"({self.n_skipped} so far). Is the loss finite? MixedPrecision('bf16') has a wider range.",
-                 stacklevel=2)
+            warn_user(f'Gradients in fp16 are not finite even with the loss scaled by {scale:g}, and steps are skipped '
+                      f"({self.n_skipped} so far). Is the loss finite? MixedPrecision('bf16') has a wider range.")
 
     def state_dict(self) -> dict[str, Any] | None:
         "Return the scaler's state, the number of skipped steps, and whether pending gradients are scaled."
@@ -184,7 +188,7 @@ class Precision(Loop):
 
         >>> from learnkit.testing import synth_learner
         >>> synth_learner(default_cbs=False).to_bf16().to_bf16().cbs
-        [MixedPrecision]
+        [MixedPrecision(amp_mode='bf16')]
         """
         return self._to_precision(MixedPrecision(AMPMode.BF16))
 

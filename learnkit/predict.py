@@ -17,7 +17,8 @@ from torch.utils.data import default_collate
 
 from learnkit.batch import describe, detuplify, map_tensors
 from learnkit.callback import Callback
-from learnkit.data import check_loader, evaluation_loaders, in_order
+from learnkit.checks import check_function
+from learnkit.data import DataLoaders, check_loader, evaluation_loaders, in_order
 from learnkit.dispatch import as_callback, listed
 from learnkit.errors import BatchError, CancelEpochException, CancelFitException, LoaderError, OptionError
 from learnkit.gathering import GatherPredsCallback, Taken, check_sink, opened_sink
@@ -82,6 +83,7 @@ class Predictions(Streaming):
         Raises `LoaderError` when there is no such loader, `EmptyLoaderError` when it has no batch, and `OptionError`
         for a sink that cannot take what was asked for.
         """
+        check_function('act', act)
         new_cbs = [as_callback(cb) for cb in listed(cbs)]  # made here, so that what one of them draws stays drawn
         options = {'with_input': with_input, 'with_loss': with_loss, **kwargs}
         run = partial(self._predict_run, inner=inner, with_loss=with_loss)
@@ -138,6 +140,7 @@ class Predictions(Streaming):
         >>> [tuple(preds.shape) for preds, targs in learn.predict_iter()]
         [(16, 1), (16, 1)]
         """
+        check_function('act', act)
         dl, new_cbs = self._chosen(ds_idx, dl), [as_callback(cb) for cb in listed(cbs)]
         batch: list[tuple[Any, ...]] = []
         taken = Taken(self, lambda *entries: batch.append(entries), with_input=with_input, with_decoded=with_decoded,
@@ -204,6 +207,7 @@ class Predictions(Streaming):
         torch.Size([32, 1])
         """
         if not isinstance(n, int) or n < 1: raise OptionError(f'tta(n={n!r}): n is a whole number from 1 up.')
+        check_function('augment', augment)
         dl = in_order(self._chosen(ds_idx, dl))
         if item_tfms is not None or batch_tfms is not None: dl = _with_transforms(dl, item_tfms, batch_tfms)
         split = getattr(getattr(dl, 'dataset', None), 'set_split_idx', None)
@@ -248,6 +252,11 @@ class Predictions(Streaming):
     def _given(self, dl: Any) -> Any:
         "Return the loader that was given, by its name in `dls` or as it is."
         if isinstance(dl, str): return self._loader(dl)
+        if isinstance(dl, (Tensor, np.ndarray)):
+            raise LoaderError(f'dl is {describe(dl)}, no batches: give `dl=[(x,)]`, with targets `dl=[(x, y)]`, and of '
+                              'many samples `dl=TensorLoader(x, bs=64)`.')
+        if isinstance(dl, DataLoaders) or (hasattr(dl, 'valid') and hasattr(dl, 'train_ds')):
+            raise LoaderError(f'dl is a {type(dl).__name__}, of several loaders: pass its `.train` or its `.valid`.')
         check_loader('dl', dl)
         return dl
 

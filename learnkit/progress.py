@@ -236,6 +236,7 @@ class Run:
     def close(self) -> None:
         "Show the final state, once."
         display, bar, self.display, self.due = self.display, self.bar if self.stopped else None, Display(), inf
+        self.bar = self.train = None
         if bar: bar.label = f'stopped at {bar.label}'
         display.close(bar)
 
@@ -287,6 +288,7 @@ class ProgressCallback(Callback):
 
     def after_error(self) -> None:
         "Keep the bar where it stopped."
+        if self._shown.bar is None: return  # this run has not come to showing one
         self._shown.stopped = True
         if self._shown.bar is self._shown.train: self._count(self.learn.iter)
 

@@ -79,16 +79,18 @@ class Runs(HasCallbacks):
         if not isinstance(e, CancelException): add_note(e, f'in {where}')
         elif not self._is_open(e.level): raise stray_cancel(e, f'in {where}', self._open) from e
 
-    def _call_each(self, event_name: str) -> list[BaseException]:
-        """Run every handler of an event, also after one has failed, and return what they raised; Ctrl-C ends it.
+    def _call_each(self, event_name: str, interrupted: bool = False) -> list[BaseException]:
+        """Run every handler of an event, also after one has failed, and return what they raised.
 
-        Callbacks that were switched off hear of the end too: they may have something to undo."""
+        The second Ctrl-C of a run ends it. Callbacks that were switched off hear of the end too: they may have
+        something to undo."""
         raised: list[BaseException] = []
         for handler, switch, cb in self._tables[self.training][event_name]:
             if not switch and (event_name == 'after_error' or cb not in self._callbacks): continue  # out by now
             try: handler()
-            except KeyboardInterrupt: raise
             except BaseException as e:
+                if isinstance(e, KeyboardInterrupt) and interrupted: raise
+                interrupted = interrupted or isinstance(e, KeyboardInterrupt)
                 try: self._note(e, cb, event_name)
                 except CancelError as stray: e = stray
                 raised.append(e)
@@ -114,6 +116,7 @@ class Runs(HasCallbacks):
                 except CancelException as e: raise stray_cancel(e, f'({place(self)})', ()) from e
             except BaseException as e:
                 if self._depth == 1: self._end_run(e)
+                else: self._tell_of_failed_run()
                 raise
             else:
                 if self._depth == 1: self._end_run(None)
@@ -125,18 +128,24 @@ class Runs(HasCallbacks):
     def _end_run(self, error: BaseException | None) -> None:
         "Fire `after_error` and `cleanup`; the first error of a run stays first, the others are told in its notes."
         self.error, self._ending, raised = error, True, []
+        interrupted = isinstance(error, KeyboardInterrupt)
         try:
             if error is not None:
                 if not any(n.startswith('in ') for n in getattr(error, '__notes__', ())):
                     add_note(error, f'in {self.phase} ({place(self)})')
-                raised += self._call_each('after_error')
-            raised += self._call_each('cleanup')
+                raised += self._call_each('after_error', interrupted)
+            raised += self._call_each('cleanup', interrupted or any(isinstance(e, KeyboardInterrupt) for e in raised))
         finally:
             if error is not None: self._forget_run()
             self.error, self._ending, self._stopping = None, False, False
             for cb in self._callbacks:
                 if not cb.run: cb.run = True
         raise_first(error, raised)
+
+    def _tell_of_failed_run(self) -> None:
+        "Let callbacks that change something for the length of an evaluation put it back: the outer run may go on."
+        for cb in list(self._callbacks):
+            if put_back := getattr(type(cb), '_run_failed', None): put_back(cb)
 
     def _forget_run(self) -> None:
         "Let go of every tensor of a failed run."

@@ -11,15 +11,16 @@ from itertools import islice
 from numbers import Real
 from pathlib import Path
 from typing import Any, Self
-from warnings import warn
 
 import torch
 from torch import Tensor, nn
 
 from learnkit.batch import find_bs, map_tensors, passed_names, split_batch
+from learnkit.checks import check_function
 from learnkit.data import evaluation_loaders
 from learnkit.errors import LoaderError, ModelError, OptimizerError, OptionError, WeightsError
 from learnkit.files import atomic_write, check_writable
+from learnkit.hints import warn_user
 from learnkit.loop import Loop, name_of
 from learnkit.optim import OptimWrapper
 from learnkit.rng import preserved_generators, preserved_rng
@@ -104,7 +105,7 @@ class Saving(Loop):
         opt_state = opt_state_of(stored, with_opt, path)
         with self._optimizer(made=opt_state is not None):
             differences = weights_differ(self.model, stored.model, strict)
-            if opt_state is not None: differences += optimizer_differs(self.opt, opt_state)
+            if opt_state is not None: differences += optimizer_differs(self.opt, opt_state, self.model)
             check_weights(path, differences, self.model, _fix(differences))
         self('before_load')
         load_weights(self.model, stored.model, strict)
@@ -127,11 +128,12 @@ class Saving(Loop):
             raise
 
     def _weights_path(self, file: Any, to_read: bool = False) -> Path:
-        "Return the path of a file of weights; one that was written with its suffix doubled, as by fastai, is found."
+        "Return the path of a file of weights; found are also one with its suffix doubled, as by fastai, or another."
         folder = self.path/self.model_dir
         path = file_path(file, folder)
-        if to_read and (doubled := path.with_name(f'{path.name}.pth')).is_file() and not path.is_file(): return doubled
-        return path
+        if not to_read or path.is_file(): return path
+        others = path.with_name(f'{path.name}.pth'), Path(os.path.abspath(folder/file))
+        return next((other for other in others if other.is_file()), path)
 
     def _check_saves(self, file: str | Path) -> None:
         "Raise `OptionError` if a file of weights of this name could not be written."
@@ -174,7 +176,7 @@ class Saving(Loop):
 
     def export(
         self,
-        fname: str | Path = 'export.pt2',              # a name below `path`, or an absolute path
+        fname: str | Path = 'export.pt2',              # a name below `path`, or an absolute path; `.pt2` is added
         act: Callable[[Any], Any] | None = None,       # applied to the outputs, `learn.loss_func.activation` for one
         sample: Any = None,                            # inputs, a tuple if several; None: shaped like those of the data
     ) -> Path:
@@ -188,9 +190,13 @@ class Saving(Loop):
         your own making; to exchange models use `save_learner`.
 
         Raises `ModelError` with torch's reason for a model that cannot be exported, and `OptionError` where there is no
-        batch to take the shapes from.
+        batch to take the shapes from, or for the name of another kind of file.
         """
-        path = file_path(fname, self.path, suffix='')
+        if str(fname).endswith(('.pkl', '.pickle', '.pth', '.pt')):
+            raise OptionError(f'{fname}: a program for serving goes into a file `.pt2`. What `load_learner` reads is '
+                              "written by `learn.save_learner('learner.pth')`.")
+        check_function('act', act)
+        path = file_path(fname, self.path, suffix='.pt2')
         xb = sample_inputs(self.dls) if sample is None else sample if isinstance(sample, tuple) else (sample,)
         model = on_cpu(bare_model(self.model))
         modes = [(m, m.training) for m in model.modules()]
@@ -228,10 +234,14 @@ class Saving(Loop):
 
 def file_path(file: Any, folder: Path, suffix: str = '.pth') -> Path:
     "Return the path of a named file in `folder`; raise `OptionError` for what cannot name one."
-    name = str(file) if isinstance(file, (str, Path)) else ''
+    if not isinstance(file, (str, Path)):
+        raise OptionError(f'This {type(file).__name__} cannot be a file: give the name of one. A state dict in memory '
+                          'is loaded by `learn.model.load_state_dict(...)`.')
+    name = str(file)
     if not name.strip() or '\0' in name or name.endswith(('/', '\\')) or Path(name).name in ('', '.', '..'):
         raise OptionError(f'{file!r} cannot be a file: give a name, or a path that ends in one.')
-    path = Path(os.path.normpath(folder/(name if name.endswith(suffix) else f'{name}{suffix}')))
+    # absolute, so that what `save` returns is what `load` takes
+    path = Path(os.path.abspath(folder/(name if name.endswith(suffix) else f'{name}{suffix}')))
     if path.is_dir(): raise OptionError(f'{path} is a folder: give the name of a file.')
     return path
 
@@ -251,8 +261,7 @@ def opt_state_of(stored: Stored, with_opt: bool | None, path: Path) -> Any:
     what = 'no optimizer state' if stored.opt is None else "an optimizer state that is not torch's, but fastai's own"
     if with_opt:
         raise WeightsError(f'{path} has {what}: pass `with_opt=False` for the weights alone. Nothing was loaded.')
-    warn(f'{path} has {what}: only the weights are loaded. Pass `with_opt=False` to load it without this warning.',
-         stacklevel=3)
+    warn_user(f'{path} has {what}: only the weights are loaded. Pass `with_opt=False` to load it without this warning.')
     return None
 
 
@@ -261,7 +270,8 @@ def _fix(differences: list[str]) -> str:
     if kinds == {'optimizer'}: return ' Pass `with_opt=False` for the weights alone.'
     # names that are only missing, or only unknown, may be meant; both are another model's
     loose = kinds <= {'missing', 'dtype'} or kinds <= {'unexpected', 'dtype'}
-    return ' Pass `strict=False` to load what fits by name.' if loose else ''
+    if loose: return ' Pass `strict=False` to load what fits by name.'
+    return ' It is of another model: build that with the sizes and layers it had when it was saved.'
 
 
 def own_config(learn: Any) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from learnkit.callback import Callback
 from learnkit.checks import check_count, check_fit
 from learnkit.dispatch import listed
 from learnkit.errors import ScheduleError
-from learnkit.hypers import HYPERS, OPTIONS, place_of
+from learnkit.hypers import HYPERS, OPTIONS, bound_of, place_of
 from learnkit.loop import Loop
 from learnkit.torchsched import LRScheduler
 
@@ -57,12 +57,16 @@ class ParamScheduler(Callback):
         scheds: Mapping[str, Schedule],  # hyper-parameter: schedule
     ) -> None:
         super().__init__()
+        if not isinstance(scheds, Mapping):
+            raise ScheduleError(f'ParamScheduler({scheds!r}): give a dict, `{{"lr": SchedCos(1, 0)}}` for one.')
         self.scheds = dict(scheds)
         for name, f in self.scheds.items(): check_schedule(f'The schedule of {name}', f)
         self._opt: Any = None                                        # whose groups `_plan` was made for
         self._known: list[tuple[Any, list[dict[str, Any]]]] = []     # its optimizers, with their param groups then
         self._plan: list[tuple[str, Schedule, float, list[_Place]]] = []
         self._n_groups = 0
+
+    def __repr__(self) -> str: return f'{type(self).__name__}({self.scheds})'
 
     def before_fit(self) -> None:
         if not self.learn.fitting: return
@@ -76,7 +80,7 @@ class ParamScheduler(Callback):
         if pct > 1: pct = 1.  # a sum of many shares, or a loader that is longer than it said
         for name, f, least, places in self._plan:
             value = f(pct)
-            if value.__class__ is float and least <= value < math.inf:
+            if value.__class__ is float and least <= value < bound_of(name):
                 for group, key, at, _ in places: _put(group, key, at, value)
             else:
                 values = self._values(name, value, least)
@@ -104,7 +108,7 @@ class ParamScheduler(Callback):
         "Return what a schedule gave as one plain number a group: checkpoints hold no NumPy numbers."
         if value.__class__ is np.ndarray and value.shape == (self._n_groups,):  # the usual case, without many questions
             values = value.tolist()
-            if min(values) >= least and sum(values) < math.inf: return values
+            if min(values) >= least and sum(values) < math.inf and max(values) < bound_of(name): return values
         return self.learn.opt._checked(name, value.tolist() if hasattr(value, 'tolist') else value)
 
     def cleanup(self) -> None: self._opt, self._known, self._plan = None, [], []  # they hold parameters
@@ -163,6 +167,7 @@ class Schedules(Loop):
         [0.004, 0.052, 0.1, 0.05]
         """
         _check_positive(div=div, div_final=div_final)
+        _check_share(pct_start)
         moms_given = _checked_moms(self.moms if moms is None else moms)
         momentum = combined_cos(pct_start, *moms_given)
         peak = self._peak_rates(n_epoch, lr_max, wd, reset_opt, start_epoch)
@@ -183,7 +188,7 @@ class Schedules(Loop):
     ) -> None:
         "Train at a flat rate that falls along half a cosine at the end. Raises as `fit_one_cycle` does."
         _check_positive(div_final=div_final)
-        combined_cos(pct_start, 1., 1., 0.)
+        _check_share(pct_start)
         flat = self._peak_rates(n_epoch, lr, wd, reset_opt, start_epoch)
         self._fit_along({'lr': combined_cos(pct_start, flat, flat, flat / div_final)}, n_epoch, wd, cbs, start_epoch)
 
@@ -226,7 +231,8 @@ class Schedules(Loop):
     ) -> None:
         "Train the last group alone, then all groups with graded rates, in one cycle each. Raises as they do."
         _check_positive(base_lr=base_lr, lr_mult=lr_mult, div=div, div_final=div_final)
-        combined_cos(pct_start, *_checked_moms(self.moms if moms is None else moms))
+        _check_share(pct_start)
+        _checked_moms(self.moms if moms is None else moms)
         check_count('freeze_epochs', freeze_epochs, 0)
         check_fit(self, epochs, start_epoch)
         shared: dict[str, Any] = {'div_final': div_final, 'wd': wd, 'moms': moms, 'cbs': cbs, 'reset_opt': reset_opt}
@@ -253,6 +259,11 @@ def _check_positive(**values: Any) -> None:
     for name, value in values.items():
         if not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise ScheduleError(f'{name}={value!r}: give a number above 0.')
+
+
+def _check_share(pct_start: Any) -> None:
+    if isinstance(pct_start, (int, float)) and 0 <= pct_start <= 1: return
+    raise ScheduleError(f'pct_start={pct_start!r}: give the share of the fit, from 0 to 1, after which the rate falls.')
 
 
 def _checked_moms(moms: Any) -> list[float]:

@@ -89,6 +89,10 @@ class PredictionStream(Iterator[tuple[Any, ...]]):
                 self._running = False
                 _install(learn, outside)
 
+    def __repr__(self) -> str:
+        state = 'ended by its Learner' if self._lost else 'paused' if self._state is not None else 'not running'
+        return f'PredictionStream({type(self._learn.model).__name__}, {state})'
+
     def __enter__(self) -> PredictionStream: return self
     def __exit__(self, *exc_info: object) -> None: self.close()
 

@@ -10,16 +10,15 @@ import torch
 from torch import Tensor
 
 from learnkit.callback import Callback
-from learnkit.data import n_batches
 from learnkit.errors import OptionError, did_you_mean
 from learnkit.hypers import OPTIONS, Hypers
-from learnkit.loop import SkipToEpoch
+from learnkit.loop import SkipToEpoch, epoch_length
 
 __all__ = ['LRScheduler']
 
 
 class LRScheduler(Callback):
-    """Run one of torch's schedulers, after each epoch or after each batch whose optimizer step was taken.
+    """Run one of torch's schedulers, after each epoch or after each batch with which an optimizer step was taken.
 
     A factory, such as `partial(StepLR, step_size=3)`, makes a new scheduler for every fit, which starts from the rates
     of that fit and sees one param group for each of the learner's splitter. A ready scheduler, made of `learn.opt`,
@@ -27,8 +26,8 @@ class LRScheduler(Callback):
     that of `monitor` in the epoch's row of the history; an epoch without one does not move it.
 
     With `fit(start_epoch=)` a new scheduler is moved on to that epoch (by batch: as if each batch had been a step).
-    Checkpointed: the scheduler's state. Raises `OptionError` before training for what is no scheduler or factory, and
-    for a `monitor` that is not recorded.
+    Checkpointed: the scheduler's state. Raises `OptionError` before training for what is no scheduler or factory, for a
+    `monitor` that is not recorded, and for a `start_epoch` by batch when the length of an epoch is not known.
 
     >>> from functools import partial
     >>> from learnkit.testing import synth_learner
@@ -50,13 +49,14 @@ class LRScheduler(Callback):
         if by not in ('batch', 'epoch'): raise OptionError(f"LRScheduler(by={by!r}): give 'batch' or 'epoch'.")
         is_ready = hasattr(scheduler, 'step') and not isinstance(scheduler, type)
         _check_scheduler('LRScheduler got', scheduler) if is_ready else _check_factory(scheduler)
+        if monitor is not None and not isinstance(monitor, str):
+            raise OptionError(f'LRScheduler(monitor={monitor!r}): give the name of a column of the history.')
         self.by, self.monitor = by, monitor
         self.scheduler: Any = scheduler if is_ready else None
         self._factory = None if is_ready else scheduler
         self._view: Any = None                      # the param groups as the scheduler sees them
         self._loaded: dict[str, Any] | None = None  # a state that waits for the scheduler of the next fit
-        self._n_steps, self._first_epoch, self._wants_value = 0, 0, False
-        if by == 'batch': self.__dict__.update(before_batch=self._note_steps, after_batch=self._advance_if_stepped)
+        self._n_steps, self._first_epoch, self._wants_value = 0, 0, False  # steps of the optimizer at the last look
 
     def before_fit(self) -> None:
         if not self.learn.fitting: return
@@ -87,7 +87,11 @@ class LRScheduler(Callback):
         self._view.write()
 
     def _skip(self, n_epoch: int) -> None:
-        per_epoch = 1 if self.by == 'epoch' else n_batches(self.learn.dls.train) or 0
+        dls = self.learn.dls
+        per_epoch = 1 if self.by == 'epoch' or not n_epoch else epoch_length(dls, dls.train)[0]
+        if per_epoch is None:
+            raise OptionError(f"LRScheduler(by='batch') with start_epoch={n_epoch}: the training loader has no length. "
+                              'Give it a `__len__`, or DataLoaders an `n_iter`.')
         for _ in range(n_epoch * per_epoch): self.scheduler.step()
         self._view.write()
 
@@ -102,10 +106,17 @@ class LRScheduler(Callback):
             raise OptionError(f'LRScheduler(monitor={name!r}): the history has {", ".join(sorted(columns))}.'
                               f'{did_you_mean(name, columns)}')
 
-    def _note_steps(self) -> None: self._n_steps = self.learn.opt.n_steps
+    def before_train(self) -> None: self._n_steps = self.learn.opt.n_steps
+
+    def after_batch(self) -> None:
+        if self.by == 'batch': self._advance_if_stepped()
+
+    def after_train(self) -> None:
+        if self.by == 'batch': self._advance_if_stepped()  # accumulated samples that were left over had a step now
 
     def _advance_if_stepped(self) -> None:
-        if self.learn.opt.n_steps != self._n_steps: self._advance()
+        before, self._n_steps = self._n_steps, self.learn.opt.n_steps
+        if self._n_steps != before: self._advance()
 
     def after_epoch(self) -> None:
         if self.by != 'epoch' or not self.learn.fitting or self.learn.epoch < self._first_epoch: return

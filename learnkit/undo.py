@@ -3,7 +3,6 @@
 Nothing is replaced by a copy, so whoever else refers to a list, a tensor or a parameter still has the right one."""
 from __future__ import annotations
 
-import io
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -11,37 +10,33 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import is_
 from random import Random
-from threading import Lock, RLock, Thread
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
-from weakref import ReferenceType
 
 import numpy as np
 import torch
+from fastcore.foundation import L
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
 
+from learnkit.averages import Mean, Metric
 from learnkit.callback import Callback
-from learnkit.data import DataLoaders, TensorLoader, evaluation_loaders
+from learnkit.data import evaluation_loaders
 from learnkit.rng import preserved_rng
 
 __all__ = ['Undo', 'unchanged_loaders']
 
-CONSTANT = (type(None), bool, int, float, complex, str, bytes, type, range, slice, torch.dtype, torch.device)
-OUTSIDE = (type(Lock()), type(RLock()), Thread, io.IOBase)  # whoever holds one works with more than this thread
-LEFT_ALONE = (*OUTSIDE, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, ReferenceType,
-              Dataset, DataLoader, TensorLoader, DataLoaders)
-OWNERS = (nn.Module, torch.optim.Optimizer, Callback)       # undone whatever they hold
-_atoms = frozenset(CONSTANT)
-_missing = object()
+# objects whose attributes are theirs alone
+OWNERS = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler, Callback,
+          Metric, Mean, L)
+_atoms = frozenset([type(None), bool, int, float, str])                 # not worth a look
 
 
 class Undo:
     """Note the contents of everything that is reachable from `roots`; `undo()` writes them back.
 
-    Tensors (with `requires_grad` and gradient), arrays, generators, lists, dicts, sets and the attributes of objects
-    are written back in place. Functions, data, files, threads, iterators and what else cannot be copied stay as they
-    are, and so does any object that holds a lock or a file: it has dealings outside. A tensor is copied on its device.
+    Lists, dicts, sets, tensors, arrays and random generators are written back in place, and so are the attributes of
+    modules, optimizers, torch's schedulers and scalers, callbacks and metrics, with all that these hold. Every other
+    object stays as it is, whole: what it holds may belong together with something outside (a file, a connection, a
+    thread). A tensor is copied on its device.
 
     >>> log = [1, {'a': torch.zeros(2)}]
     >>> noted = Undo([log])
@@ -69,14 +64,14 @@ class Undo:
     def _note(self, o: Any) -> None:
         if type(o) in _atoms or id(o) in self._seen: return
         self._seen[id(o)] = o
-        if isinstance(o, Tensor): self._note_tensor(o)
+        if isinstance(o, OWNERS): self._go_on_to([vars(o)])
+        elif isinstance(o, Tensor): self._note_tensor(o)
         elif isinstance(o, dict): self._note_items(o, dict(o), _refill_dict)
         elif isinstance(o, (list, deque, set)): self._note_items(o, list(o), _refill)
         elif isinstance(o, (tuple, frozenset)): self._go_on_to(o)
         elif isinstance(o, np.ndarray): self._steps.append(partial(_rewrite_array, o, o.copy()))
         elif isinstance(o, (bytearray, array)): self._steps.append(partial(o.__setitem__, slice(None), o[:]))
         elif (setter := _state_setter(o)) is not None: self._steps.append(setter)
-        elif not isinstance(o, LEFT_ALONE): self._note_attributes(o)
 
     def _go_on_to(self, items: Iterable[Any]) -> None: self._to_note += [v for v in items if type(v) not in _atoms]
 
@@ -89,16 +84,6 @@ class Undo:
         grad = t.grad if t.is_leaf else None
         self._go_on_to([grad, *vars(t).values()])
         self._steps.append(partial(_rewrite, t, t.detach().clone(), t.requires_grad, grad))
-
-    def _note_attributes(self, o: Any) -> None:
-        attributes = getattr(o, '__dict__', None)
-        if isinstance(attributes, dict):
-            if isinstance(o, OWNERS) or not any(isinstance(v, OUTSIDE) for v in attributes.values()):
-                self._go_on_to([attributes])
-        names = {n for cls in type(o).__mro__ for n in _names(vars(cls).get('__slots__', ()))} - {'__dict__'}
-        if values := {n: getattr(o, n) for n in names if hasattr(o, n)}:
-            self._steps.append(partial(_reset_slots, o, values))
-            self._go_on_to(values.values())
 
 
 def _state_setter(o: Any) -> Callable[[], object] | None:
@@ -138,18 +123,11 @@ def _refill(o: Any, items: list[Any]) -> None:
     for item in items: o.add(item) if isinstance(o, set) else o.append(item)
 
 
-def _reset_slots(o: Any, values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        if getattr(o, name, _missing) is not value: object.__setattr__(o, name, value)
-
-
-def _names(slots: Any) -> tuple[str, ...]: return (slots,) if isinstance(slots, str) else tuple(slots)
-
-
 @contextmanager
 def unchanged_loaders(dls: Any) -> Iterator[None]:
     """Leave loaders, and all random generators, as they were: the next epoch has the order that it would have had.
 
+    >>> from learnkit.data import DataLoaders
     >>> dls = DataLoaders.from_tensors((torch.arange(9.), torch.arange(9.)), bs=9)
     >>> with unchanged_loaders(dls): order = dls.one_batch()[0]
     >>> torch.equal(order, dls.one_batch()[0])

@@ -10,6 +10,7 @@ from numbers import Real
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
+from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 import torch
@@ -96,6 +97,7 @@ def read_weights(
     """
     if not path.exists(): raise _not_found(path)
     if not path.is_file(): raise WeightsError(f'{path} is a folder, and no file of weights.')
+    if other := _other_kind(path): raise WeightsError(f'{path} is {other} Nothing was loaded.')
     if wrong := damage(path): raise WeightsError(f'{path} is damaged: {wrong}. Nothing was loaded.')
     try:
         with safe_globals(_FASTAI):  # type: ignore[arg-type]  # torch takes pairs, and does not say so
@@ -109,9 +111,25 @@ def read_weights(
     return _parts(state, path)
 
 
+def _other_kind(path: Path) -> str:
+    "Say what a file is that torch.save has not written; an empty text for any that it may have."
+    with path.open('rb') as f: start = f.read(2)
+    if start not in (b'', b'PK') and start[:1] != b'\x80': return "no file of torch's: it holds no saved weights."
+    try:
+        with ZipFile(path) as archive: names = archive.namelist()
+    except (BadZipFile, EOFError, ValueError, OSError, NotImplementedError, RuntimeError): return ''  # or damaged
+    if any(n.endswith('/models/model.json') for n in names):
+        return ('a program that `learn.export` wrote, and no weights: run it by `torch.export.load(path).module()(x)`, '
+                'if you trust it. What loads here is written by `learn.save` or `learn.save_learner`.')
+    if any('/code/' in n for n in names): return 'a TorchScript program, and no weights: run it by `torch.jit.load`.'
+    if any(n.endswith('data.pkl') for n in names): return ''
+    return f"a zip archive, and none of torch's: it holds {', '.join(names[:3]) or 'nothing'}."
+
+
 def _not_found(path: Path) -> FileNotFoundError:
-    names = [p.name for p in path.parent.iterdir() if p.is_file()] if path.parent.is_dir() else []
-    close = get_close_matches(path.name, names, n=3, cutoff=0.5)
+    files = path.parent.glob('*') if path.parent.is_dir() else ()
+    stems = {p.stem: p.name for p in files if p.suffix in ('.pth', '.pt', '.pkl', '.bin') and p.is_file()}
+    close = [stems[stem] for stem in get_close_matches(path.stem, stems, n=3, cutoff=0.7)]
     error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     if close: error.add_note(f'The folder has {", ".join(close)}.')
     return error
@@ -220,13 +238,14 @@ def is_torch_state(state: Any) -> bool:
     return bool(state) and all(isinstance(s, Mapping) and {'state', 'param_groups'} <= set(s) for s in state.values())
 
 
-def optimizer_differs(opt: OptimWrapper, state: Any) -> list[str]:
-    "Return a line for everything in an optimizer's state that this optimizer cannot take."
+def optimizer_differs(opt: OptimWrapper, state: Any, model: nn.Module | None = None) -> list[str]:
+    "Return a line for everything in an optimizer's state that this optimizer of the model cannot take."
+    names = {p: name for name, p in bare_model(model).named_parameters()} if model is not None else {}
     if not is_torch_state(state): return ["optimizer: its state is not that of torch's"]
     states = _by_name(opt, state)
     if set(states) != set(opt.optimizers):
         return [f'optimizer: there are {sorted(opt.optimizers)}, in the file {sorted(states)}']
-    try: return [line for name, o in opt.optimizers.items() for line in _one_differs(opt, o, states[name], name)]
+    try: return [line for name, o in opt.optimizers.items() for line in _one_differs(opt, o, states[name], name, names)]
     except (TypeError, KeyError, AttributeError, ValueError) as e:
         return [f'optimizer: its state cannot be read ({e!r})']
 
@@ -237,8 +256,10 @@ def _by_name(opt: OptimWrapper, state: Any) -> Any:
     return state
 
 
-def _one_differs(opt: OptimWrapper, o: torch.optim.Optimizer, state: Any, name: str) -> list[str]:
-    label, groups = f'optimizer {name or type(o).__name__}', state['param_groups']
+def _one_differs(
+    opt: OptimWrapper, o: torch.optim.Optimizer, state: Any, name: str, names: Mapping[Any, str],
+) -> list[str]:
+    label, groups = f'optimizer {name or opt._names()}', state['param_groups']
     params = _layout(opt, o, groups)
     sizes = [len(g['params']) for g in groups]
     if [len(ps) for ps in params] != sizes:
@@ -251,7 +272,7 @@ def _one_differs(opt: OptimWrapper, o: torch.optim.Optimizer, state: Any, name: 
         lines += [f'{label}: group {i} has {n}={saved[n]!r} in the file' for n in OPTIONS
                   if n in saved and not _is_rate(saved[n])]
     for p, i in ((p, i) for ps, g in zip(params, groups, strict=True) for p, i in zip(ps, g['params'], strict=True)):
-        lines += [f'{label}: {k} of parameter {i} is{_size(v)} for a parameter of{_size(p)}'
+        lines += [f'{label}: {k} of {names.get(p, f"parameter {i}")} is{_size(p)}, in the file{_size(v)}'
                   for k, v in state['state'].get(i, {}).items()
                   if k in _ELEMENTWISE and isinstance(v, Tensor) and v.shape != p.shape]
     return lines

@@ -17,6 +17,8 @@ from learnkit import (
     CancelBatchException,
     CancelFitException,
     CancelStepException,
+    DataLoaders,
+    GradientAccumulation,
     Recorder,
     TrainEvalCallback,
 )
@@ -70,7 +72,7 @@ MAKERS = {
 def test_by_batch_the_rates_are_those_of_a_plain_loop(name: str) -> None:
     used, learn = Used(), learner()
     learn.fit(2, cbs=[LRScheduler(MAKERS[name], by='batch'), used])
-    assert used.values == plain(MAKERS[name], 10)
+    assert used.values == plain(MAKERS[name], 10) and learn.recorder.lrs == [v[-1][0] for v in used.values]
 
 
 @pytest.mark.parametrize('name', MAKERS)
@@ -179,6 +181,16 @@ def test_by_batch_it_moves_on_only_after_a_step(n_acc: int) -> None:
     assert used.values == plain(MAKERS['exponential'], 6 // n_acc)
 
 
+@pytest.mark.parametrize('n_epoch', [1, 3])
+def test_the_step_for_accumulated_samples_that_are_left_over_counts(n_epoch: int) -> None:
+    used, learn = Used(), learner(5)
+    used.order = GradientAccumulation.order + 1
+    learn.fit(n_epoch, cbs=[LRScheduler(MAKERS['exponential'], by='batch'), GradientAccumulation(32), used])
+    assert learn.opt.n_steps == 3 * n_epoch  # of two, two and one batch of 16
+    assert used.values == plain(MAKERS['exponential'], 3 * n_epoch)
+    assert learn.opt.hypers[0]['lr'] == 0.5 * 0.5 ** (3 * n_epoch)
+
+
 def test_a_skipped_step_does_not_count_nor_warn() -> None:
     def skip(cb: Any) -> None:
         if cb.train_iter < 2: raise CancelStepException
@@ -204,6 +216,21 @@ def test_an_interrupted_fit_goes_on_with_the_same_rates(name: str, by: str) -> N
     assert used.values == (expected if by == 'batch' else [v for v in expected for _ in range(2)])
 
 
+def test_a_start_in_a_later_epoch_of_a_stream() -> None:
+    class Stream:
+        def __iter__(self) -> Any: return iter([(torch.ones(2, 1), torch.ones(2, 1))] * 8)
+    used = Used()
+    learn = learner(dls=DataLoaders(Stream(), n_iter=4))
+    learn.fit(3, start_epoch=2, cbs=[LRScheduler(MAKERS['cosine'], by='batch'), used])
+    assert used.values == plain(MAKERS['cosine'], 12)[8:]
+    learn = learner(dls=DataLoaders(Stream()))
+    with pytest.raises(OptionError, match='no length'):
+        learn.fit(3, start_epoch=2, cbs=LRScheduler(MAKERS['cosine'], by='batch'))
+    assert learn.train_iter == 0
+    learn.fit(3, start_epoch=2, cbs=LRScheduler(MAKERS['cosine']))
+    learn.fit(1, cbs=LRScheduler(MAKERS['cosine'], by='batch'))
+
+
 def test_reduce_on_plateau_gets_the_value_of_each_epoch() -> None:
     losses = [3., 2., 2., 2., 1., 1., 1., 1.]
     make = partial(torch_lr.ReduceLROnPlateau, patience=1, factor=0.5)
@@ -224,6 +251,7 @@ def test_reduce_on_plateau_gets_the_value_of_each_epoch() -> None:
 @pytest.mark.parametrize(('make', 'message'), [
     (lambda: LRScheduler(torch_lr.StepLR), 'partial\\(StepLR'), (lambda: LRScheduler(3), 'give a scheduler'),
     (lambda: LRScheduler(MAKERS['step'], by='step'), "'batch' or 'epoch'"),
+    (lambda: LRScheduler(torch_lr.ReduceLROnPlateau, monitor=True), 'the name of a column'),  # type: ignore[arg-type]
     (lambda: LRScheduler(torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)), 'none of torch'),
 ])
 def test_what_is_no_scheduler(make: Any, message: str) -> None:

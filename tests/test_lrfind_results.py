@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from learnkit import Callback, Recorder
-from learnkit.errors import FitError, LossError, MetricError, OptimizerError, OptionError, ScheduleError
+from learnkit.errors import LossError, MetricError, OptimizerError, OptionError, ScheduleError
 from learnkit.lrfind import LRFinder, LRSearch, SuggestionMethod, minimum, slide, steep, valley
 from learnkit.testing import synth_learner
 
@@ -164,7 +164,8 @@ def test_bad_input_is_told_before_anything_happens() -> None:
     learn = learner()
     for start, end in ((1., 1e-3), (0, 1), (-1, 1), (1, float('inf')), ([1e-3, 1e-2], 1)):
         with pytest.raises(ScheduleError, match='0 < start_lr < end_lr'): learn.lr_find(start, end)
-    with pytest.raises(FitError, match=r'num_it=2\.5'): learn.lr_find(num_it=2.5)
+    for bad in (2.5, 0, None):
+        with pytest.raises(OptionError, match=f'num_it={bad}'): learn.lr_find(num_it=bad)
     with pytest.raises(OptionError, match="'valley' is no function"): learn.lr_find(suggest_funcs='valley')
     assert learn.opt is None and learn.lr_search is None
     with pytest.raises(MetricError, match='lr_find'): learn.recorder.plot_lr_find()
@@ -175,8 +176,11 @@ def test_plots() -> None:
     learn = learner()
     learn.lr_find(num_it=40, show_plot=False)
     assert not plt.get_fignums()
-    learn.lr_find(num_it=40, suggest_funcs=(valley, minimum))
+    rates = learn.lr_find(num_it=40, suggest_funcs=(valley, minimum))
     ax = plt.gcf().axes[0]
+    assert [t.get_text() for t in ax.get_legend().texts] == [f'{n} {r:.2e}' for n, r in rates._asdict().items()]
+    dotted, = (line for line in ax.lines if line.get_linestyle() == ':')  # the minimum's rate is a tenth of its point's
+    assert dotted.get_xdata()[0] == rates.minimum == pytest.approx(learn.lr_search.points['minimum'][0] / 10)
     assert ax.get_xscale() == 'log'
     assert [t.get_text().split()[0] for t in ax.get_legend().texts] == ['valley', 'minimum']
     assert list(ax.lines[0].get_xdata()) == learn.lr_search.lrs[:-5]

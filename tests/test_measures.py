@@ -313,8 +313,9 @@ def test_dry_run_changes_nothing() -> None:
 def test_dry_run_says_what_does_not_fit() -> None:
     pred, targ = scores(20)
     f1 = torchmetrics_objects()[1]
-    for m in (AvgMetric(mse), AvgMetric(accuracy), TorchMetric(f1)):
-        with pytest.raises(MetricError, match=f'`{m.name}`.* It raised') as e: dry_run(m, pred, (targ[:10],))
+    for m, says in ((AvgMetric(mse), '^mse: .*Metric `mse`'), (AvgMetric(accuracy), '^accuracy: .*Metric `accuracy`'),
+                    (TorchMetric(f1), '^Metric `multiclass_f1_score`.* It raised')):
+        with pytest.raises(MetricError, match=says) as e: dry_run(m, pred, (targ[:10],))
         assert '20' in str(e.value) and '10' in str(e.value) and e.value.__cause__ is not None
     with pytest.raises(MetricError, match=r'`mse_loss`.*missing 1 required') as e:
         dry_run(AvgMetric(F.mse_loss), pred, ())

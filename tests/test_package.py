@@ -30,8 +30,9 @@ NAMES = Path(__file__).with_name('public_names.txt')
 # A module imports only what stands before it here. `callbacks`, `loggers` and `interop` are packages, whose own modules
 # may import one another as long as they make no cycle; `learnkit` is the package's own `__init__`.
 LAYERS = [
-    'errors', 'events', 'timing', 'files', 'rng', 'batch', 'data', 'hypers', 'optim', 'optimizers', 'readahead',
-    'averages', 'measures', 'late', 'scores', 'segmentation', 'metrics', 'losses', 'annealing', 'callback', 'foreign',
+    'errors', 'events', 'timing', 'files', 'rng', 'batch', 'hints', 'data', 'hypers', 'optim', 'optimizers',
+    'readahead', 'averages', 'measures', 'accum', 'late', 'scores', 'segmentation', 'metrics', 'losses', 'annealing',
+    'callback', 'foreign',
     'dispatch', 'runs', 'loop', 'checks', 'freezing', 'recorder', 'progress', 'torchsched', 'schedule', 'undo',
     'lrfind', 'gathering', 'streaming', 'predict', 'wholestep', 'compiling', 'precision', 'weights', 'saving',
     'checkpoint', 'distributed', 'callbacks', 'learner', 'exchange', 'loggers', 'interop', 'learnkit', 'demo',

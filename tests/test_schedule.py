@@ -315,18 +315,18 @@ def test_a_new_optimizer_and_weight_decay_are_passed_on() -> None:
 
 
 BAD: list[tuple[str, Any, Any, str]] = [
-    ('fit_one_cycle', ScheduleError, {'pct_start': 1.5}, '0 or more'),
+    ('fit_one_cycle', ScheduleError, {'pct_start': 1.5}, 'pct_start=1.5: .* from 0 to 1'),
     ('fit_one_cycle', ScheduleError, {'div': 0}, 'div=0'),
     ('fit_one_cycle', ScheduleError, {'moms': (0.9,)}, 'three momenta'),
     ('fit_one_cycle', ScheduleError, {'moms': (0.9, 1.5, 0.9)}, 'three momenta'),
     ('fit_one_cycle', FitError, {'start_epoch': 5}, 'start_epoch=5'),
     ('fit_flat_cos', FitError, {'n_epoch': -1}, 'n_epoch'),
-    ('fit_flat_cos', ScheduleError, {'pct_start': -0.5}, '0 or more'),
+    ('fit_flat_cos', ScheduleError, {'pct_start': -0.5}, 'pct_start=-0.5: .* from 0 to 1'),
     ('fit_sgdr', FitError, {'n_cycles': 0}, 'n_cycles=0'), ('fit_sgdr', FitError, {'cycle_mult': 0}, 'cycle_mult=0'),
     ('fine_tune', ScheduleError, {'lr_mult': 0}, 'lr_mult=0'),
     ('fine_tune', ScheduleError, {'base_lr': slice(1)}, 'base_lr'),
     ('fine_tune', FitError, {'freeze_epochs': -1}, 'freeze_epochs'),
-    ('fine_tune', ScheduleError, {'pct_start': 2}, '0 or more'),
+    ('fine_tune', ScheduleError, {'pct_start': 2}, 'pct_start=2: .* from 0 to 1'),
 ]
 FIRST: dict[str, dict[str, Any]] = {'fit_one_cycle': {'n_epoch': 1}, 'fit_flat_cos': {'n_epoch': 1},
                                     'fit_sgdr': {'n_cycles': 1, 'cycle_len': 1}, 'fine_tune': {'epochs': 1}}

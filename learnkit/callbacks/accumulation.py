@@ -1,17 +1,16 @@
 """Gradient accumulation: one optimizer step for several batches, with the gradient of one big batch."""
 from __future__ import annotations
 
-from operator import index
 from typing import Any
-from warnings import warn
 
 import torch
 from torch import Tensor
 
 from learnkit.batch import find_bs
 from learnkit.callback import Callback
-from learnkit.callbacks.training import bad_option
+from learnkit.callbacks.training import bad_option, is_count
 from learnkit.errors import BatchError, CancelBatchException, CancelStepException, OptionError
+from learnkit.hints import warn_user
 
 __all__ = ['GradientAccumulation']
 
@@ -38,14 +37,13 @@ class GradientAccumulation(Callback):
     order, run_valid = 6, False  # before mixed precision (10) unscales the gradients
 
     def __init__(self, n_acc: int = 32) -> None:
-        try: self.n_acc = 0 if isinstance(n_acc, bool) else index(n_acc)
-        except TypeError: self.n_acc = 0
-        if self.n_acc < 1: raise bad_option(self, 'a whole number of samples, 1 or more', n_acc=n_acc)
+        if not is_count(n_acc): raise bad_option(self, 'a whole number of samples, 1 or more', n_acc=n_acc)
+        self.n_acc = int(n_acc)
         self._batch: tuple[int, Any] | None = None  # samples and weight of the batch that is not counted yet
-        self._in_tail, self._n_groups, self._stepped = False, 0, False  # groups of this fit; whether one in this epoch
-        self._start_group()
+        self._in_tail, self._n_steps, self._stepped = False, 0, False  # steps of this fit; whether one in this epoch
+        self._start_sum()
 
-    def _start_group(self) -> None:
+    def _start_sum(self) -> None:
         self._n_samples, self._weight_sum = 0, 0
         self._divisor: Any = self.n_acc  # what the weighted sum in the gradients is divided by
 
@@ -54,8 +52,8 @@ class GradientAccumulation(Callback):
         if self.learn.opt.needs_closure:
             raise OptionError('GradientAccumulation: an optimizer that evaluates the loss again (LBFGS) would see the '
                               'last batch alone. Use `Learner(microbatch=)` and bigger batches.')
-        self._n_groups = 0
-        self._start_group()
+        self._n_steps = 0
+        self._start_sum()
 
     def before_train(self) -> None: self._stepped = False
 
@@ -81,8 +79,8 @@ class GradientAccumulation(Callback):
         self._average()
 
     def after_step(self) -> None:
-        self._n_groups, self._stepped = self._n_groups + 1, True
-        self._start_group()
+        self._n_steps, self._stepped = self._n_steps + 1, True
+        self._start_sum()
 
     def _measure(self) -> tuple[int, Any]:
         "Return samples and weight of the batch; the weight is None for a loss that is a sum."
@@ -104,7 +102,7 @@ class GradientAccumulation(Callback):
         if weight is not None: self._weight_sum = self._weight_sum + in_full(weight, self.learn.loss)
 
     def _average(self) -> None:
-        "Make the gradients the mean over the samples of the group, in case it has not just `n_acc` of them."
+        "Make the gradients the mean over the samples of the step, in case it has not just `n_acc` of them."
         total = self._weight_sum
         if not isinstance(total, Tensor) and total in (0, self._divisor): return
         grads = [p.grad for p in self.learn.opt.parameters() if p.grad is not None]
@@ -126,16 +124,16 @@ class GradientAccumulation(Callback):
     def after_cancel_fit(self) -> None: self._drop()
 
     def after_fit(self) -> None:
-        if self._n_groups or not self._n_samples or not self.learn.fitting or self.learn._stopping: return
-        warn(f'GradientAccumulation(n_acc={self.n_acc}): the fit had only {self._n_samples} samples, so no step was '
-             'taken and no weight has changed. Lower n_acc, or train for more epochs.', stacklevel=2)
+        if self._n_steps or not self._n_samples or not self.learn.fitting or self.learn._stopping: return
+        warn_user(f'GradientAccumulation(n_acc={self.n_acc}): the fit had only {self._n_samples} samples, so no step '
+                  'was taken and no weight has changed. Lower n_acc, or train for more epochs.')
 
     def cleanup(self) -> None: self._drop()
 
     def _drop(self) -> None:
         "Forget the samples, and the gradients, that no step has used."
         if self._n_samples and self.learn.opt is not None: self.learn.opt.zero_grad()
-        self._start_group()
+        self._start_sum()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -143,13 +141,13 @@ class GradientAccumulation(Callback):
         "Return the counts, and the gradients that wait for their step by the names of their parameters."
         named = self.learn.model.named_parameters() if self._n_samples and self.learn is not None else ()
         return {'n_samples': self._n_samples, 'weight_sum': self._weight_sum, 'divisor': self._divisor,
-                'n_groups': self._n_groups, 'stepped': self._stepped,
-                'grads': {name: p.grad for name, p in named if p.grad is not None}}
+                'n_steps': self._n_steps, 'stepped': self._stepped,
+                'grads': {name: p.grad.detach().clone() for name, p in named if p.grad is not None}}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Put the counts and the waiting gradients back."
         self._n_samples, self._weight_sum, self._divisor = sd['n_samples'], sd['weight_sum'], sd['divisor']
-        self._n_groups, self._stepped = sd['n_groups'], sd['stepped']
+        self._n_steps, self._stepped = sd['n_steps'], sd['stepped']
         if not sd['grads'] or self.learn is None: return
         for name, p in self.learn.model.named_parameters():
             grad = sd['grads'].get(name)

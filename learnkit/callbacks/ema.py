@@ -37,10 +37,17 @@ class EMA(Callback):
     averaged is every trainable parameter, tied ones once, and every floating-point buffer that a checkpoint holds
     (running statistics; not one with infinite entries, such as a mask). Half-precision weights are averaged in single.
 
+    With a constant decay of 0.999 a run of a few hundred steps would average little but the weights that it began with.
+    So the average warms up: its first update takes the weights as they are, and after t updates it keeps a share of
+    `1 - (1 + t)^-warmup`, until that reaches `decay`. It then reaches back over about the last `(1 + t)^warmup` updates
+    (with 2/3, timm's power, over the last 100 after 1,000). `warmup=None` has `decay` from the first update on.
+
     The model holds the average during `validate`, `get_preds` and the evaluations of `fit`, and its own weights
-    otherwise, also after the fit. `learn.ema.copy_to()` puts the average there for good, `with learn.ema.applied()` for
-    a while. Averaging goes on in the next fit, and `restart()` begins anew. Weights that are new, of another model or a
-    replaced layer, begin with their present values, and so does everything when weights are loaded.
+    otherwise, also after the fit: these are what `learn.save`, `save_learner` and `export` write. `learn.ema.copy_to()`
+    puts the average there for good, `with learn.ema.applied(): learn.export()` for a while. `SaveModelCallback` saves
+    what was evaluated, the average. Averaging goes on in the next fit, and `restart()` begins anew. Weights that are
+    new, of another model or a replaced layer, begin with their present values, and so does everything when weights are
+    loaded.
 
     Checkpointed: the averages by name, and the numbers of steps and updates.
 
@@ -57,13 +64,13 @@ class EMA(Callback):
         half_life: str | int | Time | None = None,  # instead of `decay`: steps until what was seen counts half
         start: str | int | Time = 0,                # when averaging begins: a number of steps, '2ep', '0.5dur'
         every: str | int | Time = 1,                # steps from update to update
-        warmup: float | None = None,                # the decay of update t = 0, 1, ... is at most 1 - (1+t)^-warmup
+        warmup: float | None = 2/3,                 # the decay of update t = 0, 1, ... is at most 1 - (1+t)^-warmup
     ) -> None:
         self.every, self.warmup = steps_of(self, every=every), warmup
         if half_life is not None: decay = 0.5 ** (self.every / steps_of(self, half_life=half_life))
         if not is_number(decay) or not 0 <= decay < 1: raise bad_option(self, 'a share from 0 to below 1', decay=decay)
         if warmup is not None and not (is_number(warmup) and warmup > 0):
-            raise bad_option(self, 'a power above 0 (timm uses 2/3), or None', warmup=warmup)
+            raise bad_option(self, 'a power above 0, such as 2/3, or None', warmup=warmup)
         self.decay = float(decay)
         self.start = Time(start) if isinstance(start, (str, Time)) else Time(start, 'st')
         if self.start.unit == 'tok': raise bad_option(self, 'a time: tokens are not counted', start=start)

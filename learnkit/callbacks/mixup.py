@@ -3,7 +3,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
@@ -11,19 +10,13 @@ import torch
 from torch import Tensor
 from torch.distributions import Beta
 
-from learnkit.batch import describe, find_bs, map_tensors
+from learnkit.batch import describe, find_bs, map_tensors, microbatches
 from learnkit.callback import Callback
+from learnkit.callbacks.training import bad_option, is_number
 from learnkit.errors import BatchError, LossError, OptionError
 from learnkit.loop import name_of
 
 __all__ = ['MixHandler', 'MixUp', 'CutMix']
-
-
-@dataclass(eq=False)
-class Partner:
-    "What a batch is blended with, as far as the loss needs it; with microbatches it travels as the last of `yb`."
-    yb: tuple[Any, ...]   # the targets of the partners
-    lam: Tensor           # the share of the sample itself: one a sample, or one for all
 
 
 class MixHandler(Callback):
@@ -42,8 +35,9 @@ class MixHandler(Callback):
     Everything random is drawn on the CPU, from torch's global generator, so that a resumed run draws the same.
     Checkpointed: nothing.
 
-    Raises `OptionError` unless `alpha` is positive; before any weight has changed, `LossError` for a loss function that
-    cannot be computed without its reduction; and `BatchError` for a batch in which there is nothing to blend.
+    Raises `OptionError` unless `alpha` is positive, and before any weight has changed: for two of them in one fit,
+    `LossError` for a loss function that cannot be computed without its reduction, and `BatchError` for a batch in which
+    there is nothing to blend.
     """
     run_valid = False
 
@@ -52,12 +46,18 @@ class MixHandler(Callback):
         alpha: float = 0.5,   # of the distribution Beta(alpha, alpha) of the shares: the larger, the more is blended
     ) -> None:
         super().__init__()
-        if not isinstance(alpha, (int, float)) or not 0 < alpha < float('inf'):
-            raise OptionError(f'{type(self).__name__}(alpha={alpha!r}): give a number above 0. '
-                              'Without any blending, leave the callback out.')
+        if not is_number(alpha) or not 0 < alpha < float('inf'):
+            raise bad_option(self, 'a number above 0; for no blending, leave the callback out', alpha=alpha)
         self.distrib = Beta(torch.tensor(float(alpha)), torch.tensor(float(alpha)))
-        self._piece: Partner | None = None                       # that of the microbatch
-        self._reduction: tuple[Any, str] = None, ''              # a loss function, and how it reduces
+        self._forget()
+
+    def _forget(self) -> None:
+        "Let go of the last batch."
+        for name in ('lam', 'yb1'): self.__dict__.pop(name, None)
+        self._order: Tensor | None = None                         # of the partners in their batch
+        self._partners: tuple[Any, Any] = (), None                # targets and share, of the batch or microbatch
+        self._pieces: tuple[Any, Iterator[Any]] = None, iter(())  # a batch's `yb1`, and its microbatches to come
+        self._reduction: tuple[Any, str] = None, ''               # a loss function, and how it reduces
 
     @property
     def stack_y(self) -> bool:
@@ -68,17 +68,19 @@ class MixHandler(Callback):
     def before_fit(self) -> None:
         if self.fitting and self.learn.loss_func is None:
             raise LossError(f'{type(self).__name__} needs a loss function to blend: pass `loss_func=` to the Learner.')
+        others = [cb for cb in self.learn.cbs if isinstance(cb, MixHandler) and cb is not self]
+        if self.fitting and others:
+            raise OptionError(f'{self} and {others[0]} both blend each batch, and the loss of only one would be right. '
+                              'Use one of them in a fit.')
 
-    def before_pred(self) -> None:
-        self._piece = self._take_partner()
+    def before_step(self) -> None:
+        "See that the microbatches were pieces of the batch that was blended."
+        if self._order is None or self._pieces[0] is not self.yb1: return
+        if (n := find_bs(self.learn.xb)) != len(self._order):
+            raise BatchError(f'{type(self).__name__}: a callback that runs after it made {n} samples of '
+                             f'{len(self._order)} in before_batch. Give it a lower order, or leave `microbatch` out.')
 
-    def after_batch(self) -> None:
-        self._take_partner()
-
-    def cleanup(self) -> None:
-        "Let go of the last batch."
-        for name in ('lam', 'yb1'): self.__dict__.pop(name, None)
-        self._piece, self._reduction = None, (None, '')
+    def cleanup(self) -> None: self._forget()
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
@@ -86,20 +88,31 @@ class MixHandler(Callback):
         if 'lam' not in self.__dict__ or not self.stack_y: yield; return
         learn, plain = self.learn, self.learn.loss_func
         if self._reduction[0] is not plain: self._reduction = plain, reduction_of(plain, type(self).__name__)
+        self._partners = self._next_piece(learn.microbatch) if learn.microbatch else (self.yb1, self.lam)
         learn.loss_func = BlendedLoss(self, plain)
         try: yield
         finally: learn.loss_func = plain
 
+    def _next_piece(self, size: int) -> tuple[Any, Any]:
+        "Return partners' targets and shares of the next microbatch, or of the first when the batch is repeated."
+        of, pieces = self._pieces
+        piece = next(pieces, None) if of is self.yb1 else None
+        if piece is None:
+            whole = self.yb1 if self._order is None else (self._order,)
+            pieces = iter(microbatches(whole, (self.yb1, self.lam), size))
+            self._pieces, piece = (self.yb1, pieces), next(pieces)
+        return piece[1]
+
     def blended_loss(self, loss_func: Callable[..., Any], pred: Any, yb: tuple[Any, ...]) -> Tensor:
         "Compute the loss of a training batch from that to its own targets and that to its partners'."
-        partner, reduction = self._piece or Partner(self.yb1, self.lam), self._reduction[1]
-        own, other = unreduced(loss_func, pred, yb), unreduced(loss_func, pred, partner.yb)
-        loss = torch.lerp(other, own, share_of_each(partner.lam, own, loss_func))
+        (yb1, lam), reduction = self._partners, self._reduction[1]
+        own, other = unreduced(loss_func, pred, yb), unreduced(loss_func, pred, yb1)
+        loss = torch.lerp(other, own, share_of_each(lam, own, loss_func))
         return loss.mean() if reduction == 'mean' else loss.sum() if reduction == 'sum' else loss
 
     def _pair(self, n: int) -> Tensor:
         "Draw with which one each of `n` samples is blended, and set the partners' targets."
-        order = torch.randperm(n).to(tensors_in(self.learn.xb)[0].device, non_blocking=True)
+        self._order = order = torch.randperm(n).to(tensors_in(self.learn.xb)[0].device, non_blocking=True)
         if not any(is_of_samples(t, n) for t in tensors_in(self.learn.yb)):
             raise BatchError(f'{type(self).__name__} cannot blend the targets {describe(self.learn.yb)}: there is no '
                              f'tensor with one entry for each of {n} samples.')
@@ -107,17 +120,8 @@ class MixHandler(Callback):
         return order
 
     def _blend_targets(self, order: Tensor) -> None:
-        "Blend the targets, or let the loss do it."
-        learn = self.learn
-        if not self.stack_y: learn.yb = blended_tensors(learn.yb, order, self.lam)
-        elif learn.microbatch: learn.yb = (*learn.yb, Partner(self.yb1, self.lam))
-
-    def _take_partner(self) -> Partner | None:
-        "Take out of `yb` what travels in it to the microbatches."
-        yb = self.learn.yb
-        if not yb or not isinstance(yb[-1], Partner): return None
-        self.learn.yb = yb[:-1]
-        return yb[-1]
+        "Blend the targets, unless the loss does it."
+        if not self.stack_y: self.learn.yb = blended_tensors(self.learn.yb, order, self.lam)
 
 
 class BlendedLoss:

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import math
 from typing import Any
-from warnings import warn
 
 import torch
 from fastcore.basics import noop
@@ -19,6 +18,7 @@ from learnkit.errors import (
     OptionError,
     did_you_mean,
 )
+from learnkit.hints import warn_user
 
 __all__ = ['NonFiniteGuard', 'TerminateOnNaNCallback', 'say']
 
@@ -116,7 +116,7 @@ class NonFiniteGuard(Callback):
             say(self, f'{text} The fit ends here.')
             raise CancelFitException
         self.n_skipped += 1
-        if not self._told: warn(f'{text} It is skipped, and so are others like it in this fit.', stacklevel=2)
+        if not self._told: warn_user(f'{text} It is skipped, and so are others like it in this fit.')
         self._told = True
         if skip is CancelBatchException: del self.learn.loss_grad  # a batch without one is not recorded
         raise skip

@@ -8,16 +8,20 @@ from fastcore.foundation import L
 from torch import Tensor, nn
 
 from learnkit.callback import Callback
+from learnkit.callbacks.training import is_count
+from learnkit.data import evaluation_loaders
 from learnkit.dispatch import listed
 from learnkit.errors import OptionError
-from learnkit.rng import RNGState, capture_rng, restore_rng
 
 __all__ = ['FetchPredsCallback', 'CollectDataCallback', 'MCDropoutCallback', 'mc_dropout_preds']
+
+_PASSED_ON = {'ds_idx', 'dl', 'act', 'inner', 'reorder', 'cbs'}  # to `get_preds`
 
 
 class FetchPredsCallback(Callback):
     """Predict after each validation, inside the fit: `preds` has what `get_preds` returned.
 
+    With several validation loaders it predicts once, when all are through: in `after_eval` instead of `after_validate`.
     The fit goes on with the very numbers that it has without it. Left out while it predicts are the callbacks with
     `remove_on_fetch`, itself among them, and those in `cbs`. `get_preds` itself does not set it off.
 
@@ -44,8 +48,15 @@ class FetchPredsCallback(Callback):
 
     def after_validate(self) -> None:
         "Predict, unless predictions are what this is about."
+        if self.learn.phase != 'predict' and not self._has_several(): self._fetch()
+
+    def after_eval(self) -> None:
+        if self._has_several(): self._fetch()
+
+    def _has_several(self) -> bool: return len(evaluation_loaders(self.learn.dls)) > 1
+
+    def _fetch(self) -> None:
         learn = self.learn  # gone while this callback is left out itself
-        if learn.phase == 'predict': return
         left_out = [cb for cb in learn.cbs if getattr(cb, 'remove_on_fetch', False)]
         with learn.removed_cbs([*left_out, *self.cbs]):
             preds = learn.get_preds(ds_idx=self.ds_idx, dl=self.dl, with_input=self.with_input,
@@ -98,30 +109,25 @@ class MCDropoutCallback(Callback):
 
     def __init__(self) -> None:
         self._seeds = torch.Generator().manual_seed(_drawn(None))
-        self._outside: RNGState | None = None      # while dropout is on
-        self._switched: list[nn.Module] = []
-        self._at: int | None = None                # the depth of the run it is on in
+        self._switched: dict[int, list[nn.Module]] = {}  # what is on, by the depth of the run that evaluates
 
     def before_validate(self) -> None:
-        "Switch dropout on, and draw from a seed of its own."
-        if self._at is not None: return
-        self._at, self._outside = self.learn._depth, capture_rng()
+        "Switch dropout on, and draw from a seed of its own: the loop puts the generators back after the evaluation."
         torch.manual_seed(_drawn(self._seeds))
-        self._switched = [m for m in self.learn.model.modules() if not m.training and _drops(m)]
-        for m in self._switched: m.training = True  # of this module alone, not of what is in it
+        switched = [m for m in self.learn.model.modules() if not m.training and _drops(m)]
+        for m in switched: m.training = True  # of this module alone, not of what is in it
+        self._switched[self.learn._depth] = switched
 
-    def after_validate(self) -> None:
-        "Switch it off again."
-        if self._at == self.learn._depth: self._end()
+    def after_validate(self) -> None: self._switch_off(self.learn._depth)
+    def after_cancel_epoch(self) -> None: self._switch_off(self.learn._depth)
+    def after_cancel_fit(self) -> None: self._switch_off(self.learn._depth)
 
     def cleanup(self) -> None:
-        "Switch it off, whatever has happened."
-        self._end()
+        for depth in list(self._switched): self._switch_off(depth)
 
-    def _end(self) -> None:
-        for m in self._switched: m.training = False
-        if self._outside is not None: restore_rng(self._outside)
-        self._switched, self._outside, self._at = [], None, None
+    def _switch_off(self, depth: int) -> None:
+        for m in self._switched.pop(depth, []):
+            if not self.learn.model.training: m.training = False  # otherwise the modes have been put back already
 
     def state_dict(self) -> dict[str, Any]:
         "Return the state of the generator that seeds each evaluation."
@@ -146,13 +152,13 @@ def _drops(m: nn.Module) -> bool:
 def mc_dropout_preds(
     learn: Any,      # a Learner
     n: int = 10,     # how often to predict
-    **kwargs: Any,   # more for `get_preds`
+    **kwargs: Any,   # `ds_idx`, `dl`, `act`, `inner`, `reorder` and `cbs`, as for `get_preds`
 ) -> tuple[Tensor, Tensor, Any]:  # mean and standard deviation (of a sample: n - 1), and targets
     """Predict `n` times with dropout on; return mean and standard deviation over the times, and the targets.
 
     Memory is that of three predictions, whatever `n` (Welford 1962).
 
-    Raises `OptionError` for an `n` below 2, and for a model whose predictions are no tensor.
+    Raises `OptionError` for an `n` below 2, for other options, and for a model whose predictions are no tensor.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(model=nn.Sequential(nn.Dropout(), nn.Linear(1, 1)), default_cbs=False)
@@ -160,11 +166,14 @@ def mc_dropout_preds(
     >>> mean.shape == std.shape == targs.shape
     True
     """
-    if not isinstance(n, int) or n < 2: raise OptionError(f'mc_dropout_preds(n={n!r}): n is a whole number from 2 up.')
+    if not is_count(n, 2): raise OptionError(f'mc_dropout_preds(n={n!r}): n is a whole number from 2 up.')
+    if others := sorted(kwargs.keys() - _PASSED_ON):
+        raise OptionError(f'mc_dropout_preds takes {", ".join(sorted(_PASSED_ON))}, not {", ".join(others)}: it has '
+                          'predictions and targets alone. For the rest: `learn.get_preds`.')
     cbs = [*listed(kwargs.pop('cbs', None)), MCDropoutCallback()]
     mean, squares, targs = torch.zeros(()), torch.zeros(()), None
     for i in range(1, n + 1):
-        preds, targs, *_ = learn.get_preds(cbs=cbs, **kwargs)
+        preds, targs = learn.get_preds(cbs=cbs, **kwargs)
         if not isinstance(preds, Tensor): raise OptionError('mc_dropout_preds: the model gives more than one tensor.')
         gap = preds - mean
         mean = mean + gap / i

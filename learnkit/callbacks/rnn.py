@@ -105,7 +105,7 @@ def rnn_cbs(
     """Return all the callbacks that training a recurrent model needs.
 
     >>> rnn_cbs(), rnn_cbs(alpha=2., beta=1.)
-    ([ModelResetter, RNNCallback], [ModelResetter, RNNCallback, RNNRegularizer])
+    ([ModelResetter, RNNCallback], [ModelResetter, RNNCallback, RNNRegularizer(alpha=2.0, beta=1.0)])
     """
     penalties = [RNNRegularizer(alpha, beta)] if alpha or beta else []
     return [ModelResetter(), RNNCallback(), *penalties]

@@ -1,7 +1,6 @@
 """Sharpness-aware minimisation: step with the gradient at the worst point nearby."""
 from __future__ import annotations
 
-from operator import index
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch.nn.utils import get_total_norm
 
 from learnkit.callback import Callback
 from learnkit.callbacks.accumulation import GradientAccumulation
-from learnkit.callbacks.training import bad_option, is_number
+from learnkit.callbacks.training import bad_option, is_count, is_number
 from learnkit.errors import OptionError
 
 __all__ = ['SAM']
@@ -45,10 +44,8 @@ class SAM(Callback):
         interval: int = 1,        # do so at every `interval`-th step; the others are ordinary
     ) -> None:
         if not is_number(rho) or not 0 <= rho < float('inf'): raise bad_option(self, 'a distance, 0 or more', rho=rho)
-        try: n = 0 if isinstance(interval, bool) else index(interval)
-        except TypeError: n = 0
-        if n < 1: raise bad_option(self, 'a whole number of steps, 1 or more', interval=interval)
-        self.rho, self.adaptive, self.interval = float(rho), adaptive, n
+        if not is_count(interval): raise bad_option(self, 'a whole number of steps, 1 or more', interval=interval)
+        self.rho, self.adaptive, self.interval = float(rho), adaptive, int(interval)
         self._n = 0                                          # batches that came to their step
         self._before: list[tuple[Tensor, Tensor]] = []       # parameters and their values, while they are perturbed
         self._buffers: list[tuple[Any, str, Tensor, Tensor]] = []  # likewise, with module and name: it may replace them

@@ -169,8 +169,9 @@ class ActivationStats(HookCallback):
         hist, at = self.hist(idx, part), self._records.at
         if ax is None: ax = _new_axes(1, 1, figsize)[0]
         step = (at[-1] - at[0]) / max(1, len(at) - 1) or 1
-        ax.imshow(hist.numpy(), origin='lower', aspect='auto', extent=(at[0], at[-1] + step, 0, TOP))
-        ax.set(xlabel='batch', ylabel='activation', title=f'{self._chosen(idx, part)[0]}: log(1 + count)')
+        image = ax.imshow(hist.numpy(), origin='lower', aspect='auto', extent=(at[0], at[-1] + step, 0, TOP))
+        ax.figure.colorbar(image, ax=ax, label='log(1 + count)')
+        ax.set(xlabel='batch', ylabel='activation', title=self._chosen(idx, part)[0])
         return ax
 
     def plot_hist(
@@ -195,10 +196,11 @@ class ActivationStats(HookCallback):
         "Draw means, standard deviations and shares near zero of a layer by batch; return the axes."
         title, series = self._chosen(idx, part)
         axs = _new_axes(1, 3, (12, 3))
-        names = 'mean', 'standard deviation', f'share near zero (at most {NEAR_ZERO})'
+        names = 'mean', 'standard deviation', f'share <= {NEAR_ZERO}'
         for ax, column, name in zip(axs, series.T, names, strict=False):
             ax.plot(self._records.at, column.tolist())
-            ax.set(xlabel='batch', title=name)
+            ax.ticklabel_format(useOffset=False)
+            ax.set(xlabel='batch', ylabel=name)
         axs[0].figure.suptitle(title)
         return axs
 

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from numbers import Real
 from pathlib import Path
 from typing import Any
-from warnings import warn
 
 import numpy as np
 from torch import Tensor
@@ -16,7 +15,11 @@ from torch import Tensor
 from learnkit.callback import Callback
 from learnkit.callbacks.ema import EMA
 from learnkit.callbacks.nonfinite import TerminateOnNaNCallback, say
-from learnkit.errors import MetricError, OptionError, did_you_mean
+from learnkit.checks import check_takes
+from learnkit.data import evaluation_loaders
+from learnkit.errors import MetricError, OptionError, TimeError, did_you_mean
+from learnkit.hints import warn_user
+from learnkit.metric_properties import MetricProperties, as_comparison
 from learnkit.recorder import Recorder
 from learnkit.saving import file_path
 from learnkit.timing import Time, Timestamp, as_time
@@ -26,7 +29,9 @@ __all__ = ['TerminateOnNaNCallback', 'TrackerCallback', 'EarlyStoppingCallback',
 
 Monitor = str | Callable[[Any], Any]
 Compare = Callable[[Any, Any], Any]
+Comparison = Compare | MetricProperties | str  # how `comp` may be given
 
+_LOGGED = " For what `learn.log` averages, give a function: `monitor=lambda learn: learn.history[-1]['...']`."
 _ERROR_NAMES = re.compile(r'(^|_)(r?mse|mae|msle|mape|exp_rmspe|perplexity|wer|cer)$')  # measures of an error
 
 
@@ -58,15 +63,20 @@ class TrackerCallback(Callback):
     def __init__(
         self,
         monitor: Monitor = 'valid_loss',   # a column, or a function of the learner
-        comp: Compare | None = None,       # comp(new, best); None: np.less for a loss or error, else np.greater
+        comp: Comparison | None = None,    # comp(new, best), or `MetricProperties`; None: np.less for a loss or error,
+                                           # else np.greater
         min_delta: float = 0.,             # a smaller change is no improvement
         reset_on_fit: bool = True,         # whether each fit starts anew; False: `best` is that of all fits
     ) -> None:
         if not isinstance(min_delta, Real) or not 0 <= min_delta < math.inf:
             raise OptionError(f'min_delta={min_delta!r}: give a number, 0 or more. What counts as better says `comp`.')
+        if not callable(monitor) and not (isinstance(monitor, str) and monitor):
+            raise OptionError(f'{type(self).__name__}(monitor={monitor!r}) has nothing to watch: give a column of the '
+                              'history, such as `valid_loss`, or a function of the learner.')
         name = monitor if isinstance(monitor, str) else getattr(monitor, '__name__', '')
-        self.comp: Compare = _comparison(name) if comp is None else comp
+        self.comp: Compare = _comparison(name) if comp is None else as_comparison(comp, name)
         self._lower = bool(self.comp(0., 1.))
+        if callable(monitor): check_takes('monitor', monitor, 'learn')
         self.monitor, self.reset_on_fit = monitor, reset_on_fit
         self.min_delta = -min_delta if self._lower else min_delta
         self.best, self.new_best = None, False
@@ -106,9 +116,10 @@ class TrackerCallback(Callback):
         names = [n for n in recorder.metric_names[1:] if n != 'time']
         if monitor in names: return names.index(monitor)
         if any(monitor in row for row in recorder.history) and monitor not in ('fit', 'epoch', 'time'): return None
+        if evaluation_loaders(self.learn.dls): close = did_you_mean(monitor, names)
+        else: close = ' Without validation data nothing is evaluated: `DataLoaders(train, valid)`.'
         raise MetricError(f'{type(self).__name__}(monitor={monitor!r}): no such value is recorded, but '
-                          f'{", ".join(names)}.{did_you_mean(monitor, names)} For what `learn.log` averages, give a '
-                          "function: `monitor=lambda learn: learn.history[-1]['...']`.")
+                          f'{", ".join(names)}.{close or _LOGGED}')
 
     def _records(self) -> Any: return next((cb for cb in self.learn.cbs if isinstance(cb, Recorder)), None)
 
@@ -132,6 +143,8 @@ class TrackerCallback(Callback):
             raise MetricError(f'{type(self).__name__} cannot compare {self.monitor!r}: it is {value!r}, no number.')
         return None if math.isnan(value) else float(value)
 
+    def __repr__(self) -> str: return super().__repr__().replace('min_delta=-', 'min_delta=')  # the sign is inner
+
     def state_dict(self) -> dict[str, Any]:
         "Return the best value."
         return {'best': self.best, 'new_best': self.new_best}
@@ -145,9 +158,23 @@ def _comparison(name: str) -> Compare:
     "Return which way is better, by the rule of fastai; its trap is told."
     if 'loss' in name or 'error' in name: return np.less
     if _ERROR_NAMES.search(name.rpartition('/')[2]):
-        warn(f'monitor={name!r}: higher counts as better for every name without "loss" or "error" in it. Pass '
-             '`comp=np.less`, or `comp=np.greater` if that is meant.', stacklevel=3)
+        warn_user(f'monitor={name!r}: higher counts as better for every name without "loss" or "error" in it. Pass '
+                  '`comp=np.less`, or `comp=np.greater` if that is meant.')
     return np.greater
+
+
+def check_counted(
+    learn: Any,     # the Learner, in a fit
+    time: Time,     # what is waited for
+    option: str,    # what it was given as
+) -> None:
+    "Raise `TimeError` for a unit that this fit does not count: waiting would have no end."
+    if time.unit == 'tok' and getattr(learn, 'token_func', None) is None:
+        raise TimeError(f"{option}={str(time)!r}: this Learner counts no tokens. Use another unit, or tell it how: "
+                        '`Learner(..., token_func=lambda xb, yb: ...)`.')
+    if time.unit == 'iter' and learn.epochs_per_iteration is None:
+        raise TimeError(f"{option}={str(time)!r}: this fit has no iterations. Use another unit, or group its epochs: "
+                        '`fit(..., iteration=2)`.')
 
 
 class _Patient(TrackerCallback):
@@ -155,19 +182,22 @@ class _Patient(TrackerCallback):
 
     def __init__(
         self,
-        monitor: Monitor = 'valid_loss', comp: Compare | None = None, min_delta: float = 0.,  # as for the tracker
+        monitor: Monitor = 'valid_loss', comp: Comparison | None = None, min_delta: float = 0.,  # as for the tracker
         patience: int | str | Time = 1,      # epochs without an improvement, or a time such as '10m' or '500ba'
         reset_on_fit: bool = True,
     ) -> None:
         super().__init__(monitor, comp, min_delta, reset_on_fit)
-        as_time(patience, 'ep')
+        try: as_time(patience, 'ep')
+        except TimeError as e: raise TimeError(f'patience={patience!r}: {e}') from None
         self.patience, self.wait = patience, 0   # epochs waited
         self._since = Timestamp()                # when the waiting began
 
     def before_fit(self) -> None:
         "Start waiting."
         super().before_fit()
-        if self.learn.fitting: self._wait_anew()
+        if not self.learn.fitting: return
+        check_counted(self.learn, as_time(self.patience, 'ep'), 'patience')
+        self._wait_anew()
 
     def after_comparison(self) -> None:
         "Count the epoch, unless it brought an improvement."
@@ -225,7 +255,7 @@ class ReduceLROnPlateau(_Patient):
 
     def __init__(
         self,
-        monitor: Monitor = 'valid_loss', comp: Compare | None = None, min_delta: float = 0.,  # as for the tracker
+        monitor: Monitor = 'valid_loss', comp: Comparison | None = None, min_delta: float = 0.,  # as for the tracker
         patience: int | str | Time = 1,    # epochs without an improvement, or a time such as '10m' or '500ba'
         factor: float = 10.,               # rates are divided by it
         min_lr: float = 0.,                # no rate is brought below this
@@ -243,7 +273,7 @@ class ReduceLROnPlateau(_Patient):
         for h, lr in zip(self.learn.opt.hypers, before, strict=True):
             h['lr'] = min(lr, max(lr / self.factor, self.min_lr))
         self._wait_anew()
-        if (now := self._rates())[-1] < before[-1]: say(self, f'Epoch {self.learn.epoch}: reducing lr to {now[-1]}')
+        if (now := self._rates())[-1] < before[-1]: say(self, f'Epoch {self.learn.epoch}: reducing lr to {now[-1]:.3g}')
 
     def _rates(self) -> list[float]: return [float(h['lr']) for h in self.learn.opt.hypers]
 
@@ -272,7 +302,7 @@ class SaveModelCallback(TrackerCallback):
 
     def __init__(
         self,
-        monitor: Monitor = 'valid_loss', comp: Compare | None = None, min_delta: float = 0.,  # as for the tracker
+        monitor: Monitor = 'valid_loss', comp: Comparison | None = None, min_delta: float = 0.,  # as for the tracker
         fname: str | Path = 'model',       # as for `learn.save`
         every_epoch: bool | int = False,   # save after every epoch, or after each so many, instead of the best
         at_end: bool = False,              # keep the last weights instead of loading the best
@@ -294,8 +324,18 @@ class SaveModelCallback(TrackerCallback):
         if not self.learn.fitting: return
         if not self.every_epoch: super().before_fit()
         self.learn._check_saves(self.fname)
+        self._check_own_file()
         if self.reset_on_fit: self._best_path = None
         self._watching, self._compared = True, False
+
+    def _check_own_file(self) -> None:
+        "Raise `OptionError` if another one writes the same file: each would load the other's best."
+        mine = self.learn._weights_path(self.fname), bool(self.every_epoch)
+        for cb in self.learn.cbs:
+            if cb is self or not isinstance(cb, SaveModelCallback): continue
+            if (self.learn._weights_path(cb.fname), bool(cb.every_epoch)) == mine:
+                raise OptionError(f'{self} and {cb} would both write {mine[0]}, each over what the other has saved: '
+                                  'give one of them another `fname`.')
 
     def after_epoch(self) -> None:
         "Save this epoch's weights, if it is its turn or if they are the best."
@@ -332,8 +372,7 @@ class SaveModelCallback(TrackerCallback):
         if self.every_epoch or self.at_end: return
         if self._best_path is not None: self.learn.load(self._best_path, with_opt=self.with_opt)
         elif self._compared:
-            warn(f'No epoch had a {self._label()} that could be the best, so no weights were saved or loaded.',
-                 stacklevel=2)
+            warn_user(f'No epoch had a {self._label()} that could be the best, so no weights were saved or loaded.')
 
     def _label(self) -> str: return self.monitor if isinstance(self.monitor, str) else 'monitored'
 

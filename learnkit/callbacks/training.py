@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -37,14 +37,20 @@ def is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and value == value
 
 
+def is_count(value: object, least: int = 1) -> bool:
+    "Tell whether a value is a whole number, `least` or more, and no truth value."
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+
+
 # ------------------------------------------------------------------------------------------------------------ gradients
 
 class GradientClip(Callback):
     """Scale the gradients of each step down to a total norm of at most `max_norm`.
 
     The norm is that of all gradients of the optimizer's parameters together, as at the step: of the whole batch under
-    microbatches, of the whole group under `GradientAccumulation`, unscaled under mixed precision. Nothing waits for
-    the device. `total_norm` is the norm before clipping at the last step (a 0-dim tensor). No state.
+    microbatches, of all batches of a step under `GradientAccumulation`, unscaled under mixed precision. Nothing waits
+    for the device. `total_norm` is the norm before clipping at the last step, also after the fit (a 0-dim tensor). No
+    state.
 
     Raises `OptionError` for a norm that is not above 0.
 
@@ -65,9 +71,7 @@ class GradientClip(Callback):
         self.total_norm: Tensor | None = None
 
     def before_step(self) -> None:
-        self.total_norm = clip_grad_norm_(list(self.opt.parameters()), self.max_norm, self.norm_type)
-
-    def cleanup(self) -> None: self.total_norm = None
+        self.total_norm = clip_grad_norm_(list(self.opt.parameters()), self.max_norm, self.norm_type).detach()
 
 
 class GradientValueClip(Callback):
@@ -116,11 +120,14 @@ def before_batch_cb(
 ) -> Callback:
     """Make a callback that changes batches from a function of the callback, `xb` and `yb`.
 
+    Raises `OptionError` for what is no function.
+
     >>> @before_batch_cb
     ... def half(cb, xb, yb): return tuple(x / 2 for x in xb), yb
     >>> half
     Callback(before_batch=half)
     """
+    if not callable(f): raise OptionError(f'before_batch_cb({f!r}): give a function f(cb, xb, yb) that returns xb, yb.')
     def before_batch(cb: Callback) -> None: cb.learn.xb, cb.learn.yb = f(cb, cb.learn.xb, cb.learn.yb)
     before_batch.__name__ = getattr(f, '__name__', 'before_batch')
     return Callback(before_batch=before_batch)
@@ -202,14 +209,14 @@ class ShortEpochCallback(Callback):
     """Train on the first `pct` of each epoch only, for a quick look; as in fastai, on one batch more than that.
 
     An epoch ends after the first batch whose index is at least `pct` of the number of batches: of 10 batches, `pct=0.2`
-    takes 3. No state.
+    takes 3. Unlike in fastai, all of them are recorded, measured and gathered, also the last one. No state.
 
     Raises `OptionError` for a `pct` outside 0 to 1, and before training when a loader's length is not known.
 
     >>> ShortEpochCallback(0.1).pct
     0.1
     """
-    remove_on_find = True
+    order, remove_on_find = 1000, True  # after everyone has heard of the batch
 
     def __init__(
         self,

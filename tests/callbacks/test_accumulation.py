@@ -134,7 +134,8 @@ def test_the_gradient_at_the_step_is_as_in_fastai() -> None:
 
 def test_a_fit_without_a_step_warns_with_the_numbers_and_leaves_nothing() -> None:
     learn = learner(batches(4, 4), model := mlp(), GradientAccumulation(100))
-    with pytest.warns(UserWarning, match=r'n_acc=100.*only 16 samples'): learn.fit(2)
+    with pytest.warns(UserWarning, match=r'n_acc=100.*only 16 samples') as told: learn.fit(2)
+    assert told[0].filename == __file__  # at the line that called fit
     assert same(model, mlp(), 0) and all(p.grad is None for p in model.parameters())
     assert learn.gradient_accumulation.state_dict()['n_samples'] == 0
     stop = Callback(after_batch=lambda cb: cb.learn.stop())
@@ -168,12 +169,11 @@ def test_a_later_fit_starts_anew_and_a_failed_one_leaves_nothing() -> None:
 
 def test_its_state_carries_the_waiting_gradients() -> None:
     bs, states = batches(4, 4, 4, 4), []  # type: tuple[list[Batch], list[dict[str, Any]]]
-    def keep(cb: Any) -> None:
-        sd = cb.gradient_accumulation.state_dict()
-        states.append({**sd, 'grads': {n: g.clone() for n, g in sd['grads'].items()}})
+    def keep(cb: Any) -> None: states.append(cb.gradient_accumulation.state_dict())
     learn = learner(bs[:3], mlp(), GradientAccumulation(16), Callback(batch_checkpoint=keep))
     with pytest.warns(UserWarning, match='only 12'): learn.fit(1)
     assert [s['n_samples'] for s in states] == [4, 8, 12] and len(states[-1]['grads']) == 4
+    assert not torch.equal(states[0]['grads']['0.weight'], states[1]['grads']['0.weight'])  # each as it was then
     other = learner(bs[3:], mlp(), GradientAccumulation(16))
     other.fit(1, cbs=Callback(before_train=lambda cb: cb.gradient_accumulation.load_state_dict(states[-1])))
     assert same(other.model, plain(mlp(), [[bs]]))

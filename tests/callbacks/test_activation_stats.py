@@ -236,10 +236,13 @@ def test_plots() -> None:
         x, y = ax.lines[0].get_data()
         assert list(x) == [0, 2, 4, 6, 8, 10] and list(y) == values and ax.get_xlabel() == 'batch'
     assert axs[0].figure.get_suptitle() == "layer 0 ('body')"
+    assert [ax.get_ylabel() for ax in axs] == ['mean', 'standard deviation', 'share <= 0.05']
+    assert not any(ax.yaxis.get_major_formatter().get_useOffset() for ax in axs)
 
     ax = cb.color_dim(-2)
     assert torch.equal(torch.as_tensor(ax.images[0].get_array()), cb.hist('head'))
     assert ax.images[0].get_extent() == [0, 12, 0, 10] and ax.images[0].origin == 'lower'
+    assert ax.images[0].colorbar.ax.get_ylabel() == 'log(1 + count)'
     assert (ax.get_xlabel(), ax.get_ylabel()) == ('batch', 'activation') and "'head'" in ax.get_title()
     assert cb.color_dim(0, ax=ax) is ax and len(ax.images) == 2
     assert [ax.get_title()[:15] for ax in cb.plot_hist()] == ["layer 0 ('body'", "layer 1 ('head'"]

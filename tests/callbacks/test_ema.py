@@ -67,7 +67,7 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize('every', [1, 3])
 def test_it_is_the_average_that_torch_computes_and_evaluation_uses_it(every: int) -> None:
-    learn = learner(model := net(), EMA(0.8, every=every))
+    learn = learner(model := net(), EMA(0.8, every=every, warmup=None))
     learn.fit(3)
     raw = net()
     expected = averaged_by_torch(raw, 0.8, 3, every)
@@ -124,9 +124,12 @@ def test_half_life_warmup_and_start() -> None:
     *weights, average = run(EMA(0.999, warmup=1.))  # decay 0, 1/2, 2/3, 3/4: the plain mean
     assert weights == [1, 2, 3, 4] and average == pytest.approx(2.5)
     assert run(EMA(0.5, warmup=9.))[-1] == pytest.approx((1 / 2 + 2 / 2) / 4 + 3 / 4 + 4 / 2)  # 0, then the cap
-    assert run(EMA(0.5, start=2))[-1] == pytest.approx((2 + 3) / 4 + 4 / 2)
-    assert run(EMA(0.5, start='0.5dur'))[-1] == pytest.approx((3 + 4) / 2)
-    assert run(EMA(0.5))[-1] == pytest.approx(1 / 16 + 2 / 8 + 3 / 4 + 4 / 2)
+    shares, mean = [0, 1 - 2 ** (-2 / 3), 1 - 3 ** (-2 / 3), 1 - 4 ** (-2 / 3)], 0.  # timm's power form is the default
+    for share, weight in zip(shares, weights, strict=True): mean = share * mean + (1 - share) * weight
+    assert run(EMA())[-1] == pytest.approx(mean)
+    assert run(EMA(0.5, start=2, warmup=None))[-1] == pytest.approx((2 + 3) / 4 + 4 / 2)
+    assert run(EMA(0.5, start='0.5dur', warmup=None))[-1] == pytest.approx((3 + 4) / 2)
+    assert run(EMA(0.5, warmup=None))[-1] == pytest.approx(1 / 16 + 2 / 8 + 3 / 4 + 4 / 2)
 
 
 def test_before_it_begins_evaluation_uses_the_weights() -> None:

@@ -372,8 +372,9 @@ class EveryOther(MixHandler):
         assert self.stack_y
 
 
-def test_own_handlers_get_the_blended_loss() -> None:
-    learn = learner(EveryOther(), Notes, lr=0.)
+@pytest.mark.parametrize('microbatch', [None, 3])
+def test_own_handlers_get_the_blended_loss(microbatch: int | None) -> None:
+    learn = learner(EveryOther(), Notes, lr=0., microbatch=microbatch)
     learn.fit(1)
     model = net()
     for row in learn.notes.rows:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from fastcore.basics import noop
 from torch import Tensor, nn
 
-from learnkit import BatchError, Learner, LossError
+from learnkit import BatchError, Callback, Learner, LossError
 from learnkit.callbacks.mixup import CutMix, MixHandler, MixUp
 from learnkit.errors import OptionError
 
@@ -20,7 +20,7 @@ def net() -> nn.Module: return nn.Sequential(nn.Flatten(), nn.Linear(144, 5))
 
 
 @pytest.mark.parametrize('mixer', [MixUp, CutMix])
-@pytest.mark.parametrize('alpha', [0, -1., float('nan'), float('inf'), '0.4', None])
+@pytest.mark.parametrize('alpha', [0, -1., float('nan'), float('inf'), '0.4', None, True])
 def test_alpha_has_to_be_positive(mixer: type[MixHandler], alpha: Any) -> None:
     with pytest.raises(OptionError, match=rf'{mixer.__name__}\(alpha=.*above 0'): mixer(alpha)
 
@@ -58,6 +58,16 @@ def test_what_cannot_be_blended_is_told_before_anything_changes(mixer: Any, loss
     before = [p.detach().clone() for p in learn.model.parameters()]
     with pytest.raises(error, match=message): learn.fit(1)
     assert all(torch.equal(p, q) for p, q in zip(before, learn.model.parameters(), strict=True))
+
+
+def test_microbatches_of_a_batch_that_has_changed_since_are_told() -> None:
+    def double(cb: Callback) -> None:
+        if cb.training: cb.learn.xb, cb.learn.yb = (cb.x.repeat(2, 1, 1, 1),), (cb.y.repeat(2),)
+    learn = Learner(images(), model := net(), nn.CrossEntropyLoss(), cbs=[MixUp, Callback(before_batch=double)],
+                    microbatch=4)
+    before = model[1].weight.detach().clone()
+    with pytest.raises(BatchError, match='made 16 samples of 8'): learn.fit(1)
+    assert torch.equal(before, model[1].weight)
 
 
 def test_a_model_with_its_own_loss_cannot_have_it_blended() -> None:

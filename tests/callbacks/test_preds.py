@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from learnkit import Callback, DataLoaders, Learner, TensorLoader, mae
 from learnkit.callbacks.preds import CollectDataCallback, FetchPredsCallback, MCDropoutCallback, mc_dropout_preds
-from learnkit.errors import OptionError
+from learnkit.errors import CancelEpochException, CancelFitException, OptionError
 from learnkit.testing import synth_learner
 
 X, Y = torch.linspace(-1, 1, 28).view(14, 2), torch.linspace(0, 1, 14)[:, None]
@@ -96,6 +97,19 @@ def test_fetching_from_a_named_loader_or_another_one() -> None:
     learn.fit(1)
     assert len(learn.fetch_preds.preds[0]) == 5
     assert torch.equal(learn.fetch_preds.preds[0], learn.get_preds(dl=[(X[:5], Y[:5])])[0])
+
+
+def test_with_several_loaders_it_predicts_once_when_all_are_measured() -> None:
+    valid = {'day': TensorLoader(X, Y, bs=4), 'night': TensorLoader(X[:5], Y[:5], bs=4)}
+    seen: list[str] = []
+    def note(cb: Any) -> None: seen.append('predict' if cb.learn.phase == 'predict' else cb.learn.dl_name)
+    learn = make(valid=valid, cbs=[FetchPredsCallback(), Callback(before_validate=note)])
+    learn.fit(2)
+    assert seen == ['day', 'night', 'predict'] * 2
+    assert torch.equal(learn.fetch_preds.preds[0], learn.get_preds()[0])
+    seen.clear()
+    learn.validate(), learn.validate(dl='night')
+    assert seen == ['day', 'night', 'predict', 'valid', 'predict']
 
 
 def test_an_error_while_fetching_leaves_every_callback_in_its_place() -> None:
@@ -240,9 +254,63 @@ def test_an_interrupted_prediction_leaves_dropout_off_in_a_fit() -> None:
         if not c.training and c.iter == 1: raise OSError('gone')
     learn.model.eval()
     with pytest.raises(OSError, match='gone'): learn.validate(cbs=[cb, Callback(before_pred=stop)])
-    assert not any(m.training for m in learn.model.modules()) and cb._switched == [] and cb._at is None
+    assert not any(m.training for m in learn.model.modules()) and not cb._switched
     learn.fit(1, cbs=cb)
     assert len(learn.history) == 1
+
+
+@pytest.mark.parametrize('event', ['before_pred', 'after_batch'])
+@pytest.mark.parametrize('level', [CancelEpochException, CancelFitException])
+def test_an_evaluation_that_was_cancelled_leaves_dropout_off_and_the_next_one_has_it_on(level: Any, event: str) -> None:
+    armed, on = [True], []
+    def stop(cb: Any) -> None:
+        if not cb.training and armed: armed.clear(); raise level
+    def look(cb: Any) -> None:
+        if not cb.training: on.append(cb.learn.model[2].training)
+    learn = make(cbs=MCDropoutCallback())
+    learn.fit(1, cbs=Callback(**{event: stop}))
+    assert not any(m.training for m in learn.model.modules()) and not learn.mc_dropout._switched
+    armed.append(True)
+    learn.add_cb(Callback(before_pred=look))
+    learn.fit(2, cbs=Callback(**{event: stop}))
+    assert on and all(on) and not learn.model[2].training
+    on.clear()
+    learn.validate()
+    assert on == [True] * 4
+
+
+def test_an_evaluation_inside_another_one_has_dropout_on_too_and_gives_it_back() -> None:
+    on: list[tuple[int, bool]] = []
+    def inner(cb: Any) -> None:
+        on.append((cb.learn._depth, cb.learn.model[2].training))
+        if not cb.training and cb.learn._depth == 1 and cb.iter == 1: cb.learn.validate()
+    learn = make(cbs=MCDropoutCallback())
+    learn.fit(1, cbs=Callback(after_loss=inner))
+    assert on == [(1, True)] * 6 + [(2, True)] * 4 + [(1, True)] * 2 and not learn.model[2].training
+
+
+def test_a_failed_evaluation_that_a_callback_forgives_changes_no_draw_of_training() -> None:
+    def validate(cb: Any) -> None:
+        if not cb.training or cb.iter != 1: return
+        with suppress(OSError): cb.learn.validate(cbs=Callback(before_pred=fail))
+    def fail(cb: Any) -> None: raise OSError
+    def trained(*cbs: Any) -> list[Any]:
+        learn, mc = make(), MCDropoutCallback()
+        torch.manual_seed(1)
+        learn.fit(2, cbs=[*([mc] if cbs else []), *cbs])
+        assert not learn.model[2].training
+        return [p.tolist() for p in learn.model.parameters()]
+    assert trained(Callback(after_batch=validate)) == trained()
+
+
+def test_only_options_that_choose_what_is_predicted_are_taken() -> None:
+    learn = make()
+    for name in ('with_input', 'with_loss', 'with_decoded', 'sink', 'save_preds'):
+        with pytest.raises(OptionError, match=f'not {name}'): mc_dropout_preds(learn, n=2, **{name: True})
+    mean, _, targs = mc_dropout_preds(learn, n=2, dl=learn.dls.train, act=torch.exp, reorder=False, inner=True)
+    assert len(mean) == 14 and (mean > 0).all() and not torch.equal(targs, Y)
+    for n in (True, 2.5, '3'):
+        with pytest.raises(OptionError, match='whole number'): mc_dropout_preds(learn, n=n)  # type: ignore[arg-type]
 
 
 def test_a_model_without_dropout_predicts_as_ever() -> None:

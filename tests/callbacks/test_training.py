@@ -68,6 +68,7 @@ def test_before_batch_cb_changes_batches_in_training_and_evaluation() -> None:
     learn.fit(1)
     near = lambda mean, by: pytest.approx(mean.mean().item() + by, abs=1e-3)
     assert seen == [(True, near(x, 100), near(y, -100)), (False, near(xv, 100), near(yv, -100))]
+    with pytest.raises(OptionError, match='give a function'): before_batch_cb(3)  # type: ignore[arg-type]  # the test
     assert repr(shift) == 'Callback(before_batch=shift)'
 
 
@@ -108,6 +109,16 @@ def test_a_short_epoch_has_as_many_batches_as_in_fastai(pct: float, n: int) -> N
     learn.remove_cb(ShortEpochCallback)
     learn.fit(1, cbs=ShortEpochCallback(pct, short_valid=False))
     assert [seen.count(True), seen.count(False)] == [n, 10]
+
+
+def test_every_batch_of_a_short_epoch_is_recorded_measured_and_gathered() -> None:
+    learn = quiet(ShortEpochCallback(0.2), n_train=10, n_valid=10)
+    losses: list[float] = []
+    learn.fit(1, cbs=Callback(after_loss=lambda cb: losses.append(cb.loss.item())))
+    assert learn.opt.n_steps == 3 and len(losses) == 6
+    assert learn.recorder.smooth_loss.raw == pytest.approx(losses[:3]) and len(learn.recorder.lrs) == 3
+    assert learn.history[-1]['valid_loss'] == pytest.approx(sum(losses[3:]) / 3)
+    assert len(learn.get_preds()[0]) == 3 * 16
 
 
 def test_short_epochs_need_a_share_and_a_length() -> None:
