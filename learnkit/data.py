@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from learnkit.batch import describe, to_device
 from learnkit.errors import EmptyLoaderError, LoaderError
+from learnkit.evaluator import Evaluator
 
 __all__ = ['DataLoaders', 'TensorLoader', 'default_device', 'as_dataloaders', 'evaluation_loaders', 'check_loader',
            'check_loaders', 'n_batches', 'in_order']
@@ -52,8 +53,9 @@ class DataLoaders:
         n_inp: int | None = None,  # how many entries of a batch are inputs; None: all but the last
         n_iter: int | None = None,  # the most batches drawn each epoch from a training loader without a length
     ):
-        self.train = train
-        self.evaluation = _evaluation(valid)  # (name, loader) of each validation loader
+        self.train, named = train, _evaluation(valid)
+        self.evaluators = {name: dl for name, dl in named if isinstance(dl, Evaluator)}  # with options of their own
+        self.evaluation = [(name, dl.dl if isinstance(dl, Evaluator) else dl) for name, dl in named]
         self.others = list(others)
         self.n_inp, self.n_iter, self.path = n_inp, n_iter, Path(path)
         self._device = None if device is None else torch.device(device)
@@ -335,6 +337,11 @@ def _torch_in_order(dl: DataLoader[Any]) -> DataLoader[Any]:
 def _evaluation(valid: Any) -> list[tuple[str, Any]]:
     "Return the validation loaders with their names."
     if valid is None: return []
+    if isinstance(valid, (list, tuple)) and valid and all(isinstance(dl, Evaluator) for dl in valid):
+        names = [dl.name or 'valid' for dl in valid]
+        if twice := [n for n in names if names.count(n) > 1]:
+            raise LoaderError(f'Two validation loaders are called {twice[0]!r}: give each Evaluator a name of its own.')
+        valid = dict(zip(names, valid, strict=True))
     if not isinstance(valid, Mapping): return [('valid', valid)]
     if not valid: raise LoaderError('The dict of validation loaders is empty: give None to train without validation.')
     for name in valid:
