@@ -95,6 +95,21 @@ class Instruments(Runs):
             return 'always' if in_evaluation and in_training else 'training' if in_training else 'evaluation'
         return Handlers(handler_of(seen[id(cb)], when(cb), name) for cb in cbs)
 
+    def metric_names(self) -> dict[str, str]:
+        """Return every name that is recorded or logged, with what it means.
+
+        >>> from learnkit.testing import synth_learner
+        >>> synth_learner().metric_names()
+        {'train_loss': 'training loss, smoothed', 'valid_loss': 'a column of the history'}
+        """
+        recorder = next((cb for cb in self.cbs if hasattr(cb, '_columns')), None)
+        columns = [n for n in recorder._columns() if n != 'epoch'] if recorder is not None else []
+        names = {n: 'training loss, smoothed' if n == 'train_loss' else 'a column of the history' for n in columns}
+        for cb in self.cbs:
+            own = vars(type(cb)).get('metric_names') or getattr(type(cb), 'metric_names', None)
+            if isinstance(own, dict): names |= own
+        return names
+
     @contextmanager
     def trace(self) -> Iterator[Trace]:
         """Record, for the length of a context, which callback changed what: batch, loss, weights, hyper-parameters.

@@ -39,6 +39,7 @@ from learnkit.recorder import History, Recorder
 from learnkit.runs import Contexts, raise_first
 from learnkit.saving import Saving
 from learnkit.schedule import Schedules
+from learnkit.states import States
 from learnkit.timing import Time, as_time
 from learnkit.timings import FIRST, Timings
 
@@ -53,7 +54,8 @@ _NOT_YET = {'pred': 'It exists from the forward pass of a batch on (event after_
             'loss_grad': 'It exists once the loss of a batch is computed (event after_loss).'}
 
 
-class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Saving, Summaries, Instruments, Compilation):
+class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Saving, States, Summaries, Instruments,
+              Compilation):
     """Train `model` on `dls` with `loss_func`: the loop, its callbacks and its state.
 
     `dls` is a `DataLoaders`, a tuple (train, valid) of any iterables of batches, or one to train on. `loss_func` and

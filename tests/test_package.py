@@ -34,7 +34,7 @@ LAYERS = [
     'readahead', 'averages', 'measures', 'late', 'scores', 'segmentation', 'metrics', 'losses', 'annealing', 'plots',
     'callback', 'foreign', 'dispatch', 'timings', 'runs', 'evaluation', 'pieces', 'loop', 'checks', 'budget',
     'freezing', 'recorder', 'progress', 'torchsched', 'schedule', 'undo', 'lrfind', 'gathering', 'streaming', 'predict',
-    'instruments', 'wholestep', 'compiling', 'precision', 'weights', 'saving', 'checkpoint', 'distributed', 'callbacks',
+    'instruments', 'wholestep', 'compiling', 'precision', 'weights', 'states', 'saving', 'checkpoint', 'distributed', 'callbacks',
     'learner', 'exchange', 'loggers', 'interop', 'learnkit', 'demo', 'testing', 'all',
 ]
 
