@@ -60,10 +60,10 @@ def check_count(name: str, value: object, least: int) -> int:
     return number
 
 
-def check_microbatch(learn: Loop, size: object) -> int | None:
+def check_microbatch(learn: Loop, size: object) -> int | str | None:
     "Return the microbatch size; raise `FitError` when it is no size or cannot act on this Learner."
     if size is None: return None
-    size = check_count('microbatch', size, 1)
+    size = size if isinstance(size, str) and size == 'auto' else check_count('microbatch', size, 1)
     for name in ('_do_one_batch', '_do_grad_opt'):
         if getattr(type(learn), name) is not getattr(Loop, name):
             raise FitError(f'microbatch={size} has no effect on a Learner that overrides `{name}`: split the batch '
@@ -71,10 +71,12 @@ def check_microbatch(learn: Loop, size: object) -> int | None:
     return size
 
 
-def check_fit(learn: Any, n_epoch: object, start_epoch: object) -> int:
-    "Return the number of epochs; raise `FitError` for arguments that `fit` cannot follow."
-    n = check_count('n_epoch', n_epoch, 0)
-    if check_count('start_epoch', start_epoch, 0) > n: raise FitError(f'start_epoch={start_epoch} is past n_epoch={n}.')
+def check_fit(learn: Any, n_epoch: object, start_epoch: object, has_budget: bool = False) -> int | None:
+    "Return the number of epochs, None where only a budget is known; raise `FitError` for what `fit` cannot follow."
+    n = None if n_epoch is None and has_budget else check_count('n_epoch', n_epoch, 0)
+    start = check_count('start_epoch', start_epoch, 0)
+    if n is None and start: raise FitError(f'start_epoch={start} needs a fit of epochs: it is not known how many.')
+    if n is not None and start > n: raise FitError(f'start_epoch={start_epoch} is past n_epoch={n}.')
     if learn._doing:
         raise FitError(f'fit() was called inside the {learn._doing} of the same Learner. Train on in the running one, '
                        'end it with `learn.stop()`, or use another Learner.')

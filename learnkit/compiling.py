@@ -154,7 +154,7 @@ class WholeStep:
     def _is_blocked(self) -> bool:
         "Tell whether handlers, or other things that come and go, need the ordinary step now."
         learn = self.learn
-        table = learn._tables[True]
+        table = learn._callbacks.tables[True]
         entries: list[Entry] | None = table.get('whole step')  # the table forgets it, as all else, on a change
         if entries is None: entries = table['whole step'] = [entry for e in STEP_EVENTS for entry in table[e]]
         for _, switch, _ in entries:
@@ -165,7 +165,7 @@ class WholeStep:
         "Name what `_is_blocked` finds."
         learn = self.learn
         for e in STEP_EVENTS:
-            for _, switch, cb in learn._tables[True][e]:
+            for _, switch, cb in learn._callbacks.tables[True][e]:
                 if switch: yield f'{type(cb).__name__}.{e} has to be called'
         if learn.microbatch: yield 'batches are cut into microbatches'
         if learn._device is not None and is_autocast_enabled(learn._device.type): yield 'autocast is active'

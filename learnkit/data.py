@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from learnkit.batch import describe, to_device
 from learnkit.errors import EmptyLoaderError, LoaderError
+from learnkit.evaluator import Evaluator, named_loaders
 
 __all__ = ['DataLoaders', 'TensorLoader', 'default_device', 'as_dataloaders', 'evaluation_loaders', 'check_loader',
            'check_loaders', 'n_batches', 'in_order']
@@ -52,8 +53,9 @@ class DataLoaders:
         n_inp: int | None = None,  # how many entries of a batch are inputs; None: all but the last
         n_iter: int | None = None,  # the most batches drawn each epoch from a training loader without a length
     ):
-        self.train = train
-        self.evaluation = _evaluation(valid)  # (name, loader) of each validation loader
+        self.train, named = train, named_loaders(valid)
+        self.evaluators = {name: dl for name, dl in named if isinstance(dl, Evaluator)}  # with options of their own
+        self.evaluation = [(name, dl.dl if isinstance(dl, Evaluator) else dl) for name, dl in named]
         self.others = list(others)
         self.n_inp, self.n_iter, self.path = n_inp, n_iter, Path(path)
         self._device = None if device is None else torch.device(device)
@@ -84,14 +86,14 @@ class DataLoaders:
         [tensor([0, 1, 2, 3]), tensor([0, 1, 0, 1])]
         """
         _check_count('from_datasets', 'bs', bs)
-        for name, ds in [('train', train_ds), *_evaluation(valid_ds)]: _check_dataset(name, ds)
+        for name, ds in [('train', train_ds), *named_loaders(valid_ds)]: _check_dataset(name, ds)
         if seed is not None: kwargs['generator'] = _seeded(seed, kwargs.get('generator'))
         train_only = {k: kwargs.pop(k) for k in ('sampler', 'generator') if k in kwargs}
         shared = {'batch_size': bs, 'num_workers': num_workers, 'pin_memory': torch.cuda.is_available(), **kwargs}
 
         shuffle = shuffle and not isinstance(train_ds, IterableDataset) and train_only.get('sampler') is None
         train: Any = DataLoader(train_ds, shuffle=shuffle, drop_last=drop_last, **train_only, **shared)
-        valid: dict[str, Any] = {name: DataLoader(ds, **shared) for name, ds in _evaluation(valid_ds)}
+        valid: dict[str, Any] = {name: DataLoader(ds, **shared) for name, ds in named_loaders(valid_ds)}
         return cls(train, valid or None, device=device, path=path, n_inp=n_inp, n_iter=n_iter)
 
     @classmethod
@@ -331,17 +333,6 @@ def _torch_in_order(dl: DataLoader[Any]) -> DataLoader[Any]:
 
 
 # Checks, each with the thing's name in its message
-
-def _evaluation(valid: Any) -> list[tuple[str, Any]]:
-    "Return the validation loaders with their names."
-    if valid is None: return []
-    if not isinstance(valid, Mapping): return [('valid', valid)]
-    if not valid: raise LoaderError('The dict of validation loaders is empty: give None to train without validation.')
-    for name in valid:
-        if not isinstance(name, str) or not name.strip() or '/' in name or name == 'train':
-            raise LoaderError(f'{name!r} cannot name a validation loader: give a text without "/", and not "train".')
-    return list(valid.items())
-
 
 def check_loader(name: str, dl: Any) -> None:
     "Raise unless `dl` yields batches, as far as can be seen without starting it."

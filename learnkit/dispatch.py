@@ -38,6 +38,7 @@ class CallbackSet:
         self.keys: dict[int, str] = {}
         self._order: list[Any] | None = None    # the sorted callbacks, until something changes
         self.tables = HandlerTable(self, False), HandlerTable(self, True)  # indexed by `learn.training`
+        self.more_tables: list[HandlerTable] = []  # that the loop reads in their place for a while
 
     def __iter__(self) -> Iterator[Any]: return iter(self.items)
     def __len__(self) -> int: return len(self.items)
@@ -46,7 +47,7 @@ class CallbackSet:
     def refresh(self) -> None:
         "Forget the handler tables: they are built again, event by event, when next needed."
         self._order = None
-        for table in self.tables: table.clear()
+        for table in (*self.tables, *self.more_tables): table.clear()
 
     def changed(self, cb: Any, name: str) -> None:
         "Hear of a change of `run`, `order`, `run_train`, `run_valid` or a handler of `cb`."
@@ -113,7 +114,7 @@ class HasCallbacks:
     def __init__(self) -> None:
         self.lock = RLock()  # one run at a time
         self._callbacks = CallbackSet(self)
-        self._tables = self._callbacks.tables
+        self._tables: tuple[HandlerTable, ...] = self._callbacks.tables
 
     def __call__(self, event_name: str | list[str]) -> None:
         "Run the handlers of one event, or of several in turn."
@@ -251,7 +252,7 @@ class HasCallbacks:
     ) -> list[Callback]:
         "Return the callbacks that have a handler for an event, in the order in which they run."
         training = self.training if training is None else training
-        return [cb for _, _, cb in self._tables[training][canonical_event(event_name)]]
+        return [cb for _, _, cb in self._callbacks.tables[training][canonical_event(event_name)]]
 
     def _callback_changed(self, cb: Callback, name: str) -> None: self._callbacks.changed(cb, name)
 

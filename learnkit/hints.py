@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from inspect import signature
 from pathlib import Path
 from typing import Any
 from warnings import warn
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from learnkit.batch import map_tensors
 
-__all__ = ['warn_user', 'precision_hint', 'classes_hint']
+__all__ = ['takes', 'warn_user', 'precision_hint', 'classes_hint']
 
 # files whose lines tell a user nothing: the package's, and those that call it back
 _NOT_THE_USERS = (str(Path(__file__).parent), contextlib.__file__, str(Path(torch.__file__).parent))
@@ -53,3 +54,10 @@ def classes_hint(loss_func: Any, pred: Any, yb: tuple[Any, ...], e: Exception) -
     if not isinstance(pred, Tensor) or not isinstance(targ, Tensor) or not -pred.ndim <= axis < pred.ndim: return ''
     low, high = (int(v) for v in targ.aminmax())
     return f': targets from {low} to {high} for {pred.shape[axis]} classes'
+
+
+def takes(f: Any, name: str) -> bool:
+    "Tell whether a function takes a keyword, as far as can be seen."
+    try: params = signature(f).parameters.values()
+    except (TypeError, ValueError): return True  # written in C: calling it will tell
+    return any(p.name == name or p.kind is p.VAR_KEYWORD for p in params)

@@ -5,7 +5,6 @@ import atexit
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
@@ -16,15 +15,19 @@ from fastcore.foundation import L
 from torch import nn
 
 from learnkit.batch import detuplify, to_detach
+from learnkit.budget import Budget, as_length
 from learnkit.callback import MissingAttribute, defined_on_class
 from learnkit.callbacks.summary import Summaries
-from learnkit.checks import check_fit, check_iteration, check_loss, check_microbatch, check_model
+from learnkit.checks import check_iteration, check_loss, check_microbatch, check_model
 from learnkit.compiling import Compilation
 from learnkit.data import as_dataloaders, check_loaders, evaluation_loaders
 from learnkit.dispatch import listed
 from learnkit.errors import CallbackError, CancelError, CancelFitException, LossError, OptimizerError
+from learnkit.evaluator import as_every
 from learnkit.events import LEVELS, LIFECYCLE
 from learnkit.freezing import Freezing, check_trained, make_optimizer
+from learnkit.hints import takes
+from learnkit.instruments import Instruments
 from learnkit.loop import SkipToEpoch, TrainEvalCallback, name_of
 from learnkit.lrfind import LRFind
 from learnkit.measures import as_metrics
@@ -37,7 +40,9 @@ from learnkit.recorder import History, Recorder
 from learnkit.runs import Contexts, raise_first
 from learnkit.saving import Saving
 from learnkit.schedule import Schedules
-from learnkit.timing import Time
+from learnkit.states import States
+from learnkit.timing import Time, as_time
+from learnkit.timings import FIRST, Timings
 
 __all__ = ['Learner', 'defaults', 'replacing_yield']
 
@@ -50,7 +55,8 @@ _NOT_YET = {'pred': 'It exists from the forward pass of a batch on (event after_
             'loss_grad': 'It exists once the loss of a batch is computed (event after_loss).'}
 
 
-class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Saving, Summaries, Compilation):
+class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Saving, States, Summaries, Instruments,
+              Compilation):
     """Train `model` on `dls` with `loss_func`: the loop, its callbacks and its state.
 
     `dls` is a `DataLoaders`, a tuple (train, valid) of any iterables of batches, or one to train on. `loss_func` and
@@ -90,8 +96,10 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Saving, Summa
         train_bn: bool = True,                           # whether norm layers of frozen groups are trained
         moms: tuple[float, ...] = (0.95, 0.85, 0.95),    # momentum for schedules
         default_cbs: bool = True,                        # add `defaults.callbacks`
-        microbatch: int | None = None,                   # train on pieces of a batch of at most so many samples
+        microbatch: int | str | None = None,             # samples a piece at most; 'auto': what memory allows
         weight_func: Callable[..., Any] | None = None,   # f(xb, yb): what a piece weighs; None: its samples
+        token_func: Callable[..., int] | None = None,    # f(xb, yb): its tokens; None: those of `input_ids`
+        eval_every: str | int | Time | None = '1ep',     # when to evaluate: epochs, '500ba', '10m'; None: never
     ) -> None:
         check_model(model)
         self.dls, self.model = as_dataloaders(dls), model
@@ -102,6 +110,7 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Saving, Summa
         self.path = Path(path) if path is not None else Path(getattr(self.dls, 'path', '.'))
         self.model_dir, self.wd, self.wd_bn_bias, self.train_bn, self.moms = model_dir, wd, wd_bn_bias, train_bn, moms
         self.microbatch, self.weight_func = check_microbatch(self, microbatch), weight_func
+        self.token_func, self.eval_every = token_func, as_every(eval_every)
         self.logger: Callable[[Any], Any] = print
         self.create_mbar, self.opt = True, None
         self._entered: list[ExitStack] = []
@@ -115,7 +124,7 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Saving, Summa
 
     def fit(
         self,
-        n_epoch: int,                    # epochs; 0 is legal and trains nothing
+        n_epoch: int | str | Time,       # epochs, or how much of a unit: '2h', '5000ba', '1e6sp'; 0 trains nothing
         lr: Any = None,                  # learning rate for this fit; None: the Learner's
         wd: float | None = None,         # weight decay for this fit; None: the Learner's
         cbs: Any = None,                 # further callbacks for this fit
@@ -123,19 +132,33 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Saving, Summa
         start_epoch: int = 0,            # skip the epochs before this one
         iteration: int | str | Time | None = None,  # so many epochs are an iteration, with events of its own
     ) -> None:
-        """Train for `n_epoch` epochs.
+        """Train for `n_epoch` epochs, or until a budget is used: `fit('90m')`, `fit('5000ba')`.
+
+        A budget ends at the end of a batch; the epoch under way then ends as usual, with its evaluation.
 
         Raises a `LearnkitError` for bad input before anything has changed. Whatever a callback, the model or the data
         raises comes out as it is, with a note of where, after every callback's `cleanup`; the Learner can fit again.
         """
-        n_epoch = check_fit(self, n_epoch, start_epoch)
-        check_loaders(self.dls)
         per_iteration = check_iteration(iteration)
-        with self.added_cbs(listed(cbs) + ([SkipToEpoch(start_epoch)] if start_epoch else [])):
+        epochs, budget = as_length(self, n_epoch, start_epoch, per_iteration)
+        check_loaders(self.dls)
+        own = [SkipToEpoch(start_epoch)] * bool(start_epoch) + ([Budget(budget)] if budget else [])
+        with self.added_cbs([*listed(cbs), *own, *self._begin_evaluations()]):
             self._prepare_opt(lr, wd, reset_opt)
             with self._run('fit'):
-                self.n_epoch, self.epochs_per_iteration, self._stopping = n_epoch, per_iteration, False
+                self.n_epoch, self.epochs_per_iteration, self._stopping = epochs, per_iteration, False
+                self.timings, self._until_timed = Timings(), FIRST
                 self._with_events(self._do_fit, 'fit', CancelFitException, self._end_cleanup)
+
+    def fit_until(
+        self,
+        total: str | int | Time,   # what this Learner is to have trained in all: epochs, or any other unit
+        **kwargs: Any,             # more for `fit`
+    ) -> None:
+        "Train until `total` is reached, over all fits of this Learner; nothing where it is reached already."
+        total = as_time(total, 'ep')
+        left = total.value - getattr(self.time, total.unit) if total.unit != 'dur' else 1
+        if left > 0: self.fit(Time(left, total.unit), **kwargs)
 
     def _prepare_opt(self, lr: Any, wd: float | None, reset_opt: bool) -> None:
         if reset_opt or self.opt is None or self._opt_is_of_another_model(): self.create_opt()
@@ -210,15 +233,16 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Saving, Summa
             if isinstance(cb, Recorder): return cb
         raise MissingAttribute(wanted, self, why='It comes from the Recorder: `learn.add_cb(Recorder())`.')
 
-    def log(self, name: str, value: Any, weight: Any = 1) -> None:
+    def log(self, name: str, value: Any, weight: Any = 1, shown: bool = True) -> None:
         """Average a named value over the epoch, on its device; it becomes a column of the history.
 
-        What is logged in evaluation gets the prefix `valid_`, or the loader's name and `/`. Without a Recorder nothing
-        listens.
+        With `weight=None` the latest value counts, and no mean is taken. `shown=False` leaves it out of the table that
+        is printed. What is logged in evaluation gets the prefix `valid_`, or the loader's name and `/`. It reaches
+        every callback with a method `receive_log(name, value, weight, shown)`: the Recorder, and each logger.
         """
         if not self.training: name = f'valid_{name}' if self.dl_name == 'valid' else f'{self.dl_name}/{name}'
-        for cb in self.cbs:
-            if defined_on_class(cb, 'record'): cb.record(name, value, weight)
+        for cb in self._callbacks:
+            if receive := getattr(type(cb), 'receive_log', None): receive(cb, name, value, weight, shown)
 
     def show_training_loop(self) -> None:
         "Print the lifecycle, with the callbacks that run at each event."
@@ -331,13 +355,6 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Saving, Summa
         valid = [name for name, _ in evaluation_loaders(self.dls)]
         loss = name_of(self.loss_func) if self.loss_func else None
         return f'Learner({type(self.model).__name__}, loss_func={loss}, valid={valid}, cbs={list(self.cbs)})'
-
-
-def takes(f: Any, name: str) -> bool:
-    "Tell whether a function takes a keyword, as far as can be seen."
-    try: params = signature(f).parameters.values()
-    except (TypeError, ValueError): return True  # written in C: calling it will tell
-    return any(p.name == name or p.kind is p.VAR_KEYWORD for p in params)
 
 
 class replacing_yield:

@@ -4,13 +4,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from typing import Any
-from warnings import warn
 
 import torch
 from fastcore.basics import noop
 from torch import Tensor, nn
 
-from learnkit.batch import apply_model, describe, find_bs, microbatches, split_batch, to_device, unpack_output
+from learnkit.batch import apply_model, describe, find_bs, split_batch, to_device, unpack_output
 from learnkit.callback import Callback
 from learnkit.data import evaluation_loaders, n_batches
 from learnkit.errors import (
@@ -25,9 +24,12 @@ from learnkit.errors import (
     LossError,
 )
 from learnkit.events import LEVELS
+from learnkit.hints import classes_hint, precision_hint, warn_user
+from learnkit.pieces import Pieces
 from learnkit.readahead import read_ahead
 from learnkit.rng import preserved_generators, preserved_rng
-from learnkit.runs import Runs, add_note
+from learnkit.runs import add_note
+from learnkit.timings import EVERY, TimedTable
 
 __all__ = ['Loop', 'TrainEvalCallback', 'SkipToEpoch']
 
@@ -37,7 +39,7 @@ _END = object()  # what `next` gives when a loader is through
 _Thunk = Callable[[], Any]
 
 
-class Loop(Runs):
+class Loop(Pieces):
     """The loop. `Learner` adds what surrounds it: construction, saving, predictions and so on.
 
     The methods from `_do_fit` to `_with_events` are the whole loop. Each may be overridden; `_do_one_batch`,
@@ -47,7 +49,7 @@ class Loop(Runs):
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def _do_fit(self) -> None:
-        for epoch in range(self.n_epoch):
+        for epoch in count() if self.n_epoch is None else range(self.n_epoch):
             self.epoch = epoch
             if self._starts_iteration(): self('before_iteration')
             self._with_events(self._do_epoch, 'epoch', CancelEpochException)
@@ -55,7 +57,7 @@ class Loop(Runs):
             if self._ends_iteration(): self(['after_iteration', 'iteration_checkpoint'])
             if self._stopping: break
 
-    def _do_epoch(self) -> None: self._do_epoch_train(); self._do_evaluation()
+    def _do_epoch(self) -> None: self._do_epoch_train(); self._do_evaluation(self._due_loaders(at_epoch_end=True))
 
     def _do_epoch_train(self) -> None:
         self.dl, self.phase, self.dl_name = self.dls.train, 'train', 'train'
@@ -132,13 +134,36 @@ class Loop(Runs):
         try:
             for i in count() if limit is None else range(limit):
                 self.iter = i
+                if self.training: self._count_to_timing()
                 self('before_draw')
                 batch = next(batches, _END)
                 if batch is _END: return self._stop_drawing(i)
                 self.batch = batch
                 self('after_draw')
                 yield i, self.batch
-        finally: del batches  # a traceback would keep its worker processes running
+        finally:
+            del batches  # a traceback would keep its worker processes running
+            if self.training: self._stop_timing()
+
+    def _count_to_timing(self) -> None:
+        "Measure one step in so many, through timed handlers; a step ends with the beginning of the next."
+        self._until_timed -= 1
+        if self._until_timed > 0: return
+        if self._stop_timing(): self._until_timed = EVERY - 1
+        elif self._tables is self._callbacks.tables:
+            timed = TimedTable(self._tables[True], self.timings)
+            self._callbacks.more_tables.append(timed)
+            self._tables = self._tables[False], timed
+            self.timings.begin_step()
+
+    def _stop_timing(self) -> bool:
+        "Let the loop read its own tables again; tell whether it read others."
+        timed = self._tables[True]
+        if not isinstance(timed, TimedTable): return False
+        self._tables = self._callbacks.tables
+        self._callbacks.more_tables.remove(timed)
+        self.timings.end_step()
+        return True
 
     def _is_open(self, level: str) -> bool:
         return level in self._open or type(self)._with_events is not Loop._with_events  # an override may not keep them
@@ -154,7 +179,7 @@ class Loop(Runs):
     def _do_pred(self) -> tuple[Any, Any]:
         try: return unpack_output(apply_model(self.model, self.xb))
         except Exception as e:
-            add_note(e, f'{type(self.model).__name__} got {describe(self.xb)}')
+            add_note(e, f'{type(self.model).__name__} got {describe(self.xb)}{precision_hint(self.xb, self.model)}')
             raise
 
     def _do_loss(self, own_loss: Tensor | None) -> None:
@@ -168,7 +193,8 @@ class Loop(Runs):
     def _loss_of(self, pred: Any) -> Any:
         try: return self.loss_func(pred, *self.yb)
         except Exception as e:
-            add_note(e, f'{name_of(self.loss_func)} got {describe(pred)} and the targets {describe(self.yb)}')
+            add_note(e, f'{name_of(self.loss_func)} got {describe(pred)} and the targets {describe(self.yb)}'
+                        f'{classes_hint(self.loss_func, pred, self.yb, e)}')
             raise
 
     def _total_loss(self, parts: Any) -> Tensor:
@@ -194,8 +220,8 @@ class Loop(Runs):
         self.iter = max(0, n - 1)
         if n:
             if self.n_iter is not None and n < self.n_iter:
-                warn(f'The {self.dl_name} loader ended after {n} of its {self.n_iter} batches. Its length is wrong, '
-                     'or a StopIteration was raised inside the data set, which looks like the end.', stacklevel=2)
+                warn_user(f'The {self.dl_name} loader ended after {n} of its {self.n_iter} batches. Its length is '
+                          'wrong, or a StopIteration was raised inside the data set, which looks like the end.')
             return
         once = ' It is an iterator, used up after one pass: give a loader that starts anew each time.'
         raise EmptyLoaderError(f'The {self.dl_name} loader ({type(self.dl).__name__}) gave no batch.'
@@ -204,14 +230,16 @@ class Loop(Runs):
     def _weight(self) -> Any:
         return self.weight_func(self.xb, self.yb) if self.weight_func else sample_count(self.xb)
 
-    def log(self, name: str, value: Any, weight: Any = 1) -> None:
+    def log(self, name: str, value: Any, weight: Any = 1, shown: bool = True) -> None:
         "Average a named value over the epoch; `Learner` hands it to its recorder."
 
     def _backward(self) -> None:
         try:
             with self.contexts('backward'): self.loss_grad.backward()
         except RuntimeError as e:
-            if self.loss_grad.numel() == 1 and self.loss_grad.requires_grad: raise
+            if self.loss_grad.numel() == 1 and self.loss_grad.requires_grad:
+                if hint := precision_hint(self.yb, self.model): add_note(e, hint)
+                raise
             raise LossError(self._why_no_backward()) from e
 
     def _why_no_backward(self) -> str:
@@ -250,43 +278,6 @@ class Loop(Runs):
         self._do_pred_loss()
         self._with_events(self._backward, 'backward', CancelBackwardException)
 
-    def _forget_pass(self) -> None:
-        for name in ('pred', 'loss_grad'): self.__dict__.pop(name, None)
-
-    def _do_microbatches(self, size: int) -> None:
-        pending = [(p, p.grad.clone()) for p in self.opt.parameters() if p.grad is not None]
-        try: self._do_pieces(size)
-        except CancelBatchException:  # part of a batch's gradient means nothing: back to what was there before it
-            self.opt.zero_grad()
-            for p, grad in pending: p.grad = grad
-            self.__dict__.pop('loss_grad', None)
-            raise
-        self._with_events(self._step, 'step', CancelStepException)
-        self.opt.zero_grad()
-
-    def _do_pieces(self, size: int) -> None:
-        "Add up the gradients of the pieces, each weighted so that the sum is the gradient of the whole batch."
-        xb, yb, total = self.xb, self.yb, None
-        pieces = microbatches(xb, yb, size)
-        weights = self._weights(pieces)
-        try:
-            for piece, weight in zip(pieces, weights or pieces, strict=True):
-                self.xb, self.yb = piece
-                self._forget_pass()
-                self._do_pred_loss()
-                share = share_of(weight, weights, self.loss.dtype)
-                total = self.loss * share if total is None else total + self.loss * share
-                self.loss_grad = self.loss_grad * share
-                self._with_events(self._backward, 'backward', CancelBackwardException)
-        finally: self.xb, self.yb = xb, yb
-        self.loss = total
-
-    def _weights(self, pieces: list[tuple[Any, Any]]) -> list[Any] | None:
-        "Return what each piece weighs, by samples or by `weight_func`; None for a loss that is a sum."
-        if getattr(self.loss_func, 'reduction', getattr(self.loss_func, 'keywords', {}).get('reduction')) == 'sum':
-            return None
-        return [self.weight_func(*piece) if self.weight_func else find_bs(piece[0]) for piece in pieces]
-
 
 def epoch_length(dls: Any, dl: Any) -> tuple[int | None, int | None]:
     "Return the number of batches of a loader, where known, and how many are drawn at most."
@@ -306,11 +297,11 @@ def name_of(f: Any) -> str:
     return getattr(f, '__name__', None) or type(f).__name__
 
 
-def share_of(weight: Any, weights: list[Any] | None, dtype: torch.dtype) -> Any:
-    "Return a piece's share in the loss of its batch, without leaving the device, in the loss's precision."
-    if weights is None: return 1.
-    weight = weight.to(dtype) if isinstance(weight, Tensor) else weight
-    return weight / sum(weights)
+def token_count(learn: Any) -> int:
+    "Return the number of tokens of a batch, as `token_func` says or by its `input_ids`; 0 where it has none."
+    if learn.token_func is not None: return int(learn.token_func(learn.xb, learn.yb))
+    ids = learn.xb[0].get('input_ids') if learn.xb and isinstance(learn.xb[0], Mapping) else None
+    return ids.numel() if isinstance(ids, Tensor) else 0
 
 
 def sample_count(xb: Any) -> int:
@@ -341,7 +332,8 @@ class TrainEvalCallback(Callback):
 
     def before_train(self) -> None:
         learn = self.learn
-        learn.pct_train, learn.training = learn.epoch / learn.n_epoch, True
+        learn.training = True
+        if learn.n_epoch: learn.pct_train = learn.epoch / learn.n_epoch
         if self._starting or not learn.model.training:  # otherwise the modes are there, or a callback has set others
             learn.model.train()
             for module, mode in self._modes: module.training = mode
@@ -350,10 +342,11 @@ class TrainEvalCallback(Callback):
     def after_batch(self) -> None:
         learn = self.learn
         learn.train_iter += 1
-        if learn.n_iter: learn.pct_train += 1. / (learn.n_iter * learn.n_epoch)
+        if learn.n_iter and learn.n_epoch: learn.pct_train += 1. / (learn.n_iter * learn.n_epoch)
         done = learn._done
         done['ba'] += 1
         done['sp'] += sample_count(learn.xb)
+        if learn.token_func or (learn.xb and type(learn.xb[0]) is not Tensor): done['tok'] += token_count(learn)
 
     def before_validate(self) -> None:
         learn = self.learn

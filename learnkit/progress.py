@@ -223,6 +223,7 @@ class Run:
         self.display = display
         self.bar: Bar | None = None       # the one that is shown
         self.train: Bar | None = None     # the training bar, to which an evaluation in its middle goes back
+        self.first = 0                    # `train_iter` at its start
         self.due = inf if display.interval_s == inf else 0.  # when the bar may be drawn again
         self.started = perf_counter()
         self.share: float | None = None   # of the fit, that was done before its first batch here
@@ -266,7 +267,7 @@ class ProgressCallback(Callback):
         "Start this epoch's bar."
         if self._shown.share is None: self._shown.share = self.learn.pct_train
         self._start('train')
-        self._shown.train = self._shown.bar
+        self._shown.train, self._shown.first = self._shown.bar, self.learn.train_iter
 
     def before_validate(self) -> None:
         "Start this loader's bar."
@@ -286,6 +287,15 @@ class ProgressCallback(Callback):
         self.after_batch()
         self._shown.bar = self._shown.train or self._shown.bar
 
+    def after_eval(self) -> None:
+        "Show a row for an evaluation in the middle of an epoch, with the part of the epoch that is done."
+        learn, shown = self.learn, self._shown
+        if not shown.train or not shown.has_logger or learn.logger != self._write or self._nested(): return
+        n, total = learn.train_iter - shown.first, shown.train.total
+        done = f'{learn.epoch + n / total:.2f}' if total else f'{learn.epoch}+{n}'
+        values = {'epoch': done, 'train_loss': learn.recorder.smooth_loss.latest, **learn.recorder.measured}
+        self._write([values.get(name) for name in learn.recorder.metric_names])
+
     def after_error(self) -> None:
         "Keep the bar where it stopped."
         if self._shown.bar is None: return  # this run has not come to showing one
@@ -304,7 +314,8 @@ class ProgressCallback(Callback):
 
     def _start(self, name: str) -> None:
         learn, shown = self.learn, self._shown
-        epoch = f'epoch {learn.epoch + 1}/{learn.n_epoch} ' if learn.fitting and learn.create_mbar else ''
+        of = f'/{learn.n_epoch}' if learn.n_epoch else ''
+        epoch = f'epoch {learn.epoch + 1}{of} ' if learn.fitting and learn.create_mbar else ''
         shown.bar = Bar(epoch + name, epoch_length(learn.dls, learn.dl)[0])
         if perf_counter() >= shown.due: shown.draw()
 
@@ -322,7 +333,7 @@ class ProgressCallback(Callback):
         if learn.fitting and learn.training:
             loss = learn.recorder.smooth_loss.latest if hasattr(learn, 'recorder') else None
             if loss is not None: parts.append(f'loss {loss:.4f}')
-        if learn.fitting and learn.create_mbar and learn.n_epoch > 1 and not self._shown.stopped:
+        if learn.fitting and learn.create_mbar and learn.n_epoch != 1 and not self._shown.stopped:
             left = self._shown.left_s(learn.pct_train)
             if left is not None: parts.append(f'fit {format_seconds(left)} left')
         return ', '.join(parts)

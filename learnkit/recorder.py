@@ -1,7 +1,7 @@
 """The history of training: losses and hyper-parameters by step, losses and metrics by epoch, and their plots."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,12 +13,13 @@ import torch
 from fastcore.foundation import L
 
 from learnkit.averages import AvgSmoothLoss, Mean, Metric
+from learnkit.batch import to_detach
 from learnkit.callback import Callback
 from learnkit.checks import check_metrics
 from learnkit.data import evaluation_loaders
-from learnkit.errors import MetricError
 from learnkit.hypers import HYPERS, OPTIONS, place_of
-from learnkit.measures import AvgLoss, check_column, measures_batches
+from learnkit.measures import AvgLoss, as_metrics, check_column, measures_batches
+from learnkit.plots import Plots
 from learnkit.timing import format_seconds
 
 __all__ = ['Recorder', 'History']
@@ -43,24 +44,37 @@ class _EvalLoss(AvgLoss):
     "The loss of evaluation, told by its class from one that was given as a metric."
 
 
+class _Piece:
+    "A microbatch as metrics see a Learner: its predictions and targets are kept until its batch is through."
+
+    def __init__(self, learn: Any) -> None:
+        self.learn, self.xb, self.yb, self.loss = learn, learn.xb, learn.yb, learn.loss
+        self.pred = to_detach(learn.pred, cpu=False)
+
+    def __getattr__(self, name: str) -> Any: return getattr(self.learn, name)
+
+
 @dataclass
 class _Frame:
     "What is measured in one run: a validate() inside a fit has metrics and values of its own."
-    valid: list[Metric]                                      # loss and metrics of evaluation
+    own: bool = False                                        # whether sums are its own, apart from those of the fit
+    valid: dict[str, list[Metric]] = field(default_factory=dict)  # loss and metrics of each validation loader
     values: dict[str, Any] = field(default_factory=dict)     # column: value, of the current epoch
     logged: dict[str, Mean] = field(default_factory=dict)    # column: what `learn.log` averages
     started: float = field(default_factory=perf_counter)
     n_valid: int = 0                                         # batches measured on the current loader
+    measured: dict[str, Any] = field(default_factory=dict)   # column: value, of the latest evaluation
 
     def collect(self) -> dict[str, Any]:
         return {**self.values, **{name: mean.value for name, mean in self.logged.items()}}
 
 
-class Recorder(Callback):
+class Recorder(Plots, Callback):
     """Record losses, metrics and hyper-parameters; hand one row an epoch to `learn.logger`.
 
-    `learn.history` has a row an epoch, over all fits; `learn.recorder` has the steps of the last fit: `losses`, `lrs`,
-    `hps`, and the plots `plot_loss()` and `plot_sched()`. Nothing is fetched from the device during
+    `learn.history` has a row an epoch, over all fits, and `evaluations` one for each evaluation, also in the middle of
+    epochs; `learn.recorder` has the steps of the last fit: `losses`, `lrs`, `hps`, and the plots `plot_loss()` and
+    `plot_sched()`. Nothing is fetched from the device during
     an epoch: losses travel in groups (see `AvgSmoothLoss`), and metrics are read once, when their loader is through.
     Checkpointed: everything it has recorded.
     """
@@ -76,9 +90,12 @@ class Recorder(Callback):
         self.add_time, self.train_metrics, self.valid_metrics = add_time, train_metrics, valid_metrics
         self.loss, self.smooth_loss = _EvalLoss(), AvgSmoothLoss(beta=beta)
         self.history, self.n_fits = History(), 0
+        self.evaluations: list[dict[str, Any]] = []  # one dict each, over all fits: also those in the middle of epochs
         self._train: list[Metric] = []
-        self._frames = [_Frame([])]  # by depth of the run, outermost first
+        self._pieces: list[_Piece] = []   # of the batch at hand
+        self._frames = [_Frame()]  # by depth of the run, outermost first
         self._logged_names: list[str] = []
+        self._unshown: set[str] = set()   # those of them that are not printed
         self.log = L()               # the row of the epoch so far
         self._n_before = 0           # steps before the current epoch
         self._start_anew()
@@ -97,24 +114,31 @@ class Recorder(Callback):
     def before_fit(self) -> None:
         learn, depth = self.learn, max(self.learn._depth, 1)
         del self._frames[depth - 1:]  # of runs that are over
-        self._frames += [_Frame([]) for _ in range(len(self._frames), depth - 1)]
-        self._frames.append(_Frame(self._evaluated(own=depth > 1)))
+        self._frames += [_Frame() for _ in range(len(self._frames), depth - 1)]
+        self._frames.append(_Frame(own=depth > 1))
         if not learn.fitting: return
         self.n_fits += 1
-        self._logged_names, self._train = [], [_twin(m, learn) for m in self._on('train')]
+        self._logged_names, self._unshown = [], set()
+        self._train = [_twin(m, learn) for m in self._on('train')]
         self._start_anew()
         if learn.metrics: self.before_backward = self._check_once
-        if self._train and learn.microbatch: self.after_loss = self._measure_piece
+        if self._train and learn.microbatch:
+            self.after_loss = self._keep_piece if learn.microbatch == 'auto' else self._measure_piece
 
     def _on(self, phase: str) -> list[Metric]:
         "Return the metrics that are computed in training or in evaluation."
-        default = self.train_metrics if phase == 'train' else self.valid_metrics
-        return [m for m in self.learn.metrics if m.on in (phase, 'both') or (m.on is None and default)]
+        return self._chosen(self.learn.metrics, phase)
 
-    def _evaluated(self, own: bool) -> list[Metric]:
-        "Return what is computed in evaluation, as it is or with sums of its own."
-        metrics = [*([self.loss] if self.valid_metrics else []), *self._on('valid')]
-        return [_twin(m, self.learn) for m in metrics] if own else metrics
+    def _chosen(self, metrics: Any, phase: str) -> list[Metric]:
+        default = self.train_metrics if phase == 'train' else self.valid_metrics
+        return [m for m in metrics if m.on in (phase, 'both') or (m.on is None and default)]
+
+    def _evaluated(self, dl_name: str) -> list[Metric]:
+        "Return what is computed on a validation loader: the Learner's metrics, unless it has some of its own."
+        evaluator = getattr(self.learn.dls, 'evaluators', {}).get(dl_name)
+        metrics = self._on('valid') if evaluator is None or evaluator.metrics is None \
+            else self._chosen(evaluator.as_metrics(as_metrics), 'valid')
+        return [*([self.loss] if self.valid_metrics else []), *metrics]
 
     @property
     def _frame(self) -> _Frame:
@@ -130,6 +154,12 @@ class Recorder(Callback):
         if not self.learn.training or self.learn._repeating: return
         for m in self._train: m.accumulate(self.learn)
 
+    def _keep_piece(self) -> None:
+        "Keep the predictions of a microbatch until its batch is through: it is done again when memory runs out."
+        if not self.learn.training or self.learn._repeating: return
+        if not self.learn._piece: self._pieces = []
+        self._pieces.append(_Piece(self.learn))
+
     def before_epoch(self) -> None:
         frame = self._frame
         frame.values, frame.started, frame.n_valid = {}, perf_counter(), 0
@@ -138,6 +168,8 @@ class Recorder(Callback):
 
     def before_train(self) -> None:
         for m in self._train: m.reset()
+
+    def before_eval(self) -> None: self._frame.measured = {}
 
     def before_validate(self) -> None:
         if self.learn.phase == 'predict': return
@@ -149,8 +181,9 @@ class Recorder(Callback):
         if learn.training:
             self.smooth_loss.accumulate(learn)
             if learn.opt is not None: self._record_hypers(learn.opt.last_group)
-            if not learn.microbatch:
-                for m in self._train: m.accumulate(learn)
+            for batch in self._pieces if learn.microbatch else (learn,):
+                for m in self._train: m.accumulate(batch)
+            self._pieces = []
         elif learn.phase != 'predict': self._measure(self._valid_mets)
 
     def _record_hypers(self, group: dict[str, Any]) -> None:
@@ -187,21 +220,37 @@ class Recorder(Callback):
     def after_validate(self) -> None:
         if self.learn.phase == 'predict': return
         frame, dl = self._frame, self.learn.dl_name
-        for m in self._valid_mets: frame.values[self._valid_name(m, dl)] = _value(m, frame.n_valid)
+        values = {self._valid_name(m, dl): _value(m, frame.n_valid) for m in self._valid_mets}
+        frame.values.update(values)
+        frame.measured.update(values)
         frame.n_valid = 0
         self.log = L(self.learn.epoch, *frame.values.values())
 
-    def record(
+    def after_eval(self) -> None:
+        learn = self.learn
+        if learn.fitting: self.evaluations.append({'epoch': learn.epoch, 'ba': learn.time.ba, **self.measured})
+
+    @property
+    def measured(self) -> dict[str, Any]:
+        "What the evaluation that is under way, or the latest one, has measured so far, by column."
+        return dict(self._frame.measured)
+
+    def receive_log(
         self,
         name: str,               # the column
         value: Any,              # a number, or a tensor of one element on any device
-        weight: Any = 1,         # how much it counts in the average
+        weight: Any = 1,         # how much it counts in the average; None: the latest value counts alone
+        shown: bool = True,      # whether it is a column of the printed table too
     ) -> None:
         "Average a value over the epoch, on its device; it becomes a column of the history."
         if self.learn.phase == 'predict': return
         check_column(name)
-        self._frame.logged.setdefault(name, Mean()).add(value, weight)
-        if self.learn.fitting and name not in self._logged_names: self._logged_names.append(name)
+        mean = self._frame.logged.setdefault(name, Mean())
+        if weight is None: mean.reset()
+        mean.add(value, 1 if weight is None else weight)
+        if self.learn.fitting and name not in self._logged_names:
+            self._logged_names.append(name)
+            if not shown: self._unshown.add(name)
 
     def after_epoch(self) -> None:
         frame, learn = self._frame, self.learn
@@ -214,17 +263,18 @@ class Recorder(Callback):
             return
         if not values: return  # a skipped epoch
         names = self._columns()[1:]
-        learn.final_record = L(values[n] for n in names if n in values)
+        learn.final_record = L(values[n] for n in names if n in values and n not in self._unshown)
         self.values.append(learn.final_record)
         self.iters.append(self.smooth_loss.count)
         columns = {name: values.get(name) for name in names}
         self.history.append({'fit': self.n_fits - 1, 'epoch': learn.epoch, **columns, 'time': seconds})
-        self.log = L(learn.epoch, *columns.values(), *([format_seconds(seconds)] if self.add_time else []))
+        shown = (v for name, v in columns.items() if name not in self._unshown)
+        self.log = L(learn.epoch, *shown, *([format_seconds(seconds)] if self.add_time else []))
         learn.logger(self.log)
 
     def cleanup(self) -> None:
         "Forget what an interrupted run left."
-        self._frames, self._group = self._frames[:1], {}  # a param group holds parameters
+        self._frames, self._group, self._pieces = self._frames[:1], {}, []  # a param group holds parameters
         for name in ('before_backward', 'after_loss'):
             if name in self.__dict__: delattr(self, name)
 
@@ -233,7 +283,7 @@ class Recorder(Callback):
     @property
     def metric_names(self) -> L:
         "The columns of a row: epoch, losses, metrics, logged values, time."
-        return L([*self._columns(), *(['time'] if self.add_time else [])])
+        return L([*(n for n in self._columns() if n not in self._unshown), *(['time'] if self.add_time else [])])
 
     def _columns(self) -> list[str]:
         valid = [n for name, _ in evaluation_loaders(self.learn.dls) for n in self._valid_names(name)]
@@ -241,7 +291,7 @@ class Recorder(Callback):
         return list(dict.fromkeys(['epoch', *train, *valid, *self._logged_names]))
 
     def _valid_names(self, dl_name: str) -> list[str]:
-        return [self._valid_name(m, dl_name) for m in self._evaluated(own=False)]
+        return [self._valid_name(m, dl_name) for m in self._evaluated(dl_name)]
 
     def _train_name(self, m: Metric) -> str: return f'train_{m.name}' if self.valid_metrics else m.name
 
@@ -253,7 +303,12 @@ class Recorder(Callback):
     def _train_mets(self) -> L: return L(self.smooth_loss, *self._train)
 
     @property
-    def _valid_mets(self) -> list[Metric]: return self._frame.valid
+    def _valid_mets(self) -> list[Metric]:
+        frame, name = self._frame, self.learn.dl_name
+        if name not in frame.valid:
+            metrics = self._evaluated(name)
+            frame.valid[name] = [_twin(m, self.learn) for m in metrics] if frame.own else metrics
+        return frame.valid[name]
 
     # -- per step ------------------------------------------------------------------------------------------------------
 
@@ -290,79 +345,20 @@ class Recorder(Callback):
     def state_dict(self) -> dict[str, Any]:
         "Return everything recorded."
         return {'history': [dict(row) for row in self.history], 'n_fits': self.n_fits,
+                'evaluations': [dict(row) for row in self.evaluations],
                 'smooth_loss': self.smooth_loss.state_dict(),
                 'values': [list(v) for v in self.values], 'iters': list(self.iters),
-                'logged_names': list(self._logged_names), 'options': list(self._options),
-                'steps': [list(v) for v in self._steps]}
+                'logged_names': list(self._logged_names), 'unshown': sorted(self._unshown),
+                'options': list(self._options), 'steps': [list(v) for v in self._steps]}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Go on recording after what was recorded."
         self.history, self.n_fits = History(sd['history']), sd['n_fits']
+        self.evaluations = [dict(row) for row in sd['evaluations']]
         self.values, self.iters, self._logged_names = L(map(L, sd['values'])), L(sd['iters']), list(sd['logged_names'])
+        self._unshown = set(sd['unshown'])
         self._options, self._steps, self._losses = tuple(sd['options']), [tuple(v) for v in sd['steps']], []
         self.smooth_loss.load_state_dict(sd['smooth_loss'])
-
-    # -- plots ---------------------------------------------------------------------------------------------------------
-
-    def plot_loss(
-        self,
-        skip_start: int = 5,        # leave out this many of the first steps
-        with_valid: bool = True,    # also draw the validation losses
-        log: bool = False,          # logarithmic axes
-        show_epochs: bool = False,  # mark the ends of epochs
-        ax: Any = None,             # matplotlib axes; None: the current ones
-    ) -> Any:
-        "Draw the smoothed training loss by step, and the validation losses at the ends of epochs; return the axes."
-        ax = ax or _current_axes()
-        draw = ax.loglog if log else ax.plot
-        losses = self.smooth_loss.smooth
-        draw(range(skip_start, len(losses)), losses[skip_start:], label='train')
-        if show_epochs:
-            for step in self.iters: ax.axvline(step, color='grey', linestyle=':')
-        for name, points in self._valid_losses(skip_start) if with_valid else ():
-            draw(*points, 'o-', markersize=3, label=name)
-        ax.set(xlabel='step', ylabel='loss', title='learning curve')
-        ax.legend()
-        return ax
-
-    def _valid_losses(self, skip_start: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
-        columns = self._columns()[1:]
-        for dl_name, _ in evaluation_loaders(self.learn.dls):
-            name = self._valid_name(self.loss, dl_name)
-            if name not in columns: continue
-            i = columns.index(name)
-            points = [(s, v[i]) for s, v in zip(self.iters, self.values, strict=True) if s >= skip_start and len(v) > i]
-            if points: yield name.removesuffix('_loss').removesuffix('/loss'), tuple(zip(*points, strict=True))
-
-    def plot_sched(
-        self,
-        keys: Any = None,                            # hyper-parameters to draw; None: those that changed, at least lr
-        figsize: tuple[float, float] | None = None,  # inches
-    ) -> Any:
-        "Draw hyper-parameters by step, one plot each; return the axes."
-        import matplotlib.pyplot as plt
-        hps = self.hps
-        if unknown := [k for k in L(keys) if k not in hps]:
-            raise MetricError(f'{unknown[0]} was not recorded: there is {", ".join(hps) or "nothing yet"}.')
-        keys = L(keys) if keys is not None else [k for k, v in hps.items() if k == 'lr' or len(set(v)) > 1]
-        fig, axs = plt.subplots(1, max(1, len(keys)), figsize=figsize or (5 * max(1, len(keys)), 3.5), squeeze=False)
-        for key, ax in zip(keys, axs[0], strict=False):
-            ax.plot(hps[key])
-            ax.set(xlabel='step', ylabel=key)
-        fig.tight_layout()
-        return list(axs[0])
-
-    def plot_lr_find(
-        self,
-        skip_end: int = 5,          # leave out so many of the last rates
-        suggestions: Any = None,    # points (rate, loss) to mark; None: those that `lr_find` suggested
-        nms: Any = None,            # their names
-        ax: Any = None,             # matplotlib axes; None: those of a new figure
-    ) -> Any:
-        "Draw the losses of the last `learn.lr_find()` over its rates; return the axes."
-        search = self.learn.lr_search
-        if search is None: raise MetricError('There is no search to draw: call `learn.lr_find()` first.')
-        return search.plot(skip_end, suggestions, nms, ax)
 
 
 def _snapshot(read: Callable[[dict[str, Any]], tuple[Any, ...]], group: dict[str, Any]) -> tuple[Any, ...]:
@@ -384,9 +380,3 @@ def _number(value: Any) -> Any:
     "Bring a metric's value to the host as a plain number where it is one."
     if isinstance(value, torch.Tensor) and value.numel() == 1: return value.item()
     return value.item() if getattr(value, 'size', None) == 1 and hasattr(value, 'item') else value
-
-
-def _current_axes() -> Any:
-    import matplotlib.pyplot as plt
-    return plt.gca()
-

@@ -15,6 +15,7 @@ from learnkit.errors import CancelError, CancelException
 from learnkit.events import CONTEXTS, LEVELS
 from learnkit.rng import preserved_rng
 from learnkit.timing import Timestamp
+from learnkit.timings import FIRST, Timings
 
 __all__ = ['Runs', 'Contexts']
 
@@ -37,7 +38,8 @@ class Runs(HasCallbacks):
     batch: Any
     opt: Any
     loss_func: Any
-    microbatch: int | None
+    microbatch: int | str | None
+    token_func: Callable[[tuple[Any, ...], tuple[Any, ...]], int] | None
     weight_func: Callable[[tuple[Any, ...], tuple[Any, ...]], Any] | None
     xb: tuple[Any, ...]
     yb: tuple[Any, ...]
@@ -54,7 +56,8 @@ class Runs(HasCallbacks):
         self._stopping = False
         self._repeating = False                 # an optimizer evaluates the batch again
         self.training, self.fitting, self.phase, self.dl_name = False, False, 'train', 'train'
-        self.n_epoch, self.epoch, self.iter, self.n_iter = 1, 0, 0, None  # type: tuple[int, int, int, int | None]
+        self.n_epoch: int | None = 1
+        self.epoch, self.iter, self.n_iter = 0, 0, None  # type: tuple[int, int, int | None]
         self.train_iter, self.pct_train = 0, 0.
         self.epochs_per_iteration: int | None = None
         self.error: BaseException | None = None
@@ -62,6 +65,7 @@ class Runs(HasCallbacks):
         self._seconds = 0.                      # spent in fits that are over
         self._started: float | None = None      # when the running fit began
         self._device: torch.device | None = None
+        self.timings, self._until_timed = Timings(), FIRST
         self._end_cleanup()
 
     def contexts(self, part: str) -> AbstractContextManager[Any]:
@@ -175,10 +179,13 @@ class Runs(HasCallbacks):
     @property
     def time(self) -> Timestamp:
         "What is finished so far, over all fits of this Learner."
-        running = perf_counter() - self._started if self._started is not None else 0.
-        steps = self._done['st'] + (self.opt.n_steps if self.opt is not None else 0)
         share = min(self.pct_train, 1.) if self.fitting else None  # a sum of shares may pass 1 by a rounding
-        return Timestamp(**{**self._done, 'st': steps}, sec=self._seconds + running, dur=share)
+        return Timestamp(**{**self._done, 'st': self._finished('st')}, sec=self._finished('sec'), dur=share)
+
+    def _finished(self, unit: str) -> Any:
+        "Return what is finished so far in one unit, as a plain number."
+        if unit == 'sec': return self._seconds + (perf_counter() - self._started if self._started is not None else 0.)
+        return self._done[unit] + (getattr(self.opt, 'n_steps', 0) if unit == 'st' else 0)
 
     def _starts_iteration(self) -> bool:
         return self.epochs_per_iteration is not None and self.epoch % self.epochs_per_iteration == 0

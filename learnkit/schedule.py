@@ -25,6 +25,7 @@ from learnkit.annealing import (
     combine_scheds,
     combined_cos,
 )
+from learnkit.budget import as_length
 from learnkit.callback import Callback
 from learnkit.checks import check_count, check_fit
 from learnkit.dispatch import listed
@@ -246,7 +247,7 @@ class Schedules(Loop):
 
     def _peak_rates(self, n_epoch: int, lr: Any, wd: float | None, reset_opt: bool, start_epoch: int) -> Any:
         "Make the optimizer ready for `fit` and return its rates: a number, or an array of one a group."
-        check_fit(self, n_epoch, start_epoch)
+        as_length(self, n_epoch, start_epoch)
         self._prepare_opt(lr, wd, reset_opt)
         rates = [float(h['lr']) for h in self.opt.hypers]
         return rates[0] if len(rates) == 1 else np.array(rates)

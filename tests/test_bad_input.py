@@ -362,7 +362,7 @@ def test_wrong_rates_leave_the_weight_decay_alone() -> None:
 
 @pytest.mark.parametrize(
     'n',
-    [-1, 1.5, '3', None, True, float('nan'), float('inf'), [3], torch.tensor([1, 2]), np.float64(2), -(2**70)],
+    [-1, 1.5, None, True, float('nan'), float('inf'), [3], torch.tensor([1, 2]), np.float64(2), -(2**70)],
     ids=repr,
 )
 def test_a_number_of_epochs_that_is_none(n: Any) -> None:

@@ -9,8 +9,9 @@ import inspect
 import io
 import pkgutil
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 import learnkit
 from learnkit import Callback, DataLoaders, Learner, Periodic
 from learnkit.callbacks import LRFinder, LRScheduler, ParamScheduler, ShortEpochCallback
+from learnkit.callbacks.export import LoadWeights
+from learnkit.callbacks.stoppers import FixedStopper, ThresholdStopper
 from learnkit.loop import SkipToEpoch, TrainEvalCallback
 from learnkit.progress import ProgressCallback
 from learnkit.recorder import Recorder
@@ -40,11 +43,21 @@ def classes() -> list[type[Callback]]:
     return sorted(found, key=lambda c: c.__name__)
 
 
+@cache
+def weights() -> Path:
+    "A file of weights that fit the model."
+    path = Path(mkdtemp()) / 'net.pth'
+    torch.save(Net(returns_activations=False).state_dict(), path)
+    return path
+
+
 def needing_arguments() -> dict[type[Callback], Callable[[], Callback]]:
     "How to make those that say nothing without an argument: what to schedule, to skip, to do."
     step_lr = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
     return {Periodic: lambda: Periodic(every='1ba', on_every=lambda cb: None), SkipToEpoch: lambda: SkipToEpoch(1),
             ParamScheduler: lambda: ParamScheduler({'lr': SchedCos(0.1, 0.)}),
+            FixedStopper: lambda: FixedStopper('1000ep'), LoadWeights: lambda: LoadWeights(weights()),
+            ThresholdStopper: lambda: ThresholdStopper('valid_loss', 0.),
             LRScheduler: lambda: LRScheduler(step_lr)}
 
 

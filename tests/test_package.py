@@ -30,17 +30,19 @@ NAMES = Path(__file__).with_name('public_names.txt')
 # A module imports only what stands before it here. `callbacks`, `loggers` and `interop` are packages, whose own modules
 # may import one another as long as they make no cycle; `learnkit` is the package's own `__init__`.
 LAYERS = [
-    'errors', 'events', 'timing', 'files', 'rng', 'batch', 'hints', 'data', 'hypers', 'optim', 'optimizers',
-    'readahead', 'averages', 'measures', 'accum', 'late', 'scores', 'segmentation', 'metrics', 'losses', 'annealing',
-    'callback', 'foreign',
-    'dispatch', 'runs', 'loop', 'checks', 'freezing', 'recorder', 'progress', 'torchsched', 'schedule', 'undo',
-    'lrfind', 'gathering', 'streaming', 'predict', 'wholestep', 'compiling', 'precision', 'weights', 'saving',
-    'checkpoint', 'distributed', 'callbacks', 'learner', 'exchange', 'loggers', 'interop', 'learnkit', 'demo',
+    'errors', 'metric_properties', 'events', 'timing', 'evaluator', 'files', 'rng', 'batch', 'hints', 'data', 'hypers',
+    'optim', 'optimizers', 'readahead', 'averages', 'measures', 'accum', 'late', 'scores', 'segmentation', 'metrics',
+    'losses', 'annealing', 'plots', 'callback', 'foreign', 'dispatch', 'timings', 'runs', 'evaluation', 'pieces',
+    'loop', 'checks', 'budget', 'freezing', 'recorder', 'progress', 'torchsched', 'schedule', 'undo', 'lrfind',
+    'gathering', 'streaming', 'predict', 'instruments', 'wholestep', 'compiling', 'precision', 'weights', 'states',
+    'saving', 'checkpoint', 'distributed', 'callbacks', 'learner', 'exchange', 'loggers', 'interop', 'learnkit', 'demo',
     'testing', 'all',
 ]
 
 # Imports inside a function that go up the list, each with its reason: {(importing layer, imported layer): why}.
-UPWARD: dict[tuple[str, str], str] = {}
+UPWARD: dict[tuple[str, str], str] = {
+    ('callbacks', 'loggers'): 'ImageVisualizer hands images to loggers, where there are any',
+}
 
 
 class Import(NamedTuple):

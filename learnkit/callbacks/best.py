@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
-from learnkit.callback import defined_on_class
 from learnkit.callbacks.nonfinite import say
 from learnkit.callbacks.tracker import Comparison, TrackerCallback
 from learnkit.data import evaluation_loaders
@@ -95,9 +94,8 @@ class BestMetric(TrackerCallback):
 
     def _record(self, name: str, value: float) -> None:
         "Record a value that takes the place of this epoch's earlier one; under `learn.log` it would be of one loader."
-        self._records()._frame.logged.pop(name, None)
         for cb in self.learn.cbs:
-            if defined_on_class(cb, 'record'): cb.record(name, value, 1)
+            if receive := getattr(type(cb), 'receive_log', None): receive(cb, name, value, None)
 
     def after_fit(self) -> None:
         "Tell the best."

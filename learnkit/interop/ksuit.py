@@ -204,12 +204,7 @@ class _FromKsuit(Callback):
         if self._shared is not None: self._shared.log_writer_singleton = None
         self._shared = None
 
-    def record(
-        self,
-        name: str,
-        value: Any,
-        weight: Any = 1,
-    ) -> None:
+    def receive_log(self, name: str, value: Any, weight: Any = 1, shown: bool = True) -> None:
         "Hear of what other callbacks log."
         writer = self.given['writer']
         if name not in writer.log_cache: writer.note({name: value})

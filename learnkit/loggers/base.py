@@ -161,11 +161,12 @@ class Logger(Callback):
                 self._put(name if len(groups) == 1 else f'{name}/{i}', value, self)
         self._due = True
 
-    def record(
+    def receive_log(
         self,
-        name: str,        # what it is called in the log
-        value: Any,       # a number, or a tensor of one element on any device
-        weight: Any = 1,  # how much it counts in the average
+        name: str,           # what it is called in the log
+        value: Any,          # a number, or a tensor of one element on any device
+        weight: Any = 1,     # how much it counts in the average; None: the latest value counts alone
+        shown: bool = True,  # whether it is printed in the Recorder's table too
     ) -> None:
         "Take in what a callback gave to `learn.log`."
         learn = self.learn
@@ -176,7 +177,8 @@ class Logger(Callback):
         values = self._row() if self._evaluated is None else self._evaluated
         there = values.get(name)
         self._put(name, there if isinstance(there, Mean) else Mean(), writer)
-        values[name].add(value, weight)
+        if weight is None: values[name].reset()
+        values[name].add(value, 1 if weight is None else weight)
 
     def _put(self, name: str, value: Any, writer: Any) -> None:
         "Put a value where the running evaluation, or else the current step, has its own."

@@ -67,10 +67,11 @@ def test_several_evaluations_in_an_epoch_leave_the_best_and_no_average() -> None
     assert learn.history[0]['best/valid_loss'] == min(seen[:2])
 
 
-def test_each_callback_with_a_record_method_hears_of_it() -> None:
+def test_each_callback_that_receives_logs_hears_of_it() -> None:
     class Heard(Callback):
         values: list[tuple[str, float]] = []
-        def record(self, name: str, value: float, weight: float) -> None: self.values.append((name, value))
+        def receive_log(self, name: str, value: float, weight: Any, shown: bool = True) -> None:
+            self.values.append((name, value))
     learn = learner(Heard(), BestMetric('valid_loss', 'test/mae'))
     learn.fit(2)
     assert learn.heard.values == [(n, row[n]) for row in learn.history for n in ('best/valid_loss', 'best/test/mae')]

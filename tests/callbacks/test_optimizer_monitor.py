@@ -28,7 +28,7 @@ class Seen(Callback):
 
     def __init__(self) -> None: self.rows: dict[int, dict[str, Any]] = {}
 
-    def record(self, name: str, value: Any, weight: Any = 1) -> None:
+    def receive_log(self, name: str, value: Any, weight: Any = 1, shown: bool = True) -> None:
         row = self.rows.setdefault(self.learn.iter, {})
         assert name not in row
         row[name] = value

@@ -55,7 +55,7 @@ class Seen(Callback):
 
     def __init__(self) -> None: self.rows: list[tuple[int, str, Any]] = []
 
-    def record(self, name: str, value: Any, weight: Any = 1) -> None:
+    def receive_log(self, name: str, value: Any, weight: Any = 1, shown: bool = True) -> None:
         self.rows.append((self.learn._done['ba'], name, value))
 
     def of(self, name: str) -> dict[int, Any]: return {at: value for at, n, value in self.rows if n == name}

@@ -354,10 +354,10 @@ def test_closing_in_a_handler(event: str) -> None:
 @pytest.mark.parametrize('event', [e for e in FIT_EVENTS if e != 'cleanup'])
 def test_stop_at_every_event_ends_with_every_event(event: str) -> None:
     fired: list[str] = []
-    class Trace(Callback):
+    class EventTrace(Callback):
         order = 99
         def __call__(self, event_name: str) -> None: fired.append(event_name)
-    learn = make_learner([cb := At(event, lambda cb: cb.learn.stop()), trace := Trace()])
+    learn = make_learner([cb := At(event, lambda cb: cb.learn.stop()), trace := EventTrace()])
     start_again(learn)
     learn.fit(3, iteration=2)
     for before, after in [

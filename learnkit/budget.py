@@ -1,0 +1,87 @@
+"""How long a fit lasts: a number of epochs, or an amount of batches, steps, samples, tokens or seconds."""
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from learnkit.callback import Callback
+from learnkit.checks import check_fit
+from learnkit.data import n_batches
+from learnkit.errors import FitError, TimeError
+from learnkit.evaluation import check_countable
+from learnkit.timing import Time, as_time
+
+__all__ = ['Budget', 'as_length']
+
+
+def as_length(
+    learn: Any,
+    length: Any,                        # a number of epochs, or a time
+    start_epoch: Any = 0,               # the epochs before it are skipped
+    per_iteration: int | None = None,   # epochs of an iteration, where it is set
+) -> tuple[int | None, Time | None]:    # the number of epochs (None: not known), and the budget where there is one
+    "Return how many epochs a fit has, or what it may use; raise `FitError` or `TimeError` for what it cannot follow."
+    epochs, budget = _as_length(learn, length, per_iteration)
+    return check_fit(learn, epochs, start_epoch, has_budget=budget is not None), budget
+
+
+def _as_length(learn: Any, length: Any, per_iteration: int | None) -> tuple[Any, Time | None]:
+    if not isinstance(length, (str, Time)): return length, None
+    total = as_time(length)
+    check_countable(learn, total)
+    if total.unit == 'ep': return int(total.value), None
+    if total.unit == 'iter':
+        if per_iteration is None: raise TimeError(f"fit({str(total)!r}): say how long one is, `iteration='2ep'`.")
+        return int(total.value) * per_iteration, None
+    if total.unit == 'dur': raise TimeError(f'fit({str(total)!r}): a share of what? Give epochs, batches or hours.')
+    n = n_batches(learn.dls.train) if total.unit == 'ba' else None
+    return (math.ceil(total.value / n) if n else None), total
+
+
+class Budget(Callback):
+    """Stop the fit once it has used so much of a unit, at the end of a batch; `pct_train` is the share used.
+
+    `fit('2h')` adds it. The epoch that is under way ends as usual, with its evaluation and its checkpoints.
+    Checkpointed: what the Learner had used when the fit began.
+
+    >>> Budget('500ba').total
+    Time('500ba')
+    """
+    order, run_valid = -9, False  # right after the counters
+
+    def __init__(self, total: str | int | Time = '1ep') -> None:
+        self.total, self._began, self._n_idle = as_time(total, 'ep'), 0., 0
+
+    def before_fit(self) -> None:
+        if self.learn.fitting: self._began, self._n_idle = self.learn._finished(self.total.unit), 0
+
+    def before_train(self) -> None:
+        self._at_start = self.share()
+        self.learn.pct_train = min(1., self._at_start)
+
+    def after_batch(self) -> None: self._look()
+
+    def after_epoch(self) -> None:
+        if not self.learn.fitting: return
+        self._look()
+        self._n_idle = 0 if self.share() > self._at_start else self._n_idle + 1
+        if self._n_idle > 1:
+            raise FitError(f'fit({str(self.total)!r}) would go on for ever: two epochs in a row have used nothing of '
+                           'it. Are their batches or steps all cancelled?')
+
+    _at_start = -1.
+
+    def share(self) -> float:
+        "Return the share that has been used."
+        return (self.learn._finished(self.total.unit) - self._began) / self.total.value
+
+    def _look(self) -> None:
+        share = self.share()
+        self.learn.pct_train = min(1., share)
+        if share >= 1: self.learn.stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {'began': self._began}
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        self._began = sd['began']

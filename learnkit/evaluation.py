@@ -1,0 +1,81 @@
+"""When which validation loader is evaluated: at the end of epochs, or in their middle."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from learnkit.callback import Callback
+from learnkit.data import evaluation_loaders
+from learnkit.errors import TimeError
+from learnkit.rng import preserved_generators, preserved_rng
+from learnkit.runs import Runs
+from learnkit.timing import Time, Timestamp, crossings
+
+__all__ = ['Evaluations', 'EvaluateWithinEpochs']
+
+AT_EPOCH_ENDS = ('ep', 'iter')
+
+
+class Evaluations(Runs):
+    "The part of the loop that knows which validation loaders are due."
+    eval_every: Time | None
+    _evaluated: dict[str, Timestamp]                # when each loader was last looked at in this fit
+    _fit_began = Timestamp()
+
+    def _every(self, name: str) -> Time | None:
+        evaluator = getattr(self.dls, 'evaluators', {}).get(name)
+        return self.eval_every if evaluator is None or evaluator.every == 'fit' else evaluator.every
+
+    def _due_loaders(self, at_epoch_end: bool) -> list[tuple[str, Any]]:
+        """Return the validation loaders that are due now.
+
+        At the end of the last epoch, that is every loader whose last evaluation does not hold any more."""
+        now = self.time
+        if at_epoch_end: now = now.replace(ep=now.ep + 1, iter=now.iter + self._ends_iteration())  # counted in a moment
+        is_last = at_epoch_end and (self._stopping or self.epoch + 1 == self.n_epoch)
+        return [(name, dl) for name, dl in evaluation_loaders(self.dls) if self._is_due(name, now, is_last)]
+
+    def _is_due(self, name: str, now: Timestamp, is_last: bool) -> bool:
+        every, last = self._every(name), self._evaluated.get(name, self._fit_began)
+        if every is None: return False
+        if not crossings(last, now, every) and not (is_last and last.ba != now.ba): return False
+        self._evaluated[name] = now
+        return True
+
+    def _begin_evaluations(self) -> list[Callback]:
+        "Count intervals from here; return the callback that evaluates in the middle of epochs, where one is needed."
+        everys = [every for name, _ in evaluation_loaders(self.dls) if (every := self._every(name)) is not None]
+        for every in everys: check_countable(self, every)
+        self._evaluated, self._fit_began = {}, self.time.replace(dur=0.)
+        return [EvaluateWithinEpochs()] if any(every.unit not in AT_EPOCH_ENDS for every in everys) else []
+
+
+class EvaluateWithinEpochs(Callback):
+    """Evaluate the loaders that are due after a training batch; the training goes on as if nothing had been.
+
+    `fit` adds it where an interval is not one of epochs. RNGs, each module's mode and the state of the loop are put
+    back. No state.
+    """
+    order, run_valid, remove_on_find = 10_000, False, True  # after every other handler of the batch
+
+    def after_batch(self) -> None:
+        learn = self.learn
+        if not learn.fitting or not (due := learn._due_loaders(at_epoch_end=False)): return
+        with learn._put_back(): learn._do_evaluation(due)
+
+
+def counts_tokens(learn: Any) -> bool:
+    "Tell whether the tokens of training batches can be counted."
+    if learn.token_func is not None: return True
+    dl = learn.dls.train
+    with preserved_rng(), preserved_generators(dl):
+        drawn = iter(dl)
+        batch = None if drawn is dl else next(drawn, None)  # of an iterator, a batch would be lost
+    return batch is None or (isinstance(batch, Mapping) and 'input_ids' in batch)
+
+
+def check_countable(learn: Any, time: Time) -> None:
+    "Raise `TimeError` for an amount of tokens where nothing counts them."
+    if time.unit != 'tok' or counts_tokens(learn): return
+    raise TimeError(f'{str(time)!r}: tokens are not counted. Give `Learner(token_func=f)`, where f(xb, yb) returns the '
+                    'number of tokens of a batch, or use ba, st, sp or ep.')

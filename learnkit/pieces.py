@@ -1,0 +1,109 @@
+"""Microbatches: a batch in pieces, whose gradients add up to those of the whole."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from warnings import warn
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from learnkit.batch import find_bs, microbatches
+from learnkit.errors import CancelBackwardException, CancelBatchException, CancelStepException
+from learnkit.evaluation import Evaluations
+from learnkit.rng import capture_rng, restore_rng
+from learnkit.runs import add_note
+
+__all__ = ['Pieces']
+
+
+class Pieces(Evaluations):
+    "The part of the loop that trains on a batch in pieces."
+    _do_pred_loss: Callable[[], None]
+    _backward: Callable[[], None]
+    _step: Callable[[], None]
+    _with_events: Callable[..., None]
+    _piece = 0                                 # number of the piece at hand
+    _fitting_size: int | None = None           # the size that memory has held, with microbatch='auto'; None: any so far
+
+    def _forget_pass(self) -> None:
+        for name in ('pred', 'loss_grad'): self.__dict__.pop(name, None)
+
+    def _do_microbatches(self, size: int | str) -> None:
+        pending = [(p, p.grad.clone()) for p in self.opt.parameters() if p.grad is not None]
+        try: self._do_pieces_that_fit(pending) if size == 'auto' else self._do_pieces(size)
+        except CancelBatchException:  # part of a batch's gradient means nothing: back to what was there before it
+            self._put_gradients_back(pending)
+            self.__dict__.pop('loss_grad', None)
+            raise
+        self._with_events(self._step, 'step', CancelStepException)
+        self.opt.zero_grad()
+
+    def _put_gradients_back(self, pending: list[tuple[Tensor, Tensor]]) -> None:
+        self.opt.zero_grad()
+        for p, grad in pending: p.grad = grad
+
+    def _do_pieces(self, size: Any) -> None:
+        "Add up the gradients of the pieces, each weighted so that the sum is the gradient of the whole batch."
+        xb, yb, total = self.xb, self.yb, None
+        pieces = microbatches(xb, yb, find_bs(xb) if size == 'auto' else size)
+        weights = self._weights(pieces)
+        try:
+            for self._piece, (piece, weight) in enumerate(zip(pieces, weights or pieces, strict=True)):
+                self.xb, self.yb = piece
+                self._forget_pass()
+                self._do_pred_loss()
+                share = share_of(weight, weights, self.loss.dtype)
+                total = self.loss * share if total is None else total + self.loss * share
+                self.loss_grad = self.loss_grad * share
+                self._with_events(self._backward, 'backward', CancelBackwardException)
+        finally: self.xb, self.yb = xb, yb
+        self.loss = total
+
+    def _weights(self, pieces: list[tuple[Any, Any]]) -> list[Any] | None:
+        "Return what each piece weighs, by samples or by `weight_func`; None for a loss that is a sum."
+        if getattr(self.loss_func, 'reduction', getattr(self.loss_func, 'keywords', {}).get('reduction')) == 'sum':
+            return None
+        return [self.weight_func(*piece) if self.weight_func else find_bs(piece[0]) for piece in pieces]
+
+    # -- the size that memory allows -----------------------------------------------------------------------------------
+
+    def _do_pieces_that_fit(self, pending: list[tuple[Tensor, Tensor]]) -> None:
+        "Do the batch whole; when memory runs out, put everything back and do it in pieces of half the size."
+        rng, buffers = capture_rng(), [(b, b.clone()) for b in self.model.buffers()]
+        bs, tried = find_bs(self.xb), []
+        while True:
+            size = min(self._fitting_size or bs, bs)
+            try: return self._do_pieces(size)
+            except RuntimeError as e:
+                tried.append(size)
+                if not is_out_of_memory(e): raise
+                if size == 1:
+                    add_note(e, f"microbatch='auto': not even one sample fits; tried {', '.join(map(str, tried))}")
+                    raise
+            # only here is the exception gone, and with it the frames that hold the tensors of the failed pass
+            self._put_gradients_back([(p, g.clone()) for p, g in pending])
+            self._forget_pass()
+            for b, value in buffers: b.copy_(value)
+            restore_rng(rng)
+            if self._device is not None and self._device.type == 'cuda': torch.cuda.empty_cache()
+            self._shrink_to((size + 1) // 2)
+
+    def _shrink_to(self, size: int) -> None:
+        self._fitting_size = size
+        if any(isinstance(m, _BatchNorm) and m.training for m in self.model.modules()):
+            warn(f"microbatch='auto': memory holds {size} samples at a time. Batch norm layers see each piece on its "
+                 'own, so that the training differs from one with whole batches.', stacklevel=2)
+
+
+def is_out_of_memory(e: RuntimeError) -> bool:
+    "Tell an error of a device's memory; that of the CPU has no type of its own."
+    return isinstance(e, torch.OutOfMemoryError) or 'DefaultCPUAllocator' in str(e)
+
+
+def share_of(weight: Any, weights: list[Any] | None, dtype: torch.dtype) -> Any:
+    "Return a piece's share in the loss of its batch, without leaving the device, in the loss's precision."
+    if weights is None: return 1.
+    weight = weight.to(dtype) if isinstance(weight, Tensor) else weight
+    return weight / sum(weights)

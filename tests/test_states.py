@@ -1,0 +1,78 @@
+"""The states of callbacks: each under its own key, plain, and missed by name."""
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+
+from learnkit import EMA, Callback, CallbackError, EarlyStoppingCallback
+from learnkit.testing import synth_learner
+
+
+class Counter(Callback):
+    "Counts batches."
+
+    def __init__(self, state_key: str | None = None) -> None:
+        self.n = 0
+        if state_key: self.state_key = state_key
+
+    def after_batch(self) -> None: self.n += 1
+    def state_dict(self) -> dict[str, Any]: return {'n': self.n}
+    def load_state_dict(self, sd: dict[str, Any]) -> None: self.n = sd['n']
+
+
+def learner(*cbs: Any) -> Any:
+    learn = synth_learner(cbs=list(cbs), n_train=3, n_valid=1)
+    learn.logger = lambda row: None
+    return learn
+
+
+def test_two_of_one_class_keep_separate_states() -> None:
+    a, b = Counter(), Counter()
+    learn = learner(a, b)
+    learn.fit(1)
+    b.n = 100
+    states = learn.callback_states()
+    assert states['counter'] == {'n': 4} and states['counter_2'] == {'n': 100}
+
+    c, d = Counter(), Counter()
+    learner(c, d).load_callback_states(states)
+    assert (c.n, d.n) == (4, 100)
+
+
+def test_states_survive_a_file_that_loads_safely() -> None:
+    learn = learner(EMA(0.5), EarlyStoppingCallback(patience=3), Counter('own'))
+    learn.fit(2)
+    file = io.BytesIO()
+    torch.save(learn.callback_states(), file)
+    file.seek(0)
+    states = torch.load(file, weights_only=True)
+    assert set(states) == {'recorder', 'ema', 'early_stopping', 'own'}
+    other = learner(EMA(0.5), EarlyStoppingCallback(patience=3), Counter('own'))
+    other.load_callback_states(states)
+    assert other.early_stopping.best == learn.early_stopping.best and other.history == learn.history
+    assert other.counter.n == learn.counter.n == 8
+
+
+def test_what_is_missing_is_reported_by_name() -> None:
+    states = learner(EMA(), Counter()).callback_states()
+    other = learner(EarlyStoppingCallback())
+    with pytest.warns(UserWarning, match='There is') as told: other.load_callback_states(states)
+    texts = sorted(str(w.message) for w in told)
+    assert len(texts) == 3
+    assert texts[0].startswith('There is a state for a callback `counter`')
+    assert texts[1].startswith('There is a state for a callback `ema`')
+    assert texts[2].startswith('There is no state for the callback `early_stopping` (EarlyStoppingCallback)')
+
+
+def test_a_state_that_would_not_load_safely_is_refused() -> None:
+    class Odd(Callback):
+        def state_dict(self) -> dict[str, Any]: return {'inner': {'f': print}}
+    with pytest.raises(CallbackError, match=r"Odd: state_dict\(\)\['inner'\]\['f'\] is a builtin_function"):
+        learner(Odd()).callback_states()
+
+
+def test_a_stateless_callback_has_none() -> None:
+    assert set(learner(Callback(after_batch=lambda cb: None)).callback_states()) == {'recorder'}
