@@ -151,19 +151,24 @@ class Loop(Pieces):
         if self._until_timed > 0: return
         if self._stop_timing(): self._until_timed = EVERY - 1
         elif self._tables is self._callbacks.tables:
-            timed = TimedTable(self._tables[True], self.timings)
-            self._callbacks.more_tables.append(timed)
-            self._tables = self._tables[False], timed
+            self._tables = self._tables[False], self._timed_table()
             self.timings.begin_step()
 
     def _stop_timing(self) -> bool:
         "Let the loop read its own tables again; tell whether it read others."
-        timed = self._tables[True]
-        if not isinstance(timed, TimedTable): return False
+        if not isinstance(self._tables[True], TimedTable): return False
         self._tables = self._callbacks.tables
-        self._callbacks.more_tables.remove(timed)
         self.timings.end_step()
         return True
+
+    def _timed_table(self) -> TimedTable:
+        "Return the timed handlers of this fit; they are made anew only when callbacks have changed."
+        more = self._callbacks.more_tables
+        for table in more:
+            if isinstance(table, TimedTable) and table.timings is self.timings: return table
+        timed = TimedTable(self._tables[True], self.timings)
+        more[:] = [*(t for t in more if not isinstance(t, TimedTable)), timed]
+        return timed
 
     def _is_open(self, level: str) -> bool:
         return level in self._open or type(self)._with_events is not Loop._with_events  # an override may not keep them
