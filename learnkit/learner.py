@@ -240,7 +240,8 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Saving, State
         is printed. What is logged in evaluation gets the prefix `valid_`, or the loader's name and `/`. It reaches
         every callback with a method `receive_log(name, value, weight, shown)`: the Recorder, and each logger.
         """
-        if not self.training: name = f'valid_{name}' if self.dl_name == 'valid' else f'{self.dl_name}/{name}'
+        if self._evaluating or 'validate' in self._open:
+            name = f'valid_{name}' if self.dl_name in ('valid', 'train') else f'{self.dl_name}/{name}'
         for cb in self._callbacks:
             if receive := getattr(type(cb), 'receive_log', None): receive(cb, name, value, weight, shown)
 

@@ -115,10 +115,13 @@ class Loop(Pieces):
         loaders = evaluation_loaders(self.dls) if loaders is None else loaders
         if not loaders: return
         with preserved_rng():
-            self('before_eval')
-            for self.dl_name, dl in loaders:
-                with preserved_generators(dl): self._do_epoch_validate(dl=dl)
-            self('after_eval')
+            self._evaluating = True
+            try:
+                self('before_eval')
+                for self.dl_name, dl in loaders:
+                    with preserved_generators(dl): self._do_epoch_validate(dl=dl)
+                self('after_eval')
+            finally: self._evaluating = False
 
     def _set_loader(self, dl: Any) -> None:
         "Set the loader that is evaluated or predicted on."

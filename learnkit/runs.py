@@ -55,6 +55,7 @@ class Runs(HasCallbacks):
         self._ending = False                    # the outermost run is being cleaned up
         self._stopping = False
         self._repeating = False                 # an optimizer evaluates the batch again
+        self._evaluating = False                # from before_eval to after_eval
         self.training, self.fitting, self.phase, self.dl_name = False, False, 'train', 'train'
         self.n_epoch: int | None = 1
         self.epoch, self.iter, self.n_iter = 0, 0, None  # type: tuple[int, int, int | None]

@@ -164,3 +164,14 @@ def test_a_loader_named_twice_is_refused() -> None:
     with pytest.raises(LoaderError, match="called 'a'"):
         learner(valid=lambda dl: [Evaluator(dl, name='a'), Evaluator(dl, name='a')])
     with pytest.raises(LoaderError, match='no other Evaluator'): Evaluator(Evaluator([1]))
+
+
+def test_what_is_logged_is_called_after_the_evaluation_it_belongs_to() -> None:
+    def note(name: str) -> Any: return lambda cb: cb.learn.log(name, 1.)
+    in_epoch = ('before_epoch', 'after_loss', 'after_train', 'after_epoch')
+    in_evaluation = ('before_eval', 'after_validate', 'after_eval')
+    events = (*in_epoch, *in_evaluation)
+    learn = learner(n_train=2, cbs=[Callback(**{event: note(event)}) for event in events])
+    learn.fit(2)
+    names = set(learn.history[-1]) - {'fit', 'epoch', 'train_loss', 'valid_loss', 'time'}
+    assert names == {*in_epoch, *(f'valid_{event}' for event in (*in_evaluation, 'after_loss'))}
