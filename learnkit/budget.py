@@ -1,12 +1,10 @@
 """How long a fit lasts: a number of epochs, or an amount of batches, steps, samples, tokens or seconds."""
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from learnkit.callback import Callback
 from learnkit.checks import check_fit
-from learnkit.data import n_batches
 from learnkit.errors import FitError, TimeError
 from learnkit.evaluation import check_countable
 from learnkit.timing import Time, as_time
@@ -34,8 +32,7 @@ def _as_length(learn: Any, length: Any, per_iteration: int | None) -> tuple[Any,
         if per_iteration is None: raise TimeError(f"fit({str(total)!r}): say how long one is, `iteration='2ep'`.")
         return int(total.value) * per_iteration, None
     if total.unit == 'dur': raise TimeError(f'fit({str(total)!r}): a share of what? Give epochs, batches or hours.')
-    n = n_batches(learn.dls.train) if total.unit == 'ba' else None
-    return (math.ceil(total.value / n) if n else None), total
+    return None, total
 
 
 class Budget(Callback):
@@ -50,26 +47,26 @@ class Budget(Callback):
     order, run_valid = -9, False  # right after the counters
 
     def __init__(self, total: str | int | Time = '1ep') -> None:
-        self.total, self._began, self._n_idle = as_time(total, 'ep'), 0., 0
+        self.total = as_time(total, 'ep')
+        self._began = 0.                   # what the Learner had used when the fit began
+        self._last, self._n_idle = 0., 0   # the share at the end of the last epoch; epochs that used nothing
 
     def before_fit(self) -> None:
-        if self.learn.fitting: self._began, self._n_idle = self.learn._finished(self.total.unit), 0
+        if self.learn.fitting: self._began, self._n_idle, self._last = self.learn._finished(self.total.unit), 0, 0.
 
     def before_train(self) -> None:
-        self._at_start = self.share()
-        self.learn.pct_train = min(1., self._at_start)
+        self.learn.pct_train = min(1., self.share())
 
     def after_batch(self) -> None: self._look()
 
     def after_epoch(self) -> None:
         if not self.learn.fitting: return
         self._look()
-        self._n_idle = 0 if self.share() > self._at_start else self._n_idle + 1
+        last, self._last = self._last, self.share()
+        self._n_idle = 0 if self._last > last else self._n_idle + 1
         if self._n_idle > 1:
             raise FitError(f'fit({str(self.total)!r}) would go on for ever: two epochs in a row have used nothing of '
                            'it. Are their batches or steps all cancelled?')
-
-    _at_start = -1.
 
     def share(self) -> float:
         "Return the share that has been used."

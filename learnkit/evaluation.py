@@ -7,6 +7,7 @@ from typing import Any
 from learnkit.callback import Callback
 from learnkit.data import evaluation_loaders
 from learnkit.errors import TimeError
+from learnkit.evaluator import as_every
 from learnkit.rng import preserved_generators, preserved_rng
 from learnkit.runs import Runs
 from learnkit.timing import Time, Timestamp, crossings
@@ -18,9 +19,17 @@ AT_EPOCH_ENDS = ('ep', 'iter')
 
 class Evaluations(Runs):
     "The part of the loop that knows which validation loaders are due."
-    eval_every: Time | None
+    _eval_every: Time | None = None
     _evaluated: dict[str, Timestamp]                # when each loader was last looked at in this fit
     _fit_began = Timestamp()
+
+    @property
+    def eval_every(self) -> Any:
+        "When validation loaders are evaluated, unless they say so themselves; assign an interval, or None for never."
+        return self._eval_every
+
+    @eval_every.setter
+    def eval_every(self, every: Any) -> None: self._eval_every = as_every(every)
 
     def _every(self, name: str) -> Time | None:
         evaluator = getattr(self.dls, 'evaluators', {}).get(name)
@@ -42,10 +51,13 @@ class Evaluations(Runs):
         self._evaluated[name] = now
         return True
 
-    def _begin_evaluations(self) -> list[Callback]:
+    def _begin_evaluations(self, per_iteration: int | None) -> list[Callback]:
         "Count intervals from here; return the callback that evaluates in the middle of epochs, where one is needed."
         everys = [every for name, _ in evaluation_loaders(self.dls) if (every := self._every(name)) is not None]
-        for every in everys: check_countable(self, every)
+        for every in everys:
+            check_countable(self, every)
+            if every.unit == 'iter' and per_iteration is None:
+                raise TimeError(f"evaluation every {str(every)!r}: say how long one is, `fit(n, iteration='2ep')`.")
         self._evaluated, self._fit_began = {}, self.time.replace(dur=0.)
         return [EvaluateWithinEpochs()] if any(every.unit not in AT_EPOCH_ENDS for every in everys) else []
 
@@ -61,7 +73,11 @@ class EvaluateWithinEpochs(Callback):
     def after_batch(self) -> None:
         learn = self.learn
         if not learn.fitting or not (due := learn._due_loaders(at_epoch_end=False)): return
-        with learn._put_back(): learn._do_evaluation(due)
+        with learn._put_back():
+            try: learn._do_evaluation(due)
+            except BaseException:
+                learn._tell_of_failed_run()
+                raise
 
 
 def counts_tokens(learn: Any) -> bool:

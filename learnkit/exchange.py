@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +61,15 @@ def load_learner(
     """
     path = Path(path)
     stored = read_weights(path)
-    if (config := stored.config) is None:
+    if stored.config is None:
         raise WeightsError(f'{path} holds weights without a configuration: build a Learner and call its `load`, or '
                            'write the file with `learn.save_learner`.')
+    config = checked_config(path, stored.config)
     built = _model(path, model, config)
     check_weights(path, weights_differ(built, stored.model), built)
     if loss_func is None and config.get('activates'):
-        warn_user(f'The Learner in {path} had the loss {config["loss_func"]}, which turns outputs into predictions. '
-                  'Pass `loss_func=` to have them activated and decoded as they were.')
+        warn_user(f'The Learner in {path} had the loss {config.get("loss_func")}, which turns outputs into '
+                  'predictions. Pass `loss_func=` to have them activated and decoded as they were.')
     if dls is None: dls = NoData('cpu' if cpu else device, path.parent, config.get('n_inp'), config.get('vocab'))
     learn = Learner(dls, built, loss_func, **{**_options(config), 'path': path.parent, **kwargs})
     load_weights(built, stored.model)
@@ -91,6 +93,39 @@ def _model(path: Path, model: Any, config: dict[str, Any]) -> nn.Module:
         raise
     if isinstance(built, nn.Module): return built
     raise ModelError(f'model={model!r} built a {type(built).__name__}, no nn.Module.')
+
+
+def is_number(value: Any) -> bool: return isinstance(value, Real) and not isinstance(value, bool)
+def is_numbers(value: Any) -> bool: return isinstance(value, (list, tuple)) and all(map(is_number, value))
+
+
+def is_rates(value: Any) -> bool:
+    "Tell whether this is a rate, one a group, or a slice as `save_learner` writes it."
+    if not isinstance(value, dict): return is_number(value) or (is_numbers(value) and len(value) > 0)
+    ends = value.get('slice')
+    return isinstance(ends, (list, tuple)) and len(ends) == 2 and all(v is None or is_number(v) for v in ends)
+
+
+def is_flag(value: Any) -> bool: return isinstance(value, bool)
+def is_name(value: Any) -> bool: return isinstance(value, str)
+
+
+# what a configuration holds, and whether an entry has its form
+FORMS: dict[str, Callable[[Any], bool]] = {
+    'model': is_name, 'loss_func': lambda v: v is None or is_name(v), 'activates': is_flag,
+    'n_inp': lambda v: v is None or (isinstance(v, int) and not is_flag(v) and v > 0),
+    'vocab': lambda v: v is None or isinstance(v, list), 'lr': is_rates, 'wd': lambda v: v is None or is_number(v),
+    'wd_bn_bias': is_flag, 'moms': lambda v: is_numbers(v) and len(v) == 3, 'train_bn': is_flag,
+    'model_config': lambda v: isinstance(v, dict) and all(map(is_name, v))}
+
+
+def checked_config(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    "Return a configuration in which each entry has its form; what is missing is left to the defaults."
+    for name, fits in FORMS.items():
+        if name in config and not fits(config[name]):
+            raise WeightsError(f'{path} has {name}={config[name]!r} in its configuration, which `save_learner` does '
+                               'not write. Nothing was loaded.')
+    return config
 
 
 def _options(config: dict[str, Any]) -> dict[str, Any]:

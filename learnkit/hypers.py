@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from torch import nn
 from learnkit.errors import OptimizerError, did_you_mean
 
 __all__ = ['HYPERS', 'OPTIONS', 'Hypers', 'place_of', 'torch_names', 'spread', 'is_many', 'check_hyper', 'bound_of',
-           'as_groups', 'check_maker', 'members', 'can_fuse', 'fused_of', 'prepare_fused', 'trainable_params', 'params',
+           'as_groups', 'check_maker', 'members', 'can_fuse', 'fused_of', 'FusedGuard', 'trainable_params', 'params',
            'norm_bias_params']
 
 # fastai's name of a hyper-parameter, and where torch's param groups keep it: the first that is there counts, a pair
@@ -218,25 +218,83 @@ def fused_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Op
     return [o for o in optimizers if any(g.get('fused') for g in o.param_groups)]
 
 
-def prepare_fused(opt: torch.optim.Optimizer) -> None:
-    """Give gradients and states the layout of their parameter, or fuse a group no more where it cannot be.
+class Known(NamedTuple):
+    "What a param group was like when all of it was looked at."
+    state: Any                  # the very objects: loading a state, or setting parameters apart, puts others there
+    params: list[Any]
+    sizes: tuple[Any, ...]      # what else tells that states or parameters came
+    watched: list[Any]          # parameters on the CPU
+    tall: list[Any]             # those elsewhere that can lie channels last
+    lie: Any                    # how both lay
 
-    torch's kernels for the CPU run over memory as it lies, and take it for granted that all lies alike: a state from
-    before `model.to(memory_format=torch.channels_last)` would silently meet the wrong weights."""
-    for group in (g for g in opt.param_groups if g.get('fused')):
+
+class FusedGuard:
+    """Keep what a fused optimizer takes for granted: gradients and states that lie in memory as their parameter.
+
+    torch's kernels for the CPU run over memory as it lies: a state from before
+    `model.to(memory_format=torch.channels_last)` would silently meet the wrong weights. Those for CUDA stop with an
+    error. States are looked at when a load, a new state or another layout may have changed them, parameters and
+    gradients on the CPU at each step. A state whose tensors were replaced by hand is not seen."""
+
+    def __init__(self, opt: torch.optim.Optimizer) -> None:
+        self.opt = opt
+        self._known: dict[int, Known] = {}
+
+    def prepare(self) -> None:
+        "Lay gradients and states as they must be, or fuse a group no more where that cannot be."
+        for i, group in enumerate(self.opt.param_groups):
+            if not group.get('fused') or not group['params'] or self._is_as_known(i, group): continue
+            self._known.pop(i, None)
+            if self._mend(group): self._know(i, group)
+            else: group['fused'] = False
+
+    def _sizes(self, group: dict[str, Any]) -> tuple[Any, ...]:
+        params = group['params']
+        return len(self.opt.state), len(params), params[0].is_cuda, bool(group.get('momentum'))
+
+    def _is_as_known(self, i: int, group: dict[str, Any]) -> bool:
+        known = self._known.get(i)
+        if known is None or known.state is not self.opt.state or known.params is not group['params']: return False
+        return known.sizes == self._sizes(group) and known.lie == lie_of(known.watched, known.tall)
+
+    def _know(self, i: int, group: dict[str, Any]) -> None:
+        params, state = group['params'], self.opt.state
+        # a parameter without a momentum that the others have may get its first gradient at any step
+        if group.get('momentum') and any(state.get(p, {}).get('momentum_buffer') is None for p in params): return
+        watched = [p for p in params if p.device.type == 'cpu']
+        tall = [p for p in params if p.device.type != 'cpu' and p.dim() > 3]
+        if (lie := lie_of(watched, tall)) is not None:
+            self._known[i] = Known(state, params, self._sizes(group), watched, tall, lie)
+
+    def _mend(self, group: dict[str, Any]) -> bool:
+        "Lay what lies otherwise as its parameter; tell whether the group can be fused."
+        momentum = bool(group.get('momentum')) and bool(self.opt.state)
         for p in group['params']:
-            if (grad := p.grad) is None: continue
-            state = opt.state.get(p, {})
-            has_no_momentum = bool(group.get('momentum')) and 'momentum_buffer' not in state and bool(opt.state)
-            lies_by_rows = not grad.is_sparse and all(map(torch.Tensor.is_contiguous, (p, grad, *state.values())))
-            if lies_by_rows and not has_no_momentum: continue
+            state, grad = self.opt.state.get(p, {}), p.grad
+            if grad is not None and momentum and state.get('momentum_buffer') is None: return False
+            tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
+            if grad is not None and not (p.is_contiguous() and grad.layout == torch.strided and grad.is_contiguous()):
+                if not can_fuse(p): return False
+                if not lie_alike(p, grad): p.grad = torch.empty_like(p).copy_(grad)
+            for key, value in tensors.items():
+                if value.shape == p.shape and not lie_alike(p, value): state[key] = torch.empty_like(p).copy_(value)
+        return True
 
-            if has_no_momentum or not can_fuse(p):
-                group['fused'] = False
-                break
-            for key, value in state.items():
-                if value.dim() and value.stride() != p.stride(): state[key] = torch.empty_like(p).copy_(value)
-            if grad.stride() != p.stride(): p.grad = torch.empty_like(p).copy_(grad)
+
+def lie_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    "Tell whether two tensors of a shape have their elements in the same order."
+    return a.stride() == b.stride() or (a.is_contiguous() and b.is_contiguous())
+
+
+def lie_of(watched: list[Any], tall: list[Any]) -> Any:
+    "Return how parameters lie; None if a gradient of those watched lies otherwise than its parameter."
+    by_rows = torch.Tensor.is_contiguous
+    try:
+        if all(map(by_rows, watched)) and all(map(by_rows, [g for p in watched if (g := p.grad) is not None])):
+            return [by_rows(p) for p in tall]
+        if not all(lie_alike(p, g) for p in watched if (g := p.grad) is not None): return None
+    except RuntimeError: return None  # a sparse gradient has no strides
+    return [p.stride() for p in watched], [by_rows(p) for p in tall]
 
 
 def can_fuse(p: torch.Tensor) -> bool:

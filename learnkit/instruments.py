@@ -4,6 +4,7 @@ All of it works by other handler tables, which the loop reads in the place of it
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,12 +12,15 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 from warnings import warn
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from learnkit.batch import describe, map_tensors
-from learnkit.dispatch import Entry, HandlerTable
+from learnkit.callback import Callback
+from learnkit.dispatch import Entry, HandlerTable, takes_every_event
 from learnkit.events import CONTEXTS, canonical_event
+from learnkit.foreign import is_foreign
 from learnkit.runs import Runs
 from learnkit.timings import Timings
 
@@ -74,6 +78,7 @@ class Trace(list[Change]):
 class Instruments(Runs):
     "The part of the Learner that shows what happens inside."
     timings: Timings
+    _stop_timing: Callable[[], bool]
 
     def explain(
         self,
@@ -134,6 +139,7 @@ class Instruments(Runs):
     @contextmanager
     def _instrumented(self, make: Callable[[HandlerTable], HandlerTable]) -> Iterator[None]:
         "Let the loop read other tables for the length of a context."
+        self._stop_timing()
         before, callbacks = self._tables, self._callbacks
         tables = tuple(make(table) for table in before)
         callbacks.more_tables.extend(tables)
@@ -147,7 +153,7 @@ class Instruments(Runs):
 def handler_of(entry: Entry, when: str, event_name: str) -> Handler:
     "Say what is known about one entry of a handler table."
     handler, switch, cb = entry
-    f: Any = handler
+    f: Any = users_function(cb, event_name) or handler
     while not inspect.isfunction(f):
         inner = getattr(f, '__wrapped__', None) or getattr(f, '__func__', None) or getattr(f, 'func', None)
         if inner is None: break
@@ -158,6 +164,13 @@ def handler_of(entry: Entry, when: str, event_name: str) -> Handler:
     file, line = (code.co_filename, code.co_firstlineno) if code else ('', 0)
     return Handler(getattr(cb, 'order', 0), type(cb).__name__, f'{type(cb).__name__}.{name}', file, line, when,
                    bool(switch))
+
+
+def users_function(cb: Any, event_name: str) -> Any:
+    "Return the function of a callback that is not called by its event's name alone; None for any other."
+    if is_foreign(cb): return getattr(cb, event_name, None)
+    if not takes_every_event(cb): return None
+    return type(cb).run_event if type(cb).run_event is not Callback.run_event else type(cb).__call__
 
 
 class TracedTable(HandlerTable):
@@ -194,7 +207,8 @@ def fingerprints(learn: Any) -> dict[str, Any]:
         for i, h in enumerate(groups):
             where = f' of group {i}' if len(groups) > 1 else ''
             found |= {f'hyper {name}{where}': float(v) for name, v in h.items()}
-    return {**found, 'random numbers': digest(torch.get_rng_state())}
+    others = hash(random.getstate()), str(np.random.get_state())
+    return {**found, 'random numbers': (digest(torch.get_rng_state()), *others)}
 
 
 def digest(o: Any) -> str:

@@ -23,7 +23,6 @@ from learnkit.compiling import Compilation
 from learnkit.data import as_dataloaders, check_loaders, evaluation_loaders
 from learnkit.dispatch import listed
 from learnkit.errors import CallbackError, CancelError, CancelFitException, LossError, OptimizerError
-from learnkit.evaluator import as_every
 from learnkit.events import LEVELS, LIFECYCLE
 from learnkit.freezing import Freezing, check_trained, make_optimizer
 from learnkit.hints import takes
@@ -110,7 +109,7 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Saving, State
         self.path = Path(path) if path is not None else Path(getattr(self.dls, 'path', '.'))
         self.model_dir, self.wd, self.wd_bn_bias, self.train_bn, self.moms = model_dir, wd, wd_bn_bias, train_bn, moms
         self.microbatch, self.weight_func = check_microbatch(self, microbatch), weight_func
-        self.token_func, self.eval_every = token_func, as_every(eval_every)
+        self.token_func, self.eval_every = token_func, eval_every
         self.logger: Callable[[Any], Any] = print
         self.create_mbar, self.opt = True, None
         self._entered: list[ExitStack] = []
@@ -143,7 +142,7 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Saving, State
         epochs, budget = as_length(self, n_epoch, start_epoch, per_iteration)
         check_loaders(self.dls)
         own = [SkipToEpoch(start_epoch)] * bool(start_epoch) + ([Budget(budget)] if budget else [])
-        with self.added_cbs([*listed(cbs), *own, *self._begin_evaluations()]):
+        with self.added_cbs([*listed(cbs), *own, *self._begin_evaluations(per_iteration)]):
             self._prepare_opt(lr, wd, reset_opt)
             with self._run('fit'):
                 self.n_epoch, self.epochs_per_iteration, self._stopping = epochs, per_iteration, False
@@ -188,7 +187,7 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Saving, State
         opt = make_optimizer(self.opt_func, self.model, self.lr, self.splitter, self.wd_bn_bias, self.train_bn,
                              last=self.opt)
         if self.opt is not None:
-            self._done['st'] += getattr(self.opt, 'n_steps', 0)
+            if opt is not self.opt: self._done['st'] += getattr(self.opt, 'n_steps', 0)
             if not callable(self.opt_func): opt.clear_state()  # it is the same one, to be started anew
         self.opt = opt
         lrs = [h['lr'] for h in opt.hypers if 'lr' in h]

@@ -323,6 +323,7 @@ class TrainEvalCallback(Callback):
     order, run_valid = -10, False
     _modes: list[tuple[nn.Module, bool]] = []  # those of training, while an evaluation has changed them
     _starting = True                           # the first epoch of a fit is to come
+    _trained = False                           # this epoch's training has begun
 
     def after_create(self) -> None:
         self.learn.n_epoch = 1
@@ -345,7 +346,7 @@ class TrainEvalCallback(Callback):
         if self._starting or not learn.model.training:  # otherwise the modes are there, or a callback has set others
             learn.model.train()
             for module, mode in self._modes: module.training = mode
-        self._starting, self._modes = False, []
+        self._starting, self._modes, self._trained = False, [], True
 
     def after_batch(self) -> None:
         learn = self.learn
@@ -363,7 +364,8 @@ class TrainEvalCallback(Callback):
         learn.training = False
 
     def after_epoch(self) -> None:
-        if self.learn.fitting: self.learn._done['ep'] += 1
+        if self.learn.fitting and self._trained: self.learn._done['ep'] += 1  # one that was skipped is not finished
+        self._trained = False
 
     def after_iteration(self) -> None:
         self.learn._done['iter'] += 1

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from learnkit.hints import warn_user
 from learnkit.hypers import (
     OPTIONS,
     SPLIT,
+    FusedGuard,
     Hypers,
     as_groups,
     check_hyper,
@@ -24,11 +26,11 @@ from learnkit.hypers import (
     is_many,
     maker_of,
     norm_bias_params,
-    prepare_fused,
     spread,
     torch_names,
     trainable_params,
 )
+from learnkit.optimstate import differences, load_state
 
 __all__ = ['OptimWrapper', 'trainable_params', 'norm_bias_params']
 
@@ -94,10 +96,20 @@ class OptimWrapper(torch.optim.Optimizer):
         for p in self.parameters():
             if id(p) in seen: raise OptimizerError('Two optimizers or groups share a parameter: give each its own.')
             seen.add(id(p))
-        self._fused = fused_of(self.optimizers.values())
+        self._fused = [FusedGuard(o) for o in fused_of(self.optimizers.values())]
 
     def __getstate__(self) -> dict[str, Any]: return self.__dict__.copy()  # torch's leaves most out
     def __setstate__(self, state: dict[str, Any]) -> None: self.__dict__.update(state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OptimWrapper:
+        "Copy it with its optimizers and what these have of their own, which torch's own copies lack."
+        res = memo[id(self)] = type(self).__new__(type(self))
+        for o in self.optimizers.values():
+            twin = vars(deepcopy(o, memo))
+            # a scheduler's `step` would step the one it was made for
+            for name in vars(o).keys() - twin.keys() - {'step'}: twin[name] = deepcopy(vars(o)[name], memo)
+        res.__dict__.update(deepcopy(self.__dict__, memo))
+        return res
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         "Add a group of parameters, with hyper-parameters of its own; with several optimizers, add to one: `opt[name]`."
@@ -146,12 +158,31 @@ class OptimWrapper(torch.optim.Optimizer):
         for o in self.optimizers.values():
             for g in o.param_groups: yield from g['params']
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        "Take one step with every optimizer; the closure goes to those that need it."
-        for o in self._fused: prepare_fused(o)
-        for o in self.optimizers.values(): loss = o.step(closure) if o in self._closures else unannotated_step(o)
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,  # evaluates the loss again, for those that need it
+        only: str | int | None = None,             # the name or place of the one that steps; None: all do
+    ) -> Any:
+        """Take one step with every optimizer, or with one of several: `learn.opt.step(only='critic')`.
+
+        Each call counts as one step (`n_steps`, `learn.time.st`), by which schedules of every batch and EMA move. In a
+        Learner it goes into an override of `_step`, around which the loop fires `before_step` and `after_step`; an
+        override of more than that fires them itself, `self._with_events(step, 'step', CancelStepException)`. A call of
+        `opt['critic'].step()` is torch's own, and is not counted.
+
+        Raises `OptimizerError` for an optimizer that is not there.
+        """
+        for guard in self._fused: guard.prepare()
+        for o in self._stepping(only): loss = o.step(closure) if o in self._closures else unannotated_step(o)
         self.n_steps += 1
         return loss
+
+    def _stepping(self, only: str | int | None) -> Iterable[torch.optim.Optimizer]:
+        if only is None: return self.optimizers.values()
+        try: return [self[only]]
+        except LookupError:
+            raise OptimizerError(f'only={only!r}: the optimizers are {", ".join(map(repr, self.optimizers))}.'
+                                 f'{did_you_mean(str(only), self.optimizers)}') from None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         "Clear the gradients (they become None)."
@@ -207,9 +238,9 @@ class OptimWrapper(torch.optim.Optimizer):
         self._exempt.update(params)
         if any(g.get('weight_decay') for g in self.param_groups): self._set_apart()
 
-    def _set_apart(self) -> None:
-        "Put the spared parameters of each group into a param group of their own, without weight decay."
-        for o in self.optimizers.values():
+    def _set_apart(self, *optimizers: torch.optim.Optimizer) -> None:
+        "Put the spared parameters of each group, of some optimizers or all, in one of their own without weight decay."
+        for o in optimizers or self.optimizers.values():
             for i, group in enumerate(list(o.param_groups)):
                 spared = [p for p in group['params'] if p in self._exempt]
                 if not spared or 'weight_decay' not in group: continue
@@ -284,32 +315,29 @@ class OptimWrapper(torch.optim.Optimizer):
         if len(self.optimizers) == 1: return self[0].state_dict()
         return {name: o.state_dict() for name, o in self.optimizers.items()}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned; its tensors are copied.
+    def differences(
+        self,
+        state: Any,                      # from `state_dict`
+        model: nn.Module | None = None,  # whose names of parameters are used
+    ) -> list[str]:
+        """Return a line for everything in a state that these optimizers cannot take; none, and it can be loaded.
 
-        Whether the parameters that weight decay spares sat in groups of their own does not matter. Raises
-        `OptimizerError`, with no state or hyper-parameter changed, for the state of another kind of optimizer or of
-        other parameters.
+        Whether the parameters that weight decay spares sit in groups of their own makes no difference.
         """
-        saved = dict.fromkeys(self.optimizers, state_dict) if len(self.optimizers) == 1 else state_dict
-        if set(saved) != set(self.optimizers):
-            raise OptimizerError(f'The saved state is of {", ".join(map(str, saved))}, the optimizers are '
-                                 f'{", ".join(self.optimizers)}.')
-        try:
-            for name, o in self.optimizers.items(): self._match_groups(o, saved[name])
-            for name, o in self.optimizers.items():
-                o.load_state_dict(saved[name])
-                unalias(o, saved[name])
+        return differences(self, state, model)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, on the devices of the parameters; its tensors are copied.
+
+        How a step is computed (`foreach`, `fused`, `capturable`) stays as it is here. Raises `OptimizerError`, with
+        nothing changed, for a state with `differences`.
+        """
+        if lines := self.differences(state_dict):
+            raise OptimizerError('\n  '.join(['The saved state does not fit. Nothing was loaded.', *lines]))
+        try: load_state(self, state_dict)
         finally:
             if any(g.get('weight_decay') for g in self.param_groups): self._set_apart()
-        self._fused = fused_of(self.optimizers.values())
-
-    def _match_groups(self, opt: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-        "Arrange param groups as those of a saved state, where only the place of the spared parameters differs."
-        if group_sizes(saved) != group_sizes(opt.state_dict()):
-            if any(o is opt for o, *_ in self._apart): self._join_again(opt)
-            else: self._set_apart()
-        check_state(opt, saved)
+        self._fused = [FusedGuard(o) for o in fused_of(self.optimizers.values())]
 
     def _names(self) -> str:
         return self.called or ' and '.join(type(o).__name__ for o in self.optimizers.values())
@@ -350,41 +378,3 @@ def _named_optimizers(opt: Any) -> dict[str, torch.optim.Optimizer]:
                                  'It is called with the parameters and `lr=`, and returns an optimizer or several.')
     if not named: raise OptimizerError('opt_func gave no optimizer.')
     return named
-
-
-# --------------------------------------------------------------------------------------------------------------- states
-
-AS_PARAMETER = ('momentum_buffer', 'exp_avg', 'exp_avg_sq', 'max_exp_avg_sq', 'square_avg', 'grad_avg', 'slow_weights')
-
-
-def group_sizes(saved: dict[str, Any]) -> list[int]:
-    "Return the number of parameters of each param group of a state dict."
-    try: return [len(g['params']) for g in saved['param_groups']]
-    except (KeyError, TypeError) as e: raise OptimizerError('It has no param groups: no state of an optimizer.') from e
-
-
-def check_state(opt: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    "Raise `OptimizerError` for the state of another kind of optimizer, or of parameters of other numbers or shapes."
-    name, theirs, own = type(opt).__name__, group_sizes(saved), group_sizes({'param_groups': opt.param_groups})
-    if theirs != own:
-        raise OptimizerError(f'The saved state has param groups of {theirs} parameters, this {name} has {own}: another '
-                             'model, splitter, or `wd_bn_bias`.')
-    for group, g in zip(opt.param_groups, saved['param_groups'], strict=True):
-        has, lacks = [n for n in OPTIONS if n in g], [n for n in OPTIONS if n in group and n not in g]
-        if lacks: raise OptimizerError(f'The saved state has {", ".join(has)}, not {", ".join(lacks)} as {name} needs: '
-                                       'it is of another kind of optimizer.')
-    params = [p for g in opt.param_groups for p in g['params']]
-    for p, i in zip(params, (i for g in saved['param_groups'] for i in g['params']), strict=True):
-        for key, value in saved['state'].get(i, {}).items():
-            if key in AS_PARAMETER and isinstance(value, torch.Tensor) and value.shape != p.shape:
-                raise OptimizerError(f'The saved {key} of parameter {i} has shape {tuple(value.shape)}, the parameter '
-                                     f'{tuple(p.shape)}: it is of another model.')
-
-
-def unalias(opt: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    "Copy the tensors of an optimizer's state that are still those of the state dict."
-    theirs = {id(v) for s in saved['state'].values() for v in s.values()}
-    for state in opt.state.values():
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and id(value) in theirs: state[key] = value.clone()
-            if isinstance(value, list): state[key] = [v.clone() if isinstance(v, torch.Tensor) else v for v in value]

@@ -132,6 +132,9 @@ def _shrink_and_step(opt: torch.optim.Optimizer, step: Callable[..., Any], closu
 
 # -------------------------------------------------------------------------------------------------------- Lookahead
 
+LAYOUT = ('_places', '_exempt', '_apart', 'always_trained', 'frozen', 'frozen_idx', 'called')  # of an OptimWrapper
+
+
 class Lookahead(OptimWrapper):
     """Step with another optimizer, and every `k` steps go back part of the way to where those began.
 
@@ -157,23 +160,24 @@ class Lookahead(OptimWrapper):
         if not isinstance(k, int) or k < 1: raise OptimizerError(f'k={k!r}: give a whole number of steps, 1 or more.')
         if not 0 <= alpha <= 1: raise OptimizerError(f'alpha={alpha!r}: give a share from 0 to 1.')
         super().__init__(opt=opt.opt if isinstance(opt, OptimWrapper) else opt)
+        if isinstance(opt, OptimWrapper):  # groups of several optimizers may be one, and some parameters are spared
+            for name in LAYOUT: setattr(self, name, getattr(opt, name))
         self.k, self.alpha = k, alpha
         for g in self.param_groups: g.setdefault('lookahead_step', 0)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, only: str | int | None = None) -> Any:
         "Take a step; after every `k`-th, move the slow weights, and the fast ones to them."
-        with_grad = [(g, [p for p in g['params'] if p.grad is not None]) for g in self.param_groups]
-        states = self.state
-        new = {p: p.clone() for _, ps in with_grad for p in ps if 'slow_weights' not in states.get(p, {})}
-        with torch.enable_grad(): loss = super().step(closure)
-        states = self.state
-        for p, slow in new.items(): states[p]['slow_weights'] = slow
+        groups = [(o.state, g, [p for p in g['params'] if p.grad is not None])
+                  for o in self._stepping(only) for g in o.param_groups]
+        new = [(state, p, p.clone()) for state, _, ps in groups for p in ps if 'slow_weights' not in state.get(p, {})]
+        with torch.enable_grad(): loss = super().step(closure, only)
+        for state, p, slow in new: state[p]['slow_weights'] = slow
 
-        for g, ps in with_grad:
+        for state, g, ps in groups:
             g['lookahead_step'] = g.get('lookahead_step', 0) + 1
             if g['lookahead_step'] % self.k or not ps: continue
-            slow_ones = [states[p]['slow_weights'] for p in ps]
+            slow_ones = [state[p]['slow_weights'] for p in ps]
             torch._foreach_lerp_(slow_ones, ps, self.alpha)
             torch._foreach_copy_(ps, slow_ones)
         return loss

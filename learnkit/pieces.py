@@ -47,7 +47,8 @@ class Pieces(Evaluations):
     def _do_pieces(self, size: Any) -> None:
         "Add up the gradients of the pieces, each weighted so that the sum is the gradient of the whole batch."
         xb, yb, total = self.xb, self.yb, None
-        pieces = microbatches(xb, yb, find_bs(xb) if size == 'auto' else size)
+        if size == 'auto': size = min(self._fitting_size or find_bs(xb), find_bs(xb))
+        pieces = microbatches(xb, yb, size)
         weights = self._weights(pieces)
         try:
             for self._piece, (piece, weight) in enumerate(zip(pieces, weights or pieces, strict=True)):
@@ -71,7 +72,8 @@ class Pieces(Evaluations):
 
     def _do_pieces_that_fit(self, pending: list[tuple[Tensor, Tensor]]) -> None:
         "Do the batch whole; when memory runs out, put everything back and do it in pieces of half the size."
-        rng, buffers = capture_rng(), [(b, b.clone()) for b in self.model.buffers()]
+        rng = capture_rng()
+        buffers = [(m, k, b, b.clone()) for m in self.model.modules() for k, b in m._buffers.items() if b is not None]
         bs, tried = find_bs(self.xb), []
         while True:
             size = min(self._fitting_size or bs, bs)
@@ -85,7 +87,7 @@ class Pieces(Evaluations):
             # only here is the exception gone, and with it the frames that hold the tensors of the failed pass
             self._put_gradients_back([(p, g.clone()) for p, g in pending])
             self._forget_pass()
-            for b, value in buffers: b.copy_(value)
+            for m, key, b, value in buffers: m._buffers[key] = b.copy_(value)  # a forward pass may replace them
             restore_rng(rng)
             if self._device is not None and self._device.type == 'cuda': torch.cuda.empty_cache()
             self._shrink_to((size + 1) // 2)

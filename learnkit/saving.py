@@ -23,16 +23,14 @@ from learnkit.files import atomic_write, check_writable
 from learnkit.hints import warn_user
 from learnkit.loop import Loop, name_of
 from learnkit.optim import OptimWrapper
+from learnkit.optimstate import is_torch_state
 from learnkit.rng import preserved_generators, preserved_rng
 from learnkit.weights import (
     FORMAT,
     Stored,
     bare_model,
     check_weights,
-    is_torch_state,
-    load_optimizer,
     load_weights,
-    optimizer_differs,
     plain,
     read_weights,
     weights_differ,
@@ -105,26 +103,26 @@ class Saving(Loop):
         opt_state = opt_state_of(stored, with_opt, path)
         with self._optimizer(made=opt_state is not None):
             differences = weights_differ(self.model, stored.model, strict)
-            if opt_state is not None: differences += optimizer_differs(self.opt, opt_state, self.model)
+            if opt_state is not None: differences += self.opt.differences(opt_state, bare_model(self.model))
             check_weights(path, differences, self.model, _fix(differences))
         self('before_load')
         load_weights(self.model, stored.model, strict)
         if opt_state is not None:
             # the state goes where the parameters are, and they would move at the next fit
             if (device := getattr(self.dls, 'device', None)) is not None: self.model.to(device)
-            load_optimizer(self.opt, opt_state)
+            self.opt.load_state_dict(opt_state)
         self('after_load')
         return self
 
     @contextmanager
     def _optimizer(self, made: bool) -> Iterator[None]:
         "Make an optimizer where one is needed, and take it back if the block fails."
-        before = self.opt, self.lr, self._own_lrs
+        before = self.opt, self.lr, self._own_lrs, self._done['st']
         if made and (self.opt is None or self._opt_is_of_another_model()): self.create_opt()
         if made and not isinstance(self.opt, OptimWrapper): self.opt = OptimWrapper(opt=self.opt)  # assigned by hand
         try: yield
         except BaseException:
-            self.opt, self.lr, self._own_lrs = before
+            self.opt, self.lr, self._own_lrs, self._done['st'] = before
             raise
 
     def _weights_path(self, file: Any, to_read: bool = False) -> Path:
@@ -200,7 +198,7 @@ class Saving(Loop):
         xb = sample_inputs(self.dls) if sample is None else sample if isinstance(sample, tuple) else (sample,)
         model = on_cpu(bare_model(self.model))
         modes = [(m, m.training) for m in model.modules()]
-        try: program = program_of(model.eval(), two_rows(xb), act)
+        try: program = program_of(model.eval(), *two_rows(xb), act)
         finally:
             for m, mode in modes: m.training = mode
         with atomic_write(path) as tmp, tmp.open('wb') as f: torch.export.save(program, f)
@@ -306,14 +304,16 @@ def sample_inputs(dls: Any) -> tuple[Any, ...]:
     except OptionError as e: raise OptionError(f'{e} Pass `sample=`, the inputs of a batch.') from None
 
 
-def two_rows(xb: tuple[Any, ...]) -> tuple[Any, ...]:
-    "Return zeros like two samples of a batch; tensors without a row a sample as they are."
-    n = find_bs(xb)  # one row alone would be taken for a fixed size
+def two_rows(xb: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Tensor]]:
+    "Return zeros like two samples of a batch, and those of them that have a row a sample; others stay as they are."
+    n, cut = find_bs(xb), []  # one row alone would be taken for a fixed size
 
     def rows(t: Tensor) -> Tensor:
         t = t.detach().cpu().as_subclass(Tensor)
-        return t.new_zeros((2, *t.shape[1:])) if t.ndim and len(t) == n else t
-    return tuple(map_tensors(xb, rows))
+        if not t.ndim or len(t) != n: return t
+        cut.append(t.new_zeros((2, *t.shape[1:])))
+        return cut[-1]
+    return tuple(map_tensors(xb, rows)), cut
 
 
 def on_cpu(model: nn.Module) -> nn.Module:
@@ -325,17 +325,22 @@ def on_cpu(model: nn.Module) -> nn.Module:
     return deepcopy(model, copies)
 
 
-def program_of(model: nn.Module, xb: tuple[Any, ...], act: Callable[[Any], Any] | None) -> Any:
+def program_of(
+    model: nn.Module,
+    xb: tuple[Any, ...],    # inputs
+    cut: list[Tensor],      # those tensors of them that have a row a sample
+    act: Callable[[Any], Any] | None,
+) -> Any:
     "Export a model with a batch dimension of any size in its inputs. Raises `ModelError`."
     from torch.export import Dim, ShapesCollection, export
     names = passed_names(model, xb)
     kwargs = {k: xb[0][k] if isinstance(xb[0], Mapping) else getattr(xb[0], k) for k in names} if names else None
     args = () if names else xb
-    batch = Dim('batch', min=1)
+    batch, ids = Dim('batch', min=1), {id(t) for t in cut}
     shapes: Any = ShapesCollection()  # that `export` takes one, its types do not say
 
     def mark(t: Tensor) -> Tensor:
-        if t.ndim and len(t) == 2: shapes[t] = {0: batch}
+        if id(t) in ids: shapes[t] = {0: batch}
         return t
     map_tensors((args, kwargs), mark)
     hook = model.register_forward_hook(lambda module, xb, out: out if act is None else act(out))

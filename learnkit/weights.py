@@ -3,10 +3,9 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from numbers import Real
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -18,23 +17,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from learnkit.batch import map_tensors
 from learnkit.errors import OptionError, WeightsError
 from learnkit.files import damage
-from learnkit.hypers import OPTIONS
-from learnkit.optim import OptimWrapper
 
-__all__ = ['Stored', 'read_weights', 'bare_model', 'plain', 'check_weights', 'load_weights', 'load_optimizer',
-           'is_torch_state', 'weights_differ', 'optimizer_differs']
+__all__ = ['Stored', 'read_weights', 'bare_model', 'plain', 'check_weights', 'load_weights', 'weights_differ']
 
 FORMAT = 1  # of files written by `save_learner`
-
-# of these the optimizer at hand keeps its own: how a step is computed, and where, is not the file's business
-_OWN = ('foreach', 'fused', 'capturable', 'differentiable', 'decoupled_weight_decay')
-
-# the entries of an optimizer's state that have the shape of their parameter
-_ELEMENTWISE = frozenset({'exp_avg', 'exp_avg_sq', 'max_exp_avg_sq', 'momentum_buffer', 'square_avg', 'grad_avg', 'sum',
-                          'acc_delta', 'exp_inf', 'prev', 'step_size', 'ax'})
 
 
 class _Inert:
@@ -185,7 +173,7 @@ def _shown(state: Any) -> str:
 
 def check_weights(
     path: Path,                # the file, for the message
-    differences: list[str],    # from `weights_differ` and `optimizer_differs`
+    differences: list[str],    # from `weights_differ` and `OptimWrapper.differences`
     model: nn.Module,
     fix: str = '',             # what can be done about it
 ) -> None:
@@ -231,96 +219,9 @@ def _size(t: Any) -> str: return f' {list(t.shape)}' if isinstance(t, Tensor) an
 def _dtype(t: Tensor) -> str: return str(t.dtype).removeprefix('torch.')
 
 
-def is_torch_state(state: Any) -> bool:
-    "Tell the states of torch's optimizers, one or several by name, from fastai's and from anything else."
-    if not isinstance(state, Mapping): return False
-    if {'state', 'param_groups'} <= set(state): return True
-    return bool(state) and all(isinstance(s, Mapping) and {'state', 'param_groups'} <= set(s) for s in state.values())
-
-
-def optimizer_differs(opt: OptimWrapper, state: Any, model: nn.Module | None = None) -> list[str]:
-    "Return a line for everything in an optimizer's state that this optimizer of the model cannot take."
-    names = {p: name for name, p in bare_model(model).named_parameters()} if model is not None else {}
-    if not is_torch_state(state): return ["optimizer: its state is not that of torch's"]
-    states = _by_name(opt, state)
-    if set(states) != set(opt.optimizers):
-        return [f'optimizer: there are {sorted(opt.optimizers)}, in the file {sorted(states)}']
-    try: return [line for name, o in opt.optimizers.items() for line in _one_differs(opt, o, states[name], name, names)]
-    except (TypeError, KeyError, AttributeError, ValueError) as e:
-        return [f'optimizer: its state cannot be read ({e!r})']
-
-
-def _by_name(opt: OptimWrapper, state: Any) -> Any:
-    "Return states by the optimizers' names, whatever the one optimizer of a file or a Learner is called."
-    if 'param_groups' in state: return dict.fromkeys(opt.optimizers, state) if len(opt.optimizers) == 1 else {'': state}
-    return state
-
-
-def _one_differs(
-    opt: OptimWrapper, o: torch.optim.Optimizer, state: Any, name: str, names: Mapping[Any, str],
-) -> list[str]:
-    label, groups = f'optimizer {name or opt._names()}', state['param_groups']
-    params = _layout(opt, o, groups)
-    sizes = [len(g['params']) for g in groups]
-    if [len(ps) for ps in params] != sizes:
-        here = [len(g['params']) for g in o.param_groups]
-        return [f'{label}: param groups of {here} parameters, in the file {sizes}']
-    lines = []
-    for i, (own, saved) in enumerate(zip(o.param_groups, groups, strict=False)):
-        if odd := sorted((set(own) ^ set(saved)) & set(OPTIONS)):
-            lines.append(f'{label}: group {i} has {", ".join(odd)} only {"here" if odd[0] in own else "in the file"}')
-        lines += [f'{label}: group {i} has {n}={saved[n]!r} in the file' for n in OPTIONS
-                  if n in saved and not _is_rate(saved[n])]
-    for p, i in ((p, i) for ps, g in zip(params, groups, strict=True) for p, i in zip(ps, g['params'], strict=True)):
-        lines += [f'{label}: {k} of {names.get(p, f"parameter {i}")} is{_size(p)}, in the file{_size(v)}'
-                  for k, v in state['state'].get(i, {}).items()
-                  if k in _ELEMENTWISE and isinstance(v, Tensor) and v.shape != p.shape]
-    return lines
-
-
-def _is_rate(value: Any) -> bool:
-    return all(isinstance(v, (Real, Tensor)) for v in (value if isinstance(value, (tuple, list)) else (value,)))
-
-
-def _layout(opt: OptimWrapper, o: torch.optim.Optimizer, saved: Any) -> list[list[Any]]:
-    "Return the parameters by group; if only that fits the file, with those apart that weight decay will spare."
-    now = [list(g['params']) for g in o.param_groups]
-    if len(saved) <= len(now): return now
-    spared = [[p for p in ps if p in opt._exempt] for ps in now]
-    moves = [0 < len(s) < len(ps) for s, ps in zip(spared, now, strict=True)]
-    kept = [[p for p in ps if p not in opt._exempt] if move else ps for ps, move in zip(now, moves, strict=True)]
-    return kept + [s for s, move in zip(spared, moves, strict=True) if move]
-
-
 # Copying
 
 def load_weights(model: nn.Module, weights: Mapping[str, Any], strict: bool = True) -> None:
     "Copy weights that were compared into the model's own tensors."
     model = bare_model(model)
     model.load_state_dict(unprefixed(weights, model), strict=strict)
-
-
-def load_optimizer(opt: OptimWrapper, state: Any) -> None:
-    "Copy a state that was compared into the optimizer, on the devices of its parameters; nothing of it is shared."
-    states = _by_name(opt, state)
-    if any(len(states[name]['param_groups']) > len(o.param_groups) for name, o in opt.optimizers.items()):
-        opt._set_apart()
-    for name, o in opt.optimizers.items():
-        pairs = zip(o.param_groups, states[name]['param_groups'], strict=True)
-        # torch would keep the very tensors of the state
-        o.load_state_dict({'state': map_tensors(states[name]['state'], torch.clone),
-                           'param_groups': [_merged(own, saved) for own, saved in pairs]})
-
-
-def _merged(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    "Return a saved param group, with rates in a tensor or a number as the optimizer has them."
-    group = {**saved, **_picked(own, _OWN)}
-    for name in (n for n in OPTIONS if n in own and n in saved):
-        here, there = own[name], saved[name]
-        if isinstance(here, Tensor): group[name] = here.detach().clone().fill_(there)
-        elif isinstance(here, Real) and isinstance(there, Tensor): group[name] = there.item()
-    return group
-
-
-def _picked(group: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    return {n: group[n] for n in names if n in group}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from learnkit import Callback, DataLoaders, FitError, Learner, mse
+from learnkit import SAM, Callback, DataLoaders, FitError, Learner, mse
 from learnkit.metrics import AvgMetric
 
 
@@ -117,3 +117,26 @@ def test_another_error_is_no_reason_to_try_again() -> None:
 def test_bad_sizes_are_refused() -> None:
     for size in ('half', 0, -1, 1.5):
         with pytest.raises(FitError, match='microbatch'): learner(Hungry(16), size)
+
+
+@pytest.mark.parametrize('other', ['lbfgs', 'sam'])
+def test_passes_that_are_made_again_keep_the_size(other: str) -> None:
+    cbs = [SAM] if other == 'sam' else []
+    found, fixed = learner(Hungry(fits=5), cbs=cbs), learner(Hungry(fits=16), 4, cbs=cbs)
+    for learn in (found, fixed):
+        if other == 'lbfgs': learn.opt_func = torch.optim.LBFGS
+        learn.fit(1)
+    assert torch.equal(weights(found), weights(fixed))
+
+
+def test_buffers_that_a_forward_pass_replaces_are_put_back() -> None:
+    class Counts(Hungry):
+        def __init__(self, fits: int) -> None:
+            super().__init__(fits)
+            self.register_buffer('n', torch.zeros(()))
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training: self.n = self.n + len(x)
+            return super().forward(x)
+    learn = learner(Counts(fits=5))
+    learn.fit(1)
+    assert learn.model.n == 40

@@ -9,7 +9,15 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from learnkit import Callback, CancelBatchException, FitError, Time, TimeError
+from learnkit import (
+    Callback,
+    CancelBatchException,
+    CancelEpochException,
+    CancelTrainException,
+    FitError,
+    Time,
+    TimeError,
+)
 from learnkit.events import EVENTS
 from learnkit.testing import RegModel, synth_dls, synth_learner
 
@@ -165,3 +173,29 @@ def test_a_fit_that_uses_nothing_of_its_budget_does_not_go_on_for_ever() -> None
     learn.remove_cb(learn.callback)
     learn.fit('3st')
     assert learn.time.st == 3
+
+
+def test_a_fit_whose_epochs_are_all_skipped_does_not_go_on_for_ever() -> None:
+    def skip(cb: Any) -> None: raise CancelEpochException
+    learn = learner(cbs=Callback(before_epoch=skip))
+    for budget in ('5st', '5ba', '20sp'):
+        with pytest.raises(FitError, match='for ever'): learn.fit(budget)
+    assert learn.time.ep == 0
+
+
+def test_batches_are_counted_and_not_foreseen() -> None:
+    "An epoch cut short, or a loader shorter than it says, makes more epochs."
+    def cut(cb: Any) -> None:
+        if cb.iter == 2: raise CancelTrainException
+    learn = learner(cbs=Callback(after_batch=cut))
+    learn.dls.evaluation = []
+    learn.fit('20ba')
+    assert (learn.time.ba, learn.time.ep) == (20, 7)
+
+
+def test_skipped_epochs_are_not_finished() -> None:
+    learn = learner()
+    learn.fit(5, start_epoch=3)
+    assert learn.time.ep == 2
+    learn.fit_until(3)
+    assert learn.time.ep == 3

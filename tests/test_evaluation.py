@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from learnkit import Callback, DataLoaders, Learner, TimeError, mae, mse
+from learnkit import EMA, Callback, CancelTrainException, DataLoaders, Learner, TimeError, mae, mse
 from learnkit.errors import LoaderError
 from learnkit.evaluator import Evaluator
 from learnkit.testing import synth_dls, synth_learner
@@ -175,3 +175,30 @@ def test_what_is_logged_is_called_after_the_evaluation_it_belongs_to() -> None:
     learn.fit(2)
     names = set(learn.history[-1]) - {'fit', 'epoch', 'train_loss', 'valid_loss', 'time'}
     assert names == {*in_epoch, *(f'valid_{event}' for event in (*in_evaluation, 'after_loss'))}
+
+
+def test_the_interval_may_be_assigned() -> None:
+    learn = learner(cbs=(seen := Seen()))
+    learn.eval_every = '4ba'
+    learn.fit(1)
+    assert [ba for _, ba in seen.at] == [4, 5]
+    with pytest.raises(TimeError): learn.eval_every = 'often'
+
+
+def test_iterations_need_a_length() -> None:
+    with pytest.raises(TimeError, match='iteration='): learner(eval_every='1iter').fit(1)
+    learn = learner(eval_every='1iter', cbs=(seen := Seen()))
+    learn.fit(4, iteration=2)
+    assert [ba for _, ba in seen.at] == [10, 20]
+
+
+@pytest.mark.parametrize('event', ['before_validate', 'before_batch', 'after_pred', 'after_batch'])
+def test_averaged_weights_do_not_stay_when_an_evaluation_in_mid_epoch_is_cut_short(event: str) -> None:
+    def cut(cb: Any) -> None:
+        if not cb.training and cb.learn.time.ba == 2: raise CancelTrainException
+    def trained(cbs: Any) -> Any:
+        learn = learner(eval_every='2ba', cbs=[*cbs, Callback(**{event: cut})])
+        learn.fit(2)
+        return [p.detach().clone() for p in learn.model.parameters()]
+    averaged, plain = trained([EMA(0.5)]), trained([])
+    assert all(torch.equal(a, b) for a, b in zip(averaged, plain, strict=True))

@@ -115,3 +115,31 @@ def test_other_files_are_refused(trained: Learner, tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r'format 99.*update'): load_learner(tmp_path/'new.pth', model=Net(8))
     torch.save(trained.model, tmp_path/'pickle.pth')
     with pytest.raises(WeightsError, match='would run code'): load_learner(tmp_path/'pickle.pth', model=Net(8))
+
+
+def rewritten(learn: Learner, **changes: Any) -> Path:
+    "A file with another configuration; None leaves an entry out."
+    stored = torch.load(path := learn.save_learner(hidden=8), weights_only=True)
+    config = {**stored['config'], **changes}
+    stored['config'] = {k: v for k, v in config.items() if v is not LEFT_OUT}
+    torch.save(stored, path)
+    return path
+
+
+LEFT_OUT = object()
+
+
+def test_a_configuration_may_lack_entries(trained: Learner) -> None:
+    path = rewritten(trained, loss_func=LEFT_OUT, lr=LEFT_OUT, activates=True, vocab=LEFT_OUT, n_inp=LEFT_OUT)
+    with pytest.warns(UserWarning, match='had the loss None'): learn = load_learner(path, model=Net)
+    assert learn.wd == 0.2 and learn.dls.vocab is None
+
+
+@pytest.mark.parametrize('wrong', [
+    {'lr': {'slice': 3}}, {'lr': {'slice': [1, 2, 3, 4]}}, {'lr': {}}, {'lr': 'fast'}, {'lr': {'slice': ['a', 1]}},
+    {'moms': (0.9, 0.8)}, {'wd': 'much'}, {'train_bn': 'no'}, {'model_config': [8]}, {'model_config': {3: 8}},
+    {'n_inp': 'one'}, {'vocab': 3}, {'model': 3}])
+def test_a_configuration_of_another_form_is_refused(trained: Learner, wrong: dict[str, Any]) -> None:
+    path = rewritten(trained, **wrong)
+    with pytest.raises(WeightsError, match=f'{next(iter(wrong))}=.* in its configuration'):
+        load_learner(path, model=Net, loss_func=nn.CrossEntropyLoss())

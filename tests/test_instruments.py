@@ -2,9 +2,11 @@
 from __future__ import annotations
 
 import copy
+import random
 from time import sleep
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -198,3 +200,20 @@ def test_trace_ends_when_the_training_fails() -> None:
     learn = learner(cbs=Callback(after_loss=fail))
     with pytest.raises(ValueError), learn.trace() as changes: learn.fit(1)
     assert learn._tables is learn._callbacks.tables and repr(changes)
+
+
+def test_explain_names_what_overrides_the_dispatch() -> None:
+    class Every(Callback):
+        def run_event(self, event_name: str) -> None: pass
+    [handler] = [h for h in learner(cbs=Every()).explain('after_loss') if h.callback == 'Every']
+    assert handler.file == __file__ and handler.function == 'Every.run_event'
+
+
+def test_draws_from_python_and_numpy_are_noticed() -> None:
+    class Draws(Callback):
+        observer = True
+        def after_loss(self) -> None: random.random()
+        def after_step(self) -> None: np.random.rand()
+    learn = learner(n_train=1, cbs=Draws())
+    with pytest.warns(UserWarning, match='Draws says'), learn.trace() as changes: learn.fit(1)
+    assert {c.event for c in changes.by_observers} == {'after_loss', 'after_step'}

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from learnkit import Callback, Learner, OptimizerError, Recorder, TrainEvalCallback
 from learnkit.hypers import norm_bias_params, params
-from learnkit.optimizers import MuonAdamW, hidden_matrices
+from learnkit.optimizers import Lookahead, MuonAdamW, hidden_matrices
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, 'Muon'), reason='this torch has no Muon')
 
@@ -128,6 +128,27 @@ def test_groups_are_the_splitters_and_freeze_as_such() -> None:
     learn.freeze()
     learn.fit(1)
     assert [n for n, p in model.named_parameters() if not torch.equal(p, before[n])] == ['head.weight', 'head.bias']
+
+
+def test_lookahead_around_it_keeps_its_groups() -> None:
+    model = Net()
+    learn = learner(model, opt_func=lambda ps, lr, model=None: Lookahead(MuonAdamW(ps, lr, model=learn.model), k=2))
+    learn.fit(1)
+    assert len(learn.opt.hypers) == len(MuonAdamW(model.parameters(), model=model).hypers) == 1
+    slow = [s['slow_weights'] for o in learn.opt.optimizers.values() for s in o.state.values()]
+    assert len(slow) == len(list(model.parameters()))
+
+    fast, by_hand = Net(), Net()
+    opt = Lookahead(MuonAdamW(fast.parameters(), model=fast), k=1, alpha=0.5)
+    plain = MuonAdamW(by_hand.parameters(), model=by_hand)
+    start = [p.detach().clone() for p in fast.parameters()]
+    for net in (fast, by_hand):
+        for p in net.parameters(): p.grad = torch.ones_like(p)
+    opt.step(only='muon')
+    plain['muon'].step()
+    assert opt.n_steps == 1
+    for p, q, s in zip(fast.parameters(), by_hand.parameters(), start, strict=True):
+        torch.testing.assert_close(p.detach(), (s + q.detach()) / 2)
 
 
 def test_training_goes_on_from_a_state_as_if_it_had_not_stopped() -> None:

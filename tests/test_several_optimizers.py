@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ConstantLR
 
-from learnkit import Callback, Learner, Recorder, TrainEvalCallback
+from learnkit import EMA, Callback, Learner, LRScheduler, OptimWrapper, Recorder, TrainEvalCallback
+from learnkit.errors import OptimizerError
 
 
 def net() -> nn.Sequential:
@@ -159,12 +161,12 @@ class DuelLearner(Learner):
         self('after_loss')
         if not self.training: return
         self._backward()
-        self.opt['critic'].step()
+        self.opt.step(only='critic')
         self.opt.zero_grad()
 
         self.loss_grad = -model.critic(self.pred).mean()
         self._backward()
-        self.opt['generator'].step()
+        self.opt.step(only='generator')
         self.opt.zero_grad()
 
 
@@ -172,10 +174,12 @@ def test_a_gan_is_its_hand_written_loop_bit_for_bit() -> None:
     real = [(torch.randn(6, 3),) for _ in range(4)]
     learn = DuelLearner((real, real[:2]), model := Duel(), opt_func=lambda params, lr: duel_opts(model),
                         wd_bn_bias=True,
-                        cbs=[TrainEvalCallback, Recorder], default_cbs=False)
+                        cbs=[TrainEvalCallback, Recorder, LRScheduler(partial(ConstantLR, factor=1.), by='batch')],
+                        default_cbs=False)
     learn.logger = print
     torch.manual_seed(11)
     learn.fit(3)
+    assert learn.lr_scheduler.scheduler.last_epoch == 12  # it goes by batches that had a step
 
     other = Duel()
     opts = duel_opts(other)
@@ -193,15 +197,13 @@ def test_a_gan_is_its_hand_written_loop_bit_for_bit() -> None:
         for o in opts.values(): o.zero_grad()
     assert same(weights(model), weights(other))
     assert learn.recorder.smooth_loss.raw == losses and len(learn.history) == 3
+    assert learn.time.st == 2 * 12  # one of each a batch
 
 
-def test_an_alternating_gan_by_do_grad_opt() -> None:
+def test_an_alternating_gan_by_step() -> None:
     "The critic learns in even batches, the generator in odd ones."
     class Alternating(Learner):
-        def _do_grad_opt(self) -> None:
-            self._backward()
-            self.opt['critic' if self.iter % 2 == 0 else 'generator'].step()
-            self.opt.zero_grad()
+        def _step(self) -> None: self.opt.step(only='critic' if self.iter % 2 == 0 else 'generator')
 
     def loss(pred: Tensor, y: Tensor) -> Tensor: return F.mse_loss(pred, y)
     class Chain(Duel):
@@ -209,8 +211,9 @@ def test_an_alternating_gan_by_do_grad_opt() -> None:
     real = [(torch.randn(6, 3), torch.randn(6, 1)) for _ in range(4)]
     model = Chain()
     learn = Alternating(real, model, loss, opt_func=lambda params, lr: duel_opts(model), wd_bn_bias=True,
-                        cbs=TrainEvalCallback, default_cbs=False)
+                        cbs=[TrainEvalCallback, EMA(0.5)], default_cbs=False)
     learn.fit(2)
+    assert learn.time.st == learn.opt.n_steps == learn.ema.state_dict()['n_steps'] == 8
 
     other = Chain()
     opts = duel_opts(other)
@@ -220,6 +223,16 @@ def test_an_alternating_gan_by_do_grad_opt() -> None:
             opts[('critic', 'generator')[i % 2]].step()
             for o in opts.values(): o.zero_grad()
     assert same(weights(model), weights(other))
+
+
+@pytest.mark.parametrize('only', ['critik', 2])
+def test_one_that_is_not_there_cannot_step(only: Any) -> None:
+    model = Duel()
+    opt = OptimWrapper(opt=duel_opts(model))
+    for p in model.parameters(): p.grad = torch.ones_like(p)
+    before = weights(model)
+    with pytest.raises(OptimizerError, match="the optimizers are 'critic', 'generator'"): opt.step(only=only)
+    assert same(weights(model), before) and opt.n_steps == 0
 
 
 def test_a_module_shared_by_loss_and_model_is_trained_and_moved() -> None:
