@@ -13,7 +13,7 @@ from warnings import warn
 
 from fastcore.basics import camel2snake
 
-from learnkit.errors import CallbackError, TimeError
+from learnkit.errors import CallbackError
 from learnkit.events import ALIASES, CONTEXTS, EVENTS, INNER_EVENTS, canonical_event
 from learnkit.timing import Time, Timestamp, as_time, crossings
 
@@ -227,7 +227,8 @@ class Periodic(Callback):
     `track_after_accumulation_step`), `after_batch` once a batch, `after_step` once an optimizer step
     (`track_after_update_step`).
 
-    Raises `TimeError` for an interval that is not positive or cannot be read.
+    Raises `TimeError` for an interval that is not positive or cannot be read and, before training, for one in tokens
+    where nothing counts them.
 
     >>> Periodic(every='2ep', on_every=lambda cb: print(cb.epoch)).every
     Time('2ep')
@@ -257,9 +258,10 @@ class Periodic(Callback):
 
     def before_fit(self) -> None:
         "Start counting from where the Learner is."
-        if self.every.unit == 'tok':
-            raise TimeError(f'every={str(self.every)!r}: tokens are not counted. Use ba, st, sp or ep.')
-        if self.fitting: self._before = self.learn.time
+        if not self.learn.fitting: return
+        from learnkit.evaluation import check_countable  # it stands above callbacks, and few need it
+        check_countable(self.learn, self.every)
+        self._before = self.learn.time
 
     def after_eval(self) -> None:
         "Run at the end of an evaluation of its own, when that is wanted."

@@ -78,7 +78,7 @@ LIFECYCLE = tuple(Moment(*row) for row in (
     (3, 'before_eval', 'EVAL_BEFORE_ALL, EVAL_STANDALONE_START', 'evaluation is next'),
     (4, '[for each validation loader]', '', '`dl_name` is its name'),
     (4, 'before_validate', 'EVAL_START', 'model and learner are in evaluation mode; `dl` is the validation loader'),
-    (5, '[for each batch: before_draw, after_draw]', 'BEFORE_DATALOADER, AFTER_DATALOADER', ''),
+    (5, '[for each batch: before_draw, after_draw]', '', ''),
     (5, 'before_batch', 'EVAL_BATCH_START, PREDICT_BATCH_START', 'as in training'),
     (6, 'before_pred', 'EVAL_BEFORE_FORWARD, PREDICT_BEFORE_FORWARD', 'as in training'),
     (6, 'after_pred', 'EVAL_AFTER_FORWARD, PREDICT_AFTER_FORWARD', 'as in training'),

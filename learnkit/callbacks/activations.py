@@ -83,7 +83,7 @@ class ActivationMonitor(HookCallback):
         "Log what was measured; take the hooks off."
         calls, self._calls = self._calls, {}
         super().after_batch()
-        for name, value in _means(calls).items(): self.learn.log(name, value)
+        for name, value in _means(calls).items(): self.learn.log(name, value, shown=False)
 
     def cleanup(self) -> None:
         "Take the hooks off; forget the batch that a failure cut short."

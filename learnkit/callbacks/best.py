@@ -37,6 +37,7 @@ class BestMetric(TrackerCallback):
     >>> learn.history[-1]['best/test/loss'] == best['test/loss']
     True
     """
+    metric_names = {'best/{column}': 'what a column of evaluation was when the monitored one was best'}
     monitor: str
     targets: tuple[str, ...]
     at_best: dict[str, float | None]
@@ -83,7 +84,7 @@ class BestMetric(TrackerCallback):
     def after_eval(self) -> None:
         "Compare, and record what was measured at the best."
         if not self.learn.fitting: return
-        measured = self._records()._frame.values
+        measured = self._records().measured
         if (value := self._number(measured.get(self.monitor))) is None: return
         self.new_best = bool(self.comp(value - self.min_delta, self.best))
         if self.new_best:

@@ -118,7 +118,7 @@ class ExportForInference(Callback):
         if 'onnx' in self.formats and (missing := [p for p in ONNX if find_spec(p) is None]):
             raise MissingExtraError(f'Exporting to ONNX needs {", ".join(missing)}: pip install "learnkit[onnx]"')
         if self._tried is learn.model: return
-        with preserved_rng(), _evaluated(learn.model) as model: program_of(model, two_rows(self._inputs()), self.act)
+        with preserved_rng(), _evaluated(learn.model) as model: program_of(model, *two_rows(self._inputs()), self.act)
         self._tried = learn.model
 
     def after_fit(self) -> None:

@@ -42,6 +42,7 @@ class MemoryMonitor(Monitor):
         'memory/current_rss_mem': 'GB of RAM that the process holds',
         'memory/peak_rss_mem': 'GB of RAM that it has held at most',
     }
+    latest = ('memory/peak_', 'memory/alloc_retries')
 
     def measure(self) -> dict[str, float]:
         "Return what is held, in GB."

@@ -138,8 +138,8 @@ class MLPerf(Callback):
     def after_eval(self) -> None:
         "Write what it gave; a run that has reached its target is over."
         if not self.learn.fitting: return
-        value = self._recorder()._frame.values.get(self._column)
-        self._put('eval_accuracy', value, **self._place)
+        value = self._recorder().measured.get(self._column)
+        if value is not None: self._put('eval_accuracy', value, **self._place)
         self._put('eval_stop', event_type=END, **self._place)
         if value is None or self.target is None: return
         if value == self.target or as_comparison(self.comp, self._column)(value, self.target): self._end('success')

@@ -8,6 +8,7 @@ import torch
 
 from learnkit.callback import Callback
 from learnkit.errors import OptionError, TimeError, did_you_mean
+from learnkit.evaluation import check_countable
 from learnkit.timing import Time, Timestamp, as_time, crossings
 
 __all__ = ['Monitor']
@@ -20,7 +21,8 @@ class Monitor(Callback):
     """Look at the run every so often and log what `measure` returns; by itself it measures nothing.
 
     A subclass defines `measure`, which returns numbers by name, and tells in `metric_names` what they mean. They go to
-    `learn.log`: each becomes a column of the history, averaged over the looks of the epoch, and reaches every logger.
+    `learn.log`: each becomes a column of the history, averaged over the looks of the epoch, and reaches every logger;
+    the printed table stays as it is. Of names that begin with one of `latest`, the last value of the epoch counts.
     It looks after the training batch that completes a multiple of `every`, counted from the Learner's start; with
     epochs, when the training of an epoch is over, so that the values stand in the row of that epoch.
 
@@ -37,6 +39,7 @@ class Monitor(Callback):
     """
     order, observer, run_valid, remove_on_find, remove_on_fetch = 100, True, False, True, True
     metric_names: ClassVar[Mapping[str, str]] = {}  # what is logged, and what it means; {...} stands for a name
+    latest: ClassVar[tuple[str, ...]] = ()          # how names begin of which no mean is taken: peaks, totals
     _passed = 0                                     # intervals that were over at the last look
 
     def __init__(
@@ -55,15 +58,14 @@ class Monitor(Callback):
 
     def look(self) -> None:
         "Measure, and log it."
-        for name, value in self.measure().items(): self.learn.log(name, value)
+        for name, value in self.measure().items():
+            self.learn.log(name, value, weight=None if name.startswith(self.latest) else 1, shown=False)
 
     def before_fit(self) -> None:
         "Count intervals from where the Learner is."
-        learn, every = self.learn, self.every
-        if every.unit == 'tok' and learn.__dict__.get('token_func') is None:
-            raise TimeError(f'every={str(every)!r}: tokens are not counted. Give the Learner a `token_func`, or '
-                            'use ba, st, sp or ep.')
-        if learn.fitting: self._passed = self._intervals()
+        if not self.learn.fitting: return
+        check_countable(self.learn, self.every)
+        self._passed = self._intervals()
 
     def after_batch(self) -> None:
         "Look, when it is due."

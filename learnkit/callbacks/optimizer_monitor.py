@@ -38,6 +38,7 @@ class LRMonitor(Monitor):
     order = 55  # before schedulers of torch's kind set the rates of the next batch, at 60
     metric_names = {'lr-{optimizer}/{group}': 'the learning rate of a param group',
                     'mom-{optimizer}/{group}': 'its momentum (the first beta, for Adam)'}
+    latest = ('lr-', 'mom-')
 
     def __init__(
         self,

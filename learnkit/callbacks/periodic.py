@@ -106,8 +106,9 @@ class PeriodicData(Periodic):
         with ExitStack() as contexts:
             for context in (learn._put_back(), undisturbed_loader(dl), torch.no_grad()):
                 contexts.enter_context(context)
+            contexts.callback(setattr, learn, '_evaluating', learn._evaluating)
             learn.model.eval()
-            learn.training, learn.phase, learn.dl, learn.dl_name = False, 'valid', dl, name
+            learn._evaluating, learn.training, learn.phase, learn.dl, learn.dl_name = True, False, 'valid', dl, name
             self.results = self.process_results(self._gathered(dl))
 
     def _gathered(self, dl: Any) -> Any:

@@ -133,6 +133,7 @@ class SpeedMonitor(_Timed):
         'time/val': 'time spent in evaluation and prediction during fits',
         'time/total': 'the sum of both',
     }
+    latest = ('time/',)
     _flops_per_batch: Any = None
     _peak: float | None = None
 
@@ -274,6 +275,7 @@ class RuntimeEstimator(_Timed):
     (True, 0.0)
     """
     metric_names = {'time/remaining_estimate': 'time until the end of the fit, evaluations included'}
+    latest = ('time/',)
     _start, _begun = 0., False                         # the share where this fit began
     _base: tuple[float, float] | None = None           # seconds of training and share where measuring began
     _before = (0., 0.)                                 # seconds and share measured before a resume

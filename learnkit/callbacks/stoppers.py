@@ -97,7 +97,7 @@ class ThresholdStopper(TrackerCallback):
     def after_eval(self) -> None:
         "Look at what was measured."
         if not self.learn.fitting or callable(self.monitor): return
-        self._look(self._records()._frame.collect().get(self.monitor))
+        self._look(self._records().measured.get(self.monitor))
 
     def after_epoch(self) -> None:
         "Look at the epoch's row."

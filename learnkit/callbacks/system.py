@@ -48,6 +48,8 @@ class SystemMonitor(Monitor):
         'gpu_temperature_C': 'temperature of the GPU in degrees Celsius',
         'gpu_power_usage_W': 'power that the GPU draws, in watts',
     }
+    latest = ('network_',)
+
     def __init__(
         self,
         every: int | str | Time = '10sec',  # how often it looks; within 0.1 s the load of a CPU cannot be told

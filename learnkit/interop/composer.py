@@ -9,6 +9,7 @@ from weakref import ref
 
 from fastcore.basics import camel2snake
 
+from learnkit.budget import Budget
 from learnkit.callback import Callback
 from learnkit.events import EVENTS
 from learnkit.interop.composer_state import ComposerLogger, ComposerState, Measured, label_of
@@ -118,6 +119,7 @@ class _FromComposer(Callback):
         self._known: Any = None                    # the Learner that `init` ran for
         self._since = self._since_epoch = Timestamp()   # where the iteration and the epoch began
         self._before = Timestamp(), False          # the counts before the last batch
+        self._end: tuple[Any, str] | None = None   # of this fit, or of the last one
         self._epoch_over = False                   # trained to its end, and not counted by the Learner yet
         self._evaluated, self._eval_began, self._epochs_before = 0., 0., 0
         for event in EVENTS:
@@ -164,9 +166,13 @@ class _FromComposer(Callback):
         if not self.learn.fitting: return
         self.in_fit = self.has_fitted = True
         self._epochs_before, self._before = self.learn._done['ep'], (self.learn.time, False)
+        self._end = None
         self._epoch_over, self._eval_began = False, 0.  # an earlier fit may have failed between the two
 
-    def _cleanup(self) -> None: self.in_fit = False
+    def _cleanup(self) -> None:
+        self.end()  # it is kept: the budget goes with the fit
+        self.in_fit = False
+
     def _before_iteration(self) -> None: self._since = self.learn.time
 
     def _before_epoch(self) -> None:
@@ -207,7 +213,8 @@ class _FromComposer(Callback):
     def _measure(self, label: str, prefix: str) -> None:
         "Keep what the Recorder has measured on a loader."
         recorder = next((cb for cb in self.learn.cbs if isinstance(cb, Recorder)), None)
-        values = recorder._frame.values if recorder else {}
+        values: dict[str, Any] = {}
+        if recorder is not None: values = recorder._frame.values if label == 'train' else recorder.measured
         found = {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
         if not prefix: found = {k: v for k, v in found.items() if '/' not in k and not k.startswith('train_')}
         self.measured[label] = {k: Measured(v) for k, v in found.items() if isinstance(v, (int, float))}
@@ -230,10 +237,17 @@ class _FromComposer(Callback):
                 'batch_in_epoch': now.ba - at.ba, 'sample_in_epoch': now.sp - at.sp, 'token_in_epoch': now.tok - at.tok,
                 'total_wct': wall, 'epoch_wct': since}
 
-    def last_epoch(self) -> int | None:
-        "Return the epoch, counted over all fits, after which training ends."
-        if not self.has_fitted or not isinstance(self.learn.n_epoch, int): return None
-        return self._epochs_before + self.learn.n_epoch
+    def end(self) -> tuple[Any, str] | None:
+        "Return when training ends or ended, counted over all fits, and the unit; None where Composer has none for it."
+        if not self.has_fitted: return None
+        if budget := self._budget(): self._end = budget
+        elif self.in_fit and isinstance(self.learn.n_epoch, int):
+            self._end = self._epochs_before + self.learn.n_epoch, 'ep'
+        return None if self._end is None or self._end[1] == 'st' else self._end
+
+    def _budget(self) -> tuple[Any, str] | None:
+        found = next((cb for cb in self.learn.cbs if isinstance(cb, Budget)), None)
+        return None if found is None else (found._began + found.total.value, found.total.unit)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 

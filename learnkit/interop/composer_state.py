@@ -13,6 +13,7 @@ from learnkit.batch import find_bs, to_device
 from learnkit.data import evaluation_loaders, n_batches
 from learnkit.errors import BatchError, did_you_mean
 from learnkit.interop.composer_time import ComposerTime
+from learnkit.interop.hooks import hand_on
 from learnkit.loop import model_device
 from learnkit.precision import MixedPrecision
 
@@ -115,9 +116,9 @@ class ComposerState:
 
     @property
     def max_duration(self) -> Any:
-        "The epochs after which training ends, or ended; None before the first fit, and where the number is not known."
-        end = self._watch.last_epoch()
-        return None if end is None else self._time(end, 'ep')
+        "When training ends, or ended, over all fits; None before the first, without an end, and for one in steps."
+        end = self._watch.end()
+        return None if end is None else self._time(*end)
 
     @max_duration.setter
     def max_duration(self, end: Any) -> None:
@@ -332,17 +333,17 @@ def label_of(dl_name: str) -> str:
 
 def log_as_named(learn: Any, name: str, value: Any) -> None:
     "Log a value under its name as it is, also in evaluation, where `learn.log` would put the loader's before it."
-    training, learn.training = learn.training, True
-    try: learn.log(name, value)
-    finally: learn.training = training
+    for cb in learn.cbs:
+        if receive := getattr(type(cb), 'receive_log', None): receive(cb, name, value, 1, True)
 
 
 class ComposerLogger:
     """What Composer calls the logger: metrics go to `learn.log`, the rest to every callback that has a place for it.
 
-    Metrics are averaged over the epoch and become columns of the history; `step` is the Learner's own. Hyper-parameters
-    go to the `log_params` of the Learner's callbacks, tables and traces to `log_text`, images to `log_images`, files
-    to `log_file`, each where there is one.
+    Metrics are averaged over the epoch and become columns of the history; `step` is the Learner's own.
+    Hyper-parameters, tables and traces (as texts) and images go to learnkit's loggers, and to each callback of the
+    Learner that has such a method of their protocol (`log_params(params)`, `log_text(step, name, text)`,
+    `log_images(step, name, images)`); files go to those with a `log_file(name, path)`.
     """
     destinations: tuple[Any, ...] = ()
 
@@ -361,7 +362,7 @@ class ComposerLogger:
 
     def log_hyperparameters(self, parameters: dict[str, Any]) -> None:
         "Log the settings of the run."
-        for log in self._all('log_params'): log(parameters)
+        hand_on(self._watch.learn, 'log_params', parameters)
 
     def log_table(self, columns: list[str], rows: list[list[Any]], name: str = 'Table',
                   step: int | None = None) -> None:
@@ -374,13 +375,13 @@ class ComposerLogger:
         for name, value in traces.items(): self._log_text(name, str(value))
 
     def _log_text(self, name: str, text: str) -> None:
-        for log in self._all('log_text'): log(name, text)
+        hand_on(self._watch.learn, 'log_text', name, text)
 
     def log_images(self, images: Any, name: str = 'Images', channels_last: bool = False, step: int | None = None,
                    masks: Any = None, mask_class_labels: Any = None, use_table: bool = True) -> None:
         "Log images, with the channels first."
         if channels_last: images = torch.as_tensor(images).movedim(-1, -3)
-        for log in self._all('log_images'): log(name, images)
+        hand_on(self._watch.learn, 'log_images', name, images)
 
     def upload_file(self, remote_file_name: str, file_path: Any, *, overwrite: bool = False) -> None:
         "Hand a file to the callbacks that keep files."

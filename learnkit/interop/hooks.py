@@ -1,4 +1,4 @@
-"""What callbacks of other libraries define: which hooks an object has, which it meant to have, and how to call them."""
+"""What callbacks of other libraries define, which they meant to have, how to call them, and where their texts go."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
@@ -7,10 +7,11 @@ from inspect import isfunction, signature
 from typing import Any
 from warnings import warn
 
-from learnkit.callback import Callback
+from learnkit.callback import Callback, defined_on_class
 from learnkit.errors import CallbackError, did_you_mean
+from learnkit.loggers import Logger, log_images, log_params, log_text
 
-__all__ = ['own_hooks', 'check_style', 'parameters_of', 'takes_any', 'is_of']
+__all__ = ['own_hooks', 'check_style', 'parameters_of', 'takes_any', 'is_of', 'hand_on']
 
 
 def is_of(
@@ -64,6 +65,15 @@ def parameters_of(f: Callable[..., Any]) -> set[str]:
 def takes_any(f: Callable[..., Any]) -> bool:
     "Tell whether `f` takes any keyword."
     return any(p.kind is p.VAR_KEYWORD for p in signature(f).parameters.values())
+
+
+def hand_on(learn: Any, method: str, *content: Any) -> None:
+    "Give parameters, a text or images to learnkit's loggers, and to what else has this method of their protocol."
+    send: dict[str, Callable[..., None]] = {'log_params': log_params, 'log_text': log_text, 'log_images': log_images}
+    send[method](learn, *content)
+    at = () if method == 'log_params' else (learn.time.ba,)
+    for cb in learn.cbs:
+        if not isinstance(cb, Logger) and defined_on_class(cb, method): getattr(cb, method)(*at, *content)
 
 
 def _own_methods(cb: object) -> set[str]:

@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from learnkit.batch import find_bs
+from learnkit.budget import Budget
 from learnkit.data import evaluation_loaders
 from learnkit.errors import BatchError, LoaderError, MetricError, did_you_mean
 from learnkit.files import atomic_write
 from learnkit.interop.composer_state import ComposerState, log_as_named
+from learnkit.interop.hooks import hand_on
 from learnkit.loop import model_device
+from learnkit.timing import Time
 
 __all__ = ['Progress', 'UpdateCounter', 'Trainer', 'LogWriter', 'CheckpointWriter', 'Paths', 'DataContainer', 'Tracker',
            'MetricProperties']
@@ -63,9 +66,17 @@ class UpdateCounter:
     @property
     def end_iteration(self) -> Progress:
         learn, start = self._watch.learn, self._watch.started_at
+        if budget := next((cb for cb in learn.cbs if isinstance(cb, Budget)), None):
+            return self._of_budget(budget.total)
         if not isinstance(learn.n_epoch, int): return Progress()
         end, per = start.epoch + learn.n_epoch, self._watch.updates_per_epoch()
         return Progress(end, per and end * per, per and end * per * self.effective_batch_size)
+
+    def _of_budget(self, total: Time) -> Progress:
+        "Return where a fit by batches, steps or samples ends; in other units that is not known."
+        start, n = self._watch.started_at, int(total.value)
+        if total.unit == 'sp': return Progress(sample=(start.sample or 0) + n)
+        return Progress(update=(start.update or 0) + n) if total.unit in ('st', 'ba') else Progress()
 
     cur_checkpoint, start_checkpoint, end_checkpoint = cur_iteration, start_iteration, end_iteration
 
@@ -94,8 +105,9 @@ class UpdateCounter:
 
     @property
     def is_finished(self) -> bool:
-        end = self.end_iteration.epoch
-        return end is not None and (self.epoch or 0) >= end
+        now, end = dict(self.cur_iteration), dict(self.end_iteration)
+        unit = next(iter(end), None)  # epochs, where they count
+        return unit is not None and now.get(unit, 0) >= end[unit]
 
 
 class Trainer:
@@ -185,10 +197,8 @@ class LogWriter:
         if logger is not None: logger.info('%s: %s', key, f'{value:{format_str}}' if format_str else value)
 
     def add_nonscalar(self, key: str, value: Any) -> None:
-        "Hand an image or text to the callbacks of the Learner that have a place for it."
-        method = 'log_text' if isinstance(value, str) else 'log_images'
-        for cb in self._watch.learn.cbs:
-            if hasattr(type(cb), method): getattr(cb, method)(key, value)
+        "Hand images or a text to the loggers, and to the callbacks of the Learner that have a place for it."
+        hand_on(self._watch.learn, 'log_text' if isinstance(value, str) else 'log_images', key, value)
 
     def note(self, values: Mapping[str, Any]) -> None:
         "Keep what was logged, with where the run was."

@@ -1,5 +1,5 @@
 """Loggers: to files, TensorBoard, Weights & Biases, MLflow and the console, all behind one protocol."""
-from learnkit.loggers.base import Logger, log_images, log_text
+from learnkit.loggers.base import Logger, log_images, log_params, log_text
 from learnkit.loggers.console import ConsoleLogger
 from learnkit.loggers.files import CSVLogger, JSONLinesLogger, read_log
 from learnkit.loggers.mlflow import MlflowLogger
@@ -7,4 +7,4 @@ from learnkit.loggers.tensorboard import TensorBoardLogger
 from learnkit.loggers.wandb import WandbLogger
 
 __all__ = ['Logger', 'ConsoleLogger', 'CSVLogger', 'JSONLinesLogger', 'MlflowLogger', 'TensorBoardLogger',
-           'WandbLogger', 'log_images', 'log_text', 'read_log']
+           'WandbLogger', 'log_images', 'log_params', 'log_text', 'read_log']

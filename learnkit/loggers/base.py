@@ -12,12 +12,12 @@ from torch import Tensor
 from learnkit.averages import Mean, is_number
 from learnkit.callback import Callback
 from learnkit.errors import MissingExtraError, OptionError, TimeError
-from learnkit.loggers.gather import as_images, configuration, fetch, name_writer, writer_of
+from learnkit.loggers.gather import as_images, configuration, fetch, name_writer, plain, writer_of
 from learnkit.recorder import Recorder
 from learnkit.rng import preserved_rng
 from learnkit.timing import Time, as_time, crossings
 
-__all__ = ['Logger', 'Rows', 'log_images', 'log_text', 'need', 'open_loggers']
+__all__ = ['Logger', 'Rows', 'log_images', 'log_params', 'log_text', 'need', 'open_loggers']
 
 Rows = list[tuple[int, dict[str, float]]]  # step, and what was logged there
 
@@ -29,9 +29,10 @@ class Logger(Callback):
 
     Logged are: every `every` batches the training loss (`loss`) and the hyper-parameters (`lr`, `mom`; `lr/0`, `lr/1`
     ... of several groups); each value that a callback gives to `learn.log`; the losses and metrics of each evaluation;
-    and the other columns of each epoch's row, as `epoch/epoch`, `epoch/train_loss` and so on. Images and texts come
-    from `log_images` and `log_text`. What belongs to one step comes in one piece, once the step is over and something
-    is due; of a batch that fails, what was logged before counts as a step.
+    and the other columns of each epoch's row, as `epoch/epoch`, `epoch/train_loss` and so on, except those that are
+    logged with `shown=False` (monitors do). Images, texts and settings come from `log_images`, `log_text` and
+    `log_params`. What belongs to one step comes in one piece, once the step is over and something is due; of a batch
+    that fails, what was logged before counts as a step.
 
     Steps are batches over all fits (`learn.time.ba`): every other counter stands still at times (optimizer steps while
     gradients accumulate, epochs between evaluations), starts again with each fit, or is unknown. Where a Learner's
@@ -46,6 +47,9 @@ class Logger(Callback):
     Checkpointed: the step, what is not handed over yet, and what the backend needs to go on in the same place.
     """
     order, run_valid, remove_on_fetch, remove_on_find = 100, False, True, True
+    metric_names = {'loss': 'in logs: the loss of a training batch',
+                    'lr': 'in logs: the learning rate (`lr/0`, `lr/1` ... of several param groups)',
+                    'mom': 'in logs: the momentum, likewise', 'epoch/{column}': 'in logs: a column of the history'}
 
     def __init__(
         self,
@@ -61,6 +65,7 @@ class Logger(Callback):
         self._ba, self._last = 0, -1                   # batches at the last look, and their step at the last run's end
         self._failed = self._new_fit = False
         self._ba_at_start: int | None = None
+        self._settings: dict[str, Any] = {}            # what `log_params` added to the configuration
         self._looked: Any = None                       # when it was last seen whether something is due
         self._clear()
 
@@ -69,7 +74,7 @@ class Logger(Callback):
         self._writers: dict[str, Any] = {}                           # who logged what in the last of them
         self._evaluated: dict[str, Any] | None = None                # what is logged while an evaluation runs
         self._eval_by: dict[str, Any] = {}                           # and by whom
-        self._eval_names: set[str] = set()
+        self._in_log: set[str] = set()                               # columns that the epoch's row need not give again
         self._due = False
 
     @property
@@ -173,6 +178,7 @@ class Logger(Callback):
         if not learn.fitting or learn.phase == 'predict': return
         if not isinstance(name, str) or not name.isprintable() or name in ('', 'step'):
             raise OptionError(f'{name!r} cannot be logged: give a printable name other than `step`.')
+        if not shown: self._in_log.add(name)
         writer = writer_of(sys._getframe(1))
         values = self._row() if self._evaluated is None else self._evaluated
         there = values.get(name)
@@ -211,9 +217,7 @@ class Logger(Callback):
         "Take the losses and metrics of a loader from the Recorder."
         recorder = _recorder(self.learn)
         if self._evaluated is None or not self.learn.fitting or recorder is None: return
-        for m in recorder._valid_mets:
-            name = recorder._valid_name(m, self.learn.dl_name)
-            value = recorder._frame.values.get(name)
+        for name, value in recorder.measured.items():
             if is_number(value): self._put(name, value, recorder)
 
     def after_eval(self) -> None:
@@ -221,7 +225,7 @@ class Logger(Callback):
         if not self.learn.fitting: return  # a validate() inside the fit
         evaluated, self._evaluated = self._evaluated or {}, None
         for name, value in evaluated.items(): self._put(name, value, self._eval_by[name])
-        self._eval_names |= evaluated.keys()
+        self._in_log |= evaluated.keys()
         self._due = True
 
     def after_epoch(self) -> None:
@@ -231,7 +235,7 @@ class Logger(Callback):
         row = recorder.history[-1]
         if (row.get('fit'), row.get('epoch')) != (recorder.n_fits - 1, learn.epoch): return
         for name, value in row.items():
-            if name != 'fit' and name not in self._eval_names and is_number(value):
+            if name != 'fit' and name not in self._in_log and is_number(value):
                 self._put(f'epoch/{name}', value, recorder)
         self._due = True
 
@@ -260,7 +264,10 @@ class Logger(Callback):
         self._new_fit = False
         if self._ba_at_start is not None: self._shift = max(0, self._last - self._ba_at_start)
         elif ba + self._shift < self._last: self._shift = self._last - ba  # the Learner's own counters were not resumed
-        with preserved_rng(): self.log_params(configuration(self.learn))
+        self._log_settings()
+
+    def _log_settings(self) -> None:
+        with preserved_rng(): self.log_params({**configuration(self.learn), **self._settings})
 
     def _send(self, log: Any, name: str, content: Any) -> None:
         "Log an image or a text at the current step, after all that came before."
@@ -295,13 +302,14 @@ class Logger(Callback):
         row = fetch([row for _, row in self._rows[-1:]])
         last = max(self._last, self._handed, self._ba + self._shift)
         return {'ba': self._ba, 'shift': self._shift, 'last': last, 'handed': self._handed,
-                'row': row[0] if row else {}, **self.saved()}
+                'row': row[0] if row else {}, 'in_log': sorted(self._in_log), **self.saved()}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Go on after the state's last step: what was logged later is dropped."
         self._clear()
         self.close()
         self._ba, self._shift, self._last, self._handed = sd['ba'], sd['shift'], sd['last'], sd['handed']
+        self._in_log = set(sd['in_log'])
         self._fresh, self._keep, self._ba_at_start = False, sd['handed'], None
         if sd['row']: self._rows = [(sd['ba'], dict(sd['row']))]
         self.restore(sd)
@@ -323,6 +331,17 @@ def log_images(
     if not (loggers := _listening(learn)): return
     pixels = as_images(images)
     for cb in loggers: cb._send(cb.log_images, name, pixels)
+
+
+def log_params(
+    learn: Any,               # the Learner (or a callback of it)
+    params: dict[str, Any],   # settings by name
+) -> None:
+    "Send settings to all loggers of a Learner: they are logged with the configuration, also that of later fits."
+    settings = {name: plain(value) for name, value in params.items()}
+    for cb in _listening(learn):
+        cb._settings |= settings
+        if cb._handle is not None and not cb._new_fit: cb._log_settings()
 
 
 def log_text(

@@ -21,7 +21,7 @@ from learnkit.loop import name_of
 from learnkit.runs import Runs
 from learnkit.timing import Time
 
-__all__ = ['fetch', 'writer_of', 'name_writer', 'configuration', 'as_images', 'png']
+__all__ = ['fetch', 'writer_of', 'name_writer', 'configuration', 'as_images', 'plain', 'png']
 
 PLAIN = (bool, int, float, str, type(None))
 

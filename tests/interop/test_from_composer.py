@@ -238,8 +238,8 @@ def test_the_logger_hands_on_what_callbacks_have_a_place_for() -> None:
     class Place(Callback):
         def __init__(self) -> None: self.got: list[Any] = []
         def log_params(self, params: Any) -> None: self.got.append(params)
-        def log_text(self, name: str, text: str) -> None: self.got.append((name, text))
-        def log_images(self, name: str, images: Any) -> None: self.got.append((name, tuple(images.shape)))
+        def log_text(self, step: int, name: str, text: str) -> None: self.got.append((step, name, text))
+        def log_images(self, step: int, name: str, images: Any) -> None: self.got.append((step, name, images.shape))
 
     class Log:
         def fit_start(self, state: Any, logger: Any) -> None:
@@ -252,7 +252,7 @@ def test_the_logger_hands_on_what_callbacks_have_a_place_for() -> None:
     place = Place()
     learn = learner(Log())
     learn.fit(1, cbs=place)
-    assert place.got == [{'depth': 3}, ('t', '| a | b |\n| --- | --- |\n| 1 | 2 |'), ('i', (2, 3, 4, 5))]
+    assert place.got == [{'depth': 3}, (0, 't', '| a | b |\n| --- | --- |\n| 1 | 2 |'), (0, 'i', (2, 3, 4, 5))]
 
 
 # -- state, mistakes ---------------------------------------------------------------------------------------------------

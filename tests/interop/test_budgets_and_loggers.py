@@ -1,0 +1,115 @@
+"""Callbacks of Composer and ksuit in fits by budgets, with evaluations within epochs, and with learnkit's loggers."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fastcore.basics import noop
+
+from learnkit import Callback, DataLoaders, Evaluator, Learner
+from learnkit.interop import from_composer, from_ksuit
+from learnkit.loggers import CSVLogger, JSONLinesLogger
+from learnkit.testing import synth_learner
+
+
+def learner(*cbs: Any, path: Path = Path(), **kwargs: Any) -> Learner:
+    learn = synth_learner(n_train=4, n_valid=1, path=path, cbs=list(cbs), **kwargs)
+    learn.logger = noop
+    return learn
+
+
+class Ends:
+    "Keeps when training will end, as its state says."
+    def __init__(self) -> None: self.seen: list[Any] = []
+    def fit_start(self, state: Any, logger: Any) -> None: self.seen.append(state.max_duration)
+    def fit_end(self, state: Any, logger: Any) -> None: self.seen.append(state.max_duration)
+
+
+@pytest.mark.parametrize(('length', 'end'), [('6ba', '6ba'), ('80sp', '80sp'), (2, '2ep'), ('1h', '3600sec')])
+def test_composer_knows_when_a_budget_ends(length: Any, end: str) -> None:
+    cb = Ends()
+    learn = learner(from_composer(cb))
+    if length == '1h': learn.add_cb(Callback(after_epoch=lambda c: c.learn.stop()))
+    learn.fit(length)
+    if length == '1h': assert cb.seen[0].unit == 'sec' and cb.seen[0].value == pytest.approx(3600, abs=5)
+    else: assert cb.seen[0] == end
+    assert cb.seen[0] == cb.seen[1]
+
+
+def test_composer_counts_budgets_over_all_fits() -> None:
+    cb = Ends()
+    learn = learner(from_composer(cb))
+    learn.fit(1)
+    learn.fit('6ba')
+    learn.fit('5st')  # a unit that Composer does not have
+    assert cb.seen[:4] == ['1ep', '1ep', '10ba', '10ba'] and cb.seen[4:] == [None, None]
+
+
+def test_composer_metrics_are_those_of_the_latest_evaluation() -> None:
+    x = torch.randn(64, 1)
+    batches = [(b, 2*b) for b in x.split(16)]
+    seen: list[Any] = []
+
+    class Look:
+        def eval_end(self, state: Any, logger: Any) -> None:
+            seen.append((state.dataloader_label, dict(state.eval_metrics[state.dataloader_label])))
+
+    learn = learner(from_composer(Look()), eval_every='3ba',
+                    dls=DataLoaders(batches, {'day': batches[:1], 'night': Evaluator(batches[1:2], '2ba')}))
+    learn.fit(1)
+    rows = [(name, row[f'{name}/loss']) for row in learn.recorder.evaluations for name in ('day', 'night')
+            if f'{name}/loss' in row]
+    assert [(name, m['loss']) for name, m in seen] == rows and len(rows) == 4
+
+
+class Says:
+    "Hands everything that Composer's logger takes to it."
+    def fit_start(self, state: Any, logger: Any) -> None: logger.log_hyperparameters({'depth': torch.tensor(3)})
+
+    def epoch_end(self, state: Any, logger: Any) -> None:
+        logger.log_table(['a'], [[1]], name='t')
+        logger.log_images(torch.zeros(2, 4, 5, 3), name='i', channels_last=True)
+
+
+@pytest.mark.parametrize('first', [True, False])
+def test_composers_logger_reaches_learnkits(tmp_path: Path, first: bool) -> None:
+    cbs = [from_composer(Says()), CSVLogger(), JSONLinesLogger()]
+    learn = learner(*(cbs if first else cbs[::-1]), path=tmp_path)
+    for _ in range(2): learn.fit(1)
+    params = json.loads((tmp_path/'metrics.csv.params.json').read_text())
+    assert params['depth'] == 3 and params['model'] == 'RegModel'
+    names = [f'i-{step}-{i}.png' for step in (4, 8) for i in range(2)]
+    assert sorted(p.name for p in (tmp_path/'metrics.csv.images').iterdir()) == names
+    assert (tmp_path/'metrics.jsonl.texts'/'t-8.txt').read_text() == '| a |\n| --- |\n| 1 |'
+
+
+def test_ksuits_writer_reaches_learnkits_loggers(tmp_path: Path) -> None:
+    class Draws:
+        writer: Any = None
+
+        def after_epoch(self, update_counter: Any) -> None:
+            self.writer.add_nonscalar('picture', torch.zeros(3, 4, 4))
+            self.writer.add_nonscalar('words', 'so it is')
+
+    learner(from_ksuit(Draws()), JSONLinesLogger(), path=tmp_path).fit(1)
+    assert [p.name for p in tmp_path.rglob('*.png')] == ['picture-4-0.png']
+    assert [p.read_text() for p in tmp_path.rglob('*.txt')] == ['so it is']
+
+
+@pytest.mark.parametrize(('length', 'end'), [('6ba', {'update': 6}), ('6st', {'update': 6}), ('96sp', {'sample': 96}),
+                                             (2, {'epoch': 2, 'update': 8, 'sample': 128}), ('1h', {})])
+def test_ksuit_knows_when_a_budget_ends(length: Any, end: dict[str, int]) -> None:
+    seen: list[Any] = []
+
+    class Ends:
+        def after_update(self, update_counter: Any) -> None:
+            seen.append((dict(update_counter.end_iteration), update_counter.is_finished))
+
+    learn = learner(from_ksuit(Ends()))
+    if length == '1h': learn.add_cb(Callback(after_epoch=lambda c: c.learn.stop()))
+    learn.fit(length)
+    assert all(e == end for e, _ in seen)
+    if isinstance(length, str): assert [done for _, done in seen] == [False]*(len(seen) - 1) + [bool(end)]
