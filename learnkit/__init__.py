@@ -12,6 +12,7 @@ from learnkit.callbacks import (
     EMA,
     SAM,
     ActivationStats,
+    BestMetric,
     BnFreeze,
     CastToTensor,
     ChannelsLast,
@@ -19,24 +20,33 @@ from learnkit.callbacks import (
     CutMix,
     EarlyStoppingCallback,
     FetchPredsCallback,
+    FixedStopper,
     GradientAccumulation,
     GradientClip,
     HookCallback,
     LRFinder,
+    LRMonitor,
     LRScheduler,
     MCDropoutCallback,
+    MemoryMonitor,
     MixedPrecision,
     MixUp,
     ModelResetter,
     NonFiniteGuard,
+    OptimizerMonitor,
     ParamScheduler,
+    PeriodicData,
     ReduceLROnPlateau,
     RNNCallback,
     RNNRegularizer,
+    RuntimeEstimator,
     SaveModelCallback,
     ShortEpochCallback,
     SkipToEpoch,
+    SpeedMonitor,
+    SystemMonitor,
     TerminateOnNaNCallback,
+    ThresholdStopper,
     TrackerCallback,
     before_batch_cb,
 )
@@ -69,11 +79,25 @@ from learnkit.errors import (
     UnknownEventError,
     WeightsError,
 )
+from learnkit.evaluator import Evaluator
 from learnkit.events import EVENTS, LIFECYCLE, event
 from learnkit.exchange import load_learner
 from learnkit.hypers import params
+from learnkit.interop import from_composer, from_ksuit
 from learnkit.learner import Learner, defaults, replacing_yield
+from learnkit.loggers import (
+    ConsoleLogger,
+    CSVLogger,
+    JSONLinesLogger,
+    Logger,
+    MlflowLogger,
+    TensorBoardLogger,
+    WandbLogger,
+    log_images,
+    log_text,
+)
 from learnkit.loop import TrainEvalCallback
+from learnkit.metric_properties import MetricProperties
 from learnkit.metrics import AvgLoss, AvgMetric, ValueMetric, accuracy, error_rate, mae, mse, rmse
 from learnkit.optim import OptimWrapper, trainable_params
 from learnkit.optimizers import SGD, Adam
@@ -85,18 +109,21 @@ from learnkit.timing import Time, Timestamp
 __version__ = '0.1.0'
 
 __all__ = [
-    'ActivationStats', 'Adam', 'AvgLoss', 'AvgMetric', 'AvgSmoothLoss', 'BatchError', 'BnFreeze', 'Callback',
-    'CallbackError', 'CancelBackwardException', 'CancelBatchException', 'CancelEpochException', 'CancelError',
-    'CancelException', 'CancelFitException', 'CancelStepException', 'CancelTrainException', 'CancelValidException',
-    'CastToTensor', 'ChannelsLast', 'CollectDataCallback', 'CutMix', 'DataLoaders', 'EMA', 'EVENTS',
-    'EarlyStoppingCallback', 'EmptyLoaderError', 'FetchPredsCallback', 'FitError', 'GatherPredsCallback',
-    'GradientAccumulation', 'GradientClip', 'History', 'HookCallback', 'LIFECYCLE', 'LRFinder', 'LRScheduler',
-    'Learner', 'LearnkitError', 'LoaderError', 'LossError', 'MCDropoutCallback', 'Metric', 'MetricError',
-    'MissingExtraError', 'MixUp', 'MixedPrecision', 'ModelError', 'ModelResetter', 'NonFiniteGuard', 'OptimWrapper',
-    'OptimizerError', 'OptionError', 'OrderError', 'ParamScheduler', 'Periodic', 'ProgressCallback', 'RNNCallback',
-    'RNNRegularizer', 'Recorder', 'ReduceLROnPlateau', 'SAM', 'SGD', 'SaveModelCallback', 'ScheduleError',
-    'ShortEpochCallback', 'SkipToEpoch', 'TensorLoader', 'TerminateOnNaNCallback', 'Time', 'TimeError', 'Timestamp',
-    'TrackerCallback', 'TrainEvalCallback', 'UnknownEventError', 'ValueMetric', 'WeightsError', 'accuracy',
-    'before_batch_cb', 'default_device', 'defaults', 'detuplify', 'error_rate', 'event', 'find_bs', 'load_learner',
-    'mae', 'mse', 'params', 'replacing_yield', 'rmse', 'to_detach', 'to_device', 'trainable_params',
+    'ActivationStats', 'Adam', 'AvgLoss', 'AvgMetric', 'AvgSmoothLoss', 'BatchError', 'BestMetric', 'BnFreeze',
+    'CSVLogger', 'Callback', 'CallbackError', 'CancelBackwardException', 'CancelBatchException', 'CancelEpochException',
+    'CancelError', 'CancelException', 'CancelFitException', 'CancelStepException', 'CancelTrainException',
+    'CancelValidException', 'CastToTensor', 'ChannelsLast', 'CollectDataCallback', 'ConsoleLogger', 'CutMix',
+    'DataLoaders', 'EMA', 'EVENTS', 'EarlyStoppingCallback', 'EmptyLoaderError', 'Evaluator', 'FetchPredsCallback',
+    'FitError', 'FixedStopper', 'GatherPredsCallback', 'GradientAccumulation', 'GradientClip', 'History',
+    'HookCallback', 'JSONLinesLogger', 'LIFECYCLE', 'LRFinder', 'LRMonitor', 'LRScheduler', 'Learner', 'LearnkitError',
+    'LoaderError', 'Logger', 'LossError', 'MCDropoutCallback', 'MemoryMonitor', 'Metric', 'MetricError',
+    'MetricProperties', 'MissingExtraError', 'MixUp', 'MixedPrecision', 'MlflowLogger', 'ModelError', 'ModelResetter',
+    'NonFiniteGuard', 'OptimWrapper', 'OptimizerError', 'OptimizerMonitor', 'OptionError', 'OrderError',
+    'ParamScheduler', 'Periodic', 'PeriodicData', 'ProgressCallback', 'RNNCallback', 'RNNRegularizer', 'Recorder',
+    'ReduceLROnPlateau', 'RuntimeEstimator', 'SAM', 'SGD', 'SaveModelCallback', 'ScheduleError', 'ShortEpochCallback',
+    'SkipToEpoch', 'SpeedMonitor', 'SystemMonitor', 'TensorBoardLogger', 'TensorLoader', 'TerminateOnNaNCallback',
+    'ThresholdStopper', 'Time', 'TimeError', 'Timestamp', 'TrackerCallback', 'TrainEvalCallback', 'UnknownEventError',
+    'ValueMetric', 'WandbLogger', 'WeightsError', 'accuracy', 'before_batch_cb', 'default_device', 'defaults',
+    'detuplify', 'error_rate', 'event', 'find_bs', 'from_composer', 'from_ksuit', 'load_learner', 'log_images',
+    'log_text', 'mae', 'mse', 'params', 'replacing_yield', 'rmse', 'to_detach', 'to_device', 'trainable_params',
 ]

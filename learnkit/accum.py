@@ -1,19 +1,19 @@
-"""Metrics that are a function of all predictions and targets of a set at once, such as those of scikit-learn."""
+"""Metrics of a function of all predictions and targets at once, as scikit-learn's are; and of parts of the loss."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from learnkit.averages import is_number, paired
+from learnkit.averages import Mean, Metric, is_number, paired
 from learnkit.batch import to_detach
 from learnkit.errors import MetricError, did_you_mean
-from learnkit.measures import TorchMetric
+from learnkit.measures import TorchMetric, batch_weight, check_on
 
-__all__ = ['AccumMetric', 'skm_to_fastai']
+__all__ = ['AccumMetric', 'LossMetric', 'LossMetrics', 'skm_to_fastai']
 
 ACTIVATIONS = ('no', 'sigmoid', 'softmax', 'binarysoftmax')
 
@@ -108,3 +108,44 @@ def skm_to_fastai(
     of_labels = is_class and thresh is not None
     return AccumMetric(func, axis if is_class and not of_labels else None,
                        activation or ('sigmoid' if of_labels else 'no'), thresh, True, True, **kwargs)
+
+
+class LossMetric(Mean, Metric):
+    """Average a part of the loss, which the loss function leaves in its attribute `attr`, over the samples.
+
+    A loss that returns a dict of named parts needs no such metric: they are recorded. Raises `MetricError` when the
+    loss function has no such attribute."""
+
+    def __init__(
+        self,
+        attr: str,              # where the loss function leaves the part
+        nm: str | None = None,  # the column's name; default: `attr`
+        on: str | None = None,  # 'train', 'valid' or 'both'; None: as the Recorder says
+    ) -> None:
+        self.attr, self._nm, self.on = attr, nm, check_on(on)
+
+    def accumulate(self, learn: Any) -> None:
+        try: value = getattr(learn.loss_func, self.attr)
+        except AttributeError:
+            hint = did_you_mean(self.attr, getattr(learn.loss_func, '__dict__', ()))
+            raise MetricError(f'LossMetric: {learn.loss_func!r} has no attribute `{self.attr}`.{hint}') from None
+        self.add(value, batch_weight(learn))
+
+    @property
+    def name(self) -> str:
+        return self._nm or self.attr
+
+
+def LossMetrics(
+    attrs: str | Sequence[str],              # attributes of the loss function: a list, or one string with commas
+    nms: str | Sequence[str] | None = None,  # their columns, likewise; default: `attrs`
+    on: str | None = None,                   # 'train', 'valid' or 'both'; None: as the Recorder says
+) -> list[LossMetric]:
+    """Return a `LossMetric` for each of `attrs`. Raises `MetricError` for another number of names.
+
+    >>> [m.name for m in LossMetrics('kl,reconstruction', ['kl', 'rec'])]
+    ['kl', 'rec']
+    """
+    attrs, nms = (s.split(',') if isinstance(s, str) else s for s in (attrs, attrs if nms is None else nms))
+    if len(attrs) != len(nms): raise MetricError(f'LossMetrics: {len(attrs)} attributes, but {len(nms)} names.')
+    return [LossMetric(attr, nm, on) for attr, nm in zip(attrs, nms, strict=True)]

@@ -136,6 +136,7 @@ class HasCallbacks:
     def __getstate__(self) -> dict[str, Any]:
         "Leave out what belongs to this object alone: its lock and its tables, which are made from the callbacks."
         own = ('lock', '_callbacks', '_tables')
+        self._end_streams()
         return {**{k: v for k, v in self.__dict__.items() if k not in own}, '_cbs': list(self.cbs)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -149,6 +150,9 @@ class HasCallbacks:
     def _in_use(self) -> bool:
         "Tell whether a run is under way."
         return False
+
+    def _end_streams(self) -> None:
+        "Hear that callbacks go, or are copied: no run may be under way that only pauses."
 
     def _open_for_use(self) -> None:
         "Hear that callbacks are there, or in use, that are to be closed some time."
@@ -211,6 +215,7 @@ class HasCallbacks:
         "Remove a callback, or all instances of a class; it gets no further event."
         if isinstance(cb, type): return self.remove_cbs([o for o in self.cbs if isinstance(o, cb)])
         if cb not in self._callbacks: return self
+        self._end_streams()
         try:
             if self._in_use(): self._callbacks.call_one(cb, 'cleanup')  # it will not be there when the run ends
         finally: self._take_out(cb)
@@ -238,6 +243,7 @@ class HasCallbacks:
         "Take callbacks out for the length of a context, and put them back in their places."
         def is_meant(o: Callback) -> bool:
             return any(isinstance(o, cb) if isinstance(cb, type) else o is cb for cb in listed(cbs))
+        self._end_streams()
         switches = self._callbacks.switches
         out = [(i, o, switches[id(o)]) for i, o in enumerate(self.cbs) if is_meant(o)]
         for _, cb, _ in out: self._take_out(cb)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -58,7 +59,8 @@ class GatherPredsCallback(Callback):
     def _is_ours(self) -> bool: return bool(self._depth == self.learn._depth and not self.learn.training)
 
     def before_validate(self) -> None:
-        if self._depth is None: self._depth = self.learn._depth
+        depth = self.learn._depth
+        if self._depth is None or depth < self._depth: self._depth = depth  # one inside this one is over
         if not self._is_ours(): return
         self._start()
         for folder in (self.save_preds, self.save_targs):
@@ -91,6 +93,9 @@ class GatherPredsCallback(Callback):
 
     def after_validate(self) -> None:
         if self._is_ours(): self._join()
+
+    def _run_failed(self) -> None:
+        if self._is_ours(): self._depth = None
 
     def cleanup(self) -> None: self._depth = None
 
@@ -163,8 +168,9 @@ class Taken:
         with_targs: bool = True,
         act: Callable[[Any], Any] | None = None,  # applied to predictions; None: `loss_func.activation`, if any
         cpu: bool = True,              # bring the entries to the CPU
+        arriving: Arriving | None = None,  # brings them there without a wait, a batch late; None: at once
     ) -> None:
-        self.learn, self.give, self.cpu = learn, give, cpu
+        self.learn, self.give, self.cpu, self.arriving = learn, give, cpu, arriving
         self.act = act or getattr(learn.loss_func, 'activation', noop)
         self.decode = getattr(learn.loss_func, 'decodes', noop)
         wanted = {'inputs': with_input, 'preds': True, 'targs': with_targs, 'decoded': with_decoded,
@@ -179,21 +185,33 @@ class Taken:
     def _start(self, cb: Callback) -> None:
         if self._depth is None: self._depth = self.learn._depth
 
+    def _detached(self, b: Any) -> Any:
+        "Detach, and bring to the CPU what `arriving` does not."
+        return self.learn.to_detach(b, self.cpu and (self.arriving is None or hasattr(self.learn.dl, 'to_detach')))
+
     def _take_input(self, cb: Callback) -> None:
-        if self._depth == self.learn._depth and 'inputs' in self.names:
-            self._input = self.learn.to_detach(self.learn.xb, self.cpu)
+        if self._depth == self.learn._depth and 'inputs' in self.names: self._input = self._detached(self.learn.xb)
 
     def _take(self, cb: Callback) -> None:
         learn = self.learn
         if self._depth != learn._depth or 'pred' not in learn.__dict__: return
         if 'losses' in self.names and 'loss_grad' not in learn.__dict__: return
-        entries = {'preds': self.act(detuplify(learn.to_detach(learn.pred, self.cpu)))}
+        entries = {'preds': detuplify(self._detached(learn.pred))}
         if 'inputs' in self.names: entries['inputs'] = detuplify(self._input)
-        if 'targs' in self.names: entries['targs'] = detuplify(learn.to_detach(learn.yb, self.cpu))
+        if 'targs' in self.names: entries['targs'] = detuplify(self._detached(learn.yb))
+        if 'losses' in self.names: entries['losses'] = self._detached(per_sample(learn.loss, find_bs(learn.yb)))
+        if self.arriving is None: return self._hand_on(entries)
+        for arrived in self.arriving.put(entries): self._hand_on(arrived)
+
+    def _hand_on(self, entries: dict[str, Any]) -> None:
+        entries['preds'] = self.act(entries['preds'])
         if 'decoded' in self.names: entries['decoded'] = self.decode(entries['preds'])
-        if 'losses' in self.names:
-            entries['losses'] = learn.to_detach(per_sample(learn.loss, find_bs(learn.yb)), self.cpu)
         self.give(*[entries[name] for name in self.names])
+
+    def finish(self) -> None:
+        "Hand on what is still on its way."
+        if self.arriving is not None:
+            for arrived in self.arriving.rest(): self._hand_on(arrived)
 
 
 def per_sample(loss: Tensor, bs: int) -> Tensor:
@@ -213,10 +231,9 @@ def per_sample(loss: Tensor, bs: int) -> Tensor:
 
 def check_sink(sink: Any, names: tuple[str, ...]) -> None:
     "Raise `OptionError` for a sink that cannot take these entries."
-    if callable(sink) or _is_folder(sink):
-        if _is_folder(sink) and (path := Path(sink)).exists() and (not path.is_dir() or any(path.iterdir())):
-            raise OptionError(f'sink={str(sink)!r} is there already and not an empty folder: give another one.')
-        return
+    if callable(sink): return
+    if _is_path(sink): _check_free(Path(sink), _is_folder(sink))
+    if _is_folder(sink): return
     if not isinstance(sink, np.ndarray) and not _is_path(sink):
         raise OptionError(f'sink={describe(sink)}: give a folder, the path of a .npy file, a numpy array or memory '
                           'map, or a function that is called with the entries of each batch.')
@@ -224,6 +241,29 @@ def check_sink(sink: Any, names: tuple[str, ...]) -> None:
         raise OptionError(f'An array holds predictions alone, not {", ".join(others)}: give a folder as the sink.')
 
 
+def _check_free(path: Path, is_folder: bool) -> None:
+    "Raise `OptionError` where something is in the way: nothing but what a run cut short has left is written over."
+    free = is_folder and path.is_dir() and not any(path.iterdir())
+    if path.exists() and not free:
+        raise OptionError(f'sink={str(path)!r} is there already{" and not an empty folder" * is_folder}: it would be '
+                          'overwritten. Remove it, or give another name.')
+    part = _part_of(path)
+    if not part.exists(): return
+    if is_folder: ours = part.is_dir() and all(_OWN_FILE.fullmatch(name) for name in os.listdir(part))
+    else: ours = part.is_file() and _starts_as_npy(part)
+    if not ours:
+        raise OptionError(f'sink={str(path)!r} is called {part.name!r} until it is complete, and that is there '
+                          'already, with what no prediction has written. Move it away, or give another name.')
+
+
+def _starts_as_npy(path: Path) -> bool:
+    with open(path, 'rb') as file: return file.read(6) in (b'', b'\x93NUMPY')
+
+
+_OWN_FILE = re.compile(r'\d{6,}\.pt|\.\d{6,}\.pt\.tmp')  # a batch, and a batch on its way to the disk
+
+
+def _part_of(path: Path) -> Path: return path.with_name(f'{path.name}.part')
 def _is_path(sink: Any) -> bool: return isinstance(sink, (str, Path))
 def _is_folder(sink: Any) -> bool: return _is_path(sink) and Path(sink).suffix != '.npy'
 
@@ -239,7 +279,7 @@ def opened_sink(sink: Any, names: tuple[str, ...]) -> Iterator[Callable[..., Any
     elif isinstance(sink, np.ndarray): yield partial(_only_preds, names, _Rows(sink).add)
     else:
         path = Path(sink)
-        part = path.with_name(f'{path.name}.part')
+        part = _part_of(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         if _is_folder(sink):
             if part.is_dir(): rmtree(part)  # what an earlier run, cut short, has left

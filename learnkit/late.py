@@ -21,7 +21,7 @@ from learnkit.measures import TorchMetric, paired
 __all__ = ['Late', 'Score', 'by_class', 'best', 'chances', 'chance_of', 'by_label', 'labelled', 'values', 'computed',
            'over_defined', 'mean_recall', 'matthews', 'averaged', 'check_average', 'Bleu']
 
-GROUP = 2**20  # predictions that wait for one update
+GROUP = 2**20  # predicted numbers that wait for one update
 AVERAGES = ('macro', 'micro', 'weighted')
 
 Prepared = tuple[Tensor, Tensor, int]           # predictions, targets, how many classes or labels there are
@@ -60,7 +60,7 @@ class Late:
         pred, targ, n = self.prepare(pred, targ)
         if self.n and n != self.n: raise MetricError(f'{self.kind}: there were {self.n} classes, now there are {n}.')
         self.waiting.append((pred, targ))
-        self.n, self.n_waiting = n, self.n_waiting + targ.numel()
+        self.n, self.n_waiting = n, self.n_waiting + pred.numel()
         if self.n_waiting >= GROUP: self.flush()
 
     def flush(self) -> None:

@@ -364,7 +364,8 @@ class TrainEvalCallback(Callback):
         learn.training = False
 
     def after_epoch(self) -> None:
-        if self.learn.fitting and self._trained: self.learn._done['ep'] += 1  # one that was skipped is not finished
+        if not self.learn.fitting: return
+        self.learn._done['ep'] += self._trained  # one that was skipped is not finished
         self._trained = False
 
     def after_iteration(self) -> None:

@@ -19,7 +19,7 @@ from learnkit.batch import describe, find_bs, to_detach
 from learnkit.errors import CancelException, MetricError, did_you_mean
 
 __all__ = ['AvgMetric', 'AvgLoss', 'SumMetric', 'ValueMetric', 'TorchMetric', 'as_metrics', 'batch_weight',
-           'check_column', 'dry_run', 'measured_by', 'measures_batches', 'paired', 'widened']
+           'check_column', 'check_on', 'dry_run', 'measured_by', 'measures_batches', 'paired', 'widened']
 
 PHASES = ('train', 'valid', 'both')
 F = TypeVar('F', bound=Callable[..., Any])
@@ -45,10 +45,12 @@ class AvgMetric(Mean, Metric):
         on: str | None = None,     # 'train', 'valid' or 'both'; None: as the Recorder says
     ) -> None:
         if not callable(func): raise MetricError(f'AvgMetric averages a function f(pred, *targets), got {func!r}.')
-        self.func, self._name, self.on = func, name, _check_on(on)
+        self.func, self._name, self.on = func, name, check_on(on)
 
     def accumulate(self, learn: Any) -> None:
-        self.add(self._compute(learn.pred, learn.yb), batch_weight(learn))
+        self.add(self._compute(learn.pred, learn.yb), self._weight(learn))
+
+    def _weight(self, learn: Any) -> Any: return batch_weight(learn)
 
     def _compute(self, pred: Any, yb: tuple[Any, ...]) -> Any:
         "The metric of one batch, a number or a tensor of one element."
@@ -68,6 +70,8 @@ class AvgMetric(Mean, Metric):
 
 class AvgLoss(Mean, Metric):
     "Average the loss over the samples."
+
+    def __init__(self, on: str | None = None) -> None: self.on = check_on(on)
 
     def accumulate(self, learn: Any) -> None:
         loss = learn.loss
@@ -100,7 +104,7 @@ class SumMetric(Metric):
         name: str | None = None,  # default: the class name in snake_case
         on: str | None = None,    # 'train', 'valid' or 'both'; None: as the Recorder says
     ) -> None:
-        self._name, self.on = name, _check_on(on)
+        self._name, self.on = name, check_on(on)
 
     def sums(self, pred: Any, *targs: Any) -> Any:
         "What a batch adds: a tensor, or a tuple of numbers."
@@ -152,8 +156,9 @@ class ValueMetric(Metric):
         self,
         func: Callable[[], Any],          # gives the value
         metric_name: str | None = None,   # default: the function's name
+        on: str | None = None,            # 'train', 'valid' or 'both'; None: as the Recorder says
     ) -> None:
-        self.func, self.metric_name = func, metric_name
+        self.func, self.metric_name, self.on = func, metric_name, check_on(on)
 
     @property
     def value(self) -> Any:
@@ -177,7 +182,7 @@ class TorchMetric(Metric):
         on: str | None = None,    # 'train', 'valid' or 'both'; None: as the Recorder says
     ) -> None:
         if not _is_torchmetric(metric): raise MetricError(f'{metric!r} has no update, compute and reset.')
-        self.metric, self._name, self.on, self._updates = metric, name, _check_on(on), 0
+        self.metric, self._name, self.on, self._updates = metric, name, check_on(on), 0
 
     def reset(self) -> None:
         self.metric.reset()
@@ -382,6 +387,7 @@ def _is_torchmetric(m: Any) -> bool:
     return all(callable(getattr(m, k, None)) for k in ('update', 'compute', 'reset'))
 
 
-def _check_on(on: str | None) -> str | None:
+def check_on(on: str | None) -> str | None:
+    "Return where a metric is computed; raise `MetricError` for what is no such place."
     if on is None or on in PHASES: return on
     raise MetricError(f"A metric is on 'train', 'valid' or 'both', got {on!r}.{did_you_mean(str(on), PHASES)}")

@@ -1,21 +1,23 @@
 """Metrics by fastai's names: functions of a batch, and classes where a mean over batches is not the value on the set.
 
 `metrics=[accuracy, Dice, F1Score(average='macro')]`: give functions, classes or instances. Scores that come from
-torchmetrics (`learnkit.scores`) can be imported here too, without it being installed. Each takes `on='train'`,
-`'valid'` or `'both'`, by default as the Recorder says, and each gives the exact value on the set, whatever its batches;
-none makes the host wait for a device at every batch."""
+torchmetrics (`learnkit.scores`) can be imported here too, without it being installed. Each class takes `on='train'`,
+`'valid'` or `'both'`, by default as the Recorder says. Each gives the exact value on the set, whatever its batches,
+also of sequences whose length varies: in a list of metrics these functions count targets, where `AvgMetric(f)` averages
+a function of your own over samples. None makes the host wait for a device at every batch."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from learnkit.accum import AccumMetric, skm_to_fastai
+from learnkit.accum import AccumMetric, LossMetric, LossMetrics, skm_to_fastai
 from learnkit.averages import AvgSmoothLoss, Mean, Metric
-from learnkit.errors import MetricError, did_you_mean
+from learnkit.errors import MetricError
 from learnkit.late import by_class
 from learnkit.measures import (
     AvgLoss,
@@ -24,7 +26,6 @@ from learnkit.measures import (
     TorchMetric,
     ValueMetric,
     as_metrics,
-    batch_weight,
     check_column,
     dry_run,
     measured_by,
@@ -59,19 +60,36 @@ from learnkit.scores import (
 )
 from learnkit.segmentation import Dice, DiceMulti, ForegroundAcc, JaccardCoeff, JaccardCoeffMulti, foreground_acc
 
-__all__ = ['Metric', 'Mean', 'AvgMetric', 'AvgLoss', 'AvgSmoothLoss', 'SumMetric', 'ValueMetric', 'TorchMetric',
-           'as_metrics', 'check_column', 'dry_run', 'measures_batches', 'accuracy', 'error_rate', 'top_k_accuracy',
-           'accuracy_multi', 'foreground_acc', 'ForegroundAcc', 'mse', 'rmse', 'RMSE', 'mae', 'msle', 'exp_rmspe',
-           'ExpRMSPE', 'R2Score', 'ExplainedVariance', 'PearsonCorrCoef', 'BrierScore', 'BrierScoreMulti', 'Perplexity',
-           'perplexity', 'Dice', 'DiceMulti', 'JaccardCoeff', 'JaccardCoeffMulti', 'LossMetric', 'LossMetrics',
-           'APScoreBinary', 'APScoreMulti', 'BalancedAccuracy', 'CohenKappa', 'CorpusBLEUMetric', 'F1Score',
-           'F1ScoreMulti', 'FBeta', 'FBetaMulti', 'HammingLoss', 'HammingLossMulti', 'Jaccard', 'JaccardMulti',
-           'MatthewsCorrCoef', 'MatthewsCorrCoefMulti', 'Precision', 'PrecisionMulti', 'Recall', 'RecallMulti',
-           'RocAuc', 'RocAucBinary', 'RocAucMulti', 'SpearmanCorrCoef', 'AccumMetric', 'skm_to_fastai']
+F = TypeVar('F', bound=Callable[..., Tensor])
+
+__all__ = ['Metric', 'Mean', 'AvgMetric', 'AvgLoss', 'AvgSmoothLoss', 'ElementMean', 'SumMetric', 'ValueMetric',
+           'TorchMetric', 'as_metrics', 'check_column', 'dry_run', 'measures_batches', 'accuracy', 'error_rate',
+           'top_k_accuracy', 'accuracy_multi', 'foreground_acc', 'ForegroundAcc', 'mse', 'rmse', 'RMSE', 'mae', 'msle',
+           'exp_rmspe', 'ExpRMSPE', 'R2Score', 'ExplainedVariance', 'PearsonCorrCoef', 'BrierScore', 'BrierScoreMulti',
+           'Perplexity', 'perplexity', 'Dice', 'DiceMulti', 'JaccardCoeff', 'JaccardCoeffMulti', 'LossMetric',
+           'LossMetrics', 'APScoreBinary', 'APScoreMulti', 'BalancedAccuracy', 'CohenKappa', 'CorpusBLEUMetric',
+           'F1Score', 'F1ScoreMulti', 'FBeta', 'FBetaMulti', 'HammingLoss', 'HammingLossMulti', 'Jaccard',
+           'JaccardMulti', 'MatthewsCorrCoef', 'MatthewsCorrCoefMulti', 'Precision', 'PrecisionMulti', 'Recall',
+           'RecallMulti', 'RocAuc', 'RocAucBinary', 'RocAucMulti', 'SpearmanCorrCoef', 'AccumMetric', 'skm_to_fastai']
+
+
+class ElementMean(AvgMetric):
+    "Average over all targets of the set: what functions of this module are as metrics. `weight_func` weighs batches."
+
+    def _weight(self, learn: Any) -> Any:
+        "Count a batch by its targets: of sequences, it has more or less of them for its samples."
+        return learn.yb[0].numel() if getattr(learn, 'weight_func', None) is None else super()._weight(learn)
+
+
+def by_element(func: F) -> F:
+    "Mark a mean over the targets of a batch: in a list of metrics it is the mean over those of the set."
+    def metric(**options: Any) -> ElementMean: return ElementMean(partial(func, **options) if options else func)
+    return measured_by(metric)(func)
 
 
 # -- classes -----------------------------------------------------------------------------------------------------------
 
+@by_element
 def accuracy(
     pred: Tensor,    # scores, classes along `axis`
     targ: Tensor,    # class numbers, of pred's shape without `axis`
@@ -88,6 +106,7 @@ def accuracy(
     return (best == targ).float().mean()
 
 
+@by_element
 def error_rate(
     pred: Tensor,    # scores, classes along `axis`
     targ: Tensor,    # class numbers
@@ -101,6 +120,7 @@ def error_rate(
     return 1 - accuracy(pred, targ, axis=axis)
 
 
+@by_element
 def top_k_accuracy(
     pred: Tensor,    # scores, classes along `axis`
     targ: Tensor,    # class numbers
@@ -120,6 +140,7 @@ def top_k_accuracy(
     return (scores.topk(k)[1] == targ[:, None]).any(1).float().mean()
 
 
+@by_element
 def accuracy_multi(
     pred: Tensor,          # a score for each label
     targ: Tensor,          # 0 or 1 for each label
@@ -137,6 +158,7 @@ def accuracy_multi(
 
 # -- regression --------------------------------------------------------------------------------------------------------
 
+@by_element
 def mse(pred: Tensor, targ: Tensor) -> Tensor:
     """Return the mean squared error. Raises `MetricError` when the sizes differ: nothing is broadcast.
 
@@ -147,6 +169,7 @@ def mse(pred: Tensor, targ: Tensor) -> Tensor:
     return (pred - targ).square().mean()
 
 
+@by_element
 def mae(pred: Tensor, targ: Tensor) -> Tensor:
     """Return the mean absolute error. Raises `MetricError` when the sizes differ: nothing is broadcast.
 
@@ -157,6 +180,7 @@ def mae(pred: Tensor, targ: Tensor) -> Tensor:
     return (pred - targ).abs().mean()
 
 
+@by_element
 def msle(pred: Tensor, targ: Tensor) -> Tensor:
     """Return the mean squared error of `log(1 + x)`. Raises `MetricError` when the sizes differ.
 
@@ -167,7 +191,7 @@ def msle(pred: Tensor, targ: Tensor) -> Tensor:
     return (pred.log1p() - targ.log1p()).square().mean()
 
 
-class RMSE(AvgMetric):
+class RMSE(ElementMean):
     "The root of the mean squared error of the whole set: what `rmse` is as a metric."
 
     def __init__(self, on: str | None = None) -> None:
@@ -196,7 +220,7 @@ def _squared_share(pred: Tensor, targ: Tensor) -> Tensor:
     return torch.expm1(pred - targ).square().mean()
 
 
-class ExpRMSPE(AvgMetric):
+class ExpRMSPE(ElementMean):
     "The root mean square percentage error of the whole set's exponentials: what `exp_rmspe` is as a metric."
 
     def __init__(self, on: str | None = None) -> None:
@@ -287,6 +311,7 @@ class BrierScore(SumMetric):
     """The mean squared error of the softmax, `sum_c (p_c - [t == c])**2`; half of that for two classes.
 
     Both as in scikit-learn. fastai scores the class that was predicted, an error rate; here it is the probability.
+    Raises `MetricError` when it is read and there were targets that are no class.
 
     >>> round(BrierScore()(torch.tensor([[.25, .75]]).log(), torch.tensor([1])), 4)
     0.0625
@@ -302,11 +327,16 @@ class BrierScore(SumMetric):
 
     def sums(self, pred: Tensor, targ: Tensor) -> Any:
         scores, targ = by_class(self.name, pred, targ, self.axis)
-        p = widened(scores).softmax(1)
-        squares = (p*p).sum(1) - 2*p.gather(1, targ.long()[:, None])[:, 0] + 1
-        return squares.sum()/(2 if p.shape[1] == 2 else 1), targ.numel()
+        p, n_classes = widened(scores).softmax(1), scores.shape[1]
+        known = targ.long().clamp(0, n_classes - 1)  # looked at with the value: no batch waits for a device
+        squares = (p*p).sum(1) - 2*p.gather(1, known[:, None])[:, 0] + 1
+        return squares.sum()/(2 if n_classes == 2 else 1), targ.numel(), (known != targ).sum()
 
-    def final(self, sums: Tensor) -> float: return float(sums[0]/sums[1])
+    def final(self, sums: Tensor) -> float:
+        total, n, n_unknown = sums.tolist()
+        if not n_unknown: return total/n if n else math.nan
+        raise MetricError(f'{self.name}: {n_unknown:.0f} of {n:.0f} targets are no class numbers, from 0 to the '
+                          'number of classes - 1. Leave out what is not to count, in `before_batch`.')
 
 
 class BrierScoreMulti(SumMetric):
@@ -345,42 +375,3 @@ class Perplexity(AvgLoss):
 
 
 perplexity = Perplexity  # a class: each Learner gets its own
-
-
-class LossMetric(Mean, Metric):
-    """Average a part of the loss, which the loss function leaves in its attribute `attr`, over the samples.
-
-    A loss that returns a dict of named parts needs no such metric: they are recorded. Raises `MetricError` when the
-    loss function has no such attribute."""
-
-    def __init__(
-        self,
-        attr: str,              # where the loss function leaves the part
-        nm: str | None = None,  # the column's name; default: `attr`
-    ) -> None:
-        self.attr, self._nm = attr, nm
-
-    def accumulate(self, learn: Any) -> None:
-        try: value = getattr(learn.loss_func, self.attr)
-        except AttributeError:
-            hint = did_you_mean(self.attr, getattr(learn.loss_func, '__dict__', ()))
-            raise MetricError(f'LossMetric: {learn.loss_func!r} has no attribute `{self.attr}`.{hint}') from None
-        self.add(value, batch_weight(learn))
-
-    @property
-    def name(self) -> str:
-        return self._nm or self.attr
-
-
-def LossMetrics(
-    attrs: str | Sequence[str],              # attributes of the loss function: a list, or one string with commas
-    nms: str | Sequence[str] | None = None,  # their columns, likewise; default: `attrs`
-) -> list[LossMetric]:
-    """Return a `LossMetric` for each of `attrs`. Raises `MetricError` for another number of names.
-
-    >>> [m.name for m in LossMetrics('kl,reconstruction', ['kl', 'rec'])]
-    ['kl', 'rec']
-    """
-    attrs, nms = (s.split(',') if isinstance(s, str) else s for s in (attrs, attrs if nms is None else nms))
-    if len(attrs) != len(nms): raise MetricError(f'LossMetrics: {len(attrs)} attributes, but {len(nms)} names.')
-    return [LossMetric(attr, nm) for attr, nm in zip(attrs, nms, strict=True)]

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from learnkit.batch import map_tensors
 from learnkit.callback import Callback
@@ -56,14 +57,15 @@ class MixedPrecision(Callback):
 
     def __init__(
         self,
-        amp_mode: str | AMPMode = AMPMode.FP16,  # 'fp16' or 'bf16'
-        init_scale: float = 2.**16,              # what the loss is multiplied by at first; this and the rest: fp16 only
-        growth_factor: float = 2.,               # what the scale is multiplied by after `growth_interval` steps
-        backoff_factor: float = 0.5,             # what it is multiplied by after a gradient that is not finite
-        growth_interval: int = 2000,             # steps
+        amp_mode: str | AMPMode | None = None,  # 'fp16' or 'bf16'; None: fp16 where there is a GPU, else bf16
+        init_scale: float = 2.**16,             # what the loss is multiplied by at first; this and the rest: fp16 only
+        growth_factor: float = 2.,              # what the scale is multiplied by after `growth_interval` steps
+        backoff_factor: float = 0.5,            # what it is multiplied by after a gradient that is not finite
+        growth_interval: int = 2000,            # steps
     ) -> None:
         super().__init__()
-        self.amp_mode = as_mode(amp_mode)
+        on_gpu = torch.cuda.is_available()  # on a CPU fp16 is many times slower than float32
+        self.amp_mode = as_mode(amp_mode or (AMPMode.FP16 if on_gpu else AMPMode.BF16))
         check_option('init_scale', init_scale, 0)
         check_option('growth_factor', growth_factor, 1)
         check_option('backoff_factor', backoff_factor, 0, 1)
@@ -127,6 +129,18 @@ class MixedPrecision(Callback):
         self.n_skipped += 1
         self._warn_of_tiny_scale()
         raise CancelStepException
+
+    def cleanup(self) -> None:
+        "Leave gradients as they are without a scale: the fit may go on without this callback."
+        if not self._is_scaled: return
+        self._is_scaled, scale, learn = False, self.scaler.get_scale(), self.learn
+        if 'loss_grad' in learn.__dict__: learn.loss_grad = learn.loss_grad / scale
+        grads = [grad for _, grad in self._grads()]
+        if not grads: return
+        if get_total_norm(grads, norm_type=float('inf')).isfinite(): torch._foreach_div_(grads, scale)
+        else:  # it is the scale that was too high: this step is skipped like any other one
+            learn.opt.zero_grad()
+            self.n_skipped += 1
 
     def _grads(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         return ((p, p.grad) for p in self.opt.parameters() if p.grad is not None)

@@ -21,7 +21,7 @@ from learnkit.checks import check_function
 from learnkit.data import DataLoaders, check_loader, evaluation_loaders, in_order
 from learnkit.dispatch import as_callback, listed
 from learnkit.errors import BatchError, CancelEpochException, CancelFitException, LoaderError, OptionError
-from learnkit.gathering import GatherPredsCallback, Taken, check_sink, opened_sink
+from learnkit.gathering import Arriving, GatherPredsCallback, Taken, check_sink, opened_sink
 from learnkit.rng import preserved_generators, preserved_rng
 from learnkit.streaming import PredictionStream, Streaming
 
@@ -79,6 +79,7 @@ class Predictions(Streaming):
         (`000000.pt`, a dict for `torch.load`); the path of a `.npy` file or an array (`numpy.memmap`), which get the
         predictions alone; or a function, called with the entries of each batch. Until they are complete, the folder and
         the file are called `<name>.part`: what an interrupted run wrote is there, and is written over by the next.
+        Nothing else is: a file, or a folder that is not empty, is refused.
 
         Raises `LoaderError` when there is no such loader, `EmptyLoaderError` when it has no batch, and `OptionError`
         for a sink that cannot take what was asked for.
@@ -90,10 +91,12 @@ class Predictions(Streaming):
         if sink is not None:
             if others := [name for name in kwargs if name != 'with_targs']:
                 raise OptionError(f'A sink goes without {", ".join(others)}.')
-            asked = Taken(self, noop, with_decoded=with_decoded, act=act, **options)
+            asked = Taken(self, noop, with_decoded=with_decoded, act=act, arriving=Arriving(), **options)
             check_sink(sink, asked.names)
             dl, _ = self._planned(ds_idx, dl, reorder, sort=True)
-            with opened_sink(sink, asked.names) as asked.give: run(dl, [*new_cbs, asked.callback()])
+            with opened_sink(sink, asked.names) as asked.give:
+                run(dl, [*new_cbs, asked.callback()])
+                asked.finish()
             return sink
 
         dl, order = self._planned(ds_idx, dl, reorder)
@@ -130,10 +133,11 @@ class Predictions(Streaming):
     ) -> PredictionStream:
         """Predict batch by batch, each when it is asked for, in the loader's order: an iterator over their entries.
 
-        Each batch is what `get_preds` would return for it, and the events are the same. Between two batches the Learner
-        is as it was before (modes, RNGs, loop state), and no memory grows. Leaving the loop early ends the run as a
-        `CancelValidException` would. A stream does not outlast what it runs in: when its Learner goes on to a fit, a
-        validation or other predictions, it is ended first, and asking it for more raises `FitError`.
+        Each batch is what `get_preds` would return for it, and the events are the same. Between two batches the
+        Learner is as it was before (modes, RNGs, weights, loop state), and no memory grows. Leaving the loop
+        early ends the run as a `CancelValidException` would. A stream does not outlast what it runs in: when
+        its Learner goes on to a fit, a validation or other predictions, is copied, or has callbacks taken out,
+        it is ended first, and asking it for more raises `FitError`.
 
         >>> from learnkit.testing import synth_learner
         >>> learn = synth_learner(default_cbs=False)
@@ -197,7 +201,7 @@ class Predictions(Streaming):
 
         fastai's data brings its training transforms; for any other loader `augment` makes the inputs of a batch anew,
         as a torchvision transform does. Each of the `n` times draws other random numbers, and the RNGs are afterwards
-        as they were.
+        as they were. Several outputs are averaged each.
 
         Raises `OptionError` when there is nothing that could augment, or `n` is not positive.
 
@@ -222,10 +226,10 @@ class Predictions(Streaming):
                 if describe(same) != describe(targs) or not _equal(same, targs):
                     raise LoaderError('tta: this loader gives other samples each time. Pass `dl=` one that does not '
                                       'shuffle.')
-                aug = preds if aug is None else torch.maximum(aug, preds) if use_max else aug + preds
-        if use_max: return torch.maximum(plain, aug), targs
-        aug = aug / n
-        return ((aug, plain) if beta is None else torch.lerp(aug, plain, beta)), targs
+                aug = preds if aug is None else _joined(torch.maximum if use_max else torch.add, aug, preds)
+        if use_max: return _joined(torch.maximum, plain, aug), targs
+        aug = map_tensors(aug, lambda t: t / n)
+        return ((aug, plain) if beta is None else _joined(lambda a, b: torch.lerp(a, b.to(a), beta), aug, plain)), targs
 
     def _augmented_preds(self, dl: Any, split: Any, augment: Callable[..., Any] | None) -> tuple[Any, Any]:
         "Predict once, and let the random generators go on with other numbers."
@@ -328,6 +332,15 @@ def _all_inputs() -> Callback:
 def _augmented(augment: Callable[..., Any]) -> Callback:
     def before_batch(cb: Callback) -> None: cb.learn.xb = _as_tuple(augment(*cb.learn.xb))
     return Callback(before_batch=before_batch)
+
+
+def _joined(f: Callable[[Tensor, Tensor], Tensor], a: Any, b: Any) -> Any:
+    "Return the structure of two that are alike, each tensor computed from the two in its place."
+    others: list[Tensor] = []
+    def note(t: Tensor) -> Tensor: others.append(t); return t
+    map_tensors(b, note)
+    theirs = iter(others)
+    return map_tensors(a, lambda t: f(t, next(theirs)))
 
 
 def _equal(a: Any, b: Any) -> bool:

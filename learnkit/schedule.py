@@ -27,11 +27,12 @@ from learnkit.annealing import (
 )
 from learnkit.budget import as_length
 from learnkit.callback import Callback
-from learnkit.checks import check_count, check_fit
+from learnkit.checks import check_count
 from learnkit.dispatch import listed
 from learnkit.errors import ScheduleError
+from learnkit.hints import warn_user
 from learnkit.hypers import HYPERS, OPTIONS, bound_of, place_of
-from learnkit.loop import Loop
+from learnkit.loop import Loop, epoch_length
 from learnkit.torchsched import LRScheduler
 
 __all__ = ['annealer', 'SchedLin', 'SchedCos', 'SchedNo', 'SchedExp', 'SchedPoly', 'combine_scheds', 'combined_cos',
@@ -72,6 +73,10 @@ class ParamScheduler(Callback):
     def before_fit(self) -> None:
         if not self.learn.fitting: return
         for name, f in self.scheds.items(): self._values(name, f(min(self.learn.pct_train, 1.)))
+        others = [type(cb).__name__ for cb in self.learn.cbs if getattr(type(cb), 'sets_lr', False)]
+        if 'lr' in self.scheds and others:
+            warn_user(f'Both {type(self).__name__} and {", ".join(others)} set the learning rate: the schedule sets it '
+                      'before each batch, whatever the other one has made of it. Leave one of them out.')
 
     def before_batch(self) -> None: self._update_val(self.learn.pct_train)
 
@@ -217,7 +222,7 @@ class Schedules(Loop):
 
     def fine_tune(
         self,
-        epochs: int,                # epochs with all groups
+        epochs: Any,                # epochs with all groups, or a budget such as '2h'
         base_lr: float = 2e-3,      # the highest rate of the last group, while the others are frozen; then half of it
         freeze_epochs: int = 1,     # epochs before, with the last group alone
         lr_mult: float = 100,       # then the first group's rate is the last one's divided by it
@@ -228,18 +233,18 @@ class Schedules(Loop):
         moms: tuple[float, ...] | None = None,
         cbs: Any = None,
         reset_opt: bool = False,
-        start_epoch: int = 0,       # of the epochs with all groups; those before are skipped with it
+        start_epoch: int = 0,       # skip the epochs with all groups before this one, and those with the last alone
     ) -> None:
         "Train the last group alone, then all groups with graded rates, in one cycle each. Raises as they do."
         _check_positive(base_lr=base_lr, lr_mult=lr_mult, div=div, div_final=div_final)
         _check_share(pct_start)
         _checked_moms(self.moms if moms is None else moms)
         check_count('freeze_epochs', freeze_epochs, 0)
-        check_fit(self, epochs, start_epoch)
+        as_length(self, epochs, start_epoch)
         shared: dict[str, Any] = {'div_final': div_final, 'wd': wd, 'moms': moms, 'cbs': cbs, 'reset_opt': reset_opt}
         self.freeze()
-        self.fit_one_cycle(freeze_epochs, slice(base_lr), pct_start=0.99, start_epoch=min(start_epoch, freeze_epochs),
-                           **shared)
+        self.fit_one_cycle(freeze_epochs, slice(base_lr), pct_start=0.99, **shared,
+                           start_epoch=freeze_epochs if start_epoch else 0)
         base_lr /= 2
         self.unfreeze()
         self.fit_one_cycle(epochs, slice(base_lr / lr_mult, base_lr), pct_start=pct_start, div=div,
@@ -253,6 +258,11 @@ class Schedules(Loop):
         return rates[0] if len(rates) == 1 else np.array(rates)
 
     def _fit_along(self, scheds: Mapping[str, Schedule], n_epoch: int, wd: float | None, cbs: Any, start: int) -> None:
+        epochs, budget = as_length(self, n_epoch, start)
+        if epochs and budget is None and epoch_length(self.dls, self.dls.train)[0] is None:
+            warn_user('The training loader has no length, so how much of an epoch is done is not known: the schedule '
+                      'moves from epoch to epoch only. Tell its length by `DataLoaders(..., n_iter=...)`, or fit for a '
+                      "budget: '5000ba'.")
         self.fit(n_epoch, wd=wd, cbs=[ParamScheduler(scheds), *listed(cbs)], start_epoch=start)
 
 

@@ -1,7 +1,7 @@
 """Predictions as an iterator over batches, in constant memory.
 
 A stream is a run that pauses between batches. While it pauses the Learner is as it was before it (modes, RNGs, loop
-state, gradient mode, lock); when it goes on, its own state is put in place again."""
+state, gradient mode, lock, weights that callbacks changed); when it goes on, its own state is put in place again."""
 from __future__ import annotations
 
 import sys
@@ -66,8 +66,9 @@ class PredictionStream(Iterator[tuple[Any, ...]]):
     def _learn_goes_on(self) -> None:
         "Hear that an event fired; when it is not one of this run, which pauses, the run is over."
         if self._running or self._state is None: return
-        self._lost = True
-        self.close()
+        self._lose()
+
+    def _lose(self) -> None: self._lost = True; self.close()
 
     def _advance(self, step: Callable[[], Any]) -> None:
         "Let the run go on until it pauses or ends; the Learner is before and after as it is outside."
@@ -78,11 +79,15 @@ class PredictionStream(Iterator[tuple[Any, ...]]):
                 _install(learn, self._state)
                 learn.lock.acquire()  # the run holds it once, and gave it up to pause
             try:
+                if self._state is not None: _tell(learn, '_run_resumed')
                 with self._context(): step()
+                _tell(learn, '_run_paused')
                 self._state = _snapshot(learn)
+                _PAUSED.add(self)
                 learn.lock.release()
             except BaseException:
                 self._state = None
+                _PAUSED.discard(self)
                 self._batch.clear()
                 raise
             finally:
@@ -98,6 +103,15 @@ class PredictionStream(Iterator[tuple[Any, ...]]):
 
     def __del__(self) -> None:
         if '_steps' in self.__dict__ and not sys.is_finalizing(): self.close()
+
+
+_PAUSED: weakref.WeakSet[PredictionStream] = weakref.WeakSet()  # of all Learners
+
+
+def _tell(learn: Any, what: str) -> None:
+    "Let callbacks that change something for the length of an evaluation put it back for a pause, and set it again."
+    for cb in list(learn._callbacks):
+        if handler := getattr(type(cb), what, None): handler(cb)
 
 
 def _snapshot(learn: Any) -> tuple[Any, ...]:
@@ -118,6 +132,11 @@ def _install(learn: Any, state: tuple[Any, ...]) -> None:
 
 class Streaming(Loop):
     "The part of the Learner that predicts as a stream: the loop's levels as generators, which pause after each batch."
+
+    def _end_streams(self) -> None:
+        "End the streams that pause: callbacks would not hear of their end, or it would come too late."
+        for stream in list(_PAUSED):
+            if stream._learn is self and not stream._running: stream._lose()
 
     def _predicting(self, dl: Any, cbs: Any, inner: bool) -> Iterator[None]:
         with self.added_cbs(cbs), self._run('evaluation'):

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from learnkit.callback import Callback
-from learnkit.errors import OptionError, did_you_mean
+from learnkit.errors import OptionError
 from learnkit.hypers import OPTIONS, Hypers
 from learnkit.loop import SkipToEpoch, epoch_length
+from learnkit.monitored import as_number, epoch_row, find_column
 
 __all__ = ['LRScheduler']
 
@@ -26,8 +27,9 @@ class LRScheduler(Callback):
     that of `monitor` in the epoch's row of the history; an epoch without one does not move it.
 
     With `fit(start_epoch=)` a new scheduler is moved on to that epoch (by batch: as if each batch had been a step).
-    Checkpointed: the scheduler's state. Raises `OptionError` before training for what is no scheduler or factory, for a
-    `monitor` that is not recorded, and for a `start_epoch` by batch when the length of an epoch is not known.
+    Checkpointed: the scheduler's state. Raises before training `OptionError` for what is no scheduler or factory and
+    for a `start_epoch` by batch when the length of an epoch is not known, and `MetricError` for a `monitor` that is not
+    recorded.
 
     >>> from functools import partial
     >>> from learnkit.testing import synth_learner
@@ -37,7 +39,7 @@ class LRScheduler(Callback):
     >>> learn.recorder.lrs
     [0.5, 0.25, 0.125]
     """
-    order, run_valid, remove_on_find = 60, False, True
+    order, run_valid, remove_on_find, sets_lr = 60, False, True, True
 
     def __init__(
         self,
@@ -57,15 +59,28 @@ class LRScheduler(Callback):
         self._view: Any = None                      # the param groups as the scheduler sees them
         self._loaded: dict[str, Any] | None = None  # a state that waits for the scheduler of the next fit
         self._n_steps, self._first_epoch, self._wants_value = 0, 0, False  # steps of the optimizer at the last look
+        self._has_begun = False                     # there is a scheduler for the running fit
 
     def before_fit(self) -> None:
         if not self.learn.fitting: return
+        self._first_epoch = max((cb._skip_to for cb in self.learn.cbs if isinstance(cb, SkipToEpoch)), default=0)
+        self._begin()
+        if self._factory is not None and not self._wants_value: self._skip(self._first_epoch)
+        if self._loaded is not None: self._load(self._loaded)
+
+    def _begin(self) -> None:
+        "Make the scheduler, or let one that is ready see its groups."
         if self._factory is None: self._bind()
         else: self._make(self._factory)
-        self._first_epoch = max((cb._skip_to for cb in self.learn.cbs if isinstance(cb, SkipToEpoch)), default=0)
+        self._n_steps, self._has_begun = self.learn.opt.n_steps, True
         self._wants_value = 'metrics' in inspect.signature(self.scheduler.step).parameters
         if self._wants_value or self.monitor is not None: self._check_monitor()
-        if self._factory is not None and not self._wants_value: self._skip(self._first_epoch)
+
+    def _catch_up(self) -> None:
+        "Begin in the middle of a fit, where it was added there: from the rates of that moment."
+        if self._has_begun or not self.learn.fitting: return
+        self._first_epoch = 0
+        self._begin()
         if self._loaded is not None: self._load(self._loaded)
 
     def _make(self, factory: Any) -> None:
@@ -96,19 +111,21 @@ class LRScheduler(Callback):
         self._view.write()
 
     def _check_monitor(self) -> None:
-        name, kind = self.monitor or 'valid_loss', type(self.scheduler).__name__
+        name, kind = self._column(), type(self.scheduler).__name__
         if not self._wants_value: raise OptionError(f'LRScheduler(monitor={name!r}): {kind} takes no value.')
         if self.by == 'batch': raise OptionError(f"LRScheduler(by='batch'): {kind} needs a value, which is by 'epoch'.")
-        recorder = self.learn._recorder('history')
-        columns = {*recorder.metric_names, *(recorder.history[-1] if recorder.history else ())}
-        columns -= {'fit', 'epoch', 'time'}
-        if name not in columns:
-            raise OptionError(f'LRScheduler(monitor={name!r}): the history has {", ".join(sorted(columns))}.'
-                              f'{did_you_mean(name, columns)}')
+        find_column(self, name)
 
-    def before_train(self) -> None: self._n_steps = self.learn.opt.n_steps
+    def _column(self) -> str: return self.monitor or 'valid_loss'
+
+    def before_train(self) -> None:
+        self._catch_up()
+        self._n_steps = self.learn.opt.n_steps
+
+    def before_batch(self) -> None: self._catch_up()
 
     def after_batch(self) -> None:
+        self._catch_up()
         if self.by == 'batch': self._advance_if_stepped()
 
     def after_train(self) -> None:
@@ -119,19 +136,15 @@ class LRScheduler(Callback):
         if self._n_steps != before: self._advance()
 
     def after_epoch(self) -> None:
+        self._catch_up()
         if self.by != 'epoch' or not self.learn.fitting or self.learn.epoch < self._first_epoch: return
         if not self._wants_value: self._advance()
         elif (value := self._monitored()) is not None: self._advance(value)
 
     def _monitored(self) -> float | None:
         "Return this epoch's value, None where there is none."
-        learn, name = self.learn, self.monitor or 'valid_loss'
-        row = learn.history[-1] if learn.history else {}
-        if (row.get('fit'), row.get('epoch')) != (learn._recorder('history').n_fits - 1, learn.epoch): return None
-        value = row.get(name)
-        if value is not None and not isinstance(value, (int, float)):
-            raise OptionError(f'LRScheduler(monitor={name!r}): {value!r} is no number.')
-        return value
+        row = epoch_row(self)
+        return None if row is None else as_number(self, self._column(), row.get(self._column()))
 
     def _advance(self, *value: float) -> None:
         self._view.read()
@@ -140,6 +153,7 @@ class LRScheduler(Callback):
 
     def cleanup(self) -> None:
         "Give a ready scheduler its own optimizer back."
+        self._has_begun = False
         if self._factory is not None or self._view is None: return
         for s in _with_parts(self.scheduler): s.optimizer = self._view.own
 
@@ -184,6 +198,10 @@ class _GroupView(torch.optim.Optimizer):
                               'Make it after the last group was added, or give a factory.')
         self.param_groups = [self._seen(h._groups) for h in found]
         self.read()
+
+    # torch's would leave out, in a copy, all but its own attributes
+    def __getstate__(self) -> dict[str, Any]: return self.__dict__
+    def __setstate__(self, state: dict[str, Any]) -> None: self.__dict__.update(state)
 
     def _hypers(self) -> list[Hypers]:
         "Return the groups that are seen, as they are now: loading a state replaces them."

@@ -193,6 +193,12 @@ def test_batches_are_counted_and_not_foreseen() -> None:
     assert (learn.time.ba, learn.time.ep) == (20, 7)
 
 
+def test_epochs_with_an_evaluation_by_hand_are_finished() -> None:
+    learn = learner(cbs=Callback(after_train=lambda cb: cb.learn.validate()))
+    learn.fit(2)
+    assert learn.time.ep == 2
+
+
 def test_skipped_epochs_are_not_finished() -> None:
     learn = learner()
     learn.fit(5, start_epoch=3)

@@ -102,6 +102,7 @@ def test_what_a_loader_chooses_comes_in_the_data_sets_order(tmp_path: Path) -> N
         inputs, preds, targs = learn.get_preds(dl=loader, with_input=True)
         assert targs.tolist() == sorted(idxs) and torch.equal(inputs, X[sorted(idxs)])
         assert torch.allclose(preds, learn.model(inputs), atol=1e-5)
+        (tmp_path/'preds.npy').unlink(missing_ok=True)
         learn.get_preds(dl=loader, sink=tmp_path/'preds.npy')
         assert np.array_equal(np.load(tmp_path/'preds.npy'), preds.numpy())
     assert np.random.choice([8, 3, 5], 6).tolist() == idxs  # nothing was drawn for good
@@ -212,7 +213,8 @@ def test_a_npy_file_is_a_memory_map_of_the_predictions(dtype: torch.dtype, tmp_p
     rows, expected = np.load(path, mmap_mode='r'), learn.get_preds(act=act)[0]
     assert rows.shape == (N, 3) and rows.flags.aligned and torch.equal(torch.tensor(rows), expected.to(
         torch.float32 if dtype == torch.bfloat16 else dtype))
-    assert learn.get_preds(sink=path, act=lambda o: o[:, 0]) == path and np.load(path).shape == (N,)
+    other = str(tmp_path/'one.npy')
+    assert learn.get_preds(sink=other, act=lambda o: o[:, 0]) == other and np.load(other).shape == (N,)
 
 
 def test_an_array_or_memory_map_is_filled(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from learnkit import (
     Recorder,
     TrainEvalCallback,
 )
-from learnkit.errors import OptionError
+from learnkit.errors import MetricError, OptionError
 from learnkit.schedule import LRScheduler
 from learnkit.testing import synth_learner
 
@@ -266,7 +266,8 @@ def test_what_is_no_scheduler(make: Any, message: str) -> None:
     (lambda: LRScheduler(partial(torch_lr.LambdaLR, lr_lambda=[len, len])), None)])
 def test_what_is_told_before_training(cb: Any, message: str | None) -> None:
     learn = learner()
-    with pytest.raises(OptionError if message else ValueError, match=message): learn.fit(1, cbs=cb())
+    error = ValueError if message is None else MetricError if 'Did you mean' in message else OptionError
+    with pytest.raises(error, match=message): learn.fit(1, cbs=cb())
     assert learn.train_iter == 0
     learn.fit(1)
 
@@ -276,7 +277,7 @@ def test_a_monitor_that_is_no_number() -> None:
         order = 51
         def after_epoch(self) -> None: self.learn.history[-1]['valid_loss'] = [1., 2.]
     learn = learner(1, cbs=[TrainEvalCallback, Recorder, Pair])
-    with pytest.raises(OptionError, match='is no number'): learn.fit(1, cbs=LRScheduler(torch_lr.ReduceLROnPlateau))
+    with pytest.raises(MetricError, match='no number'): learn.fit(1, cbs=LRScheduler(torch_lr.ReduceLROnPlateau))
 
 
 def test_a_rate_in_a_tensor() -> None:

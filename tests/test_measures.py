@@ -22,7 +22,7 @@ from learnkit.measures import (
     dry_run,
     measured_by,
 )
-from learnkit.metrics import RMSE, accuracy, mae, mse, rmse
+from learnkit.metrics import RMSE, ElementMean, accuracy, mae, mse, rmse
 from tests.measuring import Watched, batch, devices, fed, scores, watched
 
 # ---------------------------------------------------------------- averages
@@ -231,7 +231,7 @@ def test_as_metrics_takes_nothing_one_or_many() -> None:
     assert list(as_metrics(None)) == [] == list(as_metrics([]))
     assert as_metrics(own)[0] is own
     assert isinstance(as_metrics(RMSE)[0], RMSE) and isinstance(as_metrics(rmse)[0], RMSE)
-    assert [type(m) for m in as_metrics((mse, partial(mae), own))] == [AvgMetric, AvgMetric, AvgLoss]
+    assert [type(m) for m in as_metrics((mse, partial(mae), own))] == [ElementMean, ElementMean, AvgLoss]
     assert list(as_metrics(as_metrics([mse, own]))) != [] and as_metrics(as_metrics(own))[0] is own
 
 
@@ -249,7 +249,7 @@ def test_as_metrics_names_are_distinct_and_the_objects_untouched() -> None:
 
 def test_a_renamed_metric_has_no_other_attributes() -> None:
     renamed = as_metrics([mse, mse])[1]
-    with pytest.raises(AttributeError, match="'AvgMetric' object has no attribute 'nope'"): renamed.nope  # noqa: B018
+    with pytest.raises(AttributeError, match="'ElementMean' object has no attribute 'nope'"): renamed.nope  # noqa: B018
     assert copy.deepcopy(renamed).name == 'mse_2'
 
 

@@ -1,13 +1,25 @@
 """Callbacks, one small file a theme."""
 from learnkit.callbacks.accumulation import GradientAccumulation
+from learnkit.callbacks.activations import ActivationMonitor
+from learnkit.callbacks.best import BestMetric
+from learnkit.callbacks.dataset import DatasetStats, ParamCount
 from learnkit.callbacks.ema import EMA
+from learnkit.callbacks.export import ExportForInference, LoadWeights
 from learnkit.callbacks.hooks import Hook, HookCallback, Hooks, has_params, hook_output, hook_outputs
+from learnkit.callbacks.memory import MemoryMonitor
 from learnkit.callbacks.mixup import CutMix, MixHandler, MixUp
+from learnkit.callbacks.mlperf import MLPerf
+from learnkit.callbacks.monitor import Monitor
 from learnkit.callbacks.nonfinite import NonFiniteGuard, TerminateOnNaNCallback
+from learnkit.callbacks.oom import MemorySnapshot, OOMObserver
+from learnkit.callbacks.optimizer_monitor import LRMonitor, OptimizerMonitor
+from learnkit.callbacks.periodic import PeriodicData
 from learnkit.callbacks.preds import CollectDataCallback, FetchPredsCallback, MCDropoutCallback, mc_dropout_preds
 from learnkit.callbacks.rnn import ModelResetter, RNNCallback, RNNRegularizer, rnn_cbs
 from learnkit.callbacks.sam import SAM
+from learnkit.callbacks.speed import RuntimeEstimator, SpeedMonitor
 from learnkit.callbacks.stats import ActivationStats
+from learnkit.callbacks.stoppers import EarlyStopper, EarlyStopping, FixedStopper, ThresholdStopper
 from learnkit.callbacks.summary import (
     Summary,
     dummy_eval,
@@ -16,6 +28,7 @@ from learnkit.callbacks.summary import (
     summary,
     total_params,
 )
+from learnkit.callbacks.system import SystemMonitor
 from learnkit.callbacks.tracker import (
     EarlyStoppingCallback,
     ReduceLROnPlateau,
@@ -32,16 +45,21 @@ from learnkit.callbacks.training import (
     SkipToEpoch,
     before_batch_cb,
 )
+from learnkit.callbacks.visualize import ImageVisualizer
 from learnkit.lrfind import LRFinder
 from learnkit.precision import AMPMode, MixedPrecision
 from learnkit.schedule import LRScheduler, ParamScheduler
 
 __all__ = [
-    'AMPMode', 'ActivationStats', 'BnFreeze', 'CastToTensor', 'ChannelsLast', 'CollectDataCallback', 'CutMix', 'EMA',
-    'EarlyStoppingCallback', 'FetchPredsCallback', 'GradientAccumulation', 'GradientClip', 'GradientValueClip', 'Hook',
-    'HookCallback', 'Hooks', 'LRFinder', 'LRScheduler', 'MCDropoutCallback', 'MixHandler', 'MixUp', 'MixedPrecision',
-    'ModelResetter', 'NonFiniteGuard', 'ParamScheduler', 'RNNCallback', 'RNNRegularizer', 'ReduceLROnPlateau', 'SAM',
-    'SaveModelCallback', 'ShortEpochCallback', 'SkipToEpoch', 'Summary', 'TerminateOnNaNCallback', 'TrackerCallback',
-    'before_batch_cb', 'dummy_eval', 'has_params', 'hook_output', 'hook_outputs', 'mc_dropout_preds', 'model_sizes',
-    'num_features_model', 'rnn_cbs', 'summary', 'total_params',
+    'AMPMode', 'ActivationMonitor', 'ActivationStats', 'BestMetric', 'BnFreeze', 'CastToTensor', 'ChannelsLast',
+    'CollectDataCallback', 'CutMix', 'DatasetStats', 'EMA', 'EarlyStopper', 'EarlyStopping', 'EarlyStoppingCallback',
+    'ExportForInference', 'FetchPredsCallback', 'FixedStopper', 'GradientAccumulation', 'GradientClip',
+    'GradientValueClip', 'Hook', 'HookCallback', 'Hooks', 'ImageVisualizer', 'LRFinder', 'LRMonitor', 'LRScheduler',
+    'LoadWeights', 'MCDropoutCallback', 'MLPerf', 'MemoryMonitor', 'MemorySnapshot', 'MixHandler', 'MixUp',
+    'MixedPrecision', 'ModelResetter', 'Monitor', 'NonFiniteGuard', 'OOMObserver', 'OptimizerMonitor', 'ParamCount',
+    'ParamScheduler', 'PeriodicData', 'RNNCallback', 'RNNRegularizer', 'ReduceLROnPlateau', 'RuntimeEstimator', 'SAM',
+    'SaveModelCallback', 'ShortEpochCallback', 'SkipToEpoch', 'SpeedMonitor', 'Summary', 'SystemMonitor',
+    'TerminateOnNaNCallback', 'ThresholdStopper', 'TrackerCallback', 'before_batch_cb', 'dummy_eval', 'has_params',
+    'hook_output', 'hook_outputs', 'mc_dropout_preds', 'model_sizes', 'num_features_model', 'rnn_cbs', 'summary',
+    'total_params',
 ]

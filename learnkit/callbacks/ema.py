@@ -16,6 +16,7 @@ from learnkit.timing import Time
 
 __all__ = ['EMA']
 
+Store = tuple[dict[str, Tensor], str]    # where a module keeps a tensor
 _HALVES = (torch.float16, torch.bfloat16)  # too coarse to average in
 
 
@@ -75,15 +76,17 @@ class EMA(Callback):
         self.start = Time(start) if isinstance(start, (str, Time)) else Time(start, 'st')
         if self.start.unit == 'tok': raise bad_option(self, 'a time: tokens are not counted', start=start)
         self._opt_steps = 0                     # the optimizer's steps at the last look
-        self._raw: list[Tensor] | None = None   # the model's own weights, while it holds the average
+        self._raw: tuple[list[Store], list[Tensor]] | None = None  # the model's own weights, while it has the average
         self._used_at: int | None = None        # the depth of the run that made it hold it; None: `applied` did
+        self._paused = False                    # that run pauses, and the model has its own weights meanwhile
         self.restart()
 
     def restart(self) -> None:
         "Forget the average: it begins anew, with the weights as they are when it next could begin."
+        self._put_back()
         self._averages: dict[str, Tensor] = {}
         self._places: dict[str, Place] = {}     # of each average; empty after loading, until the model is looked at
-        self._stores: list[tuple[dict[str, Tensor], str]] = []  # the same as a list, for every step
+        self._stores: list[Store] = []          # the same as a list, for every step
         self._n_steps, self._n_updates = 0, 0
 
     @property
@@ -93,9 +96,14 @@ class EMA(Callback):
 
     # -- averaging -----------------------------------------------------------------------------------------------------
 
-    def after_load(self) -> None: self.restart()
+    def before_load(self) -> None: self._put_back()  # what is loaded is to stay
+
+    def after_load(self) -> None:
+        self._raw = self._used_at = None
+        self.restart()
 
     def before_train(self) -> None:
+        self._put_back()
         self._opt_steps = self.learn.opt.n_steps
         if self._averages or self.learn.time >= self.start: self._link()
 
@@ -121,10 +129,6 @@ class EMA(Callback):
         "Return the model's tensors, in the order of their averages."
         return [store[key] for store, key in self._stores]
 
-    def _fill(self, values: list[Tensor]) -> None:
-        "Give the model's tensors other values, in place and unknown to graphs, which will meet the old ones again."
-        torch._foreach_copy_([t.data for t in self._tensors()], values)
-
     def _link(self) -> None:
         "Pair the averages with the model as it is now; what has none begins with its present value."
         known: dict[Any, Tensor] = {place: self._averages[name] for name, place in self._places.items()}
@@ -138,23 +142,28 @@ class EMA(Callback):
     # -- using the average ---------------------------------------------------------------------------------------------
 
     def before_validate(self) -> None:
-        depth = self.learn._depth
-        if self._raw is None and self._averages: self._use(depth)
-        elif self._used_at is not None: self._used_at = min(self._used_at, depth)  # a run inside this one has failed
+        if self._raw is None and self._averages: self._use(self.learn._depth)
 
     def after_validate(self) -> None: self._end_use(self.learn._depth)
     def after_cancel_epoch(self) -> None: self._end_use(self.learn._depth)
     def after_cancel_fit(self) -> None: self._end_use(self.learn._depth)
     def cleanup(self) -> None: self._end_use(self._used_at)
 
-    def before_batch(self) -> None:
-        if self.learn.training: self._put_back()  # an evaluation failed, and a callback made nothing of it
+    def _run_failed(self) -> None:
+        if self._used_at is not None and self._used_at >= self.learn._depth: self._put_back()
+
+    def _run_paused(self) -> None:
+        if self._used_at == self.learn._depth: self._put_back(); self._paused = True
+
+    def _run_resumed(self) -> None:
+        if self._paused and self._raw is None and self._averages: self._use(self.learn._depth)
+        self._paused = False
 
     def _use(self, depth: int | None) -> None:
         "Put the average into the model, in place: what holds on to its memory need not know."
-        self._link()
-        self._raw, self._used_at = [t.detach().clone() for t in self._tensors()], depth
-        self._fill(list(self._averages.values()))
+        if not (self._paused and self._stores): self._link()
+        self._raw, self._used_at = (self._stores, [t.detach().clone() for t in self._tensors()]), depth
+        fill(self._stores, list(self._averages.values()))
 
     def _end_use(self, depth: int | None) -> None:
         if depth is not None and depth == self._used_at: self._put_back()
@@ -162,17 +171,19 @@ class EMA(Callback):
     def _put_back(self) -> None:
         "Give the model its own weights again, bit for bit."
         if self._raw is None: return
-        self._fill(self._raw)
+        fill(*self._raw)
         self._raw = self._used_at = None
 
     @contextmanager
     def applied(self) -> Iterator[nn.Module]:
         "Let the model hold the average for the length of a context; its own weights are there again afterwards."
         self._check_begun()
-        if own := self._raw is None: self._use(None)
+        own = self._raw is None
+        if own: self._use(None)
+        raw = self._raw
         try: yield self.learn.model
         finally:
-            if own: self._put_back()
+            if own and self._raw is raw: self._put_back()  # otherwise the weights are others by now, loaded for one
 
     def copy_to(
         self,
@@ -205,6 +216,11 @@ class EMA(Callback):
         self._averages = {name: average.clone() for name, average in sd['averages'].items()}
         self._n_steps, self._n_updates = sd['n_steps'], sd['n_updates']
         if self._averages and self.learn is not None: self._link()
+
+
+def fill(stores: list[Store], values: list[Tensor]) -> None:
+    "Give a model's tensors other values, in place and unknown to graphs, which will meet the old ones again."
+    if stores: torch._foreach_copy_([store[key].data for store, key in stores], values)
 
 
 def places(model: nn.Module) -> Iterator[tuple[str, Place]]:

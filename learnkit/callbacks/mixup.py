@@ -55,7 +55,6 @@ class MixHandler(Callback):
         "Let go of the last batch."
         for name in ('lam', 'yb1'): self.__dict__.pop(name, None)
         self._order: Tensor | None = None                         # of the partners in their batch
-        self._partners: tuple[Any, Any] = (), None                # targets and share, of the batch or microbatch
         self._pieces: tuple[Any, Iterator[Any]] = None, iter(())  # a batch's `yb1`, and its microbatches to come
         self._reduction: tuple[Any, str] = None, ''               # a loss function, and how it reduces
 
@@ -88,8 +87,8 @@ class MixHandler(Callback):
         if 'lam' not in self.__dict__ or not self.stack_y: yield; return
         learn, plain = self.learn, self.learn.loss_func
         if self._reduction[0] is not plain: self._reduction = plain, reduction_of(plain, type(self).__name__)
-        self._partners = self._next_piece(learn.microbatch) if learn.microbatch else (self.yb1, self.lam)
-        learn.loss_func = BlendedLoss(self, plain)
+        partners = self._next_piece(learn.microbatch) if learn.microbatch else (self.yb1, self.lam)
+        learn.loss_func = BlendedLoss(learn, plain, partners, self._reduction[1])
         try: yield
         finally: learn.loss_func = plain
 
@@ -102,13 +101,6 @@ class MixHandler(Callback):
             pieces = iter(microbatches(whole, (self.yb1, self.lam), size))
             self._pieces, piece = (self.yb1, pieces), next(pieces)
         return piece[1]
-
-    def blended_loss(self, loss_func: Callable[..., Any], pred: Any, yb: tuple[Any, ...]) -> Tensor:
-        "Compute the loss of a training batch from that to its own targets and that to its partners'."
-        (yb1, lam), reduction = self._partners, self._reduction[1]
-        own, other = unreduced(loss_func, pred, yb), unreduced(loss_func, pred, yb1)
-        loss = torch.lerp(other, own, share_of_each(lam, own, loss_func))
-        return loss.mean() if reduction == 'mean' else loss.sum() if reduction == 'sum' else loss
 
     def _pair(self, n: int) -> Tensor:
         "Draw with which one each of `n` samples is blended, and set the partners' targets."
@@ -127,15 +119,26 @@ class MixHandler(Callback):
 class BlendedLoss:
     "A loss function that is blended in training; in an evaluation meanwhile, and for the rest, it is the plain one."
 
-    def __init__(self, handler: MixHandler, plain: Callable[..., Any]) -> None:
-        self.__dict__.update(handler=handler, plain=plain, __name__=name_of(plain))
+    def __init__(
+        self,
+        learn: Any,
+        plain: Callable[..., Any],
+        partners: tuple[Any, Any],   # targets and share
+        reduction: str,              # of the plain one
+    ) -> None:
+        self.__dict__.update(_learn=learn, _plain=plain, _partners=partners, _reduction=reduction,
+                             __name__=name_of(plain))
 
     def __call__(self, pred: Any, *yb: Any, **kwargs: Any) -> Any:
-        handler, plain = self.handler, self.plain
-        return handler.blended_loss(plain, pred, yb) if handler.learn.training else plain(pred, *yb, **kwargs)
+        "Compute the loss of a training batch from that to its own targets and that to its partners'."
+        plain, (yb1, lam), reduction = self._plain, self._partners, self._reduction
+        if not self._learn.training: return plain(pred, *yb, **kwargs)
+        own, other = unreduced(plain, pred, yb), unreduced(plain, pred, yb1)
+        loss = torch.lerp(other, own, share_of_each(lam, own, plain))
+        return loss.mean() if reduction == 'mean' else loss.sum() if reduction == 'sum' else loss
 
-    def __getattr__(self, name: str) -> Any: return getattr(self.__dict__['plain'], name)
-    def __setattr__(self, name: str, value: Any) -> None: setattr(self.plain, name, value)
+    def __getattr__(self, name: str) -> Any: return getattr(self.__dict__['_plain'], name)
+    def __setattr__(self, name: str, value: Any) -> None: setattr(self._plain, name, value)
 
 
 class MixUp(MixHandler):

@@ -18,7 +18,9 @@ from learnkit.errors import (
     OptionError,
     did_you_mean,
 )
+from learnkit.gathering import Arriving
 from learnkit.hints import warn_user
+from learnkit.precision import MixedPrecision
 
 __all__ = ['NonFiniteGuard', 'TerminateOnNaNCallback', 'say']
 
@@ -38,9 +40,14 @@ class NonFiniteGuard(Callback):
     `LossError`. It says which batch it was and where the first such values are: in the inputs, a parameter, the
     predictions; `n_skipped` counts.
 
-    On the CPU a look takes microseconds. On a GPU each waits for the batch's loss: `every=20` looks at twenty losses at
-    once, and is then as many batches late. Do not check gradients under a scaler (fp16): it skips steps that
-    overflow itself. Checkpointed: `n_skipped`.
+    On the CPU each loss is looked at before it is learned from, in microseconds. On a GPU such a look waits for the
+    device. There, with 'stop' and 'raise', each loss is looked at when it has arrived, while the next batch is
+    computed: one batch late, when the weights and the recorded losses have it already. `every=1` looks before the
+    step on any device, as 'skip' does; `every=20` looks at twenty losses at once, after the last of these batches.
+
+    Gradients are looked at once a step, those that are about to be used: of all microbatches and accumulated batches,
+    unscaled, SAM's second ones, before clipping. Those that overflow in fp16 are the scaler's, which skips the step and
+    lowers its scale. Checkpointed: `n_skipped`.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=NonFiniteGuard())
@@ -48,48 +55,74 @@ class NonFiniteGuard(Callback):
     >>> with learn.removed_cbs(learn.progress): learn.fit(5)
     The loss is nan at batch 0 of epoch 0. Not finite: parameter b, the predictions. The fit ends here.
     """
-    order, run_valid, remove_on_find = -9, False, True
+    # of a step: after SAM, accumulation and unscaling, before clipping
+    order, run_valid, remove_on_find = MixedPrecision.order + 0.5, False, True
 
     def __init__(
         self,
-        policy: str = 'stop',    # 'stop', 'skip' or 'raise'
-        grads: bool = False,     # look at the gradients too, before each step
-        every: int = 1,          # batches from one look at the loss to the next
+        policy: str = 'stop',       # 'stop', 'skip' or 'raise'
+        grads: bool = False,        # look at the gradients too, before each step
+        every: int | None = None,   # batches from one look at the loss to the next; None: each, on a GPU a batch late
     ) -> None:
         if policy not in (known := ('stop', 'skip', 'raise')):
             raise OptionError(f'policy={policy!r}: give one of {known}.{did_you_mean(str(policy), known)}')
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise OptionError(f'every={every!r}: give a number of batches, 1 or more.')
-        if every > 1 and policy == 'skip':
+        if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
+            raise OptionError(f'every={every!r}: give a number of batches, 1 or more, or None.')
+        if every is not None and every > 1 and policy == 'skip':
             raise OptionError(f"policy='skip' looks at every batch: leave out every={every}.")
         self.policy, self.grads, self.every, self.n_skipped = policy, grads, every, 0
-        self._unseen: list[tuple[int, Tensor]] = []  # batches and their losses, on their device
-        self._told = False                           # this fit was told of a skipped batch
+        self._told = False       # this fit was told of a skipped batch
+        self._start()
+
+    def _start(self) -> None:
+        self._finite: Tensor | None = None           # whether the loss of this batch is, of all its pieces so far
+        self._unseen: list[tuple[int, Tensor]] = []  # batches, and the same of their losses, on their device
+        self._arriving = Arriving()
 
     def before_fit(self) -> None:
         "Start anew."
-        if self.learn.fitting: self._unseen, self._told = [], False
+        if self.learn.fitting: self._start(); self._told = False
+
+    def before_batch(self) -> None: self._finite = None
 
     def before_backward(self) -> None:
-        "Look at the loss."
+        "Look at the loss, or note whether it is finite."
         learn = self.learn
-        if learn._repeating or learn.loss_grad.numel() != 1: return  # a line search probes; the loop refuses the other
-        value = learn.loss + learn.loss_grad.detach()  # the one is recorded, the other is learned from
-        if self.every == 1:
+        if learn._repeating and learn.opt.needs_closure: return  # a line search probes
+        if learn.loss_grad.numel() != 1: return                  # the loop refuses it
+        value = learn.loss + learn.loss_grad.detach()            # the one is recorded, the other is learned from
+        if not self._is_late(value):
             if not math.isfinite(value.item()): self._act_on_loss(learn.iter)
             return
-        self._unseen.append((learn.iter, value))
-        if len(self._unseen) >= self.every: self._look()
+        finite = value.isfinite().reshape(())
+        self._finite = finite if self._finite is None else self._finite & finite
+
+    def _is_late(self, loss: Tensor) -> bool:
+        "Tell whether losses are looked at later than before their backward pass."
+        if self.every is not None: return self.every > 1
+        return loss.device.type != 'cpu' and self.policy != 'skip'
+
+    def after_batch(self) -> None:
+        "Look at the losses that are due."
+        if self._finite is None: return
+        batch, self._finite = (self.learn.iter, self._finite), None
+        if self.every is None: self._look(self._arriving.put(batch))
+        else:
+            self._unseen.append(batch)
+            if len(self._unseen) >= self.every: self._look_at_rest()
 
     def after_train(self) -> None:
         "Look at what is left."
-        self._look()
+        self._look_at_rest()
 
-    def _look(self) -> None:
+    def _look_at_rest(self) -> None:
         unseen, self._unseen = self._unseen, []
-        if not unseen: return
-        finite = torch.stack([v.reshape(()) for _, v in unseen]).isfinite().tolist()
-        if not all(finite): self._act_on_loss(unseen[finite.index(False)][0])
+        if unseen: unseen = list(zip([i for i, _ in unseen], torch.stack([ok for _, ok in unseen]).cpu(), strict=True))
+        self._look([*self._arriving.rest(), *unseen])
+
+    def _look(self, batches: list[tuple[int, Tensor]]) -> None:
+        for i, finite in batches:
+            if not finite: self._act_on_loss(i, seen_late=True)
 
     def before_step(self) -> None:
         "Look at the gradients."
@@ -103,8 +136,8 @@ class NonFiniteGuard(Callback):
         at = self._place(self.learn.iter)
         self._act(f'The gradient of {_listed(bad)} is not finite at {at}.', CancelStepException)
 
-    def _act_on_loss(self, i: int) -> None:
-        if self.every > 1: text = f'The loss was not finite at {self._place(i)} (seen at batch {self.learn.iter}).'
+    def _act_on_loss(self, i: int, seen_late: bool = False) -> None:
+        if seen_late: text = f'The loss was not finite at {self._place(i)} (seen at batch {self.learn.iter}).'
         else:
             text = f'The loss is {self.learn.loss.item()} at {self._place(i)}.'
             if culprits := self._culprits(): text += f' Not finite: {_listed(culprits)}.'
@@ -118,7 +151,9 @@ class NonFiniteGuard(Callback):
         self.n_skipped += 1
         if not self._told: warn_user(f'{text} It is skipped, and so are others like it in this fit.')
         self._told = True
-        if skip is CancelBatchException: del self.learn.loss_grad  # a batch without one is not recorded
+        if skip is CancelBatchException:
+            if self.learn._repeating: self.learn.opt.zero_grad()  # of pieces of SAM's second pass
+            del self.learn.loss_grad                              # a batch without one is not recorded
         raise skip
 
     def _place(self, i: int) -> str: return f'batch {i} of epoch {self.learn.epoch}'
@@ -133,7 +168,7 @@ class NonFiniteGuard(Callback):
 
     def cleanup(self) -> None:
         "Let go of losses."
-        self._unseen = []
+        self._start()
 
     def state_dict(self) -> dict[str, Any]:
         "Return how many batches or steps were skipped."
@@ -153,8 +188,8 @@ class TerminateOnNaNCallback(NonFiniteGuard):
 
     def __init__(
         self,
-        grads: bool = False,     # look at the gradients too
-        every: int = 1,          # batches from one look to the next
+        grads: bool = False,        # look at the gradients too
+        every: int | None = None,   # batches from one look to the next; None: each, on a GPU a batch late
     ) -> None:
         super().__init__('stop', grads, every)
 

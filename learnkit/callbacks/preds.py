@@ -122,6 +122,8 @@ class MCDropoutCallback(Callback):
     def after_cancel_epoch(self) -> None: self._switch_off(self.learn._depth)
     def after_cancel_fit(self) -> None: self._switch_off(self.learn._depth)
 
+    def _run_failed(self) -> None: self._switch_off(self.learn._depth)
+
     def cleanup(self) -> None:
         for depth in list(self._switched): self._switch_off(depth)
 

@@ -10,17 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from learnkit.callback import Callback
 from learnkit.callbacks.ema import EMA
 from learnkit.callbacks.nonfinite import TerminateOnNaNCallback, say
 from learnkit.checks import check_takes
-from learnkit.data import evaluation_loaders
-from learnkit.errors import MetricError, OptionError, TimeError, did_you_mean
+from learnkit.errors import OptionError, TimeError
 from learnkit.hints import warn_user
 from learnkit.metric_properties import MetricProperties, as_comparison
-from learnkit.recorder import Recorder
+from learnkit.monitored import as_number, epoch_row, find_column, records
 from learnkit.saving import file_path
 from learnkit.timing import Time, Timestamp, as_time
 
@@ -31,7 +29,6 @@ Monitor = str | Callable[[Any], Any]
 Compare = Callable[[Any, Any], Any]
 Comparison = Compare | MetricProperties | str  # how `comp` may be given
 
-_LOGGED = " For what `learn.log` averages, give a function: `monitor=lambda learn: learn.history[-1]['...']`."
 _ERROR_NAMES = re.compile(r'(^|_)(r?mse|mae|msle|mape|exp_rmspe|perplexity|wer|cer)$')  # measures of an error
 
 
@@ -59,6 +56,7 @@ class TrackerCallback(Callback):
     best: float | None
     new_best: bool
     _lower: bool
+    _has_begun: bool = False   # `before_fit` has been
 
     def __init__(
         self,
@@ -85,15 +83,15 @@ class TrackerCallback(Callback):
     def before_fit(self) -> None:
         "Find the column, and start comparing."
         if not self.learn.fitting: return
-        if self._records() is None:
-            raise MetricError(f'{type(self).__name__} reads the Recorder, and this Learner has none.')
-        self.idx = None if callable(self.monitor) else self._find(self.monitor)
+        self._records()
+        self.idx, self._has_begun = None if callable(self.monitor) else self._find(self.monitor), True
         if self.reset_on_fit or self.best is None: self.best = math.inf if self._lower else -math.inf
         self.new_best = False
 
     def after_epoch(self) -> None:
         "Compare this epoch's value with the best."
         if not self.learn.fitting: return
+        if not self._has_begun: self.before_fit()  # it came in the middle of the fit
         self.new_best = False
         if (row := self._row()) is None: return
         value = self._number(self.monitor(self.learn) if callable(self.monitor) else self._measured(row))
@@ -110,38 +108,18 @@ class TrackerCallback(Callback):
     def after_comparison(self) -> None:
         "Act on `new_best`; for subclasses."
 
-    def _find(self, monitor: str) -> int | None:
-        "Return the place of a column, None for one that was logged in an earlier fit."
-        recorder = self._records()
-        names = [n for n in recorder.metric_names[1:] if n != 'time']
-        if monitor in names: return names.index(monitor)
-        if any(monitor in row for row in recorder.history) and monitor not in ('fit', 'epoch', 'time'): return None
-        if evaluation_loaders(self.learn.dls): close = did_you_mean(monitor, names)
-        else: close = ' Without validation data nothing is evaluated: `DataLoaders(train, valid)`.'
-        raise MetricError(f'{type(self).__name__}(monitor={monitor!r}): no such value is recorded, but '
-                          f'{", ".join(names)}.{close or _LOGGED}')
+    def cleanup(self) -> None: self._has_begun = False
 
-    def _records(self) -> Any: return next((cb for cb in self.learn.cbs if isinstance(cb, Recorder)), None)
-
-    def _row(self) -> dict[str, Any] | None:
-        "Return this epoch's row of the history; an epoch that was skipped has none."
-        recorder = self._records()
-        row = recorder.history[-1] if recorder.history else {}
-        return row if (row.get('fit'), row.get('epoch')) == (recorder.n_fits - 1, self.learn.epoch) else None
+    def _records(self) -> Any: return records(self)
+    def _row(self) -> dict[str, Any] | None: return epoch_row(self)
+    def _find(self, monitor: str) -> int | None: return find_column(self, monitor)
+    def _number(self, value: Any) -> float | None: return as_number(self, self.monitor, value)
 
     def _measured(self, row: dict[str, Any]) -> Any:
         "Return the monitored value. Callbacks before this one may have changed `recorder.values`."
         values = self._records().values[-1]
         complete = len(values) == len(row) - len(('fit', 'epoch', 'time'))  # an epoch cut short lacks some
         return values[self.idx] if complete and self.idx is not None else row.get(str(self.monitor))
-
-    def _number(self, value: Any) -> float | None:
-        "Return a value as a number, None where it has no meaning."
-        if value is None: return None
-        if isinstance(value, (Tensor, np.ndarray)) and math.prod(value.shape) == 1: value = value.item()
-        if not isinstance(value, Real) or isinstance(value, bool):
-            raise MetricError(f'{type(self).__name__} cannot compare {self.monitor!r}: it is {value!r}, no number.')
-        return None if math.isnan(value) else float(value)
 
     def __repr__(self) -> str: return super().__repr__().replace('min_delta=-', 'min_delta=')  # the sign is inner
 
@@ -241,7 +219,8 @@ class EarlyStoppingCallback(_Patient):
 class ReduceLROnPlateau(_Patient):
     """Divide the learning rates by `factor` when the monitored value has not improved for `patience` epochs.
 
-    The other arguments are those of `TrackerCallback`. A schedule that sets the rate at every batch goes over it.
+    The other arguments are those of `TrackerCallback`. A schedule that sets the rate at every batch goes over it,
+    with a warning.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(lr=0., cbs=ReduceLROnPlateau(patience=2, factor=2., min_lr=1e-4))
@@ -249,7 +228,7 @@ class ReduceLROnPlateau(_Patient):
     >>> learn.opt.hypers[-1]['lr']
     0.0
     """
-    order = TrackerCallback.order + 2
+    order, sets_lr = TrackerCallback.order + 2, True
     factor: float
     min_lr: float
 
@@ -326,7 +305,7 @@ class SaveModelCallback(TrackerCallback):
         self.learn._check_saves(self.fname)
         self._check_own_file()
         if self.reset_on_fit: self._best_path = None
-        self._watching, self._compared = True, False
+        self._watching, self._compared, self._has_begun = True, False, True
 
     def _check_own_file(self) -> None:
         "Raise `OptionError` if another one writes the same file: each would load the other's best."
@@ -340,6 +319,7 @@ class SaveModelCallback(TrackerCallback):
     def after_epoch(self) -> None:
         "Save this epoch's weights, if it is its turn or if they are the best."
         if not self.every_epoch: return super().after_epoch()
+        if self.learn.fitting and not self._has_begun: self.before_fit()
         due = self.learn.fitting and self._row() is not None and self.learn.epoch % self.every_epoch == 0
         if due: self._save(f'{self.fname}_{self.learn.epoch}')
 
@@ -361,6 +341,7 @@ class SaveModelCallback(TrackerCallback):
 
     def cleanup(self) -> None:
         "Load the best weights after a fit that failed, too."
+        super().cleanup()
         if self._watching: self._load_best()
 
     def _save(self, name: str | Path) -> Path:

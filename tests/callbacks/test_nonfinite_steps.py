@@ -1,0 +1,124 @@
+"""The guard at the end of a step: beside SAM, a scaler, accumulation and microbatches, and where losses arrive late."""
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from learnkit import Callback, Learner
+from learnkit.callbacks.accumulation import GradientAccumulation
+from learnkit.callbacks.nonfinite import NonFiniteGuard
+from learnkit.callbacks.sam import SAM
+from learnkit.errors import LossError
+
+
+def learner(*cbs: Any, **kwargs: Any) -> Learner:
+    gen = torch.Generator().manual_seed(1)
+    batches = [(torch.randn(4, 3, generator=gen), torch.randn(4, 2, generator=gen)) for _ in range(8)]
+    torch.manual_seed(4)
+    learn = Learner(batches, nn.Linear(3, 2), F.mse_loss, opt_func=torch.optim.SGD, lr=0.1, cbs=cbs, **kwargs)
+    learn.remove_cb(learn.progress)
+    learn.logger = lambda row: None
+    return learn
+
+
+def spoil_loss(cb: Any) -> None:
+    "Spoil the loss of SAM's second pass."
+    if cb._repeating and cb.iter == 3: cb.learn.loss_grad = cb.learn.loss_grad * math.nan
+
+
+def spoil_gradient(cb: Any) -> None:
+    if cb._repeating and cb.iter == 3: cb.learn.model.weight.grad[0, 0] = math.nan
+
+
+@pytest.mark.parametrize('event', ['after_loss', 'after_backward'])
+@pytest.mark.parametrize('microbatch', [None, 3])
+def test_nothing_of_sams_second_pass_reaches_the_weights(event: str, microbatch: int | None) -> None:
+    spoil = spoil_loss if event == 'after_loss' else spoil_gradient
+    guard = NonFiniteGuard('skip', grads=event == 'after_backward')
+    learn = learner(SAM(), guard, Callback(**{event: spoil}), microbatch=microbatch)
+    with pytest.warns(UserWarning, match='at batch 3'): learn.fit(1)
+    assert guard.n_skipped == 1 and learn.opt.n_steps == 7 and learn.model.weight.isfinite().all()
+    assert learn.recorder.losses[-1].isfinite()
+
+
+def test_a_line_search_may_probe() -> None:
+    def spoil(cb: Any) -> None:
+        if cb._repeating and cb.iter == 3: cb.learn.loss_grad = cb.learn.loss_grad * math.inf
+    guard = NonFiniteGuard('raise', grads=True)
+    gen = torch.Generator().manual_seed(1)
+    learn = Learner([(torch.randn(4, 3, generator=gen), torch.randn(4, 2, generator=gen)) for _ in range(4)],
+                    nn.Linear(3, 2), F.mse_loss, opt_func=torch.optim.LBFGS, lr=0.1,
+                    cbs=[guard, Callback(after_loss=spoil)])
+    learn.remove_cb(learn.progress)
+    learn.fit(1)
+
+
+def test_a_gradient_that_overflows_in_fp16_is_the_scalers() -> None:
+    guard = NonFiniteGuard('skip', grads=True)
+    learn = learner(guard).to_fp16(init_scale=2.**120)
+    learn.fit(4)
+    scaler = learn.mixed_precision
+    assert guard.n_skipped == 0 and scaler.n_skipped > 8 and scaler.scaler.get_scale() < 2.**112
+
+
+def test_gradients_are_looked_at_once_a_step() -> None:
+    looks: list[int] = []
+    class Counting(NonFiniteGuard):
+        def before_step(self) -> None: looks.append(self.learn.iter); super().before_step()
+    learner(GradientAccumulation(16), Counting(grads=True)).fit(1)
+    assert looks == [3, 7]
+
+
+def late_loss(bad: int) -> Callback:
+    def spoil(cb: Any) -> None:
+        if cb.iter == bad: cb.learn.loss_grad = cb.learn.loss_grad * math.nan
+    return Callback(after_loss=spoil)
+
+
+@pytest.mark.parametrize('microbatch', [None, 2])
+def test_every_counts_batches(microbatch: int | None) -> None:
+    learn = learner(NonFiniteGuard('raise', every=3), late_loss(1), microbatch=microbatch)
+    with pytest.raises(LossError, match=r'at batch 1 of epoch 0 \(seen at batch 2\)'): learn.fit(1)
+
+
+class OneLate:
+    "What brings results of a device: one batch late."
+
+    def __init__(self) -> None: self.pending: list[Any] = []
+
+    def put(self, b: Any) -> list[Any]:
+        arrived, self.pending = self.pending, [b]
+        return arrived
+
+    def rest(self) -> list[Any]:
+        arrived, self.pending = self.pending, []
+        return arrived
+
+
+class OnDevice(NonFiniteGuard):
+    "The guard, as if losses were on a device."
+
+    def _start(self) -> None: super()._start(); self._arriving = OneLate()  # type: ignore[assignment]
+    def _is_late(self, loss: Tensor) -> bool: return super()._is_late(loss.to('meta'))
+
+
+@pytest.mark.parametrize(('bad', 'seen'), [(1, 2), (7, 7)])
+@pytest.mark.parametrize('microbatch', [None, 2])
+def test_on_a_device_a_loss_is_seen_one_batch_late(bad: int, seen: int, microbatch: int | None) -> None:
+    learn = learner(OnDevice('raise'), late_loss(bad), microbatch=microbatch)
+    with pytest.raises(LossError, match=rf'at batch {bad} of epoch 0 \(seen at batch {seen}\)'): learn.fit(1)
+
+
+@pytest.mark.parametrize('options', [{'policy': 'skip'}, {'every': 1}])
+def test_on_a_device_skip_and_every_one_look_before_the_step(options: Any) -> None:
+    guard = OnDevice(**options)
+    learn = learner(guard, late_loss(1))
+    if guard.policy == 'skip':
+        with pytest.warns(UserWarning, match='at batch 1'): learn.fit(1)
+    else: learn.fit(1)
+    assert learn.opt.n_steps == (7 if guard.policy == 'skip' else 1) and learn.model.weight.isfinite().all()
