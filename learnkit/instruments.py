@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
@@ -109,11 +110,14 @@ class Instruments(Runs):
         """
         recorder = next((cb for cb in self.cbs if hasattr(cb, '_columns')), None)
         columns = [n for n in recorder._columns() if n != 'epoch'] if recorder is not None else []
-        names = {n: 'training loss, smoothed' if n == 'train_loss' else 'a column of the history' for n in columns}
+        told: dict[str, str] = {}
         for cb in self.cbs:
-            own = vars(type(cb)).get('metric_names') or getattr(type(cb), 'metric_names', None)
-            if isinstance(own, dict): names |= own
-        return names
+            own = getattr(type(cb), 'metric_names', None)
+            if isinstance(own, Mapping): told.update(own)
+        patterns = [re.compile(re.sub(r'\\{.*?\\}', '.+', re.escape(name))) for name in told]  # of {parameter}s
+        columns = [n for n in columns if n not in told and not any(p.fullmatch(n) for p in patterns)]
+        known = {'train_loss': 'training loss, smoothed'}
+        return {n: known.get(n, 'a column of the history') for n in columns} | told
 
     @contextmanager
     def trace(self) -> Iterator[Trace]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from learnkit import Callback, CancelBatchException, GradientClip, MixUp, UnknownEventError
+from learnkit import Callback, CancelBatchException, GradientClip, LRMonitor, MixUp, OptimizerMonitor, UnknownEventError
 from learnkit.testing import synth_learner
 from learnkit.timings import EVERY, FIRST
 
@@ -217,3 +217,12 @@ def test_draws_from_python_and_numpy_are_noticed() -> None:
     learn = learner(n_train=1, cbs=Draws())
     with pytest.warns(UserWarning, match='Draws says'), learn.trace() as changes: learn.fit(1)
     assert {c.event for c in changes.by_observers} == {'after_loss', 'after_step'}
+
+
+def test_metric_names_lists_each_once_with_its_meaning() -> None:
+    learn = learner(cbs=[OptimizerMonitor(every='1ba'), LRMonitor(every='1ba')])
+    before = learn.metric_names()
+    learn.fit(1)
+    assert learn.metric_names() == before  # what was logged since is told by a pattern
+    assert before['train_loss'] == 'training loss, smoothed' and 'l2_norm/grad/{parameter}' in before
+    assert all(isinstance(meaning, str) and meaning for meaning in before.values())

@@ -81,6 +81,9 @@ class _Timed(Monitor):
         "Stop the clock."
         if self.learn.fitting: self._stop()
 
+    def _run_failed(self) -> None:
+        if self._paused is not None and self._paused >= self.learn._depth: self._go_on()
+
     def cleanup(self) -> None:
         "Stop the clock."
         self._stop()

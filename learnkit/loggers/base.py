@@ -228,6 +228,13 @@ class Logger(Callback):
         self._in_log |= evaluated.keys()
         self._due = True
 
+    def before_train(self) -> None:
+        "Forget an evaluation that was cancelled before its end."
+        self._evaluated = None
+
+    def _run_failed(self) -> None:
+        if self.learn.fitting: self._evaluated = None
+
     def after_epoch(self) -> None:
         "Log what else is in the epoch's row."
         learn, recorder = self.learn, _recorder(self.learn)

@@ -5,11 +5,22 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from logger_helpers import LogHalf, data, learner
 
-from learnkit import Callback, DataLoaders, Evaluator, mae, mse
+from learnkit import (
+    Callback,
+    CancelEpochException,
+    CancelTrainException,
+    CancelValidException,
+    DataLoaders,
+    Evaluator,
+    mae,
+    mse,
+)
 from learnkit.loggers import CSVLogger, JSONLinesLogger, log_params, read_log
+from learnkit.testing import synth_learner
 
 
 def logged(path: Path, name: str) -> dict[int, Any]:
@@ -63,3 +74,16 @@ def test_params_come_with_the_configuration(tmp_path: Path) -> None:
     learn.fit(1, cbs=Late())
     params = json.loads(file.read_text())
     assert (params['depth'], params['width'], params['lr'], params['model']) == (3, 7, 'mine', 'Linear')
+
+
+@pytest.mark.parametrize('cancel', [CancelTrainException, CancelEpochException, CancelValidException])
+def test_no_step_is_lost_after_an_evaluation_that_was_cancelled(tmp_path: Path, cancel: type[Exception]) -> None:
+    def cut(cb: Any) -> None:
+        if cb.learn.time.ba == 3: raise cancel
+    cbs = [Callback(before_validate=cut), CSVLogger(tmp_path/'m.csv', every='1ba')]
+    learn = synth_learner(n_train=6, eval_every='3ba', path=tmp_path, cbs=cbs)
+    learn.logger = lambda row: None
+    learn.fit(2)
+    learn.close()
+    steps = [row['step'] for row in read_log(tmp_path/'m.csv') if row.get('loss') is not None]
+    assert steps == list(range(1, learn.time.ba + 1))
