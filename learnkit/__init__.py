@@ -5,51 +5,11 @@
 
 Start with `Learner`, `DataLoaders` and `Callback`. `EVENTS` names the moments of the loop at which callbacks run; the
 `Cancel...Exception` classes skip what comes next."""
+from typing import TYPE_CHECKING
+
 from learnkit.averages import AvgSmoothLoss, Metric
 from learnkit.batch import detuplify, find_bs, to_detach, to_device
 from learnkit.callback import Callback, Periodic
-from learnkit.callbacks import (
-    EMA,
-    SAM,
-    ActivationStats,
-    BestMetric,
-    BnFreeze,
-    CastToTensor,
-    ChannelsLast,
-    CollectDataCallback,
-    CutMix,
-    EarlyStoppingCallback,
-    FetchPredsCallback,
-    FixedStopper,
-    GradientAccumulation,
-    GradientClip,
-    HookCallback,
-    LRFinder,
-    LRMonitor,
-    LRScheduler,
-    MCDropoutCallback,
-    MemoryMonitor,
-    MixedPrecision,
-    MixUp,
-    ModelResetter,
-    NonFiniteGuard,
-    OptimizerMonitor,
-    ParamScheduler,
-    PeriodicData,
-    ReduceLROnPlateau,
-    RNNCallback,
-    RNNRegularizer,
-    RuntimeEstimator,
-    SaveModelCallback,
-    ShortEpochCallback,
-    SkipToEpoch,
-    SpeedMonitor,
-    SystemMonitor,
-    TerminateOnNaNCallback,
-    ThresholdStopper,
-    TrackerCallback,
-    before_batch_cb,
-)
 from learnkit.data import DataLoaders, TensorLoader, default_device
 from learnkit.errors import (
     BatchError,
@@ -81,30 +41,93 @@ from learnkit.errors import (
 )
 from learnkit.evaluator import Evaluator
 from learnkit.events import EVENTS, LIFECYCLE, event
-from learnkit.exchange import load_learner
 from learnkit.hypers import params
-from learnkit.interop import from_composer, from_ksuit
+from learnkit.later import later
 from learnkit.learner import Learner, defaults, replacing_yield
-from learnkit.loggers import (
-    ConsoleLogger,
-    CSVLogger,
-    JSONLinesLogger,
-    Logger,
-    MlflowLogger,
-    TensorBoardLogger,
-    WandbLogger,
-    log_images,
-    log_text,
-)
 from learnkit.loop import TrainEvalCallback
-from learnkit.metric_properties import MetricProperties
-from learnkit.metrics import AvgLoss, AvgMetric, ValueMetric, accuracy, error_rate, mae, mse, rmse
 from learnkit.optim import OptimWrapper, trainable_params
 from learnkit.optimizers import SGD, Adam
 from learnkit.predict import GatherPredsCallback
 from learnkit.progress import ProgressCallback
 from learnkit.recorder import History, Recorder
 from learnkit.timing import Time, Timestamp
+
+if TYPE_CHECKING:  # at run time they are imported when they are first used
+    from learnkit.callbacks import (
+        EMA,
+        SAM,
+        ActivationStats,
+        BestMetric,
+        BnFreeze,
+        CastToTensor,
+        ChannelsLast,
+        CollectDataCallback,
+        CutMix,
+        EarlyStoppingCallback,
+        FetchPredsCallback,
+        FixedStopper,
+        GradientAccumulation,
+        GradientClip,
+        HookCallback,
+        LRFinder,
+        LRMonitor,
+        LRScheduler,
+        MCDropoutCallback,
+        MemoryMonitor,
+        MixedPrecision,
+        MixUp,
+        ModelResetter,
+        NonFiniteGuard,
+        OptimizerMonitor,
+        ParamScheduler,
+        PeriodicData,
+        ReduceLROnPlateau,
+        RNNCallback,
+        RNNRegularizer,
+        RuntimeEstimator,
+        SaveModelCallback,
+        ShortEpochCallback,
+        SkipToEpoch,
+        SpeedMonitor,
+        SystemMonitor,
+        TerminateOnNaNCallback,
+        ThresholdStopper,
+        TrackerCallback,
+        before_batch_cb,
+    )
+    from learnkit.exchange import load_learner
+    from learnkit.interop import from_composer, from_ksuit
+    from learnkit.loggers import (
+        ConsoleLogger,
+        CSVLogger,
+        JSONLinesLogger,
+        Logger,
+        MlflowLogger,
+        TensorBoardLogger,
+        WandbLogger,
+        log_images,
+        log_text,
+    )
+    from learnkit.metric_properties import MetricProperties
+    from learnkit.metrics import AvgLoss, AvgMetric, ValueMetric, accuracy, error_rate, mae, mse, rmse
+else:
+    __getattr__ = later(__name__, {
+        'learnkit.callbacks':
+            'EMA SAM ActivationStats BestMetric BnFreeze CastToTensor ChannelsLast CollectDataCallback CutMix '
+            'EarlyStoppingCallback FetchPredsCallback FixedStopper GradientAccumulation GradientClip '
+            'HookCallback LRFinder LRMonitor LRScheduler MCDropoutCallback MemoryMonitor MixedPrecision MixUp '
+            'ModelResetter NonFiniteGuard OptimizerMonitor ParamScheduler PeriodicData ReduceLROnPlateau '
+            'RNNCallback RNNRegularizer RuntimeEstimator SaveModelCallback ShortEpochCallback SkipToEpoch '
+            'SpeedMonitor SystemMonitor TerminateOnNaNCallback ThresholdStopper TrackerCallback '
+            'before_batch_cb',
+        'learnkit.exchange': 'load_learner',
+        'learnkit.interop': 'from_composer from_ksuit',
+        'learnkit.loggers':
+            'ConsoleLogger CSVLogger JSONLinesLogger Logger MlflowLogger TensorBoardLogger WandbLogger '
+            'log_images log_text',
+        'learnkit.metric_properties': 'MetricProperties',
+        'learnkit.metrics': 'AvgLoss AvgMetric ValueMetric accuracy error_rate mae mse rmse',
+    }, globals())
 
 __version__ = '0.1.0'
 

@@ -30,8 +30,8 @@ NAMES = Path(__file__).with_name('public_names.txt')
 # A module imports only what stands before it here. `callbacks`, `loggers` and `interop` are packages, whose own modules
 # may import one another as long as they make no cycle; `learnkit` is the package's own `__init__`.
 LAYERS = [
-    'errors', 'metric_properties', 'events', 'timing', 'evaluator', 'files', 'rng', 'batch', 'hints', 'data', 'hypers',
-    'optimstate', 'optim', 'optimizers', 'readahead', 'averages', 'measures', 'accum', 'late', 'scores',
+    'later', 'errors', 'metric_properties', 'events', 'timing', 'evaluator', 'files', 'rng', 'batch', 'hints', 'data',
+    'hypers', 'optimstate', 'optim', 'optimizers', 'readahead', 'averages', 'measures', 'accum', 'late', 'scores',
     'segmentation', 'metrics', 'losses', 'annealing', 'plots', 'callback', 'foreign', 'dispatch', 'timings', 'runs',
     'evaluation', 'pieces', 'loop', 'checks', 'budget', 'freezing', 'recorder', 'monitored', 'progress', 'torchsched',
     'schedule', 'undo', 'lrfind', 'gathering', 'streaming', 'predict', 'instruments', 'wholestep', 'compiling',
@@ -317,3 +317,16 @@ def test_benchmark_refuses_bad_arguments(arguments: list[str], capsys: pytest.Ca
     with pytest.raises(SystemExit) as stopped: step.main(arguments)
     assert stopped.value.code == 2
     assert arguments[1] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('package', ['learnkit', 'learnkit.callbacks'])
+def test_names_that_come_later_are_those_that_type_checkers_see(package: str) -> None:
+    path = PACKAGE.joinpath(*package.split('.')[1:], '__init__.py')
+    [block] = [node for node in ast.parse(path.read_text('utf-8')).body if isinstance(node, ast.If)]
+    seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    [call] = [node for node in ast.walk(block.orelse[0]) if isinstance(node, ast.Call) and len(node.args) == 3]
+    later = {name: module for module, names in ast.literal_eval(call.args[1]).items() for name in names.split()}
+    assert later == seen
+    module = importlib.import_module(package)
+    assert all(getattr(module, name) is not None for name in module.__all__)
+    with pytest.raises(AttributeError, match='no attribute'): _ = module.nothing_of_the_kind
