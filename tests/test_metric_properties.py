@@ -15,9 +15,9 @@ from learnkit.metrics import as_metrics
 
 LOWER = {'error_rate', 'mse', 'rmse', 'RMSE', 'mae', 'msle', 'exp_rmspe', 'ExpRMSPE', 'BrierScore', 'BrierScoreMulti',
          'Perplexity', 'perplexity', 'HammingLoss', 'HammingLossMulti'}
-OTHERS = ('Metric', 'Mean', 'AvgMetric', 'ElementMean', 'AvgLoss', 'AvgSmoothLoss', 'SumMetric', 'ValueMetric', 'TorchMetric',
-          'as_metrics', 'check_column', 'dry_run', 'measures_batches', 'LossMetric', 'LossMetrics', 'AccumMetric',
-          'skm_to_fastai')
+OTHERS = ('Metric', 'Mean', 'AvgMetric', 'ElementMean', 'AvgLoss', 'AvgSmoothLoss', 'SumMetric', 'ValueMetric',
+          'TorchMetric', 'as_metrics', 'check_column', 'dry_run', 'measures_batches', 'LossMetric', 'LossMetrics',
+          'AccumMetric', 'skm_to_fastai')
 
 
 def metric(name: str) -> Any:

@@ -139,7 +139,8 @@ def test_options_of_callbacks(made: Any, error: type[Exception], says: str) -> N
 @pytest.mark.parametrize(('cbs', 'error', 'says'), [
     ([SaveModelCallback, partial(SaveModelCallback, 'train_loss')], OptionError, 'both write .*model.pth.*`fname`'),
     ([MixUp, CutMix], OptionError, 'both blend each batch'), ([MixUp, MixUp], OptionError, 'both blend each batch'),
-    ([partial(MixedPrecision, 'fp16'), partial(MixedPrecision, 'bf16')], OptionError, "'fp16'. and .*'bf16'. contradict"),
+    ([partial(MixedPrecision, 'fp16'), partial(MixedPrecision, 'bf16')], OptionError,
+     "'fp16'. and .*'bf16'. contradict"),
     ([partial(EarlyStoppingCallback, 'valid_los')], MetricError, r'Did you mean `valid_loss`\?$'),
     ([partial(EarlyStoppingCallback, 'zebra')], MetricError, '`learn.log`'),
 ], ids=['two saves', 'blends', 'two MixUps', 'two precisions', 'a close name', 'no close name'])
