@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from learnkit.batch import split_batch
 from learnkit.callback import Callback
 from learnkit.data import evaluation_loaders
 from learnkit.errors import TimeError
@@ -40,7 +41,9 @@ class Evaluations(Runs):
 
         At the end of the last epoch, that is every loader whose last evaluation does not hold any more."""
         now = self.time
-        if at_epoch_end: now = now.replace(ep=now.ep + 1, iter=now.iter + self._ends_iteration())  # counted in a moment
+        if at_epoch_end:  # what is counted in a moment
+            share = (self.epoch + 1) / self.n_epoch if self.n_epoch else now.dur
+            now = now.replace(ep=now.ep + 1, iter=now.iter + self._ends_iteration(), dur=share)
         is_last = at_epoch_end and (self._stopping or self.epoch + 1 == self.n_epoch)
         return [(name, dl) for name, dl in evaluation_loaders(self.dls) if self._is_due(name, now, is_last)]
 
@@ -87,7 +90,9 @@ def counts_tokens(learn: Any) -> bool:
     with preserved_rng(), preserved_generators(dl):
         drawn = iter(dl)
         batch = None if drawn is dl else next(drawn, None)  # of an iterator, a batch would be lost
-    return batch is None or (isinstance(batch, Mapping) and 'input_ids' in batch)
+    if batch is None: return True
+    x = split_batch(batch, getattr(learn.dls, 'n_inp', None))[0][0]
+    return isinstance(x, Mapping) and 'input_ids' in x
 
 
 def check_countable(learn: Any, time: Time) -> None:

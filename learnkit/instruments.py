@@ -4,7 +4,6 @@ All of it works by other handler tables, which the loop reads in the place of it
 from __future__ import annotations
 
 import inspect
-import random
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +12,6 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 from warnings import warn
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +20,7 @@ from learnkit.callback import Callback
 from learnkit.dispatch import Entry, HandlerTable, takes_every_event
 from learnkit.events import CONTEXTS, canonical_event
 from learnkit.foreign import is_foreign
+from learnkit.rng import capture_rng
 from learnkit.runs import Runs
 from learnkit.timings import Timings
 
@@ -211,8 +210,8 @@ def fingerprints(learn: Any) -> dict[str, Any]:
         for i, h in enumerate(groups):
             where = f' of group {i}' if len(groups) > 1 else ''
             found |= {f'hyper {name}{where}': float(v) for name, v in h.items()}
-    others = hash(random.getstate()), str(np.random.get_state())
-    return {**found, 'random numbers': (digest(torch.get_rng_state()), *others)}
+    rng = capture_rng()
+    return {**found, 'random numbers': (digest(rng), hash(str(map_tensors(rng, torch.numel))))}  # and its numbers
 
 
 def digest(o: Any) -> str:
@@ -223,7 +222,8 @@ def digest(o: Any) -> str:
         nonlocal n
         n += 1
         h.update(f'{tuple(t.shape)}{t.dtype}'.encode())
-        h.update(t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() if t.numel() else b'')
+        t = t.detach().to_dense() if t.layout is not torch.strided else t.detach()
+        h.update(t.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() if t.numel() else b'')
         return t
     map_tensors(o, add)
     return h.hexdigest() if n else describe(o)

@@ -22,7 +22,7 @@ from learnkit.checks import check_iteration, check_loss, check_microbatch, check
 from learnkit.compiling import Compilation
 from learnkit.data import as_dataloaders, check_loaders, evaluation_loaders
 from learnkit.dispatch import listed
-from learnkit.errors import CallbackError, CancelError, CancelFitException, LossError, OptimizerError
+from learnkit.errors import CallbackError, CancelError, CancelFitException, LossError, OptimizerError, TimeError
 from learnkit.events import LEVELS, LIFECYCLE
 from learnkit.freezing import Freezing, check_trained, make_optimizer
 from learnkit.hints import takes
@@ -156,7 +156,8 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Saving, State
     ) -> None:
         "Train until `total` is reached, over all fits of this Learner; nothing where it is reached already."
         total = as_time(total, 'ep')
-        left = total.value - getattr(self.time, total.unit) if total.unit != 'dur' else 1
+        if total.unit == 'dur': raise TimeError(f'fit_until({str(total)!r}): a share of what? Give epochs, or hours.')
+        left = total.value - self._finished(total.unit)
         if left > 0: self.fit(Time(left, total.unit), **kwargs)
 
     def _prepare_opt(self, lr: Any, wd: float | None, reset_opt: bool) -> None:

@@ -155,6 +155,7 @@ class Loop(Pieces):
         if self._stop_timing(): self._until_timed = EVERY - 1
         elif self._tables is self._callbacks.tables:
             self._tables = self._tables[False], self._timed_table()
+            self.timings.device = self._device
             self.timings.begin_step()
 
     def _stop_timing(self) -> bool:

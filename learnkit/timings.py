@@ -42,6 +42,7 @@ class Timings:
         self._flying: list[tuple[str, Any, Any]] = []               # parts on a GPU, with the events around them
         self._before, self._at, self._mark = '', 0., None           # the event that ended last, and when
         self._started = False
+        self.device: torch.device | None = None                     # where the model is; set as a step begins
 
     # -- measuring -----------------------------------------------------------------------------------------------------
 
@@ -51,6 +52,7 @@ class Timings:
         if not self._started: return
         self._sums['loop'] += perf_counter() - self._at
         self.n, self._started = self.n + 1, False
+        self._land()
 
     def looks(self, name: str) -> tuple[Callable[[], None], Callable[[], None]]:
         "Return what runs before and after the handlers of an event: they look at the clock, in under a microsecond."
@@ -61,14 +63,14 @@ class Timings:
             now = perf_counter()
             part = part_since.get(self._before, 'loop')
             if self._mark is not None and part in ON_DEVICE:
-                self._flying.append((part, self._mark, cuda_mark()))
+                self._flying.append((part, self._mark, cuda_mark(self.device)))
                 part = 'loop'
             sums[part] += now - self._at
             self._at = now
 
         def end() -> None:
             self._before, self._at = name, perf_counter()
-            if torch.cuda.is_initialized(): self._mark = cuda_mark()
+            if self.device is not None and self.device.type == 'cuda': self._mark = cuda_mark(self.device)
         return begin, end
 
     def watched(self, handler: Callable[[], Any], who: str) -> Callable[[], None]:
@@ -81,6 +83,13 @@ class Timings:
             finally: sums[who] += perf_counter() - started
         return run
 
+    def _land(self, wait: bool = False) -> None:
+        "Take over what the GPU is through with, or wait for all of it."
+        while self._flying and (wait or self._flying[0][2].query()):
+            part, start, end = self._flying.pop(0)
+            end.synchronize()
+            self._sums[part] += start.elapsed_time(end) / 1000
+
     def __getstate__(self) -> dict[str, Any]:
         _ = self.seconds  # what is on its way arrives: a GPU's events cannot be copied
         return self.__dict__.copy()
@@ -90,10 +99,7 @@ class Timings:
     @property
     def seconds(self) -> dict[str, float]:
         "Seconds a step, by part, the longest first."
-        for part, start, end in self._flying:
-            end.synchronize()
-            self._sums[part] += start.elapsed_time(end) / 1000
-        self._flying = []
+        self._land(wait=True)
         return dict(sorted(((part, s / max(self.n, 1)) for part, s in self._sums.items()), key=lambda kv: -kv[1]))
 
     def __repr__(self) -> str:
@@ -132,8 +138,8 @@ class TimedTable(HandlerTable):
         return self[name]
 
 
-def cuda_mark() -> Any:
-    "Note the present point of the GPU's work."
+def cuda_mark(device: torch.device | None) -> Any:
+    "Note the present point of a GPU's work."
     mark = torch.cuda.Event(enable_timing=True)
-    mark.record()
+    mark.record(torch.cuda.current_stream(device))
     return mark

@@ -202,3 +202,13 @@ def test_averaged_weights_do_not_stay_when_an_evaluation_in_mid_epoch_is_cut_sho
         return [p.detach().clone() for p in learn.model.parameters()]
     averaged, plain = trained([EMA(0.5)]), trained([])
     assert all(torch.equal(a, b) for a, b in zip(averaged, plain, strict=True))
+
+
+def test_shares_of_a_run_without_a_length_end_with_it() -> None:
+    class Lengthless:
+        def __init__(self, dl: Any) -> None: self.dl = dl
+        def __iter__(self) -> Any: return iter(self.dl)
+    learn = learner(n_train=4, eval_every='0.25dur', cbs=(seen := Seen()))
+    learn.dls.train = Lengthless(learn.dls.train)
+    learn.fit(4)
+    assert [ba for _, ba in seen.at] == [4, 8, 12, 16]
