@@ -64,6 +64,37 @@ def test_a_budget_ends_with_the_batch_that_fills_it(lengthless: bool, n_train: i
     assert n['before_fit'] == n['after_fit'] == 1
 
 
+@pytest.mark.parametrize('lengthless', [False, True])
+@settings(max_examples=25)
+@given(n_train=st.integers(1, 7), budget=st.integers(1, 200), per_sample=st.integers(1, 9))
+def test_a_budget_of_tokens_ends_with_the_batch_that_fills_it(
+    lengthless: bool, n_train: int, budget: int, per_sample: int
+) -> None:
+    learn = learner(n_train, lengthless=lengthless, token_func=lambda xb, yb: per_sample * len(xb[0]))
+    learn.fit(f'{budget}tok')
+    n_batches = -(-budget // (4 * per_sample))
+    now = learn.time
+    assert (now.tok, now.ba, now.ep) == (4 * per_sample * n_batches, n_batches, -(-n_batches // n_train))
+    assert len(learn.history) == now.ep and learn.pct_train == 1
+
+
+@pytest.mark.parametrize('lengthless', [False, True])
+@settings(max_examples=25)
+@given(n_train=st.integers(1, 5), n=st.integers(1, 4), per=st.integers(1, 3), unit=st.sampled_from(['ep', 'iter']))
+def test_budgets_of_epochs_and_iterations_are_whole_epochs(
+    lengthless: bool, n_train: int, n: int, per: int, unit: str
+) -> None:
+    learn = learner(n_train, lengthless=lengthless, cbs=(counts := Counts()))
+    learn.fit(f'{n}{unit}', iteration=f'{per}ep')
+    n_epochs = n * per if unit == 'iter' else n
+    n_iterations = -(-n_epochs // per)  # the last one may be cut short
+    now = learn.time
+    assert (now.ep, now.ba, now.sp) == (n_epochs, n_epochs * n_train, 4 * n_epochs * n_train)
+    assert len(learn.history) == learn.n_epoch == n_epochs
+    assert now.iter == n_iterations and counts.n['epoch_checkpoint'] == n_epochs
+    assert counts.n['before_fit'] == counts.n['after_fit'] == 1
+
+
 def test_every_event_fires_when_a_budget_ends_in_the_middle_of_an_epoch() -> None:
     learn = learner(cbs=(counts := Counts()))
     learn.fit('3ba', iteration=2)

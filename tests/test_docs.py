@@ -9,6 +9,7 @@ import pytest
 
 import learnkit.all
 from learnkit import Learner
+from learnkit.testing import synth_learner
 
 DOCS = sorted((Path(__file__).resolve().parents[1]/'docs').glob('coming-from-*.md'))
 
@@ -47,3 +48,14 @@ def test_the_names_for_those_who_come_from_fastai_exist() -> None:
             assert hasattr(Learner, name) if code.startswith('learn.') else hasattr(learnkit.all, name), code
             named += 1
     assert named > 90
+
+
+@pytest.mark.parametrize(('stem', 'least'), [('coming-from-composer', 45), ('coming-from-ksuit', 12)])
+def test_the_names_for_those_who_come_from_composer_and_ksuit_exist(stem: str, least: int) -> None:
+    page, learn, named = next(page for page in DOCS if page.stem == stem), synth_learner(), 0
+    for cells in rows(page):
+        for on_learner, name in re.findall(r'`(learn\.)?([A-Za-z_]\w*)[^`]*`', cells[-1]):
+            if not on_learner and not name[0].isupper(): continue  # an event or an argument
+            assert hasattr(learn if on_learner else learnkit.all, name), f'{cells[0]}: {name}'
+            named += 1
+    assert named >= least

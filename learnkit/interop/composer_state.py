@@ -190,14 +190,15 @@ class ComposerState:
 
     @property
     def device_train_microbatch_size(self) -> Any:
-        "The samples of a microbatch; without `Learner(microbatch=)`, those of the batch."
-        return self.learn.microbatch or self._samples()
+        "The samples of a microbatch; for 'auto' what memory has held so far; without microbatches those of the batch."
+        size = self.learn.microbatch
+        return (self.learn._fitting_size if size == 'auto' else size) or self._samples()
 
     @property
     def grad_accum(self) -> int:
         "How many microbatches a batch is cut into."
-        size = self.learn.microbatch
-        return -(-self._samples() // size) if isinstance(size, int) and size else 1
+        size = self.device_train_microbatch_size
+        return -(-self._samples() // size) if size else 1
 
     def _samples(self) -> int:
         try: return find_bs(self.learn.batch if self.learn.batch is not None else self.learn.xb)

@@ -15,6 +15,7 @@ from fastcore.basics import camel2snake
 
 from learnkit.batch import concat, to_device
 from learnkit.callback import Callback
+from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.data import n_batches
 from learnkit.errors import OptionError
 from learnkit.interop.hooks import check_style, own_hooks, parameters_of, takes_any
@@ -22,7 +23,7 @@ from learnkit.interop.ksuit_views import (
     CheckpointWriter,
     DataContainer,
     LogWriter,
-    MetricProperties,
+    MetricPropertyProvider,
     Paths,
     Progress,
     Tracker,
@@ -112,10 +113,10 @@ class _FromKsuit(Callback):
         self.given: dict[str, Any] = {
             'update_counter': UpdateCounter(self), 'trainer': Trainer(self), 'data_container': DataContainer(self),
             'tracker': Tracker(self), 'writer': LogWriter(self), 'checkpoint_writer': CheckpointWriter(self),
-            'path_provider': Paths(self), 'metric_property_provider': MetricProperties(),
+            'path_provider': Paths(self), 'metric_property_provider': MetricPropertyProvider(),
             'logger': logging.getLogger(type(cb).__name__)}
         self.started_at, self._reached = Progress(0, 0, 0), Progress(0, 0, 0)  # the fit's start, the last update
-        self.batch_size, self._pieces, self._piece, self._kind = 0, 1, 0, ''
+        self._seen_size, self._pieces, self._piece, self._kind = 0, 1, 0, ''
         self.at_epoch_end, self._counted = False, True
         self._shared: Any = None           # a class of ksuit that has the writer of this run
         self._times: dict[str, float] = defaultdict(float)
@@ -151,7 +152,7 @@ class _FromKsuit(Callback):
         learn, size = self.learn, self.learn.microbatch
         self.given['writer'].flush()
         self._piece, self.at_epoch_end, self._counted = -1, False, True
-        if learn.iter == 0 or not self.batch_size: self.batch_size = max(self.batch_size, batch_size_of(learn.xb))
+        if learn.iter == 0 or not self._seen_size: self._seen_size = max(self._seen_size, batch_size_of(learn.xb))
         self._pieces = -(-batch_size_of(learn.xb) // size) if isinstance(size, int) and size else 1
         self._call('before_every_update')
 
@@ -223,7 +224,7 @@ class _FromKsuit(Callback):
 
     def _ask_to_stop(self, name: str) -> None:
         f, now = self._hooks[name], self.progress()
-        more = {'effective_batch_size': self.batch_size} if 'effective_batch_size' in parameters_of(f) else {}
+        more = {'effective_batch_size': self.effective_batch_size} if 'effective_batch_size' in parameters_of(f) else {}
         if f(now, **more): self.learn.stop()
 
     def _periodic(self) -> None:
@@ -267,8 +268,9 @@ class _FromKsuit(Callback):
         if key == 'update_outputs': return as_outputs(learn.__dict__.get('pred'))
         if key == 'data_iter': return self._batches()
         if key == 'batch': return (*learn.xb, *learn.yb) if isinstance(learn.batch, (tuple, list)) else learn.xb[0]
-        return {'effective_batch_size': self.batch_size, 'batch_size': self.batch_size, 'interval_type': self._kind,
-                'accumulation_steps': self._pieces, 'accumulation_step': self._piece, 'times': self._times}[key]
+        return {'effective_batch_size': self.effective_batch_size, 'batch_size': self.batch_size,
+                'interval_type': self._kind, 'accumulation_steps': self._pieces,
+                'accumulation_step': self._piece, 'times': self._times}[key]
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -305,7 +307,29 @@ class _FromKsuit(Callback):
         now = self.learn.time
         return Progress(now.ep + (self.at_epoch_end and not self._counted), now.st, now.sp)
 
-    def updates_per_epoch(self) -> int | None: return n_batches(self.learn.dls.train)
+    @property
+    def batch_size(self) -> int:
+        "The samples of a batch, as seen; before the first one as the loader says, 0 where it does not."
+        train = self.learn.dls.train
+        return self._seen_size or getattr(train, 'bs', None) or getattr(train, 'batch_size', None) or 0
+
+    @property
+    def effective_batch_size(self) -> int: return self.batch_size * (self._batches_per_update() or 1)
+
+    def _batches_per_update(self) -> int | None:
+        "Return how many batches are accumulated for a step, None where that is not known."
+        least = max((cb.n_acc for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)), default=1)
+        return 1 if least == 1 else -(-least // self.batch_size) if self.batch_size else None
+
+    def updates_of(self, n: int | None) -> int | None:
+        "Return how many steps a fit of `n` batches takes, None where that is not known."
+        per, size = self._batches_per_update(), n_batches(self.learn.dls.train)
+        if n is None or per == 1: return n
+        if per is None or not size or (n >= size and size < per): return None  # an epoch leaves batches to the next
+        epochs, rest = divmod(n, size)
+        return epochs * -(-size // per) + (-(-rest // per) if rest >= per else 0)
+
+    def updates_per_epoch(self) -> int | None: return self.updates_of(n_batches(self.learn.dls.train))
 
     # -- state ---------------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,17 @@ from torch import Tensor
 
 from learnkit.batch import find_bs
 from learnkit.budget import Budget
-from learnkit.data import evaluation_loaders
+from learnkit.data import evaluation_loaders, n_batches
 from learnkit.errors import BatchError, LoaderError, MetricError, did_you_mean
 from learnkit.files import atomic_write
 from learnkit.interop.composer_state import ComposerState, log_as_named
 from learnkit.interop.hooks import hand_on
 from learnkit.loop import model_device
+from learnkit.metric_properties import MetricProperties
 from learnkit.timing import Time
 
 __all__ = ['Progress', 'UpdateCounter', 'Trainer', 'LogWriter', 'CheckpointWriter', 'Paths', 'DataContainer', 'Tracker',
-           'MetricProperties']
+           'MetricPropertyProvider']
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +65,19 @@ class UpdateCounter:
 
     @property
     def end_iteration(self) -> Progress:
-        learn, start = self._watch.learn, self._watch.started_at
+        learn, start, bs = self._watch.learn, self._watch.started_at, self._watch.batch_size
         if budget := next((cb for cb in learn.cbs if isinstance(cb, Budget)), None):
             return self._of_budget(budget.total)
         if not isinstance(learn.n_epoch, int): return Progress()
-        end, per = start.epoch + learn.n_epoch, self._watch.updates_per_epoch()
-        return Progress(end, per and end * per, per and end * per * self.effective_batch_size)
+        end, per, n = start.epoch + learn.n_epoch, self._watch.updates_per_epoch(), n_batches(learn.dls.train)
+        return Progress(end, per and end * per, end * n * bs if n and bs else None)
 
     def _of_budget(self, total: Time) -> Progress:
         "Return where a fit by batches, steps or samples ends; in other units that is not known."
         start, n = self._watch.started_at, int(total.value)
         if total.unit == 'sp': return Progress(sample=(start.sample or 0) + n)
-        return Progress(update=(start.update or 0) + n) if total.unit in ('st', 'ba') else Progress()
+        steps = {'st': n, 'ba': self._watch.updates_of(n)}.get(total.unit)
+        return Progress() if steps is None else Progress(update=(start.update or 0) + steps)
 
     cur_checkpoint, start_checkpoint, end_checkpoint = cur_iteration, start_iteration, end_iteration
 
@@ -93,7 +94,7 @@ class UpdateCounter:
     def updates_per_epoch(self) -> int | None: return self._watch.updates_per_epoch()
 
     @property
-    def effective_batch_size(self) -> int: return self._watch.batch_size
+    def effective_batch_size(self) -> int: return self._watch.effective_batch_size
 
     @property
     def epoch_as_float(self) -> float:
@@ -132,7 +133,7 @@ class Trainer:
     def end_checkpoint(self) -> Progress: return self.update_counter.end_iteration
 
     @property
-    def effective_batch_size(self) -> int: return self._watch.batch_size
+    def effective_batch_size(self) -> int: return self._watch.effective_batch_size
 
     @property
     def updates_per_epoch(self) -> int | None: return self._watch.updates_per_epoch()
@@ -345,27 +346,24 @@ class DataContainer:
         return getattr(dl, 'dataset', dl)
 
 
-class MetricProperties:
-    """Whether more of a metric is better, less, or neither, by its name.
+class MetricPropertyProvider:
+    """Whether more of a metric is better, less, or neither: `learnkit.MetricProperties` by ksuit's names.
 
-    >>> properties = MetricProperties()
-    >>> properties.higher_is_better('valid/accuracy'), properties.higher_is_better('valid_loss')
-    (True, False)
+    >>> provider = MetricPropertyProvider()
+    >>> provider.higher_is_better('valid/accuracy'), provider.lower_is_better('wer'), provider.is_neutral_key('lr')
+    (True, True, True)
     """
-    PATTERNS = (*((p, 0) for p in ('optim/*', 'profiling/*', 'profiler/*', 'ctx/*', 'gradient/*', 'loss_weight/*',
-                                   'lossdiff/*', 'train_time/*', '*/lr/*', 'lr')),
-                *((p, 1) for p in ('*acc*', '*f1*', '*auc*', '*iou*', '*dice*', '*recall*', '*precision*', '*psnr*')),
-                *((p, -1) for p in ('*loss*', '*error*', '*mse*', '*mae*', '*perplexity*')))
 
-    def _sign(self, key: str) -> int:
-        for pattern, sign in self.PATTERNS:
-            if fnmatch(key.lower(), pattern): return sign
+    def __init__(self) -> None: self._ways = MetricProperties(neutral=['lossdiff/*', '*/lr/*'])
+
+    def _way(self, key: str) -> str:
+        if (way := self._ways.get(key)) is not None: return way
         raise MetricError(f'Is more of {key!r} better, or less? Its name does not say: give the callback a '
                           '`metric_property_provider` with `higher_is_better(key)` and `is_neutral_key(key)`.')
 
-    def higher_is_better(self, key: str) -> bool: return self._sign(key) > 0
-    def lower_is_better(self, key: str) -> bool: return self._sign(key) < 0
-    def is_neutral_key(self, key: str) -> bool: return self._sign(key) == 0
+    def higher_is_better(self, key: str) -> bool: return self._way(key) == 'higher'
+    def lower_is_better(self, key: str) -> bool: return self._way(key) == 'lower'
+    def is_neutral_key(self, key: str) -> bool: return self._way(key) == 'neutral'
 
 
 def batch_size_of(xb: Any) -> int:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from fastcore.basics import noop
 
-from learnkit import Callback, DataLoaders, Evaluator, Learner
+from learnkit import Callback, DataLoaders, Evaluator, GradientAccumulation, Learner
 from learnkit.interop import from_composer, from_ksuit
 from learnkit.loggers import CSVLogger, JSONLinesLogger
 from learnkit.testing import synth_learner
@@ -113,3 +113,41 @@ def test_ksuit_knows_when_a_budget_ends(length: Any, end: dict[str, int]) -> Non
     learn.fit(length)
     assert all(e == end for e, _ in seen)
     if isinstance(length, str): assert [done for _, done in seen] == [False]*(len(seen) - 1) + [bool(end)]
+
+
+@pytest.mark.parametrize(('n_train', 'length'), [
+    (8, 1), (8, 2), (7, 2), (8, '6ba'), (8, '13ba'), (7, '9ba'), (8, '3st'),
+])
+def test_ksuit_counts_accumulated_batches_as_one_update(n_train: int, length: Any) -> None:
+    class Look:
+        def after_update(self, update_counter: Any, effective_batch_size: int) -> None:
+            assert effective_batch_size == update_counter.effective_batch_size == 64
+            self.per, self.end = update_counter.updates_per_epoch, update_counter.end_iteration
+
+    look = Look()
+    learn = synth_learner(n_train=n_train, n_valid=1, cbs=[from_ksuit(look), GradientAccumulation(64)])
+    with learn.no_bar(): learn.fit(length)
+    assert (look.per, look.end.update) == (2, learn.time.st)
+    if isinstance(length, int): assert look.end.sample == learn.time.sp
+
+
+def test_ksuit_does_not_know_updates_of_epochs_shorter_than_one() -> None:
+    adapter = from_ksuit(type('Look', (), {'after_epoch': lambda self, **_: None})())
+    learn = synth_learner(n_train=3, cbs=[adapter, GradientAccumulation(64)])
+    with learn.no_bar(): learn.fit(2)
+    assert adapter.given['update_counter'].updates_per_epoch is None
+    assert adapter.given['update_counter'].epoch_as_float == 2.
+
+
+@pytest.mark.parametrize(('fitting', 'size', 'pieces'), [(None, 16, 1), (6, 6, 3)])
+def test_composer_reads_the_size_of_automatic_microbatches(fitting: int | None, size: int, pieces: int) -> None:
+    seen: list[Any] = []
+
+    class Look:
+        def batch_start(self, state: Any, logger: Any) -> None:
+            seen.append((state.device_train_microbatch_size, state.grad_accum, state.auto_microbatching))
+
+    learn = learner(from_composer(Look()), microbatch='auto')
+    learn._fitting_size = fitting
+    learn.fit(1)
+    assert seen == [(size, pieces, True)] * 4
