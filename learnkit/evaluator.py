@@ -51,7 +51,10 @@ def as_every(every: Any) -> Time | None:
 def named_loaders(valid: Any) -> list[tuple[str, Any]]:
     "Return the validation loaders with their names."
     if valid is None: return []
-    if isinstance(valid, (list, tuple)) and valid and all(isinstance(dl, Evaluator) for dl in valid):
+    if isinstance(valid, (list, tuple)) and any(isinstance(dl, Evaluator) for dl in valid):
+        if others := [dl for dl in valid if not isinstance(dl, Evaluator)]:
+            raise LoaderError(f'The list of validation loaders has an Evaluator and a {type(others[0]).__name__}: wrap '
+                              "each loader, `Evaluator(dl, name='day')`, or give a dict of loaders by name.")
         names = [dl.name or 'valid' for dl in valid]
         if twice := [n for n in names if names.count(n) > 1]:
             raise LoaderError(f'Two validation loaders are called {twice[0]!r}: give each Evaluator a name of its own.')

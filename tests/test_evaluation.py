@@ -212,3 +212,10 @@ def test_shares_of_a_run_without_a_length_end_with_it() -> None:
     learn.dls.train = Lengthless(learn.dls.train)
     learn.fit(4)
     assert [ba for _, ba in seen.at] == [4, 8, 12, 16]
+
+
+@pytest.mark.parametrize('backwards', [False, True])
+def test_a_list_of_an_evaluator_and_a_loader_is_refused(backwards: bool) -> None:
+    dls = synth_dls()
+    mixed = [Evaluator(dls.valid, name='day'), dls.valid]
+    with pytest.raises(LoaderError, match='wrap each'): DataLoaders(dls.train, mixed[::-1] if backwards else mixed)

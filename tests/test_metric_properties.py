@@ -2,13 +2,16 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 
+import learnkit.callbacks
 import learnkit.metrics
 from learnkit.callbacks import EarlyStoppingCallback, SaveModelCallback
+from learnkit.callbacks.monitor import Monitor
 from learnkit.errors import OptionError
 from learnkit.metric_properties import MetricProperties, as_comparison
 from learnkit.metrics import as_metrics
@@ -78,3 +81,23 @@ def test_trackers_take_them() -> None:
     assert SaveModelCallback('quux', comp=MetricProperties(lower='quux')).comp is np.less
     with pytest.raises(OptionError, match='quux'): EarlyStoppingCallback('quux', comp=MetricProperties())
     assert EarlyStoppingCallback('quux').comp is np.greater  # as in fastai, without them
+
+
+def test_negated_scores_and_names_that_only_look_like_metrics() -> None:
+    ways = MetricProperties()
+    for name in ('neg_log_loss', 'neg_mean_squared_error', 'neg_brier_score', 'valid_neg_root_mean_squared_error'):
+        assert ways[name] == 'higher'
+    for name in ('loss_scale', 'acc_steps', 'map_size', 'iou_threshold'): assert ways[name] == 'neutral'
+    for name in ('inaccuracy', 'dissimilarity', 'acc_foo', 'decorrelation', 'neg_log_likelihood'):
+        assert ways.get(name) is None
+    for name in ('BalancedAccuracy', 'CosineSimilarity', 'map_50', 'acc_top5'): assert ways[name] == 'higher'
+
+
+CALLBACKS = [getattr(learnkit.callbacks, name) for name in learnkit.callbacks.__all__]
+MONITORS = [cls for cls in CALLBACKS if inspect.isclass(cls) and issubclass(cls, Monitor)]
+
+
+@pytest.mark.parametrize('cls', MONITORS)
+def test_what_monitors_log_is_neutral(cls: type[Monitor]) -> None:
+    assert len(MONITORS) > 5
+    for name in cls.metric_names: assert MetricProperties()[re.sub('{.*?}', 'head_loss', name)] == 'neutral', name

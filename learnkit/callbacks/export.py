@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from learnkit.batch import apply_model, describe, find_bs, map_tensors, passed_names
 from learnkit.callback import Callback
 from learnkit.errors import MissingExtraError, ModelError, OptionError, WeightsError, did_you_mean
-from learnkit.events import canonical_event
+from learnkit.events import EVENTS, canonical_event
 from learnkit.files import atomic_write, check_writable
 from learnkit.rng import preserved_rng
 from learnkit.saving import file_path, on_cpu, program_of, sample_inputs, two_rows
@@ -30,6 +30,7 @@ __all__ = ['ExportForInference', 'LoadWeights']
 FORMATS = {'torch.export': '.pt2', 'onnx': '.onnx'}
 ONNX = ('onnx', 'onnxscript', 'onnxruntime')
 SIZES = (1, 3)  # samples in the batches that a program is tried on
+OF_A_FIT = EVENTS[EVENTS.index('before_fit'):EVENTS.index('after_fit') + 1]
 
 Case = tuple[tuple[Any, ...], dict[str, Any], Any]             # positional and named inputs, and the output
 Runner = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -39,7 +40,8 @@ class LoadWeights(Callback):
     """Load weights each time an event of a fit comes: `LoadWeights('pretrained')` before every fit.
 
     The other arguments are those of `learn.load`. Raises `WeightsError` before training when there is no such file, and
-    `UnknownEventError` for what is no event; what `learn.load` raises comes out as it is.
+    `UnknownEventError` for what is no event, and `OptionError` for one outside a fit, such as `close`; what
+    `learn.load` raises comes out as it is.
 
     >>> LoadWeights('pretrained', at='before_epoch')
     LoadWeights(file='pretrained', at='before_epoch')
@@ -55,6 +57,9 @@ class LoadWeights(Callback):
     ) -> None:
         file_path(file, Path())
         self.file, self.at = file, canonical_event(at, where='LoadWeights')
+        if self.at not in OF_A_FIT:
+            raise OptionError(f'LoadWeights(at={at!r}): weights are loaded in a fit, and this event is not one of its '
+                              "own. Give one from 'before_fit' to 'after_fit', or call `learn.load`.")
         self.with_opt, self.strict = with_opt, strict
         if self.at != 'before_fit': self.__dict__[self.at] = partial(self._load)
 
@@ -107,6 +112,7 @@ class ExportForInference(Callback):
         file_path(fname, Path(), suffix='')
         self.fname, self.act, self.sample, self.files = fname, act, sample, []
         self._tried: Any = None   # the model that is known to let itself be exported
+        self._has_begun = False   # whether a fit is under way that was not cancelled before it began
 
     def before_fit(self) -> None:
         "See that the export will work."
@@ -117,14 +123,19 @@ class ExportForInference(Callback):
             except OSError as e: raise OptionError(f'{path} cannot be written: {e}.') from None
         if 'onnx' in self.formats and (missing := [p for p in ONNX if find_spec(p) is None]):
             raise MissingExtraError(f'Exporting to ONNX needs {", ".join(missing)}: pip install "learnkit[onnx]"')
-        if self._tried is learn.model: return
-        with preserved_rng(), _evaluated(learn.model) as model: program_of(model, *two_rows(self._inputs()), self.act)
-        self._tried = learn.model
+        if self._tried is not learn.model:
+            with preserved_rng(), _evaluated(learn.model) as m: program_of(m, *two_rows(self._inputs()), self.act)
+            self._tried = learn.model
+        self._has_begun = True
+
+    def before_train(self) -> None:
+        "Export also where it came in the middle of the fit."
+        self._has_begun = True
 
     def after_fit(self) -> None:
         "Export, compare what was written with the model, and put it in its place."
         learn = self.learn
-        if not learn.fitting: return
+        if not learn.fitting or not self._has_begun: return
         with preserved_rng(), tempfile.TemporaryDirectory() as folder:
             written = {'torch.export': learn.export(Path(folder)/'model.pt2', self.act, self._inputs())}
             program, cases = _loaded(written['torch.export']), self._cases()
@@ -133,6 +144,10 @@ class ExportForInference(Callback):
                 written['onnx'] = _write_onnx(program, Path(folder)/'model.onnx')
                 _compare('onnx', _onnx_runner(written['onnx']), cases)
             self.files = [_put(written[f], path) for f, path in self._paths().items()]
+
+    def cleanup(self) -> None:
+        "A fit is over."
+        self._has_begun = False
 
     def _paths(self) -> dict[str, Path]:
         "Return the files by their formats."

@@ -35,8 +35,8 @@ class MLPerf(Callback):
     `epoch_start`, `epoch_stop`, `eval_start`, `eval_accuracy`, `eval_stop`, `block_stop`, and `run_stop` with its
     status: 'success' as soon as an evaluation reaches `target`, where the file ends; 'aborted' for a fit that ended or
     failed without. Without a target, a fit that comes to its end is a success. Epochs are counted from 1. Each line is
-    on the disk before training goes on; `file` is the path. `<folder>/systems/<system>.json` describes the machine: a
-    submission has to complete it.
+    with the system before training goes on, and outlives the process; `file` is the path.
+    `<folder>/systems/<system>.json` describes the machine: a submission has to complete it.
 
     Nothing is cleared from caches, which rules of the benchmark ask for: do it before, and pass `cache_cleared=True`.
     To stop at the target too, add `ThresholdStopper`. Each fit gets the first free number from `index` on.
@@ -221,8 +221,8 @@ def _step_size(learn: Any) -> tuple[int | None, int]:
     bs = getattr(train, 'bs', getattr(train, 'batch_size', None))
     if not isinstance(bs, int): return None, 1
     least = max((cb.n_acc for cb in learn.cbs if isinstance(cb, GradientAccumulation)), default=1)
-    n_batches = math.ceil(least / bs)
-    return bs * n_batches, n_batches * (math.ceil(bs / learn.microbatch) if learn.microbatch else 1)
+    n_batches, size = math.ceil(least / bs), learn.microbatch  # 'auto' is not known yet: as one piece
+    return bs * n_batches, n_batches * (math.ceil(bs / size) if isinstance(size, int) else 1)
 
 
 def _system_name(learn: Any) -> str:

@@ -18,13 +18,14 @@ from learnkit.callbacks.nonfinite import say
 from learnkit.errors import OptionError
 from learnkit.files import atomic_write, check_writable
 from learnkit.loop import model_device
+from learnkit.pieces import is_out_of_memory
 from learnkit.timing import Time, as_time
 
 __all__ = ['MemorySnapshot', 'OOMObserver', 'biggest_tensors', 'write_snapshot']
 
 
 class OOMObserver(Callback):
-    """Write a report when memory runs out (`torch.OutOfMemoryError`): `<folder>/oom-batch-<n>.txt`.
+    """Write a report when memory runs out, on a GPU or on the CPU: `<folder>/oom-batch-<n>.txt`.
 
     It says where it happened, the batch's shapes, torch's memory summary of each GPU that is in use, and the biggest
     tensors that are alive, by the names they have in the model and the optimizer. `report` is its path. The error goes
@@ -62,7 +63,7 @@ class OOMObserver(Callback):
     def after_error(self) -> None:
         "Write the report, if memory is what is missing."
         learn = self.learn
-        if not isinstance(learn.error, torch.OutOfMemoryError): return
+        if not isinstance(learn.error, RuntimeError) or not is_out_of_memory(learn.error): return
         path = _free(learn.path/self.folder/f'oom-batch-{learn.time.ba}.txt')
         with atomic_write(path) as tmp: tmp.write_text('\n'.join(self._lines()), 'utf-8')
         self.report = path

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from learnkit.callbacks.monitor import Monitor
+from learnkit.errors import TimeError
 from learnkit.hypers import place_of
 from learnkit.timing import Time
 
@@ -74,12 +75,15 @@ class OptimizerMonitor(Monitor):
     """Log norms of gradients, weights, updates and optimizer moments, of each parameter and of all together.
 
     It looks at the step of the batch that completes a multiple of `every` (at the next one where that has none, while
-    gradients accumulate). Gradients are those that the step sees: unscaled, accumulated and clipped. The update is the
+    gradients accumulate); samples, tokens and time are counted after the step, so with them it looks at the next one.
+    Gradients are those that the step sees: unscaled, accumulated and clipped. The update is the
     change of the weights by the step, weights and moments are those after it. Parameters without a gradient are left
     out, and so is what an optimizer does not keep and an angle with a vector that is zero.
 
     Everything is computed on the device and comes to the host in one transfer a look; for the length of that step the
     weights are there twice. The norm of the second moment is that of its square root, `sqrt(sum(v))`.
+
+    Raises `TimeError` for an interval that is none, and for one in epochs or iterations.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=OptimizerMonitor(every='5ba'))
@@ -107,6 +111,9 @@ class OptimizerMonitor(Monitor):
         per_parameter: bool = True,         # also log the norms and angles of each parameter
     ) -> None:
         super().__init__(every)
+        if self.every.unit == 'ep':
+            raise TimeError(f'every={str(every)!r}: OptimizerMonitor looks at single steps, and none is the end of an '
+                            "epoch. Give batches, such as '500ba'.")
         self.per_parameter = per_parameter
 
     def after_batch(self) -> None:

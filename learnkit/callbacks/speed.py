@@ -257,7 +257,7 @@ class _Evaluations:
         "Return what those to come will cost, when they come as regularly as those since the `start` of the fit."
         gap = (self.last_at - self.first_at) / (self.n - 1) if self.n > 1 else self.first_at - start
         cost = (self.total_s - self.first_s) / (self.n - 1) if self.n > 1 else self.first_s
-        return cost * math.floor((1 - self.last_at) / gap + 1e-6) if gap > 0 else 0.
+        return cost * math.ceil((1 - self.last_at) / gap - 1e-6) if gap > 0 else 0.  # the fit ends with one
 
 
 class RuntimeEstimator(_Timed):

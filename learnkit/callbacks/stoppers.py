@@ -21,7 +21,8 @@ class FixedStopper(Callback):
     """Stop when the Learner has trained for so long in all: `FixedStopper('20ep')`, `'1h'`, `'5000ba'`, `'0.5dur'`.
 
     The time is that of `learn.time`, over all fits and resumes. A fit that starts at or after it trains nothing; one
-    that reaches it ends after that batch (that epoch for `ep`, that iteration for `iter`) with all its events.
+    that reaches it ends after that batch (that epoch for `ep`, that iteration for `iter`) with all its events and its
+    last evaluation.
 
     Raises `TimeError` for what is no time, and before training for a unit that the fit does not count.
 
@@ -51,8 +52,14 @@ class FixedStopper(Callback):
         "Look at the time."
         if self.at.unit not in ('ep', 'iter') and self._is_over(): self.learn.stop()
 
+    def after_train(self) -> None:
+        "Look at the epochs and iterations with this one, so that its evaluation is known to be the last."
+        learn, now = self.learn, self.learn.time
+        if self.at.unit not in ('ep', 'iter'): return
+        if now.replace(ep=now.ep + 1, iter=now.iter + learn._ends_iteration()) >= self.at: learn.stop()
+
     def after_epoch(self) -> None:
-        "Look at the epochs."
+        "Look at the epochs, also after one that was cancelled in training."
         if self.at.unit == 'ep' and self.learn.fitting and self._is_over(): self.learn.stop()
 
     def after_iteration(self) -> None:

@@ -51,7 +51,8 @@ class _FileLogger(Logger):
         path = self.where()
         try: check_writable(path)
         except OSError as e: raise OptionError(f'{path} cannot be written: {e}.') from None
-        if path.exists(): self.parse(path, _whole_lines(path, first_only=True))
+        is_replaced = self._fresh and not self.append
+        if path.exists(): self.parse(path, _whole_lines(path, first_only=is_replaced or self._handle is not None))
 
     def open(self, keep: int | None) -> tuple[Any, int]:
         "Open the file behind its last whole line, or behind the step at which a run is resumed."
@@ -164,7 +165,9 @@ class CSVLogger(_FileLogger):
         reader = csv.reader(io.StringIO(text, newline=''))
         header = next(reader, ['step'])
         if header[:1] != ['step']: raise OptionError(f'{path} is no log of CSVLogger: its first column is not `step`.')
-        return [{name: _number(v) for name, v in zip(header, row, strict=False) if v != ''} for row in reader]
+        rows = [{name: _number(v) for name, v in zip(header, row, strict=False) if v != ''} for row in reader]
+        if _are_counted(rows): return rows
+        raise OptionError(f'{path} is no log of CSVLogger: its `step` column has something other than whole numbers.')
 
 
 class JSONLinesLogger(_FileLogger):
@@ -199,7 +202,8 @@ class JSONLinesLogger(_FileLogger):
     def parse(path: Path, text: str) -> list[dict[str, Any]]:
         try: rows = [json.loads(line) for line in text.splitlines()]
         except ValueError: rows = [None]
-        if all(isinstance(row, dict) and row.keys() & {'step', 'params'} for row in rows): return rows
+        are_rows = all(isinstance(row, dict) and row.keys() & {'step', 'params'} for row in rows)
+        if are_rows and _are_counted(rows): return rows
         raise OptionError(f'{path} is no log of JSONLinesLogger: it has lines other than those of steps.')
 
 
@@ -213,6 +217,9 @@ def _whole_lines(path: Path, first_only: bool = False) -> str:
     "Return the lines of a file, or its first, without one that was not finished."
     with path.open('rb') as f: data = f.readline() if first_only else f.read()
     return data[:data.rfind(b'\n') + 1].decode('utf-8', 'replace')
+
+
+def _are_counted(rows: list[dict[str, Any]]) -> bool: return all(isinstance(row.get('step', 0), int) for row in rows)
 
 
 def _number(text: str) -> Any:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import os
 import re
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ class WandbLogger(Logger):
 
     def log_text(self, step: int, name: str, text: str) -> None:
         import wandb
-        if step > self._there: self._handle.log({name: wandb.Html(f'<pre>{text}</pre>')}, step=step)
+        if step > self._there: self._handle.log({name: wandb.Html(f'<pre>{escape(text)}</pre>')}, step=step)
 
     def shut(self, handle: Any) -> None: handle.finish(exit_code=int(self._failed))
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from learnkit import Callback, DataLoaders, Learner
 from learnkit.callbacks import SaveModelCallback
 from learnkit.callbacks.export import ExportForInference, LoadWeights, _compare
-from learnkit.errors import ModelError, OptionError, UnknownEventError, WeightsError
+from learnkit.errors import CancelFitException, ModelError, OptionError, UnknownEventError, WeightsError
 from learnkit.testing import synth_learner
 
 
@@ -168,3 +168,25 @@ def test_what_cannot_be_loaded_is_told_before_training(tmp_path: Path) -> None:
     torch.save({'c': torch.ones(1)}, tmp_path/'other.pth')
     learn = synth_learner(path=tmp_path, cbs=LoadWeights(tmp_path/'other'))
     with pytest.raises(WeightsError): learn.fit(1)
+
+
+@pytest.mark.parametrize('at', ['after_create', 'close', 'before_predict', 'after_load', 'cleanup'])
+def test_weights_are_not_loaded_at_events_outside_a_fit(at: str) -> None:
+    with pytest.raises(OptionError, match="from 'before_fit' to 'after_fit'"): LoadWeights('w', at=at)
+
+
+def test_a_fit_that_was_cancelled_before_it_began_leaves_the_export(tmp_path: Path) -> None:
+    def cancel(cb: Callback) -> None:
+        if cb.fitting: raise CancelFitException
+
+    learn = learner(tmp_path, ExportForInference('net'))
+    learn.fit(1)
+    before = (tmp_path/'net.pt2').stat().st_mtime_ns
+    learn.fit(1, cbs=Callback(before_fit=cancel))
+    assert (tmp_path/'net.pt2').stat().st_mtime_ns == before
+
+
+def test_an_export_that_came_in_the_middle_of_the_fit(tmp_path: Path) -> None:
+    learn = learner(tmp_path, Callback(after_epoch=lambda cb: cb.epoch or cb.learn.add_cb(ExportForInference('net'))))
+    learn.fit(2)
+    assert (tmp_path/'net.pt2').exists()

@@ -124,3 +124,10 @@ def test_what_is_missing_is_told_before_training(tmp_path: Path) -> None:
     with pytest.raises(MetricError, match='validation loader'):
         Learner([(torch.zeros(2, 1), torch.zeros(2, 1))], learn.model, torch.nn.MSELoss(), path=tmp_path,
                 cbs=MLPerf()).fit(1)
+
+
+def test_a_size_of_microbatches_that_is_still_sought(tmp_path: Path) -> None:
+    learn = learner(tmp_path, MLPerf(), microbatch='auto')
+    learn.fit(1)
+    values = {r['key']: r['value'] for r in lines(learn.ml_perf.file)}
+    assert values['gradient_accumulation_steps'] == 1

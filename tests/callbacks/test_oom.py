@@ -50,6 +50,12 @@ def test_a_second_report_takes_no_place(tmp_path: Path) -> None:
         assert 'Microbatches of 4' in learn.oom_observer.report.read_text()
 
 
+def test_the_cpu_runs_out_too(tmp_path: Path) -> None:
+    learn = failing_learner(tmp_path, RuntimeError("DefaultCPUAllocator: can't allocate memory"))
+    with pytest.raises(RuntimeError): learn.fit(1)
+    assert "can't allocate" in learn.oom_observer.report.read_text()
+
+
 def test_other_errors_get_no_report_and_nothing_is_made(tmp_path: Path) -> None:
     learn = failing_learner(tmp_path, RuntimeError('something else'))
     with pytest.raises(RuntimeError): learn.fit(1)

@@ -120,7 +120,7 @@ def test_all_parameters_together_only() -> None:
                                     ('grad', 'moment', 'param', 'second_moment_sqrt', 'update')]
 
 
-@pytest.mark.parametrize(('every', 'at'), [('3ba', [2, 5]), ('4st', [3]), ('1ep', []), ('16sp', [2, 4])])
+@pytest.mark.parametrize(('every', 'at'), [('3ba', [2, 5]), ('4st', [3]), ('16sp', [2, 4])])
 def test_looks_at_the_step_of_the_batch_that_is_due(every: str, at: list[int]) -> None:
     seen = Seen()  # of samples the look comes with the step after them
     learner(torch.optim.Adam, OptimizerMonitor(every=every), seen).fit(1)
@@ -299,6 +299,10 @@ def test_a_rate_in_a_tensor() -> None:
 def test_bad_intervals(cls: type[Monitor]) -> None:
     for every in ('0ba', 'often', '1iter', -5):
         with pytest.raises(TimeError): cls(every)
+
+
+def test_a_look_at_a_step_is_not_counted_in_epochs() -> None:
+    with pytest.raises(TimeError, match="Give batches, such as '500ba'"): OptimizerMonitor('1ep')
 
 
 # ------------------------------------------------------------------------------------------------- all of them at once

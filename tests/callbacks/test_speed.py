@@ -285,6 +285,11 @@ def test_remaining_time_is_exact_when_nothing_varies(clock: Clock) -> None:
     assert estimator.remaining_s == 0
 
 
+def test_every_fit_ends_with_an_evaluation() -> None:
+    for n, (last_at, left) in enumerate(((0.3, 3), (0.6, 2), (0.9, 1)), 1):  # every 3 of 10 epochs, and the last
+        assert speed._Evaluations(n, 5., 5. * n, 0.3, last_at).remaining_s(0.) == 5. * left
+
+
 def test_first_batches_and_first_evaluation_do_not_count(clock: Clock) -> None:
     seen, slow = Seen(), {'valid': 100.}
     passing = Pass(clock, lambda i: 50. if i < 2 else 2.)

@@ -171,3 +171,11 @@ def test_an_unknown_column_is_refused_before_training() -> None:
     learn = quiet(cbs=ThresholdStopper('accuracy', 0.9))
     with pytest.raises(MetricError, match='accuracy'): learn.fit(1)
     assert learn.time.ba == 0
+
+
+@pytest.mark.parametrize('at', ['4ep', '4iter', '25ba'])
+def test_the_stop_is_followed_by_the_last_evaluation(at: str) -> None:
+    learn = quiet(n_train=10 if at == '25ba' else 2, cbs=FixedStopper(at), eval_every='3ep')
+    learn.fit(10, iteration=1)
+    assert [row['valid_loss'] is not None for row in learn.history] == (
+        [False, False, True] if at == '25ba' else [False, False, True, True])

@@ -258,3 +258,13 @@ def test_images_of_every_kind() -> None:
     assert as_images([torch.rand(3, 4, 4)] * 2).shape == as_images(np.random.rand(2, 3, 4, 4)).shape == (2, 4, 4, 3)
     for bad in (torch.rand(5), torch.rand(2, 5, 4, 4), torch.rand(0, 3, 4, 4), 'image', torch.zeros(3, 3).long(), []):
         with pytest.raises(OptionError, match='mages are'): as_images(bad)
+
+
+@pytest.mark.parametrize(('cls', 'text'), [
+    (CSVLogger, 'step,loss\n1,0.5\nhello,1\n'), (JSONLinesLogger, '{"step": 1}\nhello\n'),
+    (JSONLinesLogger, '{"step": 1}\n{"step": "x"}\n')])
+def test_a_later_line_that_is_none_of_a_log_is_told_before_training(tmp_path: Path, cls: Any, text: str) -> None:
+    learn = learner(tmp_path, log := cls())
+    (tmp_path/log.fname).write_text(text)
+    with pytest.raises(OptionError, match='is no log'): learn.fit(1)
+    assert learn.time.ba == 0 and (tmp_path/log.fname).read_text() == text

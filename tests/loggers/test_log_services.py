@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic, sleep
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -218,6 +219,15 @@ def test_wandb_images_texts_and_configuration(tmp_path: Path) -> None:
     assert config['model'] == 'Linear' and config['batch_size'] == 4
     run = next(r.run for r in wandb_records(tmp_path) if r.HasField('run'))
     assert run.project == 'mine' and list(run.tags) == ['a']
+
+
+def test_wandb_texts_are_not_markup(monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb, logged = pytest.importorskip('wandb'), list[Any]()
+    monkeypatch.setattr(wandb, 'Html', str)
+    cb = WandbLogger()
+    cb._handle = SimpleNamespace(log=lambda values, step: logged.append(values))
+    cb.log_text(1, 'note', 'a < b & <script>')
+    assert logged == [{'note': '<pre>a &lt; b &amp; &lt;script&gt;</pre>'}]
 
 
 def test_wandb_run_keeps_its_id_and_tells_of_a_failure(tmp_path: Path) -> None:
