@@ -20,6 +20,7 @@ from learnkit.callback import Callback
 from learnkit.dispatch import Entry, HandlerTable, takes_every_event
 from learnkit.events import CONTEXTS, canonical_event
 from learnkit.foreign import is_foreign
+from learnkit.recorder import recorder_of
 from learnkit.rng import capture_rng
 from learnkit.runs import Runs
 from learnkit.timings import Timings
@@ -107,7 +108,7 @@ class Instruments(Runs):
         >>> synth_learner().metric_names()
         {'train_loss': 'training loss, smoothed', 'valid_loss': 'a column of the history'}
         """
-        recorder = next((cb for cb in self.cbs if hasattr(cb, '_columns')), None)
+        recorder = recorder_of(self)
         columns = [n for n in recorder._columns() if n != 'epoch'] if recorder is not None else []
         told: dict[str, str] = {}
         for cb in self.cbs:

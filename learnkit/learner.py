@@ -35,7 +35,7 @@ from learnkit.optimizers import Adam
 from learnkit.precision import Precision
 from learnkit.predict import Predictions
 from learnkit.progress import ProgressCallback
-from learnkit.recorder import History, Recorder
+from learnkit.recorder import History, Recorder, recorder_of
 from learnkit.runs import Contexts, raise_first
 from learnkit.saving import Saving
 from learnkit.schedule import Schedules
@@ -229,8 +229,7 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Saving, State
         return self._recorder('history').history
 
     def _recorder(self, wanted: str) -> Recorder:
-        for cb in self.cbs:
-            if isinstance(cb, Recorder): return cb
+        if (recorder := recorder_of(self)) is not None: return recorder
         raise MissingAttribute(wanted, self, why='It comes from the Recorder: `learn.add_cb(Recorder())`.')
 
     def log(self, name: str, value: Any, weight: Any = 1, shown: bool = True) -> None:

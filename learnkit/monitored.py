@@ -10,7 +10,7 @@ from torch import Tensor
 
 from learnkit.data import evaluation_loaders
 from learnkit.errors import MetricError, did_you_mean
-from learnkit.recorder import Recorder
+from learnkit.recorder import recorder_of
 
 __all__ = ['records', 'find_column', 'epoch_row', 'as_number']
 
@@ -20,7 +20,7 @@ _LOGGED = " For what `learn.log` averages, give a function: `monitor=lambda lear
 
 def records(cb: Any) -> Any:
     "Return the Recorder that a callback reads, or raise `MetricError`."
-    found = next((o for o in cb.learn.cbs if isinstance(o, Recorder)), None)
+    found = recorder_of(cb.learn)
     if found is None: raise MetricError(f'{type(cb).__name__} reads the Recorder, and this Learner has none.')
     return found
 

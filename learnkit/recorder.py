@@ -22,7 +22,7 @@ from learnkit.measures import AvgLoss, as_metrics, check_column, measures_batche
 from learnkit.plots import Plots
 from learnkit.timing import format_seconds
 
-__all__ = ['Recorder', 'History']
+__all__ = ['Recorder', 'History', 'recorder_of']
 
 
 class History(list[dict[str, Any]]):
@@ -359,6 +359,11 @@ class Recorder(Plots, Callback):
         self._unshown = set(sd['unshown'])
         self._options, self._steps, self._losses = tuple(sd['options']), [tuple(v) for v in sd['steps']], []
         self.smooth_loss.load_state_dict(sd['smooth_loss'])
+
+
+def recorder_of(learn: Any) -> Recorder | None:
+    "Return the Recorder of a Learner, None where it has none."
+    return next((cb for cb in learn.cbs if isinstance(cb, Recorder)), None)
 
 
 def _snapshot(read: Callable[[dict[str, Any]], tuple[Any, ...]], group: dict[str, Any]) -> tuple[Any, ...]:

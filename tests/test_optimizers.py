@@ -8,44 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from learnkit import Learner, OptimizerError, OptimWrapper, TrainEvalCallback
+from learnkit import OptimizerError, OptimWrapper
 from learnkit.errors import MissingExtraError
 from learnkit.hypers import params
 from learnkit.optimizers import SGD, Adam, Lamb, Larc, Lookahead, QHAdam, RAdam, RMSProp, ranger
-
-
-def weights(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
-    gen = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=gen, dtype=dtype)) for shape in ((5, 3), (5,), (2, 5))]
-
-
-def after(make: Any, n: int = 20, ps: list[nn.Parameter] | None = None) -> Tensor:
-    "The weights after some steps on a noisy bowl."
-    ps = weights() if ps is None else ps
-    opt, gen = make(ps), torch.Generator().manual_seed(1)
-    for _ in range(n):
-        for p in ps: p.grad = torch.randn(p.shape, generator=gen, dtype=p.dtype) * 3 + p.detach()
-        opt.step()
-    return torch.cat([p.detach().flatten() for p in ps])
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(4)
-    return nn.Sequential(nn.Linear(3, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 1)).double()
-
-
-def data(n: int = 5, bs: int = 4) -> list[tuple[Tensor, Tensor]]:
-    gen = torch.Generator().manual_seed(1)
-    return [(torch.randn(bs, 3, generator=gen, dtype=torch.float64),
-             torch.randn(bs, 1, generator=gen, dtype=torch.float64)) for _ in range(n)]
-
-
-def learner(model: nn.Module, *cbs: Any, **kwargs: Any) -> Learner:
-    return Learner(data(), model, nn.MSELoss(), cbs=[TrainEvalCallback, *cbs], default_cbs=False,
-                   **{'lr': 0.05, **kwargs})
-
+from tests.optimizing import after, learner, net, weights
 
 # Against fastai 2.8, where it is installed
 

@@ -124,7 +124,7 @@ class Hooks:
 
 
 def tensors_in(o: Any) -> list[Tensor]:
-    "Return the tensors in a module's output, in order."
+    "Return the tensors in a nested structure, a module's output or a batch, in order."
     found: list[Tensor] = []
     def keep(t: Tensor) -> Tensor:
         found.append(t)

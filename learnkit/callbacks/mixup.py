@@ -12,6 +12,7 @@ from torch.distributions import Beta
 
 from learnkit.batch import describe, find_bs, map_tensors, microbatches
 from learnkit.callback import Callback
+from learnkit.callbacks.hooks import tensors_in
 from learnkit.callbacks.training import bad_option, is_number
 from learnkit.errors import BatchError, LossError, OptionError
 from learnkit.loop import name_of
@@ -229,14 +230,6 @@ def interval(size: int, length: int) -> tuple[int, int]:
     "Draw an interval of about `length` with its middle in `range(size)`, and return what of it lies in that range."
     middle = int(torch.randint(0, size, (1,)))
     return max(0, middle - length // 2), min(size, middle + length // 2)
-
-
-def tensors_in(b: Any) -> list[Tensor]:
-    "Return the tensors of a nested batch."
-    found: list[Tensor] = []
-    def note(t: Tensor) -> Tensor: found.append(t); return t
-    map_tensors(b, note)
-    return found
 
 
 def is_of_samples(t: Tensor, n: int) -> bool:

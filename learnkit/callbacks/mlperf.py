@@ -20,7 +20,7 @@ from learnkit.errors import MetricError, OptionError, did_you_mean
 from learnkit.files import atomic_write, check_writable
 from learnkit.loop import model_device
 from learnkit.metric_properties import as_comparison
-from learnkit.recorder import Recorder
+from learnkit.recorder import recorder_of
 
 __all__ = ['MLPerf']
 
@@ -182,7 +182,7 @@ class MLPerf(Callback):
     @property
     def _place(self) -> dict[str, Any]: return {'epoch_num': self._epoch, 'samples_count': self.learn.time.sp}
 
-    def _recorder(self) -> Any: return next((cb for cb in self.learn.cbs if isinstance(cb, Recorder)), None)
+    def _recorder(self) -> Any: return recorder_of(self.learn)
 
     def _find(self) -> str:
         "Return the column that is monitored."

@@ -16,7 +16,7 @@ from learnkit.interop.composer_state import ComposerLogger, ComposerState, Measu
 from learnkit.interop.composer_time import Event, types_for
 from learnkit.interop.hooks import check_style, own_hooks
 from learnkit.loop import sample_count
-from learnkit.recorder import Recorder
+from learnkit.recorder import recorder_of
 from learnkit.runs import add_note
 from learnkit.timing import Timestamp
 
@@ -212,7 +212,7 @@ class _FromComposer(Callback):
 
     def _measure(self, label: str, prefix: str) -> None:
         "Keep what the Recorder has measured on a loader."
-        recorder = next((cb for cb in self.learn.cbs if isinstance(cb, Recorder)), None)
+        recorder = recorder_of(self.learn)
         values: dict[str, Any] = {}
         if recorder is not None: values = recorder._frame.values if label == 'train' else recorder.measured
         found = {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}

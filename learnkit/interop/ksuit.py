@@ -32,7 +32,7 @@ from learnkit.interop.ksuit_views import (
     batch_size_of,
 )
 from learnkit.loop import model_device
-from learnkit.recorder import Recorder
+from learnkit.recorder import recorder_of
 from learnkit.rng import preserved_generators, preserved_rng
 from learnkit.runs import add_note
 
@@ -181,7 +181,7 @@ class _FromKsuit(Callback):
     def after_epoch(self) -> None:
         self._counted, learn = True, self.learn  # the Learner has counted it by now
         if not learn.fitting: return self._alone()
-        recorder = next((cb for cb in learn.cbs if isinstance(cb, Recorder)), None)
+        recorder = recorder_of(learn)
         values = recorder._frame.values.items() if recorder else ()
         self.given['writer'].note({k: v for k, v in values if isinstance(v, (int, float))})
         due = 'epoch' in self._every and learn.time.ep % self._every['epoch'] == 0

@@ -13,7 +13,7 @@ from learnkit.averages import Mean, is_number
 from learnkit.callback import Callback
 from learnkit.errors import MissingExtraError, OptionError, TimeError
 from learnkit.loggers.gather import as_images, configuration, fetch, name_writer, plain, writer_of
-from learnkit.recorder import Recorder
+from learnkit.recorder import recorder_of
 from learnkit.rng import preserved_rng
 from learnkit.timing import Time, as_time, crossings
 
@@ -215,7 +215,7 @@ class Logger(Callback):
 
     def after_validate(self) -> None:
         "Take the losses and metrics of a loader from the Recorder."
-        recorder = _recorder(self.learn)
+        recorder = recorder_of(self.learn)
         if self._evaluated is None or not self.learn.fitting or recorder is None: return
         for name, value in recorder.measured.items():
             if is_number(value): self._put(name, value, recorder)
@@ -237,7 +237,7 @@ class Logger(Callback):
 
     def after_epoch(self) -> None:
         "Log what else is in the epoch's row."
-        learn, recorder = self.learn, _recorder(self.learn)
+        learn, recorder = self.learn, recorder_of(self.learn)
         if not learn.fitting or recorder is None or not recorder.history: return
         row = recorder.history[-1]
         if (row.get('fit'), row.get('epoch')) != (recorder.n_fits - 1, learn.epoch): return
@@ -370,10 +370,6 @@ def need(module: str, extra: str, who: str) -> None:
     "Raise `MissingExtraError` where a library is not installed; it is not imported."
     if find_spec(module) is None:
         raise MissingExtraError(f'{who} needs {module}: pip install "learnkit[{extra}]"')
-
-
-def _recorder(learn: Any) -> Any:
-    return next((cb for cb in learn.cbs if isinstance(cb, Recorder)), None)
 
 
 def _close_at_exit(logger: Logger) -> None:
