@@ -9,9 +9,10 @@ from difflib import get_close_matches
 
 __all__ = ['LearnkitError', 'CallbackError', 'UnknownEventError', 'OrderError', 'CancelError', 'LoaderError',
            'EmptyLoaderError', 'BatchError', 'LossError', 'MetricError', 'OptimizerError', 'ModelError', 'FitError',
-           'TimeError', 'OptionError', 'ScheduleError', 'WeightsError', 'MissingExtraError', 'CancelException',
-           'CancelBackwardException', 'CancelStepException', 'CancelBatchException', 'CancelTrainException',
-           'CancelValidException', 'CancelEpochException', 'CancelFitException']
+           'TimeError', 'OptionError', 'ScheduleError', 'WeightsError', 'CheckpointError', 'DamagedError',
+           'FolderInUseError', 'MissingExtraError', 'CancelException', 'CancelBackwardException', 'CancelStepException',
+           'CancelBatchException', 'CancelTrainException', 'CancelValidException', 'CancelEpochException',
+           'CancelFitException']
 
 
 def did_you_mean(
@@ -93,6 +94,18 @@ class ScheduleError(OptionError):
 
 class WeightsError(LearnkitError, ValueError):
     "A file of weights cannot be read, or is of another model; nothing was loaded."
+
+
+class CheckpointError(LearnkitError):
+    "A checkpoint cannot be written, found or gone on from; the message says what stands against it."
+
+
+class DamagedError(CheckpointError):
+    "A checkpoint's file is not as it was written, or holds what no checkpoint has; nothing of it was believed."
+
+
+class FolderInUseError(CheckpointError):
+    "Another run is writing its checkpoints into the folder."
 
 
 class MissingExtraError(LearnkitError, ImportError):

@@ -3,15 +3,19 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
-__all__ = ['atomic_write', 'check_writable', 'damage']
+__all__ = ['atomic_write', 'check_writable', 'sweep', 'damage']
 
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)  # what file systems say that keep folders another way
+_TEMPORARY = re.compile(r'\..+\.tmp-(\d{1,10})-[0-9a-f]{8}', re.DOTALL)
+
+_writing: set[Path] = set()  # temporaries that this process is writing now
 
 
 @contextmanager
@@ -33,11 +37,14 @@ def atomic_write(
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp = _temporary(path)
+    _writing.add(tmp)
     try:
         yield tmp
         _flush(tmp)
         os.replace(tmp, path)
-    finally: tmp.unlink(missing_ok=True)
+    finally:
+        tmp.unlink(missing_ok=True)
+        _writing.discard(tmp)
     if os.name != 'nt': _flush_folder(path.parent)  # Windows opens no folders
 
 
@@ -49,6 +56,33 @@ def check_writable(path: str | Path) -> None:
     tmp = _temporary(path)
     try: tmp.touch()
     finally: tmp.unlink(missing_ok=True)
+
+
+def sweep(
+    folder: str | Path,  # one that no other machine is writing into: hold its lock
+) -> list[Path]:
+    """Remove the temporaries in `folder` whose process has ended without doing so, and return them.
+
+    Everything else stays: what a living process is writing, other files, folders, and what cannot be removed."""
+    swept: list[Path] = []
+    for path in sorted(Path(os.path.realpath(folder)).glob('.*.tmp-*')):
+        name = _TEMPORARY.fullmatch(path.name)
+        if name is None or path.is_symlink() or not path.is_file(): continue
+        pid = int(name[1])
+        if path in _writing if pid == os.getpid() else _lives(pid): continue
+        try: path.unlink()
+        except OSError: continue
+        swept.append(path)
+    return swept
+
+
+def _lives(pid: int) -> bool:
+    "Say whether a process exists, as far as this can be known."
+    if os.name == 'nt': return True  # asking by a signal would end it there
+    try: os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError): return False
+    except PermissionError: pass  # it is another user's
+    return True
 
 
 def damage(path: str | Path) -> str | None:

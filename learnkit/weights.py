@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from learnkit.errors import OptionError, WeightsError
+from learnkit.errors import MissingExtraError, OptionError, WeightsError
 from learnkit.files import damage
 
-__all__ = ['Stored', 'read_weights', 'bare_model', 'plain', 'check_weights', 'load_weights', 'weights_differ']
+__all__ = ['Stored', 'read_weights', 'write_safetensors', 'bare_model', 'plain', 'check_weights', 'load_weights',
+           'weights_differ']
 
 FORMAT = 1  # of files written by `save_learner`
+SAFETENSORS = '.safetensors'  # the suffix of files in that library's format
 
 
 class _Inert:
@@ -76,15 +78,17 @@ def plain(
 # Reading
 
 def read_weights(
-    path: Path,                                # written by torch.save, `save`, `save_learner`, or fastai
+    path: Path,  # written by torch.save, `save`, `save_learner`, fastai, or in safetensors' format by anything
     device: torch.device | str | None = None,  # where its tensors are put; None: the CPU
 ) -> Stored:
     """Read a file of weights, checksums first. No code in it is run, whatever it holds.
 
+    A file `.safetensors` has no checksums: sizes are compared with the file's own, and bytes are taken as they are.
     Raises `FileNotFoundError`, and `WeightsError` for what is damaged, is no file of weights, or asks for code.
     """
     if not path.exists(): raise _not_found(path)
     if not path.is_file(): raise WeightsError(f'{path} is a folder, and no file of weights.')
+    if path.suffix == SAFETENSORS: return Stored(_read_safetensors(path, device))
     if other := _other_kind(path): raise WeightsError(f'{path} is {other} Nothing was loaded.')
     if wrong := damage(path): raise WeightsError(f'{path} is damaged: {wrong}. Nothing was loaded.')
     try:
@@ -116,7 +120,7 @@ def _other_kind(path: Path) -> str:
 
 def _not_found(path: Path) -> FileNotFoundError:
     files = path.parent.glob('*') if path.parent.is_dir() else ()
-    stems = {p.stem: p.name for p in files if p.suffix in ('.pth', '.pt', '.pkl', '.bin') and p.is_file()}
+    stems = {p.stem: p.name for p in files if p.suffix in ('.pth', '.pt', '.pkl', '.bin', SAFETENSORS) and p.is_file()}
     close = [stems[stem] for stem in get_close_matches(path.stem, stems, n=3, cutoff=0.7)]
     error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     if close: error.add_note(f'The folder has {", ".join(close)}.')
@@ -142,10 +146,11 @@ def _why_unsafe(path: Path, names: list[str]) -> str:
 
 
 def _parts(state: Any, path: Path) -> Stored:
-    "Tell the layouts apart: ours and fastai's with optimizer, ours with a configuration, a bare state dict."
+    "Tell the layouts apart: ours and fastai's with optimizer, checkpoints, with a configuration, a bare state dict."
     model, opt, config = state, None, None
     if isinstance(state, Mapping) and isinstance(state.get('model'), Mapping):
         if set(state) == {'model', 'opt'}: model, opt = state['model'], state['opt']
+        elif {'model', 'optimizer', 'position'} <= state.keys(): model, opt = state['model'], state['optimizer']
         elif 'learnkit' in state: model, config = state['model'], _config(state, path)
     if not isinstance(model, Mapping) or not all(_is_entry(k, v) for k, v in model.items()):
         raise WeightsError(f'{path} holds no state dict (tensors by name), but {_shown(state)}. Nothing was loaded.')
@@ -169,10 +174,72 @@ def _shown(state: Any) -> str:
     return f'a dict of {", ".join([*map(repr, list(state)[:5]), *["..."] * (len(state) > 5)]) or "nothing"}'
 
 
+# The format of safetensors
+
+def safetensors_torch() -> Any:
+    "Return the library's part for torch; raise `MissingExtraError` where it is not installed."
+    try:
+        import safetensors.torch as library
+    except ImportError as e:
+        raise MissingExtraError(f'Files {SAFETENSORS} need safetensors ({e}): `pip install "learnkit[safetensors]"`, '
+                                'or use a file `.pth`.') from e
+    return library
+
+
+def write_safetensors(
+    state: Mapping[str, Any],  # of a model
+    path: Path,                # the file, written over
+) -> None:
+    """Write weights and buffers in safetensors' format. Tied ones are kept once, and the header says which they are.
+
+    Raises `OptionError` for what this format has no place for.
+    """
+    library = safetensors_torch()
+    kept: dict[str, Tensor] = {}
+    names: dict[Any, str] = {}              # by the place in memory
+    metadata, memory = {'format': 'pt'}, set()
+    for name, t in sorted(state.items()):
+        if not isinstance(t, Tensor) or is_lazy(t) or t.is_meta or t.layout is not torch.strided or t.is_quantized:
+            raise OptionError(f'{name}, a {_kind(t)}, has no place in a file {SAFETENSORS}: use one with `.pth`.')
+        t = t.detach().resolve_conj().resolve_neg()
+        if (place := _place(t)) and (first := names.setdefault(place, name)) != name:
+            metadata[name] = first
+            continue
+        at = t.device, t.untyped_storage().data_ptr()
+        kept[name] = t.clone(memory_format=torch.contiguous_format) if at in memory else t.contiguous()
+        memory.add(at)
+    try: library.save_file(kept, str(path), metadata=metadata)
+    except KeyError as e: raise OptionError(f'{e} has no place in a file {SAFETENSORS}: use one with `.pth`.') from None
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, Tensor): return type(value).__name__
+    return 'parameter without values' if is_lazy(value) or value.is_meta else f'{value.layout} tensor'
+
+
+def _place(t: Any) -> Any:
+    "Return where in memory a tensor is, and how: tied ones are in the same place."
+    if not isinstance(t, Tensor) or is_lazy(t) or t.is_meta or t.layout is not torch.strided: return None
+    return (t.device, t.data_ptr(), t.dtype, t.shape, t.stride()) if t.numel() else None
+
+
+def _read_safetensors(path: Path, device: torch.device | str | None) -> dict[str, Tensor]:
+    "Read the tensors of a file, the tied ones under each of their names, when its sizes agree."
+    library = safetensors_torch()
+    try:
+        with library.safe_open(str(path), framework='pt', device=str(device or 'cpu')) as file:
+            names = file.keys()
+            tensors = {name: file.get_tensor(name) for name in names}
+            tied = {k: v for k, v in (file.metadata() or {}).items() if k != 'format' and v in tensors}
+    except Exception as e:  # the library's own have no common base with those of dtypes that it does not know
+        raise WeightsError(f'{path} cannot be read as safetensors: {e}. Nothing was loaded.') from None
+    return {**{name: tensors[first] for name, first in tied.items()}, **tensors}
+
+
 # Comparing
 
 def check_weights(
-    path: Path,                # the file, for the message
+    path: Path | str,          # the file, for the message
     differences: list[str],    # from `weights_differ` and `OptimWrapper.differences`
     model: nn.Module,
     fix: str = '',             # what can be done about it
@@ -192,6 +259,14 @@ def unprefixed(weights: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any
     return weights
 
 
+def _fitting(weights: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
+    "Return the weights under the model's names; one that a file leaves out as tied to another has that one's values."
+    weights, own = unprefixed(weights, model), model.state_dict()
+    if own.keys() <= weights.keys(): return weights
+    there = {place: weights[k] for k, t in own.items() if k in weights and (place := _place(t))}
+    return {**weights, **{k: there[_place(t)] for k, t in own.items() if k not in weights and _place(t) in there}}
+
+
 def weights_differ(
     model: nn.Module,
     weights: Mapping[str, Any],   # of a file
@@ -202,7 +277,7 @@ def weights_differ(
     >>> weights_differ(nn.Linear(2, 1), {'weight': torch.zeros(1, 3), 'b': torch.zeros(1)})
     ['missing: bias [1]', 'unexpected: b [1]', 'shape: weight is [1, 2], in the file [1, 3]']
     """
-    own, weights = bare_model(model).state_dict(), unprefixed(weights, bare_model(model))
+    own, weights = bare_model(model).state_dict(), _fitting(weights, bare_model(model))
     lines = [f'missing: {k}{_size(v)}' for k, v in own.items() if k not in weights] if strict else []
     if strict: lines += [f'unexpected: {k}{_size(v)}' for k, v in weights.items() if k not in own]
     for name in (k for k in own if k in weights):
@@ -224,4 +299,4 @@ def _dtype(t: Tensor) -> str: return str(t.dtype).removeprefix('torch.')
 def load_weights(model: nn.Module, weights: Mapping[str, Any], strict: bool = True) -> None:
     "Copy weights that were compared into the model's own tensors."
     model = bare_model(model)
-    model.load_state_dict(unprefixed(weights, model), strict=strict)
+    model.load_state_dict(_fitting(weights, model), strict=strict)

@@ -3,13 +3,14 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from learnkit.files import atomic_write, check_writable, damage
+from learnkit.files import atomic_write, check_writable, damage, sweep
 
 
 def test_content_appears_at_the_end_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -78,6 +79,37 @@ def test_what_cannot_be_written_is_known_before(tmp_path: Path) -> None:
     (tmp_path/'file').touch()
     with pytest.raises(OSError): check_writable(tmp_path/'file'/'a')
     with pytest.raises(IsADirectoryError): check_writable(tmp_path/'new')
+
+
+def dead_process() -> int:
+    "A number that no process has: a child's that has ended."
+    child = subprocess.Popen(['true'])
+    child.wait()
+    return child.pid
+
+
+def test_temporaries_of_dead_processes_are_swept_and_nothing_else(tmp_path: Path) -> None:
+    dead, own = dead_process(), os.getpid()
+    stale = [f'.a.ckpt.tmp-{dead}-0123abcd', f'.b.tmp-{dead}-ffffffff',
+             f'.x.tmp-1-00000000.tmp-{dead}-0123abcd',
+             f'.a.ckpt.tmp-{own}-0123abcd', '.a.ckpt.tmp-9999999999-0123abcd', f'.new\nline.tmp-{dead}-0123abcd']
+    other = [f'a.ckpt.tmp-{dead}-0123abcd', f'.tmp-{dead}-0123abcd', f'.a.tmp-{dead}-0123ABCD', f'.a.tmp-{dead}-123abc',
+             '.a.tmp-x-0123abcd', f'.a.tmp--{dead}-0123abcd', f'.a.tmp-{dead}-0123abcd.ckpt', 'a.ckpt', '.lock',
+             f'.a.tmp-{os.getppid()}-0123abcd', '.a.tmp-1-0123abcd', '.a.tmp-٣-0123abcd']
+    for name in stale + other: (tmp_path/name).touch()
+    (tmp_path/f'.folder.tmp-{dead}-0123abcd').mkdir()
+    (tmp_path/f'.link.tmp-{dead}-0123abcd').symlink_to(tmp_path/'a.ckpt')
+    (tmp_path/'below').mkdir()
+    (tmp_path/'below'/f'.a.tmp-{dead}-0123abcd').touch()
+    kept = sorted([*other, 'below', f'.folder.tmp-{dead}-0123abcd', f'.link.tmp-{dead}-0123abcd'])
+    with atomic_write(tmp_path/'c.ckpt') as tmp:
+        tmp.touch()
+        assert sweep(tmp_path) == sorted(tmp_path/name for name in stale)
+        assert sorted(os.listdir(tmp_path)) == sorted([*kept, tmp.name])
+    assert (tmp_path/'below'/f'.a.tmp-{dead}-0123abcd').exists() and sweep(tmp_path) == []
+
+
+def test_a_folder_that_is_not_there_has_nothing_to_sweep(tmp_path: Path) -> None: assert sweep(tmp_path/'no') == []
 
 
 def saved(path: Path) -> bytes:

@@ -1,0 +1,119 @@
+"""What the tests of checkpoints' files share: a small state as real ones are, and files tampered with."""
+from __future__ import annotations
+
+import json
+import os
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from zipfile import ZIP_STORED, ZipFile
+
+import torch
+from torch import Tensor, nn
+
+from learnkit.rng import capture_rng
+from learnkit.safeload import save_state
+from learnkit.seals import body_size, seal
+
+INFO = {'number': 12, 'epoch': 3, 'batches': 1200, 'value': 0.25}
+
+
+def make_state(seed: int = 0) -> dict[str, Any]:
+    "A model with tied weights after three steps of Adam, every RNG, nested states of callbacks, a history."
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+    model[3].weight = model[2].weight
+    optimizer = torch.optim.Adam([{'params': model[:3].parameters()}, {'params': model[4].parameters(), 'lr': 0.1}])
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(6, 4)).pow(2).mean().backward()
+        optimizer.step()
+    history = [{'epoch': i, 'train_loss': 0.5 / (i + 1), 'valid_loss': None} for i in range(3)]
+    return {
+        'model': model.state_dict(), 'optimizer': optimizer.state_dict(), 'rng': capture_rng(),
+        'grads': {'0.weight': model[0].weight.grad.to(torch.bfloat16), 'empty': torch.zeros(0, 3)},
+        'loop': {'epoch': 3, 'pct_train': 0.3, 'names': ('a', 'ü', ''), 'none': None, 'big': 2**127, 'z': 1 - 2j},
+        'callbacks': {'ema': {'shadow': {'w': torch.randn(8, 3, 2, 2).to(memory_format=torch.channels_last)}, 'n': 7},
+                      'recorder': {'history': history, 'losses': torch.rand(100)}, 'raw': {'b': b'\0\xff', 7: [[]]}},
+    }
+
+
+def same(a: Any, b: Any) -> bool:
+    "Whether two states hold the same, bit by bit; any mapping counts as a dict."
+    if isinstance(a, Tensor):
+        return (isinstance(b, Tensor) and a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
+                and a.contiguous().flatten().view(torch.uint8).equal(b.contiguous().flatten().view(torch.uint8)))
+    if isinstance(a, dict): return isinstance(b, dict) and [*a] == [*b] and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
+def write(path: Path, state: Any = None) -> Path:
+    "Save a state as the package does."
+    save_state(make_state() if state is None else state, path, INFO)
+    return path
+
+
+def sealed(path: Path, content: Any, **options: Any) -> Path:
+    "Save with torch whatever it is, and seal it properly: what an attacker can do."
+    torch.save(content, path, **options)
+    seal(path, INFO)
+    return path
+
+
+def members(path: Path) -> dict[str, bytes]:
+    "The records of a file, by their full names."
+    with ZipFile(path) as archive: return {name: archive.read(name) for name in archive.namelist()}
+
+
+def rebuilt(
+    path: Path,
+    change: Callable[[dict[str, bytes]], Any],  # of the records; may return other ones, also as pairs
+    method: int = ZIP_STORED,
+    info: Any = None,
+) -> Path:
+    "Write the file once more with other records, and seal it properly."
+    records: Any = members(path)
+    records = change(records) or records
+    with ZipFile(path, 'w', method) as archive:
+        for name, data in records.items() if isinstance(records, dict) else records: archive.writestr(name, data)
+    seal(path, INFO if info is None else info)
+    return path
+
+
+def with_pickle(path: Path, pickle: bytes) -> Path:
+    "Write a small real file whose pickle is another one; its record of four floats stays if that speaks of storage."
+    write(path, {'w': torch.arange(4.)})
+    folder = next(iter(members(path))).partition('/')[0]
+    used = {k: v for k, v in members(path).items() if b'storage' in pickle or not k.endswith('data/0')}
+    return rebuilt(path, lambda _: {**used, f'{folder}/data.pkl': pickle})
+
+
+def unsealed(path: Path) -> bytes: return path.read_bytes()[:body_size(path)]
+
+
+def fork(f: Callable[[], Any]) -> int:
+    "Run `f` in a child that shares what is imported, and return its number. It ends with 0 unless `f` raises."
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore', DeprecationWarning)  # of threads, which do nothing here
+        if pid := os.fork(): return pid
+    status = 1
+    try:
+        f()
+        status = 0
+    except BaseException: traceback.print_exc()
+    finally: os._exit(status)
+
+
+def result_of(f: Callable[[], Any]) -> Any:
+    "Return what `f` returns, as JSON, when a child runs it: its limits, peaks and locks are its own."
+    reader, writer = os.pipe()
+    pid = fork(lambda: os.write(writer, json.dumps(f()).encode()))
+    os.close(writer)
+    with open(reader, 'rb') as pipe: text = pipe.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if status: raise RuntimeError(f'the child ended with {status}')
+    return json.loads(text)

@@ -1,0 +1,47 @@
+"""Row 16: a disk that is full. The error is the system's, the old file loads, and no temporary is left."""
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from file_helpers import INFO, make_state, result_of, same, write
+
+from learnkit.safeload import load_state, save_state
+
+
+def test_at_every_stage_of_writing(tmp_path: Path) -> None:
+    path = write(tmp_path/'a.ckpt', old := make_state(1))
+    size = path.stat().st_size
+    limits = [0, 1, 100, size // 2, size - 400, size - 200, size - 60, size - 1, size + 100]
+    found = result_of(lambda: saved_within(path, limits))
+    assert [f['errno'] for f in found] == [errno.EFBIG] * 8 + [None]
+    assert all(f['left'] == ['a.ckpt'] and f['old'] for f in found[:-1])
+    assert all(str(tmp_path) in f['told'] for f in found[:-1])
+    assert not same(old, make_state()) and same(load_state(path)[0]['model'], dict(make_state()['model']))
+
+
+def test_a_disk_without_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path/'a.ckpt')
+    def full(fd: int) -> None: raise OSError(errno.ENOSPC, 'No space left on device')  # some file systems say it here
+    monkeypatch.setattr(os, 'fsync', full)
+    with pytest.raises(OSError, match='No space'): write(path, {'w': 1})
+    assert os.listdir(tmp_path) == ['a.ckpt'] and 'model' in load_state(path)[0]
+
+
+def saved_within(path: Path, limits: list[int]) -> list[dict[str, Any]]:
+    "Save under limits on files' sizes, which fails as a full disk does."
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    found, before = [], load_state(path)[0]
+    for limit in limits:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        error: OSError | None = None
+        try: save_state(make_state(), path, INFO)
+        except OSError as e: error = e
+        found.append({'errno': error and error.errno, 'told': str(error), 'left': os.listdir(path.parent),
+                      'old': same(load_state(path)[0], before)})
+    return found

@@ -1,0 +1,54 @@
+"""Row 18: temporaries that a killed process left are not taken for checkpoints, and are swept once it is dead."""
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from file_helpers import fork, make_state, same, write
+
+from learnkit.files import atomic_write, sweep
+from learnkit.safeload import load_state
+
+
+def killed_while_saving(folder: Path) -> int:
+    "Fork a child that is killed with half a file written, and return its number."
+    def save() -> None:
+        with atomic_write(folder/'00002-ep1-ba2.ckpt') as tmp:
+            tmp.write_bytes(b'PK' * 1000)
+            os.kill(os.getpid(), signal.SIGKILL)
+    pid = fork(save)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+    return pid
+
+
+def test_what_a_killed_process_left(tmp_path: Path) -> None:
+    path, state = write(tmp_path/'00001-ep1-ba1.ckpt'), make_state()
+    pid = killed_while_saving(tmp_path)
+    left = [p for p in tmp_path.iterdir() if p != path]
+    assert len(left) == 1 and f'.tmp-{pid}-' in left[0].name
+    assert not list(tmp_path.glob('*.ckpt'))[1:], 'no name of a checkpoint'
+    assert same(load_state(path)[0]['loop'], state['loop'])
+    assert sweep(tmp_path) == left and os.listdir(tmp_path) == [path.name]
+    assert sweep(tmp_path) == []
+
+
+def test_those_of_living_processes_stay(tmp_path: Path) -> None:
+    pid = fork(signal.pause)
+    theirs = tmp_path/f'.a.ckpt.tmp-{pid}-0123abcd'
+    theirs.touch()
+    try:
+        with atomic_write(tmp_path/'b.ckpt') as ours:
+            ours.touch()
+            assert sweep(tmp_path) == [] and theirs.exists() and ours.exists()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert sweep(tmp_path) == [theirs]
+
+
+def test_one_of_an_earlier_process_with_our_number(tmp_path: Path) -> None:
+    "Containers number their processes from 1 each time they start."
+    stale = tmp_path/f'.a.ckpt.tmp-{os.getpid()}-0123abcd'
+    stale.touch()
+    assert sweep(tmp_path) == [stale]

@@ -1,0 +1,220 @@
+"""Row 21: pickles that would run code, each under a good seal. They are refused, their globals named, and nothing runs.
+
+That each would run is shown by `torch.load(weights_only=False)`, which leaves the sentinel."""
+from __future__ import annotations
+
+import builtins
+import functools
+import operator
+import os
+import shutil
+from collections import OrderedDict
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+from zipfile import ZipFile
+
+import pytest
+import torch
+from file_helpers import make_state, members, sealed, with_pickle, write
+from torch import nn
+
+from learnkit.errors import DamagedError, WeightsError
+from learnkit.safeload import load_state
+from learnkit.seals import seal
+from learnkit.weights import read_weights
+
+
+class Calls:
+    "Pickled as a call of `f`."
+
+    def __init__(self, f: Any, *args: Any) -> None: self.f, self.args = f, args
+    def __reduce__(self) -> Any: return self.f, self.args
+
+
+class Sets:
+    "Touches its path when its state is set."
+
+    def __init__(self, path: Path) -> None: self.path = str(path)
+    def __setstate__(self, state: dict[str, Any]) -> None: Path(state['path']).touch()
+
+
+class Net(nn.Module):
+    "A module that does so."
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = str(path)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Path(state['path']).touch()
+        super().__setstate__(state)
+
+
+def opens(path: Path) -> str: return f'open({str(path)!r}, "w").close()'
+
+
+def by_load(path: Path) -> Any:
+    "torch.load of a second file, which does it."
+    torch.save(Calls(os.system, f'touch {path}'), inner := path.with_name('inner.pt'))
+    return Calls(functools.partial(torch.load, weights_only=False), str(inner))
+
+
+def by_hub(path: Path) -> Any:
+    "torch.hub runs the hubconf.py of a folder."
+    path.with_name('hub').mkdir(exist_ok=True)
+    path.with_name('hub').joinpath('hubconf.py').write_text(f'def go():\n    {opens(path)}\n')
+    return Calls(functools.partial(torch.hub.load, source='local'), str(path.with_name('hub')), 'go')
+
+
+def deep(path: Path) -> Any:
+    state = make_state()
+    state['callbacks']['recorder']['history'][1]['valid_loss'] = Calls(os.system, f'touch {path}')
+    return state
+
+
+def by_attributes(path: Path) -> Any:
+    "A chain of getattr from something harmless."
+    module = Calls(getattr, Calls(getattr, Calls(__import__, 'os'), 'path'), 'os')
+    return Calls(operator.call, Calls(getattr, module, 'system'), f'touch {path}')
+
+
+def in_a_dict(path: Path) -> Any:
+    "Attributes of an OrderedDict, as a state dict has them."
+    weights: Any = OrderedDict(w=torch.ones(1))
+    weights._metadata = Calls(os.system, f'touch {path}')
+    return {'model': weights}
+
+
+def in_hooks(path: Path) -> Any: return {'model': {'w': Calls(torch._utils._rebuild_tensor_v2, *(
+    torch.ones(2).untyped_storage(), 0, (2,), (1,), False, OrderedDict(a=Calls(os.system, f'touch {path}'))))}}
+
+
+PAYLOADS: dict[str, tuple[Callable[[Path], Any], str]] = {  # what is saved, and a global that is named
+    'os.system': (lambda p: {'a': Calls(os.system, f'touch {p}')}, r'posix\.system'),
+    'eval': (lambda p: {'a': Calls(builtins.eval, opens(p))}, r'__builtin__\.eval'),
+    'exec': (lambda p: {'a': Calls(builtins.exec, opens(p))}, r'__builtin__\.exec'),
+    'getattr': (lambda p: {'a': by_attributes(p)}, r'__builtin__\.__import__, __builtin__\.getattr, _operator\.call'),
+    'a method by its name': (lambda p: {'a': Calls(operator.methodcaller('touch'), p)}, r'operator\.methodcaller'),
+    'torch.load': (lambda p: {'a': by_load(p)}, r'torch\.serialization\.load'),
+    'torch.hub': (lambda p: {'a': by_hub(p)}, r'torch\.hub\.load'),
+    'in a state of a callback': (deep, r'posix\.system'),
+    'BUILD': (lambda p: {'a': Sets(p)}, r'test_f21_hostile_pickles\.Sets'),
+    'a module': (lambda p: {'model': Net(p)}, r'test_f21_hostile_pickles\.Net'),
+    'attributes of a dict': (in_a_dict, r'posix\.system'),
+    'hooks of a tensor': (in_hooks, r'posix\.system'),
+    'as a key': (lambda p: {('a', Calls(os.system, f'touch {p}')): 1}, r'posix\.system'),
+    'instead of the state': (lambda p: Calls(os.system, f'touch {p}'), r'posix\.system'),
+    'a numpy scalar': (lambda p: {'a': [torch.ones(2).numpy(), Calls(os.system, f'touch {p}')]}, r'numpy\..*posix'),
+}
+RAW = {  # pickles as bytes; %b is a shell command
+    'protocol 0': (b"(S'%b'\nios\nsystem\n.", r'os\.system'),
+    'protocol 4': (b'\x80\x04\x8c\x02os\x8c\x06system\x93\x8c%c%b\x85R.', r'os\.system'),
+    'in a persistent id': (b'\x80\x02(X\7\0\0\0storagecos\nsystem\nU%c%b\x85RX\1\0\0\x000X\3\0\0\0cpuK\4tQ.',
+                           r'os\.system'),
+    'a persistent id of its own': (b'\x80\x02cos\nsystem\nU%c%b\x85RQ.', r'os\.system'),
+    'what is broken off': (b'\x80\x02cos\nsystem\nU%c%b\x85R', r'os\.system'),
+    'a shadowed name': (b'\x80\x02ctorch\nserialization.os.system\nU%c%b\x85R.', r'torch\.serialization\.os\.system'),
+}
+
+
+def is_refused(path: Path, sentinel: Path, names: str) -> None:
+    with pytest.raises(DamagedError, match=rf'holds more than data: loading it would run code \(.*{names}') as e:
+        load_state(path)
+    assert str(path) in str(e.value) and not sentinel.exists()
+
+
+@pytest.mark.parametrize('payload', PAYLOADS)
+def test_what_torch_pickles(tmp_path: Path, payload: str) -> None:
+    make, names = PAYLOADS[payload]
+    sentinel, path = tmp_path/'sentinel', tmp_path/'a.ckpt'
+    sealed(path, make(sentinel))
+    is_refused(path, sentinel, names)
+    try: torch.load(path, weights_only=False)
+    except Exception: pass  # it ran, whatever came of it
+    assert sentinel.exists()
+
+
+@pytest.mark.parametrize('payload', RAW)
+def test_bytes(tmp_path: Path, payload: str) -> None:
+    form, names = RAW[payload]
+    command = f'touch {tmp_path}/sentinel'.encode()
+    path = with_pickle(tmp_path/'a.ckpt', form.replace(b'%c', bytes([len(command)])).replace(b'%b', command))
+    is_refused(path, tmp_path/'sentinel', names)
+    try: torch.load(path, weights_only=False)
+    except Exception: pass
+    assert (tmp_path/'sentinel').exists() == (payload != 'a shadowed name')  # Python 2's names have no dots
+
+
+def test_what_was_marked_as_safe_is_refused_all_the_same(tmp_path: Path) -> None:
+    path, sentinel = sealed(tmp_path/'a.ckpt', {'a': Sets(tmp_path/'sentinel')}), tmp_path/'sentinel'
+    with torch.serialization.safe_globals([Sets]):
+        is_refused(path, sentinel, r'test_f21_hostile_pickles\.Sets')
+        torch.load(path, weights_only=True)
+    assert sentinel.exists()
+
+
+OTHERS: dict[str, Callable[[], Any]] = {
+    'bytearray': lambda: bytearray(3), 'set': lambda: {1, 2}, 'size': lambda: torch.Size([1]), 'no bytes': lambda: b'',
+    'device': lambda: torch.device('cpu'), 'dtype': lambda: torch.float32, 'ordered': lambda: OrderedDict(b=1),
+    'parameter': lambda: nn.Parameter(torch.ones(1)), 'sparse': lambda: torch.ones(2).to_sparse(),
+    'meta': lambda: torch.ones(2, device='meta'), 'grad': lambda: torch.ones(2, requires_grad=True),
+    'quantized': lambda: torch.quantize_per_tensor(torch.ones(2), 1., 0, torch.qint8),
+    'conjugated': lambda: torch.ones(2, dtype=torch.complex64).conj(), 'a long number': lambda: 2**5000,
+    'float key': lambda: {1.5: 1}, 'tuple key': lambda: {(1,): 1}, 'bool key': lambda: {True: 1},
+    'None key': lambda: {None: 1},
+}
+
+
+@pytest.mark.parametrize('kind', OTHERS)
+@pytest.mark.filterwarnings('ignore')
+def test_what_torch_might_load_but_no_state_holds(tmp_path: Path, kind: str) -> None:
+    path = sealed(tmp_path/'a.ckpt', {'a': OTHERS[kind]()})
+    with pytest.raises(DamagedError, match=r'a\.ckpt (holds|has|calls) '): load_state(path)
+
+
+def test_a_name_cannot_write_to_the_terminal(tmp_path: Path) -> None:
+    path = with_pickle(tmp_path/'a.ckpt', b'\x80\x02c\x1b[2Jos\nsystem\x07' + b'x' * 1000 + b'\n.')
+    with pytest.raises(DamagedError, match='would run code') as e: load_state(path)
+    assert e.value.args[0].isprintable() and len(str(e.value)) < 400
+
+
+def is_refused_everywhere(path: Path, sentinel: Path) -> None:
+    "What a program that was exported is to this package: no checkpoint, sealed or not, and no weights."
+    with pytest.raises(DamagedError, match='no seal at its end'): load_state(path)
+    for suffix in ('.pt2', '.pth'):
+        shutil.copy(path, other := path.with_suffix(suffix))
+        with pytest.raises(WeightsError, match='is a program'): read_weights(other)
+    seal(path, {})
+    with pytest.raises(DamagedError, match=r'which torch does not write|outside of its folder'): load_state(path)
+    assert not sentinel.exists()
+
+
+def hostile(sentinel: Path) -> bytes:
+    torch.save(((Calls(os.system, f'touch {sentinel}'),), {}), buffer := BytesIO())
+    return buffer.getvalue()
+
+
+def test_sample_inputs_of_a_program(tmp_path: Path) -> None:
+    path, sentinel = tmp_path/'net.ckpt', tmp_path/'sentinel'
+    with ZipFile(path, 'w') as z:
+        z.writestr('net/models/model.json', '{}')
+        z.writestr('net/data/sample_inputs/model.pt', hostile(sentinel))
+    is_refused_everywhere(path, sentinel)
+
+
+@pytest.mark.full
+def test_sample_inputs_of_a_real_program(tmp_path: Path) -> None:
+    program, path, sentinel = tmp_path/'net.pt2', tmp_path/'a.ckpt', tmp_path/'sentinel'
+    torch.export.save(torch.export.export(nn.Linear(2, 1), (torch.ones(3, 2),)), program)
+    with ZipFile(path, 'w') as z:
+        for name, data in members(program).items():
+            z.writestr(name, hostile(sentinel) if 'sample_inputs' in name else data)
+    is_refused_everywhere(path, sentinel)
+    torch.load(BytesIO(hostile(sentinel)), weights_only=False)
+    assert sentinel.exists()
+    print(f'row 21: {len(PAYLOADS) + len(RAW)} hostile pickles and an exported program, 0 ran')
+
+
+def test_the_states_that_are_saved_pass(tmp_path: Path) -> None: load_state(write(tmp_path/'a.ckpt'))
