@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, StackDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, StackDataset
 
 from learnkit.batch import describe, to_device
 from learnkit.errors import EmptyLoaderError, LoaderError
 from learnkit.evaluator import Evaluator, named_loaders
+from learnkit.torchloader import torch_in_order
 
 __all__ = ['DataLoaders', 'TensorLoader', 'default_device', 'as_dataloaders', 'evaluation_loaders', 'check_loader',
            'check_loaders', 'n_batches', 'in_order']
@@ -240,18 +241,30 @@ class TensorLoader:
 
     def __len__(self) -> int: return self.n // self.bs if self.drop_last else -(-self.n // self.bs)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]: return self.from_batch(0)
+
+    def from_batch(self, n: int) -> Iterator[Any]:
+        """Begin an epoch at its batch number `n`; the order is drawn as for a whole one, and nothing before it is read.
+
+        >>> [x.tolist() for x, in TensorLoader(torch.arange(5), bs=2).from_batch(1)]
+        [[2, 3], [4]]
+        """
         pinned = self.tensors[0].device.type == 'cpu' and torch.cuda.is_initialized()
-        batches = islice(self._shuffled(pinned) if self.shuffle else self._sliced(pinned), len(self))
+        batches = self._shuffled(n, pinned) if self.shuffle else self._sliced(n, pinned)
+        batches = islice(batches, max(0, len(self) - n))
         return batches if self.names is None else map(self._named, batches)
 
-    def _shuffled(self, pinned: bool) -> Iterator[tuple[Tensor, ...]]:
-        order = to_device(torch.randperm(self.n, generator=self.generator), self.tensors[0].device)
+    def draw_order(self) -> Tensor:
+        "Return the samples' numbers in the order of an epoch, which is drawn now where it is random."
+        return torch.randperm(self.n, generator=self.generator) if self.shuffle else torch.arange(self.n)
+
+    def _shuffled(self, n: int, pinned: bool) -> Iterator[tuple[Tensor, ...]]:
+        order = to_device(self.draw_order()[n * self.bs:], self.tensors[0].device)
         take = _take_pinned if pinned else torch.index_select
         return (tuple([take(t, 0, idx) for t in self.tensors]) for idx in _pieces(order, self.bs))
 
-    def _sliced(self, pinned: bool) -> Iterator[tuple[Tensor, ...]]:
-        batches = zip(*(_pieces(t, self.bs) for t in self.tensors), strict=True)
+    def _sliced(self, n: int, pinned: bool) -> Iterator[tuple[Tensor, ...]]:
+        batches = zip(*(_pieces(t[n * self.bs:], self.bs) for t in self.tensors), strict=True)
         return (tuple(t.pin_memory() for t in b) for b in batches) if pinned else batches
 
     def _named(self, entries: Iterable[Tensor]) -> dict[str, Tensor]:
@@ -289,7 +302,7 @@ def in_order(dl: Any) -> Any:
 
     A sampler that chooses samples (weighted, a subset, one rank's share) is kept. A loader that cannot be made anew (a
     list, an iterable data set, a batch sampler of its own) is returned as it is."""
-    if type(dl) is DataLoader: return _torch_in_order(dl)
+    if type(dl) is DataLoader: return torch_in_order(dl)
     if isinstance(dl, TensorLoader) and not dl.shuffle and not dl.drop_last: return dl
     return dl.new(shuffle=False, drop_last=False) if callable(getattr(dl, 'new', None)) else dl
 
@@ -316,20 +329,6 @@ def evaluation_loaders(dls: Any) -> list[tuple[str, Any]]:
 def check_loaders(dls: Any) -> None:
     "Raise `EmptyLoaderError` if a training or validation loader has no batch by now."
     for name, dl in [('train', dls.train), *evaluation_loaders(dls)]: _check_not_empty(name, dl)
-
-
-def _torch_in_order(dl: DataLoader[Any]) -> DataLoader[Any]:
-    "Make a torch DataLoader anew from its public attributes."
-    own_batches = dl.batch_size is None and dl.batch_sampler is not None
-    if own_batches or isinstance(dl.dataset, IterableDataset): return dl
-    if not dl.drop_last and type(dl.sampler) is not RandomSampler and getattr(dl, 'in_order', True): return dl
-    chooses = type(dl.sampler) not in (RandomSampler, SequentialSampler)
-
-    # neither `generator`, whose draws would change the training order, nor workers that outlive this one use
-    return DataLoader(
-        dl.dataset, batch_size=dl.batch_size, sampler=dl.sampler if chooses else None, num_workers=dl.num_workers,
-        collate_fn=dl.collate_fn, pin_memory=dl.pin_memory, timeout=dl.timeout, worker_init_fn=dl.worker_init_fn,
-        multiprocessing_context=dl.multiprocessing_context, prefetch_factor=dl.prefetch_factor)
 
 
 # Checks, each with the thing's name in its message

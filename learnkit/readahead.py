@@ -1,12 +1,14 @@
 """Read one batch ahead: while the GPU computes on one batch, the next one travels to it."""
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from learnkit.batch import map_tensors, to_device
+from learnkit.data import TensorLoader
 
 __all__ = ['read_ahead']
 
@@ -16,16 +18,27 @@ _END = object()  # what `next` gives when a loader is through
 def read_ahead(
     dl: Any,               # a loader
     device: torch.device,  # where its batches are needed
+    begin: Callable[[], Iterator[Any]] | None = None,  # begins a pass whose position is kept; None: `iter(dl)`
 ) -> Iterator[Any]:
     """Return an iterator over a loader's batches that, for a CUDA device, is one batch ahead and has it there already.
 
-    Elsewhere, and for an iterator (what is drawn from it too early would be lost), it is the loader's own.
+    Elsewhere, and for an iterator (what is drawn from it too early would be lost), it is the loader's own. So it is
+    where a position is kept that a batch drawn early would change: where this process may draw random numbers to fetch
+    one, and for a loader that keeps a state of its own.
 
     >>> list(read_ahead([1, 2], torch.device('cpu')))
     [1, 2]
     """
-    batches = iter(dl)
-    return batches if device.type != 'cuda' or batches is dl else _ReadAhead(batches, device)
+    batches = iter(dl) if begin is None else begin()
+    if device.type != 'cuda' or batches is dl or (begin is not None and not _may_be_early(dl)): return batches
+    return _ReadAhead(batches, device)
+
+
+def _may_be_early(dl: Any) -> bool:
+    "Tell whether drawing a batch early moves neither a generator of this process nor a state of the loader."
+    if type(dl) in (list, tuple): return True
+    own = getattr(type(dl), '__iter__', None)
+    return own is TensorLoader.__iter__ or (own is DataLoader.__iter__ and dl.num_workers > 0)
 
 
 class _ReadAhead(Iterator[Any]):

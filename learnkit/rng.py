@@ -8,11 +8,15 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-__all__ = ['RNGState', 'capture_rng', 'restore_rng', 'preserved_rng', 'preserved_generators']
+__all__ = ['RNGState', 'capture_rng', 'restore_rng', 'same_states', 'preserved_rng', 'own_generators', 'capture_own',
+           'restore_own', 'preserved_generators']
 
 RNGState = dict[str, Any]  # 'python', 'torch' and, where in use, 'numpy', 'cuda', 'mps'
 
@@ -53,6 +57,14 @@ def restore_rng(
     if 'mps' in state and torch.backends.mps.is_available(): torch.mps.set_rng_state(state['mps'].cpu())
 
 
+def same_states(a: Any, b: Any) -> bool:
+    "Tell whether two captured states, or parts of them, are equal."
+    if isinstance(a, Tensor): return isinstance(b, Tensor) and torch.equal(a, b)
+    if isinstance(a, dict): return a.keys() == b.keys() and all(same_states(a[k], b[k]) for k in a)
+    if isinstance(a, tuple) and a and isinstance(a[0], Tensor): return all(map(same_states, a, b))
+    return bool(a == b)
+
+
 @contextmanager
 def preserved_rng() -> Iterator[None]:
     """Leave every generator after the block as it was before it, also when the block raises.
@@ -69,15 +81,104 @@ def preserved_rng() -> Iterator[None]:
     finally: restore_rng(state)
 
 
+# The generators of a loader
+
+_LEAVES = frozenset({int, float, complex, str, bytes, bool, NoneType, Tensor, type, ModuleType, FunctionType,
+                     BuiltinFunctionType, range, slice, torch.dtype, torch.device, random.SystemRandom})
+_CALLS = {MethodType: ('__self__',), partial: ('func', 'args', 'keywords')}
+_DEEPEST, _MOST, _LONGEST = 7, 200, 32  # levels, those of containers too; objects looked at; entries of a container
+
+
+def own_generators(
+    dl: Any,  # a loader
+) -> dict[str, Any]:  # by the attribute path that leads there, each once
+    """Return the generators that a loader keeps: its own, its sampler's, those of its data set and transforms.
+
+    They are generators of torch, NumPy and Python, found by following attributes and short lists or dicts of them; an
+    object with thousands of parts is not searched to its end.
+
+    >>> from torch.utils.data import DataLoader
+    >>> list(own_generators(DataLoader([1, 2], shuffle=True, generator=torch.Generator())))
+    ['generator']
+    """
+    found: dict[str, Any] = {}
+    seen, objects = {id(dl)}, [('', dl)]
+    kinds = _generator_types()
+    for _ in range(_DEEPEST):
+        inner: list[tuple[str, Any]] = []
+        for path, owner in objects:
+            for name, value in _parts(path, owner):
+                if type(value) in _LEAVES or id(value) in seen: continue
+                seen.add(id(value))
+                if isinstance(value, kinds): found[name] = value
+                elif len(seen) < _MOST: inner.append((name, value))
+        if not inner: break
+        objects = inner
+    return found
+
+
+def capture_own(dl: Any) -> dict[str, tuple[str, Any]]:
+    "Return what kind each of a loader's own generators is, and its state, as tensors and plain numbers."
+    return {name: (_kind(g), _state(g)) for name, g in own_generators(dl).items()}
+
+
+def restore_own(
+    dl: Any,
+    states: dict[str, tuple[str, Any]],  # from `capture_own` of this loader, or of one made in the same way
+) -> list[str]:  # the names of those that this loader does not have
+    "Put a loader's own generators back to their states."
+    own = own_generators(dl)
+    known = [name for name, (kind, _) in states.items() if name in own and _kind(own[name]) == kind]
+    for name in known: _set_state(own[name], states[name][1])
+    return [name for name in states if name not in known]
+
+
 @contextmanager
 def preserved_generators(dl: Any) -> Iterator[None]:
-    "Leave a loader's own generators, and its sampler's, after the block as they were before it."
-    owners = (dl, getattr(dl, 'sampler', None), getattr(getattr(dl, 'batch_sampler', None), 'sampler', None))
-    generators = [getattr(o, 'generator', None) for o in owners]
-    states = [(g, g.get_state()) for g in generators if isinstance(g, torch.Generator)]
+    "Leave a loader's own generators, its sampler's and its data set's, after the block as they were before it."
+    states = [(g, _state(g)) for g in own_generators(dl).values()]
     try: yield
     finally:
-        for g, state in states: g.set_state(state)
+        for g, state in states: _set_state(g, state)
+
+
+def _generator_types() -> tuple[type, ...]:
+    np_random = sys.modules.get('numpy.random')
+    return (torch.Generator, random.Random, *((np_random.Generator, np_random.RandomState) if np_random else ()))
+
+
+def _parts(path: str, owner: Any) -> Iterator[tuple[str, Any]]:
+    "Yield what an object holds in its attributes, and in short containers among them, with their paths."
+    if (base := next((b for b in (dict, list, tuple) if isinstance(owner, b)), None)) is not None:
+        # by the base's own methods: those of a subclass may be a loader's, which would begin to draw
+        items = dict.items(owner) if base is dict else enumerate(base.__iter__(owner))
+        if base.__len__(owner) <= _LONGEST:
+            for k, value in items: yield f'{path}[{k!r}]', value
+    own = getattr(owner, '__dict__', None)
+    if type(owner) in _CALLS: own = {name: getattr(owner, name) for name in _CALLS[type(owner)]}
+    if type(own) is not dict: return
+    dot = path and f'{path}.'
+    if isinstance(owner, nn.Module): own = {k: v for k, v in own.items() if k[0] != '_'} | own['_modules']
+    for k, value in own.items():
+        if k != '_iterator': yield f'{dot}{k}', value  # a DataLoader's, whose parts are those of the loader
+
+
+def _kind(g: Any) -> str:
+    of = type(getattr(g, 'bit_generator', g))
+    return f'{of.__module__.partition(".")[0]}.{of.__name__}'
+
+
+def _state(g: Any) -> Any:
+    if isinstance(g, torch.Generator): return g.get_state()
+    if isinstance(g, random.Random): return g.getstate()
+    return _map_arrays(g.bit_generator.state if hasattr(g, 'bit_generator') else g.get_state(legacy=False), _to_tensor)
+
+
+def _set_state(g: Any, state: Any) -> None:
+    if isinstance(g, torch.Generator): g.set_state(state.cpu())
+    elif isinstance(g, random.Random): g.setstate((state[0], tuple(state[1]), state[2]))
+    elif hasattr(g, 'bit_generator'): g.bit_generator.state = _map_arrays(state, _to_array)
+    else: g.set_state(_map_arrays(state, _to_array))
 
 
 def _map_arrays(state: dict[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
-from learnkit import readahead
+from learnkit import TensorLoader, readahead
+from learnkit.positions import Drawing
 from learnkit.readahead import read_ahead
 
 CUDA = torch.device('cuda', 0)
@@ -72,6 +74,46 @@ def test_an_error_comes_with_the_batch_it_belongs_to(monkeypatch: pytest.MonkeyP
     assert torch.equal(next(batches), torch.zeros(1))
     with pytest.raises(OSError, match='disk'): next(batches)
     assert list(read_ahead(type('Empty', (), {'__iter__': lambda self: iter(())})(), CUDA)) == []
+
+
+class Drawn(DataLoader[Any]):
+    def __iter__(self) -> Any: return iter(range(3))
+
+
+ROWS = torch.arange(6)
+
+
+@pytest.mark.parametrize(('dl', 'early'), [
+    ([1, 2], True), ((1, 2), True), (TensorLoader(ROWS, bs=2), True), (DataLoader(ROWS, num_workers=1), True),
+    (DataLoader(ROWS), False),                 # this process fetches, and may draw random numbers for it
+    (Drawn(ROWS, num_workers=1), False), (type('Other', (), {'__iter__': lambda self: iter([1])})(), False),
+])
+def test_where_a_position_is_kept_nothing_is_drawn_too_early(
+        dl: Any, early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Log()
+    log.install(monkeypatch)
+    drawn: list[str] = []
+
+    def begin() -> Iterator[Any]:
+        for i in range(2):
+            drawn.append(f'batch {i}')
+            yield torch.full((2,), i)
+    batches = read_ahead(dl, CUDA, begin)
+    assert len(drawn) == early
+    assert [int(b[0]) for b in batches] == [0, 1]
+    assert ('copy' in log) == early
+
+
+def test_a_position_is_after_the_batches_that_were_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    Log().install(monkeypatch)
+    def make() -> TensorLoader: return TensorLoader(torch.arange(6), bs=2, shuffle=True, seed=0)
+    dl = make()
+    drawing = Drawing(dl)
+    batches = read_ahead(dl, CUDA, drawing.begin)
+    next(batches)
+    position = drawing.state_dict(1)
+    resumed = Drawing.resume(make(), position).begin()
+    assert [b[0].tolist() for b in resumed] == [b[0].tolist() for b in batches]
 
 
 @pytest.mark.cuda

@@ -3,13 +3,23 @@ import io
 import random
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from learnkit.rng import capture_rng, preserved_rng, restore_rng
+from learnkit.rng import (
+    capture_own,
+    capture_rng,
+    own_generators,
+    preserved_generators,
+    preserved_rng,
+    restore_own,
+    restore_rng,
+    same_states,
+)
 
 
 def draw() -> tuple[Any, ...]:
@@ -122,3 +132,103 @@ def test_a_cuda_state_from_elsewhere_does_no_harm() -> None:
     expected = draw()
     restore_rng(state)
     assert draw() == expected and not torch.cuda.is_initialized()
+
+
+# ------------------------------------------------------------------------------------------- the generators of a loader
+
+class Augment:
+    def __init__(self) -> None: self.rng, self.amount = np.random.default_rng(5), 0.1
+    def shift(self, x: Any) -> Any: return x
+
+
+class Module(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.transforms = [Augment(), {'flip': random.Random(6)}]
+        self.inner = torch.nn.Sequential(torch.nn.Linear(2, 2))
+
+
+class Samples:
+    def __init__(self) -> None:
+        self.rows, self.transform = list(range(1000)), Module()
+        self.legacy, self._private, self.system = np.random.RandomState(7), torch.Generator(), random.SystemRandom()
+        self.me, self.kind = self, Augment
+
+    def __len__(self) -> int: return 1000
+    def __getitem__(self, i: int) -> int: return i
+
+
+def many_generators() -> Any:
+    shared = torch.Generator().manual_seed(1)
+    samples = torch.utils.data.Subset(Samples(), range(100))
+    collate = partial(torch.utils.data.default_collate, collate_fn_map=None)
+    return torch.utils.data.DataLoader(samples, 4, shuffle=True, generator=shared, collate_fn=collate,
+                                       worker_init_fn=Augment().shift)
+
+
+PATHS = {'generator', 'worker_init_fn.__self__.rng', 'dataset.dataset.legacy', 'dataset.dataset._private',
+         'dataset.dataset.transform.transforms[0].rng', "dataset.dataset.transform.transforms[1]['flip']"}
+
+
+def test_the_generators_of_a_loader_by_their_place_each_once() -> None:
+    dl = many_generators()
+    assert set(own_generators(dl)) == PATHS
+    assert own_generators([1]) == own_generators(iter([1])) == {}
+
+
+def draw_own(dl: Any) -> list[float]:
+    return [float(torch.rand(1, generator=g)) if isinstance(g, torch.Generator) else g.random()
+            for g in own_generators(dl).values()]
+
+
+def test_own_generators_come_back_exactly_after_a_safe_load() -> None:
+    dl, file = many_generators(), io.BytesIO()
+    draw_own(dl)
+    torch.save(capture_own(dl), file)
+    expected = draw_own(dl)
+    file.seek(0)
+    anew = many_generators()
+    assert restore_own(anew, torch.load(file, weights_only=True)) == []
+    assert draw_own(anew) == expected
+
+
+@pytest.mark.parametrize('bits', ['PCG64', 'PCG64DXSM', 'MT19937', 'Philox', 'SFC64'])
+def test_every_bit_generator_of_numpy(bits: str) -> None:
+    file = io.BytesIO()
+    owner = Augment()
+    owner.rng = np.random.Generator(getattr(np.random, bits)(3))
+    owner.rng.integers(5, dtype=np.int32)  # keeps half of what was drawn
+    torch.save(capture_own(owner), file)
+    expected = owner.rng.random(3).tolist()
+    file.seek(0)
+    assert restore_own(owner, torch.load(file, weights_only=True)) == []
+    assert owner.rng.random(3).tolist() == expected
+
+
+def test_own_generators_that_are_not_there_or_of_another_kind_are_named() -> None:
+    owner = Augment()
+    states = capture_own(owner)
+    owner.rng = random.Random(0)  # type: ignore[assignment]  # another kind
+    assert restore_own(owner, states) == ['rng'] == restore_own([], states)
+
+
+def test_a_search_for_generators_ends() -> None:
+    big = Samples()
+    big.parts = [[Augment() for _ in range(30)] for _ in range(30)]
+    assert 0 < len(own_generators(big)) < 200
+
+
+def test_own_generators_are_preserved_also_when_the_block_raises() -> None:
+    dl = many_generators()
+    with pytest.raises(KeyError), preserved_generators(dl):
+        first = draw_own(dl)
+        raise KeyError
+    assert draw_own(dl) == first
+
+
+def test_states_are_compared() -> None:
+    state, cuda = capture_rng(), {'cuda': (torch.zeros(2),)}
+    assert same_states(state, capture_rng()) and same_states(cuda, {'cuda': (torch.zeros(2),)})
+    assert not same_states(cuda, {'cuda': (torch.ones(2),)}) and not same_states(cuda, state)
+    np.random.rand()
+    assert not same_states(state, capture_rng())
