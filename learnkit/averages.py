@@ -10,6 +10,7 @@ from torch import Tensor
 
 from learnkit.batch import describe
 from learnkit.errors import MetricError
+from learnkit.metric_states import Accumulates
 
 __all__ = ['Metric', 'Mean', 'AvgSmoothLoss', 'is_number', 'paired', 'widened']
 
@@ -17,8 +18,14 @@ SEND_EVERY = 64     # losses that go to the host in one copy
 MAX_IN_FLIGHT = 2   # copies the host may be behind
 
 
-class Metric:
+class Metric(Accumulates):
     """Compute a number from the batches of one pass: override `reset`, `accumulate` and `value`.
+
+    A checkpoint in the middle of an epoch saves what a metric of training batches has accumulated. That is every
+    attribute that is plain (tensors, numbers, texts, None, and lists, tuples and dicts of them) or a metric itself;
+    those named like an argument of the constructor are taken for configuration, and whatever can be called for a tool.
+    Where an attribute is of another kind (a set, an array) the metric is left out, and a resume says so: override
+    `state_dict()` and `load_state_dict(sd)`, the one to return plain values, the other to go on from them.
 
     >>> class Batches(Metric):
     ...     def reset(self): self.n = 0
@@ -50,7 +57,7 @@ class Metric:
         return f'{type(self).__name__}({self.name}{f", on={self.on!r}" if self.on else ""})'
 
 
-class Mean:
+class Mean(Accumulates):
     """Average numbers on their device, with weights; in float64 where the device has it.
 
     >>> m = Mean()
@@ -114,6 +121,7 @@ class AvgSmoothLoss(Metric):
         self._mean = 0.                        # v_t for t = len(self._smooth)
         self._pending: list[Tensor] = []       # on the device
         self._flying: deque[_Copy] = deque()   # on the way
+        self._saved = _Column(), _Column()     # raw and smooth losses, as a checkpoint has them
         self._defer = self.deferred            # once a loss came from a device, all wait in line behind it
 
     def accumulate(self, learn: Any) -> None:
@@ -188,12 +196,23 @@ class AvgSmoothLoss(Metric):
 
     def state_dict(self) -> dict[str, Any]:
         self._finish()
-        return {'beta': self.beta, 'mean': self._mean, 'raw': _to_f64(self._raw), 'smooth': _to_f64(self._smooth)}
+        raw, smooth = (column.of(xs) for column, xs in zip(self._saved, (self._raw, self._smooth), strict=True))
+        return {'beta': self.beta, 'mean': self._mean, 'raw': raw, 'smooth': smooth}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         self.reset()
         self.beta, self._mean = sd['beta'], sd['mean']
         self._raw, self._smooth = sd['raw'].tolist(), sd['smooth'].tolist()
+
+
+class _Column:
+    "A growing list as a float64 tensor, to which only what is new is added."
+
+    def __init__(self) -> None: self.tensor = torch.empty(0, dtype=torch.float64)
+
+    def of(self, xs: list[float]) -> Tensor:
+        if new := xs[len(self.tensor):]: self.tensor = torch.cat([self.tensor, torch.tensor(new, dtype=torch.float64)])
+        return self.tensor
 
 
 class _Copy:
@@ -228,10 +247,6 @@ def _wide(value: Any) -> Any:
     if not isinstance(value, Tensor): return float(value.item() if hasattr(value, 'item') else value)
     value = value.detach().reshape(())
     return value.to(torch.float32 if value.device.type == 'mps' else torch.float64)
-
-
-def _to_f64(xs: list[float]) -> Tensor:
-    return torch.tensor(xs, dtype=torch.float64)
 
 
 def paired(

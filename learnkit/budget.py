@@ -39,7 +39,8 @@ class Budget(Callback):
     """Stop the fit once it has used so much of a unit, at the end of a batch; `pct_train` is the share used.
 
     `fit('2h')` adds it. The epoch that is under way ends as usual, with its evaluation and its checkpoints.
-    Checkpointed: what the Learner had used when the fit began.
+    Checkpointed: what the Learner had used when the fit began and when its last epoch ended, and how many epochs in a
+    row have used nothing.
 
     >>> Budget('500ba').total
     Time('500ba')
@@ -50,6 +51,7 @@ class Budget(Callback):
         self.total = as_time(total, 'ep')
         self._began = 0.                   # what the Learner had used when the fit began
         self._last, self._n_idle = 0., 0   # the share at the end of the last epoch; epochs that used nothing
+        if self.total.unit == 'sec': self.wall_clock = ('began', 'last')
 
     def before_fit(self) -> None:
         if self.learn.fitting: self._began, self._n_idle, self._last = self.learn._finished(self.total.unit), 0, 0.
@@ -78,7 +80,7 @@ class Budget(Callback):
         if share >= 1: self.learn.stop()
 
     def state_dict(self) -> dict[str, Any]:
-        return {'began': self._began}
+        return {'began': self._began, 'last': self._last, 'n_idle': self._n_idle}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        self._began = sd['began']
+        self._began, self._last, self._n_idle = sd['began'], sd['last'], sd['n_idle']

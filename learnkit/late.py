@@ -17,6 +17,7 @@ from learnkit.averages import is_number
 from learnkit.batch import to_detach
 from learnkit.errors import MetricError, MissingExtraError
 from learnkit.measures import TorchMetric, paired
+from learnkit.metric_states import accumulated, joined, put_back
 
 __all__ = ['Late', 'Score', 'by_class', 'best', 'chances', 'chance_of', 'by_label', 'labelled', 'values', 'computed',
            'over_defined', 'mean_recall', 'matthews', 'averaged', 'check_average', 'Bleu']
@@ -66,11 +67,11 @@ class Late:
     def flush(self) -> None:
         "Hand over what waits."
         if not self.waiting: return
-        pred, targ = (torch.cat(parts) for parts in zip(*self.waiting, strict=True))
+        pred, targ = joined(self.waiting)[0]
         self.waiting, self.n_waiting = [], 0
         self._check_range(targ)
         with _quiet():
-            if self.metric is None: self.metric = self._made().to(pred.device)
+            self.metric = (self._made() if self.metric is None else self.metric).to(pred.device)
             self.metric.update(pred, targ)
 
     def _made(self) -> Any:
@@ -90,6 +91,17 @@ class Late:
     def compute(self) -> Any:
         self.flush()
         with _quiet(): return self.finish(self.metric)
+
+    def state_dict(self) -> dict[str, Any]:
+        self.waiting = joined(self.waiting)  # two tensors are saved faster than two a batch
+        return accumulated(self)
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        self.reset()
+        self.n = sd['n']
+        if 'metric/' in sd:
+            with _quiet(): self.metric = self._made()
+        put_back(self, sd)
 
 
 @contextmanager

@@ -183,13 +183,17 @@ class TorchMetric(Metric):
     ) -> None:
         if not _is_torchmetric(metric): raise MetricError(f'{metric!r} has no update, compute and reset.')
         self.metric, self._name, self.on, self._updates = metric, name, check_on(on), 0
+        self._follows: Any = None  # the device that it was moved to
 
     def reset(self) -> None:
         self.metric.reset()
-        self._updates = 0
+        self._updates, self._follows = 0, None
 
     def accumulate(self, learn: Any) -> None:
-        if not self._updates: _follow(self.metric, learn.pred)
+        device = getattr(learn.pred, 'device', None)
+        if device != self._follows:
+            _follow(self.metric, learn.pred)
+            self._follows = device
         self._update(self.metric, learn.pred, learn.yb)
         self._updates += 1
 

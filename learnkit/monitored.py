@@ -30,11 +30,19 @@ def find_column(cb: Any, monitor: str) -> int | None:
     recorder = records(cb)
     names = [n for n in recorder.metric_names[1:] if n != 'time']
     if monitor in names: return names.index(monitor)
-    if any(monitor in row for row in recorder.history) and monitor not in _OTHERS: return None
+    if any(monitor in row for row in _rows(cb.learn, recorder)) and monitor not in _OTHERS: return None
     if evaluation_loaders(cb.learn.dls): close = did_you_mean(monitor, names)
     else: close = ' Without validation data nothing is evaluated: `DataLoaders(train, valid)`.'
     raise MetricError(f'{type(cb).__name__}(monitor={monitor!r}): no such value is recorded, but '
                       f'{", ".join(names)}.{close or _LOGGED}')
+
+
+def _rows(learn: Any, recorder: Any) -> list[dict[str, Any]]:
+    "The history, also where a fit is about to be resumed and it is still in the checkpoint."
+    resumption = getattr(learn, '_resumption', None)
+    if resumption is None: return list(recorder.history)
+    saved = resumption.state['callbacks'].get(learn._callbacks.keys[id(recorder)], {})
+    return [*recorder.history, *saved.get('history', ())]
 
 
 def epoch_row(cb: Any) -> dict[str, Any] | None:

@@ -161,6 +161,9 @@ class MixedPrecision(Callback):
         if not self.scales: return
         self.scaler.load_state_dict(sd['scaler'])
         self.n_skipped, self._is_scaled = sd['n_skipped'], sd['is_scaled']
+        # a step of gradients that wait may come before any loss is scaled, which is when a scaler makes its tensors
+        if self._is_scaled and self.learn is not None:
+            self.scaler.scale(torch.zeros((), device=model_device(self.learn.model, self.learn.dls)))
 
 
 class FiniteCheck:

@@ -44,6 +44,7 @@ class Bar:
     total: int | None = None     # batches; None when the loader has no length
     done: int = 0                # batches finished
     note: str = ''               # shown behind the numbers: the loss
+    first: int = 0               # batches finished before this run, which goes on from a checkpoint
     started: float = field(default_factory=perf_counter)
 
     @property
@@ -57,10 +58,12 @@ class Bar:
         """
         spent = self.elapsed_s
         if self.total:
-            left = format_seconds(spent * max(self.total - self.done, 0) / self.done) if self.done else '?'
+            n = self.done - self.first
+            left = format_seconds(spent * max(self.total - self.done, 0) / n) if n > 0 else '?'
             count = f'{self.done}/{self.total} {self.done / self.total:.0%} {format_seconds(spent)}<{left}'
         else:
-            count = f'{self.done} batches {format_seconds(spent)} {self.done / max(spent, 1e-9):.1f}/s'
+            rate = (self.done - self.first) / max(spent, 1e-9)
+            count = f'{self.done} batches {format_seconds(spent)} {rate:.1f}/s'
         return ' '.join(part for part in (self.label, count, self.note) if part)
 
     def html(self) -> str:
@@ -169,7 +172,8 @@ class TerminalDisplay(Display):
         if self.bar is None: self.bar = self.make_bar(file=self.stream, leave=False, delay=1e-9)
         self.bar.ncols, self.bar.nrows = get_terminal_size()  # a terminal that does not say its size counts as 80 x 24
         self.bar.total, self.bar.n, self.bar.desc, self.bar.postfix = bar.total, bar.done, bar.label, bar.note
-        self.bar.start_t = self.bar.last_print_t = time() - bar.elapsed_s
+        self.bar.initial, self.bar.start_t = bar.first, time() - bar.elapsed_s
+        self.bar.last_print_t = self.bar.start_t
         self.bar.refresh()
 
     def close(self, stopped_at: Bar | None = None) -> None:
@@ -223,7 +227,7 @@ class Run:
         self.display = display
         self.bar: Bar | None = None       # the one that is shown
         self.train: Bar | None = None     # the training bar, to which an evaluation in its middle goes back
-        self.first = 0                    # `train_iter` at its start
+        self.n_trained = 0                # batches of the epoch that were trained before the evaluation at hand
         self.due = inf if display.interval_s == inf else 0.  # when the bar may be drawn again
         self.started = perf_counter()
         self.share: float | None = None   # of the fit, that was done before its first batch here
@@ -243,7 +247,8 @@ class Run:
 
     def left_s(self, share: float) -> float | None:
         "Return the seconds to the end of the fit, when this share of it is done."
-        done = share - (share if self.share is None else self.share)
+        if self.share is None: self.share, self.started = share, perf_counter()  # after a resume: from here on
+        done = share - self.share
         return (perf_counter() - self.started) * (1 - share) / done if done > 0 else None
 
 
@@ -264,10 +269,10 @@ class ProgressCallback(Callback):
         if self._shown.has_logger: learn.logger = self._write
 
     def before_train(self) -> None:
-        "Start this epoch's bar."
-        if self._shown.share is None: self._shown.share = self.learn.pct_train
-        self._start('train')
-        self._shown.train, self._shown.first = self._shown.bar, self.learn.train_iter
+        "Start this epoch's bar, where the epoch is resumed at the batch that comes next."
+        if self._shown.share is None and not self.learn.resumed: self._shown.share = self.learn.pct_train
+        self._start('train', self.learn._resumes_at)
+        self._shown.train = self._shown.bar
 
     def before_validate(self) -> None:
         "Start this loader's bar."
@@ -278,8 +283,8 @@ class ProgressCallback(Callback):
         if perf_counter() >= self._shown.due: self._draw()
 
     def after_train(self) -> None:
-        "Show the count at the end."
-        self.after_batch()
+        "Show the count at the end; a fit that is resumed behind it has not trained."
+        if not self.learn.resumed: self.after_batch()
         self._shown.train = None
 
     def after_validate(self) -> None:
@@ -287,11 +292,15 @@ class ProgressCallback(Callback):
         self.after_batch()
         self._shown.bar = self._shown.train or self._shown.bar
 
+    def before_eval(self) -> None:
+        "Remember how far the training is."
+        if not self._nested(): self._shown.n_trained = self.learn.iter + 1
+
     def after_eval(self) -> None:
         "Show a row for an evaluation in the middle of an epoch, with the part of the epoch that is done."
         learn, shown = self.learn, self._shown
         if not shown.train or not shown.has_logger or learn.logger != self._write or self._nested(): return
-        n, total = learn.train_iter - shown.first, shown.train.total
+        n, total = shown.n_trained, shown.train.total
         done = f'{learn.epoch + n / total:.2f}' if total else f'{learn.epoch}+{n}'
         values = {'epoch': done, 'train_loss': learn.recorder.smooth_loss.latest, **learn.recorder.measured}
         self._write([values.get(name) for name in learn.recorder.metric_names])
@@ -312,11 +321,11 @@ class ProgressCallback(Callback):
 
     def _nested(self) -> bool: return bool(self.learn._depth > 1)
 
-    def _start(self, name: str) -> None:
+    def _start(self, name: str, first: int = 0) -> None:
         learn, shown = self.learn, self._shown
         of = f'/{learn.n_epoch}' if learn.n_epoch else ''
         epoch = f'epoch {learn.epoch + 1}{of} ' if learn.fitting and learn.create_mbar else ''
-        shown.bar = Bar(epoch + name, epoch_length(learn.dls, learn.dl)[0])
+        shown.bar = Bar(epoch + name, epoch_length(learn.dls, learn.dl)[0], first, first=first)
         if perf_counter() >= shown.due: shown.draw()
 
     def _count(self, done: int) -> None:

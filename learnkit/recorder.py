@@ -1,11 +1,6 @@
 """The history of training: losses and hyper-parameters by step, losses and metrics by epoch, and their plots."""
 from __future__ import annotations
 
-from collections.abc import Callable
-from copy import deepcopy
-from dataclasses import dataclass, field
-from functools import partial
-from operator import itemgetter
 from time import perf_counter
 from typing import Any
 
@@ -13,13 +8,14 @@ import torch
 from fastcore.foundation import L
 
 from learnkit.averages import AvgSmoothLoss, Mean, Metric
-from learnkit.batch import to_detach
 from learnkit.callback import Callback
 from learnkit.checks import check_metrics
 from learnkit.data import evaluation_loaders
-from learnkit.hypers import HYPERS, OPTIONS, place_of
-from learnkit.measures import AvgLoss, as_metrics, check_column, measures_batches
+from learnkit.frames import Frame, Piece, load_metrics, metric_states, packed_rows, twin, unpacked_rows, value_of
+from learnkit.measures import AvgLoss, as_metrics, check_column
+from learnkit.metric_states import storable
 from learnkit.plots import Plots
+from learnkit.steps import Steps
 from learnkit.timing import format_seconds
 
 __all__ = ['Recorder', 'History', 'recorder_of']
@@ -44,41 +40,18 @@ class _EvalLoss(AvgLoss):
     "The loss of evaluation, told by its class from one that was given as a metric."
 
 
-class _Piece:
-    "A microbatch as metrics see a Learner: its predictions and targets are kept until its batch is through."
-
-    def __init__(self, learn: Any) -> None:
-        self.learn, self.xb, self.yb, self.loss = learn, learn.xb, learn.yb, learn.loss
-        self.pred = to_detach(learn.pred, cpu=False)
-
-    def __getattr__(self, name: str) -> Any: return getattr(self.learn, name)
-
-
-@dataclass
-class _Frame:
-    "What is measured in one run: a validate() inside a fit has metrics and values of its own."
-    own: bool = False                                        # whether sums are its own, apart from those of the fit
-    valid: dict[str, list[Metric]] = field(default_factory=dict)  # loss and metrics of each validation loader
-    values: dict[str, Any] = field(default_factory=dict)     # column: value, of the current epoch
-    logged: dict[str, Mean] = field(default_factory=dict)    # column: what `learn.log` averages
-    started: float = field(default_factory=perf_counter)
-    n_valid: int = 0                                         # batches measured on the current loader
-    measured: dict[str, Any] = field(default_factory=dict)   # column: value, of the latest evaluation
-
-    def collect(self) -> dict[str, Any]:
-        return {**self.values, **{name: mean.value for name, mean in self.logged.items()}}
-
-
 class Recorder(Plots, Callback):
     """Record losses, metrics and hyper-parameters; hand one row an epoch to `learn.logger`.
 
     `learn.history` has a row an epoch, over all fits, and `evaluations` one for each evaluation, also in the middle of
     epochs; `learn.recorder` has the steps of the last fit: `losses`, `lrs`, `hps`, and the plots `plot_loss()` and
-    `plot_sched()`. Nothing is fetched from the device during
-    an epoch: losses travel in groups (see `AvgSmoothLoss`), and metrics are read once, when their loader is through.
-    Checkpointed: everything it has recorded.
+    `plot_sched()`. Nothing is fetched from the device during an epoch: losses travel in groups (see `AvgSmoothLoss`),
+    and metrics are read once, when their loader is through.
+
+    Checkpointed: everything it has recorded, and what is measured in the epoch that is open: the values and means so
+    far, the training metrics (see `Metric`), the seconds that have gone by.
     """
-    remove_on_fetch, order = True, 50
+    remove_on_fetch, order, wall_clock = True, 50, ('seconds',)
 
     def __init__(
         self,
@@ -92,19 +65,18 @@ class Recorder(Plots, Callback):
         self.history, self.n_fits = History(), 0
         self.evaluations: list[dict[str, Any]] = []  # one dict each, over all fits: also those in the middle of epochs
         self._train: list[Metric] = []
-        self._pieces: list[_Piece] = []   # of the batch at hand
-        self._frames = [_Frame()]  # by depth of the run, outermost first
+        self._pieces: list[Piece] = []   # of the batch at hand
+        self._frames = [Frame()]  # by depth of the run, outermost first
         self._logged_names: list[str] = []
         self._unshown: set[str] = set()   # those of them that are not printed
         self.log = L()               # the row of the epoch so far
         self._n_before = 0           # steps before the current epoch
+        self._is_open = False        # the training of an epoch has begun, and the epoch is not over
         self._start_anew()
 
     def _start_anew(self) -> None:
         self.values, self.iters = L(), L()
-        self._steps: list[tuple[Any, ...]] = []     # per step: the values of `_options` in the last param group
-        self._options: tuple[str, ...] = ()
-        self._group: dict[str, Any] = {}            # the param group that they are read from
+        self._steps = Steps()        # of the last param group
         self._hps: dict[str, list[float]] | None = None
         self._losses: list[torch.Tensor] = []
         self.smooth_loss.reset()
@@ -114,12 +86,12 @@ class Recorder(Plots, Callback):
     def before_fit(self) -> None:
         learn, depth = self.learn, max(self.learn._depth, 1)
         del self._frames[depth - 1:]  # of runs that are over
-        self._frames += [_Frame() for _ in range(len(self._frames), depth - 1)]
-        self._frames.append(_Frame(own=depth > 1))
+        self._frames += [Frame() for _ in range(len(self._frames), depth - 1)]
+        self._frames.append(Frame(own=depth > 1))
         if not learn.fitting: return
         self.n_fits += 1
         self._logged_names, self._unshown = [], set()
-        self._train = [_twin(m, learn) for m in self._on('train')]
+        self._train = [twin(m, learn) for m in self._on('train')]
         self._start_anew()
         if learn.metrics: self.before_backward = self._check_once
         if self._train and learn.microbatch:
@@ -141,7 +113,7 @@ class Recorder(Plots, Callback):
         return [*([self.loss] if self.valid_metrics else []), *metrics]
 
     @property
-    def _frame(self) -> _Frame:
+    def _frame(self) -> Frame:
         return self._frames[min(max(self.learn._depth, 1), len(self._frames)) - 1]
 
     def _check_once(self) -> None:
@@ -158,7 +130,7 @@ class Recorder(Plots, Callback):
         "Keep the predictions of a microbatch until its batch is through: it is done again when memory runs out."
         if not self.learn.training or self.learn._repeating: return
         if not self.learn._piece: self._pieces = []
-        self._pieces.append(_Piece(self.learn))
+        self._pieces.append(Piece(self.learn))
 
     def before_epoch(self) -> None:
         frame = self._frame
@@ -167,6 +139,7 @@ class Recorder(Plots, Callback):
         self.log = L(self.learn.epoch)
 
     def before_train(self) -> None:
+        self._is_open = True
         for m in self._train: m.reset()
 
     def before_eval(self) -> None: self._frame.measured = {}
@@ -180,26 +153,11 @@ class Recorder(Plots, Callback):
         if 'loss_grad' not in learn.__dict__: return self._without_loss()
         if learn.training:
             self.smooth_loss.accumulate(learn)
-            if learn.opt is not None: self._record_hypers(learn.opt.last_group)
+            if learn.opt is not None: self._steps.record(learn.opt.last_group)
             for batch in self._pieces if learn.microbatch else (learn,):
                 for m in self._train: m.accumulate(batch)
             self._pieces = []
         elif learn.phase != 'predict': self._measure(self._valid_mets)
-
-    def _record_hypers(self, group: dict[str, Any]) -> None:
-        if group is not self._group: self._choose_options(group)
-        self._steps.append(self._read(group))
-
-    def _choose_options(self, group: dict[str, Any]) -> None:
-        "Read from this param group from now on; options that an earlier one did not have are nan for its steps."
-        options = tuple(o for o in OPTIONS if o in group)
-        if self._steps and options != self._options:
-            at = [self._options.index(o) if o in self._options else None for o in options]
-            self._steps = [tuple(float('nan') if i is None else step[i] for i in at) for step in self._steps]
-        self._group, self._options = group, options
-        read = itemgetter(*options, *options[:1])  # two or more: a tuple is read
-        has_tensor = any(isinstance(group[o], torch.Tensor) for o in options)  # a rate that is filled at every step
-        self._read = partial(_snapshot, read) if has_tensor else read
 
     def _measure(self, metrics: list[Metric]) -> None:
         self._frame.n_valid += 1
@@ -214,13 +172,13 @@ class Recorder(Plots, Callback):
     def after_train(self) -> None:
         values, n = self._frame.values, self.smooth_loss.count - self._n_before
         values['train_loss'] = self.smooth_loss.smooth[-1] if n else None
-        for m in self._train: values[self._train_name(m)] = _value(m, n)
+        for m in self._train: values[self._train_name(m)] = value_of(m, n)
         self.log = L(self.learn.epoch, *values.values())
 
     def after_validate(self) -> None:
         if self.learn.phase == 'predict': return
         frame, dl = self._frame, self.learn.dl_name
-        values = {self._valid_name(m, dl): _value(m, frame.n_valid) for m in self._valid_mets}
+        values = {self._valid_name(m, dl): value_of(m, frame.n_valid) for m in self._valid_mets}
         frame.values.update(values)
         frame.measured.update(values)
         frame.n_valid = 0
@@ -256,6 +214,7 @@ class Recorder(Plots, Callback):
         frame, learn = self._frame, self.learn
         values, seconds = frame.collect(), perf_counter() - frame.started
         frame.values, frame.logged = {}, {}
+        if learn.fitting: self._is_open = False
         if not learn.fitting:
             if learn.phase == 'predict': return  # nothing was measured
             names = [n for name, _ in evaluation_loaders(learn.dls) for n in self._valid_names(name)]
@@ -274,7 +233,8 @@ class Recorder(Plots, Callback):
 
     def cleanup(self) -> None:
         "Forget what an interrupted run left."
-        self._frames, self._group, self._pieces = self._frames[:1], {}, []  # a param group holds parameters
+        self._frames, self._pieces, self._is_open = self._frames[:1], [], False
+        self._steps.let_go()
         for name in ('before_backward', 'after_loss'):
             if name in self.__dict__: delattr(self, name)
 
@@ -307,7 +267,7 @@ class Recorder(Plots, Callback):
         frame, name = self._frame, self.learn.dl_name
         if name not in frame.valid:
             metrics = self._evaluated(name)
-            frame.valid[name] = [_twin(m, self.learn) for m in metrics] if frame.own else metrics
+            frame.valid[name] = [twin(m, self.learn) for m in metrics] if frame.own else metrics
         return frame.valid[name]
 
     # -- per step ------------------------------------------------------------------------------------------------------
@@ -323,65 +283,54 @@ class Recorder(Plots, Callback):
     @property
     def lrs(self) -> list[float]:
         "The learning rate of every step of this fit (of the last param group)."
-        return self._column('lr') if 'lr' in self._options else []
+        return self._steps.column('lr')
 
     @property
     def hps(self) -> dict[str, list[float]]:
         "Every hyper-parameter of every step of this fit, by fastai's names (of the last param group)."
-        if self._hps is not None: return self._hps
-        return {name: self._column(name) for name in HYPERS if place_of(name, dict.fromkeys(self._options)) is not None}
+        return self._steps.columns() if self._hps is None else self._hps
 
     @hps.setter
     def hps(self, hps: dict[str, list[float]]) -> None: self._hps = hps
 
-    def _column(self, name: str) -> list[float]:
-        where = place_of(name, dict.fromkeys(self._options))
-        if isinstance(where, tuple):
-            i = self._options.index(where[0])
-            return [float(v[i][where[1]]) if isinstance(v[i], tuple) else float('nan') for v in self._steps]
-        i = self._options.index(str(where))
-        return [v[i] if isinstance(v[i], tuple) else float(v[i]) for v in self._steps]
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        "Return everything recorded."
-        return {'history': [dict(row) for row in self.history], 'n_fits': self.n_fits,
-                'evaluations': [dict(row) for row in self.evaluations],
+        "Return everything recorded, and what is measured in the epoch that is open."
+        frame, learn = self._frames[0], self.learn
+        final = None if learn is None else vars(learn).get('final_record')
+        return {'history': [storable(row) for row in self.history], 'n_fits': self.n_fits,
+                'evaluations': [storable(row) for row in self.evaluations],
                 'smooth_loss': self.smooth_loss.state_dict(),
-                'values': [list(v) for v in self.values], 'iters': list(self.iters),
+                'values': packed_rows(self.values), 'iters': list(self.iters),
                 'logged_names': list(self._logged_names), 'unshown': sorted(self._unshown),
-                'options': list(self._options), 'steps': [list(v) for v in self._steps]}
+                'steps': self._steps.state_dict(), 'final_record': None if final is None else storable(list(final)),
+                'open': {**frame.state_dict(), 'n_before': self._n_before if self._is_open else 0,
+                         'metrics': metric_states(self._train) if self._is_open else None},
+                'seconds': perf_counter() - frame.started if self._is_open else 0.}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Go on recording after what was recorded."
-        self.history, self.n_fits = History(sd['history']), sd['n_fits']
+        "Go on recording after what was recorded; inside a fit, in the middle of its epoch too."
+        self.history, self.n_fits = History(map(dict, sd['history'])), sd['n_fits']
         self.evaluations = [dict(row) for row in sd['evaluations']]
-        self.values, self.iters, self._logged_names = L(map(L, sd['values'])), L(sd['iters']), list(sd['logged_names'])
-        self._unshown = set(sd['unshown'])
-        self._options, self._steps, self._losses = tuple(sd['options']), [tuple(v) for v in sd['steps']], []
+        self.values, self.iters = L(map(L, unpacked_rows(sd['values']))), L(list(sd['iters']))
+        self._logged_names, self._unshown = list(sd['logged_names']), set(sd['unshown'])
+        self._steps.load_state_dict(sd['steps'])
         self.smooth_loss.load_state_dict(sd['smooth_loss'])
+        self._losses = []
+        self._frames[0].load_state_dict(sd['open'])  # outside of a fit it is that of the last one
+        if self.learn is None: return
+        if (final := sd['final_record']) is not None: self.learn.final_record = L(list(final))
+        if getattr(self.learn, 'fitting', False): self._reopen(sd['open'], sd['seconds'])
+
+    def _reopen(self, sd: dict[str, Any], seconds: float) -> None:
+        "Go on measuring in the epoch that was open."
+        frame = self._frames[0]
+        frame.started, self._n_before = perf_counter() - seconds, sd['n_before']
+        self.log = L(self.learn.epoch, *frame.values.values())
+        if sd['metrics'] is not None: load_metrics(self._train, sd['metrics'])
 
 
 def recorder_of(learn: Any) -> Recorder | None:
     "Return the Recorder of a Learner, None where it has none."
     return next((cb for cb in learn.cbs if isinstance(cb, Recorder)), None)
-
-
-def _snapshot(read: Callable[[dict[str, Any]], tuple[Any, ...]], group: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(v.clone() if isinstance(v, torch.Tensor) else v for v in read(group))
-
-
-def _twin(m: Metric, learn: Any) -> Metric:
-    "Return a metric like `m` whose sums are its own; what it computes with is shared."
-    shared = (learn, learn.model, getattr(m, 'func', None))
-    return deepcopy(m, {id(o): o for o in shared})
-
-
-def _value(m: Metric, n: int) -> Any:
-    "Read a metric on the host; None when it was to measure batches and there was none."
-    return _number(m.value) if n or not measures_batches(m) else None
-
-
-def _number(value: Any) -> Any:
-    "Bring a metric's value to the host as a plain number where it is one."
-    if isinstance(value, torch.Tensor) and value.numel() == 1: return value.item()
-    return value.item() if getattr(value, 'size', None) == 1 and hasattr(value, 'item') else value

@@ -12,8 +12,9 @@ from torch import Tensor
 from learnkit.callback import Callback
 from learnkit.errors import OptionError
 from learnkit.hypers import OPTIONS, Hypers
-from learnkit.loop import SkipToEpoch, epoch_length
+from learnkit.loop import epoch_length
 from learnkit.monitored import as_number, epoch_row, find_column
+from learnkit.traineval import SkipToEpoch
 
 __all__ = ['LRScheduler']
 
@@ -58,7 +59,8 @@ class LRScheduler(Callback):
         self._factory = None if is_ready else scheduler
         self._view: Any = None                      # the param groups as the scheduler sees them
         self._loaded: dict[str, Any] | None = None  # a state that waits for the scheduler of the next fit
-        self._n_steps, self._first_epoch, self._wants_value = 0, 0, False  # steps of the optimizer at the last look
+        self._n_steps: int | None = 0               # steps of the optimizer at the last look; None: before the next
+        self._first_epoch, self._wants_value = 0, False
         self._has_begun = False                     # there is a scheduler for the running fit
 
     def before_fit(self) -> None:
@@ -122,7 +124,9 @@ class LRScheduler(Callback):
         self._catch_up()
         self._n_steps = self.learn.opt.n_steps
 
-    def before_batch(self) -> None: self._catch_up()
+    def before_batch(self) -> None:
+        self._catch_up()
+        if self._n_steps is None: self._n_steps = self.learn.opt.n_steps
 
     def after_batch(self) -> None:
         self._catch_up()
@@ -133,7 +137,7 @@ class LRScheduler(Callback):
 
     def _advance_if_stepped(self) -> None:
         before, self._n_steps = self._n_steps, self.learn.opt.n_steps
-        if self._n_steps != before: self._advance()
+        if before is not None and self._n_steps != before: self._advance()
 
     def after_epoch(self) -> None:
         self._catch_up()
@@ -160,6 +164,7 @@ class LRScheduler(Callback):
     def state_dict(self) -> dict[str, Any] | None:
         "Return the scheduler's state, and what it keeps in the param groups."
         if self._loaded is not None or self._view is None: return self._loaded
+        if self._has_begun: self._view.read()  # others may have set rates since
         groups = [{k: v for k, v in g.items() if k != 'params'} for g in self._view.param_groups]
         return {'scheduler': _plain(self.scheduler.state_dict()), 'groups': _plain(groups)}
 
@@ -169,7 +174,7 @@ class LRScheduler(Callback):
         if sd is not None and self._view is not None and getattr(self.learn, 'fitting', False): self._load(sd)
 
     def _load(self, sd: dict[str, Any]) -> None:
-        self._loaded = None
+        self._loaded, self._n_steps = None, None  # the optimizer's count may be put back after this
         self.scheduler.load_state_dict(_plain(sd['scheduler']))  # a copy: some of them take it apart
         for group, values in zip(self._view.param_groups, sd['groups'], strict=True): group.update(_plain(values))
         self._view.write()

@@ -142,7 +142,7 @@ def test_the_digest_sees_a_change_of_everything() -> None:
                lambda: learn.model.body[3].train(), lambda: learn.opt.set_hyper('mom', 0.5),
                lambda: ema.twin.bias.data.add_(1), lambda: setattr(learn, 'train_iter', 99),
                lambda: setattr(learn.model, 'calls', 0),
-               lambda: learn.model.head.weight.requires_grad_(False), lambda: learn.recorder._steps.pop()]
+               lambda: learn.model.head.weight.requires_grad_(False), lambda: learn.recorder._steps._rows.pop()]
     seen = [digest(learn)]
     for change in changes:
         change()

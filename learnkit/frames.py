@@ -1,0 +1,128 @@
+"""What the Recorder has measured in an epoch that is still open: in a run, a microbatch, a training metric."""
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from learnkit.averages import Mean, Metric
+from learnkit.batch import to_detach
+from learnkit.errors import MetricError
+from learnkit.hints import warn_user
+from learnkit.measures import measures_batches
+from learnkit.metric_states import storable
+
+__all__ = ['Frame', 'Piece', 'twin', 'value_of', 'metric_states', 'load_metrics', 'packed_rows', 'unpacked_rows']
+
+
+class Piece:
+    "A microbatch as metrics see a Learner: its predictions and targets are kept until its batch is through."
+
+    def __init__(self, learn: Any) -> None:
+        self.learn, self.xb, self.yb, self.loss = learn, learn.xb, learn.yb, learn.loss
+        self.pred = to_detach(learn.pred, cpu=False)
+
+    def __getattr__(self, name: str) -> Any: return getattr(self.learn, name)
+
+
+@dataclass
+class Frame:
+    "What is measured in one run: a validate() inside a fit has metrics and values of its own."
+    own: bool = False                                        # whether sums are its own, apart from those of the fit
+    valid: dict[str, list[Metric]] = field(default_factory=dict)  # loss and metrics of each validation loader
+    values: dict[str, Any] = field(default_factory=dict)     # column: value, of the current epoch
+    logged: dict[str, Mean] = field(default_factory=dict)    # column: what `learn.log` averages
+    started: float = field(default_factory=perf_counter)
+    n_valid: int = 0                                         # batches measured on the current loader
+    measured: dict[str, Any] = field(default_factory=dict)   # column: value, of the latest evaluation
+
+    def collect(self) -> dict[str, Any]:
+        return {**self.values, **{name: mean.value for name, mean in self.logged.items()}}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {'values': storable(self.values), 'measured': storable(self.measured),
+                'logged': {name: mean.state_dict() for name, mean in self.logged.items()}}
+
+    def load_state_dict(self, sd: Mapping[str, Any]) -> None:
+        self.values, self.measured, self.logged = dict(sd['values']), dict(sd['measured']), {}
+        for name, state in sd['logged'].items():
+            mean = self.logged[name] = Mean()
+            mean.load_state_dict(state)
+
+
+def twin(m: Metric, learn: Any) -> Metric:
+    "Return a metric like `m` whose sums are its own; what it computes with is shared."
+    shared = (learn, learn.model, getattr(m, 'func', None))
+    return deepcopy(m, {id(o): o for o in shared})
+
+
+def value_of(m: Metric, n: int) -> Any:
+    "Read a metric on the host; None when it was to measure batches and there was none."
+    return _number(m.value) if n or not measures_batches(m) else None
+
+
+def _number(value: Any) -> Any:
+    "Bring a metric's value to the host as a plain number where it is one."
+    if isinstance(value, torch.Tensor) and value.numel() == 1: return value.item()
+    return value.item() if getattr(value, 'size', None) == 1 and hasattr(value, 'item') else value
+
+
+# -- for checkpoints ---------------------------------------------------------------------------------------------------
+
+def metric_states(
+    metrics: Iterable[Metric],  # of the training batches
+) -> list[dict[str, Any]]:
+    "Return what each metric has accumulated; of one that cannot be saved, why."
+    return [{'name': m.name, 'kind': type(m).__name__, **_state(m)} for m in metrics]
+
+
+def _state(m: Metric) -> dict[str, Any]:
+    if not measures_batches(m): return {'state': {}}
+    try: return {'state': m.state_dict()}
+    except MetricError as e: return {'why': str(e)}
+
+
+def load_metrics(
+    metrics: Iterable[Metric],      # of the training batches, after their reset
+    states: list[dict[str, Any]],   # from `metric_states`
+) -> None:
+    "Let each metric go on from its state, by name; those that cannot are named in a warning."
+    left, anew = list(states), []
+    for m in metrics:
+        found = next((s for s in left if s['name'] == m.name), None)
+        if found is not None: left.remove(found)
+        if why := _load(m, found): anew.append(f'`{m.name}` ({why})')
+    if anew:
+        warn_user(f'{", ".join(anew)}: {"their" if len(anew) > 1 else "its"} training value of this epoch counts the '
+                  'batches after the resume only.')
+
+
+def _load(m: Metric, saved: dict[str, Any] | None) -> str:
+    "Let a metric go on, or say why it cannot."
+    if not measures_batches(m): return ''
+    if saved is None: return 'the checkpoint has no metric of this name'
+    if 'why' in saved: return f'it was not saved: {saved["why"]}'
+    if saved['kind'] != type(m).__name__: return f'it was a {saved["kind"]}'
+    try: m.load_state_dict(saved['state'])
+    except MetricError as e:
+        m.reset()
+        return str(e)
+    return ''
+
+
+def packed_rows(rows: Iterable[Iterable[Any]]) -> Any:
+    "Return rows of numbers as one float64 tensor, others as lists."
+    lists = [list(row) for row in rows]
+    if len({len(row) for row in lists}) == 1 and all(type(v) is float for row in lists for v in row):
+        return torch.from_numpy(np.array(lists))
+    return [[storable(v) for v in row] for row in lists]
+
+
+def unpacked_rows(rows: Any) -> list[list[Any]]:
+    "Undo `packed_rows`."
+    return rows.tolist() if isinstance(rows, torch.Tensor) else [list(row) for row in rows]
