@@ -79,6 +79,7 @@ class Trace(list[Change]):
 class Instruments(Runs):
     "The part of the Learner that shows what happens inside."
     timings: Timings
+    _replayed: Any = None   # the callback that keeps a batch for `replay`
     _stop_timing: Callable[[], bool]
 
     def explain(
@@ -139,6 +140,33 @@ class Instruments(Runs):
         for name in dict.fromkeys(c.callback for c in trace.by_observers):
             what = ', '.join(dict.fromkeys(c.what for c in trace.by_observers if c.callback == name))
             warn(f'{name} says that it is an observer, and changed {what}.', stacklevel=3)
+
+    def replay(
+        self,
+        detect_anomaly: bool = False,   # let autograd name the operation whose gradient is NaN, and where it was called
+    ) -> Tensor | None:  # the loss, when the batch goes through
+        """Repeat the batch in which the last run failed, or the last training batch; `Replay()` has to be a callback.
+
+        It is the same batch with the same random numbers and modes, in microbatches and precision as before, all its
+        events fire, and what was raised is raised again, at the same place: set a breakpoint, run `%debug`, change the
+        model or a callback, and try again. Whether it raises or not, everything is put back: weights, buffers,
+        optimizer, counters, history, callbacks, random numbers. Weights are those that the Learner has now.
+
+        The callbacks of the run take part, also those that were given to `fit`, but for those that only track, save or
+        stop (`remove_on_find`), unless one of them raised. Their `before_fit` and `before_epoch` fire first, and their
+        `cleanup` in the end. Switch one off with `run = False`.
+
+        Raises `FitError` when there is no batch to repeat.
+
+        >>> from learnkit import Replay
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner()
+        >>> with learn.no_bar(), learn.no_logging(): learn.fit(1, cbs=Replay())
+        >>> with learn.no_logging(): learn.replay().shape
+        torch.Size([])
+        """
+        from learnkit.callbacks.replay import replay
+        return replay(self, detect_anomaly)
 
     @contextmanager
     def _instrumented(self, make: Callable[[HandlerTable], HandlerTable]) -> Iterator[None]:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from fastcore.basics import noop
 from torch import Tensor, nn
 
 from learnkit import Callback, DataLoaders, Learner
-from learnkit.callbacks.nonfinite import NonFiniteGuard, TerminateOnNaNCallback
+from learnkit.callbacks.nonfinite import GuardNonFinite, TerminateOnNaNCallback
 from learnkit.errors import LossError, OptionError
 from learnkit.testing import synth_learner
 
@@ -42,9 +43,9 @@ class Snapshots(Callback):
 
 
 @pytest.mark.parametrize('value', BAD)
-@pytest.mark.parametrize('cls', [TerminateOnNaNCallback, NonFiniteGuard])
-def test_stop_ends_the_fit_before_the_step(cls: Any, value: float) -> None:
-    learn = learner(3, value, [cls(), Snapshots()])
+@pytest.mark.parametrize('make', [TerminateOnNaNCallback, partial(GuardNonFinite, 'stop')])
+def test_stop_ends_the_fit_before_the_step(make: Any, value: float) -> None:
+    learn = learner(3, value, [make(), Snapshots()])
     learn.fit(2)
     assert learn.opt.n_steps == 3 == len(learn.recorder.losses) and not learn.history
     assert all(map(torch.equal, weights(learn), learn.snapshots.kept[-1]))
@@ -60,10 +61,10 @@ def test_a_rate_that_is_too_high_ends_early_and_records_no_nan() -> None:
 
 
 def test_skip_is_training_without_that_batch() -> None:
-    learn = learner(3, cbs=NonFiniteGuard('skip'))
-    with pytest.warns(UserWarning, match=r'loss is nan at batch 3 of epoch 0. Not finite: input 0, the predictions'):
-        learn.fit(2)
-    assert learn.non_finite_guard.n_skipped == 2 and learn.opt.n_steps == 14 == len(learn.recorder.losses)
+    learn = learner(3, cbs=GuardNonFinite('skip'))
+    match = r'loss is nan at batch 3 of epoch 0. Not finite: input 0 in sample 14 of the data'
+    with pytest.warns(UserWarning, match=match): learn.fit(2)
+    assert learn.guard_non_finite.n_skipped == 2 and learn.opt.n_steps == 14 == len(learn.recorder.losses)
 
     clean = learner(None)
     batches = [b for i, b in enumerate(clean.dls.train) if i != 3]
@@ -74,12 +75,12 @@ def test_skip_is_training_without_that_batch() -> None:
 
 
 def test_raise_names_the_batch_and_what_is_not_finite() -> None:
-    learn = learner(2, math.inf, NonFiniteGuard('raise'))
-    with pytest.raises(LossError, match=r'batch 2 of epoch 0. Not finite: input 0, the predictions.'): learn.fit(1)
+    learn = learner(2, math.inf, GuardNonFinite('raise'))
+    with pytest.raises(LossError, match=r'batch 2 of epoch 0. Not finite: input 0 in sample 10 of'): learn.fit(1)
     assert learn.opt.n_steps == 2
-    learn = learner(None, cbs=NonFiniteGuard('raise'))
+    learn = learner(None, cbs=GuardNonFinite('raise'))
     learn.model.bias.data.fill_(math.nan)
-    with pytest.raises(LossError, match='parameter bias, the predictions'): learn.fit(1)
+    with pytest.raises(LossError, match=r'Not finite: parameter bias\.'): learn.fit(1)
 
 
 class BadGradient(torch.autograd.Function):
@@ -96,7 +97,7 @@ def spoil(cb: Any) -> None:
 
 @pytest.mark.parametrize('policy', ['stop', 'skip', 'raise'])
 def test_gradients_are_looked_at_when_asked(policy: str) -> None:
-    learn = learner(None, cbs=[NonFiniteGuard(policy, grads=True), Callback(after_loss=spoil), Snapshots()])
+    learn = learner(None, cbs=[GuardNonFinite(policy, grads=True), Callback(after_loss=spoil), Snapshots()])
     match = 'gradient of weight, bias is not finite at batch 4 of epoch 0'
     if policy == 'stop': learn.fit(1)
     elif policy == 'raise':
@@ -109,31 +110,31 @@ def test_gradients_are_looked_at_when_asked(policy: str) -> None:
 
 
 def test_large_gradients_are_finite() -> None:
-    learn = synth_learner(lr=0., cbs=NonFiniteGuard('raise', grads=True))
+    learn = synth_learner(lr=0., cbs=GuardNonFinite('raise', grads=True))
     learn.logger = noop
     learn.add_cb(Callback(before_backward=lambda cb: setattr(cb.learn, 'loss_grad', cb.learn.loss_grad * 1e36)))
     learn.fit(1)
 
 
 def test_every_so_many_batches_it_is_found_late_and_told_when_it_was() -> None:
-    learn = learner(2, cbs=NonFiniteGuard('raise', every=4))
+    learn = learner(2, cbs=GuardNonFinite('raise', every=4))
     with pytest.raises(LossError, match=r'not finite at batch 2 of epoch 0 \(seen at batch 3\)'): learn.fit(1)
-    learn = learner(7, cbs=NonFiniteGuard('raise', every=5))
+    learn = learner(7, cbs=GuardNonFinite('raise', every=5))
     with pytest.raises(LossError, match='not finite at batch 7'): learn.fit(1)
-    assert learn.non_finite_guard._unseen == []
+    assert learn.guard_non_finite._unseen == []
 
 
 def test_microbatches_are_skipped_as_one_batch() -> None:
-    learn = learner(3, cbs=NonFiniteGuard('skip'), microbatch=3)
+    learn = learner(3, cbs=GuardNonFinite('skip'), microbatch=3)
     with pytest.warns(UserWarning, match='batch 3'): learn.fit(1)
-    plain = learner(3, cbs=NonFiniteGuard('skip'))
+    plain = learner(3, cbs=GuardNonFinite('skip'))
     with pytest.warns(UserWarning, match='batch 3'): plain.fit(1)
     assert learn.opt.n_steps == 7
     for a, b in zip(weights(learn), weights(plain), strict=True): torch.testing.assert_close(a, b)
 
 
 def test_finite_training_is_not_changed_and_evaluation_not_looked_at() -> None:
-    learn, plain = learner(None, cbs=NonFiniteGuard('raise', grads=True)), learner(None)
+    learn, plain = learner(None, cbs=GuardNonFinite('raise', grads=True)), learner(None)
     for it in (learn, plain): it.fit(2)
     assert all(map(torch.equal, weights(learn), weights(plain)))
     learn.validate(dl=[(torch.full((1, 2), math.nan), torch.zeros(1, 1))])
@@ -143,4 +144,4 @@ def test_finite_training_is_not_changed_and_evaluation_not_looked_at() -> None:
     ({'policy': 'stopp'}, 'Did you mean `stop`'), ({'every': 0}, 'every=0'),
     ({'policy': 'skip', 'every': 2}, 'every=2')])
 def test_options_that_cannot_work(options: Any, match: str) -> None:
-    with pytest.raises(OptionError, match=match): NonFiniteGuard(**options)
+    with pytest.raises(OptionError, match=match): GuardNonFinite(**options)

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from learnkit import Callback, Learner
 from learnkit.callbacks.accumulation import GradientAccumulation
-from learnkit.callbacks.nonfinite import NonFiniteGuard
+from learnkit.callbacks.nonfinite import GuardNonFinite
 from learnkit.callbacks.sam import SAM
 from learnkit.errors import LossError
 
@@ -39,7 +39,7 @@ def spoil_gradient(cb: Any) -> None:
 @pytest.mark.parametrize('microbatch', [None, 3])
 def test_nothing_of_sams_second_pass_reaches_the_weights(event: str, microbatch: int | None) -> None:
     spoil = spoil_loss if event == 'after_loss' else spoil_gradient
-    guard = NonFiniteGuard('skip', grads=event == 'after_backward')
+    guard = GuardNonFinite('skip', grads=event == 'after_backward')
     learn = learner(SAM(), guard, Callback(**{event: spoil}), microbatch=microbatch)
     with pytest.warns(UserWarning, match='at batch 3'): learn.fit(1)
     assert guard.n_skipped == 1 and learn.opt.n_steps == 7 and learn.model.weight.isfinite().all()
@@ -49,7 +49,7 @@ def test_nothing_of_sams_second_pass_reaches_the_weights(event: str, microbatch:
 def test_a_line_search_may_probe() -> None:
     def spoil(cb: Any) -> None:
         if cb._repeating and cb.iter == 3: cb.learn.loss_grad = cb.learn.loss_grad * math.inf
-    guard = NonFiniteGuard('raise', grads=True)
+    guard = GuardNonFinite('raise', grads=True)
     gen = torch.Generator().manual_seed(1)
     learn = Learner([(torch.randn(4, 3, generator=gen), torch.randn(4, 2, generator=gen)) for _ in range(4)],
                     nn.Linear(3, 2), F.mse_loss, opt_func=torch.optim.LBFGS, lr=0.1,
@@ -59,7 +59,7 @@ def test_a_line_search_may_probe() -> None:
 
 
 def test_a_gradient_that_overflows_in_fp16_is_the_scalers() -> None:
-    guard = NonFiniteGuard('skip', grads=True)
+    guard = GuardNonFinite('skip', grads=True)
     learn = learner(guard).to_fp16(init_scale=2.**120)
     learn.fit(4)
     scaler = learn.mixed_precision
@@ -68,7 +68,7 @@ def test_a_gradient_that_overflows_in_fp16_is_the_scalers() -> None:
 
 def test_gradients_are_looked_at_once_a_step() -> None:
     looks: list[int] = []
-    class Counting(NonFiniteGuard):
+    class Counting(GuardNonFinite):
         def before_step(self) -> None: looks.append(self.learn.iter); super().before_step()
     learner(GradientAccumulation(16), Counting(grads=True)).fit(1)
     assert looks == [3, 7]
@@ -82,7 +82,7 @@ def late_loss(bad: int) -> Callback:
 
 @pytest.mark.parametrize('microbatch', [None, 2])
 def test_every_counts_batches(microbatch: int | None) -> None:
-    learn = learner(NonFiniteGuard('raise', every=3), late_loss(1), microbatch=microbatch)
+    learn = learner(GuardNonFinite('raise', every=3), late_loss(1), microbatch=microbatch)
     with pytest.raises(LossError, match=r'at batch 1 of epoch 0 \(seen at batch 2\)'): learn.fit(1)
 
 
@@ -100,25 +100,40 @@ class OneLate:
         return arrived
 
 
-class OnDevice(NonFiniteGuard):
+class OnDevice(GuardNonFinite):
     "The guard, as if losses were on a device."
 
     def _start(self) -> None: super()._start(); self._arriving = OneLate()  # type: ignore[assignment]
-    def _is_late(self, loss: Tensor) -> bool: return super()._is_late(loss.to('meta'))
+    def _is_late(self, device: str) -> bool: return super()._is_late('cuda')
 
 
 @pytest.mark.parametrize(('bad', 'seen'), [(1, 2), (7, 7)])
 @pytest.mark.parametrize('microbatch', [None, 2])
 def test_on_a_device_a_loss_is_seen_one_batch_late(bad: int, seen: int, microbatch: int | None) -> None:
-    learn = learner(OnDevice('raise'), late_loss(bad), microbatch=microbatch)
+    learn = learner(OnDevice('raise', grads=False), late_loss(bad), microbatch=microbatch)
     with pytest.raises(LossError, match=rf'at batch {bad} of epoch 0 \(seen at batch {seen}\)'): learn.fit(1)
 
 
-@pytest.mark.parametrize('options', [{'policy': 'skip'}, {'every': 1}])
-def test_on_a_device_skip_and_every_one_look_before_the_step(options: Any) -> None:
-    guard = OnDevice(**options)
-    learn = learner(guard, late_loss(1))
-    if guard.policy == 'skip':
+@pytest.mark.parametrize('grads', [False, True])
+@pytest.mark.parametrize(('policy', 'every'), [('skip', None), ('stop', 1)])
+def test_on_a_device_skip_and_every_one_look_before_the_step(policy: str, every: int | None, grads: bool) -> None:
+    learn = learner(OnDevice(policy, grads, every), late_loss(1))
+    if policy == 'skip':
         with pytest.warns(UserWarning, match='at batch 1'): learn.fit(1)
     else: learn.fit(1)
-    assert learn.opt.n_steps == (7 if guard.policy == 'skip' else 1) and learn.model.weight.isfinite().all()
+    assert learn.opt.n_steps == (7 if policy == 'skip' else 1) and learn.model.weight.isfinite().all()
+
+
+@pytest.mark.parametrize('microbatch', [None, 2])
+@pytest.mark.parametrize('n_acc', [4, 12])
+def test_on_a_device_losses_are_looked_at_with_the_gradients(microbatch: int | None, n_acc: int) -> None:
+    learn = learner(OnDevice(), GradientAccumulation(n_acc), late_loss(4), microbatch=microbatch)
+    told = 'The loss function gave' if n_acc == 4 else r'\(seen at batch 5'
+    with pytest.raises(LossError, match=rf'at batch 4 of epoch 0\.? {told}'): learn.fit(1)
+    assert learn.opt.n_steps == (4 if n_acc == 4 else 1) and learn.model.weight.isfinite().all()
+
+
+def test_on_a_device_a_step_that_the_scaler_skipped_is_looked_at_too() -> None:
+    learn = learner(OnDevice(), late_loss(1)).to_fp16(init_scale=16.)
+    with pytest.raises(LossError, match='at batch 1 of epoch 0'): learn.fit(1)
+    assert learn.iter == 1
