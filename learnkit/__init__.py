@@ -23,8 +23,11 @@ from learnkit.errors import (
     CancelStepException,
     CancelTrainException,
     CancelValidException,
+    CheckpointError,
+    DamagedError,
     EmptyLoaderError,
     FitError,
+    FolderInUseError,
     LearnkitError,
     LoaderError,
     LossError,
@@ -44,13 +47,13 @@ from learnkit.events import EVENTS, LIFECYCLE, event
 from learnkit.hypers import params
 from learnkit.later import later
 from learnkit.learner import Learner, defaults, replacing_yield
-from learnkit.loop import TrainEvalCallback
 from learnkit.optim import OptimWrapper, trainable_params
 from learnkit.optimizers import SGD, Adam
 from learnkit.predict import GatherPredsCallback
 from learnkit.progress import ProgressCallback
 from learnkit.recorder import History, Recorder
 from learnkit.timing import Time, Timestamp
+from learnkit.traineval import TrainEvalCallback
 
 if TYPE_CHECKING:  # at run time they are imported when they are first used
     from learnkit.callbacks import (
@@ -61,6 +64,7 @@ if TYPE_CHECKING:  # at run time they are imported when they are first used
         BnFreeze,
         CastToTensor,
         ChannelsLast,
+        Checkpoint,
         CollectDataCallback,
         CutMix,
         EarlyStoppingCallback,
@@ -68,6 +72,7 @@ if TYPE_CHECKING:  # at run time they are imported when they are first used
         FixedStopper,
         GradientAccumulation,
         GradientClip,
+        GuardNonFinite,
         HookCallback,
         LRFinder,
         LRMonitor,
@@ -77,11 +82,11 @@ if TYPE_CHECKING:  # at run time they are imported when they are first used
         MixedPrecision,
         MixUp,
         ModelResetter,
-        NonFiniteGuard,
         OptimizerMonitor,
         ParamScheduler,
         PeriodicData,
         ReduceLROnPlateau,
+        Replay,
         RNNCallback,
         RNNRegularizer,
         RuntimeEstimator,
@@ -113,13 +118,12 @@ if TYPE_CHECKING:  # at run time they are imported when they are first used
 else:
     __getattr__ = later(__name__, {
         'learnkit.callbacks':
-            'EMA SAM ActivationStats BestMetric BnFreeze CastToTensor ChannelsLast CollectDataCallback CutMix '
-            'EarlyStoppingCallback FetchPredsCallback FixedStopper GradientAccumulation GradientClip '
-            'HookCallback LRFinder LRMonitor LRScheduler MCDropoutCallback MemoryMonitor MixedPrecision MixUp '
-            'ModelResetter NonFiniteGuard OptimizerMonitor ParamScheduler PeriodicData ReduceLROnPlateau '
-            'RNNCallback RNNRegularizer RuntimeEstimator SaveModelCallback ShortEpochCallback SkipToEpoch '
-            'SpeedMonitor SystemMonitor TerminateOnNaNCallback ThresholdStopper TrackerCallback '
-            'before_batch_cb',
+            'EMA SAM ActivationStats BestMetric BnFreeze CastToTensor ChannelsLast Checkpoint CollectDataCallback '
+            'CutMix EarlyStoppingCallback FetchPredsCallback FixedStopper GradientAccumulation GradientClip '
+            'GuardNonFinite HookCallback LRFinder LRMonitor LRScheduler MCDropoutCallback MemoryMonitor MixedPrecision '
+            'MixUp ModelResetter OptimizerMonitor ParamScheduler PeriodicData ReduceLROnPlateau Replay RNNCallback '
+            'RNNRegularizer RuntimeEstimator SaveModelCallback ShortEpochCallback SkipToEpoch SpeedMonitor '
+            'SystemMonitor TerminateOnNaNCallback ThresholdStopper TrackerCallback before_batch_cb',
         'learnkit.exchange': 'load_learner',
         'learnkit.interop': 'from_composer from_ksuit',
         'learnkit.loggers':
@@ -135,18 +139,19 @@ __all__ = [
     'ActivationStats', 'Adam', 'AvgLoss', 'AvgMetric', 'AvgSmoothLoss', 'BatchError', 'BestMetric', 'BnFreeze',
     'CSVLogger', 'Callback', 'CallbackError', 'CancelBackwardException', 'CancelBatchException', 'CancelEpochException',
     'CancelError', 'CancelException', 'CancelFitException', 'CancelStepException', 'CancelTrainException',
-    'CancelValidException', 'CastToTensor', 'ChannelsLast', 'CollectDataCallback', 'ConsoleLogger', 'CutMix',
-    'DataLoaders', 'EMA', 'EVENTS', 'EarlyStoppingCallback', 'EmptyLoaderError', 'Evaluator', 'FetchPredsCallback',
-    'FitError', 'FixedStopper', 'GatherPredsCallback', 'GradientAccumulation', 'GradientClip', 'History',
-    'HookCallback', 'JSONLinesLogger', 'LIFECYCLE', 'LRFinder', 'LRMonitor', 'LRScheduler', 'Learner', 'LearnkitError',
-    'LoaderError', 'Logger', 'LossError', 'MCDropoutCallback', 'MemoryMonitor', 'Metric', 'MetricError',
-    'MetricProperties', 'MissingExtraError', 'MixUp', 'MixedPrecision', 'MlflowLogger', 'ModelError', 'ModelResetter',
-    'NonFiniteGuard', 'OptimWrapper', 'OptimizerError', 'OptimizerMonitor', 'OptionError', 'OrderError',
-    'ParamScheduler', 'Periodic', 'PeriodicData', 'ProgressCallback', 'RNNCallback', 'RNNRegularizer', 'Recorder',
-    'ReduceLROnPlateau', 'RuntimeEstimator', 'SAM', 'SGD', 'SaveModelCallback', 'ScheduleError', 'ShortEpochCallback',
-    'SkipToEpoch', 'SpeedMonitor', 'SystemMonitor', 'TensorBoardLogger', 'TensorLoader', 'TerminateOnNaNCallback',
-    'ThresholdStopper', 'Time', 'TimeError', 'Timestamp', 'TrackerCallback', 'TrainEvalCallback', 'UnknownEventError',
-    'ValueMetric', 'WandbLogger', 'WeightsError', 'accuracy', 'before_batch_cb', 'default_device', 'defaults',
-    'detuplify', 'error_rate', 'event', 'find_bs', 'from_composer', 'from_ksuit', 'load_learner', 'log_images',
-    'log_text', 'mae', 'mse', 'params', 'replacing_yield', 'rmse', 'to_detach', 'to_device', 'trainable_params',
+    'CancelValidException', 'CastToTensor', 'ChannelsLast', 'Checkpoint', 'CheckpointError', 'CollectDataCallback',
+    'ConsoleLogger', 'CutMix', 'DamagedError', 'DataLoaders', 'EMA', 'EVENTS', 'EarlyStoppingCallback',
+    'EmptyLoaderError', 'Evaluator', 'FetchPredsCallback', 'FitError', 'FixedStopper', 'FolderInUseError',
+    'GatherPredsCallback', 'GradientAccumulation', 'GradientClip', 'GuardNonFinite', 'History', 'HookCallback',
+    'JSONLinesLogger', 'LIFECYCLE', 'LRFinder', 'LRMonitor', 'LRScheduler', 'Learner', 'LearnkitError', 'LoaderError',
+    'Logger', 'LossError', 'MCDropoutCallback', 'MemoryMonitor', 'Metric', 'MetricError', 'MetricProperties',
+    'MissingExtraError', 'MixUp', 'MixedPrecision', 'MlflowLogger', 'ModelError', 'ModelResetter', 'OptimWrapper',
+    'OptimizerError', 'OptimizerMonitor', 'OptionError', 'OrderError', 'ParamScheduler', 'Periodic', 'PeriodicData',
+    'ProgressCallback', 'RNNCallback', 'RNNRegularizer', 'Recorder', 'ReduceLROnPlateau', 'Replay', 'RuntimeEstimator',
+    'SAM', 'SGD', 'SaveModelCallback', 'ScheduleError', 'ShortEpochCallback', 'SkipToEpoch', 'SpeedMonitor',
+    'SystemMonitor', 'TensorBoardLogger', 'TensorLoader', 'TerminateOnNaNCallback', 'ThresholdStopper', 'Time',
+    'TimeError', 'Timestamp', 'TrackerCallback', 'TrainEvalCallback', 'UnknownEventError', 'ValueMetric', 'WandbLogger',
+    'WeightsError', 'accuracy', 'before_batch_cb', 'default_device', 'defaults', 'detuplify', 'error_rate', 'event',
+    'find_bs', 'from_composer', 'from_ksuit', 'load_learner', 'log_images', 'log_text', 'mae', 'mse', 'params',
+    'replacing_yield', 'rmse', 'to_detach', 'to_device', 'trainable_params',
 ]

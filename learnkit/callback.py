@@ -94,8 +94,11 @@ class Callback:
     run_after: Any = ()                 # classes (or names) of callbacks that must run before this one
     remove_on_fetch: bool = False       # leave it out while FetchPredsCallback predicts
     remove_on_find: bool = False        # leave it out while lr_find looks for a learning rate
+    writes_files: bool = False          # leave it out while `check_resume` tries something
     observer: bool = False              # it changes nothing: its handlers run under `torch.no_grad()`
     state_key: str | None = None        # its key in checkpoints; None: its name, made unique
+    follows_weights: bool = False       # its state is one of the weights, and goes back with them (`GuardNonFinite`)
+    wall_clock: tuple[str, ...] = ()    # entries of its state that measure time, and so differ from run to run
     learn: Any = None                   # the learner, once added
 
     def __init__(

@@ -21,7 +21,8 @@ AT_EPOCH_ENDS = ('ep', 'iter')
 class Evaluations(Runs):
     "The part of the loop that knows which validation loaders are due."
     _eval_every: Time | None = None
-    _evaluated: dict[str, Timestamp]                # when each loader was last looked at in this fit
+    _evaluated: dict[str, Timestamp] = {}           # when each loader was last looked at in this fit
+    _evaluated_before: dict[str, Timestamp] = {}    # the same, before it was last asked what is due
     _fit_began = Timestamp()
 
     @property
@@ -45,6 +46,7 @@ class Evaluations(Runs):
             share = (self.epoch + 1) / self.n_epoch if self.n_epoch else now.dur
             now = now.replace(ep=now.ep + 1, iter=now.iter + self._ends_iteration(), dur=share)
         is_last = at_epoch_end and (self._stopping or self.epoch + 1 == self.n_epoch)
+        self._evaluated_before = dict(self._evaluated)
         return [(name, dl) for name, dl in evaluation_loaders(self.dls) if self._is_due(name, now, is_last)]
 
     def _is_due(self, name: str, now: Timestamp, is_last: bool) -> bool:
@@ -61,8 +63,19 @@ class Evaluations(Runs):
             check_countable(self, every)
             if every.unit == 'iter' and per_iteration is None:
                 raise TimeError(f"evaluation every {str(every)!r}: say how long one is, `fit(n, iteration='2ep')`.")
-        self._evaluated, self._fit_began = {}, self.time.replace(dur=0.)
+        self._evaluated, self._evaluated_before, self._fit_began = {}, {}, self.time.replace(dur=0.)
         return [EvaluateWithinEpochs()] if any(every.unit not in AT_EPOCH_ENDS for every in everys) else []
+
+
+    def _evaluation_state(self, before: bool = False) -> dict[str, Any]:
+        "Return when loaders were looked at, for a checkpoint; as it was before the evaluation under way, if asked for."
+        evaluated = self._evaluated_before if before else self._evaluated
+        return {'evaluated': {name: time.state_dict() for name, time in evaluated.items()},
+                'fit_began': self._fit_began.state_dict()}
+
+    def _load_evaluation_state(self, sd: dict[str, Any]) -> None:
+        self._evaluated = {name: Timestamp.from_state_dict(time) for name, time in sd['evaluated'].items()}
+        self._evaluated_before, self._fit_began = dict(self._evaluated), Timestamp.from_state_dict(sd['fit_began'])
 
 
 class EvaluateWithinEpochs(Callback):
@@ -79,7 +92,7 @@ class EvaluateWithinEpochs(Callback):
         with learn._put_back():
             try: learn._do_evaluation(due)
             except BaseException:
-                learn._tell_of_failed_run()
+                learn._tell('_run_failed')
                 raise
 
 

@@ -27,7 +27,7 @@ from learnkit.events import LEVELS, LIFECYCLE
 from learnkit.freezing import Freezing, check_trained, make_optimizer
 from learnkit.hints import takes
 from learnkit.instruments import Instruments
-from learnkit.loop import SkipToEpoch, TrainEvalCallback, name_of
+from learnkit.loop import name_of
 from learnkit.lrfind import LRFind
 from learnkit.measures import as_metrics
 from learnkit.optim import OptimWrapper, trainable_params
@@ -36,12 +36,13 @@ from learnkit.precision import Precision
 from learnkit.predict import Predictions
 from learnkit.progress import ProgressCallback
 from learnkit.recorder import History, Recorder, recorder_of
+from learnkit.replacing import replacing_yield
+from learnkit.resumecheck import ResumeChecks
 from learnkit.runs import Contexts, raise_first
-from learnkit.saving import Saving
 from learnkit.schedule import Schedules
-from learnkit.states import States
 from learnkit.timing import Time, as_time
 from learnkit.timings import FIRST, Timings
+from learnkit.traineval import SkipToEpoch, TrainEvalCallback
 
 __all__ = ['Learner', 'defaults', 'replacing_yield']
 
@@ -54,7 +55,7 @@ _NOT_YET = {'pred': 'It exists from the forward pass of a batch on (event after_
             'loss_grad': 'It exists once the loss of a batch is computed (event after_loss).'}
 
 
-class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Saving, States, Summaries, Instruments,
+class Learner(Schedules, LRFind, Predictions, Freezing, Precision, ResumeChecks, Summaries, Instruments,
               Compilation):
     """Train `model` on `dls` with `loss_func`: the loop, its callbacks and its state.
 
@@ -130,10 +131,15 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Saving, State
         reset_opt: bool = False,         # make a new optimizer
         start_epoch: int = 0,            # skip the epochs before this one
         iteration: int | str | Time | None = None,  # so many epochs are an iteration, with events of its own
+        resume: Any = False,             # go on from a checkpoint: True, 'latest', 'best', a path, or a state
     ) -> None:
         """Train for `n_epoch` epochs, or until a budget is used: `fit('90m')`, `fit('5000ba')`.
 
         A budget ends at the end of a batch; the epoch under way then ends as usual, with its evaluation.
+
+        With `resume=True` the fit goes on from the newest whole checkpoint of its folder (see `Checkpoint`), from that
+        very batch and as if it had never stopped, up to `n_epoch` epochs in all; where there is none yet, it starts.
+        What the checkpoint says of rates and counters wins over the arguments.
 
         Raises a `LearnkitError` for bad input before anything has changed. Whatever a callback, the model or the data
         raises comes out as it is, with a note of where, after every callback's `cleanup`; the Learner can fit again.
@@ -143,10 +149,13 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Saving, State
         check_loaders(self.dls)
         own = [SkipToEpoch(start_epoch)] * bool(start_epoch) + ([Budget(budget)] if budget else [])
         with self.added_cbs([*listed(cbs), *own, *self._begin_evaluations(per_iteration)]):
+            found = self._find_checkpoint(resume)
             self._prepare_opt(lr, wd, reset_opt)
+            self._replayed = None
             with self._run('fit'):
                 self.n_epoch, self.epochs_per_iteration, self._stopping = epochs, per_iteration, False
                 self.timings, self._until_timed = Timings(), FIRST
+                self._begin_resume(found)
                 self._with_events(self._do_fit, 'fit', CancelFitException, self._end_cleanup)
 
     def fit_until(
@@ -332,6 +341,7 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Saving, State
         raise_first(None, self._close())
 
     def _close(self) -> list[BaseException]:
+        self._replayed = None
         if self not in _open_learners: return []
         _open_learners.discard(self)
         return self._call_each('close') + self._call_each('post_close')
@@ -355,39 +365,6 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Saving, State
         valid = [name for name, _ in evaluation_loaders(self.dls)]
         loss = name_of(self.loss_func) if self.loss_func else None
         return f'Learner({type(self.model).__name__}, loss_func={loss}, valid={valid}, cbs={list(self.cbs)})'
-
-
-class replacing_yield:
-    """Set an attribute for the length of a context.
-
-    As in fastai, a function under `@contextmanager` may also return it.
-
-    >>> o = SimpleNamespace(a=1)
-    >>> with replacing_yield(o, 'a', 2): print(o.a)
-    2
-    >>> o.a
-    1
-    """
-    def __init__(self, o: Any, attr: str, val: Any) -> None:
-        self.o, self.attr, self.val, self.inside = o, attr, val, False
-
-    def __enter__(self) -> None:
-        self.old, self.inside = getattr(self.o, self.attr), True
-        setattr(self.o, self.attr, self.val)
-
-    def __exit__(self, *exc_info: object) -> None: setattr(self.o, self.attr, self.old)
-
-    def __iter__(self) -> Self: return self
-
-    def __next__(self) -> None:
-        if not self.inside: return self.__enter__()
-        self.__exit__()
-        raise StopIteration
-
-    def throw(self, e: BaseException) -> None:
-        "Restore, and let the exception go on."
-        self.__exit__()
-        raise e
 
 
 @atexit.register

@@ -10,7 +10,6 @@ from fastcore.basics import noop
 from torch import Tensor, nn
 
 from learnkit.batch import apply_model, describe, find_bs, split_batch, to_device, unpack_output
-from learnkit.callback import Callback
 from learnkit.data import evaluation_loaders, n_batches
 from learnkit.errors import (
     BatchError,
@@ -25,13 +24,13 @@ from learnkit.errors import (
 )
 from learnkit.events import LEVELS
 from learnkit.hints import classes_hint, precision_hint, warn_user
-from learnkit.pieces import Pieces
-from learnkit.readahead import read_ahead
+from learnkit.resuming import Resuming
 from learnkit.rng import preserved_generators, preserved_rng
 from learnkit.runs import add_note
 from learnkit.timings import EVERY, TimedTable
+from learnkit.torchloader import end_workers, forget_workers
 
-__all__ = ['Loop', 'TrainEvalCallback', 'SkipToEpoch']
+__all__ = ['Loop', 'epoch_length', 'model_device', 'name_of', 'token_count', 'sample_count']
 
 _END = object()  # what `next` gives when a loader is through
 
@@ -39,7 +38,7 @@ _END = object()  # what `next` gives when a loader is through
 _Thunk = Callable[[], Any]
 
 
-class Loop(Pieces):
+class Loop(Resuming):
     """The loop. `Learner` adds what surrounds it: construction, saving, predictions and so on.
 
     The methods from `_do_fit` to `_with_events` are the whole loop. Each may be overridden; `_do_one_batch`,
@@ -49,15 +48,18 @@ class Loop(Pieces):
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def _do_fit(self) -> None:
-        for epoch in count() if self.n_epoch is None else range(self.n_epoch):
+        for epoch in self._epochs():
             self.epoch = epoch
             if self._starts_iteration(): self('before_iteration')
             self._with_events(self._do_epoch, 'epoch', CancelEpochException)
-            self('epoch_checkpoint')
-            if self._ends_iteration(): self(['after_iteration', 'iteration_checkpoint'])
+            self._checkpoint('epoch')
+            if self._ends_iteration(): self._end_iteration()
             if self._stopping: break
 
-    def _do_epoch(self) -> None: self._do_epoch_train(); self._do_evaluation(self._due_loaders(at_epoch_end=True))
+    def _do_epoch(self) -> None:
+        self._do_epoch_train()
+        self._resume_at('evaluation')
+        self._do_evaluation(self._due_loaders(at_epoch_end=True))
 
     def _do_epoch_train(self) -> None:
         self.dl, self.phase, self.dl_name = self.dls.train, 'train', 'train'
@@ -71,7 +73,7 @@ class Loop(Pieces):
         "Train or evaluate on every batch of `self.dl`."
         for i, batch in self._draws():
             self.one_batch(i, batch)
-            if self.training: self('batch_checkpoint')
+            if self.training: self._checkpoint('batch')
             if self.training and self._stopping: break
 
     def one_batch(self, i: int, b: Any) -> None:
@@ -117,6 +119,7 @@ class Loop(Pieces):
         with preserved_rng():
             self._evaluating = True
             try:
+                self._tell('_before_evaluation')
                 self('before_eval')
                 for self.dl_name, dl in loaders:
                     with preserved_generators(dl): self._do_epoch_validate(dl=dl)
@@ -133,20 +136,27 @@ class Loop(Pieces):
         "Yield the batches of `self.dl` with their numbers, each between `before_draw` and `after_draw`."
         self.n_iter, limit = epoch_length(self.dls, self.dl)
         self._device = model_device(self.model, self.dls)
-        batches = read_ahead(self.dl, self._device)
+        first, batches = self._open_loader()
+        if batches is None: return
         try:
-            for i in count() if limit is None else range(limit):
+            for i in count(first) if limit is None else range(first, limit):
                 self.iter = i
                 if self.training: self._count_to_timing()
                 self('before_draw')
-                batch = next(batches, _END)
+                try: batch = next(batches, _END)
+                except Exception as e:
+                    end_workers(self.dl, e)
+                    self._tell('_draw_failed')
+                    raise
                 if batch is _END: return self._stop_drawing(i)
                 self.batch = batch
                 self('after_draw')
                 yield i, self.batch
         finally:
             del batches  # a traceback would keep its worker processes running
-            if self.training: self._stop_timing()
+            if self.training:
+                self._n_drawn = self.iter + 1
+                self._stop_timing()
 
     def _count_to_timing(self) -> None:
         "Measure one step in so many, through timed handlers; a step ends with the beginning of the next."
@@ -173,6 +183,11 @@ class Loop(Pieces):
         timed = TimedTable(self._tables[True], self.timings)
         more[:] = [*(t for t in more if not isinstance(t, TimedTable)), timed]
         return timed
+
+    def _forget_run(self) -> None:
+        for dl in (self.dls.train, *(dl for _, dl in evaluation_loaders(self.dls))):
+            forget_workers(dl)
+        super()._forget_run()
 
     def _is_open(self, level: str) -> bool:
         return level in self._open or type(self)._with_events is not Loop._with_events  # an override may not keep them
@@ -317,74 +332,3 @@ def sample_count(xb: Any) -> int:
     "Return the number of samples of a batch, 0 where it cannot be told."
     try: return find_bs(xb)
     except BatchError: return 0
-
-
-class TrainEvalCallback(Callback):
-    "Keep the counters, the model's device and the training or evaluation mode."
-    order, run_valid = -10, False
-    _modes: list[tuple[nn.Module, bool]] = []  # those of training, while an evaluation has changed them
-    _starting = True                           # the first epoch of a fit is to come
-    _trained = False                           # this epoch's training has begun
-
-    def after_create(self) -> None:
-        self.learn.n_epoch = 1
-
-    def before_fit(self) -> None:
-        learn = self.learn
-        learn.loss = torch.tensor(0.)
-        if learn.fitting or not learn._depth:
-            learn.epoch, learn.train_iter, learn.pct_train = 0, 0, 0.
-            self._starting, self._modes = True, []
-        device = getattr(learn.dls, 'device', None)
-        learn.model.to(device)
-        if isinstance(learn.loss_func, nn.Module): learn.loss_func.to(device)
-        if hasattr(learn.model, 'reset'): learn.model.reset()
-
-    def before_train(self) -> None:
-        learn = self.learn
-        learn.training = True
-        if learn.n_epoch: learn.pct_train = learn.epoch / learn.n_epoch
-        if self._starting or not learn.model.training:  # otherwise the modes are there, or a callback has set others
-            learn.model.train()
-            for module, mode in self._modes: module.training = mode
-        self._starting, self._modes, self._trained = False, [], True
-
-    def after_batch(self) -> None:
-        learn = self.learn
-        learn.train_iter += 1
-        if learn.n_iter and learn.n_epoch: learn.pct_train += 1. / (learn.n_iter * learn.n_epoch)
-        done = learn._done
-        done['ba'] += 1
-        done['sp'] += sample_count(learn.xb)
-        if learn.token_func or (learn.xb and type(learn.xb[0]) is not Tensor): done['tok'] += token_count(learn)
-
-    def before_validate(self) -> None:
-        learn = self.learn
-        if learn.model.training: self._modes = [(m, m.training) for m in learn.model.modules()]
-        learn.model.eval()
-        learn.training = False
-
-    def after_epoch(self) -> None:
-        if not self.learn.fitting: return
-        self.learn._done['ep'] += self._trained  # one that was skipped is not finished
-        self._trained = False
-
-    def after_iteration(self) -> None:
-        self.learn._done['iter'] += 1
-
-    def cleanup(self) -> None:
-        self._modes = []
-
-
-class SkipToEpoch(Callback):
-    """Skip the epochs before `epoch`: what `fit(start_epoch=...)` adds. Skipped epochs get no row in the history.
-
-    >>> SkipToEpoch(3)
-    SkipToEpoch
-    """
-    order = 70
-
-    def __init__(self, epoch: int) -> None: self._skip_to = epoch
-
-    def before_epoch(self) -> None:
-        if self.epoch < self._skip_to: raise CancelEpochException

@@ -105,10 +105,13 @@ def load_state(opt: OptimWrapper, state: Any) -> None:
         fit = next(how for how, ps in layouts(opt, o).items() if [*map(len, ps)] == sizes)
         if fit == 'apart': opt._set_apart(o)
         if fit == 'joined': opt._join_again(o)
-        pairs = zip(o.param_groups, groups, strict=True)
+        own = o.param_groups
+        pairs = zip(own, groups, strict=True)
         # torch would keep the very tensors of the state
         o.load_state_dict({'state': map_tensors(states[name]['state'], torch.clone),
-                           'param_groups': [merged(own, saved) for own, saved in pairs]})
+                           'param_groups': [merged(group, saved) for group, saved in pairs]})
+        for group, loaded in zip(own, o.param_groups, strict=True): group.clear(); group.update(loaded)
+        o.param_groups = own  # who reads a group goes on reading it
 
 
 def merged(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:

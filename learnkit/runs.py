@@ -55,6 +55,7 @@ class Runs(HasCallbacks):
         self._ending = False                    # the outermost run is being cleaned up
         self._stopping = False
         self._repeating = False                 # an optimizer evaluates the batch again
+        self._place = ''                        # of the loop, while the event of a checkpoint fires there
         self._evaluating = False                # from before_eval to after_eval
         self.training, self.fitting, self.phase, self.dl_name = False, False, 'train', 'train'
         self.n_epoch: int | None = 1
@@ -121,13 +122,13 @@ class Runs(HasCallbacks):
                 except CancelException as e: raise stray_cancel(e, f'({place(self)})', ()) from e
             except BaseException as e:
                 if self._depth == 1: self._end_run(e)
-                else: self._tell_of_failed_run()
+                else: self._tell('_run_failed')
                 raise
             else:
                 if self._depth == 1: self._end_run(None)
             finally:
                 self._open, self._doing, self.fitting, self._depth = outer
-                if doing == 'fit': self._seconds, self._started = self._seconds + perf_counter() - began, None
+                if doing == 'fit': self._seconds, self._started = self._finished('sec'), None
                 torch.set_grad_enabled(grad)  # a signal inside torch's own contexts may leave it switched
 
     def _end_run(self, error: BaseException | None) -> None:
@@ -142,15 +143,18 @@ class Runs(HasCallbacks):
             raised += self._call_each('cleanup', interrupted or any(isinstance(e, KeyboardInterrupt) for e in raised))
         finally:
             if error is not None: self._forget_run()
-            self.error, self._ending, self._stopping = None, False, False
+            self.error, self._ending, self._stopping, self._place = None, False, False, ''
             for cb in self._callbacks:
                 if not cb.run: cb.run = True
         raise_first(error, raised)
 
-    def _tell_of_failed_run(self) -> None:
-        "Let callbacks that change something for the length of an evaluation put it back: the outer run may go on."
+    def _tell(self, name: str) -> None:
+        """Call a method of this name of every callback that has one.
+
+        `_run_failed`: an evaluation failed, and what was changed for its length is to be put back, as the outer run may
+        go on. `_before_evaluation`: one of a fit is about to begin. `_draw_failed`: a loader raised."""
         for cb in list(self._callbacks):
-            if put_back := getattr(type(cb), '_run_failed', None): put_back(cb)
+            if method := getattr(type(cb), name, None): method(cb)
 
     def _forget_run(self) -> None:
         "Let go of every tensor of a failed run."
@@ -187,9 +191,6 @@ class Runs(HasCallbacks):
         "Return what is finished so far in one unit, as a plain number."
         if unit == 'sec': return self._seconds + (perf_counter() - self._started if self._started is not None else 0.)
         return self._done[unit] + (getattr(self.opt, 'n_steps', 0) if unit == 'st' else 0)
-
-    def _starts_iteration(self) -> bool:
-        return self.epochs_per_iteration is not None and self.epoch % self.epochs_per_iteration == 0
 
     def _ends_iteration(self) -> bool:
         k, done = self.epochs_per_iteration, self.epoch + 1

@@ -27,13 +27,16 @@ from learnkit.optimstate import is_torch_state
 from learnkit.rng import preserved_generators, preserved_rng
 from learnkit.weights import (
     FORMAT,
+    SAFETENSORS,
     Stored,
     bare_model,
     check_weights,
     load_weights,
     plain,
     read_weights,
+    safetensors_torch,
     weights_differ,
+    write_safetensors,
 )
 
 __all__ = ['Saving']
@@ -58,9 +61,11 @@ class Saving(Loop):
     ) -> Path:
         """Save the weights, and return the path of the file.
 
-        The file is torch's: `{'model': ..., 'opt': ...}`, or the model's state dict alone. It is there whole or not at
-        all, and folders are made. Raises `OptionError` for a name that cannot be a file, and `OptimizerError` when
-        `with_opt` is asked for and there is no optimizer; nothing is written then.
+        The file is torch's: `{'model': ..., 'opt': ...}`, or the model's state dict alone. A name that ends in
+        `.safetensors` gets the weights alone, in that library's format (`pip install "learnkit[safetensors]"`). It is
+        there whole or not at all, and folders are made. Raises `OptionError` for a name that cannot be a file and for
+        `with_opt` in a format without place for it, `OptimizerError` when `with_opt` is asked for and there is no
+        optimizer, and `MissingExtraError`; nothing is written then.
 
         >>> import tempfile
         >>> from learnkit.testing import synth_learner
@@ -74,6 +79,7 @@ class Saving(Loop):
         True
         """
         path = self._weights_path(file)
+        if path.suffix == SAFETENSORS: return self._save_safetensors(path, with_opt)
         if with_opt and self.opt is None:
             raise OptimizerError('There is no optimizer yet, so its state cannot be saved: leave out `with_opt`, or '
                                  'call `fit` or `create_opt()` first.')
@@ -83,6 +89,14 @@ class Saving(Loop):
         with atomic_write(path) as tmp: torch.save(state, tmp)
         return path
 
+    def _save_safetensors(self, path: Path, with_opt: bool | None) -> Path:
+        if with_opt:
+            raise OptionError(f'{path}: this format has no place for the state of an optimizer. Use a file `.pth`, or '
+                              'leave out `with_opt`.')
+        state = model_state(self.model)
+        with atomic_write(path) as tmp: write_safetensors(state, tmp)
+        return path
+
     def load(
         self,
         file: str | Path,              # as for `save`
@@ -90,7 +104,7 @@ class Saving(Loop):
         device: torch.device | str | int | None = None,  # where the file is read to, before it is copied; None: the CPU
         strict: bool = True,           # False: take what fits by name, and convert other dtypes
     ) -> Self:
-        """Load what `save`, `torch.save` of a state dict, or fastai's `learn.save` has written, and return the learner.
+        """Load what `save`, `torch.save` of a state dict, fastai's or safetensors has written, and return the learner.
 
         Nothing in the file is executed. The values are copied: parameters stay the same objects. Everything is
         compared before anything is copied: a `WeightsError` lists every name, shape and dtype that differs, and leaves
@@ -128,14 +142,15 @@ class Saving(Loop):
     def _weights_path(self, file: Any, to_read: bool = False) -> Path:
         "Return the path of a file of weights; found are also one with its suffix doubled, as by fastai, or another."
         folder = self.path/self.model_dir
-        path = file_path(file, folder)
+        path = file_path(file, folder, '' if str(file).endswith(SAFETENSORS) else '.pth')
         if not to_read or path.is_file(): return path
         others = path.with_name(f'{path.name}.pth'), Path(os.path.abspath(folder/file))
         return next((other for other in others if other.is_file()), path)
 
     def _check_saves(self, file: str | Path) -> None:
-        "Raise `OptionError` if a file of weights of this name could not be written."
+        "Raise `OptionError` or `MissingExtraError` if a file of weights of this name could not be written."
         path = self._weights_path(file)
+        if path.suffix == SAFETENSORS: safetensors_torch()
         try: check_writable(path)
         except OSError as e: raise OptionError(f'{path} cannot be written: {e}.') from None
 

@@ -33,6 +33,7 @@ from learnkit.errors import ScheduleError
 from learnkit.hints import warn_user
 from learnkit.hypers import HYPERS, OPTIONS, bound_of, place_of
 from learnkit.loop import Loop, epoch_length
+from learnkit.resuming import Resumption
 from learnkit.torchsched import LRScheduler
 
 __all__ = ['annealer', 'SchedLin', 'SchedCos', 'SchedNo', 'SchedExp', 'SchedPoly', 'combine_scheds', 'combined_cos',
@@ -142,6 +143,7 @@ def _put(group: dict[str, Any], key: str, at: int | None, value: float) -> None:
 class Schedules(Loop):
     "The part of the Learner that trains along a schedule."
     fit: Callable[..., None]
+    _find_checkpoint: Callable[[Any], Resumption | None]
     freeze: Callable[[], None]
     unfreeze: Callable[[], None]
     _prepare_opt: Callable[..., None]
@@ -159,6 +161,7 @@ class Schedules(Loop):
         cbs: Any = None,            # further callbacks for this fit
         reset_opt: bool = False,    # make a new optimizer
         start_epoch: int = 0,       # skip the epochs before this one
+        resume: Any = False,        # go on from a checkpoint, as in `fit`
     ) -> None:
         """Train with a rate that rises and falls once (Smith, 2018), each along half a cosine; momentum mirrors it.
 
@@ -179,7 +182,7 @@ class Schedules(Loop):
         peak = self._peak_rates(n_epoch, lr_max, wd, reset_opt, start_epoch)
         scheds = {'lr': combined_cos(pct_start, peak / div, peak, peak / div_final)}
         if moms is not None or all(float(h.get('mom', 0)) for h in self.opt.hypers): scheds['mom'] = momentum
-        self._fit_along(scheds, n_epoch, wd, cbs, start_epoch)
+        self._fit_along(scheds, n_epoch, wd, cbs, start_epoch, resume)
 
     def fit_flat_cos(
         self,
@@ -191,12 +194,14 @@ class Schedules(Loop):
         cbs: Any = None,            # further callbacks for this fit
         reset_opt: bool = False,    # make a new optimizer
         start_epoch: int = 0,       # skip the epochs before this one
+        resume: Any = False,        # go on from a checkpoint, as in `fit`
     ) -> None:
         "Train at a flat rate that falls along half a cosine at the end. Raises as `fit_one_cycle` does."
         _check_positive(div_final=div_final)
         _check_share(pct_start)
         flat = self._peak_rates(n_epoch, lr, wd, reset_opt, start_epoch)
-        self._fit_along({'lr': combined_cos(pct_start, flat, flat, flat / div_final)}, n_epoch, wd, cbs, start_epoch)
+        self._fit_along({'lr': combined_cos(pct_start, flat, flat, flat / div_final)}, n_epoch, wd, cbs, start_epoch,
+                        resume)
 
     def fit_sgdr(
         self,
@@ -208,6 +213,7 @@ class Schedules(Loop):
         reset_opt: bool = False,    # make a new optimizer
         wd: float | None = None,    # weight decay; None: the Learner's
         start_epoch: int = 0,       # skip the epochs before this one
+        resume: Any = False,        # go on from a checkpoint, as in `fit`
     ) -> None:
         """Train in cycles, in each of which the rate falls to 0 along half a cosine (Loshchilov and Hutter, 2017).
 
@@ -218,7 +224,7 @@ class Schedules(Loop):
         n_epoch = sum(lengths)
         peak = self._peak_rates(n_epoch, lr_max, wd, reset_opt, start_epoch)
         scheds = {'lr': combine_scheds([n / n_epoch for n in lengths], [SchedCos(peak, 0.)] * n_cycles)}
-        self._fit_along(scheds, n_epoch, wd, cbs, start_epoch)
+        self._fit_along(scheds, n_epoch, wd, cbs, start_epoch, resume)
 
     def fine_tune(
         self,
@@ -234,6 +240,7 @@ class Schedules(Loop):
         cbs: Any = None,
         reset_opt: bool = False,
         start_epoch: int = 0,       # skip the epochs with all groups before this one, and those with the last alone
+        resume: Any = False,        # go on from a checkpoint of either fit, as in `fit`
     ) -> None:
         "Train the last group alone, then all groups with graded rates, in one cycle each. Raises as they do."
         _check_positive(base_lr=base_lr, lr_mult=lr_mult, div=div, div_final=div_final)
@@ -242,13 +249,18 @@ class Schedules(Loop):
         check_count('freeze_epochs', freeze_epochs, 0)
         as_length(self, epochs, start_epoch)
         shared: dict[str, Any] = {'div_final': div_final, 'wd': wd, 'moms': moms, 'cbs': cbs, 'reset_opt': reset_opt}
+        with self.added_cbs(cbs): found = self._find_checkpoint(resume)
+        stage = 0 if found is None else found.stage
         self.freeze()
-        self.fit_one_cycle(freeze_epochs, slice(base_lr), pct_start=0.99, **shared,
-                           start_epoch=freeze_epochs if start_epoch else 0)
+        with self._in_stage(0):
+            if stage == 0:
+                self.fit_one_cycle(freeze_epochs, slice(base_lr), pct_start=0.99, **shared, resume=found,
+                                   start_epoch=freeze_epochs if start_epoch else 0)
         base_lr /= 2
         self.unfreeze()
-        self.fit_one_cycle(epochs, slice(base_lr / lr_mult, base_lr), pct_start=pct_start, div=div,
-                           start_epoch=start_epoch, **shared)
+        with self._in_stage(1):
+            self.fit_one_cycle(epochs, slice(base_lr / lr_mult, base_lr), pct_start=pct_start, div=div,
+                               start_epoch=start_epoch, **shared, resume=found if stage == 1 else False)
 
     def _peak_rates(self, n_epoch: int, lr: Any, wd: float | None, reset_opt: bool, start_epoch: int) -> Any:
         "Make the optimizer ready for `fit` and return its rates: a number, or an array of one a group."
@@ -257,13 +269,14 @@ class Schedules(Loop):
         rates = [float(h['lr']) for h in self.opt.hypers]
         return rates[0] if len(rates) == 1 else np.array(rates)
 
-    def _fit_along(self, scheds: Mapping[str, Schedule], n_epoch: int, wd: float | None, cbs: Any, start: int) -> None:
+    def _fit_along(self, scheds: Mapping[str, Schedule], n_epoch: int, wd: float | None, cbs: Any, start: int,
+                   resume: Any) -> None:
         epochs, budget = as_length(self, n_epoch, start)
         if epochs and budget is None and epoch_length(self.dls, self.dls.train)[0] is None:
             warn_user('The training loader has no length, so how much of an epoch is done is not known: the schedule '
                       'moves from epoch to epoch only. Tell its length by `DataLoaders(..., n_iter=...)`, or fit for a '
                       "budget: '5000ba'.")
-        self.fit(n_epoch, wd=wd, cbs=[ParamScheduler(scheds), *listed(cbs)], start_epoch=start)
+        self.fit(n_epoch, wd=wd, cbs=[ParamScheduler(scheds), *listed(cbs)], start_epoch=start, resume=resume)
 
 
 def _check_positive(**values: Any) -> None:

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 from warnings import warn
 
+from learnkit.attributes import changed_attributes, has_own_state, note_attributes, note_beginning, put_attributes
 from learnkit.errors import CallbackError, OptionError, did_you_mean
-from learnkit.runs import Runs
+from learnkit.runs import Runs, add_note
 from learnkit.weights import plain
 
 __all__ = ['States']
@@ -15,23 +16,43 @@ __all__ = ['States']
 class States(Runs):
     "The part of the Learner that gathers its callbacks' states, and hands them back."
 
+    def _insert_cb(self, cb: Any, at: int | None = None, switch: list[Any] | None = None) -> None:
+        if not has_own_state(cb): note_attributes(cb)
+        super()._insert_cb(cb, at, switch)
+
     def callback_states(self) -> dict[str, Any]:
         """Return the state of every callback that has one, by its key: its `state_key`, or its name, made unique.
+
+        Of a callback without a `state_dict`, one written for fastai for instance, that is every attribute that has
+        changed since it was added and is data: numbers, texts, tensors, arrays, paths, random generators, and lists,
+        tuples, sets and dicts of data.
 
         Raises `CallbackError`, with the callback's name, for a state that would not load safely.
 
         >>> from learnkit import EMA
         >>> from learnkit.testing import synth_learner
         >>> sorted(synth_learner(cbs=[EMA(), EMA(0.9)]).callback_states())
-        ['ema', 'ema_2', 'recorder']
+        ['ema', 'ema_2', 'recorder', 'train_eval']
         """
         states = {}
         for cb in self.cbs:
-            state = getattr(cb, 'state_dict', lambda: None)()
+            state = state_of(cb)
             if state is None: continue
             try: states[self._callbacks.keys[id(cb)]] = plain(state, 'state_dict()')
             except OptionError as e: raise CallbackError(f'{type(cb).__name__}: {e}') from None
         return states
+
+    def _wall_clock(self) -> dict[str, list[str]]:
+        "Return what in the callbacks' states tells of the clock or the machine, by their keys; '*' is any callback."
+        found = {self._callbacks.keys[id(cb)]: list(cb.wall_clock) for cb in self.cbs if getattr(cb, 'wall_clock', ())}
+        columns = [name for cb in self.cbs if getattr(type(cb), 'of_machine', False) for name in cb.metric_names]
+        places = ('history.*', 'open.logged', 'rows.*.1', 'writer.cache')  # of the Recorder, and of loggers
+        if columns: found['*'] = [f'{place}.{name}' for name in columns for place in places]
+        return found
+
+    def _note_beginning(self) -> None:
+        for cb in self.cbs:
+            if not has_own_state(cb): note_beginning(cb)
 
     def load_callback_states(
         self,
@@ -43,7 +64,7 @@ class States(Runs):
         goes on as it is: both are named.
         """
         keys = {self._callbacks.keys[id(cb)]: cb for cb in self.cbs}
-        stateful = {key for key, cb in keys.items() if getattr(cb, 'state_dict', lambda: None)() is not None}
+        stateful = {key for key, cb in keys.items() if has_own_state(cb) and state_of(cb) is not None}
         for key in (k for k in states if k not in keys):
             warn(f'There is a state for a callback `{key}`, and no such callback.{did_you_mean(key, keys)} It is left '
                  'out; add the callback first if it is to go on.', stacklevel=2)
@@ -51,4 +72,15 @@ class States(Runs):
             warn(f'There is no state for the callback `{key}` ({type(keys[key]).__name__}): it goes on as it is.',
                  stacklevel=2)
         for key, cb in keys.items():
-            if key in states: cb.load_state_dict(states[key])
+            try:
+                if not has_own_state(cb): put_attributes(cb, states.get(key, {}))
+                elif key in states: cb.load_state_dict(states[key])
+            except Exception as e:
+                add_note(e, f'in {type(cb).__name__}.load_state_dict')
+                raise
+
+
+def state_of(cb: Any) -> dict[str, Any] | None:
+    "Return the state of a callback: what it says itself, or else the attributes that have changed."
+    if not has_own_state(cb): return changed_attributes(cb)
+    return getattr(cb, 'state_dict', lambda: None)()

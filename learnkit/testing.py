@@ -1,4 +1,4 @@
-"""Small ready-made parts for tests of callbacks and loops."""
+"""Ready-made parts for tests: small learners, digests of states, and the harness that kills training and resumes it."""
 from __future__ import annotations
 
 from functools import partial
@@ -8,10 +8,23 @@ import torch
 from torch import Tensor, nn
 
 from learnkit.data import DataLoaders
+from learnkit.digests import differences, digest, learn_digest, learn_state
+from learnkit.forks import Child, start
+from learnkit.harness import (
+    HarnessError,
+    Lives,
+    Resumed,
+    kill_and_resume,
+    random_instants,
+    reached,
+    run_until_done,
+)
 from learnkit.learner import Learner
 from learnkit.optimizers import SGD
 
-__all__ = ['RegModel', 'synth_dls', 'synth_learner']
+__all__ = ['Child', 'HarnessError', 'Lives', 'RegModel', 'Resumed', 'differences', 'digest', 'kill_and_resume',
+           'learn_digest', 'learn_state', 'random_instants', 'reached', 'run_until_done', 'start', 'synth_dls',
+           'synth_learner']
 
 
 class RegModel(nn.Module):

@@ -24,10 +24,10 @@ from learnkit import Callback, DataLoaders, Learner, Periodic
 from learnkit.callbacks import LRFinder, LRScheduler, ParamScheduler, ShortEpochCallback
 from learnkit.callbacks.export import LoadWeights
 from learnkit.callbacks.stoppers import FixedStopper, ThresholdStopper
-from learnkit.loop import SkipToEpoch, TrainEvalCallback
 from learnkit.progress import ProgressCallback
 from learnkit.recorder import Recorder
 from learnkit.schedule import SchedCos
+from learnkit.traineval import SkipToEpoch, TrainEvalCallback
 
 DEFAULTS = (TrainEvalCallback, Recorder, ProgressCallback)  # those that every Learner has
 

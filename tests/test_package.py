@@ -30,13 +30,15 @@ NAMES = Path(__file__).with_name('public_names.txt')
 # A module imports only what stands before it here. `callbacks`, `loggers` and `interop` are packages, whose own modules
 # may import one another as long as they make no cycle; `learnkit` is the package's own `__init__`.
 LAYERS = [
-    'later', 'errors', 'metric_properties', 'events', 'timing', 'evaluator', 'files', 'rng', 'batch', 'hints', 'data',
-    'hypers', 'optimstate', 'optim', 'optimizers', 'readahead', 'averages', 'measures', 'accum', 'late', 'scores',
-    'segmentation', 'metrics', 'losses', 'annealing', 'plots', 'callback', 'foreign', 'dispatch', 'timings', 'runs',
-    'evaluation', 'pieces', 'loop', 'checks', 'budget', 'freezing', 'recorder', 'monitored', 'progress', 'torchsched',
-    'schedule', 'undo', 'lrfind', 'gathering', 'streaming', 'predict', 'instruments', 'wholestep', 'compiling',
-    'precision', 'weights', 'states', 'saving', 'checkpoint', 'distributed', 'callbacks', 'learner', 'exchange',
-    'loggers', 'interop', 'learnkit', 'demo', 'testing', 'all',
+    'later', 'errors', 'metric_properties', 'events', 'timing', 'evaluator', 'files', 'seals', 'archives', 'locks',
+    'rng', 'batch', 'hints', 'weights', 'digests', 'safeload', 'torchloader', 'data', 'hypers', 'optimstate', 'optim',
+    'optimizers', 'readahead', 'positions', 'metric_states', 'averages', 'measures', 'accum', 'late', 'scores',
+    'segmentation', 'metrics', 'losses', 'annealing', 'plots', 'callback', 'attributes', 'foreign', 'dispatch',
+    'timings', 'runs', 'evaluation', 'pieces', 'resuming', 'loop', 'traineval', 'checks', 'budget', 'freezing',
+    'steps', 'frames', 'recorder', 'monitored', 'progress', 'torchsched', 'schedule', 'undo', 'replacing', 'lrfind',
+    'gathering', 'streaming', 'predict', 'instruments', 'wholestep', 'compiling', 'precision', 'states', 'saving',
+    'folders', 'checkpoint', 'resumecheck', 'distributed', 'callbacks', 'learner', 'exchange', 'loggers', 'interop',
+    'learnkit', 'demo', 'forks', 'harness', 'testing', 'all',
 ]
 
 # Imports inside a function that go up the list, each with its reason: {(importing layer, imported layer): why}.

@@ -24,8 +24,8 @@ from learnkit.callback import Callback
 from learnkit.data import DataLoaders
 from learnkit.errors import CancelEpochException, CancelFitException
 from learnkit.learner import Learner
-from learnkit.loop import TrainEvalCallback
 from learnkit.progress import Bar, Display, NotebookDisplay, ProgressCallback, Table, TerminalDisplay, make_display
+from learnkit.traineval import TrainEvalCallback
 
 ROOT = Path(__file__).parents[1]
 CLOCK = r'\d\d:\d\d'

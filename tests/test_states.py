@@ -49,7 +49,7 @@ def test_states_survive_a_file_that_loads_safely() -> None:
     torch.save(learn.callback_states(), file)
     file.seek(0)
     states = torch.load(file, weights_only=True)
-    assert set(states) == {'recorder', 'ema', 'early_stopping', 'own'}
+    assert set(states) == {'recorder', 'ema', 'early_stopping', 'own', 'train_eval'}
     other = learner(EMA(0.5), EarlyStoppingCallback(patience=3), Counter('own'))
     other.load_callback_states(states)
     assert other.early_stopping.best == learn.early_stopping.best and other.history == learn.history
@@ -75,4 +75,4 @@ def test_a_state_that_would_not_load_safely_is_refused() -> None:
 
 
 def test_a_stateless_callback_has_none() -> None:
-    assert set(learner(Callback(after_batch=lambda cb: None)).callback_states()) == {'recorder'}
+    assert set(learner(Callback(after_batch=lambda cb: None)).callback_states()) == {'recorder', 'train_eval'}

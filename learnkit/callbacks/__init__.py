@@ -7,6 +7,7 @@ if TYPE_CHECKING:  # at run time they are imported when they are first used
     from learnkit.callbacks.accumulation import GradientAccumulation
     from learnkit.callbacks.activations import ActivationMonitor
     from learnkit.callbacks.best import BestMetric
+    from learnkit.callbacks.checkpoint import Checkpoint
     from learnkit.callbacks.dataset import DatasetStats, ParamCount
     from learnkit.callbacks.ema import EMA
     from learnkit.callbacks.export import ExportForInference, LoadWeights
@@ -15,11 +16,12 @@ if TYPE_CHECKING:  # at run time they are imported when they are first used
     from learnkit.callbacks.mixup import CutMix, MixHandler, MixUp
     from learnkit.callbacks.mlperf import MLPerf
     from learnkit.callbacks.monitor import Monitor
-    from learnkit.callbacks.nonfinite import NonFiniteGuard, TerminateOnNaNCallback
+    from learnkit.callbacks.nonfinite import GuardNonFinite, TerminateOnNaNCallback
     from learnkit.callbacks.oom import MemorySnapshot, OOMObserver
     from learnkit.callbacks.optimizer_monitor import LRMonitor, OptimizerMonitor
     from learnkit.callbacks.periodic import PeriodicData
     from learnkit.callbacks.preds import CollectDataCallback, FetchPredsCallback, MCDropoutCallback, mc_dropout_preds
+    from learnkit.callbacks.replay import Replay
     from learnkit.callbacks.rnn import ModelResetter, RNNCallback, RNNRegularizer, rnn_cbs
     from learnkit.callbacks.sam import SAM
     from learnkit.callbacks.speed import RuntimeEstimator, SpeedMonitor
@@ -59,6 +61,7 @@ else:
         'learnkit.callbacks.accumulation': 'GradientAccumulation',
         'learnkit.callbacks.activations': 'ActivationMonitor',
         'learnkit.callbacks.best': 'BestMetric',
+        'learnkit.callbacks.checkpoint': 'Checkpoint',
         'learnkit.callbacks.dataset': 'DatasetStats ParamCount',
         'learnkit.callbacks.ema': 'EMA',
         'learnkit.callbacks.export': 'ExportForInference LoadWeights',
@@ -67,11 +70,12 @@ else:
         'learnkit.callbacks.mixup': 'CutMix MixHandler MixUp',
         'learnkit.callbacks.mlperf': 'MLPerf',
         'learnkit.callbacks.monitor': 'Monitor',
-        'learnkit.callbacks.nonfinite': 'NonFiniteGuard TerminateOnNaNCallback',
+        'learnkit.callbacks.nonfinite': 'GuardNonFinite TerminateOnNaNCallback',
         'learnkit.callbacks.oom': 'MemorySnapshot OOMObserver',
         'learnkit.callbacks.optimizer_monitor': 'LRMonitor OptimizerMonitor',
         'learnkit.callbacks.periodic': 'PeriodicData',
         'learnkit.callbacks.preds': 'CollectDataCallback FetchPredsCallback MCDropoutCallback mc_dropout_preds',
+        'learnkit.callbacks.replay': 'Replay',
         'learnkit.callbacks.rnn': 'ModelResetter RNNCallback RNNRegularizer rnn_cbs',
         'learnkit.callbacks.sam': 'SAM',
         'learnkit.callbacks.speed': 'RuntimeEstimator SpeedMonitor',
@@ -91,14 +95,14 @@ else:
 
 __all__ = [
     'AMPMode', 'ActivationMonitor', 'ActivationStats', 'BestMetric', 'BnFreeze', 'CastToTensor', 'ChannelsLast',
-    'CollectDataCallback', 'CutMix', 'DatasetStats', 'EMA', 'EarlyStopper', 'EarlyStopping', 'EarlyStoppingCallback',
-    'ExportForInference', 'FetchPredsCallback', 'FixedStopper', 'GradientAccumulation', 'GradientClip',
-    'GradientValueClip', 'Hook', 'HookCallback', 'Hooks', 'ImageVisualizer', 'LRFinder', 'LRMonitor', 'LRScheduler',
-    'LoadWeights', 'MCDropoutCallback', 'MLPerf', 'MemoryMonitor', 'MemorySnapshot', 'MixHandler', 'MixUp',
-    'MixedPrecision', 'ModelResetter', 'Monitor', 'NonFiniteGuard', 'OOMObserver', 'OptimizerMonitor', 'ParamCount',
-    'ParamScheduler', 'PeriodicData', 'RNNCallback', 'RNNRegularizer', 'ReduceLROnPlateau', 'RuntimeEstimator', 'SAM',
-    'SaveModelCallback', 'ShortEpochCallback', 'SkipToEpoch', 'SpeedMonitor', 'Summary', 'SystemMonitor',
-    'TerminateOnNaNCallback', 'ThresholdStopper', 'TrackerCallback', 'before_batch_cb', 'dummy_eval', 'has_params',
-    'hook_output', 'hook_outputs', 'mc_dropout_preds', 'model_sizes', 'num_features_model', 'rnn_cbs', 'summary',
-    'total_params',
+    'Checkpoint', 'CollectDataCallback', 'CutMix', 'DatasetStats', 'EMA', 'EarlyStopper', 'EarlyStopping',
+    'EarlyStoppingCallback', 'ExportForInference', 'FetchPredsCallback', 'FixedStopper', 'GradientAccumulation',
+    'GradientClip', 'GradientValueClip', 'GuardNonFinite', 'Hook', 'HookCallback', 'Hooks', 'ImageVisualizer',
+    'LRFinder', 'LRMonitor', 'LRScheduler', 'LoadWeights', 'MCDropoutCallback', 'MLPerf', 'MemoryMonitor',
+    'MemorySnapshot', 'MixHandler', 'MixUp', 'MixedPrecision', 'ModelResetter', 'Monitor', 'OOMObserver',
+    'OptimizerMonitor', 'ParamCount', 'ParamScheduler', 'PeriodicData', 'RNNCallback', 'RNNRegularizer',
+    'ReduceLROnPlateau', 'Replay', 'RuntimeEstimator', 'SAM', 'SaveModelCallback', 'ShortEpochCallback', 'SkipToEpoch',
+    'SpeedMonitor', 'Summary', 'SystemMonitor', 'TerminateOnNaNCallback', 'ThresholdStopper', 'TrackerCallback',
+    'before_batch_cb', 'dummy_eval', 'has_params', 'hook_output', 'hook_outputs', 'mc_dropout_preds', 'model_sizes',
+    'num_features_model', 'rnn_cbs', 'summary', 'total_params',
 ]

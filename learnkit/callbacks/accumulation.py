@@ -27,7 +27,7 @@ class GradientAccumulation(Callback):
     epoch had no other: then they count for the next one. Those left over at the end of the fit are dropped, with a
     warning when the whole fit took no step.
 
-    Checkpointed: the numbers of samples, and the gradients that wait for their step.
+    Checkpointed: the numbers of samples; the gradients that wait for their step are part of every checkpoint.
 
     Raises `OptionError` for an `n_acc` below 1, and before training with an optimizer that needs a closure.
 
@@ -138,20 +138,14 @@ class GradientAccumulation(Callback):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        "Return the counts, and the gradients that wait for their step by the names of their parameters."
-        named = self.learn.model.named_parameters() if self._n_samples and self.learn is not None else ()
+        "Return the counts; the gradients that wait are in the checkpoint itself."
         return {'n_samples': self._n_samples, 'weight_sum': self._weight_sum, 'divisor': self._divisor,
-                'n_steps': self._n_steps, 'stepped': self._stepped,
-                'grads': {name: p.grad.detach().clone() for name, p in named if p.grad is not None}}
+                'n_steps': self._n_steps, 'stepped': self._stepped}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Put the counts and the waiting gradients back."
+        "Put the counts back."
         self._n_samples, self._weight_sum, self._divisor = sd['n_samples'], sd['weight_sum'], sd['divisor']
         self._n_steps, self._stepped = sd['n_steps'], sd['stepped']
-        if not sd['grads'] or self.learn is None: return
-        for name, p in self.learn.model.named_parameters():
-            grad = sd['grads'].get(name)
-            p.grad = None if grad is None else grad.to(p.device, copy=True)
 
 
 def in_full(weight: Any, loss: Tensor) -> Any:

@@ -57,7 +57,7 @@ class EMA(Callback):
     >>> EMA(half_life='1000st').decay
     0.9993070929904525
     """
-    remove_on_find = True
+    remove_on_find = follows_weights = True
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class EMA(Callback):
         self.decay = float(decay)
         self.start = Time(start) if isinstance(start, (str, Time)) else Time(start, 'st')
         if self.start.unit == 'tok': raise bad_option(self, 'a time: tokens are not counted', start=start)
-        self._opt_steps = 0                     # the optimizer's steps at the last look
+        self._opt_steps = 0                     # the optimizer's steps before the one that it takes
         self._raw: tuple[list[Store], list[Tensor]] | None = None  # the model's own weights, while it has the average
         self._used_at: int | None = None        # the depth of the run that made it hold it; None: `applied` did
         self._paused = False                    # that run pauses, and the model has its own weights meanwhile
@@ -104,13 +104,13 @@ class EMA(Callback):
 
     def before_train(self) -> None:
         self._put_back()
-        self._opt_steps = self.learn.opt.n_steps
         if self._averages or self.learn.time >= self.start: self._link()
 
+    def before_step(self) -> None: self._opt_steps = self.learn.opt.n_steps
+
     def after_step(self) -> None:
-        n = self.learn.opt.n_steps
-        if n == self._opt_steps: return  # the step was skipped
-        self._opt_steps, self._n_steps = n, self._n_steps + 1
+        if self.learn.opt.n_steps == self._opt_steps: return  # the step was skipped
+        self._n_steps += 1
         if self._averages: self._update_if_due()
         elif self.learn.time >= self.start: self._link()
 

@@ -39,7 +39,8 @@ Runner = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 class LoadWeights(Callback):
     """Load weights each time an event of a fit comes: `LoadWeights('pretrained')` before every fit.
 
-    The other arguments are those of `learn.load`. Raises `WeightsError` before training when there is no such file, and
+    The other arguments are those of `learn.load`. A fit that goes on from a checkpoint has its weights from there: at
+    the events that fire again nothing is loaded. Raises `WeightsError` before training when there is no such file, and
     `UnknownEventError` for what is no event, and `OptionError` for one outside a fit, such as `close`; what
     `learn.load` raises comes out as it is.
 
@@ -50,7 +51,7 @@ class LoadWeights(Callback):
 
     def __init__(
         self,
-        file: str | Path,               # a name below `path/model_dir`, or an absolute path
+        file: str | Path,               # a name below `path/model_dir`, or an absolute path; a checkpoint's will do
         at: str = 'before_fit',         # the event
         with_opt: bool | None = False,  # load the optimizer's state too; None: when the file has it
         strict: bool = True,            # False: take what fits by name
@@ -65,13 +66,14 @@ class LoadWeights(Callback):
 
     def before_fit(self) -> None:
         "See that the file is there, and load it if this is the event."
-        if not self.learn.fitting: return
+        if not self.learn.fitting or (self.learn.resumed and self.at == 'before_fit'): return
         path = self.learn._weights_path(self.file, to_read=True)
         if not path.is_file(): raise WeightsError(f'LoadWeights: there is no file {path}.')
         if self.at == 'before_fit': self._load()
 
     def _load(self) -> None:
-        if self.learn.fitting: self.learn.load(self.file, with_opt=self.with_opt, strict=self.strict)
+        if not self.learn.fitting or self.learn.resumed: return
+        self.learn.load(self.file, with_opt=self.with_opt, strict=self.strict)
 
 
 class ExportForInference(Callback):

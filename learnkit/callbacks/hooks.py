@@ -219,7 +219,7 @@ class HookCallback(Callback):
     `remove_end=False` keeps them after a run that ended well. While they are there, a compiled model runs uncompiled.
 
     Raises `OptionError` for names that the model does not have (before training), and `TimeError` for a bad `every`.
-    Checkpointed: when hooks were last due.
+    Checkpointed: when hooks were last due; not what they have stored.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=HookCallback(hook=lambda m, i, o: o.shape, every='5ba'))

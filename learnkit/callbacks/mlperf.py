@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import platform
 import time
 from itertools import count
@@ -20,6 +21,7 @@ from learnkit.errors import MetricError, OptionError, did_you_mean
 from learnkit.files import atomic_write, check_writable
 from learnkit.loop import model_device
 from learnkit.metric_properties import as_comparison
+from learnkit.moving import found_path, kept_path
 from learnkit.recorder import recorder_of
 
 __all__ = ['MLPerf']
@@ -39,7 +41,9 @@ class MLPerf(Callback):
     `<folder>/systems/<system>.json` describes the machine: a submission has to complete it.
 
     Nothing is cleared from caches, which rules of the benchmark ask for: do it before, and pass `cache_cleared=True`.
-    To stop at the target too, add `ThresholdStopper`. Each fit gets the first free number from `index` on.
+    To stop at the target too, add `ThresholdStopper`. Each fit gets the first free number from `index` on; one that is
+    resumed goes on in its own file, without what a lost process wrote there after the checkpoint. Checkpointed: the
+    file, and how far it went.
 
     Raises `OptionError` for bad options and where nothing can be written, and `MetricError` before training when no
     evaluation gives `monitor`.
@@ -166,6 +170,25 @@ class MLPerf(Callback):
         self._put('run_stop', event_type=END, status=status, **self._place)
         self._out.close()
         self._out = None
+
+    def state_dict(self) -> dict[str, Any]:
+        "Return the file, its size so far, and whether the run is still on."
+        is_on = self._out is not None
+        return {'file': kept_path(self.learn, self.file), 'in_block': self._in_block, 'is_on': is_on,
+                'size': self.file.stat().st_size if is_on and self.file is not None else 0}
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        "Go on in the file of the run that is resumed."
+        kept = found_path(self.learn, sd['file'])
+        if self.learn is None or not self.learn.fitting or kept is None: return
+        if sd['is_on'] and not (kept.exists() and kept.stat().st_size >= sd['size']): return  # it is a file of its own
+        if self._out is not None and self.file is not None:
+            self._out.close()
+            self.file.unlink()  # it was begun a moment ago
+        self.file, self._out, self._in_block = kept, None, sd['in_block']
+        if not sd['is_on']: return
+        os.truncate(kept, sd['size'])
+        self._out = kept.open('a', encoding='utf-8')
 
     # -- what is written -----------------------------------------------------------------------------------------------
 

@@ -23,6 +23,8 @@ class Monitor(Callback):
     A subclass defines `measure`, which returns numbers by name, and tells in `metric_names` what they mean. They go to
     `learn.log`: each becomes a column of the history, averaged over the looks of the epoch, and reaches every logger;
     the printed table stays as it is. Of names that begin with one of `latest`, the last value of the epoch counts.
+    A subclass whose numbers tell of the machine, and so differ from run to run, says `of_machine = True`: then they do
+    not count where two runs are compared (`learn.check_resume`, `learnkit.digests`).
     It looks after the training batch that completes a multiple of `every`, counted from the Learner's start; with
     epochs, when the training of an epoch is over, so that the values stand in the row of that epoch.
 
@@ -40,6 +42,7 @@ class Monitor(Callback):
     order, observer, run_valid, remove_on_find, remove_on_fetch = 100, True, False, True, True
     metric_names: ClassVar[Mapping[str, str]] = {}  # what is logged, and what it means; {...} stands for a name
     latest: ClassVar[tuple[str, ...]] = ()          # how names begin of which no mean is taken: peaks, totals
+    of_machine: ClassVar[bool] = False              # what is logged differs from run to run
     _passed = 0                                     # intervals that were over at the last look
 
     def __init__(

@@ -38,7 +38,7 @@ class PeriodicData(Periodic):
     `learn.validate()`, as for every `Periodic`.
 
     Raises `LoaderError` before training for what is no loader, and for an iterator, which is used up by one pass.
-    Checkpointed: the time of the last look.
+    Checkpointed: the time of the last look; not `results`, which are there again after the next pass.
 
     >>> from learnkit.testing import synth_learner
     >>> class Errors(PeriodicData):

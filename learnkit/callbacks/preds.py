@@ -23,7 +23,8 @@ class FetchPredsCallback(Callback):
 
     With several validation loaders it predicts once, when all are through: in `after_eval` instead of `after_validate`.
     The fit goes on with the very numbers that it has without it. Left out while it predicts are the callbacks with
-    `remove_on_fetch`, itself among them, and those in `cbs`. `get_preds` itself does not set it off.
+    `remove_on_fetch`, itself among them, and those in `cbs`. `get_preds` itself does not set it off. Predictions are in
+    no checkpoint: after a resume they are there from the next evaluation on.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=FetchPredsCallback())
@@ -68,7 +69,7 @@ class CollectDataCallback(Callback):
     """Collect inputs, targets, prediction and loss of every batch, on the CPU, in `data`: to look at, in tests for one.
 
     Each run starts with an empty list, which grows with the data, validation included; batches cancelled before their
-    prediction are not in it.
+    prediction are not in it. It is in no checkpoint: after a resume it has the batches of this process.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(n_train=3, n_valid=2, cbs=CollectDataCallback(), default_cbs=False)

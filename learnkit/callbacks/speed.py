@@ -40,6 +40,8 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
 
 class _Timed(Monitor):
     "Keeps apart the seconds of a fit that went into training and into evaluation or prediction."
+    of_machine = True
+    wall_clock: tuple[str, ...] = ('train_s', 'eval_s')
     _train_s, _eval_s = 0., 0.      # over all fits, up to `_since`
     _since: float | None = None     # the last reading of the clock; None: no fit is under way
     _paused: int | None = None      # the depth of the run that evaluates; None: training
@@ -108,8 +110,8 @@ class SpeedMonitor(_Timed):
     """Log how fast training goes: batches, samples, tokens and flops a second, and hours of training and evaluation.
 
     Rates are taken over the last `window` batches of this fit (over what there is of them), without the time that
-    evaluation and prediction take, and without the first batch, which warms up. Tokens are there when the Learner
-    counts them. The host's clock is read, and the device is not waited for.
+    evaluation and prediction take, and without the first batch, which warms up. After a resume those of this process
+    count. Tokens are there when the Learner counts them. The host's clock is read, and the device is not waited for.
 
     Flops come from the model: an attribute `flops_per_batch`, a number or a function of the batch (as the loader gave
     it) that returns one, for forward and backward together. Their share of what the device can do, `mfu` (model flops
@@ -117,7 +119,7 @@ class SpeedMonitor(_Timed):
     precision in use; where neither is there it is left out.
 
     Raises `OptionError` for a bad option, and `ModelError` for `flops_per_batch` that is or gives no number.
-    Checkpointed: the seconds of training and evaluation.
+    Checkpointed: the seconds of training and evaluation, and the counts at the last batch.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=SpeedMonitor(every='5ba'))
@@ -136,8 +138,9 @@ class SpeedMonitor(_Timed):
         'time/val': 'time spent in evaluation and prediction during fits',
         'time/total': 'the sum of both',
     }
-    latest = ('time/',)
+    latest, wall_clock = ('time/',), (*_Timed.wall_clock, 'point.0')
     _flops_per_batch: Any = None
+    _resumed = False                # the first point is where another process left off
     _peak: float | None = None
 
     def __init__(
@@ -160,6 +163,7 @@ class SpeedMonitor(_Timed):
         super().before_fit()
         if not self.learn.fitting: return
         self._points.clear()
+        self._resumed = False
         self._flops, self._flops_per_batch = 0., getattr(_unwrapped(self.learn.model), 'flops_per_batch', None)
         if self._flops_per_batch is None: return
         if not callable(self._flops_per_batch): _check_flops(self.learn.model, self._flops_per_batch)
@@ -171,6 +175,9 @@ class SpeedMonitor(_Timed):
         if (flops := self._flops_per_batch) is not None:
             self._flops += _check_flops(learn.model, flops(learn.batch)) if callable(flops) else flops
         self._points.append((self._read(), done['ba'], done['sp'], done['tok'], self._flops))
+        if self._resumed and len(self._points) == 3:  # the batch between the first two warmed this process up
+            self._points.popleft()
+            self._resumed = False
         super().after_batch()
 
     def measure(self) -> dict[str, float]:
@@ -191,10 +198,17 @@ class SpeedMonitor(_Timed):
         if counts[-1] and self._peak: rates['throughput/device/mfu'] = counts[-1] / seconds / self._peak
         return rates
 
+    def state_dict(self) -> dict[str, Any]:
+        "Return the seconds so far, and time and counts at the last batch."
+        return {**super().state_dict(), 'point': list(self._points[-1]) if self._points else None}
+
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Go on counting time; rates are those of this run alone."
+        "Go on counting from the last batch; rates are those of this process."
         super().load_state_dict(sd)
         self._points.clear()
+        if sd['point'] is None: return
+        self._points.append(tuple(sd['point']))
+        self._flops, self._resumed = sd['point'][-1], True
 
     def cleanup(self) -> None:
         "Stop the clock; let go of the model."
@@ -279,6 +293,7 @@ class RuntimeEstimator(_Timed):
     """
     metric_names = {'time/remaining_estimate': 'time until the end of the fit, evaluations included'}
     latest = ('time/',)
+    wall_clock = (*_Timed.wall_clock, 'seconds', 'share', 'evals.*.first_s', 'evals.*.total_s')
     _start, _begun = 0., False                         # the share where this fit began
     _base: tuple[float, float] | None = None           # seconds of training and share where measuring began
     _before = (0., 0.)                                 # seconds and share measured before a resume

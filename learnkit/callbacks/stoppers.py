@@ -44,7 +44,7 @@ class FixedStopper(Callback):
         "Leave out a fit for which there is no time."
         if not self.learn.fitting: return
         check_counted(self.learn, self.at, 'at')
-        if not self._is_over(): return
+        if self.learn.resumed or not self._is_over(): return  # the time is still to be put in place
         say(self, f'FixedStopper: {self.at} are over, and nothing is trained.')
         raise CancelFitException
 

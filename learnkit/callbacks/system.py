@@ -49,6 +49,7 @@ class SystemMonitor(Monitor):
         'gpu_power_usage_W': 'power that the GPU draws, in watts',
     }
     latest = ('network_',)
+    of_machine = True
 
     def __init__(
         self,

@@ -15,10 +15,11 @@ from learnkit.callback import Callback
 from learnkit.callbacks.ema import EMA
 from learnkit.callbacks.nonfinite import TerminateOnNaNCallback, say
 from learnkit.checks import check_takes
-from learnkit.errors import OptionError, TimeError
+from learnkit.errors import MetricError, OptionError, TimeError
 from learnkit.hints import warn_user
 from learnkit.metric_properties import MetricProperties, as_comparison
 from learnkit.monitored import as_number, epoch_row, find_column, records
+from learnkit.moving import found_path, kept_path
 from learnkit.saving import file_path
 from learnkit.timing import Time, Timestamp, as_time
 
@@ -29,6 +30,7 @@ Monitor = str | Callable[[Any], Any]
 Compare = Callable[[Any, Any], Any]
 Comparison = Compare | MetricProperties | str  # how `comp` may be given
 
+_PATHS = ('last_saved_path', 'best_path')     # in the state of `SaveModelCallback`
 _ERROR_NAMES = re.compile(r'(^|_)(r?mse|mae|msle|mape|exp_rmspe|perplexity|wer|cer)$')  # measures of an error
 
 
@@ -112,7 +114,14 @@ class TrackerCallback(Callback):
 
     def _records(self) -> Any: return records(self)
     def _row(self) -> dict[str, Any] | None: return epoch_row(self)
-    def _find(self, monitor: str) -> int | None: return find_column(self, monitor)
+
+    def _find(self, monitor: str) -> int | None:
+        "Find the column; where a fit is resumed, also in the history that is still to be put in place."
+        try: return find_column(self, monitor)
+        except MetricError:
+            if not self.learn.resumed or not any(monitor in row for row in history_to_come(self.learn)): raise
+            return None
+
     def _number(self, value: Any) -> float | None: return as_number(self, self.monitor, value)
 
     def _measured(self, row: dict[str, Any]) -> Any:
@@ -139,6 +148,12 @@ def _comparison(name: str) -> Compare:
         warn_user(f'monitor={name!r}: higher counts as better for every name without "loss" or "error" in it. Pass '
                   '`comp=np.less`, or `comp=np.greater` if that is meant.')
     return np.greater
+
+
+def history_to_come(learn: Any) -> list[dict[str, Any]]:
+    "Return the history of the checkpoint that a fit goes on from, until it is in place."
+    states = learn._resumption.state['callbacks'] if learn._resumption is not None else {}
+    return next((sd['history'] for sd in states.values() if 'history' in sd), [])
 
 
 def check_counted(
@@ -267,7 +282,8 @@ class SaveModelCallback(TrackerCallback):
     nothing is compared or loaded; with `at_end` the last weights replace the best's file when the fit has ended well.
 
     Raises `OptionError` for options that contradict each other and, before training, for a folder that cannot be
-    written. Checkpointed: also the path that was saved last.
+    written. Checkpointed: also the paths of the best and the last file; those below `learn.path` are found again where
+    that folder has been moved.
 
     >>> import tempfile
     >>> from learnkit.testing import synth_learner
@@ -359,11 +375,11 @@ class SaveModelCallback(TrackerCallback):
 
     def state_dict(self) -> dict[str, Any]:
         "Return the best value, and what was saved."
-        paths = {'last_saved_path': self.last_saved_path, 'best_path': self._best_path}
-        return {**super().state_dict(), **{k: None if p is None else str(p) for k, p in paths.items()}}
+        paths = (kept_path(self.learn, p) for p in (self.last_saved_path, self._best_path))
+        return {**super().state_dict(), **dict(zip(_PATHS, paths, strict=True)), 'compared': self._compared}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Go on from the best value and its file."
         super().load_state_dict(sd)
-        paths = (sd['last_saved_path'], sd['best_path'])
-        self.last_saved_path, self._best_path = (None if p is None else Path(p) for p in paths)
+        self.last_saved_path, self._best_path = (found_path(self.learn, sd[k]) for k in _PATHS)
+        self._compared = sd['compared']

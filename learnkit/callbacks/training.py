@@ -14,7 +14,9 @@ from learnkit.batch import map_tensors
 from learnkit.callback import Callback
 from learnkit.data import evaluation_loaders
 from learnkit.errors import CancelTrainException, CancelValidException, OptionError
-from learnkit.loop import SkipToEpoch, epoch_length
+from learnkit.loop import epoch_length
+from learnkit.traineval import SkipToEpoch
+from learnkit.weights import bare_model
 
 __all__ = ['GradientClip', 'GradientValueClip', 'ChannelsLast', 'CastToTensor', 'ShortEpochCallback', 'BnFreeze',
            'SkipToEpoch', 'before_batch_cb']
@@ -49,8 +51,8 @@ class GradientClip(Callback):
 
     The norm is that of all gradients of the optimizer's parameters together, as at the step: of the whole batch under
     microbatches, of all batches of a step under `GradientAccumulation`, unscaled under mixed precision. Nothing waits
-    for the device. `total_norm` is the norm before clipping at the last step, also after the fit (a 0-dim tensor). No
-    state.
+    for the device. `total_norm` is the norm before clipping at the last step, also after the fit (a 0-dim tensor).
+    Checkpointed: that norm.
 
     Raises `OptionError` for a norm that is not above 0.
 
@@ -72,6 +74,14 @@ class GradientClip(Callback):
 
     def before_step(self) -> None:
         self.total_norm = clip_grad_norm_(list(self.opt.parameters()), self.max_norm, self.norm_type).detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        "Return the last norm."
+        return {'total_norm': self.total_norm}
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        "Put it back."
+        self.total_norm = sd['total_norm']
 
 
 class GradientValueClip(Callback):
@@ -177,7 +187,8 @@ class BnFreeze(Callback):
     """Keep frozen batch norm layers in evaluation mode while the rest of the model trains.
 
     A layer is frozen when it has parameters and none requires a gradient; its running statistics then stay as they are.
-    It is looked up before each epoch, so that layers may be frozen and unfrozen in between. No state.
+    It is looked up before each epoch, so that layers may be frozen and unfrozen in between. Checkpointed: which layers
+    it keeps so.
 
     >>> BnFreeze.run_after
     'TrainEvalCallback'
@@ -194,6 +205,18 @@ class BnFreeze(Callback):
     def cleanup(self) -> None:
         for m in self._frozen: m.train(self.learn.model.training)
         self._frozen = []
+
+    def state_dict(self) -> dict[str, Any]:
+        "Return the names of the layers that are kept in evaluation mode."
+        named = bare_model(self.learn.model).named_modules() if self._frozen else ()
+        frozen = {id(m) for m in self._frozen}
+        return {'frozen': [name for name, m in named if id(m) in frozen]}
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        "Remember them, to be trained again once they are unfrozen."
+        if self.learn is None: return
+        named = dict(bare_model(self.learn.model).named_modules())
+        self._frozen = [named[name] for name in sd['frozen'] if name in named]
 
 
 def frozen_norms(model: nn.Module) -> Iterator[nn.Module]:

@@ -32,7 +32,7 @@ class ImageVisualizer(Periodic):
     range, bytes divided by 255; of other numbers of channels than 1, 3 and 4 the mean is shown.
 
     Raises `OptionError` and `TimeError` for bad options, and `BatchError` at the first batch, before its step, for
-    data that are no images. Checkpointed: when it was last due.
+    data that are no images. Checkpointed: when it was last due; not `images`.
 
     >>> ImageVisualizer(every='1ep', mode='segment').every
     Time('1ep')

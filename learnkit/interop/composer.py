@@ -9,12 +9,13 @@ from weakref import ref
 
 from fastcore.basics import camel2snake
 
+from learnkit.attributes import note_attributes
 from learnkit.budget import Budget
 from learnkit.callback import Callback
 from learnkit.events import EVENTS
 from learnkit.interop.composer_state import ComposerLogger, ComposerState, Measured, label_of
 from learnkit.interop.composer_time import Event, types_for
-from learnkit.interop.hooks import check_style, own_hooks
+from learnkit.interop.hooks import check_style, load_state, own_hooks, state_of
 from learnkit.loop import sample_count
 from learnkit.recorder import recorder_of
 from learnkit.runs import add_note
@@ -73,7 +74,8 @@ def from_composer(
     `after_backward`. `init` comes before any other event, also for a callback that is added later. The package itself
     is not needed; where it is loaded, its own callbacks get its own events and times.
 
-    Checkpointed: the callback's own `state_dict`, and where in the epoch it is.
+    Checkpointed: the callback's own `state_dict` (without one, its attributes that have changed and are data), where in
+    the epoch it is, and what was measured last.
 
     Raises `CallbackError` for an object without any of the hooks, and warns of a hook that is misspelt.
 
@@ -102,7 +104,7 @@ class _Pass:
 
 class _FromComposer(Callback):
     "Run a Composer-style callback. It counts what Composer's state knows and the Learner does not."
-    order, remove_on_find = 60, True
+    order, remove_on_find, wall_clock = 60, True, ('evaluated',)
     is_composer = True
 
     def __init__(self, cb: Any) -> None:
@@ -111,6 +113,7 @@ class _FromComposer(Callback):
         every = own_hooks(cb, ['run_event'], base)
         hooks = own_hooks(cb, HOOKS, base)
         check_style(cb, HOOKS, {**every, **hooks}, 'Composer', 'from_composer')
+        note_attributes(cb)
         self.types, self._every, self._hooks = types_for(cb), every.get('run_event'), hooks
         self._view, self._logs = ComposerState(self), ComposerLogger(self)
         self.passes = {'eval': _Pass(), 'predict': _Pass()}
@@ -253,13 +256,19 @@ class _FromComposer(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         "Return the callback's own state, and where the epoch and the iteration began."
-        own = getattr(self.wrapped, 'state_dict', None)
-        return {'callback': own() if own else None, 'epoch': self._since_epoch.state_dict(),
-                'iteration': self._since.state_dict(), 'evaluated': self._evaluated, 'epochs': self._epochs_before}
+        before, over = self._before
+        measured = {label: {k: float(v) for k, v in values.items()} for label, values in self.measured.items()}
+        return {'callback': state_of(self.wrapped), 'epoch': self._since_epoch.state_dict(),
+                'iteration': self._since.state_dict(), 'before': before.state_dict(), 'over': (over, self._epoch_over),
+                'evaluated': self._evaluated, 'epochs': self._epochs_before, 'measured': measured,
+                'passes': {name: (p.batches, p.samples) for name, p in self.passes.items()}}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Hand the callback its own state."
-        self._since_epoch, self._since = (Timestamp.from_state_dict(sd[k]) for k in ('epoch', 'iteration'))
-        self._evaluated, self._epochs_before = sd['evaluated'], sd['epochs']
-        load = getattr(self.wrapped, 'load_state_dict', None)
-        if load and sd['callback'] is not None: load(sd['callback'])
+        self._since_epoch, self._since, before = (Timestamp.from_state_dict(sd[k])
+                                                  for k in ('epoch', 'iteration', 'before'))
+        over, self._epoch_over = sd['over']
+        self._before, self._evaluated, self._epochs_before = (before, over), sd['evaluated'], sd['epochs']
+        for name, counts in sd['passes'].items(): self.passes[name].batches, self.passes[name].samples = counts
+        self.measured = {label: {k: Measured(v) for k, v in values.items()} for label, values in sd['measured'].items()}
+        load_state(self.wrapped, sd['callback'])

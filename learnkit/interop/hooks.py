@@ -7,11 +7,12 @@ from inspect import isfunction, signature
 from typing import Any
 from warnings import warn
 
+from learnkit.attributes import changed_attributes, put_attributes
 from learnkit.callback import Callback, defined_on_class
 from learnkit.errors import CallbackError, did_you_mean
 from learnkit.loggers import Logger, log_images, log_params, log_text
 
-__all__ = ['own_hooks', 'check_style', 'parameters_of', 'takes_any', 'is_of', 'hand_on']
+__all__ = ['own_hooks', 'check_style', 'state_of', 'load_state', 'parameters_of', 'takes_any', 'is_of', 'hand_on']
 
 
 def is_of(
@@ -55,6 +56,25 @@ def check_style(
         hint = next((h for m in methods if (h := did_you_mean(m, names))), '')
         raise CallbackError(f'{cb!r} ({type(cb).__name__}) is no {style} callback: it has none of the hooks '
                             f'{", ".join(names)}.{hint}')
+
+
+def state_of(cb: Any) -> Any:
+    "Return the state of a foreign callback: what it says itself, or else what has changed in it and is data."
+    own = _own_state(cb, 'state_dict')
+    return {'attributes': changed_attributes(cb)} if own is None else own()
+
+
+def load_state(cb: Any, sd: Any) -> None:
+    "Hand a foreign callback what `state_of` returned."
+    own = _own_state(cb, 'load_state_dict')
+    if own is None: put_attributes(cb, sd['attributes'] or {})
+    elif sd is not None: own(sd)
+
+
+def _own_state(cb: Any, name: str) -> Any:
+    "Return a method of a callback that its library's base class does not only have for others to define."
+    f = getattr(cb, name, None)
+    return None if f is None or _within(_home(f), 'composer.core') else f
 
 
 def parameters_of(f: Callable[..., Any]) -> set[str]:

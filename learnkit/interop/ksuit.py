@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from fastcore.basics import camel2snake
 
+from learnkit.attributes import note_attributes
 from learnkit.batch import concat, to_device
 from learnkit.callback import Callback
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.data import n_batches
 from learnkit.errors import OptionError
-from learnkit.interop.hooks import check_style, own_hooks, parameters_of, takes_any
+from learnkit.interop.hooks import check_style, load_state, own_hooks, parameters_of, state_of, takes_any
 from learnkit.interop.ksuit_views import (
     CheckpointWriter,
     DataContainer,
@@ -78,7 +79,8 @@ def from_ksuit(
     its `dataset_key` names, and its results joined. `EarlyStopIteration`, and `should_stop_after_...` returning True,
     end the fit as `learn.stop()` does; `at_eval` runs at the end of a `learn.validate()`.
 
-    Checkpointed: the callback's own `state_dict`; `resume_from_checkpoint(paths, model)` is handed on.
+    Checkpointed: the callback's own `state_dict` (without one, its attributes that have changed and are data), where
+    the fit began and how far it was, and what was written; `resume_from_checkpoint(paths, model)` is handed on.
 
     Raises `CallbackError` for an object without any of the hooks, and warns of a hook that is misspelt.
 
@@ -100,6 +102,7 @@ class _FromKsuit(Callback):
     is_ksuit = True
 
     def __init__(self, cb: Any) -> None:
+        note_attributes(cb)
         found = own_hooks(cb, HOOKS)
         check_style(cb, HOOKS, found, 'ksuit', 'from_ksuit')
         self.wrapped, self._inner = cb, {TEMPLATES[name]: f for name, f in found.items() if name in TEMPLATES}
@@ -333,15 +336,19 @@ class _FromKsuit(Callback):
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any] | None:
-        "Return the callback's own state."
-        own = getattr(self.wrapped, 'state_dict', None)
-        return own() if own else None
+    def state_dict(self) -> dict[str, Any]:
+        "Return the callback's own state, and how far it was; that of the writer is with the first of its callbacks."
+        others = (cb for cb in self.learn.cbs if isinstance(cb, _FromKsuit)) if self.learn is not None else ()
+        writer = self.given['writer'].state_dict() if next(iter(others), self) is self else None
+        return {'callback': state_of(self.wrapped), 'started': dict(self.started_at), 'reached': dict(self._reached),
+                'size': self._seen_size, 'at_epoch_end': self.at_epoch_end, 'counted': self._counted, 'writer': writer}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Hand the callback its own state, and go on from where the run is."
-        if (load := getattr(self.wrapped, 'load_state_dict', None)) is not None: load(sd)
-        if self.learn is not None: self._reached = self.progress()
+        "Hand the callback its own state, and go on from where the run was."
+        self.started_at, self._reached = Progress(**sd['started']), Progress(**sd['reached'])
+        self._seen_size, self.at_epoch_end, self._counted = sd['size'], sd['at_epoch_end'], sd['counted']
+        if sd['writer'] is not None: self.given['writer'].load_state_dict(sd['writer'])
+        load_state(self.wrapped, sd['callback'])
 
     def resume_from_checkpoint(self, folder: Path, model: Any) -> None:
         "Let the callback read its own files beside a checkpoint."

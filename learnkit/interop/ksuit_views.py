@@ -222,6 +222,15 @@ class LogWriter:
         self.log_cache = {}
         self._written.clear()
 
+    def state_dict(self) -> dict[str, Any]:
+        "Return all that was written, and the entry of this update."
+        return {'cache': dict(self.log_cache), 'written': sorted(self._written), 'entries': list(self.log_entries)}
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        "Go on from there."
+        self.log_cache, self.log_entries = dict(sd['cache']), [dict(entry) for entry in sd['entries']]
+        self._written = set(sd['written'])
+
     def finish(self) -> None:
         "Do nothing: the Learner's loggers close themselves."
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from learnkit.averages import Mean, is_number
 from learnkit.callback import Callback
 from learnkit.errors import MissingExtraError, OptionError, TimeError
-from learnkit.loggers.gather import as_images, configuration, fetch, name_writer, plain, writer_of
+from learnkit.loggers.gather import as_images, configuration, fetch, kept_rows, name_writer, plain, read_rows, writer_of
 from learnkit.recorder import recorder_of
 from learnkit.rng import preserved_rng
 from learnkit.timing import Time, as_time, crossings
@@ -46,7 +46,8 @@ class Logger(Callback):
     `where` and `check`. It is opened when there is something to write, also after `close`, and goes on where it was.
     Checkpointed: the step, what is not handed over yet, and what the backend needs to go on in the same place.
     """
-    order, run_valid, remove_on_fetch, remove_on_find = 100, False, True, True
+    order, run_valid, remove_on_fetch, remove_on_find, writes_files = 100, False, True, True, True
+    wall_clock = ('rows.*.1.epoch/time',)
     metric_names = {'loss': 'in logs: the loss of a training batch',
                     'lr': 'in logs: the learning rate (`lr/0`, `lr/1` ... of several param groups)',
                     'mom': 'in logs: the momentum, likewise', 'epoch/{column}': 'in logs: a column of the history'}
@@ -66,6 +67,7 @@ class Logger(Callback):
         self._failed = self._new_fit = False
         self._ba_at_start: int | None = None
         self._settings: dict[str, Any] = {}            # what `log_params` added to the configuration
+        self._params: dict[str, Any] | None = None     # the configuration as it was last logged
         self._looked: Any = None                       # when it was last seen whether something is due
         self._clear()
 
@@ -189,7 +191,7 @@ class Logger(Callback):
     def _put(self, name: str, value: Any, writer: Any) -> None:
         "Put a value where the running evaluation, or else the current step, has its own."
         values, writers = (self._row(), self._writers) if self._evaluated is None else (self._evaluated, self._eval_by)
-        if name in values and writers[name] is not writer: self._refuse(name, writers[name], writer)
+        if name in values and writers.get(name, writer) is not writer: self._refuse(name, writers[name], writer)
         values[name], writers[name] = value, writer
 
     def _refuse(self, name: str, *writers: Any) -> None:
@@ -268,13 +270,19 @@ class Logger(Callback):
             self._fresh, self._keep = False, None
             _close_at_exit(self)
         if not self._new_fit: return
-        self._new_fit = False
+        self._new_fit, before = False, self._params if self._ba_at_start is None else None
         if self._ba_at_start is not None: self._shift = max(0, self._last - self._ba_at_start)
-        elif ba + self._shift < self._last: self._shift = self._last - ba  # the Learner's own counters were not resumed
-        self._log_settings()
+        elif ba + self._shift <= self._handed: self._shift = self._last - ba  # the Learner's own counters were not resumed
+        self._log_settings(before)
 
-    def _log_settings(self) -> None:
-        with preserved_rng(): self.log_params({**configuration(self.learn), **self._settings})
+    def _log_settings(self, before: dict[str, Any] | None = None) -> None:
+        "Log the configuration, unless the process that is resumed has logged it; rates are those of its beginning."
+        self._params = {**configuration(self.learn), **self._settings}
+        if before is not None:
+            hypers = self.learn.opt.hypers[0]
+            self._params |= {name: v for name, v in before.items() if name.partition('/')[0] in hypers}
+        if self._params == before: return
+        with preserved_rng(): self.log_params(self._params)
 
     def _send(self, log: Any, name: str, content: Any) -> None:
         "Log an image or a text at the current step, after all that came before."
@@ -292,8 +300,10 @@ class Logger(Callback):
             if self._rows: self._hand_over(also_now=True)
             if self._handle is not None: self.flush()
         finally:
-            self._last = max(self._last, self._handed, self._ba + self._shift)
+            self._last = self._end()
             self._clear()
+
+    def _end(self) -> int: return max(self._last, self._handed, self._ba + self._shift)
 
     def close(self) -> None:
         "Close the backend; it is opened again when there is more to log."
@@ -304,12 +314,11 @@ class Logger(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         "Hand over all finished steps, and return the rest with the place in the log."
-        if self._rows and self.learn is not None: self._hand_over()
+        if self._rows and self.learn is not None: self._settle()
         if self._handle is not None: self.flush()
-        row = fetch([row for _, row in self._rows[-1:]])
-        last = max(self._last, self._handed, self._ba + self._shift)
-        return {'ba': self._ba, 'shift': self._shift, 'last': last, 'handed': self._handed,
-                'row': row[0] if row else {}, 'in_log': sorted(self._in_log), **self.saved()}
+        return {'ba': self._ba, 'shift': self._shift, 'last': self._end(), 'handed': self._handed, 'due': self._due,
+                'rows': kept_rows(self._rows), 'in_log': sorted(self._in_log), 'settings': dict(self._settings),
+                'params': None if self._new_fit else self._params, **self.saved()}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Go on after the state's last step: what was logged later is dropped."
@@ -318,8 +327,11 @@ class Logger(Callback):
         self._ba, self._shift, self._last, self._handed = sd['ba'], sd['shift'], sd['last'], sd['handed']
         self._in_log = set(sd['in_log'])
         self._fresh, self._keep, self._ba_at_start = False, sd['handed'], None
-        if sd['row']: self._rows = [(sd['ba'], dict(sd['row']))]
+        self._settings, self._params = {**sd['settings'], **self._settings}, sd['params']
+        self._rows, self._due = read_rows(sd['rows']), sd['due']
         self.restore(sd)
+
+    def _settle(self) -> None: self._hand_over()  # a process that is lost has them in its log
 
     def __getstate__(self) -> dict[str, Any]:
         "Leave out what is open: a copy opens its own."

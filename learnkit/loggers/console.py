@@ -42,6 +42,8 @@ class ConsoleLogger(Logger):
         latest = {name: value for _, values in rows for name, value in values.items()}
         self.log_metrics(rows[-1][0], latest)
 
+    def _settle(self) -> None: "Leave finished steps for the line that they belong to."
+
     def _send(self, log: Any, name: str, content: Any) -> None: log(self._now + self._shift, name, content)
 
     def log_text(self, step: int, name: str, text: str) -> None: self.out(f'step {step}: {name}: {text}')

@@ -61,11 +61,17 @@ class _FileLogger(Logger):
         if self._fresh and not self.append: path.unlink(missing_ok=True)
         text = _whole_lines(path) if path.exists() else ''
         rows = self.parse(path, text)
-        kept = [row for row in rows if keep is None or row.get('step', -1) <= keep]
+        kept = rows if keep is None else self._until(rows, keep)
         self._take_over(rows)
         if len(kept) < len(rows) or (path.exists() and path.stat().st_size != len(text.encode())):
             with atomic_write(path) as tmp: tmp.write_text(self._text(kept), 'utf-8', newline='')
         return path, max((row['step'] for row in kept if 'step' in row), default=-1)
+
+    def _until(self, rows: list[dict[str, Any]], keep: int) -> list[dict[str, Any]]:
+        "Return the rows up to a step, with a configuration after it that the resumed fit does not log again."
+        end = max((i + 1 for i, row in enumerate(rows) if row.get('step', keep + 1) <= keep), default=0)
+        if self._params is not None: end += 'params' in rows[end] if end < len(rows) else 0
+        return rows[:end]
 
     def flush(self) -> None:
         if not self._handle.exists(): return

@@ -21,7 +21,7 @@ from learnkit.loop import name_of
 from learnkit.runs import Runs
 from learnkit.timing import Time
 
-__all__ = ['fetch', 'writer_of', 'name_writer', 'configuration', 'as_images', 'plain', 'png']
+__all__ = ['fetch', 'kept_rows', 'read_rows', 'writer_of', 'name_writer', 'configuration', 'as_images', 'plain', 'png']
 
 PLAIN = (bool, int, float, str, type(None))
 
@@ -48,6 +48,25 @@ def fetch(
 
     fetched = [[(name, number(total), number(count)) for name, total, count in row] for row in parts]
     return [{name: total if count == 1 else total/count for name, total, count in row if count} for row in fetched]
+
+
+def kept_rows(
+    rows: list[tuple[int, dict[str, Any]]],  # batches, and what was logged there
+) -> list[tuple[int, dict[str, Any]]]:
+    "Return rows as a checkpoint keeps them: a `Mean` can go on."
+    return [(ba, {k: {'mean': v.state_dict()} if isinstance(v, Mean) else v for k, v in row.items()})
+            for ba, row in rows]
+
+
+def read_rows(rows: list[tuple[int, dict[str, Any]]]) -> list[tuple[int, dict[str, Any]]]:
+    "Return what `kept_rows` was called with."
+    return [(ba, {k: _mean(v['mean']) if isinstance(v, dict) else v for k, v in row.items()}) for ba, row in rows]
+
+
+def _mean(sd: dict[str, Any]) -> Mean:
+    mean = Mean()
+    mean.load_state_dict(sd)
+    return mean
 
 
 def _parts(value: Any) -> tuple[Any, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 from learnkit.errors import OptionError
 from learnkit.files import check_writable
 from learnkit.loggers.base import Logger, need
+from learnkit.moving import found_path, kept_path
 from learnkit.timing import Time
 
 __all__ = ['TensorBoardLogger']
@@ -20,8 +21,8 @@ class TensorBoardLogger(Logger):
     """Log scalars, images and texts to a folder of TensorBoard: `tensorboard --logdir runs` shows them.
 
     Without `folder` each run gets one of its own, `runs/<date and time>`, which a resumed process finds again. A folder
-    that is there is appended to, its steps going on. Resumed from an earlier checkpoint, TensorBoard passes over what
-    was logged after it. The configuration is a text, `params`. Raises `MissingExtraError` without tensorboard.
+    that is there is appended to, its steps going on. Resumed from an earlier checkpoint, TensorBoard passes over the
+    numbers that were logged after it (not over texts). The configuration is a text, `params`. Raises `MissingExtraError` without tensorboard.
 
     >>> import tempfile
     >>> from learnkit.testing import synth_learner
@@ -69,7 +70,7 @@ class TensorBoardLogger(Logger):
 
     def log_params(self, params: dict[str, Any]) -> None:
         lines = json.dumps(params, indent=1).split('\n')  # indented, they are shown as they are
-        self._handle.add_text('params', '\n'.join(f'    {line}' for line in lines), max(self._last, 0))
+        self._handle.add_text('params', '\n'.join(f'    {line}' for line in lines), self._last + 1)
 
     def log_images(self, step: int, name: str, images: Any) -> None:
         for i, image in enumerate(images):
@@ -81,9 +82,9 @@ class TensorBoardLogger(Logger):
 
     def shut(self, handle: Any) -> None: handle.close()
 
-    def saved(self) -> dict[str, Any]: return {'folder': self._own}
+    def saved(self) -> dict[str, Any]: return {'folder': kept_path(self.learn, self._own or None)}
 
-    def restore(self, sd: dict[str, Any]) -> None: self._own = sd['folder']
+    def restore(self, sd: dict[str, Any]) -> None: self._own = str(found_path(self.learn, sd['folder']) or '')
 
 
 def _last_step(folder: Path) -> int:

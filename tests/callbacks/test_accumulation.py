@@ -167,16 +167,18 @@ def test_a_later_fit_starts_anew_and_a_failed_one_leaves_nothing() -> None:
     assert same(learn.model, plain(mlp(), [[bs[:2], bs[2:]]]))
 
 
-def test_its_state_carries_the_waiting_gradients() -> None:
-    bs, states = batches(4, 4, 4, 4), []  # type: tuple[list[Batch], list[dict[str, Any]]]
-    def keep(cb: Any) -> None: states.append(cb.gradient_accumulation.state_dict())
-    learn = learner(bs[:3], mlp(), GradientAccumulation(16), Callback(batch_checkpoint=keep))
-    with pytest.warns(UserWarning, match='only 12'): learn.fit(1)
-    assert [s['n_samples'] for s in states] == [4, 8, 12] and len(states[-1]['grads']) == 4
-    assert not torch.equal(states[0]['grads']['0.weight'], states[1]['grads']['0.weight'])  # each as it was then
-    other = learner(bs[3:], mlp(), GradientAccumulation(16))
-    other.fit(1, cbs=Callback(before_train=lambda cb: cb.gradient_accumulation.load_state_dict(states[-1])))
-    assert same(other.model, plain(mlp(), [[bs]]))
+@pytest.mark.parametrize('n_drawn', [1, 2, 3, 4])
+def test_a_checkpoint_carries_the_waiting_gradients(n_drawn: int) -> None:
+    bs, states = batches(4, 4, 4, 4, 4, 4), []  # type: tuple[list[Batch], list[dict[str, Any]]]
+    def keep(cb: Any) -> None: states.append(cb.learn.checkpoint_state())
+    learn = learner(bs, mlp(), GradientAccumulation(12), Callback(batch_checkpoint=keep))
+    learn.fit(1)
+    counts = [s['callbacks']['gradient_accumulation']['n_samples'] for s in states]
+    assert counts == [4, 8, 0, 4, 8, 0] and [len(s['grads']) for s in states] == [4, 4, 0, 4, 4, 0]
+    assert not torch.equal(states[0]['grads']['0'], states[1]['grads']['0'])  # each as it was then
+    other = learner(bs, mlp(), GradientAccumulation(12))
+    other.fit(1, resume=states[n_drawn - 1])
+    assert same(other.model, plain(mlp(), [[bs[:3], bs[3:]]])) and same(other.model, learn.model, 0)
 
 
 @pytest.mark.parametrize('n_acc', [0, -1, 2.5, True, 'many', None])

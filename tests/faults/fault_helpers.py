@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from learnkit import EVENTS, Callback, DataLoaders, Learner
+from learnkit.averages import _Column
 from learnkit.errors import CancelException
 from learnkit.events import LEVELS
+from learnkit.steps import Steps
 
 # Those of a fit without Cancel, and those of a prediction; loading has its own rows.
 FIT_EVENTS = [e for e in EVENTS if not e.startswith('after_cancel_') and not e.endswith(('_load', '_predict', 'close'))
@@ -153,8 +155,8 @@ def reachable_tensors(learn: Learner) -> Iterator[str]:
     seen, todo = set(apart), [(name, o) for name, o in vars(learn).items() if id(o) not in apart]
     while todo:
         where, o = todo.pop()
-        if id(o) in seen or isinstance(o, (type, ModuleType, str, int, float, BaseException)):
-            continue  # its frames are its own
+        if id(o) in seen or isinstance(o, (type, ModuleType, str, int, float, BaseException, Steps, _Column)):
+            continue  # an exception's frames are its own; the recorded numbers are of no run
         seen.add(id(o))
         if isinstance(o, Tensor): yield f'{where}: {tuple(o.shape)}'
         parts = (o.__closure__, o.__defaults__, o.__dict__) if isinstance(o, FunctionType) else gc.get_referents(o)

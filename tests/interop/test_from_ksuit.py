@@ -334,10 +334,10 @@ def test_state_goes_through() -> None:
     learn = learner(cb)
     learn.fit(1)
     sd = learn.cbs[-1].state_dict()
-    assert sd == {'best': learn.history[0]['day/loss']}
+    assert sd['callback'] == {'best': learn.history[0]['day/loss']}
     cb.best = None
     learn.cbs[-1].load_state_dict(sd)
-    assert cb.best == sd['best']
+    assert cb.best == sd['callback']['best']
 
 
 def test_checkpoint_writer_saves_model_and_optimizer(tmp_path: Path) -> None:

@@ -127,9 +127,9 @@ def test_a_checkpoint_has_everything_before_it_written(tmp_path: Path, cls: Any,
     def look(cb: Callback) -> None:
         if cb.learn.time.ba != 7: return
         state = next(o for o in cb.learn.cbs if isinstance(o, cls)).state_dict()
-        seen.append((steps(tmp_path/name), sorted(state['row'])))
+        seen.append((steps(tmp_path/name), [(ba, sorted(row)) for ba, row in state['rows']]))
     learner(tmp_path, LogHalf, cls(every='1000ba'), Callback(batch_checkpoint=look)).fit(1)
-    assert seen == [([1, 2, 3, 4, 5, 6], ['half'])]
+    assert seen == [([1, 2, 3, 4, 5, 6], [(7, ['half'])])]
 
 
 @BOTH

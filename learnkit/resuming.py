@@ -1,0 +1,151 @@
+"""Where a run can be saved, and where a resumed one begins: the places of the loop that a checkpoint knows."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from learnkit.errors import CheckpointError
+from learnkit.evaluation import EvaluateWithinEpochs
+from learnkit.pieces import Pieces
+from learnkit.positions import Drawing
+from learnkit.readahead import read_ahead
+
+__all__ = ['Resumption', 'Resuming', 'PLACES']
+
+# place of a checkpoint: the place of the loop at which it is put in place
+PLACES = {'batch': 'batch',            # after a training batch
+          'within': 'batch',           # the same, with an evaluation that is due
+          'evaluation': 'evaluation',  # after an epoch's training, with an evaluation that is due
+          'epoch': 'epoch',            # after an epoch
+          'iteration': 'epoch'}        # after an epoch that ended an iteration
+
+
+@dataclass
+class Resumption:
+    "A checkpoint that a fit goes on from, until all of it is in place."
+    state: Mapping[str, Any]
+    path: Path | None = None                             # its file
+    info: dict[str, Any] = field(default_factory=dict)   # what its file says about itself
+
+    @property
+    def loop(self) -> Mapping[str, Any]: return self.state['loop']
+
+    @property
+    def at(self) -> str: return PLACES[self.loop['place']]
+
+    @property
+    def stage(self) -> int:
+        "Which of the fits of `fine_tune` it is of."
+        if (stage := self.loop['stage']) is not None: return stage
+        raise CheckpointError(f'{self.path or "The checkpoint"} is of a fit of its own, and not of `fine_tune`.')
+
+
+class Resuming(Pieces):
+    """The part of the loop that knows where it is, and that begins where a checkpoint was taken.
+
+    A resumed fit fires `before_fit`, and in the middle of an epoch also `before_epoch` and `before_train` (in that of
+    an iteration `before_iteration`), with `resumed` True; only then is everything put in place, so that nothing that
+    those handlers set up anew stays.
+    """
+    _put: Callable[[Resumption], None]
+    dls: Any
+
+    def __init__(self) -> None:
+        self.resumed = False                              # events are fired again, at which a resumed fit begins
+        self._resumes_at = 0                              # the batch of the epoch that comes next then
+        self._resumption: Resumption | None = None        # what is still to be put in place
+        self._drawing: Drawing | None = None              # the pass over the training loader
+        self._n_drawn = 0                                 # how many batches the last one gave
+        self._stage: int | None = None                    # which of the fits of `fine_tune` this is
+        super().__init__()
+
+    @contextmanager
+    def _in_stage(self, stage: int) -> Iterator[None]:
+        self._stage = stage
+        try: yield
+        finally: self._stage = None
+
+    def _checkpoint(self, place: str) -> None:
+        "Fire the event of a place at which the run can be saved."
+        self._place = place
+        self(f'{place}_checkpoint')
+        self._place = ''
+
+    def _end_iteration(self) -> None:
+        self('after_iteration')
+        self._checkpoint('iteration')
+
+    def _epochs(self) -> Iterable[int]:
+        "Return the numbers of the epochs that are to be trained."
+        r, first = self._resumption, 0
+        if r is not None:
+            first = self._first_epoch(r)
+            if r.at == 'epoch' and self._stopping: return ()  # the checkpoint is of a fit that was stopped
+        return count(first) if self.n_epoch is None else range(first, self.n_epoch)
+
+    def _first_epoch(self, r: Resumption) -> int:
+        "Return the epoch that a resumed fit begins with: the one that was under way, or else the next."
+        epoch, k = r.loop['epoch'], self.epochs_per_iteration
+        if r.at != 'epoch': return epoch
+        self.epoch = epoch
+        if k is not None and (epoch + 1) % k: self('before_iteration')
+        self._resume_at('epoch')
+        if r.state['position'] is not None: self._drawing = Drawing.resume(self.dls.train, r.state['position'])
+        if r.loop['place'] == 'epoch' and self._ends_iteration(): self._end_iteration()
+        return epoch + 1
+
+    def _starts_iteration(self) -> bool:
+        k = self.epochs_per_iteration
+        return k is not None and (self.epoch % k == 0 or self.resumed)
+
+    def _resume_at(self, place: str) -> None:
+        "Put a checkpoint that was taken at this place of the loop in place; raise where its own was passed over."
+        r = self._resumption
+        if r is None: return
+        here = self.epoch == r.loop['epoch']
+        if here and r.at == place:
+            if place == 'evaluation' and r.state['position'] is not None:  # of the epoch that comes next
+                self._drawing = Drawing.resume(self.dls.train, r.state['position'])
+            return self._put(r)
+        if place == 'evaluation' or not here:
+            raise CheckpointError(f'The checkpoint was taken after batch {r.loop["iter"]} of epoch {r.loop["epoch"]}, '
+                                  'and this fit did not get there: the epoch, or its training, was cancelled, or '
+                                  f'{type(self).__name__} trains epochs in a way of its own. Nothing was trained; '
+                                  'resume from a checkpoint of an epoch\'s end.')
+
+    def _open_loader(self) -> tuple[int, Iterator[Any] | None]:
+        "Return the number of the next batch and the iterator that gives it, None when no batch is to come."
+        assert self._device is not None  # whoever draws has set it
+        if not (self.training and self.fitting): return 0, read_ahead(self.dl, self._device)
+        r = self._resumption
+        if r is not None and r.at == 'evaluation': return 0, None
+        self._resume_at('batch')
+        if r is None: first, self._drawing = 0, self._next_drawing()
+        else: first, self._drawing = r.loop['n_drawn'], Drawing.resume(self.dl, r.state['position'])
+        batches = read_ahead(self.dl, self._device, self._drawing.begin)
+        if r is not None and r.loop['place'] == 'within': self._evaluate_as_due()
+        return first, None if r is not None and self._stopping else batches
+
+    def _next_drawing(self) -> Drawing:
+        "Return the pass over the training loader that comes next."
+        last = self._drawing
+        if last is not None and last.start is None: return last  # a checkpoint between two epochs left it here
+        return Drawing(self.dl, n_before=last.n_before + self._n_drawn if last is not None else 0)
+
+    def _end_cleanup(self) -> None:
+        super()._end_cleanup()
+        if self._depth < 2: self._drawing, self._resumption, self.resumed, self._resumes_at = None, None, False, 0
+
+    def _batch_indices(self) -> list[Any] | None:
+        "Return the data set's indices of the training batch at hand, None where they cannot be known."
+        return self._drawing.indices(self.iter) if self.training and self._drawing is not None else None
+
+    def _evaluate_as_due(self) -> None:
+        "Do the evaluation that was broken off after a batch, and what comes after it."
+        for cb in self.cbs:
+            if isinstance(cb, EvaluateWithinEpochs): cb.after_batch()
+        self._checkpoint('batch')

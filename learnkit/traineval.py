@@ -1,0 +1,101 @@
+"""The counters of a run and the mode of its model; and epochs that are skipped."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from learnkit.callback import Callback
+from learnkit.errors import CancelEpochException
+from learnkit.loop import sample_count, token_count
+from learnkit.weights import bare_model
+
+__all__ = ['TrainEvalCallback', 'SkipToEpoch']
+
+
+class TrainEvalCallback(Callback):
+    "Keep the counters, the model's device and the training or evaluation mode."
+    order, run_valid = -10, False
+    _modes: list[tuple[nn.Module, bool]] = []  # those of training, while an evaluation has changed them
+    _starting = True                           # the first epoch of a fit is to come
+    _trained = False                           # this epoch's training has begun
+
+    def after_create(self) -> None:
+        self.learn.n_epoch = 1
+
+    def before_fit(self) -> None:
+        learn = self.learn
+        learn.loss = torch.tensor(0.)
+        if learn.fitting or not learn._depth:
+            learn.epoch, learn.train_iter, learn.pct_train = 0, 0, 0.
+            self._starting, self._modes = True, []
+        device = getattr(learn.dls, 'device', None)
+        learn.model.to(device)
+        if isinstance(learn.loss_func, nn.Module): learn.loss_func.to(device)
+        if hasattr(learn.model, 'reset'): learn.model.reset()
+
+    def before_train(self) -> None:
+        learn = self.learn
+        learn.training = True
+        if learn.n_epoch: learn.pct_train = learn.epoch / learn.n_epoch
+        if self._starting or not learn.model.training:  # otherwise the modes are there, or a callback has set others
+            learn.model.train()
+            for module, mode in self._modes: module.training = mode
+        self._starting, self._modes, self._trained = False, [], True
+
+    def after_batch(self) -> None:
+        learn = self.learn
+        learn.train_iter += 1
+        if learn.n_iter and learn.n_epoch: learn.pct_train += 1. / (learn.n_iter * learn.n_epoch)
+        done = learn._done
+        done['ba'] += 1
+        done['sp'] += sample_count(learn.xb)
+        if learn.token_func or (learn.xb and type(learn.xb[0]) is not Tensor): done['tok'] += token_count(learn)
+
+    def before_validate(self) -> None:
+        learn = self.learn
+        if learn.model.training: self._modes = [(m, m.training) for m in learn.model.modules()]
+        learn.model.eval()
+        learn.training = False
+
+    def after_epoch(self) -> None:
+        if not self.learn.fitting: return
+        self.learn._done['ep'] += self._trained  # one that was skipped is not finished
+        self._trained = False
+
+    def after_iteration(self) -> None:
+        self.learn._done['iter'] += 1
+
+    def cleanup(self) -> None:
+        self._modes = []
+
+    def state_dict(self) -> dict[str, Any]:
+        "Return which modules are in evaluation mode, now and in training."
+        named = list(bare_model(self.learn.model).named_modules()) if self.learn is not None else []
+        training = {id(m): mode for m, mode in self._modes} if not self.learn.model.training else {}
+        return {'eval_now': [n for n, m in named if not m.training],
+                'eval_in_training': [n for n, m in named if not training.get(id(m), m.training)],
+                'starting': self._starting}
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        "Put each module into its mode."
+        if self.learn is None: return
+        now, in_training = set(sd['eval_now']), set(sd['eval_in_training'])
+        named = list(bare_model(self.learn.model).named_modules())
+        self._modes, self._starting = [(m, n not in in_training) for n, m in named], sd['starting']
+        for name, module in named: module.training = name not in now
+
+
+class SkipToEpoch(Callback):
+    """Skip the epochs before `epoch`: what `fit(start_epoch=...)` adds. Skipped epochs get no row in the history.
+
+    >>> SkipToEpoch(3)
+    SkipToEpoch
+    """
+    order = 70
+
+    def __init__(self, epoch: int) -> None: self._skip_to = epoch
+
+    def before_epoch(self) -> None:
+        if self.epoch < self._skip_to: raise CancelEpochException

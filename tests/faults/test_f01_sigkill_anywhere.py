@@ -1,0 +1,32 @@
+"""Row 1: SIGKILL at a random instant. The resumed run ends in the very state of one that was not killed."""
+from __future__ import annotations
+
+import pytest
+from resume_helpers import learner
+
+from learnkit.harness import kill_and_resume
+
+
+def test_some_kills() -> None:
+    report = kill_and_resume(learner, n_epoch=4, kills=4, seed=1)
+    assert report.exact and report.resumes >= 4, report.differences
+
+
+@pytest.mark.full
+def test_many_kills() -> None:
+    report = kill_and_resume(learner, n_epoch=4, kills=200, seed=2)
+    print(f'row 1: {report.kills} kills, {report.resumes} of them resumed from a checkpoint, in {report.runs} runs: '
+          f'{"all exact" if report.exact else "NOT exact"}')
+    assert report.exact, report.differences
+
+
+def test_a_difference_would_be_seen() -> None:
+    "What no checkpoint holds makes the same harness say so."
+    def forgetful() -> object:
+        steps = iter(range(1, 1000))
+        learn = learner()
+        learn.loss_func = lambda pred, targ: loss_func(pred, targ) * next(steps)
+        return learn
+    loss_func = learner().loss_func
+    report = kill_and_resume(forgetful, n_epoch=4, kills=1, seed=1)
+    assert not report.exact and any(line.startswith('model.') for line in report.differences)

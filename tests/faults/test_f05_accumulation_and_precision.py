@@ -1,0 +1,26 @@
+"""Row 5: as row 3, in the middle of accumulation, and in reduced precision: pending gradients are in the checkpoint."""
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+from resume_helpers import BS, learner, resumed_at
+
+from learnkit import GradientAccumulation, MixedPrecision
+
+CASES = {'accumulation': [partial(GradientAccumulation, 3 * BS)], 'bf16': [partial(MixedPrecision, 'bf16')],
+         'fp16': [partial(MixedPrecision, 'fp16')],
+         'accumulation in bf16': [partial(GradientAccumulation, 3 * BS), partial(MixedPrecision, 'bf16')],
+         'accumulation in fp16': [partial(GradientAccumulation, 3 * BS), partial(MixedPrecision, 'fp16')]}
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_some_steps(tmp_path: Path, case: str) -> None:
+    resumed_at(partial(learner, *CASES[case]), tmp_path, lambda n: [1, 3, 6, 10])
+
+
+@pytest.mark.full
+def test_every_step(tmp_path: Path) -> None:
+    n = sum(resumed_at(partial(learner, *cbs), tmp_path/case) for case, cbs in CASES.items())
+    print(f'row 5: {n} resumes at every step of {", ".join(CASES)}: exact')

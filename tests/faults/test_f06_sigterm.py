@@ -1,0 +1,266 @@
+"""Row 6: SIGTERM, to the process or its group. The step is finished, the run saved, the code 143, and resume exact."""
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+from time import sleep
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fault_helpers import make_learner
+from run_helpers import State, all_load, checkpointed, in_child, names, same, torch_dls, training
+from torch.utils.data import get_worker_info
+
+from learnkit import Callback, Learner
+from learnkit.callbacks import Checkpoint, checkpoint
+from learnkit.forks import start
+from learnkit.harness import reached, run_until_done
+
+# of 3 batches and 2 of validation an epoch; a life ends where it says, or at the end of the batch
+PLACES = ['before_fit', 'train before_batch', 'train after_loss', 'train after_batch', 'batch_checkpoint',
+          'before_eval', 'valid before_batch', 'valid after_pred', 'after_validate', 'after_eval', 'before_epoch',
+          'after_epoch', 'epoch_checkpoint', ('valid after_batch', 2)]
+
+
+@pytest.fixture(scope='module')
+def straight(tmp_path_factory: pytest.TempPathFactory) -> State:
+    return in_child(training(tmp_path_factory.mktemp('straight'), preemption=False))  # type: ignore[no-any-return]
+
+
+def check(lives: Any, folder: Path, end: State, kills: int) -> None:
+    assert lives.codes == [143] * kills + [0], (lives.codes, lives.stderr)
+    assert all('SIGTERM: the run is saved in' in text for text in lives.stderr[:-1])
+    assert same(end, lives.result) and all_load(folder)
+
+
+def test_at_events_of_all_kinds(straight: State, tmp_path: Path) -> None:
+    lives = run_until_done(training(tmp_path), PLACES, signal.SIGTERM, group=False)
+    check(lives, tmp_path, straight, len(PLACES))
+
+
+def test_at_events_before_its_own_handlers(tmp_path: Path) -> None:
+    "With a loader that has a generator of its own."
+    end = in_child(training(tmp_path/'straight', make_learner))
+    lives = run_until_done(training(tmp_path/'run', make_learner, order=5), PLACES[1:], signal.SIGTERM, group=False)
+    check(lives, tmp_path/'run', end, len(PLACES) - 1)
+
+
+def test_in_an_evaluation_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    make = lambda: make_learner(eval_every='2ba')
+    end = in_child(training(tmp_path/'straight', make))
+    places: list[Any] = [('valid after_pred', 2), 'valid before_batch', 'train after_batch',
+                         ('valid before_batch', 3), 'before_eval']
+    lives = run_until_done(training(tmp_path/'run', make), places, signal.SIGTERM, group=False)
+    check(lives, tmp_path/'run', end, len(places))
+
+
+def test_to_a_group_with_workers(straight: State, tmp_path: Path) -> None:
+    "The workers end at once, whatever they do."
+    places = ['train after_loss', 'before_eval', 'valid before_batch', 'before_epoch', 'train before_batch']
+    make = lambda: make_learner(dls=torch_dls(n_workers=2))
+    lives = run_until_done(training(tmp_path, make), places, signal.SIGTERM, group=True)
+    check(lives, tmp_path, straight, len(places))
+
+
+def test_while_a_batch_is_drawn(straight: State, tmp_path: Path) -> None:
+    lives = run_until_done(training(tmp_path), [('draw', 5), ('draw', 14)], signal.SIGTERM, group=False)
+    check(lives, tmp_path, straight, 2)
+
+
+class Slow(Callback):
+    "Makes the second batch come from a worker that does not end; the parent hears when it is waited for."
+
+    def __init__(self, told: Path) -> None: self.told = told
+    def before_fit(self) -> None:
+        if not self.told.exists(): self.dls.train.dataset.__class__ = Stuck
+    def before_draw(self) -> None:
+        if self.iter == 1: self.told.touch()
+
+
+class Stuck(torch_dls().train.dataset.__class__):  # type: ignore[misc]  # the data set of the loaders
+    def __getitem__(self, i: int) -> Any:
+        if get_worker_info().id == 1: sleep(30)
+        return super().__getitem__(i)
+
+
+def test_the_draw_that_fails_because_workers_got_the_signal_too(straight: State, tmp_path: Path) -> None:
+    told = tmp_path/'waits'
+    make = lambda: make_learner(dls=torch_dls(n_workers=2, prefetch_factor=1), cbs=Slow(told))
+    lives = run_until_done(training(tmp_path/'run', make), [told], signal.SIGTERM, group=True)
+    check(lives, tmp_path/'run', straight, 1)
+    assert names(tmp_path/'run')[0] == '00001-ep0-ba1.ckpt'  # the second batch was not trained on
+
+
+def test_during_a_save_in_the_background(straight: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = checkpoint.save_state
+    def slowly(*args: Any) -> None:
+        reached('saving')
+        sleep(0.05)
+        real(*args)
+        reached('saved')
+    monkeypatch.setattr(checkpoint, 'save_state', slowly)
+    places: list[Any] = [('saving', 2), ('saved', 3), ('saving', 3)]
+    lives = run_until_done(training(tmp_path, every='1ba'), places, signal.SIGTERM, group=False)
+    check(lives, tmp_path, straight, 3)
+
+
+def test_at_the_very_end(straight: State, tmp_path: Path) -> None:
+    "Nothing is trained afterwards; the last checkpoint, written at the end of the last epoch, stands."
+    for place in ('after_fit', 'cleanup'):
+        lives = run_until_done(training(tmp_path/place, order=999), [place], signal.SIGTERM, group=False)
+        assert lives.codes == [143, 0] and same(straight, lives.result), lives.stderr
+
+
+# -- handlers --------------------------------------------------------------------------------------------------------
+
+def send(cb: Any) -> None: os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_the_handler_of_before_is_called_after_the_save(tmp_path: Path) -> None:
+    def job() -> None:
+        signal.signal(signal.SIGTERM, lambda signum, frame: print('told', signum, len(names(tmp_path))))
+        checkpointed(tmp_path)(Callback(after_loss=send)).fit(1)
+    with start(job) as child: assert (child.wait(), child.stdout) == (143, 'told 15 1\n'), child.stderr
+
+
+def test_a_handler_of_before_may_end_the_process_in_its_own_way(tmp_path: Path) -> None:
+    def again(signum: int, frame: Any) -> None:
+        signal.signal(signum, signal.SIG_DFL)
+        os.kill(os.getpid(), signum)
+    def job(handler: Any, folder: Path) -> None:
+        signal.signal(signal.SIGTERM, handler)
+        checkpointed(folder)(Callback(after_loss=send)).fit(1)
+    for handler, code in ((again, -15), (lambda *_: sys.exit(7), 7)):
+        folder = tmp_path/str(code)
+        with start(partial(job, handler, folder)) as child: assert child.wait() == code, child.stderr
+        assert len(names(folder)) == 1 and all_load(folder)
+
+
+def test_handlers_are_there_only_during_the_fit(tmp_path: Path) -> None:
+    def mine(signum: int, frame: Any) -> None: "Never called."
+    seen: list[Any] = []
+    watched = (signal.SIGTERM, signal.SIGCHLD, signal.SIGINT)
+    now = lambda: [signal.getsignal(s) for s in watched]
+    kept = signal.signal(signal.SIGTERM, mine)
+    try:
+        before = now()
+        learn = checkpointed(tmp_path)(Callback(after_batch=lambda cb: seen.append(now()), cleanup=lambda cb: 1 / 0))
+        for run in (lambda: learn.fit(1), lambda: learn.fit(1), learn.validate, learn.get_preds):
+            with pytest.raises(ZeroDivisionError): run()
+            assert now() == before
+        assert seen[0][0] is not mine and seen[0][1:] == before[1:] and seen[-1] == before
+        learn.remove_cbs(Checkpoint)
+        two = quiet_two(tmp_path)
+        two.fit(1)
+        assert now() == before, 'two at a time put back what was there before both'
+    finally: signal.signal(signal.SIGTERM, kept)
+
+
+def quiet_two(folder: Path, *cbs: Any) -> Learner:
+    return checkpointed(folder/'a')(Checkpoint(folder=folder/'b'), *cbs)
+
+
+def test_two_of_them_both_save(straight: State, tmp_path: Path) -> None:
+    for event in ('after_loss', 'after_validate'):
+        def job(event: str = event) -> None: quiet_two(tmp_path/event, Callback(**{event: send})).fit(2)
+        with start(job) as child: assert child.wait() == 143, child.stderr
+        assert [len(names(tmp_path/event/f)) for f in 'ab'] == [1, 1]
+
+
+def test_a_forked_child_has_the_handlers_of_before(tmp_path: Path) -> None:
+    def job() -> str:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        codes: list[int] = []
+        def fork(cb: Any) -> None:
+            reader, writer = os.pipe()
+            if not (pid := os.fork()):
+                os.write(writer, b'.')
+                signal.pause()
+            os.read(reader, 1)
+            os.kill(pid, signal.SIGTERM)
+            codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        checkpointed(tmp_path)(Callback(after_loss=fork)).fit(1)
+        return f'{codes}'
+    assert in_child(job) == '[-15, -15, -15, -15, -15]'
+
+
+def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
+    def job() -> int:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        learn = checkpointed(tmp_path)(Callback(after_loss=send))
+        learn.fit(2)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+        return len(learn.history)
+    assert in_child(job) == 2
+
+
+def test_without_preemption_the_process_ends_at_once(tmp_path: Path) -> None:
+    def job() -> None: checkpointed(tmp_path, preemption=False)(Callback(after_loss=send)).fit(1)
+    with start(job) as child: assert child.wait() == -15
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize('event', ['after_loss', 'valid', 'after_fit'])
+def test_in_ipython_the_fit_ends_and_the_learner_trains_on(event: str, tmp_path: Path) -> None:
+    def job() -> list[Any]:
+        sys.modules['IPython'] = SimpleNamespace(get_ipython=lambda: 'a shell')  # type: ignore[assignment]
+        told: list[Any] = []
+        def once(cb: Any) -> None:
+            if cb.training == (event != 'valid') or event == 'after_fit':
+                if not told: told.append(send(cb))
+        learn = checkpointed(tmp_path)(Callback(**{'after_loss' if event == 'valid' else event: once}))
+        learn.fit(2)
+        first = learn.opt.n_steps, names(tmp_path)
+        learn.fit(2, resume=True)
+        return [*first, learn.opt.n_steps, len(learn.history), signal.getsignal(signal.SIGTERM) == signal.SIG_DFL]
+    steps = {'after_loss': 1, 'valid': 3, 'after_fit': 6}[event]
+    first = [f'00001-ep{0 if steps < 6 else 1}-ba{min(steps, 3)}.ckpt'] + ['00002-ep2-ba6.ckpt'] * (steps == 6)
+    assert in_child(job) == [steps, first, 6, 2, True]
+
+
+def test_an_error_that_comes_first_stays_and_the_signal_is_handed_on(tmp_path: Path) -> None:
+    def fail(cb: Any) -> None:
+        if cb.training: send(cb)
+        if cb.training: raise ValueError('a bug')
+    def job() -> None:
+        signal.signal(signal.SIGTERM, lambda *_: print('told'))
+        learn = checkpointed(tmp_path)(Callback(after_loss=fail))
+        with pytest.raises(ValueError, match='a bug'): learn.fit(1)
+        learn.validate()  # the request is over
+        print('on')
+    with start(job) as child: assert (child.wait(), child.stdout) == (0, 'told\non\n'), child.stderr
+
+
+def test_a_cancelled_evaluation_leaves_nothing_to_go_back_to(tmp_path: Path) -> None:
+    "After one that never ended, a stop in training saves the training as it is."
+    from learnkit import CancelEpochException
+    def cancel(cb: Any) -> None:
+        if cb.epoch == 0: raise CancelEpochException
+    def stop(cb: Any) -> None:
+        if cb.training and cb.train_iter == 4: send(cb)
+    def job() -> None:
+        checkpointed(tmp_path, every='1ba')(Callback(before_validate=cancel, after_loss=stop)).fit(3)
+    with start(job) as child: assert child.wait() == 143, child.stderr
+    assert names(tmp_path)[-1].endswith('-ba5.ckpt') and all_load(tmp_path)
+
+
+@pytest.mark.full
+def test_at_random_instants(tmp_path: Path) -> None:
+    "Signals from the parent at any time, to the process or its group, with and without workers."
+    rng, kills, saved = random.Random(6), 0, 0
+    for workers in (0, 2):
+        make = lambda workers=workers: make_learner(dls=torch_dls(workers))
+        for n in range(12):
+            folder = tmp_path/f'{workers}-{n}'
+            end = in_child(training(tmp_path/f'straight-{workers}', make, n_epoch=8)) if n == 0 else end  # noqa: F821
+            instants = [rng.uniform(0.02, 0.4 + 0.4 * workers) for _ in range(6)]
+            lives = run_until_done(training(folder, make, n_epoch=8), instants, signal.SIGTERM, group=bool(n % 2))
+            assert same(end, lives.result) and all_load(folder)
+            kills += lives.kills
+            saved += lives.codes.count(143)
+    print(f'row 6: {kills} SIGTERMs at random instants, {saved} saved and left with 143, 0 runs differ')
