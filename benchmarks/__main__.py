@@ -15,7 +15,8 @@ QUICK = {
     'memory': ['raw-freed', 'raw', 'learnkit', 'fastai'],
     'imports': ['raw', 'raw-import', 'learnkit', 'fastai'],
     'rows': ['torch', 'learnkit', 'fastai'],
-    'checkpoint': ['safe', 'torch-save', 'copy'],
+    'save-stall': ['learnkit-blocking', 'learnkit-background', 'safe', 'copy'],
+    'save-lost': ['learnkit-blocking', 'learnkit-background'],
 }
 
 

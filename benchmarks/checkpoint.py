@@ -1,8 +1,11 @@
-"""Milliseconds that a training stands still to save 50 MB of model and optimizer state, by plain torch.
+"""Milliseconds that a training loses when 50 MB of model and optimizer state are saved.
 
-These are the ways that are there to choose from: a plain `torch.save`; one that survives a kill at any instant
-(written beside the target, flushed to the disk, put in its place); and a copy of the state to memory that is kept for
-it, which is all that a training has to wait for when another thread does the writing.
+save-stall  how long it stands still. By plain torch: `torch-save`; `safe`, which survives a kill at any instant
+            (written beside the target, flushed to the disk, put in its place); and `copy`, of the state to memory that
+            is kept for it, all that has to be waited for when another thread does the writing. By learnkit, in a fit:
+            `Checkpoint`, which does what `safe` does and adds a digest, at once or in the background.
+save-lost   what it loses in all: a save and the batches that follow until the file is there (at least 16), which the
+            writing thread slows down, less as many batches without a save.
 
     python -m benchmarks.checkpoint
 """
@@ -12,12 +15,15 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.cli import command_line
@@ -25,8 +31,14 @@ from benchmarks.harness import Workload
 
 __all__ = ['WORKLOADS', 'build', 'main']
 
-WIDTH = 2048  # a square layer of it: 16.8 MB of weights, and momentum and squares as large
+Times = dict[str, list[float]]  # by what was measured, in seconds
 
+WIDTH = 2048     # a square layer of it: 16.8 MB of weights, and momentum and squares as large
+SAVES = 3        # each time, of which the median counts
+BATCHES = 16     # at least so many follow a save
+
+
+# ------------------------------------------------------------------------------------------------------- by plain torch
 
 def trained_state() -> dict[str, Any]:
     "Return the state of a layer and of Adam after a step."
@@ -60,25 +72,94 @@ def copied(state: dict[str, Any], file: Path) -> Callable[[], object]:
 
 WAYS = {'torch-save': plain, 'safe': safe, 'copy': copied}
 
-WORKLOADS = {'checkpoint': Workload(
-    'checkpoint', 'a save of 50 MB of state, wall time', 'benchmarks.checkpoint', dict.fromkeys(WAYS, 'torch'),
-    unit='ms', reference='safe')}
+
+def alone(folder: Path, way: str) -> Callable[[], Times]:
+    "Return a function that saves a few times, and returns the seconds that each took."
+    save = WAYS[way](trained_state(), folder/'checkpoint.pt')
+
+    return lambda: {'save-stall': [seconds(save) for _ in range(SAVES)]}
+
+
+# ---------------------------------------------------------------------------------------------------- within a training
+
+def in_a_fit(folder: Path, background: bool) -> Callable[[], Times]:
+    "Return a function that saves a few times in a fit, and returns the seconds that this stopped and cost it."
+    from learnkit import Callback, Checkpoint, DataLoaders, Learner
+
+    class Saves(Callback):
+        "Save, and compare the batches that follow with as many without a save."
+        times: Times
+
+        def before_fit(self) -> None: self.course = self.run_through()
+        def batch_checkpoint(self) -> None: next(self.course)  # up to its next `yield`, where it waits for a batch
+
+        def run_through(self) -> Iterator[None]:
+            self.times = {'save-stall': [], 'save-lost': []}
+            for _ in range(SAVES):
+                yield
+                began = time.perf_counter()
+                path = self.learn.checkpoint.save()
+                self.times['save-stall'].append(time.perf_counter() - began)
+                n = 0
+                while n < BATCHES or not path.exists():
+                    yield
+                    n += 1
+                with_save = time.perf_counter() - began
+                yield
+                began = time.perf_counter()
+                for _ in range(n): yield
+                self.times['save-lost'].append(with_save - (time.perf_counter() - began))
+            self.learn.stop()
+            yield
+
+    saves, x = Saves(), torch.randn(4, WIDTH)
+    saver = Checkpoint(every=None, folder=folder, keep_last=1, background=background, preemption=False)
+    learn = Learner(DataLoaders([(x, x)] * 10_000, device='cpu'), nn.Linear(WIDTH, WIDTH), F.mse_loss,
+                    opt_func=torch.optim.Adam, cbs=[saves, saver])
+
+    def once() -> Times:
+        with learn.no_bar(), learn.no_logging(): learn.fit(1)
+        return saves.times
+    return once
+
+
+def seconds(f: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    f()
+    return time.perf_counter() - began
+
+
+# ----------------------------------------------------------------------------------------------------- what is measured
+
+SUBJECTS: dict[str, Callable[[Path], Callable[[], Times]]] = {
+    'learnkit-blocking': partial(in_a_fit, background=False),
+    'learnkit-background': partial(in_a_fit, background=True),
+    **{way: partial(alone, way=way) for way in WAYS},
+}
+
+
+def _workload(name: str, title: str, subjects: list[str]) -> Workload:
+    return Workload(name, f'{title}, 50 MB of state, wall time', 'benchmarks.checkpoint',
+                    dict.fromkeys(subjects, 'torch'), unit='ms a save', reference='learnkit-blocking')
+
+
+WORKLOADS = {
+    'save-stall': _workload('save-stall', 'how long training stands still', list(SUBJECTS)),
+    'save-lost': _workload('save-lost', 'what training loses in all', ['learnkit-blocking', 'learnkit-background']),
+}
 
 
 def build(workload: str, subject: str) -> Callable[[], float]:
-    "Return a function that saves once and returns the milliseconds it took."
+    "Return a function that saves a few times and returns the milliseconds that this took, the median of them."
     folder = tempfile.TemporaryDirectory()
-    save = WAYS[subject](trained_state(), Path(folder.name) / 'checkpoint.pt')
+    save = SUBJECTS[subject](Path(folder.name))
 
-    def once(keep: Any = folder) -> float:
-        began = time.perf_counter()
-        save()
-        return (time.perf_counter() - began) * 1000
+    def once(keep: Any = folder) -> float: return median(save()[workload]) * 1000
     return once
 
 
 def main(argv: list[str] | None = None) -> int:
-    "Measure what the command line asks for, print the table, and return the exit status."
+    "Measure what the command line asks for, print the tables, and return the exit status."
     return command_line('checkpoint', __doc__, WORKLOADS, argv, rounds=7)
 
 

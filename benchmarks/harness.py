@@ -183,11 +183,12 @@ def report(result: Result) -> str:
     """Return the result as a table: what each needs, how much more than the reference, and their ratio, each the median
     of the rounds; behind the ratio its range over the rounds."""
     workload = result.workload
-    lines = [f'{workload.name}: {workload.title}',
-             f"{'':24}{workload.unit:>12}{'over ' + workload.reference:>16}{'ratio':>9}   (range)"]
+    over = 'over ' + workload.reference
+    width = max(16, len(over) + 2)
+    lines = [f'{workload.name}: {workload.title}', f"{'':24}{workload.unit:>12}{over:>{width}}{'ratio':>9}   (range)"]
     for row in result.rows():
         name = row['subject'] + ' *' * (row['subject'] in workload.never_run)
-        lines.append(f"{name:24}{row['median']:12.1f}{row['over']:16.1f}{row['ratio']:9.2f}   "
+        lines.append(f"{name:24}{row['median']:12.1f}{row['over']:{width}.1f}{row['ratio']:9.2f}   "
                      f"({row['ratio_min']:.2f} to {row['ratio_max']:.2f})")
     for d in result.differences():
         lines.append(f"  {d['label']}: {d['median']:.1f} {d['unit']} ({d['min']:.1f} to {d['max']:.1f})")

@@ -15,6 +15,6 @@ def test_some_steps(tmp_path: Path, num_workers: int) -> None:
 
 @pytest.mark.full
 def test_every_step(tmp_path: Path) -> None:
-    makes = {n: partial(learner, dls=partial(augmented, n)) for n in (0, 1, 2, 3)}
+    makes = {n: partial(learner, dls=partial(augmented, n)) for n in (0, 1, 2)}
     n = sum(resumed_at(make, tmp_path/f'{workers}') for workers, make in makes.items())
-    print(f'row 4: {n} resumes at every step, with 0, 1, 2 and 3 workers and random augmentation: exact')
+    print(f'row 4: {n} resumes at every step, with 0, 1 and 2 workers and random augmentation: exact')

@@ -244,7 +244,7 @@ def test_a_cancelled_evaluation_leaves_nothing_to_go_back_to(tmp_path: Path) -> 
     def stop(cb: Any) -> None:
         if cb.training and cb.train_iter == 4: send(cb)
     def job() -> None:
-        checkpointed(tmp_path, every='1ba')(Callback(before_validate=cancel, after_loss=stop)).fit(3)
+        checkpointed(tmp_path, every='5ba')(Callback(before_validate=cancel, before_draw=stop)).fit(3)
     with start(job) as child: assert child.wait() == 143, child.stderr
     assert names(tmp_path)[-1].endswith('-ba5.ckpt') and all_load(tmp_path)
 

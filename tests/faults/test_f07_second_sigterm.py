@@ -67,5 +67,5 @@ def test_two_signals_at_random_instants(tmp_path: Path) -> None:
             codes.append(child.wait() or 0)
         assert all_load(folder) or child.code == -15
     ok = sum(code in (143, -15) for code in codes)  # -15: the second came when all was saved, and handlers restored
-    print(f'row 7: {len(codes)} runs with two SIGTERMs, {codes.count(143)} left with 143, {ok} as they should, none torn')
+    print(f'row 7: {len(codes)} runs with two SIGTERMs, {codes.count(143)} left with 143, {ok} as they should, 0 torn')
     assert ok == len(codes)

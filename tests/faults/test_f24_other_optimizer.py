@@ -39,7 +39,7 @@ def test_nothing_is_loaded(kind: str, path: Path, tmp_path: Path) -> None:
         learn = checkpointed(tmp_path)(Callback(before_batch=lambda cb: steps.append(cb.iter)), **OTHERS[kind])
         learn.create_opt()
         before, groups = content(learn), len(learn.opt.param_groups)
-        with pytest.raises(LearnkitError, match='ptimizer|param group') as caught:
+        with pytest.raises(LearnkitError, match=r'ptimizer|param group') as caught:
             if load == 'outside': learn.load_checkpoint_state(state)
             else: learn.fit(1, resume=path if load == 'file' else state)
         assert isinstance(caught.value, WeightsError) and 'Nothing was loaded' in str(caught.value)

@@ -18,7 +18,7 @@ NAN, INF = math.nan, math.inf
 
 
 def planned(values: list[float], *cbs: Any, **options: Any) -> Any:
-    "Return a learner whose metric `score` is what is planned for each epoch, with callbacks after those that are given."
+    "Return a learner whose metric `score` is what is planned for each epoch."
     at: dict[str, Any] = {}
     score = ValueMetric(lambda: values[min(at['learn'].epoch, len(values) - 1)], 'score')
     at['learn'] = learn = quiet(make_learner(list(cbs), metrics=score, **options))

@@ -1,4 +1,4 @@
-"""Row 32: a callback was added, removed, renamed or duplicated on resume. Named warnings or errors; nothing half-loaded."""
+"""Row 32: a callback was added, removed, renamed or duplicated on resume: named warnings or errors."""
 from __future__ import annotations
 
 import warnings
@@ -44,7 +44,7 @@ def saved(folder: Path, *cbs: Any) -> tuple[Path, Any]:
     "Train with callbacks; return the checkpoint after four of six batches, and the state at the end."
     learn = checkpointed(folder, every='1ba', keep_last=None)(*cbs)
     learn.fit(2)
-    return folder/[n for n in names(folder) if n.endswith('-ba4.ckpt')][0], learn.checkpoint_state()
+    return folder/next(n for n in names(folder) if n.endswith('-ba4.ckpt')), learn.checkpoint_state()
 
 
 def resumed(path: Path, *cbs: Any) -> tuple[Any, list[str]]:
@@ -58,7 +58,7 @@ def resumed(path: Path, *cbs: Any) -> tuple[Any, list[str]]:
 
 
 def test_one_was_added(tmp_path: Path) -> None:
-    learn, told = resumed(saved(tmp_path)[0], counter := Counter())
+    _, told = resumed(saved(tmp_path)[0], counter := Counter())
     assert told == ['There is no state for the callback `counter` (Counter): it goes on as it is.']
     assert counter.seen == 2, 'the batches that came after'
 
@@ -108,7 +108,9 @@ def test_one_that_cannot_read_its_state_says_so(tmp_path: Path, monkeypatch: pyt
     "The file and the callback are named, and the same fit works when that is mended."
     path, end = saved(tmp_path, Picky)
     learn = checkpointed(tmp_path, every='1ba', keep_last=None)(Picky)
+    before = {name: t.clone() for name, t in learn.model.state_dict().items()}
     with pytest.raises(KeyError, match='an entry that is not there') as caught: learn.fit(2, resume=path)
+    assert all(torch.equal(t, before[name]) for name, t in learn.model.state_dict().items())
     told = '\n'.join(caught.value.__notes__)
     assert 'in Picky.load_state_dict' in told and f'while {path} was put in place' in told
     assert not learn.resumed and learn.opt.n_steps == 0 and all(p.grad is None for p in learn.model.parameters())
