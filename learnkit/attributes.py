@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from enum import Enum
+from functools import cache
 from pathlib import Path, PurePath
 from random import Random
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -13,13 +14,14 @@ import numpy as np
 import torch
 from fastcore.foundation import L
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from learnkit.callback import Callback
 from learnkit.errors import OptionError
 from learnkit.rng import capture_own, restore_own
 
-__all__ = ['has_own_state', 'note_attributes', 'note_beginning', 'changed_attributes', 'put_attributes',
-           'lost_attributes']
+__all__ = ['has_own_state', 'inherits_state', 'note_attributes', 'note_beginning', 'changed_attributes',
+           'put_attributes', 'lost_attributes']
 
 _NOTED, _BEGUN = '_as_added', '_as_begun'
 _NOT_STATE = frozenset({'learn', 'order', 'run', 'run_train', 'run_valid', _NOTED, _BEGUN, '_given_by_learnkit'})
@@ -28,6 +30,8 @@ _KIND = '__kind__'   # in the dict that stands for what a file of plain data has
 _DICTS: dict[str, Any] = {'dict': dict, 'OrderedDict': OrderedDict, 'Counter': Counter}
 _MAKERS: dict[str, Any] = {**_DICTS, 'L': L, 'set': set, 'frozenset': frozenset}
 _FACTORIES: dict[str, Callable[[], Any]] = {f.__name__: f for f in (list, dict, set, int, float, str)}
+LONGEST = 2000   # bits of a number
+NO_DATA = (OptionError, RecursionError, TypeError, ValueError)  # what is raised for values that no file holds
 # made anew with the callback, or belonging to the Learner
 _NO_DATA = (FunctionType, MethodType, BuiltinFunctionType, ModuleType, type, nn.Module, nn.Parameter, Callback,
             torch.optim.Optimizer, torch.device, torch.dtype)
@@ -35,8 +39,23 @@ _NO_DATA = (FunctionType, MethodType, BuiltinFunctionType, ModuleType, type, nn.
 
 def has_own_state(cb: Any) -> bool:
     "Tell whether a callback cares for its state itself, as all of this package do."
-    own = getattr(type(cb), 'state_dict', None)
-    return own not in (None, Callback.state_dict) or type(cb).__module__.partition('.')[0] == 'learnkit'
+    return _is_ours(type(cb)) or getattr(type(cb), 'state_dict', None) not in (None, Callback.state_dict)
+
+
+def inherits_state(cb: Any) -> bool:
+    "Tell whether a callback of somebody else has the `state_dict` of one of this package, which knows not all of it."
+    by = next((cls for cls in type(cb).__mro__ if 'state_dict' in vars(cls)), Callback)
+    return not _is_ours(type(cb)) and by is not Callback and _is_ours(by)
+
+
+def _is_ours(cls: type) -> bool: return cls.__module__.partition('.')[0] == 'learnkit'
+
+
+@cache
+def _names_of_ours(cls: Any) -> frozenset[str]:
+    "Return every name that the methods of a class's bases in this package use: attributes of these are theirs."
+    members = [getattr(m, 'fget', m) for base in cls.__mro__ if _is_ours(base) for m in vars(base).values()]
+    return frozenset(name for m in members if isinstance(m, FunctionType) for name in m.__code__.co_names)
 
 
 def note_attributes(cb: Any) -> None:
@@ -80,17 +99,27 @@ def _belongs(value: Any) -> bool:
 
 
 def _attributes(cb: Any) -> dict[str, Any]:
-    found = {}
+    cls: Any = type(cb)
+    found, theirs = {}, _names_of_ours(cls) if inherits_state(cb) else frozenset[str]()
     for name, value in _own(cb).items():
-        if name in _NOT_STATE or not isinstance(name, str): continue
+        if name in _NOT_STATE or name in theirs or not isinstance(name, str): continue
+        if isinstance(value, Tensor) and _is_of_model(value, cb): continue
         try: found[name] = _named(value) if isinstance(value, Enum) or _draws(value) else _encoded(value)
-        except OptionError: continue  # an object of some class: it is made anew with the callback
+        except NO_DATA: continue  # an object of some class: it is made anew with the callback
     return found
+
+
+def _is_of_model(t: Tensor, cb: Any) -> bool:
+    "Tell whether a tensor is a look at the model's weights, which go on without it."
+    model = getattr(getattr(cb, 'learn', None), 'model', None)
+    if model is None or t.layout is not torch.strided or not t.numel(): return False
+    own = (o for o in (*model.parameters(), *model.buffers()) if not is_lazy(o) and o.layout is torch.strided)
+    return any(o.untyped_storage().data_ptr() == t.untyped_storage().data_ptr() for o in own)
 
 
 def _is_data(value: Any) -> bool:
     try: _encoded(value)
-    except OptionError: return isinstance(value, Enum) or _draws(value)
+    except NO_DATA: return isinstance(value, Enum) or _draws(value)
     return True
 
 
@@ -116,8 +145,9 @@ def _named(value: Any) -> dict[str, Any]:
 
 
 def _encoded(value: Any) -> Any:
-    "Return a value as data that loads safely; raise `OptionError` for one that is more than data."
+    "Return a value as data that loads safely; raise one of `NO_DATA` for one that is more than data."
     kind = type(value)
+    if kind is int and value.bit_length() > LONGEST: raise OptionError('This number is too long for a file.')
     if kind in _ATOMS or (kind is bytes and value): return value
     if kind in (list, tuple): return kind(map(_encoded, value))
     if isinstance(value, Tensor): return _of_tensor(value)
@@ -128,7 +158,8 @@ def _encoded(value: Any) -> Any:
         items = value if kind is L else sorted(value, key=repr)  # the order of a set differs from run to run
         return {_KIND: kind.__name__, 'of': list(map(_encoded, items))}
     if kind is deque: return {_KIND: 'deque', 'of': list(map(_encoded, value)), 'maxlen': value.maxlen}
-    if kind is dict and all(type(k) in (str, int) for k in value): return {k: _encoded(v) for k, v in value.items()}
+    if kind is dict and _KIND not in value and all(type(k) in (str, int) for k in value):
+        return {_encoded(k): _encoded(v) for k, v in value.items()}
     if isinstance(value, dict): return {_KIND: _name_of_dict(value), **_of_dict(value)}
     raise OptionError(f'A {kind.__name__} is more than data.')
 

@@ -50,11 +50,14 @@ class Budget(Callback):
     def __init__(self, total: str | int | Time = '1ep') -> None:
         self.total = as_time(total, 'ep')
         self._began = 0.                   # what the Learner had used when the fit began
+        self._ended = False                # it was this that stopped the fit
         self._last, self._n_idle = 0., 0   # the share at the end of the last epoch; epochs that used nothing
         if self.total.unit == 'sec': self.wall_clock = ('began', 'last')
 
     def before_fit(self) -> None:
-        if self.learn.fitting: self._began, self._n_idle, self._last = self.learn._finished(self.total.unit), 0, 0.
+        if not self.learn.fitting: return
+        self._began, self._n_idle, self._last = self.learn._finished(self.total.unit), 0, 0.
+        self._ended = False
 
     def before_train(self) -> None:
         self.learn.pct_train = min(1., self.share())
@@ -77,10 +80,13 @@ class Budget(Callback):
     def _look(self) -> None:
         share = self.share()
         self.learn.pct_train = min(1., share)
-        if share >= 1: self.learn.stop()
+        if share < 1 or self.learn._stopping: return
+        self._ended = True
+        self.learn.stop()
 
     def state_dict(self) -> dict[str, Any]:
-        return {'began': self._began, 'last': self._last, 'n_idle': self._n_idle}
+        return {'began': self._began, 'last': self._last, 'n_idle': self._n_idle, 'ended': self._ended}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        self._began, self._last, self._n_idle = sd['began'], sd['last'], sd['n_idle']
+        self._began, self._last, self._n_idle, self._ended = sd['began'], sd['last'], sd['n_idle'], sd['ended']
+        if self._ended and self.share() < 1: self._ended = self.learn._stopping = False  # there is more of it now

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from fastcore.basics import noop
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from learnkit.errors import CheckpointError
 from learnkit.folders import find
 from learnkit.hints import warn_user
+from learnkit.loop import model_device
 from learnkit.positions import Drawing, check_position
 from learnkit.resuming import PLACES, Resumption
 from learnkit.rng import capture_rng, restore_rng
@@ -46,7 +48,8 @@ class Checkpoints(Saving, States):
         >>> from learnkit.testing import synth_learner
         >>> state = synth_learner().checkpoint_state()
         >>> sorted(state)  # doctest: +NORMALIZE_WHITESPACE
-        ['callbacks', 'frozen', 'grads', 'loop', 'loss_func', 'model', 'optimizer', 'position', 'rng', 'wall_clock']
+        ['buffers', 'callbacks', 'frozen', 'grads', 'loop', 'loss_func', 'model', 'optimizer', 'position', 'rng',
+         'wall_clock']
         """
         if self._depth and not self._place:
             raise CheckpointError('checkpoint_state() in the middle of a run has no place to go on from. Call it at '
@@ -67,26 +70,18 @@ class Checkpoints(Saving, States):
                                               'state in half of its parts. Call it before `fit`.')
         r = Resumption(checked(state))
         with self._optimizer(made=state['optimizer'] is not None): self._check_fits(r)
-        before = self.callback_states()
-        try: self.load_callback_states(state['callbacks'])
-        except Exception:
-            self.load_callback_states(before)
-            raise
-        self('before_load')
-        self._put_weights(r.state)
-        self('after_load')
+        self._load_weights_of(r)
         self._put(r)
 
     # -- what is in one ------------------------------------------------------------------------------------------------
 
     def _gather(self, place: str) -> dict[str, Any]:
         "Return the state by reference."
-        opt, loss_func = self.opt, self.loss_func
+        opt = self.opt
         params = [] if opt is None else list(opt.parameters())
         return {
-            'model': model_state(self.model),
-            'loss_func': model_state(loss_func) if isinstance(loss_func, nn.Module) else None,
-            'optimizer': None if opt is None else plain(opt.state_dict(), "The optimizer's state"),
+            **self._what_is_trained(),
+            'buffers': _loose_buffers(self.model),
             'grads': {str(i): _in_parts(p.grad) for i, p in enumerate(params) if p.grad is not None},
             'frozen': {'names': [n for n, p in bare_model(self.model).named_parameters() if not p.requires_grad],
                        'frozen_idx': getattr(opt, 'frozen_idx', 0)},
@@ -96,6 +91,12 @@ class Checkpoints(Saving, States):
             'callbacks': self.callback_states(),
             'wall_clock': self._wall_clock(),
         }
+
+    def _what_is_trained(self) -> dict[str, Any]:
+        opt, loss_func = self.opt, self.loss_func
+        return {'model': model_state(self.model),
+                'loss_func': model_state(loss_func) if isinstance(loss_func, nn.Module) else None,
+                'optimizer': None if opt is None else plain(opt.state_dict(), "The optimizer's state")}
 
     def _loop_state(self, place: str) -> dict[str, Any]:
         loss = getattr(self, 'loss', None)
@@ -108,10 +109,12 @@ class Checkpoints(Saving, States):
                 'evaluations': self._evaluation_state(before=place in ('within', 'evaluation'))}
 
     def _position(self, place: str) -> dict[str, Any] | None:
-        if self._drawing is None or not place: return None
-        if PLACES[place] == 'batch': return self._drawing.state_dict(self.iter + 1)
-        if self._drawing.start is None: return self._drawing.state_dict(0)  # it stands between epochs already
-        return Drawing(self.dls.train, n_before=self._drawing.n_before + self._n_drawn).state_dict(0)
+        last = self._drawing
+        if not place or (last is None and PLACES[place] == 'batch'): return None
+        if last is None: return Drawing(self.dls.train).state_dict(0)  # nothing was drawn, or in a way of its own
+        if PLACES[place] == 'batch': return last.state_dict(self.iter + 1)
+        if last.start is None: return last.state_dict(0)  # it stands between epochs already
+        return Drawing(self.dls.train, n_before=last.n_before + self._n_drawn).state_dict(0)
 
     # -- putting one in place ------------------------------------------------------------------------------------------
 
@@ -137,17 +140,18 @@ class Checkpoints(Saving, States):
         self._check_fits(r)
         self._note_beginning()
         if (position := r.state['position']) is not None: check_position(self.dls.train, position)
-        self('before_load')
-        self._put_weights(r.state)
-        self('after_load')
+        self._load_weights_of(r)
         if r.path is not None and self.logger is not noop: print(f'Going on from {r.path}, {self._what_is_next(r)}')
         self.resumed = True
         if r.at == 'batch': self._resumes_at = r.loop['n_drawn']
         elif r.at == 'evaluation': self._resumes_at = r.loop['n_iter'] or 0
-        n = r.loop['n_epoch']
+        loop, n = r.loop, r.loop['n_epoch']
         if n != self.n_epoch and not (r.at == 'epoch' and (r.loop['stopping'] or r.loop['epoch'] + 1 == n)):
             warn_user(f'The checkpoint is of a fit of {n or "so many"} epochs, this one has '
                       f'{self.n_epoch or "a budget"}: schedules go on from the share of it that is done.')
+        if loop['stopping'] and n and self.n_epoch and self.n_epoch > n:
+            warn_user(f'The fit of the checkpoint was stopped in epoch {loop["epoch"]}, and this one ends there, too. '
+                      'To train on, put it back by `learn.load_checkpoint_state(state)`, and fit without `resume`.')
 
     def _what_is_next(self, r: Resumption) -> str:
         loop, n, i = r.loop, self.n_epoch, r.loop['epoch'] + (r.at == 'epoch')
@@ -169,6 +173,14 @@ class Checkpoints(Saving, States):
             differences += self.opt.differences(state['optimizer'], bare_model(self.model))
         check_weights(r.path or 'The checkpoint', differences, self.model, ' Make model and optimizer as they were.')
 
+    def _load_weights_of(self, r: Resumption) -> None:
+        "Load weights and optimizers, and keep those that were there until everything is in place."
+        lazy = any(map(is_lazy, (*self.model.parameters(), *self.model.buffers())))  # then there are none yet
+        r.before = None if lazy else host_copy(self._what_is_trained())
+        self('before_load')
+        self._put_weights(r.state)
+        self('after_load')
+
     def _put_weights(self, state: Mapping[str, Any]) -> None:
         load_weights(self.model, state['model'])
         if isinstance(self.loss_func, nn.Module) and state['loss_func'] is not None:
@@ -183,11 +195,16 @@ class Checkpoints(Saving, States):
         self._end_resume()
         state, loop = r.state, r.loop
         self._put_weights(state)
+        _put_loose_buffers(self.model, state.get('buffers', {}))
         self._put_flags(state)
-        with naming(r): self.load_callback_states(host_copy(state['callbacks']))
-        if r.path is not None:
-            for cb in self.cbs:
-                if own := getattr(cb, 'resume_from_checkpoint', None): own(r.path.parent, self.model)
+        with self._all_or_nothing(r):
+            self._put_counters(loop)
+            self.load_callback_states(host_copy(state['callbacks']))
+            if r.path is not None: self._read_own_files(r.path.parent)
+        r.before = None
+        restore_rng(state['rng'])
+
+    def _put_counters(self, loop: Mapping[str, Any]) -> None:
         share, n_epoch = self.pct_train, self.n_epoch if self._depth else loop['n_epoch']
         for name in COUNTERS: setattr(self, name, loop[name])
         self.n_iter, self._n_drawn, self.n_epoch = loop['n_iter'], loop['n_drawn'], n_epoch
@@ -198,7 +215,24 @@ class Checkpoints(Saving, States):
         self._seconds = loop['seconds']
         if self._started is not None: self._started = perf_counter()
         if loop['loss'] is not None: self.loss = loop['loss'].to(self._device or 'cpu', copy=True)
-        restore_rng(state['rng'])
+
+    @contextmanager
+    def _all_or_nothing(self, r: Resumption) -> Iterator[None]:
+        "If the block fails, put back weights, optimizers, callbacks' states and what was counted over all fits."
+        states, done, n_steps = host_copy(self.callback_states()), self._done, getattr(self.opt, 'n_steps', 0)
+        try: yield
+        except Exception as e:
+            if r.path is not None: add_note(e, f'while {r.path} was put in place')
+            if r.before is not None: self._put_weights(r.before)
+            self._done = done
+            if self.opt is not None: self.opt.n_steps = n_steps
+            with suppress(Exception): self.load_callback_states(states)  # the first error is the one to tell
+            raise
+
+    def _read_own_files(self, folder: Path) -> None:
+        "Let callbacks read what they keep in files of their own."
+        for cb in self.cbs:
+            if read := getattr(cb, 'resume_from_checkpoint', None): read(folder, self.model)
 
     def _put_flags(self, state: Mapping[str, Any]) -> None:
         "Freeze what was frozen, and give back the gradients that wait for their step."
@@ -218,21 +252,31 @@ class Checkpoints(Saving, States):
         return (loop['epoch'] + done) / self.n_epoch
 
 
-@contextmanager
-def naming(r: Resumption) -> Iterator[None]:
-    "Add the checkpoint's file to an exception."
-    try: yield
-    except Exception as e:
-        if r.path is not None: add_note(e, f'while {r.path} was put in place')
-        raise
-
-
 def checked(state: Any, path: Path | None = None) -> Mapping[str, Any]:
     "Return a checkpoint's state if it has all entries; raise `CheckpointError`."
     missing = [e for e in ENTRIES if e not in state] if isinstance(state, Mapping) else list(ENTRIES)
     if not missing: return state
     raise CheckpointError(f'{path or "This state"} is no checkpoint of a Learner: it lacks {", ".join(missing)}. '
                           'Weights alone are loaded by `learn.load(path)`.')
+
+
+def _loose_buffers(model: nn.Module) -> dict[str, Tensor]:
+    "Return the buffers that a state dict leaves out, those that a file can hold."
+    return {f'{path}.{name}'.removeprefix('.'): b for path, module in bare_model(model).named_modules()
+            for name in module._non_persistent_buffers_set
+            if type(b := module._buffers.get(name)) is Tensor and b.layout is torch.strided and not b.is_meta}
+
+
+def _put_loose_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    modules = dict(bare_model(model).named_modules())
+    for place, value in buffers.items():
+        path, _, name = place.rpartition('.')
+        if path not in modules or name not in modules[path]._buffers: continue
+        there = modules[path]._buffers[name]
+        if there is None: modules[path]._buffers[name] = value.to(model_device(modules[path], None), copy=True)
+        elif there.shape != value.shape or there.dtype != value.dtype:
+            modules[path]._buffers[name] = value.to(there.device, copy=True)
+        elif not torch.equal(there.cpu(), value): there.copy_(value)  # constants may be views, or shared
 
 
 def _in_parts(grad: Tensor) -> Tensor | dict[str, Any]:

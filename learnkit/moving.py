@@ -5,6 +5,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from learnkit.hints import warn_user
+
 __all__ = ['kept_path', 'found_path']
 
 
@@ -25,9 +27,18 @@ def kept_path(
 
 
 def found_path(
-    learn: Any,                 # a Learner, whose folder may be another one by now
-    kept: str | None,           # from `kept_path`
+    learn: Any,                      # a Learner, whose folder may be another one by now
+    kept: str | None,                # from `kept_path`
+    own: str | Path | None = None,   # the folder that the callback was given
 ) -> Path | None:
-    "Return the path again."
+    """Return the path again; None, with a warning, for one outside of the Learner's folder and the callback's own.
+
+    A checkpoint may come from anywhere, and what it names may be written to.
+    """
     if kept is None or learn is None: return None if kept is None else Path(kept)
-    return Path(os.path.abspath(learn.path/kept))
+    path = Path(os.path.realpath(learn.path/kept))
+    folders = [learn.path, *([] if own is None else [learn.path/own])]
+    if any(path.is_relative_to(os.path.realpath(folder)) for folder in folders):
+        return Path(os.path.abspath(learn.path/kept))
+    warn_user(f'The checkpoint names {path}, which lies outside of {Path(learn.path).absolute()}: it is left alone.')
+    return None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from learnkit.batch import map_tensors
 from learnkit.hypers import OPTIONS
@@ -72,12 +73,13 @@ def one_differs(opt: OptimWrapper, o: torch.optim.Optimizer, state: Any, name: s
     for p, i in ((p, i) for ps, g in zip(params, groups, strict=True) for p, i in zip(ps, g['params'], strict=True)):
         lines += [f'{label}: {k} of {names.get(p, f"parameter {i}")} is {[*p.shape]}, in the file {[*v.shape]}'
                   for k, v in state['state'].get(i, {}).items()
-                  if k in AS_PARAMETER and isinstance(v, Tensor) and v.shape != p.shape]
+                  if k in AS_PARAMETER and isinstance(v, Tensor) and not is_lazy(p) and v.shape != p.shape]
     return lines
 
 
 def is_rate(value: Any) -> bool:
-    return all(isinstance(v, (Real, Tensor)) for v in (value if isinstance(value, (tuple, list)) else (value,)))
+    if not isinstance(value, (tuple, list)): return isinstance(value, (Real, Tensor))
+    return all(v is None or isinstance(v, (Real, Tensor)) for v in value)  # Adafactor's first eps may be None
 
 
 def layouts(opt: OptimWrapper, o: torch.optim.Optimizer) -> dict[str, list[list[Any]]]:

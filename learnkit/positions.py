@@ -24,7 +24,15 @@ from learnkit.data import TensorLoader, n_batches
 from learnkit.errors import CheckpointError
 from learnkit.hints import warn_user
 from learnkit.rng import capture_own, capture_rng, preserved_rng, restore_own, restore_rng, same_states
-from learnkit.torchloader import Rest, fetching_is_random, index_sampler, is_samplers, with_sampler
+from learnkit.torchloader import (
+    Rest,
+    epochs_of,
+    fetching_is_random,
+    index_sampler,
+    is_samplers,
+    set_epochs,
+    with_sampler,
+)
 
 __all__ = ['Drawing', 'check_position']
 
@@ -280,7 +288,9 @@ def check_position(dl: Any, state: Mapping[str, Any]) -> None:
     "Raise `CheckpointError` for what is no position, or one of another loader."
     if not isinstance(state, Mapping) or any(not isinstance(state.get(k), kind) for k, kind in _ENTRIES.items()):
         raise CheckpointError('The checkpoint has no position in its data that this version understands.')
-    was, now = state['loader'], _describe(dl)
+    with _preserved_own(dl):
+        set_epochs(dl, state['now'].get('epochs', {}))  # a loader's length may be another in each epoch
+        was, now = state['loader'], _describe(dl)
     differ = [f'{name} {was.get(name)}, now {now[name]}' for name in now if was.get(name) != now[name]]
     if differ:
         raise CheckpointError('The training loader is not as it was when the checkpoint was taken: '
@@ -294,28 +304,17 @@ def check_position(dl: Any, state: Mapping[str, Any]) -> None:
 # Generators
 
 def _own_state(dl: Any) -> State:
-    return {'own': capture_own(dl), 'epochs': {path: owner.epoch for path, owner in _counting(dl)}}
+    return {'own': capture_own(dl), 'epochs': epochs_of(dl)}
 
 
 def _generators(dl: Any) -> State: return {'rng': capture_rng(), **_own_state(dl)}
-
-
-def _counting(dl: Any) -> Iterator[tuple[str, Any]]:
-    "Yield what has a number of the epoch (samplers that count them, or are told), with where it is."
-    for path in ('sampler', 'batch_sampler', 'batch_sampler.sampler', 'dataset'):
-        owner = getattr(dl, '__dict__', {}).get(path.partition('.')[0])
-        if '.' in path: owner = getattr(owner, 'sampler', None)
-        if type(getattr(owner, 'epoch', None)) is int: yield path, owner
 
 
 def _restore(dl: Any, state: State | None) -> list[str]:
     "Put every generator to a state of `_generators`; return the names of those that the loader does not have."
     if state is None: return []
     if 'rng' in state: restore_rng(state['rng'])
-    for path, owner in _counting(dl):
-        if (epoch := state['epochs'].get(path, owner.epoch)) == owner.epoch: continue
-        if hasattr(owner, 'set_epoch'): owner.set_epoch(epoch)
-        else: owner.epoch = epoch
+    set_epochs(dl, state['epochs'])
     return restore_own(dl, state['own'])
 
 

@@ -2,25 +2,34 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch import nn
 
 from learnkit.attributes import has_own_state, lost_attributes
 from learnkit.callback import Callback
-from learnkit.checkpoint import Checkpoints
+from learnkit.checkpoint import COUNTERS, Checkpoints
 from learnkit.checks import check_count, check_fit
 from learnkit.digests import differences, digest
-from learnkit.errors import CancelFitException, FitError
+from learnkit.errors import CancelFitException, FitError, OptionError
+from learnkit.html import definitions, never_raising
 from learnkit.loop import epoch_length
 from learnkit.lrfind import undoing_all
+from learnkit.runs import STATE
+from learnkit.weights import bare_model
 
 __all__ = ['ResumeCheck', 'ResumeChecks']
+
+
+BY_CALLBACK = 'let a callback keep it'
+BY_STATE = 'add it to what `state_dict` returns and `load_state_dict` takes'
+BY_DATA = 'work it out from `epoch`, or give the loader `state_dict` and `load_state_dict`'
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,13 @@ class ResumeCheck:
                             f'{self.stopped_after} (second) end in states that differ:', *self.differences,
                             *self.hints])
 
+    @never_raising
+    def _repr_html_(self) -> str:
+        result = {'resumes': 'exactly, to the last bit' if self else 'not exactly', 'batches': self.n_batches,
+                  'stopped after': self.stopped_after, 'SHA-256': f'{self.digest[:12]}...',
+                  'differences': self.differences, 'hints': self.hints}
+        return definitions({name: value for name, value in result.items() if value != []})
+
 
 class _StopAt(Callback):
     "Keep the checkpoint of one batch, and end the fit there."
@@ -53,11 +69,13 @@ class _StopAt(Callback):
 
     def __init__(self, n: int) -> None:
         self._n, self.kept, self.hints = n, dict[str, Any](), list[str]()
+        self.outside: dict[tuple[str, str, str], str] = {}
 
     def batch_checkpoint(self) -> None:
         if self.learn.train_iter < self._n: return
         self.kept = self.learn.checkpoint_state()
         self.hints = [hint for cb in self.learn.cbs for hint in hints_of(cb)]
+        self.outside = outside(self.learn)
         raise CancelFitException
 
 
@@ -78,7 +96,8 @@ class ResumeChecks(Checkpoints):
         generators seeded otherwise, as a new process would. Weights, optimizer, generators, the data's position,
         history and the callbacks' states are compared: what is listed as different is remembered by something that no
         checkpoint holds. A callback says what it remembers by `state_dict` and `load_state_dict`; of one that does not,
-        what it keeps and no checkpoint holds (an iterator, an open file) is named then.
+        what it keeps and no checkpoint holds (an iterator, an open file) is named then, as are attributes of modules,
+        of the Learner, of callbacks and of the data that differ and that no checkpoint holds.
 
         Everything is afterwards as it was, as with `lr_find`. Callbacks that write files (loggers, `Checkpoint`) are
         left out, and what is saved below `learn.path` goes to a folder that is removed. Raises `FitError` for numbers
@@ -107,9 +126,12 @@ class ResumeChecks(Checkpoints):
         writers = [cb for cb in self.cbs if getattr(cb, 'writes_files', False)]
         with self.lock, self.removed_cbs(writers), self._elsewhere() as folder, self.no_bar(), self.no_logging():
             straight = train(n)
-            resumed = train(n, through_file(train(middle).kept, folder/'state.pt')).kept
-        found = differences(straight.kept, resumed)
-        return ResumeCheck(n, middle, digest(straight.kept), found, straight.hints if found else [])
+            resumed = train(n, through_file(train(middle).kept, folder/'state.pt'))
+        found = differences(straight.kept, resumed.kept)
+        hints = straight.hints + [f'`{name}` of {owner} differs as well, and no checkpoint holds it: {fix}.'
+                                  for (owner, name, fix), d in straight.outside.items()
+                                  if resumed.outside.get((owner, name, fix)) != d]
+        return ResumeCheck(n, middle, digest(straight.kept), found, hints if found else [])
 
     @contextmanager
     def _elsewhere(self) -> Iterator[Path]:
@@ -126,6 +148,29 @@ def hints_of(cb: Any) -> list[str]:
     if has_own_state(cb): return []
     return [f'{type(cb).__name__} keeps `{name}` ({kind}), which no checkpoint holds: give it `state_dict` and '
             '`load_state_dict`.' for name, kind in lost_attributes(cb).items()]
+
+
+def outside(learn: Any) -> dict[tuple[str, str, str], str]:
+    "Return digests of attributes that no checkpoint holds, by whose they are, their name, and what can be done."
+    found = {}
+    for name, m in bare_model(learn.model).named_modules():
+        for key, value in attributes_of(m, vars(nn.Module())):
+            found[f'{type(m).__name__}{f" ({name})" * bool(name)}', key, 'make it a buffer'] = value
+    for key, value in attributes_of(learn, (*STATE, *COUNTERS)): found[type(learn).__name__, key, BY_CALLBACK] = value
+    for cb in (cb for cb in learn.cbs if has_own_state(cb) and not type(cb).__module__.startswith('learnkit.')):
+        for key, value in attributes_of(cb, ()): found[type(cb).__name__, key, BY_STATE] = value
+    dl = learn.dls.train
+    for owner in (dl, *(getattr(dl, part, None) for part in ('dataset', 'sampler', 'batch_sampler'))):
+        for key, value in attributes_of(owner, ('epoch',), numbers=True):
+            found[type(owner).__name__, key, BY_DATA] = value
+    return found
+
+
+def attributes_of(owner: Any, but: Container[str], numbers: bool = False) -> Iterator[tuple[str, str]]:
+    "Yield the public attributes that are plain data, or whole numbers alone, with their digests."
+    for name, value in getattr(owner, '__dict__', {}).items():
+        if name.startswith('_') or name in but or (numbers and type(value) is not int): continue
+        with suppress(OptionError): yield name, digest(value)
 
 
 def scramble() -> None:

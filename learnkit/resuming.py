@@ -22,6 +22,7 @@ PLACES = {'batch': 'batch',            # after a training batch
           'evaluation': 'evaluation',  # after an epoch's training, with an evaluation that is due
           'epoch': 'epoch',            # after an epoch
           'iteration': 'epoch'}        # after an epoch that ended an iteration
+_EVENTS = {place: f'{place}_checkpoint' for place in ('batch', 'epoch', 'iteration')}  # where a run can be saved
 
 
 @dataclass
@@ -30,6 +31,7 @@ class Resumption:
     state: Mapping[str, Any]
     path: Path | None = None                             # its file
     info: dict[str, Any] = field(default_factory=dict)   # what its file says about itself
+    before: dict[str, Any] | None = None                 # the weights and optimizers that it takes the place of
 
     @property
     def loop(self) -> Mapping[str, Any]: return self.state['loop']
@@ -72,7 +74,7 @@ class Resuming(Pieces):
     def _checkpoint(self, place: str) -> None:
         "Fire the event of a place at which the run can be saved."
         self._place = place
-        self(f'{place}_checkpoint')
+        self(_EVENTS[place])
         self._place = ''
 
     def _end_iteration(self) -> None:

@@ -5,19 +5,28 @@ from collections.abc import Mapping
 from typing import Any
 from warnings import warn
 
-from learnkit.attributes import changed_attributes, has_own_state, note_attributes, note_beginning, put_attributes
+from learnkit.attributes import (
+    changed_attributes,
+    has_own_state,
+    inherits_state,
+    note_attributes,
+    note_beginning,
+    put_attributes,
+)
 from learnkit.errors import CallbackError, OptionError, did_you_mean
 from learnkit.runs import Runs, add_note
 from learnkit.weights import plain
 
 __all__ = ['States']
 
+STATE, ATTRIBUTES = '__state__', '__attributes__'  # of a callback that has both
+
 
 class States(Runs):
     "The part of the Learner that gathers its callbacks' states, and hands them back."
 
     def _insert_cb(self, cb: Any, at: int | None = None, switch: list[Any] | None = None) -> None:
-        if not has_own_state(cb): note_attributes(cb)
+        if not has_own_state(cb) or inherits_state(cb): note_attributes(cb)
         super()._insert_cb(cb, at, switch)
 
     def callback_states(self) -> dict[str, Any]:
@@ -52,7 +61,7 @@ class States(Runs):
 
     def _note_beginning(self) -> None:
         for cb in self.cbs:
-            if not has_own_state(cb): note_beginning(cb)
+            if not has_own_state(cb) or inherits_state(cb): note_beginning(cb)
 
     def load_callback_states(
         self,
@@ -73,14 +82,23 @@ class States(Runs):
                  stacklevel=2)
         for key, cb in keys.items():
             try:
-                if not has_own_state(cb): put_attributes(cb, states.get(key, {}))
-                elif key in states: cb.load_state_dict(states[key])
+                put_state(cb, states.get(key))
             except Exception as e:
                 add_note(e, f'in {type(cb).__name__}.load_state_dict')
                 raise
 
 
 def state_of(cb: Any) -> dict[str, Any] | None:
-    "Return the state of a callback: what it says itself, or else the attributes that have changed."
+    "Return the state of a callback: what it says itself, or else the attributes that have changed; or both."
     if not has_own_state(cb): return changed_attributes(cb)
-    return getattr(cb, 'state_dict', lambda: None)()
+    state = getattr(cb, 'state_dict', lambda: None)()
+    more = changed_attributes(cb) if inherits_state(cb) else None
+    return state if more is None else {STATE: state, ATTRIBUTES: more}
+
+
+def put_state(cb: Any, state: Any) -> None:
+    "Hand a callback what `state_of` returned."
+    own, more = (state[STATE], state[ATTRIBUTES]) if isinstance(state, Mapping) and STATE in state else (state, {})
+    if not has_own_state(cb): return put_attributes(cb, own or {})
+    if own is not None: cb.load_state_dict(own)
+    if inherits_state(cb): put_attributes(cb, more)

@@ -1,7 +1,8 @@
 """Torch's own DataLoader, made anew from its public attributes, and what can be learnt about it in that way."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from traceback import walk_tb
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from learnkit.rng import RNGState, capture_rng, own_generators, preserved_rng, same_states
 
 __all__ = ['rebuild', 'with_sampler', 'index_sampler', 'Rest', 'torch_in_order', 'is_samplers', 'fetching_is_random',
-           'end_workers', 'forget_workers']
+           'end_workers', 'forget_workers', 'epochs_of', 'set_epochs']
 
 
 def rebuild(
@@ -107,3 +108,36 @@ class _Watch:
         self.join(samples)
         before, self.last = self.last, capture_rng()
         return before is not None and not same_states(before, self.last)
+
+
+# Numbers of epochs
+
+def epochs_of(dl: Any) -> dict[str, int]:
+    """Return the number of the epoch of what has one in a loader (samplers that count them, or are told), by its place.
+
+    >>> class Sampler(list):
+    ...     epoch = 3
+    >>> epochs_of(DataLoader([1], sampler=Sampler([0])))
+    {'sampler': 3, 'batch_sampler.sampler': 3}
+    """
+    return {path: owner.epoch for path, owner in _counting(dl)}
+
+
+def set_epochs(
+    dl: Any,                     # a loader
+    epochs: Mapping[str, int],   # from `epochs_of`
+) -> None:
+    "Set them, by `set_epoch` where there is one."
+    for path, owner in _counting(dl):
+        if (epoch := epochs.get(path, owner.epoch)) == owner.epoch: continue
+        if hasattr(owner, 'set_epoch'): owner.set_epoch(epoch)
+        else:
+            with suppress(AttributeError): owner.epoch = epoch  # it may be one that cannot be set
+
+
+def _counting(dl: Any) -> Iterator[tuple[str, Any]]:
+    has_state = hasattr(type(dl), 'load_state_dict')  # then that has its number, too
+    for path in ('', 'sampler', 'batch_sampler', 'batch_sampler.sampler', 'dataset'):
+        owner = dl if not path else getattr(dl, '__dict__', {}).get(path.partition('.')[0])
+        if '.' in path: owner = getattr(owner, 'sampler', None)
+        if type(getattr(owner, 'epoch', None)) is int and (path or not has_state): yield path, owner

@@ -9,13 +9,22 @@ from torch import Tensor, nn
 from learnkit.callback import Callback
 from learnkit.errors import CancelEpochException
 from learnkit.loop import sample_count, token_count
-from learnkit.weights import bare_model
+from learnkit.weights import bare_model, wrappers_of
 
 __all__ = ['TrainEvalCallback', 'SkipToEpoch']
 
 
 class TrainEvalCallback(Callback):
-    "Keep the counters, the model's device and the training or evaluation mode."
+    """Keep the counters, the model's device and the training or evaluation mode.
+
+    Every Learner has one, unless it was made with `default_cbs=False`. Its `order` is -10: any other callback finds the
+    counters as they are after it.
+
+    >>> from learnkit.testing import synth_learner
+    >>> with synth_learner(n_train=10).no_bar() as learn: learn.fit(2)
+    >>> learn.train_iter, learn.epoch, round(learn.pct_train, 6)
+    (20, 1, 1.0)
+    """
     order, run_valid = -10, False
     _modes: list[tuple[nn.Module, bool]] = []  # those of training, while an evaluation has changed them
     _starting = True                           # the first epoch of a fit is to come
@@ -85,6 +94,7 @@ class TrainEvalCallback(Callback):
         named = list(bare_model(self.learn.model).named_modules())
         self._modes, self._starting = [(m, n not in in_training) for n, m in named], sd['starting']
         for name, module in named: module.training = name not in now
+        for wrapper in wrappers_of(self.learn.model): wrapper.training = '' not in now
 
 
 class SkipToEpoch(Callback):

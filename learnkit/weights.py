@@ -20,8 +20,8 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from learnkit.errors import MissingExtraError, OptionError, WeightsError
 from learnkit.files import damage
 
-__all__ = ['Stored', 'read_weights', 'write_safetensors', 'bare_model', 'plain', 'check_weights', 'load_weights',
-           'weights_differ']
+__all__ = ['Stored', 'read_weights', 'write_safetensors', 'bare_model', 'wrappers_of', 'plain', 'check_weights',
+           'load_weights', 'weights_differ']
 
 FORMAT = 1  # of files written by `save_learner`
 SAFETENSORS = '.safetensors'  # the suffix of files in that library's format
@@ -49,10 +49,22 @@ class Stored:
 
 def bare_model(model: nn.Module) -> nn.Module:
     "Return the model inside the wrappers that put a prefix before every name: torch.compile's and DataParallel's."
-    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-    while (inner := model.module if isinstance(model, wrappers) else getattr(model, '_orig_mod', None)) is not None:
-        model = inner
+    while (inner := _inner(model)) is not None: model = inner
     return model
+
+
+def wrappers_of(model: nn.Module) -> list[nn.Module]:
+    "Return what is around the bare model, outermost first."
+    found = []
+    while (inner := _inner(model)) is not None:
+        found.append(model)
+        model = inner
+    return found
+
+
+def _inner(model: nn.Module) -> nn.Module | None:
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)): return model.module
+    return getattr(model, '_orig_mod', None)
 
 
 def plain(

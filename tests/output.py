@@ -70,7 +70,7 @@ def files_of(learn: Learner) -> dict[str, Any]:
         elif 'wandb' in path.parts: continue  # of its own kind
         elif path.suffix == '.json': found[name] = json.loads(path.read_text())
         elif path.suffix == '.pth': found[name] = torch.load(path, weights_only=True)
-        elif path.name.startswith('result_'): found[name] = [without_time(line) for line in path.read_text().splitlines()]
+        elif path.name.startswith('result_'): found[name] = list(map(without_time, path.read_text().splitlines()))
         elif path.suffix in ('.png', '.txt'): found[name] = path.read_bytes()
         elif path.suffix == '.pt2': found[name] = 'a program'
     return found

@@ -20,6 +20,7 @@ from learnkit.callbacks import (
 from learnkit.digests import differences
 from learnkit.errors import CancelStepException, MetricError, WeightsError
 from learnkit.loggers import ConsoleLogger, JSONLinesLogger
+from learnkit.moving import found_path
 from learnkit.testing import synth_learner
 from tests.resuming import check_every_place, straight, through_a_file
 from tests.test_every_callback_resumes import learner
@@ -52,7 +53,8 @@ def test_layers_that_were_frozen_are_trained_again(tmp_path: Path) -> None:
 
 
 def test_best_weights_are_found_where_the_folder_is_now(tmp_path: Path) -> None:
-    make = lambda folder: learner(tmp_path/folder, SaveModelCallback(comp=lambda new, best: best == float('-inf')))  # noqa: E731
+    def make(folder: str) -> Learner:  # the first epoch is the best
+        return learner(tmp_path/folder, SaveModelCallback(comp=lambda new, best: best == float('-inf')))
     end, kept = straight(lambda: make('before'), lambda learn, _: learn.fit(2))
     sd = kept[-1]['callbacks']['save_model']
     assert sd['best_path'] == sd['last_saved_path'] == 'models/model.pth' and sd['compared'] is True
@@ -108,7 +110,7 @@ def test_weights_are_loaded_once(tmp_path: Path) -> None:
     learn = make('before_fit')
     kept = saved(learn, 2)
     learn.fit(0)
-    assert not differences(weights, learn.model.state_dict()) and learn.opt.n_steps == 0  # of a checkpoint, the weights alone
+    assert not differences(weights, learn.model.state_dict()) and learn.opt.n_steps == 0  # the weights alone
     learn.fit(1)
     loaded.clear()
     make('before_fit').fit(1, resume=kept[0])
@@ -127,7 +129,8 @@ def test_weights_are_loaded_once(tmp_path: Path) -> None:
 def test_a_console_line_is_not_cut_by_a_checkpoint(tmp_path: Path) -> None:
     def printed(n: int, resume: Any = False, keep: int = 0) -> tuple[list[str], list[Any]]:
         lines: list[str] = []
-        learn = learner(tmp_path, SpeedMonitor(every='1ba'), ConsoleLogger(every='4ba', out=lines.append), eval_every=None)
+        logger = ConsoleLogger(every='4ba', out=lines.append)
+        learn = learner(tmp_path, SpeedMonitor(every='1ba'), logger, eval_every=None)
         kept = saved(learn, keep)
         learn.fit(n, resume=resume)
         return [line.split(':')[0] for line in lines], kept
@@ -168,3 +171,17 @@ def test_leftover_samples_have_their_step_after_a_resume(tmp_path: Path) -> None
     steps.clear()
     make().fit(2, resume=through_a_file(kept[3]))  # the last batch of the first epoch
     assert steps == [2, 3, 4]
+
+
+def test_a_checkpoint_of_somebody_else_names_no_files_to_write_to(tmp_path: Path) -> None:
+    mine = tmp_path/'mine.txt'
+    mine.write_text('all of it')
+    (tmp_path/'run').mkdir()
+    assert found_path(synth_learner(path=tmp_path/'run'), 'models/a.pth') == tmp_path/'run'/'models'/'a.pth'
+    for kept in (str(mine), '../mine.txt'):
+        with pytest.warns(UserWarning, match='lies outside of'):
+            assert found_path(synth_learner(path=tmp_path/'run'), kept) is None
+        learn = synth_learner(path=tmp_path/'run', cbs=SaveModelCallback())
+        state = {**learn.save_model.state_dict(), 'best': 0., 'best_path': kept, 'last_saved_path': kept}
+        with pytest.warns(UserWarning, match='lies outside of'): learn.save_model.load_state_dict(state)
+    assert found_path(synth_learner(path=tmp_path/'run'), str(mine), tmp_path) == mine

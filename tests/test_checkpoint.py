@@ -228,3 +228,15 @@ def test_a_compiled_step_goes_on_within_rounding() -> None:
     learn.fit(2, resume=kept[5])  # its first steps are not the compiled ones, which add up in another order
     now = learn.checkpoint_state()['model']
     assert all(torch.allclose(v.double(), now[k].double(), rtol=1e-4, atol=1e-5) for k, v in end['model'].items())
+
+
+def test_a_budget_can_be_extended_and_an_early_stop_says_that_it_holds() -> None:
+    _, kept = straight(make, lambda learn, r: learn.fit('7ba'))
+    learn = make()
+    learn.fit('9ba', resume=kept[-1])  # its epoch had ended with its evaluation, and the next one begins
+    assert learn.time.ba == 9 and learn.history[-1]['epoch'] == 2
+    stop = [Callback(after_batch=lambda cb: cb.learn.stop())]
+    _, kept = straight(lambda: make(*stop), lambda learn, r: learn.fit(2))
+    learn = make()
+    with pytest.warns(UserWarning, match='was stopped in epoch 0'): learn.fit(5, resume=kept[-1])
+    assert learn.time.ba == 1

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+import os
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from learnkit import CheckpointError
+from learnkit import Callback, Checkpoint, CheckpointError
 from learnkit.folders import Entry, best_first, entries, find, next_path, number_of, superfluous
 from learnkit.safeload import save_state
+from learnkit.testing import synth_learner
 
 
 def write(folder: Path, *values: Any, run: str = 'a', mode: str = 'min', monitor: str = 'valid_loss') -> list[Path]:
@@ -85,10 +87,10 @@ def test_damaged_ones_are_skipped_and_named(tmp_path: Path) -> None:
     damage(paths[1])
     with pytest.warns(UserWarning, match='00002'): assert named('best', tmp_path) == paths[0].name
     damage(paths[0])
-    with pytest.raises(CheckpointError, match='Every checkpoint in .* is damaged') as caught: find(True, tmp_path)
+    with pytest.raises(CheckpointError, match=r'Every checkpoint in .* is damaged') as caught: find(True, tmp_path)
     assert all(p.name in str(caught.value) for p in paths)
     with pytest.raises(CheckpointError, match='Every checkpoint with a monitored value'): find('best', tmp_path)
-    with pytest.raises(CheckpointError, match='00001-ep0-ba0.ckpt'): find(paths[0], tmp_path)
+    with pytest.raises(CheckpointError, match=r'00001-ep0-ba0.ckpt'): find(paths[0], tmp_path)
 
 
 def test_one_that_goes_away_meanwhile_is_skipped(tmp_path: Path) -> None:
@@ -145,3 +147,14 @@ def test_every_short_sequence() -> None:
     for sequence in product([None, 1., 2.], repeat=4):
         left = {int(p.name) for p in superfluous(made(list(sequence)), 1, 1)}
         assert 3 not in left and (1. not in sequence or sequence.index(1.) not in left)
+
+
+def test_a_process_that_goes_elsewhere_keeps_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    def leave(cb: Any) -> None:
+        (tmp_path/f'{cb.epoch}').mkdir()
+        os.chdir(tmp_path/f'{cb.epoch}')
+    learn = synth_learner(n_train=2, cbs=[Checkpoint(folder='rel'), Callback(before_epoch=leave)])
+    learn.fit(3)
+    assert [e.path.parent for e in entries(tmp_path/'rel')] == [tmp_path/'rel'] * 3
+    assert not list(tmp_path.glob('[0-9]/*'))

@@ -105,7 +105,8 @@ class Checkpoint(Callback):
     # -- the fit -------------------------------------------------------------------------------------------------------
 
     def checkpoint_folder(self) -> Path:
-        "Return the folder that checkpoints are in."
+        "Return the folder that checkpoints are in; while it is in use, wherever the process goes."
+        if self._lock is not None: return self._lock.folder
         return self.learn.path/'checkpoints' if self._folder is None else self._folder
 
     def before_load(self) -> None:
@@ -146,7 +147,7 @@ class Checkpoint(Callback):
 
     def _take_folder(self) -> None:
         if self._lock is not None: return
-        folder = self.checkpoint_folder()
+        folder = self.checkpoint_folder().absolute()
         lock = FolderLock(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -218,9 +219,10 @@ class Checkpoint(Callback):
 
     def _take_another_folder(self) -> None:
         "Make the folder anew, which somebody has removed with its lock."
-        if self._lock is not None: self._lock.release()
-        self._lock = None
-        self._take_folder()
+        assert self._lock is not None  # it is being written to
+        self._lock.release()
+        self._lock.folder.mkdir(parents=True, exist_ok=True)
+        self._lock.acquire()
 
     def _value(self, name: str, place: str) -> Any:
         "Return the monitored value as it is now, None where nothing has measured it here."

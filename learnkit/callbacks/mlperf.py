@@ -179,14 +179,13 @@ class MLPerf(Callback):
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Go on in the file of the run that is resumed."
-        kept = found_path(self.learn, sd['file'])
-        if self.learn is None or not self.learn.fitting or kept is None: return
-        if sd['is_on'] and not (kept.exists() and kept.stat().st_size >= sd['size']): return  # it is a file of its own
+        kept = found_path(self.learn, sd['file'], self.folder)
+        if sd['is_on'] and (kept is None or not kept.exists() or kept.stat().st_size < sd['size']): return  # it is gone
         if self._out is not None and self.file is not None:
             self._out.close()
             self.file.unlink()  # it was begun a moment ago
         self.file, self._out, self._in_block = kept, None, sd['in_block']
-        if not sd['is_on']: return
+        if not sd['is_on'] or kept is None or self.learn is None or not self.learn.fitting: return
         os.truncate(kept, sd['size'])
         self._out = kept.open('a', encoding='utf-8')
 

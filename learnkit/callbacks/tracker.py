@@ -381,5 +381,6 @@ class SaveModelCallback(TrackerCallback):
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Go on from the best value and its file."
         super().load_state_dict(sd)
-        self.last_saved_path, self._best_path = (found_path(self.learn, sd[k]) for k in _PATHS)
+        own = None if self.learn is None else self.learn._weights_path(self.fname).parent
+        self.last_saved_path, self._best_path = (found_path(self.learn, sd[k], own) for k in _PATHS)
         self._compared = sd['compared']

@@ -12,12 +12,12 @@ from torch import Tensor
 from learnkit.averages import Mean, is_number
 from learnkit.callback import Callback
 from learnkit.errors import MissingExtraError, OptionError, TimeError
-from learnkit.loggers.gather import as_images, configuration, fetch, kept_rows, name_writer, plain, read_rows, writer_of
+from learnkit.loggers.gather import configuration, fetch, kept_rows, name_writer, read_rows, writer_of
 from learnkit.recorder import recorder_of
 from learnkit.rng import preserved_rng
 from learnkit.timing import Time, as_time, crossings
 
-__all__ = ['Logger', 'Rows', 'log_images', 'log_params', 'log_text', 'need', 'open_loggers']
+__all__ = ['Logger', 'Rows', 'need', 'open_loggers']
 
 Rows = list[tuple[int, dict[str, float]]]  # step, and what was logged there
 
@@ -45,6 +45,13 @@ class Logger(Callback):
     A backend defines `log_metrics`, `log_params`, `log_images` and `log_text`, `open` and `shut` around them, `flush`,
     `where` and `check`. It is opened when there is something to write, also after `close`, and goes on where it was.
     Checkpointed: the step, what is not handed over yet, and what the backend needs to go on in the same place.
+
+    >>> from learnkit.testing import synth_learner
+    >>> class Told(Logger):
+    ...     def log_metrics(self, step, values): print(step, *values)
+    >>> with synth_learner(n_train=10, cbs=Told(every='5ba')).no_bar() as learn: learn.fit(1)
+    5 loss lr mom
+    10 loss lr mom valid_loss epoch/epoch epoch/train_loss epoch/time
     """
     order, run_valid, remove_on_fetch, remove_on_find, writes_files = 100, False, True, True, True
     wall_clock = ('rows.*.1.epoch/time',)
@@ -272,7 +279,7 @@ class Logger(Callback):
         if not self._new_fit: return
         self._new_fit, before = False, self._params if self._ba_at_start is None else None
         if self._ba_at_start is not None: self._shift = max(0, self._last - self._ba_at_start)
-        elif ba + self._shift <= self._handed: self._shift = self._last - ba  # the Learner's own counters were not resumed
+        elif ba + self._shift <= self._handed: self._shift = self._last - ba  # the Learner's counters were not resumed
         self._log_settings(before)
 
     def _log_settings(self, before: dict[str, Any] | None = None) -> None:
@@ -336,46 +343,6 @@ class Logger(Callback):
     def __getstate__(self) -> dict[str, Any]:
         "Leave out what is open: a copy opens its own."
         return {**self.__dict__, '_handle': None}
-
-
-def log_images(
-    learn: Any,     # the Learner (or a callback of it)
-    name: str,      # what they are called
-    images: Any,    # (N, C, H, W), (C, H, W) or (H, W), floats within 0 and 1 or bytes; one, or a list of one shape
-) -> None:
-    """Send images to all loggers of a Learner, at the current step.
-
-    C is 1, 3 or 4. In `validate()` and `get_preds()` nothing is logged. Raises `OptionError` for what is no image.
-    """
-    if not (loggers := _listening(learn)): return
-    pixels = as_images(images)
-    for cb in loggers: cb._send(cb.log_images, name, pixels)
-
-
-def log_params(
-    learn: Any,               # the Learner (or a callback of it)
-    params: dict[str, Any],   # settings by name
-) -> None:
-    "Send settings to all loggers of a Learner: they are logged with the configuration, also that of later fits."
-    settings = {name: plain(value) for name, value in params.items()}
-    for cb in _listening(learn):
-        cb._settings |= settings
-        if cb._handle is not None and not cb._new_fit: cb._log_settings()
-
-
-def log_text(
-    learn: Any,     # the Learner (or a callback of it)
-    name: str,      # what it is called
-    text: str,
-) -> None:
-    "Send a text to all loggers of a Learner, at the current step."
-    for cb in _listening(learn): cb._send(cb.log_text, name, str(text))
-
-
-def _listening(learn: Any) -> list[Logger]:
-    "Return the loggers of a Learner; none in an evaluation or prediction on its own, which is not logged."
-    if learn._depth and not learn.fitting: return []
-    return [cb for cb in learn.cbs if isinstance(cb, Logger)]
 
 
 def need(module: str, extra: str, who: str) -> None:

@@ -18,6 +18,8 @@ from learnkit.timing import Time
 
 __all__ = ['CSVLogger', 'JSONLinesLogger', 'read_log']
 
+_ELSEWHERE = 'To log, give another `fname`, or move that file away.'
+
 
 def read_log(
     path: str | Path,  # a file of `CSVLogger` or `JSONLinesLogger`
@@ -170,10 +172,12 @@ class CSVLogger(_FileLogger):
     def parse(path: Path, text: str) -> list[dict[str, Any]]:
         reader = csv.reader(io.StringIO(text, newline=''))
         header = next(reader, ['step'])
-        if header[:1] != ['step']: raise OptionError(f'{path} is no log of CSVLogger: its first column is not `step`.')
+        if header[:1] != ['step']:
+            raise OptionError(f'{path} is no log of CSVLogger: its first column is not `step`. {_ELSEWHERE}')
         rows = [{name: _number(v) for name, v in zip(header, row, strict=False) if v != ''} for row in reader]
         if _are_counted(rows): return rows
-        raise OptionError(f'{path} is no log of CSVLogger: its `step` column has something other than whole numbers.')
+        raise OptionError(f'{path} is no log of CSVLogger: its `step` column has something other than whole numbers. '
+                          f'{_ELSEWHERE}')
 
 
 class JSONLinesLogger(_FileLogger):
@@ -210,7 +214,7 @@ class JSONLinesLogger(_FileLogger):
         except ValueError: rows = [None]
         are_rows = all(isinstance(row, dict) and row.keys() & {'step', 'params'} for row in rows)
         if are_rows and _are_counted(rows): return rows
-        raise OptionError(f'{path} is no log of JSONLinesLogger: it has lines other than those of steps.')
+        raise OptionError(f'{path} is no log of JSONLinesLogger: it has lines other than those of steps. {_ELSEWHERE}')
 
 
 def _format_of(path: Path) -> type[_FileLogger]:

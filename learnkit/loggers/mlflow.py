@@ -31,6 +31,14 @@ class MlflowLogger(Logger):
     changes is logged beside the first, as `fit_2/epochs`. The run ends with `close`, as FAILED where the last fit has
     failed. MLflow asks for a consent to log to folders, which is given for this logger alone: a database
     (`tracking_uri='sqlite:///mlflow.db'`) or a server has more features. Raises `MissingExtraError` without mlflow.
+
+    >>> import tempfile
+    >>> from learnkit.testing import synth_learner
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     learn = synth_learner(path=folder, cbs=MlflowLogger('runs', run_name='first'))
+    ...     with learn.no_bar(), learn: learn.fit(1)
+    ...     len(list(Path(folder).glob('runs/*/*/metrics/valid_loss')))
+    1
     """
 
     def __init__(

@@ -5,7 +5,7 @@ import json
 import os
 from importlib import import_module
 from pathlib import Path
-from time import strftime
+from time import sleep, strftime, time
 from typing import Any
 
 from learnkit.errors import OptionError
@@ -22,7 +22,8 @@ class TensorBoardLogger(Logger):
 
     Without `folder` each run gets one of its own, `runs/<date and time>`, which a resumed process finds again. A folder
     that is there is appended to, its steps going on. Resumed from an earlier checkpoint, TensorBoard passes over the
-    numbers that were logged after it (not over texts). The configuration is a text, `params`. Raises `MissingExtraError` without tensorboard.
+    numbers that were logged after it (not over texts). The configuration is a text, `params`. Raises
+    `MissingExtraError` without tensorboard.
 
     >>> import tempfile
     >>> from learnkit.testing import synth_learner
@@ -54,6 +55,7 @@ class TensorBoardLogger(Logger):
         from torch.utils.tensorboard import SummaryWriter
         folder = Path(self._own) if self._own else self._choose()
         found = _last_step(folder) if self._fresh and folder.exists() else -1
+        _await_new_second(folder)
         return SummaryWriter(folder, purge_step=None if keep is None else keep + 1), found
 
     def _choose(self) -> Path:
@@ -84,7 +86,12 @@ class TensorBoardLogger(Logger):
 
     def saved(self) -> dict[str, Any]: return {'folder': kept_path(self.learn, self._own or None)}
 
-    def restore(self, sd: dict[str, Any]) -> None: self._own = str(found_path(self.learn, sd['folder']) or '')
+    def restore(self, sd: dict[str, Any]) -> None: self._own = str(found_path(self.learn, sd['folder'], self.folder) or '')
+
+
+def _await_new_second(folder: Path) -> None:
+    "Wait while a file there has this second in its name: they are read by name, and within one in no good order."
+    while any(folder.glob(f'events.out.tfevents.{int(time()):010d}.*')): sleep(0.02)
 
 
 def _last_step(folder: Path) -> int:

@@ -23,6 +23,14 @@ class WandbLogger(Logger):
     All fits of a Learner, and a process that resumes it, log to one run (with the same id). W&B takes each step once:
     resumed from an earlier checkpoint, the steps that the run has already are kept, and not logged again. The run ends
     with `close`, as failed where the last fit has failed. Raises `MissingExtraError` without wandb.
+
+    >>> import tempfile
+    >>> from learnkit.testing import synth_learner
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     learn = synth_learner(path=folder, cbs=WandbLogger(mode='disabled'))
+    ...     with learn.no_bar(), learn: learn.fit(1)
+    ...     len(learn.history)
+    1
     """
 
     def __init__(

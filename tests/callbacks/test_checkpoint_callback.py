@@ -134,7 +134,7 @@ def test_what_an_evaluation_within_an_epoch_measures_counts(tmp_path: Path) -> N
 def test_a_column_of_another_callback(tmp_path: Path) -> None:
     def best(learn: Any) -> Any: return learn.history[-1]['best/valid_loss']
     make(losses(4., 1., 2.), BestMetric('valid_loss'), Checkpoint('2ba', tmp_path, monitor=best, mode='min')).fit(3)
-    assert [e.info['value'] for e in reversed(entries(tmp_path))] == [None, None, None, 1.]
+    assert [e.info['value'] for e in reversed(entries(tmp_path))] == [None, None, 1.]
 
 
 def test_without_validation_there_is_no_best(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_without_validation_there_is_no_best(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match='None has a monitored value'): learn.fit(4, resume='best')
 
 
-# -- run after run -------------------------------------------------------------------------------------------------------
+# -- run after run -----------------------------------------------------------------------------------------------------
 
 def test_fits_of_one_learner(tmp_path: Path) -> None:
     "Numbers go on, each fit rotates what it has written itself, and the class will do."
@@ -208,7 +208,7 @@ def test_a_damaged_newest_is_skipped(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match='Every checkpoint in'): learn.fit(1, resume=True)
 
 
-# -- what goes wrong -----------------------------------------------------------------------------------------------------
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
 
 @pytest.fixture
 def writing(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -319,7 +319,7 @@ def test_the_folder_is_removed_in_the_middle(tmp_path: Path) -> None:
         make(Callback(before_train=lambda cb: make(Checkpoint(folder=folder)).fit(1)), Checkpoint(folder=folder)).fit(1)
 
 
-# -- beside others -------------------------------------------------------------------------------------------------------
+# -- beside others -----------------------------------------------------------------------------------------------------
 
 def test_a_callback_may_save(tmp_path: Path) -> None:
     paths: list[Path] = []

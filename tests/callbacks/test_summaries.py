@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from learnkit import Callback, Learner
-from learnkit.callbacks.summary import (
+from learnkit.callbacks.summaries import (
     Summary,
     dummy_eval,
     model_sizes,

@@ -132,7 +132,7 @@ def test_it_draws_what_it_has(tmp_path: Path) -> None:
     learn = learner(ImageVisualizer(n=3, mode='segment'))
     with pytest.raises(OptionError, match='no images yet'): learn.image_visualizer.show()
     learn.fit(1)
-    fig = learn.image_visualizer.show()
+    fig = learn.image_visualizer.show().figure
     fig.savefig(tmp_path/'images.png')
     assert len(fig.axes) == 27 and (tmp_path/'images.png').stat().st_size > 1000
 
