@@ -1,0 +1,15 @@
+# What is done often, with .venv's Python where there is one.
+PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
+
+.PHONY: docs test lint
+
+docs:  # the site, into docs/_build/html; what Sphinx warns of is an error
+	$(PYTHON) -m sphinx -W --keep-going -q -d docs/_build/doctrees docs docs/_build/html \
+		|| { rm -rf docs/_build/doctrees; exit 1; }  # else the next build would not warn again
+
+test:
+	$(PYTHON) -m pytest
+
+lint:
+	$(PYTHON) -m ruff check
+	$(PYTHON) -m mypy

@@ -1,0 +1,39 @@
+"""What the tests in a browser share: one Chromium, one JupyterLab, and a fresh page for each."""
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope='session')
+def browser() -> Iterator[Any]:
+    "A headless Chromium: the one that CHROMIUM names, or the system's."
+    from playwright.sync_api import sync_playwright
+    path = os.environ.get('CHROMIUM') or shutil.which('chromium') or shutil.which('chromium-browser')
+    if path is None: pytest.fail('No Chromium here: `apt-get install chromium`, or name one in CHROMIUM.')
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=path, args=['--no-sandbox'])  # root has no sandbox
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    "A page of a test's own."
+    from tests.browser.lab import fresh_page
+    with fresh_page(browser) as page: yield page
+
+
+@pytest.fixture(scope='session')
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    "A JupyterLab server."
+    from tests.browser.lab import Lab
+    server = Lab(tmp_path_factory.mktemp('jupyterlab'))
+    try:
+        server.wait()
+        yield server
+    finally: server.stop()

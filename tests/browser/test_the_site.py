@@ -1,0 +1,88 @@
+"""The site in a browser: searching for a word leads to a page about it, in light and dark, on a desk and on a phone."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from tests.building import ROOT, build
+
+SHOTS = Path(__file__).with_name('shots')
+GUIDES = [f'guides/{path.stem}' for path in sorted((ROOT / 'nbs').glob('*.ipynb'))]
+PAGES = ['index', 'lifecycle', 'api/learnkit.learner', *GUIDES]
+pytestmark = pytest.mark.browser
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    "Serve files, and say nothing about it."
+
+    def log_message(self, format: str, *args: Any) -> None: pass
+
+
+@pytest.fixture(scope='module')
+def address() -> Iterator[str]:
+    "Build the site, serve it on this machine, and give its address."
+    folder = build()
+    with ThreadingHTTPServer(('127.0.0.1', 0), partial(Quiet, directory=str(folder))) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f'http://127.0.0.1:{server.server_address[1]}'
+        server.shutdown()
+
+
+@pytest.fixture
+def tab(browser: Any, address: str) -> Iterator[Any]:
+    "A tab that reaches nothing but the site; what it asks of others, and what it complains of, is an error."
+    tab, wrong = browser.new_page(viewport={'width': 1280, 'height': 900}), []
+    tab.on('request', lambda r: None if r.url.startswith((address, 'data:')) else wrong.append(r.url))
+    tab.on('pageerror', lambda error: wrong.append(str(error)))
+    tab.on('console', lambda m: wrong.append(m.text) if m.type == 'error' else None)
+    yield tab
+    tab.close()
+    assert not wrong
+
+
+def test_a_search_leads_to_the_page(tab: Any, address: str) -> None:
+    tab.goto(f'{address}/index.html')
+    assert tab.locator('h1').inner_text().startswith('learnkit')
+    tab.locator('.sidebar-search').fill('accumulation')
+    tab.keyboard.press('Enter')
+
+    result = tab.locator('#search-results li a', has_text='learnkit.callbacks.accumulation').first
+    result.wait_for()
+    assert 'learnkit' in result.inner_text()
+    result.click()
+    tab.wait_for_url('**/api/learnkit.callbacks.accumulation.html*')
+    assert tab.locator('h1').inner_text().startswith('learnkit.callbacks.accumulation')
+    assert 'gradient of one big batch' in tab.locator('article').inner_text()
+
+    tab.locator('article a', has_text='OptionError').first.click()
+    tab.wait_for_url('**/api/learnkit.errors.html#learnkit.errors.OptionError')
+    assert tab.locator('[id="learnkit.errors.OptionError"]').is_visible()
+
+
+@pytest.mark.parametrize('scheme', ['light', 'dark'])
+@pytest.mark.parametrize('width', [1280, 390], ids=['desk', 'phone'])
+def test_pages_fit_the_window_and_follow_its_colours(tab: Any, address: str, scheme: str, width: int) -> None:
+    SHOTS.mkdir(exist_ok=True)
+    tab.emulate_media(color_scheme=scheme)
+    tab.set_viewport_size({'width': width, 'height': 900})
+    for page in PAGES:
+        tab.goto(f'{address}/{page}.html')
+        tab.screenshot(path=SHOTS / f'site-{page.rpartition("/")[2]}-{scheme}-{width}.png')
+        assert tab.evaluate('document.documentElement.scrollWidth') <= width, page
+        style = 'getComputedStyle(document.body)'
+        text, ground = tab.evaluate(f'[{style}.color, {style}.backgroundColor]')
+        assert (brightness(text) < brightness(ground)) == (scheme == 'light')
+    tab.goto(f'{address}/lifecycle.html')
+    drawn = tab.evaluate('getComputedStyle(document.querySelector("svg.lifecycle text")).fill')
+    assert abs(brightness(drawn) - brightness(text)) < 30  # the drawing takes the text's colour
+
+
+def brightness(colour: str) -> float:
+    "The mean of red, green and blue of `rgb(...)`."
+    return sum(float(part) for part in colour.partition('(')[2].rstrip(')').split(',')[:3]) / 3
