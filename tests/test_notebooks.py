@@ -23,6 +23,7 @@ SETUP = r'''
 import warnings
 warnings.filterwarnings('error', module=r'__main__|learnkit\b')
 warnings.filterwarnings('error', category=UserWarning)
+warnings.filterwarnings('ignore', message='IProgress not found')  # tqdm's, of who imports transformers
 import torch
 torch.set_num_threads(1)
 '''
