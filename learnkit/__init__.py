@@ -4,7 +4,7 @@
     learn.fit(5)
 
 Start with `Learner`, `DataLoaders` and `Callback`. `EVENTS` names the moments of the loop at which callbacks run; the
-`Cancel...Exception` classes skip what comes next."""
+`Cancel...Exception` classes skip what comes next. `doc(Learner.fit)` shows what each parameter means."""
 from typing import TYPE_CHECKING
 
 from learnkit.averages import AvgSmoothLoss, Metric
@@ -92,6 +92,8 @@ if TYPE_CHECKING:  # at run time they are imported when they are first used
         RuntimeEstimator,
         SaveModelCallback,
         ShortEpochCallback,
+        ShowGraph,
+        ShowGraphCallback,
         SkipToEpoch,
         SpeedMonitor,
         SystemMonitor,
@@ -102,6 +104,7 @@ if TYPE_CHECKING:  # at run time they are imported when they are first used
     )
     from learnkit.exchange import load_learner
     from learnkit.interop import from_composer, from_ksuit
+    from learnkit.interpretation import ClassificationInterpretation, Interpretation
     from learnkit.loggers import (
         ConsoleLogger,
         CSVLogger,
@@ -115,6 +118,7 @@ if TYPE_CHECKING:  # at run time they are imported when they are first used
     )
     from learnkit.metric_properties import MetricProperties
     from learnkit.metrics import AvgLoss, AvgMetric, ValueMetric, accuracy, error_rate, mae, mse, rmse
+    from learnkit.reference import doc
 else:
     __getattr__ = later(__name__, {
         'learnkit.callbacks':
@@ -122,15 +126,18 @@ else:
             'CutMix EarlyStoppingCallback FetchPredsCallback FixedStopper GradientAccumulation GradientClip '
             'GuardNonFinite HookCallback LRFinder LRMonitor LRScheduler MCDropoutCallback MemoryMonitor MixedPrecision '
             'MixUp ModelResetter OptimizerMonitor ParamScheduler PeriodicData ReduceLROnPlateau Replay RNNCallback '
-            'RNNRegularizer RuntimeEstimator SaveModelCallback ShortEpochCallback SkipToEpoch SpeedMonitor '
-            'SystemMonitor TerminateOnNaNCallback ThresholdStopper TrackerCallback before_batch_cb',
+            'RNNRegularizer RuntimeEstimator SaveModelCallback ShortEpochCallback ShowGraph ShowGraphCallback '
+            'SkipToEpoch SpeedMonitor SystemMonitor TerminateOnNaNCallback ThresholdStopper TrackerCallback '
+            'before_batch_cb',
         'learnkit.exchange': 'load_learner',
         'learnkit.interop': 'from_composer from_ksuit',
+        'learnkit.interpretation': 'ClassificationInterpretation Interpretation',
         'learnkit.loggers':
             'ConsoleLogger CSVLogger JSONLinesLogger Logger MlflowLogger TensorBoardLogger WandbLogger '
             'log_images log_text',
         'learnkit.metric_properties': 'MetricProperties',
         'learnkit.metrics': 'AvgLoss AvgMetric ValueMetric accuracy error_rate mae mse rmse',
+        'learnkit.reference': 'doc',
     }, globals())
 
 __version__ = '0.1.0'
@@ -139,19 +146,20 @@ __all__ = [
     'ActivationStats', 'Adam', 'AvgLoss', 'AvgMetric', 'AvgSmoothLoss', 'BatchError', 'BestMetric', 'BnFreeze',
     'CSVLogger', 'Callback', 'CallbackError', 'CancelBackwardException', 'CancelBatchException', 'CancelEpochException',
     'CancelError', 'CancelException', 'CancelFitException', 'CancelStepException', 'CancelTrainException',
-    'CancelValidException', 'CastToTensor', 'ChannelsLast', 'Checkpoint', 'CheckpointError', 'CollectDataCallback',
-    'ConsoleLogger', 'CutMix', 'DamagedError', 'DataLoaders', 'EMA', 'EVENTS', 'EarlyStoppingCallback',
-    'EmptyLoaderError', 'Evaluator', 'FetchPredsCallback', 'FitError', 'FixedStopper', 'FolderInUseError',
-    'GatherPredsCallback', 'GradientAccumulation', 'GradientClip', 'GuardNonFinite', 'History', 'HookCallback',
-    'JSONLinesLogger', 'LIFECYCLE', 'LRFinder', 'LRMonitor', 'LRScheduler', 'Learner', 'LearnkitError', 'LoaderError',
-    'Logger', 'LossError', 'MCDropoutCallback', 'MemoryMonitor', 'Metric', 'MetricError', 'MetricProperties',
-    'MissingExtraError', 'MixUp', 'MixedPrecision', 'MlflowLogger', 'ModelError', 'ModelResetter', 'OptimWrapper',
-    'OptimizerError', 'OptimizerMonitor', 'OptionError', 'OrderError', 'ParamScheduler', 'Periodic', 'PeriodicData',
-    'ProgressCallback', 'RNNCallback', 'RNNRegularizer', 'Recorder', 'ReduceLROnPlateau', 'Replay', 'RuntimeEstimator',
-    'SAM', 'SGD', 'SaveModelCallback', 'ScheduleError', 'ShortEpochCallback', 'SkipToEpoch', 'SpeedMonitor',
-    'SystemMonitor', 'TensorBoardLogger', 'TensorLoader', 'TerminateOnNaNCallback', 'ThresholdStopper', 'Time',
-    'TimeError', 'Timestamp', 'TrackerCallback', 'TrainEvalCallback', 'UnknownEventError', 'ValueMetric', 'WandbLogger',
-    'WeightsError', 'accuracy', 'before_batch_cb', 'default_device', 'defaults', 'detuplify', 'error_rate', 'event',
-    'find_bs', 'from_composer', 'from_ksuit', 'load_learner', 'log_images', 'log_text', 'mae', 'mse', 'params',
-    'replacing_yield', 'rmse', 'to_detach', 'to_device', 'trainable_params',
+    'CancelValidException', 'CastToTensor', 'ChannelsLast', 'Checkpoint', 'CheckpointError',
+    'ClassificationInterpretation', 'CollectDataCallback', 'ConsoleLogger', 'CutMix', 'DamagedError', 'DataLoaders',
+    'EMA', 'EVENTS', 'EarlyStoppingCallback', 'EmptyLoaderError', 'Evaluator', 'FetchPredsCallback', 'FitError',
+    'FixedStopper', 'FolderInUseError', 'GatherPredsCallback', 'GradientAccumulation', 'GradientClip', 'GuardNonFinite',
+    'History', 'HookCallback', 'Interpretation', 'JSONLinesLogger', 'LIFECYCLE', 'LRFinder', 'LRMonitor', 'LRScheduler',
+    'Learner', 'LearnkitError', 'LoaderError', 'Logger', 'LossError', 'MCDropoutCallback', 'MemoryMonitor', 'Metric',
+    'MetricError', 'MetricProperties', 'MissingExtraError', 'MixUp', 'MixedPrecision', 'MlflowLogger', 'ModelError',
+    'ModelResetter', 'OptimWrapper', 'OptimizerError', 'OptimizerMonitor', 'OptionError', 'OrderError',
+    'ParamScheduler', 'Periodic', 'PeriodicData', 'ProgressCallback', 'RNNCallback', 'RNNRegularizer', 'Recorder',
+    'ReduceLROnPlateau', 'Replay', 'RuntimeEstimator', 'SAM', 'SGD', 'SaveModelCallback', 'ScheduleError',
+    'ShortEpochCallback', 'ShowGraph', 'ShowGraphCallback', 'SkipToEpoch', 'SpeedMonitor', 'SystemMonitor',
+    'TensorBoardLogger', 'TensorLoader', 'TerminateOnNaNCallback', 'ThresholdStopper', 'Time', 'TimeError', 'Timestamp',
+    'TrackerCallback', 'TrainEvalCallback', 'UnknownEventError', 'ValueMetric', 'WandbLogger', 'WeightsError',
+    'accuracy', 'before_batch_cb', 'default_device', 'defaults', 'detuplify', 'doc', 'error_rate', 'event', 'find_bs',
+    'from_composer', 'from_ksuit', 'load_learner', 'log_images', 'log_text', 'mae', 'mse', 'params', 'replacing_yield',
+    'rmse', 'to_detach', 'to_device', 'trainable_params',
 ]

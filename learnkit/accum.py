@@ -154,5 +154,6 @@ def LossMetrics(
     ['kl', 'rec']
     """
     attrs, nms = (s.split(',') if isinstance(s, str) else s for s in (attrs, attrs if nms is None else nms))
-    if len(attrs) != len(nms): raise MetricError(f'LossMetrics: {len(attrs)} attributes, but {len(nms)} names.')
+    if len(attrs) != len(nms):
+        raise MetricError(f'LossMetrics: {len(attrs)} attributes, but {len(nms)} names: give each attribute one.')
     return [LossMetric(attr, nm, on) for attr, nm in zip(attrs, nms, strict=True)]

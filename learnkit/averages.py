@@ -178,6 +178,11 @@ class AvgSmoothLoss(Metric):
         return self._smooth[-1] if self._smooth else None
 
     @property
+    def arrived(self) -> list[float]:
+        "The smoothed losses of the steps that have arrived; never waits."
+        return self._smooth if self.latest is not None else []
+
+    @property
     def smooth(self) -> list[float]:
         "The smoothed loss of every step."
         self._finish()

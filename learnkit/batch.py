@@ -23,6 +23,7 @@ __all__ = ['TARGET_NAMES', 'split_batch', 'to_device', 'to_detach', 'detuplify',
            'apply_model', 'passed_names', 'call_by_name', 'unpack_output', 'map_tensors', 'describe']
 
 TARGET_NAMES = ('labels', 'label', 'targets', 'target', 'y')  # where a batch with named entries has its targets
+_FORM = ': it is (*inputs, target), or a dict of inputs and `labels`. Look at what the collate function returns.'
 
 
 def split_batch(
@@ -45,11 +46,11 @@ def split_batch(
 
     named = _named(batch)
     if named is not None:
-        if not named: raise BatchError(f'The loader gave an empty batch ({describe(batch)}).')
+        if not named: raise BatchError(f'The loader gave an empty batch ({describe(batch)}){_FORM}')
         return (batch,), tuple(named[k] for k in TARGET_NAMES if named.get(k) is not None)
 
     items = tuple(batch) if isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence) else (batch,)
-    if not items: raise BatchError(f'The loader gave an empty batch ({describe(batch)}).')
+    if not items: raise BatchError(f'The loader gave an empty batch ({describe(batch)}){_FORM}')
     n = max(len(items) - 1, 1) if n_inp is None else n_inp
     if not 1 <= n <= len(items):
         raise BatchError(f'n_inp={n} does not fit a batch with {len(items)} entries, {describe(batch)}: '
@@ -112,7 +113,9 @@ def find_bs(b: Any) -> int:
 
     n = next(_tensor_sizes(b), None)
     if n is None: n = next(_list_sizes(b), None)
-    if n is None: raise BatchError(f'The batch has no size: there is no tensor with a dimension in {describe(b)}.')
+    if n is None:
+        raise BatchError(f'The batch has no size: there is no tensor with a dimension in {describe(b)}. Give a tensor '
+                         'whose first dimension counts the samples.')
     return n
 
 

@@ -19,7 +19,7 @@ from learnkit.timing import Time, Timestamp, as_time, crossings
 
 __all__ = ['Callback', 'Periodic', 'MissingAttribute']
 
-_SHOWN_ELSEWHERE = ('_repr_', '_ipython_')  # what a notebook asks of every object: the learner's answer would be wrong
+SHOWN_ELSEWHERE = ('_repr_', '_ipython_')  # what a notebook asks of every object: the learner's answer would be wrong
 _PLAIN = (bool, int, float, str, Path, Time)  # options whose values a repr shows
 # changes the learner must hear of
 _WATCHED = frozenset({'run', 'run_train', 'run_valid', 'order', *EVENTS, *CONTEXTS.values(), *ALIASES})
@@ -142,7 +142,7 @@ class Callback:
         return camel2snake(cls.removesuffix('Callback') or cls)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith(('__', *_SHOWN_ELSEWHERE)): raise AttributeError(name, name=name, obj=self)
+        if name.startswith(('__', *SHOWN_ELSEWHERE)): raise AttributeError(name, name=name, obj=self)
         if defined_on_class(self, name): return object.__getattribute__(self, name)  # raises its own error again
         learn = self.learn
         if learn is None: raise MissingAttribute(name, self, why='It is not part of a Learner yet.')

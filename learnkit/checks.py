@@ -75,8 +75,10 @@ def check_fit(learn: Any, n_epoch: object, start_epoch: object, has_budget: bool
     "Return the number of epochs, None where only a budget is known; raise `FitError` for what `fit` cannot follow."
     n = None if n_epoch is None and has_budget else check_count('n_epoch', n_epoch, 0)
     start = check_count('start_epoch', start_epoch, 0)
-    if n is None and start: raise FitError(f'start_epoch={start} needs a fit of epochs: it is not known how many.')
-    if n is not None and start > n: raise FitError(f'start_epoch={start_epoch} is past n_epoch={n}.')
+    if n is None and start: raise FitError(f'start_epoch={start} needs a fit of epochs, `fit(10)`, and no '
+                                                   'budget of another unit.')
+    if n is not None and start > n: raise FitError(f'start_epoch={start_epoch} is past n_epoch={n}, which counts '
+                                                       f'those that are skipped: `fit({start} + epochs to train)`.')
     if learn._doing:
         raise FitError(f'fit() was called inside the {learn._doing} of the same Learner. Train on in the running one, '
                        'end it with `learn.stop()`, or use another Learner.')

@@ -16,6 +16,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, StackDataset
 from learnkit.batch import describe, to_device
 from learnkit.errors import EmptyLoaderError, LoaderError
 from learnkit.evaluator import Evaluator, named_loaders
+from learnkit.html import never_raising, table
+from learnkit.loaders import check_count, check_dataset, check_loader, check_not_empty, describe_loader, n_batches
+from learnkit.showing import Shows
 from learnkit.torchloader import torch_in_order
 
 __all__ = ['DataLoaders', 'TensorLoader', 'default_device', 'as_dataloaders', 'evaluation_loaders', 'check_loader',
@@ -23,12 +26,16 @@ __all__ = ['DataLoaders', 'TensorLoader', 'default_device', 'as_dataloaders', 'e
 
 
 def default_device() -> torch.device:
-    "Return the device to train on: CUDA, else MPS, else the CPU. Asking creates no CUDA context."
+    """Return the device to train on: CUDA, else MPS, else the CPU. Asking creates no CUDA context.
+
+    >>> default_device().type in ('cuda', 'mps', 'cpu')
+    True
+    """
     if torch.cuda.is_available(): return torch.device('cuda')
     return torch.device('mps' if torch.backends.mps.is_available() else 'cpu')
 
 
-class DataLoaders:
+class DataLoaders(Shows):
     """The loaders of a training run: one to train on, any number to validate on, and the device they go to.
 
     `dls[0]` is the training loader, the validation loaders follow, then the others; a name works too. Raises
@@ -63,7 +70,7 @@ class DataLoaders:
 
         for name, dl in self._named(): check_loader(name, dl)
         for option, value in (('n_inp', n_inp), ('n_iter', n_iter)):
-            if value is not None: _check_count('DataLoaders', option, value)
+            if value is not None: check_count('DataLoaders', option, value)
 
     @classmethod
     def from_datasets(
@@ -86,8 +93,8 @@ class DataLoaders:
         >>> dls.one_batch()
         [tensor([0, 1, 2, 3]), tensor([0, 1, 0, 1])]
         """
-        _check_count('from_datasets', 'bs', bs)
-        for name, ds in [('train', train_ds), *named_loaders(valid_ds)]: _check_dataset(name, ds)
+        check_count('from_datasets', 'bs', bs)
+        for name, ds in [('train', train_ds), *named_loaders(valid_ds)]: check_dataset(name, ds)
         if seed is not None: kwargs['generator'] = _seeded(seed, kwargs.get('generator'))
         train_only = {k: kwargs.pop(k) for k in ('sampler', 'generator') if k in kwargs}
         shared = {'batch_size': bs, 'num_workers': num_workers, 'pin_memory': torch.cuda.is_available(), **kwargs}
@@ -158,17 +165,31 @@ class DataLoaders:
     def device(self, device: torch.device | str) -> None: self._device = torch.device(device)
 
     def to(self, device: torch.device | str) -> Self:
-        "Send batches to `device` from now on."
+        """Send batches to `device` from now on.
+
+        >>> DataLoaders([(torch.zeros(2), torch.ones(2))]).to('cpu').device
+        device(type='cpu')
+        """
         self.device = device
         return self
 
-    def cpu(self) -> Self: return self.to('cpu')
-    def cuda(self) -> Self: return self.to('cuda')
+    def cpu(self) -> Self:
+        "Send batches to the CPU from now on."
+        return self.to('cpu')
+
+    def cuda(self) -> Self:
+        "Send batches to the GPU from now on."
+        return self.to('cuda')
 
     def one_batch(self) -> Any:
-        "Return the first batch of the training loader, as the loader gives it."
+        """Return the first batch of the training loader, as the loader gives it.
+
+        >>> DataLoaders([(torch.zeros(2), torch.ones(2))]).one_batch()
+        (tensor([0., 0.]), tensor([1., 1.]))
+        """
         for batch in self.train: return batch
-        raise EmptyLoaderError('The training loader gave no batch.')
+        raise EmptyLoaderError(f'The training loader ({type(self.train).__name__}) gave no batch. Is it used up, or '
+                               'its data set empty?')
 
     def _named(self) -> list[tuple[str, Any]]:
         return [('train', self.train), *self.evaluation, *((f'other{i}', dl) for i, dl in enumerate(self.others))]
@@ -188,7 +209,12 @@ class DataLoaders:
             raise AttributeError(f'{type(self).__name__} has no attribute `{name}`.{hint}', name=name, obj=self)
 
     def __repr__(self) -> str:
-        return '\n'.join([type(self).__name__, *(f'  {name}: {_describe_loader(dl)}' for name, dl in self._named())])
+        return '\n'.join([type(self).__name__, *(f'  {name}: {describe_loader(dl)}' for name, dl in self._named())])
+
+    @never_raising
+    def _repr_html_(self) -> str:
+        rows = [(name, describe_loader(dl), n_batches(getattr(dl, 'dataset', None))) for name, dl in self._named()]
+        return table(['name', 'loader', 'samples'], rows, type(self).__name__)
 
 
 class TensorLoader:
@@ -214,7 +240,7 @@ class TensorLoader:
         seed: int | None = None,     # of a generator of its own; None: drawn from torch's global one if it shuffles
         device: torch.device | str | None = None,  # keep the tensors there; None: where they are
     ):
-        _check_count('TensorLoader', 'bs', bs)
+        check_count('TensorLoader', 'bs', bs)
         named = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], Mapping) else None
         self.names = None if named is None else tuple(named)
         self.tensors = _as_tensors(dict(enumerate(tensors)) if named is None else named, device)
@@ -286,17 +312,6 @@ def _pieces(t: Tensor, bs: int) -> Iterator[Tensor]:
 
 # What any loader can be asked
 
-def n_batches(dl: Any) -> int | None:
-    """Return how many batches a loader gives, or None where it does not know.
-
-    >>> n_batches([1, 2]), n_batches(iter([1, 2]))
-    (2, None)
-    """
-    if not hasattr(type(dl), '__len__'): return None
-    try: return len(dl)
-    except (TypeError, NotImplementedError): return None
-
-
 def in_order(dl: Any) -> Any:
     """Return a loader of the same samples in the data set's order, the last incomplete batch included.
 
@@ -328,39 +343,10 @@ def evaluation_loaders(dls: Any) -> list[tuple[str, Any]]:
 
 def check_loaders(dls: Any) -> None:
     "Raise `EmptyLoaderError` if a training or validation loader has no batch by now."
-    for name, dl in [('train', dls.train), *evaluation_loaders(dls)]: _check_not_empty(name, dl)
+    for name, dl in [('train', dls.train), *evaluation_loaders(dls)]: check_not_empty(name, dl)
 
 
 # Checks, each with the thing's name in its message
-
-def check_loader(name: str, dl: Any) -> None:
-    "Raise unless `dl` yields batches, as far as can be seen without starting it."
-    what = f'The loader {name!r} is a {type(dl).__name__}'
-    if isinstance(dl, (Tensor, np.ndarray)): raise LoaderError(f'{what}: use DataLoaders.from_tensors for tensors.')
-    if isinstance(dl, Dataset) and not isinstance(dl, IterableDataset):
-        raise LoaderError(f'{what}, which gives samples: use DataLoaders.from_datasets, or a DataLoader.')
-    if isinstance(dl, (str, bytes, Mapping, nn.Module)) or not (hasattr(dl, '__iter__') or hasattr(dl, '__getitem__')):
-        raise LoaderError(f'{what}, which gives no batches: a loader is a DataLoader or any other iterable.')
-    _check_not_empty(name, dl)
-
-
-def _check_not_empty(name: str, dl: Any) -> None:
-    if n_batches(dl) != 0: return
-    why = ': drop_last is on, and there are fewer samples than a batch has' if getattr(dl, 'drop_last', False) else ''
-    raise EmptyLoaderError(f'The loader {name!r} ({type(dl).__name__}) has no batches{why}.')
-
-
-def _check_dataset(name: str, ds: Any) -> None:
-    if isinstance(ds, IterableDataset): return
-    if isinstance(ds, DataLoader) or not (hasattr(ds, '__getitem__') and hasattr(ds, '__len__')):
-        raise LoaderError(f'The data set {name!r} is a {type(ds).__name__}: it needs samples by index and a length.')
-    if len(ds) == 0: raise EmptyLoaderError(f'The data set {name!r} ({type(ds).__name__}) is empty.')
-
-
-def _check_count(where: str, option: str, value: Any) -> None:
-    if isinstance(value, (int, np.integer)) and value >= 1: return
-    raise LoaderError(f'{where}({option}={value!r}): {option} is a whole number from 1 up.')
-
 
 def _seeded(seed: int, given: torch.Generator | None = None) -> torch.Generator:
     "Return a new generator with that seed."
@@ -377,14 +363,8 @@ def _as_tensors(given: Mapping[Any, Any], device: torch.device | str | None) -> 
 
     tensors = tuple(torch.as_tensor(t, device=device).detach() for t in given.values())
     lengths = [len(t) for t in tensors]
-    if len(set(lengths)) > 1: raise LoaderError(f'TensorLoader: tensors of different lengths, {lengths}.')
-    if not lengths[0]: raise EmptyLoaderError('TensorLoader: the tensors are empty.')
+    if len(set(lengths)) > 1:
+        raise LoaderError(f'TensorLoader: tensors of different lengths, {lengths}: give one row a sample in each.')
+    if not lengths[0]: raise EmptyLoaderError('TensorLoader: the tensors are empty: give one row a sample.')
     if len({t.device for t in tensors}) > 1: raise LoaderError('TensorLoader: several devices, give device=.')
     return tensors
-
-
-def _describe_loader(dl: Any) -> str:
-    "Return a loader's type, length and batch size in a few words."
-    n, bs = n_batches(dl), getattr(dl, 'bs', getattr(dl, 'batch_size', None))
-    count = 'unknown length' if n is None else f'{n} batch' if n == 1 else f'{n} batches'
-    return f'{type(dl).__name__}, {count}' + (f' of {bs}' if isinstance(bs, int) else '')

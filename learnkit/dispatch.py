@@ -123,6 +123,7 @@ class HasCallbacks:
             if not switch: continue
             try: handler()
             except BaseException as e:
+                __tracebackhide__ = True  # here it costs nothing
                 self._note(e, cb, event_name)
                 raise
 
@@ -188,7 +189,13 @@ class HasCallbacks:
         return self
 
     def add_cb(self, cb: Any) -> Self:
-        "Add one callback, or an instance of its class."
+        """Add one callback, or an instance of its class.
+
+        >>> from learnkit import GradientClip
+        >>> from learnkit.testing import synth_learner
+        >>> synth_learner().add_cb(GradientClip(0.5)).gradient_clip
+        GradientClip(max_norm=0.5)
+        """
         return self.add_cbs([cb])
 
     def _check_new_cb(self, cb: Callback, before: list[Callback]) -> None:
@@ -212,7 +219,13 @@ class HasCallbacks:
         return self
 
     def remove_cb(self, cb: Any) -> Self:
-        "Remove a callback, or all instances of a class; it gets no further event."
+        """Remove a callback, or all instances of a class; it gets no further event.
+
+        >>> from learnkit import ProgressCallback
+        >>> from learnkit.testing import synth_learner
+        >>> synth_learner().remove_cb(ProgressCallback).cbs
+        [TrainEvalCallback, Recorder]
+        """
         if isinstance(cb, type): return self.remove_cbs([o for o in self.cbs if isinstance(o, cb)])
         if cb not in self._callbacks: return self
         self._end_streams()

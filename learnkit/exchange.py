@@ -58,6 +58,15 @@ def load_learner(
 
     Raises `OptionError` without `model`, `WeightsError` for a file that is damaged, is no such file, or does not fit
     the model (all differences listed, the model unchanged), and `ModelError` when `model` builds none.
+
+    >>> import tempfile
+    >>> x = torch.ones(8, 3)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     learn = Learner([(x, x[:, :2])], nn.Linear(3, 2), nn.MSELoss(), path=folder)
+    ...     path = learn.save_learner('net.pth', in_features=3, out_features=2)
+    ...     again = load_learner(path, model=nn.Linear, loss_func=nn.MSELoss(), cpu=True)
+    >>> torch.equal(again.model.weight, learn.model.weight)
+    True
     """
     path = Path(path)
     stored = read_weights(path)
@@ -86,7 +95,8 @@ def _model(path: Path, model: Any, config: dict[str, Any]) -> nn.Module:
         raise OptionError(f'{path} holds the weights and configuration of a {name}, and no code, so that loading it is '
                           f'safe. Say what builds the model: `load_learner({str(path)!r}, model={build})` calls '
                           f'`{build}({given})`{what}.')
-    if not callable(model): raise OptionError(f'model={model!r} is no model, and nothing that builds one.')
+    if not callable(model): raise OptionError(f'model={model!r} is no model, and nothing that builds one: give its '
+                                               'class, a function that returns it, or the nn.Module itself.')
     try: built = model(**own)
     except TypeError as e:
         e.add_note(f'It was called with the configuration in {path}: {given or "nothing"}.')

@@ -147,4 +147,6 @@ def _at_path(path: Path, folder: Path) -> Found:
     if not path.exists():
         near = did_you_mean(path.name, ['latest', 'best', *(e.path.name for e in entries(folder))])
         raise CheckpointError(f'There is no checkpoint {path}.{near}')
-    return path, *load_state(path)
+    try: return path, *load_state(path)
+    except DamagedError as e:
+        raise DamagedError(f'{e} `resume={str(path.parent)!r}` goes on from the newest whole one there.') from None

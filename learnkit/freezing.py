@@ -35,12 +35,6 @@ class Freezing(Loop):
     A frozen group's parameters require no gradient; its norm layers are trained all the same unless `train_bn` is
     False. Whether layers are in training or evaluation mode is another matter, which freezing leaves alone. The
     optimizer is made where there is none yet, has all groups, and keeps the momenta and averages of frozen ones.
-
-    >>> from learnkit.testing import synth_learner
-    >>> learn = synth_learner(splitter=lambda m: [[m.a], [m.b]])
-    >>> learn.freeze()
-    >>> learn.model.a.requires_grad, learn.model.b.requires_grad
-    (False, True)
     """
     train_bn: bool
 
@@ -55,14 +49,28 @@ class Freezing(Loop):
         self.opt.freeze_to(n)
 
     def freeze(self) -> None:
-        "Freeze all groups but the last. With one group alone nothing is frozen, as in fastai, and a warning says so."
+        """Freeze all groups but the last. With one group alone nothing is frozen, as in fastai, and a warning says so.
+
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner(splitter=lambda m: [[m.a], [m.b]])
+        >>> learn.freeze()
+        >>> learn.model.a.requires_grad, learn.model.b.requires_grad
+        (False, True)
+        """
         self.freeze_to(-1)
         if len(self.opt.param_lists) == 1:
             warn_user('There is one param group, so `freeze()` freezes nothing. Give the Learner a `splitter` that '
                       'returns several: `lambda m: [params(m.body), params(m.head)]`.')
 
     def unfreeze(self) -> None:
-        "Train all groups."
+        """Train all groups.
+
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner(splitter=lambda m: [[m.a], [m.b]])
+        >>> learn.freeze(); learn.unfreeze()
+        >>> all(p.requires_grad for p in learn.model.parameters())
+        True
+        """
         self.freeze_to(0)
 
     if TYPE_CHECKING:
@@ -117,7 +125,9 @@ def _wants_model(opt_func: Callable[..., Any], groups: list[Any]) -> bool:
         raise OptimizerError('Muon trains matrices alone, and there are other parameters: `opt_func=MuonAdamW` trains '
                              'these with AdamW.')
     try: signature = inspect.signature(opt_func)
-    except (TypeError, ValueError): return False  # it has none: calling it will tell
+    except (TypeError, ValueError):  # it has none, or a partial brings what the function does not take
+        _check_options(opt_func, maker)
+        return False
     wants_model = 'model' in signature.parameters
     try: signature.bind(groups, lr=0., **({'model': None} if wants_model else {}))
     except TypeError as e:
@@ -125,6 +135,17 @@ def _wants_model(opt_func: Callable[..., Any], groups: list[Any]) -> bool:
         raise OptimizerError(f'opt_func={name} cannot be called with the parameters and `lr=` ({e}), so it makes no '
                              f'optimizer. {_instead(maker, name)}') from None
     return wants_model
+
+
+def _check_options(opt_func: Any, maker: Any) -> None:
+    "Raise `OptimizerError` for an option of a partial that its function does not take; calling it tells of all else."
+    try: takes = inspect.signature(maker).parameters
+    except (TypeError, ValueError): return
+    for option in getattr(opt_func, 'keywords', {}):
+        if option not in takes:
+            raise OptimizerError(f'{maker.__name__} does not take `{option}`: it takes {", ".join(list(takes)[1:])}. '
+                                 "Names are fastai's; torch's go with torch's own classes, "
+                                 '`partial(torch.optim.SGD, momentum=0.9)` for one.')
 
 
 def _instead(maker: Any, name: str) -> str:

@@ -30,6 +30,13 @@ class GatherPredsCallback(Callback):
 
     Results leave a GPU one batch late, so that nothing waits for them. `save_preds` and `save_targs` get a file a
     batch, called by its number, which `torch.load` reads with `weights_only=True`.
+
+    >>> from learnkit.testing import synth_learner
+    >>> gathered, learn = GatherPredsCallback(), synth_learner(n_valid=2)
+    >>> with learn.added_cbs(gathered), learn.no_bar(): _ = learn.validate()
+    >>> preds, targets = gathered.all_tensors()
+    >>> preds.shape, targets.shape
+    (torch.Size([32, 1]), torch.Size([32, 1]))
     """
 
     def __init__(
@@ -112,7 +119,9 @@ class GatherPredsCallback(Callback):
         """Return what was gathered: inputs if asked for, predictions, targets, losses if asked for.
 
         Raises `BatchError` when there was no batch."""
-        if not self.n_batches: raise BatchError('There is nothing to return: not one batch was predicted on.')
+        if not self.n_batches:
+            raise BatchError('There is nothing to return: not one batch was predicted on. Does a callback '
+                             'cancel them all?')
         self._join()  # what was cut short has not been joined
         res = [self.preds if self.with_preds else None, self.targets if self.with_targs else None]
         return [*([self.inputs] if self.with_input else []), *res, *([self.losses] if self.with_loss else [])]

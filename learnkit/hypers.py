@@ -163,7 +163,12 @@ def trainable_params(model: nn.Module) -> list[nn.Parameter]:
 
 
 def params(m: nn.Module) -> list[nn.Parameter]:
-    "Return all parameters of a module: `splitter=lambda m: [params(m.body), params(m.head)]`."
+    """Return all parameters of a module: `splitter=lambda m: [params(m.body), params(m.head)]`.
+
+    >>> model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    >>> [len(params(layer)) for layer in model], len(params(model))
+    ([2, 2], 4)
+    """
     return list(m.parameters())
 
 

@@ -20,6 +20,7 @@ from learnkit.callback import Callback
 from learnkit.dispatch import Entry, HandlerTable, takes_every_event
 from learnkit.events import CONTEXTS, canonical_event
 from learnkit.foreign import is_foreign
+from learnkit.html import never_raising, table
 from learnkit.recorder import recorder_of
 from learnkit.rng import capture_rng
 from learnkit.runs import Runs
@@ -51,6 +52,12 @@ class Handlers(list[Handler]):
 
     def __repr__(self) -> str: return '\n'.join(map(str, self)) or 'nothing runs there'
 
+    @never_raising
+    def _repr_html_(self) -> str:
+        if not self: return repr(self)
+        rows = [(f'{h.order:g}', h.function, h.when, 'on' if h.is_on else 'off', f'{h.file}:{h.line}') for h in self]
+        return table(['order', 'runs', 'in', 'switched', 'where'], rows)
+
 
 class Change(NamedTuple):
     "What one callback changed at one event."
@@ -74,6 +81,11 @@ class Trace(list[Change]):
         return [c for c in self if c.is_observer]
 
     def __repr__(self) -> str: return '\n'.join(map(str, self)) or 'nothing was changed'
+
+    @never_raising
+    def _repr_html_(self) -> str:
+        rows = [(c.epoch, c.batch, c.event, c.callback, c.what) for c in self]
+        return table(['epoch', 'batch', 'event', 'callback', 'changed'], rows) if rows else repr(self)
 
 
 class Instruments(Runs):
@@ -219,6 +231,7 @@ class TracedTable(HandlerTable):
         return entries
 
     def _watch(self, handler: Callable[[], Any], cb: Any, name: str) -> None:
+        __tracebackhide__ = True
         before = fingerprints(self.learn)
         try: handler()
         finally:

@@ -16,17 +16,20 @@ from torch import nn
 
 from learnkit.batch import detuplify, to_detach
 from learnkit.budget import Budget, as_length
-from learnkit.callback import MissingAttribute, defined_on_class
-from learnkit.callbacks.summary import Summaries
+from learnkit.callback import SHOWN_ELSEWHERE, MissingAttribute, defined_on_class
+from learnkit.callbacks.graph import ShowGraph
+from learnkit.callbacks.summaries import Summaries
 from learnkit.checks import check_iteration, check_loss, check_microbatch, check_model
 from learnkit.compiling import Compilation
-from learnkit.data import as_dataloaders, check_loaders, evaluation_loaders
+from learnkit.data import as_dataloaders, check_loaders
 from learnkit.dispatch import listed
 from learnkit.errors import CallbackError, CancelError, CancelFitException, LossError, OptimizerError, TimeError
 from learnkit.events import LEVELS, LIFECYCLE
 from learnkit.freezing import Freezing, check_trained, make_optimizer
 from learnkit.hints import takes
+from learnkit.html import never_raising
 from learnkit.instruments import Instruments
+from learnkit.looks import learner_html, learner_text
 from learnkit.loop import name_of
 from learnkit.lrfind import LRFind
 from learnkit.measures import as_metrics
@@ -61,8 +64,8 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, ResumeChecks,
 
     `dls` is a `DataLoaders`, a tuple (train, valid) of any iterables of batches, or one to train on. `loss_func` and
     `metrics` are called with the predictions and the targets; `opt_func` makes the optimizer, any torch class will do;
-    `cbs` are callbacks. In a notebook, `Learner??` shows every parameter with what it means. Model and batches go to
-    `dls.device`: a GPU where there is one.
+    `cbs` are callbacks. `learnkit.doc(Learner)` shows every parameter with what it means, `doc(Learner.fit)` those of
+    a method. Model and batches go to `dls.device`: a GPU where there is one.
 
     Whatever the Learner does not have itself is read from the model. `x` and `y` are the inputs and targets of the
     batch, without their tuple when there is one of them.
@@ -143,7 +146,13 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, ResumeChecks,
 
         Raises a `LearnkitError` for bad input before anything has changed. Whatever a callback, the model or the data
         raises comes out as it is, with a note of where, after every callback's `cleanup`; the Learner can fit again.
+
+        >>> from learnkit.testing import synth_learner
+        >>> with synth_learner(n_train=10).no_bar() as learn: learn.fit(2); learn.fit('15ba')
+        >>> [(row['fit'], row['epoch']) for row in learn.history], learn.time.ba
+        ([(0, 0), (0, 1), (1, 0), (1, 1)], 35)
         """
+        __tracebackhide__ = True
         per_iteration = check_iteration(iteration)
         epochs, budget = as_length(self, n_epoch, start_epoch, per_iteration)
         check_loaders(self.dls)
@@ -163,7 +172,13 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, ResumeChecks,
         total: str | int | Time,   # what this Learner is to have trained in all: epochs, or any other unit
         **kwargs: Any,             # more for `fit`
     ) -> None:
-        "Train until `total` is reached, over all fits of this Learner; nothing where it is reached already."
+        """Train until `total` is reached, over all fits of this Learner; nothing where it is reached already.
+
+        >>> from learnkit.testing import synth_learner
+        >>> with synth_learner().no_bar() as learn: learn.fit(2); learn.fit_until('5ep')
+        >>> len(learn.history)
+        5
+        """
         total = as_time(total, 'ep')
         if total.unit == 'dur': raise TimeError(f'fit_until({str(total)!r}): a share of what? Give epochs, or hours.')
         left = total.value - self._finished(total.unit)
@@ -247,6 +262,13 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, ResumeChecks,
         With `weight=None` the latest value counts, and no mean is taken. `shown=False` leaves it out of the table that
         is printed. What is logged in evaluation gets the prefix `valid_`, or the loader's name and `/`. It reaches
         every callback with a method `receive_log(name, value, weight, shown)`: the Recorder, and each logger.
+
+        >>> from learnkit import Callback
+        >>> from learnkit.testing import synth_learner
+        >>> def note(cb): cb.learn.log('bs', len(cb.x))
+        >>> with synth_learner(cbs=Callback(before_batch=note)).no_bar() as learn: learn.fit(1)
+        >>> learn.history[0]['bs'], learn.history[0]['valid_bs']
+        (16.0, 16.0)
         """
         if self._evaluating or 'validate' in self._open:
             name = f'valid_{name}' if self.dl_name in ('valid', 'train') else f'{self.dl_name}/{name}'
@@ -278,9 +300,9 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, ResumeChecks,
 
     @contextmanager
     def no_bar(self) -> Iterator[Self]:
-        "Show no progress for the length of a context: no bars and, unless `logger` was set, no rows."
+        "Show no progress for the length of a context: no bars, no graph and, unless `logger` was set, no rows."
         rows = self.no_logging() if self.logger is print else nullcontext()
-        with self.removed_cbs(ProgressCallback), rows: yield self
+        with self.removed_cbs([ProgressCallback, ShowGraph]), rows: yield self
 
     def loss_not_reduced(self) -> Any:
         "Return a context in which the loss is computed for each sample."
@@ -350,7 +372,7 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, ResumeChecks,
 
     if not TYPE_CHECKING:
         def __getattr__(self, name):
-            if name.startswith('__') or name in _NOT_YET or 'model' not in self.__dict__:
+            if name.startswith(('__', *SHOWN_ELSEWHERE)) or name in _NOT_YET or 'model' not in self.__dict__:
                 raise MissingAttribute(name, self, why=_NOT_YET.get(name, ''))
             if defined_on_class(self, name): return object.__getattribute__(self, name)  # raises its own error again
             model = self.model
@@ -361,10 +383,10 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, ResumeChecks,
 
     def __dir__(self) -> list[str]: return sorted({*super().__dir__(), *dir(self.model)})
 
-    def __repr__(self) -> str:
-        valid = [name for name, _ in evaluation_loaders(self.dls)]
-        loss = name_of(self.loss_func) if self.loss_func else None
-        return f'Learner({type(self.model).__name__}, loss_func={loss}, valid={valid}, cbs={list(self.cbs)})'
+    def __repr__(self) -> str: return learner_text(self)
+
+    @never_raising
+    def _repr_html_(self) -> str: return learner_html(self)
 
 
 @atexit.register

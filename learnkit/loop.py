@@ -43,11 +43,13 @@ class Loop(Resuming):
 
     The methods from `_do_fit` to `_with_events` are the whole loop. Each may be overridden; `_do_one_batch`,
     `_do_grad_opt`, `_backward` and `_step` are what training of an unusual kind (two networks, two passes) replaces.
+    Those that say nothing of where a run is are left out of a notebook's tracebacks (`__tracebackhide__`).
     """
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def _do_fit(self) -> None:
+        __tracebackhide__ = True
         for epoch in self._epochs():
             self.epoch = epoch
             if self._starts_iteration(): self('before_iteration')
@@ -57,6 +59,7 @@ class Loop(Resuming):
             if self._stopping: break
 
     def _do_epoch(self) -> None:
+        __tracebackhide__ = True
         self._do_epoch_train()
         self._resume_at('evaluation')
         self._do_evaluation(self._due_loaders(at_epoch_end=True))
@@ -71,6 +74,7 @@ class Loop(Resuming):
 
     def all_batches(self) -> None:
         "Train or evaluate on every batch of `self.dl`."
+        __tracebackhide__ = True
         for i, batch in self._draws():
             self.one_batch(i, batch)
             if self.training: self._checkpoint('batch')
@@ -84,6 +88,7 @@ class Loop(Resuming):
         self._with_events(self._do_one_batch, 'batch', CancelBatchException)
 
     def _do_one_batch(self) -> None:
+        __tracebackhide__ = True
         if self.microbatch and self.training: return self._do_microbatches(self.microbatch)
         self._do_pred_loss()
         if self.training: self._do_grad_opt()
@@ -103,6 +108,7 @@ class Loop(Resuming):
         self.opt.zero_grad()
 
     def _with_events(self, f: _Thunk, event_type: str, ex: type[Exception], final: _Thunk = noop) -> None:
+        __tracebackhide__ = True
         level, outer, cancelled = LEVELS[event_type], self._open, False
         self._open = (*outer, event_type)
         try: self(level.before); f()
@@ -114,6 +120,7 @@ class Loop(Resuming):
     # -- loaders -------------------------------------------------------------------------------------------------------
 
     def _do_evaluation(self, loaders: list[tuple[str, Any]] | None = None) -> None:
+        __tracebackhide__ = True
         loaders = evaluation_loaders(self.dls) if loaders is None else loaders
         if not loaders: return
         with preserved_rng():
@@ -203,6 +210,7 @@ class Loop(Resuming):
     def _do_pred(self) -> tuple[Any, Any]:
         try: return unpack_output(apply_model(self.model, self.xb))
         except Exception as e:
+            __tracebackhide__ = True
             add_note(e, f'{type(self.model).__name__} got {describe(self.xb)}{precision_hint(self.xb, self.model)}')
             raise
 

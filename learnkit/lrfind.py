@@ -21,6 +21,7 @@ from learnkit.checks import check_count, check_fit
 from learnkit.data import evaluation_loaders
 from learnkit.dispatch import listed
 from learnkit.errors import CancelFitException, FitError, LossError, MissingExtraError, OptionError, ScheduleError
+from learnkit.figures import axes_or_new, color
 from learnkit.hints import warn_user
 from learnkit.loop import Loop, epoch_length, name_of
 from learnkit.schedule import ParamScheduler
@@ -33,6 +34,7 @@ Suggestion = tuple[float, Point]     # the rate to use, and the point of the cur
 
 DIVERGED = 4    # the search ends when the smoothed loss is so many times its least value
 UNSURE = 5      # so many rates at its end are not suggested
+MARKERS = 'oDs^v'  # of the suggestions in a plot
 
 
 # -------------------------------------------------------------------------------------------------------- suggestions
@@ -115,25 +117,18 @@ class LRSearch:
 
         A dotted line is at a suggested rate that is not that of its point, as `minimum`'s is not. Raises
         `MissingExtraError` without matplotlib."""
-        ax = ax or _new_axes()
+        ax = axes_or_new(ax)
         n = len(self.lrs) - skip_end if len(self.lrs) > skip_end + 1 else len(self.lrs)
-        ax.plot(self.lrs[:n], self.losses[:n])
+        ax.plot(self.lrs[:n], self.losses[:n], color=color(0))
         ax.set(xscale='log', xlabel='learning rate', ylabel='loss (smoothed)', title='learning rate search')
         points = self.points if suggestions is None else dict(zip(nms or range(len(suggestions)), suggestions,
                                                                   strict=True))
         for i, (name, (lr, loss)) in enumerate(points.items()):
             rate = self.suggested.get(name, lr) if suggestions is None else lr
-            ax.plot(lr, loss, 'o', color=f'C{i + 1}', label=f'{name} {rate:.2e}')
-            if not math.isclose(rate, lr): ax.axvline(rate, color=f'C{i + 1}', linestyle=':')
+            ax.plot(lr, loss, MARKERS[i % len(MARKERS)], color=color(i + 1), markersize=8, label=f'{name} {rate:.2e}')
+            if not math.isclose(rate, lr): ax.axvline(rate, color=color(i + 1), linestyle=':')
         if points: ax.legend()
         return ax
-
-
-def _new_axes() -> Any:
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as e: raise MissingExtraError('Plots need matplotlib: pip install matplotlib') from e
-    return plt.subplots()[1]
 
 
 class LRFinder(ParamScheduler):
@@ -144,6 +139,12 @@ class LRFinder(ParamScheduler):
     too. The search ends early when the smoothed loss is not finite or, with `stop_div`, four times its least value.
 
     Raises `ScheduleError` unless 0 < `start_lr` < `end_lr`.
+
+    >>> from learnkit.testing import synth_learner
+    >>> learn = synth_learner()
+    >>> with learn.no_bar(): learn.fit(10, cbs=LRFinder(num_it=50, stop_div=False))
+    >>> len(learn.lr_search.lrs), learn.lr_search.lrs[0]
+    (50, 1e-07)
     """
 
     def __init__(

@@ -69,8 +69,11 @@ class AvgMetric(Mean, Metric):
 
 
 class AvgLoss(Mean, Metric):
-    "Average the loss over the samples."
+    """Average the loss over the samples.
 
+    >>> AvgLoss().name
+    'loss'
+    """
     def __init__(self, on: str | None = None) -> None: self.on = check_on(on)
 
     def accumulate(self, learn: Any) -> None:

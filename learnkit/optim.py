@@ -69,7 +69,8 @@ class OptimWrapper(torch.optim.Optimizer):
         opt: Any = None,          # a torch optimizer class or factory, a ready optimizer, or a list or dict of them
         **hypers: Any,            # its options, by torch's or fastai's names
     ) -> None:
-        if opt is None and params is not None: raise OptimizerError('Parameters need `opt=`, a torch.optim class.')
+        if opt is None and params is not None: raise OptimizerError('Parameters need `opt=`: OptimWrapper(params, '
+                                                                     'opt=torch.optim.AdamW), for one.')
         if callable(opt) and not isinstance(opt, torch.optim.Optimizer):
             check_maker(opt)
             if params is None:
@@ -376,5 +377,6 @@ def _named_optimizers(opt: Any) -> dict[str, torch.optim.Optimizer]:
                                      'optimizer goes without a list, and metrics go as `metrics=`.')
             raise OptimizerError(f'opt_func{f"[{name}]" if name else ""} gave {o!r}, no torch.optim.Optimizer. '
                                  'It is called with the parameters and `lr=`, and returns an optimizer or several.')
-    if not named: raise OptimizerError('opt_func gave no optimizer.')
+    if not named: raise OptimizerError(f'opt_func gave {opt!r}, which has no optimizer: return one, or several '
+                                        'by name.')
     return named

@@ -27,7 +27,11 @@ def SGD(
     wd: float = 0.,             # weight decay
     decouple_wd: bool = True,   # decay the weights themselves (False: add it to the gradient, as L2 regularisation)
 ) -> OptimWrapper:
-    "Make fastai's SGD on torch's own; as `opt_func`, with other options: `partial(SGD, mom=0.9)`."
+    """Make fastai's SGD on torch's own; as `opt_func`, with other options: `partial(SGD, mom=0.9)`.
+
+    >>> SGD([nn.Parameter(torch.zeros(2))], lr=0.1, mom=0.9).hypers[0]
+    {'lr': 0.1, 'mom': 0.9, 'wd': 0.0}
+    """
     cls = DecoupledSGD if decouple_wd else torch.optim.SGD
     return OptimWrapper(params, opt=partial(cls, lr=lr, momentum=mom, weight_decay=wd))
 
@@ -66,6 +70,9 @@ def Adam(
     """Make fastai's Adam, with its defaults, on torch's own; with others: `opt_func=partial(Adam, wd=0.1)`.
 
     The fused kernel differs from torch's loop by rounding, and is three to five times as fast on a CPU.
+
+    >>> Adam([nn.Parameter(torch.zeros(2))], wd=0.1).hypers[0]
+    {'lr': 0.001, 'mom': 0.9, 'sqr_mom': 0.99, 'wd': 0.1, 'eps': 1e-05}
     """
     groups = as_groups(params)
     if fused is None: fused = all(map(can_fuse, members(groups)))

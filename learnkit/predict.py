@@ -44,6 +44,12 @@ class Predictions(Streaming):
         Counters, history, RNGs and the modes of the modules are afterwards as they were.
 
         Raises `LoaderError` when there is no such loader, and `EmptyLoaderError` when it has no batch.
+
+        >>> from learnkit import mae
+        >>> from learnkit.testing import synth_learner
+        >>> with synth_learner(metrics=mae).no_bar() as learn: valid_loss, error = learn.validate()
+        >>> 0 <= error <= valid_loss ** 0.5
+        True
         """
         if dl is not None: loaders: Any = [('valid', self._given(dl))]
         else: loaders = None if ds_idx is None else [('train' if ds_idx == 0 else 'valid', self._loader(ds_idx))]
@@ -83,6 +89,12 @@ class Predictions(Streaming):
 
         Raises `LoaderError` when there is no such loader, `EmptyLoaderError` when it has no batch, and `OptionError`
         for a sink that cannot take what was asked for.
+
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner(n_valid=2)
+        >>> with learn.no_bar(): preds, targets = learn.get_preds()
+        >>> preds.shape, targets.shape
+        (torch.Size([32, 1]), torch.Size([32, 1]))
         """
         check_function('act', act)
         new_cbs = [as_callback(cb) for cb in listed(cbs)]  # made here, so that what one of them draws stays drawn

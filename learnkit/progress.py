@@ -11,30 +11,19 @@ from dataclasses import dataclass, field
 from html import escape
 from itertools import zip_longest
 from math import inf
-from numbers import Integral, Real
 from shutil import get_terminal_size
 from time import perf_counter, time
 from typing import Any, TextIO
 
 from learnkit.callback import Callback
+from learnkit.html import Area, fold, format_cell, html_row, in_notebook
 from learnkit.loop import epoch_length
 from learnkit.timing import format_seconds
 
 __all__ = ['ProgressCallback', 'Display', 'NotebookDisplay', 'TerminalDisplay', 'Bar', 'Table', 'make_display']
 
+FOLDED = '... {} more, in learn.history ...'
 PATIENCE_S = 0.5  # an evaluation on its own that is over sooner shows nothing: many of them leave no blank outputs
-
-
-def format_cell(value: Any) -> str:
-    """Return a table cell's text: floats with six decimals, nothing for None.
-
-    >>> [format_cell(v) for v in (3, 0.5, None, '00:02', 2.5e25)]
-    ['3', '0.500000', '', '00:02', '2.5e+25']
-    """
-    if value is None: return ''
-    if isinstance(value, Integral) or not isinstance(value, Real): return ' '.join(str(value).split())
-    number = float(value)
-    return f'{number:.6g}' if 1e9 <= abs(number) < inf else f'{number:.6f}'
 
 
 @dataclass(slots=True)
@@ -70,7 +59,7 @@ class Bar:
         "Return the same with the browser's own progress bar, which follows its theme."
         value = f'value="{min(self.done, self.total)}" max="{self.total}"' if self.total else ''
         element = f'<progress {value}></progress> ' if value else ''
-        return f'<div style="font-variant-numeric:tabular-nums">{element}{escape(self.text())}</div>'
+        return f'<div style="font-size:small;font-variant-numeric:tabular-nums">{element}{escape(self.text())}</div>'
 
 
 class Section:
@@ -93,7 +82,7 @@ class Section:
     def add(self, cells: Sequence[str]) -> None:
         "Add a row."
         self.lines.append(self.line(cells))
-        self.html_rows.append(_html_row('td', cells))
+        self.html_rows.append(html_row('td', cells))
 
     def line(self, cells: Sequence[str]) -> str:
         "Return one aligned line of text."
@@ -105,12 +94,12 @@ class Section:
 
     def text(self, max_rows: int) -> str:
         "Return aligned lines."
-        return '\n'.join(self.head() + _fold(self.lines, max_rows, '{}'))
+        return '\n'.join(self.head() + fold(self.lines, max_rows, '{}', FOLDED))
 
     def html(self, max_rows: int) -> str:
         "Return the same as a table; colours and borders are left to the page's theme."
-        head = f'<thead>{_html_row("th", self.names)}</thead>' if any(self.names) else ''
-        rows = _fold(self.html_rows, max_rows, f'<tr><td colspan="{len(self.names)}">{{}}</td></tr>')
+        head = f'<thead>{html_row("th", self.names)}</thead>' if any(self.names) else ''
+        rows = fold(self.html_rows, max_rows, f'<tr><td colspan="{len(self.names)}">{{}}</td></tr>', FOLDED)
         return f'<table style="text-align:right">{head}<tbody>{"".join(rows)}</tbody></table>'
 
 
@@ -192,22 +181,16 @@ class NotebookDisplay(Display):
 
     def __init__(self, stream: TextIO | None = None) -> None:
         super().__init__(stream)
-        self.handle: Any = None
+        self.area = Area()
 
     def draw(self, bar: Bar | None) -> None:
-        self._publish(self.table.html(self.max_rows) + (bar.html() if bar else ''),
-                      '\n'.join(filter(None, (self.table.text(self.max_rows), bar.text() if bar else ''))))
+        self.area.show({'text/html': self.table.html(self.max_rows) + (bar.html() if bar else ''), 'text/plain':
+                        '\n'.join(filter(None, (self.table.text(self.max_rows), bar.text() if bar else '')))})
 
     def close(self, stopped_at: Bar | None = None) -> None:
-        if self.handle or self.table.sections: self.draw(stopped_at)
+        if self.area.handle or self.table.sections: self.draw(stopped_at)
 
     def _emit(self, text: str) -> None: "The next drawing shows the whole table."
-
-    def _publish(self, html: str, text: str) -> None:
-        from IPython.display import display
-        data = {'text/html': html, 'text/plain': text}
-        if self.handle: self.handle.update(data, raw=True)
-        else: self.handle = display(data, raw=True, display_id=True)
 
 
 def make_display(
@@ -215,7 +198,7 @@ def make_display(
 ) -> Display:
     "Return the display for where this process's output goes: a notebook, a terminal, or anything else."
     stream = sys.stdout if stream is None else stream
-    if _in_notebook(): return NotebookDisplay(stream)
+    if in_notebook(): return NotebookDisplay(stream)
     isatty = getattr(stream, 'isatty', None)
     return TerminalDisplay(stream) if isatty and isatty() and os.environ.get('TERM') != 'dumb' else Display(stream)
 
@@ -256,7 +239,13 @@ class ProgressCallback(Callback):
     """Show a table of the epochs and a bar of the batches.
 
     The rows come through `learn.logger`: where that is `print`, this callback's own writer takes its place for the run.
-    A logger of the user's own keeps its rows, and under `no_logging()` there are none: then only bars are shown."""
+    A logger of the user's own keeps its rows, and under `no_logging()` there are none: then only bars are shown.
+
+    >>> from learnkit.testing import synth_learner
+    >>> synth_learner().fit(1)  # doctest: +ELLIPSIS
+    epoch  train_loss  valid_loss  time
+        0  ...
+    """
     order = 60
     _shown = Run(Display())  # outside a run nothing is ever due
 
@@ -355,21 +344,3 @@ class ProgressCallback(Callback):
     def _end(self) -> None:
         if self._shown.has_logger: self.learn.logger = print
         self._shown.close()
-
-
-def _html_row(tag: str, cells: Sequence[str]) -> str:
-    return f'<tr>{"".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells)}</tr>'
-
-
-def _fold(lines: list[str], max_rows: int, note: str, first: int = 10) -> list[str]:
-    "Put a note in the place of the lines that are too many, behind the first few."
-    hidden = len(lines) - max_rows
-    if hidden <= 0: return lines
-    return [*lines[:first], note.format(f'... {hidden} more, in learn.history ...'), *lines[first + hidden:]]
-
-
-def _in_notebook() -> bool:
-    "Whether this is a Jupyter kernel; IPython is not imported to find out."
-    ipython = sys.modules.get('IPython')
-    shell = ipython.get_ipython() if ipython else None
-    return any(cls.__name__ == 'ZMQInteractiveShell' for cls in type(shell).__mro__)

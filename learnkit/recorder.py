@@ -1,6 +1,7 @@
 """The history of training: losses and hyper-parameters by step, losses and metrics by epoch, and their plots."""
 from __future__ import annotations
 
+from html import escape
 from time import perf_counter
 from typing import Any
 
@@ -12,6 +13,7 @@ from learnkit.callback import Callback
 from learnkit.checks import check_metrics
 from learnkit.data import evaluation_loaders
 from learnkit.frames import Frame, Piece, load_metrics, metric_states, packed_rows, twin, unpacked_rows, value_of
+from learnkit.html import never_raising, table
 from learnkit.measures import AvgLoss, as_metrics, check_column
 from learnkit.metric_states import storable
 from learnkit.plots import Plots
@@ -35,6 +37,12 @@ class History(list[dict[str, Any]]):
         import pandas as pd
         return pd.DataFrame(list(self))
 
+    @never_raising
+    def _repr_html_(self) -> str:
+        names = list(dict.fromkeys(name for row in self for name in row))
+        rows = [row | {'time': format_seconds(row['time'])} if 'time' in row else row for row in self]
+        return table(names, [[row.get(name) for name in names] for row in rows]) if self else 'no epoch yet'
+
 
 class _EvalLoss(AvgLoss):
     "The loss of evaluation, told by its class from one that was given as a metric."
@@ -50,8 +58,16 @@ class Recorder(Plots, Callback):
 
     Checkpointed: everything it has recorded, and what is measured in the epoch that is open: the values and means so
     far, the training metrics (see `Metric`), the seconds that have gone by.
+
+    >>> from learnkit.testing import synth_learner
+    >>> with synth_learner(n_train=10, lr=0.1).no_bar() as learn: learn.fit(2)
+    >>> learn.recorder, len(learn.recorder.losses), learn.recorder.lrs[0]
+    (Recorder, 20, 0.1)
+    >>> [sorted(row) for row in learn.history][0]
+    ['epoch', 'fit', 'time', 'train_loss', 'valid_loss']
     """
     remove_on_fetch, order, wall_clock = True, 50, ('seconds',)
+    history: History
 
     def __init__(
         self,
@@ -80,6 +96,11 @@ class Recorder(Plots, Callback):
         self._hps: dict[str, list[float]] | None = None
         self._losses: list[torch.Tensor] = []
         self.smooth_loss.reset()
+
+    @never_raising
+    def _repr_html_(self) -> str:
+        n = self.smooth_loss.count
+        return f'<div><b>{escape(repr(self))}</b>, {n:,} steps in its last fit</div>{self.history._repr_html_()}'
 
     # -- what is measured ----------------------------------------------------------------------------------------------
 

@@ -178,7 +178,16 @@ class Runs(HasCallbacks):
             for module, mode in modes: module.training = mode
 
     def stop(self) -> None:
-        "End the fit after the current batch or epoch, with every `after_*` and checkpoint event fired."
+        """End the fit after the current batch or epoch, with every `after_*` and checkpoint event fired.
+
+        >>> from learnkit import Callback
+        >>> from learnkit.testing import synth_learner
+        >>> def enough(cb):
+        ...     if cb.train_iter == 15: cb.learn.stop()
+        >>> with synth_learner(n_train=10, cbs=Callback(after_batch=enough)).no_bar() as learn: learn.fit(100)
+        >>> learn.train_iter, len(learn.history)
+        (15, 2)
+        """
         self._stopping = True
 
     @property

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from itertools import islice
 from numbers import Real
 from pathlib import Path
 from typing import Any, Self
@@ -15,16 +14,25 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from learnkit.batch import find_bs, map_tensors, passed_names, split_batch
+from learnkit.batch import find_bs, map_tensors, microbatches, passed_names, split_batch
 from learnkit.checks import check_function
 from learnkit.data import evaluation_loaders
-from learnkit.errors import LoaderError, ModelError, OptimizerError, OptionError, WeightsError
+from learnkit.errors import ModelError, OptimizerError, OptionError, WeightsError
 from learnkit.files import atomic_write, check_writable
 from learnkit.hints import warn_user
 from learnkit.loop import Loop, name_of
 from learnkit.optim import OptimWrapper
 from learnkit.optimstate import is_torch_state
-from learnkit.rng import preserved_generators, preserved_rng
+from learnkit.showing import (
+    as_targets,
+    binary_cut,
+    check_max_n,
+    first_batch,
+    first_samples,
+    own_method,
+    show_samples,
+    wrong_ones,
+)
 from learnkit.weights import (
     FORMAT,
     SAFETENSORS,
@@ -111,6 +119,14 @@ class Saving(Loop):
         weights and optimizer as they were; it is also raised for files that are damaged or hold more than data. An
         optimizer that does not exist yet is made. An optimizer's state that fastai saved is of another form: there, the
         weights alone are loaded, with a warning. `before_load` fires when all was compared, `after_load` in the end.
+
+        >>> import tempfile
+        >>> from learnkit.testing import synth_learner
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = (learn := synth_learner()).save(f'{folder}/line')
+        ...     again = synth_learner().load(path)
+        >>> torch.equal(again.model.a, learn.model.a)
+        True
         """
         path = self._weights_path(file, to_read=True)
         stored = read_weights(path, torch.device('cuda', device) if isinstance(device, int) else device)
@@ -204,6 +220,13 @@ class Saving(Loop):
 
         Raises `ModelError` with torch's reason for a model that cannot be exported, and `OptionError` where there is no
         batch to take the shapes from, or for the name of another kind of file.
+
+        >>> import tempfile
+        >>> from learnkit.testing import synth_learner
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     program = torch.export.load(synth_learner(path=folder).export()).module()
+        >>> program(torch.ones(5, 1)).shape
+        torch.Size([5, 1])
         """
         if str(fname).endswith(('.pkl', '.pickle', '.pth', '.pt')):
             raise OptionError(f'{fname}: a program for serving goes into a file `.pt2`. What `load_learner` reads is '
@@ -228,21 +251,31 @@ class Saving(Loop):
         max_n: int = 9,        # the most samples shown
         **kwargs: Any,         # more for the data's own method
     ) -> Any:
-        """Show a batch with its decoded predictions, where the data can show itself.
+        """Show a batch with its predictions: images in a grid, anything else as a table; return what was drawn.
 
-        That is a method `show_results(batch, preds, max_n=..., **kwargs)` of the loader, as fastai's have it, or of its
-        data set. Raises `LoaderError` where there is none.
+        Wrong classes are marked, and have their names in `dls.vocab` where there is one. Images take `figsize`. A
+        method `show_results(batch, preds, max_n=..., **kwargs)` of the loader, as fastai's have it, or of its data set
+        is used instead, if there is one; it gets a whole batch and the decoded predictions. Loaders, random generators
+        and the model are afterwards as they were.
+
+        >>> from learnkit import Learner
+        >>> scores = torch.tensor([[3., 1.], [2., 0.]])
+        >>> Learner([(scores, torch.tensor([0, 1]))], nn.Identity(), nn.CrossEntropyLoss()).show_results(ds_idx=0)
+        x[0]  x[1]  target  predicted
+           3     1       0          0
+           2     0       1          0  wrong
         """
+        check_max_n(max_n)
         dl = self.dls[ds_idx] if dl is None else dl
-        owners: tuple[Any, ...] = (dl, getattr(dl, 'dataset', None))
-        shows = next((o.show_results for o in owners if hasattr(o, 'show_results')), None)
-        if shows is None:
-            raise LoaderError(f'{type(dl).__name__} cannot show results: define `show_results(self, batch, preds, '
-                              'max_n=9)` on the loader or its data set. It gets a batch of the loader and the decoded '
-                              'predictions.')
-        batch = first_batch(dl)
-        preds = self.get_preds(dl=[batch], with_decoded=True)[2]
-        return shows(batch, preds, max_n=max_n, **kwargs)
+        batch, own = first_batch(dl), own_method(dl, 'show_results')
+        _, targs, decoded = self.get_preds(dl=[batch], with_decoded=True)
+        if own is not None: return own(batch, decoded, max_n=max_n, **kwargs)
+
+        xb, _ = first_samples(batch, getattr(self.dls, 'n_inp', None), max_n)
+        preds = as_targets(decoded, targs, binary_cut(self.loss_func))
+        (preds,), (targs,) = microbatches((preds,), (targs,), max_n)[0]
+        told = {'predicted': preds} if targs is None else {'target': targs, 'predicted': preds}
+        return show_samples(xb, told, getattr(self.dls, 'vocab', None), wrong_ones(preds, targs), **kwargs)
 
 
 def file_path(file: Any, folder: Path, suffix: str = '.pth') -> Path:
@@ -302,15 +335,6 @@ def own_config(learn: Any) -> dict[str, Any]:
 
 
 # Programs for serving
-
-def first_batch(dl: Any) -> Any:
-    "Return a loader's first batch, and leave every generator as it was."
-    with preserved_rng(), preserved_generators(dl):
-        drawn = iter(dl)
-        if drawn is dl: raise OptionError('The loader is an iterator: taking a batch to look at would lose it.')
-        for batch in islice(drawn, 1): return batch
-    raise OptionError(f'{type(dl).__name__} has no batch to look at.')
-
 
 def sample_inputs(dls: Any) -> tuple[Any, ...]:
     "Return the inputs of a batch, of the first validation loader where there is one."

@@ -196,7 +196,13 @@ class Schedules(Loop):
         start_epoch: int = 0,       # skip the epochs before this one
         resume: Any = False,        # go on from a checkpoint, as in `fit`
     ) -> None:
-        "Train at a flat rate that falls along half a cosine at the end. Raises as `fit_one_cycle` does."
+        """Train at a flat rate that falls along half a cosine at the end. Raises as `fit_one_cycle` does.
+
+        >>> from learnkit.testing import synth_learner
+        >>> with synth_learner(n_train=4).no_bar() as learn: learn.fit_flat_cos(1, 0.1, pct_start=0.5)
+        >>> [round(lr, 4) for lr in learn.recorder.lrs]
+        [0.1, 0.1, 0.1, 0.05]
+        """
         _check_positive(div_final=div_final)
         _check_share(pct_start)
         flat = self._peak_rates(n_epoch, lr, wd, reset_opt, start_epoch)
@@ -217,7 +223,13 @@ class Schedules(Loop):
     ) -> None:
         """Train in cycles, in each of which the rate falls to 0 along half a cosine (Loshchilov and Hutter, 2017).
 
-        Raises as `fit_one_cycle` does."""
+        Raises as `fit_one_cycle` does.
+
+        >>> from learnkit.testing import synth_learner
+        >>> with synth_learner(n_train=2).no_bar() as learn: learn.fit_sgdr(2, 1, 0.1)
+        >>> [round(lr, 4) for lr in learn.recorder.lrs]
+        [0.1, 0.05, 0.1, 0.0854, 0.05, 0.0146]
+        """
         for name, value in (('n_cycles', n_cycles), ('cycle_len', cycle_len), ('cycle_mult', cycle_mult)):
             check_count(name, value, 1)
         lengths = [cycle_len * cycle_mult ** i for i in range(n_cycles)]
@@ -242,7 +254,16 @@ class Schedules(Loop):
         start_epoch: int = 0,       # skip the epochs with all groups before this one, and those with the last alone
         resume: Any = False,        # go on from a checkpoint of either fit, as in `fit`
     ) -> None:
-        "Train the last group alone, then all groups with graded rates, in one cycle each. Raises as they do."
+        """Train the last group alone, then all groups with graded rates, in one cycle each. Raises as they do.
+
+        Groups come from the Learner's `splitter`: the body of a model that was trained before, and its new head.
+
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner(splitter=lambda m: [[m.a], [m.b]])
+        >>> with learn.no_bar(): learn.fine_tune(2, freeze_epochs=1)
+        >>> [(row['fit'], row['epoch']) for row in learn.history]
+        [(0, 0), (1, 0), (1, 1)]
+        """
         _check_positive(base_lr=base_lr, lr_mult=lr_mult, div=div, div_final=div_final)
         _check_share(pct_start)
         _checked_moms(self.moms if moms is None else moms)

@@ -13,14 +13,19 @@ from numbers import Integral, Real
 from typing import Any
 
 from learnkit.errors import TimeError, did_you_mean
+from learnkit.html import definitions, never_raising
 
-__all__ = ['UNITS', 'Time', 'Timestamp', 'as_time', 'crossings', 'format_seconds']
+__all__ = ['UNITS', 'Time', 'Timestamp', 'as_time', 'crossings', 'format_seconds', 'in_words']
 
 UNITS = {'iter': 'iterations', 'ep': 'epochs', 'ba': 'batches', 'st': 'optimizer steps', 'sp': 'samples',
          'tok': 'tokens', 'sec': 'seconds', 'dur': 'share of the run'}
 CONTINUOUS = ('sec', 'dur')  # the other units are whole numbers
 SECONDS = {'d': 86400, 'h': 3600, 'm': 60, 's': 1}
 LARGEST = 2**63 - 1  # of a count: what a checkpoint can hold
+
+_SPELLED = {'iter': 'iteration iterations', 'ep': 'epoch epochs', 'ba': 'batch batches', 'st': 'step steps',
+            'sp': 'sample samples', 'tok': 'token tokens', 'd': 'day days', 'h': 'hr hour hours',
+            'm': 'min mins minute minutes', 's': 'secs second seconds'}  # what users write for each
 
 _NUMBER = r'[0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]{1,3})?'
 _QUANTITY = re.compile(rf'\s*(-?{_NUMBER})\s*([a-z]*)\s*')
@@ -59,6 +64,10 @@ class Time:
 
     def __repr__(self) -> str:
         return f"Time('{self}')"
+
+    @never_raising
+    def _repr_html_(self) -> str:
+        return definitions({str(self): in_words(self.value, self.unit)})
 
     def __bool__(self) -> bool:
         return self.value != 0
@@ -173,6 +182,11 @@ class Timestamp:
         values = {u: v for u, v in self.state_dict().items() if v or (u == 'dur' and v is not None)}
         return f'Timestamp({", ".join(f"{u}={round(v, 3) if u in CONTINUOUS else v}" for u, v in values.items())})'
 
+    @never_raising
+    def _repr_html_(self) -> str:
+        values = {u: v for u, v in self.state_dict().items() if v is not None}
+        return definitions({u: in_words(v, u) for u, v in values.items()}, 'finished so far')
+
 
 def as_time(
     value: Time | str | int | float,  # an interval: '500ba', or a number of `unit`
@@ -222,7 +236,13 @@ def _parse(value: Any) -> tuple[Any, str]:
     if (clock := _CLOCK.fullmatch(text)) and any(clock.groups()):
         parts = zip(clock.groups(), SECONDS.values(), strict=True)
         return sum(Decimal(n)*seconds for n, seconds in parts if n), 'sec'
-    raise TimeError(f'{value!r} is no time.{did_you_mean(quantity[2], UNITS) if quantity else ""} {_help()}')
+    raise TimeError(f'{value!r} is no time.{_meant(*quantity.groups()) if quantity else ""} {_help()}')
+
+
+def _meant(number: str, word: str) -> str:
+    "Say how a time is written whose unit was spelled out."
+    short = next((short for short, names in _SPELLED.items() if word in names.split()), None)
+    return f' Write {number + short!r}.' if short else did_you_mean(word, UNITS)
 
 
 def _valid(value: Any, unit: str) -> int | float:
@@ -251,6 +271,18 @@ def _finite(value: Any) -> bool:
 def _known(unit: Any) -> str:
     if isinstance(unit, str) and unit in UNITS: return unit
     raise TimeError(f'There is no unit {unit!r}.{did_you_mean(str(unit), UNITS)} {_help()}')
+
+
+def in_words(value: int | float, unit: str) -> str:
+    """Write a time out.
+
+    >>> in_words(1200, 'ba'), in_words(1, 'ep'), in_words(0.25, 'dur'), in_words(4805.3, 'sec')
+    ('1,200 batches', '1 epoch', '25% of the run', '1:20:05')
+    """
+    if unit == 'dur': return f'{value * 100:.4g}% of the run'
+    if unit == 'sec': return f'{value:.3g} seconds' if value < 60 else format_seconds(value)
+    words = UNITS[unit] if value != 1 else UNITS[unit].removesuffix('es' if unit == 'ba' else 's')
+    return f'{value:,} {words}'
 
 
 def _help() -> str:

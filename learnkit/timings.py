@@ -9,7 +9,10 @@ from typing import Any
 import torch
 
 from learnkit.dispatch import Entry, HandlerTable
+from learnkit.errors import OptionError
 from learnkit.events import CONTEXTS
+from learnkit.figures import axes_or_new, color
+from learnkit.html import never_raising, table
 
 __all__ = ['EVERY', 'FIRST', 'Timings', 'TimedTable']
 
@@ -21,6 +24,7 @@ PARTS = {('before_draw', 'after_draw'): 'data', ('after_draw', 'before_batch'): 
          ('before_pred', 'after_pred'): 'forward', ('after_pred', 'after_loss'): 'loss',
          ('before_backward', 'after_backward'): 'backward', ('before_step', 'after_step'): 'step',
          ('before_batch', 'after_batch'): 'compiled step'}
+MODEL = 'data and model'  # what those parts are together, beside the callbacks and the loop
 ON_DEVICE = ('forward', 'loss', 'backward', 'step', 'compiled step')
 
 
@@ -78,6 +82,7 @@ class Timings:
         sums = self._sums
 
         def run() -> None:
+            __tracebackhide__ = True
             started = perf_counter()
             try: handler()
             finally: sums[who] += perf_counter() - started
@@ -110,15 +115,43 @@ class Timings:
         rows = [f'{part:<{width}}  {s * 1e6:>10,.1f} us  {s / total:>5.1%}' for part, s in seconds.items()]
         return '\n'.join([f'{"a step":<{width}}  {total * 1e6:>10,.1f} us  ({self.n} measured)', *rows])
 
-    def plot(self, ax: Any = None) -> Any:
-        "Draw the parts as bars, the longest on top; return the axes."
-        import matplotlib.pyplot as plt
+    @never_raising
+    def _repr_html_(self) -> str:
         seconds = self.seconds
-        ax = ax or plt.subplots(figsize=(6, 0.3 * len(seconds) + 1))[1]
-        ax.barh(list(seconds), [s * 1e6 for s in seconds.values()])
+        if not seconds: return repr(self)
+        total = sum(seconds.values())
+        rows = [(part, f'{s * 1e6:,.1f} us', f'{s / total:.1%}') for part, s in {'a step': total, **seconds}.items()]
+        return table(['part', 'time', 'share'], rows, f'where the time of a step goes ({self.n} measured)')
+
+    def plot(
+        self,
+        ax: Any = None,  # matplotlib axes; None: those of a new figure
+    ) -> Any:
+        """Draw where the time of a step goes, a bar for each part, the longest on top; return the axes.
+
+        Raises `OptionError` before a step has been measured, one in 32.
+        """
+        seconds = self.seconds
+        if not seconds: raise OptionError('No step has been measured yet: one in 32 is. Call `learn.fit(1)` first.')
+        ax = axes_or_new(ax, (7, 0.28 * len(seconds) + 1.2))
+        total = sum(seconds.values())
+        scale, unit = next((f, u) for f, u in ((1e6, 'us'), (1e3, 'ms'), (1, 's')) if total * f < 1e4 or f == 1)
+        kinds, colors = [_kind(name) for name in seconds], {MODEL: color(0), 'callbacks': color(1), 'loop': 'grey'}
+        bars = ax.barh(list(seconds), [s * scale for s in seconds.values()], color=[colors[kind] for kind in kinds],
+                       label=['_' * (kind in kinds[:i]) + kind for i, kind in enumerate(kinds)])
+        ax.bar_label(bars, [f'{_brief(s * scale)} {unit}, {s / total:.1%}' for s in seconds.values()], padding=3,
+                     fontsize='small')
         ax.invert_yaxis()
-        ax.set(xlabel='microseconds a step', title=f'where the time goes ({self.n} steps measured)')
+        ax.margins(x=0.3)
+        ax.set(xlabel=f'{unit} a step', title=f'a step takes {_brief(total * scale)} {unit} ({self.n} measured)')
+        ax.legend(loc='lower right')
         return ax
+
+
+def _brief(number: float) -> str: return f'{number:,.0f}' if number >= 100 else f'{number:.3g}'
+
+
+def _kind(part: str) -> str: return MODEL if part in PARTS.values() else 'loop' if part == 'loop' else 'callbacks'
 
 
 class TimedTable(HandlerTable):

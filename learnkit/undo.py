@@ -6,7 +6,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from operator import is_
 from random import Random
@@ -123,8 +123,7 @@ def _refill(o: Any, items: list[Any]) -> None:
     for item in items: o.add(item) if isinstance(o, set) else o.append(item)
 
 
-@contextmanager
-def unchanged_loaders(dls: Any) -> Iterator[None]:
+def unchanged_loaders(dls: Any) -> AbstractContextManager[None]:
     """Leave loaders, and all random generators, as they were: the next epoch has the order that it would have had.
 
     >>> from learnkit.data import DataLoaders
@@ -133,9 +132,15 @@ def unchanged_loaders(dls: Any) -> Iterator[None]:
     >>> torch.equal(order, dls.one_batch()[0])
     True
     """
+    return unchanged([dls, dls.train, *(dl for _, dl in evaluation_loaders(dls))])
+
+
+@contextmanager
+def unchanged(loaders: list[Any]) -> Iterator[None]:
+    "Leave these loaders, their samplers and all random generators as they were."
     with ExitStack() as stack:
         stack.enter_context(preserved_rng())
-        for dl in (dls, dls.train, *(dl for _, dl in evaluation_loaders(dls))):
+        for dl in loaders:
             batch_sampler = getattr(dl, 'batch_sampler', None)
             for owner in (dl, getattr(dl, 'sampler', None), batch_sampler, getattr(batch_sampler, 'sampler', None)):
                 attributes = getattr(owner, '__dict__', {})

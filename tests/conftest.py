@@ -1,8 +1,10 @@
 """What every test starts from: one thread, fixed seeds, no display."""
+import doctest
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 os.environ.setdefault('MPLBACKEND', 'Agg')  # before matplotlib is imported, here and in child processes
 
@@ -10,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+
+collect_ignore_glob = ['conftest.py', '*/conftest.py']  # no doctests there, and one module name for all of them
 
 torch.set_num_threads(1)  # the same sums in the same order on every machine, and no fight for two cores
 
@@ -19,10 +23,19 @@ settings.load_profile(os.environ.get('HYPOTHESIS_PROFILE', 'quick'))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    "Skip what is marked `cuda` where there is no GPU."
-    if torch.cuda.is_available(): return
+    "Skip what is marked `cuda` where there is no GPU, and examples in docstrings whose library is not installed."
     for item in items:
-        if item.get_closest_marker('cuda'): item.add_marker(pytest.mark.skip(reason='needs a CUDA device'))
+        if item.get_closest_marker('cuda') and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason='needs a CUDA device'))
+        if isinstance(item, pytest.DoctestItem): item.runtest = partial(run_or_skip, item.runtest)
+
+
+def run_or_skip(runtest: Callable[[], None]) -> None:
+    try: runtest()
+    except doctest.UnexpectedException as e:
+        from learnkit.errors import MissingExtraError  # not before torch has one thread
+        if isinstance(e.exc_info[1], MissingExtraError): pytest.skip(str(e.exc_info[1]))
+        raise
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from fastcore.foundation import L
 from torch import Tensor, nn
 
 from learnkit import DataLoaders, Learner
-from learnkit.errors import LoaderError, OptimizerError, OptionError, WeightsError
+from learnkit.errors import OptimizerError, OptionError, WeightsError
 
 
 def net(hidden: int = 5) -> nn.Module:
@@ -305,4 +305,4 @@ def test_data_that_can_show_itself_gets_a_batch_and_decoded_predictions(tmp_path
     batch, preds, max_n, kwargs = learn.show_results(max_n=2, figsize=3)
     assert batch == (x, y) and (max_n, kwargs) == (2, {'figsize': 3})
     assert torch.equal(preds, learn.get_preds()[0].round())
-    with pytest.raises(LoaderError, match='define `show_results'): learn.show_results(ds_idx=0)
+    assert list(learn.show_results(ds_idx=0, max_n=2).columns) == ['x[0]', 'x[1]', 'x[2]', 'target', 'predicted']

@@ -11,6 +11,7 @@ if TYPE_CHECKING:  # at run time they are imported when they are first used
     from learnkit.callbacks.dataset import DatasetStats, ParamCount
     from learnkit.callbacks.ema import EMA
     from learnkit.callbacks.export import ExportForInference, LoadWeights
+    from learnkit.callbacks.graph import ShowGraph, ShowGraphCallback
     from learnkit.callbacks.hooks import Hook, HookCallback, Hooks, has_params, hook_output, hook_outputs
     from learnkit.callbacks.memory import MemoryMonitor
     from learnkit.callbacks.mixup import CutMix, MixHandler, MixUp
@@ -27,7 +28,7 @@ if TYPE_CHECKING:  # at run time they are imported when they are first used
     from learnkit.callbacks.speed import RuntimeEstimator, SpeedMonitor
     from learnkit.callbacks.stats import ActivationStats
     from learnkit.callbacks.stoppers import EarlyStopper, EarlyStopping, FixedStopper, ThresholdStopper
-    from learnkit.callbacks.summary import (
+    from learnkit.callbacks.summaries import (
         Summary,
         dummy_eval,
         model_sizes,
@@ -65,6 +66,7 @@ else:
         'learnkit.callbacks.dataset': 'DatasetStats ParamCount',
         'learnkit.callbacks.ema': 'EMA',
         'learnkit.callbacks.export': 'ExportForInference LoadWeights',
+        'learnkit.callbacks.graph': 'ShowGraph ShowGraphCallback',
         'learnkit.callbacks.hooks': 'Hook HookCallback Hooks has_params hook_output hook_outputs',
         'learnkit.callbacks.memory': 'MemoryMonitor',
         'learnkit.callbacks.mixup': 'CutMix MixHandler MixUp',
@@ -81,7 +83,7 @@ else:
         'learnkit.callbacks.speed': 'RuntimeEstimator SpeedMonitor',
         'learnkit.callbacks.stats': 'ActivationStats',
         'learnkit.callbacks.stoppers': 'EarlyStopper EarlyStopping FixedStopper ThresholdStopper',
-        'learnkit.callbacks.summary': 'Summary dummy_eval model_sizes num_features_model summary total_params',
+        'learnkit.callbacks.summaries': 'Summary dummy_eval model_sizes num_features_model summary total_params',
         'learnkit.callbacks.system': 'SystemMonitor',
         'learnkit.callbacks.tracker': 'EarlyStoppingCallback ReduceLROnPlateau SaveModelCallback TrackerCallback',
         'learnkit.callbacks.training':
@@ -101,8 +103,8 @@ __all__ = [
     'LRFinder', 'LRMonitor', 'LRScheduler', 'LoadWeights', 'MCDropoutCallback', 'MLPerf', 'MemoryMonitor',
     'MemorySnapshot', 'MixHandler', 'MixUp', 'MixedPrecision', 'ModelResetter', 'Monitor', 'OOMObserver',
     'OptimizerMonitor', 'ParamCount', 'ParamScheduler', 'PeriodicData', 'RNNCallback', 'RNNRegularizer',
-    'ReduceLROnPlateau', 'Replay', 'RuntimeEstimator', 'SAM', 'SaveModelCallback', 'ShortEpochCallback', 'SkipToEpoch',
-    'SpeedMonitor', 'Summary', 'SystemMonitor', 'TerminateOnNaNCallback', 'ThresholdStopper', 'TrackerCallback',
-    'before_batch_cb', 'dummy_eval', 'has_params', 'hook_output', 'hook_outputs', 'mc_dropout_preds', 'model_sizes',
-    'num_features_model', 'rnn_cbs', 'summary', 'total_params',
+    'ReduceLROnPlateau', 'Replay', 'RuntimeEstimator', 'SAM', 'SaveModelCallback', 'ShortEpochCallback', 'ShowGraph',
+    'ShowGraphCallback', 'SkipToEpoch', 'SpeedMonitor', 'Summary', 'SystemMonitor', 'TerminateOnNaNCallback',
+    'ThresholdStopper', 'TrackerCallback', 'before_batch_cb', 'dummy_eval', 'has_params', 'hook_output', 'hook_outputs',
+    'mc_dropout_preds', 'model_sizes', 'num_features_model', 'rnn_cbs', 'summary', 'total_params',
 ]

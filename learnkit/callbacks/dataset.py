@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from learnkit.batch import split_batch
 from learnkit.callback import Callback
 from learnkit.callbacks.nonfinite import say
-from learnkit.callbacks.summary import _without_workers_left
+from learnkit.callbacks.summaries import _without_workers_left
 from learnkit.data import evaluation_loaders, n_batches
 from learnkit.errors import OptionError
 from learnkit.loop import sample_count

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from learnkit.callbacks.hooks import HookCallback, tensors_in
 from learnkit.dispatch import listed
 from learnkit.errors import OptionError, did_you_mean
+from learnkit.figures import axes_or_new, color, new_axes
 from learnkit.timing import Time
 
 __all__ = ['ActivationStats']
@@ -167,7 +168,7 @@ class ActivationStats(HookCallback):
     ) -> Any:
         "Draw a layer's histograms side by side, one column a batch: the 'colourful dimension' plot. Return the axes."
         hist, at = self.hist(idx, part), self._records.at
-        if ax is None: ax = _new_axes(1, 1, figsize)[0]
+        ax = axes_or_new(ax, figsize)
         step = (at[-1] - at[0]) / max(1, len(at) - 1) or 1
         image = ax.imshow(hist.numpy(), origin='lower', aspect='auto', extent=(at[0], at[-1] + step, 0, TOP))
         ax.figure.colorbar(image, ax=ax, label='log(1 + count)')
@@ -182,11 +183,11 @@ class ActivationStats(HookCallback):
         "Draw `color_dim` of several layers; return the axes."
         if idxs is None: idxs = [i for i in range(len(self.layer_names)) if self._records.parts(i)]
         idxs = listed(idxs)
-        cols = min(2, max(1, len(idxs)))
-        rows = max(1, -(-len(idxs) // cols))
-        axs = _new_axes(rows, cols, figsize or (6 * cols, 3 * rows))
-        for ax in axs[len(idxs):]: ax.set_visible(False)
-        return [self.color_dim(idx, ax=ax) for idx, ax in zip(idxs, axs, strict=False)]
+        if not idxs: raise OptionError('Nothing was measured yet: call fit first.')
+        cols = min(2, len(idxs))
+        axs = new_axes(len(idxs), cols, figsize or (6 * cols, 3 * -(-len(idxs) // cols)))
+        for idx, ax in zip(idxs, axs, strict=True): self.color_dim(idx, ax=ax)
+        return axs
 
     def plot_layer_stats(
         self,
@@ -195,10 +196,10 @@ class ActivationStats(HookCallback):
     ) -> Any:
         "Draw means, standard deviations and shares near zero of a layer by batch; return the axes."
         title, series = self._chosen(idx, part)
-        axs = _new_axes(1, 3, (12, 3))
+        axs = new_axes(3, 3, (12, 3))
         names = 'mean', 'standard deviation', f'share <= {NEAR_ZERO}'
         for ax, column, name in zip(axs, series.T, names, strict=False):
-            ax.plot(self._records.at, column.tolist())
+            ax.plot(self._records.at, column.tolist(), color=color(0))
             ax.ticklabel_format(useOffset=False)
             ax.set(xlabel='batch', ylabel=name)
         axs[0].figure.suptitle(title)
@@ -274,8 +275,3 @@ def _measured(t: Tensor, with_hist: bool) -> Tensor:
     var, mean = torch.var_mean(x, correction=0)
     three = torch.stack([mean, var, (x <= NEAR_ZERO).mean(dtype=x.dtype)])
     return torch.cat([three, torch.histc(x, BINS, 0, TOP)]) if with_hist else three
-
-
-def _new_axes(rows: int, cols: int, figsize: tuple[float, float]) -> list[Any]:
-    import matplotlib.pyplot as plt
-    return list(plt.subplots(rows, cols, figsize=figsize, squeeze=False, layout='constrained')[1].flat)

@@ -233,7 +233,7 @@ def _example_batch(learn: Any) -> Any:
             for batch in drawn: return batch
             raise EmptyLoaderError('There is no batch to tell the shapes by: the loader gave none.')
     raise LoaderError('The loaders are iterators, of which summary() would use up a batch. Give an example instead: '
-                      '`learnkit.callbacks.summary.summary(learn.model, x)`.')
+                      '`learnkit.callbacks.summaries.summary(learn.model, x)`.')
 
 
 @contextmanager

@@ -10,6 +10,8 @@ from torch import Tensor
 from learnkit.batch import describe, map_tensors
 from learnkit.callback import Periodic, defined_on_class
 from learnkit.errors import BatchError, OptionError, TimeError, did_you_mean
+from learnkit.figures import new_axes
+from learnkit.showing import as_pictures
 from learnkit.timing import Time, as_time
 
 __all__ = ['ImageVisualizer', 'as_pictures', 'class_colors']
@@ -112,18 +114,18 @@ class ImageVisualizer(Periodic):
         self,
         figsize: tuple[float, float] | None = None,   # inches
     ) -> Any:
-        "Draw the last images, a row for each name, and return the figure."
-        import matplotlib.pyplot as plt
+        "Draw the last images, a row for each name, and return the axes."
         if not self.images: raise OptionError('There are no images yet: they come with the first batch of a fit.')
         n = max(map(len, self.images.values()))
         size = figsize or (1.3 * n + 0.2, 1.6 * len(self.images))
-        fig, axes = plt.subplots(len(self.images), n, figsize=size, squeeze=False, layout='constrained')
-        for ax in axes.flat: ax.axis('off')
-        for row, (name, pictures) in zip(axes, self.images.items(), strict=True):
+        axs = new_axes(n * len(self.images), n, size)
+        for ax in axs: ax.axis('off')
+        for i, (name, pictures) in enumerate(self.images.items()):
+            row = axs[i * n:(i + 1) * n]
             row[0].set_title(name, loc='left', fontsize=9)
             for ax, picture in zip(row, pictures.permute(0, 2, 3, 1), strict=False):
                 ax.imshow(picture.expand(*picture.shape[:2], max(picture.shape[2], 3)).numpy())
-        return fig
+        return axs
 
     def state_dict(self) -> dict[str, Any]:
         "Return when it was last due, and whether a batch is to be shown."
@@ -133,23 +135,6 @@ class ImageVisualizer(Periodic):
         "Go on from there."
         super().load_state_dict(sd)
         self._wanted = sd['wanted']
-
-
-def as_pictures(
-    images: Tensor,    # (n, C, H, W), or (n, H, W) of one channel
-) -> Tensor:           # (n, C, H, W) on the CPU, within 0 and 1
-    """Return images as they can be shown.
-
-    >>> as_pictures(torch.tensor([[[-2., 2.], [0., 1.]]])).flatten().tolist()
-    [0.0, 1.0, 0.5, 0.75]
-    """
-    images = (images[:, None] if images.ndim == 3 else images).detach().cpu()
-    if images.dtype == torch.uint8: images = images / 255
-    images = images.float()
-    if images.shape[1] not in (1, 3, 4): images = images.mean(1, keepdim=True)
-    low, high = (images.nan_to_num(0., 0., 0.).aminmax() if images.numel() else (torch.zeros(()), torch.ones(())))
-    if low < 0 or high > 1: images = (images - low) / (high - low).clamp(min=1e-12)
-    return images.nan_to_num(0., 1., 0.).clamp(0, 1)
 
 
 def class_colors(

@@ -68,7 +68,7 @@ def from_ksuit(
 
     Each hook gets, by name, what it takes of: `update_counter`, `trainer`, `model`, `trainer_model`, `batch`, `losses`,
     `update_outputs`, `accumulation_steps`, `accumulation_step`, `times`, `effective_batch_size`, `batch_size`,
-    `data_iter`, `interval_type`: docs/coming-from-ksuit.md says which. It runs without gradients. Before and after
+    `data_iter`, `interval_type`: nbs/from_ksuit.ipynb says which. It runs without gradients. Before and after
     training, and when an interval (`every_n_epochs`, `every_n_updates`, `every_n_samples`) is over, the model is in
     evaluation mode, and modes and random generators are put back. An update is a step of the optimizer; counts go over
     all fits.
