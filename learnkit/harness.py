@@ -193,6 +193,6 @@ def _training(make_learner: Callable[[], Any], n_epoch: int, every: Any, folder:
         if any(folder.glob('*.ckpt')):
             print(GOES_ON, flush=True)
             for draw_others in (random.seed, np.random.seed, torch.manual_seed): draw_others(os.getpid())
-        learn.fit(n_epoch, resume=True, cbs=Checkpoint(every=every, folder=folder))
+        with learn.no_bar(): learn.fit(n_epoch, resume=True, cbs=Checkpoint(every=every, folder=folder))
         return learn.checkpoint_state()
     return train
