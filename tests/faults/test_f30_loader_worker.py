@@ -105,6 +105,6 @@ def test_again_and_again(tmp_path: Path) -> None:
             with start(partial(job, what, tmp_path/f'{what}{i}', bool(i % 2))) as child:
                 assert child.wait() == 0, child.stderr
                 seconds.append(child.result)
-    slowest = {what: f'{max(seconds):.2f} s' for what, seconds in took.items()}
-    print(f'row 30: {sum(map(len, took.values()))} failing workers, the slowest error after {slowest}, no orphans')
+    slowest = ', '.join(f'{what} {max(seconds):.2f} s' for what, seconds in took.items())
+    print(f'row 30: {sum(map(len, took.values()))} failing workers, the slowest error: {slowest}, no orphans')
     assert max(map(max, took.values())) < TIMEOUT_S + 1
