@@ -74,8 +74,8 @@ def superfluous(
     """Return the files that may go.
 
     >>> es = [Entry(Path(f'{i}'), i, {'value': v}) for i, v in enumerate([3., 1., 2., float('nan')])]
-    >>> superfluous(es, keep_last=1, keep_best=1)
-    [PosixPath('0'), PosixPath('2')]
+    >>> [path.name for path in superfluous(es, keep_last=1, keep_best=1)]
+    ['0', '2']
     """
     if keep_last is None: return []
     there = sorted(there, key=lambda e: e.number)

@@ -31,6 +31,7 @@ from learnkit.weights import plain
 __all__ = ['Child', 'HarnessError', 'Planned', 'reached', 'start']
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37  # of Linux's prctl
+LONGEST = 8000  # characters of a child's output that an error shows
 _POLL_S = 0.001
 
 _running: set[Child] = set()
@@ -274,7 +275,9 @@ class Child:
         hint = f' It was forked beside the threads {", ".join(others)}: a lock of theirs may hang it.' \
             if hangs and others else ''
         told = self.stderr.strip() or self.stdout.strip() or 'It wrote nothing.'
-        return HarnessError(f'The job {what}.{hint}\n{told[-8000:]}')
+        told = '\n'.join(line for line in told.splitlines() if not line.startswith('Extension modules:'))
+        if len(told) > LONGEST: told = f'{told[:LONGEST//2]}\n...\n{told[-LONGEST//2:]}'  # where, and why, are at its ends
+        return HarnessError(f'The job {what}.{hint}\n{told}')
 
 
 def start(

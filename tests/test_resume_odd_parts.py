@@ -142,12 +142,6 @@ class InLearner(Callback):
         self.learn.opt.set_hypers(lr=0.1 / self.learn.calls)
 
 
-class InSubclass(EMA):
-    def before_batch(self) -> None:
-        self.calls = getattr(self, 'calls', 0) + 1
-        self.learn.opt.set_hypers(lr=0.1 / self.calls)
-
-
 class InData(Dataset[Batch]):
     def __init__(self) -> None: self.data, self.calls = points(), 0
     def __len__(self) -> int: return 24
@@ -157,9 +151,19 @@ class InData(Dataset[Batch]):
 
 
 @pytest.mark.parametrize(('options', 'owner'), [
-    ({'model': InModel}, 'InModel'), ({'cbs': InLearner}, 'Learner'), ({'cbs': InSubclass}, 'InSubclass'),
+    ({'model': InModel}, 'InModel'), ({'cbs': InLearner}, 'Learner'),
     ({'dls': lambda: DataLoaders(DataLoader(InData(), 4), [points()])}, 'InData')])
 def test_the_check_names_attributes_that_no_checkpoint_holds(options: Any, owner: str) -> None:
     found = make(**{name: made() for name, made in options.items()}).check_resume()
     assert not found
     assert [h for h in found.hints if h.startswith(f'`calls` of {owner} differs as well')]
+
+
+class InSubclass(EMA):
+    def before_batch(self) -> None:
+        self.calls = getattr(self, 'calls', 0) + 1
+        self.learn.opt.set_hypers(lr=0.1 / self.calls)
+
+
+def test_what_a_subclass_of_a_ready_made_callback_adds_is_held() -> None:
+    assert make(cbs=InSubclass()).check_resume()
