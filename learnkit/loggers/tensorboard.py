@@ -86,7 +86,8 @@ class TensorBoardLogger(Logger):
 
     def saved(self) -> dict[str, Any]: return {'folder': kept_path(self.learn, self._own or None)}
 
-    def restore(self, sd: dict[str, Any]) -> None: self._own = str(found_path(self.learn, sd['folder'], self.folder) or '')
+    def restore(self, sd: dict[str, Any]) -> None:
+        self._own = str(found_path(self.learn, sd['folder'], self.folder) or '')
 
 
 def _await_new_second(folder: Path) -> None:
