@@ -276,7 +276,7 @@ class Child:
             if hangs and others else ''
         told = self.stderr.strip() or self.stdout.strip() or 'It wrote nothing.'
         told = '\n'.join(line for line in told.splitlines() if not line.startswith('Extension modules:'))
-        if len(told) > LONGEST: told = f'{told[:LONGEST//2]}\n...\n{told[-LONGEST//2:]}'  # where, and why, are at its ends
+        if len(told) > LONGEST: told = f'{told[:LONGEST//2]}\n...\n{told[-LONGEST//2:]}'
         return HarnessError(f'The job {what}.{hint}\n{told}')
 
 
