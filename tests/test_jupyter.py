@@ -13,6 +13,7 @@ from tests.kernel import Kernel, running_kernel
 nbformat = pytest.importorskip('nbformat')
 pytest.importorskip('jupyter_client')
 pytest.importorskip('ipykernel')
+pytestmark = pytest.mark.notebook
 
 SETUP = '''
 import time, warnings

@@ -76,6 +76,7 @@ def test_saved_outputs_are_whole(path: Path) -> None:
     assert path.stat().st_size <= LARGEST
 
 
+@pytest.mark.notebook
 @each_notebook
 def test_notebook_runs(path: Path, tmp_path: Path) -> None:
     saved, run = read(path), read(path)
@@ -88,6 +89,7 @@ def test_notebook_runs(path: Path, tmp_path: Path) -> None:
         assert not kinds(before) - kinds(now), f'not all of the saved outputs came again, of:\n{now.source}'
 
 
+@pytest.mark.notebook
 @pytest.mark.parametrize('source', ['1 / 0', 'warnings.warn("careful", DeprecationWarning)'])
 def test_a_fault_is_found(source: str, tmp_path: Path) -> None:
     nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])

@@ -9,6 +9,7 @@ nbformat = pytest.importorskip('nbformat')
 pytest.importorskip('nbclient')
 pytest.importorskip('ipykernel')
 pytest.importorskip('matplotlib')
+pytestmark = pytest.mark.notebook
 
 from tests.test_notebooks import execute, faults  # noqa: E402  # it needs them too
 
