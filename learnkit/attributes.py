@@ -20,8 +20,8 @@ from learnkit.callback import Callback
 from learnkit.errors import OptionError
 from learnkit.rng import capture_own, restore_own
 
-__all__ = ['has_own_state', 'inherits_state', 'note_attributes', 'note_beginning', 'changed_attributes',
-           'put_attributes', 'lost_attributes']
+__all__ = ['has_own_state', 'inherits_state', 'keeps_attributes', 'note_attributes', 'note_beginning',
+           'changed_attributes', 'put_attributes', 'lost_attributes']
 
 _NOTED, _BEGUN = '_as_added', '_as_begun'
 _NOT_STATE = frozenset({'learn', 'order', 'run', 'run_train', 'run_valid', _NOTED, _BEGUN, '_given_by_learnkit'})
@@ -46,6 +46,11 @@ def inherits_state(cb: Any) -> bool:
     "Tell whether a callback of somebody else has the `state_dict` of one of this package, which knows not all of it."
     by = next((cls for cls in type(cb).__mro__ if 'state_dict' in vars(cls)), Callback)
     return not _is_ours(type(cb)) and by is not Callback and _is_ours(by)
+
+
+def keeps_attributes(cb: Any) -> bool:
+    "Tell whether attributes are all or a part of a callback's state."
+    return not has_own_state(cb) or inherits_state(cb)
 
 
 def _is_ours(cls: type) -> bool: return cls.__module__.partition('.')[0] == 'learnkit'

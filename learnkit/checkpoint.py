@@ -161,8 +161,6 @@ class Checkpoints(Saving, States):
         batches = f'{loop["n_drawn"]} of {loop["n_iter"]}' if loop['n_iter'] else loop['n_drawn']
         return f'in epoch {i}{of}, after {batches} batches.'
 
-    def _end_resume(self) -> None: self._resumption, self.resumed, self._resumes_at = None, False, 0
-
     def _check_fits(self, r: Resumption) -> None:
         "Raise `WeightsError` with everything that differs; nothing has changed then."
         state = r.state

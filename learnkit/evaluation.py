@@ -66,7 +66,6 @@ class Evaluations(Runs):
         self._evaluated, self._evaluated_before, self._fit_began = {}, {}, self.time.replace(dur=0.)
         return [EvaluateWithinEpochs()] if any(every.unit not in AT_EPOCH_ENDS for every in everys) else []
 
-
     def _evaluation_state(self, before: bool = False) -> dict[str, Any]:
         "Return when loaders were looked at, for a checkpoint; as it was before the evaluation under way, if asked for."
         evaluated = self._evaluated_before if before else self._evaluated

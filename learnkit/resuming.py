@@ -140,7 +140,11 @@ class Resuming(Pieces):
 
     def _end_cleanup(self) -> None:
         super()._end_cleanup()
-        if self._depth < 2: self._drawing, self._resumption, self.resumed, self._resumes_at = None, None, False, 0
+        if self._depth > 1: return
+        self._drawing = None
+        self._end_resume()
+
+    def _end_resume(self) -> None: self._resumption, self.resumed, self._resumes_at = None, False, 0
 
     def _batch_indices(self) -> list[Any] | None:
         "Return the data set's indices of the training batch at hand, None where they cannot be known."

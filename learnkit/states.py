@@ -9,6 +9,7 @@ from learnkit.attributes import (
     changed_attributes,
     has_own_state,
     inherits_state,
+    keeps_attributes,
     note_attributes,
     note_beginning,
     put_attributes,
@@ -26,7 +27,7 @@ class States(Runs):
     "The part of the Learner that gathers its callbacks' states, and hands them back."
 
     def _insert_cb(self, cb: Any, at: int | None = None, switch: list[Any] | None = None) -> None:
-        if not has_own_state(cb) or inherits_state(cb): note_attributes(cb)
+        if keeps_attributes(cb): note_attributes(cb)
         super()._insert_cb(cb, at, switch)
 
     def callback_states(self) -> dict[str, Any]:
@@ -61,7 +62,7 @@ class States(Runs):
 
     def _note_beginning(self) -> None:
         for cb in self.cbs:
-            if not has_own_state(cb) or inherits_state(cb): note_beginning(cb)
+            if keeps_attributes(cb): note_beginning(cb)
 
     def load_callback_states(
         self,
@@ -81,8 +82,7 @@ class States(Runs):
             warn(f'There is no state for the callback `{key}` ({type(keys[key]).__name__}): it goes on as it is.',
                  stacklevel=2)
         for key, cb in keys.items():
-            try:
-                put_state(cb, states.get(key))
+            try: put_state(cb, states.get(key))
             except Exception as e:
                 add_note(e, f'in {type(cb).__name__}.load_state_dict')
                 raise

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from learnkit.callback import Callback
+from learnkit.callbacks.monitor import check_count
 from learnkit.callbacks.preemption import StopRequest, in_ipython
 from learnkit.checkpoint import host_copy
 from learnkit.data import evaluation_loaders
@@ -84,8 +85,8 @@ class Checkpoint(Callback):
         preemption: bool = True,                  # save and leave on SIGTERM
     ) -> None:
         self.every = None if every is None else as_time(every, 'ep')
-        if keep_last is not None: _check_whole('keep_last', keep_last, 1)
-        _check_whole('keep_best', keep_best, 0)
+        if keep_last is not None: check_count('keep_last', keep_last)
+        check_count('keep_best', keep_best, 0)
         if mode not in (None, 'min', 'max'): raise OptionError(f"mode={mode!r}: give 'min', 'max', or None.")
         if monitor is not None and mode is None: mode = _mode_of(monitor)
         self._folder = None if folder is None else Path(folder)
@@ -198,8 +199,7 @@ class Checkpoint(Callback):
             self._write(state, path, info)
             return path
         if self._thread is None: self._thread = ThreadPoolExecutor(1, 'checkpoint')
-        arrived = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
-        self._writing = self._thread.submit(self._write, state, path, info, arrived)
+        self._writing = self._thread.submit(self._write, state, path, info)
         return path
 
     def _snapshot(self, place: str) -> tuple[dict[str, Any], Path, dict[str, Any]]:
@@ -233,8 +233,7 @@ class Checkpoint(Callback):
         if latest.get('ba') == self.learn.time.ba and name in latest: return latest[name]
         return (epoch_row(self) or {}).get(name) if at_end else None
 
-    def _write(self, state: dict[str, Any], path: Path, info: dict[str, Any], arrived: Any = None) -> None:
-        if arrived is not None: arrived.synchronize()
+    def _write(self, state: dict[str, Any], path: Path, info: dict[str, Any]) -> None:
         save_state(state, path, info)
         self._own.append(Entry(path, number_of(path), info))
         for old in superfluous(self._own, self.keep_last, self.keep_best):
@@ -337,7 +336,3 @@ def _mode_of(monitor: Any) -> str:
 
 def _name_of(monitor: Any) -> str: return monitor if isinstance(monitor, str) else name_of(monitor)
 
-
-def _check_whole(name: str, value: object, least: int) -> None:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= least: return
-    raise OptionError(f'{name}={value!r}: give a whole number, {least} or more.')
