@@ -354,6 +354,11 @@ def _seeded(seed: int, given: torch.Generator | None = None) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def _writable(t: Any) -> Any:
+    "Copy an array that must not be written to, as pandas gives them: batches are views. One in a file stays there."
+    return t.copy() if type(t) is np.ndarray and not t.flags.writeable else t
+
+
 def _as_tensors(given: Mapping[Any, Any], device: torch.device | str | None) -> tuple[Tensor, ...]:
     "Return arrays and tensors, given by name or position, as tensors on one device that fit together."
     if not given: raise LoaderError('TensorLoader needs at least one tensor.')
@@ -361,7 +366,7 @@ def _as_tensors(given: Mapping[Any, Any], device: torch.device | str | None) -> 
         if isinstance(t, (Tensor, np.ndarray)) and t.ndim: continue
         raise LoaderError(f'TensorLoader: entry {name!r} has no rows, one a sample: it is {describe(t)}.')
 
-    tensors = tuple(torch.as_tensor(t, device=device).detach() for t in given.values())
+    tensors = tuple(torch.as_tensor(_writable(t), device=device).detach() for t in given.values())
     lengths = [len(t) for t in tensors]
     if len(set(lengths)) > 1:
         raise LoaderError(f'TensorLoader: tensors of different lengths, {lengths}: give one row a sample in each.')

@@ -278,6 +278,7 @@ class ProgressCallback(Callback):
 
     def after_validate(self) -> None:
         "Go back to the training bar when this was an evaluation in the middle of it."
+        self._count(self.learn.iter + 1)  # also where nothing is drawn: a run that breaks off behind it shows this
         self.after_batch()
         self._shown.bar = self._shown.train or self._shown.bar
 

@@ -67,9 +67,9 @@ class Doc:
         call = '' if self.parameters is None else '()'
         returns = f' &rarr; {_code(self.returns.text)}' if self.returns and self.returns.text else ''
         parts = [f'<div><b>{_code(self.title + call)}</b>{returns} <small>{escape(self.where)}</small></div>']
-        if self.parameters: parts.append(table(['parameter', 'meaning'], self.parameters))
+        if self.parameters: parts.append(_coded(table(['parameter', 'meaning'], self.parameters)))
         parts += map(_html_of, re.split(r'\n\s*\n', self.text)) if self.text else []
-        parts += [table([head, ''], rows, max_rows=len(rows)) for head, rows in self.lists.items()]
+        parts += [_coded(table([head, ''], rows, max_rows=len(rows))) for head, rows in self.lists.items()]
         return ''.join(parts)
 
 
@@ -143,7 +143,7 @@ def _of_class(cls: type) -> Doc:
 def _of_callback(cb: Callback) -> Doc:
     found = _of_class(type(cb))
     found.lists = {head: rows for head, rows in found.lists.items() if not head.startswith('Runs at')}
-    on = f', of a {type(cb.learn).__name__}' if cb.learn is not None else ''
+    on = f', of a {type(cb.learn).__name__},' if cb.learn is not None else ''
     if runs := _handled(cb): found.lists = {f'{cb!r}{on} runs at (order {cb.order:g}{_only(cb)})': runs, **found.lists}
     return found
 
@@ -320,8 +320,13 @@ def _listed(head: str, rows: list[tuple[str, str]]) -> str:
 def _code(text: str) -> str: return f'<code>{escape(text)}</code>'
 
 
+def _coded(html: str) -> str:
+    "Return HTML in which what stands in backticks is code."
+    return re.sub(r'`([^`<]+)`', r'<code>\1</code>', html)
+
+
 def _html_of(block: str) -> str:
     "Return a paragraph of a docstring, or its example."
     if block.lstrip().startswith('>>>') or all(line.startswith('    ') for line in block.split('\n')):
-        return f'<pre>{escape(dedent(block))}</pre>'
-    return '<p>' + re.sub(r'`([^`]+)`', r'<code>\1</code>', escape(block, quote=False)) + '</p>'
+        return f'<pre style="font-family:monospace">{escape(dedent(block))}</pre>'
+    return f'<p>{_coded(escape(block, quote=False))}</p>'

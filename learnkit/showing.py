@@ -210,7 +210,7 @@ def draw_images(
     "Draw images in a grid, in shades of grey where they have one channel, and return the axes."
     pictures = as_pictures(images).permute(0, 2, 3, 1)
     n = len(pictures)
-    cols = min(n, max(3, math.ceil(math.sqrt(n))))
+    cols = n if n <= 4 else math.ceil(math.sqrt(n))  # a single row of few
     lines = max((t.count('\n') + 1 for t in titles if t), default=0)
     axs = new_axes(n, cols, figsize or (1.7 * cols, (1.6 + 0.17 * lines) * -(-n // cols)))
     for i, (ax, picture) in enumerate(zip(axs, pictures, strict=True)):

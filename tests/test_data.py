@@ -297,6 +297,14 @@ def test_from_tensors() -> None:
     assert DataLoaders.from_tensors((X.numpy(), Y.numpy()), device='meta').device.type == 'meta'
 
 
+def test_from_tensors_copies_arrays_that_must_not_be_written_to() -> None:
+    a, b = np.arange(4.), np.arange(4.)
+    a.flags.writeable = False
+    loader = TensorLoader(a, b, bs=4)  # without torch's warning of undefined behaviour
+    next(iter(loader))[0][0] = 9.
+    assert a[0] == 0 and b is not a and loader.tensors[1].data_ptr() == b.ctypes.data
+
+
 def test_from_tensors_tells_a_batch_of_names_from_named_loaders() -> None:
     named = {'x': X, 'y': Y}
     dls = DataLoaders.from_tensors(named, named)

@@ -171,7 +171,7 @@ def test_help_for_a_callback() -> None:
         assert rows == [('forget', 'Begin anew.')]
     assert next(iter(doc(Mine(5)).lists)).startswith('Mine(n=5) runs at')
     learn = synth_learner(cbs=Mine)
-    assert next(iter(doc(learn.mine).lists)).startswith('Mine, of a Learner runs at')
+    assert next(iter(doc(learn.mine).lists)).startswith('Mine, of a Learner, runs at')
 
 
 def test_help_for_a_callback_of_functions() -> None:
@@ -221,4 +221,4 @@ def test_the_html_is_whole_and_says_the_same(what: Any) -> None:
 def test_html_is_escaped() -> None:
     html = Doc('<b>', text='a < `<script>`\n\n>>> 1 < 2')._repr_html_()
     assert html is not None and '<script>' not in html and '<b><b>' not in html
-    assert '<p>a &lt; <code>&lt;script&gt;</code></p>' in html and '<pre>&gt;&gt;&gt; 1 &lt; 2</pre>' in html
+    assert '<p>a &lt; <code>&lt;script&gt;</code></p>' in html and 'monospace">&gt;&gt;&gt; 1 &lt; 2</pre>' in html

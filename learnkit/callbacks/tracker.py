@@ -343,7 +343,7 @@ class SaveModelCallback(TrackerCallback):
         "Save the best."
         self._compared = True
         if not self.new_best: return
-        say(self, f'Better model found at epoch {self.learn.epoch} with {self._label()} value: {self.best}.')
+        say(self, f'Better model found at epoch {self.learn.epoch} with {self._label()} value: {self.best:.6g}.')
         with ExitStack() as stack:
             for cb in self.learn.cbs:
                 if isinstance(cb, EMA) and cb.has_begun: stack.enter_context(cb.applied())
