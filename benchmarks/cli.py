@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.harness import Result, Workload, machine, measure, report, write_json
 
-__all__ = ['command_line', 'run', 'options']
+__all__ = ['command_line', 'names_of', 'run', 'options']
 
 
 def command_line(
@@ -20,9 +20,9 @@ def command_line(
     "Measure what the command line asks for, print the tables, and return the exit status."
     known = list(dict.fromkeys(subject for workload in workloads.values() for subject in workload.subjects))
     parser = options(f'python -m benchmarks.{name}', description, rounds)
-    parser.add_argument('--workloads', type=_names(list(workloads)), default=list(workloads),
+    parser.add_argument('--workloads', type=names_of(list(workloads)), default=list(workloads),
                         metavar=','.join(workloads))
-    parser.add_argument('--frameworks', type=_names(known), metavar='NAME,...',
+    parser.add_argument('--frameworks', type=names_of(known), metavar='NAME,...',
                         help=f"of {', '.join(known)}; all that are installed if not given")
     args = parser.parse_args(argv)
     return run([(workloads[name], args.frameworks) for name in args.workloads], args.rounds, args.json)
@@ -55,7 +55,7 @@ def options(prog: str, description: str | None, rounds: int) -> argparse.Argumen
     return parser
 
 
-def _names(known: list[str]) -> Callable[[str], list[str]]:
+def names_of(known: list[str]) -> Callable[[str], list[str]]:
     "An argument type: names of `known`, with commas between."
     def parse(text: str) -> list[str]:
         names = text.split(',')

@@ -25,6 +25,7 @@ from learnkit.errors import (
     CancelValidException,
     CheckpointError,
     DamagedError,
+    DistributedError,
     EmptyLoaderError,
     FitError,
     FolderInUseError,
@@ -102,6 +103,7 @@ if TYPE_CHECKING:  # at run time they are imported when they are first used
         TrackerCallback,
         before_batch_cb,
     )
+    from learnkit.distributed import DistributedTraining
     from learnkit.exchange import load_learner
     from learnkit.interop import from_composer, from_ksuit
     from learnkit.interpretation import ClassificationInterpretation, Interpretation
@@ -129,6 +131,7 @@ else:
             'RNNRegularizer RuntimeEstimator SaveModelCallback ShortEpochCallback ShowGraph ShowGraphCallback '
             'SkipToEpoch SpeedMonitor SystemMonitor TerminateOnNaNCallback ThresholdStopper TrackerCallback '
             'before_batch_cb',
+        'learnkit.distributed': 'DistributedTraining',
         'learnkit.exchange': 'load_learner',
         'learnkit.interop': 'from_composer from_ksuit',
         'learnkit.interpretation': 'ClassificationInterpretation Interpretation',
@@ -138,7 +141,21 @@ else:
         'learnkit.metric_properties': 'MetricProperties',
         'learnkit.metrics': 'AvgLoss AvgMetric ValueMetric accuracy error_rate mae mse rmse',
         'learnkit.reference': 'doc',
-    }, globals())
+    }, globals(), also={  # found too, by those who look for them here
+        'learnkit.losses':
+            'BCELossFlat BCEWithLogitsLossFlat CrossEntropyLossFlat DiceLoss FocalLoss FocalLossFlat L1LossFlat '
+            'LabelSmoothingCrossEntropy LabelSmoothingCrossEntropyFlat MSELossFlat',
+        'learnkit.metrics':
+            'RMSE APScoreBinary APScoreMulti AccumMetric BalancedAccuracy BrierScore BrierScoreMulti CohenKappa '
+            'CorpusBLEUMetric Dice DiceMulti ElementMean ExpRMSPE ExplainedVariance F1Score F1ScoreMulti FBeta '
+            'FBetaMulti ForegroundAcc HammingLoss HammingLossMulti Jaccard JaccardCoeff JaccardCoeffMulti '
+            'JaccardMulti LossMetric LossMetrics MatthewsCorrCoef MatthewsCorrCoefMulti PearsonCorrCoef Perplexity '
+            'Precision PrecisionMulti R2Score Recall RecallMulti RocAuc RocAucBinary RocAucMulti SpearmanCorrCoef '
+            'SumMetric TorchMetric accuracy_multi exp_rmspe foreground_acc msle perplexity skm_to_fastai '
+            'top_k_accuracy',
+        'learnkit.optimizers':
+            'Lamb Larc Lookahead MuonAdamW QHAdam RAdam RMSProp ranger',
+    })
 
 __version__ = '0.1.0'
 
@@ -148,6 +165,7 @@ __all__ = [
     'CancelError', 'CancelException', 'CancelFitException', 'CancelStepException', 'CancelTrainException',
     'CancelValidException', 'CastToTensor', 'ChannelsLast', 'Checkpoint', 'CheckpointError',
     'ClassificationInterpretation', 'CollectDataCallback', 'ConsoleLogger', 'CutMix', 'DamagedError', 'DataLoaders',
+    'DistributedError', 'DistributedTraining',
     'EMA', 'EVENTS', 'EarlyStoppingCallback', 'EmptyLoaderError', 'Evaluator', 'FetchPredsCallback', 'FitError',
     'FixedStopper', 'FolderInUseError', 'GatherPredsCallback', 'GradientAccumulation', 'GradientClip', 'GuardNonFinite',
     'History', 'HookCallback', 'Interpretation', 'JSONLinesLogger', 'LIFECYCLE', 'LRFinder', 'LRMonitor', 'LRScheduler',

@@ -12,7 +12,8 @@ from learnkit.averages import Mean, Metric, is_number, paired
 from learnkit.batch import to_detach
 from learnkit.errors import MetricError, did_you_mean
 from learnkit.measures import TorchMetric, batch_weight, check_on
-from learnkit.metric_states import accumulated, joined, put_back
+from learnkit.merging import merged_pairs
+from learnkit.metric_states import Pairs, accumulated, joined, put_back
 
 __all__ = ['AccumMetric', 'LossMetric', 'LossMetrics', 'skm_to_fastai']
 
@@ -71,9 +72,14 @@ class _WholeSet:
 
     def anew(self) -> _WholeSet: return _WholeSet(self.func, self.prepare, self.to_np, self.invert_arg)
 
-    def reset(self) -> None: self.waiting: list[tuple[Tensor, Tensor]] = []
+    def reset(self) -> None:
+        self.waiting: Pairs = []
+        self.lengths: list[tuple[int, int]] = []   # of the predictions and targets of each batch
 
-    def update(self, pred: Tensor, targ: Tensor) -> None: self.waiting.append(self.prepare(pred, targ))
+    def update(self, pred: Tensor, targ: Tensor) -> None:
+        pred, targ = self.prepare(pred, targ)
+        self.waiting.append((pred, targ))
+        self.lengths.append((len(pred), len(targ)))
 
     def compute(self) -> Any:
         both: Any = joined(self.waiting)[0]
@@ -85,6 +91,8 @@ class _WholeSet:
         return accumulated(self)
 
     def load_state_dict(self, sd: dict[str, Any]) -> None: put_back(self, sd)
+
+    def merge(self, states: list[dict[str, Any]]) -> None: self.waiting, self.lengths = merged_pairs(states)
 
 
 def _prepared(

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from learnkit.batch import describe
 from learnkit.errors import MetricError
-from learnkit.metric_states import Accumulates
+from learnkit.merging import Accumulates
 
-__all__ = ['Metric', 'Mean', 'AvgSmoothLoss', 'is_number', 'paired', 'widened']
+__all__ = ['Metric', 'Mean', 'AvgSmoothLoss', 'is_number', 'merged_losses', 'paired', 'widened']
 
 SEND_EVERY = 64     # losses that go to the host in one copy
 MAX_IN_FLIGHT = 2   # copies the host may be behind
@@ -66,6 +66,7 @@ class Mean(Accumulates):
     >>> m.value
     2.0
     """
+    summed = ('total', 'count')
     total: Any = 0.  # the weighted sum: a float, or a 0-dim tensor on the device
     count: Any = 0   # the sum of the weights, likewise
 
@@ -119,6 +120,7 @@ class AvgSmoothLoss(Metric):
         self._raw: list[float] = []            # arrived
         self._smooth: list[float] = []         # of those, as far as anyone has asked
         self._mean = 0.                        # v_t for t = len(self._smooth)
+        self._mark = 0, 0.                     # a step, and v_t there
         self._pending: list[Tensor] = []       # on the device
         self._flying: deque[_Copy] = deque()   # on the way
         self._saved = _Column(), _Column()     # raw and smooth losses, as a checkpoint has them
@@ -199,6 +201,34 @@ class AvgSmoothLoss(Metric):
         "The smoothed loss of the last step."
         return torch.tensor(self.smooth[-1], dtype=torch.float32) if self.count else None
 
+    def mark(
+        self,
+        n: int,  # a number of steps, up to all
+    ) -> None:
+        "Remember the state after `n` steps, to which `replace` goes back."
+        self._finish()
+        mean = self._mean if n == len(self._raw) else 0.
+        if n < len(self._raw):
+            for x in self._raw[:n]: mean = self.beta*mean + (1-self.beta)*x
+        self._mark = n, mean
+
+    @property
+    def since_mark(self) -> list[float]:
+        "The losses of the steps after the mark, as they were."
+        self._finish()
+        return self._raw[self._mark[0]:]
+
+    def replace(
+        self,
+        losses: list[float],  # of all steps after the mark
+    ) -> None:
+        "Put other losses in the place of those accumulated since the mark: those of all processes."
+        self._finish()
+        n, self._mean = self._mark
+        self._raw[n:], self._smooth[n:] = losses, []
+        for column in self._saved: column.cut(n)
+        self._catch_up()
+
     def state_dict(self) -> dict[str, Any]:
         self._finish()
         raw, smooth = (column.of(xs) for column, xs in zip(self._saved, (self._raw, self._smooth), strict=True))
@@ -219,6 +249,8 @@ class _Column:
         if new := xs[len(self.tensor):]: self.tensor = torch.cat([self.tensor, torch.tensor(new, dtype=torch.float64)])
         return self.tensor
 
+    def cut(self, n: int) -> None: self.tensor = self.tensor[:n]
+
 
 class _Copy:
     "Losses on their way to the host."
@@ -237,6 +269,23 @@ class _Copy:
     def wait(self) -> list[float]:
         if self.event is not None: self.event.synchronize()
         return self.host.tolist()
+
+
+def merged_losses(
+    losses: list[list[float]],   # of each process, by step
+    weights: list[list[float]],  # how much each of them counts there
+    reduction: str = 'mean',     # how the loss function reduces a batch; 'sum' adds up what counts at all
+) -> list[float]:
+    """Return the loss of each step over the samples of all processes; the last steps belong together.
+
+    >>> merged_losses([[1., 2.], [3.]], [[1., 3.], [1.]])
+    [1.0, 2.25]
+    """
+    n = max(map(len, losses), default=0)
+    padded = ([[0.]*(n - len(row)) + row for row in rows] for rows in (losses, weights))
+    x, w = (torch.tensor(rows, dtype=torch.float64) for rows in padded)
+    if reduction == 'sum': return torch.where(w == 0, 0, x).sum(0).tolist()
+    return (torch.where(w == 0, 0, x*w).sum(0)/w.sum(0)).tolist()
 
 
 def is_number(value: Any) -> bool:

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 from learnkit.errors import BatchError
 
 __all__ = ['TARGET_NAMES', 'split_batch', 'to_device', 'to_detach', 'detuplify', 'find_bs', 'concat', 'microbatches',
-           'apply_model', 'passed_names', 'call_by_name', 'unpack_output', 'map_tensors', 'describe']
+           'take_rows', 'apply_model', 'passed_names', 'call_by_name', 'unpack_output', 'map_tensors', 'describe']
 
 TARGET_NAMES = ('labels', 'label', 'targets', 'target', 'y')  # where a batch with named entries has its targets
 _FORM = ': it is (*inputs, target), or a dict of inputs and `labels`. Look at what the collate function returns.'
@@ -162,8 +162,8 @@ def microbatches(
     if size < 1: raise BatchError(f'A microbatch has at least 1 sample, not {size}.')
     n = find_bs((*xb, *yb))
     if n <= size: return [(xb, yb)]
-    return [(tuple(_cut(o, n, i, i + size) for o in xb), tuple(_cut(o, n, i, i + size) for o in yb))
-            for i in range(0, n, size)]
+    return [(tuple(take_rows(o, n, rows) for o in xb), tuple(take_rows(o, n, rows) for o in yb))
+            for i in range(0, n, size) for rows in (slice(i, i + size),)]
 
 
 def apply_model(
@@ -294,6 +294,7 @@ def _rebuild(like: Any, children: list[Any]) -> Any:
 def map_tensors(b: Any, f: Callable[[Tensor], Any], own: Callable[[Any], Any] | None = None) -> Any:
     "Apply `f` to each tensor and `own` to what moves itself; return `b` itself when nothing changed."
     if isinstance(b, Tensor): return f(b)
+    if own is not None and isinstance(b, np.ndarray) and b.dtype.kind in 'biufc': return f(torch.tensor(b))
     # a UserDict (the BatchEncoding of transformers) would move itself in place, and so change what the loader holds
     if own is not None and callable(getattr(b, 'to', None)) and not isinstance(b, UserDict): return own(b)
     children = _children(b)
@@ -331,15 +332,16 @@ def _list_sizes(b: Any) -> Iterator[int]:
     for o in children: yield from _list_sizes(o)
 
 
-def _cut(o: Any, n: int, start: int, stop: int) -> Any:
-    "Return samples `start` to `stop` of whatever in `o` has `n` of them."
+def take_rows(o: Any, n: int, rows: slice | list[int]) -> Any:
+    "Return these samples of whatever in `o` has `n` of them."
     if isinstance(o, PackedSequence):
-        raise BatchError('A PackedSequence cannot be cut into microbatches: pad the sequences or leave microbatch out.')
-    if isinstance(o, (Tensor, np.ndarray)): return o[start:stop] if o.ndim and o.shape[0] == n else o
-    if type(o) in (list, tuple) and len(o) == n and _is_sample_list(o): return o[start:stop]
+        raise BatchError('A PackedSequence cannot be cut into microbatches, or shared out: pad the sequences.')
+    if isinstance(o, (Tensor, np.ndarray)): return o[rows] if o.ndim and o.shape[0] == n else o
+    if type(o) in (list, tuple) and len(o) == n and _is_sample_list(o):
+        return o[rows] if isinstance(rows, slice) else type(o)(o[i] for i in rows)
     children = _children(o)
     if children is None: return o
-    new = [_cut(c, n, start, stop) for c in children]
+    new = [take_rows(c, n, rows) for c in children]
     return o if all(a is c for a, c in zip(new, children, strict=True)) else _rebuild(o, new)
 
 

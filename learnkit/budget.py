@@ -82,7 +82,7 @@ class Budget(Callback):
         self.learn.pct_train = min(1., share)
         if share < 1 or self.learn._stopping: return
         self._ended = True
-        self.learn.stop()
+        self.learn._stop_here()  # whatever is counted, it is the same in every process
 
     def state_dict(self) -> dict[str, Any]:
         return {'began': self._began, 'last': self._last, 'n_idle': self._n_idle, 'ended': self._ended}

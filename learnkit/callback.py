@@ -20,7 +20,17 @@ from learnkit.timing import Time, Timestamp, as_time, crossings
 __all__ = ['Callback', 'Periodic', 'MissingAttribute']
 
 SHOWN_ELSEWHERE = ('_repr_', '_ipython_')  # what a notebook asks of every object: the learner's answer would be wrong
+# in fastai's words
+SHADOWING = 'You are shadowing an attribute ({0}) that exists in the learner. Use `self.learn.{0}` to avoid this'
 _PLAIN = (bool, int, float, str, Path, Time)  # options whose values a repr shows
+# what other libraries, and people, call what is there under another name
+ELSEWHERE = {name: here for here, names in {
+    'x` or `xb': 'input inputs', 'y` or `yb': 'label labels target targets', 'x.device': 'device',
+    'pred': 'logits output outputs preds y_pred', 'opt': 'optim optimizer', "opt.hypers[-1]['lr']": 'learning_rate',
+    'loss_func': 'criterion loss_fn', 'learn': 'learner trainer', 'epoch': 'current_epoch epoch_idx',
+    'iter': 'batch_idx step', 'train_iter': 'global_step', 'n_epoch': 'epochs max_epochs n_epochs num_epochs',
+    'dls.train': 'train_dl train_loader', 'dls.valid': 'val_dl val_loader valid_dl valid_loader',
+}.items() for name in names.split()}
 # changes the learner must hear of
 _WATCHED = frozenset({'run', 'run_train', 'run_valid', 'order', *EVENTS, *CONTEXTS.values(), *ALIASES})
 
@@ -44,6 +54,7 @@ class MissingAttribute(AttributeError):
         known = {n for o in self.owners for n in dir(o) if not n.startswith(hidden)} - {self.name}
         close = get_close_matches(str(self.name), known, n=3, cutoff=0.6)
         hint = f' Closest: {", ".join(f"`{n}`" for n in close)}.' if close else ''
+        hint = f' Here it is `{here}`.' if (here := ELSEWHERE.get(str(self.name))) else hint
         return f'{text} an attribute `{self.name}`.{" " + self.why if self.why else ""}{hint}'
 
 
@@ -95,8 +106,10 @@ class Callback:
     remove_on_fetch: bool = False       # leave it out while FetchPredsCallback predicts
     remove_on_find: bool = False        # leave it out while lr_find looks for a learning rate
     writes_files: bool = False          # leave it out while `check_resume` tries something
+    first_process_only: bool = False    # of several processes that train together, only the first runs its handlers
     observer: bool = False              # it changes nothing: its handlers run under `torch.no_grad()`
     state_key: str | None = None        # its key in checkpoints; None: its name, made unique
+    needs_whole_weights: bool = False   # where processes have parts of the weights, a fit with it is refused
     follows_weights: bool = False       # its state is one of the weights, and goes back with them (`GuardNonFinite`)
     wall_clock: tuple[str, ...] = ()    # entries of its state that measure time, and so differ from run to run
     learn: Any = None                   # the learner, once added
@@ -154,8 +167,7 @@ class Callback:
 
     def __setattr__(self, name: str, value: object) -> None:
         if name not in self.__dict__ and name != 'learn' and _has(self.learn, name):
-            warn(f'You are shadowing an attribute ({name}) that exists in the learner. '
-                 f'Use `self.learn.{name}` to avoid this', stacklevel=2)
+            warn(SHADOWING.format(name), stacklevel=2)
         object.__setattr__(self, name, value)
         if name in _WATCHED and hasattr(self.learn, '_callback_changed'): self.learn._callback_changed(self, name)
 

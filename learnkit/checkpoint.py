@@ -12,6 +12,7 @@ from fastcore.basics import noop
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from learnkit.dtensors import host_mesh, hosted, is_part, like, local, mesh_of, whole_state
 from learnkit.errors import CheckpointError
 from learnkit.folders import find
 from learnkit.hints import warn_user
@@ -20,9 +21,9 @@ from learnkit.positions import Drawing, check_position
 from learnkit.resuming import PLACES, Resumption
 from learnkit.rng import capture_rng, restore_rng
 from learnkit.runs import add_note
-from learnkit.saving import Saving, model_state
+from learnkit.saving import Saving
 from learnkit.states import States
-from learnkit.weights import bare_model, check_weights, load_weights, plain, weights_differ
+from learnkit.weights import bare_model, check_weights, load_weights, own_state, plain, weights_differ
 
 __all__ = ['Checkpoints', 'host_copy']
 
@@ -54,7 +55,7 @@ class Checkpoints(Saving, States):
         if self._depth and not self._place:
             raise CheckpointError('checkpoint_state() in the middle of a run has no place to go on from. Call it at '
                                   'batch_checkpoint, epoch_checkpoint or iteration_checkpoint.')
-        return host_copy(self._gather(self._place))
+        return host_copy(whole_state(self._gather(self._place)))
 
     def load_checkpoint_state(
         self,
@@ -94,8 +95,8 @@ class Checkpoints(Saving, States):
 
     def _what_is_trained(self) -> dict[str, Any]:
         opt, loss_func = self.opt, self.loss_func
-        return {'model': model_state(self.model),
-                'loss_func': model_state(loss_func) if isinstance(loss_func, nn.Module) else None,
+        return {'model': own_state(self.model),
+                'loss_func': own_state(loss_func) if isinstance(loss_func, nn.Module) else None,
                 'optimizer': None if opt is None else plain(opt.state_dict(), "The optimizer's state")}
 
     def _loop_state(self, place: str) -> dict[str, Any]:
@@ -125,13 +126,20 @@ class Checkpoints(Saving, States):
         if isinstance(resume, Mapping): r = Resumption(checked(resume))
         else:
             folders = [f() for cb in self.cbs if (f := getattr(cb, 'checkpoint_folder', None)) is not None]
-            found = find(resume, folders[0] if folders else self.path/'checkpoints')
+            found = find(resume, folders[0] if folders else self.path/'checkpoints', self.world.is_first)
             if found is None: return None
-            r = Resumption(checked(found[1], found[0]), found[0], found[2])
+            r = Resumption(checked(self._with_parts(found[1], found[0]), found[0]), found[0], found[2])
         if not r.loop['place']:
             raise CheckpointError('This state was taken outside of a fit, where there is nothing to go on with: put it '
                                   'back by `learn.load_checkpoint_state(state)`, and fit.')
         return r
+
+    def _with_parts(self, state: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+        "Read the tensors that lie beside a checkpoint's file; where the model is cut, this process's parts of them."
+        if 'parts' not in state: return state
+        from learnkit.distributed.dcp import with_parts  # of checkpoints with such tensors alone
+        mesh = mesh_of(bare_model(self.model))
+        return with_parts(state, path, None if mesh is None else host_mesh(mesh))
 
     def _begin_resume(self, r: Resumption | None) -> None:
         "Load weights and optimizers; the rest follows when the events have fired at which a fit begins."
@@ -241,7 +249,7 @@ class Checkpoints(Saving, States):
         if opt is None: return
         for i, p in enumerate(opt.parameters()):
             grad = state['grads'].get(str(i))
-            p.grad = None if grad is None else _whole(grad).to(p.device, copy=True)
+            p.grad = None if grad is None else like(_whole(grad), p).to(p.device, copy=True)
 
     def _share_of(self, loop: Mapping[str, Any]) -> float:
         "Return how much of this fit is done, which has another length than that of the checkpoint."
@@ -298,6 +306,7 @@ def host_copy(state: Any, buffers: dict[str, Tensor] | None = None) -> Any:
     buffers = {} if buffers is None else buffers
 
     def copy(value: Any, where: str) -> Any:
+        if is_part(value): return hosted(value, copy(local(value), where))
         if isinstance(value, Tensor):
             value = value.detach()
             key = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)

@@ -14,6 +14,7 @@ from learnkit.data import evaluation_loaders
 from learnkit.errors import FitError, LossError, MetricError, ModelError, OptionError
 from learnkit.loop import Loop
 from learnkit.measures import dry_run
+from learnkit.pairing import check_class_numbers, takes_class_numbers
 from learnkit.rng import preserved_generators, preserved_rng
 from learnkit.timing import as_time
 
@@ -100,11 +101,17 @@ def check_metrics(learn: Any, train: list[Metric], valid: list[Metric]) -> None:
     validation that fails is tried again on a validation batch, and is let through where that cannot be told.
     Raises `MetricError`."""
     with preserved_rng():
-        for m in train: dry_run(m, learn.pred, learn.yb)
+        for m in train: _try(m, learn.pred, learn.yb)
         for m in valid:
-            try: dry_run(m, learn.pred, learn.yb)
+            try: _try(m, learn.pred, learn.yb)
             except MetricError:
-                for pred, yb in _first_validation_batches(learn): dry_run(m, pred, yb)
+                for pred, yb in _first_validation_batches(learn): _try(m, pred, yb)
+
+
+def _try(m: Metric, pred: Any, yb: tuple[Any, ...]) -> None:
+    "Check a metric, and what its targets are."
+    if takes_class_numbers(m): check_class_numbers(m.name, yb)
+    dry_run(m, pred, yb)
 
 
 def _first_validation_batches(learn: Any) -> list[tuple[Any, tuple[Any, ...]]]:

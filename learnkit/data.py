@@ -8,12 +8,12 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, StackDataset
 
-from learnkit.batch import describe, to_device
+from learnkit.arrays import are_inputs_and_targets, as_rows, is_rows
+from learnkit.batch import to_device
 from learnkit.errors import EmptyLoaderError, LoaderError
 from learnkit.evaluator import Evaluator, named_loaders
 from learnkit.html import never_raising, table
@@ -107,7 +107,7 @@ class DataLoaders(Shows):
     @classmethod
     def from_tensors(
         cls,
-        train: Any,                # (x, y), any tuple of tensors or arrays of one length, or a dict of them by name
+        train: Any,                # (x, y), any tuple of tensors, arrays or data frames, or a dict of them by name
         valid: Any = None,         # likewise; or a dict of several such tuples (or dicts) by loader name
         bs: int = 64,              # samples a batch
         *,
@@ -130,7 +130,10 @@ class DataLoaders(Shows):
             entries = tensors if isinstance(tensors, (tuple, list)) else (tensors,)
             return TensorLoader(*entries, bs=bs, device=device, **options)
 
-        several = isinstance(valid, Mapping) and not any(isinstance(v, (Tensor, np.ndarray)) for v in valid.values())
+        if are_inputs_and_targets(train, valid):
+            raise LoaderError('from_tensors(x, y) trains on `x` and validates on `y`. With targets it is '
+                              '`from_tensors((x, y))`, and with a validation set `from_tensors((x, y), (xv, yv))`.')
+        several = isinstance(valid, Mapping) and not any(map(is_rows, valid.values()))
         return cls(load(train, shuffle=shuffle, drop_last=drop_last, seed=seed),
                    {k: load(v) for k, v in valid.items()} if several else None if valid is None else load(valid),
                    device=device, path=path, n_inp=n_inp, n_iter=n_iter)
@@ -232,7 +235,7 @@ class TensorLoader:
     """
     def __init__(
         self,
-        *tensors: Any,               # tensors or arrays with one length; or a single dict of them by name
+        *tensors: Any,               # tensors, arrays, data frames or lists of one length; or a single dict of them
         bs: int = 64,                # samples a batch
         shuffle: bool = False,       # another order each epoch
         drop_last: bool = False,     # leave out a last batch that is smaller
@@ -284,14 +287,22 @@ class TensorLoader:
         "Return the samples' numbers in the order of an epoch, which is drawn now where it is random."
         return torch.randperm(self.n, generator=self.generator) if self.shuffle else torch.arange(self.n)
 
+    def draw_indices(self, i: int) -> list[int]:
+        "Return the samples' numbers of batch `i` of an epoch whose order is drawn now."
+        return next(iter(self._pieces(self.draw_order(), i))).tolist()
+
     def _shuffled(self, n: int, pinned: bool) -> Iterator[tuple[Tensor, ...]]:
-        order = to_device(self.draw_order()[n * self.bs:], self.tensors[0].device)
+        order = to_device(self.draw_order(), self.tensors[0].device)
         take = _take_pinned if pinned else torch.index_select
-        return (tuple([take(t, 0, idx) for t in self.tensors]) for idx in _pieces(order, self.bs))
+        return (tuple([take(t, 0, idx) for t in self.tensors]) for idx in self._pieces(order, n))
 
     def _sliced(self, n: int, pinned: bool) -> Iterator[tuple[Tensor, ...]]:
-        batches = zip(*(_pieces(t[n * self.bs:], self.bs) for t in self.tensors), strict=True)
+        batches = zip(*(self._pieces(t, n) for t in self.tensors), strict=True)
         return (tuple(t.pin_memory() for t in b) for b in batches) if pinned else batches
+
+    def _pieces(self, t: Tensor, n: int) -> Iterator[Tensor]:
+        "Yield views of each batch's rows from batch `n` on; made a thousand at a time, which is fast and keeps few."
+        return (piece for block in t[n * self.bs:].split(1024 * self.bs) for piece in block.split(self.bs))
 
     def _named(self, entries: Iterable[Tensor]) -> dict[str, Tensor]:
         return dict(zip(self.names or (), entries, strict=True))
@@ -303,11 +314,6 @@ def _take_pinned(t: Tensor, dim: int, idx: Tensor) -> Tensor:
     "Gather into pinned memory, which torch hands out again only after copies from it have ended."
     out = torch.empty((len(idx), *t.shape[1:]), dtype=t.dtype, pin_memory=True)
     return torch.index_select(t, dim, idx, out=out)
-
-
-def _pieces(t: Tensor, bs: int) -> Iterator[Tensor]:
-    "Yield views of `bs` rows; made a thousand at a time, which is fast and keeps few of them."
-    return (piece for block in t.split(1024 * bs) for piece in block.split(bs))
 
 
 # What any loader can be asked
@@ -354,19 +360,10 @@ def _seeded(seed: int, given: torch.Generator | None = None) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _writable(t: Any) -> Any:
-    "Copy an array that must not be written to, as pandas gives them: batches are views. One in a file stays there."
-    return t.copy() if type(t) is np.ndarray and not t.flags.writeable else t
-
-
 def _as_tensors(given: Mapping[Any, Any], device: torch.device | str | None) -> tuple[Tensor, ...]:
     "Return arrays and tensors, given by name or position, as tensors on one device that fit together."
     if not given: raise LoaderError('TensorLoader needs at least one tensor.')
-    for name, t in given.items():
-        if isinstance(t, (Tensor, np.ndarray)) and t.ndim: continue
-        raise LoaderError(f'TensorLoader: entry {name!r} has no rows, one a sample: it is {describe(t)}.')
-
-    tensors = tuple(torch.as_tensor(_writable(t), device=device).detach() for t in given.values())
+    tensors = tuple(as_rows(name, t, device) for name, t in given.items())
     lengths = [len(t) for t in tensors]
     if len(set(lengths)) > 1:
         raise LoaderError(f'TensorLoader: tensors of different lengths, {lengths}: give one row a sample in each.')

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from learnkit.dtensors import whole_state
 from learnkit.errors import OptionError
 from learnkit.rng import capture_rng
 from learnkit.timing import UNITS
@@ -91,11 +92,11 @@ def learn_digest(learn: Any) -> str:
 def learn_state(learn: Any) -> dict[str, Any]:
     "Return what `learn_digest` is computed from, for `differences`; its tensors are the Learner's own."
     loss = learn.loss_func
-    return {'model': bare_model(learn.model).state_dict(),
+    return {'model': whole_state(bare_model(learn.model).state_dict()),
             'loss_func': loss.state_dict() if isinstance(loss, nn.Module) else None,
-            'optimizer': None if learn.opt is None else learn.opt.state_dict(),
-            'callbacks': learn.callback_states(), 'loop': {'time': learn.time.state_dict()}, 'rng': capture_rng(),
-            'wall_clock': learn._wall_clock()}
+            'optimizer': None if learn.opt is None else whole_state(learn.opt.state_dict()),
+            'callbacks': whole_state(learn.callback_states()), 'loop': {'time': learn.time.state_dict()},
+            'rng': capture_rng(), 'wall_clock': learn._wall_clock()}
 
 
 # What is left out

@@ -4,20 +4,19 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from functools import partial
 from threading import RLock
 from types import FunctionType
 from typing import Any, Self
-from warnings import warn
 
 import torch
 from fastcore.foundation import L
 
 from learnkit.callback import Callback, defined_on_class, own_handler
 from learnkit.errors import CallbackError, OrderError
-from learnkit.events import ALIASES, CONTEXTS, EVENTS, canonical_event
+from learnkit.events import CONTEXTS, EVENTS, canonical_event
 from learnkit.foreign import foreign_handler, is_foreign
+from learnkit.slips import warn_of_slips
 
 __all__ = ['CallbackSet', 'HasCallbacks', 'HandlerTable', 'Entry', 'as_callback', 'listed']
 
@@ -85,7 +84,7 @@ class CallbackSet:
         stay = [cb for cb in self.items if id(cb) not in gone]
         for cb in cbs:
             for name in (*EVENTS, *CONTEXTS.values()): own_handler(cb, name)  # raises for what is no method
-            warn_of_misspelt(cb)
+            if not is_foreign(cb): warn_of_slips(cb)
         explicit: dict[str, Any] = {}
         for cb in [*stay, *cbs]:
             key = getattr(cb, 'state_key', None)
@@ -212,6 +211,7 @@ class HasCallbacks:
         self._callbacks.insert(cb, at, switch)
         setattr(self, cb.name, cb)
         self._open_for_use()
+        if added := getattr(type(cb), '_added', None): added(cb)
 
     def remove_cbs(self, cbs: Any) -> Self:
         "Remove callbacks, or all instances of classes."
@@ -235,6 +235,7 @@ class HasCallbacks:
         return self
 
     def _take_out(self, cb: Any) -> None:
+        if removed := getattr(type(cb), '_removed', None): removed(cb)
         self._callbacks.discard(cb)
         cb.learn, name = None, str(cb.name)
         if self.__dict__.get(name) is cb:
@@ -294,23 +295,18 @@ class HandlerTable(dict[str, list[Entry]]):
         is_event = name not in CONTEXTS.values()
         if is_foreign(cb): return foreign_handler(cb, name) if is_event else None
         if is_event and takes_every_event(cb): handler: Callable[[], Any] | None = partial(cb, name)
-        elif not cb._runs_when(name, self.training): return None
+        elif not cb._runs_when(name, self.training) or self._leaves_out(cb): return None
         else: handler = own_handler(cb, name)
         return torch.no_grad()(handler) if handler and cb.observer else handler
+
+    def _leaves_out(self, cb: Any) -> bool:
+        return cb.first_process_only and not self.callbacks.learn.world.is_first
 
 
 def takes_every_event(cb: Any) -> bool:
     "Tell whether a callback overrides `run_event` or `__call__`."
     cls = type(cb)
     return cls.__call__ is not Callback.__call__ or cls.run_event is not Callback.run_event
-
-
-def warn_of_misspelt(cb: Any) -> None:
-    "Warn of a method that looks like an event's handler and will never run."
-    own = {name for cls in type(cb).__mro__ if cls not in Callback.__mro__ for name in vars(cls)}
-    for name in own - {*EVENTS, *ALIASES}:
-        if name.startswith(('before_', 'after_')) and (close := get_close_matches(name, EVENTS, n=1, cutoff=0.85)):
-            warn(f'{type(cb).__name__}.{name} is no event and will not run. Did you mean `{close[0]}`?', stacklevel=2)
 
 
 def as_callback(cb: Any) -> Callback:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
-__all__ = ['atomic_write', 'check_writable', 'sweep', 'damage']
+__all__ = ['atomic_write', 'check_writable', 'sweep', 'damage', 'flush_folder']
 
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)  # what file systems say that keep folders another way
 _TEMPORARY = re.compile(r'\..+\.tmp-(\d{1,10})-[0-9a-f]{8}', re.DOTALL)
@@ -45,7 +45,7 @@ def atomic_write(
     finally:
         tmp.unlink(missing_ok=True)
         _writing.discard(tmp)
-    if os.name != 'nt': _flush_folder(path.parent)  # Windows opens no folders
+    flush_folder(path.parent)
 
 
 def check_writable(path: str | Path) -> None:
@@ -111,7 +111,9 @@ def _flush(path: Path) -> None:
     with path.open('rb+') as f: os.fsync(f.fileno())
 
 
-def _flush_folder(folder: Path) -> None:
+def flush_folder(folder: Path) -> None:
+    "Let the names in a folder reach the disk, where the system can."
+    if os.name == 'nt': return  # Windows opens no folders
     try:
         fd = os.open(folder, os.O_RDONLY)
         try: os.fsync(fd)

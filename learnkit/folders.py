@@ -96,6 +96,7 @@ def best_first(there: Iterable[Entry]) -> list[Entry]:
 def find(
     which: Any,      # True or 'latest', 'best', or the path of a checkpoint or of a folder of them
     folder: Path,    # where they are looked for
+    digests: bool = True,  # compare the digests of all files beside a checkpoint's, not their sizes alone
 ) -> Found | None:
     """Return the checkpoint that is meant, verified and loaded.
 
@@ -103,21 +104,22 @@ def find(
     True is asked for and there is none yet; all else that is not there, or where all are damaged, is a
     `CheckpointError`.
     """
-    if isinstance(which, (str, Path)) and which not in ('latest', 'best'): return _at_path(Path(which), folder)
+    if isinstance(which, (str, Path)) and which not in ('latest', 'best'):
+        return _at_path(Path(which), folder, digests)
     if which is not True and not isinstance(which, str):
         raise CheckpointError(f"resume={which!r}: give True, 'latest', 'best', the path of a checkpoint, or a state "
                               'from `learn.checkpoint_state()`.')
-    return _first_whole(folder, which)
+    return _first_whole(folder, which, digests)
 
 
-def _first_whole(folder: Path, which: Any) -> Found | None:
+def _first_whole(folder: Path, which: Any, digests: bool) -> Found | None:
     there = entries(folder)
     candidates = best_first(there) if which == 'best' else there
     if not candidates and which is True: return None
     if not candidates: raise CheckpointError(f'There is no checkpoint in {folder.absolute()}.{_why_none(there, which)}')
     wrong: list[str] = []
     for e in candidates:
-        try: state, info = load_state(e.path)
+        try: state, info = load_state(e.path, digests)
         except (DamagedError, FileNotFoundError) as error: wrong.append(f'{error}')  # removed since it was listed
         else:
             if wrong: warn_user('\n  '.join([f'Damaged checkpoints were skipped; {e.path.name} is used.', *wrong]))
@@ -127,10 +129,14 @@ def _first_whole(folder: Path, which: Any) -> Found | None:
                                        '`resume`, or use another folder.', *wrong]))
 
 
-def load_state(path: Path) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    "Load a checkpoint."
+def load_state(path: Path, digests: bool = True) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    "Load a checkpoint, and look at the files beside it."
     from learnkit import safeload  # few fits need it
-    return safeload.load_state(path)
+    state, info = safeload.load_state(path)
+    if 'parts' in state:
+        from learnkit.distributed.dcp import check_parts  # of checkpoints with such files alone
+        check_parts(path, state['parts'], digests)
+    return state, info
 
 
 def _why_none(there: list[Entry], which: Any) -> str:
@@ -138,15 +144,15 @@ def _why_none(there: list[Entry], which: Any) -> str:
     return ' `Checkpoint()` among the callbacks writes them; its `folder` says where.'
 
 
-def _at_path(path: Path, folder: Path) -> Found:
+def _at_path(path: Path, folder: Path, digests: bool) -> Found:
     if not path.exists() and (folder/path).exists(): path = folder/path
     if path.is_dir():
-        found = _first_whole(path, 'latest')
+        found = _first_whole(path, 'latest', digests)
         assert found is not None  # an error otherwise
         return found
     if not path.exists():
         near = did_you_mean(path.name, ['latest', 'best', *(e.path.name for e in entries(folder))])
         raise CheckpointError(f'There is no checkpoint {path}.{near}')
-    try: return path, *load_state(path)
+    try: return path, *load_state(path, digests)
     except DamagedError as e:
         raise DamagedError(f'{e} `resume={str(path.parent)!r}` goes on from the newest whole one there.') from None

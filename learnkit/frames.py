@@ -11,13 +11,16 @@ import numpy as np
 import torch
 
 from learnkit.averages import Mean, Metric
-from learnkit.batch import to_detach
+from learnkit.batch import to_detach, to_device
 from learnkit.errors import MetricError
 from learnkit.hints import warn_user
+from learnkit.loop import model_device
 from learnkit.measures import measures_batches
+from learnkit.merging import gathered, merge_states, shared_state, unsynced
 from learnkit.metric_states import storable
 
-__all__ = ['Frame', 'Piece', 'twin', 'value_of', 'metric_states', 'load_metrics', 'packed_rows', 'unpacked_rows']
+__all__ = ['Frame', 'Piece', 'twin', 'value_of', 'read_metrics', 'counts', 'metric_states',
+           'load_metrics', 'packed_rows', 'unpacked_rows']
 
 
 class Piece:
@@ -37,6 +40,7 @@ class Frame:
     valid: dict[str, list[Metric]] = field(default_factory=dict)  # loss and metrics of each validation loader
     values: dict[str, Any] = field(default_factory=dict)     # column: value, of the current epoch
     logged: dict[str, Mean] = field(default_factory=dict)    # column: what `learn.log` averages
+    latest: set[str] = field(default_factory=set)            # those of which the latest value counts alone
     started: float = field(default_factory=perf_counter)
     n_valid: int = 0                                         # batches measured on the current loader
     measured: dict[str, Any] = field(default_factory=dict)   # column: value, of the latest evaluation
@@ -44,12 +48,26 @@ class Frame:
     def collect(self) -> dict[str, Any]:
         return {**self.values, **{name: mean.value for name, mean in self.logged.items()}}
 
+    def clear(self) -> None: self.values, self.logged, self.latest = {}, {}, set()
+
+    def merge_logged(
+        self,
+        frames: list[dict[str, Any]],  # from `state_dict` in each process
+    ) -> None:
+        "Take over what any process has logged: means are those of all, and of latest values the first process's."
+        latest = {name for sd in frames for name in sd['latest']}
+        for name in dict.fromkeys(name for sd in frames for name in sd['logged']):
+            states = [sd['logged'][name] for sd in frames if name in sd['logged']]
+            self.logged[name] = Mean()
+            self.logged[name].merge(states[:1] if name in latest else states)
+
     def state_dict(self) -> dict[str, Any]:
-        return {'values': storable(self.values), 'measured': storable(self.measured),
+        return {'values': storable(self.values), 'measured': storable(self.measured), 'latest': sorted(self.latest),
                 'logged': {name: mean.state_dict() for name, mean in self.logged.items()}}
 
     def load_state_dict(self, sd: Mapping[str, Any]) -> None:
         self.values, self.measured, self.logged = dict(sd['values']), dict(sd['measured']), {}
+        self.latest = set(sd.get('latest', ()))
         for name, state in sd['logged'].items():
             mean = self.logged[name] = Mean()
             mean.load_state_dict(state)
@@ -70,6 +88,37 @@ def _number(value: Any) -> Any:
     "Bring a metric's value to the host as a plain number where it is one."
     if isinstance(value, torch.Tensor) and value.numel() == 1: return value.item()
     return value.item() if getattr(value, 'size', None) == 1 and hasattr(value, 'item') else value
+
+
+# -- of several processes ----------------------------------------------------------------------------------------------
+
+def read_metrics(
+    metrics: list[Metric],
+    n: int,                             # batches that they have measured here
+    learn: Any,
+    more: dict[str, Any] | None = None, # what this process tells the others besides
+) -> tuple[list[Any], list[dict[str, Any]]]:
+    "Return the values of metrics on the host, of the batches of all processes; and what each process told."
+    if learn.world.size == 1: return [value_of(m, n) for m in metrics], []
+    mine = [shared_state(m) if measures_batches(m) else value_of(m, n) for m in metrics]
+    told = gathered(learn.world, {**(more or {}), 'n': n, 'metrics': mine})
+    n, device = sum(sd['n'] for sd in told), model_device(learn.model, learn.dls)
+    return [_read(m, [sd['metrics'][i] for sd in told], n, device) for i, m in enumerate(metrics)], told
+
+
+def counts(learn: Any) -> bool:
+    "Tell whether the batch at hand has a sample of this process: one may be there only to keep it in step with others."
+    share = getattr(learn.dl, 'share', None) if learn.world.size > 1 else None
+    known = None if share is None else share(learn.iter)
+    return known is None or known[0] > 0
+
+
+def _read(m: Metric, states: list[Any], n: int, device: torch.device) -> Any:
+    "Merge a metric and read it; of a value from elsewhere, take the first process's."
+    if not measures_batches(m): return states[0]
+    if not n: return None
+    merge_states(m, states if device.type == 'cpu' else to_device(states, device))
+    with unsynced([m]): return value_of(m, n)
 
 
 # -- for checkpoints ---------------------------------------------------------------------------------------------------

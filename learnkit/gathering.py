@@ -1,35 +1,31 @@
-"""What is kept of the batches that are predicted on: gathered in memory, handed on, or written to a sink."""
+"""What is kept of the batches that are predicted on: gathered in memory, of all processes, or handed on."""
 from __future__ import annotations
 
-import os
-import re
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
 from functools import partial
-from itertools import count
 from pathlib import Path
-from shutil import rmtree
-from typing import Any, BinaryIO
+from typing import Any
 
-import numpy as np
 import torch
 from fastcore.basics import noop
 from torch import Tensor
 
-from learnkit.batch import concat, describe, detuplify, find_bs, map_tensors
+from learnkit.batch import concat, detuplify, find_bs, map_tensors
 from learnkit.callback import Callback
-from learnkit.errors import BatchError, LossError, OptionError
+from learnkit.errors import BatchError, LossError
+from learnkit.merging import gathered, in_turn
+from learnkit.sinks import save_plain
+from learnkit.world import ALONE, World
 
-__all__ = ['GatherPredsCallback', 'Arriving', 'Taken', 'check_sink', 'opened_sink', 'per_sample', 'save_plain']
+__all__ = ['GatherPredsCallback', 'Arriving', 'Taken', 'Everywhere', 'dealt', 'per_sample']
 
 
 class GatherPredsCallback(Callback):
     """Gather predictions and targets, and inputs and losses on request, on the CPU; batches are joined at the end.
 
     Results leave a GPU one batch late, so that nothing waits for them. `save_preds` and `save_targs` get a file a
-    batch, called by its number, which `torch.load` reads with `weights_only=True`.
+    batch, called by its number, which `torch.load` reads with `weights_only=True`. Where several processes train
+    together, each predicts its share, and all of them gather everything, in the order of the data.
 
     >>> from learnkit.testing import synth_learner
     >>> gathered, learn = GatherPredsCallback(), synth_learner(n_valid=2)
@@ -53,6 +49,7 @@ class GatherPredsCallback(Callback):
         self.with_preds, self.with_targs = with_preds, with_targs
         self.save_preds, self.save_targs, self.concat_dim = save_preds, save_targs, concat_dim
         self._depth: int | None = None  # of the run that is gathered: a prediction inside it gathers for itself
+        self._world = ALONE             # the processes that share the loader
         self._start()
 
     def _start(self) -> None:
@@ -70,6 +67,7 @@ class GatherPredsCallback(Callback):
         if self._depth is None or depth < self._depth: self._depth = depth  # one inside this one is over
         if not self._is_ours(): return
         self._start()
+        self._world = _sharing(self.learn)
         for folder in (self.save_preds, self.save_targs):
             if folder is not None: Path(folder).mkdir(parents=True, exist_ok=True)
 
@@ -95,8 +93,9 @@ class GatherPredsCallback(Callback):
         if self.with_input: self.inputs.append(inputs)
         if self.with_preds: self.preds.append(map_tensors(preds, _compact))
         if self.with_targs: self.targets.append(targs)
-        if self.save_preds is not None: save_plain(preds, Path(self.save_preds)/str(i))
-        if self.save_targs is not None and targs: save_plain(targs[0], Path(self.save_targs)/str(i))
+        number = str(_place_of(i, self._world))
+        if self.save_preds is not None: save_plain(preds, Path(self.save_preds)/number)
+        if self.save_targs is not None and targs: save_plain(targs[0], Path(self.save_targs)/number)
 
     def after_validate(self) -> None:
         if self._is_ours(): self._join()
@@ -107,24 +106,57 @@ class GatherPredsCallback(Callback):
     def cleanup(self) -> None: self._depth = None
 
     def _join(self) -> None:
-        if self._joined or not self.n_batches: return
+        if self._joined: return
         for arrived in self._arriving.rest(): self._keep(*arrived)
-        self._joined, join = True, partial(concat, dim=self.concat_dim)
+        self._joined = True
+        if self._world.size > 1: self._take_all()
+        if not self.n_batches: return
+        join = partial(concat, dim=self.concat_dim)
         if self.with_input: self.inputs = detuplify(join(self.inputs))
         if self.with_preds: self.preds = detuplify(join(self.preds))
         if self.with_targs: self.targets = detuplify(join(self.targets))
         if self.with_loss: self.losses = concat(self.losses)
 
+    def _take_all(self) -> None:
+        "Take in the batches of all processes, in the order of the data."
+        told = gathered(self._world, (self.n_batches, self.inputs, self.preds, self.targets, self.losses))
+        self.n_batches = sum(n for n, *_ in told)
+        self.inputs, self.preds, self.targets, self.losses = map(in_turn, list(zip(*told, strict=True))[1:])
+
     def all_tensors(self) -> list[Any]:
         """Return what was gathered: inputs if asked for, predictions, targets, losses if asked for.
 
         Raises `BatchError` when there was no batch."""
+        self._join()  # what was cut short has not been joined
         if not self.n_batches:
             raise BatchError('There is nothing to return: not one batch was predicted on. Does a callback '
                              'cancel them all?')
-        self._join()  # what was cut short has not been joined
         res = [self.preds if self.with_preds else None, self.targets if self.with_targs else None]
         return [*([self.inputs] if self.with_input else []), *res, *([self.losses] if self.with_loss else [])]
+
+
+class Everywhere(list[Any]):
+    "Batches that every process predicts on, each for itself."
+
+
+def dealt(learn: Any, dl: Any) -> tuple[Any, World]:
+    "Return this process's share of a loader, each sample once, and the processes that share it."
+    world, team = learn.world, getattr(learn, '_team', None)
+    if world.size == 1 or isinstance(dl, Everywhere) or (team and team.sharded_already): return dl, ALONE
+    from learnkit.distributed.shards import shard
+    options = {'batch_size': team._given['batch_size'], 'fillers': team._parts.needs_equal_evaluations} if team else {}
+    own = shard(getattr(dl, 'whole', dl), world.rank, world.size, **{'fillers': False, **options})
+    return own, world if hasattr(own, 'share') else ALONE
+
+
+def _sharing(learn: Any) -> World:
+    "Return the processes that share the loader which is evaluated: this one alone, where it goes through all of it."
+    return learn.world if hasattr(learn.dl, 'share') else ALONE
+
+
+def _place_of(i: int, world: World) -> int:
+    "Return the number of a process's batch among those of all: they are dealt out in turn."
+    return i * world.size + world.rank
 
 
 def _compact(t: Tensor) -> Tensor:
@@ -186,6 +218,7 @@ class Taken:
                   'losses': with_loss}
         self.names = tuple(name for name, wants in wanted.items() if wants)
         self._depth: int | None = None  # of the run that is followed: another one inside it is not ours
+        self.iter = 0                   # number of the batch that is handed on
 
     def callback(self) -> Callback:
         "Return a callback that takes them."
@@ -205,7 +238,7 @@ class Taken:
         learn = self.learn
         if self._depth != learn._depth or 'pred' not in learn.__dict__: return
         if 'losses' in self.names and 'loss_grad' not in learn.__dict__: return
-        entries = {'preds': detuplify(self._detached(learn.pred))}
+        entries = {'preds': detuplify(self._detached(learn.pred)), 'iter': learn.iter}
         if 'inputs' in self.names: entries['inputs'] = detuplify(self._input)
         if 'targs' in self.names: entries['targs'] = detuplify(self._detached(learn.yb))
         if 'losses' in self.names: entries['losses'] = self._detached(per_sample(learn.loss, find_bs(learn.yb)))
@@ -213,6 +246,7 @@ class Taken:
         for arrived in self.arriving.put(entries): self._hand_on(arrived)
 
     def _hand_on(self, entries: dict[str, Any]) -> None:
+        self.iter = entries['iter']
         entries['preds'] = self.act(entries['preds'])
         if 'decoded' in self.names: entries['decoded'] = self.decode(entries['preds'])
         self.give(*[entries[name] for name in self.names])
@@ -234,142 +268,3 @@ def per_sample(loss: Tensor, bs: int) -> Tensor:
         raise LossError(f'The loss of {bs} samples came as {tuple(loss.shape)}, not one for each sample: with_loss '
                         'needs a `loss_func` that takes `reduction`.')
     return loss.reshape(bs, -1).mean(1)
-
-
-# Sinks
-
-def check_sink(sink: Any, names: tuple[str, ...]) -> None:
-    "Raise `OptionError` for a sink that cannot take these entries."
-    if callable(sink): return
-    if _is_path(sink): _check_free(Path(sink), _is_folder(sink))
-    if _is_folder(sink): return
-    if not isinstance(sink, np.ndarray) and not _is_path(sink):
-        raise OptionError(f'sink={describe(sink)}: give a folder, the path of a .npy file, a numpy array or memory '
-                          'map, or a function that is called with the entries of each batch.')
-    if others := [name for name in names if name not in ('preds', 'targs')]:
-        raise OptionError(f'An array holds predictions alone, not {", ".join(others)}: give a folder as the sink.')
-
-
-def _check_free(path: Path, is_folder: bool) -> None:
-    "Raise `OptionError` where something is in the way: nothing but what a run cut short has left is written over."
-    free = is_folder and path.is_dir() and not any(path.iterdir())
-    if path.exists() and not free:
-        raise OptionError(f'sink={str(path)!r} is there already{" and not an empty folder" * is_folder}: it would be '
-                          'overwritten. Remove it, or give another name.')
-    part = _part_of(path)
-    if not part.exists(): return
-    if is_folder: ours = part.is_dir() and all(_OWN_FILE.fullmatch(name) for name in os.listdir(part))
-    else: ours = part.is_file() and _starts_as_npy(part)
-    if not ours:
-        raise OptionError(f'sink={str(path)!r} is called {part.name!r} until it is complete, and that is there '
-                          'already, with what no prediction has written. Move it away, or give another name.')
-
-
-def _starts_as_npy(path: Path) -> bool:
-    with open(path, 'rb') as file: return file.read(6) in (b'', b'\x93NUMPY')
-
-
-_OWN_FILE = re.compile(r'\d{6,}\.pt|\.\d{6,}\.pt\.tmp')  # a batch, and a batch on its way to the disk
-
-
-def _part_of(path: Path) -> Path: return path.with_name(f'{path.name}.part')
-def _is_path(sink: Any) -> bool: return isinstance(sink, (str, Path))
-def _is_folder(sink: Any) -> bool: return _is_path(sink) and Path(sink).suffix != '.npy'
-
-
-@contextmanager
-def opened_sink(sink: Any, names: tuple[str, ...]) -> Iterator[Callable[..., Any]]:
-    """Open a sink and yield the function that takes the entries of a batch.
-
-    A folder gets a file a batch and a `.npy` file rows; both are called `<name>.part` until they are complete, and are
-    usable by then too.
-    """
-    if callable(sink): yield sink
-    elif isinstance(sink, np.ndarray): yield partial(_only_preds, names, _Rows(sink).add)
-    else:
-        path = Path(sink)
-        part = _part_of(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if _is_folder(sink):
-            if part.is_dir(): rmtree(part)  # what an earlier run, cut short, has left
-            part.mkdir()
-            numbers = count()
-            yield lambda *entries: save_plain(dict(zip(names, entries, strict=True)), part/f'{next(numbers):06}.pt')
-            if path.exists(): path.rmdir()  # empty, as was checked
-        else:
-            with open(part, 'wb') as file: yield partial(_only_preds, names, _NpyFile(file).add)
-        os.replace(part, path)
-
-
-def _only_preds(names: tuple[str, ...], add: Callable[[Any], None], *entries: Any) -> None:
-    preds = entries[names.index('preds')]
-    if not isinstance(preds, Tensor):
-        raise OptionError(f'An array cannot hold predictions like {describe(preds)}: give a folder as the sink.')
-    preds = preds.detach().cpu()
-    add((preds.float() if preds.dtype == torch.bfloat16 else preds).numpy())
-
-
-def save_plain(
-    o: Any,      # any nesting of tensors, numbers and strings
-    path: Path,  # the file is there only when it is complete
-) -> None:
-    "Save as plain containers and tensors of their own, so that `torch.load` reads it with `weights_only=True`."
-    temporary = path.with_name(f'.{path.name}.tmp')
-    torch.save(_plain(o), temporary)
-    os.replace(temporary, path)
-
-
-def _plain(o: Any) -> Any:
-    if isinstance(o, Tensor): return o.detach().as_subclass(Tensor).clone()  # a view would drag its storage along
-    if isinstance(o, np.ndarray): return torch.as_tensor(o)
-    if isinstance(o, Mapping): return {k: _plain(v) for k, v in o.items()}
-    if isinstance(o, (tuple, list)): return (list if isinstance(o, list) else tuple)(map(_plain, o))
-    if is_dataclass(o): return {f.name: _plain(getattr(o, f.name)) for f in fields(o)}
-    if o is None or isinstance(o, (bool, int, float, complex, str)): return o
-    raise BatchError(f'A {type(o).__name__} cannot be saved in a file that is safe to load: give tensors, numbers and '
-                     'strings in dicts, tuples and lists.')
-
-
-class _Rows:
-    "An array that is filled row by row."
-
-    def __init__(self, array: np.ndarray) -> None: self.array, self.n = array, 0
-
-    def add(self, rows: np.ndarray) -> None:
-        "Write the rows of a batch behind those that are there."
-        end, room = self.n + len(rows), len(self.array)
-        if end > room or rows.shape[1:] != self.array.shape[1:]:
-            raise OptionError(f'The sink is an array {list(self.array.shape)}, which has no room for rows {self.n} to '
-                              f'{end} of shape {list(rows.shape[1:])}.')
-        self.array[self.n:end], self.n = rows, end
-
-
-class _NpyFile:
-    "A .npy file that grows: after each batch its header tells the rows so far, so that it can be read at any time."
-
-    def __init__(self, file: BinaryIO) -> None: self.file, self.n = file, 0
-
-    def add(self, rows: np.ndarray) -> None:
-        "Append the rows of a batch; all batches have rows of one shape and type."
-        rows = np.ascontiguousarray(rows if rows.ndim else rows[None])
-        if not self.n:
-            self.dtype, self.shape = rows.dtype, rows.shape[1:]
-            self.file.write(self._header())
-        if (rows.dtype, rows.shape[1:]) != (self.dtype, self.shape):
-            raise OptionError(f'A .npy file holds rows of one shape and type: {list(self.shape)} {self.dtype} first, '
-                              f'then {list(rows.shape[1:])} {rows.dtype}. Give a folder as the sink.')
-        self.file.write(rows.data)
-        self.n += len(rows)
-        self.file.seek(0)
-        self.file.write(self._header())
-        self.file.seek(0, os.SEEK_END)
-        self.file.flush()
-
-    def _header(self) -> bytes:
-        "Return a header (numpy's format 1.0) as long for any number of rows."
-        def told(n: int) -> str:
-            return repr({'descr': np.lib.format.dtype_to_descr(self.dtype), 'fortran_order': False,
-                         'shape': (n, *self.shape)})
-        size = (10 + len(told(sys.maxsize)) + 1 + 63) // 64 * 64  # data are aligned to 64 bytes
-        start = b'\x93NUMPY\x01\x00' + (size - 10).to_bytes(2, 'little')
-        return start + told(self.n).ljust(size - 11).encode() + b'\n'

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from learnkit.batch import map_tensors
+from learnkit.pairing import shape_fix
 
-__all__ = ['takes', 'warn_user', 'precision_hint', 'classes_hint']
+__all__ = ['takes', 'warn_user', 'warn_of_nan', 'model_hint', 'precision_hint', 'loss_hint', 'classes_hint']
 
 # files whose lines tell a user nothing: the package's, and those that call it back
 _NOT_THE_USERS = (str(Path(__file__).parent), contextlib.__file__, str(Path(torch.__file__).parent))
@@ -25,6 +26,31 @@ def warn_user(text: str) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame, level = frame.f_back, level + 1
     warn(text, stacklevel=level)
+
+
+def warn_of_nan(
+    learn: Any,           # a Learner
+    losses: list[float],  # of each step of its fit
+    n_before: int,        # steps before this epoch
+) -> None:
+    "Warn where this epoch is the first whose losses are NaN, unless a callback is there that looks after that."
+    first = next((i for i, loss in enumerate(losses) if loss != loss), -1)
+    known = {cls.__name__ for cb in learn.cbs for cls in type(cb).__mro__}
+    if first < n_before or known & {'GuardNonFinite', 'LRFinder'} or not learn.world.is_first: return
+    if any(vars(cb).get('scaler') is not None for cb in learn.cbs): return  # it tells by itself
+    warn_user(f'train_loss is nan since epoch {learn.epoch}, batch {first - n_before}: with `cbs=GuardNonFinite()` the '
+              'fit ends there, and says what became nan first. A lower learning rate may help.')
+
+
+def model_hint(b: Any, model: nn.Module, e: Exception) -> str:
+    """Say what to do about an error of a model's forward pass, where that is known; else an empty text.
+
+    >>> model_hint((torch.zeros(1, 4),), nn.BatchNorm1d(4), ValueError('Expected more than 1 value per channel ...'))
+    ': batch norm cannot train on one sample. Give the loader `drop_last=True`, or another batch size'
+    """
+    if 'more than 1 value per channel' in str(e):
+        return ': batch norm cannot train on one sample. Give the loader `drop_last=True`, or another batch size'
+    return precision_hint(b, model)
 
 
 def precision_hint(b: Any, model: nn.Module) -> str:
@@ -40,6 +66,52 @@ def precision_hint(b: Any, model: nn.Module) -> str:
     if own != {torch.float32} or torch.float64 not in found: return ''
     return (". The model is in float32, NumPy's numbers are float64: give it `x.astype('float32')`, or of a tensor "
             '`x.float()`')
+
+
+def loss_hint(loss_func: Any, pred: Any, yb: tuple[Any, ...], e: Exception) -> str:
+    """Say what to do about an error of a loss function, where that is known; else an empty text.
+
+    >>> error = RuntimeError('expected target dtype to be Long or Byte, but got Float')
+    >>> loss_hint(nn.CrossEntropyLoss(), torch.zeros(2, 3), (torch.zeros(2),), error)
+    ": class numbers are int64. Give `y.astype('int64')`, or of a tensor `y.long()`"
+    """
+    targ = yb[0] if yb else None
+    if not isinstance(pred, Tensor) or not isinstance(targ, Tensor): return ''
+    return (classes_hint(loss_func, pred, yb, e) or _weight_hint(loss_func, pred) or _shape_hint(pred, targ, str(e))
+            or _dtype_hint(pred, targ, str(e)))
+
+
+def _weight_hint(loss_func: Any, pred: Tensor) -> str:
+    "Say what to do about weights of classes that are of another dtype, or elsewhere."
+    for name in ('weight', 'pos_weight'):
+        own = getattr(loss_func, name, getattr(loss_func, 'keywords', {}).get(name))
+        if not isinstance(own, Tensor): continue
+        if own.device != pred.device: return f': its {name} is on {own.device}. Give `{name}.to(learn.dls.device)`'
+        if own.dtype != pred.dtype and not torch.is_autocast_enabled(pred.device.type):
+            dtype = 'float()' if pred.dtype == torch.float32 else f'to({pred.dtype})'
+            return f': its {name} is in {str(own.dtype).removeprefix("torch.")}. Give `{name}.{dtype}`'
+    return ''
+
+
+def _shape_hint(pred: Tensor, targ: Tensor, error: str) -> str:
+    "Say what to do about targets whose shape differs from what the loss needs."
+    if 'arget size' in error and pred.numel() == targ.numel(): return f'. {shape_fix(pred, targ).removesuffix(".")}'
+    if 'multi-target' in error and targ.ndim == 2 and targ.shape[1] == 1:
+        return f'. Give the targets as `y[:, 0]{"" if targ.dtype == torch.int64 else ".long()"}`'
+    if 'class probabilities' not in error: return ''
+    if pred.shape != targ.shape: return ''
+    if targ.ndim == 1: return ': the predictions have no axis of classes'
+    return ': one-hot targets are floats. Give `y.float()`, or `y.argmax(1)`'
+
+
+def _dtype_hint(pred: Tensor, targ: Tensor, error: str) -> str:
+    "Say what to do about targets whose dtype differs from what the loss needs."
+    if 'Long' in error and 'but got' in error and targ.dtype != torch.int64:
+        return ": class numbers are int64. Give `y.astype('int64')`, or of a tensor `y.long()`"
+    told = ('cast to the desired output type', 'two bool tensors', 'Found dtype')
+    if pred.is_floating_point() and not targ.is_floating_point() and any(words in error for words in told):
+        return ": the targets are to be floats. Give `y.astype('float32')`, or of a tensor `y.float()`"
+    return ''
 
 
 def classes_hint(loss_func: Any, pred: Any, yb: tuple[Any, ...], e: Exception) -> str:

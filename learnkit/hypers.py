@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from learnkit.dtensors import local
 from learnkit.errors import OptimizerError, did_you_mean
 
 __all__ = ['HYPERS', 'OPTIONS', 'Hypers', 'place_of', 'torch_names', 'spread', 'is_many', 'check_hyper', 'bound_of',
@@ -304,6 +305,7 @@ def lie_of(watched: list[Any], tall: list[Any]) -> Any:
 
 def can_fuse(p: torch.Tensor) -> bool:
     "Tell whether torch's fused kernels can update a parameter: plain, real, without holes, its gradient dense."
+    p = local(p)
     return (type(p) in (torch.Tensor, nn.Parameter) and p.is_floating_point() and p.device.type in ('cpu', 'cuda')
             and (p.is_contiguous() or torch.empty_like(p).stride() == p.stride())
             and (p.grad is None or not p.grad.is_sparse))

@@ -206,16 +206,18 @@ class ClassificationInterpretation(Interpretation):
         figsize: tuple[float, float] | None = None,  # inches; None: by the number of classes
         ax: Any = None,                   # matplotlib axes; None: those of a new figure
     ) -> Any:
-        "Draw the confusion matrix, and return the axes; the row of a class without samples has no numbers."
+        """Draw the confusion matrix, and return the axes; the row of a class without samples has no numbers.
+
+        Cells are coloured by their share of the true class, also where they show counts."""
         from matplotlib.colors import PowerNorm
         matrix = self.confusion_matrix()
         sums, n = matrix.sum(1, keepdims=True), len(matrix)
-        shown = matrix / np.maximum(sums, 1) if normalize else matrix
+        shares = matrix / np.maximum(sums, 1)
         side = min(max(4., 0.42 * n + 1.6), 14.)
         ax = axes_or_new(ax, figsize or (side, side))
 
-        # by the root one mistake is seen beside many hits
-        image = ax.imshow(shown, cmap=cmap, norm=PowerNorm(0.5, 0, 1 if normalize else max(int(shown.max()), 1)))
+        # shares, so that a rare class looks like a frequent one; by the root one mistake is seen beside many hits
+        image = ax.imshow(shares, cmap=cmap, norm=PowerNorm(0.5, 0, 1))
         every = -(-n // MOST_NAMES)
         names = [shorten(name, 20) for name in self.vocab][::every]
         turned = max(map(len, names)) > (3 if n > 5 else 8)
@@ -224,6 +226,7 @@ class ClassificationInterpretation(Interpretation):
         ax.set(title=title, xlabel='predicted', ylabel='actual')
         ax.grid(False)
         if plot_txt and n <= MOST_NAMES:
+            shown = shares if normalize else matrix
             _write_cells(image, np.where(sums, shown, np.nan), f'.{norm_dec}f' if normalize else '.0f')
         return ax
 
@@ -250,7 +253,7 @@ class ClassificationInterpretation(Interpretation):
 def _write_cells(image: Any, numbers: Any, spec: str) -> None:
     "Write numbers into the cells of a picture, in black or white by their ground; zeros are faint."
     size = 10 if len(numbers) <= 12 else 8 if len(numbers) <= 20 else 6
-    colors = image.cmap(image.norm(np.nan_to_num(numbers)))
+    colors = image.cmap(image.norm(image.get_array()))
     for (i, j), value in np.ndenumerate(numbers):
         if np.isnan(value): continue
         dark = colors[i, j, :3] @ (0.299, 0.587, 0.114) < 0.5

@@ -17,7 +17,9 @@ from learnkit.averages import is_number
 from learnkit.batch import to_detach
 from learnkit.errors import MetricError, MissingExtraError
 from learnkit.measures import TorchMetric, paired
-from learnkit.metric_states import accumulated, joined, put_back
+from learnkit.merging import in_turn, merge_states, merged_pairs
+from learnkit.metric_states import Pairs, accumulated, joined, put_back
+from learnkit.pairing import check_choice, of_classes
 
 __all__ = ['Late', 'Score', 'by_class', 'best', 'chances', 'chance_of', 'by_label', 'labelled', 'values', 'computed',
            'over_defined', 'mean_recall', 'matthews', 'averaged', 'check_average', 'Bleu']
@@ -54,13 +56,15 @@ class Late:
 
     def reset(self) -> None:
         self.metric: Any = None
-        self.waiting: list[tuple[Tensor, Tensor]] = []
+        self.waiting: Pairs = []
+        self.lengths: list[tuple[int, int]] = []   # of the batches that wait
         self.n, self.n_waiting = 0, 0
 
     def update(self, pred: Tensor, targ: Tensor) -> None:
         pred, targ, n = self.prepare(pred, targ)
         if self.n and n != self.n: raise MetricError(f'{self.kind}: there were {self.n} classes, now there are {n}.')
         self.waiting.append((pred, targ))
+        self.lengths.append((len(pred), len(targ)))
         self.n, self.n_waiting = n, self.n_waiting + pred.numel()
         if self.n_waiting >= GROUP: self.flush()
 
@@ -68,16 +72,17 @@ class Late:
         "Hand over what waits."
         if not self.waiting: return
         pred, targ = joined(self.waiting)[0]
-        self.waiting, self.n_waiting = [], 0
+        self.waiting, self.lengths, self.n_waiting = [], [], 0
         self._check_range(targ)
         with _quiet():
             self.metric = (self._made() if self.metric is None else self.metric).to(pred.device)
             self.metric.update(pred, targ)
 
     def _made(self) -> Any:
-        if self.kind.startswith('Multiclass'): return self.make(num_classes=self.n, validate_args=False, **self.options)
-        if self.kind.startswith('Multilabel'): return self.make(num_labels=self.n, validate_args=False, **self.options)
-        return self.make(**self.options)
+        options = {**self.options, 'sync_on_compute': False}  # it is merged: processes may compute at different times
+        if self.kind.startswith('Multiclass'): options |= {'num_classes': self.n, 'validate_args': False}
+        if self.kind.startswith('Multilabel'): options |= {'num_labels': self.n, 'validate_args': False}
+        return self.make(**options)
 
     def _check_range(self, targ: Tensor) -> None:
         "Raise `MetricError` for what is no class number, which torchmetrics would count as another class."
@@ -102,6 +107,17 @@ class Late:
         if 'metric/' in sd:
             with _quiet(): self.metric = self._made()
         put_back(self, sd)
+
+    def merge(self, states: list[dict[str, Any]]) -> None:
+        known = sorted({sd['n'] for sd in states if sd['n']})
+        if len(known) > 1: raise MetricError(f'{self.kind}: {known[0]} classes in one process, {known[1]} in another.')
+        self.reset()
+        self.n = known[0] if known else 0
+        self.waiting, self.lengths = merged_pairs(states)
+        self.n_waiting = sum(pred.numel() for pred, _ in self.waiting)
+        if counted := [sd['metric/'] for sd in states if 'metric/' in sd]:
+            with _quiet(): self.metric = self._made()
+            merge_states(self.metric, counted)
 
 
 @contextmanager
@@ -141,6 +157,7 @@ def by_class(
     >>> [list(t.shape) for t in by_class('m', torch.zeros(2, 3, 4, 4), torch.zeros(2, 4, 4), axis=1)]
     [[32, 3], [32]]
     """
+    check_choice(name, pred, axis)
     scores = pred.movedim(axis, -1)
     if targ.numel()*scores.shape[-1] == scores.numel(): return scores.reshape(-1, scores.shape[-1]), targ.reshape(-1)
     raise MetricError(f'{name}: predictions of shape {tuple(pred.shape)}, with {scores.shape[-1]} classes along axis '
@@ -156,22 +173,27 @@ def _check_two(name: str, n: int, axis: int, instead: str) -> None:
                       'metric that ends in Multi where each label is predicted for itself.')
 
 
+@of_classes
 def best(name: str, axis: int, two: bool, pred: Tensor, targ: Tensor) -> Prepared:
     "The class that scores highest."
+    check_choice(name, pred, axis)
     n = pred.shape[axis]
     if two: _check_two(f"{name} with average='binary'", n, axis, "average='macro', 'micro', 'weighted' or None")
     pred, targ = paired(name, pred.argmax(dim=axis), targ)
     return pred, targ.long(), n
 
 
+@of_classes
 def chances(name: str, axis: int, pred: Tensor, targ: Tensor) -> Prepared:
     "The softmax."
     scores, targ = by_class(name, pred, targ, axis)
     return _wide(scores).softmax(1), targ.long(), scores.shape[1]
 
 
+@of_classes
 def chance_of(name: str, axis: int, label: int, pred: Tensor, targ: Tensor) -> Prepared:
     "The softmax of one of two classes."
+    check_choice(name, pred, axis)
     _check_two(name, pred.shape[axis], axis, 'RocAuc')
     both, targ, n = chances(name, axis, pred, targ)
     return both[:, label], (targ == label).long(), n
@@ -292,3 +314,6 @@ class Bleu:
     def compute(self) -> Tensor:
         preds, targs = ([' '.join(map(str, row)) for t in ts for row in t.tolist()] for ts in (self.preds, self.targs))
         return self.score(preds, [[t] for t in targs])
+
+    def merge(self, states: list[dict[str, Any]]) -> None:
+        self.preds, self.targs = (in_turn(sd[name] for sd in states) for name in ('preds', 'targs'))

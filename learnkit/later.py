@@ -12,6 +12,7 @@ def later(
     package: str,                   # the `__name__` of the package
     modules: Mapping[str, str],     # names, separated by blanks, by the full name of the module that has them
     names: dict[str, Any],          # the package's `globals()`
+    also: Mapping[str, str] | None = None,  # likewise: names that are not among the package's own
 ) -> Callable[[str], Any]:
     """Return a `__getattr__` for a package (PEP 562), which imports what is asked for, and keeps it.
 
@@ -19,7 +20,8 @@ def later(
     >>> find('Time').__name__
     'Time'
     """
-    where = {name: module for module, listed in modules.items() for name in listed.split()}
+    places = (*modules.items(), *(also or {}).items())
+    where = {name: module for module, listed in places for name in listed.split()}
 
     def __getattr__(name: str) -> Any:
         if name not in where: raise AttributeError(f'module {package!r} has no attribute {name!r}', name=name)

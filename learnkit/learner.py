@@ -14,7 +14,7 @@ from fastcore.basics import noop
 from fastcore.foundation import L
 from torch import nn
 
-from learnkit.batch import detuplify, to_detach
+from learnkit.batch import to_detach
 from learnkit.budget import Budget, as_length
 from learnkit.callback import SHOWN_ELSEWHERE, MissingAttribute, defined_on_class
 from learnkit.callbacks.graph import ShowGraph
@@ -37,10 +37,10 @@ from learnkit.optim import OptimWrapper, trainable_params
 from learnkit.optimizers import Adam
 from learnkit.precision import Precision
 from learnkit.predict import Predictions
+from learnkit.processes import Processes
 from learnkit.progress import ProgressCallback
 from learnkit.recorder import History, Recorder, recorder_of
 from learnkit.replacing import replacing_yield
-from learnkit.resumecheck import ResumeChecks
 from learnkit.runs import Contexts, raise_first
 from learnkit.schedule import Schedules
 from learnkit.timing import Time, as_time
@@ -58,7 +58,7 @@ _NOT_YET = {'pred': 'It exists from the forward pass of a batch on (event after_
             'loss_grad': 'It exists once the loss of a batch is computed (event after_loss).'}
 
 
-class Learner(Schedules, LRFind, Predictions, Freezing, Precision, ResumeChecks, Summaries, Instruments,
+class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Processes, Summaries, Instruments,
               Compilation):
     """Train `model` on `dls` with `loss_func`: the loop, its callbacks and its state.
 
@@ -229,16 +229,6 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, ResumeChecks,
 
     @metrics.setter
     def metrics(self, metrics: Any) -> None: self._metrics = as_metrics(metrics)
-
-    @property
-    def x(self) -> Any:
-        "The input of the batch, or the tuple of them when there are several; assign `xb` to change it."
-        return detuplify(self.xb)
-
-    @property
-    def y(self) -> Any:
-        "The target of the batch, or the tuple of them when there are several; assign `yb` to change it."
-        return detuplify(self.yb)
 
     @property
     def smooth_loss(self) -> Any:

@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from learnkit.arrays import are_rows_apart, is_rows
 from learnkit.errors import EmptyLoaderError, LoaderError
 
 __all__ = ['n_batches', 'describe_loader', 'check_loader', 'check_not_empty', 'check_dataset', 'check_count']
@@ -34,7 +35,10 @@ def describe_loader(dl: Any) -> str:
 def check_loader(name: str, dl: Any) -> None:
     "Raise unless `dl` yields batches, as far as can be seen without starting it."
     what = f'The loader {name!r} is a {type(dl).__name__}'
-    if isinstance(dl, (Tensor, np.ndarray)): raise LoaderError(f'{what}: use DataLoaders.from_tensors for tensors.')
+    if is_rows(dl): raise LoaderError(f'{what}: use DataLoaders.from_tensors for tensors.')
+    if are_rows_apart(dl):
+        raise LoaderError(f'{what} of tensors, not of batches: use DataLoaders.from_tensors((x, y), (xv, yv)), or give '
+                          'one batch as `[(x, y)]`.')
     if isinstance(dl, Dataset) and not isinstance(dl, IterableDataset):
         raise LoaderError(f'{what}, which gives samples: use DataLoaders.from_datasets, or a DataLoader.')
     if isinstance(dl, (str, bytes, Mapping, nn.Module)) or not (hasattr(dl, '__iter__') or hasattr(dl, '__getitem__')):

@@ -9,7 +9,7 @@ import torch
 from fastcore.basics import noop
 from torch import Tensor, nn
 
-from learnkit.batch import apply_model, describe, find_bs, split_batch, to_device, unpack_output
+from learnkit.batch import apply_model, describe, detuplify, find_bs, split_batch, to_device, unpack_output
 from learnkit.data import evaluation_loaders, n_batches
 from learnkit.errors import (
     BatchError,
@@ -23,7 +23,8 @@ from learnkit.errors import (
     LossError,
 )
 from learnkit.events import LEVELS
-from learnkit.hints import classes_hint, precision_hint, warn_user
+from learnkit.hints import loss_hint, model_hint, precision_hint, warn_user
+from learnkit.pairing import check_pairing
 from learnkit.resuming import Resuming
 from learnkit.rng import preserved_generators, preserved_rng
 from learnkit.runs import add_note
@@ -45,11 +46,13 @@ class Loop(Resuming):
     `_do_grad_opt`, `_backward` and `_step` are what training of an unusual kind (two networks, two passes) replaces.
     Those that say nothing of where a run is are left out of a notebook's tracebacks (`__tracebackhide__`).
     """
+    _pairing_known = True  # from the first loss of a fit on: predictions and targets were looked at
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def _do_fit(self) -> None:
         __tracebackhide__ = True
+        self._pairing_known = False
         for epoch in self._epochs():
             self.epoch = epoch
             if self._starts_iteration(): self('before_iteration')
@@ -201,6 +204,22 @@ class Loop(Resuming):
 
     # -- the parts of a batch ------------------------------------------------------------------------------------------
 
+    @property
+    def x(self) -> Any:
+        "The input of the batch, or the tuple of them when there are several; assign `xb` to change it."
+        return detuplify(self.xb)
+
+    @x.setter
+    def x(self, value: Any) -> None: raise _tuple_wanted('x')
+
+    @property
+    def y(self) -> Any:
+        "The target of the batch, or the tuple of them when there are several; assign `yb` to change it."
+        return detuplify(self.yb)
+
+    @y.setter
+    def y(self, value: Any) -> None: raise _tuple_wanted('y')
+
     def _set_device(self, b: Any) -> Any:
         return to_device(b, (self._depth and self._device) or model_device(self.model, self.dls))
 
@@ -208,14 +227,18 @@ class Loop(Resuming):
         self.xb, self.yb = split_batch(b, getattr(self.dls, 'n_inp', None))
 
     def _do_pred(self) -> tuple[Any, Any]:
-        try: return unpack_output(apply_model(self.model, self.xb))
+        model = self.model if self._replica is None or not self.training else self._replica
+        try: return unpack_output(apply_model(model, self.xb))
         except Exception as e:
             __tracebackhide__ = True
-            add_note(e, f'{type(self.model).__name__} got {describe(self.xb)}{precision_hint(self.xb, self.model)}')
+            if not isinstance(self.xb, (tuple, list)): raise self._no_tuple('xb', 'x') from e
+            add_note(e, f'{type(self.model).__name__} got {describe(self.xb)}{model_hint(self.xb, self.model, e)}')
             raise
 
     def _do_loss(self, own_loss: Tensor | None) -> None:
-        if self.loss_func is not None and self.yb: loss = self._loss_of(self.pred)
+        try: has_targets = bool(self.yb)
+        except RuntimeError as e: raise self._no_tuple('yb', 'y') from e  # it is a tensor
+        if self.loss_func is not None and has_targets: loss = self._loss_of(self.pred)
         elif own_loss is not None: loss = own_loss
         else: return
         if not isinstance(loss, Tensor): loss = self._total_loss(loss)
@@ -223,11 +246,20 @@ class Loop(Resuming):
         self.loss = loss.detach().clone()
 
     def _loss_of(self, pred: Any) -> Any:
+        if not self._pairing_known:
+            self._pairing_known = True
+            check_pairing(self.loss_func, pred, self.yb)
         try: return self.loss_func(pred, *self.yb)
         except Exception as e:
+            if not isinstance(self.yb, (tuple, list)): raise self._no_tuple('yb', 'y') from e
             add_note(e, f'{name_of(self.loss_func)} got {describe(pred)} and the targets {describe(self.yb)}'
-                        f'{classes_hint(self.loss_func, pred, self.yb, e)}')
+                        f'{loss_hint(self.loss_func, pred, self.yb, e)}')
             raise
+
+    def _no_tuple(self, name: str, entry: str) -> BatchError:
+        "Make the error for a tensor where a tuple of them belongs."
+        return BatchError(f'`{name}` is {describe(getattr(self, name))}, not a tuple: write `self.learn.{name} = '
+                          f'({entry},)`.')
 
     def _total_loss(self, parts: Any) -> Tensor:
         "Record the named parts of a loss, and return its `loss` entry or their sum."
@@ -270,7 +302,8 @@ class Loop(Resuming):
             with self.contexts('backward'): self.loss_grad.backward()
         except RuntimeError as e:
             if self.loss_grad.numel() == 1 and self.loss_grad.requires_grad:
-                if hint := precision_hint(self.yb, self.model): add_note(e, hint)
+                hint = precision_hint(self.yb, self.model) or loss_hint(self.loss_func, self.pred, self.yb, e)
+                if hint: add_note(e, f'The targets are {describe(self.yb)}{hint}')
                 raise
             raise LossError(self._why_no_backward()) from e
 
@@ -294,7 +327,7 @@ class Loop(Resuming):
                 self.opt.zero_grad()
                 self._do_passes()
             self._repeating = True
-            return self.loss
+            return self._loss_of_all()
 
         try: self.opt.step(closure)
         except BaseException:
@@ -302,6 +335,10 @@ class Loop(Resuming):
             raise
         finally: self._repeating = False
         self.__dict__.update(before)  # what is recorded is of the weights that the batch met
+
+    def _loss_of_all(self) -> Tensor:
+        "Return the loss of the batch at hand, in all processes that train together: an optimizer decides by it."
+        return self.loss
 
     def _do_passes(self) -> None:
         "Run forward and backward over the batch, in pieces when `microbatch` is set, without the step."
@@ -327,6 +364,10 @@ def model_device(model: nn.Module, dls: Any) -> torch.device:
 def name_of(f: Any) -> str:
     "Return the name of a function, or of an object's class."
     return getattr(f, '__name__', None) or type(f).__name__
+
+
+def _tuple_wanted(name: str) -> AttributeError:
+    return AttributeError(f'`{name}` is read only: write `self.learn.{name}b = ({name},)`.')
 
 
 def token_count(learn: Any) -> int:

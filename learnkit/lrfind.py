@@ -20,6 +20,7 @@ from learnkit.averages import AvgSmoothLoss
 from learnkit.checks import check_count, check_fit
 from learnkit.data import evaluation_loaders
 from learnkit.dispatch import listed
+from learnkit.dtensors import cut_again
 from learnkit.errors import CancelFitException, FitError, LossError, MissingExtraError, OptionError, ScheduleError
 from learnkit.figures import axes_or_new, color
 from learnkit.hints import warn_user
@@ -189,7 +190,7 @@ class LRFinder(ParamScheduler):
         if 'loss_grad' in learn.__dict__:
             self._positions.append(self._pos)
             self._smooth.accumulate(learn)
-            if self._is_over(self._smooth.latest): raise CancelFitException
+            if learn.world.any(self._is_over(self._smooth.latest)): raise CancelFitException
         if learn.train_iter >= self.num_it: raise CancelFitException
 
     def _is_over(self, loss: float | None) -> bool:
@@ -197,6 +198,13 @@ class LRFinder(ParamScheduler):
         if loss is None: return False
         self._least = min(self._least, loss)
         return not math.isfinite(loss) or (self.stop_div and loss > DIVERGED * self._least)
+
+    def after_fit(self) -> None:
+        "Take the mean loss of all processes that train together."
+        world = self.learn.world
+        if world.size == 1 or not self.learn.fitting: return
+        self._smooth.mark(0)
+        self._smooth.replace((world.sum(torch.tensor(self._smooth.since_mark)) / world.size).tolist())
 
     def cleanup(self) -> None:
         super().cleanup()
@@ -240,10 +248,12 @@ def undoing(learn: Any, roots: list[Any], but: list[Any] | None = None) -> Itera
 def undoing_all(learn: Any) -> Iterator[None]:
     "Undo what happens to a Learner: also to its counters, its callbacks and their attributes."
     cbs, registry = list(learn.cbs), learn._callbacks
+    cut_again(learn.model)
     try:
         with undoing(learn, [vars(learn), *map(vars, cbs)], but=[registry, learn._tables, learn._whole_step]):
             try: yield
             finally:
+                cut_again(learn.model)
                 if any(a is not b for a, b in zip(learn.cbs, cbs, strict=False)) or len(learn.cbs) != len(cbs):
                     learn.cbs = cbs
     finally:

@@ -64,8 +64,7 @@ class AvgMetric(Mean, Metric):
             raise
 
     @property
-    def name(self) -> str:
-        return self._name or _func_name(self.func)
+    def name(self) -> str: return self._name or _func_name(self.func)
 
 
 class AvgLoss(Mean, Metric):
@@ -82,8 +81,7 @@ class AvgLoss(Mean, Metric):
         self.add(loss, batch_weight(learn))
 
     @property
-    def name(self) -> str:
-        return 'loss'
+    def name(self) -> str: return 'loss'
 
 
 class SumMetric(Metric):
@@ -101,6 +99,7 @@ class SumMetric(Metric):
     """
     _name: str | None = None
     _sums: Tensor | None = None
+    summed = ('_sums',)
 
     def __init__(
         self,
@@ -144,8 +143,7 @@ class SumMetric(Metric):
         return None if self._sums is None else self.final(self._sums.cpu())
 
     @property
-    def name(self) -> str:
-        return self._name or class2attr(self, 'Metric')
+    def name(self) -> str: return self._name or class2attr(self, 'Metric')
 
 
 class ValueMetric(Metric):
@@ -177,6 +175,7 @@ class TorchMetric(Metric):
 
     It moves to the device of the predictions. A value that is no single number (one per class, for one) comes as a
     tensor on the CPU."""
+    summed = ('_updates',)
 
     def __init__(
         self,
@@ -220,12 +219,12 @@ class TorchMetric(Metric):
         return float(res) if is_number(res) else to_detach(res)
 
     @property
-    def name(self) -> str:
-        return self._name or class2attr(self.metric, 'Metric')
+    def name(self) -> str: return self._name or class2attr(self.metric, 'Metric')
 
 
 class _Renamed(Metric):
     "A metric under another name; all else is its own."
+    summed = ()
 
     def __init__(self, metric: Metric, name: str) -> None:
         self.metric, self._name, self.on = metric, name, metric.on

@@ -4,7 +4,7 @@ What is accumulated is found in the attributes, so that a metric need not know o
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from enum import Enum
 from pathlib import PurePath
@@ -16,30 +16,17 @@ from torch import Tensor
 
 from learnkit.errors import MetricError
 
-__all__ = ['Accumulates', 'accumulated', 'put_back', 'joined', 'storable']
+__all__ = ['accumulated', 'is_metric', 'is_torchmetrics', 'joined', 'put_back', 'storable']
 
 ATOMS = (bool, int, float, complex, str, bytes)
 TOOLS = (torch.device, torch.dtype, Enum, PurePath)  # what is computed with; and whatever can be called
 Pairs = list[tuple[Tensor, Tensor]]
 
 
-class Accumulates:
-    "What has a state for checkpoints, found in its attributes."
-
-    def reset(self) -> None:
-        "Forget what was accumulated."
-
-    def state_dict(self) -> dict[str, Any]:
-        "Return what was accumulated since `reset`; raise `MetricError` where that is not plain."
-        return accumulated(self)
-
-    def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Go on from what `state_dict` returned; raise `MetricError` for what another kind of metric did."
-        self.reset()
-        put_back(self, sd)
-
-
-def accumulated(o: Any) -> dict[str, Any]:
+def accumulated(
+    o: Any,
+    but: Collection[str] = (),  # attributes to leave out
+) -> dict[str, Any]:
     """Return the attributes of an object that hold what it accumulates, as plain values.
 
     These are tensors, numbers, texts, None, and lists, tuples and dicts of them; and metrics, ours or those of
@@ -52,11 +39,12 @@ def accumulated(o: Any) -> dict[str, Any]:
     >>> accumulated(Best(k=2))
     {'seen': [3.0, 5.0]}
     """
-    if _is_torchmetrics(o): return _of_torchmetrics(o)
+    if is_torchmetrics(o): return _of_torchmetrics(o)
     if not hasattr(o, '__dict__'): raise MetricError(f'a {type(o).__name__} keeps its attributes to itself')
     options, state = _options(type(o)), {}
     for name, value in vars(o).items():
-        if _is_metric(value): state[f'{name}/'] = _state_of(value)
+        if name in but: continue
+        if is_metric(value): state[f'{name}/'] = _state_of(value)
         elif name.lstrip('_') not in options and not isinstance(value, TOOLS) and not callable(value):
             state[name] = _plain(value, f'its attribute `{name}`')
     return state
@@ -67,27 +55,28 @@ def put_back(
     sd: Mapping[str, Any], # from `accumulated`, of such an object; it is left as it is
 ) -> None:
     "Go on from what was accumulated. Raises `MetricError` for the state of something else."
-    if _is_torchmetrics(o): return _into_torchmetrics(o, sd)
+    if is_torchmetrics(o): return _into_torchmetrics(o, sd)
     for name, value in sd.items():
         if not name.endswith('/'): setattr(o, name, _copied(value))
-        elif _is_metric(part := vars(o).get(name[:-1])): _put_state(part, value)
+        elif is_metric(part := vars(o).get(name[:-1])): _put_state(part, value)
         else: raise MetricError(f'{type(o).__name__} has no metric `{name[:-1]}` that could go on from its state.')
 
 
 def _state_of(metric: Any) -> dict[str, Any]:
-    has_own = hasattr(metric, 'state_dict') and not _is_torchmetrics(metric)
+    has_own = hasattr(metric, 'state_dict') and not is_torchmetrics(metric)
     return metric.state_dict() if has_own else accumulated(metric)
 
 
 def _put_state(metric: Any, sd: dict[str, Any]) -> None:
-    has_own = hasattr(metric, 'load_state_dict') and not _is_torchmetrics(metric)
+    has_own = hasattr(metric, 'load_state_dict') and not is_torchmetrics(metric)
     if has_own: metric.load_state_dict(sd)
     else: put_back(metric, sd)
 
 
-def _is_metric(o: Any) -> bool:
+def is_metric(o: Any) -> bool:
+    "Tell what accumulates: a metric of ours, a mean, or what works like those of torchmetrics."
     if isinstance(o, type) or not hasattr(o, 'reset'): return False
-    return hasattr(o, 'accumulate') or (hasattr(o, 'update') and hasattr(o, 'compute'))
+    return hasattr(o, 'accumulate') or hasattr(o, 'merge') or (hasattr(o, 'update') and hasattr(o, 'compute'))
 
 
 def _options(cls: type) -> set[str]:
@@ -101,7 +90,9 @@ def _options(cls: type) -> set[str]:
 
 # -- torchmetrics ------------------------------------------------------------------------------------------------------
 
-def _is_torchmetrics(o: Any) -> bool: return isinstance(o, torch.nn.Module) and hasattr(o, 'metric_state')
+def is_torchmetrics(o: Any) -> bool:
+    "Tell an object of torchmetrics, or a collection of them."
+    return isinstance(o, torch.nn.Module) and hasattr(o, 'metric_state')
 
 
 def _of_torchmetrics(o: Any) -> dict[str, Any]:

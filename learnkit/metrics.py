@@ -33,6 +33,7 @@ from learnkit.measures import (
     paired,
     widened,
 )
+from learnkit.pairing import check_choice, of_classes
 from learnkit.scores import (
     APScoreBinary,
     APScoreMulti,
@@ -90,6 +91,7 @@ def by_element(func: F) -> F:
 # -- classes -----------------------------------------------------------------------------------------------------------
 
 @by_element
+@of_classes
 def accuracy(
     pred: Tensor,    # scores, classes along `axis`
     targ: Tensor,    # class numbers, of pred's shape without `axis`
@@ -97,16 +99,18 @@ def accuracy(
 ) -> Tensor:
     """Return the share of targets whose class scores highest.
 
-    Raises `MetricError` when there is not one target for each prediction.
+    Raises `MetricError` when there is not one target for each prediction, or one output alone.
 
     >>> accuracy(torch.tensor([[.1, .9], [.8, .2]]), torch.tensor([1, 1]))
     tensor(0.5000)
     """
+    check_choice('accuracy', pred, axis)
     best, targ = paired('accuracy', pred.argmax(dim=axis), targ)
     return (best == targ).float().mean()
 
 
 @by_element
+@of_classes
 def error_rate(
     pred: Tensor,    # scores, classes along `axis`
     targ: Tensor,    # class numbers
@@ -117,10 +121,12 @@ def error_rate(
     >>> error_rate(torch.tensor([[.1, .9], [.8, .2], [.7, .3], [.6, .4]]), torch.tensor([1, 0, 0, 1]))
     tensor(0.2500)
     """
+    check_choice('error_rate', pred, axis)
     return 1 - accuracy(pred, targ, axis=axis)
 
 
 @by_element
+@of_classes
 def top_k_accuracy(
     pred: Tensor,    # scores, classes along `axis`
     targ: Tensor,    # class numbers

@@ -145,6 +145,13 @@ class OptimWrapper(torch.optim.Optimizer):
         if len(self.optimizers) == 1: return self[0].state
         return {p: s for o in self.optimizers.values() for p, s in o.state.items()}
 
+    def rename_params(self, new: Mapping[Any, Any]) -> None:
+        "Take other parameters for those of its own that are keys of `new`, whose optimizers have them already."
+        for name in ('_exempt', 'always_trained', 'frozen'):
+            setattr(self, name, {new.get(p, p) for p in getattr(self, name)})
+        self._apart = [(o, i, j, [new.get(p, p) for p in params]) for o, i, j, params in self._apart]
+        self._fused = [FusedGuard(o) for o in fused_of(self.optimizers.values())]
+
     def __getattr__(self, name: str) -> Any:
         opt = self.__dict__.get('opt')
         if name.startswith('__') or not isinstance(opt, torch.optim.Optimizer): raise AttributeError(name)

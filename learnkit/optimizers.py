@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from learnkit.dtensors import locals_of
 from learnkit.errors import MissingExtraError, OptimizerError
 from learnkit.hypers import NORMS, as_groups, can_fuse, members
 from learnkit.optim import OptimWrapper
@@ -184,9 +185,9 @@ class Lookahead(OptimWrapper):
         for state, g, ps in groups:
             g['lookahead_step'] = g.get('lookahead_step', 0) + 1
             if g['lookahead_step'] % self.k or not ps: continue
-            slow_ones = [state[p]['slow_weights'] for p in ps]
-            torch._foreach_lerp_(slow_ones, ps, self.alpha)
-            torch._foreach_copy_(ps, slow_ones)
+            slow_ones, fast_ones = locals_of(state[p]['slow_weights'] for p in ps), locals_of(ps)
+            torch._foreach_lerp_(slow_ones, fast_ones, self.alpha)
+            torch._foreach_copy_(fast_ones, slow_ones)
         return loss
 
     def clear_state(self, closures: bool = False) -> None:

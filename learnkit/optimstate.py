@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from learnkit.batch import map_tensors
+from learnkit.dtensors import is_part, like
 from learnkit.hypers import OPTIONS
 
 if TYPE_CHECKING:
@@ -109,11 +110,18 @@ def load_state(opt: OptimWrapper, state: Any) -> None:
         if fit == 'joined': opt._join_again(o)
         own = o.param_groups
         pairs = zip(own, groups, strict=True)
+        params = {i: p for g, saved in zip(own, groups, strict=True) for i, p in zip(saved['params'], g['params'],
+                                                                                     strict=True)}
         # torch would keep the very tensors of the state
-        o.load_state_dict({'state': map_tensors(states[name]['state'], torch.clone),
+        o.load_state_dict({'state': {i: _copied(state, params.get(i)) for i, state in states[name]['state'].items()},
                            'param_groups': [merged(group, saved) for group, saved in pairs]})
         for group, loaded in zip(own, o.param_groups, strict=True): group.clear(); group.update(loaded)
         o.param_groups = own  # who reads a group goes on reading it
+
+
+def _copied(state: Any, p: Any) -> Any:
+    "Return a copy of a parameter's state, cut into parts where that is."
+    return map_tensors(state, lambda t: like(t, p) if is_part(p) and t.shape == p.shape else t.clone())
 
 
 def merged(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class Pieces(Evaluations):
     _backward: Callable[[], None]
     _step: Callable[[], None]
     _with_events: Callable[..., None]
-    _piece = 0                                 # number of the piece at hand
+    _piece, _is_last_piece = 0, True           # number of the piece at hand; whether none follows it
     _fitting_size: int | None = None           # the size that memory has held, with microbatch='auto'; None: any so far
 
     def _forget_pass(self) -> None:
@@ -48,25 +48,41 @@ class Pieces(Evaluations):
         "Add up the gradients of the pieces, each weighted so that the sum is the gradient of the whole batch."
         xb, yb, total = self.xb, self.yb, None
         if size == 'auto': size = min(self._fitting_size or find_bs(xb), find_bs(xb))
-        pieces = microbatches(xb, yb, size)
+        pieces = self._cut(xb, yb, size)
         weights = self._weights(pieces)
         try:
             for self._piece, (piece, weight) in enumerate(zip(pieces, weights or pieces, strict=True)):
                 self.xb, self.yb = piece
+                self._is_last_piece = self._piece + 1 == len(pieces)
                 self._forget_pass()
                 self._do_pred_loss()
                 share = share_of(weight, weights, self.loss.dtype)
                 total = self.loss * share if total is None else total + self.loss * share
                 self.loss_grad = self.loss_grad * share
                 self._with_events(self._backward, 'backward', CancelBackwardException)
-        finally: self.xb, self.yb = xb, yb
+        finally:
+            self.xb, self.yb = xb, yb
+            self.__dict__.pop('_is_last_piece', None)
         self.loss = total
+
+    def _cut(self, xb: Any, yb: Any, size: int) -> list[tuple[Any, Any]]:
+        "Cut a batch into pieces."
+        return microbatches(xb, yb, size)
 
     def _weights(self, pieces: list[tuple[Any, Any]]) -> list[Any] | None:
         "Return what each piece weighs, by samples or by `weight_func`; None for a loss that is a sum."
         if getattr(self.loss_func, 'reduction', getattr(self.loss_func, 'keywords', {}).get('reduction')) == 'sum':
             return None
         return [self.weight_func(*piece) if self.weight_func else find_bs(piece[0]) for piece in pieces]
+
+    def _samples(self) -> int:
+        "Return the number of samples of the batch at hand, in all processes that train together."
+        return find_bs(self.xb)
+
+    def _whole_weight(self) -> Any:
+        "Return what the batch at hand weighs, in all processes that train together; None for a loss that is a sum."
+        weights = self._weights([(self.xb, self.yb)])
+        return weights and weights[0]
 
     # -- the size that memory allows -----------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from fastcore.foundation import L
 from learnkit.averages import AvgSmoothLoss, Metric, is_number
 from learnkit.data import evaluation_loaders
 from learnkit.errors import MetricError, did_you_mean
-from learnkit.figures import color, new_axes, pyplot
+from learnkit.figures import axes_or_new, color, new_axes
 
 __all__ = ['Plots', 'draw_epochs', 'epochs_of']
 
@@ -36,7 +36,7 @@ class Plots:
         with_valid: bool = True,    # also draw the validation losses
         log: bool = False,          # logarithmic axes
         show_epochs: bool = False,  # mark the ends of epochs
-        ax: Any = None,             # matplotlib axes; None: the current ones
+        ax: Any = None,             # matplotlib axes; None: those of a new figure
     ) -> Any:
         """Draw the smoothed training loss by step, and the validation losses at the ends of epochs; return the axes.
 
@@ -46,7 +46,7 @@ class Plots:
         losses = self.smooth_loss.smooth
         if not losses: raise MetricError('There is no loss to draw yet: call `learn.fit(1)` first.')
         if len(losses) <= skip_start: skip_start = 0
-        ax = pyplot().gca() if ax is None else ax
+        ax = axes_or_new(ax)
         draw = ax.loglog if log else ax.plot
         draw(range(skip_start, len(losses)), losses[skip_start:], color=color(0), label='train')
         if show_epochs:

@@ -11,18 +11,17 @@ run gets there again depends on the loader:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, islice
 from typing import Any, Self
 
-import numpy as np
-import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from learnkit.data import TensorLoader, n_batches
 from learnkit.errors import CheckpointError
 from learnkit.hints import warn_user
+from learnkit.loadable import as_loadable, from_loadable
+from learnkit.order import Shard
 from learnkit.rng import capture_own, capture_rng, preserved_rng, restore_own, restore_rng, same_states
 from learnkit.torchloader import (
     Rest,
@@ -31,10 +30,12 @@ from learnkit.torchloader import (
     index_sampler,
     is_samplers,
     set_epochs,
+    start_lists,
     with_sampler,
+    workers_run,
 )
 
-__all__ = ['Drawing', 'check_position']
+__all__ = ['Drawing', 'check_position', 'describe_drawn']
 
 State = dict[str, Any]
 _END = object()  # what `next` gives when a loader is through
@@ -46,6 +47,7 @@ class Drawing:
     `begin` gives the iterator to draw from; nothing of this class runs between two batches. A drawing that has not
     begun stands between two epochs, and has a position as well.
 
+    >>> import torch
     >>> loader = TensorLoader(torch.arange(6), bs=2, shuffle=True, seed=0)
     >>> drawing = Drawing(loader)
     >>> first, *others = drawing.begin()
@@ -54,6 +56,9 @@ class Drawing:
     >>> [x.tolist() for x, in Drawing.resume(anew, position).begin()] == [x.tolist() for x, in others]
     True
     """
+    def __new__(cls, dl: Any, *_: Any, **__: Any) -> Self:
+        return super().__new__((dl.drawing if isinstance(dl, Shard) else None) or cls)
+
     def __init__(
         self,
         dl: Any,                     # the training loader
@@ -95,10 +100,11 @@ class Drawing:
         Raises `CheckpointError` when the epoch ends before it gets to a position's batch."""
         if self.start is not None: batches = self._go_on()
         else:
-            self._workers_ran = _workers_run(self.dl)
+            self._workers_ran = workers_run(self.dl)
             self.start = _generators(self.dl)
             batches = iter(self.dl)
-        return chain(self._note_first(), batches) if self.first is None and _starts_late(self.dl) else batches
+        late = self.first is None and not self._n and _starts_late(self.dl)
+        return chain(self._note_first(), batches) if late else batches
 
     def _note_first(self) -> Iterator[Any]:
         "Note the global generators when the first batch is drawn; there is nothing to yield."
@@ -116,10 +122,11 @@ class Drawing:
         if _n_workers(self.dl) and self.start is not None: now['own'] = _of_samples(now['own'])
         # torchdata's loader would start an epoch to tell its state before one
         if _has_state(self.dl) and (self.start is not None or not isinstance(self.dl, DataLoader)):
-            now['loader'] = _plain(self.dl.state_dict(), f'The state of {type(self.dl).__name__}')
-        return {'loader': _describe(self.dl), 'n': n_drawn, 'n_before': self.n_before, 'start': self.start,
+            now['loader'] = as_loadable(self.dl.state_dict(), f'The state of {type(self.dl).__name__}')
+        return {'loader': describe_drawn(self.dl), 'n': n_drawn, 'n_before': self.n_before, 'start': self.start,
                 'first': self.first, 'now': now, 'workers': self.workers, 'workers_ran': self._workers_ran,
-                'workers_run': _workers_run(self.dl)}
+                'workers_run': workers_run(self.dl),
+                'processes': self.dl.cut.size if isinstance(self.dl, Shard) else 1}
 
     def indices(
         self,
@@ -139,22 +146,22 @@ class Drawing:
             if _by_index(self.dl): found = next(islice(self._index_lists(), i, None), None)
             elif _serves_tensors(self.dl) and i < len(self.dl):
                 _restore(self.dl, self.start)
-                found = self.dl.draw_order().split(self.dl.bs)[i].tolist()
+                found = self.dl.draw_indices(i)
             else: return None
         return None if found is None else list(found) if isinstance(found, Iterable) else [found]
 
     # -- going on from a position --------------------------------------------------------------------------------------
 
-    def _stand_between_epochs(self, workers_run: bool) -> None:
+    def _stand_between_epochs(self, ran: bool) -> None:
         "Put a loader where it was after an epoch."
         dl = self.dl
         if isinstance(dl, Iterator):
             with preserved_rng(): _skip(dl, self.n_before)
-        if 'loader' in self._now: dl.load_state_dict(_restored(self._now['loader']))
+        if 'loader' in self._now: dl.load_state_dict(from_loadable(self._now['loader']))
         _put(dl, self._now)
-        if not workers_run or _workers_run(dl): return
+        if not ran or workers_run(dl): return
         with preserved_rng(), _preserved_own(dl): some = list(islice(index_sampler(dl), 1)) if _by_index(dl) else []
-        if some and fetching_is_random(dl, some): _warn_of_persistent_workers()
+        if some and fetching_is_random(_whole(dl), some): _warn_of_persistent_workers()
         # their start draws a seed, which the epochs after the first do without
         with preserved_rng(), _preserved_own(dl): iter(dl)
 
@@ -188,19 +195,17 @@ class Drawing:
         rest = Rest(lists, index_sampler(dl))
         batches = iter(with_sampler(dl, rest))
         rest.lists = None
-        if dl.num_workers: _warn_of_other_draws('sampler', began, current)
+        if dl.num_workers and not isinstance(dl, Shard): _warn_of_other_draws('sampler', began, current)
         if dl.persistent_workers: dl._iterator = batches  # which serve the epochs that follow
         return batches
 
     def _index_lists(self) -> Iterator[Any]:
         "Start the epoch's sampler as torch did, with every generator as it was then."
-        dl, sampler = self.dl, index_sampler(self.dl)
+        dl, first = self.dl, None if self.workers else self.first
         _restore(dl, self.start)
-        lists = iter(sampler)
-        if not self._workers_ran:
-            torch.empty((), dtype=torch.int64).random_(generator=dl.generator)  # torch's seed for workers, if any
-            if self.workers: lists = iter(sampler)
-        if not self.workers and self.first is not None: restore_rng(self.first)
+        if isinstance(dl, Shard): return self.dl.batch_lists(self.workers, self._workers_ran, first)
+        lists = start_lists(dl, self.workers, self._workers_ran)
+        if first is not None: restore_rng(first)
         return lists
 
     def _must_replay(self, some: list[Any]) -> bool:
@@ -208,7 +213,7 @@ class Drawing:
         dl = self.dl
         if self.replay is not None: return self.replay
         if not some: return not self._workers_ran
-        if not (self.workers or _n_workers(dl)) or not fetching_is_random(dl, some): return False
+        if not (self.workers or _n_workers(dl)) or not fetching_is_random(_whole(dl), some): return False
         if self.workers != _n_workers(dl): warn_user(
             f'The checkpoint was taken with num_workers={self.workers}, now it is {_n_workers(dl)}. Samples are '
             'fetched with random numbers, which each worker draws for itself: they will differ from an uninterrupted '
@@ -236,7 +241,7 @@ class Drawing:
         with _preserved_own(dl): return self._must_replay(list(islice(index_sampler(dl), 4)))
 
     def _go_on_from_state(self) -> Iterator[Any]:
-        self.dl.load_state_dict(_restored(self._now['loader']))
+        self.dl.load_state_dict(from_loadable(self._now['loader']))
         batches = iter(self.dl)
         _put(self.dl, self._now)
         return batches
@@ -249,16 +254,12 @@ def _n_workers(dl: Any) -> int:
     return n if isinstance(n, int) else 0
 
 
-def _workers_run(dl: Any) -> bool:
-    "Tell whether persistent workers are there: their next epoch starts without a draw for their seed."
-    return bool(getattr(dl, 'persistent_workers', False)) and getattr(dl, '_iterator', None) is not None
-
-
 def _serves_tensors(dl: Any) -> bool: return isinstance(dl, TensorLoader) and type(dl).__iter__ is TensorLoader.__iter__
 
 
 def _by_index(dl: Any) -> bool:
-    if type(dl) is not DataLoader or isinstance(dl.dataset, IterableDataset): return False
+    torchs = type(dl) is DataLoader or (isinstance(dl, Shard) and isinstance(dl, DataLoader))
+    if not torchs or isinstance(dl.dataset, IterableDataset): return False
     return not isinstance(index_sampler(dl), Iterator)
 
 
@@ -269,13 +270,23 @@ def _has_state(dl: Any) -> bool:
 def _starts_late(dl: Any) -> bool:
     "Tell whether a loader may draw random numbers for the epoch's order with its first batch."
     if type(dl) in (list, tuple) or isinstance(dl, Iterator) or _serves_tensors(dl): return False
-    return not (_by_index(dl) and dl.num_workers)
+    return not (_by_index(dl) and (dl.num_workers or isinstance(dl, Shard)))
 
 
-def _describe(dl: Any) -> dict[str, Any]:
+def _whole(dl: Any) -> Any: return dl.whole if isinstance(dl, Shard) else dl
+
+
+def _order_of(dl: Any) -> AbstractContextManager[Any]: return dl.order if isinstance(dl, Shard) else nullcontext()
+
+
+def describe_drawn(dl: Any) -> dict[str, Any]:
+    "Return what has to be the same for a position to hold: of a share, that of all processes together."
+    batches, per_batch = n_batches(dl), dl.cut.per_round if isinstance(dl, Shard) else 1
+    dl = _whole(dl)
     samples = getattr(dl, '__dict__', {}).get('dataset')
     bs = getattr(dl, 'bs', getattr(dl, 'batch_size', None))
-    return {'type': type(dl).__name__, 'batches': n_batches(dl), 'batch size': bs if isinstance(bs, int) else None,
+    return {'type': type(dl).__name__, 'batches': batches,
+            'batch size': bs * per_batch if isinstance(bs, int) else None,
             'samples': dl.n if _serves_tensors(dl) else None if samples is None else n_batches(samples)}
 
 
@@ -289,9 +300,11 @@ def check_position(dl: Any, state: Mapping[str, Any]) -> None:
     if not isinstance(state, Mapping) or any(not isinstance(state.get(k), kind) for k, kind in _ENTRIES.items()):
         raise CheckpointError('The checkpoint has no position in its data that this version understands.')
     with _preserved_own(dl):
-        set_epochs(dl, state['now'].get('epochs', {}))  # a loader's length may be another in each epoch
-        was, now = state['loader'], _describe(dl)
-    differ = [f'{name} {was.get(name)}, now {now[name]}' for name in now if was.get(name) != now[name]]
+        set_epochs(_whole(dl), state['now'].get('epochs', {}))  # a loader's length may be another in each epoch
+        was, now = state['loader'], describe_drawn(dl)
+    before, here = state.get('processes', 1), dl.cut.size if isinstance(dl, Shard) else 1
+    differ = [f'{name} {_of_all(name, was.get(name), before)}, now {_of_all(name, now[name], here)}'
+              for name in now if was.get(name) != now[name]]
     if differ:
         raise CheckpointError('The training loader is not as it was when the checkpoint was taken: '
                               f'{"; ".join(differ)}. Give the data and the loader that it had, or begin a new fit with '
@@ -301,21 +314,27 @@ def check_position(dl: Any, state: Mapping[str, Any]) -> None:
                               f'{now["batches"]}.')
 
 
+def _of_all(name: str, value: Any, processes: int) -> str:
+    return f'{value} (of all {processes} processes)' if name == 'batch size' and processes > 1 else str(value)
+
+
 # Generators
 
 def _own_state(dl: Any) -> State:
-    return {'own': capture_own(dl), 'epochs': epochs_of(dl)}
+    with _order_of(dl): return {'own': capture_own(_whole(dl)), 'epochs': epochs_of(_whole(dl))}
 
 
-def _generators(dl: Any) -> State: return {'rng': capture_rng(), **_own_state(dl)}
+def _generators(dl: Any) -> State:
+    with _order_of(dl): return {'rng': capture_rng(), **_own_state(dl)}
 
 
 def _restore(dl: Any, state: State | None) -> list[str]:
     "Put every generator to a state of `_generators`; return the names of those that the loader does not have."
     if state is None: return []
-    if 'rng' in state: restore_rng(state['rng'])
-    set_epochs(dl, state['epochs'])
-    return restore_own(dl, state['own'])
+    with _order_of(dl):
+        if 'rng' in state: restore_rng(state['rng'])
+        set_epochs(_whole(dl), state['epochs'])
+        return restore_own(_whole(dl), state['own'])
 
 
 def _put(dl: Any, state: State) -> None:
@@ -334,8 +353,9 @@ def _of_samples(own: State) -> State:
 @contextmanager
 def _preserved_own(dl: Any) -> Iterator[None]:
     state = _own_state(dl)
-    try: yield
-    finally: _restore(dl, state)
+    with dl.kept() if isinstance(dl, Shard) else nullcontext():
+        try: yield
+        finally: _restore(dl, state)
 
 
 def _warn_of_other_draws(who: str, began: State | None, current: State) -> None:
@@ -367,31 +387,3 @@ def _skip(it: Iterator[Any], n: int) -> tuple[Iterator[Any], State | None, list[
         if i == 0: began = capture_rng()
         if i % step == 0: some.append(entry)
     return it, began, some
-
-
-# A loader's own state
-
-_ARRAY = '__array__'  # the name under which a tensor stands for an array
-
-
-def _plain(value: Any, where: str) -> Any:
-    "Return a state made of what loads safely, arrays as marked tensors; raise `CheckpointError` for anything else."
-    if isinstance(value, np.generic): value = value.item()
-    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)): return value
-    if isinstance(value, Tensor): return value.detach().clone()
-    if isinstance(value, np.ndarray) and value.dtype.kind in 'biufc': return {_ARRAY: torch.from_numpy(value.copy())}
-    if isinstance(value, Mapping): return {k: _plain(v, f'{where}[{k!r}]') for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return (list if isinstance(value, list) else tuple)(_plain(v, f'{where}[{i}]') for i, v in enumerate(value))
-    raise CheckpointError(f'{where} is a {type(value).__name__}, which would not load safely. Let the loader, its '
-                          'sampler and its data set keep tensors, arrays, numbers, texts, and lists, tuples or dicts '
-                          'of them.')
-
-
-def _restored(value: Any) -> Any:
-    "Return what `_plain` was given."
-    if isinstance(value, Tensor): return value.clone()
-    if isinstance(value, dict): return value[_ARRAY].numpy().copy() if _ARRAY in value else {
-        k: _restored(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)): return type(value)(map(_restored, value))
-    return value

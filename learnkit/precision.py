@@ -7,10 +7,10 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 
 from learnkit.batch import map_tensors
 from learnkit.callback import Callback
+from learnkit.dtensors import is_part, local, locals_of, total_norm
 from learnkit.errors import CancelStepException, ModelError, OptimizerError, OptionError, did_you_mean
 from learnkit.hints import warn_user
 from learnkit.loop import Loop, model_device
@@ -114,7 +114,9 @@ class MixedPrecision(Callback):
         if not self.scales: return
         loss = self.scaler.scale(self.learn.loss_grad)
         if not self._is_scaled:
-            for p, grad in self._grads(): p.grad = self.scaler.scale(grad)  # kept by a Cancel: the new ones add to them
+            for p, grad in self._grads():  # kept by a Cancel: the new ones add to them
+                if is_part(grad): local(grad).mul_(self.scaler.get_scale())
+                else: p.grad = self.scaler.scale(grad)
         self.learn.loss_grad, self._is_scaled = loss, True
 
     def before_step(self) -> None:
@@ -137,7 +139,7 @@ class MixedPrecision(Callback):
         if 'loss_grad' in learn.__dict__: learn.loss_grad = learn.loss_grad / scale
         grads = [grad for _, grad in self._grads()]
         if not grads: return
-        if get_total_norm(grads, norm_type=float('inf')).isfinite(): torch._foreach_div_(grads, scale)
+        if total_norm(grads, float('inf')).isfinite(): torch._foreach_div_(locals_of(grads), scale)
         else:  # it is the scale that was too high: this step is skipped like any other one
             learn.opt.zero_grad()
             self.n_skipped += 1

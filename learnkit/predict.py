@@ -15,14 +15,16 @@ from fastcore.foundation import L
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from learnkit.arrays import is_rows
 from learnkit.batch import describe, detuplify, map_tensors
 from learnkit.callback import Callback
 from learnkit.checks import check_function
 from learnkit.data import DataLoaders, check_loader, evaluation_loaders, in_order
 from learnkit.dispatch import as_callback, listed
 from learnkit.errors import BatchError, CancelEpochException, CancelFitException, LoaderError, OptionError
-from learnkit.gathering import Arriving, GatherPredsCallback, Taken, check_sink, opened_sink
+from learnkit.gathering import Arriving, Everywhere, GatherPredsCallback, Taken, dealt
 from learnkit.rng import preserved_generators, preserved_rng
+from learnkit.sinks import check_sink, opened_sink
 from learnkit.streaming import PredictionStream, Streaming
 
 __all__ = ['GatherPredsCallback', 'Predictions']
@@ -51,8 +53,11 @@ class Predictions(Streaming):
         >>> 0 <= error <= valid_loss ** 0.5
         True
         """
-        if dl is not None: loaders: Any = [('valid', self._given(dl))]
-        else: loaders = None if ds_idx is None else [('train' if ds_idx == 0 else 'valid', self._loader(ds_idx))]
+        if dl is not None: loaders: Any = [('valid', dealt(self, self._given(dl))[0])]
+        elif ds_idx is None: loaders = None
+        else:
+            dl = self._loader(ds_idx)
+            loaders = [('train' if ds_idx == 0 else 'valid', dealt(self, dl)[0])]
         if loaders is None and not evaluation_loaders(self.dls): self._loader(1)  # raises
         self.final_record: L | None = None
         with self.lock, self._put_back(), self.validation_context(cbs=cbs, inner=True), self._run('evaluation'):
@@ -75,6 +80,9 @@ class Predictions(Streaming):
     ) -> Any:
         """Return predictions and targets of a loader on the CPU, joined along the first dimension.
 
+        Where several processes train together, all of them call it: each predicts its share, and each gets everything
+        (its own alone, with loaders that were `sharded_already`).
+
         What was asked for comes in the order: inputs, predictions, targets, decoded predictions, losses. Several inputs
         or targets come as a list or tuple of tensors; targets are None where the loader has none. A shuffling loader's
         samples come in the data set's order, each once, and so do those that a weighted or partial loader of fastai
@@ -85,7 +93,8 @@ class Predictions(Streaming):
         (`000000.pt`, a dict for `torch.load`); the path of a `.npy` file or an array (`numpy.memmap`), which get the
         predictions alone; or a function, called with the entries of each batch. Until they are complete, the folder and
         the file are called `<name>.part`: what an interrupted run wrote is there, and is written over by the next.
-        Nothing else is: a file, or a folder that is not empty, is refused.
+        Nothing else is: a file, or a folder that is not empty, is refused. Several processes write files of one folder,
+        numbered in the order of the data; of a `.npy` file each writes its own, which `learnkit.sinks.read_rows` joins.
 
         Raises `LoaderError` when there is no such loader, `EmptyLoaderError` when it has no batch, and `OptionError`
         for a sink that cannot take what was asked for.
@@ -104,14 +113,16 @@ class Predictions(Streaming):
             if others := [name for name in kwargs if name != 'with_targs']:
                 raise OptionError(f'A sink goes without {", ".join(others)}.')
             asked = Taken(self, noop, with_decoded=with_decoded, act=act, arriving=Arriving(), **options)
-            check_sink(sink, asked.names)
             dl, _ = self._planned(ds_idx, dl, reorder, sort=True)
-            with opened_sink(sink, asked.names) as asked.give:
+            dl, world = dealt(self, dl)
+            check_sink(sink, asked.names, world)
+            with opened_sink(sink, asked.names, world, lambda: asked.iter) as asked.give:
                 run(dl, [*new_cbs, asked.callback()])
                 asked.finish()
             return sink
 
         dl, order = self._planned(ds_idx, dl, reorder)
+        dl, _ = dealt(self, dl)
         cb = GatherPredsCallback(**options)
         run(dl, [*new_cbs, cb])
         res = cb.all_tensors()
@@ -149,7 +160,7 @@ class Predictions(Streaming):
         Learner is as it was before (modes, RNGs, weights, loop state), and no memory grows. Leaving the loop
         early ends the run as a `CancelValidException` would. A stream does not outlast what it runs in: when
         its Learner goes on to a fit, a validation or other predictions, is copied, or has callbacks taken out,
-        it is ended first, and asking it for more raises `FitError`.
+        it is ended first, and asking it for more raises `FitError`. Of several processes each gets its share.
 
         >>> from learnkit.testing import synth_learner
         >>> learn = synth_learner(default_cbs=False)
@@ -157,7 +168,7 @@ class Predictions(Streaming):
         [(16, 1), (16, 1)]
         """
         check_function('act', act)
-        dl, new_cbs = self._chosen(ds_idx, dl), [as_callback(cb) for cb in listed(cbs)]
+        (dl, _), new_cbs = dealt(self, self._chosen(ds_idx, dl)), [as_callback(cb) for cb in listed(cbs)]
         batch: list[tuple[Any, ...]] = []
         taken = Taken(self, lambda *entries: batch.append(entries), with_input=with_input, with_decoded=with_decoded,
                       with_loss=with_loss, act=act, cpu=cpu)
@@ -183,7 +194,8 @@ class Predictions(Streaming):
         if callable(getattr(self.dls, 'test_dl', None)): return self._predict_typed(item, rm_type_tfms, with_input)
         try: batch = default_collate([item])
         except TypeError as e: raise BatchError(f'predict({describe(item)}): {e}. Give what the data set does.') from e
-        dl = [tuple(batch) if isinstance(item, (tuple, list)) else batch if isinstance(item, Mapping) else (batch,)]
+        dl = Everywhere([tuple(batch) if isinstance(item, (tuple, list)) else
+                         batch if isinstance(item, Mapping) else (batch,)])
         inputs, preds, _, decoded = self.get_preds(dl=dl, with_input=True, with_decoded=True, cbs=_all_inputs())
         dec, pred = _first(decoded), _first(preds)
         res = _class_name(dec, getattr(self.dls, 'vocab', None)), dec, pred
@@ -193,6 +205,7 @@ class Predictions(Streaming):
         "Predict where the data makes its own test loader and decodes its batches."
         dls, n = self.dls, getattr(self.dls, 'n_inp', -1)
         dl = dls.test_dl([item], rm_type_tfms=rm_type_tfms, num_workers=0)
+        if self.world.size > 1: dl = Everywhere(dl)
         inputs, preds, _, decoded = self.get_preds(dl=dl, with_input=True, with_decoded=True)
         sample = dls.decode_batch((*((inputs,) if n == 1 else _as_tuple(inputs)), *_as_tuple(decoded)))[0]
         res = detuplify(sample[n:]), _first(decoded), _first(preds)
@@ -258,19 +271,22 @@ class Predictions(Streaming):
         with preserved_rng():  # what chooses samples draws here
             # a given loader is asked itself: a new one would not know its weights
             if not given or dl.drop_last: dl = dl.new(shuffle=False, drop_last=False)
-            idxs = _drawn_idxs(dl)
+            idxs = self.world.broadcast(_drawn_idxs(dl))
             if not all(isinstance(i, (int, np.integer)) for i in idxs): return dl, None
             ordered = dl.new(get_idxs=_Always(sorted(idxs) if sort else idxs))
         return ordered, None if sort else torch.tensor(idxs).argsort(stable=True)
 
-    def _chosen(self, ds_idx: int, dl: Any) -> Any: return self._loader(ds_idx) if dl is None else self._given(dl)
+    def _chosen(self, ds_idx: int, dl: Any) -> Any:
+        "Return the loader that is meant; all of it, where processes have a part each."
+        dl = self._loader(ds_idx) if dl is None else self._given(dl)
+        return getattr(dl, 'whole', dl)
 
     def _given(self, dl: Any) -> Any:
         "Return the loader that was given, by its name in `dls` or as it is."
         if isinstance(dl, str): return self._loader(dl)
-        if isinstance(dl, (Tensor, np.ndarray)):
-            raise LoaderError(f'dl is {describe(dl)}, no batches: give `dl=[(x,)]`, with targets `dl=[(x, y)]`, and of '
-                              'many samples `dl=TensorLoader(x, bs=64)`.')
+        if is_rows(dl):
+            few = '`dl=[(x,)]`, with targets `dl=[(x, y)]`, and of many samples ' * isinstance(dl, (Tensor, np.ndarray))
+            raise LoaderError(f'dl is {describe(dl)}, no batches: give {few}`dl=TensorLoader(x, bs=64)`.')
         if isinstance(dl, DataLoaders) or (hasattr(dl, 'valid') and hasattr(dl, 'train_ds')):
             raise LoaderError(f'dl is a {type(dl).__name__}, of several loaders: pass its `.train` or its `.valid`.')
         check_loader('dl', dl)
@@ -278,6 +294,9 @@ class Predictions(Streaming):
 
     def _loader(self, ds_idx: int | str) -> Any:
         try: return self.dls[ds_idx]
+        except TypeError:
+            if is_rows(ds_idx): self._given(ds_idx)  # raises
+            raise LoaderError(f'ds_idx={ds_idx!r} is no number of a loader: a loader is given as `dl=`.') from None
         except (IndexError, KeyError):
             what = 'validation loader' if ds_idx == 1 else f'loader {ds_idx!r}'
             raise LoaderError(f'There is no {what}: give one to `DataLoaders(train, valid)`, or pass `dl=`.') from None

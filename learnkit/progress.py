@@ -246,7 +246,7 @@ class ProgressCallback(Callback):
     epoch  train_loss  valid_loss  time
         0  ...
     """
-    order = 60
+    order, first_process_only = 60, True
     _shown = Run(Display())  # outside a run nothing is ever due
 
     def before_fit(self) -> None:

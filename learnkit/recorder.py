@@ -2,46 +2,39 @@
 from __future__ import annotations
 
 from html import escape
+from math import isnan
 from time import perf_counter
 from typing import Any
 
 import torch
 from fastcore.foundation import L
 
-from learnkit.averages import AvgSmoothLoss, Mean, Metric
+from learnkit.averages import AvgSmoothLoss, Mean, Metric, merged_losses
 from learnkit.callback import Callback
 from learnkit.checks import check_metrics
 from learnkit.data import evaluation_loaders
-from learnkit.frames import Frame, Piece, load_metrics, metric_states, packed_rows, twin, unpacked_rows, value_of
-from learnkit.html import never_raising, table
-from learnkit.measures import AvgLoss, as_metrics, check_column
+from learnkit.frames import (
+    Frame,
+    Piece,
+    counts,
+    load_metrics,
+    metric_states,
+    packed_rows,
+    read_metrics,
+    twin,
+    unpacked_rows,
+)
+from learnkit.hints import warn_of_nan
+from learnkit.history import History
+from learnkit.html import never_raising
+from learnkit.measures import AvgLoss, as_metrics, batch_weight, check_column, measures_batches
+from learnkit.merging import check_mergeable, gathered
 from learnkit.metric_states import storable
 from learnkit.plots import Plots
 from learnkit.steps import Steps
 from learnkit.timing import format_seconds
 
 __all__ = ['Recorder', 'History', 'recorder_of']
-
-
-class History(list[dict[str, Any]]):
-    """One dict an epoch, over all fits: `fit`, `epoch`, losses, metrics, logged values and `time` in seconds.
-
-    >>> History([{'epoch': 0, 'train_loss': 0.5}, {'epoch': 1, 'train_loss': 0.25}]).to_pandas()
-       epoch  train_loss
-    0      0        0.50
-    1      1        0.25
-    """
-
-    def to_pandas(self) -> Any:
-        "Return the history as a pandas DataFrame, one row an epoch."
-        import pandas as pd
-        return pd.DataFrame(list(self))
-
-    @never_raising
-    def _repr_html_(self) -> str:
-        names = list(dict.fromkeys(name for row in self for name in row))
-        rows = [row | {'time': format_seconds(row['time'])} if 'time' in row else row for row in self]
-        return table(names, [[row.get(name) for name in names] for row in rows]) if self else 'no epoch yet'
 
 
 class _EvalLoss(AvgLoss):
@@ -87,6 +80,7 @@ class Recorder(Plots, Callback):
         self._unshown: set[str] = set()   # those of them that are not printed
         self.log = L()               # the row of the epoch so far
         self._n_before = 0           # steps before the current epoch
+        self._weights: list[Any] = []  # of its losses so far among those of several processes
         self._is_open = False        # the training of an epoch has begun, and the epoch is not over
         self._start_anew()
 
@@ -109,6 +103,7 @@ class Recorder(Plots, Callback):
         del self._frames[depth - 1:]  # of runs that are over
         self._frames += [Frame() for _ in range(len(self._frames), depth - 1)]
         self._frames.append(Frame(own=depth > 1))
+        if learn.world.size > 1: self._check_mergeable()
         if not learn.fitting: return
         self.n_fits += 1
         self._logged_names, self._unshown = [], set()
@@ -144,20 +139,24 @@ class Recorder(Plots, Callback):
 
     def _measure_piece(self) -> None:
         "Compute the training metrics of a microbatch, while its predictions are there."
-        if not self.learn.training or self.learn._repeating: return
+        if not self.learn.training or self.learn._repeating or not counts(self.learn): return
         for m in self._train: m.accumulate(self.learn)
 
     def _keep_piece(self) -> None:
         "Keep the predictions of a microbatch until its batch is through: it is done again when memory runs out."
-        if not self.learn.training or self.learn._repeating: return
+        if not self.learn.training or self.learn._repeating or not counts(self.learn): return
         if not self.learn._piece: self._pieces = []
         self._pieces.append(Piece(self.learn))
 
     def before_epoch(self) -> None:
         frame = self._frame
         frame.values, frame.started, frame.n_valid = {}, perf_counter(), 0
-        if self.learn.fitting: self._n_before = self.smooth_loss.count
+        if self.learn.fitting: self._begin_losses(self.smooth_loss.count)
         self.log = L(self.learn.epoch)
+
+    def _begin_losses(self, n: int, weights: list[float] | None = None) -> None:
+        self._n_before, self._weights = n, weights or []
+        if self.learn.world.size > 1: self.smooth_loss.mark(n)
 
     def before_train(self) -> None:
         self._is_open = True
@@ -174,8 +173,9 @@ class Recorder(Plots, Callback):
         if 'loss_grad' not in learn.__dict__: return self._without_loss()
         if learn.training:
             self.smooth_loss.accumulate(learn)
+            if learn.world.size > 1: self._weights.append(batch_weight(learn) if counts(learn) else 0)
             if learn.opt is not None: self._steps.record(learn.opt.last_group)
-            for batch in self._pieces if learn.microbatch else (learn,):
+            for batch in self._pieces if learn.microbatch else (learn,) if counts(learn) else ():
                 for m in self._train: m.accumulate(batch)
             self._pieces = []
         elif learn.phase != 'predict': self._measure(self._valid_mets)
@@ -192,14 +192,20 @@ class Recorder(Plots, Callback):
 
     def after_train(self) -> None:
         values, n = self._frame.values, self.smooth_loss.count - self._n_before
-        values['train_loss'] = self.smooth_loss.smooth[-1] if n else None
-        for m in self._train: values[self._train_name(m)] = value_of(m, n)
+        measured, told = read_metrics(self._train, n, self.learn, self._told_losses())
+        if told: self._merge_losses(told)
+        has_steps = self.smooth_loss.count > self._n_before
+        values['train_loss'] = self.smooth_loss.smooth[-1] if has_steps else None
+        if has_steps and isnan(values['train_loss']): warn_of_nan(self.learn, self.smooth_loss.smooth, self._n_before)
+        values.update(zip(map(self._train_name, self._train), measured, strict=True))
         self.log = L(self.learn.epoch, *values.values())
 
     def after_validate(self) -> None:
         if self.learn.phase == 'predict': return
         frame, dl = self._frame, self.learn.dl_name
-        values = {self._valid_name(m, dl): value_of(m, frame.n_valid) for m in self._valid_mets}
+        metrics = list(self._valid_mets)
+        measured, _ = read_metrics(metrics, frame.n_valid, self.learn)
+        values = {self._valid_name(m, dl): value for m, value in zip(metrics, measured, strict=True)}
         frame.values.update(values)
         frame.measured.update(values)
         frame.n_valid = 0
@@ -225,19 +231,23 @@ class Recorder(Plots, Callback):
         if self.learn.phase == 'predict': return
         check_column(name)
         mean = self._frame.logged.setdefault(name, Mean())
-        if weight is None: mean.reset()
+        if weight is None:
+            mean.reset()
+            self._frame.latest.add(name)
+        elif (self.learn._is_open('train') or self.learn._is_open('validate')) and not counts(self.learn): weight = 0
         mean.add(value, 1 if weight is None else weight)
         if self.learn.fitting and name not in self._logged_names:
             self._logged_names.append(name)
             if not shown: self._unshown.add(name)
 
     def after_epoch(self) -> None:
-        frame, learn = self._frame, self.learn
-        values, seconds = frame.collect(), perf_counter() - frame.started
-        frame.values, frame.logged = {}, {}
+        frame, learn, seconds = self._frame, self.learn, perf_counter() - self._frame.started
+        if not learn.fitting and learn.phase == 'predict': return frame.clear()  # nothing was measured
+        if learn.world.size > 1: seconds = self._merge_logged(seconds)
+        values = frame.collect()
+        frame.clear()
         if learn.fitting: self._is_open = False
-        if not learn.fitting:
-            if learn.phase == 'predict': return  # nothing was measured
+        else:
             names = [n for name, _ in evaluation_loaders(learn.dls) for n in self._valid_names(name)]
             learn.final_record = L(values[n] for n in dict.fromkeys([*names, *values]) if n in values)
             return
@@ -251,6 +261,34 @@ class Recorder(Plots, Callback):
         shown = (v for name, v in columns.items() if name not in self._unshown)
         self.log = L(learn.epoch, *shown, *([format_seconds(seconds)] if self.add_time else []))
         learn.logger(self.log)
+
+    # -- of several processes ------------------------------------------------------------------------------------------
+
+    def _check_mergeable(self) -> None:
+        names = [name for name, _ in evaluation_loaders(self.learn.dls)]
+        for m in {id(m): m for m in [*self._on('train'), *(m for n in names for m in self._evaluated(n))]}.values():
+            if measures_batches(m): check_mergeable(m)
+
+    def _told_losses(self) -> dict[str, Any]:
+        "Return this epoch's losses as this process has them, and how much each counts."
+        if self.learn.world.size == 1: return {}
+        losses, weights = self.smooth_loss.since_mark, [float(w) for w in self._weights]
+        return {'losses': losses, 'weights': [1.]*(len(losses) - len(weights)) + weights}
+
+    def _merge_losses(self, told: list[dict[str, Any]]) -> None:
+        "Put in their place those of all processes, of the samples that each had at each step."
+        losses, weights = ([sd[k] for sd in told] for k in ('losses', 'weights'))
+        self.smooth_loss.replace(merged_losses(losses, weights, 'sum' if self.learn._weights([]) is None else 'mean'))
+
+    def _merge_logged(self, seconds: float) -> float:
+        "Take over what the other processes have logged; return the first one's seconds."
+        frame = self._frame
+        mine = {'frame': frame.state_dict(), 'names': self._logged_names, 'unshown': self._unshown, 'seconds': seconds}
+        told = gathered(self.learn.world, mine)
+        frame.merge_logged([sd['frame'] for sd in told])
+        self._logged_names = list(dict.fromkeys(name for sd in told for name in sd['names']))
+        self._unshown = set().union(*(sd['unshown'] for sd in told))
+        return float(told[0]['seconds'])
 
     def cleanup(self) -> None:
         "Forget what an interrupted run left."
@@ -327,6 +365,7 @@ class Recorder(Plots, Callback):
                 'logged_names': list(self._logged_names), 'unshown': sorted(self._unshown),
                 'steps': self._steps.state_dict(), 'final_record': None if final is None else storable(list(final)),
                 'open': {**frame.state_dict(), 'n_before': self._n_before if self._is_open else 0,
+                         'weights': [float(w) for w in self._weights] if self._is_open else [],
                          'metrics': metric_states(self._train) if self._is_open else None},
                 'seconds': perf_counter() - frame.started if self._is_open else 0.}
 
@@ -347,7 +386,8 @@ class Recorder(Plots, Callback):
     def _reopen(self, sd: dict[str, Any], seconds: float) -> None:
         "Go on measuring in the epoch that was open."
         frame = self._frames[0]
-        frame.started, self._n_before = perf_counter() - seconds, sd['n_before']
+        frame.started = perf_counter() - seconds
+        self._begin_losses(sd['n_before'], list(sd.get('weights', ())))
         self.log = L(self.learn.epoch, *frame.values.values())
         if sd['metrics'] is not None: load_metrics(self._train, sd['metrics'])
 

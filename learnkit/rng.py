@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ['RNGState', 'capture_rng', 'restore_rng', 'same_states', 'preserved_rng', 'own_generators', 'capture_own',
-           'restore_own', 'preserved_generators']
+__all__ = ['RNGState', 'capture_rng', 'capture_host_rng', 'restore_rng', 'same_states', 'preserved_rng',
+           'own_generators', 'capture_own', 'restore_own', 'preserved_generators']
 
 RNGState = dict[str, Any]  # 'python', 'torch' and, where in use, 'numpy', 'cuda', 'mps'
 
@@ -30,11 +30,17 @@ def capture_rng() -> RNGState:
     >>> torch.equal(torch.rand(3), drawn)
     True
     """
+    state = capture_host_rng()
+    if torch.cuda.is_initialized(): state['cuda'] = tuple(torch.cuda.get_rng_state_all())
+    if torch.backends.mps.is_available(): state['mps'] = torch.mps.get_rng_state()
+    return state
+
+
+def capture_host_rng() -> RNGState:
+    "Return those that `capture_rng` does but for CUDA's and MPS's: the order of data is drawn from no others."
     state: RNGState = {'python': random.getstate(), 'torch': torch.get_rng_state()}
     if (np_random := sys.modules.get('numpy.random')) is not None:
         state['numpy'] = _map_arrays(np_random.get_state(legacy=False), _to_tensor)
-    if torch.cuda.is_initialized(): state['cuda'] = tuple(torch.cuda.get_rng_state_all())
-    if torch.backends.mps.is_available(): state['mps'] = torch.mps.get_rng_state()
     return state
 
 

@@ -16,6 +16,7 @@ from learnkit.events import CONTEXTS, LEVELS
 from learnkit.rng import preserved_rng
 from learnkit.timing import Timestamp
 from learnkit.timings import FIRST, Timings
+from learnkit.world import ALONE, World
 
 __all__ = ['Runs', 'Contexts']
 
@@ -68,6 +69,8 @@ class Runs(HasCallbacks):
         self._started: float | None = None      # when the running fit began
         self._device: torch.device | None = None
         self.timings, self._until_timed = Timings(), FIRST
+        self.world: World = ALONE               # the processes that train together
+        self._replica: nn.Module | None = None  # what training calls in the model's place
         self._end_cleanup()
 
     def contexts(self, part: str) -> AbstractContextManager[Any]:
@@ -187,7 +190,13 @@ class Runs(HasCallbacks):
         >>> with synth_learner(n_train=10, cbs=Callback(after_batch=enough)).no_bar() as learn: learn.fit(100)
         >>> learn.train_iter, len(learn.history)
         (15, 2)
+
+        Where several processes train together, they end once they have agreed on it (`DistributedTraining`).
         """
+        self._stop_here()
+
+    def _stop_here(self) -> None:
+        "Stop, in every process alike, or in the only one."
         self._stopping = True
 
     @property
@@ -198,8 +207,12 @@ class Runs(HasCallbacks):
 
     def _finished(self, unit: str) -> Any:
         "Return what is finished so far in one unit, as a plain number."
-        if unit == 'sec': return self._seconds + (perf_counter() - self._started if self._started is not None else 0.)
+        if unit == 'sec': return self._own_seconds()
         return self._done[unit] + (getattr(self.opt, 'n_steps', 0) if unit == 'st' else 0)
+
+    def _own_seconds(self) -> float:
+        "Return the seconds that this process has trained, by its own clock."
+        return self._seconds + (perf_counter() - self._started if self._started is not None else 0.)
 
     def _ends_iteration(self) -> bool:
         k, done = self.epochs_per_iteration, self.epoch + 1

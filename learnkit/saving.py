@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from learnkit.batch import find_bs, map_tensors, microbatches, passed_names, split_batch
 from learnkit.checks import check_function
 from learnkit.data import evaluation_loaders
+from learnkit.dtensors import mesh_of, whole_state
 from learnkit.errors import ModelError, OptimizerError, OptionError, WeightsError
 from learnkit.files import atomic_write, check_writable
 from learnkit.hints import warn_user
@@ -40,6 +41,7 @@ from learnkit.weights import (
     bare_model,
     check_weights,
     load_weights,
+    model_state,
     plain,
     read_weights,
     safetensors_torch,
@@ -71,7 +73,8 @@ class Saving(Loop):
 
         The file is torch's: `{'model': ..., 'opt': ...}`, or the model's state dict alone. A name that ends in
         `.safetensors` gets the weights alone, in that library's format (`pip install "learnkit[safetensors]"`). It is
-        there whole or not at all, and folders are made. Raises `OptionError` for a name that cannot be a file and for
+        there whole or not at all, and folders are made. Of several processes that train together all call it, and the
+        first one writes. Raises `OptionError` for a name that cannot be a file and for
         `with_opt` in a format without place for it, `OptimizerError` when `with_opt` is asked for and there is no
         optimizer, and `MissingExtraError`; nothing is written then.
 
@@ -93,8 +96,9 @@ class Saving(Loop):
                                  'call `fit` or `create_opt()` first.')
         state: Any = model_state(self.model)
         if with_opt is not False and self.opt is not None:
-            state = {'model': state, 'opt': plain(self.opt.state_dict(), 'The optimizer\'s state')}
-        with atomic_write(path) as tmp: torch.save(state, tmp)
+            state = {'model': state, 'opt': whole_state(plain(self.opt.state_dict(), 'The optimizer\'s state'))}
+        if self.world.is_first:
+            with atomic_write(path) as tmp: torch.save(state, tmp)
         return path
 
     def _save_safetensors(self, path: Path, with_opt: bool | None) -> Path:
@@ -102,7 +106,8 @@ class Saving(Loop):
             raise OptionError(f'{path}: this format has no place for the state of an optimizer. Use a file `.pth`, or '
                               'leave out `with_opt`.')
         state = model_state(self.model)
-        with atomic_write(path) as tmp: write_safetensors(state, tmp)
+        if self.world.is_first:
+            with atomic_write(path) as tmp: write_safetensors(state, tmp)
         return path
 
     def load(
@@ -128,6 +133,7 @@ class Saving(Loop):
         >>> torch.equal(again.model.a, learn.model.a)
         True
         """
+        self.world.any(False)  # the first of several processes has written it when all are here
         path = self._weights_path(file, to_read=True)
         stored = read_weights(path, torch.device('cuda', device) if isinstance(device, int) else device)
         opt_state = opt_state_of(stored, with_opt, path)
@@ -198,7 +204,8 @@ class Saving(Loop):
         path = file_path(fname, self.path, suffix='')
         config = {**own_config(self), 'model_config': plain(model_config, 'model_config')}
         state = {'learnkit': FORMAT, 'config': config, 'model': model_state(self.model)}
-        with atomic_write(path) as tmp: torch.save(state, tmp)
+        if self.world.is_first:
+            with atomic_write(path) as tmp: torch.save(state, tmp)
         return path
 
     # -- serving -------------------------------------------------------------------------------------------------------
@@ -231,6 +238,9 @@ class Saving(Loop):
         if str(fname).endswith(('.pkl', '.pickle', '.pth', '.pt')):
             raise OptionError(f'{fname}: a program for serving goes into a file `.pt2`. What `load_learner` reads is '
                               "written by `learn.save_learner('learner.pth')`.")
+        if mesh_of(self.model) is not None:
+            raise ModelError(f'Every process has a part of {type(self.model).__name__}: export it once the strategy '
+                             "'fsdp' has ended, when all of it is back in one place.")
         check_function('act', act)
         path = file_path(fname, self.path, suffix='.pt2')
         xb = sample_inputs(self.dls) if sample is None else sample if isinstance(sample, tuple) else (sample,)
@@ -290,14 +300,6 @@ def file_path(file: Any, folder: Path, suffix: str = '.pth') -> Path:
     path = Path(os.path.abspath(folder/(name if name.endswith(suffix) else f'{name}{suffix}')))
     if path.is_dir(): raise OptionError(f'{path} is a folder: give the name of a file.')
     return path
-
-
-def model_state(model: nn.Module) -> dict[str, Any]:
-    "Return the state dict of a model; what is no tensor in it is checked to be plain."
-    state = bare_model(model).state_dict()
-    for name, value in state.items():
-        if not isinstance(value, Tensor): state[name] = plain(value, name)
-    return state
 
 
 def opt_state_of(stored: Stored, with_opt: bool | None, path: Path) -> Any:

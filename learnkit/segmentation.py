@@ -10,6 +10,7 @@ from torch import Tensor
 
 from learnkit.errors import MetricError
 from learnkit.measures import SumMetric, measured_by, paired
+from learnkit.pairing import check_choice
 
 __all__ = ['foreground_acc', 'ForegroundAcc', 'Dice', 'DiceMulti', 'JaccardCoeff', 'JaccardCoeffMulti']
 
@@ -27,6 +28,7 @@ class ForegroundAcc(SumMetric):
         self.bkg_idx, self.axis = bkg_idx, axis
 
     def sums(self, pred: Tensor, targ: Tensor) -> Any:
+        check_choice('foreground_acc', pred, self.axis)
         best, targ = paired('foreground_acc', pred.argmax(dim=self.axis), targ)
         mask = targ != self.bkg_idx
         return ((best == targ) & mask).sum(), mask.sum()
@@ -68,6 +70,7 @@ class Dice(SumMetric):
         self.axis = axis
 
     def sums(self, pred: Tensor, targ: Tensor) -> Any:
+        check_choice(self.name, pred, self.axis)
         if (n := pred.shape[self.axis]) != 2:
             raise MetricError(f'{type(self).__name__} is of two classes, but predictions {list(pred.shape)} have {n} '
                               f'along axis {self.axis}: use {type(self).__name__}Multi, or another `axis`.')
@@ -99,6 +102,7 @@ class DiceMulti(Dice):
     """
 
     def sums(self, pred: Tensor, targ: Tensor) -> Any:
+        check_choice(self.name, pred, self.axis)
         best, targ = paired(self.name, pred.argmax(dim=self.axis), targ)
         classes = torch.arange(pred.shape[self.axis], device=pred.device)[:, None]
         p, t = best == classes, targ == classes

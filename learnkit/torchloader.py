@@ -12,12 +12,13 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from learnkit.rng import RNGState, capture_rng, own_generators, preserved_rng, same_states
 
-__all__ = ['rebuild', 'with_sampler', 'index_sampler', 'Rest', 'torch_in_order', 'is_samplers', 'fetching_is_random',
-           'end_workers', 'forget_workers', 'epochs_of', 'set_epochs']
+__all__ = ['rebuild', 'with_sampler', 'index_sampler', 'start_lists', 'Rest', 'torch_in_order', 'is_samplers',
+           'workers_run', 'fetching_is_random', 'end_workers', 'forget_workers', 'epochs_of', 'set_epochs']
 
 
 def rebuild(
     dl: DataLoader[Any],
+    kind: type[DataLoader[Any]] = DataLoader,
     **options: Any,       # what decides about batches: `batch_size`, `sampler` or `batch_sampler`; others to change
 ) -> DataLoader[Any]:
     """Make a loader anew that fetches samples and joins them as `dl` does, in batches of its own.
@@ -27,7 +28,7 @@ def rebuild(
     >>> list(rebuild(DataLoader([1, 2, 3, 4]), batch_size=2))
     [tensor([1, 2]), tensor([3, 4])]
     """
-    return DataLoader(dl.dataset, **{
+    return kind(dl.dataset, **{
         'num_workers': dl.num_workers, 'collate_fn': dl.collate_fn, 'pin_memory': dl.pin_memory, 'timeout': dl.timeout,
         'worker_init_fn': dl.worker_init_fn, 'multiprocessing_context': dl.multiprocessing_context,
         'prefetch_factor': dl.prefetch_factor, **options})
@@ -42,6 +43,18 @@ def with_sampler(dl: DataLoader[Any], sampler: Any, **options: Any) -> DataLoade
 
 
 def index_sampler(dl: DataLoader[Any]) -> Any: return dl.sampler if dl.batch_sampler is None else dl.batch_sampler
+
+
+def start_lists(
+    dl: DataLoader[Any],
+    workers: int,       # of the pass: torch starts the sampler a second time for them
+    workers_ran: bool,  # persistent workers were there already, and need no seed
+) -> Iterator[Any]:
+    "Start a pass of a loader's sampler as torch does, drawing what torch draws."
+    lists = iter(index_sampler(dl))
+    if workers_ran: return lists
+    torch.empty((), dtype=torch.int64).random_(generator=dl.generator)  # torch's seed for workers, if any
+    return iter(index_sampler(dl)) if workers else lists
 
 
 class Rest:
@@ -61,6 +74,11 @@ def torch_in_order(dl: DataLoader[Any]) -> DataLoader[Any]:
     if not dl.drop_last and type(dl.sampler) is not RandomSampler and getattr(dl, 'in_order', True): return dl
     chooses = type(dl.sampler) not in (RandomSampler, SequentialSampler)
     return rebuild(dl, batch_size=dl.batch_size, sampler=dl.sampler if chooses else None)
+
+
+def workers_run(dl: Any) -> bool:
+    "Tell whether persistent workers are there: their next epoch starts without a draw for their seed."
+    return bool(getattr(dl, 'persistent_workers', False)) and getattr(dl, '_iterator', None) is not None
 
 
 def is_samplers(name: str) -> bool: return name.startswith(('generator', 'sampler', 'batch_sampler'))

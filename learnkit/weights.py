@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from learnkit.errors import MissingExtraError, OptionError, WeightsError
+from learnkit.dtensors import like, local, mesh_of, whole
+from learnkit.errors import DamagedError, MissingExtraError, OptionError, WeightsError
 from learnkit.files import damage
 
 __all__ = ['Stored', 'read_weights', 'write_safetensors', 'bare_model', 'wrappers_of', 'plain', 'check_weights',
-           'load_weights', 'weights_differ']
+           'load_weights', 'weights_differ', 'model_state', 'own_state']
 
 FORMAT = 1  # of files written by `save_learner`
 SAFETENSORS = '.safetensors'  # the suffix of files in that library's format
@@ -112,7 +113,17 @@ def read_weights(
         reason = next(iter(str(e).splitlines()), '') or type(e).__name__
         if isinstance(e, UnpicklingError): reason = 'its pickle is not that of plain weights'
         raise WeightsError(f'{path} cannot be read as weights: {reason}. Nothing was loaded.') from None
+    if isinstance(state, Mapping) and {'parts', 'position'} <= state.keys(): state = _with_those_beside(state, path)
     return _parts(state, path)
+
+
+def _with_those_beside(state: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    "Return a checkpoint's state with the tensors that lie in a folder beside its file."
+    from learnkit.distributed import dcp  # of such checkpoints alone
+    try:
+        dcp.check_parts(path, state['parts'])
+        return dcp.with_parts(state, path)
+    except DamagedError as e: raise WeightsError(f'{e}') from None
 
 
 def _other_kind(path: Path) -> str:
@@ -232,6 +243,7 @@ def _kind(value: Any) -> str:
 def _place(t: Any) -> Any:
     "Return where in memory a tensor is, and how: tied ones are in the same place."
     if not isinstance(t, Tensor) or is_lazy(t) or t.is_meta or t.layout is not torch.strided: return None
+    t = local(t)
     return (t.device, t.data_ptr(), t.dtype, t.shape, t.stride()) if t.numel() else None
 
 
@@ -311,4 +323,31 @@ def _dtype(t: Tensor) -> str: return str(t.dtype).removeprefix('torch.')
 def load_weights(model: nn.Module, weights: Mapping[str, Any], strict: bool = True) -> None:
     "Copy weights that were compared into the model's own tensors."
     model = bare_model(model)
-    model.load_state_dict(_fitting(weights, model), strict=strict)
+    weights = _fitting(weights, model)
+    if mesh_of(model) is not None:
+        own = model.state_dict()
+        weights = {name: like(value, own.get(name)) for name, value in weights.items()}
+    model.load_state_dict(weights, strict=strict)
+
+
+def model_state(model: nn.Module) -> dict[str, Any]:
+    """Return the state dict of a model; what is no tensor in it is checked to be plain.
+
+    Weights that are cut over processes are put together, on the host: all processes call it."""
+    state = own_state(model)
+    if mesh_of(model) is None: return state
+    owners = {name: id(p) for name, p in bare_model(model).named_parameters(remove_duplicate=False)}
+    put_together: dict[Any, Any] = {}  # tied weights once
+    for name, value in state.items():
+        key = owners.get(name, name)
+        if key not in put_together: put_together[key] = whole(value)
+        state[name] = put_together[key]
+    return state
+
+
+def own_state(model: nn.Module) -> dict[str, Any]:
+    "Return the same with this process's parts of weights that are cut."
+    state = bare_model(model).state_dict()
+    for name, value in state.items():
+        if not isinstance(value, Tensor): state[name] = plain(value, name)
+    return state

@@ -128,11 +128,14 @@ def test_ctrl_c_ends_the_command_with_one_line_and_130(tmp_path: Path) -> None:
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                env={**os.environ, 'OMP_NUM_THREADS': '1'})
     assert process.stdout is not None
-    for line in process.stdout:  # a row is there: it trains
-        if re.match(r' +\d  ', line): break
-    sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=20)
+    with process:
+        try:
+            for line in process.stdout:  # a row is there: it trains
+                if re.match(r' +\d  ', line): break
+            sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=60)
+        finally: process.kill()
     assert process.returncode == 130
     assert err == 'learnkit.demo: stopped\n'
     assert list(tmp_path.iterdir()) == []

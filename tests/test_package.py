@@ -30,16 +30,17 @@ NAMES = Path(__file__).with_name('public_names.txt')
 # A module imports only what stands before it here. `callbacks`, `loggers` and `interop` are packages, whose own modules
 # may import one another as long as they make no cycle; `learnkit` is the package's own `__init__`.
 LAYERS = [
-    'later', 'html', 'errors', 'figures', 'metric_properties', 'events', 'timing', 'evaluator', 'files', 'seals',
-    'archives', 'locks', 'rng', 'batch', 'hints', 'weights', 'digests', 'safeload', 'torchloader', 'tables', 'showing',
-    'loaders', 'data', 'hypers', 'optimstate', 'optim', 'optimizers', 'readahead', 'positions', 'metric_states',
-    'averages', 'measures', 'accum', 'late', 'scores', 'segmentation', 'metrics', 'losses', 'annealing', 'plots',
-    'callback', 'attributes', 'foreign', 'dispatch', 'moving', 'timings', 'runs', 'evaluation', 'pieces', 'resuming',
-    'loop', 'traineval', 'checks', 'budget', 'freezing', 'steps', 'frames', 'recorder', 'looks', 'monitored',
-    'progress', 'torchsched', 'schedule', 'undo', 'replacing', 'lrfind', 'gathering', 'streaming', 'predict',
-    'instruments', 'wholestep', 'compiling', 'precision', 'states', 'saving', 'folders', 'checkpoint', 'resumecheck',
-    'distributed', 'interpretation', 'callbacks', 'learner', 'exchange', 'loggers', 'interop', 'learnkit', 'demo',
-    'forks', 'harness', 'testing', 'all', 'reference',
+    'later', 'html', 'cancels', 'errors', 'meeting', 'world', 'figures', 'metric_properties', 'events', 'timing',
+    'evaluator', 'files', 'seals', 'archives', 'locks', 'rng', 'batch', 'dtensors', 'pairing', 'hints', 'arrays',
+    'weights', 'digests', 'safeload', 'loadable', 'torchloader', 'order', 'tables', 'showing', 'loaders', 'data',
+    'hypers', 'optimstate', 'optim', 'optimizers', 'readahead', 'positions', 'metric_states', 'merging', 'averages',
+    'measures', 'accum', 'late', 'scores', 'segmentation', 'metrics', 'losses', 'annealing', 'plots', 'callback',
+    'attributes', 'foreign', 'slips', 'dispatch', 'moving', 'timings', 'runs', 'evaluation', 'pieces', 'resuming',
+    'loop', 'traineval', 'distributed', 'checks', 'budget', 'freezing', 'steps', 'frames', 'history', 'recorder',
+    'looks', 'monitored', 'progress', 'torchsched', 'schedule', 'undo', 'replacing', 'lrfind', 'sinks', 'gathering',
+    'streaming', 'predict', 'instruments', 'wholestep', 'compiling', 'precision', 'states', 'saving', 'folders',
+    'checkpoint', 'resumecheck', 'processes', 'interpretation', 'callbacks', 'learner', 'exchange', 'loggers',
+    'interop', 'learnkit', 'demo', 'forks', 'harness', 'testing', 'all', 'reference',
 ]
 
 # Imports inside a function that go up the list, each with its reason: {(importing layer, imported layer): why}.
@@ -47,6 +48,7 @@ UPWARD: dict[tuple[str, str], str] = {
     ('callbacks', 'loggers'): 'ImageVisualizer hands images to loggers, where there are any',
     ('showing', 'undo'): 'show_batch leaves loaders as the search for a learning rate does',
     ('instruments', 'callbacks'): 'learn.replay() needs Replay, which few fits have',
+    ('weights', 'distributed'): 'a checkpoint of several processes has tensors in files beside it, which few have',
     ('callback', 'evaluation'): 'Periodic asks there whether tokens are counted',
 }
 
@@ -323,6 +325,13 @@ def test_benchmark_refuses_bad_arguments(arguments: list[str], capsys: pytest.Ca
     with pytest.raises(SystemExit) as stopped: step.main(arguments)
     assert stopped.value.code == 2
     assert arguments[1] in capsys.readouterr().err
+
+
+def test_metrics_losses_and_optimizers_are_found_in_the_package_too() -> None:
+    inner = {'Mean', 'BaseLoss', 'as_metrics', 'check_column', 'dry_run', 'measures_batches', 'hidden_matrices'}
+    for module in map(importlib.import_module, ('learnkit.metrics', 'learnkit.losses', 'learnkit.optimizers')):
+        for name in {*module.__all__} - inner: assert getattr(learnkit, name) is getattr(module, name), name
+    run('-W', 'error', '-c', 'from learnkit import F1Score, Lamb, FocalLoss, Recall, accuracy_multi')
 
 
 @pytest.mark.parametrize('package', ['learnkit', 'learnkit.callbacks'])

@@ -126,11 +126,12 @@ def test_a_fit_shorter_than_what_is_skipped_is_drawn_whole() -> None:
     assert train == ([0, 1, 2], learn.recorder.smooth_loss.smooth) and valid[0] == [3]
 
 
-def test_plot_loss_draws_into_the_current_axes() -> None:
+def test_plot_loss_draws_over_no_other_picture() -> None:
     learn = synth_learner()
     fit(learn, 1)
-    ax = plt.subplots()[1]
-    assert learn.recorder.plot_loss() is ax and learn.recorder.plot_loss() is ax and len(plt.get_fignums()) == 1
+    mine = plt.subplots()[1]
+    axs = [learn.recorder.plot_loss(), learn.recorder.plot_loss()]
+    assert len({ax.figure.number for ax in (mine, *axs)}) == 3 and not mine.lines
 
 
 def test_timings_are_bars_with_their_unit_and_share() -> None:

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learnkit.batch import find_bs
 from learnkit.callback import Callback
 from learnkit.callbacks.training import bad_option, is_count
+from learnkit.dtensors import locals_of
 from learnkit.errors import BatchError, CancelBatchException, CancelStepException, OptionError
 from learnkit.hints import warn_user
 
@@ -78,19 +78,21 @@ class GradientAccumulation(Callback):
         if self._n_samples < self.n_acc and not self._in_tail: raise CancelBatchException
         self._average()
 
+    def will_step(self) -> bool:
+        "Tell whether the batch that begins ends with a step, as far as its number of samples says."
+        return self._n_samples + self.learn._samples() >= self.n_acc
+
     def after_step(self) -> None:
         self._n_steps, self._stepped = self._n_steps + 1, True
         self._start_sum()
 
     def _measure(self) -> tuple[int, Any]:
         "Return samples and weight of the batch; the weight is None for a loss that is a sum."
-        learn = self.learn
-        weights = learn._weights([(learn.xb, learn.yb)])
-        return find_bs(learn.xb), weights and weights[0]
+        return self.learn._samples(), self.learn._whole_weight()
 
     def _count_pieces(self) -> None:
         "Count a batch that was cut into pieces, which is whole again."
-        if self._batch is not None and self._batch[0] != (n := find_bs(self.learn.xb)):
+        if self._batch is not None and self._batch[0] != (n := self.learn._samples()):
             raise BatchError(f'GradientAccumulation: a callback of order above {self.order} made {n} samples of '
                              f'{self._batch[0]} in before_batch. Give it a lower order, or leave `microbatch` out.')
         self._count_batch()
@@ -105,7 +107,7 @@ class GradientAccumulation(Callback):
         "Make the gradients the mean over the samples of the step, in case it has not just `n_acc` of them."
         total = self._weight_sum
         if not isinstance(total, Tensor) and total in (0, self._divisor): return
-        grads = [p.grad for p in self.learn.opt.parameters() if p.grad is not None]
+        grads = locals_of(p.grad for p in self.learn.opt.parameters() if p.grad is not None)
         scale = self._divisor / total
         if grads: torch._foreach_mul_(grads, scale.to(grads[0].device) if isinstance(scale, Tensor) else scale)
         self._divisor = total  # what comes on top, if the step is put off, is divided likewise

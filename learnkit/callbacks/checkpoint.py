@@ -5,13 +5,14 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
 import torch
+from fastcore.basics import noop
 from torch import Tensor
 
 from learnkit.callback import Callback
@@ -19,6 +20,8 @@ from learnkit.callbacks.monitor import check_count
 from learnkit.callbacks.preemption import StopRequest, in_ipython
 from learnkit.checkpoint import host_copy
 from learnkit.data import evaluation_loaders
+from learnkit.distributed.dcp import Writers, folder_of, remove_parts, sweep_parts, take_parts
+from learnkit.dtensors import mesh_of, whole_state
 from learnkit.errors import CancelFitException, CheckpointError, OptionError
 from learnkit.evaluation import check_countable
 from learnkit.files import check_writable, sweep
@@ -49,6 +52,10 @@ class Checkpoint(Callback):
 
     Training waits only for a copy of the state to host memory; another thread writes it. What goes wrong there is
     raised at the next batch. A second checkpoint waits for the first. `background=False` writes at once.
+
+    Where weights are cut over processes (strategy 'fsdp'), each writes its parts, into a folder of
+    torch.distributed.checkpoint's beside the file, `00012-ep3-ba1200.dcp`; any number of processes can go on from it.
+    `sharded=False` puts them together for one file.
 
     `keep_last` of the newest and `keep_best` of the best by `monitor` stay, of those that this run has written; NaN is
     never best. Two runs cannot use one folder at a time.
@@ -83,6 +90,7 @@ class Checkpoint(Callback):
         mode: str | None = None,                  # 'min' or 'max'; None: by the column's name
         background: bool = True,                  # write on another thread
         preemption: bool = True,                  # save and leave on SIGTERM
+        sharded: bool = True,                     # each process writes its parts of what is cut over processes
     ) -> None:
         self.every = None if every is None else as_time(every, 'ep')
         if keep_last is not None: check_count('keep_last', keep_last)
@@ -91,14 +99,17 @@ class Checkpoint(Callback):
         if monitor is not None and mode is None: mode = _mode_of(monitor)
         self._folder = None if folder is None else Path(folder)
         self.keep_last, self.keep_best, self.monitor, self.mode = keep_last, keep_best, monitor, mode
-        self.background, self.preemption = background, preemption
+        self.background, self.preemption, self.sharded = background, preemption, sharded
         self._stop = StopRequest()
         self._lock: FolderLock | None = None
+        self._has_folder = False                      # it is in use by this run, of several processes by the first
         self._before = Timestamp()                    # when it last looked whether one is due
         self._next = 0.                               # until when, in the unit of `every`, none can be
         self._buffers: dict[str, Tensor] = {}         # host memory, filled again for each checkpoint
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
+        self._writers: Writers | None = None          # of parts, with all processes
+        self._is_writer = False                       # of the sealed file: the first process
         self._run_id = ''
         self._own: list[Entry] = []                   # this run's checkpoints
         self._broken_off: tuple[dict[str, Any], Path, dict[str, Any]] | None = None  # what was before the evaluation
@@ -127,8 +138,10 @@ class Checkpoint(Callback):
 
     def _begin_run(self, found: Any) -> None:
         "Go on with the run of the checkpoint that is gone on from, or begin a new one."
+        world = self.learn.world
+        self._run_id = world.broadcast((found.info.get('run') if found is not None else None) or token_hex(4))
+        if not world.is_first: return
         there = entries(self.checkpoint_folder())
-        self._run_id = (found.info.get('run') if found is not None else None) or token_hex(4)
         self._own = [e for e in there if e.info.get('run') == self._run_id]
         if found is None and there and there[0].info.get('run') not in _runs: warn_user(
             f'{self.checkpoint_folder().absolute()} has checkpoints of an earlier run, the newest of them '
@@ -147,9 +160,14 @@ class Checkpoint(Callback):
         return _name_of(self.monitor), self.mode or 'min'
 
     def _take_folder(self) -> None:
-        if self._lock is not None: return
+        if self._has_folder: return
+        world = self.learn.world
+        world.together(self._take if world.is_first else noop)
+        self._has_folder = True
+
+    def _take(self) -> None:
         folder = self.checkpoint_folder().absolute()
-        lock = FolderLock(folder)
+        lock, self._is_writer = FolderLock(folder), True
         try:
             folder.mkdir(parents=True, exist_ok=True)
             check_writable(folder/'checkpoint')
@@ -157,6 +175,7 @@ class Checkpoint(Callback):
         except OSError as e: raise CheckpointError(f'{folder.absolute()} cannot hold checkpoints: {e}.') from None
         self._lock = lock
         sweep(folder)
+        sweep_parts(folder)
 
     def batch_checkpoint(self) -> None: self._look('batch')
     def epoch_checkpoint(self) -> None: self._look('epoch')
@@ -166,10 +185,13 @@ class Checkpoint(Callback):
         "Save if it is time, or leave if that was asked for."
         if not self._run_id: self.before_fit()  # it came in the middle of the fit
         if self._broken_off is not None: self._broken_off = None  # an evaluation that was cancelled is over, too
-        is_due = self._is_due(place)
-        if self._stop.received: return self._leave(place)
-        if self._writing is not None and self._writing.done(): self._wait()
+        is_due, later = self._is_due(place), self.learn.world.later
+        if later('leave', self._stop.received): return self._leave(place)
+        if later('failed', self._has_failed()): self._wait_alike()
         if is_due: self.save()
+
+    def _has_failed(self) -> bool:
+        return self._writing is not None and self._writing.done() and self._writing.exception() is not None
 
     def _is_due(self, place: str) -> bool:
         if place == 'epoch' and self._is_last(): return True
@@ -193,22 +215,22 @@ class Checkpoint(Callback):
             raise CheckpointError('A checkpoint is made at batch_checkpoint, epoch_checkpoint or iteration_checkpoint '
                                   'of a fit: elsewhere there is no place to go on from.')
         if not self._run_id: self.before_fit()
-        self._wait()
+        self._wait_alike()
         state, path, info = self._snapshot(self.learn._place)
         if not self.background:
-            self._write(state, path, info)
+            self._write_alike(state, path, info)
             return path
+        if not self.learn.world.is_first and 'parts' not in state: return path
         if self._thread is None: self._thread = ThreadPoolExecutor(1, 'checkpoint')
         self._writing = self._thread.submit(self._write, state, path, info)
         return path
 
     def _snapshot(self, place: str) -> tuple[dict[str, Any], Path, dict[str, Any]]:
         "Copy the state to host memory; return it, the file it is for, and what is said of it there."
-        learn = self.learn
-        if not ((folder := self.checkpoint_folder())/'.lock').exists(): self._take_another_folder()
-        state = host_copy(learn._gather(place), self._buffers)
-        time = learn.time
-        path = next_path(folder, time.ep, time.ba)
+        learn, folder = self.learn, self.checkpoint_folder()
+        if self._lock is not None and not (folder/'.lock').exists(): self._take_another_folder()
+        state, time = self._state(place), learn.time
+        path = Path(learn.world.broadcast(str(next_path(folder, time.ep, time.ba)) if learn.world.is_first else ''))
         info = {'format': FORMAT, 'learnkit': _version(), 'torch': str(torch.__version__), 'run': self._run_id,
                 'place': place, 'epoch': learn.epoch, 'ba': time.ba,
                 'saved': datetime.now(UTC).isoformat('T', 'seconds')}
@@ -216,6 +238,18 @@ class Checkpoint(Callback):
             name, mode = self._watched
             info |= {'monitor': name, 'mode': mode, 'value': as_number(self, name, self._value(name, place))}
         return state, path, info
+
+    def _state(self, place: str) -> dict[str, Any]:
+        "Return the state on the host: all of it in the first process, in the others what they write of it."
+        learn, state = self.learn, self.learn._gather(place)
+        if not self.sharded: state = whole_state(state)
+        elif mesh_of(learn.model) is not None:
+            state, places, parts = take_parts(state)
+            if self._writers is None: self._writers = Writers(learn.world)
+            state['parts'] = {'places': places, 'tensors': parts}
+            if not learn.world.is_first: state = {'parts': state['parts']}
+        elif not learn.world.is_first: return state
+        return host_copy(state, self._buffers)
 
     def _take_another_folder(self) -> None:
         "Make the folder anew, which somebody has removed with its lock."
@@ -234,11 +268,28 @@ class Checkpoint(Callback):
         return (epoch_row(self) or {}).get(name) if at_end else None
 
     def _write(self, state: dict[str, Any], path: Path, info: dict[str, Any]) -> None:
+        if 'parts' in state: state = self._write_parts(state, path)
+        if not self._is_writer: return
         save_state(state, path, info)
         self._own.append(Entry(path, number_of(path), info))
         for old in superfluous(self._own, self.keep_last, self.keep_best):
             old.unlink(missing_ok=True)
+            remove_parts(old)
             self._own = [e for e in self._own if e.path != old]
+
+    def _write_parts(self, state: dict[str, Any], path: Path) -> dict[str, Any]:
+        "Write this process's parts; return what the file is to have of those of all."
+        assert self._writers is not None  # they were made when the parts were taken
+        parts = state['parts']
+        written = self._writers.write(parts['tensors'], folder_of(path))
+        return {**state, 'parts': {'places': parts['places'], **written}}
+
+    def _write_alike(self, state: dict[str, Any], path: Path, info: dict[str, Any]) -> None:
+        "Write in the first process while the others wait, or write their parts."
+        world = self.learn.world
+        world.together(partial(self._write, state, path, info) if world.is_first or 'parts' in state else noop)
+
+    def _wait_alike(self) -> None: self.learn.world.together(self._wait)
 
     def _wait(self) -> None:
         "Wait for the checkpoint that is being written, and raise what that has raised."
@@ -253,8 +304,13 @@ class Checkpoint(Callback):
         "Copy the state as it is now: an evaluation changes it in ways that only its end undoes."
         learn = self.learn
         if not (self.preemption and self._run_id and learn.fitting and learn._depth == 1): return
+        if learn.world.size > 1: return  # they agree between batches of training only
         self._wait()
         self._broken_off = self._snapshot('within' if 'train' in learn._open else 'evaluation')
+
+    def after_fit(self) -> None:
+        "Wait for the last checkpoint, where all processes can still hear that it has failed."
+        if self.learn.fitting and self.learn._depth == 1 and self._run_id: self._wait_alike()
 
     def after_eval(self) -> None:
         if self.learn._depth == 1: self._broken_off = None
@@ -270,12 +326,12 @@ class Checkpoint(Callback):
         "Take the failure of workers that got the signal too for the stop that it asked for."
         if not self._stop.received: return
         if self._evaluates(): self._leave_evaluation()
-        elif self.learn.training and self.learn._depth == 1:
+        elif self.learn.training and self.learn._depth == 1 and self.learn.world.size == 1:
             self.learn.iter -= 1  # this batch was not drawn
             self._leave('batch')
 
     def _leave(self, place: str) -> None:
-        try: self._wait()
+        try: self._wait_alike()
         finally: self._finish(*self._snapshot(place))  # the one before may have failed, as long as this one does not
 
     def _leave_evaluation(self) -> None:
@@ -284,8 +340,8 @@ class Checkpoint(Callback):
         self._finish(state, path, info)
 
     def _finish(self, state: dict[str, Any], path: Path, info: dict[str, Any]) -> None:
-        self._write(state, path, info)
-        print(f'SIGTERM: the run is saved in {path}', file=sys.stderr, flush=True)
+        self._write_alike(state, path, info)
+        if self.learn.world.is_first: print(f'SIGTERM: the run is saved in {path}', file=sys.stderr, flush=True)
         self._stop.received = False
         if any(isinstance(cb, Checkpoint) and cb._stop.received for cb in self.learn.cbs): return  # it saves, too
         if not in_ipython(): self._stop.leave()
@@ -301,7 +357,9 @@ class Checkpoint(Callback):
                 if self._thread is not None: self._thread.shutdown()
             finally:
                 if self._lock is not None: self._lock.release()
-                self._lock, self._thread, self._buffers, self._own = None, None, {}, []
+                self._lock, self._thread, self._buffers, self._own, self._has_folder = None, None, {}, [], False
+                if self._writers is not None: self._writers.close()
+                self._writers, self._is_writer = None, False
         if asked and not in_ipython(): self._stop.leave()
 
     def state_dict(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from learnkit.batch import apply_model, find_bs, map_tensors, split_batch
+from learnkit.dtensors import grouped, local
 from learnkit.errors import BatchError
 from learnkit.loop import name_of
 from learnkit.rng import preserved_rng
@@ -33,10 +34,12 @@ def all_finite(
     (True, False)
     """
     if not tensors: return True
-    dense = [t._values() if t.is_sparse else t for t in tensors]
+    mine, _, group = grouped(tensors)
+    dense = [t._values() if t.is_sparse else t for t in mine]
     found, one = torch.zeros(1, device=dense[0].device), torch.ones(1, device=dense[0].device)
     try: torch._amp_foreach_non_finite_check_and_unscale_(dense, found, one)
-    except (RuntimeError, NotImplementedError): return all(map(is_finite, dense))  # complex, or of several devices
+    except (RuntimeError, NotImplementedError): found.fill_(not all(map(is_finite, dense)))  # or of several devices
+    if group is not None: torch.distributed.all_reduce(found, group=group)
     return not found.item()
 
 
@@ -45,6 +48,7 @@ def is_finite(value: Any) -> bool:
     seen: list[bool] = []
 
     def look(t: Tensor) -> Tensor:
+        t = local(t)
         seen.append(not (t.is_floating_point() or t.is_complex()) or bool(t.isfinite().all()))
         return t
     map_tensors(value, look)

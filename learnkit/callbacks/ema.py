@@ -11,6 +11,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from learnkit.callback import Callback
 from learnkit.callbacks.training import bad_option, is_number
+from learnkit.dtensors import like, locals_of
 from learnkit.errors import WeightsError
 from learnkit.timing import Time
 
@@ -120,8 +121,8 @@ class EMA(Callback):
     def update(self) -> None:
         "Move the average towards the weights as they are now."
         decay = self.decay if self.warmup is None else min(self.decay, 1 - (1 + self._n_updates) ** -self.warmup)
-        averages = list(self._averages.values())
-        now = [t if t.dtype is a.dtype else t.to(a.dtype) for t, a in zip(self._tensors(), averages, strict=True)]
+        averages, now = locals_of(self._averages.values()), locals_of(self._tensors())
+        now = [t if t.dtype is a.dtype else t.to(a.dtype) for t, a in zip(now, averages, strict=True)]
         if averages: get_ema_multi_avg_fn(decay)(averages, now, None)
         self._n_updates += 1
 
@@ -197,7 +198,7 @@ class EMA(Callback):
             return self.learn.model
         check_fits(self._averages, model)
         tensors = {name: place.tensor.data for name, place in places(model)}
-        for name, average in self._averages.items(): tensors[name].copy_(average)
+        for name, average in self._averages.items(): tensors[name].copy_(like(average, tensors[name]))
         return model
 
     def _check_begun(self) -> None:
@@ -220,7 +221,8 @@ class EMA(Callback):
 
 def fill(stores: list[Store], values: list[Tensor]) -> None:
     "Give a model's tensors other values, in place and unknown to graphs, which will meet the old ones again."
-    if stores: torch._foreach_copy_([store[key].data for store, key in stores], values)
+    if not stores: return
+    torch._foreach_copy_([t.data for t in locals_of(store[key] for store, key in stores)], locals_of(values))
 
 
 def places(model: nn.Module) -> Iterator[tuple[str, Place]]:
@@ -245,7 +247,7 @@ def begin(t: Tensor, average: Tensor | None) -> Tensor:
     "Return the average of a tensor on its device: the one there is, if it fits, or the tensor's present value."
     dtype = torch.float32 if t.dtype in _HALVES else t.dtype
     if average is None or average.shape != t.shape: return t.detach().to(dtype, copy=True)
-    return average.to(t.device, dtype)
+    return like(average, t).to(t.device, dtype)
 
 
 def check_fits(averages: dict[str, Tensor], model: nn.Module) -> None:

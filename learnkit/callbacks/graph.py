@@ -42,7 +42,7 @@ class ShowGraph(Callback):
     >>> [step for step, loss in learn.show_graph.valid_losses['valid']]
     [10, 20]
     """
-    order, run_valid, remove_on_fetch, remove_on_find = 65, False, True, True
+    order, run_valid, remove_on_fetch, remove_on_find, first_process_only = 65, False, True, True, True
 
     def __init__(self) -> None:
         self.valid_losses: dict[str, Points] = {}   # of the fit, by loader

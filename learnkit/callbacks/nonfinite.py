@@ -144,7 +144,7 @@ class GuardNonFinite(Callback):
         if learn.loss_grad.numel() != 1: return                  # the loop refuses it
         value = learn.loss + learn.loss_grad.detach()            # the one is recorded, the other is learned from
         if not self._is_late(value.device.type):
-            if not math.isfinite(value.item()): self._act_on_loss(learn.iter)
+            if learn.world.any(not math.isfinite(value.item())): self._act_on_loss(learn.iter)
             return
         finite, unseen = value.isfinite().reshape(()), self._unseen
         if unseen and unseen[-1][0] == learn.iter: unseen[-1] = learn.iter, unseen[-1][1] & finite
@@ -152,7 +152,7 @@ class GuardNonFinite(Callback):
 
     def _is_late(self, device: str) -> bool:
         "Tell whether losses are looked at later than before their backward pass."
-        if self.policy in ('skip', 'rollback'): return False
+        if self.policy in ('skip', 'rollback') or (self.every is None and self.learn.world.size > 1): return False
         if self.every is not None and self.every > 1: return True
         return device != 'cpu' and (self.grads or self.every is None)
 
@@ -160,7 +160,8 @@ class GuardNonFinite(Callback):
         "Look at the gradients, and at the losses that came with them."
         if not self.grads or self.learn._repeating or (self._unseen and len(self._unseen) < (self.every or 1)): return
         self._look_at_rest(in_time=True)
-        if all_finite([p.grad for p in self.learn.opt.parameters() if p.grad is not None]): return
+        is_bad = not all_finite([p.grad for p in self.learn.opt.parameters() if p.grad is not None])
+        if not self.learn.world.any(is_bad): return
         self._act('' if self._told else self._why_gradients(), CancelStepException)
 
     def after_cancel_step(self) -> None:
@@ -190,7 +191,7 @@ class GuardNonFinite(Callback):
 
     def _look(self, batches: list[tuple[int, Tensor]], in_time: bool = False) -> None:
         for i, finite in batches:
-            if not finite: self._act_on_loss(i, in_time and i == self.learn.iter)
+            if self.learn.world.any(not finite): self._act_on_loss(i, in_time and i == self.learn.iter)
 
     # -- acting --------------------------------------------------------------------------------------------------------
 
@@ -201,6 +202,7 @@ class GuardNonFinite(Callback):
         else:
             value = learn.loss_grad if learn.loss.isfinite() else learn.loss
             text = f'The loss is {value.item()} at {self._place(i)}. {why_not_finite(learn)}'
+            if value.isfinite(): text = f'The loss of another process is not finite at {self._place(i)}.'
         self._act(text, CancelBatchException, in_time)
 
     def _why_gradients(self) -> str:

@@ -58,7 +58,7 @@ class OOMObserver(Callback):
 
     def before_fit(self) -> None:
         "See that the report can be written."
-        if self.learn.fitting: _check_folder(self.learn.path/self.folder)
+        if self.learn.fitting and self.learn.world.is_first: _check_folder(self.learn.path/self.folder)
 
     def after_error(self) -> None:
         "Write the report, if memory is what is missing."
@@ -189,7 +189,7 @@ class MemorySnapshot(Callback):
         if torch.device(device).type != 'cuda':
             say(self, f'MemorySnapshot records the memory of CUDA devices; on {device} there is nothing to record.')
             return
-        _check_folder(self.learn.path/self.folder)
+        if self.learn.world.is_first: _check_folder(self.learn.path/self.folder)  # it comes and goes
         self._to_skip = self.skip_batches
 
     def before_batch(self) -> None:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from learnkit.callbacks.monitor import Monitor
+from learnkit.dtensors import grouped, local, sum_of_parts
 from learnkit.errors import TimeError
 from learnkit.hypers import place_of
 from learnkit.timing import Time
@@ -151,8 +152,8 @@ class _Watched:
         pairs = [(p, o) for o in learn.opt.optimizers.values() for g in o.param_groups for p in g['params']
                  if p.grad is not None]
         self.names = [named.get(id(p), f'outside_{i}') for i, (p, _) in enumerate(pairs)]
-        self.params = [p.detach() for p, _ in pairs]
-        self.grads = [_dense(p.grad) for p, _ in pairs]
+        self.params, self.are_parts, self.group = grouped(p.detach() for p, _ in pairs)
+        self.grads = [_dense(local(p.grad)) for p, _ in pairs]
         self.owners = pairs
         self.before = [p.clone() for p in self.params]
         self.grad_norms = _norms(self.grads)  # now: a step may work in its gradients' memory
@@ -170,9 +171,17 @@ class _Watched:
                                 if per_parameter and u.shape == g.shape},
                 'moment_grad': {i: _dot(m, self.grads[i]) for i, m in first.items()
                                 if per_parameter and m.shape == self.grads[i].shape}}
-        norms, products = _fetched([rows, dots])
+        norms, products = _fetched([rows, dots], self._of_whole)
         total = {f'l2_norm/{kind}/global': math.hypot(*row.values()) for kind, row in norms.items() if row}
         return {**total, **self._of_each(norms), **self._angles(norms, products)} if per_parameter else total
+
+    def _of_whole(self, numbers: Tensor, places: list[tuple[int, int]]) -> Tensor:
+        "Return norms, of table 0, and products of whole tensors, of which every process has those of its parts."
+        if self.group is None: return numbers
+        are_norms = torch.tensor([table == 0 for table, _ in places], device=numbers.device)
+        total = sum_of_parts(torch.where(are_norms, numbers**2, numbers), [self.are_parts[i] for _, i in places],
+                             self.group)
+        return torch.where(are_norms, total.abs().sqrt(), total)
 
     def _of_each(self, norms: Table[float]) -> dict[str, float]:
         "Return each parameter's norms, and how far it moved by how large it is."
@@ -206,7 +215,7 @@ def _norms(tensors: list[Tensor]) -> list[Tensor]:
 def _kept(states: Iterable[Mapping[str, Any]], keys: tuple[str, ...]) -> dict[int, Tensor]:
     "Return what optimizers keep under one of the keys, by the parameter's place."
     found = {i: next((s[k] for k in keys if isinstance(s.get(k), Tensor)), None) for i, s in enumerate(states)}
-    return {i: t for i, t in found.items() if t is not None}
+    return {i: local(t) for i, t in found.items() if t is not None}
 
 
 def _at_least_single(t: Tensor) -> torch.dtype: return torch.promote_types(t.dtype, torch.float32)
@@ -218,9 +227,13 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
     return torch.linalg.vecdot(a.flatten().to(dtype), b.flatten().to(dtype)).real
 
 
-def _fetched(tables: list[Table[Tensor]]) -> list[Table[float]]:
+def _fetched(
+    tables: list[Table[Tensor]],
+    of_whole: Callable[[Tensor, list[tuple[int, int]]], Tensor],   # f(numbers, the table and key of each)
+) -> list[Table[float]]:
     "Bring tables of single numbers to the host in one transfer."
+    places = [(n, i) for n, table in enumerate(tables) for row in table.values() for i in row]
     numbers = list(chain.from_iterable(row.values() for table in tables for row in table.values()))
     if not numbers: return [{kind: {} for kind in table} for table in tables]
-    arrived = iter(torch.stack([n.to(numbers[0].device) for n in numbers]).tolist())
+    arrived = iter(of_whole(torch.stack([n.to(numbers[0].device) for n in numbers]), places).tolist())
     return [{kind: {i: next(arrived) for i in row} for kind, row in table.items()} for table in tables]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from learnkit.callbacks.culprits import named_parameters
+from learnkit.dtensors import cut_again, like
 
 __all__ = ['Snapshot', 'take_snapshot', 'put_back', 'slots_of', 'copied']
 
@@ -40,9 +41,10 @@ def take_snapshot(
 @torch.no_grad()
 def put_back(learn: Any, kept: Snapshot) -> None:
     "Write a snapshot back into the same tensors; rates and other hyper-parameters stay as they are."
+    cut_again(learn.model)
     named = named_parameters(learn)
     for name, value in kept['weights'].items():
-        if name in named: named[name].copy_(value)
+        if name in named: named[name].copy_(like(value, named[name]))
     for name, (store, key) in slots_of(learn).items():
         if name in kept['buffers']: store[key] = refilled(store[key], kept['buffers'][name])
     for key, o in learn.opt.optimizers.items(): put_states_back(o, named, kept['optimizers'].get(key, {}))
@@ -88,4 +90,4 @@ def copied(value: Any) -> Any:
 def refilled(now: Any, kept: Any) -> Any:
     "Return a kept value, in the tensor that is there now where it fits."
     fits = isinstance(now, Tensor) and isinstance(kept, Tensor) and (now.shape, now.dtype) == (kept.shape, kept.dtype)
-    return now.copy_(kept) if fits else copied(kept)
+    return now.copy_(like(kept, now)) if fits else copied(kept)

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from learnkit.callback import Callback
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.training import bad_option, is_count, is_number
+from learnkit.dtensors import locals_of, total_norm
 from learnkit.errors import OptionError
 
 __all__ = ['SAM']
@@ -85,12 +85,12 @@ class SAM(Callback):
     @torch.no_grad()
     def _perturb(self, params: list[Any]) -> None:
         "Go `rho` far up the gradient."
-        grads: Any = [p.grad for p in params]
-        if not self.adaptive: up, norm = grads, get_total_norm(grads)
+        weights, grads = locals_of(params), locals_of(p.grad for p in params)
+        if not self.adaptive: up, norm = grads, total_norm(p.grad for p in params)
         else:
-            norm = get_total_norm(torch._foreach_mul(torch._foreach_abs(params), grads))
-            up = torch._foreach_mul(torch._foreach_mul(params, params), grads)
-        torch._foreach_add_(params, torch._foreach_mul(up, self.rho / (norm + EPS)))
+            norm = total_norm(params, mine=list(torch._foreach_mul(torch._foreach_abs(weights), grads)))
+            up = list(torch._foreach_mul(torch._foreach_mul(weights, weights), grads))
+        torch._foreach_add_(weights, torch._foreach_mul(up, self.rho / (norm + EPS)))
 
     @torch.no_grad()
     def _restore(self) -> None:

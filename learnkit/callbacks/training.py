@@ -13,6 +13,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from learnkit.batch import map_tensors
 from learnkit.callback import Callback
 from learnkit.data import evaluation_loaders
+from learnkit.dtensors import is_part, locals_of, total_norm
 from learnkit.errors import CancelTrainException, CancelValidException, OptionError
 from learnkit.loop import epoch_length
 from learnkit.traineval import SkipToEpoch
@@ -73,7 +74,10 @@ class GradientClip(Callback):
         self.total_norm: Tensor | None = None
 
     def before_step(self) -> None:
-        self.total_norm = clip_grad_norm_(list(self.opt.parameters()), self.max_norm, self.norm_type).detach()
+        params = list(self.opt.parameters())
+        grads = [p.grad for p in params if p.grad is not None] if self.learn.world.size > 1 else []
+        if any(map(is_part, grads)): self.total_norm = clip_parts(grads, self.max_norm, self.norm_type)
+        else: self.total_norm = clip_grad_norm_(params, self.max_norm, self.norm_type).detach()
 
     def state_dict(self) -> dict[str, Any]:
         "Return the last norm."
@@ -82,6 +86,13 @@ class GradientClip(Callback):
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Put it back."
         self.total_norm = sd['total_norm']
+
+
+def clip_parts(grads: list[Any], max_norm: float, norm_type: float) -> Tensor:
+    "Scale gradients of which every process has a part; return their norm before."
+    norm = total_norm(grads, norm_type)
+    torch._foreach_mul_(locals_of(grads), (max_norm / (norm + 1e-6)).clamp(max=1.))
+    return norm
 
 
 class GradientValueClip(Callback):
@@ -98,7 +109,10 @@ class GradientValueClip(Callback):
         if not is_number(max_value) or max_value <= 0: raise bad_option(self, 'a number above 0', max_value=max_value)
         self.max_value = float(max_value)
 
-    def before_step(self) -> None: clip_grad_value_(list(self.opt.parameters()), self.max_value)
+    def before_step(self) -> None:
+        params = list(self.opt.parameters())
+        if self.learn.world.size == 1: return clip_grad_value_(params, self.max_value)
+        for g in locals_of(p.grad for p in params if p.grad is not None): g.clamp_(-self.max_value, self.max_value)
 
 
 # -------------------------------------------------------------------------------------------------------------- batches
@@ -160,6 +174,7 @@ class ChannelsLast(Callback):
     True
     """
     order = -1  # before anything that keeps copies of the weights
+    needs_whole_weights = True
 
     def __init__(self) -> None: self._converted: list[nn.Parameter] = []
 

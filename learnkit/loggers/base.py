@@ -54,6 +54,7 @@ class Logger(Callback):
     10 loss lr mom valid_loss epoch/epoch epoch/train_loss epoch/time
     """
     order, run_valid, remove_on_fetch, remove_on_find, writes_files = 100, False, True, True, True
+    first_process_only = True
     wall_clock = ('rows.*.1.epoch/time',)
     metric_names = {'loss': 'in logs: the loss of a training batch',
                     'lr': 'in logs: the learning rate (`lr/0`, `lr/1` ... of several param groups)',

@@ -17,7 +17,7 @@ from learnkit.forks import start
 
 # what is called while a file is written, from its beginning to its end
 MOMENTS = {'begun': (safeload, 'check_structure'), 'written': (safeload, 'check_archive'), 'sealed': (safeload, 'seal'),
-           'flushed': (files, '_flush'), 'in place': (files, '_flush_folder')}
+           'flushed': (files, '_flush'), 'in place': (files, 'flush_folder')}
 
 
 def send(cb: Any = None) -> None: os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,106 @@
+"""Replicas: every process has the whole model, and torch's DistributedDataParallel averages their gradients."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from learnkit.batch import apply_model, map_tensors, unpack_output
+from learnkit.errors import DistributedError
+from learnkit.rng import preserved_rng
+
+__all__ = ['Replicas', 'average']
+
+
+class Replicas:
+    """Train with `DistributedDataParallel` around the model, which itself stays as it is.
+
+    Only training's forward passes go through the wrapper: an evaluation calls the bare model, so that processes may
+    have different numbers of batches in it.
+    """
+    needs_equal_evaluations = False   # whether all processes must evaluate the same number of batches
+
+    def __init__(
+        self,
+        comm_hook: Callable[..., Any] | None = None,   # compresses gradients: torch's, `f(state, bucket)`
+        comm_state: Any = None,                        # its first argument
+        **options: Any,                                # for DistributedDataParallel: `bucket_cap_mb`, `static_graph`
+    ) -> None:
+        self.comm_hook, self.comm_state, self.options = comm_hook, comm_state, options
+        self.wrapped: nn.parallel.DistributedDataParallel | None = None
+        self._trained: list[bool] = []   # which parameters required gradients when it was made
+
+    def enter(self, learn: Any) -> None: "Begin: there is nothing to do before the model is on its device."
+
+    def prepare(self, learn: Any) -> None:
+        "Wrap the model, unless it is wrapped already, for the parameters that are trained now."
+        trained = [p.requires_grad for p in learn.model.parameters()]
+        if self.wrapped is not None and trained == self._trained and self.wrapped.module is learn.model:
+            learn._replica = self.wrapped
+            return
+        self.release(learn)
+        if not any(trained): return
+        device = next(learn.model.parameters()).device
+        ids = [device.index] if device.type == 'cuda' else None
+        try: self.wrapped = nn.parallel.DistributedDataParallel(learn.model, device_ids=ids, **self.options)
+        except TypeError as e: raise DistributedError(f"The options of strategy 'ddp' are those of torch's "
+                                                      f'DistributedDataParallel: {e}') from None
+        if self.comm_hook is not None: self.wrapped.register_comm_hook(self.comm_state, self.comm_hook)
+        self._trained, learn._replica = trained, self.wrapped
+
+    def catch_up(self, learn: Any) -> None:
+        """Let the wrapper order its messages as it did in the run that is gone on from.
+
+        It groups gradients anew after its first backward pass, in the order in which they came, and sums of more than
+        two numbers depend on their places in a group in the last bit. A pass over the batch at hand, whose gradients
+        are thrown away, shows it that order."""
+        if self.wrapped is None: return
+        grads = [(p, p.grad) for p in learn.model.parameters()]
+        buffers = [(b, b.clone()) for b in learn.model.buffers()]
+        try:
+            with preserved_rng(), torch.enable_grad():
+                out = unpack_output(apply_model(self.wrapped, learn.xb))
+                parts = [t.float().sum() for t in tensors_of(out) if t.requires_grad]
+                (0 * torch.stack(parts).sum()).backward()
+        finally:
+            for p, grad in grads: p.grad = grad
+            with torch.no_grad():
+                for b, value in buffers: b.copy_(value)
+
+    def pass_without_sync(self) -> AbstractContextManager[Any]:
+        "Return a context for a pass whose gradients are only added up here."
+        return nullcontext() if self.wrapped is None else self.wrapped.no_sync()
+
+    def share_buffers(self, learn: Any) -> None:
+        "Give every process the first one's buffers (running means, for one), so that all evaluate the same model."
+        import torch.distributed as dist
+        for b in learn.model.buffers(): dist.broadcast(b, 0)
+
+    def average_gradients(self, learn: Any) -> None:
+        "Average gradients that were added up in each process alone."
+        average(learn.model.parameters())
+
+    def release(self, learn: Any) -> None:
+        "Let go of the wrapper, and of its hooks on the parameters."
+        self.wrapped = learn._replica = None
+
+    def leave(self, learn: Any) -> None: self.release(learn)
+
+
+def average(parameters: Iterable[nn.Parameter]) -> None:
+    "Average gradients over all processes, each of which has those of the same parameters."
+    import torch.distributed as dist
+    for p in parameters:
+        if p.grad is None: continue
+        p.grad.div_(dist.get_world_size())
+        dist.all_reduce(p.grad)
+
+
+def tensors_of(nested: Any) -> list[Tensor]:
+    "Return every tensor in a nesting of them."
+    found: list[Tensor] = []
+    map_tensors(nested, lambda t: found.append(t) or t)  # type: ignore[func-returns-value]  # it returns None
+    return found

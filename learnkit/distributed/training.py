@@ -1,0 +1,319 @@
+"""The callback that lets one Learner train in several processes: what they share, weigh and agree on."""
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
+from functools import partial
+from typing import Any
+from zlib import crc32
+
+import torch
+from fastcore.basics import noop
+from torch import Tensor, nn
+
+from learnkit.callback import Callback
+from learnkit.data import evaluation_loaders, n_batches
+from learnkit.distributed.replicas import Replicas, average
+from learnkit.distributed.shards import FirstBatches, check_lengths, shard_loaders
+from learnkit.distributed.watch import Watch
+from learnkit.errors import CancelBatchException, DistributedError, OptionError, did_you_mean
+from learnkit.loaders import check_count
+from learnkit.loop import sample_count, token_count
+from learnkit.timing import Time, as_time
+from learnkit.world import ALONE, World, join_world
+
+__all__ = ['DistributedTraining']
+
+STRATEGIES = ('auto', 'ddp', 'fsdp')
+CHOICES = {'batch_size': ('process', 'global'), 'uneven': ('join', 'pad', 'drop')}
+
+
+class DistributedTraining(Callback):
+    """Train in all the processes that were started together, as one process would train on what they have between them.
+
+    Started by torchrun, by SLURM's `srun`, or with a process group that is there already (Ray Train makes one), the
+    Learner takes its share of every batch, and gradients, losses, metrics and logs are those of all. In a process that
+    is alone it does nothing, so that one script serves both. `learn.distributed(...)` adds it for a context.
+
+    From being added to being removed, `learn.world` says who is there (`rank`, `size`), and `learn.dls` gives this
+    process's share of the user's loaders, which are not changed. A loader with torch's `DistributedSampler`, or
+    `sharded_already=True`, is left as it is. Files, rows and bars are the first process's.
+
+    Batches are the same as those of one process with `batch_size` times as many samples ('process': the loader's batch
+    size is that of each) or as many ('global'). At the end of the data there may be too few for all: with
+    `uneven='join'` each sample is used once, and gradients are weighted so that they are the mean over what there is;
+    'pad' repeats samples until all have equally many, 'drop' leaves out what is left over.
+
+    `learn.stop()` in one process, SIGTERM and the clock are agreed on every `agree_every` batches, while the next is
+    computed, and between epochs.
+
+    Raises `OptionError` for options that are none, `DistributedError` where the processes cannot be joined, where their
+    models differ, and when another one fails or hangs for longer than `timeout`. No state of its own; a checkpoint has
+    random generators and the place in the data for each process.
+
+    >>> DistributedTraining('ddp', batch_size='global').strategy
+    'ddp'
+    """
+    order = -9.5   # right after the counters
+    remove_on_find = False
+
+    def __init__(
+        self,
+        strategy: str = 'auto',             # 'ddp': each process has the whole model; 'fsdp': a part of it; 'auto'
+        *,
+        batch_size: str = 'process',        # whose the loaders' batch size is: each 'process's, or the 'global' one
+        uneven: str = 'join',               # what becomes of the last batch: 'join', 'pad' or 'drop'
+        sharded_already: bool = False,      # the loaders give this process's share themselves
+        agree_every: int | None = None,     # batches from one agreement (on `stop()`, SIGTERM, the clock) to the next;
+                                            # None: 1 for a big model, up to 16 for small ones, whose steps are short
+        timeout: str | int | Time = '10m',  # after which a process that waits for another gives up
+        backend: str | None = None,         # torch's name; None: NCCL between GPUs and gloo between CPUs
+        **options: Any,                     # of the strategy, see `Replicas` and `Sharded`
+    ) -> None:
+        given = {'batch_size': batch_size, 'uneven': uneven}
+        for name, value in {'strategy': strategy, **given}.items():
+            known = CHOICES.get(name, STRATEGIES)
+            if value not in known: raise OptionError(f'{name}={value!r}: give {" or ".join(map(repr, known))}.'
+                                                     f'{did_you_mean(str(value), known)}')
+        if agree_every is not None: check_count('DistributedTraining', 'agree_every', agree_every)
+        self.timeout = as_time(timeout, 'sec')
+        if self.timeout.unit != 'sec': raise OptionError(f'timeout={timeout!r}: give seconds, or a time like "10m".')
+        self.strategy, self.backend, self.sharded_already = strategy, backend, sharded_already
+        self._given, self._options, self.agree_every = given, options, agree_every
+        self._watch: Watch | None = None
+        self._parts: Any = None                         # the strategy at work
+        self._mean = GradientMean()
+        self._before: dict[str, Any] = {}               # what the Learner had before
+        self._share: tuple[int, int] | None = None      # of the batch at hand: own samples, and those of all
+        self._every = 1                                 # batches from one agreement to the next
+        self._catches_up = False                        # a resumed fit is to compute as if it had not stopped
+        self._loose: list[nn.Parameter] = []            # those that are trained and are not the model's
+        self._local = False                             # gradients wait that were added up in this process alone
+        self._tokens_before = 0
+        self._tokens: Callable[[], Tensor] | None = None   # gives those of this batch, in all processes
+
+    # -- coming and going ----------------------------------------------------------------------------------------------
+
+    def _added(self) -> None:
+        learn = self.learn
+        if learn.world.size > 1: raise DistributedError('This Learner trains in several processes already.')
+        world = join_world(self.timeout.value, self.backend)
+        if world.size == 1: return world.leave()
+        self._before = {'dls': learn.dls, 'logger': learn.logger}
+        learn.world = world
+        try:
+            self._watch = Watch(world, self.timeout.value)
+            self._parts = self._strategy()
+            alike(learn, world)
+            self._share_loaders()
+            self._every = self.agree_every or batches_between(learn.model)
+            if not world.is_first: learn.logger = noop
+            self._seed()
+            self._parts.enter(learn)
+            learn.add_cb(self._mean)
+        except BaseException as e:
+            learn.remove_cb(self)
+            if not isinstance(e, RuntimeError) or isinstance(e, DistributedError): raise
+            raise DistributedError(f'The processes were joined, and then another one of the {world.size} failed: '
+                                   f'{e}') from e
+
+    def _strategy(self) -> Any:
+        if self.strategy != 'fsdp' and not (self.strategy == 'auto' and too_big(self.learn.model)):
+            return Replicas(**self._options)
+        from learnkit.distributed.sharded import Sharded
+        return Sharded(**self._options)
+
+    def _share_loaders(self) -> None:
+        learn, world = self.learn, self.learn.world
+        if self.sharded_already: learn.dls = self._cut_to_the_shortest()
+        else: learn.dls = shard_loaders(learn.dls, world.rank, world.size, **self._given,
+                                        fillers_in_evaluation=self._parts.needs_equal_evaluations)
+        if torch.device(learn.dls.device).type == world.device.type: learn.dls.device = world.device
+
+    def _cut_to_the_shortest(self) -> Any:
+        "Refuse training loaders of different lengths, or leave out what the longer ones have more."
+        dls = copy(self.learn.dls)
+        n = check_lengths(self.learn.world.gather(n_batches(dls.train)), self._given['uneven'])
+        if n is not None and n != n_batches(dls.train): dls.train = FirstBatches(dls.train, n)
+        return dls
+
+    def _seed(self) -> None:
+        "Give every process random numbers of its own; the first keeps those that it has."
+        seed = self.learn.world.broadcast(torch.initial_seed())
+        if self.learn.world.is_first: return
+        seed = (seed + 0x9E3779B97F4A7C15 * self.learn.world.rank) % 2**63
+        torch.manual_seed(seed)
+        random.seed(seed)
+        import numpy as np
+        np.random.seed(seed % 2**32)
+
+    def _removed(self) -> None:
+        learn, world = self.learn, self.learn.world
+        before, self._before = self._before, {}
+        if not before: return   # it has not joined any
+        try:
+            if self._parts is not None: self._parts.leave(learn)
+        finally:
+            learn.remove_cb(self._mean)
+            if self._watch is not None: self._watch.close()
+            self._watch = self._parts = None
+            for name, value in before.items(): setattr(learn, name, value)
+            learn.world = ALONE
+            world.leave()
+
+    # -- the fit -------------------------------------------------------------------------------------------------------
+
+    def before_fit(self) -> None:
+        learn, world = self.learn, self.learn.world
+        if world.size == 1 or not self.fitting or learn._depth > 1: return
+        world.forget(clock=max(world.gather(learn._own_seconds())))
+        self._catches_up = world.size > 2 and learn._resumption is not None
+
+    def before_train(self) -> None:
+        if self.world.size == 1: return
+        self._parts.prepare(self.learn)
+        own = set(self.learn.model.parameters())
+        self._loose = [p for p in self.learn.opt.parameters() if p not in own]
+        self._local = False
+        self._share_order()
+
+    def before_validate(self) -> None:
+        if self.world.size == 1: return
+        self._parts.share_buffers(self.learn)
+        self._share_order()
+
+    def _share_order(self) -> None:
+        "Let every process draw the order of the data from the first one's generators."
+        dl = self.learn.dl
+        if hasattr(dl, 'order_state'):
+            dl.take_order(self.world.broadcast(dl.order_state() if self.world.is_first else None))
+            return
+        for sampler in (getattr(dl, 'sampler', None), getattr(getattr(dl, 'batch_sampler', None), 'sampler', None)):
+            if set_epoch := getattr(sampler, 'set_epoch', None): return set_epoch(self.epoch)
+
+    # -- each batch ----------------------------------------------------------------------------------------------------
+
+    def before_batch(self) -> None:
+        if self.world.size == 1: return
+        learn = self.learn
+        share = getattr(learn.dl, 'share', None)
+        self._share = share(self.iter) if share is not None else self._counted_share() if self.training else None
+        self._tokens_before, self._tokens = learn._done['tok'], None
+        if not (self._catches_up and self.training): return
+        self._catches_up = False
+        self._parts.catch_up(learn)
+
+    def _counted_share(self) -> tuple[int, int] | None:
+        "Return the share of a batch from a loader that gives this process's own; torch's sampler gives all as many."
+        own = sample_count(self.learn.xb)
+        total = int(self.world.sum(torch.tensor(own))) if self.sharded_already else own * self.world.size
+        return (own, total) if total else None
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        "Add gradients up in this process alone where no step follows this pass."
+        if self.world.size == 1 or not self.training: return nullcontext()
+        if self._tokens is None and has_tokens(self.learn) and not self.learn.microbatch: self._sum_tokens()
+        self._local = not self._steps_after_this()
+        return self._parts.pass_without_sync() if self._local else nullcontext()
+
+    def _steps_after_this(self) -> bool:
+        learn = self.learn
+        if learn.microbatch and not learn._is_last_piece: return False
+        return all(cb.will_step() for cb in learn.cbs if hasattr(type(cb), 'will_step'))
+
+    def after_pred(self) -> None:
+        "Leave a sample out of an evaluation that only keeps this process in step."
+        if self.training or self._share is None or self._share[0]: return
+        self.learn._forget_pass()
+        raise CancelBatchException
+
+    def after_batch(self) -> None:
+        if self.world.size == 1 or not self.training: return
+        learn = self.learn
+        if self._share is not None: learn._done['sp'] += self._share[1] - sample_count(learn.xb)
+        if not has_tokens(learn): return
+        tokens = self._tokens or self._sum_tokens()   # else of a batch that was cancelled, or cut into pieces
+        learn._done['tok'] = self._tokens_before + int(tokens())
+
+    def _sum_tokens(self) -> Callable[[], Tensor]:
+        "Begin to sum this batch's tokens up; the answer comes while it is computed."
+        counts = self._share is None or self._share[0] > 0
+        self._tokens = self.world.sum_later(torch.tensor(token_count(self.learn) if counts else 0))
+        return self._tokens
+
+    def batch_checkpoint(self) -> None:
+        if self.world.size > 1: self._agree(partial(self.world.turn, self.learn._done['ba'] % self._every == 0))
+
+    def after_train(self) -> None: self._agree(self.world.settle)
+    def epoch_checkpoint(self) -> None: self._agree(self.world.settle)
+
+    def _agree(self, how: Any) -> None:
+        if self.world.size == 1: return
+        self.world.later('clock', self.learn._own_seconds())
+        how()
+        if self.world.agreed('stop'): self.learn._stop_here()
+
+
+class GradientMean(Callback):
+    "Make gradients the mean over the samples of all processes: a part of `DistributedTraining` with another order."
+    order, run_valid = 7, False   # after gradient accumulation, before mixed precision
+
+    def before_backward(self) -> None:
+        "Weigh this process's loss by its share."
+        factor = self.learn._share_of_gradient()
+        if factor != 1: self.learn.loss_grad = self.learn.loss_grad * factor
+
+    def before_step(self) -> None:
+        "Average what is not averaged yet: what was added up in each process alone, and the loss function's own."
+        team = self.learn._team
+        if team is None: return
+        if team._local: team._parts.average_gradients(self.learn)
+        team._local = False
+        average(team._loose)
+
+    def before_validate(self) -> None:
+        "Share buffers again, which averaged weights may have brought with them."
+        if (team := self.learn._team) is not None: team._parts.share_buffers(self.learn)
+
+
+def has_tokens(learn: Any) -> bool:
+    "Tell whether tokens are counted of the batch at hand."
+    return learn.token_func is not None or bool(
+        learn.xb and isinstance(learn.xb[0], Mapping) and 'input_ids' in learn.xb[0])
+
+
+def batches_between(model: nn.Module) -> int:
+    """Return how many batches go by from one agreement to the next: an agreement costs a tenth of a millisecond.
+
+    It follows from the model, and not from a measurement, so that the same run stops at the same batch."""
+    n = sum(p.numel() for p in model.parameters())
+    return 16 if n < 1e6 else 4 if n < 1e8 else 1
+
+
+def too_big(model: nn.Module) -> bool:
+    "Tell whether a model, its gradients and Adam's averages would fill more than half of this process's GPU."
+    if not torch.cuda.is_available(): return False
+    return 4 * sum(p.numel() * p.element_size() for p in model.parameters()) \
+        > torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 2
+
+
+def alike(learn: Any, world: World) -> None:
+    "Give every process the first one's weights; raise `DistributedError` where their models or data are not alike."
+    tensors = {**dict(learn.model.named_parameters()), **dict(learn.model.named_buffers())}
+    mine = {name: f'{t.dtype} {tuple(t.shape)}' for name, t in tensors.items()}
+    mine['validation loaders'] = ', '.join(name for name, _ in evaluation_loaders(learn.dls))
+    same = len(set(world.gather(crc32(repr(mine).encode())))) == 1
+    first, *others = [mine] if same else world.gather(mine)
+    for rank, theirs in enumerate(others, 1):
+        differ = [f'{k}: {first.get(k, "absent")} in process 0, {theirs.get(k, "absent")} in process {rank}'
+                  for k in dict.fromkeys((*first, *theirs)) if theirs.get(k) != first.get(k)]
+        if differ: raise DistributedError('The processes do not have the same model:\n  ' + '\n  '.join(differ[:10]))
+    share_first([t.detach() for t in tensors.values()], world)
+
+
+def share_first(tensors: list[Tensor], world: World) -> None:
+    "Copy the first process's values into tensors of the same shapes."
+    import torch.distributed as dist
+    for t in tensors: dist.broadcast(t, 0, group=world.control if t.device.type == 'cpu' else None)

@@ -1,0 +1,75 @@
+"""Row 38: processes with different numbers of batches. Joined, padded or dropped as asked; own loaders are refused."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from learnkit import DataLoaders, Learner
+from learnkit.errors import DistributedError
+from tests.distributing import make_data, make_dls, make_learner, weights
+from tests.ranks import run_ranks
+
+
+def train(rank: int, n: int, uneven: str, kind: str, timeout: str = '20s') -> dict[str, Any]:
+    learn = make_learner(make_dls(n, 4, kind))
+    with learn.distributed('ddp', uneven=uneven, timeout=timeout):
+        learn.fit(2)
+        learn.check_replicas()
+        return {'weights': weights(learn), 'steps': learn.time.st, 'samples': learn.time.sp}
+
+
+def alone(n: int, kind: str) -> Learner:
+    learn = make_learner(make_dls(n, 8, kind))
+    learn.fit(2)
+    return learn
+
+
+# 36 samples are 9 batches of 4: five for one process, and four for the other
+@pytest.mark.parametrize('kind', ['tensors', 'torch'])
+@pytest.mark.parametrize(('n', 'left'), [(36, 4), (33, 1)])
+def test_joined(kind: str, n: int, left: int) -> None:
+    expected = alone(n, kind)
+    for got in run_ranks(train, 2, n, 'join', kind):
+        assert (got['weights'] - weights(expected)).abs().max() < 1e-10
+        assert got['steps'] == 10 and got['samples'] == 2 * n
+
+
+@pytest.mark.parametrize(('uneven', 'steps', 'samples'), [('pad', 10, 2 * 34), ('drop', 8, 2 * 32)])
+def test_padded_and_dropped(uneven: str, steps: int, samples: int) -> None:
+    a, b = run_ranks(train, 2, 33, uneven, 'tensors')
+    assert a['steps'] == b['steps'] == steps and a['samples'] == b['samples'] == samples
+    assert torch.equal(a['weights'], b['weights'])
+
+
+def own_loaders(rank: int, uneven: str) -> list[Any]:
+    "Give each process batches of its own, 5 and 4 of them."
+    x, y = make_data(20 - 4 * rank)
+    learn = make_learner(DataLoaders(list(zip(x.split(4), y.split(4), strict=True)), device='cpu'))
+    try:
+        with learn.distributed('ddp', sharded_already=True, uneven=uneven, timeout='20s'): learn.fit(2)
+    except DistributedError as e: return [str(e)]
+    finally: assert learn.time.st == (8 if uneven == 'drop' else 0)
+    return [learn.time.st]
+
+
+def test_loaders_that_bring_their_share_are_refused_before_the_first_step() -> None:
+    for text, in run_ranks(own_loaders, 2, 'join'): assert '5' in text and '4' in text and 'drop' in text
+
+
+def test_or_cut_to_the_shortest() -> None:
+    assert run_ranks(own_loaders, 2, 'drop') == [[8], [8]]
+
+
+@pytest.mark.full
+def test_any_number_of_samples() -> None:
+    n_tried = 0
+    for n_ranks in (2, 3, 4):
+        for n in range(8, 33):
+            expected = make_learner(make_dls(n, 4 * n_ranks))
+            expected.fit(2)
+            for got in run_ranks(train, n_ranks, n, 'join', 'tensors'):
+                assert (got['weights'] - weights(expected)).abs().max() < 1e-10 and got['samples'] == 2 * n
+            n_tried += 1
+    print(f'row 38: {n_tried} sizes of data sets in 2, 3 and 4 processes, each as one process has it')

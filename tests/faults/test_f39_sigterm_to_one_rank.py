@@ -1,0 +1,58 @@
+"""Row 39: SIGTERM to one of two processes. Both end after one batch, with one checkpoint; a restart is exact."""
+from __future__ import annotations
+
+import random
+import signal
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import pytest
+from run_helpers import State, make_learner, names, quiet, same, torch_dls
+
+from learnkit import Callback
+from learnkit.callbacks import Checkpoint
+from learnkit.folders import entries
+from tests.ranks import run_ranks, started_ranks
+
+
+def train(rank: int, folder: Path, pace_s: float = 0., n_epoch: int = 3) -> State:
+    learn = quiet(make_learner(dls=torch_dls()))
+    learn.add_cb(Callback(after_step=lambda cb: sleep(pace_s), before_train=lambda cb: print('trains', flush=True)))
+    with learn.distributed('ddp', timeout='20s'):
+        learn.fit(n_epoch, resume=True, cbs=Checkpoint(every=None, folder=folder))
+        return learn.checkpoint_state()
+
+
+def signalled(folder: Path, victim: int, after_s: float) -> bool:
+    "Send the signal to one process while both train; tell whether it came before their end."
+    with started_ranks(train, 2, folder, 0.01) as children:
+        children[victim].wait(60, until=lambda: 'trains' in children[victim].stdout)
+        until = monotonic() + after_s
+        children[victim].wait(60, until=lambda: monotonic() > until)
+        children[victim].send(signal.SIGTERM, group=False)
+        for child in children: child.wait(60)
+        codes = [child.code for child in children]
+        if 0 in codes and set(codes) <= {0, 143}: return False  # it came after the last batch
+        assert codes == [143, 143], [c.stderr for c in children]
+        assert sum('the run is saved in' in c.stderr for c in children) == 1
+        return True
+
+
+@pytest.mark.parametrize('victim', [0, 1])
+def test_both_save_once_and_go_on_exactly(victim: int, tmp_path: Path) -> None:
+    straight: list[Any] = run_ranks(train, 2, tmp_path/'straight')
+    assert signalled(tmp_path/'run', victim, 0.03)
+    assert len(names(tmp_path/'run')) == 1
+    for got, expected in zip(run_ranks(train, 2, tmp_path/'run'), straight, strict=True): assert same(got, expected)
+
+
+@pytest.mark.full
+def test_at_random_instants(tmp_path: Path) -> None:
+    rng, n_sent, straight = random.Random(3), 0, run_ranks(train, 2, tmp_path/'straight')
+    for i in range(20):
+        folder = tmp_path/f'{i}'
+        n_sent += signalled(folder, i % 2, rng.uniform(0., 0.3))
+        assert len({e.info['run'] for e in entries(folder)}) == 1
+        for got, expected in zip(run_ranks(train, 2, folder), straight, strict=True): assert same(got, expected)
+    print(f'row 39: 20 signals, {n_sent} of them before the end of the training: one checkpoint each, exact after it')
