@@ -278,6 +278,8 @@ def merged_losses(
 ) -> list[float]:
     """Return the loss of each step over the samples of all processes; the last steps belong together.
 
+    A step in which none counts (of a run in another number of processes) keeps the mean of what they have.
+
     >>> merged_losses([[1., 2.], [3.]], [[1., 3.], [1.]])
     [1.0, 2.25]
     """
@@ -285,7 +287,7 @@ def merged_losses(
     padded = ([[0.]*(n - len(row)) + row for row in rows] for rows in (losses, weights))
     x, w = (torch.tensor(rows, dtype=torch.float64) for rows in padded)
     if reduction == 'sum': return torch.where(w == 0, 0, x).sum(0).tolist()
-    return (torch.where(w == 0, 0, x*w).sum(0)/w.sum(0)).tolist()
+    return torch.where(w.sum(0) == 0, x.mean(0), torch.where(w == 0, 0, x*w).sum(0)/w.sum(0)).tolist()
 
 
 def is_number(value: Any) -> bool:

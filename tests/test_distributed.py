@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional as F
 
 from learnkit import Callback, DataLoaders, GradientAccumulation, GradientClip, Learner
@@ -233,3 +234,26 @@ def test_the_search_for_a_rate_finds_the_same_everywhere_and_undoes_itself() -> 
         return found
     alone = torch.tensor(search(make_learner(make_dls(400, 8))))
     for found in run_ranks(job): assert (torch.tensor(found) - alone).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize('options', [{'bucket_cap_mb': 1, 'gradient_as_bucket_view': True}, {'static_graph': True}])
+def test_options_of_the_strategy(options: dict[str, Any]) -> None:
+    compare(lambda bs: make_learner(make_dls(101, bs)), lambda learn: learn.fit(2), **options)
+
+
+def test_gradients_can_be_compressed() -> None:
+    def halved(state, bucket):  # without annotations: torch compares them with classes, and here they are texts
+        state.append(bucket.buffer().numel())
+        return default_hooks.fp16_compress_hook(None, bucket)
+
+    def job(rank: int) -> list[Any]:
+        sizes: list[int] = []
+        learn = make_learner(make_dls(101, 4))
+        with learn.distributed('ddp', timeout='20s', comm_hook=halved, comm_state=sizes):
+            learn.fit(1)
+            learn.check_replicas()
+        return [weights(learn), len(sizes)]
+    alone = make_learner(make_dls(101, 8))
+    alone.fit(1)
+    for got, n in run_ranks(job):
+        assert n == 13 and 0 < (got - weights(alone)).abs().max() < 1e-2

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from learnkit import Callback, DataLoaders, GradientAccumulation, Learner, TensorLoader
 from learnkit.callbacks import Checkpoint, OOMObserver
 from learnkit.distributed import DistributedTraining
+from learnkit.distributed.verdicts import Report, judge
 from learnkit.errors import DistributedError
 from tests.distributing import make_data, make_dls, make_learner, rows, weights
 from tests.ranks import run_ranks
@@ -45,7 +46,7 @@ class Uneven(Callback):
 
 
 def with_dicts(bs: int) -> Learner:
-    train, valid = ([{'input_ids': x, 'labels': y} for x, y in zip(*make_data(n, seed=n), strict=True)] for n in (51, 9))
+    train, valid = ([{'input_ids': x, 'labels': y} for x, y in zip(*make_data(n), strict=True)] for n in (51, 9))
     learn = Learner(DataLoaders(DataLoader(train, bs), DataLoader(valid, bs), device='cpu'), Reader(), None)
     learn.logger = lambda row: None
     learn.remove_cb(learn.progress)
@@ -175,13 +176,28 @@ def test_processes_that_were_told_other_numbers_of_them() -> None:
     assert run_ranks(job) == [False, False]
 
 
-def test_a_run_that_has_ended_everywhere_has_ended_well() -> None:
+class SlowStore:
+    "A store whose answer to `set` takes a while, in which the next run may begin."
+
+    def __init__(self, store: Any) -> None: self.store = store
+    def __getattr__(self, name: str) -> Any: return getattr(self.store, name)
+
+    def set(self, key: str, value: str) -> None:
+        self.store.set(key, value)
+        sleep(0.02)
+
+
+def test_runs_that_follow_each_other_at_once_are_told_apart() -> None:
     def job(rank: int) -> int:
-        learn = make_learner(make_dls(16, 8))
-        for _ in range(12):
-            with learn.distributed('ddp', timeout='20s'): learn.fit(1)
-        return len(learn.history)
-    assert run_ranks(job) == [12, 12]
+        learn = make_learner(make_dls(16, 8, n_valid=4))
+        with learn.distributed('ddp', timeout='5s'):
+            watch = learn._team._watch
+            watch._store = SlowStore(watch._store)
+            for i in range(30):
+                learn.validate()
+                sleep(0.002 * (i % 15))
+        return learn.train_iter
+    assert run_ranks(job, 3) == [0, 0, 0]
 
 
 def test_processes_share_a_folder_that_comes_and_goes(tmp_path: Path) -> None:
@@ -192,3 +208,23 @@ def test_processes_share_a_folder_that_comes_and_goes(tmp_path: Path) -> None:
             for _ in range(5): learn.fit(1)
     run_ranks(job)
     assert not (tmp_path/'oom').exists()
+
+
+@pytest.mark.parametrize(('what', 'told'), [('data', '26 batches of 101 samples in process 0, 21 batches of 81'),
+                                            ('options', "batch_size: 'process' in process 0, 'global' in process 1")])
+def test_processes_with_other_data_or_options_are_refused(what: str, told: str) -> None:
+    def job(rank: int) -> str:
+        learn = make_learner(make_dls(101 - 20 * rank * (what == 'data'), 4))
+        batch_size = ('process', 'global')[rank * (what == 'options')]
+        with pytest.raises(DistributedError, match='same model, data') as e, \
+            learn.distributed('ddp', timeout='20s', batch_size=batch_size): pass
+        return str(e.value)
+    assert all(told in text for text in run_ranks(job))
+
+
+def test_all_that_gave_up_at_once_are_judged() -> None:
+    waits = Report(1, True, False, (1, 7), 'backward', 5.2, lost='Timed out waiting', lost_s=0.6, timed_out=True)
+    ahead = waits._replace(order=(1, 8), text='after_train')
+    verdict = judge([ahead, waits], [0, 0], timeout_s=5)
+    assert verdict is not None and verdict.kind == 'hang' and verdict.rank == 1
+    assert verdict.text.startswith('Process 1 of 2 has been in backward for 5.2 s, while process 0 waits for it in')

@@ -26,6 +26,7 @@ from learnkit.metrics import (
     mse,
     top_k_accuracy,
 )
+from learnkit.testing import synth_learner
 
 torch.manual_seed(0)
 X, Y = torch.randn(32, 4), torch.randn(32)
@@ -298,3 +299,8 @@ def test_a_guard_tells_it_itself() -> None:
         warnings.simplefilter('always')
         learn.fit(2)
     assert [str(w.message)[:15] for w in seen] == ['The loss is nan']
+
+
+def test_a_row_that_is_read_too_early_says_so() -> None:
+    learn = synth_learner(cbs=Callback(after_epoch=lambda cb: cb.history[-1]))
+    with learn.no_bar(), pytest.raises(IndexError, match='`order = 60`'): learn.fit(1)

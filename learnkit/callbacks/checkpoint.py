@@ -309,8 +309,10 @@ class Checkpoint(Callback):
         self._broken_off = self._snapshot('within' if 'train' in learn._open else 'evaluation')
 
     def after_fit(self) -> None:
-        "Wait for the last checkpoint, where all processes can still hear that it has failed."
-        if self.learn.fitting and self.learn._depth == 1 and self._run_id: self._wait_alike()
+        "Wait for the last checkpoint, and hear of a late signal, where all processes can still do so together."
+        if not (self.learn.fitting and self.learn._depth == 1 and self._run_id): return
+        self._wait_alike()
+        self._stop.received = self.learn.world.any(self._stop.received)
 
     def after_eval(self) -> None:
         if self.learn._depth == 1: self._broken_off = None

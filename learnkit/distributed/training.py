@@ -14,7 +14,7 @@ from fastcore.basics import noop
 from torch import Tensor, nn
 
 from learnkit.callback import Callback
-from learnkit.data import evaluation_loaders, n_batches
+from learnkit.data import TensorLoader, evaluation_loaders, n_batches
 from learnkit.distributed.replicas import Replicas, average
 from learnkit.distributed.shards import FirstBatches, check_lengths, shard_loaders
 from learnkit.distributed.watch import Watch
@@ -106,7 +106,7 @@ class DistributedTraining(Callback):
         try:
             self._watch = Watch(world, self.timeout.value)
             self._parts = self._strategy()
-            alike(learn, world)
+            alike(learn, world, self._told())
             self._share_loaders()
             self._every = self.agree_every or batches_between(learn.model)
             if not world.is_first: learn.logger = noop
@@ -118,6 +118,12 @@ class DistributedTraining(Callback):
             if not isinstance(e, RuntimeError) or isinstance(e, DistributedError): raise
             raise DistributedError(f'The processes were joined, and then another one of the {world.size} failed: '
                                    f'{e}') from e
+
+    def _told(self) -> dict[str, str]:
+        "Return what must be the same in every process, besides the model."
+        lengths = {} if self.sharded_already else lengths_of(self.learn.dls)
+        options = {'strategy': self.strategy, 'sharded_already': self.sharded_already, **self._given}
+        return {**lengths, **{f'option {name}': repr(value) for name, value in options.items()}}
 
     def _strategy(self) -> Any:
         if self.strategy != 'fsdp' and not (self.strategy == 'auto' and too_big(self.learn.model)):
@@ -299,17 +305,31 @@ def too_big(model: nn.Module) -> bool:
         > torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 2
 
 
-def alike(learn: Any, world: World) -> None:
-    "Give every process the first one's weights; raise `DistributedError` where their models or data are not alike."
+def lengths_of(dls: Any) -> dict[str, str]:
+    "Return how long each loader is, in words."
+    def told(dl: Any) -> str:
+        n = getattr(dl, 'n', None) if isinstance(dl, TensorLoader) else n_batches(getattr(dl, 'dataset', None))
+        return f'{n_batches(dl)} batches' + (f' of {n} samples' if n is not None else '')
+    return {f'{name} loader': told(dl) for name, dl in [('train', dls.train), *evaluation_loaders(dls)]}
+
+
+def alike(
+    learn: Any,
+    world: World,
+    told: dict[str, str],   # of data and options, for comparison
+) -> None:
+    "Give every process the first one's weights; raise `DistributedError` where models, data or options are not alike."
     tensors = {**dict(learn.model.named_parameters()), **dict(learn.model.named_buffers())}
     mine = {name: f'{t.dtype} {tuple(t.shape)}' for name, t in tensors.items()}
     mine['validation loaders'] = ', '.join(name for name, _ in evaluation_loaders(learn.dls))
+    mine |= told
     same = len(set(world.gather(crc32(repr(mine).encode())))) == 1
     first, *others = [mine] if same else world.gather(mine)
     for rank, theirs in enumerate(others, 1):
         differ = [f'{k}: {first.get(k, "absent")} in process 0, {theirs.get(k, "absent")} in process {rank}'
                   for k in dict.fromkeys((*first, *theirs)) if theirs.get(k) != first.get(k)]
-        if differ: raise DistributedError('The processes do not have the same model:\n  ' + '\n  '.join(differ[:10]))
+        if differ: raise DistributedError('The processes do not have the same model, data and options:\n  '
+                                          + '\n  '.join(differ[:10]))
     share_first([t.detach() for t in tensors.values()], world)
 
 

@@ -76,7 +76,7 @@ def judge(
     gave_up = [r for r in lost if reports[r].timed_out and reports[r].lost_s >= SETTLED_S]
     rest = [r for r in ranks if r not in gave_up]
     if (gave_up and rest) or (stuck and len({reports[r].order for r in ranks}) > 1):
-        return _hangs(reports, min(rest, key=lambda r: reports[r].order), gave_up)
+        return _hangs(reports, min(rest or ranks, key=lambda r: reports[r].order), gave_up if rest else ())
     for r in lost:
         if reports[r].lost_s >= UNKNOWN_S: return Verdict('lost', r, f'Process {r} of {size} has lost its connection '
                                                                      f'in {reports[r].text}: {reports[r].lost}')

@@ -263,14 +263,15 @@ class Watch:
     def _exchange(self, store: Any) -> None:
         "Tell how this process is, and take in what the others have told; all of it of one run."
         report = self._report()
-        with self._changed: run, inside, done, own = self._run, self._inside, self._done, self._own
+        with self._changed:  # the next run may begin at any time, with an `_acted` of its own
+            run, inside, done, own, acted = self._run, self._inside, self._done, self._own, self._acted
         key = f'verdict {run}'
         store.set(f'{self.world.rank}', report.json())
         ends = not self.world.is_first and store.check(['end'])  # asked before all are counted: the first leaves then
         if self._beat % ENDS_EVERY == 0: self._show_ends()
-        if own is not None and 'told' not in self._acted: self._publish(key, own, run)
+        if own is not None and 'told' not in acted: self._publish(key, own, run)
         if self._verdict is None and inside and store.check([key]): self._heed(store.get(key), run)
-        if done and 'all' not in self._acted: self._count(run)
+        if done and 'all' not in acted: self._count(f'done {run}', acted)
         if self._verdict is None and inside and self.world.rank < 2: self._judge(key, run)
         if ends:
             store.set(f'{self.world.rank}', Report(self._beat + 1, left=True).json())
@@ -300,13 +301,12 @@ class Watch:
             self._changed.notify_all()
         if verdict.kind == 'hang' and self.world.is_first: print(verdict.text, file=sys.stderr, flush=True)
 
-    def _count(self, run: int) -> None:
+    def _count(self, key: str, acted: dict[str, float]) -> None:
         "Note that this process has ended a run; tell it when all have."
-        key = f'done {run}'
-        if 'counted' not in self._acted: self._acted['counted'] = self._store.add(key, 1)
+        if 'counted' not in acted: acted['counted'] = self._store.add(key, 1)
         if self._store.add(key, 0) < self.world.size: return
         with self._changed:
-            self._acted['all'] = monotonic()
+            acted['all'] = monotonic()
             self._changed.notify_all()
 
     def _report(self) -> Report:
