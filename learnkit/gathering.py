@@ -14,6 +14,7 @@ from learnkit.batch import concat, detuplify, find_bs, map_tensors
 from learnkit.callback import Callback
 from learnkit.errors import BatchError, LossError
 from learnkit.merging import gathered, in_turn
+from learnkit.order import Shard
 from learnkit.sinks import save_plain
 from learnkit.world import ALONE, World
 
@@ -145,7 +146,7 @@ def dealt(learn: Any, dl: Any) -> tuple[Any, World]:
     if world.size == 1 or isinstance(dl, Everywhere) or (team and team.sharded_already): return dl, ALONE
     from learnkit.distributed.shards import shard
     options = {'batch_size': team._given['batch_size'], 'fillers': team._parts.needs_equal_evaluations} if team else {}
-    own = shard(getattr(dl, 'whole', dl), world.rank, world.size, **{'fillers': False, **options})
+    own = shard(dl.whole if isinstance(dl, Shard) else dl, world.rank, world.size, **{'fillers': False, **options})
     return own, world if hasattr(own, 'share') else ALONE
 
 

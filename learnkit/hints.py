@@ -50,6 +50,9 @@ def model_hint(b: Any, model: nn.Module, e: Exception) -> str:
     """
     if 'more than 1 value per channel' in str(e):
         return ': batch norm cannot train on one sample. Give the loader `drop_last=True`, or another batch size'
+    if 'find_unused_parameters' in str(e):
+        return (': parameters took no part in the last loss, or were frozen since. '
+                "`learn.distributed('ddp', find_unused_parameters=True)` allows for that")
     return precision_hint(b, model)
 
 

@@ -64,8 +64,9 @@ class Shard:
         self,
         i: int,  # a batch of the current pass, or of the last one
     ) -> tuple[int, int] | None:
-        "Return how many samples of batch `i` are this process's, 0 if it only fills up, and all have; None: unknown."
-        return self.order.shares[i]
+        "Return how many samples of batch `i` are this process's, 0 if it only fills up, and all have; None: not known."
+        shares = self.order.shares
+        return shares[i] if i < len(shares) else None
 
     def order_state(self) -> dict[str, Any]:
         "Return the state of all that the order of the next pass is drawn from, as tensors and plain values."

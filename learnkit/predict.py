@@ -23,6 +23,7 @@ from learnkit.data import DataLoaders, check_loader, evaluation_loaders, in_orde
 from learnkit.dispatch import as_callback, listed
 from learnkit.errors import BatchError, CancelEpochException, CancelFitException, LoaderError, OptionError
 from learnkit.gathering import Arriving, Everywhere, GatherPredsCallback, Taken, dealt
+from learnkit.order import Shard
 from learnkit.rng import preserved_generators, preserved_rng
 from learnkit.sinks import check_sink, opened_sink
 from learnkit.streaming import PredictionStream, Streaming
@@ -271,15 +272,16 @@ class Predictions(Streaming):
         with preserved_rng():  # what chooses samples draws here
             # a given loader is asked itself: a new one would not know its weights
             if not given or dl.drop_last: dl = dl.new(shuffle=False, drop_last=False)
-            idxs = self.world.broadcast(_drawn_idxs(dl))
+            idxs = list(_drawn_idxs(dl))
             if not all(isinstance(i, (int, np.integer)) for i in idxs): return dl, None
+            idxs = self.world.broadcast([int(i) for i in idxs])
             ordered = dl.new(get_idxs=_Always(sorted(idxs) if sort else idxs))
         return ordered, None if sort else torch.tensor(idxs).argsort(stable=True)
 
     def _chosen(self, ds_idx: int, dl: Any) -> Any:
         "Return the loader that is meant; all of it, where processes have a part each."
         dl = self._loader(ds_idx) if dl is None else self._given(dl)
-        return getattr(dl, 'whole', dl)
+        return dl.whole if isinstance(dl, Shard) else dl
 
     def _given(self, dl: Any) -> Any:
         "Return the loader that was given, by its name in `dls` or as it is."

@@ -9,7 +9,7 @@ from typing import Any, Self
 from zlib import crc32
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from learnkit.batch import find_bs, take_rows
 from learnkit.distributed import DistributedTraining
@@ -107,8 +107,12 @@ class Processes(ResumeChecks):
         model = bare_model(self.model)
         yield from ((name, p) for name, p in model.named_parameters() if not is_part(p))
         yield from model.named_buffers()
-        if self.opt is None: return
         names = {p: name for name, p in model.named_parameters()}
+        if isinstance(self.loss_func, nn.Module):
+            own = {f'loss_func.{name}': t for name, t in self.loss_func.state_dict(keep_vars=True).items()}
+            yield from own.items()
+            names |= {t: name for name, t in own.items()}
+        if self.opt is None: return
         for p, state in self.opt.state.items():
             for key, value in state.items():
                 if isinstance(value, Tensor) and not is_part(value):
@@ -172,9 +176,9 @@ class Processes(ResumeChecks):
         return self.world.sum(self.loss * self._share_of_gradient()) / self.world.size
 
     def _cut(self, xb: Any, yb: Any, size: int) -> list[tuple[Any, Any]]:
-        "Cut a batch into as many pieces as the process with most samples does, where all must call the model alike."
+        "Cut a batch into as many pieces as the process with most samples does: what is asked of each is asked alike."
         pieces, team = super()._cut(xb, yb, size), self._team
-        if team is None or team._share is None or not team._parts.needs_equal_evaluations: return pieces
+        if team is None or team._share is None or self.microbatch in (1, 'auto'): return pieces
         n, k = -(-team._share[1] // (self.world.size * size)), find_bs(xb)
         if len(pieces) == n: return pieces
         rows = [slice(k*i // n, k*(i + 1) // n) for i in range(n)]
@@ -203,7 +207,8 @@ class Processes(ResumeChecks):
     def _gather(self, place: str) -> dict[str, Any]:
         "Add what is each process's own: random generators, its place in the data, and states that differ."
         state = super()._gather(place)
-        return state if self.world.size == 1 else {**state, 'processes': own_parts(state, self.world)}
+        if (team := self._team) is None: return state
+        return {**state, 'processes': own_parts(state, self.world), 'has_synced': team._parts.has_synced}
 
     def _put(self, r: Resumption) -> None:
         super()._put(r)

@@ -115,7 +115,7 @@ class World:
         Nothing is waited for. In a world of one it is `value` at once."""
         if self.size == 1: return value
         i = SLOTS.index(slot)
-        self._mine[i] = value
+        self._mine[i] = max(self._mine[i], value)
         return self._agreed[i]
 
     def agreed(self, slot: str) -> float:

@@ -10,7 +10,15 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional as F
 
-from learnkit import Callback, DataLoaders, GradientAccumulation, GradientClip, Learner
+from learnkit import (
+    Callback,
+    DataLoaders,
+    GradientAccumulation,
+    GradientClip,
+    GuardNonFinite,
+    Learner,
+    ProgressCallback,
+)
 from learnkit.callbacks import EMA
 from learnkit.distributed import DistributedTraining
 from learnkit.errors import DistributedError, OptionError
@@ -63,7 +71,8 @@ def compare(
 @pytest.mark.parametrize('kind', ['tensors', 'torch'])
 @pytest.mark.parametrize(('n_train', 'n'), [(104, 2), (103, 2), (97, 2), (101, 3), (98, 4)])
 def test_processes_train_as_one_with_bigger_batches(kind: str, n_train: int, n: int) -> None:
-    compare(lambda bs: make_learner(make_dls(n_train, bs, kind)), lambda learn: learn.fit_one_cycle(3, 1e-2), n)
+    compare(lambda bs: make_learner(make_dls(n_train, bs, kind)),
+            lambda learn: learn.fit_one_cycle(3, 1e-2, cbs=ProgressCallback()), n)
 
 
 def test_a_global_batch_size() -> None:
@@ -80,16 +89,22 @@ def test_callbacks_act_alike(cbs: str) -> None:
     compare(lambda bs: make_learner(make_dls(101, bs), cbs=CALLBACKS[cbs]()), lambda learn: learn.fit(3, 1e-2))
 
 
-def test_microbatches() -> None:
-    compare(lambda bs: make_learner(make_dls(101, bs), microbatch=3), lambda learn: learn.fit(2))
+@pytest.mark.parametrize('size', [1, 2, 3])
+def test_microbatches(size: int) -> None:
+    compare(lambda bs: make_learner(make_dls(103, bs), microbatch=size), lambda learn: learn.fit(2))
+
+
+def test_microbatches_that_are_looked_at() -> None:
+    compare(lambda bs: make_learner(make_dls(103, bs), microbatch=3, cbs=GuardNonFinite()), lambda learn: learn.fit(2))
 
 
 def test_a_weighted_loss() -> None:
     def by_class(xb: Any, yb: Any) -> Any: return (yb[0] + 1.).sum()
     def loss(pred: Any, y: Any) -> Any:
         return (F.cross_entropy(pred, y, reduction='none') * (y + 1)).sum() / (y + 1).sum()
-    compare(lambda bs: make_learner(make_dls(101, bs), loss_func=loss, weight_func=by_class, metrics=None),
-            lambda learn: learn.fit(2))
+    for microbatch in (None, 3): compare(lambda bs: make_learner(
+        make_dls(101, bs), loss_func=loss, weight_func=by_class, metrics=None, microbatch=microbatch),  # noqa: B023
+        lambda learn: learn.fit(2))
 
 
 def test_a_loss_that_is_a_sum() -> None:
@@ -214,6 +229,58 @@ def make_lists(bs: int) -> DataLoaders:
     return DataLoaders(batches, batches[:3], device='cpu')
 
 
+class Scaled(torch.nn.Module):
+    "A loss that learns a number of its own."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.rand(1, dtype=torch.float64))
+
+    def forward(self, pred: Any, y: Any) -> Any: return F.cross_entropy(pred * self.scale.exp(), y)
+
+
+def test_a_loss_function_that_learns_is_one_in_all() -> None:
+    def job(rank: int) -> Any:
+        torch.manual_seed(rank)
+        loss = Scaled()
+        def with_loss(model: Any) -> Any: return [*model.parameters(), *loss.parameters()]
+        learn = make_learner(make_dls(101, 4), loss_func=loss, splitter=with_loss)
+        with learn.distributed('ddp', timeout='20s'):
+            begun = loss.scale.item()
+            learn.fit(1)
+            learn.check_replicas()
+        return [begun, loss.scale.item()]
+    a, b = run_ranks(job)
+    assert a == b and a[0] != a[1]
+
+
+def test_the_numbers_of_a_second_context_are_others() -> None:
+    def job(rank: int) -> Any:
+        learn, drawn = make_learner(), []
+        for _ in range(2):
+            with learn.distributed('ddp', timeout='20s'): drawn.append(torch.rand(1).item())
+        return drawn
+    drawn = [x for ranks in run_ranks(job) for x in ranks]
+    assert len(set(drawn)) == 4
+
+
+def test_a_sampler_of_torch_s_is_told_the_epoch() -> None:
+    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+    from tests.distributing import make_data
+
+    def job(rank: int) -> Any:
+        data, seen = TensorDataset(*make_data(32)), []
+        sampler = DistributedSampler(data, 2, rank, seed=3)
+        note = Callback(before_batch=lambda cb: seen.append(cb.x[:, 0].tolist()) if cb.training else None)
+        learn = make_learner(DataLoaders(DataLoader(data, 8, sampler=sampler), device='cpu'), cbs=note)
+        with learn.distributed('ddp', timeout='20s'): learn.fit(2)
+        return [[*seen[0], *seen[1]], [*seen[2], *seen[3]]]
+    a, b = run_ranks(job)
+    assert a[0] != a[1] and sorted(a[0]) != sorted(a[1])
+    for epoch in (0, 1): assert sorted(a[epoch] + b[epoch]) == sorted(make_dls(32).train.tensors[0][:, 0].tolist())
+
+
 def test_any_iterable() -> None:
     compare(lambda bs: make_learner(make_lists(bs)), lambda learn: learn.fit(2), batch_size='global')
 
@@ -257,3 +324,23 @@ def test_gradients_can_be_compressed() -> None:
     alone.fit(1)
     for got, n in run_ranks(job):
         assert n == 13 and 0 < (got - weights(alone)).abs().max() < 1e-2
+
+
+class Half(torch.nn.Module):
+    "A model of which one half is never called."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = torch.nn.Linear(5, 3).double(), torch.nn.Linear(5, 3).double()
+
+    def forward(self, x: Any) -> Any: return self.used(x)
+
+
+def test_parameters_without_a_part_in_the_loss_are_told_with_the_option() -> None:
+    def job(rank: int) -> list[str]:
+        learn = Learner(make_dls(), Half(), F.cross_entropy)
+        with learn.no_bar(), pytest.raises(RuntimeError, match='finished reduction') as e:
+            with learn.distributed('ddp', timeout='20s'): learn.fit(1)
+        with learn.no_bar(), learn.distributed('ddp', timeout='20s', find_unused_parameters=True): learn.fit(1)
+        return list(e.value.__notes__)
+    for notes in run_ranks(job): assert any("learn.distributed('ddp', find_unused_parameters=True)" in n for n in notes)

@@ -57,7 +57,8 @@ def train(path: Path, n_ranks: int = 2, broken_off: int | None = None, resume: A
 
 CASES: dict[str, dict[str, Any]] = {
     'tensors': {}, 'torch': {'kind': 'torch'}, 'workers': {'kind': 'torch-workers'},
-    'accumulation': {'cbs': (lambda: GradientAccumulation(24), lambda: EMA(0.9))}, 'four': {'n_ranks': 4}}
+    'accumulation': {'cbs': (lambda: GradientAccumulation(24), lambda: EMA(0.9))}, 'four': {'n_ranks': 4},
+    'four, accumulation': {'n_ranks': 4, 'cbs': (lambda: GradientAccumulation(50),)}}
 
 
 @pytest.mark.parametrize('case', CASES)

@@ -17,6 +17,8 @@ from learnkit import TensorLoader
 from learnkit.distributed.shards import shard
 from learnkit.rng import capture_rng, restore_rng, same_states
 
+pytestmark = pytest.mark.dist
+
 Make = Callable[..., Any]   # f(seed, n=, bs=, **options) returns a loader
 OTHERS = ('torch', 'numpy', 'python')
 

@@ -314,6 +314,8 @@ class Checkpoint(Callback):
         self._wait_alike()
         self._stop.received = self.learn.world.any(self._stop.received)
 
+    def after_epoch(self) -> None: self.learn.world.later('leave', self._stop.received)  # before all agree
+
     def after_eval(self) -> None:
         if self.learn._depth == 1: self._broken_off = None
 

@@ -50,21 +50,21 @@ class FixedStopper(Callback):
 
     def after_batch(self) -> None:
         "Look at the time."
-        if self.at.unit not in ('ep', 'iter') and self._is_over(): self.learn.stop()
+        if self.at.unit not in ('ep', 'iter') and self._is_over(): self.learn._stop_here()
 
     def after_train(self) -> None:
         "Look at the epochs and iterations with this one, so that its evaluation is known to be the last."
         learn, now = self.learn, self.learn.time
         if self.at.unit not in ('ep', 'iter'): return
-        if now.replace(ep=now.ep + 1, iter=now.iter + learn._ends_iteration()) >= self.at: learn.stop()
+        if now.replace(ep=now.ep + 1, iter=now.iter + learn._ends_iteration()) >= self.at: learn._stop_here()
 
     def after_epoch(self) -> None:
         "Look at the epochs, also after one that was cancelled in training."
-        if self.at.unit == 'ep' and self.learn.fitting and self._is_over(): self.learn.stop()
+        if self.at.unit == 'ep' and self.learn.fitting and self._is_over(): self.learn._stop_here()
 
     def after_iteration(self) -> None:
         "Look at the iterations."
-        if self.at.unit == 'iter' and self._is_over(): self.learn.stop()
+        if self.at.unit == 'iter' and self._is_over(): self.learn._stop_here()
 
     def _is_over(self) -> bool: return self.learn.time >= self.at
 

@@ -22,6 +22,7 @@ class Replicas:
     have different numbers of batches in it.
     """
     needs_equal_evaluations = False   # whether all processes must evaluate the same number of batches
+    has_synced = False                # whether gradients have been averaged by the wrapper that is there
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class Replicas:
         except TypeError as e: raise DistributedError(f"The options of strategy 'ddp' are those of torch's "
                                                       f'DistributedDataParallel: {e}') from None
         if self.comm_hook is not None: self.wrapped.register_comm_hook(self.comm_state, self.comm_hook)
-        self._trained, learn._replica = trained, self.wrapped
+        self._trained, learn._replica, self.has_synced = trained, self.wrapped, False
 
     def catch_up(self, learn: Any) -> None:
         """Let the wrapper order its messages as it did in the run that is gone on from.
@@ -60,6 +61,7 @@ class Replicas:
         if self.wrapped is None: return
         grads = [(p, p.grad) for p in learn.model.parameters()]
         buffers = [(b, b.clone()) for b in learn.model.buffers()]
+        for p, _ in grads: p.grad = None   # those that wait are not to be added to
         try:
             with preserved_rng(), torch.enable_grad():
                 out = unpack_output(apply_model(self.wrapped, learn.xb))
@@ -84,7 +86,8 @@ class Replicas:
         average(learn.model.parameters())
 
     def release(self, learn: Any) -> None:
-        "Let go of the wrapper, and of its hooks on the parameters."
+        "Let go of the wrapper, and of its hooks on the parameters, also where a traceback still holds it."
+        if remove := getattr(self.wrapped, '_remove_autograd_hooks', None): remove()  # torch has no public name for it
         self.wrapped = learn._replica = None
 
     def leave(self, learn: Any) -> None: self.release(learn)

@@ -21,6 +21,7 @@ from learnkit.distributed.watch import Watch
 from learnkit.errors import CancelBatchException, DistributedError, OptionError, did_you_mean
 from learnkit.loaders import check_count
 from learnkit.loop import sample_count, token_count
+from learnkit.rng import preserved_rng
 from learnkit.timing import Time, as_time
 from learnkit.world import ALONE, World, join_world
 
@@ -86,13 +87,18 @@ class DistributedTraining(Callback):
         self._parts: Any = None                         # the strategy at work
         self._mean = GradientMean()
         self._before: dict[str, Any] = {}               # what the Learner had before
-        self._share: tuple[int, int] | None = None      # of the batch at hand: own samples, and those of all
+        self._share: tuple[int, int] | None = None      # of the training batch: own samples, and those of all
+        self._fills_up = False                          # the evaluation batch at hand only keeps this process in step
         self._every = 1                                 # batches from one agreement to the next
         self._catches_up = False                        # a resumed fit is to compute as if it had not stopped
         self._loose: list[nn.Parameter] = []            # those that are trained and are not the model's
         self._local = False                             # gradients wait that were added up in this process alone
         self._tokens_before = 0
         self._tokens: Callable[[], Tensor] | None = None   # gives those of this batch, in all processes
+
+    def _runs_when(self, event_name: str, training: bool | None) -> bool:
+        "Have no handler at all in a process that is alone."
+        return self.learn is not None and self.learn.world.size > 1 and super()._runs_when(event_name, training)
 
     # -- coming and going ----------------------------------------------------------------------------------------------
 
@@ -105,8 +111,8 @@ class DistributedTraining(Callback):
         learn.world = world
         try:
             self._watch = Watch(world, self.timeout.value)
-            self._parts = self._strategy()
             alike(learn, world, self._told())
+            self._parts = self._strategy()
             self._share_loaders()
             self._every = self.agree_every or batches_between(learn.model)
             if not world.is_first: learn.logger = noop
@@ -126,7 +132,7 @@ class DistributedTraining(Callback):
         return {**lengths, **{f'option {name}': repr(value) for name, value in options.items()}}
 
     def _strategy(self) -> Any:
-        if self.strategy != 'fsdp' and not (self.strategy == 'auto' and too_big(self.learn.model)):
+        if self.strategy != 'fsdp' and not (self.strategy == 'auto' and self.world.any(too_big(self.learn.model))):
             return Replicas(**self._options)
         from learnkit.distributed.sharded import Sharded
         return Sharded(**self._options)
@@ -147,7 +153,8 @@ class DistributedTraining(Callback):
 
     def _seed(self) -> None:
         "Give every process random numbers of its own; the first keeps those that it has."
-        seed = self.learn.world.broadcast(torch.initial_seed())
+        with preserved_rng(): seed = int(torch.empty((), dtype=torch.int64).random_())
+        seed = self.learn.world.broadcast(seed)
         if self.learn.world.is_first: return
         seed = (seed + 0x9E3779B97F4A7C15 * self.learn.world.rank) % 2**63
         torch.manual_seed(seed)
@@ -175,7 +182,8 @@ class DistributedTraining(Callback):
         learn, world = self.learn, self.learn.world
         if world.size == 1 or not self.fitting or learn._depth > 1: return
         world.forget(clock=max(world.gather(learn._own_seconds())))
-        self._catches_up = world.size > 2 and learn._resumption is not None
+        r = learn._resumption
+        self._catches_up = world.size > 2 and r is not None and r.state.get('has_synced', True)
 
     def before_train(self) -> None:
         if self.world.size == 1: return
@@ -205,9 +213,13 @@ class DistributedTraining(Callback):
         if self.world.size == 1: return
         learn = self.learn
         share = getattr(learn.dl, 'share', None)
-        self._share = share(self.iter) if share is not None else self._counted_share() if self.training else None
+        known = share(self.iter) if share is not None else None
+        if not self.training:
+            self._fills_up = known is not None and not known[0]
+            return
+        self._share = known if share is not None else self._counted_share()
         self._tokens_before, self._tokens = learn._done['tok'], None
-        if not (self._catches_up and self.training): return
+        if not self._catches_up: return
         self._catches_up = False
         self._parts.catch_up(learn)
 
@@ -222,7 +234,9 @@ class DistributedTraining(Callback):
         if self.world.size == 1 or not self.training: return nullcontext()
         if self._tokens is None and has_tokens(self.learn) and not self.learn.microbatch: self._sum_tokens()
         self._local = not self._steps_after_this()
-        return self._parts.pass_without_sync() if self._local else nullcontext()
+        if self._local: return self._parts.pass_without_sync()
+        self._parts.has_synced = True
+        return nullcontext()
 
     def _steps_after_this(self) -> bool:
         learn = self.learn
@@ -231,7 +245,7 @@ class DistributedTraining(Callback):
 
     def after_pred(self) -> None:
         "Leave a sample out of an evaluation that only keeps this process in step."
-        if self.training or self._share is None or self._share[0]: return
+        if self.training or not self._fills_up: return
         self.learn._forget_pass()
         raise CancelBatchException
 
@@ -254,6 +268,7 @@ class DistributedTraining(Callback):
 
     def after_train(self) -> None: self._agree(self.world.settle)
     def epoch_checkpoint(self) -> None: self._agree(self.world.settle)
+    def iteration_checkpoint(self) -> None: self._agree(self.world.settle)
 
     def _agree(self, how: Any) -> None:
         if self.world.size == 1: return
@@ -265,10 +280,16 @@ class DistributedTraining(Callback):
 class GradientMean(Callback):
     "Make gradients the mean over the samples of all processes: a part of `DistributedTraining` with another order."
     order, run_valid = 7, False   # after gradient accumulation, before mixed precision
+    _factor: Any = None           # of a batch that is cut into pieces
+
+    def before_batch(self) -> None:
+        "Look at the whole batch, where its loss is that of pieces."
+        learn = self.learn
+        self._factor = learn._share_of_gradient() if learn.microbatch and learn.weight_func is not None else None
 
     def before_backward(self) -> None:
         "Weigh this process's loss by its share."
-        factor = self.learn._share_of_gradient()
+        factor = self.learn._share_of_gradient() if self._factor is None else self._factor
         if factor != 1: self.learn.loss_grad = self.learn.loss_grad * factor
 
     def before_step(self) -> None:
@@ -320,6 +341,8 @@ def alike(
 ) -> None:
     "Give every process the first one's weights; raise `DistributedError` where models, data or options are not alike."
     tensors = {**dict(learn.model.named_parameters()), **dict(learn.model.named_buffers())}
+    if isinstance(learn.loss_func, nn.Module):
+        tensors |= {f'loss_func.{name}': t for name, t in learn.loss_func.state_dict(keep_vars=True).items()}
     mine = {name: f'{t.dtype} {tuple(t.shape)}' for name, t in tensors.items()}
     mine['validation loaders'] = ', '.join(name for name, _ in evaluation_loaders(learn.dls))
     mine |= told
