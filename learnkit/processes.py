@@ -30,6 +30,7 @@ __all__ = ['Processes']
 class Processes(ResumeChecks):
     "The part of the Learner that trains in several processes."
     dls: Any
+    _team: DistributedTraining | None = None   # the callback that has joined other processes, where there are any
 
     def _find_checkpoint(self, resume: Any) -> Resumption | None:
         "Let the first process find it; the others read the same file."
@@ -119,12 +120,6 @@ class Processes(ResumeChecks):
                     yield f'{key} of {names.get(p, "a parameter")}', value
 
     # -- the run -------------------------------------------------------------------------------------------------------
-
-    @property
-    def _team(self) -> DistributedTraining | None:
-        "The callback that has joined other processes, where there are any."
-        if self.world.size == 1: return None
-        return next((cb for cb in self.cbs if isinstance(cb, DistributedTraining)), None)
 
     @contextmanager
     def _run(self, doing: str) -> Iterator[None]:

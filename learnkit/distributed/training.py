@@ -108,7 +108,7 @@ class DistributedTraining(Callback):
         world = join_world(self.timeout.value, self.backend)
         if world.size == 1: return world.leave()
         self._before = {'dls': learn.dls, 'logger': learn.logger}
-        learn.world = world
+        learn.world, learn._team = world, self
         try:
             self._watch = Watch(world, self.timeout.value)
             alike(learn, world, self._told())
@@ -173,7 +173,7 @@ class DistributedTraining(Callback):
             if self._watch is not None: self._watch.close()
             self._watch = self._parts = None
             for name, value in before.items(): setattr(learn, name, value)
-            learn.world = ALONE
+            learn.world, learn._team = ALONE, None
             world.leave()
 
     # -- the fit -------------------------------------------------------------------------------------------------------
