@@ -2,6 +2,7 @@
 import doctest
 import os
 import random
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,6 +13,9 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+
+# Who runs the tests in the background of a shell ignores Ctrl-C, which is passed on: tests of it would wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN: signal.signal(signal.SIGINT, signal.default_int_handler)
 
 collect_ignore_glob = ['conftest.py', '*/conftest.py']  # no doctests there, and one module name for all of them
 
