@@ -207,6 +207,7 @@ class Processes(ResumeChecks):
 
     def _put(self, r: Resumption) -> None:
         super()._put(r)
+        if self._team is not None: self._team._parts.has_synced = r.state.get('has_synced', False)
         self.world.take('clock', self._seconds)  # the clock goes on from the checkpoint's
 
     def _begin_resume(self, r: Resumption | None) -> None:

@@ -59,6 +59,7 @@ class Replicas:
         two numbers depend on their places in a group in the last bit. A pass over the batch at hand, whose gradients
         are thrown away, shows it that order."""
         if self.wrapped is None: return
+        self.has_synced = True
         grads = [(p, p.grad) for p in learn.model.parameters()]
         buffers = [(b, b.clone()) for b in learn.model.buffers()]
         for p, _ in grads: p.grad = None   # those that wait are not to be added to
