@@ -9,11 +9,12 @@ from typing import Any, Self
 from zlib import crc32
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from learnkit.batch import find_bs, take_rows
 from learnkit.distributed import DistributedTraining
 from learnkit.distributed.dcp import put, take_parts
+from learnkit.distributed.training import what_is_trained
 from learnkit.dtensors import is_part
 from learnkit.errors import DistributedError
 from learnkit.hints import warn_user
@@ -21,7 +22,6 @@ from learnkit.resumecheck import ResumeChecks
 from learnkit.resuming import Resumption
 from learnkit.rng import capture_rng
 from learnkit.timing import Time
-from learnkit.weights import bare_model
 from learnkit.world import World
 
 __all__ = ['Processes']
@@ -105,15 +105,10 @@ class Processes(ResumeChecks):
 
     def _replicated(self) -> Iterator[tuple[str, Tensor]]:
         "Yield what must be the same in every process, with its name."
-        model = bare_model(self.model)
-        yield from ((name, p) for name, p in model.named_parameters() if not is_part(p))
-        yield from model.named_buffers()
-        names = {p: name for name, p in model.named_parameters()}
-        if isinstance(self.loss_func, nn.Module):
-            own = {f'loss_func.{name}': t for name, t in self.loss_func.state_dict(keep_vars=True).items()}
-            yield from own.items()
-            names |= {t: name for name, t in own.items()}
+        own = what_is_trained(self)
+        yield from ((name, t) for name, t in own.items() if not is_part(t))
         if self.opt is None: return
+        names = {t: name for name, t in own.items()}
         for p, state in self.opt.state.items():
             for key, value in state.items():
                 if isinstance(value, Tensor) and not is_part(value):

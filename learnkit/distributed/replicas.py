@@ -12,7 +12,7 @@ from learnkit.batch import apply_model, map_tensors, unpack_output
 from learnkit.errors import DistributedError
 from learnkit.rng import preserved_rng
 
-__all__ = ['Replicas', 'average']
+__all__ = ['Replicas', 'average', 'share_first']
 
 
 class Replicas:
@@ -79,8 +79,7 @@ class Replicas:
 
     def share_buffers(self, learn: Any) -> None:
         "Give every process the first one's buffers (running means, for one), so that all evaluate the same model."
-        import torch.distributed as dist
-        for b in learn.model.buffers(): dist.broadcast(b, 0)
+        share_first(learn.model.buffers())
 
     def average_gradients(self, learn: Any) -> None:
         "Average gradients that were added up in each process alone."
@@ -92,6 +91,22 @@ class Replicas:
         self.wrapped = learn._replica = None
 
     def leave(self, learn: Any) -> None: self.release(learn)
+
+
+@torch.no_grad()
+def share_first(
+    tensors: Iterable[Tensor],
+    host_group: Any = None,   # for those on the host; None: the group of all, as for others
+) -> None:
+    "Give every process the first one's values of tensors: one message for those of a type."
+    import torch.distributed as dist
+    alike: dict[Any, list[Tensor]] = {}
+    for t in tensors:
+        if t.numel(): alike.setdefault((t.dtype, t.device), []).append(t)
+    for (_, device), group in alike.items():
+        flat = torch.cat([t.reshape(-1) for t in group])
+        dist.broadcast(flat, 0, group=host_group if device.type == 'cpu' else None)
+        for t, value in zip(group, flat.split([t.numel() for t in group]), strict=True): t.copy_(value.view_as(t))
 
 
 def average(parameters: Iterable[nn.Parameter]) -> None:

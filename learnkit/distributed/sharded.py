@@ -3,15 +3,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
+from learnkit.distributed.replicas import share_first
 from learnkit.dtensors import cut_again, host_mesh, is_part, like, whole, whole_state
 from learnkit.errors import DistributedError, ModelError, OptionError, did_you_mean
 from learnkit.optim import OptimWrapper
@@ -159,7 +160,7 @@ class Sharded:
 
     def _share_before(self, model: nn.Module, _: Any) -> None:
         "Begin a training pass with the first process's running means, as DistributedDataParallel does."
-        if torch.is_grad_enabled(): share_first([b for b in model.buffers() if b.numel()])
+        if torch.is_grad_enabled(): share_first(model.buffers())
 
     def _choose_sync(self, *_: Any) -> None:
         learn = self._learn
@@ -172,20 +173,11 @@ class Sharded:
     def share_buffers(self, learn: Any) -> None:
         "Give every process the first one's buffers (running means, for one), so that all evaluate the same model."
         cut_again(learn.model)
-        share_first([b for b in learn.model.buffers() if b.numel()])
+        share_first(learn.model.buffers())
 
     def catch_up(self, learn: Any) -> None: "There is nothing to do: messages are the same from the first pass on."
 
     def average_gradients(self, learn: Any) -> None: "There is nothing to do: every pass has averaged its own."
-
-    def release(self, learn: Any) -> None: "Nothing is held beside the model."
-
-    @contextmanager
-    def whole(self, learn: Any) -> Iterator[nn.Module]:
-        "Give the user's model with all of the weights, as they are now. All processes open it."
-        original = self.original if self.original is not None else learn.model
-        if original is not learn.model: copy_whole(learn.model, original)
-        yield original
 
 
 # -- options -----------------------------------------------------------------------------------------------------------
@@ -257,17 +249,6 @@ def shares_weights(m: nn.Module, model: nn.Module) -> bool:
     inside = {id(p) for p in m.parameters()}
     own = set(map(id, m.modules()))
     return any(id(p) in inside for other in model.modules() if id(other) not in own for p in other._parameters.values())
-
-
-@torch.no_grad()
-def share_first(buffers: list[Tensor]) -> None:
-    "Give every process the first one's buffers: one message for those of a type."
-    import torch.distributed as dist
-    for dtype in dict.fromkeys(b.dtype for b in buffers):
-        alike = [b for b in buffers if b.dtype is dtype]
-        flat = torch.cat([b.reshape(-1) for b in alike])
-        dist.broadcast(flat, 0)
-        for b, value in zip(alike, flat.split([b.numel() for b in alike]), strict=True): b.copy_(value.view_as(b))
 
 
 @torch.no_grad()

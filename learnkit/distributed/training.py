@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from learnkit.callback import Callback
 from learnkit.data import TensorLoader, evaluation_loaders, n_batches
-from learnkit.distributed.replicas import Replicas, average
+from learnkit.distributed.replicas import Replicas, average, share_first
 from learnkit.distributed.shards import FirstBatches, check_lengths, shard_loaders
 from learnkit.distributed.watch import Watch
 from learnkit.errors import CancelBatchException, DistributedError, OptionError, did_you_mean
@@ -23,6 +23,7 @@ from learnkit.loaders import check_count
 from learnkit.loop import sample_count, token_count
 from learnkit.rng import preserved_rng
 from learnkit.timing import Time, as_time
+from learnkit.weights import bare_model
 from learnkit.world import ALONE, World, join_world
 
 __all__ = ['DistributedTraining']
@@ -180,13 +181,12 @@ class DistributedTraining(Callback):
 
     def before_fit(self) -> None:
         learn, world = self.learn, self.learn.world
-        if world.size == 1 or not self.fitting or learn._depth > 1: return
+        if not self.fitting or learn._depth > 1: return
         world.forget(clock=max(world.gather(learn._own_seconds())))
         r = learn._resumption
         self._catches_up = world.size > 2 and r is not None and r.state.get('has_synced', True)
 
     def before_train(self) -> None:
-        if self.world.size == 1: return
         self._parts.prepare(self.learn)
         own = set(self.learn.model.parameters())
         self._loose = [p for p in self.learn.opt.parameters() if p not in own]
@@ -194,7 +194,6 @@ class DistributedTraining(Callback):
         self._share_order()
 
     def before_validate(self) -> None:
-        if self.world.size == 1: return
         self._parts.share_buffers(self.learn)
         self._share_order()
 
@@ -210,7 +209,6 @@ class DistributedTraining(Callback):
     # -- each batch ----------------------------------------------------------------------------------------------------
 
     def before_batch(self) -> None:
-        if self.world.size == 1: return
         learn = self.learn
         share = getattr(learn.dl, 'share', None)
         known = share(self.iter) if share is not None else None
@@ -231,7 +229,7 @@ class DistributedTraining(Callback):
 
     def forward_context(self) -> AbstractContextManager[Any]:
         "Add gradients up in this process alone where no step follows this pass."
-        if self.world.size == 1 or not self.training: return nullcontext()
+        if not self.training: return nullcontext()
         if self._tokens is None and has_tokens(self.learn) and not self.learn.microbatch: self._sum_tokens()
         self._local = not self._steps_after_this()
         if self._local: return self._parts.pass_without_sync()
@@ -250,7 +248,7 @@ class DistributedTraining(Callback):
         raise CancelBatchException
 
     def after_batch(self) -> None:
-        if self.world.size == 1 or not self.training: return
+        if not self.training: return
         learn = self.learn
         if self._share is not None: learn._done['sp'] += self._share[1] - sample_count(learn.xb)
         if not has_tokens(learn): return
@@ -264,14 +262,13 @@ class DistributedTraining(Callback):
         return self._tokens
 
     def batch_checkpoint(self) -> None:
-        if self.world.size > 1: self._agree(partial(self.world.turn, self.learn._done['ba'] % self._every == 0))
+        self._agree(partial(self.world.turn, self.learn._done['ba'] % self._every == 0))
 
     def after_train(self) -> None: self._agree(self.world.settle)
     def epoch_checkpoint(self) -> None: self._agree(self.world.settle)
     def iteration_checkpoint(self) -> None: self._agree(self.world.settle)
 
     def _agree(self, how: Any) -> None:
-        if self.world.size == 1: return
         self.world.later('clock', self.learn._own_seconds())
         how()
         if self.world.agreed('stop'): self.learn._stop_here()
@@ -334,15 +331,21 @@ def lengths_of(dls: Any) -> dict[str, str]:
     return {f'{name} loader': told(dl) for name, dl in [('train', dls.train), *evaluation_loaders(dls)]}
 
 
+def what_is_trained(learn: Any) -> dict[str, Tensor]:
+    "Return the parameters and buffers of the model and of the loss function, by name."
+    model, loss_func = bare_model(learn.model), learn.loss_func
+    own = loss_func.state_dict(keep_vars=True) if isinstance(loss_func, nn.Module) else {}
+    return {**dict(model.named_parameters()), **dict(model.named_buffers()),
+            **{f'loss_func.{name}': t for name, t in own.items()}}
+
+
 def alike(
     learn: Any,
     world: World,
     told: dict[str, str],   # of data and options, for comparison
 ) -> None:
     "Give every process the first one's weights; raise `DistributedError` where models, data or options are not alike."
-    tensors = {**dict(learn.model.named_parameters()), **dict(learn.model.named_buffers())}
-    if isinstance(learn.loss_func, nn.Module):
-        tensors |= {f'loss_func.{name}': t for name, t in learn.loss_func.state_dict(keep_vars=True).items()}
+    tensors = what_is_trained(learn)
     mine = {name: f'{t.dtype} {tuple(t.shape)}' for name, t in tensors.items()}
     mine['validation loaders'] = ', '.join(name for name, _ in evaluation_loaders(learn.dls))
     mine |= told
@@ -353,10 +356,4 @@ def alike(
                   for k in dict.fromkeys((*first, *theirs)) if theirs.get(k) != first.get(k)]
         if differ: raise DistributedError('The processes do not have the same model, data and options:\n  '
                                           + '\n  '.join(differ[:10]))
-    share_first([t.detach() for t in tensors.values()], world)
-
-
-def share_first(tensors: list[Tensor], world: World) -> None:
-    "Copy the first process's values into tensors of the same shapes."
-    import torch.distributed as dist
-    for t in tensors: dist.broadcast(t, 0, group=world.control if t.device.type == 'cpu' else None)
+    share_first(tensors.values(), world.control)
