@@ -8,7 +8,7 @@ docs:  # the site, into docs/_build/html; what Sphinx warns of is an error
 		|| { rm -rf docs/_build/doctrees; exit 1; }  # else the next build would not warn again
 
 test:
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest -n 2 --dist worksteal
 
 lint:
 	$(PYTHON) -m ruff check

@@ -34,15 +34,15 @@ class Setting:
     disk_gb_s: float = 1             # assumed: of one process that writes
     disks_gb_s: float = 20           # assumed: of all together
     copy_gb_s: float = 15            # assumed: from a GPU to its host
-    gathers: int = 3                 # counted: at the end of an epoch with one validation loader
-    messages: int = 6                # counted: broadcasts and sums of an epoch
-    read_us: float = 39              # measured: reading what one process has said
-    gathered_kb: float = 2           # what a process says at the end of an epoch
-    tensor_ns: float = 60            # measured: a sample's place in the order of a TensorLoader
-    list_ns: float = 290             # measured: the same in index lists of a DataLoader
+    gathers: int = 4                 # counted: at the end of an epoch with one validation loader
+    messages: int = 3                # counted: broadcasts and sums of an epoch
+    read_us: float = 35              # measured: reading what one process has said
+    gathered_kb: float = 8.2         # what a process says at the end of an epoch, in one message of a set size
+    tensor_ns: float = 19            # measured: a sample's place in the order of a TensorLoader
+    list_ns: float = 122             # measured: the same in index lists of a DataLoader
     generators_kb: float = 13.3      # measured: the random generators of a process
     digest_gb_s: float = 1.9         # measured: SHA-256 (docs/performance.md)
-    ask_us: float = 83               # measured: a question to the store of the first process
+    ask_us: float = 30               # measured: a question to the store of the first process
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +74,7 @@ def costs(
 
     host_hop, said = s.host_hop_us / 1e6, s.gathered_kb * 1e3
     ring, tree = 2 * (n - 1) * host_hop, 2 * log2(n) * host_hop
-    gather = 2 * (n - 1) * host_hop + n * (said / (s.host_gb_s * 1e9) + s.read_us / 1e6)
+    gather = (n - 1) * host_hop + n * (said / (s.host_gb_s * 1e9) + s.read_us / 1e6)
     epoch = s.samples / (n * s.batch) * step
     state, own = s.parameters * s.state_bytes, n * s.generators_kb * 1e3
     writers = min(n * s.disk_gb_s, s.disks_gb_s) * 1e9
@@ -100,7 +100,7 @@ def costs(
         'checkpoint: shards (FSDP), all write, s': state / writers + state / n / (s.digest_gb_s * 1e9),
         'start: sockets of a process': 2. * (n - 1),
         'start: questions to the first process, s': 2 * n * (n - 1) * s.ask_us / 1e6,
-        'watch: questions to the first process, per s': 4 * n / (0.25 * max(1., n / 64)),
+        'watch: questions to the first process, per s': 4 * n / (0.5 * max(1., n / 128)),
     }
 
 

@@ -77,7 +77,7 @@ class Task:
         return torch.optim.SGD(params, lr=lr, momentum=0.9)
 
 
-TASKS = {'linears': Task((32, 64, 64, 10), 300), 'million': Task((784, 768, 512, 10), 60),
+TASKS = {'linears': Task((32, 64, 64, 10), 500), 'million': Task((784, 768, 512, 10), 100),
          'shards': Task((32, 64, 64, 10), 50, 'fsdp')}
 
 

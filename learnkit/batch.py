@@ -20,7 +20,8 @@ from torch.nn.utils.rnn import PackedSequence
 from learnkit.errors import BatchError
 
 __all__ = ['TARGET_NAMES', 'split_batch', 'to_device', 'to_detach', 'detuplify', 'find_bs', 'concat', 'microbatches',
-           'take_rows', 'apply_model', 'passed_names', 'call_by_name', 'unpack_output', 'map_tensors', 'describe']
+           'take_rows', 'apply_model', 'passed_names', 'call_by_name', 'unpack_output', 'map_tensors', 'describe',
+           'children_of', 'rebuilt']
 
 TARGET_NAMES = ('labels', 'label', 'targets', 'target', 'y')  # where a batch with named entries has its targets
 _FORM = ': it is (*inputs, target), or a dict of inputs and `labels`. Look at what the collate function returns.'
@@ -139,11 +140,11 @@ def concat(
 
     if isinstance(first, list) and (_is_sample_list(first) or any(len(o) != len(first) for o in items)):
         return [sample for o in items for sample in o]
-    children = [_children(o) for o in items]
+    children = [children_of(o) for o in items]
     if children[0] is None: return list(items)
     if any(_keys(o) != _keys(first) for o in items):
         raise BatchError(f'Batches of different structure cannot be joined: {_differing(items)}.')
-    return _rebuild(first, [concat(list(group), dim) for group in zip(*children, strict=True)])
+    return rebuilt(first, [concat(list(group), dim) for group in zip(*children, strict=True)])
 
 
 def microbatches(
@@ -231,7 +232,7 @@ def describe(batch: Any) -> str:
     """
     if isinstance(batch, (Tensor, np.ndarray)):
         return f"{type(batch).__name__}{list(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
-    children = _children(batch)
+    children = children_of(batch)
     if children is None: return type(batch).__name__
     kinds = {type(o).__name__ for o in children}
     if len(children) > 3 and len(kinds) == 1 and isinstance(batch, (list, tuple)) and _is_sample_list(children):
@@ -268,7 +269,7 @@ def _keys(o: Any) -> list[Any]:
     return list(getattr(o, '_fields', range(len(o))))
 
 
-def _children(o: Any) -> list[Any] | None:
+def children_of(o: Any) -> list[Any] | None:
     "Return what a container holds, in the order of `_keys`, or None for a leaf."
     if isinstance(o, (tuple, list)): return list(o)
     if isinstance(o, Mapping): return [o[k] for k in o]
@@ -276,7 +277,7 @@ def _children(o: Any) -> list[Any] | None:
     return None
 
 
-def _rebuild(like: Any, children: list[Any]) -> Any:
+def rebuilt(like: Any, children: list[Any]) -> Any:
     "Return a container of the type and the keys of `like` with other children."
     if isinstance(like, tuple): return like._make(children) if hasattr(like, '_make') else type(like)(children)
     if isinstance(like, Mapping) and not isinstance(like, MutableMapping):
@@ -297,16 +298,16 @@ def map_tensors(b: Any, f: Callable[[Tensor], Any], own: Callable[[Any], Any] | 
     if own is not None and isinstance(b, np.ndarray) and b.dtype.kind in 'biufc': return f(torch.tensor(b))
     # a UserDict (the BatchEncoding of transformers) would move itself in place, and so change what the loader holds
     if own is not None and callable(getattr(b, 'to', None)) and not isinstance(b, UserDict): return own(b)
-    children = _children(b)
+    children = children_of(b)
     if children is None: return b
     new = [map_tensors(o, f, own) for o in children]
-    return b if all(a is o for a, o in zip(new, children, strict=True)) else _rebuild(b, new)
+    return b if all(a is o for a, o in zip(new, children, strict=True)) else rebuilt(b, new)
 
 
 def _named(o: Any) -> Mapping[Any, Any] | None:
     "Return the entries of a mapping or the fields of a dataclass by name, or None for anything else."
     if isinstance(o, Mapping): return o
-    return dict(zip(_keys(o), _children(o) or (), strict=True)) if _is_dataclass(o) else None
+    return dict(zip(_keys(o), children_of(o) or (), strict=True)) if _is_dataclass(o) else None
 
 
 def _is_sample_list(o: Iterable[Any]) -> bool:
@@ -322,13 +323,13 @@ def _tensor_sizes(b: Any) -> Iterator[int]:
     elif isinstance(b, (Tensor, np.ndarray)):
         if b.ndim: yield b.shape[0]
     else:
-        for o in _children(b) or (): yield from _tensor_sizes(o)
+        for o in children_of(b) or (): yield from _tensor_sizes(o)
 
 
 def _list_sizes(b: Any) -> Iterator[int]:
     "Yield the length of each innermost list in `b`, in order."
-    children = _children(b) or []
-    if isinstance(b, list) and b and all(_children(o) is None for o in children): yield len(b)
+    children = children_of(b) or []
+    if isinstance(b, list) and b and all(children_of(o) is None for o in children): yield len(b)
     for o in children: yield from _list_sizes(o)
 
 
@@ -339,10 +340,10 @@ def take_rows(o: Any, n: int, rows: slice | list[int]) -> Any:
     if isinstance(o, (Tensor, np.ndarray)): return o[rows] if o.ndim and o.shape[0] == n else o
     if type(o) in (list, tuple) and len(o) == n and _is_sample_list(o):
         return o[rows] if isinstance(rows, slice) else type(o)(o[i] for i in rows)
-    children = _children(o)
+    children = children_of(o)
     if children is None: return o
     new = [take_rows(c, n, rows) for c in children]
-    return o if all(a is c for a, c in zip(new, children, strict=True)) else _rebuild(o, new)
+    return o if all(a is c for a, c in zip(new, children, strict=True)) else rebuilt(o, new)
 
 
 def _join_tensors(items: list[Tensor], dim: int) -> Tensor | list[Tensor]:

@@ -82,7 +82,7 @@ class Callback:
     of evaluation batches. Raising a Cancel exception skips the rest of its level.
 
     What events cannot give is a context around a part of each batch: a method `forward_context` (from the model to the
-    loss) or `backward_context` returns one, autocast for example.
+    loss) or `backward_context` returns one, autocast for example, or None where there is none now.
 
     A subclass that overrides `run_event` (or `__call__`) gets every event there and none of its named ones, unless it
     calls super. `state_dict` and `load_state_dict` carry what must survive a checkpoint.

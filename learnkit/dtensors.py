@@ -9,15 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from learnkit.batch import map_tensors
+from learnkit.errors import DistributedError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 __all__ = ['is_part', 'local', 'locals_of', 'whole', 'whole_state', 'like', 'part_of', 'cut_again', 'hosted',
-           'hosted_empty', 'host_mesh', 'mesh_of', 'grouped', 'total_norm', 'sum_of_parts']
+           'hosted_empty', 'host_mesh', 'open_hosts', 'close_hosts', 'mesh_of', 'grouped', 'total_norm', 'sum_of_parts']
 
-_hosts: dict[Any, Any] = {}  # the mesh of hosts beside each mesh of accelerators; equal ones take turns
+# of each strategy at work, its mesh of accelerators, its group between hosts, and their mesh; equal ones take turns
+_hosts: list[tuple[DeviceMesh, Any, DeviceMesh]] = []
 
 
 def is_part(value: Any) -> bool:
@@ -111,16 +113,28 @@ def hosted_empty(size: list[int], dtype: torch.dtype, mesh: DeviceMesh) -> Any:
     return DTensor.from_local(mine, mesh, [Shard(0)], run_check=False, shape=torch.Size(size), stride=strides)
 
 
-def host_mesh(
-    mesh: DeviceMesh,
-    group: Any = None,   # of the same processes, between hosts: remembered as that of this mesh
-) -> DeviceMesh:
-    "Return the mesh of the processes' hosts."
+def host_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    "Return the mesh of the processes' hosts. Raises `DistributedError` where nothing works with this mesh any more."
     if mesh.device_type == 'cpu': return mesh
+    for known, _, hosts in reversed(_hosts):
+        if known == mesh: return hosts
+    raise DistributedError('This tensor is cut over processes that no longer train together: look at it while '
+                           '`learn.distributed(...)` lasts.')
+
+
+def open_hosts(
+    mesh: DeviceMesh,
+    group: Any,      # of the same processes, between their hosts
+) -> None:
+    "Know the mesh of the hosts of a mesh of accelerators until `close_hosts`."
+    if mesh.device_type == 'cpu': return
     from torch.distributed.device_mesh import DeviceMesh
-    if group is not None: _hosts[mesh] = DeviceMesh.from_group(group, 'cpu')
-    found: DeviceMesh = _hosts[mesh]
-    return found
+    _hosts.append((mesh, group, DeviceMesh.from_group(group, 'cpu')))
+
+
+def close_hosts(group: Any) -> None:
+    "Forget the mesh of the hosts that a group connects."
+    _hosts[:] = [entry for entry in _hosts if entry[1] is not group]
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:

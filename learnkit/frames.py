@@ -108,9 +108,7 @@ def read_metrics(
 
 def counts(learn: Any) -> bool:
     "Tell whether the batch at hand has a sample of this process: one may be there only to keep it in step with others."
-    share = getattr(learn.dl, 'share', None) if learn.world.size > 1 else None
-    known = None if share is None else share(learn.iter)
-    return known is None or known[0] > 0
+    return learn._team is None or learn._team.has_samples
 
 
 def _read(m: Metric, states: list[Any], n: int, device: torch.device) -> Any:

@@ -13,8 +13,9 @@ from torch import Tensor
 from learnkit.batch import concat, detuplify, find_bs, map_tensors
 from learnkit.callback import Callback
 from learnkit.errors import BatchError, LossError
-from learnkit.merging import gathered, in_turn
+from learnkit.merging import in_turn
 from learnkit.order import Shard
+from learnkit.records import exchanged
 from learnkit.sinks import save_plain
 from learnkit.world import ALONE, World
 
@@ -120,7 +121,7 @@ class GatherPredsCallback(Callback):
 
     def _take_all(self) -> None:
         "Take in the batches of all processes, in the order of the data."
-        told = gathered(self._world, (self.n_batches, self.inputs, self.preds, self.targets, self.losses))
+        told = exchanged(self._world, (self.n_batches, self.inputs, self.preds, self.targets, self.losses))
         self.n_batches = sum(n for n, *_ in told)
         self.inputs, self.preds, self.targets, self.losses = map(in_turn, list(zip(*told, strict=True))[1:])
 

@@ -14,7 +14,7 @@ from learnkit.errors import DistributedError
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ['meeting', 'agree']
+__all__ = ['meeting', 'has_met', 'agree']
 
 
 _stores: dict[tuple[str, int], Store] = {}  # that this process has met others over
@@ -37,6 +37,11 @@ def meeting(
         _stores[place] = TCPStore(*place, None, is_host, wait, wait_for_workers=False)
     prefix = agree(_stores[place], rank, size, wait.total_seconds())
     return {'store': PrefixStore(prefix, _stores[place]), 'rank': rank, 'world_size': size}
+
+
+def has_met() -> bool:
+    "Tell whether this process has ever met others, by what a launcher says."
+    return bool(_stores)
 
 
 def agree(

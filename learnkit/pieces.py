@@ -71,9 +71,13 @@ class Pieces(Evaluations):
 
     def _weights(self, pieces: list[tuple[Any, Any]]) -> list[Any] | None:
         "Return what each piece weighs, by samples or by `weight_func`; None for a loss that is a sum."
-        if getattr(self.loss_func, 'reduction', getattr(self.loss_func, 'keywords', {}).get('reduction')) == 'sum':
-            return None
+        if self._loss_is_sum(): return None
         return [self.weight_func(*piece) if self.weight_func else find_bs(piece[0]) for piece in pieces]
+
+    def _loss_is_sum(self) -> bool:
+        "Tell whether the loss adds up over samples, where others are their mean."
+        f = self.loss_func
+        return getattr(f, 'reduction', None) == 'sum' or getattr(f, 'keywords', {}).get('reduction') == 'sum'
 
     def _samples(self) -> int:
         "Return the number of samples of the batch at hand, in all processes that train together."

@@ -1,9 +1,10 @@
 """The part of the Learner that trains in several processes: where it differs from one that trains alone."""
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import reduce
+from functools import cache, reduce
 from operator import getitem
 from typing import Any, Self
 from zlib import crc32
@@ -14,10 +15,11 @@ from torch import Tensor
 from learnkit.batch import find_bs, take_rows
 from learnkit.distributed import DistributedTraining
 from learnkit.distributed.dcp import put, take_parts
-from learnkit.distributed.training import what_is_trained
+from learnkit.distributed.likeness import optimizer_state, what_is_trained
 from learnkit.dtensors import is_part
 from learnkit.errors import DistributedError
 from learnkit.hints import warn_user
+from learnkit.meeting import has_met
 from learnkit.resumecheck import ResumeChecks
 from learnkit.resuming import Resumption
 from learnkit.rng import capture_rng
@@ -101,23 +103,19 @@ class Processes(ResumeChecks):
                   for name in sorted({*theirs, *everyone[0]}) if theirs.get(name) != everyone[0].get(name)]
         if differ: raise DistributedError(f'{len(differ)} tensors are not as in process 0: {", ".join(differ[:10])}'
                                           f'{", ..." if len(differ) > 10 else ""}. Something changes them in one '
-                                          'process alone, or a gradient was not averaged.')
+                                          'process alone, or gradients were not averaged: those of parameters that '
+                                          'were unfrozen within an epoch, or of a second backward pass of a batch.')
 
     def _replicated(self) -> Iterator[tuple[str, Tensor]]:
         "Yield what must be the same in every process, with its name."
-        own = what_is_trained(self)
-        yield from ((name, t) for name, t in own.items() if not is_part(t))
-        if self.opt is None: return
-        names = {t: name for name, t in own.items()}
-        for p, state in self.opt.state.items():
-            for key, value in state.items():
-                if isinstance(value, Tensor) and not is_part(value):
-                    yield f'{key} of {names.get(p, "a parameter")}', value
+        for name, t in (what_is_trained(self) | optimizer_state(self)).items():
+            if not is_part(t): yield name, t
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _run(self, doing: str) -> Iterator[None]:
+        if doing == 'fit' and self._team is None and not has_met(): warn_of_others(os.environ.get('WORLD_SIZE', ''))
         team = self._team if not self._depth else None
         if team is not None: self._check_world()
         watch = None if team is None else team._watch
@@ -154,8 +152,7 @@ class Processes(ResumeChecks):
         "Return what this process's loss is multiplied by, so that the mean over processes is that over all samples."
         team = self._team
         if team is None: return 1
-        weights = self._weights([(self.xb, self.yb)])
-        if weights is None: return self.world.size if self._own_samples() else 0  # the loss is a sum
+        if self._loss_is_sum(): return self.world.size if self._own_samples() else 0
         if self.weight_func is None:
             own, total = team._share or (1, self.world.size)
             return 1 if own * self.world.size == total else own * self.world.size / total
@@ -233,11 +230,20 @@ class Processes(ResumeChecks):
         return r
 
 
+@cache
+def warn_of_others(
+    n: str,   # how many processes a launcher says it has started
+) -> None:
+    "Say once that there are others, with which this process has nothing in common."
+    if n.isdigit() and int(n) > 1: warn_user(f'{n} processes were started (WORLD_SIZE), and this one trains alone, on '
+                                             'all of the data: put `with learn.distributed():` around the fit.')
+
+
 def own_parts(
     state: Mapping[str, Any],   # from `_gather`, in each process
     world: World,
 ) -> list[dict[str, Any]]:
-    """Return, for each process, what of its state is not as in the first.
+    """Return, for each process, what of its state is not as in the first; in the others, of themselves alone.
 
     Tensors that are cut over processes belong to all: their places are None there, and listed as 'shared'."""
     sums = {key: fingerprint(value) for key, value in state['callbacks'].items()}
@@ -247,7 +253,8 @@ def own_parts(
     own = {'rng': state['rng'], 'position': state['position'], 'callbacks': {k: v for k, (v, *_) in differ.items()},
            'shared': {k: places for k, (_, places, _) in differ.items() if places}}
     if grads != first_grads: own['grads'] = state['grads']
-    return world.gather({} if world.is_first else own)
+    parts = world.collect({} if world.is_first else own)
+    return parts or [own if rank == world.rank else {} for rank in range(world.size)]
 
 
 def checksum(t: Tensor) -> int:

@@ -76,7 +76,11 @@ class Runs(HasCallbacks):
     def contexts(self, part: str) -> AbstractContextManager[Any]:
         "Return what the callbacks put around a part of a batch: 'forward' (from the model to the loss) or 'backward'."
         entries = self._tables[self.training][CONTEXTS[part]]
-        return Contexts([make for make, switch, _ in entries if switch]) if entries else NO_CONTEXT
+        if not entries: return NO_CONTEXT
+        if len(entries) > 1: return Contexts([make for make, switch, _ in entries if switch])
+        make, switch, _ = entries[0]
+        context = make() if switch else None
+        return NO_CONTEXT if context is None else context
 
     def _in_use(self) -> bool: return self._depth > 0 and not self._ending
 
@@ -228,7 +232,8 @@ class Contexts(ExitStack):
 
     def __enter__(self) -> Self:
         with ExitStack() as entered:
-            for make in self._makers: entered.enter_context(make())
+            for make in self._makers:
+                if (context := make()) is not None: entered.enter_context(context)
             self.push(entered.pop_all())
         return self
 

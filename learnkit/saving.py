@@ -220,7 +220,7 @@ class Saving(Loop):
 
         The program is on the CPU, in evaluation mode, and needs none of the model's code:
         `torch.export.load(path).module()(x)`. What callbacks do to a batch is no part of it. The file also holds inputs
-        of the sample's shapes, all zero: nothing of the data is in it.
+        of the sample's shapes, all zero: nothing of the data is in it. The first of several processes writes it.
 
         Loading such a file executes trusted code: `torch.export.load` unpickles its sample inputs. Load only files of
         your own making; to exchange models use `save_learner`.
@@ -243,6 +243,7 @@ class Saving(Loop):
                              "'fsdp' has ended, when all of it is back in one place.")
         check_function('act', act)
         path = file_path(fname, self.path, suffix='.pt2')
+        if not self.world.is_first: return path
         xb = sample_inputs(self.dls) if sample is None else sample if isinstance(sample, tuple) else (sample,)
         model = on_cpu(bare_model(self.model))
         modes = [(m, m.training) for m in model.modules()]

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from shutil import rmtree
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
+from fastcore.basics import noop
 from numpy.lib.format import open_memmap
 from torch import Tensor
 
@@ -97,7 +98,7 @@ def opened_sink(
     else:
         path, index = _own_file(Path(sink), world), []
         part = _part_of(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        world.together(partial(_make_empty, part))  # a disk that fails is found before anyone predicts
         with open(part, 'wb') as file:
             rows = _NpyFile(file)
             def add(array: np.ndarray) -> None:
@@ -105,26 +106,35 @@ def opened_sink(
                 rows.add(array)
                 index.append((number(), world.rank, rows.n - before))
             yield partial(_only_preds, names, add)
-        os.replace(part, path)
-        if world.size > 1: _write_index(Path(sink), world, index)
+        told = world.gather(index)                  # all have written
+        world.together(partial(os.replace, part, path))
+        if world.size > 1: world.together(partial(_write_index, Path(sink), world, told))
+
+
+def _make_empty(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b'')
 
 
 @contextmanager
 def _folder(path: Path, world: World) -> Iterator[Path]:
     "Yield the folder until it is complete: one for all processes, where they share the disk."
     part = _part_of(path)
-    if world.is_first:
+
+    def make() -> None:
         if part.is_dir(): rmtree(part)  # what an earlier run, cut short, has left
         part.mkdir(parents=True)
-    world.gather(None)                  # none writes before it is there
-    part.mkdir(parents=True, exist_ok=True)
-    yield part
-    world.gather(None)                  # all have written
-    if not world.is_first: world.gather(None)
-    if part.is_dir() and (world.is_first or world.local_rank == 0):
+
+    def finish() -> None:
+        if not part.is_dir(): return    # the first process has done it, on the disk that is shared
         if path.exists(): path.rmdir()  # empty, as was checked
         os.replace(part, path)
-    if world.is_first: world.gather(None)
+    world.together(make if world.is_first else noop)
+    world.together(partial(part.mkdir, parents=True, exist_ok=True))
+    yield part
+    world.gather(None)                  # all have written
+    world.together(finish if world.is_first else noop)
+    world.together(finish if world.local_rank == 0 else noop)
 
 
 def _own_file(path: Path, world: World) -> Path:
@@ -134,12 +144,12 @@ def _own_file(path: Path, world: World) -> Path:
 def _index_of(path: Path) -> Path: return path.with_name(f'{path.stem}.index.json')
 
 
-def _write_index(path: Path, world: World, index: list[tuple[int, int, int]]) -> None:
+def _write_index(path: Path, world: World, told: list[list[tuple[int, int, int]]]) -> None:
     "Write which rows come from which file, in the order of the data."
-    told = sorted(entry for entries in world.gather(index) for entry in entries)
     if not world.is_first: return
     files = [f'{path.stem}.rank{rank}.npy' for rank in range(world.size)]
-    _index_of(path).write_text(json.dumps({'files': files, 'rows': [[rank, n] for _, rank, n in told]}), 'utf-8')
+    rows = [[rank, n] for _, rank, n in sorted(chain(*told))]
+    _index_of(path).write_text(json.dumps({'files': files, 'rows': rows}), 'utf-8')
 
 
 def read_rows(

@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from difflib import get_close_matches
 from dis import get_instructions
+from itertools import pairwise
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -60,11 +61,23 @@ def warn_of_slips(
 
 
 def _sets(cls: type) -> set[str]:
-    "Return what a class sets in its body and in its constructor, without methods and properties."
+    "Return what a class sets in its body and, on the callback itself, in its constructor, but no method or property."
     init = vars(cls).get('__init__')
-    stored = get_instructions(init) if isinstance(init, FunctionType) else ()
-    return {name for name, value in vars(cls).items() if not isinstance(value, (FunctionType, property))} | \
-        {step.argval for step in stored if step.opname == 'STORE_ATTR'}
+    stored = _set_on_self(init.__code__) if isinstance(init, FunctionType) else set()
+    return {name for name, value in vars(cls).items() if not isinstance(value, (FunctionType, property))} | stored
+
+
+def _set_on_self(code: CodeType) -> set[str]:
+    "Return the names that a method sets as attributes of its first parameter."
+    steps = [step for step in get_instructions(code) if step.opname != 'EXTENDED_ARG']
+    return {step.argval for loaded, step in pairwise(steps) if step.opname == 'STORE_ATTR'
+            and ('LOAD_FAST' in loaded.opname or loaded.opname == 'LOAD_DEREF')
+            and code.co_varnames[:1] == _last(loaded.argval)}
+
+
+def _last(names: Any) -> tuple[str, ...]:
+    "Return the variable that an instruction loads last: some load two."
+    return names[-1:] if isinstance(names, tuple) else (names,)
 
 
 def _is_fine(name: str, classes: list[type]) -> bool:

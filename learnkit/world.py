@@ -4,6 +4,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -25,6 +26,8 @@ __all__ = ['World', 'ALONE', 'SLOTS', 'join_world', 'launched_as']
 T = TypeVar('T')
 
 SLOTS = ('stop', 'leave', 'failed', 'clock')  # what processes agree on while they train (see `later`)
+FROM_EACH, FROM_FIRST = 8 << 10, 24 << 10     # bytes of a first message, which holds what is said as a rule
+LENGTH = 8                                    # of them, which say how long all of it is
 
 
 @dataclass(eq=False)
@@ -45,6 +48,8 @@ class World:
     control: ProcessGroup | None = None
     is_ours: bool = False                 # the process group was made here, and is taken down here
     is_broken: bool = False               # a run has failed in it: nobody knows where the others are
+    variables: tuple[str, ...] = ()       # of the environment, that were set when it was joined
+    n_steps: int = 0                      # of this run: as many in every process
     _mine: list[float] = field(default_factory=lambda: [0.] * len(SLOTS))     # what this process says
     _agreed: list[float] = field(default_factory=lambda: [0.] * len(SLOTS))   # the greatest that any has said
     _under_way: tuple[Any, Tensor] | None = None                              # a reduction that is not waited for yet
@@ -67,17 +72,52 @@ class World:
         "Return the first process's value, in every one."
         if self.size == 1: return value
         import torch.distributed as dist
-        box = [packed(value) if self.is_first else None]
-        dist.broadcast_object_list(box, group_src=0, group=self.control)
-        return value if self.is_first else unpacked(box[0])
+        what = asked_in()
+        data = packed((what, value)) if self.is_first else b''
+        head = _head(data, FROM_FIRST)
+        dist.broadcast(head, group_src=0, group=self.control)
+        rest = _padded(data[_room(head):], max(0, _length(head) - _room(head)))
+        if len(rest): dist.broadcast(rest, group_src=0, group=self.control)
+        if self.is_first: return value
+        asked, told = unpacked(_joined(head, rest))
+        if asked != what: raise self._not_together(0, asked, self.rank, what)
+        return told
 
     def gather(self, value: Any) -> list[Any]:
         "Return the values of all processes, in the order of their ranks, in every one."
         if self.size == 1: return [value]
+        data = packed((what := asked_in(), value))
+        heads = self._gather(_head(data, FROM_EACH))
+        longest = max(map(_length, heads)) - _room(heads[0])
+        rests = self._gather(_padded(data[_room(heads[0]):], longest)) if longest > 0 else [torch.empty(0)] * self.size
+        told = [(what, value) if rank == self.rank else unpacked(_joined(head, rest))
+                for rank, (head, rest) in enumerate(zip(heads, rests, strict=True))]
+        for rank, (asked, _) in enumerate(told):
+            if asked != told[0][0]: raise self._not_together(0, told[0][0], rank, asked)
+        return [value for _, value in told]
+
+    def _not_together(self, rank: int, what: str, other: int, asked: str) -> DistributedError:
+        return DistributedError(f'Process {rank} of {self.size} tells the others something in {what}, and process '
+                                f'{other} in {asked}: what all do together (fit, validate, get_preds, load, gather) '
+                                'was called in one of them alone, or in another order.')
+
+    def _gather(self, t: Tensor) -> list[Tensor]:
         import torch.distributed as dist
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, packed(value), group=self.control)
-        return [value if rank == self.rank else unpacked(told) for rank, told in enumerate(values)]
+        parts = [torch.empty_like(t) for _ in range(self.size)]
+        dist.all_gather(parts, t, group=self.control)
+        return parts
+
+    def collect(self, value: Any) -> list[Any]:
+        "Return the values of all processes in the first one, which alone gets them; nothing elsewhere."
+        if self.size == 1: return [value]
+        import torch.distributed as dist
+        data = packed(value)
+        lengths = [int(t) for t in self._gather(torch.tensor([len(data)]))]
+        told = [torch.empty(max(lengths), dtype=torch.uint8) for _ in lengths] if self.is_first else None
+        dist.gather(_padded(data, max(lengths)), told, group=self.control, group_dst=0)
+        if told is None: return []
+        return [unpacked(t[:n].numpy().tobytes()) if rank else value
+                for rank, (t, n) in enumerate(zip(told, lengths, strict=True))]
 
     def sum(
         self,
@@ -124,6 +164,7 @@ class World:
 
     def take(self, slot: str, value: float) -> None:
         "Take a number as said and agreed on, that every process takes alike."
+        if self.size == 1: return
         i = SLOTS.index(slot)
         self._mine[i] = self._agreed[i] = value
 
@@ -136,8 +177,13 @@ class World:
         import torch.distributed as dist
         self._take_in()
         if not sends: return
-        t = torch.tensor(self._mine, dtype=torch.float64)
+        t = torch.tensor([*self._mine, self.n_steps, -self.n_steps], dtype=torch.float64)
         self._under_way = dist.all_reduce(t, dist.ReduceOp.MAX, self.control, async_op=True), t
+
+    @property
+    def is_agreeing(self) -> bool:
+        "Whether something was sent, and is still to be taken in: in all processes alike."
+        return self._under_way is not None
 
     def settle(self) -> None:
         "Agree now, and wait for it: between epochs, where there is time."
@@ -146,7 +192,7 @@ class World:
 
     def forget(self, **agreed: float) -> None:
         "Begin a run: nothing is said yet but what all say anyway."
-        self._under_way = None
+        self._under_way, self.n_steps = None, 0
         self._agreed = [agreed.get(slot, 0.) for slot in SLOTS]
         self._mine = list(self._agreed)
 
@@ -154,7 +200,11 @@ class World:
         if self._under_way is None: return
         (work, t), self._under_way = self._under_way, None
         work.wait()
-        self._agreed = t.tolist()
+        *self._agreed, most, least = t.tolist()
+        if most + least: raise DistributedError(
+            f'The processes have taken {-least:g} to {most:g} steps in this fit, and no longer have the same weights. '
+            'In some of them alone a batch or a step was cancelled: take such a decision from what is the same in all, '
+            'or let `self.world.any(...)` take it.')
 
     def together(
         self,
@@ -184,12 +234,37 @@ class World:
     def leave(self) -> None:
         "Take the control group down, and the group of all where it was made here."
         import torch.distributed as dist
+        for name in self.variables: os.environ.pop(name, None)
         if self.control is None or not dist.is_initialized(): return
         if self.is_ours: dist.destroy_process_group()
         else: dist.destroy_process_group(self.control)
 
 
 ALONE = World()
+
+
+# Bytes between processes: a first message, with the length of all and its beginning, and rarely a second one.
+
+def asked_in() -> str:
+    "Return the name of the function that asks the others."
+    return sys._getframe(2).f_code.co_qualname
+
+
+def _head(data: bytes, size: int) -> Tensor: return _padded(len(data).to_bytes(LENGTH, 'big') + data, size)
+
+
+def _padded(data: bytes, size: int) -> Tensor:
+    return torch.frombuffer(bytearray(data[:size].ljust(size, b'\0')), dtype=torch.uint8) if size else torch.empty(0)
+
+
+def _length(head: Tensor) -> int: return int.from_bytes(head[:LENGTH].numpy().tobytes(), 'big')
+
+
+def _room(head: Tensor) -> int: return len(head) - LENGTH
+
+
+def _joined(head: Tensor, rest: Tensor) -> bytes:
+    return b''.join(t.numpy().tobytes() for t in (head[LENGTH:], rest))[:_length(head)]
 
 
 def packed(value: Any) -> bytes:
@@ -273,19 +348,21 @@ def join_world(
     if not there and not said: return ALONE
 
     wait = timedelta(seconds=timeout_s)
+    variables = tuple(name for name in said if name not in os.environ)   # a launcher of another kind has others
     if not there:
+        if said['RANK'] != '0': _await_first(said, timeout_s)
         os.environ.update(said)
         if torch.cuda.is_available(): torch.cuda.set_device(int(said['LOCAL_RANK']) % torch.cuda.device_count())
         backend = backend or ('cpu:gloo,cuda:nccl' if torch.cuda.is_available() else 'gloo')
-        if said['RANK'] != '0': _await_first(said, timeout_s)
     try:
         if not there: dist.init_process_group(backend, timeout=wait, **meeting(said, wait))
         control = dist.new_group(backend='gloo', timeout=wait)
     except (RuntimeError, ValueError) as e:
+        for name in variables: os.environ.pop(name, None)
         if not there and dist.is_initialized(): dist.destroy_process_group()
         if not said: raise DistributedError(f'The processes of this group cannot make one for the hosts: {e}') from e
         raise DistributedError(f'Process {said["RANK"]} of {said["WORLD_SIZE"]} cannot join the others at '
                                f'{said["MASTER_ADDR"]}:{said["MASTER_PORT"]}: {str(e).rstrip(".")}. Were all started, '
                                'with the same WORLD_SIZE, and is the port free?') from e
     local = int(os.environ.get('LOCAL_RANK', dist.get_rank()))
-    return World(dist.get_rank(), dist.get_world_size(), local, timeout_s, control, is_ours=not there)
+    return World(dist.get_rank(), dist.get_world_size(), local, timeout_s, control, not there, variables=variables)

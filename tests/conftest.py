@@ -7,7 +7,9 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 
-os.environ.setdefault('MPLBACKEND', 'Agg')  # before matplotlib is imported, here and in child processes
+# Before matplotlib and torch are imported, here and in child processes.
+os.environ.setdefault('MPLBACKEND', 'Agg')
+os.environ.setdefault('OMP_NUM_THREADS', '1')
 
 import numpy as np
 import pytest

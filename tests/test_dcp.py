@@ -1,17 +1,20 @@
 """Checkpoints of several processes: parts that each writes, read again by any number of them."""
 import os
 import pickle
+import random
 import resource
 import shutil
 import signal
 import warnings
+from math import prod
 from pathlib import Path
+from time import monotonic
 
 import pytest
 import torch
 
 from learnkit import EMA, Callback, Checkpoint
-from learnkit.distributed.dcp import folder_of, sweep_parts, take_parts, with_parts
+from learnkit.distributed.dcp import folder_of, is_covered, sweep_parts, take_parts, with_parts
 from learnkit.dtensors import whole_state
 from learnkit.errors import CheckpointError, DamagedError, DistributedError, WeightsError
 from learnkit.folders import find
@@ -212,6 +215,14 @@ def test_no_pickle_is_run(written, tmp_path, monkeypatch):
 def changed(entry, name, value): entry[name] = value
 
 
+def move(entry):
+    "Let a piece stand where another one is: as many numbers, and a hole."
+    size, piece = entry['size'], entry['pieces']
+    entry['size'] = [2 * (size[0] // 2), *size[1:]]
+    entry['pieces'] = torch.stack([piece[0], piece[0]])
+    entry['pieces'][:, len(size)] = size[0] // 2
+
+
 @pytest.mark.parametrize('harm', [
     lambda p: p['files'].update({'../../etc/passwd': [1, '']}),
     lambda p: changed(p['tensors'][0], 'size', [10**12, 10**3]),
@@ -219,6 +230,7 @@ def changed(entry, name, value): entry[name] = value
     lambda p: changed(p['tensors'][0], 'pieces', p['tensors'][0]['pieces'][:1]),
     lambda p: p['tensors'][0]['pieces'][0, -2:].fill_(10**9),
     lambda p: p['tensors'][0]['pieces'][0].fill_(-1),
+    lambda p: move(p['tensors'][0]),
     lambda p: p['tensors'].pop(),
     lambda p: p['places'].append(['nowhere', 'at', 'all']),
     lambda p: changed(p, 'tensors', 3),
@@ -301,3 +313,42 @@ def test_only_folders_of_checkpoints_are_swept(tmp_path):
     for name in ('00001-a.dcp', '00002-b.dcp', 'c.dcp', '00003-d'): (tmp_path/name).mkdir()
     (tmp_path/'00002-b.ckpt').touch()
     assert [p.name for p in sweep_parts(tmp_path)] == ['00001-a.dcp']
+
+
+def counted(size, pieces):
+    "Tell by hand whether pieces make up a tensor."
+    there = torch.zeros([s + 4 for s in size], dtype=torch.int64)
+    for p in pieces:
+        there[tuple(slice(a, a + n) for a, n in zip(p, p[len(size):], strict=False))] += 1
+    return bool((there[tuple(map(slice, size))] == 1).all()) and int(there.sum()) == prod(size)
+
+
+def test_pieces_make_up_a_tensor_only_where_each_number_is_there_once():
+    rng, found = random.Random(0), []
+    for _ in range(3000):
+        size = [rng.randint(1, 3) for _ in range(rng.randint(0, 3))]
+        boxes = [[0]*len(size) + size]
+        for _ in range(rng.randint(0, 4) if size else 0):   # cut one in two
+            box, d = boxes.pop(rng.randrange(len(boxes))), rng.randrange(len(size))
+            k = rng.randint(0, box[len(size) + d])
+            boxes += [[*box[:len(size) + d], k, *box[len(size) + d + 1:]],
+                      [*box[:d], box[d] + k, *box[d + 1:len(size) + d], box[len(size) + d] - k,
+                       *box[len(size) + d + 1:]]]
+        for _ in range(rng.choice((0, 0, 1, 2)) if size else 0):   # and move an end, or leave one out
+            box = rng.choice(boxes)
+            i = rng.randrange(len(box))
+            box[i] = max(0, box[i] + rng.choice((-1, 1)))
+        if rng.random() < 0.1: boxes.append(rng.choice(boxes))
+        found.append(is_covered(size, boxes))
+        assert found[-1] == counted(size, boxes), (size, boxes)
+    assert 500 < sum(found) < 2500
+
+
+def test_tables_of_any_size_are_looked_at_fast():
+    start = monotonic()
+    n = 20_000
+    assert is_covered([n, 3], [[i, 0, 1, 3] for i in range(n)])
+    assert not is_covered([n, 3], [[i - i % 2, 0, 1, 3] for i in range(n)])   # half of them twice
+    assert not is_covered([2**62]*60, [[1]*60 + [2**62]*60]*n) and is_covered([0, 7], [])
+    assert is_covered([], [[]]) and not is_covered([], []) and not is_covered([], [[], []])
+    assert monotonic() - start < 5

@@ -180,10 +180,41 @@ def test_bad_options() -> None:
     with pytest.raises(OptionError, match=r"strategy='dpp': give .* Did you mean `ddp`"): DistributedTraining('dpp')
     with pytest.raises(OptionError, match="uneven='drop_last'"): DistributedTraining(uneven='drop_last')
     with pytest.raises(OptionError, match='timeout'): DistributedTraining(timeout='3ep')
+    with pytest.raises(OptionError, match=r'bucket_cap: .* Did you mean `bucket_cap_mb`'):
+        DistributedTraining('ddp', bucket_cap=3)
+    with pytest.raises(OptionError, match=r'bucket_cap_mb: .*policy'): DistributedTraining('fsdp', bucket_cap_mb=3)
     learn = make_learner()
 
     def job(rank: int) -> None:
-        with pytest.raises(DistributedError, match='bucket_cap'), learn.distributed('ddp', bucket_cap=3): learn.fit(1)
+        with pytest.raises(OptionError, match='bucket_cap'), learn.distributed(bucket_cap=3): learn.fit(1)
+        assert learn.world is ALONE and 'distributed_training' not in vars(learn)
+    run_ranks(job)
+
+
+def test_orders_of_torchs_sampler_go_on_from_fit_to_fit() -> None:
+    def job(rank: int) -> list[int]:
+        learn = make_learner(make_dls(40, 4))
+        data = torch.utils.data.TensorDataset(*learn.dls.train.tensors)
+        sampler = torch.utils.data.DistributedSampler(data, 2, rank)
+        seen: list[int] = []
+        sampler.set_epoch = seen.append  # type: ignore[method-assign]
+        learn.dls.train = torch.utils.data.DataLoader(data, 4, sampler=sampler)
+        with learn.distributed('ddp', timeout='20s'):
+            learn.fit(2)
+            learn.fit(2)
+        return seen
+    assert run_ranks(job) == [[0, 1, 2, 3]] * 2
+
+
+def test_errors_of_its_own_while_joining_are_no_other_processs() -> None:
+    class Odd(torch.nn.Linear):
+        def named_buffers(self, *args: Any, **kw: Any) -> Any: raise RuntimeError('no buffers today')
+
+    def job(rank: int) -> None:
+        learn = make_learner()
+        learn.model = Odd(4, 3).double()
+        with pytest.raises(RuntimeError, match='no buffers today') as e, learn.distributed('ddp', timeout='5s'): pass
+        assert not isinstance(e.value, DistributedError)
     run_ranks(job)
 
 

@@ -72,7 +72,7 @@ def pids(folder: Path, n: int = 2, within_s: float = 40.) -> list[int]:
 def _trained(rank: int) -> Any:
     "Train in one of two processes that are started in another way."
     learn = line()
-    with learn.no_bar(): learn.fit(1)
+    with learn.no_bar(), pytest.warns(UserWarning, match='this one trains alone'): learn.fit(1)
     with learn.no_bar(), learn.distributed('ddp', batch_size='global'): learn.fit(2)
     return learn.checkpoint_state()
 
@@ -271,3 +271,16 @@ def test_processes_share_the_cores_unless_said_otherwise(monkeypatch: pytest.Mon
     assert env['MASTER_PORT'] == str(port)
     monkeypatch.setenv('OMP_NUM_THREADS', '5')
     assert environment(0, 2, port)['OMP_NUM_THREADS'] == '5'
+
+
+@starts_processes
+def test_a_process_that_a_launcher_has_started_can_launch_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_torchrun = {'RANK': '3', 'LOCAL_RANK': '3', 'WORLD_SIZE': '4', 'LOCAL_WORLD_SIZE': '4', 'GROUP_RANK': '2',
+                   'MASTER_ADDR': 'elsewhere', 'MASTER_PORT': '1', 'TORCHELASTIC_USE_AGENT_STORE': 'True'}
+    for name, value in of_torchrun.items(): monkeypatch.setenv(name, value)
+    odd = ('TORCHELASTIC_RUN_ID', 'TORCHELASTIC_ERROR_FILE', 'ROLE_RANK', 'ROLE_WORLD_SIZE', 'ROLE_NAME',
+           'GROUP_WORLD_SIZE', 'SLURM_PROCID', 'SLURM_LOCALID', 'SLURM_STEP_NUM_TASKS')
+    for name in odd: monkeypatch.setenv(name, '7')
+    assert launch(line(), lambda learn: [learn.world.rank, sorted({*odd} & {*os.environ})], 1, timeout='5s') == [0, []]
+    env = environment(1, 2, 5)
+    assert [env[name] for name in list(of_torchrun)[:-1]] == ['1', '1', '2', '2', '0', '127.0.0.1', '5']

@@ -33,14 +33,14 @@ LAYERS = [
     'later', 'html', 'cancels', 'errors', 'meeting', 'world', 'figures', 'metric_properties', 'events', 'timing',
     'evaluator', 'files', 'seals', 'archives', 'locks', 'rng', 'batch', 'dtensors', 'pairing', 'hints', 'arrays',
     'weights', 'digests', 'safeload', 'loadable', 'torchloader', 'order', 'tables', 'showing', 'loaders', 'data',
-    'hypers', 'optimstate', 'optim', 'optimizers', 'readahead', 'positions', 'metric_states', 'merging', 'averages',
-    'measures', 'accum', 'late', 'scores', 'segmentation', 'metrics', 'losses', 'annealing', 'plots', 'callback',
-    'attributes', 'foreign', 'slips', 'dispatch', 'moving', 'timings', 'runs', 'evaluation', 'pieces', 'resuming',
-    'loop', 'traineval', 'distributed', 'checks', 'budget', 'freezing', 'steps', 'frames', 'history', 'recorder',
-    'looks', 'monitored', 'progress', 'torchsched', 'schedule', 'undo', 'replacing', 'lrfind', 'sinks', 'gathering',
-    'streaming', 'predict', 'instruments', 'wholestep', 'compiling', 'precision', 'states', 'saving', 'folders',
-    'checkpoint', 'resumecheck', 'processes', 'interpretation', 'callbacks', 'learner', 'exchange', 'loggers',
-    'interop', 'learnkit', 'demo', 'forks', 'harness', 'testing', 'all', 'reference',
+    'hypers', 'optimstate', 'optim', 'optimizers', 'readahead', 'positions', 'metric_states', 'merging', 'records',
+    'averages', 'measures', 'accum', 'late', 'scores', 'segmentation', 'metrics', 'losses', 'annealing', 'plots',
+    'callback', 'attributes', 'foreign', 'slips', 'dispatch', 'moving', 'timings', 'runs', 'evaluation', 'pieces',
+    'resuming', 'loop', 'traineval', 'distributed', 'checks', 'budget', 'freezing', 'steps', 'frames', 'history',
+    'recorder', 'looks', 'monitored', 'progress', 'torchsched', 'schedule', 'undo', 'replacing', 'lrfind', 'sinks',
+    'gathering', 'streaming', 'predict', 'instruments', 'wholestep', 'compiling', 'precision', 'states', 'saving',
+    'workers', 'folders', 'checkpoint', 'resumecheck', 'processes', 'interpretation', 'callbacks', 'learner',
+    'exchange', 'loggers', 'interop', 'learnkit', 'demo', 'forks', 'harness', 'testing', 'all', 'reference',
 ]
 
 # Imports inside a function that go up the list, each with its reason: {(importing layer, imported layer): why}.
@@ -239,7 +239,8 @@ def test_readme_has_two_setup_commands() -> None:
     commands = fenced('sh')
     assert commands == fenced('sh', 'Set-up\n')
     assert [command.count('\n') for command in commands] == [1, 1]
-    for command, extra, last in zip(commands, ['demo', 'dev'], ['python -m learnkit.demo', 'pytest'], strict=True):
+    ends = ['python -m learnkit.demo', 'pytest -n 2 --dist worksteal']
+    for command, extra, last in zip(commands, ['demo', 'dev'], ends, strict=True):
         assert command == f"python3 -m venv .venv && .venv/bin/pip install -e '.[{extra}]' && .venv/bin/{last}\n"
 
 

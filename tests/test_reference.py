@@ -71,7 +71,7 @@ documented(
     assert [p.text for p in doc(positional).parameters or []] == ['a: int', '/', 'b: int', '*', 'c: int']
 
 
-@pytest.mark.parametrize('what', [Learner.fit, 'fit', 'Learner.fit', 'learn.fit'], ids=str)
+@pytest.mark.parametrize('what', [Learner.fit, 'fit', 'Learner.fit', 'learn.fit'])
 def test_help_for_a_method_of_the_learner(what: Any) -> None:
     text = repr(doc(what))
     assert text.startswith('Learner.fit(\n    n_epoch: int | str | Time, ')

@@ -199,7 +199,8 @@ def several_things(rank):
 
     learn = learner(cbs=EMA(0.9), splitter=CASES['groups']['splitter'])
     own, params = learn.model, list(learn.model.parameters())
-    with learn.no_bar(), learn.no_logging(): learn.fit(1)                      # an optimizer that is there already
+    with warnings.catch_warnings(action='ignore'), learn.no_bar(), learn.no_logging():   # of a process alone
+        learn.fit(1)   # an optimizer that is there already
     average = learn.ema.state_dict()['averages']
     with learn.no_bar(), learn.no_logging(), learn.distributed('fsdp'):
         check('sharded', learn.model is not own and all(map(is_part, learn.model.parameters())))

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from learnkit import DataLoaders, Learner, OptionError, TensorLoader, gathering, predict
+from learnkit import Callback, DataLoaders, DistributedError, Learner, OptionError, TensorLoader, gathering, predict
+from tests.distributing import make_learner
+from tests.ranks import run_ranks
 
 
 class Two(nn.Module):
@@ -85,3 +87,47 @@ def test_several_outputs_are_averaged_each(options: Any) -> None:
     torch.testing.assert_close(res['a'], want(plain['a'], aug['a']))
     torch.testing.assert_close(res['b'][0], want(plain['b'][0], aug['b'][0]))
     torch.testing.assert_close(res['b'][1].float(), want(plain['b'][1].float(), aug['b'][1].float()))
+
+
+# -- several processes -------------------------------------------------------------------------------------------------
+
+def told(rank: int, sink: Path, at_the_end: Any = None) -> tuple[str, str]:
+    "Predict into a sink, and say what is raised."
+    learn = make_learner()
+    with learn.distributed('ddp', timeout='20s'):
+        try: learn.get_preds(sink=sink, cbs=at_the_end and Callback(after_validate=lambda cb: at_the_end()))
+        except (DistributedError, OSError) as e: return type(e).__name__, str(e)
+    return 'nothing', ''
+
+
+def on_disks_of_their_own(rank: int, folder: Path, name: str, bad: int) -> tuple[str, str]:
+    own = folder/f'{bad}{name}'/str(rank)
+    own.parent.mkdir(exist_ok=True)
+    own.touch() if rank == bad else own.mkdir()  # a file where a folder is to be
+    return told(rank, own/'preds'/name)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize('name', ['batches', 'preds.npy'])
+@pytest.mark.parametrize('bad', [0, 1])
+def test_a_disk_that_fails_in_one_process_is_told_by_all(tmp_path: Path, name: str, bad: int) -> None:
+    answers = run_ranks(on_disks_of_their_own, 2, tmp_path, name, bad)
+    assert answers[bad][0] == 'NotADirectoryError', answers
+    kind, message = answers[1 - bad]
+    assert kind == 'DistributedError' and f'Process {bad} of 2 has failed: NotADirectoryError' in message
+
+
+def in_the_way(rank: int, folder: Path, sink: str, name: str, who: int) -> tuple[str, str]:
+    "Let one process find a file, or a folder, that has come to stand where what it has written is to go."
+    def come() -> None:
+        if rank == who: (folder/name).mkdir() if '.' in name else (folder/name).touch()
+    return told(rank, folder/sink, come)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(('sink', 'name', 'who'), [
+    ('batches', 'batches', 0), ('preds.npy', 'preds.rank1.npy', 1), ('preds.npy', 'preds.index.json', 0)])
+def test_what_one_process_cannot_complete_is_told_by_all(tmp_path: Path, sink: str, name: str, who: int) -> None:
+    answers = run_ranks(in_the_way, 2, tmp_path, sink, name, who)
+    assert answers[who][0] == ('NotADirectoryError' if sink == name else 'IsADirectoryError'), answers
+    assert answers[1 - who][0] == 'DistributedError' and f'Process {who} of 2 has failed: ' in answers[1 - who][1]

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,10 +77,20 @@ def test_attributes_of_the_constructor_and_the_class_that_hide_the_loops_state()
         @property
         def pred(self) -> int: return 3
 
+    class Others(Callback):
+        def __init__(this, self: Any) -> None:
+            self.epoch, this.inner = 1, self
+            this.inner.loss = self.pred.iter = 0
+
+    class Inside(Callback):
+        def __init__(self, x: int) -> None:
+            y, self.epoch = x, x
+            self.loss = lambda: (self, y)
+
     class Subclass(Recorder): pass
 
-    assert told(Hides(3)) == told(Below(3)) == [HIDES.format(name) for name in ('epoch', 'loss')]
-    for cb in (Fine(3), Subclass): assert told(cb) == []
+    assert told(Inside(3)) == told(Hides(3)) == told(Below(3)) == [HIDES.format(name) for name in ('epoch', 'loss')]
+    for cb in (Fine(3), Others(SimpleNamespace(pred=SimpleNamespace())), Subclass): assert told(cb) == []
 
 
 # -- names of other libraries ------------------------------------------------------------------------------------------

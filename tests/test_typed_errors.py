@@ -74,7 +74,7 @@ def no_lr(params: Any) -> Any: return SGD(params)
     ([partial(SGD, mom=0.9)], 'opt_func[0] is SGD'), ([accuracy], 'metrics go as `metrics=`'),
     (Lookahead, '`opt_func=lambda p, lr: Lookahead(Adam(p, lr))`'), (accuracy, '`metrics=accuracy`'),
     (no_lr, 'opt_func=no_lr cannot be called with the parameters and `lr=`'),
-], ids=str)
+])
 def test_what_makes_no_optimizer(opt_func: Any, says: str) -> None:
     learn = make(opt_func=opt_func)
     assert says in message(learn, OptimizerError)

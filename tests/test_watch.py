@@ -38,8 +38,10 @@ def text(found: Any) -> str: return '' if found is None else found.text
 
 
 def test_who_is_behind_hangs_when_all_stand_still() -> None:
-    assert verdict(WAITS, HANGS) == ('hang', 1, 'Process 1 of 2 has been in after_loss of Mine for 5.1 s, while '
-                                                'process 0 waits for it in backward.\nits stack')
+    kind, rank, said = verdict(WAITS, HANGS) or ('', -1, '')
+    assert (kind, rank) == ('hang', 1) and said.endswith('let `self.world.any(...)` take such a decision.\nits stack')
+    assert said.startswith('Process 1 of 2 has been in after_loss of Mine for 5.1 s, while process 0 waits for it in '
+                           'backward. If nothing in there takes so long, they have decided differently before')
     assert 'while process 0 (and 2 more) waits for it in backward' in text(verdict(WAITS, WAITS, HANGS, WAITS))
 
 

@@ -127,13 +127,40 @@ def _started_by_srun(rank: int) -> tuple[Any, ...]:
                        'SLURM_STEP_NUM_NODES': '1', 'SLURM_LAUNCH_NODE_IPADDR': '127.0.0.1', 'MASTER_PORT': port})
     world = join_world(30.)
     told = world.rank, world.local_rank, world.size, world.is_ours, world.gather(world.rank)
+    during = os.environ['RANK'], os.environ['MASTER_PORT']
     world.leave()
-    return *told, dist.is_initialized()
+    left = [name for name in TORCHRUN if name in os.environ]   # the port was there before
+    return *told, dist.is_initialized(), during == (str(rank), port), left
 
 
 @pytest.mark.dist
 def test_processes_of_srun_find_one_another() -> None:
-    assert run_ranks(_started_by_srun, 2) == [(0, 0, 2, True, [0, 1], False), (1, 1, 2, True, [0, 1], False)]
+    said = [(rank, rank, 2, True, [0, 1], False, True, ['MASTER_PORT']) for rank in (0, 1)]
+    assert run_ranks(_started_by_srun, 2) == said
+
+
+def _told(rank: int, n: int) -> Any: return {'text': 'x' * (n * (1 + rank)), 'rank': rank, 't': torch.arange(n) + rank}
+
+
+def _tells(rank: int) -> list[bool]:
+    world, right = join_world(20.), []
+
+    def same(a: Any, b: Any) -> bool: return a['t'].equal(b.pop('t')) and {k: v for k, v in a.items() if k != 't'} == b
+    for n in (0, 1, 400, 500, 800, 1500, 2500, 50_000):   # bytes below, around and above those of a message's head
+        mine, both = _told(rank, n), [_told(0, n), _told(1, n)]
+        right += [same(m, b) for m, b in zip(world.gather(mine), both, strict=True)]
+        right.append(same(world.broadcast(mine if rank == 0 else None), _told(0, n)))
+        collected = world.collect(mine)
+        right.append(len(collected) == (2 if rank == 0 else 0))
+        right += [same(m, b) for m, b in zip(collected, [_told(0, n), _told(1, n)][:len(collected)], strict=True)]
+    lopsided = world.gather('y' * 30_000 if rank else None)
+    right.append(lopsided == [None, 'y' * 30_000])
+    world.leave()
+    return right
+
+
+@pytest.mark.dist
+def test_messages_of_every_size_arrive() -> None: assert all(map(all, run_ranks(_tells, 2)))
 
 
 def _meets_again(rank: int) -> list[Any]:

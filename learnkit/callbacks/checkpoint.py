@@ -60,9 +60,9 @@ class Checkpoint(Callback):
     `keep_last` of the newest and `keep_best` of the best by `monitor` stay, of those that this run has written; NaN is
     never best. Two runs cannot use one folder at a time.
 
-    On SIGTERM the batch under way is finished (an evaluation is broken off, to be repeated on resume), a checkpoint
-    written, and the process exits with 143, after the handler that was there before; in IPython the fit ends. For
-    that, the state is copied before each evaluation. `preemption=False` leaves signals alone.
+    On SIGTERM the batch under way is finished (an evaluation is broken off, to be repeated on resume; several processes
+    finish it), a checkpoint written, and the process exits with 143, after the handler of before; in IPython the fit
+    ends. For that, the state is copied before each evaluation. `preemption=False` leaves signals alone.
 
     Raises `OptionError` for options that cannot be followed, and before training `CheckpointError` for a folder that
     cannot be written, `FolderInUseError`, and `MetricError` where `monitor` is not recorded. Checkpointed: when it last
@@ -134,7 +134,7 @@ class Checkpoint(Callback):
         self._take_folder()
         self._begin_run(learn._resumption)
         self._before, self._next, self._broken_off = learn.time, 0., None
-        if self.preemption: self._stop.install()
+        if self.preemption: self._stop.install(learn.dls if learn.world.size > 1 else None)
 
     def _begin_run(self, found: Any) -> None:
         "Go on with the run of the checkpoint that is gone on from, or begin a new one."

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from learnkit.batch import apply_model, describe, find_bs, map_tensors, passed_names
 from learnkit.callback import Callback
-from learnkit.errors import MissingExtraError, ModelError, OptionError, WeightsError, did_you_mean
+from learnkit.dtensors import mesh_of
+from learnkit.errors import DistributedError, MissingExtraError, ModelError, OptionError, WeightsError, did_you_mean
 from learnkit.events import EVENTS, canonical_event
 from learnkit.files import atomic_write, check_writable
 from learnkit.rng import preserved_rng
@@ -81,12 +82,13 @@ class ExportForInference(Callback):
 
     Each file takes batches of any size. Before it takes its place it is loaded again, and its outputs on batches of 1
     and 3 samples are compared with the model's; a file that differs is not kept. What is written is what the fit ends
-    with: the best weights where `SaveModelCallback` loads them. `files` has the paths. See `learn.export` for what such
-    a program is, and load `.pt2` files of your own making only.
+    with: the best weights where `SaveModelCallback` loads them. `files` has the paths. Of several processes the first
+    one exports. See `learn.export` for what such a program is, and load `.pt2` files of your own making only.
 
     Raises, all before training: `OptionError` for an unknown format or a path that cannot be written, or where there is
     no batch to take the shapes from; `MissingExtraError` where the packages for ONNX are missing; `ModelError` with
-    torch's reason for a model that cannot be exported. After it: `ModelError` for a file that computes something else.
+    torch's reason for a model that cannot be exported; `DistributedError` where every process has a part of it. After
+    it: `ModelError` for a file that computes something else.
 
     >>> import tempfile
     >>> from learnkit.testing import synth_learner
@@ -97,6 +99,7 @@ class ExportForInference(Callback):
     ['line.pt2']
     """
     order, remove_on_find, remove_on_fetch = 110, True, True  # after loggers, and after what loads the best weights
+    needs_whole_weights = True
     files: list[Path]
 
     def __init__(
@@ -120,15 +123,23 @@ class ExportForInference(Callback):
         "See that the export will work."
         learn = self.learn
         if not learn.fitting: return
+        if mesh_of(learn.model) is not None:
+            raise DistributedError("ExportForInference: with strategy 'fsdp' every process has a part of the model. "
+                                   'Leave it out, and call `learn.export(...)` once `learn.distributed(...)` has '
+                                   "ended; or use strategy 'ddp'.")
+        if learn.world.is_first: self._check()
+        self._has_begun = True
+
+    def _check(self) -> None:
+        learn = self.learn
         for path in self._paths().values():
             try: check_writable(path)
             except OSError as e: raise OptionError(f'{path} cannot be written: {e}.') from None
         if 'onnx' in self.formats and (missing := [p for p in ONNX if find_spec(p) is None]):
             raise MissingExtraError(f'Exporting to ONNX needs {", ".join(missing)}: pip install "learnkit[onnx]"')
-        if self._tried is not learn.model:
-            with preserved_rng(), _evaluated(learn.model) as m: program_of(m, *two_rows(self._inputs()), self.act)
-            self._tried = learn.model
-        self._has_begun = True
+        if self._tried is learn.model: return
+        with preserved_rng(), _evaluated(learn.model) as m: program_of(m, *two_rows(self._inputs()), self.act)
+        self._tried = learn.model
 
     def before_train(self) -> None:
         "Export also where it came in the middle of the fit."
@@ -137,7 +148,7 @@ class ExportForInference(Callback):
     def after_fit(self) -> None:
         "Export, compare what was written with the model, and put it in its place."
         learn = self.learn
-        if not learn.fitting or not self._has_begun: return
+        if not (learn.fitting and learn.world.is_first and self._has_begun): return
         with preserved_rng(), tempfile.TemporaryDirectory() as folder:
             written = {'torch.export': learn.export(Path(folder)/'model.pt2', self.act, self._inputs())}
             program, cases = _loaded(written['torch.export']), self._cases()

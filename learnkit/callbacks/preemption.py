@@ -8,6 +8,10 @@ import threading
 from types import FrameType
 from typing import Any
 
+from fastcore.basics import noop
+
+from learnkit.workers import outlast_sigterm
+
 __all__ = ['StopRequest', 'in_ipython']
 
 _listening: list[StopRequest] = []
@@ -20,14 +24,18 @@ class StopRequest:
 
     It is installed on the main thread only, and not where SIGTERM is ignored. Several at a time share one handler, and
     the one of before is back when the last of them ends. Processes that are forked meanwhile handle the signal as it
-    was handled before. A second signal adds nothing to the first.
+    was handled before; workers of loaders that `install` is given go on. A second signal adds nothing to the first.
     """
 
     def __init__(self) -> None:
         self.received = False
         self._handler: Any = None      # what handled the signal before
+        self._put_back: Any = noop     # the loaders
 
-    def install(self) -> None:
+    def install(
+        self,
+        dls: Any = None,   # loaders that go on giving batches after the signal
+    ) -> None:
         "Begin to listen."
         self.received = False
         if threading.current_thread() is not threading.main_thread() or self in _listening: return
@@ -36,12 +44,15 @@ class StopRequest:
         _listening.append(self)
         _handle(signal.SIGTERM, _receive)
         self._handler = _before[signal.SIGTERM]
+        if dls is not None: self._put_back = outlast_sigterm(dls)
 
     def restore(self) -> None:
         "Listen no more; a second call does nothing."
         if self not in _listening: return
         if len(_listening) == 1: _handle_as_before()
         _listening.remove(self)
+        self._put_back()
+        self._put_back = noop
 
     def leave(self) -> None:
         "Hand the signal on to the handler of before, and exit with 143, the code of a process that SIGTERM ended."

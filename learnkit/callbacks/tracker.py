@@ -122,7 +122,10 @@ class TrackerCallback(Callback):
             if not self.learn.resumed or not any(monitor in row for row in history_to_come(self.learn)): raise
             return None
 
-    def _number(self, value: Any) -> float | None: return as_number(self, self.monitor, value)
+    def _number(self, value: Any) -> float | None:
+        "Return a value as a number; where a function gives each process another one, the first one's counts."
+        number = as_number(self, self.monitor, value)
+        return self.learn.world.broadcast(number) if callable(self.monitor) else number
 
     def _measured(self, row: dict[str, Any]) -> Any:
         "Return the monitored value. Callbacks before this one may have changed `recorder.values`."

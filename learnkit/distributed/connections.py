@@ -5,9 +5,11 @@ import os
 import socket
 from collections.abc import Iterable, Iterator
 
-__all__ = ['between', 'close', 'connected', 'has_ended', 'reachable_host']
+__all__ = ['between', 'close', 'connected', 'has_ended', 'is_lost', 'reachable_host']
 
 Ends = tuple[str, str]  # the addresses of a connection's near and far end, as `host port`
+LOST = ('gloo/transport', 'Connection closed by peer', 'Connection reset by peer', 'Timed out waiting',
+        'communicator was aborted', 'closed connection')
 
 
 def _sockets() -> Iterator[tuple[int, Ends, socket.socket]]:
@@ -56,6 +58,13 @@ def connected(port: int) -> socket.socket | None:
     for _, (_, far), s in _sockets():
         if far.endswith(f' {port}'): return s.dup()
     return None
+
+
+def is_lost(e: BaseException) -> bool:
+    "Tell whether torch raises this where another process cannot be reached."
+    from torch.distributed import DistNetworkError, DistStoreError
+    if isinstance(e, (DistNetworkError, DistStoreError)): return True
+    return isinstance(e, RuntimeError) and any(part in str(e) for part in LOST)
 
 
 def has_ended(s: socket.socket) -> bool:

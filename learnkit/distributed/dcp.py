@@ -11,8 +11,10 @@ import hashlib
 import re
 import shutil
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +35,7 @@ __all__ = ['folder_of', 'take_parts', 'put', 'with_parts', 'check_parts', 'remov
 
 _FILE = re.compile(r'__\d{1,7}_\d{1,7}\.distcp', re.ASCII)
 _METADATA = '.metadata'
-_CHUNK = 1 << 20
+MOST_CUT = 4   # dimensions along which a tensor may be cut
 
 Parts = dict[str, Tensor]     # DTensors, on the host when they are written
 
@@ -213,12 +215,34 @@ def checked_tables(described: Mapping[str, Any], folder: Path) -> list[dict[str,
         if not isinstance(dtype, torch.dtype) or rows.dtype != torch.int64 or rows.shape[1:] != (2*dim + 3,) or \
                 (rows < 0).any(): raise ValueError(f'{entry["name"]} is no tensor')
         n_bytes += prod(entry['size']) * dtype.itemsize
-        for *_, file, start, length in rows.tolist():
+        pieces = rows.tolist()
+        for *_, file, start, length in pieces:
             if start + length > sizes[file]: raise ValueError(f'{entry["name"]} lies beyond the end of its file')
-        covered = rows[:, dim:2*dim].prod(1).sum().item() if dim else len(rows)
-        if covered != prod(entry['size']): raise ValueError(f'{entry["name"]} is not there as a whole')
+        if not is_covered(entry['size'], pieces): raise ValueError(f'{entry["name"]} is not there as a whole')
     if n_bytes > sum(sizes): raise ValueError(f'{folder} has fewer bytes than its tensors')
     return list(described['tensors'])
+
+
+def is_covered(
+    size: list[int],
+    pieces: list[list[int]],   # of each its place and its size, and more
+) -> bool:
+    """Tell whether pieces make up a tensor, each of its numbers once.
+
+    They do when their corners cancel out but for the tensor's own: one counts 1 or -1, by the ends that meet in it.
+
+    >>> is_covered([4], [[0, 3], [3, 1]]), is_covered([4], [[0, 2], [1, 2]])
+    (True, False)
+    """
+    if 0 in size: return True
+    dim = len(size)
+    cut = [d for d in range(dim) if any(piece[d] or piece[dim + d] != size[d] for piece in pieces)]
+    if len(cut) > MOST_CUT: return False   # a corner has as many ends: nobody cuts like that
+    corners: Counter[tuple[int, ...]] = Counter()
+    for sign, box in (*((1, piece) for piece in pieces), (-1, [0]*dim + size)):
+        for ends in product((0, 1), repeat=len(cut)):
+            corners[*(box[d] + end*box[dim + d] for d, end in zip(cut, ends, strict=True))] += sign * (-1)**sum(ends)
+    return not any(corners.values())
 
 
 def target_of(entry: Mapping[str, Any], mesh: DeviceMesh | None) -> Any:

@@ -36,6 +36,8 @@ __all__ = ['launch', 'serve']
 
 GRACE_S = 8.   # for processes to end by themselves when one of them has failed, or when they are interrupted
 _BEGIN = 'import sys; sys.path[:] = sys.argv[2:]; from learnkit.distributed.launching import serve; serve(sys.argv[1])'
+_OF_ANOTHER = ('TORCHELASTIC_', 'GROUP_RANK', 'GROUP_WORLD_SIZE', 'ROLE_RANK', 'ROLE_NAME', 'ROLE_WORLD_SIZE',
+               'SLURM_PROCID', 'SLURM_LOCALID', 'SLURM_STEP_NUM_TASKS')  # of torchrun and srun
 _PAYLOAD, _BACK = 'payload.pt', 'back.ckpt'
 
 
@@ -256,7 +258,9 @@ def environment(
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
     ranks = {'RANK': rank, 'LOCAL_RANK': rank, 'WORLD_SIZE': n, 'LOCAL_WORLD_SIZE': n, 'GROUP_RANK': 0,
              'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': port}
-    given = {'OMP_NUM_THREADS': str(max(1, cores // n)), **os.environ}
+    # a launcher may have started this process: its place there is not theirs, and theirs is not the launcher's store
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(_OF_ANOTHER)}
+    given = {'OMP_NUM_THREADS': str(max(1, cores // n)), **inherited}
     if sys.platform == 'linux': given = {'GLOO_SOCKET_IFNAME': 'lo', **given}
     return {**given, **{k: str(v) for k, v in ranks.items()}, 'PYTHONUNBUFFERED': '1', 'PYTHONIOENCODING': 'utf-8'}
 

@@ -3,13 +3,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from learnkit.batch import apply_model, map_tensors, unpack_output
-from learnkit.errors import DistributedError
+from learnkit.errors import OptionError, did_you_mean
 from learnkit.rng import preserved_rng
 
 __all__ = ['Replicas', 'average', 'share_first']
@@ -19,9 +20,17 @@ class Replicas:
     """Train with `DistributedDataParallel` around the model, which itself stays as it is.
 
     Only training's forward passes go through the wrapper: an evaluation calls the bare model, so that processes may
-    have different numbers of batches in it.
+    have different numbers of batches in it. Gradients lie in the wrapper's messages (`gradient_as_bucket_view`), which
+    saves a copy of them, in memory and in time; the next pass writes over them.
+
+    Raises `OptionError` for options that are none.
+
+    >>> Replicas(bucket_cap=5)
+    Traceback (most recent call last):
+    learnkit.errors.OptionError: bucket_cap: the options of strategy 'ddp' are comm_hook, comm_state, and those of ...
     """
     needs_equal_evaluations = False   # whether all processes must evaluate the same number of batches
+    averages_late = True              # gradients that no pass has averaged wait for `average_gradients`
     has_synced = False                # whether gradients have been averaged by the wrapper that is there
 
     def __init__(
@@ -30,7 +39,11 @@ class Replicas:
         comm_state: Any = None,                        # its first argument
         **options: Any,                                # for DistributedDataParallel: `bucket_cap_mb`, `static_graph`
     ) -> None:
-        self.comm_hook, self.comm_state, self.options = comm_hook, comm_state, options
+        if unknown := set(options) - set(known := wrapper_options()): raise OptionError(
+            f"{min(unknown)}: the options of strategy 'ddp' are comm_hook, comm_state, and those of torch's "
+            f'DistributedDataParallel, {", ".join(known)}.{did_you_mean(min(unknown), known)}')
+        self.comm_hook, self.comm_state = comm_hook, comm_state
+        self.options = {'gradient_as_bucket_view': True, **options}
         self.wrapped: nn.parallel.DistributedDataParallel | None = None
         self._trained: list[bool] = []   # which parameters required gradients when it was made
 
@@ -46,9 +59,7 @@ class Replicas:
         if not any(trained): return
         device = next(learn.model.parameters()).device
         ids = [device.index] if device.type == 'cuda' else None
-        try: self.wrapped = nn.parallel.DistributedDataParallel(learn.model, device_ids=ids, **self.options)
-        except TypeError as e: raise DistributedError(f"The options of strategy 'ddp' are those of torch's "
-                                                      f'DistributedDataParallel: {e}') from None
+        self.wrapped = nn.parallel.DistributedDataParallel(learn.model, device_ids=ids, **self.options)
         if self.comm_hook is not None: self.wrapped.register_comm_hook(self.comm_state, self.comm_hook)
         self._trained, learn._replica, self.has_synced = trained, self.wrapped, False
 
@@ -75,7 +86,11 @@ class Replicas:
 
     def pass_without_sync(self) -> AbstractContextManager[Any]:
         "Return a context for a pass whose gradients are only added up here."
-        return nullcontext() if self.wrapped is None else self.wrapped.no_sync()
+        if self.wrapped is None: return nullcontext()
+        if self.options.get('static_graph') and not self.has_synced:   # its first pass must send
+            self.has_synced = True
+            return nullcontext()
+        return self.wrapped.no_sync()
 
     def share_buffers(self, learn: Any) -> None:
         "Give every process the first one's buffers (running means, for one), so that all evaluate the same model."
@@ -91,6 +106,12 @@ class Replicas:
         self.wrapped = learn._replica = None
 
     def leave(self, learn: Any) -> None: self.release(learn)
+
+
+def wrapper_options() -> list[str]:
+    "Return what torch's wrapper takes, besides what a Learner gives it."
+    own = ('self', 'module', 'device_ids', 'output_device', 'dim', 'process_group')
+    return [name for name in signature(nn.parallel.DistributedDataParallel.__init__).parameters if name not in own]
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from learnkit.distributed.replicas import share_first
-from learnkit.dtensors import cut_again, host_mesh, is_part, like, whole, whole_state
+from learnkit.dtensors import close_hosts, cut_again, is_part, like, open_hosts, whole, whole_state
 from learnkit.errors import DistributedError, ModelError, OptionError, did_you_mean
 from learnkit.optim import OptimWrapper
 from learnkit.weights import wrappers_of
@@ -41,6 +41,7 @@ class Sharded:
     >>> Sharded(wrap=nn.TransformerEncoderLayer).wrap.__name__
     'TransformerEncoderLayer'
     """
+    averages_late = False
     needs_equal_evaluations = True
 
     def __init__(
@@ -88,7 +89,7 @@ class Sharded:
         from torch.distributed.fsdp import fully_shard
         device = torch.device(getattr(learn.dls, 'device', None) or learn.world.device)
         mesh = init_device_mesh(device.type, (learn.world.size,))
-        host_mesh(mesh, learn.world.control)
+        open_hosts(mesh, learn.world.control)
         inner, outer = self.policies
         options: dict[str, Any] = {'mesh': mesh, 'reshard_after_forward': self.reshard_after_forward}
         if self.offload is not None: options['offload_policy'] = self.offload
@@ -116,6 +117,10 @@ class Sharded:
         """Put the user's model back, with the weights that were trained.
 
         Where a process has failed there is nobody to put them together with: it has those that it had before."""
+        try: self._put_back(learn)
+        finally: close_hosts(learn.world.control)
+
+    def _put_back(self, learn: Any) -> None:
         if self.original is None: return
         original, sharded = self.original, learn.model
         self.original, self._learn = None, None

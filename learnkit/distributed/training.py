@@ -3,19 +3,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from copy import copy
 from functools import partial
 from typing import Any
-from zlib import crc32
 
 import torch
 from fastcore.basics import noop
 from torch import Tensor, nn
 
 from learnkit.callback import Callback
-from learnkit.data import TensorLoader, evaluation_loaders, n_batches
-from learnkit.distributed.replicas import Replicas, average, share_first
+from learnkit.data import n_batches
+from learnkit.distributed import connections
+from learnkit.distributed.cut import BATCH_SIZES, UNEVEN
+from learnkit.distributed.likeness import alike, check_bare, differ, lengths_of, total_of
+from learnkit.distributed.replicas import Replicas, average
 from learnkit.distributed.shards import FirstBatches, check_lengths, shard_loaders
 from learnkit.distributed.watch import Watch
 from learnkit.errors import CancelBatchException, DistributedError, OptionError, did_you_mean
@@ -23,13 +25,13 @@ from learnkit.loaders import check_count
 from learnkit.loop import sample_count, token_count
 from learnkit.rng import preserved_rng
 from learnkit.timing import Time, as_time
-from learnkit.weights import bare_model
-from learnkit.world import ALONE, World, join_world
+from learnkit.world import ALONE, join_world
 
 __all__ = ['DistributedTraining']
 
+LONGEST_S = 1.   # from one agreement to the next, unless a single batch takes longer
 STRATEGIES = ('auto', 'ddp', 'fsdp')
-CHOICES = {'batch_size': ('process', 'global'), 'uneven': ('join', 'pad', 'drop')}
+CHOICES = {'strategy': STRATEGIES, 'batch_size': BATCH_SIZES, 'uneven': UNEVEN}
 
 
 class DistributedTraining(Callback):
@@ -69,31 +71,36 @@ class DistributedTraining(Callback):
         uneven: str = 'join',               # what becomes of the last batch: 'join', 'pad' or 'drop'
         sharded_already: bool = False,      # the loaders give this process's share themselves
         agree_every: int | None = None,     # batches from one agreement (on `stop()`, SIGTERM, the clock) to the next;
-                                            # None: 1 for a big model, up to 16 for small ones, whose steps are short
+                                            # None: 1 for a big model, up to 64 for a small one, fewer in slow batches
         timeout: str | int | Time = '10m',  # after which a process that waits for another gives up
         backend: str | None = None,         # torch's name; None: NCCL between GPUs and gloo between CPUs
         **options: Any,                     # of the strategy, see `Replicas` and `Sharded`
     ) -> None:
         given = {'batch_size': batch_size, 'uneven': uneven}
         for name, value in {'strategy': strategy, **given}.items():
-            known = CHOICES.get(name, STRATEGIES)
-            if value not in known: raise OptionError(f'{name}={value!r}: give {" or ".join(map(repr, known))}.'
-                                                     f'{did_you_mean(str(value), known)}')
+            if value not in (known := CHOICES[name]):
+                raise OptionError(f'{name}={value!r}: give {" or ".join(map(repr, known))}.'
+                                  f'{did_you_mean(str(value), known)}')
         if agree_every is not None: check_count('DistributedTraining', 'agree_every', agree_every)
         self.timeout = as_time(timeout, 'sec')
         if self.timeout.unit != 'sec': raise OptionError(f'timeout={timeout!r}: give seconds, or a time like "10m".')
         self.strategy, self.backend, self.sharded_already = strategy, backend, sharded_already
         self._given, self._options, self.agree_every = given, options, agree_every
+        if strategy != 'auto': self._made()   # whose options it checks
         self._watch: Watch | None = None
         self._parts: Any = None                         # the strategy at work
         self._mean = GradientMean()
         self._before: dict[str, Any] = {}               # what the Learner had before
+        self._dls: Any = None                           # the shares of its loaders
         self._share: tuple[int, int] | None = None      # of the training batch: own samples, and those of all
-        self._fills_up = False                          # the evaluation batch at hand only keeps this process in step
-        self._every = 1                                 # batches from one agreement to the next
+        self._evaluates = True                          # the same of an evaluation: it has samples of this process
+        self._every = self._most = 1                    # batches from one agreement to the next, now and at most
+        self._heard = 0, 0.                             # at which batch the last one was heard of, and its clock
         self._catches_up = False                        # a resumed fit is to compute as if it had not stopped
         self._loose: list[nn.Parameter] = []            # those that are trained and are not the model's
-        self._local = False                             # gradients wait that were added up in this process alone
+        self._local = True                              # gradients that are there may not be averaged yet
+        self._n_steps: int | None = None                # before this batch, while no `before_step` has been
+        self._steps_before = 0                          # those of other fits
         self._tokens_before = 0
         self._tokens: Callable[[], Tensor] | None = None   # gives those of this batch, in all processes
 
@@ -105,24 +112,28 @@ class DistributedTraining(Callback):
 
     def _added(self) -> None:
         learn = self.learn
-        if learn.world.size > 1: raise DistributedError('This Learner trains in several processes already.')
+        if learn.world.size > 1: raise DistributedError(
+            'This Learner trains in several processes already: by a `DistributedTraining` among its callbacks, or in a '
+            'context of `learn.distributed()` that is open. Leave out one of them.')
         world = join_world(self.timeout.value, self.backend)
         if world.size == 1: return world.leave()
         self._before = {'dls': learn.dls, 'logger': learn.logger}
         learn.world, learn._team = world, self
         try:
+            check_bare(learn.model)
             self._watch = Watch(world, self.timeout.value)
             alike(learn, world, self._told())
-            self._parts = self._strategy()
+            self._parts = self._made(cuts=self.strategy == 'auto' and world.any(too_big(learn.model)))
             self._share_loaders()
-            self._every = self.agree_every or batches_between(learn.model)
+            self._dls = learn.dls
+            self._every = self._most = self.agree_every or batches_between(learn.model)
             if not world.is_first: learn.logger = noop
             self._seed()
             self._parts.enter(learn)
             learn.add_cb(self._mean)
         except BaseException as e:
             learn.remove_cb(self)
-            if not isinstance(e, RuntimeError) or isinstance(e, DistributedError): raise
+            if not connections.is_lost(e): raise
             raise DistributedError(f'The processes were joined, and then another one of the {world.size} failed: '
                                    f'{e}') from e
 
@@ -130,11 +141,12 @@ class DistributedTraining(Callback):
         "Return what must be the same in every process, besides the model."
         lengths = {} if self.sharded_already else lengths_of(self.learn.dls)
         options = {'strategy': self.strategy, 'sharded_already': self.sharded_already, **self._given}
+        lengths['trained so far'] = ', '.join(f'{n} {unit}' for unit, n in self.learn._done.items())
         return {**lengths, **{f'option {name}': repr(value) for name, value in options.items()}}
 
-    def _strategy(self) -> Any:
-        if self.strategy != 'fsdp' and not (self.strategy == 'auto' and self.world.any(too_big(self.learn.model))):
-            return Replicas(**self._options)
+    def _made(self, cuts: bool = False) -> Any:
+        "Return the strategy: one that cuts the model over the processes, if it is asked for, or `cuts` says so."
+        if self.strategy == 'ddp' or not (cuts or self.strategy == 'fsdp'): return Replicas(**self._options)
         from learnkit.distributed.sharded import Sharded
         return Sharded(**self._options)
 
@@ -182,15 +194,20 @@ class DistributedTraining(Callback):
     def before_fit(self) -> None:
         learn, world = self.learn, self.learn.world
         if not self.fitting or learn._depth > 1: return
+        if learn.dls is not self._dls: raise DistributedError(
+            '`learn.dls` was set while several processes train: each would train on all of it. Set it before '
+            '`learn.distributed()`, or the loader in it, `learn.dls.train`, in a new context.')
         world.forget(clock=max(world.gather(learn._own_seconds())))
+        self._every, self._heard = self._most, (learn._done['ba'], world.agreed('clock'))
         r = learn._resumption
+        self._steps_before = learn._finished('st') if r is None else 0
         self._catches_up = world.size > 2 and r is not None and r.state.get('has_synced', True)
 
     def before_train(self) -> None:
         self._parts.prepare(self.learn)
         own = set(self.learn.model.parameters())
         self._loose = [p for p in self.learn.opt.parameters() if p not in own]
-        self._local = False
+        self._local = True   # also those that a resumed epoch has brought with it
         self._share_order()
 
     def before_validate(self) -> None:
@@ -204,22 +221,28 @@ class DistributedTraining(Callback):
             dl.take_order(self.world.broadcast(dl.order_state() if self.world.is_first else None))
             return
         for sampler in (getattr(dl, 'sampler', None), getattr(getattr(dl, 'batch_sampler', None), 'sampler', None)):
-            if set_epoch := getattr(sampler, 'set_epoch', None): return set_epoch(self.epoch)
+            if set_epoch := getattr(sampler, 'set_epoch', None): return set_epoch(self.learn._done['ep'])  # of all fits
 
     # -- each batch ----------------------------------------------------------------------------------------------------
 
     def before_batch(self) -> None:
         learn = self.learn
         share = getattr(learn.dl, 'share', None)
-        known = share(self.iter) if share is not None else None
-        if not self.training:
-            self._fills_up = known is not None and not known[0]
+        known = share(learn.iter) if share is not None else None
+        if not learn.training:
+            self._evaluates = known is None or known[0] > 0
             return
         self._share = known if share is not None else self._counted_share()
-        self._tokens_before, self._tokens = learn._done['tok'], None
+        self._tokens_before, self._tokens, self._n_steps = learn._done['tok'], None, learn._finished('st')
         if not self._catches_up: return
         self._catches_up = False
         self._parts.catch_up(learn)
+
+    @property
+    def has_samples(self) -> bool:
+        "Whether the batch at hand has samples of this process, and does not only keep it in step with others."
+        if not self.learn.training: return self._evaluates
+        return self._share is None or self._share[0] > 0
 
     def _counted_share(self) -> tuple[int, int] | None:
         "Return the share of a batch from a loader that gives this process's own; torch's sampler gives all as many."
@@ -227,33 +250,50 @@ class DistributedTraining(Callback):
         total = int(self.world.sum(torch.tensor(own))) if self.sharded_already else own * self.world.size
         return (own, total) if total else None
 
-    def forward_context(self) -> AbstractContextManager[Any]:
+    def forward_context(self) -> AbstractContextManager[Any] | None:
         "Add gradients up in this process alone where no step follows this pass."
-        if not self.training: return nullcontext()
-        if self._tokens is None and has_tokens(self.learn) and not self.learn.microbatch: self._sum_tokens()
+        learn = self.learn
+        if not learn.training: return None
+        if self._tokens is None and has_tokens(learn) and not learn.microbatch: self._sum_tokens()
         self._local = not self._steps_after_this()
         if self._local: return self._parts.pass_without_sync()
         self._parts.has_synced = True
-        return nullcontext()
+        return None
 
     def _steps_after_this(self) -> bool:
         learn = self.learn
         if learn.microbatch and not learn._is_last_piece: return False
-        return all(cb.will_step() for cb in learn.cbs if hasattr(type(cb), 'will_step'))
+        return all(cb.will_step() for cb in learn._callbacks if hasattr(cb.__class__, 'will_step'))
 
     def after_pred(self) -> None:
         "Leave a sample out of an evaluation that only keeps this process in step."
-        if self.training or not self._fills_up: return
+        if self._evaluates or self.learn.training: return
         self.learn._forget_pass()
         raise CancelBatchException
 
+    def after_cancel_backward(self) -> None:
+        "Take nothing as averaged: the pass that was to do it may not have come so far."
+        if self.learn.training: self._local = True
+
+    def after_cancel_batch(self) -> None: self.after_cancel_backward()
+
     def after_batch(self) -> None:
-        if not self.training: return
         learn = self.learn
+        if not learn.training: return
+        if self._n_steps is not None and self._local and self._parts.averages_late: self._check_no_step()
         if self._share is not None: learn._done['sp'] += self._share[1] - sample_count(learn.xb)
         if not has_tokens(learn): return
         tokens = self._tokens or self._sum_tokens()   # else of a batch that was cancelled, or cut into pieces
         learn._done['tok'] = self._tokens_before + int(tokens())
+
+    def _check_no_step(self) -> None:
+        "Raise `DistributedError` for a step with gradients that nothing has averaged."
+        learn = self.learn
+        if learn._finished('st') == self._n_steps: return
+        raise DistributedError(
+            f'{type(learn).__name__} has stepped without `before_step`, where gradients are averaged over the '
+            'processes: each has weights of its own now. Put the step into `_step`, and let `self._do_grad_opt()` '
+            'call it, which fires the events around backward and step.')
 
     def _sum_tokens(self) -> Callable[[], Tensor]:
         "Begin to sum this batch's tokens up; the answer comes while it is computed."
@@ -262,16 +302,30 @@ class DistributedTraining(Callback):
         return self._tokens
 
     def batch_checkpoint(self) -> None:
-        self._agree(partial(self.world.turn, self.learn._done['ba'] % self._every == 0))
+        world, n = self.learn.world, self.learn._done['ba']
+        sends, hears = n % self._every == 0, world.is_agreeing
+        if sends or hears: self._agree(partial(world.turn, sends))
+        if hears and self.agree_every is None: self._keep_pace(n, world.agreed('clock'))
 
-    def after_train(self) -> None: self._agree(self.world.settle)
-    def epoch_checkpoint(self) -> None: self._agree(self.world.settle)
+    def _keep_pace(self, n: int, clock: float) -> None:
+        "Agree more often where batches take long, by the clock that all agree on."
+        (n_before, before), self._heard = self._heard, (n, clock)
+        self._every = self._most
+        while self._every > 1 and self._every * (clock - before) > LONGEST_S * (n - n_before): self._every //= 4
+
+    def epoch_checkpoint(self) -> None:
+        self._agree(self.world.settle)
+        self._heard = self.learn._done['ba'], self.world.agreed('clock')   # evaluations are no batches
+        if self._parts.averages_late and differ(self.world.gather(total_of(self.learn.model.parameters()))):
+            self.learn.check_replicas()
     def iteration_checkpoint(self) -> None: self._agree(self.world.settle)
 
-    def _agree(self, how: Any) -> None:
-        self.world.later('clock', self.learn._own_seconds())
+    def _agree(self, how: Callable[[], None]) -> None:
+        learn = self.learn
+        learn.world.later('clock', learn._own_seconds())
+        learn.world.n_steps = learn._finished('st') - self._steps_before
         how()
-        if self.world.agreed('stop'): self.learn._stop_here()
+        if learn.world.agreed('stop'): learn._stop_here()
 
 
 class GradientMean(Callback):
@@ -293,9 +347,10 @@ class GradientMean(Callback):
         "Average what is not averaged yet: what was added up in each process alone, and the loss function's own."
         team = self.learn._team
         if team is None: return
+        team._n_steps = None
         if team._local: team._parts.average_gradients(self.learn)
-        team._local = False
-        average(team._loose)
+        team._local = True   # until a pass has averaged others: a loop of one's own may go around the wrapper
+        if team._loose: average(team._loose)
 
     def before_validate(self) -> None:
         "Share buffers again, which averaged weights may have brought with them."
@@ -304,16 +359,18 @@ class GradientMean(Callback):
 
 def has_tokens(learn: Any) -> bool:
     "Tell whether tokens are counted of the batch at hand."
-    return learn.token_func is not None or bool(
-        learn.xb and isinstance(learn.xb[0], Mapping) and 'input_ids' in learn.xb[0])
+    if learn.token_func is not None: return True
+    first = learn.xb[0] if learn.xb else None
+    return first.__class__ is not Tensor and isinstance(first, Mapping) and 'input_ids' in first
 
 
 def batches_between(model: nn.Module) -> int:
-    """Return how many batches go by from one agreement to the next: an agreement costs a tenth of a millisecond.
+    """Return how many batches go by from one agreement to the next, if these are not slow.
 
-    It follows from the model, and not from a measurement, so that the same run stops at the same batch."""
+    One costs some tenths of a millisecond where all cores are busy. As long as the number follows from the model alone,
+    the same run stops at the same batch."""
     n = sum(p.numel() for p in model.parameters())
-    return 16 if n < 1e6 else 4 if n < 1e8 else 1
+    return 64 if n < 1e5 else 16 if n < 1e7 else 4 if n < 1e8 else 1
 
 
 def too_big(model: nn.Module) -> bool:
@@ -321,39 +378,3 @@ def too_big(model: nn.Module) -> bool:
     if not torch.cuda.is_available(): return False
     return 4 * sum(p.numel() * p.element_size() for p in model.parameters()) \
         > torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 2
-
-
-def lengths_of(dls: Any) -> dict[str, str]:
-    "Return how long each loader is, in words."
-    def told(dl: Any) -> str:
-        n = getattr(dl, 'n', None) if isinstance(dl, TensorLoader) else n_batches(getattr(dl, 'dataset', None))
-        return f'{n_batches(dl)} batches' + (f' of {n} samples' if n is not None else '')
-    return {f'{name} loader': told(dl) for name, dl in [('train', dls.train), *evaluation_loaders(dls)]}
-
-
-def what_is_trained(learn: Any) -> dict[str, Tensor]:
-    "Return the parameters and buffers of the model and of the loss function, by name."
-    model, loss_func = bare_model(learn.model), learn.loss_func
-    own = loss_func.state_dict(keep_vars=True) if isinstance(loss_func, nn.Module) else {}
-    return {**dict(model.named_parameters()), **dict(model.named_buffers()),
-            **{f'loss_func.{name}': t for name, t in own.items()}}
-
-
-def alike(
-    learn: Any,
-    world: World,
-    told: dict[str, str],   # of data and options, for comparison
-) -> None:
-    "Give every process the first one's weights; raise `DistributedError` where models, data or options are not alike."
-    tensors = what_is_trained(learn)
-    mine = {name: f'{t.dtype} {tuple(t.shape)}' for name, t in tensors.items()}
-    mine['validation loaders'] = ', '.join(name for name, _ in evaluation_loaders(learn.dls))
-    mine |= told
-    same = len(set(world.gather(crc32(repr(mine).encode())))) == 1
-    first, *others = [mine] if same else world.gather(mine)
-    for rank, theirs in enumerate(others, 1):
-        differ = [f'{k}: {first.get(k, "absent")} in process 0, {theirs.get(k, "absent")} in process {rank}'
-                  for k in dict.fromkeys((*first, *theirs)) if theirs.get(k) != first.get(k)]
-        if differ: raise DistributedError('The processes do not have the same model, data and options:\n  '
-                                          + '\n  '.join(differ[:10]))
-    share_first(tensors.values(), world.control)

@@ -57,7 +57,7 @@ def judge(
     >>> waits = Report(1, True, False, (1, 7), 'backward', 5.2)
     >>> hangs = Report(1, True, False, (1, 3), 'after_loss', 5.1)
     >>> judge([waits, hangs], [0, 0], timeout_s=5).text
-    'Process 1 of 2 has been in after_loss for 5.1 s, while process 0 waits for it in backward.'
+    'Process 1 of 2 has been in after_loss for 5.1 s, while process 0 waits for it in backward. If ...'
     >>> judge([waits, hangs._replace(stuck_s=0.2)], [0, 0], timeout_s=5) is None
     True
     """
@@ -95,7 +95,9 @@ def _hangs(reports: Sequence[Report], rank: int, gave_up: Sequence[int]) -> Verd
     own = reports[rank]
     others = gave_up or [r for r in range(len(reports)) if reports[r].order > own.order]
     text = f'Process {rank} of {len(reports)} has been in {own.text} for {own.stuck_s:.1f} s, while ' \
-           f'{_named(others)} waits for it in {reports[others[0]].text}.'
+           f'{_named(others)} waits for it in {reports[others[0]].text}. If nothing in there takes so long, they ' \
+           'have decided differently before, by a Cancel exception in one of them alone, or by a call there of what ' \
+           'all do together (fit, validate, get_preds, gather): let `self.world.any(...)` take such a decision.'
     return Verdict('hang', rank, f'{text}\n{own.stack}'.rstrip())
 
 

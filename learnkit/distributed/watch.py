@@ -23,7 +23,7 @@ from learnkit.world import World
 
 __all__ = ['Watch']
 
-LOOK_S = 0.25       # between two looks at the others, in a world of 64 or fewer
+LOOK_S = 0.5        # between two looks at the others, in a world of 128 or fewer
 GRACE_S = 0.3       # in which a process may end by itself, once another has failed
 PYTHON_S = 1.       # after which it is interrupted, if that has not ended it
 EXIT_S = 2.         # after which a process that hangs and was interrupted is ended
@@ -31,12 +31,10 @@ PATIENCE_S = 6.     # longest wait for what has become of the others, once a con
 ENDS_EVERY = 4      # looks, between two at this process's own connections
 UNSEEN = 'a run'    # of no Learner: nothing is known of its progress
 LONGEST = 16_000    # characters of a traceback that others show
-LOST = ('gloo/transport', 'Connection closed by peer', 'Connection reset by peer', 'Timed out waiting',
-        'communicator was aborted', 'closed connection')
 
 
 class Watch:
-    """One process's part of the watch: a thread that looks after the others four times a second.
+    """One process's part of the watch: a thread that looks after the others twice a second.
 
     What it knows of a run it reads from beside it, so that the loop pays nothing. A process that fails says so, with
     its traceback; one that hangs is found by all standing still while it is behind; one that is gone is not heard of
@@ -52,7 +50,7 @@ class Watch:
         timeout_s: float = 600.,    # after which a process that others wait for, and that does nothing new, hangs
     ) -> None:
         self.world, self.timeout_s = world, timeout_s
-        self.look_s = LOOK_S * max(1, world.size / 64)
+        self.look_s = LOOK_S * max(1, world.size / 128)
         self._changed = threading.Condition()
         self._wake = threading.Event()
         self._run, self._learn, self._main = 0, None, 0  # type: tuple[int, Any, int]
@@ -174,13 +172,11 @@ class Watch:
         return self._asked is not None and monotonic() - self._asked > 4*self.look_s
 
     def _comes_of_another(self, e: BaseException | None) -> bool:
-        from torch.distributed import DistNetworkError, DistStoreError
         seen: set[int] = set()
         while e is not None and id(e) not in seen:
             seen.add(id(e))
             if isinstance(e, KeyboardInterrupt) and self._interrupted: return True
-            if isinstance(e, (DistNetworkError, DistStoreError)): return True
-            if isinstance(e, RuntimeError) and any(part in str(e) for part in LOST): return True
+            if connections.is_lost(e): return True
             e = e.__cause__ or e.__context__
         return False
 

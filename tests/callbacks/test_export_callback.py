@@ -1,6 +1,7 @@
 """Weights loaded at an event, and programs written at the end of a fit."""
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,17 @@ from torch import Tensor, nn
 from learnkit import Callback, DataLoaders, Learner
 from learnkit.callbacks import SaveModelCallback
 from learnkit.callbacks.export import ExportForInference, LoadWeights, _compare
-from learnkit.errors import CancelFitException, ModelError, OptionError, UnknownEventError, WeightsError
+from learnkit.errors import (
+    CancelFitException,
+    LearnkitError,
+    ModelError,
+    OptionError,
+    UnknownEventError,
+    WeightsError,
+)
 from learnkit.testing import synth_learner
+from learnkit.weights import model_state
+from tests.ranks import run_ranks
 
 
 def learner(path: Path, *cbs: Any, model: nn.Module | None = None) -> Learner:
@@ -190,3 +200,43 @@ def test_an_export_that_came_in_the_middle_of_the_fit(tmp_path: Path) -> None:
     learn = learner(tmp_path, Callback(after_epoch=lambda cb: cb.epoch or cb.learn.add_cb(ExportForInference('net'))))
     learn.fit(2)
     assert (tmp_path/'net.pt2').exists()
+
+
+# -- several processes -------------------------------------------------------------------------------------------------
+
+def exported(rank: int, folder: Path) -> tuple[list[str], Tensor]:
+    torch.manual_seed(1)
+    learn = learner(folder/str(rank), ExportForInference('net'))
+    with learn.no_bar(), learn.distributed('ddp', timeout='30s'): learn.fit(2)
+    with torch.no_grad(): out = learn.model.eval()(torch.ones(2, 1, 6, 6))
+    return list(map(str, learn.export_for_inference.files)), out
+
+
+@pytest.mark.dist
+def test_of_several_processes_the_first_exports(tmp_path: Path) -> None:
+    (files, first), (none, second) = run_ranks(exported, 2, tmp_path)
+    assert files == [str(tmp_path/'0'/'net.pt2')] == [str(p) for p in tmp_path.rglob('*.*')] and none == []
+    program = loaded(Path(files[0]))
+    assert torch.equal(first, second) and torch.allclose(program(torch.ones(2, 1, 6, 6)), first, atol=1e-6)
+
+
+def refused(rank: int, folder: Path, strategy: str) -> tuple[bool, str]:
+    "Fit where nothing can be exported; say whether the weights are as they were, and what was raised."
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+    learn = learner(folder, ExportForInference('taken/net'), model=net)
+    with learn.no_bar(), learn.distributed(strategy, timeout='30s'):
+        before = model_state(learn.model)
+        with pytest.raises(LearnkitError) as e: learn.fit(1)
+        after = model_state(learn.model)
+    return all(map(torch.equal, before.values(), after.values())), f'{type(e.value).__name__}: {e.value}'
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(('strategy', 'told'), [
+    ('ddp', ['OptionError: .*cannot be written', 'DistributedError: .*cannot be written']),
+    ('fsdp', ['DistributedError: ExportForInference: .*learn.export'] * 2)])
+def test_what_cannot_be_exported_is_told_by_all_before_training(tmp_path: Path, strategy: str, told: list[str]) -> None:
+    (tmp_path/'taken').touch()
+    for (same, message), expected in zip(run_ranks(refused, 2, tmp_path, strategy), told, strict=True):
+        assert same and re.match(expected, message, re.DOTALL), message

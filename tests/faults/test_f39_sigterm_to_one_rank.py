@@ -1,4 +1,4 @@
-"""Row 39: SIGTERM to one of two processes. Both end once they agree, with one checkpoint; a restart is exact."""
+"""Row 39: SIGTERM to one of two processes, or both and their workers. They end once they agree; a restart is exact."""
 from __future__ import annotations
 
 import random
@@ -16,12 +16,17 @@ from learnkit.folders import entries
 from tests.ranks import run_ranks, started_ranks
 
 
-def train(rank: int, folder: Path, pace_s: float = 0., n_epoch: int = 3) -> State:
-    learn = quiet(make_learner(dls=torch_dls()))
+def train(rank: int, folder: Path, pace_s: float = 0., n_epoch: int = 3, **options: Any) -> State:
+    learn = quiet(make_learner(dls=torch_dls(**options)))
     learn.add_cb(Callback(after_step=lambda cb: sleep(pace_s), before_train=lambda cb: print('trains', flush=True)))
     with learn.distributed('ddp', timeout='20s'):
         learn.fit(n_epoch, resume=True, cbs=Checkpoint(every=None, folder=folder))
         return learn.checkpoint_state()
+
+
+def with_workers(rank: int, folder: Path, method: str, persistent: bool, pace_s: float = 0.) -> State:
+    return train(rank, folder, pace_s, n_workers=2, n_train=24, persistent_workers=persistent,
+                 multiprocessing_context=method)
 
 
 def signalled(folder: Path, victim: int, after_s: float) -> bool:
@@ -46,6 +51,41 @@ def test_both_save_once_and_go_on_exactly(victim: int, tmp_path: Path) -> None:
     assert signalled(tmp_path/'run', victim, 0.03)
     assert len(names(tmp_path/'run')) == 1
     for got, expected in zip(run_ranks(train, 2, tmp_path/'run'), straight, strict=True): assert same(got, expected)
+
+
+def all_signalled(folder: Path, method: str, persistent: bool, after_s: float) -> float:
+    "Send the signal to both and their workers; return how long it took them to end."
+    with started_ranks(with_workers, 2, folder, method, persistent, 0.02) as children:
+        children[0].wait(60, until=lambda: all('trains' in c.stdout for c in children))
+        sleep(after_s)
+        began = monotonic()
+        for child in children: child.send(signal.SIGTERM)
+        for child in children: child.wait(60)
+        assert [child.code for child in children] == [143, 143], [c.stderr for c in children]
+        return monotonic() - began
+
+
+@pytest.mark.parametrize('persistent', [False, True], ids=['', 'persistent'])
+def test_workers_go_on_until_all_agree(persistent: bool, tmp_path: Path) -> None:
+    "The signal comes with the first of 12 batches; the next agreement is after all of them."
+    straight: list[Any] = run_ranks(with_workers, 2, tmp_path/'straight', 'fork', persistent)
+    all_signalled(tmp_path/'run', 'fork', persistent, 0.)
+    assert names(tmp_path/'run') == ['00001-ep1-ba12.ckpt']
+    resumed = run_ranks(with_workers, 2, tmp_path/'run', 'fork', persistent)
+    for got, expected in zip(resumed, straight, strict=True): assert same(got, expected)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('method', ['fork', 'spawn', 'forkserver'])
+def test_workers_at_random_instants(method: str, tmp_path: Path) -> None:
+    rng, n, took = random.Random(5), 20 if method == 'fork' else 3, []
+    straight: list[Any] = [run_ranks(with_workers, 2, tmp_path/f's{i}', method, bool(i)) for i in range(2)]
+    for i in range(n):
+        took.append(all_signalled(tmp_path/f'{i}', method, bool(i % 2), rng.uniform(0., 0.6)))
+        resumed = run_ranks(with_workers, 2, tmp_path/f'{i}', method, bool(i % 2))
+        for got, expected in zip(resumed, straight[i % 2], strict=True): assert same(got, expected)
+    print(f'row 39: {n} signals to both and their workers ({method}), exact after each; the longest end took '
+          f'{max(took):.1f} s')
 
 
 @pytest.mark.full
