@@ -1,15 +1,19 @@
 """What the tests of several processes share: a small training in float64 that one process or many can do."""
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from learnkit import DataLoaders, Learner, accuracy
+from learnkit.errors import DistributedError
 
 
 def make_data(n: int, seed: int = 1, classes: int = 3) -> tuple[Tensor, Tensor]:
@@ -59,3 +63,10 @@ def same_rows(a: list[dict[str, Any]], b: list[dict[str, Any]], tolerance: float
         return abs(v - w) <= (max(tolerance, 1e-8) if k == 'accuracy' else tolerance)
     return len(a) == len(b) and all(r.keys() == s.keys() and all(same(k, r[k], s[k]) for k in r)
                                     for r, s in zip(a, b, strict=True))
+
+
+@contextmanager
+def interrupted() -> Iterator[None]:
+    "Expect a Ctrl-C in every process; one that comes to its own late may hear of another's before."
+    with pytest.raises((KeyboardInterrupt, DistributedError)) as e: yield
+    assert 'KeyboardInterrupt' in repr(e.value)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from learnkit.callbacks import EMA, Checkpoint
 from learnkit.digests import learn_digest
 from learnkit.errors import CheckpointError
 from learnkit.folders import entries
-from tests.distributing import make_dls, make_learner, rows, weights
+from tests.distributing import interrupted, make_dls, make_learner, rows, weights
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -46,10 +47,9 @@ def train(path: Path, n_ranks: int = 2, broken_off: int | None = None, resume: A
         more = [Break(broken_off)] if broken_off else []
         cbs = [make_cb() for make_cb in options.get('cbs', ())]
         learn = make(path, **{**options, 'cbs': cbs})
-        try:
-            with learn.distributed('ddp', timeout='20s', batch_size=batch_size), learn.added_cbs([note, *more]):
-                getattr(learn, fit)(3, 1e-2, resume=resume)
-        except KeyboardInterrupt: assert broken_off
+        with (interrupted() if broken_off else nullcontext(),
+              learn.distributed('ddp', timeout='20s', batch_size=batch_size), learn.added_cbs([note, *more])):
+            getattr(learn, fit)(3, 1e-2, resume=resume)
         return {'digest': learn_digest(learn), 'weights': weights(learn), 'rows': rows(learn), 'seen': seen,
                 'drawn': torch.rand(3)}
     return run_ranks(job, n_ranks)

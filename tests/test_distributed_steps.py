@@ -27,7 +27,7 @@ from learnkit import (
 )
 from learnkit.callbacks import EMA, SAM, Checkpoint, GradientValueClip, MixedPrecision
 from learnkit.errors import DistributedError
-from tests.distributing import make_data, make_dls, make_learner, rows, same_rows, weights
+from tests.distributing import interrupted, make_data, make_dls, make_learner, rows, same_rows, weights
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -250,7 +250,7 @@ def test_a_tail_that_is_resumed_is_averaged(tmp_path: Path) -> None:
         straight, differ = trained(make('straight'))['weights'], []
         for n in (12, 13, 26):   # the last step before a tail; the last batch of an epoch, whose step is to come
             broken = make(f'{n}', Callback(batch_checkpoint=partial(break_off, n=n)))
-            with pytest.raises(KeyboardInterrupt), broken.distributed('ddp', timeout='20s'): broken.fit(2)
+            with interrupted(), broken.distributed('ddp', timeout='20s'): broken.fit(2)
             again = make(f'{n}')
             with again.distributed('ddp', timeout='20s'):
                 again.fit(2, resume=True)

@@ -120,7 +120,7 @@ class DistributedTraining(Callback):
         self._before = {'dls': learn.dls, 'logger': learn.logger}
         learn.world, learn._team = world, self
         try:
-            check_bare(learn.model)
+            world.together(lambda: check_bare(learn.model))   # nobody leaves while another still joins
             self._watch = Watch(world, self.timeout.value)
             alike(learn, world, self._told())
             self._parts = self._made(cuts=self.strategy == 'auto' and world.any(too_big(learn.model)))

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from learnkit import Callback
 from learnkit.callbacks import Checkpoint
 from learnkit.errors import CheckpointError
-from tests.distributing import make_dls, make_learner
+from tests.distributing import interrupted, make_dls, make_learner
 from tests.ranks import run_ranks
 
 N, BATCH = 37, 12  # samples of an epoch, and of a batch of all processes
@@ -33,8 +34,8 @@ def train(rank: int, folder: Path, bs: int, batch_size: str, kind: str, until: i
     cbs = [Checkpoint(every='1ba', folder=folder, background=False), Callback(before_batch=note)]
     learn = make_learner(make_dls(N, bs, kind), cbs=[*cbs, late(enough)])
     with learn.distributed('ddp', batch_size=batch_size, timeout='20s'):
-        try: learn.fit(2, resume=True)
-        except KeyboardInterrupt: return seen
+        try:
+            with interrupted() if until else nullcontext(): learn.fit(2, resume=True)
         except CheckpointError as e: return str(e)
     return seen
 
