@@ -217,6 +217,7 @@ def labelled(name: str, thresh: float, sigmoid: bool, pred: Tensor, targ: Tensor
 
 
 def values(name: str, pred: Tensor, targ: Tensor) -> Prepared:
+    "Return predictions and targets of a regression, in a type that both fit in."
     pred, targ = paired(name, pred, targ)
     dtype = torch.promote_types(torch.promote_types(pred.dtype, targ.dtype), torch.float32)
     return pred.to(dtype), targ.to(dtype), 1
@@ -249,6 +250,7 @@ def over_defined(average: str | None, needs_both: bool, metric: Any) -> Any:
 
 
 def mean_recall(adjusted: bool, metric: Any) -> float:
+    "Return the balanced accuracy of a confusion matrix: the mean recall over the classes that occur."
     matrix = metric.compute().double()
     counts = matrix.sum(1)
     recalls = (matrix.diag()/counts)[counts > 0]

@@ -33,6 +33,7 @@ def is_torch_state(state: Any) -> bool:
 
 
 def is_one(state: Any) -> bool:
+    "Tell the state of one optimizer from a dict of several by their names."
     return isinstance(state, Mapping) and {'state', 'param_groups'} <= set(state)
 
 
@@ -58,6 +59,7 @@ def differences(opt: OptimWrapper, state: Any, model: nn.Module | None = None) -
 
 def one_differs(opt: OptimWrapper, o: torch.optim.Optimizer, state: Any, name: str,
                 names: Mapping[Any, str]) -> list[str]:
+    "Return in words what does not fit one optimizer."
     label, groups = f'optimizer {name or opt._names()}', state['param_groups']
     sizes = [len(g['params']) for g in groups]
     params = next((ps for ps in layouts(opt, o).values() if [*map(len, ps)] == sizes), None)
@@ -79,6 +81,7 @@ def one_differs(opt: OptimWrapper, o: torch.optim.Optimizer, state: Any, name: s
 
 
 def is_rate(value: Any) -> bool:
+    "Tell an option of an optimizer that is a number, or a few."
     if not isinstance(value, (tuple, list)): return isinstance(value, (Real, Tensor))
     return all(v is None or isinstance(v, (Real, Tensor)) for v in value)  # Adafactor's first eps may be None
 

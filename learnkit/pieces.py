@@ -76,8 +76,8 @@ class Pieces(Evaluations):
 
     def _loss_is_sum(self) -> bool:
         "Tell whether the loss adds up over samples, where others are their mean."
-        f = self.loss_func
-        return getattr(f, 'reduction', None) == 'sum' or getattr(f, 'keywords', {}).get('reduction') == 'sum'
+        of_partial = getattr(self.loss_func, 'keywords', {}).get('reduction')
+        return bool(getattr(self.loss_func, 'reduction', of_partial) == 'sum')
 
     def _samples(self) -> int:
         "Return the number of samples of the batch at hand, in all processes that train together."

@@ -86,12 +86,23 @@ class World:
     def gather(self, value: Any) -> list[Any]:
         "Return the values of all processes, in the order of their ranks, in every one."
         if self.size == 1: return [value]
-        data = packed((what := asked_in(), value))
+        return self._told(asked_in(), value, self._gather)
+
+    def collect(self, value: Any) -> list[Any]:
+        "Return the values of all processes in the first one, which alone gets them; nothing elsewhere."
+        if self.size == 1: return [value]
+        told = self._told(asked_in(), value, self._gather_in_first)
+        return told if self.is_first else []
+
+    def _told(self, what: str, value: Any, gather_rest: Callable[[Tensor], list[Tensor]]) -> list[Any]:
+        "Exchange a first message of each process, and the rest of it where one is longer; return what all have said."
+        data = packed((what, value))
         heads = self._gather(_head(data, FROM_EACH))
         longest = max(map(_length, heads)) - _room(heads[0])
-        rests = self._gather(_padded(data[_room(heads[0]):], longest)) if longest > 0 else [torch.empty(0)] * self.size
+        rests = [torch.empty(0)] * self.size
+        if longest > 0: rests = gather_rest(_padded(data[_room(heads[0]):], longest))
         told = [(what, value) if rank == self.rank else unpacked(_joined(head, rest))
-                for rank, (head, rest) in enumerate(zip(heads, rests, strict=True))]
+                for rank, (head, rest) in enumerate(zip(heads, rests, strict=bool(rests)))]
         for rank, (asked, _) in enumerate(told):
             if asked != told[0][0]: raise self._not_together(0, told[0][0], rank, asked)
         return [value for _, value in told]
@@ -107,17 +118,11 @@ class World:
         dist.all_gather(parts, t, group=self.control)
         return parts
 
-    def collect(self, value: Any) -> list[Any]:
-        "Return the values of all processes in the first one, which alone gets them; nothing elsewhere."
-        if self.size == 1: return [value]
+    def _gather_in_first(self, t: Tensor) -> list[Tensor]:
         import torch.distributed as dist
-        data = packed(value)
-        lengths = [int(t) for t in self._gather(torch.tensor([len(data)]))]
-        told = [torch.empty(max(lengths), dtype=torch.uint8) for _ in lengths] if self.is_first else None
-        dist.gather(_padded(data, max(lengths)), told, group=self.control, group_dst=0)
-        if told is None: return []
-        return [unpacked(t[:n].numpy().tobytes()) if rank else value
-                for rank, (t, n) in enumerate(zip(told, lengths, strict=True))]
+        parts = [torch.empty_like(t) for _ in range(self.size)] if self.is_first else None
+        dist.gather(t, parts, group=self.control, group_dst=0)
+        return parts or []
 
     def sum(
         self,

@@ -58,10 +58,20 @@ def comes(what: Callable[[], bool], within_s: float = 5.) -> bool:
     return what()
 
 
+def state(pid: int) -> list[str]:
+    "Return what the system says of a process, from its state and its parent on; nothing where there is none."
+    try: return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()
+    except FileNotFoundError: return []
+
+
 def has_ended(pid: int) -> bool:
     "Tell whether a process has ended, also while nobody has waited for it."
-    try: return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] == 'Z'
-    except FileNotFoundError: return True
+    return state(pid)[:1] in ([], ['Z'])
+
+
+def is_orphan(pid: int, parent: int) -> bool:
+    "Tell whether a process has another parent: not before the last thread of its own has ended."
+    return state(pid)[1] != str(parent)
 
 
 @pytest.mark.parametrize('method', ['fork', pytest.param('spawn', marks=pytest.mark.full),
@@ -107,7 +117,7 @@ def test_without_its_process_any_signal_ends_it(tmp_path: Path) -> None:
         send_from_elsewhere(pid)
         assert not comes(lambda: has_ended(pid), 0.2)
         child.send(signal.SIGKILL, group=False)
-        assert comes(lambda: has_ended(child.pid))
+        assert comes(lambda: is_orphan(pid, child.pid))
         send_from_elsewhere(pid)
         assert comes(lambda: has_ended(pid))
 

@@ -145,6 +145,7 @@ def describe(path: Path) -> list[Any]:
 
 
 def has_size(path: Path, size: int) -> bool:
+    "Tell whether a file is there, and as long as it should be."
     try: return path.stat().st_size == size
     except OSError: return False
 
@@ -253,6 +254,7 @@ def target_of(entry: Mapping[str, Any], mesh: DeviceMesh | None) -> Any:
 
 
 def read(targets: dict[str, Any], path: Path, described: Mapping[str, Any]) -> None:
+    "Fill tensors, of whatever shares, from the files of pieces in a folder."
     import torch.distributed.checkpoint as dcp
 
     class Reader(dcp.FileSystemReader):

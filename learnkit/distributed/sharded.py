@@ -200,6 +200,7 @@ def with_policy(policy: Any) -> dict[str, Any]: return {} if policy is None else
 
 
 def offload_policy(offload: Any) -> Any:
+    "Return the policy that keeps weights in host memory between uses; None for False."
     from torch.distributed.fsdp import CPUOffloadPolicy
     if isinstance(offload, CPUOffloadPolicy): return offload
     if not isinstance(offload, bool):
@@ -289,6 +290,7 @@ def exchange_params(optimizers: Iterable[torch.optim.Optimizer], new: Mapping[An
 
 
 def exchange_in(o: torch.optim.Optimizer, new: Mapping[Any, Any]) -> None:
+    "Give an optimizer other parameters for those that it has, with their states."
     for group in o.param_groups: group['params'][:] = [new.get(p, p) for p in group['params']]
     states = dict(o.state)
     o.state.clear()  # the very object, which others may read

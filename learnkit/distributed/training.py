@@ -318,6 +318,7 @@ class DistributedTraining(Callback):
         self._heard = self.learn._done['ba'], self.world.agreed('clock')   # evaluations are no batches
         if self._parts.averages_late and differ(self.world.gather(total_of(self.learn.model.parameters()))):
             self.learn.check_replicas()
+
     def iteration_checkpoint(self) -> None: self._agree(self.world.settle)
 
     def _agree(self, how: Callable[[], None]) -> None:
