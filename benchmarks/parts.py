@@ -59,7 +59,11 @@ def flag_in_all(world: World) -> float: return flag(world, time.process_time)
 
 
 @part('flag there and back', 'us')
-def flag_and_back(world: World) -> float: return us_each(world.settle, 100)
+def flag_and_back(world: World) -> float:
+    def send_and_wait() -> None:
+        world.turn()
+        world.turn(sends=False)
+    return us_each(send_and_wait, 100)
 
 
 # -- data --------------------------------------------------------------------------------------------------------------

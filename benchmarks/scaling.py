@@ -35,7 +35,7 @@ class Setting:
     disks_gb_s: float = 20           # assumed: of all together
     copy_gb_s: float = 15            # assumed: from a GPU to its host
     gathers: int = 4                 # counted: at the end of an epoch with one validation loader
-    messages: int = 3                # counted: broadcasts and sums of an epoch
+    messages: int = 2                # counted: broadcasts of an epoch
     read_us: float = 35              # measured: reading what one process has said
     gathered_kb: float = 8.2         # what a process says at the end of an epoch, in one message of a set size
     tensor_ns: float = 19            # measured: a sample's place in the order of a TensorLoader

@@ -182,7 +182,7 @@ class World:
         import torch.distributed as dist
         self._take_in()
         if not sends: return
-        t = torch.tensor([*self._mine, self.n_steps, -self.n_steps], dtype=torch.float64)
+        t = torch.tensor(self._said, dtype=torch.float64)
         self._under_way = dist.all_reduce(t, dist.ReduceOp.MAX, self.control, async_op=True), t
 
     @property
@@ -190,10 +190,16 @@ class World:
         "Whether something was sent, and is still to be taken in: in all processes alike."
         return self._under_way is not None
 
-    def settle(self) -> None:
-        "Agree now, and wait for it: between epochs, where there is time."
-        self.turn()
+    def settle(
+        self,
+        *numbers: float,   # more of this process
+    ) -> list[list[float]]:
+        "Agree now, and wait for it: between epochs, where there is time. Return the numbers of all processes."
+        if self.size == 1: return [list(numbers)]
         self._take_in()
+        told = self.gather((self._said, list(numbers)))
+        self._agree_on([max(values) for values in zip(*(said for said, _ in told), strict=True)])
+        return [theirs for _, theirs in told]
 
     def forget(self, **agreed: float) -> None:
         "Begin a run: nothing is said yet but what all say anyway."
@@ -201,11 +207,17 @@ class World:
         self._agreed = [agreed.get(slot, 0.) for slot in SLOTS]
         self._mine = list(self._agreed)
 
+    @property
+    def _said(self) -> list[float]: return [*self._mine, self.n_steps, -self.n_steps]
+
     def _take_in(self) -> None:
         if self._under_way is None: return
         (work, t), self._under_way = self._under_way, None
         work.wait()
-        *self._agreed, most, least = t.tolist()
+        self._agree_on(t.tolist())
+
+    def _agree_on(self, greatest: list[float]) -> None:
+        *self._agreed, most, least = greatest
         if most + least: raise DistributedError(
             f'The processes have taken {-least:g} to {most:g} steps in this fit, and no longer have the same weights. '
             'In some of them alone a batch or a step was cancelled: take such a decision from what is the same in all, '

@@ -1,7 +1,7 @@
 """What must be alike in all processes before they train together: models, data and options."""
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -87,7 +87,7 @@ def total_of(tensors: Iterable[Tensor]) -> tuple[float, float]:
     return total, size
 
 
-def differ(totals: list[tuple[float, float]]) -> bool:
+def differ(totals: Iterable[Sequence[float]]) -> bool:
     "Tell whether models are not the same by their totals, beyond what other hardware would round otherwise."
     sums, sizes = zip(*totals, strict=True)
     return max(sums) - min(sums) > 1e-6 * max(sizes)

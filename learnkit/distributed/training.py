@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from copy import copy
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from fastcore.basics import noop
@@ -28,6 +28,8 @@ from learnkit.timing import Time, as_time
 from learnkit.world import ALONE, join_world
 
 __all__ = ['DistributedTraining']
+
+T = TypeVar('T')
 
 LONGEST_S = 1.   # from one agreement to the next, unless a single batch takes longer
 STRATEGIES = ('auto', 'ddp', 'fsdp')
@@ -314,19 +316,20 @@ class DistributedTraining(Callback):
         while self._every > 1 and self._every * (clock - before) > LONGEST_S * (n - n_before): self._every //= 4
 
     def epoch_checkpoint(self) -> None:
-        self._agree(self.world.settle)
+        total = total_of(self.learn.model.parameters()) if self._parts.averages_late else (0., 0.)
+        totals = self._agree(partial(self.world.settle, *total))
         self._heard = self.learn._done['ba'], self.world.agreed('clock')   # evaluations are no batches
-        if self._parts.averages_late and differ(self.world.gather(total_of(self.learn.model.parameters()))):
-            self.learn.check_replicas()
+        if differ(totals): self.learn.check_replicas()
 
     def iteration_checkpoint(self) -> None: self._agree(self.world.settle)
 
-    def _agree(self, how: Callable[[], None]) -> None:
+    def _agree(self, how: Callable[[], T]) -> T:
         learn = self.learn
         learn.world.later('clock', learn._own_seconds())
         learn.world.n_steps = learn._finished('st') - self._steps_before
-        how()
+        told = how()
         if learn.world.agreed('stop'): learn._stop_here()
+        return told
 
 
 class GradientMean(Callback):
