@@ -1,7 +1,8 @@
 """What two processes cost: throughput of a Learner beside a loop around torch's own wrapper, written by hand.
 
 linears, million  three linear layers, of 7 thousand and of one million weights, batches of 64, momentum, on
-                  DistributedDataParallel (gloo). Steps a second of whole epochs, and CPU time of both processes.
+                  DistributedDataParallel (gloo). Steps a second of whole epochs, and CPU time of the thread that
+                  trains: what a loop costs by itself, which says more where the clock says little.
 shards            the small ones on `fully_shard`, which cuts them over the processes.
 costs             what the parts cost: the flag that processes raise after each batch, shares of loaders, gathering,
                   checkpoints, beginning and ending.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -45,11 +47,11 @@ WORKLOADS = {name: _workload(name, title, 'steps/s') for name, title in TITLES.i
 def compare(name: str, rounds: int, names: Iterable[str] | None = None) -> tuple[Result, Result, list[str]]:
     """Let subjects train in turns, in two processes.
 
-    Returns throughput by the clock, CPU time of both processes, and the subjects with unequal weights."""
+    Returns throughput by the clock, CPU time of a training thread, and the subjects with unequal weights."""
     subjects = list(dict.fromkeys(['raw', *(names or SUBJECTS)]))
     ranks = in_a_team(N, in_turns, name, subjects, rounds)
     wall = {s: [1 / wall_s for wall_s, _ in ranks[0]['values'][s]] for s in subjects}
-    cpu = {s: [sum(rank['values'][s][i][1] for rank in ranks) * 1e6 for i in range(rounds)] for s in subjects}
+    cpu = {s: [fmean(rank['values'][s][i][1] for rank in ranks) * 1e6 for i in range(rounds)] for s in subjects}
     in_cpu = _workload(f'{name}, CPU', TITLES[name], 'CPU us/step')
     return Result(WORKLOADS[name], wall), Result(in_cpu, cpu), unequal([rank['weights'] for rank in ranks])
 

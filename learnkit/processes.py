@@ -154,7 +154,7 @@ class Processes(ResumeChecks):
         if team is None: return 1
         if self._loss_is_sum(): return self.world.size if self._own_samples() else 0
         if self.weight_func is None:
-            own, total = team._share or (1, self.world.size)
+            own, total = team._now.share or (1, self.world.size)
             return 1 if own * self.world.size == total else own * self.world.size / total
         return torch.as_tensor(self._own_weight()).double() * (self.world.size / self._whole_weight())
 
@@ -165,15 +165,15 @@ class Processes(ResumeChecks):
     def _cut(self, xb: Any, yb: Any, size: int) -> list[tuple[Any, Any]]:
         "Cut a batch into as many pieces as the process with most samples does: what is asked of each is asked alike."
         pieces, team = super()._cut(xb, yb, size), self._team
-        if team is None or team._share is None or self.microbatch in (1, 'auto'): return pieces
-        n, k = -(-team._share[1] // (self.world.size * size)), find_bs(xb)
+        if team is None or team._now.share is None or self.microbatch in (1, 'auto'): return pieces
+        n, k = -(-team._now.share[1] // (self.world.size * size)), find_bs(xb)
         if len(pieces) == n: return pieces
         rows = [slice(k*i // n, k*(i + 1) // n) for i in range(n)]
         return [(tuple(take_rows(o, k, r) for o in xb), tuple(take_rows(o, k, r) for o in yb)) for r in rows]
 
     def _own_samples(self) -> int:
         team = self._team
-        return find_bs(self.xb) if team is None or team._share is None else team._share[0]
+        return find_bs(self.xb) if team is None or team._now.share is None else team._now.share[0]
 
     def _own_weight(self) -> Any:
         "Return what this process's batch weighs by `weight_func`; a sample that is only there to keep step, nothing."
@@ -181,7 +181,7 @@ class Processes(ResumeChecks):
 
     def _samples(self) -> int:
         team = self._team
-        return super()._samples() if team is None or team._share is None else team._share[1]
+        return super()._samples() if team is None or team._now.share is None else team._now.share[1]
 
     def _whole_weight(self) -> Any:
         weight = super()._whole_weight()

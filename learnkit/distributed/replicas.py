@@ -144,3 +144,10 @@ def tensors_of(nested: Any) -> list[Tensor]:
     found: list[Tensor] = []
     map_tensors(nested, lambda t: found.append(t) or t)  # type: ignore[func-returns-value]  # it returns None
     return found
+
+
+def too_big(model: nn.Module) -> bool:
+    "Tell whether a model, its gradients and Adam's averages would fill more than half of this process's GPU."
+    if not torch.cuda.is_available(): return False
+    return 4 * sum(p.numel() * p.element_size() for p in model.parameters()) \
+        > torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 2

@@ -151,6 +151,7 @@ def _has_own_shares(dl: Any) -> bool:
 
 class TensorShard(Shard, TensorLoader):
     "A share of a `TensorLoader`: by index from the same tensors, with no work for a single sample."
+    _shares: tuple[int, tuple[int, int], tuple[int, int]] | None = None
 
     def __init__(self, whole: TensorLoader, cut: Cut) -> None:
         vars(self).update(vars(whole))
@@ -165,9 +166,14 @@ class TensorShard(Shard, TensorLoader):
 
     def share(self, i: int) -> tuple[int, int]:
         "Return how many samples of batch `i` are this process's, and how many all have."
+        rounds, whole, last = self._shares or self._count_shares()
+        return whole if i < rounds else last
+
+    def _count_shares(self) -> tuple[int, tuple[int, int], tuple[int, int]]:
+        "Return the number of whole rounds that give a batch here, and the shares of one and of the last round."
         n, full = self._sizes
         rounds, rest = divmod(n, full)
-        return self.cut.share(full if i < rounds and (self.cut.rows(full) or not rest) else rest)
+        return rounds * bool(self.cut.rows(full) or not rest), self.cut.share(full), self.cut.share(rest)
 
     def new(self, **changes: Any) -> TensorShard:
         "Return the share of a loader with other options that takes each sample once."
@@ -179,6 +185,7 @@ class TensorShard(Shard, TensorLoader):
 
     def _pieces(self, t: Tensor, n: int) -> Iterator[Tensor]:
         "Yield this process's rows of each round from round `n` on, views where none is repeated."
+        self._shares = self._count_shares()   # of this pass, which `share` is asked in each batch
         samples, full = self._sizes
         rounds, rest = divmod(samples, full)
         rows, at = self.cut.rows(full) if rounds else range(0), rounds * full

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from learnkit.data import n_batches
 from learnkit.distributed import connections
 from learnkit.distributed.cut import BATCH_SIZES, UNEVEN
 from learnkit.distributed.likeness import alike, check_bare, differ, lengths_of, total_of
-from learnkit.distributed.replicas import Replicas, average
+from learnkit.distributed.replicas import Replicas, average, too_big
 from learnkit.distributed.shards import FirstBatches, check_lengths, shard_loaders
 from learnkit.distributed.watch import Watch
 from learnkit.errors import CancelBatchException, DistributedError, OptionError, did_you_mean
@@ -34,6 +35,16 @@ T = TypeVar('T')
 LONGEST_S = 1.   # from one agreement to the next, unless a single batch takes longer
 STRATEGIES = ('auto', 'ddp', 'fsdp')
 CHOICES = {'strategy': STRATEGIES, 'batch_size': BATCH_SIZES, 'uneven': UNEVEN}
+
+
+@dataclass(slots=True)
+class Now:
+    "What is known of the training batch at hand."
+    share: tuple[int, int] | None = None            # own samples, and those of all; None: not known
+    n_steps: int | None = None                      # before it, while no `before_step` has been
+    local: bool = True                              # gradients that are there may not be averaged yet
+    tokens_before: int = 0
+    tokens: Callable[[], Tensor] | None = None      # gives those of all processes
 
 
 class DistributedTraining(Callback):
@@ -94,21 +105,19 @@ class DistributedTraining(Callback):
         self._mean = GradientMean()
         self._before: dict[str, Any] = {}               # what the Learner had before
         self._dls: Any = None                           # the shares of its loaders
-        self._share: tuple[int, int] | None = None      # of the training batch: own samples, and those of all
-        self._evaluates = True                          # the same of an evaluation: it has samples of this process
+        self._now = Now()
+        self._evaluates = True                          # the batch of an evaluation has samples of this process
         self._every = self._most = 1                    # batches from one agreement to the next, now and at most
         self._heard = 0, 0.                             # at which batch the last one was heard of, and its clock
         self._catches_up = False                        # a resumed fit is to compute as if it had not stopped
         self._loose: list[nn.Parameter] = []            # those that are trained and are not the model's
-        self._local = True                              # gradients that are there may not be averaged yet
-        self._n_steps: int | None = None                # before this batch, while no `before_step` has been
         self._steps_before = 0                          # those of other fits
-        self._tokens_before = 0
-        self._tokens: Callable[[], Tensor] | None = None   # gives those of this batch, in all processes
+        self._asked: tuple[list[Any], list[Any]] = [], []   # all callbacks; those that say whether a step follows
 
     def _runs_when(self, event_name: str, training: bool | None) -> bool:
-        "Have no handler at all in a process that is alone."
-        return self.learn is not None and self.learn.world.size > 1 and super()._runs_when(event_name, training)
+        "Have no handler at all in a process that is alone, and one of predictions in evaluations alone."
+        if self.learn is None or self.learn.world.size == 1 or (training and event_name == 'after_pred'): return False
+        return super()._runs_when(event_name, training)
 
     # -- coming and going ----------------------------------------------------------------------------------------------
 
@@ -187,6 +196,7 @@ class DistributedTraining(Callback):
             learn.remove_cb(self._mean)
             if self._watch is not None: self._watch.close()
             self._watch = self._parts = None
+            self._asked = [], []
             for name, value in before.items(): setattr(learn, name, value)
             learn.world, learn._team = ALONE, None
             world.leave()
@@ -209,7 +219,7 @@ class DistributedTraining(Callback):
         self._parts.prepare(self.learn)
         own = set(self.learn.model.parameters())
         self._loose = [p for p in self.learn.opt.parameters() if p not in own]
-        self._local = True   # also those that a resumed epoch has brought with it
+        self._now.local = True   # also those that a resumed epoch has brought with it
         self._share_order()
 
     def before_validate(self) -> None:
@@ -234,8 +244,9 @@ class DistributedTraining(Callback):
         if not learn.training:
             self._evaluates = known is None or known[0] > 0
             return
-        self._share = known if share is not None else self._counted_share()
-        self._tokens_before, self._tokens, self._n_steps = learn._done['tok'], None, learn._finished('st')
+        now = self._now
+        now.share = known if share is not None else self._counted_share()
+        now.tokens_before, now.tokens, now.n_steps = learn._done['tok'], None, learn._finished('st')
         if not self._catches_up: return
         self._catches_up = False
         self._parts.catch_up(learn)
@@ -244,7 +255,7 @@ class DistributedTraining(Callback):
     def has_samples(self) -> bool:
         "Whether the batch at hand has samples of this process, and does not only keep it in step with others."
         if not self.learn.training: return self._evaluates
-        return self._share is None or self._share[0] > 0
+        return self._now.share is None or self._now.share[0] > 0
 
     def _counted_share(self) -> tuple[int, int] | None:
         "Return the share of a batch from a loader that gives this process's own; torch's sampler gives all as many."
@@ -256,42 +267,48 @@ class DistributedTraining(Callback):
         "Add gradients up in this process alone where no step follows this pass."
         learn = self.learn
         if not learn.training: return None
-        if self._tokens is None and has_tokens(learn) and not learn.microbatch: self._sum_tokens()
-        self._local = not self._steps_after_this()
-        if self._local: return self._parts.pass_without_sync()
+        now = self._now
+        if now.tokens is None and has_tokens(learn) and not learn.microbatch: self._sum_tokens()
+        now.local = not self._steps_after_this()
+        if now.local: return self._parts.pass_without_sync()
         self._parts.has_synced = True
         return None
 
     def _steps_after_this(self) -> bool:
         learn = self.learn
         if learn.microbatch and not learn._is_last_piece: return False
-        return all(cb.will_step() for cb in learn._callbacks if hasattr(cb.__class__, 'will_step'))
+        cbs, asked = self._asked
+        if cbs is not (here := learn._callbacks.ordered()):
+            asked = [cb for cb in here if hasattr(cb.__class__, 'will_step')]
+            self._asked = here, asked
+        return not asked or all(cb.will_step() for cb in asked)
 
     def after_pred(self) -> None:
         "Leave a sample out of an evaluation that only keeps this process in step."
-        if self._evaluates or self.learn.training: return
+        if self._evaluates: return
         self.learn._forget_pass()
         raise CancelBatchException
 
     def after_cancel_backward(self) -> None:
         "Take nothing as averaged: the pass that was to do it may not have come so far."
-        if self.learn.training: self._local = True
+        if self.learn.training: self._now.local = True
 
     def after_cancel_batch(self) -> None: self.after_cancel_backward()
 
     def after_batch(self) -> None:
         learn = self.learn
         if not learn.training: return
-        if self._n_steps is not None and self._local and self._parts.averages_late: self._check_no_step()
-        if self._share is not None: learn._done['sp'] += self._share[1] - sample_count(learn.xb)
+        now = self._now
+        if now.n_steps is not None and now.local and self._parts.averages_late: self._check_no_step()
+        if now.share is not None: learn._done['sp'] += now.share[1] - sample_count(learn.xb)
         if not has_tokens(learn): return
-        tokens = self._tokens or self._sum_tokens()   # else of a batch that was cancelled, or cut into pieces
-        learn._done['tok'] = self._tokens_before + int(tokens())
+        tokens = now.tokens or self._sum_tokens()   # else of a batch that was cancelled, or cut into pieces
+        learn._done['tok'] = now.tokens_before + int(tokens())
 
     def _check_no_step(self) -> None:
         "Raise `DistributedError` for a step with gradients that nothing has averaged."
         learn = self.learn
-        if learn._finished('st') == self._n_steps: return
+        if learn._finished('st') == self._now.n_steps: return
         raise DistributedError(
             f'{type(learn).__name__} has stepped without `before_step`, where gradients are averaged over the '
             'processes: each has weights of its own now. Put the step into `_step`, and let `self._do_grad_opt()` '
@@ -299,9 +316,8 @@ class DistributedTraining(Callback):
 
     def _sum_tokens(self) -> Callable[[], Tensor]:
         "Begin to sum this batch's tokens up; the answer comes while it is computed."
-        counts = self._share is None or self._share[0] > 0
-        self._tokens = self.world.sum_later(torch.tensor(token_count(self.learn) if counts else 0))
-        return self._tokens
+        self._now.tokens = self.learn.world.sum_later(torch.tensor(token_count(self.learn) if self.has_samples else 0))
+        return self._now.tokens
 
     def batch_checkpoint(self) -> None:
         world, n = self.learn.world, self.learn._done['ba']
@@ -340,7 +356,8 @@ class GradientMean(Callback):
     def before_batch(self) -> None:
         "Look at the whole batch, where its loss is that of pieces."
         learn = self.learn
-        self._factor = learn._share_of_gradient() if learn.microbatch and learn.weight_func is not None else None
+        if learn.microbatch and learn.weight_func is not None: self._factor = learn._share_of_gradient()
+        elif self._factor is not None: self._factor = None
 
     def before_backward(self) -> None:
         "Weigh this process's loss by its share."
@@ -351,9 +368,10 @@ class GradientMean(Callback):
         "Average what is not averaged yet: what was added up in each process alone, and the loss function's own."
         team = self.learn._team
         if team is None: return
-        team._n_steps = None
-        if team._local: team._parts.average_gradients(self.learn)
-        team._local = True   # until a pass has averaged others: a loop of one's own may go around the wrapper
+        now = team._now
+        now.n_steps = None
+        if now.local: team._parts.average_gradients(self.learn)
+        now.local = True   # until a pass has averaged others: a loop of one's own may go around the wrapper
         if team._loose: average(team._loose)
 
     def before_validate(self) -> None:
@@ -375,10 +393,3 @@ def batches_between(model: nn.Module) -> int:
     the same run stops at the same batch."""
     n = sum(p.numel() for p in model.parameters())
     return 64 if n < 1e5 else 16 if n < 1e7 else 4 if n < 1e8 else 1
-
-
-def too_big(model: nn.Module) -> bool:
-    "Tell whether a model, its gradients and Adam's averages would fill more than half of this process's GPU."
-    if not torch.cuda.is_available(): return False
-    return 4 * sum(p.numel() * p.element_size() for p in model.parameters()) \
-        > torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 2
