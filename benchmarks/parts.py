@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -186,23 +187,22 @@ def checkpoint(world: World) -> float:
 
     def save(cb: Any) -> None: took.append(us_each(cb.learn.checkpoint.save, 1) / 1e3)
 
-    def fit() -> float:
+    def fit(folder: Path, together: bool) -> float:
+        saver = Checkpoint(every=None, folder=folder, keep_last=1, background=False, preemption=False)
+        learn = Learner(DataLoaders([(x, x)] * 8, device='cpu'), nn.Linear(WIDTH, WIDTH), F.mse_loss,
+                        opt_func=torch.optim.Adam, cbs=[Callback(batch_checkpoint=save), saver])
         took.clear()
-        learn.fit(1)
+        with learn.no_bar(), learn.no_logging(), learn.distributed('ddp') if together else nullcontext(): learn.fit(1)
         return median(took[1:])
 
     x = torch.randn(4, WIDTH)
     with TemporaryDirectory() as folder:
         where = Path(world.broadcast(folder))
-        saver = Checkpoint(every=None, folder=where/'files', keep_last=1, background=False, preemption=False)
-        learn = Learner(DataLoaders([(x, x)] * 8, device='cpu'), nn.Linear(WIDTH, WIDTH), F.mse_loss,
-                        opt_func=torch.optim.Adam, cbs=[Callback(batch_checkpoint=save), saver])
-        with learn.no_bar(), learn.no_logging():
-            alone = fit() if world.is_first else 0.
-            world.gather(None)
-            with learn.distributed('ddp'): together = fit()
+        alone = fit(where/'alone', together=False) if world.is_first else 0.
         world.gather(None)
-    return together - alone
+        all_of_them = fit(where/'together', together=True)
+        world.gather(None)
+    return all_of_them - alone
 
 
 @part("random generators of each process, in a checkpoint", 'kB')

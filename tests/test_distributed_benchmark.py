@@ -1,6 +1,7 @@
 """The benchmark of several processes: what it compares trains alike, and its arithmetic is right."""
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -49,6 +50,14 @@ def test_parts_are_measured() -> None:
     assert list(values) == labels and all(len(v) == 2 and min(v) > 0 for v in values.values())
     lines = parts.table(values).splitlines()
     assert len(lines) == 4 and 'kB' in lines[-1]
+
+
+def test_every_part_can_be_measured() -> None:
+    def job(rank: int) -> Any:
+        warnings.filterwarnings('ignore', message='2 processes .* this one trains alone')   # to compare with it
+        return joined(rank, parts.in_rounds, list(parts.PARTS), 1)
+    for values in run_ranks(job):
+        assert {label: len(v) for label, v in values.items()} == dict.fromkeys(parts.PARTS, 1)
 
 
 def test_scaling_arithmetic() -> None:
