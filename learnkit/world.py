@@ -28,6 +28,7 @@ T = TypeVar('T')
 SLOTS = ('stop', 'leave', 'failed', 'clock')  # what processes agree on while they train (see `later`)
 FROM_EACH, FROM_FIRST = 8 << 10, 24 << 10     # bytes of a first message, which holds what is said as a rule
 LENGTH = 8                                    # of them, which say how long all of it is
+NUMBERS = b'numbers\0'                        # with which those begin that are a sum's
 
 
 @dataclass(eq=False)
@@ -86,26 +87,40 @@ class World:
     def gather(self, value: Any) -> list[Any]:
         "Return the values of all processes, in the order of their ranks, in every one."
         if self.size == 1: return [value]
-        return self._told(asked_in(), value, self._gather)
+        return self._say(asked_in(), value)()
 
     def collect(self, value: Any) -> list[Any]:
         "Return the values of all processes in the first one, which alone gets them; nothing elsewhere."
         if self.size == 1: return [value]
-        told = self._told(asked_in(), value, self._gather_in_first)
+        told = self._say(asked_in(), value, gather_rest=self._gather_in_first)()
         return told if self.is_first else []
 
-    def _told(self, what: str, value: Any, gather_rest: Callable[[Tensor], list[Tensor]]) -> list[Any]:
-        "Exchange a first message of each process, and the rest of it where one is longer; return what all have said."
-        data = packed((what, value))
-        heads = self._gather(_head(data, FROM_EACH))
-        longest = max(map(_length, heads)) - _room(heads[0])
-        rests = [torch.empty(0)] * self.size
-        if longest > 0: rests = gather_rest(_padded(data[_room(heads[0]):], longest))
-        told = [(what, value) if rank == self.rank else unpacked(_joined(head, rest))
-                for rank, (head, rest) in enumerate(zip(heads, rests, strict=bool(rests)))]
-        for rank, (asked, _) in enumerate(told):
-            if asked != told[0][0]: raise self._not_together(0, told[0][0], rank, asked)
-        return [value for _, value in told]
+    def _say(
+        self,
+        what: str,                          # the function that asks: the same in every process
+        value: Any,
+        packed_as: bytes | None = None,     # None: as `packed` does it
+        gather_rest: Callable[[Tensor], list[Tensor]] | None = None,
+    ) -> Callable[[], list[Any]]:
+        "Begin to tell a value, and return the function that waits for what all have told."
+        # whatever it is, a first message has one size: gloo ends a process that gets another than it gives
+        import torch.distributed as dist
+        data = packed((what, value)) if packed_as is None else packed_as
+        head = _head(data, FROM_EACH)
+        heads = [torch.empty_like(head) for _ in range(self.size)]
+        work = dist.all_gather(heads, head, group=self.control, async_op=True)
+
+        def wait() -> list[Any]:
+            work.wait()
+            longest = max(map(_length, heads)) - _room(head)
+            rests = [torch.empty(0)] * self.size
+            if longest > 0: rests = (gather_rest or self._gather)(_padded(data[_room(head):], longest))
+            told = [(what, value) if rank == self.rank else unpacked(_joined(head, rest))
+                    for rank, (head, rest) in enumerate(zip(heads, rests, strict=bool(rests)))]
+            for rank, (asked, _) in enumerate(told):
+                if asked != told[0][0]: raise self._not_together(0, told[0][0], rank, asked)
+            return [value for _, value in told]
+        return wait
 
     def _not_together(self, rank: int, what: str, other: int, asked: str) -> DistributedError:
         return DistributedError(f'Process {rank} of {self.size} tells the others something in {what}, and process '
@@ -129,24 +144,21 @@ class World:
         t: Tensor,     # of one shape in every process
     ) -> Tensor:
         "Return the sum of a tensor over all processes, in float64 on the host: the same in each, to the last bit."
-        return self.sum_later(t)()
+        return self._sum_later(asked_in(), t)()
 
     def sum_later(self, t: Tensor) -> Callable[[], Tensor]:
         "Begin a `sum`, and return the function that waits for it."
-        t = t.detach().to('cpu', torch.float64)
-        if self.size == 1: return lambda: t
-        import torch.distributed as dist
-        parts = [torch.empty_like(t) for _ in range(self.size)]
-        work = dist.all_gather(parts, t.contiguous(), group=self.control, async_op=True)
+        return self._sum_later(asked_in(), t)
 
-        def wait() -> Tensor:
-            work.wait()
-            return torch.stack(parts).sum(0)
-        return wait
+    def _sum_later(self, what: str, t: Tensor) -> Callable[[], Tensor]:
+        t = t.detach().to('cpu', torch.float64).contiguous()
+        if self.size == 1: return lambda: t
+        wait = self._say(what, t, NUMBERS + what.encode() + b'\0' + t.numpy().tobytes())
+        return lambda: torch.stack([theirs.view_as(t) for theirs in wait()]).sum(0)
 
     def any(self, flag: bool) -> bool:
         "Tell whether `flag` is set in one of the processes."
-        return bool(self.sum(torch.tensor(float(flag)))) if self.size > 1 else flag
+        return bool(self._sum_later(asked_in(), torch.tensor(float(flag)))()) if self.size > 1 else flag
 
     # -- what is agreed on while a batch is computed -------------------------------------------------------------------
 
@@ -291,8 +303,11 @@ def packed(value: Any) -> bytes:
         return f.getvalue()
 
 
-def unpacked(data: Any) -> Any:
-    "Undo `packed`; no code in it is run."
+def unpacked(data: bytes) -> Any:
+    "Undo `packed`, or return the name and the numbers of a sum, which need no more than their bytes; no code is run."
+    if data.startswith(NUMBERS):
+        what, _, numbers = data.removeprefix(NUMBERS).partition(b'\0')
+        return what.decode(), torch.frombuffer(bytearray(numbers or b'\0'*8), dtype=torch.float64)[:len(numbers)//8]
     return torch.load(BytesIO(data), map_location='cpu', weights_only=True)
 
 

@@ -74,6 +74,14 @@ def asked_alone(rank: int) -> None:
     trained(made(after_train=ask))
 
 
+def asked_while_others_count(rank: int) -> None:
+    def ask(cb: Any) -> None:
+        if cb.training and cb.iter == 3 and cb.world.rank == 1: cb.world.gather('mine')
+    learn = made(before_batch=ask)
+    learn.token_func = lambda *batch: 3
+    trained(learn)
+
+
 SLIPS = {
     unfrozen_in_an_epoch: (DistributedError, 'tensors are not as in process 0.*unfrozen within an epoch'),
     a_second_backward: (DistributedError, 'tensors are not as in process 0.*second backward pass'),
@@ -81,6 +89,7 @@ SLIPS = {
     wrapped_by_hand: (ModelError, 'is a DistributedDataParallel.*bare model'),
     another_choice: (DistributedError, 'train loader: 10 batches of 40 samples .choice'),
     other_counts: (DistributedError, 'trained so far: .*26 ba.* in process 0, .*52 ba.* in process 1'),
+    asked_while_others_count: (DistributedError, 'something in .*_sum_tokens, and process 1 in .*ask|waits for it in'),
     asked_alone: (DistributedError, 'something in gathered, and process 1 in .*ask: what all do together'),
 }
 
