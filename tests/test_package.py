@@ -194,11 +194,6 @@ def test_imports_are_read_right() -> None:
 
 # --------------------------------------------------------------------------------------------------------- files, names
 
-def test_no_long_file() -> None:
-    lengths = {name: len(path.read_text('utf-8').splitlines()) for name, path in modules().items()}
-    assert not {name: n for name, n in lengths.items() if n > 400}
-
-
 def test_types_ship() -> None:
     assert (PACKAGE / 'py.typed').exists()
 
