@@ -113,7 +113,7 @@ class OwnLoops(Loop):
     def compute_loss(
         self,
         pred: Any,
-        *targets: Any,  # none: those of the batch, `self.yb`
+        *targets: Any,  # none: the targets of the batch, `self.yb`
     ) -> Any:
         """Return `loss_func(pred, *targets)`, computed in the contexts of a forward pass.
 
@@ -128,7 +128,7 @@ class OwnLoops(Loop):
         __tracebackhide__ = True
         if self.loss_func is None:
             raise LossError(
-                'compute_loss() calls the `loss_func` of the Learner, and it has none: pass '
+                'compute_loss() calls the `loss_func` of the Learner, and there is none: pass '
                 '`loss_func=`, or compute the loss yourself.'
             )
         with self._apart(), self.contexts('forward'):
@@ -148,9 +148,9 @@ class OwnLoops(Loop):
 
         `after_loss`, backward, `before_step`, step, `after_step`, with their events and contexts,
         and then the gradients are cleared. With `only`, all of this is about one of several
-        optimizers: gradients of the others' parameters stay as they were, and those of this one
-        alone are unscaled, clipped and cleared. `GradientAccumulation` counts the batch's samples
-        at each call, for each optimizer on its own, and a call that comes to no step returns False.
+        optimizers: its gradients are unscaled, clipped and cleared, and gradients of the others'
+        parameters stay as they were. `GradientAccumulation` counts the batch's samples at each
+        call, for each optimizer on its own, and a call that comes to no step returns False.
 
         Each call counts as one step (`learn.time.st`). A schedule moves once a batch. `EMA`
         averages after each step: `EMA(every=2)` for once a batch with two. The batch's `loss`
@@ -218,7 +218,7 @@ class OwnLoops(Loop):
         self.loss = loss.detach().clone()
         self('after_loss')
 
-    # -- inside --------------------------------------------------------------------------------------
+    # -- inside --------------------------------------------------------------------------------
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
@@ -398,8 +398,8 @@ class EventCheck(Callback):
         own = own_methods(learn)
         method = own[0] if own else 'loop'
         warn_user(
-            f'{type(learn).__name__} trains by its own `{method}`, which does not fire every event of '
-            f'a batch, so that callbacks do not act as they should: {what}. Write the batch as '
+            f'{type(learn).__name__} trains by its own `{method}`, which does not fire every event '
+            f'of a batch, so that callbacks do not act as they should: {what}. Write the batch as '
             '`train_batch`, with `self.forward(...)` and `self.optimize(...)`.'
         )
 

@@ -1,4 +1,4 @@
-"""Loops of one's own, written with `forward`, `compute_loss` and `optimize`: each against a plain loop of torch."""
+"""Loops of one's own, written with `forward` and `optimize`, against plain loops of torch."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def by_hand(
     return model
 
 
-# ------------------------------------------------------------------------------------------------------- two networks
+# ------------------------------------------------------------------------------------- two networks
 
 
 def test_a_gan_is_its_hand_written_loop_to_the_last_bit() -> None:
@@ -304,7 +304,7 @@ def test_monitors_and_guards_look_at_the_optimizer_whose_turn_it_is() -> None:
     assert seen == [('critic', {'critic'}), ('generator', {'generator'})]
 
 
-# --------------------------------------------------------------------------------------------------------- accumulation
+# ------------------------------------------------------------------------------------- accumulation
 
 
 def accumulated_by_hand(n: int, due: int) -> Pair:
@@ -420,7 +420,7 @@ def test_a_resume_in_the_middle_of_an_accumulation_is_exact(
         )
 
 
-# ---------------------------------------------------------------------------------------------- several steps, one net
+# --------------------------------------------------------------------------- several steps, one net
 
 
 def sequences() -> list[tuple[Tensor, Tensor]]:
@@ -682,7 +682,7 @@ def test_a_graph_whose_weights_have_stepped_is_an_error_of_torch() -> None:
         fit(duel(cls=Shared, n=1))
 
 
-# --------------------------------------------------------------------------------------------------------- bad input
+# ---------------------------------------------------------------------------------------- bad input
 
 
 def test_what_optimize_cannot_do_is_said() -> None:
@@ -740,7 +740,7 @@ def test_the_loop_is_usable_after_an_error() -> None:
     assert fit(learn).time.st == 12
 
 
-# ---------------------------------------------------------------------------------------------- loops without the verbs
+# -------------------------------------------------------------------------- loops without the verbs
 
 
 class Bare(Learner):
@@ -868,7 +868,7 @@ def test_mixup_names_a_loss_that_it_did_not_blend(cls: type[Learner]) -> None:
     assert len(warned) == 1
 
 
-# ------------------------------------------------------------------------------------------ rates by optimizer
+# ------------------------------------------------------------------------------- rates by optimizer
 
 
 def test_rates_by_optimizer() -> None:

@@ -50,11 +50,12 @@ def is_count(value: object, least: int = 1) -> bool:
 class GradientClip(Callback):
     """Scale the gradients of each step down to a total norm of at most `max_norm`.
 
-    The norm is that of all gradients of the optimizer's parameters together (of those that step,
-    where `optimize(only=)` lets one of several optimizers step), as at the step: of the whole batch
-    under microbatches, of all batches of a step under `GradientAccumulation`, unscaled under mixed
-    precision. Nothing waits for the device. `total_norm` is the norm before clipping at the last
-    step, also after the fit (a 0-dim tensor). Checkpointed: that norm.
+    The norm is that of all gradients of the optimizer's parameters together, or of the parameters of
+    the one that `optimize(only=)` names, as at the step: of the whole batch under microbatches, of
+    all batches of a step under `GradientAccumulation`, unscaled under mixed precision. Nothing waits
+    for the device. `total_norm` is the norm before clipping at the last step, also after the fit (a
+    0-dim tensor).
+    Checkpointed: that norm.
 
     Raises `OptionError` for a norm that is not above 0.
 
