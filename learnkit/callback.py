@@ -111,6 +111,7 @@ class Callback:
     state_key: str | None = None        # its key in checkpoints; None: its name, made unique
     needs_whole_weights: bool = False   # where processes have parts of the weights, a fit with it is refused
     follows_weights: bool = False       # its state is one of the weights, and goes back with them (`GuardNonFinite`)
+    needs_events: bool = True           # warn where a loop of one's own never fires an event that it handles
     wall_clock: tuple[str, ...] = ()    # entries of its state that measure time, and so differ from run to run
     learn: Any = None                   # the learner, once added
 

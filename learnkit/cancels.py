@@ -5,7 +5,8 @@ of that kind is open."""
 from __future__ import annotations
 
 __all__ = ['CancelException', 'CancelBackwardException', 'CancelStepException', 'CancelBatchException',
-           'CancelTrainException', 'CancelValidException', 'CancelEpochException', 'CancelFitException']
+           'CancelTrainException', 'CancelValidException', 'CancelEpochException', 'CancelFitException',
+           'StepPutOff']
 
 
 class CancelException(Exception):
@@ -66,6 +67,17 @@ class CancelBatchException(CancelException):
     2
     """
     level = 'batch'
+
+
+class StepPutOff(CancelBatchException):
+    """Put the step of a batch off to a later one, and keep its gradients.
+
+    An ordinary batch ends with it, as with any `CancelBatchException`. In a batch with several
+    steps only the call of `optimize` ends, and returns False.
+
+    >>> issubclass(StepPutOff, CancelBatchException)
+    True
+    """
 
 
 class CancelTrainException(CancelException):

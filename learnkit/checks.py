@@ -65,7 +65,7 @@ def check_microbatch(learn: Loop, size: object) -> int | str | None:
     "Return the microbatch size; raise `FitError` when it is no size or cannot act on this Learner."
     if size is None: return None
     size = size if isinstance(size, str) and size == 'auto' else check_count('microbatch', size, 1)
-    for name in ('_do_one_batch', '_do_grad_opt'):
+    for name in ('_do_one_batch', 'train_batch', '_do_grad_opt'):
         if getattr(type(learn), name) is not getattr(Loop, name):
             raise FitError(f'microbatch={size} has no effect on a Learner that overrides `{name}`: split the batch '
                            'there, or leave `microbatch` out.')

@@ -42,8 +42,8 @@ __all__ = ['Compilation']
 # the events that a compiled step cannot fire, and the contexts it cannot enter
 STEP_EVENTS = ('before_pred', 'after_pred', 'after_loss', 'before_backward', 'after_cancel_backward', 'after_backward',
                'before_step', 'after_cancel_step', 'after_step', *CONTEXTS.values())
-OVERRIDABLE = ('_do_one_batch', '_do_pred_loss', '_do_pred', '_do_loss', '_loss_of', '_do_grad_opt', '_backward',
-               '_step')  # the methods whose work it does
+OVERRIDABLE = ('_do_one_batch', 'train_batch', '_do_pred_loss', '_do_pred', '_do_loss', '_loss_of',
+               '_do_grad_opt', '_backward', '_step')  # the methods whose work it does
 MODULE_HOOKS = ('_forward_pre_hooks', '_forward_hooks', '_backward_pre_hooks', '_backward_hooks')
 
 TIMED = 6         # steps of each kind that are timed; the first compiled one, which compiles, does not count

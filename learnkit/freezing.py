@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +81,7 @@ class Freezing(Loop):
 def make_optimizer(
     opt_func: Any,              # class or function of parameters and lr, a ready optimizer, or a list or dict of them
     model: nn.Module,
-    lr: Any,                    # one rate, one a group, or a slice over the groups
+    lr: Any,                    # one rate, one a group, a slice over the groups, or a dict by optimizer
     splitter: Callable[[nn.Module], Any] = trainable_params,  # gives the parameters, or a list of groups of them
     wd_bn_bias: bool = False,   # whether weight decay also acts on norm layers and biases
     train_bn: bool = True,      # whether norm layers of frozen groups are trained
@@ -97,6 +97,8 @@ def make_optimizer(
         elif callable(opt_func): opt = _call(opt_func, model, lr, splitter)
         else: raise OptimizerError(f'opt_func={opt_func!r} cannot be called: give a torch.optim class or a function.')
     if not isinstance(opt, OptimWrapper): opt = OptimWrapper(opt=opt)
+    if isinstance(lr, Mapping):
+        opt.set_hyper('lr', lr)
     if (name := getattr(maker_of(opt_func), '__name__', '')).isidentifier() and opt is not opt_func: opt.called = name
     if not wd_bn_bias: opt.spare_from_decay(norm_bias_params(model))
     opt.always_trained = set(norm_bias_params(model, with_bias=False)) if train_bn else set()
@@ -112,6 +114,8 @@ def _call(opt_func: Callable[..., Any], model: nn.Module, lr: Any, splitter: Cal
     groups = as_groups(splitter(model))
     check_shared(groups, model)
     n = max(1, sum(isinstance(g, dict) for g in groups))
+    if isinstance(lr, Mapping):
+        lr = next(iter(lr.values()), None)  # each optimizer is given its own once they are made
     rates = spread(lr, n) if isinstance(lr, slice) else list(lr) if is_many(lr) else [lr]
     for rate in rates: check_hyper('lr', rate)
     first = rates[-1].clone() if isinstance(rates[-1], torch.Tensor) else rates[-1]

@@ -35,6 +35,7 @@ from learnkit.lrfind import LRFind
 from learnkit.measures import as_metrics
 from learnkit.optim import OptimWrapper, trainable_params
 from learnkit.optimizers import Adam
+from learnkit.ownloops import EventCheck, OwnLoops, own_methods
 from learnkit.precision import Precision
 from learnkit.predict import Predictions
 from learnkit.processes import Processes
@@ -58,7 +59,7 @@ _NOT_YET = {'pred': 'It exists from the forward pass of a batch on (event after_
             'loss_grad': 'It exists once the loss of a batch is computed (event after_loss).'}
 
 
-class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Processes, Summaries, Instruments,
+class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Processes, Summaries, Instruments,
               Compilation):
     """Train `model` on `dls` with `loss_func`: the loop, its callbacks and its state.
 
@@ -88,7 +89,8 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Processes, Su
         model: nn.Module,
         loss_func: Callable[..., Any] | None = None,     # f(pred, *targets); None: that of the data, or of the model
         opt_func: Any = Adam,                            # f(params, lr=): a torch.optim class, a partial, a function
-        lr: Any = None,                                  # a number, one a group, or a slice; None: `defaults.lr`
+        lr: Any = None,                                  # a number, one a group, a slice, or a dict with one an
+                                                         # optimizer; None: `defaults.lr`
         splitter: Callable[[nn.Module], Any] = trainable_params,  # gives the model's parameters, or groups of them
         cbs: Any = None,                                 # a callback (or its class), or several
         metrics: Any = None,                             # f(pred, *targets), a Metric, of torchmetrics, or several
@@ -128,7 +130,7 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Processes, Su
     def fit(
         self,
         n_epoch: int | str | Time,       # epochs, or how much of a unit: '2h', '5000ba', '1e6sp'; 0 trains nothing
-        lr: Any = None,                  # learning rate for this fit; None: the Learner's
+        lr: Any = None,                  # learning rate for this fit, or a dict by optimizer; None: the Learner's
         wd: float | None = None,         # weight decay for this fit; None: the Learner's
         cbs: Any = None,                 # further callbacks for this fit
         reset_opt: bool = False,         # make a new optimizer
@@ -157,7 +159,8 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Processes, Su
         epochs, budget = as_length(self, n_epoch, start_epoch, per_iteration)
         check_loaders(self.dls)
         own = [SkipToEpoch(start_epoch)] * bool(start_epoch) + ([Budget(budget)] if budget else [])
-        with self.added_cbs([*listed(cbs), *own, *self._begin_evaluations(per_iteration)]):
+        checks = [EventCheck()] if own_methods(self) else []
+        with self.added_cbs([*listed(cbs), *own, *checks, *self._begin_evaluations(per_iteration)]):
             found = self._find_checkpoint(resume)
             self._prepare_opt(lr, wd, reset_opt)
             self._replayed = None

@@ -42,10 +42,12 @@ _Thunk = Callable[[], Any]
 class Loop(Resuming):
     """The loop. `Learner` adds what surrounds it: construction, saving, predictions and so on.
 
-    The methods from `_do_fit` to `_with_events` are the whole loop. Each may be overridden; `_do_one_batch`,
-    `_do_grad_opt`, `_backward` and `_step` are what training of an unusual kind (two networks, two passes) replaces.
-    Those that say nothing of where a run is are left out of a notebook's tracebacks (`__tracebackhide__`).
+    The methods from `_do_fit` to `_with_events` are the whole loop. Training of an unusual kind
+    (two networks, two passes) overrides `train_batch`; `_do_one_batch`, `_do_grad_opt`, `_backward`
+    and `_step` may be, as in fastai. Those that say nothing of where a run is are left out of a
+    notebook's tracebacks (`__tracebackhide__`).
     """
+    _retains_graph: bool | None = None  # whether a backward pass keeps the graph for another one
     _pairing_known = True  # from the first loss of a fit on: predictions and targets were looked at
 
     # -- the loop ------------------------------------------------------------------------------------------------------
@@ -92,9 +94,44 @@ class Loop(Resuming):
 
     def _do_one_batch(self) -> None:
         __tracebackhide__ = True
-        if self.microbatch and self.training: return self._do_microbatches(self.microbatch)
+        if self.training:
+            self.train_batch()
+        else:
+            self.evaluate_batch()
+
+    def train_batch(self) -> None:
+        """Train on the batch at hand: the method that a loop of your own overrides.
+
+        This one runs forward, loss, backward and step on `self.xb` and `self.yb`, in pieces when
+        `microbatch` is set. Another one is written with `forward`, `compute_loss` and `optimize`, each
+        as often as needed: two networks, two passes, several steps.
+
+        >>> from learnkit import Learner, SGD
+        >>> from learnkit.testing import synth_dls, RegModel
+        >>> class Noisy(Learner):
+        ...     "Train on each batch, and on a copy with noise."
+        ...     def train_batch(self):
+        ...         for x in (self.x, self.x + 0.1*torch.randn_like(self.x)):
+        ...             pred = self.forward(self.model, x)
+        ...             self.optimize(self.compute_loss(pred))
+        >>> learn = Noisy(synth_dls(), RegModel(), nn.MSELoss(), opt_func=SGD)
+        >>> with learn.no_bar(): learn.fit(1)
+        >>> learn.time.ba, learn.time.st
+        (10, 20)
+        """
+        __tracebackhide__ = True
+        if self.microbatch:
+            return self._do_microbatches(self.microbatch)
         self._do_pred_loss()
-        if self.training: self._do_grad_opt()
+        self._do_grad_opt()
+
+    def evaluate_batch(self) -> None:
+        """Evaluate the batch at hand, or predict on it: `pred`, and `loss` where there are targets.
+
+        A loop of your own may override it, with `forward` and `report_loss`.
+        """
+        __tracebackhide__ = True
+        self._do_pred_loss()
 
     def _do_pred_loss(self) -> None:
         self('before_pred')
@@ -294,12 +331,15 @@ class Loop(Resuming):
     def _weight(self) -> Any:
         return self.weight_func(self.xb, self.yb) if self.weight_func else sample_count(self.xb)
 
+    def _repeat_turn(self) -> None:
+        "Run the passes of the `optimize` under way again."
+
     def log(self, name: str, value: Any, weight: Any = 1, shown: bool = True) -> None:
         "Average a named value over the epoch; `Learner` hands it to its recorder."
 
     def _backward(self) -> None:
         try:
-            with self.contexts('backward'): self.loss_grad.backward()
+            with self.contexts('backward'): self.loss_grad.backward(retain_graph=self._retains_graph)
         except RuntimeError as e:
             if self.loss_grad.numel() == 1 and self.loss_grad.requires_grad:
                 hint = precision_hint(self.yb, self.model) or loss_hint(self.loss_func, self.pred, self.yb, e)
@@ -315,7 +355,7 @@ class Loop(Resuming):
                 'loss detached, computed under no_grad, or turned into a number and back?')
 
     def _step(self) -> None:
-        if not self.opt.needs_closure: self.opt.step()
+        if not self.opt.needs_closure: self.opt.step(only=self.turn)
         else: self._step_with_closure()
 
     def _step_with_closure(self) -> None:
@@ -324,12 +364,12 @@ class Loop(Resuming):
 
         def closure() -> Tensor:
             if self._repeating:
-                self.opt.zero_grad()
+                self.opt.zero_grad(only=self.turn)
                 self._do_passes()
             self._repeating = True
             return self._loss_of_all()
 
-        try: self.opt.step(closure)
+        try: self.opt.step(closure, only=self.turn)
         except BaseException:
             self.opt.clear_state(closures=True)  # half a line search is no state to go on from
             raise
@@ -342,6 +382,8 @@ class Loop(Resuming):
 
     def _do_passes(self) -> None:
         "Run forward and backward over the batch, in pieces when `microbatch` is set, without the step."
+        if self._turn is not None:
+            return self._repeat_turn()
         if self.microbatch: return self._do_pieces(self.microbatch)
         self._forget_pass()
         self._do_pred_loss()

@@ -161,10 +161,28 @@ class OptimWrapper(torch.optim.Optimizer):
         "Return one of several optimizers, by its name or place."
         return list(self.optimizers.values())[key] if isinstance(key, int) else self.optimizers[key]
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        "Yield every parameter that is optimized."
-        for o in self.optimizers.values():
-            for g in o.param_groups: yield from g['params']
+    def parameters(
+        self,
+        only: str | int | None = None,  # the name or place of one of several optimizers; None: all of them
+    ) -> Iterator[nn.Parameter]:
+        "Yield every parameter that is optimized, or that one of several optimizers has."
+        for o in self._stepping(only):
+            for g in o.param_groups:
+                yield from g['params']
+
+    def name_of(
+        self,
+        only: str | int | None,  # a name or a place; None: all
+    ) -> str | None:
+        "Return the name of one of several optimizers. Raises `OptimizerError` for an unknown one."
+        if only is None:
+            return None
+        [opt] = self._stepping(only)
+        return next(name for name, o in self.optimizers.items() if o is opt)
+
+    def evaluates_again(self, only: str | int | None = None) -> bool:
+        "Return True if a step of all optimizers, or of one, evaluates the loss again (LBFGS)."
+        return any(o in self._closures for o in self._stepping(only))
 
     def step(
         self,
@@ -173,10 +191,10 @@ class OptimWrapper(torch.optim.Optimizer):
     ) -> Any:
         """Take one step with every optimizer, or with one of several: `learn.opt.step(only='critic')`.
 
-        Each call counts as one step (`n_steps`, `learn.time.st`), by which schedules of every batch and EMA move. In a
-        Learner it goes into an override of `_step`, around which the loop fires `before_step` and `after_step`; an
-        override of more than that fires them itself, `self._with_events(step, 'step', CancelStepException)`. A call of
-        `opt['critic'].step()` is torch's own, and is not counted.
+        Each call counts as one step (`n_steps`, `learn.time.st`): EMA moves with each, schedules of
+        every batch once in a batch that had any. In a Learner `optimize(loss, only='critic')` calls
+        it, with the events around backward and step. A call of `opt['critic'].step()` is torch's
+        own, and is not counted.
 
         Raises `OptimizerError` for an optimizer that is not there.
         """
@@ -192,9 +210,13 @@ class OptimWrapper(torch.optim.Optimizer):
             raise OptimizerError(f'only={only!r}: the optimizers are {", ".join(map(repr, self.optimizers))}.'
                                  f'{did_you_mean(str(only), self.optimizers)}') from None
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(
+        self,
+        set_to_none: bool = True,
+        only: str | int | None = None,  # the name or place of one of several optimizers; None: all of them
+    ) -> None:
         "Clear the gradients (they become None)."
-        for o in self.optimizers.values():
+        for o in self._stepping(only):
             if not set_to_none: o.zero_grad(set_to_none=False)
             elif getattr(o.zero_grad, '__func__', None) is not torch.optim.Optimizer.zero_grad: o.zero_grad()
             else:  # as torch does it, without the microseconds of its profiler
@@ -225,6 +247,8 @@ class OptimWrapper(torch.optim.Optimizer):
     def _checked(self, name: str, value: Any) -> list[Any]:
         "Return one value a group."
         n = len(self._groups)
+        if isinstance(value, Mapping):
+            value = self._by_name(name, value)
         values = spread(value, n) if isinstance(value, slice) else list(value) if is_many(value) else [value] * n
         if len(values) != n:
             fix = f'one, {n}, or a slice' if n > 1 else 'one number'
@@ -236,6 +260,18 @@ class OptimWrapper(torch.optim.Optimizer):
                 raise OptimizerError(f'{name} is no hyper-parameter of {self._names()}: it has {", ".join(h)}.'
                                      f'{did_you_mean(name, h)}')
         return values
+
+    def _by_name(self, name: str, values: Mapping[str, Any]) -> list[Any]:
+        "Return one value a group of values by optimizer; one that is not named keeps its own."
+        for only in values:
+            if only not in self.optimizers:
+                known = ', '.join(map(repr, self.optimizers))
+                hint = did_you_mean(str(only), self.optimizers)
+                raise OptimizerError(f'{name}={dict(values)!r}: the optimizers are {known}.{hint}')
+        names = {id(o): key for key, o in self.optimizers.items()}
+        owners = [names[id(places[0][0])] for places in self._places]
+        return [values[owner] if owner in values else hypers.get(name)
+                for owner, hypers in zip(owners, self.hypers, strict=True)]
 
     def _set(self, name: str, values: list[Any]) -> None:
         if name in ('wd', 'weight_decay') and self._exempt and any(values): self._set_apart()

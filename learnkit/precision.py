@@ -34,11 +34,16 @@ class MixedPrecision(Callback):
     In between, half-precision predictions become float32, also inside tuples, dicts and dataclasses: losses, metrics
     and callbacks of order 10 or more see float32. Autocast is on for that time alone, and is left whatever happens.
 
-    Gradients in fp16 underflow, so the loss is multiplied by a scale before the backward pass (`loss_grad`; the
-    reported `loss` never is) and the gradients are divided by it before they are clipped or used for a step
-    (Micikevicius et al., 2018, section 3.2). A step with a gradient that is not finite is skipped and counted in
-    `n_skipped`, for all optimizers, and the scale is lowered; after `growth_interval` good steps it is raised. To know
-    whether to skip, the host waits for the device once a step. bf16 has the range of float32 and needs none of that.
+    Gradients in fp16 underflow, so the loss is multiplied by a scale before the backward pass
+    (`loss_grad`; the reported `loss` never is) and the gradients are divided by it before they are
+    clipped or used for a step (Micikevicius et al., 2018, section 3.2). A step with a gradient that
+    is not finite is skipped and counted in `n_skipped`, for all optimizers that step in it, and the
+    scale is lowered; after `growth_interval` good steps it is raised. To know whether to skip, the
+    host waits for the device once a step. bf16 has the range of float32 and needs none of that.
+
+    Optimizers that `optimize(only=)` lets step one by one share one scale: the gradients of each
+    are divided by it before its step, and its step alone is skipped. The scale is updated after
+    each step, and gradients of the others that wait are scaled with the new one.
 
     Both kinds also run on a CPU: bf16 often faster than float32, fp16 many times slower. Several fits share one scale.
     Checkpointed, with fp16: the scaler's state, `n_skipped`, and whether pending gradients are scaled.
@@ -73,7 +78,7 @@ class MixedPrecision(Callback):
         self.scaler = torch.amp.GradScaler('cpu', init_scale, growth_factor, backoff_factor, growth_interval,
                                            enabled=self.scales)
         self.n_skipped = 0       # steps that were skipped, over all fits
-        self._is_scaled = False  # whether the gradients that are there are multiplied by the scale
+        self._scaled: set[str] = set()  # the optimizers whose gradients are multiplied by the scale
 
     @property
     def scales(self) -> bool:
@@ -92,7 +97,7 @@ class MixedPrecision(Callback):
         if self.opt.needs_closure:
             raise OptimizerError(f'{self.opt!r} evaluates the loss several times a step, each with gradients of its '
                                  "own: these cannot be scaled. Use MixedPrecision('bf16').")
-        self._is_scaled, state = False, self.scaler.state_dict()  # fit has cleared the gradients
+        self._scaled, state = set(), self.scaler.state_dict()  # fit has cleared the gradients
         self.scaler = torch.amp.GradScaler(self._device_type())   # its numbers live where the model is now
         self.scaler.load_state_dict(state)
 
@@ -112,40 +117,57 @@ class MixedPrecision(Callback):
 
     def before_backward(self) -> None:
         if not self.scales: return
-        loss = self.scaler.scale(self.learn.loss_grad)
-        if not self._is_scaled:
-            for p, grad in self._grads():  # kept by a Cancel: the new ones add to them
-                if is_part(grad): local(grad).mul_(self.scaler.get_scale())
-                else: p.grad = self.scaler.scale(grad)
-        self.learn.loss_grad, self._is_scaled = loss, True
+        loss, stepping = self.scaler.scale(self.learn.loss_grad), self._stepping()
+        for p, grad in self._grads(stepping - self._scaled):  # kept by a Cancel: the new ones add to them
+            if is_part(grad): local(grad).mul_(self.scaler.get_scale())
+            else: p.grad = self.scaler.scale(grad)
+        self._scaled |= stepping
+        self.learn.loss_grad = loss
 
     def before_step(self) -> None:
         "Divide the gradients by the scale, once; skip the step when one of them is not finite."
-        if not self._is_scaled: return
-        self._is_scaled = False
-        if next(self._grads(), None) is None: return  # every backward pass was cancelled
-        check = FiniteCheck(self.opt.param_groups)
+        stepping = self._stepping() & self._scaled
+        self._scaled -= stepping
+        params = [p for p, _ in self._grads(stepping)]
+        if not params: return  # every backward pass was cancelled
+        check = FiniteCheck([{'params': params}])
         self.scaler.step(check)  # type: ignore[arg-type]  # it has what a scaler asks of an optimizer
-        self.scaler.update()     # at once, so that the scaler is ready whatever the others cancel
+        self._update_scale()     # at once, so that the scaler is ready whatever the others cancel
         if check.is_finite: return
         self.n_skipped += 1
         self._warn_of_tiny_scale()
         raise CancelStepException
 
+    def _update_scale(self) -> None:
+        "Update the scale, and with it gradients of other optimizers that wait for their step."
+        if not self._scaled: return self.scaler.update()
+        before = self.scaler.get_scale()
+        self.scaler.update()
+        if (now := self.scaler.get_scale()) == before: return
+        grads = locals_of(grad for _, grad in self._grads(self._scaled))
+        if grads: torch._foreach_mul_(grads, now / before)
+
     def cleanup(self) -> None:
         "Leave gradients as they are without a scale: the fit may go on without this callback."
-        if not self._is_scaled: return
-        self._is_scaled, scale, learn = False, self.scaler.get_scale(), self.learn
+        if not self._scaled: return
+        grads = [grad for _, grad in self._grads(self._scaled)]
+        self._scaled, scale, learn = set(), self.scaler.get_scale(), self.learn
         if 'loss_grad' in learn.__dict__: learn.loss_grad = learn.loss_grad / scale
-        grads = [grad for _, grad in self._grads()]
         if not grads: return
         if total_norm(grads, float('inf')).isfinite(): torch._foreach_div_(locals_of(grads), scale)
         else:  # it is the scale that was too high: this step is skipped like any other one
             learn.opt.zero_grad()
             self.n_skipped += 1
 
-    def _grads(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        return ((p, p.grad) for p in self.opt.parameters() if p.grad is not None)
+    def _stepping(self) -> set[str]:
+        "Return the names of the optimizers that the step at hand is for."
+        turn = self.learn.turn
+        return set(self.opt.optimizers) if turn is None else {turn}
+
+    def _grads(self, names: set[str]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        "Yield the parameters of some optimizers that have a gradient, with it."
+        return ((p, p.grad) for name in self.opt.optimizers if name in names for p in self.opt.parameters(name)
+                if p.grad is not None)
 
     def _warn_of_tiny_scale(self) -> None:
         scale = self.scaler.get_scale()
@@ -154,17 +176,21 @@ class MixedPrecision(Callback):
                       f"({self.n_skipped} so far). Is the loss finite? MixedPrecision('bf16') has a wider range.")
 
     def state_dict(self) -> dict[str, Any] | None:
-        "Return the scaler's state, the number of skipped steps, and whether pending gradients are scaled."
+        "Return the scaler's state, the skipped steps, and whose pending gradients are scaled."
         if not self.scales: return None
-        return {'scaler': self.scaler.state_dict(), 'n_skipped': self.n_skipped, 'is_scaled': self._is_scaled}
+        return {'scaler': self.scaler.state_dict(), 'n_skipped': self.n_skipped, 'is_scaled': sorted(self._scaled)}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Go on with the scale that was reached; bf16 has none."
         if not self.scales: return
         self.scaler.load_state_dict(sd['scaler'])
-        self.n_skipped, self._is_scaled = sd['n_skipped'], sd['is_scaled']
+        self.n_skipped = sd['n_skipped']
+        names = sd['is_scaled']
+        if isinstance(names, bool):  # of a checkpoint from before there were names
+            names = (self.opt.optimizers if self.learn is not None else ['']) if names else []
+        self._scaled = set(names)
         # a step of gradients that wait may come before any loss is scaled, which is when a scaler makes its tensors
-        if self._is_scaled and self.learn is not None:
+        if self._scaled and self.learn is not None:
             self.scaler.scale(torch.zeros((), device=model_device(self.learn.model, self.learn.dls)))
 
 

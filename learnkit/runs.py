@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Self
 
@@ -18,13 +19,21 @@ from learnkit.timing import Timestamp
 from learnkit.timings import FIRST, Timings
 from learnkit.world import ALONE, World
 
-__all__ = ['Runs', 'Contexts']
+__all__ = ['Runs', 'Contexts', 'Turn']
 
 
 NO_CONTEXT = nullcontext()
 
 # what an evaluation puts back
 STATE = ('training', 'phase', 'dl', 'dl_name', 'iter', 'n_iter', 'batch', 'xb', 'yb', 'pred', 'loss', 'loss_grad')
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    "One call of `optimize`."
+    only: str | None = None                     # the optimizer that steps; None: all of them
+    compute: Callable[[], Any] | None = None    # computes the loss again; None: it was given as a tensor
+    retain_graph: bool = False
 
 
 class Runs(HasCallbacks):
@@ -71,6 +80,9 @@ class Runs(HasCallbacks):
         self.timings, self._until_timed = Timings(), FIRST
         self.world: World = ALONE               # the processes that train together
         self._replica: nn.Module | None = None  # what training calls in the model's place
+        self.turn: str | None = None            # the optimizer that `optimize(only=)` trains; None: all of them
+        self._turn: Turn | None = None          # the call of `optimize` that is under way
+        self._passes_alone = False              # `forward` calls modules themselves, not what stands for the model
         self._end_cleanup()
 
     def contexts(self, part: str) -> AbstractContextManager[Any]:
@@ -81,6 +93,21 @@ class Runs(HasCallbacks):
         make, switch, _ = entries[0]
         context = make() if switch else None
         return NO_CONTEXT if context is None else context
+
+    @property
+    def step_parameters(self) -> list[nn.Parameter]:
+        "The parameters that the step at hand is for: of the optimizer whose turn it is, or of all."
+        return list(self.opt.parameters(self.turn))
+
+    @contextmanager
+    def _taking(self, turn: Turn) -> Iterator[None]:
+        "Let one optimizer, or all, have their turn for the length of a context."
+        before = self._turn, self.turn
+        self._turn, self.turn = turn, turn.only
+        try:
+            yield
+        finally:
+            self._turn, self.turn = before
 
     def _in_use(self) -> bool: return self._depth > 0 and not self._ending
 

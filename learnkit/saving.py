@@ -329,7 +329,12 @@ def own_config(learn: Any) -> dict[str, Any]:
     except PackageNotFoundError: package = ''
     loss, vocab, lr = learn.loss_func, getattr(learn.dls, 'vocab', None), learn.lr
     while isinstance(loss, partial): loss = loss.func
-    lr = {'slice': [lr.start, lr.stop]} if isinstance(lr, slice) else lr if isinstance(lr, Real) else [*map(float, lr)]
+    if isinstance(lr, slice):
+        lr = {'slice': [lr.start, lr.stop]}
+    elif isinstance(lr, Mapping):
+        lr = {name: float(rate) for name, rate in lr.items()}
+    elif not isinstance(lr, Real):
+        lr = [*map(float, lr)]
     config = {'version': package, 'torch': str(torch.__version__), 'model': type(bare_model(learn.model)).__name__,
               'loss_func': name_of(loss) if loss is not None else None, 'activates': hasattr(loss, 'activation'),
               'n_inp': getattr(learn.dls, 'n_inp', None), 'vocab': None if vocab is None else [*vocab], 'lr': lr,

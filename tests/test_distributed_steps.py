@@ -328,3 +328,60 @@ def test_an_evaluation_inside_a_batch_leaves_its_loss_alone() -> None:
 
     (one := make(8)).fit(2)
     for got in run_ranks(job)[1]: assert same_rows(got, rows(one))
+
+
+# ----------------------------------------------------------------------------- loops written with the verbs
+
+class VerbDuel(Learner):
+    "Train the critic, then the generator, with `forward` and `optimize`."
+
+    def train_batch(self) -> None:
+        real, critic = self.x, self.model.critic
+        fake = self.forward(self.model, real.flip(1))   # the whole model, of which only a part takes part
+        real_score, fake_score = self.forward(critic, real), self.forward(critic, fake.detach())
+        self.optimize(F.softplus(-real_score).mean() + F.softplus(fake_score).mean(), only='critic')
+        self.optimize(F.softplus(-self.forward(critic, fake)).mean(), only='generator')
+
+    def evaluate_batch(self) -> None:
+        self.report_loss(F.softplus(-self.forward(self.model.critic, self.x)).mean())
+
+
+VERBS: dict[str, Callable[[], list[Callback]]] = {
+    'plain': list, 'clip': lambda: [GradientClip(0.05)], 'accumulation': lambda: [GradientAccumulation(24)],
+    'all': lambda: [GradientAccumulation(24), GradientClip(0.05), EMA(0.9)]}
+
+
+def verb_duel(bs: int, name: str) -> Learner:
+    learn = duel(VerbDuel, bs, 101)
+    learn.remove_cb(GradientClip)
+    return learn.add_cbs(VERBS[name]())
+
+
+def test_a_loop_with_verbs_is_that_of_one_process() -> None:
+    def job(rank: int) -> dict[str, Any]:
+        return {name: trained(verb_duel(4, name)) for name in VERBS}
+
+    ranks = run_ranks(job)
+    for name in VERBS:
+        (alone := verb_duel(8, name)).fit(2)
+        expected = told(alone)
+        for got in (rank[name] for rank in ranks):
+            assert (got['weights'] - expected['weights']).abs().max() < 1e-10, name
+            assert got['counts'] == expected['counts'] and same_rows(got['rows'], expected['rows']), name
+
+
+def test_a_loop_with_verbs_is_resumed_exactly_in_mid_accumulation(tmp_path: Path) -> None:
+    def job(rank: int) -> list[float]:
+        differ, states = [], []
+        keep = Callback(batch_checkpoint=lambda cb: states.append(cb.learn.checkpoint_state()))
+        with (straight := verb_duel(4, 'accumulation')).distributed('ddp', timeout='20s'):
+            straight.fit(2)
+        with (broken := verb_duel(4, 'accumulation')).distributed('ddp', timeout='20s'):
+            broken.fit(2, cbs=keep)
+        for n in (3, 17):
+            with (again := verb_duel(4, 'accumulation')).distributed('ddp', timeout='20s'):
+                again.fit(2, resume=states[n])
+                again.check_replicas()
+            differ.append(float((weights(again) - weights(straight)).abs().max()))
+        return differ
+    assert run_ranks(job) == [[0., 0.]] * 2

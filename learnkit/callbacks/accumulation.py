@@ -8,9 +8,11 @@ from torch import Tensor
 
 from learnkit.callback import Callback
 from learnkit.callbacks.training import bad_option, is_count
+from learnkit.cancels import StepPutOff
 from learnkit.dtensors import locals_of
-from learnkit.errors import BatchError, CancelBatchException, CancelStepException, OptionError
+from learnkit.errors import BatchError, CancelStepException, OptionError
 from learnkit.hints import warn_user
+from learnkit.runs import Turn
 
 __all__ = ['GradientAccumulation']
 
@@ -23,13 +25,19 @@ class GradientAccumulation(Callback):
     happen at real steps only, so that clipping, mixed precision, schedules and averages see one big batch; until then
     a batch ends with `after_cancel_batch`.
 
+    In a loop of your own each call of `optimize` counts the batch's samples, for the optimizer that
+    it names: each has a sum, and steps, of its own. A call that comes to no step returns False, and
+    the batch goes on.
+
     Samples that are left over when an epoch's training ends get a step of their own (in `after_train`), unless the
     epoch had no other: then they count for the next one. Those left over at the end of the fit are dropped, with a
     warning when the whole fit took no step.
 
     Checkpointed: the numbers of samples; the gradients that wait for their step are part of every checkpoint.
 
-    Raises `OptionError` for an `n_acc` below 1, and before training with an optimizer that needs a closure.
+    Raises `OptionError` for an `n_acc` below 1, before training with an optimizer that needs a
+    closure, and where one call of `optimize` names an optimizer and another none, so that their
+    gradients would mix.
 
     >>> GradientAccumulation(64).n_acc, GradientAccumulation.order
     (64, 6)
@@ -41,6 +49,8 @@ class GradientAccumulation(Callback):
         self.n_acc = int(n_acc)
         self._batch: tuple[int, Any] | None = None  # samples and weight of the batch that is not counted yet
         self._in_tail, self._n_steps, self._stepped = False, 0, False  # steps of this fit; whether one in this epoch
+        self._turn = ''                              # the optimizer that is counted for; empty: all of them
+        self._others: dict[str, dict[str, Any]] = {}  # the counts of those that have had their turn before
         self._start_sum()
 
     def _start_sum(self) -> None:
@@ -52,10 +62,45 @@ class GradientAccumulation(Callback):
         if self.learn.opt.needs_closure:
             raise OptionError('GradientAccumulation: an optimizer that evaluates the loss again (LBFGS) would see the '
                               'last batch alone. Use `Learner(microbatch=)` and bigger batches.')
-        self._n_steps = 0
+        self._forget()
+
+    def before_train(self) -> None:
+        self._stepped = False
+        for counts in self._others.values():
+            counts['stepped'] = False
+
+    # -- whose turn it is --------------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        "Begin with no samples and no steps."
+        self._turn, self._others, self._n_steps, self._stepped = '', {}, 0, False
         self._start_sum()
 
-    def before_train(self) -> None: self._stepped = False
+    def _counts(self) -> dict[str, Any]:
+        return {'n_samples': self._n_samples, 'weight_sum': self._weight_sum, 'divisor': self._divisor,
+                'n_steps': self._n_steps, 'stepped': self._stepped}
+
+    def _set_counts(self, counts: dict[str, Any]) -> None:
+        self._n_samples, self._weight_sum = counts['n_samples'], counts['weight_sum']
+        self._divisor = counts['divisor']
+        self._n_steps, self._stepped = counts['n_steps'], counts['stepped']
+
+    def _take_turn(self) -> None:
+        "Count for the optimizer whose turn it is."
+        turn = self.learn.turn or ''
+        if turn == self._turn:
+            return
+        self._others[self._turn] = self._counts()
+        waiting = [name for name, counts in self._others.items() if counts['n_samples']]
+        if (turn and '' in waiting) or (not turn and waiting):
+            self._others.pop(self._turn)
+            raise OptionError('GradientAccumulation: one call of optimize() names an optimizer, another '
+                              'one none, and gradients that wait would mix. Give each call its `only=`.')
+        self._turn = turn
+        if turn in self._others:
+            return self._set_counts(self._others.pop(turn))
+        self._n_steps, self._stepped = 0, False
+        self._start_sum()
 
     # -- each batch ----------------------------------------------------------------------------------------------------
 
@@ -63,6 +108,7 @@ class GradientAccumulation(Callback):
 
     def before_backward(self) -> None:
         learn = self.learn
+        self._take_turn()
         if not learn.microbatch: self._batch = self._measure()
         if self._batch is not None and self._batch[1] is not None:
             learn.loss_grad = learn.loss_grad * (in_full(self._batch[1], learn.loss) / self._divisor)
@@ -74,8 +120,9 @@ class GradientAccumulation(Callback):
         if not self.learn.microbatch: self._count_batch()
 
     def before_step(self) -> None:
+        self._take_turn()
         if self.learn.microbatch: self._count_pieces()
-        if self._n_samples < self.n_acc and not self._in_tail: raise CancelBatchException
+        if self._n_samples < self.n_acc and not self._in_tail: raise StepPutOff
         self._average()
 
     def will_step(self) -> bool:
@@ -107,7 +154,7 @@ class GradientAccumulation(Callback):
         "Make the gradients the mean over the samples of the step, in case it has not just `n_acc` of them."
         total = self._weight_sum
         if not isinstance(total, Tensor) and total in (0, self._divisor): return
-        grads = locals_of(p.grad for p in self.learn.opt.parameters() if p.grad is not None)
+        grads = locals_of(p.grad for p in self.learn.step_parameters if p.grad is not None)
         scale = self._divisor / total
         if grads: torch._foreach_mul_(grads, scale.to(grads[0].device) if isinstance(scale, Tensor) else scale)
         self._divisor = total  # what comes on top, if the step is put off, is divided likewise
@@ -116,38 +163,53 @@ class GradientAccumulation(Callback):
 
     def after_train(self) -> None:
         "Take a step for the samples that are left over."
-        learn = self.learn
-        if not self._n_samples or not self._stepped: return
+        for turn in sorted({self._turn, *self._others}):
+            with self.learn._taking(Turn(turn or None)):
+                self._step_for_the_rest(turn)
+
+    def _step_for_the_rest(self, turn: str) -> None:
+        learn, counts = self.learn, self._others.get(turn) or self._counts()
+        if not counts['n_samples'] or not counts['stepped']:
+            return
         self._in_tail = True
         try: learn._with_events(learn._step, 'step', CancelStepException)
         finally: self._in_tail = False
-        learn.opt.zero_grad()
+        learn.opt.zero_grad(only=learn.turn)
 
     def after_cancel_fit(self) -> None: self._drop()
 
     def after_fit(self) -> None:
-        if self._n_steps or not self._n_samples or not self.learn.fitting or self.learn._stopping: return
-        warn_user(f'GradientAccumulation(n_acc={self.n_acc}): the fit had only {self._n_samples} samples, so no step '
-                  'was taken and no weight has changed. Lower n_acc, or train for more epochs.')
+        if not self.learn.fitting or self.learn._stopping:
+            return
+        for turn, counts in {**self._others, self._turn: self._counts()}.items():
+            if counts['n_steps'] or not counts['n_samples']:
+                continue
+            n, whose = counts['n_samples'], f' for {turn}' if turn else ''
+            warn_user(f'GradientAccumulation(n_acc={self.n_acc}): the fit had only {n} samples{whose}, '
+                      'so no step was taken and no weight has changed. Lower n_acc, or train for more '
+                      'epochs.')
 
     def cleanup(self) -> None: self._drop()
 
     def _drop(self) -> None:
         "Forget the samples, and the gradients, that no step has used."
-        if self._n_samples and self.learn.opt is not None: self.learn.opt.zero_grad()
+        n_samples = self._n_samples + sum(counts['n_samples'] for counts in self._others.values())
+        if n_samples and self.learn.opt is not None: self.learn.opt.zero_grad()
+        self._others = {}
         self._start_sum()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         "Return the counts; the gradients that wait are in the checkpoint itself."
-        return {'n_samples': self._n_samples, 'weight_sum': self._weight_sum, 'divisor': self._divisor,
-                'n_steps': self._n_steps, 'stepped': self._stepped}
+        others = {turn: dict(counts) for turn, counts in self._others.items()}
+        return {**self._counts(), 'turn': self._turn, 'others': others}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Put the counts back."
-        self._n_samples, self._weight_sum, self._divisor = sd['n_samples'], sd['weight_sum'], sd['divisor']
-        self._n_steps, self._stepped = sd['n_steps'], sd['stepped']
+        self._set_counts(sd)
+        self._turn = sd.get('turn', '')
+        self._others = {turn: dict(counts) for turn, counts in sd.get('others', {}).items()}
 
 
 def in_full(weight: Any, loss: Tensor) -> Any:

@@ -15,7 +15,9 @@ from learnkit.callback import Callback
 from learnkit.callbacks.hooks import tensors_in
 from learnkit.callbacks.training import bad_option, is_number
 from learnkit.errors import BatchError, LossError, OptionError
+from learnkit.hints import warn_user
 from learnkit.loop import name_of
+from learnkit.ownloops import own_methods
 
 __all__ = ['MixHandler', 'MixUp', 'CutMix']
 
@@ -40,7 +42,7 @@ class MixHandler(Callback):
     `LossError` for a loss function that cannot be computed without its reduction, and `BatchError` for a batch in which
     there is nothing to blend.
     """
-    run_valid = False
+    run_valid, needs_events = False, False   # it looks itself whether the loss was blended
 
     def __init__(
         self,
@@ -50,6 +52,7 @@ class MixHandler(Callback):
         if not is_number(alpha) or not 0 < alpha < float('inf'):
             raise bad_option(self, 'a number above 0; for no blending, leave the callback out', alpha=alpha)
         self.distrib = Beta(torch.tensor(float(alpha)), torch.tensor(float(alpha)))
+        self._has_blended = False   # some loss of this fit
         self._forget()
 
     def _forget(self) -> None:
@@ -72,6 +75,17 @@ class MixHandler(Callback):
         if self.fitting and others:
             raise OptionError(f'{self} and {others[0]} both blend each batch, and the loss of only one would be right. '
                               'Use one of them in a fit.')
+        if self.fitting and own_methods(self.learn):
+            self._has_blended, self.after_batch = False, self._check_blended
+
+    def _check_blended(self) -> None:
+        "Warn, after the first batch of a loop of one's own, where its loss was not blended."
+        if not self.training or 'loss_grad' not in self.learn.__dict__:
+            return
+        del self.after_batch
+        if self.stack_y and not self._has_blended:
+            warn_user(f'{type(self).__name__} has blended the inputs of the batch, and the loss was not blended: '
+                      f'compute it in {type(self.learn).__name__} by `self.compute_loss(pred)`.')
 
     def before_step(self) -> None:
         "See that the microbatches were pieces of the batch that was blended."
@@ -80,7 +94,10 @@ class MixHandler(Callback):
             raise BatchError(f'{type(self).__name__}: a callback that runs after it made {n} samples of '
                              f'{len(self._order)} in before_batch. Give it a lower order, or leave `microbatch` out.')
 
-    def cleanup(self) -> None: self._forget()
+    def cleanup(self) -> None:
+        self._forget()
+        if 'after_batch' in self.__dict__:
+            del self.after_batch
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
@@ -89,9 +106,11 @@ class MixHandler(Callback):
         learn, plain = self.learn, self.learn.loss_func
         if self._reduction[0] is not plain: self._reduction = plain, reduction_of(plain, type(self).__name__)
         partners = self._next_piece(learn.microbatch) if learn.microbatch else (self.yb1, self.lam)
-        learn.loss_func = BlendedLoss(learn, plain, partners, self._reduction[1])
+        blended = learn.loss_func = BlendedLoss(learn, plain, partners, self._reduction[1])
         try: yield
-        finally: learn.loss_func = plain
+        finally:
+            learn.loss_func = plain
+            self._has_blended = self._has_blended or blended._n_calls > 0
 
     def _next_piece(self, size: int) -> tuple[Any, Any]:
         "Return partners' targets and shares of the next microbatch, or of the first when the batch is repeated."
@@ -128,11 +147,12 @@ class BlendedLoss:
         reduction: str,              # of the plain one
     ) -> None:
         self.__dict__.update(_learn=learn, _plain=plain, _partners=partners, _reduction=reduction,
-                             __name__=name_of(plain))
+                             _n_calls=0, __name__=name_of(plain))
 
     def __call__(self, pred: Any, *yb: Any, **kwargs: Any) -> Any:
         "Compute the loss of a training batch from that to its own targets and that to its partners'."
         plain, (yb1, lam), reduction = self._plain, self._partners, self._reduction
+        self.__dict__['_n_calls'] += 1
         if not self._learn.training: return plain(pred, *yb, **kwargs)
         own, other = unreduced(plain, pred, yb), unreduced(plain, pred, yb1)
         loss = torch.lerp(other, own, share_of_each(lam, own, plain))

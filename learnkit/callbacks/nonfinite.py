@@ -160,7 +160,7 @@ class GuardNonFinite(Callback):
         "Look at the gradients, and at the losses that came with them."
         if not self.grads or self.learn._repeating or (self._unseen and len(self._unseen) < (self.every or 1)): return
         self._look_at_rest(in_time=True)
-        is_bad = not all_finite([p.grad for p in self.learn.opt.parameters() if p.grad is not None])
+        is_bad = not all_finite([p.grad for p in self.learn.step_parameters if p.grad is not None])
         if not self.learn.world.any(is_bad): return
         self._act('' if self._told else self._why_gradients(), CancelStepException)
 

@@ -149,8 +149,8 @@ class _Watched:
 
     def __init__(self, learn: Any) -> None:
         named = {id(p): name for name, p in learn.model.named_parameters()}
-        pairs = [(p, o) for o in learn.opt.optimizers.values() for g in o.param_groups for p in g['params']
-                 if p.grad is not None]
+        stepping = learn.opt.optimizers.values() if learn.turn is None else [learn.opt[learn.turn]]
+        pairs = [(p, o) for o in stepping for g in o.param_groups for p in g['params'] if p.grad is not None]
         self.names = [named.get(id(p), f'outside_{i}') for i, (p, _) in enumerate(pairs)]
         self.params, self.are_parts, self.group = grouped(p.detach() for p, _ in pairs)
         self.grads = [_dense(local(p.grad)) for p, _ in pairs]

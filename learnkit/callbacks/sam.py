@@ -11,6 +11,7 @@ from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.training import bad_option, is_count, is_number
 from learnkit.dtensors import locals_of, total_norm
 from learnkit.errors import OptionError
+from learnkit.ownloops import cannot_repeat, replaces_batch
 
 __all__ = ['SAM']
 
@@ -27,10 +28,13 @@ class SAM(Callback):
     `pred` and `loss` those of the first pass, which is what is recorded and measured. Clipping acts on the second
     gradient.
 
-    Checkpointed: the number of steps, which `interval` counts.
+    Checkpointed: the number of steps, which `interval` counts, of each optimizer that
+    `optimize(only=)` names.
 
-    Raises `OptionError` for bad options, and before training together with `GradientAccumulation` (the second pass
-    would see the last batch alone) or an optimizer that needs a closure.
+    Raises `OptionError` for bad options, and before training together with `GradientAccumulation`
+    (the second pass would see the last batch alone) or an optimizer that needs a closure, and for a
+    Learner that overrides `_do_one_batch` with passes of its own; `LossError` where `optimize` was
+    not given a function.
 
     >>> SAM(rho=0.1).rho
     0.1
@@ -46,7 +50,7 @@ class SAM(Callback):
         if not is_number(rho) or not 0 <= rho < float('inf'): raise bad_option(self, 'a distance, 0 or more', rho=rho)
         if not is_count(interval): raise bad_option(self, 'a whole number of steps, 1 or more', interval=interval)
         self.rho, self.adaptive, self.interval = float(rho), adaptive, int(interval)
-        self._n = 0                                          # batches that came to their step
+        self._n: dict[str, int] = {}                         # steps so far, by the optimizer whose turn it was
         self._before: list[tuple[Tensor, Tensor]] = []       # parameters and their values, while they are perturbed
         self._buffers: list[tuple[Any, str, Tensor, Tensor]] = []  # likewise, with module and name: it may replace them
 
@@ -59,11 +63,22 @@ class SAM(Callback):
         if learn.opt.needs_closure:
             raise OptionError('SAM steps once with the gradient nearby; an optimizer that evaluates the loss again '
                               '(LBFGS) moves on from there. Use SGD or Adam.')
+        if replaces_batch(learn):
+            raise OptionError(f'SAM computes the loss a second time, which the `_do_one_batch` of '
+                              f'{type(learn).__name__} does by itself. Write it as `train_batch`, with '
+                              '`self.optimize(f)`, where f() computes the loss.')
 
     def before_step(self) -> None:
-        due, self._n = self._n % self.interval == 0, self._n + 1
-        params = [p for p in self.learn.opt.parameters() if p.grad is not None]
-        if due and params: self._second_pass(params)
+        learn = self.learn
+        turn = learn.turn or ''
+        n = self._n.get(turn, 0)
+        self._n[turn] = n + 1
+        params = [p for p in learn.step_parameters if p.grad is not None]
+        if n % self.interval or not params:
+            return
+        if learn._turn is not None and learn._turn.compute is None:
+            raise cannot_repeat('SAM')
+        self._second_pass(params)
 
     def _second_pass(self, params: list[Any]) -> None:
         "Put the gradients at the perturbed weights in place of those at the weights."
@@ -74,7 +89,7 @@ class SAM(Callback):
                          if b is not None]
         try:
             self._perturb(params)
-            learn.opt.zero_grad()
+            learn.opt.zero_grad(only=learn.turn)
             learn._repeating = True
             learn._do_passes()
         finally:
@@ -101,9 +116,10 @@ class SAM(Callback):
     def cleanup(self) -> None: self._restore()
 
     def state_dict(self) -> dict[str, Any]:
-        "Return the number of steps so far."
-        return {'n': self._n}
+        "Return the number of steps so far, by optimizer."
+        named = {turn: n for turn, n in self._n.items() if turn}
+        return {'n': self._n.get('', 0), **({'turns': named} if named else {})}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Go on counting from there."
-        self._n = sd['n']
+        self._n = {'': sd['n'], **sd.get('turns', {})}

@@ -50,9 +50,11 @@ def is_count(value: object, least: int = 1) -> bool:
 class GradientClip(Callback):
     """Scale the gradients of each step down to a total norm of at most `max_norm`.
 
-    The norm is that of all gradients of the optimizer's parameters together, as at the step: of the whole batch under
-    microbatches, of all batches of a step under `GradientAccumulation`, unscaled under mixed precision. Nothing waits
-    for the device. `total_norm` is the norm before clipping at the last step, also after the fit (a 0-dim tensor).
+    The norm is that of all gradients of the optimizer's parameters together, or of the parameters of
+    the one that `optimize(only=)` names, as at the step: of the whole batch under microbatches, of
+    all batches of a step under `GradientAccumulation`, unscaled under mixed precision. Nothing waits
+    for the device. `total_norm` is the norm before clipping at the last step, also after the fit (a
+    0-dim tensor).
     Checkpointed: that norm.
 
     Raises `OptionError` for a norm that is not above 0.
@@ -74,7 +76,7 @@ class GradientClip(Callback):
         self.total_norm: Tensor | None = None
 
     def before_step(self) -> None:
-        params = list(self.opt.parameters())
+        params = self.learn.step_parameters
         grads = [p.grad for p in params if p.grad is not None] if self.learn.world.size > 1 else []
         if any(map(is_part, grads)): self.total_norm = clip_parts(grads, self.max_norm, self.norm_type)
         else: self.total_norm = clip_grad_norm_(params, self.max_norm, self.norm_type).detach()
@@ -96,7 +98,7 @@ def clip_parts(grads: list[Any], max_norm: float, norm_type: float) -> Tensor:
 
 
 class GradientValueClip(Callback):
-    """Clip each entry of the gradients to `[-max_value, max_value]`, before the step. No state.
+    """Clip each entry of the gradients of what steps to `[-max_value, max_value]`. No state.
 
     Raises `OptionError` for a value that is not above 0.
 
@@ -110,7 +112,7 @@ class GradientValueClip(Callback):
         self.max_value = float(max_value)
 
     def before_step(self) -> None:
-        params = list(self.opt.parameters())
+        params = self.learn.step_parameters
         if self.learn.world.size == 1: return clip_grad_value_(params, self.max_value)
         for g in locals_of(p.grad for p in params if p.grad is not None): g.clamp_(-self.max_value, self.max_value)
 

@@ -98,7 +98,11 @@ class Replicas:
 
     def average_gradients(self, learn: Any) -> None:
         "Average gradients that were added up in each process alone."
-        average(learn.model.parameters())
+        if learn.turn is None:
+            average(learn.model.parameters())
+            return
+        stepping = set(learn.step_parameters)
+        average(p for p in learn.model.parameters() if p in stepping)
 
     def release(self, learn: Any) -> None:
         "Let go of the wrapper, and of its hooks on the parameters, also where a traceback still holds it."

@@ -73,7 +73,7 @@ class DistributedTraining(Callback):
     >>> DistributedTraining('ddp', batch_size='global').strategy
     'ddp'
     """
-    order = -9.5   # right after the counters
+    order, needs_events = -9.5, False   # right after the counters
     remove_on_find = False
 
     def __init__(
@@ -269,7 +269,7 @@ class DistributedTraining(Callback):
         if not learn.training: return None
         now = self._now
         if now.tokens is None and has_tokens(learn) and not learn.microbatch: self._sum_tokens()
-        now.local = not self._steps_after_this()
+        now.local = learn._passes_alone or not self._steps_after_this()
         if now.local: return self._parts.pass_without_sync()
         self._parts.has_synced = True
         return None
@@ -311,8 +311,8 @@ class DistributedTraining(Callback):
         if learn._finished('st') == self._now.n_steps: return
         raise DistributedError(
             f'{type(learn).__name__} has stepped without `before_step`, where gradients are averaged over the '
-            'processes: each has weights of its own now. Put the step into `_step`, and let `self._do_grad_opt()` '
-            'call it, which fires the events around backward and step.')
+            'processes: each has weights of its own now. Write the batch as `train_batch`, with `self.optimize(loss)`, '
+            'or let `self._do_grad_opt()` call `_step`: both fire the events around backward and step.')
 
     def _sum_tokens(self) -> Callable[[], Tensor]:
         "Begin to sum this batch's tokens up; the answer comes while it is computed."
@@ -350,7 +350,7 @@ class DistributedTraining(Callback):
 
 class GradientMean(Callback):
     "Make gradients the mean over the samples of all processes: a part of `DistributedTraining` with another order."
-    order, run_valid = 7, False   # after gradient accumulation, before mixed precision
+    order, run_valid, needs_events = 7, False, False   # after gradient accumulation, before mixed precision
     _factor: Any = None           # of a batch that is cut into pieces
 
     def before_batch(self) -> None:
@@ -366,13 +366,16 @@ class GradientMean(Callback):
 
     def before_step(self) -> None:
         "Average what is not averaged yet: what was added up in each process alone, and the loss function's own."
-        team = self.learn._team
+        learn = self.learn
+        team = learn._team
         if team is None: return
         now = team._now
         now.n_steps = None
-        if now.local: team._parts.average_gradients(self.learn)
+        if now.local: team._parts.average_gradients(learn)
         now.local = True   # until a pass has averaged others: a loop of one's own may go around the wrapper
-        if team._loose: average(team._loose)
+        if team._loose:
+            stepping = set(learn.step_parameters)
+            average(p for p in team._loose if p in stepping)
 
     def before_validate(self) -> None:
         "Share buffers again, which averaged weights may have brought with them."
