@@ -56,9 +56,10 @@ def note_params(learn: HasOptimizer, is_ready: bool) -> None:
 def cover_params(learn: HasOptimizer) -> None:
     """Bring the optimizer up to date with the parameters that model and loss function have now.
 
-    New parameters, and those that require gradients only now, join the group in which the splitter puts them, with a
-    fresh state; those of a loss function join the last one. Parameters that are gone are dropped with their states. A
-    ready optimizer stays as it is. One warning names the parameters that require gradients and are in no optimizer.
+    New parameters, and those that require gradients only now, join the group in which the splitter
+    puts them, with a fresh state; the loss function's join the last one. Parameters that are gone
+    are dropped with their states. A ready optimizer stays as it is. One warning names the
+    parameters that require gradients and are in no optimizer.
     """
     opt = learn.opt
     named = trained_by_name(learn.model, learn.loss_func)
@@ -126,8 +127,10 @@ def freeze_new(
     for p in params:
         p.requires_grad_(False)
     opt.frozen |= params
-    warn_user(f'New parameters are in a frozen group, and are frozen too: {listed(named, params)}. '
-              '`learn.unfreeze()`, or `freeze_to` with a lower number, trains them.')
+    warn_user(
+        f'New parameters are in a frozen group, and are frozen too: {listed(named, params)}. '
+        '`learn.unfreeze()`, or `freeze_to` with a lower number, trains them.'
+    )
 
 
 def warn_of_left_out(opt: OptimWrapper, named: Mapping[str, nn.Parameter]) -> None:
@@ -137,9 +140,11 @@ def warn_of_left_out(opt: OptimWrapper, named: Mapping[str, nn.Parameter]) -> No
         return
     names = listed(named, left_out - opt.warned)
     opt.left_out, opt.warned = opt.left_out | left_out, opt.warned | left_out
-    warn_user(f'These parameters require gradients and are in no optimizer, so nothing trains them: {names}. '
-              'Let the `splitter` (or whoever made the optimizer) include them, or call '
-              '`requires_grad_(False)` on them.')
+    warn_user(
+        'These parameters require gradients and are in no optimizer, so nothing trains them: '
+        f'{names}. Let the `splitter`, or whoever made the optimizer, include them, or call '
+        '`requires_grad_(False)` on them.'
+    )
 
 
 def left_out_by(opt: OptimWrapper, named: Mapping[str, nn.Parameter]) -> set[nn.Parameter]:

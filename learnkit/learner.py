@@ -71,6 +71,13 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Processes, Su
     Whatever the Learner does not have itself is read from the model. `x` and `y` are the inputs and targets of the
     batch, without their tuple when there is one of them.
 
+    The optimizer is what was given: a ready one keeps its groups and options, and a torch class
+    trains as in a hand-written loop. Norm layers and biases are left out of weight decay for the
+    optimizers by fastai's names (`Adam`, `SGD`), and for every optimizer with `wd_bn_bias=False`;
+    with True they decay. Parameters of a `loss_func` that is a module are trained with the last
+    group, unless they require no gradients. Optimizers that need a closure, or are switched
+    between training and evaluation, are described at `OptimWrapper`.
+
     Raises `ModelError`, `LoaderError`, `LossError`, `MetricError` or `CallbackError` for what cannot be used as given.
 
     >>> import torch
@@ -96,7 +103,7 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Processes, Su
         path: str | Path | None = None,                  # folder for files; None: that of `dls`
         model_dir: str | Path = 'models',                # folder for weights, below `path`
         wd: float | None = None,                         # weight decay; None: that of `opt_func`
-        wd_bn_bias: bool | None = None,                  # whether norm layers and biases decay; None: not with fastai's
+        wd_bn_bias: bool | None = None,                  # let norms and biases decay; None: see below
         train_bn: bool = True,                           # whether norm layers of frozen groups are trained
         moms: tuple[float, ...] = (0.95, 0.85, 0.95),    # momentum for schedules
         default_cbs: bool = True,                        # add `defaults.callbacks`
@@ -195,7 +202,8 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Processes, Su
         self._cover_params()
         check_trained(self.opt, self.model)
         wd = self.wd if wd is None else wd
-        if lr is None: lr = self._lrs_to_start_with()
+        if lr is None:
+            lr = self._lrs_to_start_with()
         hypers = {'lr': lr, 'wd': wd}
         self.opt.set_hypers(**{name: value for name, value in hypers.items() if value is not None})
         self._lrs_left = rates_of(self.opt)
@@ -203,11 +211,12 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Processes, Su
 
     def _cover_params(self) -> None:
         "Bring the optimizer up to date with the parameters that there are now."
-        if isinstance(self.opt, OptimWrapper): cover_params(self)
+        if isinstance(self.opt, OptimWrapper):
+            cover_params(self)
 
     @contextmanager
     def _training_weights(self) -> Iterator[None]:
-        "Let the outermost fit begin at the weights that the optimizer trains, and end at the ones to evaluate."
+        "Let the outermost fit begin at the weights that are trained, and end at those to predict with."
         if self._depth:
             yield
             return
@@ -221,16 +230,20 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Processes, Su
     def _lrs_to_start_with(self) -> Any:
         """Return the rates of a fit that was given none.
 
-        They are the Learner's, or those that the optimizer brought beside those of groups that came later. What was
-        set by hand since the last fit stays; what a schedule left does not.
+        They are the Learner's, or what the optimizer brought, with the rates of groups that came
+        later. What was set by hand since the last fit stays; what a schedule left does not.
         """
         asked, own = self._own_lrs
         now = rates_of(self.opt)
-        if not now: return None
-        if not own or asked is not self.lr: return self.lr
-        if not callable(self.opt_func) and now[:len(own)] != self._lrs_left[:len(own)]: own = now[:len(own)]
+        if not now:
+            return None
+        if not own or asked is not self.lr:
+            return self.lr
+        n = len(own)
+        if not callable(self.opt_func) and now[:n] != self._lrs_left[:n]:
+            own = now[:n]
         self._own_lrs = asked, own
-        return [*own, *now[len(own):]]
+        return [*own, *now[n:]]
 
     def _opt_is_of_another_model(self) -> bool:
         "Tell whether `model` was replaced, so that the optimizer has none of its parameters."

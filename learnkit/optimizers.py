@@ -147,8 +147,8 @@ def _shrink_and_step(opt: torch.optim.Optimizer, step: Callable[..., Any], closu
 
 # -------------------------------------------------------------------------------------------------------- Lookahead
 
-LAYOUT = ('_places', '_exempt', '_apart', 'always_trained', 'frozen', 'frozen_idx', 'called', 'spares_norms', '_closures',
-          '_evaluating')  # of an OptimWrapper
+LAYOUT = ('_places', '_exempt', '_apart', 'always_trained', 'frozen', 'frozen_idx', 'called',
+          'spares_norms', '_closures', '_evaluating')  # of an OptimWrapper
 
 
 class Lookahead(OptimWrapper):

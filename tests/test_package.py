@@ -36,9 +36,9 @@ LAYERS = [
     'hypers', 'optimstate', 'optim', 'optimizers', 'readahead', 'positions', 'metric_states', 'merging', 'records',
     'averages', 'measures', 'accum', 'late', 'scores', 'segmentation', 'metrics', 'losses', 'annealing', 'plots',
     'callback', 'attributes', 'foreign', 'slips', 'dispatch', 'moving', 'timings', 'runs', 'evaluation', 'pieces',
-    'resuming', 'loop', 'traineval', 'distributed', 'checks', 'budget', 'freezing', 'coverage', 'steps', 'frames', 'history',
-    'recorder', 'looks', 'monitored', 'progress', 'torchsched', 'schedule', 'undo', 'replacing', 'lrfind', 'sinks',
-    'gathering', 'streaming', 'predict', 'instruments', 'wholestep', 'compiling', 'precision', 'states', 'saving',
+    'resuming', 'loop', 'traineval', 'distributed', 'checks', 'budget', 'freezing', 'coverage', 'steps', 'frames',
+    'history', 'recorder', 'looks', 'monitored', 'progress', 'torchsched', 'schedule', 'undo', 'replacing',
+    'lrfind', 'sinks', 'gathering', 'streaming', 'predict', 'instruments', 'wholestep', 'compiling', 'precision', 'states', 'saving',
     'workers', 'folders', 'checkpoint', 'resumecheck', 'processes', 'interpretation', 'callbacks', 'learner',
     'exchange', 'loggers', 'interop', 'learnkit', 'demo', 'forks', 'harness', 'testing', 'all', 'reference',
 ]
