@@ -38,8 +38,8 @@ LAYERS = [
     'callback', 'attributes', 'foreign', 'slips', 'dispatch', 'moving', 'timings', 'runs', 'evaluation', 'pieces',
     'resuming', 'loop', 'traineval', 'distributed', 'checks', 'budget', 'freezing', 'coverage', 'steps', 'frames',
     'history', 'recorder', 'looks', 'monitored', 'progress', 'torchsched', 'schedule', 'undo', 'replacing',
-    'lrfind', 'sinks', 'gathering', 'streaming', 'predict', 'instruments', 'wholestep', 'compiling', 'precision', 'states', 'saving',
-    'workers', 'folders', 'checkpoint', 'resumecheck', 'processes', 'interpretation', 'callbacks', 'learner',
+    'lrfind', 'sinks', 'gathering', 'streaming', 'predict', 'instruments', 'wholestep', 'compiling', 'precision',
+    'states', 'saving', 'workers', 'folders', 'checkpoint', 'resumecheck', 'processes', 'interpretation', 'callbacks', 'learner',
     'exchange', 'loggers', 'interop', 'learnkit', 'demo', 'forks', 'harness', 'testing', 'all', 'reference',
 ]
 
