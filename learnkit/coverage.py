@@ -50,6 +50,7 @@ def note_params(learn: HasOptimizer, is_ready: bool) -> None:
     opt = learn.opt
     named = trained_by_name(learn.model, learn.loss_func)
     opt.seen = None if is_ready else set(named.values())
+    opt.had = set(opt.parameters())
     opt.left_out, opt.warned = left_out_by(opt, named), set()
 
 
@@ -66,6 +67,7 @@ def cover_params(learn: HasOptimizer) -> None:
     if opt.seen is not None:
         own, now = set(opt.parameters()), set(named.values())
         gone = (own & opt.seen) - now
+        opt.left_out |= (opt.had - own) & now  # somebody has taken them out
         new = {p for p in now - own - opt.left_out if p.requires_grad}
         if opt.needs_closure and (gone or new):  # its state may be of all parameters as one vector
             return learn.create_opt()
@@ -73,7 +75,7 @@ def cover_params(learn: HasOptimizer) -> None:
             opt.drop_params(gone)
         if new:
             take_in(learn, new, named)
-        opt.seen = now
+        opt.seen, opt.had = now, set(opt.parameters())
     warn_of_left_out(opt, named)
 
 

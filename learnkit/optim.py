@@ -110,6 +110,7 @@ class OptimWrapper(torch.optim.Optimizer):
         self.frozen_idx = 0                                         # how many groups are frozen
         self.spares_norms = False                    # by its kind, norms and biases do not decay
         self.seen: set[nn.Parameter] | None = None   # what there was to train; None: it was ready
+        self.had: set[nn.Parameter] = set()          # what was in its groups at the last look
         self.left_out: set[nn.Parameter] = set()     # trainable, but in no group when it was made
         self.warned: set[nn.Parameter] = set()       # parameters that a warning has named
         self.is_training = False                     # between `train()` and `eval()`
@@ -173,7 +174,7 @@ class OptimWrapper(torch.optim.Optimizer):
 
     def rename_params(self, new: Mapping[Any, Any]) -> None:
         "Take other parameters for those of its own that are keys of `new`, whose optimizers have them already."
-        for name in ('_exempt', 'always_trained', 'frozen', 'left_out', 'warned'):
+        for name in ('_exempt', 'always_trained', 'frozen', 'left_out', 'warned', 'had'):
             setattr(self, name, {new.get(p, p) for p in getattr(self, name)})
         if self.seen is not None:
             self.seen = {new.get(p, p) for p in self.seen}
