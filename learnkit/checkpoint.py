@@ -172,12 +172,24 @@ class Checkpoints(Saving, States):
     def _check_fits(self, r: Resumption) -> None:
         "Raise `WeightsError` with everything that differs; nothing has changed then."
         state = r.state
+        self._cover_params_of(state)
         differences = weights_differ(self.model, state['model'])
         if isinstance(self.loss_func, nn.Module) and state['loss_func'] is not None:
             differences += [f'loss_func: {d}' for d in weights_differ(self.loss_func, state['loss_func'])]
         if state['optimizer'] is not None:
             differences += self.opt.differences(state['optimizer'], bare_model(self.model))
         check_weights(r.path or 'The checkpoint', differences, self.model, ' Make model and optimizer as they were.')
+
+    def _cover_params_of(self, state: Mapping[str, Any]) -> None:
+        "Let the optimizer take in what a checkpoint's run began to train after its first step."
+        if state['optimizer'] is None: return
+        own, frozen = set(self.opt.parameters()), set(state['frozen']['names'])
+        later = [p for name, p in bare_model(self.model).named_parameters()
+                 if name not in frozen and not p.requires_grad and p not in own]
+        if not later: return
+        for p in later: p.requires_grad_(True)
+        self._cover_params()
+        for p in later: p.requires_grad_(False)  # until everything is put in place
 
     def _load_weights_of(self, r: Resumption) -> None:
         "Load weights and optimizers, and keep those that were there until everything is in place."
@@ -193,7 +205,7 @@ class Checkpoints(Saving, States):
             load_weights(self.loss_func, state['loss_func'])
         if state['optimizer'] is None: return
         # the optimizer's state goes where the parameters are, and they would move in a moment
-        if (device := getattr(self.dls, 'device', None)) is not None: self.model.to(device)
+        self._to_device()
         self.opt.load_state_dict(state['optimizer'])
 
     def _put(self, r: Resumption) -> None:

@@ -125,7 +125,8 @@ FORMS: dict[str, Callable[[Any], bool]] = {
     'model': is_name, 'loss_func': lambda v: v is None or is_name(v), 'activates': is_flag,
     'n_inp': lambda v: v is None or (isinstance(v, int) and not is_flag(v) and v > 0),
     'vocab': lambda v: v is None or isinstance(v, list), 'lr': is_rates, 'wd': lambda v: v is None or is_number(v),
-    'wd_bn_bias': is_flag, 'moms': lambda v: is_numbers(v) and len(v) == 3, 'train_bn': is_flag,
+    'wd_bn_bias': lambda v: v is None or is_flag(v), 'train_bn': is_flag,
+    'moms': lambda v: is_numbers(v) and len(v) == 3,
     'model_config': lambda v: isinstance(v, dict) and all(map(is_name, v))}
 
 

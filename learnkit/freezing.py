@@ -83,36 +83,41 @@ def make_optimizer(
     model: nn.Module,
     lr: Any,                    # one rate, one a group, a slice over the groups, or a dict by optimizer
     splitter: Callable[[nn.Module], Any] = trainable_params,  # gives the parameters, or a list of groups of them
-    wd_bn_bias: bool = False,   # whether weight decay also acts on norm layers and biases
+    wd_bn_bias: bool | None = None,  # whether norm layers and biases decay; None: as the optimizer's kind has it
     train_bn: bool = True,      # whether norm layers of frozen groups are trained
     last: Any = None,           # the optimizer before: what that has frozen is among the groups too, and stays frozen
+    loss_func: Any = None,      # parameters of one that is a module are trained with the last group
 ) -> OptimWrapper:
     """Make the optimizer of a model. A function that has a parameter `model` is given the model, too.
+
+    A ready optimizer, and what torch's classes make, stays as it is. Those by fastai's names leave norm layers and
+    biases out of weight decay, and so do all with `wd_bn_bias=False`.
 
     Raises `ModelError` when nothing in the model requires a gradient and `OptimizerError` when `opt_func` gives none.
     """
     with thawed(last):
         if not any(p.requires_grad for p in model.parameters()): raise all_frozen(model)
         if isinstance(opt_func, (torch.optim.Optimizer, list, dict)): opt = opt_func
-        elif callable(opt_func): opt = _call(opt_func, model, lr, splitter)
+        elif callable(opt_func): opt = _call(opt_func, model, lr, splitter, loss_func)
         else: raise OptimizerError(f'opt_func={opt_func!r} cannot be called: give a torch.optim class or a function.')
     if not isinstance(opt, OptimWrapper): opt = OptimWrapper(opt=opt)
     if isinstance(lr, Mapping):
         opt.set_hyper('lr', lr)
     if (name := getattr(maker_of(opt_func), '__name__', '')).isidentifier() and opt is not opt_func: opt.called = name
-    if not wd_bn_bias: opt.spare_from_decay(norm_bias_params(model))
+    spares = opt.spares_norms and callable(opt_func) if wd_bn_bias is None else not wd_bn_bias
+    if spares: opt.spare_from_decay(norms_and_biases(model, loss_func))
+    opt.spares_norms = spares
     opt.always_trained = set(norm_bias_params(model, with_bias=False)) if train_bn else set()
     if last is not opt and (frozen := frozen_by(last) & set(opt.parameters())):
         opt.frozen, opt.frozen_idx = frozen, last.frozen_idx
     return opt
 
 
-def _call(opt_func: Callable[..., Any], model: nn.Module, lr: Any, splitter: Callable[[nn.Module], Any]) -> Any:
+def _call(opt_func: Callable[..., Any], model: nn.Module, lr: Any, splitter: Callable[[nn.Module], Any],
+          loss_func: Any) -> Any:
     "Make the optimizer of the splitter's groups."
     check_maker(opt_func)
-    if not callable(splitter): raise OptimizerError(f'splitter={splitter!r} cannot be called: give a function.{SPLIT}')
-    groups = as_groups(splitter(model))
-    check_shared(groups, model)
+    groups = groups_of(model, splitter, loss_func)
     n = max(1, sum(isinstance(g, dict) for g in groups))
     if isinstance(lr, Mapping):
         lr = next(iter(lr.values()), None)  # each optimizer is given its own once they are made
@@ -120,6 +125,35 @@ def _call(opt_func: Callable[..., Any], model: nn.Module, lr: Any, splitter: Cal
     for rate in rates: check_hyper('lr', rate)
     first = rates[-1].clone() if isinstance(rates[-1], torch.Tensor) else rates[-1]
     return opt_func(groups, lr=first, **({'model': model} if _wants_model(opt_func, groups) else {}))
+
+
+def groups_of(model: nn.Module, splitter: Callable[[nn.Module], Any], loss_func: Any) -> list[Any]:
+    """Return the splitter's groups; the last one also has the parameters of a loss function that is a module.
+
+    Raises `OptimizerError` for a splitter that is none, or gives a parameter twice.
+    """
+    if not callable(splitter): raise OptimizerError(f'splitter={splitter!r} cannot be called: give a function.{SPLIT}')
+    groups = as_groups(splitter(model))
+    check_shared(groups, model)
+    named = loss_func.named_parameters() if isinstance(loss_func, nn.Module) else ()
+    known = {*members(groups), *model.parameters()}
+    own = [(f'loss_func.{name}', p) for name, p in named if p.requires_grad and p not in known]
+    if isinstance(groups[0], dict):
+        last = list(groups[-1]['params'])
+        groups[-1] = {**groups[-1], 'params': last + _as_entries(own, last)}
+    else: groups = groups + _as_entries(own, groups)
+    return groups
+
+
+def _as_entries(named: list[tuple[str, nn.Parameter]], others: list[Any]) -> list[Any]:
+    "Return parameters with their names if the other entries of the group have names, else without."
+    return list(named) if others and isinstance(others[0], tuple) else [p for _, p in named]
+
+
+def norms_and_biases(model: nn.Module, loss_func: Any) -> list[nn.Parameter]:
+    "Return the parameters of norm layers and the biases, also of a loss function that is a module."
+    modules = [m for m in (model, loss_func) if isinstance(m, nn.Module)]
+    return [p for m in modules for p in norm_bias_params(m)]
 
 
 def _wants_model(opt_func: Callable[..., Any], groups: list[Any]) -> bool:

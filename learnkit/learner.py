@@ -21,6 +21,7 @@ from learnkit.callbacks.graph import ShowGraph
 from learnkit.callbacks.summaries import Summaries
 from learnkit.checks import check_iteration, check_loss, check_microbatch, check_model
 from learnkit.compiling import Compilation
+from learnkit.coverage import cover_params, note_params
 from learnkit.data import as_dataloaders, check_loaders
 from learnkit.dispatch import listed
 from learnkit.errors import CallbackError, CancelError, CancelFitException, LossError, OptimizerError, TimeError
@@ -71,6 +72,13 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
     Whatever the Learner does not have itself is read from the model. `x` and `y` are the inputs and targets of the
     batch, without their tuple when there is one of them.
 
+    The optimizer is what was given: a ready one keeps its groups and options, and a torch class
+    trains as in a hand-written loop. Norm layers and biases are left out of weight decay for the
+    optimizers by fastai's names (`Adam`, `SGD`), and for every optimizer with `wd_bn_bias=False`;
+    with True they decay. Parameters of a `loss_func` that is a module are trained with the last
+    group, unless they require no gradients. Optimizers that need a closure, or are switched
+    between training and evaluation, are described at `OptimWrapper`.
+
     Raises `ModelError`, `LoaderError`, `LossError`, `MetricError` or `CallbackError` for what cannot be used as given.
 
     >>> import torch
@@ -97,7 +105,7 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
         path: str | Path | None = None,                  # folder for files; None: that of `dls`
         model_dir: str | Path = 'models',                # folder for weights, below `path`
         wd: float | None = None,                         # weight decay; None: that of `opt_func`
-        wd_bn_bias: bool = False,                        # whether weight decay also acts on norm layers and biases
+        wd_bn_bias: bool | None = None,                  # let norms and biases decay; None: see below
         train_bn: bool = True,                           # whether norm layers of frozen groups are trained
         moms: tuple[float, ...] = (0.95, 0.85, 0.95),    # momentum for schedules
         default_cbs: bool = True,                        # add `defaults.callbacks`
@@ -120,6 +128,7 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
         self.create_mbar, self.opt = True, None
         self._entered: list[ExitStack] = []
         self._own_lrs: tuple[Any, Any] = None, None  # the `lr` that the optimizer was asked for, and the rates it has
+        self._lrs_left: list[float] = []             # the rates as the Learner, or a fit, has left them
         super().__init__()
         self.metrics = metrics
         self.add_cbs([*(defaults.callbacks if default_cbs else []), *listed(cbs)])
@@ -164,7 +173,7 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
             found = self._find_checkpoint(resume)
             self._prepare_opt(lr, wd, reset_opt)
             self._replayed = None
-            with self._run('fit'):
+            with self._training_weights(), self._run('fit'):
                 self.n_epoch, self.epochs_per_iteration, self._stopping = epochs, per_iteration, False
                 self.timings, self._until_timed = Timings(), FIRST
                 self._begin_resume(found)
@@ -193,16 +202,51 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
         if self._opt_is_of_another_model():
             raise OptimizerError(f'No parameter of this {type(self.model).__name__} is in the optimizer, which would '
                                  'learn nothing. Make it of `learn.model.parameters()`, or pass its class.')
+        self._cover_params()
         check_trained(self.opt, self.model)
         wd = self.wd if wd is None else wd
-        if lr is None: lr = self._lrs_to_start_with()
-        self.opt.set_hypers(lr=lr, **({} if wd is None else {'wd': wd}))
+        if lr is None:
+            lr = self._lrs_to_start_with()
+        hypers = {'lr': lr, 'wd': wd}
+        self.opt.set_hypers(**{name: value for name, value in hypers.items() if value is not None})
+        self._lrs_left = rates_of(self.opt)
         self.opt.zero_grad()
 
+    def _cover_params(self) -> None:
+        "Bring the optimizer up to date with the parameters that there are now."
+        if isinstance(self.opt, OptimWrapper):
+            cover_params(self)
+
+    @contextmanager
+    def _training_weights(self) -> Iterator[None]:
+        "Let the outermost fit begin at the weights that are trained, and end at those to predict with."
+        if self._depth:
+            yield
+            return
+        self.opt.train()
+        try:
+            yield
+        finally:
+            self.opt.eval()
+            self._lrs_left = rates_of(self.opt)
+
     def _lrs_to_start_with(self) -> Any:
-        "Return the Learner's rate, or those that the optimizer brought beside those of groups that came later."
+        """Return the rates of a fit that was given none.
+
+        They are the Learner's, or what the optimizer brought, with the rates of groups that came
+        later. What was set by hand since the last fit stays; what a schedule left does not.
+        """
         asked, own = self._own_lrs
-        return [*own, *(h['lr'] for h in self.opt.hypers[len(own):])] if own and asked is self.lr else self.lr
+        now = rates_of(self.opt)
+        if not now:
+            return None
+        if not own or asked is not self.lr:
+            return self.lr
+        n = len(own)
+        if not callable(self.opt_func) and now[:n] != self._lrs_left[:n]:
+            own = now[:n]
+        self._own_lrs = asked, own
+        return [*own, *now[n:]]
 
     def _opt_is_of_another_model(self) -> bool:
         "Tell whether `model` was replaced, so that the optimizer has none of its parameters."
@@ -213,15 +257,17 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
         "Make the optimizer. Rates that `opt_func` brings itself win over `lr`, until `lr` is set again."
         if isinstance(self.opt_func, partial) and 'lr' in self.opt_func.keywords: self.lr = self.opt_func.keywords['lr']
         opt = make_optimizer(self.opt_func, self.model, self.lr, self.splitter, self.wd_bn_bias, self.train_bn,
-                             last=self.opt)
+                             last=self.opt, loss_func=self.loss_func)
         if self.opt is not None:
             if opt is not self.opt: self._done['st'] += getattr(self.opt, 'n_steps', 0)
             if not callable(self.opt_func): opt.clear_state()  # it is the same one, to be started anew
         self.opt = opt
-        lrs = [h['lr'] for h in opt.hypers if 'lr' in h]
+        note_params(self, is_ready=not callable(self.opt_func))
+        lrs = self._lrs_left = rates_of(opt)
         brought = isinstance(self.lr, (int, float)) and any(lr != self.lr for lr in lrs)
         if brought and not callable(self.opt_func): self.lr = lrs[0] if len(set(lrs)) == 1 else lrs
-        self._own_lrs = (self.lr, lrs) if brought else (None, None)
+        is_own = brought or (not callable(self.opt_func) and lrs)
+        self._own_lrs = (self.lr, lrs) if is_own else (None, None)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -380,6 +426,11 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
 
     @never_raising
     def _repr_html_(self) -> str: return learner_html(self)
+
+
+def rates_of(opt: OptimWrapper) -> list[float]:
+    "Return the learning rate of each group that has one, as a plain number."
+    return [float(h['lr']) for h in opt.hypers if 'lr' in h]
 
 
 @atexit.register

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from typing import Any
 
@@ -24,6 +25,7 @@ from learnkit.errors import (
 )
 from learnkit.events import LEVELS
 from learnkit.hints import loss_hint, model_hint, precision_hint, warn_user
+from learnkit.optim import Closure, OptimWrapper
 from learnkit.pairing import check_pairing
 from learnkit.resuming import Resuming
 from learnkit.rng import preserved_generators, preserved_rng
@@ -75,7 +77,8 @@ class Loop(Resuming):
 
     def _do_epoch_validate(self, ds_idx: int = 1, dl: Any = None) -> None:
         self._set_loader(self.dls[ds_idx] if dl is None else dl)
-        with torch.no_grad(): self._with_events(self.all_batches, 'validate', CancelValidException)
+        with torch.no_grad(), self._evaluated_weights():
+            self._with_events(self.all_batches, 'validate', CancelValidException)
 
     def all_batches(self) -> None:
         "Train or evaluate on every batch of `self.dl`."
@@ -156,6 +159,10 @@ class Loop(Resuming):
         finally: self._open = outer
         if cancelled: self(level.after_cancel)
         self(level.after); final()
+
+    def _evaluated_weights(self) -> AbstractContextManager[None]:
+        "Return a context in which the weights are what the optimizer wants evaluated and saved."
+        return self.opt.evaluating() if isinstance(self.opt, OptimWrapper) else nullcontext()
 
     # -- loaders -------------------------------------------------------------------------------------------------------
 
@@ -355,21 +362,22 @@ class Loop(Resuming):
                 'loss detached, computed under no_grad, or turned into a number and back?')
 
     def _step(self) -> None:
-        if not self.opt.needs_closure: self.opt.step(only=self.turn)
+        if not self.opt.takes_closure: self.opt.step(only=self.turn)
         else: self._step_with_closure()
 
     def _step_with_closure(self) -> None:
         "Let the optimizer evaluate the batch as often as it likes; the first evaluation has been done already."
         before = {name: self.__dict__.get(name) for name in ('pred', 'loss', 'loss_grad')}
+        was_known = self.opt.needs_closure
 
-        def closure() -> Tensor:
-            if self._repeating:
-                self.opt.zero_grad(only=self.turn)
-                self._do_passes()
+        def evaluate() -> Tensor:
+            if not was_known: self._tell('_check_closure')
             self._repeating = True
+            self.opt.zero_grad(only=self.turn)
+            self._do_passes()
             return self._loss_of_all()
 
-        try: self.opt.step(closure, only=self.turn)
+        try: self.opt.step(Closure(evaluate, self._loss_of_all), only=self.turn)
         except BaseException:
             self.opt.clear_state(closures=True)  # half a line search is no state to go on from
             raise

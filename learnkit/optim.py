@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -34,6 +35,8 @@ from learnkit.optimstate import differences, load_state
 
 __all__ = ['OptimWrapper', 'trainable_params', 'norm_bias_params']
 
+NO_CONTEXT = nullcontext()
+
 _annotated = torch.optim.Optimizer.profile_hook_step(lambda opt: None).__code__  # that of every step torch annotates
 
 
@@ -54,6 +57,19 @@ class OptimWrapper(torch.optim.Optimizer):
     It is a `torch.optim.Optimizer` (schedulers and scalers take it), and `opt` is the wrapped one, untouched. Groups
     are those of the learner's splitter; parameters that weight decay spares sit in a param group of their own.
 
+    An optimizer that evaluates the loss inside its step (LBFGS, SAM) gets a closure for it.
+    `needs_closure` is True where `step` requires one, or where the optimizer's class has an
+    attribute `needs_closure = True`; the argument wins over both. An optimizer from outside of
+    torch whose `step` takes a closure optionally gets one too. That closure evaluates nothing as
+    long as the optimizer has changed neither its parameters nor their gradients, and
+    `needs_closure = False` gives none. What cannot go along with a second evaluation
+    (`GradientAccumulation`, fp16) is refused before training if `needs_closure` is True, and
+    otherwise at the first second evaluation.
+
+    An optimizer with methods `train` and `eval` (ScheduleFree) is switched by them: a fit trains
+    between `train()` and `eval()`; evaluation, predictions and saved files see the weights of
+    `eval()` (`evaluating`). Checkpoints of a running fit hold the weights that are trained.
+
     Raises `OptimizerError` when two optimizers share a parameter, or there is nothing to optimize.
 
     >>> opt = OptimWrapper([nn.Parameter(torch.zeros(2))], opt=torch.optim.Adam, lr=0.1)
@@ -67,6 +83,7 @@ class OptimWrapper(torch.optim.Optimizer):
         self,
         params: Any = None,       # parameters, lists of them, or torch's dicts; None with a ready optimizer
         opt: Any = None,          # a torch optimizer class or factory, a ready optimizer, or a list or dict of them
+        needs_closure: bool | None = None,  # whether steps evaluate the loss again; None: as its class says
         **hypers: Any,            # its options, by torch's or fastai's names
     ) -> None:
         if opt is None and params is not None: raise OptimizerError('Parameters need `opt=`: OptimWrapper(params, '
@@ -91,8 +108,18 @@ class OptimWrapper(torch.optim.Optimizer):
         self.always_trained: set[nn.Parameter] = set()              # those that stay trained in frozen groups
         self.frozen: set[nn.Parameter] = set()                      # those that `freeze_to` has frozen
         self.frozen_idx = 0                                         # how many groups are frozen
-        self._closures = {o for o in self.optimizers.values() if needs_closure(o)}
-        self.needs_closure = bool(self._closures)                   # whether a step evaluates the loss again (LBFGS)
+        self.spares_norms = False                    # by its kind, norms and biases do not decay
+        self.seen: set[nn.Parameter] | None = None   # what there was to train; None: it was ready
+        self.had: set[nn.Parameter] = set()          # what was in its groups at the last look
+        self.left_out: set[nn.Parameter] = set()     # trainable, but in no group when it was made
+        self.warned: set[nn.Parameter] = set()       # parameters that a warning has named
+        self.is_training = False                     # between `train()` and `eval()`
+        self._switching = [o for o in self.optimizers.values() if switches(o)]
+        wanted = dict.fromkeys(self.optimizers.values(), needs_closure)
+        if needs_closure is None:
+            wanted = {o: closure_of(o) for o in wanted}
+        self._closures = {o for o, needed in wanted.items() if needed is not False}  # get one
+        self._evaluating = {o for o, needed in wanted.items() if needed}  # evaluate the loss again
         seen: set[int] = set()
         for p in self.parameters():
             if id(p) in seen: raise OptimizerError('Two optimizers or groups share a parameter: give each its own.')
@@ -147,8 +174,10 @@ class OptimWrapper(torch.optim.Optimizer):
 
     def rename_params(self, new: Mapping[Any, Any]) -> None:
         "Take other parameters for those of its own that are keys of `new`, whose optimizers have them already."
-        for name in ('_exempt', 'always_trained', 'frozen'):
+        for name in ('_exempt', 'always_trained', 'frozen', 'left_out', 'warned', 'had'):
             setattr(self, name, {new.get(p, p) for p in getattr(self, name)})
+        if self.seen is not None:
+            self.seen = {new.get(p, p) for p in self.seen}
         self._apart = [(o, i, j, [new.get(p, p) for p in params]) for o, i, j, params in self._apart]
         self._fused = [FusedGuard(o) for o in fused_of(self.optimizers.values())]
 
@@ -182,7 +211,17 @@ class OptimWrapper(torch.optim.Optimizer):
 
     def evaluates_again(self, only: str | int | None = None) -> bool:
         "Return True if a step of all optimizers, or of one, evaluates the loss again (LBFGS)."
-        return any(o in self._closures for o in self._stepping(only))
+        return any(o in self._evaluating for o in self._stepping(only))
+
+    @property
+    def needs_closure(self) -> bool:
+        "Return True if a step is known to evaluate the loss again."
+        return bool(self._evaluating)
+
+    @property
+    def takes_closure(self) -> bool:
+        "Return True if a step may evaluate the loss again."
+        return bool(self._closures)
 
     def step(
         self,
@@ -199,9 +238,15 @@ class OptimWrapper(torch.optim.Optimizer):
         Raises `OptimizerError` for an optimizer that is not there.
         """
         for guard in self._fused: guard.prepare()
-        for o in self._stepping(only): loss = o.step(closure) if o in self._closures else unannotated_step(o)
+        for o in self._stepping(only):
+            if o not in self._closures:
+                res = unannotated_step(o)
+            elif isinstance(closure, Closure):
+                res = o.step(Evaluation(o, closure, self._evaluating))
+            else:
+                res = o.step(closure)
         self.n_steps += 1
-        return loss
+        return res
 
     def _stepping(self, only: str | int | None) -> Iterable[torch.optim.Optimizer]:
         if only is None: return self.optimizers.values()
@@ -312,6 +357,92 @@ class OptimWrapper(torch.optim.Optimizer):
         A group is a list of (name of the optimizer, number of its param group)."""
         self._places = [[(self.optimizers[name], i) for name, i in places] for places in groups]
 
+    # -- which parameters --------------------------------------------------------------------------
+
+    def set_params(
+        self,
+        groups: list[list[nn.Parameter]],   # of each group, in the order of their states in a file
+    ) -> bool:
+        """Let the groups have other parameters; states stay with the parameters that stay.
+
+        Returns False, with nothing changed, where torch's param groups do not follow from these:
+        with several optimizers, and where groups were added after spared parameters had been set
+        apart.
+        """
+        if len(self.optimizers) > 1 or len(groups) != len(self._groups):
+            return False
+        opt = self[0]
+        self._join_again(opt)
+        is_whole = all(len(places) == 1 for places in self._places)
+        if is_whole:
+            for (_, i), params in zip((places[0] for places in self._places), groups, strict=True):
+                opt.param_groups[i]['params'] = list(params)
+            self._forget_others()
+        if any(g.get('weight_decay') for g in self.param_groups):
+            self._set_apart()
+        return is_whole
+
+    def drop_params(self, gone: set[nn.Parameter]) -> None:
+        "Drop parameters, with their states, from every group of every optimizer."
+        kept = [[p for p in params if p not in gone] for params in self.param_lists]
+        if self.set_params(kept):
+            return
+        for group in self.param_groups:
+            group['params'] = [p for p in group['params'] if p not in gone]
+        self._apart = [
+            (o, i, j, [p for p in params if p not in gone]) for o, i, j, params in self._apart
+        ]
+        self._forget_others()
+
+    def _forget_others(self) -> None:
+        "Drop the states of parameters that are in no group."
+        own = set(self.parameters())
+        for o in self.optimizers.values():
+            for p in [p for p in o.state if p not in own]:
+                del o.state[p]
+        for name in ('_exempt', 'always_trained', 'frozen'):
+            setattr(self, name, getattr(self, name) & own)
+        self._fused = [FusedGuard(o) for o in fused_of(self.optimizers.values())]
+
+    # -- modes -------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        "Call `train` of the optimizers that have it: parameters get the values that are trained."
+        self.is_training = True
+        for o in self._switching:
+            o.train()  # type: ignore[attr-defined]  # it was looked up
+
+    def eval(self) -> None:
+        "Call `eval` of the optimizers that have it: parameters get the values to predict with."
+        self.is_training = False
+        for o in self._switching:
+            o.eval()  # type: ignore[attr-defined]
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Return a context in which the parameters have the values to predict with.
+
+        Afterwards they have, to the bit, the values that they had before. `eval()` and `train()`
+        alone would leave rounding errors, so that an evaluation would change what is trained after
+        it. The context needs memory for a copy of the parameters.
+
+        >>> opt = OptimWrapper(opt=torch.optim.SGD([nn.Parameter(torch.zeros(2))]))
+        >>> with opt.evaluating(): pass   # of torch's optimizers, nothing changes
+        """
+        return self._switched() if self.is_training and self._switching else NO_CONTEXT
+
+    @contextmanager
+    def _switched(self) -> Iterator[None]:
+        params = [p for o in self._switching for g in o.param_groups for p in g['params']]
+        trained = [p.detach().clone() for p in params]
+        self.eval()
+        try:
+            yield
+        finally:
+            self.train()
+            with torch.no_grad():
+                for p, value in zip(params, trained, strict=True):
+                    p.copy_(value)
+
     # -- freezing ------------------------------------------------------------------------------------------------------
 
     @property
@@ -352,7 +483,7 @@ class OptimWrapper(torch.optim.Optimizer):
 
     def clear_state(self, closures: bool = False) -> None:
         "Forget momenta and averages, of all optimizers or of those that need a closure."
-        for o in self._closures if closures else self.optimizers.values(): o.state.clear()
+        for o in self._evaluating if closures else self.optimizers.values(): o.state.clear()
 
     def state_dict(self) -> dict[str, Any]:
         "Return the optimizer's own state dict, or those of several by name."
@@ -381,6 +512,10 @@ class OptimWrapper(torch.optim.Optimizer):
         try: load_state(self, state_dict)
         finally:
             if any(g.get('weight_decay') for g in self.param_groups): self._set_apart()
+        if self.is_training:
+            self.train()
+        else:
+            self.eval()
         self._fused = [FusedGuard(o) for o in fused_of(self.optimizers.values())]
 
     def _names(self) -> str:
@@ -401,10 +536,86 @@ def _unshare_rates(optimizers: Iterable[torch.optim.Optimizer]) -> None:
             seen.add(id(g[name]))
 
 
-def needs_closure(opt: torch.optim.Optimizer) -> bool:
-    "Tell whether `step` cannot be called without a closure."
+class Closure:
+    "Evaluate a batch again that was evaluated before: what a Learner gives to `OptimWrapper.step`."
+
+    def __init__(
+        self,
+        evaluate: Callable[[], Any],   # computes the loss and its gradients again, and returns it
+        first: Callable[[], Any],      # returns the loss of the evaluation whose gradients are there
+    ) -> None:
+        self.evaluate, self.first, self.is_repeated = evaluate, first, False
+
+    def __call__(self) -> Any:
+        self.is_repeated = True
+        return self.evaluate()
+
+
+class Evaluation:
+    """The closure of one optimizer: it evaluates the loss again only when something has changed.
+
+    The loop has evaluated the batch before the step. As long as the optimizer's parameters and
+    their gradients are as they were when its step began, that loss is returned.
+    """
+
+    def __init__(
+        self,
+        opt: torch.optim.Optimizer,
+        closure: Closure,
+        evaluating: set[torch.optim.Optimizer],    # gets the optimizer when it evaluates again
+    ) -> None:
+        self.opt, self.closure, self.evaluating = opt, closure, evaluating
+        self._before = self._versions()
+        # a change by way of `p.data` leaves the version as it is
+        known = opt in evaluating and not is_torchs(opt)
+        self._values = [p.detach().clone() for p in self._params()] if known else []
+
+    def __call__(self) -> Any:
+        if self._is_unchanged():
+            return self.closure.first()
+        self._before = []
+        self.evaluating.add(self.opt)
+        return self.closure()
+
+    def _params(self) -> list[nn.Parameter]:
+        return [p for g in self.opt.param_groups for p in g['params']]
+
+    def _versions(self) -> list[Any]:
+        "Return what changes when a parameter or its gradient is written to or replaced."
+        grads = [(p._version, p.grad) for p in self._params()]
+        return [(n, id(grad), getattr(grad, '_version', None)) for n, grad in grads]
+
+    def _is_unchanged(self) -> bool:
+        if self.closure.is_repeated and self.opt in self.evaluating:
+            return False  # another optimizer has evaluated elsewhere
+        if not self._before or self._versions() != self._before:
+            return False
+        return not self._values or all(map(torch.equal, self._params(), self._values))
+
+
+def closure_of(opt: torch.optim.Optimizer) -> bool | None:
+    "Return True if `step` needs a closure, False if not, None if it may evaluate an optional one."
     closure = inspect.signature(opt.step).parameters.get('closure')
-    return closure is not None and closure.default is inspect.Parameter.empty
+    if closure is None:
+        return False
+    if closure.default is inspect.Parameter.empty:
+        return True
+    own = getattr(opt, 'needs_closure', None)
+    if isinstance(opt, OptimWrapper):
+        return own or (None if opt.takes_closure else False)
+    if own is not None:
+        return bool(own)
+    return False if is_torchs(opt) else None
+
+
+def is_torchs(opt: torch.optim.Optimizer) -> bool:
+    "Return True if `step` is torch's or this package's, of which only LBFGS evaluates the loss."
+    return type(opt).step.__module__.startswith(('torch.optim.', 'learnkit.'))
+
+
+def switches(opt: torch.optim.Optimizer) -> bool:
+    "Return True if an optimizer has weights for training and others for evaluation."
+    return all(callable(getattr(opt, name, None)) for name in ('train', 'eval'))
 
 
 def _named_optimizers(opt: Any) -> dict[str, torch.optim.Optimizer]:

@@ -19,6 +19,13 @@ __all__ = ['SGD', 'RMSProp', 'Adam', 'RAdam', 'Lookahead', 'ranger', 'QHAdam', '
            'hidden_matrices']
 
 
+def _sparing(params: Any, opt: Any) -> OptimWrapper:
+    "Make an optimizer by fastai's name: a Learner leaves norm layers and biases out of its weight decay."
+    res = OptimWrapper(params, opt=opt)
+    res.spares_norms = True
+    return res
+
+
 # ------------------------------------------------------------------------------------------------------ torch's own
 
 def SGD(
@@ -34,7 +41,7 @@ def SGD(
     {'lr': 0.1, 'mom': 0.9, 'wd': 0.0}
     """
     cls = DecoupledSGD if decouple_wd else torch.optim.SGD
-    return OptimWrapper(params, opt=partial(cls, lr=lr, momentum=mom, weight_decay=wd))
+    return _sparing(params, opt=partial(cls, lr=lr, momentum=mom, weight_decay=wd))
 
 
 def RMSProp(
@@ -55,7 +62,7 @@ def RMSProp(
     {'lr': 0.001, 'mom': 0.9, 'sqr_mom': 0.99, 'wd': 0.0, 'eps': 1e-08}
     """
     cls = DecoupledRMSprop if decouple_wd else torch.optim.RMSprop
-    return OptimWrapper(params, opt=partial(cls, lr=lr, momentum=mom, alpha=sqr_mom, eps=eps, weight_decay=wd))
+    return _sparing(params, opt=partial(cls, lr=lr, momentum=mom, alpha=sqr_mom, eps=eps, weight_decay=wd))
 
 
 def Adam(
@@ -78,7 +85,7 @@ def Adam(
     groups = as_groups(params)
     if fused is None: fused = all(map(can_fuse, members(groups)))
     cls = torch.optim.AdamW if decouple_wd else torch.optim.Adam
-    return OptimWrapper(groups, opt=partial(cls, lr=lr, betas=(mom, sqr_mom), eps=eps, weight_decay=wd, fused=fused))
+    return _sparing(groups, opt=partial(cls, lr=lr, betas=(mom, sqr_mom), eps=eps, weight_decay=wd, fused=fused))
 
 
 def RAdam(
@@ -100,7 +107,7 @@ def RAdam(
     """
     if beta: raise OptimizerError(f'beta={beta!r}: torch has no SAdam. Leave `beta` at 0, which is RAdam.')
     cls = partial(torch.optim.RAdam, decoupled_weight_decay=decouple_wd)
-    return OptimWrapper(params, opt=partial(cls, lr=lr, betas=(mom, sqr_mom), eps=eps, weight_decay=wd))
+    return _sparing(params, opt=partial(cls, lr=lr, betas=(mom, sqr_mom), eps=eps, weight_decay=wd))
 
 
 # torch's wrappers around these would run the hooks of a step a second time
@@ -140,7 +147,8 @@ def _shrink_and_step(opt: torch.optim.Optimizer, step: Callable[..., Any], closu
 
 # -------------------------------------------------------------------------------------------------------- Lookahead
 
-LAYOUT = ('_places', '_exempt', '_apart', 'always_trained', 'frozen', 'frozen_idx', 'called')  # of an OptimWrapper
+LAYOUT = ('_places', '_exempt', '_apart', 'always_trained', 'frozen', 'frozen_idx', 'called',
+          'spares_norms', '_closures', '_evaluating')  # of an OptimWrapper
 
 
 class Lookahead(OptimWrapper):
@@ -228,7 +236,7 @@ def QHAdam(
     Raises `MissingExtraError` without `pip install learnkit[optim]`.
     """
     cls = partial(_from_library('QHAdam', 'Adam'), nus=(nu_1, nu_2), weight_decouple=decouple_wd)
-    return OptimWrapper(params, opt=partial(cls, lr=lr, betas=(mom, sqr_mom), eps=eps, weight_decay=wd))
+    return _sparing(params, opt=partial(cls, lr=lr, betas=(mom, sqr_mom), eps=eps, weight_decay=wd))
 
 
 def Lamb(
@@ -248,7 +256,7 @@ def Lamb(
     Raises `MissingExtraError` without `pip install learnkit[optim]`.
     """
     cls = partial(_from_library('Lamb', 'Adam'), weight_decouple=decouple_wd, adam_debias=True)
-    res = OptimWrapper(params, opt=partial(cls, lr=lr, betas=(mom, sqr_mom), eps=eps, weight_decay=wd))
+    res = _sparing(params, opt=partial(cls, lr=lr, betas=(mom, sqr_mom), eps=eps, weight_decay=wd))
     res.opt.clamp = float('inf')  # it would take the norm of a large layer for 10
     return res
 
@@ -319,6 +327,7 @@ def MuonAdamW(
         'muon': partial(torch.optim.Muon, lr=lr, momentum=mom, weight_decay=wd, adjust_lr_fn=adjust_lr_fn)}
     res = OptimWrapper(opt={name: make[name](part) for name, part in parts.items() if part})
     res.share_groups(*places)
+    res.spares_norms = True
     return res
 
 

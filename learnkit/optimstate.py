@@ -119,7 +119,7 @@ def load_state(opt: OptimWrapper, state: Any) -> None:
         o.load_state_dict({'state': {i: _copied(state, params.get(i)) for i, state in states[name]['state'].items()},
                            'param_groups': [merged(group, saved) for group, saved in pairs]})
         for group, loaded in zip(own, o.param_groups, strict=True): group.clear(); group.update(loaded)
-        o.param_groups = own  # who reads a group goes on reading it
+        o.param_groups[:] = own  # who reads a group goes on reading it, also an optimizer that this one wraps
 
 
 def _copied(state: Any, p: Any) -> Any:

@@ -186,7 +186,8 @@ class Runs(HasCallbacks):
         """Call a method of this name of every callback that has one.
 
         `_run_failed`: an evaluation failed, and what was changed for its length is to be put back, as the outer run may
-        go on. `_before_evaluation`: one of a fit is about to begin. `_draw_failed`: a loader raised."""
+        go on. `_before_evaluation`: one of a fit is about to begin. `_draw_failed`: a loader raised.
+        `_check_closure`: a step evaluates the loss again, which is refused where it cannot be."""
         for cb in list(self._callbacks):
             if method := getattr(type(cb), name, None): method(cb)
 

@@ -60,6 +60,7 @@ class Saving(Loop):
     create_opt: Callable[[], None]
     get_preds: Callable[..., tuple[Any, ...]]
     _own_lrs: tuple[Any, Any]
+    _cover_params: Callable[[], None]
     _opt_is_of_another_model: Callable[[], bool]
 
     # -- weights -------------------------------------------------------------------------------------------------------
@@ -90,6 +91,9 @@ class Saving(Loop):
         True
         """
         path = self._weights_path(file)
+        with self._evaluated_weights(): return self._save(path, with_opt)
+
+    def _save(self, path: Path, with_opt: bool | None) -> Path:
         if path.suffix == SAFETENSORS: return self._save_safetensors(path, with_opt)
         if with_opt and self.opt is None:
             raise OptimizerError('There is no optimizer yet, so its state cannot be saved: leave out `with_opt`, or '
@@ -97,6 +101,7 @@ class Saving(Loop):
         state: Any = model_state(self.model)
         if with_opt is not False and self.opt is not None:
             state = {'model': state, 'opt': whole_state(plain(self.opt.state_dict(), 'The optimizer\'s state'))}
+            if has_params(self.loss_func): state['loss_func'] = model_state(self.loss_func)
         if self.world.is_first:
             with atomic_write(path) as tmp: torch.save(state, tmp)
         return path
@@ -137,15 +142,20 @@ class Saving(Loop):
         path = self._weights_path(file, to_read=True)
         stored = read_weights(path, torch.device('cuda', device) if isinstance(device, int) else device)
         opt_state = opt_state_of(stored, with_opt, path)
+        with_loss = (opt_state is not None and stored.loss_func is not None
+                     and has_params(self.loss_func))
         with self._optimizer(made=opt_state is not None):
             differences = weights_differ(self.model, stored.model, strict)
             if opt_state is not None: differences += self.opt.differences(opt_state, bare_model(self.model))
+            if with_loss:
+                differences += [f'loss_func: {d}' for d in weights_differ(self.loss_func, stored.loss_func)]
             check_weights(path, differences, self.model, _fix(differences))
         self('before_load')
         load_weights(self.model, stored.model, strict)
+        if with_loss: load_weights(self.loss_func, stored.loss_func)
         if opt_state is not None:
             # the state goes where the parameters are, and they would move at the next fit
-            if (device := getattr(self.dls, 'device', None)) is not None: self.model.to(device)
+            self._to_device()
             self.opt.load_state_dict(opt_state)
         self('after_load')
         return self
@@ -160,6 +170,12 @@ class Saving(Loop):
         except BaseException:
             self.opt, self.lr, self._own_lrs, self._done['st'] = before
             raise
+
+    def _to_device(self) -> None:
+        "Move the model, and a loss function that is a module, to the device of the data, where there is one."
+        if (device := getattr(self.dls, 'device', None)) is None: return
+        for module in (self.model, self.loss_func):
+            if isinstance(module, nn.Module): module.to(device)
 
     def _weights_path(self, file: Any, to_read: bool = False) -> Path:
         "Return the path of a file of weights; found are also one with its suffix doubled, as by fastai, or another."
@@ -203,9 +219,10 @@ class Saving(Loop):
         """
         path = file_path(fname, self.path, suffix='')
         config = {**own_config(self), 'model_config': plain(model_config, 'model_config')}
-        state = {'learnkit': FORMAT, 'config': config, 'model': model_state(self.model)}
-        if self.world.is_first:
-            with atomic_write(path) as tmp: torch.save(state, tmp)
+        with self._evaluated_weights():
+            state = {'learnkit': FORMAT, 'config': config, 'model': model_state(self.model)}
+            if self.world.is_first:
+                with atomic_write(path) as tmp: torch.save(state, tmp)
         return path
 
     # -- serving -------------------------------------------------------------------------------------------------------
@@ -245,12 +262,13 @@ class Saving(Loop):
         path = file_path(fname, self.path, suffix='.pt2')
         if not self.world.is_first: return path
         xb = sample_inputs(self.dls) if sample is None else sample if isinstance(sample, tuple) else (sample,)
-        model = on_cpu(bare_model(self.model))
-        modes = [(m, m.training) for m in model.modules()]
-        try: program = program_of(model.eval(), *two_rows(xb), act)
-        finally:
-            for m, mode in modes: m.training = mode
-        with atomic_write(path) as tmp, tmp.open('wb') as f: torch.export.save(program, f)
+        with self._evaluated_weights():
+            model = on_cpu(bare_model(self.model))
+            modes = [(m, m.training) for m in model.modules()]
+            try: program = program_of(model.eval(), *two_rows(xb), act)
+            finally:
+                for m, mode in modes: m.training = mode
+            with atomic_write(path) as tmp, tmp.open('wb') as f: torch.export.save(program, f)
         return path
 
     # -- looking -------------------------------------------------------------------------------------------------------
@@ -287,6 +305,11 @@ class Saving(Loop):
         (preds,), (targs,) = microbatches((preds,), (targs,), max_n)[0]
         told = {'predicted': preds} if targs is None else {'target': targs, 'predicted': preds}
         return show_samples(xb, told, getattr(self.dls, 'vocab', None), wrong_ones(preds, targs), **kwargs)
+
+
+def has_params(loss_func: Any) -> bool:
+    "Return True if a loss function is a module with parameters."
+    return isinstance(loss_func, nn.Module) and next(loss_func.parameters(), None) is not None
 
 
 def file_path(file: Any, folder: Path, suffix: str = '.pth') -> Path:

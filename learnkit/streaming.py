@@ -80,7 +80,7 @@ class PredictionStream(Iterator[tuple[Any, ...]]):
                 learn.lock.acquire()  # the run holds it once, and gave it up to pause
             try:
                 if self._state is not None: _tell(learn, '_run_resumed')
-                with self._context(): step()
+                with self._context(), learn._evaluated_weights(): step()
                 _tell(learn, '_run_paused')
                 self._state = _snapshot(learn)
                 _PAUSED.add(self)

@@ -52,6 +52,9 @@ class TrainEvalCallback(Callback):
             learn.model.train()
             for module, mode in self._modes: module.training = mode
         self._starting, self._modes, self._trained = False, [], True
+        if learn.fitting:
+            learn._cover_params()
+            learn.opt.train()
 
     def after_batch(self) -> None:
         learn = self.learn

@@ -45,6 +45,7 @@ class Stored:
     "What a file of weights holds."
     model: Mapping[str, Any]
     opt: Any = None                       # the optimizer's state, where there is one
+    loss_func: Any = None                 # of a loss function whose parameters are trained
     config: dict[str, Any] | None = None  # of a file written by `save_learner`
 
 
@@ -170,14 +171,16 @@ def _why_unsafe(path: Path, names: list[str]) -> str:
 
 def _parts(state: Any, path: Path) -> Stored:
     "Tell the layouts apart: ours and fastai's with optimizer, checkpoints, with a configuration, a bare state dict."
-    model, opt, config = state, None, None
+    model, opt, loss_func, config = state, None, None, None
     if isinstance(state, Mapping) and isinstance(state.get('model'), Mapping):
-        if set(state) == {'model', 'opt'}: model, opt = state['model'], state['opt']
-        elif {'model', 'optimizer', 'position'} <= state.keys(): model, opt = state['model'], state['optimizer']
+        if set(state) in ({'model', 'opt'}, {'model', 'opt', 'loss_func'}):
+            model, opt, loss_func = state['model'], state['opt'], state.get('loss_func')
+        elif {'model', 'optimizer', 'position'} <= state.keys():
+            model, opt, loss_func = state['model'], state['optimizer'], state.get('loss_func')
         elif 'learnkit' in state: model, config = state['model'], _config(state, path)
     if not isinstance(model, Mapping) or not all(_is_entry(k, v) for k, v in model.items()):
         raise WeightsError(f'{path} holds no state dict (tensors by name), but {_shown(state)}. Nothing was loaded.')
-    return Stored(model, opt, config)
+    return Stored(model, opt, loss_func, config)
 
 
 def _config(state: Mapping[str, Any], path: Path) -> dict[str, Any]:

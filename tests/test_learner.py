@@ -89,7 +89,7 @@ def test_the_constructors_keywords_are_attributes(tmp_path: Path) -> None:
 
 def test_the_defaults() -> None:
     learn = Learner(synth_dls(), RegModel(), nn.MSELoss())
-    assert (learn.lr, learn.wd, learn.wd_bn_bias, learn.train_bn) == (defaults.lr, None, False, True)
+    assert (learn.lr, learn.wd, learn.wd_bn_bias, learn.train_bn) == (defaults.lr, None, None, True)
     assert (learn.moms, learn.microbatch) == ((0.95, 0.85, 0.95), None)
     assert (learn.path, learn.model_dir, learn.logger) == (Path('.'), 'models', print)
     assert [type(cb) for cb in learn.cbs] == defaults.callbacks == [TrainEvalCallback, Recorder, ProgressCallback]

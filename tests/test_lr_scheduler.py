@@ -121,7 +121,7 @@ def test_each_group_of_the_splitter_is_one_for_the_scheduler() -> None:
     model = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     used = Used()
     split = lambda m: [[*m[0].parameters()], [*m[1].parameters(), *m[2].parameters()]]
-    learn = learner(3, model=model, splitter=split, wd=0.1)
+    learn = learner(3, model=model, splitter=split, wd=0.1, wd_bn_bias=False)
     make = partial(torch_lr.LambdaLR, lr_lambda=[lambda i: 1 / (i + 1), lambda i: 0.5 ** i])
     learn.fit(1, lr=[0.25, 0.5], cbs=[LRScheduler(make, by='batch'), used])
     assert len(learn.opt.param_groups) == 4  # biases and norms are spared from weight decay

@@ -178,6 +178,7 @@ def test_in_double_precision_with_weight_decay_of_the_learner() -> None:
     with unchanged(learn): learn.lr_find(num_it=12, show_plot=False)
 
 
+@pytest.mark.filterwarnings(r'ignore:.*head\.weight, head\.bias')  # it leaves them out
 def test_a_ready_optimizer_is_left_as_it_came() -> None:
     model = Net()
     opt = torch.optim.SGD(groups(model)[0], lr=0.5, momentum=0.9)

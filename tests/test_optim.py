@@ -292,7 +292,7 @@ def test_a_group_that_is_added_later_trains_and_has_hypers(add: Any) -> None:
     model, used = net(), []
     read = Callback(before_step=lambda cb: used.append([h['lr'] for h in cb.opt.hypers]))
     learn = learner(model, read, opt_func=torch.optim.SGD, splitter=lambda m: m[0].parameters())
-    learn.fit(1)
+    with pytest.warns(UserWarning, match=r'1\.weight, 1\.bias, 3\.weight, 3\.bias'): learn.fit(1)
     before = weights(model)
     add(learn.opt, {'params': list(model[3].parameters()), 'lr': 0.7})
     if add is add_to_wrapper: assert learn.opt.last_group['lr'] == 0.7  # at once

@@ -52,7 +52,7 @@ def test_groups_made_with_one_rate_in_a_tensor_have_rates_of_their_own(opt_func:
 def test_rates_that_the_optimizer_brought_stay_beside_that_of_a_later_group() -> None:
     model = RegModel()
     learn = learner(model=model, opt_func=torch.optim.SGD([model.a], lr=0.05))
-    learn.fit(1)
+    with pytest.warns(UserWarning, match=': b[.]'): learn.fit(1)
     learn.opt.add_param_group({'params': [model.b], 'lr': 0.25})
     before = model.b.item()
     learn.fit(1)

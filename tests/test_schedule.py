@@ -165,7 +165,7 @@ def test_groups_that_are_replaced_in_the_fit_are_followed() -> None:
 
 def test_parameters_that_weight_decay_spares_follow_the_rate_and_keep_their_zero() -> None:
     model = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    learn = learner(4, model=model, opt_func=torch.optim.AdamW)
+    learn = learner(4, model=model, opt_func=torch.optim.AdamW, wd_bn_bias=False)
     seen: list[Any] = []
     def note(cb: Any) -> None:
         seen.append([(g['lr'], g['weight_decay'], len(g['params'])) for g in cb.opt.param_groups])

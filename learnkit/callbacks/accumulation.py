@@ -59,10 +59,13 @@ class GradientAccumulation(Callback):
 
     def before_fit(self) -> None:
         if not self.learn.fitting: return
-        if self.learn.opt.needs_closure:
-            raise OptionError('GradientAccumulation: an optimizer that evaluates the loss again (LBFGS) would see the '
-                              'last batch alone. Use `Learner(microbatch=)` and bigger batches.')
+        if self.learn.opt.needs_closure: self._check_closure()
         self._forget()
+
+    def _check_closure(self) -> None:
+        "Refuse an optimizer whose steps evaluate the loss again."
+        raise OptionError('GradientAccumulation: an optimizer that evaluates the loss again (LBFGS) would see the '
+                          'last batch alone. Use `Learner(microbatch=)` and bigger batches.')
 
     def before_train(self) -> None:
         self._stepped = False

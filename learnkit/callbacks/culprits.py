@@ -58,9 +58,13 @@ def is_finite(value: Any) -> bool:
 # Names
 
 def named_parameters(learn: Any) -> dict[str, nn.Parameter]:
-    "Return the model's parameters by name, and with them what else the optimizer has."
+    "Return the parameters of model and loss function by name, and what else the optimizer has."
     found = dict(learn.model.named_parameters())
     known = {id(p) for p in found.values()}
+    if isinstance(learn.loss_func, nn.Module):
+        own = learn.loss_func.named_parameters()
+        found |= {f'loss_func.{name}': p for name, p in own if id(p) not in known}
+        known = {id(p) for p in found.values()}
     others = [p for p in learn.opt.parameters() if id(p) not in known] if learn.opt is not None else []
     return found | {f'{i} outside the model': p for i, p in enumerate(others)}
 

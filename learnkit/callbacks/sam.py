@@ -60,13 +60,16 @@ class SAM(Callback):
         if any(isinstance(cb, GradientAccumulation) for cb in learn.cbs):
             raise OptionError('SAM with GradientAccumulation would perturb for the last batch alone. Use bigger '
                               'batches with `Learner(microbatch=)`, which has the same gradients.')
-        if learn.opt.needs_closure:
-            raise OptionError('SAM steps once with the gradient nearby; an optimizer that evaluates the loss again '
-                              '(LBFGS) moves on from there. Use SGD or Adam.')
+        if learn.opt.needs_closure: self._check_closure()
         if replaces_batch(learn):
             raise OptionError(f'SAM computes the loss a second time, which the `_do_one_batch` of '
                               f'{type(learn).__name__} does by itself. Write it as `train_batch`, with '
                               '`self.optimize(f)`, where f() computes the loss.')
+
+    def _check_closure(self) -> None:
+        "Refuse an optimizer whose steps evaluate the loss again."
+        raise OptionError('SAM steps once with the gradient nearby; an optimizer that evaluates the loss again (LBFGS) '
+                          'moves on from there. Use SGD or Adam.')
 
     def before_step(self) -> None:
         learn = self.learn
