@@ -109,7 +109,9 @@ def find_bs(
     yb: tuple[Any, ...] = (),   # its targets, where `b` is the inputs
     size_func: Callable[[Any, Any], int] | None = None,  # f(xb, yb) that counts samples itself
 ) -> int:
-    """Return the number of samples in a batch. The first case that holds decides:
+    """Return the number of samples in a batch.
+
+    The first case that holds decides:
 
     1. `size_func`: what it returns.
     2. The first entry with a size is a tensor or array (N, ...): N; a PackedSequence: its sequences; an object with

@@ -117,9 +117,9 @@ class Loop(Resuming):
         try: n = count_samples(self)
         except BatchError as e:
             if asked is None: return
-            raise TimeError(f'{asked!r}: samples are not counted. {e}') from None
+            raise TimeError(f'{asked}: samples are not counted. {e}') from None
         if n < 1 and asked is not None:
-            raise TimeError(f'{asked!r}: the first batch has {n} samples, {describe(self.xb)}.')
+            raise TimeError(f'{asked}: the first batch has {n} samples, {describe(self.xb)}.')
         if self.size_func is None and not has_certain_size(self.xb, self.yb):
             warn_user(f'The batch {describe((*self.xb, *self.yb))} is counted as {n} samples, one for each entry of a '
                       'list. If the list holds several inputs instead, stacked over samples, give '

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from learnkit import Callback, Checkpoint, DataLoaders, GradientAccumulation, Learner, Periodic, find_bs
 from learnkit.batch import concat, cut_batch, has_certain_size, is_sample_list, microbatches
-from learnkit.callbacks import CutMix, MixUp, SpeedMonitor
+from learnkit.callbacks import CutMix, EarlyStopping, MixUp, SpeedMonitor
 from learnkit.distributed.shards import shard
 from learnkit.errors import BatchError, LossError, OptionError, TimeError
 from learnkit.gathering import per_sample, reordered
@@ -120,10 +120,11 @@ class OfOpaque(Sum):
     def forward(self, x: Opaque) -> Tensor: return self.weight * x.n
 
 
-@pytest.mark.parametrize('how', ['fit', 'every', 'eval_every'])
+@pytest.mark.parametrize('how', ['fit', 'every', 'eval_every', 'patience'])
 def test_samples_that_are_not_counted_are_refused_where_they_are_asked_for(how: str) -> None:
     batches = [(Opaque(5), torch.tensor(1.))]
-    learn = learner(batches, OfOpaque(), cbs=[Periodic('10sp', print)] * (how == 'every'),
+    cbs = {'every': Periodic('10sp', print), 'patience': EarlyStopping('train_loss', patience='10sp')}
+    learn = learner(batches, OfOpaque(), cbs=cbs.get(how),
                     eval_every='10sp' if how == 'eval_every' else '1ep')
     if how == 'eval_every': learn.dls = DataLoaders(batches, batches)
     with pytest.raises(TimeError, match=r'10sp.*size_func'): learn.fit('10sp' if how == 'fit' else 1)
