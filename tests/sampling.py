@@ -1,4 +1,5 @@
 """Batches whose samples are not rows of one tensor: images with boxes, sequences of any length, graphs."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -41,15 +42,21 @@ class Detector(nn.Module):
         super().__init__()
         self.last = nn.Linear(CHANNELS, 4).double()
         nn.init.constant_(self.last.weight, 0.1)
-        nn.init.constant_(self.last.bias, 0.)
+        nn.init.constant_(self.last.bias, 0.0)
 
     def forward(self, images: Any) -> list[dict[str, Tensor]]:
-        return [{'boxes': self.last(image.mean((1, 2))).expand(1 + int(image[0, 0, 0]) % 3, 4)} for image in images]
+        return [
+            {'boxes': self.last(image.mean((1, 2))).expand(1 + int(image[0, 0, 0]) % 3, 4)}
+            for image in images
+        ]
 
 
 def box_loss(preds: list[dict[str, Tensor]], targets: Any) -> Tensor:
     "Return the mean over samples of a squared distance of mean boxes."
-    each = [(p['boxes'].mean(0) - t['boxes'].mean(0)).square().mean() for p, t in zip(preds, targets, strict=True)]
+    each = [
+        (p['boxes'].mean(0) - t['boxes'].mean(0)).square().mean()
+        for p, t in zip(preds, targets, strict=True)
+    ]
     return torch.stack(each).mean()
 
 

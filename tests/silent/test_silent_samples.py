@@ -1,4 +1,5 @@
 """What counts as a sample: of lists of images, ragged sequences and graphs."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -9,7 +10,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from learnkit import AvgMetric, Callback, DataLoaders, GradientAccumulation, Learner, Periodic, find_bs
+from learnkit import (
+    AvgMetric,
+    Callback,
+    DataLoaders,
+    GradientAccumulation,
+    Learner,
+    Periodic,
+    find_bs,
+)
 from tests.sampling import Detector, Graphs, as_lists, box_loss, detection, scenes
 
 Row = Callable[..., None]
@@ -53,7 +62,7 @@ def test_microbatches_of_images(row: Row) -> None:
     for learn in (whole, cut):
         learn.fit(1)
     distance = float((whole.model.last.weight - cut.model.last.weight).detach().abs().max())
-    row(was='RuntimeError', now=distance, independent=0.)
+    row(was='RuntimeError', now=distance, independent=0.0)
     assert distance < 1e-14
 
 
@@ -84,7 +93,7 @@ def test_metric_of_ragged_sequences(row: Row) -> None:
     class Tripled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.scale = nn.Parameter(torch.tensor(3.))
+            self.scale = nn.Parameter(torch.tensor(3.0))
 
         def forward(self, sequences: Any) -> Any:
             return [self.scale * s for s in sequences]
@@ -92,8 +101,10 @@ def test_metric_of_ragged_sequences(row: Row) -> None:
     def error(preds: Any, targets: Any) -> Any:
         return torch.stack([(p - t).mean() for p, t in zip(preds, targets, strict=True)]).mean()
 
-    value = Learner(DataLoaders(batches, batches), Tripled(), error, metrics=AvgMetric(error)).validate()[1]
-    expected = sum(2. * i for i in range(4)) / 4
+    value = Learner(
+        DataLoaders(batches, batches), Tripled(), error, metrics=AvgMetric(error)
+    ).validate()[1]
+    expected = sum(2.0 * i for i in range(4)) / 4
     row(was=4.57143, now=value, independent=expected)
     assert value == pytest.approx(expected)
 
@@ -133,8 +144,13 @@ def test_size_func(row: Row) -> None:
     def loss(pred: Any, targ: Any) -> Any:
         return (pred - targ).square()
 
-    learn = Learner(DataLoaders([(Opaque(), torch.tensor(1.))]), Model(), loss,
-                    size_func=lambda xb, yb: len(xb[0].rows), cbs=Callback())
+    learn = Learner(
+        DataLoaders([(Opaque(), torch.tensor(1.0))]),
+        Model(),
+        loss,
+        size_func=lambda xb, yb: len(xb[0].rows),
+        cbs=Callback(),
+    )
     learn.logger, learn.create_mbar = lambda row: None, False
     learn.fit('10sp')
     row(was=0, now=learn.time.sp, independent=10)
