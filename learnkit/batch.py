@@ -7,8 +7,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,9 +20,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 from learnkit.errors import BatchError
 
-__all__ = ['TARGET_NAMES', 'split_batch', 'to_device', 'to_detach', 'detuplify', 'find_bs', 'concat', 'microbatches',
-           'take_rows', 'apply_model', 'passed_names', 'call_by_name', 'unpack_output', 'map_tensors', 'describe',
-           'children_of', 'rebuilt']
+__all__ = ['TARGET_NAMES', 'split_batch', 'to_device', 'to_detach', 'detuplify', 'find_bs', 'count_samples',
+           'batch_counter', 'count_stacked', 'has_certain_size', 'concat', 'microbatches', 'cut_batch', 'take_rows',
+           'is_sample_list', 'has_listed_samples', 'have_listed_samples', 'apply_model', 'passed_names',
+           'call_by_name', 'unpack_output', 'map_tensors', 'describe', 'children_of', 'rebuilt']
 
 TARGET_NAMES = ('labels', 'label', 'targets', 'target', 'y')  # where a batch with named entries has its targets
 _FORM = ': it is (*inputs, target), or a dict of inputs and `labels`. Look at what the collate function returns.'
@@ -102,41 +104,106 @@ def detuplify(t: Any) -> Any:
     return t[0] if t else None
 
 
-def find_bs(b: Any) -> int:
-    """Return the number of samples in a batch: the first dimension of its first tensor, or its first list's length.
+def find_bs(
+    b: Any,                  # a batch, or the tuple of its inputs
+    yb: tuple[Any, ...] = (),   # its targets, where `b` is the inputs
+    size_func: Callable[[Any, Any], int] | None = None,  # f(xb, yb) that counts samples itself
+) -> int:
+    """Return the number of samples in a batch.
 
-    Raises `BatchError` when there is neither a tensor with a dimension nor a list of other things.
+    The first case that holds decides:
+
+    1. `size_func`: what it returns.
+    2. The first entry with a size is a tensor or array (N, ...): N; a PackedSequence: its sequences; an object with
+       `num_graphs`: that number. Entries come in their order, inputs before targets; those of mappings, dataclasses
+       and named tuples are entries of the batch.
+    3. The first entry with a size is a list or tuple of m tensors, dicts or other containers, the first of n rows: m
+       samples, or some inputs of n samples. Another entry that fits only one of the two decides, the last one first,
+       so that targets do: a tensor of n rows, a list of m strings or dicts, a list of m tensors.
+    4. No other entry decides: m, one entry a sample.
+    5. No entry holds a tensor with a dimension: the length of the first list of numbers, strings, dicts or tensors.
+
+    Raises `BatchError` in any other case.
 
     >>> find_bs({'ids': torch.zeros(8, 12), 'weight': torch.tensor(1.)})
     8
+    >>> images = [torch.zeros(3, 20, 30), torch.zeros(3, 25, 40)]
+    >>> find_bs((images,), ([{'boxes': torch.zeros(5, 4)}, {'boxes': torch.zeros(1, 4)}],))
+    2
+    >>> find_bs(([torch.zeros(64, 9), torch.zeros(64, 5)],), (torch.zeros(64),))  # two inputs
+    64
     """
-    if type(b) is tuple and b and type(b[0]) is Tensor and (shape := b[0].shape): return shape[0]
+    if size_func is None and type(b) is tuple and b and type(b[0]) is Tensor and (shape := b[0].shape): return shape[0]
 
-    n = next(_tensor_sizes(b), None)
-    if n is None: n = next(_list_sizes(b), None)
-    if n is None:
-        raise BatchError(f'The batch has no size: there is no tensor with a dimension in {describe(b)}. Give a tensor '
-                         'whose first dimension counts the samples.')
-    return n
+    if size_func is not None:
+        return int(size_func(b, yb))
+    return _count_and_certainty(b, yb)[0]
+
+
+def count_samples(
+    learn: Any,  # a Learner with a batch at hand
+) -> int:
+    "Return the number of samples in this process's batch, by `find_bs` and the Learner's `size_func`."
+    return find_bs(learn.xb, learn.yb, getattr(learn, 'size_func', None))
+
+
+def batch_counter(
+    learn: Any,  # a Learner
+) -> Callable[[Any], int]:
+    "Return a function that counts the samples of a batch as a loader gave it, like those of the batch at hand."
+    n_inp, size_func = getattr(learn.dls, 'n_inp', None), getattr(learn, 'size_func', None)
+    return lambda batch: find_bs(*split_batch(batch, n_inp), size_func)
+
+
+def count_stacked(
+    xb: tuple[Any, ...],  # inputs
+) -> int:
+    "Return the number of samples of stacked inputs; raise `BatchError` for a list with one entry a sample."
+    n = find_bs(xb)
+    if not has_listed_samples(xb, n): return n
+    if has_certain_size(xb, ()):
+        raise BatchError(f'The inputs {describe(xb)} have a list with one entry a sample: stack them into a tensor.')
+    return next(_tensor_sizes(xb))
+
+
+def has_certain_size(xb: tuple[Any, ...], yb: tuple[Any, ...]) -> bool:
+    """Return False if only case 4 of `find_bs` counts the samples, where stacked inputs would look the same.
+
+    Tensors that differ in their first dimension are samples, and so are images (C, H, W) of 1, 3 or 4 channels.
+
+    >>> views = [torch.zeros(64, 9), torch.zeros(64, 9)]
+    >>> has_certain_size((views,), ()), has_certain_size((views,), (torch.zeros(64),))
+    (False, True)
+    """
+    return _count_and_certainty(xb, yb)[1]
 
 
 def concat(
     items: list[Any],  # equal nested structures, one a batch
     dim: int = 0,      # the dimension along which tensors are joined; those without one are stacked
+    sizes: list[int] | None = None,  # samples of each item, where known
+    listed: bool = False,            # the batches have their samples in lists, see `has_listed_samples`
 ) -> Any:
     """Join batches of predictions, targets or inputs into one structure of the same kind.
 
     Tensors whose other dimensions differ become one flat list of their samples. A list of dicts, strings or other
-    objects has one entry a sample, and such lists are chained; what else is no tensor becomes a list with one entry a
-    batch. Raises `BatchError` when there is nothing to join or the structures differ.
+    objects has one entry a sample, and such lists are chained, as are lists and tuples that `sizes` show to have one;
+    graphs that can be taken apart become a list of them, and what else is no tensor one with an entry a batch. Raises
+    `BatchError` when there is nothing to join or the structures differ.
 
     >>> concat([(torch.tensor([1, 2]), ['a', 'b']), (torch.tensor([3]), ['c'])])
     (tensor([1, 2, 3]), ['a', 'b', 'c'])
+    >>> [len(t) for t in concat([(torch.zeros(5), torch.zeros(7)), (torch.zeros(4),)], sizes=[2, 1])]
+    [5, 7, 4]
     """
     if not items: raise BatchError('There is nothing to join: not one batch was given.')
     first = items[0]
     if all(isinstance(o, Tensor) for o in items): return _join_tensors(items, dim)
+    if sizes is not None and have_listed_samples(items, sizes, listed):
+        return [sample for o in items for sample in o]
     if any(type(o) is not type(first) for o in items): return list(items)
+    if _graph_count(first) is not None and hasattr(first, 'to_data_list'):
+        return [graph for o in items for graph in o.to_data_list()]
 
     if isinstance(first, list) and (_is_sample_list(first) or any(len(o) != len(first) for o in items)):
         return [sample for o in items for sample in o]
@@ -144,27 +211,69 @@ def concat(
     if children[0] is None: return list(items)
     if any(_keys(o) != _keys(first) for o in items):
         raise BatchError(f'Batches of different structure cannot be joined: {_differing(items)}.')
-    return rebuilt(first, [concat(list(group), dim) for group in zip(*children, strict=True)])
+    return rebuilt(first, [concat(list(group), dim, sizes, listed) for group in zip(*children, strict=True)])
 
 
 def microbatches(
     xb: tuple[Any, ...],  # inputs
     yb: tuple[Any, ...],  # targets
     size: int,            # the most samples a piece may have
+    n: int | None = None,  # samples of the batch; None: as `find_bs` counts them
 ) -> list[tuple[tuple[Any, ...], tuple[Any, ...]]]:  # (xb, yb) of each piece
     """Cut a batch into pieces of at most `size` samples, without copying.
 
-    Every tensor whose first dimension is the batch size is cut, as is a list or tuple of other things with that length;
-    everything else goes whole to each piece. A batch that is small enough is its own only piece.
+    Every tensor whose first dimension is the batch size is cut, as is a list or tuple with one entry a sample;
+    everything else goes whole to each piece. A batch that is small enough is its own only piece. Raises `BatchError`
+    for a batch that cannot be cut: see `cut_batch`.
 
     >>> [x.tolist() for (x,), _ in microbatches((torch.arange(5),), (), 2)]
     [[0, 1], [2, 3], [4]]
     """
     if size < 1: raise BatchError(f'A microbatch has at least 1 sample, not {size}.')
-    n = find_bs((*xb, *yb))
+    if n is None: n = find_bs((*xb, *yb))
     if n <= size: return [(xb, yb)]
-    return [(tuple(take_rows(o, n, rows) for o in xb), tuple(take_rows(o, n, rows) for o in yb))
-            for i in range(0, n, size) for rows in (slice(i, i + size),)]
+    return cut_batch(xb, yb, n, [slice(i, i + size) for i in range(0, n, size)])
+
+
+def cut_batch(
+    xb: tuple[Any, ...],  # inputs
+    yb: tuple[Any, ...],  # targets
+    n: int,               # samples of the batch
+    pieces: Sequence[slice | list[int]],  # the samples of each piece
+) -> list[tuple[tuple[Any, ...], tuple[Any, ...]]]:  # (xb, yb) of each piece
+    """Return these pieces of a batch.
+
+    Raises `BatchError` with the number of the entry for a PackedSequence or another object that cannot be cut, for
+    inputs of which nothing has an entry a sample, and for tensors as targets of which none has.
+
+    >>> cut_batch((torch.arange(3),), (['a', 'b', 'c'],), 3, [[2, 0]])
+    [((tensor([2, 0]),), (['c', 'a'],))]
+    """
+    listed = has_listed_samples((*xb, *yb), n)
+    cut = [(_cut_entries('input', xb, n, rows, listed), _cut_entries('target', yb, n, rows, listed)) for rows in pieces]
+    for name, whole, parts in (('inputs', xb, cut[0][0]), ('targets', yb, cut[0][1])):
+        is_cut = any(a is not b for a, b in zip(whole, parts, strict=True))
+        if not is_cut and (name == 'inputs' or next(_tensor_sizes(whole), None) is not None):
+            raise BatchError(f'The batch has {n} samples, and the {name} {describe(whole)} have nothing with an entry '
+                             f'for each: they cannot be cut. Give a tensor of {n} rows or a list of {n} entries.')
+    return cut
+
+
+def _cut_entries(
+    name: str,  # for errors
+    entries: tuple[Any, ...],
+    n: int,
+    rows: slice | list[int],
+    listed: bool,
+) -> tuple[Any, ...]:
+    "Return these samples of each entry, and name an entry that cannot be cut."
+    cut = []
+    for i, entry in enumerate(entries):
+        try:
+            cut.append(take_rows(entry, n, rows, listed))
+        except BatchError as e:
+            raise BatchError(f'{name} {i}: {e}') from None
+    return tuple(cut)
 
 
 def apply_model(
@@ -317,33 +426,160 @@ def _is_sample_list(o: Iterable[Any]) -> bool:
 
 # Sizes and pieces
 
+def _is_list(o: Any) -> bool:
+    "Return True for a list, or a tuple without names."
+    return isinstance(o, list) or (isinstance(o, tuple) and not hasattr(o, '_fields')
+                                   and not isinstance(o, PackedSequence))
+
+
+def _graph_count(o: Any) -> int | None:
+    "Return the number of graphs of a batch of graphs, None for anything else."
+    n = getattr(o, 'num_graphs', None)
+    return n if isinstance(n, int) else None
+
+
+def _entries(b: Any) -> Iterator[Any]:
+    "Yield what a batch holds, through mappings, dataclasses and named tuples, but not what is inside of its lists."
+    children = None if isinstance(b, PackedSequence) or _graph_count(b) is not None else children_of(b)
+    for o in [b] if children is None else children:
+        if o is b or _is_list(o): yield o
+        else: yield from _entries(o)
+
+
 def _tensor_sizes(b: Any) -> Iterator[int]:
-    "Yield the batch size by each tensor or array in `b`, in order."
+    "Yield the batch size by each tensor, array or batch of graphs in `b`, in order."
     if isinstance(b, PackedSequence): yield int(b.batch_sizes[0])
     elif isinstance(b, (Tensor, np.ndarray)):
         if b.ndim: yield b.shape[0]
+    elif (n := _graph_count(b)) is not None: yield n
     else:
         for o in children_of(b) or (): yield from _tensor_sizes(o)
 
 
-def _list_sizes(b: Any) -> Iterator[int]:
-    "Yield the length of each innermost list in `b`, in order."
+def _list_sizes(b: Any, is_entry: bool = False) -> Iterator[int]:
+    "Yield the length of each innermost list in `b`, in order; of an entry also that of a tuple, or a list of dicts."
     children = children_of(b) or []
-    if isinstance(b, list) and b and all(children_of(o) is None for o in children): yield len(b)
-    for o in children: yield from _list_sizes(o)
+    holds_samples = all(_is_leaf(o) or (is_entry and not _is_list(o)) for o in children)
+    if children and holds_samples and (_is_list(b) if is_entry else isinstance(b, list)): yield len(b)
+    for o in children: yield from _list_sizes(o, is_entry=True)
 
 
-def take_rows(o: Any, n: int, rows: slice | list[int]) -> Any:
+def _is_leaf(o: Any) -> bool: return children_of(o) is None
+
+
+def _count_and_certainty(xb: Any, yb: tuple[Any, ...]) -> tuple[int, bool]:
+    "Return the number of samples by cases 2 to 5 of `find_bs`, and whether something besides the default said so."
+    for o in chain(_entries(xb), _entries(yb)):
+        n = next(_tensor_sizes(o), None)
+        if n is not None:
+            return _count_listed(o, [*_entries(xb), *_entries(yb)]) if _is_list(o) else (n, True)
+    for n in chain(_list_sizes(xb), _list_sizes(yb)): return n, True
+    raise BatchError(f'The batch has no size: there is no tensor with a dimension in {describe(xb)}. Give a tensor '
+                     'whose first dimension counts the samples, or `Learner(size_func=f)`, where f(xb, yb) counts '
+                     'them.')
+
+
+def _count_listed(counted: Any, entries: list[Any]) -> tuple[int, bool]:
+    "Do the same for a batch whose first entry with a size is a list, by its other entries."
+    readings = {len(counted), *_sizes_of_first(counted)}
+    for other in reversed(entries):
+        fitting = readings.intersection(_possible_sizes(other)) if other is not counted else ()
+        if len(fitting) == 1: return next(iter(fitting)), True
+    return len(counted), len(readings) == 1 or _are_surely_samples(counted)
+
+
+def _possible_sizes(o: Any) -> list[int]:
+    "Return the numbers of samples that an entry allows for: a list of tensors has its length, and their rows."
+    if not _is_list(o): return list(_tensor_sizes(o))[:1]
+    of_dicts = any(not _is_leaf(c) and not _is_list(c) for c in o)
+    return [len(o)] if of_dicts else [len(o), *_sizes_of_first(o)]
+
+
+def _sizes_of_first(o: Any) -> list[int]:
+    "Return the numbers of samples that the first entry with a size in a list allows for."
+    for c in o:
+        if sizes := ([len(c), *_sizes_of_first(c)] if _is_list(c) else list(_tensor_sizes(c))[:1]): return sizes
+    return []
+
+
+def _are_surely_samples(o: Any) -> bool:
+    "Return True if a list is no list of stacked inputs: it holds dicts, images, or tensors of different sizes."
+    of_dicts = any(not _is_leaf(c) and not _is_list(c) for c in o)
+    return of_dicts or _are_images(o) or len(set(_tensor_sizes(o))) > 1
+
+
+def _are_images(o: Any) -> bool:
+    return all(isinstance(c, Tensor) and c.ndim == 3 and len(c) in (1, 3, 4) for c in o)
+
+
+def is_sample_list(
+    o: Any,
+    n: int,                # samples of the batch
+    listed: bool = False,  # the batch has its samples in lists, which decides where `o` could be n stacked tensors
+) -> bool:
+    """Return True if a list or tuple has one entry for each of `n` samples.
+
+    >>> rows = [torch.zeros(2), torch.zeros(2)]
+    >>> is_sample_list([torch.zeros(2), torch.zeros(5)], 2), is_sample_list(rows, 2), is_sample_list(rows, 2, True)
+    (True, False, True)
+    """
+    if not _is_list(o) or len(o) != n: return False
+    return listed or _is_sample_list(o) or _are_images(o) or set(_tensor_sizes(o)) != {n}
+
+
+def has_listed_samples(b: Any, n: int) -> bool:
+    """Return True if a batch of `n` samples surely has them in a list of tensors or dicts.
+
+    >>> has_listed_samples((torch.zeros(2, 3), [{'a': 1}, {'a': 2}]), 2), has_listed_samples((['a', 'b'],), 2)
+    (True, False)
+    """
+    if type(b) is tuple and all(type(o) is Tensor for o in b): return False
+    return any(is_sample_list(o, n) and not all(map(_is_text, o)) for o in _entries(b))
+
+
+def _is_text(o: Any) -> bool: return _is_leaf(o) and not isinstance(o, (Tensor, np.ndarray))
+
+
+def have_listed_samples(
+    items: list[Any],   # one a batch
+    sizes: list[int],   # samples of each batch
+    listed: bool = False,
+) -> bool:
+    "Return True if each item is a list or tuple with one entry a sample of its batch."
+    if not all(_is_list(o) and len(o) == n for o, n in zip(items, sizes, strict=True)): return False
+    return any(is_sample_list(o, n, listed) for o, n in zip(items, sizes, strict=True))
+
+
+def take_rows(
+    o: Any,
+    n: int,                   # samples of the batch
+    rows: slice | list[int],
+    listed: bool = False,     # the batch has its samples in lists, see `has_listed_samples`
+) -> Any:
     "Return these samples of whatever in `o` has `n` of them."
     if isinstance(o, PackedSequence):
         raise BatchError('A PackedSequence cannot be cut into microbatches, or shared out: pad the sequences.')
     if isinstance(o, (Tensor, np.ndarray)): return o[rows] if o.ndim and o.shape[0] == n else o
-    if type(o) in (list, tuple) and len(o) == n and _is_sample_list(o):
-        return o[rows] if isinstance(rows, slice) else type(o)(o[i] for i in rows)
+    if _graph_count(o) is not None: return _take_graphs(o, rows)
+    if is_sample_list(o, n, listed):
+        return type(o)(o[i] for i in (range(n)[rows] if isinstance(rows, slice) else rows))  # never `o` itself
     children = children_of(o)
-    if children is None: return o
-    new = [take_rows(c, n, rows) for c in children]
+    if children is None:
+        if callable(getattr(o, 'to', None)):
+            raise BatchError(f'{type(o).__name__} holds data that cannot be cut into microbatches, or shared out: give '
+                             'tensors or lists.')
+        return o
+    new = [take_rows(c, n, rows, listed) for c in children]
     return o if all(a is c for a, c in zip(new, children, strict=True)) else rebuilt(o, new)
+
+
+def _take_graphs(o: Any, rows: slice | list[int]) -> Any:
+    "Return a batch of some of the graphs."
+    if not hasattr(o, 'to_data_list') or not hasattr(type(o), 'from_data_list'):
+        raise BatchError(f'{type(o).__name__} cannot be cut into microbatches, or shared out: it has num_graphs, but '
+                         'no to_data_list and from_data_list.')
+    graphs = o.to_data_list()
+    return type(o).from_data_list(graphs[rows] if isinstance(rows, slice) else [graphs[i] for i in rows])
 
 
 def _join_tensors(items: list[Tensor], dim: int) -> Tensor | list[Tensor]:

@@ -10,16 +10,29 @@ import torch
 from fastcore.basics import noop
 from torch import Tensor
 
-from learnkit.batch import concat, detuplify, find_bs, map_tensors
+from learnkit.batch import (
+    batch_counter,
+    children_of,
+    concat,
+    count_samples,
+    describe,
+    detuplify,
+    has_listed_samples,
+    have_listed_samples,
+    is_sample_list,
+    map_tensors,
+    rebuilt,
+)
 from learnkit.callback import Callback
 from learnkit.errors import BatchError, LossError
+from learnkit.loop import sample_count
 from learnkit.merging import in_turn
 from learnkit.order import Shard
 from learnkit.records import exchanged
 from learnkit.sinks import save_plain
 from learnkit.world import ALONE, World
 
-__all__ = ['GatherPredsCallback', 'Arriving', 'Taken', 'Everywhere', 'dealt', 'per_sample']
+__all__ = ['GatherPredsCallback', 'Arriving', 'Taken', 'Everywhere', 'dealt', 'per_sample', 'reordered']
 
 
 class GatherPredsCallback(Callback):
@@ -59,6 +72,8 @@ class GatherPredsCallback(Callback):
         self.preds: Any = []
         self.targets: Any = []
         self.losses: Any = []
+        self._sizes: list[int] = []  # samples of each batch; none where one has no size
+        self._listed = False         # a batch has its samples in a list
         self.n_batches, self._joined = 0, False
         self._arriving = Arriving()
 
@@ -82,9 +97,16 @@ class GatherPredsCallback(Callback):
         if self.with_loss and 'loss_grad' not in learn.__dict__: return
         self.n_batches += 1
         inputs = self._input if self.with_input else None
-        losses = per_sample(learn.loss, find_bs(learn.yb)) if self.with_loss else None
+        losses = per_sample(learn.loss, count_samples(learn), learn.yb) if self.with_loss else None
+        self._note_size()
         batch = (learn.iter, inputs, self._detached(learn.pred), self._detached(learn.yb), losses)
         for arrived in self._arriving.put(batch): self._keep(*arrived)
+
+    def _note_size(self) -> None:
+        "Keep the number of samples of the batch at hand, and where they are."
+        n = sample_count(self.learn)
+        self._sizes.append(n)
+        self._listed = self._listed or has_listed_samples((*self.learn.xb, *self.learn.yb), n)
 
     def _detached(self, b: Any) -> Any:
         "Detach, and leave the way to the CPU to `Arriving` unless the loader has its own."
@@ -113,17 +135,21 @@ class GatherPredsCallback(Callback):
         self._joined = True
         if self._world.size > 1: self._take_all()
         if not self.n_batches: return
-        join = partial(concat, dim=self.concat_dim)
-        if self.with_input: self.inputs = detuplify(join(self.inputs))
-        if self.with_preds: self.preds = detuplify(join(self.preds))
-        if self.with_targs: self.targets = detuplify(join(self.targets))
+        join = partial(concat, dim=self.concat_dim, sizes=self._sizes, listed=self._listed)
+        if self.with_input: self.inputs = detuplify(_join_entries(self.inputs, join))
+        if self.with_preds:
+            samples = have_listed_samples(self.preds, self._sizes, self._listed)  # of which there may be one in all
+            self.preds = join(self.preds) if samples else detuplify(join(self.preds))
+        if self.with_targs: self.targets = detuplify(_join_entries(self.targets, join))
         if self.with_loss: self.losses = concat(self.losses)
 
     def _take_all(self) -> None:
         "Take in the batches of all processes, in the order of the data."
-        told = exchanged(self._world, (self.n_batches, self.inputs, self.preds, self.targets, self.losses))
-        self.n_batches = sum(n for n, *_ in told)
-        self.inputs, self.preds, self.targets, self.losses = map(in_turn, list(zip(*told, strict=True))[1:])
+        told = exchanged(self._world, (self.n_batches, self._listed, self.inputs, self.preds, self.targets,
+                                       self.losses, self._sizes))
+        self.n_batches, self._listed = sum(n for n, *_ in told), any(listed for _, listed, *_ in told)
+        parts = map(in_turn, list(zip(*told, strict=True))[2:])
+        self.inputs, self.preds, self.targets, self.losses, self._sizes = parts
 
     def all_tensors(self) -> list[Any]:
         """Return what was gathered: inputs if asked for, predictions, targets, losses if asked for.
@@ -137,6 +163,12 @@ class GatherPredsCallback(Callback):
         return [*([self.inputs] if self.with_input else []), *res, *([self.losses] if self.with_loss else [])]
 
 
+def _join_entries(items: list[Any], join: Callable[[list[Any]], Any]) -> Any:
+    "Join tuples of inputs or targets entry by entry: as many of them as samples are no samples."
+    if len({len(o) for o in items}) > 1: return join(items)  # raises
+    return tuple(join(list(group)) for group in zip(*items, strict=True))
+
+
 class Everywhere(list[Any]):
     "Batches that every process predicts on, each for itself."
 
@@ -146,7 +178,8 @@ def dealt(learn: Any, dl: Any) -> tuple[Any, World]:
     world, team = learn.world, getattr(learn, '_team', None)
     if world.size == 1 or isinstance(dl, Everywhere) or (team and team.sharded_already): return dl, ALONE
     from learnkit.distributed.shards import shard
-    options = {'batch_size': team._given['batch_size'], 'fillers': team._parts.needs_equal_evaluations} if team else {}
+    options: dict[str, Any] = {'count': batch_counter(learn)}
+    if team: options |= {'batch_size': team._given['batch_size'], 'fillers': team._parts.needs_equal_evaluations}
     own = shard(dl.whole if isinstance(dl, Shard) else dl, world.rank, world.size, **{'fillers': False, **options})
     return own, world if hasattr(own, 'share') else ALONE
 
@@ -240,10 +273,13 @@ class Taken:
         learn = self.learn
         if self._depth != learn._depth or 'pred' not in learn.__dict__: return
         if 'losses' in self.names and 'loss_grad' not in learn.__dict__: return
-        entries = {'preds': detuplify(self._detached(learn.pred)), 'iter': learn.iter}
+        n = sample_count(learn)
+        listed = is_sample_list(learn.pred, n, has_listed_samples((*learn.xb, *learn.yb), n))
+        preds = self._detached(learn.pred)
+        entries = {'preds': preds if listed else detuplify(preds), 'iter': learn.iter}
         if 'inputs' in self.names: entries['inputs'] = detuplify(self._input)
         if 'targs' in self.names: entries['targs'] = detuplify(self._detached(learn.yb))
-        if 'losses' in self.names: entries['losses'] = self._detached(per_sample(learn.loss, find_bs(learn.yb)))
+        if 'losses' in self.names: entries['losses'] = self._detached(per_sample(learn.loss, n, learn.yb))
         if self.arriving is None: return self._hand_on(entries)
         for arrived in self.arriving.put(entries): self._hand_on(arrived)
 
@@ -259,14 +295,39 @@ class Taken:
             for arrived in self.arriving.rest(): self._hand_on(arrived)
 
 
-def per_sample(loss: Tensor, bs: int) -> Tensor:
+def reordered(
+    o: Any,         # predictions, inputs, targets or losses of a whole loader
+    order: Tensor,  # the places of its samples
+) -> Any:
+    """Return the samples of tensors and of lists with one entry a sample in another order.
+
+    Raises `BatchError` for what has another number of entries.
+
+    >>> reordered({'x': torch.tensor([5., 6.]), 'name': ['a', 'b']}, torch.tensor([1, 0]))
+    {'x': tensor([6., 5.]), 'name': ['b', 'a']}
+    """
+    n = len(order)
+    if isinstance(o, Tensor) and o.ndim and len(o) == n: return o[order]
+    if is_sample_list(o, n): return [o[i] for i in order.tolist()]
+    children = children_of(o)
+    if children is not None and any(c is not None for c in children):
+        return rebuilt(o, [reordered(c, order) for c in children])
+    if o is None or children is not None: return o
+    raise BatchError(f'{describe(o)} is not one entry for each of {n} samples, and cannot be put into their order. '
+                     'Give `reorder=False`, for the order of the loader.')
+
+
+def per_sample(loss: Tensor, bs: int, yb: tuple[Any, ...] = ()) -> Tensor:
     """Return an unreduced loss as one number a sample.
 
     >>> per_sample(torch.tensor([[1., 3.], [5., 7.]]), 2)
     tensor([2., 6.])
     """
-    if loss.numel() == bs: return loss  # in the shape it has, as in fastai
-    if loss.numel() % bs:
+    n_targets = [t.shape[0] for t in yb if isinstance(t, Tensor) and t.ndim]
+    if loss.numel() in (bs, *n_targets[:1]): return loss  # in the shape it has, as in fastai
+    has_rows = loss.ndim > 0 and loss.shape[0] == bs
+    is_flattened = not yb or bs in n_targets              # sample by sample
+    if loss.numel() % bs or not (has_rows or is_flattened):
         raise LossError(f'The loss of {bs} samples came as {tuple(loss.shape)}, not one for each sample: with_loss '
                         'needs a `loss_func` that takes `reduction`.')
     return loss.reshape(bs, -1).mean(1)

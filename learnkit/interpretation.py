@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learnkit.batch import concat, describe, find_bs, map_tensors, microbatches, split_batch
+from learnkit.batch import concat, describe, find_bs, map_tensors, microbatches, split_batch, take_rows
 from learnkit.errors import LoaderError, MissingExtraError, OptionError
 from learnkit.figures import axes_or_new
+from learnkit.gathering import reordered
 from learnkit.rng import capture_own, capture_rng, preserved_generators, restore_own, restore_rng
 from learnkit.showing import as_targets, binary_cut, class_axis, show_samples, wrong_ones
 from learnkit.tables import class_names, shorten
@@ -65,7 +66,7 @@ class Interpretation:
                                                         reorder=False)
         decoded = as_targets(decoded, targs, 0.5 if act is not None else binary_cut(learn.loss_func))
         if order is not None:
-            preds, targs, decoded, losses = map_tensors((preds, targs, decoded, losses), lambda t: t[order])
+            preds, targs, decoded, losses = (reordered(o, order) for o in (preds, targs, decoded, losses))
         new = cls(learn, loader, preds, targs, decoded, losses)
         new._random = before
         if order is not None: new._order = order
@@ -80,7 +81,7 @@ class Interpretation:
         "Return everything about some samples; their inputs are read now."
         rows = self._numbers(idxs)
         xb = self._inputs(rows)
-        take = lambda o: map_tensors(o, lambda t: t[rows])
+        take = lambda o: take_rows(o, len(self), rows)
         return (xb[0] if len(xb) == 1 else xb, *map(take, (self.preds, self.targs, self.decoded, self.losses)))
 
     def _numbers(self, idxs: Any) -> list[int]:
@@ -101,9 +102,9 @@ class Interpretation:
             start = 0
             for batch in self.dl:
                 xb, yb = split_batch(batch, getattr(self.learn.dls, 'n_inp', None))
-                n = find_bs((*xb, *yb))
+                n = find_bs(xb, yb, self.learn.size_func)
                 here = [i for i in places if start <= i < start + n]
-                pieces = microbatches(xb, yb, 1) if here else []
+                pieces = microbatches(xb, yb, 1, n) if here else []
                 found |= {i: pieces[i - start] for i in here}
                 start += n
                 if len(found) == len({*places}): break

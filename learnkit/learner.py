@@ -19,7 +19,7 @@ from learnkit.budget import Budget, as_length
 from learnkit.callback import SHOWN_ELSEWHERE, MissingAttribute, defined_on_class
 from learnkit.callbacks.graph import ShowGraph
 from learnkit.callbacks.summaries import Summaries
-from learnkit.checks import check_iteration, check_loss, check_microbatch, check_model
+from learnkit.checks import check_function, check_iteration, check_loss, check_microbatch, check_model
 from learnkit.compiling import Compilation
 from learnkit.coverage import cover_params, note_params
 from learnkit.data import as_dataloaders, check_loaders
@@ -112,6 +112,7 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
         microbatch: int | str | None = None,             # samples a piece at most; 'auto': what memory allows
         weight_func: Callable[..., Any] | None = None,   # f(xb, yb): what a piece weighs; None: its samples
         token_func: Callable[..., int] | None = None,    # f(xb, yb): its tokens; None: those of `input_ids`
+        size_func: Callable[..., int] | None = None,     # f(xb, yb): its samples; None: as `find_bs` counts them
         eval_every: str | int | Time | None = '1ep',     # when to evaluate: epochs, '500ba', '10m'; None: never
     ) -> None:
         check_model(model)
@@ -123,7 +124,8 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
         self.path = Path(path) if path is not None else Path(getattr(self.dls, 'path', '.'))
         self.model_dir, self.wd, self.wd_bn_bias, self.train_bn, self.moms = model_dir, wd, wd_bn_bias, train_bn, moms
         self.microbatch, self.weight_func = check_microbatch(self, microbatch), weight_func
-        self.token_func, self.eval_every = token_func, eval_every
+        check_function('size_func', size_func)
+        self.token_func, self.size_func, self.eval_every = token_func, size_func, eval_every
         self.logger: Callable[[Any], Any] = print
         self.create_mbar, self.opt = True, None
         self._entered: list[ExitStack] = []

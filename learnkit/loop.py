@@ -10,7 +10,16 @@ import torch
 from fastcore.basics import noop
 from torch import Tensor, nn
 
-from learnkit.batch import apply_model, describe, detuplify, find_bs, split_batch, to_device, unpack_output
+from learnkit.batch import (
+    apply_model,
+    count_samples,
+    describe,
+    detuplify,
+    has_certain_size,
+    split_batch,
+    to_device,
+    unpack_output,
+)
 from learnkit.data import evaluation_loaders, n_batches
 from learnkit.errors import (
     BatchError,
@@ -22,6 +31,7 @@ from learnkit.errors import (
     CancelValidException,
     EmptyLoaderError,
     LossError,
+    TimeError,
 )
 from learnkit.events import LEVELS
 from learnkit.hints import loss_hint, model_hint, precision_hint, warn_user
@@ -51,12 +61,14 @@ class Loop(Resuming):
     """
     _retains_graph: bool | None = None  # whether a backward pass keeps the graph for another one
     _pairing_known = True  # from the first loss of a fit on: predictions and targets were looked at
+    _batch_known = True    # from the first training batch of a fit on: it was looked at
+    _counts_samples: str | None = None  # what of this fit counts samples: '60sp'
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def _do_fit(self) -> None:
         __tracebackhide__ = True
-        self._pairing_known = False
+        self._pairing_known = self._batch_known = False
         for epoch in self._epochs():
             self.epoch = epoch
             if self._starts_iteration(): self('before_iteration')
@@ -98,6 +110,8 @@ class Loop(Resuming):
     def _do_one_batch(self) -> None:
         __tracebackhide__ = True
         if self.training:
+            if not self._batch_known:
+                self._look_at_batch()
             self.train_batch()
         else:
             self.evaluate_batch()
@@ -135,6 +149,22 @@ class Loop(Resuming):
         """
         __tracebackhide__ = True
         self._do_pred_loss()
+
+    def _look_at_batch(self) -> None:
+        "Raise for the first training batch of a fit where its samples are counted, or cut, and cannot be."
+        self._batch_known = True
+        asked, self._counts_samples = self._counts_samples, None
+        if self.microbatch: self._check_cut()
+        try: n = count_samples(self)
+        except BatchError as e:
+            if asked is None: return
+            raise TimeError(f'{asked}: samples are not counted. {e}') from None
+        if n < 1 and asked is not None:
+            raise TimeError(f'{asked}: the first batch has {n} samples, {describe(self.xb)}.')
+        if self.size_func is None and not has_certain_size(self.xb, self.yb):
+            warn_user(f'The batch {describe((*self.xb, *self.yb))} is counted as {n} samples, one for each entry of a '
+                      'list. If the list holds several inputs instead, stacked over samples, give '
+                      '`Learner(size_func=lambda xb, yb: len(xb[0][0]))`; otherwise `lambda xb, yb: len(xb[0])`.')
 
     def _do_pred_loss(self) -> None:
         self('before_pred')
@@ -336,7 +366,7 @@ class Loop(Resuming):
                                f'{once if isinstance(self.dl, Iterator) else ""}')
 
     def _weight(self) -> Any:
-        return self.weight_func(self.xb, self.yb) if self.weight_func else sample_count(self.xb)
+        return self.weight_func(self.xb, self.yb) if self.weight_func else sample_count(self)
 
     def _repeat_turn(self) -> None:
         "Run the passes of the `optimize` under way again."
@@ -427,7 +457,7 @@ def token_count(learn: Any) -> int:
     return ids.numel() if isinstance(ids, Tensor) else 0
 
 
-def sample_count(xb: Any) -> int:
+def sample_count(learn: Any) -> int:
     "Return the number of samples of a batch, 0 where it cannot be told."
-    try: return find_bs(xb)
+    try: return count_samples(learn)
     except BatchError: return 0

@@ -15,7 +15,7 @@ from fastcore.foundation import L
 from torch import Tensor, nn
 
 from learnkit.averages import Mean, Metric, is_number, paired, widened
-from learnkit.batch import describe, find_bs, to_detach
+from learnkit.batch import count_samples, describe, to_detach
 from learnkit.errors import CancelException, MetricError, did_you_mean
 
 __all__ = ['AvgMetric', 'AvgLoss', 'SumMetric', 'ValueMetric', 'TorchMetric', 'as_metrics', 'batch_weight',
@@ -359,7 +359,7 @@ def _stacked(sums: Iterable[Any], pred: Any) -> Tensor:
 def batch_weight(learn: Any) -> Any:
     "Return how much a batch counts in a mean: its samples, or what `learn.weight_func(xb, yb)` says."
     if (func := getattr(learn, 'weight_func', None)) is not None: return func(learn.xb, learn.yb)
-    return find_bs(learn.yb if len(learn.yb) else learn.xb)
+    return count_samples(learn)
 
 
 def _follow(module: Any, pred: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from learnkit.batch import find_bs, microbatches
+from learnkit.batch import count_samples, cut_batch, find_bs, microbatches
 from learnkit.errors import CancelBackwardException, CancelBatchException, CancelStepException
 from learnkit.evaluation import Evaluations
 from learnkit.rng import capture_rng, restore_rng
@@ -47,7 +47,9 @@ class Pieces(Evaluations):
     def _do_pieces(self, size: Any) -> None:
         "Add up the gradients of the pieces, each weighted so that the sum is the gradient of the whole batch."
         xb, yb, total = self.xb, self.yb, None
-        if size == 'auto': size = min(self._fitting_size or find_bs(xb), find_bs(xb))
+        if size == 'auto':
+            n = count_samples(self)
+            size = min(self._fitting_size or n, n)
         pieces = self._cut(xb, yb, size)
         weights = self._weights(pieces)
         try:
@@ -67,12 +69,18 @@ class Pieces(Evaluations):
 
     def _cut(self, xb: Any, yb: Any, size: int) -> list[tuple[Any, Any]]:
         "Cut a batch into pieces."
-        return microbatches(xb, yb, size)
+        return microbatches(xb, yb, size, find_bs(xb, yb, self.size_func))
+
+    def _check_cut(self) -> None:
+        "Raise `BatchError` for a batch that cannot be cut, also where it is small enough."
+        n = count_samples(self)
+        cut_batch(self.xb, self.yb, n, [slice(0, n)])
 
     def _weights(self, pieces: list[tuple[Any, Any]]) -> list[Any] | None:
         "Return what each piece weighs, by samples or by `weight_func`; None for a loss that is a sum."
         if self._loss_is_sum(): return None
-        return [self.weight_func(*piece) if self.weight_func else find_bs(piece[0]) for piece in pieces]
+        if self.weight_func: return [self.weight_func(*piece) for piece in pieces]
+        return [find_bs(*piece, self.size_func) for piece in pieces]
 
     def _loss_is_sum(self) -> bool:
         "Tell whether the loss adds up over samples, where others are their mean."
@@ -81,7 +89,7 @@ class Pieces(Evaluations):
 
     def _samples(self) -> int:
         "Return the number of samples of the batch at hand, in all processes that train together."
-        return find_bs(self.xb)
+        return count_samples(self)
 
     def _whole_weight(self) -> Any:
         "Return what the batch at hand weighs, in all processes that train together; None for a loss that is a sum."
@@ -94,7 +102,7 @@ class Pieces(Evaluations):
         "Do the batch whole; when memory runs out, put everything back and do it in pieces of half the size."
         rng = capture_rng()
         buffers = [(m, k, b, b.clone()) for m in self.model.modules() for k, b in m._buffers.items() if b is not None]
-        bs, tried = find_bs(self.xb), []
+        bs, tried = count_samples(self), []
         while True:
             size = min(self._fitting_size or bs, bs)
             try: return self._do_pieces(size)

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from learnkit.arrays import is_rows
-from learnkit.batch import describe, detuplify, map_tensors
+from learnkit.batch import children_of, describe, detuplify, is_sample_list, map_tensors
 from learnkit.callback import Callback
 from learnkit.checks import check_function
 from learnkit.data import DataLoaders, check_loader, evaluation_loaders, in_order
 from learnkit.dispatch import as_callback, listed
 from learnkit.errors import BatchError, CancelEpochException, CancelFitException, LoaderError, OptionError
-from learnkit.gathering import Arriving, Everywhere, GatherPredsCallback, Taken, dealt
+from learnkit.gathering import Arriving, Everywhere, GatherPredsCallback, Taken, dealt, reordered
 from learnkit.order import Shard
 from learnkit.rng import preserved_generators, preserved_rng
 from learnkit.sinks import check_sink, opened_sink
@@ -131,7 +131,7 @@ class Predictions(Streaming):
         if res[at] is not None:
             res[at] = (act or getattr(self.loss_func, 'activation', noop))(res[at])
             if with_decoded: res.insert(at + 2, getattr(self.loss_func, 'decodes', noop)(res[at]))
-        return tuple(res) if order is None else tuple(_reordered(o, order) for o in res)
+        return tuple(res) if order is None else tuple(reordered(o, order) for o in res)
 
     def _predict_run(self, dl: Any, cbs: list[Any], inner: bool, with_loss: bool) -> None:
         with ExitStack() as contexts:
@@ -252,6 +252,9 @@ class Predictions(Streaming):
                 if describe(same) != describe(targs) or not _equal(same, targs):
                     raise LoaderError('tta: this loader gives other samples each time. Pass `dl=` one that does not '
                                       'shuffle.')
+                if describe(preds) != describe(plain) or not _can_be_averaged(plain, preds):
+                    raise BatchError(f'tta: predictions {describe(preds)} are no tensors of one shape, which could be '
+                                     'averaged. Predict with `get_preds`, and combine them by a function of your own.')
                 aug = preds if aug is None else _joined(torch.maximum if use_max else torch.add, aug, preds)
         if use_max: return _joined(torch.maximum, plain, aug), targs
         aug = map_tensors(aug, lambda t: t / n)
@@ -330,14 +333,9 @@ class _Always:
     def __call__(self) -> Any: return self.value
 
 
-def _reordered(o: Any, order: Tensor) -> Any:
-    "Put the samples of tensors and lists of samples into another order."
-    if isinstance(o, list) and len(o) == len(order) and not isinstance(o, L): return [o[i] for i in order.tolist()]
-    return map_tensors(o, lambda t: t[order])
-
-
 def _first(o: Any) -> Any:
     "Return the first sample of a batch."
+    if is_sample_list(o, 1): return o[0]
     return map_tensors(o, lambda t: t[0] if t.ndim else t)
 
 
@@ -363,7 +361,11 @@ def _all_inputs() -> Callback:
 
 
 def _augmented(augment: Callable[..., Any]) -> Callback:
-    def before_batch(cb: Callback) -> None: cb.learn.xb = _as_tuple(augment(*cb.learn.xb))
+    def before_batch(cb: Callback) -> None:
+        xb = cb.learn.xb
+        augmented = augment(*xb)
+        is_one_list = len(xb) == 1 and isinstance(xb[0], (tuple, list))
+        cb.learn.xb = (augmented,) if is_one_list else _as_tuple(augmented)
     return Callback(before_batch=before_batch)
 
 
@@ -377,9 +379,20 @@ def _joined(f: Callable[[Tensor, Tensor], Tensor], a: Any, b: Any) -> Any:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    "Tell whether the tensors of two structures of the same kind are equal."
+    "Return True if the tensors of two structures of the same kind are equal."
     if isinstance(a, Tensor): return torch.equal(a, b)
-    return not isinstance(a, (tuple, list)) or all(map(_equal, a, b))
+    parts, others = children_of(a), children_of(b)
+    if parts is None or others is None: return parts is others
+    return len(parts) == len(others) and all(map(_equal, parts, others))
+
+
+def _can_be_averaged(a: Any, b: Any) -> bool:
+    "Return True if two predictions hold tensors of the same shapes, and not lists of dicts (boxes, that is)."
+    if isinstance(a, Tensor): return isinstance(b, Tensor) and a.shape == b.shape
+    parts, others = children_of(a), children_of(b)
+    if parts is None or others is None: return parts is others
+    if isinstance(a, list) and any(isinstance(c, Mapping) for c in a): return False
+    return len(parts) == len(others) and all(map(_can_be_averaged, parts, others))
 
 
 def _with_transforms(dl: Any, item_tfms: Any, batch_tfms: Any) -> Any:

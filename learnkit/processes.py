@@ -12,7 +12,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from learnkit.batch import find_bs, take_rows
+from learnkit.batch import count_samples, cut_batch, find_bs
 from learnkit.distributed import DistributedTraining
 from learnkit.distributed.dcp import put, take_parts
 from learnkit.distributed.likeness import optimizer_state, what_is_trained
@@ -166,14 +166,13 @@ class Processes(ResumeChecks):
         "Cut a batch into as many pieces as the process with most samples does: what is asked of each is asked alike."
         pieces, team = super()._cut(xb, yb, size), self._team
         if team is None or team._now.share is None or self.microbatch in (1, 'auto'): return pieces
-        n, k = -(-team._now.share[1] // (self.world.size * size)), find_bs(xb)
+        n, k = -(-team._now.share[1] // (self.world.size * size)), find_bs(xb, yb, self.size_func)
         if len(pieces) == n: return pieces
-        rows = [slice(k*i // n, k*(i + 1) // n) for i in range(n)]
-        return [(tuple(take_rows(o, k, r) for o in xb), tuple(take_rows(o, k, r) for o in yb)) for r in rows]
+        return cut_batch(xb, yb, k, [slice(k*i // n, k*(i + 1) // n) for i in range(n)])
 
     def _own_samples(self) -> int:
         team = self._team
-        return find_bs(self.xb) if team is None or team._now.share is None else team._now.share[0]
+        return count_samples(self) if team is None or team._now.share is None else team._now.share[0]
 
     def _own_weight(self) -> Any:
         "Return what this process's batch weighs by `weight_func`; a sample that is only there to keep step, nothing."

@@ -50,6 +50,7 @@ class Runs(HasCallbacks):
     loss_func: Any
     microbatch: int | str | None
     token_func: Callable[[tuple[Any, ...], tuple[Any, ...]], int] | None
+    size_func: Callable[[tuple[Any, ...], tuple[Any, ...]], int] | None = None
     weight_func: Callable[[tuple[Any, ...], tuple[Any, ...]], Any] | None
     xb: tuple[Any, ...]
     yb: tuple[Any, ...]

@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from learnkit.batch import find_bs, map_tensors, microbatches, passed_names, split_batch
+from learnkit.batch import count_stacked, map_tensors, microbatches, passed_names, split_batch
 from learnkit.checks import check_function
 from learnkit.data import evaluation_loaders
 from learnkit.dtensors import mesh_of, whole_state
@@ -376,7 +376,7 @@ def sample_inputs(dls: Any) -> tuple[Any, ...]:
 
 def two_rows(xb: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Tensor]]:
     "Return zeros like two samples of a batch, and those of them that have a row a sample; others stay as they are."
-    n, cut = find_bs(xb), []  # one row alone would be taken for a fixed size
+    n, cut = count_stacked(xb), []  # one row alone would be taken for a fixed size
 
     def rows(t: Tensor) -> Tensor:
         t = t.detach().cpu().as_subclass(Tensor)

@@ -68,7 +68,7 @@ def show_samples(
 ) -> Any:
     "Draw images with what is told about them as titles, and return the axes; return anything else as a `Table`."
     xb, told = to_detach((xb, {k: v for k, v in told.items() if not (isinstance(v, tuple) and not v)}))
-    n, images = find_bs(xb), find_images(xb)
+    n, images = find_bs(xb, tuple(told.values())), find_images(xb)
     if images is None: return as_table(xb, {k: readable(v, n, vocab) for k, v in told.items()}, wrong)
 
     all_masks = {k: as_mask(v, images) for k, v in told.items()}
@@ -164,9 +164,15 @@ def wrong_ones(preds: Any, targs: Any) -> list[int]:
 # Images
 
 def find_images(xb: tuple[Any, ...]) -> Tensor | None:
-    "Return the first input that can be drawn, (N, C, H, W) or (N, H, W); also of those with a name."
+    "Return the first input that can be drawn, (N, C, H, W), (N, H, W) or a list of (C, H, W); also one with a name."
     entries = [v for o in xb for v in (o.values() if isinstance(o, Mapping) else (o,))]
-    return next((t for t in entries if _is_image(t)), None)
+    return next((t for t in map(_stacked, entries) if _is_image(t)), None)
+
+
+def _stacked(o: Any) -> Any:
+    "Return a list of images (C, H, W) of one size as a tensor, and anything else as it is."
+    if not isinstance(o, (list, tuple)) or not all(isinstance(t, Tensor) and t.ndim == 3 for t in o): return o
+    return torch.stack(list(o)) if len({t.shape for t in o}) == 1 else o
 
 
 def _is_image(t: Any) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from learnkit.batch import TARGET_NAMES, describe, find_bs
+from learnkit.batch import TARGET_NAMES, children_of, describe, find_bs, is_sample_list
 from learnkit.html import table
 
 __all__ = ['Table', 'as_table', 'readable', 'class_names', 'cell', 'shorten']
@@ -70,16 +70,17 @@ def as_table(
      64  Alan      no
     """
     columns: dict[str, Sequence[Any]] = {}
+    n = find_bs(xb, tuple(told.values()))
     for i, o in enumerate(xb):
         name = 'x' if len(xb) == 1 else f'x{i + 1}'
         for k, v in (o.items() if isinstance(o, Mapping) else ((name, o),)):
-            if not (isinstance(o, Mapping) and k in TARGET_NAMES): columns |= _columns(str(k), v, find_bs(xb))
+            if not (isinstance(o, Mapping) and k in TARGET_NAMES): columns |= _columns(str(k), v, n)
     return Table({**columns, **told}, wrong)
 
 
 def _columns(name: str, o: Any, n: int) -> dict[str, Sequence[Any]]:
     if not isinstance(o, Tensor):
-        return {name: list(o) if isinstance(o, (list, tuple)) and len(o) == n else [describe(o)] * n}
+        return {name: [_short(v) for v in o] if isinstance(o, (list, tuple)) and len(o) == n else [describe(o)] * n}
     if o.ndim == 3 and 1 in o.shape[1:]: o = o.flatten(1)
     if o.ndim == 2 and o.shape[1] > 1:
         size = o.shape[1]
@@ -109,6 +110,7 @@ def readable(
     (['dog', 'cat'], ['cat, dog', 'dog'])
     """
     vocab = class_names(vocab)
+    if is_sample_list(values, n): return [_short(v) for v in values]
     if isinstance(values, tuple):
         several = [readable(v, n, vocab) for v in values]
         return several[0] if len(several) == 1 else [', '.join(map(cell, row)) for row in zip(*several, strict=True)]
@@ -121,6 +123,11 @@ def readable(
     if vocab is not None and len(vocab) == values.shape[1] and bool(((values == 0) | (values == 1)).all()):
         return [', '.join(str(vocab[i]) for i in row.nonzero()[:, 0].tolist()) or 'none' for row in values]
     return [_joined(row.tolist()) for row in values]
+
+
+def _short(value: Any) -> Any:
+    "Describe tensors and containers, and return anything else as it is."
+    return describe(value) if isinstance(value, Tensor) or children_of(value) is not None else value
 
 
 def _name(value: Any, vocab: Any) -> Any:

@@ -62,7 +62,7 @@ class TrainEvalCallback(Callback):
         if learn.n_iter and learn.n_epoch: learn.pct_train += 1. / (learn.n_iter * learn.n_epoch)
         done = learn._done
         done['ba'] += 1
-        done['sp'] += sample_count(learn.xb)
+        done['sp'] += sample_count(learn)
         if learn.token_func or (learn.xb and type(learn.xb[0]) is not Tensor): done['tok'] += token_count(learn)
 
     def before_validate(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from learnkit.batch import apply_model, find_bs, map_tensors, split_batch
+from learnkit.batch import apply_model, find_bs, is_sample_list, map_tensors, split_batch
 from learnkit.dtensors import grouped, local
 from learnkit.errors import BatchError
 from learnkit.loop import name_of
@@ -126,11 +126,14 @@ def bad_data(learn: Any, indices: list[int] | None) -> list[str]:
 
 def bad_entries(xb: tuple[Any, ...], yb: tuple[Any, ...]) -> Iterator[tuple[str, list[int]]]:
     "Yield the names of the entries of a batch that are not finite, with their rows where rows are samples."
-    try: bs = find_bs((*xb, *yb))
+    try: bs = find_bs(xb, yb)
     except BatchError: bs = 0
     entries = [*((f'input {i}', x) for i, x in enumerate(xb)), *((f'target {i}', y) for i, y in enumerate(yb))]
     for name, value in (part for entry in entries for part in parts_of(*entry)):
         if is_finite(value): continue
+        if is_sample_list(value, bs):
+            yield name, [i for i, sample in enumerate(value) if not is_finite(sample)]
+            continue
         by_row = isinstance(value, Tensor) and not value.is_sparse and value.ndim and len(value) == bs
         yield name, (~value.isfinite()).reshape(bs, -1).any(1).nonzero().flatten().tolist() if by_row else []
 

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from learnkit.batch import split_batch
+from learnkit.batch import find_bs, split_batch
 from learnkit.callback import Callback
 from learnkit.callbacks.nonfinite import say
 from learnkit.callbacks.summaries import _without_workers_left
 from learnkit.data import evaluation_loaders, n_batches
-from learnkit.errors import OptionError
-from learnkit.loop import sample_count
+from learnkit.errors import BatchError, OptionError
 from learnkit.rng import preserved_generators, preserved_rng
 
 __all__ = ['Count', 'DatasetStats', 'ParamCount', 'count_parameters', 'loader_stats', 'n_samples', 'undisturbed_loader']
@@ -185,14 +184,20 @@ def loader_stats(
             for path, t in _tensors(name, part[0] if len(part) == 1 else part): entries.setdefault(path, []).append(t)
     return {'samples': n_samples(dl), 'batches': n_batches(dl),
             'batch_size': getattr(dl, 'bs', getattr(dl, 'batch_size', None)),
-            'seen': sum(sample_count(split_batch(b, n_inp)[0]) for b in batches),
+            'seen': sum(samples_in(b, n_inp) for b in batches),
             'entries': {path: _describe(ts) for path, ts in entries.items()}}
+
+
+def samples_in(batch: Any, n_inp: int | None = None) -> int:
+    "Return the number of samples of a loader's batch, 0 where it cannot be counted."
+    try: return find_bs(*split_batch(batch, n_inp))
+    except BatchError: return 0
 
 
 def n_samples(dl: Any) -> int | None:
     "Return how many samples a loader gives, None where it does not know; what is dropped at the end does not count."
     n, bs = n_batches(dl), getattr(dl, 'bs', getattr(dl, 'batch_size', None))
-    if isinstance(dl, (list, tuple)): return sum(sample_count(split_batch(b)[0]) for b in dl)
+    if isinstance(dl, (list, tuple)): return sum(map(samples_in, dl))
     if n is not None and getattr(dl, 'drop_last', False) and isinstance(bs, int): return n * bs
     for source in (getattr(dl, 'sampler', None), dl.__dict__.get('n') if hasattr(dl, '__dict__') else None,
                    getattr(dl, 'dataset', None)):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from learnkit.batch import apply_model, describe, find_bs, map_tensors, passed_names
+from learnkit.batch import apply_model, count_stacked, describe, map_tensors, passed_names
 from learnkit.callback import Callback
 from learnkit.dtensors import mesh_of
 from learnkit.errors import DistributedError, MissingExtraError, ModelError, OptionError, WeightsError, did_you_mean
@@ -197,7 +197,7 @@ def _evaluated(model: nn.Module) -> Iterator[nn.Module]:
 
 def _rows(xb: tuple[Any, ...], size: int) -> tuple[Any, ...]:
     "Return so many samples of a batch, over again from the first one where it has less."
-    n = find_bs(xb)
+    n = count_stacked(xb)
     idx = torch.arange(size) % n
     return tuple(map_tensors(xb, lambda t: t.detach().cpu()[idx] if t.ndim and len(t) == n else t.detach().cpu()))
 

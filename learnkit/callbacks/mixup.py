@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Beta
 
-from learnkit.batch import describe, find_bs, map_tensors, microbatches
+from learnkit.batch import count_samples, describe, has_listed_samples, map_tensors, microbatches
 from learnkit.callback import Callback
 from learnkit.callbacks.hooks import tensors_in
 from learnkit.callbacks.training import bad_option, is_number
@@ -90,7 +90,7 @@ class MixHandler(Callback):
     def before_step(self) -> None:
         "See that the microbatches were pieces of the batch that was blended."
         if self._order is None or self._pieces[0] is not self.yb1: return
-        if (n := find_bs(self.learn.xb)) != len(self._order):
+        if (n := count_samples(self.learn)) != len(self._order):
             raise BatchError(f'{type(self).__name__}: a callback that runs after it made {n} samples of '
                              f'{len(self._order)} in before_batch. Give it a lower order, or leave `microbatch` out.')
 
@@ -124,6 +124,10 @@ class MixHandler(Callback):
 
     def _pair(self, n: int) -> Tensor:
         "Draw with which one each of `n` samples is blended, and set the partners' targets."
+        learn = self.learn
+        if has_listed_samples((*learn.xb, *learn.yb), n):
+            raise BatchError(f'{type(self).__name__} cannot blend {describe((*learn.xb, *learn.yb))}, a list with one '
+                             'entry a sample: give stacked tensors as inputs and targets.')
         self._order = order = torch.randperm(n).to(tensors_in(self.learn.xb)[0].device, non_blocking=True)
         if not any(is_of_samples(t, n) for t in tensors_in(self.learn.yb)):
             raise BatchError(f'{type(self).__name__} cannot blend the targets {describe(self.learn.yb)}: there is no '
@@ -181,7 +185,7 @@ class MixUp(MixHandler):
 
     def before_batch(self) -> None:
         "Blend the batch with itself in another order."
-        learn, n = self.learn, find_bs(self.learn.xb)
+        learn, n = self.learn, count_samples(self.learn)
         if not any(t.is_floating_point() and is_of_samples(t, n) for t in tensors_in(learn.xb)):
             raise BatchError(f'MixUp cannot blend the inputs {describe(learn.xb)}: there is no floating-point tensor '
                              'with one entry a sample. Turn them into floats first, in a callback of lower order.')
@@ -215,7 +219,7 @@ class CutMix(MixHandler):
 
     def before_batch(self) -> None:
         "Paste a box of the batch in another order into the batch."
-        learn, n = self.learn, find_bs(self.learn.xb)
+        learn, n = self.learn, count_samples(self.learn)
         sizes = [t.shape[-2:] for t in tensors_in(learn.xb) if t.ndim > 2 and is_of_samples(t, n)]
         if not sizes:
             raise BatchError(f'CutMix found no images (bs, ..., height, width) in the inputs {describe(learn.xb)}.')

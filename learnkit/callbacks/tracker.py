@@ -165,6 +165,7 @@ def check_counted(
     option: str,    # what it was given as
 ) -> None:
     "Raise `TimeError` for a unit that this fit does not count: waiting would have no end."
+    if time.unit == 'sp': learn._counts_samples = f'{option}={str(time)!r}'  # the first batch will tell
     if time.unit == 'tok' and getattr(learn, 'token_func', None) is None:
         raise TimeError(f"{option}={str(time)!r}: this Learner counts no tokens. Use another unit, or tell it how: "
                         '`Learner(..., token_func=lambda xb, yb: ...)`.')

@@ -1,8 +1,11 @@
 """How the data are cut: in rounds, of which every process gets its piece."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+from learnkit.batch import find_bs
 from learnkit.errors import LoaderError, OptionError, did_you_mean
 
 __all__ = ['Cut', 'BATCH_SIZES', 'UNEVEN']
@@ -27,6 +30,7 @@ class Cut:
     batch_size: str = 'process'  # whose a loader's batch size is: each 'process's, or the 'global' one
     uneven: str = 'join'         # 'join': each sample once; 'pad': until all have equally many; 'drop' what is left
     fillers: bool = True         # a process without a sample of its own gets one that does not count
+    count: Callable[[Any], int] = find_bs   # returns the number of samples in a batch, as a loader gave it
 
     def __post_init__(self) -> None:
         for name, known in (('batch_size', BATCH_SIZES), ('uneven', UNEVEN)):

@@ -6,7 +6,9 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from learnkit.batch import find_bs, take_rows
+from torch.nn.utils.rnn import PackedSequence
+
+from learnkit.batch import cut_batch, rebuilt, split_batch
 from learnkit.data import in_order, n_batches
 from learnkit.distributed.cut import Cut
 from learnkit.errors import BatchError
@@ -127,14 +129,18 @@ class RoundShard(Shard):
         "Return the batch of a round that is this process's, None where it has none and needs none; and its share."
         cut, n = self.cut, len(drawn)
         if cut.uneven == 'pad': drawn = [drawn[i % n] for i in range(cut.size)]
-        sizes = [_size(b) for b in drawn]
+        sizes = [self._size(b) for b in drawn]
         if cut.rank < len(drawn): return drawn[cut.rank], (sizes[cut.rank], sum(sizes))
         return drawn[-1] if cut.fillers else None, (0, sum(sizes))
 
+    def _size(self, batch: Any) -> int:
+        try: return self.cut.count(batch)
+        except BatchError: return 1
+
     def _rows(self, batch: Any) -> tuple[Any, tuple[int, int]]:
-        k = find_bs(batch)
+        k = self.cut.count(batch)
         rows = self.cut.rows(k)
-        return take_rows(batch, k, slice(rows.start, rows.stop) if isinstance(rows, range) else rows), self.cut.share(k)
+        return _rows_of(batch, k, slice(rows.start, rows.stop) if isinstance(rows, range) else rows), self.cut.share(k)
 
 
 class RoundIterator(RoundShard, Iterator[Any]):
@@ -149,6 +155,8 @@ class RoundIterator(RoundShard, Iterator[Any]):
         return next(self._batches)
 
 
-def _size(batch: Any) -> int:
-    try: return find_bs(batch)
-    except BatchError: return 1
+def _rows_of(batch: Any, k: int, rows: slice | list[int]) -> Any:
+    "Return these samples of a batch of `k`, as the loader gave it."
+    [(xb, yb)] = cut_batch(*split_batch(batch), k, [rows])
+    is_one_entry = isinstance(batch, PackedSequence) or not isinstance(batch, (tuple, list))
+    return xb[0] if is_one_entry else rebuilt(batch, [*xb, *yb])

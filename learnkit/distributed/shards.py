@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
+from learnkit.batch import find_bs
 from learnkit.data import DataLoaders, TensorLoader, evaluation_loaders, in_order, n_batches
 from learnkit.distributed.cut import Cut
 from learnkit.distributed.rounds import RoundIterator, RoundShard
@@ -34,6 +35,7 @@ def shard(
     batch_size: str = 'process',  # whose the loader's batch size is: each 'process's, or the 'global' one
     uneven: str = 'join',        # the last round: 'join' takes each sample once, 'pad' repeats some, 'drop' leaves it
     fillers: bool = True,        # give a process without a sample in a round one that does not count
+    count: Callable[[Any], int] = find_bs,  # returns the number of samples in a batch
 ) -> Any:
     """Return this process's share of a loader.
 
@@ -53,7 +55,7 @@ def shard(
     [(0, 1), (1, 1)]
     """
     drops = batch_size == 'process' and getattr(dl, 'drop_last', False)
-    return _share(dl, Cut(rank, size, batch_size, 'drop' if drops else uneven, fillers))
+    return _share(dl, Cut(rank, size, batch_size, 'drop' if drops else uneven, fillers, count))
 
 
 def shard_loaders(
@@ -63,6 +65,7 @@ def shard_loaders(
     batch_size: str = 'process',
     uneven: str = 'join',        # of the training loader; the others give each of their samples once
     fillers_in_evaluation: bool = False,  # all processes evaluate the same number of batches
+    count: Callable[[Any], int] = find_bs,  # returns the number of samples in a batch
 ) -> Any:
     """Return loaders that give this process's share of each loader, and all else as `dls` has it.
 
@@ -72,11 +75,11 @@ def shard_loaders(
     >>> [[x.tolist() for x, in dl] for dl in shard_loaders(dls, 1, 2)]
     [[[2, 3], [6, 7]], [[1, 2]]]
     """
-    train = shard(dls.train, rank, size, batch_size, uneven)
+    train = shard(dls.train, rank, size, batch_size, uneven, count=count)
     if n_batches(train) == 0: raise EmptyLoaderError(
         f'The training loader has {n_batches(dls.train)} batches, which is less than one for all {size} processes '
         "together, and what is left over is dropped. Lower the batch size, or give uneven='join' without drop_last.")
-    cut = Cut(rank, size, batch_size, fillers=fillers_in_evaluation)
+    cut = Cut(rank, size, batch_size, fillers=fillers_in_evaluation, count=count)
     shares = copy(dls) if isinstance(dls, DataLoaders) else _Like(dls)
     shares.train = train
     shares.evaluation = [(name, _share(dl, cut)) for name, dl in evaluation_loaders(dls)]

@@ -13,6 +13,7 @@ import torch
 from fastcore.basics import noop
 from torch import Tensor, nn
 
+from learnkit.batch import batch_counter
 from learnkit.callback import Callback
 from learnkit.data import n_batches
 from learnkit.distributed import connections
@@ -165,7 +166,8 @@ class DistributedTraining(Callback):
         learn, world = self.learn, self.learn.world
         if self.sharded_already: learn.dls = self._cut_to_the_shortest()
         else: learn.dls = shard_loaders(learn.dls, world.rank, world.size, **self._given,
-                                        fillers_in_evaluation=self._parts.needs_equal_evaluations)
+                                        fillers_in_evaluation=self._parts.needs_equal_evaluations,
+                                        count=batch_counter(learn))
         if torch.device(learn.dls.device).type == world.device.type: learn.dls.device = world.device
 
     def _cut_to_the_shortest(self) -> Any:
@@ -259,7 +261,7 @@ class DistributedTraining(Callback):
 
     def _counted_share(self) -> tuple[int, int] | None:
         "Return the share of a batch from a loader that gives this process's own; torch's sampler gives all as many."
-        own = sample_count(self.learn.xb)
+        own = sample_count(self.learn)
         total = int(self.world.sum(torch.tensor(own))) if self.sharded_already else own * self.world.size
         return (own, total) if total else None
 
@@ -300,7 +302,7 @@ class DistributedTraining(Callback):
         if not learn.training: return
         now = self._now
         if now.n_steps is not None and now.local and self._parts.averages_late: self._check_no_step()
-        if now.share is not None: learn._done['sp'] += now.share[1] - sample_count(learn.xb)
+        if now.share is not None: learn._done['sp'] += now.share[1] - sample_count(learn)
         if not has_tokens(learn): return
         tokens = now.tokens or self._sum_tokens()   # else of a batch that was cancelled, or cut into pieces
         learn._done['tok'] = now.tokens_before + int(tokens())

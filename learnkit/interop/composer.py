@@ -207,7 +207,7 @@ class _FromComposer(Callback):
     def _after_batch(self) -> None:
         if self.learn.training: return
         run = self.passes['predict' if self.learn.phase == 'predict' else 'eval']
-        run.batches, run.samples = run.batches + 1, run.samples + sample_count(self.learn.xb)
+        run.batches, run.samples = run.batches + 1, run.samples + sample_count(self.learn)
 
     def _after_validate(self) -> None:
         name = self.learn.dl_name

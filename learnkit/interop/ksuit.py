@@ -30,9 +30,8 @@ from learnkit.interop.ksuit_views import (
     Tracker,
     Trainer,
     UpdateCounter,
-    batch_size_of,
 )
-from learnkit.loop import model_device
+from learnkit.loop import model_device, sample_count
 from learnkit.recorder import recorder_of
 from learnkit.rng import preserved_generators, preserved_rng
 from learnkit.runs import add_note
@@ -155,8 +154,8 @@ class _FromKsuit(Callback):
         learn, size = self.learn, self.learn.microbatch
         self.given['writer'].flush()
         self._piece, self.at_epoch_end, self._counted = -1, False, True
-        if learn.iter == 0 or not self._seen_size: self._seen_size = max(self._seen_size, batch_size_of(learn.xb))
-        self._pieces = -(-batch_size_of(learn.xb) // size) if isinstance(size, int) and size else 1
+        if learn.iter == 0 or not self._seen_size: self._seen_size = max(self._seen_size, sample_count(learn))
+        self._pieces = -(-sample_count(learn) // size) if isinstance(size, int) and size else 1
         self._call('before_every_update')
 
     def _in_batch(self, event: str, hook: str) -> None:

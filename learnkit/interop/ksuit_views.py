@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learnkit.batch import find_bs
 from learnkit.budget import Budget
 from learnkit.data import evaluation_loaders, n_batches
-from learnkit.errors import BatchError, LoaderError, MetricError, did_you_mean
+from learnkit.errors import LoaderError, MetricError, did_you_mean
 from learnkit.files import atomic_write
 from learnkit.interop.composer_state import ComposerState, log_as_named
 from learnkit.interop.hooks import hand_on
@@ -373,8 +372,3 @@ class MetricPropertyProvider:
     def higher_is_better(self, key: str) -> bool: return self._way(key) == 'higher'
     def lower_is_better(self, key: str) -> bool: return self._way(key) == 'lower'
     def is_neutral_key(self, key: str) -> bool: return self._way(key) == 'neutral'
-
-
-def batch_size_of(xb: Any) -> int:
-    try: return find_bs(xb)
-    except BatchError: return 0
