@@ -126,6 +126,7 @@ class Loop(Resuming):
         __tracebackhide__ = True
         loaders = evaluation_loaders(self.dls) if loaders is None else loaders
         if not loaders: return
+        outer = self._evaluating  # of the evaluation in which a callback starts this one
         with preserved_rng():
             self._evaluating = True
             try:
@@ -134,7 +135,7 @@ class Loop(Resuming):
                 for self.dl_name, dl in loaders:
                     with preserved_generators(dl): self._do_epoch_validate(dl=dl)
                 self('after_eval')
-            finally: self._evaluating = False
+            finally: self._evaluating = outer
 
     def _set_loader(self, dl: Any) -> None:
         "Set the loader that is evaluated or predicted on."

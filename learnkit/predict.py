@@ -44,7 +44,8 @@ class Predictions(Streaming):
     ) -> L | None:
         """Compute loss and metrics, and return them as a list: `[valid_loss, *metrics]` of each loader.
 
-        Counters, history, RNGs and the modes of the modules are afterwards as they were.
+        Counters, history, RNGs and the modes of the modules are afterwards as they were. A callback may call it from
+        any of its events, and is itself not called in the evaluation that it starts.
 
         Raises `LoaderError` when there is no such loader, and `EmptyLoaderError` when it has no batch.
 
@@ -60,10 +61,15 @@ class Predictions(Streaming):
             dl = self._loader(ds_idx)
             loaders = [('train' if ds_idx == 0 else 'valid', dealt(self, dl)[0])]
         if loaders is None and not evaluation_loaders(self.dls): self._loader(1)  # raises
+        outer = self.__dict__.get('final_record')  # of the run in which a callback starts this one
         self.final_record: L | None = None
-        with self.lock, self._put_back(), self.validation_context(cbs=cbs, inner=True), self._run('evaluation'):
-            self._in_fit_and_epoch(partial(self._do_evaluation, loaders))
-        return self.final_record
+        try:
+            with self.lock, self._put_back(), self.validation_context(cbs=cbs, inner=True), self._run('evaluation'):
+                self._in_fit_and_epoch(partial(self._do_evaluation, loaders))
+            return self.final_record
+        finally:
+            if self._doing:
+                self.final_record = outer
 
     def get_preds(
         self,
