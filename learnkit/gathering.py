@@ -82,7 +82,7 @@ class GatherPredsCallback(Callback):
         if self.with_loss and 'loss_grad' not in learn.__dict__: return
         self.n_batches += 1
         inputs = self._input if self.with_input else None
-        losses = per_sample(learn.loss, find_bs(learn.yb)) if self.with_loss else None
+        losses = per_sample(learn.loss, find_bs(learn.yb or learn.xb)) if self.with_loss else None
         batch = (learn.iter, inputs, self._detached(learn.pred), self._detached(learn.yb), losses)
         for arrived in self._arriving.put(batch): self._keep(*arrived)
 
@@ -243,7 +243,9 @@ class Taken:
         entries = {'preds': detuplify(self._detached(learn.pred)), 'iter': learn.iter}
         if 'inputs' in self.names: entries['inputs'] = detuplify(self._input)
         if 'targs' in self.names: entries['targs'] = detuplify(self._detached(learn.yb))
-        if 'losses' in self.names: entries['losses'] = self._detached(per_sample(learn.loss, find_bs(learn.yb)))
+        if 'losses' in self.names:
+            losses = per_sample(learn.loss, find_bs(learn.yb or learn.xb))
+            entries['losses'] = self._detached(losses)
         if self.arriving is None: return self._hand_on(entries)
         for arrived in self.arriving.put(entries): self._hand_on(arrived)
 

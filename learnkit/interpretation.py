@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learnkit.batch import concat, describe, find_bs, map_tensors, microbatches, split_batch
+from learnkit.batch import concat, describe, find_bs, form_of, map_tensors, microbatches
 from learnkit.errors import LoaderError, MissingExtraError, OptionError
 from learnkit.figures import axes_or_new
 from learnkit.rng import capture_own, capture_rng, preserved_generators, restore_own, restore_rng
@@ -100,7 +100,7 @@ class Interpretation:
                 restore_own(self.dl, self._random[1])
             start = 0
             for batch in self.dl:
-                xb, yb = split_batch(batch, getattr(self.learn.dls, 'n_inp', None))
+                xb, yb = form_of(self.learn.dls, 'valid').split(batch)
                 n = find_bs((*xb, *yb))
                 here = [i for i in places if start <= i < start + n]
                 pieces = microbatches(xb, yb, 1) if here else []

@@ -27,7 +27,8 @@ __all__ = ['Runs', 'Contexts']
 NO_CONTEXT = nullcontext()
 
 # what an evaluation puts back
-STATE = ('training', 'phase', 'dl', 'dl_name', 'iter', 'n_iter', 'batch', 'xb', 'yb', 'pred', 'loss', 'loss_grad')
+STATE = ('training', 'phase', 'dl', 'dl_name', 'iter', 'n_iter', 'batch', 'xb', 'yb', 'pred', 'loss', 'loss_grad',
+         '_form', '_source')
 
 
 class Runs(HasCallbacks):
@@ -50,6 +51,7 @@ class Runs(HasCallbacks):
     pred: Any
     loss: Any
     loss_grad: Any
+    _form: Any                              # how batches of the loader at hand are split
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,6 +187,7 @@ class Runs(HasCallbacks):
 
     def _end_cleanup(self) -> None:
         self.dl, self.xb, self.yb, self.pred, self.loss, self.batch = None, (None,), (None,), None, None, None
+        self._form = None
         self.__dict__.pop('loss_grad', None)
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Evaluations inside handlers, batches without targets, streams, metrics with several values, and the end of a Learner."""
+"""Evaluations inside handlers, targets, streams, metrics with several values, the end of a Learner."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from learnkit import Callback, Learner
 from learnkit.data import DataLoaders
+from learnkit.errors import BatchError, LoaderError
 
 EVALUATING_EVENTS = (
     'before_fit', 'before_epoch', 'before_train', 'after_train', 'before_eval', 'before_validate',
@@ -66,7 +67,7 @@ def test_every_event_may_evaluate_and_changes_nothing(event: str) -> None:
 
     def evaluate(cb: Any) -> None:
         loss = cb.learn.validate(dl=[test])[0]
-        preds, targs = cb.learn.get_preds(dl=[test])
+        preds, _ = cb.learn.get_preds(dl=[test])
         with torch.no_grad():
             expected = cb.learn.model(test[0])
         found.append((loss, mean_square(cb.learn, *test), torch.equal(preds, expected)))
@@ -178,3 +179,212 @@ def test_logging_after_an_evaluation_inside_another_keeps_its_column() -> None:
     learn = regression(cbs=Callback(after_eval=evaluate))
     learn.fit(1)
     assert learn.history[0]['valid_gap'] == 2.0 and 'gap' not in learn.history[0]
+
+
+# -- targets -----------------------------------------------------------------------------------------------------------
+
+def spread(pred: Tensor) -> Tensor:
+    "Return a loss of the predictions alone."
+    return (pred - pred.mean(0)).square().mean() + pred.square().mean()
+
+
+def plain_loop(batches: list[Any], loss_of: Callable[[nn.Module, Any], Tensor], model: nn.Module) -> list[float]:
+    "Train a model by SGD with lr=0.1, one step a batch; return the losses."
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for batch in batches:
+        loss = loss_of(model, batch)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    return losses
+
+
+class Encoder(nn.Linear):
+    "Take `x` by name, or alone."
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+def unlabeled(form: str, n: int = 4) -> list[Any]:
+    gen = torch.Generator().manual_seed(3)
+    xs = [torch.randn(5, 3, generator=gen, dtype=torch.float64) for _ in range(n)]
+    if form == 'tensor':
+        return xs
+    return [(x,) if form == 'tuple' else {'x': x, 'length': torch.tensor(3)} for x in xs]
+
+
+@pytest.mark.parametrize('form', ['tensor', 'tuple', 'dict'])
+@pytest.mark.silent('loss_func(pred) on batches without targets: last training loss')
+def test_a_loss_of_the_predictions_alone(form: str, row: Callable[..., None]) -> None:
+    torch.manual_seed(0)
+    learn = Learner(DataLoaders(unlabeled(form), unlabeled(form, 2)), Encoder(), spread,
+                    opt_func=torch.optim.SGD, lr=0.1)
+    learn.logger = lambda r: None
+    losses: list[float] = []
+    learn.fit(1, cbs=Callback(after_batch=lambda cb: losses.append(cb.loss.item())))
+    torch.manual_seed(0)
+    model = Encoder()
+    expected = plain_loop(unlabeled('tensor'), lambda m, x: spread(m(x)), model)
+    with torch.no_grad():
+        valid = sum(spread(model(x)).item() for x in unlabeled('tensor', 2)) / 2
+    row(was='BatchError', now=losses[3], independent=expected[3])
+    assert losses[:4] == pytest.approx(expected, rel=1e-12)
+    assert learn.history[0]['valid_loss'] == pytest.approx(valid, rel=1e-12)
+    assert learn.validate()[0] == pytest.approx(valid, rel=1e-12)
+    preds, targs = learn.get_preds()
+    assert targs is None and preds.shape == (10, 2)
+
+
+def test_a_loss_that_needs_targets_keeps_its_error() -> None:
+    for loss in (nn.MSELoss(), nn.functional.mse_loss, lambda pred, targ: pred.mean()):
+        learn = Learner(unlabeled('tuple'), Encoder(), loss)
+        with pytest.raises(BatchError, match='Tensor'):
+            learn.fit(1)
+
+
+def test_a_loss_that_may_take_targets_is_not_called_in_predictions_without() -> None:
+    def loss(pred: Tensor, *targs: Tensor) -> Tensor:
+        return (pred - targs[0]).square().mean()
+
+    x, y = points(8, 1)
+    learn = regression(loss_func=loss)
+    learn.fit(1)
+    preds, targs = learn.get_preds(dl=[(x,)])
+    assert targs is None and torch.equal(preds, learn.model(x).detach())
+    assert learn.validate(dl=[(x, y)])[0] == pytest.approx(mean_square(learn, x, y), rel=1e-12)
+
+
+def test_the_loss_of_the_model_itself_comes_first() -> None:
+    class Own(Encoder):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            out = super().forward(x)
+            return {'loss': out.square().mean(), 'logits': out}
+
+    learn = Learner(unlabeled('tensor', 1), Own(), lambda pred: pred.sum() * 100, opt_func=torch.optim.SGD, lr=0.)
+    losses: list[float] = []
+    learn.fit(1, cbs=Callback(after_batch=lambda cb: losses.append(cb.loss.item())))
+    with torch.no_grad():
+        expected = learn.model(unlabeled('tensor', 1)[0])['loss'].item()
+    assert losses == [pytest.approx(expected, rel=1e-12)]
+
+
+class Detector(nn.Module):
+    "Predict a box and a score from `x`."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.boxes, self.scores = nn.Linear(3, 4).double(), nn.Linear(3, 2).double()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.boxes(x), self.scores(x)
+
+
+def detection_loss(pred: tuple[Tensor, Tensor], boxes: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.l1_loss(pred[0], boxes) + nn.functional.cross_entropy(pred[1], labels)
+
+
+def boxed(n: int = 4) -> list[dict[str, Tensor]]:
+    gen = torch.Generator().manual_seed(4)
+    return [{'x': torch.randn(5, 3, generator=gen, dtype=torch.float64),
+             'labels': torch.randint(2, (5,), generator=gen),
+             'boxes': torch.rand(5, 4, generator=gen, dtype=torch.float64)} for _ in range(n)]
+
+
+@pytest.mark.silent('targets of dict batches by name, two of them: last training loss')
+def test_targets_of_dicts_by_name(row: Callable[..., None]) -> None:
+    torch.manual_seed(0)
+    dls = DataLoaders(boxed(), boxed(2), targets=('boxes', 'labels'))
+    learn = Learner(dls, Detector(), detection_loss, opt_func=torch.optim.SGD, lr=0.1)
+    learn.logger = lambda r: None
+    losses: list[float] = []
+    learn.fit(1, cbs=Callback(after_batch=lambda cb: losses.append(cb.loss.item())))
+    torch.manual_seed(0)
+    model = Detector()
+    expected = plain_loop(boxed(), lambda m, b: detection_loss(m(b['x']), b['boxes'], b['labels']), model)
+    row(was='TypeError', now=losses[3], independent=expected[3])
+    assert losses[:4] == pytest.approx(expected, rel=1e-12)
+    _, targs = learn.get_preds()
+    assert torch.equal(targs[0], torch.cat([b['boxes'] for b in boxed(2)])) and targs[1].dtype == torch.int64
+    preds, none = learn.get_preds(dl=[{'x': boxed(1)[0]['x']}])
+    assert none is None and len(preds) == 2
+
+
+def test_targets_from_tensors_and_datasets() -> None:
+    batch = boxed(1)[0]
+    samples = [{k: v[i] for k, v in batch.items()} for i in range(5)]
+    for dls in (DataLoaders.from_tensors(batch, batch, bs=5, shuffle=False, targets='boxes'),
+                DataLoaders.from_datasets(samples, samples, bs=5, shuffle=False, targets='boxes')):
+        learn = Learner(dls, Encoder(), lambda pred, boxes: (pred - boxes[:, :2]).square().mean())
+        assert torch.equal(learn.get_preds()[1], batch['boxes'])
+
+
+@pytest.mark.parametrize(('batch', 'options', 'error'), [
+    ({'x': 1, 'labels': 2}, {'targets': ('boxes', 'labels')}, BatchError),
+    ('tuple', {'targets': 'labels'}, BatchError),
+    ('dict', {'n_inp': 1}, BatchError),
+    ('dict', {'n_inp': 2}, BatchError),
+    ('tuple', {'n_inp': 4}, BatchError),
+    ('tuple', {'n_inp': {'valid': 4}}, BatchError),
+    ('tuple', {'n_inp': {'test': 1}}, LoaderError),
+    ('tuple', {'n_inp': {'valid': 0}}, LoaderError),
+    ('tuple', {'n_inp': 1, 'targets': 'y'}, LoaderError),
+    ('tuple', {'targets': ()}, LoaderError),
+    ('tuple', {'targets': 3}, LoaderError),
+])
+@pytest.mark.parametrize('workers', [0, 1])
+def test_a_form_that_cannot_be_is_an_error_before_the_first_step(
+    batch: Any, options: dict[str, Any], error: type[Exception], workers: int
+) -> None:
+    x, y = points(4, 1)
+    if batch == 'tuple':
+        batch = (x, y)
+    elif batch == 'dict':
+        batch = {'x': x, 'y': y}
+    else:
+        batch = {'x': x, 'labels': y}
+    model = nn.Linear(1, 1).double()
+    before = model.weight.clone()
+    train = [(x, y)] if options == {'n_inp': {'valid': 4}} else [batch]
+    valid: Any = [batch]
+    if workers:
+        valid = torch.utils.data.DataLoader([batch], batch_size=None, num_workers=1)
+    with pytest.raises(error):
+        Learner(DataLoaders(train, valid, **options), model, nn.MSELoss(), lr=1.).fit(1)
+    assert torch.equal(model.weight, before)
+
+
+def test_n_inp_by_loader() -> None:
+    x, y = points(6, 1)
+    seen: list[tuple[str, int, int]] = []
+
+    def look(cb: Any) -> None:
+        seen.append((cb.phase, len(cb.xb), len(cb.yb)))
+        cb.learn.xb = cb.xb[:1]
+
+    dls = DataLoaders([(x, x, y)], [(x, y)], n_inp={'train': 2, 'valid': 1})
+    learn = Learner(dls, nn.Linear(1, 1).double(), nn.MSELoss(), cbs=Callback(before_batch=look))
+    learn.logger = lambda r: None
+    learn.fit(1)
+    learn.get_preds()
+    learn.get_preds(ds_idx=0)
+    learn.validate(ds_idx=0)
+    list(learn.predict_iter(ds_idx=0))
+    assert seen == [('train', 2, 1), ('valid', 1, 1), ('predict', 1, 1), ('predict', 2, 1), ('valid', 2, 1),
+                    ('predict', 2, 1)]
+
+
+def test_a_wrong_form_of_the_validation_loader_costs_no_epoch() -> None:
+    x, y = points(6, 1)
+    steps: list[int] = []
+    dls = DataLoaders([(x, x, y)], [(x,)], n_inp=2)
+    learn = Learner(dls, nn.Linear(1, 1).double(), nn.MSELoss(), cbs=Callback(after_step=lambda cb: steps.append(1)))
+    with pytest.raises(BatchError, match='n_inp=2'):
+        learn.fit(1)
+    assert not steps
