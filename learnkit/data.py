@@ -44,6 +44,10 @@ class DataLoaders(Shows):
     `targets` names the targets of batches that are dicts, in the order in which the loss function gets them:
     `targets=('boxes', 'labels')`. In predictions a batch may lack all of them.
 
+    `n_iter` makes epochs of a training loader without a length (a stream): each has so many batches, and begins where
+    the last one ended, in the same fit and in the next. The loader is iterated once for all of them; where it ends, it
+    is iterated from its start again. Worker processes of a DataLoader run on in the meantime.
+
     Raises `LoaderError` for what is no loader and `EmptyLoaderError` for one with no batch. A batch that does not have
     the form that was declared is a `BatchError`, before the first step also of a validation loader.
 
@@ -68,7 +72,7 @@ class DataLoaders(Shows):
         path: str | Path = '.',    # folder of the data, and of what is saved
         n_inp: int | Mapping[str, int] | None = None,  # entries of a tuple that are inputs; None: all but the last
         targets: str | Iterable[str] | None = None,  # entries of a dict that are targets; None: `labels`, `y`, ...
-        n_iter: int | None = None,  # the most batches drawn each epoch from a training loader without a length
+        n_iter: int | None = None,  # batches an epoch of a training loader without a length
     ):
         self.train, named = train, named_loaders(valid)
         self.evaluators = {name: dl for name, dl in named if isinstance(dl, Evaluator)}  # with options of their own

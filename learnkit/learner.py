@@ -353,7 +353,7 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Processes, Su
         raise_first(None, self._close())
 
     def _close(self) -> list[BaseException]:
-        self._replayed = None
+        self._replayed = self._stream = None
         if self not in _open_learners: return []
         _open_learners.discard(self)
         return self._call_each('close') + self._call_each('post_close')

@@ -202,6 +202,7 @@ class Loop(Resuming):
     def _forget_run(self) -> None:
         for dl in (self.dls.train, *(dl for _, dl in evaluation_loaders(self.dls))):
             forget_workers(dl)
+        self._stream = None  # its iterator may have ended with the error
         super()._forget_run()
 
     def _is_open(self, level: str) -> bool:

@@ -1,16 +1,18 @@
 """Evaluations inside handlers, targets, streams, metrics with several values, the end of a Learner."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from learnkit import Callback, Learner
 from learnkit.data import DataLoaders
-from learnkit.errors import BatchError, LoaderError
+from learnkit.errors import BatchError, EmptyLoaderError, LoaderError
 
 EVALUATING_EVENTS = (
     'before_fit', 'before_epoch', 'before_train', 'after_train', 'before_eval', 'before_validate',
@@ -388,3 +390,178 @@ def test_a_wrong_form_of_the_validation_loader_costs_no_epoch() -> None:
     with pytest.raises(BatchError, match='n_inp=2'):
         learn.fit(1)
     assert not steps
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+
+class Counting:
+    "Yield batches numbered from 0, endless or `n` of them; `passes` counts how often it was iterated."
+
+    def __init__(self, n: int | None = None) -> None:
+        self.n, self.passes = n, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        for i in count() if self.n is None else range(self.n):
+            yield torch.full((2, 1), float(i), dtype=torch.float64), torch.ones(2, 1, dtype=torch.float64)
+
+
+class Noisy(Counting):
+    "The same with noise from a generator of the loader, and from torch's global one."
+
+    def __init__(self, n: int | None = None) -> None:
+        super().__init__(n)
+        self.gen = torch.Generator().manual_seed(5)
+
+    def __iter__(self) -> Iterator[Any]:
+        for x, y in super().__iter__():
+            yield x + torch.rand(2, 1, generator=self.gen, dtype=torch.float64), y
+
+
+class Numbers(IterableDataset[Any]):
+    "Each worker yields its own numbers, with noise."
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        for i in range(info.id if info else 0, self.n, info.num_workers if info else 1):
+            yield i + torch.rand(1).double(), torch.ones(1).double()
+
+
+class Stateful(Counting):
+    "A stream that knows where it is."
+
+    def __init__(self, n: int | None = None) -> None:
+        super().__init__(n)
+        self.at = self.first = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        first, self.first = self.first, 0
+        for i, batch in enumerate(super().__iter__()):
+            if i < first:
+                continue
+            self.at = i + 1
+            yield batch
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {'at': self.at}
+
+    def load_state_dict(self, sd: dict[str, int]) -> None:
+        self.first = sd['at']
+
+
+class Notes(Callback):
+    "Note the first input of each training batch, and the state at one of them."
+
+    def __init__(self, save_at: int = -1) -> None:
+        super().__init__()
+        self.seen, self.save_at, self.saved = [], save_at, None
+
+    def before_batch(self) -> None:
+        if self.learn.fitting and self.training:
+            self.seen.append(float(self.x[0, 0]))
+
+    def batch_checkpoint(self) -> None:
+        if self.learn.train_iter == self.save_at:
+            self.saved = self.learn.checkpoint_state()
+
+    def epoch_checkpoint(self) -> None:
+        if self.save_at == -1 - self.epoch:
+            self.saved = self.learn.checkpoint_state()
+
+    def state_dict(self) -> None:
+        return None
+
+
+def streaming(dl: Any, n_iter: int, *cbs: Any) -> Learner:
+    torch.manual_seed(0)
+    learn = Learner(DataLoaders(dl, n_iter=n_iter), nn.Linear(1, 1).double(), nn.MSELoss(), cbs=[Notes, *cbs],
+                    opt_func=torch.optim.SGD, lr=1e-3)
+    learn.logger = lambda row: None
+    return learn
+
+
+@pytest.mark.silent('n_iter=3 on an endless stream, three epochs: distinct batches')
+def test_an_endless_stream_goes_on(row: Callable[..., None]) -> None:
+    stream = Counting()
+    learn = streaming(stream, 3)
+    learn.fit(3)
+    row(was=3, now=len(set(learn.notes.seen)), independent=9)
+    assert learn.notes.seen == list(range(9)) and stream.passes == 1
+    learn.fit(1)
+    learn.lr_find(num_it=4, show_plot=False)  # takes batches of a pass apart
+    learn.fit(1)
+    assert learn.notes.seen[9:12] == [9, 10, 11] and learn.notes.seen[-3:] == [12, 13, 14]
+
+
+def test_a_stream_that_ends_begins_again() -> None:
+    stream = Counting(5)
+    learn = streaming(stream, 3)
+    learn.fit(4)
+    assert learn.notes.seen == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1] and stream.passes == 3
+    assert [len(streaming(Counting(2), 5).dls.one_batch())] == [2]
+    short = streaming(Counting(2), 5)
+    short.fit(2)
+    assert short.notes.seen == [0, 1] * 5
+    with pytest.raises(EmptyLoaderError):
+        streaming(Counting(0), 2).fit(1)
+
+
+def test_an_iterator_goes_on_as_before() -> None:
+    learn = streaming(iter(Counting(9)), 3)
+    learn.fit(3)
+    assert learn.notes.seen == list(range(9))
+
+
+def test_a_fit_that_failed_begins_the_stream_again() -> None:
+    def fail(cb: Any) -> None:
+        if cb.train_iter == 2:
+            raise OSError
+
+    learn = streaming(Counting(), 3)
+    with pytest.raises(OSError):
+        learn.fit(1, cbs=Callback(before_batch=fail))
+    learn.fit(1)
+    assert learn.notes.seen[-3:] == [0, 1, 2]
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    'endless': Noisy,
+    'ends': lambda: Noisy(5),
+    'stateful': Stateful,
+    'stateful ends': lambda: Stateful(5),
+    'torch': lambda: DataLoader(Numbers(11), 2),
+    'workers': lambda: DataLoader(Numbers(40), 2, num_workers=2),
+    'persistent workers': lambda: DataLoader(Numbers(12), 2, num_workers=2, persistent_workers=True),
+}
+
+
+@pytest.mark.parametrize('at', [1, 3, 4, 7, -1, -2])
+@pytest.mark.parametrize('kind', LOADERS)
+def test_a_stream_resumes_exactly(kind: str, at: int) -> None:
+    if 'workers' in kind and at not in (4, -2):
+        pytest.skip('starting worker processes takes long')
+    learn = streaming(LOADERS[kind](), 3)
+    learn.notes.save_at = at
+    learn.fit(4)
+    done = at if at > 0 else -at * 3
+    later = streaming(LOADERS[kind](), 3)
+    torch.manual_seed(99)
+    later.fit(4, resume=learn.notes.saved)
+    assert later.notes.seen == learn.notes.seen[done:] and len(learn.notes.seen) == 12
+    assert torch.equal(later.model.weight, learn.model.weight)
+    for one in (learn, later):
+        torch.manual_seed(7)
+        one.fit(1)
+    assert later.notes.seen[-3:] == learn.notes.seen[-3:]
+
+
+def test_workers_of_a_stream_run_on() -> None:
+    learn = streaming(DataLoader(Numbers(40), 2, num_workers=2), 3)
+    learn.fit(2)
+    assert [int(x) for x in learn.notes.seen] == [0, 1, 4, 5, 8, 9]
+    learn.close()
+    assert learn._stream is None
