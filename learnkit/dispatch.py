@@ -153,7 +153,7 @@ class HasCallbacks:
 
     def __getstate__(self) -> dict[str, Any]:
         "Leave out what belongs to this object alone: its lock and its tables, which are made from the callbacks."
-        own = ('lock', '_callbacks', '_tables', '_stream')
+        own = ('lock', '_callbacks', '_tables', '_stream', '_is_open_for_use', '_ran_in')
         self._end_streams()
         return {**{k: v for k, v in self.__dict__.items() if k not in own}, '_cbs': list(self.cbs)}
 

@@ -129,7 +129,7 @@ class EventNames(SimpleNamespace):
 
     def __getattr__(self, name: str) -> str:
         message = f'There is no event `{name}`.{did_you_mean(name, EVENTS)}'
-        raise AttributeError(message, name=name, obj=self)
+        raise AttributeError(message, name=name)
 
 
 event = EventNames(**{name: name for name in EVENTS})

@@ -1,6 +1,10 @@
 """Evaluations inside handlers, targets, streams, metrics with several values, the end of a Learner."""
 from __future__ import annotations
 
+import copy
+import gc
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
@@ -13,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from learnkit import Callback, Learner
 from learnkit.data import DataLoaders
 from learnkit.errors import BatchError, EmptyLoaderError, LoaderError
+from learnkit.events import event
 
 EVALUATING_EVENTS = (
     'before_fit', 'before_epoch', 'before_train', 'after_train', 'before_eval', 'before_validate',
@@ -456,7 +461,7 @@ class Stateful(Counting):
 class Notes(Callback):
     "Note the first input of each training batch, and the state at one of them."
 
-    def __init__(self, save_at: int = -1) -> None:
+    def __init__(self, save_at: int = 0) -> None:
         super().__init__()
         self.seen, self.save_at, self.saved = [], save_at, None
 
@@ -565,3 +570,123 @@ def test_workers_of_a_stream_run_on() -> None:
     assert [int(x) for x in learn.notes.seen] == [0, 1, 4, 5, 8, 9]
     learn.close()
     assert learn._stream is None
+
+
+class Shuffled:
+    "A loader in the manner of accelerate's: its `state_dict` raises."
+
+    def __init__(self) -> None:
+        self.gen = torch.Generator().manual_seed(5)
+
+    def __iter__(self) -> Iterator[Any]:
+        for i in torch.randperm(6, generator=self.gen).tolist():
+            yield torch.full((2, 1), float(i), dtype=torch.float64), torch.ones(2, 1, dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return 6
+
+    def state_dict(self) -> dict[str, Any]:
+        raise AttributeError('base_dataloader has no state_dict')
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize('at', [2, -1])
+def test_a_loader_whose_state_dict_raises_is_resumed_by_replaying(at: int) -> None:
+    learn = streaming(Shuffled(), 6)
+    learn.notes.save_at = at
+    with pytest.warns(UserWarning, match='Shuffled.*AttributeError'):
+        learn.fit(2)
+    later = streaming(Shuffled(), 6)
+    later.fit(2, resume=learn.notes.saved)
+    assert later.notes.seen == learn.notes.seen[2 if at == 2 else 6:] and len(learn.notes.seen) == 12
+    assert torch.equal(later.model.weight, learn.model.weight)
+
+
+# -- the end of a Learner ----------------------------------------------------------------------------------------------
+
+def closing(calls: list[str]) -> Callback:
+    return Callback(close=lambda cb: calls.append('close'), post_close=lambda cb: calls.append('post_close'))
+
+
+@pytest.mark.silent('close events of a Learner that is dropped')
+def test_a_dropped_learner_is_closed(row: Callable[..., None]) -> None:
+    calls: list[str] = []
+    learn = regression(cbs=closing(calls))
+    learn.fit(1)
+    del learn
+    gc.collect()
+    row(was=0, now=len(calls), independent=2)
+    assert calls == ['close', 'post_close']
+
+
+def test_a_learner_is_closed_once() -> None:
+    calls: list[str] = []
+    learn = regression(cbs=closing(calls))
+    learn.fit(1)
+    learn.close()
+    learn.close()
+    del learn
+    gc.collect()
+    assert calls == ['close', 'post_close']
+    learn = regression(cbs=closing(calls))
+    learn.validate()
+    learn.close()
+    learn.validate()  # open again
+    del learn
+    gc.collect()
+    assert calls == ['close', 'post_close'] * 3
+
+
+def test_a_learner_that_never_ran_is_not_closed() -> None:
+    calls: list[str] = []
+    learn = regression(cbs=closing(calls))
+    del learn
+    gc.collect()
+    with pytest.raises(LoaderError):
+        Learner(3, nn.Linear(1, 1), cbs=closing(calls))
+    gc.collect()
+    assert not calls
+    learn = regression(cbs=Callback())
+    learn.fit(1)
+    other = copy.deepcopy(learn)
+    assert other._ran_in is None and learn._ran_in is not None
+
+
+def test_an_error_of_a_dropped_learner_is_a_warning() -> None:
+    def fail(cb: Any) -> None:
+        raise OSError(28, 'disk full')
+
+    calls: list[str] = []
+    learn = regression(cbs=[Callback(close=fail), closing(calls)])
+    learn.fit(1)
+    with pytest.warns(UserWarning, match='OSError.*28'):
+        del learn
+        gc.collect()
+    assert calls == ['close', 'post_close']
+
+
+def test_dropping_learners_at_interpreter_exit_is_silent() -> None:
+    code = """
+import sys, torch
+from torch import nn
+from learnkit import Callback, Learner
+from learnkit.testing import synth_learner
+kept = [synth_learner(cbs=Callback(close=lambda cb: print('closed'))) for _ in range(3)]
+for learn in kept[:2]:
+    with learn.no_bar(), learn.no_logging(): learn.fit(1)
+half = Learner.__new__(Learner)
+kept[0].me = kept[0]
+"""
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.split().count('closed') == 3 and done.stderr == ''
+
+
+# -- names of events ---------------------------------------------------------------------------------------------------
+
+def test_a_misspelled_event_is_named_with_the_closest() -> None:
+    with pytest.raises(AttributeError, match='befor_step.*before_step') as caught:
+        event.befor_step  # noqa: B018
+    assert caught.value.name == 'befor_step' and event.before_step == 'before_step'
+    assert not hasattr(event, 'nothing_like_it') and copy.copy(event).after_fit == 'after_fit'
