@@ -7,17 +7,24 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from learnkit import Callback, Learner
+from learnkit import BestMetric, Callback, Learner, Recorder, TrackerCallback, TrainEvalCallback
 from learnkit.data import DataLoaders
-from learnkit.errors import BatchError, EmptyLoaderError, LoaderError
+from learnkit.errors import BatchError, EmptyLoaderError, LoaderError, MetricError
+from learnkit.evaluator import Evaluator
 from learnkit.events import event
+from learnkit.measures import AvgMetric
+from learnkit.merging import shared_state
+from learnkit.metrics import Metric
 
 EVALUATING_EVENTS = (
     'before_fit', 'before_epoch', 'before_train', 'after_train', 'before_eval', 'before_validate',
@@ -690,3 +697,142 @@ def test_a_misspelled_event_is_named_with_the_closest() -> None:
         event.befor_step  # noqa: B018
     assert caught.value.name == 'befor_step' and event.before_step == 'before_step'
     assert not hasattr(event, 'nothing_like_it') and copy.copy(event).after_fit == 'after_fit'
+
+
+# -- metrics with several values ---------------------------------------------------------------------------------------
+
+def errors(pred: Tensor, targ: Tensor) -> dict[str, Any]:
+    "Return means over samples, one of them in an inner dict."
+    return {'bias': (pred - targ).mean(), 'abs': {'mean': (pred - targ).abs().mean().item()}}
+
+
+class Extremes(Metric):
+    "Keep the least and the largest error."
+
+    def reset(self) -> None:
+        self.low, self.high = [], []
+
+    def accumulate(self, learn: Any) -> None:
+        error = learn.pred.detach() - learn.y
+        self.low.append(float(error.min()))
+        self.high.append(float(error.max()))
+
+    @property
+    def value(self) -> Any:
+        return {'min': min(self.low), 'max': max(self.high), 'bias': 1.} if self.low else None
+
+
+def by_hand(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, float]:
+    with torch.no_grad():
+        error = model(x) - y
+    return {'bias': error.mean().item(), 'abs_mean': error.abs().mean().item(), 'min': error.min().item(),
+            'max': error.max().item(), 'extremes_bias': 1., 'mean_squared': error.square().mean().item()}
+
+
+def squared(pred: Tensor, targ: Tensor) -> Tensor:
+    return (pred - targ).square().mean()
+
+
+class Several(torchmetrics.Metric):
+    "A metric of torchmetrics whose compute() is a dict."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state('total', torch.zeros((), dtype=torch.float64), 'sum')
+        self.add_state('n', torch.zeros((), dtype=torch.float64), 'sum')
+
+    def update(self, pred: Tensor, targ: Tensor) -> None:
+        self.total += (pred - targ).sum()
+        self.n += len(pred)
+
+    def compute(self) -> dict[str, Tensor]:
+        return {'tm_bias': self.total / self.n, 'tm_n': self.n}
+
+
+@pytest.mark.silent('column of a Metric whose value is a dict: least error on the validation set')
+def test_dicts_become_columns(row: Callable[..., None]) -> None:
+    metrics = [errors, Extremes, {'mean_squared': squared}, Several()]
+    learn = regression(metrics=metrics)
+    rows: list[Any] = []
+    learn.logger = rows.append
+    learn.fit(2)
+    expected = by_hand(learn.model, *points(6, 2))
+    expected |= {'tm_bias': expected['bias'], 'tm_n': 6.}
+    last = {name: learn.history[-1][name] for name in expected}
+    row(was="{'min': ...} in one column", now=last['min'], independent=expected['min'])
+    assert last == pytest.approx(expected, rel=1e-12)
+    names = ['epoch', 'train_loss', 'valid_loss', 'bias', 'abs_mean', 'min', 'max', 'extremes_bias', 'mean_squared',
+             'tm_bias', 'tm_n', 'time']
+    assert list(learn.recorder.metric_names) == names
+    assert [len(r) for r in rows] == [len(names)] * 2 and list(rows[1][3:-1]) == pytest.approx([last[n] for n in names[3:-1]])
+    assert set(names[1:-1]) <= set(learn.metric_names())
+    values = learn.validate()
+    assert list(values[1:]) == pytest.approx([expected[n] for n in names[3:-1]], rel=1e-12)
+    fresh = regression(metrics=metrics)
+    fresh.model.load_state_dict(learn.model.state_dict())
+    assert fresh.validate() == values
+
+
+def test_dicts_of_several_loaders_and_of_training() -> None:
+    torch.manual_seed(0)
+    day, night = points(6, 2), points(5, 3)
+    train = points(8, 1)
+    dls = DataLoaders([train], {'day': [day], 'night': Evaluator([night], metrics=Extremes)})
+    learn = Learner(dls, nn.Linear(1, 1).double(), nn.MSELoss(), metrics=errors, opt_func=torch.optim.SGD, lr=0.,
+                    default_cbs=False, cbs=[TrainEvalCallback, Recorder(train_metrics=True)])
+    learn.logger = lambda r: None
+    learn.fit(1)
+    of = {name: by_hand(learn.model, *data) for name, data in (('train', train), ('day', day), ('night', night))}
+    expected = {'train_bias': of['train']['bias'], 'train_abs_mean': of['train']['abs_mean'],
+                'day/bias': of['day']['bias'], 'day/abs_mean': of['day']['abs_mean'],
+                'night/min': of['night']['min'], 'night/max': of['night']['max'], 'night/bias': 1.}
+    assert {name: learn.history[0][name] for name in expected} == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize('column', ['bias', 'max', 'tm_n', 'valid_loss', 'mean_squared'])
+def test_a_tracker_watches_a_column_of_a_dict(column: str) -> None:
+    tracker = TrackerCallback(column, comp=np.less)
+    learn = regression(metrics=[errors, Extremes, {'mean_squared': squared}, Several()], cbs=tracker)
+    best_metric = BestMetric('valid_loss', targets=[column])
+    learn.fit(4, cbs=best_metric)
+    assert tracker.best == pytest.approx(min(r[column] for r in learn.history), rel=1e-12)
+    assert best_metric.at_best[column] == min(learn.history, key=lambda r: r['valid_loss'])[column]
+    with pytest.raises(MetricError, match='no_such'):
+        learn.fit(1, cbs=TrackerCallback('no_such'))
+
+
+def test_dicts_survive_a_resume() -> None:
+    def make(*cbs: Any) -> Learner:
+        return regression(metrics=[errors, Extremes], default_cbs=False,
+                          cbs=[TrainEvalCallback, Recorder(train_metrics=True), *cbs])
+
+    saved: list[Any] = []
+
+    def save(cb: Any) -> None:
+        if cb.train_iter == 3:
+            saved.append(cb.learn.checkpoint_state())
+
+    learn, later = make(), make()
+    learn.fit(3, cbs=Callback(batch_checkpoint=save))
+    later.fit(3, resume=saved[0])
+    rows = [[{**r, 'time': 0} for r in one.history] for one in (learn, later)]
+    assert rows[0] == rows[1] and 'train_bias' in rows[0][1] and 'valid_extremes_bias' in rows[0][1]
+
+
+def test_dicts_merge_over_processes() -> None:
+    x, y = points(9, 4)
+    parts = [AvgMetric(errors) for _ in range(3)]  # the last one has no batch
+    for part, rows in zip(parts, (slice(0, 4), slice(4, 9)), strict=False):
+        part.accumulate(SimpleNamespace(pred=x[rows], yb=(y[rows],), xb=(x[rows],)))
+    whole = AvgMetric(errors)
+    whole.merge([shared_state(part) for part in parts])
+    assert whole.value == pytest.approx({'bias': (x - y).mean().item(), 'abs_mean': (x - y).abs().mean().item()})
+
+
+def test_bad_dicts_are_errors_before_the_first_step() -> None:
+    for bad in ({}, {'a': torch.ones(2)}, {'a': {}}, {'a': 'b'}):
+        learn = regression(metrics=lambda pred, targ, bad=bad: bad)
+        before = learn.model.weight.clone()
+        with pytest.raises(MetricError):
+            learn.fit(1)
+        assert torch.equal(learn.model.weight, before)
