@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from learnkit.batch import describe
 from learnkit.errors import MetricError
 from learnkit.merging import Accumulates
 
-__all__ = ['Metric', 'Mean', 'AvgSmoothLoss', 'is_number', 'merged_losses', 'paired', 'widened']
+__all__ = ['Metric', 'Mean', 'AvgSmoothLoss', 'flattened', 'is_number', 'merged_losses', 'paired', 'widened']
 
 SEND_EVERY = 64     # losses that go to the host in one copy
 MAX_IN_FLIGHT = 2   # copies the host may be behind
@@ -20,6 +21,9 @@ MAX_IN_FLIGHT = 2   # copies the host may be behind
 
 class Metric(Accumulates):
     """Compute a number from the batches of one pass: override `reset`, `accumulate` and `value`.
+
+    A `value` may also be a dict of numbers by name: each becomes a column of that name, or of `<metric>_<name>` where
+    another column has the name already.
 
     A checkpoint in the middle of an epoch saves what a metric of training batches has accumulated. That is every
     attribute that is plain (tensors, numbers, texts, None, and lists, tuples and dicts of them) or a metric itself;
@@ -288,6 +292,22 @@ def merged_losses(
     x, w = (torch.tensor(rows, dtype=torch.float64) for rows in padded)
     if reduction == 'sum': return torch.where(w == 0, 0, x).sum(0).tolist()
     return torch.where(w.sum(0) == 0, x.mean(0), torch.where(w == 0, 0, x*w).sum(0)/w.sum(0)).tolist()
+
+
+def flattened(
+    values: Mapping[Any, Any],   # values by name, of which some may be mappings again
+    prefix: str = '',
+) -> dict[str, Any]:
+    """Return values by name, with names of inner mappings joined by `_`.
+
+    >>> flattened({'all': 1, 'iou': {'cat': 2, 3: 4}})
+    {'all': 1, 'iou_cat': 2, 'iou_3': 4}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f'{prefix}{key}'
+        flat |= flattened(value, f'{name}_') if isinstance(value, Mapping) else {name: value}
+    return flat
 
 
 def is_number(value: Any) -> bool:

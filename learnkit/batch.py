@@ -20,10 +20,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 from learnkit.errors import BatchError
 
-__all__ = ['TARGET_NAMES', 'split_batch', 'to_device', 'to_detach', 'detuplify', 'find_bs', 'count_samples',
-           'batch_counter', 'count_stacked', 'has_certain_size', 'concat', 'microbatches', 'cut_batch', 'take_rows',
-           'is_sample_list', 'has_listed_samples', 'have_listed_samples', 'apply_model', 'passed_names',
-           'call_by_name', 'unpack_output', 'map_tensors', 'describe', 'children_of', 'rebuilt']
+__all__ = ['TARGET_NAMES', 'BatchForm', 'split_batch', 'form_of', 'to_device', 'to_detach', 'detuplify', 'find_bs',
+           'count_samples', 'batch_counter', 'count_stacked', 'has_certain_size', 'concat', 'microbatches',
+           'cut_batch', 'take_rows', 'is_sample_list', 'has_listed_samples', 'have_listed_samples', 'apply_model',
+           'passed_names', 'call_by_name', 'unpack_output', 'map_tensors', 'describe', 'children_of', 'rebuilt']
 
 TARGET_NAMES = ('labels', 'label', 'targets', 'target', 'y')  # where a batch with named entries has its targets
 _FORM = ': it is (*inputs, target), or a dict of inputs and `labels`. Look at what the collate function returns.'
@@ -36,7 +36,8 @@ def split_batch(
     """Split a batch into its inputs and its targets.
 
     A mapping or dataclass is one input, and its targets are the entries under `TARGET_NAMES` that are not None; any
-    other object is one input without targets. Raises `BatchError` for an empty batch, or an `n_inp` that does not fit.
+    other object is one input without targets. Raises `BatchError` for an empty batch, and for an `n_inp` that does not
+    fit: of a mapping or dataclass, any.
 
     >>> split_batch(['image', 'mask', 'label'])
     (('image', 'mask'), ('label',))
@@ -50,6 +51,12 @@ def split_batch(
     named = _named(batch)
     if named is not None:
         if not named: raise BatchError(f'The loader gave an empty batch ({describe(batch)}){_FORM}')
+        if n_inp is not None:
+            raise BatchError(
+                f'n_inp={n_inp} counts the entries of a tuple, and the batch is {describe(batch)}: its '
+                f'targets are the entries {", ".join(TARGET_NAMES)}, or those that '
+                "`DataLoaders(targets=('boxes', 'labels'))` names. Leave n_inp out."
+            )
         return (batch,), tuple(named[k] for k in TARGET_NAMES if named.get(k) is not None)
 
     items = tuple(batch) if isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence) else (batch,)
@@ -59,6 +66,55 @@ def split_batch(
         raise BatchError(f'n_inp={n} does not fit a batch with {len(items)} entries, {describe(batch)}: '
                          f'set n_inp to a number from 1 to {len(items)}.')
     return items[:n], items[n:]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BatchForm:
+    """Split the batches of one loader as `DataLoaders(n_inp=..., targets=...)` declares.
+
+    >>> form = BatchForm(targets=('boxes', 'labels'))
+    >>> form.split({'image': 1, 'boxes': 2, 'labels': 3})
+    (({'image': 1, 'boxes': 2, 'labels': 3},), (2, 3))
+    """
+    n_inp: int | None = None                 # entries of a tuple that are inputs
+    targets: tuple[str, ...] | None = None   # names of a mapping's entries that are targets
+    strict: bool = True                      # whether `n_inp` is refused for mappings
+
+    def split(
+        self,
+        batch: Any,                # as the loader gave it
+        predicting: bool = False,  # whether a batch without any of the targets is accepted
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:  # inputs and targets
+        "Return inputs and targets of a batch; raise `BatchError` for a batch of another form."
+        if self.targets is not None:
+            return self._split_named(batch, self.targets, predicting)
+        if self.strict or self.n_inp is None or _named(batch) is None:
+            return split_batch(batch, self.n_inp)
+        return split_batch(batch)
+
+    def _split_named(
+        self, batch: Any, targets: tuple[str, ...], predicting: bool
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        named = _named(batch)
+        missing = [name for name in targets if named is None or name not in named]
+        if predicting and len(missing) == len(targets):
+            return split_batch(batch)[0], ()
+        if missing:
+            raise BatchError(
+                f'The batch {describe(batch)} has no entry {", ".join(map(repr, missing))}: '
+                f'`DataLoaders(targets={targets})` names the entries of dicts that are targets.'
+            )
+        return (batch,), tuple((named or {})[name] for name in targets)
+
+
+def form_of(
+    dls: Any,              # `DataLoaders`, or an object that works like one
+    name: str = 'train',   # the loader
+) -> BatchForm:
+    "Return how the batches of a loader are split."
+    if (own := getattr(type(dls), 'batch_form', None)) is not None:
+        return own(dls, name)
+    return BatchForm(getattr(dls, 'n_inp', None), strict=False)  # other libraries always have one
 
 
 def to_device(
@@ -151,8 +207,8 @@ def batch_counter(
     learn: Any,  # a Learner
 ) -> Callable[[Any], int]:
     "Return a function that counts the samples of a batch as a loader gave it, like those of the batch at hand."
-    n_inp, size_func = getattr(learn.dls, 'n_inp', None), getattr(learn, 'size_func', None)
-    return lambda batch: find_bs(*split_batch(batch, n_inp), size_func)
+    form, size_func = form_of(learn.dls), getattr(learn, 'size_func', None)
+    return lambda batch: find_bs(*form.split(batch), size_func)
 
 
 def count_stacked(

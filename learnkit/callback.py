@@ -81,6 +81,10 @@ class Callback:
     an `order` above the Recorder's 50. `run_train = False` or `run_valid = False` leaves out the events of training or
     of evaluation batches. Raising a Cancel exception skips the rest of its level.
 
+    A callback may start an evaluation from any of its events: `learn.validate(dl=...)`, `get_preds`, `show_results`.
+    The callback itself is not called in that evaluation, all other callbacks are; what changes the batches belongs
+    into a callback of its own then.
+
     What events cannot give is a context around a part of each batch: a method `forward_context` (from the model to the
     loss) or `backward_context` returns one, autocast for example, or None where there is none now.
 

@@ -110,6 +110,11 @@ class Checkpoints(Saving, States):
                 'evaluations': self._evaluation_state(before=place in ('within', 'evaluation'))}
 
     def _position(self, place: str) -> dict[str, Any] | None:
+        if place and self._is_stream():
+            stream = self._stream
+            if stream is None or stream.dl is not self.dls.train:
+                return Drawing(self.dls.train).state_dict(0)
+            return stream.drawing.state_dict(stream.n)
         last = self._drawing
         if not place or (last is None and PLACES[place] == 'batch'): return None
         if last is None: return Drawing(self.dls.train).state_dict(0)  # nothing was drawn, or in a way of its own
@@ -145,6 +150,7 @@ class Checkpoints(Saving, States):
         "Load weights and optimizers; the rest follows when the events have fired at which a fit begins."
         self._resumption, self.resumed, self._resumes_at, self._drawing = r, False, 0, None
         if r is None: return
+        self._stream = None
         self._check_fits(r)
         self._note_beginning()
         if (position := r.state['position']) is not None: check_position(self.dls.train, position)

@@ -3,13 +3,13 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from learnkit.averages import Metric
-from learnkit.batch import apply_model, unpack_output
+from learnkit.batch import apply_model, form_of, unpack_output
 from learnkit.data import evaluation_loaders
 from learnkit.errors import FitError, LossError, MetricError, ModelError, OptionError
 from learnkit.loop import Loop
@@ -19,7 +19,7 @@ from learnkit.rng import preserved_generators, preserved_rng
 from learnkit.timing import as_time
 
 __all__ = ['check_model', 'check_loss', 'check_function', 'check_takes', 'check_fit', 'check_iteration',
-           'check_microbatch', 'check_metrics']
+           'check_microbatch', 'check_metrics', 'first_validation_batches']
 
 
 def check_model(model: object) -> None:
@@ -94,37 +94,42 @@ def check_iteration(every: Any) -> int | None:
     return int(every.value)
 
 
-def check_metrics(learn: Any, train: list[Metric], valid: list[Metric]) -> None:
-    """Try the metrics on the training batch at hand.
+def check_metrics(learn: Any, train: list[Metric], valid: list[Metric]) -> dict[str, Any]:
+    """Try the metrics on the training batch at hand; return the values of functions, by name.
 
     Validation may have targets of another kind (soft labels in training, classes in validation), so that a metric of
     validation that fails is tried again on a validation batch, and is let through where that cannot be told.
     Raises `MetricError`."""
+    values: dict[str, Any] = {}
     with preserved_rng():
-        for m in train: _try(m, learn.pred, learn.yb)
+        for m in train: values[m.name] = _try(m, learn.pred, learn.yb)
         for m in valid:
-            try: _try(m, learn.pred, learn.yb)
+            try: values[m.name] = _try(m, learn.pred, learn.yb)
             except MetricError:
-                for pred, yb in _first_validation_batches(learn): _try(m, pred, yb)
+                for _ in first_validation_batches(learn): values[m.name] = _try(m, learn.pred, learn.yb)
+    return values
 
 
-def _try(m: Metric, pred: Any, yb: tuple[Any, ...]) -> None:
-    "Check a metric, and what its targets are."
+def _try(m: Metric, pred: Any, yb: tuple[Any, ...]) -> Any:
+    "Check a metric, and what its targets are; return the value of a function."
     if takes_class_numbers(m): check_class_numbers(m.name, yb)
-    dry_run(m, pred, yb)
+    return dry_run(m, pred, yb)
 
 
-def _first_validation_batches(learn: Any) -> list[tuple[Any, tuple[Any, ...]]]:
-    "Return predictions and targets of each validation loader's first batch; none where callbacks help to make them."
-    if any(learn.ordered_cbs(e) for e in ('after_draw', 'before_batch', 'before_pred', 'after_pred')): return []
-    batches = []
+def first_validation_batches(learn: Any) -> Iterator[str]:
+    """Predict on the first batch of each validation loader, and yield the loader's name; then all is as before.
+
+    There is none where callbacks change the batches.
+    """
+    if any(learn.ordered_cbs(e, False) for e in ('after_draw', 'before_batch', 'before_pred', 'after_pred')): return
     with learn._put_back(), torch.no_grad():
         learn.model.eval()
-        for _, dl in evaluation_loaders(learn.dls):
+        for name, dl in evaluation_loaders(learn.dls):
             with preserved_generators(dl):
                 drawn = iter(dl)
                 batch = None if drawn is dl else next(drawn, None)  # from an iterator a batch would be taken away
             if batch is None: continue
+            learn._form = form_of(learn.dls, name)
             learn._split(learn._set_device(batch))
-            batches.append((unpack_output(apply_model(learn.model, learn.xb))[0], learn.yb))
-    return batches
+            learn.pred = unpack_output(apply_model(learn.model, learn.xb))[0]
+            yield name

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, StackDataset
 
 from learnkit.arrays import are_inputs_and_targets, as_rows, is_rows
-from learnkit.batch import to_device
+from learnkit.batch import BatchForm, to_device
 from learnkit.errors import EmptyLoaderError, LoaderError
 from learnkit.evaluator import Evaluator, named_loaders
 from learnkit.html import never_raising, table
 from learnkit.loaders import check_count, check_dataset, check_loader, check_not_empty, describe_loader, n_batches
-from learnkit.showing import Shows
-from learnkit.torchloader import torch_in_order
+from learnkit.showing import Shows, first_batch
+from learnkit.torchloader import torch_in_order, without_workers
 
 __all__ = ['DataLoaders', 'TensorLoader', 'default_device', 'as_dataloaders', 'evaluation_loaders', 'check_loader',
            'check_loaders', 'n_batches', 'in_order']
@@ -38,8 +38,18 @@ def default_device() -> torch.device:
 class DataLoaders(Shows):
     """The loaders of a training run: one to train on, any number to validate on, and the device they go to.
 
-    `dls[0]` is the training loader, the validation loaders follow, then the others; a name works too. Raises
-    `LoaderError` for what is no loader and `EmptyLoaderError` for one with no batch.
+    `dls[0]` is the training loader, the validation loaders follow, then the others; a name works too.
+
+    `n_inp` is for batches that are tuples, one number or a dict of numbers by loader: `n_inp={'train': 2, 'valid': 1}`.
+    `targets` names the targets of batches that are dicts, in the order in which the loss function gets them:
+    `targets=('boxes', 'labels')`. In predictions a batch may lack all of them.
+
+    `n_iter` makes epochs of a training loader without a length (a stream): each has so many batches, and begins where
+    the last one ended, in the same fit and in the next. The loader is iterated once for all of them; where it ends, it
+    is iterated from its start again. Worker processes of a DataLoader run on in the meantime.
+
+    Raises `LoaderError` for what is no loader and `EmptyLoaderError` for one with no batch. A batch that does not have
+    the form that was declared is a `BatchError`, before the first step also of a validation loader.
 
     >>> batches = [(torch.zeros(4, 2), torch.zeros(4))] * 3
     >>> dls = DataLoaders(batches, {'day': batches[:2], 'night': batches[:1]})
@@ -51,6 +61,8 @@ class DataLoaders(Shows):
       day: list, 2 batches
       night: list, 1 batch
     """
+    targets: tuple[str, ...] | None = None
+
     def __init__(
         self,
         train: Iterable[Any],      # the training loader
@@ -58,19 +70,35 @@ class DataLoaders(Shows):
         *others: Iterable[Any],    # further loaders, a test set's for one
         device: torch.device | str | None = None,  # where batches go; None: `default_device()`
         path: str | Path = '.',    # folder of the data, and of what is saved
-        n_inp: int | None = None,  # how many entries of a batch are inputs; None: all but the last
-        n_iter: int | None = None,  # the most batches drawn each epoch from a training loader without a length
+        n_inp: int | Mapping[str, int] | None = None,  # entries of a tuple that are inputs; None: all but the last
+        targets: str | Iterable[str] | None = None,  # entries of a dict that are targets; None: `labels`, `y`, ...
+        n_iter: int | None = None,  # batches an epoch of a training loader without a length
     ):
         self.train, named = train, named_loaders(valid)
         self.evaluators = {name: dl for name, dl in named if isinstance(dl, Evaluator)}  # with options of their own
         self.evaluation = [(name, dl.dl if isinstance(dl, Evaluator) else dl) for name, dl in named]
         self.others = list(others)
         self.n_inp, self.n_iter, self.path = n_inp, n_iter, Path(path)
+        self.targets = as_names(targets)
         self._device = None if device is None else torch.device(device)
 
         for name, dl in self._named(): check_loader(name, dl)
-        for option, value in (('n_inp', n_inp), ('n_iter', n_iter)):
-            if value is not None: check_count('DataLoaders', option, value)
+        check_n_inp(n_inp, self.targets, [name for name, _ in self._named()])
+        if n_iter is not None:
+            check_count('DataLoaders', 'n_iter', n_iter)
+
+    def batch_form(
+        self,
+        name: str = 'train',  # the loader
+    ) -> BatchForm:
+        """Return how the batches of a loader are split into inputs and targets.
+
+        >>> dls = DataLoaders([(1, 2, 3)], [(1, 3)], n_inp={'train': 2, 'valid': 1})
+        >>> dls.batch_form('train').n_inp, dls.batch_form('valid').n_inp
+        (2, 1)
+        """
+        n_inp = self.n_inp
+        return BatchForm(n_inp.get(name) if isinstance(n_inp, Mapping) else n_inp, self.targets)
 
     @classmethod
     def from_datasets(
@@ -83,8 +111,9 @@ class DataLoaders(Shows):
         drop_last: bool = False,    # leave out a last training batch that is smaller
         num_workers: int = 0,       # processes that fetch samples, for each loader
         seed: int | None = None,    # of the training order; None: it follows torch's global generator
-        device: torch.device | str | None = None, path: str | Path = '.',  # these four as for `DataLoaders`
-        n_inp: int | None = None, n_iter: int | None = None,
+        device: torch.device | str | None = None, path: str | Path = '.',  # these five as for `DataLoaders`
+        n_inp: int | Mapping[str, int] | None = None, n_iter: int | None = None,
+        targets: str | Iterable[str] | None = None,
         **kwargs: Any,              # for torch's DataLoader; `sampler` and `generator` go to the training loader alone
     ) -> Self:
         """Make a torch DataLoader for each data set, in pinned memory where CUDA is.
@@ -102,7 +131,7 @@ class DataLoaders(Shows):
         shuffle = shuffle and not isinstance(train_ds, IterableDataset) and train_only.get('sampler') is None
         train: Any = DataLoader(train_ds, shuffle=shuffle, drop_last=drop_last, **train_only, **shared)
         valid: dict[str, Any] = {name: DataLoader(ds, **shared) for name, ds in named_loaders(valid_ds)}
-        return cls(train, valid or None, device=device, path=path, n_inp=n_inp, n_iter=n_iter)
+        return cls(train, valid or None, device=device, path=path, n_inp=n_inp, n_iter=n_iter, targets=targets)
 
     @classmethod
     def from_tensors(
@@ -115,7 +144,8 @@ class DataLoaders(Shows):
         drop_last: bool = False,   # leave out a last training batch that is smaller
         seed: int | None = None,   # of the training order; None: drawn from torch's global generator
         device: torch.device | str | None = None,  # keep the tensors there; None: where they are
-        path: str | Path = '.', n_inp: int | None = None, n_iter: int | None = None,  # as for `DataLoaders`
+        path: str | Path = '.', n_inp: int | Mapping[str, int] | None = None,  # these four as for `DataLoaders`
+        n_iter: int | None = None, targets: str | Iterable[str] | None = None,
     ) -> Self:
         """Make a `TensorLoader` of each set of tensors.
 
@@ -136,7 +166,7 @@ class DataLoaders(Shows):
         several = isinstance(valid, Mapping) and not any(map(is_rows, valid.values()))
         return cls(load(train, shuffle=shuffle, drop_last=drop_last, seed=seed),
                    {k: load(v) for k, v in valid.items()} if several else None if valid is None else load(valid),
-                   device=device, path=path, n_inp=n_inp, n_iter=n_iter)
+                   device=device, path=path, n_inp=n_inp, n_iter=n_iter, targets=targets)
 
     @property
     def valid(self) -> Any:
@@ -350,9 +380,57 @@ def evaluation_loaders(dls: Any) -> list[tuple[str, Any]]:
 def check_loaders(dls: Any) -> None:
     "Raise `EmptyLoaderError` if a training or validation loader has no batch by now."
     for name, dl in [('train', dls.train), *evaluation_loaders(dls)]: check_not_empty(name, dl)
+    if isinstance(dls, DataLoaders):
+        check_forms(dls)
+
+
+def check_forms(dls: DataLoaders) -> None:
+    """Raise `BatchError` for a validation loader whose batches do not have the form that was declared.
+
+    A batch of each is looked at, where something was declared: else the first evaluation would find out, after an
+    epoch of training. The training loader's first batch comes before the first step anyway.
+    """
+    for name, dl in dls.evaluation:
+        form = dls.batch_form(name)
+        if form == BatchForm() or isinstance(dl, Iterator):
+            continue
+        if getattr(dl, 'num_workers', 0):
+            if type(dl) is not DataLoader or isinstance(dl.dataset, IterableDataset):
+                continue
+            dl = without_workers(dl)
+        form.split(first_batch(dl))
 
 
 # Checks, each with the thing's name in its message
+
+def as_names(targets: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    "Return names of targets as a tuple; raise `LoaderError` for what names nothing."
+    if targets is None:
+        return None
+    is_several = isinstance(targets, Iterable) and not isinstance(targets, str)
+    names = tuple(targets) if is_several else (targets,)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise LoaderError(f'DataLoaders(targets={targets!r}): give the names of entries of a dict batch.')
+    return names
+
+
+def check_n_inp(n_inp: Any, targets: tuple[str, ...] | None, names: list[str]) -> None:
+    "Raise `LoaderError` for an `n_inp` that is neither a number nor a dict of numbers by loader."
+    if n_inp is None:
+        return
+    if targets is not None:
+        raise LoaderError(
+            f'DataLoaders(n_inp={n_inp!r}, targets={targets!r}): n_inp counts the entries of tuples, '
+            'targets names the entries of dicts. Give one of them.'
+        )
+    if not isinstance(n_inp, Mapping):
+        return check_count('DataLoaders', 'n_inp', n_inp)
+    for name, n in n_inp.items():
+        if name not in names:
+            known = ', '.join(map(repr, names))
+            raise LoaderError(f'DataLoaders(n_inp={dict(n_inp)}): there is no loader {name!r}, only {known}.')
+        check_count('DataLoaders', f'n_inp[{name!r}]', n)
+
 
 def _seeded(seed: int, given: torch.Generator | None = None) -> torch.Generator:
     "Return a new generator with that seed."

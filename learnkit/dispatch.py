@@ -34,6 +34,7 @@ class CallbackSet:
         self.learn = learn
         self.items: list[Any] = []
         self.switches: dict[int, list[Any]] = {}
+        self.held: list[Any] = []   # switched off, whatever `run` is: in evaluations that they started
         self.keys: dict[int, str] = {}
         self._order: list[Any] | None = None    # the sorted callbacks, until something changes
         self.tables = HandlerTable(self, False), HandlerTable(self, True)  # indexed by `learn.training`
@@ -55,7 +56,24 @@ class CallbackSet:
         else: self.refresh()
 
     def _switch(self, cb: Any, on: bool) -> None:
-        self.switches[id(cb)][:] = [True] if on else []
+        is_held = any(cb is held for held in self.held)
+        self.switches[id(cb)][:] = [True] if on and not is_held else []
+
+    def hold(self, cbs: Iterable[Any]) -> list[Any]:
+        "Switch callbacks off until `release`; return the callbacks that were not held before."
+        new = [cb for cb in cbs if not any(cb is held for held in self.held)]
+        self.held += new
+        for cb in new:
+            if cb in self:
+                self._switch(cb, False)
+        return new
+
+    def release(self, cbs: list[Any]) -> None:
+        "End what `hold` began: each callback is as its `run` says."
+        self.held = [cb for cb in self.held if not any(cb is o for o in cbs)]
+        for cb in cbs:
+            if cb in self:
+                self._switch(cb, bool(cb.run))
 
     def insert(self, cb: Any, at: int | None = None, switch: list[Any] | None = None) -> None:
         "Add one callback, checked by `check_new`, at its place; with the switch it had, an event under way reaches it."
@@ -135,7 +153,7 @@ class HasCallbacks:
 
     def __getstate__(self) -> dict[str, Any]:
         "Leave out what belongs to this object alone: its lock and its tables, which are made from the callbacks."
-        own = ('lock', '_callbacks', '_tables')
+        own = ('lock', '_callbacks', '_tables', '_stream', '_is_open_for_use', '_ran_in')
         self._end_streams()
         return {**{k: v for k, v in self.__dict__.items() if k not in own}, '_cbs': list(self.cbs)}
 

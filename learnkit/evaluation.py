@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from learnkit.batch import split_batch
+from learnkit.batch import form_of
 from learnkit.callback import Callback
 from learnkit.data import evaluation_loaders
 from learnkit.errors import TimeError
@@ -103,7 +103,7 @@ def counts_tokens(learn: Any) -> bool:
         drawn = iter(dl)
         batch = None if drawn is dl else next(drawn, None)  # of an iterator, a batch would be lost
     if batch is None: return True
-    x = split_batch(batch, getattr(learn.dls, 'n_inp', None))[0][0]
+    x = form_of(learn.dls).split(batch)[0][0]
     return isinstance(x, Mapping) and 'input_ids' in x
 
 

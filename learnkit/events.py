@@ -123,7 +123,16 @@ INNER_EVENTS = frozenset([*_between, *CONTEXTS.values()])  # those of a batch: `
 
 ALIASES = {'after_cancel_valid': 'after_cancel_validate'}  # other spellings that are accepted
 
-event = SimpleNamespace(**{name: name for name in EVENTS})  # every event as an attribute, for completion
+
+class EventNames(SimpleNamespace):
+    "Every event as an attribute, for completion."
+
+    def __getattr__(self, name: str) -> str:
+        message = f'There is no event `{name}`.{did_you_mean(name, EVENTS)}'
+        raise AttributeError(message, name=name)
+
+
+event = EventNames(**{name: name for name in EVENTS})
 
 
 def lifecycle_markdown() -> str:

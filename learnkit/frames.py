@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from learnkit.averages import Mean, Metric
+from learnkit.averages import Mean, Metric, flattened
 from learnkit.batch import to_detach, to_device
 from learnkit.errors import MetricError
 from learnkit.hints import warn_user
 from learnkit.loop import model_device
-from learnkit.measures import measures_batches
+from learnkit.measures import RESERVED, measures_batches
 from learnkit.merging import gathered, merge_states, shared_state, unsynced
 from learnkit.metric_states import storable
 
-__all__ = ['Frame', 'Piece', 'twin', 'value_of', 'read_metrics', 'counts', 'metric_states',
+__all__ = ['Frame', 'MetricColumns', 'Piece', 'twin', 'value_of', 'read_metrics', 'counts', 'metric_states',
            'load_metrics', 'packed_rows', 'unpacked_rows']
 
 
@@ -71,6 +71,57 @@ class Frame:
         for name, state in sd['logged'].items():
             mean = self.logged[name] = Mean()
             mean.load_state_dict(state)
+
+
+class MetricColumns:
+    """Name the columns of metrics whose value is a dict, once a value of each is known.
+
+    A key is a column, unless another metric has that name, or another key: then it is `<metric>_<key>`. Who comes first
+    keeps the name. Checkpointed, as part of the Recorder.
+
+    >>> columns = MetricColumns()
+    >>> columns.note('iou', {'cat': .5, 'loss': 1.}, ['iou', 'cat'])
+    >>> columns.of('iou'), columns.of('cat')
+    (['iou_cat', 'iou_loss'], ['cat'])
+    """
+
+    def __init__(self, known: Mapping[str, Mapping[str, str]] | None = None) -> None:
+        self.known = {name: dict(columns) for name, columns in (known or {}).items()}  # metric: {key: column}
+
+    def of(self, name: str, space: str = '') -> list[str]:
+        "Return the columns of a metric; of a metric without keys, as far as is known, its name."
+        return list(self.known.get(space + name, {name: name}).values())
+
+    def note(
+        self,
+        name: str,               # the metric
+        value: Any,              # its value on some batches
+        names: Iterable[str],    # all metrics that share the columns
+        space: str = '',         # apart from other metrics of the same names: `night/`
+    ) -> None:
+        "Learn the keys of a metric from a value."
+        if not isinstance(value, Mapping):
+            return
+        columns = self.known.setdefault(space + name, {})
+        plain = {n for n in names if n != name and space + n not in self.known}
+        named = {c for n in names if n != name for c in self.known.get(space + n, {}).values()}
+        taken = {*RESERVED, 'loss'} | plain | named | set(columns.values())
+        for key in flattened(value):
+            if key in columns:
+                continue
+            column, i = key if key not in taken else f'{name}_{key}', 1
+            while column in taken:
+                column, i = f'{name}_{key}_{i + 1}', i + 1
+            columns[key] = column
+            taken.add(column)
+
+    def values(self, name: str, value: Any, space: str = '') -> dict[str, Any]:
+        "Return the values of a metric by column, on the host."
+        columns = self.known.get(space + name)
+        if columns is None:
+            return {name: value}
+        found = flattened(value) if isinstance(value, Mapping) else {}
+        return {column: _number(found.get(key)) for key, column in columns.items()}
 
 
 def twin(m: Metric, learn: Any) -> Metric:

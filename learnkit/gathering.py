@@ -279,7 +279,8 @@ class Taken:
         entries = {'preds': preds if listed else detuplify(preds), 'iter': learn.iter}
         if 'inputs' in self.names: entries['inputs'] = detuplify(self._input)
         if 'targs' in self.names: entries['targs'] = detuplify(self._detached(learn.yb))
-        if 'losses' in self.names: entries['losses'] = self._detached(per_sample(learn.loss, n, learn.yb))
+        if 'losses' in self.names:
+            entries['losses'] = self._detached(per_sample(learn.loss, n, learn.yb))
         if self.arriving is None: return self._hand_on(entries)
         for arrived in self.arriving.put(entries): self._hand_on(arrived)
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from learnkit.batch import map_tensors
 from learnkit.pairing import shape_fix
 
-__all__ = ['takes', 'warn_user', 'warn_of_nan', 'model_hint', 'precision_hint', 'loss_hint', 'classes_hint']
+__all__ = ['takes', 'takes_alone', 'warn_user', 'warn_of_nan', 'model_hint', 'precision_hint', 'loss_hint',
+           'classes_hint']
 
 # files whose lines tell a user nothing: the package's, and those that call it back
 _NOT_THE_USERS = (str(Path(__file__).parent), contextlib.__file__, str(Path(torch.__file__).parent))
@@ -129,6 +130,25 @@ def classes_hint(loss_func: Any, pred: Any, yb: tuple[Any, ...], e: Exception) -
     if not isinstance(pred, Tensor) or not isinstance(targ, Tensor) or not -pred.ndim <= axis < pred.ndim: return ''
     low, high = (int(v) for v in targ.aminmax())
     return f': targets from {low} to {high} for {pred.shape[axis]} classes'
+
+
+def takes_alone(f: Any) -> str:
+    "Return 'only' where a function takes one argument and no more, 'also' where it takes more too, else ''."
+    try:
+        params = signature(f.forward if isinstance(f, nn.Module) else f)
+    except (TypeError, ValueError):
+        return ''  # written in C, as no loss of one argument is
+
+    def binds(n: int) -> bool:
+        try:
+            params.bind(*[f] * n)
+        except TypeError:
+            return False
+        return True
+
+    if not binds(1):
+        return ''
+    return 'also' if binds(2) else 'only'
 
 
 def takes(f: Any, name: str) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learnkit.batch import concat, describe, find_bs, map_tensors, microbatches, split_batch, take_rows
+from learnkit.batch import concat, describe, find_bs, form_of, map_tensors, microbatches, take_rows
 from learnkit.errors import LoaderError, MissingExtraError, OptionError
 from learnkit.figures import axes_or_new
 from learnkit.gathering import reordered
@@ -101,7 +101,7 @@ class Interpretation:
                 restore_own(self.dl, self._random[1])
             start = 0
             for batch in self.dl:
-                xb, yb = split_batch(batch, getattr(self.learn.dls, 'n_inp', None))
+                xb, yb = form_of(self.learn.dls, 'valid').split(batch)
                 n = find_bs(xb, yb, self.learn.size_func)
                 here = [i for i in places if start <= i < start + n]
                 pieces = microbatches(xb, yb, 1, n) if here else []

@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import atexit
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -27,7 +29,7 @@ from learnkit.dispatch import listed
 from learnkit.errors import CallbackError, CancelError, CancelFitException, LossError, OptimizerError, TimeError
 from learnkit.events import LEVELS, LIFECYCLE
 from learnkit.freezing import Freezing, check_trained, make_optimizer
-from learnkit.hints import takes
+from learnkit.hints import takes, warn_user
 from learnkit.html import never_raising
 from learnkit.instruments import Instruments
 from learnkit.looks import learner_html, learner_text
@@ -90,6 +92,8 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
     5
     """
     _marks_misses = True
+    _is_open_for_use = False            # its callbacks are to be closed
+    _ran_in: int | None = None          # the process in which it ran since it was last closed
 
     def __init__(
         self,
@@ -397,17 +401,36 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
         else: raise_first(error, raised); raise error  # type: ignore[misc]  # it was set above
         return swallowed
 
-    def _open_for_use(self) -> None: _open_learners.add(self)
+    def _open_for_use(self) -> None:
+        _open_learners.add(self)
+        self._is_open_for_use = True  # a WeakSet has lost the Learner by the time of `__del__`
+        if self._depth:
+            self._ran_in = os.getpid()
 
     def close(self) -> None:
-        "Let every callback close what it holds open; a second call does nothing, until the Learner is used again."
+        """Let every callback close what it holds open; a second call does nothing, until the Learner is used again.
+
+        A Learner that ran and is dropped without it is closed when it is garbage-collected, others at interpreter exit.
+        """
         raise_first(None, self._close())
 
     def _close(self) -> list[BaseException]:
-        self._replayed = None
-        if self not in _open_learners: return []
+        self._replayed = self._stream = None
+        if not self._is_open_for_use: return []
         _open_learners.discard(self)
+        self._is_open_for_use, self._ran_in = False, None
         return self._call_each('close') + self._call_each('post_close')
+
+    def __del__(self) -> None:
+        """Close the callbacks of a Learner that ran and was dropped; errors become warnings.
+
+        Nothing happens at interpreter exit, which has closed every Learner, and in a forked process.
+        """
+        if sys.is_finalizing() or self._ran_in != os.getpid():
+            return
+        for e in self._close():
+            warn_user(f'{type(e).__name__} while a Learner that was dropped was closed: {e} '
+                      f'{" ".join(getattr(e, "__notes__", ()))}. Call `learn.close()` to have it raised.')
 
     # -- attributes of the model and the callbacks ---------------------------------------------------------------------
 

@@ -11,12 +11,13 @@ from fastcore.basics import noop
 from torch import Tensor, nn
 
 from learnkit.batch import (
+    BatchForm,
     apply_model,
     count_samples,
     describe,
     detuplify,
+    form_of,
     has_certain_size,
-    split_batch,
     to_device,
     unpack_output,
 )
@@ -34,7 +35,7 @@ from learnkit.errors import (
     TimeError,
 )
 from learnkit.events import LEVELS
-from learnkit.hints import loss_hint, model_hint, precision_hint, warn_user
+from learnkit.hints import loss_hint, model_hint, precision_hint, takes_alone, warn_user
 from learnkit.optim import Closure, OptimWrapper
 from learnkit.pairing import check_pairing
 from learnkit.resuming import Resuming
@@ -59,6 +60,9 @@ class Loop(Resuming):
     and `_step` may be, as in fastai. Those that say nothing of where a run is are left out of a
     notebook's tracebacks (`__tracebackhide__`).
     """
+    _form: BatchForm | None = None    # of the loader that is drawn from
+    _source: str | None = None        # the loader's name in `dls`, where `dl_name` is another one
+    _takes_alone: tuple[Any, str] = None, ''  # a loss function, and whether it takes predictions alone
     _retains_graph: bool | None = None  # whether a backward pass keeps the graph for another one
     _pairing_known = True  # from the first loss of a fit on: predictions and targets were looked at
     _batch_known = True    # from the first training batch of a fit on: it was looked at
@@ -200,6 +204,7 @@ class Loop(Resuming):
         __tracebackhide__ = True
         loaders = evaluation_loaders(self.dls) if loaders is None else loaders
         if not loaders: return
+        outer = self._evaluating  # of the evaluation in which a callback starts this one
         with preserved_rng():
             self._evaluating = True
             try:
@@ -208,7 +213,7 @@ class Loop(Resuming):
                 for self.dl_name, dl in loaders:
                     with preserved_generators(dl): self._do_epoch_validate(dl=dl)
                 self('after_eval')
-            finally: self._evaluating = False
+            finally: self._evaluating = outer
 
     def _set_loader(self, dl: Any) -> None:
         "Set the loader that is evaluated or predicted on."
@@ -220,6 +225,7 @@ class Loop(Resuming):
         "Yield the batches of `self.dl` with their numbers, each between `before_draw` and `after_draw`."
         self.n_iter, limit = epoch_length(self.dls, self.dl)
         self._device = model_device(self.model, self.dls)
+        self._form = form_of(self.dls, self._source or self.dl_name)
         first, batches = self._open_loader()
         if batches is None: return
         try:
@@ -271,6 +277,7 @@ class Loop(Resuming):
     def _forget_run(self) -> None:
         for dl in (self.dls.train, *(dl for _, dl in evaluation_loaders(self.dls))):
             forget_workers(dl)
+        self._stream = None  # its iterator may have ended with the error
         super()._forget_run()
 
     def _is_open(self, level: str) -> bool:
@@ -298,7 +305,8 @@ class Loop(Resuming):
         return to_device(b, (self._depth and self._device) or model_device(self.model, self.dls))
 
     def _split(self, b: Any) -> None:
-        self.xb, self.yb = split_batch(b, getattr(self.dls, 'n_inp', None))
+        form = self._form or form_of(self.dls, self._source or self.dl_name)
+        self.xb, self.yb = form.split(b, self.phase == 'predict')
 
     def _do_pred(self) -> tuple[Any, Any]:
         model = self.model if self._replica is None or not self.training else self._replica
@@ -314,10 +322,21 @@ class Loop(Resuming):
         except RuntimeError as e: raise self._no_tuple('yb', 'y') from e  # it is a tensor
         if self.loss_func is not None and has_targets: loss = self._loss_of(self.pred)
         elif own_loss is not None: loss = own_loss
+        elif self.loss_func is not None and self._needs_no_targets(): loss = self._loss_of(self.pred)
         else: return
         if not isinstance(loss, Tensor): loss = self._total_loss(loss)
         self.loss_grad = loss
         self.loss = loss.detach().clone()
+
+    def _needs_no_targets(self) -> bool:
+        """Return True for a loss function of the predictions alone, as self-supervised learning has.
+
+        In predictions a loss that could also take targets is not called: their samples may have none yet.
+        """
+        func, takes = self._takes_alone
+        if func is not self.loss_func:
+            func, takes = self._takes_alone = self.loss_func, takes_alone(self.loss_func)
+        return takes == 'only' or (takes == 'also' and self.phase != 'predict')
 
     def _loss_of(self, pred: Any) -> Any:
         if not self._pairing_known:

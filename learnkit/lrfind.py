@@ -251,6 +251,7 @@ def undoing_all(learn: Any) -> Iterator[None]:
     cut_again(learn.model)
     try:
         with undoing(learn, [vars(learn), *map(vars, cbs)], but=[registry, learn._tables, learn._whole_step]):
+            learn._stream = None  # the batches of an open pass are for the training
             try: yield
             finally:
                 cut_again(learn.model)

@@ -14,7 +14,7 @@ from fastcore.basics import class2attr
 from fastcore.foundation import L
 from torch import Tensor, nn
 
-from learnkit.averages import Mean, Metric, is_number, paired, widened
+from learnkit.averages import Mean, Metric, flattened, is_number, paired, widened
 from learnkit.batch import count_samples, describe, to_detach
 from learnkit.errors import CancelException, MetricError, did_you_mean
 
@@ -27,10 +27,10 @@ RESERVED = ('fit', 'epoch', 'train_loss', 'valid_loss', 'time')  # columns of th
 
 
 class AvgMetric(Mean, Metric):
-    """Average `func(pred, *targets)` over the samples.
+    """Average `func(pred, *targets)` over the samples: a number, or a dict of numbers by name, a column each.
 
     The weight of a batch is its number of samples, or what `learn.weight_func(xb, yb)` says. Raises `MetricError` for
-    what is no function, and for a result that is not one number.
+    what is no function, and for a result that is neither one number nor a dict of them.
 
     >>> mse = torch.nn.functional.mse_loss
     >>> AvgMetric(mse).name, AvgMetric(nn.L1Loss()).name, AvgMetric(mse, name='l2').name
@@ -52,12 +52,41 @@ class AvgMetric(Mean, Metric):
 
     def _weight(self, learn: Any) -> Any: return batch_weight(learn)
 
+    def add(self, value: Any, weight: Any = 1) -> None:
+        "Take in a number, or a dict of them; of a dict, `total` and `count` are dicts too."
+        if isinstance(value, dict) == isinstance(self.total, dict) or not self.count:
+            totals = dict(self.total) if isinstance(self.total, dict) else {}
+            counts = dict(self.count) if isinstance(self.count, dict) else {}
+        else:
+            raise MetricError(f'Metric `{self.name}` gave a dict for some batches, and a number for others.')
+        if not isinstance(value, dict):
+            return super().add(value, weight)
+        for key, number in value.items():
+            mean = Mean()
+            mean.total, mean.count = totals.get(key, 0.), counts.get(key, 0)
+            mean.add(number, weight)
+            totals[key], counts[key] = mean.total, mean.count
+        self.total, self.count = totals, counts
+
+    @property
+    def value(self) -> Any:
+        "The mean, or a dict of means; None when nothing was added."
+        if not isinstance(self.total, dict):
+            return super().value
+        means = {key: Mean() for key in self.total}
+        for key, mean in means.items():
+            mean.total, mean.count = self.total[key], self.count[key]
+        return {key: mean.value for key, mean in means.items()}
+
     def _compute(self, pred: Any, yb: tuple[Any, ...]) -> Any:
-        "The metric of one batch, a number or a tensor of one element."
+        "The metric of one batch, a number or a tensor of one element, or a dict of them."
         if isinstance(self.func, nn.Module): _follow(self.func, pred)
         try:
             with torch.no_grad(): result = self.func(*_detached(pred, yb))
             if is_number(result): return result
+            numbers = flattened(result) if isinstance(result, Mapping) else {}
+            if numbers and all(map(is_number, numbers.values())):
+                return numbers
             raise MetricError(f'Metric `{self.name}` gave {describe(result)}, not one number: take its mean.')
         except Exception as e:
             _note(e, self.name, pred, yb)
@@ -328,7 +357,7 @@ def dry_run(
     metric: Metric,        # what will be computed
     pred: Any,             # the predictions of a batch
     yb: tuple[Any, ...],   # its targets
-) -> None:
+) -> Any:  # its value on the batch where it is a function, else None
     """Check that `metric` can be computed from such a batch, without changing its state.
 
     A metric with its own `accumulate` is not tried. Raises `MetricError`, with what the metric raised as its cause."""
@@ -336,8 +365,9 @@ def dry_run(
     own = type(metric).accumulate
     try:
         if isinstance(metric, AvgMetric | SumMetric) and own in (AvgMetric.accumulate, SumMetric.accumulate):
-            metric._compute(pred, yb)
-        elif isinstance(metric, TorchMetric) and own is TorchMetric.accumulate: metric._try(pred, yb)
+            value = metric._compute(pred, yb)
+            return value if isinstance(metric, AvgMetric) else None
+        if isinstance(metric, TorchMetric) and own is TorchMetric.accumulate: metric._try(pred, yb)
     except (CancelException, torch.OutOfMemoryError): raise
     except MetricError as e: raise MetricError(f'{e} {_got(metric.name, pred, yb)}') from e  # it says what to do
     except Exception as e:

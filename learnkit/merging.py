@@ -142,6 +142,8 @@ def _added(values: list[Any], what: str) -> Any:
     "Add up, from the first to the last; None counts for nothing."
     there = [v for v in values if v is not None]
     if not there: return None
+    if any(isinstance(v, dict) for v in there):  # a process without batches still has the number 0
+        there = [v for v in there if isinstance(v, dict) or v != 0]
     if all(isinstance(v, dict) for v in there):
         return {k: _added([v[k] for v in there if k in v], what) for k in dict.fromkeys(k for v in there for k in v)}
     if all(isinstance(v, list) for v in there): return [x for v in there for x in v]

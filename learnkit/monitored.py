@@ -28,13 +28,19 @@ def records(cb: Any) -> Any:
 def find_column(cb: Any, monitor: str) -> int | None:
     "Return the place of a column, None for one that was logged in an earlier fit; raise `MetricError` without any."
     recorder = records(cb)
-    names = [n for n in recorder.metric_names[1:] if n != 'time']
+    names = _columns(recorder)
+    if monitor not in names:
+        recorder.find_keys()
+        names = _columns(recorder)
     if monitor in names: return names.index(monitor)
     if any(monitor in row for row in _rows(cb.learn, recorder)) and monitor not in _OTHERS: return None
     if evaluation_loaders(cb.learn.dls): close = did_you_mean(monitor, names)
     else: close = ' Without validation data nothing is evaluated: `DataLoaders(train, valid)`.'
     raise MetricError(f'{type(cb).__name__}(monitor={monitor!r}): no such value is recorded, but '
                       f'{", ".join(names)}.{close or _LOGGED}')
+
+
+def _columns(recorder: Any) -> list[str]: return [n for n in recorder.metric_names[1:] if n != 'time']
 
 
 def _rows(learn: Any, recorder: Any) -> list[dict[str, Any]]:

@@ -7,10 +7,13 @@ run gets there again depends on the loader:
 - of torch's DataLoader, consumed samples are skipped by index. Only where worker processes draw random numbers as they
   fetch samples are these fetched again, so that the workers' generators get to where they were;
 - a loader with `state_dict` and `load_state_dict` goes on from its own state;
-- any other iterable is iterated from the epoch's start up to that batch, an iterator from its own start."""
+- any other iterable is iterated from the epoch's start up to that batch, an iterator from its own start.
+
+With `n_iter` a pass over a loader without a length lasts longer than an epoch: `Stream`. Its position is the same, and
+says how the pass began."""
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, islice
 from typing import Any, Self
@@ -35,7 +38,7 @@ from learnkit.torchloader import (
     workers_run,
 )
 
-__all__ = ['Drawing', 'check_position', 'describe_drawn']
+__all__ = ['Drawing', 'Stream', 'check_position', 'describe_drawn']
 
 State = dict[str, Any]
 _END = object()  # what `next` gives when a loader is through
@@ -122,7 +125,8 @@ class Drawing:
         if _n_workers(self.dl) and self.start is not None: now['own'] = _of_samples(now['own'])
         # torchdata's loader would start an epoch to tell its state before one
         if _has_state(self.dl) and (self.start is not None or not isinstance(self.dl, DataLoader)):
-            now['loader'] = as_loadable(self.dl.state_dict(), f'The state of {type(self.dl).__name__}')
+            if (state := _state_of(self.dl)) is not None:
+                now['loader'] = as_loadable(state, f'The state of {type(self.dl).__name__}')
         return {'loader': describe_drawn(self.dl), 'n': n_drawn, 'n_before': self.n_before, 'start': self.start,
                 'first': self.first, 'now': now, 'workers': self.workers, 'workers_ran': self._workers_ran,
                 'workers_run': workers_run(self.dl),
@@ -247,6 +251,46 @@ class Drawing:
         return batches
 
 
+class Stream(Iterator[Any]):
+    """Give the batches of a loader without a length, from one epoch to the next: a pass goes on until the loader ends.
+
+    A pass that has ended is followed by the next one. The position is the pass's, and counts all its batches.
+
+    >>> stream = Stream([1, 2, 3])
+    >>> [next(stream) for _ in range(7)], stream.n
+    ([1, 2, 3, 1, 2, 3, 1], 1)
+    """
+
+    def __init__(
+        self,
+        dl: Any,                                               # the training loader
+        begin: Callable[[Any], Iterator[Any]] | None = None,   # makes the iterator of a pass from its `Drawing`
+        drawing: Drawing | None = None,                        # the first pass, when resumed
+        n: int = 0,                                            # batches that were drawn of that
+    ):
+        self.dl, self.begin, self.n = dl, begin or Drawing.begin, n
+        self.drawing = Drawing(dl) if drawing is None else drawing
+        self._batches: Iterator[Any] | None = None
+
+    def __next__(self) -> Any:
+        if (batch := self._draw()) is _END and self.n:
+            self._restart()
+            batch = self._draw()
+        if batch is _END:
+            self._restart()
+            raise StopIteration
+        self.n += 1
+        return batch
+
+    def _draw(self) -> Any:
+        if self._batches is None:
+            self._batches = self.begin(self.drawing)
+        return next(self._batches, _END)
+
+    def _restart(self) -> None:
+        self.drawing, self.n, self._batches = Drawing(self.dl), 0, None
+
+
 # What a loader is
 
 def _n_workers(dl: Any) -> int:
@@ -265,6 +309,22 @@ def _by_index(dl: Any) -> bool:
 
 def _has_state(dl: Any) -> bool:
     return all(callable(getattr(type(dl), name, None)) for name in ('state_dict', 'load_state_dict'))
+
+
+def _state_of(dl: Any) -> Any:
+    """Return a loader's own state, None with a warning where it has the method but cannot give one.
+
+    accelerate's loaders have it, and raise where the loader inside them has none.
+    """
+    try:
+        return dl.state_dict()
+    except Exception as e:
+        warn_user(
+            f'{type(dl).__name__}.state_dict() raised {type(e).__name__}: {e}. The position of the '
+            'training loader is saved without that state: a resumed run draws its batches from the '
+            "epoch's start again, which is exact only where they come in the same order again."
+        )
+        return None
 
 
 def _starts_late(dl: Any) -> bool:

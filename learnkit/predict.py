@@ -44,7 +44,8 @@ class Predictions(Streaming):
     ) -> L | None:
         """Compute loss and metrics, and return them as a list: `[valid_loss, *metrics]` of each loader.
 
-        Counters, history, RNGs and the modes of the modules are afterwards as they were.
+        Counters, history, RNGs and the modes of the modules are afterwards as they were. A callback may call it from
+        any of its events, and is itself not called in the evaluation that it starts.
 
         Raises `LoaderError` when there is no such loader, and `EmptyLoaderError` when it has no batch.
 
@@ -54,16 +55,23 @@ class Predictions(Streaming):
         >>> 0 <= error <= valid_loss ** 0.5
         True
         """
+        source = self._source_of(ds_idx, dl)
         if dl is not None: loaders: Any = [('valid', dealt(self, self._given(dl))[0])]
         elif ds_idx is None: loaders = None
         else:
             dl = self._loader(ds_idx)
             loaders = [('train' if ds_idx == 0 else 'valid', dealt(self, dl)[0])]
         if loaders is None and not evaluation_loaders(self.dls): self._loader(1)  # raises
+        outer = self.__dict__.get('final_record')  # of the run in which a callback starts this one
         self.final_record: L | None = None
-        with self.lock, self._put_back(), self.validation_context(cbs=cbs, inner=True), self._run('evaluation'):
-            self._in_fit_and_epoch(partial(self._do_evaluation, loaders))
-        return self.final_record
+        try:
+            with self.lock, self._put_back(), self.validation_context(cbs=cbs, inner=True), self._run('evaluation'):
+                self._source = source
+                self._in_fit_and_epoch(partial(self._do_evaluation, loaders))
+            return self.final_record
+        finally:
+            if self._doing:
+                self.final_record = outer
 
     def get_preds(
         self,
@@ -109,7 +117,8 @@ class Predictions(Streaming):
         check_function('act', act)
         new_cbs = [as_callback(cb) for cb in listed(cbs)]  # made here, so that what one of them draws stays drawn
         options = {'with_input': with_input, 'with_loss': with_loss, **kwargs}
-        run = partial(self._predict_run, inner=inner, with_loss=with_loss)
+        source = self._source_of(ds_idx, dl)
+        run = partial(self._predict_run, inner=inner, with_loss=with_loss, source=source)
         if sink is not None:
             if others := [name for name in kwargs if name != 'with_targs']:
                 raise OptionError(f'A sink goes without {", ".join(others)}.')
@@ -133,12 +142,14 @@ class Predictions(Streaming):
             if with_decoded: res.insert(at + 2, getattr(self.loss_func, 'decodes', noop)(res[at]))
         return tuple(res) if order is None else tuple(reordered(o, order) for o in res)
 
-    def _predict_run(self, dl: Any, cbs: list[Any], inner: bool, with_loss: bool) -> None:
+    def _predict_run(
+        self, dl: Any, cbs: list[Any], inner: bool, with_loss: bool, source: str | None
+    ) -> None:
         with ExitStack() as contexts:
             for context in (self.lock, self._put_back(), self.validation_context(cbs=L(cbs), inner=True),
                             self.loss_not_reduced() if with_loss else nullcontext(), self._run('evaluation')):
                 contexts.enter_context(context)
-            self.phase, self.dl_name = 'predict', 'valid'
+            self.phase, self.dl_name, self._source = 'predict', 'valid', source
             body = partial(self._do_predictions, dl)
             if inner: body()
             else: self._in_fit_and_epoch(body)
@@ -169,11 +180,12 @@ class Predictions(Streaming):
         [(16, 1), (16, 1)]
         """
         check_function('act', act)
+        source = self._source_of(ds_idx, dl)
         (dl, _), new_cbs = dealt(self, self._chosen(ds_idx, dl)), [as_callback(cb) for cb in listed(cbs)]
         batch: list[tuple[Any, ...]] = []
         taken = Taken(self, lambda *entries: batch.append(entries), with_input=with_input, with_decoded=with_decoded,
                       with_loss=with_loss, act=act, cpu=cpu)
-        run = lambda watch: self._predicting(dl, [watch, *new_cbs, taken.callback()], inner)
+        run = lambda watch: self._predicting(dl, [watch, *new_cbs, taken.callback()], inner, source)
         return PredictionStream(self, run, batch, self.loss_not_reduced if with_loss else nullcontext)
 
     def predict(
@@ -285,6 +297,17 @@ class Predictions(Streaming):
         "Return the loader that is meant; all of it, where processes have a part each."
         dl = self._loader(ds_idx) if dl is None else self._given(dl)
         return dl.whole if isinstance(dl, Shard) else dl
+
+    def _source_of(self, ds_idx: int | None, dl: Any) -> str | None:
+        "Return the name in `dls` of a loader that is asked for, None where it has no name there."
+        if not isinstance(self.dls, DataLoaders):
+            return None
+        named = self.dls._named()
+        if isinstance(dl, str):
+            return dl
+        if dl is not None:
+            return next((name for name, loader in named if loader is dl), None)
+        return named[ds_idx][0] if ds_idx is not None and ds_idx in range(len(named)) else None
 
     def _given(self, dl: Any) -> Any:
         "Return the loader that was given, by its name in `dls` or as it is."

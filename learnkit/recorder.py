@@ -11,10 +11,11 @@ from fastcore.foundation import L
 
 from learnkit.averages import AvgSmoothLoss, Mean, Metric, merged_losses
 from learnkit.callback import Callback
-from learnkit.checks import check_metrics
+from learnkit.checks import check_metrics, first_validation_batches
 from learnkit.data import evaluation_loaders
 from learnkit.frames import (
     Frame,
+    MetricColumns,
     Piece,
     counts,
     load_metrics,
@@ -77,6 +78,7 @@ class Recorder(Plots, Callback):
         self._train: list[Metric] = []
         self._pieces: list[Piece] = []   # of the batch at hand
         self._frames = [Frame()]  # by depth of the run, outermost first
+        self._keys = MetricColumns()
         self._logged_names: list[str] = []
         self._unshown: set[str] = set()   # those of them that are not printed
         self.log = L()               # the row of the epoch so far
@@ -136,7 +138,9 @@ class Recorder(Plots, Callback):
     def _check_once(self) -> None:
         "Try the metrics on the first training batch, before any weight has changed."
         del self.before_backward
-        check_metrics(self.learn, self._train, self._on('valid'))
+        values = check_metrics(self.learn, self._train, self._on('valid'))
+        for name, value in values.items():
+            self._keys.note(name, value, self._names())
 
     def _measure_piece(self) -> None:
         "Compute the training metrics of a microbatch, while its predictions are there."
@@ -198,7 +202,10 @@ class Recorder(Plots, Callback):
         has_steps = self.smooth_loss.count > self._n_before
         values['train_loss'] = self.smooth_loss.smooth[-1] if has_steps else None
         if has_steps and isnan(values['train_loss']): warn_of_nan(self.learn, self.smooth_loss.smooth, self._n_before)
-        values.update(zip(map(self._train_name, self._train), measured, strict=True))
+        for m, value in zip(self._train, measured, strict=True):
+            self._keys.note(m.name, value, self._names())
+            columns = self._keys.values(m.name, value)
+            values.update({self._train_column(column): v for column, v in columns.items()})
         self.log = L(self.learn.epoch, *values.values())
 
     def after_validate(self) -> None:
@@ -206,7 +213,9 @@ class Recorder(Plots, Callback):
         frame, dl = self._frame, self.learn.dl_name
         metrics = list(self._valid_mets)
         measured, _ = read_metrics(metrics, frame.n_valid, self.learn)
-        values = {self._valid_name(m, dl): value for m, value in zip(metrics, measured, strict=True)}
+        values: dict[str, Any] = {}
+        for m, value in zip(metrics, measured, strict=True):
+            values |= self._named_values(m, value, dl)
         frame.values.update(values)
         frame.measured.update(values)
         frame.n_valid = 0
@@ -307,17 +316,62 @@ class Recorder(Plots, Callback):
 
     def _columns(self) -> list[str]:
         valid = [n for name, _ in evaluation_loaders(self.learn.dls) for n in self._valid_names(name)]
-        train = ['train_loss', *map(self._train_name, self._on('train'))]
+        train_columns = [column for m in self._on('train') for column in self._keys.of(m.name)]
+        train = ['train_loss', *map(self._train_column, train_columns)]
         return list(dict.fromkeys(['epoch', *train, *valid, *self._logged_names]))
 
     def _valid_names(self, dl_name: str) -> list[str]:
-        return [self._valid_name(m, dl_name) for m in self._evaluated(dl_name)]
+        space = self._space(dl_name)
+        return [self._valid_name(m, dl_name, column) for m in self._evaluated(dl_name)
+                for column in self._keys.of(m.name, space)]
 
-    def _train_name(self, m: Metric) -> str: return f'train_{m.name}' if self.valid_metrics else m.name
+    def _train_column(self, column: str) -> str: return f'train_{column}' if self.valid_metrics else column
 
-    def _valid_name(self, m: Metric, dl_name: str) -> str:
-        if dl_name != 'valid': return f'{dl_name}/{m.name}'
-        return f'valid_{m.name}' if isinstance(m, _EvalLoss) or self.train_metrics else m.name
+    def _valid_name(self, m: Metric, dl_name: str, column: str | None = None) -> str:
+        column = m.name if column is None else column
+        if dl_name != 'valid': return f'{dl_name}/{column}'
+        return f'valid_{column}' if isinstance(m, _EvalLoss) or self.train_metrics else column
+
+    def _names(self) -> list[str]: return [m.name for m in self.learn.metrics]
+
+    def _space(self, dl_name: str) -> str:
+        "Return what keeps the metrics of a loader apart from the Learner's, where it has some."
+        evaluator = getattr(self.learn.dls, 'evaluators', {}).get(dl_name)
+        return '' if evaluator is None or evaluator.metrics is None else f'{dl_name}/'
+
+    def _named_values(self, m: Metric, value: Any, dl_name: str) -> dict[str, Any]:
+        "Return the values of a metric on a validation loader by column."
+        space = self._space(dl_name)
+        self._keys.note(m.name, value, [m.name for m in self._evaluated(dl_name)], space)
+        values = self._keys.values(m.name, value, space)
+        return {self._valid_name(m, dl_name, column): v for column, v in values.items()}
+
+    def evaluated_columns(self, wanted: str | None = None) -> list[str]:
+        "Return the columns that evaluations give; metrics are tried where a wanted column is not known."
+        def known() -> list[str]:
+            return [n for name, _ in evaluation_loaders(self.learn.dls) for n in self._valid_names(name)]
+
+        if wanted is not None and wanted not in known():
+            self.find_keys()
+        return known()
+
+    def find_keys(self) -> None:
+        """Learn the keys of metrics that return dicts, from a batch of each validation loader.
+
+        Who looks for a column before the first batch of a fit calls it, where the column is not known.
+        """
+        for dl_name in first_validation_batches(self.learn):
+            for m in self._evaluated(dl_name):
+                if not measures_batches(m) or isinstance(m, _EvalLoss):
+                    continue
+                trial = twin(m, self.learn)
+                trial.reset()
+                try:
+                    trial.accumulate(self.learn)
+                    value = trial.value
+                except Exception:
+                    continue  # its error comes with the first batch of the fit
+                self._named_values(m, value, dl_name)
 
     @property
     def _train_mets(self) -> L: return L(self.smooth_loss, *self._train)
@@ -362,6 +416,7 @@ class Recorder(Plots, Callback):
         return {'history': [storable(row) for row in self.history], 'n_fits': self.n_fits,
                 'evaluations': [storable(row) for row in self.evaluations],
                 'smooth_loss': self.smooth_loss.state_dict(),
+                'keys': {name: dict(columns) for name, columns in self._keys.known.items()},
                 'values': packed_rows(self.values), 'iters': list(self.iters),
                 'logged_names': list(self._logged_names), 'unshown': sorted(self._unshown),
                 'steps': self._steps.state_dict(), 'final_record': None if final is None else storable(list(final)),
@@ -376,6 +431,7 @@ class Recorder(Plots, Callback):
         self.evaluations = [dict(row) for row in sd['evaluations']]
         self.values, self.iters = L(map(L, unpacked_rows(sd['values']))), L(list(sd['iters']))
         self._logged_names, self._unshown = list(sd['logged_names']), set(sd['unshown'])
+        self._keys = MetricColumns(sd.get('keys'))
         self._steps.load_state_dict(sd['steps'])
         self.smooth_loss.load_state_dict(sd['smooth_loss'])
         self._losses = []

@@ -10,8 +10,9 @@ from typing import Any
 
 from learnkit.errors import CheckpointError
 from learnkit.evaluation import EvaluateWithinEpochs
+from learnkit.loaders import n_batches
 from learnkit.pieces import Pieces
-from learnkit.positions import Drawing
+from learnkit.positions import Drawing, Stream
 from learnkit.readahead import read_ahead
 
 __all__ = ['Resumption', 'Resuming', 'PLACES']
@@ -55,6 +56,7 @@ class Resuming(Pieces):
     """
     _put: Callable[[Resumption], None]
     dls: Any
+    _stream: Stream | None = None  # where `n_iter` cuts epochs: the pass over all of them
 
     def __init__(self) -> None:
         self.resumed = False                              # events are fired again, at which a resumed fit begins
@@ -96,7 +98,7 @@ class Resuming(Pieces):
         self.epoch = epoch
         if k is not None and (epoch + 1) % k: self('before_iteration')
         self._resume_at('epoch')
-        if r.state['position'] is not None: self._drawing = Drawing.resume(self.dls.train, r.state['position'])
+        self._resume_drawing(r.state['position'])
         if r.loop['place'] == 'epoch' and self._ends_iteration(): self._end_iteration()
         return epoch + 1
 
@@ -110,8 +112,8 @@ class Resuming(Pieces):
         if r is None: return
         here = self.epoch == r.loop['epoch']
         if here and r.at == place:
-            if place == 'evaluation' and r.state['position'] is not None:  # of the epoch that comes next
-                self._drawing = Drawing.resume(self.dls.train, r.state['position'])
+            if place == 'evaluation':
+                self._resume_drawing(r.state['position'])  # of the epoch that comes next
             return self._put(r)
         if place == 'evaluation' or not here:
             raise CheckpointError(f'The checkpoint was taken after batch {r.loop["iter"]} of epoch {r.loop["epoch"]}, '
@@ -126,11 +128,44 @@ class Resuming(Pieces):
         r = self._resumption
         if r is not None and r.at == 'evaluation': return 0, None
         self._resume_at('batch')
-        if r is None: first, self._drawing = 0, self._next_drawing()
-        else: first, self._drawing = r.loop['n_drawn'], Drawing.resume(self.dl, r.state['position'])
-        batches = read_ahead(self.dl, self._device, self._drawing.begin)
+        first = 0
+        if r is not None:
+            first = r.loop['n_drawn']
+            self._resume_drawing(r.state['position'])
+        elif not self._is_stream():
+            self._drawing = self._next_drawing()
+        if self._is_stream():
+            batches: Iterator[Any] = self._open_stream()
+        else:
+            assert self._drawing is not None  # it was made above
+            batches = read_ahead(self.dl, self._device, self._drawing.begin)
         if r is not None and r.loop['place'] == 'within': self._evaluate_as_due()
         return first, None if r is not None and self._stopping else batches
+
+    def _is_stream(self) -> bool:
+        "Return True where `n_iter` cuts epochs out of a loader that can be iterated again."
+        dl = self.dls.train
+        return getattr(self.dls, 'n_iter', None) is not None and n_batches(dl) is None and not isinstance(dl, Iterator)
+
+    def _open_stream(self) -> Stream:
+        "Return the pass that is open, from this fit or an earlier one, or else a new one."
+        stream, dl = self._stream, self.dl
+        if stream is None or stream.dl is not dl:
+            stream = self._stream = Stream(dl)
+        device = self._device
+        assert device is not None  # whoever draws has set it
+        stream.begin = lambda drawing: read_ahead(dl, device, drawing.begin)
+        return stream
+
+    def _resume_drawing(self, position: Mapping[str, Any] | None) -> None:
+        "Let the training loader's pass begin at a checkpoint's position."
+        if position is None:
+            return
+        drawing = Drawing.resume(self.dls.train, position)
+        if self._is_stream():
+            self._stream = Stream(self.dls.train, drawing=drawing, n=position['n'])
+        else:
+            self._drawing = drawing
 
     def _next_drawing(self) -> Drawing:
         "Return the pass over the training loader that comes next."
@@ -148,7 +183,11 @@ class Resuming(Pieces):
 
     def _batch_indices(self) -> list[Any] | None:
         "Return the data set's indices of the training batch at hand, None where they cannot be known."
-        return self._drawing.indices(self.iter) if self.training and self._drawing is not None else None
+        if not self.training:
+            return None
+        if self._is_stream():
+            return None if self._stream is None else self._stream.drawing.indices(self._stream.n - 1)
+        return None if self._drawing is None else self._drawing.indices(self.iter)
 
     def _evaluate_as_due(self) -> None:
         "Do the evaluation that was broken off after a batch, and what comes after it."

@@ -1,19 +1,22 @@
 """Runs: what surrounds the loop from the first event to the cleanup, whatever happens between them."""
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter
+from types import FrameType
 from typing import Any, Self
 
 import torch
 from torch import nn
 
 from learnkit.callback import Callback
-from learnkit.dispatch import HasCallbacks, place
+from learnkit.dispatch import HasCallbacks, place, takes_every_event
 from learnkit.errors import CancelError, CancelException
 from learnkit.events import CONTEXTS, LEVELS
+from learnkit.hints import warn_user
 from learnkit.rng import preserved_rng
 from learnkit.timing import Timestamp
 from learnkit.timings import FIRST, Timings
@@ -25,7 +28,8 @@ __all__ = ['Runs', 'Contexts', 'Turn']
 NO_CONTEXT = nullcontext()
 
 # what an evaluation puts back
-STATE = ('training', 'phase', 'dl', 'dl_name', 'iter', 'n_iter', 'batch', 'xb', 'yb', 'pred', 'loss', 'loss_grad')
+STATE = ('training', 'phase', 'dl', 'dl_name', 'iter', 'n_iter', 'batch', 'xb', 'yb', 'pred', 'loss', 'loss_grad',
+         '_form', '_source')
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,7 @@ class Runs(HasCallbacks):
     pred: Any
     loss: Any
     loss_grad: Any
+    _form: Any                              # how batches of the loader at hand are split
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,6 +151,7 @@ class Runs(HasCallbacks):
         with self.lock:
             outer = self._open, self._doing, self.fitting, self._depth
             grad, began = torch.is_grad_enabled(), perf_counter()
+            held = [] if doing == 'fit' else self._hold_callers()
             try:
                 self._open, self._doing, self.fitting = (), doing or self._doing, doing == 'fit'
                 self._depth += 1
@@ -163,8 +169,19 @@ class Runs(HasCallbacks):
                 if self._depth == 1: self._end_run(None)
             finally:
                 self._open, self._doing, self.fitting, self._depth = outer
+                self._callbacks.release(held)
                 if doing == 'fit': self._seconds, self._started = self._finished('sec'), None
                 torch.set_grad_enabled(grad)  # a signal inside torch's own contexts may leave it switched
+
+    def _hold_callers(self) -> list[Any]:
+        """Switch off the callbacks that start the run at hand from one of their handlers; return them.
+
+        Otherwise the run would call the same handler, and that one start the next run, without an end.
+        """
+        callers = running_handlers(self)
+        for cb, event_name in callers:
+            warn_of_held_inputs(self, cb, event_name)
+        return self._callbacks.hold(cb for cb, _ in callers)
 
     def _end_run(self, error: BaseException | None) -> None:
         "Fire `after_error` and `cleanup`; the first error of a run stays first, the others are told in its notes."
@@ -199,6 +216,7 @@ class Runs(HasCallbacks):
 
     def _end_cleanup(self) -> None:
         self.dl, self.xb, self.yb, self.pred, self.loss, self.batch = None, (None,), (None,), None, None, None
+        self._form = None
         self.__dict__.pop('loss_grad', None)
 
     @contextmanager
@@ -265,6 +283,45 @@ class Contexts(ExitStack):
                 if (context := make()) is not None: entered.enter_context(context)
             self.push(entered.pop_all())
         return self
+
+
+_DISPATCHES = (HasCallbacks.__call__.__code__, Runs._call_each.__code__)  # functions that call handlers
+
+# events whose handlers, and contexts, can change the loss and the metrics of an evaluation
+_INPUTS = ('after_draw', 'before_batch', 'before_pred', 'after_pred', CONTEXTS['forward'])
+
+
+def running_handlers(learn: Runs) -> list[tuple[Any, str]]:
+    """Return the callbacks of `learn` whose handlers are running now, with their events, innermost first.
+
+    The call stack knows them already, so that an event that starts no run pays nothing for it.
+    """
+    found: list[tuple[Any, str]] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in _DISPATCHES:
+            names = frame.f_locals
+            if names['self'] is learn and names.get('cb') is not None:
+                found.append((names['cb'], names['event_name']))
+        frame = frame.f_back
+    return found
+
+
+def warn_of_held_inputs(learn: Runs, cb: Any, event_name: str) -> None:
+    "Warn where a callback that is switched off would have changed the batches of the evaluation."
+    if any(cb is held for held in learn._callbacks.held) or takes_every_event(cb):
+        return
+    if getattr(cb, 'observer', False):
+        return
+    table = learn._callbacks.tables[False]
+    changing = [n for n in _INPUTS if n != event_name and any(o is cb for _, _, o in table[n])]
+    if changing:
+        name = type(cb).__name__
+        warn_user(
+            f'{name}.{event_name} starts an evaluation, in which {name} itself is not called: what '
+            f'its {" and ".join(changing)} would do to the batches is not done. Give that a '
+            'callback of its own.'
+        )
 
 
 def add_note(e: BaseException, note: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from learnkit.batch import count_stacked, map_tensors, microbatches, passed_names, split_batch
+from learnkit.batch import count_stacked, form_of, map_tensors, microbatches, passed_names
 from learnkit.checks import check_function
 from learnkit.data import evaluation_loaders
 from learnkit.dtensors import mesh_of, whole_state
@@ -300,7 +300,7 @@ class Saving(Loop):
         _, targs, decoded = self.get_preds(dl=[batch], with_decoded=True)
         if own is not None: return own(batch, decoded, max_n=max_n, **kwargs)
 
-        xb, _ = first_samples(batch, getattr(self.dls, 'n_inp', None), max_n)
+        xb, _ = first_samples(batch, form_of(self.dls, 'valid'), max_n)
         preds = as_targets(decoded, targs, binary_cut(self.loss_func))
         (preds,), (targs,) = microbatches((preds,), (targs,), max_n)[0]
         told = {'predicted': preds} if targs is None else {'target': targs, 'predicted': preds}
@@ -360,7 +360,7 @@ def own_config(learn: Any) -> dict[str, Any]:
         lr = [*map(float, lr)]
     config = {'version': package, 'torch': str(torch.__version__), 'model': type(bare_model(learn.model)).__name__,
               'loss_func': name_of(loss) if loss is not None else None, 'activates': hasattr(loss, 'activation'),
-              'n_inp': getattr(learn.dls, 'n_inp', None), 'vocab': None if vocab is None else [*vocab], 'lr': lr,
+              'n_inp': form_of(learn.dls, 'valid').n_inp, 'vocab': None if vocab is None else [*vocab], 'lr': lr,
               'wd': learn.wd, 'wd_bn_bias': learn.wd_bn_bias, 'moms': tuple(learn.moms), 'train_bn': learn.train_bn}
     return {name: plain(value, name) for name, value in config.items()}
 
@@ -369,8 +369,8 @@ def own_config(learn: Any) -> dict[str, Any]:
 
 def sample_inputs(dls: Any) -> tuple[Any, ...]:
     "Return the inputs of a batch, of the first validation loader where there is one."
-    dl = next((dl for _, dl in evaluation_loaders(dls)), dls.train)
-    try: return split_batch(first_batch(dl), getattr(dls, 'n_inp', None))[0]
+    name, dl = next(iter(evaluation_loaders(dls)), ('train', dls.train))
+    try: return form_of(dls, name).split(first_batch(dl), predicting=True)[0]
     except OptionError as e: raise OptionError(f'{e} Pass `sample=`, the inputs of a batch.') from None
 
 

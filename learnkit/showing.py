@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from learnkit.batch import find_bs, microbatches, split_batch, to_detach
+from learnkit.batch import BatchForm, find_bs, form_of, microbatches, to_detach
 from learnkit.errors import OptionError
 from learnkit.figures import WRONG, AxesList, new_axes
 from learnkit.rng import preserved_generators
@@ -55,7 +55,8 @@ class Shows:
         dl = dls[ds_idx]
         if (own := own_method(dl, 'show_batch')) is not None:
             return own(max_n=max_n, **kwargs) if b is None else own(b, max_n=max_n, **kwargs)
-        xb, yb = first_samples(first_batch(dl) if b is None else b, self.n_inp, max_n)
+        name = ds_idx if isinstance(ds_idx, str) else dls._named()[ds_idx][0]
+        xb, yb = first_samples(first_batch(dl) if b is None else b, form_of(dls, name), max_n)
         return show_samples(xb, {'target': yb}, getattr(dls, 'vocab', None), **kwargs)
 
 
@@ -105,9 +106,9 @@ def first_batch(dl: Any) -> Any:
     raise OptionError(f'{type(dl).__name__} has no batch to look at.')
 
 
-def first_samples(batch: Any, n_inp: int | None, max_n: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def first_samples(batch: Any, form: BatchForm, max_n: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     "Return inputs and targets of the first samples of a batch."
-    return microbatches(*split_batch(batch, n_inp), max_n)[0]
+    return microbatches(*form.split(batch, predicting=True), max_n)[0]
 
 
 # Predictions as targets

@@ -138,10 +138,10 @@ class Streaming(Loop):
         for stream in list(_PAUSED):
             if stream._learn is self and not stream._running: stream._lose()
 
-    def _predicting(self, dl: Any, cbs: Any, inner: bool) -> Iterator[None]:
+    def _predicting(self, dl: Any, cbs: Any, inner: bool, source: str | None) -> Iterator[None]:
         with self.added_cbs(cbs), self._run('evaluation'):
             self.logger, self.create_mbar = noop, False
-            self.phase, self.dl_name = 'predict', 'valid'
+            self.phase, self.dl_name, self._source = 'predict', 'valid', source
             steps = self._predicting_on(dl)
             yield from steps if inner else self._level_of(self._level_of(steps, 'epoch'), 'fit')
 

@@ -29,6 +29,7 @@ _SPELLED = {'iter': 'iteration iterations', 'ep': 'epoch epochs', 'ba': 'batch b
 
 _NUMBER = r'[0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]{1,3})?'
 _QUANTITY = re.compile(rf'\s*(-?{_NUMBER})\s*([a-z]*)\s*')
+_PERCENT = re.compile(rf'\s*({_NUMBER})\s*%\s*')
 _CLOCK = re.compile(''.join(rf'\s*(?:({_NUMBER})\s*{unit})?' for unit in SECONDS) + r'\s*')
 
 
@@ -232,6 +233,7 @@ def _parse(value: Any) -> tuple[Any, str]:
     if isinstance(value, Time): return value.value, value.unit
     if not isinstance(value, str): raise TimeError(f'{value!r} is no time: a number needs a unit. {_help()}')
     text = value.lower()
+    if percent := _PERCENT.fullmatch(text): return Decimal(percent[1])/100, 'dur'
     if (quantity := _QUANTITY.fullmatch(text)) and quantity[2] in UNITS: return Decimal(quantity[1]), quantity[2]
     if (clock := _CLOCK.fullmatch(text)) and any(clock.groups()):
         parts = zip(clock.groups(), SECONDS.values(), strict=True)

@@ -12,8 +12,9 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from learnkit.rng import RNGState, capture_rng, own_generators, preserved_rng, same_states
 
-__all__ = ['rebuild', 'with_sampler', 'index_sampler', 'start_lists', 'Rest', 'torch_in_order', 'is_samplers',
-           'workers_run', 'fetching_is_random', 'end_workers', 'forget_workers', 'epochs_of', 'set_epochs']
+__all__ = ['rebuild', 'with_sampler', 'without_workers', 'index_sampler', 'start_lists', 'Rest', 'torch_in_order',
+           'is_samplers', 'workers_run', 'fetching_is_random', 'end_workers', 'forget_workers', 'epochs_of',
+           'set_epochs']
 
 
 def rebuild(
@@ -40,6 +41,12 @@ def with_sampler(dl: DataLoader[Any], sampler: Any, **options: Any) -> DataLoade
     with preserved_rng(): seed = int(torch.empty((), dtype=torch.int64).random_())
     return rebuild(dl, **{'generator': torch.Generator().manual_seed(seed), 'in_order': dl.in_order,
                           'persistent_workers': dl.persistent_workers, **batches, **options})
+
+
+def without_workers(dl: DataLoader[Any]) -> DataLoader[Any]:
+    "Return a loader that fetches the same batches in this process."
+    return with_sampler(dl, index_sampler(dl), num_workers=0, persistent_workers=False, timeout=0,
+                        prefetch_factor=None, multiprocessing_context=None)
 
 
 def index_sampler(dl: DataLoader[Any]) -> Any: return dl.sampler if dl.batch_sampler is None else dl.batch_sampler

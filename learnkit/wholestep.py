@@ -47,7 +47,7 @@ def whole_step(
     "Run forward, loss, backward and update; return the prediction, the loss twice, and its parts where it has some."
     if not torch.compiler.is_compiling(): raise NotCompiled
     pred, loss = unpack_output(call_by_name(model, xb, names))
-    if loss_func is not None and yb: loss = loss_func(pred, *yb)
+    if loss_func is not None and (yb or loss is None): loss = loss_func(pred, *yb)
     parts = None
     if not isinstance(loss, Tensor):
         parts = {name: part.detach() for name, part in loss.items()}

@@ -7,7 +7,6 @@ from typing import Any
 
 from learnkit.callbacks.nonfinite import say
 from learnkit.callbacks.tracker import Comparison, TrackerCallback
-from learnkit.data import evaluation_loaders
 from learnkit.errors import MetricError, OptionError, did_you_mean
 from learnkit.metric_properties import as_comparison
 from learnkit.timing import Timestamp
@@ -69,7 +68,10 @@ class BestMetric(TrackerCallback):
     def _chosen(self) -> tuple[str, ...]:
         "Return the columns that the targets name, the source first."
         recorder = self._records()
-        names = [n for dl_name, _ in evaluation_loaders(self.learn.dls) for n in recorder._valid_names(dl_name)]
+        names = recorder.evaluated_columns(self.monitor)
+        if not all(any(fnmatchcase(n, t) for n in names) for t in self.targets):
+            recorder.find_keys()
+            names = recorder.evaluated_columns()
         if self.monitor not in names: raise self._no_column('source', self.monitor, names)
         for t in self.targets:
             if not any(fnmatchcase(n, t) for n in names): raise self._no_column('targets', t, names)
@@ -86,6 +88,7 @@ class BestMetric(TrackerCallback):
         if not self.learn.fitting: return
         measured = self._records().measured
         if (value := self._number(measured.get(self.monitor))) is None: return
+        self._names = self._chosen()  # a metric that returns a dict may have given more columns since
         self.new_best = bool(self.comp(value - self.min_delta, self.best))
         if self.new_best:
             self.best, self.best_at = value, self.learn.time.replace(dur=None)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from learnkit.batch import apply_model, find_bs, is_sample_list, map_tensors, split_batch
+from learnkit.batch import apply_model, find_bs, form_of, is_sample_list, map_tensors
 from learnkit.dtensors import grouped, local
 from learnkit.errors import BatchError
 from learnkit.loop import name_of
@@ -116,8 +116,8 @@ def samples_told(learn: Any) -> str:
 
 def bad_data(learn: Any, indices: list[int] | None) -> list[str]:
     "Name the entries of the batch that are not finite, each with its samples."
-    n_inp = getattr(learn.dls, 'n_inp', None)
-    raw = split_batch(learn.batch, n_inp) if learn.batch is not None else (learn.xb, learn.yb)
+    form = form_of(learn.dls, learn.dl_name)
+    raw = form.split(learn.batch, predicting=True) if learn.batch is not None else (learn.xb, learn.yb)
     if blamed := [name + where(rows, indices) for name, rows in bad_entries(*raw)]: return blamed
     whole = 'microbatch' if learn.microbatch else 'batch'
     left = bad_entries(learn.xb, learn.yb)

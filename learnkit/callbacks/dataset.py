@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from learnkit.batch import find_bs, split_batch
+from learnkit.batch import BatchForm, find_bs, form_of
 from learnkit.callback import Callback
 from learnkit.callbacks.nonfinite import say
 from learnkit.callbacks.summaries import _without_workers_left
@@ -136,9 +136,8 @@ class DatasetStats(Callback):
         "Look, unless these loaders were looked at before."
         dls = self.learn.dls
         if not self.learn.fitting or self._looked_at is dls: return
-        n_inp = getattr(dls, 'n_inp', None)
         loaders = [('train', dls.train), *evaluation_loaders(dls)]
-        self.stats = {name: loader_stats(dl, self.n, n_inp) for name, dl in loaders}
+        self.stats = {name: loader_stats(dl, self.n, form_of(dls, name)) for name, dl in loaders}
         self._looked_at = dls
         if self.verbose: say(self, self.table())
 
@@ -166,31 +165,32 @@ class DatasetStats(Callback):
 def loader_stats(
     dl: Any,                     # a loader
     n: int = 8,                  # batches to look at
-    n_inp: int | None = None,    # how many entries of a batch are inputs; None: all but the last
+    form: BatchForm | None = None,  # how a batch is split; None: all entries of a tuple but the last are inputs
 ) -> dict[str, Any]:
     """Return sizes of a loader, and shapes, types and values of its first batches, as `DatasetStats` says.
 
     >>> loader_stats([(torch.zeros(4, 2), torch.tensor([0, 0, 1, 0]))])['entries']['target']
     {'shape': (), 'dtype': 'int64', 'classes': {0: 3, 1: 1}}
     """
+    form = form or BatchForm()
     with undisturbed_loader(dl):
         drawn = iter(dl)
         batches = [] if drawn is dl else list(islice(drawn, n))
         del drawn  # its worker processes with it
     entries: dict[str, list[Tensor]] = {}
     for batch in batches:
-        xb, yb = split_batch(batch, n_inp)
+        xb, yb = form.split(batch, predicting=True)
         for name, part in (('input', xb), ('target', yb)):
             for path, t in _tensors(name, part[0] if len(part) == 1 else part): entries.setdefault(path, []).append(t)
     return {'samples': n_samples(dl), 'batches': n_batches(dl),
             'batch_size': getattr(dl, 'bs', getattr(dl, 'batch_size', None)),
-            'seen': sum(samples_in(b, n_inp) for b in batches),
+            'seen': sum(samples_in(b, form) for b in batches),
             'entries': {path: _describe(ts) for path, ts in entries.items()}}
 
 
-def samples_in(batch: Any, n_inp: int | None = None) -> int:
+def samples_in(batch: Any, form: BatchForm | None = None) -> int:
     "Return the number of samples of a loader's batch, 0 where it cannot be counted."
-    try: return find_bs(*split_batch(batch, n_inp))
+    try: return find_bs(*(form or BatchForm()).split(batch, predicting=True))
     except BatchError: return 0
 
 

@@ -1,13 +1,15 @@
 """MixUp and CutMix: train on blends of samples, with the loss blended alike."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributions import Beta
 
 from learnkit.batch import count_samples, describe, has_listed_samples, map_tensors, microbatches
@@ -15,9 +17,12 @@ from learnkit.callback import Callback
 from learnkit.callbacks.hooks import tensors_in
 from learnkit.callbacks.training import bad_option, is_number
 from learnkit.errors import BatchError, LossError, OptionError
+from learnkit.evaluation import check_countable
 from learnkit.hints import warn_user
 from learnkit.loop import name_of
+from learnkit.losses import BaseLoss
 from learnkit.ownloops import own_methods
+from learnkit.timing import Time, Timestamp, as_time, crossings
 
 __all__ = ['MixHandler', 'MixUp', 'CutMix']
 
@@ -33,10 +38,16 @@ class MixHandler(Callback):
     For the time of a forward pass in training `learn.loss_func` is a function that does this, and it is put back
     whatever happens. Evaluation, also in the middle of training, has the plain loss. Metrics on training batches get
     the predictions for the blended inputs, and the targets `yb`: whole classes of the samples themselves, or blended
-    numbers. 'mean' is the plain mean over the elements, as in fastai, also with class weights or an `ignore_index`.
+    numbers. A 'mean' is divided by what the loss function itself divides by, blended alike: with class weights by the
+    weights of the targets, with an `ignore_index` by the number of targets that count. At `lam = 1` it is the plain
+    loss. (fastai divides by the number of elements.) Of a loss function that is not torch's the divisor is measured,
+    by its mean and its sum over the batch.
+
+    A batch for which a subclass sets no partners, or that it does not get (`run = False`), has the plain loss. With
+    `until`, batches are blended up to that time of the fit alone.
 
     Everything random is drawn on the CPU, from torch's global generator, so that a resumed run draws the same.
-    Checkpointed: nothing.
+    Checkpointed: nothing; how far the fit has come is in every checkpoint.
 
     Raises `OptionError` unless `alpha` is positive, and before any weight has changed: for two of them in one fit,
     `LossError` for a loss function that cannot be computed without its reduction, and `BatchError` for a batch in which
@@ -47,20 +58,41 @@ class MixHandler(Callback):
     def __init__(
         self,
         alpha: float = 0.5,   # of the distribution Beta(alpha, alpha) of the shares: the larger, the more is blended
+        until: str | Time | None = None,  # when blending ends: a share of the fit ('80%', '0.8dur'), '10ep', '5000ba'
     ) -> None:
         super().__init__()
+        self.until = None if until is None else as_time(until, 'ep')
         if not is_number(alpha) or not 0 < alpha < float('inf'):
             raise bad_option(self, 'a number above 0; for no blending, leave the callback out', alpha=alpha)
         self.distrib = Beta(torch.tensor(float(alpha)), torch.tensor(float(alpha)))
         self._has_blended = False   # some loss of this fit
+        self._has_masks_only = False
         self._forget()
 
     def _forget(self) -> None:
         "Let go of the last batch."
-        for name in ('lam', 'yb1'): self.__dict__.pop(name, None)
+        for name in ('lam', 'yb1', '_blended'): self.__dict__.pop(name, None)
         self._order: Tensor | None = None                         # of the partners in their batch
         self._pieces: tuple[Any, Iterator[Any]] = None, iter(())  # a batch's `yb1`, and its microbatches to come
         self._reduction: tuple[Any, str] = None, ''               # a loss function, and how it reduces
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name == 'yb1':
+            self.__dict__['_blended'] = batch_number(self.learn)
+
+    def _blends(self) -> bool:
+        "Return True where partners were set for the batch at hand, and not only for an earlier one."
+        return 'lam' in self.__dict__ and self.__dict__.get('_blended') == batch_number(self.learn)
+
+    def is_over(self) -> bool:
+        "Return True once the fit has come to `until`."
+        if self.until is None:
+            return False
+        now, begin = self.learn.time, self.learn._fit_began
+        if self.until.unit == 'dur':
+            return crossings(Timestamp(dur=0.), Timestamp(dur=now.dur or 0.), self.until) > 0
+        return crossings(Timestamp(), now - begin, self.until) > 0
 
     @property
     def stack_y(self) -> bool:
@@ -75,6 +107,8 @@ class MixHandler(Callback):
         if self.fitting and others:
             raise OptionError(f'{self} and {others[0]} both blend each batch, and the loss of only one would be right. '
                               'Use one of them in a fit.')
+        if self.fitting and self.until is not None:
+            check_countable(self.learn, self.until)
         if self.fitting and own_methods(self.learn):
             self._has_blended, self.after_batch = False, self._check_blended
 
@@ -83,13 +117,13 @@ class MixHandler(Callback):
         if not self.training or 'loss_grad' not in self.learn.__dict__:
             return
         del self.after_batch
-        if self.stack_y and not self._has_blended:
+        if self.stack_y and not self._has_blended and self._blends():
             warn_user(f'{type(self).__name__} has blended the inputs of the batch, and the loss was not blended: '
                       f'compute it in {type(self.learn).__name__} by `self.compute_loss(pred)`.')
 
     def before_step(self) -> None:
         "See that the microbatches were pieces of the batch that was blended."
-        if self._order is None or self._pieces[0] is not self.yb1: return
+        if self._order is None or not self._blends() or self._pieces[0] is not self.yb1: return
         if (n := count_samples(self.learn)) != len(self._order):
             raise BatchError(f'{type(self).__name__}: a callback that runs after it made {n} samples of '
                              f'{len(self._order)} in before_batch. Give it a lower order, or leave `microbatch` out.')
@@ -102,7 +136,7 @@ class MixHandler(Callback):
     @contextmanager
     def forward_context(self) -> Iterator[None]:
         "Return a context in which the loss is blended."
-        if 'lam' not in self.__dict__ or not self.stack_y: yield; return
+        if not self._blends() or not self.stack_y: yield; return
         learn, plain = self.learn, self.learn.loss_func
         if self._reduction[0] is not plain: self._reduction = plain, reduction_of(plain, type(self).__name__)
         partners = self._next_piece(learn.microbatch) if learn.microbatch else (self.yb1, self.lam)
@@ -135,9 +169,12 @@ class MixHandler(Callback):
         self.yb1 = map_tensors(self.learn.yb, lambda t: t[order] if is_of_samples(t, n) else t)
         return order
 
-    def _blend_targets(self, order: Tensor) -> None:
-        "Blend the targets, unless the loss does it."
-        if not self.stack_y: self.learn.yb = blended_tensors(self.learn.yb, order, self.lam)
+    def _blend_targets(self, order: Tensor, but: Callable[[Tensor], bool] = lambda t: False) -> None:
+        "Blend the targets, unless the loss does it; but not tensors that were cut."
+        if self.stack_y:
+            return
+        kept = [t for t in tensors_in(self.learn.yb) if but(t)]
+        self.learn.yb = blended_tensors(self.learn.yb, order, self.lam, kept)
 
 
 class BlendedLoss:
@@ -159,8 +196,17 @@ class BlendedLoss:
         self.__dict__['_n_calls'] += 1
         if not self._learn.training: return plain(pred, *yb, **kwargs)
         own, other = unreduced(plain, pred, yb), unreduced(plain, pred, yb1)
-        loss = torch.lerp(other, own, share_of_each(lam, own, plain))
-        return loss.mean() if reduction == 'mean' else loss.sum() if reduction == 'sum' else loss
+        share = share_of_each(lam, own, plain)
+        loss = torch.lerp(other, own, share)
+        if reduction == 'sum':
+            return loss.sum()
+        if reduction != 'mean':
+            return loss
+        divisors = [divisor_of(plain, pred, targs, each) for targs, each in ((yb, own), (yb1, other))]
+        if any(divisor is None for divisor in divisors):
+            return loss.mean()
+        blended = torch.lerp(divisors[1], divisors[0], share)
+        return loss.sum() / blended.expand_as(loss).sum()
 
     def __getattr__(self, name: str) -> Any: return getattr(self.__dict__['_plain'], name)
     def __setattr__(self, name: str, value: Any) -> None: setattr(self._plain, name, value)
@@ -181,10 +227,13 @@ class MixUp(MixHandler):
     def __init__(
         self,
         alpha: float = 0.4,   # of Beta(alpha, alpha): the larger, the more is blended
-    ) -> None: super().__init__(alpha)
+        until: str | Time | None = None,  # when blending ends: '80%' of the fit, '10ep', '5000ba'
+    ) -> None: super().__init__(alpha, until)
 
     def before_batch(self) -> None:
         "Blend the batch with itself in another order."
+        if self.is_over():
+            return
         learn, n = self.learn, count_samples(self.learn)
         if not any(t.is_floating_point() and is_of_samples(t, n) for t in tensors_in(learn.xb)):
             raise BatchError(f'MixUp cannot blend the inputs {describe(learn.xb)}: there is no floating-point tensor '
@@ -201,8 +250,9 @@ class CutMix(MixHandler):
 
     One box a batch, of a share `1 - lam` of the image with `lam` from Beta(alpha, alpha), at a random place; what lies
     outside the image is cut off, and `lam` becomes the share that is left of the image itself, exactly. Every input
-    of the same height and width `(bs, ..., H, W)` gets the box, other ones stay as they are. For the loss see
-    `MixHandler`; `lam` has the shape `(1,)`.
+    of the same height and width `(bs, ..., H, W)` gets the box, other ones stay as they are. So does every target of
+    that height and width (a mask): what is cut belongs to it exactly, and only the loss of other targets is blended.
+    For the loss see `MixHandler`; `lam` has the shape `(1,)`.
 
     >>> from learnkit.testing import synth_learner
     >>> images, classes = torch.rand(32, 3, 8, 8), torch.randint(10, (32,))
@@ -215,10 +265,18 @@ class CutMix(MixHandler):
     def __init__(
         self,
         alpha: float = 1.,    # of Beta(alpha, alpha): 1 makes all shares equally likely
-    ) -> None: super().__init__(alpha)
+        until: str | Time | None = None,  # when blending ends: '80%' of the fit, '10ep', '5000ba'
+    ) -> None: super().__init__(alpha, until)
+
+    @property
+    def stack_y(self) -> bool:
+        "Whether the loss is blended: not where every target is a mask, which is cut as the images are."
+        return super().stack_y and not self._has_masks_only
 
     def before_batch(self) -> None:
         "Paste a box of the batch in another order into the batch."
+        if self.is_over():
+            return
         learn, n = self.learn, count_samples(self.learn)
         sizes = [t.shape[-2:] for t in tensors_in(learn.xb) if t.ndim > 2 and is_of_samples(t, n)]
         if not sizes:
@@ -230,13 +288,21 @@ class CutMix(MixHandler):
         area = torch.tensor([(x2 - x1) * (y2 - y1)])
         self.lam = (1 - area / (w * h)).to(order.device, non_blocking=True)
 
+        def is_image(t: Tensor) -> bool:
+            return t.ndim > 2 and t.shape[-2:] == (h, w) and is_of_samples(t, n)
+
         def with_box(t: Tensor) -> Tensor:
-            if t.ndim < 3 or t.shape[-2:] != (h, w) or not is_of_samples(t, n): return t
+            if not is_image(t): return t
             new, box = t.clone(), (..., slice(y1, y2), slice(x1, x2))  # a loader may give the same tensor again
             new[box] = t[box][order]
             return new
-        learn.xb = map_tensors(learn.xb, with_box)
-        self._blend_targets(order)
+        learn.xb, yb = map_tensors(learn.xb, with_box), map_tensors(learn.yb, with_box)
+        masks = [is_image(t) for t in tensors_in(learn.yb) if is_of_samples(t, n)]
+        if any(masks):
+            learn.yb = yb
+            self.yb1 = map_tensors(yb, lambda t: t[order] if is_of_samples(t, n) and not is_image(t) else t)
+        self._has_masks_only = all(masks)
+        self._blend_targets(order, but=is_image)
 
     def rand_bbox(
         self,
@@ -261,10 +327,11 @@ def is_of_samples(t: Tensor, n: int) -> bool:
     return t.ndim > 0 and t.shape[0] == n
 
 
-def blended_tensors(b: Any, order: Tensor, lam: Tensor) -> Any:
+def blended_tensors(b: Any, order: Tensor, lam: Tensor, kept: Sequence[Tensor] = ()) -> Any:
     "Blend each sample of a nested batch's floating-point tensors with the one that has its place in `order`."
     def blended(t: Tensor) -> Tensor:
         if not t.is_floating_point() or not is_of_samples(t, len(order)): return t
+        if any(t is o for o in kept): return t
         return torch.lerp(t[order], t, lam.to(t).view(-1, *[1] * (t.ndim - 1)))
     return map_tensors(b, blended)
 
@@ -288,6 +355,43 @@ def unreduced(loss_func: Any, pred: Any, yb: tuple[Any, ...]) -> Tensor:
         loss_func.reduction = 'none'
         return loss_func(pred, *yb)
     finally: loss_func.reduction = reduction
+
+
+# torch's losses whose mean is divided by the weights of the targets, and leaves some out
+_BY_WEIGHT = (nn.CrossEntropyLoss, nn.NLLLoss, F.cross_entropy, F.nll_loss)
+
+
+def divisor_of(loss_func: Any, pred: Any, yb: tuple[Any, ...], each: Tensor) -> Tensor | None:
+    """Return what each element of an unreduced loss adds to the divisor of its mean; None where that is 1.
+
+    Of a loss function whose rule is not known it is the same for each, and measured: the sum over the mean.
+    """
+    base, options = loss_func, dict[str, Any]()
+    while isinstance(base, (partial, BaseLoss)):
+        if isinstance(base, partial):
+            options = {**base.keywords, **options}
+        base = base.func
+    kind = type(base) if isinstance(base, nn.Module) else base
+    if kind in _BY_WEIGHT:
+        targ = yb[0]
+        if isinstance(targ, Tensor) and not targ.is_floating_point() and targ.numel() == each.numel():
+            weight = options.get('weight', getattr(base, 'weight', None))
+            ignored = options.get('ignore_index', getattr(base, 'ignore_index', -100))
+            counts = targ != ignored
+            if weight is not None:
+                counts = torch.where(counts, weight[torch.where(counts, targ, 0)], 0)
+            return counts.to(each.dtype).reshape(each.shape)
+    elif str(getattr(kind, '__module__', '')).startswith('torch.'):
+        return None
+    with torch.no_grad():
+        mean = loss_func(pred, *yb)
+        total = each.sum()
+        return torch.where(mean == 0, 1., total / mean / each.numel()).to(each)
+
+
+def batch_number(learn: Any) -> tuple[Any, ...]:
+    "Return what tells the batch at hand from the others of a fit."
+    return tuple(getattr(learn, name, None) for name in ('epoch', 'iter', 'train_iter'))
 
 
 def share_of_each(lam: Tensor, loss: Tensor, loss_func: Any) -> Tensor:

@@ -210,7 +210,7 @@ class MLPerf(Callback):
         "Return the column that is monitored."
         recorder = self._recorder()
         if recorder is None: raise MetricError('MLPerf reads the Recorder, and this Learner has none.')
-        names = [n for dl_name, _ in evaluation_loaders(self.learn.dls) for n in recorder._valid_names(dl_name)]
+        names = recorder.evaluated_columns(self.monitor)
         if not names: raise MetricError('MLPerf needs an evaluation: give a validation loader.')
         if self.monitor is None: return names[1] if len(recorder._on('valid')) else names[0]
         if self.monitor in names: return self.monitor

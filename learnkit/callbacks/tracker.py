@@ -130,6 +130,8 @@ class TrackerCallback(Callback):
     def _measured(self, row: dict[str, Any]) -> Any:
         "Return the monitored value. Callbacks before this one may have changed `recorder.values`."
         values = self._records().values[-1]
+        if self.idx is not None:  # a metric that returns a dict may have given more columns since
+            self.idx = self._find(str(self.monitor))
         complete = len(values) == len(row) - len(('fit', 'epoch', 'time'))  # an epoch cut short lacks some
         return values[self.idx] if complete and self.idx is not None else row.get(str(self.monitor))
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from learnkit.batch import find_bs
+from learnkit.batch import BatchForm, find_bs, form_of
 from learnkit.data import DataLoaders, TensorLoader, evaluation_loaders, in_order, n_batches
 from learnkit.distributed.cut import Cut
 from learnkit.distributed.rounds import RoundIterator, RoundShard
@@ -131,6 +131,8 @@ class _Like(DataLoaders):
         self.n_inp, self.n_iter = getattr(dls, 'n_inp', None), getattr(dls, 'n_iter', None)
         self.path, self.evaluators = Path(getattr(dls, 'path', '.')), getattr(dls, 'evaluators', {})
         self._device = getattr(dls, 'device', None)
+
+    def batch_form(self, name: str = 'train') -> BatchForm: return form_of(self.dls, name)
 
     def __getattr__(self, name: str) -> Any: return getattr(self.__dict__['dls'], name)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from learnkit.batch import count_samples, find_bs, split_batch, to_device
+from learnkit.batch import count_samples, find_bs, form_of, to_device
 from learnkit.data import evaluation_loaders, n_batches
 from learnkit.errors import BatchError, did_you_mean
 from learnkit.interop.composer_time import ComposerTime
@@ -203,7 +203,7 @@ class ComposerState:
     def _samples(self) -> int:
         try:
             if self.learn.batch is None: return count_samples(self.learn)
-            return find_bs(*split_batch(self.learn.batch, getattr(self.learn.dls, 'n_inp', None)), self.learn.size_func)
+            return find_bs(*form_of(self.learn.dls, self.learn.dl_name).split(self.learn.batch), self.learn.size_func)
         except BatchError: return 0
 
     # -- parts of the Learner ------------------------------------------------------------------------------------------

@@ -281,11 +281,11 @@ def test_an_evaluation_that_was_cancelled_leaves_dropout_off_and_the_next_one_ha
 
 def test_an_evaluation_inside_another_one_has_dropout_on_too_and_gives_it_back() -> None:
     on: list[tuple[int, bool]] = []
+    def look(cb: Any) -> None: on.append((cb.learn._depth, cb.learn.model[2].training))
     def inner(cb: Any) -> None:
-        on.append((cb.learn._depth, cb.learn.model[2].training))
-        if not cb.training and cb.learn._depth == 1 and cb.iter == 1: cb.learn.validate()
+        if not cb.training and cb.iter == 1: cb.learn.validate()
     learn = make(cbs=MCDropoutCallback())
-    learn.fit(1, cbs=Callback(after_loss=inner))
+    learn.fit(1, cbs=[Callback(after_loss=look), Callback(after_loss=inner)])
     assert on == [(1, True)] * 6 + [(2, True)] * 4 + [(1, True)] * 2 and not learn.model[2].training
 
 
