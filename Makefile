@@ -1,7 +1,7 @@
 # What is done often, with .venv's Python where there is one.
 PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 
-.PHONY: docs test lint
+.PHONY: docs test quick lint
 
 docs:  # the site, into docs/_build/html; what Sphinx warns of is an error
 	$(PYTHON) -m sphinx -W --keep-going -q -d docs/_build/doctrees docs docs/_build/html \
@@ -9,6 +9,9 @@ docs:  # the site, into docs/_build/html; what Sphinx warns of is an error
 
 test:
 	$(PYTHON) -m pytest -n 2 --dist worksteal
+
+quick:  # for every save: each test once, without the slow ones
+	$(PYTHON) -m pytest -n 2 --dist worksteal -q --quick
 
 lint:
 	$(PYTHON) -m ruff check

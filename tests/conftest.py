@@ -1,11 +1,19 @@
 """What every test starts from: one thread, fixed seeds, no display."""
 import doctest
+import gc
 import os
 import random
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
+from typing import Any
+
+# What is compiled is kept, whatever the environment says: else every process that a test starts compiles the package.
+sys.dont_write_bytecode = False
+os.environ.pop('PYTHONDONTWRITEBYTECODE', None)
 
 # Before matplotlib and torch are imported, here and in child processes.
 os.environ.setdefault('MPLBACKEND', 'Agg')
@@ -28,12 +36,78 @@ settings.register_profile('full', deadline=None, max_examples=1000, database=Non
 settings.load_profile(os.environ.get('HYPOTHESIS_PROFILE', 'quick'))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+ASKED_FOR = ('notebook', 'browser', 'site', 'dist')  # what runs with `-m` alone
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    "Leave out files without a test that `-m` asks for: to collect them all takes as long as some of these tests."
+    marker = config.option.markexpr.split()[:1]
+    if not marker or marker[0] not in ASKED_FOR or collection_path.suffix != '.py':
+        return None
+    return f'mark.{marker[0]}' not in collection_path.read_text('utf-8') or None
+
+
+SLOW = Path(__file__).with_name('slow.txt')  # seconds and name of what takes a tenth of a second or more
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption('--quick', action='store_true', help='each test once, with its first arguments; none of slow.txt')
+    parser.addoption('--write-slow', action='store_true', help='write slow.txt from the times of this run')
+
+
+def function_of(nodeid: str) -> str:
+    "Return the name of a test without its arguments."
+    return nodeid.partition('[')[0]
+
+
+def slow_functions() -> dict[str, float]:
+    "Return the seconds of each test in slow.txt, of its longest arguments."
+    lines = [line.split() for line in SLOW.read_text('utf-8').splitlines()]
+    return {name: float(seconds) for seconds, name in lines}
+
+
+def order_and_select(config: pytest.Config, items: list[pytest.Item]) -> None:
+    "Put files with slow tests first, so that no process waits for the other's at the end; select what is quick."
+    slow = slow_functions()
+    of_file: Counter[str] = Counter()
+    for name, seconds in slow.items():
+        of_file[name.partition('::')[0]] += seconds
+    items.sort(key=lambda item: -of_file[item.nodeid.partition('::')[0]])
+    if not config.option.quick:
+        return
+    first = {function_of(item.nodeid): item for item in reversed(items)}
+    quick = {id(item) for name, item in first.items() if name not in slow}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in quick])
+    items[:] = [item for item in items if id(item) in quick]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    "Write slow.txt where `--write-slow` asks for it."
+    if not config.option.write_slow:
+        return
+    seconds: Counter[str] = Counter()
+    for report in (r for reports in terminalreporter.stats.values() for r in reports if hasattr(r, 'duration')):
+        seconds[report.nodeid] += report.duration
+    longest: dict[str, float] = {}
+    for nodeid, duration in seconds.items():
+        longest[function_of(nodeid)] = max(duration, longest.get(function_of(nodeid), 0.))
+    lines = [f'{duration:.1f} {name}' for name, duration in sorted(longest.items()) if duration >= 0.1]
+    SLOW.write_text('\n'.join([*lines, '']), 'utf-8')
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     "Skip what is marked `cuda` where there is no GPU, and examples in docstrings whose library is not installed."
+    order_and_select(config, items)
     for item in items:
         if item.get_closest_marker('cuda') and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason='needs a CUDA device'))
         if isinstance(item, pytest.DoctestItem): item.runtest = partial(run_or_skip, item.runtest)
+
+
+def pytest_collection_finish() -> None:
+    "Spare collections of garbage, in tests and in processes forked from this one, what is there before the first test."
+    gc.collect()
+    gc.freeze()
 
 
 def run_or_skip(runtest: Callable[[], None]) -> None:
@@ -49,7 +123,9 @@ def fixed_seeds() -> None:
     "Seed torch, numpy and python alike before each test."
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # `torch.manual_seed` walks the stack where CUDA is not in use yet: 1 ms
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,6 @@
 """What a step costs, in counts that are the same on every machine: calls, tensors held, imports, reads by the host."""
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from benchmarks.subjects import SUBJECTS, ImageTask, Task
 from learnkit import Callback, DataLoaders, Learner, Recorder, accuracy, progress
 from learnkit.metrics import AvgMetric
 from learnkit.timings import EVERY
+from tests.fresh import output_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -151,10 +151,7 @@ opt.step()
 def loaded_by(program: str) -> set[str]:
     "The modules in memory at the end of a fresh process."
     tell = '\nimport sys\nprint("modules", *sys.modules)'
-    done = subprocess.run([sys.executable, '-W', 'error', '-c', program + tell], cwd=ROOT, capture_output=True,
-                          text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return set(done.stdout.splitlines()[-1].split()[1:])
+    return set(output_of(program + tell).splitlines()[-1].split()[1:])
 
 
 def test_the_first_fit_imports_nothing_heavy() -> None:

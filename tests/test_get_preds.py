@@ -2,8 +2,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 from collections import namedtuple
 from collections.abc import Iterator
@@ -29,6 +27,7 @@ from torch.utils.data import (
 from learnkit import Callback, DataLoaders, Learner, TensorLoader
 from learnkit.errors import BatchError, EmptyLoaderError, OptionError
 from learnkit.gathering import GatherPredsCallback
+from tests.fresh import output_of
 
 N = 13
 X, Y = torch.arange(2. * N).view(N, 2), torch.arange(N)  # the target tells which sample it is
@@ -314,11 +313,7 @@ MEMORY = '''
 
 
 def test_memory_stays_where_it_is_over_200_batches_of_a_megabyte(tmp_path: Path) -> None:
-    env = os.environ | {'PYTHONPATH': str(Path(__file__).parents[1]), 'OMP_NUM_THREADS': '1'}
-    done = subprocess.run([sys.executable, '-c', textwrap.dedent(MEMORY)], cwd=tmp_path, env=env,
-                          capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    streamed, gathered = map(float, done.stdout.split())
+    streamed, gathered = map(float, output_of(textwrap.dedent(MEMORY), cwd=tmp_path).split())
     assert streamed < 20 and gathered > 190  # MB
     assert np.load(tmp_path/'preds.npy', mmap_mode='r').shape == (12800, 4096)
 

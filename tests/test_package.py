@@ -22,6 +22,7 @@ import learnkit
 from benchmarks import step
 from benchmarks.harness import Comparison, Result, Workload, report
 from benchmarks.subjects import SUBJECTS, Task
+from tests.fresh import output_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / 'learnkit'
@@ -83,7 +84,7 @@ def layer(module: str) -> str: return module.split('.')[0]
 
 def loaded_by(statement: str) -> set[str]:
     "The modules in memory after `statement`, in a fresh process in which a warning is an error."
-    return set(run('-W', 'error', '-c', f'{statement}; import sys; print(*sys.modules)').split())
+    return set(output_of(f'{statement}; import sys; print(*sys.modules)').split())
 
 
 def test_import_loads_nothing_heavy() -> None:
@@ -97,7 +98,7 @@ def test_import_loads_nothing_heavy() -> None:
 
 
 def test_import_touches_no_gpu_and_no_signal_handler() -> None:
-    run('-c', 'import signal, torch\n'
+    output_of('import signal, torch\n'
               'def handlers(): return signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)\n'
               'before = handlers()\n'
               'import learnkit\n'
@@ -106,7 +107,7 @@ def test_import_touches_no_gpu_and_no_signal_handler() -> None:
 
 
 def test_import_draws_no_random_number() -> None:
-    run('-c', 'import random, numpy, torch\n'
+    output_of('import random, numpy, torch\n'
               'def state(): return random.getstate(), str(numpy.random.get_state()), torch.get_rng_state().tolist()\n'
               'before = state()\n'
               'import learnkit\n'
@@ -245,7 +246,7 @@ def test_readme_has_two_setup_commands() -> None:
 def test_readme_example_runs(tmp_path: Path) -> None:
     examples = fenced('python')
     assert examples
-    for code in examples: assert 'epoch 2: training loss' in run('-W', 'error', '-c', code, cwd=tmp_path)
+    for code in examples: assert 'epoch 2: training loss' in output_of(code, cwd=tmp_path)
 
 
 def settings() -> dict[str, str]:
@@ -309,14 +310,14 @@ def test_benchmark_arithmetic() -> None:
     assert Result(workload, {'x': [1.]}, {'raw': 'failed'}).rows() == []
 
 
-def test_benchmark_runs(tmp_path: Path) -> None:
+def test_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / 'step.json'
     options = ['--workloads', 'a', '--frameworks', 'learnkit-bare', '--rounds', '1', '--json', str(file)]
-    printed = run('-m', 'benchmarks.step', *options)
+    assert step.main(options) == 0
     table, = json.loads(file.read_text('utf-8'))['tables']
     assert [row['subject'] for row in table['rows']] == ['raw', 'learnkit-bare']
     assert all(row['median'] > 0 for row in table['rows'])
-    assert 'learnkit-bare' in printed
+    assert 'learnkit-bare' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('arguments', [['--frameworks', 'other'], ['--rounds', '0'], ['--json', 'no/such/folder/x']])
@@ -330,7 +331,7 @@ def test_metrics_losses_and_optimizers_are_found_in_the_package_too() -> None:
     inner = {'Mean', 'BaseLoss', 'as_metrics', 'check_column', 'dry_run', 'measures_batches', 'hidden_matrices'}
     for module in map(importlib.import_module, ('learnkit.metrics', 'learnkit.losses', 'learnkit.optimizers')):
         for name in {*module.__all__} - inner: assert getattr(learnkit, name) is getattr(module, name), name
-    run('-W', 'error', '-c', 'from learnkit import F1Score, Lamb, FocalLoss, Recall, accuracy_multi')
+    output_of('from learnkit import F1Score, Lamb, FocalLoss, Recall, accuracy_multi')
 
 
 @pytest.mark.parametrize('package', ['learnkit', 'learnkit.callbacks'])

@@ -26,6 +26,7 @@ from learnkit.errors import CancelEpochException, CancelFitException
 from learnkit.learner import Learner
 from learnkit.progress import Bar, Display, NotebookDisplay, ProgressCallback, Table, TerminalDisplay, make_display
 from learnkit.traineval import TrainEvalCallback
+from tests.fresh import output_of, run_fresh
 
 ROOT = Path(__file__).parents[1]
 CLOCK = r'\d\d:\d\d'
@@ -434,7 +435,7 @@ SCRIPT = textwrap.dedent('''
 
 
 def test_a_pipe_gets_lines_without_control_characters() -> None:
-    out = run_python(f'{SCRIPT}\nimport sys\nmake_learner(wait_s=0.0005).fit(2)\nprint("IPython" in sys.modules)')
+    out = output_of(f'{SCRIPT}\nimport sys\nmake_learner(wait_s=0.0005).fit(2)\nprint("IPython" in sys.modules)')
     assert len(out.splitlines()) == 4
     assert not re.search(r'[\x00-\x09\x0b-\x1f\x7f]', out)
     assert out.endswith('False\n')  # it is not imported to find out that this is no notebook
@@ -444,14 +445,19 @@ def read_terminal(code: str) -> str:
     "Run Python on a terminal of its own and return all that it wrote there."
     master, slave = pty.openpty()
     env = {**ENV, 'TERM': 'xterm', 'COLUMNS': '100', 'LINES': '24'}
-    process = subprocess.Popen([sys.executable, '-c', code], cwd=ROOT, env=env, stdin=slave, stdout=slave, stderr=slave)
-    os.close(slave)
     out = bytearray()
-    try:
-        while chunk := os.read(master, 65536): out += chunk
-    except OSError: pass  # the way Linux says that the other end was closed
-    finally: os.close(master)
-    assert process.wait() == 0, out.decode()
+
+    def read() -> None:
+        try:
+            while chunk := os.read(master, 65536): out.extend(chunk)
+        except OSError: pass  # the way Linux says that the other end was closed
+    reader = threading.Thread(target=read)
+    reader.start()
+    done = run_fresh(code, env=env, terminal=os.ttyname(slave))
+    os.close(slave)
+    reader.join()
+    os.close(master)
+    assert done.returncode == 0, out.decode()
     return out.decode()
 
 

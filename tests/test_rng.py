@@ -1,8 +1,6 @@
 """learnkit.rng: every generator comes back exactly, and a captured state can be saved and loaded safely."""
 import io
 import random
-import subprocess
-import sys
 from functools import partial
 from typing import Any
 
@@ -20,6 +18,7 @@ from learnkit.rng import (
     restore_rng,
     same_states,
 )
+from tests.fresh import output_of
 
 
 def draw() -> tuple[Any, ...]:
@@ -112,7 +111,7 @@ def test_needs_neither_numpys_generator_nor_cuda() -> None:
     code = ('import sys; from learnkit.rng import capture_rng, restore_rng; import torch; state = capture_rng(); '
             'restore_rng(state); state["cuda"] = (state["torch"],); '
             'assert ("numpy" in state) == ("numpy.random" in sys.modules); assert not torch.cuda.is_initialized()')
-    subprocess.run([sys.executable, '-c', code], check=True, timeout=120)
+    output_of(code)
 
 
 @pytest.mark.cuda

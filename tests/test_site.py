@@ -2,9 +2,8 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
+from functools import cache
 from html.parser import HTMLParser
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import learnkit
 from learnkit.events import EVENTS, LEVELS, LIFECYCLE
 from tests.building import build
+from tests.fresh import output_of
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / 'docs'
@@ -24,11 +24,10 @@ site_test = pytest.mark.site
 
 # ---------------------------------------------------------------------------------------------------------- the drawing
 
+@cache
 def drawing() -> str:
     "The lifecycle as it is drawn now."
-    shown = [sys.executable, '-c', 'import lifecycle_svg; print(lifecycle_svg.draw(), end="")']
-    return subprocess.run(shown, cwd=DOCS, env={'PYTHONPATH': f'{DOCS}:{ROOT}', 'PATH': ''}, capture_output=True,
-                          encoding='utf-8', check=True).stdout
+    return output_of('import lifecycle_svg; print(lifecycle_svg.draw(), end="")', cwd=DOCS)
 
 
 def test_the_drawing_has_every_event_in_order_and_is_what_the_page_shows() -> None:

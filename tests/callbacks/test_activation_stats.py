@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from learnkit.callbacks.stats import ActivationStats, _measured
 from learnkit.data import DataLoaders
 from learnkit.errors import OptionError
 from learnkit.testing import synth_learner
+from tests.fresh import output_of
 
 
 class TwiceUsed(nn.Module):
@@ -250,9 +250,8 @@ def test_plots() -> None:
 
 
 def test_matplotlib_is_imported_for_plots_only() -> None:
-    import subprocess
     code = ("import sys, learnkit; from learnkit.callbacks.stats import ActivationStats\n"
             "from learnkit.testing import synth_learner; learn = synth_learner(cbs=ActivationStats())\n"
             "with learn.no_bar(): learn.fit(1)\n"
             "learn.summary(); assert len(learn.activation_stats.stats) == 10; assert 'matplotlib' not in sys.modules")
-    subprocess.run([sys.executable, '-c', code], check=True)
+    output_of(code)

@@ -237,8 +237,8 @@ def test_many_random_legal_plans() -> None:
 
 # -- nested runs ------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('how', ['validate', 'get_preds'])
-@pytest.mark.parametrize('outer', ['before_fit', 'after_loss', 'before_validate'])
+@pytest.mark.parametrize(('outer', 'how'), [
+    ('before_fit', 'get_preds'), ('after_loss', 'validate'), ('before_validate', 'get_preds')])
 @pytest.mark.parametrize('kind', KINDS)
 def test_none_crosses_out_of_a_nested_run(kind: str, outer: str, how: str) -> None:
     "Every event of the nested run: legal there, and the fit goes on as if nothing were; or an error that ends the fit."

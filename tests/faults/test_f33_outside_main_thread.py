@@ -3,8 +3,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +26,7 @@ from fault_helpers import (
 )
 
 from learnkit import Callback, Learner
+from tests.fresh import output_of
 
 
 def in_thread(f: Callable[[], Any]) -> Any:
@@ -157,4 +156,4 @@ def test_importing_installs_no_handler_and_starts_no_thread() -> None:
             'before = {s: signal.getsignal(s) for s in signal.valid_signals()}, threading.active_count()\n'
             'import learnkit\n'
             'assert before == ({s: signal.getsignal(s) for s in signal.valid_signals()}, threading.active_count())')
-    subprocess.run([sys.executable, '-c', code], check=True, timeout=60)
+    output_of(code)

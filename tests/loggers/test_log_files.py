@@ -3,10 +3,7 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ from logger_helpers import LogHalf, learner, plain_losses, run_and_resume
 from learnkit import Callback, OptionError
 from learnkit.loggers import CSVLogger, JSONLinesLogger, log_images, log_text, read_log
 from learnkit.loggers.gather import as_images, png
+from tests.fresh import run_fresh
 
 BOTH = pytest.mark.parametrize(('cls', 'name'), [(CSVLogger, 'metrics.csv'), (JSONLinesLogger, 'metrics.jsonl')],
                                ids=['csv', 'jsonl'])
@@ -158,8 +156,7 @@ learner(Path(sys.argv[1]), LogHalf, *loggers, Callback(after_pred=kill)).fit(1)
 
 
 def test_a_killed_process_loses_nothing(tmp_path: Path) -> None:
-    child = subprocess.run([sys.executable, '-c', KILLED, str(tmp_path), str(Path(__file__).parent)], timeout=120,
-                           cwd=Path(__file__).parents[2], env={**os.environ, 'OMP_NUM_THREADS': '1'})
+    child = run_fresh(KILLED, tmp_path, Path(__file__).parent)
     assert child.returncode == -signal.SIGKILL
     for name in ('metrics.csv', 'metrics.jsonl'):
         rows = read_log(tmp_path/name)
