@@ -268,6 +268,37 @@ def test_parameters_of_the_loss_are_trained(row: Row) -> None:
     assert learn.opt.param_lists[-1][-1] is loss.log_var
 
 
+@pytest.mark.parametrize('adds', [False, True])
+@pytest.mark.parametrize('maker', [torch.optim.Adam, torch.optim.Adagrad,
+                                   partial(torch.optim.LBFGS, max_iter=3)])
+def test_a_loss_is_trained_once_whoever_adds_it(maker: Any, adds: bool) -> None:
+    model, other, loss, plain_loss = net(), net(), Weighted(), Weighted()
+    def make(params: Any, lr: float) -> torch.optim.Optimizer:
+        return maker([*params, loss.log_var] if adds else params, lr=lr)
+    learner(model, loss_func=loss, opt_func=make, lr=LR).fit(1)
+    plain = maker([*other.parameters(), plain_loss.log_var], lr=LR)
+    for x, y in batches():
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            plain.zero_grad()
+            value = plain_loss(other(x), y)
+            value.backward()
+            return value
+        plain.step(closure)
+    assert gap(model, other) == 0 and torch.equal(loss.log_var, plain_loss.log_var)
+    assert loss.log_var != 0
+
+
+def test_a_new_layer_of_adagrad_has_a_state() -> None:
+    model = net()
+    learn = learner(model, opt_func=torch.optim.Adagrad, lr=LR)
+    learn.fit(1)
+    model[3] = nn.Linear(8, 1).double()
+    start = model[3].weight.detach().clone()
+    learn.fit(1)
+    assert not torch.equal(model[3].weight, start)
+    assert learn.opt.state[model[3].weight]['step'] == 10
+
+
 def test_a_loss_is_saved_and_resumed_with_its_parameters(tmp_path: Path) -> None:
     def made(*cbs: Any) -> Learner:
         adam = partial(torch.optim.Adam, lr=LR)
