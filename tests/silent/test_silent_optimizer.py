@@ -59,7 +59,7 @@ def layout(opt: torch.optim.Optimizer) -> list[tuple[list[int], dict[str, Any]]]
 
 # ------------------------------------------------------------------------------------- as given
 
-WAS = 0.857213557285831
+WAS = 0.8229264792761979
 
 @pytest.mark.silent('AdamW instance, ten steps: distance of weights to a hand-written loop')
 def test_an_instance_stays_as_it_is(row: Row) -> None:
@@ -112,7 +112,7 @@ def test_a_rate_set_by_hand_stays(row: Row) -> None:
         learn.fit(1) if o is opt else train_plainly(other, plain)
         o.param_groups[0]['lr'] = 0.01
         learn.fit(1) if o is opt else train_plainly(other, plain)
-    row(was=0.0702152898229994, now=gap(model, other), independent=0.)
+    row(was=0.08788521043241593, now=gap(model, other), independent=0.)
     assert gap(model, other) == 0
 
 
@@ -377,7 +377,7 @@ def test_weights_are_switched_around_training(row: Row, cls: Any) -> None:
                 p.copy_(value)
     plain.eval()
     if cls is library.ScheduleFreeSGD:
-        row(was=0.35347203, now=loss_of(model), independent=loss_of(other))
+        row(was=0.8056649410179519, now=loss_of(model), independent=loss_of(other))
     assert gap(model, other) == 0
     assert [loss for loss, _ in seen] == evaluated
 
