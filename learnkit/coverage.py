@@ -6,15 +6,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
-from learnkit.freezing import groups_of, norms_and_biases
+from learnkit.freezing import (
+    groups_of,
+    name_params,
+    norms_and_biases,
+    params_of_loss,
+    trained_by_name,
+)
 from learnkit.hints import warn_user
 from learnkit.hypers import members, norm_bias_params
-from learnkit.weights import bare_model
 
 if TYPE_CHECKING:
     from learnkit.optim import OptimWrapper
 
-__all__ = ['cover_params', 'note_params', 'trained_by_name']
+__all__ = ['cover_params', 'note_params']
 
 SHOWN = 5  # names in a warning
 
@@ -29,20 +34,6 @@ class HasOptimizer(Protocol):
     opt: Any
 
     def create_opt(self) -> None: ...
-
-
-def trained_by_name(model: nn.Module, loss_func: Any) -> dict[str, nn.Parameter]:
-    """Return the parameters of a model, and of a loss function that is a module, by name.
-
-    >>> sorted(trained_by_name(nn.Linear(2, 1), nn.PReLU()))
-    ['bias', 'loss_func.weight', 'weight']
-    """
-    found = dict(bare_model(model).named_parameters())
-    if not isinstance(loss_func, nn.Module):
-        return found
-    known = set(found.values())
-    own = {f'loss_func.{name}': p for name, p in loss_func.named_parameters() if p not in known}
-    return found | own
 
 
 def note_params(learn: HasOptimizer, is_ready: bool) -> None:
@@ -99,23 +90,31 @@ def take_in(
     wanted = [[p for p in params if p in own or p in new] for params in groups]
     if not opt.set_params(wanted):
         return
+    opt.begin_states(new)
+    name_params(opt, named)
     fresh = new - opt.seen - opt.always_trained
     freeze_new(opt, {p for p in fresh if p in place and place[p] < opt.frozen_idx}, named)
 
 
 def groups_with_all(learn: HasOptimizer) -> list[list[Any]]:
-    "Return the splitter's groups as if everything in the optimizer required gradients."
+    """Return the splitter's groups as if everything in the optimizer required gradients.
+
+    The last one also has the parameters of the loss function.
+    """
     off = [p for p in learn.opt.parameters() if not p.requires_grad]
     for p in off:
         p.requires_grad_(True)
     try:
-        groups = groups_of(learn.model, learn.splitter, learn.loss_func)
+        groups = groups_of(learn.model, learn.splitter)
     finally:
         for p in off:
             p.requires_grad_(False)
-    if not isinstance(groups[0], dict):
-        return [list(members(groups))]
-    return [list(members([group])) for group in groups]
+    are_groups = isinstance(groups[0], dict)
+    lists = [list(members([g])) for g in groups] if are_groups else [list(members(groups))]
+    known = {p for params in lists for p in params}
+    own = params_of_loss(learn.model, learn.loss_func).values()
+    lists[-1] += [p for p in own if p not in known]
+    return lists
 
 
 def freeze_new(

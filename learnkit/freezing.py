@@ -25,6 +25,7 @@ from learnkit.hypers import (
 )
 from learnkit.loop import Loop
 from learnkit.optim import OptimWrapper
+from learnkit.weights import bare_model
 
 __all__ = ['Freezing', 'make_optimizer', 'check_trained']
 
@@ -98,9 +99,11 @@ def make_optimizer(
     with thawed(last):
         if not any(p.requires_grad for p in model.parameters()): raise all_frozen(model)
         if isinstance(opt_func, (torch.optim.Optimizer, list, dict)): opt = opt_func
-        elif callable(opt_func): opt = _call(opt_func, model, lr, splitter, loss_func)
+        elif callable(opt_func): opt = _call(opt_func, model, lr, splitter)
         else: raise OptimizerError(f'opt_func={opt_func!r} cannot be called: give a torch.optim class or a function.')
     if not isinstance(opt, OptimWrapper): opt = OptimWrapper(opt=opt)
+    if callable(opt_func):
+        add_loss(opt, model, loss_func)
     if isinstance(lr, Mapping):
         opt.set_hyper('lr', lr)
     if (name := getattr(maker_of(opt_func), '__name__', '')).isidentifier() and opt is not opt_func: opt.called = name
@@ -113,11 +116,10 @@ def make_optimizer(
     return opt
 
 
-def _call(opt_func: Callable[..., Any], model: nn.Module, lr: Any, splitter: Callable[[nn.Module], Any],
-          loss_func: Any) -> Any:
+def _call(opt_func: Callable[..., Any], model: nn.Module, lr: Any, splitter: Callable[[nn.Module], Any]) -> Any:
     "Make the optimizer of the splitter's groups."
     check_maker(opt_func)
-    groups = groups_of(model, splitter, loss_func)
+    groups = groups_of(model, splitter)
     n = max(1, sum(isinstance(g, dict) for g in groups))
     if isinstance(lr, Mapping):
         lr = next(iter(lr.values()), None)  # each optimizer is given its own once they are made
@@ -127,27 +129,52 @@ def _call(opt_func: Callable[..., Any], model: nn.Module, lr: Any, splitter: Cal
     return opt_func(groups, lr=first, **({'model': model} if _wants_model(opt_func, groups) else {}))
 
 
-def groups_of(model: nn.Module, splitter: Callable[[nn.Module], Any], loss_func: Any) -> list[Any]:
-    """Return the splitter's groups; the last one also has the parameters of a loss function that is a module.
+def groups_of(model: nn.Module, splitter: Callable[[nn.Module], Any]) -> list[Any]:
+    """Return the splitter's groups.
 
-    Raises `OptimizerError` for a splitter that is none, or gives a parameter twice.
+    Raises `OptimizerError` for a splitter that is no function, or gives a parameter twice.
     """
     if not callable(splitter): raise OptimizerError(f'splitter={splitter!r} cannot be called: give a function.{SPLIT}')
     groups = as_groups(splitter(model))
     check_shared(groups, model)
-    named = loss_func.named_parameters() if isinstance(loss_func, nn.Module) else ()
-    known = {*members(groups), *model.parameters()}
-    own = [(f'loss_func.{name}', p) for name, p in named if p.requires_grad and p not in known]
-    if isinstance(groups[0], dict):
-        last = list(groups[-1]['params'])
-        groups[-1] = {**groups[-1], 'params': last + _as_entries(own, last)}
-    else: groups = groups + _as_entries(own, groups)
     return groups
 
 
-def _as_entries(named: list[tuple[str, nn.Parameter]], others: list[Any]) -> list[Any]:
-    "Return parameters with their names if the other entries of the group have names, else without."
-    return list(named) if others and isinstance(others[0], tuple) else [p for _, p in named]
+def trained_by_name(model: nn.Module, loss_func: Any) -> dict[str, nn.Parameter]:
+    """Return the parameters of a model, and of a loss function that is a module, by name.
+
+    >>> sorted(trained_by_name(nn.Linear(2, 1), nn.PReLU()))
+    ['bias', 'loss_func.weight', 'weight']
+    """
+    return dict(bare_model(model).named_parameters()) | params_of_loss(model, loss_func)
+
+
+def params_of_loss(model: nn.Module, loss_func: Any) -> dict[str, nn.Parameter]:
+    "Return the parameters that a loss function has and the model has not, by name."
+    if not isinstance(loss_func, nn.Module):
+        return {}
+    known = set(model.parameters())
+    named = loss_func.named_parameters()
+    return {f'loss_func.{name}': p for name, p in named if p not in known}
+
+
+def add_loss(opt: OptimWrapper, model: nn.Module, loss_func: Any) -> None:
+    "Put the parameters of a loss function into the last group of a new optimizer."
+    known = set(opt.parameters())
+    own = {n: p for n, p in params_of_loss(model, loss_func).items() if p not in known}
+    own = {n: p for n, p in own.items() if p.requires_grad}
+    if own and len(opt.optimizers) == 1:
+        opt.last_group['params'].extend(own.values())  # the list itself: LBFGS keeps it
+        opt.begin_states(own.values())
+        name_params(opt, trained_by_name(model, loss_func))
+
+
+def name_params(opt: OptimWrapper, named: Mapping[str, nn.Parameter]) -> None:
+    "Write the names into the param groups that keep names."
+    names = {p: name for name, p in named.items()}
+    for group in opt.param_groups:
+        if 'param_names' in group:
+            group['param_names'] = [names.get(p, '') for p in group['params']]
 
 
 def norms_and_biases(model: nn.Module, loss_func: Any) -> list[nn.Parameter]:

@@ -382,6 +382,17 @@ class OptimWrapper(torch.optim.Optimizer):
             self._set_apart()
         return is_whole
 
+    def begin_states(self, params: Iterable[nn.Parameter]) -> None:
+        "Make the states of new parameters for Adagrad, which makes its states when it is made."
+        new = set(params)
+        for o in self.optimizers.values():
+            if not isinstance(o, torch.optim.Adagrad):
+                continue
+            for group in o.param_groups:
+                options = {name: group[name] for name in ('lr', 'initial_accumulator_value')}
+                for p in (p for p in group['params'] if p in new and p not in o.state):
+                    o.state[p] = torch.optim.Adagrad([p], **options).state[p]
+
     def drop_params(self, gone: set[nn.Parameter]) -> None:
         "Drop parameters, with their states, from every group of every optimizer."
         kept = [[p for p in params if p not in gone] for params in self.param_lists]

@@ -267,6 +267,7 @@ def test_a_step_that_fails_takes_no_step() -> None:
     assert learn.opt.n_steps == 0 and all(p.grad is None for p in learn.model.parameters())
 
 
+@pytest.mark.filterwarnings(r'ignore:.*0\.weight, 0\.bias')  # the splitter leaves them out
 def test_gradients_of_a_failed_batch_do_not_reach_the_next_fit() -> None:
     "Also those of parameters that a frozen optimizer does not hold."
     learn = make_learner(splitter=lambda m: list(m[3].parameters()))
