@@ -117,7 +117,7 @@ class MixHandler(Callback):
         if not self.training or 'loss_grad' not in self.learn.__dict__:
             return
         del self.after_batch
-        if self.stack_y and not self._has_blended and self._blends():
+        if self.stack_y and not self._has_blended and 'lam' in self.__dict__:
             warn_user(f'{type(self).__name__} has blended the inputs of the batch, and the loss was not blended: '
                       f'compute it in {type(self.learn).__name__} by `self.compute_loss(pred)`.')
 
