@@ -3,6 +3,7 @@ import doctest
 import gc
 import os
 import random
+import re
 import signal
 import sys
 from collections import Counter
@@ -10,10 +11,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-# What is compiled is kept, whatever the environment says: else every process that a test starts compiles the package.
-sys.dont_write_bytecode = False
-os.environ.pop('PYTHONDONTWRITEBYTECODE', None)
 
 # Before matplotlib and torch are imported, here and in child processes.
 os.environ.setdefault('MPLBACKEND', 'Agg')
@@ -23,6 +20,10 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+
+# What is compiled is kept, whatever the environment says: else every process that a test starts compiles the package.
+sys.dont_write_bytecode = False
+os.environ.pop('PYTHONDONTWRITEBYTECODE', None)
 
 # Who runs the tests in the background of a shell ignores Ctrl-C, which is passed on: tests of it would wait for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN: signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -36,15 +37,16 @@ settings.register_profile('full', deadline=None, max_examples=1000, database=Non
 settings.load_profile(os.environ.get('HYPOTHESIS_PROFILE', 'quick'))
 
 
-ASKED_FOR = ('notebook', 'browser', 'site', 'dist')  # what runs with `-m` alone
+ASKED_FOR = {'notebook', 'browser', 'site', 'dist'}  # what runs with `-m` alone
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     "Leave out files without a test that `-m` asks for: to collect them all takes as long as some of these tests."
-    marker = config.option.markexpr.split()[:1]
-    if not marker or marker[0] not in ASKED_FOR or collection_path.suffix != '.py':
+    markers = {*re.findall(r'(?<!not )\b\w+', config.option.markexpr)} - {'and', 'or', 'not'}
+    if not markers or not markers <= ASKED_FOR or collection_path.suffix != '.py':
         return None
-    return f'mark.{marker[0]}' not in collection_path.read_text('utf-8') or None
+    source = collection_path.read_text('utf-8')
+    return None if any(f'mark.{marker}' in source for marker in markers) else True
 
 
 SLOW = Path(__file__).with_name('slow.txt')  # seconds and name of what takes a tenth of a second or more
