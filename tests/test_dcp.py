@@ -18,7 +18,7 @@ from learnkit.distributed.dcp import folder_of, is_covered, sweep_parts, take_pa
 from learnkit.dtensors import whole_state
 from learnkit.errors import CheckpointError, DamagedError, DistributedError, WeightsError
 from learnkit.folders import find
-from learnkit.safeload import load_state, save_state
+from learnkit.statefile import read_state, write_state
 from tests.ranks import run_ranks, started_ranks
 from tests.test_sharded import WithStatistics, apart, learner, values
 
@@ -63,11 +63,11 @@ def test_a_checkpoint_is_a_sealed_file_and_a_folder_of_torchs(written):
     folder, end = written['fsdp']
     path = sorted(folder.glob('*.ckpt'))[-1]
     assert sorted(p.name for p in folder_of(path).iterdir()) == ['.metadata', '__0_0.distcp', '__1_0.distcp']
-    state = with_parts(load_state(path)[0], path)
+    state = with_parts(read_state(path)[0], path)
     assert apart([state['model'][k] for k in learner().model.state_dict()], end[:len(state['model'])]) == 0
 
     import torch.distributed.checkpoint as dcp
-    name = next(e['name'] for e in load_state(path)[0]['parts']['tensors'] if e['name'].endswith('model.stem.weight'))
+    name = next(e['name'] for e in read_state(path)[0]['parts']['tensors'] if e['name'].endswith('model.stem.weight'))
     target = {name: torch.zeros(7, 5)}
     with pytest.warns(UserWarning, match='single process'): dcp.load(target, checkpoint_id=folder_of(path))
     assert torch.equal(target[name], state['model']['stem.weight'])
@@ -198,7 +198,7 @@ def test_no_pickle_is_run(written, tmp_path, monkeypatch):
     folder = copied(written, tmp_path)
     path = sorted(folder.glob('*.ckpt'))[-1]
     (folder_of(path)/'.metadata').write_bytes(pickle.dumps(Harmful()))
-    state = load_state(path)[0]
+    state = read_state(path)[0]
     assert with_parts(state, path)['model']['stem.weight'].shape == (7, 5)  # it is not even opened
 
     file = folder_of(path)/'__0_0.distcp'
@@ -208,7 +208,7 @@ def test_no_pickle_is_run(written, tmp_path, monkeypatch):
     data = file.read_bytes()
     bad = pickle.dumps(Harmful())
     file.write_bytes(data[:start] + bad + bytes(length - len(bad)) + data[start + length:])
-    with pytest.raises(DamagedError, match='cannot be read'): with_parts(load_state(path)[0], path)
+    with pytest.raises(DamagedError, match='cannot be read'): with_parts(read_state(path)[0], path)
     assert not (tmp_path/'harmed').exists()
 
 
@@ -239,12 +239,12 @@ def move(entry):
 def test_tables_are_not_believed(written, tmp_path, harm):
     folder = copied(written, tmp_path)
     path = sorted(folder.glob('*.ckpt'))[-1]
-    state, info = load_state(path)
+    state, info = read_state(path)
     state = {**state, 'parts': {**state['parts'], 'files': dict(state['parts']['files']),
                                 'tensors': [{**e, 'pieces': e['pieces'].clone()} for e in state['parts']['tensors']],
                                 'places': list(state['parts']['places'])}}
     harm(state['parts'])
-    save_state(state, path, info)  # whoever makes a file can seal it
+    write_state(path, state, info)  # whoever makes a file can seal it
     with pytest.raises(CheckpointError):
         found = find(path, folder)
         with_parts(found[1], path)

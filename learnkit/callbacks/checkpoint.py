@@ -32,7 +32,7 @@ from learnkit.loop import name_of
 from learnkit.metric_properties import MetricProperties
 from learnkit.monitored import as_number, epoch_row, find_column
 from learnkit.recorder import recorder_of
-from learnkit.safeload import FORMAT, save_state
+from learnkit.statefile import write_state
 from learnkit.timing import Time, Timestamp, as_time, crossings
 
 __all__ = ['Checkpoint']
@@ -231,7 +231,7 @@ class Checkpoint(Callback):
         if self._lock is not None and not (folder/'.lock').exists(): self._take_another_folder()
         state, time = self._state(place), learn.time
         path = Path(learn.world.broadcast(str(next_path(folder, time.ep, time.ba)) if learn.world.is_first else ''))
-        info = {'format': FORMAT, 'learnkit': _version(), 'torch': str(torch.__version__), 'run': self._run_id,
+        info = {'learnkit': _version(), 'torch': str(torch.__version__), 'run': self._run_id,
                 'place': place, 'epoch': learn.epoch, 'ba': time.ba,
                 'saved': datetime.now(UTC).isoformat('T', 'seconds')}
         if self._watched:
@@ -270,7 +270,7 @@ class Checkpoint(Callback):
     def _write(self, state: dict[str, Any], path: Path, info: dict[str, Any]) -> None:
         if 'parts' in state: state = self._write_parts(state, path)
         if not self._is_writer: return
-        save_state(state, path, info)
+        write_state(path, state, info)
         self._own.append(Entry(path, number_of(path), info))
         for old in superfluous(self._own, self.keep_last, self.keep_best):
             old.unlink(missing_ok=True)
