@@ -22,6 +22,7 @@ import json
 import os
 import stat
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 from learnkit.errors import CheckpointError, DamagedError
 from learnkit.files import atomic_write
 
-__all__ = ['FORMAT', 'write_state', 'read_state', 'read_info', 'is_state_file', 'refers_too_often']
+__all__ = ['FORMAT', 'write_state', 'read_state', 'read_entries', 'read_info', 'is_state_file', 'refers_too_often']
 
 FORMAT = 2                # format 1 was a zip archive with a pickle
 MAX_HEADER = 100_000_000  # bytes; the safetensors library reads no longer ones
@@ -229,11 +230,8 @@ def read_state(path: str | Path) -> tuple[State, dict[str, Any]]:
         header = _read_header(f, path)
         digest = hashlib.sha256(header.blank)
         for name, dtype, shape in header.tensors:
-            t = torch.empty(shape, dtype=dtype, device='cpu')
-            if f.readinto(_bytes_of(t)) != t.nbytes:  # type: ignore[attr-defined]  # of every file here
-                raise _damaged(path, 'it was cut short')
-            digest.update(_bytes_of(t))
-            tensors[name] = t
+            tensors[name] = _read_tensor(f, dtype, shape, path)
+            digest.update(_bytes_of(tensors[name]))
     if digest.hexdigest().encode() != header.digest:
         raise _damaged(path, 'its digest differs: bytes have changed since it was written')
     info = _info_of(header, path)
@@ -242,6 +240,41 @@ def read_state(path: str | Path) -> tuple[State, dict[str, Any]]:
         return _unpacked(header.metadata, tensors), info
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as e:
         raise _damaged(path, f'its state cannot be read: {_shown(e)}') from None
+
+
+def read_entries(path: Path, keys: Iterable[str]) -> State:
+    """Return some entries of the state in a file, and read their tensors alone. The digest is not compared.
+
+    Raises as `read_state` does, and `ValueError` or `KeyError` for a state that cannot be read."""
+    with _open(path) as f:
+        header = _read_header(f, path)
+        unpacker = _Unpacker(_Tensors(f, header, path))
+        state = json.loads(header.metadata['state'])
+        return {key: unpacker.unpack(state[key], 1) for key in keys}
+
+
+class _Tensors(dict[str, Tensor]):
+    "The tensors of an open file, each read when it is first asked for."
+
+    def __init__(self, f: BinaryIO, header: _Header, path: Path) -> None:
+        super().__init__()
+        self.file, self.path = f, path
+        self.views = json.loads(header.metadata['views'])
+        self.places = {name: (dtype, shape) for name, dtype, shape in header.tensors}
+        sizes = (prod(shape) * dtype.itemsize for dtype, shape in self.places.values())
+        self.starts = dict(zip(self.places, accumulate(sizes, initial=len(header.blank)), strict=False))
+
+    def __missing__(self, name: str) -> Tensor:
+        self.file.seek(self.starts[name])
+        self[name] = _as_it_was(_read_tensor(self.file, *self.places[name], self.path), self.views.get(name, {}))
+        return self[name]
+
+
+def _read_tensor(f: BinaryIO, dtype: torch.dtype, shape: list[int], path: Path) -> Tensor:
+    t = torch.empty(shape, dtype=dtype, device='cpu')
+    if f.readinto(_bytes_of(t)) != t.nbytes:  # type: ignore[attr-defined]  # of every file here
+        raise _damaged(path, 'it was cut short')
+    return t
 
 
 def read_info(path: str | Path) -> dict[str, Any]:
@@ -338,10 +371,7 @@ def _unpacked(metadata: dict[str, str], tensors: dict[str, Tensor]) -> State:
     "Return the state that a file's metadata describe."
     n_bytes = sum(t.nbytes for t in tensors.values())
     for name, view in json.loads(metadata['views']).items():
-        if 'dtype' in view:
-            tensors[name] = tensors[name].view(_dtype_named(view['dtype'])).squeeze(-1)
-        if 'order' in view:
-            tensors[name] = tensors[name].permute(view['order'])
+        tensors[name] = _as_it_was(tensors[name], view)
     unpacker = _Unpacker(tensors)
     state = unpacker.unpack(json.loads(metadata['state'], object_pairs_hook=_unique), 0)
     if type(state) is not dict:
@@ -351,6 +381,13 @@ def _unpacked(metadata: dict[str, str], tensors: dict[str, Tensor]) -> State:
     if refers_too_often(unpacker.referred, n_bytes):
         raise ValueError(f'it refers to the same tensors too often, {unpacker.referred:,} bytes in all')
     return state
+
+
+def _as_it_was(t: Tensor, view: Mapping[str, Any]) -> Tensor:
+    "Return a tensor with the dtype and the order of dimensions that it had in the state."
+    if 'dtype' in view:
+        t = t.view(_dtype_named(view['dtype'])).squeeze(-1)
+    return t.permute(view['order']) if 'order' in view else t
 
 
 def _dtype_named(name: str) -> torch.dtype:

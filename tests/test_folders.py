@@ -27,7 +27,7 @@ def write(folder: Path, *values: Any, run: str = 'a', mode: str = 'min', monitor
 
 def damage(path: Path) -> None:
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[40] ^= 1  # in the digest: what the file says of itself can still be read
     path.write_bytes(content)
 
 

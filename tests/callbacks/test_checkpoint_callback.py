@@ -216,11 +216,11 @@ def test_a_damaged_newest_is_skipped(tmp_path: Path) -> None:
 def writing(monkeypatch: pytest.MonkeyPatch) -> Any:
     "Let something happen in place of each write: `writing(f)`, where f gets the number of the write and does it."
     def install(f: Any) -> None:
-        real, n = module.save_state, [0]
+        real, n = module.write_state, [0]
         def save(*args: Any) -> None:
             n[0] += 1
             f(n[0], lambda: real(*args))
-        monkeypatch.setattr(module, 'save_state', save)
+        monkeypatch.setattr(module, 'write_state', save)
     return install
 
 
