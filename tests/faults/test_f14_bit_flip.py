@@ -18,7 +18,7 @@ def regions(path: Path) -> list[range]:
     header, data = split(path)
     start = path.stat().st_size - len(data)
     text = path.read_bytes()[:start]
-    edges = {0, 8, 34, 98, text.index(b'"state"'), text.index(b'"views"'), len(text.rstrip(b' ')), start}
+    edges = {0, 8, 35, 99, text.index(b'"state"'), text.index(b'"views"'), len(text.rstrip(b' ')), start}
     edges |= {start + at for entry in list(header.values())[1:] for at in entry['data_offsets']}
     return [range(a, b) for a, b in zip(sorted(edges)[:-1], sorted(edges)[1:], strict=True)]
 

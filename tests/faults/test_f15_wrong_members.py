@@ -73,7 +73,7 @@ CASES: dict[str, tuple[Change, str]] = {
     'a state that is a list': (meta(state='[]'), 'list'),
     'views that are a list': (meta(views='[]'), 'state'),
     'a tensor that is missing': (headed(lambda h: str(h.pop('loss'))), 'header'),
-    'a tensor too many': (headed(lambda h: h.update(more={'dtype': 'U8', 'shape': [0], 'data_offsets': [0, 0]})), 'all'),
+    'a tensor too many': (headed(lambda h: h.update(v={'dtype': 'U8', 'shape': [0], 'data_offsets': [0, 0]})), 'all'),
     'a tensor that the state alone has': (meta(state='{"w":{"$tensor":"v"}}'), 'v'),
     'a name twice': (text(b'"count":{"d', b'"loss":{"d'), 'twice'),
     'a dtype that is unknown': (entry(dtype='F31'), 'F31'),

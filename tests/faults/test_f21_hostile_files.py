@@ -170,7 +170,8 @@ def test_a_name_cannot_write_to_the_terminal(tmp_path: Path) -> None:
 def test_a_checkpoint_is_never_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "Nor written by pickle."
     def refuse(*args: object, **kwargs: object) -> None: raise AssertionError('unpickled')
-    for owner, names in ((torch, ('load', 'save')), (pickle, ('load', 'loads', 'dump', 'dumps', 'Unpickler', 'Pickler')),
+    of_pickle = 'load', 'loads', 'dump', 'dumps', 'Unpickler', 'Pickler'
+    for owner, names in ((torch, ('load', 'save')), (pickle, of_pickle),
                          (torch._weights_only_unpickler, ('load', 'Unpickler'))):
         for name in names: monkeypatch.setattr(owner, name, refuse)
     state, _ = read_state(write(tmp_path/'a.ckpt'))

@@ -59,7 +59,8 @@ def test_an_older_one_is_refused(tmp_path: Path) -> None:
         assert not isinstance(e.value, DamagedError)
     for name in ('00001-ep1-ba1.ckpt', '00002-ep2-ba2.ckpt'): (tmp_path/name).write_bytes(path.read_bytes())
     with pytest.raises(CheckpointError, match=r'00002-ep2-ba2\.ckpt was written by an older'): find(True, tmp_path)
-    with pytest.raises(CheckpointError, match='older'): read_state(with_metadata(write(tmp_path/'0.ckpt'), learnkit='0'))
+    zero = with_metadata(write(tmp_path/'0.ckpt'), learnkit='0')
+    with pytest.raises(CheckpointError, match='older'): read_state(zero)
 
 
 def test_what_is_written_now_is_the_current_format(tmp_path: Path) -> None:
