@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and a look at whether one is still as it was written."""
+"""Write files that are there whole or not at all."""
 from __future__ import annotations
 
 import errno
@@ -8,9 +8,8 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
-__all__ = ['atomic_write', 'check_writable', 'sweep', 'damage', 'flush_folder']
+__all__ = ['atomic_write', 'check_writable', 'sweep', 'flush_folder']
 
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)  # what file systems say that keep folders another way
 _TEMPORARY = re.compile(r'\..+\.tmp-(\d{1,10})-[0-9a-f]{8}', re.DOTALL)
@@ -83,23 +82,6 @@ def _lives(pid: int) -> bool:
     except (ProcessLookupError, OverflowError): return False
     except PermissionError: pass  # it is another user's
     return True
-
-
-def damage(path: str | Path) -> str | None:
-    """Say what is wrong with a file that torch saved (a zip with a checksum for each record), None if it is whole.
-
-    Every byte is read. A file in another format is none of our business, and counts as whole."""
-    path = Path(path)
-    with path.open('rb') as f: start = f.read(2)
-    if not start: return 'it is empty'
-    if start != b'PK': return None
-    try:
-        with ZipFile(path) as archive:
-            if any(i.compress_type != ZIP_STORED for i in archive.infolist()): return 'it holds compressed records'
-            if sum(i.file_size for i in archive.infolist()) > path.stat().st_size: return 'its records overlap'
-            bad = archive.testzip()
-    except (BadZipFile, EOFError, ValueError, OSError, NotImplementedError, RuntimeError) as e: return f'{e}'.lower()
-    return f'record {bad!r} is not as it was written' if bad else None
 
 
 def _temporary(path: Path) -> Path:

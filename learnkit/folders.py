@@ -9,7 +9,7 @@ from typing import Any
 
 from learnkit.errors import CheckpointError, DamagedError, did_you_mean
 from learnkit.hints import warn_user
-from learnkit.seals import read_info
+from learnkit.statefile import read_info, read_state
 
 __all__ = ['Entry', 'Found', 'entries', 'find', 'next_path', 'number_of', 'superfluous']
 
@@ -53,7 +53,7 @@ def entries(folder: Path) -> list[Entry]:
 
 def _info(path: Path) -> dict[str, Any]:
     try: return read_info(path)
-    except (DamagedError, OSError): return {}
+    except (CheckpointError, OSError): return {}
 
 
 def next_path(
@@ -131,8 +131,7 @@ def _first_whole(folder: Path, which: Any, digests: bool) -> Found | None:
 
 def load_state(path: Path, digests: bool = True) -> tuple[Mapping[str, Any], dict[str, Any]]:
     "Load a checkpoint, and look at the files beside it."
-    from learnkit import safeload  # few fits need it
-    state, info = safeload.load_state(path)
+    state, info = read_state(path)
     if 'parts' in state:
         from learnkit.distributed.dcp import check_parts  # of checkpoints with such files alone
         check_parts(path, state['parts'], digests)

@@ -18,12 +18,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, islice
 from typing import Any, Self
 
+import numpy as np
+import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from learnkit.data import TensorLoader, n_batches
 from learnkit.errors import CheckpointError
 from learnkit.hints import warn_user
-from learnkit.loadable import as_loadable, from_loadable
 from learnkit.order import Shard
 from learnkit.rng import capture_own, capture_rng, preserved_rng, restore_own, restore_rng, same_states
 from learnkit.torchloader import (
@@ -41,6 +43,7 @@ from learnkit.torchloader import (
 __all__ = ['Drawing', 'Stream', 'check_position', 'describe_drawn']
 
 State = dict[str, Any]
+_ARRAY = '__array__'  # the key of a tensor that stands for an array
 _END = object()  # what `next` gives when a loader is through
 
 
@@ -126,7 +129,7 @@ class Drawing:
         # torchdata's loader would start an epoch to tell its state before one
         if _has_state(self.dl) and (self.start is not None or not isinstance(self.dl, DataLoader)):
             if (state := _state_of(self.dl)) is not None:
-                now['loader'] = as_loadable(state, f'The state of {type(self.dl).__name__}')
+                now['loader'] = _with_arrays_marked(state, f'The state of {type(self.dl).__name__}')
         return {'loader': describe_drawn(self.dl), 'n': n_drawn, 'n_before': self.n_before, 'start': self.start,
                 'first': self.first, 'now': now, 'workers': self.workers, 'workers_ran': self._workers_ran,
                 'workers_run': workers_run(self.dl),
@@ -161,7 +164,7 @@ class Drawing:
         dl = self.dl
         if isinstance(dl, Iterator):
             with preserved_rng(): _skip(dl, self.n_before)
-        if 'loader' in self._now: dl.load_state_dict(from_loadable(self._now['loader']))
+        if 'loader' in self._now: dl.load_state_dict(_with_arrays(self._now['loader']))
         _put(dl, self._now)
         if not ran or workers_run(dl): return
         with preserved_rng(), _preserved_own(dl): some = list(islice(index_sampler(dl), 1)) if _by_index(dl) else []
@@ -245,7 +248,7 @@ class Drawing:
         with _preserved_own(dl): return self._must_replay(list(islice(index_sampler(dl), 4)))
 
     def _go_on_from_state(self) -> Iterator[Any]:
-        self.dl.load_state_dict(from_loadable(self._now['loader']))
+        self.dl.load_state_dict(_with_arrays(self._now['loader']))
         batches = iter(self.dl)
         _put(self.dl, self._now)
         return batches
@@ -447,3 +450,38 @@ def _skip(it: Iterator[Any], n: int) -> tuple[Iterator[Any], State | None, list[
         if i == 0: began = capture_rng()
         if i % step == 0: some.append(entry)
     return it, began, some
+
+
+# The state of a loader
+
+def _with_arrays_marked(value: Any, where: str) -> Any:
+    "Return a copy of a loader's state with arrays as marked tensors. Raises `CheckpointError` for other objects."
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        return value
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, np.ndarray) and value.dtype.kind in 'biufc':
+        return {_ARRAY: torch.from_numpy(value.copy())}
+    if isinstance(value, Mapping):
+        return {k: _with_arrays_marked(v, f'{where}[{k!r}]') for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        entries = [_with_arrays_marked(v, f'{where}[{i}]') for i, v in enumerate(value)]
+        return entries if isinstance(value, list) else tuple(entries)
+    raise CheckpointError(f'{where} is a {type(value).__name__}, which would not load safely. Let the loader, its '
+                          'sampler and its data set keep tensors, arrays, numbers, strings, and lists, tuples or '
+                          'dicts of them.')
+
+
+def _with_arrays(value: Any) -> Any:
+    "Return what `_with_arrays_marked` was given."
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        if _ARRAY in value:
+            return value[_ARRAY].numpy().copy()
+        return {k: _with_arrays(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_with_arrays, value))
+    return value

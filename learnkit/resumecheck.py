@@ -22,6 +22,7 @@ from learnkit.html import definitions, never_raising
 from learnkit.loop import epoch_length
 from learnkit.lrfind import undoing_all
 from learnkit.runs import STATE
+from learnkit.statefile import read_state, write_state
 from learnkit.weights import bare_model
 
 __all__ = ['ResumeCheck', 'ResumeChecks']
@@ -183,6 +184,5 @@ def scramble() -> None:
 
 def through_file(state: dict[str, Any], path: Path) -> dict[str, Any]:
     "Return a state as a checkpoint's file gives it back."
-    from learnkit.safeload import FORMAT, load_state, save_state  # few fits need it
-    save_state(state, path, {'format': FORMAT})
-    return load_state(path)[0]
+    write_state(path, state, {})
+    return read_state(path)[0]

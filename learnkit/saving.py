@@ -44,7 +44,6 @@ from learnkit.weights import (
     model_state,
     plain,
     read_weights,
-    safetensors_torch,
     weights_differ,
     write_safetensors,
 )
@@ -73,11 +72,11 @@ class Saving(Loop):
         """Save the weights, and return the path of the file.
 
         The file is torch's: `{'model': ..., 'opt': ...}`, or the model's state dict alone. A name that ends in
-        `.safetensors` gets the weights alone, in that library's format (`pip install "learnkit[safetensors]"`). It is
-        there whole or not at all, and folders are made. Of several processes that train together all call it, and the
+        `.safetensors` gets the weights alone, in that library's format. It is there whole or not at all, and folders
+        are made. Of several processes that train together all call it, and the
         first one writes. Raises `OptionError` for a name that cannot be a file and for
         `with_opt` in a format without place for it, `OptimizerError` when `with_opt` is asked for and there is no
-        optimizer, and `MissingExtraError`; nothing is written then.
+        optimizer; nothing is written then.
 
         >>> import tempfile
         >>> from learnkit.testing import synth_learner
@@ -186,9 +185,8 @@ class Saving(Loop):
         return next((other for other in others if other.is_file()), path)
 
     def _check_saves(self, file: str | Path) -> None:
-        "Raise `OptionError` or `MissingExtraError` if a file of weights of this name could not be written."
+        "Raise `OptionError` if a file of weights of this name could not be written."
         path = self._weights_path(file)
-        if path.suffix == SAFETENSORS: safetensors_torch()
         try: check_writable(path)
         except OSError as e: raise OptionError(f'{path} cannot be written: {e}.') from None
 

@@ -7,37 +7,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
-from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from learnkit.dtensors import like, local, mesh_of, whole
-from learnkit.errors import DamagedError, MissingExtraError, OptionError, WeightsError
-from learnkit.files import damage
+from learnkit.errors import CheckpointError, OptionError, WeightsError
+from learnkit.statefile import is_state_file, read_state
+from learnkit.torchfile import read_torch_file
 
 __all__ = ['Stored', 'read_weights', 'write_safetensors', 'bare_model', 'wrappers_of', 'plain', 'check_weights',
            'load_weights', 'weights_differ', 'model_state', 'own_state']
 
 FORMAT = 1  # of files written by `save_learner`
 SAFETENSORS = '.safetensors'  # the suffix of files in that library's format
-
-
-class _Inert:
-    "Stands for what a file of fastai's holds besides tensors, so that it can be read without running any of it."
-
-    def __init__(self, *args: object) -> None: pass
-
-    def __setstate__(self, state: object) -> None: pass
-
-
-_FASTAI = [(_Inert, name) for name in (
-    'fastcore.foundation.L', 'numpy.dtype', 'numpy.core.multiarray.scalar', 'numpy._core.multiarray.scalar')]
 
 
 @dataclass
@@ -95,7 +81,7 @@ def read_weights(
     path: Path,  # written by torch.save, `save`, `save_learner`, fastai, or in safetensors' format by anything
     device: torch.device | str | None = None,  # where its tensors are put; None: the CPU
 ) -> Stored:
-    """Read a file of weights, checksums first. No code in it is run, whatever it holds.
+    """Read weights, or the weights of a checkpoint, checksums first. No code in a file is run, whatever it holds.
 
     A file `.safetensors` has no checksums: sizes are compared with the file's own, and bytes are taken as they are.
     Raises `FileNotFoundError`, and `WeightsError` for what is damaged, is no file of weights, or asks for code.
@@ -103,43 +89,21 @@ def read_weights(
     if not path.exists(): raise _not_found(path)
     if not path.is_file(): raise WeightsError(f'{path} is a folder, and no file of weights.')
     if path.suffix == SAFETENSORS: return Stored(_read_safetensors(path, device))
-    if other := _other_kind(path): raise WeightsError(f'{path} is {other} Nothing was loaded.')
-    if wrong := damage(path): raise WeightsError(f'{path} is damaged: {wrong}. Nothing was loaded.')
-    try:
-        with safe_globals(_FASTAI):  # type: ignore[arg-type]  # torch takes pairs, and does not say so
-            state = torch.load(path, map_location=device or 'cpu', weights_only=True)
-    except Exception as e:  # bytes that are no pickle raise almost anything
-        unsafe = _unsafe(path) if isinstance(e, UnpicklingError) else []
-        if unsafe: raise WeightsError(_why_unsafe(path, unsafe)) from None  # torch's own text says how to run the code
-        reason = next(iter(str(e).splitlines()), '') or type(e).__name__
-        if isinstance(e, UnpicklingError): reason = 'its pickle is not that of plain weights'
-        raise WeightsError(f'{path} cannot be read as weights: {reason}. Nothing was loaded.') from None
-    if isinstance(state, Mapping) and {'parts', 'position'} <= state.keys(): state = _with_those_beside(state, path)
+    state = _read_checkpoint(path) if is_state_file(path) else read_torch_file(path, device)
     return _parts(state, path)
 
 
-def _with_those_beside(state: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    "Return a checkpoint's state with the tensors that lie in a folder beside its file."
-    from learnkit.distributed import dcp  # of such checkpoints alone
+def _read_checkpoint(path: Path) -> Mapping[str, Any]:
+    "Return the state of a checkpoint, with the tensors that are in a folder next to its file."
     try:
+        state, _ = read_state(path)
+        if 'parts' not in state:
+            return state
+        from learnkit.distributed import dcp  # of such checkpoints alone
         dcp.check_parts(path, state['parts'])
         return dcp.with_parts(state, path)
-    except DamagedError as e: raise WeightsError(f'{e}') from None
-
-
-def _other_kind(path: Path) -> str:
-    "Say what a file is that torch.save has not written; an empty text for any that it may have."
-    with path.open('rb') as f: start = f.read(2)
-    if start not in (b'', b'PK') and start[:1] != b'\x80': return "no file of torch's: it holds no saved weights."
-    try:
-        with ZipFile(path) as archive: names = archive.namelist()
-    except (BadZipFile, EOFError, ValueError, OSError, NotImplementedError, RuntimeError): return ''  # or damaged
-    if any(n.endswith('/models/model.json') for n in names):
-        return ('a program that `learn.export` wrote, and no weights: run it by `torch.export.load(path).module()(x)`, '
-                'if you trust it. What loads here is written by `learn.save` or `learn.save_learner`.')
-    if any('/code/' in n for n in names): return 'a TorchScript program, and no weights: run it by `torch.jit.load`.'
-    if any(n.endswith('data.pkl') for n in names): return ''
-    return f"a zip archive, and none of torch's: it holds {', '.join(names[:3]) or 'nothing'}."
+    except CheckpointError as e:
+        raise WeightsError(f'{e}') from None
 
 
 def _not_found(path: Path) -> FileNotFoundError:
@@ -149,24 +113,6 @@ def _not_found(path: Path) -> FileNotFoundError:
     error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     if close: error.add_note(f'The folder has {", ".join(close)}.')
     return error
-
-
-def _unsafe(path: Path) -> list[str]:
-    "Return what a pickle asks for that is no plain data; it is read, not run."
-    with safe_globals(_FASTAI):  # type: ignore[arg-type]  # as above
-        try: return sorted(get_unsafe_globals_in_checkpoint(path))
-        except Exception: return []  # an old or a broken file: the caller has the error already
-
-
-def _why_unsafe(path: Path, names: list[str]) -> str:
-    shown = ', '.join(names[:5]) + (', ...' if len(names) > 5 else '')
-    text = f'{path} holds more than weights: loading it would run code ({shown}). Nothing was loaded.'
-    if any(n.startswith('fastai.') for n in names):
-        return (f"{text} It looks like a Learner that fastai's `learn.export` pickled. With fastai, load it and write "
-                "`torch.save(learn.model.state_dict(), 'weights.pth')`; that file loads here.")
-    if any(n.startswith('torch.nn.') for n in names):
-        return f'{text} It looks like a whole pickled model: save `model.state_dict()` instead.'
-    return text
 
 
 def _parts(state: Any, path: Path) -> Stored:
@@ -202,16 +148,6 @@ def _shown(state: Any) -> str:
 
 # The format of safetensors
 
-def safetensors_torch() -> Any:
-    "Return the library's part for torch; raise `MissingExtraError` where it is not installed."
-    try:
-        import safetensors.torch as library
-    except ImportError as e:
-        raise MissingExtraError(f'Files {SAFETENSORS} need safetensors ({e}): `pip install "learnkit[safetensors]"`, '
-                                'or use a file `.pth`.') from e
-    return library
-
-
 def write_safetensors(
     state: Mapping[str, Any],  # of a model
     path: Path,                # the file, written over
@@ -220,7 +156,7 @@ def write_safetensors(
 
     Raises `OptionError` for what this format has no place for.
     """
-    library = safetensors_torch()
+    from safetensors.torch import save_file  # few programs need it
     kept: dict[str, Tensor] = {}
     names: dict[Any, str] = {}              # by the place in memory
     metadata, memory = {'format': 'pt'}, set()
@@ -234,7 +170,7 @@ def write_safetensors(
         at = t.device, t.untyped_storage().data_ptr()
         kept[name] = t.clone(memory_format=torch.contiguous_format) if at in memory else t.contiguous()
         memory.add(at)
-    try: library.save_file(kept, str(path), metadata=metadata)
+    try: save_file(kept, str(path), metadata=metadata)
     except KeyError as e: raise OptionError(f'{e} has no place in a file {SAFETENSORS}: use one with `.pth`.') from None
 
 
@@ -252,9 +188,9 @@ def _place(t: Any) -> Any:
 
 def _read_safetensors(path: Path, device: torch.device | str | None) -> dict[str, Tensor]:
     "Read the tensors of a file, the tied ones under each of their names, when its sizes agree."
-    library = safetensors_torch()
+    from safetensors import safe_open  # few programs need it
     try:
-        with library.safe_open(str(path), framework='pt', device=str(device or 'cpu')) as file:
+        with safe_open(str(path), framework='pt', device=str(device or 'cpu')) as file:
             names = file.keys()
             tensors = {name: file.get_tensor(name) for name in names}
             tied = {k: v for k, v in (file.metadata() or {}).items() if k != 'format' and v in tensors}

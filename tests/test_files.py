@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from learnkit.files import atomic_write, check_writable, damage, sweep
+from learnkit.files import atomic_write, check_writable, sweep
+from learnkit.torchfile import damage
 
 
 def test_content_appears_at_the_end_and_nothing_else_is_left(tmp_path: Path) -> None:

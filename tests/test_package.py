@@ -32,8 +32,8 @@ NAMES = Path(__file__).with_name('public_names.txt')
 # may import one another as long as they make no cycle; `learnkit` is the package's own `__init__`.
 LAYERS = [
     'later', 'html', 'cancels', 'errors', 'meeting', 'world', 'figures', 'metric_properties',
-    'events', 'timing', 'evaluator', 'files', 'seals', 'archives', 'locks', 'rng', 'batch',
-    'dtensors', 'pairing', 'hints', 'arrays', 'weights', 'digests', 'safeload', 'loadable',
+    'events', 'timing', 'evaluator', 'files', 'statefile', 'torchfile', 'locks', 'rng', 'batch',
+    'dtensors', 'pairing', 'hints', 'arrays', 'weights', 'digests',
     'torchloader', 'order', 'tables', 'showing', 'loaders', 'data', 'hypers', 'optimstate', 'optim',
     'optimizers', 'readahead', 'positions', 'metric_states', 'merging', 'records', 'averages',
     'measures', 'accum', 'late', 'scores', 'segmentation', 'metrics', 'losses', 'annealing',

@@ -3,11 +3,11 @@ from __future__ import annotations
 
 import json
 import struct
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch as library
 import torch
 from fastcore.basics import noop
 from torch import Tensor, nn
@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from learnkit import DataLoaders, Learner, SaveModelCallback
 from learnkit.callbacks import LoadWeights
 from learnkit.digests import learn_digest
-from learnkit.errors import MissingExtraError, OptionError, WeightsError
+from learnkit.errors import OptionError, WeightsError
 from learnkit.exchange import load_learner
 from learnkit.weights import read_weights, write_safetensors
-
-library = pytest.importorskip('safetensors.torch')
 
 
 class Tied(nn.Module):
@@ -220,14 +218,3 @@ def test_a_file_that_is_not_there_or_holds_no_more_than_weights(tmp_path: Path) 
     assert e.value.__notes__ == ['The folder has resnet18.safetensors.']
     with pytest.raises(WeightsError, match='no optimizer state: pass `with_opt=False`'): learn.load(path, with_opt=True)
     with pytest.raises(WeightsError, match='weights without a configuration'): load_learner(path, model=net())
-
-
-def test_without_the_library_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    learn = learner(tmp_path)
-    path = learn.save('a.safetensors')
-    monkeypatch.setitem(sys.modules, 'safetensors.torch', None)
-    monkeypatch.delattr('safetensors.torch')
-    monitor = SaveModelCallback('train_loss', fname='b.safetensors')
-    for do in (lambda: learn.save('b.safetensors'), lambda: learn.load(path), lambda: learn.fit(1, cbs=monitor)):
-        with pytest.raises(MissingExtraError, match=r'pip install "learnkit\[safetensors\]"'): do()
-    assert [p.name for p in path.parent.iterdir()] == ['a.safetensors'] and learn.train_iter == 0

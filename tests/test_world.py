@@ -16,7 +16,7 @@ from learnkit.distributed.launching import free_port
 from learnkit.errors import DistributedError
 from learnkit.folders import entries
 from learnkit.meeting import agree
-from learnkit.safeload import load_state
+from learnkit.statefile import read_state
 from learnkit.world import ALONE, join_world, launched_as
 from tests.ranks import run_ranks
 
@@ -206,7 +206,7 @@ def torchrun(*arguments: Any, **env: str) -> subprocess.CompletedProcess[str]:
 
 def last_state(folder: Path) -> dict[str, Any]:
     "What the last checkpoint holds."
-    return load_state(entries(folder/'checkpoints')[0].path)[0]
+    return read_state(entries(folder/'checkpoints')[0].path)[0]
 
 
 OPTIONS = '--epochs=2', '--bs=150', '--every=3ba'   # 5 batches an epoch

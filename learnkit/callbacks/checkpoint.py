@@ -32,7 +32,7 @@ from learnkit.loop import name_of
 from learnkit.metric_properties import MetricProperties
 from learnkit.monitored import as_number, epoch_row, find_column
 from learnkit.recorder import recorder_of
-from learnkit.safeload import FORMAT, save_state
+from learnkit.statefile import write_state
 from learnkit.timing import Time, Timestamp, as_time, crossings
 
 __all__ = ['Checkpoint']
@@ -46,15 +46,15 @@ class Checkpoint(Callback):
     """Write checkpoints that `fit(n, resume=True)` goes on from, exactly.
 
     One is written on the interval `every`, and at the end of the fit, into `folder`, as `00012-ep3-ba1200.ckpt`: a file
-    that is there whole or not at all, with a checksum over all of it, that loads without running code. It holds model,
+    that is there whole or not at all: a safetensors file with a SHA-256 over all of it, and no pickle. It holds model,
     optimizers, pending gradients, counters, history, all random generators, the place in the training data, and every
     callback's state (`learn.checkpoint_state()`).
 
     Training waits only for a copy of the state to host memory; another thread writes it. What goes wrong there is
     raised at the next batch. A second checkpoint waits for the first. `background=False` writes at once.
 
-    Where weights are cut over processes (strategy 'fsdp'), each writes its parts, into a folder of
-    torch.distributed.checkpoint's beside the file, `00012-ep3-ba1200.dcp`; any number of processes can go on from it.
+    Where weights are cut over processes (strategy 'fsdp'), each writes its shards, into a folder of safetensors files
+    next to the checkpoint, `00012-ep3-ba1200.parts`; any number of processes can resume from it.
     `sharded=False` puts them together for one file.
 
     `keep_last` of the newest and `keep_best` of the best by `monitor` stay, of those that this run has written; NaN is
@@ -109,7 +109,7 @@ class Checkpoint(Callback):
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
         self._writers: Writers | None = None          # of parts, with all processes
-        self._is_writer = False                       # of the sealed file: the first process
+        self._is_writer = False                       # of the checkpoint's file: the first process
         self._run_id = ''
         self._own: list[Entry] = []                   # this run's checkpoints
         self._broken_off: tuple[dict[str, Any], Path, dict[str, Any]] | None = None  # what was before the evaluation
@@ -231,7 +231,7 @@ class Checkpoint(Callback):
         if self._lock is not None and not (folder/'.lock').exists(): self._take_another_folder()
         state, time = self._state(place), learn.time
         path = Path(learn.world.broadcast(str(next_path(folder, time.ep, time.ba)) if learn.world.is_first else ''))
-        info = {'format': FORMAT, 'learnkit': _version(), 'torch': str(torch.__version__), 'run': self._run_id,
+        info = {'learnkit': _version(), 'torch': str(torch.__version__), 'run': self._run_id,
                 'place': place, 'epoch': learn.epoch, 'ba': time.ba,
                 'saved': datetime.now(UTC).isoformat('T', 'seconds')}
         if self._watched:
@@ -270,7 +270,7 @@ class Checkpoint(Callback):
     def _write(self, state: dict[str, Any], path: Path, info: dict[str, Any]) -> None:
         if 'parts' in state: state = self._write_parts(state, path)
         if not self._is_writer: return
-        save_state(state, path, info)
+        write_state(path, state, info)
         self._own.append(Entry(path, number_of(path), info))
         for old in superfluous(self._own, self.keep_last, self.keep_best):
             old.unlink(missing_ok=True)

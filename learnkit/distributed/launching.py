@@ -29,7 +29,7 @@ from learnkit.distributed.training import DistributedTraining
 from learnkit.errors import DistributedError, MissingExtraError, OptionError
 from learnkit.hints import warn_user
 from learnkit.rng import capture_rng, restore_rng
-from learnkit.safeload import FORMAT, copied, load_state, save_state
+from learnkit.statefile import read_state, write_state
 from learnkit.weights import plain
 
 __all__ = ['launch', 'serve']
@@ -55,11 +55,11 @@ def launch(
         folder = Path(name)
         _pack(learn, fn, team, folder/_PAYLOAD)
         with Workers(folder, nproc) as workers: workers.wait(team.timeout.value)
-        back, _ = load_state(folder/_BACK)
+        back, _ = read_state(folder/_BACK)
         learn.load_checkpoint_state(back['learner'])
         if back['left']: warn_user(f'The function has returned a {back["left"]}, which stays behind: only tensors, '
                                    'numbers, texts, and lists, tuples or dicts of them come back.')
-        return copied(back['result'])
+        return back['result']
 
 
 def _team(learn: Any, fn: Any, nproc: Any, timeout: Any, options: Mapping[str, Any]) -> DistributedTraining:
@@ -302,7 +302,7 @@ def _train(rank: int, folder: Path) -> None:
     if rank: return
     try: result = plain(result, 'The result')
     except OptionError: result, left = None, type(result).__name__
-    save_state({'learner': learn.checkpoint_state(), 'result': result, 'left': left}, folder/_BACK, {'format': FORMAT})
+    write_state(folder/_BACK, {'learner': learn.checkpoint_state(), 'result': result, 'left': left}, {})
 
 
 def _end_with_parent(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """What the tests of checkpoints' files share: a small state as real ones are, and files tampered with."""
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import traceback
@@ -14,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from learnkit.rng import capture_rng
-from learnkit.safeload import save_state
-from learnkit.seals import body_size, seal
+from learnkit.statefile import write_state
 
 INFO = {'number': 12, 'epoch': 3, 'batches': 1200, 'value': 0.25}
 
@@ -53,19 +53,46 @@ def same(a: Any, b: Any) -> bool:
 
 def write(path: Path, state: Any = None) -> Path:
     "Save a state as the package does."
-    save_state(make_state() if state is None else state, path, INFO)
+    write_state(path, make_state() if state is None else state, INFO)
     return path
 
 
-def sealed(path: Path, content: Any, **options: Any) -> Path:
-    "Save with torch whatever it is, and seal it properly: what an attacker can do."
-    torch.save(content, path, **options)
-    seal(path, INFO)
+def split(path: Path) -> tuple[dict[str, Any], bytes]:
+    "Return the header of a file, as JSON, and its data."
+    content = path.read_bytes()
+    stop = 8 + int.from_bytes(content[:8], 'little')
+    return json.loads(content[8:stop]), content[stop:]
+
+
+def forged(
+    path: Path,
+    header: dict[str, Any] | bytes,
+    data: bytes = b'',
+    length: int | None = None,  # that is said of the header
+) -> Path:
+    "Write a file with any header and data under a right digest: what an attacker can do."
+    text = header if isinstance(header, bytes) else json.dumps(header, separators=(',', ':')).encode()
+    content = (len(text) if length is None else length).to_bytes(8, 'little') + text + data
+    at = content.find(b'"sha256":"') + 10
+    blank = content[:at] + b'0' * 64 + content[at + 64:]
+    path.write_bytes(blank[:at] + hashlib.sha256(blank).hexdigest().encode() + blank[at + 64:])
     return path
+
+
+def with_metadata(path: Path, **changes: str) -> Path:
+    "Give a file other metadata, under a right digest."
+    header, data = split(path)
+    header['__metadata__'] |= changes
+    return forged(path, header, data)
+
+
+def with_state(path: Path, text: str) -> Path:
+    "Write a checkpoint of four floats, `w`, whose state is any JSON."
+    return with_metadata(write(path, {'w': torch.arange(4.)}), state=text)
 
 
 def members(path: Path) -> dict[str, bytes]:
-    "The records of a file, by their full names."
+    "The records of an archive, by their full names."
     with ZipFile(path) as archive: return {name: archive.read(name) for name in archive.namelist()}
 
 
@@ -73,26 +100,26 @@ def rebuilt(
     path: Path,
     change: Callable[[dict[str, bytes]], Any],  # of the records; may return other ones, also as pairs
     method: int = ZIP_STORED,
-    info: Any = None,
 ) -> Path:
-    "Write the file once more with other records, and seal it properly."
+    "Write an archive once more with other records."
     records: Any = members(path)
     records = change(records) or records
     with ZipFile(path, 'w', method) as archive:
         for name, data in records.items() if isinstance(records, dict) else records: archive.writestr(name, data)
-    seal(path, INFO if info is None else info)
+    return path
+
+
+def saved(path: Path, content: Any, **options: Any) -> Path:
+    torch.save(content, path, **options)
     return path
 
 
 def with_pickle(path: Path, pickle: bytes) -> Path:
-    "Write a small real file whose pickle is another one; its record of four floats stays if that speaks of storage."
-    write(path, {'w': torch.arange(4.)})
+    "Write an archive of torch's with another pickle; its record of four floats stays if that speaks of storage."
+    saved(path, {'w': torch.arange(4.)})
     folder = next(iter(members(path))).partition('/')[0]
     used = {k: v for k, v in members(path).items() if b'storage' in pickle or not k.endswith('data/0')}
     return rebuilt(path, lambda _: {**used, f'{folder}/data.pkl': pickle})
-
-
-def unsealed(path: Path) -> bytes: return path.read_bytes()[:body_size(path)]
 
 
 def fork(f: Callable[[], Any]) -> int:

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from run_helpers import all_load, checkpointed, in_child, names, same, training
 
-from learnkit import Callback, archives, files, safeload, seals
+from learnkit import Callback, files, statefile
 from learnkit.forks import start
 
 # what is called while a file is written, from its beginning to its end
-MOMENTS = {'begun': (safeload, 'check_structure'), 'written': (safeload, 'check_archive'), 'sealed': (safeload, 'seal'),
+MOMENTS = {'begun': (statefile, '_Packer'), 'packed': (statefile, '_make_header'), 'written': (statefile, '_bytes_of'),
            'flushed': (files, '_flush'), 'in place': (files, 'flush_folder')}
 
 
@@ -37,7 +37,6 @@ def stopped(folder: Path, moment: str, n: int, background: bool) -> None:
 
 @pytest.mark.parametrize('moment', MOMENTS)
 def test_at_a_moment_of_the_save(moment: str, tmp_path: Path) -> None:
-    assert archives and seals  # the modules whose work is interrupted
     with start(partial(stopped, tmp_path, moment, 3, False)) as child: assert child.wait() == 143, child.stderr
     assert child.code == 143 and names(tmp_path) == ['00001-ep0-ba1.ckpt'] and all_load(tmp_path)
 
@@ -49,8 +48,8 @@ def test_the_run_goes_on_exactly(tmp_path: Path) -> None:
 
 
 def stopped_training(folder: Path) -> None:
-    real = safeload.seal
-    safeload.seal = lambda *args: (send(), real(*args))[1]  # type: ignore[assignment]  # two lines in one
+    real = statefile._write
+    statefile._write = lambda *args: (send(), real(*args))[1]  # type: ignore[assignment]  # two lines in one
     training(folder, n_epoch=2, before=lambda learn: learn.add_cb(Callback(after_step=send)) and None)()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from file_helpers import INFO, make_state, result_of, same, write
 
-from learnkit.safeload import load_state, save_state
+from learnkit.statefile import read_state, write_state
 
 
 def test_at_every_stage_of_writing(tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ def test_at_every_stage_of_writing(tmp_path: Path) -> None:
     assert [f['errno'] for f in found] == [errno.EFBIG] * 8 + [None]
     assert all(f['left'] == ['a.ckpt'] and f['old'] for f in found[:-1])
     assert all(str(tmp_path) in f['told'] for f in found[:-1])
-    assert not same(old, make_state()) and same(load_state(path)[0]['model'], dict(make_state()['model']))
+    assert not same(old, make_state()) and same(read_state(path)[0]['model'], dict(make_state()['model']))
 
 
 def test_a_disk_without_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,19 +31,19 @@ def test_a_disk_without_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def full(fd: int) -> None: raise OSError(errno.ENOSPC, 'No space left on device')  # some file systems say it here
     monkeypatch.setattr(os, 'fsync', full)
     with pytest.raises(OSError, match='No space'): write(path, {'w': 1})
-    assert os.listdir(tmp_path) == ['a.ckpt'] and 'model' in load_state(path)[0]
+    assert os.listdir(tmp_path) == ['a.ckpt'] and 'model' in read_state(path)[0]
 
 
 def saved_within(path: Path, limits: list[int]) -> list[dict[str, Any]]:
     "Save under limits on files' sizes, which fails as a full disk does."
     random.seed(0)  # a fork's generator is seeded anew, and the size of the file depends on its numbers
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    found, before = [], load_state(path)[0]
+    found, before = [], read_state(path)[0]
     for limit in limits:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         error: OSError | None = None
-        try: save_state(make_state(), path, INFO)
+        try: write_state(path, make_state(), INFO)
         except OSError as e: error = e
         found.append({'errno': error and error.errno, 'told': str(error), 'left': os.listdir(path.parent),
-                      'old': same(load_state(path)[0], before)})
+                      'old': same(read_state(path)[0], before)})
     return found

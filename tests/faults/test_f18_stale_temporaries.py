@@ -8,7 +8,7 @@ from pathlib import Path
 from file_helpers import fork, make_state, same, write
 
 from learnkit.files import atomic_write, sweep
-from learnkit.safeload import load_state
+from learnkit.statefile import read_state
 
 
 def killed_while_saving(folder: Path) -> int:
@@ -28,7 +28,7 @@ def test_what_a_killed_process_left(tmp_path: Path) -> None:
     left = [p for p in tmp_path.iterdir() if p != path]
     assert len(left) == 1 and f'.tmp-{pid}-' in left[0].name
     assert not list(tmp_path.glob('*.ckpt'))[1:], 'no name of a checkpoint'
-    assert same(load_state(path)[0]['loop'], state['loop'])
+    assert same(read_state(path)[0]['loop'], state['loop'])
     assert sweep(tmp_path) == left and os.listdir(tmp_path) == [path.name]
     assert sweep(tmp_path) == []
 

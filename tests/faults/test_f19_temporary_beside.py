@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from file_helpers import write
 
-from learnkit.safeload import load_state
+from learnkit.statefile import read_state
 
 ELSEWHERE = Path('/dev/shm')
 
@@ -32,4 +32,4 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> Non
         monkeypatch.setattr(os, 'replace', recorded)
         write(folder/'a.ckpt')
         assert [(a.parent, b) for a, b in renamed] == [(folder, folder/'a.ckpt')]
-        load_state(folder/'a.ckpt')
+        read_state(folder/'a.ckpt')

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from file_helpers import write
 
-from learnkit.safeload import load_state
-from learnkit.seals import verify
+from learnkit.statefile import read_state
 
 
 def test_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,7 +17,7 @@ def test_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def recorded_fsync(fd: int) -> None:
         path = Path(os.readlink(f'/proc/self/fd/{fd}'))
         if path.is_file():
-            verify(path)  # all of it, seal included
+            read_state(path)  # all of it, with the digest
             times.append((os.fstat(fd).st_size, os.fstat(fd).st_mtime_ns))
         calls.append(f'fsync {"folder" if path == tmp_path else path.name.partition("tmp-")[0]}')
         fsync(fd)
@@ -46,5 +45,5 @@ def test_power_fails_before_the_rename(tmp_path: Path, monkeypatch: pytest.Monke
         m.setattr(os, stage, stop)
         m.setattr(Path, 'unlink', lambda *args, **kwargs: None)  # nobody cleans up
         with pytest.raises(PowerFails): write(tmp_path/'a.ckpt', {'n': 2})
-    assert load_state(tmp_path/'a.ckpt')[0] == {'n': 1}
+    assert read_state(tmp_path/'a.ckpt')[0] == {'n': 1}
     assert sorted(p.name[:12] for p in tmp_path.iterdir()) == ['.a.ckpt.tmp-', 'a.ckpt']

@@ -1,4 +1,4 @@
-"""Row 25: files of an older format are brought up to date, those of a newer one are refused."""
+"""Row 25: files of another format are refused, and say so. There is no older format that a release has written."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from file_helpers import same, write
+from file_helpers import same, with_metadata, write
+from safetensors import safe_open
 
-from learnkit import safeload
 from learnkit.errors import CheckpointError, DamagedError
-from learnkit.safeload import load_state, save_state
-from learnkit.seals import FORMAT, read_info
+from learnkit.folders import find
+from learnkit.statefile import FORMAT, read_info, read_state, write_state
 
 GOLDEN = Path(__file__).parents[1]/'golden'
-# What is in golden/format1.ckpt, which was written by `save_state(STATE, path, {'number': 1, 'epoch': 2})`.
+# What is in golden/format2.ckpt, which was written by `write_state(path, STATE, {'number': 1, 'epoch': 2})`.
 W = torch.arange(6, dtype=torch.float32).reshape(2, 3)
 STATE: dict[str, Any] = {
     'model': {'w': W, 'tied': W, 'n': torch.tensor(7)},
@@ -26,36 +26,42 @@ STATE: dict[str, Any] = {
 }
 
 
-def test_a_file_of_format_1() -> None:
-    state, info = load_state(GOLDEN/'format1.ckpt')
-    assert info == {'format': 1, 'number': 1, 'epoch': 2} and same(state, STATE)
+def test_a_file_of_the_current_format() -> None:
+    state, info = read_state(GOLDEN/'format2.ckpt')
+    assert info == {'format': 2, 'number': 1, 'epoch': 2} and same(state, STATE)
     assert state['model']['tied'] is state['model']['w']
-    assert same(torch.load(GOLDEN/'format1.ckpt', weights_only=True), STATE), 'torch reads it too'
+    with safe_open(GOLDEN/'format2.ckpt', framework='pt') as file:
+        assert same(file.get_tensor('model.w'), W), 'the library reads it too'
+
+
+def test_the_same_bytes_are_written_today(tmp_path: Path) -> None:
+    write_state(tmp_path/'a.ckpt', STATE, {'number': 1, 'epoch': 2})
+    assert (tmp_path/'a.ckpt').read_bytes() == (GOLDEN/'format2.ckpt').read_bytes()
 
 
 def test_a_newer_one_is_refused(tmp_path: Path) -> None:
-    save_state({'a': 1}, path := tmp_path/'a.ckpt', {'format': FORMAT + 1})
-    with pytest.raises(CheckpointError, match=rf'a\.ckpt has format {FORMAT + 1}, .* to {FORMAT}: update') as e:
-        load_state(path)
-    assert not isinstance(e.value, DamagedError) and read_info(path) == {'format': FORMAT + 1}
+    "golden/format3.ckpt is that file with a 3 in the place of the 2."
+    path = GOLDEN/'format3.ckpt'
+    with pytest.raises(CheckpointError, match=rf'format3\.ckpt has format 3, .*reads format {FORMAT}: update') as e:
+        read_state(path)
+    assert not isinstance(e.value, DamagedError) and read_info(path) == {'format': 3, 'number': 1, 'epoch': 2}
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    (tmp_path/'a.ckpt').write_bytes(content)
+    with pytest.raises(DamagedError, match='digest'): read_state(tmp_path/'a.ckpt')
 
 
-def test_an_older_one_is_brought_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_state({'weights': {'w': W}}, path := tmp_path/'a.ckpt', {'format': 0})
-    with pytest.raises(CheckpointError, match=r'has format 0, which this version of .* reads no more'): load_state(path)
-    monkeypatch.setitem(safeload.MIGRATIONS, 0, lambda state: {'model': state['weights'], 'loop': {}})
-    state, info = load_state(path)
-    assert same(state, {'model': {'w': W}, 'loop': {}}) and info == {'format': 0}
-
-
-def test_each_step_is_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safeload, 'FORMAT', 3)
-    for number in (0, 1, 2):
-        monkeypatch.setitem(safeload.MIGRATIONS, number, lambda s, n=number: {'steps': [*s['steps'], n]})
-    for start in (0, 1):
-        save_state({'steps': []}, tmp_path/'a.ckpt', {'format': start})
-        assert load_state(tmp_path/'a.ckpt')[0] == {'steps': [0, 1, 2][start:]}
+def test_an_older_one_is_refused(tmp_path: Path) -> None:
+    path = GOLDEN/'format1.ckpt'
+    for read in (read_state, read_info, lambda path: find(path, tmp_path)):
+        with pytest.raises(CheckpointError, match=r'format1\.ckpt was written by an older learnkit.*format 1') as e:
+            read(path)
+        assert not isinstance(e.value, DamagedError)
+    for name in ('00001-ep1-ba1.ckpt', '00002-ep2-ba2.ckpt'): (tmp_path/name).write_bytes(path.read_bytes())
+    with pytest.raises(CheckpointError, match=r'00002-ep2-ba2\.ckpt was written by an older'): find(True, tmp_path)
+    zero = with_metadata(write(tmp_path/'0.ckpt'), learnkit='0')
+    with pytest.raises(CheckpointError, match='older'): read_state(zero)
 
 
 def test_what_is_written_now_is_the_current_format(tmp_path: Path) -> None:
-    assert read_info(write(tmp_path/'a.ckpt'))['format'] == FORMAT == 1
+    assert read_info(write(tmp_path/'a.ckpt'))['format'] == FORMAT == 2

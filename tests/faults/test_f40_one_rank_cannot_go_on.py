@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from learnkit import Callback, GuardNonFinite, safeload
+from learnkit import Callback, GuardNonFinite, statefile
 from learnkit.callbacks import Checkpoint
 from learnkit.errors import LearnkitError
 from tests.distributing import make_dls, make_learner, weights
@@ -17,14 +17,14 @@ from tests.ranks import run_ranks
 def cannot_save(rank: int, folder: Path, background: bool) -> list[Any]:
     "Train; the second checkpoint cannot be written."
     learn, n = make_learner(make_dls(200, 4)), 0
-    real = safeload.seal
+    real = statefile._write
 
     def full(*args: Any) -> Any:
         nonlocal n
         n += 1
         if n == 2: raise OSError(28, 'No space left on device')
         return real(*args)
-    safeload.seal = full  # type: ignore[assignment]  # of this process alone
+    statefile._write = full  # type: ignore[assignment]  # of this process alone
     with learn.distributed('ddp', timeout='20s'):
         try: learn.fit(2, cbs=Checkpoint(every='3ba', folder=folder, background=background))
         except (OSError, LearnkitError) as e: return [type(e).__name__, str(e), learn.time.ba]
