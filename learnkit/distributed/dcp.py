@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from learnkit.comm import Comm
 from learnkit.dtensors import hosted_empty, is_part
 from learnkit.errors import CheckpointError, DamagedError
 from learnkit.files import flush_folder
-from learnkit.world import World
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -86,10 +86,10 @@ def put(state: Any, place: list[Any], value: Any) -> Any:
 class Writers:
     "All processes as those who write checkpoints, each on a thread of its own, with a group of their own for it."
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Comm) -> None:
         import torch.distributed as dist
         group = dist.new_group(backend='gloo', timeout=timedelta(seconds=world.timeout_s))
-        self.world = World(world.rank, world.size, world.local_rank, world.timeout_s, group)
+        self.world = Comm(world.rank, world.size, world.local_rank, world.timeout_s, group)
 
     def write(
         self,
@@ -99,17 +99,17 @@ class Writers:
         """Write each process's parts, and return what the sealed file is to have of them.
 
         All processes call it. What fails in one is raised in all: `CheckpointError`, or there the `OSError` itself."""
-        self.world.together(lambda: self._make(folder))
-        try: metadata = self.world.together(lambda: self._save(parts, folder))
+        self.world.run_on_all(lambda: self._make(folder))
+        try: metadata = self.world.run_on_all(lambda: self._save(parts, folder))
         except BaseException:
             if self.world.is_first: shutil.rmtree(folder, ignore_errors=True)
             raise
         names = sorted({info.relative_path for info in metadata.storage_data.values()})
         own = [name for name in names if name.startswith(f'__{self.world.rank}_')]
         if self.world.is_first: own.append(_METADATA)
-        described = self.world.together(lambda: {name: describe(folder/name) for name in own})
+        described = self.world.run_on_all(lambda: {name: describe(folder/name) for name in own})
         files = {name: entry for table in self.world.gather(described) for name, entry in table.items()}
-        self.world.together(lambda: self._look(folder, files))
+        self.world.run_on_all(lambda: self._look(folder, files))
         return {'files': files, 'tensors': tables(metadata, sorted(files))}
 
     def _make(self, folder: Path) -> None:
