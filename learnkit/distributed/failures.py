@@ -18,7 +18,7 @@ from learnkit.errors import DistributedError
 __all__ = ['Failures', 'is_lost']
 
 SETTLE_S = 1.       # in which ranks whose collective has failed say so, and the rest is taken to be gone
-PATIENCE_S = 5.     # longest wait for the store, which may be on a machine that is gone, and for the others to read it
+PATIENCE_S = 4.     # longest wait for the store, which may be on a machine that is gone, and for the others to read it
 LONGEST = 16_000    # characters of a traceback that others show
 ADVICE = 'If nothing there takes so long, the processes have decided differently before: by a Cancel exception in ' \
          'one of them alone, or by a call there of what all do together (fit, validate, get_preds, gather). Let ' \
@@ -36,6 +36,7 @@ class Failures:
         self._seen: BaseException | None = None      # what has ended this rank's run
         self._raised: BaseException | None = None    # what is raised in its place
         self._gone: list[int] = []                   # ranks that read nothing any more
+        self._answers = True                         # the store does
 
     def report(
         self,
@@ -49,7 +50,7 @@ class Failures:
             return self._raised if e is self._seen and self._raised is not None else e
         self._seen = self._raised = e
         if isinstance(e, SystemExit):
-            self._ask(lambda: self._set('left'))
+            self.leave()
             return e
         self.comm.is_broken = True
         if is_lost(e):
@@ -61,7 +62,7 @@ class Failures:
 
     def leave(self) -> None:
         "Let the others know that this rank leaves."
-        if self._seen is None:
+        if not self.comm.is_broken:
             self._ask(lambda: self._set('left'))
 
     def linger(self) -> None:
@@ -70,24 +71,28 @@ class Failures:
             return
         others = [f'read/{rank}' for rank in range(1, self.comm.size) if rank not in self._gone]
         end = monotonic() + PATIENCE_S
-        while others and monotonic() < end and not self._ask(lambda: self.store.check(others)):
-            sleep(0.02)
+
+        def wait() -> None:
+            while others and monotonic() < end and not self.store.check(others):
+                sleep(0.02)
+        self._ask(wait)
 
     @property
     def store(self) -> Any:
         return self.comm.store
 
-    def _set(self, what: str, text: str = '') -> bool:
+    def _set(self, what: str, text: str = '') -> None:
         self.store.set(f'{what}/{self.comm.rank}', text)
-        return True
 
     def _publish(self, text: str) -> str:
         "Publish an error, and return the one that was published first."
         return str(self.store.compare_set('error', '', text).decode())
 
     def _ask(self, f: Callable[[], Any]) -> Any:
-        "Return what the store answers, None if it does not."
+        "Return what the store answers; None if it does not, and is not asked again."
         answers: list[Any] = []
+        if not self._answers:
+            return None
 
         def ask() -> None:
             try:
@@ -96,7 +101,8 @@ class Failures:
                 pass
         thread = Thread(target=ask, daemon=True)
         thread.start()
-        thread.join(PATIENCE_S)
+        thread.join(PATIENCE_S + SETTLE_S)
+        self._answers = bool(answers)
         return answers[0] if answers else None
 
     def _describe(self, e: BaseException, learn: Any) -> str:
@@ -153,8 +159,9 @@ def where(e: BaseException, learn: Any) -> str:
 
 
 def code_of(e: BaseException) -> str:
-    "Return the last line outside of torch that has led to an error."
-    frames = [f for f in traceback.extract_tb(e.__traceback__) if 'torch' not in Path(f.filename).parts]
+    "Return the last line outside of torch and `Comm` that has led to an error."
+    frames = [f for f in traceback.extract_tb(e.__traceback__)
+              if 'torch' not in Path(f.filename).parts and Path(f.filename).name != 'comm.py']
     return f', at {Path(frames[-1].filename).name}:{frames[-1].lineno} `{frames[-1].line}`' if frames else ''
 
 
