@@ -162,7 +162,10 @@ def code_of(e: BaseException) -> str:
     "Return the last line outside of torch and `Comm` that has led to an error."
     frames = [f for f in traceback.extract_tb(e.__traceback__)
               if 'torch' not in Path(f.filename).parts and Path(f.filename).name != 'comm.py']
-    return f', at {Path(frames[-1].filename).name}:{frames[-1].lineno} `{frames[-1].line}`' if frames else ''
+    if not frames:
+        return ''
+    last = frames[-1]
+    return f', in {last.name} at {Path(last.filename).name}:{last.lineno} `{last.line}`'
 
 
 def is_lost(e: BaseException | None) -> bool:
