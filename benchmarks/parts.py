@@ -1,7 +1,6 @@
 """What the parts of a training in two processes cost, each alone."""
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -109,7 +108,7 @@ def order_of_samples(world: Comm) -> float:
     return us_each(lambda: sum(1 for _ in share.batch_sampler), 1) / 200
 
 
-# -- what processes tell each other ------------------------------------------------------------------------------------
+# -- what processes send each other ------------------------------------------------------------------------------------
 
 @part('gathering a number from each process', 'us')
 def gather_number(world: Comm) -> float: return us_each(lambda: world.gather(1.), 50)
@@ -123,8 +122,9 @@ def gather_bytes(world: Comm) -> float:
 
 @part('reading what one process has sent', 'us CPU')
 def read_number(world: Comm) -> float:
-    sent = pickle.dumps(1.)
-    return us_each(lambda: pickle.loads(sent), 50, time.thread_time)
+    from learnkit.comm import pack, unpack
+    sent = pack(1.)
+    return us_each(lambda: unpack(sent), 50, time.thread_time)
 
 
 @part('asking the store of the first process something', 'us')
@@ -207,8 +207,9 @@ def checkpoint(world: Comm) -> float:
 
 @part("random generators of each process, in a checkpoint", 'kB')
 def generators(world: Comm) -> float:
+    from learnkit.comm import pack
     from learnkit.rng import capture_rng
-    return len(pickle.dumps(capture_rng())) / 1e3
+    return len(pack(capture_rng())) / 1e3
 
 
 # -- all of them -------------------------------------------------------------------------------------------------------

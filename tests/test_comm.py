@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from time import sleep
 from typing import Any
 
 import pytest
@@ -138,7 +137,7 @@ def test_processes_of_srun_find_one_another() -> None:
     assert run_ranks(_started_by_srun, 2) == said
 
 
-def _value_of(rank: int, n: int) -> Any: return {'text': 'x' * (n * (1 + rank)), 'rank': rank, 't': torch.arange(n) + rank}
+def _value(rank: int, n: int) -> Any: return {'text': 'x' * (n * (1 + rank)), 'rank': rank, 't': torch.arange(n) + rank}
 
 
 def _gathers(rank: int) -> list[bool]:
@@ -146,12 +145,12 @@ def _gathers(rank: int) -> list[bool]:
 
     def same(a: Any, b: Any) -> bool: return a['t'].equal(b.pop('t')) and {k: v for k, v in a.items() if k != 't'} == b
     for n in (0, 1, 50_000):
-        mine, both = _value_of(rank, n), [_value_of(0, n), _value_of(1, n)]
+        mine, both = _value(rank, n), [_value(0, n), _value(1, n)]
         right += [same(m, b) for m, b in zip(world.gather(mine), both, strict=True)]
-        right.append(same(world.broadcast(mine if rank == 0 else None), _value_of(0, n)))
+        right.append(same(world.broadcast(mine if rank == 0 else None), _value(0, n)))
         collected = world.collect(mine)
         right.append(len(collected) == (2 if rank == 0 else 0))
-        right += [same(m, b) for m, b in zip(collected, [_value_of(0, n), _value_of(1, n)][:len(collected)], strict=True)]
+        right += [same(m, b) for m, b in zip(collected, [_value(0, n), _value(1, n)][:len(collected)], strict=True)]
     lopsided = world.gather('y' * 30_000 if rank else None)
     right.append(lopsided == [None, 'y' * 30_000])
     world.leave()

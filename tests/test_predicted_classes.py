@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributions import Normal
 
 from learnkit import BatchError, DataLoaders, DistributedError, Learner
 from tests.distributing import make_data

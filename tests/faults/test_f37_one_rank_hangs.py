@@ -1,4 +1,4 @@
-"""Row 37: one of two processes hangs. The other ends at the timeout and names it; the launcher ends the one that hangs."""
+"""Row 37: one of two processes hangs. The other ends at the timeout and names it; the launcher ends the first."""
 from __future__ import annotations
 
 import os
