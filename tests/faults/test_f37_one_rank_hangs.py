@@ -63,6 +63,7 @@ train(int(os.environ['RANK']), 1, 'after_loss', 'sleeps', 3.)
 '''
 
 
+@pytest.mark.full
 def test_torchrun_ends_the_one_that_hangs(tmp_path: Path) -> None:
     script = tmp_path/'hangs.py'
     script.write_text(SCRIPT.format(root=ROOT))
