@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.teams import TASKS, in_a_team
 
 if TYPE_CHECKING:
-    from learnkit.world import World
+    from learnkit.comm import Comm
 
 __all__ = ['PARTS', 'in_rounds', 'measure_parts', 'table']
 
-Measure = Callable[['World'], float]        # every process calls it; the number is that of the part's unit
+Measure = Callable[['Comm'], float]        # every process calls it; the number is that of the part's unit
 PARTS: dict[str, tuple[str, Measure]] = {}  # by what is measured: the unit, and the function
 N = 2                                       # processes
 WIDTH = 2048                                # of the layer in a checkpoint: with Adam's averages 50 MB
@@ -44,26 +44,26 @@ def us_each(f: Callable[[], object], n: int, clock: Callable[[], float] = time.p
 
 # -- between batches ---------------------------------------------------------------------------------------------------
 
-def flag(world: World, clock: Callable[[], float]) -> float:
+def flag(world: Comm, clock: Callable[[], float]) -> float:
     "Return the CPU time of a flag that has 2 ms to come back."
     def pause() -> None: time.sleep(0.002)
-    def batch() -> None: pause(); world.turn()
+    def batch() -> None: pause(); world.exchange()
     return us_each(batch, 100, clock) - us_each(pause, 100, clock)
 
 
 @part('flag after a batch, in the thread that trains', 'us CPU')
-def flag_in_thread(world: World) -> float: return flag(world, time.thread_time)
+def flag_in_thread(world: Comm) -> float: return flag(world, time.thread_time)
 
 
 @part('flag after a batch, with the threads that carry it', 'us CPU')
-def flag_in_all(world: World) -> float: return flag(world, time.process_time)
+def flag_in_all(world: Comm) -> float: return flag(world, time.process_time)
 
 
 @part('flag there and back', 'us')
-def flag_and_back(world: World) -> float:
+def flag_and_back(world: Comm) -> float:
     def send_and_wait() -> None:
-        world.turn()
-        world.turn(sends=False)
+        world.exchange()
+        world.exchange(sends=False)
     return us_each(send_and_wait, 100)
 
 
@@ -80,7 +80,7 @@ def more_per_batch(share: Any, loader: Any) -> float:
 
 
 @part('share of a TensorLoader, over a loader of as many batches', 'us/batch')
-def share_of_tensors(world: World) -> float:
+def share_of_tensors(world: Comm) -> float:
     from learnkit.data import TensorLoader
     from learnkit.distributed.shards import shard
     x = torch.randn(world.size * 64_000, 16)
@@ -89,7 +89,7 @@ def share_of_tensors(world: World) -> float:
 
 
 @part('share of a DataLoader, over a loader of as many batches', 'us/batch')
-def share_of_samples(world: World) -> float:
+def share_of_samples(world: Comm) -> float:
     from learnkit.distributed.shards import shard
     x = torch.randn(world.size * 12_800, 16)
     loaders = [DataLoader(TensorDataset(rows), 64, shuffle=True) for rows in (x, x[:12_800])]
@@ -97,38 +97,38 @@ def share_of_samples(world: World) -> float:
 
 
 @part('order of a TensorLoader, drawn by each process', 'ns/sample')
-def order_of_tensors(world: World) -> float: return us_each(lambda: torch.randperm(4_000_000), 1) / 4_000
+def order_of_tensors(world: Comm) -> float: return us_each(lambda: torch.randperm(4_000_000), 1) / 4_000
 
 
 @part("order of a DataLoader, drawn by each process", 'ns/sample')
-def order_of_samples(world: World) -> float:
+def order_of_samples(world: Comm) -> float:
     from learnkit.distributed.shards import shard
     n: Any = range(200_000)
     share: Any = shard(DataLoader(n, 64, shuffle=True), world.rank, world.size)
     return us_each(lambda: sum(1 for _ in share.batch_sampler), 1) / 200
 
 
-# -- what processes tell each other ------------------------------------------------------------------------------------
+# -- what processes send each other ------------------------------------------------------------------------------------
 
 @part('gathering a number from each process', 'us')
-def gather_number(world: World) -> float: return us_each(lambda: world.gather(1.), 50)
+def gather_number(world: Comm) -> float: return us_each(lambda: world.gather(1.), 50)
 
 
 @part('gathering 4 MB from each process', 'ms')
-def gather_bytes(world: World) -> float:
+def gather_bytes(world: Comm) -> float:
     t = torch.zeros(1_000_000)
     return us_each(lambda: world.gather(t), 3) / 1e3
 
 
-@part('reading what one process has said', 'us CPU')
-def read_number(world: World) -> float:
-    from learnkit.world import packed, unpacked
-    said = packed(1.)
-    return us_each(lambda: unpacked(said), 50, time.thread_time)
+@part('reading what one process has sent', 'us CPU')
+def read_number(world: Comm) -> float:
+    from learnkit.comm import pack, unpack
+    sent = pack(1.)
+    return us_each(lambda: unpack(sent), 50, time.thread_time)
 
 
 @part('asking the store of the first process something', 'us')
-def ask_store(world: World) -> float:
+def ask_store(world: Comm) -> float:
     from torch.distributed import TCPStore
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     store.set('a', 'b')
@@ -136,7 +136,7 @@ def ask_store(world: World) -> float:
 
 
 @part('all-reduce of 4 MB by gloo', 'ms')
-def all_reduce(world: World) -> float:
+def all_reduce(world: Comm) -> float:
     import torch.distributed as dist
     t = torch.zeros(1_000_000)
     return us_each(lambda: dist.all_reduce(t), 3) / 1e3
@@ -145,16 +145,16 @@ def all_reduce(world: World) -> float:
 # -- trainings ---------------------------------------------------------------------------------------------------------
 
 @part('another control group', 'ms')
-def new_group(world: World) -> float:
-    from learnkit.world import join_world
-    made: list[World] = []
-    took = us_each(lambda: made.append(join_world()), 1) / 1e3
+def new_group(world: Comm) -> float:
+    from learnkit.comm import join_ranks
+    made: list[Comm] = []
+    took = us_each(lambda: made.append(join_ranks()), 1) / 1e3
     made[0].leave()
     return took
 
 
 @part('entering and leaving `learn.distributed()`', 'ms')
-def context(world: World) -> float:
+def context(world: Comm) -> float:
     learn = small_learner()
     def enter() -> None:
         with learn.distributed('ddp'): pass
@@ -162,7 +162,7 @@ def context(world: World) -> float:
 
 
 @part('end of an epoch: losses, metrics, decisions; over a process alone', 'ms')
-def epoch(world: World) -> float:
+def epoch(world: Comm) -> float:
     learn = small_learner()
     def fit() -> float:
         learn.fit(1)
@@ -181,7 +181,7 @@ def small_learner() -> Any:
 
 
 @part('checkpoint of 50 MB, over one of a process alone', 'ms')
-def checkpoint(world: World) -> float:
+def checkpoint(world: Comm) -> float:
     from learnkit import Callback, Checkpoint, DataLoaders, Learner
     took: list[float] = []
 
@@ -206,18 +206,18 @@ def checkpoint(world: World) -> float:
 
 
 @part("random generators of each process, in a checkpoint", 'kB')
-def generators(world: World) -> float:
+def generators(world: Comm) -> float:
+    from learnkit.comm import pack
     from learnkit.rng import capture_rng
-    from learnkit.world import packed
-    return len(packed(capture_rng())) / 1e3
+    return len(pack(capture_rng())) / 1e3
 
 
 # -- all of them -------------------------------------------------------------------------------------------------------
 
 def in_rounds(rank: int, labels: list[str], rounds: int) -> dict[str, list[float]]:
     "Measure each part once a round, in all processes of a team, after a round that warms them up."
-    from learnkit.world import join_world
-    world = join_world()
+    from learnkit.comm import join_ranks
+    world = join_ranks()
     values: dict[str, list[float]] = {label: [] for label in labels}
     for i in range(rounds + 1):
         for label in labels:

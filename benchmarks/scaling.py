@@ -36,8 +36,8 @@ class Setting:
     copy_gb_s: float = 15            # assumed: from a GPU to its host
     gathers: int = 4                 # counted: at the end of an epoch with one validation loader
     messages: int = 2                # counted: broadcasts of an epoch
-    read_us: float = 35              # measured: reading what one process has said
-    gathered_kb: float = 8.2         # what a process says at the end of an epoch, in one message of a set size
+    read_us: float = 35              # measured: reading what one process has sent
+    gathered_kb: float = 8.2         # what a process sends at the end of an epoch, at most
     tensor_ns: float = 19            # measured: a sample's place in the order of a TensorLoader
     list_ns: float = 122             # measured: the same in index lists of a DataLoader
     generators_kb: float = 13.3      # measured: the random generators of a process
@@ -100,7 +100,6 @@ def costs(
         'checkpoint: shards (FSDP), all write, s': state / writers + state / n / (s.digest_gb_s * 1e9),
         'start: sockets of a process': 2. * (n - 1),
         'start: questions to the first process, s': 2 * n * (n - 1) * s.ask_us / 1e6,
-        'watch: questions to the first process, per s': 4 * n / (0.5 * max(1., n / 128)),
     }
 
 

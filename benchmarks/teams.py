@@ -152,7 +152,7 @@ class WithoutFlag(WithLearner):
     "The same, but processes say nothing to each other after a batch: what is left is what their flag costs."
 
     def fit(self) -> None:
-        self.learn.world.turn = lambda sends=True: None  # type: ignore[method-assign]  # of this context's world alone
+        self.learn.world.exchange = lambda sends=True: None  # type: ignore[method-assign]  # of this context's world alone
         super().fit()
 
 

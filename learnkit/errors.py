@@ -292,7 +292,7 @@ class MissingExtraError(LearnkitError, ImportError):
 class DistributedError(LearnkitError, RuntimeError):
     """Several processes cannot train together, or another one of them has failed.
 
-    >>> from learnkit.world import launched_as
+    >>> from learnkit.comm import launched_as
     >>> launched_as({'RANK': '0', 'WORLD_SIZE': '2'})
     Traceback (most recent call last):
     learnkit.errors.DistributedError: RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT. ...

@@ -16,7 +16,7 @@ from learnkit.errors import MetricError
 from learnkit.hints import warn_user
 from learnkit.loop import model_device
 from learnkit.measures import RESERVED, measures_batches
-from learnkit.merging import gathered, merge_states, shared_state, unsynced
+from learnkit.merging import gather_on_host, merge_states, shared_state, unsynced
 from learnkit.metric_states import storable
 
 __all__ = ['Frame', 'MetricColumns', 'Piece', 'twin', 'value_of', 'read_metrics', 'counts', 'metric_states',
@@ -152,7 +152,7 @@ def read_metrics(
     "Return the values of metrics on the host, of the batches of all processes; and what each process told."
     if learn.world.size == 1: return [value_of(m, n) for m in metrics], []
     mine = [shared_state(m) if measures_batches(m) else value_of(m, n) for m in metrics]
-    told = gathered(learn.world, {**(more or {}), 'n': n, 'metrics': mine})
+    told = gather_on_host(learn.world, {**(more or {}), 'n': n, 'metrics': mine}, 'metrics')
     n, device = sum(sd['n'] for sd in told), model_device(learn.model, learn.dls)
     return [_read(m, [sd['metrics'][i] for sd in told], n, device) for i, m in enumerate(metrics)], told
 

@@ -24,13 +24,12 @@ from learnkit.batch import (
     rebuilt,
 )
 from learnkit.callback import Callback
+from learnkit.comm import ALONE, Comm
 from learnkit.errors import BatchError, LossError
 from learnkit.loop import sample_count
-from learnkit.merging import in_turn
+from learnkit.merging import gather_on_host, in_turn
 from learnkit.order import Shard
-from learnkit.records import exchanged
 from learnkit.sinks import save_plain
-from learnkit.world import ALONE, World
 
 __all__ = ['GatherPredsCallback', 'Arriving', 'Taken', 'Everywhere', 'dealt', 'per_sample', 'reordered']
 
@@ -145,8 +144,8 @@ class GatherPredsCallback(Callback):
 
     def _take_all(self) -> None:
         "Take in the batches of all processes, in the order of the data."
-        told = exchanged(self._world, (self.n_batches, self._listed, self.inputs, self.preds, self.targets,
-                                       self.losses, self._sizes))
+        mine = (self.n_batches, self._listed, self.inputs, self.preds, self.targets, self.losses, self._sizes)
+        told = gather_on_host(self._world, mine, 'predictions')
         self.n_batches, self._listed = sum(n for n, *_ in told), any(listed for _, listed, *_ in told)
         parts = map(in_turn, list(zip(*told, strict=True))[2:])
         self.inputs, self.preds, self.targets, self.losses, self._sizes = parts
@@ -173,7 +172,7 @@ class Everywhere(list[Any]):
     "Batches that every process predicts on, each for itself."
 
 
-def dealt(learn: Any, dl: Any) -> tuple[Any, World]:
+def dealt(learn: Any, dl: Any) -> tuple[Any, Comm]:
     "Return this process's share of a loader, each sample once, and the processes that share it."
     world, team = learn.world, getattr(learn, '_team', None)
     if world.size == 1 or isinstance(dl, Everywhere) or (team and team.sharded_already): return dl, ALONE
@@ -184,12 +183,12 @@ def dealt(learn: Any, dl: Any) -> tuple[Any, World]:
     return own, world if hasattr(own, 'share') else ALONE
 
 
-def _sharing(learn: Any) -> World:
+def _sharing(learn: Any) -> Comm:
     "Return the processes that share the loader which is evaluated: this one alone, where it goes through all of it."
     return learn.world if hasattr(learn.dl, 'share') else ALONE
 
 
-def _place_of(i: int, world: World) -> int:
+def _place_of(i: int, world: Comm) -> int:
     "Return the number of a process's batch among those of all: they are dealt out in turn."
     return i * world.size + world.rank
 

@@ -6,21 +6,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import zip_longest
+from pickle import PicklingError
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from learnkit.batch import map_tensors
+from learnkit.comm import Comm
 from learnkit.errors import BatchError, MetricError
 from learnkit.metric_states import Pairs, accumulated, is_metric, is_torchmetrics, put_back
-from learnkit.world import World
 
-__all__ = ['Accumulates', 'check_mergeable', 'gathered', 'in_turn', 'merge_states', 'merged_pairs',
+__all__ = ['Accumulates', 'check_mergeable', 'gather_on_host', 'in_turn', 'merge_states', 'merged_pairs',
            'shared_state', 'unsynced']
 
 T = TypeVar('T')
-_ARRAY = 'array of learnkit'
 
 
 class Accumulates:
@@ -98,29 +99,21 @@ def _merges_itself(o: Any) -> bool:
 def _parts(o: Any) -> dict[str, Any]: return {name: value for name, value in vars(o).items() if is_metric(value)}
 
 
-def gathered(world: World, mine: Any) -> list[Any]:
-    """Return what each process has: one message of each, whose tensors travel on the host.
+def gather_on_host(
+    world: Comm,
+    value: Any,    # any nesting; its tensors travel on the host
+    what: str,     # what it is, for errors
+) -> list[Any]:
+    """Return the values of all processes, in the order of their ranks.
 
-    Raises `BatchError`, before anything is sent, for what is neither plain nor an array: it could not be read safely.
-    """
-    return [mine] if world.size == 1 else list(map(_unpacked, world.gather(_packed(mine))))
-
-
-def _packed(o: Any) -> Any:
-    "Make a value plain; arrays become tensors, in a tuple that says so."
-    if isinstance(o, Tensor): return o.detach().as_subclass(Tensor).cpu()
-    if isinstance(o, (np.ndarray, np.generic)): return _ARRAY, torch.from_numpy(np.array(o))
-    if o is None or type(o) in (bool, int, float, complex, str, bytes): return o
-    if type(o) in (list, tuple, set): return type(o)(map(_packed, o))
-    if type(o) is dict: return {k: _packed(v) for k, v in o.items()}
-    raise BatchError(f'A {type(o).__name__} cannot be sent to the other processes: give tensors, arrays, numbers and '
-                     'texts in dicts, lists and tuples. A `dict(...)` of its entries would do.')
-
-
-def _unpacked(o: Any) -> Any:
-    if type(o) is tuple and len(o) == 2 and type(o[0]) is str and o[0] == _ARRAY: return o[1].numpy()
-    if type(o) in (list, tuple): return type(o)(map(_unpacked, o))
-    return {k: _unpacked(v) for k, v in o.items()} if type(o) is dict else o
+    Raises `BatchError` for what cannot be pickled."""
+    if world.size == 1:
+        return [value]
+    try:
+        return world.gather(map_tensors(value, lambda t: t.detach().cpu()), what)
+    except (PicklingError, AttributeError, TypeError) as e:  # as pickle raises them
+        raise BatchError(f'The {what} cannot be sent to the other processes: {e}. Give tensors, arrays, numbers and '
+                         'strings in dicts, lists and tuples, or classes that an import finds by their name.') from e
 
 
 # -- attributes --------------------------------------------------------------------------------------------------------

@@ -128,7 +128,7 @@ class Predictions(Streaming):
             check_sink(sink, asked.names, world)
             with opened_sink(sink, asked.names, world, lambda: asked.iter) as asked.give:
                 run(dl, [*new_cbs, asked.callback()])
-                world.together(asked.finish)
+                world.run_on_all(asked.finish)
             return sink
 
         dl, order = self._planned(ds_idx, dl, reorder)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, reduce
 from operator import getitem
 from typing import Any, Self
@@ -13,18 +13,17 @@ import torch
 from torch import Tensor
 
 from learnkit.batch import count_samples, cut_batch, find_bs
+from learnkit.comm import Comm, has_joined
 from learnkit.distributed import DistributedTraining
 from learnkit.distributed.dcp import put, take_parts
 from learnkit.distributed.likeness import optimizer_state, what_is_trained
 from learnkit.dtensors import is_part
 from learnkit.errors import DistributedError
 from learnkit.hints import warn_user
-from learnkit.meeting import has_met
 from learnkit.resumecheck import ResumeChecks
 from learnkit.resuming import Resumption
 from learnkit.rng import capture_rng
 from learnkit.timing import Time
-from learnkit.world import World
 
 __all__ = ['Processes']
 
@@ -41,9 +40,9 @@ class Processes(ResumeChecks):
             return super()._find_checkpoint(resume)
         self._check_world()
         find = super()._find_checkpoint
-        found = world.together(lambda: find(resume) if world.is_first else None)
+        found = world.run_on_all(lambda: find(resume) if world.is_first else None)
         path = world.broadcast(None if found is None else str(found.path))
-        return world.together(lambda: found if world.is_first or path is None else find(path))
+        return world.run_on_all(lambda: found if world.is_first or path is None else find(path))
 
     def distributed(
         self,
@@ -115,11 +114,20 @@ class Processes(ResumeChecks):
 
     @contextmanager
     def _run(self, doing: str) -> Iterator[None]:
-        if doing == 'fit' and self._team is None and not has_met(): warn_of_others(os.environ.get('WORLD_SIZE', ''))
+        if doing == 'fit' and self._team is None and not has_joined(): warn_of_others(os.environ.get('WORLD_SIZE', ''))
         team = self._team if not self._depth else None
-        if team is not None: self._check_world()
-        watch = None if team is None else team._watch
-        with nullcontext() if watch is None else watch.run(self), super()._run(doing): yield
+        if team is None:
+            with super()._run(doing): yield
+            return
+        self._check_world()
+        try:
+            with super()._run(doing): yield
+            self.world.barrier()  # no process ends a run well that another one does not
+        except BaseException as e:
+            error = team.fail(e)
+            if error is e:
+                raise
+            raise error from e
 
     def _check_world(self) -> None:
         if self.world.is_broken: raise DistributedError(
@@ -128,22 +136,20 @@ class Processes(ResumeChecks):
             'checkpoint.')
 
     def _end_run(self, error: BaseException | None) -> None:
-        "Tell the other processes of an error before anything is undone."
-        team = self._team
-        if error is not None and team is not None and not isinstance(error, SystemExit):
-            self.world.is_broken = True
-            if team._watch is not None: team._watch.failed(error)
+        "Let the other processes know of an error before anything is undone."
+        if error is not None and self._team is not None:
+            self._team.failures.report(error, self)
         super()._end_run(error)
 
     def stop(self) -> None:
         if self.world.size == 1 or not self.fitting: super().stop()
-        else: self.world.later('stop', 1.)
+        else: self.world.post('stop', 1.)
 
     stop.__doc__ = ResumeChecks.stop.__doc__
 
     def _finished(self, unit: str) -> Any:
         "Take the time that all agree on: what is due, or used up, is so for all at the same batch."
-        if unit == 'sec' and self.world.size > 1 and self.fitting: return self.world.agreed('clock')
+        if unit == 'sec' and self.world.size > 1 and self.fitting: return self.world.value('clock')
         return super()._finished(unit)
 
     # -- shares --------------------------------------------------------------------------------------------------------
@@ -199,7 +205,7 @@ class Processes(ResumeChecks):
     def _put(self, r: Resumption) -> None:
         super()._put(r)
         if self._team is not None: self._team._parts.has_synced = r.state.get('has_synced', False)
-        self.world.take('clock', self._seconds)  # the clock goes on from the checkpoint's
+        self.world.set('clock', self._seconds)  # the clock goes on from the checkpoint's
 
     def _begin_resume(self, r: Resumption | None) -> None:
         super()._begin_resume(None if r is None else self._of_this_process(r))
@@ -240,7 +246,7 @@ def warn_of_others(
 
 def own_parts(
     state: Mapping[str, Any],   # from `_gather`, in each process
-    world: World,
+    world: Comm,
 ) -> list[dict[str, Any]]:
     """Return, for each process, what of its state is not as in the first; in the others, of themselves alone.
 

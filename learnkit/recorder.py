@@ -29,7 +29,7 @@ from learnkit.hints import warn_of_nan
 from learnkit.history import History
 from learnkit.html import never_raising
 from learnkit.measures import AvgLoss, as_metrics, batch_weight, check_column, measures_batches
-from learnkit.merging import check_mergeable, gathered
+from learnkit.merging import check_mergeable, gather_on_host
 from learnkit.metric_states import storable
 from learnkit.plots import Plots
 from learnkit.steps import Steps
@@ -294,7 +294,7 @@ class Recorder(Plots, Callback):
         "Take over what the other processes have logged; return the first one's seconds."
         frame = self._frame
         mine = {'frame': frame.state_dict(), 'names': self._logged_names, 'unshown': self._unshown, 'seconds': seconds}
-        told = gathered(self.learn.world, mine)
+        told = gather_on_host(self.learn.world, mine, 'logged values')
         frame.merge_logged([sd['frame'] for sd in told])
         self._logged_names = list(dict.fromkeys(name for sd in told for name in sd['names']))
         self._unshown = set().union(*(sd['unshown'] for sd in told))

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from learnkit.callback import Callback
+from learnkit.comm import ALONE, Comm
 from learnkit.dispatch import HasCallbacks, place, takes_every_event
 from learnkit.errors import CancelError, CancelException
 from learnkit.events import CONTEXTS, LEVELS
@@ -20,7 +21,6 @@ from learnkit.hints import warn_user
 from learnkit.rng import preserved_rng
 from learnkit.timing import Timestamp
 from learnkit.timings import FIRST, Timings
-from learnkit.world import ALONE, World
 
 __all__ = ['Runs', 'Contexts', 'Turn']
 
@@ -84,7 +84,7 @@ class Runs(HasCallbacks):
         self._started: float | None = None      # when the running fit began
         self._device: torch.device | None = None
         self.timings, self._until_timed = Timings(), FIRST
-        self.world: World = ALONE               # the processes that train together
+        self.world: Comm = ALONE               # the processes that train together
         self._replica: nn.Module | None = None  # what training calls in the model's place
         self.turn: str | None = None            # the optimizer that `optimize(only=)` trains; None: all of them
         self._turn: Turn | None = None          # the call of `optimize` that is under way

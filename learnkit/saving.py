@@ -137,7 +137,7 @@ class Saving(Loop):
         >>> torch.equal(again.model.a, learn.model.a)
         True
         """
-        self.world.any(False)  # the first of several processes has written it when all are here
+        self.world.barrier()  # the first of several processes has written it when all are here
         path = self._weights_path(file, to_read=True)
         stored = read_weights(path, torch.device('cuda', device) if isinstance(device, int) else device)
         opt_state = opt_state_of(stored, with_opt, path)

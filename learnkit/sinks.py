@@ -21,18 +21,18 @@ from numpy.lib.format import open_memmap
 from torch import Tensor
 
 from learnkit.batch import describe
+from learnkit.comm import ALONE, Comm
 from learnkit.errors import BatchError, OptionError
-from learnkit.world import ALONE, World
 
 __all__ = ['check_sink', 'opened_sink', 'save_plain', 'read_rows']
 
 
-def check_sink(sink: Any, names: tuple[str, ...], world: World = ALONE) -> None:
+def check_sink(sink: Any, names: tuple[str, ...], world: Comm = ALONE) -> None:
     "Raise `OptionError` for a sink that cannot take these entries; in every process, where one has found it."
-    world.together(partial(_check, sink, names, world))
+    world.run_on_all(partial(_check, sink, names, world))
 
 
-def _check(sink: Any, names: tuple[str, ...], world: World) -> None:
+def _check(sink: Any, names: tuple[str, ...], world: Comm) -> None:
     if callable(sink): return
     if _is_path(sink):
         _check_free(Path(sink) if _is_folder(sink) else _own_file(Path(sink), world), _is_folder(sink))
@@ -79,7 +79,7 @@ def _is_folder(sink: Any) -> bool: return _is_path(sink) and Path(sink).suffix !
 def opened_sink(
     sink: Any,
     names: tuple[str, ...],              # of a batch's entries
-    world: World = ALONE,                # the processes that share the loader
+    world: Comm = ALONE,                # the processes that share the loader
     number: Callable[[], int] | None = None,  # gives that of the batch, where several processes share the loader
 ) -> Iterator[Callable[..., Any]]:
     """Open a sink and yield the function that takes the entries of a batch.
@@ -98,7 +98,7 @@ def opened_sink(
     else:
         path, index = _own_file(Path(sink), world), []
         part = _part_of(path)
-        world.together(partial(_make_empty, part))  # a disk that fails is found before anyone predicts
+        world.run_on_all(partial(_make_empty, part))  # a disk that fails is found before anyone predicts
         with open(part, 'wb') as file:
             rows = _NpyFile(file)
             def add(array: np.ndarray) -> None:
@@ -107,8 +107,8 @@ def opened_sink(
                 index.append((number(), world.rank, rows.n - before))
             yield partial(_only_preds, names, add)
         told = world.gather(index)                  # all have written
-        world.together(partial(os.replace, part, path))
-        if world.size > 1: world.together(partial(_write_index, Path(sink), world, told))
+        world.run_on_all(partial(os.replace, part, path))
+        if world.size > 1: world.run_on_all(partial(_write_index, Path(sink), world, told))
 
 
 def _make_empty(path: Path) -> None:
@@ -117,7 +117,7 @@ def _make_empty(path: Path) -> None:
 
 
 @contextmanager
-def _folder(path: Path, world: World) -> Iterator[Path]:
+def _folder(path: Path, world: Comm) -> Iterator[Path]:
     "Yield the folder until it is complete: one for all processes, where they share the disk."
     part = _part_of(path)
 
@@ -129,22 +129,22 @@ def _folder(path: Path, world: World) -> Iterator[Path]:
         if not part.is_dir(): return    # the first process has done it, on the disk that is shared
         if path.exists(): path.rmdir()  # empty, as was checked
         os.replace(part, path)
-    world.together(make if world.is_first else noop)
-    world.together(partial(part.mkdir, parents=True, exist_ok=True))
+    world.run_on_all(make if world.is_first else noop)
+    world.run_on_all(partial(part.mkdir, parents=True, exist_ok=True))
     yield part
-    world.gather(None)                  # all have written
-    world.together(finish if world.is_first else noop)
-    world.together(finish if world.local_rank == 0 else noop)
+    world.barrier()                     # all have written
+    world.run_on_all(finish if world.is_first else noop)
+    world.run_on_all(finish if world.local_rank == 0 else noop)
 
 
-def _own_file(path: Path, world: World) -> Path:
+def _own_file(path: Path, world: Comm) -> Path:
     return path if world.size == 1 else path.with_name(f'{path.stem}.rank{world.rank}.npy')
 
 
 def _index_of(path: Path) -> Path: return path.with_name(f'{path.stem}.index.json')
 
 
-def _write_index(path: Path, world: World, told: list[list[tuple[int, int, int]]]) -> None:
+def _write_index(path: Path, world: Comm, told: list[list[tuple[int, int, int]]]) -> None:
     "Write which rows come from which file, in the order of the data."
     if not world.is_first: return
     files = [f'{path.stem}.rank{rank}.npy' for rank in range(world.size)]

@@ -18,7 +18,7 @@ from learnkit.dtensors import whole_state
 from learnkit.errors import CheckpointError, DamagedError, DistributedError, WeightsError
 from learnkit.folders import find
 from learnkit.statefile import read_state, write_state
-from learnkit.world import join_world
+from learnkit.comm import join_ranks
 from tests.ranks import run_ranks, started_ranks
 from tests.test_sharded import WithStatistics, apart, learner, values
 
@@ -299,7 +299,7 @@ def test_only_folders_of_checkpoints_are_swept(tmp_path):
 
 def cut(rank, folder, dims):
     "Write tensors that are cut along a dimension, tied, turned, complex, and smaller than the number of ranks."
-    world = join_world(timeout_s=30.)
+    world = join_ranks(timeout_s=30.)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     mesh = init_device_mesh('cpu', (2,))

@@ -20,9 +20,9 @@ from learnkit import (
     ProgressCallback,
 )
 from learnkit.callbacks import EMA
+from learnkit.comm import ALONE
 from learnkit.distributed import DistributedTraining
 from learnkit.errors import DistributedError, OptionError
-from learnkit.world import ALONE
 from tests.distributing import make_dls, make_learner, rows, same_rows, weights
 from tests.ranks import run_ranks
 

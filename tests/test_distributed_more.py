@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 from learnkit import Callback, DataLoaders, GradientAccumulation, Learner, TensorLoader
 from learnkit.callbacks import Checkpoint, OOMObserver
 from learnkit.distributed import DistributedTraining
-from learnkit.distributed.verdicts import Report, judge
 from learnkit.errors import DistributedError
 from tests.distributing import interrupted, make_data, make_dls, make_learner, rows, weights
 from tests.ranks import run_ranks
@@ -144,7 +143,7 @@ def test_a_fit_after_a_failed_one_is_refused_at_once() -> None:
         def fail(cb: Any) -> None:
             if cb.world.rank and cb.train_iter == 3: raise ValueError('broken')
         learn = make_learner(cbs=Callback(after_batch=fail))
-        with learn.distributed('ddp', timeout='20s'):
+        with learn.distributed('ddp', timeout='20s'):   # whose failed fit has closed the connections
             for resume in (False, None, True):
                 try: learn.fit(1, resume=resume)
                 except Exception as e: told.append(f'{type(e).__name__}: {e}')
@@ -161,6 +160,7 @@ def test_a_process_that_is_alone_in_its_fit_hears_that_the_other_has_left() -> N
             with learn.distributed('ddp', timeout='20s'):
                 learn.fit(1)
                 if rank: learn.fit(1)
+            sleep(1.)   # the first keeps the store
         except DistributedError as e: return str(e)
         return ''
     assert run_ranks(job)[1].startswith('Process 0 of 2 has left the training')
@@ -174,30 +174,6 @@ def test_processes_that_were_told_other_numbers_of_them() -> None:
         with pytest.raises(DistributedError, match='same WORLD_SIZE'), learn.distributed('ddp', timeout='1s'): pass
         return torch.distributed.is_initialized()
     assert run_ranks(job) == [False, False]
-
-
-class SlowStore:
-    "A store whose answer to `set` takes a while, in which the next run may begin."
-
-    def __init__(self, store: Any) -> None: self.store = store
-    def __getattr__(self, name: str) -> Any: return getattr(self.store, name)
-
-    def set(self, key: str, value: str) -> None:
-        self.store.set(key, value)
-        sleep(0.02)
-
-
-def test_runs_that_follow_each_other_at_once_are_told_apart() -> None:
-    def job(rank: int) -> int:
-        learn = make_learner(make_dls(16, 8, n_valid=4))
-        with learn.distributed('ddp', timeout='5s'):
-            watch = learn._team._watch
-            watch._store = SlowStore(watch._store)
-            for i in range(30):
-                learn.validate()
-                sleep(0.002 * (i % 15))
-        return learn.train_iter
-    assert run_ranks(job, 3) == [0, 0, 0]
 
 
 def test_processes_share_a_folder_that_comes_and_goes(tmp_path: Path) -> None:
@@ -220,11 +196,3 @@ def test_processes_with_other_data_or_options_are_refused(what: str, told: str) 
             learn.distributed('ddp', timeout='20s', batch_size=batch_size): pass
         return str(e.value)
     assert all(told in text for text in run_ranks(job))
-
-
-def test_all_that_gave_up_at_once_are_judged() -> None:
-    waits = Report(1, True, False, (1, 7), 'backward', 5.2, lost='Timed out waiting', lost_s=0.6, timed_out=True)
-    ahead = waits._replace(order=(1, 8), text='after_train')
-    verdict = judge([ahead, waits], [0, 0], timeout_s=5)
-    assert verdict is not None and verdict.kind == 'hang' and verdict.rank == 1
-    assert verdict.text.startswith('Process 1 of 2 has been in backward for 5.2 s, while process 0 waits for it in')

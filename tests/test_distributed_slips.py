@@ -79,7 +79,7 @@ def asked_while_others_count(rank: int) -> None:
         if cb.training and cb.iter == 3 and cb.world.rank == 1: cb.world.gather('mine')
     learn = made(before_batch=ask)
     learn.token_func = lambda *batch: 3
-    trained(learn)
+    with learn.distributed('ddp', timeout='2s'): learn.fit(2)
 
 
 SLIPS = {
@@ -89,8 +89,8 @@ SLIPS = {
     wrapped_by_hand: (ModelError, 'is a DistributedDataParallel.*bare model'),
     another_choice: (DistributedError, 'train loader: 10 batches of 40 samples .choice'),
     other_counts: (DistributedError, 'trained so far: .*26 ba.* in process 0, .*52 ba.* in process 1'),
-    asked_while_others_count: (DistributedError, 'something in .*_sum_tokens, and process 1 in .*ask|waits for it in'),
-    asked_alone: (DistributedError, 'something in gathered, and process 1 in .*ask: what all do together'),
+    asked_while_others_count: (DistributedError, 'waited for one another: process 0 .*process 1 .*in ask'),
+    asked_alone: (DistributedError, 'Process 0 of 2 gathers .*, and process 1 gathers values'),
 }
 
 

@@ -31,11 +31,11 @@ NAMES = Path(__file__).with_name('public_names.txt')
 # A module imports only what stands before it here. `callbacks`, `loggers` and `interop` are packages, whose own modules
 # may import one another as long as they make no cycle; `learnkit` is the package's own `__init__`.
 LAYERS = [
-    'later', 'html', 'cancels', 'errors', 'meeting', 'world', 'figures', 'metric_properties',
+    'later', 'html', 'cancels', 'errors', 'comm', 'figures', 'metric_properties',
     'events', 'timing', 'evaluator', 'files', 'statefile', 'torchfile', 'locks', 'rng', 'batch',
     'dtensors', 'pairing', 'hints', 'arrays', 'weights', 'digests',
     'torchloader', 'order', 'tables', 'showing', 'loaders', 'data', 'hypers', 'optimstate', 'optim',
-    'optimizers', 'readahead', 'positions', 'metric_states', 'merging', 'records', 'averages',
+    'optimizers', 'readahead', 'positions', 'metric_states', 'merging', 'averages',
     'measures', 'accum', 'late', 'scores', 'segmentation', 'metrics', 'losses', 'annealing',
     'plots', 'callback', 'attributes', 'foreign', 'slips', 'dispatch', 'moving', 'timings', 'runs',
     'evaluation', 'pieces', 'resuming', 'loop', 'ownloops', 'traineval', 'distributed', 'checks', 'budget',

@@ -162,7 +162,7 @@ class Checkpoint(Callback):
     def _take_folder(self) -> None:
         if self._has_folder: return
         world = self.learn.world
-        world.together(self._take if world.is_first else noop)
+        world.run_on_all(self._take if world.is_first else noop)
         self._has_folder = True
 
     def _take(self) -> None:
@@ -185,9 +185,9 @@ class Checkpoint(Callback):
         "Save if it is time, or leave if that was asked for."
         if not self._run_id: self.before_fit()  # it came in the middle of the fit
         if self._broken_off is not None: self._broken_off = None  # an evaluation that was cancelled is over, too
-        is_due, later = self._is_due(place), self.learn.world.later
-        if later('leave', self._stop.received): return self._leave(place)
-        if later('failed', self._has_failed()): self._wait_alike()
+        is_due, post = self._is_due(place), self.learn.world.post
+        if post('leave', self._stop.received): return self._leave(place)
+        if post('failed', self._has_failed()): self._wait_alike()
         if is_due: self.save()
 
     def _has_failed(self) -> bool:
@@ -287,9 +287,9 @@ class Checkpoint(Callback):
     def _write_alike(self, state: dict[str, Any], path: Path, info: dict[str, Any]) -> None:
         "Write in the first process while the others wait, or write their parts."
         world = self.learn.world
-        world.together(partial(self._write, state, path, info) if world.is_first or 'parts' in state else noop)
+        world.run_on_all(partial(self._write, state, path, info) if world.is_first or 'parts' in state else noop)
 
-    def _wait_alike(self) -> None: self.learn.world.together(self._wait)
+    def _wait_alike(self) -> None: self.learn.world.run_on_all(self._wait)
 
     def _wait(self) -> None:
         "Wait for the checkpoint that is being written, and raise what that has raised."
@@ -314,7 +314,7 @@ class Checkpoint(Callback):
         self._wait_alike()
         self._stop.received = self.learn.world.any(self._stop.received)
 
-    def after_epoch(self) -> None: self.learn.world.later('leave', self._stop.received)  # before all agree
+    def after_epoch(self) -> None: self.learn.world.post('leave', self._stop.received)  # before all agree
 
     def after_eval(self) -> None:
         if self.learn._depth == 1: self._broken_off = None

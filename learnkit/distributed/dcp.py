@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from learnkit.comm import Comm
 from learnkit.dtensors import hosted_empty, is_part, local
 from learnkit.errors import CheckpointError, DamagedError
 from learnkit.files import flush_folder
 from learnkit.statefile import read_entries, write_state
-from learnkit.world import World
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -81,10 +81,10 @@ def put(state: Any, place: list[Any], value: Any) -> Any:
 class Writers:
     "All processes as those who write checkpoints, each on a thread of its own, with a group of their own for it."
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Comm) -> None:
         import torch.distributed as dist
         group = dist.new_group(backend='gloo', timeout=timedelta(seconds=world.timeout_s))
-        self.world = World(world.rank, world.size, world.local_rank, world.timeout_s, group)
+        self.world = Comm(world.rank, world.size, world.local_rank, world.timeout_s, group)
 
     def write(
         self,
@@ -94,16 +94,16 @@ class Writers:
         """Write each process's parts, and return what the checkpoint's file has to say of them.
 
         All processes call it. What fails in one is raised in all: `CheckpointError`, or there the `OSError` itself."""
-        self.world.together(lambda: self._make(folder))
+        self.world.run_on_all(lambda: self._make(folder))
         try:
-            described = self.world.together(lambda: self._save(parts, folder/file_name(self.world.rank)))
+            described = self.world.run_on_all(lambda: self._save(parts, folder/file_name(self.world.rank)))
         except BaseException:
             if self.world.is_first:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         gathered = self.world.gather(described)
         files = {file_name(rank): file for rank, (file, _) in enumerate(gathered)}
-        self.world.together(lambda: self._look(folder, files))
+        self.world.run_on_all(lambda: self._look(folder, files))
         tensors = [{'name': name, 'dtype': str(t.dtype).removeprefix('torch.'), 'size': [*t.shape], 'dim': dim_of(t),
                     'lengths': [lengths[i] for _, lengths in gathered]} for i, (name, t) in enumerate(parts.items())]
         return {'files': files, 'tensors': tensors}

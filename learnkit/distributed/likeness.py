@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from learnkit.comm import Comm
 from learnkit.data import TensorLoader, evaluation_loaders, n_batches
 from learnkit.distributed.replicas import share_first
 from learnkit.errors import DistributedError, ModelError
 from learnkit.weights import bare_model
-from learnkit.world import World
 
 __all__ = ['alike', 'check_bare', 'differ', 'lengths_of', 'optimizer_state', 'total_of', 'what_is_trained']
 
@@ -54,7 +54,7 @@ def optimizer_state(learn: Any) -> dict[str, Tensor]:
 
 def alike(
     learn: Any,
-    world: World,
+    world: Comm,
     told: dict[str, str],   # of data and options, for comparison
 ) -> None:
     """Give every process the first one's weights, and its optimizer's state.

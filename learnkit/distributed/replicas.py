@@ -106,8 +106,12 @@ class Replicas:
 
     def release(self, learn: Any) -> None:
         "Let go of the wrapper, and of its hooks on the parameters, also where a traceback still holds it."
-        if remove := getattr(self.wrapped, '_remove_autograd_hooks', None): remove()  # torch has no public name for it
-        self.wrapped = learn._replica = None
+        wrapped, self.wrapped, learn._replica = self.wrapped, None, None
+        if wrapped is None or 'reducer' not in vars(wrapped):
+            return
+        wrapped._remove_autograd_hooks()  # torch has no public name for it
+        for name in ('reducer', 'logger', 'process_group'):
+            vars(wrapped).pop(name, None)  # they would keep the process group, and its connections, open
 
     def leave(self, learn: Any) -> None: self.release(learn)
 

@@ -136,7 +136,7 @@ class Sharded:
     def _is_broken(self, learn: Any) -> bool:
         "Tell whether this process, or another one, has failed, so that there is nothing more to do together."
         if (e := sys.exception()) is not None and e is not self._handled: return True
-        return self._team._watch.has_failed
+        return learn.world.is_broken
 
     def _give_up(self, learn: Any, original: nn.Module) -> None:
         "Put the user's model back as it was, with an optimizer that begins anew."
@@ -183,6 +183,10 @@ class Sharded:
     def catch_up(self, learn: Any) -> None: "There is nothing to do: messages are the same from the first pass on."
 
     def average_gradients(self, learn: Any) -> None: "There is nothing to do: every pass has averaged its own."
+
+    def release(self, learn: Any) -> None:
+        "Forget the hosts, as a process has failed; `leave` restores the model."
+        close_hosts(learn.world.control)
 
 
 # -- options -----------------------------------------------------------------------------------------------------------

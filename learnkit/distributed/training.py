@@ -15,19 +15,18 @@ from torch import Tensor, nn
 
 from learnkit.batch import batch_counter
 from learnkit.callback import Callback
+from learnkit.comm import ALONE, join_ranks
 from learnkit.data import n_batches
-from learnkit.distributed import connections
 from learnkit.distributed.cut import BATCH_SIZES, UNEVEN
+from learnkit.distributed.failures import Failures
 from learnkit.distributed.likeness import alike, check_bare, differ, lengths_of, total_of
 from learnkit.distributed.replicas import Replicas, average, too_big
 from learnkit.distributed.shards import FirstBatches, check_lengths, shard_loaders
-from learnkit.distributed.watch import Watch
 from learnkit.errors import CancelBatchException, DistributedError, OptionError, did_you_mean
 from learnkit.loaders import check_count
 from learnkit.loop import sample_count, token_count
 from learnkit.rng import preserved_rng
 from learnkit.timing import Time, as_time
-from learnkit.world import ALONE, join_world
 
 __all__ = ['DistributedTraining']
 
@@ -76,6 +75,7 @@ class DistributedTraining(Callback):
     """
     order, needs_events = -9.5, False   # right after the counters
     remove_on_find = False
+    failures: Failures   # of the processes that are joined
 
     def __init__(
         self,
@@ -101,7 +101,6 @@ class DistributedTraining(Callback):
         self.strategy, self.backend, self.sharded_already = strategy, backend, sharded_already
         self._given, self._options, self.agree_every = given, options, agree_every
         if strategy != 'auto': self._made()   # whose options it checks
-        self._watch: Watch | None = None
         self._parts: Any = None                         # the strategy at work
         self._mean = GradientMean()
         self._before: dict[str, Any] = {}               # what the Learner had before
@@ -127,13 +126,12 @@ class DistributedTraining(Callback):
         if learn.world.size > 1: raise DistributedError(
             'This Learner trains in several processes already: by a `DistributedTraining` among its callbacks, or in a '
             'context of `learn.distributed()` that is open. Leave out one of them.')
-        world = join_world(self.timeout.value, self.backend)
+        world = join_ranks(self.timeout.value, self.backend)
         if world.size == 1: return world.leave()
         self._before = {'dls': learn.dls, 'logger': learn.logger}
-        learn.world, learn._team = world, self
+        learn.world, learn._team, self.failures = world, self, Failures(world)
         try:
-            world.together(lambda: check_bare(learn.model))   # nobody leaves while another still joins
-            self._watch = Watch(world, self.timeout.value)
+            world.run_on_all(lambda: check_bare(learn.model))   # nobody leaves while another still joins
             alike(learn, world, self._told())
             self._parts = self._made(cuts=self.strategy == 'auto' and world.any(too_big(learn.model)))
             self._share_loaders()
@@ -144,10 +142,11 @@ class DistributedTraining(Callback):
             self._parts.enter(learn)
             learn.add_cb(self._mean)
         except BaseException as e:
+            error = self.fail(e)
             learn.remove_cb(self)
-            if not connections.is_lost(e): raise
-            raise DistributedError(f'The processes were joined, and then another one of the {world.size} failed: '
-                                   f'{e}') from e
+            if error is e:
+                raise
+            raise error from e
 
     def _told(self) -> dict[str, str]:
         "Return what must be the same in every process, besides the model."
@@ -196,12 +195,31 @@ class DistributedTraining(Callback):
             if self._parts is not None: self._parts.leave(learn)
         finally:
             learn.remove_cb(self._mean)
-            if self._watch is not None: self._watch.close()
-            self._watch = self._parts = None
+            self.failures.leave()
+            del self.failures
+            self._parts = None
             self._asked = [], []
             for name, value in before.items(): setattr(learn, name, value)
             learn.world, learn._team = ALONE, None
             world.leave()
+
+    def fail(
+        self,
+        e: BaseException,   # has ended a run of this process
+    ) -> BaseException:
+        """Let the other processes know of an error, and close the connections on which they wait for this one.
+
+        Return what is to be raised: `e`, or a `DistributedError` that says which process has failed before."""
+        failures, world = self.failures, self.learn.world
+        error = failures.report(e, self.learn)
+        if isinstance(e, SystemExit):
+            return e
+        if self._parts is not None:
+            self._parts.release(self.learn)
+        self._now = Now()
+        world.leave()
+        failures.linger()
+        return error
 
     # -- the fit -------------------------------------------------------------------------------------------------------
 
@@ -211,8 +229,8 @@ class DistributedTraining(Callback):
         if learn.dls is not self._dls: raise DistributedError(
             '`learn.dls` was set while several processes train: each would train on all of it. Set it before '
             '`learn.distributed()`, or the loader in it, `learn.dls.train`, in a new context.')
-        world.forget(clock=max(world.gather(learn._own_seconds())))
-        self._every, self._heard = self._most, (learn._done['ba'], world.agreed('clock'))
+        world.reset(clock=max(world.gather(learn._own_seconds())))
+        self._every, self._heard = self._most, (learn._done['ba'], world.value('clock'))
         r = learn._resumption
         self._steps_before = learn._finished('st') if r is None else 0
         self._catches_up = world.size > 2 and r is not None and r.state.get('has_synced', True)
@@ -318,14 +336,14 @@ class DistributedTraining(Callback):
 
     def _sum_tokens(self) -> Callable[[], Tensor]:
         "Begin to sum this batch's tokens up; the answer comes while it is computed."
-        self._now.tokens = self.learn.world.sum_later(torch.tensor(token_count(self.learn) if self.has_samples else 0))
+        self._now.tokens = self.learn.world.start_sum(torch.tensor(token_count(self.learn) if self.has_samples else 0))
         return self._now.tokens
 
     def batch_checkpoint(self) -> None:
         world, n = self.learn.world, self.learn._done['ba']
-        sends, hears = n % self._every == 0, world.is_agreeing
-        if sends or hears: self._agree(partial(world.turn, sends))
-        if hears and self.agree_every is None: self._keep_pace(n, world.agreed('clock'))
+        sends, hears = n % self._every == 0, world.is_exchanging
+        if sends or hears: self._agree(partial(world.exchange, sends))
+        if hears and self.agree_every is None: self._keep_pace(n, world.value('clock'))
 
     def _keep_pace(self, n: int, clock: float) -> None:
         "Agree more often where batches take long, by the clock that all agree on."
@@ -335,18 +353,18 @@ class DistributedTraining(Callback):
 
     def epoch_checkpoint(self) -> None:
         total = total_of(self.learn.model.parameters()) if self._parts.averages_late else (0., 0.)
-        totals = self._agree(partial(self.world.settle, *total))
-        self._heard = self.learn._done['ba'], self.world.agreed('clock')   # evaluations are no batches
+        totals = self._agree(partial(self.world.sync, *total))
+        self._heard = self.learn._done['ba'], self.world.value('clock')   # evaluations are no batches
         if differ(totals): self.learn.check_replicas()
 
-    def iteration_checkpoint(self) -> None: self._agree(self.world.settle)
+    def iteration_checkpoint(self) -> None: self._agree(self.world.sync)
 
     def _agree(self, how: Callable[[], T]) -> T:
         learn = self.learn
-        learn.world.later('clock', learn._own_seconds())
+        learn.world.post('clock', learn._own_seconds())
         learn.world.n_steps = learn._finished('st') - self._steps_before
         told = how()
-        if learn.world.agreed('stop'): learn._stop_here()
+        if learn.world.value('stop'): learn._stop_here()
         return told
 
 

@@ -66,7 +66,7 @@ def straight_run(folder: Path) -> tuple[list[Any], float]:
 def test_some_kills(tmp_path: Path) -> None:
     straight = run_ranks(train, 2, tmp_path/'straight')
     ends = [killed(tmp_path/'killed', victim, 0.01, n_steps=3) for victim in (0, 1)]
-    assert all(end is not None and end[0] and end[1] < TIMEOUT_S + 2 for end in ends)
+    assert all(end is not None and end[0] and end[1] < TIMEOUT_S + 10 for end in ends)
     for own, one in zip(straight, run_ranks(train, 2, tmp_path/'killed'), strict=True): assert same(own, one)
 
 
@@ -81,4 +81,4 @@ def test_many_kills(tmp_path: Path) -> None:
     print(f'row 35: {len(trained)} kills in training, the other ended after {trained[len(trained)//2]:.1f} s (median), '
           f'{trained[-1]:.1f} s at most; {len(began)} while they joined, {max(began, default=0.):.1f} s at most; '
           'every restart exact')
-    assert trained[-1] < TIMEOUT_S + 2 and max(began, default=0.) < 2*TIMEOUT_S + 2  # torch alone looks on there
+    assert trained[-1] < TIMEOUT_S + 10 and max(began, default=0.) < 2*TIMEOUT_S + 10

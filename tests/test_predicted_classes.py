@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributions import Normal
 
-from learnkit import BatchError, DataLoaders, Learner
+from learnkit import BatchError, DataLoaders, DistributedError, Learner
 from tests.distributing import make_data
 from tests.ranks import run_ranks
 
@@ -86,23 +85,21 @@ def test_several_processes_give_what_one_does(model: Any) -> None:
     assert 'Output' in str(alone) and len(str(alone)) > 5_000
 
 
-def too_few(rank: int) -> str:
-    with pytest.raises(BatchError) as e: ask(Many, n=1)
+def test_a_process_that_has_predicted_nothing_gets_the_classes_of_the_other() -> None:
+    alone = seen(ask(Many, n=1))
+    assert run_ranks(few, 2) == [alone, alone] and 'Output' in str(alone)
+
+
+def few(rank: int) -> Any: return seen(ask(Many, n=1))
+
+
+def local(rank: int) -> str:
+    @dataclass
+    class Inside:
+        x: Tensor
+    with pytest.raises((BatchError, DistributedError)) as e: ask(Inside)
     return str(e.value)
 
 
-def test_a_process_without_an_example_of_a_class_says_so_in_all() -> None:
-    first, second = run_ranks(too_few)
-    assert first == second and 'has predicted nothing like the ' in first
-    assert 'return tensors in a dict or a tuple, or predict on at least as many samples' in first
-    assert 'Output' in str(seen(ask(Many, n=1)))   # alone there is none without
-
-
-def distribution(rank: int) -> str:
-    with pytest.raises(BatchError) as e: ask(lambda x: Normal(x, torch.ones_like(x)))
-    return str(e.value)
-
-
-def test_what_cannot_be_taken_apart_is_refused_with_what_to_do() -> None:
-    for message in run_ranks(distribution):
-        assert 'A Normal cannot be sent to the other processes: give tensors' in message
+def test_a_class_that_no_import_finds_is_refused_with_what_to_do() -> None:
+    for message in run_ranks(local): assert 'predictions cannot be sent to the other processes' in message

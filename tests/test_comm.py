@@ -5,19 +5,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from time import sleep
 from typing import Any
 
 import pytest
 import torch
 
+from learnkit.comm import ALONE, join_ranks, launched_as
 from learnkit.digests import WALL_CLOCK, differences
 from learnkit.distributed.launching import free_port
 from learnkit.errors import DistributedError
 from learnkit.folders import entries
-from learnkit.meeting import agree
 from learnkit.statefile import read_state
-from learnkit.world import ALONE, join_world, launched_as
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -94,7 +92,7 @@ def test_one_process_of_a_job_is_alone(env: dict[str, str]) -> None: assert laun
 
 def test_a_process_that_nothing_has_started_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*TORCHRUN, *SRUN): monkeypatch.delenv(name, raising=False)
-    assert join_world() is ALONE
+    assert join_ranks() is ALONE
 
 
 # -- joining
@@ -104,7 +102,7 @@ def _in_a_group_of_another(rank: int) -> tuple[Any, ...]:
     store = dist.TCPStore('127.0.0.1', int(os.environ['MASTER_PORT']), 2, rank == 0)
     for name in TORCHRUN: os.environ.pop(name, None)   # Ray Train and the like may not set them
     dist.init_process_group('gloo', store=store, rank=rank, world_size=2)
-    world = join_world(30.)
+    world = join_ranks(30.)
     told = world.rank, world.size, world.is_ours, world.gather(f'I am {world.rank}')
     world.leave()
     t = torch.ones(1)
@@ -125,7 +123,7 @@ def _started_by_srun(rank: int) -> tuple[Any, ...]:
     for name in TORCHRUN: os.environ.pop(name, None)
     os.environ.update({**SRUN, 'SLURM_PROCID': str(rank), 'SLURM_LOCALID': str(rank), 'SLURM_STEP_NUM_TASKS': '2',
                        'SLURM_STEP_NUM_NODES': '1', 'SLURM_LAUNCH_NODE_IPADDR': '127.0.0.1', 'MASTER_PORT': port})
-    world = join_world(30.)
+    world = join_ranks(30.)
     told = world.rank, world.local_rank, world.size, world.is_ours, world.gather(world.rank)
     during = os.environ['RANK'], os.environ['MASTER_PORT']
     world.leave()
@@ -139,20 +137,20 @@ def test_processes_of_srun_find_one_another() -> None:
     assert run_ranks(_started_by_srun, 2) == said
 
 
-def _told(rank: int, n: int) -> Any: return {'text': 'x' * (n * (1 + rank)), 'rank': rank, 't': torch.arange(n) + rank}
+def _value(rank: int, n: int) -> Any: return {'text': 'x' * (n * (1 + rank)), 'rank': rank, 't': torch.arange(n) + rank}
 
 
-def _tells(rank: int) -> list[bool]:
-    world, right = join_world(20.), []
+def _gathers(rank: int) -> list[bool]:
+    world, right = join_ranks(20.), []
 
     def same(a: Any, b: Any) -> bool: return a['t'].equal(b.pop('t')) and {k: v for k, v in a.items() if k != 't'} == b
-    for n in (0, 1, 400, 500, 800, 1500, 2500, 50_000):   # bytes below, around and above those of a message's head
-        mine, both = _told(rank, n), [_told(0, n), _told(1, n)]
+    for n in (0, 1, 50_000):
+        mine, both = _value(rank, n), [_value(0, n), _value(1, n)]
         right += [same(m, b) for m, b in zip(world.gather(mine), both, strict=True)]
-        right.append(same(world.broadcast(mine if rank == 0 else None), _told(0, n)))
+        right.append(same(world.broadcast(mine if rank == 0 else None), _value(0, n)))
         collected = world.collect(mine)
         right.append(len(collected) == (2 if rank == 0 else 0))
-        right += [same(m, b) for m, b in zip(collected, [_told(0, n), _told(1, n)][:len(collected)], strict=True)]
+        right += [same(m, b) for m, b in zip(collected, [_value(0, n), _value(1, n)][:len(collected)], strict=True)]
     lopsided = world.gather('y' * 30_000 if rank else None)
     right.append(lopsided == [None, 'y' * 30_000])
     world.leave()
@@ -160,13 +158,88 @@ def _tells(rank: int) -> list[bool]:
 
 
 @pytest.mark.dist
-def test_messages_of_every_size_arrive() -> None: assert all(map(all, run_ranks(_tells, 2)))
+def test_values_of_every_size_arrive() -> None: assert all(map(all, run_ranks(_gathers, 2)))
+
+
+def _sums(rank: int) -> list[Any]:
+    world = join_ranks(20.)
+    whole, mine = torch.arange(6.).view(2, 3), (torch.arange(6, dtype=torch.float64) * (rank + 1)).view(2, 3)
+    wait = world.start_sum(mine)
+    total = world.sum(whole * (rank + 1))
+    found = [wait().tolist(), total.tolist(), total.dtype is torch.float64, mine.tolist(),
+             [world.any(flag) for flag in (rank == 1, False, True)]]
+    world.leave()
+    return found
+
+
+@pytest.mark.dist
+def test_sums_and_flags_of_three_ranks() -> None:
+    sums = [[0., 6., 12.], [18., 24., 30.]]   # (1 + 2 + 3) times the numbers of the first
+    for rank, found in enumerate(run_ranks(_sums, 3)):
+        own = [[(rank + 1.) * i for i in row] for row in ([0, 1, 2], [3, 4, 5])]
+        assert found == [sums, sums, True, own, [True, False, True]]
+
+
+def _exchanges(rank: int) -> list[Any]:
+    world, seen = join_ranks(20.), []
+    world.reset(clock=7.)
+    seen.append([world.post('stop', rank), world.value('clock'), world.is_exchanging])
+    world.exchange()
+    seen.append([world.value('stop'), world.is_exchanging])     # sent, and not received yet
+    world.exchange(sends=False)
+    seen.append([world.value('stop'), world.value('clock'), world.is_exchanging])
+    world.set('clock', 3.)
+    seen.append([world.sync(rank, 10 + rank), world.value('clock'), world.value('stop')])
+    world.n_steps = rank
+    with pytest.raises(DistributedError, match='0 to 1 steps'): world.sync()
+    world.leave()
+    world.leave()
+    return seen
+
+
+@pytest.mark.dist
+def test_numbers_that_are_posted_arrive_one_exchange_later() -> None:
+    expected = [[0., 7., False], [0., True], [1., 7., False], [[[0., 10.], [1., 11.]], 3., 1.]]
+    assert run_ranks(_exchanges, 2) == [expected] * 2
+
+
+def _gathers_other_things(rank: int) -> str:
+    world = join_ranks(20.)
+    with pytest.raises(DistributedError) as e: world.gather(rank, ('metrics', 'values')[rank])
+    world.leave()
+    return str(e.value)
+
+
+@pytest.mark.dist
+def test_ranks_that_gather_different_things_are_named() -> None:
+    for text in run_ranks(_gathers_other_things, 2):
+        assert 'Process 0 of 2 gathers metrics, and process 1 gathers values' in text
+
+
+def _runs(rank: int) -> list[str]:
+    world, found = join_ranks(20.), []
+
+    def fail() -> int:
+        if rank: raise ValueError('broken')
+        return 3
+    try: world.run_on_all(fail)
+    except (ValueError, DistributedError) as e: found.append(f'{type(e).__name__}: {e}')
+    found.append(str(world.run_on_all(lambda: rank)))
+    world.barrier()
+    world.leave()
+    return found
+
+
+@pytest.mark.dist
+def test_an_error_of_one_rank_is_raised_in_all() -> None:
+    assert run_ranks(_runs, 2) == [['DistributedError: Process 1 of 2 has failed: ValueError: broken', '0'],
+                                   ['ValueError: broken', '1']]
 
 
 def _meets_again(rank: int) -> list[Any]:
     told = []
     for i in range(5):
-        world = join_world(20.)
+        world = join_ranks(20.)
         told.append(world.gather((rank, i)))
         world.leave()
     return told
@@ -175,23 +248,6 @@ def _meets_again(rank: int) -> list[Any]:
 @pytest.mark.dist
 def test_the_same_processes_meet_again_and_again() -> None:
     assert run_ranks(_meets_again, 2) == [[[(0, i), (1, i)] for i in range(5)]] * 2
-
-
-def _agrees(rank: int, port: int) -> str:
-    from torch.distributed import TCPStore
-    if rank: sleep(0.1)   # it is the first that calls, where others said something before
-    return agree(TCPStore('127.0.0.1', port, None, False), rank, 3, 20.)
-
-
-@pytest.mark.dist
-def test_what_was_said_by_processes_that_are_gone_misleads_nobody() -> None:
-    from torch.distributed import TCPStore
-    store = TCPStore('127.0.0.1', 0, None, True, wait_for_workers=False)
-    agreed = [run_ranks(_agrees, 3, store.port) for _ in range(3)]
-    assert all(len(set(texts)) == 1 for texts in agreed) and len({texts[0] for texts in agreed}) == 3
-
-    with pytest.raises(DistributedError, match=r'Process 1 of 3 has waited 0\.05 s'): agree(store, 1, 3, 0.05)
-    with pytest.raises(DistributedError, match=r'Process 0 of 3 has waited 0\.05 s'): agree(store, 0, 3, 0.05)
 
 
 # -- for real
