@@ -78,7 +78,8 @@ class DataLoaders(Shows):
         self.evaluators = {name: dl for name, dl in named if isinstance(dl, Evaluator)}  # with options of their own
         self.evaluation = [(name, dl.dl if isinstance(dl, Evaluator) else dl) for name, dl in named]
         self.others = list(others)
-        self.n_inp, self.n_iter, self.path = n_inp, n_iter, Path(path)
+        self.n_inp: int | Mapping[str, int] | None = n_inp
+        self.n_iter, self.path = n_iter, Path(path)
         self.targets = as_names(targets)
         self._device = None if device is None else torch.device(device)
 
@@ -407,8 +408,9 @@ def as_names(targets: str | Iterable[str] | None) -> tuple[str, ...] | None:
     "Return names of targets as a tuple; raise `LoaderError` for what names nothing."
     if targets is None:
         return None
-    is_several = isinstance(targets, Iterable) and not isinstance(targets, str)
-    names = tuple(targets) if is_several else (targets,)
+    if isinstance(targets, str) or not isinstance(targets, Iterable):
+        targets = [targets]
+    names = tuple(targets)
     if not names or not all(isinstance(name, str) for name in names):
         raise LoaderError(f'DataLoaders(targets={targets!r}): give the names of entries of a dict batch.')
     return names

@@ -24,7 +24,7 @@ __all__ = ['Shows', 'show_samples', 'own_method', 'check_max_n', 'first_batch', 
 
 class Shows:
     "The part of `DataLoaders` that shows samples."
-    n_inp: int | None
+    n_inp: int | Mapping[str, int] | None
 
     def show_batch(
         self,

@@ -202,10 +202,10 @@ class BlendedLoss:
             return loss.sum()
         if reduction != 'mean':
             return loss
-        divisors = [divisor_of(plain, pred, targs, each) for targs, each in ((yb, own), (yb1, other))]
-        if any(divisor is None for divisor in divisors):
+        by_own, by_other = divisor_of(plain, pred, yb, own), divisor_of(plain, pred, yb1, other)
+        if by_own is None or by_other is None:
             return loss.mean()
-        blended = torch.lerp(divisors[1], divisors[0], share)
+        blended = torch.lerp(by_other, by_own, share)
         return loss.sum() / blended.expand_as(loss).sum()
 
     def __getattr__(self, name: str) -> Any: return getattr(self.__dict__['_plain'], name)
