@@ -286,8 +286,8 @@ class HandlerTable(dict[str, list[Entry]]):
 
     def __missing__(self, name: str) -> list[Entry]:
         known = name if name in CONTEXTS.values() else canonical_event(name)
-        entries = [(handler, self.callbacks.switches[id(cb)], cb) for cb in self.callbacks.ordered()
-                   if (handler := self._handler(cb, known))]
+        cbs = sorted(self.callbacks.ordered(), key=lambda cb: known in getattr(cb, 'runs_last', ()))
+        entries = [(handler, self.callbacks.switches[id(cb)], cb) for cb in cbs if (handler := self._handler(cb, known))]
         self[name] = entries
         return entries
 

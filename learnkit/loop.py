@@ -292,7 +292,8 @@ class Loop(Resuming):
                                f'{once if isinstance(self.dl, Iterator) else ""}')
 
     def _weight(self) -> Any:
-        return self.weight_func(self.xb, self.yb) if self.weight_func else sample_count(self.xb)
+        count = self._count_for_loss(self.xb, self.yb) if self.weight_func else None
+        return sample_count(self.xb) if count is None else count
 
     def log(self, name: str, value: Any, weight: Any = 1, shown: bool = True) -> None:
         "Average a named value over the epoch; `Learner` hands it to its recorder."

@@ -41,7 +41,7 @@ class Runs(HasCallbacks):
     loss_func: Any
     microbatch: int | str | None
     token_func: Callable[[tuple[Any, ...], tuple[Any, ...]], int] | None
-    weight_func: Callable[[tuple[Any, ...], tuple[Any, ...]], Any] | None
+    weight_func: Callable[[tuple[Any, ...], tuple[Any, ...]], Any] | str | None
     xb: tuple[Any, ...]
     yb: tuple[Any, ...]
     pred: Any

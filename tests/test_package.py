@@ -31,9 +31,9 @@ NAMES = Path(__file__).with_name('public_names.txt')
 # may import one another as long as they make no cycle; `learnkit` is the package's own `__init__`.
 LAYERS = [
     'later', 'html', 'cancels', 'errors', 'meeting', 'world', 'figures', 'metric_properties', 'events', 'timing',
-    'evaluator', 'files', 'seals', 'archives', 'locks', 'rng', 'batch', 'dtensors', 'pairing', 'hints', 'arrays',
-    'weights', 'digests', 'safeload', 'loadable', 'torchloader', 'order', 'tables', 'showing', 'loaders', 'data',
-    'hypers', 'optimstate', 'optim', 'optimizers', 'readahead', 'positions', 'metric_states', 'merging', 'records',
+    'evaluator', 'files', 'seals', 'archives', 'locks', 'rng', 'batch', 'dtensors', 'pairing', 'hints', 'denominators',
+    'arrays', 'weights', 'digests', 'safeload', 'loadable', 'torchloader', 'order', 'tables', 'showing', 'loaders',
+    'data', 'hypers', 'optimstate', 'optim', 'optimizers', 'readahead', 'positions', 'metric_states', 'merging', 'records',
     'averages', 'measures', 'accum', 'late', 'scores', 'segmentation', 'metrics', 'losses', 'annealing', 'plots',
     'callback', 'attributes', 'foreign', 'slips', 'dispatch', 'moving', 'timings', 'runs', 'evaluation', 'pieces',
     'resuming', 'loop', 'traineval', 'distributed', 'checks', 'budget', 'freezing', 'steps', 'frames', 'history',

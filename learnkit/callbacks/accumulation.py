@@ -11,6 +11,7 @@ from learnkit.callbacks.training import bad_option, is_count
 from learnkit.dtensors import locals_of
 from learnkit.errors import BatchError, CancelBatchException, CancelStepException, OptionError
 from learnkit.hints import warn_user
+from learnkit.pieces import ratio
 
 __all__ = ['GradientAccumulation']
 
@@ -18,8 +19,9 @@ __all__ = ['GradientAccumulation']
 class GradientAccumulation(Callback):
     """Step once at least `n_acc` samples have been seen since the last step, with the gradient of all of them.
 
-    That gradient is the mean over those samples, whatever the batch sizes; with `Learner(weight_func=)` the weighted
-    one; for a loss with reduction 'sum' the sum. The reported loss is each batch's own. `before_step` and what follows
+    That gradient is the mean over those samples, whatever the batch sizes, or over what the loss averages over (targets
+    that count, class weights); with `Learner(weight_func=)` the weighted one; for a loss with reduction 'sum' the sum.
+    What other callbacks have added to `loss_grad` is averaged likewise. The reported loss is each batch's own. `before_step` and what follows
     happen at real steps only, so that clipping, mixed precision, schedules and averages see one big batch; until then
     a batch ends with `after_cancel_batch`.
 
@@ -35,6 +37,7 @@ class GradientAccumulation(Callback):
     (64, 6)
     """
     order, run_valid = 6, False  # before mixed precision (10) unscales the gradients
+    runs_last = 'before_backward',
 
     def __init__(self, n_acc: int = 32) -> None:
         if not is_count(n_acc): raise bad_option(self, 'a whole number of samples, 1 or more', n_acc=n_acc)
@@ -64,8 +67,11 @@ class GradientAccumulation(Callback):
     def before_backward(self) -> None:
         learn = self.learn
         if not learn.microbatch: self._batch = self._measure()
-        if self._batch is not None and self._batch[1] is not None:
-            learn.loss_grad = learn.loss_grad * (in_full(self._batch[1], learn.loss) / self._divisor)
+        if self._batch is None or self._batch[1] is None: return
+        n, weight = self._batch[0], in_full(self._batch[1], learn.loss)
+        if not self._n_samples and (isinstance(weight, Tensor) or weight != n):
+            self._divisor = expected_sum(weight, self.n_acc / n)
+        learn.loss_grad = learn.loss_grad * (weight / self._divisor)
 
     def after_cancel_backward(self) -> None:
         if not self.learn.microbatch: self._batch = None
@@ -108,7 +114,7 @@ class GradientAccumulation(Callback):
         total = self._weight_sum
         if not isinstance(total, Tensor) and total in (0, self._divisor): return
         grads = locals_of(p.grad for p in self.learn.opt.parameters() if p.grad is not None)
-        scale = self._divisor / total
+        scale = ratio(self._divisor, total)
         if grads: torch._foreach_mul_(grads, scale.to(grads[0].device) if isinstance(scale, Tensor) else scale)
         self._divisor = total  # what comes on top, if the step is put off, is divided likewise
 
@@ -148,6 +154,12 @@ class GradientAccumulation(Callback):
         "Put the counts back."
         self._n_samples, self._weight_sum, self._divisor = sd['n_samples'], sd['weight_sum'], sd['divisor']
         self._n_steps, self._stepped = sd['n_steps'], sd['stepped']
+
+
+def expected_sum(weight: Any, times: float) -> Any:
+    "Return what so many times this weight make, or 1 if it is 0: gradients are then of the size that they end with."
+    if isinstance(weight, Tensor): return torch.where(weight == 0, 1., weight * times)
+    return weight * times or 1.
 
 
 def in_full(weight: Any, loss: Tensor) -> Any:

@@ -41,6 +41,7 @@ class MixHandler(Callback):
     there is nothing to blend.
     """
     run_valid = False
+    averages_samples = True   # whatever the plain loss averages over
 
     def __init__(
         self,
