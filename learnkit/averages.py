@@ -212,20 +212,27 @@ class AvgSmoothLoss(Metric):
         self._smooth, self._mean, self._n_counted = now
 
     @property
-    def since_mark(self) -> tuple[list[float], list[float]]:
-        "The losses of the steps after the mark, as they were, and their weights."
+    def since_mark(self) -> list[float]:
+        "The losses of the steps after the mark, as they were."
         self._finish()
-        return self._steps.losses[self._mark[0]:], self._steps.weights[self._mark[0]:]
+        return self._steps.losses[self._mark[0]:]
+
+    @property
+    def weights_since_mark(self) -> list[float]:
+        "How much the losses of the steps after the mark count."
+        self._finish()
+        return [float(weight) for weight in self._steps.weights[self._mark[0]:]]
 
     def replace(
         self,
-        losses: list[float],   # of all steps after the mark
-        weights: list[float],
+        losses: list[float],                  # of all steps after the mark
+        weights: list[float] | None = None,   # None: all count alike
     ) -> None:
         "Replace the losses accumulated since the mark by those of all processes."
         self._finish()
         n, self._mean, self._n_counted = self._mark
-        self._steps.losses[n:], self._steps.weights[n:], self._smooth[n:] = losses, weights, []
+        self._steps.losses[n:], self._smooth[n:] = losses, []
+        self._steps.weights[n:] = [1.]*len(losses) if weights is None else weights
         for column in self._saved: column.cut(n)
         self._catch_up()
 

@@ -76,29 +76,33 @@ class ClassTargets(Denominator):
         options: nn.Module | Mapping[str, Any],  # has `weight`, `ignore_index` and `reduction`, which may change
         axis: int = 1,                           # where the classes of probabilities are
     ) -> None:
-        self.options, self.axis = options, axis
+        self.axis = axis
+        self.options, self.is_module = options, isinstance(options, nn.Module)
 
-    def read(self, name: str, default: Any) -> Any:
-        if isinstance(self.options, Mapping):
-            return self.options.get(name, default)
-        return getattr(self.options, name)
+    def _values(self) -> Mapping[str, Any]:
+        return vars(self.options) if self.is_module else self.options  # type: ignore[return-value]  # as it says
 
     @property
     def ignore_index(self) -> int:
-        return int(self.read('ignore_index', IGNORED))
+        return int(self._values().get('ignore_index', IGNORED))
 
     def varies(self, yb: tuple[Any, ...]) -> bool:
-        return has_class_numbers(yb) and self.read('reduction', 'mean') == 'mean'
+        return has_class_numbers(yb) and self._values().get('reduction', 'mean') == 'mean'
 
     def count(self, yb: tuple[Any, ...]) -> Any:
-        if not yb or not isinstance(yb[0], Tensor) or self.read('reduction', 'mean') == 'sum':
+        if not yb or not isinstance(yb[0], Tensor):
             return None
-        if not self.varies(yb):
-            return self._count_rows(yb[0])
-        weight = self.read('weight', None)
+        targ, values = yb[0], self._values()
+        reduction = values.get('reduction', 'mean')
+        if reduction == 'sum':
+            return None
+        if reduction != 'mean' or targ.dtype.is_floating_point:
+            return self._count_rows(targ)
+        tensors = values['_buffers'] if self.is_module else values   # a tenth of the time that the attribute takes
+        weight, ignore_index = tensors.get('weight'), values.get('ignore_index', IGNORED)
         if weight is None:
-            return count_targets(yb[0], self.ignore_index)
-        return sum_of_weights(yb[0], self.ignore_index, weight)
+            return count_targets(targ, ignore_index)
+        return sum_of_weights(targ, ignore_index, weight)
 
     def _count_rows(self, targ: Tensor) -> int:
         "Count what probabilities are of, or the losses that are not reduced."
@@ -164,7 +168,7 @@ def denominator_of(loss_func: Any) -> Denominator:
     loss_func = getattr(loss_func, '_orig_mod', loss_func)   # of torch.compile
     own = getattr(loss_func, 'loss_denominator', None)
     if own is not None:
-        return own()  # type: ignore[no-any-return]  # by its name
+        return own()
     if isinstance(loss_func, OF_CLASSES) and has_forward_of(loss_func, OF_CLASSES):
         return ClassTargets(loss_func)
     if isinstance(loss_func, OF_ELEMENTS) and has_forward_of(loss_func, OF_ELEMENTS):
@@ -207,7 +211,7 @@ def check_weight_func(weight_func: Any) -> Any:
 
 def has_class_numbers(yb: tuple[Any, ...]) -> bool:
     "Return True if the first target is a tensor of whole numbers."
-    return bool(yb) and isinstance(yb[0], Tensor) and not yb[0].is_floating_point()
+    return bool(yb) and isinstance(yb[0], Tensor) and not yb[0].dtype.is_floating_point
 
 
 def count_targets(

@@ -135,7 +135,7 @@ class HasCallbacks:
 
     def __getstate__(self) -> dict[str, Any]:
         "Leave out what belongs to this object alone: its lock and its tables, which are made from the callbacks."
-        own = ('lock', '_callbacks', '_tables')
+        own = ('lock', '_callbacks', '_tables', '_known_denominator', '_blending')
         self._end_streams()
         return {**{k: v for k, v in self.__dict__.items() if k not in own}, '_cbs': list(self.cbs)}
 
@@ -287,7 +287,8 @@ class HandlerTable(dict[str, list[Entry]]):
     def __missing__(self, name: str) -> list[Entry]:
         known = name if name in CONTEXTS.values() else canonical_event(name)
         cbs = sorted(self.callbacks.ordered(), key=lambda cb: known in getattr(cb, 'runs_last', ()))
-        entries = [(handler, self.callbacks.switches[id(cb)], cb) for cb in cbs if (handler := self._handler(cb, known))]
+        handlers = [(self._handler(cb, known), cb) for cb in cbs]
+        entries = [(handler, self.callbacks.switches[id(cb)], cb) for handler, cb in handlers if handler]
         self[name] = entries
         return entries
 

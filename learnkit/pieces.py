@@ -96,10 +96,13 @@ class Pieces(Evaluations):
 
     def _count_for_loss(self, xb: Any, yb: Any) -> Any:
         "Return what the loss of a batch, or a piece of one, averages over; None for its samples."
-        if callable(self.weight_func): return self.weight_func(xb, yb)
-        if self.training and self._blends_loss(): return None
+        if callable(self.weight_func):
+            return self.weight_func(xb, yb)
+        if self.training and self._blends_loss():
+            return None
         denominator = self._denominator()
-        if not self.iter: denominator.look(yb)  # once a pass: it may wait for the device
+        if not self.iter:
+            denominator.look(yb)   # once a pass: it may wait for the device
         return denominator.count(yb)
 
     def _weighs_samples(self) -> bool:
@@ -122,7 +125,7 @@ class Pieces(Evaluations):
         if denominator is None or (loss_func, weight_func, model_class) != asked:
             denominator = self._find_denominator()
             self._known_denominator = *asked, denominator
-        return denominator  # type: ignore[no-any-return]  # it is one
+        return denominator
 
     def _find_denominator(self) -> Denominator:
         if self.weight_func == 'samples': return Samples()

@@ -158,7 +158,8 @@ class Processes(ResumeChecks):
             own, total = team._now.share or (1, self.world.size)
             return 1 if own * self.world.size == total else own * self.world.size / total
         weights = team.sum_weights()
-        return ratio(torch.as_tensor(weights.own).double() * self.world.size, weights.total())
+        own_weight = torch.as_tensor(weights.own, dtype=torch.float64)
+        return ratio(own_weight * self.world.size, weights.total())
 
     def _loss_of_all(self) -> Tensor:
         if self.world.size == 1: return super()._loss_of_all()

@@ -49,9 +49,9 @@ class Recorder(Plots, Callback):
 
     `learn.history` has a row an epoch, over all fits, and `evaluations` one for each evaluation, also in the middle of
     epochs; `learn.recorder` has the steps of the last fit: `losses`, `lrs`, `hps`, and the plots `plot_loss()` and
-    `plot_sched()`. `train_loss` of a row is the mean over what the epoch was trained on, as `valid_loss` is; the bar,
-    the plots and `losses` show the smoothed loss. Nothing is fetched from the device during an epoch: losses travel in groups (see `AvgSmoothLoss`),
-    and metrics are read once, when their loader is through.
+    `plot_sched()`. `train_loss` of a row is the mean over what the epoch was trained on, as `valid_loss` is over the
+    validation set; the bar, the plots and `losses` show the smoothed loss. Nothing is fetched from the device during an
+    epoch: losses travel in groups (see `AvgSmoothLoss`), and metrics are read once, when their loader is through.
 
     Checkpointed: everything it has recorded, and what is measured in the epoch that is open: the values and means so
     far, the training metrics (see `Metric`), the seconds that have gone by.
@@ -76,10 +76,8 @@ class Recorder(Plots, Callback):
         beta: float = 0.98,            # smoothing of the training loss
         train_loss: str = 'mean',      # of a row: the epoch's 'mean', or as in fastai the 'smooth' loss at its end
     ) -> None:
-        if train_loss not in TRAIN_LOSSES:
-            raise OptionError(f'Recorder: train_loss={train_loss!r}: give {" or ".join(map(repr, TRAIN_LOSSES))}.'
-                              f'{did_you_mean(str(train_loss), TRAIN_LOSSES)}')
         self.train_loss = train_loss
+        self._check_train_loss()
         self.add_time, self.train_metrics, self.valid_metrics = add_time, train_metrics, valid_metrics
         self.loss, self.smooth_loss = _EvalLoss(), AvgSmoothLoss(beta=beta)
         self.history, self.n_fits = History(), 0
@@ -93,6 +91,13 @@ class Recorder(Plots, Callback):
         self._n_before = 0           # steps before the current epoch
         self._is_open = False        # the training of an epoch has begun, and the epoch is not over
         self._start_anew()
+
+    def _check_train_loss(self) -> None:
+        if self.train_loss in TRAIN_LOSSES:
+            return
+        raise OptionError(f'Recorder: train_loss={self.train_loss!r}: give '
+                          f'{" or ".join(map(repr, TRAIN_LOSSES))}.'
+                          f'{did_you_mean(str(self.train_loss), TRAIN_LOSSES)}')
 
     def _start_anew(self) -> None:
         self.values, self.iters = L(), L()
@@ -115,6 +120,7 @@ class Recorder(Plots, Callback):
         self._frames.append(Frame(own=depth > 1))
         if learn.world.size > 1: self._check_mergeable()
         if not learn.fitting: return
+        self._check_train_loss()
         self.n_fits += 1
         self._logged_names, self._unshown = [], set()
         self._train = [twin(m, learn) for m in self._on('train')]
@@ -294,8 +300,7 @@ class Recorder(Plots, Callback):
     def _told_losses(self) -> dict[str, Any]:
         "Return this epoch's losses as this process has them, and how much each counts."
         if self.learn.world.size == 1: return {}
-        losses, weights = self.smooth_loss.since_mark
-        return {'losses': losses, 'weights': [float(w) for w in weights]}
+        return {'losses': self.smooth_loss.since_mark, 'weights': self.smooth_loss.weights_since_mark}
 
     def _merge_losses(self, told: list[dict[str, Any]]) -> None:
         "Put in their place those of all processes, of the samples that each had at each step."

@@ -56,7 +56,8 @@ class TrainEvalCallback(Callback):
 
     def _watch_loss(self) -> None:
         "Look at the loss before and after the handlers of other people's callbacks, where there are any."
-        if self._names_of('after_pred'): self.before_pred, self.after_pred = self._note_loss, self._check_loss
+        if self._names_of('after_pred'):
+            self.before_pred, self.after_pred = self._note_loss, self._check_loss
         if self._names_of('after_loss', 'before_backward'):
             self.after_loss, self.before_backward = self._note_loss, self._check_loss
 
@@ -73,17 +74,19 @@ class TrainEvalCallback(Callback):
         "Warn where the loss is another one and what is minimized is not."
         before, self._loss_before = self._loss_before, None
         loss, loss_grad = (vars(self.learn).get(name) for name in ('loss', 'loss_grad'))
-        if before is None or is_noted(loss, before[0]) or not is_noted(loss_grad, before[1]): return
+        if before is None or is_noted(loss, before[0]) or not is_noted(loss_grad, before[1]):
+            return
         self._has_warned = True
         self._stop_watching()
         names = ' or '.join(self._names_of('after_pred', 'after_loss', 'before_backward'))
-        warn_user(f'{names} has set `learn.loss`, which is what is recorded: the gradients are of `loss_grad`, which was '
-                  'left as it was. To train on another loss set `self.learn.loss_grad`, and `self.learn.loss = '
-                  'self.loss_grad.detach()` to record it.')
+        warn_user(f'{names} has set `learn.loss`, which is only what is recorded. Gradients are of `loss_grad`, which '
+                  'was left as it was: to train on another loss set `self.learn.loss_grad`, and to record it, '
+                  '`self.learn.loss = self.loss_grad.detach()`.')
 
     def _stop_watching(self) -> None:
         for name in ('before_pred', 'after_pred', 'after_loss', 'before_backward'):
-            if name in self.__dict__: delattr(self, name)
+            if name in self.__dict__:
+                delattr(self, name)
         self._loss_before = None
 
     # -- counters and modes --------------------------------------------------------------------------------------------
@@ -154,7 +157,8 @@ def noted(t: Any) -> tuple[Any, int] | None:
 
 def is_noted(t: Any, before: tuple[Any, int] | None) -> bool:
     "Return True if a tensor, or the lack of one, is as it was noted."
-    if before is None or not isinstance(t, Tensor): return before is None and not isinstance(t, Tensor)
+    if before is None or not isinstance(t, Tensor):
+        return before is None and not isinstance(t, Tensor)
     return before[0]() is t and before[1] == t._version
 
 

@@ -30,17 +30,20 @@ NAMES = Path(__file__).with_name('public_names.txt')
 # A module imports only what stands before it here. `callbacks`, `loggers` and `interop` are packages, whose own modules
 # may import one another as long as they make no cycle; `learnkit` is the package's own `__init__`.
 LAYERS = [
-    'later', 'html', 'cancels', 'errors', 'meeting', 'world', 'figures', 'metric_properties', 'events', 'timing',
-    'evaluator', 'files', 'seals', 'archives', 'locks', 'rng', 'batch', 'dtensors', 'pairing', 'hints', 'denominators',
-    'arrays', 'weights', 'digests', 'safeload', 'loadable', 'torchloader', 'order', 'tables', 'showing', 'loaders',
-    'data', 'hypers', 'optimstate', 'optim', 'optimizers', 'readahead', 'positions', 'metric_states', 'merging', 'records',
-    'averages', 'measures', 'accum', 'late', 'scores', 'segmentation', 'metrics', 'losses', 'annealing', 'plots',
-    'callback', 'attributes', 'foreign', 'slips', 'dispatch', 'moving', 'timings', 'runs', 'evaluation', 'pieces',
-    'resuming', 'loop', 'traineval', 'distributed', 'checks', 'budget', 'freezing', 'steps', 'frames', 'history',
-    'recorder', 'looks', 'monitored', 'progress', 'torchsched', 'schedule', 'undo', 'replacing', 'lrfind', 'sinks',
-    'gathering', 'streaming', 'predict', 'instruments', 'wholestep', 'compiling', 'precision', 'states', 'saving',
-    'workers', 'folders', 'checkpoint', 'resumecheck', 'processes', 'interpretation', 'callbacks', 'learner',
-    'exchange', 'loggers', 'interop', 'learnkit', 'demo', 'forks', 'harness', 'testing', 'all', 'reference',
+    'later', 'html', 'cancels', 'errors', 'meeting', 'world', 'figures', 'metric_properties',
+    'events', 'timing', 'evaluator', 'files', 'seals', 'archives', 'locks', 'rng', 'batch',
+    'dtensors', 'pairing', 'hints', 'denominators', 'arrays', 'weights', 'digests', 'safeload',
+    'loadable', 'torchloader', 'order', 'tables', 'showing', 'loaders', 'data', 'hypers',
+    'optimstate', 'optim', 'optimizers', 'readahead', 'positions', 'metric_states', 'merging',
+    'records', 'averages', 'measures', 'accum', 'late', 'scores', 'segmentation', 'metrics',
+    'losses', 'annealing', 'plots', 'callback', 'attributes', 'foreign', 'slips', 'dispatch',
+    'moving', 'timings', 'runs', 'evaluation', 'pieces', 'resuming', 'loop', 'traineval',
+    'distributed', 'checks', 'budget', 'freezing', 'steps', 'frames', 'history', 'recorder',
+    'looks', 'monitored', 'progress', 'torchsched', 'schedule', 'undo', 'replacing', 'lrfind',
+    'sinks', 'gathering', 'streaming', 'predict', 'instruments', 'wholestep', 'compiling',
+    'precision', 'states', 'saving', 'workers', 'folders', 'checkpoint', 'resumecheck', 'processes',
+    'interpretation', 'callbacks', 'learner', 'exchange', 'loggers', 'interop', 'learnkit', 'demo',
+    'forks', 'harness', 'testing', 'all', 'reference',
 ]
 
 # Imports inside a function that go up the list, each with its reason: {(importing layer, imported layer): why}.

@@ -21,9 +21,9 @@ class GradientAccumulation(Callback):
 
     That gradient is the mean over those samples, whatever the batch sizes, or over what the loss averages over (targets
     that count, class weights); with `Learner(weight_func=)` the weighted one; for a loss with reduction 'sum' the sum.
-    What other callbacks have added to `loss_grad` is averaged likewise. The reported loss is each batch's own. `before_step` and what follows
-    happen at real steps only, so that clipping, mixed precision, schedules and averages see one big batch; until then
-    a batch ends with `after_cancel_batch`.
+    What other callbacks have added to `loss_grad` is averaged likewise. The reported loss is each batch's own.
+    `before_step` and what follows happen at real steps only, so that clipping, mixed precision, schedules and averages
+    see one big batch; until then a batch ends with `after_cancel_batch`.
 
     Samples that are left over when an epoch's training ends get a step of their own (in `after_train`), unless the
     epoch had no other: then they count for the next one. Those left over at the end of the fit are dropped, with a
@@ -37,7 +37,7 @@ class GradientAccumulation(Callback):
     (64, 6)
     """
     order, run_valid = 6, False  # before mixed precision (10) unscales the gradients
-    runs_last = 'before_backward',
+    runs_last = ('before_backward',)  # what others add to the loss is averaged with it
 
     def __init__(self, n_acc: int = 32) -> None:
         if not is_count(n_acc): raise bad_option(self, 'a whole number of samples, 1 or more', n_acc=n_acc)

@@ -41,7 +41,7 @@ class Weights:
     "What the loss of a batch averages over in this process, and the sum over all, which comes while it is computed."
 
     def __init__(self, own: Any, world: World) -> None:
-        self.own, self._total = own, None
+        self.own, self._total = own, None  # type: tuple[Any, Any]
         on_device = isinstance(own, Tensor) and not own.is_cpu
         self._wait = summed_on_device(own) if on_device else world.sum_later(torch.as_tensor(own, dtype=torch.float64))
         self._on_device = on_device
@@ -299,7 +299,8 @@ class DistributedTraining(Callback):
         if not learn.training: return None
         now = self._now
         if now.tokens is None and has_tokens(learn) and not learn.microbatch: self._sum_tokens()
-        if not learn.microbatch and not learn._loss_is_sum() and not learn._weighs_samples(): self.sum_weights()
+        if not learn.microbatch and not learn._loss_is_sum() and not learn._weighs_samples():
+            self.sum_weights()
         now.local = not self._steps_after_this()
         if now.local: return self._parts.pass_without_sync()
         self._parts.has_synced = True
@@ -387,7 +388,7 @@ class DistributedTraining(Callback):
 class GradientMean(Callback):
     "Make gradients the mean over the samples of all processes: a part of `DistributedTraining` with another order."
     order, run_valid = 7, False   # after gradient accumulation, before mixed precision
-    runs_last = 'before_backward',
+    runs_last = ('before_backward',)
     _factor: Any = None           # of a batch that is cut into pieces
 
     def before_batch(self) -> None:
