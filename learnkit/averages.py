@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from math import fsum, nan
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from learnkit.batch import describe
 from learnkit.errors import MetricError
 from learnkit.merging import Accumulates
 
-__all__ = ['Metric', 'Mean', 'AvgSmoothLoss', 'flattened', 'is_number', 'merged_losses', 'paired', 'widened']
+__all__ = ['Metric', 'Mean', 'AvgSmoothLoss', 'flattened', 'is_number', 'merged_losses', 'merged_weights', 'paired',
+           'widened']
 
 SEND_EVERY = 64     # losses that go to the host in one copy
 MAX_IN_FLIGHT = 2   # copies the host may be behind
@@ -101,14 +103,15 @@ class AvgSmoothLoss(Metric):
     """Smooth the loss exponentially, without bias: `v_t = beta*v_{t-1} + (1-beta)*x_t`, given as `v_t/(1 - beta**t)`.
 
     A step costs one number appended to a list. On a device the losses wait there and travel in groups while the
-    training goes on; `latest` shows how far they have come, and `smooth`, `val` and `value` wait for the rest. Its
-    state, for a checkpoint, is every loss and its smoothed value.
+    training goes on; `latest` shows how far they have come, and `smooth`, `val` and `value` wait for the rest. A step
+    with a weight of 0, in which nothing counts, leaves the smoothed loss as it is. Its state, for a checkpoint, is
+    every loss, its weight and its smoothed value.
 
     >>> from types import SimpleNamespace
     >>> s = AvgSmoothLoss(beta=0.5)
-    >>> for x in (1., 4.): s.accumulate(SimpleNamespace(loss=torch.tensor(x)))
-    >>> s.smooth
-    [1.0, 3.0]
+    >>> for x, n in ((1., 1), (4., 2)): s.accumulate(SimpleNamespace(loss=torch.tensor(x)), weight=n)
+    >>> s.smooth, s.mean_since(0)
+    ([1.0, 3.0], 3.0)
     """
 
     def __init__(
@@ -121,65 +124,49 @@ class AvgSmoothLoss(Metric):
         self.reset()
 
     def reset(self) -> None:
-        self._raw: list[float] = []            # arrived
-        self._smooth: list[float] = []         # of those, as far as anyone has asked
-        self._mean = 0.                        # v_t for t = len(self._smooth)
-        self._mark = 0, 0.                     # a step, and v_t there
-        self._pending: list[Tensor] = []       # on the device
-        self._flying: deque[_Copy] = deque()   # on the way
-        self._saved = _Column(), _Column()     # raw and smooth losses, as a checkpoint has them
-        self._defer = self.deferred            # once a loss came from a device, all wait in line behind it
+        self._steps = Arrivals(self.deferred)
+        self._smooth: list[float] = []         # of the losses that have arrived, as far as anyone has asked
+        self._mean, self._n_counted = 0., 0    # v_t, and t: the steps so far in which something counts
+        self._mark = 0, 0., 0                  # a step, with v_t and t there
+        self._saved = _Column(), _Column(), _Column()   # losses, weights and smoothed losses, as a checkpoint has them
 
-    def accumulate(self, learn: Any) -> None:
-        loss = learn.loss
-        if self._defer or not loss.is_cpu: self._queue(loss)
-        else: self._raw.append(loss.mean().item() if loss.dim() else loss.item())
-
-    def _queue(self, loss: Tensor) -> None:
-        if self._pending and self._pending[0].device != loss.device: self._send()
-        self._defer = True
-        self._pending.append(loss.detach().mean() if loss.dim() else loss.detach())
-        if len(self._pending) >= SEND_EVERY: self._send()
-
-    def _send(self) -> None:
-        "Start the copy of what is pending."
-        self._flying.append(_Copy(torch.stack(self._pending)))
-        self._pending = []
-        self._land(MAX_IN_FLIGHT)
-
-    def _land(self, allowed: int) -> None:
-        "Take over the copies that have arrived; wait only while more than `allowed` are on the way."
-        while self._flying and (len(self._flying) > allowed or self._flying[0].arrived):
-            self._raw += self._flying.popleft().wait()
+    def accumulate(
+        self,
+        learn: Any,
+        weight: Any = 1,  # how much this loss counts in `mean_since`; 0: nothing of it does
+    ) -> None:
+        self._steps.add(learn.loss, weight)
 
     def _finish(self) -> None:
         "Wait for every loss accumulated so far and smooth it."
-        if self._pending: self._send()
-        self._land(0)
+        self._steps.wait()
         self._catch_up()
 
     def _catch_up(self) -> None:
-        beta, smooth = self.beta, self._smooth
-        for x in self._raw[len(smooth):]:
-            self._mean = beta*self._mean + (1-beta)*x
-            smooth.append(self._mean/(1 - beta**(len(smooth)+1)))
+        n = len(self._smooth)
+        for x, weight in zip(self._steps.losses[n:], self._steps.weights[n:], strict=True): self._advance(x, weight)
+
+    def _advance(self, x: float, weight: float) -> None:
+        if weight:
+            self._mean = self.beta*self._mean + (1-self.beta)*x
+            self._n_counted += 1
+        self._smooth.append(self._mean/(1 - self.beta**self._n_counted) if self._n_counted else x)
 
     @property
     def count(self) -> int:
         "Steps accumulated, also those that have not arrived."
-        return len(self._raw) + sum(len(c) for c in self._flying) + len(self._pending)
+        return len(self._steps)
 
     @property
     def raw(self) -> list[float]:
         "The losses that have arrived, as they were; never waits."
-        self._land(MAX_IN_FLIGHT)
-        return self._raw
+        self._steps.look()
+        return self._steps.losses
 
     @property
     def latest(self) -> float | None:
         "The smoothed loss of the last step that has arrived, None before the first; never waits."
-        self._land(MAX_IN_FLIGHT)
-        if self._pending and not self._flying: self._send()  # whoever looks gets something newer the next time
+        self._steps.look(asks=True)
         self._catch_up()
         return self._smooth[-1] if self._smooth else None
 
@@ -205,43 +192,123 @@ class AvgSmoothLoss(Metric):
         "The smoothed loss of the last step."
         return torch.tensor(self.smooth[-1], dtype=torch.float32) if self.count else None
 
+    def mean_since(
+        self,
+        n: int,  # a number of steps, up to all
+    ) -> float:
+        "Return the mean of the losses after `n` steps by their weights; nan where nothing counts."
+        self._finish()
+        counted = [(x, w) for x, w in zip(self._steps.losses[n:], self._steps.weights[n:], strict=True) if w]
+        return fsum(x*w for x, w in counted) / fsum(w for _, w in counted) if counted else nan
+
     def mark(
         self,
         n: int,  # a number of steps, up to all
     ) -> None:
         "Remember the state after `n` steps, to which `replace` goes back."
         self._finish()
-        mean = self._mean if n == len(self._raw) else 0.
-        if n < len(self._raw):
-            for x in self._raw[:n]: mean = self.beta*mean + (1-self.beta)*x
-        self._mark = n, mean
+        now = self._smooth, self._mean, self._n_counted
+        if n < len(self._smooth):
+            self._smooth, self._mean, self._n_counted = [], 0., 0
+            for x, weight in zip(self._steps.losses[:n], self._steps.weights[:n], strict=True):
+                self._advance(x, weight)
+        self._mark = n, self._mean, self._n_counted
+        self._smooth, self._mean, self._n_counted = now
 
     @property
     def since_mark(self) -> list[float]:
         "The losses of the steps after the mark, as they were."
         self._finish()
-        return self._raw[self._mark[0]:]
+        return self._steps.losses[self._mark[0]:]
+
+    @property
+    def weights_since_mark(self) -> list[float]:
+        "How much the losses of the steps after the mark count."
+        self._finish()
+        return [float(weight) for weight in self._steps.weights[self._mark[0]:]]
 
     def replace(
         self,
-        losses: list[float],  # of all steps after the mark
+        losses: list[float],                  # of all steps after the mark
+        weights: list[float] | None = None,   # None: all count alike
     ) -> None:
-        "Put other losses in the place of those accumulated since the mark: those of all processes."
+        "Replace the losses accumulated since the mark by those of all processes."
         self._finish()
-        n, self._mean = self._mark
-        self._raw[n:], self._smooth[n:] = losses, []
+        n, self._mean, self._n_counted = self._mark
+        self._steps.losses[n:], self._smooth[n:] = losses, []
+        self._steps.weights[n:] = [1.]*len(losses) if weights is None else weights
         for column in self._saved: column.cut(n)
         self._catch_up()
 
     def state_dict(self) -> dict[str, Any]:
         self._finish()
-        raw, smooth = (column.of(xs) for column, xs in zip(self._saved, (self._raw, self._smooth), strict=True))
-        return {'beta': self.beta, 'mean': self._mean, 'raw': raw, 'smooth': smooth}
+        columns = self._steps.losses, self._steps.weights, self._smooth
+        raw, weights, smooth = (column.of(xs) for column, xs in zip(self._saved, columns, strict=True))
+        return {'beta': self.beta, 'mean': self._mean, 'raw': raw, 'weights': weights, 'smooth': smooth}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         self.reset()
         self.beta, self._mean = sd['beta'], sd['mean']
-        self._raw, self._smooth = sd['raw'].tolist(), sd['smooth'].tolist()
+        self._steps.losses, self._smooth = sd['raw'].tolist(), sd['smooth'].tolist()
+        weights = sd.get('weights')   # checkpoints of older versions do not have them
+        self._steps.weights = [1.]*len(self._smooth) if weights is None else weights.tolist()
+        self._n_counted = sum(map(bool, self._steps.weights))
+
+
+class Arrivals:
+    "The loss and the weight of every step; what is on a device travels to the host in groups."
+
+    def __init__(self, deferred: bool = False) -> None:
+        self.losses: list[float] = []
+        self.weights: list[float] = []
+        self._pending: list[tuple[Tensor, Any]] = []  # on the device
+        self._flying: deque[_Copy] = deque()          # on the way
+        self._defer = deferred                        # once a loss came from a device, all wait in line behind it
+
+    def __len__(self) -> int: return len(self.losses) + sum(len(c) for c in self._flying) + len(self._pending)
+
+    def add(
+        self,
+        loss: Tensor,
+        weight: Any,  # a number, or a tensor on the same device
+    ) -> None:
+        "Take in one step, without a transfer from a device."
+        if self._defer or not loss.is_cpu: self._queue(loss, weight)
+        else:
+            self.losses.append(loss.mean().item() if loss.dim() else loss.item())
+            self.weights.append(weight.item() if isinstance(weight, Tensor) else weight)
+
+    def _queue(self, loss: Tensor, weight: Any) -> None:
+        if self._pending and self._pending[0][0].device != loss.device: self._send()
+        self._defer = True
+        self._pending.append((loss.detach().mean() if loss.dim() else loss.detach(), weight))
+        if len(self._pending) >= SEND_EVERY: self._send()
+
+    def _send(self) -> None:
+        "Start the copy of what is pending."
+        self._flying.append(_Copy(self._pending))
+        self._pending = []
+        self._land(MAX_IN_FLIGHT)
+
+    def _land(self, allowed: int) -> None:
+        "Take over the copies that have arrived; wait only while more than `allowed` are on the way."
+        while self._flying and (len(self._flying) > allowed or self._flying[0].arrived):
+            losses, weights = self._flying.popleft().wait()
+            self.losses += losses
+            self.weights += weights
+
+    def look(
+        self,
+        asks: bool = False,  # send what waits, so that whoever looks gets something newer the next time
+    ) -> None:
+        "Take over what has arrived; never waits."
+        self._land(MAX_IN_FLIGHT)
+        if asks and self._pending and not self._flying: self._send()
+
+    def wait(self) -> None:
+        "Wait for all of it."
+        if self._pending: self._send()
+        self._land(0)
 
 
 class _Column:
@@ -257,22 +324,28 @@ class _Column:
 
 
 class _Copy:
-    "Losses on their way to the host."
+    "Losses on their way to the host, and their weights: with them where these are on the device too."
 
-    def __init__(self, losses: Tensor) -> None:
-        on_cuda = losses.is_cuda  # elsewhere the copy is waited for, once in `SEND_EVERY` losses
-        self.host = torch.empty(losses.shape, dtype=losses.dtype, pin_memory=on_cuda)
-        self.host.copy_(losses, non_blocking=on_cuda)
-        self.event = torch.cuda.current_stream(losses.device).record_event() if on_cuda else None
+    def __init__(self, steps: list[tuple[Tensor, Any]]) -> None:
+        losses, self.weights = torch.stack([loss for loss, _ in steps]), [weight for _, weight in steps]
+        numbers, self.n = losses, len(steps)
+        if any(isinstance(weight, Tensor) for weight in self.weights):
+            own = [torch.as_tensor(weight, device=losses.device).reshape(()) for weight in self.weights]
+            numbers, self.weights = torch.cat([widened(losses), widened(torch.stack(own))]), []
+        on_cuda = numbers.is_cuda  # elsewhere the copy is waited for, once in `SEND_EVERY` losses
+        self.host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=on_cuda)
+        self.host.copy_(numbers, non_blocking=on_cuda)
+        self.event = torch.cuda.current_stream(numbers.device).record_event() if on_cuda else None
 
-    def __len__(self) -> int: return len(self.host)
+    def __len__(self) -> int: return self.n
 
     @property
     def arrived(self) -> bool: return self.event is None or self.event.query()
 
-    def wait(self) -> list[float]:
+    def wait(self) -> tuple[list[float], list[float]]:
         if self.event is not None: self.event.synchronize()
-        return self.host.tolist()
+        numbers = self.host.tolist()
+        return numbers[:self.n], self.weights or numbers[self.n:]
 
 
 def merged_losses(
@@ -308,6 +381,19 @@ def flattened(
         name = f'{prefix}{key}'
         flat |= flattened(value, f'{name}_') if isinstance(value, Mapping) else {name: value}
     return flat
+
+
+def merged_weights(
+    weights: list[list[float]],  # of each process, by step
+) -> list[float]:
+    """Return how much each step counts in all processes; the last steps belong together.
+
+    >>> merged_weights([[1., 3.], [1.]])
+    [1.0, 4.0]
+    """
+    n = max(map(len, weights), default=0)
+    padded = ([0.]*(n - len(row)) + row for row in weights)
+    return [fsum(step) for step in zip(*padded, strict=True)]
 
 
 def is_number(value: Any) -> bool:

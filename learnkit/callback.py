@@ -107,6 +107,7 @@ class Callback:
     run_valid: bool = True              # whether events of a batch run in evaluation
     run_before: Any = ()                # classes (or names) of callbacks that must run after this one
     run_after: Any = ()                 # classes (or names) of callbacks that must run before this one
+    runs_last: tuple[str, ...] = ()     # events in which it runs after all others, whatever its `order`
     remove_on_fetch: bool = False       # leave it out while FetchPredsCallback predicts
     remove_on_find: bool = False        # leave it out while lr_find looks for a learning rate
     writes_files: bool = False          # leave it out while `check_resume` tries something

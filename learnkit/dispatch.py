@@ -153,7 +153,8 @@ class HasCallbacks:
 
     def __getstate__(self) -> dict[str, Any]:
         "Leave out what belongs to this object alone: its lock and its tables, which are made from the callbacks."
-        own = ('lock', '_callbacks', '_tables', '_stream', '_is_open_for_use', '_ran_in')
+        own = ('lock', '_callbacks', '_tables', '_stream', '_is_open_for_use', '_ran_in', '_known_denominator',
+               '_blending')
         self._end_streams()
         return {**{k: v for k, v in self.__dict__.items() if k not in own}, '_cbs': list(self.cbs)}
 
@@ -304,8 +305,9 @@ class HandlerTable(dict[str, list[Entry]]):
 
     def __missing__(self, name: str) -> list[Entry]:
         known = name if name in CONTEXTS.values() else canonical_event(name)
-        entries = [(handler, self.callbacks.switches[id(cb)], cb) for cb in self.callbacks.ordered()
-                   if (handler := self._handler(cb, known))]
+        cbs = sorted(self.callbacks.ordered(), key=lambda cb: known in getattr(cb, 'runs_last', ()))
+        handlers = [(self._handler(cb, known), cb) for cb in cbs]
+        entries = [(handler, self.callbacks.switches[id(cb)], cb) for handler, cb in handlers if handler]
         self[name] = entries
         return entries
 

@@ -119,7 +119,7 @@ class Instruments(Runs):
 
         >>> from learnkit.testing import synth_learner
         >>> synth_learner().metric_names()
-        {'train_loss': 'training loss, smoothed', 'valid_loss': 'a column of the history'}
+        {'train_loss': 'training loss, mean of the epoch', 'valid_loss': 'a column of the history'}
         """
         recorder = recorder_of(self)
         columns = [n for n in recorder._columns() if n != 'epoch'] if recorder is not None else []
@@ -129,7 +129,8 @@ class Instruments(Runs):
             if isinstance(own, Mapping): told.update(own)
         patterns = [re.compile(re.sub(r'\\{.*?\\}', '.+', re.escape(name))) for name in told]  # of {parameter}s
         columns = [n for n in columns if n not in told and not any(p.fullmatch(n) for p in patterns)]
-        known = {'train_loss': 'training loss, smoothed'}
+        smooth = recorder is not None and recorder.train_loss == 'smooth'
+        known = {'train_loss': 'training loss, smoothed' if smooth else 'training loss, mean of the epoch'}
         return {n: known.get(n, 'a column of the history') for n in columns} | told
 
     @contextmanager

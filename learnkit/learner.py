@@ -25,6 +25,7 @@ from learnkit.checks import check_function, check_iteration, check_loss, check_m
 from learnkit.compiling import Compilation
 from learnkit.coverage import cover_params, note_params
 from learnkit.data import as_dataloaders, check_loaders
+from learnkit.denominators import check_weight_func
 from learnkit.dispatch import listed
 from learnkit.errors import CallbackError, CancelError, CancelFitException, LossError, OptimizerError, TimeError
 from learnkit.events import LEVELS, LIFECYCLE
@@ -114,7 +115,8 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
         moms: tuple[float, ...] = (0.95, 0.85, 0.95),    # momentum for schedules
         default_cbs: bool = True,                        # add `defaults.callbacks`
         microbatch: int | str | None = None,             # samples a piece at most; 'auto': what memory allows
-        weight_func: Callable[..., Any] | None = None,   # f(xb, yb): what a piece weighs; None: its samples
+        weight_func: Callable[..., Any] | str | None = None,  # f(xb, yb): what a batch weighs; 'tokens', 'samples';
+                                                         # None: what the loss averages over
         token_func: Callable[..., int] | None = None,    # f(xb, yb): its tokens; None: those of `input_ids`
         size_func: Callable[..., int] | None = None,     # f(xb, yb): its samples; None: as `find_bs` counts them
         eval_every: str | int | Time | None = '1ep',     # when to evaluate: epochs, '500ba', '10m'; None: never
@@ -127,7 +129,7 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
         self.opt_func, self.lr, self.splitter = opt_func, defaults.lr if lr is None else lr, splitter
         self.path = Path(path) if path is not None else Path(getattr(self.dls, 'path', '.'))
         self.model_dir, self.wd, self.wd_bn_bias, self.train_bn, self.moms = model_dir, wd, wd_bn_bias, train_bn, moms
-        self.microbatch, self.weight_func = check_microbatch(self, microbatch), weight_func
+        self.microbatch, self.weight_func = check_microbatch(self, microbatch), check_weight_func(weight_func)
         check_function('size_func', size_func)
         self.token_func, self.size_func, self.eval_every = token_func, size_func, eval_every
         self.logger: Callable[[Any], Any] = print

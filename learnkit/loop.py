@@ -385,7 +385,8 @@ class Loop(Resuming):
                                f'{once if isinstance(self.dl, Iterator) else ""}')
 
     def _weight(self) -> Any:
-        return self.weight_func(self.xb, self.yb) if self.weight_func else sample_count(self)
+        count = self._count_for_loss(self.xb, self.yb) if self.weight_func else None
+        return sample_count(self) if count is None else count
 
     def _repeat_turn(self) -> None:
         "Run the passes of the `optimize` under way again."

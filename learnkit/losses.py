@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from learnkit.denominators import ClassTargets, Denominator, Elements, Samples, Unknown, denominator_of
 from learnkit.errors import LossError, OptionError
 
 __all__ = ['BaseLoss', 'CrossEntropyLossFlat', 'BCEWithLogitsLossFlat', 'BCELossFlat', 'MSELossFlat', 'L1LossFlat',
@@ -64,6 +65,12 @@ class BaseLoss(nn.Module):
         n_classes = inp.shape[-1:] if self.is_2d else ()
         is_soft = targ.shape == inp.shape and targ.is_floating_point()
         return self.func(inp.reshape(-1, *n_classes), targ.reshape(-1, *(n_classes if is_soft else ())), **kwargs)
+
+    def loss_denominator(self) -> Denominator:
+        "What the mean over a batch is of: that of the loss inside."
+        inside = denominator_of(self.func)
+        if isinstance(inside, ClassTargets): inside.axis = self.axis
+        return inside
 
     def _check_fit(self, inp: Tensor, targ: Tensor) -> None:
         check_axis(self, inp)
@@ -212,6 +219,10 @@ class _Plain(nn.Module):
             targ = targ.long()
         return targ
 
+    def loss_denominator(self) -> Denominator:
+        "What the mean over a batch is of: all targets."
+        return Elements()
+
     def activation(self, x: Tensor) -> Tensor:
         "Softmax."
         return x.softmax(1)
@@ -245,6 +256,12 @@ class LabelSmoothingCrossEntropy(_Plain):
         super().__init__(weight, reduction)
         if not 0 <= eps <= 1: raise OptionError(f'LabelSmoothingCrossEntropy: eps={eps!r} is a share, from 0 to 1.')
         self.eps = eps
+
+    def loss_denominator(self) -> Denominator:
+        "What the mean over a batch is of: the targets that count; with class weights there is no such number."
+        if self.weight is None: return ClassTargets({'reduction': self.reduction})
+        return Unknown('LabelSmoothingCrossEntropy', 'LabelSmoothingCrossEntropy(weight=) adds a mean by class weights '
+                       'and one over all targets; CrossEntropyLossFlat(weight, label_smoothing=) has one mean')
 
     def forward(self, inp: Tensor, targ: Tensor) -> Tensor:
         targ, how = self._target(inp, targ), self.reduction
@@ -349,6 +366,10 @@ class DiceLoss(nn.Module):
         t = targ.reshape(len(p), 1, -1) == torch.arange(p.shape[1], device=p.device)[:, None]
         both, total = (p*t).sum(2), ((p*p if self.square_in_union else p) + t).sum(2)
         return _reduced(1 - (2*both + self.smooth)/(total + self.smooth), self.reduction)
+
+    def loss_denominator(self) -> Denominator:
+        "What the mean over a batch is of: samples."
+        return Samples()
 
     def activation(self, x: Tensor) -> Tensor:
         "Softmax."

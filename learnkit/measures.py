@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from learnkit.averages import Mean, Metric, flattened, is_number, paired, widened
 from learnkit.batch import count_samples, describe, to_detach
+from learnkit.denominators import denominator_of
 from learnkit.errors import CancelException, MetricError, did_you_mean
 
 __all__ = ['AvgMetric', 'AvgLoss', 'SumMetric', 'ValueMetric', 'TorchMetric', 'as_metrics', 'batch_weight',
-           'check_column', 'check_on', 'dry_run', 'measured_by', 'measures_batches', 'paired', 'widened']
+           'check_column', 'check_on', 'dry_run', 'loss_weight', 'measured_by', 'measures_batches', 'paired', 'widened']
 
 PHASES = ('train', 'valid', 'both')
 F = TypeVar('F', bound=Callable[..., Any])
@@ -29,8 +30,9 @@ RESERVED = ('fit', 'epoch', 'train_loss', 'valid_loss', 'time')  # columns of th
 class AvgMetric(Mean, Metric):
     """Average `func(pred, *targets)` over the samples: a number, or a dict of numbers by name, a column each.
 
-    The weight of a batch is its number of samples, or what `learn.weight_func(xb, yb)` says. Raises `MetricError` for
-    what is no function, and for a result that is neither one number nor a dict of them.
+    The weight of a batch is its number of samples, or what `learn.weight_func(xb, yb)` says; for a loss function of
+    torch it is the number of targets that count. Raises `MetricError` for what is no function, and for a result that is
+    neither one number nor a dict of them.
 
     >>> mse = torch.nn.functional.mse_loss
     >>> AvgMetric(mse).name, AvgMetric(nn.L1Loss()).name, AvgMetric(mse, name='l2').name
@@ -46,11 +48,14 @@ class AvgMetric(Mean, Metric):
     ) -> None:
         if not callable(func): raise MetricError(f'AvgMetric averages a function f(pred, *targets), got {func!r}.')
         self.func, self._name, self.on = func, name, check_on(on)
+        self._count = denominator_of(func).count   # of a loss function of torch what that averages over
 
     def accumulate(self, learn: Any) -> None:
         self.add(self._compute(learn.pred, learn.yb), self._weight(learn))
 
-    def _weight(self, learn: Any) -> Any: return batch_weight(learn)
+    def _weight(self, learn: Any) -> Any:
+        count = None if getattr(learn, 'weight_func', None) is not None else self._count(learn.yb)
+        return batch_weight(learn) if count is None else count
 
     def add(self, value: Any, weight: Any = 1) -> None:
         "Take in a number, or a dict of them; of a dict, `total` and `count` are dicts too."
@@ -97,7 +102,7 @@ class AvgMetric(Mean, Metric):
 
 
 class AvgLoss(Mean, Metric):
-    """Average the loss over the samples.
+    """Average the loss over the samples, or whatever it is a mean of: the targets that count, or their class weights.
 
     >>> AvgLoss().name
     'loss'
@@ -107,7 +112,7 @@ class AvgLoss(Mean, Metric):
     def accumulate(self, learn: Any) -> None:
         loss = learn.loss
         if isinstance(loss, Tensor) and loss.dim(): loss = loss.detach().mean()
-        self.add(loss, batch_weight(learn))
+        self.add(loss, loss_weight(learn))
 
     @property
     def name(self) -> str: return 'loss'
@@ -388,8 +393,18 @@ def _stacked(sums: Iterable[Any], pred: Any) -> Tensor:
 
 def batch_weight(learn: Any) -> Any:
     "Return how much a batch counts in a mean: its samples, or what `learn.weight_func(xb, yb)` says."
-    if (func := getattr(learn, 'weight_func', None)) is not None: return func(learn.xb, learn.yb)
+    if (func := getattr(learn, 'weight_func', None)) is not None:
+        return func(learn.xb, learn.yb) if callable(func) else loss_weight(learn)
     return count_samples(learn)
+
+
+def loss_weight(learn: Any) -> Any:
+    "Return how much the loss of a batch counts in a mean: what it averages over, or what `learn.weight_func` says."
+    count_for_loss = getattr(learn, '_count_for_loss', None)
+    count = None if count_for_loss is None else count_for_loss(learn.xb, learn.yb)
+    if count is not None: return count
+    func = getattr(learn, 'weight_func', None)
+    return func(learn.xb, learn.yb) if callable(func) else count_samples(learn)
 
 
 def _follow(module: Any, pred: Any) -> None:

@@ -10,6 +10,14 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from learnkit.batch import count_samples, cut_batch, find_bs, microbatches
+from learnkit.denominators import (
+    ClassTargets,
+    Denominator,
+    Samples,
+    Tokens,
+    denominator_of,
+    denominator_of_model,
+)
 from learnkit.errors import CancelBackwardException, CancelBatchException, CancelStepException
 from learnkit.evaluation import Evaluations
 from learnkit.rng import capture_rng, restore_rng
@@ -26,6 +34,9 @@ class Pieces(Evaluations):
     _with_events: Callable[..., None]
     _piece, _is_last_piece = 0, True           # number of the piece at hand; whether none follows it
     _fitting_size: int | None = None           # the size that memory has held, with microbatch='auto'; None: any so far
+    _share: Any = 1.                           # of the piece at hand in the loss of its batch
+    _known_denominator: tuple[Any, ...] = None, None, None, None  # of which loss, `weight_func` and class of model
+    _blending: tuple[list[Any], list[Any]] = [], []    # all callbacks; those whose loss is a mean over samples
 
     def _forget_pass(self) -> None:
         for name in ('pred', 'loss_grad'): self.__dict__.pop(name, None)
@@ -58,14 +69,19 @@ class Pieces(Evaluations):
                 self._is_last_piece = self._piece + 1 == len(pieces)
                 self._forget_pass()
                 self._do_pred_loss()
-                share = share_of(weight, weights, self.loss.dtype)
-                total = self.loss * share if total is None else total + self.loss * share
-                self.loss_grad = self.loss_grad * share
-                self._with_events(self._backward, 'backward', CancelBackwardException)
+                self._share = share_of(weight, weights, self.loss.dtype)
+                counted = counted_part(self.loss, self._share)
+                total = counted if total is None else total + counted
+                self._with_events(self._backward_of_piece, 'backward', CancelBackwardException)
         finally:
             self.xb, self.yb = xb, yb
-            self.__dict__.pop('_is_last_piece', None)
+            for name in ('_is_last_piece', '_share'): self.__dict__.pop(name, None)
         self.loss = total
+
+    def _backward_of_piece(self) -> None:
+        "Run the backward pass of a piece by its share: what callbacks have added to its loss has that share too."
+        self.loss_grad = self.loss_grad * self._share
+        self._backward()
 
     def _cut(self, xb: Any, yb: Any, size: int) -> list[tuple[Any, Any]]:
         "Cut a batch into pieces."
@@ -77,10 +93,52 @@ class Pieces(Evaluations):
         cut_batch(self.xb, self.yb, n, [slice(0, n)])
 
     def _weights(self, pieces: list[tuple[Any, Any]]) -> list[Any] | None:
-        "Return what each piece weighs, by samples or by `weight_func`; None for a loss that is a sum."
+        "Return what each piece weighs, which is what its loss averages over; None for a loss that is a sum."
         if self._loss_is_sum(): return None
-        if self.weight_func: return [self.weight_func(*piece) for piece in pieces]
-        return [find_bs(*piece, self.size_func) for piece in pieces]
+        return [self._weight_of(*piece) for piece in pieces]
+
+    def _weight_of(self, xb: Any, yb: Any) -> Any:
+        count = self._count_for_loss(xb, yb)
+        return find_bs(xb, yb, self.size_func) if count is None else count
+
+    def _count_for_loss(self, xb: Any, yb: Any) -> Any:
+        "Return what the loss of a batch, or a piece of one, averages over; None for its samples."
+        if callable(self.weight_func):
+            return self.weight_func(xb, yb)
+        if self.training and self._blends_loss():
+            return None
+        denominator = self._denominator()
+        if not self.iter:
+            denominator.look(yb)   # once a pass: it may wait for the device
+        return denominator.count(yb)
+
+    def _weighs_samples(self) -> bool:
+        "Return True where batches with as many samples weigh the same."
+        if callable(self.weight_func): return False
+        return self._blends_loss() or not self._denominator().varies(self.yb)
+
+    def _blends_loss(self) -> bool:
+        "Return True while a callback makes the training loss a mean over samples, whatever the loss function says."
+        known, found = self._blending
+        if known is not (here := self._callbacks.ordered()):
+            found = [cb for cb in here if getattr(cb.__class__, 'averages_samples', False)]
+            self._blending = here, found
+        return bool(found) and any(cb.run for cb in found)
+
+    def _denominator(self) -> Denominator:
+        "Return what the loss averages over, decided once for a loss function."
+        loss_func, weight_func, model_class, denominator = self._known_denominator
+        asked = self.loss_func, self.weight_func, self.model.__class__
+        if denominator is None or (loss_func, weight_func, model_class) != asked:
+            denominator = self._find_denominator()
+            self._known_denominator = *asked, denominator
+        return denominator
+
+    def _find_denominator(self) -> Denominator:
+        if self.weight_func == 'samples': return Samples()
+        of_loss = denominator_of_model(self.model) if self.loss_func is None else denominator_of(self.loss_func)
+        if self.weight_func != 'tokens': return of_loss
+        return Tokens(of_loss.ignore_index) if isinstance(of_loss, ClassTargets) else Tokens()
 
     def _loss_is_sum(self) -> bool:
         "Tell whether the loss adds up over samples, where others are their mean."
@@ -136,4 +194,20 @@ def share_of(weight: Any, weights: list[Any] | None, dtype: torch.dtype) -> Any:
     "Return a piece's share in the loss of its batch, without leaving the device, in the loss's precision."
     if weights is None: return 1.
     weight = weight.to(dtype) if isinstance(weight, Tensor) else weight
-    return weight / sum(weights)
+    return ratio(weight, sum(weights))
+
+
+def ratio(part: Any, whole: Any) -> Any:
+    """Return `part / whole`, and 0 where both are 0: what does not count has no share. Tensors stay on their device.
+
+    >>> ratio(1, 4), ratio(0, 0), ratio(torch.tensor(0.), torch.tensor(0.))
+    (0.25, 0.0, tensor(0.))
+    """
+    if not isinstance(whole, Tensor): return part / whole if isinstance(part, Tensor) or whole else 0.
+    return torch.where(whole == 0, 0., part / whole)
+
+
+def counted_part(loss: Tensor, share: Any) -> Tensor:
+    "Return a loss times its share; 0 without a share, as the mean of nothing is nan."
+    if isinstance(share, Tensor): return torch.where(share == 0, torch.zeros_like(loss), loss * share)
+    return loss * share if share else torch.zeros_like(loss)

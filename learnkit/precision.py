@@ -58,7 +58,7 @@ class MixedPrecision(Callback):
     >>> learn.mixed_precision.scales
     False
     """
-    order = 10
+    order, runs_last = 10, ('before_backward',)  # what others add to the loss is scaled too
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ from learnkit.distributed.likeness import optimizer_state, what_is_trained
 from learnkit.dtensors import is_part
 from learnkit.errors import DistributedError
 from learnkit.hints import warn_user
+from learnkit.pieces import ratio
 from learnkit.resumecheck import ResumeChecks
 from learnkit.resuming import Resumption
 from learnkit.rng import capture_rng
@@ -159,10 +160,12 @@ class Processes(ResumeChecks):
         team = self._team
         if team is None: return 1
         if self._loss_is_sum(): return self.world.size if self._own_samples() else 0
-        if self.weight_func is None:
+        if self._weighs_samples():
             own, total = team._now.share or (1, self.world.size)
             return 1 if own * self.world.size == total else own * self.world.size / total
-        return torch.as_tensor(self._own_weight()).double() * (self.world.size / self._whole_weight())
+        weights = team.sum_weights()
+        own_weight = torch.as_tensor(weights.own, dtype=torch.float64)
+        return ratio(own_weight * self.world.size, weights.total())
 
     def _loss_of_all(self) -> Tensor:
         if self.world.size == 1: return super()._loss_of_all()
@@ -181,18 +184,17 @@ class Processes(ResumeChecks):
         return count_samples(self) if team is None or team._now.share is None else team._now.share[0]
 
     def _own_weight(self) -> Any:
-        "Return what this process's batch weighs by `weight_func`; a sample that is only there to keep step, nothing."
-        return self.weight_func(self.xb, self.yb) if self.weight_func and self._own_samples() else 0.
+        "Return what this process's batch weighs; a sample that is only there to keep step, nothing."
+        return self._weight_of(self.xb, self.yb) if self._own_samples() else 0.
 
     def _samples(self) -> int:
         team = self._team
         return super()._samples() if team is None or team._now.share is None else team._now.share[1]
 
     def _whole_weight(self) -> Any:
-        weight = super()._whole_weight()
-        if self.world.size == 1 or weight is None: return weight
-        if self.weight_func is None: return self._samples()
-        return float(self.world.sum(torch.as_tensor(self._own_weight(), dtype=torch.float64)))
+        if self.world.size == 1 or self._loss_is_sum(): return super()._whole_weight()
+        team = self._team
+        return self._samples() if team is None or self._weighs_samples() else team.sum_weights().total()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from fastcore.foundation import L
 
-from learnkit.averages import AvgSmoothLoss, Mean, Metric, merged_losses
+from learnkit.averages import AvgSmoothLoss, Mean, Metric, merged_losses, merged_weights
 from learnkit.callback import Callback
 from learnkit.checks import check_metrics, first_validation_batches
 from learnkit.data import evaluation_loaders
+from learnkit.errors import BatchError, OptionError, did_you_mean
 from learnkit.frames import (
     Frame,
     MetricColumns,
@@ -28,7 +29,7 @@ from learnkit.frames import (
 from learnkit.hints import warn_of_nan
 from learnkit.history import History
 from learnkit.html import never_raising
-from learnkit.measures import AvgLoss, as_metrics, batch_weight, check_column, measures_batches
+from learnkit.measures import AvgLoss, as_metrics, check_column, loss_weight, measures_batches
 from learnkit.merging import check_mergeable, gather_on_host
 from learnkit.metric_states import storable
 from learnkit.plots import Plots
@@ -36,6 +37,8 @@ from learnkit.steps import Steps
 from learnkit.timing import format_seconds
 
 __all__ = ['Recorder', 'History', 'recorder_of']
+
+TRAIN_LOSSES = ('mean', 'smooth')
 
 
 class _EvalLoss(AvgLoss):
@@ -47,11 +50,14 @@ class Recorder(Plots, Callback):
 
     `learn.history` has a row an epoch, over all fits, and `evaluations` one for each evaluation, also in the middle of
     epochs; `learn.recorder` has the steps of the last fit: `losses`, `lrs`, `hps`, and the plots `plot_loss()` and
-    `plot_sched()`. Nothing is fetched from the device during an epoch: losses travel in groups (see `AvgSmoothLoss`),
-    and metrics are read once, when their loader is through.
+    `plot_sched()`. `train_loss` of a row is the mean over what the epoch was trained on, as `valid_loss` is over the
+    validation set; the bar, the plots and `losses` show the smoothed loss. Nothing is fetched from the device during an
+    epoch: losses travel in groups (see `AvgSmoothLoss`), and metrics are read once, when their loader is through.
 
     Checkpointed: everything it has recorded, and what is measured in the epoch that is open: the values and means so
     far, the training metrics (see `Metric`), the seconds that have gone by.
+
+    Raises `OptionError` for a `train_loss` that is neither.
 
     >>> from learnkit.testing import synth_learner
     >>> with synth_learner(n_train=10, lr=0.1).no_bar() as learn: learn.fit(2)
@@ -70,7 +76,10 @@ class Recorder(Plots, Callback):
         train_metrics: bool = False,   # whether metrics are computed on the training batches
         valid_metrics: bool = True,    # whether loss and metrics are computed on the validation loaders
         beta: float = 0.98,            # smoothing of the training loss
+        train_loss: str = 'mean',      # of a row: the epoch's 'mean', or as in fastai the 'smooth' loss at its end
     ) -> None:
+        self.train_loss = train_loss
+        self._check_train_loss()
         self.add_time, self.train_metrics, self.valid_metrics = add_time, train_metrics, valid_metrics
         self.loss, self.smooth_loss = _EvalLoss(), AvgSmoothLoss(beta=beta)
         self.history, self.n_fits = History(), 0
@@ -83,9 +92,15 @@ class Recorder(Plots, Callback):
         self._unshown: set[str] = set()   # those of them that are not printed
         self.log = L()               # the row of the epoch so far
         self._n_before = 0           # steps before the current epoch
-        self._weights: list[Any] = []  # of its losses so far among those of several processes
         self._is_open = False        # the training of an epoch has begun, and the epoch is not over
         self._start_anew()
+
+    def _check_train_loss(self) -> None:
+        if self.train_loss in TRAIN_LOSSES:
+            return
+        raise OptionError(f'Recorder: train_loss={self.train_loss!r}: give '
+                          f'{" or ".join(map(repr, TRAIN_LOSSES))}.'
+                          f'{did_you_mean(str(self.train_loss), TRAIN_LOSSES)}')
 
     def _start_anew(self) -> None:
         self.values, self.iters = L(), L()
@@ -108,6 +123,7 @@ class Recorder(Plots, Callback):
         self._frames.append(Frame(own=depth > 1))
         if learn.world.size > 1: self._check_mergeable()
         if not learn.fitting: return
+        self._check_train_loss()
         self.n_fits += 1
         self._logged_names, self._unshown = [], set()
         self._train = [twin(m, learn) for m in self._on('train')]
@@ -159,8 +175,8 @@ class Recorder(Plots, Callback):
         if self.learn.fitting: self._begin_losses(self.smooth_loss.count)
         self.log = L(self.learn.epoch)
 
-    def _begin_losses(self, n: int, weights: list[float] | None = None) -> None:
-        self._n_before, self._weights = n, weights or []
+    def _begin_losses(self, n: int) -> None:
+        self._n_before = n
         if self.learn.world.size > 1: self.smooth_loss.mark(n)
 
     def before_train(self) -> None:
@@ -177,13 +193,20 @@ class Recorder(Plots, Callback):
         learn = self.learn
         if 'loss_grad' not in learn.__dict__: return self._without_loss()
         if learn.training:
-            self.smooth_loss.accumulate(learn)
-            if learn.world.size > 1: self._weights.append(batch_weight(learn) if counts(learn) else 0)
+            self.smooth_loss.accumulate(learn, self._loss_weight())
             if learn.opt is not None: self._steps.record(learn.opt.last_group)
             for batch in self._pieces if learn.microbatch else (learn,) if counts(learn) else ():
                 for m in self._train: m.accumulate(batch)
             self._pieces = []
         elif learn.phase != 'predict': self._measure(self._valid_mets)
+
+    def _loss_weight(self) -> Any:
+        "Return how much the loss of the batch at hand counts in the mean over the epoch, or over processes."
+        learn = self.learn
+        if learn.world.size > 1 and not counts(learn): return 0
+        if self.train_loss == 'smooth' and learn.world.size == 1: return 1
+        try: return loss_weight(learn)
+        except BatchError: return 1  # it cannot be seen how many samples there are
 
     def _measure(self, metrics: list[Metric]) -> None:
         self._frame.n_valid += 1
@@ -200,13 +223,18 @@ class Recorder(Plots, Callback):
         measured, told = read_metrics(self._train, n, self.learn, self._told_losses())
         if told: self._merge_losses(told)
         has_steps = self.smooth_loss.count > self._n_before
-        values['train_loss'] = self.smooth_loss.smooth[-1] if has_steps else None
+        values['train_loss'] = self._train_loss() if has_steps else None
         if has_steps and isnan(values['train_loss']): warn_of_nan(self.learn, self.smooth_loss.smooth, self._n_before)
         for m, value in zip(self._train, measured, strict=True):
             self._keys.note(m.name, value, self._names())
             columns = self._keys.values(m.name, value)
             values.update({self._train_column(column): v for column, v in columns.items()})
         self.log = L(self.learn.epoch, *values.values())
+
+    def _train_loss(self) -> float:
+        "Return the training loss of the epoch that ends."
+        if self.train_loss == 'smooth': return self.smooth_loss.smooth[-1]
+        return self.smooth_loss.mean_since(self._n_before)
 
     def after_validate(self) -> None:
         if self.learn.phase == 'predict': return
@@ -282,13 +310,13 @@ class Recorder(Plots, Callback):
     def _told_losses(self) -> dict[str, Any]:
         "Return this epoch's losses as this process has them, and how much each counts."
         if self.learn.world.size == 1: return {}
-        losses, weights = self.smooth_loss.since_mark, [float(w) for w in self._weights]
-        return {'losses': losses, 'weights': [1.]*(len(losses) - len(weights)) + weights}
+        return {'losses': self.smooth_loss.since_mark, 'weights': self.smooth_loss.weights_since_mark}
 
     def _merge_losses(self, told: list[dict[str, Any]]) -> None:
         "Put in their place those of all processes, of the samples that each had at each step."
         losses, weights = ([sd[k] for sd in told] for k in ('losses', 'weights'))
-        self.smooth_loss.replace(merged_losses(losses, weights, 'sum' if self.learn._weights([]) is None else 'mean'))
+        reduction = 'sum' if self.learn._weights([]) is None else 'mean'
+        self.smooth_loss.replace(merged_losses(losses, weights, reduction), merged_weights(weights))
 
     def _merge_logged(self, seconds: float) -> float:
         "Take over what the other processes have logged; return the first one's seconds."
@@ -421,7 +449,6 @@ class Recorder(Plots, Callback):
                 'logged_names': list(self._logged_names), 'unshown': sorted(self._unshown),
                 'steps': self._steps.state_dict(), 'final_record': None if final is None else storable(list(final)),
                 'open': {**frame.state_dict(), 'n_before': self._n_before if self._is_open else 0,
-                         'weights': [float(w) for w in self._weights] if self._is_open else [],
                          'metrics': metric_states(self._train) if self._is_open else None},
                 'seconds': perf_counter() - frame.started if self._is_open else 0.}
 
@@ -444,7 +471,7 @@ class Recorder(Plots, Callback):
         "Go on measuring in the epoch that was open."
         frame = self._frames[0]
         frame.started = perf_counter() - seconds
-        self._begin_losses(sd['n_before'], list(sd.get('weights', ())))
+        self._begin_losses(sd['n_before'])
         self.log = L(self.learn.epoch, *frame.values.values())
         if sd['metrics'] is not None: load_metrics(self._train, sd['metrics'])
 

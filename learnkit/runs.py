@@ -55,7 +55,7 @@ class Runs(HasCallbacks):
     microbatch: int | str | None
     token_func: Callable[[tuple[Any, ...], tuple[Any, ...]], int] | None
     size_func: Callable[[tuple[Any, ...], tuple[Any, ...]], int] | None = None
-    weight_func: Callable[[tuple[Any, ...], tuple[Any, ...]], Any] | None
+    weight_func: Callable[[tuple[Any, ...], tuple[Any, ...]], Any] | str | None
     xb: tuple[Any, ...]
     yb: tuple[Any, ...]
     pred: Any

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 from learnkit import EMA, Callback, Checkpoint
+from learnkit.comm import join_ranks
 from learnkit.distributed.dcp import Writers, check_parts, folder_of, sweep_parts, take_parts, with_parts
 from learnkit.dtensors import whole_state
 from learnkit.errors import CheckpointError, DamagedError, DistributedError, WeightsError
 from learnkit.folders import find
 from learnkit.statefile import read_state, write_state
-from learnkit.comm import join_ranks
 from tests.ranks import run_ranks, started_ranks
 from tests.test_sharded import WithStatistics, apart, learner, values
 

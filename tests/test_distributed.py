@@ -107,6 +107,13 @@ def test_a_weighted_loss() -> None:
         lambda learn: learn.fit(2))
 
 
+@pytest.mark.parametrize('microbatch', [None, 3])
+def test_class_weights_and_targets_that_do_not_count(microbatch: int | None) -> None:
+    loss = torch.nn.CrossEntropyLoss(torch.tensor([1., 5., 0.2], dtype=torch.float64), ignore_index=1)
+    compare(lambda bs: make_learner(make_dls(101, bs), loss_func=loss, metrics=None, microbatch=microbatch),
+            lambda learn: learn.fit(2))
+
+
 def test_a_loss_that_is_a_sum() -> None:
     loss = torch.nn.CrossEntropyLoss(reduction='sum')
     # the mean of the sums of batches is another for other batches: `eval_every=None`

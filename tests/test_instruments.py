@@ -231,5 +231,5 @@ def test_metric_names_lists_each_once_with_its_meaning() -> None:
     before = learn.metric_names()
     learn.fit(1)
     assert learn.metric_names() == before  # what was logged since is told by a pattern
-    assert before['train_loss'] == 'training loss, smoothed' and 'l2_norm/grad/{parameter}' in before
+    assert before['train_loss'] == 'training loss, mean of the epoch' and 'l2_norm/grad/{parameter}' in before
     assert all(isinstance(meaning, str) and meaning for meaning in before.values())

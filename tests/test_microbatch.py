@@ -103,8 +103,13 @@ def test_a_mean_over_tokens_needs_and_gets_weight_func(as_number: Callable[[Tens
     def count(xb: Any, yb: Any) -> Any: return as_number((yb[0] != PAD).sum())
     [got] = grads_at_step([b], model, loss=token_loss, size=2, weight_func=count)
     assert close(got, expected)
-    [unweighted] = grads_at_step([b], model, loss=token_loss, size=2)
+    [by_name] = grads_at_step([b], model, loss=token_loss, size=2, weight_func='tokens')
+    assert close(by_name, expected)
+    with pytest.warns(UserWarning, match='weight_func'):
+        [unweighted] = grads_at_step([b], model, loss=token_loss, size=2)
     assert not close(unweighted, expected)
+    [of_samples] = grads_at_step([b], model, loss=token_loss, size=2, weight_func='samples')
+    assert close(of_samples, unweighted)
 
 
 def test_a_whole_fit_ends_at_the_same_weights() -> None:

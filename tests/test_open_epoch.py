@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from time import sleep
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -265,7 +266,7 @@ def test_a_state_of_many_steps_is_a_handful_of_tensors() -> None:
     for i in range(n):
         recorder._steps.record(group)
         group['lr'] = 0.1 / (i + 2)
-        recorder.smooth_loss._raw.append(float(i))
+        recorder.smooth_loss.accumulate(SimpleNamespace(loss=torch.tensor(float(i))))
     for _ in range(2):
         state = recorder.state_dict()
         columns = state['steps']['columns']

@@ -33,7 +33,7 @@ NAMES = Path(__file__).with_name('public_names.txt')
 LAYERS = [
     'later', 'html', 'cancels', 'errors', 'comm', 'figures', 'metric_properties',
     'events', 'timing', 'evaluator', 'files', 'statefile', 'torchfile', 'locks', 'rng', 'batch',
-    'dtensors', 'pairing', 'hints', 'arrays', 'weights', 'digests',
+    'dtensors', 'pairing', 'hints', 'denominators', 'arrays', 'weights', 'digests',
     'torchloader', 'order', 'tables', 'showing', 'loaders', 'data', 'hypers', 'optimstate', 'optim',
     'optimizers', 'readahead', 'positions', 'metric_states', 'merging', 'averages',
     'measures', 'accum', 'late', 'scores', 'segmentation', 'metrics', 'losses', 'annealing',

@@ -72,7 +72,7 @@ def test_bf16_differs_from_float32_and_still_learns() -> None:
     half.fit(10)
     assert not same(state(plain.model), state(half.model))
     first, last = half.history[0]['train_loss'], half.history[-1]['train_loss']
-    assert last < 0.8 * first and last == pytest.approx(plain.history[-1]['train_loss'], rel=0.02)
+    assert last < 0.8 * first and last == pytest.approx(plain.history[-1]['train_loss'], rel=0.05)
 
 
 def test_predictions_and_validation_are_made_under_autocast_and_come_out_in_float32() -> None:

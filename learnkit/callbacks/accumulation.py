@@ -12,6 +12,7 @@ from learnkit.cancels import StepPutOff
 from learnkit.dtensors import locals_of
 from learnkit.errors import BatchError, CancelStepException, OptionError
 from learnkit.hints import warn_user
+from learnkit.pieces import ratio
 from learnkit.runs import Turn
 
 __all__ = ['GradientAccumulation']
@@ -20,10 +21,11 @@ __all__ = ['GradientAccumulation']
 class GradientAccumulation(Callback):
     """Step once at least `n_acc` samples have been seen since the last step, with the gradient of all of them.
 
-    That gradient is the mean over those samples, whatever the batch sizes; with `Learner(weight_func=)` the weighted
-    one; for a loss with reduction 'sum' the sum. The reported loss is each batch's own. `before_step` and what follows
-    happen at real steps only, so that clipping, mixed precision, schedules and averages see one big batch; until then
-    a batch ends with `after_cancel_batch`.
+    That gradient is the mean over those samples, whatever the batch sizes, or over what the loss averages over (targets
+    that count, class weights); with `Learner(weight_func=)` the weighted one; for a loss with reduction 'sum' the sum.
+    What other callbacks have added to `loss_grad` is averaged likewise. The reported loss is each batch's own.
+    `before_step` and what follows happen at real steps only, so that clipping, mixed precision, schedules and averages
+    see one big batch; until then a batch ends with `after_cancel_batch`.
 
     In a loop of your own each call of `optimize` counts the batch's samples, for the optimizer that
     it names: each has a sum, and steps, of its own. A call that comes to no step returns False, and
@@ -43,6 +45,7 @@ class GradientAccumulation(Callback):
     (64, 6)
     """
     order, run_valid = 6, False  # before mixed precision (10) unscales the gradients
+    runs_last = ('before_backward',)  # what others add to the loss is averaged with it
 
     def __init__(self, n_acc: int = 32) -> None:
         if not is_count(n_acc): raise bad_option(self, 'a whole number of samples, 1 or more', n_acc=n_acc)
@@ -113,8 +116,11 @@ class GradientAccumulation(Callback):
         learn = self.learn
         self._take_turn()
         if not learn.microbatch: self._batch = self._measure()
-        if self._batch is not None and self._batch[1] is not None:
-            learn.loss_grad = learn.loss_grad * (in_full(self._batch[1], learn.loss) / self._divisor)
+        if self._batch is None or self._batch[1] is None: return
+        n, weight = self._batch[0], in_full(self._batch[1], learn.loss)
+        if not self._n_samples and (isinstance(weight, Tensor) or weight != n):
+            self._divisor = expected_sum(weight, self.n_acc / n)
+        learn.loss_grad = learn.loss_grad * (weight / self._divisor)
 
     def after_cancel_backward(self) -> None:
         if not self.learn.microbatch: self._batch = None
@@ -158,7 +164,7 @@ class GradientAccumulation(Callback):
         total = self._weight_sum
         if not isinstance(total, Tensor) and total in (0, self._divisor): return
         grads = locals_of(p.grad for p in self.learn.step_parameters if p.grad is not None)
-        scale = self._divisor / total
+        scale = ratio(self._divisor, total)
         if grads: torch._foreach_mul_(grads, scale.to(grads[0].device) if isinstance(scale, Tensor) else scale)
         self._divisor = total  # what comes on top, if the step is put off, is divided likewise
 
@@ -213,6 +219,12 @@ class GradientAccumulation(Callback):
         self._set_counts(sd)
         self._turn = sd.get('turn', '')
         self._others = {turn: dict(counts) for turn, counts in sd.get('others', {}).items()}
+
+
+def expected_sum(weight: Any, times: float) -> Any:
+    "Return what so many times this weight make, or 1 if it is 0: gradients are then of the size that they end with."
+    if isinstance(weight, Tensor): return torch.where(weight == 0, 1., weight * times)
+    return weight * times or 1.
 
 
 def in_full(weight: Any, loss: Tensor) -> Any:

@@ -54,6 +54,7 @@ class MixHandler(Callback):
     there is nothing to blend.
     """
     run_valid, needs_events = False, False   # it looks itself whether the loss was blended
+    averages_samples = True   # whatever the plain loss averages over
 
     def __init__(
         self,

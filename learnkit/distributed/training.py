@@ -37,6 +37,34 @@ STRATEGIES = ('auto', 'ddp', 'fsdp')
 CHOICES = {'strategy': STRATEGIES, 'batch_size': BATCH_SIZES, 'uneven': UNEVEN}
 
 
+class Weights:
+    "What the loss of a batch averages over in this process, and the sum over all, which comes while it is computed."
+
+    def __init__(self, own: Any, world: Comm) -> None:
+        self.own, self._total = own, None  # type: tuple[Any, Any]
+        on_device = isinstance(own, Tensor) and not own.is_cpu
+        self._wait = summed_on_device(own) if on_device else world.start_sum(torch.as_tensor(own, dtype=torch.float64))
+        self._on_device = on_device
+
+    def total(self) -> Any:
+        "Return the sum over all processes: a number, or a tensor on the device of what was given."
+        if self._total is None: self._total = self._wait() if self._on_device else float(self._wait())
+        return self._total
+
+
+def summed_on_device(t: Tensor) -> Callable[[], Tensor]:
+    "Begin to sum a tensor over all processes where it is, and return the function that gives the sum."
+    import torch.distributed as dist
+    total = t.detach().double()
+    total = total.clone() if total is t else total
+    work = dist.all_reduce(total, async_op=True)
+
+    def wait() -> Tensor:
+        work.wait()   # for a GPU the stream waits, and the host goes on
+        return total
+    return wait
+
+
 @dataclass(slots=True)
 class Now:
     "What is known of the training batch at hand."
@@ -45,6 +73,7 @@ class Now:
     local: bool = True                              # gradients that are there may not be averaged yet
     tokens_before: int = 0
     tokens: Callable[[], Tensor] | None = None      # gives those of all processes
+    weights: Weights | None = None                  # what the loss averages over, where that is not samples
 
 
 class DistributedTraining(Callback):
@@ -267,6 +296,7 @@ class DistributedTraining(Callback):
         now = self._now
         now.share = known if share is not None else self._counted_share()
         now.tokens_before, now.tokens, now.n_steps = learn._done['tok'], None, learn._finished('st')
+        now.weights = None
         if not self._catches_up: return
         self._catches_up = False
         self._parts.catch_up(learn)
@@ -289,6 +319,8 @@ class DistributedTraining(Callback):
         if not learn.training: return None
         now = self._now
         if now.tokens is None and has_tokens(learn) and not learn.microbatch: self._sum_tokens()
+        if not learn.microbatch and not learn._loss_is_sum() and not learn._weighs_samples():
+            self.sum_weights()
         now.local = learn._passes_alone or not self._steps_after_this()
         if now.local: return self._parts.pass_without_sync()
         self._parts.has_synced = True
@@ -339,6 +371,11 @@ class DistributedTraining(Callback):
         self._now.tokens = self.learn.world.start_sum(torch.tensor(token_count(self.learn) if self.has_samples else 0))
         return self._now.tokens
 
+    def sum_weights(self) -> Weights:
+        "Return what this batch's loss averages over, here and in all processes; begin to sum it up where that is new."
+        if self._now.weights is None: self._now.weights = Weights(self.learn._own_weight(), self.world)
+        return self._now.weights
+
     def batch_checkpoint(self) -> None:
         world, n = self.learn.world, self.learn._done['ba']
         sends, hears = n % self._every == 0, world.is_exchanging
@@ -371,18 +408,20 @@ class DistributedTraining(Callback):
 class GradientMean(Callback):
     "Make gradients the mean over the samples of all processes: a part of `DistributedTraining` with another order."
     order, run_valid, needs_events = 7, False, False   # after gradient accumulation, before mixed precision
+    runs_last = ('before_backward',)
     _factor: Any = None           # of a batch that is cut into pieces
 
     def before_batch(self) -> None:
         "Look at the whole batch, where its loss is that of pieces."
         learn = self.learn
-        if learn.microbatch and learn.weight_func is not None: self._factor = learn._share_of_gradient()
+        if learn.microbatch and not learn._loss_is_sum() and not learn._weighs_samples():
+            self._factor = learn._share_of_gradient()
         elif self._factor is not None: self._factor = None
 
     def before_backward(self) -> None:
         "Weigh this process's loss by its share."
         factor = self.learn._share_of_gradient() if self._factor is None else self._factor
-        if factor != 1: self.learn.loss_grad = self.learn.loss_grad * factor
+        if isinstance(factor, Tensor) or factor != 1: self.learn.loss_grad = self.learn.loss_grad * factor
 
     def before_step(self) -> None:
         "Average what is not averaged yet: what was added up in each process alone, and the loss function's own."

@@ -91,7 +91,7 @@ def test_a_mean_over_tokens_is_weighted_by_weight_func() -> None:
         learn = learner(bs, mlp(), GradientAccumulation(6), loss=loss, weight_func=count, microbatch=size)
         learn.fit(2)
         assert same(learn.model, expected)
-    learn = learner(bs, mlp(), GradientAccumulation(6), loss=loss)
+    learn = learner(bs, mlp(), GradientAccumulation(6), loss=loss, weight_func='samples')
     learn.fit(2)
     assert not same(learn.model, expected)
 

@@ -53,14 +53,22 @@ def same(a: Any, b: Any, tol: float = 2e-5) -> bool:
 
 STYLE_FILES = [Path(__file__).with_name(name) for name in ('fastai_style.py.in', 'fastai_training.py.in')]
 STYLE_IMPORTS = {
-    'learnkit': 'from learnkit.all import *',
+    'learnkit': 'from learnkit.all import *; Recorder = as_in_fastai(Recorder)',
     'fastai': 'from fastai.data.all import *; from fastai.learner import *; from fastai.callback.all import *; '
               'from fastai.optimizer import *; from fastai.metrics import *; from fastai.losses import *'}
 
 
+def as_in_fastai(recorder: type) -> type:
+    "Return a class of Recorders whose `train_loss` is the smoothed loss."
+    class Recorder(recorder):  # type: ignore[misc]  # whichever it is
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{'train_loss': 'smooth', **kwargs})
+    return Recorder
+
+
 def style_cases(library: str) -> dict[str, Any]:
     "The cases of `fastai_*.py.in`, run with one library: the import line alone differs."
-    names: dict[str, Any] = {'__name__': 'fastai_style', 'FASTAI_EVENTS': EVENTS}
+    names: dict[str, Any] = {'__name__': 'fastai_style', 'FASTAI_EVENTS': EVENTS, 'as_in_fastai': as_in_fastai}
     with warnings.catch_warnings():
         if library == 'fastai': warnings.simplefilter('ignore')
         exec(STYLE_IMPORTS[library], names)
@@ -141,7 +149,7 @@ def _partial(SGD: Any, mom: float) -> Any: return lambda params, lr: SGD(params,
 
 def _recorder(lib: Any) -> Any:
     "A Recorder that smooths losses in double precision; fastai's is made for single."
-    rec = lib.Recorder(add_time=False)
+    rec = lib.Recorder(add_time=False, **({} if lib.which == 'fastai' else {'train_loss': 'smooth'}))
     zero = torch.zeros((), dtype=torch.float64)
     if lib.which == 'fastai': rec.smooth_loss.reset = lambda: vars(rec.smooth_loss).update(count=0, val=zero)
     return rec
