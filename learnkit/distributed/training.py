@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from learnkit.batch import batch_counter
 from learnkit.callback import Callback
-from learnkit.comm import ALONE, join_ranks
+from learnkit.comm import ALONE, Comm, join_ranks
 from learnkit.data import n_batches
 from learnkit.distributed.cut import BATCH_SIZES, UNEVEN
 from learnkit.distributed.failures import Failures
