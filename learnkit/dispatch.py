@@ -37,6 +37,7 @@ class CallbackSet:
         self.held: list[Any] = []   # switched off, whatever `run` is: in evaluations that they started
         self.keys: dict[int, str] = {}
         self._order: list[Any] | None = None    # the sorted callbacks, until something changes
+        self.blending: list[Any] | None = None  # those that make the loss a mean over samples, until then
         self.tables = HandlerTable(self, False), HandlerTable(self, True)  # indexed by `learn.training`
         self.more_tables: list[HandlerTable] = []  # that the loop reads in their place for a while
 
@@ -46,7 +47,7 @@ class CallbackSet:
 
     def refresh(self) -> None:
         "Forget the handler tables: they are built again, event by event, when next needed."
-        self._order = None
+        self._order = self.blending = None
         for table in (*self.tables, *self.more_tables): table.clear()
 
     def changed(self, cb: Any, name: str) -> None:
@@ -153,8 +154,7 @@ class HasCallbacks:
 
     def __getstate__(self) -> dict[str, Any]:
         "Leave out what belongs to this object alone: its lock and its tables, which are made from the callbacks."
-        own = ('lock', '_callbacks', '_tables', '_stream', '_is_open_for_use', '_ran_in', '_known_denominator',
-               '_blending')
+        own = ('lock', '_callbacks', '_tables', '_stream', '_is_open_for_use', '_ran_in', '_known_denominator')
         self._end_streams()
         return {**{k: v for k, v in self.__dict__.items() if k not in own}, '_cbs': list(self.cbs)}
 

@@ -36,7 +36,6 @@ class Pieces(Evaluations):
     _fitting_size: int | None = None           # the size that memory has held, with microbatch='auto'; None: any so far
     _share: Any = 1.                           # of the piece at hand in the loss of its batch
     _known_denominator: tuple[Any, ...] = None, None, None, None  # of which loss, `weight_func` and class of model
-    _blending: tuple[list[Any], list[Any]] = [], []    # all callbacks; those whose loss is a mean over samples
 
     def _forget_pass(self) -> None:
         for name in ('pred', 'loss_grad'): self.__dict__.pop(name, None)
@@ -119,11 +118,10 @@ class Pieces(Evaluations):
 
     def _blends_loss(self) -> bool:
         "Return True while a callback makes the training loss a mean over samples, whatever the loss function says."
-        known, found = self._blending
-        if known is not (here := self._callbacks.ordered()):
-            found = [cb for cb in here if getattr(cb.__class__, 'averages_samples', False)]
-            self._blending = here, found
-        return bool(found) and any(cb.run for cb in found)
+        callbacks = self._callbacks
+        if callbacks.blending is None:
+            callbacks.blending = [cb for cb in callbacks if getattr(type(cb), 'averages_samples', False)]
+        return any(cb.run for cb in callbacks.blending)
 
     def _denominator(self) -> Denominator:
         "Return what the loss averages over, decided once for a loss function."

@@ -307,7 +307,7 @@ class Predictions(Streaming):
             return dl
         if dl is not None:
             return next((name for name, loader in named if loader is dl), None)
-        return named[ds_idx][0] if ds_idx is not None and ds_idx in range(len(named)) else None
+        return named[ds_idx][0] if isinstance(ds_idx, int) and ds_idx in range(len(named)) else None
 
     def _given(self, dl: Any) -> Any:
         "Return the loader that was given, by its name in `dls` or as it is."

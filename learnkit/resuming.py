@@ -56,13 +56,13 @@ class Resuming(Pieces):
     """
     _put: Callable[[Resumption], None]
     dls: Any
-    _stream: Stream | None = None  # where `n_iter` cuts epochs: the pass over all of them
 
     def __init__(self) -> None:
         self.resumed = False                              # events are fired again, at which a resumed fit begins
         self._resumes_at = 0                              # the batch of the epoch that comes next then
         self._resumption: Resumption | None = None        # what is still to be put in place
         self._drawing: Drawing | None = None              # the pass over the training loader
+        self._stream: Stream | None = None                # where `n_iter` cuts epochs: the pass over all of them
         self._n_drawn = 0                                 # how many batches the last one gave
         self._stage: int | None = None                    # which of the fits of `fine_tune` this is
         super().__init__()

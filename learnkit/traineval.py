@@ -30,6 +30,7 @@ class TrainEvalCallback(Callback):
     It warns, once, of a callback that sets `learn.loss` in training and not `loss_grad`, which is what is minimized.
     """
     order, run_valid = -10, False
+    needs_events = False
     runs_last = 'after_pred', 'before_backward'
     _has_warned = False                        # of a loss that was set in vain
     _loss_before: Any = None                   # weak references to the losses at hand, with their versions

@@ -189,8 +189,8 @@ def test_the_mode_that_a_callback_set_survives_a_validation_in_mid_fit() -> None
     def note(cb: Any) -> None: modes.append([cb.model[0][1].training, cb.model[1][1].training, cb.model[2].training])
     def validate(cb: Any) -> None:
         if cb.iter == 2: cb.learn.validate()
-    learn = learner(BatchNormInEval(), Callback(before_batch=lambda cb: cb.training and note(cb), after_step=validate),
-                    train_bn=False)
+    cbs = [Callback(before_batch=lambda cb: cb.training and note(cb)), Callback(after_step=validate)]
+    learn = learner(BatchNormInEval(), *cbs, train_bn=False)
     learn.freeze_to(1)
     statistics = {n: b.clone() for n, b in learn.model.named_buffers()}
     learn.fit(2)

@@ -106,7 +106,9 @@ def test_suggestions_come_by_name_in_the_order_asked_for() -> None:
 
 def test_a_loss_that_is_not_finite_ends_the_search() -> None:
     def spoil(cb: Any) -> None:
-        if cb.train_iter == at: cb.learn.loss = cb.learn.loss * float('nan')
+        if cb.train_iter == at:
+            cb.learn.loss = cb.learn.loss * float('nan')
+            cb.learn.loss_grad = cb.learn.loss_grad * 1
     at = 40
     learn = learner(cbs=Callback(after_loss=spoil))
     rate, = learn.lr_find(stop_div=False, show_plot=False)

@@ -98,13 +98,13 @@ def test_the_draw_that_fails_because_workers_got_the_signal_too(straight: State,
 
 
 def test_during_a_save_in_the_background(straight: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = checkpoint.save_state
+    real = checkpoint.write_state
     def slowly(*args: Any) -> None:
         reached('saving')
         sleep(0.05)
         real(*args)
         reached('saved')
-    monkeypatch.setattr(checkpoint, 'save_state', slowly)
+    monkeypatch.setattr(checkpoint, 'write_state', slowly)
     places: list[Any] = [('saving', 2), ('saved', 3), ('saving', 3)]
     lives = run_until_done(training(tmp_path, every='1ba'), places, signal.SIGTERM, group=False)
     check(lives, tmp_path, straight, 3)

@@ -224,7 +224,7 @@ def test_a_fit_that_was_interrupted_twice_over_many_events_does_not_drift() -> N
         bad.seen, bad.at, bad.nth = 0, 'after_step', 1 + i % 6
         assert type(raised_by(lambda: learn.fit(N_EPOCH))) is KeyboardInterrupt
     fits_like_fresh(learn, bad)
-    assert digest(learn) == fresh()['digest'] and len(vars(learn)) < 80
+    assert digest(learn) == fresh()['digest'] and len(vars(learn)) < 120
 
 
 def test_it_came_while_torch_had_gradients_switched_off() -> None:
