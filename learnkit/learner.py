@@ -15,6 +15,7 @@ from weakref import WeakSet
 from fastcore.basics import noop
 from fastcore.foundation import L
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from learnkit.batch import to_detach
 from learnkit.budget import Budget, as_length
@@ -430,7 +431,10 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
         """
         if sys.is_finalizing() or self._ran_in != os.getpid():
             return
-        for e in self._close():
+        # garbage is collected anywhere, for example within torch.export, which traces what tensors do
+        with _disable_current_modes():
+            raised = self._close()
+        for e in raised:
             warn_user(f'{type(e).__name__} while a Learner that was dropped was closed: {e} '
                       f'{" ".join(getattr(e, "__notes__", ()))}. Call `learn.close()` to have it raised.')
 

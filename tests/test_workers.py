@@ -109,7 +109,8 @@ def test_one_that_is_stuck_ends_too(tmp_path: Path) -> None:
 def test_without_its_process_any_signal_ends_it(tmp_path: Path) -> None:
     def job() -> None:
         with lasting(loader('fork', tmp_path)) as batches:
-            (tmp_path/'pid').write_text(str(stuck(tmp_path, batches).pid))
+            (tmp_path/'new').write_text(str(stuck(tmp_path, batches).pid))
+            (tmp_path/'new').rename(tmp_path/'pid')  # there with its content, or not at all
             sleep(60)
     with start(job) as child:
         child.wait(until=(tmp_path/'pid').exists)
