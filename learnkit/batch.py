@@ -294,6 +294,8 @@ def rebuilt(like: Any, children: list[Any]) -> Any:
 
 def map_tensors(b: Any, f: Callable[[Tensor], Any], own: Callable[[Any], Any] | None = None) -> Any:
     "Apply `f` to each tensor and `own` to what moves itself; return `b` itself when nothing changed."
+    if type(b) is int:  # the state of Python's random generator has 625
+        return b
     if isinstance(b, Tensor): return f(b)
     if own is not None and isinstance(b, np.ndarray) and b.dtype.kind in 'biufc': return f(torch.tensor(b))
     # a UserDict (the BatchEncoding of transformers) would move itself in place, and so change what the loader holds

@@ -306,6 +306,8 @@ def host_copy(state: Any, buffers: dict[str, Tensor] | None = None) -> Any:
     buffers = {} if buffers is None else buffers
 
     def copy(value: Any, where: str) -> Any:
+        if type(value) is int:  # the state of Python's random generator has 625
+            return value
         if is_part(value): return hosted(value, copy(local(value), where))
         if isinstance(value, Tensor):
             value = value.detach()
