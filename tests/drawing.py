@@ -121,22 +121,26 @@ def saved(drawing: Drawing, n: int) -> bytes:
     return file.getvalue()
 
 
-def one_pass(drawing: Drawing, n: int = 0, begun: bool = False) -> tuple[list[Any], dict[int, bytes]]:
-    "Draw an epoch from its batch `n`; return the batches, with all generators after each, and checkpoints."
+def one_pass(
+    drawing: Drawing, n: int = 0, begun: bool = False, keep: bool = True,
+) -> tuple[list[Any], dict[int, bytes]]:
+    "Draw an epoch from its batch `n`; return the batches, with all generators after each, and checkpoints to keep."
     batches, seen, checkpoints = drawing.begin(), [], {}
     if not begun:
         between()
-        checkpoints[0] = saved(drawing, 0)
+        if keep:
+            checkpoints[0] = saved(drawing, 0)
     while (batch := next(batches, END)) is not END:
         n += 1
         between()
         seen.append((n, batch.tolist(), generators(drawing.dl)))
-        checkpoints[n] = saved(drawing, n)
+        if keep:
+            checkpoints[n] = saved(drawing, n)
     return [*seen, generators(drawing.dl)], checkpoints
 
 
 def go_on(
-    make: Callable[[int], Any], checkpoint: bytes, epochs: int = 2, replay: bool | None = None,
+    make: Callable[[int], Any], checkpoint: bytes, epochs: int = 2, replay: bool | None = None, keep: bool = True,
 ) -> tuple[list[list[Any]], list[dict[int, bytes]]]:
     "Go on from a checkpoint in a loader made anew, with other global seeds; return as `straight` does."
     random.seed(7); np.random.seed(7); torch.manual_seed(7)
@@ -144,10 +148,10 @@ def go_on(
     state = torch.load(io.BytesIO(checkpoint), weights_only=True)
     restore_rng(state['rng'])
     drawing, n = Drawing.resume(dl, state['position'], replay), state['position']['n']
-    seen, kept = one_pass(drawing, n, begun=state['position']['start'] is not None)
+    seen, kept = one_pass(drawing, n, begun=state['position']['start'] is not None, keep=keep)
     passes, checkpoints = [seen], [kept]
     for _ in range(epochs - 1):
-        seen, kept = one_pass(Drawing(dl))
+        seen, kept = one_pass(Drawing(dl), keep=keep)
         passes.append(seen)
         checkpoints.append(kept)
     return passes, checkpoints
@@ -155,7 +159,7 @@ def go_on(
 
 def gone_on(make: Callable[[int], Any], checkpoint: bytes, epochs: int = 2, replay: bool | None = None) -> list[Any]:
     "Return what comes, epoch by epoch, when a run goes on from a checkpoint."
-    return go_on(make, checkpoint, epochs, replay)[0]
+    return go_on(make, checkpoint, epochs, replay, keep=False)[0]
 
 
 def straight(make: Callable[[int], Any], epochs: int = 2) -> tuple[list[list[Any]], list[dict[Any, bytes]]]:
