@@ -57,6 +57,7 @@ def check_every_place(
     make: Callable[[], Learner],                # makes the Learner, seeded as a script would
     fit: Callable[[Learner, Any], None] = lambda learn, resume: learn.fit(2, resume=resume),
     places: Callable[[list[State]], Iterable[State]] = lambda kept: kept,   # which of the checkpoints are tried
+    keep_again: bool = False,                   # whether resumed runs take checkpoints, too
 ) -> list[State]:
     "Assert that going on from each checkpoint ends in the very state of the run that was not stopped."
     end, kept = straight(make, fit)
@@ -65,7 +66,7 @@ def check_every_place(
         scramble(100 + i)
         learn = make()
         scramble(200 + i)
-        learn.add_cb(Keep(keeping=False))
+        learn.add_cb(Keep(keeping=keep_again))
         with learn.no_logging(): fit(learn, state)
         loop = state['loop']
         where = f'{loop["place"]} {loop["epoch"]}.{loop["iter"]}'

@@ -310,6 +310,7 @@ def test_benchmark_arithmetic() -> None:
     assert Result(workload, {'x': [1.]}, {'raw': 'failed'}).rows() == []
 
 
+@pytest.mark.full
 def test_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / 'step.json'
     options = ['--workloads', 'a', '--frameworks', 'learnkit-bare', '--rounds', '1', '--json', str(file)]

@@ -19,6 +19,7 @@ __all__ = ['Failures', 'is_lost']
 
 SETTLE_S = 1.       # in which ranks whose collective has failed say so, and the rest is taken to be gone
 PATIENCE_S = 4.     # longest wait for the store, which may be on a machine that is gone, and for the others to read it
+LOST = ('gloo/transport', 'pair closure', 'Connection closed by peer')  # in errors of gloo, which have no type
 LONGEST = 16_000    # characters of a traceback that others show
 ADVICE = 'If nothing there takes so long, the processes have decided differently before: by a Cancel exception in ' \
          'one of them alone, or by a call there of what all do together (fit, validate, get_preds, gather). Let ' \
@@ -173,7 +174,9 @@ def is_lost(e: BaseException | None) -> bool:
     from torch.distributed import DistError
     seen: set[int] = set()
     while e is not None and id(e) not in seen:
-        if isinstance(e, DistError) or (isinstance(e, RuntimeError) and 'gloo/transport' in str(e)):
+        if isinstance(e, DistError) or (
+            isinstance(e, RuntimeError) and any(words in str(e) for words in LOST)
+        ):
             return True
         seen.add(id(e))
         e = e.__cause__ or e.__context__

@@ -65,7 +65,7 @@ def all_signalled(folder: Path, method: str, persistent: bool, after_s: float) -
         return monotonic() - began
 
 
-@pytest.mark.parametrize('persistent', [False, True], ids=['', 'persistent'])
+@pytest.mark.parametrize('persistent', [pytest.param(False, marks=pytest.mark.full), True], ids=['', 'persistent'])
 def test_workers_go_on_until_all_agree(persistent: bool, tmp_path: Path) -> None:
     "The signal comes with the first of 12 batches; the next agreement is after all of them."
     straight: list[Any] = run_ranks(with_workers, 2, tmp_path/'straight', 'fork', persistent)

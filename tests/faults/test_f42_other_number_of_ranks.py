@@ -56,8 +56,10 @@ def both(folder: Path, before: int, after: int, batch_size: str, kind: str, n_ba
     return [x for seen in (*first, *then) for x in seen]
 
 
-@pytest.mark.parametrize('kind', ['tensors', 'torch'])
-@pytest.mark.parametrize('batch_size', ['process', 'global'])
+@pytest.mark.parametrize(('kind', 'batch_size'), [
+    ('tensors', 'process'), ('torch', 'global'),
+    pytest.param('tensors', 'global', marks=pytest.mark.full),
+    pytest.param('torch', 'process', marks=pytest.mark.full)])
 @pytest.mark.parametrize(('before', 'after'), [(2, 1), (1, 2)])
 def test_each_sample_once_an_epoch(before: int, after: int, batch_size: str, kind: str, tmp_path: Path) -> None:
     seen = both(tmp_path, before, after, batch_size, kind, 2)
