@@ -238,7 +238,8 @@ class OptimWrapper(torch.optim.Optimizer):
         Raises `OptimizerError` for an optimizer that is not there.
         """
         for guard in self._fused: guard.prepare()
-        for o in self._stepping(only):
+        optimizers = self.optimizers.values() if only is None else self._stepping(only)
+        for o in optimizers:
             if o not in self._closures:
                 res = unannotated_step(o)
             elif isinstance(closure, Closure):
@@ -261,7 +262,8 @@ class OptimWrapper(torch.optim.Optimizer):
         only: str | int | None = None,  # the name or place of one of several optimizers; None: all of them
     ) -> None:
         "Clear the gradients (they become None)."
-        for o in self._stepping(only):
+        optimizers = self.optimizers.values() if only is None else self._stepping(only)
+        for o in optimizers:
             if not set_to_none: o.zero_grad(set_to_none=False)
             elif getattr(o.zero_grad, '__func__', None) is not torch.optim.Optimizer.zero_grad: o.zero_grad()
             else:  # as torch does it, without the microseconds of its profiler

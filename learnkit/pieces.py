@@ -121,7 +121,7 @@ class Pieces(Evaluations):
         callbacks = self._callbacks
         if callbacks.blending is None:
             callbacks.blending = [cb for cb in callbacks if getattr(type(cb), 'averages_samples', False)]
-        return any(cb.run for cb in callbacks.blending)
+        return bool(callbacks.blending) and any(cb.run for cb in callbacks.blending)
 
     def _denominator(self) -> Denominator:
         "Return what the loss averages over, decided once for a loss function."
