@@ -50,8 +50,12 @@ def execute(nb: Any, cwd: Path) -> None:
 
 
 def kinds(cell: Any) -> Counter[tuple[str, ...]]:
-    "What a cell shows, without the numbers: the kinds of its outputs, each with its formats or the stream's name."
-    return Counter((out.output_type, *sorted(out.get('data', ())), out.get('name', '')) for out in cell.outputs)
+    """What a cell shows, without the numbers: the kinds of its outputs, each with its formats or the stream's name.
+
+    What is printed arrives in as many pieces as the machine's speed makes of it, and counts once."""
+    found = [(out.output_type, *sorted(out.get('data', ())), out.get('name', '')) for out in cell.outputs]
+    streams = {kind for kind in found if kind[0] == 'stream'}
+    return Counter([*streams, *(kind for kind in found if kind[0] != 'stream')])
 
 
 def faults(nb: Any) -> list[str]:
