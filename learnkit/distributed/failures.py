@@ -116,6 +116,9 @@ class Failures:
     def _find_cause(self, e: BaseException, learn: Any) -> str:
         "Return which rank has caused a collective of this one to fail, and why, as far as the store knows."
         here = f'{where(e, learn)}{code_of(e)}'
+        # the others may wait for this rank, and not for the one that is gone: they fail as its connections close
+        traceback.clear_frames(e.__traceback__)
+        self.comm.leave()
         found = self._ask(lambda: self._read_cause(here, 'imed out' in str(e)))
         if found is not None:
             return str(found)
