@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.teams import TASKS, in_a_team
 
 if TYPE_CHECKING:
-    from learnkit.comm import Comm
+    from learnkit.core.comm import Comm
 
 __all__ = ['PARTS', 'in_rounds', 'measure_parts', 'table']
 
@@ -81,7 +81,7 @@ def more_per_batch(share: Any, loader: Any) -> float:
 
 @part('share of a TensorLoader, over a loader of as many batches', 'us/batch')
 def share_of_tensors(world: Comm) -> float:
-    from learnkit.data import TensorLoader
+    from learnkit.data.dataloaders import TensorLoader
     from learnkit.distributed.shards import shard
     x = torch.randn(world.size * 64_000, 16)
     loaders = [TensorLoader(rows, bs=64, shuffle=True, seed=1) for rows in (x, x[:64_000])]
@@ -122,7 +122,7 @@ def gather_bytes(world: Comm) -> float:
 
 @part('reading what one process has sent', 'us CPU')
 def read_number(world: Comm) -> float:
-    from learnkit.comm import pack, unpack
+    from learnkit.core.comm import pack, unpack
     sent = pack(1.)
     return us_each(lambda: unpack(sent), 50, time.thread_time)
 
@@ -146,7 +146,7 @@ def all_reduce(world: Comm) -> float:
 
 @part('another control group', 'ms')
 def new_group(world: Comm) -> float:
-    from learnkit.comm import join_ranks
+    from learnkit.core.comm import join_ranks
     made: list[Comm] = []
     took = us_each(lambda: made.append(join_ranks()), 1) / 1e3
     made[0].leave()
@@ -207,8 +207,8 @@ def checkpoint(world: Comm) -> float:
 
 @part("random generators of each process, in a checkpoint", 'kB')
 def generators(world: Comm) -> float:
-    from learnkit.comm import pack
-    from learnkit.rng import capture_rng
+    from learnkit.core.comm import pack
+    from learnkit.core.random import capture_rng
     return len(pack(capture_rng())) / 1e3
 
 
@@ -216,7 +216,7 @@ def generators(world: Comm) -> float:
 
 def in_rounds(rank: int, labels: list[str], rounds: int) -> dict[str, list[float]]:
     "Measure each part once a round, in all processes of a team, after a round that warms them up."
-    from learnkit.comm import join_ranks
+    from learnkit.core.comm import join_ranks
     world = join_ranks()
     values: dict[str, list[float]] = {label: [] for label in labels}
     for i in range(rounds + 1):

@@ -132,7 +132,7 @@ class WithLearner:
 
     def __init__(self, task: Task, rank: int, size: int, bare: bool = False) -> None:
         from learnkit import Callback, DataLoaders, Learner, TrainEvalCallback
-        from learnkit.data import TensorLoader
+        from learnkit.data.dataloaders import TensorLoader
         self.task, self.clock, self.model = task, Clock(), task.model()
         loader = TensorLoader(*task.data(size), bs=task.bs, shuffle=True, seed=SEED)
         begins = Callback(before_train=lambda cb: self.clock.tick())

@@ -1,4 +1,4 @@
-"""Draw the lifecycle from `learnkit.events` as an SVG: `python docs/lifecycle_svg.py` writes docs/lifecycle.svg.
+"""Draw the lifecycle from `learnkit.engine.events` as an SVG: `python docs/lifecycle_svg.py` writes docs/lifecycle.svg.
 
 A box is a loop. A bar is a level, from its `before_` to its `after_`, which a Cancel exception leaves early. Colours
 are those of the text around the picture where it is part of a page, and light or dark as the reader has set where it
@@ -8,7 +8,7 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
-from learnkit.events import LEVELS, LIFECYCLE, Moment
+from learnkit.engine.events import LEVELS, LIFECYCLE, Moment
 
 FILE = Path(__file__).with_name('lifecycle.svg')
 ROW, STEP, LEFT, TOP, WIDTH = 24, 24, 18, 8, 580  # pixels: a line, one depth, the margins, the picture

@@ -13,7 +13,7 @@ from fastcore.docments import docments
 from site_api import home
 
 from learnkit import Callback
-from learnkit.events import EVENTS
+from learnkit.engine.events import EVENTS
 
 CODE = re.compile(r'(?<!`)`([^`]+)`(?!`)(\w?)')
 EMPHASIS = re.compile(r'(?<![\w*(])(\*{1,2})(?=\w)([^*`]+)(?<=[\w.!])\1(?![\w*])')

@@ -1,7 +1,9 @@
 """Everything for a notebook, in one line: `from learnkit.all import *`.
 
-It brings the names of learnkit, those of its callbacks, loggers, schedules, optimizers, losses, metrics and ready-made
-parts for tests, and what nearly every notebook imports besides: `torch`, `nn`, `F`, `np`, `partial` and `Path`."""
+It brings the names of learnkit, of its callbacks, loggers, schedules, optimizers, losses, metrics and
+test helpers, and what nearly every notebook imports as well: `torch`, `nn`, `F`, `np`, `partial` and
+`Path`.
+"""
 from __future__ import annotations
 
 from functools import partial
@@ -13,20 +15,15 @@ from torch import nn
 from torch.nn import functional as F
 
 import learnkit
-from learnkit import *  # noqa: F403  # it is what this module is for, as are the next ones
-from learnkit import callbacks, exchange, loggers, losses, lrfind, metrics, optimizers, schedule, testing
-from learnkit.callbacks import *  # noqa: F403
-from learnkit.exchange import *  # noqa: F403
-from learnkit.loggers import *  # noqa: F403
-from learnkit.losses import *  # noqa: F403
-from learnkit.lrfind import *  # noqa: F403
-from learnkit.metrics import *  # noqa: F403
-from learnkit.optimizers import *  # noqa: F403
-from learnkit.schedule import *  # noqa: F403
-from learnkit.testing import *  # noqa: F403
+from learnkit import callbacks, loggers, losses, metrics, optim, testing
+from learnkit.callbacks import lr_finder, schedule
+from learnkit.checkpoint import exchange
 
-_PARTS = (learnkit, callbacks, exchange, loggers, losses, lrfind, metrics, optimizers, schedule, testing)
-_INNER = {'LRFind', 'Schedules', 'as_metrics', 'check_column', 'dry_run', 'hidden_matrices', 'measures_batches'}
+_MODULES = (learnkit, callbacks, exchange, loggers, losses, lr_finder, metrics, optim, schedule, testing)
+_INTERNAL = {'LRFind', 'Schedules', 'as_metrics', 'check_column', 'dry_run', 'hidden_matrices', 'measures_batches'}
 
-__all__ = sorted({name for part in _PARTS for name in part.__all__} - _INNER)
+_found = {name: getattr(module, name) for module in _MODULES for name in module.__all__ if name not in _INTERNAL}
+globals().update(_found)
+
+__all__ = sorted(_found)  # the names are known only at run time
 __all__ += ['F', 'Path', 'nn', 'np', 'partial', 'torch']

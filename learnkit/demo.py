@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from learnkit.data import DataLoaders
+from learnkit.data.dataloaders import DataLoaders
 from learnkit.learner import Learner
-from learnkit.metrics import accuracy
-from learnkit.optimizers import Adam
+from learnkit.metrics.functional import accuracy
+from learnkit.optim.optimizers import Adam
 
 __all__ = ['digits', 'small_cnn', 'train', 'main']
 

@@ -17,41 +17,41 @@ from fastcore.foundation import L
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from learnkit.batch import to_detach
-from learnkit.budget import Budget, as_length
-from learnkit.callback import SHOWN_ELSEWHERE, MissingAttribute, defined_on_class
-from learnkit.callbacks.graph import ShowGraph
-from learnkit.callbacks.summaries import Summaries
-from learnkit.checks import check_function, check_iteration, check_loss, check_microbatch, check_model
-from learnkit.compiling import Compilation
-from learnkit.coverage import cover_params, note_params
-from learnkit.data import as_dataloaders, check_loaders
-from learnkit.denominators import check_weight_func
-from learnkit.dispatch import listed
-from learnkit.errors import CallbackError, CancelError, CancelFitException, LossError, OptimizerError, TimeError
-from learnkit.events import LEVELS, LIFECYCLE
-from learnkit.freezing import Freezing, check_trained, make_optimizer
-from learnkit.hints import takes, warn_user
-from learnkit.html import never_raising
-from learnkit.instruments import Instruments
-from learnkit.looks import learner_html, learner_text
-from learnkit.loop import name_of
-from learnkit.lrfind import LRFind
-from learnkit.measures import as_metrics
-from learnkit.optim import OptimWrapper, trainable_params
-from learnkit.optimizers import Adam
-from learnkit.ownloops import EventCheck, OwnLoops, own_methods
-from learnkit.precision import Precision
-from learnkit.predict import Predictions
-from learnkit.processes import Processes
-from learnkit.progress import ProgressCallback
-from learnkit.recorder import History, Recorder, recorder_of
-from learnkit.replacing import replacing_yield
-from learnkit.runs import Contexts, raise_first
-from learnkit.schedule import Schedules
-from learnkit.timing import Time, as_time
-from learnkit.timings import FIRST, Timings
-from learnkit.traineval import SkipToEpoch, TrainEvalCallback
+from learnkit.callbacks.compile import Compilation
+from learnkit.callbacks.live_plot import ShowGraph
+from learnkit.callbacks.lr_finder import LRFind
+from learnkit.callbacks.mixed_precision import Precision
+from learnkit.callbacks.model_summary import Summaries
+from learnkit.callbacks.progress import ProgressCallback
+from learnkit.callbacks.recorder import History, Recorder, recorder_of
+from learnkit.callbacks.schedule import Schedules
+from learnkit.core.batch import to_detach
+from learnkit.core.contexts import replacing_yield
+from learnkit.core.denominator import check_weight_func
+from learnkit.core.errors import CallbackError, CancelError, CancelFitException, LossError, OptimizerError, TimeError
+from learnkit.core.html import never_raising
+from learnkit.core.model import name_of
+from learnkit.core.time import Time, as_time
+from learnkit.core.validation import takes, warn_user
+from learnkit.data.dataloaders import as_dataloaders, check_loaders
+from learnkit.debug.explain import Instruments
+from learnkit.debug.repr import learner_html, learner_text
+from learnkit.distributed.strategy import Processes
+from learnkit.engine.budget import Budget, as_length
+from learnkit.engine.callback import SHOWN_ELSEWHERE, MissingAttribute, defined_on_class
+from learnkit.engine.checks import check_function, check_iteration, check_loss, check_microbatch, check_model
+from learnkit.engine.coverage import cover_params, note_params
+from learnkit.engine.dispatch import listed
+from learnkit.engine.events import LEVELS, LIFECYCLE
+from learnkit.engine.freezing import Freezing, check_trained, make_optimizer
+from learnkit.engine.own_loop import EventCheck, OwnLoops, own_methods
+from learnkit.engine.run import ContextStack, raise_first
+from learnkit.engine.timings import FIRST, Timings
+from learnkit.engine.train_eval import SkipToEpoch, TrainEvalCallback
+from learnkit.inference.predict import Predictions
+from learnkit.metrics.averages import as_metrics
+from learnkit.optim.optimizers import Adam
+from learnkit.optim.wrapper import OptimWrapper, trainable_params
 
 __all__ = ['Learner', 'defaults', 'replacing_yield']
 
@@ -86,7 +86,7 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
     Raises `ModelError`, `LoaderError`, `LossError`, `MetricError` or `CallbackError` for what cannot be used as given.
 
     >>> import torch
-    >>> from learnkit.data import DataLoaders
+    >>> from learnkit.data.dataloaders import DataLoaders
     >>> x = torch.linspace(-1, 1, 64)[:, None]
     >>> learn = Learner(DataLoaders.from_tensors((x, 2 * x), bs=16), nn.Linear(1, 1), nn.MSELoss(), lr=0.1)
     >>> with learn.no_bar(), learn.no_logging(): learn.fit(5)
@@ -363,7 +363,7 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
 
     def validation_context(self, cbs: Any = None, inner: bool = False) -> ExitStack:
         "Return a context for validating by hand: no rows, no epoch bar and, unless `inner`, the events around it."
-        return Contexts([self.no_logging, self.no_mbar, lambda: self.lock, partial(self.added_cbs, cbs),
+        return ContextStack([self.no_logging, self.no_mbar, lambda: self.lock, partial(self.added_cbs, cbs),
                           *([] if inner else [self._around])])
 
     @contextmanager

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from learnkit.denominators import ClassTargets, Denominator, Elements, Samples, Unknown, denominator_of
-from learnkit.errors import LossError, OptionError
+from learnkit.core.denominator import ClassTargets, Denominator, Elements, Samples, Unknown, denominator_of
+from learnkit.core.errors import LossError, OptionError
 
 __all__ = ['BaseLoss', 'CrossEntropyLossFlat', 'BCEWithLogitsLossFlat', 'BCELossFlat', 'MSELossFlat', 'L1LossFlat',
            'LabelSmoothingCrossEntropy', 'LabelSmoothingCrossEntropyFlat', 'FocalLoss', 'FocalLossFlat', 'DiceLoss']

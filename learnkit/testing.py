@@ -7,22 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from learnkit.data import DataLoaders
-from learnkit.digests import differences, digest, learn_digest, learn_state
-from learnkit.forks import Child, start
-from learnkit.harness import (
+from learnkit.checkpoint.digest import differences, digest, learn_digest, learn_state
+from learnkit.data.dataloaders import DataLoaders
+from learnkit.debug.forks import Child, start
+from learnkit.debug.harness import (
     HarnessError,
+    KillReport,
     Lives,
-    Resumed,
     kill_and_resume,
     random_instants,
     reached,
     run_until_done,
 )
 from learnkit.learner import Learner
-from learnkit.optimizers import SGD
+from learnkit.optim.optimizers import SGD
 
-__all__ = ['Child', 'HarnessError', 'Lives', 'RegModel', 'Resumed', 'differences', 'digest', 'kill_and_resume',
+__all__ = ['Child', 'HarnessError', 'Lives', 'RegModel', 'KillReport', 'differences', 'digest', 'kill_and_resume',
            'learn_digest', 'learn_state', 'random_instants', 'reached', 'run_until_done', 'start', 'synth_dls',
            'synth_learner']
 

@@ -124,7 +124,7 @@ def pytest_collection_finish() -> None:
 def run_or_skip(runtest: Callable[[], None]) -> None:
     try: runtest()
     except doctest.UnexpectedException as e:
-        from learnkit.errors import MissingExtraError  # not before torch has one thread
+        from learnkit.core.errors import MissingExtraError  # not before torch has one thread
         if isinstance(e.exc_info[1], MissingExtraError): pytest.skip(str(e.exc_info[1]))
         raise
 

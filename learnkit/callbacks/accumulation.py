@@ -6,14 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learnkit.callback import Callback
 from learnkit.callbacks.training import bad_option, is_count
-from learnkit.cancels import StepPutOff
-from learnkit.dtensors import locals_of
-from learnkit.errors import BatchError, CancelStepException, OptionError
-from learnkit.hints import warn_user
-from learnkit.pieces import ratio
-from learnkit.runs import Turn
+from learnkit.core.dtensor import locals_of
+from learnkit.core.errors import BatchError, CancelStepException, OptionError, StepPutOff
+from learnkit.core.validation import warn_user
+from learnkit.engine.callback import Callback
+from learnkit.engine.microbatch import ratio
+from learnkit.engine.run import Turn
 
 __all__ = ['GradientAccumulation']
 

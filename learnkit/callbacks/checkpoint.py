@@ -15,25 +15,25 @@ import torch
 from fastcore.basics import noop
 from torch import Tensor
 
-from learnkit.callback import Callback
 from learnkit.callbacks.monitor import check_count
-from learnkit.callbacks.preemption import StopRequest, in_ipython
-from learnkit.checkpoint import host_copy
-from learnkit.data import evaluation_loaders
-from learnkit.distributed.dcp import Writers, folder_of, remove_parts, sweep_parts, take_parts
-from learnkit.dtensors import mesh_of, whole_state
-from learnkit.errors import CancelFitException, CheckpointError, OptionError
-from learnkit.evaluation import check_countable
-from learnkit.files import check_writable, sweep
-from learnkit.folders import Entry, entries, next_path, number_of, superfluous
-from learnkit.hints import warn_user
-from learnkit.locks import FolderLock
-from learnkit.loop import name_of
-from learnkit.metric_properties import MetricProperties
-from learnkit.monitored import as_number, epoch_row, find_column
-from learnkit.recorder import recorder_of
-from learnkit.statefile import write_state
-from learnkit.timing import Time, Timestamp, as_time, crossings
+from learnkit.callbacks.monitored import as_number, epoch_row, find_column
+from learnkit.callbacks.recorder import recorder_of
+from learnkit.callbacks.sigterm import StopRequest, in_ipython
+from learnkit.checkpoint.dcp import Writers, folder_of, remove_parts, sweep_parts, take_parts
+from learnkit.checkpoint.file import write_state
+from learnkit.checkpoint.folder import Entry, entries, next_path, number_of, superfluous
+from learnkit.checkpoint.state import host_copy
+from learnkit.core.dtensor import mesh_of, whole_state
+from learnkit.core.errors import CancelFitException, CheckpointError, OptionError
+from learnkit.core.files import check_writable, sweep
+from learnkit.core.locks import FolderLock
+from learnkit.core.model import name_of
+from learnkit.core.time import Time, Timestamp, as_time, crossings
+from learnkit.core.validation import warn_user
+from learnkit.data.dataloaders import evaluation_loaders
+from learnkit.engine.callback import Callback
+from learnkit.engine.evaluation import check_countable
+from learnkit.metrics.direction import MetricProperties
 
 __all__ = ['Checkpoint']
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from learnkit.batch import BatchForm, find_bs, form_of
-from learnkit.callback import Callback
-from learnkit.callbacks.nonfinite import say
-from learnkit.callbacks.summaries import _without_workers_left
-from learnkit.data import evaluation_loaders, n_batches
-from learnkit.errors import BatchError, OptionError
-from learnkit.rng import preserved_generators, preserved_rng
+from learnkit.callbacks.model_summary import _without_workers_left
+from learnkit.callbacks.nan_guard import say
+from learnkit.core.batch import BatchForm, find_bs, form_of
+from learnkit.core.errors import BatchError, OptionError
+from learnkit.core.random import preserved_generators, preserved_rng
+from learnkit.data.dataloaders import evaluation_loaders, n_batches
+from learnkit.engine.callback import Callback
 
 __all__ = ['Count', 'DatasetStats', 'ParamCount', 'count_parameters', 'loader_stats', 'n_samples', 'undisturbed_loader']
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from learnkit.callback import Callback
 from learnkit.callbacks.training import bad_option, is_number
-from learnkit.dtensors import like, locals_of
-from learnkit.errors import WeightsError
-from learnkit.timing import Time
+from learnkit.core.dtensor import distribute_like, locals_of
+from learnkit.core.errors import WeightsError
+from learnkit.core.time import Time
+from learnkit.engine.callback import Callback
 
 __all__ = ['EMA']
 
@@ -198,7 +198,7 @@ class EMA(Callback):
             return self.learn.model
         check_fits(self._averages, model)
         tensors = {name: place.tensor.data for name, place in places(model)}
-        for name, average in self._averages.items(): tensors[name].copy_(like(average, tensors[name]))
+        for name, average in self._averages.items(): tensors[name].copy_(distribute_like(average, tensors[name]))
         return model
 
     def _check_begun(self) -> None:
@@ -247,7 +247,7 @@ def begin(t: Tensor, average: Tensor | None) -> Tensor:
     "Return the average of a tensor on its device: the one there is, if it fits, or the tensor's present value."
     dtype = torch.float32 if t.dtype in _HALVES else t.dtype
     if average is None or average.shape != t.shape: return t.detach().to(dtype, copy=True)
-    return like(average, t).to(t.device, dtype)
+    return distribute_like(average, t).to(t.device, dtype)
 
 
 def check_fits(averages: dict[str, Tensor], model: nn.Module) -> None:

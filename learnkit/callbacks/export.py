@@ -16,15 +16,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from learnkit.batch import apply_model, count_stacked, describe, map_tensors, passed_names
-from learnkit.callback import Callback
-from learnkit.dtensors import mesh_of
-from learnkit.errors import DistributedError, MissingExtraError, ModelError, OptionError, WeightsError, did_you_mean
-from learnkit.events import EVENTS, canonical_event
-from learnkit.files import atomic_write, check_writable
-from learnkit.rng import preserved_rng
-from learnkit.saving import file_path, on_cpu, program_of, sample_inputs, two_rows
-from learnkit.weights import bare_model
+from learnkit.checkpoint.saving import file_path, on_cpu, program_of, sample_inputs, two_rows
+from learnkit.core.batch import apply_model, count_stacked, describe, map_tensors, passed_names
+from learnkit.core.dtensor import mesh_of
+from learnkit.core.errors import (
+    DistributedError,
+    MissingExtraError,
+    ModelError,
+    OptionError,
+    WeightsError,
+    did_you_mean,
+)
+from learnkit.core.files import atomic_write, check_writable
+from learnkit.core.model import bare_model
+from learnkit.core.random import preserved_rng
+from learnkit.engine.callback import Callback
+from learnkit.engine.events import EVENTS, canonical_event
 
 __all__ = ['ExportForInference', 'LoadWeights']
 

@@ -11,11 +11,11 @@ from fastcore.foundation import L
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from learnkit.batch import map_tensors, to_detach
-from learnkit.callback import Callback
-from learnkit.dispatch import listed
-from learnkit.errors import OptionError, TimeError
-from learnkit.timing import Time, Timestamp, as_time, crossings
+from learnkit.core.batch import map_tensors, to_detach
+from learnkit.core.errors import OptionError, TimeError
+from learnkit.core.time import Time, Timestamp, as_time, crossings
+from learnkit.engine.callback import Callback
+from learnkit.engine.dispatch import listed
 
 __all__ = ['Hook', 'hook_output', 'Hooks', 'hook_outputs', 'HookCallback', 'has_params', 'flatten_model']
 

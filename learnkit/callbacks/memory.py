@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from learnkit.callbacks.monitor import Monitor
-from learnkit.loop import model_device
+from learnkit.core.model import model_device
 
 __all__ = ['MemoryMonitor']
 

@@ -12,17 +12,17 @@ from typing import Any, TextIO
 
 import torch
 
-from learnkit.callback import Callback
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.dataset import n_samples
-from learnkit.callbacks.tracker import Comparison
-from learnkit.data import evaluation_loaders
-from learnkit.errors import MetricError, OptionError, did_you_mean
-from learnkit.files import atomic_write, check_writable
-from learnkit.loop import model_device
-from learnkit.metric_properties import as_comparison
-from learnkit.moving import found_path, kept_path
-from learnkit.recorder import recorder_of
+from learnkit.callbacks.recorder import recorder_of
+from learnkit.callbacks.tracking import Comparison
+from learnkit.core.errors import MetricError, OptionError, did_you_mean
+from learnkit.core.files import atomic_write, check_writable
+from learnkit.core.model import model_device
+from learnkit.data.dataloaders import evaluation_loaders
+from learnkit.engine.callback import Callback
+from learnkit.engine.moving import found_path, kept_path
+from learnkit.metrics.direction import as_comparison
 
 __all__ = ['MLPerf']
 

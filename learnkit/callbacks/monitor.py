@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from learnkit.callback import Callback
-from learnkit.errors import OptionError, TimeError, did_you_mean
-from learnkit.evaluation import check_countable
-from learnkit.timing import Time, Timestamp, as_time, crossings
+from learnkit.core.errors import OptionError, TimeError, did_you_mean
+from learnkit.core.time import Time, Timestamp, as_time, crossings
+from learnkit.engine.callback import Callback
+from learnkit.engine.evaluation import check_countable
 
 __all__ = ['Monitor']
 
@@ -24,7 +24,7 @@ class Monitor(Callback):
     `learn.log`: each becomes a column of the history, averaged over the looks of the epoch, and reaches every logger;
     the printed table stays as it is. Of names that begin with one of `latest`, the last value of the epoch counts.
     A subclass whose numbers tell of the machine, and so differ from run to run, says `of_machine = True`: then they do
-    not count where two runs are compared (`learn.check_resume`, `learnkit.digests`).
+    not count where two runs are compared (`learn.check_resume`, `learnkit.checkpoint.digest`).
     It looks after the training batch that completes a multiple of `every`, counted from the Learner's start; with
     epochs, when the training of an epoch is over, so that the values stand in the row of that epoch.
 

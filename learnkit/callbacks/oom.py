@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from learnkit.batch import describe
-from learnkit.callback import Callback
-from learnkit.callbacks.nonfinite import say
-from learnkit.errors import OptionError
-from learnkit.files import atomic_write, check_writable
-from learnkit.loop import model_device
-from learnkit.pieces import is_out_of_memory
-from learnkit.timing import Time, as_time
+from learnkit.callbacks.nan_guard import say
+from learnkit.core.batch import describe
+from learnkit.core.errors import OptionError
+from learnkit.core.files import atomic_write, check_writable
+from learnkit.core.model import model_device
+from learnkit.core.time import Time, as_time
+from learnkit.engine.callback import Callback
+from learnkit.engine.microbatch import is_out_of_memory
 
 __all__ = ['MemorySnapshot', 'OOMObserver', 'biggest_tensors', 'write_snapshot']
 

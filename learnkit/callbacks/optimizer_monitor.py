@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from learnkit.callbacks.monitor import Monitor
-from learnkit.dtensors import grouped, local, sum_of_parts
-from learnkit.errors import TimeError
-from learnkit.hypers import place_of
-from learnkit.timing import Time
+from learnkit.core.dtensor import grouped, local, sum_of_parts
+from learnkit.core.errors import TimeError
+from learnkit.core.time import Time
+from learnkit.optim.hyperparams import place_of
 
 __all__ = ['LRMonitor', 'OptimizerMonitor']
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from learnkit.batch import apply_model, concat, detuplify, to_device, unpack_output
-from learnkit.callback import Periodic
 from learnkit.callbacks.dataset import undisturbed_loader
-from learnkit.data import check_loader, evaluation_loaders
-from learnkit.errors import CallbackError, EmptyLoaderError, LoaderError
-from learnkit.gathering import Arriving
-from learnkit.loop import model_device, name_of
-from learnkit.timing import Time
+from learnkit.core.batch import apply_model, concat, detuplify, to_device, unpack_output
+from learnkit.core.errors import CallbackError, EmptyLoaderError, LoaderError
+from learnkit.core.model import model_device, name_of
+from learnkit.core.time import Time
+from learnkit.data.dataloaders import check_loader, evaluation_loaders
+from learnkit.engine.callback import Periodic
+from learnkit.inference.gather import AsyncToCPU
 
 __all__ = ['PeriodicData']
 
@@ -25,7 +25,7 @@ class PeriodicData(Periodic):
     `on_batch(batch)` gets each batch on the model's device, with the model in evaluation mode and without gradients,
     and returns tensors, or any nesting of them; `self.xb` and `self.yb` are its inputs and targets. By itself it gives
     `{'preds': ..., 'targs': ...}`. The results are joined along their first dimension, on the CPU (see
-    `learnkit.batch.concat`: numbers are stacked, an uneven last batch counts as it is), and what `process_results`
+    `learnkit.core.batch.concat`: numbers are stacked, an uneven last batch counts as it is), and what `process_results`
     returns is kept in `results`. There `self.learn.log('error', value)` makes a column of the history, named as for any
     evaluation: `valid_error`, or `test/error` for the loader 'test'; a loader without a name has the callback's.
 
@@ -113,7 +113,7 @@ class PeriodicData(Periodic):
 
     def _gathered(self, dl: Any) -> Any:
         "Run a loader through `on_batch`, and return the results, joined."
-        learn, arriving, results = self.learn, Arriving(), []
+        learn, arriving, results = self.learn, AsyncToCPU(), []
         device = model_device(learn.model, learn.dls)
         for i, batch in enumerate(dl):
             learn._forget_pass()

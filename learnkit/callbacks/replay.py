@@ -9,12 +9,12 @@ import torch
 from fastcore.basics import noop
 from torch import Tensor, nn
 
-from learnkit.callback import Callback
-from learnkit.callbacks.culprits import listed_few, samples_of
-from learnkit.errors import CancelException, FitError
-from learnkit.lrfind import undoing_all
-from learnkit.progress import ProgressCallback
-from learnkit.rng import RNGState, capture_rng, restore_rng
+from learnkit.callbacks.lr_finder import restored
+from learnkit.callbacks.nan_diagnosis import listed_few, samples_of
+from learnkit.callbacks.progress import ProgressCallback
+from learnkit.core.errors import CancelException, FitError
+from learnkit.core.random import RNGState, capture_rng, restore_rng
+from learnkit.engine.callback import Callback
 
 __all__ = ['Replay', 'replay']
 
@@ -114,7 +114,7 @@ def replay(
                        'fit again: it keeps the last batch until the next fit.')
     drawn = kept._drawn[kept._failed if kept._failed is not None else max(kept._drawn)]
     if learn.logger is not noop: print(announcement(kept, drawn))
-    with undoing_all(learn), those_present(learn, kept), learn.no_logging(), learn.no_mbar():
+    with restored(learn), those_present(learn, kept), learn.no_logging(), learn.no_mbar():
         return repeat(learn, kept, drawn, detect_anomaly)
 
 

@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
-from learnkit.batch import describe
-from learnkit.callback import Callback
 from learnkit.callbacks.training import bad_option, is_number
-from learnkit.errors import ModelError, OptionError
+from learnkit.core.batch import describe
+from learnkit.core.errors import ModelError, OptionError
+from learnkit.engine.callback import Callback
 
 __all__ = ['ModelResetter', 'RNNCallback', 'RNNRegularizer', 'rnn_cbs']
 

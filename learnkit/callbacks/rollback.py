@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from learnkit.callbacks.culprits import named_parameters
-from learnkit.dtensors import cut_again, like
+from learnkit.callbacks.nan_diagnosis import named_parameters
+from learnkit.core.dtensor import cut_again, distribute_like
 
 __all__ = ['Snapshot', 'take_snapshot', 'put_back', 'slots_of', 'copied']
 
@@ -44,7 +44,7 @@ def put_back(learn: Any, kept: Snapshot) -> None:
     cut_again(learn.model)
     named = named_parameters(learn)
     for name, value in kept['weights'].items():
-        if name in named: named[name].copy_(like(value, named[name]))
+        if name in named: named[name].copy_(distribute_like(value, named[name]))
     for name, (store, key) in slots_of(learn).items():
         if name in kept['buffers']: store[key] = refilled(store[key], kept['buffers'][name])
     for key, o in learn.opt.optimizers.items(): put_states_back(o, named, kept['optimizers'].get(key, {}))
@@ -90,4 +90,4 @@ def copied(value: Any) -> Any:
 def refilled(now: Any, kept: Any) -> Any:
     "Return a kept value, in the tensor that is there now where it fits."
     fits = isinstance(now, Tensor) and isinstance(kept, Tensor) and (now.shape, now.dtype) == (kept.shape, kept.dtype)
-    return now.copy_(like(kept, now)) if fits else copied(kept)
+    return now.copy_(distribute_like(kept, now)) if fits else copied(kept)

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learnkit.callback import Callback
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.training import bad_option, is_count, is_number
-from learnkit.dtensors import locals_of, total_norm
-from learnkit.errors import OptionError
-from learnkit.ownloops import cannot_repeat, replaces_batch
+from learnkit.core.dtensor import locals_of, total_norm
+from learnkit.core.errors import OptionError
+from learnkit.engine.callback import Callback
+from learnkit.engine.own_loop import cannot_repeat, replaces_batch
 
 __all__ = ['SAM']
 

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from learnkit.callbacks.hooks import as_written
+from learnkit.callbacks.mixed_precision import MixedPrecision
 from learnkit.callbacks.monitor import Monitor, check_count, seconds_in, world_size
-from learnkit.errors import ModelError, OptionError
-from learnkit.loop import model_device
-from learnkit.precision import MixedPrecision
-from learnkit.timing import Time
+from learnkit.core.errors import ModelError, OptionError
+from learnkit.core.model import model_device
+from learnkit.core.time import Time
 
 __all__ = ['SpeedMonitor', 'RuntimeEstimator', 'PEAK_FLOPS']
 

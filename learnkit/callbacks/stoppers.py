@@ -5,12 +5,12 @@ import math
 from numbers import Real
 from typing import Any
 
-from learnkit.callback import Callback
-from learnkit.callbacks.nonfinite import say
-from learnkit.callbacks.tracker import Comparison, EarlyStoppingCallback, Monitor, TrackerCallback, check_counted
-from learnkit.errors import CancelFitException, OptionError
-from learnkit.metric_properties import as_comparison
-from learnkit.timing import Time, as_time
+from learnkit.callbacks.nan_guard import say
+from learnkit.callbacks.tracking import Comparison, EarlyStoppingCallback, Monitor, TrackerCallback, check_counted
+from learnkit.core.errors import CancelFitException, OptionError
+from learnkit.core.time import Time, as_time
+from learnkit.engine.callback import Callback
+from learnkit.metrics.direction import as_comparison
 
 __all__ = ['EarlyStopper', 'EarlyStopping', 'FixedStopper', 'ThresholdStopper']
 

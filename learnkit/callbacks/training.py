@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from learnkit.batch import map_tensors
-from learnkit.callback import Callback
-from learnkit.data import evaluation_loaders
-from learnkit.dtensors import is_part, locals_of, total_norm
-from learnkit.errors import CancelTrainException, CancelValidException, OptionError
-from learnkit.loop import epoch_length
-from learnkit.traineval import SkipToEpoch
-from learnkit.weights import bare_model
+from learnkit.core.batch import map_tensors
+from learnkit.core.dtensor import is_dtensor, locals_of, total_norm
+from learnkit.core.errors import CancelTrainException, CancelValidException, OptionError
+from learnkit.core.model import bare_model
+from learnkit.data.checks import epoch_length
+from learnkit.data.dataloaders import evaluation_loaders
+from learnkit.engine.callback import Callback
+from learnkit.engine.train_eval import SkipToEpoch
 
 __all__ = ['GradientClip', 'GradientValueClip', 'ChannelsLast', 'CastToTensor', 'ShortEpochCallback', 'BnFreeze',
            'SkipToEpoch', 'before_batch_cb']
@@ -78,7 +78,7 @@ class GradientClip(Callback):
     def before_step(self) -> None:
         params = self.learn.step_parameters
         grads = [p.grad for p in params if p.grad is not None] if self.learn.world.size > 1 else []
-        if any(map(is_part, grads)): self.total_norm = clip_parts(grads, self.max_norm, self.norm_type)
+        if any(map(is_dtensor, grads)): self.total_norm = clip_parts(grads, self.max_norm, self.norm_type)
         else: self.total_norm = clip_grad_norm_(params, self.max_norm, self.norm_type).detach()
 
     def state_dict(self) -> dict[str, Any]:

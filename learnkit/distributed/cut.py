@@ -5,17 +5,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from learnkit.batch import find_bs
-from learnkit.errors import LoaderError, OptionError, did_you_mean
+from learnkit.core.batch import find_bs
+from learnkit.core.errors import LoaderError, OptionError, did_you_mean
 
-__all__ = ['Cut', 'BATCH_SIZES', 'UNEVEN']
+__all__ = ['ShardSpec', 'BATCH_SIZES', 'UNEVEN']
 
 BATCH_SIZES = ('process', 'global')
 UNEVEN = ('join', 'pad', 'drop')
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardSpec:
     """Cut rounds, the batches of all processes, into contiguous pieces, one for each.
 
     Raises `OptionError` and `LoaderError` for what is no option, or no process.

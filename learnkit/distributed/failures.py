@@ -11,9 +11,9 @@ from threading import Thread
 from time import monotonic, sleep
 from typing import Any
 
-from learnkit.comm import Comm, has_agent_store
-from learnkit.dispatch import place
-from learnkit.errors import DistributedError
+from learnkit.core.comm import Comm, has_agent_store
+from learnkit.core.errors import DistributedError
+from learnkit.engine.dispatch import place
 
 __all__ = ['Failures', 'is_lost']
 

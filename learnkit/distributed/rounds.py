@@ -8,26 +8,26 @@ from typing import Any
 
 from torch.nn.utils.rnn import PackedSequence
 
-from learnkit.batch import cut_batch, rebuilt, split_batch
-from learnkit.data import in_order, n_batches
-from learnkit.distributed.cut import Cut
-from learnkit.errors import BatchError
-from learnkit.order import Order, Shard
-from learnkit.positions import Drawing, describe_drawn
+from learnkit.core.batch import cut_batch, rebuilt, split_batch
+from learnkit.core.errors import BatchError
+from learnkit.data.dataloaders import in_order, n_batches
+from learnkit.data.position import LoaderPosition, describe_drawn
+from learnkit.data.shard import Order, Shard
+from learnkit.distributed.cut import ShardSpec
 
 __all__ = ['RoundShard', 'RoundIterator', 'RoundsDrawing']
 
 State = dict[str, Any]
 
 
-class RoundsDrawing(Drawing):
+class RoundsDrawing(LoaderPosition):
     """A pass over such a share: one over the whole loader, in rounds.
 
     The position is that of the pass over the whole loader. Batches are counted in rounds."""
 
     def __init__(self, dl: RoundShard, replay: bool | None = None, n_before: int = 0) -> None:
         super().__init__(dl, replay, n_before)
-        self.inner = Drawing(dl.whole, replay, n_before * dl.cut.per_round)
+        self.inner = LoaderPosition(dl.whole, replay, n_before * dl.cut.per_round)
 
     def begin(self) -> Iterator[Any]:
         "Return the iterator over this process's batches that come next."
@@ -70,7 +70,7 @@ class RoundShard(Shard):
     By process, where the last round has too few batches for all, a filler is its last batch again."""
     drawing, draws_all = RoundsDrawing, True
 
-    def __init__(self, whole: Any, cut: Cut) -> None:
+    def __init__(self, whole: Any, cut: ShardSpec) -> None:
         # the size of a batch is known only when it is there: whether rows are left for all, too
         self.whole, self.order = whole, Order()
         self.cut = cut if cut.batch_size == 'process' else replace(cut, fillers=True)

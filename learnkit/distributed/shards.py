@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from learnkit.batch import BatchForm, find_bs, form_of
-from learnkit.data import DataLoaders, TensorLoader, evaluation_loaders, in_order, n_batches
-from learnkit.distributed.cut import Cut
+from learnkit.core.batch import BatchForm, find_bs, form_of
+from learnkit.core.errors import DistributedError, EmptyLoaderError, LoaderError
+from learnkit.core.random import RNGState, preserved_generators, preserved_rng, restore_rng
+from learnkit.data.dataloaders import DataLoaders, TensorLoader, evaluation_loaders, in_order, n_batches
+from learnkit.data.shard import Order, Shard
+from learnkit.data.torch_loader import epochs_of, index_sampler, set_epochs, start_lists, with_sampler, workers_run
+from learnkit.distributed.cut import ShardSpec
 from learnkit.distributed.rounds import RoundIterator, RoundShard
-from learnkit.errors import DistributedError, EmptyLoaderError, LoaderError
-from learnkit.order import Order, Shard
-from learnkit.rng import RNGState, preserved_generators, preserved_rng, restore_rng
-from learnkit.torchloader import epochs_of, index_sampler, set_epochs, start_lists, with_sampler, workers_run
 
 __all__ = ['shard', 'shard_loaders', 'check_lengths', 'FirstBatches', 'TensorShard', 'IndexShard', 'ShardSampler']
 
@@ -55,7 +55,7 @@ def shard(
     [(0, 1), (1, 1)]
     """
     drops = batch_size == 'process' and getattr(dl, 'drop_last', False)
-    return _share(dl, Cut(rank, size, batch_size, 'drop' if drops else uneven, fillers, count))
+    return _share(dl, ShardSpec(rank, size, batch_size, 'drop' if drops else uneven, fillers, count))
 
 
 def shard_loaders(
@@ -79,7 +79,7 @@ def shard_loaders(
     if n_batches(train) == 0: raise EmptyLoaderError(
         f'The training loader has {n_batches(dls.train)} batches, which is less than one for all {size} processes '
         "together, and what is left over is dropped. Lower the batch size, or give uneven='join' without drop_last.")
-    cut = Cut(rank, size, batch_size, fillers=fillers_in_evaluation, count=count)
+    cut = ShardSpec(rank, size, batch_size, fillers=fillers_in_evaluation, count=count)
     shares = copy(dls) if isinstance(dls, DataLoaders) else _Like(dls)
     shares.train = train
     shares.evaluation = [(name, _share(dl, cut)) for name, dl in evaluation_loaders(dls)]
@@ -137,7 +137,7 @@ class _Like(DataLoaders):
     def __getattr__(self, name: str) -> Any: return getattr(self.__dict__['dls'], name)
 
 
-def _share(dl: Any, cut: Cut) -> Any:
+def _share(dl: Any, cut: ShardSpec) -> Any:
     if isinstance(dl, Shard):
         raise LoaderError(f'This {type(dl).__name__} is the share of one process already: give the whole loader.')
     if _has_own_shares(dl): return dl
@@ -158,7 +158,7 @@ class TensorShard(Shard, TensorLoader):
     "A share of a `TensorLoader`: by index from the same tensors, with no work for a single sample."
     _shares: tuple[int, tuple[int, int], tuple[int, int]] | None = None
 
-    def __init__(self, whole: TensorLoader, cut: Cut) -> None:
+    def __init__(self, whole: TensorLoader, cut: ShardSpec) -> None:
         vars(self).update(vars(whole))
         self.whole, self.cut, self.order = whole, cut, Order()
 
@@ -228,7 +228,7 @@ class ShardSampler:
 
     The loader's sampler runs in every process, and in each it draws what it draws in one that is alone."""
 
-    def __init__(self, whole: DataLoader[Any], cut: Cut, order: Order) -> None:
+    def __init__(self, whole: DataLoader[Any], cut: ShardSpec, order: Order) -> None:
         self.whole, self.order = whole, order
         self.cut = cut if _sizes(whole, cut) else replace(cut, fillers=True)  # for whom data end early is not known
         self.seeds = torch.Generator()                  # of this process's workers
@@ -285,7 +285,7 @@ class ShardSampler:
             n = min(2 * n, MOST_ROUNDS)
 
 
-def _index_shard(dl: DataLoader[Any], cut: Cut) -> IndexShard:
+def _index_shard(dl: DataLoader[Any], cut: ShardSpec) -> IndexShard:
     sampler = ShardSampler(dl, cut, order := Order())
     made: Any = with_sampler(dl, sampler, kind=IndexShard, generator=sampler.seeds, in_order=True)
     made.whole, made.cut, made.order, sampler.loader = dl, sampler.cut, order, ref(made)
@@ -306,7 +306,7 @@ def _gives_index_lists(dl: Any) -> bool:
     return isinstance(first, (list, range)) or getattr(first, 'ndim', 0) == 1
 
 
-def _sizes(dl: DataLoader[Any], cut: Cut) -> tuple[int, int] | None:
+def _sizes(dl: DataLoader[Any], cut: ShardSpec) -> tuple[int, int] | None:
     "Return the samples of a pass, and of a round; None where they are not known."
     sampler = index_sampler(dl)
     if type(sampler) is not BatchSampler or (n := n_batches(sampler.sampler)) is None: return None

@@ -9,17 +9,17 @@ from weakref import ref
 
 from fastcore.basics import camel2snake
 
-from learnkit.attributes import note_attributes
-from learnkit.budget import Budget
-from learnkit.callback import Callback
-from learnkit.events import EVENTS
+from learnkit.callbacks.recorder import recorder_of
+from learnkit.core.time import Timestamp
+from learnkit.engine.attributes import note_attributes
+from learnkit.engine.budget import Budget
+from learnkit.engine.callback import Callback
+from learnkit.engine.events import EVENTS
+from learnkit.engine.loop import sample_count
+from learnkit.engine.run import add_note
 from learnkit.interop.composer_state import ComposerLogger, ComposerState, Measured, label_of
 from learnkit.interop.composer_time import Event, types_for
 from learnkit.interop.hooks import check_style, load_state, own_hooks, state_of
-from learnkit.loop import sample_count
-from learnkit.recorder import recorder_of
-from learnkit.runs import add_note
-from learnkit.timing import Timestamp
 
 __all__ = ['from_composer', 'composer_events']
 

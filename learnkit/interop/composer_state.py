@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from learnkit.batch import count_samples, find_bs, form_of, to_device
-from learnkit.data import evaluation_loaders, n_batches
-from learnkit.errors import BatchError, did_you_mean
+from learnkit.callbacks.mixed_precision import MixedPrecision
+from learnkit.core.batch import count_samples, find_bs, form_of, to_device
+from learnkit.core.errors import BatchError, did_you_mean
+from learnkit.core.model import model_device
+from learnkit.data.dataloaders import evaluation_loaders, n_batches
 from learnkit.interop.composer_time import ComposerTime
 from learnkit.interop.hooks import hand_on
-from learnkit.loop import model_device
-from learnkit.precision import MixedPrecision
 
 __all__ = ['ComposerState', 'ComposerLogger', 'Precision', 'Measured', 'label_of', 'log_as_named']
 

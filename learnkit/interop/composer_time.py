@@ -9,9 +9,9 @@ from functools import total_ordering
 from types import SimpleNamespace
 from typing import Any
 
-from learnkit.errors import TimeError
+from learnkit.core.errors import TimeError
+from learnkit.core.time import Time
 from learnkit.interop.hooks import is_of
-from learnkit.timing import Time
 
 __all__ = ['Event', 'TimeUnit', 'ComposerTime', 'ComposerTimestamp', 'types_for']
 
@@ -116,7 +116,7 @@ class TimeUnit(StrEnum):
 class ComposerTime:
     """A number of one unit, which compares with plain numbers, strings and other times of its unit.
 
-    Unlike `learnkit.timing.Time` it may be negative, as differences are in Composer.
+    Unlike `learnkit.core.time.Time` it may be negative, as differences are in Composer.
 
     >>> now = ComposerTime(3, 'ep')
     >>> now.value, int(now), now >= '2ep', now == 3, now - '5ep', now / '6ep'

@@ -7,9 +7,9 @@ from inspect import isfunction, signature
 from typing import Any
 from warnings import warn
 
-from learnkit.attributes import changed_attributes, put_attributes
-from learnkit.callback import Callback, defined_on_class
-from learnkit.errors import CallbackError, did_you_mean
+from learnkit.core.errors import CallbackError, did_you_mean
+from learnkit.engine.attributes import changed_attributes, put_attributes
+from learnkit.engine.callback import Callback, defined_on_class
 from learnkit.loggers import Logger, log_images, log_params, log_text
 
 __all__ = ['own_hooks', 'check_style', 'state_of', 'load_state', 'parameters_of', 'takes_any', 'is_of', 'hand_on']

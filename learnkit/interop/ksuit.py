@@ -13,12 +13,17 @@ from typing import Any
 import torch
 from fastcore.basics import camel2snake
 
-from learnkit.attributes import note_attributes
-from learnkit.batch import concat, to_device
-from learnkit.callback import Callback
 from learnkit.callbacks.accumulation import GradientAccumulation
-from learnkit.data import n_batches
-from learnkit.errors import OptionError
+from learnkit.callbacks.recorder import recorder_of
+from learnkit.core.batch import concat, to_device
+from learnkit.core.errors import OptionError
+from learnkit.core.model import model_device
+from learnkit.core.random import preserved_generators, preserved_rng
+from learnkit.data.dataloaders import n_batches
+from learnkit.engine.attributes import note_attributes
+from learnkit.engine.callback import Callback
+from learnkit.engine.loop import sample_count
+from learnkit.engine.run import add_note
 from learnkit.interop.hooks import check_style, load_state, own_hooks, parameters_of, state_of, takes_any
 from learnkit.interop.ksuit_views import (
     CheckpointWriter,
@@ -31,10 +36,6 @@ from learnkit.interop.ksuit_views import (
     Trainer,
     UpdateCounter,
 )
-from learnkit.loop import model_device, sample_count
-from learnkit.recorder import recorder_of
-from learnkit.rng import preserved_generators, preserved_rng
-from learnkit.runs import add_note
 
 __all__ = ['from_ksuit']
 

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learnkit.budget import Budget
-from learnkit.data import evaluation_loaders, n_batches
-from learnkit.errors import LoaderError, MetricError, did_you_mean
-from learnkit.files import atomic_write
+from learnkit.core.errors import LoaderError, MetricError, did_you_mean
+from learnkit.core.files import atomic_write
+from learnkit.core.model import model_device
+from learnkit.core.time import Time
+from learnkit.data.dataloaders import evaluation_loaders, n_batches
+from learnkit.engine.budget import Budget
 from learnkit.interop.composer_state import ComposerState, log_as_named
 from learnkit.interop.hooks import hand_on
-from learnkit.loop import model_device
-from learnkit.metric_properties import MetricProperties
-from learnkit.timing import Time
+from learnkit.metrics.direction import MetricProperties
 
 __all__ = ['Progress', 'UpdateCounter', 'Trainer', 'LogWriter', 'CheckpointWriter', 'Paths', 'DataContainer', 'Tracker',
            'MetricPropertyProvider']

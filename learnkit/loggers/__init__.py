@@ -1,9 +1,9 @@
 """Loggers: to files, TensorBoard, Weights & Biases, MLflow and the console, all behind one protocol."""
+from learnkit.loggers.api import log_images, log_params, log_text
 from learnkit.loggers.base import Logger
 from learnkit.loggers.console import ConsoleLogger
 from learnkit.loggers.files import CSVLogger, JSONLinesLogger, read_log
 from learnkit.loggers.mlflow import MlflowLogger
-from learnkit.loggers.sending import log_images, log_params, log_text
 from learnkit.loggers.tensorboard import TensorBoardLogger
 from learnkit.loggers.wandb import WandbLogger
 

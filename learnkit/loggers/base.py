@@ -9,13 +9,13 @@ from weakref import WeakSet
 
 from torch import Tensor
 
-from learnkit.averages import Mean, is_number
-from learnkit.callback import Callback
-from learnkit.errors import MissingExtraError, OptionError, TimeError
-from learnkit.loggers.gather import configuration, fetch, kept_rows, name_writer, read_rows, writer_of
-from learnkit.recorder import recorder_of
-from learnkit.rng import preserved_rng
-from learnkit.timing import Time, as_time, crossings
+from learnkit.callbacks.recorder import recorder_of
+from learnkit.core.errors import MissingExtraError, OptionError, TimeError
+from learnkit.core.random import preserved_rng
+from learnkit.core.time import Time, as_time, crossings
+from learnkit.engine.callback import Callback
+from learnkit.loggers.values import configuration, fetch, kept_rows, name_writer, read_rows, writer_of
+from learnkit.metrics.base import Mean, is_number
 
 __all__ = ['Logger', 'Rows', 'need', 'open_loggers']
 

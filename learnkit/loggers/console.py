@@ -4,9 +4,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from learnkit.errors import OptionError
+from learnkit.core.errors import OptionError
+from learnkit.core.time import Time
 from learnkit.loggers.base import Logger, Rows
-from learnkit.timing import Time
 
 __all__ = ['ConsoleLogger']
 

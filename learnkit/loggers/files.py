@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from learnkit.errors import OptionError
-from learnkit.files import atomic_write, check_writable
+from learnkit.core.errors import OptionError
+from learnkit.core.files import atomic_write, check_writable
+from learnkit.core.time import Time
 from learnkit.loggers.base import Logger, Rows
-from learnkit.loggers.gather import png
-from learnkit.timing import Time
+from learnkit.loggers.values import png
 
 __all__ = ['CSVLogger', 'JSONLinesLogger', 'read_log']
 

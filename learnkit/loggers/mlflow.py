@@ -10,11 +10,11 @@ from pathlib import Path
 from time import time
 from typing import Any
 
-from learnkit.errors import OptionError
-from learnkit.files import check_writable
+from learnkit.core.errors import OptionError
+from learnkit.core.files import check_writable
+from learnkit.core.time import Time
 from learnkit.loggers.base import Logger, Rows, need
-from learnkit.loggers.gather import png
-from learnkit.timing import Time
+from learnkit.loggers.values import png
 
 __all__ = ['MlflowLogger']
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from time import sleep, strftime, time
 from typing import Any
 
-from learnkit.errors import OptionError
-from learnkit.files import check_writable
+from learnkit.core.errors import OptionError
+from learnkit.core.files import check_writable
+from learnkit.core.time import Time
+from learnkit.engine.moving import found_path, kept_path
 from learnkit.loggers.base import Logger, need
-from learnkit.moving import found_path, kept_path
-from learnkit.timing import Time
 
 __all__ = ['TensorBoardLogger']
 

@@ -7,10 +7,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from learnkit.errors import OptionError
-from learnkit.files import check_writable
+from learnkit.core.errors import OptionError
+from learnkit.core.files import check_writable
+from learnkit.core.time import Time
 from learnkit.loggers.base import Logger, Rows, need, open_loggers
-from learnkit.timing import Time
 
 __all__ = ['WandbLogger']
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.building import ROOT, build
+from tests.helpers.building import ROOT, build
 
 SHOTS = Path(__file__).with_name('shots')
 GUIDES = [f'guides/{path.stem}' for path in sorted((ROOT / 'nbs').glob('*.ipynb'))]
@@ -61,8 +61,8 @@ def test_a_search_leads_to_the_page(tab: Any, address: str) -> None:
     assert 'gradient of one big batch' in tab.locator('article').inner_text()
 
     tab.locator('article a', has_text='OptionError').first.click()
-    tab.wait_for_url('**/api/learnkit.errors.html#learnkit.errors.OptionError')
-    assert tab.locator('[id="learnkit.errors.OptionError"]').is_visible()
+    tab.wait_for_url('**/api/learnkit.errors.html#learnkit.core.errors.OptionError')
+    assert tab.locator('[id="learnkit.core.errors.OptionError"]').is_visible()
 
 
 @pytest.mark.parametrize('scheme', ['light', 'dark'])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from learnkit import Callback, CancelBackwardException, CancelFitException, Learner, Recorder, TrainEvalCallback
 from learnkit.callbacks.accumulation import GradientAccumulation
-from learnkit.errors import BatchError, OptionError
+from learnkit.core.errors import BatchError, OptionError
 
 Batch = tuple[Tensor, Tensor]
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from learnkit import Callback, DataLoaders, Learner
-from learnkit.callbacks.activations import ActivationMonitor
-from learnkit.errors import OptionError, TimeError
-from learnkit.recorder import Recorder
+from learnkit.callbacks.activation_monitor import ActivationMonitor
+from learnkit.callbacks.recorder import Recorder
+from learnkit.core.errors import OptionError, TimeError
 from learnkit.testing import synth_learner
 
 

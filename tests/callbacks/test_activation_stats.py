@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from learnkit import Callback, Learner
-from learnkit.batch import microbatches
+from learnkit.callbacks.activation_stats import ActivationStats, _measured
 from learnkit.callbacks.hooks import Hooks
-from learnkit.callbacks.stats import ActivationStats, _measured
-from learnkit.data import DataLoaders
-from learnkit.errors import OptionError
+from learnkit.core.batch import microbatches
+from learnkit.core.errors import OptionError
+from learnkit.data.dataloaders import DataLoaders
 from learnkit.testing import synth_learner
-from tests.fresh import output_of
+from tests.helpers.fresh import output_of
 
 
 class TwiceUsed(nn.Module):
@@ -250,7 +250,7 @@ def test_plots() -> None:
 
 
 def test_matplotlib_is_imported_for_plots_only() -> None:
-    code = ("import sys, learnkit; from learnkit.callbacks.stats import ActivationStats\n"
+    code = ("import sys, learnkit; from learnkit.callbacks.activation_stats import ActivationStats\n"
             "from learnkit.testing import synth_learner; learn = synth_learner(cbs=ActivationStats())\n"
             "with learn.no_bar(): learn.fit(1)\n"
             "learn.summary(); assert len(learn.activation_stats.stats) == 10; assert 'matplotlib' not in sys.modules")

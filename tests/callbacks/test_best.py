@@ -9,9 +9,9 @@ from fastcore.basics import noop
 from torch import Tensor
 
 from learnkit import Callback, DataLoaders, Learner
-from learnkit.callbacks.best import BestMetric
-from learnkit.errors import MetricError, OptionError
-from learnkit.metric_properties import MetricProperties
+from learnkit.callbacks.best_metric import BestMetric
+from learnkit.core.errors import MetricError, OptionError
+from learnkit.metrics.direction import MetricProperties
 from learnkit.testing import synth_learner
 
 

@@ -17,10 +17,10 @@ from torch import nn
 
 from learnkit import Callback, CheckpointError, DataLoaders, Learner, MetricError, OptionError, TimeError
 from learnkit.callbacks import BestMetric, Checkpoint, checkpoint as module
-from learnkit.digests import differences
-from learnkit.folders import entries, find, load_state
-from learnkit.metrics import mae
-from learnkit.progress import ProgressCallback
+from learnkit.callbacks.progress import ProgressCallback
+from learnkit.checkpoint.digest import differences
+from learnkit.checkpoint.folder import entries, find, load_state
+from learnkit.metrics.functional import mae
 
 N = 5  # batches an epoch, of 4 samples each
 

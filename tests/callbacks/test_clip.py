@@ -15,7 +15,7 @@ from learnkit import Callback, Learner, TrainEvalCallback
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.ema import EMA
 from learnkit.callbacks.training import GradientClip, GradientValueClip
-from learnkit.errors import OptionError
+from learnkit.core.errors import OptionError
 
 AdamW = partial(torch.optim.AdamW, weight_decay=0.01)
 

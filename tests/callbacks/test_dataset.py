@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from learnkit import Callback, DataLoaders, Learner
 from learnkit.callbacks.dataset import DatasetStats, ParamCount, count_parameters, loader_stats
-from learnkit.errors import OptionError
+from learnkit.core.errors import OptionError
 from learnkit.loggers import JSONLinesLogger
 from learnkit.testing import synth_learner
 

@@ -23,7 +23,7 @@ from learnkit import (
 )
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.ema import EMA
-from learnkit.errors import OptionError, TimeError, WeightsError
+from learnkit.core.errors import OptionError, TimeError, WeightsError
 
 SGD = partial(torch.optim.SGD, momentum=0.9)
 

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from learnkit import Callback, FitError, Learner, SaveModelCallback
-from learnkit.callbacks.activations import ActivationMonitor
+from learnkit.callbacks.activation_monitor import ActivationMonitor
 from learnkit.callbacks.ema import EMA
-from learnkit.callbacks.preds import MCDropoutCallback
-from learnkit.gathering import GatherPredsCallback
+from learnkit.callbacks.predictions import MCDropoutCallback
+from learnkit.inference.gather import GatherPredsCallback
 
 
 def learner(path: Path | str = '.', *cbs: Any) -> Learner:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from learnkit import Callback, DataLoaders, Learner
 from learnkit.callbacks import SaveModelCallback
 from learnkit.callbacks.export import ExportForInference, LoadWeights, _compare
-from learnkit.dtensors import local
-from learnkit.errors import (
+from learnkit.core.dtensor import local
+from learnkit.core.errors import (
     CancelFitException,
     LearnkitError,
     ModelError,
@@ -23,7 +23,7 @@ from learnkit.errors import (
     WeightsError,
 )
 from learnkit.testing import synth_learner
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 
 def learner(path: Path, *cbs: Any, model: nn.Module | None = None) -> Learner:

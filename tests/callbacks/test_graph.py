@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from learnkit import DataLoaders, ShowGraph
-from learnkit.callbacks import graph
-from learnkit.callbacks.graph import MAX_POINTS, LossGraph, in_words, thinned
+from learnkit.callbacks import live_plot as graph
+from learnkit.callbacks.live_plot import MAX_POINTS, LossGraph, in_words, thinned
 from learnkit.testing import synth_dls, synth_learner
 
 plt = pytest.importorskip('matplotlib.pyplot')

@@ -26,7 +26,7 @@ from learnkit.callbacks.hooks import (
     hook_output,
     hook_outputs,
 )
-from learnkit.errors import OptionError
+from learnkit.core.errors import OptionError
 from learnkit.testing import RegModel, synth_learner
 
 

@@ -10,7 +10,7 @@ import torch
 from learnkit import Callback
 from learnkit.callbacks import memory
 from learnkit.callbacks.memory import MemoryMonitor, from_allocator, from_status, resident
-from learnkit.errors import TimeError
+from learnkit.core.errors import TimeError
 from learnkit.testing import synth_learner
 
 linux = pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc')

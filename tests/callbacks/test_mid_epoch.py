@@ -24,7 +24,7 @@ from learnkit.callbacks import (
     ThresholdStopper,
 )
 from learnkit.callbacks.monitor import Monitor
-from learnkit.data import evaluation_loaders
+from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.loggers import JSONLinesLogger, read_log
 from learnkit.testing import synth_learner
 

@@ -11,9 +11,9 @@ from fastcore.basics import noop
 from torch import Tensor, nn
 
 from learnkit import Callback, CancelBatchException, Learner, accuracy
+from learnkit.callbacks.mixed_precision import MixedPrecision
 from learnkit.callbacks.mixup import CutMix, MixHandler, MixUp
-from learnkit.precision import MixedPrecision
-from learnkit.rng import capture_rng, restore_rng
+from learnkit.core.random import capture_rng, restore_rng
 
 N, CLASSES = 8, 5
 

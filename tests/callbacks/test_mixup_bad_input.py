@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from learnkit import BatchError, Callback, Learner, LossError
 from learnkit.callbacks.mixup import CutMix, MixHandler, MixUp
-from learnkit.errors import OptionError
+from learnkit.core.errors import OptionError
 
 
 def images() -> list[tuple[Tensor, Tensor]]: return [(torch.randn(8, 3, 8, 6), torch.randint(5, (8,)))] * 2

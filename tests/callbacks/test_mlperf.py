@@ -13,7 +13,7 @@ from torch import Tensor
 from learnkit import Callback, Learner
 from learnkit.callbacks import GradientAccumulation
 from learnkit.callbacks.mlperf import MLPerf
-from learnkit.errors import MetricError, OptionError
+from learnkit.core.errors import MetricError, OptionError
 from learnkit.testing import synth_learner
 
 

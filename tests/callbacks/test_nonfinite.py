@@ -11,8 +11,8 @@ from fastcore.basics import noop
 from torch import Tensor, nn
 
 from learnkit import Callback, DataLoaders, Learner
-from learnkit.callbacks.nonfinite import GuardNonFinite, TerminateOnNaNCallback
-from learnkit.errors import LossError, OptionError
+from learnkit.callbacks.nan_guard import GuardNonFinite, TerminateOnNaNCallback
+from learnkit.core.errors import LossError, OptionError
 from learnkit.testing import synth_learner
 
 BAD = [math.nan, math.inf, -math.inf]

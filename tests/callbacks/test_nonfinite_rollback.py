@@ -11,7 +11,7 @@ from fastcore.basics import noop
 from torch import Tensor, nn
 
 from learnkit import EMA, SAM, Callback, GradientAccumulation, GuardNonFinite, Learner
-from learnkit.errors import LossError, OptionError, TimeError
+from learnkit.core.errors import LossError, OptionError, TimeError
 
 Batch = tuple[Tensor, Tensor]
 

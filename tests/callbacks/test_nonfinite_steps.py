@@ -11,9 +11,9 @@ from torch import nn
 
 from learnkit import Callback, Learner
 from learnkit.callbacks.accumulation import GradientAccumulation
-from learnkit.callbacks.nonfinite import GuardNonFinite
+from learnkit.callbacks.nan_guard import GuardNonFinite
 from learnkit.callbacks.sam import SAM
-from learnkit.errors import LossError
+from learnkit.core.errors import LossError
 
 
 def learner(*cbs: Any, **kwargs: Any) -> Learner:

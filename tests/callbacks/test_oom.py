@@ -12,7 +12,7 @@ from torch import nn
 
 from learnkit import Callback, DataLoaders, Learner
 from learnkit.callbacks.oom import MemorySnapshot, OOMObserver, biggest_tensors, write_snapshot
-from learnkit.errors import OptionError, TimeError
+from learnkit.core.errors import OptionError, TimeError
 from learnkit.testing import synth_learner
 
 

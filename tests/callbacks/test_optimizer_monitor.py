@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from learnkit import Callback, DataLoaders, GradientAccumulation, GradientClip, Learner, LRScheduler, MixedPrecision
-from learnkit.callbacks.activations import ActivationMonitor
+from learnkit.callbacks.activation_monitor import ActivationMonitor
 from learnkit.callbacks.memory import MemoryMonitor
 from learnkit.callbacks.monitor import Monitor
 from learnkit.callbacks.optimizer_monitor import LRMonitor, OptimizerMonitor
+from learnkit.callbacks.recorder import Recorder
 from learnkit.callbacks.speed import RuntimeEstimator, SpeedMonitor
-from learnkit.callbacks.system import SystemMonitor
-from learnkit.errors import CancelStepException, TimeError
-from learnkit.recorder import Recorder
+from learnkit.callbacks.system_monitor import SystemMonitor
+from learnkit.core.errors import CancelStepException, TimeError
 from learnkit.testing import synth_learner
 
 

@@ -14,14 +14,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from learnkit import Callback, DataLoaders, Learner, Periodic
 from learnkit.callbacks import GradientAccumulation
-from learnkit.callbacks.best import BestMetric
+from learnkit.callbacks.best_metric import BestMetric
 from learnkit.callbacks.dataset import DatasetStats, ParamCount
+from learnkit.callbacks.images import ImageVisualizer
 from learnkit.callbacks.mlperf import MLPerf
 from learnkit.callbacks.oom import MemorySnapshot, OOMObserver
 from learnkit.callbacks.periodic import PeriodicData
 from learnkit.callbacks.stoppers import FixedStopper, ThresholdStopper
-from learnkit.callbacks.visualize import ImageVisualizer
-from learnkit.errors import CallbackError, EmptyLoaderError, LoaderError, TimeError
+from learnkit.core.errors import CallbackError, EmptyLoaderError, LoaderError, TimeError
 
 
 def data(workers: int = 0) -> DataLoaders:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from learnkit import Callback, DataLoaders, Learner, TensorLoader, mae
-from learnkit.callbacks.preds import CollectDataCallback, FetchPredsCallback, MCDropoutCallback, mc_dropout_preds
-from learnkit.errors import CancelEpochException, CancelFitException, OptionError
+from learnkit.callbacks.predictions import CollectDataCallback, FetchPredsCallback, MCDropoutCallback, mc_dropout_preds
+from learnkit.core.errors import CancelEpochException, CancelFitException, OptionError
 from learnkit.testing import synth_learner
 
 X, Y = torch.linspace(-1, 1, 28).view(14, 2), torch.linspace(0, 1, 14)[:, None]

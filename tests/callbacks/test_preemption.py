@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from learnkit.callbacks.preemption import StopRequest, in_ipython
+from learnkit.callbacks.sigterm import StopRequest, in_ipython
 
 TERM, CHLD = signal.SIGTERM, signal.SIGCHLD
 

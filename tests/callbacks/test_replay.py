@@ -12,8 +12,8 @@ from fastcore.basics import noop
 from torch import Tensor, nn
 
 from learnkit import EMA, Callback, DataLoaders, GradientAccumulation, GuardNonFinite, Learner, MixUp, Replay
-from learnkit.errors import CancelFitException, FitError, LossError
-from learnkit.rng import capture_rng
+from learnkit.core.errors import CancelFitException, FitError, LossError
+from learnkit.core.random import capture_rng
 
 
 class Boom(Exception):

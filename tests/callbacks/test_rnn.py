@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from learnkit import Callback, Learner, TrainEvalCallback
 from learnkit.callbacks.rnn import ModelResetter, RNNCallback, RNNRegularizer, rnn_cbs
-from learnkit.errors import ModelError, OptionError
+from learnkit.core.errors import ModelError, OptionError
 
 
 class Recurrent(nn.Module):

@@ -14,7 +14,7 @@ from learnkit import Callback, CancelBatchException, Learner, Recorder, TrainEva
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.sam import SAM
 from learnkit.callbacks.training import GradientClip
-from learnkit.errors import OptionError
+from learnkit.core.errors import OptionError
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     'SGD': partial(torch.optim.SGD, momentum=0.9), 'AdamW': torch.optim.AdamW}

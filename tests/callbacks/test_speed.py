@@ -14,7 +14,7 @@ from learnkit import Callback, DataLoaders, Learner
 from learnkit.callbacks import speed
 from learnkit.callbacks.monitor import Monitor
 from learnkit.callbacks.speed import RuntimeEstimator, SpeedMonitor, peak_of, precision
-from learnkit.errors import (
+from learnkit.core.errors import (
     CancelEpochException,
     CancelTrainException,
     CancelValidException,

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from learnkit import Callback, DataLoaders, Learner
 from learnkit.callbacks.stoppers import EarlyStopper, EarlyStopping, FixedStopper, ThresholdStopper
-from learnkit.callbacks.tracker import EarlyStoppingCallback
-from learnkit.errors import MetricError, OptionError, TimeError
-from learnkit.metric_properties import MetricProperties
+from learnkit.callbacks.tracking import EarlyStoppingCallback
+from learnkit.core.errors import MetricError, OptionError, TimeError
+from learnkit.metrics.direction import MetricProperties
 from learnkit.testing import synth_learner
 
 

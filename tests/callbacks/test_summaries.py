@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from learnkit import Callback, Learner
-from learnkit.callbacks.summaries import (
+from learnkit.callbacks.model_summary import (
     Summary,
     dummy_eval,
     model_sizes,
@@ -19,9 +19,9 @@ from learnkit.callbacks.summaries import (
     summary,
     total_params,
 )
-from learnkit.data import DataLoaders
-from learnkit.errors import EmptyLoaderError, LoaderError, ModelError
-from learnkit.rng import capture_rng
+from learnkit.core.errors import EmptyLoaderError, LoaderError, ModelError
+from learnkit.core.random import capture_rng
+from learnkit.data.dataloaders import DataLoaders
 from learnkit.testing import RegModel, synth_learner
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from learnkit.callbacks.system import SystemMonitor, sensors
-from learnkit.errors import MissingExtraError, TimeError
+from learnkit.callbacks.system_monitor import SystemMonitor, sensors
+from learnkit.core.errors import MissingExtraError, TimeError
 from learnkit.testing import synth_learner
 
 psutil = pytest.importorskip('psutil')

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from learnkit import Callback, DataLoaders, Learner
 from learnkit.callbacks.ema import EMA
-from learnkit.callbacks.tracker import (
+from learnkit.callbacks.tracking import (
     EarlyStoppingCallback,
     ReduceLROnPlateau,
     SaveModelCallback,
     TrackerCallback,
 )
-from learnkit.errors import CancelEpochException, CancelFitException, MetricError, OptionError, TimeError
+from learnkit.core.errors import CancelEpochException, CancelFitException, MetricError, OptionError, TimeError
 from learnkit.testing import synth_learner
 
 NAN = math.nan

@@ -10,8 +10,8 @@ from fastcore.basics import noop
 from torch import Tensor, nn
 
 from learnkit import Callback, DataLoaders, Learner
-from learnkit.callbacks.visualize import ImageVisualizer, as_pictures, class_colors
-from learnkit.errors import BatchError, OptionError, TimeError
+from learnkit.callbacks.images import ImageVisualizer, as_pictures, class_colors
+from learnkit.core.errors import BatchError, OptionError, TimeError
 from learnkit.loggers import Logger
 from learnkit.testing import synth_learner
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from learnkit import EVENTS, Callback, DataLoaders, Learner
-from learnkit.averages import _Column
-from learnkit.errors import CancelException
-from learnkit.events import LEVELS
-from learnkit.steps import Steps
+from learnkit.callbacks.hyperparam_log import HyperparamLog
+from learnkit.core.errors import CancelException
+from learnkit.engine.events import LEVELS
+from learnkit.metrics.base import _Column
 
 # Those of a fit without Cancel, and those of a prediction; loading has its own rows.
 FIT_EVENTS = [e for e in EVENTS if not e.startswith('after_cancel_') and not e.endswith(('_load', '_predict', 'close'))
@@ -155,7 +155,7 @@ def reachable_tensors(learn: Learner) -> Iterator[str]:
     seen, todo = set(apart), [(name, o) for name, o in vars(learn).items() if id(o) not in apart]
     while todo:
         where, o = todo.pop()
-        if id(o) in seen or isinstance(o, (type, ModuleType, str, int, float, BaseException, Steps, _Column)):
+        if id(o) in seen or isinstance(o, (type, ModuleType, str, int, float, BaseException, HyperparamLog, _Column)):
             continue  # an exception's frames are its own; the recorded numbers are of no run
         seen.add(id(o))
         if isinstance(o, Tensor): yield f'{where}: {tuple(o.shape)}'

@@ -14,8 +14,8 @@ from zipfile import ZIP_STORED, ZipFile
 import torch
 from torch import Tensor, nn
 
-from learnkit.rng import capture_rng
-from learnkit.statefile import write_state
+from learnkit.checkpoint.file import write_state
+from learnkit.core.random import capture_rng
 
 INFO = {'number': 12, 'epoch': 3, 'batches': 1200, 'value': 0.25}
 

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from learnkit import EMA, Callback, Checkpoint, DataLoaders, Learner, accuracy
 from learnkit.callbacks import ParamScheduler
-from learnkit.digests import differences
-from learnkit.folders import entries
-from learnkit.harness import run_until_done
-from learnkit.schedule import combined_cos
+from learnkit.callbacks.schedule import combined_cos
+from learnkit.checkpoint.digest import differences
+from learnkit.checkpoint.folder import entries
+from learnkit.debug.harness import run_until_done
 
 N_EPOCH, N_BATCH, BS = 2, 5, 4
 Make = Callable[[], Learner]

@@ -11,10 +11,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from learnkit import Callback, DataLoaders, Learner
 from learnkit.callbacks import Checkpoint
-from learnkit.digests import differences, digest
-from learnkit.folders import entries, load_state
-from learnkit.forks import reached, start
-from tests.resuming import scramble
+from learnkit.checkpoint.digest import differences, digest
+from learnkit.checkpoint.folder import entries, load_state
+from learnkit.debug.forks import reached, start
+from tests.helpers.resuming import scramble
 
 State = dict[str, Any]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 from resume_helpers import learner
 
-from learnkit.harness import kill_and_resume
+from learnkit.debug.harness import kill_and_resume
 
 
 def test_some_kills() -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from learnkit import Callback, Checkpoint, Learner
-from learnkit.folders import find
-from learnkit.forks import start
+from learnkit.checkpoint.folder import find
+from learnkit.debug.forks import start
 
 WIDTH = 2048  # a square layer with Adam's two averages: 50 MB
 

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 from run_helpers import all_load, checkpointed, in_child, names, same, training
 
-from learnkit import Callback, files, statefile
-from learnkit.forks import start
+from learnkit import Callback
+from learnkit.checkpoint import file as statefile
+from learnkit.core import files
+from learnkit.debug.forks import start
 
 # what is called while a file is written, from its beginning to its end
 MOMENTS = {'begun': (statefile, '_Packer'), 'packed': (statefile, '_make_header'), 'written': (statefile, '_bytes_of'),

@@ -26,7 +26,7 @@ from fault_helpers import (
 )
 
 from learnkit import Callback, CancelError, FitError
-from learnkit.errors import CancelBatchException
+from learnkit.core.errors import CancelBatchException
 
 
 class Custom(Exception):

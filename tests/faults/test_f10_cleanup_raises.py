@@ -8,7 +8,7 @@ import pytest
 from fault_helpers import At, Watch, anew, fits_like_fresh, is_clean, make_learner, notes, raised_by, start_again
 
 from learnkit import Callback, CancelError
-from learnkit.errors import CancelFitException
+from learnkit.core.errors import CancelFitException
 
 
 class Mute(Exception):

@@ -26,8 +26,8 @@ from fault_helpers import (
 )
 
 from learnkit import Callback, CancelError, Learner
-from learnkit.errors import BatchError
-from learnkit.events import LEVELS
+from learnkit.core.errors import BatchError
+from learnkit.engine.events import LEVELS
 
 KINDS = ('backward', 'step', 'batch', 'train', 'validate', 'epoch', 'fit')
 

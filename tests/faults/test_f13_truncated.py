@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from file_helpers import forged, split, write
 
-from learnkit.errors import DamagedError
-from learnkit.statefile import read_info, read_state
+from learnkit.checkpoint.file import read_info, read_state
+from learnkit.core.errors import DamagedError
 
 
 def refused(path: Path, content: bytes) -> bool:

@@ -9,8 +9,8 @@ import torch
 from file_helpers import split, write
 from safetensors.torch import load_file
 
-from learnkit.errors import DamagedError
-from learnkit.statefile import read_state
+from learnkit.checkpoint.file import read_state
+from learnkit.core.errors import DamagedError
 
 
 def regions(path: Path) -> list[range]:

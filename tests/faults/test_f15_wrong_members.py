@@ -14,9 +14,9 @@ import pytest
 import torch
 from file_helpers import INFO, forged, rebuilt, saved, split, with_metadata, write
 
-from learnkit.errors import CheckpointError, DamagedError, WeightsError
-from learnkit.statefile import read_info, read_state
-from learnkit.weights import read_weights
+from learnkit.checkpoint.file import read_info, read_state
+from learnkit.checkpoint.weights import read_weights
+from learnkit.core.errors import CheckpointError, DamagedError, WeightsError
 
 Change = Callable[[Path], Any]
 

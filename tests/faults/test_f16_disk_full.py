@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from file_helpers import INFO, make_state, result_of, same, write
 
-from learnkit.statefile import read_state, write_state
+from learnkit.checkpoint.file import read_state, write_state
 
 
 def test_at_every_stage_of_writing(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from file_helpers import fork, make_state, same, write
 
-from learnkit.files import atomic_write, sweep
-from learnkit.statefile import read_state
+from learnkit.checkpoint.file import read_state
+from learnkit.core.files import atomic_write, sweep
 
 
 def killed_while_saving(folder: Path) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from file_helpers import write
 
-from learnkit.statefile import read_state
+from learnkit.checkpoint.file import read_state
 
 ELSEWHERE = Path('/dev/shm')
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from file_helpers import write
 
-from learnkit.statefile import read_state
+from learnkit.checkpoint.file import read_state
 
 
 def test_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,9 +22,9 @@ import torch
 from file_helpers import make_state, members, saved, with_pickle, with_state, write
 from torch import nn
 
-from learnkit.errors import DamagedError, WeightsError
-from learnkit.statefile import read_state
-from learnkit.weights import read_weights
+from learnkit.checkpoint.file import read_state
+from learnkit.checkpoint.weights import read_weights
+from learnkit.core.errors import DamagedError, WeightsError
 
 
 class Calls:

@@ -14,9 +14,9 @@ import pytest
 import torch
 from file_helpers import forged, rebuilt, result_of, saved, split, with_pickle, with_state, write
 
-from learnkit.errors import DamagedError, WeightsError
-from learnkit.statefile import read_state
-from learnkit.weights import read_weights
+from learnkit.checkpoint.file import read_state
+from learnkit.checkpoint.weights import read_weights
+from learnkit.core.errors import DamagedError, WeightsError
 
 BIG = 1 << 33
 

@@ -12,7 +12,7 @@ from run_helpers import checkpointed, content, names, quiet
 from torch import nn
 
 from learnkit import Callback, WeightsError
-from learnkit.folders import load_state
+from learnkit.checkpoint.folder import load_state
 
 
 def wider() -> nn.Module:

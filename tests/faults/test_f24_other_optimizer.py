@@ -11,8 +11,8 @@ from fault_helpers import make_learner
 from run_helpers import checkpointed, content, names, quiet
 
 from learnkit import Callback, LearnkitError, OptimWrapper, WeightsError
-from learnkit.digests import digest
-from learnkit.folders import load_state
+from learnkit.checkpoint.digest import digest
+from learnkit.checkpoint.folder import load_state
 
 
 def by_layer(model: Any) -> Any: return [list(layer.parameters()) for layer in model if list(layer.parameters())]

@@ -10,8 +10,8 @@ import torch
 from run_helpers import checkpointed, make_learner, names, quiet
 
 from learnkit import EMA, SGD, Callback, GradientAccumulation
-from learnkit.digests import digest
-from learnkit.folders import load_state
+from learnkit.checkpoint.digest import digest
+from learnkit.checkpoint.folder import load_state
 
 OPTIONS: dict[str, dict[str, Any]] = {
     'adam': {}, 'momentum': {'opt_func': lambda p, lr: SGD(p, lr, mom=0.9)}, 'lbfgs': {'opt_func': torch.optim.LBFGS},

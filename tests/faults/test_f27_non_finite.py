@@ -12,7 +12,7 @@ from torch import Tensor
 
 from learnkit import Callback, Learner
 from learnkit.callbacks import GradientAccumulation, GuardNonFinite
-from learnkit.errors import LossError
+from learnkit.core.errors import LossError
 
 BAD_BATCH = 2
 

@@ -11,8 +11,8 @@ from run_helpers import checkpointed, make_learner, quiet
 
 from learnkit import Callback, CheckpointError
 from learnkit.callbacks import Checkpoint, EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback
-from learnkit.folders import entries, find
-from learnkit.metrics import ValueMetric
+from learnkit.checkpoint.folder import entries, find
+from learnkit.metrics.functional import ValueMetric
 
 NAN, INF = math.nan, math.inf
 

@@ -1,6 +1,6 @@
 """Row 29: out of memory. Gradients are freed, cleanup runs; with microbatch='auto' the batch is done in smaller pieces.
 
-`tests/test_auto_microbatch.py` has more of the halving."""
+`tests/engine/test_auto_microbatch.py` has more of the halving."""
 from __future__ import annotations
 
 import resource
@@ -14,7 +14,7 @@ from run_helpers import all_load, checkpointed, in_child, names
 from torch import Tensor, nn
 
 from learnkit import DataLoaders, Learner
-from learnkit.digests import differences
+from learnkit.checkpoint.digest import differences
 
 EVENTS = ['before_batch', 'after_pred', 'after_loss', 'after_backward', 'after_step', 'before_validate']
 

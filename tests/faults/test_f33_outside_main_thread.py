@@ -26,7 +26,7 @@ from fault_helpers import (
 )
 
 from learnkit import Callback, Learner
-from tests.fresh import output_of
+from tests.helpers.fresh import output_of
 
 
 def in_thread(f: Callable[[], Any]) -> Any:

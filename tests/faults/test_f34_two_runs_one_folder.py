@@ -17,9 +17,9 @@ from run_helpers import checkpointed, content, names, torch_dls
 
 from learnkit import Callback
 from learnkit.callbacks import Checkpoint
-from learnkit.errors import FolderInUseError
-from learnkit.forks import start
-from learnkit.locks import FolderLock
+from learnkit.core.errors import FolderInUseError
+from learnkit.core.locks import FolderLock
+from learnkit.debug.forks import start
 
 
 def can_lock(folder: Path) -> bool:

@@ -11,8 +11,8 @@ from run_helpers import State, make_learner, quiet, same, torch_dls
 
 from learnkit import Callback
 from learnkit.callbacks import Checkpoint
-from tests.ranks import run_ranks, started_ranks
-from tests.resuming import scramble
+from tests.helpers.ranks import run_ranks, started_ranks
+from tests.helpers.resuming import scramble
 
 TIMEOUT_S = 5.
 

@@ -6,7 +6,7 @@ from fault_helpers import FIT_EVENTS, make_learner
 from run_helpers import quiet
 
 from learnkit import Callback
-from tests.ranks import started_ranks
+from tests.helpers.ranks import started_ranks
 
 FEW = ('before_fit', 'before_draw', 'after_loss', 'before_step', 'after_eval', 'after_fit', 'cleanup')
 

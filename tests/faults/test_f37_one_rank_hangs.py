@@ -12,8 +12,8 @@ from fault_helpers import make_learner
 from run_helpers import quiet
 
 from learnkit import Callback
-from learnkit.distributed.launching import free_port
-from tests.ranks import started_ranks
+from learnkit.distributed.launch import free_port
+from tests.helpers.ranks import started_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 

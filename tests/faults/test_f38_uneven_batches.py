@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from learnkit import DataLoaders, Learner
-from learnkit.errors import DistributedError
-from tests.distributing import make_data, make_dls, make_learner, weights
-from tests.ranks import run_ranks
+from learnkit.core.errors import DistributedError
+from tests.helpers.distributing import make_data, make_dls, make_learner, weights
+from tests.helpers.ranks import run_ranks
 
 
 def train(rank: int, n: int, uneven: str, kind: str, timeout: str = '20s') -> dict[str, Any]:

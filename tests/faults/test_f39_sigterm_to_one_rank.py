@@ -12,8 +12,8 @@ from run_helpers import State, make_learner, names, quiet, same, torch_dls
 
 from learnkit import Callback
 from learnkit.callbacks import Checkpoint
-from learnkit.folders import entries
-from tests.ranks import run_ranks, started_ranks
+from learnkit.checkpoint.folder import entries
+from tests.helpers.ranks import run_ranks, started_ranks
 
 
 def train(rank: int, folder: Path, pace_s: float = 0., n_epoch: int = 3, **options: Any) -> State:

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from learnkit import Callback, GuardNonFinite, statefile
+from learnkit import Callback, GuardNonFinite
 from learnkit.callbacks import Checkpoint
-from learnkit.errors import LearnkitError
-from tests.distributing import make_dls, make_learner, weights
-from tests.ranks import run_ranks
+from learnkit.checkpoint import file as statefile
+from learnkit.core.errors import LearnkitError
+from tests.helpers.distributing import make_dls, make_learner, weights
+from tests.helpers.ranks import run_ranks
 
 
 def cannot_save(rank: int, folder: Path, background: bool) -> list[Any]:

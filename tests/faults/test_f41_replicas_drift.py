@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from learnkit import Callback
-from learnkit.errors import DistributedError
-from tests.distributing import make_dls, make_learner
-from tests.ranks import run_ranks
+from learnkit.core.errors import DistributedError
+from tests.helpers.distributing import make_dls, make_learner
+from tests.helpers.ranks import run_ranks
 
 
 def drifting(rank: int, what: str) -> str:

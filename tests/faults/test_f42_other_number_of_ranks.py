@@ -11,9 +11,9 @@ import torch
 
 from learnkit import Callback
 from learnkit.callbacks import Checkpoint
-from learnkit.errors import CheckpointError
-from tests.distributing import interrupted, make_dls, make_learner
-from tests.ranks import run_ranks
+from learnkit.core.errors import CheckpointError
+from tests.helpers.distributing import interrupted, make_dls, make_learner
+from tests.helpers.ranks import run_ranks
 
 N, BATCH = 37, 12  # samples of an epoch, and of a batch of all processes
 

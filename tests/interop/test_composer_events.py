@@ -12,7 +12,7 @@ import torch
 from fastcore.basics import noop
 
 from learnkit import Callback, DataLoaders, Learner
-from learnkit.events import LIFECYCLE
+from learnkit.engine.events import LIFECYCLE
 from learnkit.interop import from_composer
 from learnkit.interop.composer_time import Event
 from learnkit.testing import RegModel, synth_learner

@@ -10,7 +10,7 @@ from fastcore.basics import noop
 from torch import nn
 
 from learnkit import Callback, DataLoaders, Learner
-from learnkit.errors import CallbackError, TimeError
+from learnkit.core.errors import CallbackError, TimeError
 from learnkit.interop import from_composer
 from learnkit.interop.composer_time import ComposerTime, ComposerTimestamp, TimeUnit
 from learnkit.testing import RegModel, synth_learner

@@ -11,7 +11,7 @@ from fastcore.basics import noop
 from torch import nn
 
 from learnkit import Callback, DataLoaders, GradientAccumulation, Learner
-from learnkit.errors import CallbackError, LoaderError, MetricError, OptionError
+from learnkit.core.errors import CallbackError, LoaderError, MetricError, OptionError
 from learnkit.interop import from_ksuit
 from learnkit.testing import RegModel
 

@@ -9,8 +9,8 @@ import pytest
 from learnkit import Learner
 from learnkit.interop import from_composer, from_ksuit
 from learnkit.loggers import JSONLinesLogger, read_log
-from tests.resuming import check_every_place
-from tests.test_every_callback_resumes import learner
+from tests.callbacks.test_every_callback_resumes import learner
+from tests.helpers.resuming import check_every_place
 
 
 class Periods:

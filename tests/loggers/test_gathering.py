@@ -24,7 +24,7 @@ from learnkit.loggers import (
     WandbLogger,
     read_log,
 )
-from learnkit.loggers.gather import fetch
+from learnkit.loggers.values import fetch
 
 
 def logged(path: Path, name: str) -> dict[int, Any]:

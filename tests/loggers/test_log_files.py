@@ -14,8 +14,8 @@ from logger_helpers import LogHalf, learner, plain_losses, run_and_resume
 
 from learnkit import Callback, OptionError
 from learnkit.loggers import CSVLogger, JSONLinesLogger, log_images, log_text, read_log
-from learnkit.loggers.gather import as_images, png
-from tests.fresh import run_fresh
+from learnkit.loggers.values import as_images, png
+from tests.helpers.fresh import run_fresh
 
 BOTH = pytest.mark.parametrize(('cls', 'name'), [(CSVLogger, 'metrics.csv'), (JSONLinesLogger, 'metrics.jsonl')],
                                ids=['csv', 'jsonl'])

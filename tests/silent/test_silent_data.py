@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from learnkit import BestMetric, Callback, Learner, Recorder, TrackerCallback, TrainEvalCallback
-from learnkit.data import DataLoaders
-from learnkit.errors import BatchError, EmptyLoaderError, LoaderError, MetricError
-from learnkit.evaluator import Evaluator
-from learnkit.events import event
-from learnkit.measures import AvgMetric
-from learnkit.merging import shared_state
-from learnkit.metrics import Metric
+from learnkit.core.errors import BatchError, EmptyLoaderError, LoaderError, MetricError
+from learnkit.data.dataloaders import DataLoaders
+from learnkit.data.evaluator import Evaluator
+from learnkit.engine.events import event
+from learnkit.metrics.averages import AvgMetric
+from learnkit.metrics.functional import Metric
+from learnkit.metrics.merge import shared_state
 
 EVALUATING_EVENTS = (
     'before_fit', 'before_epoch', 'before_train', 'after_train', 'before_eval', 'before_validate',

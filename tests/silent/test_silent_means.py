@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from learnkit import SGD, Callback, CrossEntropyLossFlat, GradientAccumulation, Learner, Recorder, TrainEvalCallback
-from learnkit.metrics import Perplexity
-from tests.ranks import run_ranks
+from learnkit.metrics.functional import Perplexity
+from tests.helpers.ranks import run_ranks
 
 Batch = tuple[Tensor, Tensor]
 N_CLASSES = 4

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from learnkit import Callback, Learner
 from learnkit.callbacks.mixup import CutMix, MixHandler, MixUp
-from learnkit.data import DataLoaders
-from learnkit.errors import TimeError
+from learnkit.core.errors import TimeError
+from learnkit.data.dataloaders import DataLoaders
 from learnkit.losses import CrossEntropyLossFlat
 
 WEIGHT = torch.tensor([1., 5., .1], dtype=torch.float64)

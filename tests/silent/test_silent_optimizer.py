@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from learnkit import Adam, Callback, GradientAccumulation, Learner, OptimWrapper, TrainEvalCallback
-from learnkit.digests import learn_digest
-from learnkit.errors import OptionError
-from learnkit.hypers import params
+from learnkit.checkpoint.digest import learn_digest
+from learnkit.core.errors import OptionError
+from learnkit.optim.hyperparams import params
 
 Row = Callable[..., None]
 LR = 0.1

@@ -19,7 +19,7 @@ from learnkit import (
     Periodic,
     find_bs,
 )
-from tests.sampling import Detector, Graphs, as_lists, box_loss, detection, scenes
+from tests.helpers.sampling import Detector, Graphs, as_lists, box_loss, detection, scenes
 
 Row = Callable[..., None]
 

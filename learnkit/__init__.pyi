@@ -1,0 +1,247 @@
+from .callbacks.accumulation import (
+    GradientAccumulation as GradientAccumulation,
+)
+from .callbacks.activation_stats import (
+    ActivationStats as ActivationStats,
+)
+from .callbacks.best_metric import (
+    BestMetric as BestMetric,
+)
+from .callbacks.checkpoint import (
+    Checkpoint as Checkpoint,
+)
+from .callbacks.ema import (
+    EMA as EMA,
+)
+from .callbacks.history import (
+    History as History,
+)
+from .callbacks.hooks import (
+    HookCallback as HookCallback,
+)
+from .callbacks.live_plot import (
+    ShowGraph as ShowGraph,
+    ShowGraphCallback as ShowGraphCallback,
+)
+from .callbacks.lr_finder import (
+    LRFinder as LRFinder,
+)
+from .callbacks.memory import (
+    MemoryMonitor as MemoryMonitor,
+)
+from .callbacks.mixed_precision import (
+    MixedPrecision as MixedPrecision,
+)
+from .callbacks.mixup import (
+    CutMix as CutMix,
+    MixUp as MixUp,
+)
+from .callbacks.nan_guard import (
+    GuardNonFinite as GuardNonFinite,
+    TerminateOnNaNCallback as TerminateOnNaNCallback,
+)
+from .callbacks.optimizer_monitor import (
+    LRMonitor as LRMonitor,
+    OptimizerMonitor as OptimizerMonitor,
+)
+from .callbacks.periodic import (
+    PeriodicData as PeriodicData,
+)
+from .callbacks.predictions import (
+    CollectDataCallback as CollectDataCallback,
+    FetchPredsCallback as FetchPredsCallback,
+    MCDropoutCallback as MCDropoutCallback,
+)
+from .callbacks.progress import (
+    ProgressCallback as ProgressCallback,
+)
+from .callbacks.recorder import (
+    Recorder as Recorder,
+)
+from .callbacks.replay import (
+    Replay as Replay,
+)
+from .callbacks.rnn import (
+    ModelResetter as ModelResetter,
+    RNNCallback as RNNCallback,
+    RNNRegularizer as RNNRegularizer,
+)
+from .callbacks.sam import (
+    SAM as SAM,
+)
+from .callbacks.schedule import (
+    ParamScheduler as ParamScheduler,
+)
+from .callbacks.speed import (
+    RuntimeEstimator as RuntimeEstimator,
+    SpeedMonitor as SpeedMonitor,
+)
+from .callbacks.stoppers import (
+    FixedStopper as FixedStopper,
+    ThresholdStopper as ThresholdStopper,
+)
+from .callbacks.system_monitor import (
+    SystemMonitor as SystemMonitor,
+)
+from .callbacks.torch_scheduler import (
+    LRScheduler as LRScheduler,
+)
+from .callbacks.tracking import (
+    EarlyStoppingCallback as EarlyStoppingCallback,
+    ReduceLROnPlateau as ReduceLROnPlateau,
+    SaveModelCallback as SaveModelCallback,
+    TrackerCallback as TrackerCallback,
+)
+from .callbacks.training import (
+    BnFreeze as BnFreeze,
+    CastToTensor as CastToTensor,
+    ChannelsLast as ChannelsLast,
+    GradientClip as GradientClip,
+    ShortEpochCallback as ShortEpochCallback,
+    before_batch_cb as before_batch_cb,
+)
+from .checkpoint.exchange import (
+    load_learner as load_learner,
+)
+from .core.batch import (
+    detuplify as detuplify,
+    find_bs as find_bs,
+    to_detach as to_detach,
+    to_device as to_device,
+)
+from .core.contexts import (
+    replacing_yield as replacing_yield,
+)
+from .core.errors import (
+    BatchError as BatchError,
+    CallbackError as CallbackError,
+    CancelBackwardException as CancelBackwardException,
+    CancelBatchException as CancelBatchException,
+    CancelEpochException as CancelEpochException,
+    CancelError as CancelError,
+    CancelException as CancelException,
+    CancelFitException as CancelFitException,
+    CancelStepException as CancelStepException,
+    CancelTrainException as CancelTrainException,
+    CancelValidException as CancelValidException,
+    CheckpointError as CheckpointError,
+    DamagedError as DamagedError,
+    DistributedError as DistributedError,
+    EmptyLoaderError as EmptyLoaderError,
+    FitError as FitError,
+    FolderInUseError as FolderInUseError,
+    LearnkitError as LearnkitError,
+    LoaderError as LoaderError,
+    LossError as LossError,
+    MetricError as MetricError,
+    MissingExtraError as MissingExtraError,
+    ModelError as ModelError,
+    OptimizerError as OptimizerError,
+    OptionError as OptionError,
+    OrderError as OrderError,
+    ScheduleError as ScheduleError,
+    TimeError as TimeError,
+    UnknownEventError as UnknownEventError,
+    WeightsError as WeightsError,
+)
+from .core.time import (
+    Time as Time,
+    Timestamp as Timestamp,
+)
+from .data.dataloaders import (
+    DataLoaders as DataLoaders,
+    TensorLoader as TensorLoader,
+    default_device as default_device,
+)
+from .data.evaluator import (
+    Evaluator as Evaluator,
+)
+from .debug.doc import (
+    doc as doc,
+)
+from .distributed.callback import (
+    DistributedTraining as DistributedTraining,
+)
+from .engine.callback import (
+    Callback as Callback,
+    Periodic as Periodic,
+)
+from .engine.events import (
+    EVENTS as EVENTS,
+    LIFECYCLE as LIFECYCLE,
+    event as event,
+)
+from .engine.train_eval import (
+    SkipToEpoch as SkipToEpoch,
+    TrainEvalCallback as TrainEvalCallback,
+)
+from .inference.gather import (
+    GatherPredsCallback as GatherPredsCallback,
+)
+from .inference.interpretation import (
+    ClassificationInterpretation as ClassificationInterpretation,
+    Interpretation as Interpretation,
+)
+from .interop.composer import (
+    from_composer as from_composer,
+)
+from .interop.ksuit import (
+    from_ksuit as from_ksuit,
+)
+from .learner import (
+    Learner as Learner,
+    defaults as defaults,
+)
+from .loggers.api import (
+    log_images as log_images,
+    log_text as log_text,
+)
+from .loggers.base import (
+    Logger as Logger,
+)
+from .loggers.console import (
+    ConsoleLogger as ConsoleLogger,
+)
+from .loggers.files import (
+    CSVLogger as CSVLogger,
+    JSONLinesLogger as JSONLinesLogger,
+)
+from .loggers.mlflow import (
+    MlflowLogger as MlflowLogger,
+)
+from .loggers.tensorboard import (
+    TensorBoardLogger as TensorBoardLogger,
+)
+from .loggers.wandb import (
+    WandbLogger as WandbLogger,
+)
+from .metrics.averages import (
+    AvgLoss as AvgLoss,
+    AvgMetric as AvgMetric,
+    ValueMetric as ValueMetric,
+)
+from .metrics.base import (
+    AvgSmoothLoss as AvgSmoothLoss,
+    Metric as Metric,
+)
+from .metrics.direction import (
+    MetricProperties as MetricProperties,
+)
+from .metrics.functional import (
+    accuracy as accuracy,
+    error_rate as error_rate,
+    mae as mae,
+    mse as mse,
+    rmse as rmse,
+)
+from .optim.hyperparams import (
+    params as params,
+    trainable_params as trainable_params,
+)
+from .optim.optimizers import (
+    SGD as SGD,
+    Adam as Adam,
+)
+from .optim.wrapper import (
+    OptimWrapper as OptimWrapper,
+)

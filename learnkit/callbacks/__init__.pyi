@@ -1,0 +1,138 @@
+from .accumulation import (
+    GradientAccumulation as GradientAccumulation,
+)
+from .activation_monitor import (
+    ActivationMonitor as ActivationMonitor,
+)
+from .activation_stats import (
+    ActivationStats as ActivationStats,
+)
+from .best_metric import (
+    BestMetric as BestMetric,
+)
+from .checkpoint import (
+    Checkpoint as Checkpoint,
+)
+from .dataset import (
+    DatasetStats as DatasetStats,
+    ParamCount as ParamCount,
+)
+from .ema import (
+    EMA as EMA,
+)
+from .export import (
+    ExportForInference as ExportForInference,
+    LoadWeights as LoadWeights,
+)
+from .hooks import (
+    Hook as Hook,
+    HookCallback as HookCallback,
+    Hooks as Hooks,
+    has_params as has_params,
+    hook_output as hook_output,
+    hook_outputs as hook_outputs,
+)
+from .images import (
+    ImageVisualizer as ImageVisualizer,
+)
+from .live_plot import (
+    ShowGraph as ShowGraph,
+    ShowGraphCallback as ShowGraphCallback,
+)
+from .lr_finder import (
+    LRFinder as LRFinder,
+)
+from .memory import (
+    MemoryMonitor as MemoryMonitor,
+)
+from .mixed_precision import (
+    AMPMode as AMPMode,
+    MixedPrecision as MixedPrecision,
+)
+from .mixup import (
+    CutMix as CutMix,
+    MixHandler as MixHandler,
+    MixUp as MixUp,
+)
+from .mlperf import (
+    MLPerf as MLPerf,
+)
+from .model_summary import (
+    Summary as Summary,
+    dummy_eval as dummy_eval,
+    model_sizes as model_sizes,
+    num_features_model as num_features_model,
+    summary as summary,
+    total_params as total_params,
+)
+from .monitor import (
+    Monitor as Monitor,
+)
+from .nan_guard import (
+    GuardNonFinite as GuardNonFinite,
+    TerminateOnNaNCallback as TerminateOnNaNCallback,
+)
+from .oom import (
+    MemorySnapshot as MemorySnapshot,
+    OOMObserver as OOMObserver,
+)
+from .optimizer_monitor import (
+    LRMonitor as LRMonitor,
+    OptimizerMonitor as OptimizerMonitor,
+)
+from .periodic import (
+    PeriodicData as PeriodicData,
+)
+from .predictions import (
+    CollectDataCallback as CollectDataCallback,
+    FetchPredsCallback as FetchPredsCallback,
+    MCDropoutCallback as MCDropoutCallback,
+    mc_dropout_preds as mc_dropout_preds,
+)
+from .replay import (
+    Replay as Replay,
+)
+from .rnn import (
+    ModelResetter as ModelResetter,
+    RNNCallback as RNNCallback,
+    RNNRegularizer as RNNRegularizer,
+    rnn_cbs as rnn_cbs,
+)
+from .sam import (
+    SAM as SAM,
+)
+from .schedule import (
+    ParamScheduler as ParamScheduler,
+)
+from .speed import (
+    RuntimeEstimator as RuntimeEstimator,
+    SpeedMonitor as SpeedMonitor,
+)
+from .stoppers import (
+    EarlyStopper as EarlyStopper,
+    EarlyStopping as EarlyStopping,
+    FixedStopper as FixedStopper,
+    ThresholdStopper as ThresholdStopper,
+)
+from .system_monitor import (
+    SystemMonitor as SystemMonitor,
+)
+from .torch_scheduler import (
+    LRScheduler as LRScheduler,
+)
+from .tracking import (
+    EarlyStoppingCallback as EarlyStoppingCallback,
+    ReduceLROnPlateau as ReduceLROnPlateau,
+    SaveModelCallback as SaveModelCallback,
+    TrackerCallback as TrackerCallback,
+)
+from .training import (
+    BnFreeze as BnFreeze,
+    CastToTensor as CastToTensor,
+    ChannelsLast as ChannelsLast,
+    GradientClip as GradientClip,
+    GradientValueClip as GradientValueClip,
+    ShortEpochCallback as ShortEpochCallback,
+    SkipToEpoch as SkipToEpoch,
+    before_batch_cb as before_batch_cb,
+)

@@ -1,0 +1,119 @@
+"""The test score at the best validation score: what a model would have been that was chosen by its validation."""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import Any
+
+from learnkit.callbacks.nan_guard import say
+from learnkit.callbacks.tracking import Comparison, TrackerCallback
+from learnkit.core.errors import MetricError, OptionError, did_you_mean
+from learnkit.core.time import Timestamp
+from learnkit.metrics.direction import as_comparison
+
+__all__ = ['BestMetric']
+
+
+class BestMetric(TrackerCallback):
+    """Keep other metrics as they were when one was best: the test accuracy at the best validation loss.
+
+    After each evaluation that measured `source`, the columns `best/<source>` and `best/<target>` have the values of
+    the evaluation with the best `source` so far; they are in the history and go to the loggers. `at_best` has them as a
+    dict, `best_at` the time (`learn.time`) of that evaluation; the end of the fit tells them. A target that was not
+    measured in it is None.
+
+    Which way is better says `MetricProperties`. Raises `OptionError` for a metric of which that is not known, and
+    `MetricError` before training when there is no such column. Checkpointed: `best`, `at_best`, `best_at`.
+
+    >>> import torch
+    >>> from learnkit.data.dataloaders import DataLoaders
+    >>> from learnkit.testing import synth_learner
+    >>> x = torch.randn(64, 1)
+    >>> dls = DataLoaders.from_tensors((x, 2*x), {'valid': (x, 2*x), 'test': (x, 2*x + 1)}, bs=16)
+    >>> learn = synth_learner(dls=dls, lr=0.05, cbs=BestMetric('valid_loss', 'test/*'))
+    >>> with learn.no_bar(), learn.no_logging(): learn.fit(5)
+    >>> best = min(learn.history, key=lambda row: row['valid_loss'])
+    >>> learn.history[-1]['best/test/loss'] == best['test/loss']
+    True
+    """
+    metric_names = {'best/{column}': 'what a column of evaluation was when the monitored one was best'}
+    monitor: str
+    targets: tuple[str, ...]
+    at_best: dict[str, float | None]
+    best_at: Timestamp | None
+
+    def __init__(
+        self,
+        source: str = 'valid_loss',                  # the column that says which evaluation is best
+        targets: str | Iterable[str] | None = None,  # columns to keep, or patterns of them; None: all of evaluation
+        comp: Comparison | None = None,              # comp(new, best), 'less', 'greater', or `MetricProperties`
+        min_delta: float = 0.,                       # a smaller change is no improvement
+        reset_on_fit: bool = True,                   # whether each fit starts anew
+    ) -> None:
+        if not isinstance(source, str): raise OptionError(f'source={source!r}: give the name of a column.')
+        super().__init__(source, as_comparison(comp, source), min_delta, reset_on_fit)
+        self.targets = ('*',) if targets is None else (targets,) if isinstance(targets, str) else tuple(targets)
+        if not self.targets or not all(isinstance(t, str) and t for t in self.targets):
+            raise OptionError(f'targets={targets!r}: give names of columns, or patterns such as "test/*".')
+        self.at_best, self.best_at = {}, None
+        self._names: tuple[str, ...] = ()   # the columns that are kept
+
+    def before_fit(self) -> None:
+        "Find the columns."
+        super().before_fit()
+        if not self.learn.fitting: return
+        self._names = self._chosen()
+        if self.reset_on_fit: self.at_best, self.best_at = {}, None
+
+    def _chosen(self) -> tuple[str, ...]:
+        "Return the columns that the targets name, the source first."
+        recorder = self._records()
+        names = recorder.evaluated_columns(self.monitor)
+        if not all(any(fnmatchcase(n, t) for n in names) for t in self.targets):
+            recorder.find_keys()
+            names = recorder.evaluated_columns()
+        if self.monitor not in names: raise self._no_column('source', self.monitor, names)
+        for t in self.targets:
+            if not any(fnmatchcase(n, t) for n in names): raise self._no_column('targets', t, names)
+        return tuple(dict.fromkeys([self.monitor, *(n for t in self.targets for n in names if fnmatchcase(n, t))]))
+
+    def _no_column(self, option: str, name: str, names: list[str]) -> MetricError:
+        return MetricError(f'BestMetric({option}={name!r}): no evaluation gives that, but {", ".join(names)}.'
+                           f'{did_you_mean(name, names)}')
+
+    def after_epoch(self) -> None: "Leave it to the evaluations: this comes after the epoch's row."
+
+    def after_eval(self) -> None:
+        "Compare, and record what was measured at the best."
+        if not self.learn.fitting: return
+        measured = self._records().measured
+        if (value := self._number(measured.get(self.monitor))) is None: return
+        self._names = self._chosen()  # a metric that returns a dict may have given more columns since
+        self.new_best = bool(self.comp(value - self.min_delta, self.best))
+        if self.new_best:
+            self.best, self.best_at = value, self.learn.time.replace(dur=None)
+            self.at_best = {name: self._number(measured.get(name)) for name in self._names}
+        for name, at_best in self.at_best.items():
+            if at_best is not None: self._record(f'best/{name}', at_best)
+
+    def _record(self, name: str, value: float) -> None:
+        "Record a value that takes the place of this epoch's earlier one; under `learn.log` it would be of one loader."
+        for cb in self.learn.cbs:
+            if receive := getattr(type(cb), 'receive_log', None): receive(cb, name, value, None)
+
+    def after_fit(self) -> None:
+        "Tell the best."
+        if not self.learn.fitting or self.best_at is None: return
+        values = ', '.join(f'{name} {value:.6g}' for name, value in self.at_best.items() if value is not None)
+        say(self, f'Best {self.monitor} in epoch {self.best_at.ep}: {values}')
+
+    def state_dict(self) -> dict[str, Any]:
+        "Return the best, and what was measured with it."
+        at = None if self.best_at is None else self.best_at.state_dict()
+        return {**super().state_dict(), 'at_best': dict(self.at_best), 'best_at': at}
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        "Go on from the best."
+        super().load_state_dict(sd)
+        self.at_best = dict(sd['at_best'])
+        self.best_at = None if sd['best_at'] is None else Timestamp.from_state_dict(sd['best_at'])

@@ -1,0 +1,331 @@
+"""Compiled training: `learn.compile()` for the model, `learn.compile(step=True)` for the whole step as one call.
+
+A training step is many small operations, and on a small model calling them costs more than computing them. `compile()`
+joins those of the model. `compile(step=True)` joins the whole step, forward, loss, backward and optimizer update, into
+one function (on a GPU one CUDA graph).
+
+Such a step has no place inside where a callback could act. So it runs only while no active callback has a handler
+between `before_pred` and `after_step`; as soon as one has, the ordinary step runs, and `explain_step()` names it. All
+other events fire as always. Nothing else may change either, which is what this file is about:
+
+- The weights stay those of the ordinary step (fp32: within 1e-6 of their norm after 100 steps), dropout included.
+- Rates, momenta and weight decay stay plain numbers in the optimizer's param groups, where schedules, checkpoints and
+  people look for them. Each step packs them into a small tensor that the compiled code reads, so that a new rate
+  compiles nothing anew.
+- The optimizer's state is updated in place: a state dict has its usual form, and loading one works.
+- What cannot be compiled, or is not faster, is no error: the ordinary step goes on and the reason is told.
+
+`learnkit.callbacks.whole_step` holds what is compiled; this file what the Learner has of it, and when which step runs.
+"""
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import count
+from time import perf_counter, process_time
+from types import FunctionType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, is_autocast_enabled, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from learnkit.callbacks.whole_step import RULES, NotCompiled, Plan, has_tensor, whole_step
+from learnkit.core.batch import describe, passed_names
+from learnkit.engine.dispatch import Entry
+from learnkit.engine.events import CONTEXTS
+from learnkit.engine.loop import Loop
+from learnkit.optim.wrapper import OptimWrapper
+
+__all__ = ['Compilation']
+
+# the events that a compiled step cannot fire, and the contexts it cannot enter
+STEP_EVENTS = ('before_pred', 'after_pred', 'after_loss', 'before_backward', 'after_cancel_backward', 'after_backward',
+               'before_step', 'after_cancel_step', 'after_step', *CONTEXTS.values())
+OVERRIDABLE = ('_do_one_batch', 'train_batch', '_do_pred_loss', '_do_pred', '_do_loss', '_loss_of',
+               '_do_grad_opt', '_backward', '_step')  # the methods whose work it does
+MODULE_HOOKS = ('_forward_pre_hooks', '_forward_hooks', '_backward_pre_hooks', '_backward_hooks')
+
+TIMED = 6         # steps of each kind that are timed; the first compiled one, which compiles, does not count
+ODD_IN_A_ROW = 8  # batches of another shape one after the other: shapes vary, and it pays to compile for that
+
+
+# --------------------------------------------------------------------------------------------------- what a Learner has
+
+class Compilation(Loop):
+    "The part of the Learner that compiles: its model, or its whole training step."
+    _whole_step: WholeStep | None = None
+
+    def compile(
+        self,
+        step: bool = False,     # the whole training step, not the model alone
+        **options: Any,         # for torch.compile: `mode`, `dynamic`, `backend`, `options`
+    ) -> Self:
+        """Compile the model in place (its state dict keeps its keys) or, with `step=True`, the whole training step.
+
+        The whole step begins as usual; once the optimizer has its state, compiled and ordinary steps take turns, timed,
+        and the faster goes on. `explain_step` says which runs and why. It is made for torch's SGD, Adam and AdamW and
+        learnkit's own, one optimizer, no microbatches. After it `pred` and `loss_grad` are detached; gradients are
+        never attached to parameters.
+
+        A batch of another shape runs as usual, until so many come in a row that it is compiled again for varying
+        shapes. Random numbers are drawn as ordinarily (inductor's `fallback_random`), which dropout masks depend on.
+
+        >>> from learnkit.testing import synth_learner
+        >>> synth_learner().compile(step=True, backend='eager').explain_step()
+        'The ordinary step runs: compiling comes after the next training batch.'
+        """
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore', DeprecationWarning)  # torch's compiler, when imported, is told off by torch
+            if not step: self.model._compiled_call_impl = torch.compile(caller_of(self.model), **options)
+            else: self._whole_step = WholeStep(self, options)
+        if step: self.__dict__['_do_one_batch'] = self._whole_step  # the loop calls it in place of the method
+        return self
+
+    def explain_step(self) -> str:
+        """Say whether the compiled or the ordinary training step runs, and why.
+
+        >>> from learnkit.testing import synth_learner
+        >>> synth_learner().explain_step()
+        'The ordinary step runs: `learn.compile(step=True)` was not called.'
+        """
+        if self._whole_step is None: return 'The ordinary step runs: `learn.compile(step=True)` was not called.'
+        return self._whole_step.explain()
+
+
+# ------------------------------------------------------------------------------------------------ when which step runs
+
+class WholeStep:
+    """The training step of a Learner: compiled where it may be, ordinary elsewhere.
+
+    It stands in for `_do_one_batch`. Before every batch it asks what may have changed since the last one: handlers,
+    hooks, gradients, numbers, shapes. All of that together takes two or three microseconds.
+    """
+
+    def __init__(self, learn: Any, options: dict[str, Any]) -> None:
+        torch.compile(whole_step, **options)   # raises now what is wrong with the options
+        import torch._dynamo as dynamo  # here and not above: it takes a second, and few need it
+
+        self.learn, self.options, self.dynamo = learn, options, dynamo
+        self.compiled: Callable[..., Any] | None = None
+        self.in_cpp = True                      # whether the code that calls the kernels is compiled too
+        self.plan: Plan | None = None           # what the compiled step works on; made after an ordinary step
+        self.refused: list[str] = []            # why there can be no plan
+        self.given_up = ''                      # why nothing will be compiled any more
+        self.shapes: list[Any] = []             # those of the batches it is compiled for
+        self.odd_in_a_row, self.any_shape = 0, False
+        self.compiled_s: list[float] = []       # how long the timed steps took
+        self.ordinary_s: list[float] = []
+        self.verdict = ''                       # what that comparison said
+        if not (hasattr(dynamo.config, 'trace_autograd_ops') and hasattr(dynamo.eval_frame, 'set_eval_frame')):
+            self.given_up = f'torch {torch.__version__} cannot compile a whole step'
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WholeStep:
+        return WholeStep(memo.get(id(self.learn), self.learn), self.options)
+
+    def __call__(self) -> None:
+        if not self.learn.training or self.given_up: self._ordinary()
+        elif not self._fits(): self._ordinary_then_plan()
+        elif self.verdict: self._compiled()
+        else: self._timed()
+
+    def _ordinary(self) -> None: type(self.learn)._do_one_batch(self.learn)
+
+    def _ordinary_then_plan(self) -> None:
+        "Run the ordinary step, and see whether the next one may be compiled."
+        self._ordinary()
+        if self.plan or self._is_blocked() or (self.refused and self.learn.iter): return
+        self.refused = list(refusals(self.learn))  # that may have changed in the next epoch, and is asked again then
+        if not self.refused: self.plan = Plan(self.learn)
+
+    # -- may it run? ---------------------------------------------------------------------------------------------------
+
+    def _fits(self) -> bool:
+        "Tell whether the compiled step may do this batch; forget a plan that holds no more."
+        plan, learn = self.plan, self.learn
+        if plan is None or self._is_blocked(): return False
+        starts = not learn.iter  # before each epoch, look also at what is not worth it before each batch
+        if not plan.holds(learn) or ((plan.has_new_hooks() or starts) and any(refusals(learn))):
+            self.plan = None
+            return False
+        if starts or plan.n_steps != learn.opt.n_steps: self.plan = Plan(learn, plan)  # other steps came between
+        return self.any_shape or self._has_usual_shape()
+
+    def _is_blocked(self) -> bool:
+        "Tell whether handlers, or other things that come and go, need the ordinary step now."
+        learn = self.learn
+        table = learn._callbacks.tables[True]
+        entries: list[Entry] | None = table.get('whole step')  # the table forgets it, as all else, on a change
+        if entries is None: entries = table['whole step'] = [entry for e in STEP_EVENTS for entry in table[e]]
+        for _, switch, _ in entries:
+            if switch: return True
+        return bool(learn.microbatch) or (learn._device is not None and is_autocast_enabled(learn._device.type))
+
+    def _blocking(self) -> Iterator[str]:
+        "Name what `_is_blocked` finds."
+        learn = self.learn
+        for e in STEP_EVENTS:
+            for _, switch, cb in learn._callbacks.tables[True][e]:
+                if switch: yield f'{type(cb).__name__}.{e} has to be called'
+        if learn.microbatch: yield 'batches are cut into microbatches'
+        if learn._device is not None and is_autocast_enabled(learn._device.type): yield 'autocast is active'
+
+    def _has_usual_shape(self) -> bool:
+        learn = self.learn
+        shapes = [t.shape if type(t) is Tensor else describe(t) for t in (*learn.xb, *learn.yb)]
+        if not self.shapes: self.shapes = shapes
+        self.odd_in_a_row = 0 if shapes == self.shapes else self.odd_in_a_row + 1
+        if self.odd_in_a_row == ODD_IN_A_ROW: self.any_shape, self.verdict = True, ''
+        return self.any_shape or not self.odd_in_a_row
+
+    def explain(self) -> str:
+        "Say which step runs, and why."
+        if reasons := [self.given_up] if self.given_up else [*self._blocking(), *self.refused]:
+            return f'The ordinary step runs: {"; ".join(reasons)}.'
+        if self.plan is None: return 'The ordinary step runs: compiling comes after the next training batch.'
+        if not self.verdict: return 'The compiled and the ordinary step take turns, to see which is faster.'
+        return f'The compiled step runs: {self.verdict}.'
+
+    # -- running it ----------------------------------------------------------------------------------------------------
+
+    def _timed(self) -> None:
+        "Run the compiled and the ordinary step in turn, and after some of each decide for the faster."
+        compiled = len(self.compiled_s) <= len(self.ordinary_s)
+        started = self._clock()
+        if compiled: self._compiled()
+        else: self._ordinary()
+        (self.compiled_s if compiled else self.ordinary_s).append(self._clock() - started)
+        if len(self.ordinary_s) < TIMED or self.given_up: return
+        compiled_s, ordinary_s = min(self.compiled_s[1:]), min(self.ordinary_s)
+        self.compiled_s, self.ordinary_s = [], []
+        self.verdict = f'{duration(compiled_s)} against {duration(ordinary_s)}'
+        if compiled_s >= ordinary_s: self._give_up(f'the compiled one was not faster: {self.verdict}')
+
+    def _clock(self) -> float:
+        "Return seconds: the processor's, which other processes do not disturb; with a GPU, once that is through."
+        if self.plan is None or self.plan.device.type != 'cuda': return process_time()
+        torch.cuda.synchronize()
+        return perf_counter()
+
+    def _compiled(self) -> None:
+        learn, plan, error = self.learn, self.plan, ''
+        assert plan is not None  # `_fits` has seen to it
+        plan.write_numbers()
+        names = passed_names(learn.model, learn.xb)
+        try: out = self._call(learn.model, learn.loss_func, *plan.inputs, names, learn.xb, learn.yb)
+        except torch.OutOfMemoryError: raise
+        except Exception as e: error = text_of(e)
+        if error:
+            self._ordinary()  # raises what the model or the data is to blame for; if nothing, compiling is
+            return self._retreat(error)
+        learn.pred, learn.loss_grad, learn.loss, parts = out if plan.device.type != 'cuda' else map(own_storage, out)
+        if parts: learn._total_loss(parts)
+        plan.count()
+
+    def _call(self, *args: Any) -> Any:
+        """Call the compiled code, and compile first where there is none for these arguments.
+
+        What torch.compile returns looks for its own settings at every call. Here the frame evaluator alone is switched
+        on, to run what is compiled and compile nothing. It checks the guards as ever; where they do not hold,
+        `whole_step` runs as it is written, and that says so before it does anything.
+        """
+        if self.compiled is None: self._make_code()
+        assert self.compiled is not None
+        set_evaluator = self.dynamo.eval_frame.set_eval_frame
+        before = set_evaluator(False)
+        try: return self.function(*args)
+        except NotCompiled: pass
+        finally: set_evaluator(before)
+        with self.dynamo.config.patch(trace_autograd_ops=True): return self.compiled(*args)
+
+    def _make_code(self) -> None:
+        assert self.plan is not None
+        options = {'fullgraph': True, **self.options}
+        if options.get('backend', 'inductor') == 'inductor':
+            from torch._inductor import list_mode_options
+            on_gpu = self.plan.device.type == 'cuda'
+            chosen = {'fallback_random': True, 'triton.cudagraphs': on_gpu, 'cpp_wrapper': self.in_cpp and not on_gpu}
+            chosen |= list_mode_options(options.pop('mode', None) or 'default')
+            options['options'] = chosen | (options.get('options') or {})
+        self.function = own_copy(whole_step)
+        self.compiled = torch.compile(self.function, **options)
+
+    def _retreat(self, error: str) -> None:
+        "Try the simpler way to call the kernels after the faster one, and then no more."
+        if self.in_cpp and self.options.get('backend', 'inductor') == 'inductor':
+            self.in_cpp, self.compiled, self.compiled_s, self.ordinary_s, self.verdict = False, None, [], [], ''
+        else: self._give_up(error)
+
+    def _give_up(self, reason: str) -> None: self.given_up, self.plan, self.compiled = reason, None, None
+
+
+def refusals(learn: Any) -> Iterator[str]:
+    "Name what rules out a compiled step for as long as it is there."
+    for name in OVERRIDABLE:
+        own = getattr(type(learn), name, None) is not getattr(Loop, name, None)
+        if own or (name in vars(learn) and name != '_do_one_batch'):
+            yield f'{type(learn).__name__} has its own `{name}`'
+    if isinstance(learn.model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        yield f'the model is a {type(learn.model).__name__}'
+    devices = {str(p.device) for p in learn.opt.parameters() if p.requires_grad}
+    if len(devices) != 1 or not devices.pop().startswith(('cpu', 'cuda')):
+        yield 'what is trained is not all on one CPU or CUDA device'
+    if type(learn.opt).step is not OptimWrapper.step: yield f'{type(learn.opt).__name__} has its own `step`'
+    if len(learn.opt.optimizers) > 1: yield f'there are {len(learn.opt.optimizers)} optimizers'
+    for opt in learn.opt.optimizers.values():
+        if type(opt) not in RULES: yield f'{type(opt).__name__} is none of {", ".join(c.__name__ for c in RULES)}'
+        elif any(has_tensor(g[o] for o in RULES[type(opt)].options) or g['differentiable'] for g in opt.param_groups):
+            yield f'a hyper-parameter of {type(opt).__name__} is a tensor'
+    yield from hooked(learn)
+
+
+def hooked(learn: Any) -> Iterator[str]:
+    "Name hooks, which a compiled step would skip, and parameters of a special kind, which have something like them."
+    if nn.modules.module._has_any_global_hook(): yield 'there are hooks on every module'
+    if _global_optimizer_pre_hooks or _global_optimizer_post_hooks: yield 'there are hooks on every optimizer'
+    for opt in (learn.opt, *learn.opt.optimizers.values()):
+        if 'step' in vars(opt) and not hasattr(opt.step, '_wrapped_by_lr_sched'): yield 'the optimizer has another step'
+    for opt in learn.opt.optimizers.values():
+        if opt._optimizer_step_pre_hooks or opt._optimizer_step_post_hooks: yield f'{type(opt).__name__} has step hooks'
+    for root in (m for m in (learn.model, learn.loss_func) if isinstance(m, nn.Module)):
+        for name, m in root.named_modules():
+            if any(getattr(m, hooks) for hooks in MODULE_HOOKS): yield f'module {name or type(m).__name__} has hooks'
+    for name, p in learn.model.named_parameters():
+        if p._backward_hooks or p._post_accumulate_grad_hooks: yield f'parameter {name} has hooks'
+        if type(p) is not nn.Parameter or p.is_complex(): yield f'parameter {name} is a {type(p).__name__} of {p.dtype}'
+
+
+# ---------------------------------------------------------------------------------------------------------- small parts
+
+_numbering = count()
+
+
+def own_copy(f: Any) -> Any:
+    "Copy a function under a name of its own: what torch remembers of compiling it concerns this copy alone."
+    code = f.__code__.replace(co_name=f'{f.__name__}_{next(_numbering)}')
+    return FunctionType(code, f.__globals__, closure=f.__closure__)
+
+
+def caller_of(model: nn.Module) -> Any:
+    """Return a function that calls a model, for torch.compile.
+
+    `model.compile()` gives torch a function of torch.nn, which it compiles only from the first function on that is not:
+    of an `nn.Sequential` of torch's layers nothing at all."""
+    def call_model(*args: Any, **kwargs: Any) -> Any: return model._call_impl(*args, **kwargs)
+    return own_copy(call_model)
+
+
+def own_storage(o: Any) -> Any:
+    "Copy a tensor that the next replay of a CUDA graph would overwrite."
+    if isinstance(o, dict): return {k: own_storage(v) for k, v in o.items()}
+    return o.clone() if isinstance(o, Tensor) else o
+
+
+def text_of(e: Exception) -> str:
+    "Return the kind of an exception and the first sentences of its message, on one line."
+    return f'{type(e).__name__}: {" ".join(str(e).split())[:300]}'
+
+
+def duration(s: float) -> str:
+    "Write seconds as `44 us` or `4.4 ms`."
+    return f'{s * 1e6:.0f} us' if s < 1e-3 else f'{s * 1e3:.3g} ms'

@@ -1,0 +1,351 @@
+"""The learning rate finder: a short training with a growing rate that leaves nothing behind."""
+from __future__ import annotations
+
+import math
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from fastcore.basics import noop
+from torch import Tensor
+
+from learnkit.callbacks.schedule import ParamScheduler
+from learnkit.core.dtensor import cut_again
+from learnkit.core.errors import CancelFitException, FitError, LossError, MissingExtraError, OptionError, ScheduleError
+from learnkit.core.model import name_of
+from learnkit.core.plotting import axes_or_new, color
+from learnkit.core.validation import warn_user
+from learnkit.data.checks import epoch_length
+from learnkit.data.dataloaders import evaluation_loaders
+from learnkit.engine.checks import check_count, check_fit
+from learnkit.engine.dispatch import listed
+from learnkit.engine.loop import Loop
+from learnkit.engine.snapshot import Snapshot, unchanged_loaders
+from learnkit.metrics.base import AvgSmoothLoss
+from learnkit.optim.annealing import SchedExp
+
+__all__ = ['LRFinder', 'LRSearch', 'LRFind', 'SuggestionMethod', 'valley', 'slide', 'minimum', 'steep']
+
+Point = tuple[float, float]          # a rate and the loss there
+Suggestion = tuple[float, Point]     # the rate to use, and the point of the curve to mark
+
+DIVERGED = 4    # the search ends when the smoothed loss is so many times its least value
+UNSURE = 5      # so many rates at its end are not suggested
+MARKERS = 'oDs^v'  # of the suggestions in a plot
+
+
+# -------------------------------------------------------------------------------------------------------- suggestions
+
+def valley(lrs: Any, losses: Any, num_it: int) -> Suggestion:
+    """Suggest a rate from the middle of the longest fall of the loss, rises in between left out.
+
+    >>> valley([1e-4, 1e-3, 1e-2, 1e-1, 1., 10.], [9., 9., 5., 4., 1., 2.], 6)[0]
+    0.001
+    """
+    lrs, losses = _floats(lrs), _floats(losses)
+    length, start, end = [1] * len(losses), 0, 0  # of the longest falling sequence that ends at each point
+    for i, loss in enumerate(losses):
+        for j in range(i):
+            if losses[j] > loss and length[j] >= length[i]: length[i] = length[j] + 1
+            if length[i] > length[end]: start, end = i - length[i], i
+    third = (end - start) / 3
+    i = start + int(third) + int(third / 2)
+    return lrs[i], (lrs[i], losses[i])
+
+
+def slide(
+    lrs: Any,
+    losses: Any,
+    num_it: int,
+    lr_diff: int = 15,           # rates between the two ends of the interval
+    thresh: float = 0.005,       # the interval stops where the slopes at its ends differ by no more
+    adjust_value: float = 1.,    # the suggestion is multiplied by it
+) -> Suggestion:
+    "Suggest the lower end of an interval that slides down from the highest rate until the slopes at its ends agree."
+    lrs, losses = _floats(lrs), _floats(losses)
+    slopes, high = np.gradient(losses), len(losses) - 1
+    low = max(high - lr_diff, 0)
+    best = lrs[low]
+    while low >= 0 and abs(slopes[high] - slopes[low]) > thresh:
+        best, low, high = lrs[low], low - 1, high - 1
+    lr = best * adjust_value
+    return lr, (lr, float(np.interp(math.log10(lr), np.log10(lrs), losses)))
+
+
+def minimum(lrs: Any, losses: Any, num_it: int) -> Suggestion:
+    "Suggest a tenth of the rate with the lowest loss."
+    lrs, losses = _floats(lrs), _floats(losses)
+    i = int(np.argmin(losses))
+    return lrs[i] / 10, (lrs[i], losses[i])
+
+
+def steep(lrs: Any, losses: Any, num_it: int) -> Suggestion:
+    "Suggest the rate where the loss falls most steeply over the logarithm of the rate."
+    lrs, losses = (v if isinstance(v, Tensor) else torch.tensor(_floats(v), dtype=torch.float64) for v in (lrs, losses))
+    i = int((losses.diff() / lrs.log().diff()).argmin())
+    return lrs[i].item(), (lrs[i].item(), losses[i].item())
+
+
+def _floats(values: Any) -> Any: return values.tolist() if hasattr(values, 'tolist') else [float(v) for v in values]
+
+
+SuggestionMethod = SimpleNamespace(Valley=valley, Slide=slide, Minimum=minimum, Steep=steep)  # for completion
+
+
+# --------------------------------------------------------------------------------------------------------- the search
+
+@dataclass
+class LRSearch:
+    "What a search has found: the smoothed loss at each rate, and the suggested points of that curve by name."
+    lrs: list[float]
+    losses: list[float]
+    n_sure: int                                             # how many of them suggestions are made from
+    points: dict[str, Point] = field(default_factory=dict)
+    suggested: dict[str, float] = field(default_factory=dict)  # rates by name; not all are that of their point
+
+    def plot(
+        self,
+        skip_end: int = UNSURE,         # leave out so many of the last rates
+        suggestions: Any = None,        # points (rate, loss) to mark; None: those that were suggested
+        nms: Any = None,                # their names
+        ax: Any = None,                 # matplotlib axes; None: those of a new figure
+    ) -> Any:
+        """Draw the loss over the rate, and the suggestions; return the axes.
+
+        A dotted line is at a suggested rate that is not that of its point, as `minimum`'s is not. Raises
+        `MissingExtraError` without matplotlib."""
+        ax = axes_or_new(ax)
+        n = len(self.lrs) - skip_end if len(self.lrs) > skip_end + 1 else len(self.lrs)
+        ax.plot(self.lrs[:n], self.losses[:n], color=color(0))
+        ax.set(xscale='log', xlabel='learning rate', ylabel='loss (smoothed)', title='learning rate search')
+        points = self.points if suggestions is None else dict(zip(nms or range(len(suggestions)), suggestions,
+                                                                  strict=True))
+        for i, (name, (lr, loss)) in enumerate(points.items()):
+            rate = self.suggested.get(name, lr) if suggestions is None else lr
+            ax.plot(lr, loss, MARKERS[i % len(MARKERS)], color=color(i + 1), markersize=8, label=f'{name} {rate:.2e}')
+            if not math.isclose(rate, lr): ax.axvline(rate, color=color(i + 1), linestyle=':')
+        if points: ax.legend()
+        return ax
+
+
+class LRFinder(ParamScheduler):
+    """Train for at most `num_it` batches with a rate that grows by equal factors, without evaluation; then undo it.
+
+    `learn.fit(n, cbs=LRFinder())` leaves model, loss function, optimizer, loaders and random generators as they were;
+    `learn.lr_search` has the rates and losses, and the Recorder its record. `learn.lr_find()` undoes everything else
+    too. The search ends early when the smoothed loss is not finite or, with `stop_div`, four times its least value.
+
+    Raises `ScheduleError` unless 0 < `start_lr` < `end_lr`.
+
+    >>> from learnkit.testing import synth_learner
+    >>> learn = synth_learner()
+    >>> with learn.no_bar(): learn.fit(10, cbs=LRFinder(num_it=50, stop_div=False))
+    >>> len(learn.lr_search.lrs), learn.lr_search.lrs[0]
+    (50, 1e-07)
+    """
+
+    def __init__(
+        self,
+        start_lr: Any = 1e-7,      # the first rate, or one a param group
+        end_lr: Any = 10,          # the one that `num_it` batches lead up to
+        num_it: int = 100,         # batches; below 6 count as 6, as in fastai
+        stop_div: bool = True,     # end when the loss diverges
+    ) -> None:
+        low, high = np.atleast_1d(np.asarray(start_lr, dtype=float)), np.atleast_1d(np.asarray(end_lr, dtype=float))
+        if low.shape != high.shape or not ((low > 0) & (low < high) & (high < math.inf)).all():
+            raise ScheduleError(f'LRFinder: the rate cannot grow from {start_lr!r} to {end_lr!r}: give 0 < start_lr < '
+                                'end_lr.')
+        super().__init__({'lr': SchedExp(low, high) if len(low) > 1 else SchedExp(float(low[0]), float(high[0]))})
+        try: self.num_it, self.stop_div = max(check_count('num_it', num_it, 1), 6), stop_div
+        except FitError as e: raise OptionError(f'{e} Below 6 count as 6, and 100 tell more.') from None
+        self._cleanups = ExitStack()
+        self._start()
+
+    def _start(self) -> None:
+        self._pos = 0.
+        self._positions: list[float] = []  # on the schedule, of the steps that had a loss
+        self._smooth, self._least = AvgSmoothLoss(), math.inf
+
+    def before_fit(self) -> None:
+        if not self.learn.fitting: return
+        super().before_fit()
+        self._start()
+        self._cleanups.enter_context(self._undoing())
+        self._cleanups.enter_context(_without_evaluation(self.learn))
+
+    def _undoing(self) -> AbstractContextManager[Any]:
+        learn = self.learn
+        return undoing(learn, [learn.model, learn.loss_func, learn.opt])
+
+    def before_batch(self) -> None:
+        self._pos = self.learn.train_iter / self.num_it
+        self._update_val(self._pos)
+
+    def after_batch(self) -> None:
+        learn = self.learn
+        if 'loss_grad' in learn.__dict__:
+            self._positions.append(self._pos)
+            self._smooth.accumulate(learn)
+            if learn.world.any(self._is_over(self._smooth.latest)): raise CancelFitException
+        if learn.train_iter >= self.num_it: raise CancelFitException
+
+    def _is_over(self, loss: float | None) -> bool:
+        "Tell whether the losses that have arrived so far end the search; none is waited for."
+        if loss is None: return False
+        self._least = min(self._least, loss)
+        return not math.isfinite(loss) or (self.stop_div and loss > DIVERGED * self._least)
+
+    def after_fit(self) -> None:
+        "Take the mean loss of all processes that train together."
+        world = self.learn.world
+        if world.size == 1 or not self.learn.fitting: return
+        self._smooth.mark(0)
+        self._smooth.replace((world.sum(torch.tensor(self._smooth.since_mark)) / world.size).tolist())
+
+    def cleanup(self) -> None:
+        super().cleanup()
+        self._cleanups.close()
+        if self._positions: self.learn.lr_search = self.found()
+
+    def found(self) -> LRSearch:
+        "Return the search so far, up to where it was over: losses of a device may have arrived later than that."
+        losses, least = [], math.inf
+        for loss in self._smooth.smooth:
+            losses.append(loss)
+            least = min(least, loss)
+            if not math.isfinite(loss) or (self.stop_div and loss > DIVERGED * least): break
+        n_sure = len(losses) - UNSURE
+        if losses and not math.isfinite(losses[-1]):
+            if math.isnan(losses.pop()): n_sure = min(len(losses), self.num_it - UNSURE)
+        rates = [float(np.atleast_1d(self.scheds['lr'](pos))[-1]) for pos in self._positions[:len(losses)]]
+        return LRSearch(rates, losses, max(n_sure, 0))
+
+
+class _Finder(LRFinder):
+    "The finder of `lr_find`, which undoes everything itself."
+    name = 'lr_finder'  # callbacks look for it
+
+    def _undoing(self) -> AbstractContextManager[Any]: return nullcontext()
+
+
+@contextmanager
+def undoing(learn: Any, roots: list[Any], but: list[Any] | None = None) -> Iterator[None]:
+    "Undo what happens to these objects, to the loaders and to random generators."
+    tensors = [*learn.model.parameters(), *learn.model.buffers()]  # also those that a scripted model hides
+    loaders = learn.dls.train, *(dl for _, dl in evaluation_loaders(learn.dls))
+    data = [learn.dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders)]
+    noted = Snapshot([tensors, *roots], but=[learn, *data, *(but or [])])
+    with unchanged_loaders(learn.dls):
+        try: yield
+        finally: noted.undo()
+
+
+@contextmanager
+def restored(learn: Any) -> Iterator[None]:
+    "Undo what happens to a Learner: also to its counters, its callbacks and their attributes."
+    cbs, registry = list(learn.cbs), learn._callbacks
+    cut_again(learn.model)
+    try:
+        with undoing(learn, [vars(learn), *map(vars, cbs)], but=[registry, learn._tables, learn._whole_step]):
+            learn._stream = None  # the batches of an open pass are for the training
+            try: yield
+            finally:
+                cut_again(learn.model)
+                if any(a is not b for a, b in zip(learn.cbs, cbs, strict=False)) or len(learn.cbs) != len(cbs):
+                    learn.cbs = cbs
+    finally:
+        for cb in cbs: registry.changed(cb, 'run')
+        registry.refresh()
+
+
+@contextmanager
+def _without_evaluation(learn: Any) -> Iterator[None]:
+    name, own = '_do_evaluation', vars(learn).get('_do_evaluation')
+    vars(learn)[name] = noop
+    try: yield
+    finally:
+        if own is None: vars(learn).pop(name, None)
+        else: vars(learn)[name] = own
+
+
+class LRFind(Loop):
+    "The part of the Learner that looks for a learning rate."
+    fit: Callable[..., None]
+    no_logging: Callable[[], Any]
+    lr_search: LRSearch | None = None  # the last search
+
+    def lr_find(
+        self,
+        start_lr: Any = 1e-7,       # the first rate, or one a param group
+        end_lr: Any = 10,           # the one that `num_it` batches lead up to
+        num_it: int = 100,          # batches; below 6 count as 6, as in fastai
+        stop_div: bool = True,      # end when the smoothed loss is four times its least value
+        show_plot: bool = True,     # draw the loss over the rates
+        suggest_funcs: Any = valley,  # f(lrs, losses, num_it) -> (rate, point to mark), or several; None: no suggestion
+        ax: Any = None,             # matplotlib axes to draw in; None: those of a new figure
+    ) -> Any:
+        """Train a little with a growing rate, undo it, and return suggested rates as a named tuple (Smith, 2017).
+
+        Everything is afterwards as it was: weights, buffers, optimizer, random generators, loaders, history, counters
+        and the attributes of every callback, also when the search is interrupted. Nothing is written to disk. Callbacks
+        with `remove_on_find` are left out; others run as in a fit. `learn.lr_search` keeps the rates and losses, and
+        `learn.recorder.plot_lr_find()` draws them again. It needs memory for a second copy of the weights and the
+        optimizer's state.
+
+        Raises `ScheduleError` for rates that do not grow, `OptionError` for what cannot suggest, and `LossError` when
+        the loss was not finite from the beginning.
+
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner()
+        >>> with learn.no_bar(): rates = learn.lr_find(num_it=30, show_plot=False, suggest_funcs=(valley, steep))
+        >>> rates._fields, learn.opt, len(learn.lr_search.lrs) <= 30
+        (('valley', 'steep'), None, True)
+        """
+        funcs = _checked_funcs(suggest_funcs)
+        finder = _Finder(start_lr, end_lr, num_it, stop_div)
+        check_fit(self, 1, 0)
+        n = epoch_length(self.dls, self.dls.train)[0]
+        left_out = [cb for cb in self.cbs if getattr(cb, 'remove_on_find', False)]
+        with self.lock, self.removed_cbs(left_out), restored(self), self.no_logging():
+            self.fit(finder.num_it // n + 1 if n else finder.num_it, cbs=finder)
+
+        self.lr_search = search = finder.found()
+        suggested = _suggest(search, funcs, finder.num_it) if funcs else None
+        if show_plot: _plot(search, ax)
+        return suggested
+
+
+def _checked_funcs(suggest_funcs: Any) -> dict[str, Callable[..., Suggestion]]:
+    "Return the functions by name; raise `OptionError` for what is none."
+    funcs: dict[str, Callable[..., Suggestion]] = {}
+    for f in listed(suggest_funcs):
+        if not callable(f): raise OptionError(f'suggest_funcs: {f!r} is no function of (lrs, losses, num_it).')
+        name = name_of(f.func if isinstance(f, partial) else f)
+        funcs[name if name not in funcs else f'{name}_{len(funcs) + 1}'] = f
+    return funcs
+
+
+def _suggest(search: LRSearch, funcs: dict[str, Callable[..., Suggestion]], num_it: int) -> Any:
+    "Let each function look at the curve, without its noisy beginning and its end, or at all of a short one."
+    lrs, losses = torch.tensor([search.lrs, search.losses], dtype=torch.float64)
+    if len(lrs) < 2:
+        raise LossError('The loss was not finite from the beginning, so no rate can be suggested. Look at the data '
+                        'and the loss function, or begin lower with `start_lr`.')
+    sure = slice(num_it // 10, search.n_sure)
+    if len(lrs[sure]) > 1: lrs, losses = lrs[sure], losses[sure]
+    suggestions = {name: f(lrs, losses, num_it) for name, f in funcs.items()}
+    search.points = {name: point for name, (_, point) in suggestions.items()}
+    search.suggested = {name: float(rate) for name, (rate, _) in suggestions.items()}
+    names, rates = list(suggestions), [lr for lr, _ in suggestions.values()]
+    return namedtuple('SuggestedLRs', names, rename=True)(*rates)  # type: ignore[arg-type]  # fields known at run time
+
+
+def _plot(search: LRSearch, ax: Any) -> None:
+    try: search.plot(ax=ax)
+    except MissingExtraError as e: warn_user(f'{e}, or pass show_plot=False.')

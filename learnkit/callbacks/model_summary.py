@@ -1,0 +1,362 @@
+"""What a model is made of: the sizes of its layers, and a table of them."""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader
+
+from learnkit.callbacks.hooks import Hooks, as_written, flatten_model, named_layers, uncompiled
+from learnkit.core.batch import apply_model, detuplify, map_tensors
+from learnkit.core.errors import CancelBatchException, EmptyLoaderError, LoaderError, ModelError
+from learnkit.core.model import name_of
+from learnkit.core.random import preserved_generators, preserved_rng
+from learnkit.data.dataloaders import evaluation_loaders
+from learnkit.engine.callback import Callback
+from learnkit.engine.loop import Loop
+
+__all__ = ['Summaries', 'Summary', 'Layer', 'summary', 'dummy_eval', 'model_sizes', 'num_features_model',
+           'total_params']
+
+WIDEST = 60  # characters of a column; what is longer is cut
+
+
+@dataclass(frozen=True)
+class Layer:
+    "One row of a summary."
+    name: str          # as in `model.named_modules()`
+    kind: str          # its class
+    output: str        # the shape of what it put out first, '' when it was not called
+    n_calls: int
+    n_params: int      # its own, without those of its children or counted in a row above
+    n_trained: int     # those of them that require gradients
+    is_tied: bool      # it has parameters, but all were counted in a row above
+
+    def cells(self) -> tuple[str, str, str, str, str]:
+        "Return what is printed."
+        kind = self.kind if self.n_calls < 2 else f'{self.kind} x {self.n_calls}'
+        params = 'tied' if self.is_tied else f'{self.n_params:,}' if self.n_params else ''
+        trained = '' if not self.n_params else {0: 'no', self.n_params: 'yes'}.get(self.n_trained, 'partly')
+        return self.name or '(model)', kind, self.output if self.n_calls else 'not called', params, trained
+
+
+@dataclass(frozen=True, repr=False)
+class Summary:
+    "A table of a model's layers; printed, it is text."
+    model: str                # its class
+    input: str                # shapes
+    output: str
+    layers: tuple[Layer, ...]
+    n_params: int             # of the whole model, each counted once
+    n_trained: int            # those that require gradients
+    notes: str = ''           # how it is trained
+
+    def __str__(self) -> str:
+        rows = [tuple(map(_cut, layer.cells())) for layer in self.layers]
+        head = ('Layer', 'Type', 'Output shape', 'Parameters', 'Trained')
+        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+        line = '-' * (sum(widths) + 2 * (len(widths) - 1))
+        table = [_aligned(row, widths) for row in (head, *rows)]
+        totals = (('Total params', self.n_params), ('Total trainable params', self.n_trained),
+                  ('Total non-trainable params', self.n_params - self.n_trained))
+        return '\n'.join([f'{self.model}: {_cut(self.input, 200)} -> {_cut(self.output, 200)}', line, table[0], line,
+                          *table[1:], line, *(f'{name}: {n:,}' for name, n in totals), self.notes]).rstrip()
+
+    __repr__ = __str__
+
+
+def _aligned(cells: tuple[str, ...], widths: list[int]) -> str:
+    "Join the cells of a row, the number of parameters to the right."
+    return '  '.join(c.rjust(w) if i == 3 else c.ljust(w)
+                     for i, (c, w) in enumerate(zip(cells, widths, strict=True))).rstrip()
+
+
+def _cut(text: str, width: int = WIDEST) -> str: return text if len(text) <= width else text[:width - 3] + '...'
+
+
+def _spell(o: Any) -> str:
+    """Write nested shapes: `64 x 10`, `(5 x 4, 1 x 4)`, `{ids: 8 x 12}`.
+
+    >>> _spell((torch.zeros(5, 4), {'n': torch.tensor(1)}))
+    '(5 x 4, {n: scalar})'
+    """
+    if isinstance(o, Tensor): return ' x '.join(map(str, o.shape)) or 'scalar'
+    if isinstance(o, Mapping): return '{' + ', '.join(f'{k}: {_spell(v)}' for k, v in o.items() if v is not None) + '}'
+    if isinstance(o, (tuple, list)): return '(' + ', '.join(map(_spell, o)) + ')'
+    if dataclasses.is_dataclass(o) and not isinstance(o, type):
+        return _spell({f.name: getattr(o, f.name) for f in dataclasses.fields(o)})
+    return 'None' if o is None else type(o).__name__
+
+
+# ----------------------------------------------------------------------------------------------------------- the table
+
+def summary(
+    model: nn.Module,
+    *inputs: Any,      # an example of each input; a single dict is passed by name where the model takes those names
+) -> Summary:
+    """Describe a model by running it once on example inputs: its layers, what they put out, what they learn.
+
+    A layer is a module without children, or with parameters of its own; layers come in the order of their calls.
+    Modes, RNGs and buffers are afterwards as they were, and lazy modules stay lazy.
+
+    >>> summary(nn.Sequential(nn.Linear(3, 2), nn.ReLU()), torch.zeros(5, 3))
+    Sequential: 5 x 3 -> 5 x 2
+    ------------------------------------------------
+    Layer  Type    Output shape  Parameters  Trained
+    ------------------------------------------------
+    0      Linear  5 x 2                  8  yes
+    1      ReLU    5 x 2
+    ------------------------------------------------
+    Total params: 8
+    Total trainable params: 8
+    Total non-trainable params: 0
+    """
+    model = _materialised(model)
+    return _summarise(model, lambda: apply_model(as_written(model).eval(), inputs))
+
+
+def _summarise(
+    model: nn.Module,
+    run: Callable[[], Any],    # calls it
+    notes: str = '',
+) -> Summary:
+    "Describe a model by what its modules do while `run` runs."
+    inner = as_written(model)
+    names = named_layers(inner)
+    whole: list[tuple[str, str]] = []   # input and output of the model
+    outputs: dict[int, list[str]] = {}  # by module, in the order of first calls
+
+    def record(m: nn.Module, inp: Any, out: Any) -> None: outputs.setdefault(id(m), []).append(_spell(out))
+
+    def record_whole(m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        whole.append((_spell(kwargs if kwargs and not args else detuplify((*args, *kwargs.values()))), _spell(out)))
+
+    with undisturbed(inner), uncompiled(model), Hooks(names.values(), record, detach=False):
+        handle = inner.register_forward_hook(record_whole, with_kwargs=True)
+        try: run()
+        finally: handle.remove()
+
+    counted: set[nn.Parameter] = set()
+    layers = tuple(_layer(name, m, outputs.get(id(m), []), counted) for name, m in _in_order(names, outputs))
+    n_params, n_trained = _count(inner.parameters())
+    inp, out = whole[0] if whole else ('', '')
+    return Summary(type(inner).__name__, inp, out, layers, n_params, n_trained, notes)
+
+
+def _layer(name: str, m: nn.Module, outputs: list[str], counted: set[nn.Parameter]) -> Layer:
+    own = set(m.parameters(recurse=False))
+    new = own - counted
+    counted |= own
+    output, is_tied = outputs[0] if outputs else '', bool(own and not new)
+    return Layer(name, type(m).__name__, output, len(outputs), *_count(new), is_tied)
+
+
+def _count(params: Iterable[nn.Parameter]) -> tuple[int, int]:
+    "Return how many numbers there are, and how many of them are trained."
+    sizes = [(p.numel(), p.requires_grad) for p in params if not is_lazy(p)]
+    return sum(n for n, _ in sizes), sum(n for n, trained in sizes if trained)
+
+
+def _in_order(names: dict[str, nn.Module], called: Collection[int]) -> list[tuple[str, nn.Module]]:
+    "Return the layers in the order of their calls; the others that have parameters come after their predecessors."
+    by_id = {id(m): (name, m) for name, m in names.items()}
+    rows, at = [by_id[i] for i in called], 0
+    for name, m in names.items():
+        if id(m) not in called and any(True for _ in m.parameters(recurse=False)): rows.insert(at, (name, m))
+        if (name, m) in rows: at = rows.index((name, m)) + 1
+    return rows
+
+
+def _materialised(model: nn.Module) -> nn.Module:
+    "Return the model, or a copy of one with lazy modules, which a forward pass would change."
+    if not any(map(is_lazy, chain(model.parameters(), model.buffers()))): return model
+    buffers: list[Any] = [b for b in model.buffers() if is_lazy(b)]  # of what is lazy, torch copies parameters only
+    return deepcopy(model, {id(b): type(b)(device=b.device, dtype=b.dtype) for b in buffers})
+
+
+class Summaries(Loop):
+    "The part of the Learner that describes its model."
+
+    def summary(self) -> Summary:
+        """Describe the model, layer by layer, and how it is trained: optimizer, loss, frozen groups, callbacks.
+
+        The shapes come from one batch of the training loader (in the middle of a fit, the current one), which goes
+        through the model and its callbacks as in prediction. Nothing is disturbed: RNGs, loaders, buffers such as
+        BatchNorm's, modes and lazy modules are afterwards as they were.
+
+        Raises `LoaderError` when every loader is an iterator, of which a batch would be lost.
+
+        >>> from learnkit.testing import synth_learner
+        >>> synth_learner().summary()
+        RegModel: 16 x 1 -> 16 x 1
+        ----------------------------------------------------
+        Layer    Type      Output shape  Parameters  Trained
+        ----------------------------------------------------
+        (model)  RegModel  16 x 1                 2  yes
+        ----------------------------------------------------
+        Total params: 2
+        ...
+        """
+        learn: Any = self
+        model, batch = self.model, _example_batch(self)
+
+        def run() -> None:
+            with learn.no_bar():
+                learn.get_preds(dl=[batch], reorder=False, with_preds=False, with_targs=False,
+                                cbs=Callback(after_pred=_skip_loss))
+
+        try:
+            self.model = _materialised(model)
+            return _summarise(self.model, run, '\n'.join(_notes(self)))
+        finally: self.model = model
+
+
+def _skip_loss(cb: Callback) -> None: raise CancelBatchException
+
+
+def _example_batch(learn: Any) -> Any:
+    "Return the current batch, or draw one that nobody misses."
+    if learn._depth and learn.batch is not None: return learn.batch
+    loaders = [learn.dls.train, *(dl for _, dl in evaluation_loaders(learn.dls))]
+    for dl in loaders:
+        with preserved_rng(), preserved_generators(dl), _without_workers_left(dl):
+            drawn = iter(dl)
+            if drawn is dl: continue
+            for batch in drawn: return batch
+            raise EmptyLoaderError('There is no batch to tell the shapes by: the loader gave none.')
+    raise LoaderError('The loaders are iterators, of which summary() would use up a batch. Give an example instead: '
+                      '`learnkit.callbacks.model_summary.summary(learn.model, x)`.')
+
+
+@contextmanager
+def _without_workers_left(dl: Any) -> Iterator[None]:
+    "Keep the persistent workers of a loader as they are: draw from others."
+    own = isinstance(dl, DataLoader)
+    if own: kept, dl._iterator = dl._iterator, None
+    try: yield
+    finally:
+        if own: dl._iterator = kept
+
+
+def _notes(learn: Any) -> Iterator[str]:
+    "Say how the model is trained."
+    yield f'\nOptimizer used: {_name(learn.opt_func)}'
+    yield f'Loss function: {_name(learn.loss_func) if learn.loss_func is not None else "none, or of the model"}'
+    if learn.opt is not None:
+        frozen = getattr(learn.opt, 'frozen_idx', 0)
+        yield f'\nModel frozen up to parameter group #{frozen}' if frozen else '\nModel unfrozen'
+    yield '\nCallbacks:'
+    for cb in learn._callbacks.ordered(): yield f'  - {cb}'
+
+
+def _name(f: Any) -> str:
+    "Write a function, or an object by its class, with the options that a partial adds."
+    if not isinstance(f, partial): return name_of(f)
+    return f'{name_of(f.func)}({", ".join(f"{k}={_name(v) if callable(v) else v!r}" for k, v in f.keywords.items())})'
+
+
+# --------------------------------------------------------------------------------------------------------------- sizes
+
+def total_params(m: nn.Module) -> tuple[int, bool]:
+    """Return how many numbers a module learns, and whether any of them is trained now.
+
+    >>> total_params(nn.Linear(3, 2))
+    (8, True)
+    """
+    return sum(p.numel() for p in m.parameters()), any(p.requires_grad for p in m.parameters())
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    "Evaluate a model without a trace: RNGs, the mode of each module and every buffer are put back."
+    modes = [(m, m.training) for m in model.modules()]
+    buffers = [(m, name, b, b._version, b.clone()) for m in model.modules() for name, b in m._buffers.items()
+               if b is not None and not is_lazy(b)]
+    try:
+        with preserved_rng(), torch.no_grad(): yield
+    finally:
+        for m, mode in modes: m.training = mode
+        for m, name, b, version, value in buffers: _put_back(m._buffers, name, b, version, value)
+
+
+@torch.no_grad()
+def _put_back(buffers: dict[str, Tensor | None], name: str, b: Tensor, version: int, value: Tensor) -> None:
+    now = buffers.get(name)
+    if now is b and b._version == version: return
+    if now is not None and now.device != b.device: buffers[name] = value.to(now.device)  # the model has moved meanwhile
+    else: buffers[name] = b.copy_(value)
+
+
+def dummy_eval(
+    m: nn.Module,
+    size: tuple[int, ...] = (64, 64),   # height and width of the made-up image
+    inputs: Any = None,                 # an example input, or a tuple of several, instead
+) -> Any:
+    """Evaluate a model on one made-up image `(1, channels, *size)`, or on `inputs`, and return the output.
+
+    Modes, RNGs and buffers are afterwards as they were. Raises `ModelError` when the number of channels cannot be told.
+
+    >>> dummy_eval(nn.Conv2d(3, 8, 3), (10, 12)).shape
+    torch.Size([1, 8, 8, 10])
+    """
+    with undisturbed(m), uncompiled(m):
+        if inputs is None: inputs = _made_up(m, size)
+        return apply_model(m.eval(), inputs if type(inputs) is tuple else (inputs,))
+
+
+def _made_up(m: nn.Module, size: tuple[int, ...]) -> Tensor:
+    p = next((p for p in m.parameters() if p.is_floating_point()), torch.empty(0))
+    return torch.empty(1, in_channels(m), *size, device=p.device, dtype=p.dtype).uniform_(-1, 1)
+
+
+def in_channels(m: nn.Module) -> int:
+    "Return the channels of the first convolution over images; raise `ModelError` when there is none."
+    for layer in flatten_model(m):
+        channels, weight = getattr(layer, 'in_channels', None), getattr(layer, 'weight', None)
+        if isinstance(channels, int) and getattr(weight, 'ndim', 0) == 4: return channels
+    raise ModelError(f'{type(m).__name__} has no 2-d convolution that would tell the channels of its input: pass '
+                     'an example, `inputs=x`.')
+
+
+def model_sizes(
+    m: nn.Module,
+    size: tuple[int, ...] = (64, 64),   # height and width of the made-up image
+    inputs: Any = None,                 # an example input, or a tuple of several, instead
+) -> list[Any]:
+    """Return the shape of each child's output; nested where the output is, None for a child that is not called.
+
+    >>> model_sizes(nn.Sequential(nn.Linear(3, 2), nn.LSTM(2, 4)), inputs=torch.zeros(5, 1, 3))
+    [torch.Size([5, 1, 2]), (torch.Size([5, 1, 4]), (torch.Size([1, 1, 4]), torch.Size([1, 1, 4])))]
+    """
+    with Hooks(_parts(m), lambda m, i, o: map_tensors(o, lambda t: t.shape)) as hooks:
+        dummy_eval(m, size, inputs)
+    return list(hooks.stored)
+
+
+def _parts(m: nn.Module) -> list[nn.Module]:
+    "Return what a container holds, another module's children, or the module itself when it has none."
+    return list(m) if isinstance(m, (nn.Sequential, nn.ModuleList)) else list(m.children()) or [m]
+
+
+def num_features_model(m: nn.Module) -> int:
+    """Return the number of channels or features (dimension 1) that a model of images puts out.
+
+    It is tried on images of 32 to 2048 pixels, as some models need large ones.
+
+    >>> num_features_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 16, 40)))
+    16
+    """
+    in_channels(m)
+    for side in (32, 64, 128, 256, 512, 1024):
+        try: return int(dummy_eval(m, (side, side)).shape[1])
+        except RuntimeError: pass  # too small for this model, maybe
+    return int(dummy_eval(m, (2048, 2048)).shape[1])

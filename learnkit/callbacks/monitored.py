@@ -1,0 +1,67 @@
+"""What a callback watches: a column of the history, this epoch's value in it, and what is said when there is none."""
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from learnkit.callbacks.recorder import recorder_of
+from learnkit.core.errors import MetricError, did_you_mean
+from learnkit.data.dataloaders import evaluation_loaders
+
+__all__ = ['records', 'find_column', 'epoch_row', 'as_number']
+
+_OTHERS = {'fit', 'epoch', 'time'}  # what a row has besides values
+_LOGGED = " For what `learn.log` averages, give a function: `monitor=lambda learn: learn.history[-1]['...']`."
+
+
+def records(cb: Any) -> Any:
+    "Return the Recorder that a callback reads, or raise `MetricError`."
+    found = recorder_of(cb.learn)
+    if found is None: raise MetricError(f'{type(cb).__name__} reads the Recorder, and this Learner has none.')
+    return found
+
+
+def find_column(cb: Any, monitor: str) -> int | None:
+    "Return the place of a column, None for one that was logged in an earlier fit; raise `MetricError` without any."
+    recorder = records(cb)
+    names = _columns(recorder)
+    if monitor not in names:
+        recorder.find_keys()
+        names = _columns(recorder)
+    if monitor in names: return names.index(monitor)
+    if any(monitor in row for row in _rows(cb.learn, recorder)) and monitor not in _OTHERS: return None
+    if evaluation_loaders(cb.learn.dls): close = did_you_mean(monitor, names)
+    else: close = ' Without validation data nothing is evaluated: `DataLoaders(train, valid)`.'
+    raise MetricError(f'{type(cb).__name__}(monitor={monitor!r}): no such value is recorded, but '
+                      f'{", ".join(names)}.{close or _LOGGED}')
+
+
+def _columns(recorder: Any) -> list[str]: return [n for n in recorder.metric_names[1:] if n != 'time']
+
+
+def _rows(learn: Any, recorder: Any) -> list[dict[str, Any]]:
+    "The history, also where a fit is about to be resumed and it is still in the checkpoint."
+    resumption = getattr(learn, '_resumption', None)
+    if resumption is None: return list(recorder.history)
+    saved = resumption.state['callbacks'].get(learn._callbacks.keys[id(recorder)], {})
+    return [*recorder.history, *saved.get('history', ())]
+
+
+def epoch_row(cb: Any) -> dict[str, Any] | None:
+    "Return this epoch's row of the history; an epoch that was skipped has none."
+    recorder = records(cb)
+    row = recorder.history[-1] if recorder.history else {}
+    return row if (row.get('fit'), row.get('epoch')) == (recorder.n_fits - 1, cb.learn.epoch) else None
+
+
+def as_number(cb: Any, monitor: Any, value: Any) -> float | None:
+    "Return a value as a number, None where it has no meaning; raise `MetricError` for what is none."
+    if value is None: return None
+    if isinstance(value, (Tensor, np.ndarray)) and math.prod(value.shape) == 1: value = value.item()
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise MetricError(f'{type(cb).__name__} cannot compare {monitor!r}: it is {value!r}, no number.')
+    return None if math.isnan(value) else float(value)

@@ -1,0 +1,109 @@
+"""How busy the machine is: CPU, RAM, disk, network and GPU."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from learnkit.callbacks.monitor import Monitor
+from learnkit.core.errors import MissingExtraError
+from learnkit.core.model import model_device
+from learnkit.core.time import Time
+
+__all__ = ['SystemMonitor']
+
+
+class SystemMonitor(Monitor):
+    """Log how busy the machine is. Of a model on a GPU also that device, as far as its driver tells.
+
+    CPU load is that of the whole machine since the last look; the disk is the one that `learn.path` is on. Load,
+    temperature and power of a GPU come from NVIDIA's management library, through torch (`nvidia-ml-py`); without it
+    only its memory is logged.
+
+    Raises `MissingExtraError` without psutil.
+
+    >>> from learnkit.testing import synth_learner
+    >>> learn = synth_learner(cbs=SystemMonitor(every='5ba'))
+    >>> with learn.no_bar(): learn.fit(1)
+    >>> 0 < learn.history[0]['cpu_memory_percent'] < 100
+    True
+    """
+    metric_names = {
+        'cpu_percentage': 'load of all CPU cores, 0 to 100',
+        'cpu_memory_percent': 'share of the RAM in use, 0 to 100',
+        'cpu_memory_used': 'bytes of RAM in use',
+        'cpu_memory_available': 'bytes of RAM that can be had',
+        'disk_memory_percent': 'share of the disk in use, 0 to 100',
+        'disk_memory_used': 'bytes of the disk in use',
+        'disk_memory_free': 'bytes of the disk that are free',
+        'network_bytes_sent': 'bytes sent since the machine started',
+        'network_bytes_recv': 'bytes received since the machine started',
+        'memory_free_bytes': 'bytes of GPU memory that are free',
+        'memory_used_bytes': 'bytes of GPU memory in use, by all processes',
+        'gpu_percentage': 'share of the time that the GPU computed, 0 to 100',
+        'memory_percentage': 'share of the time that GPU memory was read or written, 0 to 100',
+        'gpu_temperature_C': 'temperature of the GPU in degrees Celsius',
+        'gpu_power_usage_W': 'power that the GPU draws, in watts',
+    }
+    latest = ('network_',)
+    of_machine = True
+
+    def __init__(
+        self,
+        every: int | str | Time = '10sec',  # how often it looks; within 0.1 s the load of a CPU cannot be told
+    ) -> None:
+        super().__init__(every)
+        _psutil()
+        self._sensors: dict[str, Callable[[Any], float]] = {}
+
+    def before_fit(self) -> None:
+        "Start to count the CPU's load; see what the GPU tells."
+        super().before_fit()
+        if not self.learn.fitting: return
+        _psutil().cpu_percent()
+        device = model_device(self.learn.model, self.learn.dls)
+        self._sensors = sensors(device) if device.type == 'cuda' else {}
+
+    def measure(self) -> dict[str, float]:
+        "Return how busy CPU, RAM, disk, network and GPU are."
+        psutil, path = _psutil(), Path(self.learn.path).absolute()
+        there = next(p for p in (path, *path.parents) if p.exists())  # the folder is made when the first file is
+        ram, disk, net = psutil.virtual_memory(), psutil.disk_usage(str(there)), psutil.net_io_counters()
+        found = {'cpu_percentage': psutil.cpu_percent(), 'cpu_memory_percent': ram.percent, 'cpu_memory_used': ram.used,
+                 'cpu_memory_available': ram.available, 'disk_memory_percent': disk.percent,
+                 'disk_memory_used': disk.used, 'disk_memory_free': disk.free}
+        if net is not None: found |= {'network_bytes_sent': net.bytes_sent, 'network_bytes_recv': net.bytes_recv}
+        return {**found, **self._gpu()}
+
+    def _gpu(self) -> dict[str, float]:
+        device = model_device(self.learn.model, self.learn.dls)
+        if device.type != 'cuda': return {}
+        free, total = torch.cuda.mem_get_info(device)
+        read = {name: sensor(device) for name, sensor in self._sensors.items()}
+        return {'memory_free_bytes': free, 'memory_used_bytes': total - free, **read}
+
+
+def _psutil() -> Any:
+    try: return import_module('psutil')
+    except ModuleNotFoundError as e:
+        raise MissingExtraError(f'SystemMonitor needs psutil ({e}): `pip install learnkit[monitor]`.') from e
+
+
+def sensors(device: torch.device) -> dict[str, Callable[[Any], float]]:
+    "Return those sensors of a GPU that answer."
+    known: dict[str, Callable[[Any], float]] = {
+        'gpu_percentage': torch.cuda.utilization, 'memory_percentage': torch.cuda.memory_usage,
+        'gpu_temperature_C': torch.cuda.temperature, 'gpu_power_usage_W': _watts}
+    return {name: sensor for name, sensor in known.items() if _answers(sensor, device)}
+
+
+def _watts(device: torch.device) -> float: return torch.cuda.power_draw(device) / 1000
+
+
+def _answers(sensor: Callable[[Any], float], device: torch.device) -> bool:
+    try: sensor(device)
+    except Exception: return False  # no library, no permission, no such sensor: each driver has errors of its own
+    return True

@@ -1,0 +1,1 @@
+"""Checkpoints, weight files, and exported models."""

@@ -1,0 +1,478 @@
+"""Read and write a checkpoint: one safetensors file, with tensors as they are and the rest as JSON.
+
+    8 bytes     the length of the header, little-endian
+    header      JSON {"__metadata__": {...}, "model.weight": {"dtype": "F32", ...}, ...} and spaces
+    data        the bytes of the tensors, one after the other
+
+`__metadata__` holds strings, as the safetensors format demands:
+
+    sha256      of the whole file, with zeros in the place of these 64 characters; always comes first
+    learnkit    the version of this layout
+    info        JSON: what a list of checkpoints shows; reading it needs the header alone
+    state       JSON: the nested state, with {"$tensor": name} in the place of a tensor
+    views       JSON: dtype and order of dimensions of tensors that the format cannot describe
+
+Every tool that reads safetensors files reads the tensors. No pickle exists in the format, so there
+is nothing to run. A digest detects damage, not forgery: anyone who can write a file can write its
+digest."""
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from learnkit.core.errors import CheckpointError, DamagedError
+from learnkit.core.files import atomic_write
+
+__all__ = ['FORMAT', 'write_state', 'read_state', 'read_entries', 'read_info', 'is_state_file', 'refers_too_often']
+
+FORMAT = 2                # format 1 was a zip archive with a pickle
+MAX_HEADER = 100_000_000  # bytes; the safetensors library reads no longer ones
+MAX_PARTS = 500_000       # lists and objects in a header: 1 byte each in the file, 60 in memory
+MAX_DIMS = 64             # of a tensor, as in torch
+MAX_DEPTH = 100           # of nested lists, tuples and dicts
+MAX_REFERENCES = 64       # how often a byte of a tensor may occur in a state, on average
+
+_BEGIN = b'{"__metadata__":{"sha256":"'
+_DIGEST = slice(len(_BEGIN), len(_BEGIN) + 64)  # where the digest is in the header
+_OLD_END = b'learnkit-seal-01'                  # the last bytes of a file of format 1
+_ATOMS = (type(None), bool, int, float, str)
+_DTYPES = {
+    'F64': torch.float64, 'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16,
+    'F8_E4M3': torch.float8_e4m3fn, 'F8_E5M2': torch.float8_e5m2, 'I64': torch.int64,
+    'I32': torch.int32, 'I16': torch.int16, 'I8': torch.int8, 'U64': torch.uint64,
+    'U32': torch.uint32, 'U16': torch.uint16, 'U8': torch.uint8, 'BOOL': torch.bool,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+State = dict[str, Any]
+
+
+# Writing
+
+def write_state(
+    path: str | Path,      # folders above it are made
+    state: State,          # tensors, numbers, strings, bytes, None, and lists, tuples or dicts of them
+    info: dict[str, Any],  # what `read_info` returns: JSON values, and floats that are not finite
+) -> None:
+    """Write a state into a file that appears whole or not at all.
+
+    Tensors on any device are written, without gradients and one at a time. Tensors that are the
+    same memory are written once and are one tensor again when the file is read. NumPy scalars become
+    Python numbers, and Parameters become tensors.
+
+    Raises `CheckpointError` for a state that cannot be read back, and `OSError` if the file cannot be
+    written. A file that was there before is unchanged then.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder, 'a.ckpt')
+    ...     write_state(path, {'model': {'w': torch.ones(2)}, 'betas': (0.9, 0.99)}, {'epoch': 3})
+    ...     read_state(path)
+    ({'model': {'w': tensor([1., 1.])}, 'betas': (0.9, 0.99)}, {'format': 2, 'epoch': 3})
+    """
+    packer = _Packer()
+    try:
+        header = _make_header(packer, packer.pack(state, ()), info)
+    except (ValueError, TypeError, RecursionError) as e:
+        raise CheckpointError(f'{path} was not written: {e}.') from None
+    try:
+        with atomic_write(path) as tmp, tmp.open('wb') as f:
+            _write(f, header, packer.tensors.values())
+    except OSError as e:
+        if e.filename is None:
+            e.filename = os.fspath(path)
+        raise
+
+
+class _Packer:
+    "Turn a state into JSON values, and collect its tensors by name."
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}      # as they are stored, maybe as views of the originals
+        self.views: dict[str, dict[str, Any]] = {}
+        self.names: dict[Any, str] = {}           # by place in memory
+        self.referred = 0                         # bytes of all tensors, counted as often as they occur
+
+    def pack(self, value: Any, where: tuple[Any, ...]) -> Any:
+        if isinstance(value, np.generic):
+            value = value.item()
+        kind = type(value)
+        if kind in _ATOMS:
+            return value
+        if isinstance(value, Tensor):
+            return {'$tensor': self._name(value, where)}
+        if kind is bytes:
+            return {'$bytes': value.hex()}
+        if kind is complex:
+            return {'$complex': [value.real, value.imag]}
+        if len(where) == MAX_DEPTH:
+            raise ValueError(f'the state is nested more than {MAX_DEPTH} levels deep')
+        if isinstance(value, Mapping):
+            return self._pack_mapping(value, where)
+        if isinstance(value, (list, tuple)):
+            items = [self.pack(v, (*where, i)) for i, v in enumerate(value)]
+            return items if isinstance(value, list) else {'$tuple': items}
+        raise ValueError(f'the state has a {kind.__name__}{_at(where)}. Keep tensors, numbers, strings, '
+                         'bytes, None, and lists, tuples or dicts of them')
+
+    def _pack_mapping(self, value: Mapping[Any, Any], where: tuple[Any, ...]) -> dict[str, Any]:
+        for key in value:
+            if type(key) not in _ATOMS:
+                raise ValueError(f'the state has a key that is a {type(key).__name__}{_at(where)}. Keep '
+                                 'strings or numbers as keys')
+        packed = [[key, self.pack(v, (*where, key))] for key, v in value.items()]
+        if all(type(key) is str and not key.startswith('$') for key in value):
+            return dict(packed)
+        return {'$dict': packed}
+
+    def _name(self, t: Tensor, where: tuple[Any, ...]) -> str:
+        "Return the name under which a tensor is stored."
+        if type(t) not in (Tensor, nn.Parameter) or t.layout is not torch.strided or t.is_quantized or t.is_meta:
+            raise ValueError(f'the state has a {type(t).__name__} ({t.layout}, {t.dtype}, {t.device})'
+                             f'{_at(where)}. Keep plain, dense tensors in states')
+        t = t.detach().resolve_conj().resolve_neg()
+        self.referred += t.nbytes
+        memory = t.device, t.data_ptr(), t.dtype, t.shape, t.stride()
+        if memory not in self.names:
+            self.names[memory] = self._add(t, where)
+        return self.names[memory]
+
+    def _add(self, t: Tensor, where: tuple[Any, ...]) -> str:
+        name = '.'.join(map(str, where))
+        while name in self.tensors or name == '__metadata__':
+            name += '_'
+        view: dict[str, Any] = {}
+        order = sorted(range(t.ndim), key=t.stride().__getitem__, reverse=True)  # as dimensions lie in memory
+        if order != [*range(t.ndim)]:
+            view['order'] = sorted(range(t.ndim), key=order.__getitem__)
+            t = t.permute(order)
+        if t.dtype not in _DTYPE_NAMES:
+            view['dtype'] = str(t.dtype).removeprefix('torch.')
+            t = t.unsqueeze(-1).view(torch.uint8)
+        if view:
+            self.views[name] = view
+        self.tensors[name] = t
+        return name
+
+
+def _at(where: tuple[Any, ...]) -> str:
+    "Return the place of a value, shortened, as keys may have any length."
+    keys = ''.join(f'[{ascii(key)[:60]}]' for key in where[:8])
+    return f' at {keys}{"..." * (len(where) > 8)}' if where else ''
+
+
+def _make_header(packer: _Packer, packed: Any, info: dict[str, Any]) -> bytes:
+    "Return everything that comes before the data, with zeros in the place of the digest."
+    # the largest items first: each tensor then begins at a multiple of its item size
+    packer.tensors = dict(sorted(packer.tensors.items(), key=lambda named: -named[1].itemsize))
+    stop = 0
+    entries = {}
+    for name, t in packer.tensors.items():
+        start, stop = stop, stop + t.nbytes
+        entries[name] = {'dtype': _DTYPE_NAMES[t.dtype], 'shape': [*t.shape], 'data_offsets': [start, stop]}
+    if refers_too_often(packer.referred, stop):
+        raise ValueError(f'the state refers to the same tensors too often, {packer.referred:,} bytes in all')
+
+    metadata = {'sha256': '0' * 64, 'learnkit': str(FORMAT), 'info': _to_json(info),
+                'state': _to_json(packed), 'views': _to_json(packer.views)}
+    header = _to_json({'__metadata__': metadata, **entries}).encode()
+    header += b' ' * (-len(header) % 8)
+    _check_size(header)
+    return len(header).to_bytes(8, 'little') + header
+
+
+def _to_json(value: Any) -> str:
+    return json.dumps(value, separators=(',', ':'))
+
+
+def _write(f: BinaryIO, header: bytes, tensors: Iterable[Tensor]) -> None:
+    digest = hashlib.sha256(header)
+    f.write(header)
+    for t in tensors:
+        data = _bytes_of(t.cpu().contiguous())
+        digest.update(data)
+        f.write(data)
+    f.seek(8 + _DIGEST.start)
+    f.write(digest.hexdigest().encode())
+
+
+def _bytes_of(t: Tensor) -> memoryview:
+    "Return the memory of a contiguous tensor on the CPU."
+    return t.reshape(-1).view(torch.uint8).numpy().data
+
+
+# Reading
+
+def read_state(path: str | Path) -> tuple[State, dict[str, Any]]:
+    """Return the state in a file and its `info`, after the digest of the whole file was compared.
+
+    The tensors are copies on the CPU: nothing of the file stays mapped or open. Nothing is
+    allocated before the sizes in the header were compared with the size of the file, so that reading
+    takes about as much memory as the file has bytes.
+
+    Raises `FileNotFoundError`, `DamagedError` for a file that is not as it was written, and
+    `CheckpointError` for a format that this version cannot read.
+    """
+    path = Path(path)
+    tensors = {}
+    with _open(path) as f:
+        header = _read_header(f, path)
+        digest = hashlib.sha256(header.blank)
+        for name, dtype, shape in header.tensors:
+            tensors[name] = _read_tensor(f, dtype, shape, path)
+            digest.update(_bytes_of(tensors[name]))
+    if digest.hexdigest().encode() != header.digest:
+        raise _damaged(path, 'its digest differs: bytes have changed since it was written')
+    info = _info_of(header, path)
+    _check_format(info['format'], path)
+    try:
+        return _unpacked(header.metadata, tensors), info
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as e:
+        raise _damaged(path, f'its state cannot be read: {_shown(e)}') from None
+
+
+def read_entries(path: Path, keys: Iterable[str]) -> State:
+    """Return some entries of the state in a file, and read their tensors alone. The digest is not compared.
+
+    Raises as `read_state` does, and `ValueError` or `KeyError` for a state that cannot be read."""
+    with _open(path) as f:
+        header = _read_header(f, path)
+        unpacker = _Unpacker(_Tensors(f, header, path))
+        state = json.loads(header.metadata['state'])
+        return {key: unpacker.unpack(state[key], 1) for key in keys}
+
+
+class _Tensors(dict[str, Tensor]):
+    "The tensors of an open file, each read when it is first asked for."
+
+    def __init__(self, f: BinaryIO, header: _Header, path: Path) -> None:
+        super().__init__()
+        self.file, self.path = f, path
+        self.views = json.loads(header.metadata['views'])
+        self.places = {name: (dtype, shape) for name, dtype, shape in header.tensors}
+        sizes = (prod(shape) * dtype.itemsize for dtype, shape in self.places.values())
+        self.starts = dict(zip(self.places, accumulate(sizes, initial=len(header.blank)), strict=False))
+
+    def __missing__(self, name: str) -> Tensor:
+        self.file.seek(self.starts[name])
+        self[name] = _as_it_was(_read_tensor(self.file, *self.places[name], self.path), self.views.get(name, {}))
+        return self[name]
+
+
+def _read_tensor(f: BinaryIO, dtype: torch.dtype, shape: list[int], path: Path) -> Tensor:
+    t = torch.empty(shape, dtype=dtype, device='cpu')
+    if f.readinto(_bytes_of(t)) != t.nbytes:  # type: ignore[attr-defined]  # of every file here
+        raise _damaged(path, 'it was cut short')
+    return t
+
+
+def read_info(path: str | Path) -> dict[str, Any]:
+    """Return the `info` of a file and its format, as `'format'`. Only the header is read, not verified.
+
+    Raises `FileNotFoundError`, `DamagedError` for a file without such a header, and
+    `CheckpointError` for a file of format 1.
+    """
+    path = Path(path)
+    with _open(path) as f:
+        return _info_of(_read_header(f, path), path)
+
+
+def is_state_file(path: Path) -> bool:
+    "Return True if a file begins as `write_state` begins it."
+    with path.open('rb') as f:
+        return f.read(8 + len(_BEGIN))[8:] == _BEGIN
+
+
+class _Header(NamedTuple):
+    "What stands before the data."
+    blank: bytes                # the bytes, with zeros in the place of the digest
+    digest: bytes
+    metadata: dict[str, str]
+    tensors: list[tuple[str, torch.dtype, list[int]]]  # name, dtype, shape, in the order of the data
+
+
+def _open(path: Path) -> BinaryIO:
+    mode = path.stat().st_mode
+    if stat.S_ISDIR(mode):
+        raise _damaged(path, 'it is a folder')
+    if not stat.S_ISREG(mode):
+        raise _damaged(path, 'it is not a regular file')  # opening a pipe would wait forever
+    return path.open('rb')
+
+
+def _read_header(f: BinaryIO, path: Path) -> _Header:
+    "Read the header, and compare all sizes in it with the size of the file."
+    size = os.fstat(f.fileno()).st_size
+    if not size:
+        raise _damaged(path, 'it is empty')
+    start = f.read(8)
+    length = int.from_bytes(start, 'little')
+    text = f.read(length) if length <= min(size - 8, MAX_HEADER) else b''
+    if not text.startswith(_BEGIN):
+        raise _not_a_checkpoint(f, size, path)
+    blank = start + text[:_DIGEST.start] + b'0' * 64 + text[_DIGEST.stop:]
+    try:
+        _check_size(text)
+        entries = json.loads(text.decode(), object_pairs_hook=_unique)
+        metadata = entries.pop('__metadata__')
+        tensors = _tensors_of(entries, size - 8 - length)
+        for key in ('learnkit', 'info', 'state', 'views'):
+            if type(metadata[key]) is not str:
+                raise ValueError(f'{key} is not a string')
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise _damaged(path, f'its header cannot be read: {_shown(e)}') from None
+    return _Header(blank, text[_DIGEST], metadata, tensors)
+
+
+def _check_size(header: bytes) -> None:
+    if len(header) > MAX_HEADER:
+        raise ValueError(f'{len(header):,} bytes that are not tensors are too many: {MAX_HEADER:,} can be read')
+    if header.count(b'[') + header.count(b'{') > MAX_PARTS:
+        raise ValueError(f'more than {MAX_PARTS:,} lists, dicts and tensors')
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError('a name occurs twice')
+    return made
+
+
+def _tensors_of(entries: dict[str, Any], n_bytes: int) -> list[tuple[str, torch.dtype, list[int]]]:
+    "Return the tensors of a header, which fill the data one after the other."
+    tensors = []
+    stop = 0
+    for name, entry in sorted(entries.items(), key=lambda named: named[1]['data_offsets']):
+        dtype, shape, offsets = _DTYPES[entry['dtype']], entry['shape'], entry['data_offsets']
+        is_shape = len(shape) <= MAX_DIMS and all(type(n) is int and n >= 0 for n in (*shape, *offsets))
+        if not is_shape or prod(n or 1 for n in shape) >= 2**60:
+            raise ValueError(f'{ascii(name)[:80]} is not a tensor')
+        start, stop = stop, stop + prod(shape) * dtype.itemsize
+        if offsets != [start, stop]:
+            raise ValueError(f'the bytes of {ascii(name)[:80]} are not where they should be')
+        tensors.append((name, dtype, shape))
+    if stop != n_bytes:
+        raise ValueError(f'it has {n_bytes:,} bytes of tensors and should have {stop:,}')
+    return tensors
+
+
+def _unpacked(metadata: dict[str, str], tensors: dict[str, Tensor]) -> State:
+    "Return the state that a file's metadata describe."
+    n_bytes = sum(t.nbytes for t in tensors.values())
+    for name, view in json.loads(metadata['views']).items():
+        tensors[name] = _as_it_was(tensors[name], view)
+    unpacker = _Unpacker(tensors)
+    state = unpacker.unpack(json.loads(metadata['state'], object_pairs_hook=_unique), 0)
+    if type(state) is not dict:
+        raise ValueError(f'it is a {type(state).__name__}')
+    if unpacker.used != tensors.keys():
+        raise ValueError('it does not use all tensors')
+    if refers_too_often(unpacker.referred, n_bytes):
+        raise ValueError(f'it refers to the same tensors too often, {unpacker.referred:,} bytes in all')
+    return state
+
+
+def _as_it_was(t: Tensor, view: Mapping[str, Any]) -> Tensor:
+    "Return a tensor with the dtype and the order of dimensions that it had in the state."
+    if 'dtype' in view:
+        t = t.view(_dtype_named(view['dtype'])).squeeze(-1)
+    return t.permute(view['order']) if 'order' in view else t
+
+
+def _dtype_named(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype) or not (dtype.is_complex or dtype.is_floating_point):
+        raise ValueError(f'{name[:80]!r} is not a dtype of tensors in checkpoints')
+    return dtype
+
+
+class _Unpacker:
+    "Turn JSON values back into the state that `_Packer` was given."
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+        self.used: set[str] = set()
+        self.referred = 0
+
+    def unpack(self, value: Any, depth: int) -> Any:
+        if type(value) in _ATOMS:
+            return value
+        if depth == MAX_DEPTH:
+            raise ValueError(f'it is nested more than {MAX_DEPTH} levels deep')
+        match value:
+            case {'$tensor': name}:
+                self.used.add(name)
+                self.referred += self.tensors[name].nbytes
+                return self.tensors[name]
+            case {'$tuple': [*items]}:
+                return tuple([self.unpack(v, depth + 1) for v in items])
+            case {'$bytes': text}:
+                return bytes.fromhex(text)
+            case {'$complex': [float(real), float(imag)]}:
+                return complex(real, imag)
+            case {'$dict': [*pairs]}:
+                return _unique([(key, self.unpack(v, depth + 1)) for key, v in pairs])
+            case [*items]:
+                return [self.unpack(v, depth + 1) for v in items]
+        if any(key.startswith('$') for key in value):
+            raise ValueError(f'{", ".join(value)[:80]!r} is unknown')
+        return {key: self.unpack(v, depth + 1) for key, v in value.items()}
+
+
+def refers_too_often(
+    referred: int,  # bytes of tensors, counted as often as they occur
+    stored: int,    # bytes of tensors in the file
+) -> bool:
+    "Return True if copies of each tensor would be far larger than the file."
+    return referred > MAX_REFERENCES * stored + (1 << 20)
+
+
+# What is wrong with a file
+
+def _info_of(header: _Header, path: Path) -> dict[str, Any]:
+    try:
+        return {'format': int(header.metadata['learnkit']), **json.loads(header.metadata['info'])}
+    except (ValueError, TypeError, RecursionError) as e:
+        raise _damaged(path, f'its info cannot be read: {_shown(e)}') from None
+
+
+def _check_format(found: int, path: Path) -> None:
+    if found > FORMAT:
+        raise CheckpointError(f'{path} has format {found}, and this version of learnkit reads format {FORMAT}: '
+                              'update learnkit.')
+    if found < FORMAT:
+        raise _older(path, found)
+
+
+def _older(path: Path, found: int) -> CheckpointError:
+    return CheckpointError(f'{path} was written by an older learnkit: it has format {found}, and this version reads '
+                           f'format {FORMAT}. Resume it with the version that wrote it, or save its weights there '
+                           'by `learn.save` and load them here by `learn.load`.')
+
+
+def _not_a_checkpoint(f: BinaryIO, size: int, path: Path) -> CheckpointError:
+    f.seek(max(0, size - len(_OLD_END)))
+    if f.read() == _OLD_END:
+        return _older(path, 1)
+    return _damaged(path, 'it was cut short, or is another kind of file. Weights are loaded by `learn.load(path)`')
+
+
+def _damaged(path: Path, what: str) -> DamagedError:
+    return DamagedError(f'{path} is not a whole checkpoint: {what}. Nothing was loaded.')
+
+
+def _shown(error: Exception) -> str:
+    "Return the message of an error, shortened and printable, as it may quote the file."
+    lines = str(error).splitlines() or [type(error).__name__]
+    return ascii(lines[0][:200])[1:-1]

@@ -1,0 +1,188 @@
+"""Whether a Learner resumes exactly: trained a little without a stop and with one, and compared to the last bit."""
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import nn
+
+from learnkit.callbacks.lr_finder import restored
+from learnkit.checkpoint.digest import differences, digest
+from learnkit.checkpoint.file import read_state, write_state
+from learnkit.checkpoint.state import COUNTERS, Checkpoints
+from learnkit.core.errors import CancelFitException, FitError, OptionError
+from learnkit.core.html import definitions, never_raising
+from learnkit.core.model import bare_model
+from learnkit.data.checks import epoch_length
+from learnkit.engine.attributes import has_own_state, lost_attributes
+from learnkit.engine.callback import Callback
+from learnkit.engine.checks import check_count, check_fit
+from learnkit.engine.run import STATE
+
+__all__ = ['ResumeCheck', 'ResumeChecks']
+
+
+BY_CALLBACK = 'let a callback keep it'
+BY_STATE = 'add it to what `state_dict` returns and `load_state_dict` takes'
+BY_DATA = 'work it out from `epoch`, or give the loader `state_dict` and `load_state_dict`'
+
+
+@dataclass(frozen=True)
+class ResumeCheck:
+    """What `learn.check_resume` has found; true if the resumed run was exact.
+
+    >>> ResumeCheck(8, 4, 'ab12' * 16)
+    Exact: 8 batches without a stop and with one after 4 end in the same state (SHA-256 ab12ab12ab12...).
+    """
+    n_batches: int                                     # batches that each run trained on
+    stopped_after: int                                 # batches after which one of them was stopped
+    digest: str                                        # of the state of the run without a stop
+    differences: list[str] = field(default_factory=list)  # where the other one's differs
+    hints: list[str] = field(default_factory=list)        # what callbacks keep and no checkpoint holds
+
+    def __bool__(self) -> bool: return not self.differences
+
+    def __repr__(self) -> str:
+        if self:
+            return (f'Exact: {self.n_batches} batches without a stop and with one after {self.stopped_after} end in '
+                    f'the same state (SHA-256 {self.digest[:12]}...).')
+        return '\n  '.join([f'Not exact: {self.n_batches} batches without a stop (first) and with one after '
+                            f'{self.stopped_after} (second) end in states that differ:', *self.differences,
+                            *self.hints])
+
+    @never_raising
+    def _repr_html_(self) -> str:
+        result = {'resumes': 'exactly, to the last bit' if self else 'not exactly', 'batches': self.n_batches,
+                  'stopped after': self.stopped_after, 'SHA-256': f'{self.digest[:12]}...',
+                  'differences': self.differences, 'hints': self.hints}
+        return definitions({name: value for name, value in result.items() if value != []})
+
+
+class _StopAt(Callback):
+    "Keep the checkpoint of one batch, and end the fit there."
+    order, state_key = 10_000, '_stop_at'
+
+    def __init__(self, n: int) -> None:
+        self._n, self.kept, self.hints = n, dict[str, Any](), list[str]()
+        self.outside: dict[tuple[str, str, str], str] = {}
+
+    def batch_checkpoint(self) -> None:
+        if self.learn.train_iter < self._n: return
+        self.kept = self.learn.checkpoint_state()
+        self.hints = [hint for cb in self.learn.cbs for hint in hints_of(cb)]
+        self.outside = outside(self.learn)
+        raise CancelFitException
+
+
+class ResumeChecks(Checkpoints):
+    "The part of the Learner that tries whether it resumes exactly."
+    fit: Callable[..., None]
+    no_logging: Callable[[], Any]
+    no_bar: Callable[[], Any]
+
+    def check_resume(
+        self,
+        n_batches: int = 8,          # training batches of each run; more than an epoch has try its end, too
+        stop_after: int | None = None,  # batches after which one run is stopped; None: half of them
+    ) -> ResumeCheck:
+        """Train without a stop, and with one, and say whether both end in the same state, to the last bit.
+
+        The second run is saved in a file after `stop_after` batches and gone on with from there, with all random
+        generators seeded otherwise, as a new process would. Weights, optimizer, generators, the data's position,
+        history and the callbacks' states are compared: what is listed as different is remembered by something that no
+        checkpoint holds. A callback says what it remembers by `state_dict` and `load_state_dict`; of one that does not,
+        what it keeps and no checkpoint holds (an iterator, an open file) is named then, as are attributes of modules,
+        of the Learner, of callbacks and of the data that differ and that no checkpoint holds.
+
+        Everything is afterwards as it was, as with `lr_find`. Callbacks that write files (loggers, `Checkpoint`) are
+        left out, and what is saved below `learn.path` goes to a folder that is removed. Raises `FitError` for numbers
+        that cannot be followed.
+
+        >>> from learnkit import EMA
+        >>> from learnkit.testing import synth_learner
+        >>> bool(synth_learner(cbs=EMA()).check_resume())
+        True
+        """
+        n = check_count('n_batches', n_batches, 2)
+        middle = n // 2 if stop_after is None else check_count('stop_after', stop_after, 1)
+        if middle >= n: raise FitError(f'stop_after={stop_after} is no stop within {n_batches} batches.')
+        check_fit(self, 1, 0)
+        per_epoch = epoch_length(self.dls, self.dls.train)[0]
+        n_epoch = n // per_epoch + 1 if per_epoch else n
+
+        def train(until: int, resume: Any = False) -> _StopAt:
+            stop = _StopAt(until)
+            with restored(self):
+                if resume is not False: scramble()
+                self.fit(n_epoch, cbs=stop, resume=resume)
+            if not stop.kept: raise FitError(f'The loader ended before batch {until}: lower n_batches={n_batches}.')
+            return stop
+
+        writers = [cb for cb in self.cbs if getattr(cb, 'writes_files', False)]
+        with self.lock, self.removed_cbs(writers), self._elsewhere() as folder, self.no_bar(), self.no_logging():
+            straight = train(n)
+            resumed = train(n, through_file(train(middle).kept, folder/'state.pt'))
+        found = differences(straight.kept, resumed.kept)
+        hints = straight.hints + [f'`{name}` of {owner} differs as well, and no checkpoint holds it: {fix}.'
+                                  for (owner, name, fix), d in straight.outside.items()
+                                  if resumed.outside.get((owner, name, fix)) != d]
+        return ResumeCheck(n, middle, digest(straight.kept), found, hints if found else [])
+
+    @contextmanager
+    def _elsewhere(self) -> Iterator[Path]:
+        "Let files go to a folder that is there for the length of a context."
+        own = self.path
+        with TemporaryDirectory() as folder:
+            self.path = Path(folder)
+            try: yield self.path
+            finally: self.path = own
+
+
+def hints_of(cb: Any) -> list[str]:
+    "Return a line for each attribute of a callback that no checkpoint holds, where it says nothing of its state."
+    if has_own_state(cb): return []
+    return [f'{type(cb).__name__} keeps `{name}` ({kind}), which no checkpoint holds: give it `state_dict` and '
+            '`load_state_dict`.' for name, kind in lost_attributes(cb).items()]
+
+
+def outside(learn: Any) -> dict[tuple[str, str, str], str]:
+    "Return digests of attributes that no checkpoint holds, by whose they are, their name, and what can be done."
+    found = {}
+    for name, m in bare_model(learn.model).named_modules():
+        for key, value in attributes_of(m, vars(nn.Module())):
+            found[f'{type(m).__name__}{f" ({name})" * bool(name)}', key, 'make it a buffer'] = value
+    for key, value in attributes_of(learn, (*STATE, *COUNTERS)): found[type(learn).__name__, key, BY_CALLBACK] = value
+    for cb in (cb for cb in learn.cbs if has_own_state(cb) and not type(cb).__module__.startswith('learnkit.')):
+        for key, value in attributes_of(cb, ()): found[type(cb).__name__, key, BY_STATE] = value
+    dl = learn.dls.train
+    for owner in (dl, *(getattr(dl, part, None) for part in ('dataset', 'sampler', 'batch_sampler'))):
+        for key, value in attributes_of(owner, ('epoch',), numbers=True):
+            found[type(owner).__name__, key, BY_DATA] = value
+    return found
+
+
+def attributes_of(owner: Any, but: Container[str], numbers: bool = False) -> Iterator[tuple[str, str]]:
+    "Yield the public attributes that are plain data, or whole numbers alone, with their digests."
+    for name, value in getattr(owner, '__dict__', {}).items():
+        if name.startswith('_') or name in but or (numbers and type(value) is not int): continue
+        with suppress(OptionError): yield name, digest(value)
+
+
+def scramble() -> None:
+    "Seed the global generators of torch, Python and NumPy anew, unlike any run."
+    torch.seed()
+    random.seed()
+    import numpy as np
+    np.random.seed()
+
+
+def through_file(state: dict[str, Any], path: Path) -> dict[str, Any]:
+    "Return a state as a checkpoint's file gives it back."
+    write_state(path, state, {})
+    return read_state(path)[0]

@@ -1,0 +1,1 @@
+"""What every other package uses: errors, time, batches, random state, files, HTML."""

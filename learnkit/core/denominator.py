@@ -1,0 +1,248 @@
+"""What a loss averages over in a batch: its samples, its targets, those of them that count, or their class weights.
+
+Batches are averaged by this number: in the losses of an epoch, and in the gradients of microbatches, of accumulated
+batches and of several processes. Only then is the mean over batches the loss of all of them together."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from learnkit.core.errors import OptionError, did_you_mean
+from learnkit.core.validation import warn_user
+
+__all__ = ['ClassTargets', 'Denominator', 'Elements', 'ModelTargets', 'Samples', 'Tokens', 'Unknown', 'WEIGHT_FUNCS',
+           'check_weight_func', 'count_targets', 'denominator_of', 'denominator_of_model']
+
+FEW = 128                               # numbers that are counted in a list
+IGNORED = -100                          # torch's default `ignore_index`
+WEIGHT_FUNCS = ('tokens', 'samples')    # names that `Learner(weight_func=)` takes
+OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
+OF_ELEMENTS = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)
+FUNCTIONS_OF_CLASSES = (F.cross_entropy, F.nll_loss)
+FUNCTIONS_OF_ELEMENTS = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
+                         F.binary_cross_entropy_with_logits)
+KEYWORDS = {'weight', 'ignore_index', 'reduction', 'label_smoothing', 'pos_weight', 'beta', 'delta'}
+
+
+class Denominator:
+    "What the mean loss of a batch is divided by."
+
+    def varies(self, yb: tuple[Any, ...]) -> bool:
+        "Return True if batches with as many targets may have different denominators."
+        return False
+
+    def count(self, yb: tuple[Any, ...]) -> Any:
+        "Return the denominator, on the device of the targets; None for the number of samples."
+        return None
+
+    def look(self, yb: tuple[Any, ...]) -> None:
+        "Warn once where it cannot be known; this reads targets from their device."
+
+
+class Samples(Denominator):
+    "Average over the samples."
+
+
+class Elements(Denominator):
+    "Average over all elements of the targets."
+
+    def count(self, yb: tuple[Any, ...]) -> Any:
+        return yb[0].numel() if yb and isinstance(yb[0], Tensor) else None
+
+
+class Tokens(Denominator):
+    "Average over the targets that are not `ignore_index`."
+
+    def __init__(self, ignore_index: int = IGNORED) -> None:
+        self.ignore_index = ignore_index
+
+    def varies(self, yb: tuple[Any, ...]) -> bool:
+        return has_class_numbers(yb)
+
+    def count(self, yb: tuple[Any, ...]) -> Any:
+        return count_targets(yb[0], self.ignore_index) if has_class_numbers(yb) else None
+
+
+class ClassTargets(Denominator):
+    "Average over class numbers, as cross-entropy does: those that count, or their class weights."
+
+    def __init__(
+        self,
+        options: nn.Module | Mapping[str, Any],  # has `weight`, `ignore_index` and `reduction`, which may change
+        axis: int = 1,                           # where the classes of probabilities are
+    ) -> None:
+        self.axis = axis
+        self.options, self.is_module = options, isinstance(options, nn.Module)
+
+    def _values(self) -> Mapping[str, Any]:
+        return vars(self.options) if self.is_module else self.options  # type: ignore[return-value]  # as it says
+
+    @property
+    def ignore_index(self) -> int:
+        return int(self._values().get('ignore_index', IGNORED))
+
+    def varies(self, yb: tuple[Any, ...]) -> bool:
+        return has_class_numbers(yb) and self._values().get('reduction', 'mean') == 'mean'
+
+    def count(self, yb: tuple[Any, ...]) -> Any:
+        if not yb or not isinstance(yb[0], Tensor):
+            return None
+        targ, values = yb[0], self._values()
+        reduction = values.get('reduction', 'mean')
+        if reduction == 'sum':
+            return None
+        if reduction != 'mean' or targ.dtype.is_floating_point:
+            return self._count_rows(targ)
+        tensors = values['_buffers'] if self.is_module else values   # a tenth of the time that the attribute takes
+        weight, ignore_index = tensors.get('weight'), values.get('ignore_index', IGNORED)
+        if weight is None:
+            return count_targets(targ, ignore_index)
+        return sum_of_weights(targ, ignore_index, weight)
+
+    def _count_rows(self, targ: Tensor) -> int:
+        "Count what probabilities are of, or the losses that are not reduced."
+        if not targ.is_floating_point():
+            return targ.numel()
+        axis = self.axis if -targ.ndim <= self.axis < targ.ndim else 0
+        return targ.numel() // max(targ.shape[axis], 1) if targ.ndim else 1
+
+
+class ModelTargets(Denominator):
+    "Average over the labels that are not -100, as the models of Hugging Face do that compute their own loss."
+
+    def __init__(
+        self,
+        is_shifted: bool,  # a sequence's first label is compared with nothing: tokens predict the next one
+    ) -> None:
+        self.is_shifted = is_shifted
+
+    def varies(self, yb: tuple[Any, ...]) -> bool:
+        return has_class_numbers(yb)
+
+    def count(self, yb: tuple[Any, ...]) -> Any:
+        if not has_class_numbers(yb):
+            return None
+        labels = yb[0]
+        return count_targets(labels[..., 1:] if self.is_shifted and labels.ndim > 1 else labels, IGNORED)
+
+
+class Unknown(Denominator):
+    "Average over nobody knows what: taken for the samples, with a warning where targets say that they do not count."
+
+    def __init__(
+        self,
+        name: str,       # of the function
+        why: str = '',   # it is known not to be the samples
+    ) -> None:
+        self.name, self.why, self.has_warned = name, why, False
+
+    def look(self, yb: tuple[Any, ...]) -> None:
+        if self.has_warned or not (self.why or holds_ignored(yb)):
+            return
+        self.has_warned = True
+        why = self.why or f'there are targets of {IGNORED}, and it cannot be seen whether {self.name} leaves them out'
+        warn_user(f'{why[0].upper()}{why[1:]}. Batches are averaged by their number of samples, in losses of an epoch '
+                  "as in gradients of microbatches or accumulated batches. Where the loss is a mean over the targets "
+                  f"that are not {IGNORED}, write Learner(weight_func='tokens'); for another mean, a function "
+                  "weight_func(xb, yb); where it is the samples', weight_func='samples'.")
+
+
+def denominator_of(loss_func: Any) -> Denominator:
+    """Return what a loss function averages over.
+
+    torch's losses are known, as classes, as functions and with keywords from `functools.partial`; another loss says so
+    by a method `loss_denominator()`.
+
+    >>> denominator_of(nn.CrossEntropyLoss()).count((torch.tensor([[1, -100], [0, 2]]),))
+    3
+    >>> denominator_of(partial(F.cross_entropy, ignore_index=0)).count((torch.tensor([1, 0, 2]),))
+    2
+    >>> denominator_of(nn.MSELoss()).count((torch.zeros(3, 2),))
+    6
+    """
+    loss_func = getattr(loss_func, '_orig_mod', loss_func)   # of torch.compile
+    own = getattr(loss_func, 'loss_denominator', None)
+    if own is not None:
+        return own()
+    if isinstance(loss_func, OF_CLASSES) and has_forward_of(loss_func, OF_CLASSES):
+        return ClassTargets(loss_func)
+    if isinstance(loss_func, OF_ELEMENTS) and has_forward_of(loss_func, OF_ELEMENTS):
+        return Elements()
+    func, keywords = loss_func, {}
+    if isinstance(loss_func, partial) and not loss_func.args and set(loss_func.keywords) <= KEYWORDS:
+        func, keywords = loss_func.func, loss_func.keywords
+    if func in FUNCTIONS_OF_CLASSES:
+        return ClassTargets(keywords)
+    if func in FUNCTIONS_OF_ELEMENTS and keywords.get('weight') is None:
+        return Elements()
+    if type(loss_func).__module__.startswith('torch.nn'):
+        return Samples()
+    return Unknown(getattr(loss_func, '__name__', None) or type(loss_func).__name__)
+
+
+def has_forward_of(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
+    "Return True if a module computes what one of these classes does."
+    return any(type(module).forward is cls.forward for cls in classes)
+
+
+def denominator_of_model(model: nn.Module) -> Denominator:
+    "Return what the loss that a model computes itself averages over."
+    model = getattr(model, '_orig_mod', model)
+    name = type(model).__name__
+    if type(model).forward.__module__.partition('.')[0] not in ('transformers', 'peft'):
+        return Unknown(f'the own loss of {name}')
+    is_decoder = not getattr(getattr(model, 'config', None), 'is_encoder_decoder', False)
+    predicts_next = 'ForCausalLM' in name or name.endswith(('LMHeadModel', 'ForConditionalGeneration'))
+    return ModelTargets(is_shifted=is_decoder and predicts_next and not name.startswith('XLNet'))
+
+
+def check_weight_func(weight_func: Any) -> Any:
+    "Return a `weight_func`; raise `OptionError` for what is neither a function nor one of `WEIGHT_FUNCS`."
+    if weight_func is None or callable(weight_func) or weight_func in WEIGHT_FUNCS:
+        return weight_func
+    raise OptionError(f'weight_func={weight_func!r}: give {" or ".join(map(repr, WEIGHT_FUNCS))}, or a function f(xb, '
+                      f'yb) that returns what a batch weighs.{did_you_mean(str(weight_func), WEIGHT_FUNCS)}')
+
+
+def has_class_numbers(yb: tuple[Any, ...]) -> bool:
+    "Return True if the first target is a tensor of whole numbers."
+    return bool(yb) and isinstance(yb[0], Tensor) and not yb[0].dtype.is_floating_point
+
+
+def count_targets(
+    targ: Tensor,       # class numbers, of any shape
+    ignore_index: int,
+) -> int | Tensor:      # on a device a tensor that stays there
+    """Return how many targets are not `ignore_index`.
+
+    >>> count_targets(torch.tensor([[1, -100], [0, 2]]), -100)
+    3
+    """
+    if type(targ) is Tensor and targ.is_cpu:
+        n = targ.numel()
+        if n <= FEW and targ.ndim == 1:   # a list is the quickest for few numbers, then an array
+            return n - targ.tolist().count(ignore_index)
+        return int(np.count_nonzero(targ.numpy() != ignore_index))
+    return (targ.long() != ignore_index).sum()
+
+
+def sum_of_weights(targ: Tensor, ignore_index: int, weight: Tensor) -> float | Tensor:
+    "Return the sum of the class weights of the targets that are not `ignore_index`."
+    targ = targ.detach().long()
+    counts = targ != ignore_index
+    dtype = torch.float32 if targ.device.type == 'mps' else torch.float64
+    own = weight.detach().to(targ.device, dtype)[torch.where(counts, targ, 0)]
+    total = torch.where(counts, own, 0).sum()
+    return total.item() if total.is_cpu else total
+
+
+def holds_ignored(yb: tuple[Any, ...]) -> bool:
+    "Return True if a whole number among the targets is -100; this waits for a device."
+    numbers = [t for t in yb if isinstance(t, Tensor) and not t.is_floating_point() and t.dtype.is_signed]
+    return any(bool((t == IGNORED).any()) for t in numbers)

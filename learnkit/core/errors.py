@@ -1,0 +1,416 @@
+"""Every error the package raises by name; the seven exceptions that steer the loop come with them.
+
+A `LearnkitError` says what was wrong, where, and what to do about it. A `CancelException` is no error: raised in a
+callback it skips the rest of its level (see `learnkit.engine.events` for the table)."""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+__all__ = ['CancelException', 'CancelBackwardException', 'CancelStepException', 'CancelBatchException', 'CancelTrainException', 'CancelValidException', 'CancelEpochException', 'CancelFitException', 'StepPutOff', 'LearnkitError', 'CallbackError', 'UnknownEventError', 'OrderError', 'CancelError', 'LoaderError', 'EmptyLoaderError', 'BatchError', 'LossError', 'MetricError', 'OptimizerError', 'ModelError', 'FitError', 'TimeError', 'OptionError', 'ScheduleError', 'WeightsError', 'CheckpointError', 'DamagedError', 'FolderInUseError', 'MissingExtraError', 'DistributedError']
+
+
+class CancelException(Exception):
+    """Base of the exceptions that skip the rest of one level of the loop.
+
+    A callback raises one of its seven subclasses: `raise CancelBatchException`. The level's `after_cancel_...` event
+    follows, then its `after_...` event, and then what comes after that level. Where no level of its kind is open, a
+    `CancelError` says so.
+
+    >>> [cls.level for cls in CancelException.__subclasses__()]
+    ['backward', 'step', 'batch', 'train', 'validate', 'epoch', 'fit']
+    """
+    level = ''  # the level whose wrapper catches it
+
+
+class CancelBackwardException(CancelException):
+    """Skip the rest of the backward pass and go to `after_backward`.
+
+    With gradients of your own, the step goes on as usual.
+
+    >>> from learnkit import Callback
+    >>> from learnkit.testing import synth_learner
+    >>> def own_backward(cb):
+    ...     (10 * cb.loss_grad).backward()
+    ...     raise CancelBackwardException
+    >>> with synth_learner(n_train=4, cbs=Callback(before_backward=own_backward)).no_bar() as learn: learn.fit(1)
+    >>> learn.opt.n_steps
+    4
+    """
+    level = 'backward'
+
+
+class CancelStepException(CancelException):
+    """Skip the optimizer step and go to `after_step`.
+
+    Gradients are kept, and the next batch adds to them.
+
+    >>> from learnkit import Callback
+    >>> from learnkit.testing import synth_learner
+    >>> def every_other(cb):
+    ...     if cb.iter % 2 == 0: raise CancelStepException
+    >>> with synth_learner(n_train=4, cbs=Callback(before_step=every_other)).no_bar() as learn: learn.fit(1)
+    >>> learn.train_iter, learn.opt.n_steps
+    (4, 2)
+    """
+    level = 'step'
+
+
+class CancelBatchException(CancelException):
+    """Skip the rest of this batch and go to `after_batch`.
+
+    >>> from learnkit import Callback
+    >>> from learnkit.testing import synth_learner
+    >>> def every_other(cb):
+    ...     if cb.training and cb.iter % 2: raise CancelBatchException
+    >>> with synth_learner(n_train=4, cbs=Callback(before_batch=every_other)).no_bar() as learn: learn.fit(1)
+    >>> learn.opt.n_steps
+    2
+    """
+    level = 'batch'
+
+
+class StepPutOff(CancelBatchException):
+    """Put the step of a batch off to a later one, and keep its gradients.
+
+    An ordinary batch ends with it, as with any `CancelBatchException`. In a batch with several
+    steps only the call of `optimize` ends, and returns False.
+
+    >>> issubclass(StepPutOff, CancelBatchException)
+    True
+    """
+
+
+class CancelTrainException(CancelException):
+    """Skip the rest of this epoch's training and go to `after_train`.
+
+    The evaluation follows as usual.
+
+    >>> from learnkit import Callback
+    >>> from learnkit.testing import synth_learner
+    >>> def three_batches(cb):
+    ...     if cb.training and cb.iter == 2: raise CancelTrainException
+    >>> with synth_learner(n_train=10, cbs=Callback(after_batch=three_batches)).no_bar() as learn: learn.fit(1)
+    >>> learn.train_iter, learn.history[0]['valid_loss'] is not None
+    (3, True)
+    """
+    level = 'train'
+
+
+class CancelValidException(CancelException):
+    """Skip the rest of this validation loader and go to `after_validate`.
+
+    >>> from learnkit import Callback
+    >>> from learnkit.testing import synth_learner
+    >>> def not_yet(cb):
+    ...     if cb.epoch < 2: raise CancelValidException
+    >>> with synth_learner(cbs=Callback(before_validate=not_yet)).no_bar() as learn: learn.fit(3)
+    >>> [row['valid_loss'] is not None for row in learn.history]
+    [False, False, True]
+    """
+    level = 'validate'
+
+
+class CancelEpochException(CancelException):
+    """Skip the rest of this epoch and go to `after_epoch`.
+
+    An epoch that was cancelled has no row in the history.
+
+    >>> from learnkit import Callback
+    >>> from learnkit.testing import synth_learner
+    >>> def but_the_first(cb):
+    ...     if cb.epoch == 0: raise CancelEpochException
+    >>> with synth_learner(cbs=Callback(before_epoch=but_the_first)).no_bar() as learn: learn.fit(3)
+    >>> [row['epoch'] for row in learn.history]
+    [1, 2]
+    """
+    level = 'epoch'
+
+
+class CancelFitException(CancelException):
+    """End the fit and go to `after_fit`.
+
+    What is under way ends at once. `self.learn.stop()` ends a fit with its last events and evaluation.
+
+    >>> from learnkit import Callback
+    >>> from learnkit.testing import synth_learner
+    >>> def enough(cb):
+    ...     if cb.train_iter == 15: raise CancelFitException
+    >>> with synth_learner(n_train=10, cbs=Callback(after_batch=enough)).no_bar() as learn: learn.fit(100)
+    >>> learn.train_iter, len(learn.history)
+    (15, 1)
+    """
+    level = 'fit'
+
+
+def did_you_mean(
+    word: str,              # what was written
+    known: Iterable[str],   # what could have been meant
+) -> str:
+    """Return ` Did you mean `x`?` for the closest of `known`, or an empty string when nothing is close.
+
+    >>> did_you_mean('befor_fit', ['before_fit', 'after_fit'])
+    ' Did you mean `before_fit`?'
+    """
+    close = get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f' Did you mean `{close[0]}`?' if close else ''
+
+
+class LearnkitError(Exception):
+    """Base of every error that learnkit raises itself.
+
+    Each says what was wrong, where, and what to do about it. Most are built-in errors too, a `ValueError` for one.
+
+    >>> from learnkit import Learner
+    >>> try: Learner([1, 2], 'model')
+    ... except LearnkitError as e: print(type(e).__name__)
+    ModelError
+    """
+
+
+class CallbackError(LearnkitError, TypeError):
+    """Something that was given as a callback is none, or cannot be added to this Learner.
+
+    >>> from learnkit.testing import synth_learner
+    >>> synth_learner(cbs=print)
+    Traceback (most recent call last):
+    learnkit.core.errors.CallbackError: <built-in function print> (builtin_function_or_method) is no callback:
+    write `Callback(before_fit=print)`, with its event.
+    """
+
+
+class UnknownEventError(CallbackError):
+    """An event was named that the lifecycle does not have.
+
+    >>> from learnkit import Callback
+    >>> Callback(befor_fit=print)
+    Traceback (most recent call last):
+    learnkit.core.errors.UnknownEventError: There is no event 'befor_fit' (Callback). Did you mean `before_fit`? ...
+    """
+
+
+class OrderError(CallbackError):
+    """`run_before` or `run_after` contradicts `order`, or makes a cycle.
+
+    >>> from learnkit import Callback
+    >>> from learnkit.testing import synth_learner
+    >>> class Late(Callback): order = 20
+    >>> class Early(Callback): order, run_after = 10, Late
+    >>> synth_learner(cbs=[Early, Late])
+    Traceback (most recent call last):
+    learnkit.core.errors.OrderError: Late (order 20) must run before Early (order 10) by run_before or run_after,
+    but after it by `order`. Change one of the two.
+    """
+
+
+class CancelError(LearnkitError, RuntimeError):
+    """A Cancel exception was raised where no level of its kind was open.
+
+    Which levels are open at an event is in the table of `learnkit.engine.events`.
+
+    >>> from learnkit import Callback
+    >>> from learnkit.testing import synth_learner
+    >>> def too_late(cb): raise CancelBatchException
+    >>> with synth_learner(cbs=Callback(after_epoch=too_late)).no_bar() as learn:
+    ...     try: learn.fit(1)
+    ...     except CancelError as e: print(e)
+    CancelBatchException was raised in Callback.after_epoch (epoch 0, batch 1), where no batch level is open
+    (open: fit). It is legal from `before_batch` on, until `after_cancel_batch` or `after_batch` fires. ...
+    """
+
+
+class LoaderError(LearnkitError, ValueError):
+    """A loader or `DataLoaders` cannot be used as given.
+
+    >>> import torch
+    >>> from learnkit import DataLoaders
+    >>> DataLoaders(torch.zeros(8, 2))
+    Traceback (most recent call last):
+    learnkit.core.errors.LoaderError: The loader 'train' is a Tensor: use DataLoaders.from_tensors for tensors.
+    """
+
+
+class EmptyLoaderError(LoaderError):
+    """A loader gave no batch.
+
+    >>> from learnkit import DataLoaders
+    >>> DataLoaders([])
+    Traceback (most recent call last):
+    learnkit.core.errors.EmptyLoaderError: The loader 'train' (list) has no batches: are there samples in its data set?
+    """
+
+
+class BatchError(LearnkitError, ValueError):
+    """A batch lacks what the loop needs of it, its targets for one.
+
+    >>> from learnkit import find_bs
+    >>> find_bs({'name': 'text'})
+    Traceback (most recent call last):
+    learnkit.core.errors.BatchError: The batch has no size: there is no tensor with a dimension in ...
+    """
+
+
+class LossError(LearnkitError, ValueError):
+    """There is no loss function, or what it returned cannot be minimised.
+
+    >>> from torch import nn
+    >>> from learnkit.testing import synth_learner
+    >>> synth_learner(loss_func=nn.MSELoss)
+    Traceback (most recent call last):
+    learnkit.core.errors.LossError: loss_func=MSELoss is a class: write MSELoss().
+    """
+
+
+class MetricError(LearnkitError, ValueError):
+    """A metric cannot be computed from the predictions and targets it gets.
+
+    Metrics are tried on the first training batch, before a weight changes.
+
+    >>> import torch
+    >>> from learnkit import accuracy
+    >>> accuracy(torch.zeros(8, 3), torch.zeros(4))
+    Traceback (most recent call last):
+    learnkit.core.errors.MetricError: accuracy: (8,) predicted values do not fit targets of shape (4,): ...
+    """
+
+
+class OptimizerError(LearnkitError, ValueError):
+    """An optimizer cannot be made or used with this model.
+
+    >>> from learnkit.testing import synth_learner
+    >>> synth_learner(lr=-0.1).create_opt()
+    Traceback (most recent call last):
+    learnkit.core.errors.OptimizerError: lr=-0.1: give a number, 0 or more.
+    """
+
+
+class ModelError(LearnkitError, ValueError):
+    """The model cannot be trained as it is.
+
+    >>> from learnkit.testing import synth_learner
+    >>> synth_learner(model='a net')
+    Traceback (most recent call last):
+    learnkit.core.errors.ModelError: model is a str, no torch.nn.Module: ...
+    """
+
+
+class FitError(LearnkitError, ValueError):
+    """`fit` was called with arguments it cannot follow.
+
+    >>> from learnkit.testing import synth_learner
+    >>> synth_learner().fit(-1)
+    Traceback (most recent call last):
+    learnkit.core.errors.FitError: n_epoch=-1: give a whole number, 0 or more.
+    """
+
+
+class TimeError(LearnkitError, ValueError):
+    """A time or interval cannot be read, compared or combined.
+
+    >>> from learnkit import Time
+    >>> Time('2epochs')
+    Traceback (most recent call last):
+    learnkit.core.errors.TimeError: '2epochs' is no time. Write '2ep'. The units are iter (iterations), ...
+    """
+
+
+class OptionError(LearnkitError, ValueError):
+    """A callback or function got a value that it cannot work with.
+
+    >>> from learnkit import GradientClip
+    >>> GradientClip(max_norm=-1)
+    Traceback (most recent call last):
+    learnkit.core.errors.OptionError: GradientClip(max_norm=-1): give a norm above 0.
+    """
+
+
+class ScheduleError(OptionError):
+    """A schedule cannot be followed: its pieces do not fill the run, for one.
+
+    >>> from learnkit.callbacks.schedule import SchedCos, combine_scheds
+    >>> combine_scheds([0.5, 0.6], [SchedCos(0, 1), SchedCos(1, 0)])
+    Traceback (most recent call last):
+    learnkit.core.errors.ScheduleError: pcts=[0.5, 0.6] sum to 1.1: the shares of a whole sum to 1.
+    """
+
+
+class WeightsError(LearnkitError, ValueError):
+    """A file of weights cannot be read, or is of another model; nothing was loaded.
+
+    >>> import tempfile
+    >>> from torch import nn
+    >>> from learnkit.testing import synth_learner
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = synth_learner().save(f'{folder}/line')
+    ...     try: synth_learner(model=nn.Linear(1, 1)).load(path)
+    ...     except WeightsError as e: print(str(e).replace(folder, '.'))
+    ./line.pth does not fit Linear, in 4 places. Nothing was loaded. It is of another model: ...
+      missing: weight [1, 1]
+      missing: bias [1]
+      unexpected: a [1]
+      unexpected: b [1]
+    """
+
+
+class CheckpointError(LearnkitError):
+    """A checkpoint cannot be written, found or gone on from; the message says what stands against it.
+
+    >>> import tempfile
+    >>> from learnkit.testing import synth_learner
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     try: synth_learner(path=folder).fit(1, resume='latest')
+    ...     except CheckpointError as e: print(str(e).replace(folder, '.'))
+    There is no checkpoint in ./checkpoints. `Checkpoint()` among the callbacks writes them; its `folder` says where.
+    """
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint's file is not as it was written, or holds what no checkpoint has; nothing of it was believed.
+
+    `fit(resume=True)` passes over such files and takes the newest whole one.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from learnkit.testing import synth_learner
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder, 'a.ckpt')
+    ...     _ = path.write_bytes(b'the first half of a file')
+    ...     try: synth_learner().fit(1, resume=path)
+    ...     except DamagedError as e: print(str(e).replace(folder, '.'))
+    ./a.ckpt is not a whole checkpoint: it was cut short, or is another kind of file. ...
+    """
+
+
+class FolderInUseError(CheckpointError):
+    """Another run is writing its checkpoints into the folder.
+
+    The lock ends with its process, however that ends; a file `.lock` that is left behind means nothing.
+
+    >>> import tempfile
+    >>> from learnkit.core.locks import FolderLock
+    >>> with tempfile.TemporaryDirectory() as folder, FolderLock(folder):
+    ...     try: FolderLock(folder).acquire()  # as a second `Checkpoint` would
+    ...     except FolderInUseError as e: print(str(e).replace(folder, 'checkpoints'))
+    checkpoints is in use: this process has been writing there since ...: give this one a folder of its own, or end
+    the other.
+    """
+
+
+class MissingExtraError(LearnkitError, ImportError):
+    """A library that only some features need is not installed; the message says how to install it.
+
+    >>> from learnkit.loggers.base import need
+    >>> try: need('wandb_of_mars', 'wandb', 'WandbLogger')
+    ... except MissingExtraError as e: print(e)
+    WandbLogger needs wandb_of_mars: pip install "learnkit[wandb]"
+    """
+
+
+class DistributedError(LearnkitError, RuntimeError):
+    """Several processes cannot train together, or another one of them has failed.
+
+    >>> from learnkit.core.comm import launched_as
+    >>> launched_as({'RANK': '0', 'WORLD_SIZE': '2'})
+    Traceback (most recent call last):
+    learnkit.core.errors.DistributedError: RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT. ...
+    """

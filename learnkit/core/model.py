@@ -1,0 +1,40 @@
+"""The model inside its wrappers, and where it is."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ['bare_model', 'wrappers_of', 'model_device', 'name_of']
+
+
+def bare_model(model: nn.Module) -> nn.Module:
+    "Return the model inside the wrappers that put a prefix before every name: torch.compile's and DataParallel's."
+    while (inner := _inner(model)) is not None: model = inner
+    return model
+
+
+def wrappers_of(model: nn.Module) -> list[nn.Module]:
+    "Return what is around the bare model, outermost first."
+    found = []
+    while (inner := _inner(model)) is not None:
+        found.append(model)
+        model = inner
+    return found
+
+
+def _inner(model: nn.Module) -> nn.Module | None:
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)): return model.module
+    return getattr(model, '_orig_mod', None)
+
+
+def model_device(model: nn.Module, dls: Any) -> torch.device:
+    "Return the device of the model's first parameter, or that of the data for a model without any."
+    for p in model.parameters(): return p.device
+    return torch.device(getattr(dls, 'device', None) or 'cpu')
+
+
+def name_of(f: Any) -> str:
+    "Return the name of a function, or of an object's class."
+    return getattr(f, '__name__', None) or type(f).__name__

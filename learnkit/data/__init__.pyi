@@ -1,0 +1,8 @@
+from .dataloaders import (
+    DataLoaders as DataLoaders,
+    TensorLoader as TensorLoader,
+    default_device as default_device,
+)
+from .evaluator import (
+    Evaluator as Evaluator,
+)

@@ -1,0 +1,1 @@
+"""Tools that look inside a training run."""

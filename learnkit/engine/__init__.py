@@ -1,0 +1,1 @@
+"""The training loop: events, callbacks, dispatch, and the loop itself."""

@@ -1,0 +1,180 @@
+"""The counters of a run and the mode of its model; and epochs that are skipped."""
+from __future__ import annotations
+
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from learnkit.core.errors import CancelEpochException
+from learnkit.core.model import bare_model, wrappers_of
+from learnkit.core.validation import warn_user
+from learnkit.engine.callback import Callback
+from learnkit.engine.loop import sample_count, token_count
+
+__all__ = ['TrainEvalCallback', 'SkipToEpoch']
+
+
+class TrainEvalCallback(Callback):
+    """Keep the counters, the model's device and the training or evaluation mode.
+
+    Every Learner has one, unless it was made with `default_cbs=False`. Its `order` is -10: any other callback finds the
+    counters as they are after it.
+
+    >>> from learnkit.testing import synth_learner
+    >>> with synth_learner(n_train=10).no_bar() as learn: learn.fit(2)
+    >>> learn.train_iter, learn.epoch, round(learn.pct_train, 6)
+    (20, 1, 1.0)
+
+    It warns, once, of a callback that sets `learn.loss` in training and not `loss_grad`, which is what is minimized.
+    """
+    order, run_valid = -10, False
+    needs_events = False
+    runs_last = 'after_pred', 'before_backward'
+    _has_warned = False                        # of a loss that was set in vain
+    _loss_before: Any = None                   # weak references to the losses at hand, with their versions
+    _modes: list[tuple[nn.Module, bool]] = []  # those of training, while an evaluation has changed them
+    _starting = True                           # the first epoch of a fit is to come
+    _trained = False                           # this epoch's training has begun
+
+    def after_create(self) -> None:
+        self.learn.n_epoch = 1
+
+    def before_fit(self) -> None:
+        learn = self.learn
+        learn.loss = torch.tensor(0.)
+        if learn.fitting or not learn._depth:
+            learn.epoch, learn.train_iter, learn.pct_train = 0, 0, 0.
+            self._starting, self._modes = True, []
+        device = getattr(learn.dls, 'device', None)
+        learn.model.to(device)
+        if isinstance(learn.loss_func, nn.Module): learn.loss_func.to(device)
+        if hasattr(learn.model, 'reset'): learn.model.reset()
+        if learn.fitting and not self._has_warned: self._watch_loss()
+
+    # -- a loss that is set in vain ------------------------------------------------------------------------------------
+
+    def _watch_loss(self) -> None:
+        "Look at the loss before and after the handlers of other people's callbacks, where there are any."
+        if self._names_of('after_pred'):
+            self.before_pred, self.after_pred = self._note_loss, self._check_loss
+        if self._names_of('after_loss', 'before_backward'):
+            self.after_loss, self.before_backward = self._note_loss, self._check_loss
+
+    def _names_of(self, *events: str) -> list[str]:
+        "Return the classes of callbacks from outside the package that act on training at these events."
+        table = self.learn._callbacks.tables[True]
+        cbs = [cb for event in events for _, _, cb in table[event] if is_users(cb)]
+        return list(dict.fromkeys(type(cb).__name__ for cb in cbs))
+
+    def _note_loss(self) -> None:
+        self._loss_before = [noted(vars(self.learn).get(name)) for name in ('loss', 'loss_grad')]
+
+    def _check_loss(self) -> None:
+        "Warn where the loss is another one and what is minimized is not."
+        before, self._loss_before = self._loss_before, None
+        loss, loss_grad = (vars(self.learn).get(name) for name in ('loss', 'loss_grad'))
+        if before is None or is_noted(loss, before[0]) or not is_noted(loss_grad, before[1]):
+            return
+        self._has_warned = True
+        self._stop_watching()
+        names = ' or '.join(self._names_of('after_pred', 'after_loss', 'before_backward'))
+        warn_user(f'{names} has set `learn.loss`, which is only what is recorded. Gradients are of `loss_grad`, which '
+                  'was left as it was: to train on another loss set `self.learn.loss_grad`, and to record it, '
+                  '`self.learn.loss = self.loss_grad.detach()`.')
+
+    def _stop_watching(self) -> None:
+        for name in ('before_pred', 'after_pred', 'after_loss', 'before_backward'):
+            if name in self.__dict__:
+                delattr(self, name)
+        self._loss_before = None
+
+    # -- counters and modes --------------------------------------------------------------------------------------------
+
+    def before_train(self) -> None:
+        learn = self.learn
+        learn.training = True
+        if learn.n_epoch: learn.pct_train = learn.epoch / learn.n_epoch
+        if self._starting or not learn.model.training:  # otherwise the modes are there, or a callback has set others
+            learn.model.train()
+            for module, mode in self._modes: module.training = mode
+        self._starting, self._modes, self._trained = False, [], True
+        if learn.fitting:
+            learn._cover_params()
+            learn.opt.train()
+
+    def after_batch(self) -> None:
+        learn = self.learn
+        learn.train_iter += 1
+        if learn.n_iter and learn.n_epoch: learn.pct_train += 1. / (learn.n_iter * learn.n_epoch)
+        done = learn._done
+        done['ba'] += 1
+        done['sp'] += sample_count(learn)
+        if learn.token_func or (learn.xb and type(learn.xb[0]) is not Tensor): done['tok'] += token_count(learn)
+
+    def before_validate(self) -> None:
+        learn = self.learn
+        if learn.model.training: self._modes = [(m, m.training) for m in learn.model.modules()]
+        learn.model.eval()
+        learn.training = False
+
+    def after_epoch(self) -> None:
+        if not self.learn.fitting: return
+        self.learn._done['ep'] += self._trained  # one that was skipped is not finished
+        self._trained = False
+
+    def after_iteration(self) -> None:
+        self.learn._done['iter'] += 1
+
+    def cleanup(self) -> None:
+        self._modes = []
+        self._stop_watching()
+
+    def state_dict(self) -> dict[str, Any]:
+        "Return which modules are in evaluation mode, now and in training."
+        named = list(bare_model(self.learn.model).named_modules()) if self.learn is not None else []
+        training = {id(m): mode for m, mode in self._modes} if not self.learn.model.training else {}
+        return {'eval_now': [n for n, m in named if not m.training],
+                'eval_in_training': [n for n, m in named if not training.get(id(m), m.training)],
+                'starting': self._starting}
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        "Put each module into its mode."
+        if self.learn is None: return
+        now, in_training = set(sd['eval_now']), set(sd['eval_in_training'])
+        named = list(bare_model(self.learn.model).named_modules())
+        self._modes, self._starting = [(m, n not in in_training) for n, m in named], sd['starting']
+        for name, module in named: module.training = name not in now
+        for wrapper in wrappers_of(self.learn.model): wrapper.training = '' not in now
+
+
+def is_users(cb: Any) -> bool:
+    "Return True for a callback whose handlers are from outside the package."
+    return type(cb) is Callback or type(cb).__module__.partition('.')[0] != 'learnkit'
+
+
+def noted(t: Any) -> tuple[Any, int] | None:
+    "Return a weak reference to a tensor, and how often it was changed in place; None for what is no tensor."
+    return (ref(t), t._version) if isinstance(t, Tensor) else None
+
+
+def is_noted(t: Any, before: tuple[Any, int] | None) -> bool:
+    "Return True if a tensor, or the lack of one, is as it was noted."
+    if before is None or not isinstance(t, Tensor):
+        return before is None and not isinstance(t, Tensor)
+    return before[0]() is t and before[1] == t._version
+
+
+class SkipToEpoch(Callback):
+    """Skip the epochs before `epoch`: what `fit(start_epoch=...)` adds. Skipped epochs get no row in the history.
+
+    >>> SkipToEpoch(3)
+    SkipToEpoch
+    """
+    order = 70
+
+    def __init__(self, epoch: int) -> None: self._skip_to = epoch
+
+    def before_epoch(self) -> None:
+        if self.epoch < self._skip_to: raise CancelEpochException

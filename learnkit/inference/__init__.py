@@ -1,0 +1,1 @@
+"""Predictions over a loader, interpretation, and sample tables."""

@@ -1,0 +1,169 @@
+"""Predictions as an iterator over batches, in constant memory.
+
+A stream is a run that pauses between batches. While it pauses the Learner is as it was before it (modes, RNGs, loop
+state, gradient mode, lock, weights that callbacks changed); when it goes on, its own state is put in place again."""
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from fastcore.basics import noop
+
+from learnkit.core.errors import CancelValidException, FitError
+from learnkit.core.random import capture_rng, preserved_generators, restore_rng
+from learnkit.engine.callback import Callback
+from learnkit.engine.events import EVENTS, LEVELS
+from learnkit.engine.loop import Loop
+from learnkit.engine.run import STATE
+
+__all__ = ['PredictionStream', 'Streaming']
+
+# what a run has in the Learner, besides `STATE`
+_RUN = ('_open', '_depth', '_doing', '_ending', '_stopping', '_device', 'fitting', 'error', 'logger', 'create_mbar')
+
+
+class PredictionStream(Iterator[tuple[Any, ...]]):
+    """Predictions batch by batch, each computed when it is asked for: what `learn.predict_iter` returns.
+
+    `close` ends the run early, as does dropping the stream; a `with` block closes it at its end.
+    """
+
+    def __init__(
+        self,
+        learn: Any,
+        run: Callable[[Any], Iterator[None]],  # makes the steps of the run, a batch each, with one more callback in it
+        batch: list[tuple[Any, ...]],          # where a step leaves the batch's entries
+        context: Callable[[], Any],            # makes what surrounds each step
+    ) -> None:
+        self._learn, self._batch, self._context = learn, batch, context
+        self._state: Any = None                # of the paused run
+        self._running, self._lost = False, False
+        me = weakref.ref(self)                 # whoever drops the stream ends it
+        def on_event(cb: Callback) -> None:
+            if (stream := me()) is not None and cb.learn is stream._learn: stream._learn_goes_on()
+        watch = Callback(**dict.fromkeys(EVENTS, on_event))
+        watch.order = float('-inf')
+        self._steps = run(watch)
+
+    def __next__(self) -> tuple[Any, ...]:
+        if self._lost:
+            raise FitError('This stream of predictions was ended when its Learner went on to something else (a fit, a '
+                           'validation, the rest of the fit it was in). Use it up before, or write the predictions '
+                           'with get_preds(sink=...).')
+        while not self._batch: self._advance(partial(next, self._steps))  # a cancelled batch has left nothing
+        return self._batch.pop()
+
+    def close(self) -> None:
+        "End the run as a CancelValidException would, and put everything back; further calls do nothing."
+        if self._state is None: return self._steps.close()  # type: ignore[attr-defined]  # it is a generator
+        try: self._advance(partial(self._steps.throw, CancelValidException()))  # type: ignore[attr-defined]
+        except StopIteration: pass
+
+    def _learn_goes_on(self) -> None:
+        "Hear that an event fired; when it is not one of this run, which pauses, the run is over."
+        if self._running or self._state is None: return
+        self._lose()
+
+    def _lose(self) -> None: self._lost = True; self.close()
+
+    def _advance(self, step: Callable[[], Any]) -> None:
+        "Let the run go on until it pauses or ends; the Learner is before and after as it is outside."
+        learn = self._learn
+        with learn.lock:
+            outside, self._running = _snapshot(learn), True
+            if self._state is not None:
+                _install(learn, self._state)
+                learn.lock.acquire()  # the run holds it once, and gave it up to pause
+            try:
+                if self._state is not None: _tell(learn, '_run_resumed')
+                with self._context(), learn._evaluated_weights(): step()
+                _tell(learn, '_run_paused')
+                self._state = _snapshot(learn)
+                _PAUSED.add(self)
+                learn.lock.release()
+            except BaseException:
+                self._state = None
+                _PAUSED.discard(self)
+                self._batch.clear()
+                raise
+            finally:
+                self._running = False
+                _install(learn, outside)
+
+    def __repr__(self) -> str:
+        state = 'ended by its Learner' if self._lost else 'paused' if self._state is not None else 'not running'
+        return f'PredictionStream({type(self._learn.model).__name__}, {state})'
+
+    def __enter__(self) -> PredictionStream: return self
+    def __exit__(self, *exc_info: object) -> None: self.close()
+
+    def __del__(self) -> None:
+        if '_steps' in self.__dict__ and not sys.is_finalizing(): self.close()
+
+
+_PAUSED: weakref.WeakSet[PredictionStream] = weakref.WeakSet()  # of all Learners
+
+
+def _tell(learn: Any, what: str) -> None:
+    "Let callbacks that change something for the length of an evaluation put it back for a pause, and set it again."
+    for cb in list(learn._callbacks):
+        if handler := getattr(type(cb), what, None): handler(cb)
+
+
+def _snapshot(learn: Any) -> tuple[Any, ...]:
+    "Return what a pausing run must leave as it was."
+    attributes = {name: learn.__dict__[name] for name in (*STATE, *_RUN) if name in learn.__dict__}
+    return attributes, [(m, m.training) for m in learn.model.modules()], capture_rng(), torch.is_grad_enabled()
+
+
+def _install(learn: Any, state: tuple[Any, ...]) -> None:
+    attributes, modes, rng, grad = state
+    for name in (*STATE, *_RUN): learn.__dict__.pop(name, None)
+    learn.__dict__.update(attributes)
+    for module, mode in modes:
+        if module.training is not mode: module.training = mode
+    restore_rng(rng)
+    torch.set_grad_enabled(grad)
+
+
+class Streaming(Loop):
+    "The part of the Learner that predicts as a stream: the loop's levels as generators, which pause after each batch."
+
+    def _end_streams(self) -> None:
+        "End the streams that pause: callbacks would not hear of their end, or it would come too late."
+        for stream in list(_PAUSED):
+            if stream._learn is self and not stream._running: stream._lose()
+
+    def _predicting(self, dl: Any, cbs: Any, inner: bool, source: str | None) -> Iterator[None]:
+        with self.added_cbs(cbs), self._run('evaluation'):
+            self.logger, self.create_mbar = noop, False
+            self.phase, self.dl_name, self._source = 'predict', 'valid', source
+            steps = self._predicting_on(dl)
+            yield from steps if inner else self._level_of(self._level_of(steps, 'epoch'), 'fit')
+
+    def _predicting_on(self, dl: Any) -> Iterator[None]:
+        self('before_predict')
+        self._set_loader(dl)
+        with preserved_generators(dl), torch.no_grad(): yield from self._level_of(self._one_by_one(), 'validate')
+        self('after_predict')
+
+    def _one_by_one(self) -> Iterator[None]:
+        for i, batch in self._draws():
+            self.one_batch(i, batch)
+            yield
+
+    def _level_of(self, body: Iterator[None], event_type: str) -> Iterator[None]:
+        "Do for a generator what `_with_events` does for a function."
+        level, outer, cancelled = LEVELS[event_type], self._open, False
+        self._open = (*outer, event_type)
+        try:
+            self(level.before)
+            yield from body
+        except level.exception: cancelled = True
+        finally: self._open = outer
+        if cancelled: self(level.after_cancel)
+        self(level.after)

@@ -1,0 +1,190 @@
+"""Annealing: values that go from one to another, as functions of the position between them, and their combinations."""
+from __future__ import annotations
+
+import inspect
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from functools import wraps
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from learnkit.core.errors import ScheduleError
+
+__all__ = ['annealer', 'Annealer', 'Schedule', 'SchedLin', 'SchedCos', 'SchedNo', 'SchedExp', 'SchedPoly',
+           'combine_scheds', 'combined_cos', 'check_schedule']
+
+Schedule = Callable[[Any], Any]  # from a position, 0 to 1, to a value or one a param group
+
+ROUNDING = 1e-6  # how far positions and sums of shares may be off
+
+
+class Annealer:
+    "A value that goes from `start` to `end`, as a function of the position between them; it pickles."
+
+    def __init__(self, maker: Callable[..., Annealer], f: Callable[..., Any], start: Any, end: Any, *more: Any) -> None:
+        self.maker, self.f, self.more = maker, f, more
+        self.start, self.end = (np.array(v) if isinstance(v, (list, tuple)) else v for v in (start, end))
+
+    def __call__(self, pos: Any) -> Any: return self.f(self.start, self.end, _checked_position(pos), *self.more)
+    def __reduce__(self) -> Any: return self.maker, (self.start, self.end, *self.more)
+
+    def __repr__(self) -> str:
+        return f'{self.maker.__name__}({", ".join(map(repr, (self.start, self.end, *self.more)))})'
+
+
+def annealer(
+    f: Callable[..., Any],  # f(start, end, pos), and more parameters behind them
+) -> Callable[..., Annealer]:
+    """Make `f` take `start` and `end` (and what follows `pos`), and return a function of the position, from 0 to 1.
+
+    `start` and `end` are numbers, arrays or tensors. Raises `ScheduleError` for values that `f` cannot go between, and
+    for positions outside 0 to 1.
+
+    >>> @annealer
+    ... def SchedSquare(start, end, pos): return start + (end - start) * pos ** 2
+    >>> SchedSquare(0., 8.)(0.5)
+    2.0
+    """
+    @wraps(f)
+    def make(start: Any, end: Any, *more: Any, **named: Any) -> Annealer:
+        more = signature.bind(start, end, *more, **named).args[2:]
+        schedule = Annealer(make, f, start, end, *more)
+        _try_out(schedule)
+        return schedule
+
+    parameters = inspect.signature(f).parameters.values()
+    signature = inspect.Signature([p for p in parameters if p.name != 'pos'], return_annotation='Annealer')
+    make.__signature__ = signature  # type: ignore[attr-defined]  # what `inspect` reads
+    return make
+
+
+def _try_out(schedule: Annealer) -> None:
+    try:
+        with np.errstate(divide='raise', invalid='raise'): values = [schedule(0.), schedule(0.5)]
+    except (ArithmeticError, TypeError) as e: raise ScheduleError(f'{schedule} cannot be computed: {e}.') from e
+    if any(isinstance(v, complex) for v in values): raise ScheduleError(f'{schedule} is not a real number on its way.')
+
+
+def _checked_position(pos: Any) -> Any:
+    "Return a position from 0 to 1, rid of rounding errors; raise `ScheduleError` for any other."
+    if pos.__class__ is float and 0. <= pos <= 1.: return pos
+    many = getattr(pos, 'ndim', 0) > 0
+    low, high = (float(pos.min()), float(pos.max())) if many else (float(pos),) * 2
+    if not (low >= -ROUNDING and high <= 1 + ROUNDING):
+        raise ScheduleError(f'A schedule was asked for position {pos!r}: 0 is its start and 1 its end.')
+    if low >= 0 and high <= 1: return pos
+    return pos.clip(0, 1) if many else min(max(float(pos), 0.), 1.)
+
+
+def _cos(x: Any) -> Any:
+    if isinstance(x, Tensor): return x.cos()
+    return np.cos(x) if isinstance(x, np.ndarray) else math.cos(x)
+
+
+@annealer
+def SchedLin(start: Any, end: Any, pos: Any) -> Any:
+    """Go evenly from `start` to `end`.
+
+    >>> SchedLin(1., 2.)(0.25)
+    1.25
+    """
+    return start + pos * (end - start)
+
+
+@annealer
+def SchedCos(start: Any, end: Any, pos: Any) -> Any:
+    """Go along half a cosine, flat at both ends: `start + (end - start) * (1 - cos(pi * pos)) / 2`.
+
+    >>> SchedCos(1., 2.)
+    SchedCos(1.0, 2.0)
+    """
+    return start + (1 + _cos(math.pi * (1 - pos))) * (end - start) / 2
+
+
+@annealer
+def SchedNo(start: Any, end: Any, pos: Any) -> Any:
+    "Stay at `start`."
+    return start
+
+
+@annealer
+def SchedExp(start: Any, end: Any, pos: Any) -> Any:
+    """Go by equal factors: `start * (end / start) ** pos`.
+
+    >>> SchedExp(1., 100.)(0.5)
+    10.0
+    """
+    return start * (end / start) ** pos
+
+
+@annealer
+def SchedPoly(start: Any, end: Any, pos: Any, power: Any) -> Any:
+    """Go by a power of the position: `start + (end - start) * pos ** power`.
+
+    >>> SchedPoly(0., 1., 2)(0.5)
+    0.25
+    """
+    return start + (end - start) * pos ** power
+
+
+class _Combined:
+    "Schedules one after the other."
+
+    def __init__(self, pcts: list[float], scheds: list[Schedule]) -> None:
+        self.pcts, self.scheds = pcts, scheds
+        self.starts = [0., *accumulate(pcts)][:-1]
+
+    def __call__(self, pos: Any) -> Any:
+        pos = float(_checked_position(pos))
+        i = bisect_right(self.starts, pos) - 1
+        return self.scheds[i](min((pos - self.starts[i]) / self.pcts[i], 1.))
+
+    def __repr__(self) -> str: return f'combine_scheds({self.pcts}, {self.scheds})'
+
+
+def combine_scheds(
+    pcts: Sequence[float],       # each one's share of the whole; they sum to 1
+    scheds: Sequence[Schedule],  # from 0 to 1 each
+) -> Schedule:
+    """Return one schedule that follows `scheds` one after the other; where they meet, the later one counts.
+
+    Raises `ScheduleError` for shares that are negative or do not sum to 1, and for another number of schedules.
+
+    >>> f = combine_scheds([0.25, 0.75], [SchedLin(0., 1.), SchedNo(1., 1.)])
+    >>> f(0.125), f(0.9)
+    (0.5, 1.0)
+    """
+    try: shares = [float(p) for p in pcts]
+    except (TypeError, ValueError) as e: raise ScheduleError(f'pcts={pcts!r}: give shares from 0 to 1 ({e}).') from e
+    if len(shares) != len(scheds):
+        raise ScheduleError(f'{len(shares)} shares for {len(scheds)} schedules: give one each.')
+    if not all(p >= 0 for p in shares): raise ScheduleError(f'pcts={shares}: a share of a schedule is 0 or more.')
+    if abs(math.fsum(shares) - 1) > ROUNDING:
+        raise ScheduleError(f'pcts={shares} sum to {math.fsum(shares):g}: the shares of a whole sum to 1.')
+    for f in scheds: check_schedule('A piece', f)
+    filled = [(p, f) for p, f in zip(shares, scheds, strict=True) if p]
+    return _Combined([p for p, _ in filled], [f for _, f in filled])
+
+
+def combined_cos(
+    pct: float,    # where the middle is
+    start: Any,
+    middle: Any,
+    end: Any,
+) -> Schedule:
+    """Return a schedule that goes from `start` to `middle` and on to `end`, each along half a cosine.
+
+    >>> f = combined_cos(0.25, 0., 1., 0.)
+    >>> f(0.), f(0.25), f(1.)
+    (0.0, 1.0, 0.0)
+    """
+    return combine_scheds([pct, 1 - pct], [SchedCos(start, middle), SchedCos(middle, end)])
+
+
+def check_schedule(what: str, f: object) -> None:
+    "Raise `ScheduleError` for what is no function."
+    if not callable(f): raise ScheduleError(f'{what} is {f!r}: give a function of the position, SchedCos(1, 0) say.')

@@ -1,0 +1,183 @@
+"""The plots of the Recorder and of the timings: which numbers the artists hold, and that nothing else is drawn."""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from learnkit import Callback, DataLoaders, Learner, accuracy, mae
+from learnkit.callbacks.plots import epochs_of
+from learnkit.core.errors import MetricError, OptionError
+from learnkit.core.plotting import COLORS, AxesList, color, new_axes
+from learnkit.testing import synth_learner
+
+plt: Any = pytest.importorskip('matplotlib.pyplot')
+
+
+def learner(**kwargs: Any) -> Learner:
+    x = torch.randn(40, 3)
+    valid = {'day': (x[:10], x[:10].argmax(1)), 'night': (x[10:20], x[10:20].argmax(1))}
+    dls = DataLoaders.from_tensors((x, x.argmax(1)), kwargs.pop('valid', valid), bs=10)
+    learn = Learner(dls, nn.Linear(3, 3), nn.CrossEntropyLoss(), lr=0.1, metrics=accuracy, **kwargs)
+    learn.recorder.train_metrics = True
+    return learn
+
+
+def fit(learn: Learner, *args: Any, **kwargs: Any) -> None:
+    with learn.no_bar(), learn.no_logging(): learn.fit(*args, **kwargs)
+
+
+def drawn(ax: Any) -> dict[str, tuple[list[float], list[float]]]:
+    "The points of each line that has a label."
+    return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in ax.get_lines()
+            if not line.get_label().startswith('_')}
+
+
+def column(learn: Learner, name: str) -> list[Any]: return [row[name] for row in learn.history]
+
+
+# ------------------------------------------------------------------------------------------ plot_metrics
+
+def test_a_panel_for_each_metric_with_a_line_for_each_place() -> None:
+    learn = learner()
+    fit(learn, 3)
+    axs = learn.recorder.plot_metrics()
+    assert [ax.get_ylabel() for ax in axs] == ['loss', 'accuracy'] and len(plt.get_fignums()) == 1
+    for ax, metric in zip(axs, ('loss', 'accuracy'), strict=True):
+        names = {'train': f'train_{metric}', 'day': f'day/{metric}', 'night': f'night/{metric}'}
+        assert drawn(ax) == {where: ([0, 1, 2], column(learn, name)) for where, name in names.items()}
+        assert [t.get_text() for t in ax.get_legend().get_texts()] == ['train', 'day', 'night']
+        assert [line.get_color() for line in ax.get_lines()] == list(COLORS[:3]) and ax.get_xlabel() == 'epoch'
+    assert repr(axs) == '<2 axes>' and axs.figure is axs[1].figure
+
+
+def test_all_fits_are_drawn_and_marked_where_they_begin() -> None:
+    learn = learner(valid=None)
+    fit(learn, 2)
+    fit(learn, 1)
+    fit(learn, 5, start_epoch=4)
+    ax, _ = learn.recorder.plot_metrics()
+    assert drawn(ax) == {'train': ([0, 1, 2, 4], column(learn, 'train_loss'))}
+    assert [line.get_xdata()[0] for line in ax.get_lines()[1:]] == [1.5, 3.5]
+    assert ax.get_xlabel() == 'epoch (of all fits)' and ax.get_legend() is None
+    assert epochs_of([]) == ([], [])
+
+
+def test_a_resumed_fit_is_one_line(tmp_path: Path) -> None:
+    learn = synth_learner(path=tmp_path)
+    fit(learn, 2)
+    state = learn.recorder.state_dict()
+    other = synth_learner()
+    other.recorder.load_state_dict(state)
+    other.recorder.history.append({**other.history[-1], 'epoch': 2, 'train_loss': 0.5})
+    ax, = other.recorder.plot_metrics()
+    assert drawn(ax)['train'] == ([0, 1, 2], [*column(learn, 'train_loss'), 0.5]) and len(ax.get_lines()) == 2
+
+
+def test_names_choose_and_one_axes_takes_them_all() -> None:
+    learn = learner(cbs=[Callback(after_epoch=lambda cb: cb.learn.log('norm', 3. + cb.epoch))])
+    fit(learn, 2)
+    assert [ax.get_ylabel() for ax in learn.recorder.plot_metrics(['accuracy', 'norm'])] == ['accuracy', 'norm']
+    only, = learn.recorder.plot_metrics('night/accuracy')
+    assert drawn(only) == {'night': ([0, 1], column(learn, 'night/accuracy'))}
+    mine = plt.subplots()[1]
+    n = len(plt.get_fignums())
+    assert learn.recorder.plot_metrics(['day/loss', 'train_loss', 'norm'], ax=mine) is mine
+    assert len(plt.get_fignums()) == n
+    assert drawn(mine) == {'train loss': ([0, 1], column(learn, 'train_loss')), 'norm': ([0, 1], [3., 4.]),
+                           'day loss': ([0, 1], column(learn, 'day/loss'))}
+
+
+def test_epochs_without_an_evaluation_are_left_out() -> None:
+    learn = synth_learner(metrics=mae, eval_every='2ep')
+    fit(learn, 4)
+    _, ax = learn.recorder.plot_metrics()
+    assert column(learn, 'mae')[0] is None
+    assert drawn(ax) == {'valid': ([1, 3], column(learn, 'mae')[1::2])}
+
+
+def test_columns_that_are_not_printed_are_drawn_when_they_are_named() -> None:
+    learn = synth_learner(cbs=Callback(after_step=lambda cb: cb.learn.log('hidden', 1., shown=False)))
+    fit(learn, 1)
+    assert [ax.get_ylabel() for ax in learn.recorder.plot_metrics()] == ['loss']
+    ax, = learn.recorder.plot_metrics('hidden')
+    assert drawn(ax) == {'valid': ([0], [1.])}
+
+
+def test_what_is_not_there_is_told() -> None:
+    learn = synth_learner(metrics=mae)
+    for draw in (learn.recorder.plot_metrics, learn.recorder.plot_loss, learn.recorder.plot_sched):
+        with pytest.raises(MetricError, match=r'call `learn\.fit\(1\)` first'): draw()
+    fit(learn, 1)
+    with pytest.raises(MetricError, match=r'maee was not recorded\. Did you mean `mae`\?'):
+        learn.recorder.plot_metrics('maee')
+    assert not plt.get_fignums()
+
+
+# ------------------------------------------------------------------------------------------ the others
+
+def test_a_fit_shorter_than_what_is_skipped_is_drawn_whole() -> None:
+    learn = synth_learner(n_train=3)
+    fit(learn, 1)
+    train, valid = drawn(learn.recorder.plot_loss()).values()
+    assert train == ([0, 1, 2], learn.recorder.smooth_loss.smooth) and valid[0] == [3]
+
+
+def test_plot_loss_draws_over_no_other_picture() -> None:
+    learn = synth_learner()
+    fit(learn, 1)
+    mine = plt.subplots()[1]
+    axs = [learn.recorder.plot_loss(), learn.recorder.plot_loss()]
+    assert len({ax.figure.number for ax in (mine, *axs)}) == 3 and not mine.lines
+
+
+def test_timings_are_bars_with_their_unit_and_share() -> None:
+    learn = synth_learner()
+    with pytest.raises(OptionError, match='No step has been measured'): learn.timings.plot()
+    fit(learn, 1)
+    learn.timings._sums.clear()
+    learn.timings._sums.update({'data': 0.03, 'forward': 0.06, 'Recorder': 0.008, 'loop': 0.002})
+    learn.timings.n = 2
+    mine = plt.subplots()[1]
+    assert learn.timings.plot(ax=mine) is mine
+    assert sorted(bar.get_width() for bar in mine.patches) == pytest.approx([1, 4, 15, 30])
+    assert {t.get_text() for t in mine.texts} == {'30 ms, 60.0%', '15 ms, 30.0%', '4 ms, 8.0%', '1 ms, 2.0%'}
+    assert [t.get_text() for t in mine.get_yticklabels()] == ['forward', 'data', 'Recorder', 'loop']
+    assert mine.yaxis_inverted() and mine.get_xlabel() == 'ms a step'
+    assert mine.get_title() == 'a step takes 50 ms (2 measured)'
+    kinds = [t.get_text() for t in mine.get_legend().get_texts()]
+    assert kinds == ['data and model', 'callbacks', 'loop']
+
+
+def luminance(name: str) -> float:
+    from matplotlib.colors import to_rgb
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(name)]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_the_palette_is_seen_on_white_and_on_black() -> None:
+    "The contrast of WCAG 2, at least 3:1 on both for the first colors that are used."
+    for name in COLORS[:3]: assert 1.05 / (luminance(name) + 0.05) >= 3 and (luminance(name) + 0.05) / 0.05 >= 3
+    assert all((luminance(name) + 0.05) / 0.05 >= 3 for name in COLORS)
+
+
+def test_a_chosen_style_keeps_its_colors() -> None:
+    assert color(1) == COLORS[1]
+    with plt.style.context('ggplot'): assert color(1) == 'C1'
+
+
+def test_new_axes_are_as_many_as_asked_for() -> None:
+    axs = new_axes(5, 3)
+    assert isinstance(axs, AxesList) and len(axs) == len(axs.figure.axes) == 5
+    assert len(new_axes(0, 3)) == 1
+
+
+def test_weights_and_generators_are_as_before() -> None:
+    learn = learner()
+    fit(learn, 3)
+    before: list[Tensor] = [torch.get_rng_state(), *[p.clone() for p in learn.model.parameters()]]
+    learn.recorder.plot_metrics(); learn.recorder.plot_loss(); learn.timings.plot()
+    assert all(map(torch.equal, before, [torch.get_rng_state(), *learn.model.parameters()]))

@@ -1,0 +1,71 @@
+"""learnkit.data.position: from any place of an epoch, the same batches and the same random numbers as without a stop."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from tests.helpers.drawing import BS, Counting, Eager, N, OwnSeed, Told, check, loader, seeded
+
+PLACES = [0, 1, 3, 'last', 'end']
+NOISE = ['', 'torch', 'numpy', 'python', 'own', 'own python']
+
+
+def weighted(seed: int, **options: Any) -> WeightedRandomSampler:
+    return WeightedRandomSampler(torch.arange(1., N + 1), N, **options)
+
+
+SAMPLERS: dict[str, dict[str, Any]] = {
+    'in order': {},
+    'shuffle': {'shuffle': True},
+    'shuffle, drop_last': {'shuffle': True, 'drop_last': True},
+    'generator': {'shuffle': True, 'generator': seeded},
+    'weighted': {'sampler': weighted},
+    'weighted, generator': {'sampler': lambda seed: weighted(seed, generator=seeded(seed))},
+    'replacement': {'sampler': lambda seed: RandomSampler(range(N), replacement=True, num_samples=90)},
+    'replacement, generator': {'generator': seeded, 'sampler': lambda seed: RandomSampler(
+        range(N), replacement=True, num_samples=90, generator=seeded(seed))},
+    'subset': {'sampler': lambda seed: SubsetRandomSampler(range(3, N), generator=seeded(seed))},
+    'seed of its own': {'sampler': OwnSeed},
+    'counts epochs': {'sampler': lambda seed: Counting()},
+    'is told epochs': {'sampler': Told},
+    'batch_sampler': {'batch_sampler': lambda seed: BatchSampler(RandomSampler(range(N)), BS, True)},
+    'eager batch_sampler': {'batch_sampler': lambda seed: Eager()},
+    'eager, generator': {'batch_sampler': lambda seed: Eager(), 'generator': seeded},
+    'a list of batches': {'batch_sampler': [[0, 1], [5], [3, 2, 4], [6, 7], [8, 9], [10]]},
+    'no batches': {'batch_size': None, 'shuffle': True},
+}
+
+
+@pytest.mark.parametrize('sampler', SAMPLERS)
+def test_every_sampler_in_this_process(sampler: str) -> None:
+    check(loader(**SAMPLERS[sampler]), PLACES)
+
+
+@pytest.mark.parametrize(('sampler', 'noise'), [
+    *[('shuffle', noise) for noise in NOISE], ('replacement, generator', 'own python'),
+    ('seed of its own', 'python'), ('eager batch_sampler', 'own')])
+def test_random_samples_in_this_process(sampler: str, noise: str) -> None:
+    check(loader(noise, **SAMPLERS[sampler]), PLACES)
+
+
+@pytest.mark.parametrize('replay', [False, True])
+def test_skipped_or_replayed_it_is_the_same(replay: bool) -> None:
+    check(loader('numpy', shuffle=True, generator=seeded), PLACES, replay=replay)
+
+
+@pytest.mark.parametrize('sampler', [
+    'generator', 'replacement', 'seed of its own', 'counts epochs', 'batch_sampler', 'no batches'])
+def test_every_sampler_with_workers(sampler: str) -> None:
+    check(loader(workers=2, **SAMPLERS[sampler]), [3])
+
+
+def test_every_place_with_workers() -> None:
+    check(loader(workers=2, shuffle=True), PLACES)
+
+
+@pytest.mark.parametrize('noise', ['torch', 'numpy', 'own python'])
+def test_random_samples_with_workers(noise: str) -> None:
+    check(loader(noise, workers=2, shuffle=True), [0, 1, 'last'] if noise == 'torch' else [3])

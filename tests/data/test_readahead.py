@@ -1,0 +1,125 @@
+"""Reading one batch ahead: order, errors and streams; CUDA itself is stood in for where there is none."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from learnkit import TensorLoader
+from learnkit.data import prefetch as readahead
+from learnkit.data.position import LoaderPosition
+from learnkit.data.prefetch import read_ahead
+
+CUDA = torch.device('cuda', 0)
+
+
+def test_on_the_cpu_it_is_the_loaders_own_iterator() -> None:
+    batches = [1, 2, 3]
+    assert type(read_ahead(batches, torch.device('cpu'))) is type(iter(batches))
+
+
+def test_nothing_is_drawn_too_early_from_an_iterator() -> None:
+    stream = iter([1, 2])
+    assert read_ahead(stream, CUDA) is stream
+
+
+class Log(list[str]):
+    "Stands in for torch.cuda's streams, and writes down what is asked of them."
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        log = self
+
+        class Stream:
+            def __init__(self, device: Any = None) -> None: self.device = device
+            def wait_stream(self, other: Any) -> None: log.append('wait')
+
+        @contextmanager
+        def stream(s: Any) -> Iterator[None]:
+            log.append('side')
+            yield
+            log.append('main')
+        monkeypatch.setattr(torch.cuda, 'Stream', Stream)
+        monkeypatch.setattr(torch.cuda, 'stream', stream)
+        monkeypatch.setattr(torch.cuda, 'current_stream', lambda device: Stream(device))
+        monkeypatch.setattr(Tensor, 'record_stream', lambda t, s: log.append('in use'))
+        monkeypatch.setattr(Tensor, 'pin_memory', lambda t: t)
+        monkeypatch.setattr(readahead, 'to_device', lambda b, device: (log.append('copy'), b)[1])
+
+
+def test_the_next_batch_is_on_its_way_before_this_one_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Log()
+    log.install(monkeypatch)
+    batches = [(torch.full((2,), float(i)), {'y': torch.full((2,), float(-i))}) for i in range(3)]
+    got = []
+    for x, y in read_ahead(batches, CUDA):
+        log.append('used')
+        got.append((x[0].item(), y['y'][0].item()))
+    assert got == [(0., 0.), (1., -1.), (2., -2.)]
+    travel, use = ['side', 'copy', 'main'], ['wait', 'in use', 'in use']
+    assert list(log) == [*travel, *use, *travel, 'used', *use, *travel, 'used', *use, 'used']
+
+
+def test_an_error_comes_with_the_batch_it_belongs_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    Log().install(monkeypatch)
+
+    class Loader:
+        def __iter__(self) -> Iterator[Tensor]:
+            yield torch.zeros(1)
+            raise OSError('disk')
+    batches = read_ahead(Loader(), CUDA)
+    assert torch.equal(next(batches), torch.zeros(1))
+    with pytest.raises(OSError, match='disk'): next(batches)
+    assert list(read_ahead(type('Empty', (), {'__iter__': lambda self: iter(())})(), CUDA)) == []
+
+
+class Drawn(DataLoader[Any]):
+    def __iter__(self) -> Any: return iter(range(3))
+
+
+ROWS = torch.arange(6)
+
+
+@pytest.mark.parametrize(('dl', 'early'), [
+    ([1, 2], True), ((1, 2), True), (TensorLoader(ROWS, bs=2), True), (DataLoader(ROWS, num_workers=1), True),
+    (DataLoader(ROWS), False),                 # this process fetches, and may draw random numbers for it
+    (Drawn(ROWS, num_workers=1), False), (type('Other', (), {'__iter__': lambda self: iter([1])})(), False),
+])
+def test_where_a_position_is_kept_nothing_is_drawn_too_early(
+        dl: Any, early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Log()
+    log.install(monkeypatch)
+    drawn: list[str] = []
+
+    def begin() -> Iterator[Any]:
+        for i in range(2):
+            drawn.append(f'batch {i}')
+            yield torch.full((2,), i)
+    batches = read_ahead(dl, CUDA, begin)
+    assert len(drawn) == early
+    assert [int(b[0]) for b in batches] == [0, 1]
+    assert ('copy' in log) == early
+
+
+def test_a_position_is_after_the_batches_that_were_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    Log().install(monkeypatch)
+    def make() -> TensorLoader: return TensorLoader(torch.arange(6), bs=2, shuffle=True, seed=0)
+    dl = make()
+    drawing = LoaderPosition(dl)
+    batches = read_ahead(dl, CUDA, drawing.begin)
+    next(batches)
+    position = drawing.state_dict(1)
+    resumed = LoaderPosition.resume(make(), position).begin()
+    assert [b[0].tolist() for b in resumed] == [b[0].tolist() for b in batches]
+
+
+@pytest.mark.cuda
+def test_the_batches_are_the_loaders() -> None:
+    batches = [(torch.randn(64, 8), torch.arange(64) + i) for i in range(20)]
+    device = torch.device('cuda', torch.cuda.current_device())
+    for (x, y), (xd, yd) in zip(batches, read_ahead(batches, device), strict=True):
+        assert xd.is_cuda and torch.equal(xd.cpu(), x) and torch.equal(yd.cpu(), y)

@@ -1,0 +1,73 @@
+"""A real Jupyter kernel: to run cells in, to interrupt, to ask for completions."""
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from queue import Empty
+from time import monotonic
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Kernel:
+    "A running kernel and its client."
+
+    def __init__(self, manager: Any, client: Any) -> None: self.manager, self.client = manager, client
+
+    def run(self, code: str, interrupt_at: str = '', timeout_s: float = 60.) -> list[Any]:
+        """Run a cell and return its outputs as a notebook keeps them: an update takes the place of what it updates.
+
+        The kernel is interrupted, as by the stop button, once an output has text like the pattern `interrupt_at`."""
+        from nbformat.v4 import output_from_msg
+        request, outputs, shown, end = self.client.execute(code), [], {}, monotonic() + timeout_s
+        self.n_messages = 0
+        while True:
+            try: message = self.client.get_iopub_msg(timeout=max(end - monotonic(), 0.01))
+            except Empty: raise TimeoutError(f'{code!r} has not ended; so far it showed {outputs}') from None
+            if message['parent_header'].get('msg_id') != request: continue
+            kind, content = message['msg_type'], message['content']
+            if kind == 'status' and content['execution_state'] == 'idle': return outputs
+            self.n_messages += 1
+            name = content.get('transient', {}).get('display_id')
+            if kind == 'update_display_data': shown[name].update(data=content['data'], metadata=content['metadata'])
+            elif kind == 'stream' and outputs and outputs[-1].get('name') == content['name']:
+                outputs[-1]['text'] += content['text']
+            elif kind in ('display_data', 'execute_result', 'error', 'stream'):
+                outputs.append(output_from_msg(message))
+                if name: shown[name] = outputs[-1]
+            if interrupt_at and re.search(interrupt_at, str(content)):
+                interrupt_at = ''
+                self.manager.interrupt_kernel()
+
+    def value(self, expression: str) -> Any:
+        "Return what a cell prints, as text."
+        return ''.join(o['text'] for o in self.run(f'print({expression})') if o['output_type'] == 'stream').strip()
+
+    def completions(self, code: str) -> list[str]:
+        "Return what Tab offers at the end of a cell."
+        reply = self.client.complete(code, reply=True, timeout=30)
+        return list(reply['content']['matches'])
+
+
+@contextmanager
+def running_kernel(folder: Path, setup: str) -> Iterator[Kernel]:
+    "Give a kernel that has run the set-up."
+    from jupyter_client.manager import start_new_kernel
+    env = {key: value for key, value in os.environ.items() if key != 'MPLBACKEND'}
+    env |= {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1', 'IPYTHONDIR': str(folder/'.ipython')}
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')  # those of the client and its sockets: the kernel is another process
+        manager, client = start_new_kernel(kernel_name='python3', env=env, cwd=str(folder))
+        try:
+            kernel = Kernel(manager, client)
+            if faults := [o for o in kernel.run(setup) if o['output_type'] in ('error', 'stream')]:
+                raise RuntimeError(f'The set-up says {faults}')
+            yield kernel
+        finally:
+            client.stop_channels()
+            manager.shutdown_kernel(now=True)

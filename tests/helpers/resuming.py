@@ -1,0 +1,74 @@
+"""What tests of exact resume share: train straight, keep every checkpoint, go on from each in a new Learner."""
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from learnkit import Callback, Learner
+from learnkit.checkpoint.digest import differences
+
+State = dict[str, Any]
+
+
+def through_a_file(state: State) -> State:
+    "Return a state as it comes out of a file that holds no code."
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)  # type: ignore[no-any-return]  # a dict went in
+
+
+class Keep(Callback):
+    "Keep a checkpoint of every place of the loop."
+    order = 2000
+
+    def __init__(self, keeping: bool = True) -> None: self.kept, self._keeping = list[State](), keeping
+
+    def keep(self) -> None:
+        if self._keeping:
+            self.kept.append(self.learn.checkpoint_state())
+
+    batch_checkpoint = epoch_checkpoint = iteration_checkpoint = keep
+    def state_dict(self) -> None: return None
+
+
+def scramble(seed: int) -> None:
+    "Seed every global generator, as another process would find them."
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def straight(make: Callable[[], Learner], fit: Callable[..., None]) -> tuple[State, list[State]]:
+    "Train without a stop; return the state at the end, and the checkpoints of every place before it."
+    scramble(0)
+    learn, keep = make(), Keep()
+    learn.add_cb(keep)
+    with learn.no_logging(): fit(learn, False)
+    return learn.checkpoint_state(), keep.kept
+
+
+def check_every_place(
+    make: Callable[[], Learner],                # makes the Learner, seeded as a script would
+    fit: Callable[[Learner, Any], None] = lambda learn, resume: learn.fit(2, resume=resume),
+    places: Callable[[list[State]], Iterable[State]] = lambda kept: kept,   # which of the checkpoints are tried
+    keep_again: bool = False,                   # whether resumed runs take checkpoints, too
+) -> list[State]:
+    "Assert that going on from each checkpoint ends in the very state of the run that was not stopped."
+    end, kept = straight(make, fit)
+    assert kept
+    for i, state in enumerate(map(through_a_file, places(kept))):
+        scramble(100 + i)
+        learn = make()
+        scramble(200 + i)
+        learn.add_cb(Keep(keeping=keep_again))
+        with learn.no_logging(): fit(learn, state)
+        loop = state['loop']
+        where = f'{loop["place"]} {loop["epoch"]}.{loop["iter"]}'
+        assert not (found := differences(end, learn.checkpoint_state())), '\n'.join([f'resumed at {where}:', *found])
+    return kept

@@ -1,0 +1,260 @@
+"""What a model gets wrong: confusion matrices against scikit-learn's, losses against direct computation, errors."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+
+from learnkit import ClassificationInterpretation, DataLoaders, Interpretation, Learner
+from learnkit.core.errors import LoaderError, MissingExtraError, OptionError
+from learnkit.core.random import capture_rng, same_states
+from learnkit.data.tables import Table
+from learnkit.losses import BCEWithLogitsLossFlat, CrossEntropyLossFlat
+
+skm: Any = pytest.importorskip('sklearn.metrics')
+N, C = 23, 4
+
+
+class Own(nn.Module):
+    "A model that returns its input, and has a weight."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor: return self.a * x
+
+
+def interpret(x: Any, y: Any, loss: Any, kind: Any = ClassificationInterpretation, vocab: Any = None, bs: int = 5,
+              **kwargs: Any) -> Any:
+    dls = DataLoaders.from_tensors((x, y), (x, y), bs=bs, seed=0)
+    if vocab is not None: dls.vocab = vocab
+    return kind.from_learner(Learner(dls, Own(), loss), **kwargs)
+
+
+def scores() -> tuple[Tensor, Tensor]: return torch.randn(N, C), torch.randint(C, (N,))
+
+
+# ------------------------------------------------------------------------------------------ the confusion matrix
+
+@pytest.mark.parametrize('loss', [nn.CrossEntropyLoss(), F.cross_entropy, CrossEntropyLossFlat()])
+def test_many_classes(loss: Any) -> None:
+    x, y = scores()
+    interp = interpret(x, y, loss, ds_idx=0)  # the training loader shuffles: in the data set's order all the same
+    assert (interp.confusion_matrix() == skm.confusion_matrix(y, x.argmax(1), labels=range(C))).all()
+    assert torch.equal(interp.targs, y) and torch.equal(interp.decoded, x.argmax(1)) and interp.vocab == [0, 1, 2, 3]
+    torch.testing.assert_close(interp.losses, F.cross_entropy(x, y, reduction='none'))
+    assert len(interp) == N
+
+
+@pytest.mark.parametrize(('loss', 'of', 'cut'), [
+    (nn.BCEWithLogitsLoss(), float, 0), (F.binary_cross_entropy_with_logits, float, 0),
+    (BCEWithLogitsLossFlat(), int, 0), (nn.BCELoss(), float, 0.5), (F.binary_cross_entropy, float, 0.5)])
+@pytest.mark.parametrize('shape', [(N,), (N, 1)])
+def test_two_classes_of_a_single_score(loss: Any, of: type, cut: float, shape: tuple[int, ...]) -> None:
+    x = torch.rand(shape) if cut else torch.randn(shape)
+    y = torch.randint(2, shape).to(torch.float if of is float else torch.int64)
+    interp = interpret(x, y, loss, vocab=['no', 'yes'])
+    assert (interp.confusion_matrix() == skm.confusion_matrix(y.flatten(), x.flatten() > cut, labels=[0, 1])).all()
+    assert interp.confusion_matrix().sum() == N and interp.losses.shape == (N,)
+    logits = x.logit() if cut else x
+    torch.testing.assert_close(interp.losses, F.binary_cross_entropy_with_logits(logits, y.float(), reduction='none')
+                               .flatten())
+
+
+def test_an_activation_of_ones_own_gives_probabilities() -> None:
+    x, y = torch.randn(N), torch.randint(2, (N,)).float()
+    interp = interpret(x, y, nn.BCEWithLogitsLoss(), act=torch.sigmoid)
+    assert (interp.confusion_matrix() == skm.confusion_matrix(y, x > 0)).all()
+    torch.testing.assert_close(interp.preds, x.sigmoid())
+
+
+@pytest.mark.parametrize(('loss', 'shape'), [
+    (nn.CrossEntropyLoss(), (N, C, 3, 2)), (CrossEntropyLossFlat(axis=1), (N, C, 3, 2)),
+    (CrossEntropyLossFlat(), (N, 6, C))])
+def test_classes_of_pixels_and_tokens_but_for_ignored_ones(loss: Any, shape: tuple[int, ...]) -> None:
+    axis = shape.index(C)
+    x = torch.randn(shape)
+    y = torch.randint(C, (*shape[:axis], *shape[axis + 1:]))
+    y[::3] = -100
+    kept = y != -100
+    interp = interpret(x, y, loss)
+    assert (interp.confusion_matrix() == skm.confusion_matrix(y[kept], x.argmax(axis)[kept], labels=range(C))).all()
+    assert interp.losses.shape == (N,)
+
+
+def test_a_class_without_samples_and_one_that_only_a_name_has() -> None:
+    x, y = torch.eye(3)[[0, 0, 1]], torch.tensor([0, 1, 1])
+    interp = interpret(x, y, nn.CrossEntropyLoss(), vocab=['a', 'b', 'c', 'd'])
+    assert interp.confusion_matrix().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
+    ax = interp.plot_confusion_matrix(normalize=True, norm_dec=1)
+    assert ax.images[0].get_array().tolist() == [[1, 0, 0, 0], [0.5, 0.5, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
+    texts = {(int(t.get_position()[1]), int(t.get_position()[0])): t.get_text() for t in ax.texts}
+    assert texts == {(0, 0): '1.0', (0, 1): '0', (0, 2): '0', (0, 3): '0', (1, 0): '0.5', (1, 1): '0.5', (1, 2): '0',
+                     (1, 3): '0'}
+
+
+def test_the_names_of_classes_are_those_of_fastais_texts_too() -> None:
+    x, y = scores()
+    assert interpret(x, y, nn.CrossEntropyLoss(), vocab=[['the', 'words'], ['a', 'b', 'c', 'd']]).vocab == [*'abcd']
+    assert interpret(x, y, nn.CrossEntropyLoss(), vocab=('a', 'b', 'c', 'd')).vocab == (*'abcd',)
+
+
+def test_most_confused() -> None:
+    pred, targ = torch.tensor([0, 0, 0, 1, 2, 2, 2]), torch.tensor([0, 1, 1, 0, 0, 0, 0])
+    interp = interpret(torch.eye(3)[pred], targ, nn.CrossEntropyLoss(), vocab=['a', 'b', 'c'])
+    assert interp.most_confused() == [('a', 'c', 3), ('b', 'a', 2), ('a', 'b', 1)]
+    assert interp.most_confused(min_val=3) == [('a', 'c', 3)]
+    assert all(type(n) is int for *_, n in interp.most_confused())
+
+
+def test_the_picture_of_the_matrix() -> None:
+    plt = pytest.importorskip('matplotlib.pyplot')
+    x, y = scores()
+    interp = interpret(x, y, nn.CrossEntropyLoss(), vocab=['one', 'two', 'three', 'a name that is much too long'])
+    mine = plt.subplots()[1]
+    assert interp.plot_confusion_matrix(ax=mine) is mine and len(plt.get_fignums()) == 1
+    matrix = interp.confusion_matrix()
+    assert np.allclose(mine.images[0].get_array(), matrix / matrix.sum(1, keepdims=True))  # whatever the counts
+    assert [t.get_text() for t in mine.texts] == [str(n) for n in matrix.flatten()]
+    assert (mine.get_xlabel(), mine.get_ylabel()) == ('predicted', 'actual')
+    assert [t.get_text() for t in mine.get_yticklabels()] == ['one', 'two', 'three', 'a name that is mu...']
+    assert not interp.plot_confusion_matrix(plot_txt=False, figsize=(2, 2)).texts
+    assert plt.gcf().get_size_inches().tolist() == [2, 2]
+
+
+def test_a_picture_of_many_classes_is_thinned_out() -> None:
+    pytest.importorskip('matplotlib')
+    interp = interpret(torch.eye(50), torch.arange(50), nn.CrossEntropyLoss())
+    ax = interp.plot_confusion_matrix()
+    assert not ax.texts and len(ax.get_xticks()) == 25 and (ax.images[0].get_array() == np.eye(50)).all()
+
+
+def test_the_report_is_scikit_learns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = scores()
+    interp = interpret(x, y, nn.CrossEntropyLoss(), vocab=[*'abcde'])
+    interp.print_classification_report()
+    assert capsys.readouterr().out.strip() == skm.classification_report(
+        y, x.argmax(1), labels=range(5), target_names=[*'abcde'], zero_division=0.).strip()
+    monkeypatch.setitem(__import__('sys').modules, 'sklearn.metrics', None)
+    with pytest.raises(MissingExtraError, match='pip install scikit-learn'): interp.print_classification_report()
+
+
+# ------------------------------------------------------------------------------------------ the losses
+
+def test_top_losses() -> None:
+    x, y = scores()
+    interp = interpret(x, y, nn.CrossEntropyLoss(), Interpretation)
+    by_hand = F.cross_entropy(x, y, reduction='none')
+    for largest in (True, False):
+        order = by_hand.argsort(descending=largest)
+        losses, idxs = interp.top_losses(5, largest)
+        assert torch.equal(idxs, order[:5]) and torch.equal(losses, interp.losses[order[:5]])
+        assert torch.equal(interp.top_losses(largest=largest)[1], order)
+    assert len(interp.top_losses(1000)[0]) == N
+    for bad in (0, -1, 2.5, True):
+        with pytest.raises(OptionError, match=r'top_losses\(k='): interp.top_losses(bad)  # type: ignore[arg-type]
+
+
+def test_samples_are_read_again_from_the_loader_and_left_in_order() -> None:
+    x, y = scores()
+    interp = interpret(x, y, nn.CrossEntropyLoss(), ds_idx=0)
+    before, order = capture_rng(), interp.learn.dls.train.generator.get_state()
+    inps, preds, targs, decoded, losses = interp[[20, 3, 3, -1]]
+    rows = [20, 3, 3, N - 1]
+    assert all(torch.equal(a, b[rows]) for a, b in ((inps, x), (preds, x), (targs, y), (decoded, x.argmax(1))))
+    assert torch.equal(losses, interp.losses[rows])
+    assert torch.equal(interp[4][0], x[4:5]) and torch.equal(interp[torch.tensor([4, 5])][2], y[4:6])
+    assert same_states(before, capture_rng()) and torch.equal(order, interp.learn.dls.train.generator.get_state())
+    with pytest.raises(OptionError, match=f'no sample {N}: there are {N}'): interp[[1, N]]
+
+
+def test_several_inputs_and_a_regression() -> None:
+    class Sum(Own):
+        def forward(self, a: Tensor, b: Tensor) -> Tensor: return self.a * (a + b)
+    a, b, y = torch.randn(3, N, 1)
+    dls = DataLoaders.from_tensors((a, b, y), (a, b, y), bs=4)
+    interp = Interpretation.from_learner(Learner(dls, Sum(), nn.MSELoss()))
+    torch.testing.assert_close(interp.losses, (a + b - y).square()[:, 0])
+    (a3, b3), preds, *_ = interp[3]
+    assert torch.equal(a3 + b3, preds)
+    table = interp.plot_top_losses(2)
+    idxs = interp.top_losses(2)[1].tolist()
+    assert table.columns['x1'] == a[idxs, 0].tolist() and table.columns['target'] == y[idxs, 0].tolist()
+    assert table.columns['loss'] == interp.losses[idxs].tolist() and table.wrong == []
+    with pytest.raises(OptionError, match='a regression has no confusion matrix'):
+        ClassificationInterpretation.from_learner(interp.learn)
+
+
+def test_images_with_the_largest_losses_have_titles_and_frames() -> None:
+    pytest.importorskip('matplotlib')
+    x, y = torch.rand(N, 2, 3, 2)[:, :1], torch.randint(2, (N,))
+    dls = DataLoaders.from_tensors((x, y), (x, y), bs=4)
+    dls.vocab = ['cat', 'dog']
+    torch.manual_seed(1)
+    learn = Learner(dls, nn.Sequential(nn.Flatten(), nn.Linear(6, 2)), nn.CrossEntropyLoss())
+    interp = ClassificationInterpretation.from_learner(learn)
+    axs = interp.plot_top_losses(range(1, 4))
+    losses, idxs = (o[1:4] for o in interp.top_losses())
+    for ax, loss, i in zip(axs, losses.tolist(), idxs.tolist(), strict=True):
+        names = [dls.vocab[c] for c in (y[i], interp.decoded[i])]
+        assert ax.get_title() == f'target {names[0]}\npredicted {names[1]}\nloss {loss:.4g}'
+        assert np.array_equal(ax.images[0].get_array(), x[i, 0].numpy())
+        assert ax.spines['left'].get_visible() == (names[0] != names[1]) == (ax.title.get_fontweight() == 'bold')
+    assert len(interp.show_results([3, 4])) == 2
+
+
+def test_samples_that_are_drawn_at_random_are_drawn_again() -> None:
+    x, y = torch.arange(float(N))[:, None].repeat(1, 2), torch.arange(N) % 2
+    dl = DataLoader(TensorDataset(x, y), batch_size=4, sampler=WeightedRandomSampler([1.] * N, 40))
+    interp = Interpretation.from_learner(Learner(([(x, y)], dl), Own(), nn.CrossEntropyLoss()))
+    torch.rand(3)  # the training goes on
+    assert len(interp) == 40 and torch.equal(interp[[30, 2]][0], interp.preds[[30, 2]])
+
+
+class Anew(IterableDataset[Any]):
+    "Gives other samples each time."
+    n = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        Anew.n += 1
+        return iter([(torch.rand(2), (i + Anew.n) % 2) for i in range(6)])
+
+
+def test_a_loader_that_gives_other_samples_is_told() -> None:
+    dl = DataLoader(Anew(), batch_size=3)
+    interp = Interpretation.from_learner(Learner((dl, dl), Own(), nn.CrossEntropyLoss()))
+    with pytest.raises(LoaderError, match='gave other samples'): interp.plot_top_losses(2)
+
+
+# ------------------------------------------------------------------------------------------ errors
+
+def test_what_has_no_classes_is_told() -> None:
+    x, y = scores()
+    with pytest.raises(OptionError, match=r'a class 3, and only 2 names'):
+        interpret(x, y, nn.CrossEntropyLoss(), vocab=[*'ab'])
+    with pytest.raises(OptionError, match='several labels a sample'):
+        interpret(x, (x > 0).float(), nn.BCEWithLogitsLoss())
+    with pytest.raises(OptionError, match='no classes of one target'):
+        interpret(x, x.softmax(1), CrossEntropyLossFlat())
+    with pytest.raises(OptionError, match=r'The targets are .* not whole numbers'):
+        interpret(x, x.softmax(1), nn.CrossEntropyLoss())
+    with pytest.raises(LoaderError, match='There is no validation loader'):
+        Interpretation.from_learner(Learner([(x, y)], Own(), nn.CrossEntropyLoss()))
+
+
+def test_it_is_a_table_where_there_are_no_images() -> None:
+    x, y = scores()
+    interp = interpret(x, y, nn.CrossEntropyLoss(), vocab=[*'abcd'])
+    table = interp.show_results([2, 0])
+    assert isinstance(table, Table) and len(table) == 2
+    assert table.columns['x[1]'] == x[[2, 0], 1].tolist()
+    assert table.columns['target'] == ['abcd'[c] for c in y[[2, 0]]]
+    assert table.columns['predicted'] == ['abcd'[c] for c in x.argmax(1)[[2, 0]]]
+    assert table.wrong == [k for k, i in enumerate((2, 0)) if x[i].argmax() != y[i]]

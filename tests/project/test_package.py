@@ -1,0 +1,348 @@
+"""The package as a whole: what importing it loads, which module imports which, public names, README and metadata."""
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from configparser import ConfigParser
+from functools import cache
+from graphlib import TopologicalSorter
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import learnkit
+from benchmarks import step
+from benchmarks.harness import Comparison, Result, Workload, report
+from benchmarks.subjects import SUBJECTS, Task
+from tests.helpers.fresh import output_of
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / 'learnkit'
+NAMES = Path(__file__).with_name('public_names.txt')
+
+# A module imports only what stands before it here. `callbacks`, `loggers` and `interop` are packages, whose own modules
+# may import one another as long as they make no cycle; `learnkit` is the package's own `__init__`.
+LAYERS = [
+    'later', 'html', 'cancels', 'errors', 'comm', 'figures', 'metric_properties',
+    'events', 'timing', 'evaluator', 'files', 'statefile', 'torchfile', 'locks', 'rng', 'batch',
+    'dtensors', 'pairing', 'hints', 'denominators', 'arrays', 'weights', 'digests',
+    'torchloader', 'order', 'tables', 'showing', 'loaders', 'data', 'hypers', 'optimstate', 'optim',
+    'optimizers', 'readahead', 'positions', 'metric_states', 'merging', 'averages',
+    'measures', 'accum', 'late', 'scores', 'segmentation', 'metrics', 'losses', 'annealing',
+    'plots', 'callback', 'attributes', 'foreign', 'slips', 'dispatch', 'moving', 'timings', 'runs',
+    'evaluation', 'pieces', 'resuming', 'loop', 'ownloops', 'traineval', 'distributed', 'checks', 'budget',
+    'freezing', 'coverage', 'steps', 'frames', 'history', 'recorder', 'looks', 'monitored',
+    'progress', 'torchsched', 'schedule', 'undo', 'replacing', 'lrfind', 'sinks', 'gathering',
+    'streaming', 'predict', 'instruments', 'wholestep', 'compiling', 'precision', 'states',
+    'saving', 'workers', 'folders', 'checkpoint', 'resumecheck', 'processes', 'interpretation',
+    'callbacks', 'learner', 'exchange', 'loggers', 'interop', 'learnkit', 'demo', 'forks',
+    'harness', 'testing', 'all', 'reference',
+]
+
+# Imports inside a function that go up the list, each with its reason: {(importing layer, imported layer): why}.
+UPWARD: dict[tuple[str, str], str] = {
+    ('callbacks', 'loggers'): 'ImageVisualizer hands images to loggers, where there are any',
+    ('showing', 'undo'): 'show_batch leaves loaders as the search for a learning rate does',
+    ('instruments', 'callbacks'): 'learn.replay() needs Replay, which few fits have',
+    ('weights', 'distributed'): 'a checkpoint of several processes has tensors in files beside it, which few have',
+    ('callback', 'evaluation'): 'Periodic asks there whether tokens are counted',
+}
+
+
+class Import(NamedTuple):
+    importer: str   # dotted name below the package, 'learnkit' for the package itself
+    imported: str   # the same
+    deferred: bool  # stands in a function, and so runs only when that is called
+
+
+def run(*arguments: str, cwd: Path = ROOT) -> str:
+    "Run a fresh Python process with `arguments` in `cwd` and return what it printed."
+    env = os.environ | {'PYTHONPATH': str(ROOT)}
+    done = subprocess.run([sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def modules() -> dict[str, Path]:
+    "Every module of the package: its dotted name below the package, and its file."
+    parts = {path: path.relative_to(PACKAGE).with_suffix('').parts for path in sorted(PACKAGE.rglob('*.py'))}
+    return {'.'.join(part for part in of if part != '__init__') or 'learnkit': path for path, of in parts.items()}
+
+
+def layer(module: str) -> str: return module.split('.')[0]
+
+
+# --------------------------------------------------------------------------------------------------------- importing it
+
+def loaded_by(statement: str) -> set[str]:
+    "The modules in memory after `statement`, in a fresh process in which a warning is an error."
+    return set(output_of(f'{statement}; import sys; print(*sys.modules)').split())
+
+
+def test_import_loads_nothing_heavy() -> None:
+    added = loaded_by('import learnkit') - loaded_by('import torch')
+    libraries = {name.split('.')[0] for name in added} - set(sys.stdlib_module_names)
+    assert libraries <= {'learnkit', 'fastcore', 'numpy'}
+
+    heavy = {'learnkit.debug.doc', 'torch._dynamo', 'torch._inductor', 'multiprocessing.pool', 'asyncio', 'unittest',
+             'sqlite3'}
+    assert not heavy & added
+
+
+def test_import_touches_no_gpu_and_no_signal_handler() -> None:
+    output_of('import signal, torch\n'
+              'def handlers(): return signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)\n'
+              'before = handlers()\n'
+              'import learnkit\n'
+              'assert not torch.cuda.is_initialized()\n'
+              'assert handlers() == before')
+
+
+def test_import_draws_no_random_number() -> None:
+    output_of('import random, numpy, torch\n'
+              'def state(): return random.getstate(), str(numpy.random.get_state()), torch.get_rng_state().tolist()\n'
+              'before = state()\n'
+              'import learnkit\n'
+              'assert state() == before')
+
+
+# --------------------------------------------------------------------------------------------------------------- layers
+
+@cache
+def imports() -> tuple[Import, ...]:
+    "Every import of one of the package's modules by another, without those for type checkers alone."
+    known = modules()
+    return tuple(one for name, path in known.items() for one in imports_of(name, path.read_text('utf-8'), known))
+
+
+def imports_of(name: str, source: str, known: dict[str, Path]) -> list[Import]:
+    "What the source of module `name` imports of the `known` modules."
+    is_package = name == 'learnkit' or any(other.startswith(f'{name}.') for other in known)
+    package = [] if name == 'learnkit' else name.split('.') if is_package else name.split('.')[:-1]
+    found: list[Import] = []
+
+    def visit(node: ast.AST, deferred: bool) -> None:
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ('TYPE_CHECKING', 'typing.TYPE_CHECKING'):
+            for child in node.orelse: visit(child, deferred)
+            return
+        found.extend(Import(name, target, deferred) for target in targets(node, package, known) if target != name)
+        inner = deferred or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node): visit(child, inner)
+
+    visit(ast.parse(source), False)
+    return found
+
+
+def targets(node: ast.AST, package: list[str], known: dict[str, Path]) -> list[str]:
+    "The modules of the package that one import statement names."
+    if isinstance(node, ast.Import):
+        names = [alias.name.split('.') for alias in node.names]
+        return ['.'.join(parts[1:]) or 'learnkit' for parts in names if parts[0] == 'learnkit']
+    if not isinstance(node, ast.ImportFrom): return []
+
+    module = node.module.split('.') if node.module else []
+    if node.level: base = package[:len(package) - node.level + 1] + module
+    elif module[:1] == ['learnkit']: base = module[1:]
+    else: return []
+    # `from .callbacks import mixup` names a module, `from .loop import Loop` a thing in one
+    named = ['.'.join([*base, alias.name]) for alias in node.names]
+    return [one if one in known else '.'.join(base) or 'learnkit' for one in named]
+
+
+def goes_up(one: Import) -> bool: return LAYERS.index(layer(one.imported)) > LAYERS.index(layer(one.importer))
+
+
+def test_every_module_has_its_layer() -> None:
+    assert not {layer(name) for name in modules()} - set(LAYERS), 'give the new module its place in LAYERS'
+
+
+def test_imports_go_down_only() -> None:
+    up = [f'{one.importer} imports {one.imported}' for one in imports() if goes_up(one) and not one.deferred]
+    assert not up
+
+
+def test_deferred_imports_that_go_up_are_known() -> None:
+    up = {(layer(one.importer), layer(one.imported)) for one in imports() if goes_up(one) and one.deferred}
+    assert up == set(UPWARD), 'UPWARD lists what goes up, with its reason, and nothing else'
+
+
+def test_no_import_cycle() -> None:
+    graph: dict[str, set[str]] = {name: set() for name in modules()}
+    for one in imports():
+        if not one.deferred: graph[one.importer].add(one.imported)
+    TopologicalSorter(graph).prepare()  # raises CycleError, which shows the cycle
+
+
+def test_imports_are_read_right() -> None:
+    known = dict.fromkeys(['learnkit', 'loop', 'errors', 'callbacks', 'callbacks.mixup', 'callbacks.hooks'], ROOT)
+    source = '\n'.join([
+        'import os, learnkit.core.errors', 'from ..loop import Loop', 'from . import hooks, thing', 'from .hooks import A',
+        'if TYPE_CHECKING:', '    from ..learner import Learner',
+        'class A:', '    def f(self):', '        from learnkit import x'])
+    found = imports_of('callbacks.mixup', source, known)
+    assert {one.importer for one in found} == {'callbacks.mixup'}
+    assert [(one.imported, one.deferred) for one in found] == [
+        ('errors', False), ('loop', False), ('callbacks.hooks', False), ('callbacks', False),
+        ('callbacks.hooks', False), ('learnkit', True)]
+    assert imports_of('callbacks', 'from .mixup import A', known) == [Import('callbacks', 'callbacks.mixup', False)]
+    assert imports_of('learnkit', 'from .loop import Loop', known) == [Import('learnkit', 'loop', False)]
+
+
+# --------------------------------------------------------------------------------------------------------- files, names
+
+def test_types_ship() -> None:
+    assert (PACKAGE / 'py.typed').exists()
+
+
+def test_every_module_says_what_is_public() -> None:
+    files = [name for name, path in modules().items() if path.name != '__init__.py']
+    assert not [name for name in files if not hasattr(importlib.import_module(f'learnkit.{name}'), '__all__')]
+
+
+def test_the_notebook_line_brings_what_users_call_and_no_inner_parts() -> None:
+    names = set(importlib.import_module('learnkit.all').__all__)
+    assert {'SpeedMonitor', 'CSVLogger', 'WandbLogger', 'PeriodicData', 'Evaluator', 'MetricProperties',
+            'from_composer', 'from_ksuit', 'log_images', 'log_text', 'ExportForInference', 'BestMetric'} <= names
+    assert not names & {'Schedules', 'LRFind', 'as_metrics', 'check_column', 'dry_run', 'measures_batches',
+                        'hidden_matrices', 'Budget'}
+
+
+def test_public_names() -> None:
+    names = sorted(learnkit.__all__)
+    if os.environ.get('LEARNKIT_UPDATE_NAMES'): NAMES.write_text('\n'.join(names) + '\n', 'utf-8')
+
+    assert NAMES.exists(), 'write it with LEARNKIT_UPDATE_NAMES=1 in the environment'
+    assert names == NAMES.read_text('utf-8').split(), 'meant? then write it again, with LEARNKIT_UPDATE_NAMES=1'
+    assert len(names) == len(set(names))
+    assert not [name for name in names if not hasattr(learnkit, name)]
+
+
+# ----------------------------------------------------------------------------------------------------- README, metadata
+
+def fenced(language: str, section: str = '') -> list[str]:
+    "README's code blocks of a language, of one section or of all."
+    text = (ROOT / 'README.md').read_text('utf-8')
+    parts = [part for part in re.split(r'^## ', text, flags=re.M) if part.startswith(section)]
+    return re.findall(rf'^```{language}\n(.*?)^```', '\n'.join(parts), flags=re.M | re.S)
+
+
+def test_readme_has_two_setup_commands() -> None:
+    commands = fenced('sh')
+    assert commands == fenced('sh', 'Set-up\n')
+    assert [command.count('\n') for command in commands] == [1, 1]
+    ends = ['python -m learnkit.demo', 'pytest -n 2 --dist worksteal']
+    for command, extra, last in zip(commands, ['demo', 'dev'], ends, strict=True):
+        assert command == f"python3 -m venv .venv && .venv/bin/pip install -e '.[{extra}]' && .venv/bin/{last}\n"
+
+
+def test_readme_example_runs(tmp_path: Path) -> None:
+    examples = fenced('python')
+    assert examples
+    for code in examples: assert 'epoch 2: training loss' in output_of(code, cwd=tmp_path)
+
+
+def settings() -> dict[str, str]:
+    "What settings.ini says."
+    ini = ConfigParser(interpolation=None)
+    ini.read_string((ROOT / 'settings.ini').read_text('utf-8'))
+    return dict(ini['DEFAULT'])
+
+
+def test_version_is_that_of_settings() -> None:
+    assert learnkit.__version__ == settings()['version']
+
+
+def test_setup_reads_settings() -> None:
+    pytest.importorskip('setuptools')
+    said = run('setup.py', '--name', '--version', '--description').splitlines()
+    assert said == [settings()[key] for key in ('lib_name', 'version', 'description')]
+
+
+def test_installed_metadata_is_that_of_settings() -> None:
+    try: installed = metadata.metadata('learnkit')
+    except metadata.PackageNotFoundError: pytest.skip('learnkit is not installed')
+    cfg = settings()
+    extras = {key.removesuffix('_requirements') for key in cfg if key.endswith('_requirements')}
+
+    assert installed['Version'] == cfg['version'], 'settings.ini has changed: install again'
+    assert installed['Requires-Python'] == f">={cfg['min_python']}"
+    assert set(installed.get_all('Provides-Extra')) == extras
+
+
+def test_torch_has_no_upper_pin() -> None:
+    torch_line, = [line for line in settings()['requirements'].split() if line.startswith('torch')]
+    assert re.fullmatch(r'torch>=[\d.]+', torch_line)
+
+
+# ----------------------------------------------------------------------------------------------------------- benchmarks
+
+@pytest.mark.parametrize('subject', ['learnkit-bare', 'learnkit', 'learnkit-idle200', 'learnkit-handlers50'])
+def test_benchmarks_train_alike(subject: str) -> None:
+    def weights(name: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        task = Task(n_train=8, n_valid=0, skip=3)
+        SUBJECTS['a'][name](task)(2)
+        assert len(task.train.began_s) == len(task.train.ended_s) == 2
+        return [p.detach() for p in task.model.parameters()]
+    for expected, got in zip(weights('raw'), weights(subject), strict=True): assert torch.equal(expected, got)
+
+
+def test_benchmark_arithmetic() -> None:
+    comparisons = Comparison('x more', 'x', 'raw', 'ns', 1000), Comparison('y more', 'y', 'x', 'ns', 1000)
+    libraries = {'raw': 'torch', 'x': 'torch', 'y': 'no_such_library'}
+    workload = Workload('w', 'title', 'none', libraries, comparisons=comparisons)
+    assert workload.installed() == ['raw', 'x']
+
+    result = Result(workload, {'raw': [10., 20., 10.], 'x': [15., 30., 40.]}, {'y': 'why it failed'})
+    row = {'subject': 'x', 'median': 30, 'over': 10, 'ratio': 1.5, 'ratio_min': 1.5, 'ratio_max': 4}
+    assert result.rows()[1] == row
+    assert result.differences() == [{'label': 'x more', 'unit': 'ns', 'median': 10_000, 'min': 5_000, 'max': 30_000}]
+    assert 'why it failed' in report(result)
+
+    assert Result(workload, {'x': [1.]}, {'raw': 'failed'}).rows() == []
+
+
+@pytest.mark.full
+def test_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / 'step.json'
+    options = ['--workloads', 'a', '--frameworks', 'learnkit-bare', '--rounds', '1', '--json', str(file)]
+    assert step.main(options) == 0
+    table, = json.loads(file.read_text('utf-8'))['tables']
+    assert [row['subject'] for row in table['rows']] == ['raw', 'learnkit-bare']
+    assert all(row['median'] > 0 for row in table['rows'])
+    assert 'learnkit-bare' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('arguments', [['--frameworks', 'other'], ['--rounds', '0'], ['--json', 'no/such/folder/x']])
+def test_benchmark_refuses_bad_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped: step.main(arguments)
+    assert stopped.value.code == 2
+    assert arguments[1] in capsys.readouterr().err
+
+
+def test_metrics_losses_and_optimizers_are_found_in_the_package_too() -> None:
+    inner = {'Mean', 'BaseLoss', 'as_metrics', 'check_column', 'dry_run', 'measures_batches', 'hidden_matrices'}
+    for module in map(importlib.import_module, ('learnkit.metrics.functional', 'learnkit.losses', 'learnkit.optim.optimizers')):
+        for name in {*module.__all__} - inner: assert getattr(learnkit, name) is getattr(module, name), name
+    output_of('from learnkit import F1Score, Lamb, FocalLoss, Recall, accuracy_multi')
+
+
+@pytest.mark.parametrize('package', ['learnkit', 'learnkit.callbacks'])
+def test_names_that_come_later_are_those_that_type_checkers_see(package: str) -> None:
+    path = PACKAGE.joinpath(*package.split('.')[1:], '__init__.py')
+    [block] = [node for node in ast.parse(path.read_text('utf-8')).body if isinstance(node, ast.If)]
+    seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    [call] = [node for node in ast.walk(block.orelse[0]) if isinstance(node, ast.Call) and len(node.args) == 3]
+    later = {name: module for module, names in ast.literal_eval(call.args[1]).items() for name in names.split()}
+    assert later == seen
+    module = importlib.import_module(package)
+    assert all(getattr(module, name) is not None for name in module.__all__)
+    with pytest.raises(AttributeError, match='no attribute'): _ = module.nothing_of_the_kind
