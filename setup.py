@@ -26,7 +26,7 @@ setup(
     license_files=['LICENSE'],
     python_requires=f">={cfg['min_python']}",
     packages=find_packages(include=[cfg['lib_name'], f"{cfg['lib_name']}.*"]),
-    package_data={cfg['lib_name']: ['py.typed']},
+    package_data={'': ['py.typed', '*.pyi']},
     install_requires=lines('requirements'),
     extras_require={key.removesuffix('_requirements'): lines(key) for key in cfg if key.endswith('_requirements')},
 )

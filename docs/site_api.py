@@ -12,8 +12,8 @@ from typing import Any
 import learnkit
 import learnkit.all
 
-FIRST = ('learner data callback events callbacks metrics losses optimizers schedule lrfind recorder loggers timing '
-         'evaluator interop exchange errors testing all').split()  # of the modules; the others follow by name
+PACKAGES = ('learner data callbacks metrics losses optim loggers engine checkpoint distributed inference interop debug '
+            'core testing demo all').split()
 LONGEST_VALUE = 300  # characters of a constant's value that are shown
 
 INDEX = '''
@@ -27,30 +27,13 @@ What is imported from where: ``from learnkit import Learner`` for the names of t
    :hidden:
 
    {modules}
-   inner
 
 {table}
-
-Further modules are :doc:`inner parts <inner>`.
 
 The names of ``learnkit``
 -------------------------
 
 {names}
-'''
-
-INNER = '''
-Inner parts
-===========
-
-Modules that the loop, the Learner and the callbacks are made of, for those who build on them.
-
-.. toctree::
-   :hidden:
-
-   {modules}
-
-{table}
 '''
 
 
@@ -147,20 +130,8 @@ def module_page(module: str) -> str:
     return '\n\n'.join(parts) + '\n'
 
 
-def called() -> list[str]:
-    "The modules that users call, and packages: those whose names `learnkit.all` brings."
-    tops = {'.'.join(where.split('.')[:2]) for name in public('learnkit.all') if (where := home('learnkit.all', name))}
-    first = [f'learnkit.{name}' for name in FIRST]
-    return [*first, *sorted((tops | {'learnkit.demo'}) - {*first})]
-
-
 def index_page() -> str:
     "Return the first page of the API."
     names = sorted(public('learnkit'), key=str.lower)
-    return INDEX.format(modules=entries(called()), table=module_table(called()), names=table('learnkit', names))
-
-
-def inner_page() -> str:
-    "Return the page that leads to the modules that are not in the first one's list."
-    inner = [name for name in modules() if name.count('.') == 1 and name not in called()]
-    return INNER.format(modules=entries(inner), table=module_table(inner))
+    packages = [f'learnkit.{name}' for name in PACKAGES]
+    return INDEX.format(modules=entries(packages), table=module_table(packages), names=table('learnkit', names))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import lifecycle_svg
-from site_api import index_page, inner_page, module_page, modules
+from site_api import index_page, module_page, modules
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -49,7 +49,7 @@ def guide(path: Path, known: dict[Path, str]) -> str:
 def made() -> dict[str, str]:
     "Every page that is made now, by its path on the site."
     known = pages()
-    texts = {'api/index.rst': index_page(), 'api/inner.rst': inner_page()}
+    texts = {'api/index.rst': index_page()}
     for path, page in known.items():
         if page.startswith('guides/'): texts[page] = guide(path, known)
         if page.startswith('project/'): texts[page] = relinked(path.read_text('utf-8'), path.parent, known)

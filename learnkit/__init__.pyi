@@ -100,9 +100,6 @@ from .callbacks.training import (
     ShortEpochCallback as ShortEpochCallback,
     before_batch_cb as before_batch_cb,
 )
-from .checkpoint.exchange import (
-    load_learner as load_learner,
-)
 from .core.batch import (
     detuplify as detuplify,
     find_bs as find_bs,
@@ -191,6 +188,7 @@ from .interop.ksuit import (
 from .learner import (
     Learner as Learner,
     defaults as defaults,
+    load_learner as load_learner,
 )
 from .loggers.api import (
     log_images as log_images,

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakSet
 
+import torch
 from fastcore.basics import noop
 from fastcore.foundation import L
 from torch import nn
@@ -28,7 +29,14 @@ from learnkit.callbacks.schedule import Schedules
 from learnkit.core.batch import to_detach
 from learnkit.core.contexts import replacing_yield
 from learnkit.core.denominator import check_weight_func
-from learnkit.core.errors import CallbackError, CancelError, CancelFitException, LossError, OptimizerError, TimeError
+from learnkit.core.errors import (
+    CallbackError,
+    CancelError,
+    CancelFitException,
+    LossError,
+    OptimizerError,
+    TimeError,
+)
 from learnkit.core.html import never_raising
 from learnkit.core.model import name_of
 from learnkit.core.time import Time, as_time
@@ -39,7 +47,13 @@ from learnkit.debug.repr import learner_html, learner_text
 from learnkit.distributed.strategy import Processes
 from learnkit.engine.budget import Budget, as_length
 from learnkit.engine.callback import SHOWN_ELSEWHERE, MissingAttribute, defined_on_class
-from learnkit.engine.checks import check_function, check_iteration, check_loss, check_microbatch, check_model
+from learnkit.engine.checks import (
+    check_function,
+    check_iteration,
+    check_loss,
+    check_microbatch,
+    check_model,
+)
 from learnkit.engine.coverage import cover_params, note_params
 from learnkit.engine.dispatch import listed
 from learnkit.engine.events import LEVELS, LIFECYCLE
@@ -53,7 +67,7 @@ from learnkit.metrics.averages import as_metrics
 from learnkit.optim.optimizers import Adam
 from learnkit.optim.wrapper import OptimWrapper, trainable_params
 
-__all__ = ['Learner', 'defaults', 'replacing_yield']
+__all__ = ['Learner', 'defaults', 'load_learner', 'replacing_yield']
 
 defaults = SimpleNamespace(lr=1e-3, callbacks=[TrainEvalCallback, Recorder, ProgressCallback])
 _open_learners: WeakSet[Learner] = WeakSet()  # those whose callbacks are to be closed at interpreter exit
@@ -468,3 +482,36 @@ def rates_of(opt: OptimWrapper) -> list[float]:
 def _close_all() -> None:
     "Close the callbacks of every Learner that is still there."
     raise_first(None, [e for learn in list(_open_learners) for e in learn._close()])
+
+
+def load_learner(
+    path: str | Path,                              # written by `learn.save_learner`
+    model: nn.Module | Callable[..., nn.Module] | None = None,  # the model, or what builds it from its configuration
+    dls: Any = None,                               # data, as for `Learner`; None: predict on given loaders
+    loss_func: Callable[..., Any] | None = None,   # as for `Learner`
+    device: torch.device | str | None = None,      # without `dls`: where it runs; None: a GPU if there is one
+    cpu: bool = False,                             # fastai's way to say `device='cpu'`
+    **kwargs: Any,                                 # more for `Learner`, in place of what the file says
+) -> Learner:
+    """Make a Learner with the weights and options of a file, ready to predict, validate or train.
+
+    The file holds no code, so loading it is safe whoever it comes from; the model's code comes from `model`: a class or
+    function, called with the configuration that was given to `save_learner`, or a model that is ready. Without
+    `dls`, loaders are given to each call: `learn.get_preds(dl=...)`; `learn.dls.vocab` has the class names.
+
+    Raises `OptionError` without `model`, `WeightsError` for a file that is damaged, is no such file, or does not fit
+    the model (all differences listed, the model unchanged), and `ModelError` when `model` builds none.
+
+    >>> import tempfile
+    >>> x = torch.ones(8, 3)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     learn = Learner([(x, x[:, :2])], nn.Linear(3, 2), nn.MSELoss(), path=folder)
+    ...     path = learn.save_learner('net.pth', in_features=3, out_features=2)
+    ...     again = load_learner(path, model=nn.Linear, loss_func=nn.MSELoss(), cpu=True)
+    >>> torch.equal(again.model.weight, learn.model.weight)
+    True
+    """
+    from learnkit.checkpoint.exchange import build_learner
+
+    where = 'cpu' if cpu else device
+    return build_learner(Learner, Path(path), model, dls, loss_func, where, **kwargs)

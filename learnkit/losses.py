@@ -15,7 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from learnkit.core.denominator import ClassTargets, Denominator, Elements, Samples, Unknown, denominator_of
+from learnkit.core.denominator import (
+    ClassTargets,
+    Denominator,
+    Elements,
+    Samples,
+    Unknown,
+    denominator_of,
+)
 from learnkit.core.errors import LossError, OptionError
 
 __all__ = ['BaseLoss', 'CrossEntropyLossFlat', 'BCEWithLogitsLossFlat', 'BCELossFlat', 'MSELossFlat', 'L1LossFlat',

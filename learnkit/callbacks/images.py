@@ -103,12 +103,11 @@ class ImageVisualizer(Periodic):
         learn = self.learn
         name = f'images/{"train" if learn.training else learn.dl_name}/{kind}'
         self.images[name] = pictures
-        takers = [cb for cb in learn.cbs if defined_on_class(cb, 'log_images')]
-        if not takers: return
-        from learnkit.loggers import Logger, log_images  # they come after callbacks, and few have them
-        log_images(learn, name, pictures)
-        for cb in takers:
-            if not isinstance(cb, Logger): cb.log_images(learn.time.ba, name, pictures)
+        for cb in learn.cbs:
+            if hasattr(cb, 'send_images'):  # a `Logger`
+                cb.send_images(name, pictures)
+            elif defined_on_class(cb, 'log_images'):
+                cb.log_images(learn.time.ba, name, pictures)
 
     def show(
         self,

@@ -16,17 +16,22 @@ from fastcore.basics import noop
 from torch import Tensor
 
 from learnkit.callbacks.schedule import ParamScheduler
-from learnkit.core.dtensor import cut_again
-from learnkit.core.errors import CancelFitException, FitError, LossError, MissingExtraError, OptionError, ScheduleError
+from learnkit.core.errors import (
+    CancelFitException,
+    FitError,
+    LossError,
+    MissingExtraError,
+    OptionError,
+    ScheduleError,
+)
 from learnkit.core.model import name_of
 from learnkit.core.plotting import axes_or_new, color
 from learnkit.core.validation import warn_user
 from learnkit.data.checks import epoch_length
-from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.checks import check_count, check_fit
 from learnkit.engine.dispatch import listed
 from learnkit.engine.loop import Loop
-from learnkit.engine.snapshot import Snapshot, unchanged_loaders
+from learnkit.engine.snapshot import restored, undoing
 from learnkit.metrics.base import AvgSmoothLoss
 from learnkit.optim.annealing import SchedExp
 
@@ -234,34 +239,8 @@ class _Finder(LRFinder):
     def _undoing(self) -> AbstractContextManager[Any]: return nullcontext()
 
 
-@contextmanager
-def undoing(learn: Any, roots: list[Any], but: list[Any] | None = None) -> Iterator[None]:
-    "Undo what happens to these objects, to the loaders and to random generators."
-    tensors = [*learn.model.parameters(), *learn.model.buffers()]  # also those that a scripted model hides
-    loaders = learn.dls.train, *(dl for _, dl in evaluation_loaders(learn.dls))
-    data = [learn.dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders)]
-    noted = Snapshot([tensors, *roots], but=[learn, *data, *(but or [])])
-    with unchanged_loaders(learn.dls):
-        try: yield
-        finally: noted.undo()
 
 
-@contextmanager
-def restored(learn: Any) -> Iterator[None]:
-    "Undo what happens to a Learner: also to its counters, its callbacks and their attributes."
-    cbs, registry = list(learn.cbs), learn._callbacks
-    cut_again(learn.model)
-    try:
-        with undoing(learn, [vars(learn), *map(vars, cbs)], but=[registry, learn._tables, learn._whole_step]):
-            learn._stream = None  # the batches of an open pass are for the training
-            try: yield
-            finally:
-                cut_again(learn.model)
-                if any(a is not b for a, b in zip(learn.cbs, cbs, strict=False)) or len(learn.cbs) != len(cbs):
-                    learn.cbs = cbs
-    finally:
-        for cb in cbs: registry.changed(cb, 'run')
-        registry.refresh()
 
 
 @contextmanager

@@ -10,7 +10,13 @@ from torch import Tensor, nn
 
 from learnkit.core.batch import map_tensors
 from learnkit.core.dtensor import is_dtensor, local, locals_of, total_norm
-from learnkit.core.errors import CancelStepException, ModelError, OptimizerError, OptionError, did_you_mean
+from learnkit.core.errors import (
+    CancelStepException,
+    ModelError,
+    OptimizerError,
+    OptionError,
+    did_you_mean,
+)
 from learnkit.core.model import model_device
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback

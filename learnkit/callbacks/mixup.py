@@ -14,13 +14,19 @@ from torch.distributions import Beta
 
 from learnkit.callbacks.hooks import tensors_in
 from learnkit.callbacks.training import bad_option, is_number
-from learnkit.core.batch import count_samples, describe, has_listed_samples, map_tensors, microbatches
+from learnkit.core.batch import (
+    count_samples,
+    describe,
+    has_listed_samples,
+    map_tensors,
+    microbatches,
+)
 from learnkit.core.errors import BatchError, LossError, OptionError
 from learnkit.core.model import name_of
 from learnkit.core.time import Time, Timestamp, as_time, crossings
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback
-from learnkit.engine.evaluation import check_countable
+from learnkit.engine.countable import check_countable
 from learnkit.engine.own_loop import own_methods
 from learnkit.losses import BaseLoss
 

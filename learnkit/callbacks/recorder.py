@@ -31,7 +31,13 @@ from learnkit.core.validation import warn_of_nan
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback
 from learnkit.engine.checks import check_metrics, first_validation_batches
-from learnkit.metrics.averages import AvgLoss, as_metrics, check_column, loss_weight, measures_batches
+from learnkit.metrics.averages import (
+    AvgLoss,
+    as_metrics,
+    check_column,
+    loss_weight,
+    measures_batches,
+)
 from learnkit.metrics.base import AvgSmoothLoss, Mean, Metric, merged_losses, merged_weights
 from learnkit.metrics.merge import check_mergeable, gather_on_host
 from learnkit.metrics.state import storable

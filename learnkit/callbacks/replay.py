@@ -9,12 +9,12 @@ import torch
 from fastcore.basics import noop
 from torch import Tensor, nn
 
-from learnkit.callbacks.lr_finder import restored
 from learnkit.callbacks.nan_diagnosis import listed_few, samples_of
 from learnkit.callbacks.progress import ProgressCallback
 from learnkit.core.errors import CancelException, FitError
 from learnkit.core.random import RNGState, capture_rng, restore_rng
 from learnkit.engine.callback import Callback
+from learnkit.engine.snapshot import restored
 
 __all__ = ['Replay', 'replay']
 

@@ -105,7 +105,7 @@ class ParamScheduler(Callback):
     def _make_plan(self) -> None:
         "Look up where each hyper-parameter is kept, once for many batches."
         opt = self.learn.opt
-        if not {'wd', 'weight_decay'}.isdisjoint(self.scheds): opt._set_apart()
+        if not {'wd', 'weight_decay'}.isdisjoint(self.scheds): opt.split_groups()
         places = {name: list(_places(opt, name)) for name in self.scheds}
         least = {name: 0. if name in (*HYPERS, *OPTIONS) else -math.inf for name in self.scheds}
         self._plan = [(name, f, least[name], places[name]) for name, f in self.scheds.items()]
@@ -130,7 +130,7 @@ def _places(opt: Any, name: str) -> Iterator[_Place]:
     for i, hypers in enumerate(opt.hypers):
         for group in hypers._groups:
             where = place_of(name, group)
-            if where is None or (where == 'weight_decay' and hypers._is_exempt(group)): continue
+            if where is None or (where == 'weight_decay' and hypers.is_exempt(group)): continue
             yield (group, where, None, i) if isinstance(where, str) else (group, *where, i)
 
 

@@ -6,7 +6,13 @@ from numbers import Real
 from typing import Any
 
 from learnkit.callbacks.nan_guard import say
-from learnkit.callbacks.tracking import Comparison, EarlyStoppingCallback, Monitor, TrackerCallback, check_counted
+from learnkit.callbacks.tracking import (
+    Comparison,
+    EarlyStoppingCallback,
+    Monitor,
+    TrackerCallback,
+    check_counted,
+)
 from learnkit.core.errors import CancelFitException, OptionError
 from learnkit.core.time import Time, as_time
 from learnkit.engine.callback import Callback

@@ -13,9 +13,8 @@ from learnkit.checkpoint.weights import check_weights, load_weights, read_weight
 from learnkit.core.errors import EmptyLoaderError, ModelError, OptionError, WeightsError
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import DataLoaders
-from learnkit.learner import Learner
 
-__all__ = ['load_learner']
+__all__ = ['build_learner']
 
 
 class NoBatches:
@@ -41,34 +40,16 @@ class NoData(DataLoaders):
     def __repr__(self) -> str: return 'No data'
 
 
-def load_learner(
-    path: str | Path,                              # written by `learn.save_learner`
-    model: nn.Module | Callable[..., nn.Module] | None = None,  # the model, or what builds it from its configuration
-    dls: Any = None,                               # data, as for `Learner`; None: predict on given loaders
-    loss_func: Callable[..., Any] | None = None,   # as for `Learner`
-    device: torch.device | str | None = None,      # without `dls`: where it runs; None: a GPU if there is one
-    cpu: bool = False,                             # fastai's way to say `device='cpu'`
-    **kwargs: Any,                                 # more for `Learner`, in place of what the file says
-) -> Learner:
-    """Make a Learner with the weights and options of a file, ready to predict, validate or train.
-
-    The file holds no code, so loading it is safe whoever it comes from; the model's code comes from `model`: a class or
-    function, called with the configuration that was given to `save_learner`, or a model that is ready. Without
-    `dls`, loaders are given to each call: `learn.get_preds(dl=...)`; `learn.dls.vocab` has the class names.
-
-    Raises `OptionError` without `model`, `WeightsError` for a file that is damaged, is no such file, or does not fit
-    the model (all differences listed, the model unchanged), and `ModelError` when `model` builds none.
-
-    >>> import tempfile
-    >>> x = torch.ones(8, 3)
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     learn = Learner([(x, x[:, :2])], nn.Linear(3, 2), nn.MSELoss(), path=folder)
-    ...     path = learn.save_learner('net.pth', in_features=3, out_features=2)
-    ...     again = load_learner(path, model=nn.Linear, loss_func=nn.MSELoss(), cpu=True)
-    >>> torch.equal(again.model.weight, learn.model.weight)
-    True
-    """
-    path = Path(path)
+def build_learner(
+    make: Callable[..., Any],    # `Learner`
+    path: Path,                  # written by `learn.save_learner`
+    model: nn.Module | Callable[..., nn.Module] | None,
+    dls: Any,
+    loss_func: Callable[..., Any] | None,
+    device: torch.device | str | None,
+    **kwargs: Any,               # more for `make`, in place of what the file says
+) -> Any:
+    "Make a Learner from a file; see `learnkit.load_learner`."
     stored = read_weights(path)
     if stored.config is None:
         raise WeightsError(f'{path} holds weights without a configuration: build a Learner and call its `load`, or '
@@ -79,8 +60,8 @@ def load_learner(
     if loss_func is None and config.get('activates'):
         warn_user(f'The Learner in {path} had the loss {config.get("loss_func")}, which turns outputs into '
                   'predictions. Pass `loss_func=` to have them activated and decoded as they were.')
-    if dls is None: dls = NoData('cpu' if cpu else device, path.parent, config.get('n_inp'), config.get('vocab'))
-    learn = Learner(dls, built, loss_func, **{**_options(config), 'path': path.parent, **kwargs})
+    if dls is None: dls = NoData(device, path.parent, config.get('n_inp'), config.get('vocab'))
+    learn = make(dls, built, loss_func, **{**_options(config), 'path': path.parent, **kwargs})
     load_weights(built, stored.model)
     return learn
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from learnkit.callbacks.lr_finder import restored
 from learnkit.checkpoint.digest import differences, digest
 from learnkit.checkpoint.file import read_state, write_state
 from learnkit.checkpoint.state import COUNTERS, Checkpoints
@@ -24,6 +23,7 @@ from learnkit.engine.attributes import has_own_state, lost_attributes
 from learnkit.engine.callback import Callback
 from learnkit.engine.checks import check_count, check_fit
 from learnkit.engine.run import STATE
+from learnkit.engine.snapshot import restored
 
 __all__ = ['ResumeCheck', 'ResumeChecks']
 

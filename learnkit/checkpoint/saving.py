@@ -207,7 +207,7 @@ class Saving(Loop):
 
         >>> import tempfile
         >>> from learnkit import Learner
-        >>> from learnkit.checkpoint.exchange import load_learner
+        >>> from learnkit import load_learner
         >>> def build(hidden): return nn.Sequential(nn.Linear(1, hidden), nn.ReLU(), nn.Linear(hidden, 1))
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     learn = Learner([(torch.zeros(4, 1), torch.zeros(4, 1))], build(hidden=8), nn.MSELoss(), path=folder)

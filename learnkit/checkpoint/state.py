@@ -15,7 +15,15 @@ from torch.nn.parameter import is_lazy
 from learnkit.checkpoint.folder import find
 from learnkit.checkpoint.saving import Saving
 from learnkit.checkpoint.weights import check_weights, load_weights, own_state, weights_differ
-from learnkit.core.dtensor import distribute_like, host_mesh, is_dtensor, local, mesh_of, on_host, whole_state
+from learnkit.core.dtensor import (
+    distribute_like,
+    host_mesh,
+    is_dtensor,
+    local,
+    mesh_of,
+    on_host,
+    whole_state,
+)
 from learnkit.core.errors import CheckpointError
 from learnkit.core.model import bare_model, model_device
 from learnkit.core.plain import plain

@@ -32,7 +32,9 @@ def is_dtensor(value: Any) -> bool:
 
 
 def _is_dtensor(value: Any) -> bool:
-    from torch.distributed.tensor import DTensor  # a quarter of a second, which training in one process can do without
+    from torch.distributed.tensor import (
+        DTensor,  # a quarter of a second, which training in one process can do without
+    )
     return isinstance(value, DTensor)
 
 

@@ -9,14 +9,21 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
+from random import Random
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+    NoneType,
+)
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ['RNGState', 'capture_rng', 'capture_host_rng', 'restore_rng', 'same_states', 'preserved_rng',
-           'own_generators', 'capture_own', 'restore_own', 'preserved_generators']
+__all__ = ['RNGState', 'capture_rng', 'capture_host_rng', 'restore_rng', 'same_states', 'preserved_rng', 'own_generators', 'capture_own', 'restore_own', 'preserved_generators']
 
 RNGState = dict[str, Any]  # 'python', 'torch' and, where in use, 'numpy', 'cuda', 'mps'
 
@@ -201,3 +208,14 @@ def _to_tensor(value: Any) -> Any:
 def _to_array(value: Any) -> Any:
     "Return a tensor as an array, anything else as it is."
     return value.cpu().numpy() if isinstance(value, torch.Tensor) else value
+
+
+def state_setter(o: Any) -> Callable[[], object] | None:
+    "Return what puts a random generator back to where it is now, None for anything else."
+    if isinstance(o, torch.Generator): return partial(o.set_state, o.get_state())
+    if isinstance(o, Random): return partial(o.setstate, o.getstate())
+    if not type(o).__module__.startswith('numpy.random'): return None  # asking for it would import it
+    if isinstance(o, np.random.RandomState): return partial(o.set_state, o.get_state())
+    if isinstance(o, np.random.Generator): return state_setter(o.bit_generator)
+    return partial(setattr, o, 'state', o.state) if isinstance(o, np.random.BitGenerator) else None
+

@@ -15,7 +15,14 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, StackDataset
 from learnkit.core.batch import BatchForm, to_device
 from learnkit.core.errors import EmptyLoaderError, LoaderError
 from learnkit.core.html import never_raising, table
-from learnkit.data.checks import check_count, check_dataset, check_loader, check_not_empty, describe_loader, n_batches
+from learnkit.data.checks import (
+    check_count,
+    check_dataset,
+    check_loader,
+    check_not_empty,
+    describe_loader,
+    n_batches,
+)
 from learnkit.data.evaluator import Evaluator, named_loaders
 from learnkit.data.show import Shows, first_batch
 from learnkit.data.tensors import are_inputs_and_targets, as_rows, is_rows

@@ -24,7 +24,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from learnkit.core.errors import CheckpointError
-from learnkit.core.random import capture_own, capture_rng, preserved_rng, restore_own, restore_rng, same_states
+from learnkit.core.random import (
+    capture_own,
+    capture_rng,
+    preserved_rng,
+    restore_own,
+    restore_rng,
+    same_states,
+)
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import TensorLoader, n_batches
 from learnkit.data.shard import Shard

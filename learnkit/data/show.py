@@ -15,6 +15,7 @@ from learnkit.core.batch import BatchForm, find_bs, form_of, microbatches, to_de
 from learnkit.core.errors import OptionError
 from learnkit.core.plotting import WRONG, AxesList, new_axes
 from learnkit.core.random import preserved_generators
+from learnkit.data.preserve import preserve_loaders
 from learnkit.data.tables import as_table, cell, readable, shorten
 from learnkit.data.torch_loader import forget_workers
 
@@ -97,7 +98,6 @@ def check_max_n(max_n: Any) -> None:
 
 def first_batch(dl: Any) -> Any:
     "Return a loader's first batch, and leave it and every generator as they were."
-    from learnkit.engine.snapshot import preserve_loaders
     with preserve_loaders([dl]), preserved_generators(dl):
         forget_workers(dl)  # a training that is under way goes on with them
         drawn = iter(dl)

@@ -9,6 +9,7 @@ import re
 import tokenize
 from functools import partial
 from html import escape
+from importlib import import_module
 from io import StringIO
 from textwrap import dedent
 from types import ModuleType
@@ -18,7 +19,6 @@ from learnkit.core.errors import CancelException, OptionError, did_you_mean
 from learnkit.core.html import never_raising, table
 from learnkit.engine.callback import Callback, own_handler
 from learnkit.engine.events import ALIASES, CONTEXTS, EVENTS, INNER_EVENTS, LEVELS, LIFECYCLE
-from learnkit.learner import Learner
 
 __all__ = ['Doc', 'Parameter', 'comments', 'doc', 'open_levels']
 
@@ -109,13 +109,14 @@ def _of_name(name: str) -> Doc:
     if (event := ALIASES.get(name, name)) in EVENTS: return _of_event(event)
     first, *others = name.split('.')
     known = _names()
-    if first == 'learn' and others: found: Any = Learner
+    learner = known['Learner']
+    if first == 'learn' and others: found: Any = learner
     elif first in known: found = known[first]
-    elif not others and hasattr(Learner, name): found, others = Learner, [name]
+    elif not others and hasattr(learner, name): found, others = learner, [name]
     else: found = None
     for part in others: found = getattr(found, part, None)
     if found is not None and not (isinstance(found, str) and found in EVENTS): return doc(found)
-    near = did_you_mean(name, [*EVENTS, *known, *(n for n in dir(Learner) if not n.startswith('_'))])
+    near = did_you_mean(name, [*EVENTS, *known, *(n for n in dir(learner) if not n.startswith('_'))])
     raise OptionError(f'There is nothing called {name!r}.{near} Give the name of an event, or of what '
                       '`from learnkit.all import *` brings.')
 
@@ -251,8 +252,12 @@ def _shown(value: Any, text: str | None = None) -> str:
 # Texts and lists
 
 def _names() -> dict[str, Any]:
-    from learnkit import all as everything  # it loads everything, so only when someone asks
+    everything = import_module('learnkit.all')  # it loads everything, so only when someone asks
     return {name: getattr(everything, name) for name in everything.__all__}
+
+
+def _learner_class() -> type:
+    return _names()['Learner']
 
 
 def _title(f: Any) -> str:
@@ -260,7 +265,7 @@ def _title(f: Any) -> str:
     name, owner = getattr(f, '__name__', repr(f)), getattr(f, '__self__', None)
     if owner is not None and not isinstance(owner, ModuleType):
         return f'{(owner if isinstance(owner, type) else type(owner)).__name__}.{name}'
-    own = inspect.getattr_static(Learner, name, None)  # it has most of its methods from parts of it
+    own = inspect.getattr_static(_learner_class(), name, None)  # it has most of its methods from parts of it
     return f'Learner.{name}' if f in (own, getattr(own, 'fget', None)) else getattr(f, '__qualname__', name)
 
 

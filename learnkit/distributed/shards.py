@@ -17,9 +17,22 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from learnkit.core.batch import BatchForm, find_bs, form_of
 from learnkit.core.errors import DistributedError, EmptyLoaderError, LoaderError
 from learnkit.core.random import RNGState, preserved_generators, preserved_rng, restore_rng
-from learnkit.data.dataloaders import DataLoaders, TensorLoader, evaluation_loaders, in_order, n_batches
+from learnkit.data.dataloaders import (
+    DataLoaders,
+    TensorLoader,
+    evaluation_loaders,
+    in_order,
+    n_batches,
+)
 from learnkit.data.shard import Order, Shard
-from learnkit.data.torch_loader import epochs_of, index_sampler, set_epochs, start_lists, with_sampler, workers_run
+from learnkit.data.torch_loader import (
+    epochs_of,
+    index_sampler,
+    set_epochs,
+    start_lists,
+    with_sampler,
+    workers_run,
+)
 from learnkit.distributed.cut import ShardSpec
 from learnkit.distributed.rounds import RoundIterator, RoundShard
 

@@ -7,7 +7,7 @@ from learnkit.core.errors import FitError, TimeError
 from learnkit.core.time import Time, as_time
 from learnkit.engine.callback import Callback
 from learnkit.engine.checks import check_fit
-from learnkit.engine.evaluation import check_countable
+from learnkit.engine.countable import check_countable
 
 __all__ = ['Budget', 'as_length']
 

@@ -15,6 +15,7 @@ from fastcore.basics import camel2snake
 
 from learnkit.core.errors import CallbackError
 from learnkit.core.time import Time, Timestamp, as_time, crossings
+from learnkit.engine.countable import check_countable
 from learnkit.engine.events import ALIASES, CONTEXTS, EVENTS, INNER_EVENTS, canonical_event
 
 __all__ = ['Callback', 'Periodic', 'MissingAttribute']
@@ -280,7 +281,6 @@ class Periodic(Callback):
     def before_fit(self) -> None:
         "Start counting from where the Learner is."
         if not self.learn.fitting: return
-        from learnkit.engine.evaluation import check_countable  # it stands above callbacks, and few need it
         check_countable(self.learn, self.every)
         self._before = self.learn.time
 

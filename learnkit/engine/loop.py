@@ -35,7 +35,14 @@ from learnkit.core.errors import (
 )
 from learnkit.core.model import model_device, name_of
 from learnkit.core.random import preserved_generators, preserved_rng
-from learnkit.core.validation import check_pairing, loss_hint, model_hint, precision_hint, takes_alone, warn_user
+from learnkit.core.validation import (
+    check_pairing,
+    loss_hint,
+    model_hint,
+    precision_hint,
+    takes_alone,
+    warn_user,
+)
 from learnkit.data.checks import epoch_length
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.torch_loader import end_workers, forget_workers

@@ -6,10 +6,9 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import is_
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,14 @@ import torch
 from fastcore.foundation import L
 from torch import Tensor, nn
 
-from learnkit.core.random import preserved_rng
+from learnkit.core.dtensor import cut_again
+from learnkit.core.random import state_setter
 from learnkit.data.dataloaders import evaluation_loaders
+from learnkit.data.preserve import preserve_loaders, refill_dict
 from learnkit.engine.callback import Callback
 from learnkit.metrics.base import Mean, Metric
 
-__all__ = ['Snapshot', 'unchanged_loaders']
+__all__ = ['Snapshot', 'unchanged_loaders', 'undoing', 'restored']
 
 # objects whose attributes are theirs alone
 OWNERS = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler, Callback,
@@ -39,7 +40,7 @@ class Snapshot:
     thread). A tensor is copied on its device.
 
     >>> log = [1, {'a': torch.zeros(2)}]
-    >>> noted = Undo([log])
+    >>> noted = Snapshot([log])
     >>> log.append(2); log[1]['a'].add_(1); log[1]['b'] = 3
     tensor([1., 1.])
     >>> noted.undo()
@@ -66,12 +67,12 @@ class Snapshot:
         self._seen[id(o)] = o
         if isinstance(o, OWNERS): self._go_on_to([vars(o)])
         elif isinstance(o, Tensor): self._note_tensor(o)
-        elif isinstance(o, dict): self._note_items(o, dict(o), _refill_dict)
+        elif isinstance(o, dict): self._note_items(o, dict(o), refill_dict)
         elif isinstance(o, (list, deque, set)): self._note_items(o, list(o), _refill)
         elif isinstance(o, (tuple, frozenset)): self._go_on_to(o)
         elif isinstance(o, np.ndarray): self._steps.append(partial(_rewrite_array, o, o.copy()))
         elif isinstance(o, (bytearray, array)): self._steps.append(partial(o.__setitem__, slice(None), o[:]))
-        elif (setter := _state_setter(o)) is not None: self._steps.append(setter)
+        elif (setter := state_setter(o)) is not None: self._steps.append(setter)
 
     def _go_on_to(self, items: Iterable[Any]) -> None: self._to_note += [v for v in items if type(v) not in _atoms]
 
@@ -86,14 +87,6 @@ class Snapshot:
         self._steps.append(partial(_rewrite, t, t.detach().clone(), t.requires_grad, grad))
 
 
-def _state_setter(o: Any) -> Callable[[], object] | None:
-    "Return what puts a random generator back to where it is now, None for anything else."
-    if isinstance(o, torch.Generator): return partial(o.set_state, o.get_state())
-    if isinstance(o, Random): return partial(o.setstate, o.getstate())
-    if not type(o).__module__.startswith('numpy.random'): return None  # asking for it would import it
-    if isinstance(o, np.random.RandomState): return partial(o.set_state, o.get_state())
-    if isinstance(o, np.random.Generator): return _state_setter(o.bit_generator)
-    return partial(setattr, o, 'state', o.state) if isinstance(o, np.random.BitGenerator) else None
 
 
 @torch.no_grad()
@@ -111,10 +104,6 @@ def _rewrite_array(o: np.ndarray[Any, Any], value: np.ndarray[Any, Any]) -> None
     if o.flags.writeable and o.shape == value.shape: o[...] = value
 
 
-def _refill_dict(o: Any, items: dict[Any, Any]) -> None:
-    if len(o) == len(items) and all(map(is_, o, items)) and all(map(is_, o.values(), items.values())): return
-    o.clear()
-    o.update(items)
 
 
 def _refill(o: Any, items: list[Any]) -> None:
@@ -135,15 +124,34 @@ def unchanged_loaders(dls: Any) -> AbstractContextManager[None]:
     return preserve_loaders([dls, dls.train, *(dl for _, dl in evaluation_loaders(dls))])
 
 
+
+
 @contextmanager
-def preserve_loaders(loaders: list[Any]) -> Iterator[None]:
-    "Leave these loaders, their samplers and all random generators as they were."
-    with ExitStack() as stack:
-        stack.enter_context(preserved_rng())
-        for dl in loaders:
-            batch_sampler = getattr(dl, 'batch_sampler', None)
-            for owner in (dl, getattr(dl, 'sampler', None), batch_sampler, getattr(batch_sampler, 'sampler', None)):
-                attributes = getattr(owner, '__dict__', {})
-                stack.callback(_refill_dict, attributes, dict(attributes))  # also drops the workers it has started
-                for setter in filter(None, map(_state_setter, attributes.values())): stack.callback(setter)
-        yield
+def undoing(learn: Any, roots: list[Any], but: list[Any] | None = None) -> Iterator[None]:
+    "Undo what happens to these objects, to the loaders and to random generators."
+    tensors = [*learn.model.parameters(), *learn.model.buffers()]  # also those that a scripted model hides
+    loaders = learn.dls.train, *(dl for _, dl in evaluation_loaders(learn.dls))
+    data = [learn.dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders)]
+    noted = Snapshot([tensors, *roots], but=[learn, *data, *(but or [])])
+    with unchanged_loaders(learn.dls):
+        try: yield
+        finally: noted.undo()
+
+
+@contextmanager
+def restored(learn: Any) -> Iterator[None]:
+    "Undo what happens to a Learner: also to its counters, its callbacks and their attributes."
+    cbs, registry = list(learn.cbs), learn._callbacks
+    cut_again(learn.model)
+    try:
+        with undoing(learn, [vars(learn), *map(vars, cbs)], but=[registry, learn._tables, learn._whole_step]):
+            learn._stream = None  # the batches of an open pass are for the training
+            try: yield
+            finally:
+                cut_again(learn.model)
+                if any(a is not b for a, b in zip(learn.cbs, cbs, strict=False)) or len(learn.cbs) != len(cbs):
+                    learn.cbs = cbs
+    finally:
+        for cb in cbs: registry.changed(cb, 'run')
+        registry.refresh()
+

@@ -8,13 +8,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learnkit.core.batch import concat, describe, find_bs, form_of, map_tensors, microbatches, take_rows
+from learnkit.core.batch import (
+    concat,
+    describe,
+    find_bs,
+    form_of,
+    map_tensors,
+    microbatches,
+    take_rows,
+)
 from learnkit.core.errors import LoaderError, MissingExtraError, OptionError
 from learnkit.core.plotting import axes_or_new
-from learnkit.core.random import capture_own, capture_rng, preserved_generators, restore_own, restore_rng
+from learnkit.core.random import (
+    capture_own,
+    capture_rng,
+    preserved_generators,
+    restore_own,
+    restore_rng,
+)
+from learnkit.data.preserve import preserve_loaders
 from learnkit.data.show import as_targets, binary_cut, class_axis, show_samples, wrong_ones
 from learnkit.data.tables import class_names, shorten
-from learnkit.engine.snapshot import preserve_loaders
 from learnkit.inference.gather import reordered
 
 __all__ = ['Interpretation', 'ClassificationInterpretation']

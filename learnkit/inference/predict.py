@@ -16,7 +16,13 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from learnkit.core.batch import children_of, describe, detuplify, is_sample_list, map_tensors
-from learnkit.core.errors import BatchError, CancelEpochException, CancelFitException, LoaderError, OptionError
+from learnkit.core.errors import (
+    BatchError,
+    CancelEpochException,
+    CancelFitException,
+    LoaderError,
+    OptionError,
+)
 from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.data.dataloaders import DataLoaders, check_loader, evaluation_loaders, in_order
 from learnkit.data.shard import Shard
@@ -24,7 +30,14 @@ from learnkit.data.tensors import is_rows
 from learnkit.engine.callback import Callback
 from learnkit.engine.checks import check_function
 from learnkit.engine.dispatch import as_callback, listed
-from learnkit.inference.gather import AsyncToCPU, GatherPredsCallback, PredictionSink, Replicated, dealt, reordered
+from learnkit.inference.gather import (
+    AsyncToCPU,
+    GatherPredsCallback,
+    PredictionSink,
+    Replicated,
+    dealt,
+    reordered,
+)
 from learnkit.inference.sinks import check_sink, opened_sink
 from learnkit.inference.stream import PredictionStream, Streaming
 

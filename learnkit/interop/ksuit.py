@@ -24,7 +24,14 @@ from learnkit.engine.attributes import note_attributes
 from learnkit.engine.callback import Callback
 from learnkit.engine.loop import sample_count
 from learnkit.engine.run import add_note
-from learnkit.interop.hooks import check_style, load_state, own_hooks, parameters_of, state_of, takes_any
+from learnkit.interop.hooks import (
+    check_style,
+    load_state,
+    own_hooks,
+    parameters_of,
+    state_of,
+    takes_any,
+)
 from learnkit.interop.ksuit_views import (
     CheckpointWriter,
     DataContainer,

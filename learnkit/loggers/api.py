@@ -4,7 +4,7 @@ from __future__ import annotations
 from typing import Any
 
 from learnkit.loggers.base import Logger
-from learnkit.loggers.values import as_images, plain
+from learnkit.loggers.values import plain
 
 __all__ = ['log_images', 'log_params', 'log_text']
 
@@ -26,9 +26,8 @@ def log_images(
     >>> log_images(learn, 'noise', torch.rand(4, 3, 8, 8))
     0 noise (4, 8, 8, 3)
     """
-    if not (loggers := _listening(learn)): return
-    pixels = as_images(images)
-    for cb in loggers: cb._send(cb.log_images, name, pixels)
+    for cb in _listening(learn):
+        cb.send_images(name, images)
 
 
 def log_params(

@@ -14,7 +14,15 @@ from learnkit.core.errors import MissingExtraError, OptionError, TimeError
 from learnkit.core.random import preserved_rng
 from learnkit.core.time import Time, as_time, crossings
 from learnkit.engine.callback import Callback
-from learnkit.loggers.values import configuration, fetch, kept_rows, name_writer, read_rows, writer_of
+from learnkit.loggers.values import (
+    as_images,
+    configuration,
+    fetch,
+    kept_rows,
+    name_writer,
+    read_rows,
+    writer_of,
+)
 from learnkit.metrics.base import Mean, is_number
 
 __all__ = ['Logger', 'Rows', 'need', 'open_loggers']
@@ -291,6 +299,14 @@ class Logger(Callback):
             self._params |= {name: v for name, v in before.items() if name.partition('/')[0] in hypers}
         if self._params == before: return
         with preserved_rng(): self.log_params(self._params)
+
+    def send_images(
+        self,
+        name: str,    # what they are called
+        images: Any,  # as for `log_images`
+    ) -> None:
+        "Write images at the current step."
+        self._send(self.log_images, name, as_images(images))
 
     def _send(self, log: Any, name: str, content: Any) -> None:
         "Log an image or a text at the current step, after all that came before."

@@ -67,7 +67,7 @@ class Hypers(MutableMapping[str, Any]):
         "Return the param groups that have this, with its place there; for weight decay those that it acts on."
         found = [(g, where) for g in self._groups if (where := place_of(name, g)) is not None]
         if not found: raise KeyError(name)
-        return [(g, where) for g, where in found if where != 'weight_decay' or not self._is_exempt(g)] or found[:1]
+        return [(g, where) for g, where in found if where != 'weight_decay' or not self.is_exempt(g)] or found[:1]
 
     def __getitem__(self, name: str) -> Any:
         group, where = self._found(name)[0]
@@ -75,11 +75,11 @@ class Hypers(MutableMapping[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         for group, where in self._found(name):
-            if where == 'weight_decay' and self._is_exempt(group): continue
+            if where == 'weight_decay' and self.is_exempt(group): continue
             if isinstance(where, str): _put(group, where, value)
             else: group[where[0]] = tuple(value if i == where[1] else v for i, v in enumerate(group[where[0]]))
 
-    def _is_exempt(self, group: dict[str, Any]) -> bool:
+    def is_exempt(self, group: dict[str, Any]) -> bool:
         return bool(group['params']) and all(p in self._exempt for p in group['params'])
 
     def __delitem__(self, name: str) -> None: raise TypeError(f'{name} cannot be deleted: an optimizer needs it.')

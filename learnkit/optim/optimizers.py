@@ -147,7 +147,7 @@ def _shrink_and_step(opt: torch.optim.Optimizer, step: Callable[..., Any], closu
 
 # -------------------------------------------------------------------------------------------------------- Lookahead
 
-LAYOUT = ('_places', '_exempt', '_apart', 'always_trained', 'frozen', 'frozen_idx', 'called',
+LAYOUT = ('_places', 'exempt', 'splits', 'always_trained', 'frozen', 'frozen_idx', 'called',
           'spares_norms', '_closures', '_evaluating')  # of an OptimWrapper
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,6 @@ from learnkit.core.batch import map_tensors
 from learnkit.core.dtensor import distribute_like, is_dtensor
 from learnkit.optim.hyperparams import OPTIONS
 
-if TYPE_CHECKING:
-    from learnkit.optim.wrapper import OptimWrapper
-
 __all__ = ['is_torch_state', 'differences', 'load_state']
 
 # of these the optimizer at hand keeps its own: how a step is computed, and where, is not the file's business
@@ -24,6 +21,20 @@ OWN = ('foreach', 'fused', 'capturable', 'differentiable', 'decoupled_weight_dec
 # the entries of a state that have the shape of their parameter
 AS_PARAMETER = frozenset({'exp_avg', 'exp_avg_sq', 'max_exp_avg_sq', 'momentum_buffer', 'square_avg', 'grad_avg', 'sum',
                           'acc_delta', 'exp_inf', 'prev', 'step_size', 'ax', 'slow_weights'})
+
+
+class Optimizers(Protocol):
+    "What an `OptimWrapper` has for its states: its optimizers, and how their groups were split."
+
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]: ...
+    @property
+    def exempt(self) -> Any: ...                 # parameters that weight decay spares
+    @property
+    def splits(self) -> list[tuple[Any, ...]]: ...   # groups that were split: optimizer, index, index of the rest, all parameters
+    def split_groups(self, o: torch.optim.Optimizer) -> None: ...
+    def join_groups(self, o: torch.optim.Optimizer) -> None: ...
+    def class_names(self) -> str: ...
 
 
 def is_torch_state(state: Any) -> bool:
@@ -37,7 +48,7 @@ def is_one(state: Any) -> bool:
     return isinstance(state, Mapping) and {'state', 'param_groups'} <= set(state)
 
 
-def by_name(opt: OptimWrapper, state: Any) -> dict[str, Any]:
+def by_name(opt: Optimizers, state: Any) -> dict[str, Any]:
     "Return states by the optimizers' names, whatever the one optimizer of a file or a Learner is called."
     if is_one(state): return dict.fromkeys(opt.optimizers, state) if len(opt.optimizers) == 1 else {'': state}
     return dict(state)
@@ -45,7 +56,7 @@ def by_name(opt: OptimWrapper, state: Any) -> dict[str, Any]:
 
 # Comparing
 
-def differences(opt: OptimWrapper, state: Any, model: nn.Module | None = None) -> list[str]:
+def differences(opt: Optimizers, state: Any, model: nn.Module | None = None) -> list[str]:
     "Return a line for everything in a state that the optimizers cannot take."
     if not is_torch_state(state): return ["optimizer: the saved state is not that of torch's optimizers"]
     states = by_name(opt, state)
@@ -57,10 +68,10 @@ def differences(opt: OptimWrapper, state: Any, model: nn.Module | None = None) -
         return [f'optimizer: the saved state cannot be read ({e!r})']
 
 
-def one_differs(opt: OptimWrapper, o: torch.optim.Optimizer, state: Any, name: str,
+def one_differs(opt: Optimizers, o: torch.optim.Optimizer, state: Any, name: str,
                 names: Mapping[Any, str]) -> list[str]:
     "Return in words what does not fit one optimizer."
-    label, groups = f'optimizer {name or opt._names()}', state['param_groups']
+    label, groups = f'optimizer {name or opt.class_names()}', state['param_groups']
     sizes = [len(g['params']) for g in groups]
     params = next((ps for ps in layouts(opt, o).values() if [*map(len, ps)] == sizes), None)
     if params is None:
@@ -86,14 +97,14 @@ def is_rate(value: Any) -> bool:
     return all(v is None or isinstance(v, (Real, Tensor)) for v in value)  # Adafactor's first eps may be None
 
 
-def layouts(opt: OptimWrapper, o: torch.optim.Optimizer) -> dict[str, list[list[Any]]]:
+def layouts(opt: Optimizers, o: torch.optim.Optimizer) -> dict[str, list[list[Any]]]:
     "Return the parameters by group: as they are, with those apart that weight decay spares, and with these put back."
     now = [list(g['params']) for g in o.param_groups]
-    spared = [[p for p in ps if p in opt._exempt] for ps in now]
+    spared = [[p for p in ps if p in opt.exempt] for ps in now]
     moves = ['weight_decay' in g and 0 < len(s) < len(ps) for g, s, ps in zip(o.param_groups, spared, now, strict=True)]
-    kept = [[p for p in ps if p not in opt._exempt] if move else ps for ps, move in zip(now, moves, strict=True)]
+    kept = [[p for p in ps if p not in opt.exempt] if move else ps for ps, move in zip(now, moves, strict=True)]
     joined = list(now)
-    for _, i, j, whole in [done for done in reversed(opt._apart) if done[0] is o]:
+    for _, i, j, whole in [done for done in reversed(opt.splits) if done[0] is o]:
         if j != len(joined) - 1: break
         joined[i] = whole
         joined.pop()
@@ -102,15 +113,15 @@ def layouts(opt: OptimWrapper, o: torch.optim.Optimizer) -> dict[str, list[list[
 
 # Copying
 
-def load_state(opt: OptimWrapper, state: Any) -> None:
+def load_state(opt: Optimizers, state: Any) -> None:
     "Copy a state without differences into the optimizers; nothing of it is shared."
     states = by_name(opt, state)
     for name, o in opt.optimizers.items():
         groups = states[name]['param_groups']
         sizes = [len(g['params']) for g in groups]
         fit = next(how for how, ps in layouts(opt, o).items() if [*map(len, ps)] == sizes)
-        if fit == 'apart': opt._set_apart(o)
-        if fit == 'joined': opt._join_again(o)
+        if fit == 'apart': opt.split_groups(o)
+        if fit == 'joined': opt.join_groups(o)
         own = o.param_groups
         pairs = zip(own, groups, strict=True)
         params = {i: p for g, saved in zip(own, groups, strict=True) for i, p in zip(saved['params'], g['params'],

@@ -102,9 +102,9 @@ class OptimWrapper(torch.optim.Optimizer):
         self.n_steps = 0                                            # steps taken
         self.called = ''                                            # the name of what made it; empty: torch's own
         _unshare_rates(self.optimizers.values())
-        self._exempt: set[nn.Parameter] = set()                     # those that weight decay spares
+        self.exempt: set[nn.Parameter] = set()                     # those that weight decay spares
         self._places = [[(o, i)] for o in self.optimizers.values() for i in range(len(o.param_groups))]
-        self._apart: list[tuple[torch.optim.Optimizer, int, int, list[nn.Parameter]]] = []  # what `_set_apart` has done
+        self.splits: list[tuple[torch.optim.Optimizer, int, int, list[nn.Parameter]]] = []  # what `split_groups` has done
         self.always_trained: set[nn.Parameter] = set()              # those that stay trained in frozen groups
         self.frozen: set[nn.Parameter] = set()                      # those that `freeze_to` has frozen
         self.frozen_idx = 0                                         # how many groups are frozen
@@ -174,11 +174,11 @@ class OptimWrapper(torch.optim.Optimizer):
 
     def rename_params(self, new: Mapping[Any, Any]) -> None:
         "Take other parameters for those of its own that are keys of `new`, whose optimizers have them already."
-        for name in ('_exempt', 'always_trained', 'frozen', 'left_out', 'warned', 'had'):
+        for name in ('exempt', 'always_trained', 'frozen', 'left_out', 'warned', 'had'):
             setattr(self, name, {new.get(p, p) for p in getattr(self, name)})
         if self.seen is not None:
             self.seen = {new.get(p, p) for p in self.seen}
-        self._apart = [(o, i, j, [new.get(p, p) for p in params]) for o, i, j, params in self._apart]
+        self.splits = [(o, i, j, [new.get(p, p) for p in params]) for o, i, j, params in self.splits]
         self._fused = [FusedGuard(o) for o in fused_of(self.optimizers.values())]
 
     def __getattr__(self, name: str) -> Any:
@@ -273,7 +273,7 @@ class OptimWrapper(torch.optim.Optimizer):
     @property
     def hypers(self) -> L:
         "The hyper-parameters of each group, by fastai's names; writing to them sets them."
-        return L(Hypers(groups, self._exempt) for groups in self._groups)
+        return L(Hypers(groups, self.exempt) for groups in self._groups)
 
     def set_hypers(self, **hypers: Any) -> None:
         "Set several hyper-parameters: `set_hypers(lr=0.1, wd=0.01)`."
@@ -304,7 +304,7 @@ class OptimWrapper(torch.optim.Optimizer):
         for v in values: check_hyper(name, v)
         for h in self.hypers:
             if name not in h:
-                raise OptimizerError(f'{name} is no hyper-parameter of {self._names()}: it has {", ".join(h)}.'
+                raise OptimizerError(f'{name} is no hyper-parameter of {self.class_names()}: it has {", ".join(h)}.'
                                      f'{did_you_mean(name, h)}')
         return values
 
@@ -321,37 +321,37 @@ class OptimWrapper(torch.optim.Optimizer):
                 for owner, hypers in zip(owners, self.hypers, strict=True)]
 
     def _set(self, name: str, values: list[Any]) -> None:
-        if name in ('wd', 'weight_decay') and self._exempt and any(values): self._set_apart()
+        if name in ('wd', 'weight_decay') and self.exempt and any(values): self.split_groups()
         for h, v in zip(self.hypers, values, strict=True): h[name] = v
 
     def spare_from_decay(self, params: Iterable[nn.Parameter]) -> None:
         "Leave these parameters out of weight decay, now and when it is set later."
-        self._exempt.update(params)
-        if any(g.get('weight_decay') for g in self.param_groups): self._set_apart()
+        self.exempt.update(params)
+        if any(g.get('weight_decay') for g in self.param_groups): self.split_groups()
 
-    def _set_apart(self, *optimizers: torch.optim.Optimizer) -> None:
+    def split_groups(self, *optimizers: torch.optim.Optimizer) -> None:
         "Put the spared parameters of each group, of some optimizers or all, in one of their own without weight decay."
         for o in optimizers or self.optimizers.values():
             for i, group in enumerate(list(o.param_groups)):
-                spared = [p for p in group['params'] if p in self._exempt]
+                spared = [p for p in group['params'] if p in self.exempt]
                 if not spared or 'weight_decay' not in group: continue
                 if len(spared) == len(group['params']):
                     group['weight_decay'] = 0.
                     continue
-                self._apart.append((o, i, len(o.param_groups), group['params']))
-                group['params'] = [p for p in group['params'] if p not in self._exempt]
+                self.splits.append((o, i, len(o.param_groups), group['params']))
+                group['params'] = [p for p in group['params'] if p not in self.exempt]
                 o.add_param_group({**group, 'params': spared, 'weight_decay': 0.})
                 next(ps for ps in self._places if (o, i) in ps).append((o, len(o.param_groups) - 1))
 
-    def _join_again(self, opt: torch.optim.Optimizer) -> None:
-        "Undo what `_set_apart` has done to an optimizer, unless groups were added since."
-        for done in [done for done in reversed(self._apart) if done[0] is opt]:
+    def join_groups(self, opt: torch.optim.Optimizer) -> None:
+        "Undo what `split_groups` has done to an optimizer, unless groups were added since."
+        for done in [done for done in reversed(self.splits) if done[0] is opt]:
             _, i, j, whole = done
             if j != len(opt.param_groups) - 1: return
             opt.param_groups.pop()
             opt.param_groups[i]['params'] = whole
             for places in self._places: places[:] = [place for place in places if place != (opt, j)]
-            self._apart.remove(done)
+            self.splits.remove(done)
 
     def share_groups(self, *groups: list[tuple[str, int]]) -> None:
         """Let param groups of several optimizers be one group each, with the same hyper-parameters.
@@ -374,14 +374,14 @@ class OptimWrapper(torch.optim.Optimizer):
         if len(self.optimizers) > 1 or len(groups) != len(self._groups):
             return False
         opt = self[0]
-        self._join_again(opt)
+        self.join_groups(opt)
         is_whole = all(len(places) == 1 for places in self._places)
         if is_whole:
             for (_, i), params in zip((places[0] for places in self._places), groups, strict=True):
                 opt.param_groups[i]['params'] = list(params)
             self._forget_others()
         if any(g.get('weight_decay') for g in self.param_groups):
-            self._set_apart()
+            self.split_groups()
         return is_whole
 
     def begin_states(self, params: Iterable[nn.Parameter]) -> None:
@@ -402,8 +402,8 @@ class OptimWrapper(torch.optim.Optimizer):
             return
         for group in self.param_groups:
             group['params'] = [p for p in group['params'] if p not in gone]
-        self._apart = [
-            (o, i, j, [p for p in params if p not in gone]) for o, i, j, params in self._apart
+        self.splits = [
+            (o, i, j, [p for p in params if p not in gone]) for o, i, j, params in self.splits
         ]
         self._forget_others()
 
@@ -413,7 +413,7 @@ class OptimWrapper(torch.optim.Optimizer):
         for o in self.optimizers.values():
             for p in [p for p in o.state if p not in own]:
                 del o.state[p]
-        for name in ('_exempt', 'always_trained', 'frozen'):
+        for name in ('exempt', 'always_trained', 'frozen'):
             setattr(self, name, getattr(self, name) & own)
         self._fused = [FusedGuard(o) for o in fused_of(self.optimizers.values())]
 
@@ -524,20 +524,20 @@ class OptimWrapper(torch.optim.Optimizer):
             raise OptimizerError('\n  '.join(['The saved state does not fit. Nothing was loaded.', *lines]))
         try: load_state(self, state_dict)
         finally:
-            if any(g.get('weight_decay') for g in self.param_groups): self._set_apart()
+            if any(g.get('weight_decay') for g in self.param_groups): self.split_groups()
         if self.is_training:
             self.train()
         else:
             self.eval()
         self._fused = [FusedGuard(o) for o in fused_of(self.optimizers.values())]
 
-    def _names(self) -> str:
+    def class_names(self) -> str:
         return self.called or ' and '.join(type(o).__name__ for o in self.optimizers.values())
 
     def __repr__(self) -> str:
         rates = list(dict.fromkeys(f'{float(h["lr"]):.3g}' for h in self.hypers if 'lr' in h))
         n, lr = len(self._groups), rates[0] if len(rates) == 1 else f'[{", ".join(rates)}]'
-        return f'{type(self).__name__}({self._names()}, {n} group{"s" * (n > 1)}, lr={lr})'
+        return f'{type(self).__name__}({self.class_names()}, {n} group{"s" * (n > 1)}, lr={lr})'
 
 
 def _unshare_rates(optimizers: Iterable[torch.optim.Optimizer]) -> None:

@@ -10,7 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from learnkit import Callback, CancelBackwardException, CancelFitException, Learner, Recorder, TrainEvalCallback
+from learnkit import (
+    Callback,
+    CancelBackwardException,
+    CancelFitException,
+    Learner,
+    Recorder,
+    TrainEvalCallback,
+)
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.core.errors import BatchError, OptionError
 

@@ -15,7 +15,15 @@ from fastcore.basics import noop
 from safetensors.torch import load_file
 from torch import nn
 
-from learnkit import Callback, CheckpointError, DataLoaders, Learner, MetricError, OptionError, TimeError
+from learnkit import (
+    Callback,
+    CheckpointError,
+    DataLoaders,
+    Learner,
+    MetricError,
+    OptionError,
+    TimeError,
+)
 from learnkit.callbacks import BestMetric, Checkpoint, checkpoint as module
 from learnkit.callbacks.progress import ProgressCallback
 from learnkit.checkpoint.digest import differences

@@ -16,7 +16,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from learnkit import SGD, Adam, Callback, CancelStepException, DataLoaders, Learner, TrainEvalCallback
+from learnkit import (
+    SGD,
+    Adam,
+    Callback,
+    CancelStepException,
+    DataLoaders,
+    Learner,
+    TrainEvalCallback,
+)
 from learnkit.callbacks.compile import ODD_IN_A_ROW, TIMED
 from learnkit.core.errors import LossError
 from learnkit.metrics.functional import mae

@@ -10,7 +10,15 @@ import torch
 from torch import nn
 
 from learnkit import Callback, Recorder
-from learnkit.callbacks.lr_finder import LRFinder, LRSearch, SuggestionMethod, minimum, slide, steep, valley
+from learnkit.callbacks.lr_finder import (
+    LRFinder,
+    LRSearch,
+    SuggestionMethod,
+    minimum,
+    slide,
+    steep,
+    valley,
+)
 from learnkit.core.errors import LossError, MetricError, OptimizerError, OptionError, ScheduleError
 from learnkit.testing import synth_learner
 

@@ -11,7 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from learnkit import Callback, DataLoaders, GradientAccumulation, GradientClip, Learner, LRScheduler, MixedPrecision
+from learnkit import (
+    Callback,
+    DataLoaders,
+    GradientAccumulation,
+    GradientClip,
+    Learner,
+    LRScheduler,
+    MixedPrecision,
+)
 from learnkit.callbacks.activation_monitor import ActivationMonitor
 from learnkit.callbacks.memory import MemoryMonitor
 from learnkit.callbacks.monitor import Monitor

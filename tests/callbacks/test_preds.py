@@ -12,7 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from learnkit import Callback, DataLoaders, Learner, TensorLoader, mae
-from learnkit.callbacks.predictions import CollectDataCallback, FetchPredsCallback, MCDropoutCallback, mc_dropout_preds
+from learnkit.callbacks.predictions import (
+    CollectDataCallback,
+    FetchPredsCallback,
+    MCDropoutCallback,
+    mc_dropout_preds,
+)
 from learnkit.core.errors import CancelEpochException, CancelFitException, OptionError
 from learnkit.testing import synth_learner
 

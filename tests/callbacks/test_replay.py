@@ -11,7 +11,16 @@ import torch
 from fastcore.basics import noop
 from torch import Tensor, nn
 
-from learnkit import EMA, Callback, DataLoaders, GradientAccumulation, GuardNonFinite, Learner, MixUp, Replay
+from learnkit import (
+    EMA,
+    Callback,
+    DataLoaders,
+    GradientAccumulation,
+    GuardNonFinite,
+    Learner,
+    MixUp,
+    Replay,
+)
 from learnkit.core.errors import CancelFitException, FitError, LossError
 from learnkit.core.random import capture_rng
 

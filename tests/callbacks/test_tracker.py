@@ -22,7 +22,13 @@ from learnkit.callbacks.tracking import (
     SaveModelCallback,
     TrackerCallback,
 )
-from learnkit.core.errors import CancelEpochException, CancelFitException, MetricError, OptionError, TimeError
+from learnkit.core.errors import (
+    CancelEpochException,
+    CancelFitException,
+    MetricError,
+    OptionError,
+    TimeError,
+)
 from learnkit.testing import synth_learner
 
 NAN = math.nan

@@ -7,8 +7,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from learnkit import Callback, FitError, Learner, Recorder, SkipToEpoch, TrainEvalCallback, before_batch_cb
-from learnkit.callbacks.training import BnFreeze, CastToTensor, ChannelsLast, ShortEpochCallback, as_plain
+from learnkit import (
+    Callback,
+    FitError,
+    Learner,
+    Recorder,
+    SkipToEpoch,
+    TrainEvalCallback,
+    before_batch_cb,
+)
+from learnkit.callbacks.training import (
+    BnFreeze,
+    CastToTensor,
+    ChannelsLast,
+    ShortEpochCallback,
+    as_plain,
+)
 from learnkit.core.errors import OptionError
 from learnkit.data.dataloaders import DataLoaders
 from learnkit.testing import RegModel, synth_dls, synth_learner

@@ -7,7 +7,17 @@ import pytest
 import torch
 from torch import nn
 
-from learnkit import EMA, SAM, Callback, DataLoaders, GradientAccumulation, Learner, MixedPrecision, MixUp, accuracy
+from learnkit import (
+    EMA,
+    SAM,
+    Callback,
+    DataLoaders,
+    GradientAccumulation,
+    Learner,
+    MixedPrecision,
+    MixUp,
+    accuracy,
+)
 from learnkit.callbacks import EarlyStoppingCallback, GradientClip
 from learnkit.checkpoint.digest import differences, digest
 from learnkit.core.errors import CheckpointError, WeightsError

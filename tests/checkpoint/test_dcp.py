@@ -13,7 +13,14 @@ import torch
 from safetensors.torch import load_file
 
 from learnkit import EMA, Callback, Checkpoint
-from learnkit.checkpoint.dcp import Writers, check_parts, folder_of, sweep_parts, take_parts, with_parts
+from learnkit.checkpoint.dcp import (
+    Writers,
+    check_parts,
+    folder_of,
+    sweep_parts,
+    take_parts,
+    with_parts,
+)
 from learnkit.checkpoint.file import read_state, write_state
 from learnkit.checkpoint.folder import find
 from learnkit.core.comm import join_ranks

@@ -10,8 +10,14 @@ from fastcore.basics import noop
 from torch import nn
 
 from learnkit import DataLoaders, Learner
-from learnkit.checkpoint.exchange import load_learner
-from learnkit.core.errors import EmptyLoaderError, LoaderError, ModelError, OptionError, WeightsError
+from learnkit.core.errors import (
+    EmptyLoaderError,
+    LoaderError,
+    ModelError,
+    OptionError,
+    WeightsError,
+)
+from learnkit.learner import load_learner
 
 
 class Net(nn.Sequential):

@@ -12,7 +12,15 @@ from hypothesis import given, strategies as st
 
 from learnkit import Callback, Checkpoint, CheckpointError
 from learnkit.checkpoint.file import write_state
-from learnkit.checkpoint.folder import Entry, best_first, entries, find, next_path, number_of, superfluous
+from learnkit.checkpoint.folder import (
+    Entry,
+    best_first,
+    entries,
+    find,
+    next_path,
+    number_of,
+    superfluous,
+)
 from learnkit.testing import synth_learner
 
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from learnkit import DataLoaders, Learner, SaveModelCallback
 from learnkit.callbacks import LoadWeights
 from learnkit.checkpoint.digest import learn_digest
-from learnkit.checkpoint.exchange import load_learner
 from learnkit.checkpoint.weights import read_weights, write_safetensors
 from learnkit.core.errors import OptionError, WeightsError
+from learnkit.learner import load_learner
 
 
 class Tied(nn.Module):

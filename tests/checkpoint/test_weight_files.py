@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from learnkit import DataLoaders, Learner, SaveModelCallback
-from learnkit.checkpoint.exchange import load_learner
 from learnkit.core.errors import EmptyLoaderError, OptionError, WeightsError
+from learnkit.learner import load_learner
 
 X, Y = torch.randn(8, 4), torch.arange(8) % 3
 

@@ -27,7 +27,15 @@ from learnkit.distributed.shards import shard
 from learnkit.inference.gather import per_sample, reordered
 from tests.helpers.distributing import weights
 from tests.helpers.ranks import run_ranks
-from tests.helpers.sampling import CutGraphs, Graphs, as_lists, as_tuples, box_loss, detection, scenes
+from tests.helpers.sampling import (
+    CutGraphs,
+    Graphs,
+    as_lists,
+    as_tuples,
+    box_loss,
+    detection,
+    scenes,
+)
 
 
 def images(n: int, channels: int = 12) -> list[Tensor]:

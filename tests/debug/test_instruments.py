@@ -11,7 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from learnkit import Callback, CancelBatchException, GradientClip, LRMonitor, MixUp, OptimizerMonitor, UnknownEventError
+from learnkit import (
+    Callback,
+    CancelBatchException,
+    GradientClip,
+    LRMonitor,
+    MixUp,
+    OptimizerMonitor,
+    UnknownEventError,
+)
 from learnkit.engine.timings import EVERY, FIRST
 from learnkit.testing import synth_learner
 

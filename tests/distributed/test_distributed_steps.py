@@ -27,7 +27,15 @@ from learnkit import (
 )
 from learnkit.callbacks import EMA, SAM, Checkpoint, GradientValueClip, MixedPrecision
 from learnkit.core.errors import DistributedError
-from tests.helpers.distributing import interrupted, make_data, make_dls, make_learner, rows, same_rows, weights
+from tests.helpers.distributing import (
+    interrupted,
+    make_data,
+    make_dls,
+    make_learner,
+    rows,
+    same_rows,
+    weights,
+)
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.dist

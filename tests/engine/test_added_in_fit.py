@@ -17,7 +17,12 @@ from torch.optim import lr_scheduler as torch_lr
 from learnkit import Callback, DataLoaders, Learner, MetricError, MixUp, TensorLoader
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.schedule import LRScheduler, ParamScheduler, SchedLin
-from learnkit.callbacks.tracking import EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback, TrackerCallback
+from learnkit.callbacks.tracking import (
+    EarlyStoppingCallback,
+    ReduceLROnPlateau,
+    SaveModelCallback,
+    TrackerCallback,
+)
 from learnkit.testing import synth_learner
 
 

@@ -14,7 +14,12 @@ from fastcore.foundation import L
 from torch import Tensor
 
 from learnkit import Callback, TrackerCallback
-from learnkit.engine.attributes import changed_attributes, lost_attributes, note_attributes, put_attributes
+from learnkit.engine.attributes import (
+    changed_attributes,
+    lost_attributes,
+    note_attributes,
+    put_attributes,
+)
 from learnkit.testing import synth_learner
 from tests.helpers.resuming import Keep, check_every_place, straight, through_a_file
 

@@ -11,7 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from learnkit import Callback, CallbackError, Learner, Periodic, TimeError, TrainEvalCallback, UnknownEventError
+from learnkit import (
+    Callback,
+    CallbackError,
+    Learner,
+    Periodic,
+    TimeError,
+    TrainEvalCallback,
+    UnknownEventError,
+)
 from learnkit.testing import RegModel, synth_dls, synth_learner
 
 SHADOW = 'You are shadowing an attribute ({0}) that exists in the learner. Use `self.learn.{0}` to avoid this'

@@ -6,7 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from learnkit import Callback, CallbackError, Learner, OrderError, ProgressCallback, Recorder, TrainEvalCallback
+from learnkit import (
+    Callback,
+    CallbackError,
+    Learner,
+    OrderError,
+    ProgressCallback,
+    Recorder,
+    TrainEvalCallback,
+)
 from learnkit.testing import synth_learner
 
 

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from learnkit import Callback, UnknownEventError, event
-from learnkit.engine.events import EVENTS, INNER_EVENTS, LEVELS, LIFECYCLE, canonical_event, lifecycle_markdown
+from learnkit.engine.events import (
+    EVENTS,
+    INNER_EVENTS,
+    LEVELS,
+    LIFECYCLE,
+    canonical_event,
+    lifecycle_markdown,
+)
 from learnkit.testing import synth_learner
 
 FASTAI = '''after_create before_fit before_epoch before_train before_batch after_pred after_loss before_backward

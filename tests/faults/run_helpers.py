@@ -13,7 +13,7 @@ from learnkit import Callback, DataLoaders, Learner
 from learnkit.callbacks import Checkpoint
 from learnkit.checkpoint.digest import differences, digest
 from learnkit.checkpoint.folder import entries, load_state
-from learnkit.debug.forks import reached, start
+from learnkit.testing.forks import reached, start
 from tests.helpers.resuming import scramble
 
 State = dict[str, Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 from resume_helpers import learner
 
-from learnkit.debug.harness import kill_and_resume
+from learnkit.testing.harness import kill_and_resume
 
 
 def test_some_kills() -> None:

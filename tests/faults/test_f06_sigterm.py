@@ -18,8 +18,8 @@ from torch.utils.data import get_worker_info
 
 from learnkit import Callback, Learner
 from learnkit.callbacks import Checkpoint, checkpoint
-from learnkit.debug.forks import start
-from learnkit.debug.harness import reached, run_until_done
+from learnkit.testing.forks import start
+from learnkit.testing.harness import reached, run_until_done
 
 # of 3 batches and 2 of validation an epoch; a life ends where it says, or at the end of the batch
 PLACES = ['before_fit', 'train before_batch', 'train after_loss', 'train after_batch', 'batch_checkpoint',

@@ -15,7 +15,7 @@ from run_helpers import all_load, checkpointed, in_child, names, same, training
 from learnkit import Callback
 from learnkit.checkpoint import file as statefile
 from learnkit.core import files
-from learnkit.debug.forks import start
+from learnkit.testing.forks import start
 
 # what is called while a file is written, from its beginning to its end
 MOMENTS = {'begun': (statefile, '_Packer'), 'packed': (statefile, '_make_header'), 'written': (statefile, '_bytes_of'),

@@ -5,7 +5,17 @@ import asyncio
 from typing import Any
 
 import pytest
-from fault_helpers import At, Watch, anew, fits_like_fresh, is_clean, make_learner, notes, raised_by, start_again
+from fault_helpers import (
+    At,
+    Watch,
+    anew,
+    fits_like_fresh,
+    is_clean,
+    make_learner,
+    notes,
+    raised_by,
+    start_again,
+)
 
 from learnkit import Callback, CancelError
 from learnkit.core.errors import CancelFitException

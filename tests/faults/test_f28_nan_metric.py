@@ -10,7 +10,12 @@ import pytest
 from run_helpers import checkpointed, make_learner, quiet
 
 from learnkit import Callback, CheckpointError
-from learnkit.callbacks import Checkpoint, EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback
+from learnkit.callbacks import (
+    Checkpoint,
+    EarlyStoppingCallback,
+    ReduceLROnPlateau,
+    SaveModelCallback,
+)
 from learnkit.checkpoint.folder import entries, find
 from learnkit.metrics.functional import ValueMetric
 

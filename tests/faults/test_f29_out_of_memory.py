@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from fault_helpers import At, Watch, fits_like_fresh, fresh, is_clean, make_learner, raised_by, start_again
+from fault_helpers import (
+    At,
+    Watch,
+    fits_like_fresh,
+    fresh,
+    is_clean,
+    make_learner,
+    raised_by,
+    start_again,
+)
 from run_helpers import all_load, checkpointed, in_child, names
 from torch import Tensor, nn
 

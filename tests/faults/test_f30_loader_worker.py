@@ -18,7 +18,7 @@ from run_helpers import all_load, checkpointed, names, torch_dls
 from torch.utils.data import TensorDataset, get_worker_info
 
 from learnkit import DataLoaders, Learner
-from learnkit.debug.forks import start
+from learnkit.testing.forks import start
 
 TIMEOUT_S = 2
 

@@ -11,7 +11,14 @@ from fault_helpers import BS, make_dls
 from run_helpers import checkpointed, content, make_learner, quiet, same, torch_dls
 from torch.utils.data import DataLoader, TensorDataset
 
-from learnkit import Callback, CheckpointError, DataLoaders, EmptyLoaderError, LoaderError, TensorLoader
+from learnkit import (
+    Callback,
+    CheckpointError,
+    DataLoaders,
+    EmptyLoaderError,
+    LoaderError,
+    TensorLoader,
+)
 
 
 def pairs(n: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,7 +19,7 @@ from learnkit import Callback
 from learnkit.callbacks import Checkpoint
 from learnkit.core.errors import FolderInUseError
 from learnkit.core.locks import FolderLock
-from learnkit.debug.forks import start
+from learnkit.testing.forks import start
 
 
 def can_lock(folder: Path) -> bool:

@@ -11,7 +11,7 @@ from importlib import import_module
 from time import monotonic
 from typing import Any
 
-from learnkit.debug.forks import Child, start
+from learnkit.testing.forks import Child, start
 
 
 def free_port() -> int:

@@ -10,7 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from learnkit import Callback, CancelBatchException, DataLoaders, Learner, LoaderError, TensorLoader, accuracy, mae
+from learnkit import (
+    Callback,
+    CancelBatchException,
+    DataLoaders,
+    Learner,
+    LoaderError,
+    TensorLoader,
+    accuracy,
+    mae,
+)
 from learnkit.core.errors import BatchError
 from learnkit.testing import RegModel, synth_learner
 

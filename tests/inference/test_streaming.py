@@ -16,7 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from learnkit import Callback, CancelBatchException, DataLoaders, FitError, Learner, TensorLoader, mae
+from learnkit import (
+    Callback,
+    CancelBatchException,
+    DataLoaders,
+    FitError,
+    Learner,
+    TensorLoader,
+    mae,
+)
 from learnkit.callbacks.predictions import MCDropoutCallback
 from learnkit.core.errors import CancelFitException, CancelValidException
 

@@ -16,7 +16,14 @@ import torch
 from logger_helpers import LogHalf, learner, plain_losses, run_and_resume
 
 from learnkit import Callback, MissingExtraError, OptionError
-from learnkit.loggers import Logger, MlflowLogger, TensorBoardLogger, WandbLogger, log_images, log_text
+from learnkit.loggers import (
+    Logger,
+    MlflowLogger,
+    TensorBoardLogger,
+    WandbLogger,
+    log_images,
+    log_text,
+)
 
 PIXELS = torch.arange(3 * 4 * 5, dtype=torch.uint8).reshape(1, 3, 4, 5)
 

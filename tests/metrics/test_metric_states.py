@@ -17,7 +17,14 @@ from torch import Tensor, nn
 
 from learnkit.core.errors import MetricError
 from learnkit.metrics import classification as scores, functional as lk
-from learnkit.metrics.averages import AvgLoss, AvgMetric, SumMetric, TorchMetric, ValueMetric, as_metrics
+from learnkit.metrics.averages import (
+    AvgLoss,
+    AvgMetric,
+    SumMetric,
+    TorchMetric,
+    ValueMetric,
+    as_metrics,
+)
 from learnkit.metrics.base import AvgSmoothLoss, Mean, Metric
 from learnkit.metrics.state import accumulated
 

@@ -28,7 +28,14 @@ from learnkit import (
 )
 from learnkit.inference.sinks import read_rows
 from learnkit.metrics import functional as M
-from tests.helpers.distributing import make_data, make_dls, make_learner, make_model, rows, same_rows
+from tests.helpers.distributing import (
+    make_data,
+    make_dls,
+    make_learner,
+    make_model,
+    rows,
+    same_rows,
+)
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.dist

@@ -12,7 +12,14 @@ from sklearn.metrics import f1_score, jaccard_score
 
 from learnkit.core.errors import MetricError
 from learnkit.metrics.averages import as_metrics, dry_run
-from learnkit.metrics.functional import Dice, DiceMulti, ForegroundAcc, JaccardCoeff, JaccardCoeffMulti, foreground_acc
+from learnkit.metrics.functional import (
+    Dice,
+    DiceMulti,
+    ForegroundAcc,
+    JaccardCoeff,
+    JaccardCoeffMulti,
+    foreground_acc,
+)
 from tests.helpers.measuring import Watched, batch, fed, watched
 
 METRICS = [Dice, JaccardCoeff, DiceMulti, JaccardCoeffMulti]

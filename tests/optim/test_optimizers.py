@@ -13,7 +13,17 @@ from torch import nn
 from learnkit import OptimizerError, OptimWrapper
 from learnkit.core.errors import MissingExtraError
 from learnkit.optim.hyperparams import params
-from learnkit.optim.optimizers import SGD, Adam, Lamb, Larc, Lookahead, QHAdam, RAdam, RMSProp, ranger
+from learnkit.optim.optimizers import (
+    SGD,
+    Adam,
+    Lamb,
+    Larc,
+    Lookahead,
+    QHAdam,
+    RAdam,
+    RMSProp,
+    ranger,
+)
 from tests.helpers.optimizing import after, learner, net, weights
 
 # Against fastai 2.8, where it is installed

@@ -102,7 +102,7 @@ def test_nothing_in_the_package_unpickles_or_evaluates() -> None:
             called = ast.unparse(node.func)
             if called == 'torch.export.load': assert path.name == 'export.py', path  # of what it has just written
             assert called not in ('eval', 'exec', 'torch.jit.load', 'np.load'), path
-            if called == 'torch.load' and path.name == 'launching.py':  # of what has started it
+            if called == 'torch.load' and path.name == 'launch.py':  # of what has started it
                 assert ast.unparse(node.args[0]) == 'folder / _PAYLOAD', path
             elif called == 'torch.load' and path.name == 'comm.py':  # from the ranks of one job, never from a file
                 assert ast.unparse(node.args[0]) == 'BytesIO(data)', path

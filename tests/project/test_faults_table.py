@@ -40,5 +40,5 @@ def test_the_page_keeps_what_is_around_the_table(tmp_path: Path, monkeypatch: py
     page.write_text(f'before\n{table.BEGIN}\nold\n{table.END}\nafter\n')
     for text in ('once', 'twice'): table.write(text)
     assert page.read_text() == f'before\n{table.BEGIN}\n\ntwice\n\n{table.END}\nafter\n'
-    real = Path(table.HERE.parents[2]/'docs'/'faults.md').read_text('utf-8')
+    real = Path(table.HERE.parents[1]/'docs'/'faults.md').read_text('utf-8')
     assert real.count(table.BEGIN) == real.count(table.END) == 1

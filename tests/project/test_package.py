@@ -28,39 +28,17 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / 'learnkit'
 NAMES = Path(__file__).with_name('public_names.txt')
 
-# A module imports only what stands before it here. `callbacks`, `loggers` and `interop` are packages, whose own modules
-# may import one another as long as they make no cycle; `learnkit` is the package's own `__init__`.
-LAYERS = [
-    'later', 'html', 'cancels', 'errors', 'comm', 'figures', 'metric_properties',
-    'events', 'timing', 'evaluator', 'files', 'statefile', 'torchfile', 'locks', 'rng', 'batch',
-    'dtensors', 'pairing', 'hints', 'denominators', 'arrays', 'weights', 'digests',
-    'torchloader', 'order', 'tables', 'showing', 'loaders', 'data', 'hypers', 'optimstate', 'optim',
-    'optimizers', 'readahead', 'positions', 'metric_states', 'merging', 'averages',
-    'measures', 'accum', 'late', 'scores', 'segmentation', 'metrics', 'losses', 'annealing',
-    'plots', 'callback', 'attributes', 'foreign', 'slips', 'dispatch', 'moving', 'timings', 'runs',
-    'evaluation', 'pieces', 'resuming', 'loop', 'ownloops', 'traineval', 'distributed', 'checks', 'budget',
-    'freezing', 'coverage', 'steps', 'frames', 'history', 'recorder', 'looks', 'monitored',
-    'progress', 'torchsched', 'schedule', 'undo', 'replacing', 'lrfind', 'sinks', 'gathering',
-    'streaming', 'predict', 'instruments', 'wholestep', 'compiling', 'precision', 'states',
-    'saving', 'workers', 'folders', 'checkpoint', 'resumecheck', 'processes', 'interpretation',
-    'callbacks', 'learner', 'exchange', 'loggers', 'interop', 'learnkit', 'demo', 'forks',
-    'harness', 'testing', 'all', 'reference',
+# A package imports only from those before it, in functions and for type checkers as well; `learnkit` is the package's
+# own `__init__`.
+PACKAGES = [
+    'core', 'optim', 'losses', 'data', 'metrics', 'engine', 'checkpoint', 'distributed', 'inference', 'callbacks',
+    'loggers', 'debug', 'learner', 'interop', 'learnkit', 'testing', 'demo', 'all',
 ]
-
-# Imports inside a function that go up the list, each with its reason: {(importing layer, imported layer): why}.
-UPWARD: dict[tuple[str, str], str] = {
-    ('callbacks', 'loggers'): 'ImageVisualizer hands images to loggers, where there are any',
-    ('showing', 'undo'): 'show_batch leaves loaders as the search for a learning rate does',
-    ('instruments', 'callbacks'): 'learn.replay() needs Replay, which few fits have',
-    ('weights', 'distributed'): 'a checkpoint of several processes has tensors in files beside it, which few have',
-    ('callback', 'evaluation'): 'Periodic asks there whether tokens are counted',
-}
 
 
 class Import(NamedTuple):
     importer: str   # dotted name below the package, 'learnkit' for the package itself
     imported: str   # the same
-    deferred: bool  # stands in a function, and so runs only when that is called
 
 
 def run(*arguments: str, cwd: Path = ROOT) -> str:
@@ -90,7 +68,7 @@ def loaded_by(statement: str) -> set[str]:
 def test_import_loads_nothing_heavy() -> None:
     added = loaded_by('import learnkit') - loaded_by('import torch')
     libraries = {name.split('.')[0] for name in added} - set(sys.stdlib_module_names)
-    assert libraries <= {'learnkit', 'fastcore', 'numpy'}
+    assert libraries <= {'learnkit', 'fastcore', 'numpy', 'lazy_loader'}
 
     heavy = {'learnkit.debug.doc', 'torch._dynamo', 'torch._inductor', 'multiprocessing.pool', 'asyncio', 'unittest',
              'sqlite3'}
@@ -118,27 +96,17 @@ def test_import_draws_no_random_number() -> None:
 
 @cache
 def imports() -> tuple[Import, ...]:
-    "Every import of one of the package's modules by another, without those for type checkers alone."
+    "Return every import of one of the package's modules by another, lazy ones and those for type checkers included."
     known = modules()
     return tuple(one for name, path in known.items() for one in imports_of(name, path.read_text('utf-8'), known))
 
 
 def imports_of(name: str, source: str, known: dict[str, Path]) -> list[Import]:
-    "What the source of module `name` imports of the `known` modules."
+    "Return what the source of module `name` imports of the `known` modules."
     is_package = name == 'learnkit' or any(other.startswith(f'{name}.') for other in known)
     package = [] if name == 'learnkit' else name.split('.') if is_package else name.split('.')[:-1]
-    found: list[Import] = []
-
-    def visit(node: ast.AST, deferred: bool) -> None:
-        if isinstance(node, ast.If) and ast.unparse(node.test) in ('TYPE_CHECKING', 'typing.TYPE_CHECKING'):
-            for child in node.orelse: visit(child, deferred)
-            return
-        found.extend(Import(name, target, deferred) for target in targets(node, package, known) if target != name)
-        inner = deferred or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        for child in ast.iter_child_nodes(node): visit(child, inner)
-
-    visit(ast.parse(source), False)
-    return found
+    found = [target for node in ast.walk(ast.parse(source)) for target in targets(node, package, known)]
+    return [Import(name, target) for target in found if target != name]
 
 
 def targets(node: ast.AST, package: list[str], known: dict[str, Path]) -> list[str]:
@@ -157,43 +125,35 @@ def targets(node: ast.AST, package: list[str], known: dict[str, Path]) -> list[s
     return [one if one in known else '.'.join(base) or 'learnkit' for one in named]
 
 
-def goes_up(one: Import) -> bool: return LAYERS.index(layer(one.imported)) > LAYERS.index(layer(one.importer))
+def test_every_module_is_in_a_package_of_the_list() -> None:
+    assert {layer(name) for name in modules()} == set(PACKAGES)
 
 
-def test_every_module_has_its_layer() -> None:
-    assert not {layer(name) for name in modules()} - set(LAYERS), 'give the new module its place in LAYERS'
-
-
-def test_imports_go_down_only() -> None:
-    up = [f'{one.importer} imports {one.imported}' for one in imports() if goes_up(one) and not one.deferred]
-    assert not up
-
-
-def test_deferred_imports_that_go_up_are_known() -> None:
-    up = {(layer(one.importer), layer(one.imported)) for one in imports() if goes_up(one) and one.deferred}
-    assert up == set(UPWARD), 'UPWARD lists what goes up, with its reason, and nothing else'
+def test_imports_go_leftwards_only() -> None:
+    def place(module: str) -> int:
+        return PACKAGES.index(layer(module))
+    assert not [f'{a} imports {b}' for a, b in imports() if place(b) > place(a)]
 
 
 def test_no_import_cycle() -> None:
     graph: dict[str, set[str]] = {name: set() for name in modules()}
     for one in imports():
-        if not one.deferred: graph[one.importer].add(one.imported)
+        graph[one.importer].add(one.imported)
     TopologicalSorter(graph).prepare()  # raises CycleError, which shows the cycle
 
 
 def test_imports_are_read_right() -> None:
     known = dict.fromkeys(['learnkit', 'loop', 'errors', 'callbacks', 'callbacks.mixup', 'callbacks.hooks'], ROOT)
     source = '\n'.join([
-        'import os, learnkit.core.errors', 'from ..loop import Loop', 'from . import hooks, thing', 'from .hooks import A',
+        'import os, learnkit.errors', 'from ..loop import Loop', 'from . import hooks, thing', 'from .hooks import A',
         'if TYPE_CHECKING:', '    from ..learner import Learner',
         'class A:', '    def f(self):', '        from learnkit import x'])
     found = imports_of('callbacks.mixup', source, known)
     assert {one.importer for one in found} == {'callbacks.mixup'}
-    assert [(one.imported, one.deferred) for one in found] == [
-        ('errors', False), ('loop', False), ('callbacks.hooks', False), ('callbacks', False),
-        ('callbacks.hooks', False), ('learnkit', True)]
-    assert imports_of('callbacks', 'from .mixup import A', known) == [Import('callbacks', 'callbacks.mixup', False)]
-    assert imports_of('learnkit', 'from .loop import Loop', known) == [Import('learnkit', 'loop', False)]
+    assert sorted(one.imported for one in found) == [
+        'callbacks', 'callbacks.hooks', 'callbacks.hooks', 'errors', 'learner', 'learnkit', 'loop']
+    assert imports_of('callbacks', 'from .mixup import A', known) == [Import('callbacks', 'callbacks.mixup')]
+    assert imports_of('learnkit', 'from .loop import Loop', known) == [Import('learnkit', 'loop')]
 
 
 # --------------------------------------------------------------------------------------------------------- files, names
@@ -215,14 +175,18 @@ def test_the_notebook_line_brings_what_users_call_and_no_inner_parts() -> None:
                         'hidden_matrices', 'Budget'}
 
 
+PUBLIC = ['', '.callbacks', '.metrics', '.losses', '.loggers', '.optim', '.data', '.testing', '.distributed', '.interop']
+
+
 def test_public_names() -> None:
-    names = sorted(learnkit.__all__)
-    if os.environ.get('LEARNKIT_UPDATE_NAMES'): NAMES.write_text('\n'.join(names) + '\n', 'utf-8')
+    modules = [importlib.import_module(f'learnkit{path}') for path in PUBLIC]
+    names = [f'{module.__name__}.{name}' for module in modules for name in sorted(module.__all__)]
+    if os.environ.get('LEARNKIT_UPDATE_NAMES'):
+        NAMES.write_text('\n'.join(names) + '\n', 'utf-8')
 
     assert NAMES.exists(), 'write it with LEARNKIT_UPDATE_NAMES=1 in the environment'
     assert names == NAMES.read_text('utf-8').split(), 'meant? then write it again, with LEARNKIT_UPDATE_NAMES=1'
     assert len(names) == len(set(names))
-    assert not [name for name in names if not hasattr(learnkit, name)]
 
 
 # ----------------------------------------------------------------------------------------------------- README, metadata
@@ -335,14 +299,9 @@ def test_metrics_losses_and_optimizers_are_found_in_the_package_too() -> None:
     output_of('from learnkit import F1Score, Lamb, FocalLoss, Recall, accuracy_multi')
 
 
-@pytest.mark.parametrize('package', ['learnkit', 'learnkit.callbacks'])
-def test_names_that_come_later_are_those_that_type_checkers_see(package: str) -> None:
-    path = PACKAGE.joinpath(*package.split('.')[1:], '__init__.py')
-    [block] = [node for node in ast.parse(path.read_text('utf-8')).body if isinstance(node, ast.If)]
-    seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    [call] = [node for node in ast.walk(block.orelse[0]) if isinstance(node, ast.Call) and len(node.args) == 3]
-    later = {name: module for module, names in ast.literal_eval(call.args[1]).items() for name in names.split()}
-    assert later == seen
+@pytest.mark.parametrize('package', ['learnkit', 'learnkit.callbacks', 'learnkit.metrics', 'learnkit.optim', 'learnkit.data'])
+def test_every_lazy_name_exists(package: str) -> None:
     module = importlib.import_module(package)
     assert all(getattr(module, name) is not None for name in module.__all__)
-    with pytest.raises(AttributeError, match='no attribute'): _ = module.nothing_of_the_kind
+    with pytest.raises(AttributeError, match='nothing_of_the_kind'):
+        _ = module.nothing_of_the_kind

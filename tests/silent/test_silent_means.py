@@ -11,7 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from learnkit import SGD, Callback, CrossEntropyLossFlat, GradientAccumulation, Learner, Recorder, TrainEvalCallback
+from learnkit import (
+    SGD,
+    Callback,
+    CrossEntropyLossFlat,
+    GradientAccumulation,
+    Learner,
+    Recorder,
+    TrainEvalCallback,
+)
 from learnkit.metrics.functional import Perplexity
 from tests.helpers.ranks import run_ranks
 

@@ -19,7 +19,7 @@ from learnkit.callbacks.checkpoint import Checkpoint
 from learnkit.checkpoint.digest import differences, digest
 from learnkit.core.errors import OptionError
 from learnkit.core.time import Time
-from learnkit.debug.forks import HarnessError, Planned, reached, start
+from learnkit.testing.forks import HarnessError, Planned, reached, start
 
 __all__ = ['HarnessError', 'Lives', 'KillReport', 'kill_and_resume', 'random_instants', 'reached', 'run_until_done']
 

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from learnkit.checkpoint.digest import differences, digest, learn_digest, learn_state
 from learnkit.data.dataloaders import DataLoaders
-from learnkit.debug.forks import Child, start
-from learnkit.debug.harness import (
+from learnkit.learner import Learner
+from learnkit.optim.optimizers import SGD
+from learnkit.testing.forks import Child, start
+from learnkit.testing.harness import (
     HarnessError,
     KillReport,
     Lives,
@@ -19,8 +21,6 @@ from learnkit.debug.harness import (
     reached,
     run_until_done,
 )
-from learnkit.learner import Learner
-from learnkit.optim.optimizers import SGD
 
 __all__ = ['Child', 'HarnessError', 'Lives', 'RegModel', 'KillReport', 'differences', 'digest', 'kill_and_resume',
            'learn_digest', 'learn_state', 'random_instants', 'reached', 'run_until_done', 'start', 'synth_dls',

@@ -21,9 +21,15 @@ from torch.utils.data import DataLoader
 
 from learnkit import EMA, Callback, DataLoaders, Learner
 from learnkit.core.errors import OptionError
-from learnkit.debug.forks import start
-from learnkit.debug.harness import HarnessError, kill_and_resume, random_instants, reached, run_until_done
 from learnkit.testing import synth_learner
+from learnkit.testing.forks import start
+from learnkit.testing.harness import (
+    HarnessError,
+    kill_and_resume,
+    random_instants,
+    reached,
+    run_until_done,
+)
 
 pytestmark = pytest.mark.skipif(not hasattr(os, 'fork'), reason='needs os.fork')
 
