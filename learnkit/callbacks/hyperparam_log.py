@@ -24,7 +24,7 @@ Packed = Tensor | list[Any]  # what is no number (Adafactor's `eps` is a pair) s
 class HyperparamLog:
     """Record the hyper-parameters of a param group at every step; a step costs one tuple appended to a list.
 
-    >>> steps = Steps()
+    >>> steps = HyperparamLog()
     >>> for lr in (0.5, 0.25): steps.record({'lr': lr, 'betas': (0.9, 0.99), 'params': []})
     >>> steps.columns()
     {'lr': [0.5, 0.25], 'mom': [0.9, 0.9], 'sqr_mom': [0.99, 0.99]}

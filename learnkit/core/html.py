@@ -83,7 +83,7 @@ def _lines(value: Any) -> list[str]:
 def safe_call(f: Callable[[], Any]) -> Any:
     """Return what a function returns, or which error it raised: for looks, which never raise.
 
-    >>> said(lambda: 'Adam'), said(lambda: 1 / 0)
+    >>> safe_call(lambda: 'Adam'), safe_call(lambda: 1 / 0)
     ('Adam', '(not known: ZeroDivisionError)')
     """
     try: return f()
@@ -111,7 +111,7 @@ def truncate_rows(
 ) -> list[str]:
     """Put a note in the place of the lines that are too many, behind the first few.
 
-    >>> fold(['a', 'b', 'c', 'd'], 2, '({})', '{} more', first=1)
+    >>> truncate_rows(['a', 'b', 'c', 'd'], 2, '({})', '{} more', first=1)
     ['a', '(2 more)', 'd']
     """
     hidden = len(lines) - max_rows

@@ -62,11 +62,11 @@ class LoaderPosition:
 
     >>> import torch
     >>> loader = TensorLoader(torch.arange(6), bs=2, shuffle=True, seed=0)
-    >>> drawing = Drawing(loader)
+    >>> drawing = LoaderPosition(loader)
     >>> first, *others = drawing.begin()
     >>> position = drawing.state_dict(1)
     >>> anew = TensorLoader(torch.arange(6), bs=2, shuffle=True, seed=0)
-    >>> [x.tolist() for x, in Drawing.resume(anew, position).begin()] == [x.tolist() for x, in others]
+    >>> [x.tolist() for x, in LoaderPosition.resume(anew, position).begin()] == [x.tolist() for x, in others]
     True
     """
     def __new__(cls, dl: Any, *_: Any, **__: Any) -> Self:
@@ -150,7 +150,7 @@ class LoaderPosition:
 
         None where they cannot be known: of other loaders than torch's and `TensorLoader`, and before `begin`.
 
-        >>> drawing = Drawing(DataLoader(range(5), batch_size=2))
+        >>> drawing = LoaderPosition(DataLoader(range(5), batch_size=2))
         >>> batches = drawing.begin()
         >>> drawing.indices(1)
         [2, 3]

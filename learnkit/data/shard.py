@@ -63,9 +63,9 @@ class Shard:
 
     What is drawn to put the data into an order is drawn alike in every process; anything else random is its own."""
     whole: Any                                # the loader, which is not changed
-    cut: Any                                  # which part of it this is: a `Cut`
+    cut: Any                                  # which part of it this is: a `ShardSpec`
     order: Order
-    drawing: type[Any] | None = None          # the kind of `Drawing` that goes over it; None: the usual one
+    drawing: type[Any] | None = None          # the kind of `LoaderPosition` that goes over it; None: the usual one
     draws_all = False                         # every process draws all of `whole`, its data set's generators with it
 
     def share(

@@ -20,9 +20,9 @@ class ShardSpec:
 
     Raises `OptionError` and `LoaderError` for what is no option, or no process.
 
-    >>> [list(Cut(rank, 3).rows(7)) for rank in range(3)]
+    >>> [list(ShardSpec(rank, 3).rows(7)) for rank in range(3)]
     [[0, 1], [2, 3], [4, 5, 6]]
-    >>> [list(Cut(rank, 3, uneven='pad').rows(7)) for rank in range(3)]
+    >>> [list(ShardSpec(rank, 3, uneven='pad').rows(7)) for rank in range(3)]
     [[0, 1, 2], [3, 4, 5], [6, 0, 1]]
     """
     rank: int

@@ -135,6 +135,7 @@ class Loop(Resuming):
         `microbatch` is set. Another one is written with `forward`, `compute_loss` and `optimize`, each
         as often as needed: two networks, two passes, several steps.
 
+        >>> from torch import nn
         >>> from learnkit import Learner, SGD
         >>> from learnkit.testing import synth_dls, RegModel
         >>> class Noisy(Learner):

@@ -201,7 +201,7 @@ def _compact(t: Tensor) -> Tensor:
 class AsyncToCPU:
     """Bring results to the CPU. From CUDA they travel while the next batch is computed, and arrive one batch late.
 
-    >>> arriving = Arriving()
+    >>> arriving = AsyncToCPU()
     >>> arriving.put((torch.ones(1), 'text')), arriving.rest()
     ([(tensor([1.]), 'text')], [])
     """
