@@ -83,6 +83,9 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
     group, unless they require no gradients. Optimizers that need a closure, or are switched
     between training and evaluation, are described at `OptimWrapper`.
 
+    `weight_func` gives the weight of a batch in the mean of the losses: a function, 'tokens', or 'samples'; without
+    it, a batch counts as much as what its loss averages over.
+
     Raises `ModelError`, `LoaderError`, `LossError`, `MetricError` or `CallbackError` for what cannot be used as given.
 
     >>> import torch
@@ -101,11 +104,10 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
         self,
         dls: Any,                                        # DataLoaders, a (train, valid) tuple of loaders, or a loader
         model: nn.Module,
-        loss_func: Callable[..., Any] | None = None,     # f(pred, *targets); None: that of the data, or of the model
+        loss_func: Callable[..., Any] | None = None,     # f(pred, *targets); None: from data or model
         opt_func: Any = Adam,                            # f(params, lr=): a torch.optim class, a partial, a function
-        lr: Any = None,                                  # a number, one a group, a slice, or a dict with one an
-                                                         # optimizer; None: `defaults.lr`
-        splitter: Callable[[nn.Module], Any] = trainable_params,  # gives the model's parameters, or groups of them
+        lr: Any = None,                                  # a number, one a group, a slice, a dict by optimizer; None: `defaults.lr`
+        splitter: Callable[[nn.Module], Any] = trainable_params,  # f(model) -> parameters or groups
         cbs: Any = None,                                 # a callback (or its class), or several
         metrics: Any = None,                             # f(pred, *targets), a Metric, of torchmetrics, or several
         path: str | Path | None = None,                  # folder for files; None: that of `dls`
@@ -116,11 +118,10 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
         moms: tuple[float, ...] = (0.95, 0.85, 0.95),    # momentum for schedules
         default_cbs: bool = True,                        # add `defaults.callbacks`
         microbatch: int | str | None = None,             # samples a piece at most; 'auto': what memory allows
-        weight_func: Callable[..., Any] | str | None = None,  # f(xb, yb): what a batch weighs; 'tokens', 'samples';
-                                                         # None: what the loss averages over
-        token_func: Callable[..., int] | None = None,    # f(xb, yb): its tokens; None: those of `input_ids`
-        size_func: Callable[..., int] | None = None,     # f(xb, yb): its samples; None: as `find_bs` counts them
-        eval_every: str | int | Time | None = '1ep',     # when to evaluate: epochs, '500ba', '10m'; None: never
+        weight_func: Callable[..., Any] | str | None = None,  # f(xb, yb), 'tokens' or 'samples'
+        token_func: Callable[..., int] | None = None,    # f(xb, yb) -> tokens; None: of `input_ids`
+        size_func: Callable[..., int] | None = None,     # f(xb, yb) -> samples; None: as in `find_bs`
+        eval_every: str | int | Time | None = '1ep',     # when: epochs, '500ba', '10m'; None: never
     ) -> None:
         check_model(model)
         self.dls, self.model = as_dataloaders(dls), model
@@ -147,13 +148,13 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
 
     def fit(
         self,
-        n_epoch: int | str | Time,       # epochs, or how much of a unit: '2h', '5000ba', '1e6sp'; 0 trains nothing
+        n_epoch: int | str | Time,       # epochs, or '2h', '5000ba', '1e6sp'; 0 trains nothing
         lr: Any = None,                  # learning rate for this fit, or a dict by optimizer; None: the Learner's
         wd: float | None = None,         # weight decay for this fit; None: the Learner's
         cbs: Any = None,                 # further callbacks for this fit
         reset_opt: bool = False,         # make a new optimizer
         start_epoch: int = 0,            # skip the epochs before this one
-        iteration: int | str | Time | None = None,  # so many epochs are an iteration, with events of its own
+        iteration: int | str | Time | None = None,  # epochs of an iteration, which has events
         resume: Any = False,             # go on from a checkpoint: True, 'latest', 'best', a path, or a state
     ) -> None:
         """Train for `n_epoch` epochs, or until a budget is used: `fit('90m')`, `fit('5000ba')`.
@@ -190,7 +191,7 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
 
     def fit_until(
         self,
-        total: str | int | Time,   # what this Learner is to have trained in all: epochs, or any other unit
+        total: str | int | Time,   # what this Learner is to reach in all: epochs, or any unit
         **kwargs: Any,             # more for `fit`
     ) -> None:
         """Train until `total` is reached, over all fits of this Learner; nothing where it is reached already.

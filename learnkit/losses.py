@@ -38,7 +38,7 @@ class BaseLoss(nn.Module):
         axis: int = -1,                # where the classes are
         flatten: bool = True,          # whether to flatten; otherwise the classes only move to the end
         floatify: bool = False,        # whether targets become floats
-        is_2d: bool = True,            # whether classes keep their dimension: predictions (N, C), targets (N,)
+        is_2d: bool = True,            # classes keep their dimension: predictions (N, C), targets (N,)
         **kwargs: Any,                 # more arguments of the loss
     ) -> None:
         super().__init__()

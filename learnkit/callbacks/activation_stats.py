@@ -45,7 +45,7 @@ class ActivationStats(HookCallback):
 
     def __init__(
         self,
-        with_hist: bool = False,        # also histograms, 40 bins from 0 to 10, for `hist` and `color_dim`
+        with_hist: bool = False,        # also histograms, 40 bins in 0 to 10, for `hist` and `color_dim`
         *,
         modules: Any = None,            # these as for `HookCallback`
         every: int | str | Time | None = None,

@@ -45,7 +45,7 @@ class BestMetric(TrackerCallback):
     def __init__(
         self,
         source: str = 'valid_loss',                  # the column that says which evaluation is best
-        targets: str | Iterable[str] | None = None,  # columns to keep, or patterns of them; None: all of evaluation
+        targets: str | Iterable[str] | None = None,  # columns or patterns; None: all of evaluation
         comp: Comparison | None = None,              # comp(new, best), 'less', 'greater', or `MetricProperties`
         min_delta: float = 0.,                       # a smaller change is no improvement
         reset_on_fit: bool = True,                   # whether each fit starts anew

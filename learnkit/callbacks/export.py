@@ -59,7 +59,7 @@ class LoadWeights(Callback):
 
     def __init__(
         self,
-        file: str | Path,               # a name below `path/model_dir`, or an absolute path; a checkpoint's will do
+        file: str | Path,               # a name below `path/model_dir`, or an absolute path; or a checkpoint's
         at: str = 'before_fit',         # the event
         with_opt: bool | None = False,  # load the optimizer's state too; None: when the file has it
         strict: bool = True,            # False: take what fits by name

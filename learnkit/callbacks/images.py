@@ -43,7 +43,7 @@ class ImageVisualizer(Periodic):
 
     def __init__(
         self,
-        every: str | int | Time = '100ba',   # the interval of training images; a plain number counts batches
+        every: str | int | Time = '100ba',   # interval of training images; a plain number: batches
         n: int = 8,                          # how many images of a batch
         mode: str = 'input',                 # 'input', 'output' or 'segment'
     ) -> None:

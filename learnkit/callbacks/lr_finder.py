@@ -107,7 +107,7 @@ class LRSearch:
     losses: list[float]
     n_sure: int                                             # how many of them suggestions are made from
     points: dict[str, Point] = field(default_factory=dict)
-    suggested: dict[str, float] = field(default_factory=dict)  # rates by name; not all are that of their point
+    suggested: dict[str, float] = field(default_factory=dict)  # rates by name, often of no point
 
     def plot(
         self,
@@ -287,7 +287,7 @@ class LRFind(Loop):
         num_it: int = 100,          # batches; below 6 count as 6, as in fastai
         stop_div: bool = True,      # end when the smoothed loss is four times its least value
         show_plot: bool = True,     # draw the loss over the rates
-        suggest_funcs: Any = valley,  # f(lrs, losses, num_it) -> (rate, point to mark), or several; None: no suggestion
+        suggest_funcs: Any = valley,  # f(lrs, losses, num_it) -> (rate, point), several, or None
         ax: Any = None,             # matplotlib axes to draw in; None: those of a new figure
     ) -> Any:
         """Train a little with a growing rate, undo it, and return suggested rates as a named tuple (Smith, 2017).

@@ -63,8 +63,8 @@ class MixedPrecision(Callback):
 
     def __init__(
         self,
-        amp_mode: str | AMPMode | None = None,  # 'fp16' or 'bf16'; None: fp16 where there is a GPU, else bf16
-        init_scale: float = 2.**16,             # what the loss is multiplied by at first; this and the rest: fp16 only
+        amp_mode: str | AMPMode | None = None,  # 'fp16', 'bf16'; None: fp16 on a GPU, else bf16
+        init_scale: float = 2.**16,             # initial scale of the loss; this and the rest: fp16 only
         growth_factor: float = 2.,              # what the scale is multiplied by after `growth_interval` steps
         backoff_factor: float = 0.5,            # what it is multiplied by after a gradient that is not finite
         growth_interval: int = 2000,            # steps
@@ -244,7 +244,7 @@ class Precision(Loop):
 
     def to_fp16(
         self,
-        **scaler: Any,  # options of the scaler: `init_scale`, `growth_factor`, `backoff_factor`, `growth_interval`
+        **scaler: Any,  # `init_scale`, `growth_factor`, `backoff_factor`, `growth_interval`
     ) -> Self:
         "Compute the forward pass in float16 from now on, with scaled gradients: see `MixedPrecision`."
         return self._to_precision(MixedPrecision(AMPMode.FP16, **scaler))

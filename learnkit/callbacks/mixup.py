@@ -58,8 +58,8 @@ class MixHandler(Callback):
 
     def __init__(
         self,
-        alpha: float = 0.5,   # of the distribution Beta(alpha, alpha) of the shares: the larger, the more is blended
-        until: str | Time | None = None,  # when blending ends: a share of the fit ('80%', '0.8dur'), '10ep', '5000ba'
+        alpha: float = 0.5,   # shares are drawn from Beta(alpha, alpha); larger values blend more
+        until: str | Time | None = None,  # end of blending: '80%', '0.8dur' of the fit, '10ep'
     ) -> None:
         super().__init__()
         self.until = None if until is None else as_time(until, 'ep')

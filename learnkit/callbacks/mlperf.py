@@ -65,9 +65,9 @@ class MLPerf(Callback):
         folder: str | Path = 'mlperf',       # of the submission, below `learn.path` or absolute
         index: int = 0,                      # the least number of a result
         benchmark: str = 'benchmark',        # 'resnet' for one
-        monitor: str | None = None,          # the column that is `eval_accuracy`; None: the first metric, or the loss
+        monitor: str | None = None,          # `eval_accuracy`'s column; None: the first metric, or the loss
         target: float | None = None,         # success is to reach it
-        comp: Comparison | None = None,      # comp(value, target), 'less', 'greater', or `MetricProperties`
+        comp: Comparison | None = None,      # f(value, target), 'less', 'greater', `MetricProperties`
         submitter: str = '',                 # the organisation
         division: str = 'open',              # 'open' or 'closed'
         status: str = 'onprem',              # 'onprem', 'cloud' or 'preview'

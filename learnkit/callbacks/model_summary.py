@@ -101,7 +101,7 @@ def _spell(o: Any) -> str:
 
 def summary(
     model: nn.Module,
-    *inputs: Any,      # an example of each input; a single dict is passed by name where the model takes those names
+    *inputs: Any,      # example inputs; a dict goes by name where the model takes those names
 ) -> Summary:
     """Describe a model by running it once on example inputs: its layers, what they put out, what they learn.
 

@@ -90,7 +90,7 @@ class GuardNonFinite(Callback):
         policy: str = 'raise',      # 'raise', 'skip', 'rollback' or 'stop'
         grads: bool = True,         # look at the gradients too, before each step
         every: int | None = None,   # batches from one look to the next; None: see above
-        snapshot_every: str | int | Time = '100ba',  # with 'rollback': how often the copy is made; a number of batches
+        snapshot_every: str | int | Time = '100ba',  # with 'rollback': copy interval; int: batches
         max_rollbacks: int = 3,     # with 'rollback': the most times in a row to the same copy
     ) -> None:
         if policy not in POLICIES:
@@ -314,7 +314,7 @@ class TerminateOnNaNCallback(GuardNonFinite):
     def __init__(
         self,
         grads: bool = False,        # look at the gradients too
-        every: int | None = None,   # batches from one look to the next; None: each, on a GPU a batch late
+        every: int | None = None,   # batches between looks; None: each, on a GPU one batch late
     ) -> None:
         super().__init__('stop', grads, every)
 

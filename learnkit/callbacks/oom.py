@@ -167,7 +167,7 @@ class MemorySnapshot(Callback):
 
     def __init__(
         self,
-        skip_batches: int = 1,               # batches of the fit before it begins: the first ones are unlike the others
+        skip_batches: int = 1,               # batches of the fit before it begins: the first ones differ
         interval: int | str | Time = '3ba',  # how long it records; a plain number counts batches
         folder: str | Path = 'memory',       # below `learn.path`, or an absolute path
         max_entries: int = 100_000,          # the most events that are kept: the last ones

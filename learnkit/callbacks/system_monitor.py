@@ -53,7 +53,7 @@ class SystemMonitor(Monitor):
 
     def __init__(
         self,
-        every: int | str | Time = '10sec',  # how often it looks; within 0.1 s the load of a CPU cannot be told
+        every: int | str | Time = '10sec',  # how often it looks; CPU load needs 0.1 s or more
     ) -> None:
         super().__init__(every)
         _psutil()

@@ -44,9 +44,9 @@ class LRScheduler(Callback):
 
     def __init__(
         self,
-        scheduler: Any,               # f(optimizer) that returns a scheduler, or a ready one of the learner's optimizer
+        scheduler: Any,               # f(optimizer) -> scheduler, or a ready one of the learner's optimizer
         by: str = 'epoch',            # when it moves on: by 'epoch' or by 'batch'
-        monitor: str | None = None,   # the column of the history that it gets; None: `valid_loss`, where it wants one
+        monitor: str | None = None,   # history column it gets; None: `valid_loss`, if it needs one
     ) -> None:
         super().__init__()
         if by not in ('batch', 'epoch'): raise OptionError(f"LRScheduler(by={by!r}): give 'batch' or 'epoch'.")

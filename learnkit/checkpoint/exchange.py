@@ -43,10 +43,10 @@ class NoData(DataLoaders):
 
 def load_learner(
     path: str | Path,                              # written by `learn.save_learner`
-    model: nn.Module | Callable[..., nn.Module] | None = None,  # the model, or what builds it from its configuration
+    model: nn.Module | Callable[..., nn.Module] | None = None,  # model, or f(**configuration)
     dls: Any = None,                               # data, as for `Learner`; None: predict on given loaders
     loss_func: Callable[..., Any] | None = None,   # as for `Learner`
-    device: torch.device | str | None = None,      # without `dls`: where it runs; None: a GPU if there is one
+    device: torch.device | str | None = None,      # without `dls`: where it runs; None: a GPU if any
     cpu: bool = False,                             # fastai's way to say `device='cpu'`
     **kwargs: Any,                                 # more for `Learner`, in place of what the file says
 ) -> Learner:

@@ -299,7 +299,7 @@ class _Header(NamedTuple):
     blank: bytes                # the bytes, with zeros in the place of the digest
     digest: bytes
     metadata: dict[str, str]
-    tensors: list[tuple[str, torch.dtype, list[int]]]  # name, dtype, shape, in the order of the data
+    tensors: list[tuple[str, torch.dtype, list[int]]]  # name, dtype, shape; in the data's order
 
 
 def _open(path: Path) -> BinaryIO:

@@ -60,7 +60,7 @@ class Checkpoints(Saving, States):
 
     def load_checkpoint_state(
         self,
-        state: Mapping[str, Any],   # from `checkpoint_state`, of this Learner or of one made in the same way
+        state: Mapping[str, Any],   # from `checkpoint_state`, of a Learner made in the same way
     ) -> None:
         """Put a checkpoint's state into this Learner, outside of a fit; nothing of `state` is shared or changed.
 

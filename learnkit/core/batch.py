@@ -31,7 +31,7 @@ _FORM = ': it is (*inputs, target), or a dict of inputs and `labels`. Look at wh
 
 def split_batch(
     batch: Any,                # as the loader gave it
-    n_inp: int | None = None,  # how many of a tuple's entries are inputs; None: all but the last, or the only one
+    n_inp: int | None = None,  # inputs among a tuple's entries; None: all but the last, or one
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:  # inputs and targets
     """Split a batch into its inputs and its targets.
 
@@ -573,7 +573,7 @@ def _are_images(o: Any) -> bool:
 def is_sample_list(
     o: Any,
     n: int,                # samples of the batch
-    listed: bool = False,  # the batch has its samples in lists, which decides where `o` could be n stacked tensors
+    listed: bool = False,  # samples are in lists: decides where `o` could be n stacked tensors
 ) -> bool:
     """Return True if a list or tuple has one entry for each of `n` samples.
 

@@ -83,7 +83,7 @@ class Comm:
     def gather(
         self,
         value: Any,
-        what: str = 'values',   # what is gathered, for the error of ranks that gather different things
+        what: str = 'values',   # what is gathered, for the error if ranks gather different things
     ) -> list[Any]:
         """Return the values of all ranks, in the order of ranks, in every rank.
 

@@ -74,7 +74,7 @@ class ClassTargets(Denominator):
 
     def __init__(
         self,
-        options: nn.Module | Mapping[str, Any],  # has `weight`, `ignore_index` and `reduction`, which may change
+        options: nn.Module | Mapping[str, Any],  # `weight`, `ignore_index`, `reduction`; may change
         axis: int = 1,                           # where the classes of probabilities are
     ) -> None:
         self.axis = axis
@@ -118,7 +118,7 @@ class ModelTargets(Denominator):
 
     def __init__(
         self,
-        is_shifted: bool,  # a sequence's first label is compared with nothing: tokens predict the next one
+        is_shifted: bool,  # tokens predict the next one; the first label is not compared
     ) -> None:
         self.is_shifted = is_shifted
 

@@ -171,7 +171,7 @@ def sum_of_parts(
 def total_norm(
     tensors: Iterable[Any],
     norm_type: float = 2.,           # `inf` for the largest absolute value
-    mine: list[Any] | None = None,   # take that of these numbers: this process's parts of tensors of the same shapes
+    mine: list[Any] | None = None,   # use the norm of these instead: this process's parts of tensors
 ) -> Tensor:
     """Return the norm of all tensors together, whole or cut; no host waits for it. All processes call it.
 

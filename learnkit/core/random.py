@@ -130,7 +130,7 @@ def capture_own(dl: Any) -> dict[str, tuple[str, Any]]:
 
 def restore_own(
     dl: Any,
-    states: dict[str, tuple[str, Any]],  # from `capture_own` of this loader, or of one made in the same way
+    states: dict[str, tuple[str, Any]],  # from `capture_own` of a loader made in the same way
 ) -> list[str]:  # the names of those that this loader does not have
     "Put a loader's own generators back to their states."
     own = own_generators(dl)

@@ -68,7 +68,7 @@ class LoaderPosition:
     def __init__(
         self,
         dl: Any,                     # the training loader
-        replay: bool | None = None,  # when resumed, fetch consumed samples again; None: where it is needed
+        replay: bool | None = None,  # on resume, fetch consumed samples again; None: where needed
         n_before: int = 0,           # batches that earlier epochs drew from it, which matters of an iterator
     ):
         self.dl, self.replay, self.n_before = dl, replay, n_before
@@ -267,7 +267,7 @@ class Stream(Iterator[Any]):
     def __init__(
         self,
         dl: Any,                                               # the training loader
-        begin: Callable[[Any], Iterator[Any]] | None = None,   # makes the iterator of a pass from its `LoaderPosition`
+        begin: Callable[[Any], Iterator[Any]] | None = None,   # f(LoaderPosition) begins a pass
         drawing: LoaderPosition | None = None,                        # the first pass, when resumed
         n: int = 0,                                            # batches that were drawn of that
     ):

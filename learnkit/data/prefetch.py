@@ -18,7 +18,7 @@ _END = object()  # what `next` gives when a loader is through
 def read_ahead(
     dl: Any,               # a loader
     device: torch.device,  # where its batches are needed
-    begin: Callable[[], Iterator[Any]] | None = None,  # begins a pass whose position is kept; None: `iter(dl)`
+    begin: Callable[[], Iterator[Any]] | None = None,  # begins a resumable pass; None: `iter(dl)`
 ) -> Iterator[Any]:
     """Return an iterator over a loader's batches that, for a CUDA device, is one batch ahead and has it there already.
 

@@ -156,7 +156,7 @@ class Instruments(Runs):
 
     def replay(
         self,
-        detect_anomaly: bool = False,   # let autograd name the operation whose gradient is NaN, and where it was called
+        detect_anomaly: bool = False,   # let autograd name the operation whose gradient is NaN
     ) -> Tensor | None:  # the loss, when the batch goes through
         """Repeat the batch in which the last run failed, or the last training batch; `Replay()` has to be a callback.
 

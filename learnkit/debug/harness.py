@@ -43,8 +43,8 @@ class Lives:
 
 
 def run_until_done(
-    job: Callable[[], Any],             # what is done, and goes on where it was killed; it returns plain values
-    kill: Sequence[Instant | None] | Callable[[int], Instant | None] = (),  # each life's end, the rest run freely
+    job: Callable[[], Any],             # the work; resumes where it was killed, and returns plain values
+    kill: Sequence[Instant | None] | Callable[[int], Instant | None] = (),  # how lives end
     sig: int = signal.SIGKILL,          # the signal
     group: bool = True,                 # whether the job's own child processes get it too, loader workers for one
     timeout_s: float = 60.,             # of each life, and of its end after the signal
@@ -133,7 +133,7 @@ class KillReport:
     runs: int = 0                                          # that were killed, and went on to their end
     wall_s: float = 0.                                     # of everything
     digest: str = ''                                       # of the run that was not killed
-    differences: list[str] = field(default_factory=list)   # of it from the first that differs; none, and all agree
+    differences: list[str] = field(default_factory=list)   # from the first digest that differs
 
     @property
     def exact(self) -> bool:
@@ -144,7 +144,7 @@ class KillReport:
 
 
 def kill_and_resume(
-    make_learner: Callable[[], Any],    # builds the Learner, the same each time; data, model and callbacks
+    make_learner: Callable[[], Any],    # builds the same Learner each time: data, model, callbacks
     n_epoch: int,                       # as for `fit`
     kills: int = 5,                     # at least so many that leave a checkpoint to go on from, at random instants
     seed: int = 0,                      # of the instants

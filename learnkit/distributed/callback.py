@@ -93,7 +93,8 @@ class DistributedTraining(Callback):
     'pad' repeats samples until all have equally many, 'drop' leaves out what is left over.
 
     `learn.stop()` in one process, SIGTERM and the clock are agreed on every `agree_every` batches, while the next is
-    computed, and between epochs.
+    computed, and between epochs. Without a number, that is each batch for a big model, and every 64 batches at most for
+    a small one, more often where batches are slow.
 
     Raises `OptionError` for options that are none, `DistributedError` where the processes cannot be joined, where their
     models differ, and when another one fails or hangs for longer than `timeout`. No state of its own; a checkpoint has
@@ -108,13 +109,12 @@ class DistributedTraining(Callback):
 
     def __init__(
         self,
-        strategy: str = 'auto',             # 'ddp': each process has the whole model; 'fsdp': a part of it; 'auto'
+        strategy: str = 'auto',             # 'ddp': each rank has the whole model; 'fsdp': a part; 'auto'
         *,
-        batch_size: str = 'process',        # whose the loaders' batch size is: each 'process's, or the 'global' one
+        batch_size: str = 'process',        # whose batch size loaders have: each 'process', or 'global'
         uneven: str = 'join',               # what becomes of the last batch: 'join', 'pad' or 'drop'
         sharded_already: bool = False,      # the loaders give this process's share themselves
-        agree_every: int | None = None,     # batches from one agreement (on `stop()`, SIGTERM, the clock) to the next;
-                                            # None: 1 for a big model, up to 64 for a small one, fewer in slow batches
+        agree_every: int | None = None,     # batches between agreements; None: by model and speed
         timeout: str | int | Time = '10m',  # after which a process that waits for another gives up
         backend: str | None = None,         # torch's name; None: NCCL between GPUs and gloo between CPUs
         **options: Any,                     # of the strategy, see `Replicas` and `Sharded`

@@ -35,7 +35,7 @@ class Replicas:
 
     def __init__(
         self,
-        comm_hook: Callable[..., Any] | None = None,   # compresses gradients: torch's, `f(state, bucket)`
+        comm_hook: Callable[..., Any] | None = None,   # compresses gradients: f(state, bucket)
         comm_state: Any = None,                        # its first argument
         **options: Any,                                # for DistributedDataParallel: `bucket_cap_mb`, `static_graph`
     ) -> None:

@@ -32,8 +32,8 @@ def shard(
     dl: Any,                     # the loader that every process has; it is not changed
     rank: int,                   # the number of this process
     size: int,                   # how many there are
-    batch_size: str = 'process',  # whose the loader's batch size is: each 'process's, or the 'global' one
-    uneven: str = 'join',        # the last round: 'join' takes each sample once, 'pad' repeats some, 'drop' leaves it
+    batch_size: str = 'process',  # whose batch size the loader has: each 'process', or 'global'
+    uneven: str = 'join',        # last round: 'join' takes each sample once, 'pad' repeats, 'drop' omits
     fillers: bool = True,        # give a process without a sample in a round one that does not count
     count: Callable[[Any], int] = find_bs,  # returns the number of samples in a batch
 ) -> Any:
@@ -252,7 +252,7 @@ class ShardSampler:
         self,
         workers: int,                   # of the pass, as for `start_lists`
         workers_ran: bool,
-        first: RNGState | None = None,  # of the global generators before the first list, where others had drawn
+        first: RNGState | None = None,  # global generators before the first list, if others drew
     ) -> Iterator[Any]:
         "Start a pass of the loader's sampler, and return this process's pieces."
         with self.order:

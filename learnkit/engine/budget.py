@@ -17,7 +17,7 @@ def as_length(
     length: Any,                        # a number of epochs, or a time
     start_epoch: Any = 0,               # the epochs before it are skipped
     per_iteration: int | None = None,   # epochs of an iteration, where it is set
-) -> tuple[int | None, Time | None]:    # the number of epochs (None: not known), and the budget where there is one
+) -> tuple[int | None, Time | None]:    # number of epochs (None: not known), and the budget if any
     "Return how many epochs a fit has, or what it may use; raise `FitError` or `TimeError` for what it cannot follow."
     epochs, budget = _as_length(learn, length, per_iteration)
     return check_fit(learn, epochs, start_epoch, has_budget=budget is not None), budget

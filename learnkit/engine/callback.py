@@ -107,17 +107,17 @@ class Callback:
     run_valid: bool = True              # whether events of a batch run in evaluation
     run_before: Any = ()                # classes (or names) of callbacks that must run after this one
     run_after: Any = ()                 # classes (or names) of callbacks that must run before this one
-    runs_last: tuple[str, ...] = ()     # events in which it runs after all others, whatever its `order`
+    runs_last: tuple[str, ...] = ()     # events in which it runs after all others, at any `order`
     remove_on_fetch: bool = False       # leave it out while FetchPredsCallback predicts
     remove_on_find: bool = False        # leave it out while lr_find looks for a learning rate
     writes_files: bool = False          # leave it out while `check_resume` tries something
-    first_process_only: bool = False    # of several processes that train together, only the first runs its handlers
+    first_process_only: bool = False    # in a process group, only the first runs its handlers
     observer: bool = False              # it changes nothing: its handlers run under `torch.no_grad()`
     state_key: str | None = None        # its key in checkpoints; None: its name, made unique
-    needs_whole_weights: bool = False   # where processes have parts of the weights, a fit with it is refused
-    follows_weights: bool = False       # its state is one of the weights, and goes back with them (`GuardNonFinite`)
+    needs_whole_weights: bool = False   # where weights are sharded, a fit with it is refused
+    follows_weights: bool = False       # its state belongs to the weights, and rolls back with them
     needs_events: bool = True           # warn where a loop of one's own never fires an event that it handles
-    wall_clock: tuple[str, ...] = ()    # entries of its state that measure time, and so differ from run to run
+    wall_clock: tuple[str, ...] = ()    # state entries that measure time, so they differ between runs
     learn: Any = None                   # the learner, once added
 
     def __init__(
@@ -255,12 +255,12 @@ class Periodic(Callback):
     Time('2ep')
     """
     run_valid = False
-    at_eval: bool = False               # whether `on_every` is also called when an evaluation outside a fit is over
+    at_eval: bool = False               # call `on_every` also after an evaluation outside a fit
 
     def __init__(
         self,
         every: str | int | Time,                              # the interval; a plain number counts epochs
-        on_every: Callable[[Any], Any] | None = None,         # called with the callback; None: the method of a subclass
+        on_every: Callable[[Any], Any] | None = None,         # f(callback); None: the method of a subclass
         **handlers: Callable[..., Any],                       # further event=function pairs
     ) -> None:
         super().__init__(**handlers)

@@ -66,7 +66,7 @@ class States(Runs):
 
     def load_callback_states(
         self,
-        states: Mapping[str, Any],   # from `callback_states`, of this Learner or of one with the same callbacks
+        states: Mapping[str, Any],   # from `callback_states`, of a Learner with the same callbacks
     ) -> None:
         """Hand each state to its callback.
 

@@ -63,7 +63,7 @@ class Loop(Resuming):
     """
     _form: BatchForm | None = None    # of the loader that is drawn from
     _source: str | None = None        # the loader's name in `dls`, where `dl_name` is another one
-    _takes_alone: tuple[Any, str] = None, ''  # a loss function, and whether it takes predictions alone
+    _takes_alone: tuple[Any, str] = None, ''  # loss function, if it takes predictions alone
     _retains_graph: bool | None = None  # whether a backward pass keeps the graph for another one
     _pairing_known = True  # from the first loss of a fit on: predictions and targets were looked at
     _batch_known = True    # from the first training batch of a fit on: it was looked at

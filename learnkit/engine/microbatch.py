@@ -33,9 +33,9 @@ class Pieces(Evaluations):
     _step: Callable[[], None]
     _with_events: Callable[..., None]
     _piece, _is_last_piece = 0, True           # number of the piece at hand; whether none follows it
-    _fitting_size: int | None = None           # the size that memory has held, with microbatch='auto'; None: any so far
+    _fitting_size: int | None = None           # size that fits in memory, with 'auto'; None: any so far
     _share: Any = 1.                           # of the piece at hand in the loss of its batch
-    _known_denominator: tuple[Any, ...] = None, None, None, None  # of which loss, `weight_func` and class of model
+    _known_denominator: tuple[Any, ...] = None, None, None, None  # by loss, `weight_func`, model
 
     def _forget_pass(self) -> None:
         for name in ('pred', 'loss_grad'): self.__dict__.pop(name, None)

@@ -36,7 +36,7 @@ STATE = ('training', 'phase', 'dl', 'dl_name', 'iter', 'n_iter', 'batch', 'xb', 
 class Turn:
     "One call of `optimize`."
     only: str | None = None                     # the optimizer that steps; None: all of them
-    compute: Callable[[], Any] | None = None    # computes the loss again; None: it was given as a tensor
+    compute: Callable[[], Any] | None = None    # computes the loss again; None: loss is a tensor
     retain_graph: bool = False
 
 

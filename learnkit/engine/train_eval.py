@@ -34,7 +34,7 @@ class TrainEvalCallback(Callback):
     runs_last = 'after_pred', 'before_backward'
     _has_warned = False                        # of a loss that was set in vain
     _loss_before: Any = None                   # weak references to the losses at hand, with their versions
-    _modes: list[tuple[nn.Module, bool]] = []  # those of training, while an evaluation has changed them
+    _modes: list[tuple[nn.Module, bool]] = []  # training's modes, while an evaluation changes them
     _starting = True                           # the first epoch of a fit is to come
     _trained = False                           # this epoch's training has begun
 

@@ -38,7 +38,7 @@ class Predictions(Streaming):
 
     def validate(
         self,
-        ds_idx: int | None = None,   # 0: the training loader, 1: the first validation loader; None: all of those
+        ds_idx: int | None = None,   # 0: training, 1: first validation loader; None: all validation
         dl: Any = None,              # a loader to use instead, or its name in `dls`
         cbs: Any = None,             # further callbacks for this run
     ) -> L | None:
@@ -80,7 +80,7 @@ class Predictions(Streaming):
         with_input: bool = False,            # return the inputs, first
         with_decoded: bool = False,          # return decoded predictions, by `loss_func.decodes`
         with_loss: bool = False,             # return the loss of each sample, last
-        act: Callable[[Any], Any] | None = None,  # applied to predictions; None: `loss_func.activation`, if any
+        act: Callable[[Any], Any] | None = None,  # on predictions; None: `loss_func.activation`
         inner: bool = False,                 # leave out the events of fit and epoch: for use inside a callback
         reorder: bool = True,                # in data-set order, nothing dropped, where the loader can be rebuilt
         cbs: Any = None,                     # further callbacks for this run
@@ -161,7 +161,7 @@ class Predictions(Streaming):
         with_input: bool = False,            # yield the inputs, first
         with_decoded: bool = False,          # yield decoded predictions, by `loss_func.decodes`
         with_loss: bool = False,             # yield the loss of each sample, last
-        act: Callable[[Any], Any] | None = None,  # applied to predictions; None: `loss_func.activation`, if any
+        act: Callable[[Any], Any] | None = None,  # on predictions; None: `loss_func.activation`
         inner: bool = False,                 # leave out the events of fit and epoch: for use inside a callback
         cpu: bool = True,                    # bring them to the CPU; False: leave them where the model is
         cbs: Any = None,                     # further callbacks for this run
@@ -193,7 +193,7 @@ class Predictions(Streaming):
         item: Any,                    # the input of one sample as a data set gives it; a tuple of several inputs
         rm_type_tfms: Any = None,     # for data of fastai: how many type transforms to leave out
         with_input: bool = False,     # return the input too, first
-    ) -> tuple[Any, ...]:  # (input, if asked for,) decoded prediction, as `loss_func.decodes` gives it, and activated
+    ) -> tuple[Any, ...]:  # (input,) prediction decoded by `loss_func.decodes`, and activated
         """Predict on one sample.
 
         What `dls.decode_batch` makes of the prediction comes first, where the data can do that (fastai's); otherwise
@@ -231,9 +231,9 @@ class Predictions(Streaming):
         n: int = 4,                    # how often to predict on augmented samples
         item_tfms: Any = None,         # for data of fastai: other transforms of each item
         batch_tfms: Any = None,        # for data of fastai: other transforms of each batch
-        beta: float | None = 0.25,     # the share of the plain predictions; None: return both, augmented ones first
+        beta: float | None = 0.25,     # share of the plain predictions; None: both, augmented first
         use_max: bool = False,         # take the largest prediction instead of the mean
-        augment: Callable[..., Any] | None = None,  # f(*xb) gives a batch's inputs augmented, for any loader
+        augment: Callable[..., Any] | None = None,  # f(*xb) -> augmented inputs, for any loader
     ) -> tuple[Any, Any]:  # predictions, targets
         """Predict on augmented samples too (test time augmentation) and average: `lerp(augmented, plain, beta)`.
 

@@ -80,7 +80,7 @@ def opened_sink(
     sink: Any,
     names: tuple[str, ...],              # of a batch's entries
     world: Comm = ALONE,                # the processes that share the loader
-    number: Callable[[], int] | None = None,  # gives that of the batch, where several processes share the loader
+    number: Callable[[], int] | None = None,  # the batch's number, if processes share the loader
 ) -> Iterator[Callable[..., Any]]:
     """Open a sink and yield the function that takes the entries of a batch.
 

@@ -65,7 +65,7 @@ def composer_events(
 
 
 def from_composer(
-    cb: Any,     # an object with methods like `epoch_start(state, logger)`, or with `run_event(event, state, logger)`
+    cb: Any,     # with methods such as `epoch_start(state, logger)`, or with `run_event`
 ) -> Callback:
     """Return a callback that runs one written for Composer.
 

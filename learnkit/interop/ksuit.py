@@ -62,7 +62,7 @@ INTERVALS = {'epoch': 'every_n_epochs', 'update': 'every_n_updates', 'sample': '
 
 
 def from_ksuit(
-    cb: Any,     # an object with hooks such as `before_training(update_counter=...)` and `periodic_callback(...)`
+    cb: Any,     # with hooks such as `before_training(update_counter=...)`, `periodic_callback(...)`
 ) -> Callback:
     """Return a callback that runs one written for ksuit or Noether.
 

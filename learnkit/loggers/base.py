@@ -62,7 +62,7 @@ class Logger(Callback):
 
     def __init__(
         self,
-        every: str | Time = '10ba',  # how often losses and hyper-parameters are logged: in ba, st, sp, tok, sec
+        every: str | Time = '10ba',  # interval of losses and hyper-parameters: ba, st, sp, tok, sec
     ) -> None:
         self.every = as_time(every, 'ba')
         if self.every.unit not in ('ba', 'st', 'sp', 'tok', 'sec'):

@@ -36,7 +36,7 @@ class TensorBoardLogger(Logger):
 
     def __init__(
         self,
-        folder: str | Path | None = None,   # below `learn.path`, or an absolute path; None: one of its own in `runs`
+        folder: str | Path | None = None,   # below `learn.path`, or absolute; None: new, in `runs`
         every: str | Time = '10ba',         # as for `Logger`
     ) -> None:
         need('tensorboard', 'tensorboard', 'TensorBoardLogger')

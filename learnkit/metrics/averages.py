@@ -42,7 +42,7 @@ class AvgMetric(Mean, Metric):
 
     def __init__(
         self,
-        func: Callable[..., Any],  # called with the predictions and targets of a batch, gives one number
+        func: Callable[..., Any],  # f(predictions, targets) of a batch -> one number
         name: str | None = None,   # default: the function's name
         on: str | None = None,     # 'train', 'valid' or 'both'; None: as the Recorder says
     ) -> None:

@@ -299,7 +299,7 @@ class Arrivals:
 
     def look(
         self,
-        asks: bool = False,  # send what waits, so that whoever looks gets something newer the next time
+        asks: bool = False,  # send what waits, so that the next look gets something newer
     ) -> None:
         "Take over what has arrived; never waits."
         self._land(MAX_IN_FLIGHT)
@@ -351,7 +351,7 @@ class _Copy:
 def merged_losses(
     losses: list[list[float]],   # of each process, by step
     weights: list[list[float]],  # how much each of them counts there
-    reduction: str = 'mean',     # how the loss function reduces a batch; 'sum' adds up what counts at all
+    reduction: str = 'mean',     # how the loss reduces a batch; 'sum' adds up what counts at all
 ) -> list[float]:
     """Return the loss of each step over the samples of all processes; the last steps belong together.
 

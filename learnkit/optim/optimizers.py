@@ -33,7 +33,7 @@ def SGD(
     lr: float = 1e-3,           # learning rate
     mom: float = 0.,            # momentum
     wd: float = 0.,             # weight decay
-    decouple_wd: bool = True,   # decay the weights themselves (False: add it to the gradient, as L2 regularisation)
+    decouple_wd: bool = True,   # decay the weights themselves (False: add L2 to the gradient)
 ) -> OptimWrapper:
     """Make fastai's SGD on torch's own; as `opt_func`, with other options: `partial(SGD, mom=0.9)`.
 
@@ -51,7 +51,7 @@ def RMSProp(
     sqr_mom: float = 0.99,      # decay of the average squared gradient
     eps: float = 1e-8,          # added to the denominator
     wd: float = 0.,             # weight decay
-    decouple_wd: bool = True,   # decay the weights themselves (False: add it to the gradient, as L2 regularisation)
+    decouple_wd: bool = True,   # decay the weights themselves (False: add L2 to the gradient)
 ) -> OptimWrapper:
     """Make fastai's RMSProp on torch's own.
 
@@ -169,7 +169,7 @@ class Lookahead(OptimWrapper):
 
     def __init__(
         self,
-        opt: torch.optim.Optimizer | OptimWrapper,   # what takes the steps: `lambda p, lr: Lookahead(Adam(p, lr))`
+        opt: torch.optim.Optimizer | OptimWrapper,   # takes the steps, such as `Adam(params, lr)`
         k: int = 6,                                  # steps between looking back
         alpha: float = 0.5,                          # how far the slow weights go with the fast ones, 0 to 1
     ) -> None:
@@ -246,7 +246,7 @@ def Lamb(
     sqr_mom: float = 0.99,      # decay of the average squared gradient
     eps: float = 1e-5,          # added to the denominators
     wd: float = 0.,             # weight decay
-    decouple_wd: bool = True,   # decay the weights themselves (False: add it to the step, before that is scaled)
+    decouple_wd: bool = True,   # decay the weights themselves (False: in the step, before scaling)
 ) -> OptimWrapper:
     """Make fastai's Lamb, LAMB (You et al., 2020), from the library pytorch_optimizer.
 
@@ -285,13 +285,13 @@ def MuonAdamW(
     params: Any,                # parameters or groups of them
     lr: float = 1e-3,           # learning rate, of both
     model: nn.Module | None = None,  # whose parameters they are; a Learner gives its own
-    but: Any = None,            # layers, or parameters, that AdamW trains too; None: the last layer that has a matrix
+    but: Any = None,            # layers or parameters for AdamW, too; None: the last layer with a matrix
     mom: float = 0.95,          # momentum of Muon
     adam_mom: float = 0.9,      # decay of AdamW's average gradient
     sqr_mom: float = 0.99,      # decay of AdamW's average squared gradient
     eps: float = 1e-5,          # added to AdamW's denominator
     wd: float = 0.01,           # weight decay, of both
-    adjust_lr_fn: str | None = 'match_rms_adamw',  # how Muon scales its steps: so that AdamW's `lr` suits it
+    adjust_lr_fn: str | None = 'match_rms_adamw',  # scales steps so that AdamW's `lr` suits Muon
 ) -> OptimWrapper:
     """Train the matrices of hidden layers with Muon, and the rest with AdamW: `Learner(..., opt_func=MuonAdamW)`.
 
@@ -333,7 +333,7 @@ def MuonAdamW(
 
 def hidden_matrices(
     model: nn.Module,
-    but: Any = None,   # layers, or parameters, to leave out; None: the last layer that has a matrix, taken for the head
+    but: Any = None,   # layers or parameters to leave out; None: the last with a matrix, the head
 ) -> list[nn.Parameter]:
     """Return the matrices of the layers between the embeddings and the head: those that Muon is made for.
 

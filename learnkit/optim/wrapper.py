@@ -81,9 +81,9 @@ class OptimWrapper(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Any = None,       # parameters, lists of them, or torch's dicts; None with a ready optimizer
-        opt: Any = None,          # a torch optimizer class or factory, a ready optimizer, or a list or dict of them
-        needs_closure: bool | None = None,  # whether steps evaluate the loss again; None: as its class says
+        params: Any = None,       # parameters, lists of them, torch's dicts; None with a ready optimizer
+        opt: Any = None,          # a torch optimizer class or factory, a ready one, a list or dict of them
+        needs_closure: bool | None = None,  # steps evaluate the loss again; None: as the class says
         **hypers: Any,            # its options, by torch's or fastai's names
     ) -> None:
         if opt is None and params is not None: raise OptimizerError('Parameters need `opt=`: OptimWrapper(params, '
@@ -163,8 +163,9 @@ class OptimWrapper(torch.optim.Optimizer):
         opt, i = self._places[-1][0]
         return opt.param_groups[i]
 
+    # torch sets it as an attribute
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # torch sets it as an attribute
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         return [g for groups in self._groups for g in groups]
 
     @property
@@ -192,7 +193,7 @@ class OptimWrapper(torch.optim.Optimizer):
 
     def parameters(
         self,
-        only: str | int | None = None,  # the name or place of one of several optimizers; None: all of them
+        only: str | int | None = None,  # name or index of one of several optimizers; None: all
     ) -> Iterator[nn.Parameter]:
         "Yield every parameter that is optimized, or that one of several optimizers has."
         for o in self._stepping(only):
@@ -225,7 +226,7 @@ class OptimWrapper(torch.optim.Optimizer):
 
     def step(
         self,
-        closure: Callable[[], Any] | None = None,  # evaluates the loss again, for those that need it
+        closure: Callable[[], Any] | None = None,  # evaluates the loss again, if that is needed
         only: str | int | None = None,             # the name or place of the one that steps; None: all do
     ) -> Any:
         """Take one step with every optimizer, or with one of several: `learn.opt.step(only='critic')`.
@@ -259,7 +260,7 @@ class OptimWrapper(torch.optim.Optimizer):
     def zero_grad(
         self,
         set_to_none: bool = True,
-        only: str | int | None = None,  # the name or place of one of several optimizers; None: all of them
+        only: str | int | None = None,  # name or index of one of several optimizers; None: all
     ) -> None:
         "Clear the gradients (they become None)."
         optimizers = self.optimizers.values() if only is None else self._stepping(only)
@@ -283,7 +284,7 @@ class OptimWrapper(torch.optim.Optimizer):
     def set_hyper(
         self,
         name: str,       # fastai's or torch's name
-        value: Any,      # one value, one a group, or a slice that is spread over the groups (see `spread`)
+        value: Any,      # one value, one a group, or a slice spread over groups (see `spread`)
     ) -> None:
         """Set one hyper-parameter on every group.
 
