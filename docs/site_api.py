@@ -12,8 +12,9 @@ from typing import Any
 import learnkit
 import learnkit.all
 
+# of the modules; the others follow by name
 FIRST = ('learner data callback events callbacks metrics losses optimizers schedule lrfind recorder loggers timing '
-         'evaluator interop exchange errors testing all').split()  # of the modules; the others follow by name
+         'evaluator interop exchange errors testing all').split()
 LONGEST_VALUE = 300  # characters of a constant's value that are shown
 
 INDEX = '''

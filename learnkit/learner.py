@@ -56,9 +56,11 @@ from learnkit.optim.wrapper import OptimWrapper, trainable_params
 __all__ = ['Learner', 'defaults', 'replacing_yield']
 
 defaults = SimpleNamespace(lr=1e-3, callbacks=[TrainEvalCallback, Recorder, ProgressCallback])
-_open_learners: WeakSet[Learner] = WeakSet()  # those whose callbacks are to be closed at interpreter exit
+# those whose callbacks are to be closed at interpreter exit
+_open_learners: WeakSet[Learner] = WeakSet()
 
-_before_epoch, _after_epoch = ['before_fit', 'before_epoch'], ['after_epoch', 'after_fit']  # for events fired by hand
+# for events fired by hand
+_before_epoch, _after_epoch = ['before_fit', 'before_epoch'], ['after_epoch', 'after_fit']
 
 _NOT_YET = {'pred': 'It exists from the forward pass of a batch on (event after_pred).',
             'loss_grad': 'It exists once the loss of a batch is computed (event after_loss).'}
@@ -137,7 +139,8 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
         self.logger: Callable[[Any], Any] = print
         self.create_mbar, self.opt = True, None
         self._entered: list[ExitStack] = []
-        self._own_lrs: tuple[Any, Any] = None, None  # the `lr` that the optimizer was asked for, and the rates it has
+        # the `lr` that the optimizer was asked for, and the rates it has
+        self._own_lrs: tuple[Any, Any] = None, None
         self._lrs_left: list[float] = []             # the rates as the Learner, or a fit, has left them
         super().__init__()
         self.metrics = metrics

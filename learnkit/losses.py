@@ -28,7 +28,8 @@ class BaseLoss(nn.Module):
     >>> BaseLoss(nn.SmoothL1Loss, is_2d=False)(torch.tensor([[1.], [2.]]), torch.tensor([1., 4.]))
     tensor(0.7500)
     """
-    y_int = False  # whether targets may be class numbers, so that a mix of two targets is a mix of two losses
+    # whether targets may be class numbers, so that a mix of two targets is a mix of two losses
+    y_int = False
     func: Any
 
     def __init__(

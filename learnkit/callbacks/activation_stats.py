@@ -256,7 +256,8 @@ class _Records:
 
         size = total(n)
         joint = total(n * mean) / size
-        squares = total(n * (var + (mean - joint[batch]) ** 2))  # the spread within calls and between them
+        # the spread within calls and between them
+        squares = total(n * (var + (mean - joint[batch]) ** 2))
         four = torch.stack([size, joint, (squares / (size - 1)).sqrt(), total(n * near) / size], 1)
         return torch.cat([four, total(hist)], 1)
 

@@ -88,7 +88,8 @@ class BestMetric(TrackerCallback):
         if not self.learn.fitting: return
         measured = self._records().measured
         if (value := self._number(measured.get(self.monitor))) is None: return
-        self._names = self._chosen()  # a metric that returns a dict may have given more columns since
+        # a metric that returns a dict may have given more columns since
+        self._names = self._chosen()
         self.new_best = bool(self.comp(value - self.min_delta, self.best))
         if self.new_best:
             self.best, self.best_at = value, self.learn.time.replace(dur=None)

@@ -37,7 +37,8 @@ from learnkit.metrics.direction import MetricProperties
 
 __all__ = ['Checkpoint']
 
-UNITS_OF_EVENTS = {'ep': 'epoch', 'iter': 'iteration'}  # units that are finished at one place of the loop only
+# units that are finished at one place of the loop only
+UNITS_OF_EVENTS = {'ep': 'epoch', 'iter': 'iteration'}
 
 _runs: set[str] = set()  # those of this process
 
@@ -335,7 +336,9 @@ class Checkpoint(Callback):
 
     def _leave(self, place: str) -> None:
         try: self._wait_alike()
-        finally: self._finish(*self._snapshot(place))  # the one before may have failed, as long as this one does not
+        finally:
+            # the one before may have failed, as long as this one does not
+            self._finish(*self._snapshot(place))
 
     def _leave_evaluation(self) -> None:
         assert self._broken_off is not None

@@ -86,7 +86,8 @@ class MetricColumns:
     """
 
     def __init__(self, known: Mapping[str, Mapping[str, str]] | None = None) -> None:
-        self.known = {name: dict(columns) for name, columns in (known or {}).items()}  # metric: {key: column}
+        # metric: {key: column}
+        self.known = {name: dict(columns) for name, columns in (known or {}).items()}
 
     def of(self, name: str, space: str = '') -> list[str]:
         "Return the columns of a metric; of a metric without keys, as far as is known, its name."

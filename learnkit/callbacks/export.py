@@ -105,7 +105,8 @@ class ExportForInference(Callback):
     ...     print([path.name for path in learn.export_for_inference.files])
     ['line.pt2']
     """
-    order, remove_on_find, remove_on_fetch = 110, True, True  # after loggers, and after what loads the best weights
+    # after loggers, and after what loads the best weights
+    order, remove_on_find, remove_on_fetch = 110, True, True
     needs_whole_weights = True
     files: list[Path]
 

@@ -92,7 +92,8 @@ class ImageVisualizer(Periodic):
         if not isinstance(pred, Tensor) or pred.ndim != 4:
             raise BatchError(f'ImageVisualizer(mode={self.mode!r}): the predictions are {describe(pred)}, not '
                              '(N, C, H, W).')
-        rows = slice(-len(pred), None)  # of a batch that came in pieces, predictions are the last one's
+        # of a batch that came in pieces, predictions are the last one's
+        rows = slice(-len(pred), None)
         self._send('input', as_pictures(self._input()[rows][:self.n]))
         if self.mode == 'output': return self._send('output', as_pictures(pred[:self.n]))
         self._send('prediction', class_colors(_classes(pred[:self.n])))
@@ -105,7 +106,8 @@ class ImageVisualizer(Periodic):
         self.images[name] = pictures
         takers = [cb for cb in learn.cbs if defined_on_class(cb, 'log_images')]
         if not takers: return
-        from learnkit.loggers import Logger, log_images  # they come after callbacks, and few have them
+        # they come after callbacks, and few have them
+        from learnkit.loggers import Logger, log_images
         log_images(learn, name, pictures)
         for cb in takers:
             if not isinstance(cb, Logger): cb.log_images(learn.time.ba, name, pictures)

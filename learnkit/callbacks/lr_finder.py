@@ -49,7 +49,8 @@ def valley(lrs: Any, losses: Any, num_it: int) -> Suggestion:
     0.001
     """
     lrs, losses = _floats(lrs), _floats(losses)
-    length, start, end = [1] * len(losses), 0, 0  # of the longest falling sequence that ends at each point
+    # of the longest falling sequence that ends at each point
+    length, start, end = [1] * len(losses), 0, 0
     for i, loss in enumerate(losses):
         for j in range(i):
             if losses[j] > loss and length[j] >= length[i]: length[i] = length[j] + 1
@@ -95,7 +96,8 @@ def steep(lrs: Any, losses: Any, num_it: int) -> Suggestion:
 def _floats(values: Any) -> Any: return values.tolist() if hasattr(values, 'tolist') else [float(v) for v in values]
 
 
-SuggestionMethod = SimpleNamespace(Valley=valley, Slide=slide, Minimum=minimum, Steep=steep)  # for completion
+# for completion
+SuggestionMethod = SimpleNamespace(Valley=valley, Slide=slide, Minimum=minimum, Steep=steep)
 
 
 # --------------------------------------------------------------------------------------------------------- the search
@@ -237,7 +239,8 @@ class _Finder(LRFinder):
 @contextmanager
 def undoing(learn: Any, roots: list[Any], but: list[Any] | None = None) -> Iterator[None]:
     "Undo what happens to these objects, to the loaders and to random generators."
-    tensors = [*learn.model.parameters(), *learn.model.buffers()]  # also those that a scripted model hides
+    # also those that a scripted model hides
+    tensors = [*learn.model.parameters(), *learn.model.buffers()]
     loaders = learn.dls.train, *(dl for _, dl in evaluation_loaders(learn.dls))
     data = [learn.dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders)]
     noted = Snapshot([tensors, *roots], but=[learn, *data, *(but or [])])
@@ -343,7 +346,8 @@ def _suggest(search: LRSearch, funcs: dict[str, Callable[..., Suggestion]], num_
     search.points = {name: point for name, (_, point) in suggestions.items()}
     search.suggested = {name: float(rate) for name, (rate, _) in suggestions.items()}
     names, rates = list(suggestions), [lr for lr, _ in suggestions.values()]
-    return namedtuple('SuggestedLRs', names, rename=True)(*rates)  # type: ignore[arg-type]  # fields known at run time
+    # fields known at run time
+    return namedtuple('SuggestedLRs', names, rename=True)(*rates)  # type: ignore[arg-type]
 
 
 def _plot(search: LRSearch, ax: Any) -> None:

@@ -97,7 +97,8 @@ class MixedPrecision(Callback):
                              'Mixed precision keeps them in float32: `learn.model.float()`.')
         if self.opt.needs_closure: self._check_closure()
         self._scaled, state = set(), self.scaler.state_dict()  # fit has cleared the gradients
-        self.scaler = torch.amp.GradScaler(self._device_type())   # its numbers live where the model is now
+        # its numbers live where the model is now
+        self.scaler = torch.amp.GradScaler(self._device_type())
         self.scaler.load_state_dict(state)
 
     def _check_closure(self) -> None:
@@ -123,7 +124,8 @@ class MixedPrecision(Callback):
     def before_backward(self) -> None:
         if not self.scales: return
         loss, stepping = self.scaler.scale(self.learn.loss_grad), self._stepping()
-        for p, grad in self._grads(stepping - self._scaled):  # kept by a Cancel: the new ones add to them
+        # kept by a Cancel: the new ones add to them
+        for p, grad in self._grads(stepping - self._scaled):
             if is_dtensor(grad): local(grad).mul_(self.scaler.get_scale())
             else: p.grad = self.scaler.scale(grad)
         self._scaled |= stepping
@@ -136,7 +138,8 @@ class MixedPrecision(Callback):
         params = [p for p, _ in self._grads(stepping)]
         if not params: return  # every backward pass was cancelled
         check = FiniteCheck([{'params': params}])
-        self.scaler.step(check)  # type: ignore[arg-type]  # it has what a scaler asks of an optimizer
+        # it has what a scaler asks of an optimizer
+        self.scaler.step(check)  # type: ignore[arg-type]
         self._update_scale()     # at once, so that the scaler is ready whatever the others cancel
         if check.is_finite: return
         self.n_skipped += 1

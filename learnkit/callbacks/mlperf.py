@@ -243,7 +243,8 @@ def _step_size(learn: Any) -> tuple[int | None, int]:
     bs = getattr(train, 'bs', getattr(train, 'batch_size', None))
     if not isinstance(bs, int): return None, 1
     least = max((cb.n_acc for cb in learn.cbs if isinstance(cb, GradientAccumulation)), default=1)
-    n_batches, size = math.ceil(least / bs), learn.microbatch  # 'auto' is not known yet: as one piece
+    # 'auto' is not known yet: as one piece
+    n_batches, size = math.ceil(least / bs), learn.microbatch
     return bs * n_batches, n_batches * (math.ceil(bs / size) if isinstance(size, int) else 1)
 
 

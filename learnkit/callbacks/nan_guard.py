@@ -142,7 +142,8 @@ class GuardNonFinite(Callback):
         learn = self.learn
         if learn._repeating and learn.opt.needs_closure: return  # a line search probes
         if learn.loss_grad.numel() != 1: return                  # the loop refuses it
-        value = learn.loss + learn.loss_grad.detach()            # the one is recorded, the other is learned from
+        # the one is recorded, the other is learned from
+        value = learn.loss + learn.loss_grad.detach()
         if not self._is_late(value.device.type):
             if learn.world.any(not math.isfinite(value.item())): self._act_on_loss(learn.iter)
             return

@@ -14,7 +14,8 @@ from learnkit.core.dtensor import cut_again, distribute_like
 __all__ = ['Snapshot', 'take_snapshot', 'put_back', 'slots_of', 'copied']
 
 Snapshot = dict[str, Any]                    # 'weights', 'buffers', 'optimizers' and 'callbacks', each by name
-Slot = tuple[dict[str, Tensor | None], str]  # where a module keeps a buffer: there it is found also when replaced
+# where a module keeps a buffer: there it is found also when replaced
+Slot = tuple[dict[str, Tensor | None], str]
 
 
 def take_snapshot(

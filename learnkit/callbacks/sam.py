@@ -39,7 +39,8 @@ class SAM(Callback):
     >>> SAM(rho=0.1).rho
     0.1
     """
-    order, run_valid = 5, False  # first of all at a step: unscaling and clipping are for the second gradient
+    # first of all at a step: unscaling and clipping are for the second gradient
+    order, run_valid = 5, False
 
     def __init__(
         self,

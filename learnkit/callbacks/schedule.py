@@ -114,7 +114,8 @@ class ParamScheduler(Callback):
 
     def _values(self, name: str, value: Any, least: float = math.inf) -> list[Any]:
         "Return what a schedule gave as one plain number a group: checkpoints hold no NumPy numbers."
-        if value.__class__ is np.ndarray and value.shape == (self._n_groups,):  # the usual case, without many questions
+        # the usual case, without many questions
+        if value.__class__ is np.ndarray and value.shape == (self._n_groups,):
             values = value.tolist()
             if min(values) >= least and sum(values) < math.inf and max(values) < bound_of(name): return values
         return self.learn.opt._checked(name, value.tolist() if hasattr(value, 'tolist') else value)
@@ -122,7 +123,8 @@ class ParamScheduler(Callback):
     def cleanup(self) -> None: self._opt, self._known, self._plan = None, [], []  # they hold parameters
 
 
-_Place = tuple[dict[str, Any], str, int | None, int]  # torch's param group, key, place in a pair, the splitter's group
+# torch's param group, key, place in a pair, the splitter's group
+_Place = tuple[dict[str, Any], str, int | None, int]
 
 
 def _places(opt: Any, name: str) -> Iterator[_Place]:

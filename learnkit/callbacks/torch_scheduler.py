@@ -175,7 +175,8 @@ class LRScheduler(Callback):
 
     def _load(self, sd: dict[str, Any]) -> None:
         self._loaded, self._n_steps = None, None  # the optimizer's count may be put back after this
-        self.scheduler.load_state_dict(_plain(sd['scheduler']))  # a copy: some of them take it apart
+        # a copy: some of them take it apart
+        self.scheduler.load_state_dict(_plain(sd['scheduler']))
         for group, values in zip(self._view.param_groups, sd['groups'], strict=True): group.update(_plain(values))
         self._view.write()
 
@@ -195,7 +196,8 @@ class _GroupView(torch.optim.Optimizer):
     ) -> None:
         self.opt, self.own, self._by_split = opt, own, True
         self.defaults = dict((opt[0] if own is None else own).defaults)
-        self._opt_called = True  # torch warns of a scheduler that goes before the optimizer: the callback sees to that
+        # torch warns of a scheduler that goes before the optimizer: the callback sees to that
+        self._opt_called = True
         self._by_split = n is None or n == len(self._hypers())
         found = self._hypers()
         if n not in (None, len(found)):

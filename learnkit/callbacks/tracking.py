@@ -31,7 +31,8 @@ Compare = Callable[[Any, Any], Any]
 Comparison = Compare | MetricProperties | str  # how `comp` may be given
 
 _PATHS = ('last_saved_path', 'best_path')     # in the state of `SaveModelCallback`
-_ERROR_NAMES = re.compile(r'(^|_)(r?mse|mae|msle|mape|exp_rmspe|perplexity|wer|cer)$')  # measures of an error
+# measures of an error
+_ERROR_NAMES = re.compile(r'(^|_)(r?mse|mae|msle|mape|exp_rmspe|perplexity|wer|cer)$')
 
 
 class TrackerCallback(Callback):
@@ -132,7 +133,8 @@ class TrackerCallback(Callback):
         values = self._records().values[-1]
         if self.idx is not None:  # a metric that returns a dict may have given more columns since
             self.idx = self._find(str(self.monitor))
-        complete = len(values) == len(row) - len(('fit', 'epoch', 'time'))  # an epoch cut short lacks some
+        # an epoch cut short lacks some
+        complete = len(values) == len(row) - len(('fit', 'epoch', 'time'))
         return values[self.idx] if complete and self.idx is not None else row.get(str(self.monitor))
 
     def __repr__(self) -> str: return super().__repr__().replace('min_delta=-', 'min_delta=')  # the sign is inner

@@ -97,10 +97,12 @@ class Plan:
         self.packing = struct.Struct(f'{self.host.shape[1]}{"d" if self.host.dtype == torch.float64 else "f"}')
 
         counters = [s['step'] for s in states if s and 'step' in s]
-        self.counters = counters if any(c.device != self.device for c in counters) else []  # advanced out of the graph
+        # advanced out of the graph
+        self.counters = counters if any(c.device != self.device for c in counters) else []
         self.inputs = (self.rule.update, params, states, rows, [row.flags for row in self.rows], self.numbers,
                        bool(counters) and not self.counters)
-        if self.device.type == 'cuda':  # these tensors stay where they are: a CUDA graph need not copy them
+        # these tensors stay where they are: a CUDA graph need not copy them
+        if self.device.type == 'cuda':
             for t in (self.numbers, *params, *(t for s in states if s for t in s.values() if isinstance(t, Tensor))):
                 torch._dynamo.mark_static_address(t)
 

@@ -16,7 +16,8 @@ __all__ = ['Entry', 'Found', 'entries', 'find', 'next_path', 'number_of', 'super
 SUFFIX = '.ckpt'
 _NAME = re.compile(r'([0-9]+)-.*' + re.escape(SUFFIX))
 
-Found = tuple[Path, Mapping[str, Any], dict[str, Any]]  # a checkpoint's file, its state, and what the file says
+# a checkpoint's file, its state, and what the file says
+Found = tuple[Path, Mapping[str, Any], dict[str, Any]]
 
 
 @dataclass(frozen=True)

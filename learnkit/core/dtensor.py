@@ -32,7 +32,8 @@ def is_dtensor(value: Any) -> bool:
 
 
 def _is_dtensor(value: Any) -> bool:
-    from torch.distributed.tensor import DTensor  # a quarter of a second, which training in one process can do without
+    # a quarter of a second, which training in one process can do without
+    from torch.distributed.tensor import DTensor
     return isinstance(value, DTensor)
 
 
@@ -139,7 +140,8 @@ def close_hosts(group: Any) -> None:
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
     "Return the mesh that a model is cut over, None for a model that is whole."
-    return next((p.device_mesh for p in model.parameters() if is_dtensor(p)), None)  # type: ignore[attr-defined]  # DTensors
+    # DTensors
+    return next((p.device_mesh for p in model.parameters() if is_dtensor(p)), None)  # type: ignore[attr-defined]
 
 
 # Norms

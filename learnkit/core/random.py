@@ -92,7 +92,8 @@ def preserved_rng() -> Iterator[None]:
 _LEAVES = frozenset({int, float, complex, str, bytes, bool, NoneType, Tensor, type, ModuleType, FunctionType,
                      BuiltinFunctionType, range, slice, torch.dtype, torch.device, random.SystemRandom})
 _CALLS = {MethodType: ('__self__',), partial: ('func', 'args', 'keywords')}
-_DEEPEST, _MOST, _LONGEST = 7, 200, 32  # levels, those of containers too; objects looked at; entries of a container
+# levels, those of containers too; objects looked at; entries of a container
+_DEEPEST, _MOST, _LONGEST = 7, 200, 32
 
 
 def own_generators(

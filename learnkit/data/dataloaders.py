@@ -75,7 +75,8 @@ class DataLoaders(Shows):
         n_iter: int | None = None,  # batches an epoch of a training loader without a length
     ):
         self.train, named = train, named_loaders(valid)
-        self.evaluators = {name: dl for name, dl in named if isinstance(dl, Evaluator)}  # with options of their own
+        # with options of their own
+        self.evaluators = {name: dl for name, dl in named if isinstance(dl, Evaluator)}
         self.evaluation = [(name, dl.dl if isinstance(dl, Evaluator) else dl) for name, dl in named]
         self.others = list(others)
         self.n_inp: int | Mapping[str, int] | None = n_inp

@@ -76,7 +76,8 @@ class LoaderPosition:
         self.first: State | None = None    # the global ones just before the first batch, where the order is drawn then
         self.workers = _n_workers(dl)
         self._workers_ran = False          # persistent workers were running when the epoch began
-        self._n, self._now = 0, State()    # when resumed: the batches to skip, and the loader's own state after them
+        # when resumed: the batches to skip, and the loader's own state after them
+        self._n, self._now = 0, State()
 
     @classmethod
     def resume(
@@ -363,7 +364,8 @@ def check_position(dl: Any, state: Mapping[str, Any]) -> None:
     if not isinstance(state, Mapping) or any(not isinstance(state.get(k), kind) for k, kind in _ENTRIES.items()):
         raise CheckpointError('The checkpoint has no position in its data that this version understands.')
     with _preserved_own(dl):
-        set_epochs(_whole(dl), state['now'].get('epochs', {}))  # a loader's length may be another in each epoch
+        # a loader's length may be another in each epoch
+        set_epochs(_whole(dl), state['now'].get('epochs', {}))
         was, now = state['loader'], describe_drawn(dl)
     before, here = state.get('processes', 1), dl.cut.size if isinstance(dl, Shard) else 1
     differ = [f'{name} {_of_all(name, was.get(name), before)}, now {_of_all(name, now[name], here)}'

@@ -63,7 +63,8 @@ class _ReadAhead(Iterator[Any]):
         batch, current = self.ready, torch.cuda.current_stream(self.device)
         current.wait_stream(self.stream)
         def in_use(t: torch.Tensor) -> torch.Tensor:
-            t.record_stream(current)  # its memory is not given away while this stream computes on it
+            # its memory is not given away while this stream computes on it
+            t.record_stream(current)
             return t
         map_tensors(batch, in_use)
         self._fetch()

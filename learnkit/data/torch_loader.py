@@ -60,7 +60,8 @@ def start_lists(
     "Start a pass of a loader's sampler as torch does, drawing what torch draws."
     lists = iter(index_sampler(dl))
     if workers_ran: return lists
-    torch.empty((), dtype=torch.int64).random_(generator=dl.generator)  # torch's seed for workers, if any
+    # torch's seed for workers, if any
+    torch.empty((), dtype=torch.int64).random_(generator=dl.generator)
     return iter(index_sampler(dl)) if workers else lists
 
 

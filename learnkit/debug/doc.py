@@ -22,7 +22,8 @@ from learnkit.learner import Learner
 
 __all__ = ['Doc', 'Parameter', 'comments', 'doc', 'open_levels']
 
-_EVALUATION = next(i for i, m in enumerate(LIFECYCLE) if m.event == 'before_eval')  # what stands behind it is of it
+# what stands behind it is of it
+_EVALUATION = next(i for i, m in enumerate(LIFECYCLE) if m.event == 'before_eval')
 _SIGNS: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: '*', inspect.Parameter.VAR_KEYWORD: '**'}
 
 

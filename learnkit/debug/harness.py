@@ -23,7 +23,8 @@ from learnkit.debug.forks import HarnessError, Planned, reached, start
 
 __all__ = ['HarnessError', 'Lives', 'KillReport', 'kill_and_resume', 'random_instants', 'reached', 'run_until_done']
 
-Instant = float | Path | str | tuple[str, int]   # seconds; a file that appears; what `reached` names, or its n-th time
+# seconds; a file that appears; what `reached` names, or its n-th time
+Instant = float | Path | str | tuple[str, int]
 GOES_ON = 'There is a checkpoint to go on from.'
 
 
@@ -172,7 +173,8 @@ def kill_and_resume(
         if found := differences(straight.result, again.result):
             raise HarnessError('Two trainings that nothing has killed differ: does `make_learner` seed what it draws?'
                                + ''.join(f'\n  {line}' for line in found))
-        report.digest, upto_s = digest(straight.result), 1.25 * again.seconds[0]  # the first is slower than others
+        # the first is slower than others
+        report.digest, upto_s = digest(straight.result), 1.25 * again.seconds[0]
         while report.resumes < kills and report.exact:
             instants = [draw.uniform(0, upto_s) for _ in range(kills - report.resumes)]
             lives = run_until_done(train(root/f'killed-{report.runs}'), instants, timeout_s=timeout_s)
@@ -189,7 +191,8 @@ def _training(make_learner: Callable[[], Any], n_epoch: int, every: Any, folder:
     "Return a job that trains, or goes on with training, and returns what training depends on."
     def train() -> Any:
         learn = make_learner()
-        learn.remove_cbs([cb for cb in learn.cbs if isinstance(cb, Checkpoint)])  # it would go on from its own files
+        # it would go on from its own files
+        learn.remove_cbs([cb for cb in learn.cbs if isinstance(cb, Checkpoint)])
         if any(folder.glob('*.ckpt')):
             print(GOES_ON, flush=True)
             for draw_others in (random.seed, np.random.seed, torch.manual_seed): draw_others(os.getpid())

@@ -111,7 +111,8 @@ class Replicas:
             return
         wrapped._remove_autograd_hooks()  # torch has no public name for it
         for name in ('reducer', 'logger', 'process_group'):
-            vars(wrapped).pop(name, None)  # they would keep the process group, and its connections, open
+            # they would keep the process group, and its connections, open
+            vars(wrapped).pop(name, None)
 
     def leave(self, learn: Any) -> None: self.release(learn)
 
@@ -150,7 +151,8 @@ def average(parameters: Iterable[nn.Parameter]) -> None:
 def tensors_of(nested: Any) -> list[Tensor]:
     "Return every tensor in a nesting of them."
     found: list[Tensor] = []
-    map_tensors(nested, lambda t: found.append(t) or t)  # type: ignore[func-returns-value]  # it returns None
+    # it returns None
+    map_tensors(nested, lambda t: found.append(t) or t)  # type: ignore[func-returns-value]
     return found
 
 

@@ -25,7 +25,8 @@ from learnkit.distributed.rounds import RoundIterator, RoundShard
 
 __all__ = ['shard', 'shard_loaders', 'check_lengths', 'FirstBatches', 'TensorShard', 'IndexShard', 'ShardSampler']
 
-MOST_ROUNDS = 32  # drawn at a time: to let the order's generators stand for the process's own costs a tenth of a ms
+# drawn at a time: to let the order's generators stand for the process's own costs a tenth of a ms
+MOST_ROUNDS = 32
 
 
 def shard(
@@ -230,9 +231,11 @@ class ShardSampler:
 
     def __init__(self, whole: DataLoader[Any], cut: ShardSpec, order: Order) -> None:
         self.whole, self.order = whole, order
-        self.cut = cut if _sizes(whole, cut) else replace(cut, fillers=True)  # for whom data end early is not known
+        # for whom data end early is not known
+        self.cut = cut if _sizes(whole, cut) else replace(cut, fillers=True)
         self.seeds = torch.Generator()                  # of this process's workers
-        self.loader: Callable[[], Any] = lambda: None   # refers to the share that this is the sampler of
+        # refers to the share that this is the sampler of
+        self.loader: Callable[[], Any] = lambda: None
 
     def __len__(self) -> int:
         if (sizes := _sizes(self.whole, self.cut)) is not None: return self.cut.n_given(*sizes)

@@ -51,7 +51,8 @@ class Budget(Callback):
         self.total = as_time(total, 'ep')
         self._began = 0.                   # what the Learner had used when the fit began
         self._ended = False                # it was this that stopped the fit
-        self._last, self._n_idle = 0., 0   # the share at the end of the last epoch; epochs that used nothing
+        # the share at the end of the last epoch; epochs that used nothing
+        self._last, self._n_idle = 0., 0
         if self.total.unit == 'sec': self.wall_clock = ('began', 'last')
 
     def before_fit(self) -> None:

@@ -19,7 +19,8 @@ from learnkit.engine.events import ALIASES, CONTEXTS, EVENTS, INNER_EVENTS, cano
 
 __all__ = ['Callback', 'Periodic', 'MissingAttribute']
 
-SHOWN_ELSEWHERE = ('_repr_', '_ipython_')  # what a notebook asks of every object: the learner's answer would be wrong
+# what a notebook asks of every object: the learner's answer would be wrong
+SHOWN_ELSEWHERE = ('_repr_', '_ipython_')
 # in fastai's words
 SHADOWING = 'You are shadowing an attribute ({0}) that exists in the learner. Use `self.learn.{0}` to avoid this'
 _PLAIN = (bool, int, float, str, Path, Time)  # options whose values a repr shows
@@ -280,7 +281,8 @@ class Periodic(Callback):
     def before_fit(self) -> None:
         "Start counting from where the Learner is."
         if not self.learn.fitting: return
-        from learnkit.engine.evaluation import check_countable  # it stands above callbacks, and few need it
+        # it stands above callbacks, and few need it
+        from learnkit.engine.evaluation import check_countable
         check_countable(self.learn, self.every)
         self._before = self.learn.time
 

@@ -127,7 +127,8 @@ def first_validation_batches(learn: Any) -> Iterator[str]:
         for name, dl in evaluation_loaders(learn.dls):
             with preserved_generators(dl):
                 drawn = iter(dl)
-                batch = None if drawn is dl else next(drawn, None)  # from an iterator a batch would be taken away
+                # from an iterator a batch would be taken away
+                batch = None if drawn is dl else next(drawn, None)
             if batch is None: continue
             learn._form = form_of(learn.dls, name)
             learn._split(learn._set_device(batch))

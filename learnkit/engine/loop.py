@@ -282,7 +282,8 @@ class Loop(Resuming):
         super()._forget_run()
 
     def _is_open(self, level: str) -> bool:
-        return level in self._open or type(self)._with_events is not Loop._with_events  # an override may not keep them
+        # an override may not keep them
+        return level in self._open or type(self)._with_events is not Loop._with_events
 
     # -- the parts of a batch ------------------------------------------------------------------------------------------
 
@@ -363,7 +364,8 @@ class Loop(Resuming):
         for name, value in parts.items():
             if name != 'loss' and not self._repeating:
                 self.log(f'train_{name}' if self.training else name, value, self._weight())
-        return parts['loss'] if 'loss' in parts else sum(parts.values())  # type: ignore[return-value]  # of tensors
+        # of tensors
+        return parts['loss'] if 'loss' in parts else sum(parts.values())  # type: ignore[return-value]
 
     def _no_loss(self) -> LossError | BatchError:
         "Make the error for a training batch that gave no loss."

@@ -171,7 +171,8 @@ class Runs(HasCallbacks):
                 self._open, self._doing, self.fitting, self._depth = outer
                 self._callbacks.release(held)
                 if doing == 'fit': self._seconds, self._started = self._finished('sec'), None
-                torch.set_grad_enabled(grad)  # a signal inside torch's own contexts may leave it switched
+                # a signal inside torch's own contexts may leave it switched
+                torch.set_grad_enabled(grad)
 
     def _hold_callers(self) -> list[Any]:
         """Switch off the callbacks that start the run at hand from one of their handlers; return them.
@@ -253,7 +254,8 @@ class Runs(HasCallbacks):
     @property
     def time(self) -> Timestamp:
         "What is finished so far, over all fits of this Learner."
-        share = min(self.pct_train, 1.) if self.fitting else None  # a sum of shares may pass 1 by a rounding
+        # a sum of shares may pass 1 by a rounding
+        share = min(self.pct_train, 1.) if self.fitting else None
         return Timestamp(**{**self._done, 'st': self._finished('st')}, sec=self._finished('sec'), dur=share)
 
     def _finished(self, unit: str) -> Any:
@@ -285,7 +287,8 @@ class ContextStack(ExitStack):
         return self
 
 
-_DISPATCHES = (HasCallbacks.__call__.__code__, Runs._call_each.__code__)  # functions that call handlers
+# functions that call handlers
+_DISPATCHES = (HasCallbacks.__call__.__code__, Runs._call_each.__code__)
 
 # events whose handlers, and contexts, can change the loss and the metrics of an evaluation
 _INPUTS = ('after_draw', 'before_batch', 'before_pred', 'after_pred', CONTEXTS['forward'])

@@ -52,7 +52,8 @@ class Snapshot:
         roots: Iterable[Any],        # objects, or containers of them
         but: Iterable[Any] = (),     # not these, nor what only they lead to
     ) -> None:
-        self._seen = {id(o): o for o in but}  # keeps them, so that no other object gets the number of one of them
+        # keeps them, so that no other object gets the number of one of them
+        self._seen = {id(o): o for o in but}
         self._steps: list[Callable[[], object]] = []
         self._to_note = list(roots)           # not by recursion: objects may form long chains
         while self._to_note: self._note(self._to_note.pop())
@@ -144,6 +145,7 @@ def preserve_loaders(loaders: list[Any]) -> Iterator[None]:
             batch_sampler = getattr(dl, 'batch_sampler', None)
             for owner in (dl, getattr(dl, 'sampler', None), batch_sampler, getattr(batch_sampler, 'sampler', None)):
                 attributes = getattr(owner, '__dict__', {})
-                stack.callback(_refill_dict, attributes, dict(attributes))  # also drops the workers it has started
+                # also drops the workers it has started
+                stack.callback(_refill_dict, attributes, dict(attributes))
                 for setter in filter(None, map(_state_setter, attributes.values())): stack.callback(setter)
         yield

@@ -96,7 +96,8 @@ class TrainEvalCallback(Callback):
         learn = self.learn
         learn.training = True
         if learn.n_epoch: learn.pct_train = learn.epoch / learn.n_epoch
-        if self._starting or not learn.model.training:  # otherwise the modes are there, or a callback has set others
+        # otherwise the modes are there, or a callback has set others
+        if self._starting or not learn.model.training:
             learn.model.train()
             for module, mode in self._modes: module.training = mode
         self._starting, self._modes, self._trained = False, [], True

@@ -137,7 +137,8 @@ class GatherPredsCallback(Callback):
         join = partial(concat, dim=self.concat_dim, sizes=self._sizes, listed=self._listed)
         if self.with_input: self.inputs = detuplify(_join_entries(self.inputs, join))
         if self.with_preds:
-            samples = have_listed_samples(self.preds, self._sizes, self._listed)  # of which there may be one in all
+            # of which there may be one in all
+            samples = have_listed_samples(self.preds, self._sizes, self._listed)
             self.preds = join(self.preds) if samples else detuplify(join(self.preds))
         if self.with_targs: self.targets = detuplify(_join_entries(self.targets, join))
         if self.with_loss: self.losses = concat(self.losses)

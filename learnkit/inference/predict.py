@@ -115,7 +115,8 @@ class Predictions(Streaming):
         (torch.Size([32, 1]), torch.Size([32, 1]))
         """
         check_function('act', act)
-        new_cbs = [as_callback(cb) for cb in listed(cbs)]  # made here, so that what one of them draws stays drawn
+        # made here, so that what one of them draws stays drawn
+        new_cbs = [as_callback(cb) for cb in listed(cbs)]
         options = {'with_input': with_input, 'with_loss': with_loss, **kwargs}
         source = self._source_of(ds_idx, dl)
         run = partial(self._predict_run, inner=inner, with_loss=with_loss, source=source)

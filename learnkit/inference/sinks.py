@@ -67,7 +67,8 @@ def _starts_as_npy(path: Path) -> bool:
     with open(path, 'rb') as file: return file.read(6) in (b'', b'\x93NUMPY')
 
 
-_OWN_FILE = re.compile(r'\d{6,}\.pt|\.\d{6,}\.pt\.tmp')  # a batch, and a batch on its way to the disk
+# a batch, and a batch on its way to the disk
+_OWN_FILE = re.compile(r'\d{6,}\.pt|\.\d{6,}\.pt\.tmp')
 
 
 def _part_of(path: Path) -> Path: return path.with_name(f'{path.name}.part')
@@ -98,7 +99,8 @@ def opened_sink(
     else:
         path, index = _own_file(Path(sink), world), []
         part = _part_of(path)
-        world.run_on_all(partial(_make_empty, part))  # a disk that fails is found before anyone predicts
+        # a disk that fails is found before anyone predicts
+        world.run_on_all(partial(_make_empty, part))
         with open(part, 'wb') as file:
             rows = _NpyFile(file)
             def add(array: np.ndarray) -> None:

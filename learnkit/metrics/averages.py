@@ -24,7 +24,8 @@ __all__ = ['AvgMetric', 'AvgLoss', 'SumMetric', 'ValueMetric', 'TorchMetric', 'a
 
 PHASES = ('train', 'valid', 'both')
 F = TypeVar('F', bound=Callable[..., Any])
-RESERVED = ('fit', 'epoch', 'train_loss', 'valid_loss', 'time')  # columns of the history that are not metrics
+# columns of the history that are not metrics
+RESERVED = ('fit', 'epoch', 'train_loss', 'valid_loss', 'time')
 
 
 class AvgMetric(Mean, Metric):
@@ -48,7 +49,8 @@ class AvgMetric(Mean, Metric):
     ) -> None:
         if not callable(func): raise MetricError(f'AvgMetric averages a function f(pred, *targets), got {func!r}.')
         self.func, self._name, self.on = func, name, check_on(on)
-        self._count = denominator_of(func).count   # of a loss function of torch what that averages over
+        # of a loss function of torch what that averages over
+        self._count = denominator_of(func).count
 
     def accumulate(self, learn: Any) -> None:
         self.add(self._compute(learn.pred, learn.yb), self._weight(learn))

@@ -126,9 +126,11 @@ class AvgSmoothLoss(Metric):
     def reset(self) -> None:
         self._steps = Arrivals(self.deferred)
         self._smooth: list[float] = []         # of the losses that have arrived, as far as anyone has asked
-        self._mean, self._n_counted = 0., 0    # v_t, and t: the steps so far in which something counts
+        # v_t, and t: the steps so far in which something counts
+        self._mean, self._n_counted = 0., 0
         self._mark = 0, 0., 0                  # a step, with v_t and t there
-        self._saved = _Column(), _Column(), _Column()   # losses, weights and smoothed losses, as a checkpoint has them
+        # losses, weights and smoothed losses, as a checkpoint has them
+        self._saved = _Column(), _Column(), _Column()
 
     def accumulate(
         self,

@@ -341,7 +341,8 @@ class BrierScore(SumMetric):
     def sums(self, pred: Tensor, targ: Tensor) -> Any:
         scores, targ = by_class(self.name, pred, targ, self.axis)
         p, n_classes = widened(scores).softmax(1), scores.shape[1]
-        known = targ.long().clamp(0, n_classes - 1)  # looked at with the value: no batch waits for a device
+        # looked at with the value: no batch waits for a device
+        known = targ.long().clamp(0, n_classes - 1)
         squares = (p*p).sum(1) - 2*p.gather(1, known[:, None])[:, 0] + 1
         return squares.sum()/(2 if n_classes == 2 else 1), targ.numel(), (known != targ).sum()
 

@@ -217,7 +217,8 @@ def _reduced(values: list[Any], counts: list[int], how: Callable[[Any], Any] | N
     stacked = torch.stack(values)
     if how is None: return stacked
     if how is not dim_zero_mean or not any(counts): return how(stacked)
-    shares = torch.tensor(counts, dtype=torch.float64, device=stacked.device) / sum(counts)  # a mean over its updates
+    # a mean over its updates
+    shares = torch.tensor(counts, dtype=torch.float64, device=stacked.device) / sum(counts)
     mean = (stacked.double() * shares.view(-1, *[1] * (stacked.ndim - 1))).sum(0)
     return mean.to(stacked.dtype) if stacked.is_floating_point() else mean.float()
 

@@ -147,8 +147,9 @@ def _shrink_and_step(opt: torch.optim.Optimizer, step: Callable[..., Any], closu
 
 # -------------------------------------------------------------------------------------------------------- Lookahead
 
+# of an OptimWrapper
 LAYOUT = ('_places', '_exempt', '_apart', 'always_trained', 'frozen', 'frozen_idx', 'called',
-          'spares_norms', '_closures', '_evaluating')  # of an OptimWrapper
+          'spares_norms', '_closures', '_evaluating')
 
 
 class Lookahead(OptimWrapper):
@@ -176,7 +177,8 @@ class Lookahead(OptimWrapper):
         if not isinstance(k, int) or k < 1: raise OptimizerError(f'k={k!r}: give a whole number of steps, 1 or more.')
         if not 0 <= alpha <= 1: raise OptimizerError(f'alpha={alpha!r}: give a share from 0 to 1.')
         super().__init__(opt=opt.opt if isinstance(opt, OptimWrapper) else opt)
-        if isinstance(opt, OptimWrapper):  # groups of several optimizers may be one, and some parameters are spared
+        # groups of several optimizers may be one, and some parameters are spared
+        if isinstance(opt, OptimWrapper):
             for name in LAYOUT: setattr(self, name, getattr(opt, name))
         self.k, self.alpha = k, alpha
         for g in self.param_groups: g.setdefault('lookahead_step', 0)

@@ -37,7 +37,8 @@ __all__ = ['OptimWrapper', 'trainable_params', 'norm_bias_params']
 
 NO_CONTEXT = nullcontext()
 
-_annotated = torch.optim.Optimizer.profile_hook_step(lambda opt: None).__code__  # that of every step torch annotates
+# that of every step torch annotates
+_annotated = torch.optim.Optimizer.profile_hook_step(lambda opt: None).__code__
 
 
 def unannotated_step(opt: torch.optim.Optimizer) -> Any:
@@ -48,7 +49,8 @@ def unannotated_step(opt: torch.optim.Optimizer) -> Any:
     plain = getattr(step, '__code__', None) is _annotated and 'step' not in opt.__dict__ and not (
         opt._optimizer_step_pre_hooks or opt._optimizer_step_post_hooks or optimizer._global_optimizer_pre_hooks
         or optimizer._global_optimizer_post_hooks or torch.autograd._profiler_enabled())
-    return step.__wrapped__(opt) if plain else opt.step()  # type: ignore[attr-defined]  # functools.wraps sets it
+    # functools.wraps sets it
+    return step.__wrapped__(opt) if plain else opt.step()  # type: ignore[attr-defined]
 
 
 class OptimWrapper(torch.optim.Optimizer):
@@ -301,7 +303,8 @@ class OptimWrapper(torch.optim.Optimizer):
         if len(values) != n:
             fix = f'one, {n}, or a slice' if n > 1 else 'one number'
             raise OptimizerError(f'{name}: {len(values)} values for {n} param group{"s" * (n > 1)}. Give {fix}.')
-        values = [v.item() if isinstance(v, np.generic) else v for v in values]  # plain numbers, for checkpoints
+        # plain numbers, for checkpoints
+        values = [v.item() if isinstance(v, np.generic) else v for v in values]
         for v in values: check_hyper(name, v)
         for h in self.hypers:
             if name not in h:

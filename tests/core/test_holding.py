@@ -225,7 +225,8 @@ def test_one_batch_is_held_while_the_next_is_drawn() -> None:
                 del batch
     learn = Learner(DataLoaders(Loader(), device='cpu'), Watched(), squares)
     with learn.no_bar(), learn.no_logging(): learn.fit(2)
-    assert alive == [0, *[1] * 7]  # the last batch of an epoch stays until the next one has its first
+    # the last batch of an epoch stays until the next one has its first
+    assert alive == [0, *[1] * 7]
     assert not any(ref() is not None for ref in made)
 
 

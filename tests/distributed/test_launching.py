@@ -96,7 +96,8 @@ def test_everything_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
     assert result['ranks'] == [0, 1] and torch.equal(result['x'], torch.ones(2))
     written = capsys.readouterr()
     assert written.out.count('process 0 of 2') == 1 and 'process 1' not in written.out
-    assert len(written.out.splitlines()) == 4 and written.err == ''   # heading, two rows, and what Tell has said
+    # heading, two rows, and what Tell has said
+    assert len(written.out.splitlines()) == 4 and written.err == ''
 
     assert not differences(run_ranks(_trained, 2)[0], learn.checkpoint_state())
     assert learn.model is model and learn.world.size == 1 and len(learn.history) == 3

@@ -83,7 +83,8 @@ class Slow(Callback):
         if self.iter == 1: self.told.touch()
 
 
-class Stuck(torch_dls().train.dataset.__class__):  # type: ignore[misc]  # the data set of the loaders
+# the data set of the loaders
+class Stuck(torch_dls().train.dataset.__class__):  # type: ignore[misc]
     def __getitem__(self, i: int) -> Any:
         if get_worker_info().id == 1: sleep(30)
         return super().__getitem__(i)

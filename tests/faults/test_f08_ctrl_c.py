@@ -281,7 +281,8 @@ def test_at_every_instant() -> None:
             if problem: bad.append(problem)
     print(f'row 8: {n} instants of three runs, the next fit differs after {len(bad)}')
     torch.set_grad_enabled(True)
-    assert len(bad) < 0.02 * n, bad[:10]  # between two instructions of a context manager Python leaves a gap
+    # between two instructions of a context manager Python leaves a gap
+    assert len(bad) < 0.02 * n, bad[:10]
 
 
 if __name__ == '__main__': main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))

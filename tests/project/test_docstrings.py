@@ -19,8 +19,9 @@ ERRORS = {name: value for name, value in NAMED.items() if isinstance(value, type
 
 # Classes of things that are held, not of what is done: their first line may say what one is.
 THINGS = set('ClassificationInterpretation DataLoaders History Interpretation OptimWrapper Time Timestamp'.split())
+# 'Returns' and 'Running' are no imperatives, 'Pass' is one
 NO_VERB = re.compile(r'(a|an|the|this|that|it|its|one|what|whether|how|if|when|of|for|to|class|callback|function|'
-                     r'\w+ing|\w*[^s]s)\b', re.I)  # 'Returns' and 'Running' are no imperatives, 'Pass' is one
+                     r'\w+ing|\w*[^s]s)\b', re.I)
 
 # Methods of which users call each sooner or later.
 OFTEN = {
