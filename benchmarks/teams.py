@@ -29,7 +29,7 @@ SEED, LR = 7, 0.01
 
 def in_a_team(
     n: int,
-    job: Callable[..., Any],   # a module's function, called in each process with its rank and `arguments`
+    job: Callable[..., Any],   # a module's function, called with a rank and `arguments`
     *arguments: Any,
 ) -> list[Any]:
     "Call `job` in `n` new processes of one gloo group, and return what each has returned."

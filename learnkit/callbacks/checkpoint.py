@@ -59,7 +59,8 @@ class Checkpoint(Callback):
     `sharded=False` puts them together for one file.
 
     `keep_last` of the newest and `keep_best` of the best by `monitor` stay, of those that this run has written; NaN is
-    never best. `monitor` is a column of the history or a function of the Learner. Two runs cannot use one folder at a time.
+    never best. `monitor` is a column of the history or a function of the Learner. Two runs cannot use one
+    folder at a time.
 
     On SIGTERM the batch under way is finished (an evaluation is broken off, to be repeated on resume; several processes
     finish it), a checkpoint written, and the process exits with 143, after the handler of before; in IPython the fit

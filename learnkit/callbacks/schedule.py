@@ -2,7 +2,8 @@
 
 A schedule is a function of one number, the share of the fit that is done (0 to 1), and remembers nothing: so it goes on
 exactly wherever a fit goes on, and stretches over however many epochs the fit has. `learnkit.optim.annealing` has the
-functions that schedules are made of, `learnkit.callbacks.torch_scheduler` runs torch's own schedulers, which count steps instead."""
+functions that schedules are made of, `learnkit.callbacks.torch_scheduler` runs torch's own schedulers, which count
+steps instead."""
 from __future__ import annotations
 
 import math

@@ -1,8 +1,8 @@
 """A whole training step as one function for torch.compile, and what it works on.
 
 Three parts: the function itself, which is traced; its arguments (`Plan`), which are the model's and the optimizer's own
-tensors, and the numbers of this step; and how SGD and Adam update one parameter. `learnkit.callbacks.compile` decides when all
-this is used.
+tensors, and the numbers of this step; and how SGD and Adam update one parameter. `learnkit.callbacks.compile`
+decides when all this is used.
 
 Everything that is a scalar (rates, momenta, the bias corrections of Adam) is computed in Python as torch's optimizers
 do it, and travels in one small tensor: so it may change at every step, and needs no compiling again."""

@@ -194,7 +194,8 @@ class LoaderPosition:
         dl = self.dl
         if not dl.in_order and dl.num_workers: warn_user(
             'A DataLoader with in_order=False gives batches as its workers finish them, so those that were not yet '
-            'trained on cannot be told: some will come twice and some not at all in this epoch. Exact: in_order=True.')
+            'trained on cannot be told: some will come twice and some not at all in this epoch. '
+            'Exact: in_order=True.')
         lists = self._index_lists()
         _, began, some = _skip(lists, n)
         if self._must_replay(some): return self._replay(n, current)
@@ -224,8 +225,8 @@ class LoaderPosition:
         if not (self.workers or _n_workers(dl)) or not fetching_is_random(_whole(dl), some): return False
         if self.workers != _n_workers(dl): warn_user(
             f'The checkpoint was taken with num_workers={self.workers}, now it is {_n_workers(dl)}. Samples are '
-            'fetched with random numbers, which each worker draws for itself: they will differ from an uninterrupted '
-            'run.')
+            'fetched with random numbers, which each worker draws for itself: they will differ from an '
+            'uninterrupted run.')
         elif self._workers_ran: _warn_of_persistent_workers()
         else: return True
         return False
@@ -430,8 +431,9 @@ def _warn_of_other_draws(who: str, began: State | None, current: State) -> None:
     moved = [k for k in began if k in current and not same_states(began[k], ended[k])]
     shared = [k for k in moved if not same_states(ended[k], current[k])]
     if shared: warn_user(
-        f'The {who} of the training loader goes on drawing from the global generator of {" and ".join(shared)}, and so '
-        'does other code: what comes next may differ from an uninterrupted run. Give it a generator of its own.')
+        f'The {who} of the training loader goes on drawing from the global generator of '
+        f'{" and ".join(shared)}, and so does other code: what comes next may differ from an '
+        'uninterrupted run. Give it a generator of its own.')
 
 
 def _warn_of_persistent_workers() -> None:

@@ -154,8 +154,8 @@ class DistributedTraining(Callback):
     def _added(self) -> None:
         learn = self.learn
         if learn.world.size > 1: raise DistributedError(
-            'This Learner trains in several processes already: by a `DistributedTraining` among its callbacks, or in a '
-            'context of `learn.distributed()` that is open. Leave out one of them.')
+            'This Learner trains in several processes already: by a `DistributedTraining` among its callbacks, or '
+            'in a context of `learn.distributed()` that is open. Leave out one of them.')
         world = join_ranks(self.timeout.value, self.backend)
         if world.size == 1: return world.leave()
         self._before = {'dls': learn.dls, 'logger': learn.logger}

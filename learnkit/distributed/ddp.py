@@ -27,7 +27,7 @@ class Replicas:
 
     >>> Replicas(bucket_cap=5)
     Traceback (most recent call last):
-    learnkit.core.errors.OptionError: bucket_cap: the options of strategy 'ddp' are comm_hook, comm_state, and those of ...
+    learnkit.core.errors.OptionError: bucket_cap: the options of strategy 'ddp' are comm_hook, comm_state, ...
     """
     needs_equal_evaluations = False   # whether all processes must evaluate the same number of batches
     averages_late = True              # gradients that no pass has averaged wait for `average_gradients`

@@ -245,8 +245,8 @@ def units_of(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
     if not found: raise OptionError(f'wrap={wrap!r}: {type(model).__name__} has no such module inside.')
     for m in found:
         if shares_weights(m, model): raise OptionError(
-            f'wrap={wrap!r}: a {type(m).__name__} shares weights with other parts of the model, so that it cannot be '
-            'cut on its own. Leave it out of `wrap`.')
+            f'wrap={wrap!r}: a {type(m).__name__} shares weights with other parts of the model, so that it cannot '
+            'be cut on its own. Leave it out of `wrap`.')
     return found[::-1]
 
 

@@ -133,8 +133,8 @@ class Processes(ResumeChecks):
     def _check_world(self) -> None:
         if self.world.is_broken: raise DistributedError(
             'The last run in these processes has failed, and nobody knows where each of them stands. Leave the '
-            'context of `learn.distributed()`, or start the processes again; `fit(..., resume=True)` goes on from a '
-            'checkpoint.')
+            'context of `learn.distributed()`, or start the processes again; `fit(..., resume=True)` goes on from '
+            'a checkpoint.')
 
     def _end_run(self, error: BaseException | None) -> None:
         "Let the other processes know of an error before anything is undone."

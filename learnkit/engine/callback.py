@@ -240,10 +240,10 @@ def own_handler(cb: object, event_name: str) -> Callable[[], Any] | None:
 class Periodic(Callback):
     """Call `on_every` each time the run crosses a multiple of `every`.
 
-    `every` counts from the Learner's start, in any unit of `learnkit.core.time.Time`: `Periodic(every='500ba')` runs after
-    batches 500, 1000, ...; epochs run in `after_epoch`, iterations in `after_iteration`, all others in `after_batch` of
-    training. As a function: `Periodic(every='2ep', on_every=f)`, called with the callback. With `at_eval = True` it is
-    also called at the end of each `learn.validate()`.
+    `every` counts from the Learner's start, in any unit of `learnkit.core.time.Time`: `Periodic(every='500ba')` runs
+    after batches 500, 1000, ...; epochs run in `after_epoch`, iterations in `after_iteration`, all others in
+    `after_batch` of training. As a function: `Periodic(every='2ep', on_every=f)`, called with the callback. With
+    `at_eval = True` it is also called at the end of each `learn.validate()`.
 
     Between the periods any event tracks: `after_backward` comes once for each microbatch (what ksuit calls
     `track_after_accumulation_step`), `after_batch` once a batch, `after_step` once an optimizer step

@@ -55,7 +55,9 @@ def check_takes(name: str, f: Callable[..., Any], what: str) -> None:
 
 def check_count(name: str, value: object, least: int) -> int:
     "Return a whole number; raise `FitError` for anything else, and below `least`."
-    try: number = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]  # that is the question
+    try:
+        # whether it has an index is the question
+        number = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError: number = least - 1
     if number < least: raise FitError(f'{name}={value!r}: give a whole number, {least} or more.')
     return number

@@ -190,7 +190,8 @@ def _wants_model(opt_func: Callable[..., Any], groups: list[Any]) -> bool:
         raise OptimizerError('Muon trains matrices alone, and there are other parameters: `opt_func=MuonAdamW` trains '
                              'these with AdamW.')
     try: signature = inspect.signature(opt_func)
-    except (TypeError, ValueError):  # it has none, or a partial brings what the function does not take
+    except (TypeError, ValueError):
+        # it has none, or a partial brings what the function does not take
         _check_options(opt_func, maker)
         return False
     wants_model = 'model' in signature.parameters

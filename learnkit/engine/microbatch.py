@@ -43,7 +43,8 @@ class Pieces(Evaluations):
     def _do_microbatches(self, size: int | str) -> None:
         pending = [(p, p.grad.clone()) for p in self.opt.parameters() if p.grad is not None]
         try: self._do_pieces_that_fit(pending) if size == 'auto' else self._do_pieces(size)
-        except CancelBatchException:  # part of a batch's gradient means nothing: back to what was there before it
+        except CancelBatchException:
+            # part of a batch's gradient means nothing: back to what was there before it
             self._put_gradients_back(pending)
             self.__dict__.pop('loss_grad', None)
             raise

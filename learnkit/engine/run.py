@@ -337,10 +337,11 @@ def raise_first(error: BaseException | None, raised: list[BaseException]) -> Non
     "Raise the first of several errors unless there is one already; the first gets notes of the others."
     first = error or (raised[0] if raised else None)
     for e in raised:
-        if e is first: continue
+        if first is None or e is first: continue
         try: text = str(e)
         except Exception: text = 'without a message'
-        add_note(first, f'and then {type(e).__name__}: {text} {" ".join(getattr(e, "__notes__", ()))}')  # type: ignore[arg-type]
+        notes = ' '.join(getattr(e, '__notes__', ()))
+        add_note(first, f'and then {type(e).__name__}: {text} {notes}')
     if error is None and first is not None: raise first
 
 

@@ -103,7 +103,8 @@ class Predictions(Streaming):
         predictions alone; or a function, called with the entries of each batch. Until they are complete, the folder and
         the file are called `<name>.part`: what an interrupted run wrote is there, and is written over by the next.
         Nothing else is: a file, or a folder that is not empty, is refused. Several processes write files of one folder,
-        numbered in the order of the data; of a `.npy` file each writes its own, which `learnkit.inference.sinks.read_rows` joins.
+        numbered in the order of the data; of a `.npy` file each writes its own, which
+        `learnkit.inference.sinks.read_rows` joins.
 
         Raises `LoaderError` when there is no such loader, `EmptyLoaderError` when it has no batch, and `OptionError`
         for a sink that cannot take what was asked for.

@@ -67,7 +67,8 @@ class WandbLogger(Logger):
         # it would catch what the bars print
         quiet = wandb.Settings(console='off', silent=self.mode != 'online')
         given = {'settings': quiet, 'reinit': 'create_new', **self.options}
-        run = wandb.init(project=self.project, mode=self.mode, dir=str(folder), id=self._id,  # type: ignore[arg-type]
+        mode: Any = self.mode
+        run = wandb.init(project=self.project, mode=mode, dir=str(folder), id=self._id,
                          resume='allow' if self._id else None, **given)
         self._there = max([run.starting_step - 1, *_steps_written(folder, run.id)])
         self._id = run.id

@@ -1,10 +1,10 @@
 """Metrics by fastai's names: functions of a batch, and classes where a mean over batches is not the value on the set.
 
 `metrics=[accuracy, Dice, F1Score(average='macro')]`: give functions, classes or instances. Scores that come from
-torchmetrics (`learnkit.metrics.classification`) can be imported here too, without it being installed. Each class takes `on='train'`,
-`'valid'` or `'both'`, by default as the Recorder says. Each gives the exact value on the set, whatever its batches,
-also of sequences whose length varies: in a list of metrics these functions count targets, where `AvgMetric(f)` averages
-a function of your own over samples. None makes the host wait for a device at every batch."""
+torchmetrics (`learnkit.metrics.classification`) can be imported here too, without it being installed. Each class takes
+`on='train'`, `'valid'` or `'both'`, by default as the Recorder says. Each gives the exact value on the set,
+whatever its batches, also of sequences whose length varies: in a list of metrics these functions count targets, where
+`AvgMetric(f)` averages a function of your own over samples. None makes the host wait for a device at every batch."""
 from __future__ import annotations
 
 import math

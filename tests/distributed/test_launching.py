@@ -202,9 +202,9 @@ def _on_gpus(learn: Learner) -> None:
 
 
 REFUSED: list[tuple[Callable[[Learner], Any], type[LearnkitError], str]] = [
-    (lambda learn: launch(learn, 3), OptionError, r'launch\(3\): give a function'),  # type: ignore[arg-type]  # the test
+    (lambda learn: launch(learn, 3), OptionError, r'launch\(3\): give a function'),  # type: ignore[arg-type]
     (lambda learn: launch(learn, print, 0), OptionError, 'nproc=0: give a whole number'),
-    (lambda learn: launch(learn, print, 2.), OptionError, 'nproc=2.0: give'),  # type: ignore[arg-type]  # the test
+    (lambda learn: launch(learn, print, 2.), OptionError, 'nproc=2.0: give'),  # type: ignore[arg-type]
     (lambda learn: launch(learn, print, True), OptionError, 'nproc=True'),
     (lambda learn: launch(learn, print, 2, strategy='ddb'), OptionError, "strategy='ddb'.*'ddp'"),
     (lambda learn: launch(learn, print, 2, timeout='3ep'), OptionError, 'timeout'),

@@ -269,7 +269,8 @@ def interrupted(run: Callable[[Learner], Any], at: int) -> tuple[bool, str]:
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')  # one that comes inside a `__del__`
+# an interrupt inside a `__del__` is only a warning
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
 def test_at_every_instant() -> None:
     "Pure Python cannot close every gap (between a context's `__enter__` and its block, for one), but few may be left."
     n, bad, runs = 0, list[str](), (lambda learn: learn.fit(1, cbs=Callback()), Learner.validate, Learner.get_preds)

@@ -105,7 +105,8 @@ def test_nothing_in_the_package_unpickles_or_evaluates() -> None:
             assert called not in ('eval', 'exec', 'torch.jit.load', 'np.load'), path
             if called == 'torch.load' and path.name == 'launching.py':  # of what has started it
                 assert ast.unparse(node.args[0]) == 'folder / _PAYLOAD', path
-            elif called == 'torch.load' and path.name == 'comm.py':  # from the ranks of one job, never from a file
+            elif called == 'torch.load' and path.name == 'comm.py':
+                # from the ranks of one job, never from a file
                 assert ast.unparse(node.args[0]) == 'BytesIO(data)', path
             elif called == 'torch.load':
                 assert {k.arg: ast.unparse(k.value) for k in node.keywords}.get('weights_only') == 'True', path
