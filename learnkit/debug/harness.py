@@ -55,7 +55,8 @@ def run_until_done(
 
     A life is killed so many seconds after its start, when a file appears (a path), or where the job calls
     `reached(name)`: `'name'` is the first time, `('name', 3)` the third. A function is called with the number of the
-    life, from 0. A job that catches the signal, as training catches SIGTERM, ends with 128 + the signal's number.
+    life, from 0. Lives after the last entry of `kill` run freely. A job that catches the signal, as
+    training catches SIGTERM, ends with 128 + the signal's number.
 
     Raises `HarnessError`, with the child's traceback, for a job that fails, and for one that does not end in time,
     which is killed with all its processes.
@@ -134,7 +135,7 @@ class KillReport:
     runs: int = 0                                          # that were killed, and went on to their end
     wall_s: float = 0.                                     # of everything
     digest: str = ''                                       # of the run that was not killed
-    differences: list[str] = field(default_factory=list)   # from the first digest that differs
+    differences: list[str] = field(default_factory=list)   # from the first run that differs
 
     @property
     def exact(self) -> bool:
