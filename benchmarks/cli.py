@@ -29,7 +29,7 @@ def command_line(
 
 
 def run(
-    chosen: Iterable[tuple[Workload, Iterable[str] | None]],  # workloads, and the subjects of each; None: all
+    chosen: Iterable[tuple[Workload, Iterable[str] | None]],  # each with subjects; None: all
     rounds: int,
     json: Path | None = None,                                 # where all numbers are written to
 ) -> int:

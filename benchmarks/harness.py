@@ -45,7 +45,8 @@ class Workload:
     unit: str = 'us a step'             # of what is measured
     reference: str = 'raw'
     comparisons: tuple[Comparison, ...] = ()
-    never_run: frozenset[str] = frozenset()  # subjects that were written without the library at hand
+    # subjects that were written without the library at hand
+    never_run: frozenset[str] = frozenset()
 
     def installed(self) -> list[str]:
         "The subjects whose library can be imported."
@@ -117,7 +118,8 @@ class Child:
 
 def _serve(pipe: Connection, module: str, workload: str, name: str) -> None:
     "Build the subject, warm it up, then measure it at every request until the pipe closes."
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # no subject prints between the tables, and none has a terminal
+    # no subject prints between the tables, and none has a terminal
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(1, 2)
     try:
         import torch
@@ -142,7 +144,8 @@ def measure(
     try:
         for name in dict.fromkeys([workload.reference, *names]):
             children[name] = Child(workload, name)
-            _keep(result, children, name, children[name].answer())  # one after the other: two cores, much to import
+            # one after the other: two cores, much to import
+            _keep(result, children, name, children[name].answer())
         for i in range(rounds):
             order = list(children)
             first = i % max(len(order), 1)

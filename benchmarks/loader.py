@@ -26,7 +26,8 @@ __all__ = ['WORKLOADS', 'build', 'main']
 
 SAMPLES = 60_000
 WINDOW_S = 0.3  # passes are repeated for as long: one alone may take 5 ms
-SHAPES = {'rows': (16, 64), 'images': (784, 64), 'images-1024': (784, 1024)}  # floats a sample, samples a batch
+# floats a sample, samples a batch
+SHAPES = {'rows': (16, 64), 'images': (784, 64), 'images-1024': (784, 1024)}
 
 
 class Whole(Dataset[Any]):

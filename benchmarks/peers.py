@@ -68,7 +68,8 @@ def skorch(task: Any, accuracy: Callable[..., Tensor]) -> Fit:
     from skorch.callbacks import PassthroughScoring
     from skorch.helper import predefined_split
     from torch.utils.data import TensorDataset
-    train, valid = (TensorDataset(*[t[:1] for t in task.batch()]) for _ in range(2))  # they only stand for the loaders
+    # they only stand for the loaders
+    train, valid = (TensorDataset(*[t[:1] for t in task.batch()]) for _ in range(2))
 
     class Net(NeuralNet):
         def get_iterator(self, dataset: Any, training: bool = False) -> Iterable[Any]:

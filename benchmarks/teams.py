@@ -20,7 +20,8 @@ from torch.nn import functional as F
 __all__ = ['SUBJECTS', 'TASKS', 'Clock', 'Task', 'in_a_team', 'in_turns', 'weights']
 
 TIMEOUT_S = 120       # a process may wait as long for another
-EPOCHS, SKIP = 3, 1   # of a turn, and those before the steady part, in which a new context makes its wrapper
+# of a turn, and those before the steady part, in which a new context makes its wrapper
+EPOCHS, SKIP = 3, 1
 SEED, LR = 7, 0.01
 
 
@@ -28,7 +29,7 @@ SEED, LR = 7, 0.01
 
 def in_a_team(
     n: int,
-    job: Callable[..., Any],   # a module's function, called in each process with its rank and `arguments`
+    job: Callable[..., Any],   # a module's function, called with a rank and `arguments`
     *arguments: Any,
 ) -> list[Any]:
     "Call `job` in `n` new processes of one gloo group, and return what each has returned."
@@ -152,7 +153,8 @@ class WithoutFlag(WithLearner):
     "The same, but processes say nothing to each other after a batch: what is left is what their flag costs."
 
     def fit(self) -> None:
-        self.learn.world.exchange = lambda sends=True: None  # type: ignore[method-assign]  # of this context's world alone
+        # of this context's world alone
+        self.learn.world.exchange = lambda sends=True: None  # type: ignore[method-assign]
         super().fit()
 
 

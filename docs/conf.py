@@ -19,7 +19,8 @@ version = release = learnkit.__version__
 extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx.ext.viewcode', 'site_pages', 'site_docstrings', 'site_names']
 exclude_patterns = ['_build']
 nitpicky = True
-nitpick_ignore_regex = [('py:.*', r'(?!learnkit\.).*')]  # other projects' names: nothing is fetched to look them up
+# other projects' names: nothing is fetched to look them up
+nitpick_ignore_regex = [('py:.*', r'(?!learnkit\.).*')]
 suppress_warnings = ['toc.empty_glob']                   # a kind of page of which there is none yet
 
 nb_execution_mode = 'off'  # the outputs are saved in the notebooks, and the tests run them

@@ -11,7 +11,8 @@ from pathlib import Path
 from learnkit.engine.events import LEVELS, LIFECYCLE, Moment
 
 FILE = Path(__file__).with_name('lifecycle.svg')
-ROW, STEP, LEFT, TOP, WIDTH = 24, 24, 18, 8, 580  # pixels: a line, one depth, the margins, the picture
+# pixels: a line, one depth, the margins, the picture
+ROW, STEP, LEFT, TOP, WIDTH = 24, 24, 18, 8, 580
 
 STYLE = '''
   svg:root { color: #1f2328; --accent: #0a58ca; background: #ffffff; }

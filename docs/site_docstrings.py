@@ -53,10 +53,12 @@ def as_rst(doc: str) -> list[list[str]]:
 def comments(value: Any) -> dict[str, str]:
     "The parameters that have a comment in the signature, each with it; 'return' is what is returned."
     made = value.__dict__.get('__init__') if isinstance(value, type) else None
-    written = inspect.isfunction(made) and made.__code__.co_filename != '<string>'  # not by `dataclass`
+    # not by `dataclass`
+    written = inspect.isfunction(made) and made.__code__.co_filename != '<string>'
     try: found = docments(made if written else value) if callable(value) else {}
     except (OSError, TypeError, SyntaxError, ValueError, AttributeError): return {}  # there is no source to read
-    if written and found.get('return'):  # of a constructor on one line, the comment is about its one parameter
+    # of a constructor on one line, the comment is about its one parameter
+    if written and found.get('return'):
         *_, last = (name for name in found if name != 'return')
         found[last] = found.pop('return')
     return {name: ' '.join(text.split()) for name, text in found.items() if text}

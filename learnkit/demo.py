@@ -117,7 +117,8 @@ def save_picture(history: Sequence[dict[str, Any]], confusion: Tensor, path: Pat
     losses.legend()
 
     right, total = int(confusion.diag().sum()), int(confusion.sum())
-    matrix.imshow(confusion.numpy(), cmap='Blues', norm=PowerNorm(0.5))  # the root: one mistake is seen beside 36 hits
+    # the root: one mistake is seen beside 36 hits
+    matrix.imshow(confusion.numpy(), cmap='Blues', norm=PowerNorm(0.5))
     matrix.set(title=f'Validation: {right} of {total} right', xlabel='predicted digit', ylabel='true digit',
                xticks=range(10), yticks=range(10))
     for row, column in confusion.nonzero().tolist():
@@ -207,5 +208,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == '__main__':
-    torch.set_num_threads(1)  # images this small gain nothing from a second thread, and lose much where cores are busy
+    # images this small gain nothing from a second thread, and lose much where cores are busy
+    torch.set_num_threads(1)
     sys.exit(main())

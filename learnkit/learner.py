@@ -70,9 +70,11 @@ from learnkit.optim.wrapper import OptimWrapper, trainable_params
 __all__ = ['Learner', 'defaults', 'load_learner', 'replacing_yield']
 
 defaults = SimpleNamespace(lr=1e-3, callbacks=[TrainEvalCallback, Recorder, ProgressCallback])
-_open_learners: WeakSet[Learner] = WeakSet()  # those whose callbacks are to be closed at interpreter exit
+# those whose callbacks are to be closed at interpreter exit
+_open_learners: WeakSet[Learner] = WeakSet()
 
-_before_epoch, _after_epoch = ['before_fit', 'before_epoch'], ['after_epoch', 'after_fit']  # for events fired by hand
+# for events fired by hand
+_before_epoch, _after_epoch = ['before_fit', 'before_epoch'], ['after_epoch', 'after_fit']
 
 _NOT_YET = {'pred': 'It exists from the forward pass of a batch on (event after_pred).',
             'loss_grad': 'It exists once the loss of a batch is computed (event after_loss).'}
@@ -97,6 +99,9 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
     group, unless they require no gradients. Optimizers that need a closure, or are switched
     between training and evaluation, are described at `OptimWrapper`.
 
+    `weight_func` gives the weight of a batch in the mean of the losses: a function, 'tokens', or 'samples'; without
+    it, a batch counts as much as what its loss averages over.
+
     Raises `ModelError`, `LoaderError`, `LossError`, `MetricError` or `CallbackError` for what cannot be used as given.
 
     >>> import torch
@@ -115,11 +120,10 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
         self,
         dls: Any,                                        # DataLoaders, a (train, valid) tuple of loaders, or a loader
         model: nn.Module,
-        loss_func: Callable[..., Any] | None = None,     # f(pred, *targets); None: that of the data, or of the model
+        loss_func: Callable[..., Any] | None = None,     # f(pred, *targets); None: from data or model
         opt_func: Any = Adam,                            # f(params, lr=): a torch.optim class, a partial, a function
-        lr: Any = None,                                  # a number, one a group, a slice, or a dict with one an
-                                                         # optimizer; None: `defaults.lr`
-        splitter: Callable[[nn.Module], Any] = trainable_params,  # gives the model's parameters, or groups of them
+        lr: Any = None,                                  # a number, one a group, a slice, a dict by optimizer; None: `defaults.lr`
+        splitter: Callable[[nn.Module], Any] = trainable_params,  # f(model) -> parameters or groups
         cbs: Any = None,                                 # a callback (or its class), or several
         metrics: Any = None,                             # f(pred, *targets), a Metric, of torchmetrics, or several
         path: str | Path | None = None,                  # folder for files; None: that of `dls`
@@ -130,11 +134,10 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
         moms: tuple[float, ...] = (0.95, 0.85, 0.95),    # momentum for schedules
         default_cbs: bool = True,                        # add `defaults.callbacks`
         microbatch: int | str | None = None,             # samples a piece at most; 'auto': what memory allows
-        weight_func: Callable[..., Any] | str | None = None,  # f(xb, yb): what a batch weighs; 'tokens', 'samples';
-                                                         # None: what the loss averages over
-        token_func: Callable[..., int] | None = None,    # f(xb, yb): its tokens; None: those of `input_ids`
-        size_func: Callable[..., int] | None = None,     # f(xb, yb): its samples; None: as `find_bs` counts them
-        eval_every: str | int | Time | None = '1ep',     # when to evaluate: epochs, '500ba', '10m'; None: never
+        weight_func: Callable[..., Any] | str | None = None,  # f(xb, yb), 'tokens' or 'samples'
+        token_func: Callable[..., int] | None = None,    # f(xb, yb) -> tokens; None: of `input_ids`
+        size_func: Callable[..., int] | None = None,     # f(xb, yb) -> samples; None: as in `find_bs`
+        eval_every: str | int | Time | None = '1ep',     # when: epochs, '500ba', '10m'; None: never
     ) -> None:
         check_model(model)
         self.dls, self.model = as_dataloaders(dls), model
@@ -150,7 +153,8 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
         self.logger: Callable[[Any], Any] = print
         self.create_mbar, self.opt = True, None
         self._entered: list[ExitStack] = []
-        self._own_lrs: tuple[Any, Any] = None, None  # the `lr` that the optimizer was asked for, and the rates it has
+        # the `lr` that the optimizer was asked for, and the rates it has
+        self._own_lrs: tuple[Any, Any] = None, None
         self._lrs_left: list[float] = []             # the rates as the Learner, or a fit, has left them
         super().__init__()
         self.metrics = metrics
@@ -161,13 +165,13 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
 
     def fit(
         self,
-        n_epoch: int | str | Time,       # epochs, or how much of a unit: '2h', '5000ba', '1e6sp'; 0 trains nothing
+        n_epoch: int | str | Time,       # epochs, or '2h', '5000ba', '1e6sp'; 0 trains nothing
         lr: Any = None,                  # learning rate for this fit, or a dict by optimizer; None: the Learner's
         wd: float | None = None,         # weight decay for this fit; None: the Learner's
         cbs: Any = None,                 # further callbacks for this fit
         reset_opt: bool = False,         # make a new optimizer
         start_epoch: int = 0,            # skip the epochs before this one
-        iteration: int | str | Time | None = None,  # so many epochs are an iteration, with events of its own
+        iteration: int | str | Time | None = None,  # epochs of an iteration, which has events
         resume: Any = False,             # go on from a checkpoint: True, 'latest', 'best', a path, or a state
     ) -> None:
         """Train for `n_epoch` epochs, or until a budget is used: `fit('90m')`, `fit('5000ba')`.
@@ -204,7 +208,7 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
 
     def fit_until(
         self,
-        total: str | int | Time,   # what this Learner is to have trained in all: epochs, or any other unit
+        total: str | int | Time,   # what this Learner is to reach in all: epochs, or any unit
         **kwargs: Any,             # more for `fit`
     ) -> None:
         """Train until `total` is reached, over all fits of this Learner; nothing where it is reached already.
@@ -486,12 +490,12 @@ def _close_all() -> None:
 
 def load_learner(
     path: str | Path,                              # written by `learn.save_learner`
-    model: nn.Module | Callable[..., nn.Module] | None = None,  # the model, or what builds it from its configuration
+    model: nn.Module | Callable[..., nn.Module] | None = None,  # model, or f(**configuration)
     dls: Any = None,                               # data, as for `Learner`; None: predict on given loaders
     loss_func: Callable[..., Any] | None = None,   # as for `Learner`
-    device: torch.device | str | None = None,      # without `dls`: where it runs; None: a GPU if there is one
+    device: torch.device | str | None = None,      # without `dls`: where it runs; None: a GPU if any
     cpu: bool = False,                             # fastai's way to say `device='cpu'`
-    **kwargs: Any,                                 # more for `Learner`, in place of what the file says
+    **kwargs: Any,                                 # more for `Learner`; wins over the file
 ) -> Learner:
     """Make a Learner with the weights and options of a file, ready to predict, validate or train.
 

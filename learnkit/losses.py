@@ -35,7 +35,8 @@ class BaseLoss(nn.Module):
     >>> BaseLoss(nn.SmoothL1Loss, is_2d=False)(torch.tensor([[1.], [2.]]), torch.tensor([1., 4.]))
     tensor(0.7500)
     """
-    y_int = False  # whether targets may be class numbers, so that a mix of two targets is a mix of two losses
+    # whether targets may be class numbers, so that a mix of two targets is a mix of two losses
+    y_int = False
     func: Any
 
     def __init__(
@@ -45,7 +46,7 @@ class BaseLoss(nn.Module):
         axis: int = -1,                # where the classes are
         flatten: bool = True,          # whether to flatten; otherwise the classes only move to the end
         floatify: bool = False,        # whether targets become floats
-        is_2d: bool = True,            # whether classes keep their dimension: predictions (N, C), targets (N,)
+        is_2d: bool = True,            # classes keep their dimension: predictions (N, C), targets (N,)
         **kwargs: Any,                 # more arguments of the loss
     ) -> None:
         super().__init__()

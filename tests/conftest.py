@@ -28,9 +28,11 @@ os.environ.pop('PYTHONDONTWRITEBYTECODE', None)
 # Who runs the tests in the background of a shell ignores Ctrl-C, which is passed on: tests of it would wait for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN: signal.signal(signal.SIGINT, signal.default_int_handler)
 
-collect_ignore_glob = ['conftest.py', '*/conftest.py']  # no doctests there, and one module name for all of them
+# no doctests there, and one module name for all of them
+collect_ignore_glob = ['conftest.py', '*/conftest.py']
 
-torch.set_num_threads(1)  # the same sums in the same order on every machine, and no fight for two cores
+# the same sums in the same order on every machine, and no fight for two cores
+torch.set_num_threads(1)
 
 settings.register_profile('quick', deadline=None, max_examples=50, derandomize=True, database=None)
 settings.register_profile('full', deadline=None, max_examples=1000, database=None, print_blob=True)
@@ -49,7 +51,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if any(f'mark.{marker}' in source for marker in markers) else True
 
 
-SLOW = Path(__file__).with_name('slow.txt')  # seconds and name of what takes a twentieth of a second or more
+# seconds and name of what takes a twentieth of a second or more
+SLOW = Path(__file__).with_name('slow.txt')
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -134,7 +137,8 @@ def fixed_seeds() -> None:
     "Seed torch, numpy and python alike before each test."
     random.seed(0)
     np.random.seed(0)
-    torch.default_generator.manual_seed(0)  # `torch.manual_seed` walks the stack where CUDA is not in use yet: 1 ms
+    # `torch.manual_seed` walks the stack where CUDA is not in use yet: 1 ms
+    torch.default_generator.manual_seed(0)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(0)
 

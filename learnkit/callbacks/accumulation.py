@@ -50,7 +50,8 @@ class GradientAccumulation(Callback):
         if not is_count(n_acc): raise bad_option(self, 'a whole number of samples, 1 or more', n_acc=n_acc)
         self.n_acc = int(n_acc)
         self._batch: tuple[int, Any] | None = None  # samples and weight of the batch that is not counted yet
-        self._in_tail, self._n_steps, self._stepped = False, 0, False  # steps of this fit; whether one in this epoch
+        # steps of this fit; whether one in this epoch
+        self._in_tail, self._n_steps, self._stepped = False, 0, False
         self._turn = ''                              # the optimizer that is counted for; empty: all of them
         self._others: dict[str, dict[str, Any]] = {}  # the counts of those that have had their turn before
         self._start_sum()

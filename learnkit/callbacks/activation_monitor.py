@@ -47,7 +47,7 @@ class ActivationMonitor(HookCallback):
     def __init__(
         self,
         every: int | str | Time = '100ba',      # how often it looks
-        ignore: str | Iterable[str] = (),       # leave out modules whose name contains this, or one of these
+        ignore: str | Iterable[str] = (),       # skip modules whose name contains this, or one of these
         modules: Any = None,                    # modules or their names, one or several; None: all layers
     ) -> None:
         super().__init__(modules, every, cpu=False, include_paramless=True)

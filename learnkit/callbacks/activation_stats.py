@@ -45,7 +45,7 @@ class ActivationStats(HookCallback):
 
     def __init__(
         self,
-        with_hist: bool = False,        # also histograms, 40 bins from 0 to 10, for `hist` and `color_dim`
+        with_hist: bool = False,        # also histograms, 40 bins in 0 to 10, for `hist` and `color_dim`
         *,
         modules: Any = None,            # these as for `HookCallback`
         every: int | str | Time | None = None,
@@ -256,7 +256,8 @@ class _Records:
 
         size = total(n)
         joint = total(n * mean) / size
-        squares = total(n * (var + (mean - joint[batch]) ** 2))  # the spread within calls and between them
+        # the spread within calls and between them
+        squares = total(n * (var + (mean - joint[batch]) ** 2))
         four = torch.stack([size, joint, (squares / (size - 1)).sqrt(), total(n * near) / size], 1)
         return torch.cat([four, total(hist)], 1)
 

@@ -45,7 +45,7 @@ class BestMetric(TrackerCallback):
     def __init__(
         self,
         source: str = 'valid_loss',                  # the column that says which evaluation is best
-        targets: str | Iterable[str] | None = None,  # columns to keep, or patterns of them; None: all of evaluation
+        targets: str | Iterable[str] | None = None,  # columns or patterns; None: all of evaluation
         comp: Comparison | None = None,              # comp(new, best), 'less', 'greater', or `MetricProperties`
         min_delta: float = 0.,                       # a smaller change is no improvement
         reset_on_fit: bool = True,                   # whether each fit starts anew
@@ -88,7 +88,8 @@ class BestMetric(TrackerCallback):
         if not self.learn.fitting: return
         measured = self._records().measured
         if (value := self._number(measured.get(self.monitor))) is None: return
-        self._names = self._chosen()  # a metric that returns a dict may have given more columns since
+        # a metric that returns a dict may have given more columns since
+        self._names = self._chosen()
         self.new_best = bool(self.comp(value - self.min_delta, self.best))
         if self.new_best:
             self.best, self.best_at = value, self.learn.time.replace(dur=None)

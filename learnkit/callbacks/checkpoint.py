@@ -37,7 +37,8 @@ from learnkit.metrics.direction import MetricProperties
 
 __all__ = ['Checkpoint']
 
-UNITS_OF_EVENTS = {'ep': 'epoch', 'iter': 'iteration'}  # units that are finished at one place of the loop only
+# units that are finished at one place of the loop only
+UNITS_OF_EVENTS = {'ep': 'epoch', 'iter': 'iteration'}
 
 _runs: set[str] = set()  # those of this process
 
@@ -58,7 +59,8 @@ class Checkpoint(Callback):
     `sharded=False` puts them together for one file.
 
     `keep_last` of the newest and `keep_best` of the best by `monitor` stay, of those that this run has written; NaN is
-    never best. Two runs cannot use one folder at a time.
+    never best. `monitor` is a column of the history or a function of the Learner. Two runs cannot use one
+    folder at a time.
 
     On SIGTERM the batch under way is finished (an evaluation is broken off, to be repeated on resume; several processes
     finish it), a checkpoint written, and the process exits with 143, after the handler of before; in IPython the fit
@@ -81,12 +83,11 @@ class Checkpoint(Callback):
 
     def __init__(
         self,
-        every: str | int | Time | None = '1ep',   # the interval: '500ba', '10m', epochs; None: only at the end
+        every: str | int | Time | None = '1ep',   # interval: epochs, '500ba'; None: only at the end
         folder: str | Path | None = None,         # where to; None: `checkpoints` in the Learner's `path`
         keep_last: int | None = 3,                # how many of the newest stay; None: all
         keep_best: int = 1,                       # how many of the best stay besides
-        monitor: str | Callable[[Any], Any] | None = None,  # column that says which is best, or a function of the
-                                                  # learner; None: the validation loss
+        monitor: str | Callable[[Any], Any] | None = None,  # which is best; None: validation loss
         mode: str | None = None,                  # 'min' or 'max'; None: by the column's name
         background: bool = True,                  # write on another thread
         preemption: bool = True,                  # save and leave on SIGTERM
@@ -336,7 +337,9 @@ class Checkpoint(Callback):
 
     def _leave(self, place: str) -> None:
         try: self._wait_alike()
-        finally: self._finish(*self._snapshot(place))  # the one before may have failed, as long as this one does not
+        finally:
+            # the one before may have failed, as long as this one does not
+            self._finish(*self._snapshot(place))
 
     def _leave_evaluation(self) -> None:
         assert self._broken_off is not None

@@ -42,8 +42,9 @@ __all__ = ['Compilation']
 # the events that a compiled step cannot fire, and the contexts it cannot enter
 STEP_EVENTS = ('before_pred', 'after_pred', 'after_loss', 'before_backward', 'after_cancel_backward', 'after_backward',
                'before_step', 'after_cancel_step', 'after_step', *CONTEXTS.values())
+# the methods whose work it does
 OVERRIDABLE = ('_do_one_batch', 'train_batch', '_do_pred_loss', '_do_pred', '_do_loss', '_loss_of',
-               '_do_grad_opt', '_backward', '_step')  # the methods whose work it does
+               '_do_grad_opt', '_backward', '_step')
 MODULE_HOOKS = ('_forward_pre_hooks', '_forward_hooks', '_backward_pre_hooks', '_backward_hooks')
 
 TIMED = 6         # steps of each kind that are timed; the first compiled one, which compiles, does not count
@@ -76,10 +77,12 @@ class Compilation(Loop):
         'The ordinary step runs: compiling comes after the next training batch.'
         """
         with warnings.catch_warnings():
-            warnings.simplefilter('ignore', DeprecationWarning)  # torch's compiler, when imported, is told off by torch
+            # torch's compiler, when imported, is told off by torch
+            warnings.simplefilter('ignore', DeprecationWarning)
             if not step: self.model._compiled_call_impl = torch.compile(caller_of(self.model), **options)
             else: self._whole_step = WholeStep(self, options)
-        if step: self.__dict__['_do_one_batch'] = self._whole_step  # the loop calls it in place of the method
+        # the loop calls it in place of the method
+        if step: self.__dict__['_do_one_batch'] = self._whole_step
         return self
 
     def explain_step(self) -> str:
@@ -135,7 +138,8 @@ class WholeStep:
         "Run the ordinary step, and see whether the next one may be compiled."
         self._ordinary()
         if self.plan or self._is_blocked() or (self.refused and self.learn.iter): return
-        self.refused = list(refusals(self.learn))  # that may have changed in the next epoch, and is asked again then
+        # that may have changed in the next epoch, and is asked again then
+        self.refused = list(refusals(self.learn))
         if not self.refused: self.plan = Plan(self.learn)
 
     # -- may it run? ---------------------------------------------------------------------------------------------------
@@ -144,7 +148,8 @@ class WholeStep:
         "Tell whether the compiled step may do this batch; forget a plan that holds no more."
         plan, learn = self.plan, self.learn
         if plan is None or self._is_blocked(): return False
-        starts = not learn.iter  # before each epoch, look also at what is not worth it before each batch
+        # before each epoch, look also at what is not worth it before each batch
+        starts = not learn.iter
         if not plan.holds(learn) or ((plan.has_new_hooks() or starts) and any(refusals(learn))):
             self.plan = None
             return False
@@ -155,7 +160,8 @@ class WholeStep:
         "Tell whether handlers, or other things that come and go, need the ordinary step now."
         learn = self.learn
         table = learn._callbacks.tables[True]
-        entries: list[Entry] | None = table.get('whole step')  # the table forgets it, as all else, on a change
+        # the table forgets it, as all else, on a change
+        entries: list[Entry] | None = table.get('whole step')
         if entries is None: entries = table['whole step'] = [entry for e in STEP_EVENTS for entry in table[e]]
         for _, switch, _ in entries:
             if switch: return True
@@ -216,7 +222,8 @@ class WholeStep:
         except torch.OutOfMemoryError: raise
         except Exception as e: error = text_of(e)
         if error:
-            self._ordinary()  # raises what the model or the data is to blame for; if nothing, compiling is
+            # raises what the model or the data is to blame for; if nothing, compiling is
+            self._ordinary()
             return self._retreat(error)
         learn.pred, learn.loss_grad, learn.loss, parts = out if plan.device.type != 'cuda' else map(own_storage, out)
         if parts: learn._total_loss(parts)

@@ -165,7 +165,7 @@ class DatasetStats(Callback):
 def loader_stats(
     dl: Any,                     # a loader
     n: int = 8,                  # batches to look at
-    form: BatchForm | None = None,  # how a batch is split; None: all entries of a tuple but the last are inputs
+    form: BatchForm | None = None,  # splits a batch; None: the last entry of a tuple is the target
 ) -> dict[str, Any]:
     """Return sizes of a loader, and shapes, types and values of its first batches, as `DatasetStats` says.
 

@@ -63,10 +63,10 @@ class EMA(Callback):
     def __init__(
         self,
         decay: float = 0.999,                       # share of the average that a step keeps; 1/(1-decay) steps count
-        half_life: str | int | Time | None = None,  # instead of `decay`: steps until what was seen counts half
+        half_life: str | int | Time | None = None,  # instead of `decay`: steps to half the weight
         start: str | int | Time = 0,                # when averaging begins: a number of steps, '2ep', '0.5dur'
         every: str | int | Time = 1,                # steps from update to update
-        warmup: float | None = 2/3,                 # the decay of update t = 0, 1, ... is at most 1 - (1+t)^-warmup
+        warmup: float | None = 2/3,                 # decay of update t = 0, 1, ... is at most 1 - (1+t)^-warmup
     ) -> None:
         self.every, self.warmup = steps_of(self, every=every), warmup
         if half_life is not None: decay = 0.5 ** (self.every / steps_of(self, half_life=half_life))
@@ -188,7 +188,7 @@ class EMA(Callback):
 
     def copy_to(
         self,
-        model: nn.Module | None = None,   # one with parameters of the same names; None: the Learner's
+        model: nn.Module | None = None,   # with parameters of the same names; None: the Learner's
     ) -> nn.Module:
         "Put the average into a model for good, and return it. Raises `WeightsError` when it does not fit."
         self._check_begun()

@@ -37,13 +37,13 @@ class Microbatch:
 class EpochMetrics:
     "What is measured in one run: a validate() inside a fit has metrics and values of its own."
     own: bool = False                                        # whether sums are its own, apart from those of the fit
-    valid: dict[str, list[Metric]] = field(default_factory=dict)  # loss and metrics of each validation loader
+    valid: dict[str, list[Metric]] = field(default_factory=dict)  # loss and metrics, by loader
     values: dict[str, Any] = field(default_factory=dict)     # column: value, of the current epoch
     logged: dict[str, Mean] = field(default_factory=dict)    # column: what `learn.log` averages
     latest: set[str] = field(default_factory=set)            # those of which the latest value counts alone
     started: float = field(default_factory=perf_counter)
     n_valid: int = 0                                         # batches measured on the current loader
-    measured: dict[str, Any] = field(default_factory=dict)   # column: value, of the latest evaluation
+    measured: dict[str, Any] = field(default_factory=dict)   # value by column, latest evaluation
 
     def collect(self) -> dict[str, Any]:
         return {**self.values, **{name: mean.value for name, mean in self.logged.items()}}
@@ -86,7 +86,8 @@ class MetricColumns:
     """
 
     def __init__(self, known: Mapping[str, Mapping[str, str]] | None = None) -> None:
-        self.known = {name: dict(columns) for name, columns in (known or {}).items()}  # metric: {key: column}
+        # metric: {key: column}
+        self.known = {name: dict(columns) for name, columns in (known or {}).items()}
 
     def of(self, name: str, space: str = '') -> list[str]:
         "Return the columns of a metric; of a metric without keys, as far as is known, its name."

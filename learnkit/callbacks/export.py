@@ -59,7 +59,7 @@ class LoadWeights(Callback):
 
     def __init__(
         self,
-        file: str | Path,               # a name below `path/model_dir`, or an absolute path; a checkpoint's will do
+        file: str | Path,               # a name below `path/model_dir`, or an absolute path; or a checkpoint's
         at: str = 'before_fit',         # the event
         with_opt: bool | None = False,  # load the optimizer's state too; None: when the file has it
         strict: bool = True,            # False: take what fits by name
@@ -105,7 +105,8 @@ class ExportForInference(Callback):
     ...     print([path.name for path in learn.export_for_inference.files])
     ['line.pt2']
     """
-    order, remove_on_find, remove_on_fetch = 110, True, True  # after loggers, and after what loads the best weights
+    # after loggers, and after what loads the best weights
+    order, remove_on_find, remove_on_fetch = 110, True, True
     needs_whole_weights = True
     files: list[Path]
 

@@ -47,7 +47,7 @@ class Hook:
         is_forward: bool = True,   # the forward pass, or the backward one
         detach: bool = True,       # detach tensors from their graph first
         cpu: bool = False,         # with `detach`: also move them to the CPU, which waits for the device
-        gather: bool = False,      # accepted from fastai's code for one process; several are not gathered over
+        gather: bool = False,      # for fastai's code of one process; an error in a process group
     ) -> None:
         if not isinstance(m, nn.Module): raise OptionError(f'A hook is put on an nn.Module, not on {m!r}.')
         if gather and torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -232,14 +232,14 @@ class HookCallback(Callback):
 
     def __init__(
         self,
-        modules: Any = None,            # modules or their names, one or several; None: the layers with parameters
-        every: int | str | Time | None = None,  # hook one training batch in so many, or as often; None: always hooked
+        modules: Any = None,            # modules or their names, one or several; None: all with parameters
+        every: int | str | Time | None = None,  # interval of hooked training batches; None: all
         remove_end: bool = True,        # take the hooks off after a fit that ended well
         is_forward: bool = True,        # the forward pass, or the backward one
         detach: bool = True,            # detach tensors from their graph
         cpu: bool = True,               # with `detach`: move them to the CPU, which waits for the device
         include_paramless: bool = False,  # without `modules`: also layers without parameters
-        hook: HookFunc | None = None,   # f(module, inputs, output), instead of the method of a subclass
+        hook: HookFunc | None = None,   # f(module, inputs, output); None: the method of a subclass
     ) -> None:
         self._wanted = None if modules is None else _listed_modules(modules)
         self.every = None if every is None else as_time(every, 'ba')

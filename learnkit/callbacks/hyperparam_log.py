@@ -62,8 +62,10 @@ class HyperparamLog:
             self._options = options
             self._packed = {name: self._packed[name] if before[name] == where else self._unknown()
                             for name, where in self._places().items()}
-        has_tensor = any(isinstance(group[o], Tensor) for o in options)  # a rate that is filled at every step
-        read = itemgetter(*options, *options[:1]) if options else _nothing  # two or more: a tuple is read
+        # a rate that is filled at every step
+        has_tensor = any(isinstance(group[o], Tensor) for o in options)
+        # two or more: a tuple is read
+        read = itemgetter(*options, *options[:1]) if options else _nothing
         self._group, self._read = group, partial(_snapshot, read) if has_tensor else read
 
     def _unknown(self) -> list[Packed]:

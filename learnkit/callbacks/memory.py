@@ -15,8 +15,9 @@ from learnkit.core.model import model_device
 __all__ = ['MemoryMonitor']
 
 GB = 1e9
+# what they are called in torch.cuda.memory_stats()
 KINDS = {'allocated': 'allocated_bytes', 'active': 'active_bytes', 'inactive': 'inactive_split_bytes',
-         'reserved': 'reserved_bytes'}  # what they are called in torch.cuda.memory_stats()
+         'reserved': 'reserved_bytes'}
 MEANINGS = {'allocated': 'taken by tensors', 'active': 'taken by tensors, or not yet free again',
             'inactive': 'free but split, so that it cannot be given back', 'reserved': 'held by the allocator'}
 STATUS = Path('/proc/self/status')

@@ -69,8 +69,8 @@ class MixedPrecision(Callback):
 
     def __init__(
         self,
-        amp_mode: str | AMPMode | None = None,  # 'fp16' or 'bf16'; None: fp16 where there is a GPU, else bf16
-        init_scale: float = 2.**16,             # what the loss is multiplied by at first; this and the rest: fp16 only
+        amp_mode: str | AMPMode | None = None,  # 'fp16', 'bf16'; None: fp16 on a GPU, else bf16
+        init_scale: float = 2.**16,             # initial scale of the loss; this and the rest: fp16 only
         growth_factor: float = 2.,              # what the scale is multiplied by after `growth_interval` steps
         backoff_factor: float = 0.5,            # what it is multiplied by after a gradient that is not finite
         growth_interval: int = 2000,            # steps
@@ -103,7 +103,8 @@ class MixedPrecision(Callback):
                              'Mixed precision keeps them in float32: `learn.model.float()`.')
         if self.opt.needs_closure: self._check_closure()
         self._scaled, state = set(), self.scaler.state_dict()  # fit has cleared the gradients
-        self.scaler = torch.amp.GradScaler(self._device_type())   # its numbers live where the model is now
+        # its numbers live where the model is now
+        self.scaler = torch.amp.GradScaler(self._device_type())
         self.scaler.load_state_dict(state)
 
     def _check_closure(self) -> None:
@@ -129,7 +130,8 @@ class MixedPrecision(Callback):
     def before_backward(self) -> None:
         if not self.scales: return
         loss, stepping = self.scaler.scale(self.learn.loss_grad), self._stepping()
-        for p, grad in self._grads(stepping - self._scaled):  # kept by a Cancel: the new ones add to them
+        # kept by a Cancel: the new ones add to them
+        for p, grad in self._grads(stepping - self._scaled):
             if is_dtensor(grad): local(grad).mul_(self.scaler.get_scale())
             else: p.grad = self.scaler.scale(grad)
         self._scaled |= stepping
@@ -142,7 +144,8 @@ class MixedPrecision(Callback):
         params = [p for p, _ in self._grads(stepping)]
         if not params: return  # every backward pass was cancelled
         check = FiniteCheck([{'params': params}])
-        self.scaler.step(check)  # type: ignore[arg-type]  # it has what a scaler asks of an optimizer
+        # it has what a scaler asks of an optimizer
+        self.scaler.step(check)  # type: ignore[arg-type]
         self._update_scale()     # at once, so that the scaler is ready whatever the others cancel
         if check.is_finite: return
         self.n_skipped += 1
@@ -250,7 +253,7 @@ class Precision(Loop):
 
     def to_fp16(
         self,
-        **scaler: Any,  # options of the scaler: `init_scale`, `growth_factor`, `backoff_factor`, `growth_interval`
+        **scaler: Any,  # `init_scale`, `growth_factor`, `backoff_factor`, `growth_interval`
     ) -> Self:
         "Compute the forward pass in float16 from now on, with scaled gradients: see `MixedPrecision`."
         return self._to_precision(MixedPrecision(AMPMode.FP16, **scaler))

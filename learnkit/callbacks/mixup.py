@@ -64,8 +64,8 @@ class MixHandler(Callback):
 
     def __init__(
         self,
-        alpha: float = 0.5,   # of the distribution Beta(alpha, alpha) of the shares: the larger, the more is blended
-        until: str | Time | None = None,  # when blending ends: a share of the fit ('80%', '0.8dur'), '10ep', '5000ba'
+        alpha: float = 0.5,   # shares are drawn from Beta(alpha, alpha); larger values blend more
+        until: str | Time | None = None,  # end of blending: '80%', '0.8dur' of the fit, '10ep'
     ) -> None:
         super().__init__()
         self.until = None if until is None else as_time(until, 'ep')
@@ -80,7 +80,8 @@ class MixHandler(Callback):
         "Let go of the last batch."
         for name in ('lam', 'yb1', '_blended'): self.__dict__.pop(name, None)
         self._order: Tensor | None = None                         # of the partners in their batch
-        self._pieces: tuple[Any, Iterator[Any]] = None, iter(())  # a batch's `yb1`, and its microbatches to come
+        # a batch's `yb1`, and its microbatches to come
+        self._pieces: tuple[Any, Iterator[Any]] = None, iter(())
         self._reduction: tuple[Any, str] = None, ''               # a loss function, and how it reduces
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -300,7 +301,8 @@ class CutMix(MixHandler):
 
         def with_box(t: Tensor) -> Tensor:
             if not is_image(t): return t
-            new, box = t.clone(), (..., slice(y1, y2), slice(x1, x2))  # a loader may give the same tensor again
+            # a loader may give the same tensor again
+            new, box = t.clone(), (..., slice(y1, y2), slice(x1, x2))
             new[box] = t[box][order]
             return new
         learn.xb, yb = map_tensors(learn.xb, with_box), map_tensors(learn.yb, with_box)

@@ -65,9 +65,9 @@ class MLPerf(Callback):
         folder: str | Path = 'mlperf',       # of the submission, below `learn.path` or absolute
         index: int = 0,                      # the least number of a result
         benchmark: str = 'benchmark',        # 'resnet' for one
-        monitor: str | None = None,          # the column that is `eval_accuracy`; None: the first metric, or the loss
+        monitor: str | None = None,          # `eval_accuracy`'s column; None: the first metric, or the loss
         target: float | None = None,         # success is to reach it
-        comp: Comparison | None = None,      # comp(value, target), 'less', 'greater', or `MetricProperties`
+        comp: Comparison | None = None,      # f(value, target), 'less', 'greater', `MetricProperties`
         submitter: str = '',                 # the organisation
         division: str = 'open',              # 'open' or 'closed'
         status: str = 'onprem',              # 'onprem', 'cloud' or 'preview'
@@ -243,7 +243,8 @@ def _step_size(learn: Any) -> tuple[int | None, int]:
     bs = getattr(train, 'bs', getattr(train, 'batch_size', None))
     if not isinstance(bs, int): return None, 1
     least = max((cb.n_acc for cb in learn.cbs if isinstance(cb, GradientAccumulation)), default=1)
-    n_batches, size = math.ceil(least / bs), learn.microbatch  # 'auto' is not known yet: as one piece
+    # 'auto' is not known yet: as one piece
+    n_batches, size = math.ceil(least / bs), learn.microbatch
     return bs * n_batches, n_batches * (math.ceil(bs / size) if isinstance(size, int) else 1)
 
 

@@ -101,7 +101,7 @@ def _spell(o: Any) -> str:
 
 def summary(
     model: nn.Module,
-    *inputs: Any,      # an example of each input; a single dict is passed by name where the model takes those names
+    *inputs: Any,      # example inputs; a dict goes by name where the model takes those names
 ) -> Summary:
     """Describe a model by running it once on example inputs: its layers, what they put out, what they learn.
 
@@ -179,7 +179,8 @@ def _in_order(names: dict[str, nn.Module], called: Collection[int]) -> list[tupl
 def _materialised(model: nn.Module) -> nn.Module:
     "Return the model, or a copy of one with lazy modules, which a forward pass would change."
     if not any(map(is_lazy, chain(model.parameters(), model.buffers()))): return model
-    buffers: list[Any] = [b for b in model.buffers() if is_lazy(b)]  # of what is lazy, torch copies parameters only
+    # of what is lazy, torch copies parameters only
+    buffers: list[Any] = [b for b in model.buffers() if is_lazy(b)]
     return deepcopy(model, {id(b): type(b)(device=b.device, dtype=b.dtype) for b in buffers})
 
 

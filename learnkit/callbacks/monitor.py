@@ -40,14 +40,14 @@ class Monitor(Callback):
     True
     """
     order, observer, run_valid, remove_on_find, remove_on_fetch = 100, True, False, True, True
-    metric_names: ClassVar[Mapping[str, str]] = {}  # what is logged, and what it means; {...} stands for a name
-    latest: ClassVar[tuple[str, ...]] = ()          # how names begin of which no mean is taken: peaks, totals
+    metric_names: ClassVar[Mapping[str, str]] = {}  # logged name: meaning; {...} stands for a name
+    latest: ClassVar[tuple[str, ...]] = ()          # prefixes of names that are not averaged: peaks, totals
     of_machine: ClassVar[bool] = False              # what is logged differs from run to run
     _passed = 0                                     # intervals that were over at the last look
 
     def __init__(
         self,
-        every: int | str | Time = '10ba',  # from one look to the next; a plain number counts batches
+        every: int | str | Time = '10ba',  # from one look to the next; a plain number: batches
     ) -> None:
         super().__init__()
         self.every = as_time(every, 'ba')

@@ -172,7 +172,8 @@ def first_bad_module(learn: Any) -> str | None:
 
     hooks = []
     buffers = [(m, key, b, b.clone()) for m in model.modules() for key, b in m._buffers.items() if b is not None]
-    compiled = vars(model).pop('_compiled_call_impl', None)  # it would be compiled anew with the hooks
+    # it would be compiled anew with the hooks
+    compiled = vars(model).pop('_compiled_call_impl', None)
     try:
         hooks += [m.register_forward_hook(look, with_kwargs=True) for m in names]
         with torch.no_grad(), preserved_rng(), learn.contexts('forward'): apply_model(model, learn.xb)

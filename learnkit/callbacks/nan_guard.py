@@ -90,7 +90,7 @@ class GuardNonFinite(Callback):
         policy: str = 'raise',      # 'raise', 'skip', 'rollback' or 'stop'
         grads: bool = True,         # look at the gradients too, before each step
         every: int | None = None,   # batches from one look to the next; None: see above
-        snapshot_every: str | int | Time = '100ba',  # with 'rollback': how often the copy is made; a number of batches
+        snapshot_every: str | int | Time = '100ba',  # with 'rollback': copy interval; int: batches
         max_rollbacks: int = 3,     # with 'rollback': the most times in a row to the same copy
     ) -> None:
         if policy not in POLICIES:
@@ -142,7 +142,8 @@ class GuardNonFinite(Callback):
         learn = self.learn
         if learn._repeating and learn.opt.needs_closure: return  # a line search probes
         if learn.loss_grad.numel() != 1: return                  # the loop refuses it
-        value = learn.loss + learn.loss_grad.detach()            # the one is recorded, the other is learned from
+        # the one is recorded, the other is learned from
+        value = learn.loss + learn.loss_grad.detach()
         if not self._is_late(value.device.type):
             if learn.world.any(not math.isfinite(value.item())): self._act_on_loss(learn.iter)
             return
@@ -314,7 +315,7 @@ class TerminateOnNaNCallback(GuardNonFinite):
     def __init__(
         self,
         grads: bool = False,        # look at the gradients too
-        every: int | None = None,   # batches from one look to the next; None: each, on a GPU a batch late
+        every: int | None = None,   # batches between looks; None: each, on a GPU one batch late
     ) -> None:
         super().__init__('stop', grads, every)
 

@@ -100,7 +100,8 @@ def biggest_tensors(
     pieces: dict[tuple[str, int], tuple[int, list[Tensor]]] = {}
     for o in gc.get_objects():
         if not issubclass(type(o), Tensor): continue  # not isinstance: a proxy would be asked, and might do things
-        tensors = [o] if o.grad_fn is not None or o.grad is None else [o, o.grad]  # gradients are not all known to gc
+        # gradients are not all known to gc
+        tensors = [o] if o.grad_fn is not None or o.grad is None else [o, o.grad]
         for t in tensors:
             if (place := _place(t)) is not None: pieces.setdefault(place[:2], (place[2], []))[1].append(t)
     unique = [(size, list({id(t): t for t in ts}.values())) for size, ts in pieces.values()]
@@ -167,7 +168,7 @@ class MemorySnapshot(Callback):
 
     def __init__(
         self,
-        skip_batches: int = 1,               # batches of the fit before it begins: the first ones are unlike the others
+        skip_batches: int = 1,               # batches of the fit before it begins: the first ones differ
         interval: int | str | Time = '3ba',  # how long it records; a plain number counts batches
         folder: str | Path = 'memory',       # below `learn.path`, or an absolute path
         max_entries: int = 100_000,          # the most events that are kept: the last ones

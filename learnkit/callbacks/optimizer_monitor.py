@@ -229,7 +229,7 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 def _fetched(
     tables: list[Table[Tensor]],
-    of_whole: Callable[[Tensor, list[tuple[int, int]]], Tensor],   # f(numbers, the table and key of each)
+    of_whole: Callable[[Tensor, list[tuple[int, int]]], Tensor],   # f(numbers, (table, key) of each)
 ) -> list[Table[float]]:
     "Bring tables of single numbers to the host in one transfer."
     places = [(n, i) for n, table in enumerate(tables) for row in table.values() for i in row]

@@ -61,8 +61,8 @@ class PeriodicData(Periodic):
         self,
         every: str | int | Time = '1ep',                             # the interval; a plain number counts epochs
         dl: Any = None,                                              # a loader, or its name; None: the validation's
-        on_batch: Callable[[Any, Any, Any], Any] | None = None,      # f(learn, xb, yb); None: the method
-        process_results: Callable[[Any, Any], Any] | None = None,    # g(learn, results); None: the method
+        on_batch: Callable[[Any, Any, Any], Any] | None = None,      # f(learn, xb, yb); None: method
+        process_results: Callable[[Any, Any], Any] | None = None,    # g(learn, results); None: method
         **handlers: Callable[..., Any],                              # further event=function pairs
     ) -> None:
         super().__init__(every, **handlers)

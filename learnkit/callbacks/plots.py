@@ -137,7 +137,7 @@ class Plots:
     def plot_lr_find(
         self,
         skip_end: int = 5,          # leave out so many of the last rates
-        suggestions: Any = None,    # points (rate, loss) to mark; None: those that `lr_find` suggested
+        suggestions: Any = None,    # points (rate, loss) to mark; None: the suggestions of `lr_find`
         nms: Any = None,            # their names
         ax: Any = None,             # matplotlib axes; None: those of a new figure
     ) -> Any:
@@ -149,7 +149,7 @@ class Plots:
 
 def epochs_of(
     history: list[dict[str, Any]],  # a row an epoch, with `fit` and `epoch`
-) -> tuple[list[int], list[int]]:  # the place of each row on an axis of epochs, and where further fits begin
+) -> tuple[list[int], list[int]]:  # place of each row on an axis of epochs; where later fits begin
     """Number the epochs of all fits; a fit that begins where none of the others has been goes on from there.
 
     >>> epochs_of([{'fit': 0, 'epoch': 0}, {'fit': 0, 'epoch': 1}, {'fit': 1, 'epoch': 0}, {'fit': 2, 'epoch': 3}])

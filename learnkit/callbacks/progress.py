@@ -23,7 +23,8 @@ from learnkit.engine.callback import Callback
 __all__ = ['ProgressCallback', 'Display', 'NotebookDisplay', 'TerminalDisplay', 'Bar', 'Table', 'make_display']
 
 FOLDED = '... {} more, in learn.history ...'
-PATIENCE_S = 0.5  # an evaluation on its own that is over sooner shows nothing: many of them leave no blank outputs
+# an evaluation on its own that is over sooner shows nothing: many of them leave no blank outputs
+PATIENCE_S = 0.5
 
 
 @dataclass(slots=True)
@@ -159,7 +160,8 @@ class TerminalDisplay(Display):
     def draw(self, bar: Bar | None) -> None:
         if bar is None: return
         if self.bar is None: self.bar = self.make_bar(file=self.stream, leave=False, delay=1e-9)
-        self.bar.ncols, self.bar.nrows = get_terminal_size()  # a terminal that does not say its size counts as 80 x 24
+        # a terminal that does not say its size counts as 80 x 24
+        self.bar.ncols, self.bar.nrows = get_terminal_size()
         self.bar.total, self.bar.n, self.bar.desc, self.bar.postfix = bar.total, bar.done, bar.label, bar.note
         self.bar.initial, self.bar.start_t = bar.first, time() - bar.elapsed_s
         self.bar.last_print_t = self.bar.start_t
@@ -254,7 +256,8 @@ class ProgressCallback(Callback):
         if self._nested(): return
         learn, self._shown = self.learn, Run(make_display())
         if not learn.fitting: self._shown.due += perf_counter() + PATIENCE_S
-        self._shown.has_logger = learn.logger in (print, self._write)  # its own: after a `before_fit` called by hand
+        # its own: after a `before_fit` called by hand
+        self._shown.has_logger = learn.logger in (print, self._write)
         if self._shown.has_logger: learn.logger = self._write
 
     def before_train(self) -> None:
@@ -278,7 +281,8 @@ class ProgressCallback(Callback):
 
     def after_validate(self) -> None:
         "Go back to the training bar when this was an evaluation in the middle of it."
-        self._count(self.learn.iter + 1)  # also where nothing is drawn: a run that breaks off behind it shows this
+        # also where nothing is drawn: a run that breaks off behind it shows this
+        self._count(self.learn.iter + 1)
         self.after_batch()
         self._shown.bar = self._shown.train or self._shown.bar
 

@@ -80,9 +80,9 @@ class Recorder(Plots, Callback):
         self,
         add_time: bool = True,         # whether rows end with the epoch's duration
         train_metrics: bool = False,   # whether metrics are computed on the training batches
-        valid_metrics: bool = True,    # whether loss and metrics are computed on the validation loaders
+        valid_metrics: bool = True,    # compute loss and metrics on the validation loaders
         beta: float = 0.98,            # smoothing of the training loss
-        train_loss: str = 'mean',      # of a row: the epoch's 'mean', or as in fastai the 'smooth' loss at its end
+        train_loss: str = 'mean',      # the epoch's 'mean', or fastai's 'smooth' loss at its end
     ) -> None:
         self.train_loss = train_loss
         self._check_train_loss()

@@ -134,7 +134,8 @@ def those_present(learn: Any, kept: Replay) -> Iterator[None]:
         useful = not getattr(cb, 'remove_on_find', False) or getattr(cb, 'follows_weights', False)
         return useful or f'in {type(cb).__name__}.' in kept._why
 
-    names = {(type(cb).__module__, type(cb).__qualname__) for cb in learn.cbs}  # a class may be defined anew by now
+    # a class may be defined anew by now
+    names = {(type(cb).__module__, type(cb).__qualname__) for cb in learn.cbs}
     gone = [cb for cb in kept._present if all(cb is not o for o in learn.cbs) and takes_part(cb)
             and (type(cb).__module__, type(cb).__qualname__) not in names]
     with learn.added_cbs(gone), ExitStack() as stack:

@@ -14,7 +14,8 @@ from learnkit.core.dtensor import cut_again, distribute_like
 __all__ = ['Snapshot', 'take_snapshot', 'put_back', 'slots_of', 'copied']
 
 Snapshot = dict[str, Any]                    # 'weights', 'buffers', 'optimizers' and 'callbacks', each by name
-Slot = tuple[dict[str, Tensor | None], str]  # where a module keeps a buffer: there it is found also when replaced
+# where a module keeps a buffer: there it is found also when replaced
+Slot = tuple[dict[str, Tensor | None], str]
 
 
 def take_snapshot(
@@ -32,8 +33,10 @@ def take_snapshot(
     True
     """
     named = named_parameters(learn)
+    # of None there is no slot
+    buffers = {name: slot[0][slot[1]].clone() for name, slot in slots_of(learn).items()}  # type: ignore[union-attr]
     return {'weights': {name: p.detach().clone() for name, p in named.items() if p.requires_grad},
-            'buffers': {name: slot[0][slot[1]].clone() for name, slot in slots_of(learn).items()},  # type: ignore[union-attr]  # of None there is no slot
+            'buffers': buffers,
             'optimizers': {key: states_of(o, named) for key, o in learn.opt.optimizers.items()},
             'callbacks': {key: copied(cb.state_dict()) for key, cb in followers(learn).items()}}
 

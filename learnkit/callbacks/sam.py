@@ -39,12 +39,13 @@ class SAM(Callback):
     >>> SAM(rho=0.1).rho
     0.1
     """
-    order, run_valid = 5, False  # first of all at a step: unscaling and clipping are for the second gradient
+    # first of all at a step: unscaling and clipping are for the second gradient
+    order, run_valid = 5, False
 
     def __init__(
         self,
         rho: float = 0.05,        # how far to go: the norm of the perturbation
-        adaptive: bool = False,   # measure distance relative to each weight (ASAM; `rho` is 10 to 40 times larger)
+        adaptive: bool = False,   # relative to each weight (ASAM; `rho` is 10 to 40 times larger)
         interval: int = 1,        # do so at every `interval`-th step; the others are ordinary
     ) -> None:
         if not is_number(rho) or not 0 <= rho < float('inf'): raise bad_option(self, 'a distance, 0 or more', rho=rho)

@@ -2,7 +2,8 @@
 
 A schedule is a function of one number, the share of the fit that is done (0 to 1), and remembers nothing: so it goes on
 exactly wherever a fit goes on, and stretches over however many epochs the fit has. `learnkit.optim.annealing` has the
-functions that schedules are made of, `learnkit.callbacks.torch_scheduler` runs torch's own schedulers, which count steps instead."""
+functions that schedules are made of, `learnkit.callbacks.torch_scheduler` runs torch's own schedulers, which count
+steps instead."""
 from __future__ import annotations
 
 import math
@@ -114,7 +115,8 @@ class ParamScheduler(Callback):
 
     def _values(self, name: str, value: Any, least: float = math.inf) -> list[Any]:
         "Return what a schedule gave as one plain number a group: checkpoints hold no NumPy numbers."
-        if value.__class__ is np.ndarray and value.shape == (self._n_groups,):  # the usual case, without many questions
+        # the usual case, without many questions
+        if value.__class__ is np.ndarray and value.shape == (self._n_groups,):
             values = value.tolist()
             if min(values) >= least and sum(values) < math.inf and max(values) < bound_of(name): return values
         return self.learn.opt._checked(name, value.tolist() if hasattr(value, 'tolist') else value)
@@ -122,7 +124,8 @@ class ParamScheduler(Callback):
     def cleanup(self) -> None: self._opt, self._known, self._plan = None, [], []  # they hold parameters
 
 
-_Place = tuple[dict[str, Any], str, int | None, int]  # torch's param group, key, place in a pair, the splitter's group
+# torch's param group, key, place in a pair, the splitter's group
+_Place = tuple[dict[str, Any], str, int | None, int]
 
 
 def _places(opt: Any, name: str) -> Iterator[_Place]:
@@ -153,12 +156,12 @@ class Schedules(Loop):
     def fit_one_cycle(
         self,
         n_epoch: int,
-        lr_max: Any = None,         # the highest rate: a number, one a group, or a slice; None: the Learner's `lr`
+        lr_max: Any = None,         # highest rate: a number, one a group, a slice; None: `learn.lr`
         div: float = 25.,           # the fit starts at `lr_max / div`
         div_final: float = 1e5,     # and ends at `lr_max / div_final`
         pct_start: float = 0.25,    # the share of the fit after which the rate is highest
         wd: float | None = None,    # weight decay; None: the Learner's
-        moms: tuple[float, ...] | None = None,  # momentum at the start, at the highest rate, at the end
+        moms: tuple[float, ...] | None = None,  # momentum at the start, the highest rate, the end
         cbs: Any = None,            # further callbacks for this fit
         reset_opt: bool = False,    # make a new optimizer
         start_epoch: int = 0,       # skip the epochs before this one
@@ -214,7 +217,7 @@ class Schedules(Loop):
         self,
         n_cycles: int,
         cycle_len: int,             # epochs of the first cycle
-        lr_max: Any = None,         # the rate at each start: a number, one a group, or a slice; None: the Learner's
+        lr_max: Any = None,         # rate at each start: a number, one a group, a slice; None: `learn.lr`
         cycle_mult: int = 2,        # how many times as long each cycle is as the one before
         cbs: Any = None,            # further callbacks for this fit
         reset_opt: bool = False,    # make a new optimizer
@@ -242,7 +245,7 @@ class Schedules(Loop):
     def fine_tune(
         self,
         epochs: Any,                # epochs with all groups, or a budget such as '2h'
-        base_lr: float = 2e-3,      # the highest rate of the last group, while the others are frozen; then half of it
+        base_lr: float = 2e-3,      # highest rate of the last group while others are frozen; then half
         freeze_epochs: int = 1,     # epochs before, with the last group alone
         lr_mult: float = 100,       # then the first group's rate is the last one's divided by it
         pct_start: float = 0.3,     # as in `fit_one_cycle`, for the epochs with all groups
@@ -252,7 +255,7 @@ class Schedules(Loop):
         moms: tuple[float, ...] | None = None,
         cbs: Any = None,
         reset_opt: bool = False,
-        start_epoch: int = 0,       # skip the epochs with all groups before this one, and those with the last alone
+        start_epoch: int = 0,       # first epoch with all groups; skips those with the last one alone
         resume: Any = False,        # go on from a checkpoint of either fit, as in `fit`
     ) -> None:
         """Train the last group alone, then all groups with graded rates, in one cycle each. Raises as they do.

@@ -156,7 +156,8 @@ class SpeedMonitor(_Timed):
             raise OptionError(f'peak_flops={peak_flops!r}: give floating-point operations a second, above 0.')
         self.peak_flops = peak_flops
         self._flops = 0.
-        self._points: deque[tuple[float, ...]] = deque(maxlen=window + 1)  # seconds, batches, samples, tokens, flops
+        # seconds, batches, samples, tokens, flops
+        self._points: deque[tuple[float, ...]] = deque(maxlen=window + 1)
 
     def before_fit(self) -> None:
         "Start anew; ask the model what it says about its flops."
@@ -175,7 +176,8 @@ class SpeedMonitor(_Timed):
         if (flops := self._flops_per_batch) is not None:
             self._flops += _check_flops(learn.model, flops(learn.batch)) if callable(flops) else flops
         self._points.append((self._read(), done['ba'], done['sp'], done['tok'], self._flops))
-        if self._resumed and len(self._points) == 3:  # the batch between the first two warmed this process up
+        # the batch between the first two warmed this process up
+        if self._resumed and len(self._points) == 3:
             self._points.popleft()
             self._resumed = False
         super().after_batch()
@@ -193,7 +195,8 @@ class SpeedMonitor(_Timed):
         n, rates = world_size(), dict[str, float]()
         for what, count in zip(('batches', 'samples', 'tokens', 'flops'), counts, strict=True):
             if not count: continue
-            total = count / seconds * (n if what == 'flops' else 1)  # the flops are those of this device's batches
+            # the flops are those of this device's batches
+            total = count / seconds * (n if what == 'flops' else 1)
             rates |= {f'throughput/{what}_per_sec': total, f'throughput/device/{what}_per_sec': total / n}
         if counts[-1] and self._peak: rates['throughput/device/mfu'] = counts[-1] / seconds / self._peak
         return rates
@@ -271,7 +274,8 @@ class _Evaluations:
         "Return what those to come will cost, when they come as regularly as those since the `start` of the fit."
         gap = (self.last_at - self.first_at) / (self.n - 1) if self.n > 1 else self.first_at - start
         cost = (self.total_s - self.first_s) / (self.n - 1) if self.n > 1 else self.first_s
-        return cost * math.ceil((1 - self.last_at) / gap - 1e-6) if gap > 0 else 0.  # the fit ends with one
+        # the fit ends with one
+        return cost * math.ceil((1 - self.last_at) / gap - 1e-6) if gap > 0 else 0.
 
 
 class RuntimeEstimator(_Timed):

@@ -99,7 +99,7 @@ class ThresholdStopper(TrackerCallback):
         self,
         monitor: Monitor,                   # a column of the history, or a function of the learner
         threshold: float,                   # where to stop
-        comp: Comparison | None = None,     # comp(value, threshold), 'less', 'greater', or `MetricProperties`
+        comp: Comparison | None = None,     # f(value, limit), 'less', 'greater', `MetricProperties`
     ) -> None:
         if not isinstance(threshold, Real) or isinstance(threshold, bool) or math.isnan(threshold):
             raise OptionError(f'threshold={threshold!r}: give a number.')

@@ -53,7 +53,7 @@ class SystemMonitor(Monitor):
 
     def __init__(
         self,
-        every: int | str | Time = '10sec',  # how often it looks; within 0.1 s the load of a CPU cannot be told
+        every: int | str | Time = '10sec',  # how often it looks; CPU load needs 0.1 s or more
     ) -> None:
         super().__init__(every)
         _psutil()
@@ -70,7 +70,8 @@ class SystemMonitor(Monitor):
     def measure(self) -> dict[str, float]:
         "Return how busy CPU, RAM, disk, network and GPU are."
         psutil, path = _psutil(), Path(self.learn.path).absolute()
-        there = next(p for p in (path, *path.parents) if p.exists())  # the folder is made when the first file is
+        # the folder is made when the first file is
+        there = next(p for p in (path, *path.parents) if p.exists())
         ram, disk, net = psutil.virtual_memory(), psutil.disk_usage(str(there)), psutil.net_io_counters()
         found = {'cpu_percentage': psutil.cpu_percent(), 'cpu_memory_percent': ram.percent, 'cpu_memory_used': ram.used,
                  'cpu_memory_available': ram.available, 'disk_memory_percent': disk.percent,

@@ -44,9 +44,9 @@ class LRScheduler(Callback):
 
     def __init__(
         self,
-        scheduler: Any,               # f(optimizer) that returns a scheduler, or a ready one of the learner's optimizer
+        scheduler: Any,               # f(optimizer) -> scheduler, or a ready one of the learner's optimizer
         by: str = 'epoch',            # when it moves on: by 'epoch' or by 'batch'
-        monitor: str | None = None,   # the column of the history that it gets; None: `valid_loss`, where it wants one
+        monitor: str | None = None,   # history column it gets; None: `valid_loss`, if it needs one
     ) -> None:
         super().__init__()
         if by not in ('batch', 'epoch'): raise OptionError(f"LRScheduler(by={by!r}): give 'batch' or 'epoch'.")
@@ -175,7 +175,8 @@ class LRScheduler(Callback):
 
     def _load(self, sd: dict[str, Any]) -> None:
         self._loaded, self._n_steps = None, None  # the optimizer's count may be put back after this
-        self.scheduler.load_state_dict(_plain(sd['scheduler']))  # a copy: some of them take it apart
+        # a copy: some of them take it apart
+        self.scheduler.load_state_dict(_plain(sd['scheduler']))
         for group, values in zip(self._view.param_groups, sd['groups'], strict=True): group.update(_plain(values))
         self._view.write()
 
@@ -195,7 +196,8 @@ class _GroupView(torch.optim.Optimizer):
     ) -> None:
         self.opt, self.own, self._by_split = opt, own, True
         self.defaults = dict((opt[0] if own is None else own).defaults)
-        self._opt_called = True  # torch warns of a scheduler that goes before the optimizer: the callback sees to that
+        # torch warns of a scheduler that goes before the optimizer: the callback sees to that
+        self._opt_called = True
         self._by_split = n is None or n == len(self._hypers())
         found = self._hypers()
         if n not in (None, len(found)):

@@ -31,7 +31,8 @@ Compare = Callable[[Any, Any], Any]
 Comparison = Compare | MetricProperties | str  # how `comp` may be given
 
 _PATHS = ('last_saved_path', 'best_path')     # in the state of `SaveModelCallback`
-_ERROR_NAMES = re.compile(r'(^|_)(r?mse|mae|msle|mape|exp_rmspe|perplexity|wer|cer)$')  # measures of an error
+# measures of an error
+_ERROR_NAMES = re.compile(r'(^|_)(r?mse|mae|msle|mape|exp_rmspe|perplexity|wer|cer)$')
 
 
 class TrackerCallback(Callback):
@@ -40,7 +41,8 @@ class TrackerCallback(Callback):
     `best` is that value, `new_best` tells whether this epoch brought it. The values are the Recorder's columns
     (`learn.recorder.metric_names`): losses, metrics, `name/loss` of several validation loaders. For anything else, what
     `learn.log` averages for one, `monitor` is a function: `lambda learn: learn.history[-1]['valid_part']`. A value that
-    is NaN, or that was not measured, is no improvement and changes nothing.
+    is NaN, or that was not measured, is no improvement and changes nothing. Without `comp`, a value is better if it is
+    lower (`np.less`) for a loss or an error, and higher (`np.greater`) for any other column.
 
     Raises `MetricError` before anything is trained when there is no such column, and for a value that is no number;
     `OptionError` for a `min_delta` below 0. Checkpointed: `best` and `new_best`.
@@ -63,10 +65,9 @@ class TrackerCallback(Callback):
     def __init__(
         self,
         monitor: Monitor = 'valid_loss',   # a column, or a function of the learner
-        comp: Comparison | None = None,    # comp(new, best), or `MetricProperties`; None: np.less for a loss or error,
-                                           # else np.greater
+        comp: Comparison | None = None,    # f(new, best), or `MetricProperties`; None: by the column
         min_delta: float = 0.,             # a smaller change is no improvement
-        reset_on_fit: bool = True,         # whether each fit starts anew; False: `best` is that of all fits
+        reset_on_fit: bool = True,         # each fit forgets `best`; False: `best` is over all fits
     ) -> None:
         if not isinstance(min_delta, Real) or not 0 <= min_delta < math.inf:
             raise OptionError(f'min_delta={min_delta!r}: give a number, 0 or more. What counts as better says `comp`.')
@@ -132,7 +133,8 @@ class TrackerCallback(Callback):
         values = self._records().values[-1]
         if self.idx is not None:  # a metric that returns a dict may have given more columns since
             self.idx = self._find(str(self.monitor))
-        complete = len(values) == len(row) - len(('fit', 'epoch', 'time'))  # an epoch cut short lacks some
+        # an epoch cut short lacks some
+        complete = len(values) == len(row) - len(('fit', 'epoch', 'time'))
         return values[self.idx] if complete and self.idx is not None else row.get(str(self.monitor))
 
     def __repr__(self) -> str: return super().__repr__().replace('min_delta=-', 'min_delta=')  # the sign is inner
@@ -182,7 +184,7 @@ class _Patient(TrackerCallback):
     def __init__(
         self,
         monitor: Monitor = 'valid_loss', comp: Comparison | None = None, min_delta: float = 0.,  # as for the tracker
-        patience: int | str | Time = 1,      # epochs without an improvement, or a time such as '10m' or '500ba'
+        patience: int | str | Time = 1,      # epochs without improvement, or a time: '10m', '500ba'
         reset_on_fit: bool = True,
     ) -> None:
         super().__init__(monitor, comp, min_delta, reset_on_fit)
@@ -256,7 +258,7 @@ class ReduceLROnPlateau(_Patient):
     def __init__(
         self,
         monitor: Monitor = 'valid_loss', comp: Comparison | None = None, min_delta: float = 0.,  # as for the tracker
-        patience: int | str | Time = 1,    # epochs without an improvement, or a time such as '10m' or '500ba'
+        patience: int | str | Time = 1,    # epochs without improvement, or a time: '10m', '500ba'
         factor: float = 10.,               # rates are divided by it
         min_lr: float = 0.,                # no rate is brought below this
         reset_on_fit: bool = True,
@@ -305,7 +307,7 @@ class SaveModelCallback(TrackerCallback):
         self,
         monitor: Monitor = 'valid_loss', comp: Comparison | None = None, min_delta: float = 0.,  # as for the tracker
         fname: str | Path = 'model',       # as for `learn.save`
-        every_epoch: bool | int = False,   # save after every epoch, or after each so many, instead of the best
+        every_epoch: bool | int = False,   # save every epoch, or every so many, instead of the best
         at_end: bool = False,              # keep the last weights instead of loading the best
         with_opt: bool = False,            # save (and load) the optimizer's state too
         reset_on_fit: bool = True,

@@ -142,7 +142,7 @@ def as_plain(t: Tensor) -> Tensor:
 
 
 def before_batch_cb(
-    f: Callable[[Any, tuple[Any, ...], tuple[Any, ...]], Any],  # f(callback, xb, yb) gives the new xb and yb
+    f: Callable[[Any, tuple[Any, ...], tuple[Any, ...]], Any],  # f(callback, xb, yb) -> new xb, yb
 ) -> Callback:
     """Make a callback that changes batches from a function of the callback, `xb` and `yb`.
 

@@ -1,8 +1,8 @@
 """A whole training step as one function for torch.compile, and what it works on.
 
 Three parts: the function itself, which is traced; its arguments (`Plan`), which are the model's and the optimizer's own
-tensors, and the numbers of this step; and how SGD and Adam update one parameter. `learnkit.callbacks.compile` decides when all
-this is used.
+tensors, and the numbers of this step; and how SGD and Adam update one parameter. `learnkit.callbacks.compile`
+decides when all this is used.
 
 Everything that is a scalar (rates, momenta, the bias corrections of Adam) is computed in Python as torch's optimizers
 do it, and travels in one small tensor: so it may change at every step, and needs no compiling again."""
@@ -35,7 +35,7 @@ def whole_step(
     loss_func: Callable[..., Any] | None,
     update: Callable[..., None],            # the optimizer's rule for one parameter
     params: list[nn.Parameter],
-    states: list[dict[str, Tensor] | None],  # of each parameter, the optimizer's own; None: it has never had a gradient
+    states: list[dict[str, Tensor] | None],  # by parameter; None: it has never had a gradient
     rows: list[int],                        # which of the numbers are for it
     flags: list[Flags],                     # per row: which terms of the rule there are
     numbers: Tensor,                        # [row, number]
@@ -74,7 +74,7 @@ class Plan:
     def __init__(
         self,
         learn: Any,
-        last: Plan | None = None,   # the plan before this one, whose tensor of numbers is used again where it fits
+        last: Plan | None = None,   # the plan before; its tensor of numbers is reused where it fits
     ) -> None:
         self.model, self.wrapper, self.n_steps, self.n_hooks = learn.model, learn.opt, learn.opt.n_steps, n_hooks()
         self.opt, = learn.opt.optimizers.values()
@@ -97,10 +97,12 @@ class Plan:
         self.packing = struct.Struct(f'{self.host.shape[1]}{"d" if self.host.dtype == torch.float64 else "f"}')
 
         counters = [s['step'] for s in states if s and 'step' in s]
-        self.counters = counters if any(c.device != self.device for c in counters) else []  # advanced out of the graph
+        # advanced out of the graph
+        self.counters = counters if any(c.device != self.device for c in counters) else []
         self.inputs = (self.rule.update, params, states, rows, [row.flags for row in self.rows], self.numbers,
                        bool(counters) and not self.counters)
-        if self.device.type == 'cuda':  # these tensors stay where they are: a CUDA graph need not copy them
+        # these tensors stay where they are: a CUDA graph need not copy them
+        if self.device.type == 'cuda':
             for t in (self.numbers, *params, *(t for s in states if s for t in s.values() if isinstance(t, Tensor))):
                 torch._dynamo.mark_static_address(t)
 
@@ -185,10 +187,10 @@ def n_hooks() -> int:
 class Rule(NamedTuple):
     "How an optimizer updates one parameter."
     options: tuple[str, ...]                            # of a param group: what `flags` and `numbers` are called with
-    state: Callable[[dict[str, Any]], tuple[str, ...]]  # what the state of a parameter holds, by its param group
+    state: Callable[[dict[str, Any]], tuple[str, ...]]  # a parameter's state keys, by param group
     flags: Callable[..., Flags]                         # which terms there are: other ones mean other code
     numbers: Callable[..., tuple[float, ...]]           # the numbers of a step, counted from 1
-    update: Callable[[Tensor, Tensor, dict[str, Tensor], Tensor, Flags], None]  # with them, in place
+    update: Callable[[Tensor, Tensor, dict[str, Tensor], Tensor, Flags], None]  # updates in place
 
 
 def sgd_state(group: dict[str, Any]) -> tuple[str, ...]:

@@ -178,7 +178,7 @@ def _damaged(path: Path, what: str) -> DamagedError: return DamagedError(f'{path
 def with_parts(
     state: Mapping[str, Any],         # of a checkpoint's file
     path: Path,                       # that file
-    mesh: DeviceMesh | None = None,   # of hosts: read this process's part of each tensor; None: read them whole
+    mesh: DeviceMesh | None = None,   # of hosts: read this process's parts; None: read whole tensors
 ) -> Mapping[str, Any]:
     """Return a checkpoint's state with the tensors that lie beside its file.
 

@@ -31,7 +31,7 @@ Patterns = frozenset[tuple[str, ...]]       # places that are left out, below th
 
 def digest(
     state: Any,                               # tensors, numbers, texts, bytes, None; lists, tuples and dicts of them
-    leave_out: Iterable[str] = WALL_CLOCK,    # places that do not count: keys with dots between, `*` for any one
+    leave_out: Iterable[str] = WALL_CLOCK,    # keys that do not count: `a.b.c`, `*` for any key
 ) -> str:
     """Return the SHA-256 of a nested state: equal for states that are equal to the last bit, and for no others.
 

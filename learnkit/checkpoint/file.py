@@ -153,7 +153,8 @@ class _Packer:
         while name in self.tensors or name == '__metadata__':
             name += '_'
         view: dict[str, Any] = {}
-        order = sorted(range(t.ndim), key=t.stride().__getitem__, reverse=True)  # as dimensions lie in memory
+        # as dimensions lie in memory
+        order = sorted(range(t.ndim), key=t.stride().__getitem__, reverse=True)
         if order != [*range(t.ndim)]:
             view['order'] = sorted(range(t.ndim), key=order.__getitem__)
             t = t.permute(order)
@@ -299,7 +300,7 @@ class _Header(NamedTuple):
     blank: bytes                # the bytes, with zeros in the place of the digest
     digest: bytes
     metadata: dict[str, str]
-    tensors: list[tuple[str, torch.dtype, list[int]]]  # name, dtype, shape, in the order of the data
+    tensors: list[tuple[str, torch.dtype, list[int]]]  # name, dtype, shape; in the data's order
 
 
 def _open(path: Path) -> BinaryIO:

@@ -16,7 +16,8 @@ __all__ = ['Entry', 'Found', 'entries', 'find', 'next_path', 'number_of', 'super
 SUFFIX = '.ckpt'
 _NAME = re.compile(r'([0-9]+)-.*' + re.escape(SUFFIX))
 
-Found = tuple[Path, Mapping[str, Any], dict[str, Any]]  # a checkpoint's file, its state, and what the file says
+# a checkpoint's file, its state, and what the file says
+Found = tuple[Path, Mapping[str, Any], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Entry:
     "A checkpoint's file."
     path: Path
     number: int                                         # later ones have higher numbers, over all runs of a folder
-    info: dict[str, Any] = field(default_factory=dict)  # what it says of itself; empty where it says nothing
+    info: dict[str, Any] = field(default_factory=dict)  # the file's own information; may be empty
 
     @property
     def run(self) -> tuple[Any, ...]:
@@ -96,7 +97,7 @@ def best_first(there: Iterable[Entry]) -> list[Entry]:
 def find(
     which: Any,      # True or 'latest', 'best', or the path of a checkpoint or of a folder of them
     folder: Path,    # where they are looked for
-    digests: bool = True,  # compare the digests of all files beside a checkpoint's, not their sizes alone
+    digests: bool = True,  # compare the digests of a checkpoint's other files, not only sizes
 ) -> Found | None:
     """Return the checkpoint that is meant, verified and loaded.
 

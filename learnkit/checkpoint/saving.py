@@ -67,7 +67,7 @@ class Saving(Loop):
     def save(
         self,
         file: str | Path,              # a name below `path/model_dir`, or an absolute path; `.pth` is added
-        with_opt: bool | None = None,  # whether the optimizer's state is saved too; None: when there is an optimizer
+        with_opt: bool | None = None,  # save the optimizer's state; None: if there is an optimizer
     ) -> Path:
         """Save the weights, and return the path of the file.
 
@@ -117,8 +117,8 @@ class Saving(Loop):
     def load(
         self,
         file: str | Path,              # as for `save`
-        with_opt: bool | None = None,  # whether to load the optimizer's state too; None: when the file has it
-        device: torch.device | str | int | None = None,  # where the file is read to, before it is copied; None: the CPU
+        with_opt: bool | None = None,  # load the optimizer's state; None: when the file has it
+        device: torch.device | str | int | None = None,  # where the file is read to; None: the CPU
         strict: bool = True,           # False: take what fits by name, and convert other dtypes
     ) -> Self:
         """Load what `save`, `torch.save` of a state dict, fastai's or safetensors has written, and return the learner.
@@ -196,7 +196,7 @@ class Saving(Loop):
         self,
         fname: str | Path = 'learner.pth',   # a name below `path`, or an absolute path
         /,
-        **model_config: Any,                 # plain values that the model is built from: `load_learner` hands them on
+        **model_config: Any,                 # plain values that build the model; `load_learner` passes them on
     ) -> Path:
         """Save weights and configuration in one file for `load_learner`, and return its path.
 
@@ -227,8 +227,8 @@ class Saving(Loop):
 
     def export(
         self,
-        fname: str | Path = 'export.pt2',              # a name below `path`, or an absolute path; `.pt2` is added
-        act: Callable[[Any], Any] | None = None,       # applied to the outputs, `learn.loss_func.activation` for one
+        fname: str | Path = 'export.pt2',              # name below `path`, or an absolute path; adds `.pt2`
+        act: Callable[[Any], Any] | None = None,       # applied to outputs, e.g. `loss_func.activation`
         sample: Any = None,                            # inputs, a tuple if several; None: shaped like those of the data
     ) -> Path:
         """Save the model as a program for serving (`torch.export`), for any batch size, and return the file's path.

@@ -36,7 +36,8 @@ from learnkit.engine.run import add_note
 
 __all__ = ['Checkpoints', 'host_copy']
 
-COUNTERS = ('epoch', 'iter', 'train_iter', 'pct_train', 'training', 'phase', 'dl_name')  # of the loop, as they are
+# of the loop, as they are
+COUNTERS = ('epoch', 'iter', 'train_iter', 'pct_train', 'training', 'phase', 'dl_name')
 ENTRIES = ('model', 'loss_func', 'optimizer', 'grads', 'frozen', 'loop', 'rng', 'position', 'callbacks')
 
 
@@ -68,7 +69,7 @@ class Checkpoints(Saving, States):
 
     def load_checkpoint_state(
         self,
-        state: Mapping[str, Any],   # from `checkpoint_state`, of this Learner or of one made in the same way
+        state: Mapping[str, Any],   # from `checkpoint_state`, of a Learner made in the same way
     ) -> None:
         """Put a checkpoint's state into this Learner, outside of a fit; nothing of `state` is shared or changed.
 
@@ -126,7 +127,8 @@ class Checkpoints(Saving, States):
             return stream.drawing.state_dict(stream.n)
         last = self._drawing
         if not place or (last is None and PLACES[place] == 'batch'): return None
-        if last is None: return LoaderPosition(self.dls.train).state_dict(0)  # nothing was drawn, or in a way of its own
+        # nothing was drawn, or in a way of its own
+        if last is None: return LoaderPosition(self.dls.train).state_dict(0)
         if PLACES[place] == 'batch': return last.state_dict(self.iter + 1)
         if last.start is None: return last.state_dict(0)  # it stands between epochs already
         return LoaderPosition(self.dls.train, n_before=last.n_before + self._n_drawn).state_dict(0)
@@ -208,7 +210,8 @@ class Checkpoints(Saving, States):
 
     def _load_weights_of(self, r: ResumeState) -> None:
         "Load weights and optimizers, and keep those that were there until everything is in place."
-        lazy = any(map(is_lazy, (*self.model.parameters(), *self.model.buffers())))  # then there are none yet
+        # then there are none yet
+        lazy = any(map(is_lazy, (*self.model.parameters(), *self.model.buffers())))
         r.before = None if lazy else host_copy(self._what_is_trained())
         self('before_load')
         self._put_weights(r.state)

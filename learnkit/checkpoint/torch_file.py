@@ -66,7 +66,8 @@ def read_torch_file(
         raise WeightsError(f'{path} is damaged: {wrong}. Nothing was loaded.')
     try:
         _check_pickles(path)
-        with safe_globals(_FASTAI):  # type: ignore[arg-type]  # torch takes pairs, and does not say so
+        # torch takes pairs, and does not say so
+        with safe_globals(_FASTAI):  # type: ignore[arg-type]
             content = torch.load(path, map_location=device or 'cpu', weights_only=True)
         _check_tensors(content, path.stat().st_size)
     except Exception as e:  # bytes that are no pickle raise almost anything
@@ -200,7 +201,8 @@ def _check_pickle(pickle: BinaryIO) -> None:
             strings.add(str(value)[:50])
     if 'bytearray' in imported:  # of any size
         raise ValueError('it asks for a bytearray')
-    if 'encode' in imported and any(map(_is_codec, strings - {'latin1'})):  # 'hex' doubles its input each time
+    # 'hex' doubles its input each time
+    if 'encode' in imported and any(map(_is_codec, strings - {'latin1'})):
         raise ValueError('it encodes strings in a way that torch does not')
 
 

@@ -46,7 +46,7 @@ class Stored:
 # Reading
 
 def read_weights(
-    path: Path,  # written by torch.save, `save`, `save_learner`, fastai, or in safetensors' format by anything
+    path: Path,  # from torch.save, `save`, `save_learner` or fastai; or any safetensors file
     device: torch.device | str | None = None,  # where its tensors are put; None: the CPU
 ) -> Stored:
     """Read weights, or the weights of a checkpoint, checksums first. No code in a file is run, whatever it holds.

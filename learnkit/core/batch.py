@@ -25,13 +25,14 @@ __all__ = ['TARGET_NAMES', 'BatchForm', 'split_batch', 'form_of', 'to_device', '
            'cut_batch', 'take_rows', 'is_sample_list', 'has_listed_samples', 'have_listed_samples', 'apply_model',
            'passed_names', 'call_by_name', 'unpack_output', 'map_tensors', 'describe', 'children_of', 'rebuilt']
 
-TARGET_NAMES = ('labels', 'label', 'targets', 'target', 'y')  # where a batch with named entries has its targets
+# where a batch with named entries has its targets
+TARGET_NAMES = ('labels', 'label', 'targets', 'target', 'y')
 _FORM = ': it is (*inputs, target), or a dict of inputs and `labels`. Look at what the collate function returns.'
 
 
 def split_batch(
     batch: Any,                # as the loader gave it
-    n_inp: int | None = None,  # how many of a tuple's entries are inputs; None: all but the last, or the only one
+    n_inp: int | None = None,  # inputs among a tuple's entries; None: all but the last, or one
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:  # inputs and targets
     """Split a batch into its inputs and its targets.
 
@@ -573,7 +574,7 @@ def _are_images(o: Any) -> bool:
 def is_sample_list(
     o: Any,
     n: int,                # samples of the batch
-    listed: bool = False,  # the batch has its samples in lists, which decides where `o` could be n stacked tensors
+    listed: bool = False,  # samples are in lists: decides where `o` could be n stacked tensors
 ) -> bool:
     """Return True if a list or tuple has one entry for each of `n` samples.
 
@@ -620,7 +621,8 @@ def take_rows(
     if isinstance(o, (Tensor, np.ndarray)): return o[rows] if o.ndim and o.shape[0] == n else o
     if _graph_count(o) is not None: return _take_graphs(o, rows)
     if is_sample_list(o, n, listed):
-        return type(o)(o[i] for i in (range(n)[rows] if isinstance(rows, slice) else rows))  # never `o` itself
+        # never `o` itself
+        return type(o)(o[i] for i in (range(n)[rows] if isinstance(rows, slice) else rows))
     children = children_of(o)
     if children is None:
         if callable(getattr(o, 'to', None)):

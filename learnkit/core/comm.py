@@ -25,7 +25,8 @@ __all__ = ['Comm', 'ALONE', 'SLOTS', 'has_joined', 'join_ranks', 'launched_as', 
 T = TypeVar('T')
 Address = tuple[str, int]
 
-SLOTS = ('stop', 'leave', 'failed', 'clock')  # what ranks agree on while they train (see `Comm.post`)
+# what ranks agree on while they train (see `Comm.post`)
+SLOTS = ('stop', 'leave', 'failed', 'clock')
 
 _stores: dict[Address, Store] = {}      # kept open: the same processes may join again at the same address
 _n_joined: Counter[Address] = Counter()
@@ -83,7 +84,7 @@ class Comm:
     def gather(
         self,
         value: Any,
-        what: str = 'values',   # what is gathered, for the error of ranks that gather different things
+        what: str = 'values',   # what is gathered, for the error if ranks gather different things
     ) -> list[Any]:
         """Return the values of all ranks, in the order of ranks, in every rank.
 
@@ -353,7 +354,8 @@ def join_ranks(
         return ALONE
 
     timeout = timedelta(seconds=timeout_s)
-    variables = tuple(name for name in launched if name not in os.environ)   # a launcher of another kind has others
+    # a launcher of another kind has others
+    variables = tuple(name for name in launched if name not in os.environ)
     if not was_there:
         if launched['RANK'] != '0':
             _await_first(launched, timeout_s)

@@ -74,14 +74,15 @@ class ClassTargets(Denominator):
 
     def __init__(
         self,
-        options: nn.Module | Mapping[str, Any],  # has `weight`, `ignore_index` and `reduction`, which may change
+        options: nn.Module | Mapping[str, Any],  # `weight`, `ignore_index`, `reduction`; may change
         axis: int = 1,                           # where the classes of probabilities are
     ) -> None:
         self.axis = axis
         self.options, self.is_module = options, isinstance(options, nn.Module)
 
     def _values(self) -> Mapping[str, Any]:
-        return vars(self.options) if self.is_module else self.options  # type: ignore[return-value]  # as it says
+        # as it says
+        return vars(self.options) if self.is_module else self.options  # type: ignore[return-value]
 
     @property
     def ignore_index(self) -> int:
@@ -99,7 +100,8 @@ class ClassTargets(Denominator):
             return None
         if reduction != 'mean' or targ.dtype.is_floating_point:
             return self._count_rows(targ)
-        tensors = values['_buffers'] if self.is_module else values   # a tenth of the time that the attribute takes
+        # a tenth of the time that the attribute takes
+        tensors = values['_buffers'] if self.is_module else values
         weight, ignore_index = tensors.get('weight'), values.get('ignore_index', IGNORED)
         if weight is None:
             return count_targets(targ, ignore_index)
@@ -118,7 +120,7 @@ class ModelTargets(Denominator):
 
     def __init__(
         self,
-        is_shifted: bool,  # a sequence's first label is compared with nothing: tokens predict the next one
+        is_shifted: bool,  # tokens predict the next one; the first label is not compared
     ) -> None:
         self.is_shifted = is_shifted
 

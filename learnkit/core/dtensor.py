@@ -25,16 +25,15 @@ _hosts: list[tuple[DeviceMesh, Any, DeviceMesh]] = []
 def is_dtensor(value: Any) -> bool:
     """Tell whether a tensor is a DTensor.
 
-    >>> is_dtensor(torch.zeros(2))
+    >>> is_part(torch.zeros(2))
     False
     """
     return type(value) is not Tensor and 'torch.distributed.tensor' in sys.modules and _is_dtensor(value)
 
 
 def _is_dtensor(value: Any) -> bool:
-    from torch.distributed.tensor import (
-        DTensor,  # a quarter of a second, which training in one process can do without
-    )
+    # a quarter of a second, which training in one process can do without
+    from torch.distributed.tensor import DTensor
     return isinstance(value, DTensor)
 
 
@@ -141,7 +140,8 @@ def close_hosts(group: Any) -> None:
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
     "Return the mesh that a model is cut over, None for a model that is whole."
-    return next((p.device_mesh for p in model.parameters() if is_dtensor(p)), None)  # type: ignore[attr-defined]  # DTensors
+    # DTensors
+    return next((p.device_mesh for p in model.parameters() if is_dtensor(p)), None)  # type: ignore[attr-defined]
 
 
 # Norms
@@ -173,7 +173,7 @@ def sum_of_parts(
 def total_norm(
     tensors: Iterable[Any],
     norm_type: float = 2.,           # `inf` for the largest absolute value
-    mine: list[Any] | None = None,   # take that of these numbers: this process's parts of tensors of the same shapes
+    mine: list[Any] | None = None,   # use the norm of these instead: this process's parts of tensors
 ) -> Tensor:
     """Return the norm of all tensors together, whole or cut; no host waits for it. All processes call it.
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 __all__ = ['atomic_write', 'check_writable', 'sweep', 'flush_folder']
 
-_CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)  # what file systems say that keep folders another way
+# what file systems say that keep folders another way
+_CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
 _TEMPORARY = re.compile(r'\..+\.tmp-(\d{1,10})-[0-9a-f]{8}', re.DOTALL)
 
 _writing: set[Path] = set()  # temporaries that this process is writing now

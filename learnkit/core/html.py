@@ -38,7 +38,7 @@ def table(
 
 
 def definitions(
-    entries: Mapping[str, Any],   # what is said of each name: a value, several lines, or a function that returns either
+    entries: Mapping[str, Any],   # by name: a value, several lines, or a function returning either
     title: str = '',              # stands above the table
 ) -> str:
     """Return an HTML table of names and what is said of them; a function that raises is not in the way of the others.

@@ -16,7 +16,8 @@ from learnkit.core.errors import FolderInUseError
 __all__ = ['FolderLock']
 
 fcntl: Any = import_module('fcntl') if os.name != 'nt' else None
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)  # what file systems without locks say
+# what file systems without locks say
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 # Held by this process: by process (a forked child holds none of its parent's), and the folder's device and inode.
 _held: dict[tuple[int, int, int], FolderLock] = {}

@@ -99,7 +99,8 @@ def preserved_rng() -> Iterator[None]:
 _LEAVES = frozenset({int, float, complex, str, bytes, bool, NoneType, Tensor, type, ModuleType, FunctionType,
                      BuiltinFunctionType, range, slice, torch.dtype, torch.device, random.SystemRandom})
 _CALLS = {MethodType: ('__self__',), partial: ('func', 'args', 'keywords')}
-_DEEPEST, _MOST, _LONGEST = 7, 200, 32  # levels, those of containers too; objects looked at; entries of a container
+# levels, those of containers too; objects looked at; entries of a container
+_DEEPEST, _MOST, _LONGEST = 7, 200, 32
 
 
 def own_generators(
@@ -137,7 +138,7 @@ def capture_own(dl: Any) -> dict[str, tuple[str, Any]]:
 
 def restore_own(
     dl: Any,
-    states: dict[str, tuple[str, Any]],  # from `capture_own` of this loader, or of one made in the same way
+    states: dict[str, tuple[str, Any]],  # from `capture_own` of a loader made in the same way
 ) -> list[str]:  # the names of those that this loader does not have
     "Put a loader's own generators back to their states."
     own = own_generators(dl)

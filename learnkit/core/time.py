@@ -23,9 +23,10 @@ CONTINUOUS = ('sec', 'dur')  # the other units are whole numbers
 SECONDS = {'d': 86400, 'h': 3600, 'm': 60, 's': 1}
 LARGEST = 2**63 - 1  # of a count: what a checkpoint can hold
 
+# what users write for each
 _SPELLED = {'iter': 'iteration iterations', 'ep': 'epoch epochs', 'ba': 'batch batches', 'st': 'step steps',
             'sp': 'sample samples', 'tok': 'token tokens', 'd': 'day days', 'h': 'hr hour hours',
-            'm': 'min mins minute minutes', 's': 'secs second seconds'}  # what users write for each
+            'm': 'min mins minute minutes', 's': 'secs second seconds'}
 
 _NUMBER = r'[0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]{1,3})?'
 _QUANTITY = re.compile(rf'\s*(-?{_NUMBER})\s*([a-z]*)\s*')

@@ -73,16 +73,17 @@ class DataLoaders(Shows):
     def __init__(
         self,
         train: Iterable[Any],      # the training loader
-        valid: Iterable[Any] | Mapping[str, Iterable[Any]] | None = None,  # the validation loader, or several by name
+        valid: Iterable[Any] | Mapping[str, Iterable[Any]] | None = None,  # one, or several by name
         *others: Iterable[Any],    # further loaders, a test set's for one
         device: torch.device | str | None = None,  # where batches go; None: `default_device()`
         path: str | Path = '.',    # folder of the data, and of what is saved
-        n_inp: int | Mapping[str, int] | None = None,  # entries of a tuple that are inputs; None: all but the last
-        targets: str | Iterable[str] | None = None,  # entries of a dict that are targets; None: `labels`, `y`, ...
+        n_inp: int | Mapping[str, int] | None = None,  # inputs in a tuple; None: all but the last
+        targets: str | Iterable[str] | None = None,  # target keys of a dict; None: `labels`, ...
         n_iter: int | None = None,  # batches an epoch of a training loader without a length
     ):
         self.train, named = train, named_loaders(valid)
-        self.evaluators = {name: dl for name, dl in named if isinstance(dl, Evaluator)}  # with options of their own
+        # with options of their own
+        self.evaluators = {name: dl for name, dl in named if isinstance(dl, Evaluator)}
         self.evaluation = [(name, dl.dl if isinstance(dl, Evaluator) else dl) for name, dl in named]
         self.others = list(others)
         self.n_inp: int | Mapping[str, int] | None = n_inp
@@ -122,7 +123,7 @@ class DataLoaders(Shows):
         device: torch.device | str | None = None, path: str | Path = '.',  # these five as for `DataLoaders`
         n_inp: int | Mapping[str, int] | None = None, n_iter: int | None = None,
         targets: str | Iterable[str] | None = None,
-        **kwargs: Any,              # for torch's DataLoader; `sampler` and `generator` go to the training loader alone
+        **kwargs: Any,              # for torch's DataLoader; `sampler`, `generator`: the training loader only
     ) -> Self:
         """Make a torch DataLoader for each data set, in pinned memory where CUDA is.
 
@@ -144,7 +145,7 @@ class DataLoaders(Shows):
     @classmethod
     def from_tensors(
         cls,
-        train: Any,                # (x, y), any tuple of tensors, arrays or data frames, or a dict of them by name
+        train: Any,                # (x, y), a tuple of tensors, arrays or data frames, or a dict of them by name
         valid: Any = None,         # likewise; or a dict of several such tuples (or dicts) by loader name
         bs: int = 64,              # samples a batch
         *,
@@ -273,12 +274,12 @@ class TensorLoader:
     """
     def __init__(
         self,
-        *tensors: Any,               # tensors, arrays, data frames or lists of one length; or a single dict of them
+        *tensors: Any,               # tensors, arrays, data frames or lists of one length; or one dict of them
         bs: int = 64,                # samples a batch
         shuffle: bool = False,       # another order each epoch
         drop_last: bool = False,     # leave out a last batch that is smaller
         generator: torch.Generator | None = None,  # draws the order (a CPU generator)
-        seed: int | None = None,     # of a generator of its own; None: drawn from torch's global one if it shuffles
+        seed: int | None = None,     # of its generator; None: from torch's global one if it shuffles
         device: torch.device | str | None = None,  # keep the tensors there; None: where they are
     ):
         check_count('TensorLoader', 'bs', bs)

@@ -22,7 +22,7 @@ class Evaluator:
     def __init__(
         self,
         dl: Any,                                  # the loader
-        every: str | int | Time | None = 'fit',   # an interval; None: never in a fit; 'fit': as the Learner says
+        every: str | int | Time | None = 'fit',   # interval; None: not in fits; 'fit': the Learner's
         metrics: Any = None,                      # its metrics; None: those of the Learner
         name: str | None = None,                  # its name, where several are given in a list
     ) -> None:

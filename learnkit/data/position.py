@@ -75,7 +75,7 @@ class LoaderPosition:
     def __init__(
         self,
         dl: Any,                     # the training loader
-        replay: bool | None = None,  # when resumed, fetch consumed samples again; None: where it is needed
+        replay: bool | None = None,  # on resume, fetch consumed samples again; None: where needed
         n_before: int = 0,           # batches that earlier epochs drew from it, which matters of an iterator
     ):
         self.dl, self.replay, self.n_before = dl, replay, n_before
@@ -83,7 +83,8 @@ class LoaderPosition:
         self.first: State | None = None    # the global ones just before the first batch, where the order is drawn then
         self.workers = _n_workers(dl)
         self._workers_ran = False          # persistent workers were running when the epoch began
-        self._n, self._now = 0, State()    # when resumed: the batches to skip, and the loader's own state after them
+        # when resumed: the batches to skip, and the loader's own state after them
+        self._n, self._now = 0, State()
 
     @classmethod
     def resume(
@@ -200,7 +201,8 @@ class LoaderPosition:
         dl = self.dl
         if not dl.in_order and dl.num_workers: warn_user(
             'A DataLoader with in_order=False gives batches as its workers finish them, so those that were not yet '
-            'trained on cannot be told: some will come twice and some not at all in this epoch. Exact: in_order=True.')
+            'trained on cannot be told: some will come twice and some not at all in this epoch. '
+            'Exact: in_order=True.')
         lists = self._index_lists()
         _, began, some = _skip(lists, n)
         if self._must_replay(some): return self._replay(n, current)
@@ -230,8 +232,8 @@ class LoaderPosition:
         if not (self.workers or _n_workers(dl)) or not fetching_is_random(_whole(dl), some): return False
         if self.workers != _n_workers(dl): warn_user(
             f'The checkpoint was taken with num_workers={self.workers}, now it is {_n_workers(dl)}. Samples are '
-            'fetched with random numbers, which each worker draws for itself: they will differ from an uninterrupted '
-            'run.')
+            'fetched with random numbers, which each worker draws for itself: they will differ from an '
+            'uninterrupted run.')
         elif self._workers_ran: _warn_of_persistent_workers()
         else: return True
         return False
@@ -274,7 +276,7 @@ class Stream(Iterator[Any]):
     def __init__(
         self,
         dl: Any,                                               # the training loader
-        begin: Callable[[Any], Iterator[Any]] | None = None,   # makes the iterator of a pass from its `LoaderPosition`
+        begin: Callable[[Any], Iterator[Any]] | None = None,   # f(LoaderPosition) begins a pass
         drawing: LoaderPosition | None = None,                        # the first pass, when resumed
         n: int = 0,                                            # batches that were drawn of that
     ):
@@ -370,7 +372,8 @@ def check_position(dl: Any, state: Mapping[str, Any]) -> None:
     if not isinstance(state, Mapping) or any(not isinstance(state.get(k), kind) for k, kind in _ENTRIES.items()):
         raise CheckpointError('The checkpoint has no position in its data that this version understands.')
     with _preserved_own(dl):
-        set_epochs(_whole(dl), state['now'].get('epochs', {}))  # a loader's length may be another in each epoch
+        # a loader's length may be another in each epoch
+        set_epochs(_whole(dl), state['now'].get('epochs', {}))
         was, now = state['loader'], describe_drawn(dl)
     before, here = state.get('processes', 1), dl.cut.size if isinstance(dl, Shard) else 1
     differ = [f'{name} {_of_all(name, was.get(name), before)}, now {_of_all(name, now[name], here)}'
@@ -435,8 +438,9 @@ def _warn_of_other_draws(who: str, began: State | None, current: State) -> None:
     moved = [k for k in began if k in current and not same_states(began[k], ended[k])]
     shared = [k for k in moved if not same_states(ended[k], current[k])]
     if shared: warn_user(
-        f'The {who} of the training loader goes on drawing from the global generator of {" and ".join(shared)}, and so '
-        'does other code: what comes next may differ from an uninterrupted run. Give it a generator of its own.')
+        f'The {who} of the training loader goes on drawing from the global generator of '
+        f'{" and ".join(shared)}, and so does other code: what comes next may differ from an '
+        'uninterrupted run. Give it a generator of its own.')
 
 
 def _warn_of_persistent_workers() -> None:

@@ -18,7 +18,7 @@ _END = object()  # what `next` gives when a loader is through
 def read_ahead(
     dl: Any,               # a loader
     device: torch.device,  # where its batches are needed
-    begin: Callable[[], Iterator[Any]] | None = None,  # begins a pass whose position is kept; None: `iter(dl)`
+    begin: Callable[[], Iterator[Any]] | None = None,  # begins a resumable pass; None: `iter(dl)`
 ) -> Iterator[Any]:
     """Return an iterator over a loader's batches that, for a CUDA device, is one batch ahead and has it there already.
 
@@ -63,7 +63,8 @@ class _ReadAhead(Iterator[Any]):
         batch, current = self.ready, torch.cuda.current_stream(self.device)
         current.wait_stream(self.stream)
         def in_use(t: torch.Tensor) -> torch.Tensor:
-            t.record_stream(current)  # its memory is not given away while this stream computes on it
+            # its memory is not given away while this stream computes on it
+            t.record_stream(current)
             return t
         map_tensors(batch, in_use)
         self._fetch()

@@ -63,7 +63,7 @@ class Shows:
 
 def show_samples(
     xb: tuple[Any, ...],            # inputs of some samples
-    told: dict[str, Any],           # what is told about them: a tensor or list each, or a tuple of several, by name
+    told: dict[str, Any],           # details by name: a tensor or list each, or a tuple of several
     vocab: Any = None,              # names of classes
     wrong: Sequence[int] = (),      # samples to mark
     figsize: tuple[float, float] | None = None,  # inches, of images
@@ -123,7 +123,7 @@ def binary_cut(loss_func: Any) -> float | None:
 def as_targets(
     decoded: Any,               # predictions, as `loss_func.decodes` gives them or as they are
     targs: Any,                 # targets
-    cut: float | None = None,   # the prediction above which it is class 1, where there is a single score
+    cut: float | None = None,   # threshold above which it is class 1, for a single score
 ) -> Any:                       # classes in the shape of the targets; `decoded` where nothing can be told
     """Return predictions as targets are: of scores the best class, along the dimension that targets do not have.
 

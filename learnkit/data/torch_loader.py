@@ -20,7 +20,7 @@ __all__ = ['rebuild', 'with_sampler', 'without_workers', 'index_sampler', 'start
 def rebuild(
     dl: DataLoader[Any],
     kind: type[DataLoader[Any]] = DataLoader,
-    **options: Any,       # what decides about batches: `batch_size`, `sampler` or `batch_sampler`; others to change
+    **options: Any,       # `batch_size`, and `sampler` or `batch_sampler`; and what is to change
 ) -> DataLoader[Any]:
     """Make a loader anew that fetches samples and joins them as `dl` does, in batches of its own.
 
@@ -60,7 +60,8 @@ def start_lists(
     "Start a pass of a loader's sampler as torch does, drawing what torch draws."
     lists = iter(index_sampler(dl))
     if workers_ran: return lists
-    torch.empty((), dtype=torch.int64).random_(generator=dl.generator)  # torch's seed for workers, if any
+    # torch's seed for workers, if any
+    torch.empty((), dtype=torch.int64).random_(generator=dl.generator)
     return iter(index_sampler(dl)) if workers else lists
 
 

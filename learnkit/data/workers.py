@@ -70,7 +70,8 @@ class Lasting(BaseProcess):
 
     def run(self) -> None:
         "Work, beside a thread that waits for the signal."
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # a fork server may have been there before
+        # a fork server may have been there before
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         Thread(target=_await_end, args=(self._parent_pid, os.getppid()), daemon=True).start()  # type: ignore[attr-defined]
         super().run()
 

@@ -22,7 +22,8 @@ from learnkit.engine.events import ALIASES, CONTEXTS, EVENTS, INNER_EVENTS, LEVE
 
 __all__ = ['Doc', 'Parameter', 'comments', 'doc', 'open_levels']
 
-_EVALUATION = next(i for i, m in enumerate(LIFECYCLE) if m.event == 'before_eval')  # what stands behind it is of it
+# what stands behind it is of it
+_EVALUATION = next(i for i, m in enumerate(LIFECYCLE) if m.event == 'before_eval')
 _SIGNS: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: '*', inspect.Parameter.VAR_KEYWORD: '**'}
 
 
@@ -42,7 +43,7 @@ class Doc:
         parameters: list[Parameter] | None = None,             # of what can be called
         returns: Parameter | None = None,                      # what comes back
         text: str = '',                                        # its docstring
-        lists: dict[str, list[tuple[str, str]]] | None = None,  # more, by heading: names, each with what it is
+        lists: dict[str, list[tuple[str, str]]] | None = None,  # by heading: names and what each is
     ) -> None:
         self.title, self.where, self.parameters, self.returns = title, where, parameters, returns
         self.text, self.lists = text, {head: rows for head, rows in (lists or {}).items() if rows}
@@ -74,7 +75,7 @@ class Doc:
 
 
 def doc(
-    what: Any,   # a class, a function, a method, a callback, the name of an event or of anything in `learnkit.all`
+    what: Any,   # a class, a function, a method, a callback, an event, a name in `learnkit.all`
 ) -> Doc:
     """Return the help for something: signature with the comments of its parameters, text, example, what goes with it.
 

@@ -127,7 +127,8 @@ class Instruments(Runs):
         for cb in self.cbs:
             own = getattr(type(cb), 'metric_names', None)
             if isinstance(own, Mapping): told.update(own)
-        patterns = [re.compile(re.sub(r'\\{.*?\\}', '.+', re.escape(name))) for name in told]  # of {parameter}s
+        # of {parameter}s
+        patterns = [re.compile(re.sub(r'\\{.*?\\}', '.+', re.escape(name))) for name in told]
         columns = [n for n in columns if n not in told and not any(p.fullmatch(n) for p in patterns)]
         smooth = recorder is not None and recorder.train_loss == 'smooth'
         known = {'train_loss': 'training loss, smoothed' if smooth else 'training loss, mean of the epoch'}
@@ -156,7 +157,7 @@ class Instruments(Runs):
 
     def replay(
         self,
-        detect_anomaly: bool = False,   # let autograd name the operation whose gradient is NaN, and where it was called
+        detect_anomaly: bool = False,   # let autograd name the operation whose gradient is NaN
     ) -> Tensor | None:  # the loss, when the batch goes through
         """Repeat the batch in which the last run failed, or the last training batch; `Replay()` has to be a callback.
 
@@ -254,7 +255,8 @@ def fingerprints(learn: Any) -> dict[str, Any]:
             where = f' of group {i}' if len(groups) > 1 else ''
             found |= {f'hyper {name}{where}': float(v) for name, v in h.items()}
     rng = capture_rng()
-    return {**found, 'random numbers': (digest(rng), hash(str(map_tensors(rng, torch.numel))))}  # and its numbers
+    # and its numbers
+    return {**found, 'random numbers': (digest(rng), hash(str(map_tensors(rng, torch.numel))))}
 
 
 def digest(o: Any) -> str:

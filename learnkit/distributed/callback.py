@@ -93,7 +93,8 @@ class DistributedTraining(Callback):
     'pad' repeats samples until all have equally many, 'drop' leaves out what is left over.
 
     `learn.stop()` in one process, SIGTERM and the clock are agreed on every `agree_every` batches, while the next is
-    computed, and between epochs.
+    computed, and between epochs. Without a number, that is each batch for a big model, and every 64 batches at most for
+    a small one, more often where batches are slow.
 
     Raises `OptionError` for options that are none, `DistributedError` where the processes cannot be joined, where their
     models differ, and when another one fails or hangs for longer than `timeout`. No state of its own; a checkpoint has
@@ -108,13 +109,12 @@ class DistributedTraining(Callback):
 
     def __init__(
         self,
-        strategy: str = 'auto',             # 'ddp': each process has the whole model; 'fsdp': a part of it; 'auto'
+        strategy: str = 'auto',             # 'ddp': each rank has the whole model; 'fsdp': a part; 'auto'
         *,
-        batch_size: str = 'process',        # whose the loaders' batch size is: each 'process's, or the 'global' one
+        batch_size: str = 'process',        # whose batch size loaders have: each 'process', or 'global'
         uneven: str = 'join',               # what becomes of the last batch: 'join', 'pad' or 'drop'
         sharded_already: bool = False,      # the loaders give this process's share themselves
-        agree_every: int | None = None,     # batches from one agreement (on `stop()`, SIGTERM, the clock) to the next;
-                                            # None: 1 for a big model, up to 64 for a small one, fewer in slow batches
+        agree_every: int | None = None,     # batches between agreements; None: by model and speed
         timeout: str | int | Time = '10m',  # after which a process that waits for another gives up
         backend: str | None = None,         # torch's name; None: NCCL between GPUs and gloo between CPUs
         **options: Any,                     # of the strategy, see `Replicas` and `Sharded`
@@ -141,7 +141,8 @@ class DistributedTraining(Callback):
         self._catches_up = False                        # a resumed fit is to compute as if it had not stopped
         self._loose: list[nn.Parameter] = []            # those that are trained and are not the model's
         self._steps_before = 0                          # those of other fits
-        self._asked: tuple[list[Any], list[Any]] = [], []   # all callbacks; those that say whether a step follows
+        # all callbacks; those that say whether a step follows
+        self._asked: tuple[list[Any], list[Any]] = [], []
 
     def _runs_when(self, event_name: str, training: bool | None) -> bool:
         "Have no handler at all in a process that is alone, and one of predictions in evaluations alone."
@@ -153,14 +154,15 @@ class DistributedTraining(Callback):
     def _added(self) -> None:
         learn = self.learn
         if learn.world.size > 1: raise DistributedError(
-            'This Learner trains in several processes already: by a `DistributedTraining` among its callbacks, or in a '
-            'context of `learn.distributed()` that is open. Leave out one of them.')
+            'This Learner trains in several processes already: by a `DistributedTraining` among its callbacks, or '
+            'in a context of `learn.distributed()` that is open. Leave out one of them.')
         world = join_ranks(self.timeout.value, self.backend)
         if world.size == 1: return world.leave()
         self._before = {'dls': learn.dls, 'logger': learn.logger}
         learn.world, learn._team, self.failures = world, self, Failures(world)
         try:
-            world.run_on_all(lambda: check_bare(learn.model))   # nobody leaves while another still joins
+            # nobody leaves while another still joins
+            world.run_on_all(lambda: check_bare(learn.model))
             alike(learn, world, self._told())
             self._parts = self._made(cuts=self.strategy == 'auto' and world.any(too_big(learn.model)))
             self._share_loaders()
@@ -354,7 +356,8 @@ class DistributedTraining(Callback):
         if now.n_steps is not None and now.local and self._parts.averages_late: self._check_no_step()
         if now.share is not None: learn._done['sp'] += now.share[1] - sample_count(learn)
         if not has_tokens(learn): return
-        tokens = now.tokens or self._sum_tokens()   # else of a batch that was cancelled, or cut into pieces
+        # else of a batch that was cancelled, or cut into pieces
+        tokens = now.tokens or self._sum_tokens()
         learn._done['tok'] = now.tokens_before + int(tokens())
 
     def _check_no_step(self) -> None:
@@ -391,7 +394,8 @@ class DistributedTraining(Callback):
     def epoch_checkpoint(self) -> None:
         total = total_of(self.learn.model.parameters()) if self._parts.averages_late else (0., 0.)
         totals = self._agree(partial(self.world.sync, *total))
-        self._heard = self.learn._done['ba'], self.world.value('clock')   # evaluations are no batches
+        # evaluations are no batches
+        self._heard = self.learn._done['ba'], self.world.value('clock')
         if differ(totals): self.learn.check_replicas()
 
     def iteration_checkpoint(self) -> None: self._agree(self.world.sync)
@@ -407,7 +411,8 @@ class DistributedTraining(Callback):
 
 class GradientMean(Callback):
     "Make gradients the mean over the samples of all processes: a part of `DistributedTraining` with another order."
-    order, run_valid, needs_events = 7, False, False   # after gradient accumulation, before mixed precision
+    # after gradient accumulation, before mixed precision
+    order, run_valid, needs_events = 7, False, False
     runs_last = ('before_backward',)
     _factor: Any = None           # of a batch that is cut into pieces
 

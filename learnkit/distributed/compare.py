@@ -30,7 +30,8 @@ def lengths_of(dls: Any) -> dict[str, str]:
     "Return how long each loader is, in words."
     def told(dl: Any) -> str:
         n = getattr(dl, 'n', None) if isinstance(dl, TensorLoader) else n_batches(getattr(dl, 'dataset', None))
-        chosen = getattr(getattr(dl, 'dataset', None), 'indices', None)   # of a Subset, as `random_split` makes them
+        # of a Subset, as `random_split` makes them
+        chosen = getattr(getattr(dl, 'dataset', None), 'indices', None)
         which = f' (choice {crc32(np.asarray(chosen).tobytes())})' if isinstance(chosen, (list, range, Tensor)) else ''
         return f'{n_batches(dl)} batches' + (f' of {n} samples{which}' if n is not None else '')
     return {f'{name} loader': told(dl) for name, dl in [('train', dls.train), *evaluation_loaders(dls)]}

@@ -27,10 +27,10 @@ class ShardSpec:
     """
     rank: int
     size: int
-    batch_size: str = 'process'  # whose a loader's batch size is: each 'process's, or the 'global' one
-    uneven: str = 'join'         # 'join': each sample once; 'pad': until all have equally many; 'drop' what is left
+    batch_size: str = 'process'  # whose batch size a loader has: each 'process', or 'global'
+    uneven: str = 'join'         # 'join': each sample once; 'pad': repeat some; 'drop': leave out the rest
     fillers: bool = True         # a process without a sample of its own gets one that does not count
-    count: Callable[[Any], int] = find_bs   # returns the number of samples in a batch, as a loader gave it
+    count: Callable[[Any], int] = find_bs   # returns the number of samples in a loader's batch
 
     def __post_init__(self) -> None:
         for name, known in (('batch_size', BATCH_SIZES), ('uneven', UNEVEN)):

@@ -27,7 +27,7 @@ class Replicas:
 
     >>> Replicas(bucket_cap=5)
     Traceback (most recent call last):
-    learnkit.core.errors.OptionError: bucket_cap: the options of strategy 'ddp' are comm_hook, comm_state, and those of ...
+    learnkit.core.errors.OptionError: bucket_cap: the options of strategy 'ddp' are comm_hook, comm_state, ...
     """
     needs_equal_evaluations = False   # whether all processes must evaluate the same number of batches
     averages_late = True              # gradients that no pass has averaged wait for `average_gradients`
@@ -35,7 +35,7 @@ class Replicas:
 
     def __init__(
         self,
-        comm_hook: Callable[..., Any] | None = None,   # compresses gradients: torch's, `f(state, bucket)`
+        comm_hook: Callable[..., Any] | None = None,   # compresses gradients: f(state, bucket)
         comm_state: Any = None,                        # its first argument
         **options: Any,                                # for DistributedDataParallel: `bucket_cap_mb`, `static_graph`
     ) -> None:
@@ -111,7 +111,8 @@ class Replicas:
             return
         wrapped._remove_autograd_hooks()  # torch has no public name for it
         for name in ('reducer', 'logger', 'process_group'):
-            vars(wrapped).pop(name, None)  # they would keep the process group, and its connections, open
+            # they would keep the process group, and its connections, open
+            vars(wrapped).pop(name, None)
 
     def leave(self, learn: Any) -> None: self.release(learn)
 
@@ -150,7 +151,8 @@ def average(parameters: Iterable[nn.Parameter]) -> None:
 def tensors_of(nested: Any) -> list[Tensor]:
     "Return every tensor in a nesting of them."
     found: list[Tensor] = []
-    map_tensors(nested, lambda t: found.append(t) or t)  # type: ignore[func-returns-value]  # it returns None
+    # it returns None
+    map_tensors(nested, lambda t: found.append(t) or t)  # type: ignore[func-returns-value]
     return found
 
 

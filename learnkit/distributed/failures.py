@@ -18,8 +18,10 @@ from learnkit.engine.dispatch import place
 __all__ = ['Failures', 'is_lost']
 
 SETTLE_S = 1.       # in which ranks whose collective has failed say so, and the rest is taken to be gone
-PATIENCE_S = 4.     # longest wait for the store, which may be on a machine that is gone, and for the others to read it
-LOST = ('gloo/transport', 'pair closure', 'Connection closed by peer')  # in errors of gloo, which have no type
+# longest wait for the store, which may be on a machine that is gone, and for the others to read it
+PATIENCE_S = 4.
+# in errors of gloo, which have no type
+LOST = ('gloo/transport', 'pair closure', 'Connection closed by peer')
 LONGEST = 16_000    # characters of a traceback that others show
 ADVICE = 'If nothing there takes so long, the processes have decided differently before: by a Cancel exception in ' \
          'one of them alone, or by a call there of what all do together (fit, validate, get_preds, gather). Let ' \

@@ -55,10 +55,10 @@ class Sharded:
     def __init__(
         self,
         policy: Any = None,         # of mixed precision: torch's `MixedPrecisionPolicy`, or 'bf16'
-        wrap: Wrap = None,          # what is cut on its own: a class, several, a function; None: repeated blocks
-        reshard_after_forward: bool | None = None,  # let whole weights go between forward and backward; None: torch's
+        wrap: Wrap = None,          # units to shard: a class, several, a function; None: repeated blocks
+        reshard_after_forward: bool | None = None,  # free weights until backward; None: torch's
         offload: Any = False,       # keep the parts on the host: True, or torch's `CPUOffloadPolicy`
-        sync_pieces: bool = True,   # sum gradients up after each microbatch (False: after the last of a batch)
+        sync_pieces: bool = True,   # reduce gradients after each microbatch (False: after the last)
         **unknown: Any,
     ) -> None:
         if unknown: raise OptionError(f"{next(iter(unknown))}: the options of strategy 'fsdp' are "
@@ -245,8 +245,8 @@ def units_of(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
     if not found: raise OptionError(f'wrap={wrap!r}: {type(model).__name__} has no such module inside.')
     for m in found:
         if shares_weights(m, model): raise OptionError(
-            f'wrap={wrap!r}: a {type(m).__name__} shares weights with other parts of the model, so that it cannot be '
-            'cut on its own. Leave it out of `wrap`.')
+            f'wrap={wrap!r}: a {type(m).__name__} shares weights with other parts of the model, so that it cannot '
+            'be cut on its own. Leave it out of `wrap`.')
     return found[::-1]
 
 

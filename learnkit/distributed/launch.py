@@ -34,10 +34,12 @@ from learnkit.distributed.callback import DistributedTraining
 
 __all__ = ['launch', 'serve']
 
-GRACE_S = 8.   # for processes to end by themselves when one of them has failed, or when they are interrupted
+# for processes to end by themselves when one of them has failed, or when they are interrupted
+GRACE_S = 8.
 _BEGIN = 'import sys; sys.path[:] = sys.argv[2:]; from learnkit.distributed.launch import serve; serve(sys.argv[1])'
+# of torchrun and srun
 _OF_ANOTHER = ('TORCHELASTIC_', 'GROUP_RANK', 'GROUP_WORLD_SIZE', 'ROLE_RANK', 'ROLE_NAME', 'ROLE_WORLD_SIZE',
-               'SLURM_PROCID', 'SLURM_LOCALID', 'SLURM_STEP_NUM_TASKS')  # of torchrun and srun
+               'SLURM_PROCID', 'SLURM_LOCALID', 'SLURM_STEP_NUM_TASKS')
 _PAYLOAD, _BACK = 'payload.pt', 'back.ckpt'
 
 
@@ -99,7 +101,8 @@ def _pack(learn: Any, fn: Any, team: DistributedTraining, path: Path) -> None:
         name, value, why = found
         raise DistributedError(f'{name} ({type(value).__name__}) cannot be sent to another process: {why}. Make it in '
                                'the function that is launched, or where it is first used.')
-    torch.save(payload, path, pickle_module=cloudpickle, pickle_protocol=5)  # tensors that share memory still do
+    # tensors that share memory still do
+    torch.save(payload, path, pickle_module=cloudpickle, pickle_protocol=5)
 
 
 def _unpicklable(payload: dict[str, Any]) -> tuple[str, Any, str] | None:

@@ -38,15 +38,16 @@ from learnkit.distributed.rounds import RoundIterator, RoundShard
 
 __all__ = ['shard', 'shard_loaders', 'check_lengths', 'FirstBatches', 'TensorShard', 'IndexShard', 'ShardSampler']
 
-MOST_ROUNDS = 32  # drawn at a time: to let the order's generators stand for the process's own costs a tenth of a ms
+# drawn at a time: to let the order's generators stand for the process's own costs a tenth of a ms
+MOST_ROUNDS = 32
 
 
 def shard(
     dl: Any,                     # the loader that every process has; it is not changed
     rank: int,                   # the number of this process
     size: int,                   # how many there are
-    batch_size: str = 'process',  # whose the loader's batch size is: each 'process's, or the 'global' one
-    uneven: str = 'join',        # the last round: 'join' takes each sample once, 'pad' repeats some, 'drop' leaves it
+    batch_size: str = 'process',  # whose batch size the loader has: each 'process', or 'global'
+    uneven: str = 'join',        # last round: 'join' takes each sample once, 'pad' repeats, 'drop' omits
     fillers: bool = True,        # give a process without a sample in a round one that does not count
     count: Callable[[Any], int] = find_bs,  # returns the number of samples in a batch
 ) -> Any:
@@ -243,9 +244,11 @@ class ShardSampler:
 
     def __init__(self, whole: DataLoader[Any], cut: ShardSpec, order: Order) -> None:
         self.whole, self.order = whole, order
-        self.cut = cut if _sizes(whole, cut) else replace(cut, fillers=True)  # for whom data end early is not known
+        # for whom data end early is not known
+        self.cut = cut if _sizes(whole, cut) else replace(cut, fillers=True)
         self.seeds = torch.Generator()                  # of this process's workers
-        self.loader: Callable[[], Any] = lambda: None   # refers to the share that this is the sampler of
+        # refers to the share that this is the sampler of
+        self.loader: Callable[[], Any] = lambda: None
 
     def __len__(self) -> int:
         if (sizes := _sizes(self.whole, self.cut)) is not None: return self.cut.n_given(*sizes)
@@ -265,7 +268,7 @@ class ShardSampler:
         self,
         workers: int,                   # of the pass, as for `start_lists`
         workers_ran: bool,
-        first: RNGState | None = None,  # of the global generators before the first list, where others had drawn
+        first: RNGState | None = None,  # global generators before the first list, if others drew
     ) -> Iterator[Any]:
         "Start a pass of the loader's sampler, and return this process's pieces."
         with self.order:

@@ -32,7 +32,7 @@ __all__ = ['Processes']
 class Processes(ResumeChecks):
     "The part of the Learner that trains in several processes."
     dls: Any
-    _team: DistributedTraining | None = None   # the callback that has joined other processes, where there are any
+    _team: DistributedTraining | None = None   # the callback that joined other processes, if any
 
     def _find_checkpoint(self, resume: Any) -> ResumeState | None:
         "Let the first process find it; the others read the same file."
@@ -47,7 +47,7 @@ class Processes(ResumeChecks):
 
     def distributed(
         self,
-        strategy: str = 'auto',   # 'ddp': each process has the whole model; 'fsdp': a part of it; 'auto'
+        strategy: str = 'auto',   # 'ddp': each rank has the whole model; 'fsdp': a part; 'auto'
         **options: Any,           # more of `DistributedTraining`
     ) -> AbstractContextManager[Self]:
         """Return a context in which this Learner trains in all the processes that were started together.
@@ -65,7 +65,7 @@ class Processes(ResumeChecks):
 
     def launch(
         self,
-        fn: Callable[[Any], Any],   # called with the Learner in each process: `lambda learn: learn.fit(3)`
+        fn: Callable[[Any], Any],   # f(learn) in each process: `lambda learn: learn.fit(3)`
         nproc: int = 2,             # processes
         *,
         timeout: str | int | Time = '10m',  # after which a process that waits for another gives up
@@ -133,8 +133,8 @@ class Processes(ResumeChecks):
     def _check_world(self) -> None:
         if self.world.is_broken: raise DistributedError(
             'The last run in these processes has failed, and nobody knows where each of them stands. Leave the '
-            'context of `learn.distributed()`, or start the processes again; `fit(..., resume=True)` goes on from a '
-            'checkpoint.')
+            'context of `learn.distributed()`, or start the processes again; `fit(..., resume=True)` goes on from '
+            'a checkpoint.')
 
     def _end_run(self, error: BaseException | None) -> None:
         "Let the other processes know of an error before anything is undone."

@@ -31,7 +31,8 @@ _DICTS: dict[str, Any] = {'dict': dict, 'OrderedDict': OrderedDict, 'Counter': C
 _MAKERS: dict[str, Any] = {**_DICTS, 'L': L, 'set': set, 'frozenset': frozenset}
 _FACTORIES: dict[str, Callable[[], Any]] = {f.__name__: f for f in (list, dict, set, int, float, str)}
 LONGEST = 2000   # bits of a number
-NO_DATA = (OptionError, RecursionError, TypeError, ValueError)  # what is raised for values that no file holds
+# what is raised for values that no file holds
+NO_DATA = (OptionError, RecursionError, TypeError, ValueError)
 # made anew with the callback, or belonging to the Learner
 _NO_DATA = (FunctionType, MethodType, BuiltinFunctionType, ModuleType, type, nn.Module, nn.Parameter, Callback,
             torch.optim.Optimizer, torch.device, torch.dtype)
@@ -160,7 +161,8 @@ def _encoded(value: Any) -> Any:
         return {_KIND: 'number' if isinstance(value, np.generic) else 'array', 'of': torch.from_numpy(np.array(value))}
     if isinstance(value, PurePath): return {_KIND: 'Path', 'of': str(value)}
     if kind in (L, set, frozenset):
-        items = value if kind is L else sorted(value, key=repr)  # the order of a set differs from run to run
+        # the order of a set differs from run to run
+        items = value if kind is L else sorted(value, key=repr)
         return {_KIND: kind.__name__, 'of': list(map(_encoded, items))}
     if kind is deque: return {_KIND: 'deque', 'of': list(map(_encoded, value)), 'maxlen': value.maxlen}
     if kind is dict and _KIND not in value and all(type(k) in (str, int) for k in value):

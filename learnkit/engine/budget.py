@@ -17,7 +17,7 @@ def as_length(
     length: Any,                        # a number of epochs, or a time
     start_epoch: Any = 0,               # the epochs before it are skipped
     per_iteration: int | None = None,   # epochs of an iteration, where it is set
-) -> tuple[int | None, Time | None]:    # the number of epochs (None: not known), and the budget where there is one
+) -> tuple[int | None, Time | None]:    # number of epochs (None: not known), and the budget if any
     "Return how many epochs a fit has, or what it may use; raise `FitError` or `TimeError` for what it cannot follow."
     epochs, budget = _as_length(learn, length, per_iteration)
     return check_fit(learn, epochs, start_epoch, has_budget=budget is not None), budget
@@ -51,7 +51,8 @@ class Budget(Callback):
         self.total = as_time(total, 'ep')
         self._began = 0.                   # what the Learner had used when the fit began
         self._ended = False                # it was this that stopped the fit
-        self._last, self._n_idle = 0., 0   # the share at the end of the last epoch; epochs that used nothing
+        # the share at the end of the last epoch; epochs that used nothing
+        self._last, self._n_idle = 0., 0
         if self.total.unit == 'sec': self.wall_clock = ('began', 'last')
 
     def before_fit(self) -> None:

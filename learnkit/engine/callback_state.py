@@ -56,7 +56,8 @@ class States(Runs):
         "Return what in the callbacks' states tells of the clock or the machine, by their keys; '*' is any callback."
         found = {self._callbacks.keys[id(cb)]: list(cb.wall_clock) for cb in self.cbs if getattr(cb, 'wall_clock', ())}
         columns = [name for cb in self.cbs if getattr(type(cb), 'of_machine', False) for name in cb.metric_names]
-        places = ('history.*', 'open.logged', 'rows.*.1', 'writer.cache')  # of the Recorder, and of loggers
+        # of the Recorder, and of loggers
+        places = ('history.*', 'open.logged', 'rows.*.1', 'writer.cache')
         if columns: found['*'] = [f'{place}.{name}' for name in columns for place in places]
         return found
 
@@ -66,7 +67,7 @@ class States(Runs):
 
     def load_callback_states(
         self,
-        states: Mapping[str, Any],   # from `callback_states`, of this Learner or of one with the same callbacks
+        states: Mapping[str, Any],   # from `callback_states`, of a Learner with the same callbacks
     ) -> None:
         """Hand each state to its callback.
 

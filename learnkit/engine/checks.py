@@ -55,7 +55,9 @@ def check_takes(name: str, f: Callable[..., Any], what: str) -> None:
 
 def check_count(name: str, value: object, least: int) -> int:
     "Return a whole number; raise `FitError` for anything else, and below `least`."
-    try: number = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]  # that is the question
+    try:
+        # whether it has an index is the question
+        number = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError: number = least - 1
     if number < least: raise FitError(f'{name}={value!r}: give a whole number, {least} or more.')
     return number
@@ -127,7 +129,8 @@ def first_validation_batches(learn: Any) -> Iterator[str]:
         for name, dl in evaluation_loaders(learn.dls):
             with preserved_generators(dl):
                 drawn = iter(dl)
-                batch = None if drawn is dl else next(drawn, None)  # from an iterator a batch would be taken away
+                # from an iterator a batch would be taken away
+                batch = None if drawn is dl else next(drawn, None)
             if batch is None: continue
             learn._form = form_of(learn.dls, name)
             learn._split(learn._set_device(batch))

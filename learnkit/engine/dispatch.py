@@ -38,7 +38,8 @@ class CallbackSet:
         self.keys: dict[int, str] = {}
         self._order: list[Any] | None = None    # the sorted callbacks, until something changes
         self.blending: list[Any] | None = None  # those that make the loss a mean over samples, until then
-        self.tables = HandlerTable(self, False), HandlerTable(self, True)  # indexed by `learn.training`
+        # indexed by `learn.training`
+        self.tables = HandlerTable(self, False), HandlerTable(self, True)
         self.more_tables: list[HandlerTable] = []  # that the loop reads in their place for a while
 
     def __iter__(self) -> Iterator[Any]: return iter(self.items)
@@ -79,7 +80,8 @@ class CallbackSet:
     def insert(self, cb: Any, at: int | None = None, switch: list[Any] | None = None) -> None:
         "Add one callback, checked by `check_new`, at its place; with the switch it had, an event under way reaches it."
         self.keys[id(cb)] = self._unique_key(cb)
-        self.switches[id(cb)] = [] if switch is None else switch  # before the item: Ctrl-C here leaves it discardable
+        # before the item: Ctrl-C here leaves it discardable
+        self.switches[id(cb)] = [] if switch is None else switch
         self._switch(cb, bool(cb.run))
         self.items.insert(len(self.items) if at is None else at, cb)
         self.refresh()

@@ -113,13 +113,15 @@ LEVELS = {
     'step':     Level('before_step', 'after_cancel_step', 'after_step', CancelStepException),
 }
 
-EVENTS = tuple(dict.fromkeys(m.event for m in LIFECYCLE if not m.is_note))  # each name once, in firing order
+# each name once, in firing order
+EVENTS = tuple(dict.fromkeys(m.event for m in LIFECYCLE if not m.is_note))
 
 _between = EVENTS[EVENTS.index('before_draw'):EVENTS.index('batch_checkpoint') + 1]
 # a callback's methods that are no events: each returns a context, which is entered around a part of every batch
 CONTEXTS = {'forward': 'forward_context', 'backward': 'backward_context'}
 
-INNER_EVENTS = frozenset([*_between, *CONTEXTS.values()])  # those of a batch: `run_train` and `run_valid` apply to them
+# those of a batch: `run_train` and `run_valid` apply to them
+INNER_EVENTS = frozenset([*_between, *CONTEXTS.values()])
 
 ALIASES = {'after_cancel_valid': 'after_cancel_validate'}  # other spellings that are accepted
 

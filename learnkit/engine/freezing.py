@@ -80,13 +80,13 @@ class Freezing(Loop):
 
 
 def make_optimizer(
-    opt_func: Any,              # class or function of parameters and lr, a ready optimizer, or a list or dict of them
+    opt_func: Any,              # f(params, lr), a ready optimizer, or a list or dict of them
     model: nn.Module,
     lr: Any,                    # one rate, one a group, a slice over the groups, or a dict by optimizer
-    splitter: Callable[[nn.Module], Any] = trainable_params,  # gives the parameters, or a list of groups of them
-    wd_bn_bias: bool | None = None,  # whether norm layers and biases decay; None: as the optimizer's kind has it
+    splitter: Callable[[nn.Module], Any] = trainable_params,  # gives parameters, or groups of them
+    wd_bn_bias: bool | None = None,  # decay norm layers and biases; None: as the optimizer does
     train_bn: bool = True,      # whether norm layers of frozen groups are trained
-    last: Any = None,           # the optimizer before: what that has frozen is among the groups too, and stays frozen
+    last: Any = None,           # the previous optimizer: its frozen parameters stay, and stay frozen
     loss_func: Any = None,      # parameters of one that is a module are trained with the last group
 ) -> OptimWrapper:
     """Make the optimizer of a model. A function that has a parameter `model` is given the model, too.
@@ -190,7 +190,8 @@ def _wants_model(opt_func: Callable[..., Any], groups: list[Any]) -> bool:
         raise OptimizerError('Muon trains matrices alone, and there are other parameters: `opt_func=MuonAdamW` trains '
                              'these with AdamW.')
     try: signature = inspect.signature(opt_func)
-    except (TypeError, ValueError):  # it has none, or a partial brings what the function does not take
+    except (TypeError, ValueError):
+        # it has none, or a partial brings what the function does not take
         _check_options(opt_func, maker)
         return False
     wants_model = 'model' in signature.parameters

@@ -70,7 +70,7 @@ class Loop(Resuming):
     """
     _form: BatchForm | None = None    # of the loader that is drawn from
     _source: str | None = None        # the loader's name in `dls`, where `dl_name` is another one
-    _takes_alone: tuple[Any, str] = None, ''  # a loss function, and whether it takes predictions alone
+    _takes_alone: tuple[Any, str] = None, ''  # loss function, if it takes predictions alone
     _retains_graph: bool | None = None  # whether a backward pass keeps the graph for another one
     _pairing_known = True  # from the first loss of a fit on: predictions and targets were looked at
     _batch_known = True    # from the first training batch of a fit on: it was looked at
@@ -290,7 +290,8 @@ class Loop(Resuming):
         super()._forget_run()
 
     def _is_open(self, level: str) -> bool:
-        return level in self._open or type(self)._with_events is not Loop._with_events  # an override may not keep them
+        # an override may not keep them
+        return level in self._open or type(self)._with_events is not Loop._with_events
 
     # -- the parts of a batch ------------------------------------------------------------------------------------------
 
@@ -371,7 +372,8 @@ class Loop(Resuming):
         for name, value in parts.items():
             if name != 'loss' and not self._repeating:
                 self.log(f'train_{name}' if self.training else name, value, self._weight())
-        return parts['loss'] if 'loss' in parts else sum(parts.values())  # type: ignore[return-value]  # of tensors
+        # of tensors
+        return parts['loss'] if 'loss' in parts else sum(parts.values())  # type: ignore[return-value]
 
     def _no_loss(self) -> LossError | BatchError:
         "Make the error for a training batch that gave no loss."

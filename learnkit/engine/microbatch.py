@@ -33,9 +33,9 @@ class Pieces(Evaluations):
     _step: Callable[[], None]
     _with_events: Callable[..., None]
     _piece, _is_last_piece = 0, True           # number of the piece at hand; whether none follows it
-    _fitting_size: int | None = None           # the size that memory has held, with microbatch='auto'; None: any so far
+    _fitting_size: int | None = None           # size that fits in memory, with 'auto'; None: any so far
     _share: Any = 1.                           # of the piece at hand in the loss of its batch
-    _known_denominator: tuple[Any, ...] = None, None, None, None  # of which loss, `weight_func` and class of model
+    _known_denominator: tuple[Any, ...] = None, None, None, None  # by loss, `weight_func`, model
 
     def _forget_pass(self) -> None:
         for name in ('pred', 'loss_grad'): self.__dict__.pop(name, None)
@@ -43,7 +43,8 @@ class Pieces(Evaluations):
     def _do_microbatches(self, size: int | str) -> None:
         pending = [(p, p.grad.clone()) for p in self.opt.parameters() if p.grad is not None]
         try: self._do_pieces_that_fit(pending) if size == 'auto' else self._do_pieces(size)
-        except CancelBatchException:  # part of a batch's gradient means nothing: back to what was there before it
+        except CancelBatchException:
+            # part of a batch's gradient means nothing: back to what was there before it
             self._put_gradients_back(pending)
             self.__dict__.pop('loss_grad', None)
             raise

@@ -139,10 +139,10 @@ class OwnLoops(Loop):
         self,
         loss: Tensor
         | Mapping[str, Tensor]
-        | Callable[[], Any],  # one number, a dict of named parts, or f() -> one
+        | Callable[[], Any],  # a number, dict of parts, or f()
         only: str
         | int
-        | None = None,  # the name or place of the optimizer that steps; None: all of them
+        | None = None,  # name or index of the optimizer that steps; None: all
         retain_graph: bool = False,  # keep the graph, for another loss that shares a part of it
     ) -> bool:
         """Take a step with the gradient of a loss, and return False where no step was taken.

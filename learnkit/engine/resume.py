@@ -18,12 +18,14 @@ from learnkit.engine.microbatch import Pieces
 __all__ = ['ResumeState', 'Resuming', 'PLACES']
 
 # place of a checkpoint: the place of the loop at which it is put in place
+# after an epoch that ended an iteration
 PLACES = {'batch': 'batch',            # after a training batch
           'within': 'batch',           # the same, with an evaluation that is due
           'evaluation': 'evaluation',  # after an epoch's training, with an evaluation that is due
           'epoch': 'epoch',            # after an epoch
-          'iteration': 'epoch'}        # after an epoch that ended an iteration
-_EVENTS = {place: f'{place}_checkpoint' for place in ('batch', 'epoch', 'iteration')}  # where a run can be saved
+          'iteration': 'epoch'}
+# where a run can be saved
+_EVENTS = {place: f'{place}_checkpoint' for place in ('batch', 'epoch', 'iteration')}
 
 
 @dataclass

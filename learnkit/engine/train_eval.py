@@ -34,7 +34,7 @@ class TrainEvalCallback(Callback):
     runs_last = 'after_pred', 'before_backward'
     _has_warned = False                        # of a loss that was set in vain
     _loss_before: Any = None                   # weak references to the losses at hand, with their versions
-    _modes: list[tuple[nn.Module, bool]] = []  # those of training, while an evaluation has changed them
+    _modes: list[tuple[nn.Module, bool]] = []  # training's modes, while an evaluation changes them
     _starting = True                           # the first epoch of a fit is to come
     _trained = False                           # this epoch's training has begun
 
@@ -96,7 +96,8 @@ class TrainEvalCallback(Callback):
         learn = self.learn
         learn.training = True
         if learn.n_epoch: learn.pct_train = learn.epoch / learn.n_epoch
-        if self._starting or not learn.model.training:  # otherwise the modes are there, or a callback has set others
+        # otherwise the modes are there, or a callback has set others
+        if self._starting or not learn.model.training:
             learn.model.train()
             for module, mode in self._modes: module.training = mode
         self._starting, self._modes, self._trained = False, [], True

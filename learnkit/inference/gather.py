@@ -54,7 +54,7 @@ class GatherPredsCallback(Callback):
         with_input: bool = False,              # also gather the inputs
         with_loss: bool = False,               # also gather the loss of each sample
         save_preds: str | Path | None = None,  # a folder: each batch's predictions are saved there
-        save_targs: str | Path | None = None,  # a folder: each batch's (first) targets are saved there
+        save_targs: str | Path | None = None,  # folder for each batch's (first) targets
         with_preds: bool = True,               # gather the predictions
         with_targs: bool = True,               # gather the targets
         concat_dim: int = 0,                   # the dimension along which batches are joined
@@ -137,7 +137,8 @@ class GatherPredsCallback(Callback):
         join = partial(concat, dim=self.concat_dim, sizes=self._sizes, listed=self._listed)
         if self.with_input: self.inputs = detuplify(_join_entries(self.inputs, join))
         if self.with_preds:
-            samples = have_listed_samples(self.preds, self._sizes, self._listed)  # of which there may be one in all
+            # of which there may be one in all
+            samples = have_listed_samples(self.preds, self._sizes, self._listed)
             self.preds = join(self.preds) if samples else detuplify(join(self.preds))
         if self.with_targs: self.targets = detuplify(_join_entries(self.targets, join))
         if self.with_loss: self.losses = concat(self.losses)
@@ -241,9 +242,9 @@ class PredictionSink:
         with_decoded: bool = False,
         with_loss: bool = False,
         with_targs: bool = True,
-        act: Callable[[Any], Any] | None = None,  # applied to predictions; None: `loss_func.activation`, if any
+        act: Callable[[Any], Any] | None = None,  # on predictions; None: `loss_func.activation`
         cpu: bool = True,              # bring the entries to the CPU
-        arriving: AsyncToCPU | None = None,  # brings them there without a wait, a batch late; None: at once
+        arriving: AsyncToCPU | None = None,  # copies without a wait, a batch late; None: at once
     ) -> None:
         self.learn, self.give, self.cpu, self.arriving = learn, give, cpu, arriving
         self.act = act or getattr(learn.loss_func, 'activation', noop)

@@ -71,7 +71,7 @@ class Interpretation:
         learn: Any,                               # a Learner
         ds_idx: int = 1,                          # which loader: 0 training, 1 validation
         dl: Any = None,                           # a loader to use instead, or its name in `dls`
-        act: Callable[[Any], Any] | None = None,  # applied to predictions; None: `loss_func.activation`, if any
+        act: Callable[[Any], Any] | None = None,  # on predictions; None: `loss_func.activation`
     ) -> Self:
         """Predict on a loader. Raises what `learn.get_preds(with_loss=True)` does: `LoaderError`, `LossError`."""
         loader, order = learn._planned(ds_idx, dl, reorder=True)
@@ -147,7 +147,7 @@ class Interpretation:
 
     def plot_top_losses(
         self,
-        k: int | Sequence[int] = 9,   # how many; or which in their order: `range(9, 18)` are the next nine
+        k: int | Sequence[int] = 9,   # how many, or which: `range(9, 18)` are the next nine
         largest: bool = True,         # False: the smallest losses
         **kwargs: Any,                # for images `figsize`, in inches
     ) -> Any:
@@ -248,7 +248,7 @@ class ClassificationInterpretation(Interpretation):
     def most_confused(
         self,
         min_val: int = 1,  # leave out what happened less often
-    ) -> list[tuple[Any, Any, int]]:  # actual and predicted class, and how often, the most frequent first
+    ) -> list[tuple[Any, Any, int]]:  # actual and predicted class, count; the most frequent first
         "Return which classes were taken for which others."
         matrix = self.confusion_matrix()
         pairs = [(self.vocab[i], self.vocab[j], int(matrix[i, j])) for i, j in zip(*matrix.nonzero(), strict=True)

@@ -51,7 +51,7 @@ class Predictions(Streaming):
 
     def validate(
         self,
-        ds_idx: int | None = None,   # 0: the training loader, 1: the first validation loader; None: all of those
+        ds_idx: int | None = None,   # 0: training, 1: first validation loader; None: all validation
         dl: Any = None,              # a loader to use instead, or its name in `dls`
         cbs: Any = None,             # further callbacks for this run
     ) -> L | None:
@@ -93,7 +93,7 @@ class Predictions(Streaming):
         with_input: bool = False,            # return the inputs, first
         with_decoded: bool = False,          # return decoded predictions, by `loss_func.decodes`
         with_loss: bool = False,             # return the loss of each sample, last
-        act: Callable[[Any], Any] | None = None,  # applied to predictions; None: `loss_func.activation`, if any
+        act: Callable[[Any], Any] | None = None,  # on predictions; None: `loss_func.activation`
         inner: bool = False,                 # leave out the events of fit and epoch: for use inside a callback
         reorder: bool = True,                # in data-set order, nothing dropped, where the loader can be rebuilt
         cbs: Any = None,                     # further callbacks for this run
@@ -116,7 +116,8 @@ class Predictions(Streaming):
         predictions alone; or a function, called with the entries of each batch. Until they are complete, the folder and
         the file are called `<name>.part`: what an interrupted run wrote is there, and is written over by the next.
         Nothing else is: a file, or a folder that is not empty, is refused. Several processes write files of one folder,
-        numbered in the order of the data; of a `.npy` file each writes its own, which `learnkit.inference.sinks.read_rows` joins.
+        numbered in the order of the data; of a `.npy` file each writes its own, which
+        `learnkit.inference.sinks.read_rows` joins.
 
         Raises `LoaderError` when there is no such loader, `EmptyLoaderError` when it has no batch, and `OptionError`
         for a sink that cannot take what was asked for.
@@ -128,7 +129,8 @@ class Predictions(Streaming):
         (torch.Size([32, 1]), torch.Size([32, 1]))
         """
         check_function('act', act)
-        new_cbs = [as_callback(cb) for cb in listed(cbs)]  # made here, so that what one of them draws stays drawn
+        # made here, so that what one of them draws stays drawn
+        new_cbs = [as_callback(cb) for cb in listed(cbs)]
         options = {'with_input': with_input, 'with_loss': with_loss, **kwargs}
         source = self._source_of(ds_idx, dl)
         run = partial(self._predict_run, inner=inner, with_loss=with_loss, source=source)
@@ -174,7 +176,7 @@ class Predictions(Streaming):
         with_input: bool = False,            # yield the inputs, first
         with_decoded: bool = False,          # yield decoded predictions, by `loss_func.decodes`
         with_loss: bool = False,             # yield the loss of each sample, last
-        act: Callable[[Any], Any] | None = None,  # applied to predictions; None: `loss_func.activation`, if any
+        act: Callable[[Any], Any] | None = None,  # on predictions; None: `loss_func.activation`
         inner: bool = False,                 # leave out the events of fit and epoch: for use inside a callback
         cpu: bool = True,                    # bring them to the CPU; False: leave them where the model is
         cbs: Any = None,                     # further callbacks for this run
@@ -206,7 +208,7 @@ class Predictions(Streaming):
         item: Any,                    # the input of one sample as a data set gives it; a tuple of several inputs
         rm_type_tfms: Any = None,     # for data of fastai: how many type transforms to leave out
         with_input: bool = False,     # return the input too, first
-    ) -> tuple[Any, ...]:  # (input, if asked for,) decoded prediction, as `loss_func.decodes` gives it, and activated
+    ) -> tuple[Any, ...]:  # (input,) prediction decoded by `loss_func.decodes`, and activated
         """Predict on one sample.
 
         What `dls.decode_batch` makes of the prediction comes first, where the data can do that (fastai's); otherwise
@@ -244,9 +246,9 @@ class Predictions(Streaming):
         n: int = 4,                    # how often to predict on augmented samples
         item_tfms: Any = None,         # for data of fastai: other transforms of each item
         batch_tfms: Any = None,        # for data of fastai: other transforms of each batch
-        beta: float | None = 0.25,     # the share of the plain predictions; None: return both, augmented ones first
+        beta: float | None = 0.25,     # share of the plain predictions; None: both, augmented first
         use_max: bool = False,         # take the largest prediction instead of the mean
-        augment: Callable[..., Any] | None = None,  # f(*xb) gives a batch's inputs augmented, for any loader
+        augment: Callable[..., Any] | None = None,  # f(*xb) -> augmented inputs, for any loader
     ) -> tuple[Any, Any]:  # predictions, targets
         """Predict on augmented samples too (test time augmentation) and average: `lerp(augmented, plain, beta)`.
 

@@ -67,7 +67,8 @@ def _starts_as_npy(path: Path) -> bool:
     with open(path, 'rb') as file: return file.read(6) in (b'', b'\x93NUMPY')
 
 
-_OWN_FILE = re.compile(r'\d{6,}\.pt|\.\d{6,}\.pt\.tmp')  # a batch, and a batch on its way to the disk
+# a batch, and a batch on its way to the disk
+_OWN_FILE = re.compile(r'\d{6,}\.pt|\.\d{6,}\.pt\.tmp')
 
 
 def _part_of(path: Path) -> Path: return path.with_name(f'{path.name}.part')
@@ -80,7 +81,7 @@ def opened_sink(
     sink: Any,
     names: tuple[str, ...],              # of a batch's entries
     world: Comm = ALONE,                # the processes that share the loader
-    number: Callable[[], int] | None = None,  # gives that of the batch, where several processes share the loader
+    number: Callable[[], int] | None = None,  # the batch's number, if processes share the loader
 ) -> Iterator[Callable[..., Any]]:
     """Open a sink and yield the function that takes the entries of a batch.
 
@@ -98,7 +99,8 @@ def opened_sink(
     else:
         path, index = _own_file(Path(sink), world), []
         part = _part_of(path)
-        world.run_on_all(partial(_make_empty, part))  # a disk that fails is found before anyone predicts
+        # a disk that fails is found before anyone predicts
+        world.run_on_all(partial(_make_empty, part))
         with open(part, 'wb') as file:
             rows = _NpyFile(file)
             def add(array: np.ndarray) -> None:

@@ -35,7 +35,7 @@ class PredictionStream(Iterator[tuple[Any, ...]]):
     def __init__(
         self,
         learn: Any,
-        run: Callable[[Any], Iterator[None]],  # makes the steps of the run, a batch each, with one more callback in it
+        run: Callable[[Any], Iterator[None]],  # makes the run's steps, with one more callback
         batch: list[tuple[Any, ...]],          # where a step leaves the batch's entries
         context: Callable[[], Any],            # makes what surrounds each step
     ) -> None:

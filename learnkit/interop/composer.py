@@ -42,7 +42,8 @@ IN_FIT = {'before_eval': 'eval_before_all', 'after_eval': 'eval_after_all'}
 ALONE = {'before_eval': 'eval_standalone_start', 'after_eval': 'eval_standalone_end'}
 
 HOOKS = (*(e.value for e in Event), 'close', 'post_close')
-SPLIT = frozenset(EVENTS[EVENTS.index('before_batch'):EVENTS.index('batch_checkpoint') + 1])  # `xb` and `yb` are there
+# `xb` and `yb` are there
+SPLIT = frozenset(EVENTS[EVENTS.index('before_batch'):EVENTS.index('batch_checkpoint') + 1])
 _TABLES = ALWAYS, FIT, TRAIN, EVAL, PREDICT, IN_FIT, ALONE
 
 
@@ -65,7 +66,7 @@ def composer_events(
 
 
 def from_composer(
-    cb: Any,     # an object with methods like `epoch_start(state, logger)`, or with `run_event(event, state, logger)`
+    cb: Any,     # with methods such as `epoch_start(state, logger)`, or with `run_event`
 ) -> Callback:
     """Return a callback that runs one written for Composer.
 
@@ -170,7 +171,8 @@ class _FromComposer(Callback):
         self.in_fit = self.has_fitted = True
         self._epochs_before, self._before = self.learn._done['ep'], (self.learn.time, False)
         self._end = None
-        self._epoch_over, self._eval_began = False, 0.  # an earlier fit may have failed between the two
+        # an earlier fit may have failed between the two
+        self._epoch_over, self._eval_began = False, 0.
 
     def _cleanup(self) -> None:
         self.end()  # it is kept: the budget goes with the fit
@@ -191,7 +193,8 @@ class _FromComposer(Callback):
 
     def _after_epoch(self) -> None:
         if not self.learn.fitting: return
-        self._since_epoch, self._epoch_over = self.learn.time, False  # the Learner has counted it by now
+        # the Learner has counted it by now
+        self._since_epoch, self._epoch_over = self.learn.time, False
 
     def _before_eval(self) -> None: self._eval_began = perf_counter()
 

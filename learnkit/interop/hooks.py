@@ -42,7 +42,8 @@ def check_style(
 ) -> None:
     """Raise `CallbackError` for an object without any of the hooks; warn of a method that is nearly one of them."""
     names = list(names)
-    likely = [name for name in names if not name.startswith('should_')]  # libraries have methods much like those
+    # libraries have methods much like those
+    likely = [name for name in names if not name.startswith('should_')]
     if isinstance(cb, Callback): raise CallbackError(f'{cb!r} is a callback already: it needs no {maker}.')
     if isinstance(cb, type): raise CallbackError(f'{cb.__name__} is a class: write {maker}({cb.__name__}(...)).')
     close = {name: match[0] for name in _own_methods(cb) - set(names)

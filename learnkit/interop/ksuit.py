@@ -61,7 +61,8 @@ OF_HOOK = {'before_every_accumulation_step': ['batch'], 'track_after_update_step
                                              'accumulation_step'],
            'after_update': ['times', 'data_iter'], 'after_epoch': ['data_iter'], 'at_eval': ['data_iter'],
            'periodic_callback': ['interval_type', 'data_iter'], 'process_results': ['interval_type', 'data_iter']}
-DISPATCHERS = ('after_update', 'after_epoch', 'at_eval')  # a base class has them, to call the periodic hook
+# a base class has them, to call the periodic hook
+DISPATCHERS = ('after_update', 'after_epoch', 'at_eval')
 PER_PIECE = {'before_pred': ('before_every_accumulation_step', 'track_after_accumulation_step'),
              'before_backward': ('before_every_backward',), 'after_backward': ('track_after_accumulation_step',),
              'before_step': ('before_every_optim_step',)}
@@ -69,7 +70,7 @@ INTERVALS = {'epoch': 'every_n_epochs', 'update': 'every_n_updates', 'sample': '
 
 
 def from_ksuit(
-    cb: Any,     # an object with hooks such as `before_training(update_counter=...)` and `periodic_callback(...)`
+    cb: Any,     # with hooks such as `before_training(update_counter=...)`, `periodic_callback(...)`
 ) -> Callback:
     """Return a callback that runs one written for ksuit or Noether.
 
@@ -118,14 +119,16 @@ class _FromKsuit(Callback):
         if 'periodic_callback' in self._hooks:
             self._inner |= dict.fromkeys(DISPATCHERS, self._hooks['periodic_callback'])
         self._takes = {name: self._taken(name, f) for name, f in self._hooks.items()}
-        self._passes = all(name in self._hooks for name in PASS)  # it goes through a loader, in our way
+        # it goes through a loader, in our way
+        self._passes = all(name in self._hooks for name in PASS)
         self._every = intervals_of(cb)
         self.given: dict[str, Any] = {
             'update_counter': UpdateCounter(self), 'trainer': Trainer(self), 'data_container': DataContainer(self),
             'tracker': Tracker(self), 'writer': LogWriter(self), 'checkpoint_writer': CheckpointWriter(self),
             'path_provider': Paths(self), 'metric_property_provider': MetricPropertyProvider(),
             'logger': logging.getLogger(type(cb).__name__)}
-        self.started_at, self._reached = Progress(0, 0, 0), Progress(0, 0, 0)  # the fit's start, the last update
+        # the fit's start, the last update
+        self.started_at, self._reached = Progress(0, 0, 0), Progress(0, 0, 0)
         self._seen_size, self._pieces, self._piece, self._kind = 0, 1, 0, ''
         self.at_epoch_end, self._counted = False, True
         self._shared: Any = None           # a class of ksuit that has the writer of this run
@@ -133,7 +136,8 @@ class _FromKsuit(Callback):
         self._mark = 0.
         for event, hooks in PER_PIECE.items():
             if not self._hooks.keys().isdisjoint(hooks): self.__dict__[event] = partial(self._in_batch, event, hooks[0])
-        if not self._hooks.keys().isdisjoint(('track_after_update_step', 'after_update')):  # they are given times
+        # they are given times
+        if not self._hooks.keys().isdisjoint(('track_after_update_step', 'after_update')):
             self.__dict__['before_draw'], self.__dict__['after_draw'] = self._start_watch, self._end_draw
 
     @property

@@ -251,7 +251,7 @@ class Paths:
     def __init__(
         self,
         watch: Any,
-        checkpoints: Path | None = None,   # the folder of checkpoints; None: `checkpoints` below `path`
+        checkpoints: Path | None = None,   # checkpoint folder; None: `checkpoints` below `path`
     ) -> None:
         self._watch, self._checkpoints = watch, checkpoints
 

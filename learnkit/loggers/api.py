@@ -12,7 +12,7 @@ __all__ = ['log_images', 'log_params', 'log_text']
 def log_images(
     learn: Any,     # the Learner (or a callback of it)
     name: str,      # what they are called
-    images: Any,    # (N, C, H, W), (C, H, W) or (H, W), floats within 0 and 1 or bytes; one, or a list of one shape
+    images: Any,    # (N, C, H, W), (C, H, W) or (H, W); floats in [0, 1] or bytes; or a list
 ) -> None:
     """Send images to all loggers of a Learner, at the current step.
 

@@ -29,7 +29,8 @@ __all__ = ['Logger', 'Rows', 'need', 'open_loggers']
 
 Rows = list[tuple[int, dict[str, float]]]  # step, and what was logged there
 
-open_loggers: WeakSet[Logger] = WeakSet()  # a logger that was removed from its Learner has no other end
+# a logger that was removed from its Learner has no other end
+open_loggers: WeakSet[Logger] = WeakSet()
 
 
 class Logger(Callback):
@@ -70,16 +71,18 @@ class Logger(Callback):
 
     def __init__(
         self,
-        every: str | Time = '10ba',  # how often losses and hyper-parameters are logged: in ba, st, sp, tok, sec
+        every: str | Time = '10ba',  # interval of losses and hyper-parameters: ba, st, sp, tok, sec
     ) -> None:
         self.every = as_time(every, 'ba')
         if self.every.unit not in ('ba', 'st', 'sp', 'tok', 'sec'):
             raise TimeError(f'every={str(every)!r}: what is logged at each step is counted in ba, st, sp, tok or sec. '
                             'Evaluations and epochs are logged when they end.')
         self._handle: Any = None                       # what the backend writes to, None while closed
-        self._fresh, self._keep = True, None           # never opened; the step behind which a resumed log is cut off
+        # never opened; the step behind which a resumed log is cut off
+        self._fresh, self._keep = True, None
         self._shift, self._handed = 0, -1              # from batches to steps; the last step handed over
-        self._ba, self._last = 0, -1                   # batches at the last look, and their step at the last run's end
+        # batches at the last look, and their step at the last run's end
+        self._ba, self._last = 0, -1
         self._failed = self._new_fit = False
         self._ba_at_start: int | None = None
         self._settings: dict[str, Any] = {}            # what `log_params` added to the configuration
@@ -180,7 +183,8 @@ class Logger(Callback):
         for i, hypers in enumerate(groups):
             for name in ('lr', 'mom'):
                 if name not in hypers: continue
-                value = hypers[name].clone() if isinstance(hypers[name], Tensor) else hypers[name]  # it will be filled
+                # it will be filled
+                value = hypers[name].clone() if isinstance(hypers[name], Tensor) else hypers[name]
                 self._put(name if len(groups) == 1 else f'{name}/{i}', value, self)
         self._due = True
 

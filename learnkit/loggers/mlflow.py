@@ -43,7 +43,7 @@ class MlflowLogger(Logger):
 
     def __init__(
         self,
-        tracking_uri: str | Path = 'mlruns',   # a folder below `learn.path`, or what MLflow takes ('http://...')
+        tracking_uri: str | Path = 'mlruns',   # folder below `learn.path`, or a URI ('http://...')
         experiment: str = 'learnkit',
         run_name: str | None = None,           # None: MLflow invents one
         every: str | Time = '10ba',            # as for `Logger`

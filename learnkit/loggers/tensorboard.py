@@ -36,7 +36,7 @@ class TensorBoardLogger(Logger):
 
     def __init__(
         self,
-        folder: str | Path | None = None,   # below `learn.path`, or an absolute path; None: one of its own in `runs`
+        folder: str | Path | None = None,   # below `learn.path`, or absolute; None: new, in `runs`
         every: str | Time = '10ba',         # as for `Logger`
     ) -> None:
         need('tensorboard', 'tensorboard', 'TensorBoardLogger')
@@ -97,6 +97,7 @@ def _await_new_second(folder: Path) -> None:
 
 def _last_step(folder: Path) -> int:
     "Return the last step of a scalar in a folder, -1 if there is none."
-    reader: Any = import_module('tensorboard.backend.event_processing.event_accumulator')  # it ships no types
+    # it ships no types
+    reader: Any = import_module('tensorboard.backend.event_processing.event_accumulator')
     events = reader.EventAccumulator(str(folder), size_guidance={'scalars': 1}).Reload()
     return max((events.Scalars(tag)[-1].step for tag in events.Tags()['scalars']), default=-1)

@@ -80,7 +80,8 @@ def _stacked(tensors: list[Tensor]) -> Tensor:
 
 # ------------------------------------------------------------------------------------------------------------- who logs
 
-_DISPATCH = (HasCallbacks.__call__.__code__, Runs._call_each.__code__)  # they run handlers, of the callback `cb`
+# they run handlers, of the callback `cb`
+_DISPATCH = (HasCallbacks.__call__.__code__, Runs._call_each.__code__)
 
 
 def writer_of(

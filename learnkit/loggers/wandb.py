@@ -61,11 +61,14 @@ class WandbLogger(Logger):
         import wandb
         folder = self.where().parent
         folder.mkdir(parents=True, exist_ok=True)
-        for cb in list(open_loggers):  # a run has one writer at a time; another Learner's opens it again if need be
+        # a run has one writer at a time; another Learner's opens it again if need be
+        for cb in list(open_loggers):
             if isinstance(cb, WandbLogger) and self._id and cb._id == self._id: cb.close()
-        quiet = wandb.Settings(console='off', silent=self.mode != 'online')  # it would catch what the bars print
+        # it would catch what the bars print
+        quiet = wandb.Settings(console='off', silent=self.mode != 'online')
         given = {'settings': quiet, 'reinit': 'create_new', **self.options}
-        run = wandb.init(project=self.project, mode=self.mode, dir=str(folder), id=self._id,  # type: ignore[arg-type]
+        mode: Any = self.mode
+        run = wandb.init(project=self.project, mode=mode, dir=str(folder), id=self._id,
                          resume='allow' if self._id else None, **given)
         self._there = max([run.starting_step - 1, *_steps_written(folder, run.id)])
         self._id = run.id
@@ -99,6 +102,7 @@ class WandbLogger(Logger):
 
 def _steps_written(folder: Path, run_id: str) -> list[int]:
     "Return how far each part of a run in this folder goes: every process writes one of its own."
-    name = re.compile(rf'.*run-.*-{re.escape(run_id)}(-\d+)?')  # numbered where two began in one second
+    # numbered where two began in one second
+    name = re.compile(rf'.*run-.*-{re.escape(run_id)}(-\d+)?')
     files = [p for p in folder.glob(f'wandb/*/{_STEP_FILE}') if name.fullmatch(p.parent.name)]
     return [int(text) for p in files if (text := p.read_text()).isdigit()]

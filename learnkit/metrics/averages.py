@@ -24,7 +24,8 @@ __all__ = ['AvgMetric', 'AvgLoss', 'SumMetric', 'ValueMetric', 'TorchMetric', 'a
 
 PHASES = ('train', 'valid', 'both')
 F = TypeVar('F', bound=Callable[..., Any])
-RESERVED = ('fit', 'epoch', 'train_loss', 'valid_loss', 'time')  # columns of the history that are not metrics
+# columns of the history that are not metrics
+RESERVED = ('fit', 'epoch', 'train_loss', 'valid_loss', 'time')
 
 
 class AvgMetric(Mean, Metric):
@@ -42,13 +43,14 @@ class AvgMetric(Mean, Metric):
 
     def __init__(
         self,
-        func: Callable[..., Any],  # called with the predictions and targets of a batch, gives one number
+        func: Callable[..., Any],  # f(predictions, targets) of a batch -> one number
         name: str | None = None,   # default: the function's name
         on: str | None = None,     # 'train', 'valid' or 'both'; None: as the Recorder says
     ) -> None:
         if not callable(func): raise MetricError(f'AvgMetric averages a function f(pred, *targets), got {func!r}.')
         self.func, self._name, self.on = func, name, check_on(on)
-        self._count = denominator_of(func).count   # of a loss function of torch what that averages over
+        # of a loss function of torch what that averages over
+        self._count = denominator_of(func).count
 
     def accumulate(self, learn: Any) -> None:
         self.add(self._compute(learn.pred, learn.yb), self._weight(learn))

@@ -126,9 +126,11 @@ class AvgSmoothLoss(Metric):
     def reset(self) -> None:
         self._steps = Arrivals(self.deferred)
         self._smooth: list[float] = []         # of the losses that have arrived, as far as anyone has asked
-        self._mean, self._n_counted = 0., 0    # v_t, and t: the steps so far in which something counts
+        # v_t, and t: the steps so far in which something counts
+        self._mean, self._n_counted = 0., 0
         self._mark = 0, 0., 0                  # a step, with v_t and t there
-        self._saved = _Column(), _Column(), _Column()   # losses, weights and smoothed losses, as a checkpoint has them
+        # losses, weights and smoothed losses, as a checkpoint has them
+        self._saved = _Column(), _Column(), _Column()
 
     def accumulate(
         self,
@@ -299,7 +301,7 @@ class Arrivals:
 
     def look(
         self,
-        asks: bool = False,  # send what waits, so that whoever looks gets something newer the next time
+        asks: bool = False,  # send what waits, so that the next look gets something newer
     ) -> None:
         "Take over what has arrived; never waits."
         self._land(MAX_IN_FLIGHT)
@@ -351,7 +353,7 @@ class _Copy:
 def merged_losses(
     losses: list[list[float]],   # of each process, by step
     weights: list[list[float]],  # how much each of them counts there
-    reduction: str = 'mean',     # how the loss function reduces a batch; 'sum' adds up what counts at all
+    reduction: str = 'mean',     # how the loss reduces a batch; 'sum' adds up what counts at all
 ) -> list[float]:
     """Return the loss of each step over the samples of all processes; the last steps belong together.
 

@@ -159,7 +159,7 @@ class CohenKappa(Score):
     def __init__(
         self,
         axis: int = -1,               # where the classes are
-        weights: str | None = None,   # what a miss by d classes costs: None 1, 'linear' d, 'quadratic' d*d
+        weights: str | None = None,   # cost of a miss by d: None 1, 'linear' d, 'quadratic' d*d
         on: str | None = None,        # 'train', 'valid' or 'both'
     ) -> None:
         if weights not in (None, 'linear', 'quadratic'):
@@ -210,7 +210,7 @@ class RocAucBinary(Score):
     def __init__(
         self,
         axis: int = -1,                 # where the classes are
-        max_fpr: float | None = None,   # only up to this false positive rate, standardized (McClish, 1989)
+        max_fpr: float | None = None,   # maximum false positive rate; standardized (McClish, 1989)
         on: str | None = None,          # 'train', 'valid' or 'both'
     ) -> None:
         prepare, finish = partial(chance_of, 'RocAucBinary', axis, 1), partial(over_defined, 'macro', True)

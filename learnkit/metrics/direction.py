@@ -45,8 +45,9 @@ class MetricProperties:
 
     A metric is named as its column of the history, or by a glob pattern. The prefixes `train_` and `valid_` and the
     loader's name (`night/loss`) do not matter, unless the pattern itself has a slash; nor does upper or lower case.
-    What is declared here comes before what is known by itself (losses, errors, the metrics of `learnkit.metrics.functional`,
-    the common ones of torchmetrics); of what is declared, a name comes before a pattern, and later before earlier.
+    What is declared here comes before what is known by itself (losses, errors, the metrics of
+    `learnkit.metrics.functional`, the common ones of torchmetrics); of what is declared, a name comes before a pattern,
+    and later before earlier.
 
     Raises `OptionError` for a name that is not known, and for one that is declared to be two things.
 

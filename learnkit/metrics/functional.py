@@ -1,10 +1,10 @@
 """Metrics by fastai's names: functions of a batch, and classes where a mean over batches is not the value on the set.
 
 `metrics=[accuracy, Dice, F1Score(average='macro')]`: give functions, classes or instances. Scores that come from
-torchmetrics (`learnkit.metrics.classification`) can be imported here too, without it being installed. Each class takes `on='train'`,
-`'valid'` or `'both'`, by default as the Recorder says. Each gives the exact value on the set, whatever its batches,
-also of sequences whose length varies: in a list of metrics these functions count targets, where `AvgMetric(f)` averages
-a function of your own over samples. None makes the host wait for a device at every batch."""
+torchmetrics (`learnkit.metrics.classification`) can be imported here too, without it being installed. Each class takes
+`on='train'`, `'valid'` or `'both'`, by default as the Recorder says. Each gives the exact value on the set,
+whatever its batches, also of sequences whose length varies: in a list of metrics these functions count targets, where
+`AvgMetric(f)` averages a function of your own over samples. None makes the host wait for a device at every batch."""
 from __future__ import annotations
 
 import math
@@ -341,7 +341,8 @@ class BrierScore(SumMetric):
     def sums(self, pred: Tensor, targ: Tensor) -> Any:
         scores, targ = by_class(self.name, pred, targ, self.axis)
         p, n_classes = widened(scores).softmax(1), scores.shape[1]
-        known = targ.long().clamp(0, n_classes - 1)  # looked at with the value: no batch waits for a device
+        # looked at with the value: no batch waits for a device
+        known = targ.long().clamp(0, n_classes - 1)
         squares = (p*p).sum(1) - 2*p.gather(1, known[:, None])[:, 0] + 1
         return squares.sum()/(2 if n_classes == 2 else 1), targ.numel(), (known != targ).sum()
 

@@ -26,7 +26,7 @@ T = TypeVar('T')
 
 class Accumulates:
     "What has a state for checkpoints, found in its attributes, and can be merged with that of other processes."
-    summed: tuple[str, ...] = ()  # the attributes that are added up over processes that train together
+    summed: tuple[str, ...] = ()  # attributes that are summed over ranks that train together
 
     def reset(self) -> None:
         "Forget what was accumulated."
@@ -42,7 +42,7 @@ class Accumulates:
 
     def merge(
         self,
-        states: list[dict[str, Any]],  # what each process has accumulated, in the order of their ranks
+        states: list[dict[str, Any]],  # what each process has accumulated, in rank order
     ) -> None:
         """Become the metric of all batches of several processes: the same in each of them.
 
@@ -174,7 +174,7 @@ def in_turn(lists: Iterable[list[T]]) -> list[T]:
 
 
 def merged_pairs(
-    states: Iterable[Mapping[str, Any]],  # each with the `waiting` pairs and the `lengths` of the batches in them
+    states: Iterable[Mapping[str, Any]],  # each: `waiting` pairs and the `lengths` of their batches
 ) -> tuple[Pairs, list[tuple[int, int]]]:
     "Return the batches of all processes in the order of the data, and their lengths."
     pairs = in_turn([_cut(sd['waiting'], sd['lengths']) for sd in states])
@@ -217,7 +217,8 @@ def _reduced(values: list[Any], counts: list[int], how: Callable[[Any], Any] | N
     stacked = torch.stack(values)
     if how is None: return stacked
     if how is not dim_zero_mean or not any(counts): return how(stacked)
-    shares = torch.tensor(counts, dtype=torch.float64, device=stacked.device) / sum(counts)  # a mean over its updates
+    # a mean over its updates
+    shares = torch.tensor(counts, dtype=torch.float64, device=stacked.device) / sum(counts)
     mean = (stacked.double() * shares.view(-1, *[1] * (stacked.ndim - 1))).sum(0)
     return mean.to(stacked.dtype) if stacked.is_floating_point() else mean.float()
 

@@ -19,7 +19,8 @@ from learnkit.core.errors import MetricError
 __all__ = ['accumulated', 'is_metric', 'is_torchmetrics', 'joined', 'put_back', 'storable']
 
 ATOMS = (bool, int, float, complex, str, bytes)
-TOOLS = (torch.device, torch.dtype, Enum, PurePath)  # what is computed with; and whatever can be called
+# what is computed with; and whatever can be called
+TOOLS = (torch.device, torch.dtype, Enum, PurePath)
 Pairs = list[tuple[Tensor, Tensor]]
 
 

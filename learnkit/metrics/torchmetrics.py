@@ -36,7 +36,8 @@ Labels = Sequence[int] | None
 def from_torchmetrics(module: str, name: str) -> Any:
     "Return something of torchmetrics; raise `MissingExtraError` where it is not installed."
     try:
-        with warnings.catch_warnings():  # what it imports may miss widgets that are not used here, and says so
+        # what it imports may miss widgets that are not used here, and says so
+        with warnings.catch_warnings():
             warnings.simplefilter('ignore')
             return getattr(import_module(f'torchmetrics.{module}'), name)
     except ModuleNotFoundError as e:
@@ -79,7 +80,8 @@ class LazyTorchMetric:
             self.metric.update(pred, targ)
 
     def _made(self) -> Any:
-        options = {**self.options, 'sync_on_compute': False}  # it is merged: processes may compute at different times
+        # it is merged: processes may compute at different times
+        options = {**self.options, 'sync_on_compute': False}
         if self.kind.startswith('Multiclass'): options |= {'num_classes': self.n, 'validate_args': False}
         if self.kind.startswith('Multilabel'): options |= {'num_labels': self.n, 'validate_args': False}
         return self.make(**options)

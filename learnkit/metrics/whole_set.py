@@ -38,7 +38,7 @@ class AccumMetric(TorchMetric):
         self,
         func: Callable[..., Any],        # f(preds, targs, **kwargs)
         dim_argmax: int | None = None,   # where the classes are, of which the likeliest is taken
-        activation: str = 'no',          # 'sigmoid', 'softmax', or 'binarysoftmax': the probability of the last class
+        activation: str = 'no',          # 'sigmoid', 'softmax', or 'binarysoftmax' (of the last class)
         thresh: float | None = None,     # predictions become whether they reach it
         to_np: bool = False,             # give `func` NumPy arrays, on the CPU
         invert_arg: bool = False,        # call f(targs, preds)
@@ -152,7 +152,7 @@ class LossMetric(Mean, Metric):
 
 
 def LossMetrics(
-    attrs: str | Sequence[str],              # attributes of the loss function: a list, or one string with commas
+    attrs: str | Sequence[str],              # attributes of the loss function: a list, or a string with commas
     nms: str | Sequence[str] | None = None,  # their columns, likewise; default: `attrs`
     on: str | None = None,                   # 'train', 'valid' or 'both'; None: as the Recorder says
 ) -> list[LossMetric]:

@@ -23,7 +23,8 @@ HYPERS: dict[str, tuple[str | tuple[str, int], ...]] = {
     'lr': ('lr',), 'mom': ('momentum', ('betas', 0)), 'sqr_mom': ('alpha', ('betas', 1)), 'wd': ('weight_decay',),
     'eps': ('eps',),
 }
-OPTIONS = ('lr', 'momentum', 'betas', 'alpha', 'weight_decay', 'eps')  # torch's names of all of them
+# torch's names of all of them
+OPTIONS = ('lr', 'momentum', 'betas', 'alpha', 'weight_decay', 'eps')
 SHARES = ('mom', 'sqr_mom', 'momentum', 'alpha')                      # what of an average is kept: below 1
 
 
@@ -92,7 +93,9 @@ class Hypers(MutableMapping[str, Any]):
 def _put(group: dict[str, Any], name: str, value: Any) -> None:
     "Set one option; a rate that lives in a tensor is filled, so that compiled steps see it."
     if isinstance(group[name], torch.Tensor): group[name].fill_(value)
-    else: group[name] = value.clone() if isinstance(value, torch.Tensor) else value  # never the caller's own
+    else:
+        # never the caller's own
+        group[name] = value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def torch_names(opt: Any, hypers: Mapping[str, Any]) -> dict[str, Any]:

@@ -94,7 +94,8 @@ def one_differs(opt: Optimizers, o: torch.optim.Optimizer, state: Any, name: str
 def is_rate(value: Any) -> bool:
     "Tell an option of an optimizer that is a number, or a few."
     if not isinstance(value, (tuple, list)): return isinstance(value, (Real, Tensor))
-    return all(v is None or isinstance(v, (Real, Tensor)) for v in value)  # Adafactor's first eps may be None
+    # Adafactor's first eps may be None
+    return all(v is None or isinstance(v, (Real, Tensor)) for v in value)
 
 
 def layouts(opt: Optimizers, o: torch.optim.Optimizer) -> dict[str, list[list[Any]]]:

@@ -37,7 +37,8 @@ __all__ = ['OptimWrapper', 'trainable_params', 'norm_bias_params']
 
 NO_CONTEXT = nullcontext()
 
-_annotated = torch.optim.Optimizer.profile_hook_step(lambda opt: None).__code__  # that of every step torch annotates
+# that of every step torch annotates
+_annotated = torch.optim.Optimizer.profile_hook_step(lambda opt: None).__code__
 
 
 def unannotated_step(opt: torch.optim.Optimizer) -> Any:
@@ -48,7 +49,8 @@ def unannotated_step(opt: torch.optim.Optimizer) -> Any:
     plain = getattr(step, '__code__', None) is _annotated and 'step' not in opt.__dict__ and not (
         opt._optimizer_step_pre_hooks or opt._optimizer_step_post_hooks or optimizer._global_optimizer_pre_hooks
         or optimizer._global_optimizer_post_hooks or torch.autograd._profiler_enabled())
-    return step.__wrapped__(opt) if plain else opt.step()  # type: ignore[attr-defined]  # functools.wraps sets it
+    # functools.wraps sets it
+    return step.__wrapped__(opt) if plain else opt.step()  # type: ignore[attr-defined]
 
 
 class OptimWrapper(torch.optim.Optimizer):
@@ -81,9 +83,9 @@ class OptimWrapper(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Any = None,       # parameters, lists of them, or torch's dicts; None with a ready optimizer
-        opt: Any = None,          # a torch optimizer class or factory, a ready optimizer, or a list or dict of them
-        needs_closure: bool | None = None,  # whether steps evaluate the loss again; None: as its class says
+        params: Any = None,       # parameters, lists of them, torch's dicts; None with a ready optimizer
+        opt: Any = None,          # a torch optimizer class or factory, a ready one, a list or dict of them
+        needs_closure: bool | None = None,  # steps evaluate the loss again; None: as the class says
         **hypers: Any,            # its options, by torch's or fastai's names
     ) -> None:
         if opt is None and params is not None: raise OptimizerError('Parameters need `opt=`: OptimWrapper(params, '
@@ -163,8 +165,9 @@ class OptimWrapper(torch.optim.Optimizer):
         opt, i = self._places[-1][0]
         return opt.param_groups[i]
 
+    # torch sets it as an attribute
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # torch sets it as an attribute
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         return [g for groups in self._groups for g in groups]
 
     @property
@@ -192,7 +195,7 @@ class OptimWrapper(torch.optim.Optimizer):
 
     def parameters(
         self,
-        only: str | int | None = None,  # the name or place of one of several optimizers; None: all of them
+        only: str | int | None = None,  # name or index of one of several optimizers; None: all
     ) -> Iterator[nn.Parameter]:
         "Yield every parameter that is optimized, or that one of several optimizers has."
         for o in self._stepping(only):
@@ -225,7 +228,7 @@ class OptimWrapper(torch.optim.Optimizer):
 
     def step(
         self,
-        closure: Callable[[], Any] | None = None,  # evaluates the loss again, for those that need it
+        closure: Callable[[], Any] | None = None,  # evaluates the loss again, if that is needed
         only: str | int | None = None,             # the name or place of the one that steps; None: all do
     ) -> Any:
         """Take one step with every optimizer, or with one of several: `learn.opt.step(only='critic')`.
@@ -259,7 +262,7 @@ class OptimWrapper(torch.optim.Optimizer):
     def zero_grad(
         self,
         set_to_none: bool = True,
-        only: str | int | None = None,  # the name or place of one of several optimizers; None: all of them
+        only: str | int | None = None,  # name or index of one of several optimizers; None: all
     ) -> None:
         "Clear the gradients (they become None)."
         optimizers = self.optimizers.values() if only is None else self._stepping(only)
@@ -283,7 +286,7 @@ class OptimWrapper(torch.optim.Optimizer):
     def set_hyper(
         self,
         name: str,       # fastai's or torch's name
-        value: Any,      # one value, one a group, or a slice that is spread over the groups (see `spread`)
+        value: Any,      # one value, one a group, or a slice spread over groups (see `spread`)
     ) -> None:
         """Set one hyper-parameter on every group.
 
@@ -300,7 +303,8 @@ class OptimWrapper(torch.optim.Optimizer):
         if len(values) != n:
             fix = f'one, {n}, or a slice' if n > 1 else 'one number'
             raise OptimizerError(f'{name}: {len(values)} values for {n} param group{"s" * (n > 1)}. Give {fix}.')
-        values = [v.item() if isinstance(v, np.generic) else v for v in values]  # plain numbers, for checkpoints
+        # plain numbers, for checkpoints
+        values = [v.item() if isinstance(v, np.generic) else v for v in values]
         for v in values: check_hyper(name, v)
         for h in self.hypers:
             if name not in h:

@@ -22,7 +22,8 @@ from time import monotonic, sleep
 from typing import Any, NoReturn, Self
 from warnings import catch_warnings, simplefilter
 
-import numpy.random  # noqa: F401  # seeds itself when it is first imported: in every child otherwise
+# seeds itself when it is first imported: in every child otherwise
+import numpy.random  # noqa: F401
 import torch
 
 from learnkit.core.errors import LearnkitError
@@ -146,8 +147,10 @@ def _own_exit() -> None:
     from learnkit import learner
     atexit._clear()
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # temporary folders among them
-    atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]  # as its first use does, once
-    util._finalizer_registry.clear()  # type: ignore[attr-defined]  # as multiprocessing does in a child of its own
+    # as its first use does, once
+    atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
+    # as multiprocessing does in a child of its own
+    util._finalizer_registry.clear()  # type: ignore[attr-defined]
     process._children = set()  # type: ignore[attr-defined]  # the same
     atexit.register(util._exit_function)  # type: ignore[attr-defined]  # the same
     learner._open_learners.clear()
@@ -296,10 +299,12 @@ def start(
     if not hasattr(os, 'fork'): raise HarnessError('This system cannot fork processes.')
     if torch.cuda.is_initialized():
         raise HarnessError('This process uses CUDA, which no forked child could: leave that to the job.')
-    import_module('torch._dynamo')  # an optimizer's first step does, which takes a second in each child
+    # an optimizer's first step does, which takes a second in each child
+    import_module('torch._dynamo')
     for stream in (sys.stdout, sys.stderr): stream.flush()
     files, parent = TemporaryDirectory(prefix='learnkit-child-', ignore_cleanup_errors=True), os.getpid()
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # a handler would run in the child
+    # a handler would run in the child
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try: child = _fork(job, files, parent, planned)
     except BaseException:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -314,7 +319,8 @@ def start(
 def _fork(job: Callable[[], Any], files: Any, parent: int, planned: Planned | None) -> Child:
     drawn = random.getstate()
     with catch_warnings():
-        simplefilter('ignore', DeprecationWarning)  # of threads; the error of a hanging child tells of them
+        # of threads; the error of a hanging child tells of them
+        simplefilter('ignore', DeprecationWarning)
         pid = os.fork()
     if pid == 0:
         random.setstate(drawn)  # Python seeds a forked process anew

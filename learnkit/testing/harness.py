@@ -23,7 +23,8 @@ from learnkit.testing.forks import HarnessError, Planned, reached, start
 
 __all__ = ['HarnessError', 'Lives', 'KillReport', 'kill_and_resume', 'random_instants', 'reached', 'run_until_done']
 
-Instant = float | Path | str | tuple[str, int]   # seconds; a file that appears; what `reached` names, or its n-th time
+# seconds; a file that appears; what `reached` names, or its n-th time
+Instant = float | Path | str | tuple[str, int]
 GOES_ON = 'There is a checkpoint to go on from.'
 
 
@@ -43,8 +44,8 @@ class Lives:
 
 
 def run_until_done(
-    job: Callable[[], Any],             # what is done, and goes on where it was killed; it returns plain values
-    kill: Sequence[Instant | None] | Callable[[int], Instant | None] = (),  # each life's end, the rest run freely
+    job: Callable[[], Any],             # the work; resumes where it was killed, and returns plain values
+    kill: Sequence[Instant | None] | Callable[[int], Instant | None] = (),  # how lives end
     sig: int = signal.SIGKILL,          # the signal
     group: bool = True,                 # whether the job's own child processes get it too, loader workers for one
     timeout_s: float = 60.,             # of each life, and of its end after the signal
@@ -54,7 +55,8 @@ def run_until_done(
 
     A life is killed so many seconds after its start, when a file appears (a path), or where the job calls
     `reached(name)`: `'name'` is the first time, `('name', 3)` the third. A function is called with the number of the
-    life, from 0. A job that catches the signal, as training catches SIGTERM, ends with 128 + the signal's number.
+    life, from 0. Lives after the last entry of `kill` run freely. A job that catches the signal, as
+    training catches SIGTERM, ends with 128 + the signal's number.
 
     Raises `HarnessError`, with the child's traceback, for a job that fails, and for one that does not end in time,
     which is killed with all its processes.
@@ -133,7 +135,7 @@ class KillReport:
     runs: int = 0                                          # that were killed, and went on to their end
     wall_s: float = 0.                                     # of everything
     digest: str = ''                                       # of the run that was not killed
-    differences: list[str] = field(default_factory=list)   # of it from the first that differs; none, and all agree
+    differences: list[str] = field(default_factory=list)   # from the first run that differs
 
     @property
     def exact(self) -> bool:
@@ -144,7 +146,7 @@ class KillReport:
 
 
 def kill_and_resume(
-    make_learner: Callable[[], Any],    # builds the Learner, the same each time; data, model and callbacks
+    make_learner: Callable[[], Any],    # builds the same Learner each time: data, model, callbacks
     n_epoch: int,                       # as for `fit`
     kills: int = 5,                     # at least so many that leave a checkpoint to go on from, at random instants
     seed: int = 0,                      # of the instants
@@ -172,7 +174,8 @@ def kill_and_resume(
         if found := differences(straight.result, again.result):
             raise HarnessError('Two trainings that nothing has killed differ: does `make_learner` seed what it draws?'
                                + ''.join(f'\n  {line}' for line in found))
-        report.digest, upto_s = digest(straight.result), 1.25 * again.seconds[0]  # the first is slower than others
+        # the first is slower than others
+        report.digest, upto_s = digest(straight.result), 1.25 * again.seconds[0]
         while report.resumes < kills and report.exact:
             instants = [draw.uniform(0, upto_s) for _ in range(kills - report.resumes)]
             lives = run_until_done(train(root/f'killed-{report.runs}'), instants, timeout_s=timeout_s)
@@ -189,7 +192,8 @@ def _training(make_learner: Callable[[], Any], n_epoch: int, every: Any, folder:
     "Return a job that trains, or goes on with training, and returns what training depends on."
     def train() -> Any:
         learn = make_learner()
-        learn.remove_cbs([cb for cb in learn.cbs if isinstance(cb, Checkpoint)])  # it would go on from its own files
+        # it would go on from its own files
+        learn.remove_cbs([cb for cb in learn.cbs if isinstance(cb, Checkpoint)])
         if any(folder.glob('*.ckpt')):
             print(GOES_ON, flush=True)
             for draw_others in (random.seed, np.random.seed, torch.manual_seed): draw_others(os.getpid())

@@ -16,7 +16,8 @@ def browser() -> Iterator[Any]:
     path = os.environ.get('CHROMIUM') or shutil.which('chromium') or shutil.which('chromium-browser')
     if path is None: pytest.fail('No Chromium here: `apt-get install chromium`, or name one in CHROMIUM.')
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=path, args=['--no-sandbox'])  # root has no sandbox
+        # root has no sandbox
+        chromium = playwright.chromium.launch(executable_path=path, args=['--no-sandbox'])
         yield chromium
         chromium.close()
 

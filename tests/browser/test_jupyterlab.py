@@ -106,7 +106,8 @@ def test_an_interrupted_fit_trains_on_and_stays_readable(trials: Notebook, brows
     nb.start(SLOW)
     nb.wait(lambda: len(rows(nb.outputs(SLOW))) > 2)
     heights = steady_heights(nb, SLOW)
-    assert len(heights) > 10 and heights == sorted(heights)  # it grows with the table, and never shrinks between
+    # it grows with the table, and never shrinks between
+    assert len(heights) > 10 and heights == sorted(heights)
     assert nb.outputs(SLOW).count() == nb.outputs(SLOW).locator('progress').count() == 1
     assert re.match(r'epoch \d+/200 (train|valid) \d+/\d+ ', nb.bar_text(SLOW))
     nb.stretch()
@@ -124,7 +125,8 @@ def test_an_interrupted_fit_trains_on_and_stays_readable(trials: Notebook, brows
 
     nb.run(QUICK)
     assert [row[0] for row in rows(nb.outputs(QUICK))] == ['epoch', '0', '1']
-    assert float(rows(nb.outputs(QUICK))[1][1]) < float(table[1][1])  # from the weights where it was stopped
+    # from the weights where it was stopped
+    assert float(rows(nb.outputs(QUICK))[1][1]) < float(table[1][1])
     nb.stretch()
     nb.shoot('interrupted')
 

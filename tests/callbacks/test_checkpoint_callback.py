@@ -65,7 +65,8 @@ def test_seconds(tmp_path: Path) -> None:
     slow = Callback(after_batch=lambda cb: sleep(0.03) if cb.training else None)
     began = monotonic()
     make(slow, Checkpoint('0.1s', tmp_path, keep_last=None)).fit(2)
-    assert 3 <= len(names(tmp_path)) <= (monotonic() - began) / 0.1 + 1  # ten batches of 0.03 s and a bit, and the end
+    # ten batches of 0.03 s and a bit, and the end
+    assert 3 <= len(names(tmp_path)) <= (monotonic() - began) / 0.1 + 1
 
 
 def test_the_end_of_a_fit_that_was_stopped_or_has_a_budget(tmp_path: Path) -> None:

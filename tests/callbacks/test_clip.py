@@ -69,7 +69,8 @@ def test_only_what_the_optimizer_trains_is_clipped() -> None:
     learn.fit(1, cbs=Callback(before_step=unclipped))
     assert norms[0] == norms[1][0] > 1e-3 and norms[1][1] > 1e-3
     norm = learn.gradient_clip.total_norm
-    assert norm == norms[0] and norm.shape == () and not norm.requires_grad  # still there after the fit
+    # still there after the fit
+    assert norm == norms[0] and norm.shape == () and not norm.requires_grad
 
 
 @pytest.mark.parametrize('make', [lambda: GradientClip(0), lambda: GradientClip(-1), lambda: GradientClip(math.nan),

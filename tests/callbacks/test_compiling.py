@@ -158,7 +158,8 @@ def test_inductor_gives_the_same_weights_and_dropout() -> None:
     def make() -> Any:
         return learner(with_dropout, opt_func=torch.optim.AdamW, n=84, cbs=Callback(before_batch=schedule))
     plain, learn = make(), make().compile(step=True)
-    with inductor.patch({'compile_threads': 1, 'cpp.vec_isa_ok': True}):  # half the time: no processes, no trials
+    # half the time: no processes, no trials
+    with inductor.patch({'compile_threads': 1, 'cpp.vec_isa_ok': True}):
         for one in (plain, learn):
             torch.manual_seed(1)
             one.fit(9)
@@ -182,7 +183,8 @@ def test_what_is_there_after_a_batch() -> None:
     learn, backend = compiled(learner(metrics=mae))
     learn.fit(1)
     learn.fit(2, cbs=Callback(after_batch=look))
-    assert backend.graphs == 1 and backend.calls == 28  # not the first batch of each fit, on which metrics are tried
+    # not the first batch of each fit, on which metrics are tried
+    assert backend.graphs == 1 and backend.calls == 28
     assert len({float(loss) for loss in seen}) == 18
 
 
@@ -344,7 +346,8 @@ def test_frozen_and_unused_parameters(opt_func: Any) -> None:
                                                                       [*m.unused.parameters()]],
                        cbs=Callback(before_epoch=unfreeze))
     plain, learn, backend = fit_both(make, lr=[1e-2, 1e-3, 1e-4])
-    assert distance(plain, learn) < 1e-6 and backend.calls == 18  # all but the first batch of each epoch
+    # all but the first batch of each epoch
+    assert distance(plain, learn) < 1e-6 and backend.calls == 18
     assert len(learn.opt.state_dict()['state']) == len(plain.opt.state_dict()['state'])
 
 

@@ -123,8 +123,10 @@ def test_half_life_warmup_and_start() -> None:
         with cb.applied() as m: return [*values, m.w.item()]
     *weights, average = run(EMA(0.999, warmup=1.))  # decay 0, 1/2, 2/3, 3/4: the plain mean
     assert weights == [1, 2, 3, 4] and average == pytest.approx(2.5)
-    assert run(EMA(0.5, warmup=9.))[-1] == pytest.approx((1 / 2 + 2 / 2) / 4 + 3 / 4 + 4 / 2)  # 0, then the cap
-    shares, mean = [0, 1 - 2 ** (-2 / 3), 1 - 3 ** (-2 / 3), 1 - 4 ** (-2 / 3)], 0.  # timm's power form is the default
+    # 0, then the cap
+    assert run(EMA(0.5, warmup=9.))[-1] == pytest.approx((1 / 2 + 2 / 2) / 4 + 3 / 4 + 4 / 2)
+    # timm's power form is the default
+    shares, mean = [0, 1 - 2 ** (-2 / 3), 1 - 3 ** (-2 / 3), 1 - 4 ** (-2 / 3)], 0.
     for share, weight in zip(shares, weights, strict=True): mean = share * mean + (1 - share) * weight
     assert run(EMA())[-1] == pytest.approx(mean)
     assert run(EMA(0.5, start=2, warmup=None))[-1] == pytest.approx((2 + 3) / 4 + 4 / 2)

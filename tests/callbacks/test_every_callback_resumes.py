@@ -108,7 +108,8 @@ def check(
         straight, watch = runs[0], learn.watch
         if learn is not straight:
             n = straight.watch.places.index((resume['loop']['place'], resume['loop']['done']['ba']))
-            copy = straight.watch.copies[-1 if n % 2 else n]  # the process was lost at once, or much later
+            # the process was lost at once, or much later
+            copy = straight.watch.copies[-1 if n % 2 else n]
             if copy.exists(): shutil.copytree(copy, learn.path)
             for file in learn.path.rglob('events.out.*'): file.rename(str(file).replace('tfevents.1', 'tfevents.0'))
         with printed(learn, watch.lines): fit(learn, resume)

@@ -228,7 +228,8 @@ def refused(rank: int, folder: Path, strategy: str) -> tuple[bool, str]:
     with learn.no_bar(), learn.distributed(strategy, timeout='30s'):
         before = {name: local(p).clone() for name, p in learn.model.named_parameters()}
         with pytest.raises(LearnkitError) as e: learn.fit(1)
-        after = [local(p) for p in learn.model.parameters()]  # a failed run has closed its process group
+        # a failed run has closed its process group
+        after = [local(p) for p in learn.model.parameters()]
     return all(map(torch.equal, before.values(), after)), f'{type(e.value).__name__}: {e.value}'
 
 

@@ -200,7 +200,8 @@ def test_a_skipped_step_does_not_count_nor_warn() -> None:
     learn.fit(1, cbs=[LRScheduler(MAKERS['exponential'], by='batch'), skipping, used])
     assert used.values == plain(MAKERS['exponential'], 2)
     never = Callback(before_step=lambda cb: (_ for _ in ()).throw(CancelStepException()))
-    learn.fit(3, cbs=[LRScheduler(MAKERS['exponential']), never])  # no step at all: no warning either
+    # no step at all: no warning either
+    learn.fit(3, cbs=[LRScheduler(MAKERS['exponential']), never])
     assert learn.opt.hypers[0]['lr'] == 0.5 ** 4
 
 

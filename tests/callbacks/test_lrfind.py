@@ -89,7 +89,8 @@ OWN = ('lr_search', '_callbacks', '_tables', 'lock')  # the result, and what is 
 
 def digest(learn: Learner) -> dict[str, str]:
     "Return SHA-256 of everything that is reachable from a Learner, and of every random generator, by where it is."
-    found, numbers = dict[str, str](), dict[int, tuple[str, Any]]()  # with each object, so that its id stays its own
+    # with each object, so that its id stays its own
+    found, numbers = dict[str, str](), dict[int, tuple[str, Any]]()
 
     def note(where: str, content: bytes) -> None: found[where] = hashlib.sha256(content).hexdigest()[:16]
 

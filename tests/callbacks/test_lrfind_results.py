@@ -189,7 +189,8 @@ def test_plots() -> None:
     rates = learn.lr_find(num_it=40, suggest_funcs=(valley, minimum))
     ax = plt.gcf().axes[0]
     assert [t.get_text() for t in ax.get_legend().texts] == [f'{n} {r:.2e}' for n, r in rates._asdict().items()]
-    dotted, = (line for line in ax.lines if line.get_linestyle() == ':')  # the minimum's rate is a tenth of its point's
+    # the minimum's rate is a tenth of its point's
+    dotted, = (line for line in ax.lines if line.get_linestyle() == ':')
     assert dotted.get_xdata()[0] == rates.minimum == pytest.approx(learn.lr_search.points['minimum'][0] / 10)
     assert ax.get_xscale() == 'log'
     assert [t.get_text().split()[0] for t in ax.get_legend().texts] == ['valley', 'minimum']

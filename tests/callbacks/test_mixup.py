@@ -138,7 +138,8 @@ def test_several_inputs_are_blended_where_they_can_be() -> None:
     gen = torch.Generator().manual_seed(0)
     [(x, _)] = images(1)
     table, mask, counts = torch.rand(N, 4, generator=gen).double(), torch.arange(N * 48).view(N, 8, 6), torch.arange(N)
-    batch = x, {'table': table, 'mask': mask}, counts, torch.arange(N)  # each sample is a class: `yb1` tells the order
+    # each sample is a class: `yb1` tells the order
+    batch = x, {'table': table, 'mask': mask}, counts, torch.arange(N)
     seen = {}
     for mixer in (MixUp, CutMix):
         learn = learner(mixer, Notes, batches=[batch], model=Several(), lr=0.)
@@ -153,7 +154,8 @@ def test_several_inputs_are_blended_where_they_can_be() -> None:
 
     new_x, extra, new_counts = seen[CutMix]['xb']
     changed = (new_x != x).any(1).any(0)
-    assert torch.equal((extra['mask'] != mask).any(0), changed) and changed.any()  # the same box, of the same images
+    # the same box, of the same images
+    assert torch.equal((extra['mask'] != mask).any(0), changed) and changed.any()
     assert torch.equal(extra['table'], table) and torch.equal(new_counts, counts)
 
 

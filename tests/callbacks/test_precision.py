@@ -98,7 +98,8 @@ def test_the_model_gives_half_and_what_comes_after_sees_float32(mode: str, dtype
     first, later, types = Seen(9), Seen(10), set()
 
     def loss_func(pred: Tensor, y: Tensor) -> Tensor:
-        types.update([pred.dtype, (pred @ pred.T).dtype])  # a product in the loss is computed in half precision
+        # a product in the loss is computed in half precision
+        types.update([pred.dtype, (pred @ pred.T).dtype])
         return F.cross_entropy(pred, y)
 
     def metric(pred: Tensor, y: Tensor) -> Tensor: types.add(pred.dtype); return pred.mean()

@@ -224,7 +224,8 @@ def test_gradients_that_were_unscaled_and_kept_are_scaled_again_with_the_next(ev
         hand.zero_grad()
         hand.backward(b)
         hand.scaler.unscale_(hand.opts[0])
-        if kept[0] is not None:  # scales are powers of two: to add before or after unscaling is the same
+        # scales are powers of two: to add before or after unscaling is the same
+        if kept[0] is not None:
             for p, grad in zip(hand.model.parameters(), kept, strict=True): p.grad += grad
         if i not in (4, 7) or event == 'after_step': hand.scaler.step(hand.opts[0])
         hand.update()

@@ -210,7 +210,8 @@ def test_samples_differ_and_a_seed_repeats_them() -> None:
     for got in (fixed, free): assert not torch.equal(got[0], got[1]) and not torch.equal(got[1], got[2])
     assert all(map(torch.equal, free, samples(MCDropoutCallback)))
     torch.manual_seed(5)
-    assert torch.equal(learn.get_preds(cbs=MCDropoutCallback)[0], free[0])  # a class does as an instance does
+    # a class does as an instance does
+    assert torch.equal(learn.get_preds(cbs=MCDropoutCallback)[0], free[0])
 
 
 def test_mean_and_spread_are_those_of_dropout() -> None:

@@ -82,7 +82,8 @@ def smoothed(losses: list[float], beta: float = 0.98) -> list[float]:
     return res
 
 
-TRAIN, VALID = [points(4) for _ in range(5)], [points(4), points(4), points(1)]  # an uneven last batch
+# an uneven last batch
+TRAIN, VALID = [points(4) for _ in range(5)], [points(4), points(4), points(1)]
 
 
 # Values

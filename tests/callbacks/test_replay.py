@@ -47,7 +47,8 @@ class Seen(Callback):
 
     def __init__(self) -> None:
         batches: list[Any] = []
-        self.put, self.all = batches.append, lambda: batches  # where no replay finds it to put it back
+        # where no replay finds it to put it back
+        self.put, self.all = batches.append, lambda: batches
 
     @property
     def batches(self) -> list[Any]: return self.all()

@@ -103,7 +103,8 @@ def test_combined_schedules_follow_each_piece_in_its_place() -> None:
 
 def test_combined_cos_is_that_of_fastai() -> None:
     f = combined_cos(0.25, 0.5, 1., 0.)
-    theirs = {0.: 0.5, 0.1: 0.6727457514062632, 0.25: 1., 0.5: 0.75, 0.7: 0.3454915028125263, 1.: 0.}  # fastai 2.8
+    # fastai 2.8
+    theirs = {0.: 0.5, 0.1: 0.6727457514062632, 0.25: 1., 0.5: 0.75, 0.7: 0.3454915028125263, 1.: 0.}
     assert {p: f(p) for p in theirs} == pytest.approx(theirs, abs=1e-7)
     np.testing.assert_allclose(combined_cos(0.5, *map(np.array, ([1., 2.], [2., 4.], [0., 0.])))(0.75), [1., 2.])
 

@@ -150,7 +150,8 @@ def test_evaluation_is_told_from_training(clock: Clock) -> None:
     monitor = SpeedMonitor(every='1ep', time_unit='minutes')
     learn = synth_learner(n_valid=3, cbs=[monitor, Pass(clock, valid=7.), watch, seen])
     learn.fit(2)
-    assert list(seen.of('throughput/batches_per_sec').values()) == pytest.approx([0.5, 0.5])  # 2 s a batch
+    # 2 s a batch
+    assert list(seen.of('throughput/batches_per_sec').values()) == pytest.approx([0.5, 0.5])
     assert seen.of('time/train') == pytest.approx({10: 20 / 60, 20: 40 / 60})
     assert seen.of('time/val') == pytest.approx({10: 42 / 60, 20: (42 + 21) / 60})
     assert seen.of('time/total') == pytest.approx({10: 62 / 60, 20: 103 / 60})
@@ -158,7 +159,8 @@ def test_evaluation_is_told_from_training(clock: Clock) -> None:
     clock.now += 500
     learn.validate()
     learn.fit(1)
-    assert monitor._train_s == pytest.approx(60)  # neither the time between fits nor that of an evaluation of its own
+    # neither the time between fits nor that of an evaluation of its own
+    assert monitor._train_s == pytest.approx(60)
     assert list(seen.of('throughput/batches_per_sec').values())[-1] == pytest.approx(0.5)
 
 
@@ -279,14 +281,16 @@ def test_remaining_time_is_exact_when_nothing_varies(clock: Clock) -> None:
     learn = synth_learner(dls=two_loaders(), cbs=[estimator, Pass(clock, day=3., night=4.), seen])
     learn.fit(4)
     per_eval = 3 * 3 + 3 * 4
-    evaluations_left = {5: 0, 10: 0, 15: 3, 20: 3, 25: 2, 30: 2, 35: 1, 40: 1}  # not known before the first
+    # not known before the first
+    evaluations_left = {5: 0, 10: 0, 15: 3, 20: 3, 25: 2, 30: 2, 35: 1, 40: 1}
     expected = {n: 2 * (40 - n) + per_eval * left for n, left in evaluations_left.items()}
     assert seen.of('time/remaining_estimate') == pytest.approx(expected)
     assert estimator.remaining_s == 0
 
 
 def test_every_fit_ends_with_an_evaluation() -> None:
-    for n, (last_at, left) in enumerate(((0.3, 3), (0.6, 2), (0.9, 1)), 1):  # every 3 of 10 epochs, and the last
+    # every 3 of 10 epochs, and the last
+    for n, (last_at, left) in enumerate(((0.3, 3), (0.6, 2), (0.9, 1)), 1):
         assert speed._Evaluations(n, 5., 5. * n, 0.3, last_at).remaining_s(0.) == 5. * left
 
 

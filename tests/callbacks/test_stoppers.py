@@ -96,7 +96,8 @@ def test_patience_without_a_monitor_is_refused(monitor: Any) -> None:
 @pytest.mark.parametrize(('patience', 'rows'), [(2, 3), ('2ep', 3), ('20ba', 3), ('21ba', 4), ('20st', 3), ('320sp', 3),
                                                 ('0.2dur', 3), ('1iter', 3)])
 def test_patience_in_every_unit(patience: Any, rows: int) -> None:
-    learn = quiet(n_train=10, lr=0., cbs=EarlyStopping(patience=patience))  # the first epoch is the best
+    # the first epoch is the best
+    learn = quiet(n_train=10, lr=0., cbs=EarlyStopping(patience=patience))
     learn.fit(10, lr=0., iteration=2)
     assert len(learn.history) == rows
 

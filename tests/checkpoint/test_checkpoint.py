@@ -79,7 +79,8 @@ def test_callbacks_that_know_nothing_of_checkpoints_go_on_too() -> None:
     _, kept = straight(lambda: make(Counts()), lambda learn, r: learn.fit(2))
     learn = make(Counts(step=10))
     learn.fit(2, resume=kept[2])
-    assert learn.counts.step == 10 and learn.counts.seen == 3 + 9 * 10  # an option is not part of the state
+    # an option is not part of the state
+    assert learn.counts.step == 10 and learn.counts.seen == 3 + 9 * 10
 
 
 def test_a_fit_can_be_longer_than_the_one_of_the_checkpoint() -> None:
@@ -156,7 +157,8 @@ def test_a_state_can_be_put_back_outside_of_a_fit() -> None:
     learn = make(EMA())
     learn.add_cb(Keep())
     learn.load_checkpoint_state(end)
-    found = [d for d in differences(end, learn.checkpoint_state()) if '.open.' not in d]  # of the last epoch
+    # of the last epoch
+    found = [d for d in differences(end, learn.checkpoint_state()) if '.open.' not in d]
     assert not found, found
 
 
@@ -235,7 +237,8 @@ def test_a_compiled_step_goes_on_within_rounding() -> None:
         return learn
     end, kept = straight(learner, lambda learn, r: learn.fit(2))
     learn = learner()
-    learn.fit(2, resume=kept[5])  # its first steps are not the compiled ones, which add up in another order
+    # its first steps are not the compiled ones, which add up in another order
+    learn.fit(2, resume=kept[5])
     now = learn.checkpoint_state()['model']
     assert all(torch.allclose(v.double(), now[k].double(), rtol=1e-4, atol=1e-5) for k, v in end['model'].items())
 
@@ -243,7 +246,8 @@ def test_a_compiled_step_goes_on_within_rounding() -> None:
 def test_a_budget_can_be_extended_and_an_early_stop_says_that_it_holds() -> None:
     _, kept = straight(make, lambda learn, r: learn.fit('7ba'))
     learn = make()
-    learn.fit('9ba', resume=kept[-1])  # its epoch had ended with its evaluation, and the next one begins
+    # its epoch had ended with its evaluation, and the next one begins
+    learn.fit('9ba', resume=kept[-1])
     assert learn.time.ba == 9 and learn.history[-1]['epoch'] == 2
     stop = [Callback(after_batch=lambda cb: cb.learn.stop())]
     _, kept = straight(lambda: make(*stop), lambda learn, r: learn.fit(2))

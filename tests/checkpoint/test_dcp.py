@@ -34,7 +34,8 @@ pytestmark = pytest.mark.dist
 
 def fit(rank, folder, strategy=None, resume=False, every='2ba', cbs=(), epochs=2, **options):
     "Train with checkpoints, on 8 samples a batch in all; return the weights, the averages and the history."
-    warnings.filterwarnings('ignore', message='The checkpoint is of')  # by another number of processes
+    # by another number of processes
+    warnings.filterwarnings('ignore', message='The checkpoint is of')
     options = {'folder': folder, 'every': every, 'keep_last': None, **options}
     learn = learner(n=40, cbs=[Checkpoint(**options), EMA(0.9), *cbs])
     torch.manual_seed(3)
@@ -74,7 +75,8 @@ def test_a_checkpoint_is_a_file_and_a_folder_of_safetensors(written):
     assert apart([state['model'][k] for k in learner().model.state_dict()], end[:len(state['model'])]) == 0
 
     name = next(e['name'] for e in read_state(path)[0]['parts']['tensors'] if e['name'].endswith('model.stem.weight'))
-    shards = [load_file(folder_of(path)/f'{rank}.safetensors')[name] for rank in range(2)]  # by the library alone
+    # by the library alone
+    shards = [load_file(folder_of(path)/f'{rank}.safetensors')[name] for rank in range(2)]
     assert [len(s) for s in shards] == [4, 3] and torch.equal(torch.cat(shards), state['model']['stem.weight'])
 
 

@@ -78,7 +78,8 @@ def test_a_wrapped_model_trains_on_after_an_evaluation() -> None:
 # Optimizers
 
 def test_adafactor() -> None:
-    check_every_place(lambda: make(opt_func=torch.optim.Adafactor), places=some)  # its eps is (None, 0.001)
+    # its eps is (None, 0.001)
+    check_every_place(lambda: make(opt_func=torch.optim.Adafactor), places=some)
 
 
 # Loaders

@@ -29,14 +29,17 @@ VALID_BATCH_EVENTS = ('before_batch', 'after_pred', 'after_loss', 'after_cancel_
 FOLLOW_UPS = {'T': 'train', 'V': 'validate', 'B': 'batch', 'b': 'backward', 's': 'step', 'E': 'epoch'}
 RAISER_ORDERS = (-20, 0, 70)  # before TrainEvalCallback, after it, after the Recorder
 NOT_FITTING = ('validate', 'with_learn')
+# the levels that each call opens
 WRAPPED = {'fit': 'FETVBbs', 'validate': 'VBbs', 'with_learn': 'VBbs', 'events': 'TVBbs', 'one_batch': 'Bbs',
-           'all_batches': 'Bbs'}  # the levels that each call opens
+           'all_batches': 'Bbs'}
+# of callbacks, see compat_callbacks.py
 KINDS = ('plain', 'plain', 'no_train', 'no_valid', 'neither', 'off_in_fit', 'off_in_batch', 'every_event', 'adds',
          'removes_itself', 'changes_order', 'changes_run', 'sets_lr', 'changes_batch', 'scales_loss', 'calls_by_hand',
-         'by_keyword', 'temporary')  # of callbacks, see compat_callbacks.py
+         'by_keyword', 'temporary')
 
 Plan = dict[str, Any]
-Place = tuple[int, str, int, int, bool]  # call, event, epoch, batch (-1 outside one), whether in training
+# call, event, epoch, batch (-1 outside one), whether in training
+Place = tuple[int, str, int, int, bool]
 
 
 def learnkit_names() -> SimpleNamespace:
@@ -100,9 +103,11 @@ def random_plan(seed: int) -> Plan:
     plan: Plan = {'seed': seed, 'n_train': rng.randint(3, 5), 'n_valid': 2, 'mom': rng.choice([0., 0.9]),
                   'recorder': rng.random() < 0.4}
     plan['calls'] = [_random_call(rng) for _ in range(rng.randint(1, 3))]
-    if plan['recorder']: plan['calls'].insert(0, ['fit', 1, 0])  # fastai's Recorder cannot record before its first fit
+    # fastai's Recorder cannot record before its first fit
+    if plan['recorder']: plan['calls'].insert(0, ['fit', 1, 0])
     plan['cbs'] = [_random_callback(rng) for _ in range(rng.randint(0, 3))]
-    if any(kind.startswith('off') for kind, *_ in plan['cbs']):  # `run` comes back on after a run, not by hand
+    # `run` comes back on after a run, not by hand
+    if any(kind.startswith('off') for kind, *_ in plan['cbs']):
         plan['calls'] = [['all_batches'] if call == ['events'] else call for call in plan['calls']]
 
     by_event: dict[str, list[tuple[Place, str]]] = {}
@@ -114,7 +119,8 @@ def random_plan(seed: int) -> Plan:
         raises.append([*place, rng.choice(RAISER_ORDERS), level])
         if (name := FOLLOW_UPS.get(level)) and rng.random() < 0.5:
             raises += _follow_up(rng, place, name, plan['calls'][place[0]][0])
-    if plan['recorder']:  # fastai's Recorder fails without a first epoch, and on a loss that was never computed
+    # fastai's Recorder fails without a first epoch, and on a loss that was never computed
+    if plan['recorder']:
         raises = [r for r in raises if r[0] > 0 and (r[1] not in ('before_batch', 'after_pred') or r[-1] != 'B')]
     return {**plan, 'raises': raises}
 

@@ -124,7 +124,8 @@ def test_moves_every_tensor_and_keeps_every_type() -> None:
     assert moved['list'][1:] == ['text', 3] and moved['pair'].b is None
     assert moved['data'].target == 1 and moved['data'].made == 7 and moved['frozen'].name == 'n'
     assert moved['dd']['new'] == 0  # the factory is still there
-    assert batch['t'].device.type == 'cpu' and batch['ud']['c'].device.type == 'cpu'  # the loader's own stay
+    # the loader's own stay
+    assert batch['t'].device.type == 'cpu' and batch['ud']['c'].device.type == 'cpu'
 
 
 @pytest.mark.parametrize('batch', [(torch.zeros(2), torch.zeros(2)), [torch.zeros(2)], torch.zeros(2), 'text', None,
@@ -224,7 +225,8 @@ def test_concat_of_what_is_no_tensor(items: list[Any], joined: Any) -> None: ass
 def test_concat_keeps_types_and_takes_one_entry_a_sample() -> None:
     out = concat([Pair(torch.zeros(1), 'a'), Pair(torch.zeros(2), 'b')])
     assert isinstance(out, Pair) and out.a.shape == (3,) and out.b == ['a', 'b']
-    masks = concat([[torch.zeros(2)], [torch.zeros(3), torch.zeros(1)]])  # lists of unequal length: one entry a sample
+    # lists of unequal length: one entry a sample
+    masks = concat([[torch.zeros(2)], [torch.zeros(3), torch.zeros(1)]])
     assert [len(m) for m in masks] == [2, 3, 1]
     assert concat([Frozen(torch.zeros(1)), Frozen(torch.ones(1))]).x.tolist() == [0, 1]
 
@@ -271,7 +273,8 @@ def test_what_has_another_length_goes_whole() -> None:
 
 
 def test_nested_inputs_are_cut_but_the_tuple_of_inputs_is_not() -> None:
-    pieces = microbatches(({'x': torch.arange(2)}, {'x': torch.arange(2) * 10}), (), 1)  # as many inputs as samples
+    # as many inputs as samples
+    pieces = microbatches(({'x': torch.arange(2)}, {'x': torch.arange(2) * 10}), (), 1)
     assert [(a['x'].tolist(), b['x'].tolist()) for (a, b), _ in pieces] == [([0], [0]), ([1], [10])]
     (batch,), _ = microbatches((Batch(torch.arange(4), [torch.arange(4)]),), (), 3)[1]
     assert batch.image.tolist() == [3] and batch.target[0].tolist() == [3] and isinstance(batch, Batch)
@@ -314,7 +317,8 @@ def test_model_gets_its_inputs_by_position() -> None:
     assert apply_model(lambda *a: a, (1, 2)) == (1, 2)
     x = torch.zeros(1)
     assert apply_model(nn.Identity(), (x,)) is x
-    assert apply_model(lambda *a: a, ({'a': 1}, 2)) == ({'a': 1}, 2)  # two inputs: one of them a dict
+    # two inputs: one of them a dict
+    assert apply_model(lambda *a: a, ({'a': 1}, 2)) == ({'a': 1}, 2)
 
 
 def test_model_gets_the_names_it_knows() -> None:

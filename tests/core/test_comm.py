@@ -283,7 +283,8 @@ def test_the_example_under_torchrun_goes_on_after_a_sigkill_and_ends_as_without(
     done = torchrun('--nproc-per-node=2', '--max-restarts=2', script, *OPTIONS, f'--folder={killed}')
 
     assert 'exitcode: -9' in done.stderr
-    assert done.stdout.count('Going on from') == done.stdout.count('2 processes') == 1   # by the first process alone
+    # by the first process alone
+    assert done.stdout.count('Going on from') == done.stdout.count('2 processes') == 1
     unseeded = 'rng.python', 'rng.numpy'
     assert not differences(last_state(killed), last_state(whole), (*WALL_CLOCK, *unseeded))
     assert_same_weights(killed, whole)

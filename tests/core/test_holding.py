@@ -90,8 +90,9 @@ def log_mean(cb: Any) -> None: cb.learn.log('mean_pred', cb.pred.mean())
     ({'microbatch': 2}, {'after_train': 1, 'after_validate': 1}),
     ({'microbatch': 2, 'weight_func': positive}, {'after_train': 1, 'after_validate': 1}),
     ({'metrics': AvgMetric(accuracy, on='both'), 'microbatch': 2}, {'after_train': 2, 'after_validate': 2}),
+    # the step with the samples left over, in after_train
     ({'loss_func': nn.CrossEntropyLoss(torch.ones(2)), 'microbatch': 2, 'cbs': GradientAccumulation(8)},
-     {'after_step': 1, 'after_validate': 1}),  # that of the samples left over, in after_train
+     {'after_step': 1, 'after_validate': 1}),
     ({'cbs': Callback(after_loss=log_mean)}, {'after_train': 1, 'after_validate': 1, 'after_epoch': 2}),
     ({'cbs': Periodic(every='2ba', on_every=lambda cb: None)}, {'after_train': 1, 'after_validate': 1}),
     ({'default_cbs': False, 'cbs': TrainEvalCallback}, {}),
@@ -225,7 +226,8 @@ def test_one_batch_is_held_while_the_next_is_drawn() -> None:
                 del batch
     learn = Learner(DataLoaders(Loader(), device='cpu'), Watched(), squares)
     with learn.no_bar(), learn.no_logging(): learn.fit(2)
-    assert alive == [0, *[1] * 7]  # the last batch of an epoch stays until the next one has its first
+    # the last batch of an epoch stays until the next one has its first
+    assert alive == [0, *[1] * 7]
     assert not any(ref() is not None for ref in made)
 
 

@@ -23,7 +23,8 @@ def come_and_go(rank: int) -> str:
     from torch.distributed.device_mesh import DeviceMesh
     dist.init_process_group('gloo')
     groups = [dist.new_group(backend='gloo') for _ in range(2)]
-    meshes: Any = [DeviceMesh.from_group(dist.group.WORLD, 'cuda') for _ in range(2)]   # made without an accelerator
+    # made without an accelerator
+    meshes: Any = [DeviceMesh.from_group(dist.group.WORLD, 'cuda') for _ in range(2)]
     assert meshes[0] == meshes[1]
 
     for mesh, group in zip(meshes, groups, strict=True): open_hosts(mesh, group)

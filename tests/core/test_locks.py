@@ -18,7 +18,8 @@ def test_taking_and_giving_up(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path/'deep'/'er')
     assert not lock.held
     assert lock.acquire() is lock and lock.held and lock.acquire() is lock
-    text = (tmp_path/'deep'/'er'/'.lock').read_text()  # this gives the system's lock up, as is documented
+    # this gives the system's lock up, as is documented
+    text = (tmp_path/'deep'/'er'/'.lock').read_text()
     assert text.startswith(f'process {os.getpid()} on {socket.gethostname()} has been writing there since 20')
     with pytest.raises(FolderInUseError): FolderLock(tmp_path/'deep'/'er').acquire()
     lock.release()

@@ -219,7 +219,8 @@ def test_crossings_of_shares_are_those_of_the_exact_fractions(n_batches: int, pa
 
 def test_crossings_that_cannot_be() -> None:
     assert crossings(Timestamp(sec=0.2), Timestamp(sec=0.1 + 0.2), Time('0.1sec')) == 1
-    assert crossings(Timestamp(), Timestamp(tok=2**62), Time('3tok')) == 2**62//3  # no float could say
+    # no float could say
+    assert crossings(Timestamp(), Timestamp(tok=2**62), Time('3tok')) == 2**62//3
     with pytest.raises(TimeError, match='positive'): crossings(Timestamp(), Timestamp(ba=5), Time('0ba'))
     with pytest.raises(TimeError, match='forwards'): crossings(Timestamp(ba=5), Timestamp(ba=4), Time('1ba'))
     with pytest.raises(TimeError, match='not known'): crossings(Timestamp(), Timestamp(dur=0.5), Time('0.1dur'))

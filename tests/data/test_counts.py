@@ -57,7 +57,8 @@ class Profiled:
 def calls_a_step(subject: str) -> float:
     torch.manual_seed(0)
     task = Task(n_train=1, n_valid=0, skip=0)
-    task.train = Profiled(task.batch())  # type: ignore[assignment]  # counts, where the other one takes times
+    # counts, where the other one takes times
+    task.train = Profiled(task.batch())  # type: ignore[assignment]
     try: SUBJECTS['a'][subject](task)(1)
     finally: sys.setprofile(None)
     return task.train.calls_a_step()
@@ -72,7 +73,8 @@ def test_calls_a_step(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize('subject', ['learnkit-idle200', 'learnkit-idle1000'])
 def test_idle_callbacks_add_no_call(subject: str) -> None:
-    assert calls_a_step(subject) == pytest.approx(calls_a_step('learnkit'), abs=0.5)  # a garbage collection calls too
+    # a garbage collection calls too
+    assert calls_a_step(subject) == pytest.approx(calls_a_step('learnkit'), abs=0.5)
 
 
 def test_a_handler_adds_one_call() -> None:
@@ -123,7 +125,8 @@ def test_nothing_of_the_step_before_is_held(microbatch: int | None, capsys: pyte
     held = Held(learn.model)
     learn.fit(2)
     assert held.n_passes == (20 if microbatch is None else 10 + 2 * 5 * 3)
-    if microbatch: held.alive = [name for name in held.alive if name != 'xb']  # the pieces are views of one batch
+    # the pieces are views of one batch
+    if microbatch: held.alive = [name for name in held.alive if name != 'xb']
     assert held.alive == []
 
 
@@ -240,7 +243,8 @@ def test_a_default_epoch_reads_nothing_between_its_batches(
 
     assert [dl.n_passes for dl in learn.dls] == [2, 2, 2]
     assert [dl.reads for dl in learn.dls] == [[], [], []]
-    assert 0 < len(reads) <= 2 * 2 * 10  # two epochs, the values at the ends of their three passes; no batch's
+    # two epochs, the values at the ends of their three passes; no batch's
+    assert 0 < len(reads) <= 2 * 2 * 10
     assert Drawing.n_drawn >= 2 * 157
     assert len(learn.recorder.losses) == 300
     last = learn.history[-1]
@@ -259,7 +263,8 @@ def test_a_metric_that_reads_is_seen(reads: list[str], capsys: pytest.CaptureFix
     def eager(pred: Tensor, targ: Tensor) -> float: return accuracy(pred, targ).item()
     learn = remote_learner(5, metrics=eager)
     learn.fit(1)
-    assert [dl.reads.count('item') for dl in learn.dls] == [1, 4, 3]  # training: the check of the first batch
+    # training: the check of the first batch
+    assert [dl.reads.count('item') for dl in learn.dls] == [1, 4, 3]
 
 
 class NoSync(Callback):

@@ -99,7 +99,8 @@ def test_the_global_generator_seeds_a_shuffling_loader_once() -> None:
     state = torch.get_rng_state()
     assert targets(loader) == a
     targets(loader.new(shuffle=False)), targets(TensorLoader(X, Y))
-    assert torch.equal(torch.get_rng_state(), state)  # neither an epoch nor an ordered loader draws from it
+    # neither an epoch nor an ordered loader draws from it
+    assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(2)
     assert targets(TensorLoader(X, Y, shuffle=True)) != a
 
@@ -263,7 +264,8 @@ def test_from_datasets_is_torchs_loader() -> None:
     assert [targets(dls.train), targets(dls.train)] == [targets(expected), targets(expected)]
     assert targets(dls.valid) == list(range(10)) and len(dls.valid) == 3
     assert dls.train.pin_memory == torch.cuda.is_available() and dls.n_inp == 1 and dls.device.type == 'cpu'
-    assert dls.valid.generator is None  # validating draws nothing from the training order's generator
+    # validating draws nothing from the training order's generator
+    assert dls.valid.generator is None
 
 
 def test_from_datasets_takes_sequences_dicts_streams_and_options() -> None:

@@ -66,7 +66,8 @@ def test_five_of_six_tokens_are_right() -> None:
     batches = [(torch.eye(2)[torch.tensor([[1]])], torch.tensor([[0]])),
                (torch.eye(2)[torch.tensor([[0, 1, 1, 1, 1]])], torch.tensor([[0, 1, 1, 1, 1]]))]
     assert of_the_set(accuracy, batches) == pytest.approx(5/6)
-    assert of_the_set(AvgMetric(accuracy), batches) == pytest.approx(0.5)  # a mean over samples, as it was asked for
+    # a mean over samples, as it was asked for
+    assert of_the_set(AvgMetric(accuracy), batches) == pytest.approx(0.5)
 
 
 def test_labels_are_counted_too() -> None:

@@ -1,4 +1,4 @@
-"""learnkit.data.position with other loaders: tensors, lists, iterators, streams, persistent workers, loaders with state."""
+"""learnkit.data.position with tensors, lists, iterators, streams, persistent workers and loaders with state."""
 from __future__ import annotations
 
 import random

@@ -29,6 +29,7 @@ from learnkit.engine.events import EVENTS, LEVELS, LIFECYCLE
 from learnkit.testing import synth_learner
 
 
+# fmt: off
 def documented(
     a: int,                # the first
     b: Any = None, c: Any = 'x',   # two on one line
@@ -38,6 +39,7 @@ def documented(
 ) -> dict[str, Any]:  # by name
     "Return what was given."
     return {'a': a, 'b': b, 'c': c, 'rest': rest, 'd': d, **more}
+# fmt: on
 
 
 def test_comments_are_those_of_the_signature() -> None:

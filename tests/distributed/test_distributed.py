@@ -98,13 +98,13 @@ def test_microbatches_that_are_looked_at() -> None:
     compare(lambda bs: make_learner(make_dls(103, bs), microbatch=3, cbs=GuardNonFinite()), lambda learn: learn.fit(2))
 
 
-def test_a_weighted_loss() -> None:
+@pytest.mark.parametrize('microbatch', [None, 3])
+def test_a_weighted_loss(microbatch: int | None) -> None:
     def by_class(xb: Any, yb: Any) -> Any: return (yb[0] + 1.).sum()
     def loss(pred: Any, y: Any) -> Any:
         return (F.cross_entropy(pred, y, reduction='none') * (y + 1)).sum() / (y + 1).sum()
-    for microbatch in (None, 3): compare(lambda bs: make_learner(
-        make_dls(101, bs), loss_func=loss, weight_func=by_class, metrics=None, microbatch=microbatch),  # noqa: B023
-        lambda learn: learn.fit(2))
+    compare(lambda bs: make_learner(make_dls(101, bs), loss_func=loss, weight_func=by_class, metrics=None,
+                                    microbatch=microbatch), lambda learn: learn.fit(2))
 
 
 @pytest.mark.parametrize('microbatch', [None, 3])
@@ -126,7 +126,8 @@ def test_a_budget_ends_at_the_same_batch() -> None:
     compare(lambda bs: make_learner(make_dls(101, bs)), lambda learn: learn.fit('150sp'))
 
 
-@pytest.mark.parametrize(('agree_every', 'stops_after'), [(1, 6), (4, 9), (None, 13)])  # an epoch has 13 batches
+# an epoch has 13 batches
+@pytest.mark.parametrize(('agree_every', 'stops_after'), [(1, 6), (4, 9), (None, 13)])
 def test_stop_in_one_process_stops_all_one_batch_after_they_have_agreed(agree_every: int | None,
                                                                         stops_after: int) -> None:
     def enough(cb: Any) -> None:
@@ -347,7 +348,8 @@ def test_options_of_the_strategy(options: dict[str, Any]) -> None:
 
 
 def test_gradients_can_be_compressed() -> None:
-    def halved(state, bucket):  # without annotations: torch compares them with classes, and here they are texts
+    # without annotations: torch compares them with classes, and here they are strings
+    def halved(state, bucket):
         state.append(bucket.buffer().numel())
         return default_hooks.fp16_compress_hook(None, bucket)
 

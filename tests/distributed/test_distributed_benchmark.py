@@ -54,7 +54,8 @@ def test_parts_are_measured() -> None:
 
 def test_every_part_can_be_measured() -> None:
     def job(rank: int) -> Any:
-        warnings.filterwarnings('ignore', message='2 processes .* this one trains alone')   # to compare with it
+        # to compare with it
+        warnings.filterwarnings('ignore', message='2 processes .* this one trains alone')
         return joined(rank, parts.in_rounds, list(parts.PARTS), 1)
     for values in run_ranks(job):
         assert {label: len(v) for label, v in values.items()} == dict.fromkeys(parts.PARTS, 1)
@@ -65,7 +66,8 @@ def test_scaling_arithmetic() -> None:
                         bucket_mb=100, host_hop_us=10, disk_gb_s=1, state_bytes=10, samples=1e6, batch=10, list_ns=100)
     eight, many = scaling.costs(s, 8), scaling.costs(s, 1024)
     assert eight['gradients: all-reduce, ms'] == pytest.approx(2 * 7 / 8 * 2e9 / 1e11 * 1e3)
-    assert eight['gradients: waited for, ms a step'] == pytest.approx(2.)  # the last bucket: 35 ms fit into backward
+    # the last bucket: 35 ms fit into backward
+    assert eight['gradients: waited for, ms a step'] == pytest.approx(2.)
     assert scaling.costs(replace(s, step_ms=20), 8)['gradients: waited for, ms a step'] == pytest.approx(25.)
     assert many['flag: there and back in a ring, ms'] == pytest.approx(20.46)
     assert many['flag: waited for, ms a step'] == 0

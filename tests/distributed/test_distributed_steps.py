@@ -65,7 +65,8 @@ def two_opts(params: Any, lr: float, model: nn.Sequential) -> dict[str, torch.op
 
 
 def lbfgs(params: Any, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS(params, lr=lr, max_iter=4, history_size=2)   # longer ones make roundings grow
+    # longer ones make roundings grow
+    return torch.optim.LBFGS(params, lr=lr, max_iter=4, history_size=2)
 
 
 def lookahead(params: Any, lr: float) -> Any: return Lookahead(SGD(params, lr, mom=0.9), k=3)
@@ -234,7 +235,8 @@ def test_a_loop_of_one_s_own_averages_gradients_or_says_why_it_does_not() -> Non
         return [trained(duel(Duel, 4, 101))['weights'], trained(duel(OwnEvents, 4, 104))['weights'], str(e.value)]
 
     expected = []
-    for cls, n in ((Duel, 101), (OwnEvents, 104)):   # without the events of backward, uneven parts count alike
+    # without the events of backward, uneven parts count alike
+    for cls, n in ((Duel, 101), (OwnEvents, 104)):
         alone = duel(cls, 8, n)
         alone.fit(2)
         expected.append(weights(alone))
@@ -256,7 +258,8 @@ def test_a_tail_that_is_resumed_is_averaged(tmp_path: Path) -> None:
             return make_learner(make_dls(101, 4), tmp_path/folder,
                                 cbs=[Checkpoint(every=None), GradientAccumulation(24), *cbs])
         straight, differ = trained(make('straight'))['weights'], []
-        for n in (12, 13, 26):   # the last step before a tail; the last batch of an epoch, whose step is to come
+        # the last step before a tail; the last batch of an epoch, whose step is to come
+        for n in (12, 13, 26):
             broken = make(f'{n}', Callback(batch_checkpoint=partial(break_off, n=n)))
             with interrupted(), broken.distributed('ddp', timeout='20s'): broken.fit(2)
             again = make(f'{n}')
@@ -345,7 +348,8 @@ class VerbDuel(Learner):
 
     def train_batch(self) -> None:
         real, critic = self.x, self.model.critic
-        fake = self.forward(self.model, real.flip(1))   # the whole model, of which only a part takes part
+        # the whole model, of which only a part takes part
+        fake = self.forward(self.model, real.flip(1))
         real_score, fake_score = self.forward(critic, real), self.forward(critic, fake.detach())
         self.optimize(F.softplus(-real_score).mean() + F.softplus(fake_score).mean(), only='critic')
         self.optimize(F.softplus(-self.forward(critic, fake)).mean(), only='generator')

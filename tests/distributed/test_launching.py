@@ -96,7 +96,8 @@ def test_everything_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
     assert result['ranks'] == [0, 1] and torch.equal(result['x'], torch.ones(2))
     written = capsys.readouterr()
     assert written.out.count('process 0 of 2') == 1 and 'process 1' not in written.out
-    assert len(written.out.splitlines()) == 4 and written.err == ''   # heading, two rows, and what Tell has said
+    # heading, two rows, and what Tell has said
+    assert len(written.out.splitlines()) == 4 and written.err == ''
 
     assert not differences(run_ranks(_trained, 2)[0], learn.checkpoint_state())
     assert learn.model is model and learn.world.size == 1 and len(learn.history) == 3
@@ -201,9 +202,9 @@ def _on_gpus(learn: Learner) -> None:
 
 
 REFUSED: list[tuple[Callable[[Learner], Any], type[LearnkitError], str]] = [
-    (lambda learn: launch(learn, 3), OptionError, r'launch\(3\): give a function'),  # type: ignore[arg-type]  # the test
+    (lambda learn: launch(learn, 3), OptionError, r'launch\(3\): give a function'),  # type: ignore[arg-type]
     (lambda learn: launch(learn, print, 0), OptionError, 'nproc=0: give a whole number'),
-    (lambda learn: launch(learn, print, 2.), OptionError, 'nproc=2.0: give'),  # type: ignore[arg-type]  # the test
+    (lambda learn: launch(learn, print, 2.), OptionError, 'nproc=2.0: give'),  # type: ignore[arg-type]
     (lambda learn: launch(learn, print, True), OptionError, 'nproc=True'),
     (lambda learn: launch(learn, print, 2, strategy='ddb'), OptionError, "strategy='ddb'.*'ddp'"),
     (lambda learn: launch(learn, print, 2, timeout='3ep'), OptionError, 'timeout'),

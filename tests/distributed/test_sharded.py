@@ -53,7 +53,8 @@ class Net(nn.Module):
 
 def learner(model=Net, n=33, **kwargs):
     g = torch.Generator().manual_seed(0)
-    x, y = torch.randn(n + 17, 5, generator=g), torch.randn(n + 17, 1, generator=g)  # at both ends one is left over
+    # at both ends one is left over
+    x, y = torch.randn(n + 17, 5, generator=g), torch.randn(n + 17, 1, generator=g)
     torch.manual_seed(1)
     options = {'loss_func': nn.MSELoss(), 'lr': 0.01, **kwargs}
     return Learner(DataLoaders.from_tensors((x[:n], y[:n]), (x[n:], y[n:]), bs=8), model(), **options)
@@ -70,7 +71,8 @@ def trained(strategy, epochs=1, options=(), model=Net, **kwargs):
     learn = learner(model, **{k: v() if k == 'cbs' else v for k, v in kwargs.items()})
     torch.manual_seed(3)
     with warnings.catch_warnings(), learn.no_bar(), learn.no_logging(), learn.distributed(strategy, **dict(options)):
-        warnings.filterwarnings('ignore', 'The loss is nan', UserWarning)  # in the case that rolls back
+        # in the case that rolls back
+        warnings.filterwarnings('ignore', 'The loss is nan', UserWarning)
         learn.fit(epochs)
     ema = [average for cb in learn.cbs if isinstance(cb, EMA) for average in cb.state_dict()['averages'].values()]
     kept = [v for s in learn.opt.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
@@ -189,7 +191,8 @@ def several_things(rank):
     for model in (Tied, WithStatistics):  # BatchNorm's batches are those of each process, in both
         a, b = (trained(strategy, model=model, n=40) for strategy in ('ddp', 'fsdp'))
         check(f'{model.__name__}: {apart(a[0], b[0])}', apart(a[0], b[0]) < 1e-5)
-    pieces = [trained(strategy, microbatch=3, n=39) for strategy in ('ddp', 'fsdp')]  # the last ones: 3 and 4 samples
+    # the last ones: 3 and 4 samples
+    pieces = [trained(strategy, microbatch=3, n=39) for strategy in ('ddp', 'fsdp')]
     check('pieces', apart(pieces[0][0], pieces[1][0]) < 1e-5)
     half = trained('fsdp', options={'policy': 'bf16', 'reshard_after_forward': False})
     whole = trained('ddp')
@@ -199,7 +202,8 @@ def several_things(rank):
 
     learn = learner(cbs=EMA(0.9), splitter=CASES['groups']['splitter'])
     own, params = learn.model, list(learn.model.parameters())
-    with warnings.catch_warnings(action='ignore'), learn.no_bar(), learn.no_logging():   # of a process alone
+    # of a process alone
+    with warnings.catch_warnings(action='ignore'), learn.no_bar(), learn.no_logging():
         learn.fit(1)   # an optimizer that is there already
     average = learn.ema.state_dict()['averages']
     with learn.no_bar(), learn.no_logging(), learn.distributed('fsdp'):

@@ -90,7 +90,8 @@ def test_a_flag_that_was_as_it_was_made_is_so_again() -> None:
     learn, seen = make(), []
     learn.add_cb(Keep())
     learn.add_cb(Callback(before_draw=lambda cb: seen.append(cb.learn.remembers.fresh)))
-    assert 'fresh' not in kept[3]['callbacks']['remembers']  # at the end of an epoch: true, as when it was made
+    # at the end of an epoch: true, as when it was made
+    assert 'fresh' not in kept[3]['callbacks']['remembers']
     learn.fit(2, resume={**kept[2], 'callbacks': {**kept[2]['callbacks'], 'remembers': {}}})
     assert seen[0] is True  # what `before_epoch` set, which came again, is undone
 
@@ -107,7 +108,8 @@ def test_options_stay_what_they_are_made_with() -> None:
     learn.scaled.parts = [7]
     learn.add_cb(Keep())
     learn.fit(1, resume=kept[1])
-    assert (learn.scaled.by, learn.scaled.parts, learn.scaled.n) == (5., [7], 5)  # a validation batch of two comes
+    # a validation batch of two comes
+    assert (learn.scaled.by, learn.scaled.parts, learn.scaled.n) == (5., [7], 5)
 
 
 def test_parts_of_the_model_stay_its_own() -> None:

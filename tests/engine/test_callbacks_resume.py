@@ -60,7 +60,8 @@ def test_best_weights_are_found_where_the_folder_is_now(tmp_path: Path) -> None:
     assert sd['best_path'] == sd['last_saved_path'] == 'models/model.pth' and sd['compared'] is True
     (tmp_path/'before').rename(tmp_path/'after')
     learn = make('after')
-    learn.fit(2, resume=through_a_file(kept[5]))  # the best is that of the first epoch, from before the move
+    # the best is that of the first epoch, from before the move
+    learn.fit(2, resume=through_a_file(kept[5]))
     assert not differences(end['model'], learn.model.state_dict())
     assert learn.save_model.last_saved_path == tmp_path/'after'/'models'/'model.pth'
 
@@ -110,7 +111,8 @@ def test_weights_are_loaded_once(tmp_path: Path) -> None:
     learn = make('before_fit')
     kept = saved(learn, 2)
     learn.fit(0)
-    assert not differences(weights, learn.model.state_dict()) and learn.opt.n_steps == 0  # the weights alone
+    # the weights alone
+    assert not differences(weights, learn.model.state_dict()) and learn.opt.n_steps == 0
     learn.fit(1)
     loaded.clear()
     make('before_fit').fit(1, resume=kept[0])

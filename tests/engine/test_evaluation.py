@@ -150,7 +150,8 @@ def test_exact_event_counts_in_nested_settings() -> None:
     for event in ('before_step', 'after_step', 'batch_checkpoint'): assert n[event] == batches, event
     for event in ('before_batch', 'after_batch'): assert n[event] == batches + 2 * validations, event
     assert n['after_draw'] == batches + 2 * validations
-    assert n['before_draw'] == n['after_draw'] + 2 + validations  # once more in each pass, to find its end
+    # once more in each pass, to find its end
+    assert n['before_draw'] == n['after_draw'] + 2 + validations
     assert in_training['after_batch'] == batches
 
 

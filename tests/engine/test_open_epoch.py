@@ -189,7 +189,8 @@ def test_a_metric_that_cannot_be_saved_stops_nothing_and_is_named() -> None:
         straight, other = resumed(make, 2)
     n = 4 * N_BATCHES - 1
     assert [r['train_seen'] for r in straight.history] == [n] * N_EPOCH
-    assert [r['train_seen'] for r in other.history] == [n - 8, n, n]  # the batches of the first epoch are shuffled
+    # the batches of the first epoch are shuffled
+    assert [r['train_seen'] for r in other.history] == [n - 8, n, n]
     assert [r['train_mae'] for r in other.history] == [r['train_mae'] for r in straight.history]
 
 

@@ -98,7 +98,7 @@ def members(path: Path) -> dict[str, bytes]:
 
 def rebuilt(
     path: Path,
-    change: Callable[[dict[str, bytes]], Any],  # of the records; may return other ones, also as pairs
+    change: Callable[[dict[str, bytes]], Any],  # f(records) may return other ones, also as pairs
     method: int = ZIP_STORED,
 ) -> Path:
     "Write an archive once more with other records."

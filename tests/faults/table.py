@@ -29,7 +29,8 @@ class Row:
     "What one row's tests gave."
     fault: str                                                     # from the file's docstring
     outcomes: Counter[str] = field(default_factory=Counter[str])
-    said: dict[str, None] = field(default_factory=dict[str, None])  # the lines that full forms print, in their order
+    # the lines that full forms print, in their order
+    said: dict[str, None] = field(default_factory=dict[str, None])
     seconds: float = 0.
 
     def cells(self) -> list[str]:

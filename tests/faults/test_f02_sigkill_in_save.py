@@ -31,7 +31,8 @@ def kill_in_saves(folder: Path, n: int, background: bool) -> int:
     draw, within = random.Random(0), 0
     for _ in range(n):
         with start(partial(train, folder, background)) as child:
-            child.wait(60, partial(_has_passed, folder, _begun(folder) + 2))  # one is whole, and another has begun
+            # one is whole, and another has begun
+            child.wait(60, partial(_has_passed, folder, _begun(folder) + 2))
             time.sleep(draw.uniform(0, 0.15))
             child.send(9)
             child.wait(60)

@@ -83,7 +83,8 @@ class Slow(Callback):
         if self.iter == 1: self.told.touch()
 
 
-class Stuck(torch_dls().train.dataset.__class__):  # type: ignore[misc]  # the data set of the loaders
+# the data set of the loaders
+class Stuck(torch_dls().train.dataset.__class__):  # type: ignore[misc]
     def __getitem__(self, i: int) -> Any:
         if get_worker_info().id == 1: sleep(30)
         return super().__getitem__(i)
@@ -258,7 +259,7 @@ def test_at_random_instants(tmp_path: Path) -> None:
         make = lambda workers=workers: make_learner(dls=torch_dls(workers))
         for n in range(12):
             folder = tmp_path/f'{workers}-{n}'
-            end = in_child(training(tmp_path/f'straight-{workers}', make, n_epoch=8)) if n == 0 else end  # noqa: F821
+            if n == 0: end = in_child(training(tmp_path/f'straight-{workers}', make, n_epoch=8))
             instants = [rng.uniform(0.02, 0.4 + 0.4 * workers) for _ in range(6)]
             lives = run_until_done(training(folder, make, n_epoch=8), instants, signal.SIGTERM, group=bool(n % 2))
             assert same(end, lives.result) and all_load(folder)

@@ -51,7 +51,8 @@ def test_the_run_goes_on_exactly(tmp_path: Path) -> None:
 
 def stopped_training(folder: Path) -> None:
     real = statefile._write
-    statefile._write = lambda *args: (send(), real(*args))[1]  # type: ignore[assignment]  # two lines in one
+    # two lines in one
+    statefile._write = lambda *args: (send(), real(*args))[1]  # type: ignore[assignment]
     training(folder, n_epoch=2, before=lambda learn: learn.add_cb(Callback(after_step=send)) and None)()
 
 
@@ -67,6 +68,7 @@ def test_two_signals_at_random_instants(tmp_path: Path) -> None:
                 sleep(rng.random() * 0.01)
             codes.append(child.wait() or 0)
         assert all_load(folder) or child.code == -15
-    ok = sum(code in (143, -15) for code in codes)  # -15: the second came when all was saved, and handlers restored
+    # -15: the second came when all was saved, and handlers restored
+    ok = sum(code in (143, -15) for code in codes)
     print(f'row 7: {len(codes)} runs with two SIGTERMs, {codes.count(143)} left with 143, {ok} as they should, 0 torn')
     assert ok == len(codes)

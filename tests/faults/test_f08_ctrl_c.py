@@ -269,7 +269,8 @@ def interrupted(run: Callable[[Learner], Any], at: int) -> tuple[bool, str]:
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')  # one that comes inside a `__del__`
+# an interrupt inside a `__del__` is only a warning
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
 def test_at_every_instant() -> None:
     "Pure Python cannot close every gap (between a context's `__enter__` and its block, for one), but few may be left."
     n, bad, runs = 0, list[str](), (lambda learn: learn.fit(1, cbs=Callback()), Learner.validate, Learner.get_preds)
@@ -281,7 +282,8 @@ def test_at_every_instant() -> None:
             if problem: bad.append(problem)
     print(f'row 8: {n} instants of three runs, the next fit differs after {len(bad)}')
     torch.set_grad_enabled(True)
-    assert len(bad) < 0.02 * n, bad[:10]  # between two instructions of a context manager Python leaves a gap
+    # between two instructions of a context manager Python leaves a gap
+    assert len(bad) < 0.02 * n, bad[:10]
 
 
 if __name__ == '__main__': main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))

@@ -168,7 +168,8 @@ def holds(run: str, plan: dict[tuple[str, int], str], order: float = -20) -> Non
         )
         assert watch.fired == [('after_error', e), ('cleanup', e)]
     assert cb.fired == fired, (plan, first_difference(cb.fired, fired))
-    learn.model.zero_grad()  # a fit that CancelFit ended keeps its gradients; the next one clears them
+    # a fit that CancelFit ended keeps its gradients; the next one clears them
+    learn.model.zero_grad()
     is_clean(learn)
     if stray or len(plan) > 1: fits_like_fresh(learn, [cb, watch])
 

@@ -156,7 +156,8 @@ def test_bytes(tmp_path: Path, payload: str) -> None:
     is_refused(path, tmp_path/'sentinel', names)
     try: torch.load(path, weights_only=False)
     except Exception: pass
-    assert (tmp_path/'sentinel').exists() == (payload != 'a shadowed name')  # Python 2's names have no dots
+    # Python 2's names have no dots
+    assert (tmp_path/'sentinel').exists() == (payload != 'a shadowed name')
 
 
 def test_a_name_cannot_write_to_the_terminal(tmp_path: Path) -> None:

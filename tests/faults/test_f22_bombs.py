@@ -171,7 +171,8 @@ def test_memory(tmp_path: Path, bomb: tuple[str, str]) -> None:
     make, says = BOMBS[bomb]
     write(tmp_path/'good.ckpt')
     saved(tmp_path/'good.pth', {'w': torch.ones(3)})
-    path = result_of(lambda: str(make(tmp_path/bomb[1])))  # made in a child as well: the next one starts small
+    # made in a child as well: the next one starts small
+    path = result_of(lambda: str(make(tmp_path/bomb[1])))
     found = result_of(lambda: loaded(Path(path)))
     assert found['told'] is not None, 'it loaded'
     assert path in found['told']

@@ -21,7 +21,8 @@ def wider() -> nn.Module:
 
 def named() -> nn.Module:
     model = make_model()
-    return nn.ModuleDict({'body': model[:3], 'head': model[3]})  # type: ignore[index]  # it is a Sequential
+    # it is a Sequential
+    return nn.ModuleDict({'body': model[:3], 'head': model[3]})  # type: ignore[index]
 
 
 def with_more() -> nn.Module: return nn.Sequential(*make_model().children(), nn.Linear(1, 1))

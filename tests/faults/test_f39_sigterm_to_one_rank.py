@@ -41,7 +41,8 @@ def signalled(folder: Path, victim: int, after_s: float) -> bool:
         # it came after the last batch, or, where it ends a process as if nobody listened, after the fit
         if (0 in codes and set(codes) <= {0, 143}) or codes[victim] == -signal.SIGTERM: return False
         assert codes == [143, 143], [c.stderr for c in children]
-        assert sum('the run is saved in' in c.stderr for c in children) <= 1  # none where it came with the last batch
+        # none where it came with the last batch
+        assert sum('the run is saved in' in c.stderr for c in children) <= 1
         return True
 
 

@@ -19,6 +19,7 @@ def build() -> Path:
     command = map(str, [sys.executable, '-m', 'sphinx', '-W', '--keep-going', '-q', *places])
     done = subprocess.run(list(command), capture_output=True, text=True, timeout=600)
     said = done.stdout + done.stderr
-    if said.strip(): shutil.rmtree(folder / 'doctrees', ignore_errors=True)  # else the next build would not warn again
+    # else the next build would not warn again
+    if said.strip(): shutil.rmtree(folder / 'doctrees', ignore_errors=True)
     assert done.returncode == 0 and not said.strip(), said
     return folder / 'html'

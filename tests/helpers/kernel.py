@@ -61,7 +61,8 @@ def running_kernel(folder: Path, setup: str) -> Iterator[Kernel]:
     env = {key: value for key, value in os.environ.items() if key != 'MPLBACKEND'}
     env |= {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1', 'IPYTHONDIR': str(folder/'.ipython')}
     with warnings.catch_warnings():
-        warnings.simplefilter('ignore')  # those of the client and its sockets: the kernel is another process
+        # those of the client and its sockets: the kernel is another process
+        warnings.simplefilter('ignore')
         manager, client = start_new_kernel(kernel_name='python3', env=env, cwd=str(folder))
         try:
             kernel = Kernel(manager, client)

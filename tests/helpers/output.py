@@ -18,7 +18,8 @@ from learnkit import Learner
 from learnkit.core.time import Time, Timestamp
 from learnkit.loggers import read_log
 
-CLOCKS = ('time', 'throughput/', 'memory/', 'cpu_', 'disk_', 'network_', 'epoch/time')  # columns begin so
+# columns begin so
+CLOCKS = ('time', 'throughput/', 'memory/', 'cpu_', 'disk_', 'network_', 'epoch/time')
 
 
 def said(value: Any, path: Path) -> Any:

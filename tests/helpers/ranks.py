@@ -22,7 +22,7 @@ def free_port() -> int:
 
 @contextmanager
 def started_ranks(
-    job: Callable[..., Any],  # called with the rank, and `arguments`; returns plain values or tensors
+    job: Callable[..., Any],  # f(rank, *arguments) returns plain values or tensors
     n: int = 2,
     *arguments: Any,
 ) -> Iterator[list[Child]]:

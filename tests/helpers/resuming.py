@@ -56,7 +56,7 @@ def straight(make: Callable[[], Learner], fit: Callable[..., None]) -> tuple[Sta
 def check_every_place(
     make: Callable[[], Learner],                # makes the Learner, seeded as a script would
     fit: Callable[[Learner, Any], None] = lambda learn, resume: learn.fit(2, resume=resume),
-    places: Callable[[list[State]], Iterable[State]] = lambda kept: kept,   # which of the checkpoints are tried
+    places: Callable[[list[State]], Iterable[State]] = lambda kept: kept,   # which are tried
     keep_again: bool = False,                   # whether resumed runs take checkpoints, too
 ) -> list[State]:
     "Assert that going on from each checkpoint ends in the very state of the run that was not stopped."

@@ -254,7 +254,8 @@ def test_a_file_can_be_read_while_it_grows(tmp_path: Path) -> None:
     def look(cb: Any) -> None:
         if cb.iter: sizes.append(len(np.load(tmp_path/'p.npy.part', mmap_mode='r')))
     learn.get_preds(sink=tmp_path/'p.npy', cbs=Callback(before_batch=look))
-    assert sizes == list(range(1, N)) and len(np.load(tmp_path/'p.npy')) == N  # 9 to 10: the header has room
+    # 9 to 10: the header has room
+    assert sizes == list(range(1, N)) and len(np.load(tmp_path/'p.npy')) == N
 
 
 def test_sinks_that_cannot_be_are_refused_before_anything_happens(tmp_path: Path) -> None:

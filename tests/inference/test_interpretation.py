@@ -46,7 +46,8 @@ def scores() -> tuple[Tensor, Tensor]: return torch.randn(N, C), torch.randint(C
 @pytest.mark.parametrize('loss', [nn.CrossEntropyLoss(), F.cross_entropy, CrossEntropyLossFlat()])
 def test_many_classes(loss: Any) -> None:
     x, y = scores()
-    interp = interpret(x, y, loss, ds_idx=0)  # the training loader shuffles: in the data set's order all the same
+    # the training loader shuffles: in the data set's order all the same
+    interp = interpret(x, y, loss, ds_idx=0)
     assert (interp.confusion_matrix() == skm.confusion_matrix(y, x.argmax(1), labels=range(C))).all()
     assert torch.equal(interp.targs, y) and torch.equal(interp.decoded, x.argmax(1)) and interp.vocab == [0, 1, 2, 3]
     torch.testing.assert_close(interp.losses, F.cross_entropy(x, y, reduction='none'))
@@ -121,7 +122,8 @@ def test_the_picture_of_the_matrix() -> None:
     mine = plt.subplots()[1]
     assert interp.plot_confusion_matrix(ax=mine) is mine and len(plt.get_fignums()) == 1
     matrix = interp.confusion_matrix()
-    assert np.allclose(mine.images[0].get_array(), matrix / matrix.sum(1, keepdims=True))  # whatever the counts
+    # whatever the counts
+    assert np.allclose(mine.images[0].get_array(), matrix / matrix.sum(1, keepdims=True))
     assert [t.get_text() for t in mine.texts] == [str(n) for n in matrix.flatten()]
     assert (mine.get_xlabel(), mine.get_ylabel()) == ('predicted', 'actual')
     assert [t.get_text() for t in mine.get_yticklabels()] == ['one', 'two', 'three', 'a name that is mu...']

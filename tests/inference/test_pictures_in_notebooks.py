@@ -41,4 +41,5 @@ def test_each_picture_is_shown_once(tmp_path: Path) -> None:
         kinds = [kind for out in cell.outputs for kind in out.get('data', ()) if kind != 'text/plain']
         assert kinds == ['image/png'], cell.source
     out, = table.outputs
-    assert out.output_type == 'execute_result' and out.data['text/html'].count('<tr>') == 10  # a head, nine samples
+    # a head, nine samples
+    assert out.output_type == 'execute_result' and out.data['text/html'].count('<tr>') == 10

@@ -71,7 +71,8 @@ def test_joined_they_are_what_get_preds_gives(options: Any) -> None:
     expected = learn.get_preds(reorder=False, **options)
     got = joined(learn.predict_iter(**options))
     assert len(got) == len(expected) and all(map(torch.equal, got, expected))
-    assert all(map(torch.equal, joined(learn.predict_iter(**options)), expected))  # no generator has moved on
+    # no generator has moved on
+    assert all(map(torch.equal, joined(learn.predict_iter(**options)), expected))
 
 
 def test_random_numbers_go_on_from_batch_to_batch() -> None:

@@ -136,7 +136,8 @@ def test_only_the_events_of_the_callback_are_handled() -> None:
 
 
 def test_a_callback_of_the_package_gets_the_events_and_times_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    events = Enum('Event', {e.name: e.value for e in Event})  # type: ignore[misc]  # as the package's: no str
+    # as the package's: no str
+    events = Enum('Event', {e.name: e.value for e in Event})  # type: ignore[misc]
     time = SimpleNamespace(Time=lambda value, unit: (value, unit.value), TimeUnit=Enum('TimeUnit', {'EPOCH': 'ep'}),
                            Timestamp=lambda **counts: SimpleNamespace(**counts))
     monkeypatch.setitem(sys.modules, 'composer.core.event', SimpleNamespace(Event=events))

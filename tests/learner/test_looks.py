@@ -86,7 +86,8 @@ def test_a_learner_says_what_it_is_made_of_and_how_far_it_is() -> None:
     assert rows['data'] == 'train: TensorLoader, 10 batches of 16valid: TensorLoader, 2 batches of 16'
     assert rows['loss'] == 'MSELoss'
     assert rows['optimizer'] == 'SGD, lr 0.25, not made yet'
-    assert rows['callbacks'] == 'TrainEvalCallbackCallback(before_fit=print)RecorderProgressCallback'  # as they run
+    # as they run
+    assert rows['callbacks'] == 'TrainEvalCallbackCallback(before_fit=print)RecorderProgressCallback'
     assert rows['trained'] == 'not yet' and rows['last epoch'] == 'none'
 
     learn.model.a.requires_grad_(False)

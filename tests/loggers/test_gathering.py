@@ -110,7 +110,8 @@ def test_evaluation_logs_the_mean_over_itself(tmp_path: Path) -> None:
             self._n += 1
             self.learn.log('n', self._n, weight=self._n)
     learner(tmp_path, Count, JSONLinesLogger).fit(2)
-    assert logged(tmp_path, 'valid_n') == {10: pytest.approx(5 / 3), 20: pytest.approx(5 / 3)}  # (1*1 + 2*2)/(1 + 2)
+    # (1*1 + 2*2)/(1 + 2)
+    assert logged(tmp_path, 'valid_n') == {10: pytest.approx(5 / 3), 20: pytest.approx(5 / 3)}
 
 
 def test_microbatches_are_averaged_by_weight(tmp_path: Path) -> None:
@@ -348,5 +349,6 @@ def test_no_wait_for_the_device(tmp_path: Path) -> None:
                 learn.fit(3)
         finally: torch.cuda.set_sync_debug_mode('default')
         return len([w for w in caught if 'synchroniz' in str(w.message)])
-    assert waits(JSONLinesLogger(every='10ba')) <= waits() + 2 * 3  # a transfer when an epoch begins, and at the end
+    # a transfer when an epoch begins, and at the end
+    assert waits(JSONLinesLogger(every='10ba')) <= waits() + 2 * 3
 

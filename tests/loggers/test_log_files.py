@@ -102,7 +102,8 @@ def test_resume_drops_what_came_after_the_checkpoint(tmp_path: Path, cls: Any, n
     assert steps(tmp_path/name) == list(range(1, 31))
     assert [row['half'] for row in rows] == pytest.approx([v / 2 for v in plain_losses(3)[0]], rel=1e-6)
     assert [row['step'] for row in rows if 'loss' in row] == list(range(5, 31, 5))
-    assert [row['step'] for row in rows if 'valid_loss' in row] == [20, 30]  # the checkpoint was before that of 10
+    # the checkpoint was before that of 10
+    assert [row['step'] for row in rows if 'valid_loss' in row] == [20, 30]
 
 
 @BOTH

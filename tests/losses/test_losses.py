@@ -28,7 +28,8 @@ from learnkit.losses import (
 )
 
 REDUCTIONS = ['mean', 'sum', 'none']
-SHAPES = [((6, 4), -1), ((3, 4, 5, 2), 1), ((3, 5, 4), -1), ((2, 4, 3, 5, 2), 1)]  # of predictions, and their axis
+# of predictions, and their axis
+SHAPES = [((6, 4), -1), ((3, 4, 5, 2), 1), ((3, 5, 4), -1), ((2, 4, 3, 5, 2), 1)]
 OF_CLASSES = [CrossEntropyLossFlat, LabelSmoothingCrossEntropyFlat, FocalLossFlat]
 FLAT = [*OF_CLASSES, BCEWithLogitsLossFlat, BCELossFlat, MSELossFlat, L1LossFlat]
 ALL = [*FLAT, LabelSmoothingCrossEntropy, FocalLoss, DiceLoss]
@@ -145,7 +146,8 @@ def test_the_gradient_of_focal_loss_is_finite_for_a_sure_prediction(gamma: float
     inp = torch.tensor([[200., 0.], [0., 200.]], requires_grad=True)
     FocalLoss(gamma)(inp, torch.tensor([0, 0])).backward()
     assert inp.grad is not None and inp.grad.isfinite().all() and inp.grad[0].abs().max() < 1e-6
-    assert inp.grad[1].tolist() == pytest.approx([-0.5, 0.5])  # of a miss it is that of cross-entropy
+    # of a miss it is that of cross-entropy
+    assert inp.grad[1].tolist() == pytest.approx([-0.5, 0.5])
 
 
 # ---------------------------------------------------------------- labels, regression, masks

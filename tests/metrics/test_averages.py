@@ -168,7 +168,8 @@ def test_latest_never_waits_for_a_copy_on_the_way(monkeypatch: pytest.MonkeyPatc
 
     events[0].done = True
     assert s.latest is not None and len(s.raw) == SEND_EVERY
-    run(s, torch.rand(2*SEND_EVERY))  # two more copies: the oldest of the three on the way is waited for
+    # two more copies: the oldest of the three on the way is waited for
+    run(s, torch.rand(2*SEND_EVERY))
     assert [e.waited for e in events] == [False, True, False, False]
     assert len(s.smooth) == s.count == 4*SEND_EVERY + 5 and all(e.waited for e in events[1:])
 

@@ -76,7 +76,8 @@ def test_avg_loss_weighs_by_samples_with_and_without_targets() -> None:
     x, loss = torch.zeros(3), AvgLoss()
     assert loss.value is None
     loss.accumulate(batch(None, x, loss=torch.tensor(1.)))
-    loss.accumulate(batch(None, xb=(x[:1],), loss=torch.tensor([4., 6.])))  # not reduced, no targets
+    # not reduced, no targets
+    loss.accumulate(batch(None, xb=(x[:1],), loss=torch.tensor([4., 6.])))
     assert loss.value == (3*1 + 5)/4
     loss.reset()
     loss.accumulate(batch(None, x, loss=0.))
@@ -91,7 +92,8 @@ def test_no_host_read_per_batch() -> None:
         m.reset()
         for _ in range(3): m.accumulate(learn)
     assert Watched.reads == 0
-    assert [m.value for m in metrics] and Watched.reads == len(metrics)  # one transfer each, and the watch works
+    # one transfer each, and the watch works
+    assert [m.value for m in metrics] and Watched.reads == len(metrics)
 
 
 def test_a_subclass_may_keep_its_own_total_and_count() -> None:
@@ -180,7 +182,8 @@ def test_a_function_stands_for_the_metric_it_is_marked_with() -> None:
     assert [plain.scale, threefold.scale] == [1., 3.]
     assert [m.name for m in (plain, threefold, named, other)] == ['scaled', 'scaled_2', 'x', 'scaled_3']
     assert plain is not other
-    assert isinstance(as_metrics(partial(scaled, torch.ones(2)))[0], AvgMetric)  # something else is bound
+    # something else is bound
+    assert isinstance(as_metrics(partial(scaled, torch.ones(2)))[0], AvgMetric)
 
 
 # ---------------------------------------------------------------- names and errors
@@ -271,7 +274,8 @@ def test_torchmetrics_equals_the_whole_set(i: int, device: str) -> None:
     m.reset()
     assert m.value is None
     assert fed(m, pred.to(device).requires_grad_(), targ.to(device)).value == pytest.approx(expected, rel=1e-6)
-    assert fed(m, pred[:70], targ[:70]).value != pytest.approx(expected, rel=1e-6)  # forgotten, and back on the CPU
+    # forgotten, and back on the CPU
+    assert fed(m, pred[:70], targ[:70]).value != pytest.approx(expected, rel=1e-6)
     assert m.name == ['multiclass_accuracy', 'multiclass_f1_score', 'multiclass_auroc'][i]
 
 

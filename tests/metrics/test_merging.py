@@ -164,7 +164,8 @@ def test_order_survives_a_checkpoint() -> None:
 
 
 def test_groups_that_were_counted_already(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr('learnkit.metrics.torchmetrics.GROUP', 60)  # three batches of 5 samples and 4 classes
+    # three batches of 5 samples and 4 classes
+    monkeypatch.setattr('learnkit.metrics.torchmetrics.GROUP', 60)
     for name in ('RocAuc', 'F1Score macro'):
         kind, make = CASES[name]
         data, alone = batches(kind), make()

@@ -107,7 +107,8 @@ def test_ours(name: str, at: int) -> None: goes_on(*OURS[name], at=at)
 
 @pytest.mark.parametrize('name', ['f1', 'auc', 'spearman'])
 def test_a_score_that_has_handed_over_its_groups(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr('learnkit.metrics.torchmetrics.GROUP', 50)  # numbers: a hand-over within each batch or two
+    # numbers: a hand-over within each batch or two
+    monkeypatch.setattr('learnkit.metrics.torchmetrics.GROUP', 50)
     state = goes_on(*OURS[name], at=3)
     assert 'metric/' in state['metric/']
 
@@ -193,7 +194,8 @@ def test_a_value_that_was_computed_before_is_not_the_value_after_a_resume() -> N
     assert other.value == 81.
     m.accumulate(a_batch(torch.zeros(2), torch.full((2,), 2.)))
     other.load_state_dict(m.state_dict())
-    assert other.value == 4. and other.metric.update_count == 1  # and torchmetrics warns of nothing
+    # and torchmetrics warns of nothing
+    assert other.value == 4. and other.metric.update_count == 1
 
 
 def test_members_of_an_expanded_collection_each_have_their_own() -> None:

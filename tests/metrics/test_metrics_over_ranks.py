@@ -199,8 +199,9 @@ def assert_same(a: Any, b: Any) -> None:
 @pytest.mark.parametrize('kind', ['tensors', 'torch', 'shuffled', 'list'])
 def test_predictions_of_all_come_in_the_order_of_the_data(kind: str) -> None:
     def ask(learn: Learner) -> Any:
+        # with so few samples, a process has none
         got = [learn.get_preds(dl=loaders(kind, n), with_loss=True, with_input=True, with_decoded=True)
-               for n in (37, 8, 3, 1)]  # with so few samples, a process has none
+               for n in (37, 8, 3, 1)]
         return [*got, learn.get_preds(), learn.get_preds(ds_idx=0), [list(learn.validate(dl=loaders(kind, 37)))]]
     compare_preds(lambda: make_learner(make_dls(30, bs=8)), ask)
 
@@ -242,7 +243,8 @@ def test_each_process_predicts_an_item_of_its_own() -> None:
 
 def test_sharded_models_evaluate_in_step() -> None:
     def job(rank: int) -> Any:
-        learn = measured(make_dls(64, bs=4, n_valid=33))  # in the last round one process has no sample
+        # in the last round one process has no sample
+        learn = measured(make_dls(64, bs=4, n_valid=33))
         with learn.distributed('fsdp', timeout='30s'): return [list(learn.validate()), learn.get_preds(with_loss=True)]
     learn = measured(make_dls(64, bs=8, n_valid=33))
     for got in run_ranks(job): assert_same(got, [list(learn.validate()), learn.get_preds(with_loss=True)])

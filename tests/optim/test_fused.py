@@ -94,7 +94,8 @@ def test_a_fused_group_falls_back_for_sparse_gradients_and_late_momenta() -> Non
     opt = OptimWrapper(opt=torch.optim.SGD([p, late], lr=0.1, momentum=0.9, fused=True))
     p.grad = torch.ones(2)
     opt.step()
-    late.grad = torch.ones(2)  # torch stops here with a TypeError: this one has no momentum yet, the other has
+    # torch stops here with a TypeError: this one has no momentum yet, the other has
+    late.grad = torch.ones(2)
     opt.step()
     assert late.tolist() == pytest.approx([0.9, 0.9]) and p.tolist() == pytest.approx([0.71, 0.71])
 

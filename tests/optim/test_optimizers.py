@@ -120,12 +120,14 @@ def test_qhadam_is_its_formula() -> None:
         m, v = 0.9 * m + 0.1 * g, 0.8 * v + 0.2 * g * g
         top = 0.3 * g + 0.7 * m / (1 - 0.9**t)
         x = x * (1 - 0.1 * 0.2) - 0.1 * top / ((0.4 * g * g + 0.6 * v / (1 - 0.8**t))**0.5 + 1e-8)
-        assert w.item() == pytest.approx(x, abs=1e-6)  # the library keeps the weights of its averages in fp32
+        # the library keeps the weights of its averages in fp32
+        assert w.item() == pytest.approx(x, abs=1e-6)
 
 
 def test_lamb_makes_steps_as_long_as_the_weights_are() -> None:
     pytest.importorskip('pytorch_optimizer')
-    w = nn.Parameter(torch.full((100, 100), 2., dtype=torch.float64))  # a norm of 200, for which the library takes 10
+    # a norm of 200, for which the library takes 10
+    w = nn.Parameter(torch.full((100, 100), 2., dtype=torch.float64))
     opt = Lamb([w], lr=0.1, eps=0.)
     w.grad = torch.randn(100, 100, dtype=torch.float64)
     before = w.detach().clone()
@@ -149,7 +151,8 @@ def test_training_goes_on_from_a_state_as_if_it_had_not_stopped(opt_func: Any) -
     other.create_opt()
     other.opt.load_state_dict(saved)
     other.fit(2)
-    tol = 1e-7 if opt_func is QHAdam else 0.  # the library keeps numbers in fp32, torch loads them as the weights' fp64
+    # the library keeps numbers in fp32, torch loads them as the weights' fp64
+    tol = 1e-7 if opt_func is QHAdam else 0.
     assert all(torch.allclose(a, b, rtol=0, atol=tol)
                for a, b in zip(model.parameters(), second.parameters(), strict=True))
 

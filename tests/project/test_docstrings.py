@@ -19,8 +19,9 @@ ERRORS = {name: value for name, value in NAMED.items() if isinstance(value, type
 
 # Classes of things that are held, not of what is done: their first line may say what one is.
 THINGS = set('ClassificationInterpretation DataLoaders History Interpretation OptimWrapper Time Timestamp'.split())
+# 'Returns' and 'Running' are no imperatives, 'Pass' is one
 NO_VERB = re.compile(r'(a|an|the|this|that|it|its|one|what|whether|how|if|when|of|for|to|class|callback|function|'
-                     r'\w+ing|\w*[^s]s)\b', re.I)  # 'Returns' and 'Running' are no imperatives, 'Pass' is one
+                     r'\w+ing|\w*[^s]s)\b', re.I)
 
 # Methods of which users call each sooner or later.
 OFTEN = {
@@ -104,7 +105,8 @@ def test_nothing_in_the_package_unpickles_or_evaluates() -> None:
             assert called not in ('eval', 'exec', 'torch.jit.load', 'np.load'), path
             if called == 'torch.load' and path.name == 'launch.py':  # of what has started it
                 assert ast.unparse(node.args[0]) == 'folder / _PAYLOAD', path
-            elif called == 'torch.load' and path.name == 'comm.py':  # from the ranks of one job, never from a file
+            elif called == 'torch.load' and path.name == 'comm.py':
+                # from the ranks of one job, never from a file
                 assert ast.unparse(node.args[0]) == 'BytesIO(data)', path
             elif called == 'torch.load':
                 assert {k.arg: ast.unparse(k.value) for k in node.keywords}.get('weights_only') == 'True', path

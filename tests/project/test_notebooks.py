@@ -40,11 +40,13 @@ def code_cells(nb: Any) -> list[Any]: return [cell for cell in nb.cells if cell.
 def execute(nb: Any, cwd: Path) -> None:
     "Run every cell in a fresh kernel, in a folder where it may leave files."
     nb.cells.insert(0, nbformat.v4.new_code_cell(SETUP))
-    env = {key: value for key, value in os.environ.items() if key != 'MPLBACKEND'}  # figures go into the notebook
+    # figures go into the notebook
+    env = {key: value for key, value in os.environ.items() if key != 'MPLBACKEND'}
     env |= {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1', 'IPYTHONDIR': str(cwd / '.ipython')}
     client = nbclient.NotebookClient(nb, timeout=60, kernel_name='python3', resources={'metadata': {'path': str(cwd)}})
     with warnings.catch_warnings():
-        warnings.simplefilter('ignore')  # those of the client and its sockets: the kernel is another process
+        # those of the client and its sockets: the kernel is another process
+        warnings.simplefilter('ignore')
         client.execute(env=env)
     del nb.cells[0]
 

@@ -18,7 +18,8 @@ from tests.helpers.fresh import output_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / 'docs'
-FETCHED = re.compile(r'(?:url\(|@import)\s*["\']?((?:https?:)?//[^"\')]+)')  # by CSS, from another host
+# by CSS, from another host
+FETCHED = re.compile(r'(?:url\(|@import)\s*["\']?((?:https?:)?//[^"\')]+)')
 site_test = pytest.mark.site
 
 
@@ -46,7 +47,8 @@ def test_the_drawing_nests_as_the_loop_does() -> None:
     heights = [int(n) for n in re.findall(r'<rect[^>]*height="(\d+)"', drawn)]
     lefts = [int(n) for n in re.findall(r'<rect[^>]* x="(\d+)"', drawn)]
     assert len(heights) == sum(m.event.startswith('[for each') for m in LIFECYCLE)
-    assert lefts[:4] == sorted(set(lefts[:4])) and heights[:4] == sorted(heights[:4], reverse=True)  # each in the last
+    # each in the last
+    assert lefts[:4] == sorted(set(lefts[:4])) and heights[:4] == sorted(heights[:4], reverse=True)
     levels = [m for m in LIFECYCLE if m.event in {level.before for level in LEVELS.values()}]
     assert drawn.count('class="level"') == len(levels)
 

@@ -269,7 +269,8 @@ def test_huggingface_model(row: Any) -> None:
     now = distance(weights_of(learn.model), weights_of(plain))
     row(was='nan', now=now, independent=0.)
     assert now < 1e-7 and distance(weights_of(learn.model), weights_of(make())) > 1e-2
-    assert learn.history[0]['valid_loss'] == pytest.approx(expected, abs=1e-7)   # its loss is in single precision
+    # its loss is in single precision
+    assert learn.history[0]['valid_loss'] == pytest.approx(expected, abs=1e-7)
 
 
 @pytest.mark.silent('losses of an epoch with a batch in which no target counts: train_loss')

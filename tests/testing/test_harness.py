@@ -37,7 +37,8 @@ pytestmark = pytest.mark.skipif(not hasattr(os, 'fork'), reason='needs os.fork')
 def children() -> set[int]:
     "The processes that this one has started or adopted, zombies among them."
     out = subprocess.run(['ps', '-o', 'pid=', '--ppid', str(os.getpid())], capture_output=True, text=True).stdout
-    return {pid for pid in map(int, out.split()) if Path(f'/proc/{pid}').exists()}  # but not ps itself
+    # but not ps itself
+    return {pid for pid in map(int, out.split()) if Path(f'/proc/{pid}').exists()}
 
 
 def is_gone(pid: int) -> bool:
@@ -138,7 +139,8 @@ def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
         assert child.wait(5, (tmp_path/'pid').exists) is None
         child.send(signal.SIGKILL, group=False)
         child.wait()
-        _, status = os.waitpid(int((tmp_path/'pid').read_text()), 0)  # its parent is dead, so it is ours
+        # its parent is dead, so it is ours
+        _, status = os.waitpid(int((tmp_path/'pid').read_text()), 0)
         assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
 
 
