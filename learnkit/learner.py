@@ -59,8 +59,8 @@ from learnkit.engine.dispatch import listed
 from learnkit.engine.events import LEVELS, LIFECYCLE
 from learnkit.engine.freezing import Freezing, check_trained, make_optimizer
 from learnkit.engine.own_loop import EventCheck, OwnLoops, own_methods
-from learnkit.engine.run import ContextStack, raise_first
-from learnkit.engine.timings import FIRST, Timings
+from learnkit.engine.run import ContextStack, call_each, raise_first
+from learnkit.engine.timings import Timings
 from learnkit.engine.train_eval import SkipToEpoch, TrainEvalCallback
 from learnkit.inference.predict import Predictions
 from learnkit.metrics.averages import as_metrics
@@ -140,6 +140,7 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
         eval_every: str | int | Time | None = '1ep',     # when: epochs, '500ba', '10m'; None: never
     ) -> None:
         check_model(model)
+        super().__init__()
         self.dls, self.model = as_dataloaders(dls), model
         if loss_func is None: loss_func = getattr(getattr(self.dls, 'train_ds', None), 'loss_func', None)
         self.loss_func = loss_func
@@ -156,7 +157,6 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
         # the `lr` that the optimizer was asked for, and the rates it has
         self._own_lrs: tuple[Any, Any] = None, None
         self._lrs_left: list[float] = []             # the rates as the Learner, or a fit, has left them
-        super().__init__()
         self.metrics = metrics
         self.add_cbs([*(defaults.callbacks if default_cbs else []), *listed(cbs)])
         self('after_create')
@@ -196,13 +196,13 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
         check_loaders(self.dls)
         own = [SkipToEpoch(start_epoch)] * bool(start_epoch) + ([Budget(budget)] if budget else [])
         checks = [EventCheck()] if own_methods(self) else []
-        with self.added_cbs([*listed(cbs), *own, *checks, *self._begin_evaluations(per_iteration)]):
+        with self.added_cbs([*listed(cbs), *own, *checks, *self.evaluations.begin(self, per_iteration)]):
             found = self._find_checkpoint(resume)
             self._prepare_opt(lr, wd, reset_opt)
             self._replayed = None
-            with self._training_weights(), self._run('fit'):
-                self.n_epoch, self.epochs_per_iteration, self._stopping = epochs, per_iteration, False
-                self.timings, self._until_timed = Timings(), FIRST
+            with self._training_weights(), self.strategy.run(self, 'fit'):
+                self.n_epoch, self.epochs_per_iteration, self.run.stopping = epochs, per_iteration, False
+                self.timings = Timings()
                 self._begin_resume(found)
                 self._with_events(self._do_fit, 'fit', CancelFitException, self._end_cleanup)
 
@@ -220,7 +220,7 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
         """
         total = as_time(total, 'ep')
         if total.unit == 'dur': raise TimeError(f'fit_until({str(total)!r}): a share of what? Give epochs, or hours.')
-        left = total.value - self._finished(total.unit)
+        left = total.value - self.finished(total.unit)
         if left > 0: self.fit(Time(left, total.unit), **kwargs)
 
     def _prepare_opt(self, lr: Any, wd: float | None, reset_opt: bool) -> None:
@@ -247,7 +247,7 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
     @contextmanager
     def _training_weights(self) -> Iterator[None]:
         "Let the outermost fit begin at the weights that are trained, and end at those to predict with."
-        if self._depth:
+        if self.run.depth:
             yield
             return
         self.opt.train()
@@ -286,7 +286,7 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
         opt = make_optimizer(self.opt_func, self.model, self.lr, self.splitter, self.wd_bn_bias, self.train_bn,
                              last=self.opt, loss_func=self.loss_func)
         if self.opt is not None:
-            if opt is not self.opt: self._done['st'] += getattr(self.opt, 'n_steps', 0)
+            if opt is not self.opt: self.counters.steps += getattr(self.opt, 'n_steps', 0)
             if not callable(self.opt_func): opt.clear_state()  # it is the same one, to be started anew
         self.opt = opt
         note_params(self, is_ready=not callable(self.opt_func))
@@ -336,9 +336,9 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
         >>> learn.history[0]['bs'], learn.history[0]['valid_bs']
         (16.0, 16.0)
         """
-        if self._evaluating or 'validate' in self._open:
+        if self.run.evaluating or 'validate' in self.run.levels:
             name = f'valid_{name}' if self.dl_name in ('valid', 'train') else f'{self.dl_name}/{name}'
-        for cb in self._callbacks:
+        for cb in self.callbacks:
             if receive := getattr(type(cb), 'receive_log', None): receive(cb, name, value, weight, shown)
 
     def show_training_loop(self) -> None:
@@ -387,20 +387,20 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
     @contextmanager
     def _around(self) -> Iterator[Self]:
         "Fire the events around a validation: before_fit, before_epoch ... after_epoch, after_fit."
-        with self._run(''), self._level('fit'), self._level('epoch'): yield self
+        with self.strategy.run(self, ''), self._level('fit'), self._level('epoch'): yield self
 
     @contextmanager
     def _level(self, event_type: str) -> Iterator[None]:
         "Wrap a with-block as `_with_events` wraps a function."
-        level, outer, cancelled = LEVELS[event_type], self._open, False
-        self._open = (*outer, event_type)
+        level, outer, cancelled = LEVELS[event_type], self.run.levels, False
+        self.run.levels = (*outer, event_type)
         try:
             try: self(level.before)
             except level.exception as e:
                 raise CancelError(f'{type(e).__name__} in {level.before}: a with-block cannot be skipped.') from e
             yield
         except level.exception: cancelled = True
-        finally: self._open = outer
+        finally: self.run.levels = outer
         if cancelled: self(level.after_cancel)
         self(level.after)
 
@@ -417,7 +417,7 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
         error: BaseException | None = exc_info[1]
         try: swallowed = self._entered.pop().__exit__(*exc_info)
         except BaseException as e: error, swallowed = e, False
-        raised = [] if self._depth else self._close()
+        raised = [] if self.run.depth else self._close()
         if error is exc_info[1]: raise_first(None if swallowed else error, raised)
         else: raise_first(error, raised); raise error  # type: ignore[misc]  # it was set above
         return swallowed
@@ -425,7 +425,7 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
     def _open_for_use(self) -> None:
         _open_learners.add(self)
         self._is_open_for_use = True  # a WeakSet has lost the Learner by the time of `__del__`
-        if self._depth:
+        if self.run.depth:
             self._ran_in = os.getpid()
 
     def close(self) -> None:
@@ -436,11 +436,11 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
         raise_first(None, self._close())
 
     def _close(self) -> list[BaseException]:
-        self._replayed = self._stream = None
+        self._replayed = self.passes.stream = None
         if not self._is_open_for_use: return []
         _open_learners.discard(self)
         self._is_open_for_use, self._ran_in = False, None
-        return self._call_each('close') + self._call_each('post_close')
+        return call_each(self, 'close') + call_each(self, 'post_close')
 
     def __del__(self) -> None:
         """Close the callbacks of a Learner that ran and was dropped; errors become warnings.

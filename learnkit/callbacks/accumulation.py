@@ -62,10 +62,10 @@ class GradientAccumulation(Callback):
 
     def before_fit(self) -> None:
         if not self.learn.fitting: return
-        if self.learn.opt.needs_closure: self._check_closure()
+        if self.learn.opt.needs_closure: self.on_reevaluation()
         self._forget()
 
-    def _check_closure(self) -> None:
+    def on_reevaluation(self) -> None:
         "Refuse an optimizer whose steps evaluate the loss again."
         raise OptionError('GradientAccumulation: an optimizer that evaluates the loss again (LBFGS) would see the '
                           'last batch alone. Use `Learner(microbatch=)` and bigger batches.')
@@ -136,7 +136,7 @@ class GradientAccumulation(Callback):
 
     def will_step(self) -> bool:
         "Tell whether the batch that begins ends with a step, as far as its number of samples says."
-        return self._n_samples + self.learn._samples() >= self.n_acc
+        return self._n_samples + self.learn.strategy.count_samples(self.learn) >= self.n_acc
 
     def after_step(self) -> None:
         self._n_steps, self._stepped = self._n_steps + 1, True
@@ -144,11 +144,11 @@ class GradientAccumulation(Callback):
 
     def _measure(self) -> tuple[int, Any]:
         "Return samples and weight of the batch; the weight is None for a loss that is a sum."
-        return self.learn._samples(), self.learn._whole_weight()
+        return self.learn.strategy.count_samples(self.learn), self.learn.strategy.total_weight(self.learn)
 
     def _count_pieces(self) -> None:
         "Count a batch that was cut into pieces, which is whole again."
-        if self._batch is not None and self._batch[0] != (n := self.learn._samples()):
+        if self._batch is not None and self._batch[0] != (n := self.learn.strategy.count_samples(self.learn)):
             raise BatchError(f'GradientAccumulation: a callback of order above {self.order} made {n} samples of '
                              f'{self._batch[0]} in before_batch. Give it a lower order, or leave `microbatch` out.')
         self._count_batch()
@@ -173,7 +173,7 @@ class GradientAccumulation(Callback):
     def after_train(self) -> None:
         "Take a step for the samples that are left over."
         for turn in sorted({self._turn, *self._others}):
-            with self.learn._taking(Turn(turn or None)):
+            with self.learn.taking(Turn(turn or None)):
                 self._step_for_the_rest(turn)
 
     def _step_for_the_rest(self, turn: str) -> None:
@@ -188,7 +188,7 @@ class GradientAccumulation(Callback):
     def after_cancel_fit(self) -> None: self._drop()
 
     def after_fit(self) -> None:
-        if not self.learn.fitting or self.learn._stopping:
+        if not self.learn.fitting or self.learn.run.stopping:
             return
         for turn, counts in {**self._others, self._turn: self._counts()}.items():
             if counts['n_steps'] or not counts['n_samples']:

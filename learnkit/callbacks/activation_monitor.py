@@ -72,7 +72,7 @@ class ActivationMonitor(HookCallback):
     def hook(self, m: nn.Module, inp: Any, out: Any) -> None:
         "Measure a module's inputs and outputs in the loop's own forward pass, not in a repetition."
         learn = self.learn
-        if not learn.training or learn._repeating or 'pred' in learn.__dict__: return
+        if not learn.training or learn.run.repeating or 'pred' in learn.__dict__: return
         for side, values in ('input', inp), ('output', out):
             for i, t in enumerate(tensors_in(values)):
                 if not t.dim() or not t.numel() or not t.is_floating_point(): continue

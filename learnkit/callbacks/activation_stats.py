@@ -74,7 +74,7 @@ class ActivationStats(HookCallback):
     def hook(self, m: nn.Module, inp: Any, out: Any) -> None:
         "Measure the output of a layer in training: of the loop's own forward pass, not of a repetition."
         learn = self.learn
-        if not learn.training or learn._repeating or (self.is_forward and 'pred' in learn.__dict__): return
+        if not learn.training or learn.run.repeating or (self.is_forward and 'pred' in learn.__dict__): return
         layer = self._places[id(m)]
         for part, t in enumerate(t for t in tensors_in(out) if t.numel()):
             self._batch.append(((layer, part, t.numel()), _measured(t, self.with_hist)))

@@ -133,7 +133,7 @@ class Checkpoint(Callback):
         if self.every is not None: check_countable(learn, self.every)
         self._watched = self._what_is_watched()
         self._take_folder()
-        self._begin_run(learn._resumption)
+        self._begin_run(learn.run.resume)
         self._before, self._next, self._broken_off = learn.time, 0., None
         if self.preemption: self._stop.install(learn.dls if learn.world.size > 1 else None)
 
@@ -198,12 +198,12 @@ class Checkpoint(Callback):
         if place == 'epoch' and self._is_last(): return True
         if self.every is None or UNITS_OF_EVENTS.get(self.every.unit, place) != place: return False
         unit = self.every.unit
-        if (self.learn.pct_train if unit == 'dur' else self.learn._finished(unit)) < self._next: return False
+        if (self.learn.pct_train if unit == 'dur' else self.learn.finished(unit)) < self._next: return False
         now = self.learn.time
         before, self._before, self._next = self._before, now, _next_multiple(now, self.every)
         return bool(crossings(before, now, self.every))
 
-    def _is_last(self) -> bool: return self.learn._stopping or self.learn.epoch + 1 == self.learn.n_epoch
+    def _is_last(self) -> bool: return self.learn.run.stopping or self.learn.epoch + 1 == self.learn.n_epoch
 
     # -- saving --------------------------------------------------------------------------------------------------------
 
@@ -212,12 +212,12 @@ class Checkpoint(Callback):
 
         It can be called at `batch_checkpoint`, `epoch_checkpoint` and `iteration_checkpoint`. Raises `CheckpointError`
         elsewhere, and what writing the one before has raised."""
-        if not self.learn._place:
+        if not self.learn.run.checkpoint_event:
             raise CheckpointError('A checkpoint is made at batch_checkpoint, epoch_checkpoint or iteration_checkpoint '
                                   'of a fit: elsewhere there is no place to go on from.')
         if not self._run_id: self.before_fit()
         self._wait_alike()
-        state, path, info = self._snapshot(self.learn._place)
+        state, path, info = self._snapshot(self.learn.run.checkpoint_event)
         if not self.background:
             self._write_alike(state, path, info)
             return path
@@ -301,37 +301,37 @@ class Checkpoint(Callback):
 
     # -- leaving -------------------------------------------------------------------------------------------------------
 
-    def _before_evaluation(self) -> None:
+    def on_evaluation(self) -> None:
         "Copy the state as it is now: an evaluation changes it in ways that only its end undoes."
         learn = self.learn
-        if not (self.preemption and self._run_id and learn.fitting and learn._depth == 1): return
+        if not (self.preemption and self._run_id and learn.fitting and learn.run.depth == 1): return
         if learn.world.size > 1: return  # they agree between batches of training only
         self._wait()
-        self._broken_off = self._snapshot('within' if 'train' in learn._open else 'evaluation')
+        self._broken_off = self._snapshot('within' if 'train' in learn.run.levels else 'evaluation')
 
     def after_fit(self) -> None:
         "Wait for the last checkpoint, and hear of a late signal, where all processes can still do so together."
-        if not (self.learn.fitting and self.learn._depth == 1 and self._run_id): return
+        if not (self.learn.fitting and self.learn.run.depth == 1 and self._run_id): return
         self._wait_alike()
         self._stop.received = self.learn.world.any(self._stop.received)
 
     def after_epoch(self) -> None: self.learn.world.post('leave', self._stop.received)  # before all agree
 
     def after_eval(self) -> None:
-        if self.learn._depth == 1: self._broken_off = None
+        if self.learn.run.depth == 1: self._broken_off = None
 
     def before_batch(self) -> None:
         "Break off an evaluation when it is asked for."
         if self._stop.received and self._evaluates(): self._leave_evaluation()
 
     def _evaluates(self) -> bool:
-        return self._broken_off is not None and self.learn._evaluating and self.learn._depth == 1
+        return self._broken_off is not None and self.learn.run.evaluating and self.learn.run.depth == 1
 
-    def _draw_failed(self) -> None:
+    def on_draw_failed(self) -> None:
         "Take the failure of workers that got the signal too for the stop that it asked for."
         if not self._stop.received: return
         if self._evaluates(): self._leave_evaluation()
-        elif self.learn.training and self.learn._depth == 1 and self.learn.world.size == 1:
+        elif self.learn.training and self.learn.run.depth == 1 and self.learn.world.size == 1:
             self.learn.iter -= 1  # this batch was not drawn
             self._leave('batch')
 

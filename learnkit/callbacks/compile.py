@@ -159,22 +159,22 @@ class WholeStep:
     def _is_blocked(self) -> bool:
         "Tell whether handlers, or other things that come and go, need the ordinary step now."
         learn = self.learn
-        table = learn._callbacks.tables[True]
+        table = learn.callbacks.tables[True]
         # the table forgets it, as all else, on a change
         entries: list[Entry] | None = table.get('whole step')
         if entries is None: entries = table['whole step'] = [entry for e in STEP_EVENTS for entry in table[e]]
         for _, switch, _ in entries:
             if switch: return True
-        return bool(learn.microbatch) or (learn._device is not None and is_autocast_enabled(learn._device.type))
+        return bool(learn.microbatch) or (learn.run.device is not None and is_autocast_enabled(learn.run.device.type))
 
     def _blocking(self) -> Iterator[str]:
         "Name what `_is_blocked` finds."
         learn = self.learn
         for e in STEP_EVENTS:
-            for _, switch, cb in learn._callbacks.tables[True][e]:
+            for _, switch, cb in learn.callbacks.tables[True][e]:
                 if switch: yield f'{type(cb).__name__}.{e} has to be called'
         if learn.microbatch: yield 'batches are cut into microbatches'
-        if learn._device is not None and is_autocast_enabled(learn._device.type): yield 'autocast is active'
+        if learn.run.device is not None and is_autocast_enabled(learn.run.device.type): yield 'autocast is active'
 
     def _has_usual_shape(self) -> bool:
         learn = self.learn
@@ -226,7 +226,7 @@ class WholeStep:
             self._ordinary()
             return self._retreat(error)
         learn.pred, learn.loss_grad, learn.loss, parts = out if plan.device.type != 'cuda' else map(own_storage, out)
-        if parts: learn._total_loss(parts)
+        if parts: learn.total_loss(parts)
         plan.count()
 
     def _call(self, *args: Any) -> Any:

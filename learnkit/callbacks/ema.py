@@ -143,21 +143,21 @@ class EMA(Callback):
     # -- using the average ---------------------------------------------------------------------------------------------
 
     def before_validate(self) -> None:
-        if self._raw is None and self._averages: self._use(self.learn._depth)
+        if self._raw is None and self._averages: self._use(self.learn.run.depth)
 
-    def after_validate(self) -> None: self._end_use(self.learn._depth)
-    def after_cancel_epoch(self) -> None: self._end_use(self.learn._depth)
-    def after_cancel_fit(self) -> None: self._end_use(self.learn._depth)
+    def after_validate(self) -> None: self._end_use(self.learn.run.depth)
+    def after_cancel_epoch(self) -> None: self._end_use(self.learn.run.depth)
+    def after_cancel_fit(self) -> None: self._end_use(self.learn.run.depth)
     def cleanup(self) -> None: self._end_use(self._used_at)
 
-    def _run_failed(self) -> None:
-        if self._used_at is not None and self._used_at >= self.learn._depth: self._put_back()
+    def on_run_failed(self) -> None:
+        if self._used_at is not None and self._used_at >= self.learn.run.depth: self._put_back()
 
-    def _run_paused(self) -> None:
-        if self._used_at == self.learn._depth: self._put_back(); self._paused = True
+    def on_run_paused(self) -> None:
+        if self._used_at == self.learn.run.depth: self._put_back(); self._paused = True
 
-    def _run_resumed(self) -> None:
-        if self._paused and self._raw is None and self._averages: self._use(self.learn._depth)
+    def on_run_resumed(self) -> None:
+        if self._paused and self._raw is None and self._averages: self._use(self.learn.run.depth)
         self._paused = False
 
     def _use(self, depth: int | None) -> None:

@@ -160,7 +160,7 @@ def read_metrics(
 
 def has_local_samples(learn: Any) -> bool:
     "Tell whether the batch at hand has a sample of this process: one may be there only to keep it in step with others."
-    return learn._team is None or learn._team.has_samples
+    return learn.strategy.team is None or learn.strategy.team.has_samples
 
 
 def _read(m: Metric, states: list[Any], n: int, device: torch.device) -> Any:

@@ -258,7 +258,7 @@ class HookCallback(Callback):
 
     def before_fit(self) -> None:
         "Find the modules; without `every`, hook them."
-        if self.learn._depth <= 1:  # the model may be another one than in the last fit
+        if self.learn.run.depth <= 1:  # the model may be another one than in the last fit
             self._remove()
             self._find()
         if self.every is None and self._on is None: self._register()
@@ -274,7 +274,7 @@ class HookCallback(Callback):
 
     def after_fit(self) -> None:
         "Take the hooks off, unless this was an evaluation inside a fit."
-        if self.remove_end and self.learn._depth <= 1: self._remove()
+        if self.remove_end and self.learn.run.depth <= 1: self._remove()
 
     def cleanup(self) -> None:
         "Take the hooks off; after a failure also forget what they stored."

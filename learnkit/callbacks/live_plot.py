@@ -83,7 +83,7 @@ class ShowGraph(Callback):
         "Do so whatever has happened."
         self._end()
 
-    def _is_meant(self) -> bool: return bool(self.learn.fitting and self.learn._depth == 1)
+    def _is_meant(self) -> bool: return bool(self.learn.fitting and self.learn.run.depth == 1)
 
     def _draw(self, is_over: bool = False) -> None:
         recorder, graph, began = recorder_of(self.learn), self._graph, perf_counter()

@@ -3,8 +3,8 @@ from __future__ import annotations
 
 import math
 from collections import namedtuple
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from fastcore.basics import noop
 from torch import Tensor
 
 from learnkit.callbacks.schedule import ParamScheduler
+from learnkit.core.contexts import replacing_yield
 from learnkit.core.errors import (
     CancelFitException,
     FitError,
@@ -30,6 +30,7 @@ from learnkit.core.validation import warn_user
 from learnkit.data.checks import epoch_length
 from learnkit.engine.checks import check_count, check_fit
 from learnkit.engine.dispatch import listed
+from learnkit.engine.evaluation import EvaluationSchedule
 from learnkit.engine.loop import Loop
 from learnkit.engine.snapshot import restored, undoing
 from learnkit.metrics.base import AvgSmoothLoss
@@ -182,7 +183,7 @@ class LRFinder(ParamScheduler):
         super().before_fit()
         self._start()
         self._cleanups.enter_context(self._undoing())
-        self._cleanups.enter_context(_without_evaluation(self.learn))
+        self._cleanups.enter_context(replacing_yield(self.learn, 'evaluations', NoEvaluations()))
 
     def _undoing(self) -> AbstractContextManager[Any]:
         learn = self.learn
@@ -243,14 +244,12 @@ class _Finder(LRFinder):
 
 
 
-@contextmanager
-def _without_evaluation(learn: Any) -> Iterator[None]:
-    name, own = '_do_evaluation', vars(learn).get('_do_evaluation')
-    vars(learn)[name] = noop
-    try: yield
-    finally:
-        if own is None: vars(learn).pop(name, None)
-        else: vars(learn)[name] = own
+class NoEvaluations(EvaluationSchedule):
+    "A schedule by which nothing is evaluated."
+
+    def due(self, learn: Any, at_epoch_end: bool) -> list[tuple[str, Any]]:
+        "Return no loaders."
+        return []
 
 
 class LRFind(Loop):

@@ -101,13 +101,13 @@ class MixedPrecision(Callback):
         if any(p.dtype == torch.float16 for p in self.opt.parameters()):
             raise ModelError(f'{type(self.learn.model).__name__} has weights in float16, too coarse for small updates. '
                              'Mixed precision keeps them in float32: `learn.model.float()`.')
-        if self.opt.needs_closure: self._check_closure()
+        if self.opt.needs_closure: self.on_reevaluation()
         self._scaled, state = set(), self.scaler.state_dict()  # fit has cleared the gradients
         # its numbers live where the model is now
         self.scaler = torch.amp.GradScaler(self._device_type())
         self.scaler.load_state_dict(state)
 
-    def _check_closure(self) -> None:
+    def on_reevaluation(self) -> None:
         "Refuse an optimizer whose steps evaluate the loss again, where the loss is scaled."
         if not self.scales: return
         raise OptimizerError(f'{self.opt!r} evaluates the loss several times a step, each with gradients of its own: '

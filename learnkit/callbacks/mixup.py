@@ -97,7 +97,7 @@ class MixHandler(Callback):
         "Return True once the fit has come to `until`."
         if self.until is None:
             return False
-        now, begin = self.learn.time, self.learn._fit_began
+        now, begin = self.learn.time, self.learn.evaluations.fit_began
         if self.until.unit == 'dur':
             return crossings(Timestamp(dur=0.), Timestamp(dur=now.dur or 0.), self.until) > 0
         return crossings(Timestamp(), now - begin, self.until) > 0

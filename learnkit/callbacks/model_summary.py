@@ -226,7 +226,7 @@ def _skip_loss(cb: Callback) -> None: raise CancelBatchException
 
 def _example_batch(learn: Any) -> Any:
     "Return the current batch, or draw one that nobody misses."
-    if learn._depth and learn.batch is not None: return learn.batch
+    if learn.run.depth and learn.batch is not None: return learn.batch
     loaders = [learn.dls.train, *(dl for _, dl in evaluation_loaders(learn.dls))]
     for dl in loaders:
         with preserved_rng(), preserved_generators(dl), _without_workers_left(dl):
@@ -256,7 +256,7 @@ def _notes(learn: Any) -> Iterator[str]:
         frozen = getattr(learn.opt, 'frozen_idx', 0)
         yield f'\nModel frozen up to parameter group #{frozen}' if frozen else '\nModel unfrozen'
     yield '\nCallbacks:'
-    for cb in learn._callbacks.ordered(): yield f'  - {cb}'
+    for cb in learn.callbacks.ordered(): yield f'  - {cb}'
 
 
 def _name(f: Any) -> str:

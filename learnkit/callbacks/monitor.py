@@ -85,8 +85,10 @@ class Monitor(Callback):
 
     def _intervals(self, ahead: int = 0) -> int:
         "Return how many intervals are over since the Learner began."
-        every, done = self.every, self.learn._done
-        if every.unit in ('ba', 'ep'): return int((done[every.unit] + ahead) // every.value)  # cheap: asked every batch
+        every, counters = self.every, self.learn.counters
+        if every.unit in ('ba', 'ep'):  # cheap, as it is asked at every batch
+            done = counters.batches if every.unit == 'ba' else counters.epochs
+            return int((done + ahead) // every.value)
         now = self.learn.time
         return crossings(_BEGIN, now.replace(st=now.st + ahead) if ahead else now, every)
 

@@ -47,7 +47,7 @@ def _rows(learn: Any, recorder: Any) -> list[dict[str, Any]]:
     "The history, also where a fit is about to be resumed and it is still in the checkpoint."
     resumption = getattr(learn, '_resumption', None)
     if resumption is None: return list(recorder.history)
-    saved = resumption.state['callbacks'].get(learn._callbacks.keys[id(recorder)], {})
+    saved = resumption.state['callbacks'].get(learn.callbacks.keys[id(recorder)], {})
     return [*recorder.history, *saved.get('history', ())]
 
 

@@ -140,7 +140,7 @@ class GuardNonFinite(Callback):
     def before_backward(self) -> None:
         "Look at the loss, or note whether it is finite."
         learn = self.learn
-        if learn._repeating and learn.opt.needs_closure: return  # a line search probes
+        if learn.run.repeating and learn.opt.needs_closure: return  # a line search probes
         if learn.loss_grad.numel() != 1: return                  # the loop refuses it
         # the one is recorded, the other is learned from
         value = learn.loss + learn.loss_grad.detach()
@@ -159,7 +159,7 @@ class GuardNonFinite(Callback):
 
     def before_step(self) -> None:
         "Look at the gradients, and at the losses that came with them."
-        if not self.grads or self.learn._repeating or (self._unseen and len(self._unseen) < (self.every or 1)): return
+        if not self.grads or self.learn.run.repeating or (self._unseen and len(self._unseen) < (self.every or 1)): return
         self._look_at_rest(in_time=True)
         is_bad = not all_finite([p.grad for p in self.learn.step_parameters if p.grad is not None])
         if not self.learn.world.any(is_bad): return
@@ -219,7 +219,7 @@ class GuardNonFinite(Callback):
         self._count(text)
         self._leaving = True
         if skip is CancelBatchException:
-            if self.learn._repeating: self.learn.opt.zero_grad()  # of pieces of SAM's second pass
+            if self.learn.run.repeating: self.learn.opt.zero_grad()  # of pieces of SAM's second pass
             del self.learn.loss_grad                              # a batch without one is not recorded
         raise skip
 
@@ -265,7 +265,7 @@ class GuardNonFinite(Callback):
 
     # -- going back ----------------------------------------------------------------------------------------------------
 
-    def _now(self) -> float: return self.learn._finished(self.snapshot_every.unit)
+    def _now(self) -> float: return self.learn.finished(self.snapshot_every.unit)
 
     def _make_snapshot(self) -> None:
         "Copy what there is to go back to; not between batches whose gradients are added up, nor what is not finite."

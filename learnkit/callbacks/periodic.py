@@ -14,6 +14,7 @@ from learnkit.core.model import model_device, name_of
 from learnkit.core.time import Time
 from learnkit.data.dataloaders import check_loader, evaluation_loaders
 from learnkit.engine.callback import Periodic
+from learnkit.engine.run import preserved_state
 from learnkit.inference.gather import AsyncToCPU
 
 __all__ = ['PeriodicData']
@@ -104,11 +105,11 @@ class PeriodicData(Periodic):
         "Make the pass."
         learn, (name, dl) = self.learn, self._loader()
         with ExitStack() as contexts:
-            for context in (learn._put_back(), undisturbed_loader(dl), torch.no_grad()):
+            for context in (preserved_state(learn), undisturbed_loader(dl), torch.no_grad()):
                 contexts.enter_context(context)
-            contexts.callback(setattr, learn, '_evaluating', learn._evaluating)
+            contexts.callback(setattr, learn, '_evaluating', learn.run.evaluating)
             learn.model.eval()
-            learn._evaluating, learn.training, learn.phase, learn.dl, learn.dl_name = True, False, 'valid', dl, name
+            learn.run.evaluating, learn.training, learn.phase, learn.dl, learn.dl_name = True, False, 'valid', dl, name
             self.results = self.process_results(self._gathered(dl))
 
     def _gathered(self, dl: Any) -> Any:
@@ -116,7 +117,7 @@ class PeriodicData(Periodic):
         learn, arriving, results = self.learn, AsyncToCPU(), []
         device = model_device(learn.model, learn.dls)
         for i, batch in enumerate(dl):
-            learn._forget_pass()
+            learn.clear_pass()
             learn.iter, learn.batch = i, to_device(batch, device)
             learn._split(learn.batch)
             with learn.contexts('forward'): result = self.on_batch(learn.batch)

@@ -83,7 +83,7 @@ class CollectDataCallback(Callback):
 
     def before_fit(self) -> None:
         "Start an empty list, unless this is a run inside another one."
-        if self.learn._depth <= 1: self.data = L()
+        if self.learn.run.depth <= 1: self.data = L()
 
     def after_batch(self) -> None:
         "Keep what the batch was and gave."
@@ -117,13 +117,13 @@ class MCDropoutCallback(Callback):
         torch.manual_seed(_drawn(self._seeds))
         switched = [m for m in self.learn.model.modules() if not m.training and _drops(m)]
         for m in switched: m.training = True  # of this module alone, not of what is in it
-        self._switched[self.learn._depth] = switched
+        self._switched[self.learn.run.depth] = switched
 
-    def after_validate(self) -> None: self._switch_off(self.learn._depth)
-    def after_cancel_epoch(self) -> None: self._switch_off(self.learn._depth)
-    def after_cancel_fit(self) -> None: self._switch_off(self.learn._depth)
+    def after_validate(self) -> None: self._switch_off(self.learn.run.depth)
+    def after_cancel_epoch(self) -> None: self._switch_off(self.learn.run.depth)
+    def after_cancel_fit(self) -> None: self._switch_off(self.learn.run.depth)
 
-    def _run_failed(self) -> None: self._switch_off(self.learn._depth)
+    def on_run_failed(self) -> None: self._switch_off(self.learn.run.depth)
 
     def cleanup(self) -> None:
         for depth in list(self._switched): self._switch_off(depth)

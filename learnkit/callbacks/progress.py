@@ -263,7 +263,7 @@ class ProgressCallback(Callback):
     def before_train(self) -> None:
         "Start this epoch's bar, where the epoch is resumed at the batch that comes next."
         if self._shown.share is None and not self.learn.resumed: self._shown.share = self.learn.pct_train
-        self._start('train', self.learn._resumes_at)
+        self._start('train', self.learn.run.resumes_at)
         self._shown.train = self._shown.bar
 
     def before_validate(self) -> None:
@@ -313,7 +313,7 @@ class ProgressCallback(Callback):
         "Do so whatever has happened."
         self._end()
 
-    def _nested(self) -> bool: return bool(self.learn._depth > 1)
+    def _nested(self) -> bool: return bool(self.learn.run.depth > 1)
 
     def _start(self, name: str, first: int = 0) -> None:
         learn, shown = self.learn, self._shown

@@ -123,7 +123,7 @@ class Recorder(Plots, Callback):
     # -- what is measured ----------------------------------------------------------------------------------------------
 
     def before_fit(self) -> None:
-        learn, depth = self.learn, max(self.learn._depth, 1)
+        learn, depth = self.learn, max(self.learn.run.depth, 1)
         del self._frames[depth - 1:]  # of runs that are over
         self._frames += [EpochMetrics() for _ in range(len(self._frames), depth - 1)]
         self._frames.append(EpochMetrics(own=depth > 1))
@@ -155,7 +155,7 @@ class Recorder(Plots, Callback):
 
     @property
     def _frame(self) -> EpochMetrics:
-        return self._frames[min(max(self.learn._depth, 1), len(self._frames)) - 1]
+        return self._frames[min(max(self.learn.run.depth, 1), len(self._frames)) - 1]
 
     def _check_once(self) -> None:
         "Try the metrics on the first training batch, before any weight has changed."
@@ -166,13 +166,13 @@ class Recorder(Plots, Callback):
 
     def _measure_piece(self) -> None:
         "Compute the training metrics of a microbatch, while its predictions are there."
-        if not self.learn.training or self.learn._repeating or not has_local_samples(self.learn): return
+        if not self.learn.training or self.learn.run.repeating or not has_local_samples(self.learn): return
         for m in self._train: m.accumulate(self.learn)
 
     def _keep_piece(self) -> None:
         "Keep the predictions of a microbatch until its batch is through: it is done again when memory runs out."
-        if not self.learn.training or self.learn._repeating or not has_local_samples(self.learn): return
-        if not self.learn._piece: self._pieces = []
+        if not self.learn.training or self.learn.run.repeating or not has_local_samples(self.learn): return
+        if not self.learn.run.microbatch: self._pieces = []
         self._pieces.append(Microbatch(self.learn))
 
     def before_epoch(self) -> None:
@@ -278,7 +278,7 @@ class Recorder(Plots, Callback):
         if weight is None:
             mean.reset()
             self._frame.latest.add(name)
-        elif (self.learn._is_open('train') or self.learn._is_open('validate')) and not has_local_samples(self.learn): weight = 0
+        elif (self.learn.is_open('train') or self.learn.is_open('validate')) and not has_local_samples(self.learn): weight = 0
         mean.add(value, 1 if weight is None else weight)
         if self.learn.fitting and name not in self._logged_names:
             self._logged_names.append(name)

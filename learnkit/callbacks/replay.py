@@ -14,6 +14,7 @@ from learnkit.callbacks.progress import ProgressCallback
 from learnkit.core.errors import CancelException, FitError
 from learnkit.core.random import RNGState, capture_rng, restore_rng
 from learnkit.engine.callback import Callback
+from learnkit.engine.passes import TrainingPasses
 from learnkit.engine.snapshot import restored
 
 __all__ = ['Replay', 'replay']
@@ -69,7 +70,7 @@ class Replay(Callback):
 
     def before_fit(self) -> None:
         "Let go of the fit before."
-        if self.learn._depth > 1: return  # within another run
+        if self.learn.run.depth > 1: return  # within another run
         if self.learn.fitting: self._let_go()
         self._within, self._failed, self._why, self._indices = None, None, '', None
         self.learn._replayed = self
@@ -80,10 +81,10 @@ class Replay(Callback):
         "Keep the batch."
         learn, own = self.learn, vars(self.learn)
         self._within = learn.training
-        others = [cb for cb in learn._callbacks if cb is not self]
+        others = [cb for cb in learn.callbacks if cb is not self]
         counts = [(cb, {k: v for k, v in vars(cb).items() if type(v) in ATOMS}) for cb in others]
         self._drawn[learn.training] = Drawn(learn.batch, capture_rng(), {name: own[name] for name in STATE},
-                                            dict(learn._done), counts)
+                                            learn.counters.by_unit(), counts)
 
     def after_batch(self) -> None: self._within = None
 
@@ -108,7 +109,7 @@ def replay(
 ) -> Tensor | None:
     "Repeat a batch: see `Learner.replay`."
     kept = learn._replayed
-    if learn._depth: raise FitError('A run is under way. Replay a batch when it is over.')
+    if learn.run.depth: raise FitError('A run is under way. Replay a batch when it is over.')
     if kept is None or not kept._drawn:
         raise FitError('There is no batch to repeat. Add `Replay()` to the callbacks, `learn.add_cb(Replay())`, and '
                        'fit again: it keeps the last batch until the next fit.')
@@ -148,13 +149,13 @@ def repeat(learn: Any, kept: Replay, drawn: Drawn, detect_anomaly: bool) -> Tens
     training = drawn.state['training']
     levels = ('fit', 'epoch', 'train') if training else ('fit', 'epoch', 'validate')
     if learn._whole_step is not None: vars(learn).pop('_do_one_batch', None)  # one compiled step has no events inside
-    vars(learn)['_batch_indices'] = lambda: kept._indices
+    learn.passes = KnownPass(kept._indices)
     if learn.opt is None or learn._opt_is_of_another_model(): learn.create_opt()
 
-    with learn._run('fit' if drawn.state['fitting'] else 'evaluation'), torch.set_grad_enabled(training):
+    with learn.strategy.run(learn, 'fit' if drawn.state['fitting'] else 'evaluation'), torch.set_grad_enabled(training):
         try:
             for i, level in enumerate(levels):
-                learn._open = levels[:i + 1]
+                learn.run.levels = levels[:i + 1]
                 put_in_place(learn, drawn)
                 learn(f'before_{level}')
             put_in_place(learn, drawn)
@@ -169,6 +170,19 @@ def repeat(learn: Any, kept: Replay, drawn: Drawn, detect_anomaly: bool) -> Tens
     return loss
 
 
+class KnownPass(TrainingPasses):
+    "The pass of a batch that is repeated: its indices are known."
+
+    def __init__(self, known: list[Any] | None) -> None:
+        super().__init__()
+        self.known = known
+
+    def indices(self, learn: Any) -> list[Any] | None:
+        "Return the indices of the batch that is repeated."
+        return self.known
+
+
 def put_in_place(learn: Any, drawn: Drawn) -> None:
     "Let the Learner be where the batch was drawn."
-    vars(learn).update(drawn.state, batch=drawn.batch, _done=dict(drawn.done))
+    vars(learn).update(drawn.state, batch=drawn.batch)
+    learn.counters.load_units(drawn.done)

@@ -64,7 +64,7 @@ def slots_of(learn: Any) -> dict[str, Slot]:
 
 def followers(learn: Any) -> dict[str, Any]:
     "Return the callbacks whose state belongs to the weights, by key: an average of them, for one."
-    return {learn._callbacks.keys[id(cb)]: cb for cb in learn.cbs if getattr(cb, 'follows_weights', False)}
+    return {learn.callbacks.keys[id(cb)]: cb for cb in learn.cbs if getattr(cb, 'follows_weights', False)}
 
 
 def states_of(o: torch.optim.Optimizer, named: dict[str, Any]) -> dict[str, Any]:

@@ -61,13 +61,13 @@ class SAM(Callback):
         if any(isinstance(cb, GradientAccumulation) for cb in learn.cbs):
             raise OptionError('SAM with GradientAccumulation would perturb for the last batch alone. Use bigger '
                               'batches with `Learner(microbatch=)`, which has the same gradients.')
-        if learn.opt.needs_closure: self._check_closure()
+        if learn.opt.needs_closure: self.on_reevaluation()
         if replaces_batch(learn):
             raise OptionError(f'SAM computes the loss a second time, which the `_do_one_batch` of '
                               f'{type(learn).__name__} does by itself. Write it as `train_batch`, with '
                               '`self.optimize(f)`, where f() computes the loss.')
 
-    def _check_closure(self) -> None:
+    def on_reevaluation(self) -> None:
         "Refuse an optimizer whose steps evaluate the loss again."
         raise OptionError('SAM steps once with the gradient nearby; an optimizer that evaluates the loss again (LBFGS) '
                           'moves on from there. Use SGD or Adam.')
@@ -80,7 +80,7 @@ class SAM(Callback):
         params = [p for p in learn.step_parameters if p.grad is not None]
         if n % self.interval or not params:
             return
-        if learn._turn is not None and learn._turn.compute is None:
+        if learn.run.turn is not None and learn.run.turn.compute is None:
             raise cannot_repeat('SAM')
         self._second_pass(params)
 
@@ -94,10 +94,10 @@ class SAM(Callback):
         try:
             self._perturb(params)
             learn.opt.zero_grad(only=learn.turn)
-            learn._repeating = True
-            learn._do_passes()
+            learn.run.repeating = True
+            learn.repeat_passes()
         finally:
-            learn._repeating = False
+            learn.run.repeating = False
             self._restore()
         learn.__dict__.update(recorded)
 

@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from learnkit.callbacks.torch_scheduler import LRScheduler
+from learnkit.core.contexts import replacing_yield
 from learnkit.core.errors import ScheduleError
 from learnkit.core.validation import warn_user
 from learnkit.data.checks import epoch_length
@@ -277,13 +278,13 @@ class Schedules(Loop):
         with self.added_cbs(cbs): found = self._find_checkpoint(resume)
         stage = 0 if found is None else found.stage
         self.freeze()
-        with self._in_stage(0):
+        with replacing_yield(self.run, 'stage', 0):
             if stage == 0:
                 self.fit_one_cycle(freeze_epochs, slice(base_lr), pct_start=0.99, **shared, resume=found,
                                    start_epoch=freeze_epochs if start_epoch else 0)
         base_lr /= 2
         self.unfreeze()
-        with self._in_stage(1):
+        with replacing_yield(self.run, 'stage', 1):
             self.fit_one_cycle(epochs, slice(base_lr / lr_mult, base_lr), pct_start=pct_start, div=div,
                                start_epoch=start_epoch, **shared, resume=found if stage == 1 else False)
 

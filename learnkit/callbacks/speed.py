@@ -63,11 +63,11 @@ class _Timed(Monitor):
         "Stop counting training."
         if self._since is None or self._paused is not None: return  # no fit, or an evaluation inside one
         self._read()
-        self._paused = self.learn._depth
+        self._paused = self.learn.run.depth
 
     def after_eval(self) -> None:
         "Go on counting training."
-        if self._paused == self.learn._depth: self._go_on()
+        if self._paused == self.learn.run.depth: self._go_on()
 
     before_predict, after_predict = before_eval, after_eval
 
@@ -83,8 +83,8 @@ class _Timed(Monitor):
         "Stop the clock."
         if self.learn.fitting: self._stop()
 
-    def _run_failed(self) -> None:
-        if self._paused is not None and self._paused >= self.learn._depth: self._go_on()
+    def on_run_failed(self) -> None:
+        if self._paused is not None and self._paused >= self.learn.run.depth: self._go_on()
 
     def cleanup(self) -> None:
         "Stop the clock."
@@ -172,10 +172,10 @@ class SpeedMonitor(_Timed):
 
     def after_batch(self) -> None:
         "Note when this batch was over and what it had; log when that is due."
-        learn, done = self.learn, self.learn._done
+        learn, done = self.learn, self.learn.counters
         if (flops := self._flops_per_batch) is not None:
             self._flops += _check_flops(learn.model, flops(learn.batch)) if callable(flops) else flops
-        self._points.append((self._read(), done['ba'], done['sp'], done['tok'], self._flops))
+        self._points.append((self._read(), done.batches, done.samples, done.tokens, self._flops))
         # the batch between the first two warmed this process up
         if self._resumed and len(self._points) == 3:
             self._points.popleft()

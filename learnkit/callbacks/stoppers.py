@@ -56,21 +56,21 @@ class FixedStopper(Callback):
 
     def after_batch(self) -> None:
         "Look at the time."
-        if self.at.unit not in ('ep', 'iter') and self._is_over(): self.learn._stop_here()
+        if self.at.unit not in ('ep', 'iter') and self._is_over(): self.learn.run.stopping = True
 
     def after_train(self) -> None:
         "Look at the epochs and iterations with this one, so that its evaluation is known to be the last."
         learn, now = self.learn, self.learn.time
         if self.at.unit not in ('ep', 'iter'): return
-        if now.replace(ep=now.ep + 1, iter=now.iter + learn._ends_iteration()) >= self.at: learn._stop_here()
+        if now.replace(ep=now.ep + 1, iter=now.iter + learn.ends_iteration()) >= self.at: learn.run.stopping = True
 
     def after_epoch(self) -> None:
         "Look at the epochs, also after one that was cancelled in training."
-        if self.at.unit == 'ep' and self.learn.fitting and self._is_over(): self.learn._stop_here()
+        if self.at.unit == 'ep' and self.learn.fitting and self._is_over(): self.learn.run.stopping = True
 
     def after_iteration(self) -> None:
         "Look at the iterations."
-        if self.at.unit == 'iter' and self._is_over(): self.learn._stop_here()
+        if self.at.unit == 'iter' and self._is_over(): self.learn.run.stopping = True
 
     def _is_over(self) -> bool: return self.learn.time >= self.at
 
@@ -114,7 +114,7 @@ class ThresholdStopper(TrackerCallback):
 
     def after_epoch(self) -> None:
         "Look at the epoch's row."
-        if not self.learn.fitting or self.learn._stopping or (row := self._row()) is None: return
+        if not self.learn.fitting or self.learn.run.stopping or (row := self._row()) is None: return
         self._look(self.monitor(self.learn) if callable(self.monitor) else self._measured(row))
 
     def _look(self, measured: Any) -> None:

@@ -159,7 +159,7 @@ def _comparison(name: str) -> Compare:
 
 def history_to_come(learn: Any) -> list[dict[str, Any]]:
     "Return the history of the checkpoint that a fit goes on from, until it is in place."
-    states = learn._resumption.state['callbacks'] if learn._resumption is not None else {}
+    states = learn.run.resume.state['callbacks'] if learn.run.resume is not None else {}
     return next((sd['history'] for sd in states.values() if 'history' in sd), [])
 
 
@@ -169,7 +169,7 @@ def check_counted(
     option: str,    # what it was given as
 ) -> None:
     "Raise `TimeError` for a unit that this fit does not count: waiting would have no end."
-    if time.unit == 'sp': learn._counts_samples = f'{option}={str(time)!r}'  # the first batch will tell
+    if time.unit == 'sp': learn.run.counts_samples = f'{option}={str(time)!r}'  # the first batch will tell
     if time.unit == 'tok' and getattr(learn, 'token_func', None) is None:
         raise TimeError(f"{option}={str(time)!r}: this Learner counts no tokens. Use another unit, or tell it how: "
                         '`Learner(..., token_func=lambda xb, yb: ...)`.')

@@ -90,7 +90,7 @@ class Saving(Loop):
         True
         """
         path = self._weights_path(file)
-        with self._evaluated_weights(): return self._save(path, with_opt)
+        with self.evaluated_weights(): return self._save(path, with_opt)
 
     def _save(self, path: Path, with_opt: bool | None) -> Path:
         if path.suffix == SAFETENSORS: return self._save_safetensors(path, with_opt)
@@ -162,12 +162,12 @@ class Saving(Loop):
     @contextmanager
     def _optimizer(self, made: bool) -> Iterator[None]:
         "Make an optimizer where one is needed, and take it back if the block fails."
-        before = self.opt, self.lr, self._own_lrs, self._done['st']
+        before = self.opt, self.lr, self._own_lrs, self.counters.steps
         if made and (self.opt is None or self._opt_is_of_another_model()): self.create_opt()
         if made and not isinstance(self.opt, OptimWrapper): self.opt = OptimWrapper(opt=self.opt)  # assigned by hand
         try: yield
         except BaseException:
-            self.opt, self.lr, self._own_lrs, self._done['st'] = before
+            self.opt, self.lr, self._own_lrs, self.counters.steps = before
             raise
 
     def _to_device(self) -> None:
@@ -217,7 +217,7 @@ class Saving(Loop):
         """
         path = file_path(fname, self.path, suffix='')
         config = {**own_config(self), 'model_config': plain(model_config, 'model_config')}
-        with self._evaluated_weights():
+        with self.evaluated_weights():
             state = {'learnkit': FORMAT, 'config': config, 'model': model_state(self.model)}
             if self.world.is_first:
                 with atomic_write(path) as tmp: torch.save(state, tmp)
@@ -260,7 +260,7 @@ class Saving(Loop):
         path = file_path(fname, self.path, suffix='.pt2')
         if not self.world.is_first: return path
         xb = sample_inputs(self.dls) if sample is None else sample if isinstance(sample, tuple) else (sample,)
-        with self._evaluated_weights():
+        with self.evaluated_weights():
             model = on_cpu(bare_model(self.model))
             modes = [(m, m.training) for m in model.modules()]
             try: program = program_of(model.eval(), *two_rows(xb), act)

@@ -31,7 +31,8 @@ from learnkit.core.random import capture_rng, restore_rng
 from learnkit.core.validation import warn_user
 from learnkit.data.position import LoaderPosition, check_position
 from learnkit.engine.callback_state import States
-from learnkit.engine.resume import PLACES, ResumeState
+from learnkit.engine.passes import is_stream
+from learnkit.engine.resume import LOOP_PLACES, ResumeState
 from learnkit.engine.run import add_note
 
 __all__ = ['Checkpoints', 'host_copy']
@@ -62,10 +63,10 @@ class Checkpoints(Saving, States):
         ['buffers', 'callbacks', 'frozen', 'grads', 'loop', 'loss_func', 'model', 'optimizer', 'position', 'rng',
          'wall_clock']
         """
-        if self._depth and not self._place:
+        if self.run.depth and not self.run.checkpoint_event:
             raise CheckpointError('checkpoint_state() in the middle of a run has no place to go on from. Call it at '
                                   'batch_checkpoint, epoch_checkpoint or iteration_checkpoint.')
-        return host_copy(whole_state(self._gather(self._place)))
+        return host_copy(whole_state(self._gather(self.run.checkpoint_event)))
 
     def load_checkpoint_state(
         self,
@@ -77,7 +78,7 @@ class Checkpoints(Saving, States):
         on from the very batch, use `fit(n, resume=state)`. Everything is compared before anything changes. Raises
         `WeightsError` with every difference, and `CheckpointError` for what is no such state.
         """
-        if self._depth: raise CheckpointError('load_checkpoint_state() inside a run: it would go on with the other '
+        if self.run.depth: raise CheckpointError('load_checkpoint_state() inside a run: it would go on with the other '
                                               'state in half of its parts. Call it before `fit`.')
         r = ResumeState(checked(state))
         with self._optimizer(made=state['optimizer'] is not None): self._check_fits(r)
@@ -111,27 +112,27 @@ class Checkpoints(Saving, States):
 
     def _loop_state(self, place: str) -> dict[str, Any]:
         loss = getattr(self, 'loss', None)
-        n_drawn = self.iter + 1 if PLACES.get(place) == 'batch' else self._n_drawn
+        n_drawn = self.iter + 1 if LOOP_PLACES.get(place) == 'batch' else self.passes.n_drawn
         return {**{name: getattr(self, name) for name in COUNTERS}, 'place': place, 'n_drawn': n_drawn,
-                'stage': self._stage, 'n_iter': self.n_iter, 'n_epoch': self.n_epoch, 'stopping': self._stopping,
-                'done': dict(self._done),
-                'n_steps': getattr(self.opt, 'n_steps', 0), 'seconds': self._finished('sec'),
-                'loss': loss.detach() if isinstance(loss, Tensor) else None, 'fitting_size': self._fitting_size,
-                'evaluations': self._evaluation_state(before=place in ('within', 'evaluation'))}
+                'stage': self.run.stage, 'n_iter': self.n_iter, 'n_epoch': self.n_epoch, 'stopping': self.run.stopping,
+                'done': self.counters.by_unit(),
+                'n_steps': getattr(self.opt, 'n_steps', 0), 'seconds': self.finished('sec'),
+                'loss': loss.detach() if isinstance(loss, Tensor) else None, 'fitting_size': self.auto_microbatch,
+                'evaluations': self.evaluations.state_dict(before=place in ('within', 'evaluation'))}
 
     def _position(self, place: str) -> dict[str, Any] | None:
-        if place and self._is_stream():
-            stream = self._stream
+        if place and is_stream(self.dls):
+            stream = self.passes.stream
             if stream is None or stream.dl is not self.dls.train:
                 return LoaderPosition(self.dls.train).state_dict(0)
             return stream.drawing.state_dict(stream.n)
-        last = self._drawing
-        if not place or (last is None and PLACES[place] == 'batch'): return None
+        last = self.passes.position
+        if not place or (last is None and LOOP_PLACES[place] == 'batch'): return None
         # nothing was drawn, or in a way of its own
         if last is None: return LoaderPosition(self.dls.train).state_dict(0)
-        if PLACES[place] == 'batch': return last.state_dict(self.iter + 1)
+        if LOOP_PLACES[place] == 'batch': return last.state_dict(self.iter + 1)
         if last.start is None: return last.state_dict(0)  # it stands between epochs already
-        return LoaderPosition(self.dls.train, n_before=last.n_before + self._n_drawn).state_dict(0)
+        return LoaderPosition(self.dls.train, n_before=last.n_before + self.passes.n_drawn).state_dict(0)
 
     # -- putting one in place ------------------------------------------------------------------------------------------
 
@@ -159,17 +160,17 @@ class Checkpoints(Saving, States):
 
     def _begin_resume(self, r: ResumeState | None) -> None:
         "Load weights and optimizers; the rest follows when the events have fired at which a fit begins."
-        self._resumption, self.resumed, self._resumes_at, self._drawing = r, False, 0, None
+        self.run.resume, self.resumed, self.run.resumes_at, self.passes.position = r, False, 0, None
         if r is None: return
-        self._stream = None
+        self.passes.stream = None
         self._check_fits(r)
         self._note_beginning()
         if (position := r.state['position']) is not None: check_position(self.dls.train, position)
         self._load_weights_of(r)
         if r.path is not None and self.logger is not noop: print(f'Going on from {r.path}, {self._what_is_next(r)}')
         self.resumed = True
-        if r.at == 'batch': self._resumes_at = r.loop['n_drawn']
-        elif r.at == 'evaluation': self._resumes_at = r.loop['n_iter'] or 0
+        if r.at == 'batch': self.run.resumes_at = r.loop['n_drawn']
+        elif r.at == 'evaluation': self.run.resumes_at = r.loop['n_iter'] or 0
         loop, n = r.loop, r.loop['n_epoch']
         if n != self.n_epoch and not (r.at == 'epoch' and (r.loop['stopping'] or r.loop['epoch'] + 1 == n)):
             warn_user(f'The checkpoint is of a fit of {n or "so many"} epochs, this one has '
@@ -228,7 +229,7 @@ class Checkpoints(Saving, States):
 
     def _put(self, r: ResumeState) -> None:
         "Put everything in place, random generators last."
-        self._end_resume()
+        self.end_resume()
         state, loop = r.state, r.loop
         self._put_weights(state)
         _put_loose_buffers(self.model, state.get('buffers', {}))
@@ -241,26 +242,27 @@ class Checkpoints(Saving, States):
         restore_rng(state['rng'])
 
     def _put_counters(self, loop: Mapping[str, Any]) -> None:
-        share, n_epoch = self.pct_train, self.n_epoch if self._depth else loop['n_epoch']
+        share, n_epoch = self.pct_train, self.n_epoch if self.run.depth else loop['n_epoch']
         for name in COUNTERS: setattr(self, name, loop[name])
-        self.n_iter, self._n_drawn, self.n_epoch = loop['n_iter'], loop['n_drawn'], n_epoch
+        self.n_iter, self.passes.n_drawn, self.n_epoch = loop['n_iter'], loop['n_drawn'], n_epoch
         if loop['n_epoch'] != n_epoch: self.pct_train = self._share_of(loop) if n_epoch else share
-        self._stopping, self._done, self._fitting_size = loop['stopping'], dict(loop['done']), loop['fitting_size']
-        self._load_evaluation_state(loop['evaluations'])
+        self.run.stopping, self.auto_microbatch = loop['stopping'], loop['fitting_size']
+        self.counters.load_units(loop['done'])
+        self.evaluations.load_state_dict(loop['evaluations'])
         if self.opt is not None: self.opt.n_steps = loop['n_steps']
-        self._seconds = loop['seconds']
-        if self._started is not None: self._started = perf_counter()
-        if loop['loss'] is not None: self.loss = loop['loss'].to(self._device or 'cpu', copy=True)
+        self.counters.seconds = loop['seconds']
+        if self.counters.fit_began is not None: self.counters.fit_began = perf_counter()
+        if loop['loss'] is not None: self.loss = loop['loss'].to(self.run.device or 'cpu', copy=True)
 
     @contextmanager
     def _all_or_nothing(self, r: ResumeState) -> Iterator[None]:
         "If the block fails, put back weights, optimizers, callbacks' states and what was counted over all fits."
-        states, done, n_steps = host_copy(self.callback_states()), self._done, getattr(self.opt, 'n_steps', 0)
+        states, done, n_steps = host_copy(self.callback_states()), self.counters.by_unit(), getattr(self.opt, 'n_steps', 0)
         try: yield
         except Exception as e:
             if r.path is not None: add_note(e, f'while {r.path} was put in place')
             if r.before is not None: self._put_weights(r.before)
-            self._done = done
+            self.counters.load_units(done)
             if self.opt is not None: self.opt.n_steps = n_steps
             with suppress(Exception): self.load_callback_states(states)  # the first error is the one to tell
             raise
@@ -284,7 +286,7 @@ class Checkpoints(Saving, States):
     def _share_of(self, loop: Mapping[str, Any]) -> float:
         "Return how much of this fit is done, which has another length than that of the checkpoint."
         assert self.n_epoch
-        done = loop['n_drawn'] / loop['n_iter'] if loop['n_iter'] and PLACES[loop['place']] == 'batch' else 1
+        done = loop['n_drawn'] / loop['n_iter'] if loop['n_iter'] and LOOP_PLACES[loop['place']] == 'batch' else 1
         return (loop['epoch'] + done) / self.n_epoch
 
 

@@ -23,7 +23,7 @@ from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import Entry, HandlerTable, takes_every_event
 from learnkit.engine.events import CONTEXTS, canonical_event
 from learnkit.engine.fastai_callbacks import is_foreign
-from learnkit.engine.run import Runs
+from learnkit.engine.loop import Loop
 from learnkit.engine.timings import Timings
 
 __all__ = ['Instruments', 'Handler', 'Handlers', 'Change', 'Trace']
@@ -88,11 +88,10 @@ class Trace(list[Change]):
         return table(['epoch', 'batch', 'event', 'callback', 'changed'], rows) if rows else repr(self)
 
 
-class Instruments(Runs):
+class Instruments(Loop):
     "The part of the Learner that shows what happens inside."
     timings: Timings
     _replayed: Any = None   # the callback that keeps a batch for `replay`
-    _stop_timing: Callable[[], bool]
 
     def explain(
         self,
@@ -105,10 +104,10 @@ class Instruments(Runs):
         ['TrainEvalCallback.after_epoch', 'Recorder.after_epoch']
         """
         name = canonical_event(event_name, where='explain')
-        tables = self._callbacks.tables
+        tables = self.callbacks.tables
         found = [[id(entry[2]) for entry in table[name]] for table in tables]
         seen: dict[int, Entry] = {id(entry[2]): entry for table in tables for entry in table[name]}
-        cbs = [cb for cb in self._callbacks.ordered() if id(cb) in seen]
+        cbs = [cb for cb in self.callbacks.ordered() if id(cb) in seen]
         def when(cb: Any) -> str:
             in_evaluation, in_training = (id(cb) in ids for ids in found)
             return 'always' if in_evaluation and in_training else 'training' if in_training else 'evaluation'
@@ -185,14 +184,14 @@ class Instruments(Runs):
     @contextmanager
     def _instrumented(self, make: Callable[[HandlerTable], HandlerTable]) -> Iterator[None]:
         "Let the loop read other tables for the length of a context."
-        self._stop_timing()
-        before, callbacks = self._tables, self._callbacks
+        self.timings.stop(self)
+        before, callbacks = self.tables, self.callbacks
         tables = tuple(make(table) for table in before)
         callbacks.more_tables.extend(tables)
-        self._tables = tables
+        self.tables = tables
         try: yield
         finally:
-            self._tables = before
+            self.tables = before
             callbacks.more_tables[:] = [t for t in callbacks.more_tables if all(t is not o for o in tables)]
 
 

@@ -63,7 +63,7 @@ def _optimizer(learn: Any) -> str:
 def _metrics(learn: Any) -> str: return ', '.join(m.name for m in learn.metrics) or 'none'
 
 
-def _callbacks(learn: Any) -> list[str]: return _listed(learn._callbacks, 'ordered')
+def _callbacks(learn: Any) -> list[str]: return _listed(learn.callbacks, 'ordered')
 
 
 def _listed(o: Any, name: str) -> list[str]:

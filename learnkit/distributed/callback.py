@@ -25,8 +25,10 @@ from learnkit.distributed.cut import BATCH_SIZES, UNEVEN
 from learnkit.distributed.ddp import Replicas, average, too_big
 from learnkit.distributed.failures import Failures
 from learnkit.distributed.shards import FirstBatches, check_lengths, shard_loaders
+from learnkit.distributed.strategy import SeveralProcesses
 from learnkit.engine.callback import Callback
 from learnkit.engine.loop import sample_count, token_count
+from learnkit.engine.strategy import SingleProcess
 
 __all__ = ['DistributedTraining']
 
@@ -130,11 +132,11 @@ class DistributedTraining(Callback):
         self.strategy, self.backend, self.sharded_already = strategy, backend, sharded_already
         self._given, self._options, self.agree_every = given, options, agree_every
         if strategy != 'auto': self._made()   # whose options it checks
-        self._parts: Any = None                         # the strategy at work
+        self.parts: Any = None                         # the strategy at work
         self._mean = GradientMean()
         self._before: dict[str, Any] = {}               # what the Learner had before
         self._dls: Any = None                           # the shares of its loaders
-        self._now = BatchShare()
+        self.batch = BatchShare()
         self._evaluates = True                          # the batch of an evaluation has samples of this process
         self._every = self._most = 1                    # batches from one agreement to the next, now and at most
         self._heard = 0, 0.                             # at which batch the last one was heard of, and its clock
@@ -151,7 +153,7 @@ class DistributedTraining(Callback):
 
     # -- coming and going ----------------------------------------------------------------------------------------------
 
-    def _added(self) -> None:
+    def on_added(self) -> None:
         learn = self.learn
         if learn.world.size > 1: raise DistributedError(
             'This Learner trains in several processes already: by a `DistributedTraining` among its callbacks, or '
@@ -159,18 +161,18 @@ class DistributedTraining(Callback):
         world = join_ranks(self.timeout.value, self.backend)
         if world.size == 1: return world.leave()
         self._before = {'dls': learn.dls, 'logger': learn.logger}
-        learn.world, learn._team, self.failures = world, self, Failures(world)
+        learn.world, learn.strategy, self.failures = world, SeveralProcesses(self), Failures(world)
         try:
             # nobody leaves while another still joins
             world.run_on_all(lambda: check_bare(learn.model))
             alike(learn, world, self._told())
-            self._parts = self._made(cuts=self.strategy == 'auto' and world.any(too_big(learn.model)))
+            self.parts = self._made(cuts=self.strategy == 'auto' and world.any(too_big(learn.model)))
             self._share_loaders()
             self._dls = learn.dls
             self._every = self._most = self.agree_every or batches_between(learn.model)
             if not world.is_first: learn.logger = noop
             self._seed()
-            self._parts.enter(learn)
+            self.parts.enter(learn)
             learn.add_cb(self._mean)
         except BaseException as e:
             error = self.fail(e)
@@ -183,7 +185,7 @@ class DistributedTraining(Callback):
         "Return what must be the same in every process, besides the model."
         lengths = {} if self.sharded_already else lengths_of(self.learn.dls)
         options = {'strategy': self.strategy, 'sharded_already': self.sharded_already, **self._given}
-        lengths['trained so far'] = ', '.join(f'{n} {unit}' for unit, n in self.learn._done.items())
+        lengths['trained so far'] = ', '.join(f'{n} {unit}' for unit, n in self.learn.counters.by_unit().items())
         return {**lengths, **{f'option {name}': repr(value) for name, value in options.items()}}
 
     def _made(self, cuts: bool = False) -> Any:
@@ -196,7 +198,7 @@ class DistributedTraining(Callback):
         learn, world = self.learn, self.learn.world
         if self.sharded_already: learn.dls = self._cut_to_the_shortest()
         else: learn.dls = shard_loaders(learn.dls, world.rank, world.size, **self._given,
-                                        fillers_in_evaluation=self._parts.needs_equal_evaluations,
+                                        fillers_in_evaluation=self.parts.needs_equal_evaluations,
                                         count=batch_counter(learn))
         if torch.device(learn.dls.device).type == world.device.type: learn.dls.device = world.device
 
@@ -218,20 +220,20 @@ class DistributedTraining(Callback):
         import numpy as np
         np.random.seed(seed % 2**32)
 
-    def _removed(self) -> None:
+    def on_removed(self) -> None:
         learn, world = self.learn, self.learn.world
         before, self._before = self._before, {}
         if not before: return   # it has not joined any
         try:
-            if self._parts is not None: self._parts.leave(learn)
+            if self.parts is not None: self.parts.leave(learn)
         finally:
             learn.remove_cb(self._mean)
             self.failures.leave()
             del self.failures
-            self._parts = None
+            self.parts = None
             self._asked = [], []
             for name, value in before.items(): setattr(learn, name, value)
-            learn.world, learn._team = ALONE, None
+            learn.world, learn.strategy = ALONE, SingleProcess()
             world.leave()
 
     def fail(
@@ -245,9 +247,9 @@ class DistributedTraining(Callback):
         error = failures.report(e, self.learn)
         if isinstance(e, SystemExit):
             return e
-        if self._parts is not None:
-            self._parts.release(self.learn)
-        self._now = BatchShare()
+        if self.parts is not None:
+            self.parts.release(self.learn)
+        self.batch = BatchShare()
         world.leave()
         failures.linger()
         return error
@@ -256,25 +258,25 @@ class DistributedTraining(Callback):
 
     def before_fit(self) -> None:
         learn, world = self.learn, self.learn.world
-        if not self.fitting or learn._depth > 1: return
+        if not self.fitting or learn.run.depth > 1: return
         if learn.dls is not self._dls: raise DistributedError(
             '`learn.dls` was set while several processes train: each would train on all of it. Set it before '
             '`learn.distributed()`, or the loader in it, `learn.dls.train`, in a new context.')
-        world.reset(clock=max(world.gather(learn._own_seconds())))
-        self._every, self._heard = self._most, (learn._done['ba'], world.value('clock'))
-        r = learn._resumption
-        self._steps_before = learn._finished('st') if r is None else 0
+        world.reset(clock=max(world.gather(learn.counters.elapsed())))
+        self._every, self._heard = self._most, (learn.counters.batches, world.value('clock'))
+        r = learn.run.resume
+        self._steps_before = learn.finished('st') if r is None else 0
         self._catches_up = world.size > 2 and r is not None and r.state.get('has_synced', True)
 
     def before_train(self) -> None:
-        self._parts.prepare(self.learn)
+        self.parts.prepare(self.learn)
         own = set(self.learn.model.parameters())
         self._loose = [p for p in self.learn.opt.parameters() if p not in own]
-        self._now.local = True   # also those that a resumed epoch has brought with it
+        self.batch.local = True   # also those that a resumed epoch has brought with it
         self._share_order()
 
     def before_validate(self) -> None:
-        self._parts.share_buffers(self.learn)
+        self.parts.share_buffers(self.learn)
         self._share_order()
 
     def _share_order(self) -> None:
@@ -284,7 +286,7 @@ class DistributedTraining(Callback):
             dl.take_order(self.world.broadcast(dl.order_state() if self.world.is_first else None))
             return
         for sampler in (getattr(dl, 'sampler', None), getattr(getattr(dl, 'batch_sampler', None), 'sampler', None)):
-            if set_epoch := getattr(sampler, 'set_epoch', None): return set_epoch(self.learn._done['ep'])  # of all fits
+            if set_epoch := getattr(sampler, 'set_epoch', None): return set_epoch(self.learn.counters.epochs)  # of all fits
 
     # -- each batch ----------------------------------------------------------------------------------------------------
 
@@ -295,19 +297,19 @@ class DistributedTraining(Callback):
         if not learn.training:
             self._evaluates = known is None or known[0] > 0
             return
-        now = self._now
+        now = self.batch
         now.share = known if share is not None else self._counted_share()
-        now.tokens_before, now.tokens, now.n_steps = learn._done['tok'], None, learn._finished('st')
+        now.tokens_before, now.tokens, now.n_steps = learn.counters.tokens, None, learn.finished('st')
         now.weights = None
         if not self._catches_up: return
         self._catches_up = False
-        self._parts.catch_up(learn)
+        self.parts.catch_up(learn)
 
     @property
     def has_samples(self) -> bool:
         "Whether the batch at hand has samples of this process, and does not only keep it in step with others."
         if not self.learn.training: return self._evaluates
-        return self._now.share is None or self._now.share[0] > 0
+        return self.batch.share is None or self.batch.share[0] > 0
 
     def _counted_share(self) -> tuple[int, int] | None:
         "Return the share of a batch from a loader that gives this process's own; torch's sampler gives all as many."
@@ -319,20 +321,20 @@ class DistributedTraining(Callback):
         "Add gradients up in this process alone where no step follows this pass."
         learn = self.learn
         if not learn.training: return None
-        now = self._now
+        now = self.batch
         if now.tokens is None and has_tokens(learn) and not learn.microbatch: self._sum_tokens()
-        if not learn.microbatch and not learn._loss_is_sum() and not learn._weighs_samples():
+        if not learn.microbatch and not learn.loss_weights.is_sum(learn) and not learn.loss_weights.are_samples(learn):
             self.sum_weights()
-        now.local = learn._passes_alone or not self._steps_after_this()
-        if now.local: return self._parts.pass_without_sync()
-        self._parts.has_synced = True
+        now.local = learn.run.calls_modules or not self._steps_after_this()
+        if now.local: return self.parts.pass_without_sync()
+        self.parts.has_synced = True
         return None
 
     def _steps_after_this(self) -> bool:
         learn = self.learn
-        if learn.microbatch and not learn._is_last_piece: return False
+        if learn.microbatch and not learn.run.is_last_microbatch: return False
         cbs, asked = self._asked
-        if cbs is not (here := learn._callbacks.ordered()):
+        if cbs is not (here := learn.callbacks.ordered()):
             asked = [cb for cb in here if hasattr(cb.__class__, 'will_step')]
             self._asked = here, asked
         return not asked or all(cb.will_step() for cb in asked)
@@ -340,30 +342,30 @@ class DistributedTraining(Callback):
     def after_pred(self) -> None:
         "Leave a sample out of an evaluation that only keeps this process in step."
         if self._evaluates: return
-        self.learn._forget_pass()
+        self.learn.clear_pass()
         raise CancelBatchException
 
     def after_cancel_backward(self) -> None:
         "Take nothing as averaged: the pass that was to do it may not have come so far."
-        if self.learn.training: self._now.local = True
+        if self.learn.training: self.batch.local = True
 
     def after_cancel_batch(self) -> None: self.after_cancel_backward()
 
     def after_batch(self) -> None:
         learn = self.learn
         if not learn.training: return
-        now = self._now
-        if now.n_steps is not None and now.local and self._parts.averages_late: self._check_no_step()
-        if now.share is not None: learn._done['sp'] += now.share[1] - sample_count(learn)
+        now = self.batch
+        if now.n_steps is not None and now.local and self.parts.averages_late: self._check_no_step()
+        if now.share is not None: learn.counters.samples += now.share[1] - sample_count(learn)
         if not has_tokens(learn): return
         # else of a batch that was cancelled, or cut into pieces
         tokens = now.tokens or self._sum_tokens()
-        learn._done['tok'] = now.tokens_before + int(tokens())
+        learn.counters.tokens = now.tokens_before + int(tokens())
 
     def _check_no_step(self) -> None:
         "Raise `DistributedError` for a step with gradients that nothing has averaged."
         learn = self.learn
-        if learn._finished('st') == self._now.n_steps: return
+        if learn.finished('st') == self.batch.n_steps: return
         raise DistributedError(
             f'{type(learn).__name__} has stepped without `before_step`, where gradients are averaged over the '
             'processes: each has weights of its own now. Write the batch as `train_batch`, with `self.optimize(loss)`, '
@@ -371,16 +373,16 @@ class DistributedTraining(Callback):
 
     def _sum_tokens(self) -> Callable[[], Tensor]:
         "Begin to sum this batch's tokens up; the answer comes while it is computed."
-        self._now.tokens = self.learn.world.start_sum(torch.tensor(token_count(self.learn) if self.has_samples else 0))
-        return self._now.tokens
+        self.batch.tokens = self.learn.world.start_sum(torch.tensor(token_count(self.learn) if self.has_samples else 0))
+        return self.batch.tokens
 
     def sum_weights(self) -> Weights:
         "Return what this batch's loss averages over, here and in all processes; begin to sum it up where that is new."
-        if self._now.weights is None: self._now.weights = Weights(self.learn._own_weight(), self.world)
-        return self._now.weights
+        if self.batch.weights is None: self.batch.weights = Weights(self.learn.strategy.own_weight(self.learn), self.world)
+        return self.batch.weights
 
     def batch_checkpoint(self) -> None:
-        world, n = self.learn.world, self.learn._done['ba']
+        world, n = self.learn.world, self.learn.counters.batches
         sends, hears = n % self._every == 0, world.is_exchanging
         if sends or hears: self._agree(partial(world.exchange, sends))
         if hears and self.agree_every is None: self._keep_pace(n, world.value('clock'))
@@ -392,20 +394,20 @@ class DistributedTraining(Callback):
         while self._every > 1 and self._every * (clock - before) > LONGEST_S * (n - n_before): self._every //= 4
 
     def epoch_checkpoint(self) -> None:
-        total = total_of(self.learn.model.parameters()) if self._parts.averages_late else (0., 0.)
+        total = total_of(self.learn.model.parameters()) if self.parts.averages_late else (0., 0.)
         totals = self._agree(partial(self.world.sync, *total))
         # evaluations are no batches
-        self._heard = self.learn._done['ba'], self.world.value('clock')
+        self._heard = self.learn.counters.batches, self.world.value('clock')
         if differ(totals): self.learn.check_replicas()
 
     def iteration_checkpoint(self) -> None: self._agree(self.world.sync)
 
     def _agree(self, how: Callable[[], T]) -> T:
         learn = self.learn
-        learn.world.post('clock', learn._own_seconds())
-        learn.world.n_steps = learn._finished('st') - self._steps_before
+        learn.world.post('clock', learn.counters.elapsed())
+        learn.world.n_steps = learn.finished('st') - self._steps_before
         told = how()
-        if learn.world.value('stop'): learn._stop_here()
+        if learn.world.value('stop'): learn.run.stopping = True
         return told
 
 
@@ -419,23 +421,23 @@ class GradientMean(Callback):
     def before_batch(self) -> None:
         "Look at the whole batch, where its loss is that of pieces."
         learn = self.learn
-        if learn.microbatch and not learn._loss_is_sum() and not learn._weighs_samples():
-            self._factor = learn._share_of_gradient()
+        if learn.microbatch and not learn.loss_weights.is_sum(learn) and not learn.loss_weights.are_samples(learn):
+            self._factor = learn.strategy.gradient_share(learn)
         elif self._factor is not None: self._factor = None
 
     def before_backward(self) -> None:
         "Weigh this process's loss by its share."
-        factor = self.learn._share_of_gradient() if self._factor is None else self._factor
+        factor = self.learn.strategy.gradient_share(self.learn) if self._factor is None else self._factor
         if isinstance(factor, Tensor) or factor != 1: self.learn.loss_grad = self.learn.loss_grad * factor
 
     def before_step(self) -> None:
         "Average what is not averaged yet: what was added up in each process alone, and the loss function's own."
         learn = self.learn
-        team = learn._team
+        team = learn.strategy.team
         if team is None: return
-        now = team._now
+        now = team.batch
         now.n_steps = None
-        if now.local: team._parts.average_gradients(learn)
+        if now.local: team.parts.average_gradients(learn)
         now.local = True   # until a pass has averaged others: a loop of one's own may go around the wrapper
         if team._loose:
             stepping = set(learn.step_parameters)
@@ -443,7 +445,7 @@ class GradientMean(Callback):
 
     def before_validate(self) -> None:
         "Share buffers again, which averaged weights may have brought with them."
-        if (team := self.learn._team) is not None: team._parts.share_buffers(self.learn)
+        if (team := self.learn.strategy.team) is not None: team.parts.share_buffers(self.learn)
 
 
 def has_tokens(learn: Any) -> bool:

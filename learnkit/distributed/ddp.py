@@ -53,7 +53,7 @@ class Replicas:
         "Wrap the model, unless it is wrapped already, for the parameters that are trained now."
         trained = [p.requires_grad for p in learn.model.parameters()]
         if self.wrapped is not None and trained == self._trained and self.wrapped.module is learn.model:
-            learn._replica = self.wrapped
+            learn.replica = self.wrapped
             return
         self.release(learn)
         if not any(trained): return
@@ -61,7 +61,7 @@ class Replicas:
         ids = [device.index] if device.type == 'cuda' else None
         self.wrapped = nn.parallel.DistributedDataParallel(learn.model, device_ids=ids, **self.options)
         if self.comm_hook is not None: self.wrapped.register_comm_hook(self.comm_state, self.comm_hook)
-        self._trained, learn._replica, self.has_synced = trained, self.wrapped, False
+        self._trained, learn.replica, self.has_synced = trained, self.wrapped, False
 
     def catch_up(self, learn: Any) -> None:
         """Let the wrapper order its messages as it did in the run that is gone on from.
@@ -106,7 +106,7 @@ class Replicas:
 
     def release(self, learn: Any) -> None:
         "Let go of the wrapper, and of its hooks on the parameters, also where a traceback still holds it."
-        wrapped, self.wrapped, learn._replica = self.wrapped, None, None
+        wrapped, self.wrapped, learn.replica = self.wrapped, None, None
         if wrapped is None or 'reducer' not in vars(wrapped):
             return
         wrapped._remove_autograd_hooks()  # torch has no public name for it

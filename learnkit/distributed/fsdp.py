@@ -80,7 +80,7 @@ class Sharded:
 
     def enter(self, learn: Any) -> None:
         "Put a sharded copy in the place of the model, and its parameters in that of the optimizer's."
-        original, self._team = learn.model, learn._team
+        original, self._team = learn.model, learn.strategy.team
         check_can_be_cut(original)
         self._device = next(original.parameters()).device
         original.to('cpu')  # before it is copied: a device may have no room for two
@@ -177,7 +177,7 @@ class Sharded:
 
     def _choose_sync(self, *_: Any) -> None:
         learn = self._learn
-        learn.model.set_requires_gradient_sync(not learn.microbatch or learn._is_last_piece)
+        learn.model.set_requires_gradient_sync(not learn.microbatch or learn.run.is_last_microbatch)
 
     def pass_without_sync(self) -> AbstractContextManager[Any]:
         "Return a context for a pass that no step follows: its gradients are cut all the same."

@@ -70,7 +70,7 @@ def _team(learn: Any, fn: Any, nproc: Any, timeout: Any, options: Mapping[str, A
                                            '`learn.launch(lambda learn: learn.fit(3))`.')
     if not isinstance(nproc, int) or isinstance(nproc, bool) or nproc < 1:
         raise OptionError(f'nproc={nproc!r}: give a whole number of processes, 1 or more.')
-    if learn._depth: raise DistributedError('launch() inside a run: its processes would not know of it. Call it '
+    if learn.run.depth: raise DistributedError('launch() inside a run: its processes would not know of it. Call it '
                                             'before or after `fit`.')
     if learn.world.size > 1: raise DistributedError('This process is one of several already: there, call `fit`.')
     own = [cb for cb in learn.cbs if isinstance(cb, DistributedTraining)]

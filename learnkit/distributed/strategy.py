@@ -1,10 +1,9 @@
 """The part of the Learner that trains in several processes: where it differs from one that trains alone."""
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache, reduce
+from functools import reduce
 from operator import getitem
 from typing import Any, Self
 from zlib import crc32
@@ -15,31 +14,137 @@ from torch import Tensor
 from learnkit.checkpoint.dcp import put, take_parts
 from learnkit.checkpoint.resume_check import ResumeChecks
 from learnkit.core.batch import count_samples, cut_batch, find_bs
-from learnkit.core.comm import Comm, has_joined
+from learnkit.core.comm import Comm
 from learnkit.core.dtensor import is_dtensor
 from learnkit.core.errors import DistributedError
 from learnkit.core.random import capture_rng
 from learnkit.core.time import Time
 from learnkit.core.validation import warn_user
-from learnkit.distributed import DistributedTraining
 from learnkit.distributed.compare import optimizer_state, what_is_trained
 from learnkit.engine.microbatch import ratio
 from learnkit.engine.resume import ResumeState
+from learnkit.engine.run import open_run
+from learnkit.engine.strategy import SingleProcess
 
-__all__ = ['Processes']
+__all__ = ['Processes', 'SeveralProcesses']
+
+
+class SeveralProcesses(SingleProcess):
+    "Training in several processes that were joined by a `DistributedTraining`, the `team`."
+
+    def __init__(
+        self,
+        team: Any,  # the `DistributedTraining`
+    ) -> None:
+        self.team = team
+
+    @contextmanager
+    def run(self, learn: Any, kind: str) -> Iterator[None]:
+        "Open a run; an error in one process ends it in all of them."
+        if learn.run.depth:
+            with open_run(learn, kind):
+                yield
+            return
+        check_world(learn.world)
+        try:
+            with open_run(learn, kind):
+                yield
+            learn.world.barrier()  # no process ends a run well that another one does not
+        except BaseException as e:
+            error = self.team.fail(e)
+            if error is e:
+                raise
+            raise error from e
+
+    def end_run(self, learn: Any, error: BaseException | None) -> None:
+        "Report an error to the other processes before anything is undone."
+        if error is not None:
+            self.team.failures.report(error, learn)
+        super().end_run(learn, error)
+
+    def stop(self, learn: Any) -> None:
+        "Post the wish to stop; the processes end the fit once they have agreed on it."
+        if learn.fitting:
+            learn.world.post('stop', 1.0)
+        else:
+            super().stop(learn)
+
+    def seconds(self, learn: Any) -> float:
+        "Return the time that all processes agree on, so that what is due is due in all of them."
+        return learn.world.value('clock') if learn.fitting else super().seconds(learn)
+
+    # -- a batch ---------------------------------------------------------------------------------
+
+    def batch_loss(self, learn: Any) -> Tensor:
+        "Return the mean loss over the samples of all processes."
+        return learn.world.sum(learn.loss * self.gradient_share(learn)) / learn.world.size
+
+    def gradient_share(self, learn: Any) -> Any:
+        "Return the factor of this process's loss with which the processes' mean is the mean over all samples."
+        size, share = learn.world.size, self.team.batch.share
+        if learn.loss_weights.is_sum(learn):
+            return size if self.own_samples(learn) else 0
+        if learn.loss_weights.are_samples(learn):
+            own, total = share or (1, size)
+            return 1 if own * size == total else own * size / total
+        weights = self.team.sum_weights()
+        own_weight = torch.as_tensor(weights.own, dtype=torch.float64)
+        return ratio(own_weight * size, weights.total())
+
+    def split(self, learn: Any, xb: Any, yb: Any, size: int) -> list[tuple[Any, Any]]:
+        "Split a batch into as many microbatches as the process with most samples does."
+        parts, share = super().split(learn, xb, yb, size), self.team.batch.share
+        if share is None or learn.microbatch in (1, 'auto'):
+            return parts
+        n = -(-share[1] // (learn.world.size * size))
+        if len(parts) == n:
+            return parts
+        bs = find_bs(xb, yb, learn.size_func)
+        return cut_batch(xb, yb, bs, [slice(bs * i // n, bs * (i + 1) // n) for i in range(n)])
+
+    def own_samples(self, learn: Any) -> int:
+        "Return the number of samples of this process's batch."
+        share = self.team.batch.share
+        return count_samples(learn) if share is None else share[0]
+
+    def own_weight(self, learn: Any) -> Any:
+        "Return the weight of this process's batch; 0 for a sample that only keeps it in step."
+        return learn.loss_weights.of(learn, learn.xb, learn.yb) if self.own_samples(learn) else 0.0
+
+    def count_samples(self, learn: Any) -> int:
+        "Return the number of samples of the batch over all processes."
+        share = self.team.batch.share
+        return super().count_samples(learn) if share is None else share[1]
+
+    def total_weight(self, learn: Any) -> Any:
+        "Return the weight of the batch over all processes; None for a loss that is a sum."
+        if learn.loss_weights.is_sum(learn):
+            return None
+        if learn.loss_weights.are_samples(learn):
+            return self.count_samples(learn)
+        return self.team.sum_weights().total()
+
+
+def check_world(world: Comm) -> None:
+    "Raise `DistributedError` if the last run in these processes has failed."
+    if world.is_broken:
+        raise DistributedError(
+            'The last run in these processes has failed, and nobody knows where each of them '
+            'stands. Leave the context of `learn.distributed()`, or start the processes again; '
+            '`fit(..., resume=True)` goes on from a checkpoint.'
+        )
 
 
 class Processes(ResumeChecks):
     "The part of the Learner that trains in several processes."
     dls: Any
-    _team: DistributedTraining | None = None   # the callback that joined other processes, if any
 
     def _find_checkpoint(self, resume: Any) -> ResumeState | None:
         "Let the first process find it; the others read the same file."
         world = self.world
         if world.size == 1 or resume in (None, False) or isinstance(resume, (Mapping, ResumeState)):
             return super()._find_checkpoint(resume)
-        self._check_world()
+        check_world(self.world)
         find = super()._find_checkpoint
         found = world.run_on_all(lambda: find(resume) if world.is_first else None)
         path = world.broadcast(None if found is None else str(found.path))
@@ -61,6 +166,8 @@ class Processes(ResumeChecks):
         >>> len(learn.history), learn.world.size
         (1, 1)
         """
+        from learnkit.distributed.callback import DistributedTraining
+
         return self.added_cbs(DistributedTraining(strategy, **options))
 
     def launch(
@@ -111,103 +218,18 @@ class Processes(ResumeChecks):
         for name, t in (what_is_trained(self) | optimizer_state(self)).items():
             if not is_dtensor(t): yield name, t
 
-    # -- the run -------------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _run(self, doing: str) -> Iterator[None]:
-        if doing == 'fit' and self._team is None and not has_joined(): warn_of_others(os.environ.get('WORLD_SIZE', ''))
-        team = self._team if not self._depth else None
-        if team is None:
-            with super()._run(doing): yield
-            return
-        self._check_world()
-        try:
-            with super()._run(doing): yield
-            self.world.barrier()  # no process ends a run well that another one does not
-        except BaseException as e:
-            error = team.fail(e)
-            if error is e:
-                raise
-            raise error from e
-
-    def _check_world(self) -> None:
-        if self.world.is_broken: raise DistributedError(
-            'The last run in these processes has failed, and nobody knows where each of them stands. Leave the '
-            'context of `learn.distributed()`, or start the processes again; `fit(..., resume=True)` goes on from '
-            'a checkpoint.')
-
-    def _end_run(self, error: BaseException | None) -> None:
-        "Let the other processes know of an error before anything is undone."
-        if error is not None and self._team is not None:
-            self._team.failures.report(error, self)
-        super()._end_run(error)
-
-    def stop(self) -> None:
-        if self.world.size == 1 or not self.fitting: super().stop()
-        else: self.world.post('stop', 1.)
-
-    stop.__doc__ = ResumeChecks.stop.__doc__
-
-    def _finished(self, unit: str) -> Any:
-        "Take the time that all agree on: what is due, or used up, is so for all at the same batch."
-        if unit == 'sec' and self.world.size > 1 and self.fitting: return self.world.value('clock')
-        return super()._finished(unit)
-
-    # -- shares --------------------------------------------------------------------------------------------------------
-
-    def _share_of_gradient(self) -> Any:
-        "Return what this process's loss is multiplied by, so that the mean over processes is that over all samples."
-        team = self._team
-        if team is None: return 1
-        if self._loss_is_sum(): return self.world.size if self._own_samples() else 0
-        if self._weighs_samples():
-            own, total = team._now.share or (1, self.world.size)
-            return 1 if own * self.world.size == total else own * self.world.size / total
-        weights = team.sum_weights()
-        own_weight = torch.as_tensor(weights.own, dtype=torch.float64)
-        return ratio(own_weight * self.world.size, weights.total())
-
-    def _loss_of_all(self) -> Tensor:
-        if self.world.size == 1: return super()._loss_of_all()
-        return self.world.sum(self.loss * self._share_of_gradient()) / self.world.size
-
-    def _cut(self, xb: Any, yb: Any, size: int) -> list[tuple[Any, Any]]:
-        "Cut a batch into as many pieces as the process with most samples does: what is asked of each is asked alike."
-        pieces, team = super()._cut(xb, yb, size), self._team
-        if team is None or team._now.share is None or self.microbatch in (1, 'auto'): return pieces
-        n, k = -(-team._now.share[1] // (self.world.size * size)), find_bs(xb, yb, self.size_func)
-        if len(pieces) == n: return pieces
-        return cut_batch(xb, yb, k, [slice(k*i // n, k*(i + 1) // n) for i in range(n)])
-
-    def _own_samples(self) -> int:
-        team = self._team
-        return count_samples(self) if team is None or team._now.share is None else team._now.share[0]
-
-    def _own_weight(self) -> Any:
-        "Return what this process's batch weighs; a sample that is only there to keep step, nothing."
-        return self._weight_of(self.xb, self.yb) if self._own_samples() else 0.
-
-    def _samples(self) -> int:
-        team = self._team
-        return super()._samples() if team is None or team._now.share is None else team._now.share[1]
-
-    def _whole_weight(self) -> Any:
-        if self.world.size == 1 or self._loss_is_sum(): return super()._whole_weight()
-        team = self._team
-        return self._samples() if team is None or self._weighs_samples() else team.sum_weights().total()
-
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def _gather(self, place: str) -> dict[str, Any]:
         "Add what is each process's own: random generators, its place in the data, and states that differ."
         state = super()._gather(place)
-        if (team := self._team) is None: return state
-        return {**state, 'processes': own_parts(state, self.world), 'has_synced': team._parts.has_synced}
+        if (team := self.strategy.team) is None: return state
+        return {**state, 'processes': own_parts(state, self.world), 'has_synced': team.parts.has_synced}
 
     def _put(self, r: ResumeState) -> None:
         super()._put(r)
-        if self._team is not None: self._team._parts.has_synced = r.state.get('has_synced', False)
-        self.world.set('clock', self._seconds)  # the clock goes on from the checkpoint's
+        if self.strategy.team is not None: self.strategy.team.parts.has_synced = r.state.get('has_synced', False)
+        self.world.set('clock', self.counters.seconds)  # the clock goes on from the checkpoint's
 
     def _begin_resume(self, r: ResumeState | None) -> None:
         super()._begin_resume(None if r is None else self._of_this_process(r))
@@ -235,15 +257,6 @@ class Processes(ResumeChecks):
             states[key] = state
         r.state = {**r.state, **own, 'callbacks': states}
         return r
-
-
-@cache
-def warn_of_others(
-    n: str,   # how many processes a launcher says it has started
-) -> None:
-    "Say once that there are others, with which this process has nothing in common."
-    if n.isdigit() and int(n) > 1: warn_user(f'{n} processes were started (WORLD_SIZE), and this one trains alone, on '
-                                             'all of the data: put `with learn.distributed():` around the fit.')
 
 
 def own_parts(

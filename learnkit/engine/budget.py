@@ -57,7 +57,7 @@ class Budget(Callback):
 
     def before_fit(self) -> None:
         if not self.learn.fitting: return
-        self._began, self._n_idle, self._last = self.learn._finished(self.total.unit), 0, 0.
+        self._began, self._n_idle, self._last = self.learn.finished(self.total.unit), 0, 0.
         self._ended = False
 
     def before_train(self) -> None:
@@ -76,18 +76,18 @@ class Budget(Callback):
 
     def share(self) -> float:
         "Return the share that has been used."
-        return (self.learn._finished(self.total.unit) - self._began) / self.total.value
+        return (self.learn.finished(self.total.unit) - self._began) / self.total.value
 
     def _look(self) -> None:
         share = self.share()
         self.learn.pct_train = min(1., share)
-        if share < 1 or self.learn._stopping: return
+        if share < 1 or self.learn.run.stopping: return
         self._ended = True
-        self.learn._stop_here()  # whatever is counted, it is the same in every process
+        self.learn.run.stopping = True  # whatever is counted, it is the same in every process
 
     def state_dict(self) -> dict[str, Any]:
         return {'began': self._began, 'last': self._last, 'n_idle': self._n_idle, 'ended': self._ended}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         self._began, self._last, self._n_idle, self._ended = sd['began'], sd['last'], sd['n_idle'], sd['ended']
-        if self._ended and self.share() < 1: self._ended = self.learn._stopping = False  # there is more of it now
+        if self._ended and self.share() < 1: self._ended = self.learn.run.stopping = False  # there is more of it now

@@ -155,6 +155,32 @@ class Callback:
     def resume_from_checkpoint(self, folder: Path, model: Any) -> None:
         "Read back what this callback keeps on disk beside the checkpoint in `folder`."
 
+    # -- called by name, and no events: also of callbacks that are switched off --------------------------------------
+
+    def on_added(self) -> None:
+        "Called when the callback has been added to a Learner."
+
+    def on_removed(self) -> None:
+        "Called before the callback is removed from its Learner."
+
+    def on_evaluation(self) -> None:
+        "Called before `before_eval`, before any callback has acted on the evaluation."
+
+    def on_draw_failed(self) -> None:
+        "Called when a loader has raised."
+
+    def on_reevaluation(self) -> None:
+        "Called when an optimizer evaluates the loss again; raise here if that cannot be."
+
+    def on_run_failed(self) -> None:
+        "Called when an inner run has failed: undo what was changed for it, as the outer run may continue."
+
+    def on_run_paused(self) -> None:
+        "Called when a prediction stream pauses between two batches: leave the Learner as it was before."
+
+    def on_run_resumed(self) -> None:
+        "Called when a paused prediction stream continues."
+
     @property
     def name(self) -> str:
         "The class's name in snake_case, without a trailing `Callback`: the learner has the callback under it."
@@ -173,7 +199,7 @@ class Callback:
         raise MissingAttribute(name, self, learn, why=why)
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name not in self.__dict__ and name != 'learn' and _has(self.learn, name):
+        if name not in self.__dict__ and name not in ('learn', 'run') and _has(self.learn, name):
             warn(SHADOWING.format(name), stacklevel=2)
         object.__setattr__(self, name, value)
         if name in _WATCHED and hasattr(self.learn, '_callback_changed'): self.learn._callback_changed(self, name)

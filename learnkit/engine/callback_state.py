@@ -16,14 +16,15 @@ from learnkit.engine.attributes import (
     note_beginning,
     put_attributes,
 )
-from learnkit.engine.run import Runs, add_note
+from learnkit.engine.loop import Loop
+from learnkit.engine.run import add_note
 
 __all__ = ['States']
 
 STATE, ATTRIBUTES = '__state__', '__attributes__'  # of a callback that has both
 
 
-class States(Runs):
+class States(Loop):
     "The part of the Learner that gathers its callbacks' states, and hands them back."
 
     def _insert_cb(self, cb: Any, at: int | None = None, switch: list[Any] | None = None) -> None:
@@ -48,13 +49,13 @@ class States(Runs):
         for cb in self.cbs:
             state = state_of(cb)
             if state is None: continue
-            try: states[self._callbacks.keys[id(cb)]] = plain(state, 'state_dict()')
+            try: states[self.callbacks.keys[id(cb)]] = plain(state, 'state_dict()')
             except OptionError as e: raise CallbackError(f'{type(cb).__name__}: {e}') from None
         return states
 
     def _wall_clock(self) -> dict[str, list[str]]:
         "Return what in the callbacks' states tells of the clock or the machine, by their keys; '*' is any callback."
-        found = {self._callbacks.keys[id(cb)]: list(cb.wall_clock) for cb in self.cbs if getattr(cb, 'wall_clock', ())}
+        found = {self.callbacks.keys[id(cb)]: list(cb.wall_clock) for cb in self.cbs if getattr(cb, 'wall_clock', ())}
         columns = [name for cb in self.cbs if getattr(type(cb), 'of_machine', False) for name in cb.metric_names]
         # of the Recorder, and of loggers
         places = ('history.*', 'open.logged', 'rows.*.1', 'writer.cache')
@@ -74,7 +75,7 @@ class States(Runs):
         A state whose callback is not there is left out with a warning, and so is a callback without a state, which
         goes on as it is: both are named.
         """
-        keys = {self._callbacks.keys[id(cb)]: cb for cb in self.cbs}
+        keys = {self.callbacks.keys[id(cb)]: cb for cb in self.cbs}
         stateful = {key for key, cb in keys.items() if has_own_state(cb) and state_of(cb) is not None}
         for key in (k for k in states if k not in keys):
             warn(f'There is a state for a callback `{key}`, and no such callback.{did_you_mean(key, keys)} It is left '

@@ -15,6 +15,7 @@ from learnkit.core.time import as_time
 from learnkit.core.validation import check_class_numbers, takes_class_numbers
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.loop import Loop
+from learnkit.engine.run import preserved_state
 from learnkit.metrics.averages import dry_run
 from learnkit.metrics.base import Metric
 
@@ -82,8 +83,8 @@ def check_fit(learn: Any, n_epoch: object, start_epoch: object, has_budget: bool
                                                    'budget of another unit.')
     if n is not None and start > n: raise FitError(f'start_epoch={start_epoch} is past n_epoch={n}, which counts '
                                                        f'those that are skipped: `fit({start} + epochs to train)`.')
-    if learn._doing:
-        raise FitError(f'fit() was called inside the {learn._doing} of the same Learner. Train on in the running one, '
+    if learn.run.kind:
+        raise FitError(f'fit() was called inside the {learn.run.kind} of the same Learner. Train on in the running one, '
                        'end it with `learn.stop()`, or use another Learner.')
     return n
 
@@ -124,7 +125,7 @@ def first_validation_batches(learn: Any) -> Iterator[str]:
     There is none where callbacks change the batches.
     """
     if any(learn.ordered_cbs(e, False) for e in ('after_draw', 'before_batch', 'before_pred', 'after_pred')): return
-    with learn._put_back(), torch.no_grad():
+    with preserved_state(learn), torch.no_grad():
         learn.model.eval()
         for name, dl in evaluation_loaders(learn.dls):
             with preserved_generators(dl):
@@ -132,7 +133,7 @@ def first_validation_batches(learn: Any) -> Iterator[str]:
                 # from an iterator a batch would be taken away
                 batch = None if drawn is dl else next(drawn, None)
             if batch is None: continue
-            learn._form = form_of(learn.dls, name)
+            learn.batch_form = form_of(learn.dls, name)
             learn._split(learn._set_device(batch))
             learn.pred = unpack_output(apply_model(learn.model, learn.xb))[0]
             yield name

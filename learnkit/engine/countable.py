@@ -26,7 +26,7 @@ def counts_tokens(learn: Any) -> bool:
 
 def check_countable(learn: Any, time: Time) -> None:
     "Raise `TimeError` for an amount of tokens where nothing counts them; the first batch is asked about samples."
-    if time.unit == 'sp': learn._counts_samples = repr(str(time))  # the first batch will tell
+    if time.unit == 'sp': learn.run.counts_samples = repr(str(time))  # the first batch will tell
     if time.unit != 'tok' or counts_tokens(learn): return
     raise TimeError(f'{str(time)!r}: tokens are not counted. Give `Learner(token_func=f)`, where f(xb, yb) returns the '
                     'number of tokens of a batch, or use ba, st, sp or ep.')

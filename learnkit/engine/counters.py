@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from time import perf_counter
 
-__all__ = ['Counters']
+__all__ = ['COUNTER_OF_UNIT', 'Counters']
+
+COUNTER_OF_UNIT = {
+    'iter': 'iterations',
+    'ep': 'epochs',
+    'ba': 'batches',
+    'st': 'steps',
+    'sp': 'samples',
+    'tok': 'tokens',
+}
 
 
 @dataclass
@@ -35,3 +45,12 @@ class Counters:
         if self.fit_began is None:
             return self.seconds
         return self.seconds + perf_counter() - self.fit_began
+
+    def by_unit(self) -> dict[str, int]:
+        "Return the numbers by the units of `Time`, as checkpoints hold them."
+        return {unit: getattr(self, name) for unit, name in COUNTER_OF_UNIT.items()}
+
+    def load_units(self, numbers: Mapping[str, int]) -> None:
+        "Restore the numbers of `by_unit`."
+        for unit, name in COUNTER_OF_UNIT.items():
+            setattr(self, name, numbers[unit])

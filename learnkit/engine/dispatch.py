@@ -18,7 +18,7 @@ from learnkit.engine.events import CONTEXTS, EVENTS, canonical_event
 from learnkit.engine.fastai_callbacks import foreign_handler, is_foreign
 from learnkit.engine.lint import warn_of_slips
 
-__all__ = ['CallbackSet', 'HasCallbacks', 'HandlerTable', 'Entry', 'as_callback', 'listed']
+__all__ = ['CallbackSet', 'CallbackHost', 'HandlerTable', 'Entry', 'as_callback', 'listed']
 
 Entry = tuple[Callable[[], Any], list[Any], Any]  # handler, its switch (empty: off), its callback
 
@@ -37,7 +37,8 @@ class CallbackSet:
         self.held: list[Any] = []   # switched off, whatever `run` is: in evaluations that they started
         self.keys: dict[int, str] = {}
         self._order: list[Any] | None = None    # the sorted callbacks, until something changes
-        self.blending: list[Any] | None = None  # those that make the loss a mean over samples, until then
+        # those that make the loss a mean over samples, until then
+        self.averaging: list[Any] | None = None
         # indexed by `learn.training`
         self.tables = HandlerTable(self, False), HandlerTable(self, True)
         self.more_tables: list[HandlerTable] = []  # that the loop reads in their place for a while
@@ -48,7 +49,7 @@ class CallbackSet:
 
     def refresh(self) -> None:
         "Forget the handler tables: they are built again, event by event, when next needed."
-        self._order = self.blending = None
+        self._order = self.averaging = None
         for table in (*self.tables, *self.more_tables): table.clear()
 
     def changed(self, cb: Any, name: str) -> None:
@@ -121,25 +122,41 @@ class CallbackSet:
         for handler, _, owner in self.tables[bool(self.learn.training)][name]:
             if owner is cb: handler()
 
+    def notify(
+        self,
+        name: str,       # 'on_added', 'on_evaluation' ...: a method of `Callback`
+        cb: Any = None,  # whose method is called; None: that of every callback
+    ) -> None:
+        "Call a method of callbacks that is no event: also of those that are switched off, in the order of adding."
+        for one in list(self.items) if cb is None else [cb]:
+            if isinstance(one, Callback):
+                getattr(one, name)()
+
+    def average_samples(self) -> bool:
+        "Return True while a callback makes the training loss a mean over samples, whatever the loss function says."
+        if self.averaging is None:
+            self.averaging = [cb for cb in self.items if getattr(type(cb), 'averages_samples', False)]
+        return bool(self.averaging) and any(cb.run for cb in self.averaging)
+
     def ordered(self) -> list[Any]:
         "Return the callbacks in the order in which they run."
         if self._order is None: self._order = in_order(self.items)
         return self._order
 
 
-class HasCallbacks:
+class CallbackHost:
     "The part of the Learner that its callbacks are added to and removed from."
     training: bool
 
     def __init__(self) -> None:
         self.lock = RLock()  # one run at a time
-        self._callbacks = CallbackSet(self)
-        self._tables: tuple[HandlerTable, ...] = self._callbacks.tables
+        self.callbacks = CallbackSet(self)
+        self.tables: tuple[HandlerTable, ...] = self.callbacks.tables
 
     def __call__(self, event_name: str | list[str]) -> None:
         "Run the handlers of one event, or of several in turn."
         if event_name.__class__ is not str: return self._call_all(event_name)
-        for handler, switch, cb in self._tables[self.training][event_name]:
+        for handler, switch, cb in self.tables[self.training][event_name]:
             if not switch: continue
             try: handler()
             except BaseException as e:
@@ -156,17 +173,17 @@ class HasCallbacks:
 
     def __getstate__(self) -> dict[str, Any]:
         "Leave out what belongs to this object alone: its lock and its tables, which are made from the callbacks."
-        own = ('lock', '_callbacks', '_tables', '_stream', '_is_open_for_use', '_ran_in', '_known_denominator')
+        own = ('lock', 'callbacks', 'tables', '_is_open_for_use', '_ran_in')
         self._end_streams()
         return {**{k: v for k, v in self.__dict__.items() if k not in own}, '_cbs': list(self.cbs)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         cbs = state.pop('_cbs')
         self.__dict__.update(state)
-        HasCallbacks.__init__(self)
+        CallbackHost.__init__(self)
         for cb in cbs:
             object.__setattr__(cb, 'learn', self)
-            self._callbacks.insert(cb)
+            self.callbacks.insert(cb)
 
     def _in_use(self) -> bool:
         "Tell whether a run is under way."
@@ -181,14 +198,14 @@ class HasCallbacks:
     @property
     def cbs(self) -> L:
         "The callbacks, in the order of adding; assign to replace them."
-        return L(self._callbacks.items)
+        return L(self.callbacks.items)
 
     @cbs.setter
     def cbs(self, cbs: Any) -> None:
         new = [as_callback(cb) for cb in listed(cbs)]
         gone = [old for old in self.cbs if not any(old is cb for cb in new)]
-        added = [cb for cb in new if cb not in self._callbacks]
-        self._callbacks.check_new(added, gone)
+        added = [cb for cb in new if cb not in self.callbacks]
+        self.callbacks.check_new(added, gone)
         self.remove_cbs(gone)
         self.add_cbs(added)
 
@@ -201,7 +218,7 @@ class HasCallbacks:
         new = [as_callback(cb) for cb in listed(cbs)]
         stale = [[old for old in self.cbs if _defined_again(type(old), type(cb))] for cb in new]
         for i, cb in enumerate(new): self._check_new_cb(cb, new[:i])
-        self._callbacks.check_new(new, [old for olds in stale for old in olds])
+        self.callbacks.check_new(new, [old for olds in stale for old in olds])
         for cb, olds in zip(new, stale, strict=True):
             at = next((i for i, o in enumerate(self.cbs) if any(o is old for old in olds)), None)
             self.remove_cbs(olds)
@@ -219,20 +236,20 @@ class HasCallbacks:
         return self.add_cbs([cb])
 
     def _check_new_cb(self, cb: Callback, before: list[Callback]) -> None:
-        if cb in self._callbacks or any(cb is o for o in before):
+        if cb in self.callbacks or any(cb is o for o in before):
             raise CallbackError(f'{cb!r} is already part of this Learner.')
         there = self.__dict__.get(cb.name)
-        if defined_on_class(self, cb.name) or (cb.name in self.__dict__ and there not in self._callbacks):
+        if defined_on_class(self, cb.name) or (cb.name in self.__dict__ and there not in self.callbacks):
             raise CallbackError(f'A callback named `{cb.name}` ({type(cb).__name__}) would hide `learn.{cb.name}`: '
                                 'give its class another name.')
 
     def _insert_cb(self, cb: Callback, at: int | None = None, switch: list[Any] | None = None) -> None:
-        if isinstance(cb.learn, HasCallbacks) and cb.learn is not self: cb.learn.remove_cb(cb)
+        if isinstance(cb.learn, CallbackHost) and cb.learn is not self: cb.learn.remove_cb(cb)
         cb.learn = self
-        self._callbacks.insert(cb, at, switch)
+        self.callbacks.insert(cb, at, switch)
         setattr(self, cb.name, cb)
         self._open_for_use()
-        if added := getattr(type(cb), '_added', None): added(cb)
+        self.callbacks.notify('on_added', cb)
 
     def remove_cbs(self, cbs: Any) -> Self:
         "Remove callbacks, or all instances of classes."
@@ -248,16 +265,16 @@ class HasCallbacks:
         [TrainEvalCallback, Recorder]
         """
         if isinstance(cb, type): return self.remove_cbs([o for o in self.cbs if isinstance(o, cb)])
-        if cb not in self._callbacks: return self
+        if cb not in self.callbacks: return self
         self._end_streams()
         try:
-            if self._in_use(): self._callbacks.call_one(cb, 'cleanup')  # it will not be there when the run ends
+            if self._in_use(): self.callbacks.call_one(cb, 'cleanup')  # it will not be there when the run ends
         finally: self._take_out(cb)
         return self
 
     def _take_out(self, cb: Any) -> None:
-        if removed := getattr(type(cb), '_removed', None): removed(cb)
-        self._callbacks.discard(cb)
+        self.callbacks.notify('on_removed', cb)
+        self.callbacks.discard(cb)
         cb.learn, name = None, str(cb.name)
         if self.__dict__.get(name) is cb:
             del self.__dict__[name]
@@ -279,12 +296,12 @@ class HasCallbacks:
         def is_meant(o: Callback) -> bool:
             return any(isinstance(o, cb) if isinstance(cb, type) else o is cb for cb in listed(cbs))
         self._end_streams()
-        switches = self._callbacks.switches
+        switches = self.callbacks.switches
         out = [(i, o, switches[id(o)]) for i, o in enumerate(self.cbs) if is_meant(o)]
         for _, cb, _ in out: self._take_out(cb)
         try: yield self
         finally:
-            for i, cb, switch in out: self._insert_cb(cb, min(i, len(self._callbacks)), switch)
+            for i, cb, switch in out: self._insert_cb(cb, min(i, len(self.callbacks)), switch)
 
     def ordered_cbs(
         self,
@@ -293,9 +310,9 @@ class HasCallbacks:
     ) -> list[Callback]:
         "Return the callbacks that have a handler for an event, in the order in which they run."
         training = self.training if training is None else training
-        return [cb for _, _, cb in self._callbacks.tables[training][canonical_event(event_name)]]
+        return [cb for _, _, cb in self.callbacks.tables[training][canonical_event(event_name)]]
 
-    def _callback_changed(self, cb: Callback, name: str) -> None: self._callbacks.changed(cb, name)
+    def _callback_changed(self, cb: Callback, name: str) -> None: self.callbacks.changed(cb, name)
 
 
 class HandlerTable(dict[str, list[Entry]]):

@@ -1,19 +1,21 @@
 """The training loop: nested fit, epoch, train, batch, backward and step, each under one wrapper."""
+
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
 from typing import Any
 
 import torch
 from fastcore.basics import noop
-from torch import Tensor
+from torch import Tensor, nn
 
 from learnkit.core.batch import (
     BatchForm,
     apply_model,
     count_samples,
+    cut_batch,
     describe,
     detuplify,
     form_of,
@@ -21,11 +23,13 @@ from learnkit.core.batch import (
     to_device,
     unpack_output,
 )
+from learnkit.core.comm import ALONE, Comm
 from learnkit.core.errors import (
     BatchError,
     CancelBackwardException,
     CancelBatchException,
     CancelEpochException,
+    CancelException,
     CancelStepException,
     CancelTrainException,
     CancelValidException,
@@ -35,6 +39,7 @@ from learnkit.core.errors import (
 )
 from learnkit.core.model import model_device, name_of
 from learnkit.core.random import preserved_generators, preserved_rng
+from learnkit.core.time import Timestamp
 from learnkit.core.validation import (
     check_pairing,
     loss_hint,
@@ -45,11 +50,35 @@ from learnkit.core.validation import (
 )
 from learnkit.data.checks import epoch_length
 from learnkit.data.dataloaders import evaluation_loaders
+from learnkit.data.evaluator import as_every
+from learnkit.data.prefetch import read_ahead
 from learnkit.data.torch_loader import end_workers, forget_workers
-from learnkit.engine.events import LEVELS
-from learnkit.engine.resume import Resuming
-from learnkit.engine.run import add_note
-from learnkit.engine.timings import EVERY, TimedTable
+from learnkit.engine.callback import Callback
+from learnkit.engine.counters import COUNTER_OF_UNIT, Counters
+from learnkit.engine.dispatch import CallbackHost, place
+from learnkit.engine.evaluation import EvaluationSchedule
+from learnkit.engine.events import CONTEXTS, LEVELS
+from learnkit.engine.microbatch import (
+    LossWeights,
+    restore_gradients,
+    train_within_memory,
+    weigh,
+    weighted_loss,
+)
+from learnkit.engine.passes import TrainingPasses
+from learnkit.engine.resume import open_resumed, resume_at, resumed_epochs
+from learnkit.engine.run import (
+    NO_CONTEXT,
+    ContextStack,
+    Run,
+    Turn,
+    add_note,
+    in_use,
+    preserved_state,
+    stray_cancel,
+)
+from learnkit.engine.strategy import SingleProcess
+from learnkit.engine.timings import Timings
 from learnkit.optim.wrapper import Closure, OptimWrapper
 
 __all__ = ['Loop', 'token_count', 'sample_count']
@@ -57,83 +86,125 @@ __all__ = ['Loop', 'token_count', 'sample_count']
 _END = object()  # what `next` gives when a loader is through
 
 
-_Thunk = Callable[[], Any]
-
-
-class Loop(Resuming):
-    """The loop. `Learner` adds what surrounds it: construction, saving, predictions and so on.
+class Loop(CallbackHost):
+    """The loop, its state, and what a batch passes. `Learner` adds what can be done with it.
 
     The methods from `_do_fit` to `_with_events` are the whole loop. Training of an unusual kind
     (two networks, two passes) overrides `train_batch`; `_do_one_batch`, `_do_grad_opt`, `_backward`
-    and `_step` may be, as in fastai. Those that say nothing of where a run is are left out of a
-    notebook's tracebacks (`__tracebackhide__`).
+    and `_step` may be overridden, as in fastai. Methods that say nothing of where a run is are left
+    out of a notebook's tracebacks (`__tracebackhide__`).
     """
-    _form: BatchForm | None = None    # of the loader that is drawn from
-    _source: str | None = None        # the loader's name in `dls`, where `dl_name` is another one
-    _takes_alone: tuple[Any, str] = None, ''  # loss function, if it takes predictions alone
-    _retains_graph: bool | None = None  # whether a backward pass keeps the graph for another one
-    _pairing_known = True  # from the first loss of a fit on: predictions and targets were looked at
-    _batch_known = True    # from the first training batch of a fit on: it was looked at
-    _counts_samples: str | None = None  # what of this fit counts samples: '60sp'
 
-    # -- the loop ------------------------------------------------------------------------------------------------------
+    model: nn.Module
+    dls: Any
+    dl: Any
+    batch: Any
+    opt: Any
+    loss_func: Any
+    xb: tuple[Any, ...]
+    yb: tuple[Any, ...]
+    pred: Any
+    loss: Any
+    loss_grad: Any
+    microbatch: int | str | None
+    token_func: Callable[[tuple[Any, ...], tuple[Any, ...]], int] | None
+    size_func: Callable[[tuple[Any, ...], tuple[Any, ...]], int] | None = None
+    weight_func: Callable[[tuple[Any, ...], tuple[Any, ...]], Any] | str | None
+
+    batch_form: BatchForm | None = None  # how batches of the loader at hand are split
+    loader_name: str | None = None  # the loader's name in `dls`, if `dl_name` is another one
+    auto_microbatch: int | None = None  # the size that memory holds, with microbatch='auto'
+    _takes_alone: tuple[Any, str] = None, ''  # a loss function, and if it takes predictions alone
+    _retains_graph: bool | None = None  # whether a backward pass keeps the graph for another one
+    _pairing_known = True  # from the first loss of a fit on: it was checked against the targets
+    _batch_known = True  # from the first training batch of a fit on: it was checked
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.run = Run()
+        self.counters = Counters()
+        self.strategy = SingleProcess()
+        self.evaluations = EvaluationSchedule()
+        self.passes = TrainingPasses()
+        self.loss_weights = LossWeights()
+        self.timings = Timings()
+        self.world: Comm = ALONE  # the processes that train together
+        self.replica: nn.Module | None = None  # called in the model's place in training
+        self.training, self.fitting, self.phase, self.dl_name = False, False, 'train', 'train'
+        self.resumed = False  # events are fired again, at which a resumed fit begins
+        self.n_epoch: int | None = 1
+        self.epoch, self.iter = 0, 0
+        self.n_iter: int | None = None
+        self.train_iter, self.pct_train = 0, 0.0
+        self.epochs_per_iteration: int | None = None
+        self.turn: str | None = None  # the optimizer that `optimize(only=)` trains; None: all
+        self.error: BaseException | None = None
+        self._end_cleanup()
+
+    # -- the loop --------------------------------------------------------------------------------
 
     def _do_fit(self) -> None:
         __tracebackhide__ = True
         self._pairing_known = self._batch_known = False
         for epoch in self._epochs():
             self.epoch = epoch
-            if self._starts_iteration(): self('before_iteration')
+            if self._starts_iteration():
+                self('before_iteration')
             self._with_events(self._do_epoch, 'epoch', CancelEpochException)
-            self._checkpoint('epoch')
-            if self._ends_iteration(): self._end_iteration()
-            if self._stopping: break
+            self.fire_checkpoint('epoch')
+            if self.ends_iteration():
+                self.end_iteration()
+            if self.run.stopping:
+                break
 
     def _do_epoch(self) -> None:
         __tracebackhide__ = True
         self._do_epoch_train()
-        self._resume_at('evaluation')
-        self._do_evaluation(self._due_loaders(at_epoch_end=True))
+        if self.run.resume is not None:
+            resume_at(self, 'evaluation')
+        self.do_evaluation(self.evaluations.due(self, at_epoch_end=True))
 
     def _do_epoch_train(self) -> None:
         self.dl, self.phase, self.dl_name = self.dls.train, 'train', 'train'
         self._with_events(self.all_batches, 'train', CancelTrainException)
 
     def _do_epoch_validate(self, ds_idx: int = 1, dl: Any = None) -> None:
-        self._set_loader(self.dls[ds_idx] if dl is None else dl)
-        with torch.no_grad(), self._evaluated_weights():
+        self.set_loader(self.dls[ds_idx] if dl is None else dl)
+        with torch.no_grad(), self.evaluated_weights():
             self._with_events(self.all_batches, 'validate', CancelValidException)
 
     def all_batches(self) -> None:
         "Train or evaluate on every batch of `self.dl`."
         __tracebackhide__ = True
-        for i, batch in self._draws():
+        for i, batch in self.draw_batches():
             self.one_batch(i, batch)
-            if self.training: self._checkpoint('batch')
-            if self.training and self._stopping: break
+            if self.training:
+                self.fire_checkpoint('batch')
+                if self.run.stopping:
+                    break
 
     def one_batch(self, i: int, b: Any) -> None:
         "Train or evaluate on one batch."
         self.iter = i
-        self._forget_pass()
+        self.clear_pass()
         self._split(self._set_device(b))
         self._with_events(self._do_one_batch, 'batch', CancelBatchException)
 
     def _do_one_batch(self) -> None:
         __tracebackhide__ = True
-        if self.training:
-            if not self._batch_known:
-                self._look_at_batch()
-            self.train_batch()
-        else:
+        if not self.training:
             self.evaluate_batch()
+            return
+        if not self._batch_known:
+            self._check_first_batch()
+        self.train_batch()
 
     def train_batch(self) -> None:
         """Train on the batch at hand: the method that a loop of your own overrides.
 
-        This one runs forward, loss, backward and step on `self.xb` and `self.yb`, in pieces when
-        `microbatch` is set. Another one is written with `forward`, `compute_loss` and `optimize`, each
-        as often as needed: two networks, two passes, several steps.
+        This one runs forward, loss, backward and step on `self.xb` and `self.yb`, in microbatches
+        if `microbatch` is set. Another one is written with `forward`, `compute_loss` and
+        `optimize`, each as often as needed: two networks, two passes, several steps.
 
         >>> from torch import nn
         >>> from learnkit import Learner, SGD
@@ -151,33 +222,18 @@ class Loop(Resuming):
         """
         __tracebackhide__ = True
         if self.microbatch:
-            return self._do_microbatches(self.microbatch)
+            self._do_microbatches(self.microbatch)
+            return
         self._do_pred_loss()
         self._do_grad_opt()
 
     def evaluate_batch(self) -> None:
-        """Evaluate the batch at hand, or predict on it: `pred`, and `loss` where there are targets.
+        """Evaluate the batch at hand, or predict on it: `pred`, and `loss` if there are targets.
 
         A loop of your own may override it, with `forward` and `report_loss`.
         """
         __tracebackhide__ = True
         self._do_pred_loss()
-
-    def _look_at_batch(self) -> None:
-        "Raise for the first training batch of a fit where its samples are counted, or cut, and cannot be."
-        self._batch_known = True
-        asked, self._counts_samples = self._counts_samples, None
-        if self.microbatch: self._check_cut()
-        try: n = count_samples(self)
-        except BatchError as e:
-            if asked is None: return
-            raise TimeError(f'{asked}: samples are not counted. {e}') from None
-        if n < 1 and asked is not None:
-            raise TimeError(f'{asked}: the first batch has {n} samples, {describe(self.xb)}.')
-        if self.size_func is None and not has_certain_size(self.xb, self.yb):
-            warn_user(f'The batch {describe((*self.xb, *self.yb))} is counted as {n} samples, one for each entry of a '
-                      'list. If the list holds several inputs instead, stacked over samples, give '
-                      '`Learner(size_func=lambda xb, yb: len(xb[0][0]))`; otherwise `lambda xb, yb: len(xb[0])`.')
 
     def _do_pred_loss(self) -> None:
         self('before_pred')
@@ -186,297 +242,587 @@ class Loop(Resuming):
             self('after_pred')
             self._do_loss(own_loss)
         self('after_loss')
-        if self.training and 'loss_grad' not in self.__dict__: raise self._no_loss()
+        if self.training and 'loss_grad' not in self.__dict__:
+            raise self._no_loss()
 
     def _do_grad_opt(self) -> None:
         self._with_events(self._backward, 'backward', CancelBackwardException)
         self._with_events(self._step, 'step', CancelStepException)
         self.opt.zero_grad()
 
-    def _with_events(self, f: _Thunk, event_type: str, ex: type[Exception], final: _Thunk = noop) -> None:
+    def _with_events(
+        self,
+        f: Callable[[], Any],
+        event_type: str,
+        ex: type[Exception],
+        final: Callable[[], Any] = noop,
+    ) -> None:
         __tracebackhide__ = True
-        level, outer, cancelled = LEVELS[event_type], self._open, False
-        self._open = (*outer, event_type)
-        try: self(level.before); f()
-        except ex: cancelled = True
-        finally: self._open = outer
-        if cancelled: self(level.after_cancel)
-        self(level.after); final()
+        level, run = LEVELS[event_type], self.run
+        outer, cancelled = run.levels, False
+        run.levels = (*outer, event_type)
+        try:
+            self(level.before)
+            f()
+        except ex:
+            cancelled = True
+        finally:
+            run.levels = outer
+        if cancelled:
+            self(level.after_cancel)
+        self(level.after)
+        final()
 
-    def _evaluated_weights(self) -> AbstractContextManager[None]:
-        "Return a context in which the weights are what the optimizer wants evaluated and saved."
-        return self.opt.evaluating() if isinstance(self.opt, OptimWrapper) else nullcontext()
+    # -- the parts of a batch --------------------------------------------------------------------
 
-    # -- loaders -------------------------------------------------------------------------------------------------------
+    def clear_pass(self) -> None:
+        "Delete the prediction and the loss of the last forward pass."
+        state = self.__dict__
+        state.pop('pred', None)
+        state.pop('loss_grad', None)
 
-    def _do_evaluation(self, loaders: list[tuple[str, Any]] | None = None) -> None:
-        __tracebackhide__ = True
-        loaders = evaluation_loaders(self.dls) if loaders is None else loaders
-        if not loaders: return
-        outer = self._evaluating  # of the evaluation in which a callback starts this one
-        with preserved_rng():
-            self._evaluating = True
-            try:
-                self._tell('_before_evaluation')
-                self('before_eval')
-                for self.dl_name, dl in loaders:
-                    with preserved_generators(dl): self._do_epoch_validate(dl=dl)
-                self('after_eval')
-            finally: self._evaluating = outer
+    def _set_device(self, b: Any) -> Any:
+        device = self.run.device if self.run.depth else None
+        return to_device(b, device or model_device(self.model, self.dls))
 
-    def _set_loader(self, dl: Any) -> None:
-        "Set the loader that is evaluated or predicted on."
-        self.dl = dl
-        if self.phase == 'train': self.phase = 'valid'
-        if self.dl_name == 'train': self.dl_name = 'valid'
+    def _split(self, b: Any) -> None:
+        form = self.batch_form or form_of(self.dls, self.loader_name or self.dl_name)
+        self.xb, self.yb = form.split(b, self.phase == 'predict')
 
-    def _draws(self) -> Iterator[tuple[int, Any]]:
-        "Yield the batches of `self.dl` with their numbers, each between `before_draw` and `after_draw`."
+    def _do_pred(self) -> tuple[Any, Any]:
+        model = self.model if self.replica is None or not self.training else self.replica
+        try:
+            return unpack_output(apply_model(model, self.xb))
+        except Exception as e:
+            __tracebackhide__ = True
+            if not isinstance(self.xb, (tuple, list)):
+                raise self._not_a_tuple('xb', 'x') from e
+            hint = model_hint(self.xb, self.model, e)
+            add_note(e, f'{type(self.model).__name__} got {describe(self.xb)}{hint}')
+            raise
+
+    def _do_loss(self, own_loss: Tensor | None) -> None:
+        try:
+            has_targets = bool(self.yb)
+        except RuntimeError as e:  # it is a tensor
+            raise self._not_a_tuple('yb', 'y') from e
+        if self.loss_func is not None and has_targets:
+            loss = self.loss_of(self.pred)
+        elif own_loss is not None:
+            loss = own_loss
+        elif self.loss_func is not None and self._needs_no_targets():
+            loss = self.loss_of(self.pred)
+        else:
+            return
+        if not isinstance(loss, Tensor):
+            loss = self.total_loss(loss)
+        self.loss_grad = loss
+        self.loss = loss.detach().clone()
+
+    def loss_of(self, pred: Any) -> Any:
+        "Return what the loss function gives for predictions and the targets of the batch."
+        if not self._pairing_known:
+            self._pairing_known = True
+            check_pairing(self.loss_func, pred, self.yb)
+        try:
+            return self.loss_func(pred, *self.yb)
+        except Exception as e:
+            if not isinstance(self.yb, (tuple, list)):
+                raise self._not_a_tuple('yb', 'y') from e
+            what = f'{describe(pred)} and the targets {describe(self.yb)}'
+            hint = loss_hint(self.loss_func, pred, self.yb, e)
+            add_note(e, f'{name_of(self.loss_func)} got {what}{hint}')
+            raise
+
+    def total_loss(self, parts: Any) -> Tensor:
+        "Record the named parts of a loss, and return its `loss` entry or their sum."
+        is_dict = isinstance(parts, Mapping) and bool(parts)
+        if not is_dict or not all(isinstance(part, Tensor) for part in parts.values()):
+            name = getattr(self.loss_func, '__name__', self.loss_func)
+            raise LossError(
+                f'{name} returned {parts!r}: a loss is a tensor, or a dict of named tensors.'
+            )
+        for name, value in parts.items():
+            if name != 'loss' and not self.run.repeating:
+                self.log(f'train_{name}' if self.training else name, value, self._weight())
+        if 'loss' in parts:
+            total: Tensor = parts['loss']
+        else:
+            total = sum(parts.values())
+        return total
+
+    def _needs_no_targets(self) -> bool:
+        """Return True for a loss function of the predictions alone, as in self-supervised learning.
+
+        In predictions a loss that could also take targets is not called: their samples may have
+        none yet.
+        """
+        func, takes = self._takes_alone
+        if func is not self.loss_func:
+            takes = takes_alone(self.loss_func)
+            self._takes_alone = self.loss_func, takes
+        return takes == 'only' or (takes == 'also' and self.phase != 'predict')
+
+    def _weight(self) -> Any:
+        n = self.loss_weights.count(self, self.xb, self.yb) if self.weight_func else None
+        return sample_count(self) if n is None else n
+
+    def log(self, name: str, value: Any, weight: Any = 1, shown: bool = True) -> None:
+        "Average a named value over the epoch; `Learner` passes it to its recorder."
+
+    def _backward(self) -> None:
+        try:
+            with self.contexts('backward'):
+                self.loss_grad.backward(retain_graph=self._retains_graph)
+        except RuntimeError as e:
+            if self.loss_grad.numel() == 1 and self.loss_grad.requires_grad:
+                hint = precision_hint(self.yb, self.model)
+                hint = hint or loss_hint(self.loss_func, self.pred, self.yb, e)
+                if hint:
+                    add_note(e, f'The targets are {describe(self.yb)}{hint}')
+                raise
+            raise LossError(self._why_no_backward()) from e
+
+    def _step(self) -> None:
+        if self.opt.takes_closure:
+            self._step_with_closure()
+        else:
+            self.opt.step(only=self.turn)
+
+    def _step_with_closure(self) -> None:
+        "Let the optimizer evaluate the batch repeatedly; its first evaluation is done already."
+        before = {name: self.__dict__.get(name) for name in ('pred', 'loss', 'loss_grad')}
+        is_expected = self.opt.needs_closure
+
+        def evaluate() -> Tensor:
+            if not is_expected:
+                self.callbacks.notify('on_reevaluation')
+            self.run.repeating = True
+            self.opt.zero_grad(only=self.turn)
+            self.repeat_passes()
+            return self.strategy.batch_loss(self)
+
+        closure = Closure(evaluate, lambda: self.strategy.batch_loss(self))
+        try:
+            self.opt.step(closure, only=self.turn)
+        except BaseException:
+            self.opt.clear_state(closures=True)  # half a line search is no state to continue from
+            raise
+        finally:
+            self.run.repeating = False
+        self.__dict__.update(before)  # what is recorded is of the weights that the batch met
+
+    def repeat_passes(self) -> None:
+        "Run forward and backward over the batch again, without the step."
+        if self.run.turn is not None:
+            self.repeat_turn()
+        elif self.microbatch:
+            self.run_microbatches(self.microbatch)
+        else:
+            self.clear_pass()
+            self._do_pred_loss()
+            self._with_events(self._backward, 'backward', CancelBackwardException)
+
+    def repeat_turn(self) -> None:
+        "Run the passes of the `optimize` under way again."
+
+    # -- microbatches ----------------------------------------------------------------------------
+
+    def _do_microbatches(self, size: int | str) -> None:
+        pending = [(p, p.grad.clone()) for p in self.opt.parameters() if p.grad is not None]
+        try:
+            if size == 'auto':
+                train_within_memory(self, pending)
+            else:
+                self.run_microbatches(size)
+        except CancelBatchException:  # part of a batch's gradient means nothing
+            restore_gradients(self, pending)
+            self.__dict__.pop('loss_grad', None)
+            raise
+        self._with_events(self._step, 'step', CancelStepException)
+        self.opt.zero_grad()
+
+    def run_microbatches(self, size: int | str) -> None:
+        "Add up the microbatches' gradients, weighted so that the sum is the whole batch's gradient."
+        xb, yb, run, weights = self.xb, self.yb, self.run, None
+        if isinstance(size, str):  # 'auto'
+            n = count_samples(self)
+            size = min(self.auto_microbatch or n, n)
+        microbatches = self.strategy.split(self, xb, yb, size)
+        if not self.loss_weights.is_sum(self):
+            weights = [self.loss_weights.of(self, *microbatch) for microbatch in microbatches]
+        total = None
+        try:
+            for i, microbatch in enumerate(microbatches):
+                self.xb, self.yb = microbatch
+                run.microbatch, run.is_last_microbatch = i, i + 1 == len(microbatches)
+                self.clear_pass()
+                self._do_pred_loss()
+                weight = None if weights is None else weights[i]
+                run.microbatch_share = weigh(weight, weights, self.loss.dtype)
+                loss = weighted_loss(self.loss, run.microbatch_share)
+                total = loss if total is None else total + loss
+                self._with_events(self._backward_of_share, 'backward', CancelBackwardException)
+        finally:
+            self.xb, self.yb = xb, yb
+            run.is_last_microbatch, run.microbatch_share = True, 1.0
+        self.loss = total
+
+    def _backward_of_share(self) -> None:
+        "Run backward on the microbatch's share, which also weighs what callbacks add to its loss."
+        self.loss_grad = self.loss_grad * self.run.microbatch_share
+        self._backward()
+
+    # -- loaders ---------------------------------------------------------------------------------
+
+    def draw_batches(self) -> Iterator[tuple[int, Any]]:
+        "Yield the batches of `self.dl` with their numbers, between `before_draw` and `after_draw`."
         self.n_iter, limit = epoch_length(self.dls, self.dl)
-        self._device = model_device(self.model, self.dls)
-        self._form = form_of(self.dls, self._source or self.dl_name)
+        self.run.device = model_device(self.model, self.dls)
+        self.batch_form = form_of(self.dls, self.loader_name or self.dl_name)
         first, batches = self._open_loader()
-        if batches is None: return
+        if batches is None:
+            return
+        timings = self.timings
         try:
             for i in count(first) if limit is None else range(first, limit):
                 self.iter = i
-                if self.training: self._count_to_timing()
+                if self.training:
+                    timings.steps_left -= 1
+                    if timings.steps_left <= 0:
+                        timings.switch(self)
                 self('before_draw')
-                try: batch = next(batches, _END)
+                try:
+                    batch = next(batches, _END)
                 except Exception as e:
                     end_workers(self.dl, e)
-                    self._tell('_draw_failed')
+                    self.callbacks.notify('on_draw_failed')
                     raise
-                if batch is _END: return self._stop_drawing(i)
+                if batch is _END:
+                    self._check_drawn(i)
+                    return
                 self.batch = batch
                 self('after_draw')
                 yield i, self.batch
         finally:
             del batches  # a traceback would keep its worker processes running
             if self.training:
-                self._n_drawn = self.iter + 1
-                self._stop_timing()
+                self.passes.n_drawn = self.iter + 1
+                timings.stop(self)
 
-    def _count_to_timing(self) -> None:
-        "Measure one step in so many, through timed handlers; a step ends with the beginning of the next."
-        self._until_timed -= 1
-        if self._until_timed > 0: return
-        if self._stop_timing(): self._until_timed = EVERY - 1
-        elif self._tables is self._callbacks.tables:
-            self._tables = self._tables[False], self._timed_table()
-            self.timings.device = self._device
-            self.timings.begin_step()
+    def _open_loader(self) -> tuple[int, Iterator[Any] | None]:
+        "Return the number of the first batch and the iterator; None if no batch is to come."
+        device = self.run.device
+        assert device is not None  # `draw_batches` has set it
+        if not (self.training and self.fitting):
+            return 0, read_ahead(self.dl, device)
+        if self.run.resume is not None:
+            return open_resumed(self)
+        return 0, self.passes.open(self)
 
-    def _stop_timing(self) -> bool:
-        "Let the loop read its own tables again; tell whether it read others."
-        if not isinstance(self._tables[True], TimedTable): return False
-        self._tables = self._callbacks.tables
-        self.timings.end_step()
-        return True
+    def _check_drawn(self, n: int) -> None:
+        "Set `iter` to the last of the `n` batches that were drawn; raise `EmptyLoaderError` for none."
+        self.iter = max(0, n - 1)
+        if not n:
+            hint = ''
+            if isinstance(self.dl, Iterator):
+                hint = ' It is an iterator, used up after one pass: give a loader that starts anew each time.'
+            raise EmptyLoaderError(
+                f'The {self.dl_name} loader ({type(self.dl).__name__}) gave no batch.{hint}'
+            )
+        if self.n_iter is not None and n < self.n_iter:
+            warn_user(
+                f'The {self.dl_name} loader ended after {n} of its {self.n_iter} batches. Its '
+                'length is wrong, or a StopIteration was raised inside the data set, which looks '
+                'like the end.'
+            )
 
-    def _timed_table(self) -> TimedTable:
-        "Return the timed handlers of this fit; they are made anew only when callbacks have changed."
-        more = self._callbacks.more_tables
-        for table in more:
-            if isinstance(table, TimedTable) and table.timings is self.timings: return table
-        timed = TimedTable(self._tables[True], self.timings)
-        more[:] = [*(t for t in more if not isinstance(t, TimedTable)), timed]
-        return timed
+    # -- evaluation ------------------------------------------------------------------------------
 
-    def _forget_run(self) -> None:
-        for dl in (self.dls.train, *(dl for _, dl in evaluation_loaders(self.dls))):
-            forget_workers(dl)
-        self._stream = None  # its iterator may have ended with the error
-        super()._forget_run()
+    def do_evaluation(self, loaders: list[tuple[str, Any]] | None = None) -> None:
+        "Evaluate validation loaders, by name; None: all of them."
+        __tracebackhide__ = True
+        if loaders is None:
+            loaders = evaluation_loaders(self.dls)
+        if not loaders:
+            return
+        outer = self.run.evaluating  # of the evaluation in which a callback starts this one
+        with preserved_rng():
+            self.run.evaluating = True
+            try:
+                self.callbacks.notify('on_evaluation')
+                self('before_eval')
+                for self.dl_name, dl in loaders:
+                    with preserved_generators(dl):
+                        self._do_epoch_validate(dl=dl)
+                self('after_eval')
+            finally:
+                self.run.evaluating = outer
 
-    def _is_open(self, level: str) -> bool:
-        # an override may not keep them
-        return level in self._open or type(self)._with_events is not Loop._with_events
+    def evaluate_within_epoch(self, loaders: list[tuple[str, Any]]) -> None:
+        "Evaluate between two training batches, and restore what the evaluation changes."
+        with preserved_state(self):
+            try:
+                self.do_evaluation(loaders)
+            except BaseException:
+                self.callbacks.notify('on_run_failed')
+                raise
 
-    # -- the parts of a batch ------------------------------------------------------------------------------------------
+    def set_loader(self, dl: Any) -> None:
+        "Set the loader that is evaluated or predicted on."
+        self.dl = dl
+        if self.phase == 'train':
+            self.phase = 'valid'
+        if self.dl_name == 'train':
+            self.dl_name = 'valid'
+
+    def evaluated_weights(self) -> AbstractContextManager[None]:
+        "Return a context in which the weights are those that the optimizer wants evaluated."
+        return self.opt.evaluating() if isinstance(self.opt, OptimWrapper) else nullcontext()
+
+    @property
+    def eval_every(self) -> Any:
+        "The interval of evaluations, for loaders without one of their own; None for never."
+        return self.evaluations.every
+
+    @eval_every.setter
+    def eval_every(self, every: Any) -> None:
+        self.evaluations.every = as_every(every)
+
+    # -- epochs and iterations -------------------------------------------------------------------
+
+    def _epochs(self) -> Iterable[int]:
+        if self.run.resume is not None:
+            return resumed_epochs(self)
+        return count() if self.n_epoch is None else range(self.n_epoch)
+
+    def _starts_iteration(self) -> bool:
+        per_iteration = self.epochs_per_iteration
+        if per_iteration is None:
+            return False
+        return self.epoch % per_iteration == 0 or self.resumed
+
+    def ends_iteration(self) -> bool:
+        "Return True if the epoch at hand is the last one of an iteration."
+        per_iteration, done = self.epochs_per_iteration, self.epoch + 1
+        if per_iteration is None:
+            return False
+        return done % per_iteration == 0 or done == self.n_epoch or self.run.stopping
+
+    def end_iteration(self) -> None:
+        "Fire the events at the end of an iteration."
+        self('after_iteration')
+        self.fire_checkpoint('iteration')
+
+    def fire_checkpoint(self, level: str) -> None:
+        "Fire the event at which the run can be saved: of a 'batch', an 'epoch' or an 'iteration'."
+        self.run.checkpoint_event = level
+        self(_CHECKPOINT_EVENTS[level])
+        self.run.checkpoint_event = ''
+
+    # -- reading ---------------------------------------------------------------------------------
 
     @property
     def x(self) -> Any:
-        "The input of the batch, or the tuple of them when there are several; assign `xb` to change it."
+        "The input of the batch, or the tuple of several inputs; assign `xb` to change it."
         return detuplify(self.xb)
 
     @x.setter
-    def x(self, value: Any) -> None: raise _tuple_wanted('x')
+    def x(self, value: Any) -> None:
+        raise _read_only('x')
 
     @property
     def y(self) -> Any:
-        "The target of the batch, or the tuple of them when there are several; assign `yb` to change it."
+        "The target of the batch, or the tuple of several targets; assign `yb` to change it."
         return detuplify(self.yb)
 
     @y.setter
-    def y(self, value: Any) -> None: raise _tuple_wanted('y')
+    def y(self, value: Any) -> None:
+        raise _read_only('y')
 
-    def _set_device(self, b: Any) -> Any:
-        return to_device(b, (self._depth and self._device) or model_device(self.model, self.dls))
+    @property
+    def time(self) -> Timestamp:
+        "What is finished so far, over all fits of this Learner."
+        counters = self.counters
+        # a sum of shares may pass 1 by a rounding
+        share = min(self.pct_train, 1.0) if self.fitting else None
+        return Timestamp(
+            iter=counters.iterations,
+            ep=counters.epochs,
+            ba=counters.batches,
+            st=self.finished('st'),
+            sp=counters.samples,
+            tok=counters.tokens,
+            sec=self.finished('sec'),
+            dur=share,
+        )
 
-    def _split(self, b: Any) -> None:
-        form = self._form or form_of(self.dls, self._source or self.dl_name)
-        self.xb, self.yb = form.split(b, self.phase == 'predict')
+    def finished(self, unit: str) -> Any:
+        "Return what is finished so far in one unit of `learn.time`, as a plain number."
+        if unit == 'st':
+            return self.counters.steps + getattr(self.opt, 'n_steps', 0)
+        if unit == 'sec':
+            return self.strategy.seconds(self)
+        return getattr(self.counters, COUNTER_OF_UNIT[unit])
 
-    def _do_pred(self) -> tuple[Any, Any]:
-        model = self.model if self._replica is None or not self.training else self._replica
-        try: return unpack_output(apply_model(model, self.xb))
-        except Exception as e:
-            __tracebackhide__ = True
-            if not isinstance(self.xb, (tuple, list)): raise self._no_tuple('xb', 'x') from e
-            add_note(e, f'{type(self.model).__name__} got {describe(self.xb)}{model_hint(self.xb, self.model, e)}')
-            raise
+    @property
+    def step_parameters(self) -> list[nn.Parameter]:
+        "The parameters that the step at hand is for: of the optimizer whose turn it is, or of all."
+        return list(self.opt.parameters(self.turn))
 
-    def _do_loss(self, own_loss: Tensor | None) -> None:
-        try: has_targets = bool(self.yb)
-        except RuntimeError as e: raise self._no_tuple('yb', 'y') from e  # it is a tensor
-        if self.loss_func is not None and has_targets: loss = self._loss_of(self.pred)
-        elif own_loss is not None: loss = own_loss
-        elif self.loss_func is not None and self._needs_no_targets(): loss = self._loss_of(self.pred)
-        else: return
-        if not isinstance(loss, Tensor): loss = self._total_loss(loss)
-        self.loss_grad = loss
-        self.loss = loss.detach().clone()
+    def contexts(self, part: str) -> AbstractContextManager[Any]:
+        """Return what the callbacks put around a part of a batch.
 
-    def _needs_no_targets(self) -> bool:
-        """Return True for a loss function of the predictions alone, as self-supervised learning has.
-
-        In predictions a loss that could also take targets is not called: their samples may have none yet.
+        `part` is 'forward' (from the model to the loss) or 'backward'.
         """
-        func, takes = self._takes_alone
-        if func is not self.loss_func:
-            func, takes = self._takes_alone = self.loss_func, takes_alone(self.loss_func)
-        return takes == 'only' or (takes == 'also' and self.phase != 'predict')
+        entries = self.tables[self.training][CONTEXTS[part]]
+        if not entries:
+            return NO_CONTEXT
+        if len(entries) > 1:
+            return ContextStack([make for make, switch, _ in entries if switch])
+        make, switch, _ = entries[0]
+        context = make() if switch else None
+        return NO_CONTEXT if context is None else context
 
-    def _loss_of(self, pred: Any) -> Any:
-        if not self._pairing_known:
-            self._pairing_known = True
-            check_pairing(self.loss_func, pred, self.yb)
-        try: return self.loss_func(pred, *self.yb)
-        except Exception as e:
-            if not isinstance(self.yb, (tuple, list)): raise self._no_tuple('yb', 'y') from e
-            add_note(e, f'{name_of(self.loss_func)} got {describe(pred)} and the targets {describe(self.yb)}'
-                        f'{loss_hint(self.loss_func, pred, self.yb, e)}')
-            raise
+    # -- runs ------------------------------------------------------------------------------------
 
-    def _no_tuple(self, name: str, entry: str) -> BatchError:
-        "Make the error for a tensor where a tuple of them belongs."
-        return BatchError(f'`{name}` is {describe(getattr(self, name))}, not a tuple: write `self.learn.{name} = '
-                          f'({entry},)`.')
+    def stop(self) -> None:
+        """End the fit after the current batch or epoch; every `after_*` and checkpoint event fires.
 
-    def _total_loss(self, parts: Any) -> Tensor:
-        "Record the named parts of a loss, and return its `loss` entry or their sum."
-        if not isinstance(parts, Mapping) or not parts or not all(isinstance(p, Tensor) for p in parts.values()):
-            raise LossError(f'{getattr(self.loss_func, "__name__", self.loss_func)} returned {parts!r}: a loss is a '
-                            'tensor, or a dict of named tensors.')
-        for name, value in parts.items():
-            if name != 'loss' and not self._repeating:
-                self.log(f'train_{name}' if self.training else name, value, self._weight())
-        # of tensors
-        return parts['loss'] if 'loss' in parts else sum(parts.values())  # type: ignore[return-value]
+        >>> from learnkit import Callback
+        >>> from learnkit.testing import synth_learner
+        >>> def enough(cb):
+        ...     if cb.train_iter == 15: cb.learn.stop()
+        >>> with synth_learner(n_train=10, cbs=Callback(after_batch=enough)).no_bar() as learn: learn.fit(100)
+        >>> learn.train_iter, len(learn.history)
+        (15, 2)
+
+        If several processes train together, they end once they have agreed on it
+        (`DistributedTraining`).
+        """
+        self.strategy.stop(self)
+
+    @contextmanager
+    def taking(self, turn: Turn) -> Iterator[None]:
+        "Let one optimizer, or all, have their turn for the length of a context."
+        before = self.run.turn, self.turn
+        self.run.turn, self.turn = turn, turn.only
+        try:
+            yield
+        finally:
+            self.run.turn, self.turn = before
+
+    def forget_run(self) -> None:
+        "Release every tensor of a failed run."
+        for dl in (self.dls.train, *(dl for _, dl in evaluation_loaders(self.dls))):
+            forget_workers(dl)
+        self.passes.stream = None  # its iterator may have ended with the error
+        self._end_cleanup()
+        if self.opt is not None:
+            self.opt.zero_grad()
+
+    def _end_cleanup(self) -> None:
+        self.dl, self.xb, self.yb, self.pred, self.loss = None, (None,), (None,), None, None
+        self.batch = self.batch_form = None
+        self.__dict__.pop('loss_grad', None)
+        if self.run.depth <= 1:
+            self.passes.position = None
+            self.end_resume()
+
+    def end_resume(self) -> None:
+        "Forget the checkpoint that the fit was resumed from."
+        self.run.resume, self.resumed, self.run.resumes_at = None, False, 0
+
+    def _in_use(self) -> bool:
+        return in_use(self)
+
+    def is_open(self, level: str) -> bool:
+        "Return True if a level of the loop ('fit', 'batch' ...) is open in the current run."
+        keeps_none = type(self)._with_events is not Loop._with_events  # an override may not keep them
+        return level in self.run.levels or keeps_none
+
+    def _note(self, e: BaseException, cb: Callback, event_name: str) -> None:
+        "Add to an exception where it was raised; raise `CancelError` for a Cancel with no open level."
+        where = f'{type(cb).__name__}.{event_name} ({place(self)})'
+        if not isinstance(e, CancelException):
+            add_note(e, f'in {where}')
+        elif not self.is_open(e.level):
+            raise stray_cancel(e, f'in {where}', self.run.levels) from e
+
+    # -- what is checked, and errors -------------------------------------------------------------
+
+    def _check_first_batch(self) -> None:
+        "Raise for a fit's first training batch if its samples are counted, or split, and cannot be."
+        self._batch_known = True
+        asked, self.run.counts_samples = self.run.counts_samples, None
+        if self.microbatch:
+            n = count_samples(self)
+            cut_batch(self.xb, self.yb, n, [slice(0, n)])
+        try:
+            n = count_samples(self)
+        except BatchError as e:
+            if asked is None:
+                return
+            raise TimeError(f'{asked}: samples are not counted. {e}') from None
+        if n < 1 and asked is not None:
+            raise TimeError(f'{asked}: the first batch has {n} samples, {describe(self.xb)}.')
+        if self.size_func is None and not has_certain_size(self.xb, self.yb):
+            warn_user(
+                f'The batch {describe((*self.xb, *self.yb))} is counted as {n} samples, one for '
+                'each entry of a list. If the list holds several inputs instead, stacked over '
+                'samples, give `Learner(size_func=lambda xb, yb: len(xb[0][0]))`; otherwise '
+                '`lambda xb, yb: len(xb[0])`.'
+            )
+
+    def _not_a_tuple(self, name: str, entry: str) -> BatchError:
+        return BatchError(
+            f'`{name}` is {describe(getattr(self, name))}, not a tuple: write '
+            f'`self.learn.{name} = ({entry},)`.'
+        )
 
     def _no_loss(self) -> LossError | BatchError:
-        "Make the error for a training batch that gave no loss."
         if self.loss_func is None:
-            return LossError(f'No loss function: {type(self.model).__name__} gave {describe(self.pred)}, without a '
-                             'loss of its own. Pass `loss_func=`, for example torch.nn.functional.cross_entropy.')
-        return BatchError(f'The training batch {describe(self.batch)} has no targets, so there is no loss to learn '
-                          'from. Give (input, target) batches, or set `self.learn.yb` in before_batch.')
-
-    def _stop_drawing(self, n: int) -> None:
-        "Go back to the last of the `n` batches that were drawn."
-        self.iter = max(0, n - 1)
-        if n:
-            if self.n_iter is not None and n < self.n_iter:
-                warn_user(f'The {self.dl_name} loader ended after {n} of its {self.n_iter} batches. Its length is '
-                          'wrong, or a StopIteration was raised inside the data set, which looks like the end.')
-            return
-        once = ' It is an iterator, used up after one pass: give a loader that starts anew each time.'
-        raise EmptyLoaderError(f'The {self.dl_name} loader ({type(self.dl).__name__}) gave no batch.'
-                               f'{once if isinstance(self.dl, Iterator) else ""}')
-
-    def _weight(self) -> Any:
-        count = self._count_for_loss(self.xb, self.yb) if self.weight_func else None
-        return sample_count(self) if count is None else count
-
-    def _repeat_turn(self) -> None:
-        "Run the passes of the `optimize` under way again."
-
-    def log(self, name: str, value: Any, weight: Any = 1, shown: bool = True) -> None:
-        "Average a named value over the epoch; `Learner` hands it to its recorder."
-
-    def _backward(self) -> None:
-        try:
-            with self.contexts('backward'): self.loss_grad.backward(retain_graph=self._retains_graph)
-        except RuntimeError as e:
-            if self.loss_grad.numel() == 1 and self.loss_grad.requires_grad:
-                hint = precision_hint(self.yb, self.model) or loss_hint(self.loss_func, self.pred, self.yb, e)
-                if hint: add_note(e, f'The targets are {describe(self.yb)}{hint}')
-                raise
-            raise LossError(self._why_no_backward()) from e
+            return LossError(
+                f'No loss function: {type(self.model).__name__} gave {describe(self.pred)}, '
+                'without a loss of its own. Pass `loss_func=`, for example '
+                'torch.nn.functional.cross_entropy.'
+            )
+        return BatchError(
+            f'The training batch {describe(self.batch)} has no targets, so there is no loss to '
+            'learn from. Give (input, target) batches, or set `self.learn.yb` in before_batch.'
+        )
 
     def _why_no_backward(self) -> str:
         if self.loss_grad.numel() != 1:
-            return (f'The loss has shape {tuple(self.loss_grad.shape)}; one number is needed to learn from. Use '
-                    "reduction='mean', or return loss.mean().")
-        return ('The loss does not depend on any parameter that requires a gradient. Is the model frozen, or was the '
-                'loss detached, computed under no_grad, or turned into a number and back?')
-
-    def _step(self) -> None:
-        if not self.opt.takes_closure: self.opt.step(only=self.turn)
-        else: self._step_with_closure()
-
-    def _step_with_closure(self) -> None:
-        "Let the optimizer evaluate the batch as often as it likes; the first evaluation has been done already."
-        before = {name: self.__dict__.get(name) for name in ('pred', 'loss', 'loss_grad')}
-        was_known = self.opt.needs_closure
-
-        def evaluate() -> Tensor:
-            if not was_known: self._tell('_check_closure')
-            self._repeating = True
-            self.opt.zero_grad(only=self.turn)
-            self._do_passes()
-            return self._loss_of_all()
-
-        try: self.opt.step(Closure(evaluate, self._loss_of_all), only=self.turn)
-        except BaseException:
-            self.opt.clear_state(closures=True)  # half a line search is no state to go on from
-            raise
-        finally: self._repeating = False
-        self.__dict__.update(before)  # what is recorded is of the weights that the batch met
-
-    def _loss_of_all(self) -> Tensor:
-        "Return the loss of the batch at hand, in all processes that train together: an optimizer decides by it."
-        return self.loss
-
-    def _do_passes(self) -> None:
-        "Run forward and backward over the batch, in pieces when `microbatch` is set, without the step."
-        if self._turn is not None:
-            return self._repeat_turn()
-        if self.microbatch: return self._do_pieces(self.microbatch)
-        self._forget_pass()
-        self._do_pred_loss()
-        self._with_events(self._backward, 'backward', CancelBackwardException)
+            return (
+                f'The loss has shape {tuple(self.loss_grad.shape)}; one number is needed to learn '
+                "from. Use reduction='mean', or return loss.mean()."
+            )
+        return (
+            'The loss does not depend on any parameter that requires a gradient. Is the model '
+            'frozen, or was the loss detached, computed under no_grad, or turned into a number and '
+            'back?'
+        )
 
 
+_CHECKPOINT_EVENTS = {level: f'{level}_checkpoint' for level in ('batch', 'epoch', 'iteration')}
 
 
-
-
-
-
-def _tuple_wanted(name: str) -> AttributeError:
+def _read_only(name: str) -> AttributeError:
     return AttributeError(f'`{name}` is read only: write `self.learn.{name}b = ({name},)`.')
 
 
 def token_count(learn: Any) -> int:
-    "Return the number of tokens of a batch, as `token_func` says or by its `input_ids`; 0 where it has none."
-    if learn.token_func is not None: return int(learn.token_func(learn.xb, learn.yb))
+    "Return the number of tokens of a batch, by `token_func` or its `input_ids`; 0 if it has none."
+    if learn.token_func is not None:
+        return int(learn.token_func(learn.xb, learn.yb))
     ids = learn.xb[0].get('input_ids') if learn.xb and isinstance(learn.xb[0], Mapping) else None
     return ids.numel() if isinstance(ids, Tensor) else 0
 
 
 def sample_count(learn: Any) -> int:
-    "Return the number of samples of a batch, 0 where it cannot be told."
-    try: return count_samples(learn)
-    except BatchError: return 0
+    "Return the number of samples of a batch, 0 if it is not known."
+    try:
+        return count_samples(learn)
+    except BatchError:
+        return 0

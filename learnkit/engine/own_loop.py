@@ -133,7 +133,7 @@ class OwnLoops(Loop):
                 '`loss_func=`, or compute the loss yourself.'
             )
         with self._apart(), self.contexts('forward'):
-            return self.loss_func(pred, *targets) if targets else self._loss_of(pred)
+            return self.loss_func(pred, *targets) if targets else self.loss_of(pred)
 
     def optimize(
         self,
@@ -192,7 +192,7 @@ class OwnLoops(Loop):
             )
         if 'loss_grad' not in self.__dict__:  # the first loss of this batch
             self._loss_sum, self._n_losses = None, 0
-        with self._taking(turn):
+        with self.taking(turn):
             self.report_loss(given if compute is None else compute())
             self._count_loss()
             stepped = self._step_in_turn()
@@ -214,7 +214,7 @@ class OwnLoops(Loop):
         tensor(2.)
         """
         if not isinstance(loss, Tensor):
-            loss = self._total_loss(loss)
+            loss = self.total_loss(loss)
         self.loss_grad = loss
         self.loss = loss.detach().clone()
         self('after_loss')
@@ -224,11 +224,11 @@ class OwnLoops(Loop):
     @contextmanager
     def _apart(self) -> Iterator[None]:
         "Let a pass be one that no wrapper around the model takes part in."
-        before, self._passes_alone = self._passes_alone, True
+        before, self.run.calls_modules = self.run.calls_modules, True
         try:
             yield
         finally:
-            self._passes_alone = before
+            self.run.calls_modules = before
 
     def _count_loss(self) -> None:
         self._loss_sum = self.loss if self._loss_sum is None else self._loss_sum + self.loss
@@ -246,8 +246,8 @@ class OwnLoops(Loop):
         return bool(self.opt.n_steps > n_before)
 
     def _backward_in_turn(self) -> None:
-        assert self._turn is not None
-        self._retains_graph = self._turn.retain_graph
+        assert self.run.turn is not None
+        self._retains_graph = self.run.turn.retain_graph
         try:
             if self.turn is None:
                 self._backward()
@@ -259,11 +259,11 @@ class OwnLoops(Loop):
 
     def _repeat_turn(self) -> None:
         "Compute the loss of the turn again, with the backward pass."
-        assert self._turn is not None
-        if self._turn.compute is None:
+        assert self.run.turn is not None
+        if self.run.turn.compute is None:
             raise cannot_repeat('A second pass')
-        self._forget_pass()
-        self.report_loss(self._turn.compute())
+        self.clear_pass()
+        self.report_loss(self.run.turn.compute())
         self._with_events(self._backward_in_turn, 'backward', CancelBackwardException)
 
 
@@ -354,14 +354,14 @@ class EventCheck(Callback):
     def before_train(self) -> None:
         "Begin to record, in the first epoch of a fit."
         learn = self.learn
-        if self._is_over or not learn.fitting or learn._tables is not learn._callbacks.tables:
+        if self._is_over or not learn.fitting or learn.tables is not learn.callbacks.tables:
             return
         self._table, self._n_steps, self._n_whole = (
-            RecordingTable(learn._tables[True]),
+            RecordingTable(learn.tables[True]),
             learn.opt.n_steps,
             0,
         )
-        learn._tables = learn._tables[False], self._table
+        learn.tables = learn.tables[False], self._table
 
     def after_batch(self) -> None:
         "Judge after the first step."
@@ -387,7 +387,7 @@ class EventCheck(Callback):
         for event, shown_by in SHOWN_BY.items():
             if seen & {event, shown_by}:
                 continue
-            for _, switch, cb in self.learn._callbacks.tables[True][event]:
+            for _, switch, cb in self.learn.callbacks.tables[True][event]:
                 if switch and waits_for_events(cb):
                     waiting.setdefault(type(cb).__name__, []).append(event)
         if not waiting:
@@ -409,8 +409,8 @@ class EventCheck(Callback):
         table, self._table, learn = self._table, None, self.learn
         if table is None:
             return set()
-        if learn._tables[True] is table:
-            learn._tables = learn._callbacks.tables
+        if learn.tables[True] is table:
+            learn.tables = learn.callbacks.tables
         return table.seen
 
     def cleanup(self) -> None:

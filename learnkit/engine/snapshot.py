@@ -141,11 +141,12 @@ def undoing(learn: Any, roots: list[Any], but: list[Any] | None = None) -> Itera
 @contextmanager
 def restored(learn: Any) -> Iterator[None]:
     "Undo what happens to a Learner: also to its counters, its callbacks and their attributes."
-    cbs, registry = list(learn.cbs), learn._callbacks
+    cbs, registry = list(learn.cbs), learn.callbacks
+    parts = learn.run, learn.counters, learn.evaluations, learn.passes
     cut_again(learn.model)
     try:
-        with undoing(learn, [vars(learn), *map(vars, cbs)], but=[registry, learn._tables, learn._whole_step]):
-            learn._stream = None  # the batches of an open pass are for the training
+        with undoing(learn, [vars(learn), *map(vars, cbs), *map(vars, parts)], but=[registry, learn.tables, learn._whole_step]):
+            learn.passes.stream = None  # the batches of an open pass are for the training
             try: yield
             finally:
                 cut_again(learn.model)

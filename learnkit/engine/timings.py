@@ -47,8 +47,36 @@ class Timings:
         self._before, self._at, self._mark = '', 0., None           # the event that ended last, and when
         self._started = False
         self.device: torch.device | None = None                     # where the model is; set as a step begins
+        self.steps_left = FIRST                                     # until the next one that is measured
 
     # -- measuring -----------------------------------------------------------------------------------------------------
+
+    def switch(self, learn: Any) -> None:
+        "Begin to measure a step, through timed handlers, or end it: the next step begins."
+        if self.stop(learn):
+            self.steps_left = EVERY - 1
+        elif learn.tables is learn.callbacks.tables:
+            learn.tables = learn.tables[False], self._timed_table(learn)
+            self.device = learn.run.device
+            self.begin_step()
+
+    def stop(self, learn: Any) -> bool:
+        "Let the loop read its own handler tables again; return True if a step was being measured."
+        if not isinstance(learn.tables[True], TimedTable):
+            return False
+        learn.tables = learn.callbacks.tables
+        self.end_step()
+        return True
+
+    def _timed_table(self, learn: Any) -> TimedTable:
+        "Return the timed handlers of this fit; they are made again only if callbacks have changed."
+        tables = learn.callbacks.more_tables
+        for known in tables:
+            if isinstance(known, TimedTable) and known.timings is self:
+                return known
+        timed = TimedTable(learn.tables[True], self)
+        tables[:] = [*(t for t in tables if not isinstance(t, TimedTable)), timed]
+        return timed
 
     def begin_step(self) -> None: self._started, self._at, self._before, self._mark = True, perf_counter(), '', None
 

@@ -44,7 +44,7 @@ class TrainEvalCallback(Callback):
     def before_fit(self) -> None:
         learn = self.learn
         learn.loss = torch.tensor(0.)
-        if learn.fitting or not learn._depth:
+        if learn.fitting or not learn.run.depth:
             learn.epoch, learn.train_iter, learn.pct_train = 0, 0, 0.
             self._starting, self._modes = True, []
         device = getattr(learn.dls, 'device', None)
@@ -64,7 +64,7 @@ class TrainEvalCallback(Callback):
 
     def _names_of(self, *events: str) -> list[str]:
         "Return the classes of callbacks from outside the package that act on training at these events."
-        table = self.learn._callbacks.tables[True]
+        table = self.learn.callbacks.tables[True]
         cbs = [cb for event in events for _, _, cb in table[event] if is_users(cb)]
         return list(dict.fromkeys(type(cb).__name__ for cb in cbs))
 
@@ -109,10 +109,10 @@ class TrainEvalCallback(Callback):
         learn = self.learn
         learn.train_iter += 1
         if learn.n_iter and learn.n_epoch: learn.pct_train += 1. / (learn.n_iter * learn.n_epoch)
-        done = learn._done
-        done['ba'] += 1
-        done['sp'] += sample_count(learn)
-        if learn.token_func or (learn.xb and type(learn.xb[0]) is not Tensor): done['tok'] += token_count(learn)
+        counters = learn.counters
+        counters.batches += 1
+        counters.samples += sample_count(learn)
+        if learn.token_func or (learn.xb and type(learn.xb[0]) is not Tensor): counters.tokens += token_count(learn)
 
     def before_validate(self) -> None:
         learn = self.learn
@@ -122,11 +122,11 @@ class TrainEvalCallback(Callback):
 
     def after_epoch(self) -> None:
         if not self.learn.fitting: return
-        self.learn._done['ep'] += self._trained  # one that was skipped is not finished
+        self.learn.counters.epochs += self._trained  # one that was skipped is not finished
         self._trained = False
 
     def after_iteration(self) -> None:
-        self.learn._done['iter'] += 1
+        self.learn.counters.iterations += 1
 
     def cleanup(self) -> None:
         self._modes = []

@@ -76,10 +76,10 @@ class GatherPredsCallback(Callback):
         self.n_batches, self._joined = 0, False
         self._arriving = AsyncToCPU()
 
-    def _is_ours(self) -> bool: return bool(self._depth == self.learn._depth and not self.learn.training)
+    def _is_ours(self) -> bool: return bool(self._depth == self.learn.run.depth and not self.learn.training)
 
     def before_validate(self) -> None:
-        depth = self.learn._depth
+        depth = self.learn.run.depth
         if self._depth is None or depth < self._depth: self._depth = depth  # one inside this one is over
         if not self._is_ours(): return
         self._start()
@@ -123,7 +123,7 @@ class GatherPredsCallback(Callback):
     def after_validate(self) -> None:
         if self._is_ours(): self._join()
 
-    def _run_failed(self) -> None:
+    def on_run_failed(self) -> None:
         if self._is_ours(): self._depth = None
 
     def cleanup(self) -> None: self._depth = None
@@ -175,7 +175,7 @@ class Replicated(list[Any]):
 
 def dealt(learn: Any, dl: Any) -> tuple[Any, Comm]:
     "Return this process's share of a loader, each sample once, and the processes that share it."
-    world, team = learn.world, getattr(learn, '_team', None)
+    world, team = learn.world, learn.strategy.team
     if world.size == 1 or isinstance(dl, Replicated) or (team and team.sharded_already): return dl, ALONE
     from learnkit.distributed.shards import shard
     options: dict[str, Any] = {'count': batch_counter(learn)}
@@ -260,18 +260,18 @@ class PredictionSink:
         return Callback(before_validate=self._start, before_batch=self._take_input, after_batch=self._take)
 
     def _start(self, cb: Callback) -> None:
-        if self._depth is None: self._depth = self.learn._depth
+        if self._depth is None: self._depth = self.learn.run.depth
 
     def _detached(self, b: Any) -> Any:
         "Detach, and bring to the CPU what `arriving` does not."
         return self.learn.to_detach(b, self.cpu and (self.arriving is None or hasattr(self.learn.dl, 'to_detach')))
 
     def _take_input(self, cb: Callback) -> None:
-        if self._depth == self.learn._depth and 'inputs' in self.names: self._input = self._detached(self.learn.xb)
+        if self._depth == self.learn.run.depth and 'inputs' in self.names: self._input = self._detached(self.learn.xb)
 
     def _take(self, cb: Callback) -> None:
         learn = self.learn
-        if self._depth != learn._depth or 'pred' not in learn.__dict__: return
+        if self._depth != learn.run.depth or 'pred' not in learn.__dict__: return
         if 'losses' in self.names and 'loss_grad' not in learn.__dict__: return
         n = sample_count(learn)
         listed = is_sample_list(learn.pred, n, has_listed_samples((*learn.xb, *learn.yb), n))

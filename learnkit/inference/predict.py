@@ -30,6 +30,7 @@ from learnkit.data.tensors import is_rows
 from learnkit.engine.callback import Callback
 from learnkit.engine.checks import check_function
 from learnkit.engine.dispatch import as_callback, listed
+from learnkit.engine.run import preserved_state
 from learnkit.inference.gather import (
     AsyncToCPU,
     GatherPredsCallback,
@@ -78,12 +79,12 @@ class Predictions(Streaming):
         outer = self.__dict__.get('final_record')  # of the run in which a callback starts this one
         self.final_record: L | None = None
         try:
-            with self.lock, self._put_back(), self.validation_context(cbs=cbs, inner=True), self._run('evaluation'):
-                self._source = source
-                self._in_fit_and_epoch(partial(self._do_evaluation, loaders))
+            with self.lock, preserved_state(self), self.validation_context(cbs=cbs, inner=True), self.strategy.run(self, 'evaluation'):
+                self.loader_name = source
+                self._in_fit_and_epoch(partial(self.do_evaluation, loaders))
             return self.final_record
         finally:
-            if self._doing:
+            if self.run.kind:
                 self.final_record = outer
 
     def get_preds(
@@ -161,10 +162,10 @@ class Predictions(Streaming):
         self, dl: Any, cbs: list[Any], inner: bool, with_loss: bool, source: str | None
     ) -> None:
         with ExitStack() as contexts:
-            for context in (self.lock, self._put_back(), self.validation_context(cbs=L(cbs), inner=True),
-                            self.loss_not_reduced() if with_loss else nullcontext(), self._run('evaluation')):
+            for context in (self.lock, preserved_state(self), self.validation_context(cbs=L(cbs), inner=True),
+                            self.loss_not_reduced() if with_loss else nullcontext(), self.strategy.run(self, 'evaluation')):
                 contexts.enter_context(context)
-            self.phase, self.dl_name, self._source = 'predict', 'valid', source
+            self.phase, self.dl_name, self.loader_name = 'predict', 'valid', source
             body = partial(self._do_predictions, dl)
             if inner: body()
             else: self._in_fit_and_epoch(body)

@@ -23,7 +23,7 @@ from learnkit.engine.run import STATE
 __all__ = ['PredictionStream', 'Streaming']
 
 # what a run has in the Learner, besides `STATE`
-_RUN = ('_open', '_depth', '_doing', '_ending', '_stopping', '_device', 'fitting', 'error', 'logger', 'create_mbar')
+_RUN = ('fitting', 'error', 'logger', 'create_mbar')
 
 
 class PredictionStream(Iterator[tuple[Any, ...]]):
@@ -79,9 +79,9 @@ class PredictionStream(Iterator[tuple[Any, ...]]):
                 _install(learn, self._state)
                 learn.lock.acquire()  # the run holds it once, and gave it up to pause
             try:
-                if self._state is not None: _tell(learn, '_run_resumed')
-                with self._context(), learn._evaluated_weights(): step()
-                _tell(learn, '_run_paused')
+                if self._state is not None: learn.callbacks.notify('on_run_resumed')
+                with self._context(), learn.evaluated_weights(): step()
+                learn.callbacks.notify('on_run_paused')
                 self._state = _snapshot(learn)
                 _PAUSED.add(self)
                 learn.lock.release()
@@ -108,20 +108,15 @@ class PredictionStream(Iterator[tuple[Any, ...]]):
 _PAUSED: weakref.WeakSet[PredictionStream] = weakref.WeakSet()  # of all Learners
 
 
-def _tell(learn: Any, what: str) -> None:
-    "Let callbacks that change something for the length of an evaluation put it back for a pause, and set it again."
-    for cb in list(learn._callbacks):
-        if handler := getattr(type(cb), what, None): handler(cb)
-
-
 def _snapshot(learn: Any) -> tuple[Any, ...]:
     "Return what a pausing run must leave as it was."
     attributes = {name: learn.__dict__[name] for name in (*STATE, *_RUN) if name in learn.__dict__}
-    return attributes, [(m, m.training) for m in learn.model.modules()], capture_rng(), torch.is_grad_enabled()
+    return attributes, dict(vars(learn.run)), [(m, m.training) for m in learn.model.modules()], capture_rng(), torch.is_grad_enabled()
 
 
 def _install(learn: Any, state: tuple[Any, ...]) -> None:
-    attributes, modes, rng, grad = state
+    attributes, run, modes, rng, grad = state
+    vars(learn.run).update(run)
     for name in (*STATE, *_RUN): learn.__dict__.pop(name, None)
     learn.__dict__.update(attributes)
     for module, mode in modes:
@@ -139,31 +134,31 @@ class Streaming(Loop):
             if stream._learn is self and not stream._running: stream._lose()
 
     def _predicting(self, dl: Any, cbs: Any, inner: bool, source: str | None) -> Iterator[None]:
-        with self.added_cbs(cbs), self._run('evaluation'):
+        with self.added_cbs(cbs), self.strategy.run(self, 'evaluation'):
             self.logger, self.create_mbar = noop, False
-            self.phase, self.dl_name, self._source = 'predict', 'valid', source
+            self.phase, self.dl_name, self.loader_name = 'predict', 'valid', source
             steps = self._predicting_on(dl)
             yield from steps if inner else self._level_of(self._level_of(steps, 'epoch'), 'fit')
 
     def _predicting_on(self, dl: Any) -> Iterator[None]:
         self('before_predict')
-        self._set_loader(dl)
+        self.set_loader(dl)
         with preserved_generators(dl), torch.no_grad(): yield from self._level_of(self._one_by_one(), 'validate')
         self('after_predict')
 
     def _one_by_one(self) -> Iterator[None]:
-        for i, batch in self._draws():
+        for i, batch in self.draw_batches():
             self.one_batch(i, batch)
             yield
 
     def _level_of(self, body: Iterator[None], event_type: str) -> Iterator[None]:
         "Do for a generator what `_with_events` does for a function."
-        level, outer, cancelled = LEVELS[event_type], self._open, False
-        self._open = (*outer, event_type)
+        level, outer, cancelled = LEVELS[event_type], self.run.levels, False
+        self.run.levels = (*outer, event_type)
         try:
             self(level.before)
             yield from body
         except level.exception: cancelled = True
-        finally: self._open = outer
+        finally: self.run.levels = outer
         if cancelled: self(level.after_cancel)
         self(level.after)

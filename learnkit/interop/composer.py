@@ -169,7 +169,7 @@ class _FromComposer(Callback):
     def _before_fit(self) -> None:
         if not self.learn.fitting: return
         self.in_fit = self.has_fitted = True
-        self._epochs_before, self._before = self.learn._done['ep'], (self.learn.time, False)
+        self._epochs_before, self._before = self.learn.counters.epochs, (self.learn.time, False)
         self._end = None
         # an earlier fit may have failed between the two
         self._epoch_over, self._eval_began = False, 0.

@@ -192,7 +192,7 @@ class ComposerState:
     def device_train_microbatch_size(self) -> Any:
         "The samples of a microbatch; for 'auto' what memory has held so far; without microbatches those of the batch."
         size = self.learn.microbatch
-        return (self.learn._fitting_size if size == 'auto' else size) or self._samples()
+        return (self.learn.auto_microbatch if size == 'auto' else size) or self._samples()
 
     @property
     def grad_accum(self) -> int:

@@ -59,5 +59,5 @@ def log_text(
 
 def _listening(learn: Any) -> list[Logger]:
     "Return the loggers of a Learner; none in an evaluation or prediction on its own, which is not logged."
-    if learn._depth and not learn.fitting: return []
+    if learn.run.depth and not learn.fitting: return []
     return [cb for cb in learn.cbs if isinstance(cb, Logger)]

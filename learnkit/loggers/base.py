@@ -159,7 +159,7 @@ class Logger(Callback):
                 raise OptionError(f'{name_writer(cb)} and {name_writer(self)} both log to {self.where()}: give one of '
                                   'them another place, or remove it.')
         self.check()
-        self._looked, self._ba = learn.time, learn._done['ba']
+        self._looked, self._ba = learn.time, learn.counters.batches
         self._ba_at_start, self._new_fit, self._failed = self._ba, True, False
 
     def before_batch(self) -> None:
@@ -168,7 +168,7 @@ class Logger(Callback):
 
     def after_batch(self) -> None:
         "Log loss and hyper-parameters, when they are due."
-        self._ba = self.learn._done['ba']
+        self._ba = self.learn.counters.batches
         if self._ba % self.every.value == 0 if self.every.unit == 'ba' else self._crossed(): self._log_step()
 
     def _crossed(self) -> bool:
@@ -223,7 +223,7 @@ class Logger(Callback):
     def _now(self) -> int:
         "The number of batches, with the one under way."
         learn = self.learn
-        return learn._done['ba'] + (bool(learn.training) and 'batch' in learn._open)
+        return learn.counters.batches + (bool(learn.training) and 'batch' in learn.run.levels)
 
     def _row(self) -> dict[str, Any]:
         if not self._rows or self._rows[-1][0] != self._now:
@@ -254,7 +254,7 @@ class Logger(Callback):
         "Forget an evaluation that was cancelled before its end."
         self._evaluated = None
 
-    def _run_failed(self) -> None:
+    def on_run_failed(self) -> None:
         if self.learn.fitting: self._evaluated = None
 
     def after_epoch(self) -> None:

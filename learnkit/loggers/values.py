@@ -17,8 +17,8 @@ from learnkit.core.errors import OptionError
 from learnkit.core.model import name_of
 from learnkit.core.time import Time
 from learnkit.engine.callback import defined_on_class
-from learnkit.engine.dispatch import HasCallbacks
-from learnkit.engine.run import Runs
+from learnkit.engine.dispatch import CallbackHost
+from learnkit.engine.run import call_each
 from learnkit.metrics.base import Mean
 
 __all__ = ['fetch', 'kept_rows', 'read_rows', 'writer_of', 'name_writer', 'configuration', 'as_images', 'plain', 'png']
@@ -81,7 +81,7 @@ def _stacked(tensors: list[Tensor]) -> Tensor:
 # ------------------------------------------------------------------------------------------------------------- who logs
 
 # they run handlers, of the callback `cb`
-_DISPATCH = (HasCallbacks.__call__.__code__, Runs._call_each.__code__)
+_DISPATCH = (CallbackHost.__call__.__code__, call_each.__code__)
 
 
 def writer_of(
@@ -99,7 +99,7 @@ def writer_of(
 def name_writer(writer: Any) -> str:
     "Return what a message calls a writer: a callback by its class, and its key where that has a number."
     if isinstance(writer, CodeType): return f'`{writer.co_qualname}`'
-    keys = writer.learn._callbacks.keys if writer.learn is not None else {}
+    keys = writer.learn.callbacks.keys if writer.learn is not None else {}
     return f'{type(writer).__name__} (`{keys.get(id(writer), writer.name)}`)'
 
 
@@ -125,7 +125,7 @@ def configuration(learn: Any) -> dict[str, Any]:
     if learn.opt is not None: config |= _optimizer(learn.opt)
     config['callbacks'] = ', '.join(type(cb).__name__ for cb in learn.cbs)
     for cb in learn.cbs:
-        config |= _options(cb, learn._callbacks.keys.get(id(cb), cb.name))
+        config |= _options(cb, learn.callbacks.keys.get(id(cb), cb.name))
         if defined_on_class(cb, 'configuration'): config |= cb.configuration()  # what it found out about the run
     return {name: plain(value) for name, value in config.items()}
 

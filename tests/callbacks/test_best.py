@@ -58,7 +58,7 @@ def test_several_evaluations_in_an_epoch_leave_the_best_and_no_average() -> None
         order = 70
         def after_batch(self) -> None:
             if not self.training or self.iter != 2: return
-            with self.learn._put_back(): self.learn._do_evaluation()
+            with preserved_state(self.learn): self.learn.do_evaluation()
         def after_eval(self) -> None: seen.append(self.learn.recorder._frame.values['valid_loss'])
 
     learn = learner(BestMetric('valid_loss', 'test/loss'), Evaluate())

@@ -169,7 +169,7 @@ def test_whatever_ends_an_evaluation_the_weights_come_back(error: type[BaseExcep
 def test_an_evaluation_inside_another_and_one_that_fails_inside_training() -> None:
     held: list[bool] = []
     def inside(cb: Any) -> None:
-        if not cb.training and cb.learn._depth == 1: cb.learn.validate()
+        if not cb.training and cb.learn.run.depth == 1: cb.learn.validate()
     def look(cb: Any) -> None: held.append(cb.training == (cb.ema._raw is None))
     learn = learner(net(), EMA(0.5), Callback(after_batch=inside), Callback(before_pred=look))
     learn.fit(1)

@@ -111,7 +111,7 @@ def traces(learn: Learner) -> dict[str, Any]:
             'loss': learn.loss_func, 'reduction': learn.loss_func.reduction, 'cbs': [type(cb) for cb in learn.cbs],
             'trainable': [p.requires_grad for p in learn.model.parameters()], 'logger': learn.logger,
             'loaders': [id(dl) for dl in learn.dls], 'run': [cb.run for cb in learn.cbs],
-            'layout': [p.stride() for p in learn.model.parameters()], 'open': learn._open, 'depth': learn._depth,
+            'layout': [p.stride() for p in learn.model.parameters()], 'open': learn.run.levels, 'depth': learn.run.depth,
             'anomaly': torch.is_anomaly_enabled(), 'weights': [id(p) for p in learn.model.parameters()]}
 
 

@@ -66,7 +66,7 @@ class Watch(Callback):
 
     def look(self) -> None:
         learn = self.learn
-        self.places.append((learn._place, learn.time.ba))
+        self.places.append((learn.run.checkpoint_event, learn.time.ba))
         self.seen.append(shown(learn))
         self.n_lines.append(len(self.lines))
         self.copies.append(learn.path.with_name(f'{learn.path.name}-{len(self.copies)}'))
@@ -86,7 +86,7 @@ def shown(learn: Learner) -> dict[str, Any]:
     return {key: {name: said(value, learn.path) for name, value in vars(cb).items()
                   if name[0] != '_' and name != 'learn' and name not in NOT_KEPT.get(type(cb).__name__, ())}
             for cb in learn.cbs if type(cb).__module__.startswith('learnkit.') and type(cb) not in DEFAULTS
-            for key in [learn._callbacks.keys[id(cb)]]}
+            for key in [learn.callbacks.keys[id(cb)]]}
 
 
 def check(

@@ -264,7 +264,7 @@ def test_callbacks_added_meanwhile_are_gone_and_switches_are_as_before() -> None
     learn = synth_learner(cbs=[Callback(before_fit=add), off])
     off.run = False
     with unchanged(learn): learn.lr_find(num_it=8, show_plot=False)
-    assert not off.run and not learn._callbacks.switches[id(off)] and len(learn.cbs) == 5
+    assert not off.run and not learn.callbacks.switches[id(off)] and len(learn.cbs) == 5
 
 
 def test_a_running_fit_is_not_disturbed() -> None:

@@ -137,7 +137,7 @@ def test_a_resumed_fit_goes_back_to_the_copy_of_the_one_before() -> None:
     assert kept['at'] == 4
 
     learn = learner(batches(1, 0), guard := GuardNonFinite('rollback'))
-    learn._done['ba'] = 5
+    learn.counters.batches = 5
     learn.add_cb(Callback(before_train=lambda cb: guard.load_state_dict(kept['guard'])))
     learn.create_opt()
     learn.opt.load_state_dict(first.opt.state_dict())

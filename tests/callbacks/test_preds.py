@@ -287,7 +287,7 @@ def test_an_evaluation_that_was_cancelled_leaves_dropout_off_and_the_next_one_ha
 
 def test_an_evaluation_inside_another_one_has_dropout_on_too_and_gives_it_back() -> None:
     on: list[tuple[int, bool]] = []
-    def look(cb: Any) -> None: on.append((cb.learn._depth, cb.learn.model[2].training))
+    def look(cb: Any) -> None: on.append((cb.learn.run.depth, cb.learn.model[2].training))
     def inner(cb: Any) -> None:
         if not cb.training and cb.iter == 1: cb.learn.validate()
     learn = make(cbs=MCDropoutCallback())

@@ -229,7 +229,7 @@ def test_a_batch_that_was_cancelled_is_cancelled_again() -> None:
     learn = learner(Replay(), Callback(after_pred=cancel))
     learn.fit(1)
     learn.replay()
-    assert learn.iter == 2 and learn._depth == 0 and learn._open == ()
+    assert learn.iter == 2 and learn.run.depth == 0 and learn.run.levels == ()
 
 
 def test_training_is_not_changed_by_it() -> None:

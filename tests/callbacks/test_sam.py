@@ -155,13 +155,13 @@ def test_whatever_ends_the_second_pass_the_weights_are_back(where: str, error: t
     model = net()
     start = [p.detach().clone() for p in model.parameters()]
     def fail(cb: Any) -> None:
-        if cb.learn._repeating: raise error
+        if cb.learn.run.repeating: raise error
     learn = learner(model, SAM, train=batches(1))
     if error is CancelBatchException: learn.fit(1, cbs=Callback(**{where: fail}))
     else:
         with pytest.raises(error): learn.fit(1, cbs=Callback(**{where: fail}))
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), start, strict=True))
-    assert not learn._repeating and learn.sam._before == []
+    assert not learn.run.repeating and learn.sam._before == []
     learn.fit(1)
     assert learn.opt.n_steps == 1 and not equal(model, net())
 

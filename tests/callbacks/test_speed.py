@@ -56,7 +56,7 @@ class Seen(Callback):
     def __init__(self) -> None: self.rows: list[tuple[int, str, Any]] = []
 
     def receive_log(self, name: str, value: Any, weight: Any = 1, shown: bool = True) -> None:
-        self.rows.append((self.learn._done['ba'], name, value))
+        self.rows.append((self.learn.counters.batches, name, value))
 
     def of(self, name: str) -> dict[int, Any]: return {at: value for at, n, value in self.rows if n == name}
 
@@ -89,7 +89,7 @@ def test_counts_from_the_learners_start_over_fits_and_resumes() -> None:
     assert list(seen.of('n_looks')) == [7, 14, 21, 28]
 
     def resume(cb: Callback) -> None:
-        cb.learn._done['ba'] = 30
+        cb.learn.counters.batches = 30
         cb.learn.count.load_state_dict(count.state_dict())
 
     again = synth_learner(cbs=[Count('7ba'), other, Callback(before_train=resume)])
@@ -189,7 +189,7 @@ def test_time_of_a_failed_fit_counts_and_stops(clock: Clock) -> None:
 def test_tokens(clock: Clock) -> None:
     class CountTokens(Callback):
         run_valid = False
-        def after_batch(self) -> None: self.learn._done['tok'] += 100
+        def after_batch(self) -> None: self.learn.counters.tokens += 100
 
     seen = Seen()
     synth_learner(cbs=[SpeedMonitor(every=5), Pass(clock), CountTokens(), seen]).fit(1)
@@ -311,11 +311,11 @@ def test_right_after_a_resume(clock: Clock) -> None:
     seen, state = Seen(), dict[str, Any]()
 
     def save(cb: Callback) -> None:
-        if cb.learn.epoch == 1: state.update(saved(first), ba=cb.learn._done['ba'])
+        if cb.learn.epoch == 1: state.update(saved(first), ba=cb.learn.counters.batches)
 
     def load(cb: Callback) -> None:
         if cb.learn.epoch != 2: return
-        cb.learn._done['ba'] = state['ba']
+        cb.learn.counters.batches = state['ba']
         second.load_state_dict(state)
 
     synth_learner(cbs=[first, Pass(clock, valid=7.), Callback(epoch_checkpoint=save)]).fit(4)
@@ -346,10 +346,10 @@ def test_a_share_of_the_run_that_others_set_is_followed(clock: Clock) -> None:
         run_valid = False
 
         def after_batch(self) -> None:
-            self.learn.pct_train = self.learn._done['ba'] / 25
+            self.learn.pct_train = self.learn.counters.batches / 25
             if self.learn.pct_train >= 1: self.learn.stop()
 
-        def before_train(self) -> None: self.learn.pct_train = self.learn._done['ba'] / 25
+        def before_train(self) -> None: self.learn.pct_train = self.learn.counters.batches / 25
 
     seen = Seen()
     synth_learner(cbs=[RuntimeEstimator(time_unit='seconds', every=5), Budget(), Pass(clock), seen]).fit(100)

@@ -55,7 +55,7 @@ def refuses(
     assert (
         list(learn.cbs) == cbs
         and learn.logger is print
-        and (learn._depth, learn._open, learn.fitting) == (0, (), False)
+        and (learn.run.depth, learn.run.levels, learn.fitting) == (0, (), False)
     )
     assert len(learn.history) == 0 and modes == [True] * len(modes)
     if hypers: assert [dict(h) for h in learn.opt.hypers] == hypers

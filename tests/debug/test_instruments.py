@@ -132,7 +132,7 @@ def test_the_loop_reads_its_own_tables_again_after_an_exception(event: str, erro
     if error is CancelBatchException and event != 'after_batch': learn.fit(1)
     else:
         with pytest.raises((error, RuntimeError)): learn.fit(1)
-    assert learn._tables is learn._callbacks.tables
+    assert learn.tables is learn.callbacks.tables
     armed = False
     learn.fit(1)
     assert learn.timings.n == 1
@@ -178,7 +178,7 @@ def test_trace_names_what_each_callback_changed() -> None:
     own = [(c.event, c.what) for c in changes if c.callback == 'Meddles' and c.epoch == 0][:6]
     assert own == [('before_batch', 'xb'), ('after_pred', 'pred'), ('after_loss', 'loss_grad'),
                    ('before_step', 'gradient of a'), ('before_step', 'hyper lr'), ('after_step', 'weight b')]
-    assert learn._tables is learn._callbacks.tables
+    assert learn.tables is learn.callbacks.tables
     n = len(changes)
     learn.fit(1)
     assert len(changes) == n  # outside the context nothing is watched
@@ -213,7 +213,7 @@ def test_trace_ends_when_the_training_fails() -> None:
     def fail(cb: Any) -> None: raise ValueError
     learn = learner(cbs=Callback(after_loss=fail))
     with pytest.raises(ValueError), learn.trace() as changes: learn.fit(1)
-    assert learn._tables is learn._callbacks.tables and repr(changes)
+    assert learn.tables is learn.callbacks.tables and repr(changes)
 
 
 def test_explain_names_what_overrides_the_dispatch() -> None:

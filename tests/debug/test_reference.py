@@ -113,7 +113,7 @@ class Levels(Callback):
     def __init__(self) -> None: self.seen: dict[str, set[frozenset[str]]] = {}
 
     def __call__(self, event_name: str) -> Any:
-        self.seen.setdefault(event_name, set()).add(frozenset(self.learn._open))
+        self.seen.setdefault(event_name, set()).add(frozenset(self.learn.run.levels))
 
 
 def test_levels_that_are_open_are_those_of_a_fit() -> None:

@@ -75,7 +75,7 @@ def test_a_budget_of_seconds_is_the_same_share_everywhere() -> None:
     def job(rank: int) -> Any:
         sleep(0.05 * rank)
         learn = make_learner(make_dls(101, 8), cbs=Uneven())
-        learn._seconds = float(rank)   # it has trained before, alone
+        learn.counters.seconds = float(rank)   # it has trained before, alone
         with learn.distributed('ddp', timeout='20s'):
             learn.fit_one_cycle('0.3s', 1e-2)
             learn.check_replicas()

@@ -279,7 +279,7 @@ def at(event: str, where: Callable[[Any], bool], error: type[Exception]) -> Call
 
 def test_what_a_cancelled_pass_has_not_averaged_is_averaged_before_the_step() -> None:
     cancelled: dict[str, Callable[[int], Learner]] = {   # epochs of 12 batches
-        'the last piece': lambda bs: made(bs, at('before_backward', lambda cb: cb.learn._is_last_piece and
+        'the last piece': lambda bs: made(bs, at('before_backward', lambda cb: cb.learn.run.is_last_microbatch and
                                                  cb.train_iter % 3 == 1, CancelBackwardException), microbatch=bs // 2),
         'the last batch': lambda bs: made(bs, at('after_pred', lambda cb: cb.iter == 11, CancelBatchException),
                                           GradientAccumulation(16)),

@@ -59,7 +59,7 @@ class Take(Callback):
         if self.learn.train_iter == self.after: self.states.append(self.learn.checkpoint_state())
 
     def _before_evaluation(self) -> None:
-        learn, place = self.learn, 'within' if 'train' in self.learn._open else 'evaluation'
+        learn, place = self.learn, 'within' if 'train' in self.learn.run.levels else 'evaluation'
         if learn.train_iter == self.after: self.states.insert(0, host_copy(learn._gather(place)))
 
     def state_dict(self) -> None: return None

@@ -600,7 +600,7 @@ def test_a_cancel_in_a_turn(event: str, error: type[Exception], n_steps: int) ->
 
     learn = fit(duel(Callback(**{event: act}), n=3))
     assert learn.time.st == n_steps and learn.time.ba == 3
-    assert learn.turn is None and learn._turn is None
+    assert learn.turn is None and learn.run.turn is None
     assert torch.equal(weights(learn.model.critic), weights(Pair().critic))
 
 
@@ -738,7 +738,7 @@ def test_the_loop_is_usable_after_an_error() -> None:
     cb = Callback(after_loss=lambda cb: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         fit(learn, cbs=cb)
-    assert learn.turn is None and not learn._passes_alone and learn._retains_graph is None
+    assert learn.turn is None and not learn.run.calls_modules and learn._retains_graph is None
     assert fit(learn).time.st == 12
 
 
@@ -830,9 +830,9 @@ def test_a_loop_that_fires_its_events_is_left_alone(cls: type[Learner]) -> None:
         GuardNonFinite(),
         Callback(after_pred=len_of),
     )
-    tables = learn._callbacks.tables
+    tables = learn.callbacks.tables
     fit(learn, 2)
-    assert learn._tables is tables and len(learn.cbs) == 7
+    assert learn.tables is tables and len(learn.cbs) == 7
 
 
 def len_of(cb: Any) -> None:
@@ -850,7 +850,7 @@ def test_later_batches_read_the_loops_own_tables() -> None:
     kinds: list[str] = []
     learn = classify(
         Ordinary,
-        Callback(after_batch=lambda cb: kinds.append(type(cb.learn._tables[True]).__name__)),
+        Callback(after_batch=lambda cb: kinds.append(type(cb.learn.tables[True]).__name__)),
     )
     fit(learn)
     assert kinds == ['RecordingTable', *['HandlerTable'] * 3]

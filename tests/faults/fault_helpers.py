@@ -172,7 +172,7 @@ class At(Callback):
         self.__dict__[event] = self.now
 
     def now(self) -> None:
-        if self.learn._depth != self.depth: return
+        if self.learn.run.depth != self.depth: return
         self.seen += 1
         if self.seen != self.nth: return
         if isinstance(self.do, BaseException): raise self.do

@@ -75,7 +75,7 @@ def test_at_every_event(event: str, how: Callable[[Any], None]) -> None:
 
 def is_clean_but_for_display(learn: Learner) -> None:
     "An aborted cleanup is what the user asked for: the loop's own state is as it should be nevertheless."
-    assert (learn._depth, learn._open, learn.fitting, learn._stopping, learn.error) == (0, (), False, False, None)
+    assert (learn.run.depth, learn.run.levels, learn.fitting, learn.run.stopping, learn.error) == (0, (), False, False, None)
     assert learn.loss is None and learn.xb == (None,) and 'loss_grad' not in vars(learn)
 
 
@@ -186,7 +186,7 @@ def fit_until_interrupted() -> dict[str, Any]:
         told = notes(e)
     fired = [x[0] for x in watch.fired]
     problems = []
-    if learn._depth or learn._open or learn.fitting: problems.append(f'{learn._depth=} {learn._open=} {learn.fitting=}')
+    if learn.run.depth or learn.run.levels or learn.fitting: problems.append(f'{learn.run.depth=} {learn.run.levels=} {learn.fitting=}')
     if fired not in ([], ['cleanup'], ['after_error', 'cleanup']): problems.append(f'{fired=}')
     # between a context's `__enter__` and its block the run is ended by its generator, which has no note for this one
     if fired == ['after_error', 'cleanup'] and not told and 'contextlib' not in where: problems.append('no note')

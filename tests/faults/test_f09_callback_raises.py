@@ -326,7 +326,7 @@ def test_evaluating_in_a_handler_changes_nothing(event: str, what: str) -> None:
 def test_evaluating_inside_an_evaluation_changes_nothing(event: str, what: str) -> None:
     "At the second batch of the validation, where losses and metrics have been added up in part."
     def look(cb: Any) -> None:
-        if not cb.training and cb.iter == 1 and cb.learn._depth == 1: getattr(cb.learn, what)()
+        if not cb.training and cb.iter == 1 and cb.learn.run.depth == 1: getattr(cb.learn, what)()
     learn, plain = make_learner(Callback(**{event: look})), make_learner()
     for one in (learn, plain):
         start_again(one)

@@ -120,7 +120,7 @@ class Plan(Callback):
         self.__dict__['order'] = order
 
     def __call__(self, event_name: str) -> None:
-        if self.learn._depth != self.depth or event_name in ('after_error', 'cleanup'): return
+        if self.learn.run.depth != self.depth or event_name in ('after_error', 'cleanup'): return
         self.fired.append(event_name)
         kind = self.plan.get((event_name, self.fired.count(event_name)))
         if kind: raise cancel(kind)
@@ -271,7 +271,7 @@ def test_by_hand_outside_a_run(kind: str) -> None:
     batch = next(iter(learn.dls.valid))
     if kind == 'batch': learn.one_batch(0, batch)
     else: assert type(raised_by(lambda: learn.one_batch(0, batch))) is CancelError
-    assert learn._open == ()
+    assert learn.run.levels == ()
 
 
 @pytest.mark.parametrize('kind', KINDS)
@@ -348,7 +348,7 @@ def test_with_learn_a_cancel_ends_the_block() -> None:
             kind
         ]
         assert fired == ['in'] and cb.fired == ['before_fit', 'before_epoch', *ends, 'close', 'post_close'][:-2]
-        assert learn._depth == 0 and learn._open == ()
+        assert learn.run.depth == 0 and learn.run.levels == ()
     learn = make_learner()
     def run() -> None:
         with learn: raise cancel('batch')

@@ -84,7 +84,7 @@ def check(learn: Learner, keep: Keep, match: str, spoilt: bool = False) -> None:
     assert keep.kept
     if not spoilt: assert everything(learn) == keep.kept, 'weights and optimizer are byte for byte as before'
     del vars(learn)['_batch_indices']
-    if learn.microbatch: learn.microbatch = None; del learn._piece  # the number of the piece that it was at
+    if learn.microbatch: learn.microbatch = None; del learn.run.microbatch  # the number of the piece that it was at
     is_clean(learn)
 
 

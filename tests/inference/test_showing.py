@@ -190,7 +190,7 @@ def test_the_training_goes_on_as_without(kind: str, when: str, tmp_path: Path) -
         learn = Learner(DataLoaders(dl, dl), nn.Linear(3, 2), nn.CrossEntropyLoss(), lr=0.1, default_cbs=False)
         def looks(*_: Any) -> None:
             learn.dls.show_batch()
-            if learn.training or not learn._depth: learn.show_results(ds_idx=0)
+            if learn.training or not learn.run.depth: learn.show_results(ds_idx=0)
         if look and when == 'before': looks()
         learn.fit(2, cbs=Callback(after_batch=looks) if look and when != 'before' else None)
         return learn.model.weight.detach(), (capture_rng(), capture_own(dl))

@@ -91,7 +91,7 @@ def test_it_fires_the_events_of_get_preds() -> None:
     heard: list[Any] = []
     class Hear(Callback):
         def run_event(self, event_name: str) -> None:
-            heard.append((event_name, self.phase, self.training, self.fitting, self.learn._open, self.learn._depth))
+            heard.append((event_name, self.phase, self.training, self.fitting, self.learn.run.levels, self.learn.run.depth))
     learn = make(Hear())
     heard.clear()
     learn.get_preds()
@@ -204,7 +204,7 @@ def test_a_learner_that_goes_on_ends_the_stream_first_and_never_cuts_it_silently
     go_on(learn, what)
     assert ends.heard[:5] == EARLY
     with pytest.raises(FitError, match='sink'): next(stream)
-    assert learn._depth == 0 and learn.logger is print
+    assert learn.run.depth == 0 and learn.logger is print
 
 
 def test_a_fit_after_it_was_ended_is_the_fit_without_it() -> None:
@@ -223,7 +223,7 @@ def test_two_streams_at_once_are_told_apart() -> None:
     learn = make()
     with pytest.raises(FitError, match='went on'):
         for _ in zip(learn.predict_iter(), learn.predict_iter(ds_idx=0), strict=True): pass
-    assert learn._depth == 0
+    assert learn.run.depth == 0
 
 
 def test_inside_a_fit_it_is_used_up_or_ended_at_the_next_event() -> None:
@@ -286,7 +286,7 @@ def test_each_batch_may_be_asked_for_by_another_thread() -> None:
     for _ in range(4):
         thread = Thread(target=lambda: got.append(next(stream)[0]))
         thread.start(), thread.join()
-    assert list(stream) == [] and torch.equal(torch.cat(got), learn.get_preds()[0]) and learn._depth == 0
+    assert list(stream) == [] and torch.equal(torch.cat(got), learn.get_preds()[0]) and learn.run.depth == 0
 
 
 def test_no_gradient_is_kept_and_the_consumer_may_compute_some() -> None:

@@ -71,7 +71,7 @@ def test_each_time_draws_other_numbers_and_all_generators_are_put_back() -> None
     before = states()
     learn.tta(n=3, dl=[(X, Y % 3)], augment=noise)
     for values in zip(*drawn, strict=True): assert len(set(values)) == 3
-    assert states() == before and learn.model.training and learn._depth == 0
+    assert states() == before and learn.model.training and learn.run.depth == 0
 
 
 def test_several_inputs() -> None:

@@ -148,6 +148,6 @@ def test_composer_reads_the_size_of_automatic_microbatches(fitting: int | None, 
             seen.append((state.device_train_microbatch_size, state.grad_accum, state.auto_microbatching))
 
     learn = learner(from_composer(Look()), microbatch='auto')
-    learn._fitting_size = fitting
+    learn.auto_microbatch = fitting
     learn.fit(1)
     assert seen == [(size, pieces, True)] * 4

@@ -265,7 +265,7 @@ def test_state_goes_through_and_two_of_one_class_stay_apart() -> None:
     a.eval_s = b.eval_s = 0.
     for cb, sd in zip(learn.cbs[-2:], states, strict=True): cb.load_state_dict(sd)
     assert (a.eval_s, b.eval_s) == (1., 2.)
-    assert len({learn._callbacks.keys[id(cb)] for cb in learn.cbs}) == len(learn.cbs)
+    assert len({learn.callbacks.keys[id(cb)] for cb in learn.cbs}) == len(learn.cbs)
 
 
 def test_an_error_says_where_and_the_next_fit_works() -> None:

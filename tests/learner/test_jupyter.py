@@ -142,7 +142,7 @@ def test_an_interrupted_fit_shows_how_far_it_was(stopped: list[Any]) -> None:
 
 
 def test_the_next_cell_trains_on(kernel: Kernel, stopped: list[Any]) -> None:
-    assert kernel.value('learn._depth, learn.time.ba >= 20') == '0 True'
+    assert kernel.value('learn.run.depth, learn.time.ba >= 20') == '0 True'
     table, graph = kernel.run('learn.cbs[-1].wait_s = 0\nlearn.fit(2)')
     assert [line.split()[0] for line in table.data['text/plain'].splitlines()] == ['epoch', '0', '1']
     assert graph.data['text/plain'].startswith('loss after 600 steps')
@@ -211,6 +211,6 @@ def test_a_traceback_of_a_timed_step_is_no_longer(kernel: Kernel) -> None:
     *_, error = kernel.run('''
 class Mine(Callback):
     def before_batch(self):
-        if self.learn._tables is not self.learn._callbacks.tables: 1 / 0
+        if self.learn.tables is not self.learn.callbacks.tables: 1 / 0
 synth_learner(n_train=40, cbs=Mine()).fit(1)''')
     assert frames(error)[1:] == [*SHOWN['before_batch'], 'Mine.before_batch']

@@ -150,7 +150,7 @@ def test_a_rate_in_a_tensor_is_that_of_the_step(tmp_path: Path) -> None:
 
 
 def test_two_evaluations_in_one_step_leave_the_last(tmp_path: Path) -> None:
-    learn = learner(tmp_path, LogHalf, JSONLinesLogger, Callback(after_epoch=lambda cb: cb.learn._do_evaluation()))
+    learn = learner(tmp_path, LogHalf, JSONLinesLogger, Callback(after_epoch=lambda cb: cb.learn.do_evaluation()))
     learn.fit(1)
     assert list(logged(tmp_path, 'valid_loss')) == list(logged(tmp_path, 'valid_half')) == [10]
 

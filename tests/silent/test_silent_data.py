@@ -581,7 +581,7 @@ def test_workers_of_a_stream_run_on() -> None:
     learn.fit(2)
     assert [int(x) for x in learn.notes.seen] == [0, 1, 4, 5, 8, 9]
     learn.close()
-    assert learn._stream is None
+    assert learn.passes.stream is None
 
 
 class Shuffled:

@@ -1,0 +1,95 @@
+"""The passes of a fit over its training loader: where each begins, and where the present one is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from learnkit.data.checks import n_batches
+from learnkit.data.position import LoaderPosition, Stream
+from learnkit.data.prefetch import read_ahead
+
+__all__ = ['TrainingPasses']
+
+
+class TrainingPasses:
+    """The passes over a training loader, as a checkpoint needs them.
+
+    An epoch is a pass, except when `n_iter` cuts epochs out of a loader without a length: then one
+    pass, a `Stream`, lasts over all of them.
+    """
+
+    def __init__(self) -> None:
+        self.position: LoaderPosition | None = None  # of the present pass
+        self.stream: Stream | None = None
+        self.n_drawn = 0  # the batches of the last pass
+
+    def open(self, learn: Any, continued: bool = False) -> Iterator[Any]:
+        "Return the batches of the next epoch, or the rest of a resumed one."
+        if is_stream(learn.dls):
+            return self._open_stream(learn)
+        if not continued or self.position is None:
+            self.position = self._next(learn.dl)
+        return read_ahead(learn.dl, learn.run.device, self.position.begin)
+
+    def resume(self, dls: Any, position: Mapping[str, Any] | None) -> None:
+        "Let the next pass begin at a checkpoint's position."
+        if position is None:
+            return
+        resumed = LoaderPosition.resume(dls.train, position)
+        if is_stream(dls):
+            self.stream = Stream(dls.train, drawing=resumed, n=position['n'])
+        else:
+            self.position = resumed
+
+    def indices(self, learn: Any) -> list[Any] | None:
+        "Return the data set's indices of the training batch at hand, None if they are not known."
+        if not learn.training:
+            return None
+        if is_stream(learn.dls):
+            stream = self.stream
+            return None if stream is None else stream.drawing.indices(stream.n - 1)
+        return None if self.position is None else self.position.indices(learn.iter)
+
+    def state_dict(
+        self,
+        learn: Any,
+        within_epoch: bool,  # a batch of the epoch was the last thing that was done
+    ) -> dict[str, Any] | None:
+        "Return the position as a checkpoint holds it; None if the loop drew batches by itself."
+        train = learn.dls.train
+        if is_stream(learn.dls):
+            stream = self.stream
+            if stream is None or stream.dl is not train:
+                return LoaderPosition(train).state_dict(0)
+            return stream.drawing.state_dict(stream.n)
+        last = self.position
+        if last is None:
+            return None if within_epoch else LoaderPosition(train).state_dict(0)
+        if within_epoch:
+            return last.state_dict(learn.iter + 1)
+        if last.start is None:
+            return last.state_dict(0)  # it stands between epochs already
+        return LoaderPosition(train, n_before=last.n_before + self.n_drawn).state_dict(0)
+
+    def _open_stream(self, learn: Any) -> Stream:
+        dl, device = learn.dl, learn.run.device
+        if self.stream is None or self.stream.dl is not dl:
+            self.stream = Stream(dl)
+        self.stream.begin = lambda position: read_ahead(dl, device, position.begin)
+        return self.stream
+
+    def _next(self, dl: Any) -> LoaderPosition:
+        last = self.position
+        if last is None:
+            return LoaderPosition(dl, n_before=0)
+        if last.start is None:
+            return last  # a checkpoint between two epochs left it here
+        return LoaderPosition(dl, n_before=last.n_before + self.n_drawn)
+
+
+def is_stream(dls: Any) -> bool:
+    "Return True if `n_iter` cuts epochs out of a loader that can be iterated again."
+    if getattr(dls, 'n_iter', None) is None:
+        return False
+    return n_batches(dls.train) is None and not isinstance(dls.train, Iterator)

@@ -1,0 +1,84 @@
+"""Where training in several processes differs from training in one: the methods of a strategy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from learnkit.core.batch import count_samples, find_bs, microbatches
+from learnkit.core.comm import has_joined
+from learnkit.core.validation import warn_user
+from learnkit.engine.run import end_run, open_run
+
+__all__ = ['SingleProcess']
+
+
+class SingleProcess:
+    """Training in one process: what the loop asks wherever several processes differ.
+
+    `learn.strategy` is one of these. `DistributedTraining` sets another one for as long as several
+    processes train together.
+    """
+
+    team: Any = None  # the `DistributedTraining` of several processes
+
+    @contextmanager
+    def run(
+        self,
+        learn: Any,
+        kind: str,  # 'fit', 'evaluation', or '' for events fired by hand
+    ) -> Iterator[None]:
+        "Open a run."
+        if kind == 'fit' and not has_joined():
+            warn_of_others(os.environ.get('WORLD_SIZE', ''))
+        with open_run(learn, kind):
+            yield
+
+    def end_run(self, learn: Any, error: BaseException | None) -> None:
+        "End the outermost run: `after_error` if it failed, and `cleanup`."
+        end_run(learn, error)
+
+    def stop(self, learn: Any) -> None:
+        "End the fit after the current batch or epoch."
+        learn.run.stopping = True
+
+    def seconds(self, learn: Any) -> float:
+        "Return the seconds spent in fits."
+        return float(learn.counters.elapsed())
+
+    # -- a batch ---------------------------------------------------------------------------------
+
+    def batch_loss(self, learn: Any) -> Tensor:
+        "Return the loss of the batch over all processes, by which an optimizer decides."
+        loss: Tensor = learn.loss
+        return loss
+
+    def split(self, learn: Any, xb: Any, yb: Any, size: int) -> list[tuple[Any, Any]]:
+        "Split a batch into microbatches of at most `size` samples."
+        return microbatches(xb, yb, size, find_bs(xb, yb, learn.size_func))
+
+    def count_samples(self, learn: Any) -> int:
+        "Return the number of samples of the batch over all processes."
+        return count_samples(learn)
+
+    def total_weight(self, learn: Any) -> Any:
+        "Return the weight of the batch over all processes; None for a loss that is a sum."
+        weights = learn.loss_weights
+        return None if weights.is_sum(learn) else weights.of(learn, learn.xb, learn.yb)
+
+
+@cache
+def warn_of_others(
+    n: str,  # how many processes a launcher says it has started
+) -> None:
+    "Warn once of other processes, which this one does not train with."
+    if n.isdigit() and int(n) > 1:
+        warn_user(
+            f'{n} processes were started (WORLD_SIZE), and this one trains alone, on all of the '
+            'data: put `with learn.distributed():` around the fit.'
+        )
