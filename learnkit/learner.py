@@ -4,7 +4,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from weakref import WeakSet
 import torch
 from fastcore.basics import noop
 from fastcore.foundation import L
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from learnkit.callbacks.compile import Compilation
@@ -45,6 +45,7 @@ from learnkit.data.dataloaders import as_dataloaders, check_loaders
 from learnkit.debug.explain import Instruments
 from learnkit.debug.repr import learner_html, learner_text
 from learnkit.distributed.strategy import Processes
+from learnkit.engine import own_loop
 from learnkit.engine.budget import Budget, as_length
 from learnkit.engine.callback import SHOWN_ELSEWHERE, MissingAttribute, defined_on_class
 from learnkit.engine.checks import (
@@ -58,7 +59,7 @@ from learnkit.engine.coverage import cover_params, note_params
 from learnkit.engine.dispatch import listed
 from learnkit.engine.events import LEVELS, LIFECYCLE
 from learnkit.engine.freezing import Freezing, check_trained, make_optimizer
-from learnkit.engine.own_loop import EventCheck, OwnLoops, own_methods
+from learnkit.engine.own_loop import EventCheck, own_methods
 from learnkit.engine.run import ContextStack, raise_first
 from learnkit.engine.timings import FIRST, Timings
 from learnkit.engine.train_eval import SkipToEpoch, TrainEvalCallback
@@ -78,7 +79,7 @@ _NOT_YET = {'pred': 'It exists from the forward pass of a batch on (event after_
             'loss_grad': 'It exists once the loss of a batch is computed (event after_loss).'}
 
 
-class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Processes, Summaries, Instruments,
+class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Processes, Summaries, Instruments,
               Compilation):
     """Train `model` on `dls` with `loss_func`: the loop, its callbacks and its state.
 
@@ -110,6 +111,8 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
     _marks_misses = True
     _is_open_for_use = False            # its callbacks are to be closed
     _ran_in: int | None = None          # the process in which it ran since it was last closed
+    optimized_loss_sum: Tensor | None = None  # of the losses that `optimize` got in this batch
+    n_optimized_losses = 0              # how many they are
 
     def __init__(
         self,
@@ -291,6 +294,109 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
         if brought and not callable(self.opt_func): self.lr = lrs[0] if len(set(lrs)) == 1 else lrs
         is_own = brought or (not callable(self.opt_func) and lrs)
         self._own_lrs = (self.lr, lrs) if is_own else (None, None)
+
+    # -- the verbs of a loop of your own -----------------------------------------------------------
+
+    def forward(
+        self,
+        f: Callable[..., Any],  # the model, a part of it, or a function that calls some
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Call `f(*args, **kwargs)` as a forward pass, and return what it gave.
+
+        `before_pred` comes first; what callbacks put around a forward pass (autocast) is around
+        `f`; in `after_pred` the output is `pred`, and what callbacks have made of it is returned:
+        with mixed precision, float32. `pred` stays the output of the last pass; set `self.pred` at
+        the end to what metrics are to see.
+
+        With several processes modules are called themselves, without `DistributedDataParallel`:
+        gradients are averaged before each step.
+
+        >>> import torch
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner()
+        >>> learn.forward(learn.model, torch.ones(3, 1)).shape
+        torch.Size([3, 1])
+        """
+        __tracebackhide__ = True
+        return own_loop.forward(self, f, *args, **kwargs)
+
+    def compute_loss(
+        self,
+        pred: Any,
+        *targets: Any,  # none: the targets of the batch, `self.yb`
+    ) -> Any:
+        """Return `loss_func(pred, *targets)`, computed in the contexts of a forward pass.
+
+        In a loop of your own `MixUp` and `CutMix` blend the loss only here. Raises `LossError`
+        without a `loss_func`.
+
+        >>> import torch
+        >>> from learnkit.testing import synth_learner
+        >>> float(synth_learner().compute_loss(torch.zeros(2), torch.ones(2)))
+        1.0
+        """
+        __tracebackhide__ = True
+        return own_loop.compute_loss(self, pred, *targets)
+
+    def optimize(
+        self,
+        loss: Tensor | Mapping[str, Tensor] | Callable[[], Any],  # one number, named parts, or f()
+        only: str | int | None = None,  # the name or place of the optimizer that steps; None: all
+        retain_graph: bool = False,  # keep the graph, for another loss that shares a part of it
+    ) -> bool:
+        """Take a step with the gradient of a loss, and return False where no step was taken.
+
+        `after_loss`, backward, `before_step`, step, `after_step`, with their events and contexts,
+        and then the gradients are cleared. With `only`, all of this is about one of several
+        optimizers: its gradients are unscaled, clipped and cleared, and gradients of the others'
+        parameters stay as they were. `GradientAccumulation` counts the batch's samples at each
+        call, for each optimizer on its own, and a call that comes to no step returns False.
+
+        Each call counts as one step (`learn.time.st`). A schedule moves once a batch. `EMA`
+        averages after each step: `EMA(every=2)` for once a batch with two. The batch's `loss`
+        becomes the mean of those that were optimized in it; `self.log('critic_loss', loss)` makes a
+        column of one.
+
+        Give a function for what computes the loss more than once: an optimizer such as LBFGS, and
+        `SAM`.
+
+        Raises `OptimizerError` for an optimizer that is not there, and for LBFGS with a loss that
+        is not a function; `FitError` outside of training; `LossError` for a loss that nothing can
+        be learned from.
+
+        >>> from learnkit import Learner, SGD
+        >>> from learnkit.testing import synth_dls, RegModel
+        >>> class Own(Learner):
+        ...     def train_batch(self):
+        ...         loss = self.compute_loss(self.forward(self.model, self.x))
+        ...         self.optimize(loss)
+        >>> learn = Own(synth_dls(), RegModel(), nn.MSELoss(), opt_func=SGD)
+        >>> with learn.no_bar(): learn.fit(1)
+        >>> learn.time.st
+        10
+        """
+        __tracebackhide__ = True
+        return own_loop.optimize(self, loss, only, retain_graph)
+
+    def report_loss(
+        self,
+        loss: Tensor | Mapping[str, Tensor],  # one number, or a dict of named parts
+    ) -> None:
+        """Set the loss of the batch, and fire `after_loss`: for an `evaluate_batch` of your own.
+
+        >>> import torch
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner()
+        >>> learn.report_loss(torch.tensor(2.))
+        >>> learn.loss
+        tensor(2.)
+        """
+        own_loop.report_loss(self, loss)
+
+    def _repeat_turn(self) -> None:
+        own_loop.repeat_turn(self)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
