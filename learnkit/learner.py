@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from learnkit.callbacks.compile import Compilation
 from learnkit.callbacks.live_plot import ShowGraph
 from learnkit.callbacks.lr_finder import LRFind
-from learnkit.callbacks.mixed_precision import Precision
 from learnkit.callbacks.model_summary import Summaries
 from learnkit.callbacks.progress import ProgressCallback
 from learnkit.callbacks.recorder import History, Recorder, recorder_of
@@ -58,7 +57,7 @@ from learnkit.engine.checks import (
 from learnkit.engine.coverage import cover_params, note_params
 from learnkit.engine.dispatch import listed
 from learnkit.engine.events import LEVELS, LIFECYCLE
-from learnkit.engine.freezing import Freezing, check_trained, make_optimizer
+from learnkit.engine.freezing import check_trained, make_optimizer
 from learnkit.engine.own_loop import EventCheck, own_methods
 from learnkit.engine.run import ContextStack, raise_first
 from learnkit.engine.timings import FIRST, Timings
@@ -79,7 +78,7 @@ _NOT_YET = {'pred': 'It exists from the forward pass of a batch on (event after_
             'loss_grad': 'It exists once the loss of a batch is computed (event after_loss).'}
 
 
-class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Processes, Summaries, Instruments,
+class Learner(Schedules, LRFind, Predictions, Processes, Summaries, Instruments,
               Compilation):
     """Train `model` on `dls` with `loss_func`: the loop, its callbacks and its state.
 
@@ -294,6 +293,78 @@ class Learner(Schedules, LRFind, Predictions, Freezing, Precision, Processes, Su
         if brought and not callable(self.opt_func): self.lr = lrs[0] if len(set(lrs)) == 1 else lrs
         is_own = brought or (not callable(self.opt_func) and lrs)
         self._own_lrs = (self.lr, lrs) if is_own else (None, None)
+
+    # -- freezing, precision and compilation -------------------------------------------------------
+
+    def freeze_to(
+        self,
+        n: int,  # the first group that is trained; from -1 on counted from the end
+    ) -> None:
+        """Freeze the groups before group `n`, and train those from there on.
+
+        The groups come from the Learner's `splitter`. The parameters of a frozen group require no
+        gradient; its norm layers are trained all the same unless `train_bn` is False.
+        """
+        from learnkit.engine.freezing import freeze_to
+
+        freeze_to(self, n)
+
+    def freeze(self) -> None:
+        """Freeze all groups but the last.
+
+        With one group alone nothing is frozen, as in fastai, and a warning says so.
+
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner(splitter=lambda m: [[m.a], [m.b]])
+        >>> learn.freeze()
+        >>> learn.model.a.requires_grad, learn.model.b.requires_grad
+        (False, True)
+        """
+        from learnkit.engine.freezing import freeze
+
+        freeze(self)
+
+    def unfreeze(self) -> None:
+        """Train all groups.
+
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner(splitter=lambda m: [[m.a], [m.b]])
+        >>> learn.freeze(); learn.unfreeze()
+        >>> all(p.requires_grad for p in learn.model.parameters())
+        True
+        """
+        from learnkit.engine.freezing import unfreeze
+
+        unfreeze(self)
+
+    def to_bf16(self) -> Self:
+        """Compute the forward pass in bfloat16 from now on: see `MixedPrecision`.
+
+        >>> from learnkit.testing import synth_learner
+        >>> synth_learner(default_cbs=False).to_bf16().to_bf16().cbs
+        [MixedPrecision(amp_mode='bf16')]
+        """
+        from learnkit.callbacks.mixed_precision import to_bf16
+
+        return to_bf16(self)
+
+    def to_fp16(
+        self,
+        **scaler: Any,  # `init_scale`, `growth_factor`, `backoff_factor`, `growth_interval`
+    ) -> Self:
+        """Compute the forward pass in float16 from now on, with scaled gradients.
+
+        The options are those of the scaler: see `MixedPrecision`.
+        """
+        from learnkit.callbacks.mixed_precision import to_fp16
+
+        return to_fp16(self, **scaler)
+
+    def to_fp32(self) -> Self:
+        "Compute everything in the precision of the weights: without `MixedPrecision`."
+        from learnkit.callbacks.mixed_precision import to_fp32
+
+        return to_fp32(self)
 
     # -- the verbs of a loop of your own -----------------------------------------------------------
 

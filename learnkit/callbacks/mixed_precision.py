@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,8 @@ from learnkit.core.errors import (
 from learnkit.core.model import model_device
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback
-from learnkit.engine.loop import Loop
 
-__all__ = ['AMPMode', 'MixedPrecision', 'Precision']
+__all__ = ['AMPMode', 'MixedPrecision', 'to_bf16', 'to_fp16', 'to_fp32']
 
 
 class AMPMode(StrEnum):
@@ -236,27 +235,20 @@ def check_option(name: str, value: Any, above: float, below: float = float('inf'
                       f'{f" and below {below}" * (below < float("inf"))}.')
 
 
-class Precision(Loop):
-    "The part of the Learner that chooses the precision of the forward pass."
+def to_bf16(learn: Any) -> Any:
+    "Compute the forward pass in bfloat16 from now on."
+    return _set_precision(learn, MixedPrecision(AMPMode.BF16))
 
-    def to_bf16(self) -> Self:
-        """Compute the forward pass in bfloat16 from now on: see `MixedPrecision`.
 
-        >>> from learnkit.testing import synth_learner
-        >>> synth_learner(default_cbs=False).to_bf16().to_bf16().cbs
-        [MixedPrecision(amp_mode='bf16')]
-        """
-        return self._to_precision(MixedPrecision(AMPMode.BF16))
+def to_fp16(learn: Any, **scaler: Any) -> Any:
+    "Compute the forward pass in float16 from now on, with scaled gradients."
+    return _set_precision(learn, MixedPrecision(AMPMode.FP16, **scaler))
 
-    def to_fp16(
-        self,
-        **scaler: Any,  # options of the scaler: `init_scale`, `growth_factor`, `backoff_factor`, `growth_interval`
-    ) -> Self:
-        "Compute the forward pass in float16 from now on, with scaled gradients: see `MixedPrecision`."
-        return self._to_precision(MixedPrecision(AMPMode.FP16, **scaler))
 
-    def to_fp32(self) -> Self:
-        "Compute everything in the precision of the weights: without `MixedPrecision`."
-        return self.remove_cb(MixedPrecision)
+def to_fp32(learn: Any) -> Any:
+    "Compute everything in the precision of the weights."
+    return learn.remove_cb(MixedPrecision)
 
-    def _to_precision(self, cb: MixedPrecision) -> Self: return self.to_fp32().add_cb(cb)
+
+def _set_precision(learn: Any, cb: MixedPrecision) -> Any:
+    return learn.to_fp32().add_cb(cb)

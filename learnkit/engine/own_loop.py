@@ -141,10 +141,9 @@ def optimize(
 
 def report_loss(learn: Any, loss: Tensor | Mapping[str, Tensor]) -> None:
     "Set the loss of the batch, and fire `after_loss`."
-    if not isinstance(loss, Tensor):
-        loss = learn._total_loss(loss)
-    learn.loss_grad = loss
-    learn.loss = loss.detach().clone()
+    total: Tensor = loss if isinstance(loss, Tensor) else learn._total_loss(loss)
+    learn.loss_grad = total
+    learn.loss = total.detach().clone()
     learn('after_loss')
 
 
