@@ -20,11 +20,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from learnkit.callbacks.compile import Compilation
 from learnkit.callbacks.live_plot import ShowGraph
-from learnkit.callbacks.lr_finder import LRFind
+from learnkit.callbacks.lr_finder import LRSearch, valley
 from learnkit.callbacks.model_summary import Summaries
 from learnkit.callbacks.progress import ProgressCallback
 from learnkit.callbacks.recorder import History, Recorder, recorder_of
-from learnkit.callbacks.schedule import Schedules
 from learnkit.core.batch import to_detach
 from learnkit.core.contexts import replacing_yield
 from learnkit.core.denominator import check_weight_func
@@ -78,7 +77,7 @@ _NOT_YET = {'pred': 'It exists from the forward pass of a batch on (event after_
             'loss_grad': 'It exists once the loss of a batch is computed (event after_loss).'}
 
 
-class Learner(Schedules, LRFind, Predictions, Processes, Summaries, Instruments,
+class Learner(Predictions, Processes, Summaries, Instruments,
               Compilation):
     """Train `model` on `dls` with `loss_func`: the loop, its callbacks and its state.
 
@@ -110,6 +109,7 @@ class Learner(Schedules, LRFind, Predictions, Processes, Summaries, Instruments,
     _marks_misses = True
     _is_open_for_use = False            # its callbacks are to be closed
     _ran_in: int | None = None          # the process in which it ran since it was last closed
+    lr_search: LRSearch | None = None   # what the last `lr_find` has found
     optimized_loss_sum: Tensor | None = None  # of the losses that `optimize` got in this batch
     n_optimized_losses = 0              # how many they are
 
@@ -220,6 +220,186 @@ class Learner(Schedules, LRFind, Predictions, Processes, Summaries, Instruments,
         if total.unit == 'dur': raise TimeError(f'fit_until({str(total)!r}): a share of what? Give epochs, or hours.')
         left = total.value - self._finished(total.unit)
         if left > 0: self.fit(Time(left, total.unit), **kwargs)
+
+    def fit_one_cycle(
+        self,
+        n_epoch: int,
+        lr_max: Any = None,  # the highest rate: a number, one a group, a slice; None: the Learner's
+        div: float = 25.0,  # the fit starts at `lr_max / div`
+        div_final: float = 1e5,  # and ends at `lr_max / div_final`
+        pct_start: float = 0.25,  # the share of the fit after which the rate is highest
+        wd: float | None = None,  # weight decay; None: the Learner's
+        moms: tuple[float, ...] | None = None,  # momentum at the start, the highest rate, the end
+        cbs: Any = None,  # further callbacks for this fit
+        reset_opt: bool = False,  # make a new optimizer
+        start_epoch: int = 0,  # skip the epochs before this one
+        resume: Any = False,  # go on from a checkpoint, as in `fit`
+    ) -> None:
+        """Train with a rate that rises and falls once (Smith, 2018), each along half a cosine.
+
+        Momentum mirrors the rate. `moms` are the Learner's where none are given, unless the
+        optimizer has no momentum, or one of 0: that stays.
+
+        Raises what `fit` raises, `ScheduleError` for a cycle that cannot be followed, and
+        `OptimizerError` for a wrong number of rates.
+
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner(n_train=4)
+        >>> with learn.no_bar(): learn.fit_one_cycle(1, 0.1, pct_start=0.5)
+        >>> [round(lr, 4) for lr in learn.recorder.lrs]
+        [0.004, 0.052, 0.1, 0.05]
+        """
+        from learnkit.callbacks.schedule import fit_one_cycle
+
+        fit_one_cycle(
+            self,
+            n_epoch,
+            lr_max,
+            div,
+            div_final,
+            pct_start,
+            wd,
+            moms,
+            cbs,
+            reset_opt,
+            start_epoch,
+            resume,
+        )
+
+    def fit_flat_cos(
+        self,
+        n_epoch: int,
+        lr: Any = None,  # the flat rate: a number, one a group, or a slice; None: the Learner's
+        div_final: float = 1e5,  # the fit ends at `lr / div_final`
+        pct_start: float = 0.75,  # the share of the fit after which the rate falls
+        wd: float | None = None,  # weight decay; None: the Learner's
+        cbs: Any = None,  # further callbacks for this fit
+        reset_opt: bool = False,  # make a new optimizer
+        start_epoch: int = 0,  # skip the epochs before this one
+        resume: Any = False,  # go on from a checkpoint, as in `fit`
+    ) -> None:
+        """Train at a flat rate that falls along half a cosine at the end.
+
+        Raises as `fit_one_cycle` does.
+
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner(n_train=4)
+        >>> with learn.no_bar(): learn.fit_flat_cos(1, 0.1, pct_start=0.5)
+        >>> [round(lr, 4) for lr in learn.recorder.lrs]
+        [0.1, 0.1, 0.1, 0.05]
+        """
+        from learnkit.callbacks.schedule import fit_flat_cos
+
+        fit_flat_cos(
+            self, n_epoch, lr, div_final, pct_start, wd, cbs, reset_opt, start_epoch, resume
+        )
+
+    def fit_sgdr(
+        self,
+        n_cycles: int,
+        cycle_len: int,  # epochs of the first cycle
+        lr_max: Any = None,  # the rate at each start, as in `fit_one_cycle`; None: the Learner's
+        cycle_mult: int = 2,  # how many times as long each cycle is as the one before
+        cbs: Any = None,  # further callbacks for this fit
+        reset_opt: bool = False,  # make a new optimizer
+        wd: float | None = None,  # weight decay; None: the Learner's
+        start_epoch: int = 0,  # skip the epochs before this one
+        resume: Any = False,  # go on from a checkpoint, as in `fit`
+    ) -> None:
+        """Train in cycles, in each of which the rate falls to 0 along half a cosine.
+
+        The schedule is that of Loshchilov and Hutter, 2017. Raises as `fit_one_cycle` does.
+
+        >>> from learnkit.testing import synth_learner
+        >>> with synth_learner(n_train=2).no_bar() as learn: learn.fit_sgdr(2, 1, 0.1)
+        >>> [round(lr, 4) for lr in learn.recorder.lrs]
+        [0.1, 0.05, 0.1, 0.0854, 0.05, 0.0146]
+        """
+        from learnkit.callbacks.schedule import fit_sgdr
+
+        fit_sgdr(
+            self, n_cycles, cycle_len, lr_max, cycle_mult, cbs, reset_opt, wd, start_epoch, resume
+        )
+
+    def fine_tune(
+        self,
+        epochs: Any,  # epochs with all groups, or a budget such as '2h'
+        base_lr: float = 2e-3,  # highest rate of the last group; half of it once all are trained
+        freeze_epochs: int = 1,  # epochs before, with the last group alone
+        lr_mult: float = 100,  # then the first group's rate is the last one's divided by it
+        pct_start: float = 0.3,  # as in `fit_one_cycle`, for the epochs with all groups
+        div: float = 5.0,  # likewise
+        div_final: float = 1e5,  # from here on: as in `fit_one_cycle`, for both fits
+        wd: float | None = None,
+        moms: tuple[float, ...] | None = None,
+        cbs: Any = None,
+        reset_opt: bool = False,
+        start_epoch: int = 0,  # skip the epochs before it, and those with the last group alone
+        resume: Any = False,  # go on from a checkpoint of either fit, as in `fit`
+    ) -> None:
+        """Train the last group alone, then all groups with graded rates, in one cycle each.
+
+        Groups come from the Learner's `splitter`: the body of a model that was trained before, and
+        its new head. Raises as `fit_one_cycle` does.
+
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner(splitter=lambda m: [[m.a], [m.b]])
+        >>> with learn.no_bar(): learn.fine_tune(2, freeze_epochs=1)
+        >>> [(row['fit'], row['epoch']) for row in learn.history]
+        [(0, 0), (1, 0), (1, 1)]
+        """
+        from learnkit.callbacks.schedule import fine_tune
+
+        fine_tune(
+            self,
+            epochs,
+            base_lr,
+            freeze_epochs,
+            lr_mult,
+            pct_start,
+            div,
+            div_final,
+            wd,
+            moms,
+            cbs,
+            reset_opt,
+            start_epoch,
+            resume,
+        )
+
+    def lr_find(
+        self,
+        start_lr: Any = 1e-7,  # the first rate, or one a param group
+        end_lr: Any = 10,  # the one that `num_it` batches lead up to
+        num_it: int = 100,  # batches; below 6 count as 6, as in fastai
+        stop_div: bool = True,  # end when the smoothed loss is four times its least value
+        show_plot: bool = True,  # draw the loss over the rates
+        suggest_funcs: Any = valley,  # f(lrs, losses, num_it) -> (rate, point), several, or None
+        ax: Any = None,  # matplotlib axes to draw in; None: those of a new figure
+    ) -> Any:
+        """Train a little with a growing rate, undo it, and return suggested rates (Smith, 2017).
+
+        They are a named tuple. Everything is afterwards as it was: weights, buffers, optimizer,
+        random generators, loaders, history, counters and the attributes of every callback, also
+        when the search is interrupted. Nothing is written to disk. Callbacks with `remove_on_find`
+        are left out; others run as in a fit. `learn.lr_search` keeps the rates and losses, and
+        `learn.recorder.plot_lr_find()` draws them again. It needs memory for a second copy of the
+        weights and the optimizer's state.
+
+        Raises `ScheduleError` for rates that do not grow, `OptionError` for what cannot suggest,
+        and `LossError` when the loss was not finite from the beginning.
+
+        >>> from learnkit.callbacks.lr_finder import steep, valley
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner()
+        >>> with learn.no_bar():
+        ...     rates = learn.lr_find(num_it=30, show_plot=False, suggest_funcs=(valley, steep))
+        >>> rates._fields, learn.opt, len(learn.lr_search.lrs) <= 30
+        (('valley', 'steep'), None, True)
+        """
+        from learnkit.callbacks.lr_finder import lr_find
+
+        return lr_find(self, start_lr, end_lr, num_it, stop_div, show_plot, suggest_funcs, ax)
 
     def _prepare_opt(self, lr: Any, wd: float | None, reset_opt: bool) -> None:
         if reset_opt or self.opt is None or self._opt_is_of_another_model(): self.create_opt()
