@@ -5,7 +5,7 @@ import atexit
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,10 +18,8 @@ from fastcore.foundation import L
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from learnkit.callbacks.compile import Compilation
 from learnkit.callbacks.live_plot import ShowGraph
 from learnkit.callbacks.lr_finder import LRSearch, valley
-from learnkit.callbacks.model_summary import Summaries
 from learnkit.callbacks.progress import ProgressCallback
 from learnkit.callbacks.recorder import History, Recorder, recorder_of
 from learnkit.core.batch import to_detach
@@ -40,7 +38,6 @@ from learnkit.core.model import name_of
 from learnkit.core.time import Time, as_time
 from learnkit.core.validation import takes, warn_user
 from learnkit.data.dataloaders import as_dataloaders, check_loaders
-from learnkit.debug.explain import Instruments
 from learnkit.debug.repr import learner_html, learner_text
 from learnkit.distributed.strategy import Processes
 from learnkit.engine import own_loop
@@ -66,6 +63,12 @@ from learnkit.metrics.averages import as_metrics
 from learnkit.optim.optimizers import Adam
 from learnkit.optim.wrapper import OptimWrapper, trainable_params
 
+if TYPE_CHECKING:
+    from learnkit.callbacks.compile import WholeStep
+    from learnkit.callbacks.model_summary import Summary
+    from learnkit.callbacks.replay import Replay
+    from learnkit.debug.explain import Handlers, Trace
+
 __all__ = ['Learner', 'defaults', 'load_learner', 'replacing_yield']
 
 defaults = SimpleNamespace(lr=1e-3, callbacks=[TrainEvalCallback, Recorder, ProgressCallback])
@@ -77,8 +80,7 @@ _NOT_YET = {'pred': 'It exists from the forward pass of a batch on (event after_
             'loss_grad': 'It exists once the loss of a batch is computed (event after_loss).'}
 
 
-class Learner(Predictions, Processes, Summaries, Instruments,
-              Compilation):
+class Learner(Predictions, Processes):
     """Train `model` on `dls` with `loss_func`: the loop, its callbacks and its state.
 
     `dls` is a `DataLoaders`, a tuple (train, valid) of any iterables of batches, or one to train on. `loss_func` and
@@ -109,9 +111,11 @@ class Learner(Predictions, Processes, Summaries, Instruments,
     _marks_misses = True
     _is_open_for_use = False            # its callbacks are to be closed
     _ran_in: int | None = None          # the process in which it ran since it was last closed
-    lr_search: LRSearch | None = None   # what the last `lr_find` has found
+    lr_search: LRSearch | None = None  # what the last `lr_find` has found
+    whole_step: WholeStep | None = None  # what `compile(step=True)` runs in place of a training step
+    replay_source: Replay | None = None  # the callback that has kept a batch for `replay`
     optimized_loss_sum: Tensor | None = None  # of the losses that `optimize` got in this batch
-    n_optimized_losses = 0              # how many they are
+    n_optimized_losses = 0  # how many they are
 
     def __init__(
         self,
@@ -197,7 +201,7 @@ class Learner(Predictions, Processes, Summaries, Instruments,
         with self.added_cbs([*listed(cbs), *own, *checks, *self._begin_evaluations(per_iteration)]):
             found = self._find_checkpoint(resume)
             self._prepare_opt(lr, wd, reset_opt)
-            self._replayed = None
+            self.replay_source = None
             with self._training_weights(), self._run('fit'):
                 self.n_epoch, self.epochs_per_iteration, self._stopping = epochs, per_iteration, False
                 self.timings, self._until_timed = Timings(), FIRST
@@ -546,6 +550,42 @@ class Learner(Predictions, Processes, Summaries, Instruments,
 
         return to_fp32(self)
 
+    def compile(
+        self,
+        step: bool = False,  # the whole training step, not the model alone
+        **options: Any,  # for torch.compile: `mode`, `dynamic`, `backend`, `options`
+    ) -> Self:
+        """Compile the model in place or, with `step=True`, the whole training step.
+
+        The model's state dict keeps its keys. The whole step begins as usual; once the optimizer
+        has its state, compiled and ordinary steps take turns, timed, and the faster goes on.
+        `explain_step` says which runs and why. It is made for torch's SGD, Adam and AdamW and
+        learnkit's own, one optimizer, no microbatches. After it `pred` and `loss_grad` are
+        detached; gradients are never attached to parameters.
+
+        A batch of another shape runs as usual, until so many come in a row that it is compiled
+        again for varying shapes. Random numbers are drawn as ordinarily (inductor's
+        `fallback_random`), which dropout masks depend on.
+
+        >>> from learnkit.testing import synth_learner
+        >>> synth_learner().compile(step=True, backend='eager').explain_step()
+        'The ordinary step runs: compiling comes after the next training batch.'
+        """
+        from learnkit.callbacks.compile import compile_learner
+
+        return compile_learner(self, step, **options)
+
+    def explain_step(self) -> str:
+        """Say whether the compiled or the ordinary training step runs, and why.
+
+        >>> from learnkit.testing import synth_learner
+        >>> synth_learner().explain_step()
+        'The ordinary step runs: `learn.compile(step=True)` was not called.'
+        """
+        from learnkit.callbacks.compile import explain_step
+
+        return explain_step(self)
+
     # -- the verbs of a loop of your own -----------------------------------------------------------
 
     def forward(
@@ -707,6 +747,108 @@ class Learner(Predictions, Processes, Summaries, Instruments,
         own = getattr(self.dl, 'to_detach', None)
         return own(b, cpu, gather) if own else to_detach(b, cpu)
 
+    # -- looking inside ----------------------------------------------------------------------------
+
+    def summary(self) -> Summary:
+        """Describe the model, layer by layer, and how it is trained.
+
+        The notes name the optimizer, the loss, frozen groups and callbacks. The shapes come from
+        one batch of the training loader (in the middle of a fit, the current one), which goes
+        through the model and its callbacks as in prediction. Nothing is disturbed: RNGs, loaders,
+        buffers such as BatchNorm's, modes and lazy modules are afterwards as they were.
+
+        Raises `LoaderError` when every loader is an iterator, of which a batch would be lost.
+
+        >>> from learnkit.testing import synth_learner
+        >>> synth_learner().summary()
+        RegModel: 16 x 1 -> 16 x 1
+        ----------------------------------------------------
+        Layer    Type      Output shape  Parameters  Trained
+        ----------------------------------------------------
+        (model)  RegModel  16 x 1                 2  yes
+        ----------------------------------------------------
+        Total params: 2
+        ...
+        """
+        from learnkit.callbacks.model_summary import summarize_learner
+
+        return summarize_learner(self)
+
+    def explain(
+        self,
+        event_name: str,  # an event
+    ) -> Handlers:
+        """List who runs at an event, in order, each with the file and line of its function.
+
+        >>> from learnkit.testing import synth_learner
+        >>> [h.function for h in synth_learner().explain('after_epoch')]
+        ['TrainEvalCallback.after_epoch', 'Recorder.after_epoch']
+        """
+        from learnkit.debug.explain import explain
+
+        return explain(self, event_name)
+
+    def metric_names(self) -> dict[str, str]:
+        """Return every name that is recorded or logged, with what it means.
+
+        >>> from learnkit.testing import synth_learner
+        >>> synth_learner().metric_names()
+        {'train_loss': 'training loss, mean of the epoch', 'valid_loss': 'a column of the history'}
+        """
+        from learnkit.debug.explain import list_metric_names
+
+        return list_metric_names(self)
+
+    def trace(self) -> AbstractContextManager[Trace]:
+        """Record, for the length of a context, which callback changed what.
+
+        Batch, loss, weights, hyper-parameters and random numbers are compared before and after each
+        handler: this is for looking, and slow. A callback that calls itself an observer and changed
+        something is warned of by name.
+
+        >>> from learnkit import Callback
+        >>> from learnkit.testing import synth_learner
+        >>> def double(cb): cb.learn.xb = tuple(2 * x for x in cb.xb)
+        >>> learn = synth_learner(n_train=1, cbs=Callback(before_batch=double))
+        >>> with learn.no_bar(), learn.no_logging(), learn.trace() as changes: learn.fit(1)
+        >>> print(next(c for c in changes if c.what == 'xb'))
+        epoch 0, batch 0, before_batch: Callback changed xb
+        """
+        from learnkit.debug.explain import trace
+
+        return trace(self)
+
+    def replay(
+        self,
+        detect_anomaly: bool = False,  # let autograd name the operation whose gradient is NaN
+    ) -> Tensor | None:  # the loss, when the batch goes through
+        """Repeat the batch in which the last run failed, or the last training batch.
+
+        `Replay()` has to be a callback. It is the same batch with the same random numbers and
+        modes, in microbatches and precision as before, all its events fire, and what was raised is
+        raised again, at the same place: set a breakpoint, run `%debug`, change the model or a
+        callback, and try again. With `detect_anomaly` autograd also says where that operation was
+        called. Whether it raises or not, everything is restored: weights, buffers, optimizer,
+        counters, history, callbacks, random numbers. Weights are those that the Learner has now.
+
+        The callbacks of the run take part, also those that were given to `fit`, but for those that
+        only track, save or stop (`remove_on_find`), unless one of them raised. Their `before_fit`
+        and `before_epoch` fire first, and their `cleanup` in the end. Switch one off with
+        `run = False`.
+
+        Raises `FitError` when there is no batch to repeat.
+
+        >>> from learnkit import Replay
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner()
+        >>> with learn.no_bar(), learn.no_logging(): learn.fit(1, cbs=Replay())
+        >>> with learn.no_logging(): learn.replay().shape
+        torch.Size([])
+        """
+        from learnkit.callbacks.replay import replay
+
+        return replay(self, detect_anomaly)
+
     # -- contexts ------------------------------------------------------------------------------------------------------
 
     def no_logging(self) -> Any:
@@ -789,7 +931,7 @@ class Learner(Predictions, Processes, Summaries, Instruments,
         raise_first(None, self._close())
 
     def _close(self) -> list[BaseException]:
-        self._replayed = self._stream = None
+        self.replay_source = self._stream = None
         if not self._is_open_for_use: return []
         _open_learners.discard(self)
         self._is_open_for_use, self._ran_in = False, None

@@ -144,7 +144,7 @@ def restored(learn: Any) -> Iterator[None]:
     cbs, registry = list(learn.cbs), learn._callbacks
     cut_again(learn.model)
     try:
-        with undoing(learn, [vars(learn), *map(vars, cbs)], but=[registry, learn._tables, learn._whole_step]):
+        with undoing(learn, [vars(learn), *map(vars, cbs)], but=[registry, learn._tables, learn.whole_step]):
             learn._stream = None  # the batches of an open pass are for the training
             try: yield
             finally:
