@@ -19,7 +19,7 @@ from learnkit import callbacks, loggers, losses, metrics, optim, testing
 from learnkit.callbacks import lr_finder, schedule
 
 _MODULES = (learnkit, callbacks, loggers, losses, lr_finder, metrics, optim, schedule, testing)
-_INTERNAL = {'LRFind', 'Schedules', 'as_metrics', 'check_column', 'dry_run', 'hidden_matrices', 'measures_batches'}
+_INTERNAL = {'as_metrics', 'check_column', 'dry_run', 'hidden_matrices', 'measures_batches'}
 
 _found = {name: getattr(module, name) for module in _MODULES for name in module.__all__ if name not in _INTERNAL}
 globals().update(_found)

@@ -15,7 +15,7 @@ other events fire as always. Nothing else may change either, which is what this 
 - The optimizer's state is updated in place: a state dict has its usual form, and loading one works.
 - What cannot be compiled, or is not faster, is no error: the ordinary step goes on and the reason is told.
 
-`learnkit.callbacks.whole_step` holds what is compiled; this file what the Learner has of it, and when which step runs.
+`learnkit.callbacks.whole_step` holds what is compiled; this file decides which step runs.
 """
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from time import perf_counter, process_time
 from types import FunctionType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, is_autocast_enabled, nn
@@ -37,63 +37,37 @@ from learnkit.engine.events import CONTEXTS
 from learnkit.engine.loop import Loop
 from learnkit.optim.wrapper import OptimWrapper
 
-__all__ = ['Compilation']
+__all__ = ['compile_learner', 'explain_step', 'WholeStep']
 
 # the events that a compiled step cannot fire, and the contexts it cannot enter
 STEP_EVENTS = ('before_pred', 'after_pred', 'after_loss', 'before_backward', 'after_cancel_backward', 'after_backward',
                'before_step', 'after_cancel_step', 'after_step', *CONTEXTS.values())
-# the methods whose work it does
 OVERRIDABLE = ('_do_one_batch', 'train_batch', '_do_pred_loss', '_do_pred', '_do_loss', '_loss_of',
-               '_do_grad_opt', '_backward', '_step')
+               '_do_grad_opt', '_backward', '_step')  # the methods whose work it does
 MODULE_HOOKS = ('_forward_pre_hooks', '_forward_hooks', '_backward_pre_hooks', '_backward_hooks')
 
 TIMED = 6         # steps of each kind that are timed; the first compiled one, which compiles, does not count
 ODD_IN_A_ROW = 8  # batches of another shape one after the other: shapes vary, and it pays to compile for that
 
 
-# --------------------------------------------------------------------------------------------------- what a Learner has
+def compile_learner(learn: Any, step: bool = False, **options: Any) -> Any:
+    "Compile the model in place or, with `step=True`, the whole training step."
+    with warnings.catch_warnings():
+        # importing torch's compiler raises deprecation warnings of torch itself
+        warnings.simplefilter('ignore', DeprecationWarning)
+        if step:
+            learn.whole_step = WholeStep(learn, options)
+            learn.__dict__['_do_one_batch'] = learn.whole_step  # called in place of the method
+        else:
+            learn.model._compiled_call_impl = torch.compile(caller_of(learn.model), **options)
+    return learn
 
-class Compilation(Loop):
-    "The part of the Learner that compiles: its model, or its whole training step."
-    _whole_step: WholeStep | None = None
 
-    def compile(
-        self,
-        step: bool = False,     # the whole training step, not the model alone
-        **options: Any,         # for torch.compile: `mode`, `dynamic`, `backend`, `options`
-    ) -> Self:
-        """Compile the model in place (its state dict keeps its keys) or, with `step=True`, the whole training step.
-
-        The whole step begins as usual; once the optimizer has its state, compiled and ordinary steps take turns, timed,
-        and the faster goes on. `explain_step` says which runs and why. It is made for torch's SGD, Adam and AdamW and
-        learnkit's own, one optimizer, no microbatches. After it `pred` and `loss_grad` are detached; gradients are
-        never attached to parameters.
-
-        A batch of another shape runs as usual, until so many come in a row that it is compiled again for varying
-        shapes. Random numbers are drawn as ordinarily (inductor's `fallback_random`), which dropout masks depend on.
-
-        >>> from learnkit.testing import synth_learner
-        >>> synth_learner().compile(step=True, backend='eager').explain_step()
-        'The ordinary step runs: compiling comes after the next training batch.'
-        """
-        with warnings.catch_warnings():
-            # torch's compiler, when imported, is told off by torch
-            warnings.simplefilter('ignore', DeprecationWarning)
-            if not step: self.model._compiled_call_impl = torch.compile(caller_of(self.model), **options)
-            else: self._whole_step = WholeStep(self, options)
-        # the loop calls it in place of the method
-        if step: self.__dict__['_do_one_batch'] = self._whole_step
-        return self
-
-    def explain_step(self) -> str:
-        """Say whether the compiled or the ordinary training step runs, and why.
-
-        >>> from learnkit.testing import synth_learner
-        >>> synth_learner().explain_step()
-        'The ordinary step runs: `learn.compile(step=True)` was not called.'
-        """
-        if self._whole_step is None: return 'The ordinary step runs: `learn.compile(step=True)` was not called.'
-        return self._whole_step.explain()
+def explain_step(learn: Any) -> str:
+    "Describe whether the compiled or the ordinary training step runs, and why."
+    if learn.whole_step is None:
+        return 'The ordinary step runs: `learn.compile(step=True)` was not called.'
+    return str(learn.whole_step.explain())
 
 
 # ------------------------------------------------------------------------------------------------ when which step runs
@@ -138,8 +112,7 @@ class WholeStep:
         "Run the ordinary step, and see whether the next one may be compiled."
         self._ordinary()
         if self.plan or self._is_blocked() or (self.refused and self.learn.iter): return
-        # that may have changed in the next epoch, and is asked again then
-        self.refused = list(refusals(self.learn))
+        self.refused = list(refusals(self.learn))  # that may have changed in the next epoch, and is asked again then
         if not self.refused: self.plan = Plan(self.learn)
 
     # -- may it run? ---------------------------------------------------------------------------------------------------
@@ -148,8 +121,7 @@ class WholeStep:
         "Tell whether the compiled step may do this batch; forget a plan that holds no more."
         plan, learn = self.plan, self.learn
         if plan is None or self._is_blocked(): return False
-        # before each epoch, look also at what is not worth it before each batch
-        starts = not learn.iter
+        starts = not learn.iter  # before each epoch, look also at what is not worth it before each batch
         if not plan.holds(learn) or ((plan.has_new_hooks() or starts) and any(refusals(learn))):
             self.plan = None
             return False
@@ -160,8 +132,7 @@ class WholeStep:
         "Tell whether handlers, or other things that come and go, need the ordinary step now."
         learn = self.learn
         table = learn.callbacks.tables[True]
-        # the table forgets it, as all else, on a change
-        entries: list[Entry] | None = table.get('whole step')
+        entries: list[Entry] | None = table.get('whole step')  # the table forgets it, as all else, on a change
         if entries is None: entries = table['whole step'] = [entry for e in STEP_EVENTS for entry in table[e]]
         for _, switch, _ in entries:
             if switch: return True
@@ -222,8 +193,7 @@ class WholeStep:
         except torch.OutOfMemoryError: raise
         except Exception as e: error = text_of(e)
         if error:
-            # raises what the model or the data is to blame for; if nothing, compiling is
-            self._ordinary()
+            self._ordinary()  # raises what the model or the data is to blame for; if nothing, compiling is
             return self._retreat(error)
         learn.pred, learn.loss_grad, learn.loss, parts = out if plan.device.type != 'cuda' else map(own_storage, out)
         if parts: learn.total_loss(parts)

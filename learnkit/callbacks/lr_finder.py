@@ -31,12 +31,11 @@ from learnkit.data.checks import epoch_length
 from learnkit.engine.checks import check_count, check_fit
 from learnkit.engine.dispatch import listed
 from learnkit.engine.evaluation import EvaluationSchedule
-from learnkit.engine.loop import Loop
 from learnkit.engine.snapshot import restored, undoing
 from learnkit.metrics.base import AvgSmoothLoss
 from learnkit.optim.annealing import SchedExp
 
-__all__ = ['LRFinder', 'LRSearch', 'LRFind', 'SuggestionMethod', 'valley', 'slide', 'minimum', 'steep']
+__all__ = ['LRFinder', 'LRSearch', 'SuggestionMethod', 'valley', 'slide', 'minimum', 'steep']
 
 Point = tuple[float, float]          # a rate and the loss there
 Suggestion = tuple[float, Point]     # the rate to use, and the point of the curve to mark
@@ -240,10 +239,6 @@ class _Finder(LRFinder):
     def _undoing(self) -> AbstractContextManager[Any]: return nullcontext()
 
 
-
-
-
-
 class NoEvaluations(EvaluationSchedule):
     "A schedule by which nothing is evaluated."
 
@@ -252,51 +247,30 @@ class NoEvaluations(EvaluationSchedule):
         return []
 
 
-class LRFind(Loop):
-    "The part of the Learner that looks for a learning rate."
-    fit: Callable[..., None]
-    no_logging: Callable[[], Any]
-    lr_search: LRSearch | None = None  # the last search
+def lr_find(
+    learn: Any,
+    start_lr: Any = 1e-7,
+    end_lr: Any = 10,
+    num_it: int = 100,
+    stop_div: bool = True,
+    show_plot: bool = True,
+    suggest_funcs: Any = valley,
+    ax: Any = None,
+) -> Any:
+    "Train a little with a growing rate, undo it, and return suggested rates as a named tuple."
+    funcs = _checked_funcs(suggest_funcs)
+    finder = _Finder(start_lr, end_lr, num_it, stop_div)
+    check_fit(learn, 1, 0)
+    n = epoch_length(learn.dls, learn.dls.train)[0]
+    left_out = [cb for cb in learn.cbs if getattr(cb, 'remove_on_find', False)]
+    with learn.lock, learn.removed_cbs(left_out), restored(learn), learn.no_logging():
+        learn.fit(finder.num_it // n + 1 if n else finder.num_it, cbs=finder)
 
-    def lr_find(
-        self,
-        start_lr: Any = 1e-7,       # the first rate, or one a param group
-        end_lr: Any = 10,           # the one that `num_it` batches lead up to
-        num_it: int = 100,          # batches; below 6 count as 6, as in fastai
-        stop_div: bool = True,      # end when the smoothed loss is four times its least value
-        show_plot: bool = True,     # draw the loss over the rates
-        suggest_funcs: Any = valley,  # f(lrs, losses, num_it) -> (rate, point to mark), or several; None: no suggestion
-        ax: Any = None,             # matplotlib axes to draw in; None: those of a new figure
-    ) -> Any:
-        """Train a little with a growing rate, undo it, and return suggested rates as a named tuple (Smith, 2017).
-
-        Everything is afterwards as it was: weights, buffers, optimizer, random generators, loaders, history, counters
-        and the attributes of every callback, also when the search is interrupted. Nothing is written to disk. Callbacks
-        with `remove_on_find` are left out; others run as in a fit. `learn.lr_search` keeps the rates and losses, and
-        `learn.recorder.plot_lr_find()` draws them again. It needs memory for a second copy of the weights and the
-        optimizer's state.
-
-        Raises `ScheduleError` for rates that do not grow, `OptionError` for what cannot suggest, and `LossError` when
-        the loss was not finite from the beginning.
-
-        >>> from learnkit.testing import synth_learner
-        >>> learn = synth_learner()
-        >>> with learn.no_bar(): rates = learn.lr_find(num_it=30, show_plot=False, suggest_funcs=(valley, steep))
-        >>> rates._fields, learn.opt, len(learn.lr_search.lrs) <= 30
-        (('valley', 'steep'), None, True)
-        """
-        funcs = _checked_funcs(suggest_funcs)
-        finder = _Finder(start_lr, end_lr, num_it, stop_div)
-        check_fit(self, 1, 0)
-        n = epoch_length(self.dls, self.dls.train)[0]
-        left_out = [cb for cb in self.cbs if getattr(cb, 'remove_on_find', False)]
-        with self.lock, self.removed_cbs(left_out), restored(self), self.no_logging():
-            self.fit(finder.num_it // n + 1 if n else finder.num_it, cbs=finder)
-
-        self.lr_search = search = finder.found()
-        suggested = _suggest(search, funcs, finder.num_it) if funcs else None
-        if show_plot: _plot(search, ax)
-        return suggested
+    learn.lr_search = search = finder.found()
+    suggested = _suggest(search, funcs, finder.num_it) if funcs else None
+    if show_plot:
+        _plot(search, ax)
+    return suggested
 
 
 def _checked_funcs(suggest_funcs: Any) -> dict[str, Callable[..., Suggestion]]:

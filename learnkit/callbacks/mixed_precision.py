@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,8 @@ from learnkit.core.errors import (
 from learnkit.core.model import model_device
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback
-from learnkit.engine.loop import Loop
 
-__all__ = ['AMPMode', 'MixedPrecision', 'Precision']
+__all__ = ['AMPMode', 'MixedPrecision', 'to_bf16', 'to_fp16', 'to_fp32']
 
 
 class AMPMode(StrEnum):
@@ -69,8 +68,8 @@ class MixedPrecision(Callback):
 
     def __init__(
         self,
-        amp_mode: str | AMPMode | None = None,  # 'fp16', 'bf16'; None: fp16 on a GPU, else bf16
-        init_scale: float = 2.**16,             # initial scale of the loss; this and the rest: fp16 only
+        amp_mode: str | AMPMode | None = None,  # 'fp16' or 'bf16'; None: fp16 where there is a GPU, else bf16
+        init_scale: float = 2.**16,             # what the loss is multiplied by at first; this and the rest: fp16 only
         growth_factor: float = 2.,              # what the scale is multiplied by after `growth_interval` steps
         backoff_factor: float = 0.5,            # what it is multiplied by after a gradient that is not finite
         growth_interval: int = 2000,            # steps
@@ -103,8 +102,7 @@ class MixedPrecision(Callback):
                              'Mixed precision keeps them in float32: `learn.model.float()`.')
         if self.opt.needs_closure: self.on_reevaluation()
         self._scaled, state = set(), self.scaler.state_dict()  # fit has cleared the gradients
-        # its numbers live where the model is now
-        self.scaler = torch.amp.GradScaler(self._device_type())
+        self.scaler = torch.amp.GradScaler(self._device_type())   # its numbers live where the model is now
         self.scaler.load_state_dict(state)
 
     def on_reevaluation(self) -> None:
@@ -130,8 +128,7 @@ class MixedPrecision(Callback):
     def before_backward(self) -> None:
         if not self.scales: return
         loss, stepping = self.scaler.scale(self.learn.loss_grad), self._stepping()
-        # kept by a Cancel: the new ones add to them
-        for p, grad in self._grads(stepping - self._scaled):
+        for p, grad in self._grads(stepping - self._scaled):  # kept by a Cancel: the new ones add to them
             if is_dtensor(grad): local(grad).mul_(self.scaler.get_scale())
             else: p.grad = self.scaler.scale(grad)
         self._scaled |= stepping
@@ -144,8 +141,7 @@ class MixedPrecision(Callback):
         params = [p for p, _ in self._grads(stepping)]
         if not params: return  # every backward pass was cancelled
         check = FiniteCheck([{'params': params}])
-        # it has what a scaler asks of an optimizer
-        self.scaler.step(check)  # type: ignore[arg-type]
+        self.scaler.step(check)  # type: ignore[arg-type]  # it has what a scaler asks of an optimizer
         self._update_scale()     # at once, so that the scaler is ready whatever the others cancel
         if check.is_finite: return
         self.n_skipped += 1
@@ -239,27 +235,20 @@ def check_option(name: str, value: Any, above: float, below: float = float('inf'
                       f'{f" and below {below}" * (below < float("inf"))}.')
 
 
-class Precision(Loop):
-    "The part of the Learner that chooses the precision of the forward pass."
+def to_bf16(learn: Any) -> Any:
+    "Compute the forward pass in bfloat16 from now on."
+    return _set_precision(learn, MixedPrecision(AMPMode.BF16))
 
-    def to_bf16(self) -> Self:
-        """Compute the forward pass in bfloat16 from now on: see `MixedPrecision`.
 
-        >>> from learnkit.testing import synth_learner
-        >>> synth_learner(default_cbs=False).to_bf16().to_bf16().cbs
-        [MixedPrecision(amp_mode='bf16')]
-        """
-        return self._to_precision(MixedPrecision(AMPMode.BF16))
+def to_fp16(learn: Any, **scaler: Any) -> Any:
+    "Compute the forward pass in float16 from now on, with scaled gradients."
+    return _set_precision(learn, MixedPrecision(AMPMode.FP16, **scaler))
 
-    def to_fp16(
-        self,
-        **scaler: Any,  # `init_scale`, `growth_factor`, `backoff_factor`, `growth_interval`
-    ) -> Self:
-        "Compute the forward pass in float16 from now on, with scaled gradients: see `MixedPrecision`."
-        return self._to_precision(MixedPrecision(AMPMode.FP16, **scaler))
 
-    def to_fp32(self) -> Self:
-        "Compute everything in the precision of the weights: without `MixedPrecision`."
-        return self.remove_cb(MixedPrecision)
+def to_fp32(learn: Any) -> Any:
+    "Compute everything in the precision of the weights."
+    return learn.remove_cb(MixedPrecision)
 
-    def _to_precision(self, cb: MixedPrecision) -> Self: return self.to_fp32().add_cb(cb)
+
+def _set_precision(learn: Any, cb: MixedPrecision) -> Any:
+    return learn.to_fp32().add_cb(cb)

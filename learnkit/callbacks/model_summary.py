@@ -22,9 +22,8 @@ from learnkit.core.model import name_of
 from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback
-from learnkit.engine.loop import Loop
 
-__all__ = ['Summaries', 'Summary', 'Layer', 'summary', 'dummy_eval', 'model_sizes', 'num_features_model',
+__all__ = ['Summary', 'Layer', 'summary', 'summarize_learner', 'dummy_eval', 'model_sizes', 'num_features_model',
            'total_params']
 
 WIDEST = 60  # characters of a column; what is longer is cut
@@ -184,41 +183,25 @@ def _materialised(model: nn.Module) -> nn.Module:
     return deepcopy(model, {id(b): type(b)(device=b.device, dtype=b.dtype) for b in buffers})
 
 
-class Summaries(Loop):
-    "The part of the Learner that describes its model."
+def summarize_learner(learn: Any) -> Summary:
+    "Describe the model, layer by layer, and how it is trained."
+    model, batch = learn.model, _example_batch(learn)
 
-    def summary(self) -> Summary:
-        """Describe the model, layer by layer, and how it is trained: optimizer, loss, frozen groups, callbacks.
+    def run() -> None:
+        with learn.no_bar():
+            learn.get_preds(
+                dl=[batch],
+                reorder=False,
+                with_preds=False,
+                with_targs=False,
+                cbs=Callback(after_pred=_skip_loss),
+            )
 
-        The shapes come from one batch of the training loader (in the middle of a fit, the current one), which goes
-        through the model and its callbacks as in prediction. Nothing is disturbed: RNGs, loaders, buffers such as
-        BatchNorm's, modes and lazy modules are afterwards as they were.
-
-        Raises `LoaderError` when every loader is an iterator, of which a batch would be lost.
-
-        >>> from learnkit.testing import synth_learner
-        >>> synth_learner().summary()
-        RegModel: 16 x 1 -> 16 x 1
-        ----------------------------------------------------
-        Layer    Type      Output shape  Parameters  Trained
-        ----------------------------------------------------
-        (model)  RegModel  16 x 1                 2  yes
-        ----------------------------------------------------
-        Total params: 2
-        ...
-        """
-        learn: Any = self
-        model, batch = self.model, _example_batch(self)
-
-        def run() -> None:
-            with learn.no_bar():
-                learn.get_preds(dl=[batch], reorder=False, with_preds=False, with_targs=False,
-                                cbs=Callback(after_pred=_skip_loss))
-
-        try:
-            self.model = _materialised(model)
-            return _summarise(self.model, run, '\n'.join(_notes(self)))
-        finally: self.model = model
+    try:
+        learn.model = _materialised(model)
+        return _summarise(learn.model, run, '\n'.join(_notes(learn)))
+    finally:
+        learn.model = model
 
 
 def _skip_loss(cb: Callback) -> None: raise CancelBatchException

@@ -73,7 +73,7 @@ class Replay(Callback):
         if self.learn.run.depth > 1: return  # within another run
         if self.learn.fitting: self._let_go()
         self._within, self._failed, self._why, self._indices = None, None, '', None
-        self.learn._replayed = self
+        self.learn.replay_source = self
 
     def before_train(self) -> None: self._look_around()
 
@@ -108,7 +108,7 @@ def replay(
     detect_anomaly: bool = False,   # let autograd name the operation whose gradient is NaN
 ) -> Tensor | None:
     "Repeat a batch: see `Learner.replay`."
-    kept = learn._replayed
+    kept = learn.replay_source
     if learn.run.depth: raise FitError('A run is under way. Replay a batch when it is over.')
     if kept is None or not kept._drawn:
         raise FitError('There is no batch to repeat. Add `Replay()` to the callbacks, `learn.add_cb(Replay())`, and '
@@ -148,7 +148,7 @@ def repeat(learn: Any, kept: Replay, drawn: Drawn, detect_anomaly: bool) -> Tens
     "Enter the levels of the loop as far as the batch, do it, and leave as an interrupted run is left."
     training = drawn.state['training']
     levels = ('fit', 'epoch', 'train') if training else ('fit', 'epoch', 'validate')
-    if learn._whole_step is not None: vars(learn).pop('_do_one_batch', None)  # one compiled step has no events inside
+    if learn.whole_step is not None: vars(learn).pop('_do_one_batch', None)  # one compiled step has no events inside
     learn.passes = KnownPass(kept._indices)
     if learn.opt is None or learn._opt_is_of_another_model(): learn.create_opt()
 

@@ -2,12 +2,11 @@
 
 A schedule is a function of one number, the share of the fit that is done (0 to 1), and remembers nothing: so it goes on
 exactly wherever a fit goes on, and stretches over however many epochs the fit has. `learnkit.optim.annealing` has the
-functions that schedules are made of, `learnkit.callbacks.torch_scheduler` runs torch's own schedulers, which count
-steps instead."""
+functions that schedules are made of, `learnkit.callbacks.torch_scheduler` runs torch's own schedulers, which count steps instead."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from operator import is_
 from typing import Any
 
@@ -23,8 +22,6 @@ from learnkit.engine.budget import as_length
 from learnkit.engine.callback import Callback
 from learnkit.engine.checks import check_count
 from learnkit.engine.dispatch import listed
-from learnkit.engine.loop import Loop
-from learnkit.engine.resume import ResumeState
 from learnkit.optim.annealing import (
     SchedCos,
     SchedExp,
@@ -40,7 +37,7 @@ from learnkit.optim.annealing import (
 from learnkit.optim.hyperparams import HYPERS, OPTIONS, bound_of, place_of
 
 __all__ = ['annealer', 'SchedLin', 'SchedCos', 'SchedNo', 'SchedExp', 'SchedPoly', 'combine_scheds', 'combined_cos',
-           'ParamScheduler', 'LRScheduler', 'Schedules']
+           'ParamScheduler', 'LRScheduler']
 
 
 class ParamScheduler(Callback):
@@ -116,8 +113,7 @@ class ParamScheduler(Callback):
 
     def _values(self, name: str, value: Any, least: float = math.inf) -> list[Any]:
         "Return what a schedule gave as one plain number a group: checkpoints hold no NumPy numbers."
-        # the usual case, without many questions
-        if value.__class__ is np.ndarray and value.shape == (self._n_groups,):
+        if value.__class__ is np.ndarray and value.shape == (self._n_groups,):  # the usual case, without many questions
             values = value.tolist()
             if min(values) >= least and sum(values) < math.inf and max(values) < bound_of(name): return values
         return self.learn.opt._checked(name, value.tolist() if hasattr(value, 'tolist') else value)
@@ -125,8 +121,7 @@ class ParamScheduler(Callback):
     def cleanup(self) -> None: self._opt, self._known, self._plan = None, [], []  # they hold parameters
 
 
-# torch's param group, key, place in a pair, the splitter's group
-_Place = tuple[dict[str, Any], str, int | None, int]
+_Place = tuple[dict[str, Any], str, int | None, int]  # torch's param group, key, place in a pair, the splitter's group
 
 
 def _places(opt: Any, name: str) -> Iterator[_Place]:
@@ -145,164 +140,161 @@ def _put(group: dict[str, Any], key: str, at: int | None, value: float) -> None:
     else: group[key] = value
 
 
-class Schedules(Loop):
-    "The part of the Learner that trains along a schedule."
-    fit: Callable[..., None]
-    _find_checkpoint: Callable[[Any], ResumeState | None]
-    freeze: Callable[[], None]
-    unfreeze: Callable[[], None]
-    _prepare_opt: Callable[..., None]
-    moms: tuple[float, ...]
+def fit_one_cycle(
+    learn: Any,
+    n_epoch: int,
+    lr_max: Any = None,
+    div: float = 25.0,
+    div_final: float = 1e5,
+    pct_start: float = 0.25,
+    wd: float | None = None,
+    moms: tuple[float, ...] | None = None,
+    cbs: Any = None,
+    reset_opt: bool = False,
+    start_epoch: int = 0,
+    resume: Any = False,
+) -> None:
+    "Train with a rate that rises and falls once."
+    _check_positive(div=div, div_final=div_final)
+    _check_share(pct_start)
+    moms_given = _checked_moms(learn.moms if moms is None else moms)
+    momentum = combined_cos(pct_start, *moms_given)
+    peak = _peak_rates(learn, n_epoch, lr_max, wd, reset_opt, start_epoch)
+    scheds = {'lr': combined_cos(pct_start, peak / div, peak, peak / div_final)}
+    if moms is not None or all(float(h.get('mom', 0)) for h in learn.opt.hypers):
+        scheds['mom'] = momentum
+    _fit_along(learn, scheds, n_epoch, wd, cbs, start_epoch, resume)
 
-    def fit_one_cycle(
-        self,
-        n_epoch: int,
-        lr_max: Any = None,         # highest rate: a number, one a group, a slice; None: `learn.lr`
-        div: float = 25.,           # the fit starts at `lr_max / div`
-        div_final: float = 1e5,     # and ends at `lr_max / div_final`
-        pct_start: float = 0.25,    # the share of the fit after which the rate is highest
-        wd: float | None = None,    # weight decay; None: the Learner's
-        moms: tuple[float, ...] | None = None,  # momentum at the start, the highest rate, the end
-        cbs: Any = None,            # further callbacks for this fit
-        reset_opt: bool = False,    # make a new optimizer
-        start_epoch: int = 0,       # skip the epochs before this one
-        resume: Any = False,        # go on from a checkpoint, as in `fit`
-    ) -> None:
-        """Train with a rate that rises and falls once (Smith, 2018), each along half a cosine; momentum mirrors it.
 
-        `moms` are the Learner's where none are given, unless the optimizer has no momentum, or one of 0: that stays.
-        Raises what `fit` raises, `ScheduleError` for a cycle that cannot be followed, and `OptimizerError` for a wrong
-        number of rates.
+def fit_flat_cos(
+    learn: Any,
+    n_epoch: int,
+    lr: Any = None,
+    div_final: float = 1e5,
+    pct_start: float = 0.75,
+    wd: float | None = None,
+    cbs: Any = None,
+    reset_opt: bool = False,
+    start_epoch: int = 0,
+    resume: Any = False,
+) -> None:
+    "Train at a flat rate that falls along half a cosine at the end."
+    _check_positive(div_final=div_final)
+    _check_share(pct_start)
+    flat = _peak_rates(learn, n_epoch, lr, wd, reset_opt, start_epoch)
+    scheds = {'lr': combined_cos(pct_start, flat, flat, flat / div_final)}
+    _fit_along(learn, scheds, n_epoch, wd, cbs, start_epoch, resume)
 
-        >>> from learnkit.testing import synth_learner
-        >>> learn = synth_learner(n_train=4)
-        >>> with learn.no_bar(): learn.fit_one_cycle(1, 0.1, pct_start=0.5)
-        >>> [round(lr, 4) for lr in learn.recorder.lrs]
-        [0.004, 0.052, 0.1, 0.05]
-        """
-        _check_positive(div=div, div_final=div_final)
-        _check_share(pct_start)
-        moms_given = _checked_moms(self.moms if moms is None else moms)
-        momentum = combined_cos(pct_start, *moms_given)
-        peak = self._peak_rates(n_epoch, lr_max, wd, reset_opt, start_epoch)
-        scheds = {'lr': combined_cos(pct_start, peak / div, peak, peak / div_final)}
-        if moms is not None or all(float(h.get('mom', 0)) for h in self.opt.hypers): scheds['mom'] = momentum
-        self._fit_along(scheds, n_epoch, wd, cbs, start_epoch, resume)
 
-    def fit_flat_cos(
-        self,
-        n_epoch: int,
-        lr: Any = None,             # the flat rate: a number, one a group, or a slice; None: the Learner's
-        div_final: float = 1e5,     # the fit ends at `lr / div_final`
-        pct_start: float = 0.75,    # the share of the fit after which the rate falls
-        wd: float | None = None,    # weight decay; None: the Learner's
-        cbs: Any = None,            # further callbacks for this fit
-        reset_opt: bool = False,    # make a new optimizer
-        start_epoch: int = 0,       # skip the epochs before this one
-        resume: Any = False,        # go on from a checkpoint, as in `fit`
-    ) -> None:
-        """Train at a flat rate that falls along half a cosine at the end. Raises as `fit_one_cycle` does.
+def fit_sgdr(
+    learn: Any,
+    n_cycles: int,
+    cycle_len: int,
+    lr_max: Any = None,
+    cycle_mult: int = 2,
+    cbs: Any = None,
+    reset_opt: bool = False,
+    wd: float | None = None,
+    start_epoch: int = 0,
+    resume: Any = False,
+) -> None:
+    "Train in cycles, in each of which the rate falls to 0 along half a cosine."
+    check_count('n_cycles', n_cycles, 1)
+    check_count('cycle_len', cycle_len, 1)
+    check_count('cycle_mult', cycle_mult, 1)
+    lengths = [cycle_len * cycle_mult**i for i in range(n_cycles)]
+    n_epoch = sum(lengths)
+    shares = [n / n_epoch for n in lengths]
+    peak = _peak_rates(learn, n_epoch, lr_max, wd, reset_opt, start_epoch)
+    scheds = {'lr': combine_scheds(shares, [SchedCos(peak, 0.0)] * n_cycles)}
+    _fit_along(learn, scheds, n_epoch, wd, cbs, start_epoch, resume)
 
-        >>> from learnkit.testing import synth_learner
-        >>> with synth_learner(n_train=4).no_bar() as learn: learn.fit_flat_cos(1, 0.1, pct_start=0.5)
-        >>> [round(lr, 4) for lr in learn.recorder.lrs]
-        [0.1, 0.1, 0.1, 0.05]
-        """
-        _check_positive(div_final=div_final)
-        _check_share(pct_start)
-        flat = self._peak_rates(n_epoch, lr, wd, reset_opt, start_epoch)
-        self._fit_along({'lr': combined_cos(pct_start, flat, flat, flat / div_final)}, n_epoch, wd, cbs, start_epoch,
-                        resume)
 
-    def fit_sgdr(
-        self,
-        n_cycles: int,
-        cycle_len: int,             # epochs of the first cycle
-        lr_max: Any = None,         # rate at each start: a number, one a group, a slice; None: `learn.lr`
-        cycle_mult: int = 2,        # how many times as long each cycle is as the one before
-        cbs: Any = None,            # further callbacks for this fit
-        reset_opt: bool = False,    # make a new optimizer
-        wd: float | None = None,    # weight decay; None: the Learner's
-        start_epoch: int = 0,       # skip the epochs before this one
-        resume: Any = False,        # go on from a checkpoint, as in `fit`
-    ) -> None:
-        """Train in cycles, in each of which the rate falls to 0 along half a cosine (Loshchilov and Hutter, 2017).
+def fine_tune(
+    learn: Any,
+    epochs: Any,
+    base_lr: float = 2e-3,
+    freeze_epochs: int = 1,
+    lr_mult: float = 100,
+    pct_start: float = 0.3,
+    div: float = 5.0,
+    div_final: float = 1e5,
+    wd: float | None = None,
+    moms: tuple[float, ...] | None = None,
+    cbs: Any = None,
+    reset_opt: bool = False,
+    start_epoch: int = 0,
+    resume: Any = False,
+) -> None:
+    "Train the last group alone, then all groups with graded rates, in one cycle each."
+    _check_positive(base_lr=base_lr, lr_mult=lr_mult, div=div, div_final=div_final)
+    _check_share(pct_start)
+    _checked_moms(learn.moms if moms is None else moms)
+    check_count('freeze_epochs', freeze_epochs, 0)
+    as_length(learn, epochs, start_epoch)
+    shared: dict[str, Any] = {
+        'div_final': div_final,
+        'wd': wd,
+        'moms': moms,
+        'cbs': cbs,
+        'reset_opt': reset_opt,
+    }
+    with learn.added_cbs(cbs):
+        found = learn._find_checkpoint(resume)
+    stage = 0 if found is None else found.stage
+    learn.freeze()
+    with replacing_yield(learn.run, 'stage', 0):
+        if stage == 0:
+            learn.fit_one_cycle(
+                freeze_epochs,
+                slice(base_lr),
+                pct_start=0.99,
+                start_epoch=freeze_epochs if start_epoch else 0,
+                resume=found,
+                **shared,
+            )
+    base_lr /= 2
+    learn.unfreeze()
+    with replacing_yield(learn.run, 'stage', 1):
+        learn.fit_one_cycle(
+            epochs,
+            slice(base_lr / lr_mult, base_lr),
+            pct_start=pct_start,
+            div=div,
+            start_epoch=start_epoch,
+            resume=found if stage == 1 else False,
+            **shared,
+        )
 
-        Raises as `fit_one_cycle` does.
 
-        >>> from learnkit.testing import synth_learner
-        >>> with synth_learner(n_train=2).no_bar() as learn: learn.fit_sgdr(2, 1, 0.1)
-        >>> [round(lr, 4) for lr in learn.recorder.lrs]
-        [0.1, 0.05, 0.1, 0.0854, 0.05, 0.0146]
-        """
-        for name, value in (('n_cycles', n_cycles), ('cycle_len', cycle_len), ('cycle_mult', cycle_mult)):
-            check_count(name, value, 1)
-        lengths = [cycle_len * cycle_mult ** i for i in range(n_cycles)]
-        n_epoch = sum(lengths)
-        peak = self._peak_rates(n_epoch, lr_max, wd, reset_opt, start_epoch)
-        scheds = {'lr': combine_scheds([n / n_epoch for n in lengths], [SchedCos(peak, 0.)] * n_cycles)}
-        self._fit_along(scheds, n_epoch, wd, cbs, start_epoch, resume)
+def _peak_rates(
+    learn: Any, n_epoch: int, lr: Any, wd: float | None, reset_opt: bool, start_epoch: int
+) -> Any:
+    "Make the optimizer ready for `fit` and return its rates: a number, or an array of one a group."
+    as_length(learn, n_epoch, start_epoch)
+    learn._prepare_opt(lr, wd, reset_opt)
+    rates = [float(h['lr']) for h in learn.opt.hypers]
+    return rates[0] if len(rates) == 1 else np.array(rates)
 
-    def fine_tune(
-        self,
-        epochs: Any,                # epochs with all groups, or a budget such as '2h'
-        base_lr: float = 2e-3,      # highest rate of the last group while others are frozen; then half
-        freeze_epochs: int = 1,     # epochs before, with the last group alone
-        lr_mult: float = 100,       # then the first group's rate is the last one's divided by it
-        pct_start: float = 0.3,     # as in `fit_one_cycle`, for the epochs with all groups
-        div: float = 5.,            # likewise
-        div_final: float = 1e5,     # from here on: as in `fit_one_cycle`, for both fits
-        wd: float | None = None,
-        moms: tuple[float, ...] | None = None,
-        cbs: Any = None,
-        reset_opt: bool = False,
-        start_epoch: int = 0,       # first epoch with all groups; skips those with the last one alone
-        resume: Any = False,        # go on from a checkpoint of either fit, as in `fit`
-    ) -> None:
-        """Train the last group alone, then all groups with graded rates, in one cycle each. Raises as they do.
 
-        Groups come from the Learner's `splitter`: the body of a model that was trained before, and its new head.
-
-        >>> from learnkit.testing import synth_learner
-        >>> learn = synth_learner(splitter=lambda m: [[m.a], [m.b]])
-        >>> with learn.no_bar(): learn.fine_tune(2, freeze_epochs=1)
-        >>> [(row['fit'], row['epoch']) for row in learn.history]
-        [(0, 0), (1, 0), (1, 1)]
-        """
-        _check_positive(base_lr=base_lr, lr_mult=lr_mult, div=div, div_final=div_final)
-        _check_share(pct_start)
-        _checked_moms(self.moms if moms is None else moms)
-        check_count('freeze_epochs', freeze_epochs, 0)
-        as_length(self, epochs, start_epoch)
-        shared: dict[str, Any] = {'div_final': div_final, 'wd': wd, 'moms': moms, 'cbs': cbs, 'reset_opt': reset_opt}
-        with self.added_cbs(cbs): found = self._find_checkpoint(resume)
-        stage = 0 if found is None else found.stage
-        self.freeze()
-        with replacing_yield(self.run, 'stage', 0):
-            if stage == 0:
-                self.fit_one_cycle(freeze_epochs, slice(base_lr), pct_start=0.99, **shared, resume=found,
-                                   start_epoch=freeze_epochs if start_epoch else 0)
-        base_lr /= 2
-        self.unfreeze()
-        with replacing_yield(self.run, 'stage', 1):
-            self.fit_one_cycle(epochs, slice(base_lr / lr_mult, base_lr), pct_start=pct_start, div=div,
-                               start_epoch=start_epoch, **shared, resume=found if stage == 1 else False)
-
-    def _peak_rates(self, n_epoch: int, lr: Any, wd: float | None, reset_opt: bool, start_epoch: int) -> Any:
-        "Make the optimizer ready for `fit` and return its rates: a number, or an array of one a group."
-        as_length(self, n_epoch, start_epoch)
-        self._prepare_opt(lr, wd, reset_opt)
-        rates = [float(h['lr']) for h in self.opt.hypers]
-        return rates[0] if len(rates) == 1 else np.array(rates)
-
-    def _fit_along(self, scheds: Mapping[str, Schedule], n_epoch: int, wd: float | None, cbs: Any, start: int,
-                   resume: Any) -> None:
-        epochs, budget = as_length(self, n_epoch, start)
-        if epochs and budget is None and epoch_length(self.dls, self.dls.train)[0] is None:
-            warn_user('The training loader has no length, so how much of an epoch is done is not known: the schedule '
-                      'moves from epoch to epoch only. Tell its length by `DataLoaders(..., n_iter=...)`, or fit for a '
-                      "budget: '5000ba'.")
-        self.fit(n_epoch, wd=wd, cbs=[ParamScheduler(scheds), *listed(cbs)], start_epoch=start, resume=resume)
+def _fit_along(
+    learn: Any,
+    scheds: Mapping[str, Schedule],
+    n_epoch: int,
+    wd: float | None,
+    cbs: Any,
+    start: int,
+    resume: Any,
+) -> None:
+    epochs, budget = as_length(learn, n_epoch, start)
+    if epochs and budget is None and epoch_length(learn.dls, learn.dls.train)[0] is None:
+        warn_user(
+            'The training loader has no length, so how much of an epoch is done is not known: the '
+            'schedule moves from epoch to epoch only. Tell its length by '
+            "`DataLoaders(..., n_iter=...)`, or fit for a budget: '5000ba'."
+        )
+    cbs = [ParamScheduler(scheds), *listed(cbs)]
+    learn.fit(n_epoch, wd=wd, cbs=cbs, start_epoch=start, resume=resume)
 
 
 def _check_positive(**values: Any) -> None:

@@ -23,10 +23,8 @@ from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import Entry, HandlerTable, takes_every_event
 from learnkit.engine.events import CONTEXTS, canonical_event
 from learnkit.engine.fastai_callbacks import is_foreign
-from learnkit.engine.loop import Loop
-from learnkit.engine.timings import Timings
 
-__all__ = ['Instruments', 'Handler', 'Handlers', 'Change', 'Trace']
+__all__ = ['explain', 'list_metric_names', 'trace', 'Handler', 'Handlers', 'Change', 'Trace']
 
 WATCHED = ('xb', 'yb', 'pred', 'loss', 'loss_grad')
 
@@ -88,111 +86,71 @@ class Trace(list[Change]):
         return table(['epoch', 'batch', 'event', 'callback', 'changed'], rows) if rows else repr(self)
 
 
-class Instruments(Loop):
-    "The part of the Learner that shows what happens inside."
-    timings: Timings
-    _replayed: Any = None   # the callback that keeps a batch for `replay`
+def explain(learn: Any, event_name: str) -> Handlers:
+    "List who runs at an event, in order, each with the file and line of its function."
+    name = canonical_event(event_name, where='explain')
+    tables = learn.callbacks.tables
+    found = [[id(entry[2]) for entry in table[name]] for table in tables]
+    seen: dict[int, Entry] = {id(entry[2]): entry for table in tables for entry in table[name]}
+    cbs = [cb for cb in learn.callbacks.ordered() if id(cb) in seen]
 
-    def explain(
-        self,
-        event_name: str,   # an event
-    ) -> Handlers:
-        """List who runs at an event, in order, each with the file and line of its function.
+    def when(cb: Any) -> str:
+        in_evaluation, in_training = (id(cb) in ids for ids in found)
+        if in_evaluation and in_training:
+            return 'always'
+        return 'training' if in_training else 'evaluation'
 
-        >>> from learnkit.testing import synth_learner
-        >>> [h.function for h in synth_learner().explain('after_epoch')]
-        ['TrainEvalCallback.after_epoch', 'Recorder.after_epoch']
-        """
-        name = canonical_event(event_name, where='explain')
-        tables = self.callbacks.tables
-        found = [[id(entry[2]) for entry in table[name]] for table in tables]
-        seen: dict[int, Entry] = {id(entry[2]): entry for table in tables for entry in table[name]}
-        cbs = [cb for cb in self.callbacks.ordered() if id(cb) in seen]
-        def when(cb: Any) -> str:
-            in_evaluation, in_training = (id(cb) in ids for ids in found)
-            return 'always' if in_evaluation and in_training else 'training' if in_training else 'evaluation'
-        return Handlers(handler_of(seen[id(cb)], when(cb), name) for cb in cbs)
+    return Handlers(handler_of(seen[id(cb)], when(cb), name) for cb in cbs)
 
-    def metric_names(self) -> dict[str, str]:
-        """Return every name that is recorded or logged, with what it means.
 
-        >>> from learnkit.testing import synth_learner
-        >>> synth_learner().metric_names()
-        {'train_loss': 'training loss, mean of the epoch', 'valid_loss': 'a column of the history'}
-        """
-        recorder = recorder_of(self)
-        columns = [n for n in recorder._columns() if n != 'epoch'] if recorder is not None else []
-        told: dict[str, str] = {}
-        for cb in self.cbs:
-            own = getattr(type(cb), 'metric_names', None)
-            if isinstance(own, Mapping): told.update(own)
-        # of {parameter}s
-        patterns = [re.compile(re.sub(r'\\{.*?\\}', '.+', re.escape(name))) for name in told]
-        columns = [n for n in columns if n not in told and not any(p.fullmatch(n) for p in patterns)]
-        smooth = recorder is not None and recorder.train_loss == 'smooth'
-        known = {'train_loss': 'training loss, smoothed' if smooth else 'training loss, mean of the epoch'}
-        return {n: known.get(n, 'a column of the history') for n in columns} | told
+def list_metric_names(learn: Any) -> dict[str, str]:
+    "Return every name that is recorded or logged, with what it means."
+    recorder = recorder_of(learn)
+    columns = [n for n in recorder._columns() if n != 'epoch'] if recorder is not None else []
+    declared: dict[str, str] = {}
+    for cb in learn.cbs:
+        own = getattr(type(cb), 'metric_names', None)
+        if isinstance(own, Mapping):
+            declared.update(own)
+    patterns = [_pattern_of(name) for name in declared]
+    columns = [n for n in columns if not any(p.fullmatch(n) for p in patterns)]
+    smooth = recorder is not None and recorder.train_loss == 'smooth'
+    loss = 'training loss, smoothed' if smooth else 'training loss, mean of the epoch'
+    meanings = {'train_loss': loss}
+    return {n: meanings.get(n, 'a column of the history') for n in columns} | declared
 
-    @contextmanager
-    def trace(self) -> Iterator[Trace]:
-        """Record, for the length of a context, which callback changed what: batch, loss, weights, hyper-parameters.
 
-        After each handler everything is compared with before: this is for looking, and slow. A callback that calls
-        itself an observer and changed something is warned of by name.
+def _pattern_of(name: str) -> re.Pattern[str]:
+    "Return the pattern of a declared name, in which a `{parameter}` stands for any text."
+    return re.compile(re.sub(r'\\{.*?\\}', '.+', re.escape(name)))
 
-        >>> from learnkit import Callback
-        >>> from learnkit.testing import synth_learner
-        >>> def double(cb): cb.learn.xb = tuple(2 * x for x in cb.xb)
-        >>> learn = synth_learner(n_train=1, cbs=Callback(before_batch=double))
-        >>> with learn.no_bar(), learn.no_logging(), learn.trace() as changes: learn.fit(1)
-        >>> print(next(c for c in changes if c.what == 'xb'))
-        epoch 0, batch 0, before_batch: Callback changed xb
-        """
-        trace = Trace()
-        with self._instrumented(lambda table: TracedTable(self, table, trace)): yield trace
-        for name in dict.fromkeys(c.callback for c in trace.by_observers):
-            what = ', '.join(dict.fromkeys(c.what for c in trace.by_observers if c.callback == name))
-            warn(f'{name} says that it is an observer, and changed {what}.', stacklevel=3)
 
-    def replay(
-        self,
-        detect_anomaly: bool = False,   # let autograd name the operation whose gradient is NaN
-    ) -> Tensor | None:  # the loss, when the batch goes through
-        """Repeat the batch in which the last run failed, or the last training batch; `Replay()` has to be a callback.
+@contextmanager
+def trace(learn: Any) -> Iterator[Trace]:
+    "Record, for the length of a context, which callback changed what."
+    changes = Trace()
+    with _replaced_tables(learn, lambda table: TracedTable(learn, table, changes)):
+        yield changes
+    for name in dict.fromkeys(c.callback for c in changes.by_observers):
+        changed = [c.what for c in changes.by_observers if c.callback == name]
+        what = ', '.join(dict.fromkeys(changed))
+        warn(f'{name} says that it is an observer, and changed {what}.', stacklevel=3)
 
-        It is the same batch with the same random numbers and modes, in microbatches and precision as before, all its
-        events fire, and what was raised is raised again, at the same place: set a breakpoint, run `%debug`, change the
-        model or a callback, and try again. Whether it raises or not, everything is put back: weights, buffers,
-        optimizer, counters, history, callbacks, random numbers. Weights are those that the Learner has now.
 
-        The callbacks of the run take part, also those that were given to `fit`, but for those that only track, save or
-        stop (`remove_on_find`), unless one of them raised. Their `before_fit` and `before_epoch` fire first, and their
-        `cleanup` in the end. Switch one off with `run = False`.
-
-        Raises `FitError` when there is no batch to repeat.
-
-        >>> from learnkit import Replay
-        >>> from learnkit.testing import synth_learner
-        >>> learn = synth_learner()
-        >>> with learn.no_bar(), learn.no_logging(): learn.fit(1, cbs=Replay())
-        >>> with learn.no_logging(): learn.replay().shape
-        torch.Size([])
-        """
-        from learnkit.callbacks.replay import replay
-        return replay(self, detect_anomaly)
-
-    @contextmanager
-    def _instrumented(self, make: Callable[[HandlerTable], HandlerTable]) -> Iterator[None]:
-        "Let the loop read other tables for the length of a context."
-        self.timings.stop(self)
-        before, callbacks = self.tables, self.callbacks
-        tables = tuple(make(table) for table in before)
-        callbacks.more_tables.extend(tables)
-        self.tables = tables
-        try: yield
-        finally:
-            self.tables = before
-            callbacks.more_tables[:] = [t for t in callbacks.more_tables if all(t is not o for o in tables)]
+@contextmanager
+def _replaced_tables(learn: Any, make: Callable[[HandlerTable], HandlerTable]) -> Iterator[None]:
+    "Let the loop read other tables for the length of a context."
+    learn.timings.stop(learn)
+    before, callbacks = learn.tables, learn.callbacks
+    tables = tuple(make(table) for table in before)
+    callbacks.more_tables.extend(tables)
+    learn.tables = tables
+    try:
+        yield
+    finally:
+        learn.tables = before
+        ours = {id(table) for table in tables}
+        callbacks.more_tables[:] = [t for t in callbacks.more_tables if id(t) not in ours]
 
 
 def handler_of(entry: Entry, when: str, event_name: str) -> Handler:
@@ -254,8 +212,7 @@ def fingerprints(learn: Any) -> dict[str, Any]:
             where = f' of group {i}' if len(groups) > 1 else ''
             found |= {f'hyper {name}{where}': float(v) for name, v in h.items()}
     rng = capture_rng()
-    # and its numbers
-    return {**found, 'random numbers': (digest(rng), hash(str(map_tensors(rng, torch.numel))))}
+    return {**found, 'random numbers': (digest(rng), hash(str(map_tensors(rng, torch.numel))))}  # and its numbers
 
 
 def digest(o: Any) -> str:

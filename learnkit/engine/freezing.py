@@ -1,10 +1,16 @@
-"""The optimizer of a Learner: how it is made, and which of its param groups are trained."""
+"""The optimizer of a Learner: how it is made, and which of its param groups are trained.
+
+The groups come from the Learner's `splitter`. The parameters of a frozen group require no gradient;
+its norm layers are trained all the same unless `train_bn` is False. Freezing does not change
+whether layers are in training or evaluation mode. The optimizer is made where there is none yet,
+has all groups, and keeps the momenta and averages of frozen ones.
+"""
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +18,6 @@ from torch import nn
 from learnkit.core.errors import ModelError, OptimizerError
 from learnkit.core.model import bare_model
 from learnkit.core.validation import warn_user
-from learnkit.engine.loop import Loop
 from learnkit.optim.hyperparams import (
     SPLIT,
     as_groups,
@@ -27,56 +32,33 @@ from learnkit.optim.hyperparams import (
 )
 from learnkit.optim.wrapper import OptimWrapper
 
-__all__ = ['Freezing', 'make_optimizer', 'check_trained']
+__all__ = ['freeze_to', 'freeze', 'unfreeze', 'make_optimizer', 'check_trained']
 
 
-class Freezing(Loop):
-    """The part of the Learner that freezes param groups, which are those of its `splitter`.
+def freeze_to(learn: Any, n: int) -> None:
+    "Freeze the groups before group `n`, and train the others."
+    if learn.opt is None or learn._opt_is_of_another_model():
+        learn.create_opt()
+    elif not isinstance(learn.opt, OptimWrapper):  # assigned by hand
+        learn.opt = OptimWrapper(opt=learn.opt)
+    norms = norm_bias_params(learn.model, with_bias=False) if learn.train_bn else ()
+    learn.opt.always_trained = set(norms)
+    learn.opt.freeze_to(n)
 
-    A frozen group's parameters require no gradient; its norm layers are trained all the same unless `train_bn` is
-    False. Whether layers are in training or evaluation mode is another matter, which freezing leaves alone. The
-    optimizer is made where there is none yet, has all groups, and keeps the momenta and averages of frozen ones.
-    """
-    train_bn: bool
 
-    def freeze_to(
-        self,
-        n: int,   # the first group that is trained; from -1 on counted from the end
-    ) -> None:
-        "Freeze the groups before group `n`, and train those from there on."
-        if self.opt is None or self._opt_is_of_another_model(): self.create_opt()
-        elif not isinstance(self.opt, OptimWrapper): self.opt = OptimWrapper(opt=self.opt)  # assigned by hand
-        self.opt.always_trained = set(norm_bias_params(self.model, with_bias=False)) if self.train_bn else set()
-        self.opt.freeze_to(n)
+def freeze(learn: Any) -> None:
+    "Freeze all groups but the last."
+    learn.freeze_to(-1)
+    if len(learn.opt.param_lists) == 1:
+        warn_user(
+            'There is one param group, so `freeze()` freezes nothing. Give the Learner a '
+            '`splitter` that returns several: `lambda m: [params(m.body), params(m.head)]`.'
+        )
 
-    def freeze(self) -> None:
-        """Freeze all groups but the last. With one group alone nothing is frozen, as in fastai, and a warning says so.
 
-        >>> from learnkit.testing import synth_learner
-        >>> learn = synth_learner(splitter=lambda m: [[m.a], [m.b]])
-        >>> learn.freeze()
-        >>> learn.model.a.requires_grad, learn.model.b.requires_grad
-        (False, True)
-        """
-        self.freeze_to(-1)
-        if len(self.opt.param_lists) == 1:
-            warn_user('There is one param group, so `freeze()` freezes nothing. Give the Learner a `splitter` that '
-                      'returns several: `lambda m: [params(m.body), params(m.head)]`.')
-
-    def unfreeze(self) -> None:
-        """Train all groups.
-
-        >>> from learnkit.testing import synth_learner
-        >>> learn = synth_learner(splitter=lambda m: [[m.a], [m.b]])
-        >>> learn.freeze(); learn.unfreeze()
-        >>> all(p.requires_grad for p in learn.model.parameters())
-        True
-        """
-        self.freeze_to(0)
-
-    if TYPE_CHECKING:
-        def create_opt(self) -> None: ...
-        def _opt_is_of_another_model(self) -> bool: ...
+def unfreeze(learn: Any) -> None:
+    "Train all groups."
+    learn.freeze_to(0)
 
 
 def make_optimizer(

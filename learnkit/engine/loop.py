@@ -115,7 +115,6 @@ class Loop(CallbackHost):
     loader_name: str | None = None  # the loader's name in `dls`, if `dl_name` is another one
     auto_microbatch: int | None = None  # the size that memory holds, with microbatch='auto'
     _takes_alone: tuple[Any, str] = None, ''  # a loss function, and if it takes predictions alone
-    _retains_graph: bool | None = None  # whether a backward pass keeps the graph for another one
     _pairing_known = True  # from the first loss of a fit on: it was checked against the targets
     _batch_known = True  # from the first training batch of a fit on: it was checked
 
@@ -373,7 +372,7 @@ class Loop(CallbackHost):
     def _backward(self) -> None:
         try:
             with self.contexts('backward'):
-                self.loss_grad.backward(retain_graph=self._retains_graph)
+                self.loss_grad.backward(retain_graph=self.run.retains_graph)
         except RuntimeError as e:
             if self.loss_grad.numel() == 1 and self.loss_grad.requires_grad:
                 hint = precision_hint(self.yb, self.model)

@@ -1,14 +1,29 @@
 """The verbs of a training loop of your own: `forward`, `compute_loss`, `optimize`, `report_loss`.
 
-A Learner that overrides `train_batch` is written with them, so that callbacks act in it as in the
-ordinary loop. A loop that calls model and backward itself is looked at in its first batches, and
-what cannot act in it is
-named."""
+A subclass of the Learner overrides `train_batch`, and `evaluate_batch` where an evaluation needs
+another loss than `loss_func`:
+
+    class GAN(Learner):
+        def train_batch(self):
+            critic, fake = self.model.critic, self.forward(self.model.generator, noise(self.x))
+            scores = self.forward(critic, torch.cat([self.x, fake.detach()]))
+            self.optimize(critic_loss(scores), only='critic')
+            self.optimize(generator_loss(self.forward(critic, fake)), only='generator')
+
+`forward` fires `before_pred` and `after_pred`; `optimize` fires `after_loss` and the events around
+backward and step. For every callback each call is one forward pass, or one turn of an optimizer:
+autocast, loss scale, clipping and accumulation act on it, on the parameters of the optimizer whose
+turn it is (`turn`, `step_parameters`).
+
+Callbacks act in such a loop as in the ordinary one. A loop that calls the model and `backward`
+itself is checked in its first batches, and a warning names the callbacks that cannot act in it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,7 +45,17 @@ from learnkit.engine.events import CONTEXTS
 from learnkit.engine.loop import Loop
 from learnkit.engine.run import Turn, add_note
 
-__all__ = ['OwnLoops', 'EventCheck', 'own_methods', 'replaces_batch', 'cannot_repeat']
+__all__ = [
+    'forward',
+    'compute_loss',
+    'optimize',
+    'report_loss',
+    'repeat_turn',
+    'EventCheck',
+    'own_methods',
+    'replaces_batch',
+    'cannot_repeat',
+]
 
 # the methods of the loop of which an override may leave events out, from the outside in
 BATCH_METHODS = (
@@ -55,216 +80,120 @@ SHOWN_BY = {
 }
 
 
-class OwnLoops(Loop):
-    """The part of the Learner that loops of one's own are written with.
-
-    Override `train_batch`, and `evaluate_batch` where an evaluation needs another loss than
-    `loss_func`:
-
-        class GAN(Learner):
-            def train_batch(self):
-                critic, fake = self.model.critic, self.forward(self.model.generator, noise(self.x))
-                scores = self.forward(critic, torch.cat([self.x, fake.detach()]))
-                self.optimize(critic_loss(scores), only='critic')
-                self.optimize(generator_loss(self.forward(critic, fake)), only='generator')
-
-    `forward` fires `before_pred` and `after_pred`; `optimize` fires `after_loss` and the events
-    around backward and step. Each call is a forward pass, or a turn, of its own for every callback:
-    autocast, loss scale, clipping and accumulation act on it, on the parameters of the optimizer
-    whose turn it is (`turn`, `step_parameters`).
-    """
-
-    _loss_sum: Any = None  # of the losses that were optimized in this batch
-    _n_losses = 0
-
-    def forward(
-        self,
-        f: Callable[..., Any],  # the model, a part of it, or a function that calls some
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """Call `f(*args, **kwargs)` as a forward pass, and return what it gave.
-
-        `before_pred` comes first; what callbacks put around a forward pass (autocast) is around
-        `f`; in `after_pred` the output is `pred`, and what callbacks have made of it is returned:
-        with mixed precision, float32. `pred` stays the output of the last pass; set `self.pred` at
-        the end to what metrics are to see.
-
-        With several processes modules are called themselves, without `DistributedDataParallel`:
-        gradients are averaged before each step.
-
-        >>> import torch
-        >>> from learnkit.testing import synth_learner
-        >>> learn = synth_learner()
-        >>> learn.forward(learn.model, torch.ones(3, 1)).shape
-        torch.Size([3, 1])
-        """
-        __tracebackhide__ = True
-        self('before_pred')
-        with self._apart(), self.contexts('forward'):
-            try:
-                self.pred = f(*args, **kwargs)
-            except Exception as e:
-                hint = precision_hint(args, f) if isinstance(f, nn.Module) else ''
-                add_note(e, f'{name_of(f)} got {describe((*args, *kwargs.values()))}{hint}')
-                raise
-            self('after_pred')
-        return self.pred
-
-    def compute_loss(
-        self,
-        pred: Any,
-        *targets: Any,  # none: the targets of the batch, `self.yb`
-    ) -> Any:
-        """Return `loss_func(pred, *targets)`, computed in the contexts of a forward pass.
-
-        In a loop of your own `MixUp` and `CutMix` blend the loss only here. Raises `LossError`
-        without a `loss_func`.
-
-        >>> import torch
-        >>> from learnkit.testing import synth_learner
-        >>> float(synth_learner().compute_loss(torch.zeros(2), torch.ones(2)))
-        1.0
-        """
-        __tracebackhide__ = True
-        if self.loss_func is None:
-            raise LossError(
-                'compute_loss() calls the `loss_func` of the Learner, and there is none: pass '
-                '`loss_func=`, or compute the loss yourself.'
-            )
-        with self._apart(), self.contexts('forward'):
-            return self.loss_func(pred, *targets) if targets else self.loss_of(pred)
-
-    def optimize(
-        self,
-        loss: Tensor
-        | Mapping[str, Tensor]
-        | Callable[[], Any],  # a number, dict of parts, or f()
-        only: str
-        | int
-        | None = None,  # name or index of the optimizer that steps; None: all
-        retain_graph: bool = False,  # keep the graph, for another loss that shares a part of it
-    ) -> bool:
-        """Take a step with the gradient of a loss, and return False where no step was taken.
-
-        `after_loss`, backward, `before_step`, step, `after_step`, with their events and contexts,
-        and then the gradients are cleared. With `only`, all of this is about one of several
-        optimizers: its gradients are unscaled, clipped and cleared, and gradients of the others'
-        parameters stay as they were. `GradientAccumulation` counts the batch's samples at each
-        call, for each optimizer on its own, and a call that comes to no step returns False.
-
-        Each call counts as one step (`learn.time.st`). A schedule moves once a batch. `EMA`
-        averages after each step: `EMA(every=2)` for once a batch with two. The batch's `loss`
-        becomes the mean of those that were optimized in it; `self.log('critic_loss', loss)` makes a
-        column of one.
-
-        Give a function for what computes the loss more than once: an optimizer such as LBFGS, and
-        `SAM`.
-
-        Raises `OptimizerError` for an optimizer that is not there, and for LBFGS with a loss that
-        is not a function; `FitError` outside of training; `LossError` for a loss that nothing can
-        be learned from.
-
-        >>> from learnkit import Learner, SGD
-        >>> from learnkit.testing import synth_dls, RegModel
-        >>> class Own(Learner):
-        ...     def train_batch(self):
-        ...         loss = self.compute_loss(self.forward(self.model, self.x))
-        ...         self.optimize(loss)
-        >>> learn = Own(synth_dls(), RegModel(), nn.MSELoss(), opt_func=SGD)
-        >>> with learn.no_bar(): learn.fit(1)
-        >>> learn.time.st
-        10
-        """
-        __tracebackhide__ = True
-        if not self.training:
-            raise FitError(
-                'optimize() was called outside of training. In `evaluate_batch` write '
-                '`self.report_loss(loss)`.'
-            )
-        given: Any = loss
-        compute = None if isinstance(given, (Tensor, Mapping)) or not callable(given) else given
-        turn = Turn(self.opt.name_of(only), compute, retain_graph)
-        if compute is None and self.opt.evaluates_again(turn.only):
-            raise OptimizerError(
-                f'{self.opt!r} evaluates the loss several times a step: give optimize() a function '
-                'that computes it, `self.optimize(lambda: ...)`.'
-            )
-        if 'loss_grad' not in self.__dict__:  # the first loss of this batch
-            self._loss_sum, self._n_losses = None, 0
-        with self.taking(turn):
-            self.report_loss(given if compute is None else compute())
-            self._count_loss()
-            stepped = self._step_in_turn()
-        if self._n_losses > 1:
-            self.loss = self._loss_sum / self._n_losses
-        return stepped
-
-    def report_loss(
-        self,
-        loss: Tensor | Mapping[str, Tensor],  # one number, or a dict of named parts
-    ) -> None:
-        """Set the loss of the batch, and fire `after_loss`: for an `evaluate_batch` of your own.
-
-        >>> import torch
-        >>> from learnkit.testing import synth_learner
-        >>> learn = synth_learner()
-        >>> learn.report_loss(torch.tensor(2.))
-        >>> learn.loss
-        tensor(2.)
-        """
-        if not isinstance(loss, Tensor):
-            loss = self.total_loss(loss)
-        self.loss_grad = loss
-        self.loss = loss.detach().clone()
-        self('after_loss')
-
-    # -- inside --------------------------------------------------------------------------------
-
-    @contextmanager
-    def _apart(self) -> Iterator[None]:
-        "Let a pass be one that no wrapper around the model takes part in."
-        before, self.run.calls_modules = self.run.calls_modules, True
+def forward(learn: Any, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    "Call `f(*args, **kwargs)` as a forward pass, and return its output."
+    __tracebackhide__ = True
+    learn('before_pred')
+    with _bypass_wrappers(learn), learn.contexts('forward'):
         try:
-            yield
-        finally:
-            self.run.calls_modules = before
+            learn.pred = f(*args, **kwargs)
+        except Exception as e:
+            hint = precision_hint(args, f) if isinstance(f, nn.Module) else ''
+            add_note(e, f'{name_of(f)} got {describe((*args, *kwargs.values()))}{hint}')
+            raise
+        learn('after_pred')
+    return learn.pred
 
-    def _count_loss(self) -> None:
-        self._loss_sum = self.loss if self._loss_sum is None else self._loss_sum + self.loss
-        self._n_losses += 1
 
-    def _step_in_turn(self) -> bool:
-        "Run backward and step of the turn; return False if no step was taken."
-        n_before = self.opt.n_steps
-        self._with_events(self._backward_in_turn, 'backward', CancelBackwardException)
-        try:
-            self._with_events(self._step, 'step', CancelStepException)
-        except StepPutOff:
-            return False
-        self.opt.zero_grad(only=self.turn)
-        return bool(self.opt.n_steps > n_before)
+def compute_loss(learn: Any, pred: Any, *targets: Any) -> Any:
+    "Return `loss_func(pred, *targets)`, computed in the contexts of a forward pass."
+    __tracebackhide__ = True
+    if learn.loss_func is None:
+        raise LossError(
+            'compute_loss() calls the `loss_func` of the Learner, and there is none: pass '
+            '`loss_func=`, or compute the loss yourself.'
+        )
+    with _bypass_wrappers(learn), learn.contexts('forward'):
+        return learn.loss_func(pred, *targets) if targets else learn.loss_of(pred)
 
-    def _backward_in_turn(self) -> None:
-        assert self.run.turn is not None
-        self._retains_graph = self.run.turn.retain_graph
-        try:
-            if self.turn is None:
-                self._backward()
-            else:
-                with set_aside(self.opt, self.turn):
-                    self._backward()
-        finally:
-            self._retains_graph = None
 
-    def _repeat_turn(self) -> None:
-        "Compute the loss of the turn again, with the backward pass."
-        assert self.run.turn is not None
-        if self.run.turn.compute is None:
-            raise cannot_repeat('A second pass')
-        self.clear_pass()
-        self.report_loss(self.run.turn.compute())
-        self._with_events(self._backward_in_turn, 'backward', CancelBackwardException)
+def optimize(
+    learn: Any,
+    loss: Tensor | Mapping[str, Tensor] | Callable[[], Any],
+    only: str | int | None = None,
+    retain_graph: bool = False,
+) -> bool:
+    "Take a step with the gradient of a loss, and return False if no step was taken."
+    __tracebackhide__ = True
+    if not learn.training:
+        raise FitError(
+            'optimize() was called outside of training. In `evaluate_batch` write '
+            '`self.report_loss(loss)`.'
+        )
+    given: Any = loss
+    compute = None if isinstance(given, (Tensor, Mapping)) or not callable(given) else given
+    turn = Turn(learn.opt.name_of(only), compute, retain_graph)
+    if compute is None and learn.opt.evaluates_again(turn.only):
+        raise OptimizerError(
+            f'{learn.opt!r} evaluates the loss several times a step: give optimize() a function '
+            'that computes it, `self.optimize(lambda: ...)`.'
+        )
+    if 'loss_grad' not in learn.__dict__:  # the first loss of this batch
+        learn.optimized_loss_sum, learn.n_optimized_losses = None, 0
+    with learn.taking(turn):
+        learn.report_loss(given if compute is None else compute())
+        _count_loss(learn)
+        stepped = _step_in_turn(learn)
+    if learn.n_optimized_losses > 1:
+        learn.loss = learn.optimized_loss_sum / learn.n_optimized_losses
+    return stepped
+
+
+def report_loss(learn: Any, loss: Tensor | Mapping[str, Tensor]) -> None:
+    "Set the loss of the batch, and fire `after_loss`."
+    total: Tensor = loss if isinstance(loss, Tensor) else learn.total_loss(loss)
+    learn.loss_grad = total
+    learn.loss = total.detach().clone()
+    learn('after_loss')
+
+
+def repeat_turn(learn: Any) -> None:
+    "Compute the loss of the `optimize` under way again, with the backward pass."
+    if learn.run.turn.compute is None:
+        raise cannot_repeat('A second pass')
+    learn.clear_pass()
+    learn.report_loss(learn.run.turn.compute())
+    learn._with_events(partial(_backward_in_turn, learn), 'backward', CancelBackwardException)
+
+
+@contextmanager
+def _bypass_wrappers(learn: Any) -> Iterator[None]:
+    "Call modules themselves in a context, not the wrapper around the model."
+    before, learn.run.calls_modules = learn.run.calls_modules, True
+    try:
+        yield
+    finally:
+        learn.run.calls_modules = before
+
+
+def _count_loss(learn: Any) -> None:
+    total = learn.optimized_loss_sum
+    learn.optimized_loss_sum = learn.loss if total is None else total + learn.loss
+    learn.n_optimized_losses += 1
+
+
+def _step_in_turn(learn: Any) -> bool:
+    "Run backward and step of the turn; return False if no step was taken."
+    n_before = learn.opt.n_steps
+    learn._with_events(partial(_backward_in_turn, learn), 'backward', CancelBackwardException)
+    try:
+        learn._with_events(learn._step, 'step', CancelStepException)
+    except StepPutOff:
+        return False
+    learn.opt.zero_grad(only=learn.turn)
+    return bool(learn.opt.n_steps > n_before)
+
+
+def _backward_in_turn(learn: Any) -> None:
+    learn.run.retains_graph = learn.run.turn.retain_graph
+    try:
+        if learn.turn is None:
+            learn._backward()
+        else:
+            with set_aside(learn.opt, learn.turn):
+                learn._backward()
+    finally:
+        learn.run.retains_graph = None
 
 
 def cannot_repeat(who: str) -> LossError:
@@ -342,7 +271,7 @@ class EventCheck(Callback):
         learn = self.learn
         knows = any(
             getattr(type(learn), name) is not getattr(Loop, name)
-            for name in ('_do_passes', '_step')
+            for name in ('repeat_passes', '_step')
         )
         if learn.fitting and learn.opt.needs_closure and replaces_batch(learn) and not knows:
             raise OptimizerError(

@@ -59,6 +59,7 @@ class Run:
     stage: int | None = None  # which of the fits of `fine_tune` this is
     device: torch.device | None = None  # where the batches of the loader at hand go
     turn: Turn | None = None  # the call of `optimize` that is under way
+    retains_graph: bool | None = None  # whether a backward pass keeps its graph for another one
     calls_modules: bool = False  # `forward` calls modules themselves, without their wrapper
     counts_samples: str | None = None  # what of this fit counts samples: '60sp'
     microbatch: int = 0  # the number of the microbatch at hand

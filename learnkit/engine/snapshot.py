@@ -145,7 +145,7 @@ def restored(learn: Any) -> Iterator[None]:
     parts = learn.run, learn.counters, learn.evaluations, learn.passes
     cut_again(learn.model)
     try:
-        with undoing(learn, [vars(learn), *map(vars, cbs), *map(vars, parts)], but=[registry, learn.tables, learn._whole_step]):
+        with undoing(learn, [vars(learn), *map(vars, cbs), *map(vars, parts)], but=[registry, learn.tables, learn.whole_step]):
             learn.passes.stream = None  # the batches of an open pass are for the training
             try: yield
             finally:

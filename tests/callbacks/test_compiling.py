@@ -76,7 +76,7 @@ def compiled(learn: Any, **options: Any) -> tuple[Any, Backend]:
     "Compile the step of a learner, for a backend that counts, and take it without asking whether it is faster."
     backend = Backend()
     learn.compile(step=True, backend=backend, **options)
-    learn._whole_step.verdict = 'not timed'
+    learn.whole_step.verdict = 'not timed'
     return learn, backend
 
 
@@ -606,7 +606,7 @@ def test_it_starts_as_ordinary_and_bad_options_are_told_at_once() -> None:
 def test_a_copied_learner_compiles_for_itself() -> None:
     learn, _ = compiled(learner())
     learn.fit(1)
-    other = copy.deepcopy(learn._whole_step, {id(learn): 'another learner'})
+    other = copy.deepcopy(learn.whole_step, {id(learn): 'another learner'})
     assert other.learn == 'another learner' and other.plan is None
 
 

@@ -252,7 +252,7 @@ def test_a_compiled_step_notices_freezing() -> None:
                         splitter=parts, train_bn=False, cbs=TrainEvalCallback, default_cbs=False)
         if compiled:
             learn.compile(step=True, backend='eager')
-            learn._whole_step.verdict = 'not timed'
+            learn.whole_step.verdict = 'not timed'
         for act in (learn.freeze, learn.unfreeze, partial(learn.freeze_to, 1)):
             torch.manual_seed(1)
             learn.fit(1)

@@ -171,7 +171,7 @@ def test_the_notebook_line_brings_what_users_call_and_no_inner_parts() -> None:
     names = set(importlib.import_module('learnkit.all').__all__)
     assert {'SpeedMonitor', 'CSVLogger', 'WandbLogger', 'PeriodicData', 'Evaluator', 'MetricProperties',
             'from_composer', 'from_ksuit', 'log_images', 'log_text', 'ExportForInference', 'BestMetric'} <= names
-    assert not names & {'Schedules', 'LRFind', 'as_metrics', 'check_column', 'dry_run', 'measures_batches',
+    assert not names & {'fit_one_cycle', 'lr_find', 'as_metrics', 'check_column', 'dry_run', 'measures_batches',
                         'hidden_matrices', 'Budget'}
 
 
