@@ -686,7 +686,7 @@ class Learner(Predictions, Processes):
         """
         own_loop.report_loss(self, loss)
 
-    def _repeat_turn(self) -> None:
+    def repeat_turn(self) -> None:
         own_loop.repeat_turn(self)
 
     # -- reading -------------------------------------------------------------------------------------------------------

@@ -738,7 +738,7 @@ def test_the_loop_is_usable_after_an_error() -> None:
     cb = Callback(after_loss=lambda cb: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         fit(learn, cbs=cb)
-    assert learn.turn is None and not learn.run.calls_modules and learn._retains_graph is None
+    assert learn.turn is None and not learn.run.calls_modules and learn.run.retains_graph is None
     assert fit(learn).time.st == 12
 
 
