@@ -112,7 +112,7 @@ class Learner(Predictions, Processes):
     _is_open_for_use = False            # its callbacks are to be closed
     _ran_in: int | None = None          # the process in which it ran since it was last closed
     lr_search: LRSearch | None = None  # what the last `lr_find` has found
-    whole_step: WholeStep | None = None  # what `compile(step=True)` runs in place of a training step
+    whole_step: WholeStep | None = None  # runs the training step after `compile(step=True)`
     replay_source: Replay | None = None  # the callback that has kept a batch for `replay`
     optimized_loss_sum: Tensor | None = None  # of the losses that `optimize` got in this batch
     n_optimized_losses = 0  # how many they are
@@ -312,7 +312,7 @@ class Learner(Predictions, Processes):
     ) -> None:
         """Train in cycles, in each of which the rate falls to 0 along half a cosine.
 
-        The schedule is that of Loshchilov and Hutter, 2017. Raises as `fit_one_cycle` does.
+        Source: Loshchilov and Hutter, 2017. Raises as `fit_one_cycle` does.
 
         >>> from learnkit.testing import synth_learner
         >>> with synth_learner(n_train=2).no_bar() as learn: learn.fit_sgdr(2, 1, 0.1)
@@ -379,16 +379,16 @@ class Learner(Predictions, Processes):
         stop_div: bool = True,  # end when the smoothed loss is four times its least value
         show_plot: bool = True,  # draw the loss over the rates
         suggest_funcs: Any = valley,  # f(lrs, losses, num_it) -> (rate, point), several, or None
-        ax: Any = None,  # matplotlib axes to draw in; None: those of a new figure
+        ax: Any = None,  # matplotlib axes to draw in; None: a new figure
     ) -> Any:
         """Train a little with a growing rate, undo it, and return suggested rates (Smith, 2017).
 
-        They are a named tuple. Everything is afterwards as it was: weights, buffers, optimizer,
-        random generators, loaders, history, counters and the attributes of every callback, also
-        when the search is interrupted. Nothing is written to disk. Callbacks with `remove_on_find`
-        are left out; others run as in a fit. `learn.lr_search` keeps the rates and losses, and
-        `learn.recorder.plot_lr_find()` draws them again. It needs memory for a second copy of the
-        weights and the optimizer's state.
+        The rates are a named tuple. Everything is afterwards as it was: weights, buffers,
+        optimizer, random generators, loaders, history, counters and the attributes of every
+        callback, also when the search is interrupted. Nothing is written to disk. Callbacks with
+        `remove_on_find` are left out; others run as in a fit. `learn.lr_search` keeps the rates and
+        losses, and `learn.recorder.plot_lr_find()` draws them again. The search needs memory for a
+        second copy of the weights and the optimizer's state.
 
         Raises `ScheduleError` for rates that do not grow, `OptionError` for what cannot suggest,
         and `LossError` when the loss was not finite from the beginning.
@@ -538,7 +538,7 @@ class Learner(Predictions, Processes):
     ) -> Self:
         """Compute the forward pass in float16 from now on, with scaled gradients.
 
-        The options are those of the scaler: see `MixedPrecision`.
+        The options go to the scaler: see `MixedPrecision`.
         """
         from learnkit.callbacks.mixed_precision import to_fp16
 
@@ -576,7 +576,7 @@ class Learner(Predictions, Processes):
         return compile_learner(self, step, **options)
 
     def explain_step(self) -> str:
-        """Say whether the compiled or the ordinary training step runs, and why.
+        """Describe which training step runs, the compiled or the ordinary one, and why.
 
         >>> from learnkit.testing import synth_learner
         >>> synth_learner().explain_step()
@@ -829,7 +829,7 @@ class Learner(Predictions, Processes):
         raised again, at the same place: set a breakpoint, run `%debug`, change the model or a
         callback, and try again. With `detect_anomaly` autograd also says where that operation was
         called. Whether it raises or not, everything is restored: weights, buffers, optimizer,
-        counters, history, callbacks, random numbers. Weights are those that the Learner has now.
+        counters, history, callbacks, random numbers. The weights are the Learner's current ones.
 
         The callbacks of the run take part, also those that were given to `fit`, but for those that
         only track, save or stop (`remove_on_find`), unless one of them raised. Their `before_fit`

@@ -64,10 +64,10 @@ def compile_learner(learn: Any, step: bool = False, **options: Any) -> Any:
 
 
 def explain_step(learn: Any) -> str:
-    "Describe whether the compiled or the ordinary training step runs, and why."
+    "Describe which training step runs, the compiled or the ordinary one, and why."
     if learn.whole_step is None:
         return 'The ordinary step runs: `learn.compile(step=True)` was not called.'
-    return str(learn.whole_step.explain())
+    return learn.whole_step.explain()
 
 
 # ------------------------------------------------------------------------------------------------ when which step runs
