@@ -62,10 +62,12 @@ from learnkit.engine.own_loop import EventCheck, OwnLoops, own_methods
 from learnkit.engine.run import ContextStack, raise_first
 from learnkit.engine.timings import FIRST, Timings
 from learnkit.engine.train_eval import SkipToEpoch, TrainEvalCallback
-from learnkit.inference.predict import Predictions
 from learnkit.metrics.averages import as_metrics
 from learnkit.optim.optimizers import Adam
 from learnkit.optim.wrapper import OptimWrapper, trainable_params
+
+if TYPE_CHECKING:
+    from learnkit.inference.stream import PredictionStream
 
 __all__ = ['Learner', 'defaults', 'load_learner', 'replacing_yield']
 
@@ -78,7 +80,7 @@ _NOT_YET = {'pred': 'It exists from the forward pass of a batch on (event after_
             'loss_grad': 'It exists once the loss of a batch is computed (event after_loss).'}
 
 
-class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Processes, Summaries, Instruments,
+class Learner(OwnLoops, Schedules, LRFind, Freezing, Precision, Processes, Summaries, Instruments,
               Compilation):
     """Train `model` on `dls` with `loss_func`: the loop, its callbacks and its state.
 
@@ -292,6 +294,169 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
         is_own = brought or (not callable(self.opt_func) and lrs)
         self._own_lrs = (self.lr, lrs) if is_own else (None, None)
 
+    # -- evaluation and prediction -------------------------------------------------------------------------------------
+
+    def validate(
+        self,
+        ds_idx: int | None = None,  # 0: training, 1: first validation loader; None: all validation
+        dl: Any = None,  # a loader to use instead, or its name in `dls`
+        cbs: Any = None,  # further callbacks for this run
+    ) -> L | None:
+        """Compute loss and metrics, and return them as a list: `[valid_loss, *metrics]` of each loader.
+
+        Counters, history, RNGs and the modes of the modules are afterwards as they were. A callback may call it from
+        any of its events, and is itself not called in the evaluation that it starts.
+
+        Raises `LoaderError` when there is no such loader, and `EmptyLoaderError` when it has no batch.
+
+        >>> from learnkit import mae
+        >>> from learnkit.testing import synth_learner
+        >>> with synth_learner(metrics=mae).no_bar() as learn: valid_loss, error = learn.validate()
+        >>> 0 <= error <= valid_loss ** 0.5
+        True
+        """
+        from learnkit.inference.predict import validate
+
+        return validate(self, ds_idx, dl, cbs)
+
+    def get_preds(
+        self,
+        ds_idx: int = 1,  # which loader to predict on: 0 training, 1 validation
+        dl: Any = None,  # a loader to use instead, or its name in `dls`
+        with_input: bool = False,  # return the inputs, first
+        with_decoded: bool = False,  # return decoded predictions, by `loss_func.decodes`
+        with_loss: bool = False,  # return the loss of each sample, last
+        act: Callable[[Any], Any] | None = None,  # on predictions; None: `loss_func.activation`
+        inner: bool = False,  # leave out the events of fit and epoch: for use inside a callback
+        reorder: bool = True,  # in data-set order, nothing dropped, where the loader can be rebuilt
+        cbs: Any = None,  # further callbacks for this run
+        sink: Any = None,  # where batches go as they come, instead of memory: see below
+        **kwargs: Any,  # more for `GatherPredsCallback`
+    ) -> Any:
+        """Return predictions and targets of a loader on the CPU, joined along the first dimension.
+
+        Where several processes train together, all of them call it: each predicts its share, and each gets everything
+        (its own alone, with loaders that were `sharded_already`).
+
+        What was asked for comes in the order: inputs, predictions, targets, decoded predictions, losses. Several inputs
+        or targets come as a list or tuple of tensors; targets are None where the loader has none. A shuffling loader's
+        samples come in the data set's order, each once, and so do those that a weighted or partial loader of fastai
+        chooses, each as often as chosen. A torch sampler that chooses (WeightedRandomSampler) is followed in the order
+        of its draws, as are a list, an iterable data set, and a batch sampler of one's own.
+
+        With a `sink` memory stays constant and the sink itself is returned. It is a folder, which gets a file a batch
+        (`000000.pt`, a dict for `torch.load`); the path of a `.npy` file or an array (`numpy.memmap`), which get the
+        predictions alone; or a function, called with the entries of each batch. Until they are complete, the folder and
+        the file are called `<name>.part`: what an interrupted run wrote is there, and is written over by the next.
+        Nothing else is: a file, or a folder that is not empty, is refused. Several processes write files of one folder,
+        numbered in the order of the data; of a `.npy` file each writes its own, which
+        `learnkit.inference.sinks.read_rows` joins.
+
+        Raises `LoaderError` when there is no such loader, `EmptyLoaderError` when it has no batch, and `OptionError`
+        for a sink that cannot take what was asked for.
+
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner(n_valid=2)
+        >>> with learn.no_bar(): preds, targets = learn.get_preds()
+        >>> preds.shape, targets.shape
+        (torch.Size([32, 1]), torch.Size([32, 1]))
+        """
+        from learnkit.inference.predict import get_preds
+
+        return get_preds(
+            self,
+            ds_idx,
+            dl,
+            with_input,
+            with_decoded,
+            with_loss,
+            act,
+            inner,
+            reorder,
+            cbs,
+            sink,
+            **kwargs,
+        )
+
+    def predict_iter(
+        self,
+        dl: Any = None,  # a loader, or its name in `dls`
+        ds_idx: int = 1,  # which loader when `dl` is None: 0 training, 1 validation
+        with_input: bool = False,  # yield the inputs, first
+        with_decoded: bool = False,  # yield decoded predictions, by `loss_func.decodes`
+        with_loss: bool = False,  # yield the loss of each sample, last
+        act: Callable[[Any], Any] | None = None,  # on predictions; None: `loss_func.activation`
+        inner: bool = False,  # leave out the events of fit and epoch: for use inside a callback
+        cpu: bool = True,  # bring them to the CPU; False: leave them where the model is
+        cbs: Any = None,  # further callbacks for this run
+    ) -> PredictionStream:
+        """Predict batch by batch, each when it is asked for, in the loader's order: an iterator over their entries.
+
+        Each batch is what `get_preds` would return for it, and the events are the same. Between two batches the
+        Learner is as it was before (modes, RNGs, weights, loop state), and no memory grows. Leaving the loop
+        early ends the run as a `CancelValidException` would. A stream does not outlast what it runs in: when
+        its Learner goes on to a fit, a validation or other predictions, is copied, or has callbacks taken out,
+        it is ended first, and asking it for more raises `FitError`. Of several processes each gets its share.
+
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner(default_cbs=False)
+        >>> [tuple(preds.shape) for preds, targs in learn.predict_iter()]
+        [(16, 1), (16, 1)]
+        """
+        from learnkit.inference.predict import predict_iter
+
+        return predict_iter(
+            self, dl, ds_idx, with_input, with_decoded, with_loss, act, inner, cpu, cbs
+        )
+
+    def predict(
+        self,
+        item: Any,  # the input of one sample as a data set gives it; a tuple of several inputs
+        rm_type_tfms: Any = None,  # for data of fastai: how many type transforms to leave out
+        with_input: bool = False,  # return the input too, first
+    ) -> tuple[Any, ...]:  # (input,) prediction decoded by `loss_func.decodes`, and activated
+        """Predict on one sample.
+
+        What `dls.decode_batch` makes of the prediction comes first, where the data can do that (fastai's); otherwise
+        its name in `dls.vocab`, or without one the prediction as `loss_func.decodes` gives it.
+
+        >>> from learnkit.testing import synth_learner
+        >>> decoded, same, pred = synth_learner(default_cbs=False).predict(torch.ones(1))
+        >>> pred.shape
+        torch.Size([1])
+        """
+        from learnkit.inference.predict import predict
+
+        return predict(self, item, rm_type_tfms, with_input)
+
+    def tta(
+        self,
+        ds_idx: int = 1,  # which loader to predict on: 0 training, 1 validation
+        dl: Any = None,  # a loader to use instead, or its name in `dls`
+        n: int = 4,  # how often to predict on augmented samples
+        item_tfms: Any = None,  # for data of fastai: other transforms of each item
+        batch_tfms: Any = None,  # for data of fastai: other transforms of each batch
+        beta: float | None = 0.25,  # share of the plain predictions; None: both, augmented first
+        use_max: bool = False,  # take the largest prediction instead of the mean
+        augment: Callable[..., Any] | None = None,  # f(*xb) -> augmented inputs, for any loader
+    ) -> tuple[Any, Any]:  # predictions, targets
+        """Predict on augmented samples too (test time augmentation) and average: `lerp(augmented, plain, beta)`.
+
+        fastai's data brings its training transforms; for any other loader `augment` makes the inputs of a batch anew,
+        as a torchvision transform does. Each of the `n` times draws other random numbers, and the RNGs are afterwards
+        as they were. Several outputs are averaged each.
+
+        Raises `OptionError` when there is nothing that could augment, or `n` is not positive.
+
+        >>> from learnkit.testing import synth_learner
+        >>> preds, targs = synth_learner(default_cbs=False).tta(augment=lambda x: x + 0.1 * torch.randn_like(x))
+        >>> preds.shape
+        torch.Size([32, 1])
+        """
+        from learnkit.inference.predict import tta
+
+        return tta(self, ds_idx, dl, n, item_tfms, batch_tfms, beta, use_max, augment)
+
     # -- reading -------------------------------------------------------------------------------------------------------
 
     @property
@@ -417,6 +582,11 @@ class Learner(OwnLoops, Schedules, LRFind, Predictions, Freezing, Precision, Pro
         if error is exc_info[1]: raise_first(None if swallowed else error, raised)
         else: raise_first(error, raised); raise error  # type: ignore[misc]  # it was set above
         return swallowed
+
+    def _end_streams(self) -> None:
+        from learnkit.inference.stream import end_streams
+
+        end_streams(self)
 
     def _open_for_use(self) -> None:
         _open_learners.add(self)

@@ -17,10 +17,9 @@ from learnkit.core.errors import CancelValidException, FitError
 from learnkit.core.random import capture_rng, preserved_generators, restore_rng
 from learnkit.engine.callback import Callback
 from learnkit.engine.events import EVENTS, LEVELS
-from learnkit.engine.loop import Loop
 from learnkit.engine.run import STATE
 
-__all__ = ['PredictionStream', 'Streaming']
+__all__ = ['PredictionStream', 'end_streams', 'stream_predictions']
 
 # what a run has in the Learner, besides `STATE`
 _RUN = ('_open', '_depth', '_doing', '_ending', '_stopping', '_device', 'fitting', 'error', 'logger', 'create_mbar')
@@ -35,7 +34,7 @@ class PredictionStream(Iterator[tuple[Any, ...]]):
     def __init__(
         self,
         learn: Any,
-        run: Callable[[Any], Iterator[None]],  # makes the steps of the run, a batch each, with one more callback in it
+        run: Callable[[Any], Iterator[None]],  # makes the run's steps, with one more callback
         batch: list[tuple[Any, ...]],          # where a step leaves the batch's entries
         context: Callable[[], Any],            # makes what surrounds each step
     ) -> None:
@@ -130,40 +129,53 @@ def _install(learn: Any, state: tuple[Any, ...]) -> None:
     torch.set_grad_enabled(grad)
 
 
-class Streaming(Loop):
-    "The part of the Learner that predicts as a stream: the loop's levels as generators, which pause after each batch."
+def end_streams(learn: Any) -> None:
+    "End the paused streams of a Learner before its callbacks are removed or copied."
+    for stream in list(_PAUSED):
+        if stream._learn is learn and not stream._running:
+            stream._lose()
 
-    def _end_streams(self) -> None:
-        "End the streams that pause: callbacks would not hear of their end, or it would come too late."
-        for stream in list(_PAUSED):
-            if stream._learn is self and not stream._running: stream._lose()
 
-    def _predicting(self, dl: Any, cbs: Any, inner: bool, source: str | None) -> Iterator[None]:
-        with self.added_cbs(cbs), self._run('evaluation'):
-            self.logger, self.create_mbar = noop, False
-            self.phase, self.dl_name, self._source = 'predict', 'valid', source
-            steps = self._predicting_on(dl)
-            yield from steps if inner else self._level_of(self._level_of(steps, 'epoch'), 'fit')
+def stream_predictions(
+    learn: Any, dl: Any, cbs: Any, inner: bool, source: str | None
+) -> Iterator[None]:
+    "Predict on a loader, and pause after each batch: the levels of the loop as generators."
+    with learn.added_cbs(cbs), learn._run('evaluation'):
+        learn.logger, learn.create_mbar = noop, False
+        learn.phase, learn.dl_name, learn._source = 'predict', 'valid', source
+        steps = _stream_loader(learn, dl)
+        if not inner:
+            steps = _wrap_level(learn, _wrap_level(learn, steps, 'epoch'), 'fit')
+        yield from steps
 
-    def _predicting_on(self, dl: Any) -> Iterator[None]:
-        self('before_predict')
-        self._set_loader(dl)
-        with preserved_generators(dl), torch.no_grad(): yield from self._level_of(self._one_by_one(), 'validate')
-        self('after_predict')
 
-    def _one_by_one(self) -> Iterator[None]:
-        for i, batch in self._draws():
-            self.one_batch(i, batch)
-            yield
+def _stream_loader(learn: Any, dl: Any) -> Iterator[None]:
+    "Predict on a loader, between the events around it."
+    learn('before_predict')
+    learn._set_loader(dl)
+    with preserved_generators(dl), torch.no_grad():
+        yield from _wrap_level(learn, _stream_batches(learn), 'validate')
+    learn('after_predict')
 
-    def _level_of(self, body: Iterator[None], event_type: str) -> Iterator[None]:
-        "Do for a generator what `_with_events` does for a function."
-        level, outer, cancelled = LEVELS[event_type], self._open, False
-        self._open = (*outer, event_type)
-        try:
-            self(level.before)
-            yield from body
-        except level.exception: cancelled = True
-        finally: self._open = outer
-        if cancelled: self(level.after_cancel)
-        self(level.after)
+
+def _stream_batches(learn: Any) -> Iterator[None]:
+    "Predict on each batch of `learn.dl`."
+    for i, batch in learn._draws():
+        learn.one_batch(i, batch)
+        yield
+
+
+def _wrap_level(learn: Any, body: Iterator[None], event_type: str) -> Iterator[None]:
+    "Do for a generator what `_with_events` does for a function."
+    level, outer, cancelled = LEVELS[event_type], learn._open, False
+    learn._open = (*outer, event_type)
+    try:
+        learn(level.before)
+        yield from body
+    except level.exception:
+        cancelled = True
+    finally:
+        learn._open = outer
+    if cancelled:
+        learn(level.after_cancel)
+    learn(level.after)
