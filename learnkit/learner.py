@@ -457,6 +457,145 @@ class Learner(OwnLoops, Schedules, LRFind, Freezing, Precision, Processes, Summa
 
         return tta(self, ds_idx, dl, n, item_tfms, batch_tfms, beta, use_max, augment)
 
+    def show_results(
+        self,
+        ds_idx: int = 1,  # which loader's first batch: 0 training, 1 validation
+        dl: Any = None,  # a loader to use instead
+        max_n: int = 9,  # the most samples shown
+        **kwargs: Any,  # more for the data's own method
+    ) -> Any:
+        """Show a batch with its predictions: images in a grid, anything else as a table; return what was drawn.
+
+        Wrong classes are marked, and have their names in `dls.vocab` where there is one. Images take `figsize`. A
+        method `show_results(batch, preds, max_n=..., **kwargs)` of the loader, as fastai's have it, or of its data set
+        is used instead, if there is one; it gets a whole batch and the decoded predictions. Loaders, random generators
+        and the model are afterwards as they were.
+
+        >>> from learnkit import Learner
+        >>> scores = torch.tensor([[3., 1.], [2., 0.]])
+        >>> Learner([(scores, torch.tensor([0, 1]))], nn.Identity(), nn.CrossEntropyLoss()).show_results(ds_idx=0)
+        x[0]  x[1]  target  predicted
+           3     1       0          0
+           2     0       1          0  wrong
+        """
+        from learnkit.inference.show import show_results
+
+        return show_results(self, ds_idx, dl, max_n, **kwargs)
+
+    # -- saving and loading --------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        file: str | Path,  # a name below `path/model_dir`, or an absolute path; `.pth` is added
+        with_opt: bool | None = None,  # save the optimizer's state; None: if there is an optimizer
+    ) -> Path:
+        """Save the weights, and return the path of the file.
+
+        The file is torch's: `{'model': ..., 'opt': ...}`, or the model's state dict alone. A name that ends in
+        `.safetensors` gets the weights alone, in that library's format. It is there whole or not at all, and folders
+        are made. Of several processes that train together all call it, and the
+        first one writes. Raises `OptionError` for a name that cannot be a file and for
+        `with_opt` in a format without place for it, `OptimizerError` when `with_opt` is asked for and there is no
+        optimizer; nothing is written then.
+
+        >>> import tempfile
+        >>> from learnkit.testing import synth_learner
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     learn = synth_learner(path=folder)
+        ...     print(learn.save('line').relative_to(folder).as_posix())
+        ...     a = learn.model.a.item()
+        ...     _ = learn.model.a.data.zero_()
+        ...     learn.load('line').model.a.item() == a
+        models/line.pth
+        True
+        """
+        from learnkit.checkpoint.saving import save
+
+        return save(self, file, with_opt)
+
+    def load(
+        self,
+        file: str | Path,  # as for `save`
+        with_opt: bool | None = None,  # load the optimizer's state; None: when the file has it
+        device: torch.device | str | int | None = None,  # where the file is read to; None: the CPU
+        strict: bool = True,  # False: take what fits by name, and convert other dtypes
+    ) -> Self:
+        """Load what `save`, `torch.save` of a state dict, fastai's or safetensors has written, and return the learner.
+
+        Nothing in the file is executed. The values are copied: parameters stay the same objects. Everything is
+        compared before anything is copied: a `WeightsError` lists every name, shape and dtype that differs, and leaves
+        weights and optimizer as they were; it is also raised for files that are damaged or hold more than data. An
+        optimizer that does not exist yet is made. An optimizer's state that fastai saved is of another form: there, the
+        weights alone are loaded, with a warning. `before_load` fires when all was compared, `after_load` in the end.
+
+        >>> import tempfile
+        >>> from learnkit.testing import synth_learner
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = (learn := synth_learner()).save(f'{folder}/line')
+        ...     again = synth_learner().load(path)
+        >>> torch.equal(again.model.a, learn.model.a)
+        True
+        """
+        from learnkit.checkpoint.saving import load
+
+        return load(self, file, with_opt, device, strict)
+
+    def save_learner(
+        self,
+        fname: str | Path = 'learner.pth',  # a name below `path`, or an absolute path
+        /,
+        **model_config: Any,  # plain values that build the model; `load_learner` passes them on
+    ) -> Path:
+        """Save weights and configuration in one file for `load_learner`, and return its path.
+
+        The file holds tensors and plain values, and no code: what it is loaded with, a model class for one, is in the
+        hands of who loads it, who can therefore trust a file from anywhere. It keeps the rates and options of this
+        Learner, the class names of its data (`dls.vocab`) and the names of model and loss; the optimizer's state and
+        the data stay behind. Raises `OptionError` for a value that is not plain.
+
+        >>> import tempfile
+        >>> from learnkit import Learner
+        >>> from learnkit import load_learner
+        >>> def build(hidden): return nn.Sequential(nn.Linear(1, hidden), nn.ReLU(), nn.Linear(hidden, 1))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     learn = Learner([(torch.zeros(4, 1), torch.zeros(4, 1))], build(hidden=8), nn.MSELoss(), path=folder)
+        ...     path = learn.save_learner('net.pth', hidden=8)
+        ...     load_learner(path, model=build, loss_func=nn.MSELoss())
+        Learner(Sequential, loss_func=MSELoss, valid=[], cbs=[TrainEvalCallback, Recorder, ProgressCallback])
+        """
+        from learnkit.checkpoint.saving import save_learner
+
+        return save_learner(self, fname, **model_config)
+
+    def export(
+        self,
+        fname: str | Path = 'export.pt2',  # name below `path`, or an absolute path; adds `.pt2`
+        act: Callable[[Any], Any] | None = None,  # applied to outputs, e.g. `loss_func.activation`
+        sample: Any = None,  # inputs, a tuple if several; None: shaped like those of the data
+    ) -> Path:
+        """Save the model as a program for serving (`torch.export`), for any batch size, and return the file's path.
+
+        The program is on the CPU, in evaluation mode, and needs none of the model's code:
+        `torch.export.load(path).module()(x)`. What callbacks do to a batch is no part of it. The file also holds inputs
+        of the sample's shapes, all zero: nothing of the data is in it. The first of several processes writes it.
+
+        Loading such a file executes trusted code: `torch.export.load` unpickles its sample inputs. Load only files of
+        your own making; to exchange models use `save_learner`.
+
+        Raises `ModelError` with torch's reason for a model that cannot be exported, and `OptionError` where there is no
+        batch to take the shapes from, or for the name of another kind of file.
+
+        >>> import tempfile
+        >>> from learnkit.testing import synth_learner
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     program = torch.export.load(synth_learner(path=folder).export()).module()
+        >>> program(torch.ones(5, 1)).shape
+        torch.Size([5, 1])
+        """
+        from learnkit.checkpoint.saving import export
+
+        return export(self, fname, act, sample)
+
     # -- reading -------------------------------------------------------------------------------------------------------
 
     @property

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from learnkit.checkpoint.folder import find
-from learnkit.checkpoint.saving import Saving
+from learnkit.checkpoint.saving import ensure_optimizer, move_to_device
 from learnkit.checkpoint.weights import check_weights, load_weights, own_state, weights_differ
 from learnkit.core.dtensor import (
     distribute_like,
@@ -31,6 +31,7 @@ from learnkit.core.random import capture_rng, restore_rng
 from learnkit.core.validation import warn_user
 from learnkit.data.position import LoaderPosition, check_position
 from learnkit.engine.callback_state import States
+from learnkit.engine.loop import Loop
 from learnkit.engine.resume import PLACES, ResumeState
 from learnkit.engine.run import add_note
 
@@ -40,8 +41,10 @@ COUNTERS = ('epoch', 'iter', 'train_iter', 'pct_train', 'training', 'phase', 'dl
 ENTRIES = ('model', 'loss_func', 'optimizer', 'grads', 'frozen', 'loop', 'rng', 'position', 'callbacks')
 
 
-class Checkpoints(Saving, States):
+class Checkpoints(Loop, States):
     "The part of the Learner that makes checkpoints and goes on from them."
+    path: Path
+    _cover_params: Callable[[], None]
     logger: Callable[[Any], Any]
 
     def checkpoint_state(self) -> dict[str, Any]:
@@ -79,7 +82,7 @@ class Checkpoints(Saving, States):
         if self._depth: raise CheckpointError('load_checkpoint_state() inside a run: it would go on with the other '
                                               'state in half of its parts. Call it before `fit`.')
         r = ResumeState(checked(state))
-        with self._optimizer(made=state['optimizer'] is not None): self._check_fits(r)
+        with ensure_optimizer(self, needed=state['optimizer'] is not None): self._check_fits(r)
         self._load_weights_of(r)
         self._put(r)
 
@@ -220,7 +223,7 @@ class Checkpoints(Saving, States):
             load_weights(self.loss_func, state['loss_func'])
         if state['optimizer'] is None: return
         # the optimizer's state goes where the parameters are, and they would move in a moment
-        self._to_device()
+        move_to_device(self)
         self.opt.load_state_dict(state['optimizer'])
 
     def _put(self, r: ResumeState) -> None:
