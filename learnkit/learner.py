@@ -4,7 +4,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from learnkit.callbacks.model_summary import Summaries
 from learnkit.callbacks.progress import ProgressCallback
 from learnkit.callbacks.recorder import History, Recorder, recorder_of
 from learnkit.callbacks.schedule import Schedules
+from learnkit.checkpoint.state import begin_resume, find_checkpoint
 from learnkit.core.batch import to_detach
 from learnkit.core.contexts import replacing_yield
 from learnkit.core.denominator import check_weight_func
@@ -67,6 +68,7 @@ from learnkit.optim.optimizers import Adam
 from learnkit.optim.wrapper import OptimWrapper, trainable_params
 
 if TYPE_CHECKING:
+    from learnkit.checkpoint.resume_check import ResumeCheck
     from learnkit.inference.stream import PredictionStream
 
 __all__ = ['Learner', 'defaults', 'load_learner', 'replacing_yield']
@@ -195,13 +197,13 @@ class Learner(OwnLoops, Schedules, LRFind, Freezing, Precision, Processes, Summa
         own = [SkipToEpoch(start_epoch)] * bool(start_epoch) + ([Budget(budget)] if budget else [])
         checks = [EventCheck()] if own_methods(self) else []
         with self.added_cbs([*listed(cbs), *own, *checks, *self._begin_evaluations(per_iteration)]):
-            found = self._find_checkpoint(resume)
+            found = find_checkpoint(self, resume)
             self._prepare_opt(lr, wd, reset_opt)
             self._replayed = None
             with self._training_weights(), self._run('fit'):
                 self.n_epoch, self.epochs_per_iteration, self._stopping = epochs, per_iteration, False
                 self.timings, self._until_timed = Timings(), FIRST
-                self._begin_resume(found)
+                begin_resume(self, found)
                 self._with_events(self._do_fit, 'fit', CancelFitException, self._end_cleanup)
 
     def fit_until(
@@ -595,6 +597,101 @@ class Learner(OwnLoops, Schedules, LRFind, Freezing, Precision, Processes, Summa
         from learnkit.checkpoint.saving import export
 
         return export(self, fname, act, sample)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """Return everything that training depends on, copied to host memory, as plain values and tensors.
+
+        It is what the callback `Checkpoint` writes: model, loss function and optimizers, pending gradients, counters,
+        history and every callback's state by its key, all random generators, and the place in the training data.
+        `fit(n, resume=state)` goes on from it, exactly, when it was taken at `batch_checkpoint`, `epoch_checkpoint` or
+        `iteration_checkpoint`. Outside of a fit it can be put back by `load_checkpoint_state`.
+
+        Raises `CheckpointError` elsewhere in a run, where half of the callbacks have handled an event, and
+        `CallbackError` for a callback's state that would not load safely.
+
+        >>> from learnkit.testing import synth_learner
+        >>> state = synth_learner().checkpoint_state()
+        >>> sorted(state)  # doctest: +NORMALIZE_WHITESPACE
+        ['buffers', 'callbacks', 'frozen', 'grads', 'loop', 'loss_func', 'model', 'optimizer', 'position', 'rng',
+         'wall_clock']
+        """
+        from learnkit.checkpoint.state import checkpoint_state
+
+        return checkpoint_state(self)
+
+    def load_checkpoint_state(
+        self,
+        state: Mapping[str, Any],  # from `checkpoint_state`, of a Learner made in the same way
+    ) -> None:
+        """Put a checkpoint's state into this Learner, outside of a fit; nothing of `state` is shared or changed.
+
+        Weights, optimizers, counters, history, callbacks' states and random generators are then as they were. To train
+        on from the very batch, use `fit(n, resume=state)`. Everything is compared before anything changes. Raises
+        `WeightsError` with every difference, and `CheckpointError` for what is no such state.
+        """
+        from learnkit.checkpoint.state import load_checkpoint_state
+
+        load_checkpoint_state(self, state)
+
+    def check_resume(
+        self,
+        n_batches: int = 8,  # training batches of each run; more than an epoch has try its end, too
+        stop_after: int | None = None,  # batches after which one run is stopped; None: half of them
+    ) -> ResumeCheck:
+        """Train without a stop, and with one, and say whether both end in the same state, to the last bit.
+
+        The second run is saved in a file after `stop_after` batches and gone on with from there, with all random
+        generators seeded otherwise, as a new process would. Weights, optimizer, generators, the data's position,
+        history and the callbacks' states are compared: what is listed as different is remembered by something that no
+        checkpoint holds. A callback says what it remembers by `state_dict` and `load_state_dict`; of one that does not,
+        what it keeps and no checkpoint holds (an iterator, an open file) is named then, as are attributes of modules,
+        of the Learner, of callbacks and of the data that differ and that no checkpoint holds.
+
+        Everything is afterwards as it was, as with `lr_find`. Callbacks that write files (loggers, `Checkpoint`) are
+        left out, and what is saved below `learn.path` goes to a folder that is removed. Raises `FitError` for numbers
+        that cannot be followed.
+
+        >>> from learnkit import EMA
+        >>> from learnkit.testing import synth_learner
+        >>> bool(synth_learner(cbs=EMA()).check_resume())
+        True
+        """
+        from learnkit.checkpoint.resume_check import check_resume
+
+        return check_resume(self, n_batches, stop_after)
+
+    def callback_states(self) -> dict[str, Any]:
+        """Return the state of every callback that has one, by its key: its `state_key`, or its name, made unique.
+
+        Of a callback without a `state_dict`, one written for fastai for instance, that is every attribute that has
+        changed since it was added and is data: numbers, texts, tensors, arrays, paths, random generators, and lists,
+        tuples, sets and dicts of data.
+
+        Raises `CallbackError`, with the callback's name, for a state that would not load safely.
+
+        >>> from learnkit import EMA
+        >>> from learnkit.testing import synth_learner
+        >>> sorted(synth_learner(cbs=[EMA(), EMA(0.9)]).callback_states())
+        ['ema', 'ema_2', 'recorder', 'train_eval']
+        """
+        from learnkit.engine.callback_state import callback_states
+
+        return callback_states(self)
+
+    def load_callback_states(
+        self,
+        states: Mapping[str, Any],  # from `callback_states`, of a Learner with the same callbacks
+    ) -> None:
+        """Hand each state to its callback.
+
+        A state whose callback is not there is left out with a warning, and so is a callback without a state, which
+        goes on as it is: both are named.
+        """
+        from learnkit.engine.callback_state import load_callback_states
+
+        load_callback_states(self, states)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 

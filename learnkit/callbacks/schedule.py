@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from learnkit.callbacks.torch_scheduler import LRScheduler
+from learnkit.checkpoint.state import find_checkpoint
 from learnkit.core.errors import ScheduleError
 from learnkit.core.validation import warn_user
 from learnkit.data.checks import epoch_length
@@ -22,7 +23,6 @@ from learnkit.engine.callback import Callback
 from learnkit.engine.checks import check_count
 from learnkit.engine.dispatch import listed
 from learnkit.engine.loop import Loop
-from learnkit.engine.resume import ResumeState
 from learnkit.optim.annealing import (
     SchedCos,
     SchedExp,
@@ -144,7 +144,6 @@ def _put(group: dict[str, Any], key: str, at: int | None, value: float) -> None:
 class Schedules(Loop):
     "The part of the Learner that trains along a schedule."
     fit: Callable[..., None]
-    _find_checkpoint: Callable[[Any], ResumeState | None]
     freeze: Callable[[], None]
     unfreeze: Callable[[], None]
     _prepare_opt: Callable[..., None]
@@ -271,7 +270,7 @@ class Schedules(Loop):
         check_count('freeze_epochs', freeze_epochs, 0)
         as_length(self, epochs, start_epoch)
         shared: dict[str, Any] = {'div_final': div_final, 'wd': wd, 'moms': moms, 'cbs': cbs, 'reset_opt': reset_opt}
-        with self.added_cbs(cbs): found = self._find_checkpoint(resume)
+        with self.added_cbs(cbs): found = find_checkpoint(self, resume)
         stage = 0 if found is None else found.stage
         self.freeze()
         with self._in_stage(0):

@@ -25,7 +25,7 @@ from learnkit.checkpoint.weights import (
     weights_differ,
     write_safetensors,
 )
-from learnkit.core.batch import count_stacked, form_of, map_tensors, microbatches, passed_names
+from learnkit.core.batch import count_stacked, form_of, map_tensors, passed_names
 from learnkit.core.dtensor import mesh_of, whole_state
 from learnkit.core.errors import ModelError, OptimizerError, OptionError, WeightsError
 from learnkit.core.files import atomic_write, check_writable

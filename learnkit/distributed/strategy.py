@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from learnkit.checkpoint.dcp import put, take_parts
-from learnkit.checkpoint.resume_check import ResumeChecks
 from learnkit.core.batch import count_samples, cut_batch, find_bs
 from learnkit.core.comm import Comm, has_joined
 from learnkit.core.dtensor import is_dtensor
@@ -23,27 +22,25 @@ from learnkit.core.time import Time
 from learnkit.core.validation import warn_user
 from learnkit.distributed import DistributedTraining
 from learnkit.distributed.compare import optimizer_state, what_is_trained
+from learnkit.engine.loop import Loop
 from learnkit.engine.microbatch import ratio
 from learnkit.engine.resume import ResumeState
+from learnkit.engine.strategy import SINGLE_PROCESS, SingleProcess
 
-__all__ = ['Processes']
+__all__ = ['Processes', 'SeveralProcesses']
 
 
-class Processes(ResumeChecks):
+class Processes(Loop):
     "The part of the Learner that trains in several processes."
     dls: Any
     _team: DistributedTraining | None = None   # the callback that has joined other processes, where there are any
 
-    def _find_checkpoint(self, resume: Any) -> ResumeState | None:
-        "Let the first process find it; the others read the same file."
-        world = self.world
-        if world.size == 1 or resume in (None, False) or isinstance(resume, (Mapping, ResumeState)):
-            return super()._find_checkpoint(resume)
-        self._check_world()
-        find = super()._find_checkpoint
-        found = world.run_on_all(lambda: find(resume) if world.is_first else None)
-        path = world.broadcast(None if found is None else str(found.path))
-        return world.run_on_all(lambda: found if world.is_first or path is None else find(path))
+    @property
+    def strategy(self) -> SingleProcess:
+        "What this Learner does otherwise in several processes."
+        if self.world.size > 1 or self._team is not None:
+            return SEVERAL_PROCESSES
+        return SINGLE_PROCESS
 
     def distributed(
         self,
@@ -146,7 +143,7 @@ class Processes(ResumeChecks):
         if self.world.size == 1 or not self.fitting: super().stop()
         else: self.world.post('stop', 1.)
 
-    stop.__doc__ = ResumeChecks.stop.__doc__
+    stop.__doc__ = Loop.stop.__doc__
 
     def _finished(self, unit: str) -> Any:
         "Take the time that all agree on: what is due, or used up, is so for all at the same batch."
@@ -196,45 +193,63 @@ class Processes(ResumeChecks):
         team = self._team
         return self._samples() if team is None or self._weighs_samples() else team.sum_weights().total()
 
-    # -- checkpoints ---------------------------------------------------------------------------------------------------
 
-    def _gather(self, place: str) -> dict[str, Any]:
+class SeveralProcesses(SingleProcess):
+    "Train in several processes: a checkpoint has the state of each."
+
+    def find_checkpoint(
+        self,
+        learn: Any,
+        resume: Any,
+        find: Callable[[Any], ResumeState | None],
+    ) -> ResumeState | None:
+        "Let the first process find it; the others read the same file."
+        world = learn.world
+        is_given = resume in (None, False) or isinstance(resume, (Mapping, ResumeState))
+        if world.size == 1 or is_given:
+            return find(resume)
+        learn._check_world()
+        found = world.run_on_all(lambda: find(resume) if world.is_first else None)
+        path = world.broadcast(None if found is None else str(found.path))
+        is_found = world.is_first or path is None
+        own: ResumeState | None = world.run_on_all(lambda: found if is_found else find(path))
+        return own
+
+    def add_own_state(self, learn: Any, state: dict[str, Any]) -> dict[str, Any]:
         "Add what is each process's own: random generators, its place in the data, and states that differ."
-        state = super()._gather(place)
-        if (team := self._team) is None: return state
-        return {**state, 'processes': own_parts(state, self.world), 'has_synced': team._parts.has_synced}
+        if (team := learn._team) is None:
+            return state
+        own = own_parts(state, learn.world)
+        return {**state, 'processes': own, 'has_synced': team._parts.has_synced}
 
-    def _put(self, r: ResumeState) -> None:
-        super()._put(r)
-        if self._team is not None: self._team._parts.has_synced = r.state.get('has_synced', False)
-        self.world.set('clock', self._seconds)  # the clock goes on from the checkpoint's
-
-    def _begin_resume(self, r: ResumeState | None) -> None:
-        super()._begin_resume(None if r is None else self._of_this_process(r))
-        if r is None or r.at == 'epoch' or (n := len(r.state.get('processes', [{}]))) == self.world.size: return
-        warn_user(f'The checkpoint is of {n} process{"es" * (n > 1)}, this run has {self.world.size}: what was '
-                  'measured of this epoch so far is that of the first process.')
-
-    def load_checkpoint_state(self, state: Mapping[str, Any]) -> None:
-        super().load_checkpoint_state(self._of_this_process(ResumeState(state)).state)
-
-    load_checkpoint_state.__doc__ = ResumeChecks.load_checkpoint_state.__doc__
-
-    def _of_this_process(self, r: ResumeState) -> ResumeState:
+    def take_own_state(self, learn: Any, resume: ResumeState) -> ResumeState:
         "Put this process's own parts in the places of the first one's, where it was there when they were saved."
-        parts, world = r.state.get('processes', [{}]), self.world
+        parts, world = resume.state.get('processes', [{}]), learn.world
         if len(parts) != world.size:
-            if not world.is_first: r.state = {**r.state, 'rng': capture_rng()}  # random numbers of its own
-            return r
-        if world.is_first: return r
-        own, states = dict(parts[self.world.rank]), dict(r.state['callbacks'])
+            if not world.is_first:
+                # random numbers of its own
+                resume.state = {**resume.state, 'rng': capture_rng()}
+            return resume
+        if world.is_first:
+            return resume
+        own, states = dict(parts[world.rank]), dict(resume.state['callbacks'])
         shared = own.pop('shared', {})
         for key, state in own.pop('callbacks').items():
             state, *_ = take_parts(state)  # in lists and dicts of its own
-            for place in shared.get(key, ()): state = put(state, place, reduce(getitem, place, states[key]))
+            for place in shared.get(key, ()):
+                state = put(state, place, reduce(getitem, place, states[key]))
             states[key] = state
-        r.state = {**r.state, **own, 'callbacks': states}
-        return r
+        resume.state = {**resume.state, **own, 'callbacks': states}
+        return resume
+
+    def after_restore(self, learn: Any, resume: ResumeState) -> None:
+        "Let the clock of all processes go on from the checkpoint's."
+        if learn._team is not None:
+            learn._team._parts.has_synced = resume.state.get('has_synced', False)
+        learn.world.set('clock', learn._seconds)
+
+
+SEVERAL_PROCESSES = SeveralProcesses()
 
 
 @cache
@@ -247,7 +262,7 @@ def warn_of_others(
 
 
 def own_parts(
-    state: Mapping[str, Any],   # from `_gather`, in each process
+    state: Mapping[str, Any],   # from `collect_state`, in each process
     world: Comm,
 ) -> list[dict[str, Any]]:
     """Return, for each process, what of its state is not as in the first; in the others, of themselves alone.

@@ -30,6 +30,7 @@ _EVENTS = {place: f'{place}_checkpoint' for place in ('batch', 'epoch', 'iterati
 class ResumeState:
     "A checkpoint that a fit goes on from, until all of it is in place."
     state: Mapping[str, Any]
+    restorer: Callable[[Any, ResumeState], None]         # puts it in place in a Learner
     path: Path | None = None                             # its file
     info: dict[str, Any] = field(default_factory=dict)   # what its file says about itself
     before: dict[str, Any] | None = None                 # the weights and optimizers that it takes the place of
@@ -46,6 +47,10 @@ class ResumeState:
         if (stage := self.loop['stage']) is not None: return stage
         raise CheckpointError(f'{self.path or "The checkpoint"} is of a fit of its own, and not of `fine_tune`.')
 
+    def restore(self, learn: Any) -> None:
+        "Put everything in place in a Learner."
+        self.restorer(learn, self)
+
 
 class Resuming(Pieces):
     """The part of the loop that knows where it is, and that begins where a checkpoint was taken.
@@ -54,7 +59,6 @@ class Resuming(Pieces):
     an iteration `before_iteration`), with `resumed` True; only then is everything put in place, so that nothing that
     those handlers set up anew stays.
     """
-    _put: Callable[[ResumeState], None]
     dls: Any
 
     def __init__(self) -> None:
@@ -114,7 +118,7 @@ class Resuming(Pieces):
         if here and r.at == place:
             if place == 'evaluation':
                 self._resume_drawing(r.state['position'])  # of the epoch that comes next
-            return self._put(r)
+            return r.restore(self)
         if place == 'evaluation' or not here:
             raise CheckpointError(f'The checkpoint was taken after batch {r.loop["iter"]} of epoch {r.loop["epoch"]}, '
                                   'and this fit did not get there: the epoch, or its training, was cancelled, or '

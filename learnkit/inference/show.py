@@ -1,4 +1,5 @@
 """Show predictions of a batch beside its samples and targets."""
+
 from __future__ import annotations
 
 from typing import Any
