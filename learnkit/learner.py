@@ -22,6 +22,7 @@ from learnkit.callbacks.live_plot import ShowGraph
 from learnkit.callbacks.lr_finder import LRSearch, valley
 from learnkit.callbacks.progress import ProgressCallback
 from learnkit.callbacks.recorder import History, Recorder, recorder_of
+from learnkit.checkpoint.state import begin_resume, find_checkpoint
 from learnkit.core.batch import to_detach
 from learnkit.core.contexts import replacing_yield
 from learnkit.core.denominator import check_weight_func
@@ -39,7 +40,6 @@ from learnkit.core.time import Time, as_time
 from learnkit.core.validation import takes, warn_user
 from learnkit.data.dataloaders import as_dataloaders, check_loaders
 from learnkit.debug.repr import learner_html, learner_text
-from learnkit.distributed.strategy import Processes
 from learnkit.engine import own_loop
 from learnkit.engine.budget import Budget, as_length
 from learnkit.engine.callback import SHOWN_ELSEWHERE, MissingAttribute, defined_on_class
@@ -54,11 +54,11 @@ from learnkit.engine.coverage import cover_params, note_params
 from learnkit.engine.dispatch import listed
 from learnkit.engine.events import LEVELS, LIFECYCLE
 from learnkit.engine.freezing import check_trained, make_optimizer
+from learnkit.engine.loop import Loop
 from learnkit.engine.own_loop import EventCheck, own_methods
 from learnkit.engine.run import ContextStack, call_each, raise_first
 from learnkit.engine.timings import Timings
 from learnkit.engine.train_eval import SkipToEpoch, TrainEvalCallback
-from learnkit.inference.predict import Predictions
 from learnkit.metrics.averages import as_metrics
 from learnkit.optim.optimizers import Adam
 from learnkit.optim.wrapper import OptimWrapper, trainable_params
@@ -67,7 +67,9 @@ if TYPE_CHECKING:
     from learnkit.callbacks.compile import WholeStep
     from learnkit.callbacks.model_summary import Summary
     from learnkit.callbacks.replay import Replay
+    from learnkit.checkpoint.resume_check import ResumeCheck
     from learnkit.debug.explain import Handlers, Trace
+    from learnkit.inference.stream import PredictionStream
 
 __all__ = ['Learner', 'defaults', 'load_learner', 'replacing_yield']
 
@@ -80,7 +82,7 @@ _NOT_YET = {'pred': 'It exists from the forward pass of a batch on (event after_
             'loss_grad': 'It exists once the loss of a batch is computed (event after_loss).'}
 
 
-class Learner(Predictions, Processes):
+class Learner(Loop):
     """Train `model` on `dls` with `loss_func`: the loop, its callbacks and its state.
 
     `dls` is a `DataLoaders`, a tuple (train, valid) of any iterables of batches, or one to train on. `loss_func` and
@@ -199,13 +201,13 @@ class Learner(Predictions, Processes):
         own = [SkipToEpoch(start_epoch)] * bool(start_epoch) + ([Budget(budget)] if budget else [])
         checks = [EventCheck()] if own_methods(self) else []
         with self.added_cbs([*listed(cbs), *own, *checks, *self.evaluations.begin(self, per_iteration)]):
-            found = self._find_checkpoint(resume)
+            found = find_checkpoint(self, resume)
             self._prepare_opt(lr, wd, reset_opt)
             self.replay_source = None
             with self._training_weights(), self.strategy.run(self, 'fit'):
                 self.n_epoch, self.epochs_per_iteration, self.run.stopping = epochs, per_iteration, False
                 self.timings = Timings()
-                self._begin_resume(found)
+                begin_resume(self, found)
                 self._with_events(self._do_fit, 'fit', CancelFitException, self._end_cleanup)
 
     def fit_until(
@@ -689,6 +691,464 @@ class Learner(Predictions, Processes):
     def repeat_turn(self) -> None:
         own_loop.repeat_turn(self)
 
+    # -- evaluation and prediction -------------------------------------------------------------------------------------
+
+    def validate(
+        self,
+        ds_idx: int | None = None,  # 0: training, 1: first validation loader; None: all validation
+        dl: Any = None,  # a loader to use instead, or its name in `dls`
+        cbs: Any = None,  # further callbacks for this run
+    ) -> L | None:
+        """Compute loss and metrics, and return them as a list: `[valid_loss, *metrics]` of each loader.
+
+        Counters, history, RNGs and the modes of the modules are afterwards as they were. A callback may call it from
+        any of its events, and is itself not called in the evaluation that it starts.
+
+        Raises `LoaderError` when there is no such loader, and `EmptyLoaderError` when it has no batch.
+
+        >>> from learnkit import mae
+        >>> from learnkit.testing import synth_learner
+        >>> with synth_learner(metrics=mae).no_bar() as learn: valid_loss, error = learn.validate()
+        >>> 0 <= error <= valid_loss ** 0.5
+        True
+        """
+        from learnkit.inference.predict import validate
+
+        return validate(self, ds_idx, dl, cbs)
+
+    def get_preds(
+        self,
+        ds_idx: int = 1,  # which loader to predict on: 0 training, 1 validation
+        dl: Any = None,  # a loader to use instead, or its name in `dls`
+        with_input: bool = False,  # return the inputs, first
+        with_decoded: bool = False,  # return decoded predictions, by `loss_func.decodes`
+        with_loss: bool = False,  # return the loss of each sample, last
+        act: Callable[[Any], Any] | None = None,  # on predictions; None: `loss_func.activation`
+        inner: bool = False,  # leave out the events of fit and epoch: for use inside a callback
+        reorder: bool = True,  # in data-set order, nothing dropped, where the loader can be rebuilt
+        cbs: Any = None,  # further callbacks for this run
+        sink: Any = None,  # where batches go as they come, instead of memory: see below
+        **kwargs: Any,  # more for `GatherPredsCallback`
+    ) -> Any:
+        """Return predictions and targets of a loader on the CPU, joined along the first dimension.
+
+        Where several processes train together, all of them call it: each predicts its share, and each gets everything
+        (its own alone, with loaders that were `sharded_already`).
+
+        What was asked for comes in the order: inputs, predictions, targets, decoded predictions, losses. Several inputs
+        or targets come as a list or tuple of tensors; targets are None where the loader has none. A shuffling loader's
+        samples come in the data set's order, each once, and so do those that a weighted or partial loader of fastai
+        chooses, each as often as chosen. A torch sampler that chooses (WeightedRandomSampler) is followed in the order
+        of its draws, as are a list, an iterable data set, and a batch sampler of one's own.
+
+        With a `sink` memory stays constant and the sink itself is returned. It is a folder, which gets a file a batch
+        (`000000.pt`, a dict for `torch.load`); the path of a `.npy` file or an array (`numpy.memmap`), which get the
+        predictions alone; or a function, called with the entries of each batch. Until they are complete, the folder and
+        the file are called `<name>.part`: what an interrupted run wrote is there, and is written over by the next.
+        Nothing else is: a file, or a folder that is not empty, is refused. Several processes write files of one folder,
+        numbered in the order of the data; of a `.npy` file each writes its own, which
+        `learnkit.inference.sinks.read_rows` joins.
+
+        Raises `LoaderError` when there is no such loader, `EmptyLoaderError` when it has no batch, and `OptionError`
+        for a sink that cannot take what was asked for.
+
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner(n_valid=2)
+        >>> with learn.no_bar(): preds, targets = learn.get_preds()
+        >>> preds.shape, targets.shape
+        (torch.Size([32, 1]), torch.Size([32, 1]))
+        """
+        from learnkit.inference.predict import get_preds
+
+        return get_preds(
+            self,
+            ds_idx,
+            dl,
+            with_input,
+            with_decoded,
+            with_loss,
+            act,
+            inner,
+            reorder,
+            cbs,
+            sink,
+            **kwargs,
+        )
+
+    def predict_iter(
+        self,
+        dl: Any = None,  # a loader, or its name in `dls`
+        ds_idx: int = 1,  # which loader when `dl` is None: 0 training, 1 validation
+        with_input: bool = False,  # yield the inputs, first
+        with_decoded: bool = False,  # yield decoded predictions, by `loss_func.decodes`
+        with_loss: bool = False,  # yield the loss of each sample, last
+        act: Callable[[Any], Any] | None = None,  # on predictions; None: `loss_func.activation`
+        inner: bool = False,  # leave out the events of fit and epoch: for use inside a callback
+        cpu: bool = True,  # bring them to the CPU; False: leave them where the model is
+        cbs: Any = None,  # further callbacks for this run
+    ) -> PredictionStream:
+        """Predict batch by batch, each when it is asked for, in the loader's order: an iterator over their entries.
+
+        Each batch is what `get_preds` would return for it, and the events are the same. Between two batches the
+        Learner is as it was before (modes, RNGs, weights, loop state), and no memory grows. Leaving the loop
+        early ends the run as a `CancelValidException` would. A stream does not outlast what it runs in: when
+        its Learner goes on to a fit, a validation or other predictions, is copied, or has callbacks taken out,
+        it is ended first, and asking it for more raises `FitError`. Of several processes each gets its share.
+
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner(default_cbs=False)
+        >>> [tuple(preds.shape) for preds, targs in learn.predict_iter()]
+        [(16, 1), (16, 1)]
+        """
+        from learnkit.inference.predict import predict_iter
+
+        return predict_iter(
+            self, dl, ds_idx, with_input, with_decoded, with_loss, act, inner, cpu, cbs
+        )
+
+    def predict(
+        self,
+        item: Any,  # the input of one sample as a data set gives it; a tuple of several inputs
+        rm_type_tfms: Any = None,  # for data of fastai: how many type transforms to leave out
+        with_input: bool = False,  # return the input too, first
+    ) -> tuple[Any, ...]:  # (input,) prediction decoded by `loss_func.decodes`, and activated
+        """Predict on one sample.
+
+        What `dls.decode_batch` makes of the prediction comes first, where the data can do that (fastai's); otherwise
+        its name in `dls.vocab`, or without one the prediction as `loss_func.decodes` gives it.
+
+        >>> from learnkit.testing import synth_learner
+        >>> decoded, same, pred = synth_learner(default_cbs=False).predict(torch.ones(1))
+        >>> pred.shape
+        torch.Size([1])
+        """
+        from learnkit.inference.predict import predict
+
+        return predict(self, item, rm_type_tfms, with_input)
+
+    def tta(
+        self,
+        ds_idx: int = 1,  # which loader to predict on: 0 training, 1 validation
+        dl: Any = None,  # a loader to use instead, or its name in `dls`
+        n: int = 4,  # how often to predict on augmented samples
+        item_tfms: Any = None,  # for data of fastai: other transforms of each item
+        batch_tfms: Any = None,  # for data of fastai: other transforms of each batch
+        beta: float | None = 0.25,  # share of the plain predictions; None: both, augmented first
+        use_max: bool = False,  # take the largest prediction instead of the mean
+        augment: Callable[..., Any] | None = None,  # f(*xb) -> augmented inputs, for any loader
+    ) -> tuple[Any, Any]:  # predictions, targets
+        """Predict on augmented samples too (test time augmentation) and average: `lerp(augmented, plain, beta)`.
+
+        fastai's data brings its training transforms; for any other loader `augment` makes the inputs of a batch anew,
+        as a torchvision transform does. Each of the `n` times draws other random numbers, and the RNGs are afterwards
+        as they were. Several outputs are averaged each.
+
+        Raises `OptionError` when there is nothing that could augment, or `n` is not positive.
+
+        >>> from learnkit.testing import synth_learner
+        >>> preds, targs = synth_learner(default_cbs=False).tta(augment=lambda x: x + 0.1 * torch.randn_like(x))
+        >>> preds.shape
+        torch.Size([32, 1])
+        """
+        from learnkit.inference.predict import tta
+
+        return tta(self, ds_idx, dl, n, item_tfms, batch_tfms, beta, use_max, augment)
+
+    def show_results(
+        self,
+        ds_idx: int = 1,  # which loader's first batch: 0 training, 1 validation
+        dl: Any = None,  # a loader to use instead
+        max_n: int = 9,  # the most samples shown
+        **kwargs: Any,  # more for the data's own method
+    ) -> Any:
+        """Show a batch with its predictions: images in a grid, anything else as a table; return what was drawn.
+
+        Wrong classes are marked, and have their names in `dls.vocab` where there is one. Images take `figsize`. A
+        method `show_results(batch, preds, max_n=..., **kwargs)` of the loader, as fastai's have it, or of its data set
+        is used instead, if there is one; it gets a whole batch and the decoded predictions. Loaders, random generators
+        and the model are afterwards as they were.
+
+        >>> from learnkit import Learner
+        >>> scores = torch.tensor([[3., 1.], [2., 0.]])
+        >>> Learner([(scores, torch.tensor([0, 1]))], nn.Identity(), nn.CrossEntropyLoss()).show_results(ds_idx=0)
+        x[0]  x[1]  target  predicted
+           3     1       0          0
+           2     0       1          0  wrong
+        """
+        from learnkit.inference.show import show_results
+
+        return show_results(self, ds_idx, dl, max_n, **kwargs)
+
+    # -- saving and loading --------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        file: str | Path,  # a name below `path/model_dir`, or an absolute path; `.pth` is added
+        with_opt: bool | None = None,  # save the optimizer's state; None: if there is an optimizer
+    ) -> Path:
+        """Save the weights, and return the path of the file.
+
+        The file is torch's: `{'model': ..., 'opt': ...}`, or the model's state dict alone. A name that ends in
+        `.safetensors` gets the weights alone, in that library's format. It is there whole or not at all, and folders
+        are made. Of several processes that train together all call it, and the
+        first one writes. Raises `OptionError` for a name that cannot be a file and for
+        `with_opt` in a format without place for it, `OptimizerError` when `with_opt` is asked for and there is no
+        optimizer; nothing is written then.
+
+        >>> import tempfile
+        >>> from learnkit.testing import synth_learner
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     learn = synth_learner(path=folder)
+        ...     print(learn.save('line').relative_to(folder).as_posix())
+        ...     a = learn.model.a.item()
+        ...     _ = learn.model.a.data.zero_()
+        ...     learn.load('line').model.a.item() == a
+        models/line.pth
+        True
+        """
+        from learnkit.checkpoint.saving import save
+
+        return save(self, file, with_opt)
+
+    def load(
+        self,
+        file: str | Path,  # as for `save`
+        with_opt: bool | None = None,  # load the optimizer's state; None: when the file has it
+        device: torch.device | str | int | None = None,  # where the file is read to; None: the CPU
+        strict: bool = True,  # False: take what fits by name, and convert other dtypes
+    ) -> Self:
+        """Load what `save`, `torch.save` of a state dict, fastai's or safetensors has written, and return the learner.
+
+        Nothing in the file is executed. The values are copied: parameters stay the same objects. Everything is
+        compared before anything is copied: a `WeightsError` lists every name, shape and dtype that differs, and leaves
+        weights and optimizer as they were; it is also raised for files that are damaged or hold more than data. An
+        optimizer that does not exist yet is made. An optimizer's state that fastai saved is of another form: there, the
+        weights alone are loaded, with a warning. `before_load` fires when all was compared, `after_load` in the end.
+
+        >>> import tempfile
+        >>> from learnkit.testing import synth_learner
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = (learn := synth_learner()).save(f'{folder}/line')
+        ...     again = synth_learner().load(path)
+        >>> torch.equal(again.model.a, learn.model.a)
+        True
+        """
+        from learnkit.checkpoint.saving import load
+
+        return load(self, file, with_opt, device, strict)
+
+    def save_learner(
+        self,
+        fname: str | Path = 'learner.pth',  # a name below `path`, or an absolute path
+        /,
+        **model_config: Any,  # plain values that build the model; `load_learner` passes them on
+    ) -> Path:
+        """Save weights and configuration in one file for `load_learner`, and return its path.
+
+        The file holds tensors and plain values, and no code: what it is loaded with, a model class for one, is in the
+        hands of who loads it, who can therefore trust a file from anywhere. It keeps the rates and options of this
+        Learner, the class names of its data (`dls.vocab`) and the names of model and loss; the optimizer's state and
+        the data stay behind. Raises `OptionError` for a value that is not plain.
+
+        >>> import tempfile
+        >>> from learnkit import Learner
+        >>> from learnkit import load_learner
+        >>> def build(hidden): return nn.Sequential(nn.Linear(1, hidden), nn.ReLU(), nn.Linear(hidden, 1))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     learn = Learner([(torch.zeros(4, 1), torch.zeros(4, 1))], build(hidden=8), nn.MSELoss(), path=folder)
+        ...     path = learn.save_learner('net.pth', hidden=8)
+        ...     load_learner(path, model=build, loss_func=nn.MSELoss())
+        Learner(Sequential, loss_func=MSELoss, valid=[], cbs=[TrainEvalCallback, Recorder, ProgressCallback])
+        """
+        from learnkit.checkpoint.saving import save_learner
+
+        return save_learner(self, fname, **model_config)
+
+    def export(
+        self,
+        fname: str | Path = 'export.pt2',  # name below `path`, or an absolute path; adds `.pt2`
+        act: Callable[[Any], Any] | None = None,  # applied to outputs, e.g. `loss_func.activation`
+        sample: Any = None,  # inputs, a tuple if several; None: shaped like those of the data
+    ) -> Path:
+        """Save the model as a program for serving (`torch.export`), for any batch size, and return the file's path.
+
+        The program is on the CPU, in evaluation mode, and needs none of the model's code:
+        `torch.export.load(path).module()(x)`. What callbacks do to a batch is no part of it. The file also holds inputs
+        of the sample's shapes, all zero: nothing of the data is in it. The first of several processes writes it.
+
+        Loading such a file executes trusted code: `torch.export.load` unpickles its sample inputs. Load only files of
+        your own making; to exchange models use `save_learner`.
+
+        Raises `ModelError` with torch's reason for a model that cannot be exported, and `OptionError` where there is no
+        batch to take the shapes from, or for the name of another kind of file.
+
+        >>> import tempfile
+        >>> from learnkit.testing import synth_learner
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     program = torch.export.load(synth_learner(path=folder).export()).module()
+        >>> program(torch.ones(5, 1)).shape
+        torch.Size([5, 1])
+        """
+        from learnkit.checkpoint.saving import export
+
+        return export(self, fname, act, sample)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """Return everything that training depends on, copied to host memory, as plain values and tensors.
+
+        It is what the callback `Checkpoint` writes: model, loss function and optimizers, pending gradients, counters,
+        history and every callback's state by its key, all random generators, and the place in the training data.
+        `fit(n, resume=state)` goes on from it, exactly, when it was taken at `batch_checkpoint`, `epoch_checkpoint` or
+        `iteration_checkpoint`. Outside of a fit it can be put back by `load_checkpoint_state`.
+
+        Raises `CheckpointError` elsewhere in a run, where half of the callbacks have handled an event, and
+        `CallbackError` for a callback's state that would not load safely.
+
+        >>> from learnkit.testing import synth_learner
+        >>> state = synth_learner().checkpoint_state()
+        >>> sorted(state)  # doctest: +NORMALIZE_WHITESPACE
+        ['buffers', 'callbacks', 'frozen', 'grads', 'loop', 'loss_func', 'model', 'optimizer', 'position', 'rng',
+         'wall_clock']
+        """
+        from learnkit.checkpoint.state import checkpoint_state
+
+        return checkpoint_state(self)
+
+    def load_checkpoint_state(
+        self,
+        state: Mapping[str, Any],  # from `checkpoint_state`, of a Learner made in the same way
+    ) -> None:
+        """Put a checkpoint's state into this Learner, outside of a fit; nothing of `state` is shared or changed.
+
+        Weights, optimizers, counters, history, callbacks' states and random generators are then as they were. To train
+        on from the very batch, use `fit(n, resume=state)`. Everything is compared before anything changes. Raises
+        `WeightsError` with every difference, and `CheckpointError` for what is no such state.
+        """
+        from learnkit.checkpoint.state import load_checkpoint_state
+
+        load_checkpoint_state(self, state)
+
+    def check_resume(
+        self,
+        n_batches: int = 8,  # training batches of each run; more than an epoch has try its end, too
+        stop_after: int | None = None,  # batches after which one run is stopped; None: half of them
+    ) -> ResumeCheck:
+        """Train without a stop, and with one, and say whether both end in the same state, to the last bit.
+
+        The second run is saved in a file after `stop_after` batches and gone on with from there, with all random
+        generators seeded otherwise, as a new process would. Weights, optimizer, generators, the data's position,
+        history and the callbacks' states are compared: what is listed as different is remembered by something that no
+        checkpoint holds. A callback says what it remembers by `state_dict` and `load_state_dict`; of one that does not,
+        what it keeps and no checkpoint holds (an iterator, an open file) is named then, as are attributes of modules,
+        of the Learner, of callbacks and of the data that differ and that no checkpoint holds.
+
+        Everything is afterwards as it was, as with `lr_find`. Callbacks that write files (loggers, `Checkpoint`) are
+        left out, and what is saved below `learn.path` goes to a folder that is removed. Raises `FitError` for numbers
+        that cannot be followed.
+
+        >>> from learnkit import EMA
+        >>> from learnkit.testing import synth_learner
+        >>> bool(synth_learner(cbs=EMA()).check_resume())
+        True
+        """
+        from learnkit.checkpoint.resume_check import check_resume
+
+        return check_resume(self, n_batches, stop_after)
+
+    def callback_states(self) -> dict[str, Any]:
+        """Return the state of every callback that has one, by its key: its `state_key`, or its name, made unique.
+
+        Of a callback without a `state_dict`, one written for fastai for instance, that is every attribute that has
+        changed since it was added and is data: numbers, texts, tensors, arrays, paths, random generators, and lists,
+        tuples, sets and dicts of data.
+
+        Raises `CallbackError`, with the callback's name, for a state that would not load safely.
+
+        >>> from learnkit import EMA
+        >>> from learnkit.testing import synth_learner
+        >>> sorted(synth_learner(cbs=[EMA(), EMA(0.9)]).callback_states())
+        ['ema', 'ema_2', 'recorder', 'train_eval']
+        """
+        from learnkit.engine.callback_state import callback_states
+
+        return callback_states(self)
+
+    def load_callback_states(
+        self,
+        states: Mapping[str, Any],  # from `callback_states`, of a Learner with the same callbacks
+    ) -> None:
+        """Hand each state to its callback.
+
+        A state whose callback is not there is left out with a warning, and so is a callback without a state, which
+        goes on as it is: both are named.
+        """
+        from learnkit.engine.callback_state import load_callback_states
+
+        load_callback_states(self, states)
+
+    # -- several processes -------------------------------------------------------------------------
+
+    def distributed(
+        self,
+        strategy: str = 'auto',   # 'ddp': each rank has the whole model; 'fsdp': a part; 'auto'
+        **options: Any,           # more of `DistributedTraining`
+    ) -> AbstractContextManager[Self]:
+        """Return a context in which this Learner trains in all the processes that were started together.
+
+        Start the script by `torchrun --nproc-per-node=2 script.py`; on its own, it trains in one process. See
+        `DistributedTraining` for the options and for what is raised.
+
+        >>> from learnkit.testing import synth_learner
+        >>> learn = synth_learner()
+        >>> with learn.no_bar(), learn.distributed('ddp'): learn.fit(1)
+        >>> len(learn.history), learn.world.size
+        (1, 1)
+        """
+        from learnkit.distributed.callback import DistributedTraining
+
+        return self.added_cbs(DistributedTraining(strategy, **options))
+
+    def launch(
+        self,
+        fn: Callable[[Any], Any],   # f(learn) in each process: `lambda learn: learn.fit(3)`
+        nproc: int = 2,             # processes
+        *,
+        timeout: str | int | Time = '10m',  # after which a process that waits for another gives up
+        **options: Any,             # more of `DistributedTraining`
+    ) -> Any:
+        """Train in several processes that are started here, as from a notebook, and bring back what they have trained.
+
+        Each calls `fn` with a copy of this Learner, in the context of `distributed(**options)`. Weights, optimizer,
+        history, counters and callbacks' states of the first are then this Learner's, and what `fn` has returned there
+        is returned. Rows and bars of the first are shown here; interrupting the kernel ends them all. Functions and
+        classes of a notebook go along by value (`pip install "learnkit[launch]"`).
+
+        Raises `OptionError` or `MissingExtraError` before anything is started, for what cannot be sent with its name,
+        and `DistributedError` with the traceback of the process that has failed first; this Learner is then unchanged.
+
+        >>> from learnkit.testing import synth_learner
+        >>> synth_learner().launch(lambda learn: learn.fit(1), nproc=0)
+        Traceback (most recent call last):
+        learnkit.core.errors.OptionError: nproc=0: give a whole number of processes, 1 or more.
+        """
+        from learnkit.distributed.launch import launch
+
+        return launch(self, fn, nproc, timeout=timeout, **options)
+
+    def check_replicas(self) -> None:
+        """Compare weights, buffers and the optimizer's state of all processes.
+
+        Every process calls it. Raises `DistributedError`, in each, with the names of the tensors that differ.
+
+        >>> from learnkit.testing import synth_learner
+        >>> synth_learner().check_replicas()
+        """
+        from learnkit.distributed.compare import check_replicas
+
+        check_replicas(self)
+
     # -- reading -------------------------------------------------------------------------------------------------------
 
     @property
@@ -916,6 +1376,11 @@ class Learner(Predictions, Processes):
         if error is exc_info[1]: raise_first(None if swallowed else error, raised)
         else: raise_first(error, raised); raise error  # type: ignore[misc]  # it was set above
         return swallowed
+
+    def _end_streams(self) -> None:
+        from learnkit.inference.stream import end_streams
+
+        end_streams(self)
 
     def _open_for_use(self) -> None:
         _open_learners.add(self)

@@ -22,7 +22,7 @@ from learnkit.callbacks.sigterm import StopRequest, in_ipython
 from learnkit.checkpoint.dcp import Writers, folder_of, remove_parts, sweep_parts, take_parts
 from learnkit.checkpoint.file import write_state
 from learnkit.checkpoint.folder import Entry, entries, next_path, number_of, superfluous
-from learnkit.checkpoint.state import host_copy
+from learnkit.checkpoint.state import collect_state, host_copy
 from learnkit.core.dtensor import mesh_of, whole_state
 from learnkit.core.errors import CancelFitException, CheckpointError, OptionError
 from learnkit.core.files import check_writable, sweep
@@ -242,7 +242,7 @@ class Checkpoint(Callback):
 
     def _state(self, place: str) -> dict[str, Any]:
         "Return the state on the host: all of it in the first process, in the others what they write of it."
-        learn, state = self.learn, self.learn._gather(place)
+        learn, state = self.learn, collect_state(self.learn, place)
         if not self.sharded: state = whole_state(state)
         elif mesh_of(learn.model) is not None:
             state, places, parts = take_parts(state)

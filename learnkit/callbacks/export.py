@@ -16,7 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from learnkit.checkpoint.saving import file_path, on_cpu, program_of, sample_inputs, two_rows
+from learnkit.checkpoint.saving import (
+    file_path,
+    find_weights_path,
+    on_cpu,
+    program_of,
+    sample_inputs,
+    two_rows,
+)
 from learnkit.core.batch import apply_model, count_stacked, describe, map_tensors, passed_names
 from learnkit.core.dtensor import mesh_of
 from learnkit.core.errors import (
@@ -75,7 +82,7 @@ class LoadWeights(Callback):
     def before_fit(self) -> None:
         "See that the file is there, and load it if this is the event."
         if not self.learn.fitting or (self.learn.resumed and self.at == 'before_fit'): return
-        path = self.learn._weights_path(self.file, to_read=True)
+        path = find_weights_path(self.learn, self.file, to_read=True)
         if not path.is_file(): raise WeightsError(f'LoadWeights: there is no file {path}.')
         if self.at == 'before_fit': self._load()
 

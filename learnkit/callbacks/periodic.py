@@ -16,6 +16,7 @@ from learnkit.data.dataloaders import check_loader, evaluation_loaders
 from learnkit.engine.callback import Periodic
 from learnkit.engine.run import preserved_state
 from learnkit.inference.gather import AsyncToCPU
+from learnkit.inference.predict import resolve_loader
 
 __all__ = ['PeriodicData']
 
@@ -85,7 +86,7 @@ class PeriodicData(Periodic):
         if dl is None:
             if loaders := evaluation_loaders(learn.dls): return loaders[0]
             raise LoaderError(f'{type(self).__name__}: there is no validation loader; give `dl=`.')
-        name, dl = (dl, learn._given(dl)) if isinstance(dl, str) else (self.name, dl)
+        name, dl = (dl, resolve_loader(learn, dl)) if isinstance(dl, str) else (self.name, dl)
         if not isinstance(dl, Iterator): return name, dl
         raise LoaderError(f'{type(self).__name__}: a {type(dl).__name__} is an iterator, used up after one pass. Give '
                           'a loader that starts anew each time.')

@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from learnkit.callbacks.torch_scheduler import LRScheduler
+from learnkit.checkpoint.state import find_checkpoint
 from learnkit.core.contexts import replacing_yield
 from learnkit.core.errors import ScheduleError
 from learnkit.core.validation import warn_user
@@ -240,7 +241,7 @@ def fine_tune(
         'reset_opt': reset_opt,
     }
     with learn.added_cbs(cbs):
-        found = learn._find_checkpoint(resume)
+        found = find_checkpoint(learn, resume)
     stage = 0 if found is None else found.stage
     learn.freeze()
     with replacing_yield(learn.run, 'stage', 0):

@@ -14,7 +14,7 @@ import numpy as np
 from learnkit.callbacks.ema import EMA
 from learnkit.callbacks.monitored import as_number, epoch_row, find_column, records
 from learnkit.callbacks.nan_guard import TerminateOnNaNCallback, say
-from learnkit.checkpoint.saving import file_path
+from learnkit.checkpoint.saving import check_weights_path, file_path, find_weights_path
 from learnkit.core.errors import MetricError, OptionError, TimeError
 from learnkit.core.time import Time, Timestamp, as_time
 from learnkit.core.validation import warn_user
@@ -326,17 +326,17 @@ class SaveModelCallback(TrackerCallback):
         "See that files can be written."
         if not self.learn.fitting: return
         if not self.every_epoch: super().before_fit()
-        self.learn._check_saves(self.fname)
+        check_weights_path(self.learn, self.fname)
         self._check_own_file()
         if self.reset_on_fit: self._best_path = None
         self._watching, self._compared, self._has_begun = True, False, True
 
     def _check_own_file(self) -> None:
         "Raise `OptionError` if another one writes the same file: each would load the other's best."
-        mine = self.learn._weights_path(self.fname), bool(self.every_epoch)
+        mine = find_weights_path(self.learn, self.fname), bool(self.every_epoch)
         for cb in self.learn.cbs:
             if cb is self or not isinstance(cb, SaveModelCallback): continue
-            if (self.learn._weights_path(cb.fname), bool(cb.every_epoch)) == mine:
+            if (find_weights_path(self.learn, cb.fname), bool(cb.every_epoch)) == mine:
                 raise OptionError(f'{self} and {cb} would both write {mine[0]}, each over what the other has saved: '
                                   'give one of them another `fname`.')
 
@@ -389,6 +389,6 @@ class SaveModelCallback(TrackerCallback):
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Go on from the best value and its file."
         super().load_state_dict(sd)
-        own = None if self.learn is None else self.learn._weights_path(self.fname).parent
+        own = None if self.learn is None else find_weights_path(self.learn, self.fname).parent
         self.last_saved_path, self._best_path = (found_path(self.learn, sd[k], own) for k in _PATHS)
         self._compared = sd['compared']

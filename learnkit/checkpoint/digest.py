@@ -16,6 +16,7 @@ from learnkit.core.errors import OptionError
 from learnkit.core.model import bare_model
 from learnkit.core.random import capture_rng
 from learnkit.core.time import UNITS
+from learnkit.engine.callback_state import nondeterministic_state
 
 __all__ = ['WALL_CLOCK', 'digest', 'differences', 'learn_digest', 'learn_state']
 
@@ -96,7 +97,7 @@ def learn_state(learn: Any) -> dict[str, Any]:
             'loss_func': loss.state_dict() if isinstance(loss, nn.Module) else None,
             'optimizer': None if learn.opt is None else whole_state(learn.opt.state_dict()),
             'callbacks': whole_state(learn.callback_states()), 'loop': {'time': learn.time.state_dict()},
-            'rng': capture_rng(), 'wall_clock': learn._wall_clock()}
+            'rng': capture_rng(), 'wall_clock': nondeterministic_state(learn)}
 
 
 # What is left out

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import nn
 
 from learnkit.checkpoint.digest import differences, digest
 from learnkit.checkpoint.file import read_state, write_state
-from learnkit.checkpoint.state import COUNTERS, Checkpoints
+from learnkit.checkpoint.state import COUNTERS
 from learnkit.core.errors import CancelFitException, FitError, OptionError
 from learnkit.core.html import definitions, never_raising
 from learnkit.core.model import bare_model
@@ -25,7 +25,7 @@ from learnkit.engine.checks import check_count, check_fit
 from learnkit.engine.run import STATE
 from learnkit.engine.snapshot import restored
 
-__all__ = ['ResumeCheck', 'ResumeChecks']
+__all__ = ['ResumeCheck', 'check_resume']
 
 
 BY_CALLBACK = 'let a callback keep it'
@@ -80,68 +80,59 @@ class _StopAt(Callback):
         raise CancelFitException
 
 
-class ResumeChecks(Checkpoints):
-    "The part of the Learner that tries whether it resumes exactly."
-    fit: Callable[..., None]
-    no_logging: Callable[[], Any]
-    no_bar: Callable[[], Any]
+def check_resume(
+    learn: Any,
+    n_batches: int = 8,
+    stop_after: int | None = None,
+) -> ResumeCheck:
+    "Train without a stop, and with one, and compare the states at the end, to the last bit."
+    n = check_count('n_batches', n_batches, 2)
+    middle = n // 2 if stop_after is None else check_count('stop_after', stop_after, 1)
+    if middle >= n:
+        raise FitError(f'stop_after={stop_after} is no stop within {n_batches} batches.')
+    check_fit(learn, 1, 0)
+    per_epoch = epoch_length(learn.dls, learn.dls.train)[0]
+    n_epoch = n // per_epoch + 1 if per_epoch else n
 
-    def check_resume(
-        self,
-        n_batches: int = 8,          # training batches of each run; more than an epoch has try its end, too
-        stop_after: int | None = None,  # batches after which one run is stopped; None: half of them
-    ) -> ResumeCheck:
-        """Train without a stop, and with one, and say whether both end in the same state, to the last bit.
+    def train(until: int, resume: Any = False) -> _StopAt:
+        stop = _StopAt(until)
+        with restored(learn):
+            if resume is not False:
+                scramble()
+            learn.fit(n_epoch, cbs=stop, resume=resume)
+        if not stop.kept:
+            raise FitError(f'The loader ended before batch {until}: lower n_batches={n_batches}.')
+        return stop
 
-        The second run is saved in a file after `stop_after` batches and gone on with from there, with all random
-        generators seeded otherwise, as a new process would. Weights, optimizer, generators, the data's position,
-        history and the callbacks' states are compared: what is listed as different is remembered by something that no
-        checkpoint holds. A callback says what it remembers by `state_dict` and `load_state_dict`; of one that does not,
-        what it keeps and no checkpoint holds (an iterator, an open file) is named then, as are attributes of modules,
-        of the Learner, of callbacks and of the data that differ and that no checkpoint holds.
+    writers = [cb for cb in learn.cbs if getattr(cb, 'writes_files', False)]
+    with (
+        learn.lock,
+        learn.removed_cbs(writers),
+        _redirect_files(learn) as folder,
+        learn.no_bar(),
+        learn.no_logging(),
+    ):
+        straight = train(n)
+        resumed = train(n, through_file(train(middle).kept, folder / 'state.pt'))
+    found = differences(straight.kept, resumed.kept)
+    hints = straight.hints + [
+        f'`{name}` of {owner} differs as well, and no checkpoint holds it: {fix}.'
+        for (owner, name, fix), d in straight.outside.items()
+        if resumed.outside.get((owner, name, fix)) != d
+    ]
+    return ResumeCheck(n, middle, digest(straight.kept), found, hints if found else [])
 
-        Everything is afterwards as it was, as with `lr_find`. Callbacks that write files (loggers, `Checkpoint`) are
-        left out, and what is saved below `learn.path` goes to a folder that is removed. Raises `FitError` for numbers
-        that cannot be followed.
 
-        >>> from learnkit import EMA
-        >>> from learnkit.testing import synth_learner
-        >>> bool(synth_learner(cbs=EMA()).check_resume())
-        True
-        """
-        n = check_count('n_batches', n_batches, 2)
-        middle = n // 2 if stop_after is None else check_count('stop_after', stop_after, 1)
-        if middle >= n: raise FitError(f'stop_after={stop_after} is no stop within {n_batches} batches.')
-        check_fit(self, 1, 0)
-        per_epoch = epoch_length(self.dls, self.dls.train)[0]
-        n_epoch = n // per_epoch + 1 if per_epoch else n
-
-        def train(until: int, resume: Any = False) -> _StopAt:
-            stop = _StopAt(until)
-            with restored(self):
-                if resume is not False: scramble()
-                self.fit(n_epoch, cbs=stop, resume=resume)
-            if not stop.kept: raise FitError(f'The loader ended before batch {until}: lower n_batches={n_batches}.')
-            return stop
-
-        writers = [cb for cb in self.cbs if getattr(cb, 'writes_files', False)]
-        with self.lock, self.removed_cbs(writers), self._elsewhere() as folder, self.no_bar(), self.no_logging():
-            straight = train(n)
-            resumed = train(n, through_file(train(middle).kept, folder/'state.pt'))
-        found = differences(straight.kept, resumed.kept)
-        hints = straight.hints + [f'`{name}` of {owner} differs as well, and no checkpoint holds it: {fix}.'
-                                  for (owner, name, fix), d in straight.outside.items()
-                                  if resumed.outside.get((owner, name, fix)) != d]
-        return ResumeCheck(n, middle, digest(straight.kept), found, hints if found else [])
-
-    @contextmanager
-    def _elsewhere(self) -> Iterator[Path]:
-        "Let files go to a folder that is there for the length of a context."
-        own = self.path
-        with TemporaryDirectory() as folder:
-            self.path = Path(folder)
-            try: yield self.path
-            finally: self.path = own
+@contextmanager
+def _redirect_files(learn: Any) -> Iterator[Path]:
+    "Let files go to a folder that is there for the length of a context."
+    own = learn.path
+    with TemporaryDirectory() as folder:
+        learn.path = Path(folder)
+        try:
+            yield learn.path
+        finally:
+            learn.path = own
 
 
 def hints_of(cb: Any) -> list[str]:

@@ -9,7 +9,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from numbers import Real
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from learnkit.checkpoint.weights import (
     weights_differ,
     write_safetensors,
 )
-from learnkit.core.batch import count_stacked, form_of, map_tensors, microbatches, passed_names
+from learnkit.core.batch import count_stacked, form_of, map_tensors, passed_names
 from learnkit.core.dtensor import mesh_of, whole_state
 from learnkit.core.errors import ModelError, OptimizerError, OptionError, WeightsError
 from learnkit.core.files import atomic_write, check_writable
@@ -33,276 +33,201 @@ from learnkit.core.model import bare_model, name_of
 from learnkit.core.plain import plain
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import evaluation_loaders
-from learnkit.data.show import (
-    as_targets,
-    binary_cut,
-    check_max_n,
-    first_batch,
-    first_samples,
-    own_method,
-    show_samples,
-    wrong_ones,
-)
+from learnkit.data.show import first_batch
 from learnkit.engine.checks import check_function
-from learnkit.engine.loop import Loop
 from learnkit.optim.state import is_torch_state
 from learnkit.optim.wrapper import OptimWrapper
 
-__all__ = ['Saving']
+__all__ = [
+    'check_weights_path',
+    'ensure_optimizer',
+    'export',
+    'find_weights_path',
+    'load',
+    'move_to_device',
+    'save',
+    'save_learner',
+]
 
 
-class Saving(Loop):
-    "The part of the Learner that saves and loads."
-    path: Path
-    model_dir: str | Path
-    lr: Any
-    create_opt: Callable[[], None]
-    get_preds: Callable[..., tuple[Any, ...]]
-    _own_lrs: tuple[Any, Any]
-    _cover_params: Callable[[], None]
-    _opt_is_of_another_model: Callable[[], bool]
+def save(
+    learn: Any,
+    file: str | Path,
+    with_opt: bool | None = None,
+) -> Path:
+    "Save the weights, and return the path of the file."
+    path = find_weights_path(learn, file)
+    with learn.evaluated_weights():
+        return _write_weights(learn, path, with_opt)
 
-    # -- weights -------------------------------------------------------------------------------------------------------
 
-    def save(
-        self,
-        file: str | Path,              # a name below `path/model_dir`, or an absolute path; `.pth` is added
-        with_opt: bool | None = None,  # save the optimizer's state; None: if there is an optimizer
-    ) -> Path:
-        """Save the weights, and return the path of the file.
+def _write_weights(learn: Any, path: Path, with_opt: bool | None) -> Path:
+    "Write the weights that a Learner has now, and return the path."
+    if path.suffix == SAFETENSORS:
+        return _save_safetensors(learn, path, with_opt)
+    if with_opt and learn.opt is None:
+        raise OptimizerError(
+            'There is no optimizer yet, so its state cannot be saved: leave out `with_opt`, or '
+            'call `fit` or `create_opt()` first.'
+        )
+    state: Any = model_state(learn.model)
+    if with_opt is not False and learn.opt is not None:
+        state = {
+            'model': state,
+            'opt': whole_state(plain(learn.opt.state_dict(), "The optimizer's state")),
+        }
+        if has_params(learn.loss_func):
+            state['loss_func'] = model_state(learn.loss_func)
+    if learn.world.is_first:
+        with atomic_write(path) as tmp:
+            torch.save(state, tmp)
+    return path
 
-        The file is torch's: `{'model': ..., 'opt': ...}`, or the model's state dict alone. A name that ends in
-        `.safetensors` gets the weights alone, in that library's format. It is there whole or not at all, and folders
-        are made. Of several processes that train together all call it, and the
-        first one writes. Raises `OptionError` for a name that cannot be a file and for
-        `with_opt` in a format without place for it, `OptimizerError` when `with_opt` is asked for and there is no
-        optimizer; nothing is written then.
 
-        >>> import tempfile
-        >>> from learnkit.testing import synth_learner
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     learn = synth_learner(path=folder)
-        ...     print(learn.save('line').relative_to(folder).as_posix())
-        ...     a = learn.model.a.item()
-        ...     _ = learn.model.a.data.zero_()
-        ...     learn.load('line').model.a.item() == a
-        models/line.pth
-        True
-        """
-        path = self._weights_path(file)
-        with self.evaluated_weights(): return self._save(path, with_opt)
+def _save_safetensors(learn: Any, path: Path, with_opt: bool | None) -> Path:
+    "Write the weights in the format of safetensors, and return the path."
+    if with_opt:
+        raise OptionError(
+            f'{path}: this format has no place for the state of an optimizer. Use a file `.pth`, or '
+            'leave out `with_opt`.'
+        )
+    state = model_state(learn.model)
+    if learn.world.is_first:
+        with atomic_write(path) as tmp:
+            write_safetensors(state, tmp)
+    return path
 
-    def _save(self, path: Path, with_opt: bool | None) -> Path:
-        if path.suffix == SAFETENSORS: return self._save_safetensors(path, with_opt)
-        if with_opt and self.opt is None:
-            raise OptimizerError('There is no optimizer yet, so its state cannot be saved: leave out `with_opt`, or '
-                                 'call `fit` or `create_opt()` first.')
-        state: Any = model_state(self.model)
-        if with_opt is not False and self.opt is not None:
-            state = {'model': state, 'opt': whole_state(plain(self.opt.state_dict(), 'The optimizer\'s state'))}
-            if has_params(self.loss_func): state['loss_func'] = model_state(self.loss_func)
-        if self.world.is_first:
-            with atomic_write(path) as tmp: torch.save(state, tmp)
-        return path
 
-    def _save_safetensors(self, path: Path, with_opt: bool | None) -> Path:
-        if with_opt:
-            raise OptionError(f'{path}: this format has no place for the state of an optimizer. Use a file `.pth`, or '
-                              'leave out `with_opt`.')
-        state = model_state(self.model)
-        if self.world.is_first:
-            with atomic_write(path) as tmp: write_safetensors(state, tmp)
-        return path
-
-    def load(
-        self,
-        file: str | Path,              # as for `save`
-        with_opt: bool | None = None,  # load the optimizer's state; None: when the file has it
-        device: torch.device | str | int | None = None,  # where the file is read to; None: the CPU
-        strict: bool = True,           # False: take what fits by name, and convert other dtypes
-    ) -> Self:
-        """Load what `save`, `torch.save` of a state dict, fastai's or safetensors has written, and return the learner.
-
-        Nothing in the file is executed. The values are copied: parameters stay the same objects. Everything is
-        compared before anything is copied: a `WeightsError` lists every name, shape and dtype that differs, and leaves
-        weights and optimizer as they were; it is also raised for files that are damaged or hold more than data. An
-        optimizer that does not exist yet is made. An optimizer's state that fastai saved is of another form: there, the
-        weights alone are loaded, with a warning. `before_load` fires when all was compared, `after_load` in the end.
-
-        >>> import tempfile
-        >>> from learnkit.testing import synth_learner
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = (learn := synth_learner()).save(f'{folder}/line')
-        ...     again = synth_learner().load(path)
-        >>> torch.equal(again.model.a, learn.model.a)
-        True
-        """
-        self.world.barrier()  # the first of several processes has written it when all are here
-        path = self._weights_path(file, to_read=True)
-        stored = read_weights(path, torch.device('cuda', device) if isinstance(device, int) else device)
-        opt_state = opt_state_of(stored, with_opt, path)
-        with_loss = (opt_state is not None and stored.loss_func is not None
-                     and has_params(self.loss_func))
-        with self._optimizer(made=opt_state is not None):
-            differences = weights_differ(self.model, stored.model, strict)
-            if opt_state is not None: differences += self.opt.differences(opt_state, bare_model(self.model))
-            if with_loss:
-                differences += [f'loss_func: {d}' for d in weights_differ(self.loss_func, stored.loss_func)]
-            check_weights(path, differences, self.model, _fix(differences))
-        self('before_load')
-        load_weights(self.model, stored.model, strict)
-        if with_loss: load_weights(self.loss_func, stored.loss_func)
+def load(
+    learn: Any,
+    file: str | Path,
+    with_opt: bool | None = None,
+    device: torch.device | str | int | None = None,
+    strict: bool = True,
+) -> Any:
+    "Load what `save`, `torch.save` of a state dict, fastai's or safetensors has written, and return the learner."
+    learn.world.barrier()  # the first of several processes has written it when all are here
+    path = find_weights_path(learn, file, to_read=True)
+    stored = read_weights(path, torch.device('cuda', device) if isinstance(device, int) else device)
+    opt_state = opt_state_of(stored, with_opt, path)
+    with_loss = (
+        opt_state is not None and stored.loss_func is not None and has_params(learn.loss_func)
+    )
+    with ensure_optimizer(learn, needed=opt_state is not None):
+        differences = weights_differ(learn.model, stored.model, strict)
         if opt_state is not None:
-            # the state goes where the parameters are, and they would move at the next fit
-            self._to_device()
-            self.opt.load_state_dict(opt_state)
-        self('after_load')
-        return self
+            differences += learn.opt.differences(opt_state, bare_model(learn.model))
+        if with_loss:
+            of_loss = weights_differ(learn.loss_func, stored.loss_func)
+            differences += [f'loss_func: {d}' for d in of_loss]
+        check_weights(path, differences, learn.model, _fix(differences))
+    learn('before_load')
+    load_weights(learn.model, stored.model, strict)
+    if with_loss:
+        load_weights(learn.loss_func, stored.loss_func)
+    if opt_state is not None:
+        # the state goes where the parameters are, and they would move at the next fit
+        move_to_device(learn)
+        learn.opt.load_state_dict(opt_state)
+    learn('after_load')
+    return learn
 
-    @contextmanager
-    def _optimizer(self, made: bool) -> Iterator[None]:
-        "Make an optimizer where one is needed, and take it back if the block fails."
-        before = self.opt, self.lr, self._own_lrs, self.counters.steps
-        if made and (self.opt is None or self._opt_is_of_another_model()): self.create_opt()
-        if made and not isinstance(self.opt, OptimWrapper): self.opt = OptimWrapper(opt=self.opt)  # assigned by hand
-        try: yield
-        except BaseException:
-            self.opt, self.lr, self._own_lrs, self.counters.steps = before
-            raise
 
-    def _to_device(self) -> None:
-        "Move the model, and a loss function that is a module, to the device of the data, where there is one."
-        if (device := getattr(self.dls, 'device', None)) is None: return
-        for module in (self.model, self.loss_func):
-            if isinstance(module, nn.Module): module.to(device)
+@contextmanager
+def ensure_optimizer(learn: Any, needed: bool) -> Iterator[None]:
+    "Make an optimizer where one is needed and missing, and drop it if the block fails."
+    before = learn.opt, learn.lr, learn._own_lrs, learn.counters.steps
+    if needed and (learn.opt is None or learn._opt_is_of_another_model()):
+        learn.create_opt()
+    if needed and not isinstance(learn.opt, OptimWrapper):
+        learn.opt = OptimWrapper(opt=learn.opt)  # assigned by hand
+    try:
+        yield
+    except BaseException:
+        learn.opt, learn.lr, learn._own_lrs, learn.counters.steps = before
+        raise
 
-    def _weights_path(self, file: Any, to_read: bool = False) -> Path:
-        "Return the path of a file of weights; found are also one with its suffix doubled, as by fastai, or another."
-        folder = self.path/self.model_dir
-        path = file_path(file, folder, '' if str(file).endswith(SAFETENSORS) else '.pth')
-        if not to_read or path.is_file(): return path
-        others = path.with_name(f'{path.name}.pth'), Path(os.path.abspath(folder/file))
-        return next((other for other in others if other.is_file()), path)
 
-    def _check_saves(self, file: str | Path) -> None:
-        "Raise `OptionError` if a file of weights of this name could not be written."
-        path = self._weights_path(file)
-        try: check_writable(path)
-        except OSError as e: raise OptionError(f'{path} cannot be written: {e}.') from None
+def move_to_device(learn: Any) -> None:
+    "Move the model, and a loss function that is a module, to the device of the data, where there is one."
+    if (device := getattr(learn.dls, 'device', None)) is None:
+        return
+    for module in (learn.model, learn.loss_func):
+        if isinstance(module, nn.Module):
+            module.to(device)
 
-    # -- exchange ------------------------------------------------------------------------------------------------------
 
-    def save_learner(
-        self,
-        fname: str | Path = 'learner.pth',   # a name below `path`, or an absolute path
-        /,
-        **model_config: Any,                 # plain values that build the model; `load_learner` passes them on
-    ) -> Path:
-        """Save weights and configuration in one file for `load_learner`, and return its path.
-
-        The file holds tensors and plain values, and no code: what it is loaded with, a model class for one, is in the
-        hands of who loads it, who can therefore trust a file from anywhere. It keeps the rates and options of this
-        Learner, the class names of its data (`dls.vocab`) and the names of model and loss; the optimizer's state and
-        the data stay behind. Raises `OptionError` for a value that is not plain.
-
-        >>> import tempfile
-        >>> from learnkit import Learner
-        >>> from learnkit import load_learner
-        >>> def build(hidden): return nn.Sequential(nn.Linear(1, hidden), nn.ReLU(), nn.Linear(hidden, 1))
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     learn = Learner([(torch.zeros(4, 1), torch.zeros(4, 1))], build(hidden=8), nn.MSELoss(), path=folder)
-        ...     path = learn.save_learner('net.pth', hidden=8)
-        ...     load_learner(path, model=build, loss_func=nn.MSELoss())
-        Learner(Sequential, loss_func=MSELoss, valid=[], cbs=[TrainEvalCallback, Recorder, ProgressCallback])
-        """
-        path = file_path(fname, self.path, suffix='')
-        config = {**own_config(self), 'model_config': plain(model_config, 'model_config')}
-        with self.evaluated_weights():
-            state = {'learnkit': FORMAT, 'config': config, 'model': model_state(self.model)}
-            if self.world.is_first:
-                with atomic_write(path) as tmp: torch.save(state, tmp)
+def find_weights_path(learn: Any, file: Any, to_read: bool = False) -> Path:
+    "Return the path of a file of weights; a file to read may have another suffix, or `.pth` twice, as by fastai."
+    folder = learn.path / learn.model_dir
+    path = file_path(file, folder, '' if str(file).endswith(SAFETENSORS) else '.pth')
+    if not to_read or path.is_file():
         return path
+    others = path.with_name(f'{path.name}.pth'), Path(os.path.abspath(folder / file))
+    return next((other for other in others if other.is_file()), path)
 
-    # -- serving -------------------------------------------------------------------------------------------------------
 
-    def export(
-        self,
-        fname: str | Path = 'export.pt2',              # name below `path`, or an absolute path; adds `.pt2`
-        act: Callable[[Any], Any] | None = None,       # applied to outputs, e.g. `loss_func.activation`
-        sample: Any = None,                            # inputs, a tuple if several; None: shaped like those of the data
-    ) -> Path:
-        """Save the model as a program for serving (`torch.export`), for any batch size, and return the file's path.
+def check_weights_path(learn: Any, file: str | Path) -> None:
+    "Raise `OptionError` if a file of weights of this name could not be written."
+    path = find_weights_path(learn, file)
+    try:
+        check_writable(path)
+    except OSError as e:
+        raise OptionError(f'{path} cannot be written: {e}.') from None
 
-        The program is on the CPU, in evaluation mode, and needs none of the model's code:
-        `torch.export.load(path).module()(x)`. What callbacks do to a batch is no part of it. The file also holds inputs
-        of the sample's shapes, all zero: nothing of the data is in it. The first of several processes writes it.
 
-        Loading such a file executes trusted code: `torch.export.load` unpickles its sample inputs. Load only files of
-        your own making; to exchange models use `save_learner`.
+def save_learner(
+    learn: Any,
+    fname: str | Path = 'learner.pth',
+    /,
+    **model_config: Any,
+) -> Path:
+    "Save weights and configuration in one file for `load_learner`, and return its path."
+    path = file_path(fname, learn.path, suffix='')
+    config = {**own_config(learn), 'model_config': plain(model_config, 'model_config')}
+    with learn.evaluated_weights():
+        state = {'learnkit': FORMAT, 'config': config, 'model': model_state(learn.model)}
+        if learn.world.is_first:
+            with atomic_write(path) as tmp:
+                torch.save(state, tmp)
+    return path
 
-        Raises `ModelError` with torch's reason for a model that cannot be exported, and `OptionError` where there is no
-        batch to take the shapes from, or for the name of another kind of file.
 
-        >>> import tempfile
-        >>> from learnkit.testing import synth_learner
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     program = torch.export.load(synth_learner(path=folder).export()).module()
-        >>> program(torch.ones(5, 1)).shape
-        torch.Size([5, 1])
-        """
-        if str(fname).endswith(('.pkl', '.pickle', '.pth', '.pt')):
-            raise OptionError(f'{fname}: a program for serving goes into a file `.pt2`. What `load_learner` reads is '
-                              "written by `learn.save_learner('learner.pth')`.")
-        if mesh_of(self.model) is not None:
-            raise ModelError(f'Every process has a part of {type(self.model).__name__}: export it once the strategy '
-                             "'fsdp' has ended, when all of it is back in one place.")
-        check_function('act', act)
-        path = file_path(fname, self.path, suffix='.pt2')
-        if not self.world.is_first: return path
-        xb = sample_inputs(self.dls) if sample is None else sample if isinstance(sample, tuple) else (sample,)
-        with self.evaluated_weights():
-            model = on_cpu(bare_model(self.model))
-            modes = [(m, m.training) for m in model.modules()]
-            try: program = program_of(model.eval(), *two_rows(xb), act)
-            finally:
-                for m, mode in modes: m.training = mode
-            with atomic_write(path) as tmp, tmp.open('wb') as f: torch.export.save(program, f)
+def export(
+    learn: Any,
+    fname: str | Path = 'export.pt2',
+    act: Callable[[Any], Any] | None = None,
+    sample: Any = None,
+) -> Path:
+    "Save the model as a program for serving (`torch.export`), for any batch size, and return the file's path."
+    if str(fname).endswith(('.pkl', '.pickle', '.pth', '.pt')):
+        raise OptionError(
+            f'{fname}: a program for serving goes into a file `.pt2`. What `load_learner` reads is '
+            "written by `learn.save_learner('learner.pth')`."
+        )
+    if mesh_of(learn.model) is not None:
+        raise ModelError(
+            f'Every process has a part of {type(learn.model).__name__}: export it once the strategy '
+            "'fsdp' has ended, when all of it is back in one place."
+        )
+    check_function('act', act)
+    path = file_path(fname, learn.path, suffix='.pt2')
+    if not learn.world.is_first:
         return path
-
-    # -- looking -------------------------------------------------------------------------------------------------------
-
-    def show_results(
-        self,
-        ds_idx: int = 1,       # which loader's first batch: 0 training, 1 validation
-        dl: Any = None,        # a loader to use instead
-        max_n: int = 9,        # the most samples shown
-        **kwargs: Any,         # more for the data's own method
-    ) -> Any:
-        """Show a batch with its predictions: images in a grid, anything else as a table; return what was drawn.
-
-        Wrong classes are marked, and have their names in `dls.vocab` where there is one. Images take `figsize`. A
-        method `show_results(batch, preds, max_n=..., **kwargs)` of the loader, as fastai's have it, or of its data set
-        is used instead, if there is one; it gets a whole batch and the decoded predictions. Loaders, random generators
-        and the model are afterwards as they were.
-
-        >>> from learnkit import Learner
-        >>> scores = torch.tensor([[3., 1.], [2., 0.]])
-        >>> Learner([(scores, torch.tensor([0, 1]))], nn.Identity(), nn.CrossEntropyLoss()).show_results(ds_idx=0)
-        x[0]  x[1]  target  predicted
-           3     1       0          0
-           2     0       1          0  wrong
-        """
-        check_max_n(max_n)
-        dl = self.dls[ds_idx] if dl is None else dl
-        batch, own = first_batch(dl), own_method(dl, 'show_results')
-        _, targs, decoded = self.get_preds(dl=[batch], with_decoded=True)
-        if own is not None: return own(batch, decoded, max_n=max_n, **kwargs)
-
-        xb, _ = first_samples(batch, form_of(self.dls, 'valid'), max_n)
-        preds = as_targets(decoded, targs, binary_cut(self.loss_func))
-        (preds,), (targs,) = microbatches((preds,), (targs,), max_n)[0]
-        told = {'predicted': preds} if targs is None else {'target': targs, 'predicted': preds}
-        return show_samples(xb, told, getattr(self.dls, 'vocab', None), wrong_ones(preds, targs), **kwargs)
+    if sample is None:
+        sample = sample_inputs(learn.dls)
+    xb = sample if isinstance(sample, tuple) else (sample,)
+    with learn.evaluated_weights():
+        model = on_cpu(bare_model(learn.model))
+        modes = [(m, m.training) for m in model.modules()]
+        try:
+            program = program_of(model.eval(), *two_rows(xb), act)
+        finally:
+            for m, mode in modes:
+                m.training = mode
+        with atomic_write(path) as tmp, tmp.open('wb') as f:
+            torch.export.save(program, f)
+    return path
 
 
 def has_params(loss_func: Any) -> bool:

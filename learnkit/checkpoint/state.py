@@ -1,8 +1,9 @@
 """Checkpoints: what is in one, and how it is put into a Learner, so that training goes on as if it had not stopped."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from learnkit.checkpoint.folder import find
-from learnkit.checkpoint.saving import Saving
+from learnkit.checkpoint.saving import ensure_optimizer, move_to_device
 from learnkit.checkpoint.weights import check_weights, load_weights, own_state, weights_differ
 from learnkit.core.dtensor import (
     distribute_like,
@@ -29,265 +30,357 @@ from learnkit.core.model import bare_model, model_device
 from learnkit.core.plain import plain
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.core.validation import warn_user
-from learnkit.data.position import LoaderPosition, check_position
-from learnkit.engine.callback_state import States
-from learnkit.engine.passes import is_stream
+from learnkit.data.position import check_position
+from learnkit.engine.callback_state import nondeterministic_state, note_beginnings
 from learnkit.engine.resume import LOOP_PLACES, ResumeState
 from learnkit.engine.run import add_note
 
-__all__ = ['Checkpoints', 'host_copy']
+__all__ = [
+    'begin_resume',
+    'checkpoint_state',
+    'collect_state',
+    'find_checkpoint',
+    'host_copy',
+    'load_checkpoint_state',
+    'restore_state',
+]
 
 # of the loop, as they are
 COUNTERS = ('epoch', 'iter', 'train_iter', 'pct_train', 'training', 'phase', 'dl_name')
 ENTRIES = ('model', 'loss_func', 'optimizer', 'grads', 'frozen', 'loop', 'rng', 'position', 'callbacks')
 
 
-class Checkpoints(Saving, States):
-    "The part of the Learner that makes checkpoints and goes on from them."
-    logger: Callable[[Any], Any]
+def checkpoint_state(learn: Any) -> dict[str, Any]:
+    "Return everything that training depends on, copied to host memory, as plain values and tensors."
+    if learn.run.depth and not learn.run.checkpoint_event:
+        raise CheckpointError(
+            'checkpoint_state() in the middle of a run has no place to go on from. Call it at '
+            'batch_checkpoint, epoch_checkpoint or iteration_checkpoint.'
+        )
+    return host_copy(whole_state(collect_state(learn, learn.run.checkpoint_event)))
 
-    def checkpoint_state(self) -> dict[str, Any]:
-        """Return everything that training depends on, copied to host memory, as plain values and tensors.
 
-        It is what the callback `Checkpoint` writes: model, loss function and optimizers, pending gradients, counters,
-        history and every callback's state by its key, all random generators, and the place in the training data.
-        `fit(n, resume=state)` goes on from it, exactly, when it was taken at `batch_checkpoint`, `epoch_checkpoint` or
-        `iteration_checkpoint`. Outside of a fit it can be put back by `load_checkpoint_state`.
+def load_checkpoint_state(
+    learn: Any,
+    state: Mapping[str, Any],
+) -> None:
+    "Put a checkpoint's state into this Learner, outside of a fit; nothing of `state` is shared or changed."
+    if learn.run.depth:
+        raise CheckpointError(
+            'load_checkpoint_state() inside a run: it would go on with the other '
+            'state in half of its parts. Call it before `fit`.'
+        )
+    r = learn.strategy.take_own_state(learn, ResumeState(checked(state), restore_state))
+    with ensure_optimizer(learn, needed=state['optimizer'] is not None):
+        _check_fits(learn, r)
+    _load_weights(learn, r)
+    restore_state(learn, r)
 
-        Raises `CheckpointError` elsewhere in a run, where half of the callbacks have handled an event, and
-        `CallbackError` for a callback's state that would not load safely.
 
-        >>> from learnkit.testing import synth_learner
-        >>> state = synth_learner().checkpoint_state()
-        >>> sorted(state)  # doctest: +NORMALIZE_WHITESPACE
-        ['buffers', 'callbacks', 'frozen', 'grads', 'loop', 'loss_func', 'model', 'optimizer', 'position', 'rng',
-         'wall_clock']
-        """
-        if self.run.depth and not self.run.checkpoint_event:
-            raise CheckpointError('checkpoint_state() in the middle of a run has no place to go on from. Call it at '
-                                  'batch_checkpoint, epoch_checkpoint or iteration_checkpoint.')
-        return host_copy(whole_state(self._gather(self.run.checkpoint_event)))
+def collect_state(learn: Any, place: str) -> dict[str, Any]:
+    "Return the state of a checkpoint at a place of the loop, by reference."
+    opt = learn.opt
+    params = [] if opt is None else list(opt.parameters())
+    named = bare_model(learn.model).named_parameters()
+    state = {
+        **_collect_trained(learn),
+        'buffers': _loose_buffers(learn.model),
+        'grads': {str(i): _in_parts(p.grad) for i, p in enumerate(params) if p.grad is not None},
+        'frozen': {
+            'names': [name for name, p in named if not p.requires_grad],
+            'frozen_idx': getattr(opt, 'frozen_idx', 0),
+        },
+        'loop': _collect_loop_state(learn, place),
+        'rng': capture_rng(),
+        'position': _collect_position(learn, place),
+        'callbacks': learn.callback_states(),
+        'wall_clock': nondeterministic_state(learn),
+    }
+    own: dict[str, Any] = learn.strategy.add_own_state(learn, state)
+    return own
 
-    def load_checkpoint_state(
-        self,
-        state: Mapping[str, Any],   # from `checkpoint_state`, of a Learner made in the same way
-    ) -> None:
-        """Put a checkpoint's state into this Learner, outside of a fit; nothing of `state` is shared or changed.
 
-        Weights, optimizers, counters, history, callbacks' states and random generators are then as they were. To train
-        on from the very batch, use `fit(n, resume=state)`. Everything is compared before anything changes. Raises
-        `WeightsError` with every difference, and `CheckpointError` for what is no such state.
-        """
-        if self.run.depth: raise CheckpointError('load_checkpoint_state() inside a run: it would go on with the other '
-                                              'state in half of its parts. Call it before `fit`.')
-        r = ResumeState(checked(state))
-        with self._optimizer(made=state['optimizer'] is not None): self._check_fits(r)
-        self._load_weights_of(r)
-        self._put(r)
+def _collect_trained(learn: Any) -> dict[str, Any]:
+    "Return the states of the model, the loss function and the optimizer."
+    opt, loss_func = learn.opt, learn.loss_func
+    return {
+        'model': own_state(learn.model),
+        'loss_func': own_state(loss_func) if isinstance(loss_func, nn.Module) else None,
+        'optimizer': None if opt is None else plain(opt.state_dict(), "The optimizer's state"),
+    }
 
-    # -- what is in one ------------------------------------------------------------------------------------------------
 
-    def _gather(self, place: str) -> dict[str, Any]:
-        "Return the state by reference."
-        opt = self.opt
-        params = [] if opt is None else list(opt.parameters())
-        return {
-            **self._what_is_trained(),
-            'buffers': _loose_buffers(self.model),
-            'grads': {str(i): _in_parts(p.grad) for i, p in enumerate(params) if p.grad is not None},
-            'frozen': {'names': [n for n, p in bare_model(self.model).named_parameters() if not p.requires_grad],
-                       'frozen_idx': getattr(opt, 'frozen_idx', 0)},
-            'loop': self._loop_state(place),
-            'rng': capture_rng(),
-            'position': self._position(place),
-            'callbacks': self.callback_states(),
-            'wall_clock': self._wall_clock(),
-        }
+def _collect_loop_state(learn: Any, place: str) -> dict[str, Any]:
+    "Return the counters of the loop at a place of it."
+    loss = getattr(learn, 'loss', None)
+    n_drawn = learn.iter + 1 if LOOP_PLACES.get(place) == 'batch' else learn.passes.n_drawn
+    return {
+        **{name: getattr(learn, name) for name in COUNTERS},
+        'place': place,
+        'n_drawn': n_drawn,
+        'stage': learn.run.stage,
+        'n_iter': learn.n_iter,
+        'n_epoch': learn.n_epoch,
+        'stopping': learn.run.stopping,
+        'done': learn.counters.by_unit(),
+        'n_steps': getattr(learn.opt, 'n_steps', 0),
+        'seconds': learn.finished('sec'),
+        'loss': loss.detach() if isinstance(loss, Tensor) else None,
+        'fitting_size': learn.auto_microbatch,
+        'evaluations': learn.evaluations.state_dict(before=place in ('within', 'evaluation')),
+    }
 
-    def _what_is_trained(self) -> dict[str, Any]:
-        opt, loss_func = self.opt, self.loss_func
-        return {'model': own_state(self.model),
-                'loss_func': own_state(loss_func) if isinstance(loss_func, nn.Module) else None,
-                'optimizer': None if opt is None else plain(opt.state_dict(), "The optimizer's state")}
 
-    def _loop_state(self, place: str) -> dict[str, Any]:
-        loss = getattr(self, 'loss', None)
-        n_drawn = self.iter + 1 if LOOP_PLACES.get(place) == 'batch' else self.passes.n_drawn
-        return {**{name: getattr(self, name) for name in COUNTERS}, 'place': place, 'n_drawn': n_drawn,
-                'stage': self.run.stage, 'n_iter': self.n_iter, 'n_epoch': self.n_epoch, 'stopping': self.run.stopping,
-                'done': self.counters.by_unit(),
-                'n_steps': getattr(self.opt, 'n_steps', 0), 'seconds': self.finished('sec'),
-                'loss': loss.detach() if isinstance(loss, Tensor) else None, 'fitting_size': self.auto_microbatch,
-                'evaluations': self.evaluations.state_dict(before=place in ('within', 'evaluation'))}
+def _collect_position(learn: Any, place: str) -> dict[str, Any] | None:
+    "Return the position in the training data; None outside of a fit."
+    if not place:
+        return None
+    return learn.passes.state_dict(learn, within_epoch=LOOP_PLACES[place] == 'batch')
 
-    def _position(self, place: str) -> dict[str, Any] | None:
-        if place and is_stream(self.dls):
-            stream = self.passes.stream
-            if stream is None or stream.dl is not self.dls.train:
-                return LoaderPosition(self.dls.train).state_dict(0)
-            return stream.drawing.state_dict(stream.n)
-        last = self.passes.position
-        if not place or (last is None and LOOP_PLACES[place] == 'batch'): return None
-        # nothing was drawn, or in a way of its own
-        if last is None: return LoaderPosition(self.dls.train).state_dict(0)
-        if LOOP_PLACES[place] == 'batch': return last.state_dict(self.iter + 1)
-        if last.start is None: return last.state_dict(0)  # it stands between epochs already
-        return LoaderPosition(self.dls.train, n_before=last.n_before + self.passes.n_drawn).state_dict(0)
 
-    # -- putting one in place ------------------------------------------------------------------------------------------
+def find_checkpoint(learn: Any, resume: Any) -> ResumeState | None:
+    "Return the checkpoint that `fit(resume=...)` means, None where the fit is to start afresh."
+    found: ResumeState | None
+    found = learn.strategy.find_checkpoint(learn, resume, partial(_find_here, learn))
+    return found
 
-    def _find_checkpoint(self, resume: Any) -> ResumeState | None:
-        "Return the checkpoint that `fit(resume=...)` means, None where the fit is to start afresh."
-        if resume is False or resume is None: return None
-        if isinstance(resume, ResumeState): return resume
-        if isinstance(resume, Mapping): r = ResumeState(checked(resume))
-        else:
-            folders = [f() for cb in self.cbs if (f := getattr(cb, 'checkpoint_folder', None)) is not None]
-            found = find(resume, folders[0] if folders else self.path/'checkpoints', self.world.is_first)
-            if found is None: return None
-            r = ResumeState(checked(self._with_parts(found[1], found[0]), found[0]), found[0], found[2])
-        if not r.loop['place']:
-            raise CheckpointError('This state was taken outside of a fit, where there is nothing to go on with: put it '
-                                  'back by `learn.load_checkpoint_state(state)`, and fit.')
-        return r
 
-    def _with_parts(self, state: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-        "Read the tensors that lie beside a checkpoint's file; where the model is cut, this process's parts of them."
-        if 'parts' not in state: return state
-        from learnkit.checkpoint.dcp import with_parts  # of checkpoints with such tensors alone
-        mesh = mesh_of(bare_model(self.model))
-        return with_parts(state, path, None if mesh is None else host_mesh(mesh))
+def _find_here(learn: Any, resume: Any) -> ResumeState | None:
+    "Return the checkpoint that `fit(resume=...)` means in this process."
+    if resume is False or resume is None:
+        return None
+    if isinstance(resume, ResumeState):
+        return resume
+    if isinstance(resume, Mapping):
+        r = ResumeState(checked(resume), restore_state)
+    else:
+        getters = [getattr(cb, 'checkpoint_folder', None) for cb in learn.cbs]
+        folders = [get() for get in getters if get is not None]
+        folder = folders[0] if folders else learn.path / 'checkpoints'
+        found = find(resume, folder, learn.world.is_first)
+        if found is None:
+            return None
+        path, state, info = found
+        state = checked(_read_parts(learn, state, path), path)
+        r = ResumeState(state, restore_state, path, info)
+    if not r.loop['place']:
+        raise CheckpointError(
+            'This state was taken outside of a fit, where there is nothing to go on with: put it '
+            'back by `learn.load_checkpoint_state(state)`, and fit.'
+        )
+    return r
 
-    def _begin_resume(self, r: ResumeState | None) -> None:
-        "Load weights and optimizers; the rest follows when the events have fired at which a fit begins."
-        self.run.resume, self.resumed, self.run.resumes_at, self.passes.position = r, False, 0, None
-        if r is None: return
-        self.passes.stream = None
-        self._check_fits(r)
-        self._note_beginning()
-        if (position := r.state['position']) is not None: check_position(self.dls.train, position)
-        self._load_weights_of(r)
-        if r.path is not None and self.logger is not noop: print(f'Going on from {r.path}, {self._what_is_next(r)}')
-        self.resumed = True
-        if r.at == 'batch': self.run.resumes_at = r.loop['n_drawn']
-        elif r.at == 'evaluation': self.run.resumes_at = r.loop['n_iter'] or 0
-        loop, n = r.loop, r.loop['n_epoch']
-        if n != self.n_epoch and not (r.at == 'epoch' and (r.loop['stopping'] or r.loop['epoch'] + 1 == n)):
-            warn_user(f'The checkpoint is of a fit of {n or "so many"} epochs, this one has '
-                      f'{self.n_epoch or "a budget"}: schedules go on from the share of it that is done.')
-        if loop['stopping'] and n and self.n_epoch and self.n_epoch > n:
-            warn_user(f'The fit of the checkpoint was stopped in epoch {loop["epoch"]}, and this one ends there, too. '
-                      'To train on, put it back by `learn.load_checkpoint_state(state)`, and fit without `resume`.')
 
-    def _what_is_next(self, r: ResumeState) -> str:
-        loop, n, i = r.loop, self.n_epoch, r.loop['epoch'] + (r.at == 'epoch')
-        if loop['stopping'] or (r.at == 'epoch' and n is not None and i >= n): return f'after epoch {i - 1}, its last.'
-        of = f' of {n}' if n else ''
-        if r.at == 'epoch': return f'with epoch {i}{of}.'
-        batches = f'{loop["n_drawn"]} of {loop["n_iter"]}' if loop['n_iter'] else loop['n_drawn']
-        return f'in epoch {i}{of}, after {batches} batches.'
+def _read_parts(learn: Any, state: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    "Read the tensors that lie beside a checkpoint's file; where the model is cut, this process's parts of them."
+    if 'parts' not in state:
+        return state
+    from learnkit.checkpoint.dcp import with_parts  # of checkpoints with such tensors alone
 
-    def _check_fits(self, r: ResumeState) -> None:
-        "Raise `WeightsError` with everything that differs; nothing has changed then."
-        state = r.state
-        self._cover_params_of(state)
-        differences = weights_differ(self.model, state['model'])
-        if isinstance(self.loss_func, nn.Module) and state['loss_func'] is not None:
-            differences += [f'loss_func: {d}' for d in weights_differ(self.loss_func, state['loss_func'])]
-        if state['optimizer'] is not None:
-            differences += self.opt.differences(state['optimizer'], bare_model(self.model))
-        check_weights(r.path or 'The checkpoint', differences, self.model, ' Make model and optimizer as they were.')
+    mesh = mesh_of(bare_model(learn.model))
+    return with_parts(state, path, None if mesh is None else host_mesh(mesh))
 
-    def _cover_params_of(self, state: Mapping[str, Any]) -> None:
-        "Let the optimizer take in what a checkpoint's run began to train after its first step."
-        if state['optimizer'] is None: return
-        own, frozen = set(self.opt.parameters()), set(state['frozen']['names'])
-        later = [p for name, p in bare_model(self.model).named_parameters()
-                 if name not in frozen and not p.requires_grad and p not in own]
-        if not later: return
-        for p in later: p.requires_grad_(True)
-        self._cover_params()
-        for p in later: p.requires_grad_(False)  # until everything is put in place
 
-    def _load_weights_of(self, r: ResumeState) -> None:
-        "Load weights and optimizers, and keep those that were there until everything is in place."
-        # then there are none yet
-        lazy = any(map(is_lazy, (*self.model.parameters(), *self.model.buffers())))
-        r.before = None if lazy else host_copy(self._what_is_trained())
-        self('before_load')
-        self._put_weights(r.state)
-        self('after_load')
+def begin_resume(learn: Any, r: ResumeState | None) -> None:
+    "Load weights and optimizers; the rest follows when the events have fired at which a fit begins."
+    if r is not None:
+        r = learn.strategy.take_own_state(learn, r)
+    learn.run.resume, learn.resumed, learn.run.resumes_at, learn.passes.position = r, False, 0, None
+    if r is None:
+        return
+    learn.passes.stream = None
+    _check_fits(learn, r)
+    note_beginnings(learn)
+    if (position := r.state['position']) is not None:
+        check_position(learn.dls.train, position)
+    _load_weights(learn, r)
+    if r.path is not None and learn.logger is not noop:
+        print(f'Going on from {r.path}, {_describe_next(learn, r)}')
+    learn.resumed = True
+    if r.at == 'batch':
+        learn.run.resumes_at = r.loop['n_drawn']
+    elif r.at == 'evaluation':
+        learn.run.resumes_at = r.loop['n_iter'] or 0
+    _warn_of_differences(learn, r)
 
-    def _put_weights(self, state: Mapping[str, Any]) -> None:
-        load_weights(self.model, state['model'])
-        if isinstance(self.loss_func, nn.Module) and state['loss_func'] is not None:
-            load_weights(self.loss_func, state['loss_func'])
-        if state['optimizer'] is None: return
-        # the optimizer's state goes where the parameters are, and they would move in a moment
-        self._to_device()
-        self.opt.load_state_dict(state['optimizer'])
 
-    def _put(self, r: ResumeState) -> None:
-        "Put everything in place, random generators last."
-        self.end_resume()
-        state, loop = r.state, r.loop
-        self._put_weights(state)
-        _put_loose_buffers(self.model, state.get('buffers', {}))
-        self._put_flags(state)
-        with self._all_or_nothing(r):
-            self._put_counters(loop)
-            self.load_callback_states(host_copy(state['callbacks']))
-            if r.path is not None: self._read_own_files(r.path.parent)
-        r.before = None
-        restore_rng(state['rng'])
+def _warn_of_differences(learn: Any, r: ResumeState) -> None:
+    "Warn where a fit is not as long, or in as many processes, as the one that it resumes."
+    loop, n = r.loop, r.loop['n_epoch']
+    was_over = r.at == 'epoch' and (loop['stopping'] or loop['epoch'] + 1 == n)
+    if n != learn.n_epoch and not was_over:
+        warn_user(
+            f'The checkpoint is of a fit of {n or "so many"} epochs, this one has '
+            f'{learn.n_epoch or "a budget"}: schedules go on from the share of it that is done.'
+        )
+    if loop['stopping'] and n and learn.n_epoch and learn.n_epoch > n:
+        warn_user(
+            f'The fit of the checkpoint was stopped in epoch {loop["epoch"]}, and this one ends '
+            'there, too. To train on, put it back by `learn.load_checkpoint_state(state)`, and '
+            'fit without `resume`.'
+        )
+    n_processes = len(r.state.get('processes', [{}]))
+    if r.at != 'epoch' and n_processes != learn.world.size:
+        warn_user(
+            f'The checkpoint is of {n_processes} process{"es" * (n_processes > 1)}, this run has '
+            f'{learn.world.size}: what was measured of this epoch so far is that of the first '
+            'process.'
+        )
 
-    def _put_counters(self, loop: Mapping[str, Any]) -> None:
-        share, n_epoch = self.pct_train, self.n_epoch if self.run.depth else loop['n_epoch']
-        for name in COUNTERS: setattr(self, name, loop[name])
-        self.n_iter, self.passes.n_drawn, self.n_epoch = loop['n_iter'], loop['n_drawn'], n_epoch
-        if loop['n_epoch'] != n_epoch: self.pct_train = self._share_of(loop) if n_epoch else share
-        self.run.stopping, self.auto_microbatch = loop['stopping'], loop['fitting_size']
-        self.counters.load_units(loop['done'])
-        self.evaluations.load_state_dict(loop['evaluations'])
-        if self.opt is not None: self.opt.n_steps = loop['n_steps']
-        self.counters.seconds = loop['seconds']
-        if self.counters.fit_began is not None: self.counters.fit_began = perf_counter()
-        if loop['loss'] is not None: self.loss = loop['loss'].to(self.run.device or 'cpu', copy=True)
 
-    @contextmanager
-    def _all_or_nothing(self, r: ResumeState) -> Iterator[None]:
-        "If the block fails, put back weights, optimizers, callbacks' states and what was counted over all fits."
-        states, done, n_steps = host_copy(self.callback_states()), self.counters.by_unit(), getattr(self.opt, 'n_steps', 0)
-        try: yield
-        except Exception as e:
-            if r.path is not None: add_note(e, f'while {r.path} was put in place')
-            if r.before is not None: self._put_weights(r.before)
-            self.counters.load_units(done)
-            if self.opt is not None: self.opt.n_steps = n_steps
-            with suppress(Exception): self.load_callback_states(states)  # the first error is the one to tell
-            raise
+def _describe_next(learn: Any, r: ResumeState) -> str:
+    "Return where a resumed fit begins."
+    loop, n, i = r.loop, learn.n_epoch, r.loop['epoch'] + (r.at == 'epoch')
+    if loop['stopping'] or (r.at == 'epoch' and n is not None and i >= n):
+        return f'after epoch {i - 1}, its last.'
+    of = f' of {n}' if n else ''
+    if r.at == 'epoch':
+        return f'with epoch {i}{of}.'
+    batches = f'{loop["n_drawn"]} of {loop["n_iter"]}' if loop['n_iter'] else loop['n_drawn']
+    return f'in epoch {i}{of}, after {batches} batches.'
 
-    def _read_own_files(self, folder: Path) -> None:
-        "Let callbacks read what they keep in files of their own."
-        for cb in self.cbs:
-            if read := getattr(cb, 'resume_from_checkpoint', None): read(folder, self.model)
 
-    def _put_flags(self, state: Mapping[str, Any]) -> None:
-        "Freeze what was frozen, and give back the gradients that wait for their step."
-        opt, frozen = self.opt, set(state['frozen']['names'])
-        if opt is not None and opt.frozen_idx != state['frozen']['frozen_idx']:
-            opt.freeze_to(state['frozen']['frozen_idx'])
-        for name, p in bare_model(self.model).named_parameters(): p.requires_grad_(name not in frozen)
-        if opt is None: return
-        for i, p in enumerate(opt.parameters()):
-            grad = state['grads'].get(str(i))
-            p.grad = None if grad is None else distribute_like(_whole(grad), p).to(p.device, copy=True)
+def _check_fits(learn: Any, r: ResumeState) -> None:
+    "Raise `WeightsError` with everything that differs; nothing has changed then."
+    state = r.state
+    _cover_params_of(learn, state)
+    differences = weights_differ(learn.model, state['model'])
+    if isinstance(learn.loss_func, nn.Module) and state['loss_func'] is not None:
+        of_loss = weights_differ(learn.loss_func, state['loss_func'])
+        differences += [f'loss_func: {d}' for d in of_loss]
+    if state['optimizer'] is not None:
+        differences += learn.opt.differences(state['optimizer'], bare_model(learn.model))
+    what, fix = r.path or 'The checkpoint', ' Make model and optimizer as they were.'
+    check_weights(what, differences, learn.model, fix)
 
-    def _share_of(self, loop: Mapping[str, Any]) -> float:
-        "Return how much of this fit is done, which has another length than that of the checkpoint."
-        assert self.n_epoch
-        done = loop['n_drawn'] / loop['n_iter'] if loop['n_iter'] and LOOP_PLACES[loop['place']] == 'batch' else 1
-        return (loop['epoch'] + done) / self.n_epoch
+
+def _cover_params_of(learn: Any, state: Mapping[str, Any]) -> None:
+    "Let the optimizer take in what a checkpoint's run began to train after its first step."
+    if state['optimizer'] is None:
+        return
+    own, frozen = set(learn.opt.parameters()), set(state['frozen']['names'])
+    later = [
+        p
+        for name, p in bare_model(learn.model).named_parameters()
+        if name not in frozen and not p.requires_grad and p not in own
+    ]
+    if not later:
+        return
+    for p in later:
+        p.requires_grad_(True)
+    learn._cover_params()
+    for p in later:
+        p.requires_grad_(False)  # until everything is put in place
+
+
+def _load_weights(learn: Any, r: ResumeState) -> None:
+    "Load weights and optimizers, and keep those that were there until everything is in place."
+    # a lazy model has no weights yet
+    lazy = any(map(is_lazy, (*learn.model.parameters(), *learn.model.buffers())))
+    r.before = None if lazy else host_copy(_collect_trained(learn))
+    learn('before_load')
+    _restore_weights(learn, r.state)
+    learn('after_load')
+
+
+def _restore_weights(learn: Any, state: Mapping[str, Any]) -> None:
+    "Load the states of the model, the loss function and the optimizer."
+    load_weights(learn.model, state['model'])
+    if isinstance(learn.loss_func, nn.Module) and state['loss_func'] is not None:
+        load_weights(learn.loss_func, state['loss_func'])
+    if state['optimizer'] is None:
+        return
+    # the optimizer's state goes where the parameters are, and they would move in a moment
+    move_to_device(learn)
+    learn.opt.load_state_dict(state['optimizer'])
+
+
+def restore_state(learn: Any, resume: ResumeState) -> None:
+    "Put everything in place, random generators last."
+    learn.end_resume()
+    state = resume.state
+    _restore_weights(learn, state)
+    _put_loose_buffers(learn.model, state.get('buffers', {}))
+    _restore_flags(learn, state)
+    with _roll_back_on_error(learn, resume):
+        _restore_counters(learn, resume.loop)
+        learn.load_callback_states(host_copy(state['callbacks']))
+        if resume.path is not None:
+            _read_own_files(learn, resume.path.parent)
+    resume.before = None
+    restore_rng(state['rng'])
+    learn.strategy.after_restore(learn, resume)
+
+
+def _restore_counters(learn: Any, loop: Mapping[str, Any]) -> None:
+    "Set the counters of the loop; how long it is, and its share that is done, are this fit's."
+    share, n_epoch = learn.pct_train, learn.n_epoch if learn.run.depth else loop['n_epoch']
+    for name in COUNTERS:
+        setattr(learn, name, loop[name])
+    learn.n_iter, learn.passes.n_drawn, learn.n_epoch = loop['n_iter'], loop['n_drawn'], n_epoch
+    if loop['n_epoch'] != n_epoch:
+        learn.pct_train = _compute_share(learn, loop) if n_epoch else share
+    learn.run.stopping = loop['stopping']
+    learn.counters.load_units(loop['done'])
+    learn.auto_microbatch = loop['fitting_size']
+    learn.evaluations.load_state_dict(loop['evaluations'])
+    if learn.opt is not None:
+        learn.opt.n_steps = loop['n_steps']
+    learn.counters.seconds = loop['seconds']
+    if learn.counters.fit_began is not None:
+        learn.counters.fit_began = perf_counter()
+    if loop['loss'] is not None:
+        learn.loss = loop['loss'].to(learn.run.device or 'cpu', copy=True)
+
+
+@contextmanager
+def _roll_back_on_error(learn: Any, r: ResumeState) -> Iterator[None]:
+    "If the block fails, restore weights, optimizers, callbacks' states and what all fits have counted."
+    states = host_copy(learn.callback_states())
+    done, n_steps = learn.counters.by_unit(), getattr(learn.opt, 'n_steps', 0)
+    try:
+        yield
+    except Exception as e:
+        if r.path is not None:
+            add_note(e, f'while {r.path} was put in place')
+        if r.before is not None:
+            _restore_weights(learn, r.before)
+        learn.counters.load_units(done)
+        if learn.opt is not None:
+            learn.opt.n_steps = n_steps
+        with suppress(Exception):
+            learn.load_callback_states(states)  # the first error is the one to tell
+        raise
+
+
+def _read_own_files(learn: Any, folder: Path) -> None:
+    "Let callbacks read what they keep in files of their own."
+    for cb in learn.cbs:
+        if read := getattr(cb, 'resume_from_checkpoint', None):
+            read(folder, learn.model)
+
+
+def _restore_flags(learn: Any, state: Mapping[str, Any]) -> None:
+    "Freeze what was frozen, and give back the gradients that wait for their step."
+    opt, frozen = learn.opt, set(state['frozen']['names'])
+    if opt is not None and opt.frozen_idx != state['frozen']['frozen_idx']:
+        opt.freeze_to(state['frozen']['frozen_idx'])
+    for name, p in bare_model(learn.model).named_parameters():
+        p.requires_grad_(name not in frozen)
+    if opt is None:
+        return
+    for i, p in enumerate(opt.parameters()):
+        grad = state['grads'].get(str(i))
+        p.grad = None if grad is None else distribute_like(_whole(grad), p).to(p.device, copy=True)
+
+
+def _compute_share(learn: Any, loop: Mapping[str, Any]) -> float:
+    "Return how much of this fit is done, which has another length than that of the checkpoint."
+    done = 1.0
+    if loop['n_iter'] and LOOP_PLACES[loop['place']] == 'batch':
+        done = loop['n_drawn'] / loop['n_iter']
+    share: float = (loop['epoch'] + done) / learn.n_epoch
+    return share
 
 
 def checked(state: Any, path: Path | None = None) -> Mapping[str, Any]:

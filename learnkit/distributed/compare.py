@@ -1,7 +1,7 @@
 """What must be alike in all processes before they train together: models, data and options."""
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from learnkit.core.comm import Comm
+from learnkit.core.dtensor import is_dtensor
 from learnkit.core.errors import DistributedError, ModelError
 from learnkit.core.model import bare_model
 from learnkit.data.dataloaders import TensorLoader, evaluation_loaders, n_batches
 from learnkit.distributed.ddp import share_first
 
-__all__ = ['alike', 'check_bare', 'differ', 'lengths_of', 'optimizer_state', 'total_of', 'what_is_trained']
+__all__ = ['alike', 'check_bare', 'check_replicas', 'checksum', 'differ', 'lengths_of', 'optimizer_state', 'total_of', 'what_is_trained']
 
 
 def check_bare(model: nn.Module) -> None:
@@ -92,3 +93,36 @@ def differ(totals: Iterable[Sequence[float]]) -> bool:
     "Tell whether models are not the same by their totals, beyond what other hardware would round otherwise."
     sums, sizes = zip(*totals, strict=True)
     return max(sums) - min(sums) > 1e-6 * max(sizes)
+
+
+def check_replicas(learn: Any) -> None:
+    "Compare weights, buffers and the optimizer's state of all processes; raise `DistributedError`."
+    sums = {name: checksum(t) for name, t in replicated_tensors(learn)}
+    everyone = learn.world.gather(sums)
+    differ = [
+        f'{name} (process {rank})'
+        for rank, theirs in enumerate(everyone)
+        for name in sorted({*theirs, *everyone[0]})
+        if theirs.get(name) != everyone[0].get(name)
+    ]
+    if differ:
+        more = ', ...' if len(differ) > 10 else ''
+        raise DistributedError(
+            f'{len(differ)} tensors are not as in process 0: {", ".join(differ[:10])}{more}. '
+            'Something changes them in one process alone, or gradients were not averaged: those of '
+            'parameters that were unfrozen within an epoch, or of a second backward pass of a batch.'
+        )
+
+
+def replicated_tensors(learn: Any) -> Iterator[tuple[str, Tensor]]:
+    "Yield the tensors that must be the same in every process, with their names."
+    for name, t in (what_is_trained(learn) | optimizer_state(learn)).items():
+        if not is_dtensor(t):
+            yield name, t
+
+
+def checksum(t: Tensor) -> int:
+    "Return a number that differs for tensors of different bytes, as good as always."
+    t = t.detach()
+    if t.layout is not torch.strided: t = t.to_dense()
+    return crc32(t.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

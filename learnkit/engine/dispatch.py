@@ -13,6 +13,7 @@ import torch
 from fastcore.foundation import L
 
 from learnkit.core.errors import CallbackError, OrderError
+from learnkit.engine.attributes import keeps_attributes, note_attributes
 from learnkit.engine.callback import Callback, defined_on_class, own_handler
 from learnkit.engine.events import CONTEXTS, EVENTS, canonical_event
 from learnkit.engine.fastai_callbacks import foreign_handler, is_foreign
@@ -244,6 +245,8 @@ class CallbackHost:
                                 'give its class another name.')
 
     def _insert_cb(self, cb: Callback, at: int | None = None, switch: list[Any] | None = None) -> None:
+        if keeps_attributes(cb):
+            note_attributes(cb)
         if isinstance(cb.learn, CallbackHost) and cb.learn is not self: cb.learn.remove_cb(cb)
         cb.learn = self
         self.callbacks.insert(cb, at, switch)

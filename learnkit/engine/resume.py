@@ -33,10 +33,10 @@ class ResumeState:
     """
 
     state: Mapping[str, Any]
+    restorer: Callable[[Any, ResumeState], None]  # restores it in a Learner
     path: Path | None = None  # its file
     info: dict[str, Any] = field(default_factory=dict)  # what its file says about itself
     before: dict[str, Any] | None = None  # the weights and optimizers that it replaces
-    restore: Callable[[Any], None] | None = None  # restores everything in a Learner
 
     @property
     def loop(self) -> Mapping[str, Any]:
@@ -57,6 +57,10 @@ class ResumeState:
             return stage
         name = self.path or 'The checkpoint'
         raise CheckpointError(f'{name} is of a fit of its own, and not of `fine_tune`.')
+
+    def restore(self, learn: Any) -> None:
+        "Restore everything in a Learner."
+        self.restorer(learn, self)
 
 
 def resumed_epochs(learn: Any) -> Iterable[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 from learnkit.core.batch import count_samples, find_bs, microbatches
 from learnkit.core.comm import has_joined
 from learnkit.core.validation import warn_user
+from learnkit.engine.resume import ResumeState
 from learnkit.engine.run import end_run, open_run
 
 __all__ = ['SingleProcess']
@@ -70,6 +71,28 @@ class SingleProcess:
         "Return the weight of the batch over all processes; None for a loss that is a sum."
         weights = learn.loss_weights
         return None if weights.is_sum(learn) else weights.of(learn, learn.xb, learn.yb)
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    def find_checkpoint(
+        self,
+        learn: Any,
+        resume: Any,  # what was given to `fit(resume=...)`
+        find: Callable[[Any], ResumeState | None],  # finds it in this process
+    ) -> ResumeState | None:
+        "Return the checkpoint that all processes resume from, None where there is none."
+        return find(resume)
+
+    def add_own_state(self, learn: Any, state: dict[str, Any]) -> dict[str, Any]:
+        "Return the state of a checkpoint with what is each process's own."
+        return state
+
+    def take_own_state(self, learn: Any, resume: ResumeState) -> ResumeState:
+        "Return a checkpoint with what is this process's own in the places of what is the first one's."
+        return resume
+
+    def after_restore(self, learn: Any, resume: ResumeState) -> None:
+        "Complete what was restored from a checkpoint."
 
 
 @cache

@@ -30,6 +30,7 @@ from learnkit.data.preserve import preserve_loaders
 from learnkit.data.show import as_targets, binary_cut, class_axis, show_samples, wrong_ones
 from learnkit.data.tables import class_names, shorten
 from learnkit.inference.gather import reordered
+from learnkit.inference.predict import plan_loader
 
 __all__ = ['Interpretation', 'ClassificationInterpretation']
 
@@ -74,7 +75,7 @@ class Interpretation:
         act: Callable[[Any], Any] | None = None,  # on predictions; None: `loss_func.activation`
     ) -> Self:
         """Predict on a loader. Raises what `learn.get_preds(with_loss=True)` does: `LoaderError`, `LossError`."""
-        loader, order = learn._planned(ds_idx, dl, reorder=True)
+        loader, order = plan_loader(learn, ds_idx, dl, reorder=True)
         before = capture_rng(), capture_own(loader)
         preds, targs, decoded, losses = learn.get_preds(dl=loader, with_decoded=True, with_loss=True, act=act,
                                                         reorder=False)

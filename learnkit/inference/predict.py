@@ -3,8 +3,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -40,320 +40,342 @@ from learnkit.inference.gather import (
     reordered,
 )
 from learnkit.inference.sinks import check_sink, opened_sink
-from learnkit.inference.stream import PredictionStream, Streaming
+from learnkit.inference.stream import PredictionStream, stream_predictions
 
-__all__ = ['GatherPredsCallback', 'Predictions']
+__all__ = [
+    'GatherPredsCallback',
+    'get_preds',
+    'plan_loader',
+    'predict',
+    'predict_iter',
+    'resolve_loader',
+    'tta',
+    'validate',
+]
 
 
-class Predictions(Streaming):
-    "The part of the Learner that validates and predicts outside training."
-    validation_context: Callable[..., ExitStack]
-    loss_not_reduced: Callable[[], Any]
+def validate(
+    learn: Any,
+    ds_idx: int | None = None,
+    dl: Any = None,
+    cbs: Any = None,
+) -> L | None:
+    "Compute loss and metrics, and return them as a list: `[valid_loss, *metrics]` of each loader."
+    source = _find_name(learn, ds_idx, dl)
+    loaders: Any = None
+    if dl is not None:
+        loaders = [('valid', dealt(learn, resolve_loader(learn, dl))[0])]
+    elif ds_idx is not None:
+        dl = _get_loader(learn, ds_idx)
+        loaders = [('train' if ds_idx == 0 else 'valid', dealt(learn, dl)[0])]
+    elif not evaluation_loaders(learn.dls):
+        _get_loader(learn, 1)  # raises
+    outer = learn.__dict__.get('final_record')  # of the run in which a callback starts this one
+    learn.final_record = None
+    try:
+        with (
+            learn.lock,
+            preserved_state(learn),
+            learn.validation_context(cbs=cbs, inner=True),
+            learn.strategy.run(learn, 'evaluation'),
+        ):
+            learn.loader_name = source
+            _run_in_fit_and_epoch(learn, partial(learn.do_evaluation, loaders))
+        record: L | None = learn.final_record
+        return record
+    finally:
+        if learn.run.kind:
+            learn.final_record = outer
 
-    def validate(
-        self,
-        ds_idx: int | None = None,   # 0: training, 1: first validation loader; None: all validation
-        dl: Any = None,              # a loader to use instead, or its name in `dls`
-        cbs: Any = None,             # further callbacks for this run
-    ) -> L | None:
-        """Compute loss and metrics, and return them as a list: `[valid_loss, *metrics]` of each loader.
 
-        Counters, history, RNGs and the modes of the modules are afterwards as they were. A callback may call it from
-        any of its events, and is itself not called in the evaluation that it starts.
+def get_preds(
+    learn: Any,
+    ds_idx: int = 1,
+    dl: Any = None,
+    with_input: bool = False,
+    with_decoded: bool = False,
+    with_loss: bool = False,
+    act: Callable[[Any], Any] | None = None,
+    inner: bool = False,
+    reorder: bool = True,
+    cbs: Any = None,
+    sink: Any = None,
+    **kwargs: Any,
+) -> Any:
+    "Return predictions and targets of a loader on the CPU, joined along the first dimension."
+    check_function('act', act)
+    # made here, so that what one of them draws stays drawn
+    new_cbs = [as_callback(cb) for cb in listed(cbs)]
+    options = {'with_input': with_input, 'with_loss': with_loss, **kwargs}
+    source = _find_name(learn, ds_idx, dl)
+    run = partial(_run_predictions, learn, inner=inner, with_loss=with_loss, source=source)
+    if sink is not None:
+        if others := [name for name in kwargs if name != 'with_targs']:
+            raise OptionError(f'A sink goes without {", ".join(others)}.')
+        asked = PredictionSink(
+            learn, noop, with_decoded=with_decoded, act=act, arriving=AsyncToCPU(), **options
+        )
+        dl, _ = plan_loader(learn, ds_idx, dl, reorder, sort=True)
+        dl, world = dealt(learn, dl)
+        check_sink(sink, asked.names, world)
+        with opened_sink(sink, asked.names, world, lambda: asked.iter) as asked.give:
+            run(dl, [*new_cbs, asked.callback()])
+            world.run_on_all(asked.finish)
+        return sink
 
-        Raises `LoaderError` when there is no such loader, and `EmptyLoaderError` when it has no batch.
+    dl, order = plan_loader(learn, ds_idx, dl, reorder)
+    dl, _ = dealt(learn, dl)
+    cb = GatherPredsCallback(**options)
+    run(dl, [*new_cbs, cb])
+    res = cb.all_tensors()
+    at = 1 if with_input else 0
+    if res[at] is not None:
+        res[at] = (act or getattr(learn.loss_func, 'activation', noop))(res[at])
+        if with_decoded:
+            res.insert(at + 2, getattr(learn.loss_func, 'decodes', noop)(res[at]))
+    return tuple(res) if order is None else tuple(reordered(o, order) for o in res)
 
-        >>> from learnkit import mae
-        >>> from learnkit.testing import synth_learner
-        >>> with synth_learner(metrics=mae).no_bar() as learn: valid_loss, error = learn.validate()
-        >>> 0 <= error <= valid_loss ** 0.5
-        True
-        """
-        source = self._source_of(ds_idx, dl)
-        if dl is not None: loaders: Any = [('valid', dealt(self, self._given(dl))[0])]
-        elif ds_idx is None: loaders = None
+
+def _run_predictions(
+    learn: Any, dl: Any, cbs: list[Any], inner: bool, with_loss: bool, source: str | None
+) -> None:
+    "Predict on a loader, with the callbacks `cbs` taking the predictions."
+    loss_context = learn.loss_not_reduced() if with_loss else nullcontext()
+    with (
+        learn.lock,
+        preserved_state(learn),
+        learn.validation_context(cbs=L(cbs), inner=True),
+        loss_context,
+        learn.strategy.run(learn, 'evaluation'),
+    ):
+        learn.phase, learn.dl_name, learn.loader_name = 'predict', 'valid', source
+        body = partial(_do_predictions, learn, dl)
+        if inner:
+            body()
         else:
-            dl = self._loader(ds_idx)
-            loaders = [('train' if ds_idx == 0 else 'valid', dealt(self, dl)[0])]
-        if loaders is None and not evaluation_loaders(self.dls): self._loader(1)  # raises
-        outer = self.__dict__.get('final_record')  # of the run in which a callback starts this one
-        self.final_record: L | None = None
-        try:
-            with self.lock, preserved_state(self), self.validation_context(cbs=cbs, inner=True), self.strategy.run(self, 'evaluation'):
-                self.loader_name = source
-                self._in_fit_and_epoch(partial(self.do_evaluation, loaders))
-            return self.final_record
-        finally:
-            if self.run.kind:
-                self.final_record = outer
+            _run_in_fit_and_epoch(learn, body)
 
-    def get_preds(
-        self,
-        ds_idx: int = 1,                     # which loader to predict on: 0 training, 1 validation
-        dl: Any = None,                      # a loader to use instead, or its name in `dls`
-        with_input: bool = False,            # return the inputs, first
-        with_decoded: bool = False,          # return decoded predictions, by `loss_func.decodes`
-        with_loss: bool = False,             # return the loss of each sample, last
-        act: Callable[[Any], Any] | None = None,  # on predictions; None: `loss_func.activation`
-        inner: bool = False,                 # leave out the events of fit and epoch: for use inside a callback
-        reorder: bool = True,                # in data-set order, nothing dropped, where the loader can be rebuilt
-        cbs: Any = None,                     # further callbacks for this run
-        sink: Any = None,                    # where batches go as they come, instead of memory: see below
-        **kwargs: Any,                       # more for `GatherPredsCallback`
-    ) -> Any:
-        """Return predictions and targets of a loader on the CPU, joined along the first dimension.
 
-        Where several processes train together, all of them call it: each predicts its share, and each gets everything
-        (its own alone, with loaders that were `sharded_already`).
+def predict_iter(
+    learn: Any,
+    dl: Any = None,
+    ds_idx: int = 1,
+    with_input: bool = False,
+    with_decoded: bool = False,
+    with_loss: bool = False,
+    act: Callable[[Any], Any] | None = None,
+    inner: bool = False,
+    cpu: bool = True,
+    cbs: Any = None,
+) -> PredictionStream:
+    "Predict batch by batch, each when it is asked for, in the loader's order: an iterator over their entries."
+    check_function('act', act)
+    source = _find_name(learn, ds_idx, dl)
+    dl, _ = dealt(learn, _choose_loader(learn, ds_idx, dl))
+    new_cbs = [as_callback(cb) for cb in listed(cbs)]
+    batch: list[tuple[Any, ...]] = []
+    taken = PredictionSink(
+        learn,
+        lambda *entries: batch.append(entries),
+        with_input=with_input,
+        with_decoded=with_decoded,
+        with_loss=with_loss,
+        act=act,
+        cpu=cpu,
+    )
 
-        What was asked for comes in the order: inputs, predictions, targets, decoded predictions, losses. Several inputs
-        or targets come as a list or tuple of tensors; targets are None where the loader has none. A shuffling loader's
-        samples come in the data set's order, each once, and so do those that a weighted or partial loader of fastai
-        chooses, each as often as chosen. A torch sampler that chooses (WeightedRandomSampler) is followed in the order
-        of its draws, as are a list, an iterable data set, and a batch sampler of one's own.
+    def run(watch: Callback) -> Iterator[None]:
+        return stream_predictions(learn, dl, [watch, *new_cbs, taken.callback()], inner, source)
 
-        With a `sink` memory stays constant and the sink itself is returned. It is a folder, which gets a file a batch
-        (`000000.pt`, a dict for `torch.load`); the path of a `.npy` file or an array (`numpy.memmap`), which get the
-        predictions alone; or a function, called with the entries of each batch. Until they are complete, the folder and
-        the file are called `<name>.part`: what an interrupted run wrote is there, and is written over by the next.
-        Nothing else is: a file, or a folder that is not empty, is refused. Several processes write files of one folder,
-        numbered in the order of the data; of a `.npy` file each writes its own, which
-        `learnkit.inference.sinks.read_rows` joins.
+    return PredictionStream(learn, run, batch, learn.loss_not_reduced if with_loss else nullcontext)
 
-        Raises `LoaderError` when there is no such loader, `EmptyLoaderError` when it has no batch, and `OptionError`
-        for a sink that cannot take what was asked for.
 
-        >>> from learnkit.testing import synth_learner
-        >>> learn = synth_learner(n_valid=2)
-        >>> with learn.no_bar(): preds, targets = learn.get_preds()
-        >>> preds.shape, targets.shape
-        (torch.Size([32, 1]), torch.Size([32, 1]))
-        """
-        check_function('act', act)
-        # made here, so that what one of them draws stays drawn
-        new_cbs = [as_callback(cb) for cb in listed(cbs)]
-        options = {'with_input': with_input, 'with_loss': with_loss, **kwargs}
-        source = self._source_of(ds_idx, dl)
-        run = partial(self._predict_run, inner=inner, with_loss=with_loss, source=source)
-        if sink is not None:
-            if others := [name for name in kwargs if name != 'with_targs']:
-                raise OptionError(f'A sink goes without {", ".join(others)}.')
-            asked = PredictionSink(self, noop, with_decoded=with_decoded, act=act, arriving=AsyncToCPU(), **options)
-            dl, _ = self._planned(ds_idx, dl, reorder, sort=True)
-            dl, world = dealt(self, dl)
-            check_sink(sink, asked.names, world)
-            with opened_sink(sink, asked.names, world, lambda: asked.iter) as asked.give:
-                run(dl, [*new_cbs, asked.callback()])
-                world.run_on_all(asked.finish)
-            return sink
+def predict(
+    learn: Any,
+    item: Any,
+    rm_type_tfms: Any = None,
+    with_input: bool = False,
+) -> tuple[Any, ...]:
+    "Predict on one sample."
+    if callable(getattr(learn.dls, 'test_dl', None)):
+        return _predict_typed(learn, item, rm_type_tfms, with_input)
+    try:
+        batch = default_collate([item])
+    except TypeError as e:
+        raise BatchError(f'predict({describe(item)}): {e}. Give what the data set does.') from e
+    if isinstance(item, (tuple, list)):
+        batch = tuple(batch)
+    elif not isinstance(item, Mapping):
+        batch = (batch,)
+    inputs, preds, _, decoded = learn.get_preds(
+        dl=Replicated([batch]), with_input=True, with_decoded=True, cbs=_all_inputs()
+    )
+    dec, pred = _first(decoded), _first(preds)
+    res = _class_name(dec, getattr(learn.dls, 'vocab', None)), dec, pred
+    return (_first(inputs), *res) if with_input else res
 
-        dl, order = self._planned(ds_idx, dl, reorder)
-        dl, _ = dealt(self, dl)
-        cb = GatherPredsCallback(**options)
-        run(dl, [*new_cbs, cb])
-        res = cb.all_tensors()
-        at = 1 if with_input else 0
-        if res[at] is not None:
-            res[at] = (act or getattr(self.loss_func, 'activation', noop))(res[at])
-            if with_decoded: res.insert(at + 2, getattr(self.loss_func, 'decodes', noop)(res[at]))
-        return tuple(res) if order is None else tuple(reordered(o, order) for o in res)
 
-    def _predict_run(
-        self, dl: Any, cbs: list[Any], inner: bool, with_loss: bool, source: str | None
-    ) -> None:
-        with ExitStack() as contexts:
-            for context in (self.lock, preserved_state(self), self.validation_context(cbs=L(cbs), inner=True),
-                            self.loss_not_reduced() if with_loss else nullcontext(), self.strategy.run(self, 'evaluation')):
-                contexts.enter_context(context)
-            self.phase, self.dl_name, self.loader_name = 'predict', 'valid', source
-            body = partial(self._do_predictions, dl)
-            if inner: body()
-            else: self._in_fit_and_epoch(body)
+def _predict_typed(
+    learn: Any, item: Any, rm_type_tfms: Any, with_input: bool
+) -> tuple[Any, ...]:
+    "Predict where the data makes its own test loader and decodes its batches."
+    dls, n = learn.dls, getattr(learn.dls, 'n_inp', -1)
+    dl = dls.test_dl([item], rm_type_tfms=rm_type_tfms, num_workers=0)
+    if learn.world.size > 1:
+        dl = Replicated(dl)
+    inputs, preds, _, decoded = learn.get_preds(dl=dl, with_input=True, with_decoded=True)
+    xb = (inputs,) if n == 1 else _as_tuple(inputs)
+    sample = dls.decode_batch((*xb, *_as_tuple(decoded)))[0]
+    res = detuplify(sample[n:]), _first(decoded), _first(preds)
+    return (detuplify(sample[:n]), *res) if with_input else res
 
-    def predict_iter(
-        self,
-        dl: Any = None,                      # a loader, or its name in `dls`
-        ds_idx: int = 1,                     # which loader when `dl` is None: 0 training, 1 validation
-        with_input: bool = False,            # yield the inputs, first
-        with_decoded: bool = False,          # yield decoded predictions, by `loss_func.decodes`
-        with_loss: bool = False,             # yield the loss of each sample, last
-        act: Callable[[Any], Any] | None = None,  # on predictions; None: `loss_func.activation`
-        inner: bool = False,                 # leave out the events of fit and epoch: for use inside a callback
-        cpu: bool = True,                    # bring them to the CPU; False: leave them where the model is
-        cbs: Any = None,                     # further callbacks for this run
-    ) -> PredictionStream:
-        """Predict batch by batch, each when it is asked for, in the loader's order: an iterator over their entries.
 
-        Each batch is what `get_preds` would return for it, and the events are the same. Between two batches the
-        Learner is as it was before (modes, RNGs, weights, loop state), and no memory grows. Leaving the loop
-        early ends the run as a `CancelValidException` would. A stream does not outlast what it runs in: when
-        its Learner goes on to a fit, a validation or other predictions, is copied, or has callbacks taken out,
-        it is ended first, and asking it for more raises `FitError`. Of several processes each gets its share.
+def tta(
+    learn: Any,
+    ds_idx: int = 1,
+    dl: Any = None,
+    n: int = 4,
+    item_tfms: Any = None,
+    batch_tfms: Any = None,
+    beta: float | None = 0.25,
+    use_max: bool = False,
+    augment: Callable[..., Any] | None = None,
+) -> tuple[Any, Any]:
+    "Predict on augmented samples too (test time augmentation) and average: `lerp(augmented, plain, beta)`."
+    if not isinstance(n, int) or n < 1:
+        raise OptionError(f'tta(n={n!r}): n is a whole number from 1 up.')
+    check_function('augment', augment)
+    dl = in_order(_choose_loader(learn, ds_idx, dl))
+    if item_tfms is not None or batch_tfms is not None:
+        dl = _with_transforms(dl, item_tfms, batch_tfms)
+    split = getattr(getattr(dl, 'dataset', None), 'set_split_idx', None)
+    if split is None and augment is None:
+        raise OptionError(
+            'tta: these data have no augmentation of their own. Give one: `tta(augment=f)`, where '
+            'f(x) returns the inputs of a batch augmented.'
+        )
+    combine = torch.maximum if use_max else torch.add
+    with learn.lock, preserved_rng():
+        plain, targs = _predict_augmented(learn, dl, split and partial(split, 1), None)
+        aug: Any = None
+        for _ in range(n):
+            preds, same = _predict_augmented(learn, dl, split and partial(split, 0), augment)
+            if describe(same) != describe(targs) or not _equal(same, targs):
+                raise LoaderError(
+                    'tta: this loader gives other samples each time. Pass `dl=` one that does not '
+                    'shuffle.'
+                )
+            if describe(preds) != describe(plain) or not _can_be_averaged(plain, preds):
+                raise BatchError(
+                    f'tta: predictions {describe(preds)} are no tensors of one shape, which could be '
+                    'averaged. Predict with `get_preds`, and combine them by a function of your own.'
+                )
+            aug = preds if aug is None else _joined(combine, aug, preds)
+    if use_max:
+        return _joined(torch.maximum, plain, aug), targs
+    aug = map_tensors(aug, lambda t: t / n)
+    if beta is None:
+        return (aug, plain), targs
+    return _joined(lambda a, b: torch.lerp(a, b.to(a), beta), aug, plain), targs
 
-        >>> from learnkit.testing import synth_learner
-        >>> learn = synth_learner(default_cbs=False)
-        >>> [tuple(preds.shape) for preds, targs in learn.predict_iter()]
-        [(16, 1), (16, 1)]
-        """
-        check_function('act', act)
-        source = self._source_of(ds_idx, dl)
-        (dl, _), new_cbs = dealt(self, self._chosen(ds_idx, dl)), [as_callback(cb) for cb in listed(cbs)]
-        batch: list[tuple[Any, ...]] = []
-        taken = PredictionSink(self, lambda *entries: batch.append(entries), with_input=with_input, with_decoded=with_decoded,
-                      with_loss=with_loss, act=act, cpu=cpu)
-        run = lambda watch: self._predicting(dl, [watch, *new_cbs, taken.callback()], inner, source)
-        return PredictionStream(self, run, batch, self.loss_not_reduced if with_loss else nullcontext)
 
-    def predict(
-        self,
-        item: Any,                    # the input of one sample as a data set gives it; a tuple of several inputs
-        rm_type_tfms: Any = None,     # for data of fastai: how many type transforms to leave out
-        with_input: bool = False,     # return the input too, first
-    ) -> tuple[Any, ...]:  # (input,) prediction decoded by `loss_func.decodes`, and activated
-        """Predict on one sample.
+def _predict_augmented(
+    learn: Any, dl: Any, split: Any, augment: Callable[..., Any] | None
+) -> tuple[Any, Any]:
+    "Predict once, and let the random generators go on with other numbers."
+    with split() if split else nullcontext():
+        res: tuple[Any, Any] = learn.get_preds(dl=dl, cbs=_augmented(augment) if augment else None)
+    _draw_anew()
+    return res
 
-        What `dls.decode_batch` makes of the prediction comes first, where the data can do that (fastai's); otherwise
-        its name in `dls.vocab`, or without one the prediction as `loss_func.decodes` gives it.
 
-        >>> from learnkit.testing import synth_learner
-        >>> decoded, same, pred = synth_learner(default_cbs=False).predict(torch.ones(1))
-        >>> pred.shape
-        torch.Size([1])
-        """
-        if callable(getattr(self.dls, 'test_dl', None)): return self._predict_typed(item, rm_type_tfms, with_input)
-        try: batch = default_collate([item])
-        except TypeError as e: raise BatchError(f'predict({describe(item)}): {e}. Give what the data set does.') from e
-        dl = Replicated([tuple(batch) if isinstance(item, (tuple, list)) else
-                         batch if isinstance(item, Mapping) else (batch,)])
-        inputs, preds, _, decoded = self.get_preds(dl=dl, with_input=True, with_decoded=True, cbs=_all_inputs())
-        dec, pred = _first(decoded), _first(preds)
-        res = _class_name(dec, getattr(self.dls, 'vocab', None)), dec, pred
-        return (_first(inputs), *res) if with_input else res
+def plan_loader(
+    learn: Any, ds_idx: int, dl: Any, reorder: bool, sort: bool = False
+) -> tuple[Any, Tensor | None]:
+    "Return the loader to predict on, and the order in which its samples belong where that is another one."
+    given, dl = dl is not None, _choose_loader(learn, ds_idx, dl)
+    if not reorder:
+        return dl, None
+    if not callable(getattr(dl, 'get_idxs', None)):
+        return in_order(dl), None
+    with preserved_rng():  # what chooses samples draws here
+        # a given loader is asked itself: a new one would not know its weights
+        if not given or dl.drop_last:
+            dl = dl.new(shuffle=False, drop_last=False)
+        idxs = list(_drawn_idxs(dl))
+        if not all(isinstance(i, (int, np.integer)) for i in idxs):
+            return dl, None
+        idxs = learn.world.broadcast([int(i) for i in idxs])
+        ordered = dl.new(get_idxs=_Always(sorted(idxs) if sort else idxs))
+    return ordered, None if sort else torch.tensor(idxs).argsort(stable=True)
 
-    def _predict_typed(self, item: Any, rm_type_tfms: Any, with_input: bool) -> tuple[Any, ...]:
-        "Predict where the data makes its own test loader and decodes its batches."
-        dls, n = self.dls, getattr(self.dls, 'n_inp', -1)
-        dl = dls.test_dl([item], rm_type_tfms=rm_type_tfms, num_workers=0)
-        if self.world.size > 1: dl = Replicated(dl)
-        inputs, preds, _, decoded = self.get_preds(dl=dl, with_input=True, with_decoded=True)
-        sample = dls.decode_batch((*((inputs,) if n == 1 else _as_tuple(inputs)), *_as_tuple(decoded)))[0]
-        res = detuplify(sample[n:]), _first(decoded), _first(preds)
-        return (detuplify(sample[:n]), *res) if with_input else res
 
-    def tta(
-        self,
-        ds_idx: int = 1,               # which loader to predict on: 0 training, 1 validation
-        dl: Any = None,                # a loader to use instead, or its name in `dls`
-        n: int = 4,                    # how often to predict on augmented samples
-        item_tfms: Any = None,         # for data of fastai: other transforms of each item
-        batch_tfms: Any = None,        # for data of fastai: other transforms of each batch
-        beta: float | None = 0.25,     # share of the plain predictions; None: both, augmented first
-        use_max: bool = False,         # take the largest prediction instead of the mean
-        augment: Callable[..., Any] | None = None,  # f(*xb) -> augmented inputs, for any loader
-    ) -> tuple[Any, Any]:  # predictions, targets
-        """Predict on augmented samples too (test time augmentation) and average: `lerp(augmented, plain, beta)`.
+def _choose_loader(learn: Any, ds_idx: int, dl: Any) -> Any:
+    "Return the loader that is meant; all of it, where processes have a part each."
+    dl = _get_loader(learn, ds_idx) if dl is None else resolve_loader(learn, dl)
+    return dl.whole if isinstance(dl, Shard) else dl
 
-        fastai's data brings its training transforms; for any other loader `augment` makes the inputs of a batch anew,
-        as a torchvision transform does. Each of the `n` times draws other random numbers, and the RNGs are afterwards
-        as they were. Several outputs are averaged each.
 
-        Raises `OptionError` when there is nothing that could augment, or `n` is not positive.
-
-        >>> from learnkit.testing import synth_learner
-        >>> preds, targs = synth_learner(default_cbs=False).tta(augment=lambda x: x + 0.1 * torch.randn_like(x))
-        >>> preds.shape
-        torch.Size([32, 1])
-        """
-        if not isinstance(n, int) or n < 1: raise OptionError(f'tta(n={n!r}): n is a whole number from 1 up.')
-        check_function('augment', augment)
-        dl = in_order(self._chosen(ds_idx, dl))
-        if item_tfms is not None or batch_tfms is not None: dl = _with_transforms(dl, item_tfms, batch_tfms)
-        split = getattr(getattr(dl, 'dataset', None), 'set_split_idx', None)
-        if split is None and augment is None:
-            raise OptionError('tta: these data have no augmentation of their own. Give one: `tta(augment=f)`, where '
-                              'f(x) returns the inputs of a batch augmented.')
-        with self.lock, preserved_rng():
-            plain, targs = self._augmented_preds(dl, split and partial(split, 1), None)
-            aug: Any = None
-            for _ in range(n):
-                preds, same = self._augmented_preds(dl, split and partial(split, 0), augment)
-                if describe(same) != describe(targs) or not _equal(same, targs):
-                    raise LoaderError('tta: this loader gives other samples each time. Pass `dl=` one that does not '
-                                      'shuffle.')
-                if describe(preds) != describe(plain) or not _can_be_averaged(plain, preds):
-                    raise BatchError(f'tta: predictions {describe(preds)} are no tensors of one shape, which could be '
-                                     'averaged. Predict with `get_preds`, and combine them by a function of your own.')
-                aug = preds if aug is None else _joined(torch.maximum if use_max else torch.add, aug, preds)
-        if use_max: return _joined(torch.maximum, plain, aug), targs
-        aug = map_tensors(aug, lambda t: t / n)
-        return ((aug, plain) if beta is None else _joined(lambda a, b: torch.lerp(a, b.to(a), beta), aug, plain)), targs
-
-    def _augmented_preds(self, dl: Any, split: Any, augment: Callable[..., Any] | None) -> tuple[Any, Any]:
-        "Predict once, and let the random generators go on with other numbers."
-        with split() if split else nullcontext():
-            res: tuple[Any, Any] = self.get_preds(dl=dl, cbs=_augmented(augment) if augment else None)
-        _draw_anew()
-        return res
-
-    def _planned(self, ds_idx: int, dl: Any, reorder: bool, sort: bool = False) -> tuple[Any, Tensor | None]:
-        "Return the loader to predict on, and the order in which its samples belong where that is another one."
-        given, dl = dl is not None, self._chosen(ds_idx, dl)
-        if not reorder: return dl, None
-        if not callable(getattr(dl, 'get_idxs', None)): return in_order(dl), None
-        with preserved_rng():  # what chooses samples draws here
-            # a given loader is asked itself: a new one would not know its weights
-            if not given or dl.drop_last: dl = dl.new(shuffle=False, drop_last=False)
-            idxs = list(_drawn_idxs(dl))
-            if not all(isinstance(i, (int, np.integer)) for i in idxs): return dl, None
-            idxs = self.world.broadcast([int(i) for i in idxs])
-            ordered = dl.new(get_idxs=_Always(sorted(idxs) if sort else idxs))
-        return ordered, None if sort else torch.tensor(idxs).argsort(stable=True)
-
-    def _chosen(self, ds_idx: int, dl: Any) -> Any:
-        "Return the loader that is meant; all of it, where processes have a part each."
-        dl = self._loader(ds_idx) if dl is None else self._given(dl)
-        return dl.whole if isinstance(dl, Shard) else dl
-
-    def _source_of(self, ds_idx: int | None, dl: Any) -> str | None:
-        "Return the name in `dls` of a loader that is asked for, None where it has no name there."
-        if not isinstance(self.dls, DataLoaders):
-            return None
-        named = self.dls._named()
-        if isinstance(dl, str):
-            return dl
-        if dl is not None:
-            return next((name for name, loader in named if loader is dl), None)
-        return named[ds_idx][0] if isinstance(ds_idx, int) and ds_idx in range(len(named)) else None
-
-    def _given(self, dl: Any) -> Any:
-        "Return the loader that was given, by its name in `dls` or as it is."
-        if isinstance(dl, str): return self._loader(dl)
-        if is_rows(dl):
-            few = '`dl=[(x,)]`, with targets `dl=[(x, y)]`, and of many samples ' * isinstance(dl, (Tensor, np.ndarray))
-            raise LoaderError(f'dl is {describe(dl)}, no batches: give {few}`dl=TensorLoader(x, bs=64)`.')
-        if isinstance(dl, DataLoaders) or (hasattr(dl, 'valid') and hasattr(dl, 'train_ds')):
-            raise LoaderError(f'dl is a {type(dl).__name__}, of several loaders: pass its `.train` or its `.valid`.')
-        check_loader('dl', dl)
+def _find_name(learn: Any, ds_idx: int | None, dl: Any) -> str | None:
+    "Return the name in `dls` of a loader that is asked for, None where it has no name there."
+    if not isinstance(learn.dls, DataLoaders):
+        return None
+    named = learn.dls._named()
+    if isinstance(dl, str):
         return dl
+    if dl is not None:
+        return next((name for name, loader in named if loader is dl), None)
+    return named[ds_idx][0] if isinstance(ds_idx, int) and ds_idx in range(len(named)) else None
 
-    def _loader(self, ds_idx: int | str) -> Any:
-        try: return self.dls[ds_idx]
-        except TypeError:
-            if is_rows(ds_idx): self._given(ds_idx)  # raises
-            raise LoaderError(f'ds_idx={ds_idx!r} is no number of a loader: a loader is given as `dl=`.') from None
-        except (IndexError, KeyError):
-            what = 'validation loader' if ds_idx == 1 else f'loader {ds_idx!r}'
-            raise LoaderError(f'There is no {what}: give one to `DataLoaders(train, valid)`, or pass `dl=`.') from None
 
-    def _do_predictions(self, dl: Any) -> None:
-        self('before_predict')
-        with preserved_generators(dl): self._do_epoch_validate(dl=dl)
-        self('after_predict')
+def resolve_loader(learn: Any, dl: Any) -> Any:
+    "Return the loader that was given, by its name in `dls` or as it is."
+    if isinstance(dl, str):
+        return _get_loader(learn, dl)
+    if is_rows(dl):
+        few = ''
+        if isinstance(dl, (Tensor, np.ndarray)):
+            few = '`dl=[(x,)]`, with targets `dl=[(x, y)]`, and of many samples '
+        raise LoaderError(
+            f'dl is {describe(dl)}, no batches: give {few}`dl=TensorLoader(x, bs=64)`.'
+        )
+    if isinstance(dl, DataLoaders) or (hasattr(dl, 'valid') and hasattr(dl, 'train_ds')):
+        raise LoaderError(
+            f'dl is a {type(dl).__name__}, of several loaders: pass its `.train` or its `.valid`.'
+        )
+    check_loader('dl', dl)
+    return dl
 
-    def _in_fit_and_epoch(self, body: Callable[[], Any]) -> None:
-        "Run something in the same wrappers as training."
-        epoch = partial(self._with_events, body, 'epoch', CancelEpochException)
-        self._with_events(epoch, 'fit', CancelFitException)
+
+def _get_loader(learn: Any, ds_idx: int | str) -> Any:
+    "Return a loader of `dls` by its number or name; raise `LoaderError` where there is none."
+    try:
+        return learn.dls[ds_idx]
+    except TypeError:
+        if is_rows(ds_idx):
+            resolve_loader(learn, ds_idx)  # raises
+        raise LoaderError(
+            f'ds_idx={ds_idx!r} is no number of a loader: a loader is given as `dl=`.'
+        ) from None
+    except (IndexError, KeyError):
+        what = 'validation loader' if ds_idx == 1 else f'loader {ds_idx!r}'
+        raise LoaderError(
+            f'There is no {what}: give one to `DataLoaders(train, valid)`, or pass `dl=`.'
+        ) from None
+
+
+def _do_predictions(learn: Any, dl: Any) -> None:
+    "Predict on a loader, between the events around it."
+    learn('before_predict')
+    with preserved_generators(dl):
+        learn._do_epoch_validate(dl=dl)
+    learn('after_predict')
+
+
+def _run_in_fit_and_epoch(learn: Any, body: Callable[[], Any]) -> None:
+    "Run something in the same wrappers as training."
+    epoch = partial(learn._with_events, body, 'epoch', CancelEpochException)
+    learn._with_events(epoch, 'fit', CancelFitException)
 
 
 def _drawn_idxs(dl: Any) -> list[Any]:

@@ -17,10 +17,9 @@ from learnkit.core.errors import CancelValidException, FitError
 from learnkit.core.random import capture_rng, preserved_generators, restore_rng
 from learnkit.engine.callback import Callback
 from learnkit.engine.events import EVENTS, LEVELS
-from learnkit.engine.loop import Loop
 from learnkit.engine.run import STATE
 
-__all__ = ['PredictionStream', 'Streaming']
+__all__ = ['PredictionStream', 'end_streams', 'stream_predictions']
 
 # what a run has in the Learner, besides `STATE`
 _RUN = ('fitting', 'error', 'logger', 'create_mbar')
@@ -125,40 +124,53 @@ def _install(learn: Any, state: tuple[Any, ...]) -> None:
     torch.set_grad_enabled(grad)
 
 
-class Streaming(Loop):
-    "The part of the Learner that predicts as a stream: the loop's levels as generators, which pause after each batch."
+def end_streams(learn: Any) -> None:
+    "End the paused streams of a Learner before its callbacks are removed or copied."
+    for stream in list(_PAUSED):
+        if stream._learn is learn and not stream._running:
+            stream._lose()
 
-    def _end_streams(self) -> None:
-        "End the streams that pause: callbacks would not hear of their end, or it would come too late."
-        for stream in list(_PAUSED):
-            if stream._learn is self and not stream._running: stream._lose()
 
-    def _predicting(self, dl: Any, cbs: Any, inner: bool, source: str | None) -> Iterator[None]:
-        with self.added_cbs(cbs), self.strategy.run(self, 'evaluation'):
-            self.logger, self.create_mbar = noop, False
-            self.phase, self.dl_name, self.loader_name = 'predict', 'valid', source
-            steps = self._predicting_on(dl)
-            yield from steps if inner else self._level_of(self._level_of(steps, 'epoch'), 'fit')
+def stream_predictions(
+    learn: Any, dl: Any, cbs: Any, inner: bool, source: str | None
+) -> Iterator[None]:
+    "Predict on a loader, and pause after each batch: the levels of the loop as generators."
+    with learn.added_cbs(cbs), learn.strategy.run(learn, 'evaluation'):
+        learn.logger, learn.create_mbar = noop, False
+        learn.phase, learn.dl_name, learn.loader_name = 'predict', 'valid', source
+        steps = _stream_loader(learn, dl)
+        if not inner:
+            steps = _wrap_level(learn, _wrap_level(learn, steps, 'epoch'), 'fit')
+        yield from steps
 
-    def _predicting_on(self, dl: Any) -> Iterator[None]:
-        self('before_predict')
-        self.set_loader(dl)
-        with preserved_generators(dl), torch.no_grad(): yield from self._level_of(self._one_by_one(), 'validate')
-        self('after_predict')
 
-    def _one_by_one(self) -> Iterator[None]:
-        for i, batch in self.draw_batches():
-            self.one_batch(i, batch)
-            yield
+def _stream_loader(learn: Any, dl: Any) -> Iterator[None]:
+    "Predict on a loader, between the events around it."
+    learn('before_predict')
+    learn.set_loader(dl)
+    with preserved_generators(dl), torch.no_grad():
+        yield from _wrap_level(learn, _stream_batches(learn), 'validate')
+    learn('after_predict')
 
-    def _level_of(self, body: Iterator[None], event_type: str) -> Iterator[None]:
-        "Do for a generator what `_with_events` does for a function."
-        level, outer, cancelled = LEVELS[event_type], self.run.levels, False
-        self.run.levels = (*outer, event_type)
-        try:
-            self(level.before)
-            yield from body
-        except level.exception: cancelled = True
-        finally: self.run.levels = outer
-        if cancelled: self(level.after_cancel)
-        self(level.after)
+
+def _stream_batches(learn: Any) -> Iterator[None]:
+    "Predict on each batch of `learn.dl`."
+    for i, batch in learn.draw_batches():
+        learn.one_batch(i, batch)
+        yield
+
+
+def _wrap_level(learn: Any, body: Iterator[None], event_type: str) -> Iterator[None]:
+    "Do for a generator what `_with_events` does for a function."
+    level, outer, cancelled = LEVELS[event_type], learn.run.levels, False
+    learn.run.levels = (*outer, event_type)
+    try:
+        learn(level.before)
+        yield from body
+    except level.exception:
+        cancelled = True
+    finally:
+        learn.run.levels = outer
+    if cancelled:
+        learn(level.after_cancel)
+    learn(level.after)

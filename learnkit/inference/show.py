@@ -1,0 +1,42 @@
+"""Show predictions of a batch beside its samples and targets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from learnkit.core.batch import form_of, microbatches
+from learnkit.data.show import (
+    as_targets,
+    binary_cut,
+    check_max_n,
+    first_batch,
+    first_samples,
+    own_method,
+    show_samples,
+    wrong_ones,
+)
+
+__all__ = ['show_results']
+
+
+def show_results(
+    learn: Any,
+    ds_idx: int = 1,
+    dl: Any = None,
+    max_n: int = 9,
+    **kwargs: Any,
+) -> Any:
+    "Show a batch with its predictions: images in a grid, anything else as a table; return what was drawn."
+    check_max_n(max_n)
+    dl = learn.dls[ds_idx] if dl is None else dl
+    batch, own = first_batch(dl), own_method(dl, 'show_results')
+    _, targs, decoded = learn.get_preds(dl=[batch], with_decoded=True)
+    if own is not None:
+        return own(batch, decoded, max_n=max_n, **kwargs)
+
+    xb, _ = first_samples(batch, form_of(learn.dls, 'valid'), max_n)
+    preds = as_targets(decoded, targs, binary_cut(learn.loss_func))
+    (preds,), (targs,) = microbatches((preds,), (targs,), max_n)[0]
+    told = {'predicted': preds} if targs is None else {'target': targs, 'predicted': preds}
+    vocab = getattr(learn.dls, 'vocab', None)
+    return show_samples(xb, told, vocab, wrong_ones(preds, targs), **kwargs)
