@@ -90,8 +90,8 @@ class Net(nn.Module):
 def learner(cls: type[Callback], path: Path, *cbs: Any) -> Learner:
     "Return a small Learner with a callback of the class, which its `defaults` may have already."
     torch.manual_seed(0)
-    x, y = torch.randn(64, 1, 6, 6), torch.randint(3, (64,))
-    dls = DataLoaders.from_tensors((x[:48], y[:48]), (x[48:], y[48:]), bs=8, seed=0)
+    x, y = torch.randn(40, 1, 6, 6), torch.randint(3, (40,))
+    dls = DataLoaders.from_tensors((x[:24], y[:24]), (x[24:], y[24:]), bs=8, seed=0)
     returns_activations = cls.__name__.startswith('RNN')
     own = [] if cls in DEFAULTS else [make(cls)]
     if cls.__name__ == 'RNNRegularizer': own.insert(0, make(next(c for c in CLASSES if c.__name__ == 'RNNCallback')))

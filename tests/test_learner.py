@@ -39,6 +39,7 @@ from learnkit import (
     to_detach,
 )
 from learnkit.testing import RegModel, synth_dls, synth_learner
+from tests.fresh import output_of
 
 
 def bare(dls: Any, model: nn.Module, loss: Any = None, *cbs: Any, **kwargs: Any) -> Learner:
@@ -349,8 +350,6 @@ def test_one_failing_close_stops_no_other() -> None:
 
 
 def test_the_way_out_of_the_program_closes(tmp_path: Path) -> None:
-    import subprocess
-    import sys
     script = '''
 from learnkit import Callback
 from learnkit.testing import synth_learner
@@ -358,9 +357,7 @@ cb = Callback(close=lambda cb: print("closed"), post_close=lambda cb: print("and
 learn = synth_learner(cbs=cb, default_cbs=False)
 learn.fit(0)
 '''
-    out = subprocess.run([sys.executable, '-c', script], capture_output=True, text=True, timeout=60, cwd=tmp_path,
-                         check=True)
-    assert out.stdout.split('\n')[-3:] == ['closed', 'and after', '']
+    assert output_of(script, cwd=tmp_path).split('\n')[-3:] == ['closed', 'and after', '']
 
 
 def test_the_learner_says_what_it_is() -> None:

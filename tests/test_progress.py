@@ -435,7 +435,7 @@ SCRIPT = textwrap.dedent('''
 
 
 def test_a_pipe_gets_lines_without_control_characters() -> None:
-    out = output_of(f'{SCRIPT}\nimport sys\nmake_learner(wait_s=0.0005).fit(2)\nprint("IPython" in sys.modules)')
+    out = output_of(f'{SCRIPT}\nimport sys\nmake_learner(60, 5, wait_s=0.002).fit(2)\nprint("IPython" in sys.modules)')
     assert len(out.splitlines()) == 4
     assert not re.search(r'[\x00-\x09\x0b-\x1f\x7f]', out)
     assert out.endswith('False\n')  # it is not imported to find out that this is no notebook
@@ -465,17 +465,16 @@ def read_terminal(code: str) -> str:
 def terminal() -> list[str]:
     "What three runs wrote on a terminal."
     return read_terminal(SCRIPT + textwrap.dedent('''
-        make_learner(100, 60, wait_s=0.004).fit(2)
+        make_learner(40, 40, wait_s=0.004).fit(2)
         print('==')
-        try: make_learner(100, wait_s=0.004, stop=(0, 70)).fit(2)
+        try: make_learner(100, wait_s=0.002, stop=(0, 70)).fit(2)
         except KeyboardInterrupt: print('==')
-        learn = make_learner(60, 180, wait_s=0.004, loader=Forgetful)
-        learn.fit(1)
-        learn.validate()''')).split('==')
+        make_learner(40, 1, wait_s=0.004, loader=Forgetful).fit(1)
+        make_learner(1, 160, wait_s=0.004).validate()''')).split('==')
 
 
 def test_a_terminal_shows_bars_and_keeps_the_rows(terminal: list[str]) -> None:
-    assert re.search(r'epoch 1/2 train: +\d+%\|.*\| \d+/100 \[.*loss \d\.\d+', terminal[0])
+    assert re.search(r'epoch 1/2 train: +\d+%\|.*\| \d+/40 \[.*loss \d\.\d+', terminal[0])
     assert 'epoch 2/2 valid:' in terminal[0]
     assert terminal[0].count('valid_loss') == 1
 
@@ -502,9 +501,9 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Any:
     pytest.importorskip('nbclient')
     pytest.importorskip('ipykernel')
     cells = [SCRIPT,
-             'make_learner(500, 50).fit(5)',
-             'make_learner(100, wait_s=0.002, stop=(1, 60)).fit(3)',
-             'make_learner(1, 300, wait_s=0.0025).validate()',
+             'make_learner(100, 10, wait_s=0.001).fit(5)',
+             'make_learner(100, 5, wait_s=0.002, stop=(1, 60)).fit(3)',
+             'make_learner(1, 220, wait_s=0.0025).validate()',
              'make_learner(60, wait_s=0.002, loader=Forgetful, stop=(0, 50)).fit(1)',
              'make_learner(2, 1).fit(300)',
              'learn = make_learner()\nwith learn.no_logging(): learn.fit(1)',
