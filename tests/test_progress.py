@@ -23,10 +23,10 @@ import learnkit.progress
 from learnkit.callback import Callback
 from learnkit.data import DataLoaders
 from learnkit.errors import CancelEpochException, CancelFitException
+from learnkit.forks import start
 from learnkit.learner import Learner
 from learnkit.progress import Bar, Display, NotebookDisplay, ProgressCallback, Table, TerminalDisplay, make_display
 from learnkit.traineval import TrainEvalCallback
-from tests.fresh import output_of, run_fresh
 
 ROOT = Path(__file__).parents[1]
 CLOCK = r'\d\d:\d\d'
@@ -434,8 +434,26 @@ SCRIPT = textwrap.dedent('''
 ''')
 
 
+def run_script(code: str, terminal: int = -1) -> str:
+    "Run the script and the code in a forked process, with the terminal as its streams; return what it printed else."
+    def job() -> None:
+        if terminal >= 0:
+            os.environ.update(TERM='xterm', COLUMNS='100', LINES='24')
+            for fd in range(3):
+                os.dup2(terminal, fd)
+            sys.stdout, sys.stderr = (os.fdopen(fd, 'w', 1, closefd=False) for fd in (1, 2))
+        exec(SCRIPT + textwrap.dedent(code), {'__name__': '__main__'})
+    with start(job) as child:
+        assert child.wait() == 0, child.stderr
+        return child.stdout
+
+
 def test_a_pipe_gets_lines_without_control_characters() -> None:
-    out = output_of(f'{SCRIPT}\nimport sys\nmake_learner(60, 5, wait_s=0.002).fit(2)\nprint("IPython" in sys.modules)')
+    out = run_script('''
+        import sys
+        for name in [name for name in sys.modules if name.split('.')[0] == 'IPython']: del sys.modules[name]
+        make_learner(60, 5, wait_s=0.002).fit(2)
+        print("IPython" in sys.modules)''')
     assert len(out.splitlines()) == 4
     assert not re.search(r'[\x00-\x09\x0b-\x1f\x7f]', out)
     assert out.endswith('False\n')  # it is not imported to find out that this is no notebook
@@ -444,7 +462,6 @@ def test_a_pipe_gets_lines_without_control_characters() -> None:
 def read_terminal(code: str) -> str:
     "Run Python on a terminal of its own and return all that it wrote there."
     master, slave = pty.openpty()
-    env = {**ENV, 'TERM': 'xterm', 'COLUMNS': '100', 'LINES': '24'}
     out = bytearray()
 
     def read() -> None:
@@ -453,24 +470,24 @@ def read_terminal(code: str) -> str:
         except OSError: pass  # the way Linux says that the other end was closed
     reader = threading.Thread(target=read)
     reader.start()
-    done = run_fresh(code, env=env, terminal=os.ttyname(slave))
-    os.close(slave)
-    reader.join()
-    os.close(master)
-    assert done.returncode == 0, out.decode()
+    try: run_script(code, slave)
+    finally:
+        os.close(slave)
+        reader.join()
+        os.close(master)
     return out.decode()
 
 
 @pytest.fixture(scope='module')
 def terminal() -> list[str]:
     "What three runs wrote on a terminal."
-    return read_terminal(SCRIPT + textwrap.dedent('''
+    return read_terminal('''
         make_learner(40, 40, wait_s=0.004).fit(2)
         print('==')
         try: make_learner(100, wait_s=0.002, stop=(0, 70)).fit(2)
         except KeyboardInterrupt: print('==')
         make_learner(40, 1, wait_s=0.004, loader=Forgetful).fit(1)
-        make_learner(1, 160, wait_s=0.004).validate()''')).split('==')
+        make_learner(1, 160, wait_s=0.004).validate()''').split('==')
 
 
 def test_a_terminal_shows_bars_and_keeps_the_rows(terminal: list[str]) -> None:
