@@ -149,7 +149,7 @@ def test_trains_closes_twice_trains_again_and_leaves_nothing_behind(cls: type[Ca
     learn.close()
     learn.close()
     own(learn, cls)('close')
-    learn.fit(1)
+    learn.fit(2)
     assert all(p.isfinite().all() for p in learn.model.parameters())
     assert any(not torch.equal(a, b) for a, b in zip(start, learn.model.parameters(), strict=True)) or not first
     targs = learn.get_preds()[1]
