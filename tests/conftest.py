@@ -39,20 +39,36 @@ settings.register_profile('full', deadline=None, max_examples=1000, database=Non
 settings.load_profile(os.environ.get('HYPOTHESIS_PROFILE', 'quick'))
 
 
+gc.disable()  # while tests are collected, which makes many objects and no garbage: until `pytest_collection_finish`
+
 ASKED_FOR = {'notebook', 'browser', 'site', 'dist'}  # what runs with `-m` alone
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     "Leave out files without a test that `-m` asks for: to collect them all takes as long as some of these tests."
     markers = {*re.findall(r'(?<!not )\b\w+', config.option.markexpr)} - {'and', 'or', 'not'}
-    if not markers or not markers <= ASKED_FOR or collection_path.suffix != '.py':
+    if collection_path.suffix != '.py':
         return None
     source = collection_path.read_text('utf-8')
+    if not markers:
+        unwanted = re.findall(r'not (\w+)', config.option.markexpr)
+        return True if any(f'\npytestmark = pytest.mark.{marker}\n' in source for marker in unwanted) else None
+    if not markers <= ASKED_FOR:
+        return None
     return None if any(f'mark.{marker}' in source for marker in markers) else True
 
 
-# seconds and name of what takes a twentieth of a second or more
-SLOW = Path(__file__).with_name('slow.txt')
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path: Path) -> Iterator[None]:
+    "Look for examples in the package alone: tests have none in their docstrings."
+    collectors = yield
+    if TESTS not in file_path.parents:
+        return collectors
+    return [collector for collector in collectors if type(collector) is pytest.Module]
+
+
+TESTS = Path(__file__).parent
+SLOW = TESTS / 'slow.txt'  # seconds and name of what takes a twentieth of a second or more
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -120,6 +136,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     "Spare collections of garbage, in tests and in processes forked from this one, what is there before the first test."
+    gc.enable()
     gc.collect()
     gc.freeze()
 

@@ -213,7 +213,7 @@ class _GroupView(torch.optim.Optimizer):
     def _hypers(self) -> list[Hypers]:
         "Return the groups that are seen, as they are now: loading a state replaces them."
         opt, own = self.opt, None if self.own is self.opt else self.own
-        if not self._by_split: return [Hypers([g], opt._exempt) for g in (opt if own is None else own).param_groups]
+        if not self._by_split: return [Hypers([g], opt.exempt) for g in (opt if own is None else own).param_groups]
         return [h for h, places in zip(opt.hypers, opt._places, strict=True) if own is None or places[0][0] is own]
 
     def _seen(self, groups: list[dict[str, Any]]) -> dict[str, Any]:

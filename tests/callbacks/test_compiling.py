@@ -118,12 +118,12 @@ OPTIMIZERS = {
 def test_same_weights_under_a_schedule_without_recompiling(name: str) -> None:
     def make() -> Any: return learner(opt_func=OPTIMIZERS[name], cbs=Callback(before_batch=schedule))
 
-    plain, learn, backend = fit_both(make, 10)
-    assert learn.opt.n_steps == plain.opt.n_steps == learn.time.st == 100 and learn.train_iter == 100
-    assert backend.calls == 99 and backend.graphs == 1
+    plain, learn, backend = fit_both(make, 4)
+    assert learn.opt.n_steps == plain.opt.n_steps == learn.time.st == 40 and learn.train_iter == 40
+    assert backend.calls == 39 and backend.graphs == 1
     assert distance(plain, learn) < 1e-6
 
-    assert learn.recorder.hps == plain.recorder.hps and len(set(learn.recorder.lrs)) == 100
+    assert learn.recorder.hps == plain.recorder.hps and len(set(learn.recorder.lrs)) == 40
     assert torch.allclose(torch.stack([*learn.recorder.losses]), torch.stack([*plain.recorder.losses]), rtol=1e-5)
 
     ours, theirs = learn.opt.state_dict(), plain.opt.state_dict()
@@ -242,25 +242,25 @@ def test_validation_alone_may_have_handlers() -> None:
     assert backend.calls == 9 and seen == ['valid'] * 10
 
 
-@pytest.mark.parametrize(('make', 'reason'), [
-    (lambda: learner(opt_func=torch.optim.RMSprop), 'RMSprop is none of SGD, DecoupledSGD, Adam, AdamW'),
-    (lambda: learner(opt_func=torch.optim.LBFGS), 'LBFGS is none of'),
-    (lambda: learner(opt_func=torch.optim.Adafactor), 'Adafactor is none of'),
-    (lambda: learner(lambda: nn.Linear(8, 1, bias=False), opt_func=torch.optim.Muon), 'Muon is none of'),
-    (lambda: learner(opt_func=lambda ps, lr: torch.optim.Adam(ps, torch.tensor(lr))), 'of Adam is a tensor'),
-    (lambda: learner(opt_func=lambda ps, lr: [torch.optim.SGD([p], lr) for g in ps for p in [g]]), 'are 5 optimizers'),
-    (lambda: learner(microbatch=4), 'cut into microbatches'),
-    (lambda: learner(cls=OwnStep), 'OwnStep has its own `_step`'),
-    (lambda: learner(lambda: nn.DataParallel(mlp())), 'the model is a DataParallel'),
-])
-def test_refused_with_the_reason(make: Callable[[], Any], reason: str) -> None:
-    plain, learn, backend = fit_both(make)
-    assert reason in learn.explain_step() and learn.explain_step().startswith('The ordinary step runs: ')
-    assert backend.graphs == 0 and distance(plain, learn) == 0
-
-
 class OwnStep(Learner):
     def _step(self) -> None: super()._step()
+
+
+@pytest.mark.parametrize(('options', 'reason'), [
+    ({'opt_func': torch.optim.RMSprop}, 'RMSprop is none of SGD, DecoupledSGD, Adam, AdamW'),
+    ({'opt_func': torch.optim.LBFGS}, 'LBFGS is none of'),
+    ({'opt_func': torch.optim.Adafactor}, 'Adafactor is none of'),
+    ({'make_model': lambda: nn.Linear(8, 1, bias=False), 'opt_func': torch.optim.Muon}, 'Muon is none of'),
+    ({'opt_func': lambda ps, lr: torch.optim.Adam(ps, torch.tensor(lr))}, 'of Adam is a tensor'),
+    ({'opt_func': lambda ps, lr: [torch.optim.SGD([p], lr) for g in ps for p in [g]]}, 'are 5 optimizers'),
+    ({'microbatch': 4}, 'cut into microbatches'),
+    ({'cls': OwnStep}, 'OwnStep has its own `_step`'),
+    ({'make_model': lambda: nn.DataParallel(mlp())}, 'the model is a DataParallel'),
+])
+def test_refused_with_the_reason(options: dict[str, Any], reason: str) -> None:
+    plain, learn, backend = fit_both(lambda: learner(n=24, **options), 1)  # the second batch would be compiled
+    assert reason in learn.explain_step() and learn.explain_step().startswith('The ordinary step runs: ')
+    assert backend.graphs == 0 and distance(plain, learn) == 0
 
 
 def hook_module(learn: Any) -> Any: return learn.model[0].register_forward_hook(lambda *args: None)
@@ -279,24 +279,36 @@ def hook_optimizers(learn: Any) -> Any:
     return register_optimizer_step_pre_hook(lambda *args: None)
 
 
-@pytest.mark.parametrize(('hook', 'reason'), [
-    (hook_module, 'module 0 has hooks'), (hook_backward, 'module 3 has hooks'), (hook_parameter, '0.weight has hooks'),
-    (hook_accumulated, '0.weight has hooks'), (hook_optimizer, 'SGD has step hooks'), (hook_modules, 'on every module'),
-    (hook_optimizers, 'on every optimizer'),
-])
-def test_hooks_are_noticed_when_they_come_and_go(hook: Callable[[Any], Any], reason: str) -> None:
-    def in_middle(cb: Any) -> None:
-        if cb.epoch == 0 and cb.iter == 5: cb.learn.handle = hook(cb.learn)
-    plain, learn = (learner(cbs=Callback(before_batch=in_middle)) for _ in range(2))
-    learn, backend = compiled(learn)
+HOOKS: dict[Callable[[Any], Any], str] = {
+    hook_module: 'module 0 has hooks',
+    hook_backward: 'module 3 has hooks',
+    hook_parameter: '0.weight has hooks',
+    hook_accumulated: '0.weight has hooks',
+    hook_optimizer: 'SGD has step hooks',
+    hook_modules: 'on every module',
+    hook_optimizers: 'on every optimizer',
+}
+
+
+def test_hooks_are_noticed_when_they_come_and_go() -> None:
+    def add(cb: Any) -> None:
+        if cb.iter == 5: cb.learn.handle = hook(cb.learn)
+
+    plain, (learn, backend) = learner(), compiled(learner())
     for one in (plain, learn):
         one.fit(1)
-        said = learn.explain_step()
-        one.handle.remove()
-    assert backend.calls == 4 and reason in said and distance(plain, learn) < 1e-6
-    learn.remove_cb(Callback)
-    learn.fit(1)
-    assert backend.calls == 13  # the first batch found that the hook was gone
+    assert backend.calls == 9
+    for hook, reason in HOOKS.items():
+        calls = backend.calls
+        for one in (plain, learn):
+            one.fit(1, cbs=Callback(before_batch=add))
+            said = learn.explain_step()
+            one.handle.remove()
+        assert backend.calls == calls + 5 and reason in said, hook
+        assert distance(plain, learn) < 1e-6, hook
+        for one in (plain, learn):
+            one.fit(1)
+        assert backend.calls == calls + 14, hook  # the first batch found that the hook was gone
 
 
 def test_autocast_needs_the_ordinary_step() -> None:
@@ -455,9 +467,9 @@ def test_transformers_models_are_compiled_or_told_why_not() -> None:
     batch = {'input_ids': torch.randint(0, 30, (4, 6)), 'labels': torch.tensor([0, 1, 1, 0])}
 
     def make() -> Any:
-        return learner(partial(transformers.BertForSequenceClassification, config), None, batches=[batch] * 10)
-    plain, learn, backend = fit_both(make)
-    assert distance(plain, learn) < 1e-6 and (backend.calls == 19 or 'Unsupported: ' in learn.explain_step())
+        return learner(partial(transformers.BertForSequenceClassification, config), None, batches=[batch] * 4)
+    plain, learn, backend = fit_both(make, 1)
+    assert distance(plain, learn) < 1e-6 and (backend.calls == 3 or 'Unsupported: ' in learn.explain_step())
 
 
 class Moody(nn.Module):
@@ -490,11 +502,18 @@ class Changing(nn.Module):
         return -out if self.kind == 'negative' else out
 
 
+def dynamo_limit(n: int) -> Any:
+    "Let dynamo compile a function as often, instead of the usual eight times."
+    import torch._dynamo.config as config
+    return config.patch(recompile_limit=n)
+
+
 def test_endless_recompiling_is_ended() -> None:
     def change(cb: Any) -> None: cb.model.kind = f'{cb.epoch} {cb.iter}'
 
-    plain, learn, backend = fit_both(lambda: learner(Changing, cbs=Callback(before_batch=change)), 3)
-    assert distance(plain, learn) < 1e-6 and learn.opt.n_steps == 30 and backend.graphs < 10
+    with dynamo_limit(3):
+        plain, learn, backend = fit_both(lambda: learner(Changing, cbs=Callback(before_batch=change)), 1)
+    assert distance(plain, learn) < 1e-6 and learn.opt.n_steps == 10 and backend.graphs < 5
     assert 'RecompileLimit' in learn.explain_step()
 
 
@@ -590,10 +609,11 @@ def test_a_compiled_model_in_a_compiled_step() -> None:
 
 
 def test_many_learners_do_not_use_up_each_others_limit() -> None:
-    for _ in range(10):
-        learn, backend = compiled(learner(lambda: nn.Linear(8, 1), n=16))
-        learn.fit(1)
-        assert backend.calls == 1
+    with dynamo_limit(2):
+        for _ in range(4):
+            learn, backend = compiled(learner(lambda: nn.Linear(8, 1), n=16))
+            learn.fit(1)
+            assert backend.calls == 1
 
 
 def test_it_starts_as_ordinary_and_bad_options_are_told_at_once() -> None:

@@ -141,11 +141,8 @@ def test_every_callback_resumes_as_if_it_had_not_stopped(cls: type[Callback], tm
         others = [c for c in CLASSES if c.__name__ == 'RNNCallback'] if cls.__name__ == 'RNNRegularizer' else []
         return [made(c) for c in (*others, *([] if cls in DEFAULTS else [cls]))]
 
-    rnn = cls.__name__.startswith('RNN')
-    places = some(3) if cls.__name__ in ONE_PLACE else some(3, 4)
-    check(tmp_path, cbs, places, rnn=rnn)
-    if cls.__name__ in ONE_PLACE: return
-    check(tmp_path/'within', cbs, some(2), rnn=rnn, eval_every='3ba')
+    places = some(3) if cls.__name__ in ONE_PLACE else some(2, 3, 4)
+    check(tmp_path, cbs, places, rnn=cls.__name__.startswith('RNN'), eval_every='3ba')
 
 
 # what goes together: instances of one class, accumulation, loggers with those whose values they get

@@ -105,8 +105,8 @@ def test_as_functions_and_in_other_units() -> None:
     assert learn.periodic_data.results is None
 
 
-@pytest.mark.parametrize('workers', [0, 1])
-@pytest.mark.parametrize('dl', ['train', 'test'])
+@pytest.mark.parametrize(('workers', 'dl'), [
+    (0, 'train'), (0, 'test'), (1, 'train'), pytest.param(1, 'test', marks=pytest.mark.full)])
 def test_nothing_of_the_training_is_disturbed(workers: int, dl: str) -> None:
     def weights(*cbs: Callback) -> list[Tensor]:
         learn = learner(*cbs, workers=workers)

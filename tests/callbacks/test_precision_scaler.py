@@ -243,8 +243,10 @@ ODD = [*((c, e) for e, c in CANCELS.items()), *ANYWHERE,
          for e in ('before_backward', 'after_backward', 'before_step', 'after_step'))]
 
 
-@pytest.mark.parametrize('order', [0, 8, 20])
-@pytest.mark.parametrize('microbatch', [None, 5])
+@pytest.mark.parametrize(('order', 'microbatch'), [
+    (0, 5), (8, None), (20, 5),
+    *(pytest.param(*pair, marks=pytest.mark.full) for pair in ((0, None), (8, 5), (20, None))),
+])
 @pytest.mark.parametrize(('error', 'event'), ODD, ids=lambda o: getattr(o, '__name__', o))
 def test_no_sequence_makes_the_scaler_raise(error: type[Exception], event: str, order: float,
                                             microbatch: int | None) -> None:

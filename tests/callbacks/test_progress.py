@@ -30,11 +30,11 @@ from learnkit.callbacks.progress import (
     make_display,
 )
 from learnkit.core.errors import CancelEpochException, CancelFitException
-from learnkit.data.dataloaders import DataLoaders
+from learnkit.data import DataLoaders
 from learnkit.engine.callback import Callback
 from learnkit.engine.train_eval import TrainEvalCallback
 from learnkit.learner import Learner
-from tests.helpers.fresh import output_of, run_fresh
+from learnkit.testing.forks import start
 
 ROOT = Path(__file__).parents[2]
 CLOCK = r'\d\d:\d\d'
@@ -442,8 +442,26 @@ SCRIPT = textwrap.dedent('''
 ''')
 
 
+def run_script(code: str, terminal: int = -1) -> str:
+    "Run the script and the code in a forked process, with the terminal as its streams; return what it printed else."
+    def job() -> None:
+        if terminal >= 0:
+            os.environ.update(TERM='xterm', COLUMNS='100', LINES='24')
+            for fd in range(3):
+                os.dup2(terminal, fd)
+            sys.stdout, sys.stderr = (os.fdopen(fd, 'w', 1, closefd=False) for fd in (1, 2))
+        exec(SCRIPT + textwrap.dedent(code), {'__name__': '__main__'})
+    with start(job) as child:
+        assert child.wait() == 0, child.stderr
+        return child.stdout
+
+
 def test_a_pipe_gets_lines_without_control_characters() -> None:
-    out = output_of(f'{SCRIPT}\nimport sys\nmake_learner(wait_s=0.0005).fit(2)\nprint("IPython" in sys.modules)')
+    out = run_script('''
+        import sys
+        for name in [name for name in sys.modules if name.split('.')[0] == 'IPython']: del sys.modules[name]
+        make_learner(60, 5, wait_s=0.002).fit(2)
+        print("IPython" in sys.modules)''')
     assert len(out.splitlines()) == 4
     assert not re.search(r'[\x00-\x09\x0b-\x1f\x7f]', out)
     assert out.endswith('False\n')  # it is not imported to find out that this is no notebook
@@ -452,7 +470,6 @@ def test_a_pipe_gets_lines_without_control_characters() -> None:
 def read_terminal(code: str) -> str:
     "Run Python on a terminal of its own and return all that it wrote there."
     master, slave = pty.openpty()
-    env = {**ENV, 'TERM': 'xterm', 'COLUMNS': '100', 'LINES': '24'}
     out = bytearray()
 
     def read() -> None:
@@ -461,29 +478,28 @@ def read_terminal(code: str) -> str:
         except OSError: pass  # the way Linux says that the other end was closed
     reader = threading.Thread(target=read)
     reader.start()
-    done = run_fresh(code, env=env, terminal=os.ttyname(slave))
-    os.close(slave)
-    reader.join()
-    os.close(master)
-    assert done.returncode == 0, out.decode()
+    try: run_script(code, slave)
+    finally:
+        os.close(slave)
+        reader.join()
+        os.close(master)
     return out.decode()
 
 
 @pytest.fixture(scope='module')
 def terminal() -> list[str]:
     "What three runs wrote on a terminal."
-    return read_terminal(SCRIPT + textwrap.dedent('''
-        make_learner(100, 60, wait_s=0.004).fit(2)
+    return read_terminal('''
+        make_learner(40, 40, wait_s=0.004).fit(2)
         print('==')
-        try: make_learner(100, wait_s=0.004, stop=(0, 70)).fit(2)
+        try: make_learner(100, wait_s=0.002, stop=(0, 70)).fit(2)
         except KeyboardInterrupt: print('==')
-        learn = make_learner(60, 180, wait_s=0.004, loader=Forgetful)
-        learn.fit(1)
-        learn.validate()''')).split('==')
+        make_learner(40, 1, wait_s=0.004, loader=Forgetful).fit(1)
+        make_learner(1, 160, wait_s=0.004).validate()''').split('==')
 
 
 def test_a_terminal_shows_bars_and_keeps_the_rows(terminal: list[str]) -> None:
-    assert re.search(r'epoch 1/2 train: +\d+%\|.*\| \d+/100 \[.*loss \d\.\d+', terminal[0])
+    assert re.search(r'epoch 1/2 train: +\d+%\|.*\| \d+/40 \[.*loss \d\.\d+', terminal[0])
     assert 'epoch 2/2 valid:' in terminal[0]
     assert terminal[0].count('valid_loss') == 1
 
@@ -510,9 +526,9 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Any:
     pytest.importorskip('nbclient')
     pytest.importorskip('ipykernel')
     cells = [SCRIPT,
-             'make_learner(500, 50).fit(5)',
-             'make_learner(100, wait_s=0.002, stop=(1, 60)).fit(3)',
-             'make_learner(1, 300, wait_s=0.0025).validate()',
+             'make_learner(100, 10, wait_s=0.001).fit(5)',
+             'make_learner(100, 5, wait_s=0.002, stop=(1, 60)).fit(3)',
+             'make_learner(1, 220, wait_s=0.0025).validate()',
              'make_learner(60, wait_s=0.002, loader=Forgetful, stop=(0, 50)).fit(1)',
              'make_learner(2, 1).fit(300)',
              'learn = make_learner()\nwith learn.no_logging(): learn.fit(1)',

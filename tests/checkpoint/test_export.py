@@ -2,8 +2,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 
 from learnkit import DataLoaders, Learner
 from learnkit.core.errors import ModelError, OptionError
+from tests.helpers.fresh import output_of
 
 SERVE = '''
 import sys, torch
@@ -45,7 +44,7 @@ def test_equal_to_the_model_at_any_batch_size_in_a_fresh_process(tmp_path: Path)
 
     xs = [torch.randn(n, 3) for n in (1, 7, 33)]
     torch.save(xs, tmp_path/'x.pt')
-    subprocess.run([sys.executable, '-W', 'error', '-c', SERVE, str(tmp_path)], check=True, timeout=120)
+    output_of(SERVE, tmp_path)
     model.eval()
     for x, y in zip(xs, torch.load(tmp_path/'y.pt'), strict=True): torch.testing.assert_close(y, model(x))
 

@@ -29,8 +29,8 @@ from learnkit import (
     Periodic,
     TrainEvalCallback,
     accuracy,
+    averages,
 )
-from learnkit.metrics.base import SEND_EVERY
 
 aten = torch.ops.aten
 ASKS = (aten._local_scalar_dense, aten.is_nonzero, aten.equal)  # item, float, bool, tolist ...
@@ -102,8 +102,9 @@ def test_no_batch_waits_for_the_device(kwargs: dict[str, Any], at_end: dict[str,
     assert waits_of_fit(**kwargs) == at_end
 
 
-def test_losses_travel_in_groups() -> None:
-    counts = waits_of_fit(2 * SEND_EVERY + 5, opt_func=torch.optim.SGD)
+def test_losses_travel_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(averages, 'SEND_EVERY', 8)
+    counts = waits_of_fit(2 * 8 + 5, opt_func=torch.optim.SGD)
     assert counts == {'after_batch': 2, 'after_train': 1, 'after_validate': 1}
 
 

@@ -9,7 +9,7 @@ import torch
 
 from learnkit import Callback, GuardNonFinite
 from learnkit.callbacks import Checkpoint
-from learnkit.checkpoint import file as statefile
+from learnkit.checkpoint.state import file as statefile
 from learnkit.core.errors import LearnkitError
 from tests.helpers.distributing import make_dls, make_learner, weights
 from tests.helpers.ranks import run_ranks

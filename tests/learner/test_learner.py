@@ -1,6 +1,7 @@
 """The Learner as its users see it: constructor, attributes, contexts, kinds of batches and loaders, closing."""
 from __future__ import annotations
 
+import atexit
 from collections import namedtuple
 from collections.abc import Iterator
 from copy import deepcopy
@@ -39,6 +40,7 @@ from learnkit import (
     to_detach,
 )
 from learnkit.testing import RegModel, synth_dls, synth_learner
+from learnkit.testing.forks import start
 
 
 def bare(dls: Any, model: nn.Module, loss: Any = None, *cbs: Any, **kwargs: Any) -> Learner:
@@ -348,19 +350,16 @@ def test_one_failing_close_stops_no_other() -> None:
     assert seen == ['closed', 'post'] and any('Bad.close' in n for n in e.value.__notes__)
 
 
-def test_the_way_out_of_the_program_closes(tmp_path: Path) -> None:
-    import subprocess
-    import sys
-    script = '''
-from learnkit import Callback
-from learnkit.testing import synth_learner
-cb = Callback(close=lambda cb: print("closed"), post_close=lambda cb: print("and after"))
-learn = synth_learner(cbs=cb, default_cbs=False)
-learn.fit(0)
-'''
-    out = subprocess.run([sys.executable, '-c', script], capture_output=True, text=True, timeout=60, cwd=tmp_path,
-                         check=True)
-    assert out.stdout.split('\n')[-3:] == ['closed', 'and after', '']
+def test_the_way_out_of_the_program_closes() -> None:
+    def program() -> None:
+        cb = Callback(close=lambda cb: print('closed'), post_close=lambda cb: print('and after'))
+        learn = synth_learner(cbs=cb, default_cbs=False)
+        learn.fit(0)
+        atexit.register(lambda: learn)  # there is a reference to it until the end
+
+    with start(program) as child:
+        assert child.wait() == 0
+        assert child.stdout.split('\n')[-3:] == ['closed', 'and after', '']
 
 
 def test_the_learner_says_what_it_is() -> None:

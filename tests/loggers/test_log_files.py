@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from logger_helpers import LogHalf, learner, plain_losses, run_and_resume
 from learnkit import Callback, OptionError
 from learnkit.loggers import CSVLogger, JSONLinesLogger, log_images, log_text, read_log
 from learnkit.loggers.values import as_images, png
-from tests.helpers.fresh import run_fresh
+from learnkit.testing.forks import start
 
 BOTH = pytest.mark.parametrize(('cls', 'name'), [(CSVLogger, 'metrics.csv'), (JSONLinesLogger, 'metrics.jsonl')],
                                ids=['csv', 'jsonl'])
@@ -142,23 +143,16 @@ def test_a_failed_run_is_written_to_its_end(tmp_path: Path, cls: Any, name: str)
     assert steps(tmp_path/name) == list(range(1, 15)), 'the batch that failed has a step of its own'
 
 
-KILLED = '''
-import os, signal, sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-from logger_helpers import LogHalf, learner
-from learnkit import Callback
-from learnkit.loggers import CSVLogger, JSONLinesLogger
-def kill(cb):
-    if cb.iter == 8: os.kill(os.getpid(), signal.SIGKILL)
-loggers = CSVLogger(every='1ba'), JSONLinesLogger(every='1ba')
-learner(Path(sys.argv[1]), LogHalf, *loggers, Callback(after_pred=kill)).fit(1)
-'''
-
-
 def test_a_killed_process_loses_nothing(tmp_path: Path) -> None:
-    child = run_fresh(KILLED, tmp_path, Path(__file__).parent)
-    assert child.returncode == -signal.SIGKILL
+    def kill(cb: Any) -> None:
+        if cb.iter == 8: os.kill(os.getpid(), signal.SIGKILL)
+
+    def job() -> None:
+        loggers = CSVLogger(every='1ba'), JSONLinesLogger(every='1ba')
+        learner(tmp_path, LogHalf, *loggers, Callback(after_pred=kill)).fit(1)
+
+    with start(job) as child:
+        assert child.wait() == -signal.SIGKILL
     for name in ('metrics.csv', 'metrics.jsonl'):
         rows = read_log(tmp_path/name)
         assert [row['step'] for row in rows] == list(range(1, 9))

@@ -274,7 +274,7 @@ def test_training_that_is_killed_ends_as_if_it_was_not(tmp_path: Path) -> None:
 
 
 def test_what_no_checkpoint_has_is_found_out() -> None:
-    report = kill_and_resume(forgetful, n_epoch=2, kills=30)
+    report = kill_and_resume(forgetful, n_epoch=2, kills=8)
     assert not report and report.differences[0].startswith('model.')
 
 
