@@ -47,11 +47,11 @@ def other_ends(who: int, event: str, how: str, timeout_s: float) -> float:
 
 
 def test_one_hangs() -> None:
-    assert other_ends(1, 'after_loss', 'sleeps', timeout_s=2) < 2 + 10
+    assert other_ends(1, 'after_loss', 'sleeps', timeout_s=1) < 1 + 10
 
 
 def test_the_first_hangs() -> None:
-    assert other_ends(0, 'after_batch', 'loops', timeout_s=2) < 2 + 10
+    assert other_ends(0, 'after_batch', 'loops', timeout_s=1) < 1 + 10
 
 
 SCRIPT = '''
