@@ -15,6 +15,7 @@ import pytest
 from fault_helpers import make_learner
 from run_helpers import State, all_load, checkpointed, in_child, names, same, torch_dls, training
 from torch.utils.data import get_worker_info
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from learnkit import Callback, Learner
 from learnkit.callbacks import Checkpoint, checkpoint
@@ -67,8 +68,9 @@ def test_in_an_evaluation_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     check(lives, tmp_path/'run', end, len(places))
 
 
-def test_to_a_group_with_workers(straight_3: State, tmp_path: Path) -> None:
-    "The workers end at once, whatever they do."
+def test_to_a_group_with_workers(straight_3: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    "The workers end at once, whatever they do; torch, which waits for a batch, finds that out within five seconds."
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, '__defaults__', (0.5,))  # its seconds
     places = ['train after_loss', 'valid before_batch', 'before_epoch']
     make = lambda: make_learner(dls=torch_dls(n_workers=2))
     lives = run_until_done(training(tmp_path, make, n_epoch=3), places, signal.SIGTERM, group=True)
