@@ -214,9 +214,9 @@ def report_interrupted_fit(go: int, write: int) -> None:
 
 
 def test_a_fit_that_was_interrupted_twice_over_many_events_does_not_drift() -> None:
-    "Fifty interrupted fits in one learner; the fifty-first equals a fresh one."
+    "Eighteen interrupted fits in one learner; the nineteenth equals a fresh one."
     learn = make_learner(bad := At('after_step', interrupt))
-    for i in range(50):
+    for i in range(18):
         bad.seen, bad.at, bad.nth = 0, 'after_step', 1 + i % 6
         assert type(raised_by(lambda: learn.fit(N_EPOCH))) is KeyboardInterrupt
     fits_like_fresh(learn, bad)
