@@ -55,10 +55,11 @@ def test_skipped_or_replayed_it_is_the_same(replay: bool) -> None:
     check(loader('numpy', shuffle=True, generator=seeded), PLACES, replay=replay)
 
 
-@pytest.mark.parametrize('sampler', [
-    'generator', 'replacement', 'seed of its own', 'counts epochs', 'batch_sampler', 'no batches'])
-def test_every_sampler_with_workers(sampler: str) -> None:
-    check(loader(workers=2, **SAMPLERS[sampler]), [3], epochs=1)
+@pytest.mark.parametrize(('sampler', 'epochs'), [
+    ('generator', 1), ('seed of its own', 1), ('batch_sampler', 1), ('no batches', 1),
+    *(pytest.param(sampler, 2, marks=pytest.mark.full) for sampler in SAMPLERS)])
+def test_every_sampler_with_workers(sampler: str, epochs: int) -> None:
+    check(loader(workers=2, **SAMPLERS[sampler]), [3], epochs=epochs)
 
 
 @pytest.mark.parametrize('places', [[0, 'last', 'end'], pytest.param(PLACES, marks=pytest.mark.full)])
