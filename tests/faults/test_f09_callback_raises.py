@@ -280,7 +280,9 @@ def test_the_progress_is_removed_in_the_middle_of_a_fit() -> None:
         fits_like_fresh(learn, cb)
 
 
-@pytest.mark.parametrize('event', FIT_EVENTS)
+@pytest.mark.parametrize('event', [
+    pytest.param(event, marks=[] if event in ('before_fit', 'after_loss', 'before_validate', 'after_fit', 'cleanup')
+                 else [pytest.mark.full]) for event in FIT_EVENTS])
 def test_fit_inside_a_fit_is_refused(event: str) -> None:
     learn = make_learner(cb := At(event, lambda cb: cb.learn.fit(1)))
     start_again(learn)
