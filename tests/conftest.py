@@ -161,6 +161,13 @@ def fixed_seeds() -> None:
 
 
 @pytest.fixture(autouse=True)
+def disk_without_flushing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    "Spare the disk, here and in forked processes: no power is lost, and of row 20 the calls are what counts."
+    if not request.node.get_closest_marker('full'):
+        monkeypatch.setattr(os, 'fsync', lambda fd: None)
+
+
+@pytest.fixture(autouse=True)
 def no_figures_left() -> Iterator[None]:
     "Close the figures that a test drew."
     yield

@@ -45,9 +45,9 @@ def _columns(recorder: Any) -> list[str]: return [n for n in recorder.metric_nam
 
 def _rows(learn: Any, recorder: Any) -> list[dict[str, Any]]:
     "The history, also where a fit is about to be resumed and it is still in the checkpoint."
-    resumption = getattr(learn, '_resumption', None)
-    if resumption is None: return list(recorder.history)
-    saved = resumption.state['callbacks'].get(learn.callbacks.keys[id(recorder)], {})
+    resumed = learn.run.resume
+    if resumed is None: return list(recorder.history)
+    saved = resumed.state['callbacks'].get(learn.callbacks.keys[id(recorder)], {})
     return [*recorder.history, *saved.get('history', ())]
 
 

@@ -21,7 +21,7 @@ __all__ = ['Replay', 'replay']
 
 # where in the loop a batch was drawn
 STATE = ('epoch', 'iter', 'n_iter', 'train_iter', 'pct_train', 'n_epoch', 'epochs_per_iteration', 'training', 'phase',
-         'dl', 'dl_name', 'fitting', '_evaluating')
+         'dl', 'dl_name', 'fitting')
 
 
 SWITCHES = ('run', 'run_train', 'run_valid', 'order')  # of a callback: these are the user's

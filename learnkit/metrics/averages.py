@@ -402,8 +402,8 @@ def batch_weight(learn: Any) -> Any:
 
 def loss_weight(learn: Any) -> Any:
     "Return how much the loss of a batch counts in a mean: what it averages over, or what `learn.weight_func` says."
-    count_for_loss = getattr(learn, '_count_for_loss', None)
-    count = None if count_for_loss is None else count_for_loss(learn.xb, learn.yb)
+    weights = getattr(learn, 'loss_weights', None)
+    count = None if weights is None else weights.count(learn, learn.xb, learn.yb)
     if count is not None: return count
     func = getattr(learn, 'weight_func', None)
     return func(learn.xb, learn.yb) if callable(func) else count_samples(learn)

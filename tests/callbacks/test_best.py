@@ -11,6 +11,7 @@ from torch import Tensor
 from learnkit import Callback, DataLoaders, Learner
 from learnkit.callbacks.best_metric import BestMetric
 from learnkit.core.errors import MetricError, OptionError
+from learnkit.engine.run import preserved_state
 from learnkit.metrics.direction import MetricProperties
 from learnkit.testing import synth_learner
 

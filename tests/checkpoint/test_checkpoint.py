@@ -48,7 +48,7 @@ CBS: dict[str, Any] = {
 @pytest.mark.parametrize('cbs', CBS)
 def test_from_every_place(cbs: str) -> None:
     kept = check_every_place(lambda: make(*CBS[cbs]()), lambda learn, r: learn.fit_one_cycle(2, resume=r),
-                             lambda kept: kept if cbs == 'none' else kept[1::4])
+                             lambda kept: kept if cbs == 'none' else kept[2::6])
     assert [s['loop']['place'] for s in kept] == [*['batch'] * 6, 'epoch'] * 2
 
 
@@ -75,7 +75,7 @@ class Counts(Callback):
 
 
 def test_callbacks_that_know_nothing_of_checkpoints_go_on_too() -> None:
-    check_every_place(lambda: make(Counts()))
+    check_every_place(lambda: make(Counts()), places=lambda kept: kept[1::4])
     _, kept = straight(lambda: make(Counts()), lambda learn, r: learn.fit(2))
     learn = make(Counts(step=10))
     learn.fit(2, resume=kept[2])
@@ -106,21 +106,21 @@ def test_a_finished_fit_trains_nothing_more() -> None:
 def test_a_stopped_fit_stays_stopped() -> None:
     def stop(cb: Any) -> None:
         if cb.epoch == 1 and cb.iter == 2 and cb.training: cb.learn.stop()
-    def some(kept: list[Any]) -> list[Any]: return kept[-4:]
+    def some(kept: list[Any]) -> list[Any]: return kept[-4::2]
     check_every_place(lambda: make(Callback(after_batch=stop)), lambda learn, r: learn.fit(4, resume=r), some)
     check_every_place(lambda: make(EarlyStoppingCallback(monitor='accuracy', patience=1)),
                       lambda learn, r: learn.fit(6, resume=r), some)
 
 
 def test_a_budget_counts_what_was_used() -> None:
-    check_every_place(make, lambda learn, r: learn.fit('9ba', resume=r))
+    check_every_place(make, lambda learn, r: learn.fit('9ba', resume=r), lambda kept: kept[1::4])
 
 
 def test_the_second_fit_of_a_learner() -> None:
     def fit(learn: Learner, resume: Any) -> None:
         if resume is False: learn.fit(1)
         learn.fit(2, resume=resume)
-    check_every_place(make, fit, lambda kept: kept[7::3])  # from the second fit on
+    check_every_place(make, fit, lambda kept: kept[7::4])  # from the second fit on
 
 
 def test_frozen_layers_and_modes_stay() -> None:
@@ -128,7 +128,7 @@ def test_frozen_layers_and_modes_stay() -> None:
         if cb.epoch == 0 and cb.iter == 3 and cb.training:
             cb.model[1].eval()
             cb.model[0].requires_grad_(False)
-    check_every_place(lambda: make(Callback(after_batch=freeze)))
+    check_every_place(lambda: make(Callback(after_batch=freeze)), places=lambda kept: kept[2::4])
 
 
 def test_events_that_fire_again_are_told_by_resumed() -> None:
@@ -180,7 +180,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes() -> None:
 def test_fine_tune_goes_on_in_either_of_its_fits() -> None:
     def split(model: Any) -> Any: return [list(model[:2].parameters()), list(model[2:].parameters())]
     def fit(learn: Learner, resume: Any) -> None: learn.fine_tune(2, 0.05, resume=resume)
-    kept = check_every_place(lambda: make(EMA(), splitter=split), fit, lambda kept: kept[2::4])
+    kept = check_every_place(lambda: make(EMA(), splitter=split), fit, lambda kept: kept[3::6])
     assert [s['loop']['stage'] for s in kept] == [0] * 7 + [1] * 14
     with pytest.raises(CheckpointError, match='not of `fine_tune`'):
         make(splitter=split).fine_tune(2, resume=straight(make, lambda learn, r: learn.fit(1))[1][0])
@@ -202,7 +202,7 @@ def test_a_loss_with_weights_of_its_own() -> None:
         learn.loss_func = Centre()
         learn.opt_func = lambda params, lr: torch.optim.Adam([*params, *learn.loss_func.parameters()], lr)
         return learn
-    check_every_place(learner, places=lambda kept: kept[1::5])
+    check_every_place(learner, places=lambda kept: kept[1::6])
 
 
 def test_two_optimizers() -> None:
@@ -211,11 +211,11 @@ def test_two_optimizers() -> None:
         learn.opt_func = lambda params, lr: {'body': torch.optim.SGD(learn.model[:2].parameters(), lr, momentum=0.9),
                                              'head': torch.optim.AdamW(learn.model[2:].parameters(), lr)}
         return learn
-    check_every_place(learner, places=lambda kept: kept[1::5])
+    check_every_place(learner, places=lambda kept: kept[1::6])
 
 
 def test_lbfgs() -> None:
-    check_every_place(lambda: make(opt_func=torch.optim.LBFGS), places=lambda kept: kept[1::5])
+    check_every_place(lambda: make(opt_func=torch.optim.LBFGS), places=lambda kept: kept[4::6])
 
 
 def test_sparse_gradients_that_wait() -> None:

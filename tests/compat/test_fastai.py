@@ -26,7 +26,7 @@ CASES = [pytest.param(name, marks=pytest.mark.xfail(reason=DIFFERS[name])) if na
 def as_json(o: Any) -> Any: return json.loads(json.dumps(o))
 
 
-@pytest.mark.parametrize('part', [*range(4), *(pytest.param(n, marks=pytest.mark.full) for n in range(4, PARTS))])
+@pytest.mark.parametrize('part', [0, 1, *(pytest.param(n, marks=pytest.mark.full) for n in range(2, PARTS))])
 def test_events_counters_and_weights_are_the_recorded_ones(part: int) -> None:
     for plan, expected in RECORDED['plans'][part::PARTS]:
         assert not c.differences(expected, as_json(c.outcome(plan, plans.learnkit_names()))), json.dumps(plan)

@@ -3,11 +3,12 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -23,9 +24,6 @@ FIT_EVENTS = [e for e in EVENTS if not e.startswith('after_cancel_') and not e.e
 CANCEL_EVENTS = [level.after_cancel for level in LEVELS.values()]
 N_EPOCH, N_TRAIN, N_VALID, BS = 2, 3, 2, 4
 STATE = (
-    '_open',
-    '_depth',
-    '_stopping',
     'fitting',
     'error',
     'logger',
@@ -38,6 +36,12 @@ STATE = (
     'batch',
 )
 ABSENT = object()
+seed_torch = torch.default_generator.manual_seed  # `torch.manual_seed` walks the stack, which takes a millisecond
+
+
+def others_in_full(cases: Iterable[tuple[Any, ...]], is_ordinary: Callable[..., bool]) -> list[Any]:
+    "Mark the cases that the full form alone runs; the ordinary ones have each value of each parameter."
+    return [case if is_ordinary(*case) else pytest.param(*case, marks=pytest.mark.full) for case in cases]
 
 
 def mae(pred: Tensor, y: Tensor) -> Tensor: return (pred - y).abs().mean()
@@ -52,7 +56,7 @@ def make_dls(seed: int = 1) -> DataLoaders:
 
 
 def make_model() -> nn.Module:
-    torch.manual_seed(0)
+    seed_torch(0)
     return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.3), nn.Linear(5, 1))
 
 
@@ -68,7 +72,7 @@ def start_again(learn: Learner) -> None:
     learn.model.load_state_dict(make_model().state_dict())
     learn.dls = make_dls()
     learn.opt = None
-    torch.manual_seed(5)
+    seed_torch(5)
 
 
 def rows(learn: Learner) -> list[dict[str, Any]]:
@@ -123,11 +127,9 @@ def fits_like_fresh(learn: Learner, without: Any = ()) -> None:
 
 def is_clean(learn: Learner, extra: set[str] = frozenset()) -> None:  # type: ignore[assignment]
     "Nothing of a run is left in the learner."
+    assert (learn.run.levels, learn.run.depth, learn.run.stopping) == ((), 0, False)
     state = {name: vars(learn).get(name, ABSENT) for name in STATE}
     assert state == {
-        '_open': (),
-        '_depth': 0,
-        '_stopping': False,
         'fitting': False,
         'error': None,
         'logger': print,

@@ -8,8 +8,8 @@ from learnkit.testing.harness import kill_and_resume
 
 
 def test_some_kills() -> None:
-    report = kill_and_resume(learner, n_epoch=4, kills=4, seed=1)
-    assert report.exact and report.resumes >= 4, report.differences
+    report = kill_and_resume(learner, n_epoch=2, kills=2, seed=1)
+    assert report.exact and report.resumes >= 2, report.differences
 
 
 @pytest.mark.full
@@ -29,5 +29,5 @@ def test_a_difference_would_be_seen() -> None:
         return learn
     loss_func = learner().loss_func
     # A run that was killed after its last step ends with the same weights: try again until one was killed before.
-    report = kill_and_resume(forgetful, n_epoch=4, kills=8, seed=1)
+    report = kill_and_resume(forgetful, n_epoch=2, kills=8, seed=1)
     assert not report.exact

@@ -52,7 +52,7 @@ def _begun(folder: Path) -> int:
 
 @pytest.mark.parametrize('background', [False, True])
 def test_some_kills(tmp_path: Path, background: bool) -> None:
-    kill_in_saves(tmp_path, 3, background)
+    kill_in_saves(tmp_path, 2, background)
 
 
 @pytest.mark.full

@@ -10,7 +10,7 @@ from resume_helpers import augmented, learner, resumed_at
 
 @pytest.mark.parametrize('num_workers', [0, 2])
 def test_some_steps(tmp_path: Path, num_workers: int) -> None:
-    resumed_at(partial(learner, dls=partial(augmented, num_workers)), tmp_path, lambda n: [1, 4, 6, 8])
+    resumed_at(partial(learner, dls=partial(augmented, num_workers)), tmp_path, lambda n: [1, 8])
 
 
 @pytest.mark.full

@@ -15,9 +15,10 @@ CASES = {'accumulation': [partial(GradientAccumulation, 3 * BS)], 'bf16': [parti
          'accumulation in fp16': [partial(GradientAccumulation, 3 * BS), partial(MixedPrecision, 'fp16')]}
 
 
-@pytest.mark.parametrize('case', CASES)
+@pytest.mark.parametrize('case', ['accumulation', 'fp16', 'accumulation in bf16'])
 def test_some_steps(tmp_path: Path, case: str) -> None:
-    resumed_at(partial(learner, *CASES[case]), tmp_path, lambda n: [1, 3, 6, 10])
+    "Two batches of three have been added up, in the first epoch and in the second."
+    resumed_at(partial(learner, *CASES[case]), tmp_path, lambda n: [1, 8])
 
 
 @pytest.mark.full

@@ -15,6 +15,7 @@ import pytest
 from fault_helpers import make_learner
 from run_helpers import State, all_load, checkpointed, in_child, names, same, torch_dls, training
 from torch.utils.data import get_worker_info
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from learnkit import Callback, Learner
 from learnkit.callbacks import Checkpoint, checkpoint
@@ -30,6 +31,13 @@ PLACES = ['before_fit', 'train before_batch', 'train after_loss', 'train after_b
 @pytest.fixture(scope='module')
 def straight(tmp_path_factory: pytest.TempPathFactory) -> State:
     return in_child(training(tmp_path_factory.mktemp('straight'), preemption=False))  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope='module')
+def straight_3(tmp_path_factory: pytest.TempPathFactory) -> State:
+    "Three epochs, for what takes long in each."
+    folder = tmp_path_factory.mktemp('straight')
+    return in_child(training(folder, n_epoch=3, preemption=False))  # type: ignore[no-any-return]
 
 
 def check(lives: Any, folder: Path, end: State, kills: int) -> None:
@@ -53,19 +61,20 @@ def test_at_events_before_its_own_handlers(tmp_path: Path) -> None:
 
 def test_in_an_evaluation_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     make = lambda: make_learner(eval_every='2ba')
-    end = in_child(training(tmp_path/'straight', make))
+    end = in_child(training(tmp_path/'straight', make, n_epoch=4))
     places: list[Any] = [('valid after_pred', 2), 'valid before_batch', 'train after_batch',
                          ('valid before_batch', 3), 'before_eval']
-    lives = run_until_done(training(tmp_path/'run', make), places, signal.SIGTERM, group=False)
+    lives = run_until_done(training(tmp_path/'run', make, n_epoch=4), places, signal.SIGTERM, group=False)
     check(lives, tmp_path/'run', end, len(places))
 
 
-def test_to_a_group_with_workers(straight: State, tmp_path: Path) -> None:
-    "The workers end at once, whatever they do."
+def test_to_a_group_with_workers(straight_3: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    "The workers end at once, whatever they do; torch, which waits for a batch, finds that out within five seconds."
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, '__defaults__', (0.5,))  # its seconds
     places = ['train after_loss', 'valid before_batch', 'before_epoch']
     make = lambda: make_learner(dls=torch_dls(n_workers=2))
-    lives = run_until_done(training(tmp_path, make), places, signal.SIGTERM, group=True)
-    check(lives, tmp_path, straight, len(places))
+    lives = run_until_done(training(tmp_path, make, n_epoch=3), places, signal.SIGTERM, group=True)
+    check(lives, tmp_path, straight_3, len(places))
 
 
 def test_while_a_batch_is_drawn(straight: State, tmp_path: Path) -> None:
@@ -90,15 +99,15 @@ class Stuck(torch_dls().train.dataset.__class__):  # type: ignore[misc]
         return super().__getitem__(i)
 
 
-def test_the_draw_that_fails_because_workers_got_the_signal_too(straight: State, tmp_path: Path) -> None:
+def test_the_draw_that_fails_because_workers_got_the_signal_too(straight_3: State, tmp_path: Path) -> None:
     told = tmp_path/'waits'
     make = lambda: make_learner(dls=torch_dls(n_workers=2, prefetch_factor=1), cbs=Slow(told))
-    lives = run_until_done(training(tmp_path/'run', make), [told], signal.SIGTERM, group=True)
-    check(lives, tmp_path/'run', straight, 1)
+    lives = run_until_done(training(tmp_path/'run', make, n_epoch=3), [told], signal.SIGTERM, group=True)
+    check(lives, tmp_path/'run', straight_3, 1)
     assert names(tmp_path/'run')[0] == '00001-ep0-ba1.ckpt'  # the second batch was not trained on
 
 
-def test_during_a_save_in_the_background(straight: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_during_a_save_in_the_background(straight_3: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = checkpoint.write_state
     def slowly(*args: Any) -> None:
         reached('saving')
@@ -107,15 +116,15 @@ def test_during_a_save_in_the_background(straight: State, tmp_path: Path, monkey
         reached('saved')
     monkeypatch.setattr(checkpoint, 'write_state', slowly)
     places: list[Any] = [('saving', 2), ('saved', 3), ('saving', 3)]
-    lives = run_until_done(training(tmp_path, every='1ba'), places, signal.SIGTERM, group=False)
-    check(lives, tmp_path, straight, 3)
+    lives = run_until_done(training(tmp_path, every='1ba', n_epoch=3), places, signal.SIGTERM, group=False)
+    check(lives, tmp_path, straight_3, 3)
 
 
-def test_at_the_very_end(straight: State, tmp_path: Path) -> None:
+def test_at_the_very_end(straight_3: State, tmp_path: Path) -> None:
     "Nothing is trained afterwards; the last checkpoint, written at the end of the last epoch, stands."
     for place in ('after_fit', 'cleanup'):
-        lives = run_until_done(training(tmp_path/place, order=999), [place], signal.SIGTERM, group=False)
-        assert lives.codes == [143, 0] and same(straight, lives.result), lives.stderr
+        lives = run_until_done(training(tmp_path/place, n_epoch=3, order=999), [place], signal.SIGTERM, group=False)
+        assert lives.codes == [143, 0] and same(straight_3, lives.result), lives.stderr
 
 
 # -- handlers --------------------------------------------------------------------------------------------------------

@@ -1,20 +1,18 @@
-"""Row 8: Ctrl-C at every event, real ones at random instants, and a second one that aborts the cleanup.
-
-Run as a program, this file is the other side of the random ones: forked children fit until they are interrupted."""
+"""Row 8: Ctrl-C at every event, real ones at random instants, and a second one that aborts the cleanup."""
 
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,12 +29,15 @@ from fault_helpers import (
     is_clean,
     make_learner,
     notes,
+    others_in_full,
     raised_by,
     start_again,
     trigger,
 )
+from file_helpers import fork
 
 from learnkit import Callback, Learner
+from learnkit.testing.forks import start
 
 
 @pytest.fixture(autouse=True)
@@ -57,8 +58,9 @@ def press(cb: Any = None) -> None:
 def interrupt(cb: Any) -> None: raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize('how', [interrupt, press])
-@pytest.mark.parametrize('event', [*FIT_EVENTS, *CANCEL_EVENTS])
+@pytest.mark.parametrize(('event', 'how'), others_in_full(
+    itertools.product([*FIT_EVENTS, *CANCEL_EVENTS], [interrupt, press]),
+    lambda event, how: how is press or event in ('before_fit', 'after_loss', 'cleanup')))
 def test_at_every_event(event: str, how: Callable[[Any], None]) -> None:
     handler = signal.getsignal(signal.SIGINT)
     learn = make_learner([*trigger(event), At(event, how), watch := Watch()])
@@ -79,9 +81,10 @@ def is_clean_but_for_display(learn: Learner) -> None:
     assert learn.loss is None and learn.xb == (None,) and 'loss_grad' not in vars(learn)
 
 
-@pytest.mark.parametrize('how', [interrupt, press])
-@pytest.mark.parametrize('event', ['after_error', 'cleanup'])
-@pytest.mark.parametrize('where', ['before_fit', 'after_loss', 'before_validate', 'after_epoch'])
+@pytest.mark.parametrize(('where', 'event', 'how'), others_in_full(
+    itertools.product(['before_fit', 'after_loss', 'before_validate', 'after_epoch'], ['after_error', 'cleanup'],
+                      [interrupt, press]),
+    lambda where, event, how: where == 'after_loss' or (event, how) == ('cleanup', press)))
 def test_a_second_one_aborts_the_cleanup(where: str, event: str, how: Callable[[Any], None]) -> None:
     first = KeyboardInterrupt('first')
     ran: list[str] = []
@@ -138,22 +141,15 @@ def test_in_the_model_and_in_the_loader() -> None:
 # -- real signals from another process, at random instants -----------------------------------------------------------
 
 def run_children(n: int, seed: int, longest_s: float) -> list[dict[str, Any]]:
-    "Start this file as a program; it forks a child for each kill, so that torch is imported once."
-    done = subprocess.run(
-        [sys.executable, __file__, str(n), str(seed), str(longest_s)],
-        capture_output=True,
-        text=True,
-        timeout=560,
-        env={**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(Path(__file__).parent)},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{')]
+    "Start a process that forks a child for each interrupt, which does not reach the tests' own."
+    with start(partial(interrupt_children, n, seed, longest_s)) as child:
+        assert child.wait(560) == 0, child.stderr
+        return [json.loads(line) for line in child.stdout.splitlines() if line.startswith('{')]
 
 
 def test_at_random_instants() -> None:
-    results = run_children(25, seed=0, longest_s=0.04)
-    assert len(results) == 25 and all(r['ok'] for r in results), [r for r in results if not r['ok']]
+    results = run_children(10, seed=0, longest_s=0.04)
+    assert len(results) == 10 and all(r['ok'] for r in results), [r for r in results if not r['ok']]
 
 
 @pytest.mark.full
@@ -195,18 +191,12 @@ def fit_until_interrupted() -> dict[str, Any]:
     return {'ok': not problems, 'problems': problems, 'where': where, 'notes': told, 'fired': fired, 'fit': at}
 
 
-def main(n: int, seed: int, longest_s: float) -> None:
+def interrupt_children(n: int, seed: int, longest_s: float) -> None:
     rng = random.Random(seed)
     with redirect_stdout(io.StringIO()): fresh()
     for _ in range(n):
         (read, write), (ready, go) = os.pipe(), os.pipe()
-        pid = os.fork()
-        if not pid:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            os.dup2(go, 1)
-            with redirect_stdout(io.StringIO()): result = fit_until_interrupted()
-            os.write(write, json.dumps(result).encode())
-            os._exit(0)
+        pid = fork(partial(report_interrupted_fit, go, write))
         os.close(write); os.close(go)
         os.read(ready, 1)
         time.sleep(rng.random() * longest_s)
@@ -217,10 +207,16 @@ def main(n: int, seed: int, longest_s: float) -> None:
         print(text or json.dumps({'ok': False, 'problems': ['the child died'], 'where': ''}), flush=True)
 
 
+def report_interrupted_fit(go: int, write: int) -> None:
+    os.dup2(go, 1)
+    with redirect_stdout(io.StringIO()): result = fit_until_interrupted()
+    os.write(write, json.dumps(result).encode())
+
+
 def test_a_fit_that_was_interrupted_twice_over_many_events_does_not_drift() -> None:
-    "Fifty interrupted fits in one learner; the fifty-first equals a fresh one."
+    "Eighteen interrupted fits in one learner; the nineteenth equals a fresh one."
     learn = make_learner(bad := At('after_step', interrupt))
-    for i in range(50):
+    for i in range(18):
         bad.seen, bad.at, bad.nth = 0, 'after_step', 1 + i % 6
         assert type(raised_by(lambda: learn.fit(N_EPOCH))) is KeyboardInterrupt
     fits_like_fresh(learn, bad)
@@ -282,8 +278,4 @@ def test_at_every_instant() -> None:
             if problem: bad.append(problem)
     print(f'row 8: {n} instants of three runs, the next fit differs after {len(bad)}')
     torch.set_grad_enabled(True)
-    # between two instructions of a context manager Python leaves a gap
-    assert len(bad) < 0.02 * n, bad[:10]
-
-
-if __name__ == '__main__': main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
+    assert len(bad) < 0.02 * n, bad[:10]  # between two instructions of a context manager Python leaves a gap

@@ -5,6 +5,7 @@ import gc
 import multiprocessing
 import os
 import signal
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
@@ -65,7 +66,7 @@ def fails(learn: Learner, what: str) -> float:
     "Fit, which has to fail, and return how long that took."
     error, match = ERRORS[what]
     began = monotonic()
-    with pytest.raises(error, match=match) as caught: learn.fit(3)
+    with pytest.raises(error, match=match) as caught: learn.fit(2)
     assert any('epoch 0, batch' in note for note in caught.value.__notes__)
     return monotonic() - began
 
@@ -81,18 +82,30 @@ def job(what: str, folder: Path, persistent: bool) -> float:
     is_clean(learn)
     learn.logger = noop
     flag.unlink()
-    learn.fit(3, resume=bool(names(folder/'run')))
-    assert len(learn.history) == 3 and all_load(folder/'run')
+    learn.fit(2, resume=bool(names(folder/'run')))
+    assert len(learn.history) == 2 and all_load(folder/'run')
     if not persistent: assert not children()
     return took
 
 
 @pytest.mark.parametrize('persistent', [False, True], ids=['', 'persistent'])
-@pytest.mark.parametrize('what', ERRORS)
+@pytest.mark.parametrize('what', ['killed', 'raises'])
 def test_the_error_comes_in_time_and_the_next_fit_works(what: str, persistent: bool, tmp_path: Path) -> None:
     with start(partial(job, what, tmp_path, persistent)) as child:
         assert child.wait() == 0, child.stderr
         assert child.result < TIMEOUT_S + 1, f'{child.result:.2f} s'
+
+
+def test_a_hanging_worker_is_told_in_time_and_the_next_fit_works(tmp_path: Path) -> None:
+    "Both kinds of workers at once, as each waits for its timeout."
+    with ExitStack() as stack:
+        children = []
+        for persistent in (False, True):
+            (folder := tmp_path/f'{persistent}').mkdir()
+            children.append(stack.enter_context(start(partial(job, 'hangs', folder, persistent))))
+        for child in children:
+            assert child.wait() == 0, child.stderr
+            assert child.result < TIMEOUT_S + 1, f'{child.result:.2f} s'
 
 
 @pytest.mark.full

@@ -127,7 +127,7 @@ def test_a_validation_from_another_thread_waits_for_the_fit_and_changes_nothing(
         threads.append(threading.Thread(target=other, args=(cb.learn,)))
         threads[0].start()
         started.wait()
-        threads[0].join(0.2)  # it must be waiting by now
+        threads[0].join(0.05)  # it must be waiting by now
         assert threads[0].is_alive() and not results
     learn = make_learner(cb := At('after_step', start, nth=2))
     start_again(learn)

@@ -8,7 +8,7 @@ from run_helpers import quiet
 from learnkit import Callback
 from tests.helpers.ranks import started_ranks
 
-FEW = ('before_fit', 'before_draw', 'after_loss', 'before_step', 'after_eval', 'after_fit', 'cleanup')
+FEW = ('before_draw', 'after_loss', 'after_eval', 'cleanup')
 
 
 class Fails(Callback):

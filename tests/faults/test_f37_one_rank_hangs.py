@@ -4,6 +4,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -34,24 +35,23 @@ def train(rank: int, who: int, event: str, how: str, timeout_s: float) -> None:
     with learn.distributed('ddp', timeout=timeout_s): learn.fit(2)
 
 
-def other_ends(who: int, event: str, how: str, timeout_s: float) -> float:
+def others_end(timeout_s: float, *hangs: tuple[int, str, str]) -> float:
+    "Let one of two processes hang, in several pairs at a time; return how long the others took to end."
     began = monotonic()
-    with started_ranks(train, 2, who, event, how, timeout_s) as children:
-        hangs, other = children[who], children[1 - who]
-        other.wait(timeout_s + 20)
-        took_s = monotonic() - began
-        assert other.code == 1 and hangs.poll() is None, other.stderr
-        assert f'DistributedError: Process {who} of 2 hangs, or was stopped, for {timeout_s:g} s: ' in other.stderr
-        assert f'process {1 - who} waited in' in other.stderr and '(epoch 0, batch ' in other.stderr
+    with ExitStack() as stack:
+        pairs = [stack.enter_context(started_ranks(train, 2, *hang, timeout_s)) for hang in hangs]
+        for children, (who, _, _) in zip(pairs, hangs, strict=True):
+            hanging, other = children[who], children[1 - who]
+            other.wait(timeout_s + 20)
+            took_s = monotonic() - began
+            assert other.code == 1 and hanging.poll() is None, other.stderr
+            assert f'DistributedError: Process {who} of 2 hangs, or was stopped, for {timeout_s:g} s: ' in other.stderr
+            assert f'process {1 - who} waited in' in other.stderr and '(epoch 0, batch ' in other.stderr
     return took_s
 
 
-def test_one_hangs() -> None:
-    assert other_ends(1, 'after_loss', 'sleeps', timeout_s=2) < 2 + 10
-
-
-def test_the_first_hangs() -> None:
-    assert other_ends(0, 'after_batch', 'loops', timeout_s=2) < 2 + 10
+def test_either_hangs() -> None:
+    assert others_end(2, (1, 'after_loss', 'sleeps'), (0, 'after_batch', 'loops')) < 2 + 10
 
 
 SCRIPT = '''
@@ -78,7 +78,7 @@ def test_torchrun_ends_the_one_that_hangs(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_hangs_at_several_places() -> None:
-    took_s = [other_ends(who, event, how, timeout_s=5) for who in range(2) for how in ('sleeps', 'loops')
+    took_s = [others_end(5, (who, event, how)) for who in range(2) for how in ('sleeps', 'loops')
               for event in ('after_draw', 'before_pred', 'before_backward', 'after_step', 'after_validate')]
     print(f'row 37: {len(took_s)} hangs with a timeout of 5 s: the other ended after {max(took_s):.1f} s at most')
     assert max(took_s) < 5 + 10

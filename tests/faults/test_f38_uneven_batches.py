@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from fault_helpers import others_in_full
 
 from learnkit import DataLoaders, Learner
 from learnkit.core.errors import DistributedError
@@ -27,9 +28,9 @@ def alone(n: int, kind: str) -> Learner:
 
 
 # 36 samples are 9 batches of 4: five for one process, and four for the other
-@pytest.mark.parametrize('kind', ['tensors', 'torch'])
-@pytest.mark.parametrize(('n', 'left'), [(36, 4), (33, 1)])
-def test_joined(kind: str, n: int, left: int) -> None:
+@pytest.mark.parametrize(('n', 'kind'), others_in_full(
+    [(36, 'tensors'), (36, 'torch'), (33, 'tensors'), (33, 'torch')], lambda n, kind: (n == 33) == (kind == 'torch')))
+def test_joined(n: int, kind: str) -> None:
     expected = alone(n, kind)
     for got in run_ranks(train, 2, n, 'join', kind):
         assert (got['weights'] - weights(expected)).abs().max() < 1e-10

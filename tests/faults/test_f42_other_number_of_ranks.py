@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fault_helpers import others_in_full
 
 from learnkit import Callback
 from learnkit.callbacks import Checkpoint
@@ -56,11 +57,10 @@ def both(folder: Path, before: int, after: int, batch_size: str, kind: str, n_ba
     return [x for seen in (*first, *then) for x in seen]
 
 
-@pytest.mark.parametrize(('kind', 'batch_size'), [
-    ('tensors', 'process'), ('torch', 'global'),
-    pytest.param('tensors', 'global', marks=pytest.mark.full),
-    pytest.param('torch', 'process', marks=pytest.mark.full)])
-@pytest.mark.parametrize(('before', 'after'), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(('before', 'after', 'batch_size', 'kind'), others_in_full(
+    [(before, 3 - before, size, kind) for before in (2, 1) for size in ('process', 'global')
+     for kind in ('tensors', 'torch')],
+    lambda *case: case in ((2, 1, 'process', 'tensors'), (1, 2, 'global', 'torch'))))
 def test_each_sample_once_an_epoch(before: int, after: int, batch_size: str, kind: str, tmp_path: Path) -> None:
     seen = both(tmp_path, before, after, batch_size, kind, 2)
     assert sorted(seen) == sorted(2 * make_dls(N).train.tensors[0][:, 0].tolist())
