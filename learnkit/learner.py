@@ -689,6 +689,7 @@ class Learner(Loop):
         own_loop.report_loss(self, loss)
 
     def repeat_turn(self) -> None:
+        "Run the passes of the `optimize` under way again."
         own_loop.repeat_turn(self)
 
     # -- evaluation and prediction -------------------------------------------------------------------------------------

@@ -84,7 +84,8 @@ def listed_few(items: list[Any], most: int = 5) -> str:
 
 def samples_of(learn: Any) -> list[int] | None:
     "Return the data set's indices of the batch at hand, None where they are not known."
-    return getattr(learn, '_batch_indices', lambda: None)()
+    passes = getattr(learn, 'passes', None)
+    return None if passes is None else passes.indices(learn)
 
 
 # What is to blame

@@ -321,7 +321,7 @@ class Recorder(Plots, Callback):
     def _merge_losses(self, told: list[dict[str, Any]]) -> None:
         "Put in their place those of all processes, of the samples that each had at each step."
         losses, weights = ([sd[k] for sd in told] for k in ('losses', 'weights'))
-        reduction = 'sum' if self.learn._weights([]) is None else 'mean'
+        reduction = 'sum' if self.learn.loss_weights.is_sum(self.learn) else 'mean'
         self.smooth_loss.replace(merged_losses(losses, weights, reduction), merged_weights(weights))
 
     def _merge_logged(self, seconds: float) -> float:

@@ -23,9 +23,9 @@ _hosts: list[tuple[DeviceMesh, Any, DeviceMesh]] = []
 
 
 def is_dtensor(value: Any) -> bool:
-    """Tell whether a tensor is a DTensor.
+    """Return True if a tensor is a DTensor.
 
-    >>> is_part(torch.zeros(2))
+    >>> is_dtensor(torch.zeros(2))
     False
     """
     return type(value) is not Tensor and 'torch.distributed.tensor' in sys.modules and _is_dtensor(value)

@@ -59,6 +59,10 @@ class SingleProcess:
         loss: Tensor = learn.loss
         return loss
 
+    def gradient_share(self, learn: Any) -> Any:
+        "Return the factor of this process's loss in the mean over processes."
+        return 1
+
     def split(self, learn: Any, xb: Any, yb: Any, size: int) -> list[tuple[Any, Any]]:
         "Split a batch into microbatches of at most `size` samples."
         return microbatches(xb, yb, size, find_bs(xb, yb, learn.size_func))

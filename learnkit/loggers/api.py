@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from learnkit.engine.callback import Callback
 from learnkit.loggers.base import Logger
 from learnkit.loggers.values import plain
 
@@ -59,5 +60,6 @@ def log_text(
 
 def _listening(learn: Any) -> list[Logger]:
     "Return the loggers of a Learner; none in an evaluation or prediction on its own, which is not logged."
+    learn = learn.learn if isinstance(learn, Callback) else learn
     if learn.run.depth and not learn.fitting: return []
     return [cb for cb in learn.cbs if isinstance(cb, Logger)]

@@ -81,7 +81,7 @@ def test_a_nested_evaluation_that_fails_leaves_the_batch_its_weights(event: str)
     plain, learn = learner(), learner()
     def fail(cb: Any) -> None: raise RuntimeError('no such file')
     def evaluate(cb: Any) -> None:
-        if not cb.training or cb._depth > 1: return
+        if not cb.training or cb.learn.run.depth > 1: return
         before = state(cb.learn)
         with pytest.raises(RuntimeError, match='no such file'): cb.learn.validate(cbs=Callback(after_loss=fail))
         assert same(state(cb.learn), before)
@@ -95,9 +95,9 @@ def test_one_that_fails_inside_an_evaluation_leaves_it_the_average() -> None:
     learn.fit(1)
     with learn.ema.applied(): average = state(learn)
     def fail(cb: Any) -> None:
-        if cb._depth > 1: raise RuntimeError('no such file')
+        if cb.learn.run.depth > 1: raise RuntimeError('no such file')
     def evaluate(cb: Any) -> None:
-        if cb._depth > 1: return
+        if cb.learn.run.depth > 1: return
         with pytest.raises(RuntimeError, match='no such file'): cb.learn.get_preds(cbs=Callback(after_pred=fail))
         held.append(same(state(cb.learn), average))
     learn.validate(cbs=Callback(before_batch=evaluate))
@@ -118,7 +118,7 @@ def test_dropout_and_gathering_end_with_a_nested_evaluation_that_fails() -> None
     learn, modes = learner('.', MCDropoutCallback(), gather), []
     def fail(cb: Any) -> None: raise RuntimeError('no such file')
     def evaluate(cb: Any) -> None:
-        if not cb.training or cb._depth > 1 or cb.iter: return
+        if not cb.training or cb.learn.run.depth > 1 or cb.iter: return
         cb.learn.model.eval()
         with pytest.raises(RuntimeError, match='no such file'): cb.learn.validate(cbs=Callback(after_loss=fail))
         modes.append([m.training for m in cb.learn.model.modules()])

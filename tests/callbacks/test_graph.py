@@ -36,7 +36,7 @@ def areas(monkeypatch: pytest.MonkeyPatch) -> list[Outputs]:
         made.append(Outputs())
         return made[-1]
     monkeypatch.setattr(graph, 'in_notebook', lambda: True)
-    monkeypatch.setattr(graph, 'Area', make)
+    monkeypatch.setattr(graph, 'DisplayHandle', make)
     return made
 
 

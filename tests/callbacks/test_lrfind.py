@@ -84,7 +84,7 @@ def quiet(row: Any) -> None: "Show nothing."
 
 # ------------------------------------------------------------------------------------------------- a digest of it all
 
-OWN = ('lr_search', 'callbacks', 'tables', 'lock')  # the result, and what is made from the rest
+OWN = ('lr_search', 'callbacks', 'tables', 'lock', 'loss_weights')  # the result, and what is made from the rest
 
 
 def digest(learn: Learner) -> dict[str, str]:

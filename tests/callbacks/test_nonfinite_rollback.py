@@ -98,7 +98,7 @@ def test_accumulated_gradients_of_other_weights_are_dropped(microbatch: int | No
 
 def test_weights_that_sam_has_moved_are_those_of_the_copy_too() -> None:
     def spoil(cb: Any) -> None:
-        if cb._repeating and cb.iter == 3: cb.learn.loss_grad = cb.learn.loss_grad * math.nan
+        if cb.learn.run.repeating and cb.iter == 3: cb.learn.loss_grad = cb.learn.loss_grad * math.nan
     learn = learner(data := batches(6), SAM(), GuardNonFinite('rollback', snapshot_every='2ba'),
                     Callback(after_loss=spoil))
     with pytest.warns(UserWarning, match='batch 3'): learn.fit(1)

@@ -28,11 +28,11 @@ def learner(*cbs: Any, **kwargs: Any) -> Learner:
 
 def spoil_loss(cb: Any) -> None:
     "Spoil the loss of SAM's second pass."
-    if cb._repeating and cb.iter == 3: cb.learn.loss_grad = cb.learn.loss_grad * math.nan
+    if cb.learn.run.repeating and cb.iter == 3: cb.learn.loss_grad = cb.learn.loss_grad * math.nan
 
 
 def spoil_gradient(cb: Any) -> None:
-    if cb._repeating and cb.iter == 3: cb.learn.model.weight.grad[0, 0] = math.nan
+    if cb.learn.run.repeating and cb.iter == 3: cb.learn.model.weight.grad[0, 0] = math.nan
 
 
 @pytest.mark.parametrize('event', ['after_loss', 'after_backward'])
@@ -48,7 +48,7 @@ def test_nothing_of_sams_second_pass_reaches_the_weights(event: str, microbatch:
 
 def test_a_line_search_may_probe() -> None:
     def spoil(cb: Any) -> None:
-        if cb._repeating and cb.iter == 3: cb.learn.loss_grad = cb.learn.loss_grad * math.inf
+        if cb.learn.run.repeating and cb.iter == 3: cb.learn.loss_grad = cb.learn.loss_grad * math.inf
     guard = GuardNonFinite('raise', grads=True)
     gen = torch.Generator().manual_seed(1)
     learn = Learner([(torch.randn(4, 3, generator=gen), torch.randn(4, 2, generator=gen)) for _ in range(4)],

@@ -83,7 +83,7 @@ def everything(learn: Learner) -> tuple[list[Tensor], Any]:
     kept = [learn.model.state_dict(), learn.opt.state_dict(), [p.grad for p in learn.model.parameters()],
             capture_rng()['torch'], learn.callback_states(), [loss.clone() for loss in learn.recorder.losses]]
     plain = {k: v for k, v in vars(learn).items() if isinstance(v, (bool, int, float, str, type(None)))}
-    return tensors(kept), (plain, dict(learn._done), list(learn.history), [id(cb) for cb in learn.cbs],
+    return tensors(kept), (plain, learn.counters.by_unit(), list(learn.history), [id(cb) for cb in learn.cbs],
                            [m.training for m in learn.model.modules()], learn.opt.n_steps, set(vars(learn)))
 
 

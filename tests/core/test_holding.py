@@ -29,7 +29,6 @@ from learnkit import (
     Periodic,
     TrainEvalCallback,
     accuracy,
-    averages,
 )
 
 aten = torch.ops.aten
@@ -103,7 +102,7 @@ def test_no_batch_waits_for_the_device(kwargs: dict[str, Any], at_end: dict[str,
 
 
 def test_losses_travel_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(averages, 'SEND_EVERY', 8)
+    monkeypatch.setattr('learnkit.metrics.base.SEND_EVERY', 8)
     counts = waits_of_fit(2 * 8 + 5, opt_func=torch.optim.SGD)
     assert counts == {'after_batch': 2, 'after_train': 1, 'after_validate': 1}
 

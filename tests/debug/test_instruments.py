@@ -115,7 +115,7 @@ def test_a_step_that_is_measured_trains_as_any_other() -> None:
         torch.manual_seed(0)
         learn = learner(n_train=20, cbs=[MixUp(), GradientClip()])
         with pytest.MonkeyPatch.context() as m:
-            m.setattr('learnkit.learner.FIRST', first)
+            m.setattr('learnkit.engine.timings.FIRST', first)
             learn.fit(2)
         assert learn.timings.n == (2 if first == FIRST else 0)
         return [*learn.model.parameters(), *learn.recorder.losses]

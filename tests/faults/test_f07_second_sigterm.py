@@ -13,7 +13,7 @@ import pytest
 from run_helpers import all_load, checkpointed, in_child, names, same, training
 
 from learnkit import Callback
-from learnkit.checkpoint.state import file as statefile
+from learnkit.checkpoint import file as statefile
 from learnkit.core import files
 from learnkit.testing.forks import start
 

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from learnkit import Callback, Learner
 from learnkit.callbacks import GradientAccumulation, GuardNonFinite
+from learnkit.callbacks.replay import KnownPass
 from learnkit.core.errors import LossError
+from learnkit.engine.passes import TrainingPasses
 
 BAD_BATCH = 2
 
@@ -77,13 +79,13 @@ def mark_target(learn: Any) -> None: learn.batch = (learn.batch[0], learn.batch[
 def check(learn: Learner, keep: Keep, match: str, spoilt: bool = False) -> None:
     "The fit fails before the step, with a message that says where and what."
     start_again(learn)
-    vars(learn)['_batch_indices'] = lambda: [40, 41, 42, 43]
+    learn.passes = KnownPass([40, 41, 42, 43])
     e = raised_by(lambda: learn.fit(1))
     assert type(e) is LossError and f'at batch {BAD_BATCH} of epoch 0' in str(e) and match in str(e), str(e)
     assert notes(e)[0].startswith('in GuardNonFinite.')
     assert keep.kept
     if not spoilt: assert everything(learn) == keep.kept, 'weights and optimizer are byte for byte as before'
-    del vars(learn)['_batch_indices']
+    learn.passes = TrainingPasses()
     if learn.microbatch: learn.microbatch = None; del learn.run.microbatch  # the number of the piece that it was at
     is_clean(learn)
 

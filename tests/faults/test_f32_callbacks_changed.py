@@ -78,8 +78,8 @@ def test_one_was_renamed(tmp_path: Path) -> None:
 
 
 def test_a_name_with_a_slip_is_suggested(tmp_path: Path) -> None:
-    class Counters(Counter): "The same."
-    _, told = resumed(saved(tmp_path, Counter)[0], Counters)
+    class Countre(Counter): "The same."
+    _, told = resumed(saved(tmp_path, Counter)[0], Countre)
     assert any('Did you mean `counters`?' in t for t in told)
 
 

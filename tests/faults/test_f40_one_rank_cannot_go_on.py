@@ -10,7 +10,7 @@ from fault_helpers import others_in_full
 
 from learnkit import Callback, GuardNonFinite
 from learnkit.callbacks import Checkpoint
-from learnkit.checkpoint.state import file as statefile
+from learnkit.checkpoint import file as statefile
 from learnkit.core.errors import LearnkitError
 from tests.helpers.distributing import make_dls, make_learner, weights
 from tests.helpers.ranks import run_ranks

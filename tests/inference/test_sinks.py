@@ -68,13 +68,13 @@ def test_what_an_interrupted_run_has_left_is_written_over(tmp_path: Path) -> Non
 
 
 def test_what_arrives_late_comes_in_order_and_all_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    class Late(gathering.Arriving):
+    class Late(gathering.AsyncToCPU):
         def put(self, b: Any) -> list[Any]:
             arrived, self._pending = self.rest(), [(b, [])]
             return arrived
     learn, got = make(), []
     preds, targs = learn.get_preds()
-    monkeypatch.setattr(predict, 'Arriving', Late)
+    monkeypatch.setattr(predict, 'AsyncToCPU', Late)
     learn.get_preds(sink=lambda *entries: got.append(entries), act=torch.neg, with_input=True, with_loss=True)
     inputs, p, t, losses = (torch.cat(parts) for parts in zip(*got, strict=True))
     assert torch.equal(p, -preds) and torch.equal(t, targs) and inputs.shape == (10, 2) and losses.shape == (10,)

@@ -55,7 +55,7 @@ def state(learn: Learner) -> list[Any]:
     names = ('epoch', 'n_epoch', 'train_iter', 'pct_train', 'iter', 'n_iter', 'phase', 'dl_name', 'training', 'fitting',
              'create_mbar')
     opt = None if learn.opt is None else learn.opt.state_dict()
-    return [{n: getattr(learn, n) for n in names}, copy(learn.run), [m.training for m in learn.model.modules()], list(learn.cbs),
+    return [{n: getattr(learn, n) for n in names} | {'run': copy(learn.run)}, [m.training for m in learn.model.modules()], list(learn.cbs),
             {k: v.tolist() for k, v in learn.model.state_dict().items()}, str(opt), learn.history[:], learn.logger,
             torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()), torch.is_grad_enabled(),
             [g.get_state().tolist() for dl in learn.dls if (g := getattr(dl, 'generator', None)) is not None],

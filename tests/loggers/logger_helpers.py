@@ -71,7 +71,7 @@ class KeepState(Callback):
     def batch_checkpoint(self) -> None:
         if self.learn.time.ba != self._at: return
         states = [cb.state_dict() for cb in self.learn.cbs if isinstance(cb, Logger)]
-        self.saved = {'done': dict(self.learn._done), 'model': self.learn.model.state_dict(), 'loggers': states}
+        self.saved = {'done': self.learn.counters.by_unit(), 'model': self.learn.model.state_dict(), 'loggers': states}
         self.saved = torch.load(_through_file(self.saved), weights_only=True)
 
 
@@ -91,7 +91,7 @@ class PutBackState(Callback):
     def before_train(self) -> None:
         if self._saved is None: return
         saved, self._saved = self._saved, None
-        self.learn._done.update(saved['done'])
+        self.learn.counters.load_units(saved['done'])
         self.learn.model.load_state_dict(saved['model'])
         loggers = [cb for cb in self.learn.cbs if isinstance(cb, Logger)]
         for cb, state in zip(loggers, saved['loggers'], strict=True): cb.load_state_dict(state)

@@ -112,9 +112,9 @@ def test_a_state_loaded_in_the_same_process_drops_rows_too(tmp_path: Path, cls: 
     learn = learner(tmp_path, cls(every='5ba'))
     learn.fit(1)
     logger = next(cb for cb in learn.cbs if isinstance(cb, cls))
-    state, done = logger.state_dict(), dict(learn._done)
+    state, done = logger.state_dict(), learn.counters.by_unit()
     learn.fit(2)
-    learn._done.update(done)
+    learn.counters.load_units(done)
     logger.load_state_dict(state)
     learn.fit(1)
     assert steps(tmp_path/name) == [5, 10, 15, 20]
