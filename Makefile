@@ -15,4 +15,5 @@ quick:  # for every save: each test once, without the slow ones
 
 lint:
 	$(PYTHON) -m ruff check
+	$(PYTHON) -m ruff format --check
 	$(PYTHON) -m mypy

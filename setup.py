@@ -1,4 +1,5 @@
 """Build the package from settings.ini, which holds its name, version, requirements and extras."""
+
 from configparser import ConfigParser
 from pathlib import Path
 
@@ -24,9 +25,13 @@ setup(
     keywords=cfg['keywords'].split(),
     license=cfg['license'],
     license_files=['LICENSE'],
-    python_requires=f">={cfg['min_python']}",
-    packages=find_packages(include=[cfg['lib_name'], f"{cfg['lib_name']}.*"]),
+    python_requires=f'>={cfg["min_python"]}',
+    packages=find_packages(include=[cfg['lib_name'], f'{cfg["lib_name"]}.*']),
     package_data={'': ['py.typed', '*.pyi']},
     install_requires=lines('requirements'),
-    extras_require={key.removesuffix('_requirements'): lines(key) for key in cfg if key.endswith('_requirements')},
+    extras_require={
+        key.removesuffix('_requirements'): lines(key)
+        for key in cfg
+        if key.endswith('_requirements')
+    },
 )

@@ -1,6 +1,7 @@
 """Run the quick set of every benchmark: `python -m benchmarks`, in less than 3 minutes on two cores.
 
 Few subjects in few rounds; the modules alone (`python -m benchmarks.step --help`) measure all that is installed."""
+
 from __future__ import annotations
 
 import sys
@@ -23,8 +24,17 @@ QUICK = {
 def main(argv: list[str] | None = None) -> int:
     "Measure the quick set, print its tables, and return the exit status."
     args = cli.options('python -m benchmarks', __doc__, rounds=3).parse_args(argv)
-    known = {**step.WORKLOADS, **memory.WORKLOADS, **imports.WORKLOADS, **loader.WORKLOADS, **checkpoint.WORKLOADS}
-    return cli.run([(known[name], subjects) for name, subjects in QUICK.items()], args.rounds, args.json)
+    known = {
+        **step.WORKLOADS,
+        **memory.WORKLOADS,
+        **imports.WORKLOADS,
+        **loader.WORKLOADS,
+        **checkpoint.WORKLOADS,
+    }
+    return cli.run(
+        [(known[name], subjects) for name, subjects in QUICK.items()], args.rounds, args.json
+    )
 
 
-if __name__ == '__main__': sys.exit(main())
+if __name__ == '__main__':
+    sys.exit(main())

@@ -9,6 +9,7 @@ save-lost   what it loses in all: a save and the batches that follow until the f
 
     python -m benchmarks.checkpoint
 """
+
 from __future__ import annotations
 
 import os
@@ -33,12 +34,13 @@ __all__ = ['WORKLOADS', 'build', 'main']
 
 Times = dict[str, list[float]]  # by what was measured, in seconds
 
-WIDTH = 2048     # a square layer of it: 16.8 MB of weights, and momentum and squares as large
-SAVES = 3        # each time, of which the median counts
-BATCHES = 16     # at least so many follow a save
+WIDTH = 2048  # a square layer of it: 16.8 MB of weights, and momentum and squares as large
+SAVES = 3  # each time, of which the median counts
+BATCHES = 16  # at least so many follow a save
 
 
-# ------------------------------------------------------------------------------------------------------- by plain torch
+# ----------------------------------------------------------------------------------- by plain torch
+
 
 def trained_state() -> dict[str, Any]:
     "Return the state of a layer and of Adam after a step."
@@ -49,7 +51,8 @@ def trained_state() -> dict[str, Any]:
     return {'model': model.state_dict(), 'opt': opt.state_dict()}
 
 
-def plain(state: dict[str, Any], file: Path) -> Callable[[], object]: return lambda: torch.save(state, file)
+def plain(state: dict[str, Any], file: Path) -> Callable[[], object]:
+    return lambda: torch.save(state, file)
 
 
 def safe(state: dict[str, Any], file: Path) -> Callable[[], object]:
@@ -57,10 +60,12 @@ def safe(state: dict[str, Any], file: Path) -> Callable[[], object]:
         temporary = file.with_suffix('.tmp')
         torch.save(state, temporary)
         for path in (temporary, file.parent):
-            if path == file.parent: os.replace(temporary, file)
+            if path == file.parent:
+                os.replace(temporary, file)
             descriptor = os.open(path, os.O_RDONLY)
             os.fsync(descriptor)
             os.close(descriptor)
+
     return save
 
 
@@ -75,12 +80,13 @@ WAYS = {'torch-save': plain, 'safe': safe, 'copy': copied}
 
 def alone(folder: Path, way: str) -> Callable[[], Times]:
     "Return a function that saves a few times, and returns the seconds that each took."
-    save = WAYS[way](trained_state(), folder/'checkpoint.pt')
+    save = WAYS[way](trained_state(), folder / 'checkpoint.pt')
 
     return lambda: {'save-stall': [seconds(save) for _ in range(SAVES)]}
 
 
-# ---------------------------------------------------------------------------------------------------- within a training
+# -------------------------------------------------------------------------------- within a training
+
 
 def in_a_fit(folder: Path, background: bool) -> Callable[[], Times]:
     "Return a function that saves a few times in a fit, and returns the seconds that this stopped and cost it."
@@ -88,10 +94,14 @@ def in_a_fit(folder: Path, background: bool) -> Callable[[], Times]:
 
     class Saves(Callback):
         "Save, and compare the batches that follow with as many without a save."
+
         times: Times
 
-        def before_fit(self) -> None: self.course = self.run_through()
-        def batch_checkpoint(self) -> None: next(self.course)  # up to its next `yield`, where it waits for a batch
+        def before_fit(self) -> None:
+            self.course = self.run_through()
+
+        def batch_checkpoint(self) -> None:
+            next(self.course)  # up to its next `yield`, where it waits for a batch
 
         def run_through(self) -> Iterator[None]:
             self.times = {'save-stall': [], 'save-lost': []}
@@ -107,19 +117,29 @@ def in_a_fit(folder: Path, background: bool) -> Callable[[], Times]:
                 with_save = time.perf_counter() - began
                 yield
                 began = time.perf_counter()
-                for _ in range(n): yield
+                for _ in range(n):
+                    yield
                 self.times['save-lost'].append(with_save - (time.perf_counter() - began))
             self.learn.stop()
             yield
 
     saves, x = Saves(), torch.randn(4, WIDTH)
-    saver = Checkpoint(every=None, folder=folder, keep_last=1, background=background, preemption=False)
-    learn = Learner(DataLoaders([(x, x)] * 10_000, device='cpu'), nn.Linear(WIDTH, WIDTH), F.mse_loss,
-                    opt_func=torch.optim.Adam, cbs=[saves, saver])
+    saver = Checkpoint(
+        every=None, folder=folder, keep_last=1, background=background, preemption=False
+    )
+    learn = Learner(
+        DataLoaders([(x, x)] * 10_000, device='cpu'),
+        nn.Linear(WIDTH, WIDTH),
+        F.mse_loss,
+        opt_func=torch.optim.Adam,
+        cbs=[saves, saver],
+    )
 
     def once() -> Times:
-        with learn.no_bar(), learn.no_logging(): learn.fit(1)
+        with learn.no_bar(), learn.no_logging():
+            learn.fit(1)
         return saves.times
+
     return once
 
 
@@ -129,7 +149,7 @@ def seconds(f: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-# ----------------------------------------------------------------------------------------------------- what is measured
+# --------------------------------------------------------------------------------- what is measured
 
 SUBJECTS: dict[str, Callable[[Path], Callable[[], Times]]] = {
     'learnkit-blocking': partial(in_a_fit, background=False),
@@ -139,13 +159,21 @@ SUBJECTS: dict[str, Callable[[Path], Callable[[], Times]]] = {
 
 
 def _workload(name: str, title: str, subjects: list[str]) -> Workload:
-    return Workload(name, f'{title}, 50 MB of state, wall time', 'benchmarks.checkpoint',
-                    dict.fromkeys(subjects, 'torch'), unit='ms a save', reference='learnkit-blocking')
+    return Workload(
+        name,
+        f'{title}, 50 MB of state, wall time',
+        'benchmarks.checkpoint',
+        dict.fromkeys(subjects, 'torch'),
+        unit='ms a save',
+        reference='learnkit-blocking',
+    )
 
 
 WORKLOADS = {
     'save-stall': _workload('save-stall', 'how long training stands still', list(SUBJECTS)),
-    'save-lost': _workload('save-lost', 'what training loses in all', ['learnkit-blocking', 'learnkit-background']),
+    'save-lost': _workload(
+        'save-lost', 'what training loses in all', ['learnkit-blocking', 'learnkit-background']
+    ),
 }
 
 
@@ -154,7 +182,9 @@ def build(workload: str, subject: str) -> Callable[[], float]:
     folder = tempfile.TemporaryDirectory()
     save = SUBJECTS[subject](Path(folder.name))
 
-    def once(keep: Any = folder) -> float: return median(save()[workload]) * 1000
+    def once(keep: Any = folder) -> float:
+        return median(save()[workload]) * 1000
+
     return once
 
 
@@ -163,4 +193,5 @@ def main(argv: list[str] | None = None) -> int:
     return command_line('checkpoint', __doc__, WORKLOADS, argv, rounds=7)
 
 
-if __name__ == '__main__': sys.exit(main())
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,4 +1,5 @@
 """The command line that every benchmark has: workloads, subjects, rounds, and a file for all numbers."""
+
 from __future__ import annotations
 
 import argparse
@@ -11,27 +12,39 @@ __all__ = ['command_line', 'names_of', 'run', 'options']
 
 
 def command_line(
-    name: str,                          # of the module below `benchmarks`
+    name: str,  # of the module below `benchmarks`
     description: str | None,
     workloads: Mapping[str, Workload],
-    argv: list[str] | None,             # None: those of the process
-    rounds: int,                        # if the command line does not say
+    argv: list[str] | None,  # None: those of the process
+    rounds: int,  # if the command line does not say
 ) -> int:
     "Measure what the command line asks for, print the tables, and return the exit status."
-    known = list(dict.fromkeys(subject for workload in workloads.values() for subject in workload.subjects))
+    known = list(
+        dict.fromkeys(subject for workload in workloads.values() for subject in workload.subjects)
+    )
     parser = options(f'python -m benchmarks.{name}', description, rounds)
-    parser.add_argument('--workloads', type=names_of(list(workloads)), default=list(workloads),
-                        metavar=','.join(workloads))
-    parser.add_argument('--frameworks', type=names_of(known), metavar='NAME,...',
-                        help=f"of {', '.join(known)}; all that are installed if not given")
+    parser.add_argument(
+        '--workloads',
+        type=names_of(list(workloads)),
+        default=list(workloads),
+        metavar=','.join(workloads),
+    )
+    parser.add_argument(
+        '--frameworks',
+        type=names_of(known),
+        metavar='NAME,...',
+        help=f'of {", ".join(known)}; all that are installed if not given',
+    )
     args = parser.parse_args(argv)
-    return run([(workloads[name], args.frameworks) for name in args.workloads], args.rounds, args.json)
+    return run(
+        [(workloads[name], args.frameworks) for name in args.workloads], args.rounds, args.json
+    )
 
 
 def run(
     chosen: Iterable[tuple[Workload, Iterable[str] | None]],  # each with subjects; None: all
     rounds: int,
-    json: Path | None = None,                                 # where all numbers are written to
+    json: Path | None = None,  # where all numbers are written to
 ) -> int:
     "Measure every workload, print its table as soon as it is there, and return the exit status."
     print(', '.join(f'{key} {value}' for key, value in machine().items()), flush=True)
@@ -41,38 +54,52 @@ def run(
         names = here if subjects is None else [name for name in here if name in set(subjects)]
         results.append(measure(workload, names, rounds))
         print(f'\n{report(results[-1])}', flush=True)
-    if json: write_json(json, results)
+    if json:
+        write_json(json, results)
     return 1 if any(result.errors for result in results) else 0
 
 
 def options(prog: str, description: str | None, rounds: int) -> argparse.ArgumentParser:
     "Return a parser of the options that do not depend on what is measured."
-    parser = argparse.ArgumentParser(prog, description=description,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--rounds', type=_positive, default=rounds, metavar='N',
-                        help=f'interleaved rounds (default {rounds})')
+    parser = argparse.ArgumentParser(
+        prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        '--rounds',
+        type=_positive,
+        default=rounds,
+        metavar='N',
+        help=f'interleaved rounds (default {rounds})',
+    )
     parser.add_argument('--json', type=_file, metavar='FILE', help='write all numbers to FILE')
     return parser
 
 
 def names_of(known: list[str]) -> Callable[[str], list[str]]:
     "An argument type: names of `known`, with commas between."
+
     def parse(text: str) -> list[str]:
         names = text.split(',')
         unknown = [name for name in names if name not in known]
-        if unknown: raise argparse.ArgumentTypeError(f"there is no {', '.join(unknown)}; there are {', '.join(known)}")
+        if unknown:
+            raise argparse.ArgumentTypeError(
+                f'there is no {", ".join(unknown)}; there are {", ".join(known)}'
+            )
         return names
+
     return parse
 
 
 def _positive(text: str) -> int:
     "An argument type: a whole number of at least 1."
-    if text.isdecimal() and int(text) > 0: return int(text)
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
     raise argparse.ArgumentTypeError(f'{text} is not a whole number of at least 1')
 
 
 def _file(text: str) -> Path:
     "An argument type: a file in a folder that exists."
     path = Path(text)
-    if path.parent.is_dir() and not path.is_dir(): return path
+    if path.parent.is_dir() and not path.is_dir():
+        return path
     raise argparse.ArgumentTypeError(f'{text} is a folder, or in a folder that does not exist')

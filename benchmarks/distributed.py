@@ -15,6 +15,7 @@ same order; at the end their weights must be equal to the last bit, or the exit 
     python -m benchmarks.distributed --workloads linears --rounds 21
     python -m benchmarks.distributed --scale --parameters 7e9     # no measurement: how it grows, see docs/scaling.md
 """
+
 from __future__ import annotations
 
 import sys
@@ -32,49 +33,75 @@ from benchmarks.teams import SUBJECTS, in_a_team, in_turns
 __all__ = ['WORKLOADS', 'best', 'compare', 'main', 'unequal']
 
 N = 2  # processes
-TITLES = {'linears': 'three linear layers, 7 thousand weights', 'million': 'three linear layers, a million weights',
-          'shards': 'three linear layers cut over the processes (FSDP2)'}
+TITLES = {
+    'linears': 'three linear layers, 7 thousand weights',
+    'million': 'three linear layers, a million weights',
+    'shards': 'three linear layers cut over the processes (FSDP2)',
+}
 
 
 def _workload(name: str, title: str, unit: str) -> Workload:
-    return Workload(name, f'{title}, {N} processes, batches of 64', 'benchmarks.distributed',
-                    dict.fromkeys(SUBJECTS, 'torch'), unit=unit)
+    return Workload(
+        name,
+        f'{title}, {N} processes, batches of 64',
+        'benchmarks.distributed',
+        dict.fromkeys(SUBJECTS, 'torch'),
+        unit=unit,
+    )
 
 
 WORKLOADS = {name: _workload(name, title, 'steps/s') for name, title in TITLES.items()}
 
 
-def compare(name: str, rounds: int, names: Iterable[str] | None = None) -> tuple[Result, Result, list[str]]:
+def compare(
+    name: str, rounds: int, names: Iterable[str] | None = None
+) -> tuple[Result, Result, list[str]]:
     """Let subjects train in turns, in two processes.
 
     Returns throughput by the clock, CPU time of a training thread, and the subjects with unequal weights."""
     subjects = list(dict.fromkeys(['raw', *(names or SUBJECTS)]))
     ranks = in_a_team(N, in_turns, name, subjects, rounds)
     wall = {s: [1 / wall_s for wall_s, _ in ranks[0]['values'][s]] for s in subjects}
-    cpu = {s: [fmean(rank['values'][s][i][1] for rank in ranks) * 1e6 for i in range(rounds)] for s in subjects}
+    cpu = {
+        s: [fmean(rank['values'][s][i][1] for rank in ranks) * 1e6 for i in range(rounds)]
+        for s in subjects
+    }
     in_cpu = _workload(f'{name}, CPU', TITLES[name], 'CPU us/step')
-    return Result(WORKLOADS[name], wall), Result(in_cpu, cpu), unequal([rank['weights'] for rank in ranks])
+    return (
+        Result(WORKLOADS[name], wall),
+        Result(in_cpu, cpu),
+        unequal([rank['weights'] for rank in ranks]),
+    )
 
 
 def best(result: Result) -> str:
     "Return the ratios of the best rounds, which other work has disturbed least."
     top = {name: max(values) for name, values in result.values.items()}
     return '  the best round of each, of that of raw: ' + ', '.join(
-        f'{name} {value / top["raw"]:.2f}' for name, value in top.items() if name != 'raw')
+        f'{name} {value / top["raw"]:.2f}' for name, value in top.items() if name != 'raw'
+    )
 
 
 def unequal(ranks: list[dict[str, Any]]) -> list[str]:
     "Return the subjects whose weights, in any process, are not those of the loop by hand to the last bit."
-    return [name for name in ranks[0] if not all(torch.equal(w[name], ranks[0]['raw']) for w in ranks)]
+    return [
+        name for name in ranks[0] if not all(torch.equal(w[name], ranks[0]['raw']) for w in ranks)
+    ]
 
 
 def main(argv: list[str] | None = None) -> int:
     "Measure what the command line asks for, print the tables, and return the exit status."
     parser = options('python -m benchmarks.distributed', __doc__, rounds=15)
-    parser.add_argument('--workloads', type=names_of([*WORKLOADS, 'costs']), default=[*WORKLOADS, 'costs'],
-                        metavar=','.join([*WORKLOADS, 'costs']))
+    parser.add_argument(
+        '--workloads',
+        type=names_of([*WORKLOADS, 'costs']),
+        default=[*WORKLOADS, 'costs'],
+        metavar=','.join([*WORKLOADS, 'costs']),
+    )
     parser.add_argument('--subjects', type=names_of(list(SUBJECTS)), metavar=','.join(SUBJECTS))
-    parser.add_argument('--scale', action='store_true', help='print how costs grow with the number of GPUs')
+    parser.add_argument(
+        '--scale', action='store_true', help='print how costs grow with the number of GPUs'
+    )
     scaling.add_options(parser)
     args = parser.parse_args(argv)
     if args.scale:
@@ -91,10 +118,19 @@ def main(argv: list[str] | None = None) -> int:
         wall, cpu, differ = compare(name, args.rounds, args.subjects)
         failed += differ
         results += [wall, cpu]
-        said = f'NOT those of the loop by hand: {", ".join(differ)}' if differ else 'equal to the last bit in all'
-        print(f'\n{report(wall)}\n{best(wall)}\n\n{report(cpu)}\n  weights at the end: {said}', flush=True)
-    if args.json: write_json(args.json, results)
+        said = (
+            f'NOT those of the loop by hand: {", ".join(differ)}'
+            if differ
+            else 'equal to the last bit in all'
+        )
+        print(
+            f'\n{report(wall)}\n{best(wall)}\n\n{report(cpu)}\n  weights at the end: {said}',
+            flush=True,
+        )
+    if args.json:
+        write_json(args.json, results)
     return 1 if failed else 0
 
 
-if __name__ == '__main__': sys.exit(main())
+if __name__ == '__main__':
+    sys.exit(main())

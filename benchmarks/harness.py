@@ -3,6 +3,7 @@
 A machine that others share changes its speed from second to second. So every round measures each subject once, right
 after one another, and what is reported are medians over the rounds of ratios and differences *within* a round. Times
 are CPU times of the process, which other processes' turns are not part of."""
+
 from __future__ import annotations
 
 import importlib.util
@@ -28,21 +29,23 @@ TIMEOUT_S = 120  # a child may take as long to import, build and warm up, or to 
 @dataclass(frozen=True)
 class Comparison:
     "A difference of two subjects that answers a question of its own."
-    label: str          # what the difference is
+
+    label: str  # what the difference is
     subject: str
-    base: str           # what it is compared with
-    unit: str           # of the number reported
-    scale: float = 1    # from the workload's unit to that one
+    base: str  # what it is compared with
+    unit: str  # of the number reported
+    scale: float = 1  # from the workload's unit to that one
 
 
 @dataclass(frozen=True)
 class Workload:
     "A task that several subjects do: `measure` runs them, `report` prints the table."
+
     name: str
     title: str
-    module: str                         # its `build(workload, subject)` returns a function that measures once
-    subjects: dict[str, str]            # name: the library it needs
-    unit: str = 'us a step'             # of what is measured
+    module: str  # its `build(workload, subject)` returns a function that measures once
+    subjects: dict[str, str]  # name: the library it needs
+    unit: str = 'us a step'  # of what is measured
     reference: str = 'raw'
     comparisons: tuple[Comparison, ...] = ()
     # subjects that were written without the library at hand
@@ -50,12 +53,15 @@ class Workload:
 
     def installed(self) -> list[str]:
         "The subjects whose library can be imported."
-        return [name for name, library in self.subjects.items() if importlib.util.find_spec(library)]
+        return [
+            name for name, library in self.subjects.items() if importlib.util.find_spec(library)
+        ]
 
 
 @dataclass
 class Result:
     "What was measured, one value a round for each subject; and what went wrong with those that have none."
+
     workload: Workload
     values: dict[str, list[float]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
@@ -71,22 +77,41 @@ class Result:
     def row(self, name: str) -> dict[str, Any]:
         "The medians of one subject, and its ratios' range."
         over, ratios = (of(name, self.workload.reference) for of in (self.over, self.ratios))
-        return {'subject': name, 'median': median(self.values[name]), 'over': median(over),
-                'ratio': median(ratios), 'ratio_min': min(ratios), 'ratio_max': max(ratios)}
+        return {
+            'subject': name,
+            'median': median(self.values[name]),
+            'over': median(over),
+            'ratio': median(ratios),
+            'ratio_min': min(ratios),
+            'ratio_max': max(ratios),
+        }
 
     def rows(self) -> list[dict[str, Any]]:
         "A row for each subject that was measured; none without the reference."
-        return [self.row(name) for name in self.values] if self.workload.reference in self.values else []
+        return (
+            [self.row(name) for name in self.values]
+            if self.workload.reference in self.values
+            else []
+        )
 
     def differences(self) -> list[dict[str, Any]]:
         "The workload's comparisons, as far as both their subjects were measured."
         measured = [c for c in self.workload.comparisons if {c.subject, c.base} <= set(self.values)]
         over = [[value * c.scale for value in self.over(c.subject, c.base)] for c in measured]
-        return [{'label': c.label, 'unit': c.unit, 'median': median(values), 'min': min(values), 'max': max(values)}
-                for c, values in zip(measured, over, strict=True)]
+        return [
+            {
+                'label': c.label,
+                'unit': c.unit,
+                'median': median(values),
+                'min': min(values),
+                'max': max(values),
+            }
+            for c, values in zip(measured, over, strict=True)
+        ]
 
 
-# ----------------------------------------------------------------------------------------------------- one process each
+# --------------------------------------------------------------------------------- one process each
+
 
 class Child:
     "A process that measures one subject whenever it is asked."
@@ -94,26 +119,33 @@ class Child:
     def __init__(self, workload: Workload, name: str) -> None:
         context = multiprocessing.get_context('spawn')
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, workload.module, workload.name, name), daemon=True)
+        self.process = context.Process(
+            target=_serve, args=(theirs, workload.module, workload.name, name), daemon=True
+        )
         self.process.start()
         theirs.close()
 
     def answer(self) -> tuple[str, Any]:
         "What the child says next: ('ok', value) or ('error', text)."
         try:
-            if self.pipe.poll(TIMEOUT_S): return self.pipe.recv()
-        except (EOFError, OSError): return 'error', 'the process ended'
+            if self.pipe.poll(TIMEOUT_S):
+                return self.pipe.recv()
+        except (EOFError, OSError):
+            return 'error', 'the process ended'
         return 'error', f'no answer within {TIMEOUT_S} s'
 
     def measure(self) -> tuple[str, Any]:
-        try: self.pipe.send('measure')
-        except OSError: return 'error', 'the process ended'
+        try:
+            self.pipe.send('measure')
+        except OSError:
+            return 'error', 'the process ended'
         return self.answer()
 
     def close(self) -> None:
         self.pipe.close()
         self.process.join(5)
-        if self.process.is_alive(): self.process.kill()
+        if self.process.is_alive():
+            self.process.kill()
 
 
 def _serve(pipe: Connection, module: str, workload: str, name: str) -> None:
@@ -123,19 +155,23 @@ def _serve(pipe: Connection, module: str, workload: str, name: str) -> None:
     os.dup2(1, 2)
     try:
         import torch
+
         torch.set_num_threads(1)
         torch.manual_seed(0)
         once: Callable[[], float] = importlib.import_module(module).build(workload, name)
         once()
         pipe.send(('ok', None))
-        while pipe.recv(): pipe.send(('ok', once()))
-    except EOFError: pass
-    except Exception: pipe.send(('error', traceback.format_exc()))
+        while pipe.recv():
+            pipe.send(('ok', once()))
+    except EOFError:
+        pass
+    except Exception:
+        pipe.send(('error', traceback.format_exc()))
 
 
 def measure(
     workload: Workload,
-    names: Iterable[str],   # subjects; the reference is always measured
+    names: Iterable[str],  # subjects; the reference is always measured
     rounds: int,
 ) -> Result:
     "Measure the subjects in `rounds` interleaved rounds; a subject that fails is left out and its error kept."
@@ -152,7 +188,8 @@ def measure(
             for name in order[first:] + order[:first]:
                 _keep(result, children, name, children[name].measure())
     finally:
-        for child in children.values(): child.close()
+        for child in children.values():
+            child.close()
     return result
 
 
@@ -163,22 +200,34 @@ def _keep(result: Result, children: dict[str, Child], name: str, answer: tuple[s
         result.errors[name] = what
         result.values.pop(name, None)
         children.pop(name).close()
-    elif what is not None: result.values.setdefault(name, []).append(what)
+    elif what is not None:
+        result.values.setdefault(name, []).append(what)
 
 
-# ------------------------------------------------------------------------------------------------------------ reporting
+# ---------------------------------------------------------------------------------------- reporting
+
 
 def machine() -> dict[str, Any]:
     "Describe where and with what the numbers were measured."
     import torch
-    return {'date': time.strftime('%Y-%m-%d'), 'processor': _processor(), 'cores': os.cpu_count(),
-            'system': platform.system(), 'python': platform.python_version(), 'torch': torch.__version__, 'threads': 1}
+
+    return {
+        'date': time.strftime('%Y-%m-%d'),
+        'processor': _processor(),
+        'cores': os.cpu_count(),
+        'system': platform.system(),
+        'python': platform.python_version(),
+        'torch': torch.__version__,
+        'threads': 1,
+    }
 
 
 def _processor() -> str:
     "The processor's model, where the system tells."
     cpuinfo = Path('/proc/cpuinfo')
-    said = re.search(r'^model name\s*: (.*)$', cpuinfo.read_text(), re.M) if cpuinfo.exists() else None
+    said = (
+        re.search(r'^model name\s*: (.*)$', cpuinfo.read_text(), re.M) if cpuinfo.exists() else None
+    )
     return said[1] if said else platform.processor() or platform.machine()
 
 
@@ -188,20 +237,38 @@ def report(result: Result) -> str:
     workload = result.workload
     over = 'over ' + workload.reference
     width = max(16, len(over) + 2)
-    lines = [f'{workload.name}: {workload.title}', f"{'':24}{workload.unit:>12}{over:>{width}}{'ratio':>9}   (range)"]
+    lines = [
+        f'{workload.name}: {workload.title}',
+        f'{"":24}{workload.unit:>12}{over:>{width}}{"ratio":>9}   (range)',
+    ]
     for row in result.rows():
         name = row['subject'] + ' *' * (row['subject'] in workload.never_run)
-        lines.append(f"{name:24}{row['median']:12.1f}{row['over']:{width}.1f}{row['ratio']:9.2f}   "
-                     f"({row['ratio_min']:.2f} to {row['ratio_max']:.2f})")
+        lines.append(
+            f'{name:24}{row["median"]:12.1f}{row["over"]:{width}.1f}{row["ratio"]:9.2f}   '
+            f'({row["ratio_min"]:.2f} to {row["ratio_max"]:.2f})'
+        )
     for d in result.differences():
-        lines.append(f"  {d['label']}: {d['median']:.1f} {d['unit']} ({d['min']:.1f} to {d['max']:.1f})")
-    if workload.never_run & set(result.values): lines.append('  * written from its documentation alone: check it')
+        lines.append(
+            f'  {d["label"]}: {d["median"]:.1f} {d["unit"]} ({d["min"]:.1f} to {d["max"]:.1f})'
+        )
+    if workload.never_run & set(result.values):
+        lines.append('  * written from its documentation alone: check it')
     lines += [f'{name}: failed\n{text}' for name, text in result.errors.items()]
     return '\n'.join(lines)
 
 
 def write_json(path: Path, results: list[Result]) -> None:
     "Write the machine, the medians and every single value to `path`."
-    tables = [{'workload': r.workload.name, 'title': r.workload.title, 'unit': r.workload.unit, 'rows': r.rows(),
-               'differences': r.differences(), 'values': r.values, 'errors': r.errors} for r in results]
+    tables = [
+        {
+            'workload': r.workload.name,
+            'title': r.workload.title,
+            'unit': r.workload.unit,
+            'rows': r.rows(),
+            'differences': r.differences(),
+            'values': r.values,
+            'errors': r.errors,
+        }
+        for r in results
+    ]
     path.write_text(json.dumps({'machine': machine(), 'tables': tables}, indent=1) + '\n', 'utf-8')

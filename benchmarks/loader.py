@@ -7,6 +7,7 @@ fastai           its `TfmdDL` of a list of samples.
 
     python -m benchmarks.loader
 """
+
 from __future__ import annotations
 
 import sys
@@ -33,13 +34,21 @@ SHAPES = {'rows': (16, 64), 'images': (784, 64), 'images-1024': (784, 1024)}
 class Whole(Dataset[Any]):
     "Samples of two tensors, a whole batch of them in one call."
 
-    def __init__(self, x: Tensor, y: Tensor) -> None: self.x, self.y = x, y
-    def __len__(self) -> int: return len(self.x)
-    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]: return self.x[i], self.y[i]
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]: return self.x[indices], self.y[indices]
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return self.x[i], self.y[i]
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        return self.x[indices], self.y[indices]
 
 
-def as_it_is(batch: Any) -> Any: return batch
+def as_it_is(batch: Any) -> Any:
+    return batch
 
 
 def torch_loader(x: Tensor, y: Tensor, bs: int) -> Iterable[Any]:
@@ -52,21 +61,36 @@ def torch_getitems(x: Tensor, y: Tensor, bs: int) -> Iterable[Any]:
 
 def learnkit(x: Tensor, y: Tensor, bs: int) -> Iterable[Any]:
     from learnkit import DataLoaders
+
     return DataLoaders.from_tensors((x, y), bs=bs, device='cpu').train
 
 
 def fastai(x: Tensor, y: Tensor, bs: int) -> Iterable[Any]:
     from fastai.data.core import TfmdDL
-    return TfmdDL(list(zip(x, y, strict=True)), bs=bs, shuffle=True, num_workers=0, device=torch.device('cpu'))
+
+    return TfmdDL(
+        list(zip(x, y, strict=True)), bs=bs, shuffle=True, num_workers=0, device=torch.device('cpu')
+    )
 
 
 LOADERS: dict[str, Callable[[Tensor, Tensor, int], Iterable[Any]]] = {
-    'torch': torch_loader, 'torch-getitems': torch_getitems, 'learnkit': learnkit, 'fastai': fastai}
+    'torch': torch_loader,
+    'torch-getitems': torch_getitems,
+    'learnkit': learnkit,
+    'fastai': fastai,
+}
 
 WORKLOADS = {
-    name: Workload(name, f'{SAMPLES} shuffled samples of {width} floats and a class, batches of {bs}',
-                   'benchmarks.loader', {s: library(s) for s in LOADERS}, unit='batches/s', reference='torch')
-    for name, (width, bs) in SHAPES.items()}
+    name: Workload(
+        name,
+        f'{SAMPLES} shuffled samples of {width} floats and a class, batches of {bs}',
+        'benchmarks.loader',
+        {s: library(s) for s in LOADERS},
+        unit='batches/s',
+        reference='torch',
+    )
+    for name, (width, bs) in SHAPES.items()
+}
 
 
 def build(workload: str, subject: str) -> Callable[[], float]:
@@ -76,8 +100,10 @@ def build(workload: str, subject: str) -> Callable[[], float]:
 
     def once() -> float:
         began, n = time.process_time(), 0
-        while (spent_s := time.process_time() - began) < WINDOW_S: n += sum(1 for _ in loader)
+        while (spent_s := time.process_time() - began) < WINDOW_S:
+            n += sum(1 for _ in loader)
         return n / spent_s
+
     return once
 
 
@@ -86,4 +112,5 @@ def main(argv: list[str] | None = None) -> int:
     return command_line('loader', __doc__, WORKLOADS, argv, rounds=7)
 
 
-if __name__ == '__main__': sys.exit(main())
+if __name__ == '__main__':
+    sys.exit(main())

@@ -6,6 +6,7 @@ one that only the autograd graph knows. `raw-freed` is the hand-written loop wit
 
     python -m benchmarks.memory
 """
+
 from __future__ import annotations
 
 import sys
@@ -28,13 +29,23 @@ from benchmarks.subjects import LR, SUBJECTS, Batch, Fit, Task
 
 __all__ = ['WORKLOADS', 'Alive', 'WideTask', 'build', 'main']
 
-N, WIDTH = 4096, 320    # samples, inputs: 5 MiB; predictions of N classes: 64 MiB
+N, WIDTH = 4096, 320  # samples, inputs: 5 MiB; predictions of N classes: 64 MiB
 STEPS = 3
 
-WORKLOADS = {'memory': Workload(
-    'memory', 'alive when a forward starts; prediction 64 MiB, batch and parameters 10', 'benchmarks.memory',
-    {s: library(s) for s in ['raw-freed', 'raw', 'learnkit-bare', 'learnkit', 'fastai', *PEERS]}, unit='MiB',
-    reference='raw-freed', never_run=frozenset(PEERS))}
+WORKLOADS = {
+    'memory': Workload(
+        'memory',
+        'alive when a forward starts; prediction 64 MiB, batch and parameters 10',
+        'benchmarks.memory',
+        {
+            s: library(s)
+            for s in ['raw-freed', 'raw', 'learnkit-bare', 'learnkit', 'fastai', *PEERS]
+        },
+        unit='MiB',
+        reference='raw-freed',
+        never_run=frozenset(PEERS),
+    )
+}
 
 
 class Alive(TorchDispatchMode):
@@ -47,7 +58,8 @@ class Alive(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for t in tree_leaves(out):
-            if isinstance(t, Tensor): self.add(t)
+            if isinstance(t, Tensor):
+                self.add(t)
         return out
 
     def add(self, t: Tensor) -> None:
@@ -58,30 +70,40 @@ class Alive(TorchDispatchMode):
 
     def nbytes(self) -> int:
         "Return the size of all that are alive."
-        self.storages = {key: (ref, n) for key, (ref, n) in self.storages.items() if not ref.expired()}
+        self.storages = {
+            key: (ref, n) for key, (ref, n) in self.storages.items() if not ref.expired()
+        }
         return sum(n for _, n in self.storages.values())
 
 
 class Fresh:
     "A loader that makes each of its batches when it is asked for it."
 
-    def __init__(self, make: Callable[[], Batch]) -> None: self.make = make
-    def __len__(self) -> int: return STEPS
+    def __init__(self, make: Callable[[], Batch]) -> None:
+        self.make = make
+
+    def __len__(self) -> int:
+        return STEPS
 
     def __iter__(self) -> Iterator[Batch]:
-        for _ in range(STEPS): yield self.make()
+        for _ in range(STEPS):
+            yield self.make()
 
 
 class WideTask(Task):
     "A linear layer with as many classes as a batch has samples."
+
     loss_func = staticmethod(F.cross_entropy)
 
     def __init__(self) -> None:
         super().__init__(n_train=1, n_valid=0, skip=0)
         self.train = Fresh(self.batch)  # type: ignore[assignment]  # no times are needed here
 
-    def batch(self) -> Batch: return torch.randn(N, WIDTH), torch.randint(N, (N,))
-    def make_model(self) -> nn.Module: return nn.Linear(WIDTH, N)
+    def batch(self) -> Batch:
+        return torch.randn(N, WIDTH), torch.randint(N, (N,))
+
+    def make_model(self) -> nn.Module:
+        return nn.Linear(WIDTH, N)
 
 
 def raw_freed(task: Task) -> Fit:
@@ -99,6 +121,7 @@ def raw_freed(task: Task) -> Fit:
                 opt.step()
                 opt.zero_grad()
                 del pred, loss, xb, yb
+
     return fit
 
 
@@ -111,11 +134,17 @@ def build(workload: str, subject: str) -> Callable[[], float]:
     def once() -> float:
         found.clear()
         with Alive() as alive:
-            for p in task.model.parameters(): alive.add(p)
-            hook = task.model.register_forward_pre_hook(lambda module, args: found.append(alive.nbytes()))
-            try: fit(1)
-            finally: hook.remove()
+            for p in task.model.parameters():
+                alive.add(p)
+            hook = task.model.register_forward_pre_hook(
+                lambda module, args: found.append(alive.nbytes())
+            )
+            try:
+                fit(1)
+            finally:
+                hook.remove()
         return median(found[1:]) / 2**20
+
     return once
 
 
@@ -124,4 +153,5 @@ def main(argv: list[str] | None = None) -> int:
     return command_line('memory', __doc__, WORKLOADS, argv, rounds=1)
 
 
-if __name__ == '__main__': sys.exit(main())
+if __name__ == '__main__':
+    sys.exit(main())

@@ -2,6 +2,7 @@
 
 None of them was installed where this was written, so they have never run: the tables say so behind their names. With
 validation batches in the task, a library's usual defaults are on; without, everything that can be off is off."""
+
 # mypy: disable-error-code="import-not-found"
 from __future__ import annotations
 
@@ -20,10 +21,14 @@ Fit = Callable[[int], object]
 def ignite(task: Any, accuracy: Callable[..., Tensor]) -> Fit:
     "A supervised trainer, with an evaluator and a progress bar."
     from ignite.engine import Events, create_supervised_evaluator, create_supervised_trainer
-    trainer = create_supervised_trainer(task.model, torch.optim.SGD(task.model.parameters(), lr=LR), task.loss_func)
+
+    trainer = create_supervised_trainer(
+        task.model, torch.optim.SGD(task.model.parameters(), lr=LR), task.loss_func
+    )
     if task.valid:
         from ignite.handlers import ProgressBar
         from ignite.metrics import Loss
+
         metrics = {'loss': Loss(task.loss_func), 'accuracy': Loss(accuracy)}
         evaluator = create_supervised_evaluator(task.model, metrics=metrics)
         trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(task.valid))
@@ -42,7 +47,8 @@ def lightning(task: Any, accuracy: Callable[..., Tensor]) -> Fit:
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             loss = task.loss_func(self.model(batch[0]), batch[1])
-            if task.valid: self.log('train_loss', loss, prog_bar=True)
+            if task.valid:
+                self.log('train_loss', loss, prog_bar=True)
             return loss
 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -56,9 +62,17 @@ def lightning(task: Any, accuracy: Callable[..., Tensor]) -> Fit:
     module, shown = Module(), bool(task.valid)
 
     def fit(n_epoch: int) -> None:
-        trainer = Trainer(max_epochs=n_epoch, accelerator='cpu', logger=False, enable_checkpointing=False,
-                          enable_progress_bar=shown, enable_model_summary=shown, num_sanity_val_steps=0)
+        trainer = Trainer(
+            max_epochs=n_epoch,
+            accelerator='cpu',
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=shown,
+            enable_model_summary=shown,
+            num_sanity_val_steps=0,
+        )
         trainer.fit(module, task.train, task.valid or None)
+
     return fit
 
 
@@ -68,6 +82,7 @@ def skorch(task: Any, accuracy: Callable[..., Tensor]) -> Fit:
     from skorch.callbacks import PassthroughScoring
     from skorch.helper import predefined_split
     from torch.utils.data import TensorDataset
+
     # they only stand for the loaders
     train, valid = (TensorDataset(*[t[:1] for t in task.batch()]) for _ in range(2))
 
@@ -83,9 +98,22 @@ def skorch(task: Any, accuracy: Callable[..., Tensor]) -> Fit:
             self.history.record_batch('accuracy', accuracy(step['y_pred'], batch[1]).item())
             return step
 
-    shown: dict[str, Any] = {'callbacks': [('accuracy', PassthroughScoring('accuracy', lower_is_better=False))],
-                             'train_split': predefined_split(valid)} if task.valid else {'train_split': None}
-    net = Net(task.model, torch.nn.MSELoss, optimizer=torch.optim.SGD, lr=LR, verbose=int(bool(task.valid)), **shown)
+    shown: dict[str, Any] = (
+        {
+            'callbacks': [('accuracy', PassthroughScoring('accuracy', lower_is_better=False))],
+            'train_split': predefined_split(valid),
+        }
+        if task.valid
+        else {'train_split': None}
+    )
+    net = Net(
+        task.model,
+        torch.nn.MSELoss,
+        optimizer=torch.optim.SGD,
+        lr=LR,
+        verbose=int(bool(task.valid)),
+        **shown,
+    )
     net.initialize()
     return lambda n_epoch: net.partial_fit(train, y=None, epochs=n_epoch)
 
@@ -101,21 +129,36 @@ def composer(task: Any, accuracy: Callable[..., Tensor]) -> Fit:
             super().__init__()
             self.model, self.accuracy = task.model, MeanMetric()
 
-        def forward(self, batch: Any) -> Tensor: return self.model(batch[0])
-        def loss(self, outputs: Tensor, batch: Any) -> Tensor: return task.loss_func(outputs, batch[1])
-        def get_metrics(self, is_train: bool = False) -> dict[str, Any]: return {'accuracy': self.accuracy}
+        def forward(self, batch: Any) -> Tensor:
+            return self.model(batch[0])
+
+        def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+            return task.loss_func(outputs, batch[1])
+
+        def get_metrics(self, is_train: bool = False) -> dict[str, Any]:
+            return {'accuracy': self.accuracy}
 
         def update_metric(self, batch: Any, outputs: Tensor, metric: Any) -> None:
             metric.update(accuracy(outputs, batch[1]), len(batch[0]))
 
     model = Model()
-    trainer = Trainer(model=model, optimizers=torch.optim.SGD(model.parameters(), lr=LR), max_duration='0ep',
-                      train_dataloader=DataSpec(task.train, get_num_samples_in_batch=lambda b: len(b[0])),
-                      eval_dataloader=DataSpec(task.valid, get_num_samples_in_batch=lambda b: len(b[0]))
-                      if task.valid else None, progress_bar=bool(task.valid), device='cpu')
+    trainer = Trainer(
+        model=model,
+        optimizers=torch.optim.SGD(model.parameters(), lr=LR),
+        max_duration='0ep',
+        train_dataloader=DataSpec(task.train, get_num_samples_in_batch=lambda b: len(b[0])),
+        eval_dataloader=DataSpec(task.valid, get_num_samples_in_batch=lambda b: len(b[0]))
+        if task.valid
+        else None,
+        progress_bar=bool(task.valid),
+        device='cpu',
+    )
     return lambda n_epoch: trainer.fit(duration=f'{n_epoch}ep')
 
 
 PEERS: dict[str, Callable[..., Fit]] = {
-    'ignite': ignite, 'lightning': lightning, 'skorch': skorch, 'composer': composer,
+    'ignite': ignite,
+    'lightning': lightning,
+    'skorch': skorch,
+    'composer': composer,
 }

@@ -10,6 +10,7 @@ callbacks  a with 0, 10, 50, 200 and 1000 more callbacks that handle no event of
     python -m benchmarks.step
     python -m benchmarks.step --workloads a --frameworks raw,learnkit-bare --rounds 11 --json step.json
 """
+
 from __future__ import annotations
 
 import sys
@@ -30,7 +31,13 @@ TASKS: dict[str, tuple[type[Task], int, int, int, str]] = {
     'cnn': (ImageTask, 60, 0, 10, 'a'),
     'callbacks': (Task, 500, 0, 100, 'a'),
 }
-LIBRARIES = {'raw': 'torch', 'composer': 'composer', 'ignite': 'ignite', 'lightning': 'lightning', 'skorch': 'skorch'}
+LIBRARIES = {
+    'raw': 'torch',
+    'composer': 'composer',
+    'ignite': 'ignite',
+    'lightning': 'lightning',
+    'skorch': 'skorch',
+}
 
 
 def library(subject: str) -> str:
@@ -40,30 +47,71 @@ def library(subject: str) -> str:
 
 
 def _workload(name: str, title: str, subjects: list[str], *comparisons: Comparison) -> Workload:
-    return Workload(name, title, 'benchmarks.step', {s: library(s) for s in subjects}, comparisons=comparisons,
-                    never_run=frozenset(PEERS))
+    return Workload(
+        name,
+        title,
+        'benchmarks.step',
+        {s: library(s) for s in subjects},
+        comparisons=comparisons,
+        never_run=frozenset(PEERS),
+    )
 
 
 def _callback_costs(name: str, idle: int) -> tuple[Comparison, Comparison]:
     "What one more callback costs a library, idle or with a handler."
-    return (Comparison(f'one idle callback, {name}', f'{name}-idle{idle}', name, 'ns a step', 1000 / idle),
-            Comparison(f'one handler call, {name}', f'{name}-handlers50', name, 'ns', 1000 / 50))
+    return (
+        Comparison(
+            f'one idle callback, {name}', f'{name}-idle{idle}', name, 'ns a step', 1000 / idle
+        ),
+        Comparison(f'one handler call, {name}', f'{name}-handlers50', name, 'ns', 1000 / 50),
+    )
 
 
 WORKLOADS = {
-    'a': _workload('a', 'perceptron 16-16-1, batch 8, SGD, training alone',
-                   ['raw', 'learnkit-bare', 'learnkit', 'learnkit-bare-compiled', 'learnkit-compiled', 'fastai-bare',
-                    'fastai', *PEERS]),
-    'b': _workload('b', 'the same with progress, recording, accuracy and a validation pass each epoch',
-                   ['raw', 'raw-train', 'learnkit', 'fastai', *PEERS],
-                   Comparison('learnkit over training by hand', 'learnkit', 'raw-train', 'us a step'),
-                   Comparison('fastai over training by hand', 'fastai', 'raw-train', 'us a step')),
-    'cnn': _workload('cnn', 'three convolutions on 28x28 images, batch 64, SGD, training alone',
-                     ['raw', 'learnkit-bare', 'learnkit', 'fastai-bare', 'fastai', *PEERS]),
-    'callbacks': _workload('callbacks', 'a with more callbacks',
-                           ['raw', 'learnkit', 'learnkit-idle10', 'learnkit-idle50', 'learnkit-idle200',
-                            'learnkit-idle1000', 'learnkit-handlers50', 'fastai', 'fastai-idle50', 'fastai-handlers50'],
-                           *_callback_costs('learnkit', 1000), *_callback_costs('fastai', 50)),
+    'a': _workload(
+        'a',
+        'perceptron 16-16-1, batch 8, SGD, training alone',
+        [
+            'raw',
+            'learnkit-bare',
+            'learnkit',
+            'learnkit-bare-compiled',
+            'learnkit-compiled',
+            'fastai-bare',
+            'fastai',
+            *PEERS,
+        ],
+    ),
+    'b': _workload(
+        'b',
+        'the same with progress, recording, accuracy and a validation pass each epoch',
+        ['raw', 'raw-train', 'learnkit', 'fastai', *PEERS],
+        Comparison('learnkit over training by hand', 'learnkit', 'raw-train', 'us a step'),
+        Comparison('fastai over training by hand', 'fastai', 'raw-train', 'us a step'),
+    ),
+    'cnn': _workload(
+        'cnn',
+        'three convolutions on 28x28 images, batch 64, SGD, training alone',
+        ['raw', 'learnkit-bare', 'learnkit', 'fastai-bare', 'fastai', *PEERS],
+    ),
+    'callbacks': _workload(
+        'callbacks',
+        'a with more callbacks',
+        [
+            'raw',
+            'learnkit',
+            'learnkit-idle10',
+            'learnkit-idle50',
+            'learnkit-idle200',
+            'learnkit-idle1000',
+            'learnkit-handlers50',
+            'fastai',
+            'fastai-idle50',
+            'fastai-handlers50',
+        ],
+        *_callback_costs('learnkit', 1000),
+        *_callback_costs('fastai', 50),
+    ),
 }
 
 
@@ -75,10 +123,17 @@ def build(workload: str, subject: str) -> Callable[[], float]:
     began, ended = task.train.began_s, task.train.ended_s
 
     def once() -> float:
-        began.clear(); ended.clear()
+        began.clear()
+        ended.clear()
         fit(EPOCHS)
-        if n_valid: return (began[-1] - began[0]) / ((EPOCHS - 1) * n_train) * 1e6
-        return sum(b - a for a, b in zip(began, ended, strict=True)) / (EPOCHS * (n_train - skip - 1)) * 1e6
+        if n_valid:
+            return (began[-1] - began[0]) / ((EPOCHS - 1) * n_train) * 1e6
+        return (
+            sum(b - a for a, b in zip(began, ended, strict=True))
+            / (EPOCHS * (n_train - skip - 1))
+            * 1e6
+        )
+
     return once
 
 
@@ -87,4 +142,5 @@ def main(argv: list[str] | None = None) -> int:
     return command_line('step', __doc__, WORKLOADS, argv, rounds=7)
 
 
-if __name__ == '__main__': sys.exit(main())
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,6 +1,7 @@
 """The tasks of the benchmarks and everything that does them: by hand, with learnkit, with fastai, with its peers.
 
 A subject is a function of a `Task` that builds model and optimizer once and returns `fit(n_epoch)`."""
+
 from __future__ import annotations
 
 import time
@@ -30,13 +31,14 @@ class Window:
     def __init__(
         self,
         batches: list[Batch],
-        skip: int,              # batches of each pass before the steady part
+        skip: int,  # batches of each pass before the steady part
     ) -> None:
         self.first, self.steady, self.last = batches[:skip], batches[skip:-1], batches[-1:]
         self.began_s: list[float] = []
         self.ended_s: list[float] = []
 
-    def __len__(self) -> int: return len(self.first) + len(self.steady) + len(self.last)
+    def __len__(self) -> int:
+        return len(self.first) + len(self.steady) + len(self.last)
 
     def __iter__(self) -> Iterator[Batch]:
         yield from self.first
@@ -48,13 +50,14 @@ class Window:
 
 class Task:
     "A 16-16-1 perceptron on batches of 8 that are tensors already; new ones at every instance, from the current seed."
+
     loss_func: Callable[..., Tensor] = staticmethod(F.mse_loss)
 
     def __init__(
         self,
-        n_train: int,   # batches to train on
-        n_valid: int,   # batches to validate on
-        skip: int,      # training batches before the steady part
+        n_train: int,  # batches to train on
+        n_valid: int,  # batches to validate on
+        skip: int,  # training batches before the steady part
     ) -> None:
         batches = [self.batch() for _ in range(n_train + n_valid)]
         self.train, self.valid = Window(batches[:n_train], skip), batches[n_train:]
@@ -70,14 +73,19 @@ class Task:
 
 class ImageTask(Task):
     "Three convolutions and a linear layer on batches of 64 images of 28 x 28, in ten classes."
+
     loss_func = staticmethod(F.cross_entropy)
 
-    def batch(self) -> Batch: return torch.randn(64, 1, 28, 28), torch.randint(10, (64,))
+    def batch(self) -> Batch:
+        return torch.randn(64, 1, 28, 28), torch.randint(10, (64,))
 
     def make_model(self) -> nn.Module:
         sizes = [1, 8, 16, 32]
-        convolutions = [layer for n_in, n_out in pairwise(sizes)
-                        for layer in (nn.Conv2d(n_in, n_out, 3, stride=2, padding=1), nn.ReLU())]
+        convolutions = [
+            layer
+            for n_in, n_out in pairwise(sizes)
+            for layer in (nn.Conv2d(n_in, n_out, 3, stride=2, padding=1), nn.ReLU())
+        ]
         return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(32 * 4 * 4, 10))
 
 
@@ -86,7 +94,8 @@ def accuracy(pred: Tensor, targ: Tensor) -> Tensor:
     return ((pred > 0) == (targ > 0)).float().mean()
 
 
-# -------------------------------------------------------------------------------------------------------------- by hand
+# ------------------------------------------------------------------------------------------ by hand
+
 
 def raw(task: Task) -> Fit:
     "The training loop that one writes by hand."
@@ -102,6 +111,7 @@ def raw(task: Task) -> Fit:
                 loss.backward()
                 opt.step()
                 opt.zero_grad()
+
     return fit
 
 
@@ -130,22 +140,33 @@ def raw_evaluating(task: Task) -> Fit:
                     valid_loss += loss_func(pred, yb) * len(xb)
                     correct += accuracy(pred, yb) * len(xb)
                     n += len(xb)
-            print(epoch, train_loss.item() / len(task.train), valid_loss.item() / n, correct.item() / n)
+            print(
+                epoch,
+                train_loss.item() / len(task.train),
+                valid_loss.item() / n,
+                correct.item() / n,
+            )
+
     return fit
 
 
-# ------------------------------------------------------------------------------------------------------------- learnkit
+# ----------------------------------------------------------------------------------------- learnkit
+
 
 def learnkit(task: Task, metrics: Any = None, **kwargs: Any) -> Fit:
     "A `Learner` as it is by default."
     from learnkit import DataLoaders, Learner
+
     dls = DataLoaders(task.train, task.valid) if task.valid else DataLoaders(task.train)
-    return Learner(dls, task.model, task.loss_func, opt_func=torch.optim.SGD, lr=LR, metrics=metrics, **kwargs).fit
+    return Learner(
+        dls, task.model, task.loss_func, opt_func=torch.optim.SGD, lr=LR, metrics=metrics, **kwargs
+    ).fit
 
 
 def learnkit_bare(task: Task) -> Fit:
     "A `Learner` that only counts batches and sets the model's mode."
     from learnkit import TrainEvalCallback
+
     return learnkit(task, default_cbs=False, cbs=[TrainEvalCallback])
 
 
@@ -153,7 +174,8 @@ def learnkit_compiled(task: Task, make: Callable[[Task], Any]) -> Fit:
     "A `Learner` whose whole training step is compiled, which is over when this returns."
     learn = make(task).__self__
     learn.compile(step=True)
-    for _ in range(4): learn.fit(1)
+    for _ in range(4):
+        learn.fit(1)
     task.train.began_s.clear()
     task.train.ended_s.clear()
     return learn.fit
@@ -164,7 +186,9 @@ def learnkit_idle(task: Task, n: int) -> Fit:
     from learnkit import Callback
 
     class Idle(Callback):
-        def before_fit(self) -> None: pass
+        def before_fit(self) -> None:
+            pass
+
     return learnkit(task, cbs=[Idle() for _ in range(n)])
 
 
@@ -173,11 +197,14 @@ def learnkit_handlers(task: Task, n: int) -> Fit:
     from learnkit import Callback
 
     class Handler(Callback):
-        def after_batch(self) -> None: pass
+        def after_batch(self) -> None:
+            pass
+
     return learnkit(task, cbs=[Handler() for _ in range(n)])
 
 
-# --------------------------------------------------------------------------------------------------------------- fastai
+# ------------------------------------------------------------------------------------------- fastai
+
 
 def fastai(task: Task, metrics: Any = None, **kwargs: Any) -> Fit:
     "fastai's `Learner` as it is by default, around the same optimizer."
@@ -185,14 +212,18 @@ def fastai(task: Task, metrics: Any = None, **kwargs: Any) -> Fit:
     from fastai.data.core import DataLoaders
     from fastai.learner import Learner
     from fastai.optimizer import OptimWrapper
+
     dls = DataLoaders(task.train, task.valid, device=torch.device('cpu'))
     opt_func = partial(OptimWrapper, opt=torch.optim.SGD)
-    return Learner(dls, task.model, task.loss_func, opt_func=opt_func, lr=LR, metrics=metrics, **kwargs).fit
+    return Learner(
+        dls, task.model, task.loss_func, opt_func=opt_func, lr=LR, metrics=metrics, **kwargs
+    ).fit
 
 
 def fastai_bare(task: Task) -> Fit:
     "fastai's `Learner` that only counts batches and sets the model's mode."
     from fastai.learner import TrainEvalCallback
+
     return fastai(task, default_cbs=False, cbs=TrainEvalCallback)
 
 
@@ -201,7 +232,9 @@ def fastai_idle(task: Task, n: int) -> Fit:
     from fastai.callback.core import Callback
 
     class Idle(Callback):
-        def before_fit(self) -> None: pass
+        def before_fit(self) -> None:
+            pass
+
     return fastai(task, cbs=[Idle() for _ in range(n)])
 
 
@@ -210,7 +243,9 @@ def fastai_handlers(task: Task, n: int) -> Fit:
     from fastai.callback.core import Callback
 
     class Handler(Callback):
-        def after_batch(self) -> None: pass
+        def after_batch(self) -> None:
+            pass
+
     return fastai(task, cbs=[Handler() for _ in range(n)])
 
 

@@ -1,4 +1,5 @@
 """A team of processes that measures several subjects in turns, and what the trainings in it are made of."""
+
 from __future__ import annotations
 
 import os
@@ -19,17 +20,18 @@ from torch.nn import functional as F
 
 __all__ = ['SUBJECTS', 'TASKS', 'Clock', 'Task', 'in_a_team', 'in_turns', 'weights']
 
-TIMEOUT_S = 120       # a process may wait as long for another
+TIMEOUT_S = 120  # a process may wait as long for another
 # of a turn, and those before the steady part, in which a new context makes its wrapper
 EPOCHS, SKIP = 3, 1
 SEED, LR = 7, 0.01
 
 
-# ------------------------------------------------------------------------------------------------------------- the team
+# ----------------------------------------------------------------------------------------- the team
+
 
 def in_a_team(
     n: int,
-    job: Callable[..., Any],   # a module's function, called with a rank and `arguments`
+    job: Callable[..., Any],  # a module's function, called with a rank and `arguments`
     *arguments: Any,
 ) -> list[Any]:
     "Call `job` in `n` new processes of one gloo group, and return what each has returned."
@@ -38,64 +40,88 @@ def in_a_team(
         port = s.getsockname()[1]
     with ProcessPoolExecutor(n, get_context('spawn')) as pool:
         jobs = [pool.submit(_join, rank, n, port, job, arguments) for rank in range(n)]
-        for one in as_completed(jobs): one.result()  # the first that fails raises
+        for one in as_completed(jobs):
+            one.result()  # the first that fails raises
     return [one.result() for one in jobs]
 
 
 def _join(rank: int, n: int, port: int, job: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     import torch.distributed as dist
+
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nothing is printed between the tables
     os.environ.update(GLOO_SOCKET_IFNAME='lo', LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
-    dist.init_process_group('gloo', init_method=f'tcp://127.0.0.1:{port}', rank=rank, world_size=n,
-                            timeout=timedelta(seconds=TIMEOUT_S))
-    try: return job(rank, *arguments)
-    finally: dist.destroy_process_group()
+    dist.init_process_group(
+        'gloo',
+        init_method=f'tcp://127.0.0.1:{port}',
+        rank=rank,
+        world_size=n,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
+    try:
+        return job(rank, *arguments)
+    finally:
+        dist.destroy_process_group()
 
 
-# ------------------------------------------------------------------------------------------------------------ the tasks
+# ---------------------------------------------------------------------------------------- the tasks
+
 
 @dataclass(frozen=True)
 class Task:
     "Linear layers, on batches of samples that are in memory."
-    widths: tuple[int, ...]   # of the input, of each layer
-    n_batches: int            # of each process in an epoch
+
+    widths: tuple[int, ...]  # of the input, of each layer
+    n_batches: int  # of each process in an epoch
     strategy: str = 'ddp'
-    bs: int = 64              # samples of each process in a batch
+    bs: int = 64  # samples of each process in a batch
     lr: float = LR
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
-        layers = [layer for sizes in pairwise(self.widths) for layer in (nn.Linear(*sizes), nn.ReLU())]
+        layers = [
+            layer for sizes in pairwise(self.widths) for layer in (nn.Linear(*sizes), nn.ReLU())
+        ]
         return nn.Sequential(*layers[:-1])
 
     def data(self, size: int) -> tuple[Tensor, Tensor]:
         "Return the samples and classes of all processes."
         g, n = torch.Generator().manual_seed(1), size * self.bs * self.n_batches
-        return torch.randn(n, self.widths[0], generator=g), torch.randint(self.widths[-1], (n,), generator=g)
+        return torch.randn(n, self.widths[0], generator=g), torch.randint(
+            self.widths[-1], (n,), generator=g
+        )
 
     def optimizer(self, params: Iterable[Any], lr: float = LR) -> torch.optim.Optimizer:
         return torch.optim.SGD(params, lr=lr, momentum=0.9)
 
 
-TASKS = {'linears': Task((32, 64, 64, 10), 500), 'million': Task((784, 768, 512, 10), 100),
-         'shards': Task((32, 64, 64, 10), 50, 'fsdp')}
+TASKS = {
+    'linears': Task((32, 64, 64, 10), 500),
+    'million': Task((784, 768, 512, 10), 100),
+    'shards': Task((32, 64, 64, 10), 50, 'fsdp'),
+}
 
 
 @dataclass
 class Clock:
     "Wall seconds, and CPU seconds of the thread that trains, at each epoch's beginning, before its order is drawn."
+
     ticks: list[tuple[float, float]] = field(default_factory=list)
 
-    def tick(self) -> None: self.ticks.append((time.perf_counter(), time.thread_time()))
+    def tick(self) -> None:
+        self.ticks.append((time.perf_counter(), time.thread_time()))
 
     def per_step(self, task: Task) -> list[float]:
         "Return the wall and CPU seconds of a step, and forget them."
         steady, self.ticks = self.ticks[SKIP:], []
-        return [(b - a) / (task.n_batches * (len(steady) - 1)) for a, b in zip(steady[0], steady[-1], strict=True)]
+        return [
+            (b - a) / (task.n_batches * (len(steady) - 1))
+            for a, b in zip(steady[0], steady[-1], strict=True)
+        ]
 
 
-# --------------------------------------------------------------------------------------------------------- the subjects
+# ------------------------------------------------------------------------------------- the subjects
+
 
 class ByHand:
     "The loop that one writes by hand around torch's wrappers: each process takes its rows of an order that all draw."
@@ -103,22 +129,31 @@ class ByHand:
     def __init__(self, task: Task, rank: int, size: int) -> None:
         self.task, self.rank, self.size, self.clock = task, rank, size, Clock()
         (self.x, self.y), self.model = task.data(size), task.model()
-        self.wrapped = self.model if task.strategy == 'fsdp' else nn.parallel.DistributedDataParallel(self.model)
-        if task.strategy == 'fsdp': self._cut()
+        self.wrapped = (
+            self.model
+            if task.strategy == 'fsdp'
+            else nn.parallel.DistributedDataParallel(self.model)
+        )
+        if task.strategy == 'fsdp':
+            self._cut()
         self.opt = task.optimizer(self.model.parameters())
         self.order = torch.Generator().manual_seed(SEED)
 
     def _cut(self) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
+
         mesh = init_device_mesh('cpu', (self.size,))
-        for m in [*(m for m in self.model.modules() if isinstance(m, nn.Linear)), self.model]: fully_shard(m, mesh=mesh)
+        for m in [*(m for m in self.model.modules() if isinstance(m, nn.Linear)), self.model]:
+            fully_shard(m, mesh=mesh)
 
     def train(self) -> None:
         x, y, model, opt = self.x, self.y, self.wrapped, self.opt
         for _ in range(EPOCHS):
             self.clock.tick()
-            order = torch.randperm(len(x), generator=self.order).view(self.task.n_batches, self.size, self.task.bs)
+            order = torch.randperm(len(x), generator=self.order).view(
+                self.task.n_batches, self.size, self.task.bs
+            )
             model.train()
             for idx in order[:, self.rank].unbind():
                 xb, yb = x.index_select(0, idx), y.index_select(0, idx)
@@ -134,19 +169,31 @@ class WithLearner:
     def __init__(self, task: Task, rank: int, size: int, bare: bool = False) -> None:
         from learnkit import Callback, DataLoaders, Learner, TrainEvalCallback
         from learnkit.data.dataloaders import TensorLoader
+
         self.task, self.clock, self.model = task, Clock(), task.model()
         loader = TensorLoader(*task.data(size), bs=task.bs, shuffle=True, seed=SEED)
         begins = Callback(before_train=lambda cb: self.clock.tick())
-        begins.order = -9   # the strategy's wrapper is made before it, in the first epoch
-        options: dict[str, Any] = {'default_cbs': False, 'cbs': [TrainEvalCallback, begins]} if bare else \
-            {'cbs': [begins]}
-        self.learn = Learner(DataLoaders(loader, device='cpu'), self.model, F.cross_entropy, opt_func=task.optimizer,
-                             lr=LR, **options)
+        begins.order = -9  # the strategy's wrapper is made before it, in the first epoch
+        options: dict[str, Any] = (
+            {'default_cbs': False, 'cbs': [TrainEvalCallback, begins]}
+            if bare
+            else {'cbs': [begins]}
+        )
+        self.learn = Learner(
+            DataLoaders(loader, device='cpu'),
+            self.model,
+            F.cross_entropy,
+            opt_func=task.optimizer,
+            lr=LR,
+            **options,
+        )
 
     def train(self) -> None:
-        with self.learn.distributed(self.task.strategy, timeout=TIMEOUT_S): self.fit()
+        with self.learn.distributed(self.task.strategy, timeout=TIMEOUT_S):
+            self.fit()
 
-    def fit(self) -> None: self.learn.fit(EPOCHS)
+    def fit(self) -> None:
+        self.learn.fit(EPOCHS)
 
 
 class WithoutFlag(WithLearner):
@@ -159,14 +206,22 @@ class WithoutFlag(WithLearner):
 
 
 SUBJECTS: dict[str, Callable[[Task, int, int], Any]] = {
-    'raw': ByHand, 'raw-again': ByHand, 'learnkit-bare': partial(WithLearner, bare=True), 'learnkit': WithLearner,
-    'learnkit-no-flag': WithoutFlag}
+    'raw': ByHand,
+    'raw-again': ByHand,
+    'learnkit-bare': partial(WithLearner, bare=True),
+    'learnkit': WithLearner,
+    'learnkit-no-flag': WithoutFlag,
+}
 
 
 def weights(model: nn.Module) -> Tensor:
     "Return all weights as one vector."
-    return torch.cat([(p.full_tensor() if hasattr(p, 'full_tensor') else p).detach().reshape(-1)
-                      for p in model.parameters()])
+    return torch.cat(
+        [
+            (p.full_tensor() if hasattr(p, 'full_tensor') else p).detach().reshape(-1)
+            for p in model.parameters()
+        ]
+    )
 
 
 def in_turns(rank: int, name: str, names: list[str], rounds: int) -> dict[str, Any]:
@@ -174,6 +229,7 @@ def in_turns(rank: int, name: str, names: list[str], rounds: int) -> dict[str, A
 
     Returns wall and CPU seconds of a step for each subject and round, and the weights at the end."""
     import torch.distributed as dist
+
     task, size = TASKS[name], dist.get_world_size()
     subjects = {name: SUBJECTS[name](task, rank, size) for name in names}
     values: dict[str, list[list[float]]] = {name: [] for name in names}
@@ -182,5 +238,6 @@ def in_turns(rank: int, name: str, names: list[str], rounds: int) -> dict[str, A
         for name in names[first:] + names[:first]:
             subjects[name].train()
             spent = subjects[name].clock.per_step(task)
-            if i >= 0: values[name].append(spent)
+            if i >= 0:
+                values[name].append(spent)
     return {'values': values, 'weights': {name: weights(s.model) for name, s in subjects.items()}}

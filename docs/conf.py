@@ -1,4 +1,5 @@
 """Sphinx reads this: the site of the guides (nbs/), the pages of docs/ and the docstrings. `make docs` builds it."""
+
 from __future__ import annotations
 
 import sys
@@ -16,18 +17,25 @@ site_code = sha256(b''.join(path.read_bytes() for path in sorted(HERE.glob('*.py
 project, author, copyright = 'learnkit', 'the learnkit authors', 'the learnkit authors, Apache 2.0'
 version = release = learnkit.__version__
 
-extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx.ext.viewcode', 'site_pages', 'site_docstrings', 'site_names']
+extensions = [
+    'myst_nb',
+    'sphinx.ext.autodoc',
+    'sphinx.ext.viewcode',
+    'site_pages',
+    'site_docstrings',
+    'site_names',
+]
 exclude_patterns = ['_build']
 nitpicky = True
 # other projects' names: nothing is fetched to look them up
 nitpick_ignore_regex = [('py:.*', r'(?!learnkit\.).*')]
-suppress_warnings = ['toc.empty_glob']                   # a kind of page of which there is none yet
+suppress_warnings = ['toc.empty_glob']  # a kind of page of which there is none yet
 
 nb_execution_mode = 'off'  # the outputs are saved in the notebooks, and the tests run them
 nb_merge_streams = True
 nb_ipywidgets_js: dict[str, dict[str, str]] = {}  # nothing is loaded from other hosts
 myst_heading_anchors = 3
-smartquotes = False        # 'auto' stays what one types
+smartquotes = False  # 'auto' stays what one types
 
 autodoc_default_options = {'member-order': 'bysource', 'show-inheritance': True}
 autodoc_preserve_defaults = True

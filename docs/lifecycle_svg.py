@@ -3,6 +3,7 @@
 A box is a loop. A bar is a level, from its `before_` to its `after_`, which a Cancel exception leaves early. Colours
 are those of the text around the picture where it is part of a page, and light or dark as the reader has set where it
 is a file of its own; its text can be selected."""
+
 from __future__ import annotations
 
 from html import escape
@@ -14,7 +15,7 @@ FILE = Path(__file__).with_name('lifecycle.svg')
 # pixels: a line, one depth, the margins, the picture
 ROW, STEP, LEFT, TOP, WIDTH = 24, 24, 18, 8, 580
 
-STYLE = '''
+STYLE = """
   svg:root { color: #1f2328; --accent: #0a58ca; background: #ffffff; }
   @media (prefers-color-scheme: dark) { svg:root { color: #e6edf3; --accent: #79b8ff; background: #0d1117; } }
   .lifecycle text { font: 14px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; fill: currentColor; }
@@ -24,10 +25,11 @@ STYLE = '''
   .lifecycle .after { font-weight: 400; font-style: italic; }
   .lifecycle .box { fill: currentColor; fill-opacity: .035; stroke: currentColor; stroke-opacity: .4; }
   .lifecycle .level { stroke: var(--accent, currentColor); stroke-width: 2.5; stroke-linecap: round; }
-'''.strip('\n')
+""".strip('\n')
 
 
-def is_loop(moment: Moment) -> bool: return moment.event.startswith('[for each')
+def is_loop(moment: Moment) -> bool:
+    return moment.event.startswith('[for each')
 
 
 def loop_end(start: int) -> int:
@@ -35,7 +37,8 @@ def loop_end(start: int) -> int:
     inner = LIFECYCLE[start + 1].depth  # as deep as the note, or one deeper
     for row in range(start + 1, len(LIFECYCLE)):
         moment = LIFECYCLE[row]
-        if moment.depth < inner or (moment.depth == inner and moment.event.startswith('[after')): return row
+        if moment.depth < inner or (moment.depth == inner and moment.event.startswith('[after')):
+            return row
     return len(LIFECYCLE)
 
 
@@ -48,16 +51,23 @@ def levels() -> list[tuple[int, int, int]]:
     "Of every level, wherever it is drawn: its depth, the row of its `before_`, that of its `after_`."
     ends, found = {level.before: level.after for level in LEVELS.values()}, []
     for start, moment in enumerate(LIFECYCLE):
-        if moment.event not in ends: continue
-        end = next(row for row in range(start, len(LIFECYCLE)) if LIFECYCLE[row].event == ends[moment.event])
+        if moment.event not in ends:
+            continue
+        end = next(
+            row
+            for row in range(start, len(LIFECYCLE))
+            if LIFECYCLE[row].event == ends[moment.event]
+        )
         found.append((moment.depth, start, end))
     return found
 
 
-def x(depth: int) -> int: return LEFT + depth * STEP
+def x(depth: int) -> int:
+    return LEFT + depth * STEP
 
 
-def y(row: int) -> int: return TOP + row * ROW
+def y(row: int) -> int:
+    return TOP + row * ROW
 
 
 def box(start: int, end: int) -> str:
@@ -79,9 +89,12 @@ def words(row: int, moment: Moment) -> str:
     "One line: the event, or the note, and what leads to a cancel; a pointer on it shows what is true then."
     left, baseline = x(moment.depth), y(row) + 17
     kind, text, why = 'event', moment.event, ''
-    if is_loop(moment): kind, text = 'note', f'↻ {text.strip("[]")}'
-    elif moment.is_note: kind, text = 'note after', text.strip('[]')
-    elif '_cancel_' in text: kind, why = 'cancel', f'<tspan class="why" dx="10">{escape(moment.doc.split()[0])}</tspan>'
+    if is_loop(moment):
+        kind, text = 'note', f'↻ {text.strip("[]")}'
+    elif moment.is_note:
+        kind, text = 'note after', text.strip('[]')
+    elif '_cancel_' in text:
+        kind, why = 'cancel', f'<tspan class="why" dx="10">{escape(moment.doc.split()[0])}</tspan>'
     title = f'<title>{escape(moment.doc)}</title>' if moment.doc else ''
     return f'<text class="{kind}" x="{left}" y="{baseline}">{title}{escape(text)}{why}</text>'
 
@@ -89,14 +102,19 @@ def words(row: int, moment: Moment) -> str:
 def draw() -> str:
     "Return the picture."
     height = y(len(LIFECYCLE)) + TOP
-    return '\n'.join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="lifecycle" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
-        f'height="{height}" role="img" aria-label="The lifecycle: every event in firing order">',
-        f'<style>\n{STYLE}\n</style>',
-        *[box(*loop) for loop in loops()],
-        *[bar(*level) for level in levels()],
-        *[words(row, moment) for row, moment in enumerate(LIFECYCLE)],
-        '</svg>', ''])
+    return '\n'.join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="lifecycle" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
+            f'height="{height}" role="img" aria-label="The lifecycle: every event in firing order">',
+            f'<style>\n{STYLE}\n</style>',
+            *[box(*loop) for loop in loops()],
+            *[bar(*level) for level in levels()],
+            *[words(row, moment) for row, moment in enumerate(LIFECYCLE)],
+            '</svg>',
+            '',
+        ]
+    )
 
 
-if __name__ == '__main__': FILE.write_text(draw(), 'utf-8')
+if __name__ == '__main__':
+    FILE.write_text(draw(), 'utf-8')

@@ -1,4 +1,5 @@
 """What the pages of the API hold: one page a module, with every public name where it is defined."""
+
 from __future__ import annotations
 
 import ast
@@ -12,11 +13,13 @@ from typing import Any
 import learnkit
 import learnkit.all
 
-PACKAGES = ('learner data callbacks metrics losses optim loggers engine checkpoint distributed inference interop debug '
-            'core testing demo all').split()
+PACKAGES = (
+    'learner data callbacks metrics losses optim loggers engine checkpoint distributed inference interop debug '
+    'core testing demo all'
+).split()
 LONGEST_VALUE = 300  # characters of a constant's value that are shown
 
-INDEX = '''
+INDEX = """
 API
 ===
 
@@ -34,7 +37,7 @@ The names of ``learnkit``
 -------------------------
 
 {names}
-'''
+"""
 
 
 @cache
@@ -43,10 +46,12 @@ def modules() -> tuple[str, ...]:
     return 'learnkit', *sorted(m.name for m in walk_packages(learnkit.__path__, 'learnkit.'))
 
 
-def public(module: str) -> list[str]: return list(getattr(import_module(module), '__all__', ()))
+def public(module: str) -> list[str]:
+    return list(getattr(import_module(module), '__all__', ()))
 
 
-def get(module: str, name: str) -> Any: return getattr(import_module(module), name)
+def get(module: str, name: str) -> Any:
+    return getattr(import_module(module), name)
 
 
 @cache
@@ -54,10 +59,14 @@ def assigned(module: str) -> frozenset[str]:
     "The names that a module's own top-level statements give: classes, functions, values."
     names = set()
     for node in ast.parse(Path(import_module(module).__file__ or '').read_text('utf-8')).body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef): names.add(node.name)
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
         targets = node.targets if isinstance(node, ast.Assign) else []
-        if isinstance(node, ast.AnnAssign): targets = [node.target]
-        names |= {part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}
+        if isinstance(node, ast.AnnAssign):
+            targets = [node.target]
+        names |= {
+            part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)
+        }
     return frozenset(names)
 
 
@@ -67,7 +76,8 @@ def homes() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for module in modules():
         for name in public(module):
-            if name in assigned(module): found.setdefault(name, []).append(module)
+            if name in assigned(module):
+                found.setdefault(name, []).append(module)
     return found
 
 
@@ -79,8 +89,13 @@ def home(module: str, name: str) -> str | None:
 
 def summary(value: Any) -> str:
     "The first sentence about a module, a class or a function, as one line."
-    if not (callable(value) or inspect.ismodule(value)): return ''
-    return ' '.join((inspect.getdoc(value) or '').split('\n\n')[0].split()).replace('`', '``').split('. ')[0]
+    if not (callable(value) or inspect.ismodule(value)):
+        return ''
+    return (
+        ' '.join((inspect.getdoc(value) or '').split('\n\n')[0].split())
+        .replace('`', '``')
+        .split('. ')[0]
+    )
 
 
 def table(module: str, names: list[str]) -> str:
@@ -99,8 +114,11 @@ def directive(module: str, name: str) -> str:
     if isinstance(value, type):
         kind = 'exception' if issubclass(value, BaseException) else 'class'
         return f'.. auto{kind}:: {module}.{name}\n   :members:\n'
-    if inspect.isfunction(value): return f'.. autofunction:: {module}.{name}\n'
-    return f'.. autodata:: {module}.{name}\n' + ('   :no-value:\n' if len(repr(value)) > LONGEST_VALUE else '')
+    if inspect.isfunction(value):
+        return f'.. autofunction:: {module}.{name}\n'
+    return f'.. autodata:: {module}.{name}\n' + (
+        '   :no-value:\n' if len(repr(value)) > LONGEST_VALUE else ''
+    )
 
 
 def below(package: str) -> list[str]:
@@ -124,9 +142,11 @@ def module_page(module: str) -> str:
     here = [name for name in public(module) if name in assigned(module)]
     others = [name for name in public(module) if name not in here]
     parts = [f'{module}\n{"=" * len(module)}', f'.. automodule:: {module}']
-    if inner := below(module): parts += ['.. toctree::\n   :hidden:\n\n   ' + entries(inner), module_table(inner)]
+    if inner := below(module):
+        parts += ['.. toctree::\n   :hidden:\n\n   ' + entries(inner), module_table(inner)]
     parts += [directive(module, name) for name in here]
-    if others: parts += ['.. rubric:: To be imported from here, too', table(module, others)]
+    if others:
+        parts += ['.. rubric:: To be imported from here, too', table(module, others)]
     return '\n\n'.join(parts) + '\n'
 
 
@@ -134,4 +154,6 @@ def index_page() -> str:
     "Return the first page of the API."
     names = sorted(public('learnkit'), key=str.lower)
     packages = [f'learnkit.{name}' for name in PACKAGES]
-    return INDEX.format(modules=entries(packages), table=module_table(packages), names=table('learnkit', names))
+    return INDEX.format(
+        modules=entries(packages), table=module_table(packages), names=table('learnkit', names)
+    )

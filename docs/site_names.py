@@ -1,6 +1,7 @@
 """Make names of the package that stand as `code` in any text links to where they are described.
 
 A class or function of `learnkit.all`, a method (`Learner.fit`), and one of the Learner (`learn.fit(5)`)."""
+
 from __future__ import annotations
 
 import re
@@ -28,10 +29,18 @@ def names() -> dict[str, str]:
 
 def full_names(text: str) -> list[str]:
     "The full names that a piece of code may mean: of a method, that of each class which may define it."
-    if (match := CALL.fullmatch(text)) is None: return []
+    if (match := CALL.fullmatch(text)) is None:
+        return []
     owner, name = match.groups()
-    if owner is None: return [names()[name]] if name in names() else []
-    cls = learnkit.Learner if owner == 'learn' else get('learnkit.all', owner) if owner in names() else None
+    if owner is None:
+        return [names()[name]] if name in names() else []
+    cls = (
+        learnkit.Learner
+        if owner == 'learn'
+        else get('learnkit.all', owner)
+        if owner in names()
+        else None
+    )
     return [f'{base.__module__}.{base.__qualname__}.{name}' for base in getattr(cls, '__mro__', ())]
 
 
@@ -40,26 +49,38 @@ def link_names(app: Any, doctree: nodes.document, docname: str) -> None:
     known = app.env.domains.python_domain.objects
     for literal in list(doctree.findall(nodes.literal)):
         around = list(parents(literal))
-        if any(isinstance(node, NO_LINKS) for node in around): continue
+        if any(isinstance(node, NO_LINKS) for node in around):
+            continue
         full = next((name for name in full_names(literal.astext()) if name in known), None)
-        if full is None or any(full in node.get('ids', ()) for node in signatures(around)): continue
+        if full is None or any(full in node.get('ids', ()) for node in signatures(around)):
+            continue
         entry = known[full]
-        link = make_refnode(app.builder, docname, entry.docname, entry.node_id, [literal.deepcopy()], full)
+        link = make_refnode(
+            app.builder, docname, entry.docname, entry.node_id, [literal.deepcopy()], full
+        )
         literal.replace_self(link)
 
 
 def parents(node: nodes.Node) -> Any:
     "Yield what is around a node, from the inside."
-    while (node := node.parent) is not None: yield node
+    while (node := node.parent) is not None:
+        yield node
 
 
 def signatures(around: list[nodes.Node]) -> list[Any]:
     "The signatures of the descriptions among `around`."
-    return [child for node in around if isinstance(node, addnodes.desc) for child in node.children
-            if isinstance(child, addnodes.desc_signature)]
+    return [
+        child
+        for node in around
+        if isinstance(node, addnodes.desc)
+        for child in node.children
+        if isinstance(child, addnodes.desc_signature)
+    ]
 
 
-def leave_inner_names(app: Any, env: Any, node: addnodes.pending_xref, shown: nodes.Element) -> nodes.Element | None:
+def leave_inner_names(
+    app: Any, env: Any, node: addnodes.pending_xref, shown: nodes.Element
+) -> nodes.Element | None:
     "Leave a name in a signature as it is where its module does not export it: no page describes it."
     module, _, name = node.get('reftarget', '').rpartition('.')
     return shown if module in modules() and name not in public(module) else None
@@ -68,19 +89,25 @@ def leave_inner_names(app: Any, env: Any, node: addnodes.pending_xref, shown: no
 def forget_builtins(app: Any) -> list[Any]:
     "Take modules without a source from what viewcode lists: it makes no page of them, and links to it."
     found = getattr(app.env, '_viewcode_modules', {})
-    for name in [name for name, source in found.items() if not source]: del found[name]
+    for name in [name for name, source in found.items() if not source]:
+        del found[name]
     return []
 
 
-def share_navigation(app: Any, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+def share_navigation(
+    app: Any, page: str, template: str, context: dict[str, Any], doctree: Any
+) -> None:
     "Draw the navigation once a folder for pages that are not in it (the modules' source): it is the same there."
-    if page in app.env.found_docs or 'toctree' not in context: return
+    if page in app.env.found_docs or 'toctree' not in context:
+        return
     draw, folder = context['toctree'], page.rpartition('/')[0]
 
     def drawn(**options: Any) -> str:
         key = folder, *sorted(options.items())
-        if key not in _drawn: _drawn[key] = draw(**options)
+        if key not in _drawn:
+            _drawn[key] = draw(**options)
         return _drawn[key]
+
     context['toctree'] = drawn
 
 
@@ -88,7 +115,8 @@ def show_drawing(app: Any, doctree: nodes.document) -> None:
     "Put SVG files into the page, where they take its colours and their text can be selected."
     for image in list(doctree.findall(nodes.image)):
         path = app.srcdir / image['uri']
-        if path.suffix != '.svg' or not path.exists(): continue
+        if path.suffix != '.svg' or not path.exists():
+            continue
         drawing = nodes.raw('', path.read_text('utf-8'), format='html')
         image.replace_self(nodes.container('', drawing, classes=['drawing']))
 

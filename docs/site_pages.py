@@ -2,6 +2,7 @@
 
 The copies are made when a build starts, and git ignores them. A link to another file of the repository leads to its
 page; where the site has none for it, the link's text remains."""
+
 from __future__ import annotations
 
 import json
@@ -24,17 +25,26 @@ def pages() -> dict[Path, str]:
     found = {ROOT / 'README.md': 'index.md'}
     found |= {path: path.name for path in sorted(DOCS.glob('*.md')) if path.stem != 'index'}
     found |= {path: f'guides/{path.name}' for path in sorted((ROOT / 'nbs').glob('*.ipynb'))}
-    found |= {path: f'project/{name.lower()}.md' for name in PAPERS if (path := ROOT / f'{name}.md').exists()}
-    return found | {Path(import_module(name).__file__ or ''): f'api/{name}.rst' for name in modules()[1:]}
+    found |= {
+        path: f'project/{name.lower()}.md'
+        for name in PAPERS
+        if (path := ROOT / f'{name}.md').exists()
+    }
+    return found | {
+        Path(import_module(name).__file__ or ''): f'api/{name}.rst' for name in modules()[1:]
+    }
 
 
 def relinked(text: str, folder: Path, known: dict[Path, str]) -> str:
     "Return Markdown of a file in `folder`, with its links to files of the repository as links on the site."
+
     def one(match: re.Match[str]) -> str:
         label, target, anchor = match[1], match[2], match[3] or ''
         path = (folder / target).resolve()
-        if path in known: return f'[{label}](/{known[path]}{anchor})'
+        if path in known:
+            return f'[{label}](/{known[path]}{anchor})'
         return label if ':' not in target and path.exists() else match[0]
+
     return LINK.sub(one, text)
 
 
@@ -42,7 +52,8 @@ def guide(path: Path, known: dict[Path, str]) -> str:
     "Return a notebook with its links as links on the site."
     notebook = json.loads(path.read_text('utf-8'))
     for cell in notebook['cells']:
-        if cell['cell_type'] == 'markdown': cell['source'] = relinked(''.join(cell['source']), path.parent, known)
+        if cell['cell_type'] == 'markdown':
+            cell['source'] = relinked(''.join(cell['source']), path.parent, known)
     return json.dumps(notebook, ensure_ascii=False, indent=1)
 
 
@@ -51,9 +62,12 @@ def made() -> dict[str, str]:
     known = pages()
     texts = {'api/index.rst': index_page()}
     for path, page in known.items():
-        if page.startswith('guides/'): texts[page] = guide(path, known)
-        if page.startswith('project/'): texts[page] = relinked(path.read_text('utf-8'), path.parent, known)
-        if page.startswith('api/'): texts[page] = module_page(page.removeprefix('api/').removesuffix('.rst'))
+        if page.startswith('guides/'):
+            texts[page] = guide(path, known)
+        if page.startswith('project/'):
+            texts[page] = relinked(path.read_text('utf-8'), path.parent, known)
+        if page.startswith('api/'):
+            texts[page] = module_page(page.removeprefix('api/').removesuffix('.rst'))
     return texts | {lifecycle_svg.FILE.name: lifecycle_svg.draw()}
 
 
@@ -63,15 +77,18 @@ def write_pages(app: Any, config: Any) -> None:
     for page, text in texts.items():
         path = DOCS / page
         path.parent.mkdir(exist_ok=True)
-        if not path.exists() or path.read_text('utf-8') != text: path.write_text(text, 'utf-8')
+        if not path.exists() or path.read_text('utf-8') != text:
+            path.write_text(text, 'utf-8')
     for folder in ('guides', 'project', 'api'):
         for path in (DOCS / folder).iterdir():
-            if f'{folder}/{path.name}' not in texts: path.unlink()
+            if f'{folder}/{path.name}' not in texts:
+                path.unlink()
 
 
 def relink_page(app: Any, docname: str, content: list[str]) -> None:
     "Relink a page that stands in docs/ itself; in the first one, list the guide `index` before the others."
-    if '/' in docname: return
+    if '/' in docname:
+        return
     content[0] = relinked(content[0], DOCS, pages())
     if docname == 'index' and 'guides/index' in app.env.found_docs:
         content[0] = content[0].replace('\nguides/*', '\nguides/index\nguides/*')

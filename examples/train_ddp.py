@@ -6,6 +6,7 @@
 
 It goes on from its newest checkpoint, where there is one. On several machines: `two_nodes.sh`, `slurm.sh`.
 The digits come with scikit-learn: pip install "learnkit[demo]"."""
+
 from __future__ import annotations
 
 import argparse
@@ -19,29 +20,43 @@ from learnkit.demo import digits, small_cnn
 
 
 def make_learner(
-    folder: str | Path,   # for checkpoints and weights
-    bs: int = 32,         # images a batch, in each process
-    every: str = '1ep',   # how often a checkpoint is written
+    folder: str | Path,  # for checkpoints and weights
+    bs: int = 32,  # images a batch, in each process
+    every: str = '1ep',  # how often a checkpoint is written
 ) -> Learner:
     "Return the Learner, as for one process."
     torch.manual_seed(0)
-    return Learner(digits(bs), small_cnn(), F.cross_entropy, opt_func=Adam, lr=1e-3, metrics=accuracy, path=folder,
-                   cbs=Checkpoint(every))
+    return Learner(
+        digits(bs),
+        small_cnn(),
+        F.cross_entropy,
+        opt_func=Adam,
+        lr=1e-3,
+        metrics=accuracy,
+        path=folder,
+        cbs=Checkpoint(every),
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description='Train on handwritten digits, in one process or many.')
+    parser = argparse.ArgumentParser(
+        description='Train on handwritten digits, in one process or many.'
+    )
     parser.add_argument('--epochs', type=int, default=3)
     parser.add_argument('--bs', type=int, default=32, help='images a batch, in each process')
-    parser.add_argument('--every', default='1ep', help="how often a checkpoint is written: '500ba', '10m'")
+    parser.add_argument(
+        '--every', default='1ep', help="how often a checkpoint is written: '500ba', '10m'"
+    )
     parser.add_argument('--folder', default='digits-ddp', help='for checkpoints and weights')
     args = parser.parse_args()
 
     learn = make_learner(args.folder, args.bs, args.every)
     with learn.distributed('ddp'):
         learn.fit(args.epochs, resume=True)  # from the newest checkpoint, where there is one
-        path = learn.save('digits')          # called by all, written by the first
-        if learn.world.is_first: print(f'{learn.world.size} processes, {path}')
+        path = learn.save('digits')  # called by all, written by the first
+        if learn.world.is_first:
+            print(f'{learn.world.size} processes, {path}')
 
 
-if __name__ == '__main__': main()
+if __name__ == '__main__':
+    main()

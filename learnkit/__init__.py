@@ -5,6 +5,7 @@
 
 Start with `Learner`, `DataLoaders` and `Callback`. `EVENTS` names the moments of the loop at which callbacks run; the
 `Cancel...Exception` classes skip what comes next. `doc(Learner.fit)` shows what each parameter means."""
+
 from typing import Any
 
 import lazy_loader

@@ -4,6 +4,7 @@ It brings the names of learnkit, of its callbacks, loggers, schedules, optimizer
 test helpers, and what nearly every notebook imports as well: `torch`, `nn`, `F`, `np`, `partial` and
 `Path`.
 """
+
 from __future__ import annotations
 
 from functools import partial
@@ -21,7 +22,12 @@ from learnkit.callbacks import lr_finder, schedule
 _MODULES = (learnkit, callbacks, loggers, losses, lr_finder, metrics, optim, schedule, testing)
 _INTERNAL = {'as_metrics', 'check_column', 'dry_run', 'hidden_matrices', 'measures_batches'}
 
-_found = {name: getattr(module, name) for module in _MODULES for name in module.__all__ if name not in _INTERNAL}
+_found = {
+    name: getattr(module, name)
+    for module in _MODULES
+    for name in module.__all__
+    if name not in _INTERNAL
+}
 globals().update(_found)
 
 __all__ = sorted(_found)  # the names are known only at run time

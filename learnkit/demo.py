@@ -4,6 +4,7 @@ The digits come with scikit-learn, so nothing is downloaded. A fifth of them is 
 table while it trains, and leaves the weights, the history and a picture of both in a folder.
 
 Read `train` first: it is all that a project of your own needs."""
+
 from __future__ import annotations
 
 import argparse
@@ -29,13 +30,18 @@ from learnkit.optim.optimizers import Adam
 
 __all__ = ['digits', 'small_cnn', 'train', 'main']
 
-FILES = {'model.pth': 'the weights', 'history.csv': 'one line an epoch', 'digits.png': 'losses and confusion matrix'}
+FILES = {
+    'model.pth': 'the weights',
+    'history.csv': 'one line an epoch',
+    'digits.png': 'losses and confusion matrix',
+}
 
 
-# -- the training ------------------------------------------------------------------------------------------------------
+# -- the training ----------------------------------------------------------------------------------
+
 
 def digits(
-    bs: int = 32,   # images a batch
+    bs: int = 32,  # images a batch
     seed: int = 0,  # of the split and of the training order
 ) -> DataLoaders:
     "Return the digits as 1,437 images to train with and 360 for validation, each of shape (1, 8, 8) in 0 to 1."
@@ -44,17 +50,27 @@ def digits(
 
     data = load_digits()
     images, labels = data.images[:, None].astype('float32') / 16, data.target
-    x, xv, y, yv = train_test_split(images, labels, test_size=0.2, stratify=labels, random_state=seed)
+    x, xv, y, yv = train_test_split(
+        images, labels, test_size=0.2, stratify=labels, random_state=seed
+    )
     return DataLoaders.from_tensors((x, y), (xv, yv), bs=bs, seed=seed)
 
 
 def small_cnn() -> nn.Module:
     "Return a network of three convolutions that takes images (B, 1, 8, 8) and gives scores (B, 10)."
+
     def conv(n_in: int, n_out: int) -> list[nn.Module]:
         return [nn.Conv2d(n_in, n_out, 3, padding=1, bias=False), nn.BatchNorm2d(n_out), nn.ReLU()]
 
-    return nn.Sequential(*conv(1, 32), *conv(32, 32), nn.MaxPool2d(2), *conv(32, 64),
-                         nn.Flatten(), nn.Dropout(0.5), nn.Linear(64 * 4 * 4, 10))
+    return nn.Sequential(
+        *conv(1, 32),
+        *conv(32, 32),
+        nn.MaxPool2d(2),
+        *conv(32, 64),
+        nn.Flatten(),
+        nn.Dropout(0.5),
+        nn.Linear(64 * 4 * 4, 10),
+    )
 
 
 def train(
@@ -64,12 +80,20 @@ def train(
 ) -> Learner:
     "Train on the digits and return the learner."
     torch.manual_seed(seed)
-    learn = Learner(digits(bs, seed), small_cnn(), loss_func=F.cross_entropy, opt_func=Adam, lr=5e-4, metrics=accuracy)
+    learn = Learner(
+        digits(bs, seed),
+        small_cnn(),
+        loss_func=F.cross_entropy,
+        opt_func=Adam,
+        lr=5e-4,
+        metrics=accuracy,
+    )
     learn.fit(epochs)
     return learn
 
 
-# -- what is written ---------------------------------------------------------------------------------------------------
+# -- what is written -------------------------------------------------------------------------------
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
@@ -78,7 +102,8 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         os.replace(temporary, path)
-    finally: temporary.unlink(missing_ok=True)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def save_history(history: Sequence[dict[str, Any]], path: Path) -> None:
@@ -110,8 +135,21 @@ def save_picture(history: Sequence[dict[str, Any]], confusion: Tensor, path: Pat
 
     epochs, marker = [row['epoch'] for row in history], 'o' if len(history) <= 30 else None
     for name, label in ('train_loss', 'training'), ('valid_loss', 'validation'):
-        losses.plot(epochs, [row[name] for row in history], marker=marker, markersize=4, clip_on=False, label=label)
-    losses.set(title='Loss', xlabel='epoch', ylabel='cross-entropy', ylim=(0, None), xlim=(-0.5, len(history) - 0.5))
+        losses.plot(
+            epochs,
+            [row[name] for row in history],
+            marker=marker,
+            markersize=4,
+            clip_on=False,
+            label=label,
+        )
+    losses.set(
+        title='Loss',
+        xlabel='epoch',
+        ylabel='cross-entropy',
+        ylim=(0, None),
+        xlim=(-0.5, len(history) - 0.5),
+    )
     losses.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     losses.grid(alpha=0.3)
     losses.legend()
@@ -119,26 +157,34 @@ def save_picture(history: Sequence[dict[str, Any]], confusion: Tensor, path: Pat
     right, total = int(confusion.diag().sum()), int(confusion.sum())
     # the root: one mistake is seen beside 36 hits
     matrix.imshow(confusion.numpy(), cmap='Blues', norm=PowerNorm(0.5))
-    matrix.set(title=f'Validation: {right} of {total} right', xlabel='predicted digit', ylabel='true digit',
-               xticks=range(10), yticks=range(10))
+    matrix.set(
+        title=f'Validation: {right} of {total} right',
+        xlabel='predicted digit',
+        ylabel='true digit',
+        xticks=range(10),
+        yticks=range(10),
+    )
     for row, column in confusion.nonzero().tolist():
         count = int(confusion[row, column])
         color = 'white' if count > confusion.max() / 3 else 'black'
         matrix.text(column, row, count, ha='center', va='center', color=color)
 
-    with replacing(path) as temporary: figure.savefig(temporary, format='png', dpi=120)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format='png', dpi=120)
 
 
 def save_all(learn: Learner, out: Path) -> float:
     "Write weights, history and picture, and return the validation accuracy."
     pred, targ = learn.get_preds()
-    with replacing(out / 'model.pth') as temporary: torch.save(learn.model.cpu().state_dict(), temporary)
+    with replacing(out / 'model.pth') as temporary:
+        torch.save(learn.model.cpu().state_dict(), temporary)
     save_history(learn.history, out / 'history.csv')
     save_picture(learn.history, count_pairs(pred.argmax(1), targ), out / 'digits.png')
     return accuracy(pred, targ).item()
 
 
-# -- the command line --------------------------------------------------------------------------------------------------
+# -- the command line ------------------------------------------------------------------------------
+
 
 class CommandError(Exception):
     "What was asked for cannot be done; the message is one line for the user."
@@ -146,25 +192,40 @@ class CommandError(Exception):
 
 class Parser(argparse.ArgumentParser):
     "Says what is wrong in one line, without the usage."
-    def error(self, message: str) -> NoReturn: raise CommandError(f'{message} (see --help)')
+
+    def error(self, message: str) -> NoReturn:
+        raise CommandError(f'{message} (see --help)')
 
 
 def whole_number(low: int, high: int, text: str) -> int:
     "Return the number in `text` when it lies in the range."
-    try: number = int(text)
-    except ValueError: raise argparse.ArgumentTypeError(f'{text!r} is no whole number') from None
-    if not low <= number <= high: raise argparse.ArgumentTypeError(f'{number} is not between {low} and {high}')
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'{text!r} is no whole number') from None
+    if not low <= number <= high:
+        raise argparse.ArgumentTypeError(f'{number} is not between {low} and {high}')
     return number
 
 
 def make_parser() -> Parser:
     "Return the parser of the command's options."
-    parser = Parser(prog='python -m learnkit.demo', description='Train a small network on handwritten digits.',
-                    formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
+    parser = Parser(
+        prog='python -m learnkit.demo',
+        description='Train a small network on handwritten digits.',
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
     count, seed = partial(whole_number, 1, 1_000_000), partial(whole_number, 0, 2**32 - 1)
-    parser.add_argument('--epochs', type=count, default=15, help='times through the training images')
-    parser.add_argument('--seed', type=seed, default=0, help='of the split, the weights and the order')
-    parser.add_argument('--out', type=Path, default=Path('digits-demo'), help='folder for what is written')
+    parser.add_argument(
+        '--epochs', type=count, default=15, help='times through the training images'
+    )
+    parser.add_argument(
+        '--seed', type=seed, default=0, help='of the split, the weights and the order'
+    )
+    parser.add_argument(
+        '--out', type=Path, default=Path('digits-demo'), help='folder for what is written'
+    )
     parser.add_argument('--bs', type=count, default=32, help='images a batch')
     return parser
 
@@ -173,7 +234,8 @@ def check_extras() -> None:
     "Refuse to start without the libraries of the `demo` extra."
     needed = {'sklearn': 'scikit-learn', 'matplotlib': 'matplotlib'}
     missing = [name for module, name in needed.items() if find_spec(module) is None]
-    if missing: raise CommandError(f"the demo needs {' and '.join(missing)}: pip install 'learnkit[demo]'")
+    if missing:
+        raise CommandError(f"the demo needs {' and '.join(missing)}: pip install 'learnkit[demo]'")
 
 
 def check_folder(out: Path) -> None:
@@ -181,9 +243,11 @@ def check_folder(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()
-    except OSError as e: raise CommandError(f'cannot write into {out}: {e.strerror or e}') from None
+    except OSError as e:
+        raise CommandError(f'cannot write into {out}: {e.strerror or e}') from None
     for name in FILES:
-        if (out / name).is_dir(): raise CommandError(f'cannot write {out / name}: it is a folder')
+        if (out / name).is_dir():
+            raise CommandError(f'cannot write {out / name}: it is a folder')
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -194,10 +258,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_folder(options.out)
 
         learn = train(options.epochs, options.seed, options.bs)
-        try: share = save_all(learn, options.out)
-        except OSError as e: raise CommandError(f'could not write into {options.out}: {e.strerror or e}') from e
+        try:
+            share = save_all(learn, options.out)
+        except OSError as e:
+            raise CommandError(f'could not write into {options.out}: {e.strerror or e}') from e
         print(f'{share:.1%} of the validation images are classified correctly.')
-        for name, what in FILES.items(): print(f'wrote {options.out / name}: {what}')
+        for name, what in FILES.items():
+            print(f'wrote {options.out / name}: {what}')
     except CommandError as e:
         print(f'learnkit.demo: {e}', file=sys.stderr)
         return 2

@@ -1,4 +1,5 @@
 """The Learner: everything that training needs in one object, and what may be done with it."""
+
 from __future__ import annotations
 
 import atexit
@@ -74,12 +75,19 @@ if TYPE_CHECKING:
 __all__ = ['Learner', 'defaults', 'load_learner', 'replacing_yield']
 
 defaults = SimpleNamespace(lr=1e-3, callbacks=[TrainEvalCallback, Recorder, ProgressCallback])
-_open_learners: WeakSet[Learner] = WeakSet()  # those whose callbacks are to be closed at interpreter exit
+_open_learners: WeakSet[Learner] = (
+    WeakSet()
+)  # those whose callbacks are to be closed at interpreter exit
 
-_before_epoch, _after_epoch = ['before_fit', 'before_epoch'], ['after_epoch', 'after_fit']  # for events fired by hand
+_before_epoch, _after_epoch = (
+    ['before_fit', 'before_epoch'],
+    ['after_epoch', 'after_fit'],
+)  # for events fired by hand
 
-_NOT_YET = {'pred': 'It exists from the forward pass of a batch on (event after_pred).',
-            'loss_grad': 'It exists once the loss of a batch is computed (event after_loss).'}
+_NOT_YET = {
+    'pred': 'It exists from the forward pass of a batch on (event after_pred).',
+    'loss_grad': 'It exists once the loss of a batch is computed (event after_loss).',
+}
 
 
 class Learner(Loop):
@@ -110,9 +118,10 @@ class Learner(Loop):
     >>> len(learn.history)
     5
     """
+
     _marks_misses = True
-    _is_open_for_use = False            # its callbacks are to be closed
-    _ran_in: int | None = None          # the process in which it ran since it was last closed
+    _is_open_for_use = False  # its callbacks are to be closed
+    _ran_in: int | None = None  # the process in which it ran since it was last closed
     lr_search: LRSearch | None = None  # what the last `lr_find` has found
     whole_step: WholeStep | None = None  # runs the training step after `compile(step=True)`
     replay_source: Replay | None = None  # the callback that has kept a batch for `replay`
@@ -121,62 +130,94 @@ class Learner(Loop):
 
     def __init__(
         self,
-        dls: Any,                                        # DataLoaders, a (train, valid) tuple of loaders, or a loader
+        dls: Any,  # DataLoaders, a (train, valid) tuple of loaders, or a loader
         model: nn.Module,
-        loss_func: Callable[..., Any] | None = None,     # f(pred, *targets); None: that of the data, or of the model
-        opt_func: Any = Adam,                            # f(params, lr=): a torch.optim class, a partial, a function
-        lr: Any = None,                                  # a number, one a group, a slice, or a dict with one an
-                                                         # optimizer; None: `defaults.lr`
-        splitter: Callable[[nn.Module], Any] = trainable_params,  # gives the model's parameters, or groups of them
-        cbs: Any = None,                                 # a callback (or its class), or several
-        metrics: Any = None,                             # f(pred, *targets), a Metric, of torchmetrics, or several
-        path: str | Path | None = None,                  # folder for files; None: that of `dls`
-        model_dir: str | Path = 'models',                # folder for weights, below `path`
-        wd: float | None = None,                         # weight decay; None: that of `opt_func`
-        wd_bn_bias: bool | None = None,                  # let norms and biases decay; None: see below
-        train_bn: bool = True,                           # whether norm layers of frozen groups are trained
-        moms: tuple[float, ...] = (0.95, 0.85, 0.95),    # momentum for schedules
-        default_cbs: bool = True,                        # add `defaults.callbacks`
-        microbatch: int | str | None = None,             # samples a piece at most; 'auto': what memory allows
-        weight_func: Callable[..., Any] | str | None = None,  # f(xb, yb): what a batch weighs; 'tokens', 'samples';
-                                                         # None: what the loss averages over
-        token_func: Callable[..., int] | None = None,    # f(xb, yb): its tokens; None: those of `input_ids`
-        size_func: Callable[..., int] | None = None,     # f(xb, yb): its samples; None: as `find_bs` counts them
-        eval_every: str | int | Time | None = '1ep',     # when to evaluate: epochs, '500ba', '10m'; None: never
+        loss_func: Callable[..., Any]
+        | None = None,  # f(pred, *targets); None: that of the data, or of the model
+        opt_func: Any = Adam,  # f(params, lr=): a torch.optim class, a partial, a function
+        lr: Any = None,  # a number, one a group, a slice, or a dict with one an
+        # optimizer; None: `defaults.lr`
+        splitter: Callable[
+            [nn.Module], Any
+        ] = trainable_params,  # gives the model's parameters, or groups of them
+        cbs: Any = None,  # a callback (or its class), or several
+        metrics: Any = None,  # f(pred, *targets), a Metric, of torchmetrics, or several
+        path: str | Path | None = None,  # folder for files; None: that of `dls`
+        model_dir: str | Path = 'models',  # folder for weights, below `path`
+        wd: float | None = None,  # weight decay; None: that of `opt_func`
+        wd_bn_bias: bool | None = None,  # let norms and biases decay; None: see below
+        train_bn: bool = True,  # whether norm layers of frozen groups are trained
+        moms: tuple[float, ...] = (0.95, 0.85, 0.95),  # momentum for schedules
+        default_cbs: bool = True,  # add `defaults.callbacks`
+        microbatch: int | str | None = None,  # samples a piece at most; 'auto': what memory allows
+        weight_func: Callable[..., Any]
+        | str
+        | None = None,  # f(xb, yb): what a batch weighs; 'tokens', 'samples';
+        # None: what the loss averages over
+        token_func: Callable[..., int]
+        | None = None,  # f(xb, yb): its tokens; None: those of `input_ids`
+        size_func: Callable[..., int]
+        | None = None,  # f(xb, yb): its samples; None: as `find_bs` counts them
+        eval_every: str
+        | int
+        | Time
+        | None = '1ep',  # when to evaluate: epochs, '500ba', '10m'; None: never
     ) -> None:
         check_model(model)
         super().__init__()
         self.dls, self.model = as_dataloaders(dls), model
-        if loss_func is None: loss_func = getattr(getattr(self.dls, 'train_ds', None), 'loss_func', None)
+        if loss_func is None:
+            loss_func = getattr(getattr(self.dls, 'train_ds', None), 'loss_func', None)
         self.loss_func = loss_func
         check_loss(self.loss_func)
-        self.opt_func, self.lr, self.splitter = opt_func, defaults.lr if lr is None else lr, splitter
+        self.opt_func, self.lr, self.splitter = (
+            opt_func,
+            defaults.lr if lr is None else lr,
+            splitter,
+        )
         self.path = Path(path) if path is not None else Path(getattr(self.dls, 'path', '.'))
-        self.model_dir, self.wd, self.wd_bn_bias, self.train_bn, self.moms = model_dir, wd, wd_bn_bias, train_bn, moms
-        self.microbatch, self.weight_func = check_microbatch(self, microbatch), check_weight_func(weight_func)
+        self.model_dir, self.wd, self.wd_bn_bias, self.train_bn, self.moms = (
+            model_dir,
+            wd,
+            wd_bn_bias,
+            train_bn,
+            moms,
+        )
+        self.microbatch, self.weight_func = (
+            check_microbatch(self, microbatch),
+            check_weight_func(weight_func),
+        )
         check_function('size_func', size_func)
         self.token_func, self.size_func, self.eval_every = token_func, size_func, eval_every
         self.logger: Callable[[Any], Any] = print
         self.create_mbar, self.opt = True, None
         self._entered: list[ExitStack] = []
-        self._own_lrs: tuple[Any, Any] = None, None  # the `lr` that the optimizer was asked for, and the rates it has
-        self._lrs_left: list[float] = []             # the rates as the Learner, or a fit, has left them
+        self._own_lrs: tuple[Any, Any] = (
+            None,
+            None,
+        )  # the `lr` that the optimizer was asked for, and the rates it has
+        self._lrs_left: list[float] = []  # the rates as the Learner, or a fit, has left them
         self.metrics = metrics
         self.add_cbs([*(defaults.callbacks if default_cbs else []), *listed(cbs)])
         self('after_create')
 
-    # -- training ------------------------------------------------------------------------------------------------------
+    # -- training ----------------------------------------------------------------------------------
 
     def fit(
         self,
-        n_epoch: int | str | Time,       # epochs, or how much of a unit: '2h', '5000ba', '1e6sp'; 0 trains nothing
-        lr: Any = None,                  # learning rate for this fit, or a dict by optimizer; None: the Learner's
-        wd: float | None = None,         # weight decay for this fit; None: the Learner's
-        cbs: Any = None,                 # further callbacks for this fit
-        reset_opt: bool = False,         # make a new optimizer
-        start_epoch: int = 0,            # skip the epochs before this one
-        iteration: int | str | Time | None = None,  # so many epochs are an iteration, with events of its own
-        resume: Any = False,             # go on from a checkpoint: True, 'latest', 'best', a path, or a state
+        n_epoch: int
+        | str
+        | Time,  # epochs, or how much of a unit: '2h', '5000ba', '1e6sp'; 0 trains nothing
+        lr: Any = None,  # learning rate for this fit, or a dict by optimizer; None: the Learner's
+        wd: float | None = None,  # weight decay for this fit; None: the Learner's
+        cbs: Any = None,  # further callbacks for this fit
+        reset_opt: bool = False,  # make a new optimizer
+        start_epoch: int = 0,  # skip the epochs before this one
+        iteration: int
+        | str
+        | Time
+        | None = None,  # so many epochs are an iteration, with events of its own
+        resume: Any = False,  # go on from a checkpoint: True, 'latest', 'best', a path, or a state
     ) -> None:
         """Train for `n_epoch` epochs, or until a budget is used: `fit('90m')`, `fit('5000ba')`.
 
@@ -200,20 +241,28 @@ class Learner(Loop):
         check_loaders(self.dls)
         own = [SkipToEpoch(start_epoch)] * bool(start_epoch) + ([Budget(budget)] if budget else [])
         checks = [EventCheck()] if own_methods(self) else []
-        with self.added_cbs([*listed(cbs), *own, *checks, *self.evaluations.begin(self, per_iteration)]):
+        with self.added_cbs(
+            [*listed(cbs), *own, *checks, *self.evaluations.begin(self, per_iteration)]
+        ):
             found = find_checkpoint(self, resume)
             self._prepare_opt(lr, wd, reset_opt)
             self.replay_source = None
             with self._training_weights(), self.strategy.run(self, 'fit'):
-                self.n_epoch, self.epochs_per_iteration, self.run.stopping = epochs, per_iteration, False
+                self.n_epoch, self.epochs_per_iteration, self.run.stopping = (
+                    epochs,
+                    per_iteration,
+                    False,
+                )
                 self.timings = Timings()
                 begin_resume(self, found)
                 self._with_events(self._do_fit, 'fit', CancelFitException, self._end_cleanup)
 
     def fit_until(
         self,
-        total: str | int | Time,   # what this Learner is to have trained in all: epochs, or any other unit
-        **kwargs: Any,             # more for `fit`
+        total: str
+        | int
+        | Time,  # what this Learner is to have trained in all: epochs, or any other unit
+        **kwargs: Any,  # more for `fit`
     ) -> None:
         """Train until `total` is reached, over all fits of this Learner; nothing where it is reached already.
 
@@ -223,9 +272,11 @@ class Learner(Loop):
         5
         """
         total = as_time(total, 'ep')
-        if total.unit == 'dur': raise TimeError(f'fit_until({str(total)!r}): a share of what? Give epochs, or hours.')
+        if total.unit == 'dur':
+            raise TimeError(f'fit_until({str(total)!r}): a share of what? Give epochs, or hours.')
         left = total.value - self.finished(total.unit)
-        if left > 0: self.fit(Time(left, total.unit), **kwargs)
+        if left > 0:
+            self.fit(Time(left, total.unit), **kwargs)
 
     def fit_one_cycle(
         self,
@@ -408,11 +459,15 @@ class Learner(Loop):
         return lr_find(self, start_lr, end_lr, num_it, stop_div, show_plot, suggest_funcs, ax)
 
     def _prepare_opt(self, lr: Any, wd: float | None, reset_opt: bool) -> None:
-        if reset_opt or self.opt is None or self._opt_is_of_another_model(): self.create_opt()
-        elif not isinstance(self.opt, OptimWrapper): self.opt = OptimWrapper(opt=self.opt)  # assigned by hand
+        if reset_opt or self.opt is None or self._opt_is_of_another_model():
+            self.create_opt()
+        elif not isinstance(self.opt, OptimWrapper):
+            self.opt = OptimWrapper(opt=self.opt)  # assigned by hand
         if self._opt_is_of_another_model():
-            raise OptimizerError(f'No parameter of this {type(self.model).__name__} is in the optimizer, which would '
-                                 'learn nothing. Make it of `learn.model.parameters()`, or pass its class.')
+            raise OptimizerError(
+                f'No parameter of this {type(self.model).__name__} is in the optimizer, which would '
+                'learn nothing. Make it of `learn.model.parameters()`, or pass its class.'
+            )
         self._cover_params()
         check_trained(self.opt, self.model)
         wd = self.wd if wd is None else wd
@@ -466,17 +521,29 @@ class Learner(Loop):
 
     def create_opt(self) -> None:
         "Make the optimizer. Rates that `opt_func` brings itself win over `lr`, until `lr` is set again."
-        if isinstance(self.opt_func, partial) and 'lr' in self.opt_func.keywords: self.lr = self.opt_func.keywords['lr']
-        opt = make_optimizer(self.opt_func, self.model, self.lr, self.splitter, self.wd_bn_bias, self.train_bn,
-                             last=self.opt, loss_func=self.loss_func)
+        if isinstance(self.opt_func, partial) and 'lr' in self.opt_func.keywords:
+            self.lr = self.opt_func.keywords['lr']
+        opt = make_optimizer(
+            self.opt_func,
+            self.model,
+            self.lr,
+            self.splitter,
+            self.wd_bn_bias,
+            self.train_bn,
+            last=self.opt,
+            loss_func=self.loss_func,
+        )
         if self.opt is not None:
-            if opt is not self.opt: self.counters.steps += getattr(self.opt, 'n_steps', 0)
-            if not callable(self.opt_func): opt.clear_state()  # it is the same one, to be started anew
+            if opt is not self.opt:
+                self.counters.steps += getattr(self.opt, 'n_steps', 0)
+            if not callable(self.opt_func):
+                opt.clear_state()  # it is the same one, to be started anew
         self.opt = opt
         note_params(self, is_ready=not callable(self.opt_func))
         lrs = self._lrs_left = rates_of(opt)
         brought = isinstance(self.lr, (int, float)) and any(lr != self.lr for lr in lrs)
-        if brought and not callable(self.opt_func): self.lr = lrs[0] if len(set(lrs)) == 1 else lrs
+        if brought and not callable(self.opt_func):
+            self.lr = lrs[0] if len(set(lrs)) == 1 else lrs
         is_own = brought or (not callable(self.opt_func) and lrs)
         self._own_lrs = (self.lr, lrs) if is_own else (None, None)
 
@@ -692,7 +759,7 @@ class Learner(Loop):
         "Run the passes of the `optimize` under way again."
         own_loop.repeat_turn(self)
 
-    # -- evaluation and prediction -------------------------------------------------------------------------------------
+    # -- evaluation and prediction -----------------------------------------------------------------
 
     def validate(
         self,
@@ -880,7 +947,7 @@ class Learner(Loop):
 
         return show_results(self, ds_idx, dl, max_n, **kwargs)
 
-    # -- saving and loading --------------------------------------------------------------------------------------------
+    # -- saving and loading ------------------------------------------------------------------------
 
     def save(
         self,
@@ -994,7 +1061,7 @@ class Learner(Loop):
 
         return export(self, fname, act, sample)
 
-    # -- checkpoints ---------------------------------------------------------------------------------------------------
+    # -- checkpoints -------------------------------------------------------------------------------
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Return everything that training depends on, copied to host memory, as plain values and tensors.
@@ -1093,8 +1160,8 @@ class Learner(Loop):
 
     def distributed(
         self,
-        strategy: str = 'auto',   # 'ddp': each rank has the whole model; 'fsdp': a part; 'auto'
-        **options: Any,           # more of `DistributedTraining`
+        strategy: str = 'auto',  # 'ddp': each rank has the whole model; 'fsdp': a part; 'auto'
+        **options: Any,  # more of `DistributedTraining`
     ) -> AbstractContextManager[Self]:
         """Return a context in which this Learner trains in all the processes that were started together.
 
@@ -1113,11 +1180,11 @@ class Learner(Loop):
 
     def launch(
         self,
-        fn: Callable[[Any], Any],   # f(learn) in each process: `lambda learn: learn.fit(3)`
-        nproc: int = 2,             # processes
+        fn: Callable[[Any], Any],  # f(learn) in each process: `lambda learn: learn.fit(3)`
+        nproc: int = 2,  # processes
         *,
         timeout: str | int | Time = '10m',  # after which a process that waits for another gives up
-        **options: Any,             # more of `DistributedTraining`
+        **options: Any,  # more of `DistributedTraining`
     ) -> Any:
         """Train in several processes that are started here, as from a notebook, and bring back what they have trained.
 
@@ -1150,7 +1217,7 @@ class Learner(Loop):
 
         check_replicas(self)
 
-    # -- reading -------------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     @property
     def metrics(self) -> L:
@@ -1158,13 +1225,17 @@ class Learner(Loop):
         return self._metrics
 
     @metrics.setter
-    def metrics(self, metrics: Any) -> None: self._metrics = as_metrics(metrics)
+    def metrics(self, metrics: Any) -> None:
+        self._metrics = as_metrics(metrics)
 
     @property
     def smooth_loss(self) -> Any:
         "The smoothed training loss of the last step, as a 0-dim tensor."
         value = self._recorder('smooth_loss').smooth_loss.value
-        if value is None: raise MissingAttribute('smooth_loss', self, why='It exists from the first training step on.')
+        if value is None:
+            raise MissingAttribute(
+                'smooth_loss', self, why='It exists from the first training step on.'
+            )
         return value
 
     @property
@@ -1173,8 +1244,11 @@ class Learner(Loop):
         return self._recorder('history').history
 
     def _recorder(self, wanted: str) -> Recorder:
-        if (recorder := recorder_of(self)) is not None: return recorder
-        raise MissingAttribute(wanted, self, why='It comes from the Recorder: `learn.add_cb(Recorder())`.')
+        if (recorder := recorder_of(self)) is not None:
+            return recorder
+        raise MissingAttribute(
+            wanted, self, why='It comes from the Recorder: `learn.add_cb(Recorder())`.'
+        )
 
     def log(self, name: str, value: Any, weight: Any = 1, shown: bool = True) -> None:
         """Average a named value over the epoch, on its device; it becomes a column of the history.
@@ -1191,17 +1265,23 @@ class Learner(Loop):
         (16.0, 16.0)
         """
         if self.run.evaluating or 'validate' in self.run.levels:
-            name = f'valid_{name}' if self.dl_name in ('valid', 'train') else f'{self.dl_name}/{name}'
+            name = (
+                f'valid_{name}' if self.dl_name in ('valid', 'train') else f'{self.dl_name}/{name}'
+            )
         for cb in self.callbacks:
-            if receive := getattr(type(cb), 'receive_log', None): receive(cb, name, value, weight, shown)
+            if receive := getattr(type(cb), 'receive_log', None):
+                receive(cb, name, value, weight, shown)
 
     def show_training_loop(self) -> None:
         "Print the lifecycle, with the callbacks that run at each event."
         training = self.training
         for m in LIFECYCLE:
-            if m.event in ('before_train', 'before_validate'): training = m.event == 'before_train'
+            if m.event in ('before_train', 'before_validate'):
+                training = m.event == 'before_train'
             cbs = [] if m.is_note else self.ordered_cbs(m.event, training)
-            print(f'{"  " * m.depth}{m.event if m.is_note else f"- {m.event:<18}"}{f" {cbs}" if cbs else ""}'.rstrip())
+            print(
+                f'{"  " * m.depth}{m.event if m.is_note else f"- {m.event:<18}"}{f" {cbs}" if cbs else ""}'.rstrip()
+            )
 
     def to_detach(self, b: Any, cpu: bool = True, gather: bool = True) -> Any:
         "Detach a nested batch, by the loader's own method where it has one."
@@ -1310,7 +1390,7 @@ class Learner(Loop):
 
         return replay(self, detect_anomaly)
 
-    # -- contexts ------------------------------------------------------------------------------------------------------
+    # -- contexts ----------------------------------------------------------------------------------
 
     def no_logging(self) -> Any:
         "Return a context in which no rows are shown."
@@ -1324,26 +1404,39 @@ class Learner(Loop):
     def no_bar(self) -> Iterator[Self]:
         "Show no progress for the length of a context: no bars, no graph and, unless `logger` was set, no rows."
         rows = self.no_logging() if self.logger is print else nullcontext()
-        with self.removed_cbs([ProgressCallback, ShowGraph]), rows: yield self
+        with self.removed_cbs([ProgressCallback, ShowGraph]), rows:
+            yield self
 
     def loss_not_reduced(self) -> Any:
         "Return a context in which the loss is computed for each sample."
-        if hasattr(self.loss_func, 'reduction'): return replacing_yield(self.loss_func, 'reduction', 'none')
-        if self.loss_func is None: return replacing_yield(self, 'loss_func', None)
+        if hasattr(self.loss_func, 'reduction'):
+            return replacing_yield(self.loss_func, 'reduction', 'none')
+        if self.loss_func is None:
+            return replacing_yield(self, 'loss_func', None)
         if not takes(self.loss_func, 'reduction'):
-            raise LossError(f'{name_of(self.loss_func)} cannot give the loss of each sample: it has no `reduction`. '
-                            "Give it that keyword, 'none' for one number a sample.")
+            raise LossError(
+                f'{name_of(self.loss_func)} cannot give the loss of each sample: it has no `reduction`. '
+                "Give it that keyword, 'none' for one number a sample."
+            )
         return replacing_yield(self, 'loss_func', partial(self.loss_func, reduction='none'))
 
     def validation_context(self, cbs: Any = None, inner: bool = False) -> ExitStack:
         "Return a context for validating by hand: no rows, no epoch bar and, unless `inner`, the events around it."
-        return ContextStack([self.no_logging, self.no_mbar, lambda: self.lock, partial(self.added_cbs, cbs),
-                          *([] if inner else [self._around])])
+        return ContextStack(
+            [
+                self.no_logging,
+                self.no_mbar,
+                lambda: self.lock,
+                partial(self.added_cbs, cbs),
+                *([] if inner else [self._around]),
+            ]
+        )
 
     @contextmanager
     def _around(self) -> Iterator[Self]:
         "Fire the events around a validation: before_fit, before_epoch ... after_epoch, after_fit."
-        with self.strategy.run(self, ''), self._level('fit'), self._level('epoch'): yield self
+        with self.strategy.run(self, ''), self._level('fit'), self._level('epoch'):
+            yield self
 
     @contextmanager
     def _level(self, event_type: str) -> Iterator[None]:
@@ -1351,13 +1444,19 @@ class Learner(Loop):
         level, outer, cancelled = LEVELS[event_type], self.run.levels, False
         self.run.levels = (*outer, event_type)
         try:
-            try: self(level.before)
+            try:
+                self(level.before)
             except level.exception as e:
-                raise CancelError(f'{type(e).__name__} in {level.before}: a with-block cannot be skipped.') from e
+                raise CancelError(
+                    f'{type(e).__name__} in {level.before}: a with-block cannot be skipped.'
+                ) from e
             yield
-        except level.exception: cancelled = True
-        finally: self.run.levels = outer
-        if cancelled: self(level.after_cancel)
+        except level.exception:
+            cancelled = True
+        finally:
+            self.run.levels = outer
+        if cancelled:
+            self(level.after_cancel)
         self(level.after)
 
     def __copy__(self) -> Self:
@@ -1371,11 +1470,16 @@ class Learner(Loop):
 
     def __exit__(self, *exc_info: Any) -> bool | None:
         error: BaseException | None = exc_info[1]
-        try: swallowed = self._entered.pop().__exit__(*exc_info)
-        except BaseException as e: error, swallowed = e, False
+        try:
+            swallowed = self._entered.pop().__exit__(*exc_info)
+        except BaseException as e:
+            error, swallowed = e, False
         raised = [] if self.run.depth else self._close()
-        if error is exc_info[1]: raise_first(None if swallowed else error, raised)
-        else: raise_first(error, raised); raise error  # type: ignore[misc]  # it was set above
+        if error is exc_info[1]:
+            raise_first(None if swallowed else error, raised)
+        else:
+            raise_first(error, raised)
+            raise error  # type: ignore[misc]  # it was set above
         return swallowed
 
     def _end_streams(self) -> None:
@@ -1398,7 +1502,8 @@ class Learner(Loop):
 
     def _close(self) -> list[BaseException]:
         self.replay_source = self.passes.stream = None
-        if not self._is_open_for_use: return []
+        if not self._is_open_for_use:
+            return []
         _open_learners.discard(self)
         self._is_open_for_use, self._ran_in = False, None
         return call_each(self, 'close') + call_each(self, 'post_close')
@@ -1414,28 +1519,41 @@ class Learner(Loop):
         with _disable_current_modes():
             raised = self._close()
         for e in raised:
-            warn_user(f'{type(e).__name__} while a Learner that was dropped was closed: {e} '
-                      f'{" ".join(getattr(e, "__notes__", ()))}. Call `learn.close()` to have it raised.')
+            warn_user(
+                f'{type(e).__name__} while a Learner that was dropped was closed: {e} '
+                f'{" ".join(getattr(e, "__notes__", ()))}. Call `learn.close()` to have it raised.'
+            )
 
-    # -- attributes of the model and the callbacks ---------------------------------------------------------------------
+    # -- attributes of the model and the callbacks -------------------------------------------------
 
     if not TYPE_CHECKING:
+
         def __getattr__(self, name):
-            if name.startswith(('__', *SHOWN_ELSEWHERE)) or name in _NOT_YET or 'model' not in self.__dict__:
+            if (
+                name.startswith(('__', *SHOWN_ELSEWHERE))
+                or name in _NOT_YET
+                or 'model' not in self.__dict__
+            ):
                 raise MissingAttribute(name, self, why=_NOT_YET.get(name, ''))
-            if defined_on_class(self, name): return object.__getattribute__(self, name)  # raises its own error again
+            if defined_on_class(self, name):
+                return object.__getattribute__(self, name)  # raises its own error again
             model = self.model
-            try: return getattr(model, name)
+            try:
+                return getattr(model, name)
             except AttributeError:
-                if defined_on_class(model, name): return object.__getattribute__(model, name)
+                if defined_on_class(model, name):
+                    return object.__getattribute__(model, name)
             raise MissingAttribute(name, self, model)
 
-    def __dir__(self) -> list[str]: return sorted({*super().__dir__(), *dir(self.model)})
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self.model)})
 
-    def __repr__(self) -> str: return learner_text(self)
+    def __repr__(self) -> str:
+        return learner_text(self)
 
     @never_raising
-    def _repr_html_(self) -> str: return learner_html(self)
+    def _repr_html_(self) -> str:
+        return learner_html(self)
 
 
 def rates_of(opt: OptimWrapper) -> list[float]:
@@ -1450,13 +1568,17 @@ def _close_all() -> None:
 
 
 def load_learner(
-    path: str | Path,                              # written by `learn.save_learner`
-    model: nn.Module | Callable[..., nn.Module] | None = None,  # the model, or what builds it from its configuration
-    dls: Any = None,                               # data, as for `Learner`; None: predict on given loaders
-    loss_func: Callable[..., Any] | None = None,   # as for `Learner`
-    device: torch.device | str | None = None,      # without `dls`: where it runs; None: a GPU if there is one
-    cpu: bool = False,                             # fastai's way to say `device='cpu'`
-    **kwargs: Any,                                 # more for `Learner`, in place of what the file says
+    path: str | Path,  # written by `learn.save_learner`
+    model: nn.Module
+    | Callable[..., nn.Module]
+    | None = None,  # the model, or what builds it from its configuration
+    dls: Any = None,  # data, as for `Learner`; None: predict on given loaders
+    loss_func: Callable[..., Any] | None = None,  # as for `Learner`
+    device: torch.device
+    | str
+    | None = None,  # without `dls`: where it runs; None: a GPU if there is one
+    cpu: bool = False,  # fastai's way to say `device='cpu'`
+    **kwargs: Any,  # more for `Learner`, in place of what the file says
 ) -> Learner:
     """Make a Learner with the weights and options of a file, ready to predict, validate or train.
 

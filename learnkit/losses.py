@@ -6,6 +6,7 @@ reads: `activation` gives probabilities, `decodes` the targets they stand for. C
 `reduction` ('mean', 'sum' or 'none') may be set at any time, and weights move with `.to(device)`.
 
 Shapes that do not fit raise `LossError`, where torch might broadcast them; bad options raise `OptionError`."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -25,8 +26,19 @@ from learnkit.core.denominator import (
 )
 from learnkit.core.errors import LossError, OptionError
 
-__all__ = ['BaseLoss', 'CrossEntropyLossFlat', 'BCEWithLogitsLossFlat', 'BCELossFlat', 'MSELossFlat', 'L1LossFlat',
-           'LabelSmoothingCrossEntropy', 'LabelSmoothingCrossEntropyFlat', 'FocalLoss', 'FocalLossFlat', 'DiceLoss']
+__all__ = [
+    'BaseLoss',
+    'CrossEntropyLossFlat',
+    'BCEWithLogitsLossFlat',
+    'BCELossFlat',
+    'MSELossFlat',
+    'L1LossFlat',
+    'LabelSmoothingCrossEntropy',
+    'LabelSmoothingCrossEntropyFlat',
+    'FocalLoss',
+    'FocalLossFlat',
+    'DiceLoss',
+]
 
 
 class BaseLoss(nn.Module):
@@ -35,6 +47,7 @@ class BaseLoss(nn.Module):
     >>> BaseLoss(nn.SmoothL1Loss, is_2d=False)(torch.tensor([[1.], [2.]]), torch.tensor([1., 4.]))
     tensor(0.7500)
     """
+
     # whether targets may be class numbers, so that a mix of two targets is a mix of two losses
     y_int = False
     func: Any
@@ -42,12 +55,12 @@ class BaseLoss(nn.Module):
     def __init__(
         self,
         loss_cls: Callable[..., Any],  # makes the loss: nn.CrossEntropyLoss
-        *args: Any,                    # its arguments
-        axis: int = -1,                # where the classes are
-        flatten: bool = True,          # whether to flatten; otherwise the classes only move to the end
-        floatify: bool = False,        # whether targets become floats
-        is_2d: bool = True,            # classes keep their dimension: predictions (N, C), targets (N,)
-        **kwargs: Any,                 # more arguments of the loss
+        *args: Any,  # its arguments
+        axis: int = -1,  # where the classes are
+        flatten: bool = True,  # whether to flatten; otherwise the classes only move to the end
+        floatify: bool = False,  # whether targets become floats
+        is_2d: bool = True,  # classes keep their dimension: predictions (N, C), targets (N,)
+        **kwargs: Any,  # more arguments of the loss
     ) -> None:
         super().__init__()
         self.axis, self.flatten, self.floatify, self.is_2d = axis, flatten, floatify, is_2d
@@ -60,33 +73,47 @@ class BaseLoss(nn.Module):
         return str(self.func.reduction)
 
     @reduction.setter
-    def reduction(self, how: str) -> None: self.func.reduction = _check_reduction(how)
+    def reduction(self, how: str) -> None:
+        self.func.reduction = _check_reduction(how)
 
     def forward(self, inp: Tensor, targ: Tensor, **kwargs: Any) -> Any:
         self._check_fit(inp, targ)
-        if targ.shape == inp.shape: targ = targ.movedim(self.axis, -1)
+        if targ.shape == inp.shape:
+            targ = targ.movedim(self.axis, -1)
         inp = inp.movedim(self.axis, -1)
-        if self.floatify: targ = targ.to(torch.promote_types(inp.dtype, torch.float32))
-        elif not targ.is_floating_point(): targ = targ.long()
+        if self.floatify:
+            targ = targ.to(torch.promote_types(inp.dtype, torch.float32))
+        elif not targ.is_floating_point():
+            targ = targ.long()
 
-        if not self.flatten: return self.func(inp, targ, **kwargs)
+        if not self.flatten:
+            return self.func(inp, targ, **kwargs)
         n_classes = inp.shape[-1:] if self.is_2d else ()
         is_soft = targ.shape == inp.shape and targ.is_floating_point()
-        return self.func(inp.reshape(-1, *n_classes), targ.reshape(-1, *(n_classes if is_soft else ())), **kwargs)
+        return self.func(
+            inp.reshape(-1, *n_classes), targ.reshape(-1, *(n_classes if is_soft else ())), **kwargs
+        )
 
     def loss_denominator(self) -> Denominator:
         "What the mean over a batch is of: that of the loss inside."
         inside = denominator_of(self.func)
-        if isinstance(inside, ClassTargets): inside.axis = self.axis
+        if isinstance(inside, ClassTargets):
+            inside.axis = self.axis
         return inside
 
     def _check_fit(self, inp: Tensor, targ: Tensor) -> None:
         check_axis(self, inp)
-        if not self.flatten: fits = inp.shape == targ.shape
-        elif not self.is_2d: fits = inp.numel() == targ.numel()
-        else: fits = _fits_classes(inp, targ, self.axis, self.y_int)
-        if fits: return
-        wanted = _wanted(inp, self.axis) if self.is_2d else f'give targets of shape {list(inp.shape)}.'
+        if not self.flatten:
+            fits = inp.shape == targ.shape
+        elif not self.is_2d:
+            fits = inp.numel() == targ.numel()
+        else:
+            fits = _fits_classes(inp, targ, self.axis, self.y_int)
+        if fits:
+            return
+        wanted = (
+            _wanted(inp, self.axis) if self.is_2d else f'give targets of shape {list(inp.shape)}.'
+        )
         raise _misfit(self, inp, targ, wanted)
 
     def activation(self, x: Tensor) -> Tensor:
@@ -98,13 +125,17 @@ class BaseLoss(nn.Module):
         return x
 
     def __repr__(self) -> str:
-        options = {'axis': self.axis, **{k: getattr(self.func, k) for k in getattr(self.func, '__constants__', ())}}
+        options = {
+            'axis': self.axis,
+            **{k: getattr(self.func, k) for k in getattr(self.func, '__constants__', ())},
+        }
         shown = [f'{k}={v!r}' for k, v in options.items()]
         return f'{type(self).__name__}({", ".join(shown + [f"{k} {_shape(w)}" for k, w in self.func.named_buffers()])})'
 
 
 class _Classes(BaseLoss):
     "What losses of class numbers have in common."
+
     y_int = True
 
     def activation(self, x: Tensor) -> Tensor:
@@ -127,13 +158,19 @@ class CrossEntropyLossFlat(_Classes):
         self,
         weight: Tensor | None = None,  # what each class counts, (C,)
         *,
-        axis: int = -1,                # where the classes are
-        ignore_index: int = -100,      # a target that does not count
-        reduction: str = 'mean',       # 'mean', 'sum' or 'none'
-        label_smoothing: float = 0.,   # the share of the target that goes to all classes alike
+        axis: int = -1,  # where the classes are
+        ignore_index: int = -100,  # a target that does not count
+        reduction: str = 'mean',  # 'mean', 'sum' or 'none'
+        label_smoothing: float = 0.0,  # the share of the target that goes to all classes alike
     ) -> None:
-        super().__init__(nn.CrossEntropyLoss, weight, ignore_index=ignore_index, reduction=reduction,
-                         label_smoothing=label_smoothing, axis=axis)
+        super().__init__(
+            nn.CrossEntropyLoss,
+            weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            axis=axis,
+        )
 
 
 class BCEWithLogitsLossFlat(BaseLoss):
@@ -148,16 +185,24 @@ class BCEWithLogitsLossFlat(BaseLoss):
 
     def __init__(
         self,
-        weight: Tensor | None = None,      # what each element counts
+        weight: Tensor | None = None,  # what each element counts
         *,
-        axis: int = -1,                    # where the labels are; they move to the end for the weights
-        floatify: bool = True,             # whether targets become floats
-        thresh: float = 0.5,               # the probability above which `decodes` predicts a label
-        reduction: str = 'mean',           # 'mean', 'sum' or 'none'
+        axis: int = -1,  # where the labels are; they move to the end for the weights
+        floatify: bool = True,  # whether targets become floats
+        thresh: float = 0.5,  # the probability above which `decodes` predicts a label
+        reduction: str = 'mean',  # 'mean', 'sum' or 'none'
         pos_weight: Tensor | None = None,  # what a positive target counts, by label
     ) -> None:
-        super().__init__(nn.BCEWithLogitsLoss, weight, reduction=reduction, pos_weight=pos_weight, axis=axis,
-                         floatify=floatify, is_2d=False, flatten=weight is None and pos_weight is None)
+        super().__init__(
+            nn.BCEWithLogitsLoss,
+            weight,
+            reduction=reduction,
+            pos_weight=pos_weight,
+            axis=axis,
+            floatify=floatify,
+            is_2d=False,
+            flatten=weight is None and pos_weight is None,
+        )
         self.thresh = thresh
 
     def activation(self, x: Tensor) -> Tensor:
@@ -180,12 +225,19 @@ class BCELossFlat(BaseLoss):
         self,
         weight: Tensor | None = None,  # what each element counts; as in `BCEWithLogitsLossFlat`
         *,
-        axis: int = -1,                # where the labels are
-        floatify: bool = True,         # whether targets become floats
-        reduction: str = 'mean',       # 'mean', 'sum' or 'none'
+        axis: int = -1,  # where the labels are
+        floatify: bool = True,  # whether targets become floats
+        reduction: str = 'mean',  # 'mean', 'sum' or 'none'
     ) -> None:
-        super().__init__(nn.BCELoss, weight, reduction=reduction, axis=axis, floatify=floatify, is_2d=False,
-                         flatten=weight is None)
+        super().__init__(
+            nn.BCELoss,
+            weight,
+            reduction=reduction,
+            axis=axis,
+            floatify=floatify,
+            is_2d=False,
+            flatten=weight is None,
+        )
 
 
 class MSELossFlat(BaseLoss):
@@ -212,6 +264,7 @@ class L1LossFlat(BaseLoss):
 
 class _Plain(nn.Module):
     "A loss of its own, of (B, C, ...) predictions and class numbers (B, ...), not flattened."
+
     y_int, __constants__ = True, ['reduction']
 
     def __init__(self, weight: Tensor | None, reduction: str) -> None:
@@ -239,7 +292,8 @@ class _Plain(nn.Module):
         "The class that scores highest."
         return x.argmax(1)
 
-    def extra_repr(self) -> str: return ', '.join(f'{k}={getattr(self, k)!r}' for k in self.__constants__)
+    def extra_repr(self) -> str:
+        return ', '.join(f'{k}={getattr(self, k)!r}' for k in self.__constants__)
 
 
 class LabelSmoothingCrossEntropy(_Plain):
@@ -252,30 +306,39 @@ class LabelSmoothingCrossEntropy(_Plain):
     >>> LabelSmoothingCrossEntropy()(torch.tensor([[2., 0.]]), torch.tensor([0]))
     tensor(0.2269)
     """
+
     __constants__ = ['eps', 'reduction']
     weight: Tensor | None
 
     def __init__(
         self,
-        eps: float = 0.1,              # the share of the target that goes to all classes alike
+        eps: float = 0.1,  # the share of the target that goes to all classes alike
         weight: Tensor | None = None,  # what each class counts, (C,)
-        reduction: str = 'mean',       # 'mean', 'sum' or 'none'
+        reduction: str = 'mean',  # 'mean', 'sum' or 'none'
     ) -> None:
         super().__init__(weight, reduction)
-        if not 0 <= eps <= 1: raise OptionError(f'LabelSmoothingCrossEntropy: eps={eps!r} is a share, from 0 to 1.')
+        if not 0 <= eps <= 1:
+            raise OptionError(f'LabelSmoothingCrossEntropy: eps={eps!r} is a share, from 0 to 1.')
         self.eps = eps
 
     def loss_denominator(self) -> Denominator:
         "What the mean over a batch is of: the targets that count; with class weights there is no such number."
-        if self.weight is None: return ClassTargets({'reduction': self.reduction})
-        return Unknown('LabelSmoothingCrossEntropy', 'LabelSmoothingCrossEntropy(weight=) adds a mean by class weights '
-                       'and one over all targets; CrossEntropyLossFlat(weight, label_smoothing=) has one mean')
+        if self.weight is None:
+            return ClassTargets({'reduction': self.reduction})
+        return Unknown(
+            'LabelSmoothingCrossEntropy',
+            'LabelSmoothingCrossEntropy(weight=) adds a mean by class weights '
+            'and one over all targets; CrossEntropyLossFlat(weight, label_smoothing=) has one mean',
+        )
 
     def forward(self, inp: Tensor, targ: Tensor) -> Tensor:
         targ, how = self._target(inp, targ), self.reduction
-        if self.weight is None: return F.cross_entropy(inp, targ, reduction=how, label_smoothing=self.eps)
+        if self.weight is None:
+            return F.cross_entropy(inp, targ, reduction=how, label_smoothing=self.eps)
         hard = F.cross_entropy(inp, targ, self.weight, reduction=how)
-        return (1 - self.eps)*hard + self.eps*F.cross_entropy(inp, targ, reduction=how, label_smoothing=1.)
+        return (1 - self.eps) * hard + self.eps * F.cross_entropy(
+            inp, targ, reduction=how, label_smoothing=1.0
+        )
 
 
 class LabelSmoothingCrossEntropyFlat(_Classes):
@@ -287,11 +350,11 @@ class LabelSmoothingCrossEntropyFlat(_Classes):
 
     def __init__(
         self,
-        eps: float = 0.1,              # the share of the target that goes to all classes alike
+        eps: float = 0.1,  # the share of the target that goes to all classes alike
         weight: Tensor | None = None,  # what each class counts, (C,)
-        reduction: str = 'mean',       # 'mean', 'sum' or 'none'
+        reduction: str = 'mean',  # 'mean', 'sum' or 'none'
         *,
-        axis: int = -1,                # where the classes are
+        axis: int = -1,  # where the classes are
     ) -> None:
         super().__init__(LabelSmoothingCrossEntropy, eps, weight, reduction, axis=axis)
 
@@ -305,26 +368,30 @@ class FocalLoss(_Plain):
     >>> FocalLoss(gamma=1.)(torch.zeros(1, 2), torch.tensor([0]))
     tensor(0.3466)
     """
+
     __constants__ = ['gamma', 'reduction']
     weight: Tensor | None
 
     def __init__(
         self,
-        gamma: float = 2.,             # how much less easy samples count; 0 is cross-entropy
+        gamma: float = 2.0,  # how much less easy samples count; 0 is cross-entropy
         weight: Tensor | None = None,  # what each class counts, (C,)
-        reduction: str = 'mean',       # 'mean', 'sum' or 'none'
+        reduction: str = 'mean',  # 'mean', 'sum' or 'none'
     ) -> None:
         super().__init__(weight, reduction)
-        if not gamma >= 0: raise OptionError(f'FocalLoss: gamma={gamma!r}: give 0 or more.')
+        if not gamma >= 0:
+            raise OptionError(f'FocalLoss: gamma={gamma!r}: give 0 or more.')
         self.gamma = gamma
 
     def forward(self, inp: Tensor, targ: Tensor) -> Tensor:
         targ = self._target(inp, targ)
         ce = F.cross_entropy(inp, targ, reduction='none')
-        miss = -torch.expm1(-ce)                               # 1 - p_t
-        miss = miss.clamp_min(torch.finfo(miss.dtype).tiny)    # a power below 1 has no slope at 0
-        weighted = ce if self.weight is None else F.cross_entropy(inp, targ, self.weight, reduction='none')
-        return _reduced(miss**self.gamma*weighted, self.reduction)
+        miss = -torch.expm1(-ce)  # 1 - p_t
+        miss = miss.clamp_min(torch.finfo(miss.dtype).tiny)  # a power below 1 has no slope at 0
+        weighted = (
+            ce if self.weight is None else F.cross_entropy(inp, targ, self.weight, reduction='none')
+        )
+        return _reduced(miss**self.gamma * weighted, self.reduction)
 
 
 class FocalLossFlat(_Classes):
@@ -336,11 +403,11 @@ class FocalLossFlat(_Classes):
 
     def __init__(
         self,
-        gamma: float = 2.,             # how much less easy samples count; 0 is cross-entropy
+        gamma: float = 2.0,  # how much less easy samples count; 0 is cross-entropy
         weight: Tensor | None = None,  # what each class counts, (C,)
-        reduction: str = 'mean',       # 'mean', 'sum' or 'none'
+        reduction: str = 'mean',  # 'mean', 'sum' or 'none'
         *,
-        axis: int = -1,                # where the classes are
+        axis: int = -1,  # where the classes are
     ) -> None:
         super().__init__(FocalLoss, gamma, weight, reduction, axis=axis)
 
@@ -356,9 +423,9 @@ class DiceLoss(nn.Module):
 
     def __init__(
         self,
-        axis: int = 1,                  # where the classes are
-        smooth: float = 1e-6,           # keeps the share defined for a class without a pixel
-        reduction: str = 'sum',         # over samples and classes: 'mean', 'sum' or 'none' (B, C)
+        axis: int = 1,  # where the classes are
+        smooth: float = 1e-6,  # keeps the share defined for a class without a pixel
+        reduction: str = 'sum',  # over samples and classes: 'mean', 'sum' or 'none' (B, C)
         square_in_union: bool = False,  # `p*p` in the denominator (V-Net)
     ) -> None:
         super().__init__()
@@ -372,8 +439,8 @@ class DiceLoss(nn.Module):
         p = self.activation(pred).movedim(self.axis, 1)
         p = p.reshape(*p.shape[:2], -1)
         t = targ.reshape(len(p), 1, -1) == torch.arange(p.shape[1], device=p.device)[:, None]
-        both, total = (p*t).sum(2), ((p*p if self.square_in_union else p) + t).sum(2)
-        return _reduced(1 - (2*both + self.smooth)/(total + self.smooth), self.reduction)
+        both, total = (p * t).sum(2), ((p * p if self.square_in_union else p) + t).sum(2)
+        return _reduced(1 - (2 * both + self.smooth) / (total + self.smooth), self.reduction)
 
     def loss_denominator(self) -> Denominator:
         "What the mean over a batch is of: samples."
@@ -387,19 +454,26 @@ class DiceLoss(nn.Module):
         "The class that scores highest."
         return x.argmax(self.axis)
 
-    def extra_repr(self) -> str: return f'axis={self.axis}, smooth={self.smooth}, reduction={self.reduction!r}'
+    def extra_repr(self) -> str:
+        return f'axis={self.axis}, smooth={self.smooth}, reduction={self.reduction!r}'
 
 
 def check_axis(loss: Any, inp: Tensor) -> None:
     "Raise `LossError` where the predictions do not have the axis of the classes."
-    if -inp.ndim <= loss.axis < inp.ndim: return
-    raise LossError(f'{type(loss).__name__}(axis={loss.axis}): predictions {_shape(inp)} have no such axis.')
+    if -inp.ndim <= loss.axis < inp.ndim:
+        return
+    raise LossError(
+        f'{type(loss).__name__}(axis={loss.axis}): predictions {_shape(inp)} have no such axis.'
+    )
 
 
 def _fits_classes(inp: Tensor, targ: Tensor, axis: int, whole: bool) -> bool:
     "Class numbers, one for each prediction, or probabilities in its shape."
-    if targ.shape == inp.shape and targ.is_floating_point(): return True
-    return targ.numel()*inp.shape[axis] == inp.numel() and not (whole and targ.is_floating_point())
+    if targ.shape == inp.shape and targ.is_floating_point():
+        return True
+    return targ.numel() * inp.shape[axis] == inp.numel() and not (
+        whole and targ.is_floating_point()
+    )
 
 
 def _misfit(loss: nn.Module, inp: Tensor, targ: Tensor, wanted: str) -> LossError:
@@ -411,12 +485,15 @@ def _misfit(loss: nn.Module, inp: Tensor, targ: Tensor, wanted: str) -> LossErro
 def _wanted(inp: Tensor, axis: int) -> str:
     shape = list(inp.shape)
     n = shape.pop(axis)
-    return (f'with {n} classes along axis {axis}, give whole class numbers of shape {shape} (`targ.long()`, or '
-            f'`targ.argmax({axis})` of one-hot targets), or probabilities of shape {list(inp.shape)} (`targ.float()`). '
-            'Are the classes along another `axis`?')
+    return (
+        f'with {n} classes along axis {axis}, give whole class numbers of shape {shape} (`targ.long()`, or '
+        f'`targ.argmax({axis})` of one-hot targets), or probabilities of shape {list(inp.shape)} (`targ.float()`). '
+        'Are the classes along another `axis`?'
+    )
 
 
-def _shape(t: Tensor) -> str: return f'{list(t.shape)} {str(t.dtype).removeprefix("torch.")}'
+def _shape(t: Tensor) -> str:
+    return f'{list(t.shape)} {str(t.dtype).removeprefix("torch.")}'
 
 
 def _reduced(loss: Tensor, how: str) -> Tensor:
@@ -424,5 +501,6 @@ def _reduced(loss: Tensor, how: str) -> Tensor:
 
 
 def _check_reduction(how: str) -> str:
-    if how in ('mean', 'sum', 'none'): return how
+    if how in ('mean', 'sum', 'none'):
+        return how
     raise OptionError(f"reduction={how!r}: use 'mean', 'sum' or 'none'.")

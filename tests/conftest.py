@@ -1,4 +1,5 @@
 """What every test starts from: one thread, fixed seeds, no display."""
+
 import doctest
 import gc
 import os
@@ -26,7 +27,8 @@ sys.dont_write_bytecode = False
 os.environ.pop('PYTHONDONTWRITEBYTECODE', None)
 
 # Who runs the tests in the background of a shell ignores Ctrl-C, which is passed on: tests of it would wait for ever.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN: signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # no doctests there, and one module name for all of them
 collect_ignore_glob = ['conftest.py', '*/conftest.py']
@@ -52,7 +54,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     source = collection_path.read_text('utf-8')
     if not markers:
         unwanted = re.findall(r'not (\w+)', config.option.markexpr)
-        return True if any(f'\npytestmark = pytest.mark.{marker}\n' in source for marker in unwanted) else None
+        return (
+            True
+            if any(f'\npytestmark = pytest.mark.{marker}\n' in source for marker in unwanted)
+            else None
+        )
     if not markers <= ASKED_FOR:
         return None
     return None if any(f'mark.{marker}' in source for marker in markers) else True
@@ -72,8 +78,14 @@ SLOW = TESTS / 'slow.txt'  # seconds and name of what takes a twentieth of a sec
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption('--quick', action='store_true', help='each test once, with its first arguments; none of slow.txt')
-    parser.addoption('--write-slow', action='store_true', help='write slow.txt from the times of this run')
+    parser.addoption(
+        '--quick',
+        action='store_true',
+        help='each test once, with its first arguments; none of slow.txt',
+    )
+    parser.addoption(
+        '--write-slow', action='store_true', help='write slow.txt from the times of this run'
+    )
 
 
 def function_of(nodeid: str) -> str:
@@ -101,7 +113,9 @@ def order_and_select(config: pytest.Config, items: list[pytest.Item]) -> None:
         return
     first = {function_of(item.nodeid): item for item in reversed(items)}
     quick = {id(item) for name, item in first.items() if name not in slow}
-    without = {file_of(name) for name in first} - {file_of(name) for name in first if name not in slow}
+    without = {file_of(name) for name in first} - {
+        file_of(name) for name in first if name not in slow
+    }
     for file in without:  # no module goes untested: of these the quickest
         name = min((name for name in first if file_of(name) == file), key=slow.__getitem__)
         if slow[name] < 0.5:
@@ -115,12 +129,16 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if not config.option.write_slow:
         return
     seconds: Counter[str] = Counter()
-    for report in (r for reports in terminalreporter.stats.values() for r in reports if hasattr(r, 'duration')):
+    for report in (
+        r for reports in terminalreporter.stats.values() for r in reports if hasattr(r, 'duration')
+    ):
         seconds[report.nodeid] += report.duration
     longest: dict[str, float] = {}
     for nodeid, duration in seconds.items():
-        longest[function_of(nodeid)] = max(duration, longest.get(function_of(nodeid), 0.))
-    lines = [f'{duration:.2f} {name}' for name, duration in sorted(longest.items()) if duration >= 0.05]
+        longest[function_of(nodeid)] = max(duration, longest.get(function_of(nodeid), 0.0))
+    lines = [
+        f'{duration:.2f} {name}' for name, duration in sorted(longest.items()) if duration >= 0.05
+    ]
     SLOW.write_text('\n'.join([*lines, '']), 'utf-8')
 
 
@@ -131,7 +149,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker('cuda') and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason='needs a CUDA device'))
-        if isinstance(item, pytest.DoctestItem): item.runtest = partial(run_or_skip, item.runtest)
+        if isinstance(item, pytest.DoctestItem):
+            item.runtest = partial(run_or_skip, item.runtest)
 
 
 def pytest_collection_finish() -> None:
@@ -142,10 +161,13 @@ def pytest_collection_finish() -> None:
 
 
 def run_or_skip(runtest: Callable[[], None]) -> None:
-    try: runtest()
+    try:
+        runtest()
     except doctest.UnexpectedException as e:
         from learnkit.core.errors import MissingExtraError  # not before torch has one thread
-        if isinstance(e.exc_info[1], MissingExtraError): pytest.skip(str(e.exc_info[1]))
+
+        if isinstance(e.exc_info[1], MissingExtraError):
+            pytest.skip(str(e.exc_info[1]))
         raise
 
 
@@ -171,4 +193,5 @@ def disk_without_flushing(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
 def no_figures_left() -> Iterator[None]:
     "Close the figures that a test drew."
     yield
-    if 'matplotlib.pyplot' in sys.modules: sys.modules['matplotlib.pyplot'].close('all')
+    if 'matplotlib.pyplot' in sys.modules:
+        sys.modules['matplotlib.pyplot'].close('all')

@@ -1,8 +1,9 @@
 """Print figures of the package's structure: how many files a batch passes, how dense the code is.
 
-    python -m tests.house               # this working tree
-    python -m tests.house FOLDER ...    # others beside it, for example a checkout of an older commit
+python -m tests.house               # this working tree
+python -m tests.house FOLDER ...    # others beside it, for example a checkout of an older commit
 """
+
 from __future__ import annotations
 
 import ast
@@ -30,7 +31,7 @@ NO_CODE = {
 }
 
 # Runs in a fresh process, in the folder that is measured; prints JSON.
-PROBE = '''
+PROBE = """
 import json, sys, tempfile, warnings
 warnings.simplefilter('ignore')
 import torch
@@ -103,7 +104,7 @@ print(json.dumps({
     'files to step': to_step.files(), 'functions to step': len(to_step.codes),
     'files of a batch': batch.files(), 'files of a resume': len(only_resume),
 }))
-'''
+"""
 
 
 def sources(package: Path) -> Iterator[str]:
@@ -215,7 +216,12 @@ def probe(root: Path) -> dict[str, int]:
     "Run `PROBE` on a working tree."
     env = os.environ | {'PYTHONPATH': str(root), 'MPLBACKEND': 'Agg'}
     done = subprocess.run(
-        [sys.executable, '-c', PROBE], cwd=root, env=env, capture_output=True, text=True, check=False
+        [sys.executable, '-c', PROBE],
+        cwd=root,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         raise RuntimeError(done.stderr)
@@ -229,8 +235,7 @@ def figures(root: Path) -> dict[str, str]:
     nodes, lines = node_count(package), code_line_count(package)
     return {
         'classes that the Learner inherits from': str(run['classes']),
-        'files / functions from fit() to the first step':
-            f'{run["files to step"]} / {run["functions to step"]}',
+        'files / functions from fit() to the first step': f'{run["files to step"]} / {run["functions to step"]}',
         'files entered in a steady training batch': str(run['files of a batch']),
         'entries at the top of the package': str(entry_count(package)),
         'modules': str(len(list(package.rglob('*.py')))),

@@ -1,4 +1,5 @@
 """Gradient accumulation: one optimizer step for several batches, with the gradient of one big batch."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -43,17 +44,23 @@ class GradientAccumulation(Callback):
     >>> GradientAccumulation(64).n_acc, GradientAccumulation.order
     (64, 6)
     """
+
     order, run_valid = 6, False  # before mixed precision (10) unscales the gradients
     runs_last = ('before_backward',)  # what others add to the loss is averaged with it
 
     def __init__(self, n_acc: int = 32) -> None:
-        if not is_count(n_acc): raise bad_option(self, 'a whole number of samples, 1 or more', n_acc=n_acc)
+        if not is_count(n_acc):
+            raise bad_option(self, 'a whole number of samples, 1 or more', n_acc=n_acc)
         self.n_acc = int(n_acc)
-        self._batch: tuple[int, Any] | None = None  # samples and weight of the batch that is not counted yet
+        self._batch: tuple[int, Any] | None = (
+            None  # samples and weight of the batch that is not counted yet
+        )
         # steps of this fit; whether one in this epoch
         self._in_tail, self._n_steps, self._stepped = False, 0, False
-        self._turn = ''                              # the optimizer that is counted for; empty: all of them
-        self._others: dict[str, dict[str, Any]] = {}  # the counts of those that have had their turn before
+        self._turn = ''  # the optimizer that is counted for; empty: all of them
+        self._others: dict[
+            str, dict[str, Any]
+        ] = {}  # the counts of those that have had their turn before
         self._start_sum()
 
     def _start_sum(self) -> None:
@@ -61,14 +68,18 @@ class GradientAccumulation(Callback):
         self._divisor: Any = self.n_acc  # what the weighted sum in the gradients is divided by
 
     def before_fit(self) -> None:
-        if not self.learn.fitting: return
-        if self.learn.opt.needs_closure: self.on_reevaluation()
+        if not self.learn.fitting:
+            return
+        if self.learn.opt.needs_closure:
+            self.on_reevaluation()
         self._forget()
 
     def on_reevaluation(self) -> None:
         "Refuse an optimizer whose steps evaluate the loss again."
-        raise OptionError('GradientAccumulation: an optimizer that evaluates the loss again (LBFGS) would see the '
-                          'last batch alone. Use `Learner(microbatch=)` and bigger batches.')
+        raise OptionError(
+            'GradientAccumulation: an optimizer that evaluates the loss again (LBFGS) would see the '
+            'last batch alone. Use `Learner(microbatch=)` and bigger batches.'
+        )
 
     def before_train(self) -> None:
         self._stepped = False
@@ -83,8 +94,13 @@ class GradientAccumulation(Callback):
         self._start_sum()
 
     def _counts(self) -> dict[str, Any]:
-        return {'n_samples': self._n_samples, 'weight_sum': self._weight_sum, 'divisor': self._divisor,
-                'n_steps': self._n_steps, 'stepped': self._stepped}
+        return {
+            'n_samples': self._n_samples,
+            'weight_sum': self._weight_sum,
+            'divisor': self._divisor,
+            'n_steps': self._n_steps,
+            'stepped': self._stepped,
+        }
 
     def _set_counts(self, counts: dict[str, Any]) -> None:
         self._n_samples, self._weight_sum = counts['n_samples'], counts['weight_sum']
@@ -100,38 +116,47 @@ class GradientAccumulation(Callback):
         waiting = [name for name, counts in self._others.items() if counts['n_samples']]
         if (turn and '' in waiting) or (not turn and waiting):
             self._others.pop(self._turn)
-            raise OptionError('GradientAccumulation: one call of optimize() names an optimizer, another '
-                              'one none, and gradients that wait would mix. Give each call its `only=`.')
+            raise OptionError(
+                'GradientAccumulation: one call of optimize() names an optimizer, another '
+                'one none, and gradients that wait would mix. Give each call its `only=`.'
+            )
         self._turn = turn
         if turn in self._others:
             return self._set_counts(self._others.pop(turn))
         self._n_steps, self._stepped = 0, False
         self._start_sum()
 
-    # -- each batch ----------------------------------------------------------------------------------------------------
+    # -- each batch --------------------------------------------------------------------------------
 
-    def before_batch(self) -> None: self._batch = self._measure() if self.learn.microbatch else None
+    def before_batch(self) -> None:
+        self._batch = self._measure() if self.learn.microbatch else None
 
     def before_backward(self) -> None:
         learn = self.learn
         self._take_turn()
-        if not learn.microbatch: self._batch = self._measure()
-        if self._batch is None or self._batch[1] is None: return
+        if not learn.microbatch:
+            self._batch = self._measure()
+        if self._batch is None or self._batch[1] is None:
+            return
         n, weight = self._batch[0], in_full(self._batch[1], learn.loss)
         if not self._n_samples and (isinstance(weight, Tensor) or weight != n):
             self._divisor = expected_sum(weight, self.n_acc / n)
         learn.loss_grad = learn.loss_grad * (weight / self._divisor)
 
     def after_cancel_backward(self) -> None:
-        if not self.learn.microbatch: self._batch = None
+        if not self.learn.microbatch:
+            self._batch = None
 
     def after_backward(self) -> None:
-        if not self.learn.microbatch: self._count_batch()
+        if not self.learn.microbatch:
+            self._count_batch()
 
     def before_step(self) -> None:
         self._take_turn()
-        if self.learn.microbatch: self._count_pieces()
-        if self._n_samples < self.n_acc and not self._in_tail: raise StepPutOff
+        if self.learn.microbatch:
+            self._count_pieces()
+        if self._n_samples < self.n_acc and not self._in_tail:
+            raise StepPutOff
         self._average()
 
     def will_step(self) -> bool:
@@ -144,31 +169,43 @@ class GradientAccumulation(Callback):
 
     def _measure(self) -> tuple[int, Any]:
         "Return samples and weight of the batch; the weight is None for a loss that is a sum."
-        return self.learn.strategy.count_samples(self.learn), self.learn.strategy.total_weight(self.learn)
+        return self.learn.strategy.count_samples(self.learn), self.learn.strategy.total_weight(
+            self.learn
+        )
 
     def _count_pieces(self) -> None:
         "Count a batch that was cut into pieces, which is whole again."
-        if self._batch is not None and self._batch[0] != (n := self.learn.strategy.count_samples(self.learn)):
-            raise BatchError(f'GradientAccumulation: a callback of order above {self.order} made {n} samples of '
-                             f'{self._batch[0]} in before_batch. Give it a lower order, or leave `microbatch` out.')
+        if self._batch is not None and self._batch[0] != (
+            n := self.learn.strategy.count_samples(self.learn)
+        ):
+            raise BatchError(
+                f'GradientAccumulation: a callback of order above {self.order} made {n} samples of '
+                f'{self._batch[0]} in before_batch. Give it a lower order, or leave `microbatch` out.'
+            )
         self._count_batch()
 
     def _count_batch(self) -> None:
-        if self._batch is None: return
+        if self._batch is None:
+            return
         (n, weight), self._batch = self._batch, None
         self._n_samples += n
-        if weight is not None: self._weight_sum = self._weight_sum + in_full(weight, self.learn.loss)
+        if weight is not None:
+            self._weight_sum = self._weight_sum + in_full(weight, self.learn.loss)
 
     def _average(self) -> None:
         "Make the gradients the mean over the samples of the step, in case it has not just `n_acc` of them."
         total = self._weight_sum
-        if not isinstance(total, Tensor) and total in (0, self._divisor): return
+        if not isinstance(total, Tensor) and total in (0, self._divisor):
+            return
         grads = locals_of(p.grad for p in self.learn.step_parameters if p.grad is not None)
         scale = ratio(self._divisor, total)
-        if grads: torch._foreach_mul_(grads, scale.to(grads[0].device) if isinstance(scale, Tensor) else scale)
+        if grads:
+            torch._foreach_mul_(
+                grads, scale.to(grads[0].device) if isinstance(scale, Tensor) else scale
+            )
         self._divisor = total  # what comes on top, if the step is put off, is divided likewise
 
-    # -- the end of an epoch and of a fit ------------------------------------------------------------------------------
+    # -- the end of an epoch and of a fit ----------------------------------------------------------
 
     def after_train(self) -> None:
         "Take a step for the samples that are left over."
@@ -181,11 +218,14 @@ class GradientAccumulation(Callback):
         if not counts['n_samples'] or not counts['stepped']:
             return
         self._in_tail = True
-        try: learn._with_events(learn._step, 'step', CancelStepException)
-        finally: self._in_tail = False
+        try:
+            learn._with_events(learn._step, 'step', CancelStepException)
+        finally:
+            self._in_tail = False
         learn.opt.zero_grad(only=learn.turn)
 
-    def after_cancel_fit(self) -> None: self._drop()
+    def after_cancel_fit(self) -> None:
+        self._drop()
 
     def after_fit(self) -> None:
         if not self.learn.fitting or self.learn.run.stopping:
@@ -194,20 +234,24 @@ class GradientAccumulation(Callback):
             if counts['n_steps'] or not counts['n_samples']:
                 continue
             n, whose = counts['n_samples'], f' for {turn}' if turn else ''
-            warn_user(f'GradientAccumulation(n_acc={self.n_acc}): the fit had only {n} samples{whose}, '
-                      'so no step was taken and no weight has changed. Lower n_acc, or train for more '
-                      'epochs.')
+            warn_user(
+                f'GradientAccumulation(n_acc={self.n_acc}): the fit had only {n} samples{whose}, '
+                'so no step was taken and no weight has changed. Lower n_acc, or train for more '
+                'epochs.'
+            )
 
-    def cleanup(self) -> None: self._drop()
+    def cleanup(self) -> None:
+        self._drop()
 
     def _drop(self) -> None:
         "Forget the samples, and the gradients, that no step has used."
         n_samples = self._n_samples + sum(counts['n_samples'] for counts in self._others.values())
-        if n_samples and self.learn.opt is not None: self.learn.opt.zero_grad()
+        if n_samples and self.learn.opt is not None:
+            self.learn.opt.zero_grad()
         self._others = {}
         self._start_sum()
 
-    # -- checkpoints ---------------------------------------------------------------------------------------------------
+    # -- checkpoints -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         "Return the counts; the gradients that wait are in the checkpoint itself."
@@ -223,10 +267,15 @@ class GradientAccumulation(Callback):
 
 def expected_sum(weight: Any, times: float) -> Any:
     "Return what so many times this weight make, or 1 if it is 0: gradients are then of the size that they end with."
-    if isinstance(weight, Tensor): return torch.where(weight == 0, 1., weight * times)
-    return weight * times or 1.
+    if isinstance(weight, Tensor):
+        return torch.where(weight == 0, 1.0, weight * times)
+    return weight * times or 1.0
 
 
 def in_full(weight: Any, loss: Tensor) -> Any:
     "Return a weight in the precision of the loss, or single precision where that is coarser, on its device."
-    return weight.to(torch.promote_types(loss.dtype, torch.float32)) if isinstance(weight, Tensor) else weight
+    return (
+        weight.to(torch.promote_types(loss.dtype, torch.float32))
+        if isinstance(weight, Tensor)
+        else weight
+    )

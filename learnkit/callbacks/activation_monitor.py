@@ -1,4 +1,5 @@
 """Statistics of what goes into modules and what comes out, logged every so often."""
+
 from __future__ import annotations
 
 import math
@@ -40,26 +41,36 @@ class ActivationMonitor(HookCallback):
     >>> learn.history[0]['activations/l2_norm/0_output.0'] > 0
     True
     """
+
     order, observer, run_valid, remove_on_find, remove_on_fetch = 100, True, False, True, True
-    metric_names = {f'activations/{stat}/{{module}}_{side}.{{n}}': f'{stat} of the nth {side}, averaged over its rows'
-                    for stat in STATS for side in ('input', 'output')}
+    metric_names = {
+        f'activations/{stat}/{{module}}_{side}.{{n}}': f'{stat} of the nth {side}, averaged over its rows'
+        for stat in STATS
+        for side in ('input', 'output')
+    }
 
     def __init__(
         self,
-        every: int | str | Time = '100ba',      # how often it looks
-        ignore: str | Iterable[str] = (),       # skip modules whose name contains this, or one of these
-        modules: Any = None,                    # modules or their names, one or several; None: all layers
+        every: int | str | Time = '100ba',  # how often it looks
+        ignore: str | Iterable[str] = (),  # skip modules whose name contains this, or one of these
+        modules: Any = None,  # modules or their names, one or several; None: all layers
     ) -> None:
         super().__init__(modules, every, cpu=False, include_paramless=True)
         self.ignore = listed(ignore)
         for word in self.ignore:
-            if not isinstance(word, str) or not word: raise OptionError(f'ignore: {word!r} is no part of a name.')
-        self._calls: dict[tuple[str, str], list[tuple[int, Tensor]]] = {}  # (module, side and number): rows, their sums
+            if not isinstance(word, str) or not word:
+                raise OptionError(f'ignore: {word!r} is no part of a name.')
+        self._calls: dict[
+            tuple[str, str], list[tuple[int, Tensor]]
+        ] = {}  # (module, side and number): rows, their sums
 
     def _find(self) -> None:
         super()._find()
-        kept = [(name, m) for name, m in zip(self.layer_names, self.modules, strict=True)
-                if not any(word in name for word in self.ignore)]
+        kept = [
+            (name, m)
+            for name, m in zip(self.layer_names, self.modules, strict=True)
+            if not any(word in name for word in self.ignore)
+        ]
         self.layer_names, self.modules = [name for name, _ in kept], [m for _, m in kept]
         self._names = {id(m): name or type(m).__name__ for name, m in kept}
 
@@ -72,10 +83,12 @@ class ActivationMonitor(HookCallback):
     def hook(self, m: nn.Module, inp: Any, out: Any) -> None:
         "Measure a module's inputs and outputs in the loop's own forward pass, not in a repetition."
         learn = self.learn
-        if not learn.training or learn.run.repeating or 'pred' in learn.__dict__: return
+        if not learn.training or learn.run.repeating or 'pred' in learn.__dict__:
+            return
         for side, values in ('input', inp), ('output', out):
             for i, t in enumerate(tensors_in(values)):
-                if not t.dim() or not t.numel() or not t.is_floating_point(): continue
+                if not t.dim() or not t.numel() or not t.is_floating_point():
+                    continue
                 calls = self._calls.setdefault((self._names[id(m)], f'{side}.{i}'), [])
                 calls.append((t.numel() // t.shape[-1], _sums(t)))
 
@@ -83,7 +96,8 @@ class ActivationMonitor(HookCallback):
         "Log what was measured; take the hooks off."
         calls, self._calls = self._calls, {}
         super().after_batch()
-        for name, value in _means(calls).items(): self.learn.log(name, value, shown=False)
+        for name, value in _means(calls).items():
+            self.learn.log(name, value, shown=False)
 
     def cleanup(self) -> None:
         "Take the hooks off; forget the batch that a failure cut short."
@@ -98,16 +112,24 @@ def _sums(t: Tensor) -> Tensor:
     d = x - mean
     m2, m3, m4 = (d.pow(k).mean(-1) for k in (2, 3, 4))
     spread = m2 > 0
-    safe = torch.where(spread, m2, 1.)
-    of_spread = [torch.where(spread, v, 0.).sum() for v in (m3 / safe**1.5, m4 / safe**2)]
-    return torch.stack([torch.linalg.vector_norm(x, dim=-1).sum(), mean.sum(), x.amax(-1).sum(), *of_spread,
-                        spread.sum().to(x.dtype)])
+    safe = torch.where(spread, m2, 1.0)
+    of_spread = [torch.where(spread, v, 0.0).sum() for v in (m3 / safe**1.5, m4 / safe**2)]
+    return torch.stack(
+        [
+            torch.linalg.vector_norm(x, dim=-1).sum(),
+            mean.sum(),
+            x.amax(-1).sum(),
+            *of_spread,
+            spread.sum().to(x.dtype),
+        ]
+    )
 
 
 def _means(calls: dict[tuple[str, str], list[tuple[int, Tensor]]]) -> dict[str, float]:
     "Return the mean over all rows of each statistic by name; the one place where the host waits for the device."
     sums = [s for each in calls.values() for _, s in each]
-    if not sums: return {}
+    if not sums:
+        return {}
     arrived = iter(torch.stack([s.to(sums[0].device) for s in sums]).tolist())
     found = {}
     for (module, side), each in calls.items():
@@ -115,5 +137,6 @@ def _means(calls: dict[tuple[str, str], list[tuple[int, Tensor]]]) -> dict[str, 
         n, n_spread = sum(n for n, _ in each), math.fsum(row[-1] for row in rows)
         for stat, *values in zip(STATS, *rows, strict=False):
             count = n_spread if stat in OF_SPREAD else n
-            if count: found[f'activations/{stat}/{module}_{side}'] = sum(values) / count
+            if count:
+                found[f'activations/{stat}/{module}_{side}'] = sum(values) / count
     return found

@@ -1,4 +1,5 @@
 """The test score at the best validation score: what a model would have been that was chosen by its validation."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -36,7 +37,10 @@ class BestMetric(TrackerCallback):
     >>> learn.history[-1]['best/test/loss'] == best['test/loss']
     True
     """
-    metric_names = {'best/{column}': 'what a column of evaluation was when the monitored one was best'}
+
+    metric_names = {
+        'best/{column}': 'what a column of evaluation was when the monitored one was best'
+    }
     monitor: str
     targets: tuple[str, ...]
     at_best: dict[str, float | None]
@@ -44,26 +48,37 @@ class BestMetric(TrackerCallback):
 
     def __init__(
         self,
-        source: str = 'valid_loss',                  # the column that says which evaluation is best
+        source: str = 'valid_loss',  # the column that says which evaluation is best
         targets: str | Iterable[str] | None = None,  # columns or patterns; None: all of evaluation
-        comp: Comparison | None = None,              # comp(new, best), 'less', 'greater', or `MetricProperties`
-        min_delta: float = 0.,                       # a smaller change is no improvement
-        reset_on_fit: bool = True,                   # whether each fit starts anew
+        comp: Comparison | None = None,  # comp(new, best), 'less', 'greater', or `MetricProperties`
+        min_delta: float = 0.0,  # a smaller change is no improvement
+        reset_on_fit: bool = True,  # whether each fit starts anew
     ) -> None:
-        if not isinstance(source, str): raise OptionError(f'source={source!r}: give the name of a column.')
+        if not isinstance(source, str):
+            raise OptionError(f'source={source!r}: give the name of a column.')
         super().__init__(source, as_comparison(comp, source), min_delta, reset_on_fit)
-        self.targets = ('*',) if targets is None else (targets,) if isinstance(targets, str) else tuple(targets)
+        self.targets = (
+            ('*',)
+            if targets is None
+            else (targets,)
+            if isinstance(targets, str)
+            else tuple(targets)
+        )
         if not self.targets or not all(isinstance(t, str) and t for t in self.targets):
-            raise OptionError(f'targets={targets!r}: give names of columns, or patterns such as "test/*".')
+            raise OptionError(
+                f'targets={targets!r}: give names of columns, or patterns such as "test/*".'
+            )
         self.at_best, self.best_at = {}, None
-        self._names: tuple[str, ...] = ()   # the columns that are kept
+        self._names: tuple[str, ...] = ()  # the columns that are kept
 
     def before_fit(self) -> None:
         "Find the columns."
         super().before_fit()
-        if not self.learn.fitting: return
+        if not self.learn.fitting:
+            return
         self._names = self._chosen()
-        if self.reset_on_fit: self.at_best, self.best_at = {}, None
+        if self.reset_on_fit:
+            self.at_best, self.best_at = {}, None
 
     def _chosen(self) -> tuple[str, ...]:
         "Return the columns that the targets name, the source first."
@@ -72,22 +87,33 @@ class BestMetric(TrackerCallback):
         if not all(any(fnmatchcase(n, t) for n in names) for t in self.targets):
             recorder.find_keys()
             names = recorder.evaluated_columns()
-        if self.monitor not in names: raise self._no_column('source', self.monitor, names)
+        if self.monitor not in names:
+            raise self._no_column('source', self.monitor, names)
         for t in self.targets:
-            if not any(fnmatchcase(n, t) for n in names): raise self._no_column('targets', t, names)
-        return tuple(dict.fromkeys([self.monitor, *(n for t in self.targets for n in names if fnmatchcase(n, t))]))
+            if not any(fnmatchcase(n, t) for n in names):
+                raise self._no_column('targets', t, names)
+        return tuple(
+            dict.fromkeys(
+                [self.monitor, *(n for t in self.targets for n in names if fnmatchcase(n, t))]
+            )
+        )
 
     def _no_column(self, option: str, name: str, names: list[str]) -> MetricError:
-        return MetricError(f'BestMetric({option}={name!r}): no evaluation gives that, but {", ".join(names)}.'
-                           f'{did_you_mean(name, names)}')
+        return MetricError(
+            f'BestMetric({option}={name!r}): no evaluation gives that, but {", ".join(names)}.'
+            f'{did_you_mean(name, names)}'
+        )
 
-    def after_epoch(self) -> None: "Leave it to the evaluations: this comes after the epoch's row."
+    def after_epoch(self) -> None:
+        "Leave it to the evaluations: this comes after the epoch's row."
 
     def after_eval(self) -> None:
         "Compare, and record what was measured at the best."
-        if not self.learn.fitting: return
+        if not self.learn.fitting:
+            return
         measured = self._records().measured
-        if (value := self._number(measured.get(self.monitor))) is None: return
+        if (value := self._number(measured.get(self.monitor))) is None:
+            return
         # a metric that returns a dict may have given more columns since
         self._names = self._chosen()
         self.new_best = bool(self.comp(value - self.min_delta, self.best))
@@ -95,17 +121,22 @@ class BestMetric(TrackerCallback):
             self.best, self.best_at = value, self.learn.time.replace(dur=None)
             self.at_best = {name: self._number(measured.get(name)) for name in self._names}
         for name, at_best in self.at_best.items():
-            if at_best is not None: self._record(f'best/{name}', at_best)
+            if at_best is not None:
+                self._record(f'best/{name}', at_best)
 
     def _record(self, name: str, value: float) -> None:
         "Record a value that takes the place of this epoch's earlier one; under `learn.log` it would be of one loader."
         for cb in self.learn.cbs:
-            if receive := getattr(type(cb), 'receive_log', None): receive(cb, name, value, None)
+            if receive := getattr(type(cb), 'receive_log', None):
+                receive(cb, name, value, None)
 
     def after_fit(self) -> None:
         "Tell the best."
-        if not self.learn.fitting or self.best_at is None: return
-        values = ', '.join(f'{name} {value:.6g}' for name, value in self.at_best.items() if value is not None)
+        if not self.learn.fitting or self.best_at is None:
+            return
+        values = ', '.join(
+            f'{name} {value:.6g}' for name, value in self.at_best.items() if value is not None
+        )
         say(self, f'Best {self.monitor} in epoch {self.best_at.ep}: {values}')
 
     def state_dict(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ other events fire as always. Nothing else may change either, which is what this 
 
 `learnkit.callbacks.whole_step` holds what is compiled; this file decides which step runs.
 """
+
 from __future__ import annotations
 
 import warnings
@@ -40,14 +41,37 @@ from learnkit.optim.wrapper import OptimWrapper
 __all__ = ['compile_learner', 'explain_step', 'WholeStep']
 
 # the events that a compiled step cannot fire, and the contexts it cannot enter
-STEP_EVENTS = ('before_pred', 'after_pred', 'after_loss', 'before_backward', 'after_cancel_backward', 'after_backward',
-               'before_step', 'after_cancel_step', 'after_step', *CONTEXTS.values())
-OVERRIDABLE = ('_do_one_batch', 'train_batch', '_do_pred_loss', '_do_pred', '_do_loss', '_loss_of',
-               '_do_grad_opt', '_backward', '_step')  # the methods whose work it does
+STEP_EVENTS = (
+    'before_pred',
+    'after_pred',
+    'after_loss',
+    'before_backward',
+    'after_cancel_backward',
+    'after_backward',
+    'before_step',
+    'after_cancel_step',
+    'after_step',
+    *CONTEXTS.values(),
+)
+OVERRIDABLE = (
+    '_do_one_batch',
+    'train_batch',
+    '_do_pred_loss',
+    '_do_pred',
+    '_do_loss',
+    '_loss_of',
+    '_do_grad_opt',
+    '_backward',
+    '_step',
+)  # the methods whose work it does
 MODULE_HOOKS = ('_forward_pre_hooks', '_forward_hooks', '_backward_pre_hooks', '_backward_hooks')
 
-TIMED = 6         # steps of each kind that are timed; the first compiled one, which compiles, does not count
-ODD_IN_A_ROW = 8  # batches of another shape one after the other: shapes vary, and it pays to compile for that
+TIMED = (
+    6  # steps of each kind that are timed; the first compiled one, which compiles, does not count
+)
+ODD_IN_A_ROW = (
+    8  # batches of another shape one after the other: shapes vary, and it pays to compile for that
+)
 
 
 def compile_learner(learn: Any, step: bool = False, **options: Any) -> Any:
@@ -70,7 +94,8 @@ def explain_step(learn: Any) -> str:
     return learn.whole_step.explain()
 
 
-# ------------------------------------------------------------------------------------------------ when which step runs
+# ----------------------------------------------------------------------------- when which step runs
+
 
 class WholeStep:
     """The training step of a Learner: compiled where it may be, ordinary elsewhere.
@@ -80,107 +105,143 @@ class WholeStep:
     """
 
     def __init__(self, learn: Any, options: dict[str, Any]) -> None:
-        torch.compile(whole_step, **options)   # raises now what is wrong with the options
+        torch.compile(whole_step, **options)  # raises now what is wrong with the options
         import torch._dynamo as dynamo  # here and not above: it takes a second, and few need it
 
         self.learn, self.options, self.dynamo = learn, options, dynamo
         self.compiled: Callable[..., Any] | None = None
-        self.in_cpp = True                      # whether the code that calls the kernels is compiled too
-        self.plan: Plan | None = None           # what the compiled step works on; made after an ordinary step
-        self.refused: list[str] = []            # why there can be no plan
-        self.given_up = ''                      # why nothing will be compiled any more
-        self.shapes: list[Any] = []             # those of the batches it is compiled for
+        self.in_cpp = True  # whether the code that calls the kernels is compiled too
+        self.plan: Plan | None = (
+            None  # what the compiled step works on; made after an ordinary step
+        )
+        self.refused: list[str] = []  # why there can be no plan
+        self.given_up = ''  # why nothing will be compiled any more
+        self.shapes: list[Any] = []  # those of the batches it is compiled for
         self.odd_in_a_row, self.any_shape = 0, False
-        self.compiled_s: list[float] = []       # how long the timed steps took
+        self.compiled_s: list[float] = []  # how long the timed steps took
         self.ordinary_s: list[float] = []
-        self.verdict = ''                       # what that comparison said
-        if not (hasattr(dynamo.config, 'trace_autograd_ops') and hasattr(dynamo.eval_frame, 'set_eval_frame')):
+        self.verdict = ''  # what that comparison said
+        if not (
+            hasattr(dynamo.config, 'trace_autograd_ops')
+            and hasattr(dynamo.eval_frame, 'set_eval_frame')
+        ):
             self.given_up = f'torch {torch.__version__} cannot compile a whole step'
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WholeStep:
         return WholeStep(memo.get(id(self.learn), self.learn), self.options)
 
     def __call__(self) -> None:
-        if not self.learn.training or self.given_up: self._ordinary()
-        elif not self._fits(): self._ordinary_then_plan()
-        elif self.verdict: self._compiled()
-        else: self._timed()
+        if not self.learn.training or self.given_up:
+            self._ordinary()
+        elif not self._fits():
+            self._ordinary_then_plan()
+        elif self.verdict:
+            self._compiled()
+        else:
+            self._timed()
 
-    def _ordinary(self) -> None: type(self.learn)._do_one_batch(self.learn)
+    def _ordinary(self) -> None:
+        type(self.learn)._do_one_batch(self.learn)
 
     def _ordinary_then_plan(self) -> None:
         "Run the ordinary step, and see whether the next one may be compiled."
         self._ordinary()
-        if self.plan or self._is_blocked() or (self.refused and self.learn.iter): return
-        self.refused = list(refusals(self.learn))  # that may have changed in the next epoch, and is asked again then
-        if not self.refused: self.plan = Plan(self.learn)
+        if self.plan or self._is_blocked() or (self.refused and self.learn.iter):
+            return
+        self.refused = list(
+            refusals(self.learn)
+        )  # that may have changed in the next epoch, and is asked again then
+        if not self.refused:
+            self.plan = Plan(self.learn)
 
-    # -- may it run? ---------------------------------------------------------------------------------------------------
+    # -- may it run? -------------------------------------------------------------------------------
 
     def _fits(self) -> bool:
         "Tell whether the compiled step may do this batch; forget a plan that holds no more."
         plan, learn = self.plan, self.learn
-        if plan is None or self._is_blocked(): return False
-        starts = not learn.iter  # before each epoch, look also at what is not worth it before each batch
+        if plan is None or self._is_blocked():
+            return False
+        starts = (
+            not learn.iter
+        )  # before each epoch, look also at what is not worth it before each batch
         if not plan.holds(learn) or ((plan.has_new_hooks() or starts) and any(refusals(learn))):
             self.plan = None
             return False
-        if starts or plan.n_steps != learn.opt.n_steps: self.plan = Plan(learn, plan)  # other steps came between
+        if starts or plan.n_steps != learn.opt.n_steps:
+            self.plan = Plan(learn, plan)  # other steps came between
         return self.any_shape or self._has_usual_shape()
 
     def _is_blocked(self) -> bool:
         "Tell whether handlers, or other things that come and go, need the ordinary step now."
         learn = self.learn
         table = learn.callbacks.tables[True]
-        entries: list[Entry] | None = table.get('whole step')  # the table forgets it, as all else, on a change
-        if entries is None: entries = table['whole step'] = [entry for e in STEP_EVENTS for entry in table[e]]
+        entries: list[Entry] | None = table.get(
+            'whole step'
+        )  # the table forgets it, as all else, on a change
+        if entries is None:
+            entries = table['whole step'] = [entry for e in STEP_EVENTS for entry in table[e]]
         for _, switch, _ in entries:
-            if switch: return True
-        return bool(learn.microbatch) or (learn.run.device is not None and is_autocast_enabled(learn.run.device.type))
+            if switch:
+                return True
+        return bool(learn.microbatch) or (
+            learn.run.device is not None and is_autocast_enabled(learn.run.device.type)
+        )
 
     def _blocking(self) -> Iterator[str]:
         "Name what `_is_blocked` finds."
         learn = self.learn
         for e in STEP_EVENTS:
             for _, switch, cb in learn.callbacks.tables[True][e]:
-                if switch: yield f'{type(cb).__name__}.{e} has to be called'
-        if learn.microbatch: yield 'batches are cut into microbatches'
-        if learn.run.device is not None and is_autocast_enabled(learn.run.device.type): yield 'autocast is active'
+                if switch:
+                    yield f'{type(cb).__name__}.{e} has to be called'
+        if learn.microbatch:
+            yield 'batches are cut into microbatches'
+        if learn.run.device is not None and is_autocast_enabled(learn.run.device.type):
+            yield 'autocast is active'
 
     def _has_usual_shape(self) -> bool:
         learn = self.learn
         shapes = [t.shape if type(t) is Tensor else describe(t) for t in (*learn.xb, *learn.yb)]
-        if not self.shapes: self.shapes = shapes
+        if not self.shapes:
+            self.shapes = shapes
         self.odd_in_a_row = 0 if shapes == self.shapes else self.odd_in_a_row + 1
-        if self.odd_in_a_row == ODD_IN_A_ROW: self.any_shape, self.verdict = True, ''
+        if self.odd_in_a_row == ODD_IN_A_ROW:
+            self.any_shape, self.verdict = True, ''
         return self.any_shape or not self.odd_in_a_row
 
     def explain(self) -> str:
         "Say which step runs, and why."
         if reasons := [self.given_up] if self.given_up else [*self._blocking(), *self.refused]:
             return f'The ordinary step runs: {"; ".join(reasons)}.'
-        if self.plan is None: return 'The ordinary step runs: compiling comes after the next training batch.'
-        if not self.verdict: return 'The compiled and the ordinary step take turns, to see which is faster.'
+        if self.plan is None:
+            return 'The ordinary step runs: compiling comes after the next training batch.'
+        if not self.verdict:
+            return 'The compiled and the ordinary step take turns, to see which is faster.'
         return f'The compiled step runs: {self.verdict}.'
 
-    # -- running it ----------------------------------------------------------------------------------------------------
+    # -- running it --------------------------------------------------------------------------------
 
     def _timed(self) -> None:
         "Run the compiled and the ordinary step in turn, and after some of each decide for the faster."
         compiled = len(self.compiled_s) <= len(self.ordinary_s)
         started = self._clock()
-        if compiled: self._compiled()
-        else: self._ordinary()
+        if compiled:
+            self._compiled()
+        else:
+            self._ordinary()
         (self.compiled_s if compiled else self.ordinary_s).append(self._clock() - started)
-        if len(self.ordinary_s) < TIMED or self.given_up: return
+        if len(self.ordinary_s) < TIMED or self.given_up:
+            return
         compiled_s, ordinary_s = min(self.compiled_s[1:]), min(self.ordinary_s)
         self.compiled_s, self.ordinary_s = [], []
         self.verdict = f'{duration(compiled_s)} against {duration(ordinary_s)}'
-        if compiled_s >= ordinary_s: self._give_up(f'the compiled one was not faster: {self.verdict}')
+        if compiled_s >= ordinary_s:
+            self._give_up(f'the compiled one was not faster: {self.verdict}')
 
     def _clock(self) -> float:
         "Return seconds: the processor's, which other processes do not disturb; with a GPU, once that is through."
-        if self.plan is None or self.plan.device.type != 'cuda': return process_time()
+        if self.plan is None or self.plan.device.type != 'cuda':
+            return process_time()
         torch.cuda.synchronize()
         return perf_counter()
 
@@ -189,14 +250,20 @@ class WholeStep:
         assert plan is not None  # `_fits` has seen to it
         plan.write_numbers()
         names = passed_names(learn.model, learn.xb)
-        try: out = self._call(learn.model, learn.loss_func, *plan.inputs, names, learn.xb, learn.yb)
-        except torch.OutOfMemoryError: raise
-        except Exception as e: error = text_of(e)
+        try:
+            out = self._call(learn.model, learn.loss_func, *plan.inputs, names, learn.xb, learn.yb)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as e:
+            error = text_of(e)
         if error:
             self._ordinary()  # raises what the model or the data is to blame for; if nothing, compiling is
             return self._retreat(error)
-        learn.pred, learn.loss_grad, learn.loss, parts = out if plan.device.type != 'cuda' else map(own_storage, out)
-        if parts: learn.total_loss(parts)
+        learn.pred, learn.loss_grad, learn.loss, parts = (
+            out if plan.device.type != 'cuda' else map(own_storage, out)
+        )
+        if parts:
+            learn.total_loss(parts)
         plan.count()
 
     def _call(self, *args: Any) -> Any:
@@ -206,22 +273,32 @@ class WholeStep:
         on, to run what is compiled and compile nothing. It checks the guards as ever; where they do not hold,
         `whole_step` runs as it is written, and that says so before it does anything.
         """
-        if self.compiled is None: self._make_code()
+        if self.compiled is None:
+            self._make_code()
         assert self.compiled is not None
         set_evaluator = self.dynamo.eval_frame.set_eval_frame
         before = set_evaluator(False)
-        try: return self.function(*args)
-        except NotCompiled: pass
-        finally: set_evaluator(before)
-        with self.dynamo.config.patch(trace_autograd_ops=True): return self.compiled(*args)
+        try:
+            return self.function(*args)
+        except NotCompiled:
+            pass
+        finally:
+            set_evaluator(before)
+        with self.dynamo.config.patch(trace_autograd_ops=True):
+            return self.compiled(*args)
 
     def _make_code(self) -> None:
         assert self.plan is not None
         options = {'fullgraph': True, **self.options}
         if options.get('backend', 'inductor') == 'inductor':
             from torch._inductor import list_mode_options
+
             on_gpu = self.plan.device.type == 'cuda'
-            chosen = {'fallback_random': True, 'triton.cudagraphs': on_gpu, 'cpp_wrapper': self.in_cpp and not on_gpu}
+            chosen = {
+                'fallback_random': True,
+                'triton.cudagraphs': on_gpu,
+                'cpp_wrapper': self.in_cpp and not on_gpu,
+            }
             chosen |= list_mode_options(options.pop('mode', None) or 'default')
             options['options'] = chosen | (options.get('options') or {})
         self.function = own_copy(whole_step)
@@ -230,10 +307,18 @@ class WholeStep:
     def _retreat(self, error: str) -> None:
         "Try the simpler way to call the kernels after the faster one, and then no more."
         if self.in_cpp and self.options.get('backend', 'inductor') == 'inductor':
-            self.in_cpp, self.compiled, self.compiled_s, self.ordinary_s, self.verdict = False, None, [], [], ''
-        else: self._give_up(error)
+            self.in_cpp, self.compiled, self.compiled_s, self.ordinary_s, self.verdict = (
+                False,
+                None,
+                [],
+                [],
+                '',
+            )
+        else:
+            self._give_up(error)
 
-    def _give_up(self, reason: str) -> None: self.given_up, self.plan, self.compiled = reason, None, None
+    def _give_up(self, reason: str) -> None:
+        self.given_up, self.plan, self.compiled = reason, None, None
 
 
 def refusals(learn: Any) -> Iterator[str]:
@@ -247,32 +332,45 @@ def refusals(learn: Any) -> Iterator[str]:
     devices = {str(p.device) for p in learn.opt.parameters() if p.requires_grad}
     if len(devices) != 1 or not devices.pop().startswith(('cpu', 'cuda')):
         yield 'what is trained is not all on one CPU or CUDA device'
-    if type(learn.opt).step is not OptimWrapper.step: yield f'{type(learn.opt).__name__} has its own `step`'
-    if len(learn.opt.optimizers) > 1: yield f'there are {len(learn.opt.optimizers)} optimizers'
+    if type(learn.opt).step is not OptimWrapper.step:
+        yield f'{type(learn.opt).__name__} has its own `step`'
+    if len(learn.opt.optimizers) > 1:
+        yield f'there are {len(learn.opt.optimizers)} optimizers'
     for opt in learn.opt.optimizers.values():
-        if type(opt) not in RULES: yield f'{type(opt).__name__} is none of {", ".join(c.__name__ for c in RULES)}'
-        elif any(has_tensor(g[o] for o in RULES[type(opt)].options) or g['differentiable'] for g in opt.param_groups):
+        if type(opt) not in RULES:
+            yield f'{type(opt).__name__} is none of {", ".join(c.__name__ for c in RULES)}'
+        elif any(
+            has_tensor(g[o] for o in RULES[type(opt)].options) or g['differentiable']
+            for g in opt.param_groups
+        ):
             yield f'a hyper-parameter of {type(opt).__name__} is a tensor'
     yield from hooked(learn)
 
 
 def hooked(learn: Any) -> Iterator[str]:
     "Name hooks, which a compiled step would skip, and parameters of a special kind, which have something like them."
-    if nn.modules.module._has_any_global_hook(): yield 'there are hooks on every module'
-    if _global_optimizer_pre_hooks or _global_optimizer_post_hooks: yield 'there are hooks on every optimizer'
+    if nn.modules.module._has_any_global_hook():
+        yield 'there are hooks on every module'
+    if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+        yield 'there are hooks on every optimizer'
     for opt in (learn.opt, *learn.opt.optimizers.values()):
-        if 'step' in vars(opt) and not hasattr(opt.step, '_wrapped_by_lr_sched'): yield 'the optimizer has another step'
+        if 'step' in vars(opt) and not hasattr(opt.step, '_wrapped_by_lr_sched'):
+            yield 'the optimizer has another step'
     for opt in learn.opt.optimizers.values():
-        if opt._optimizer_step_pre_hooks or opt._optimizer_step_post_hooks: yield f'{type(opt).__name__} has step hooks'
+        if opt._optimizer_step_pre_hooks or opt._optimizer_step_post_hooks:
+            yield f'{type(opt).__name__} has step hooks'
     for root in (m for m in (learn.model, learn.loss_func) if isinstance(m, nn.Module)):
         for name, m in root.named_modules():
-            if any(getattr(m, hooks) for hooks in MODULE_HOOKS): yield f'module {name or type(m).__name__} has hooks'
+            if any(getattr(m, hooks) for hooks in MODULE_HOOKS):
+                yield f'module {name or type(m).__name__} has hooks'
     for name, p in learn.model.named_parameters():
-        if p._backward_hooks or p._post_accumulate_grad_hooks: yield f'parameter {name} has hooks'
-        if type(p) is not nn.Parameter or p.is_complex(): yield f'parameter {name} is a {type(p).__name__} of {p.dtype}'
+        if p._backward_hooks or p._post_accumulate_grad_hooks:
+            yield f'parameter {name} has hooks'
+        if type(p) is not nn.Parameter or p.is_complex():
+            yield f'parameter {name} is a {type(p).__name__} of {p.dtype}'
 
 
-# ---------------------------------------------------------------------------------------------------------- small parts
+# -------------------------------------------------------------------------------------- small parts
 
 _numbering = count()
 
@@ -288,13 +386,17 @@ def caller_of(model: nn.Module) -> Any:
 
     `model.compile()` gives torch a function of torch.nn, which it compiles only from the first function on that is not:
     of an `nn.Sequential` of torch's layers nothing at all."""
-    def call_model(*args: Any, **kwargs: Any) -> Any: return model._call_impl(*args, **kwargs)
+
+    def call_model(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)
+
     return own_copy(call_model)
 
 
 def own_storage(o: Any) -> Any:
     "Copy a tensor that the next replay of a CUDA graph would overwrite."
-    if isinstance(o, dict): return {k: own_storage(v) for k, v in o.items()}
+    if isinstance(o, dict):
+        return {k: own_storage(v) for k, v in o.items()}
     return o.clone() if isinstance(o, Tensor) else o
 
 

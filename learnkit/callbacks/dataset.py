@@ -1,4 +1,5 @@
 """What is trained on what: the parameters by module, and sizes, shapes and values of the data."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -22,15 +23,25 @@ from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.data.dataloaders import evaluation_loaders, n_batches
 from learnkit.engine.callback import Callback
 
-__all__ = ['Count', 'DatasetStats', 'ParamCount', 'count_parameters', 'loader_stats', 'n_samples', 'undisturbed_loader']
+__all__ = [
+    'Count',
+    'DatasetStats',
+    'ParamCount',
+    'count_parameters',
+    'loader_stats',
+    'n_samples',
+    'undisturbed_loader',
+]
 
 MANY_CLASSES = 1000  # whole numbers of more kinds are no classes
 
 
-# ---------------------------------------------------------------------------------------------------------- parameters
+# --------------------------------------------------------------------------------------- parameters
+
 
 class Count(NamedTuple):
     "How many numbers there are in parameters, and how many of them are trained."
+
     total: int
     trainable: int
 
@@ -53,9 +64,15 @@ def count_parameters(model: nn.Module) -> dict[str, Count]:
         return Count(sum(p.numel() for p in new), sum(p.numel() for p in new if p.requires_grad))
 
     parts = {'(model)': count(model.parameters(recurse=False))}
-    for name, child in model.named_children(): parts[name] = count(child.parameters())
+    for name, child in model.named_children():
+        parts[name] = count(child.parameters())
     parts = {name: part for name, part in parts.items() if part.total}
-    return {'total': Count(*(sum(ns) for ns in zip(*parts.values(), strict=True))) if parts else Count(0, 0), **parts}
+    return {
+        'total': Count(*(sum(ns) for ns in zip(*parts.values(), strict=True)))
+        if parts
+        else Count(0, 0),
+        **parts,
+    }
 
 
 class ParamCount(Callback):
@@ -72,33 +89,44 @@ class ParamCount(Callback):
     total             2          2
     (model)           2          2
     """
+
     observer, order, remove_on_find, remove_on_fetch = True, 60, True, True
 
     def __init__(
         self,
-        verbose: bool = False,   # print the table too, when it has changed
+        verbose: bool = False,  # print the table too, when it has changed
     ) -> None:
         self.verbose = verbose
         self.counts: dict[str, Count] = {}
 
     def before_fit(self) -> None:
         "Count."
-        if not self.learn.fitting: return
+        if not self.learn.fitting:
+            return
         before, self.counts = self.counts, count_parameters(self.learn.model)
-        if self.verbose and before != self.counts: say(self, self.table())
+        if self.verbose and before != self.counts:
+            say(self, self.table())
 
     def configuration(self) -> dict[str, Any]:
         "Return what loggers write: the counts by name."
-        rows = {('parameters' if name == 'total' else f'parameters/{name}'): c for name, c in self.counts.items()}
+        rows = {
+            ('parameters' if name == 'total' else f'parameters/{name}'): c
+            for name, c in self.counts.items()
+        }
         return {f'{name}/{kind}': n for name, c in rows.items() for kind, n in c._asdict().items()}
 
     def table(self) -> str:
         "Return the counts as text, a row a module."
-        return _table([('Module', 'Parameters', 'Trainable'),
-                       *((name, f'{c.total:,}', f'{c.trainable:,}') for name, c in self.counts.items())])
+        return _table(
+            [
+                ('Module', 'Parameters', 'Trainable'),
+                *((name, f'{c.total:,}', f'{c.trainable:,}') for name, c in self.counts.items()),
+            ]
+        )
 
 
-# ---------------------------------------------------------------------------------------------------------------- data
+# --------------------------------------------------------------------------------------------- data
+
 
 class DatasetStats(Callback):
     """Look at the data before the first training: sizes, shapes, types, and what the values are like.
@@ -119,12 +147,13 @@ class DatasetStats(Callback):
     >>> stats['samples'], stats['batches'], stats['seen'], stats['entries']['input']['shape']
     (160, 10, 128, (1,))
     """
+
     observer, order, remove_on_find, remove_on_fetch = True, 60, True, True
 
     def __init__(
         self,
-        n: int = 8,               # batches to look at of each loader
-        verbose: bool = False,    # print the table too
+        n: int = 8,  # batches to look at of each loader
+        verbose: bool = False,  # print the table too
     ) -> None:
         if not isinstance(n, int) or isinstance(n, bool) or n < 0:
             raise OptionError(f'n={n!r}: give a number of batches, 0 or more.')
@@ -135,11 +164,13 @@ class DatasetStats(Callback):
     def before_fit(self) -> None:
         "Look, unless these loaders were looked at before."
         dls = self.learn.dls
-        if not self.learn.fitting or self._looked_at is dls: return
+        if not self.learn.fitting or self._looked_at is dls:
+            return
         loaders = [('train', dls.train), *evaluation_loaders(dls)]
         self.stats = {name: loader_stats(dl, self.n, form_of(dls, name)) for name, dl in loaders}
         self._looked_at = dls
-        if self.verbose: say(self, self.table())
+        if self.verbose:
+            say(self, self.table())
 
     def configuration(self) -> dict[str, Any]:
         "Return what loggers write: every number and shape by name."
@@ -147,8 +178,10 @@ class DatasetStats(Callback):
         for name, s in self.stats.items():
             flat |= {f'data/{name}/{k}': v for k, v in s.items() if k != 'entries'}
             for entry, values in s['entries'].items():
-                flat |= {f'data/{name}/{entry}/{k}': str(v) if k in ('shape', 'classes') else v
-                         for k, v in values.items()}
+                flat |= {
+                    f'data/{name}/{entry}/{k}': str(v) if k in ('shape', 'classes') else v
+                    for k, v in values.items()
+                }
         return flat
 
     def table(self) -> str:
@@ -158,13 +191,21 @@ class DatasetStats(Callback):
             sizes = (name, *('?' if s[k] is None else f'{s[k]:,}' for k in ('samples', 'batches')))
             for i, (entry, e) in enumerate((s['entries'] or {'': {}}).items()):
                 shape = ' x '.join(map(str, e.get('shape', ()))) or ('scalar' if e else '')
-                rows.append((*(sizes if not i else ('', '', '')), entry, shape, e.get('dtype', ''), _values(e)))
+                rows.append(
+                    (
+                        *(sizes if not i else ('', '', '')),
+                        entry,
+                        shape,
+                        e.get('dtype', ''),
+                        _values(e),
+                    )
+                )
         return _table(rows, left=(0, 3, 4, 5, 6))
 
 
 def loader_stats(
-    dl: Any,                     # a loader
-    n: int = 8,                  # batches to look at
+    dl: Any,  # a loader
+    n: int = 8,  # batches to look at
     form: BatchForm | None = None,  # splits a batch; None: the last entry of a tuple is the target
 ) -> dict[str, Any]:
     """Return sizes of a loader, and shapes, types and values of its first batches, as `DatasetStats` says.
@@ -181,28 +222,41 @@ def loader_stats(
     for batch in batches:
         xb, yb = form.split(batch, predicting=True)
         for name, part in (('input', xb), ('target', yb)):
-            for path, t in _tensors(name, part[0] if len(part) == 1 else part): entries.setdefault(path, []).append(t)
-    return {'samples': n_samples(dl), 'batches': n_batches(dl),
-            'batch_size': getattr(dl, 'bs', getattr(dl, 'batch_size', None)),
-            'seen': sum(samples_in(b, form) for b in batches),
-            'entries': {path: _describe(ts) for path, ts in entries.items()}}
+            for path, t in _tensors(name, part[0] if len(part) == 1 else part):
+                entries.setdefault(path, []).append(t)
+    return {
+        'samples': n_samples(dl),
+        'batches': n_batches(dl),
+        'batch_size': getattr(dl, 'bs', getattr(dl, 'batch_size', None)),
+        'seen': sum(samples_in(b, form) for b in batches),
+        'entries': {path: _describe(ts) for path, ts in entries.items()},
+    }
 
 
 def samples_in(batch: Any, form: BatchForm | None = None) -> int:
     "Return the number of samples of a loader's batch, 0 where it cannot be counted."
-    try: return find_bs(*(form or BatchForm()).split(batch, predicting=True))
-    except BatchError: return 0
+    try:
+        return find_bs(*(form or BatchForm()).split(batch, predicting=True))
+    except BatchError:
+        return 0
 
 
 def n_samples(dl: Any) -> int | None:
     "Return how many samples a loader gives, None where it does not know; what is dropped at the end does not count."
     n, bs = n_batches(dl), getattr(dl, 'bs', getattr(dl, 'batch_size', None))
-    if isinstance(dl, (list, tuple)): return sum(map(samples_in, dl))
-    if n is not None and getattr(dl, 'drop_last', False) and isinstance(bs, int): return n * bs
-    for source in (getattr(dl, 'sampler', None), dl.__dict__.get('n') if hasattr(dl, '__dict__') else None,
-                   getattr(dl, 'dataset', None)):
-        if isinstance(source, int): return source
-        if (size := n_batches(source)) is not None: return size
+    if isinstance(dl, (list, tuple)):
+        return sum(map(samples_in, dl))
+    if n is not None and getattr(dl, 'drop_last', False) and isinstance(bs, int):
+        return n * bs
+    for source in (
+        getattr(dl, 'sampler', None),
+        dl.__dict__.get('n') if hasattr(dl, '__dict__') else None,
+        getattr(dl, 'dataset', None),
+    ):
+        if isinstance(source, int):
+            return source
+        if (size := n_batches(source)) is not None:
+            return size
     return None
 
 
@@ -214,7 +268,8 @@ def undisturbed_loader(dl: Any) -> Iterator[None]:
     with ExitStack() as contexts:
         for context in (preserved_rng(), preserved_generators(dl), _without_workers_left(dl)):
             contexts.enter_context(context)
-        try: yield
+        try:
+            yield
         finally:
             if state is not None:
                 rng.setstate(state)
@@ -223,39 +278,62 @@ def undisturbed_loader(dl: Any) -> Iterator[None]:
 
 def _tensors(name: str, o: Any) -> Iterator[tuple[str, Tensor]]:
     "Yield the tensors of a nested structure, each with its path."
-    if isinstance(o, np.ndarray) and o.dtype.kind in 'biuf': o = torch.as_tensor(o)
-    if isinstance(o, Tensor): yield name, o
+    if isinstance(o, np.ndarray) and o.dtype.kind in 'biuf':
+        o = torch.as_tensor(o)
+    if isinstance(o, Tensor):
+        yield name, o
     elif dataclasses.is_dataclass(o) and not isinstance(o, type):
-        for f in dataclasses.fields(o): yield from _tensors(f'{name}/{f.name}', getattr(o, f.name))
+        for f in dataclasses.fields(o):
+            yield from _tensors(f'{name}/{f.name}', getattr(o, f.name))
     else:
-        items = o.items() if isinstance(o, Mapping) else enumerate(o) if isinstance(o, (tuple, list)) else ()
-        for key, value in items: yield from _tensors(f'{name}/{key}', value)
+        items = (
+            o.items()
+            if isinstance(o, Mapping)
+            else enumerate(o)
+            if isinstance(o, (tuple, list))
+            else ()
+        )
+        for key, value in items:
+            yield from _tensors(f'{name}/{key}', value)
 
 
 def _describe(ts: list[Tensor]) -> dict[str, Any]:
     "Describe the same entry of several batches."
     first, shapes = ts[0], {t.shape[1:] for t in ts}
-    shape = tuple(first.shape[1:]) if len(shapes) == 1 else tuple(
-        n.pop() if len(n) == 1 else '*' for n in map(set, zip(*shapes, strict=False)))
+    shape = (
+        tuple(first.shape[1:])
+        if len(shapes) == 1
+        else tuple(n.pop() if len(n) == 1 else '*' for n in map(set, zip(*shapes, strict=False)))
+    )
     described = {'shape': shape, 'dtype': str(first.dtype).removeprefix('torch.')}
     values = torch.cat([t.detach().reshape(-1) for t in ts])
     whole = not values.is_floating_point() and not values.is_complex()
     if whole and all(t.ndim == 1 or t[:1].numel() == 1 for t in ts):
         counts = Counter(values.tolist())
-        if len(counts) <= MANY_CLASSES: return {**described, 'classes': dict(sorted(counts.items()))}
+        if len(counts) <= MANY_CLASSES:
+            return {**described, 'classes': dict(sorted(counts.items()))}
     return {**described, **_moments(values)}
 
 
 def _moments(values: Tensor) -> dict[str, float]:
-    if not values.numel() or values.is_complex(): return {}
+    if not values.numel() or values.is_complex():
+        return {}
     values = values.to('cpu', torch.float64)
-    return {'mean': values.mean().item(), 'std': values.std(correction=0).item(),
-            'min': values.min().item(), 'max': values.max().item()}
+    return {
+        'mean': values.mean().item(),
+        'std': values.std(correction=0).item(),
+        'min': values.min().item(),
+        'max': values.max().item(),
+    }
 
 
 def _values(entry: dict[str, Any]) -> str:
-    if 'mean' in entry: return f'{entry["mean"]:.4g} +- {entry["std"]:.4g} in {entry["min"]:.4g} .. {entry["max"]:.4g}'
-    if not (classes := entry.get('classes')): return ''
+    if 'mean' in entry:
+        return (
+            f'{entry["mean"]:.4g} +- {entry["std"]:.4g} in {entry["min"]:.4g} .. {entry["max"]:.4g}'
+        )
+    if not (classes := entry.get('classes')):
+        return ''
     shown = ', '.join(f'{c}: {n}' for c, n in list(classes.items())[:10])
     return f'{len(classes)} classes ({shown}{", ..." if len(classes) > 10 else ""})'
 
@@ -263,5 +341,10 @@ def _values(entry: dict[str, Any]) -> str:
 def _table(rows: Sequence[tuple[str, ...]], left: tuple[int, ...] = (0,)) -> str:
     "Align columns: those of text to the left, numbers to the right."
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return '\n'.join('  '.join(cell.ljust(w) if i in left else cell.rjust(w)
-                               for i, (cell, w) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows)
+    return '\n'.join(
+        '  '.join(
+            cell.ljust(w) if i in left else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )

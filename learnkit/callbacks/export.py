@@ -1,4 +1,5 @@
 """Models in and out of a fit: weights that are loaded at an event, programs for serving that are written at its end."""
+
 from __future__ import annotations
 
 import logging
@@ -45,9 +46,9 @@ __all__ = ['ExportForInference', 'LoadWeights']
 FORMATS = {'torch.export': '.pt2', 'onnx': '.onnx'}
 ONNX = ('onnx', 'onnxscript', 'onnxruntime')
 SIZES = (1, 3)  # samples in the batches that a program is tried on
-OF_A_FIT = EVENTS[EVENTS.index('before_fit'):EVENTS.index('after_fit') + 1]
+OF_A_FIT = EVENTS[EVENTS.index('before_fit') : EVENTS.index('after_fit') + 1]
 
-Case = tuple[tuple[Any, ...], dict[str, Any], Any]             # positional and named inputs, and the output
+Case = tuple[tuple[Any, ...], dict[str, Any], Any]  # positional and named inputs, and the output
 Runner = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -62,32 +63,40 @@ class LoadWeights(Callback):
     >>> LoadWeights('pretrained', at='before_epoch')
     LoadWeights(file='pretrained', at='before_epoch')
     """
+
     order, remove_on_find, remove_on_fetch = -8, True, True
 
     def __init__(
         self,
-        file: str | Path,               # a name below `path/model_dir`, or an absolute path; or a checkpoint's
-        at: str = 'before_fit',         # the event
+        file: str | Path,  # a name below `path/model_dir`, or an absolute path; or a checkpoint's
+        at: str = 'before_fit',  # the event
         with_opt: bool | None = False,  # load the optimizer's state too; None: when the file has it
-        strict: bool = True,            # False: take what fits by name
+        strict: bool = True,  # False: take what fits by name
     ) -> None:
         file_path(file, Path())
         self.file, self.at = file, canonical_event(at, where='LoadWeights')
         if self.at not in OF_A_FIT:
-            raise OptionError(f'LoadWeights(at={at!r}): weights are loaded in a fit, and this event is not one of its '
-                              "own. Give one from 'before_fit' to 'after_fit', or call `learn.load`.")
+            raise OptionError(
+                f'LoadWeights(at={at!r}): weights are loaded in a fit, and this event is not one of its '
+                "own. Give one from 'before_fit' to 'after_fit', or call `learn.load`."
+            )
         self.with_opt, self.strict = with_opt, strict
-        if self.at != 'before_fit': self.__dict__[self.at] = partial(self._load)
+        if self.at != 'before_fit':
+            self.__dict__[self.at] = partial(self._load)
 
     def before_fit(self) -> None:
         "See that the file is there, and load it if this is the event."
-        if not self.learn.fitting or (self.learn.resumed and self.at == 'before_fit'): return
+        if not self.learn.fitting or (self.learn.resumed and self.at == 'before_fit'):
+            return
         path = find_weights_path(self.learn, self.file, to_read=True)
-        if not path.is_file(): raise WeightsError(f'LoadWeights: there is no file {path}.')
-        if self.at == 'before_fit': self._load()
+        if not path.is_file():
+            raise WeightsError(f'LoadWeights: there is no file {path}.')
+        if self.at == 'before_fit':
+            self._load()
 
     def _load(self) -> None:
-        if not self.learn.fitting or self.learn.resumed: return
+        if not self.learn.fitting or self.learn.resumed:
+            return
         self.learn.load(self.file, with_opt=self.with_opt, strict=self.strict)
 
 
@@ -112,6 +121,7 @@ class ExportForInference(Callback):
     ...     print([path.name for path in learn.export_for_inference.files])
     ['line.pt2']
     """
+
     # after loggers, and after what loads the best weights
     order, remove_on_find, remove_on_fetch = 110, True, True
     needs_whole_weights = True
@@ -119,41 +129,53 @@ class ExportForInference(Callback):
 
     def __init__(
         self,
-        fname: str | Path = 'export',                         # a name below `learn.path`, or an absolute path
-        formats: str | tuple[str, ...] = ('torch.export',),   # of 'torch.export' and 'onnx'
-        act: Callable[[Any], Any] | None = None,              # applied to the outputs, a softmax for example
-        sample: Any = None,                                   # inputs; None: of the first batch of the data
+        fname: str | Path = 'export',  # a name below `learn.path`, or an absolute path
+        formats: str | tuple[str, ...] = ('torch.export',),  # of 'torch.export' and 'onnx'
+        act: Callable[[Any], Any] | None = None,  # applied to the outputs, a softmax for example
+        sample: Any = None,  # inputs; None: of the first batch of the data
     ) -> None:
         self.formats = (formats,) if isinstance(formats, str) else tuple(formats)
         for f in self.formats or (None,):
             if f not in FORMATS:
-                raise OptionError(f'formats={formats!r}: give one or more of {tuple(FORMATS)}.'
-                                  f'{did_you_mean(str(f), FORMATS)}')
+                raise OptionError(
+                    f'formats={formats!r}: give one or more of {tuple(FORMATS)}.'
+                    f'{did_you_mean(str(f), FORMATS)}'
+                )
         file_path(fname, Path(), suffix='')
         self.fname, self.act, self.sample, self.files = fname, act, sample, []
-        self._tried: Any = None   # the model that is known to let itself be exported
-        self._has_begun = False   # whether a fit is under way that was not cancelled before it began
+        self._tried: Any = None  # the model that is known to let itself be exported
+        self._has_begun = False  # whether a fit is under way that was not cancelled before it began
 
     def before_fit(self) -> None:
         "See that the export will work."
         learn = self.learn
-        if not learn.fitting: return
+        if not learn.fitting:
+            return
         if mesh_of(learn.model) is not None:
-            raise DistributedError("ExportForInference: with strategy 'fsdp' every process has a part of the model. "
-                                   'Leave it out, and call `learn.export(...)` once `learn.distributed(...)` has '
-                                   "ended; or use strategy 'ddp'.")
-        if learn.world.is_first: self._check()
+            raise DistributedError(
+                "ExportForInference: with strategy 'fsdp' every process has a part of the model. "
+                'Leave it out, and call `learn.export(...)` once `learn.distributed(...)` has '
+                "ended; or use strategy 'ddp'."
+            )
+        if learn.world.is_first:
+            self._check()
         self._has_begun = True
 
     def _check(self) -> None:
         learn = self.learn
         for path in self._paths().values():
-            try: check_writable(path)
-            except OSError as e: raise OptionError(f'{path} cannot be written: {e}.') from None
+            try:
+                check_writable(path)
+            except OSError as e:
+                raise OptionError(f'{path} cannot be written: {e}.') from None
         if 'onnx' in self.formats and (missing := [p for p in ONNX if find_spec(p) is None]):
-            raise MissingExtraError(f'Exporting to ONNX needs {", ".join(missing)}: pip install "learnkit[onnx]"')
-        if self._tried is learn.model: return
-        with preserved_rng(), _evaluated(learn.model) as m: program_of(m, *two_rows(self._inputs()), self.act)
+            raise MissingExtraError(
+                f'Exporting to ONNX needs {", ".join(missing)}: pip install "learnkit[onnx]"'
+            )
+        if self._tried is learn.model:
+            return
+        with preserved_rng(), _evaluated(learn.model) as m:
+            program_of(m, *two_rows(self._inputs()), self.act)
         self._tried = learn.model
 
     def before_train(self) -> None:
@@ -163,13 +185,16 @@ class ExportForInference(Callback):
     def after_fit(self) -> None:
         "Export, compare what was written with the model, and put it in its place."
         learn = self.learn
-        if not (learn.fitting and learn.world.is_first and self._has_begun): return
+        if not (learn.fitting and learn.world.is_first and self._has_begun):
+            return
         with preserved_rng(), tempfile.TemporaryDirectory() as folder:
-            written = {'torch.export': learn.export(Path(folder)/'model.pt2', self.act, self._inputs())}
+            written = {
+                'torch.export': learn.export(Path(folder) / 'model.pt2', self.act, self._inputs())
+            }
             program, cases = _loaded(written['torch.export']), self._cases()
             _compare('torch.export', lambda args, kwargs: program.module()(*args, **kwargs), cases)
             if 'onnx' in self.formats:
-                written['onnx'] = _write_onnx(program, Path(folder)/'model.onnx')
+                written['onnx'] = _write_onnx(program, Path(folder) / 'model.onnx')
                 _compare('onnx', _onnx_runner(written['onnx']), cases)
             self.files = [_put(written[f], path) for f, path in self._paths().items()]
 
@@ -180,11 +205,13 @@ class ExportForInference(Callback):
     def _paths(self) -> dict[str, Path]:
         "Return the files by their formats."
         stem = str(self.fname)
-        for suffix in FORMATS.values(): stem = stem.removesuffix(suffix)
+        for suffix in FORMATS.values():
+            stem = stem.removesuffix(suffix)
         return {f: file_path(stem, self.learn.path, FORMATS[f]) for f in self.formats}
 
     def _inputs(self) -> tuple[Any, ...]:
-        if self.sample is None: return sample_inputs(self.learn.dls)
+        if self.sample is None:
+            return sample_inputs(self.learn.dls)
         return self.sample if isinstance(self.sample, tuple) else (self.sample,)
 
     def _cases(self) -> list[Case]:
@@ -194,9 +221,14 @@ class ExportForInference(Callback):
             for size in SIZES:
                 x = _rows(xb, size)
                 names = passed_names(model, x)
-                kwargs = {k: x[0][k] if isinstance(x[0], Mapping) else getattr(x[0], k) for k in names or ()}
+                kwargs = {
+                    k: x[0][k] if isinstance(x[0], Mapping) else getattr(x[0], k)
+                    for k in names or ()
+                }
                 out = apply_model(model, x)
-                cases.append((() if names else x, kwargs, out if self.act is None else self.act(out)))
+                cases.append(
+                    (() if names else x, kwargs, out if self.act is None else self.act(out))
+                )
         return cases
 
 
@@ -205,20 +237,27 @@ def _evaluated(model: nn.Module) -> Iterator[nn.Module]:
     "Yield the model, or a copy of it on the CPU, in evaluation mode; modes are put back."
     model = on_cpu(bare_model(model))
     modes = [(m, m.training) for m in model.modules()]
-    try: yield model.eval()
+    try:
+        yield model.eval()
     finally:
-        for m, mode in modes: m.training = mode
+        for m, mode in modes:
+            m.training = mode
 
 
 def _rows(xb: tuple[Any, ...], size: int) -> tuple[Any, ...]:
     "Return so many samples of a batch, over again from the first one where it has less."
     n = count_stacked(xb)
     idx = torch.arange(size) % n
-    return tuple(map_tensors(xb, lambda t: t.detach().cpu()[idx] if t.ndim and len(t) == n else t.detach().cpu()))
+    return tuple(
+        map_tensors(
+            xb, lambda t: t.detach().cpu()[idx] if t.ndim and len(t) == n else t.detach().cpu()
+        )
+    )
 
 
 def _loaded(path: Path) -> Any:
-    with path.open('rb') as f: return torch.export.load(f)
+    with path.open('rb') as f:
+        return torch.export.load(f)
 
 
 def _write_onnx(program: Any, path: Path) -> Path:
@@ -228,7 +267,8 @@ def _write_onnx(program: Any, path: Path) -> Path:
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')  # torch's own, about torch
             onnx: Any = torch.onnx.export(program, dynamo=True, verbose=False)
-    finally: log.level = level
+    finally:
+        log.level = level
     onnx.save(path)
     return path
 
@@ -236,12 +276,14 @@ def _write_onnx(program: Any, path: Path) -> Path:
 def _onnx_runner(path: Path) -> Runner:
     "Return a function that runs an ONNX file on the CPU."
     from onnxruntime import InferenceSession
+
     session = InferenceSession(str(path), providers=['CPUExecutionProvider'])
     names = [i.name for i in session.get_inputs()]
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = [t.numpy() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         return [torch.as_tensor(o) for o in session.run(None, dict(zip(names, given, strict=True)))]
+
     return run
 
 
@@ -253,10 +295,13 @@ def _compare(what: str, run: Runner, cases: list[Case]) -> None:
             want = [t for t in tree_leaves(expected) if isinstance(t, Tensor)]
             torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4, equal_nan=True)
         except Exception as e:
-            raise ModelError(f'What {what} wrote does not compute what the model does, on {describe(args or kwargs)}: '
-                             f'{e} Nothing was kept.') from e
+            raise ModelError(
+                f'What {what} wrote does not compute what the model does, on {describe(args or kwargs)}: '
+                f'{e} Nothing was kept.'
+            ) from e
 
 
 def _put(source: Path, path: Path) -> Path:
-    with atomic_write(path) as tmp: shutil.copyfile(source, tmp)
+    with atomic_write(path) as tmp:
+        shutil.copyfile(source, tmp)
     return path

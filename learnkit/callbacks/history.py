@@ -1,4 +1,5 @@
 """The rows of a training: one an epoch."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -19,17 +20,27 @@ class History(list[dict[str, Any]]):
     """
 
     def __getitem__(self, i: Any) -> Any:
-        if self or isinstance(i, slice): return super().__getitem__(i)
-        raise IndexError('There is no row yet. The Recorder writes that of an epoch at its end (`order` 50): a '
-                         'callback that reads it in after_epoch needs `order = 60`.')
+        if self or isinstance(i, slice):
+            return super().__getitem__(i)
+        raise IndexError(
+            'There is no row yet. The Recorder writes that of an epoch at its end (`order` 50): a '
+            'callback that reads it in after_epoch needs `order = 60`.'
+        )
 
     def to_pandas(self) -> Any:
         "Return the history as a pandas DataFrame, one row an epoch."
         import pandas as pd
+
         return pd.DataFrame(list(self))
 
     @never_raising
     def _repr_html_(self) -> str:
         names = list(dict.fromkeys(name for row in self for name in row))
-        rows = [row | {'time': format_seconds(row['time'])} if 'time' in row else row for row in self]
-        return table(names, [[row.get(name) for name in names] for row in rows]) if self else 'no epoch yet'
+        rows = [
+            row | {'time': format_seconds(row['time'])} if 'time' in row else row for row in self
+        ]
+        return (
+            table(names, [[row.get(name) for name in names] for row in rows])
+            if self
+            else 'no epoch yet'
+        )

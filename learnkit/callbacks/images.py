@@ -1,4 +1,5 @@
 """Pictures of what goes into a model and what comes out, for the loggers and for looking at."""
+
 from __future__ import annotations
 
 from colorsys import hsv_to_rgb
@@ -39,21 +40,29 @@ class ImageVisualizer(Periodic):
     >>> ImageVisualizer(every='1ep', mode='segment').every
     Time('1ep')
     """
+
     order, run_valid, remove_on_find, remove_on_fetch = 100, True, True, True
 
     def __init__(
         self,
-        every: str | int | Time = '100ba',   # the interval of training images; a plain number counts batches
-        n: int = 8,                          # how many images of a batch
-        mode: str = 'input',                 # 'input', 'output' or 'segment'
+        every: str
+        | int
+        | Time = '100ba',  # the interval of training images; a plain number counts batches
+        n: int = 8,  # how many images of a batch
+        mode: str = 'input',  # 'input', 'output' or 'segment'
     ) -> None:
         super().__init__(as_time(every, 'ba'))
-        if self.every.unit == 'iter': raise TimeError(f'every={str(every)!r}: give ba, st, sp, tok, sec, dur or ep.')
-        if mode not in MODES: raise OptionError(f'mode={mode!r}: give one of {MODES}.{did_you_mean(str(mode), MODES)}')
-        if not isinstance(n, int) or isinstance(n, bool) or n < 1: raise OptionError(f'n={n!r}: give 1 or more.')
+        if self.every.unit == 'iter':
+            raise TimeError(f'every={str(every)!r}: give ba, st, sp, tok, sec, dur or ep.')
+        if mode not in MODES:
+            raise OptionError(
+                f'mode={mode!r}: give one of {MODES}.{did_you_mean(str(mode), MODES)}'
+            )
+        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+            raise OptionError(f'n={n!r}: give 1 or more.')
         self.n, self.mode = n, mode
-        self.images: dict[str, Tensor] = {}     # the last ones, by name
-        self._wanted = True                     # the next training batch is to be shown
+        self.images: dict[str, Tensor] = {}  # the last ones, by name
+        self._wanted = True  # the next training batch is to be shown
 
     def on_every(self) -> None:
         "Show the next training batch."
@@ -61,18 +70,24 @@ class ImageVisualizer(Periodic):
 
     def before_batch(self) -> None:
         "See that there are images, before the batch is learned from."
-        if self._is_due(): self._input()
+        if self._is_due():
+            self._input()
 
     def after_batch(self) -> None:
         "Show the batch."
-        if not self._is_due(): return
-        if self.learn.training: self._wanted = False
-        if self.mode == 'input': self._send('input', as_pictures(self._input()[:self.n]))
-        elif 'pred' in self.learn.__dict__: self._send_output()
+        if not self._is_due():
+            return
+        if self.learn.training:
+            self._wanted = False
+        if self.mode == 'input':
+            self._send('input', as_pictures(self._input()[: self.n]))
+        elif 'pred' in self.learn.__dict__:
+            self._send_output()
 
     def _is_due(self) -> bool:
         learn = self.learn
-        if learn.training: return self._wanted
+        if learn.training:
+            return self._wanted
         return bool(learn.fitting and learn.phase == 'valid' and learn.iter == 0)
 
     def _input(self) -> Tensor:
@@ -82,21 +97,31 @@ class ImageVisualizer(Periodic):
         def look(t: Tensor) -> Tensor:
             found.append(t)
             return t
+
         map_tensors(self.learn.xb, look)
         images = next((t for t in found if t.ndim == 4 or (t.ndim == 3 and t.shape[-2] > 1)), None)
-        if images is not None: return images
-        raise BatchError(f'ImageVisualizer: there are no images (N, C, H, W) in the inputs {describe(self.learn.xb)}.')
+        if images is not None:
+            return images
+        raise BatchError(
+            f'ImageVisualizer: there are no images (N, C, H, W) in the inputs {describe(self.learn.xb)}.'
+        )
 
     def _send_output(self) -> None:
         pred, targ = self.learn.pred, self.learn.yb[0] if self.learn.yb else None
         if not isinstance(pred, Tensor) or pred.ndim != 4:
-            raise BatchError(f'ImageVisualizer(mode={self.mode!r}): the predictions are {describe(pred)}, not '
-                             '(N, C, H, W).')
-        rows = slice(-len(pred), None)  # of a batch that came in pieces, predictions are the last one's
-        self._send('input', as_pictures(self._input()[rows][:self.n]))
-        if self.mode == 'output': return self._send('output', as_pictures(pred[:self.n]))
-        self._send('prediction', class_colors(_classes(pred[:self.n])))
-        if isinstance(targ, Tensor): self._send('target', class_colors(_target(targ[rows][:self.n], pred)))
+            raise BatchError(
+                f'ImageVisualizer(mode={self.mode!r}): the predictions are {describe(pred)}, not '
+                '(N, C, H, W).'
+            )
+        rows = slice(
+            -len(pred), None
+        )  # of a batch that came in pieces, predictions are the last one's
+        self._send('input', as_pictures(self._input()[rows][: self.n]))
+        if self.mode == 'output':
+            return self._send('output', as_pictures(pred[: self.n]))
+        self._send('prediction', class_colors(_classes(pred[: self.n])))
+        if isinstance(targ, Tensor):
+            self._send('target', class_colors(_target(targ[rows][: self.n], pred)))
 
     def _send(self, kind: str, pictures: Tensor) -> None:
         "Keep pictures, and hand them to whoever logs images."
@@ -111,16 +136,18 @@ class ImageVisualizer(Periodic):
 
     def show(
         self,
-        figsize: tuple[float, float] | None = None,   # inches
+        figsize: tuple[float, float] | None = None,  # inches
     ) -> Any:
         "Draw the last images, a row for each name, and return the axes."
-        if not self.images: raise OptionError('There are no images yet: they come with the first batch of a fit.')
+        if not self.images:
+            raise OptionError('There are no images yet: they come with the first batch of a fit.')
         n = max(map(len, self.images.values()))
         size = figsize or (1.3 * n + 0.2, 1.6 * len(self.images))
         axs = new_axes(n * len(self.images), n, size)
-        for ax in axs: ax.axis('off')
+        for ax in axs:
+            ax.axis('off')
         for i, (name, pictures) in enumerate(self.images.items()):
-            row = axs[i * n:(i + 1) * n]
+            row = axs[i * n : (i + 1) * n]
             row[0].set_title(name, loc='left', fontsize=9)
             for ax, picture in zip(row, pictures.permute(0, 2, 3, 1), strict=False):
                 ax.imshow(picture.expand(*picture.shape[:2], max(picture.shape[2], 3)).numpy())
@@ -137,8 +164,8 @@ class ImageVisualizer(Periodic):
 
 
 def class_colors(
-    classes: Tensor,    # (n, H, W), class numbers; those below 0 are ignored ones
-) -> Tensor:            # (n, 3, H, W) on the CPU, within 0 and 1
+    classes: Tensor,  # (n, H, W), class numbers; those below 0 are ignored ones
+) -> Tensor:  # (n, 3, H, W) on the CPU, within 0 and 1
     """Return a picture of class numbers: 0 is black, what is ignored grey, the others have a color each.
 
     >>> class_colors(torch.tensor([[[0, 1, -100]]]))[0, :, 0].T
@@ -149,7 +176,11 @@ def class_colors(
     classes = classes.detach().cpu().long()
     n = max(int(classes.max()), 0) + 1 if classes.numel() else 1
     # hues by the golden ratio lie far apart however many there are
-    colors = [(0., 0., 0.), *(hsv_to_rgb(k * 0.618034 % 1, 0.75, 0.95) for k in range(1, n)), (0.5, 0.5, 0.5)]
+    colors = [
+        (0.0, 0.0, 0.0),
+        *(hsv_to_rgb(k * 0.618034 % 1, 0.75, 0.95) for k in range(1, n)),
+        (0.5, 0.5, 0.5),
+    ]
     return torch.tensor(colors)[classes.where(classes >= 0, n)].permute(0, 3, 1, 2)
 
 
@@ -160,6 +191,10 @@ def _classes(pred: Tensor) -> Tensor:
 
 def _target(targ: Tensor, pred: Tensor) -> Tensor:
     "Return true classes (n, H, W), given as such, with a channel, or one-hot."
-    if targ.ndim == 4: targ = targ.argmax(1) if targ.shape[1] == pred.shape[1] > 1 else targ[:, 0]
-    if targ.ndim == 3: return targ.round() if targ.is_floating_point() else targ
-    raise BatchError(f'ImageVisualizer(mode="segment"): the target is {describe(targ)}, not (N, H, W) of classes.')
+    if targ.ndim == 4:
+        targ = targ.argmax(1) if targ.shape[1] == pred.shape[1] > 1 else targ[:, 0]
+    if targ.ndim == 3:
+        return targ.round() if targ.is_floating_point() else targ
+    raise BatchError(
+        f'ImageVisualizer(mode="segment"): the target is {describe(targ)}, not (N, H, W) of classes.'
+    )

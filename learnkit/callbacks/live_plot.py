@@ -1,4 +1,5 @@
 """A picture of the losses that is kept up to date while a notebook trains."""
+
 from __future__ import annotations
 
 from base64 import b64encode
@@ -15,12 +16,12 @@ from learnkit.engine.callback import Callback
 
 __all__ = ['LossGraph', 'ShowGraph', 'ShowGraphCallback']
 
-PATIENCE_S = 0.5     # a fit that is over sooner is drawn once
-INTERVAL_S = 1.      # least time between two drawings
-SHARE = 50           # drawing takes one part in so many of the time
-SKIP = 5             # steps at the start that are left out, where the loss is far off
-MAX_POINTS = 1000    # of the training loss that are drawn
-GREY = '#808080'     # is read on white and on black
+PATIENCE_S = 0.5  # a fit that is over sooner is drawn once
+INTERVAL_S = 1.0  # least time between two drawings
+SHARE = 50  # drawing takes one part in so many of the time
+SKIP = 5  # steps at the start that are left out, where the loss is far off
+MAX_POINTS = 1000  # of the training loss that are drawn
+GREY = '#808080'  # is read on white and on black
 
 Points = list[list[float]]  # [step, loss] each
 
@@ -42,52 +43,73 @@ class ShowGraph(Callback):
     >>> [step for step, loss in learn.show_graph.valid_losses['valid']]
     [10, 20]
     """
-    order, run_valid, remove_on_fetch, remove_on_find, first_process_only = 65, False, True, True, True
+
+    order, run_valid, remove_on_fetch, remove_on_find, first_process_only = (
+        65,
+        False,
+        True,
+        True,
+        True,
+    )
 
     def __init__(self) -> None:
-        self.valid_losses: dict[str, Points] = {}   # of the fit, by loader
-        self._graph: LossGraph | None = None        # while a fit is drawn
+        self.valid_losses: dict[str, Points] = {}  # of the fit, by loader
+        self._graph: LossGraph | None = None  # while a fit is drawn
         self._due, self._has_told = inf, False
 
     def before_fit(self) -> None:
         "Begin a picture, in a notebook."
-        if not self._is_meant(): return
+        if not self._is_meant():
+            return
         self.valid_losses = {}
         if in_notebook():
             n, n_epoch = epoch_length(self.learn.dls, self.learn.dls.train)[0], self.learn.n_epoch
-            self._graph, self._due = LossGraph(n * n_epoch if n and n_epoch else None), perf_counter() + PATIENCE_S
+            self._graph, self._due = (
+                LossGraph(n * n_epoch if n and n_epoch else None),
+                perf_counter() + PATIENCE_S,
+            )
         elif not self._has_told:
             self._has_told = True
-            print('ShowGraph draws in a notebook. Elsewhere, `learn.recorder.plot_loss()` does when the training is '
-                  'over.')
+            print(
+                'ShowGraph draws in a notebook. Elsewhere, `learn.recorder.plot_loss()` does when the training is '
+                'over.'
+            )
 
     def after_batch(self) -> None:
         "Look at the clock, and at nothing else while nothing is due."
-        if perf_counter() >= self._due: self._draw()
+        if perf_counter() >= self._due:
+            self._draw()
 
     def after_eval(self) -> None:
         "Take in what was measured."
         recorder = recorder_of(self.learn)
-        if recorder is None or not self._is_meant(): return
+        if recorder is None or not self._is_meant():
+            return
         for name, value in recorder.measured.items():
             dl_name = 'valid' if name == 'valid_loss' else name.removesuffix('/loss')
-            if dl_name == name or value is None: continue
-            self.valid_losses.setdefault(dl_name, []).append([recorder.smooth_loss.count, float(value)])
+            if dl_name == name or value is None:
+                continue
+            self.valid_losses.setdefault(dl_name, []).append(
+                [recorder.smooth_loss.count, float(value)]
+            )
         self.after_batch()
 
     def after_fit(self) -> None:
         "Leave the final picture."
-        if self._is_meant(): self._end()
+        if self._is_meant():
+            self._end()
 
     def cleanup(self) -> None:
         "Do so whatever has happened."
         self._end()
 
-    def _is_meant(self) -> bool: return bool(self.learn.fitting and self.learn.run.depth == 1)
+    def _is_meant(self) -> bool:
+        return bool(self.learn.fitting and self.learn.run.depth == 1)
 
     def _draw(self, is_over: bool = False) -> None:
         recorder, graph, began = recorder_of(self.learn), self._graph, perf_counter()
-        if graph is None or recorder is None: return
+        if graph is None or recorder is None:
+            return
         is_first = graph.draw(recorder.smooth_loss.arrived, self.valid_losses, is_over)
         now = perf_counter()
         self._due = now + max(INTERVAL_S, 0 if is_first else SHARE * (now - began))
@@ -95,14 +117,22 @@ class ShowGraph(Callback):
     def _end(self) -> None:
         "Draw for the last time, once."
         self._due = inf
-        try: self._draw(is_over=True)
-        finally: self._graph = None
+        try:
+            self._draw(is_over=True)
+        finally:
+            self._graph = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {'valid_losses': {name: [list(p) for p in points] for name, points in self.valid_losses.items()}}
+        return {
+            'valid_losses': {
+                name: [list(p) for p in points] for name, points in self.valid_losses.items()
+            }
+        }
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        self.valid_losses = {name: [list(p) for p in points] for name, points in sd['valid_losses'].items()}
+        self.valid_losses = {
+            name: [list(p) for p in points] for name, points in sd['valid_losses'].items()
+        }
 
 
 ShowGraphCallback = ShowGraph  # fastai's name
@@ -113,7 +143,7 @@ class LossGraph:
 
     def __init__(
         self,
-        n_steps: int | None = None,   # of the whole fit, where it is known
+        n_steps: int | None = None,  # of the whole fit, where it is known
     ) -> None:
         pyplot()  # tells what is missing
         self.n_steps, self.area = n_steps, DisplayHandle()
@@ -121,25 +151,31 @@ class LossGraph:
 
     def draw(
         self,
-        losses: list[float],          # of training, by step
-        valid: dict[str, Points],     # of evaluations, by loader
-        is_over: bool = False,        # whether no step follows
+        losses: list[float],  # of training, by step
+        valid: dict[str, Points],  # of evaluations, by loader
+        is_over: bool = False,  # whether no step follows
     ) -> bool:
         "Bring the picture up to date; return whether it was shown for the first time."
         is_first = self.area.handle is None
-        if not losses and not valid and is_first: return False  # nothing was trained
-        if self.fig is None: self.fig, self.ax = new_figure()
+        if not losses and not valid and is_first:
+            return False  # nothing was trained
+        if self.fig is None:
+            self.fig, self.ax = new_figure()
         fill(self.ax, thinned(losses), valid)
-        if self.n_steps and not is_over: self.ax.set_xlim(0, max(self.n_steps, len(losses)))
+        if self.n_steps and not is_over:
+            self.ax.set_xlim(0, max(self.n_steps, len(losses)))
         width, height = (int(inches * 96) for inches in self.fig.get_size_inches())
-        self.area.show({'image/png': as_png(self.fig), 'text/plain': in_words(losses, valid)},
-                       {'image/png': {'width': width, 'height': height}})
+        self.area.show(
+            {'image/png': as_png(self.fig), 'text/plain': in_words(losses, valid)},
+            {'image/png': {'width': width, 'height': height}},
+        )
         return is_first
 
 
 def new_figure() -> tuple[Any, Any]:
     "Return an empty figure and its axes, to be read on a light and on a dark page."
     from matplotlib.figure import Figure
+
     fig = Figure(figsize=(6, 3.2), layout='constrained')
     ax = fig.add_subplot()
     return fig, ax
@@ -154,7 +190,8 @@ def fill(ax: Any, points: Points, valid: dict[str, Points]) -> None:
     ax.set_xlabel('step', color=GREY)
     ax.set_ylabel('loss', color=GREY)
     ax.tick_params(which='both', color=GREY, labelcolor=GREY)
-    for side, spine in ax.spines.items(): spine.set(color=GREY, visible=side in ('left', 'bottom'))
+    for side, spine in ax.spines.items():
+        spine.set(color=GREY, visible=side in ('left', 'bottom'))
     ax.legend(loc='upper right', frameon=False, labelcolor=GREY)
 
 
@@ -184,5 +221,8 @@ def in_words(losses: list[float], valid: dict[str, Points]) -> str:
     >>> in_words([3., 1.], {'valid': [[2, 0.5]]})
     'loss after 2 steps: train 1.0000, valid 0.5000'
     """
-    last = {**({'train': losses[-1]} if losses else {}), **{name: points[-1][1] for name, points in valid.items()}}
+    last = {
+        **({'train': losses[-1]} if losses else {}),
+        **{name: points[-1][1] for name, points in valid.items()},
+    }
     return f'loss after {len(losses)} steps: {", ".join(f"{name} {loss:.4f}" for name, loss in last.items())}'

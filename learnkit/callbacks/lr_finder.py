@@ -1,4 +1,5 @@
 """The learning rate finder: a short training with a growing rate that leaves nothing behind."""
+
 from __future__ import annotations
 
 import math
@@ -37,15 +38,16 @@ from learnkit.optim.annealing import SchedExp
 
 __all__ = ['LRFinder', 'LRSearch', 'SuggestionMethod', 'valley', 'slide', 'minimum', 'steep']
 
-Point = tuple[float, float]          # a rate and the loss there
-Suggestion = tuple[float, Point]     # the rate to use, and the point of the curve to mark
+Point = tuple[float, float]  # a rate and the loss there
+Suggestion = tuple[float, Point]  # the rate to use, and the point of the curve to mark
 
-DIVERGED = 4    # the search ends when the smoothed loss is so many times its least value
-UNSURE = 5      # so many rates at its end are not suggested
+DIVERGED = 4  # the search ends when the smoothed loss is so many times its least value
+UNSURE = 5  # so many rates at its end are not suggested
 MARKERS = 'oDs^v'  # of the suggestions in a plot
 
 
-# -------------------------------------------------------------------------------------------------------- suggestions
+# -------------------------------------------------------------------------------------- suggestions
+
 
 def valley(lrs: Any, losses: Any, num_it: int) -> Suggestion:
     """Suggest a rate from the middle of the longest fall of the loss, rises in between left out.
@@ -54,11 +56,17 @@ def valley(lrs: Any, losses: Any, num_it: int) -> Suggestion:
     0.001
     """
     lrs, losses = _floats(lrs), _floats(losses)
-    length, start, end = [1] * len(losses), 0, 0  # of the longest falling sequence that ends at each point
+    length, start, end = (
+        [1] * len(losses),
+        0,
+        0,
+    )  # of the longest falling sequence that ends at each point
     for i, loss in enumerate(losses):
         for j in range(i):
-            if losses[j] > loss and length[j] >= length[i]: length[i] = length[j] + 1
-            if length[i] > length[end]: start, end = i - length[i], i
+            if losses[j] > loss and length[j] >= length[i]:
+                length[i] = length[j] + 1
+            if length[i] > length[end]:
+                start, end = i - length[i], i
     third = (end - start) / 3
     i = start + int(third) + int(third / 2)
     return lrs[i], (lrs[i], losses[i])
@@ -68,9 +76,9 @@ def slide(
     lrs: Any,
     losses: Any,
     num_it: int,
-    lr_diff: int = 15,           # rates between the two ends of the interval
-    thresh: float = 0.005,       # the interval stops where the slopes at its ends differ by no more
-    adjust_value: float = 1.,    # the suggestion is multiplied by it
+    lr_diff: int = 15,  # rates between the two ends of the interval
+    thresh: float = 0.005,  # the interval stops where the slopes at its ends differ by no more
+    adjust_value: float = 1.0,  # the suggestion is multiplied by it
 ) -> Suggestion:
     "Suggest the lower end of an interval that slides down from the highest rate until the slopes at its ends agree."
     lrs, losses = _floats(lrs), _floats(losses)
@@ -92,34 +100,44 @@ def minimum(lrs: Any, losses: Any, num_it: int) -> Suggestion:
 
 def steep(lrs: Any, losses: Any, num_it: int) -> Suggestion:
     "Suggest the rate where the loss falls most steeply over the logarithm of the rate."
-    lrs, losses = (v if isinstance(v, Tensor) else torch.tensor(_floats(v), dtype=torch.float64) for v in (lrs, losses))
+    lrs, losses = (
+        v if isinstance(v, Tensor) else torch.tensor(_floats(v), dtype=torch.float64)
+        for v in (lrs, losses)
+    )
     i = int((losses.diff() / lrs.log().diff()).argmin())
     return lrs[i].item(), (lrs[i].item(), losses[i].item())
 
 
-def _floats(values: Any) -> Any: return values.tolist() if hasattr(values, 'tolist') else [float(v) for v in values]
+def _floats(values: Any) -> Any:
+    return values.tolist() if hasattr(values, 'tolist') else [float(v) for v in values]
 
 
-SuggestionMethod = SimpleNamespace(Valley=valley, Slide=slide, Minimum=minimum, Steep=steep)  # for completion
+SuggestionMethod = SimpleNamespace(
+    Valley=valley, Slide=slide, Minimum=minimum, Steep=steep
+)  # for completion
 
 
-# --------------------------------------------------------------------------------------------------------- the search
+# --------------------------------------------------------------------------------------- the search
+
 
 @dataclass
 class LRSearch:
     "What a search has found: the smoothed loss at each rate, and the suggested points of that curve by name."
+
     lrs: list[float]
     losses: list[float]
-    n_sure: int                                             # how many of them suggestions are made from
+    n_sure: int  # how many of them suggestions are made from
     points: dict[str, Point] = field(default_factory=dict)
-    suggested: dict[str, float] = field(default_factory=dict)  # rates by name; not all are that of their point
+    suggested: dict[str, float] = field(
+        default_factory=dict
+    )  # rates by name; not all are that of their point
 
     def plot(
         self,
-        skip_end: int = UNSURE,         # leave out so many of the last rates
-        suggestions: Any = None,        # points (rate, loss) to mark; None: those that were suggested
-        nms: Any = None,                # their names
-        ax: Any = None,                 # matplotlib axes; None: those of a new figure
+        skip_end: int = UNSURE,  # leave out so many of the last rates
+        suggestions: Any = None,  # points (rate, loss) to mark; None: those that were suggested
+        nms: Any = None,  # their names
+        ax: Any = None,  # matplotlib axes; None: those of a new figure
     ) -> Any:
         """Draw the loss over the rate, and the suggestions; return the axes.
 
@@ -128,14 +146,31 @@ class LRSearch:
         ax = axes_or_new(ax)
         n = len(self.lrs) - skip_end if len(self.lrs) > skip_end + 1 else len(self.lrs)
         ax.plot(self.lrs[:n], self.losses[:n], color=color(0))
-        ax.set(xscale='log', xlabel='learning rate', ylabel='loss (smoothed)', title='learning rate search')
-        points = self.points if suggestions is None else dict(zip(nms or range(len(suggestions)), suggestions,
-                                                                  strict=True))
+        ax.set(
+            xscale='log',
+            xlabel='learning rate',
+            ylabel='loss (smoothed)',
+            title='learning rate search',
+        )
+        points = (
+            self.points
+            if suggestions is None
+            else dict(zip(nms or range(len(suggestions)), suggestions, strict=True))
+        )
         for i, (name, (lr, loss)) in enumerate(points.items()):
             rate = self.suggested.get(name, lr) if suggestions is None else lr
-            ax.plot(lr, loss, MARKERS[i % len(MARKERS)], color=color(i + 1), markersize=8, label=f'{name} {rate:.2e}')
-            if not math.isclose(rate, lr): ax.axvline(rate, color=color(i + 1), linestyle=':')
-        if points: ax.legend()
+            ax.plot(
+                lr,
+                loss,
+                MARKERS[i % len(MARKERS)],
+                color=color(i + 1),
+                markersize=8,
+                label=f'{name} {rate:.2e}',
+            )
+            if not math.isclose(rate, lr):
+                ax.axvline(rate, color=color(i + 1), linestyle=':')
+        if points:
+            ax.legend()
         return ax
 
 
@@ -157,28 +192,38 @@ class LRFinder(ParamScheduler):
 
     def __init__(
         self,
-        start_lr: Any = 1e-7,      # the first rate, or one a param group
-        end_lr: Any = 10,          # the one that `num_it` batches lead up to
-        num_it: int = 100,         # batches; below 6 count as 6, as in fastai
-        stop_div: bool = True,     # end when the loss diverges
+        start_lr: Any = 1e-7,  # the first rate, or one a param group
+        end_lr: Any = 10,  # the one that `num_it` batches lead up to
+        num_it: int = 100,  # batches; below 6 count as 6, as in fastai
+        stop_div: bool = True,  # end when the loss diverges
     ) -> None:
-        low, high = np.atleast_1d(np.asarray(start_lr, dtype=float)), np.atleast_1d(np.asarray(end_lr, dtype=float))
+        low, high = (
+            np.atleast_1d(np.asarray(start_lr, dtype=float)),
+            np.atleast_1d(np.asarray(end_lr, dtype=float)),
+        )
         if low.shape != high.shape or not ((low > 0) & (low < high) & (high < math.inf)).all():
-            raise ScheduleError(f'LRFinder: the rate cannot grow from {start_lr!r} to {end_lr!r}: give 0 < start_lr < '
-                                'end_lr.')
-        super().__init__({'lr': SchedExp(low, high) if len(low) > 1 else SchedExp(float(low[0]), float(high[0]))})
-        try: self.num_it, self.stop_div = max(check_count('num_it', num_it, 1), 6), stop_div
-        except FitError as e: raise OptionError(f'{e} Below 6 count as 6, and 100 tell more.') from None
+            raise ScheduleError(
+                f'LRFinder: the rate cannot grow from {start_lr!r} to {end_lr!r}: give 0 < start_lr < '
+                'end_lr.'
+            )
+        super().__init__(
+            {'lr': SchedExp(low, high) if len(low) > 1 else SchedExp(float(low[0]), float(high[0]))}
+        )
+        try:
+            self.num_it, self.stop_div = max(check_count('num_it', num_it, 1), 6), stop_div
+        except FitError as e:
+            raise OptionError(f'{e} Below 6 count as 6, and 100 tell more.') from None
         self._cleanups = ExitStack()
         self._start()
 
     def _start(self) -> None:
-        self._pos = 0.
+        self._pos = 0.0
         self._positions: list[float] = []  # on the schedule, of the steps that had a loss
         self._smooth, self._least = AvgSmoothLoss(), math.inf
 
     def before_fit(self) -> None:
-        if not self.learn.fitting: return
+        if not self.learn.fitting:
+            return
         super().before_fit()
         self._start()
         self._cleanups.enter_context(self._undoing())
@@ -197,26 +242,33 @@ class LRFinder(ParamScheduler):
         if 'loss_grad' in learn.__dict__:
             self._positions.append(self._pos)
             self._smooth.accumulate(learn)
-            if learn.world.any(self._is_over(self._smooth.latest)): raise CancelFitException
-        if learn.train_iter >= self.num_it: raise CancelFitException
+            if learn.world.any(self._is_over(self._smooth.latest)):
+                raise CancelFitException
+        if learn.train_iter >= self.num_it:
+            raise CancelFitException
 
     def _is_over(self, loss: float | None) -> bool:
         "Tell whether the losses that have arrived so far end the search; none is waited for."
-        if loss is None: return False
+        if loss is None:
+            return False
         self._least = min(self._least, loss)
         return not math.isfinite(loss) or (self.stop_div and loss > DIVERGED * self._least)
 
     def after_fit(self) -> None:
         "Take the mean loss of all processes that train together."
         world = self.learn.world
-        if world.size == 1 or not self.learn.fitting: return
+        if world.size == 1 or not self.learn.fitting:
+            return
         self._smooth.mark(0)
-        self._smooth.replace((world.sum(torch.tensor(self._smooth.since_mark)) / world.size).tolist())
+        self._smooth.replace(
+            (world.sum(torch.tensor(self._smooth.since_mark)) / world.size).tolist()
+        )
 
     def cleanup(self) -> None:
         super().cleanup()
         self._cleanups.close()
-        if self._positions: self.learn.lr_search = self.found()
+        if self._positions:
+            self.learn.lr_search = self.found()
 
     def found(self) -> LRSearch:
         "Return the search so far, up to where it was over: losses of a device may have arrived later than that."
@@ -224,19 +276,26 @@ class LRFinder(ParamScheduler):
         for loss in self._smooth.smooth:
             losses.append(loss)
             least = min(least, loss)
-            if not math.isfinite(loss) or (self.stop_div and loss > DIVERGED * least): break
+            if not math.isfinite(loss) or (self.stop_div and loss > DIVERGED * least):
+                break
         n_sure = len(losses) - UNSURE
         if losses and not math.isfinite(losses[-1]):
-            if math.isnan(losses.pop()): n_sure = min(len(losses), self.num_it - UNSURE)
-        rates = [float(np.atleast_1d(self.scheds['lr'](pos))[-1]) for pos in self._positions[:len(losses)]]
+            if math.isnan(losses.pop()):
+                n_sure = min(len(losses), self.num_it - UNSURE)
+        rates = [
+            float(np.atleast_1d(self.scheds['lr'](pos))[-1])
+            for pos in self._positions[: len(losses)]
+        ]
         return LRSearch(rates, losses, max(n_sure, 0))
 
 
 class _Finder(LRFinder):
     "The finder of `lr_find`, which undoes everything itself."
+
     name = 'lr_finder'  # callbacks look for it
 
-    def _undoing(self) -> AbstractContextManager[Any]: return nullcontext()
+    def _undoing(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
 
 class NoEvaluations(EvaluationSchedule):
@@ -277,7 +336,8 @@ def _checked_funcs(suggest_funcs: Any) -> dict[str, Callable[..., Suggestion]]:
     "Return the functions by name; raise `OptionError` for what is none."
     funcs: dict[str, Callable[..., Suggestion]] = {}
     for f in listed(suggest_funcs):
-        if not callable(f): raise OptionError(f'suggest_funcs: {f!r} is no function of (lrs, losses, num_it).')
+        if not callable(f):
+            raise OptionError(f'suggest_funcs: {f!r} is no function of (lrs, losses, num_it).')
         name = name_of(f.func if isinstance(f, partial) else f)
         funcs[name if name not in funcs else f'{name}_{len(funcs) + 1}'] = f
     return funcs
@@ -287,10 +347,13 @@ def _suggest(search: LRSearch, funcs: dict[str, Callable[..., Suggestion]], num_
     "Let each function look at the curve, without its noisy beginning and its end, or at all of a short one."
     lrs, losses = torch.tensor([search.lrs, search.losses], dtype=torch.float64)
     if len(lrs) < 2:
-        raise LossError('The loss was not finite from the beginning, so no rate can be suggested. Look at the data '
-                        'and the loss function, or begin lower with `start_lr`.')
+        raise LossError(
+            'The loss was not finite from the beginning, so no rate can be suggested. Look at the data '
+            'and the loss function, or begin lower with `start_lr`.'
+        )
     sure = slice(num_it // 10, search.n_sure)
-    if len(lrs[sure]) > 1: lrs, losses = lrs[sure], losses[sure]
+    if len(lrs[sure]) > 1:
+        lrs, losses = lrs[sure], losses[sure]
     suggestions = {name: f(lrs, losses, num_it) for name, f in funcs.items()}
     search.points = {name: point for name, (_, point) in suggestions.items()}
     search.suggested = {name: float(rate) for name, (rate, _) in suggestions.items()}
@@ -299,5 +362,7 @@ def _suggest(search: LRSearch, funcs: dict[str, Callable[..., Suggestion]], num_
 
 
 def _plot(search: LRSearch, ax: Any) -> None:
-    try: search.plot(ax=ax)
-    except MissingExtraError as e: warn_user(f'{e}, or pass show_plot=False.')
+    try:
+        search.plot(ax=ax)
+    except MissingExtraError as e:
+        warn_user(f'{e}, or pass show_plot=False.')

@@ -1,4 +1,5 @@
 """How much memory a run takes, on the host and on the GPU."""
+
 from __future__ import annotations
 
 import sys
@@ -16,10 +17,18 @@ __all__ = ['MemoryMonitor']
 
 GB = 1e9
 # what they are called in torch.cuda.memory_stats()
-KINDS = {'allocated': 'allocated_bytes', 'active': 'active_bytes', 'inactive': 'inactive_split_bytes',
-         'reserved': 'reserved_bytes'}
-MEANINGS = {'allocated': 'taken by tensors', 'active': 'taken by tensors, or not yet free again',
-            'inactive': 'free but split, so that it cannot be given back', 'reserved': 'held by the allocator'}
+KINDS = {
+    'allocated': 'allocated_bytes',
+    'active': 'active_bytes',
+    'inactive': 'inactive_split_bytes',
+    'reserved': 'reserved_bytes',
+}
+MEANINGS = {
+    'allocated': 'taken by tensors',
+    'active': 'taken by tensors, or not yet free again',
+    'inactive': 'free but split, so that it cannot be given back',
+    'reserved': 'held by the allocator',
+}
 STATUS = Path('/proc/self/status')
 
 
@@ -36,9 +45,16 @@ class MemoryMonitor(Monitor):
     >>> 0 < learn.history[0]['memory/peak_rss_mem'] < 1000
     True
     """
+
     metric_names = {
-        **{f'memory/current_{kind}_mem': f'GB on the GPU, {meaning}' for kind, meaning in MEANINGS.items()},
-        **{f'memory/peak_{kind}_mem': f'GB on the GPU at the peak, {meaning}' for kind, meaning in MEANINGS.items()},
+        **{
+            f'memory/current_{kind}_mem': f'GB on the GPU, {meaning}'
+            for kind, meaning in MEANINGS.items()
+        },
+        **{
+            f'memory/peak_{kind}_mem': f'GB on the GPU at the peak, {meaning}'
+            for kind, meaning in MEANINGS.items()
+        },
         'memory/alloc_retries': 'how often the allocator had to empty its cache to find memory',
         'memory/current_rss_mem': 'GB of RAM that the process holds',
         'memory/peak_rss_mem': 'GB of RAM that it has held at most',
@@ -61,9 +77,14 @@ def from_allocator(
     >>> from_allocator({'allocated_bytes.all.peak': 3_000_000, 'num_alloc_retries': 1})
     {'memory/peak_allocated_mem': 0.003, 'memory/alloc_retries': 1}
     """
-    found = {f'memory/{when}_{kind}_mem': stats[key] / GB for when in ('current', 'peak')
-             for kind, name in KINDS.items() if (key := f'{name}.all.{when}') in stats}
-    if 'num_alloc_retries' in stats: found['memory/alloc_retries'] = stats['num_alloc_retries']
+    found = {
+        f'memory/{when}_{kind}_mem': stats[key] / GB
+        for when in ('current', 'peak')
+        for kind, name in KINDS.items()
+        if (key := f'{name}.all.{when}') in stats
+    }
+    if 'num_alloc_retries' in stats:
+        found['memory/alloc_retries'] = stats['num_alloc_retries']
     return found
 
 
@@ -74,9 +95,12 @@ def resident() -> dict[str, int]:
     True
     """
     # Linux: `ru_maxrss` would not do, since a process starts with the peak of the one that started it
-    if STATUS.exists(): return from_status(STATUS.read_text())
-    try: psutil = import_module('psutil')
-    except ModuleNotFoundError: return {'peak': _peak()}
+    if STATUS.exists():
+        return from_status(STATUS.read_text())
+    try:
+        psutil = import_module('psutil')
+    except ModuleNotFoundError:
+        return {'peak': _peak()}
     info = psutil.Process().memory_info()
     return {'current': info.rss, 'peak': getattr(info, 'peak_wset', 0) or max(info.rss, _peak())}
 
@@ -90,12 +114,19 @@ def from_status(
     {'current': 204800, 'peak': 307200}
     """
     fields = dict(line.split(':', 1) for line in text.splitlines() if ':' in line)
-    return {name: int(fields[key].split()[0]) * 1024 for name, key in (('current', 'VmRSS'), ('peak', 'VmHWM'))
-            if key in fields}
+    return {
+        name: int(fields[key].split()[0]) * 1024
+        for name, key in (('current', 'VmRSS'), ('peak', 'VmHWM'))
+        if key in fields
+    }
 
 
 def _peak() -> int:
     "Return what the process held at most, where the system counts it in getrusage."
-    try: resource = import_module('resource')
-    except ModuleNotFoundError: return 0
-    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * (1 if sys.platform == 'darwin' else 1024)
+    try:
+        resource = import_module('resource')
+    except ModuleNotFoundError:
+        return 0
+    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * (
+        1 if sys.platform == 'darwin' else 1024
+    )

@@ -1,4 +1,5 @@
 """Mixed precision: autocast, and the scaler that fp16 needs."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ __all__ = ['AMPMode', 'MixedPrecision', 'to_bf16', 'to_fp16', 'to_fp32']
 
 class AMPMode(StrEnum):
     "The half precision that autocast computes in."
+
     FP16 = 'fp16'
     BF16 = 'bf16'
 
@@ -64,15 +66,19 @@ class MixedPrecision(Callback):
     >>> learn.mixed_precision.scales
     False
     """
+
     order, runs_last = 10, ('before_backward',)  # what others add to the loss is scaled too
 
     def __init__(
         self,
-        amp_mode: str | AMPMode | None = None,  # 'fp16' or 'bf16'; None: fp16 where there is a GPU, else bf16
-        init_scale: float = 2.**16,             # what the loss is multiplied by at first; this and the rest: fp16 only
-        growth_factor: float = 2.,              # what the scale is multiplied by after `growth_interval` steps
-        backoff_factor: float = 0.5,            # what it is multiplied by after a gradient that is not finite
-        growth_interval: int = 2000,            # steps
+        amp_mode: str
+        | AMPMode
+        | None = None,  # 'fp16' or 'bf16'; None: fp16 where there is a GPU, else bf16
+        init_scale: float = 2.0
+        ** 16,  # what the loss is multiplied by at first; this and the rest: fp16 only
+        growth_factor: float = 2.0,  # what the scale is multiplied by after `growth_interval` steps
+        backoff_factor: float = 0.5,  # what it is multiplied by after a gradient that is not finite
+        growth_interval: int = 2000,  # steps
     ) -> None:
         super().__init__()
         on_gpu = torch.cuda.is_available()  # on a CPU fp16 is many times slower than float32
@@ -81,9 +87,10 @@ class MixedPrecision(Callback):
         check_option('growth_factor', growth_factor, 1)
         check_option('backoff_factor', backoff_factor, 0, 1)
         check_option('growth_interval', growth_interval, 0, whole=True)
-        self.scaler = torch.amp.GradScaler('cpu', init_scale, growth_factor, backoff_factor, growth_interval,
-                                           enabled=self.scales)
-        self.n_skipped = 0       # steps that were skipped, over all fits
+        self.scaler = torch.amp.GradScaler(
+            'cpu', init_scale, growth_factor, backoff_factor, growth_interval, enabled=self.scales
+        )
+        self.n_skipped = 0  # steps that were skipped, over all fits
         self._scaled: set[str] = set()  # the optimizers whose gradients are multiplied by the scale
 
     @property
@@ -94,30 +101,43 @@ class MixedPrecision(Callback):
     def before_fit(self) -> None:
         for cb in self.learn.cbs:
             if isinstance(cb, MixedPrecision) and cb.amp_mode is not self.amp_mode:
-                raise OptionError(f'{self} and {cb} contradict each other. Use one: `learn.to_bf16()` and '
-                                  '`learn.to_fp16()` take the place of what was there.')
-        if not self.scales or not self.fitting: return
+                raise OptionError(
+                    f'{self} and {cb} contradict each other. Use one: `learn.to_bf16()` and '
+                    '`learn.to_fp16()` take the place of what was there.'
+                )
+        if not self.scales or not self.fitting:
+            return
         if any(p.dtype == torch.float16 for p in self.opt.parameters()):
-            raise ModelError(f'{type(self.learn.model).__name__} has weights in float16, too coarse for small updates. '
-                             'Mixed precision keeps them in float32: `learn.model.float()`.')
-        if self.opt.needs_closure: self.on_reevaluation()
+            raise ModelError(
+                f'{type(self.learn.model).__name__} has weights in float16, too coarse for small updates. '
+                'Mixed precision keeps them in float32: `learn.model.float()`.'
+            )
+        if self.opt.needs_closure:
+            self.on_reevaluation()
         self._scaled, state = set(), self.scaler.state_dict()  # fit has cleared the gradients
-        self.scaler = torch.amp.GradScaler(self._device_type())   # its numbers live where the model is now
+        self.scaler = torch.amp.GradScaler(
+            self._device_type()
+        )  # its numbers live where the model is now
         self.scaler.load_state_dict(state)
 
     def on_reevaluation(self) -> None:
         "Refuse an optimizer whose steps evaluate the loss again, where the loss is scaled."
-        if not self.scales: return
-        raise OptimizerError(f'{self.opt!r} evaluates the loss several times a step, each with gradients of its own: '
-                             "these cannot be scaled. Use MixedPrecision('bf16').")
+        if not self.scales:
+            return
+        raise OptimizerError(
+            f'{self.opt!r} evaluates the loss several times a step, each with gradients of its own: '
+            "these cannot be scaled. Use MixedPrecision('bf16')."
+        )
 
     def forward_context(self) -> torch.autocast:
         "Return autocast: a new one each time, since one that is entered twice does not leave."
         return torch.autocast(self._device_type(), dtype=DTYPES[self.amp_mode])
 
-    def _device_type(self) -> str: return model_device(self.learn.model, self.learn.dls).type
+    def _device_type(self) -> str:
+        return model_device(self.learn.model, self.learn.dls).type
 
-    def after_pred(self) -> None: self.learn.pred = map_tensors(self.learn.pred, not_half)
+    def after_pred(self) -> None:
+        self.learn.pred = map_tensors(self.learn.pred, not_half)
 
     def after_loss(self) -> None:
         "Report in float32 a loss that came out in half precision: a model's own, for one."
@@ -126,11 +146,16 @@ class MixedPrecision(Callback):
             learn.loss, learn.loss_grad = learn.loss.float(), learn.loss_grad.float()
 
     def before_backward(self) -> None:
-        if not self.scales: return
+        if not self.scales:
+            return
         loss, stepping = self.scaler.scale(self.learn.loss_grad), self._stepping()
-        for p, grad in self._grads(stepping - self._scaled):  # kept by a Cancel: the new ones add to them
-            if is_dtensor(grad): local(grad).mul_(self.scaler.get_scale())
-            else: p.grad = self.scaler.scale(grad)
+        for p, grad in self._grads(
+            stepping - self._scaled
+        ):  # kept by a Cancel: the new ones add to them
+            if is_dtensor(grad):
+                local(grad).mul_(self.scaler.get_scale())
+            else:
+                p.grad = self.scaler.scale(grad)
         self._scaled |= stepping
         self.learn.loss_grad = loss
 
@@ -139,32 +164,41 @@ class MixedPrecision(Callback):
         stepping = self._stepping() & self._scaled
         self._scaled -= stepping
         params = [p for p, _ in self._grads(stepping)]
-        if not params: return  # every backward pass was cancelled
+        if not params:
+            return  # every backward pass was cancelled
         check = FiniteCheck([{'params': params}])
         self.scaler.step(check)  # type: ignore[arg-type]  # it has what a scaler asks of an optimizer
-        self._update_scale()     # at once, so that the scaler is ready whatever the others cancel
-        if check.is_finite: return
+        self._update_scale()  # at once, so that the scaler is ready whatever the others cancel
+        if check.is_finite:
+            return
         self.n_skipped += 1
         self._warn_of_tiny_scale()
         raise CancelStepException
 
     def _update_scale(self) -> None:
         "Update the scale, and with it gradients of other optimizers that wait for their step."
-        if not self._scaled: return self.scaler.update()
+        if not self._scaled:
+            return self.scaler.update()
         before = self.scaler.get_scale()
         self.scaler.update()
-        if (now := self.scaler.get_scale()) == before: return
+        if (now := self.scaler.get_scale()) == before:
+            return
         grads = locals_of(grad for _, grad in self._grads(self._scaled))
-        if grads: torch._foreach_mul_(grads, now / before)
+        if grads:
+            torch._foreach_mul_(grads, now / before)
 
     def cleanup(self) -> None:
         "Leave gradients as they are without a scale: the fit may go on without this callback."
-        if not self._scaled: return
+        if not self._scaled:
+            return
         grads = [grad for _, grad in self._grads(self._scaled)]
         self._scaled, scale, learn = set(), self.scaler.get_scale(), self.learn
-        if 'loss_grad' in learn.__dict__: learn.loss_grad = learn.loss_grad / scale
-        if not grads: return
-        if total_norm(grads, float('inf')).isfinite(): torch._foreach_div_(locals_of(grads), scale)
+        if 'loss_grad' in learn.__dict__:
+            learn.loss_grad = learn.loss_grad / scale
+        if not grads:
+            return
+        if total_norm(grads, float('inf')).isfinite():
+            torch._foreach_div_(locals_of(grads), scale)
         else:  # it is the scale that was too high: this step is skipped like any other one
             learn.opt.zero_grad()
             self.n_skipped += 1
@@ -176,23 +210,36 @@ class MixedPrecision(Callback):
 
     def _grads(self, names: set[str]) -> Iterator[tuple[nn.Parameter, Tensor]]:
         "Yield the parameters of some optimizers that have a gradient, with it."
-        return ((p, p.grad) for name in self.opt.optimizers if name in names for p in self.opt.parameters(name)
-                if p.grad is not None)
+        return (
+            (p, p.grad)
+            for name in self.opt.optimizers
+            if name in names
+            for p in self.opt.parameters(name)
+            if p.grad is not None
+        )
 
     def _warn_of_tiny_scale(self) -> None:
         scale = self.scaler.get_scale()
         if scale < 1 <= scale / self.scaler.get_backoff_factor():  # once on the way down
-            warn_user(f'Gradients in fp16 are not finite even with the loss scaled by {scale:g}, and steps are skipped '
-                      f"({self.n_skipped} so far). Is the loss finite? MixedPrecision('bf16') has a wider range.")
+            warn_user(
+                f'Gradients in fp16 are not finite even with the loss scaled by {scale:g}, and steps are skipped '
+                f"({self.n_skipped} so far). Is the loss finite? MixedPrecision('bf16') has a wider range."
+            )
 
     def state_dict(self) -> dict[str, Any] | None:
         "Return the scaler's state, the skipped steps, and whose pending gradients are scaled."
-        if not self.scales: return None
-        return {'scaler': self.scaler.state_dict(), 'n_skipped': self.n_skipped, 'is_scaled': sorted(self._scaled)}
+        if not self.scales:
+            return None
+        return {
+            'scaler': self.scaler.state_dict(),
+            'n_skipped': self.n_skipped,
+            'is_scaled': sorted(self._scaled),
+        }
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Go on with the scale that was reached; bf16 has none."
-        if not self.scales: return
+        if not self.scales:
+            return
         self.scaler.load_state_dict(sd['scaler'])
         self.n_skipped = sd['n_skipped']
         names = sd['is_scaled']
@@ -201,7 +248,9 @@ class MixedPrecision(Callback):
         self._scaled = set(names)
         # a step of gradients that wait may come before any loss is scaled, which is when a scaler makes its tensors
         if self._scaled and self.learn is not None:
-            self.scaler.scale(torch.zeros((), device=model_device(self.learn.model, self.learn.dls)))
+            self.scaler.scale(
+                torch.zeros((), device=model_device(self.learn.model, self.learn.dls))
+            )
 
 
 class FiniteCheck:
@@ -222,17 +271,25 @@ def not_half(t: Tensor) -> Tensor:
 
 def as_mode(amp_mode: Any) -> AMPMode:
     "Return the mode of that name, or raise `OptionError`."
-    try: return AMPMode(amp_mode)
+    try:
+        return AMPMode(amp_mode)
     except ValueError:
-        raise OptionError(f"amp_mode={amp_mode!r}: give 'fp16' or 'bf16'.{did_you_mean(str(amp_mode), AMPMode)} For "
-                          'float32, leave MixedPrecision out (`learn.to_fp32()`).') from None
+        raise OptionError(
+            f"amp_mode={amp_mode!r}: give 'fp16' or 'bf16'.{did_you_mean(str(amp_mode), AMPMode)} For "
+            'float32, leave MixedPrecision out (`learn.to_fp32()`).'
+        ) from None
 
 
-def check_option(name: str, value: Any, above: float, below: float = float('inf'), whole: bool = False) -> None:
+def check_option(
+    name: str, value: Any, above: float, below: float = float('inf'), whole: bool = False
+) -> None:
     "Raise `OptionError` for what is no number between two others."
-    if isinstance(value, int if whole else (int, float)) and above < value < below: return
-    raise OptionError(f'{name}={value!r}: give a {"whole " * whole}number above {above}'
-                      f'{f" and below {below}" * (below < float("inf"))}.')
+    if isinstance(value, int if whole else (int, float)) and above < value < below:
+        return
+    raise OptionError(
+        f'{name}={value!r}: give a {"whole " * whole}number above {above}'
+        f'{f" and below {below}" * (below < float("inf"))}.'
+    )
 
 
 def to_bf16(learn: Any) -> Any:

@@ -1,4 +1,5 @@
 """MixUp and CutMix: train on blends of samples, with the loss blended alike."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
@@ -59,30 +60,34 @@ class MixHandler(Callback):
     `LossError` for a loss function that cannot be computed without its reduction, and `BatchError` for a batch in which
     there is nothing to blend.
     """
-    run_valid, needs_events = False, False   # it looks itself whether the loss was blended
-    averages_samples = True   # whatever the plain loss averages over
+
+    run_valid, needs_events = False, False  # it looks itself whether the loss was blended
+    averages_samples = True  # whatever the plain loss averages over
 
     def __init__(
         self,
-        alpha: float = 0.5,   # shares are drawn from Beta(alpha, alpha); larger values blend more
+        alpha: float = 0.5,  # shares are drawn from Beta(alpha, alpha); larger values blend more
         until: str | Time | None = None,  # end of blending: '80%', '0.8dur' of the fit, '10ep'
     ) -> None:
         super().__init__()
         self.until = None if until is None else as_time(until, 'ep')
         if not is_number(alpha) or not 0 < alpha < float('inf'):
-            raise bad_option(self, 'a number above 0; for no blending, leave the callback out', alpha=alpha)
+            raise bad_option(
+                self, 'a number above 0; for no blending, leave the callback out', alpha=alpha
+            )
         self.distrib = Beta(torch.tensor(float(alpha)), torch.tensor(float(alpha)))
-        self._has_blended = False   # some loss of this fit
+        self._has_blended = False  # some loss of this fit
         self._has_masks_only = False
         self._forget()
 
     def _forget(self) -> None:
         "Let go of the last batch."
-        for name in ('lam', 'yb1', '_blended'): self.__dict__.pop(name, None)
-        self._order: Tensor | None = None                         # of the partners in their batch
+        for name in ('lam', 'yb1', '_blended'):
+            self.__dict__.pop(name, None)
+        self._order: Tensor | None = None  # of the partners in their batch
         # a batch's `yb1`, and its microbatches to come
         self._pieces: tuple[Any, Iterator[Any]] = None, iter(())
-        self._reduction: tuple[Any, str] = None, ''               # a loss function, and how it reduces
+        self._reduction: tuple[Any, str] = None, ''  # a loss function, and how it reduces
 
     def __setattr__(self, name: str, value: object) -> None:
         super().__setattr__(name, value)
@@ -99,22 +104,27 @@ class MixHandler(Callback):
             return False
         now, begin = self.learn.time, self.learn.evaluations.fit_began
         if self.until.unit == 'dur':
-            return crossings(Timestamp(dur=0.), Timestamp(dur=now.dur or 0.), self.until) > 0
+            return crossings(Timestamp(dur=0.0), Timestamp(dur=now.dur or 0.0), self.until) > 0
         return crossings(Timestamp(), now - begin, self.until) > 0
 
     @property
     def stack_y(self) -> bool:
         "Whether the loss is blended and not the targets: the loss says so (`y_int`), or a target is no float."
-        if getattr(self.learn.loss_func, 'y_int', False): return True
+        if getattr(self.learn.loss_func, 'y_int', False):
+            return True
         return any(not t.is_floating_point() for t in tensors_in(self.learn.yb))
 
     def before_fit(self) -> None:
         if self.fitting and self.learn.loss_func is None:
-            raise LossError(f'{type(self).__name__} needs a loss function to blend: pass `loss_func=` to the Learner.')
+            raise LossError(
+                f'{type(self).__name__} needs a loss function to blend: pass `loss_func=` to the Learner.'
+            )
         others = [cb for cb in self.learn.cbs if isinstance(cb, MixHandler) and cb is not self]
         if self.fitting and others:
-            raise OptionError(f'{self} and {others[0]} both blend each batch, and the loss of only one would be right. '
-                              'Use one of them in a fit.')
+            raise OptionError(
+                f'{self} and {others[0]} both blend each batch, and the loss of only one would be right. '
+                'Use one of them in a fit.'
+            )
         if self.fitting and self.until is not None:
             check_countable(self.learn, self.until)
         if self.fitting and own_methods(self.learn):
@@ -126,15 +136,20 @@ class MixHandler(Callback):
             return
         del self.after_batch
         if self.stack_y and not self._has_blended and 'lam' in self.__dict__:
-            warn_user(f'{type(self).__name__} has blended the inputs of the batch, and the loss was not blended: '
-                      f'compute it in {type(self.learn).__name__} by `self.compute_loss(pred)`.')
+            warn_user(
+                f'{type(self).__name__} has blended the inputs of the batch, and the loss was not blended: '
+                f'compute it in {type(self.learn).__name__} by `self.compute_loss(pred)`.'
+            )
 
     def before_step(self) -> None:
         "See that the microbatches were pieces of the batch that was blended."
-        if self._order is None or not self._blends() or self._pieces[0] is not self.yb1: return
+        if self._order is None or not self._blends() or self._pieces[0] is not self.yb1:
+            return
         if (n := count_samples(self.learn)) != len(self._order):
-            raise BatchError(f'{type(self).__name__}: a callback that runs after it made {n} samples of '
-                             f'{len(self._order)} in before_batch. Give it a lower order, or leave `microbatch` out.')
+            raise BatchError(
+                f'{type(self).__name__}: a callback that runs after it made {n} samples of '
+                f'{len(self._order)} in before_batch. Give it a lower order, or leave `microbatch` out.'
+            )
 
     def cleanup(self) -> None:
         self._forget()
@@ -144,12 +159,16 @@ class MixHandler(Callback):
     @contextmanager
     def forward_context(self) -> Iterator[None]:
         "Return a context in which the loss is blended."
-        if not self._blends() or not self.stack_y: yield; return
+        if not self._blends() or not self.stack_y:
+            yield
+            return
         learn, plain = self.learn, self.learn.loss_func
-        if self._reduction[0] is not plain: self._reduction = plain, reduction_of(plain, type(self).__name__)
+        if self._reduction[0] is not plain:
+            self._reduction = plain, reduction_of(plain, type(self).__name__)
         partners = self._next_piece(learn.microbatch) if learn.microbatch else (self.yb1, self.lam)
         blended = learn.loss_func = BlendedLoss(learn, plain, partners, self._reduction[1])
-        try: yield
+        try:
+            yield
         finally:
             learn.loss_func = plain
             self._has_blended = self._has_blended or blended._n_calls > 0
@@ -168,16 +187,24 @@ class MixHandler(Callback):
         "Draw with which one each of `n` samples is blended, and set the partners' targets."
         learn = self.learn
         if has_listed_samples((*learn.xb, *learn.yb), n):
-            raise BatchError(f'{type(self).__name__} cannot blend {describe((*learn.xb, *learn.yb))}, a list with one '
-                             'entry a sample: give stacked tensors as inputs and targets.')
-        self._order = order = torch.randperm(n).to(tensors_in(self.learn.xb)[0].device, non_blocking=True)
+            raise BatchError(
+                f'{type(self).__name__} cannot blend {describe((*learn.xb, *learn.yb))}, a list with one '
+                'entry a sample: give stacked tensors as inputs and targets.'
+            )
+        self._order = order = torch.randperm(n).to(
+            tensors_in(self.learn.xb)[0].device, non_blocking=True
+        )
         if not any(is_of_samples(t, n) for t in tensors_in(self.learn.yb)):
-            raise BatchError(f'{type(self).__name__} cannot blend the targets {describe(self.learn.yb)}: there is no '
-                             f'tensor with one entry for each of {n} samples.')
+            raise BatchError(
+                f'{type(self).__name__} cannot blend the targets {describe(self.learn.yb)}: there is no '
+                f'tensor with one entry for each of {n} samples.'
+            )
         self.yb1 = map_tensors(self.learn.yb, lambda t: t[order] if is_of_samples(t, n) else t)
         return order
 
-    def _blend_targets(self, order: Tensor, but: Callable[[Tensor], bool] = lambda t: False) -> None:
+    def _blend_targets(
+        self, order: Tensor, but: Callable[[Tensor], bool] = lambda t: False
+    ) -> None:
         "Blend the targets, unless the loss does it; but not tensors that were cut."
         if self.stack_y:
             return
@@ -192,17 +219,24 @@ class BlendedLoss:
         self,
         learn: Any,
         plain: Callable[..., Any],
-        partners: tuple[Any, Any],   # targets and share
-        reduction: str,              # of the plain one
+        partners: tuple[Any, Any],  # targets and share
+        reduction: str,  # of the plain one
     ) -> None:
-        self.__dict__.update(_learn=learn, _plain=plain, _partners=partners, _reduction=reduction,
-                             _n_calls=0, __name__=name_of(plain))
+        self.__dict__.update(
+            _learn=learn,
+            _plain=plain,
+            _partners=partners,
+            _reduction=reduction,
+            _n_calls=0,
+            __name__=name_of(plain),
+        )
 
     def __call__(self, pred: Any, *yb: Any, **kwargs: Any) -> Any:
         "Compute the loss of a training batch from that to its own targets and that to its partners'."
         plain, (yb1, lam), reduction = self._plain, self._partners, self._reduction
         self.__dict__['_n_calls'] += 1
-        if not self._learn.training: return plain(pred, *yb, **kwargs)
+        if not self._learn.training:
+            return plain(pred, *yb, **kwargs)
         own, other = unreduced(plain, pred, yb), unreduced(plain, pred, yb1)
         share = share_of_each(lam, own, plain)
         loss = torch.lerp(other, own, share)
@@ -216,8 +250,11 @@ class BlendedLoss:
         blended = torch.lerp(by_other, by_own, share)
         return loss.sum() / blended.expand_as(loss).sum()
 
-    def __getattr__(self, name: str) -> Any: return getattr(self.__dict__['_plain'], name)
-    def __setattr__(self, name: str, value: Any) -> None: setattr(self._plain, name, value)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__['_plain'], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._plain, name, value)
 
 
 class MixUp(MixHandler):
@@ -234,9 +271,10 @@ class MixUp(MixHandler):
 
     def __init__(
         self,
-        alpha: float = 0.4,   # of Beta(alpha, alpha): the larger, the more is blended
+        alpha: float = 0.4,  # of Beta(alpha, alpha): the larger, the more is blended
         until: str | Time | None = None,  # when blending ends: '80%' of the fit, '10ep', '5000ba'
-    ) -> None: super().__init__(alpha, until)
+    ) -> None:
+        super().__init__(alpha, until)
 
     def before_batch(self) -> None:
         "Blend the batch with itself in another order."
@@ -244,8 +282,10 @@ class MixUp(MixHandler):
             return
         learn, n = self.learn, count_samples(self.learn)
         if not any(t.is_floating_point() and is_of_samples(t, n) for t in tensors_in(learn.xb)):
-            raise BatchError(f'MixUp cannot blend the inputs {describe(learn.xb)}: there is no floating-point tensor '
-                             'with one entry a sample. Turn them into floats first, in a callback of lower order.')
+            raise BatchError(
+                f'MixUp cannot blend the inputs {describe(learn.xb)}: there is no floating-point tensor '
+                'with one entry a sample. Turn them into floats first, in a callback of lower order.'
+            )
         lam = self.distrib.sample((n,))
         order = self._pair(n)
         self.lam = torch.maximum(lam, 1 - lam).to(order.device, non_blocking=True)
@@ -272,9 +312,10 @@ class CutMix(MixHandler):
 
     def __init__(
         self,
-        alpha: float = 1.,    # of Beta(alpha, alpha): 1 makes all shares equally likely
+        alpha: float = 1.0,  # of Beta(alpha, alpha): 1 makes all shares equally likely
         until: str | Time | None = None,  # when blending ends: '80%' of the fit, '10ep', '5000ba'
-    ) -> None: super().__init__(alpha, until)
+    ) -> None:
+        super().__init__(alpha, until)
 
     @property
     def stack_y(self) -> bool:
@@ -288,7 +329,9 @@ class CutMix(MixHandler):
         learn, n = self.learn, count_samples(self.learn)
         sizes = [t.shape[-2:] for t in tensors_in(learn.xb) if t.ndim > 2 and is_of_samples(t, n)]
         if not sizes:
-            raise BatchError(f'CutMix found no images (bs, ..., height, width) in the inputs {describe(learn.xb)}.')
+            raise BatchError(
+                f'CutMix found no images (bs, ..., height, width) in the inputs {describe(learn.xb)}.'
+            )
         h, w = sizes[0]
         lam = self.distrib.sample((1,))
         order = self._pair(n)
@@ -300,23 +343,27 @@ class CutMix(MixHandler):
             return t.ndim > 2 and t.shape[-2:] == (h, w) and is_of_samples(t, n)
 
         def with_box(t: Tensor) -> Tensor:
-            if not is_image(t): return t
+            if not is_image(t):
+                return t
             # a loader may give the same tensor again
             new, box = t.clone(), (..., slice(y1, y2), slice(x1, x2))
             new[box] = t[box][order]
             return new
+
         learn.xb, yb = map_tensors(learn.xb, with_box), map_tensors(learn.yb, with_box)
         masks = [is_image(t) for t in tensors_in(learn.yb) if is_of_samples(t, n)]
         if any(masks):
             learn.yb = yb
-            self.yb1 = map_tensors(yb, lambda t: t[order] if is_of_samples(t, n) and not is_image(t) else t)
+            self.yb1 = map_tensors(
+                yb, lambda t: t[order] if is_of_samples(t, n) and not is_image(t) else t
+            )
         self._has_masks_only = all(masks)
         self._blend_targets(order, but=is_image)
 
     def rand_bbox(
         self,
-        W: int,       # width of the images
-        H: int,       # their height
+        W: int,  # width of the images
+        H: int,  # their height
         lam: Tensor,  # the share of the image that is to stay, of one element on the CPU
     ) -> tuple[int, int, int, int]:  # x1, y1, x2, y2; the last two are exclusive
         "Draw the centre of a box, and cut off what lies outside."
@@ -338,32 +385,45 @@ def is_of_samples(t: Tensor, n: int) -> bool:
 
 def blended_tensors(b: Any, order: Tensor, lam: Tensor, kept: Sequence[Tensor] = ()) -> Any:
     "Blend each sample of a nested batch's floating-point tensors with the one that has its place in `order`."
+
     def blended(t: Tensor) -> Tensor:
-        if not t.is_floating_point() or not is_of_samples(t, len(order)): return t
-        if any(t is o for o in kept): return t
+        if not t.is_floating_point() or not is_of_samples(t, len(order)):
+            return t
+        if any(t is o for o in kept):
+            return t
         return torch.lerp(t[order], t, lam.to(t).view(-1, *[1] * (t.ndim - 1)))
+
     return map_tensors(b, blended)
 
 
 def reduction_of(loss_func: Any, who: str) -> str:
     "Return how a loss function reduces, or raise `LossError` when it cannot be asked not to."
-    if hasattr(loss_func, 'reduction'): return loss_func.reduction
-    try: params = signature(getattr(loss_func, 'forward', loss_func)).parameters
-    except (TypeError, ValueError): return 'mean'  # written in C: calling it will tell
-    if 'reduction' in params: return params['reduction'].default
-    if any(p.kind is p.VAR_KEYWORD for p in params.values()): return 'mean'
-    raise LossError(f'{who} needs the loss of each sample, and {name_of(loss_func)} has no `reduction`. Give it that '
-                    "keyword (with 'none' it returns one number a sample), or targets that can be blended: floats.")
+    if hasattr(loss_func, 'reduction'):
+        return loss_func.reduction
+    try:
+        params = signature(getattr(loss_func, 'forward', loss_func)).parameters
+    except (TypeError, ValueError):
+        return 'mean'  # written in C: calling it will tell
+    if 'reduction' in params:
+        return params['reduction'].default
+    if any(p.kind is p.VAR_KEYWORD for p in params.values()):
+        return 'mean'
+    raise LossError(
+        f'{who} needs the loss of each sample, and {name_of(loss_func)} has no `reduction`. Give it that '
+        "keyword (with 'none' it returns one number a sample), or targets that can be blended: floats."
+    )
 
 
 def unreduced(loss_func: Any, pred: Any, yb: tuple[Any, ...]) -> Tensor:
     "Compute the loss of each element."
-    if not hasattr(loss_func, 'reduction'): return loss_func(pred, *yb, reduction='none')
+    if not hasattr(loss_func, 'reduction'):
+        return loss_func(pred, *yb, reduction='none')
     reduction = loss_func.reduction
     try:
         loss_func.reduction = 'none'
         return loss_func(pred, *yb)
-    finally: loss_func.reduction = reduction
+    finally:
+        loss_func.reduction = reduction
 
 
 # torch's losses whose mean is divided by the weights of the targets, and leaves some out
@@ -383,7 +443,11 @@ def divisor_of(loss_func: Any, pred: Any, yb: tuple[Any, ...], each: Tensor) -> 
     kind = type(base) if isinstance(base, nn.Module) else base
     if kind in _BY_WEIGHT:
         targ = yb[0]
-        if isinstance(targ, Tensor) and not targ.is_floating_point() and targ.numel() == each.numel():
+        if (
+            isinstance(targ, Tensor)
+            and not targ.is_floating_point()
+            and targ.numel() == each.numel()
+        ):
             weight = options.get('weight', getattr(base, 'weight', None))
             ignored = options.get('ignore_index', getattr(base, 'ignore_index', -100))
             counts = targ != ignored
@@ -395,7 +459,7 @@ def divisor_of(loss_func: Any, pred: Any, yb: tuple[Any, ...], each: Tensor) -> 
     with torch.no_grad():
         mean = loss_func(pred, *yb)
         total = each.sum()
-        return torch.where(mean == 0, 1., total / mean / each.numel()).to(each)
+        return torch.where(mean == 0, 1.0, total / mean / each.numel()).to(each)
 
 
 def batch_number(learn: Any) -> tuple[Any, ...]:
@@ -406,10 +470,17 @@ def batch_number(learn: Any) -> tuple[Any, ...]:
 def share_of_each(lam: Tensor, loss: Tensor, loss_func: Any) -> Tensor:
     "Return the shares in the shape of an unreduced loss: samples first, or all elements in a row, sample by sample."
     n = len(lam)
-    if not isinstance(loss, Tensor): found = describe(loss)
-    elif n == 1: return lam.to(loss).view(())
-    elif is_of_samples(loss, n): return lam.to(loss).view(-1, *[1] * (loss.ndim - 1))
-    elif loss.ndim == 1 and len(loss) % n == 0: return lam.to(loss).repeat_interleave(len(loss) // n)
-    else: found = f'a tensor of shape {tuple(loss.shape)}'
-    raise LossError(f"{name_of(loss_func)} with reduction='none' gave {found} for {n} samples. To blend it, one number "
-                    'for each sample or each of its elements is needed.')
+    if not isinstance(loss, Tensor):
+        found = describe(loss)
+    elif n == 1:
+        return lam.to(loss).view(())
+    elif is_of_samples(loss, n):
+        return lam.to(loss).view(-1, *[1] * (loss.ndim - 1))
+    elif loss.ndim == 1 and len(loss) % n == 0:
+        return lam.to(loss).repeat_interleave(len(loss) // n)
+    else:
+        found = f'a tensor of shape {tuple(loss.shape)}'
+    raise LossError(
+        f"{name_of(loss_func)} with reduction='none' gave {found} for {n} samples. To blend it, one number "
+        'for each sample or each of its elements is needed.'
+    )

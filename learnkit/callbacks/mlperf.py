@@ -1,4 +1,5 @@
 """A result file as MLPerf's Training benchmarks ask for: one line an event, `:::MLLOG {json}`."""
+
 from __future__ import annotations
 
 import json
@@ -57,115 +58,157 @@ class MLPerf(Callback):
     >>> json.loads(lines[-1].removeprefix(':::MLLOG '))['metadata']['status']
     'success'
     """
+
     observer, order, remove_on_find, remove_on_fetch = True, 100, True, True
     file: Path | None
 
     def __init__(
         self,
-        folder: str | Path = 'mlperf',       # of the submission, below `learn.path` or absolute
-        index: int = 0,                      # the least number of a result
-        benchmark: str = 'benchmark',        # 'resnet' for one
-        monitor: str | None = None,          # `eval_accuracy`'s column; None: the first metric, or the loss
-        target: float | None = None,         # success is to reach it
-        comp: Comparison | None = None,      # f(value, target), 'less', 'greater', `MetricProperties`
-        submitter: str = '',                 # the organisation
-        division: str = 'open',              # 'open' or 'closed'
-        status: str = 'onprem',              # 'onprem', 'cloud' or 'preview'
-        system: str | None = None,           # its name; None: made of the devices, '1xcpu_learnkit'
-        cache_cleared: bool = False,         # whether caches were cleared before
+        folder: str | Path = 'mlperf',  # of the submission, below `learn.path` or absolute
+        index: int = 0,  # the least number of a result
+        benchmark: str = 'benchmark',  # 'resnet' for one
+        monitor: str | None = None,  # `eval_accuracy`'s column; None: the first metric, or the loss
+        target: float | None = None,  # success is to reach it
+        comp: Comparison | None = None,  # f(value, target), 'less', 'greater', `MetricProperties`
+        submitter: str = '',  # the organisation
+        division: str = 'open',  # 'open' or 'closed'
+        status: str = 'onprem',  # 'onprem', 'cloud' or 'preview'
+        system: str | None = None,  # its name; None: made of the devices, '1xcpu_learnkit'
+        cache_cleared: bool = False,  # whether caches were cleared before
     ) -> None:
-        for option, value, known in (('division', division, ('open', 'closed')),
-                                     ('status', status, ('onprem', 'cloud', 'preview'))):
+        for option, value, known in (
+            ('division', division, ('open', 'closed')),
+            ('status', status, ('onprem', 'cloud', 'preview')),
+        ):
             if value not in known:
-                raise OptionError(f'{option}={value!r}: give one of {known}.{did_you_mean(str(value), known)}')
+                raise OptionError(
+                    f'{option}={value!r}: give one of {known}.{did_you_mean(str(value), known)}'
+                )
         for option, name in (('benchmark', benchmark), ('system', system)):
-            if name is not None and (not isinstance(name, str) or not name.strip() or set('/\\\0') & set(name)):
+            if name is not None and (
+                not isinstance(name, str) or not name.strip() or set('/\\\0') & set(name)
+            ):
                 raise OptionError(f'{option}={name!r}: give a name that a folder can have.')
-        if not isinstance(index, int) or index < 0: raise OptionError(f'index={index!r}: give a number, 0 or more.')
-        if target is not None and isinstance(monitor, str): as_comparison(comp, monitor)  # what is wrong, it says now
-        self.folder, self.index, self.benchmark, self.monitor = Path(folder), index, benchmark, monitor
+        if not isinstance(index, int) or index < 0:
+            raise OptionError(f'index={index!r}: give a number, 0 or more.')
+        if target is not None and isinstance(monitor, str):
+            as_comparison(comp, monitor)  # what is wrong, it says now
+        self.folder, self.index, self.benchmark, self.monitor = (
+            Path(folder),
+            index,
+            benchmark,
+            monitor,
+        )
         self.target, self.comp, self.submitter, self.division = target, comp, submitter, division
         self.status, self.system, self.cache_cleared = status, system, cache_cleared
         self.file = None
         self._created_ms = _now_ms()
-        self._out: TextIO | None = None     # the file while the run is on
-        self._column = ''                   # what is `eval_accuracy` in this fit
+        self._out: TextIO | None = None  # the file while the run is on
+        self._column = ''  # what is `eval_accuracy` in this fit
         self._in_block = False
 
-    # -- a run ---------------------------------------------------------------------------------------------------------
+    # -- a run -------------------------------------------------------------------------------------
 
     def before_fit(self) -> None:
         "Open the file, and write what is known before the run."
         learn = self.learn
-        if not learn.fitting: return
+        if not learn.fitting:
+            return
         self._column = self._find()
-        if self.target is not None: as_comparison(self.comp, self._column)
+        if self.target is not None:
+            as_comparison(self.comp, self._column)
         system = self.system or _system_name(learn)
-        results = learn.path/self.folder/'results'/system/self.benchmark
-        self.file = next(p for n in count(self.index) if not (p := results/f'result_{n}.txt').exists())
-        try: check_writable(self.file)
-        except OSError as e: raise OptionError(f'{self.file} cannot be written: {e}.') from None
-        with atomic_write(learn.path/self.folder/'systems'/f'{system}.json') as tmp:
+        results = learn.path / self.folder / 'results' / system / self.benchmark
+        self.file = next(
+            p for n in count(self.index) if not (p := results / f'result_{n}.txt').exists()
+        )
+        try:
+            check_writable(self.file)
+        except OSError as e:
+            raise OptionError(f'{self.file} cannot be written: {e}.') from None
+        with atomic_write(learn.path / self.folder / 'systems' / f'{system}.json') as tmp:
             tmp.write_text(json.dumps(self._description(system), indent=4), 'utf-8')
         self._out = self.file.open('w', encoding='utf-8')
         self._write_header(system)
 
     def _write_header(self, system: str) -> None:
         learn = self.learn
-        if self.cache_cleared: self._put('cache_clear', True, at_ms=self._created_ms)
+        if self.cache_cleared:
+            self._put('cache_clear', True, at_ms=self._created_ms)
         self._put('init_start', event_type=START, at_ms=self._created_ms)
         evaluated = [n_samples(dl) for _, dl in evaluation_loaders(learn.dls)]
         batch_size, n_pieces = _step_size(learn)
         for key, value in {
-            'submission_benchmark': self.benchmark, 'submission_division': self.division,
-            'submission_org': self.submitter, 'submission_platform': system, 'submission_status': self.status,
-            'seed': torch.initial_seed(), 'global_batch_size': batch_size, 'gradient_accumulation_steps': n_pieces,
+            'submission_benchmark': self.benchmark,
+            'submission_division': self.division,
+            'submission_org': self.submitter,
+            'submission_platform': system,
+            'submission_status': self.status,
+            'seed': torch.initial_seed(),
+            'global_batch_size': batch_size,
+            'gradient_accumulation_steps': n_pieces,
             'train_samples': n_samples(learn.dls.train),
             'eval_samples': None if None in evaluated else sum(n or 0 for n in evaluated),
-        }.items(): self._put(key, value)
+        }.items():
+            self._put(key, value)
         self._put('init_stop', event_type=END)
         self._put('run_start', event_type=START)
 
     def before_epoch(self) -> None:
         "Start a block and an epoch."
-        if not self.learn.fitting: return
+        if not self.learn.fitting:
+            return
         self._put('block_start', event_type=START, first_epoch_num=self._epoch, epoch_count=1)
         self._in_block = True
 
-    def before_train(self) -> None: "Start an epoch."; self._put('epoch_start', event_type=START, **self._place)
-    def after_train(self) -> None: "End it."; self._put('epoch_stop', event_type=END, **self._place)
+    def before_train(self) -> None:
+        "Start an epoch."
+        self._put('epoch_start', event_type=START, **self._place)
+
+    def after_train(self) -> None:
+        "End it."
+        self._put('epoch_stop', event_type=END, **self._place)
 
     def before_eval(self) -> None:
         "Start an evaluation."
-        if self.learn.fitting: self._put('eval_start', event_type=START, **self._place)
+        if self.learn.fitting:
+            self._put('eval_start', event_type=START, **self._place)
 
     def after_eval(self) -> None:
         "Write what it gave; a run that has reached its target is over."
-        if not self.learn.fitting: return
+        if not self.learn.fitting:
+            return
         value = self._recorder().measured.get(self._column)
-        if value is not None: self._put('eval_accuracy', value, **self._place)
+        if value is not None:
+            self._put('eval_accuracy', value, **self._place)
         self._put('eval_stop', event_type=END, **self._place)
-        if value is None or self.target is None: return
-        if value == self.target or as_comparison(self.comp, self._column)(value, self.target): self._end('success')
+        if value is None or self.target is None:
+            return
+        if value == self.target or as_comparison(self.comp, self._column)(value, self.target):
+            self._end('success')
 
     def after_epoch(self) -> None:
         "End a block."
-        if self.learn.fitting: self._end_block()
+        if self.learn.fitting:
+            self._end_block()
 
     def after_fit(self) -> None:
         "A run that came to its end is a success where there was nothing to reach."
-        if self.learn.fitting: self._end('success' if self.target is None else 'aborted')
+        if self.learn.fitting:
+            self._end('success' if self.target is None else 'aborted')
 
     def cleanup(self) -> None:
         "A run that did not is none."
         self._end('aborted')
 
     def _end_block(self) -> None:
-        if self._in_block: self._put('block_stop', event_type=END, first_epoch_num=self._epoch, epoch_count=1)
+        if self._in_block:
+            self._put('block_stop', event_type=END, first_epoch_num=self._epoch, epoch_count=1)
         self._in_block = False
 
     def _end(self, status: str) -> None:
-        if self._out is None: return
+        if self._out is None:
+            return
         self._end_block()
         self._put('run_stop', event_type=END, status=status, **self._place)
         self._out.close()
@@ -174,66 +217,121 @@ class MLPerf(Callback):
     def state_dict(self) -> dict[str, Any]:
         "Return the file, its size so far, and whether the run is still on."
         is_on = self._out is not None
-        return {'file': kept_path(self.learn, self.file), 'in_block': self._in_block, 'is_on': is_on,
-                'size': self.file.stat().st_size if is_on and self.file is not None else 0}
+        return {
+            'file': kept_path(self.learn, self.file),
+            'in_block': self._in_block,
+            'is_on': is_on,
+            'size': self.file.stat().st_size if is_on and self.file is not None else 0,
+        }
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Go on in the file of the run that is resumed."
         kept = found_path(self.learn, sd['file'], self.folder)
-        if sd['is_on'] and (kept is None or not kept.exists() or kept.stat().st_size < sd['size']): return  # it is gone
+        if sd['is_on'] and (kept is None or not kept.exists() or kept.stat().st_size < sd['size']):
+            return  # it is gone
         if self._out is not None and self.file is not None:
             self._out.close()
             self.file.unlink()  # it was begun a moment ago
         self.file, self._out, self._in_block = kept, None, sd['in_block']
-        if not sd['is_on'] or kept is None or self.learn is None or not self.learn.fitting: return
+        if not sd['is_on'] or kept is None or self.learn is None or not self.learn.fitting:
+            return
         os.truncate(kept, sd['size'])
         self._out = kept.open('a', encoding='utf-8')
 
-    # -- what is written -----------------------------------------------------------------------------------------------
+    # -- what is written ---------------------------------------------------------------------------
 
-    def _put(self, key: str, value: Any = None, event_type: str = POINT, at_ms: int | None = None, **more: Any) -> None:
-        if self._out is None: return  # the run is over
-        line = {'namespace': '', 'time_ms': _now_ms() if at_ms is None else at_ms, 'event_type': event_type, 'key': key,
-                'value': value, 'metadata': {'file': 'learnkit', 'lineno': 0, **more}}
+    def _put(
+        self,
+        key: str,
+        value: Any = None,
+        event_type: str = POINT,
+        at_ms: int | None = None,
+        **more: Any,
+    ) -> None:
+        if self._out is None:
+            return  # the run is over
+        line = {
+            'namespace': '',
+            'time_ms': _now_ms() if at_ms is None else at_ms,
+            'event_type': event_type,
+            'key': key,
+            'value': value,
+            'metadata': {'file': 'learnkit', 'lineno': 0, **more},
+        }
         self._out.write(f':::MLLOG {json.dumps(line)}\n')
         self._out.flush()
 
     @property
-    def _epoch(self) -> int: return int(self.learn.epoch) + 1
+    def _epoch(self) -> int:
+        return int(self.learn.epoch) + 1
 
     @property
-    def _place(self) -> dict[str, Any]: return {'epoch_num': self._epoch, 'samples_count': self.learn.time.sp}
+    def _place(self) -> dict[str, Any]:
+        return {'epoch_num': self._epoch, 'samples_count': self.learn.time.sp}
 
-    def _recorder(self) -> Any: return recorder_of(self.learn)
+    def _recorder(self) -> Any:
+        return recorder_of(self.learn)
 
     def _find(self) -> str:
         "Return the column that is monitored."
         recorder = self._recorder()
-        if recorder is None: raise MetricError('MLPerf reads the Recorder, and this Learner has none.')
+        if recorder is None:
+            raise MetricError('MLPerf reads the Recorder, and this Learner has none.')
         names = recorder.evaluated_columns(self.monitor)
-        if not names: raise MetricError('MLPerf needs an evaluation: give a validation loader.')
-        if self.monitor is None: return names[1] if len(recorder._on('valid')) else names[0]
-        if self.monitor in names: return self.monitor
-        raise MetricError(f'MLPerf(monitor={self.monitor!r}): no evaluation gives that, but {", ".join(names)}.'
-                          f'{did_you_mean(self.monitor, names)}')
+        if not names:
+            raise MetricError('MLPerf needs an evaluation: give a validation loader.')
+        if self.monitor is None:
+            return names[1] if len(recorder._on('valid')) else names[0]
+        if self.monitor in names:
+            return self.monitor
+        raise MetricError(
+            f'MLPerf(monitor={self.monitor!r}): no evaluation gives that, but {", ".join(names)}.'
+            f'{did_you_mean(self.monitor, names)}'
+        )
 
     def _description(self, system: str) -> dict[str, Any]:
         "Describe the machine as far as it is known; the other fields are for who submits."
         on_gpu = model_device(self.learn.model, self.learn.dls).type == 'cuda'
-        known = {'submitter': self.submitter, 'division': self.division, 'status': self.status, 'system_name': system,
-                 'number_of_nodes': '1', 'host_processor_model_name': platform.processor() or platform.machine(),
-                 'accelerators_per_node': '1' if on_gpu else '0',
-                 'accelerator_model_name': torch.cuda.get_device_name() if on_gpu else '',
-                 'framework': f'PyTorch {torch.__version__} and learnkit',
-                 'operating_system': f'{platform.system()} {platform.release()}',
-                 'other_software_stack': {'python': platform.python_version(), 'cuda': torch.version.cuda or ''}}
-        unknown = ('host_processors_per_node', 'host_processor_core_count', 'host_processor_vcpu_count',
-                   'host_processor_frequency', 'host_processor_caches', 'host_processor_interconnect',
-                   'host_memory_capacity', 'host_memory_configuration', 'host_storage_type', 'host_storage_capacity',
-                   'host_networking', 'host_networking_topology', 'accelerator_memory_capacity',
-                   'accelerator_memory_configuration', 'accelerator_host_interconnect', 'accelerator_frequency',
-                   'accelerator_on-chip_memories', 'accelerator_interconnect', 'accelerator_interconnect_topology',
-                   'cooling', 'hw_notes', 'sw_notes')
+        known = {
+            'submitter': self.submitter,
+            'division': self.division,
+            'status': self.status,
+            'system_name': system,
+            'number_of_nodes': '1',
+            'host_processor_model_name': platform.processor() or platform.machine(),
+            'accelerators_per_node': '1' if on_gpu else '0',
+            'accelerator_model_name': torch.cuda.get_device_name() if on_gpu else '',
+            'framework': f'PyTorch {torch.__version__} and learnkit',
+            'operating_system': f'{platform.system()} {platform.release()}',
+            'other_software_stack': {
+                'python': platform.python_version(),
+                'cuda': torch.version.cuda or '',
+            },
+        }
+        unknown = (
+            'host_processors_per_node',
+            'host_processor_core_count',
+            'host_processor_vcpu_count',
+            'host_processor_frequency',
+            'host_processor_caches',
+            'host_processor_interconnect',
+            'host_memory_capacity',
+            'host_memory_configuration',
+            'host_storage_type',
+            'host_storage_capacity',
+            'host_networking',
+            'host_networking_topology',
+            'accelerator_memory_capacity',
+            'accelerator_memory_configuration',
+            'accelerator_host_interconnect',
+            'accelerator_frequency',
+            'accelerator_on-chip_memories',
+            'accelerator_interconnect',
+            'accelerator_interconnect_topology',
+            'cooling',
+            'hw_notes',
+            'sw_notes',
+        )
         return {**known, **dict.fromkeys(unknown, '')}
 
 
@@ -241,7 +339,8 @@ def _step_size(learn: Any) -> tuple[int | None, int]:
     "Return the samples of an optimizer step, None where the loader does not tell, and in how many pieces they come."
     train = learn.dls.train
     bs = getattr(train, 'bs', getattr(train, 'batch_size', None))
-    if not isinstance(bs, int): return None, 1
+    if not isinstance(bs, int):
+        return None, 1
     least = max((cb.n_acc for cb in learn.cbs if isinstance(cb, GradientAccumulation)), default=1)
     # 'auto' is not known yet: as one piece
     n_batches, size = math.ceil(least / bs), learn.microbatch
@@ -254,4 +353,5 @@ def _system_name(learn: Any) -> str:
     return f'1x{name}_learnkit'.replace(' ', '_').replace('/', '_')
 
 
-def _now_ms() -> int: return int(time.time() * 1000)
+def _now_ms() -> int:
+    return int(time.time() * 1000)

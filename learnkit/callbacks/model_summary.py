@@ -1,4 +1,5 @@
 """What a model is made of: the sizes of its layers, and a table of them."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -23,8 +24,16 @@ from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback
 
-__all__ = ['Summary', 'Layer', 'summary', 'summarize_learner', 'dummy_eval', 'model_sizes', 'num_features_model',
-           'total_params']
+__all__ = [
+    'Summary',
+    'Layer',
+    'summary',
+    'summarize_learner',
+    'dummy_eval',
+    'model_sizes',
+    'num_features_model',
+    'total_params',
+]
 
 WIDEST = 60  # characters of a column; what is longer is cut
 
@@ -32,32 +41,44 @@ WIDEST = 60  # characters of a column; what is longer is cut
 @dataclass(frozen=True)
 class Layer:
     "One row of a summary."
-    name: str          # as in `model.named_modules()`
-    kind: str          # its class
-    output: str        # the shape of what it put out first, '' when it was not called
+
+    name: str  # as in `model.named_modules()`
+    kind: str  # its class
+    output: str  # the shape of what it put out first, '' when it was not called
     n_calls: int
-    n_params: int      # its own, without those of its children or counted in a row above
-    n_trained: int     # those of them that require gradients
-    is_tied: bool      # it has parameters, but all were counted in a row above
+    n_params: int  # its own, without those of its children or counted in a row above
+    n_trained: int  # those of them that require gradients
+    is_tied: bool  # it has parameters, but all were counted in a row above
 
     def cells(self) -> tuple[str, str, str, str, str]:
         "Return what is printed."
         kind = self.kind if self.n_calls < 2 else f'{self.kind} x {self.n_calls}'
         params = 'tied' if self.is_tied else f'{self.n_params:,}' if self.n_params else ''
-        trained = '' if not self.n_params else {0: 'no', self.n_params: 'yes'}.get(self.n_trained, 'partly')
-        return self.name or '(model)', kind, self.output if self.n_calls else 'not called', params, trained
+        trained = (
+            ''
+            if not self.n_params
+            else {0: 'no', self.n_params: 'yes'}.get(self.n_trained, 'partly')
+        )
+        return (
+            self.name or '(model)',
+            kind,
+            self.output if self.n_calls else 'not called',
+            params,
+            trained,
+        )
 
 
 @dataclass(frozen=True, repr=False)
 class Summary:
     "A table of a model's layers; printed, it is text."
-    model: str                # its class
-    input: str                # shapes
+
+    model: str  # its class
+    input: str  # shapes
     output: str
     layers: tuple[Layer, ...]
-    n_params: int             # of the whole model, each counted once
-    n_trained: int            # those that require gradients
-    notes: str = ''           # how it is trained
+    n_params: int  # of the whole model, each counted once
+    n_trained: int  # those that require gradients
+    notes: str = ''  # how it is trained
 
     def __str__(self) -> str:
         rows = [tuple(map(_cut, layer.cells())) for layer in self.layers]
@@ -65,21 +86,37 @@ class Summary:
         widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
         line = '-' * (sum(widths) + 2 * (len(widths) - 1))
         table = [_aligned(row, widths) for row in (head, *rows)]
-        totals = (('Total params', self.n_params), ('Total trainable params', self.n_trained),
-                  ('Total non-trainable params', self.n_params - self.n_trained))
-        return '\n'.join([f'{self.model}: {_cut(self.input, 200)} -> {_cut(self.output, 200)}', line, table[0], line,
-                          *table[1:], line, *(f'{name}: {n:,}' for name, n in totals), self.notes]).rstrip()
+        totals = (
+            ('Total params', self.n_params),
+            ('Total trainable params', self.n_trained),
+            ('Total non-trainable params', self.n_params - self.n_trained),
+        )
+        return '\n'.join(
+            [
+                f'{self.model}: {_cut(self.input, 200)} -> {_cut(self.output, 200)}',
+                line,
+                table[0],
+                line,
+                *table[1:],
+                line,
+                *(f'{name}: {n:,}' for name, n in totals),
+                self.notes,
+            ]
+        ).rstrip()
 
     __repr__ = __str__
 
 
 def _aligned(cells: tuple[str, ...], widths: list[int]) -> str:
     "Join the cells of a row, the number of parameters to the right."
-    return '  '.join(c.rjust(w) if i == 3 else c.ljust(w)
-                     for i, (c, w) in enumerate(zip(cells, widths, strict=True))).rstrip()
+    return '  '.join(
+        c.rjust(w) if i == 3 else c.ljust(w)
+        for i, (c, w) in enumerate(zip(cells, widths, strict=True))
+    ).rstrip()
 
 
-def _cut(text: str, width: int = WIDEST) -> str: return text if len(text) <= width else text[:width - 3] + '...'
+def _cut(text: str, width: int = WIDEST) -> str:
+    return text if len(text) <= width else text[: width - 3] + '...'
 
 
 def _spell(o: Any) -> str:
@@ -88,19 +125,23 @@ def _spell(o: Any) -> str:
     >>> _spell((torch.zeros(5, 4), {'n': torch.tensor(1)}))
     '(5 x 4, {n: scalar})'
     """
-    if isinstance(o, Tensor): return ' x '.join(map(str, o.shape)) or 'scalar'
-    if isinstance(o, Mapping): return '{' + ', '.join(f'{k}: {_spell(v)}' for k, v in o.items() if v is not None) + '}'
-    if isinstance(o, (tuple, list)): return '(' + ', '.join(map(_spell, o)) + ')'
+    if isinstance(o, Tensor):
+        return ' x '.join(map(str, o.shape)) or 'scalar'
+    if isinstance(o, Mapping):
+        return '{' + ', '.join(f'{k}: {_spell(v)}' for k, v in o.items() if v is not None) + '}'
+    if isinstance(o, (tuple, list)):
+        return '(' + ', '.join(map(_spell, o)) + ')'
     if dataclasses.is_dataclass(o) and not isinstance(o, type):
         return _spell({f.name: getattr(o, f.name) for f in dataclasses.fields(o)})
     return 'None' if o is None else type(o).__name__
 
 
-# ----------------------------------------------------------------------------------------------------------- the table
+# ---------------------------------------------------------------------------------------- the table
+
 
 def summary(
     model: nn.Module,
-    *inputs: Any,      # example inputs; a dict goes by name where the model takes those names
+    *inputs: Any,  # example inputs; a dict goes by name where the model takes those names
 ) -> Summary:
     """Describe a model by running it once on example inputs: its layers, what they put out, what they learn.
 
@@ -125,27 +166,37 @@ def summary(
 
 def _summarise(
     model: nn.Module,
-    run: Callable[[], Any],    # calls it
+    run: Callable[[], Any],  # calls it
     notes: str = '',
 ) -> Summary:
     "Describe a model by what its modules do while `run` runs."
     inner = as_written(model)
     names = named_layers(inner)
-    whole: list[tuple[str, str]] = []   # input and output of the model
+    whole: list[tuple[str, str]] = []  # input and output of the model
     outputs: dict[int, list[str]] = {}  # by module, in the order of first calls
 
-    def record(m: nn.Module, inp: Any, out: Any) -> None: outputs.setdefault(id(m), []).append(_spell(out))
+    def record(m: nn.Module, inp: Any, out: Any) -> None:
+        outputs.setdefault(id(m), []).append(_spell(out))
 
     def record_whole(m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        whole.append((_spell(kwargs if kwargs and not args else detuplify((*args, *kwargs.values()))), _spell(out)))
+        whole.append(
+            (
+                _spell(kwargs if kwargs and not args else detuplify((*args, *kwargs.values()))),
+                _spell(out),
+            )
+        )
 
     with undisturbed(inner), uncompiled(model), Hooks(names.values(), record, detach=False):
         handle = inner.register_forward_hook(record_whole, with_kwargs=True)
-        try: run()
-        finally: handle.remove()
+        try:
+            run()
+        finally:
+            handle.remove()
 
     counted: set[nn.Parameter] = set()
-    layers = tuple(_layer(name, m, outputs.get(id(m), []), counted) for name, m in _in_order(names, outputs))
+    layers = tuple(
+        _layer(name, m, outputs.get(id(m), []), counted) for name, m in _in_order(names, outputs)
+    )
     n_params, n_trained = _count(inner.parameters())
     inp, out = whole[0] if whole else ('', '')
     return Summary(type(inner).__name__, inp, out, layers, n_params, n_trained, notes)
@@ -170,14 +221,17 @@ def _in_order(names: dict[str, nn.Module], called: Collection[int]) -> list[tupl
     by_id = {id(m): (name, m) for name, m in names.items()}
     rows, at = [by_id[i] for i in called], 0
     for name, m in names.items():
-        if id(m) not in called and any(True for _ in m.parameters(recurse=False)): rows.insert(at, (name, m))
-        if (name, m) in rows: at = rows.index((name, m)) + 1
+        if id(m) not in called and any(True for _ in m.parameters(recurse=False)):
+            rows.insert(at, (name, m))
+        if (name, m) in rows:
+            at = rows.index((name, m)) + 1
     return rows
 
 
 def _materialised(model: nn.Module) -> nn.Module:
     "Return the model, or a copy of one with lazy modules, which a forward pass would change."
-    if not any(map(is_lazy, chain(model.parameters(), model.buffers()))): return model
+    if not any(map(is_lazy, chain(model.parameters(), model.buffers()))):
+        return model
     # of what is lazy, torch copies parameters only
     buffers: list[Any] = [b for b in model.buffers() if is_lazy(b)]
     return deepcopy(model, {id(b): type(b)(device=b.device, dtype=b.dtype) for b in buffers})
@@ -204,31 +258,40 @@ def summarize_learner(learn: Any) -> Summary:
         learn.model = model
 
 
-def _skip_loss(cb: Callback) -> None: raise CancelBatchException
+def _skip_loss(cb: Callback) -> None:
+    raise CancelBatchException
 
 
 def _example_batch(learn: Any) -> Any:
     "Return the current batch, or draw one that nobody misses."
-    if learn.run.depth and learn.batch is not None: return learn.batch
+    if learn.run.depth and learn.batch is not None:
+        return learn.batch
     loaders = [learn.dls.train, *(dl for _, dl in evaluation_loaders(learn.dls))]
     for dl in loaders:
         with preserved_rng(), preserved_generators(dl), _without_workers_left(dl):
             drawn = iter(dl)
-            if drawn is dl: continue
-            for batch in drawn: return batch
+            if drawn is dl:
+                continue
+            for batch in drawn:
+                return batch
             raise EmptyLoaderError('There is no batch to tell the shapes by: the loader gave none.')
-    raise LoaderError('The loaders are iterators, of which summary() would use up a batch. Give an example instead: '
-                      '`learnkit.callbacks.model_summary.summary(learn.model, x)`.')
+    raise LoaderError(
+        'The loaders are iterators, of which summary() would use up a batch. Give an example instead: '
+        '`learnkit.callbacks.model_summary.summary(learn.model, x)`.'
+    )
 
 
 @contextmanager
 def _without_workers_left(dl: Any) -> Iterator[None]:
     "Keep the persistent workers of a loader as they are: draw from others."
     own = isinstance(dl, DataLoader)
-    if own: kept, dl._iterator = dl._iterator, None
-    try: yield
+    if own:
+        kept, dl._iterator = dl._iterator, None
+    try:
+        yield
     finally:
-        if own: dl._iterator = kept
+        if own:
+            dl._iterator = kept
 
 
 def _notes(learn: Any) -> Iterator[str]:
@@ -239,16 +302,19 @@ def _notes(learn: Any) -> Iterator[str]:
         frozen = getattr(learn.opt, 'frozen_idx', 0)
         yield f'\nModel frozen up to parameter group #{frozen}' if frozen else '\nModel unfrozen'
     yield '\nCallbacks:'
-    for cb in learn.callbacks.ordered(): yield f'  - {cb}'
+    for cb in learn.callbacks.ordered():
+        yield f'  - {cb}'
 
 
 def _name(f: Any) -> str:
     "Write a function, or an object by its class, with the options that a partial adds."
-    if not isinstance(f, partial): return name_of(f)
+    if not isinstance(f, partial):
+        return name_of(f)
     return f'{name_of(f.func)}({", ".join(f"{k}={_name(v) if callable(v) else v!r}" for k, v in f.keywords.items())})'
 
 
-# --------------------------------------------------------------------------------------------------------------- sizes
+# -------------------------------------------------------------------------------------------- sizes
+
 
 def total_params(m: nn.Module) -> tuple[int, bool]:
     """Return how many numbers a module learns, and whether any of them is trained now.
@@ -263,27 +329,39 @@ def total_params(m: nn.Module) -> tuple[int, bool]:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     "Evaluate a model without a trace: RNGs, the mode of each module and every buffer are put back."
     modes = [(m, m.training) for m in model.modules()]
-    buffers = [(m, name, b, b._version, b.clone()) for m in model.modules() for name, b in m._buffers.items()
-               if b is not None and not is_lazy(b)]
+    buffers = [
+        (m, name, b, b._version, b.clone())
+        for m in model.modules()
+        for name, b in m._buffers.items()
+        if b is not None and not is_lazy(b)
+    ]
     try:
-        with preserved_rng(), torch.no_grad(): yield
+        with preserved_rng(), torch.no_grad():
+            yield
     finally:
-        for m, mode in modes: m.training = mode
-        for m, name, b, version, value in buffers: _put_back(m._buffers, name, b, version, value)
+        for m, mode in modes:
+            m.training = mode
+        for m, name, b, version, value in buffers:
+            _put_back(m._buffers, name, b, version, value)
 
 
 @torch.no_grad()
-def _put_back(buffers: dict[str, Tensor | None], name: str, b: Tensor, version: int, value: Tensor) -> None:
+def _put_back(
+    buffers: dict[str, Tensor | None], name: str, b: Tensor, version: int, value: Tensor
+) -> None:
     now = buffers.get(name)
-    if now is b and b._version == version: return
-    if now is not None and now.device != b.device: buffers[name] = value.to(now.device)  # the model has moved meanwhile
-    else: buffers[name] = b.copy_(value)
+    if now is b and b._version == version:
+        return
+    if now is not None and now.device != b.device:
+        buffers[name] = value.to(now.device)  # the model has moved meanwhile
+    else:
+        buffers[name] = b.copy_(value)
 
 
 def dummy_eval(
     m: nn.Module,
-    size: tuple[int, ...] = (64, 64),   # height and width of the made-up image
-    inputs: Any = None,                 # an example input, or a tuple of several, instead
+    size: tuple[int, ...] = (64, 64),  # height and width of the made-up image
+    inputs: Any = None,  # an example input, or a tuple of several, instead
 ) -> Any:
     """Evaluate a model on one made-up image `(1, channels, *size)`, or on `inputs`, and return the output.
 
@@ -293,7 +371,8 @@ def dummy_eval(
     torch.Size([1, 8, 8, 10])
     """
     with undisturbed(m), uncompiled(m):
-        if inputs is None: inputs = _made_up(m, size)
+        if inputs is None:
+            inputs = _made_up(m, size)
         return apply_model(m.eval(), inputs if type(inputs) is tuple else (inputs,))
 
 
@@ -306,15 +385,18 @@ def in_channels(m: nn.Module) -> int:
     "Return the channels of the first convolution over images; raise `ModelError` when there is none."
     for layer in flatten_model(m):
         channels, weight = getattr(layer, 'in_channels', None), getattr(layer, 'weight', None)
-        if isinstance(channels, int) and getattr(weight, 'ndim', 0) == 4: return channels
-    raise ModelError(f'{type(m).__name__} has no 2-d convolution that would tell the channels of its input: pass '
-                     'an example, `inputs=x`.')
+        if isinstance(channels, int) and getattr(weight, 'ndim', 0) == 4:
+            return channels
+    raise ModelError(
+        f'{type(m).__name__} has no 2-d convolution that would tell the channels of its input: pass '
+        'an example, `inputs=x`.'
+    )
 
 
 def model_sizes(
     m: nn.Module,
-    size: tuple[int, ...] = (64, 64),   # height and width of the made-up image
-    inputs: Any = None,                 # an example input, or a tuple of several, instead
+    size: tuple[int, ...] = (64, 64),  # height and width of the made-up image
+    inputs: Any = None,  # an example input, or a tuple of several, instead
 ) -> list[Any]:
     """Return the shape of each child's output; nested where the output is, None for a child that is not called.
 
@@ -341,6 +423,8 @@ def num_features_model(m: nn.Module) -> int:
     """
     in_channels(m)
     for side in (32, 64, 128, 256, 512, 1024):
-        try: return int(dummy_eval(m, (side, side)).shape[1])
-        except RuntimeError: pass  # too small for this model, maybe
+        try:
+            return int(dummy_eval(m, (side, side)).shape[1])
+        except RuntimeError:
+            pass  # too small for this model, maybe
     return int(dummy_eval(m, (2048, 2048)).shape[1])

@@ -1,4 +1,5 @@
 """What all monitors have in common: they look every so often, measure, log what they saw and change nothing."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from learnkit.engine.countable import check_countable
 
 __all__ = ['Monitor']
 
-_BEGIN = Timestamp(dur=0.)
+_BEGIN = Timestamp(dur=0.0)
 SECONDS_IN = {'seconds': 1, 'minutes': 60, 'hours': 3600, 'days': 86400}
 
 
@@ -39,11 +40,12 @@ class Monitor(Callback):
     >>> 'slope' in learn.history[0]
     True
     """
+
     order, observer, run_valid, remove_on_find, remove_on_fetch = 100, True, False, True, True
     metric_names: ClassVar[Mapping[str, str]] = {}  # logged name: meaning; {...} stands for a name
-    latest: ClassVar[tuple[str, ...]] = ()          # prefixes of names that are not averaged: peaks, totals
-    of_machine: ClassVar[bool] = False              # what is logged differs from run to run
-    _passed = 0                                     # intervals that were over at the last look
+    latest: ClassVar[tuple[str, ...]] = ()  # prefixes of names that are not averaged: peaks, totals
+    of_machine: ClassVar[bool] = False  # what is logged differs from run to run
+    _passed = 0  # intervals that were over at the last look
 
     def __init__(
         self,
@@ -52,8 +54,10 @@ class Monitor(Callback):
         super().__init__()
         self.every = as_time(every, 'ba')
         if self.every.unit == 'iter':
-            raise TimeError(f'every={str(every)!r}: monitors look while an epoch is trained. Give a number of epochs, '
-                            "such as '2ep', or another unit.")
+            raise TimeError(
+                f'every={str(every)!r}: monitors look while an epoch is trained. Give a number of epochs, '
+                "such as '2ep', or another unit."
+            )
 
     def measure(self) -> Mapping[str, Any]:
         "Return what there is to log now: numbers, or tensors of one element, by name."
@@ -62,21 +66,26 @@ class Monitor(Callback):
     def look(self) -> None:
         "Measure, and log it."
         for name, value in self.measure().items():
-            self.learn.log(name, value, weight=None if name.startswith(self.latest) else 1, shown=False)
+            self.learn.log(
+                name, value, weight=None if name.startswith(self.latest) else 1, shown=False
+            )
 
     def before_fit(self) -> None:
         "Count intervals from where the Learner is."
-        if not self.learn.fitting: return
+        if not self.learn.fitting:
+            return
         check_countable(self.learn, self.every)
         self._passed = self._intervals()
 
     def after_batch(self) -> None:
         "Look, when it is due."
-        if self.every.unit != 'ep' and self._is_due(): self.look()
+        if self.every.unit != 'ep' and self._is_due():
+            self.look()
 
     def after_train(self) -> None:
         "Look, when so many epochs are over."
-        if self.every.unit == 'ep' and self._is_due(ahead=1): self.look()  # this one is counted a moment later
+        if self.every.unit == 'ep' and self._is_due(ahead=1):
+            self.look()  # this one is counted a moment later
 
     def _is_due(self, ahead: int = 0) -> bool:
         "Tell, once, that an interval is over, or will be when `ahead` more units are."
@@ -103,15 +112,19 @@ class Monitor(Callback):
 
 def check_count(name: str, value: object, least: int = 1) -> int:
     "Return a whole number; raise `OptionError` for anything else, and below `least`."
-    if isinstance(value, int) and not isinstance(value, bool) and value >= least: return value
+    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+        return value
     raise OptionError(f'{name}={value!r}: give a whole number, {least} or more.')
 
 
 def seconds_in(time_unit: str) -> int:
     "Return the seconds in a unit of time; raise `OptionError` where there is none."
-    if isinstance(time_unit, str) and time_unit in SECONDS_IN: return SECONDS_IN[time_unit]
-    raise OptionError(f'time_unit={time_unit!r}: give one of {", ".join(SECONDS_IN)}.'
-                      f'{did_you_mean(str(time_unit), SECONDS_IN)}')
+    if isinstance(time_unit, str) and time_unit in SECONDS_IN:
+        return SECONDS_IN[time_unit]
+    raise OptionError(
+        f'time_unit={time_unit!r}: give one of {", ".join(SECONDS_IN)}.'
+        f'{did_you_mean(str(time_unit), SECONDS_IN)}'
+    )
 
 
 def world_size() -> int:

@@ -1,4 +1,5 @@
 """What a callback watches: a column of the history, this epoch's value in it, and what is said when there is none."""
+
 from __future__ import annotations
 
 import math
@@ -21,7 +22,8 @@ _LOGGED = " For what `learn.log` averages, give a function: `monitor=lambda lear
 def records(cb: Any) -> Any:
     "Return the Recorder that a callback reads, or raise `MetricError`."
     found = recorder_of(cb.learn)
-    if found is None: raise MetricError(f'{type(cb).__name__} reads the Recorder, and this Learner has none.')
+    if found is None:
+        raise MetricError(f'{type(cb).__name__} reads the Recorder, and this Learner has none.')
     return found
 
 
@@ -32,21 +34,29 @@ def find_column(cb: Any, monitor: str) -> int | None:
     if monitor not in names:
         recorder.find_keys()
         names = _columns(recorder)
-    if monitor in names: return names.index(monitor)
-    if any(monitor in row for row in _rows(cb.learn, recorder)) and monitor not in _OTHERS: return None
-    if evaluation_loaders(cb.learn.dls): close = did_you_mean(monitor, names)
-    else: close = ' Without validation data nothing is evaluated: `DataLoaders(train, valid)`.'
-    raise MetricError(f'{type(cb).__name__}(monitor={monitor!r}): no such value is recorded, but '
-                      f'{", ".join(names)}.{close or _LOGGED}')
+    if monitor in names:
+        return names.index(monitor)
+    if any(monitor in row for row in _rows(cb.learn, recorder)) and monitor not in _OTHERS:
+        return None
+    if evaluation_loaders(cb.learn.dls):
+        close = did_you_mean(monitor, names)
+    else:
+        close = ' Without validation data nothing is evaluated: `DataLoaders(train, valid)`.'
+    raise MetricError(
+        f'{type(cb).__name__}(monitor={monitor!r}): no such value is recorded, but '
+        f'{", ".join(names)}.{close or _LOGGED}'
+    )
 
 
-def _columns(recorder: Any) -> list[str]: return [n for n in recorder.metric_names[1:] if n != 'time']
+def _columns(recorder: Any) -> list[str]:
+    return [n for n in recorder.metric_names[1:] if n != 'time']
 
 
 def _rows(learn: Any, recorder: Any) -> list[dict[str, Any]]:
     "The history, also where a fit is about to be resumed and it is still in the checkpoint."
     resumed = learn.run.resume
-    if resumed is None: return list(recorder.history)
+    if resumed is None:
+        return list(recorder.history)
     saved = resumed.state['callbacks'].get(learn.callbacks.keys[id(recorder)], {})
     return [*recorder.history, *saved.get('history', ())]
 
@@ -55,13 +65,19 @@ def epoch_row(cb: Any) -> dict[str, Any] | None:
     "Return this epoch's row of the history; an epoch that was skipped has none."
     recorder = records(cb)
     row = recorder.history[-1] if recorder.history else {}
-    return row if (row.get('fit'), row.get('epoch')) == (recorder.n_fits - 1, cb.learn.epoch) else None
+    return (
+        row if (row.get('fit'), row.get('epoch')) == (recorder.n_fits - 1, cb.learn.epoch) else None
+    )
 
 
 def as_number(cb: Any, monitor: Any, value: Any) -> float | None:
     "Return a value as a number, None where it has no meaning; raise `MetricError` for what is none."
-    if value is None: return None
-    if isinstance(value, (Tensor, np.ndarray)) and math.prod(value.shape) == 1: value = value.item()
+    if value is None:
+        return None
+    if isinstance(value, (Tensor, np.ndarray)) and math.prod(value.shape) == 1:
+        value = value.item()
     if not isinstance(value, Real) or isinstance(value, bool):
-        raise MetricError(f'{type(cb).__name__} cannot compare {monitor!r}: it is {value!r}, no number.')
+        raise MetricError(
+            f'{type(cb).__name__} cannot compare {monitor!r}: it is {value!r}, no number.'
+        )
     return None if math.isnan(value) else float(value)

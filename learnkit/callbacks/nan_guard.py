@@ -1,4 +1,5 @@
 """A guard against NaN and infinity: it looks at the loss, and at gradients, before they reach the weights."""
+
 from __future__ import annotations
 
 import math
@@ -39,8 +40,10 @@ POLICIES = ('raise', 'skip', 'rollback', 'stop')
 
 def say(cb: Callback, text: str) -> None:
     "Print a line, above the bar where there is one; under `no_logging()` nothing."
-    if cb.learn.logger is noop: return
+    if cb.learn.logger is noop:
+        return
     from tqdm import tqdm
+
     tqdm.write(text)
 
 
@@ -82,48 +85,63 @@ class GuardNonFinite(Callback):
     ... except LossError as e: print(e)
     The loss is nan at batch 0 of epoch 0. Not finite: parameter b.
     """
+
     # of a step: after SAM, accumulation and unscaling, before clipping
     order, run_valid, remove_on_find = MixedPrecision.order + 0.5, False, True
 
     def __init__(
         self,
-        policy: str = 'raise',      # 'raise', 'skip', 'rollback' or 'stop'
-        grads: bool = True,         # look at the gradients too, before each step
-        every: int | None = None,   # batches from one look to the next; None: see above
+        policy: str = 'raise',  # 'raise', 'skip', 'rollback' or 'stop'
+        grads: bool = True,  # look at the gradients too, before each step
+        every: int | None = None,  # batches from one look to the next; None: see above
         snapshot_every: str | int | Time = '100ba',  # with 'rollback': copy interval; int: batches
-        max_rollbacks: int = 3,     # with 'rollback': the most times in a row to the same copy
+        max_rollbacks: int = 3,  # with 'rollback': the most times in a row to the same copy
     ) -> None:
         if policy not in POLICIES:
-            raise OptionError(f'policy={policy!r}: give one of {POLICIES}.{did_you_mean(str(policy), POLICIES)}')
+            raise OptionError(
+                f'policy={policy!r}: give one of {POLICIES}.{did_you_mean(str(policy), POLICIES)}'
+            )
         if every is not None and not _is_count(every, 1):
             raise OptionError(f'every={every!r}: give a number of batches, 1 or more, or None.')
         if every is not None and every > 1 and policy in ('skip', 'rollback'):
             raise OptionError(f'policy={policy!r} looks at every batch: leave out every={every}.')
         if not _is_count(max_rollbacks, 0):
-            raise OptionError(f'max_rollbacks={max_rollbacks!r}: give a number of times, 0 or more.')
+            raise OptionError(
+                f'max_rollbacks={max_rollbacks!r}: give a number of times, 0 or more.'
+            )
         self.snapshot_every = as_time(snapshot_every, 'ba')
         if self.snapshot_every.unit == 'dur':
-            raise OptionError(f"snapshot_every={snapshot_every!r}: give batches, epochs, or minutes: '5m'.")
-        self.policy, self.grads, self.every, self.max_rollbacks = policy, grads, every, max_rollbacks
+            raise OptionError(
+                f"snapshot_every={snapshot_every!r}: give batches, epochs, or minutes: '5m'."
+            )
+        self.policy, self.grads, self.every, self.max_rollbacks = (
+            policy,
+            grads,
+            every,
+            max_rollbacks,
+        )
         self.n_skipped, self.n_rollbacks = 0, 0
         self._start()
 
     def _start(self) -> None:
         "Forget what belongs to one fit."
-        self._told = False                            # of a skipped batch
-        self._unseen: list[tuple[int, Tensor]] = []   # batches, and whether their losses are finite, on their device
+        self._told = False  # of a skipped batch
+        self._unseen: list[
+            tuple[int, Tensor]
+        ] = []  # batches, and whether their losses are finite, on their device
         self._arriving = AsyncToCPU()
-        self._leaving = False                         # this batch or step is being left out
-        self._slots: list[Slot] = []                  # of the buffers, and their values before this batch
+        self._leaving = False  # this batch or step is being left out
+        self._slots: list[Slot] = []  # of the buffers, and their values before this batch
         self._before: list[Tensor] = []
-        self._good: Snapshot | None = None            # what 'rollback' goes back to
-        self._made: float = 0                         # when that was made
-        self._since: float = 0                        # when that was made, or last gone back to
-        self._in_a_row = 0                            # how often it was gone back to
+        self._good: Snapshot | None = None  # what 'rollback' goes back to
+        self._made: float = 0  # when that was made
+        self._since: float = 0  # when that was made, or last gone back to
+        self._in_a_row = 0  # how often it was gone back to
 
     def before_fit(self) -> None:
         "Start anew."
-        if self.learn.fitting: self._start()
+        if self.learn.fitting:
+            self._start()
 
     def before_train(self) -> None:
         "Find the buffers that a forward pass may spoil."
@@ -132,54 +150,78 @@ class GuardNonFinite(Callback):
 
     def before_batch(self) -> None:
         "Keep what this batch may spoil."
-        if self._slots: self._keep_buffers()
-        if self.policy == 'rollback' and self._good is None: self._make_snapshot()
+        if self._slots:
+            self._keep_buffers()
+        if self.policy == 'rollback' and self._good is None:
+            self._make_snapshot()
 
-    # -- looking -------------------------------------------------------------------------------------------------------
+    # -- looking -----------------------------------------------------------------------------------
 
     def before_backward(self) -> None:
         "Look at the loss, or note whether it is finite."
         learn = self.learn
-        if learn.run.repeating and learn.opt.needs_closure: return  # a line search probes
-        if learn.loss_grad.numel() != 1: return                  # the loop refuses it
+        if learn.run.repeating and learn.opt.needs_closure:
+            return  # a line search probes
+        if learn.loss_grad.numel() != 1:
+            return  # the loop refuses it
         # the one is recorded, the other is learned from
         value = learn.loss + learn.loss_grad.detach()
         if not self._is_late(value.device.type):
-            if learn.world.any(not math.isfinite(value.item())): self._act_on_loss(learn.iter)
+            if learn.world.any(not math.isfinite(value.item())):
+                self._act_on_loss(learn.iter)
             return
         finite, unseen = value.isfinite().reshape(()), self._unseen
-        if unseen and unseen[-1][0] == learn.iter: unseen[-1] = learn.iter, unseen[-1][1] & finite
-        else: unseen.append((learn.iter, finite))
+        if unseen and unseen[-1][0] == learn.iter:
+            unseen[-1] = learn.iter, unseen[-1][1] & finite
+        else:
+            unseen.append((learn.iter, finite))
 
     def _is_late(self, device: str) -> bool:
         "Tell whether losses are looked at later than before their backward pass."
-        if self.policy in ('skip', 'rollback') or (self.every is None and self.learn.world.size > 1): return False
-        if self.every is not None and self.every > 1: return True
+        if self.policy in ('skip', 'rollback') or (
+            self.every is None and self.learn.world.size > 1
+        ):
+            return False
+        if self.every is not None and self.every > 1:
+            return True
         return device != 'cpu' and (self.grads or self.every is None)
 
     def before_step(self) -> None:
         "Look at the gradients, and at the losses that came with them."
-        if not self.grads or self.learn.run.repeating or (self._unseen and len(self._unseen) < (self.every or 1)): return
+        if (
+            not self.grads
+            or self.learn.run.repeating
+            or (self._unseen and len(self._unseen) < (self.every or 1))
+        ):
+            return
         self._look_at_rest(in_time=True)
         is_bad = not all_finite([p.grad for p in self.learn.step_parameters if p.grad is not None])
-        if not self.learn.world.any(is_bad): return
+        if not self.learn.world.any(is_bad):
+            return
         self._act('' if self._told else self._why_gradients(), CancelStepException)
 
     def after_cancel_step(self) -> None:
         "Look at the losses of a step that was skipped, by a scaler for one."
-        if self.grads and not self.every: self._look_at_rest(in_time=True)
+        if self.grads and not self.every:
+            self._look_at_rest(in_time=True)
         self._leave_out()
 
-    def after_cancel_batch(self) -> None: self._leave_out()
+    def after_cancel_batch(self) -> None:
+        self._leave_out()
 
     def after_batch(self) -> None:
         "Look at the losses that are due, and make a copy where one is."
         if self._unseen:
-            if self.every is not None: due = len(self._unseen) >= self.every
-            else: due = not self.grads
-            if due and self.every is None: self._look(self._arriving.put(self._unseen.pop()))
-            elif due: self._look_at_rest()
-        if self._good is not None and self._now() - self._since >= self.snapshot_every.value: self._make_snapshot()
+            if self.every is not None:
+                due = len(self._unseen) >= self.every
+            else:
+                due = not self.grads
+            if due and self.every is None:
+                self._look(self._arriving.put(self._unseen.pop()))
+            elif due:
+                self._look_at_rest()
+        if self._good is not None and self._now() - self._since >= self.snapshot_every.value:
+            self._make_snapshot()
 
     def after_train(self) -> None:
         "Look at what is left."
@@ -187,23 +229,32 @@ class GuardNonFinite(Callback):
 
     def _look_at_rest(self, in_time: bool = False) -> None:
         unseen, self._unseen = self._unseen, []
-        if unseen: unseen = list(zip([i for i, _ in unseen], torch.stack([ok for _, ok in unseen]).cpu(), strict=True))
+        if unseen:
+            unseen = list(
+                zip(
+                    [i for i, _ in unseen], torch.stack([ok for _, ok in unseen]).cpu(), strict=True
+                )
+            )
         self._look([*self._arriving.rest(), *unseen], in_time)
 
     def _look(self, batches: list[tuple[int, Tensor]], in_time: bool = False) -> None:
         for i, finite in batches:
-            if self.learn.world.any(not finite): self._act_on_loss(i, in_time and i == self.learn.iter)
+            if self.learn.world.any(not finite):
+                self._act_on_loss(i, in_time and i == self.learn.iter)
 
-    # -- acting --------------------------------------------------------------------------------------------------------
+    # -- acting ------------------------------------------------------------------------------------
 
     def _act_on_loss(self, i: int, in_time: bool = True) -> None:
         learn = self.learn
-        if not in_time: text = f'The loss was not finite at {self._place(i)} (seen at batch {learn.iter}).'
-        elif self._told: text = ''  # nobody will read it
+        if not in_time:
+            text = f'The loss was not finite at {self._place(i)} (seen at batch {learn.iter}).'
+        elif self._told:
+            text = ''  # nobody will read it
         else:
             value = learn.loss_grad if learn.loss.isfinite() else learn.loss
             text = f'The loss is {value.item()} at {self._place(i)}. {why_not_finite(learn)}'
-            if value.isfinite(): text = f'The loss of another process is not finite at {self._place(i)}.'
+            if value.isfinite():
+                text = f'The loss of another process is not finite at {self._place(i)}.'
         self._act(text, CancelBatchException, in_time)
 
     def _why_gradients(self) -> str:
@@ -211,73 +262,101 @@ class GuardNonFinite(Callback):
         return f'The gradient of {blamed} is not finite at {at}.{samples_told(self.learn)}'
 
     def _act(self, text: str, skip: type[Exception], in_time: bool = True) -> None:
-        if self.policy in ('raise', 'stop') and in_time: self._put_buffers_back()
-        if self.policy == 'raise': raise LossError(text)
+        if self.policy in ('raise', 'stop') and in_time:
+            self._put_buffers_back()
+        if self.policy == 'raise':
+            raise LossError(text)
         if self.policy == 'stop':
             say(self, f'{text} The fit ends here.')
             raise CancelFitException
         self._count(text)
         self._leaving = True
         if skip is CancelBatchException:
-            if self.learn.run.repeating: self.learn.opt.zero_grad()  # of pieces of SAM's second pass
-            del self.learn.loss_grad                              # a batch without one is not recorded
+            if self.learn.run.repeating:
+                self.learn.opt.zero_grad()  # of pieces of SAM's second pass
+            del self.learn.loss_grad  # a batch without one is not recorded
         raise skip
 
     def _count(self, text: str) -> None:
-        if self.policy == 'rollback': return self._count_rollback(text)
+        if self.policy == 'rollback':
+            return self._count_rollback(text)
         self.n_skipped += 1
-        if not self._told: warn_user(f'{text} It is skipped, and so are others like it in this fit.')
+        if not self._told:
+            warn_user(f'{text} It is skipped, and so are others like it in this fit.')
         self._told = True
 
     def _count_rollback(self, text: str) -> None:
         age = Time(self._now() - self._made, self.snapshot_every.unit)
         if self._in_a_row >= self.max_rollbacks:
             self._roll_back()
-            raise LossError(f'{text} Weights were rolled back {self._in_a_row} times to the same copy, and it came to '
-                            'this again; they are there once more. Lower the learning rate, clip gradients, or see '
-                            "what these batches have in common: policy='raise' and `Replay()` help.")
+            raise LossError(
+                f'{text} Weights were rolled back {self._in_a_row} times to the same copy, and it came to '
+                'this again; they are there once more. Lower the learning rate, clip gradients, or see '
+                "what these batches have in common: policy='raise' and `Replay()` help."
+            )
         self.n_rollbacks, self._in_a_row = self.n_rollbacks + 1, self._in_a_row + 1
-        warn_user(f'{text} Weights and optimizer go back to what they were {age} before; training goes on with the '
-                  'batches that follow.')
+        warn_user(
+            f'{text} Weights and optimizer go back to what they were {age} before; training goes on with the '
+            'batches that follow.'
+        )
 
     def _leave_out(self) -> None:
         "Undo what the batch has done already; whatever else it has perturbed (SAM) is back in place by now."
-        if not self._leaving: return
+        if not self._leaving:
+            return
         self._leaving = False
-        if self.policy == 'rollback': self._roll_back()
-        else: self._put_buffers_back()
+        if self.policy == 'rollback':
+            self._roll_back()
+        else:
+            self._put_buffers_back()
 
-    def _place(self, i: int) -> str: return f'batch {i} of epoch {self.learn.epoch}'
+    def _place(self, i: int) -> str:
+        return f'batch {i} of epoch {self.learn.epoch}'
 
-    # -- buffers, when a batch is skipped ------------------------------------------------------------------------------
+    # -- buffers, when a batch is skipped ----------------------------------------------------------
 
     @torch.no_grad()
     def _keep_buffers(self) -> None:
         now: Any = [store[key] for store, key in self._slots]
         before = self._before
-        if len(before) == len(now) and all(a.shape == b.shape for a, b in zip(before, now, strict=True)):
+        if len(before) == len(now) and all(
+            a.shape == b.shape for a, b in zip(before, now, strict=True)
+        ):
             torch._foreach_copy_(before, now)
-        else: self._before = [b.clone() for b in now]
+        else:
+            self._before = [b.clone() for b in now]
 
     @torch.no_grad()
     def _put_buffers_back(self) -> None:
-        for (store, key), value in zip(self._slots, self._before, strict=True): store[key] = refilled(store[key], value)
+        for (store, key), value in zip(self._slots, self._before, strict=True):
+            store[key] = refilled(store[key], value)
 
-    # -- going back ----------------------------------------------------------------------------------------------------
+    # -- going back --------------------------------------------------------------------------------
 
-    def _now(self) -> float: return self.learn.finished(self.snapshot_every.unit)
+    def _now(self) -> float:
+        return self.learn.finished(self.snapshot_every.unit)
 
     def _make_snapshot(self) -> None:
         "Copy what there is to go back to; not between batches whose gradients are added up, nor what is not finite."
         learn = self.learn
-        if any(p.grad is not None for p in learn.opt.parameters()): return
+        if any(p.grad is not None for p in learn.opt.parameters()):
+            return
         if not all_finite(list(learn.model.parameters())):
             if self._good is None:
-                bad = [name for name, p in named_parameters(learn).items() if not p.isfinite().all()]
-                raise LossError(f'There is nothing to roll back to: not finite to begin with: {listed_few(bad)}.')
+                bad = [
+                    name for name, p in named_parameters(learn).items() if not p.isfinite().all()
+                ]
+                raise LossError(
+                    f'There is nothing to roll back to: not finite to begin with: {listed_few(bad)}.'
+                )
             return
         self._good = None  # first, for there may be no room for both
-        self._good, self._made, self._since, self._in_a_row = take_snapshot(learn), self._now(), self._now(), 0
+        self._good, self._made, self._since, self._in_a_row = (
+            take_snapshot(learn),
+            self._now(),
+            self._now(),
+            0,
+        )
 
     def _roll_back(self) -> None:
         learn = self.learn
@@ -285,23 +364,34 @@ class GuardNonFinite(Callback):
         put_back(learn, self._good)
         learn.opt.zero_grad()
         for cb in learn.cbs:  # samples that wait for their step met other weights
-            if isinstance(cb, GradientAccumulation): cb._drop()
+            if isinstance(cb, GradientAccumulation):
+                cb._drop()
         self._since = self._now()
 
     def cleanup(self) -> None:
         "Let go of losses and copies."
         self._start()
 
-    # -- checkpoints ---------------------------------------------------------------------------------------------------
+    # -- checkpoints -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         "Return the counts, and the copy that there is to go back to."
-        return {'n_skipped': self.n_skipped, 'n_rollbacks': self.n_rollbacks, 'in_a_row': self._in_a_row,
-                'made': self._made, 'since': self._since, 'good': self._good}
+        return {
+            'n_skipped': self.n_skipped,
+            'n_rollbacks': self.n_rollbacks,
+            'in_a_row': self._in_a_row,
+            'made': self._made,
+            'since': self._since,
+            'good': self._good,
+        }
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Go on counting, with the same copy to go back to."
-        self.n_skipped, self.n_rollbacks, self._in_a_row = sd['n_skipped'], sd['n_rollbacks'], sd['in_a_row']
+        self.n_skipped, self.n_rollbacks, self._in_a_row = (
+            sd['n_skipped'],
+            sd['n_rollbacks'],
+            sd['in_a_row'],
+        )
         self._made, self._since, self._good = sd['made'], sd['since'], sd['good']
 
 
@@ -314,8 +404,8 @@ class TerminateOnNaNCallback(GuardNonFinite):
 
     def __init__(
         self,
-        grads: bool = False,        # look at the gradients too
-        every: int | None = None,   # batches between looks; None: each, on a GPU one batch late
+        grads: bool = False,  # look at the gradients too
+        every: int | None = None,  # batches between looks; None: each, on a GPU one batch late
     ) -> None:
         super().__init__('stop', grads, every)
 

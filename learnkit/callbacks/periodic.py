@@ -1,4 +1,5 @@
 """A pass over other data, every so often in training: results of the whole loader, gathered and handed on."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -57,20 +58,23 @@ class PeriodicData(Periodic):
     >>> learn.errors.results
     (5, (32, 1))
     """
+
     remove_on_find = True
 
     def __init__(
         self,
-        every: str | int | Time = '1ep',                             # the interval; a plain number counts epochs
-        dl: Any = None,                                              # a loader, or its name; None: the validation's
-        on_batch: Callable[[Any, Any, Any], Any] | None = None,      # f(learn, xb, yb); None: method
-        process_results: Callable[[Any, Any], Any] | None = None,    # g(learn, results); None: method
-        **handlers: Callable[..., Any],                              # further event=function pairs
+        every: str | int | Time = '1ep',  # the interval; a plain number counts epochs
+        dl: Any = None,  # a loader, or its name; None: the validation's
+        on_batch: Callable[[Any, Any, Any], Any] | None = None,  # f(learn, xb, yb); None: method
+        process_results: Callable[[Any, Any], Any] | None = None,  # g(learn, results); None: method
+        **handlers: Callable[..., Any],  # further event=function pairs
     ) -> None:
         super().__init__(every, **handlers)
-        if dl is not None and not isinstance(dl, str): check_loader('dl', dl)
+        if dl is not None and not isinstance(dl, str):
+            check_loader('dl', dl)
         for name, f in (('on_batch', on_batch), ('process_results', process_results)):
-            if f is not None and not callable(f): raise CallbackError(f'{name}={f!r}: give a function.')
+            if f is not None and not callable(f):
+                raise CallbackError(f'{name}={f!r}: give a function.')
         self.results: Any = None
         self._given_dl = dl
         self._on_batch, self._process = on_batch, process_results
@@ -78,23 +82,29 @@ class PeriodicData(Periodic):
     def before_fit(self) -> None:
         "Find the loader."
         super().before_fit()
-        if self.learn.fitting or self.at_eval: self._loader()
+        if self.learn.fitting or self.at_eval:
+            self._loader()
 
     def _loader(self) -> tuple[str, Any]:
         "Return the loader, with its name."
         learn, dl = self.learn, self._given_dl
         if dl is None:
-            if loaders := evaluation_loaders(learn.dls): return loaders[0]
+            if loaders := evaluation_loaders(learn.dls):
+                return loaders[0]
             raise LoaderError(f'{type(self).__name__}: there is no validation loader; give `dl=`.')
         name, dl = (dl, resolve_loader(learn, dl)) if isinstance(dl, str) else (self.name, dl)
-        if not isinstance(dl, Iterator): return name, dl
-        raise LoaderError(f'{type(self).__name__}: a {type(dl).__name__} is an iterator, used up after one pass. Give '
-                          'a loader that starts anew each time.')
+        if not isinstance(dl, Iterator):
+            return name, dl
+        raise LoaderError(
+            f'{type(self).__name__}: a {type(dl).__name__} is an iterator, used up after one pass. Give '
+            'a loader that starts anew each time.'
+        )
 
     def on_batch(self, batch: Any) -> Any:
         "Return what is wanted of a batch: by itself, its predictions and targets."
         learn = self.learn
-        if self._on_batch is not None: return self._on_batch(learn, learn.xb, learn.yb)
+        if self._on_batch is not None:
+            return self._on_batch(learn, learn.xb, learn.yb)
         preds = unpack_output(apply_model(learn.model, learn.xb))[0]
         return {'preds': preds, 'targs': detuplify(learn.yb)} if learn.yb else {'preds': preds}
 
@@ -110,7 +120,13 @@ class PeriodicData(Periodic):
                 contexts.enter_context(context)
             contexts.callback(setattr, learn, '_evaluating', learn.run.evaluating)
             learn.model.eval()
-            learn.run.evaluating, learn.training, learn.phase, learn.dl, learn.dl_name = True, False, 'valid', dl, name
+            learn.run.evaluating, learn.training, learn.phase, learn.dl, learn.dl_name = (
+                True,
+                False,
+                'valid',
+                dl,
+                name,
+            )
             self.results = self.process_results(self._gathered(dl))
 
     def _gathered(self, dl: Any) -> Any:
@@ -121,8 +137,12 @@ class PeriodicData(Periodic):
             learn.clear_pass()
             learn.iter, learn.batch = i, to_device(batch, device)
             learn._split(learn.batch)
-            with learn.contexts('forward'): result = self.on_batch(learn.batch)
+            with learn.contexts('forward'):
+                result = self.on_batch(learn.batch)
             results += arriving.put(learn.to_detach(result, cpu=False))
         results += arriving.rest()
-        if not results: raise EmptyLoaderError(f'{type(self).__name__}: the loader {name_of(dl)} gave no batch.')
+        if not results:
+            raise EmptyLoaderError(
+                f'{type(self).__name__}: the loader {name_of(dl)} gave no batch.'
+            )
         return None if all(r is None for r in results) else concat(results)

@@ -1,4 +1,5 @@
 """The history of training: losses and hyper-parameters by step, losses and metrics by epoch, and their plots."""
+
 from __future__ import annotations
 
 from html import escape
@@ -72,45 +73,54 @@ class Recorder(Plots, Callback):
     >>> [sorted(row) for row in learn.history][0]
     ['epoch', 'fit', 'time', 'train_loss', 'valid_loss']
     """
+
     remove_on_fetch, order, wall_clock = True, 50, ('seconds',)
     needs_events = False
     history: History
 
     def __init__(
         self,
-        add_time: bool = True,         # whether rows end with the epoch's duration
-        train_metrics: bool = False,   # whether metrics are computed on the training batches
-        valid_metrics: bool = True,    # compute loss and metrics on the validation loaders
-        beta: float = 0.98,            # smoothing of the training loss
-        train_loss: str = 'mean',      # the epoch's 'mean', or fastai's 'smooth' loss at its end
+        add_time: bool = True,  # whether rows end with the epoch's duration
+        train_metrics: bool = False,  # whether metrics are computed on the training batches
+        valid_metrics: bool = True,  # compute loss and metrics on the validation loaders
+        beta: float = 0.98,  # smoothing of the training loss
+        train_loss: str = 'mean',  # the epoch's 'mean', or fastai's 'smooth' loss at its end
     ) -> None:
         self.train_loss = train_loss
         self._check_train_loss()
-        self.add_time, self.train_metrics, self.valid_metrics = add_time, train_metrics, valid_metrics
+        self.add_time, self.train_metrics, self.valid_metrics = (
+            add_time,
+            train_metrics,
+            valid_metrics,
+        )
         self.loss, self.smooth_loss = _EvalLoss(), AvgSmoothLoss(beta=beta)
         self.history, self.n_fits = History(), 0
-        self.evaluations: list[dict[str, Any]] = []  # one dict each, over all fits: also those in the middle of epochs
+        self.evaluations: list[
+            dict[str, Any]
+        ] = []  # one dict each, over all fits: also those in the middle of epochs
         self._train: list[Metric] = []
-        self._pieces: list[Microbatch] = []   # of the batch at hand
+        self._pieces: list[Microbatch] = []  # of the batch at hand
         self._frames = [EpochMetrics()]  # by depth of the run, outermost first
         self._keys = MetricColumns()
         self._logged_names: list[str] = []
-        self._unshown: set[str] = set()   # those of them that are not printed
-        self.log = L()               # the row of the epoch so far
-        self._n_before = 0           # steps before the current epoch
-        self._is_open = False        # the training of an epoch has begun, and the epoch is not over
+        self._unshown: set[str] = set()  # those of them that are not printed
+        self.log = L()  # the row of the epoch so far
+        self._n_before = 0  # steps before the current epoch
+        self._is_open = False  # the training of an epoch has begun, and the epoch is not over
         self._start_anew()
 
     def _check_train_loss(self) -> None:
         if self.train_loss in TRAIN_LOSSES:
             return
-        raise OptionError(f'Recorder: train_loss={self.train_loss!r}: give '
-                          f'{" or ".join(map(repr, TRAIN_LOSSES))}.'
-                          f'{did_you_mean(str(self.train_loss), TRAIN_LOSSES)}')
+        raise OptionError(
+            f'Recorder: train_loss={self.train_loss!r}: give '
+            f'{" or ".join(map(repr, TRAIN_LOSSES))}.'
+            f'{did_you_mean(str(self.train_loss), TRAIN_LOSSES)}'
+        )
 
     def _start_anew(self) -> None:
         self.values, self.iters = L(), L()
-        self._steps = HyperparamLog()        # of the last param group
+        self._steps = HyperparamLog()  # of the last param group
         self._hps: dict[str, list[float]] | None = None
         self._losses: list[torch.Tensor] = []
         self.smooth_loss.reset()
@@ -120,23 +130,28 @@ class Recorder(Plots, Callback):
         n = self.smooth_loss.count
         return f'<div><b>{escape(repr(self))}</b>, {n:,} steps in its last fit</div>{self.history._repr_html_()}'
 
-    # -- what is measured ----------------------------------------------------------------------------------------------
+    # -- what is measured --------------------------------------------------------------------------
 
     def before_fit(self) -> None:
         learn, depth = self.learn, max(self.learn.run.depth, 1)
-        del self._frames[depth - 1:]  # of runs that are over
+        del self._frames[depth - 1 :]  # of runs that are over
         self._frames += [EpochMetrics() for _ in range(len(self._frames), depth - 1)]
         self._frames.append(EpochMetrics(own=depth > 1))
-        if learn.world.size > 1: self._check_mergeable()
-        if not learn.fitting: return
+        if learn.world.size > 1:
+            self._check_mergeable()
+        if not learn.fitting:
+            return
         self._check_train_loss()
         self.n_fits += 1
         self._logged_names, self._unshown = [], set()
         self._train = [clone_metric(m, learn) for m in self._on('train')]
         self._start_anew()
-        if learn.metrics: self.before_backward = self._check_once
+        if learn.metrics:
+            self.before_backward = self._check_once
         if self._train and learn.microbatch:
-            self.after_loss = self._keep_piece if learn.microbatch == 'auto' else self._measure_piece
+            self.after_loss = (
+                self._keep_piece if learn.microbatch == 'auto' else self._measure_piece
+            )
 
     def _on(self, phase: str) -> list[Metric]:
         "Return the metrics that are computed in training or in evaluation."
@@ -149,8 +164,11 @@ class Recorder(Plots, Callback):
     def _evaluated(self, dl_name: str) -> list[Metric]:
         "Return what is computed on a validation loader: the Learner's metrics, unless it has some of its own."
         evaluator = getattr(self.learn.dls, 'evaluators', {}).get(dl_name)
-        metrics = self._on('valid') if evaluator is None or evaluator.metrics is None \
+        metrics = (
+            self._on('valid')
+            if evaluator is None or evaluator.metrics is None
             else self._chosen(evaluator.as_metrics(as_metrics), 'valid')
+        )
         return [*([self.loss] if self.valid_metrics else []), *metrics]
 
     @property
@@ -166,71 +184,99 @@ class Recorder(Plots, Callback):
 
     def _measure_piece(self) -> None:
         "Compute the training metrics of a microbatch, while its predictions are there."
-        if not self.learn.training or self.learn.run.repeating or not has_local_samples(self.learn): return
-        for m in self._train: m.accumulate(self.learn)
+        if not self.learn.training or self.learn.run.repeating or not has_local_samples(self.learn):
+            return
+        for m in self._train:
+            m.accumulate(self.learn)
 
     def _keep_piece(self) -> None:
         "Keep the predictions of a microbatch until its batch is through: it is done again when memory runs out."
-        if not self.learn.training or self.learn.run.repeating or not has_local_samples(self.learn): return
-        if not self.learn.run.microbatch: self._pieces = []
+        if not self.learn.training or self.learn.run.repeating or not has_local_samples(self.learn):
+            return
+        if not self.learn.run.microbatch:
+            self._pieces = []
         self._pieces.append(Microbatch(self.learn))
 
     def before_epoch(self) -> None:
         frame = self._frame
         frame.values, frame.started, frame.n_valid = {}, perf_counter(), 0
-        if self.learn.fitting: self._begin_losses(self.smooth_loss.count)
+        if self.learn.fitting:
+            self._begin_losses(self.smooth_loss.count)
         self.log = L(self.learn.epoch)
 
     def _begin_losses(self, n: int) -> None:
         self._n_before = n
-        if self.learn.world.size > 1: self.smooth_loss.mark(n)
+        if self.learn.world.size > 1:
+            self.smooth_loss.mark(n)
 
     def before_train(self) -> None:
         self._is_open = True
-        for m in self._train: m.reset()
+        for m in self._train:
+            m.reset()
 
-    def before_eval(self) -> None: self._frame.measured = {}
+    def before_eval(self) -> None:
+        self._frame.measured = {}
 
     def before_validate(self) -> None:
-        if self.learn.phase == 'predict': return
-        for m in self._valid_mets: m.reset()
+        if self.learn.phase == 'predict':
+            return
+        for m in self._valid_mets:
+            m.reset()
 
     def after_batch(self) -> None:
         learn = self.learn
-        if 'loss_grad' not in learn.__dict__: return self._without_loss()
+        if 'loss_grad' not in learn.__dict__:
+            return self._without_loss()
         if learn.training:
             self.smooth_loss.accumulate(learn, self._loss_weight())
-            if learn.opt is not None: self._steps.record(learn.opt.last_group)
-            for batch in self._pieces if learn.microbatch else (learn,) if has_local_samples(learn) else ():
-                for m in self._train: m.accumulate(batch)
+            if learn.opt is not None:
+                self._steps.record(learn.opt.last_group)
+            for batch in (
+                self._pieces if learn.microbatch else (learn,) if has_local_samples(learn) else ()
+            ):
+                for m in self._train:
+                    m.accumulate(batch)
             self._pieces = []
-        elif learn.phase != 'predict': self._measure(self._valid_mets)
+        elif learn.phase != 'predict':
+            self._measure(self._valid_mets)
 
     def _loss_weight(self) -> Any:
         "Return how much the loss of the batch at hand counts in the mean over the epoch, or over processes."
         learn = self.learn
-        if learn.world.size > 1 and not has_local_samples(learn): return 0
-        if self.train_loss == 'smooth' and learn.world.size == 1: return 1
-        try: return loss_weight(learn)
-        except BatchError: return 1  # it cannot be seen how many samples there are
+        if learn.world.size > 1 and not has_local_samples(learn):
+            return 0
+        if self.train_loss == 'smooth' and learn.world.size == 1:
+            return 1
+        try:
+            return loss_weight(learn)
+        except BatchError:
+            return 1  # it cannot be seen how many samples there are
 
     def _measure(self, metrics: list[Metric]) -> None:
         self._frame.n_valid += 1
-        for m in metrics: m.accumulate(self.learn)
+        for m in metrics:
+            m.accumulate(self.learn)
 
     def _without_loss(self) -> None:
         "Compute metrics where there is no loss function at all; a batch cancelled before its loss counts for nothing."
         learn = self.learn
-        if learn.loss_func is None and learn.phase == 'valid' and learn.yb and 'pred' in learn.__dict__:
+        if (
+            learn.loss_func is None
+            and learn.phase == 'valid'
+            and learn.yb
+            and 'pred' in learn.__dict__
+        ):
             self._measure(self._on('valid'))
 
     def after_train(self) -> None:
         values, n = self._frame.values, self.smooth_loss.count - self._n_before
         measured, told = read_metrics(self._train, n, self.learn, self._told_losses())
-        if told: self._merge_losses(told)
+        if told:
+            self._merge_losses(told)
         has_steps = self.smooth_loss.count > self._n_before
         values['train_loss'] = self._train_loss() if has_steps else None
-        if has_steps and isnan(values['train_loss']): warn_of_nan(self.learn, self.smooth_loss.smooth, self._n_before)
+        if has_steps and isnan(values['train_loss']):
+            warn_of_nan(self.learn, self.smooth_loss.smooth, self._n_before)
         for m, value in zip(self._train, measured, strict=True):
             self._keys.note(m.name, value, self._names())
             columns = self._keys.values(m.name, value)
@@ -239,11 +285,13 @@ class Recorder(Plots, Callback):
 
     def _train_loss(self) -> float:
         "Return the training loss of the epoch that ends."
-        if self.train_loss == 'smooth': return self.smooth_loss.smooth[-1]
+        if self.train_loss == 'smooth':
+            return self.smooth_loss.smooth[-1]
         return self.smooth_loss.mean_since(self._n_before)
 
     def after_validate(self) -> None:
-        if self.learn.phase == 'predict': return
+        if self.learn.phase == 'predict':
+            return
         frame, dl = self._frame, self.learn.dl_name
         metrics = list(self._valid_mets)
         measured, _ = read_metrics(metrics, frame.n_valid, self.learn)
@@ -257,7 +305,8 @@ class Recorder(Plots, Callback):
 
     def after_eval(self) -> None:
         learn = self.learn
-        if learn.fitting: self.evaluations.append({'epoch': learn.epoch, 'ba': learn.time.ba, **self.measured})
+        if learn.fitting:
+            self.evaluations.append({'epoch': learn.epoch, 'ba': learn.time.ba, **self.measured})
 
     @property
     def measured(self) -> dict[str, Any]:
@@ -266,57 +315,79 @@ class Recorder(Plots, Callback):
 
     def receive_log(
         self,
-        name: str,               # the column
-        value: Any,              # a number, or a tensor of one element on any device
-        weight: Any = 1,         # how much it counts in the average; None: the latest value counts alone
-        shown: bool = True,      # whether it is a column of the printed table too
+        name: str,  # the column
+        value: Any,  # a number, or a tensor of one element on any device
+        weight: Any = 1,  # how much it counts in the average; None: the latest value counts alone
+        shown: bool = True,  # whether it is a column of the printed table too
     ) -> None:
         "Average a value over the epoch, on its device; it becomes a column of the history."
-        if self.learn.phase == 'predict': return
+        if self.learn.phase == 'predict':
+            return
         check_column(name)
         mean = self._frame.logged.setdefault(name, Mean())
         if weight is None:
             mean.reset()
             self._frame.latest.add(name)
-        elif (self.learn.is_open('train') or self.learn.is_open('validate')) and not has_local_samples(self.learn): weight = 0
+        elif (
+            self.learn.is_open('train') or self.learn.is_open('validate')
+        ) and not has_local_samples(self.learn):
+            weight = 0
         mean.add(value, 1 if weight is None else weight)
         if self.learn.fitting and name not in self._logged_names:
             self._logged_names.append(name)
-            if not shown: self._unshown.add(name)
+            if not shown:
+                self._unshown.add(name)
 
     def after_epoch(self) -> None:
         frame, learn, seconds = self._frame, self.learn, perf_counter() - self._frame.started
-        if not learn.fitting and learn.phase == 'predict': return frame.clear()  # nothing was measured
-        if learn.world.size > 1: seconds = self._merge_logged(seconds)
+        if not learn.fitting and learn.phase == 'predict':
+            return frame.clear()  # nothing was measured
+        if learn.world.size > 1:
+            seconds = self._merge_logged(seconds)
         values = frame.collect()
         frame.clear()
-        if learn.fitting: self._is_open = False
+        if learn.fitting:
+            self._is_open = False
         else:
-            names = [n for name, _ in evaluation_loaders(learn.dls) for n in self._valid_names(name)]
-            learn.final_record = L(values[n] for n in dict.fromkeys([*names, *values]) if n in values)
+            names = [
+                n for name, _ in evaluation_loaders(learn.dls) for n in self._valid_names(name)
+            ]
+            learn.final_record = L(
+                values[n] for n in dict.fromkeys([*names, *values]) if n in values
+            )
             return
-        if not values: return  # a skipped epoch
+        if not values:
+            return  # a skipped epoch
         names = self._columns()[1:]
         learn.final_record = L(values[n] for n in names if n in values and n not in self._unshown)
         self.values.append(learn.final_record)
         self.iters.append(self.smooth_loss.count)
         columns = {name: values.get(name) for name in names}
-        self.history.append({'fit': self.n_fits - 1, 'epoch': learn.epoch, **columns, 'time': seconds})
+        self.history.append(
+            {'fit': self.n_fits - 1, 'epoch': learn.epoch, **columns, 'time': seconds}
+        )
         shown = (v for name, v in columns.items() if name not in self._unshown)
         self.log = L(learn.epoch, *shown, *([format_seconds(seconds)] if self.add_time else []))
         learn.logger(self.log)
 
-    # -- of several processes ------------------------------------------------------------------------------------------
+    # -- of several processes ----------------------------------------------------------------------
 
     def _check_mergeable(self) -> None:
         names = [name for name, _ in evaluation_loaders(self.learn.dls)]
-        for m in {id(m): m for m in [*self._on('train'), *(m for n in names for m in self._evaluated(n))]}.values():
-            if measures_batches(m): check_mergeable(m)
+        for m in {
+            id(m): m for m in [*self._on('train'), *(m for n in names for m in self._evaluated(n))]
+        }.values():
+            if measures_batches(m):
+                check_mergeable(m)
 
     def _told_losses(self) -> dict[str, Any]:
         "Return this epoch's losses as this process has them, and how much each counts."
-        if self.learn.world.size == 1: return {}
-        return {'losses': self.smooth_loss.since_mark, 'weights': self.smooth_loss.weights_since_mark}
+        if self.learn.world.size == 1:
+            return {}
+        return {
+            'losses': self.smooth_loss.since_mark,
+            'weights': self.smooth_loss.weights_since_mark,
+        }
 
     def _merge_losses(self, told: list[dict[str, Any]]) -> None:
         "Put in their place those of all processes, of the samples that each had at each step."
@@ -327,7 +398,12 @@ class Recorder(Plots, Callback):
     def _merge_logged(self, seconds: float) -> float:
         "Take over what the other processes have logged; return the first one's seconds."
         frame = self._frame
-        mine = {'frame': frame.state_dict(), 'names': self._logged_names, 'unshown': self._unshown, 'seconds': seconds}
+        mine = {
+            'frame': frame.state_dict(),
+            'names': self._logged_names,
+            'unshown': self._unshown,
+            'seconds': seconds,
+        }
         told = gather_on_host(self.learn.world, mine, 'logged values')
         frame.merge_logged([sd['frame'] for sd in told])
         self._logged_names = list(dict.fromkeys(name for sd in told for name in sd['names']))
@@ -339,34 +415,48 @@ class Recorder(Plots, Callback):
         self._frames, self._pieces, self._is_open = self._frames[:1], [], False
         self._steps.let_go()
         for name in ('before_backward', 'after_loss'):
-            if name in self.__dict__: delattr(self, name)
+            if name in self.__dict__:
+                delattr(self, name)
 
-    # -- names ---------------------------------------------------------------------------------------------------------
+    # -- names -------------------------------------------------------------------------------------
 
     @property
     def metric_names(self) -> L:
         "The columns of a row: epoch, losses, metrics, logged values, time."
-        return L([*(n for n in self._columns() if n not in self._unshown), *(['time'] if self.add_time else [])])
+        return L(
+            [
+                *(n for n in self._columns() if n not in self._unshown),
+                *(['time'] if self.add_time else []),
+            ]
+        )
 
     def _columns(self) -> list[str]:
-        valid = [n for name, _ in evaluation_loaders(self.learn.dls) for n in self._valid_names(name)]
+        valid = [
+            n for name, _ in evaluation_loaders(self.learn.dls) for n in self._valid_names(name)
+        ]
         train_columns = [column for m in self._on('train') for column in self._keys.of(m.name)]
         train = ['train_loss', *map(self._train_column, train_columns)]
         return list(dict.fromkeys(['epoch', *train, *valid, *self._logged_names]))
 
     def _valid_names(self, dl_name: str) -> list[str]:
         space = self._space(dl_name)
-        return [self._valid_name(m, dl_name, column) for m in self._evaluated(dl_name)
-                for column in self._keys.of(m.name, space)]
+        return [
+            self._valid_name(m, dl_name, column)
+            for m in self._evaluated(dl_name)
+            for column in self._keys.of(m.name, space)
+        ]
 
-    def _train_column(self, column: str) -> str: return f'train_{column}' if self.valid_metrics else column
+    def _train_column(self, column: str) -> str:
+        return f'train_{column}' if self.valid_metrics else column
 
     def _valid_name(self, m: Metric, dl_name: str, column: str | None = None) -> str:
         column = m.name if column is None else column
-        if dl_name != 'valid': return f'{dl_name}/{column}'
+        if dl_name != 'valid':
+            return f'{dl_name}/{column}'
         return f'valid_{column}' if isinstance(m, _EvalLoss) or self.train_metrics else column
 
-    def _names(self) -> list[str]: return [m.name for m in self.learn.metrics]
+    def _names(self) -> list[str]:
+        return [m.name for m in self.learn.metrics]
 
     def _space(self, dl_name: str) -> str:
         "Return what keeps the metrics of a loader apart from the Learner's, where it has some."
@@ -382,8 +472,11 @@ class Recorder(Plots, Callback):
 
     def evaluated_columns(self, wanted: str | None = None) -> list[str]:
         "Return the columns that evaluations give; metrics are tried where a wanted column is not known."
+
         def known() -> list[str]:
-            return [n for name, _ in evaluation_loaders(self.learn.dls) for n in self._valid_names(name)]
+            return [
+                n for name, _ in evaluation_loaders(self.learn.dls) for n in self._valid_names(name)
+            ]
 
         if wanted is not None and wanted not in known():
             self.find_keys()
@@ -408,24 +501,29 @@ class Recorder(Plots, Callback):
                 self._named_values(m, value, dl_name)
 
     @property
-    def _train_mets(self) -> L: return L(self.smooth_loss, *self._train)
+    def _train_mets(self) -> L:
+        return L(self.smooth_loss, *self._train)
 
     @property
     def _valid_mets(self) -> list[Metric]:
         frame, name = self._frame, self.learn.dl_name
         if name not in frame.valid:
             metrics = self._evaluated(name)
-            frame.valid[name] = [clone_metric(m, self.learn) for m in metrics] if frame.own else metrics
+            frame.valid[name] = (
+                [clone_metric(m, self.learn) for m in metrics] if frame.own else metrics
+            )
         return frame.valid[name]
 
-    # -- per step ------------------------------------------------------------------------------------------------------
+    # -- per step ----------------------------------------------------------------------------------
 
     @property
     def losses(self) -> L:
         "The smoothed training loss of every step of this fit, as 0-dim tensors on the CPU."
         smooth = self.smooth_loss.smooth
-        if len(self._losses) > len(smooth): self._losses = []
-        if new := smooth[len(self._losses):]: self._losses += torch.tensor(new, dtype=torch.float32).unbind()
+        if len(self._losses) > len(smooth):
+            self._losses = []
+        if new := smooth[len(self._losses) :]:
+            self._losses += torch.tensor(new, dtype=torch.float32).unbind()
         return L(self._losses)
 
     @property
@@ -439,24 +537,34 @@ class Recorder(Plots, Callback):
         return self._steps.columns() if self._hps is None else self._hps
 
     @hps.setter
-    def hps(self, hps: dict[str, list[float]]) -> None: self._hps = hps
+    def hps(self, hps: dict[str, list[float]]) -> None:
+        self._hps = hps
 
-    # -- checkpoints ---------------------------------------------------------------------------------------------------
+    # -- checkpoints -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         "Return everything recorded, and what is measured in the epoch that is open."
         frame, learn = self._frames[0], self.learn
         final = None if learn is None else vars(learn).get('final_record')
-        return {'history': [storable(row) for row in self.history], 'n_fits': self.n_fits,
-                'evaluations': [storable(row) for row in self.evaluations],
-                'smooth_loss': self.smooth_loss.state_dict(),
-                'keys': {name: dict(columns) for name, columns in self._keys.known.items()},
-                'values': packed_rows(self.values), 'iters': list(self.iters),
-                'logged_names': list(self._logged_names), 'unshown': sorted(self._unshown),
-                'steps': self._steps.state_dict(), 'final_record': None if final is None else storable(list(final)),
-                'open': {**frame.state_dict(), 'n_before': self._n_before if self._is_open else 0,
-                         'metrics': metric_states(self._train) if self._is_open else None},
-                'seconds': perf_counter() - frame.started if self._is_open else 0.}
+        return {
+            'history': [storable(row) for row in self.history],
+            'n_fits': self.n_fits,
+            'evaluations': [storable(row) for row in self.evaluations],
+            'smooth_loss': self.smooth_loss.state_dict(),
+            'keys': {name: dict(columns) for name, columns in self._keys.known.items()},
+            'values': packed_rows(self.values),
+            'iters': list(self.iters),
+            'logged_names': list(self._logged_names),
+            'unshown': sorted(self._unshown),
+            'steps': self._steps.state_dict(),
+            'final_record': None if final is None else storable(list(final)),
+            'open': {
+                **frame.state_dict(),
+                'n_before': self._n_before if self._is_open else 0,
+                'metrics': metric_states(self._train) if self._is_open else None,
+            },
+            'seconds': perf_counter() - frame.started if self._is_open else 0.0,
+        }
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Go on recording after what was recorded; inside a fit, in the middle of its epoch too."
@@ -469,9 +577,12 @@ class Recorder(Plots, Callback):
         self.smooth_loss.load_state_dict(sd['smooth_loss'])
         self._losses = []
         self._frames[0].load_state_dict(sd['open'])  # outside of a fit it is that of the last one
-        if self.learn is None: return
-        if (final := sd['final_record']) is not None: self.learn.final_record = L(list(final))
-        if getattr(self.learn, 'fitting', False): self._reopen(sd['open'], sd['seconds'])
+        if self.learn is None:
+            return
+        if (final := sd['final_record']) is not None:
+            self.learn.final_record = L(list(final))
+        if getattr(self.learn, 'fitting', False):
+            self._reopen(sd['open'], sd['seconds'])
 
     def _reopen(self, sd: dict[str, Any], seconds: float) -> None:
         "Go on measuring in the epoch that was open."
@@ -479,7 +590,8 @@ class Recorder(Plots, Callback):
         frame.started = perf_counter() - seconds
         self._begin_losses(sd['n_before'])
         self.log = L(self.learn.epoch, *frame.values.values())
-        if sd['metrics'] is not None: load_metrics(self._train, sd['metrics'])
+        if sd['metrics'] is not None:
+            load_metrics(self._train, sd['metrics'])
 
 
 def recorder_of(learn: Any) -> Recorder | None:

@@ -1,4 +1,5 @@
 """Callbacks for recurrent models: their hidden state, their several outputs, and penalties on their activations."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -22,13 +23,19 @@ class ModelResetter(Callback):
     ModelResetter
     """
 
-    def before_train(self) -> None: self._reset()
-    def before_validate(self) -> None: self._reset()
-    def after_fit(self) -> None: self._reset()
+    def before_train(self) -> None:
+        self._reset()
+
+    def before_validate(self) -> None:
+        self._reset()
+
+    def after_fit(self) -> None:
+        self._reset()
 
     def _reset(self) -> None:
         reset = getattr(self.learn.model, 'reset', None)
-        if reset is not None: reset()
+        if reset is not None:
+            reset()
 
 
 class RNNCallback(Callback):
@@ -49,13 +56,19 @@ class RNNCallback(Callback):
 
     def after_pred(self) -> None:
         pred = self.learn.pred
-        if isinstance(pred, Tensor): return
+        if isinstance(pred, Tensor):
+            return
         if not isinstance(pred, (tuple, list)) or len(pred) != 3:
-            raise ModelError(f'RNNCallback: {type(self.learn.model).__name__} returned {describe(pred)}, not (output, '
-                             'raw outputs, outputs). Leave the callback out, or return these three.')
-        self.learn.pred, self.raw_out, self.out = (o[-1] if isinstance(o, (tuple, list)) else o for o in pred)
+            raise ModelError(
+                f'RNNCallback: {type(self.learn.model).__name__} returned {describe(pred)}, not (output, '
+                'raw outputs, outputs). Leave the callback out, or return these three.'
+            )
+        self.learn.pred, self.raw_out, self.out = (
+            o[-1] if isinstance(o, (tuple, list)) else o for o in pred
+        )
 
-    def cleanup(self) -> None: self.raw_out = self.out = None
+    def cleanup(self) -> None:
+        self.raw_out = self.out = None
 
 
 class RNNRegularizer(Callback):
@@ -71,36 +84,46 @@ class RNNRegularizer(Callback):
     >>> RNNRegularizer(alpha=2., beta=1.).beta
     1.0
     """
+
     order, run_valid = RNNCallback.order + 1, False
 
     def __init__(
         self,
-        alpha: float = 0.,   # weight of the activations (AR)
-        beta: float = 0.,    # weight of their change over time (TAR)
+        alpha: float = 0.0,  # weight of the activations (AR)
+        beta: float = 0.0,  # weight of their change over time (TAR)
     ) -> None:
         for name, value in (('alpha', alpha), ('beta', beta)):
-            if not is_number(value) or value < 0: raise bad_option(self, 'a weight, 0 or more', **{name: value})
+            if not is_number(value) or value < 0:
+                raise bad_option(self, 'a weight, 0 or more', **{name: value})
         self.alpha, self.beta = alpha, beta
 
     def before_fit(self) -> None:
-        if (self.alpha or self.beta) and not any(isinstance(cb, RNNCallback) for cb in self.learn.cbs):
-            raise OptionError('RNNRegularizer needs the outputs that RNNCallback keeps: add both, with '
-                              '`cbs=rnn_cbs(alpha, beta)`.')
+        if (self.alpha or self.beta) and not any(
+            isinstance(cb, RNNCallback) for cb in self.learn.cbs
+        ):
+            raise OptionError(
+                'RNNRegularizer needs the outputs that RNNCallback keeps: add both, with '
+                '`cbs=rnn_cbs(alpha, beta)`.'
+            )
 
     def after_loss(self) -> None:
-        if not self.alpha and not self.beta: return
+        if not self.alpha and not self.beta:
+            return
         rnn = next(cb for cb in self.learn.cbs if isinstance(cb, RNNCallback))
         if rnn.out is None:
-            raise ModelError(f'RNNRegularizer: {type(self.learn.model).__name__} returned no activations to penalise. '
-                             'Return (output, raw outputs, outputs).')
+            raise ModelError(
+                f'RNNRegularizer: {type(self.learn.model).__name__} returned no activations to penalise. '
+                'Return (output, raw outputs, outputs).'
+            )
         penalty, h = self.alpha * rnn.out.float().pow(2).mean(), rnn.raw_out
-        if self.beta and h.shape[1] > 1: penalty = penalty + self.beta * (h[:, 1:] - h[:, :-1]).float().pow(2).mean()
+        if self.beta and h.shape[1] > 1:
+            penalty = penalty + self.beta * (h[:, 1:] - h[:, :-1]).float().pow(2).mean()
         self.learn.loss_grad = self.learn.loss_grad + penalty
 
 
 def rnn_cbs(
-    alpha: float = 0.,   # weight of the activations (AR)
-    beta: float = 0.,    # weight of their change over time (TAR)
+    alpha: float = 0.0,  # weight of the activations (AR)
+    beta: float = 0.0,  # weight of their change over time (TAR)
 ) -> list[Callback]:
     """Return all the callbacks that training a recurrent model needs.
 

@@ -1,6 +1,7 @@
 """A copy of weights, buffers and optimizer states in memory, and the way back to it.
 
 It goes by names and is made of tensors, numbers, texts and containers of them, so that a checkpoint can carry it."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -13,7 +14,7 @@ from learnkit.core.dtensor import cut_again, distribute_like
 
 __all__ = ['Snapshot', 'take_snapshot', 'put_back', 'slots_of', 'copied']
 
-Snapshot = dict[str, Any]                    # 'weights', 'buffers', 'optimizers' and 'callbacks', each by name
+Snapshot = dict[str, Any]  # 'weights', 'buffers', 'optimizers' and 'callbacks', each by name
 # where a module keeps a buffer: there it is found also when replaced
 Slot = tuple[dict[str, Tensor | None], str]
 
@@ -35,10 +36,12 @@ def take_snapshot(
     named = named_parameters(learn)
     # of None there is no slot
     buffers = {name: slot[0][slot[1]].clone() for name, slot in slots_of(learn).items()}  # type: ignore[union-attr]
-    return {'weights': {name: p.detach().clone() for name, p in named.items() if p.requires_grad},
-            'buffers': buffers,
-            'optimizers': {key: states_of(o, named) for key, o in learn.opt.optimizers.items()},
-            'callbacks': {key: copied(cb.state_dict()) for key, cb in followers(learn).items()}}
+    return {
+        'weights': {name: p.detach().clone() for name, p in named.items() if p.requires_grad},
+        'buffers': buffers,
+        'optimizers': {key: states_of(o, named) for key, o in learn.opt.optimizers.items()},
+        'callbacks': {key: copied(cb.state_dict()) for key, cb in followers(learn).items()},
+    }
 
 
 @torch.no_grad()
@@ -47,24 +50,40 @@ def put_back(learn: Any, kept: Snapshot) -> None:
     cut_again(learn.model)
     named = named_parameters(learn)
     for name, value in kept['weights'].items():
-        if name in named: named[name].copy_(distribute_like(value, named[name]))
+        if name in named:
+            named[name].copy_(distribute_like(value, named[name]))
     for name, (store, key) in slots_of(learn).items():
-        if name in kept['buffers']: store[key] = refilled(store[key], kept['buffers'][name])
-    for key, o in learn.opt.optimizers.items(): put_states_back(o, named, kept['optimizers'].get(key, {}))
+        if name in kept['buffers']:
+            store[key] = refilled(store[key], kept['buffers'][name])
+    for key, o in learn.opt.optimizers.items():
+        put_states_back(o, named, kept['optimizers'].get(key, {}))
     for key, cb in followers(learn).items():
-        if key in kept['callbacks']: cb.load_state_dict(kept['callbacks'][key])
+        if key in kept['callbacks']:
+            cb.load_state_dict(kept['callbacks'][key])
 
 
 def slots_of(learn: Any) -> dict[str, Slot]:
     "Return where the model, and a loss function that is a module, keep their buffers, by name."
-    roots = [('', learn.model), *([('loss_func.', learn.loss_func)] if isinstance(learn.loss_func, nn.Module) else [])]
-    return {f'{start}{prefix}.{key}' if prefix else f'{start}{key}': (m._buffers, key) for start, root in roots
-            for prefix, m in root.named_modules() for key, b in m._buffers.items() if b is not None}
+    roots = [
+        ('', learn.model),
+        *([('loss_func.', learn.loss_func)] if isinstance(learn.loss_func, nn.Module) else []),
+    ]
+    return {
+        f'{start}{prefix}.{key}' if prefix else f'{start}{key}': (m._buffers, key)
+        for start, root in roots
+        for prefix, m in root.named_modules()
+        for key, b in m._buffers.items()
+        if b is not None
+    }
 
 
 def followers(learn: Any) -> dict[str, Any]:
     "Return the callbacks whose state belongs to the weights, by key: an average of them, for one."
-    return {learn.callbacks.keys[id(cb)]: cb for cb in learn.cbs if getattr(cb, 'follows_weights', False)}
+    return {
+        learn.callbacks.keys[id(cb)]: cb
+        for cb in learn.cbs
+        if getattr(cb, 'follows_weights', False)
+    }
 
 
 def states_of(o: torch.optim.Optimizer, named: dict[str, Any]) -> dict[str, Any]:
@@ -75,8 +94,10 @@ def states_of(o: torch.optim.Optimizer, named: dict[str, Any]) -> dict[str, Any]
 def put_states_back(o: torch.optim.Optimizer, named: dict[str, Any], kept: dict[str, Any]) -> None:
     "Give an optimizer its states back, and take from parameters those that they did not have yet."
     for name, p in named.items():
-        if p not in o.state: continue
-        if name not in kept: del o.state[p]
+        if p not in o.state:
+            continue
+        if name not in kept:
+            del o.state[p]
         else:
             state = {k: refilled(o.state[p].get(k), v) for k, v in kept[name].items()}
             o.state[p].clear()
@@ -85,12 +106,18 @@ def put_states_back(o: torch.optim.Optimizer, named: dict[str, Any], kept: dict[
 
 def copied(value: Any) -> Any:
     "Copy nested dicts, lists and tuples with the tensors in them."
-    if isinstance(value, Tensor): return value.detach().clone()
-    if isinstance(value, dict): return {k: copied(v) for k, v in value.items()}
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {k: copied(v) for k, v in value.items()}
     return type(value)(map(copied, value)) if type(value) in (list, tuple) else value
 
 
 def refilled(now: Any, kept: Any) -> Any:
     "Return a kept value, in the tensor that is there now where it fits."
-    fits = isinstance(now, Tensor) and isinstance(kept, Tensor) and (now.shape, now.dtype) == (kept.shape, kept.dtype)
+    fits = (
+        isinstance(now, Tensor)
+        and isinstance(kept, Tensor)
+        and (now.shape, now.dtype) == (kept.shape, kept.dtype)
+    )
     return now.copy_(distribute_like(kept, now)) if fits else copied(kept)

@@ -1,4 +1,5 @@
 """Sharpness-aware minimisation: step with the gradient at the worst point nearby."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -39,38 +40,53 @@ class SAM(Callback):
     >>> SAM(rho=0.1).rho
     0.1
     """
+
     # first of all at a step: unscaling and clipping are for the second gradient
     order, run_valid = 5, False
 
     def __init__(
         self,
-        rho: float = 0.05,        # how far to go: the norm of the perturbation
-        adaptive: bool = False,   # relative to each weight (ASAM; `rho` is 10 to 40 times larger)
-        interval: int = 1,        # do so at every `interval`-th step; the others are ordinary
+        rho: float = 0.05,  # how far to go: the norm of the perturbation
+        adaptive: bool = False,  # relative to each weight (ASAM; `rho` is 10 to 40 times larger)
+        interval: int = 1,  # do so at every `interval`-th step; the others are ordinary
     ) -> None:
-        if not is_number(rho) or not 0 <= rho < float('inf'): raise bad_option(self, 'a distance, 0 or more', rho=rho)
-        if not is_count(interval): raise bad_option(self, 'a whole number of steps, 1 or more', interval=interval)
+        if not is_number(rho) or not 0 <= rho < float('inf'):
+            raise bad_option(self, 'a distance, 0 or more', rho=rho)
+        if not is_count(interval):
+            raise bad_option(self, 'a whole number of steps, 1 or more', interval=interval)
         self.rho, self.adaptive, self.interval = float(rho), adaptive, int(interval)
-        self._n: dict[str, int] = {}                         # steps so far, by the optimizer whose turn it was
-        self._before: list[tuple[Tensor, Tensor]] = []       # parameters and their values, while they are perturbed
-        self._buffers: list[tuple[Any, str, Tensor, Tensor]] = []  # likewise, with module and name: it may replace them
+        self._n: dict[str, int] = {}  # steps so far, by the optimizer whose turn it was
+        self._before: list[
+            tuple[Tensor, Tensor]
+        ] = []  # parameters and their values, while they are perturbed
+        self._buffers: list[
+            tuple[Any, str, Tensor, Tensor]
+        ] = []  # likewise, with module and name: it may replace them
 
     def before_fit(self) -> None:
         learn = self.learn
-        if not learn.fitting: return
+        if not learn.fitting:
+            return
         if any(isinstance(cb, GradientAccumulation) for cb in learn.cbs):
-            raise OptionError('SAM with GradientAccumulation would perturb for the last batch alone. Use bigger '
-                              'batches with `Learner(microbatch=)`, which has the same gradients.')
-        if learn.opt.needs_closure: self.on_reevaluation()
+            raise OptionError(
+                'SAM with GradientAccumulation would perturb for the last batch alone. Use bigger '
+                'batches with `Learner(microbatch=)`, which has the same gradients.'
+            )
+        if learn.opt.needs_closure:
+            self.on_reevaluation()
         if replaces_batch(learn):
-            raise OptionError(f'SAM computes the loss a second time, which the `_do_one_batch` of '
-                              f'{type(learn).__name__} does by itself. Write it as `train_batch`, with '
-                              '`self.optimize(f)`, where f() computes the loss.')
+            raise OptionError(
+                f'SAM computes the loss a second time, which the `_do_one_batch` of '
+                f'{type(learn).__name__} does by itself. Write it as `train_batch`, with '
+                '`self.optimize(f)`, where f() computes the loss.'
+            )
 
     def on_reevaluation(self) -> None:
         "Refuse an optimizer whose steps evaluate the loss again."
-        raise OptionError('SAM steps once with the gradient nearby; an optimizer that evaluates the loss again (LBFGS) '
-                          'moves on from there. Use SGD or Adam.')
+        raise OptionError(
+            'SAM steps once with the gradient nearby; an optimizer that evaluates the loss again (LBFGS) '
+            'moves on from there. Use SGD or Adam.'
+        )
 
     def before_step(self) -> None:
         learn = self.learn
@@ -89,8 +105,12 @@ class SAM(Callback):
         learn = self.learn
         recorded = {name: learn.__dict__.get(name) for name in ('pred', 'loss', 'loss_grad')}
         self._before = [(p, p.detach().clone()) for p in params]
-        self._buffers = [(m, key, b, b.detach().clone()) for m in learn.model.modules() for key, b in m._buffers.items()
-                         if b is not None]
+        self._buffers = [
+            (m, key, b, b.detach().clone())
+            for m in learn.model.modules()
+            for key, b in m._buffers.items()
+            if b is not None
+        ]
         try:
             self._perturb(params)
             learn.opt.zero_grad(only=learn.turn)
@@ -105,19 +125,25 @@ class SAM(Callback):
     def _perturb(self, params: list[Any]) -> None:
         "Go `rho` far up the gradient."
         weights, grads = locals_of(params), locals_of(p.grad for p in params)
-        if not self.adaptive: up, norm = grads, total_norm(p.grad for p in params)
+        if not self.adaptive:
+            up, norm = grads, total_norm(p.grad for p in params)
         else:
-            norm = total_norm(params, mine=list(torch._foreach_mul(torch._foreach_abs(weights), grads)))
+            norm = total_norm(
+                params, mine=list(torch._foreach_mul(torch._foreach_abs(weights), grads))
+            )
             up = list(torch._foreach_mul(torch._foreach_mul(weights, weights), grads))
         torch._foreach_add_(weights, torch._foreach_mul(up, self.rho / (norm + EPS)))
 
     @torch.no_grad()
     def _restore(self) -> None:
-        for p, value in self._before: p.copy_(value)
-        for m, key, buffer, value in self._buffers: m._buffers[key] = buffer.copy_(value)
+        for p, value in self._before:
+            p.copy_(value)
+        for m, key, buffer, value in self._buffers:
+            m._buffers[key] = buffer.copy_(value)
         self._before, self._buffers = [], []
 
-    def cleanup(self) -> None: self._restore()
+    def cleanup(self) -> None:
+        self._restore()
 
     def state_dict(self) -> dict[str, Any]:
         "Return the number of steps so far, by optimizer."

@@ -1,8 +1,10 @@
 """Schedules: hyper-parameters as functions of the progress of a fit.
 
-A schedule is a function of one number, the share of the fit that is done (0 to 1), and remembers nothing: so it goes on
-exactly wherever a fit goes on, and stretches over however many epochs the fit has. `learnkit.optim.annealing` has the
-functions that schedules are made of, `learnkit.callbacks.torch_scheduler` runs torch's own schedulers, which count steps instead."""
+A schedule is a function of one number, the share of the fit that is done (0 to 1), and has no
+state: a resumed fit continues it exactly, and it stretches over however many epochs a fit has.
+`learnkit.optim.annealing` has the functions that schedules are made of.
+`learnkit.callbacks.torch_scheduler` runs torch's own schedulers, which count steps instead."""
+
 from __future__ import annotations
 
 import math
@@ -37,8 +39,18 @@ from learnkit.optim.annealing import (
 )
 from learnkit.optim.hyperparams import HYPERS, OPTIONS, bound_of, place_of
 
-__all__ = ['annealer', 'SchedLin', 'SchedCos', 'SchedNo', 'SchedExp', 'SchedPoly', 'combine_scheds', 'combined_cos',
-           'ParamScheduler', 'LRScheduler']
+__all__ = [
+    'annealer',
+    'SchedLin',
+    'SchedCos',
+    'SchedNo',
+    'SchedExp',
+    'SchedPoly',
+    'combine_scheds',
+    'combined_cos',
+    'ParamScheduler',
+    'LRScheduler',
+]
 
 
 class ParamScheduler(Callback):
@@ -54,6 +66,7 @@ class ParamScheduler(Callback):
     >>> learn.recorder.lrs
     [0.5, 0.375, 0.25, 0.125]
     """
+
     order, run_valid, remove_on_find = 60, False, True
 
     def __init__(
@@ -62,67 +75,91 @@ class ParamScheduler(Callback):
     ) -> None:
         super().__init__()
         if not isinstance(scheds, Mapping):
-            raise ScheduleError(f'ParamScheduler({scheds!r}): give a dict, `{{"lr": SchedCos(1, 0)}}` for one.')
+            raise ScheduleError(
+                f'ParamScheduler({scheds!r}): give a dict, `{{"lr": SchedCos(1, 0)}}` for one.'
+            )
         self.scheds = dict(scheds)
-        for name, f in self.scheds.items(): check_schedule(f'The schedule of {name}', f)
-        self._opt: Any = None                                        # whose groups `_plan` was made for
-        self._known: list[tuple[Any, list[dict[str, Any]]]] = []     # its optimizers, with their param groups then
+        for name, f in self.scheds.items():
+            check_schedule(f'The schedule of {name}', f)
+        self._opt: Any = None  # whose groups `_plan` was made for
+        self._known: list[
+            tuple[Any, list[dict[str, Any]]]
+        ] = []  # its optimizers, with their param groups then
         self._plan: list[tuple[str, Schedule, float, list[_Place]]] = []
         self._n_groups = 0
 
-    def __repr__(self) -> str: return f'{type(self).__name__}({self.scheds})'
+    def __repr__(self) -> str:
+        return f'{type(self).__name__}({self.scheds})'
 
     def before_fit(self) -> None:
-        if not self.learn.fitting: return
-        for name, f in self.scheds.items(): self._values(name, f(min(self.learn.pct_train, 1.)))
+        if not self.learn.fitting:
+            return
+        for name, f in self.scheds.items():
+            self._values(name, f(min(self.learn.pct_train, 1.0)))
         others = [type(cb).__name__ for cb in self.learn.cbs if getattr(type(cb), 'sets_lr', False)]
         if 'lr' in self.scheds and others:
-            warn_user(f'Both {type(self).__name__} and {", ".join(others)} set the learning rate: the schedule sets it '
-                      'before each batch, whatever the other one has made of it. Leave one of them out.')
+            warn_user(
+                f'Both {type(self).__name__} and {", ".join(others)} set the learning rate: the schedule sets it '
+                'before each batch, whatever the other one has made of it. Leave one of them out.'
+            )
 
-    def before_batch(self) -> None: self._update_val(self.learn.pct_train)
+    def before_batch(self) -> None:
+        self._update_val(self.learn.pct_train)
 
     def _update_val(self, pct: float) -> None:
         "Set every hyper-parameter to its value at this position."
-        if self._is_outdated(): self._make_plan()
-        if pct > 1: pct = 1.  # a sum of many shares, or a loader that is longer than it said
+        if self._is_outdated():
+            self._make_plan()
+        if pct > 1:
+            pct = 1.0  # a sum of many shares, or a loader that is longer than it said
         for name, f, least, places in self._plan:
             value = f(pct)
             if value.__class__ is float and least <= value < bound_of(name):
-                for group, key, at, _ in places: _put(group, key, at, value)
+                for group, key, at, _ in places:
+                    _put(group, key, at, value)
             else:
                 values = self._values(name, value, least)
-                for group, key, at, i in places: _put(group, key, at, values[i])
+                for group, key, at, i in places:
+                    _put(group, key, at, values[i])
 
     def _is_outdated(self) -> bool:
         "Tell whether the optimizer or one of its param groups is another one: loading a state replaces them."
-        if self.learn.opt is not self._opt: return True
+        if self.learn.opt is not self._opt:
+            return True
         for opt, before in self._known:
             groups = opt.param_groups
-            if len(groups) != len(before) or not all(map(is_, groups, before)): return True
+            if len(groups) != len(before) or not all(map(is_, groups, before)):
+                return True
         return False
 
     def _make_plan(self) -> None:
         "Look up where each hyper-parameter is kept, once for many batches."
         opt = self.learn.opt
-        if not {'wd', 'weight_decay'}.isdisjoint(self.scheds): opt.split_groups()
+        if not {'wd', 'weight_decay'}.isdisjoint(self.scheds):
+            opt.split_groups()
         places = {name: list(_places(opt, name)) for name in self.scheds}
-        least = {name: 0. if name in (*HYPERS, *OPTIONS) else -math.inf for name in self.scheds}
+        least = {name: 0.0 if name in (*HYPERS, *OPTIONS) else -math.inf for name in self.scheds}
         self._plan = [(name, f, least[name], places[name]) for name, f in self.scheds.items()]
         self._known = [(o, list(o.param_groups)) for o in opt.optimizers.values()]
         self._n_groups, self._opt = len(opt.hypers), opt
 
     def _values(self, name: str, value: Any, least: float = math.inf) -> list[Any]:
         "Return what a schedule gave as one plain number a group: checkpoints hold no NumPy numbers."
-        if value.__class__ is np.ndarray and value.shape == (self._n_groups,):  # the usual case, without many questions
+        if value.__class__ is np.ndarray and value.shape == (
+            self._n_groups,
+        ):  # the usual case, without many questions
             values = value.tolist()
-            if min(values) >= least and sum(values) < math.inf and max(values) < bound_of(name): return values
+            if min(values) >= least and sum(values) < math.inf and max(values) < bound_of(name):
+                return values
         return self.learn.opt._checked(name, value.tolist() if hasattr(value, 'tolist') else value)
 
-    def cleanup(self) -> None: self._opt, self._known, self._plan = None, [], []  # they hold parameters
+    def cleanup(self) -> None:
+        self._opt, self._known, self._plan = None, [], []  # they hold parameters
 
 
-_Place = tuple[dict[str, Any], str, int | None, int]  # torch's param group, key, place in a pair, the splitter's group
+_Place = tuple[
+    dict[str, Any], str, int | None, int
+]  # torch's param group, key, place in a pair, the splitter's group
 
 
 def _places(opt: Any, name: str) -> Iterator[_Place]:
@@ -130,15 +167,19 @@ def _places(opt: Any, name: str) -> Iterator[_Place]:
     for i, hypers in enumerate(opt.hypers):
         for group in hypers._groups:
             where = place_of(name, group)
-            if where is None or (where == 'weight_decay' and hypers.is_exempt(group)): continue
+            if where is None or (where == 'weight_decay' and hypers.is_exempt(group)):
+                continue
             yield (group, where, None, i) if isinstance(where, str) else (group, *where, i)
 
 
 def _put(group: dict[str, Any], key: str, at: int | None, value: float) -> None:
     old = group[key]
-    if at is not None: group[key] = (*old[:at], value, *old[at + 1:])
-    elif isinstance(old, Tensor): old.fill_(value)  # compiled steps read it there
-    else: group[key] = value
+    if at is not None:
+        group[key] = (*old[:at], value, *old[at + 1 :])
+    elif isinstance(old, Tensor):
+        old.fill_(value)  # compiled steps read it there
+    else:
+        group[key] = value
 
 
 def fit_one_cycle(
@@ -305,12 +346,19 @@ def _check_positive(**values: Any) -> None:
 
 
 def _check_share(pct_start: Any) -> None:
-    if isinstance(pct_start, (int, float)) and 0 <= pct_start <= 1: return
-    raise ScheduleError(f'pct_start={pct_start!r}: give the share of the fit, from 0 to 1, after which the rate falls.')
+    if isinstance(pct_start, (int, float)) and 0 <= pct_start <= 1:
+        return
+    raise ScheduleError(
+        f'pct_start={pct_start!r}: give the share of the fit, from 0 to 1, after which the rate falls.'
+    )
 
 
 def _checked_moms(moms: Any) -> list[float]:
-    if len(values := listed(moms)) != 3 or not all(isinstance(m, (int, float)) and 0 <= m < 1 for m in values):
-        raise ScheduleError(f'moms={moms!r}: give three momenta, 0 or more and below 1: at the start, at the highest '
-                            'rate and at the end.')
+    if len(values := listed(moms)) != 3 or not all(
+        isinstance(m, (int, float)) and 0 <= m < 1 for m in values
+    ):
+        raise ScheduleError(
+            f'moms={moms!r}: give three momenta, 0 or more and below 1: at the start, at the highest '
+            'rate and at the end.'
+        )
     return values

@@ -1,4 +1,5 @@
 """How fast training goes, how well it uses the device, and how long it will take."""
+
 from __future__ import annotations
 
 import math
@@ -40,40 +41,47 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
 
 class _Timed(Monitor):
     "Keeps apart the seconds of a fit that went into training and into evaluation or prediction."
+
     of_machine = True
     wall_clock: tuple[str, ...] = ('train_s', 'eval_s')
-    _train_s, _eval_s = 0., 0.      # over all fits, up to `_since`
-    _since: float | None = None     # the last reading of the clock; None: no fit is under way
-    _paused: int | None = None      # the depth of the run that evaluates; None: training
+    _train_s, _eval_s = 0.0, 0.0  # over all fits, up to `_since`
+    _since: float | None = None  # the last reading of the clock; None: no fit is under way
+    _paused: int | None = None  # the depth of the run that evaluates; None: training
 
     def _read(self) -> float:
         "Read the clock; return the seconds of training so far."
         if self._since is not None:
             before, self._since = self._since, perf_counter()
-            if self._paused is None: self._train_s += self._since - before
-            else: self._eval_s += self._since - before
+            if self._paused is None:
+                self._train_s += self._since - before
+            else:
+                self._eval_s += self._since - before
         return self._train_s
 
     def before_fit(self) -> None:
         "Start the clock."
         super().before_fit()
-        if self.learn.fitting: self._since, self._paused = perf_counter(), None
+        if self.learn.fitting:
+            self._since, self._paused = perf_counter(), None
 
     def before_eval(self) -> None:
         "Stop counting training."
-        if self._since is None or self._paused is not None: return  # no fit, or an evaluation inside one
+        if self._since is None or self._paused is not None:
+            return  # no fit, or an evaluation inside one
         self._read()
         self._paused = self.learn.run.depth
 
     def after_eval(self) -> None:
         "Go on counting training."
-        if self._paused == self.learn.run.depth: self._go_on()
+        if self._paused == self.learn.run.depth:
+            self._go_on()
 
     before_predict, after_predict = before_eval, after_eval
 
     def before_train(self) -> None:
         "Go on after an evaluation that a Cancel exception ended."
-        if self._paused is not None: self._go_on()
+        if self._paused is not None:
+            self._go_on()
 
     def _go_on(self) -> None:
         self._read()
@@ -81,10 +89,12 @@ class _Timed(Monitor):
 
     def after_fit(self) -> None:
         "Stop the clock."
-        if self.learn.fitting: self._stop()
+        if self.learn.fitting:
+            self._stop()
 
     def on_run_failed(self) -> None:
-        if self._paused is not None and self._paused >= self.learn.run.depth: self._go_on()
+        if self._paused is not None and self._paused >= self.learn.run.depth:
+            self._go_on()
 
     def cleanup(self) -> None:
         "Stop the clock."
@@ -128,11 +138,16 @@ class SpeedMonitor(_Timed):
     >>> round(row['throughput/samples_per_sec'] / row['throughput/batches_per_sec'])
     16
     """
+
     metric_names = {
-        **{f'throughput/{what}_per_sec': f'{what} a second, of all devices' for what in
-           ('batches', 'samples', 'tokens', 'flops')},
-        **{f'throughput/device/{what}_per_sec': f'{what} a second, for each device' for what in
-           ('batches', 'samples', 'tokens', 'flops')},
+        **{
+            f'throughput/{what}_per_sec': f'{what} a second, of all devices'
+            for what in ('batches', 'samples', 'tokens', 'flops')
+        },
+        **{
+            f'throughput/device/{what}_per_sec': f'{what} a second, for each device'
+            for what in ('batches', 'samples', 'tokens', 'flops')
+        },
         'throughput/device/mfu': "the share of the device's peak flops that the model uses",
         'time/train': 'time spent in training, over all fits',
         'time/val': 'time spent in evaluation and prediction during fits',
@@ -140,41 +155,57 @@ class SpeedMonitor(_Timed):
     }
     latest, wall_clock = ('time/',), (*_Timed.wall_clock, 'point.0')
     _flops_per_batch: Any = None
-    _resumed = False                # the first point is where another process left off
+    _resumed = False  # the first point is where another process left off
     _peak: float | None = None
 
     def __init__(
         self,
-        window: int = 100,                  # batches that rates are taken over
-        every: int | str | Time = '10ba',   # how often it logs
-        peak_flops: float | None = None,    # of one device, a second; None: what is known of it
-        time_unit: str = 'hours',           # of `time/...`: seconds, minutes, hours or days
+        window: int = 100,  # batches that rates are taken over
+        every: int | str | Time = '10ba',  # how often it logs
+        peak_flops: float | None = None,  # of one device, a second; None: what is known of it
+        time_unit: str = 'hours',  # of `time/...`: seconds, minutes, hours or days
     ) -> None:
         super().__init__(every)
-        self.window, self.time_unit, self._unit_s = check_count('window', window), time_unit, seconds_in(time_unit)
-        if peak_flops is not None and not (isinstance(peak_flops, Real) and 0 < float(peak_flops) < math.inf):
-            raise OptionError(f'peak_flops={peak_flops!r}: give floating-point operations a second, above 0.')
+        self.window, self.time_unit, self._unit_s = (
+            check_count('window', window),
+            time_unit,
+            seconds_in(time_unit),
+        )
+        if peak_flops is not None and not (
+            isinstance(peak_flops, Real) and 0 < float(peak_flops) < math.inf
+        ):
+            raise OptionError(
+                f'peak_flops={peak_flops!r}: give floating-point operations a second, above 0.'
+            )
         self.peak_flops = peak_flops
-        self._flops = 0.
+        self._flops = 0.0
         # seconds, batches, samples, tokens, flops
         self._points: deque[tuple[float, ...]] = deque(maxlen=window + 1)
 
     def before_fit(self) -> None:
         "Start anew; ask the model what it says about its flops."
         super().before_fit()
-        if not self.learn.fitting: return
+        if not self.learn.fitting:
+            return
         self._points.clear()
         self._resumed = False
-        self._flops, self._flops_per_batch = 0., getattr(_unwrapped(self.learn.model), 'flops_per_batch', None)
-        if self._flops_per_batch is None: return
-        if not callable(self._flops_per_batch): _check_flops(self.learn.model, self._flops_per_batch)
+        self._flops, self._flops_per_batch = (
+            0.0,
+            getattr(_unwrapped(self.learn.model), 'flops_per_batch', None),
+        )
+        if self._flops_per_batch is None:
+            return
+        if not callable(self._flops_per_batch):
+            _check_flops(self.learn.model, self._flops_per_batch)
         self._peak = self.peak_flops or known_peak(self.learn)
 
     def after_batch(self) -> None:
         "Note when this batch was over and what it had; log when that is due."
         learn, done = self.learn, self.learn.counters
         if (flops := self._flops_per_batch) is not None:
-            self._flops += _check_flops(learn.model, flops(learn.batch)) if callable(flops) else flops
+            self._flops += (
+                _check_flops(learn.model, flops(learn.batch)) if callable(flops) else flops
+            )
         self._points.append((self._read(), done.batches, done.samples, done.tokens, self._flops))
         # the batch between the first two warmed this process up
         if self._resumed and len(self._points) == 3:
@@ -185,20 +216,33 @@ class SpeedMonitor(_Timed):
     def measure(self) -> dict[str, float]:
         "Return rates and times."
         train_s, unit = self._read(), self._unit_s
-        times = {'train': train_s / unit, 'val': self._eval_s / unit, 'total': (train_s + self._eval_s) / unit}
+        times = {
+            'train': train_s / unit,
+            'val': self._eval_s / unit,
+            'total': (train_s + self._eval_s) / unit,
+        }
         return {**self._rates(), **{f'time/{name}': value for name, value in times.items()}}
 
     def _rates(self) -> dict[str, float]:
-        if len(self._points) < 2: return {}
-        seconds, *counts = (last - first for first, last in zip(self._points[0], self._points[-1], strict=True))
-        if seconds <= 0: return {}
+        if len(self._points) < 2:
+            return {}
+        seconds, *counts = (
+            last - first for first, last in zip(self._points[0], self._points[-1], strict=True)
+        )
+        if seconds <= 0:
+            return {}
         n, rates = world_size(), dict[str, float]()
         for what, count in zip(('batches', 'samples', 'tokens', 'flops'), counts, strict=True):
-            if not count: continue
+            if not count:
+                continue
             # the flops are those of this device's batches
             total = count / seconds * (n if what == 'flops' else 1)
-            rates |= {f'throughput/{what}_per_sec': total, f'throughput/device/{what}_per_sec': total / n}
-        if counts[-1] and self._peak: rates['throughput/device/mfu'] = counts[-1] / seconds / self._peak
+            rates |= {
+                f'throughput/{what}_per_sec': total,
+                f'throughput/device/{what}_per_sec': total / n,
+            }
+        if counts[-1] and self._peak:
+            rates['throughput/device/mfu'] = counts[-1] / seconds / self._peak
         return rates
 
     def state_dict(self) -> dict[str, Any]:
@@ -209,7 +253,8 @@ class SpeedMonitor(_Timed):
         "Go on counting from the last batch; rates are those of this process."
         super().load_state_dict(sd)
         self._points.clear()
-        if sd['point'] is None: return
+        if sd['point'] is None:
+            return
         self._points.append(tuple(sd['point']))
         self._flops, self._resumed = sd['point'][-1], True
 
@@ -226,15 +271,19 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _check_flops(model: nn.Module, flops: Any) -> float:
-    if isinstance(flops, Real) and 0 <= float(flops) < math.inf: return float(flops)
-    raise ModelError(f'{type(_unwrapped(model)).__name__}.flops_per_batch: {flops!r} is no number of operations. '
-                     'Let it be a number, or a function of the batch that returns one.')
+    if isinstance(flops, Real) and 0 <= float(flops) < math.inf:
+        return float(flops)
+    raise ModelError(
+        f'{type(_unwrapped(model)).__name__}.flops_per_batch: {flops!r} is no number of operations. '
+        'Let it be a number, or a function of the batch that returns one.'
+    )
 
 
 def known_peak(learn: Any) -> float | None:
     "Return the peak of the model's device in the precision that it computes in, where it is known."
     device = model_device(learn.model, learn.dls)
-    if device.type != 'cuda': return None
+    if device.type != 'cuda':
+        return None
     return peak_of(torch.cuda.get_device_name(device), precision(learn))
 
 
@@ -244,30 +293,40 @@ def peak_of(device_name: str, kind: str) -> float | None:
     >>> peak_of('NVIDIA A100-SXM4-80GB', 'bf16')
     312000000000000.0
     """
-    words = f" {device_name.lower().replace('-', ' ')} "
-    return next((peaks.get(kind) for name, peaks in PEAK_FLOPS.items() if f' {name} ' in words), None)
+    words = f' {device_name.lower().replace("-", " ")} '
+    return next(
+        (peaks.get(kind) for name, peaks in PEAK_FLOPS.items() if f' {name} ' in words), None
+    )
 
 
 def precision(learn: Any) -> str:
     "Return what most of a model's products are computed in: fp16, bf16, tf32, fp32 or fp64."
     for cb in learn.cbs:
-        if isinstance(cb, MixedPrecision): return str(cb.amp_mode)
-    dtype = next((p.dtype for p in learn.model.parameters() if p.is_floating_point()), torch.float32)
-    if dtype == torch.float32: return 'fp32' if torch.get_float32_matmul_precision() == 'highest' else 'tf32'
-    return {torch.float16: 'fp16', torch.bfloat16: 'bf16', torch.float64: 'fp64'}.get(dtype, str(dtype))
+        if isinstance(cb, MixedPrecision):
+            return str(cb.amp_mode)
+    dtype = next(
+        (p.dtype for p in learn.model.parameters() if p.is_floating_point()), torch.float32
+    )
+    if dtype == torch.float32:
+        return 'fp32' if torch.get_float32_matmul_precision() == 'highest' else 'tf32'
+    return {torch.float16: 'fp16', torch.bfloat16: 'bf16', torch.float64: 'fp64'}.get(
+        dtype, str(dtype)
+    )
 
 
 @dataclass
 class _Evaluations:
     "What the evaluations of one loader have cost, and at which shares of the fit they came."
+
     n: int = 0
-    first_s: float = 0.     # the first one, which warms up
-    total_s: float = 0.
-    first_at: float = 0.
-    last_at: float = 0.
+    first_s: float = 0.0  # the first one, which warms up
+    total_s: float = 0.0
+    first_at: float = 0.0
+    last_at: float = 0.0
 
     def add(self, seconds: float, at: float) -> None:
-        if not self.n: self.first_s, self.first_at = seconds, at
+        if not self.n:
+            self.first_s, self.first_at = seconds, at
         self.n, self.total_s, self.last_at = self.n + 1, self.total_s + seconds, at
 
     def remaining_s(self, start: float) -> float:
@@ -275,7 +334,7 @@ class _Evaluations:
         gap = (self.last_at - self.first_at) / (self.n - 1) if self.n > 1 else self.first_at - start
         cost = (self.total_s - self.first_s) / (self.n - 1) if self.n > 1 else self.first_s
         # the fit ends with one
-        return cost * math.ceil((1 - self.last_at) / gap - 1e-6) if gap > 0 else 0.
+        return cost * math.ceil((1 - self.last_at) / gap - 1e-6) if gap > 0 else 0.0
 
 
 class RuntimeEstimator(_Timed):
@@ -295,22 +354,25 @@ class RuntimeEstimator(_Timed):
     >>> learn.history[0]['time/remaining_estimate'] > 0, learn.runtime_estimator.remaining_s
     (True, 0.0)
     """
-    metric_names = {'time/remaining_estimate': 'time until the end of the fit, evaluations included'}
+
+    metric_names = {
+        'time/remaining_estimate': 'time until the end of the fit, evaluations included'
+    }
     latest = ('time/',)
     wall_clock = (*_Timed.wall_clock, 'seconds', 'share', 'evals.*.first_s', 'evals.*.total_s')
-    _start, _begun = 0., False                         # the share where this fit began
-    _base: tuple[float, float] | None = None           # seconds of training and share where measuring began
-    _before = (0., 0.)                                 # seconds and share measured before a resume
-    _epoch_at = 0.                                     # the share where this epoch began
-    _n_last: int | None = None                         # batches of the last whole epoch
-    _began_eval = 0.
-    _at: float | None = None                           # the share at the last batch or evaluation
+    _start, _begun = 0.0, False  # the share where this fit began
+    _base: tuple[float, float] | None = None  # seconds of training and share where measuring began
+    _before = (0.0, 0.0)  # seconds and share measured before a resume
+    _epoch_at = 0.0  # the share where this epoch began
+    _n_last: int | None = None  # batches of the last whole epoch
+    _began_eval = 0.0
+    _at: float | None = None  # the share at the last batch or evaluation
 
     def __init__(
         self,
-        skip_batches: int = 1,              # first batches that are not measured: they warm up
-        time_unit: str = 'hours',           # of what is logged: seconds, minutes, hours or days
-        every: int | str | Time = '10ba',   # how often it logs
+        skip_batches: int = 1,  # first batches that are not measured: they warm up
+        time_unit: str = 'hours',  # of what is logged: seconds, minutes, hours or days
+        every: int | str | Time = '10ba',  # how often it logs
     ) -> None:
         super().__init__(every)
         self.skip_batches = self._skip = check_count('skip_batches', skip_batches)
@@ -321,14 +383,18 @@ class RuntimeEstimator(_Timed):
     def remaining_s(self) -> float | None:
         "The estimate in seconds; None while there is none."
         seconds, share = self._measured()
-        if self._at is None or share <= 0 or seconds <= 0: return None  # no rate yet
-        rest = 1 - self._at if self._at < 1 - 1e-9 else 0.  # a sum of shares, with its rounding
-        return seconds / share * rest + sum(e.remaining_s(self._start) for e in self._evals.values())
+        if self._at is None or share <= 0 or seconds <= 0:
+            return None  # no rate yet
+        rest = 1 - self._at if self._at < 1 - 1e-9 else 0.0  # a sum of shares, with its rounding
+        return seconds / share * rest + sum(
+            e.remaining_s(self._start) for e in self._evals.values()
+        )
 
     def _measured(self) -> tuple[float, float]:
         "Return seconds of training, and the share of the fit that they took."
         seconds, share = self._before
-        if self._base is None or self._at is None: return seconds, share
+        if self._base is None or self._at is None:
+            return seconds, share
         return seconds + self._read() - self._base[0], share + self._at - self._base[1]
 
     def measure(self) -> dict[str, float]:
@@ -339,37 +405,43 @@ class RuntimeEstimator(_Timed):
     def before_fit(self) -> None:
         "Start anew."
         super().before_fit()
-        if not self.learn.fitting: return
-        self._base, self._before, self._skip, self._evals = None, (0., 0.), self.skip_batches, {}
+        if not self.learn.fitting:
+            return
+        self._base, self._before, self._skip, self._evals = None, (0.0, 0.0), self.skip_batches, {}
         self._n_last, self._at, self._begun = None, None, False
 
     def before_train(self) -> None:
         "Note where the epoch begins."
         super().before_train()
         self._epoch_at = self.learn.pct_train
-        if not self._begun: self._start, self._begun = self._epoch_at, True
+        if not self._begun:
+            self._start, self._begun = self._epoch_at, True
 
     def after_batch(self) -> None:
         "Begin to measure after the first batches; log when that is due."
         self._at = self._share()
         if self._skip:
             self._skip -= 1
-            if not self._skip and self._at is not None: self._base = self._read(), self._at
+            if not self._skip and self._at is not None:
+                self._base = self._read(), self._at
         super().after_batch()
 
     def _share(self) -> float | None:
         "Return how far the fit has come; None where that cannot be told."
         learn = self.learn
-        if learn.n_iter or learn.pct_train != self._epoch_at: return min(1., learn.pct_train)
-        if self._n_last is None or not learn.n_epoch: return None
-        return self._epoch_at + min(1., (learn.iter + 1) / self._n_last) / learn.n_epoch
+        if learn.n_iter or learn.pct_train != self._epoch_at:
+            return min(1.0, learn.pct_train)
+        if self._n_last is None or not learn.n_epoch:
+            return None
+        return self._epoch_at + min(1.0, (learn.iter + 1) / self._n_last) / learn.n_epoch
 
     def after_train(self) -> None:
         "Note how many batches an epoch has."
         if not self.learn.n_iter:
             self._n_last = self.learn.iter + 1
             self._at = self._share()
-            if self._base is None and not self._skip and self._at is not None: self._base = self._read(), self._at
+            if self._base is None and not self._skip and self._at is not None:
+                self._base = self._read(), self._at
         super().after_train()
 
     def before_validate(self) -> None:
@@ -378,14 +450,24 @@ class RuntimeEstimator(_Timed):
 
     def after_validate(self) -> None:
         "Note what this loader has cost."
-        if self._since is None or self._at is None or self.learn.phase == 'predict': return
-        self._evals.setdefault(self.learn.dl_name, _Evaluations()).add(perf_counter() - self._began_eval, self._at)
+        if self._since is None or self._at is None or self.learn.phase == 'predict':
+            return
+        self._evals.setdefault(self.learn.dl_name, _Evaluations()).add(
+            perf_counter() - self._began_eval, self._at
+        )
 
     def state_dict(self) -> dict[str, Any]:
         "Return what was measured in this fit, and when it was looked at."
         seconds, share = self._measured()
-        return {**super().state_dict(), 'seconds': seconds, 'share': share, 'start': self._start, 'at': self._at,
-                'n_last': self._n_last, 'evals': {name: asdict(e) for name, e in self._evals.items()}}
+        return {
+            **super().state_dict(),
+            'seconds': seconds,
+            'share': share,
+            'start': self._start,
+            'at': self._at,
+            'n_last': self._n_last,
+            'evals': {name: asdict(e) for name, e in self._evals.items()},
+        }
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Go on from what was measured."

@@ -1,4 +1,5 @@
 """Callbacks that end a fit: at a time, or once a metric is good enough. Early stopping is here by its other names."""
+
 from __future__ import annotations
 
 import math
@@ -38,41 +39,51 @@ class FixedStopper(Callback):
     >>> learn.time.ba, len(learn.history)
     (25, 3)
     """
+
     order, run_valid, remove_on_find = 63, False, True
     at: Time
 
     def __init__(
         self,
-        at: str | int | Time,    # when; a plain number counts epochs
-    ) -> None: self.at = as_time(at, 'ep')
+        at: str | int | Time,  # when; a plain number counts epochs
+    ) -> None:
+        self.at = as_time(at, 'ep')
 
     def before_fit(self) -> None:
         "Leave out a fit for which there is no time."
-        if not self.learn.fitting: return
+        if not self.learn.fitting:
+            return
         check_counted(self.learn, self.at, 'at')
-        if self.learn.resumed or not self._is_over(): return  # the time is still to be put in place
+        if self.learn.resumed or not self._is_over():
+            return  # the time is still to be put in place
         say(self, f'FixedStopper: {self.at} are over, and nothing is trained.')
         raise CancelFitException
 
     def after_batch(self) -> None:
         "Look at the time."
-        if self.at.unit not in ('ep', 'iter') and self._is_over(): self.learn.run.stopping = True
+        if self.at.unit not in ('ep', 'iter') and self._is_over():
+            self.learn.run.stopping = True
 
     def after_train(self) -> None:
         "Look at the epochs and iterations with this one, so that its evaluation is known to be the last."
         learn, now = self.learn, self.learn.time
-        if self.at.unit not in ('ep', 'iter'): return
-        if now.replace(ep=now.ep + 1, iter=now.iter + learn.ends_iteration()) >= self.at: learn.run.stopping = True
+        if self.at.unit not in ('ep', 'iter'):
+            return
+        if now.replace(ep=now.ep + 1, iter=now.iter + learn.ends_iteration()) >= self.at:
+            learn.run.stopping = True
 
     def after_epoch(self) -> None:
         "Look at the epochs, also after one that was cancelled in training."
-        if self.at.unit == 'ep' and self.learn.fitting and self._is_over(): self.learn.run.stopping = True
+        if self.at.unit == 'ep' and self.learn.fitting and self._is_over():
+            self.learn.run.stopping = True
 
     def after_iteration(self) -> None:
         "Look at the iterations."
-        if self.at.unit == 'iter' and self._is_over(): self.learn.run.stopping = True
+        if self.at.unit == 'iter' and self._is_over():
+            self.learn.run.stopping = True
 
-    def _is_over(self) -> bool: return self.learn.time >= self.at
+    def _is_over(self) -> bool:
+        return self.learn.time >= self.at
 
 
 class ThresholdStopper(TrackerCallback):
@@ -91,15 +102,16 @@ class ThresholdStopper(TrackerCallback):
     >>> len(learn.history) < 20, learn.threshold_stopper.value < 1.
     (True, True)
     """
+
     order = TrackerCallback.order + 3
     threshold: float
     value: float | None
 
     def __init__(
         self,
-        monitor: Monitor,                   # a column of the history, or a function of the learner
-        threshold: float,                   # where to stop
-        comp: Comparison | None = None,     # f(value, limit), 'less', 'greater', `MetricProperties`
+        monitor: Monitor,  # a column of the history, or a function of the learner
+        threshold: float,  # where to stop
+        comp: Comparison | None = None,  # f(value, limit), 'less', 'greater', `MetricProperties`
     ) -> None:
         if not isinstance(threshold, Real) or isinstance(threshold, bool) or math.isnan(threshold):
             raise OptionError(f'threshold={threshold!r}: give a number.')
@@ -109,20 +121,25 @@ class ThresholdStopper(TrackerCallback):
 
     def after_eval(self) -> None:
         "Look at what was measured."
-        if not self.learn.fitting or callable(self.monitor): return
+        if not self.learn.fitting or callable(self.monitor):
+            return
         self._look(self._records().measured.get(self.monitor))
 
     def after_epoch(self) -> None:
         "Look at the epoch's row."
-        if not self.learn.fitting or self.learn.run.stopping or (row := self._row()) is None: return
+        if not self.learn.fitting or self.learn.run.stopping or (row := self._row()) is None:
+            return
         self._look(self.monitor(self.learn) if callable(self.monitor) else self._measured(row))
 
     def _look(self, measured: Any) -> None:
-        if (value := self._number(measured)) is None: return
+        if (value := self._number(measured)) is None:
+            return
         self.value = value
         self.new_best = bool(self.comp(value, self.best))
-        if self.new_best: self.best = value
-        if not self.comp(value, self.threshold): return
+        if self.new_best:
+            self.best = value
+        if not self.comp(value, self.threshold):
+            return
         name = self.monitor if isinstance(self.monitor, str) else 'The monitored value'
         say(self, f'{name} is {value:.6g}, past {self.threshold:g}: stopping')
         self.learn.stop()

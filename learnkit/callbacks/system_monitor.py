@@ -1,4 +1,5 @@
 """How busy the machine is: CPU, RAM, disk, network and GPU."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -31,6 +32,7 @@ class SystemMonitor(Monitor):
     >>> 0 < learn.history[0]['cpu_memory_percent'] < 100
     True
     """
+
     metric_names = {
         'cpu_percentage': 'load of all CPU cores, 0 to 100',
         'cpu_memory_percent': 'share of the RAM in use, 0 to 100',
@@ -62,7 +64,8 @@ class SystemMonitor(Monitor):
     def before_fit(self) -> None:
         "Start to count the CPU's load; see what the GPU tells."
         super().before_fit()
-        if not self.learn.fitting: return
+        if not self.learn.fitting:
+            return
         _psutil().cpu_percent()
         device = model_device(self.learn.model, self.learn.dls)
         self._sensors = sensors(device) if device.type == 'cuda' else {}
@@ -72,39 +75,60 @@ class SystemMonitor(Monitor):
         psutil, path = _psutil(), Path(self.learn.path).absolute()
         # the folder is made when the first file is
         there = next(p for p in (path, *path.parents) if p.exists())
-        ram, disk, net = psutil.virtual_memory(), psutil.disk_usage(str(there)), psutil.net_io_counters()
-        found = {'cpu_percentage': psutil.cpu_percent(), 'cpu_memory_percent': ram.percent, 'cpu_memory_used': ram.used,
-                 'cpu_memory_available': ram.available, 'disk_memory_percent': disk.percent,
-                 'disk_memory_used': disk.used, 'disk_memory_free': disk.free}
-        if net is not None: found |= {'network_bytes_sent': net.bytes_sent, 'network_bytes_recv': net.bytes_recv}
+        ram, disk, net = (
+            psutil.virtual_memory(),
+            psutil.disk_usage(str(there)),
+            psutil.net_io_counters(),
+        )
+        found = {
+            'cpu_percentage': psutil.cpu_percent(),
+            'cpu_memory_percent': ram.percent,
+            'cpu_memory_used': ram.used,
+            'cpu_memory_available': ram.available,
+            'disk_memory_percent': disk.percent,
+            'disk_memory_used': disk.used,
+            'disk_memory_free': disk.free,
+        }
+        if net is not None:
+            found |= {'network_bytes_sent': net.bytes_sent, 'network_bytes_recv': net.bytes_recv}
         return {**found, **self._gpu()}
 
     def _gpu(self) -> dict[str, float]:
         device = model_device(self.learn.model, self.learn.dls)
-        if device.type != 'cuda': return {}
+        if device.type != 'cuda':
+            return {}
         free, total = torch.cuda.mem_get_info(device)
         read = {name: sensor(device) for name, sensor in self._sensors.items()}
         return {'memory_free_bytes': free, 'memory_used_bytes': total - free, **read}
 
 
 def _psutil() -> Any:
-    try: return import_module('psutil')
+    try:
+        return import_module('psutil')
     except ModuleNotFoundError as e:
-        raise MissingExtraError(f'SystemMonitor needs psutil ({e}): `pip install learnkit[monitor]`.') from e
+        raise MissingExtraError(
+            f'SystemMonitor needs psutil ({e}): `pip install learnkit[monitor]`.'
+        ) from e
 
 
 def sensors(device: torch.device) -> dict[str, Callable[[Any], float]]:
     "Return those sensors of a GPU that answer."
     known: dict[str, Callable[[Any], float]] = {
-        'gpu_percentage': torch.cuda.utilization, 'memory_percentage': torch.cuda.memory_usage,
-        'gpu_temperature_C': torch.cuda.temperature, 'gpu_power_usage_W': _watts}
+        'gpu_percentage': torch.cuda.utilization,
+        'memory_percentage': torch.cuda.memory_usage,
+        'gpu_temperature_C': torch.cuda.temperature,
+        'gpu_power_usage_W': _watts,
+    }
     return {name: sensor for name, sensor in known.items() if _answers(sensor, device)}
 
 
-def _watts(device: torch.device) -> float: return torch.cuda.power_draw(device) / 1000
+def _watts(device: torch.device) -> float:
+    return torch.cuda.power_draw(device) / 1000
 
 
 def _answers(sensor: Callable[[Any], float], device: torch.device) -> bool:
-    try: sensor(device)
-    except Exception: return False  # no library, no permission, no such sensor: each driver has errors of its own
+    try:
+        sensor(device)
+    except Exception:
+        return False  # no library, no permission, no such sensor: each driver has errors of its own
     return True

@@ -1,4 +1,5 @@
 """torch's own learning rate schedulers in a fit, as they are."""
+
 from __future__ import annotations
 
 import inspect
@@ -40,50 +41,68 @@ class LRScheduler(Callback):
     >>> learn.recorder.lrs
     [0.5, 0.25, 0.125]
     """
+
     order, run_valid, remove_on_find, sets_lr = 60, False, True, True
 
     def __init__(
         self,
-        scheduler: Any,               # f(optimizer) -> scheduler, or a ready one of the learner's optimizer
-        by: str = 'epoch',            # when it moves on: by 'epoch' or by 'batch'
-        monitor: str | None = None,   # history column it gets; None: `valid_loss`, if it needs one
+        scheduler: Any,  # f(optimizer) -> scheduler, or a ready one of the learner's optimizer
+        by: str = 'epoch',  # when it moves on: by 'epoch' or by 'batch'
+        monitor: str | None = None,  # history column it gets; None: `valid_loss`, if it needs one
     ) -> None:
         super().__init__()
-        if by not in ('batch', 'epoch'): raise OptionError(f"LRScheduler(by={by!r}): give 'batch' or 'epoch'.")
+        if by not in ('batch', 'epoch'):
+            raise OptionError(f"LRScheduler(by={by!r}): give 'batch' or 'epoch'.")
         is_ready = hasattr(scheduler, 'step') and not isinstance(scheduler, type)
         _check_scheduler('LRScheduler got', scheduler) if is_ready else _check_factory(scheduler)
         if monitor is not None and not isinstance(monitor, str):
-            raise OptionError(f'LRScheduler(monitor={monitor!r}): give the name of a column of the history.')
+            raise OptionError(
+                f'LRScheduler(monitor={monitor!r}): give the name of a column of the history.'
+            )
         self.by, self.monitor = by, monitor
         self.scheduler: Any = scheduler if is_ready else None
         self._factory = None if is_ready else scheduler
-        self._view: Any = None                      # the param groups as the scheduler sees them
-        self._loaded: dict[str, Any] | None = None  # a state that waits for the scheduler of the next fit
-        self._n_steps: int | None = 0               # steps of the optimizer at the last look; None: before the next
+        self._view: Any = None  # the param groups as the scheduler sees them
+        self._loaded: dict[str, Any] | None = (
+            None  # a state that waits for the scheduler of the next fit
+        )
+        self._n_steps: int | None = (
+            0  # steps of the optimizer at the last look; None: before the next
+        )
         self._first_epoch, self._wants_value = 0, False
-        self._has_begun = False                     # there is a scheduler for the running fit
+        self._has_begun = False  # there is a scheduler for the running fit
 
     def before_fit(self) -> None:
-        if not self.learn.fitting: return
-        self._first_epoch = max((cb._skip_to for cb in self.learn.cbs if isinstance(cb, SkipToEpoch)), default=0)
+        if not self.learn.fitting:
+            return
+        self._first_epoch = max(
+            (cb._skip_to for cb in self.learn.cbs if isinstance(cb, SkipToEpoch)), default=0
+        )
         self._begin()
-        if self._factory is not None and not self._wants_value: self._skip(self._first_epoch)
-        if self._loaded is not None: self._load(self._loaded)
+        if self._factory is not None and not self._wants_value:
+            self._skip(self._first_epoch)
+        if self._loaded is not None:
+            self._load(self._loaded)
 
     def _begin(self) -> None:
         "Make the scheduler, or let one that is ready see its groups."
-        if self._factory is None: self._bind()
-        else: self._make(self._factory)
+        if self._factory is None:
+            self._bind()
+        else:
+            self._make(self._factory)
         self._n_steps, self._has_begun = self.learn.opt.n_steps, True
         self._wants_value = 'metrics' in inspect.signature(self.scheduler.step).parameters
-        if self._wants_value or self.monitor is not None: self._check_monitor()
+        if self._wants_value or self.monitor is not None:
+            self._check_monitor()
 
     def _catch_up(self) -> None:
         "Begin in the middle of a fit, where it was added there: from the rates of that moment."
-        if self._has_begun or not self.learn.fitting: return
+        if self._has_begun or not self.learn.fitting:
+            return
         self._first_epoch = 0
         self._begin()
-        if self._loaded is not None: self._load(self._loaded)
+        if self._loaded is not None:
+            self._load(self._loaded)
 
     def _make(self, factory: Any) -> None:
         view = _GroupView(self.learn.opt)
@@ -96,29 +115,42 @@ class LRScheduler(Callback):
         "Let a ready scheduler see the groups that it was made for, and put back its rates."
         opt, own, rates = self.learn.opt, self.scheduler.optimizer, self.scheduler.get_last_lr()
         if own is not opt and own not in opt.optimizers.values():
-            raise OptionError(f'LRScheduler: this {type(self.scheduler).__name__} was made of another optimizer than '
-                              '`learn.opt`. Give a factory, such as partial(StepLR, step_size=3).')
-        if self._view is None or self._view.opt is not opt: self._view = _GroupView(opt, own, len(rates))
-        for s in _with_parts(self.scheduler): s.optimizer = self._view
-        for group, rate in zip(self._view.param_groups, rates, strict=True): group['lr'] = rate
+            raise OptionError(
+                f'LRScheduler: this {type(self.scheduler).__name__} was made of another optimizer than '
+                '`learn.opt`. Give a factory, such as partial(StepLR, step_size=3).'
+            )
+        if self._view is None or self._view.opt is not opt:
+            self._view = _GroupView(opt, own, len(rates))
+        for s in _with_parts(self.scheduler):
+            s.optimizer = self._view
+        for group, rate in zip(self._view.param_groups, rates, strict=True):
+            group['lr'] = rate
         self._view.write()
 
     def _skip(self, n_epoch: int) -> None:
         dls = self.learn.dls
         per_epoch = 1 if self.by == 'epoch' or not n_epoch else epoch_length(dls, dls.train)[0]
         if per_epoch is None:
-            raise OptionError(f"LRScheduler(by='batch') with start_epoch={n_epoch}: the training loader has no length. "
-                              'Give it a `__len__`, or DataLoaders an `n_iter`.')
-        for _ in range(n_epoch * per_epoch): self.scheduler.step()
+            raise OptionError(
+                f"LRScheduler(by='batch') with start_epoch={n_epoch}: the training loader has no length. "
+                'Give it a `__len__`, or DataLoaders an `n_iter`.'
+            )
+        for _ in range(n_epoch * per_epoch):
+            self.scheduler.step()
         self._view.write()
 
     def _check_monitor(self) -> None:
         name, kind = self._column(), type(self.scheduler).__name__
-        if not self._wants_value: raise OptionError(f'LRScheduler(monitor={name!r}): {kind} takes no value.')
-        if self.by == 'batch': raise OptionError(f"LRScheduler(by='batch'): {kind} needs a value, which is by 'epoch'.")
+        if not self._wants_value:
+            raise OptionError(f'LRScheduler(monitor={name!r}): {kind} takes no value.')
+        if self.by == 'batch':
+            raise OptionError(
+                f"LRScheduler(by='batch'): {kind} needs a value, which is by 'epoch'."
+            )
         find_column(self, name)
 
-    def _column(self) -> str: return self.monitor or 'valid_loss'
+    def _column(self) -> str:
+        return self.monitor or 'valid_loss'
 
     def before_train(self) -> None:
         self._catch_up()
@@ -126,24 +158,31 @@ class LRScheduler(Callback):
 
     def before_batch(self) -> None:
         self._catch_up()
-        if self._n_steps is None: self._n_steps = self.learn.opt.n_steps
+        if self._n_steps is None:
+            self._n_steps = self.learn.opt.n_steps
 
     def after_batch(self) -> None:
         self._catch_up()
-        if self.by == 'batch': self._advance_if_stepped()
+        if self.by == 'batch':
+            self._advance_if_stepped()
 
     def after_train(self) -> None:
-        if self.by == 'batch': self._advance_if_stepped()  # accumulated samples that were left over had a step now
+        if self.by == 'batch':
+            self._advance_if_stepped()  # accumulated samples that were left over had a step now
 
     def _advance_if_stepped(self) -> None:
         before, self._n_steps = self._n_steps, self.learn.opt.n_steps
-        if before is not None and self._n_steps != before: self._advance()
+        if before is not None and self._n_steps != before:
+            self._advance()
 
     def after_epoch(self) -> None:
         self._catch_up()
-        if self.by != 'epoch' or not self.learn.fitting or self.learn.epoch < self._first_epoch: return
-        if not self._wants_value: self._advance()
-        elif (value := self._monitored()) is not None: self._advance(value)
+        if self.by != 'epoch' or not self.learn.fitting or self.learn.epoch < self._first_epoch:
+            return
+        if not self._wants_value:
+            self._advance()
+        elif (value := self._monitored()) is not None:
+            self._advance(value)
 
     def _monitored(self) -> float | None:
         "Return this epoch's value, None where there is none."
@@ -158,26 +197,32 @@ class LRScheduler(Callback):
     def cleanup(self) -> None:
         "Give a ready scheduler its own optimizer back."
         self._has_begun = False
-        if self._factory is not None or self._view is None: return
-        for s in _with_parts(self.scheduler): s.optimizer = self._view.own
+        if self._factory is not None or self._view is None:
+            return
+        for s in _with_parts(self.scheduler):
+            s.optimizer = self._view.own
 
     def state_dict(self) -> dict[str, Any] | None:
         "Return the scheduler's state, and what it keeps in the param groups."
-        if self._loaded is not None or self._view is None: return self._loaded
-        if self._has_begun: self._view.read()  # others may have set rates since
+        if self._loaded is not None or self._view is None:
+            return self._loaded
+        if self._has_begun:
+            self._view.read()  # others may have set rates since
         groups = [{k: v for k, v in g.items() if k != 'params'} for g in self._view.param_groups]
         return {'scheduler': _plain(self.scheduler.state_dict()), 'groups': _plain(groups)}
 
     def load_state_dict(self, sd: dict[str, Any] | None) -> None:
         "Go on from there: in the fit that is running, or else in the next one."
         self._loaded = sd
-        if sd is not None and self._view is not None and getattr(self.learn, 'fitting', False): self._load(sd)
+        if sd is not None and self._view is not None and getattr(self.learn, 'fitting', False):
+            self._load(sd)
 
     def _load(self, sd: dict[str, Any]) -> None:
         self._loaded, self._n_steps = None, None  # the optimizer's count may be put back after this
         # a copy: some of them take it apart
         self.scheduler.load_state_dict(_plain(sd['scheduler']))
-        for group, values in zip(self._view.param_groups, sd['groups'], strict=True): group.update(_plain(values))
+        for group, values in zip(self._view.param_groups, sd['groups'], strict=True):
+            group.update(_plain(values))
         self._view.write()
 
 
@@ -190,9 +235,9 @@ class _GroupView(torch.optim.Optimizer):
 
     def __init__(
         self,
-        opt: Any,                # the learner's OptimWrapper
-        own: Any = None,         # the optimizer that a ready scheduler was made of
-        n: int | None = None,    # how many param groups that had
+        opt: Any,  # the learner's OptimWrapper
+        own: Any = None,  # the optimizer that a ready scheduler was made of
+        n: int | None = None,  # how many param groups that had
     ) -> None:
         self.opt, self.own, self._by_split = opt, own, True
         self.defaults = dict((opt[0] if own is None else own).defaults)
@@ -201,37 +246,54 @@ class _GroupView(torch.optim.Optimizer):
         self._by_split = n is None or n == len(self._hypers())
         found = self._hypers()
         if n not in (None, len(found)):
-            raise OptionError(f'LRScheduler: the scheduler is made for {n} param groups, `learn.opt` has {len(found)}. '
-                              'Make it after the last group was added, or give a factory.')
+            raise OptionError(
+                f'LRScheduler: the scheduler is made for {n} param groups, `learn.opt` has {len(found)}. '
+                'Make it after the last group was added, or give a factory.'
+            )
         self.param_groups = [self._seen(h._groups) for h in found]
         self.read()
 
     # torch's would leave out, in a copy, all but its own attributes
-    def __getstate__(self) -> dict[str, Any]: return self.__dict__
-    def __setstate__(self, state: dict[str, Any]) -> None: self.__dict__.update(state)
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
 
     def _hypers(self) -> list[Hypers]:
         "Return the groups that are seen, as they are now: loading a state replaces them."
         opt, own = self.opt, None if self.own is self.opt else self.own
-        if not self._by_split: return [Hypers([g], opt.exempt) for g in (opt if own is None else own).param_groups]
-        return [h for h, places in zip(opt.hypers, opt._places, strict=True) if own is None or places[0][0] is own]
+        if not self._by_split:
+            return [Hypers([g], opt.exempt) for g in (opt if own is None else own).param_groups]
+        return [
+            h
+            for h, places in zip(opt.hypers, opt._places, strict=True)
+            if own is None or places[0][0] is own
+        ]
 
     def _seen(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
         "Return a group as it is seen; what a scheduler left in it belongs to that scheduler alone."
-        kept = groups[0] if self.own is not None else {k: v for k, v in groups[0].items() if k in OPTIONS}
+        kept = (
+            groups[0]
+            if self.own is not None
+            else {k: v for k, v in groups[0].items() if k in OPTIONS}
+        )
         return {**kept, 'params': [p for g in groups for p in g['params']]}
 
     def read(self) -> None:
         "Take over the options as they are now."
         for group, hypers in zip(self.param_groups, self._hypers(), strict=True):
             for name in OPTIONS:
-                if name in hypers: group[name] = _own(hypers[name])
+                if name in hypers:
+                    group[name] = _own(hypers[name])
 
     def write(self) -> None:
         "Set the options that have changed."
         for group, hypers in zip(self.param_groups, self._hypers(), strict=True):
             for name in OPTIONS:
-                if name in hypers and (isinstance(group[name], Tensor) or group[name] is not hypers[name]):
+                if name in hypers and (
+                    isinstance(group[name], Tensor) or group[name] is not hypers[name]
+                ):
                     hypers[name] = group[name]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # it takes none
@@ -240,29 +302,37 @@ class _GroupView(torch.optim.Optimizer):
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # torch would wrap it otherwise
 
 
-def _own(value: Any) -> Any: return value.clone() if isinstance(value, Tensor) else value
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _with_parts(scheduler: Any) -> Iterator[Any]:
     "Yield a scheduler and those that it is made of."
     yield scheduler
-    for part in getattr(scheduler, '_schedulers', ()): yield from _with_parts(part)
+    for part in getattr(scheduler, '_schedulers', ()):
+        yield from _with_parts(part)
 
 
 def _check_scheduler(what: str, scheduler: Any) -> None:
-    if hasattr(scheduler, 'step') and hasattr(scheduler, 'get_last_lr'): return
+    if hasattr(scheduler, 'step') and hasattr(scheduler, 'get_last_lr'):
+        return
     raise OptionError(f"{what} {scheduler!r}, which is none of torch's schedulers.")
 
 
 def _check_factory(factory: Any) -> None:
     "Raise `OptionError` for what cannot be called with an optimizer alone."
-    if not callable(factory): raise OptionError(f'LRScheduler({factory!r}): give a scheduler, or f(optimizer) -> one.')
-    try: inspect.signature(factory).bind(None)
+    if not callable(factory):
+        raise OptionError(f'LRScheduler({factory!r}): give a scheduler, or f(optimizer) -> one.')
+    try:
+        inspect.signature(factory).bind(None)
     except TypeError as e:
         name = getattr(factory, '__name__', repr(factory))
-        raise OptionError(f'LRScheduler: {name} cannot be called with an optimizer alone ({e}). Write '
-                          f'partial({name}, ...) with its options.') from None
-    except ValueError: return  # it has no signature: calling it will tell
+        raise OptionError(
+            f'LRScheduler: {name} cannot be called with an optimizer alone ({e}). Write '
+            f'partial({name}, ...) with its options.'
+        ) from None
+    except ValueError:
+        return  # it has no signature: calling it will tell
 
 
 _MISSING = object()
@@ -270,9 +340,12 @@ _MISSING = object()
 
 def _plain(value: Any) -> Any:
     "Copy tensors, numbers, texts and containers of them; anything else is left out, in a list it becomes None."
-    if isinstance(value, np.generic): return value.item()
-    if isinstance(value, Tensor): return value.detach().clone()
-    if type(value) in (list, tuple): return type(value)(None if v is _MISSING else v for v in map(_plain, value))
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if type(value) in (list, tuple):
+        return type(value)(None if v is _MISSING else v for v in map(_plain, value))
     if type(value) is dict:
         copied = {k: _plain(v) for k, v in value.items() if isinstance(k, (str, int, float))}
         return {k: v for k, v in copied.items() if v is not _MISSING}

@@ -1,4 +1,5 @@
 """A Learner from a file of `Learner.save_learner`, without running any code that the file could hold."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -20,108 +21,155 @@ __all__ = ['build_learner']
 class NoBatches:
     "Stands where a Learner without data has its training loader: looking into it says what to do."
 
-    def __len__(self) -> int: raise self._error()
-    def __iter__(self) -> Iterator[Any]: raise self._error()
+    def __len__(self) -> int:
+        raise self._error()
+
+    def __iter__(self) -> Iterator[Any]:
+        raise self._error()
 
     def _error(self) -> EmptyLoaderError:
-        return EmptyLoaderError('This Learner was loaded without data: pass them, `load_learner(path, model=..., '
-                                'dls=dls)`, or set `learn.dls`.')
+        return EmptyLoaderError(
+            'This Learner was loaded without data: pass them, `load_learner(path, model=..., '
+            'dls=dls)`, or set `learn.dls`.'
+        )
 
 
 class NoData(DataLoaders):
     "Stands where a Learner without data has its loaders: there are none to train or validate on."
 
-    def __init__(self, device: torch.device | str | None, path: Path, n_inp: int | None, vocab: Any) -> None:
+    def __init__(
+        self, device: torch.device | str | None, path: Path, n_inp: int | None, vocab: Any
+    ) -> None:
         self.train: Any = NoBatches()
         self.evaluation, self.others, self.n_inp, self.n_iter = [], [], n_inp, None
         self.path, self.vocab = path, vocab
         self._device = None if device is None else torch.device(device)
 
-    def __repr__(self) -> str: return 'No data'
+    def __repr__(self) -> str:
+        return 'No data'
 
 
 def build_learner(
-    make: Callable[..., Any],    # `Learner`
-    path: Path,                  # written by `learn.save_learner`
+    make: Callable[..., Any],  # `Learner`
+    path: Path,  # written by `learn.save_learner`
     model: nn.Module | Callable[..., nn.Module] | None,
     dls: Any,
     loss_func: Callable[..., Any] | None,
     device: torch.device | str | None,
-    **kwargs: Any,               # more for `make`, in place of what the file says
+    **kwargs: Any,  # more for `make`, in place of what the file says
 ) -> Any:
     "Make a Learner from a file; see `learnkit.load_learner`."
     stored = read_weights(path)
     if stored.config is None:
-        raise WeightsError(f'{path} holds weights without a configuration: build a Learner and call its `load`, or '
-                           'write the file with `learn.save_learner`.')
+        raise WeightsError(
+            f'{path} holds weights without a configuration: build a Learner and call its `load`, or '
+            'write the file with `learn.save_learner`.'
+        )
     config = checked_config(path, stored.config)
     built = _model(path, model, config)
     check_weights(path, weights_differ(built, stored.model), built)
     if loss_func is None and config.get('activates'):
-        warn_user(f'The Learner in {path} had the loss {config.get("loss_func")}, which turns outputs into '
-                  'predictions. Pass `loss_func=` to have them activated and decoded as they were.')
-    if dls is None: dls = NoData(device, path.parent, config.get('n_inp'), config.get('vocab'))
+        warn_user(
+            f'The Learner in {path} had the loss {config.get("loss_func")}, which turns outputs into '
+            'predictions. Pass `loss_func=` to have them activated and decoded as they were.'
+        )
+    if dls is None:
+        dls = NoData(device, path.parent, config.get('n_inp'), config.get('vocab'))
     learn = make(dls, built, loss_func, **{**_options(config), 'path': path.parent, **kwargs})
     load_weights(built, stored.model)
     return learn
 
 
 def _model(path: Path, model: Any, config: dict[str, Any]) -> nn.Module:
-    if isinstance(model, nn.Module): return model
+    if isinstance(model, nn.Module):
+        return model
     own, name = config.get('model_config', {}), config.get('model')
     given = ', '.join(f'{k}={v!r}' for k, v in own.items())
     if model is None:
         own_class = not hasattr(nn, str(name))  # torch's own alone do not build it
-        build, what = (name, '') if own_class else ('build', f', your function that returns the {name}')
-        raise OptionError(f'{path} holds the weights and configuration of a {name}, and no code, so that loading it is '
-                          f'safe. Say what builds the model: `load_learner({str(path)!r}, model={build})` calls '
-                          f'`{build}({given})`{what}.')
-    if not callable(model): raise OptionError(f'model={model!r} is no model, and nothing that builds one: give its '
-                                               'class, a function that returns it, or the nn.Module itself.')
-    try: built = model(**own)
+        build, what = (
+            (name, '') if own_class else ('build', f', your function that returns the {name}')
+        )
+        raise OptionError(
+            f'{path} holds the weights and configuration of a {name}, and no code, so that loading it is '
+            f'safe. Say what builds the model: `load_learner({str(path)!r}, model={build})` calls '
+            f'`{build}({given})`{what}.'
+        )
+    if not callable(model):
+        raise OptionError(
+            f'model={model!r} is no model, and nothing that builds one: give its '
+            'class, a function that returns it, or the nn.Module itself.'
+        )
+    try:
+        built = model(**own)
     except TypeError as e:
         e.add_note(f'It was called with the configuration in {path}: {given or "nothing"}.')
         raise
-    if isinstance(built, nn.Module): return built
+    if isinstance(built, nn.Module):
+        return built
     raise ModelError(f'model={model!r} built a {type(built).__name__}, no nn.Module.')
 
 
-def is_number(value: Any) -> bool: return isinstance(value, Real) and not isinstance(value, bool)
-def is_numbers(value: Any) -> bool: return isinstance(value, (list, tuple)) and all(map(is_number, value))
+def is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_numbers(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(is_number, value))
 
 
 def is_rates(value: Any) -> bool:
     "Tell whether this is a rate, one a group, or a slice as `save_learner` writes it."
-    if not isinstance(value, dict): return is_number(value) or (is_numbers(value) and len(value) > 0)
+    if not isinstance(value, dict):
+        return is_number(value) or (is_numbers(value) and len(value) > 0)
     ends = value.get('slice')
-    return isinstance(ends, (list, tuple)) and len(ends) == 2 and all(v is None or is_number(v) for v in ends)
+    return (
+        isinstance(ends, (list, tuple))
+        and len(ends) == 2
+        and all(v is None or is_number(v) for v in ends)
+    )
 
 
-def is_flag(value: Any) -> bool: return isinstance(value, bool)
-def is_name(value: Any) -> bool: return isinstance(value, str)
+def is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def is_name(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 # what a configuration holds, and whether an entry has its form
 FORMS: dict[str, Callable[[Any], bool]] = {
-    'model': is_name, 'loss_func': lambda v: v is None or is_name(v), 'activates': is_flag,
+    'model': is_name,
+    'loss_func': lambda v: v is None or is_name(v),
+    'activates': is_flag,
     'n_inp': lambda v: v is None or (isinstance(v, int) and not is_flag(v) and v > 0),
-    'vocab': lambda v: v is None or isinstance(v, list), 'lr': is_rates, 'wd': lambda v: v is None or is_number(v),
-    'wd_bn_bias': lambda v: v is None or is_flag(v), 'train_bn': is_flag,
+    'vocab': lambda v: v is None or isinstance(v, list),
+    'lr': is_rates,
+    'wd': lambda v: v is None or is_number(v),
+    'wd_bn_bias': lambda v: v is None or is_flag(v),
+    'train_bn': is_flag,
     'moms': lambda v: is_numbers(v) and len(v) == 3,
-    'model_config': lambda v: isinstance(v, dict) and all(map(is_name, v))}
+    'model_config': lambda v: isinstance(v, dict) and all(map(is_name, v)),
+}
 
 
 def checked_config(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     "Return a configuration in which each entry has its form; what is missing is left to the defaults."
     for name, fits in FORMS.items():
         if name in config and not fits(config[name]):
-            raise WeightsError(f'{path} has {name}={config[name]!r} in its configuration, which `save_learner` does '
-                               'not write. Nothing was loaded.')
+            raise WeightsError(
+                f'{path} has {name}={config[name]!r} in its configuration, which `save_learner` does '
+                'not write. Nothing was loaded.'
+            )
     return config
 
 
 def _options(config: dict[str, Any]) -> dict[str, Any]:
     "Return the Learner's arguments that a configuration holds."
-    options: dict[str, Any] = {k: config[k] for k in ('lr', 'wd', 'wd_bn_bias', 'moms', 'train_bn') if k in config}
-    if isinstance(lr := options.get('lr'), dict): options['lr'] = slice(*lr['slice'])
+    options: dict[str, Any] = {
+        k: config[k] for k in ('lr', 'wd', 'wd_bn_bias', 'moms', 'train_bn') if k in config
+    }
+    if isinstance(lr := options.get('lr'), dict):
+        options['lr'] = slice(*lr['slice'])
     return options

@@ -15,6 +15,7 @@
 Every tool that reads safetensors files reads the tensors. No pickle exists in the format, so there
 is nothing to run. A digest detects damage, not forgery: anyone who can write a file can write its
 digest."""
+
 from __future__ import annotations
 
 import hashlib
@@ -34,24 +35,43 @@ from torch import Tensor, nn
 from learnkit.core.errors import CheckpointError, DamagedError
 from learnkit.core.files import atomic_write
 
-__all__ = ['FORMAT', 'write_state', 'read_state', 'read_entries', 'read_info', 'is_state_file', 'refers_too_often']
+__all__ = [
+    'FORMAT',
+    'write_state',
+    'read_state',
+    'read_entries',
+    'read_info',
+    'is_state_file',
+    'refers_too_often',
+]
 
-FORMAT = 2                # format 1 was a zip archive with a pickle
+FORMAT = 2  # format 1 was a zip archive with a pickle
 MAX_HEADER = 100_000_000  # bytes; the safetensors library reads no longer ones
-MAX_PARTS = 500_000       # lists and objects in a header: 1 byte each in the file, 60 in memory
-MAX_DIMS = 64             # of a tensor, as in torch
-MAX_DEPTH = 100           # of nested lists, tuples and dicts
-MAX_REFERENCES = 64       # how often a byte of a tensor may occur in a state, on average
+MAX_PARTS = 500_000  # lists and objects in a header: 1 byte each in the file, 60 in memory
+MAX_DIMS = 64  # of a tensor, as in torch
+MAX_DEPTH = 100  # of nested lists, tuples and dicts
+MAX_REFERENCES = 64  # how often a byte of a tensor may occur in a state, on average
 
 _BEGIN = b'{"__metadata__":{"sha256":"'
 _DIGEST = slice(len(_BEGIN), len(_BEGIN) + 64)  # where the digest is in the header
-_OLD_END = b'learnkit-seal-01'                  # the last bytes of a file of format 1
+_OLD_END = b'learnkit-seal-01'  # the last bytes of a file of format 1
 _ATOMS = (type(None), bool, int, float, str)
 _DTYPES = {
-    'F64': torch.float64, 'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16,
-    'F8_E4M3': torch.float8_e4m3fn, 'F8_E5M2': torch.float8_e5m2, 'I64': torch.int64,
-    'I32': torch.int32, 'I16': torch.int16, 'I8': torch.int8, 'U64': torch.uint64,
-    'U32': torch.uint32, 'U16': torch.uint16, 'U8': torch.uint8, 'BOOL': torch.bool,
+    'F64': torch.float64,
+    'F32': torch.float32,
+    'F16': torch.float16,
+    'BF16': torch.bfloat16,
+    'F8_E4M3': torch.float8_e4m3fn,
+    'F8_E5M2': torch.float8_e5m2,
+    'I64': torch.int64,
+    'I32': torch.int32,
+    'I16': torch.int16,
+    'I8': torch.int8,
+    'U64': torch.uint64,
+    'U32': torch.uint32,
+    'U16': torch.uint16,
+    'U8': torch.uint8,
+    'BOOL': torch.bool,
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
@@ -60,9 +80,10 @@ State = dict[str, Any]
 
 # Writing
 
+
 def write_state(
-    path: str | Path,      # folders above it are made
-    state: State,          # tensors, numbers, strings, bytes, None, and lists, tuples or dicts of them
+    path: str | Path,  # folders above it are made
+    state: State,  # tensors, numbers, strings, bytes, None, and lists, tuples or dicts of them
     info: dict[str, Any],  # what `read_info` returns: JSON values, and floats that are not finite
 ) -> None:
     """Write a state into a file that appears whole or not at all.
@@ -99,10 +120,10 @@ class _Packer:
     "Turn a state into JSON values, and collect its tensors by name."
 
     def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}      # as they are stored, maybe as views of the originals
+        self.tensors: dict[str, Tensor] = {}  # as they are stored, maybe as views of the originals
         self.views: dict[str, dict[str, Any]] = {}
-        self.names: dict[Any, str] = {}           # by place in memory
-        self.referred = 0                         # bytes of all tensors, counted as often as they occur
+        self.names: dict[Any, str] = {}  # by place in memory
+        self.referred = 0  # bytes of all tensors, counted as often as they occur
 
     def pack(self, value: Any, where: tuple[Any, ...]) -> Any:
         if isinstance(value, np.generic):
@@ -123,14 +144,18 @@ class _Packer:
         if isinstance(value, (list, tuple)):
             items = [self.pack(v, (*where, i)) for i, v in enumerate(value)]
             return items if isinstance(value, list) else {'$tuple': items}
-        raise ValueError(f'the state has a {kind.__name__}{_at(where)}. Keep tensors, numbers, strings, '
-                         'bytes, None, and lists, tuples or dicts of them')
+        raise ValueError(
+            f'the state has a {kind.__name__}{_at(where)}. Keep tensors, numbers, strings, '
+            'bytes, None, and lists, tuples or dicts of them'
+        )
 
     def _pack_mapping(self, value: Mapping[Any, Any], where: tuple[Any, ...]) -> dict[str, Any]:
         for key in value:
             if type(key) not in _ATOMS:
-                raise ValueError(f'the state has a key that is a {type(key).__name__}{_at(where)}. Keep '
-                                 'strings or numbers as keys')
+                raise ValueError(
+                    f'the state has a key that is a {type(key).__name__}{_at(where)}. Keep '
+                    'strings or numbers as keys'
+                )
         packed = [[key, self.pack(v, (*where, key))] for key, v in value.items()]
         if all(type(key) is str and not key.startswith('$') for key in value):
             return dict(packed)
@@ -138,9 +163,16 @@ class _Packer:
 
     def _name(self, t: Tensor, where: tuple[Any, ...]) -> str:
         "Return the name under which a tensor is stored."
-        if type(t) not in (Tensor, nn.Parameter) or t.layout is not torch.strided or t.is_quantized or t.is_meta:
-            raise ValueError(f'the state has a {type(t).__name__} ({t.layout}, {t.dtype}, {t.device})'
-                             f'{_at(where)}. Keep plain, dense tensors in states')
+        if (
+            type(t) not in (Tensor, nn.Parameter)
+            or t.layout is not torch.strided
+            or t.is_quantized
+            or t.is_meta
+        ):
+            raise ValueError(
+                f'the state has a {type(t).__name__} ({t.layout}, {t.dtype}, {t.device})'
+                f'{_at(where)}. Keep plain, dense tensors in states'
+            )
         t = t.detach().resolve_conj().resolve_neg()
         self.referred += t.nbytes
         memory = t.device, t.data_ptr(), t.dtype, t.shape, t.stride()
@@ -181,12 +213,23 @@ def _make_header(packer: _Packer, packed: Any, info: dict[str, Any]) -> bytes:
     entries = {}
     for name, t in packer.tensors.items():
         start, stop = stop, stop + t.nbytes
-        entries[name] = {'dtype': _DTYPE_NAMES[t.dtype], 'shape': [*t.shape], 'data_offsets': [start, stop]}
+        entries[name] = {
+            'dtype': _DTYPE_NAMES[t.dtype],
+            'shape': [*t.shape],
+            'data_offsets': [start, stop],
+        }
     if refers_too_often(packer.referred, stop):
-        raise ValueError(f'the state refers to the same tensors too often, {packer.referred:,} bytes in all')
+        raise ValueError(
+            f'the state refers to the same tensors too often, {packer.referred:,} bytes in all'
+        )
 
-    metadata = {'sha256': '0' * 64, 'learnkit': str(FORMAT), 'info': _to_json(info),
-                'state': _to_json(packed), 'views': _to_json(packer.views)}
+    metadata = {
+        'sha256': '0' * 64,
+        'learnkit': str(FORMAT),
+        'info': _to_json(info),
+        'state': _to_json(packed),
+        'views': _to_json(packer.views),
+    }
     header = _to_json({'__metadata__': metadata, **entries}).encode()
     header += b' ' * (-len(header) % 8)
     _check_size(header)
@@ -214,6 +257,7 @@ def _bytes_of(t: Tensor) -> memoryview:
 
 
 # Reading
+
 
 def read_state(path: str | Path) -> tuple[State, dict[str, Any]]:
     """Return the state in a file and its `info`, after the digest of the whole file was compared.
@@ -263,11 +307,15 @@ class _Tensors(dict[str, Tensor]):
         self.views = json.loads(header.metadata['views'])
         self.places = {name: (dtype, shape) for name, dtype, shape in header.tensors}
         sizes = (prod(shape) * dtype.itemsize for dtype, shape in self.places.values())
-        self.starts = dict(zip(self.places, accumulate(sizes, initial=len(header.blank)), strict=False))
+        self.starts = dict(
+            zip(self.places, accumulate(sizes, initial=len(header.blank)), strict=False)
+        )
 
     def __missing__(self, name: str) -> Tensor:
         self.file.seek(self.starts[name])
-        self[name] = _as_it_was(_read_tensor(self.file, *self.places[name], self.path), self.views.get(name, {}))
+        self[name] = _as_it_was(
+            _read_tensor(self.file, *self.places[name], self.path), self.views.get(name, {})
+        )
         return self[name]
 
 
@@ -297,7 +345,8 @@ def is_state_file(path: Path) -> bool:
 
 class _Header(NamedTuple):
     "What stands before the data."
-    blank: bytes                # the bytes, with zeros in the place of the digest
+
+    blank: bytes  # the bytes, with zeros in the place of the digest
     digest: bytes
     metadata: dict[str, str]
     tensors: list[tuple[str, torch.dtype, list[int]]]  # name, dtype, shape; in the data's order
@@ -322,7 +371,7 @@ def _read_header(f: BinaryIO, path: Path) -> _Header:
     text = f.read(length) if length <= min(size - 8, MAX_HEADER) else b''
     if not text.startswith(_BEGIN):
         raise _not_a_checkpoint(f, size, path)
-    blank = start + text[:_DIGEST.start] + b'0' * 64 + text[_DIGEST.stop:]
+    blank = start + text[: _DIGEST.start] + b'0' * 64 + text[_DIGEST.stop :]
     try:
         _check_size(text)
         entries = json.loads(text.decode(), object_pairs_hook=_unique)
@@ -338,7 +387,9 @@ def _read_header(f: BinaryIO, path: Path) -> _Header:
 
 def _check_size(header: bytes) -> None:
     if len(header) > MAX_HEADER:
-        raise ValueError(f'{len(header):,} bytes that are not tensors are too many: {MAX_HEADER:,} can be read')
+        raise ValueError(
+            f'{len(header):,} bytes that are not tensors are too many: {MAX_HEADER:,} can be read'
+        )
     if header.count(b'[') + header.count(b'{') > MAX_PARTS:
         raise ValueError(f'more than {MAX_PARTS:,} lists, dicts and tensors')
 
@@ -356,7 +407,9 @@ def _tensors_of(entries: dict[str, Any], n_bytes: int) -> list[tuple[str, torch.
     stop = 0
     for name, entry in sorted(entries.items(), key=lambda named: named[1]['data_offsets']):
         dtype, shape, offsets = _DTYPES[entry['dtype']], entry['shape'], entry['data_offsets']
-        is_shape = len(shape) <= MAX_DIMS and all(type(n) is int and n >= 0 for n in (*shape, *offsets))
+        is_shape = len(shape) <= MAX_DIMS and all(
+            type(n) is int and n >= 0 for n in (*shape, *offsets)
+        )
         if not is_shape or prod(n or 1 for n in shape) >= 2**60:
             raise ValueError(f'{ascii(name)[:80]} is not a tensor')
         start, stop = stop, stop + prod(shape) * dtype.itemsize
@@ -380,7 +433,9 @@ def _unpacked(metadata: dict[str, str], tensors: dict[str, Tensor]) -> State:
     if unpacker.used != tensors.keys():
         raise ValueError('it does not use all tensors')
     if refers_too_often(unpacker.referred, n_bytes):
-        raise ValueError(f'it refers to the same tensors too often, {unpacker.referred:,} bytes in all')
+        raise ValueError(
+            f'it refers to the same tensors too often, {unpacker.referred:,} bytes in all'
+        )
     return state
 
 
@@ -433,13 +488,14 @@ class _Unpacker:
 
 def refers_too_often(
     referred: int,  # bytes of tensors, counted as often as they occur
-    stored: int,    # bytes of tensors in the file
+    stored: int,  # bytes of tensors in the file
 ) -> bool:
     "Return True if copies of each tensor would be far larger than the file."
     return referred > MAX_REFERENCES * stored + (1 << 20)
 
 
 # What is wrong with a file
+
 
 def _info_of(header: _Header, path: Path) -> dict[str, Any]:
     try:
@@ -450,23 +506,30 @@ def _info_of(header: _Header, path: Path) -> dict[str, Any]:
 
 def _check_format(found: int, path: Path) -> None:
     if found > FORMAT:
-        raise CheckpointError(f'{path} has format {found}, and this version of learnkit reads format {FORMAT}: '
-                              'update learnkit.')
+        raise CheckpointError(
+            f'{path} has format {found}, and this version of learnkit reads format {FORMAT}: '
+            'update learnkit.'
+        )
     if found < FORMAT:
         raise _older(path, found)
 
 
 def _older(path: Path, found: int) -> CheckpointError:
-    return CheckpointError(f'{path} was written by an older learnkit: it has format {found}, and this version reads '
-                           f'format {FORMAT}. Resume it with the version that wrote it, or save its weights there '
-                           'by `learn.save` and load them here by `learn.load`.')
+    return CheckpointError(
+        f'{path} was written by an older learnkit: it has format {found}, and this version reads '
+        f'format {FORMAT}. Resume it with the version that wrote it, or save its weights there '
+        'by `learn.save` and load them here by `learn.load`.'
+    )
 
 
 def _not_a_checkpoint(f: BinaryIO, size: int, path: Path) -> CheckpointError:
     f.seek(max(0, size - len(_OLD_END)))
     if f.read() == _OLD_END:
         return _older(path, 1)
-    return _damaged(path, 'it was cut short, or is another kind of file. Weights are loaded by `learn.load(path)`')
+    return _damaged(
+        path,
+        'it was cut short, or is another kind of file. Weights are loaded by `learn.load(path)`',
+    )
 
 
 def _damaged(path: Path, what: str) -> DamagedError:

@@ -1,4 +1,5 @@
 """A folder of checkpoints: how they are called, which of them is meant, and which may go."""
+
 from __future__ import annotations
 
 import re
@@ -23,8 +24,9 @@ Found = tuple[Path, Mapping[str, Any], dict[str, Any]]
 @dataclass(frozen=True)
 class Entry:
     "A checkpoint's file."
+
     path: Path
-    number: int                                         # later ones have higher numbers, over all runs of a folder
+    number: int  # later ones have higher numbers, over all runs of a folder
     info: dict[str, Any] = field(default_factory=dict)  # the file's own information; may be empty
 
     @property
@@ -36,7 +38,8 @@ class Entry:
     def score(self) -> float | None:
         "The monitored value, so that lower is better; None where there is none."
         value = self.info.get('value')
-        if not isinstance(value, (int, float)) or value != value: return None
+        if not isinstance(value, (int, float)) or value != value:
+            return None
         return -value if self.info.get('mode') == 'max' else value
 
 
@@ -53,24 +56,26 @@ def entries(folder: Path) -> list[Entry]:
 
 
 def _info(path: Path) -> dict[str, Any]:
-    try: return read_info(path)
-    except (CheckpointError, OSError): return {}
+    try:
+        return read_info(path)
+    except (CheckpointError, OSError):
+        return {}
 
 
 def next_path(
     folder: Path,
-    epoch: int,     # how many epochs are finished
-    ba: int,        # and how many batches
+    epoch: int,  # how many epochs are finished
+    ba: int,  # and how many batches
 ) -> Path:
     "Return the name of the next checkpoint: its number, and where it was taken."
     number = max(map(number_of, folder.glob(f'*{SUFFIX}')), default=0) + 1
-    return folder/f'{number:05}-ep{epoch}-ba{ba}{SUFFIX}'
+    return folder / f'{number:05}-ep{epoch}-ba{ba}{SUFFIX}'
 
 
 def superfluous(
-    there: Iterable[Entry],   # the checkpoints of one run
-    keep_last: int | None,    # how many of the newest stay; None: all
-    keep_best: int,           # how many of the best stay besides
+    there: Iterable[Entry],  # the checkpoints of one run
+    keep_last: int | None,  # how many of the newest stay; None: all
+    keep_best: int,  # how many of the best stay besides
 ) -> list[Path]:
     """Return the files that may go.
 
@@ -78,7 +83,8 @@ def superfluous(
     >>> [path.name for path in superfluous(es, keep_last=1, keep_best=1)]
     ['0', '2']
     """
-    if keep_last is None: return []
+    if keep_last is None:
+        return []
     there = sorted(there, key=lambda e: e.number)
     kept = {e.path for e in there[-keep_last:]}
     kept |= {e.path for e in best_first(there)[:keep_best]}
@@ -95,8 +101,8 @@ def best_first(there: Iterable[Entry]) -> list[Entry]:
 
 
 def find(
-    which: Any,      # True or 'latest', 'best', or the path of a checkpoint or of a folder of them
-    folder: Path,    # where they are looked for
+    which: Any,  # True or 'latest', 'best', or the path of a checkpoint or of a folder of them
+    folder: Path,  # where they are looked for
     digests: bool = True,  # compare the digests of a checkpoint's other files, not only sizes
 ) -> Found | None:
     """Return the checkpoint that is meant, verified and loaded.
@@ -108,26 +114,46 @@ def find(
     if isinstance(which, (str, Path)) and which not in ('latest', 'best'):
         return _at_path(Path(which), folder, digests)
     if which is not True and not isinstance(which, str):
-        raise CheckpointError(f"resume={which!r}: give True, 'latest', 'best', the path of a checkpoint, or a state "
-                              'from `learn.checkpoint_state()`.')
+        raise CheckpointError(
+            f"resume={which!r}: give True, 'latest', 'best', the path of a checkpoint, or a state "
+            'from `learn.checkpoint_state()`.'
+        )
     return _first_whole(folder, which, digests)
 
 
 def _first_whole(folder: Path, which: Any, digests: bool) -> Found | None:
     there = entries(folder)
     candidates = best_first(there) if which == 'best' else there
-    if not candidates and which is True: return None
-    if not candidates: raise CheckpointError(f'There is no checkpoint in {folder.absolute()}.{_why_none(there, which)}')
+    if not candidates and which is True:
+        return None
+    if not candidates:
+        raise CheckpointError(
+            f'There is no checkpoint in {folder.absolute()}.{_why_none(there, which)}'
+        )
     wrong: list[str] = []
     for e in candidates:
-        try: state, info = load_state(e.path, digests)
-        except (DamagedError, FileNotFoundError) as error: wrong.append(f'{error}')  # removed since it was listed
+        try:
+            state, info = load_state(e.path, digests)
+        except (DamagedError, FileNotFoundError) as error:
+            wrong.append(f'{error}')  # removed since it was listed
         else:
-            if wrong: warn_user('\n  '.join([f'Damaged checkpoints were skipped; {e.path.name} is used.', *wrong]))
+            if wrong:
+                warn_user(
+                    '\n  '.join(
+                        [f'Damaged checkpoints were skipped; {e.path.name} is used.', *wrong]
+                    )
+                )
             return e.path, state, info
     every = 'Every checkpoint with a monitored value' if which == 'best' else 'Every checkpoint'
-    raise CheckpointError('\n  '.join([f'{every} in {folder.absolute()} is damaged. To start afresh, leave out '
-                                       '`resume`, or use another folder.', *wrong]))
+    raise CheckpointError(
+        '\n  '.join(
+            [
+                f'{every} in {folder.absolute()} is damaged. To start afresh, leave out '
+                '`resume`, or use another folder.',
+                *wrong,
+            ]
+        )
+    )
 
 
 def load_state(path: Path, digests: bool = True) -> tuple[Mapping[str, Any], dict[str, Any]]:
@@ -135,17 +161,20 @@ def load_state(path: Path, digests: bool = True) -> tuple[Mapping[str, Any], dic
     state, info = read_state(path)
     if 'parts' in state:
         from learnkit.checkpoint.dcp import check_parts  # of checkpoints with such files alone
+
         check_parts(path, state['parts'], digests)
     return state, info
 
 
 def _why_none(there: list[Entry], which: Any) -> str:
-    if which == 'best' and there: return " None has a monitored value: use `Checkpoint(monitor=...)`, or 'latest'."
+    if which == 'best' and there:
+        return " None has a monitored value: use `Checkpoint(monitor=...)`, or 'latest'."
     return ' `Checkpoint()` among the callbacks writes them; its `folder` says where.'
 
 
 def _at_path(path: Path, folder: Path, digests: bool) -> Found:
-    if not path.exists() and (folder/path).exists(): path = folder/path
+    if not path.exists() and (folder / path).exists():
+        path = folder / path
     if path.is_dir():
         found = _first_whole(path, 'latest', digests)
         assert found is not None  # an error otherwise
@@ -153,6 +182,9 @@ def _at_path(path: Path, folder: Path, digests: bool) -> Found:
     if not path.exists():
         near = did_you_mean(path.name, ['latest', 'best', *(e.path.name for e in entries(folder))])
         raise CheckpointError(f'There is no checkpoint {path}.{near}')
-    try: return path, *load_state(path, digests)
+    try:
+        return path, *load_state(path, digests)
     except DamagedError as e:
-        raise DamagedError(f'{e} `resume={str(path.parent)!r}` goes on from the newest whole one there.') from None
+        raise DamagedError(
+            f'{e} `resume={str(path.parent)!r}` goes on from the newest whole one there.'
+        ) from None

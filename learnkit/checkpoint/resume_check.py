@@ -1,4 +1,5 @@
 """Whether a Learner resumes exactly: trained a little without a stop and with one, and compared to the last bit."""
+
 from __future__ import annotations
 
 import random
@@ -40,32 +41,47 @@ class ResumeCheck:
     >>> ResumeCheck(8, 4, 'ab12' * 16)
     Exact: 8 batches without a stop and with one after 4 end in the same state (SHA-256 ab12ab12ab12...).
     """
-    n_batches: int                                     # batches that each run trained on
-    stopped_after: int                                 # batches after which one of them was stopped
-    digest: str                                        # of the state of the run without a stop
-    differences: list[str] = field(default_factory=list)  # where the other one's differs
-    hints: list[str] = field(default_factory=list)        # what callbacks keep and no checkpoint holds
 
-    def __bool__(self) -> bool: return not self.differences
+    n_batches: int  # batches that each run trained on
+    stopped_after: int  # batches after which one of them was stopped
+    digest: str  # of the state of the run without a stop
+    differences: list[str] = field(default_factory=list)  # where the other one's differs
+    hints: list[str] = field(default_factory=list)  # what callbacks keep and no checkpoint holds
+
+    def __bool__(self) -> bool:
+        return not self.differences
 
     def __repr__(self) -> str:
         if self:
-            return (f'Exact: {self.n_batches} batches without a stop and with one after {self.stopped_after} end in '
-                    f'the same state (SHA-256 {self.digest[:12]}...).')
-        return '\n  '.join([f'Not exact: {self.n_batches} batches without a stop (first) and with one after '
-                            f'{self.stopped_after} (second) end in states that differ:', *self.differences,
-                            *self.hints])
+            return (
+                f'Exact: {self.n_batches} batches without a stop and with one after {self.stopped_after} end in '
+                f'the same state (SHA-256 {self.digest[:12]}...).'
+            )
+        return '\n  '.join(
+            [
+                f'Not exact: {self.n_batches} batches without a stop (first) and with one after '
+                f'{self.stopped_after} (second) end in states that differ:',
+                *self.differences,
+                *self.hints,
+            ]
+        )
 
     @never_raising
     def _repr_html_(self) -> str:
-        result = {'resumes': 'exactly, to the last bit' if self else 'not exactly', 'batches': self.n_batches,
-                  'stopped after': self.stopped_after, 'SHA-256': f'{self.digest[:12]}...',
-                  'differences': self.differences, 'hints': self.hints}
+        result = {
+            'resumes': 'exactly, to the last bit' if self else 'not exactly',
+            'batches': self.n_batches,
+            'stopped after': self.stopped_after,
+            'SHA-256': f'{self.digest[:12]}...',
+            'differences': self.differences,
+            'hints': self.hints,
+        }
         return definitions({name: value for name, value in result.items() if value != []})
 
 
 class _StopAt(Callback):
     "Keep the checkpoint of one batch, and end the fit there."
+
     order, state_key = 10_000, '_stop_at'
 
     def __init__(self, n: int) -> None:
@@ -73,7 +89,8 @@ class _StopAt(Callback):
         self.outside: dict[tuple[str, str, str], str] = {}
 
     def batch_checkpoint(self) -> None:
-        if self.learn.train_iter < self._n: return
+        if self.learn.train_iter < self._n:
+            return
         self.kept = self.learn.checkpoint_state()
         self.hints = [hint for cb in self.learn.cbs for hint in hints_of(cb)]
         self.outside = outside(self.learn)
@@ -137,9 +154,13 @@ def _redirect_files(learn: Any) -> Iterator[Path]:
 
 def hints_of(cb: Any) -> list[str]:
     "Return a line for each attribute of a callback that no checkpoint holds, where it says nothing of its state."
-    if has_own_state(cb): return []
-    return [f'{type(cb).__name__} keeps `{name}` ({kind}), which no checkpoint holds: give it `state_dict` and '
-            '`load_state_dict`.' for name, kind in lost_attributes(cb).items()]
+    if has_own_state(cb):
+        return []
+    return [
+        f'{type(cb).__name__} keeps `{name}` ({kind}), which no checkpoint holds: give it `state_dict` and '
+        '`load_state_dict`.'
+        for name, kind in lost_attributes(cb).items()
+    ]
 
 
 def outside(learn: Any) -> dict[tuple[str, str, str], str]:
@@ -148,21 +169,34 @@ def outside(learn: Any) -> dict[tuple[str, str, str], str]:
     for name, m in bare_model(learn.model).named_modules():
         for key, value in attributes_of(m, vars(nn.Module())):
             found[f'{type(m).__name__}{f" ({name})" * bool(name)}', key, 'make it a buffer'] = value
-    for key, value in attributes_of(learn, (*STATE, *COUNTERS)): found[type(learn).__name__, key, BY_CALLBACK] = value
-    for cb in (cb for cb in learn.cbs if has_own_state(cb) and not type(cb).__module__.startswith('learnkit.')):
-        for key, value in attributes_of(cb, ()): found[type(cb).__name__, key, BY_STATE] = value
+    for key, value in attributes_of(learn, (*STATE, *COUNTERS)):
+        found[type(learn).__name__, key, BY_CALLBACK] = value
+    for cb in (
+        cb
+        for cb in learn.cbs
+        if has_own_state(cb) and not type(cb).__module__.startswith('learnkit.')
+    ):
+        for key, value in attributes_of(cb, ()):
+            found[type(cb).__name__, key, BY_STATE] = value
     dl = learn.dls.train
-    for owner in (dl, *(getattr(dl, part, None) for part in ('dataset', 'sampler', 'batch_sampler'))):
+    for owner in (
+        dl,
+        *(getattr(dl, part, None) for part in ('dataset', 'sampler', 'batch_sampler')),
+    ):
         for key, value in attributes_of(owner, ('epoch',), numbers=True):
             found[type(owner).__name__, key, BY_DATA] = value
     return found
 
 
-def attributes_of(owner: Any, but: Container[str], numbers: bool = False) -> Iterator[tuple[str, str]]:
+def attributes_of(
+    owner: Any, but: Container[str], numbers: bool = False
+) -> Iterator[tuple[str, str]]:
     "Yield the public attributes that are plain data, or whole numbers alone, with their digests."
     for name, value in getattr(owner, '__dict__', {}).items():
-        if name.startswith('_') or name in but or (numbers and type(value) is not int): continue
-        with suppress(OptionError): yield name, digest(value)
+        if name.startswith('_') or name in but or (numbers and type(value) is not int):
+            continue
+        with suppress(OptionError):
+            yield name, digest(value)
 
 
 def scramble() -> None:
@@ -170,6 +204,7 @@ def scramble() -> None:
     torch.seed()
     random.seed()
     import numpy as np
+
     np.random.seed()
 
 

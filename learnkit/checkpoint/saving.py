@@ -1,4 +1,5 @@
 """Saving and loading weights, the exchange of trained models, and programs for serving."""
+
 from __future__ import annotations
 
 import os
@@ -238,63 +239,99 @@ def has_params(loss_func: Any) -> bool:
 def file_path(file: Any, folder: Path, suffix: str = '.pth') -> Path:
     "Return the path of a named file in `folder`; raise `OptionError` for what cannot name one."
     if not isinstance(file, (str, Path)):
-        raise OptionError(f'This {type(file).__name__} cannot be a file: give the name of one. A state dict in memory '
-                          'is loaded by `learn.model.load_state_dict(...)`.')
+        raise OptionError(
+            f'This {type(file).__name__} cannot be a file: give the name of one. A state dict in memory '
+            'is loaded by `learn.model.load_state_dict(...)`.'
+        )
     name = str(file)
-    if not name.strip() or '\0' in name or name.endswith(('/', '\\')) or Path(name).name in ('', '.', '..'):
+    if (
+        not name.strip()
+        or '\0' in name
+        or name.endswith(('/', '\\'))
+        or Path(name).name in ('', '.', '..')
+    ):
         raise OptionError(f'{file!r} cannot be a file: give a name, or a path that ends in one.')
     # absolute, so that what `save` returns is what `load` takes
-    path = Path(os.path.abspath(folder/(name if name.endswith(suffix) else f'{name}{suffix}')))
-    if path.is_dir(): raise OptionError(f'{path} is a folder: give the name of a file.')
+    path = Path(os.path.abspath(folder / (name if name.endswith(suffix) else f'{name}{suffix}')))
+    if path.is_dir():
+        raise OptionError(f'{path} is a folder: give the name of a file.')
     return path
 
 
 def opt_state_of(stored: Stored, with_opt: bool | None, path: Path) -> Any:
     "Return the optimizer's state that is to be loaded, None if none is."
-    if with_opt is False or (with_opt is None and stored.opt is None): return None
-    if is_torch_state(stored.opt): return stored.opt
-    what = 'no optimizer state' if stored.opt is None else "an optimizer state that is not torch's, but fastai's own"
+    if with_opt is False or (with_opt is None and stored.opt is None):
+        return None
+    if is_torch_state(stored.opt):
+        return stored.opt
+    what = (
+        'no optimizer state'
+        if stored.opt is None
+        else "an optimizer state that is not torch's, but fastai's own"
+    )
     if with_opt:
-        raise WeightsError(f'{path} has {what}: pass `with_opt=False` for the weights alone. Nothing was loaded.')
-    warn_user(f'{path} has {what}: only the weights are loaded. Pass `with_opt=False` to load it without this warning.')
+        raise WeightsError(
+            f'{path} has {what}: pass `with_opt=False` for the weights alone. Nothing was loaded.'
+        )
+    warn_user(
+        f'{path} has {what}: only the weights are loaded. Pass `with_opt=False` to load it without this warning.'
+    )
     return None
 
 
 def _fix(differences: list[str]) -> str:
     kinds = {d.partition(':')[0].split()[0] for d in differences}
-    if kinds == {'optimizer'}: return ' Pass `with_opt=False` for the weights alone.'
+    if kinds == {'optimizer'}:
+        return ' Pass `with_opt=False` for the weights alone.'
     # names that are only missing, or only unknown, may be meant; both are another model's
     loose = kinds <= {'missing', 'dtype'} or kinds <= {'unexpected', 'dtype'}
-    if loose: return ' Pass `strict=False` to load what fits by name.'
+    if loose:
+        return ' Pass `strict=False` to load what fits by name.'
     return ' It is of another model: build that with the sizes and layers it had when it was saved.'
 
 
 def own_config(learn: Any) -> dict[str, Any]:
     "Return what a Learner is made of besides weights, data and code, as plain values."
-    try: package = version('learnkit')
-    except PackageNotFoundError: package = ''
+    try:
+        package = version('learnkit')
+    except PackageNotFoundError:
+        package = ''
     loss, vocab, lr = learn.loss_func, getattr(learn.dls, 'vocab', None), learn.lr
-    while isinstance(loss, partial): loss = loss.func
+    while isinstance(loss, partial):
+        loss = loss.func
     if isinstance(lr, slice):
         lr = {'slice': [lr.start, lr.stop]}
     elif isinstance(lr, Mapping):
         lr = {name: float(rate) for name, rate in lr.items()}
     elif not isinstance(lr, Real):
         lr = [*map(float, lr)]
-    config = {'version': package, 'torch': str(torch.__version__), 'model': type(bare_model(learn.model)).__name__,
-              'loss_func': name_of(loss) if loss is not None else None, 'activates': hasattr(loss, 'activation'),
-              'n_inp': form_of(learn.dls, 'valid').n_inp, 'vocab': None if vocab is None else [*vocab], 'lr': lr,
-              'wd': learn.wd, 'wd_bn_bias': learn.wd_bn_bias, 'moms': tuple(learn.moms), 'train_bn': learn.train_bn}
+    config = {
+        'version': package,
+        'torch': str(torch.__version__),
+        'model': type(bare_model(learn.model)).__name__,
+        'loss_func': name_of(loss) if loss is not None else None,
+        'activates': hasattr(loss, 'activation'),
+        'n_inp': form_of(learn.dls, 'valid').n_inp,
+        'vocab': None if vocab is None else [*vocab],
+        'lr': lr,
+        'wd': learn.wd,
+        'wd_bn_bias': learn.wd_bn_bias,
+        'moms': tuple(learn.moms),
+        'train_bn': learn.train_bn,
+    }
     return {name: plain(value, name) for name, value in config.items()}
 
 
 # Programs for serving
 
+
 def sample_inputs(dls: Any) -> tuple[Any, ...]:
     "Return the inputs of a batch, of the first validation loader where there is one."
     name, dl = next(iter(evaluation_loaders(dls)), ('train', dls.train))
-    try: return form_of(dls, name).split(first_batch(dl), predicting=True)[0]
-    except OptionError as e: raise OptionError(f'{e} Pass `sample=`, the inputs of a batch.') from None
+    try:
+        return form_of(dls, name).split(first_batch(dl), predicting=True)[0]
+    except OptionError as e:
+        raise OptionError(f'{e} Pass `sample=`, the inputs of a batch.') from None
 
 
 def two_rows(xb: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Tensor]]:
@@ -303,42 +340,55 @@ def two_rows(xb: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Tensor]]:
 
     def rows(t: Tensor) -> Tensor:
         t = t.detach().cpu().as_subclass(Tensor)
-        if not t.ndim or len(t) != n: return t
+        if not t.ndim or len(t) != n:
+            return t
         cut.append(t.new_zeros((2, *t.shape[1:])))
         return cut[-1]
+
     return tuple(map_tensors(xb, rows)), cut
 
 
 def on_cpu(model: nn.Module) -> nn.Module:
     "Return the model itself if it is on the CPU, else a copy there; the memory of its device is not used."
     tensors = [*model.parameters(), *model.buffers()]
-    if all(t.device.type == 'cpu' for t in tensors): return model
+    if all(t.device.type == 'cpu' for t in tensors):
+        return model
     copies: dict[int, Any] = {id(t): t.detach().cpu() for t in tensors}
-    for p in model.parameters(): copies[id(p)] = nn.Parameter(copies[id(p)], requires_grad=p.requires_grad)
+    for p in model.parameters():
+        copies[id(p)] = nn.Parameter(copies[id(p)], requires_grad=p.requires_grad)
     return deepcopy(model, copies)
 
 
 def program_of(
     model: nn.Module,
-    xb: tuple[Any, ...],    # inputs
-    cut: list[Tensor],      # those tensors of them that have a row a sample
+    xb: tuple[Any, ...],  # inputs
+    cut: list[Tensor],  # those tensors of them that have a row a sample
     act: Callable[[Any], Any] | None,
 ) -> Any:
     "Export a model with a batch dimension of any size in its inputs. Raises `ModelError`."
     from torch.export import Dim, ShapesCollection, export
+
     names = passed_names(model, xb)
-    kwargs = {k: xb[0][k] if isinstance(xb[0], Mapping) else getattr(xb[0], k) for k in names} if names else None
+    kwargs = (
+        {k: xb[0][k] if isinstance(xb[0], Mapping) else getattr(xb[0], k) for k in names}
+        if names
+        else None
+    )
     args = () if names else xb
     batch, ids = Dim('batch', min=1), {id(t) for t in cut}
     shapes: Any = ShapesCollection()  # that `export` takes one, its types do not say
 
     def mark(t: Tensor) -> Tensor:
-        if id(t) in ids: shapes[t] = {0: batch}
+        if id(t) in ids:
+            shapes[t] = {0: batch}
         return t
+
     map_tensors((args, kwargs), mark)
     hook = model.register_forward_hook(lambda module, xb, out: out if act is None else act(out))
-    try: return export(model, args, kwargs, dynamic_shapes=shapes)
+    try:
+        return export(model, args, kwargs, dynamic_shapes=shapes)
     except Exception as e:
         reason = next((line for line in str(e).splitlines() if line.strip()), type(e).__name__)
         raise ModelError(f'{type(model).__name__} cannot be exported: {reason}') from e
-    finally: hook.remove()
+    finally:
+        hook.remove()

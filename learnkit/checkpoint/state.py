@@ -1,4 +1,5 @@
 """Checkpoints: what is in one, and how it is put into a Learner, so that training goes on as if it had not stopped."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
@@ -47,7 +48,17 @@ __all__ = [
 
 # of the loop, as they are
 COUNTERS = ('epoch', 'iter', 'train_iter', 'pct_train', 'training', 'phase', 'dl_name')
-ENTRIES = ('model', 'loss_func', 'optimizer', 'grads', 'frozen', 'loop', 'rng', 'position', 'callbacks')
+ENTRIES = (
+    'model',
+    'loss_func',
+    'optimizer',
+    'grads',
+    'frozen',
+    'loop',
+    'rng',
+    'position',
+    'callbacks',
+)
 
 
 def checkpoint_state(learn: Any) -> dict[str, Any]:
@@ -385,40 +396,57 @@ def _compute_share(learn: Any, loop: Mapping[str, Any]) -> float:
 
 def checked(state: Any, path: Path | None = None) -> Mapping[str, Any]:
     "Return a checkpoint's state if it has all entries; raise `CheckpointError`."
-    missing = [e for e in ENTRIES if e not in state] if isinstance(state, Mapping) else list(ENTRIES)
-    if not missing: return state
-    raise CheckpointError(f'{path or "This state"} is no checkpoint of a Learner: it lacks {", ".join(missing)}. '
-                          'Weights alone are loaded by `learn.load(path)`.')
+    missing = (
+        [e for e in ENTRIES if e not in state] if isinstance(state, Mapping) else list(ENTRIES)
+    )
+    if not missing:
+        return state
+    raise CheckpointError(
+        f'{path or "This state"} is no checkpoint of a Learner: it lacks {", ".join(missing)}. '
+        'Weights alone are loaded by `learn.load(path)`.'
+    )
 
 
 def _loose_buffers(model: nn.Module) -> dict[str, Tensor]:
     "Return the buffers that a state dict leaves out, those that a file can hold."
-    return {f'{path}.{name}'.removeprefix('.'): b for path, module in bare_model(model).named_modules()
-            for name in module._non_persistent_buffers_set
-            if type(b := module._buffers.get(name)) is Tensor and b.layout is torch.strided and not b.is_meta}
+    return {
+        f'{path}.{name}'.removeprefix('.'): b
+        for path, module in bare_model(model).named_modules()
+        for name in module._non_persistent_buffers_set
+        if type(b := module._buffers.get(name)) is Tensor
+        and b.layout is torch.strided
+        and not b.is_meta
+    }
 
 
 def _put_loose_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
     modules = dict(bare_model(model).named_modules())
     for place, value in buffers.items():
         path, _, name = place.rpartition('.')
-        if path not in modules or name not in modules[path]._buffers: continue
+        if path not in modules or name not in modules[path]._buffers:
+            continue
         there = modules[path]._buffers[name]
-        if there is None: modules[path]._buffers[name] = value.to(model_device(modules[path], None), copy=True)
+        if there is None:
+            modules[path]._buffers[name] = value.to(model_device(modules[path], None), copy=True)
         elif there.shape != value.shape or there.dtype != value.dtype:
             modules[path]._buffers[name] = value.to(there.device, copy=True)
-        elif not torch.equal(there.cpu(), value): there.copy_(value)  # constants may be views, or shared
+        elif not torch.equal(there.cpu(), value):
+            there.copy_(value)  # constants may be views, or shared
 
 
 def _in_parts(grad: Tensor) -> Tensor | dict[str, Any]:
     "Return a gradient as a file can hold it: a sparse one as its indices and values."
-    if not grad.is_sparse: return grad
+    if not grad.is_sparse:
+        return grad
     return {'indices': grad._indices(), 'values': grad._values(), 'size': list(grad.shape)}
 
 
 def _whole(grad: Tensor | dict[str, Any]) -> Tensor:
-    if isinstance(grad, Tensor): return grad
-    return torch.sparse_coo_tensor(grad['indices'], grad['values'], grad['size'], check_invariants=True)
+    if isinstance(grad, Tensor):
+        return grad
+    return torch.sparse_coo_tensor(
+        grad['indices'], grad['values'], grad['size'], check_invariants=True
+    )
 
 
 def host_copy(state: Any, buffers: dict[str, Tensor] | None = None) -> Any:
@@ -433,24 +461,31 @@ def host_copy(state: Any, buffers: dict[str, Tensor] | None = None) -> Any:
     def copy(value: Any, where: str) -> Any:
         if type(value) is int:  # the state of Python's random generator has 625
             return value
-        if is_dtensor(value): return on_host(value, copy(local(value), where))
+        if is_dtensor(value):
+            return on_host(value, copy(local(value), where))
         if isinstance(value, Tensor):
             value = value.detach()
             key = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
-            if value.numel() and key in copies: return copies[key]
+            if value.numel() and key in copies:
+                return copies[key]
             new = buffers.get(where)
             if new is None or new.shape != value.shape or new.dtype != value.dtype:
                 new = torch.empty_like(value, device='cpu', pin_memory=value.is_cuda)
             buffers[where] = copies[key] = new
             pairs.append((new, value))
             return new
-        if isinstance(value, Mapping): return {k: copy(v, f'{where}.{k}') for k, v in value.items()}
+        if isinstance(value, Mapping):
+            return {k: copy(v, f'{where}.{k}') for k, v in value.items()}
         if isinstance(value, (list, tuple)):
             return type(value)(copy(v, f'{where}.{i}') for i, v in enumerate(value))
         return value
 
     copied = copy(state, '')
     if pairs:
-        with torch.no_grad(): torch._foreach_copy_([new for new, _ in pairs], [t for _, t in pairs], non_blocking=True)
-        if any(t.is_cuda for _, t in pairs): torch.cuda.synchronize()  # once, not for each of them
+        with torch.no_grad():
+            torch._foreach_copy_(
+                [new for new, _ in pairs], [t for _, t in pairs], non_blocking=True
+            )
+        if any(t.is_cuda for _, t in pairs):
+            torch.cuda.synchronize()  # once, not for each of them
     return copied

@@ -3,6 +3,7 @@
 `torch.load(weights_only=True)` runs no code. It does not compare checksums, reads some archives
 differently from other programs, and calls a few functions whose result can be far larger than the
 file. What it leaves open is checked here."""
+
 from __future__ import annotations
 
 import codecs
@@ -27,18 +28,31 @@ from learnkit.core.errors import WeightsError
 __all__ = ['read_torch_file', 'damage']
 
 MAX_PICKLE = 64 << 20  # bytes; tensors are records of their own
-MAX_PARTS = 500_000    # lists, tuples, dicts and calls in a pickle: a byte each there, sixty in memory
-MAX_MARKS = 1000       # lists, tuples and dicts that are open at a time
+MAX_PARTS = (
+    500_000  # lists, tuples, dicts and calls in a pickle: a byte each there, sixty in memory
+)
+MAX_MARKS = 1000  # lists, tuples and dicts that are open at a time
 
-_RECORD = re.compile(r'[^/]+/(data\.pkl|version|byteorder|\.format_version|\.storage_alignment|'
-                     r'\.data/serialization_id|data/\d{1,20})', re.ASCII)
-_DIRECTORY = 0x10      # an attribute of DOS: torch reads no bytes of such a record, and says nothing
+_RECORD = re.compile(
+    r'[^/]+/(data\.pkl|version|byteorder|\.format_version|\.storage_alignment|'
+    r'\.data/serialization_id|data/\d{1,20})',
+    re.ASCII,
+)
+_DIRECTORY = 0x10  # an attribute of DOS: torch reads no bytes of such a record, and says nothing
 _PARTS = {'EMPTY_LIST', 'EMPTY_DICT', 'EMPTY_SET', 'TUPLE1', 'TUPLE2', 'TUPLE3', 'REDUCE'}
 _CLOSE = {'TUPLE', 'APPENDS', 'SETITEMS'}
 _END = struct.Struct('<4s4H2LH')  # the end of an archive, and its longer form with a pointer to it
 _LONG_END = struct.Struct('<4sQ2H2L4Q')
 _POINTER = struct.Struct('<4sLQL')
-_UNREADABLE = (BadZipFile, EOFError, ValueError, OSError, NotImplementedError, RuntimeError, struct.error)
+_UNREADABLE = (
+    BadZipFile,
+    EOFError,
+    ValueError,
+    OSError,
+    NotImplementedError,
+    RuntimeError,
+    struct.error,
+)
 
 
 class _Inert:
@@ -51,12 +65,19 @@ class _Inert:
         pass
 
 
-_FASTAI = [(_Inert, name) for name in (
-    'fastcore.foundation.L', 'numpy.dtype', 'numpy.core.multiarray.scalar', 'numpy._core.multiarray.scalar')]
+_FASTAI = [
+    (_Inert, name)
+    for name in (
+        'fastcore.foundation.L',
+        'numpy.dtype',
+        'numpy.core.multiarray.scalar',
+        'numpy._core.multiarray.scalar',
+    )
+]
 
 
 def read_torch_file(
-    path: Path,                               # written by `torch.save`, of any version
+    path: Path,  # written by `torch.save`, of any version
     device: torch.device | str | None = None,  # where its tensors are put; None: the CPU
 ) -> Any:
     "Return the content of a file. Raises `WeightsError` for what is damaged, asks for code, or is a bomb."
@@ -73,15 +94,20 @@ def read_torch_file(
     except Exception as e:  # bytes that are no pickle raise almost anything
         unsafe = _unsafe(path) if isinstance(e, UnpicklingError) else []
         if unsafe:
-            raise WeightsError(_why_unsafe(path, unsafe)) from None  # torch's own message says how to run the code
+            raise WeightsError(
+                _why_unsafe(path, unsafe)
+            ) from None  # torch's own message says how to run the code
         reason = next(iter(str(e).splitlines()), '') or type(e).__name__
         if isinstance(e, UnpicklingError):
             reason = 'its pickle is not that of plain weights'
-        raise WeightsError(f'{path} cannot be read as weights: {reason}. Nothing was loaded.') from None
+        raise WeightsError(
+            f'{path} cannot be read as weights: {reason}. Nothing was loaded.'
+        ) from None
     return content
 
 
 # The archive
+
 
 def damage(path: str | Path) -> str | None:
     """Return what is wrong with an archive of `torch.save`, None if it is whole.
@@ -111,10 +137,16 @@ def _check_table(archive: ZipFile, f: BinaryIO) -> None:
     infos = archive.infolist()
     names = [info.orig_filename for info in infos]
     for info in infos:
-        if info.compress_type != ZIP_STORED or info.compress_size != info.file_size or info.flag_bits & 1:
+        if (
+            info.compress_type != ZIP_STORED
+            or info.compress_size != info.file_size
+            or info.flag_bits & 1
+        ):
             raise ValueError('it holds compressed records')
         if not _RECORD.fullmatch(info.orig_filename) or info.external_attr & _DIRECTORY:
-            raise ValueError(f'it has a record {info.orig_filename[:80]!a}, which torch does not write')
+            raise ValueError(
+                f'it has a record {info.orig_filename[:80]!a}, which torch does not write'
+            )
     if len(set(names)) < len(names) or len({name.partition('/')[0] for name in names}) > 1:
         raise ValueError('it has records twice, or in two folders')
     if sum(info.file_size for info in infos) > f.seek(0, 2):
@@ -126,14 +158,18 @@ def _check_end(f: BinaryIO) -> None:
     size = f.seek(0, 2)
     f.seek(max(0, size - _LONG_END.size - _POINTER.size - _END.size))
     tail = f.read()
-    magic, *found, comment = _END.unpack(tail[-_END.size:])  # two disks, two counts, size, start
+    magic, *found, comment = _END.unpack(tail[-_END.size :])  # two disks, two counts, size, start
     end = size - _END.size
-    pointer = tail[-_END.size - _POINTER.size:-_END.size]
+    pointer = tail[-_END.size - _POINTER.size : -_END.size]
     if pointer.startswith(b'PK\6\7'):
         end -= _POINTER.size + _LONG_END.size
-        long_magic, length, _, _, *longer = _LONG_END.unpack(tail[:_LONG_END.size])
-        short = [min(n, most) for n, most in zip(longer, [0xffff] * 4 + [0xffffffff] * 2, strict=True)]
-        if (long_magic, length, found) != (b'PK\6\6', 44, short) or _POINTER.unpack(pointer)[1:3] != (0, end):
+        long_magic, length, _, _, *longer = _LONG_END.unpack(tail[: _LONG_END.size])
+        short = [
+            min(n, most) for n, most in zip(longer, [0xFFFF] * 4 + [0xFFFFFFFF] * 2, strict=True)
+        ]
+        if (long_magic, length, found) != (b'PK\6\6', 44, short) or _POINTER.unpack(pointer)[
+            1:3
+        ] != (0, end):
             raise ValueError('it has two ends')
         found = longer
     disk, first_disk, n_here, n, length, start = found
@@ -153,8 +189,10 @@ def _other_kind(path: Path) -> str:
     except _UNREADABLE:
         return ''  # or damaged
     if any(n.endswith('/models/model.json') for n in names):
-        return ('a program that `learn.export` wrote, and no weights: run it by `torch.export.load(path).module()(x)`, '
-                'if you trust it. What loads here is written by `learn.save` or `learn.save_learner`.')
+        return (
+            'a program that `learn.export` wrote, and no weights: run it by `torch.export.load(path).module()(x)`, '
+            'if you trust it. What loads here is written by `learn.save` or `learn.save_learner`.'
+        )
     if any('/code/' in n for n in names):
         return 'a TorchScript program, and no weights: run it by `torch.jit.load`.'
     if any(n.endswith('data.pkl') for n in names):
@@ -163,6 +201,7 @@ def _other_kind(path: Path) -> str:
 
 
 # The pickle
+
 
 def _check_pickles(path: Path) -> None:
     "Raise `ValueError` for pickles that would take far more memory than they have bytes."
@@ -181,7 +220,9 @@ def _pickles(path: Path) -> Iterator[list[BinaryIO]]:
         with ZipFile(f) as archive:
             info = next(info for info in archive.infolist() if info.filename.endswith('/data.pkl'))
             if info.file_size > MAX_PICKLE:
-                raise ValueError(f'it has a pickle of {info.file_size:,} bytes, and {MAX_PICKLE:,} can be read')
+                raise ValueError(
+                    f'it has a pickle of {info.file_size:,} bytes, and {MAX_PICKLE:,} can be read'
+                )
             yield [BytesIO(archive.read(info))]
 
 
@@ -194,7 +235,9 @@ def _check_pickle(pickle: BinaryIO) -> None:
         if n_parts > MAX_PARTS or n_marks > MAX_MARKS:
             raise ValueError(f'it has more than {MAX_PARTS:,} lists and dicts, or too deep ones')
         if op.name == 'PROTO' and value != 2:
-            raise ValueError(f'its pickle has protocol {value}: save it by `torch.save` without `pickle_protocol`')
+            raise ValueError(
+                f'its pickle has protocol {value}: save it by `torch.save` without `pickle_protocol`'
+            )
         if op.name == 'GLOBAL':
             imported.add(str(value).rpartition(' ')[2])
         elif op.name == 'BINUNICODE':
@@ -225,16 +268,21 @@ def _unsafe(path: Path) -> list[str]:
 
 def _why_unsafe(path: Path, names: list[str]) -> str:
     shown = ', '.join(names[:5]) + (', ...' if len(names) > 5 else '')
-    text = f'{path} holds more than weights: loading it would run code ({shown}). Nothing was loaded.'
+    text = (
+        f'{path} holds more than weights: loading it would run code ({shown}). Nothing was loaded.'
+    )
     if any(n.startswith('fastai.') for n in names):
-        return (f"{text} It looks like a Learner that fastai's `learn.export` pickled. With fastai, load it and write "
-                "`torch.save(learn.model.state_dict(), 'weights.pth')`; that file loads here.")
+        return (
+            f"{text} It looks like a Learner that fastai's `learn.export` pickled. With fastai, load it and write "
+            "`torch.save(learn.model.state_dict(), 'weights.pth')`; that file loads here."
+        )
     if any(n.startswith('torch.nn.') for n in names):
         return f'{text} It looks like a whole pickled model: save `model.state_dict()` instead.'
     return text
 
 
 # The tensors
+
 
 def _check_tensors(content: Any, size: int) -> None:
     "Raise `ValueError` for tensors with more bytes than the file has, or with the same bytes again and again."

@@ -1,4 +1,5 @@
 """The ranks that train together: which of them this process is, and collectives between their hosts."""
+
 from __future__ import annotations
 
 import os
@@ -28,7 +29,9 @@ Address = tuple[str, int]
 # what ranks agree on while they train (see `Comm.post`)
 SLOTS = ('stop', 'leave', 'failed', 'clock')
 
-_stores: dict[Address, Store] = {}      # kept open: the same processes may join again at the same address
+_stores: dict[
+    Address, Store
+] = {}  # kept open: the same processes may join again at the same address
 _n_joined: Counter[Address] = Counter()
 
 
@@ -43,19 +46,20 @@ class Comm:
     >>> ALONE.rank, ALONE.size, ALONE.broadcast('x'), ALONE.gather('x'), ALONE.any(False), ALONE.post('stop', 1.)
     (0, 1, 'x', ['x'], False, 1.0)
     """
+
     rank: int = 0
     size: int = 1
-    local_rank: int = 0                   # on its machine
-    timeout_s: float = 600.               # after which a rank that waits for another gives up
+    local_rank: int = 0  # on its machine
+    timeout_s: float = 600.0  # after which a rank that waits for another gives up
     control: ProcessGroup | None = None
-    store: Store | None = None            # through which a rank that fails reaches the others
-    is_ours: bool = False                 # the process group was made here, and is destroyed here
-    is_broken: bool = False               # a run has failed: nobody knows where the other ranks are
-    variables: tuple[str, ...] = ()       # of the environment, that were set by `join_ranks`
-    n_steps: int = 0                      # of this run: as many in every rank
-    _posted: list[float] = field(default_factory=lambda: [0.] * len(SLOTS))
-    _agreed: list[float] = field(default_factory=lambda: [0.] * len(SLOTS))
-    _pending: tuple[Any, Tensor] | None = None   # an exchange that is not waited for yet
+    store: Store | None = None  # through which a rank that fails reaches the others
+    is_ours: bool = False  # the process group was made here, and is destroyed here
+    is_broken: bool = False  # a run has failed: nobody knows where the other ranks are
+    variables: tuple[str, ...] = ()  # of the environment, that were set by `join_ranks`
+    n_steps: int = 0  # of this run: as many in every rank
+    _posted: list[float] = field(default_factory=lambda: [0.0] * len(SLOTS))
+    _agreed: list[float] = field(default_factory=lambda: [0.0] * len(SLOTS))
+    _pending: tuple[Any, Tensor] | None = None  # an exchange that is not waited for yet
 
     @property
     def is_first(self) -> bool:
@@ -71,12 +75,13 @@ class Comm:
 
     def broadcast(
         self,
-        value: Any,    # of the first rank; the other ranks' values are ignored
+        value: Any,  # of the first rank; the other ranks' values are ignored
     ) -> Any:
         "Return the first rank's value, in every rank."
         if self.size == 1:
             return value
         import torch.distributed as dist
+
         values = [pack(value) if self.is_first else b'']
         dist.broadcast_object_list(values, group_src=0, group=self.control)
         return value if self.is_first else unpack(values[0])
@@ -84,7 +89,7 @@ class Comm:
     def gather(
         self,
         value: Any,
-        what: str = 'values',   # what is gathered, for the error if ranks gather different things
+        what: str = 'values',  # what is gathered, for the error if ranks gather different things
     ) -> list[Any]:
         """Return the values of all ranks, in the order of ranks, in every rank.
 
@@ -92,6 +97,7 @@ class Comm:
         if self.size == 1:
             return [value]
         import torch.distributed as dist
+
         gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, (what, pack(value)), group=self.control)
         for rank, (other, _) in enumerate(gathered):
@@ -99,21 +105,25 @@ class Comm:
                 raise DistributedError(
                     f'Process 0 of {self.size} gathers {gathered[0][0]}, and process {rank} gathers {other}: what all '
                     'processes call together (fit, validate, get_preds, load, gather) was called in one of them '
-                    'alone, or in another order.')
-        return [value if rank == self.rank else unpack(data) for rank, (_, data) in enumerate(gathered)]
+                    'alone, or in another order.'
+                )
+        return [
+            value if rank == self.rank else unpack(data) for rank, (_, data) in enumerate(gathered)
+        ]
 
     def collect(self, value: Any) -> list[Any]:
         "Return the values of all ranks in the first one, and an empty list in the others."
         if self.size == 1:
             return [value]
         import torch.distributed as dist
+
         collected: list[Any] = [None] * self.size if self.is_first else []
         dist.gather_object(pack(value), collected or None, group_dst=0, group=self.control)
         return [unpack(data) for data in collected]
 
     def sum(
         self,
-        t: Tensor,     # of one shape in every rank
+        t: Tensor,  # of one shape in every rank
     ) -> Tensor:
         "Return the sum of a tensor over all ranks, in float64 on the host: the same in each, to the last bit."
         return self.start_sum(t)()
@@ -124,11 +134,13 @@ class Comm:
         if self.size == 1:
             return lambda: total
         import torch.distributed as dist
+
         work = dist.all_reduce(total, group=self.control, async_op=True)
 
         def wait() -> Tensor:
             work.wait()
             return total
+
         return wait
 
     def any(self, flag: bool) -> bool:
@@ -140,11 +152,12 @@ class Comm:
         if self.size == 1:
             return
         import torch.distributed as dist
+
         dist.barrier(group=self.control)
 
     def run_on_all(
         self,
-        f: Callable[[], T],   # for this rank to do
+        f: Callable[[], T],  # for this rank to do
     ) -> T:
         """Call `f` in every rank, and return its result when all are through.
 
@@ -161,7 +174,9 @@ class Comm:
             result = f()
         except Exception as e:
             error = e
-        messages = self.gather(None if error is None else f'{type(error).__name__}: {error}', 'errors')
+        messages = self.gather(
+            None if error is None else f'{type(error).__name__}: {error}', 'errors'
+        )
         if error is not None:
             raise error
         for rank, message in enumerate(messages):
@@ -169,12 +184,12 @@ class Comm:
                 raise DistributedError(f'Process {rank} of {self.size} has failed: {message}')
         return result  # type: ignore[return-value]  # without an error it is what `f` has returned
 
-    # -- numbers that are exchanged while a batch is computed ----------------------------------------------------------
+    # -- numbers that are exchanged while a batch is computed --------------------------------------
 
     def post(
         self,
-        slot: str,       # one of `SLOTS`
-        value: float,    # of this rank
+        slot: str,  # one of `SLOTS`
+        value: float,  # of this rank
     ) -> float:
         """Post a number, and return the greatest that any rank has posted, as of the last `exchange`: the same in all.
 
@@ -192,7 +207,7 @@ class Comm:
     def set(
         self,
         slot: str,
-        value: float,   # the same in every rank
+        value: float,  # the same in every rank
     ) -> None:
         "Set a slot that every rank sets alike."
         if self.size == 1:
@@ -202,7 +217,7 @@ class Comm:
 
     def exchange(
         self,
-        sends: bool = True,   # send what is posted by now
+        sends: bool = True,  # send what is posted by now
     ) -> None:
         "At the end of a batch: receive what was sent at the end of an earlier one, and begin to send what is posted."
         if self.size == 1:
@@ -211,6 +226,7 @@ class Comm:
         if not sends:
             return
         import torch.distributed as dist
+
         t = torch.tensor(self._numbers(), dtype=torch.float64)
         self._pending = dist.all_reduce(t, dist.ReduceOp.MAX, self.control, async_op=True), t
 
@@ -221,12 +237,13 @@ class Comm:
 
     def sync(
         self,
-        *numbers: float,   # more of this rank
+        *numbers: float,  # more of this rank
     ) -> list[list[float]]:
         "Agree on what is posted, and wait for it: between epochs. Return the numbers of all ranks."
         if self.size == 1:
             return [list(numbers)]
         import torch.distributed as dist
+
         self._receive()
         t = torch.tensor([*self._numbers(), *numbers], dtype=torch.float64)
         gathered = [torch.empty_like(t) for _ in range(self.size)]
@@ -238,7 +255,7 @@ class Comm:
     def reset(self, **values: float) -> None:
         "Begin a run: nothing is posted but `values`, which are the same in all ranks."
         self._pending, self.n_steps = None, 0
-        self._agreed = [values.get(slot, 0.) for slot in SLOTS]
+        self._agreed = [values.get(slot, 0.0) for slot in SLOTS]
         self._posted = list(self._agreed)
 
     def _numbers(self) -> list[float]:
@@ -257,13 +274,15 @@ class Comm:
             raise DistributedError(
                 f'The processes have taken {-least:g} to {most:g} steps in this fit, and no longer have the same '
                 'weights. In some of them alone a batch or a step was cancelled: take such a decision from what is the '
-                'same in all, or let `self.world.any(...)` take it.')
+                'same in all, or let `self.world.any(...)` take it.'
+            )
 
-    # -- leaving -------------------------------------------------------------------------------------------------------
+    # -- leaving -----------------------------------------------------------------------------------
 
     def leave(self) -> None:
         "Destroy the control group, and the group of all where it was made here. A second call does nothing."
         import torch.distributed as dist
+
         for name in self.variables:
             os.environ.pop(name, None)
         group, self.control, self._pending = self.control, None, None
@@ -307,16 +326,22 @@ def launched_as(
     env = os.environ if env is None else env
     if 'RANK' in env and 'WORLD_SIZE' in env:
         if missing := [name for name in ('MASTER_ADDR', 'MASTER_PORT') if name not in env]:
-            raise DistributedError(f'RANK and WORLD_SIZE are set, but not {" and ".join(missing)}. Start the script by '
-                                   '`torchrun --nproc-per-node=N script.py`, or set them all.')
+            raise DistributedError(
+                f'RANK and WORLD_SIZE are set, but not {" and ".join(missing)}. Start the script by '
+                '`torchrun --nproc-per-node=N script.py`, or set them all.'
+            )
         names = ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')
         return {**{name: env[name] for name in names}, 'LOCAL_RANK': env.get('LOCAL_RANK', '0')}
     # srun sets it for the processes of a step; a batch script or an interactive shell is one process on its own
     if int(env.get('SLURM_STEP_NUM_TASKS', 1)) == 1:
         return {}
-    return {'RANK': env['SLURM_PROCID'], 'WORLD_SIZE': env['SLURM_STEP_NUM_TASKS'],
-            'LOCAL_RANK': env.get('SLURM_LOCALID', '0'), 'MASTER_ADDR': env.get('MASTER_ADDR') or _first_host(env),
-            'MASTER_PORT': env.get('MASTER_PORT') or str(20_000 + int(env['SLURM_JOB_ID']) % 40_000)}
+    return {
+        'RANK': env['SLURM_PROCID'],
+        'WORLD_SIZE': env['SLURM_STEP_NUM_TASKS'],
+        'LOCAL_RANK': env.get('SLURM_LOCALID', '0'),
+        'MASTER_ADDR': env.get('MASTER_ADDR') or _first_host(env),
+        'MASTER_PORT': env.get('MASTER_PORT') or str(20_000 + int(env['SLURM_JOB_ID']) % 40_000),
+    }
 
 
 def _first_host(env: Mapping[str, str]) -> str:
@@ -327,16 +352,20 @@ def _first_host(env: Mapping[str, str]) -> str:
     if '[' not in nodes:
         return nodes.split(',')[0]
     try:
-        hosts = subprocess.run(['scontrol', 'show', 'hostnames', nodes], capture_output=True, text=True, check=True)
+        hosts = subprocess.run(
+            ['scontrol', 'show', 'hostnames', nodes], capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError) as e:
-        raise DistributedError(f'The first of {nodes} is not known, as `scontrol` does not run here ({e}). Set '
-                               'MASTER_ADDR to its name.') from None
+        raise DistributedError(
+            f'The first of {nodes} is not known, as `scontrol` does not run here ({e}). Set '
+            'MASTER_ADDR to its name.'
+        ) from None
     return hosts.stdout.split()[0]
 
 
 def join_ranks(
-    timeout_s: float = 600.,       # seconds after which a rank that waits for another gives up
-    backend: str | None = None,    # torch's name; None: NCCL between GPUs and gloo between CPUs
+    timeout_s: float = 600.0,  # seconds after which a rank that waits for another gives up
+    backend: str | None = None,  # torch's name; None: NCCL between GPUs and gloo between CPUs
 ) -> Comm:
     """Join the processes that were started together, and return their `Comm`.
 
@@ -344,10 +373,12 @@ def join_ranks(
     A process that nothing has started with others is alone. Raises `DistributedError` where they cannot be joined.
     """
     import torch.distributed as dist
+
     if not dist.is_available():
         return ALONE
     # imported later, its functions would keep the process group for good, as the default of an argument (torch 2.13)
     import torch.distributed.nn
+
     was_there = dist.is_initialized()
     launched = {} if was_there else launched_as()
     if not was_there and not launched:
@@ -365,8 +396,13 @@ def join_ranks(
         backend = backend or ('cpu:gloo,cuda:nccl' if torch.cuda.is_available() else 'gloo')
     try:
         if not was_there:
-            dist.init_process_group(backend, timeout=timeout, rank=int(launched['RANK']),
-                                    world_size=int(launched['WORLD_SIZE']), store=rendezvous(launched, timeout))
+            dist.init_process_group(
+                backend,
+                timeout=timeout,
+                rank=int(launched['RANK']),
+                world_size=int(launched['WORLD_SIZE']),
+                store=rendezvous(launched, timeout),
+            )
         control = dist.new_group(backend='gloo', timeout=timeout)
     except (RuntimeError, ValueError) as e:
         for name in variables:
@@ -374,14 +410,28 @@ def join_ranks(
         if not was_there and dist.is_initialized():
             dist.destroy_process_group()
         if not launched:
-            raise DistributedError(f'The processes of this group cannot make one for the hosts: {e}') from e
-        raise DistributedError(f'Process {launched["RANK"]} of {launched["WORLD_SIZE"]} cannot join the others at '
-                               f'{launched["MASTER_ADDR"]}:{launched["MASTER_PORT"]}: {str(e).rstrip(".")}. Were all '
-                               'started, with the same WORLD_SIZE, and is the port free?') from e
-    store = dist.PrefixStore(f'learnkit/{control.group_name}', dist.distributed_c10d._get_default_store())
+            raise DistributedError(
+                f'The processes of this group cannot make one for the hosts: {e}'
+            ) from e
+        raise DistributedError(
+            f'Process {launched["RANK"]} of {launched["WORLD_SIZE"]} cannot join the others at '
+            f'{launched["MASTER_ADDR"]}:{launched["MASTER_PORT"]}: {str(e).rstrip(".")}. Were all '
+            'started, with the same WORLD_SIZE, and is the port free?'
+        ) from e
+    store = dist.PrefixStore(
+        f'learnkit/{control.group_name}', dist.distributed_c10d._get_default_store()
+    )
     local = int(os.environ.get('LOCAL_RANK', dist.get_rank()))
-    return Comm(dist.get_rank(), dist.get_world_size(), local, timeout_s, control, store, not was_there,
-                variables=variables)
+    return Comm(
+        dist.get_rank(),
+        dist.get_world_size(),
+        local,
+        timeout_s,
+        control,
+        store,
+        not was_there,
+        variables=variables,
+    )
 
 
 def _await_first(launched: Mapping[str, str], timeout_s: float) -> None:
@@ -389,25 +439,27 @@ def _await_first(launched: Mapping[str, str], timeout_s: float) -> None:
     address, end = _address(launched), monotonic() + timeout_s
     while True:
         try:
-            socket.create_connection(address, timeout=max(0.1, min(1., end - monotonic()))).close()
+            socket.create_connection(address, timeout=max(0.1, min(1.0, end - monotonic()))).close()
             return
         except OSError as e:
             if monotonic() > end:
                 raise DistributedError(
                     f'Process {launched["RANK"]} of {launched["WORLD_SIZE"]} cannot reach the first one at '
-                    f'{address[0]}:{address[1]} within {timeout_s:g} s: {e}.') from None
+                    f'{address[0]}:{address[1]} within {timeout_s:g} s: {e}.'
+                ) from None
         sleep(0.02)
 
 
 def rendezvous(
-    launched: Mapping[str, str],   # of this process, by torchrun's names
-    timeout: timedelta,            # the longest that others are waited for
+    launched: Mapping[str, str],  # of this process, by torchrun's names
+    timeout: timedelta,  # the longest that others are waited for
 ) -> Store:
     """Return the store over which the ranks join, with a prefix that nobody has used before.
 
     torchrun's store outlives the processes that it starts again, and the first rank's outlives a group: the same
     processes may join again."""
     from torch.distributed import PrefixStore, TCPStore
+
     address = _address(launched)
     if address not in _stores:
         is_host = launched['RANK'] == '0' and not has_agent_store()

@@ -1,4 +1,5 @@
 """Another value for an attribute, for the length of a context."""
+
 from __future__ import annotations
 
 from typing import Any, Self
@@ -18,6 +19,7 @@ class replacing_yield:
     >>> o.a
     1
     """
+
     def __init__(self, o: Any, attr: str, val: Any) -> None:
         self.o, self.attr, self.val, self.inside = o, attr, val, False
 
@@ -25,12 +27,15 @@ class replacing_yield:
         self.old, self.inside = getattr(self.o, self.attr), True
         setattr(self.o, self.attr, self.val)
 
-    def __exit__(self, *exc_info: object) -> None: setattr(self.o, self.attr, self.old)
+    def __exit__(self, *exc_info: object) -> None:
+        setattr(self.o, self.attr, self.old)
 
-    def __iter__(self) -> Self: return self
+    def __iter__(self) -> Self:
+        return self
 
     def __next__(self) -> None:
-        if not self.inside: return self.__enter__()
+        if not self.inside:
+            return self.__enter__()
         self.__exit__()
         raise StopIteration
 

@@ -2,6 +2,7 @@
 
 Batches are averaged by this number: in the losses of an epoch, and in the gradients of microbatches, of accumulated
 batches and of several processes. Only then is the mean over batches the loss of all of them together."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -16,17 +17,42 @@ from torch import Tensor, nn
 from learnkit.core.errors import OptionError, did_you_mean
 from learnkit.core.validation import warn_user
 
-__all__ = ['ClassTargets', 'Denominator', 'Elements', 'ModelTargets', 'Samples', 'Tokens', 'Unknown', 'WEIGHT_FUNCS',
-           'check_weight_func', 'count_targets', 'denominator_of', 'denominator_of_model']
+__all__ = [
+    'ClassTargets',
+    'Denominator',
+    'Elements',
+    'ModelTargets',
+    'Samples',
+    'Tokens',
+    'Unknown',
+    'WEIGHT_FUNCS',
+    'check_weight_func',
+    'count_targets',
+    'denominator_of',
+    'denominator_of_model',
+]
 
-FEW = 128                               # numbers that are counted in a list
-IGNORED = -100                          # torch's default `ignore_index`
-WEIGHT_FUNCS = ('tokens', 'samples')    # names that `Learner(weight_func=)` takes
+FEW = 128  # numbers that are counted in a list
+IGNORED = -100  # torch's default `ignore_index`
+WEIGHT_FUNCS = ('tokens', 'samples')  # names that `Learner(weight_func=)` takes
 OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
-OF_ELEMENTS = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)
+OF_ELEMENTS = (
+    nn.MSELoss,
+    nn.L1Loss,
+    nn.SmoothL1Loss,
+    nn.HuberLoss,
+    nn.BCELoss,
+    nn.BCEWithLogitsLoss,
+)
 FUNCTIONS_OF_CLASSES = (F.cross_entropy, F.nll_loss)
-FUNCTIONS_OF_ELEMENTS = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
-                         F.binary_cross_entropy_with_logits)
+FUNCTIONS_OF_ELEMENTS = (
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+)
 KEYWORDS = {'weight', 'ignore_index', 'reduction', 'label_smoothing', 'pos_weight', 'beta', 'delta'}
 
 
@@ -75,7 +101,7 @@ class ClassTargets(Denominator):
     def __init__(
         self,
         options: nn.Module | Mapping[str, Any],  # `weight`, `ignore_index`, `reduction`; may change
-        axis: int = 1,                           # where the classes of probabilities are
+        axis: int = 1,  # where the classes of probabilities are
     ) -> None:
         self.axis = axis
         self.options, self.is_module = options, isinstance(options, nn.Module)
@@ -131,7 +157,9 @@ class ModelTargets(Denominator):
         if not has_class_numbers(yb):
             return None
         labels = yb[0]
-        return count_targets(labels[..., 1:] if self.is_shifted and labels.ndim > 1 else labels, IGNORED)
+        return count_targets(
+            labels[..., 1:] if self.is_shifted and labels.ndim > 1 else labels, IGNORED
+        )
 
 
 class Unknown(Denominator):
@@ -139,8 +167,8 @@ class Unknown(Denominator):
 
     def __init__(
         self,
-        name: str,       # of the function
-        why: str = '',   # it is known not to be the samples
+        name: str,  # of the function
+        why: str = '',  # it is known not to be the samples
     ) -> None:
         self.name, self.why, self.has_warned = name, why, False
 
@@ -148,11 +176,16 @@ class Unknown(Denominator):
         if self.has_warned or not (self.why or holds_ignored(yb)):
             return
         self.has_warned = True
-        why = self.why or f'there are targets of {IGNORED}, and it cannot be seen whether {self.name} leaves them out'
-        warn_user(f'{why[0].upper()}{why[1:]}. Batches are averaged by their number of samples, in losses of an epoch '
-                  "as in gradients of microbatches or accumulated batches. Where the loss is a mean over the targets "
-                  f"that are not {IGNORED}, write Learner(weight_func='tokens'); for another mean, a function "
-                  "weight_func(xb, yb); where it is the samples', weight_func='samples'.")
+        why = (
+            self.why
+            or f'there are targets of {IGNORED}, and it cannot be seen whether {self.name} leaves them out'
+        )
+        warn_user(
+            f'{why[0].upper()}{why[1:]}. Batches are averaged by their number of samples, in losses of an epoch '
+            'as in gradients of microbatches or accumulated batches. Where the loss is a mean over the targets '
+            f"that are not {IGNORED}, write Learner(weight_func='tokens'); for another mean, a function "
+            "weight_func(xb, yb); where it is the samples', weight_func='samples'."
+        )
 
 
 def denominator_of(loss_func: Any) -> Denominator:
@@ -168,7 +201,7 @@ def denominator_of(loss_func: Any) -> Denominator:
     >>> denominator_of(nn.MSELoss()).count((torch.zeros(3, 2),))
     6
     """
-    loss_func = getattr(loss_func, '_orig_mod', loss_func)   # of torch.compile
+    loss_func = getattr(loss_func, '_orig_mod', loss_func)  # of torch.compile
     own = getattr(loss_func, 'loss_denominator', None)
     if own is not None:
         return own()
@@ -177,7 +210,11 @@ def denominator_of(loss_func: Any) -> Denominator:
     if isinstance(loss_func, OF_ELEMENTS) and has_forward_of(loss_func, OF_ELEMENTS):
         return Elements()
     func, keywords = loss_func, {}
-    if isinstance(loss_func, partial) and not loss_func.args and set(loss_func.keywords) <= KEYWORDS:
+    if (
+        isinstance(loss_func, partial)
+        and not loss_func.args
+        and set(loss_func.keywords) <= KEYWORDS
+    ):
         func, keywords = loss_func.func, loss_func.keywords
     if func in FUNCTIONS_OF_CLASSES:
         return ClassTargets(keywords)
@@ -200,7 +237,9 @@ def denominator_of_model(model: nn.Module) -> Denominator:
     if type(model).forward.__module__.partition('.')[0] not in ('transformers', 'peft'):
         return Unknown(f'the own loss of {name}')
     is_decoder = not getattr(getattr(model, 'config', None), 'is_encoder_decoder', False)
-    predicts_next = 'ForCausalLM' in name or name.endswith(('LMHeadModel', 'ForConditionalGeneration'))
+    predicts_next = 'ForCausalLM' in name or name.endswith(
+        ('LMHeadModel', 'ForConditionalGeneration')
+    )
     return ModelTargets(is_shifted=is_decoder and predicts_next and not name.startswith('XLNet'))
 
 
@@ -208,8 +247,10 @@ def check_weight_func(weight_func: Any) -> Any:
     "Return a `weight_func`; raise `OptionError` for what is neither a function nor one of `WEIGHT_FUNCS`."
     if weight_func is None or callable(weight_func) or weight_func in WEIGHT_FUNCS:
         return weight_func
-    raise OptionError(f'weight_func={weight_func!r}: give {" or ".join(map(repr, WEIGHT_FUNCS))}, or a function f(xb, '
-                      f'yb) that returns what a batch weighs.{did_you_mean(str(weight_func), WEIGHT_FUNCS)}')
+    raise OptionError(
+        f'weight_func={weight_func!r}: give {" or ".join(map(repr, WEIGHT_FUNCS))}, or a function f(xb, '
+        f'yb) that returns what a batch weighs.{did_you_mean(str(weight_func), WEIGHT_FUNCS)}'
+    )
 
 
 def has_class_numbers(yb: tuple[Any, ...]) -> bool:
@@ -218,9 +259,9 @@ def has_class_numbers(yb: tuple[Any, ...]) -> bool:
 
 
 def count_targets(
-    targ: Tensor,       # class numbers, of any shape
+    targ: Tensor,  # class numbers, of any shape
     ignore_index: int,
-) -> int | Tensor:      # on a device a tensor that stays there
+) -> int | Tensor:  # on a device a tensor that stays there
     """Return how many targets are not `ignore_index`.
 
     >>> count_targets(torch.tensor([[1, -100], [0, 2]]), -100)
@@ -228,7 +269,7 @@ def count_targets(
     """
     if type(targ) is Tensor and targ.is_cpu:
         n = targ.numel()
-        if n <= FEW and targ.ndim == 1:   # a list is the quickest for few numbers, then an array
+        if n <= FEW and targ.ndim == 1:  # a list is the quickest for few numbers, then an array
             return n - targ.tolist().count(ignore_index)
         return int(np.count_nonzero(targ.numpy() != ignore_index))
     return (targ.long() != ignore_index).sum()
@@ -246,5 +287,7 @@ def sum_of_weights(targ: Tensor, ignore_index: int, weight: Tensor) -> float | T
 
 def holds_ignored(yb: tuple[Any, ...]) -> bool:
     "Return True if a whole number among the targets is -100; this waits for a device."
-    numbers = [t for t in yb if isinstance(t, Tensor) and not t.is_floating_point() and t.dtype.is_signed]
+    numbers = [
+        t for t in yb if isinstance(t, Tensor) and not t.is_floating_point() and t.dtype.is_signed
+    ]
     return any(bool((t == IGNORED).any()) for t in numbers)

@@ -2,12 +2,45 @@
 
 A `LearnkitError` says what was wrong, where, and what to do about it. A `CancelException` is no error: raised in a
 callback it skips the rest of its level (see `learnkit.engine.events` for the table)."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-__all__ = ['CancelException', 'CancelBackwardException', 'CancelStepException', 'CancelBatchException', 'CancelTrainException', 'CancelValidException', 'CancelEpochException', 'CancelFitException', 'StepPutOff', 'LearnkitError', 'CallbackError', 'UnknownEventError', 'OrderError', 'CancelError', 'LoaderError', 'EmptyLoaderError', 'BatchError', 'LossError', 'MetricError', 'OptimizerError', 'ModelError', 'FitError', 'TimeError', 'OptionError', 'ScheduleError', 'WeightsError', 'CheckpointError', 'DamagedError', 'FolderInUseError', 'MissingExtraError', 'DistributedError']
+__all__ = [
+    'CancelException',
+    'CancelBackwardException',
+    'CancelStepException',
+    'CancelBatchException',
+    'CancelTrainException',
+    'CancelValidException',
+    'CancelEpochException',
+    'CancelFitException',
+    'StepPutOff',
+    'LearnkitError',
+    'CallbackError',
+    'UnknownEventError',
+    'OrderError',
+    'CancelError',
+    'LoaderError',
+    'EmptyLoaderError',
+    'BatchError',
+    'LossError',
+    'MetricError',
+    'OptimizerError',
+    'ModelError',
+    'FitError',
+    'TimeError',
+    'OptionError',
+    'ScheduleError',
+    'WeightsError',
+    'CheckpointError',
+    'DamagedError',
+    'FolderInUseError',
+    'MissingExtraError',
+    'DistributedError',
+]
 
 
 class CancelException(Exception):
@@ -20,6 +53,7 @@ class CancelException(Exception):
     >>> [cls.level for cls in CancelException.__subclasses__()]
     ['backward', 'step', 'batch', 'train', 'validate', 'epoch', 'fit']
     """
+
     level = ''  # the level whose wrapper catches it
 
 
@@ -37,6 +71,7 @@ class CancelBackwardException(CancelException):
     >>> learn.opt.n_steps
     4
     """
+
     level = 'backward'
 
 
@@ -53,6 +88,7 @@ class CancelStepException(CancelException):
     >>> learn.train_iter, learn.opt.n_steps
     (4, 2)
     """
+
     level = 'step'
 
 
@@ -67,6 +103,7 @@ class CancelBatchException(CancelException):
     >>> learn.opt.n_steps
     2
     """
+
     level = 'batch'
 
 
@@ -94,6 +131,7 @@ class CancelTrainException(CancelException):
     >>> learn.train_iter, learn.history[0]['valid_loss'] is not None
     (3, True)
     """
+
     level = 'train'
 
 
@@ -108,6 +146,7 @@ class CancelValidException(CancelException):
     >>> [row['valid_loss'] is not None for row in learn.history]
     [False, False, True]
     """
+
     level = 'validate'
 
 
@@ -124,6 +163,7 @@ class CancelEpochException(CancelException):
     >>> [row['epoch'] for row in learn.history]
     [1, 2]
     """
+
     level = 'epoch'
 
 
@@ -140,12 +180,13 @@ class CancelFitException(CancelException):
     >>> learn.train_iter, len(learn.history)
     (15, 1)
     """
+
     level = 'fit'
 
 
 def did_you_mean(
-    word: str,              # what was written
-    known: Iterable[str],   # what could have been meant
+    word: str,  # what was written
+    known: Iterable[str],  # what could have been meant
 ) -> str:
     """Return ` Did you mean `x`?` for the closest of `known`, or an empty string when nothing is close.
 

@@ -1,4 +1,5 @@
 """Write files that are there whole or not at all."""
+
 from __future__ import annotations
 
 import errno
@@ -51,11 +52,14 @@ def atomic_write(
 def check_writable(path: str | Path) -> None:
     "Make the folders above `path` and write an empty file there for a moment. Raises the `OSError` that this gives."
     path = Path(os.path.realpath(path))
-    if path.is_dir(): raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp = _temporary(path)
-    try: tmp.touch()
-    finally: tmp.unlink(missing_ok=True)
+    try:
+        tmp.touch()
+    finally:
+        tmp.unlink(missing_ok=True)
 
 
 def sweep(
@@ -67,21 +71,29 @@ def sweep(
     swept: list[Path] = []
     for path in sorted(Path(os.path.realpath(folder)).glob('.*.tmp-*')):
         name = _TEMPORARY.fullmatch(path.name)
-        if name is None or path.is_symlink() or not path.is_file(): continue
+        if name is None or path.is_symlink() or not path.is_file():
+            continue
         pid = int(name[1])
-        if path in _writing if pid == os.getpid() else _lives(pid): continue
-        try: path.unlink()
-        except OSError: continue
+        if path in _writing if pid == os.getpid() else _lives(pid):
+            continue
+        try:
+            path.unlink()
+        except OSError:
+            continue
         swept.append(path)
     return swept
 
 
 def _lives(pid: int) -> bool:
     "Say whether a process exists, as far as this can be known."
-    if os.name == 'nt': return True  # asking by a signal would end it there
-    try: os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError): return False
-    except PermissionError: pass  # it is another user's
+    if os.name == 'nt':
+        return True  # asking by a signal would end it there
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass  # it is another user's
     return True
 
 
@@ -91,15 +103,20 @@ def _temporary(path: Path) -> Path:
 
 
 def _flush(path: Path) -> None:
-    with path.open('rb+') as f: os.fsync(f.fileno())
+    with path.open('rb+') as f:
+        os.fsync(f.fileno())
 
 
 def flush_folder(folder: Path) -> None:
     "Let the names in a folder reach the disk, where the system can."
-    if os.name == 'nt': return  # Windows opens no folders
+    if os.name == 'nt':
+        return  # Windows opens no folders
     try:
         fd = os.open(folder, os.O_RDONLY)
-        try: os.fsync(fd)
-        finally: os.close(fd)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
     except OSError as e:
-        if e.errno not in _CANNOT_SYNC: raise
+        if e.errno not in _CANNOT_SYNC:
+            raise

@@ -2,6 +2,7 @@
 
 Everything that is put into a table is escaped here. Nothing has a colour of its own; borders are a grey that is seen on
 any ground. A saved notebook holds all that is needed to show it again, and a text beside it."""
+
 from __future__ import annotations
 
 import sys
@@ -12,17 +13,27 @@ from math import inf
 from numbers import Integral, Real
 from typing import Any
 
-__all__ = ['DisplayHandle', 'definitions', 'truncate_rows', 'format_cell', 'html_row', 'in_notebook', 'never_raising', 'safe_call', 'table']
+__all__ = [
+    'DisplayHandle',
+    'definitions',
+    'truncate_rows',
+    'format_cell',
+    'html_row',
+    'in_notebook',
+    'never_raising',
+    'safe_call',
+    'table',
+]
 
 MAX_ROWS = 60  # of a table; a saved notebook stays small
 _LINE = 'thin solid rgba(128,128,128,.4)'
 
 
 def table(
-    head: Sequence[str],              # the names of the columns
-    rows: Iterable[Sequence[Any]],    # a column of numbers stands to the right, any other to the left
-    title: str = '',                  # stands above the table
-    max_rows: int = MAX_ROWS,         # where there are more, the first and the last are shown
+    head: Sequence[str],  # the names of the columns
+    rows: Iterable[Sequence[Any]],  # a column of numbers stands to the right, any other to the left
+    title: str = '',  # stands above the table
+    max_rows: int = MAX_ROWS,  # where there are more, the first and the last are shown
 ) -> str:
     """Return an HTML table.
 
@@ -30,33 +41,41 @@ def table(
     '<div><b>a step</b></div><table style="border-collapse:collapse"><th'
     """
     texts = [list(map(format_cell, row)) for row in rows]
-    sides = ['right' if all(map(_is_count, column)) else 'left' for column in zip(*texts, strict=False)]
+    sides = [
+        'right' if all(map(_is_count, column)) else 'left' for column in zip(*texts, strict=False)
+    ]
     lines = [html_row('td', row, sides) for row in texts]
-    body = ''.join(truncate_rows(lines, max_rows, f'<tr><td colspan="{len(head)}">{{}}</td></tr>', '... {} more ...'))
+    body = ''.join(
+        truncate_rows(
+            lines, max_rows, f'<tr><td colspan="{len(head)}">{{}}</td></tr>', '... {} more ...'
+        )
+    )
     header = f'<thead>{html_row("th", head, sides, f"border-bottom:{_LINE}")}</thead>'
     return f'{_titled(title)}<table style="border-collapse:collapse">{header}<tbody>{body}</tbody></table>'
 
 
 def definitions(
-    entries: Mapping[str, Any],   # by name: a value, several lines, or a function returning either
-    title: str = '',              # stands above the table
+    entries: Mapping[str, Any],  # by name: a value, several lines, or a function returning either
+    title: str = '',  # stands above the table
 ) -> str:
     """Return an HTML table of names and what is said of them; a function that raises is not in the way of the others.
 
     >>> 'ZeroDivisionError' in definitions({'half': lambda: 1 / 0, 'whole': 1})
     True
     """
-    rows = ''.join(f'<tr>{_cell("th", escape(name), "left", f"vertical-align:top;border-right:{_LINE}")}'
-                   f'{_cell("td", "<br>".join(map(escape, _lines(value))), "left")}</tr>'
-                   for name, value in entries.items())
+    rows = ''.join(
+        f'<tr>{_cell("th", escape(name), "left", f"vertical-align:top;border-right:{_LINE}")}'
+        f'{_cell("td", "<br>".join(map(escape, _lines(value))), "left")}</tr>'
+        for name, value in entries.items()
+    )
     return f'{_titled(title)}<table style="border-collapse:collapse"><tbody>{rows}</tbody></table>'
 
 
 def html_row(
-    tag: str,                      # of the cells: 'th' or 'td'
-    cells: Iterable[str],          # their texts
-    sides: Sequence[str] = (),     # where each stands: 'left', 'right'; none: as the table says
-    style: str = '',               # of each
+    tag: str,  # of the cells: 'th' or 'td'
+    cells: Iterable[str],  # their texts
+    sides: Sequence[str] = (),  # where each stands: 'left', 'right'; none: as the table says
+    style: str = '',  # of each
 ) -> str:
     "Return a row of a table."
     cells = list(cells)
@@ -69,10 +88,12 @@ def _cell(tag: str, html: str, side: str, style: str = '') -> str:
     return f'<{tag} style="{styles}">{html}</{tag}>' if styles else f'<{tag}>{html}</{tag}>'
 
 
-def _is_count(text: str) -> bool: return not text or text == 'nan' or text.lstrip('-')[:1].isdigit()
+def _is_count(text: str) -> bool:
+    return not text or text == 'nan' or text.lstrip('-')[:1].isdigit()
 
 
-def _titled(title: str) -> str: return f'<div><b>{escape(title)}</b></div>' if title else ''
+def _titled(title: str) -> str:
+    return f'<div><b>{escape(title)}</b></div>' if title else ''
 
 
 def _lines(value: Any) -> list[str]:
@@ -86,8 +107,10 @@ def safe_call(f: Callable[[], Any]) -> Any:
     >>> safe_call(lambda: 'Adam'), safe_call(lambda: 1 / 0)
     ('Adam', '(not known: ZeroDivisionError)')
     """
-    try: return f()
-    except Exception as e: return f'(not known: {type(e).__name__})'
+    try:
+        return f()
+    except Exception as e:
+        return f'(not known: {type(e).__name__})'
 
 
 def format_cell(value: Any) -> str:
@@ -96,18 +119,20 @@ def format_cell(value: Any) -> str:
     >>> [format_cell(v) for v in (3, 0.5, None, '00:02', 2.5e25)]
     ['3', '0.500000', '', '00:02', '2.5e+25']
     """
-    if value is None: return ''
-    if isinstance(value, Integral) or not isinstance(value, Real): return ' '.join(str(value).split())
+    if value is None:
+        return ''
+    if isinstance(value, Integral) or not isinstance(value, Real):
+        return ' '.join(str(value).split())
     number = float(value)
     return f'{number:.6g}' if 1e9 <= abs(number) < inf else f'{number:.6f}'
 
 
 def truncate_rows(
     lines: list[str],
-    max_rows: int,         # more are hidden
-    row: str,              # how the note stands in a line, at '{}'
-    note: str,             # says how many are hidden, at '{}'
-    first: int = 10,       # lines that stand before the note
+    max_rows: int,  # more are hidden
+    row: str,  # how the note stands in a line, at '{}'
+    note: str,  # says how many are hidden, at '{}'
+    first: int = 10,  # lines that stand before the note
 ) -> list[str]:
     """Put a note in the place of the lines that are too many, behind the first few.
 
@@ -115,33 +140,42 @@ def truncate_rows(
     ['a', '(2 more)', 'd']
     """
     hidden = len(lines) - max_rows
-    if hidden <= 0: return lines
-    return [*lines[:first], row.format(note.format(hidden)), *lines[first + hidden:]]
+    if hidden <= 0:
+        return lines
+    return [*lines[:first], row.format(note.format(hidden)), *lines[first + hidden :]]
 
 
 def never_raising(f: Callable[[Any], str]) -> Callable[[Any], str | None]:
     "Make a `_repr_html_` that gives None where it raises: a notebook then shows the text."
+
     @wraps(f)
     def html(self: Any) -> str | None:
-        try: return f(self)
-        except Exception: return None
+        try:
+            return f(self)
+        except Exception:
+            return None
+
     return html
 
 
 class DisplayHandle:
     "One output area of a notebook, updated in place: what it holds last is what is saved."
 
-    def __init__(self) -> None: self.handle: Any = None
+    def __init__(self) -> None:
+        self.handle: Any = None
 
     def show(
         self,
-        data: dict[str, Any],                     # what to show, by kind: 'text/html', 'text/plain', 'image/png'
-        metadata: dict[str, Any] | None = None,   # by kind too: an image's width and height
+        data: dict[str, Any],  # what to show, by kind: 'text/html', 'text/plain', 'image/png'
+        metadata: dict[str, Any] | None = None,  # by kind too: an image's width and height
     ) -> None:
         "Show something, in the place of what was there."
         from IPython.display import display
-        if self.handle: self.handle.update(data, raw=True, metadata=metadata or {})
-        else: self.handle = display(data, raw=True, metadata=metadata or {}, display_id=True)
+
+        if self.handle:
+            self.handle.update(data, raw=True, metadata=metadata or {})
+        else:
+            self.handle = display(data, raw=True, metadata=metadata or {}, display_id=True)
 
 
 def in_notebook() -> bool:

@@ -1,4 +1,5 @@
 """A lock on a folder, so that no two runs write into it; it dies with the process that holds it."""
+
 from __future__ import annotations
 
 import errno
@@ -49,13 +50,16 @@ class FolderLock:
         """Make the folder if it is not there, and lock it; nothing happens if this lock is held.
 
         Raises `FolderInUseError`, which says by whom, and the `OSError` of a folder that cannot be written."""
-        if self.held: return self
+        if self.held:
+            return self
         self.folder.mkdir(parents=True, exist_ok=True)
         found = self.folder.stat()
         key = (os.getpid(), found.st_dev, found.st_ino)
         self._since = f' has been writing there since {datetime.now():%Y-%m-%d %H:%M:%S}'
-        if (other := _held.setdefault(key, self)) is not self: raise self._in_use(f'this process{other._since}')
-        try: self._fd = self._locked()
+        if (other := _held.setdefault(key, self)) is not self:
+            raise self._in_use(f'this process{other._since}')
+        try:
+            self._fd = self._locked()
         except BaseException:
             del _held[key]
             raise
@@ -64,9 +68,11 @@ class FolderLock:
 
     def release(self) -> None:
         "Give the lock up; nothing happens if it is not held, or in a forked child of the process that holds it."
-        if not self.held or self._key is None: return
+        if not self.held or self._key is None:
+            return
         fd, key, self._fd, self._key = self._fd, self._key, None, None
-        if fd is not None: os.close(fd)
+        if fd is not None:
+            os.close(fd)
         del _held[key]
 
     @property
@@ -74,35 +80,51 @@ class FolderLock:
         "Whether this process holds this lock."
         return self._key is not None and self._key[0] == os.getpid()
 
-    def __enter__(self) -> Self: return self.acquire()
+    def __enter__(self) -> Self:
+        return self.acquire()
 
-    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
+    ) -> None:
         self.release()
 
     def _locked(self) -> int | None:
         "Lock the file and say in it who did; return its descriptor, None where there are no locks."
-        if fcntl is None: return None
+        if fcntl is None:
+            return None
         # a link is not followed: what it leads to would be overwritten
-        fd = os.open(self.folder/'.lock', os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        fd = os.open(
+            self.folder / '.lock', os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
+        )
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(fd, 0)
-            os.pwrite(fd, f'process {os.getpid()} on {socket.gethostname()}{self._since}'.encode(), 0)
+            os.pwrite(
+                fd, f'process {os.getpid()} on {socket.gethostname()}{self._since}'.encode(), 0
+            )
             return fd
         except OSError as e:
             owner = os.pread(fd, 300, 0).decode(errors='replace')
             os.close(fd)
-            if isinstance(e, (BlockingIOError, PermissionError)): raise self._in_use(owner) from None
-            if e.errno not in _NO_LOCKS: raise
+            if isinstance(e, (BlockingIOError, PermissionError)):
+                raise self._in_use(owner) from None
+            if e.errno not in _NO_LOCKS:
+                raise
             self._warn(e)
             return None
 
     def _in_use(self, owner: str) -> FolderInUseError:
-        return FolderInUseError(f'{self.folder} is in use: {owner or "another process is writing there"}. Two runs '
-                                'would mix their checkpoints: give this one a folder of its own, or end the other.')
+        return FolderInUseError(
+            f'{self.folder} is in use: {owner or "another process is writing there"}. Two runs '
+            'would mix their checkpoints: give this one a folder of its own, or end the other.'
+        )
 
     def _warn(self, e: OSError) -> None:
-        if (device := self.folder.stat().st_dev) in _warned: return
+        if (device := self.folder.stat().st_dev) in _warned:
+            return
         _warned.add(device)
-        warn(f'The file system of {self.folder} has no locks ({e.strerror}): nothing keeps another process from '
-             'writing there too.', stacklevel=4)
+        warn(
+            f'The file system of {self.folder} has no locks ({e.strerror}): nothing keeps another process from '
+            'writing there too.',
+            stacklevel=4,
+        )

@@ -1,4 +1,5 @@
 """The model inside its wrappers, and where it is."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -11,7 +12,8 @@ __all__ = ['bare_model', 'wrappers_of', 'model_device', 'name_of']
 
 def bare_model(model: nn.Module) -> nn.Module:
     "Return the model inside the wrappers that put a prefix before every name: torch.compile's and DataParallel's."
-    while (inner := _inner(model)) is not None: model = inner
+    while (inner := _inner(model)) is not None:
+        model = inner
     return model
 
 
@@ -25,13 +27,15 @@ def wrappers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _inner(model: nn.Module) -> nn.Module | None:
-    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)): return model.module
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        return model.module
     return getattr(model, '_orig_mod', None)
 
 
 def model_device(model: nn.Module, dls: Any) -> torch.device:
     "Return the device of the model's first parameter, or that of the data for a model without any."
-    for p in model.parameters(): return p.device
+    for p in model.parameters():
+        return p.device
     return torch.device(getattr(dls, 'device', None) or 'cpu')
 
 

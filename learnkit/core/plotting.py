@@ -1,4 +1,5 @@
 """What the pictures share: matplotlib, imported when one is drawn, a palette, and new axes."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -24,14 +25,16 @@ class AxesList(list[Any]):
         "The figure that they are on, `savefig` among its methods."
         return self[0].figure
 
-    def __repr__(self) -> str: return f'<{len(self)} axes>'
+    def __repr__(self) -> str:
+        return f'<{len(self)} axes>'
 
 
 def pyplot() -> Any:
     "Import matplotlib's interface of figures; raise `MissingExtraError` without it."
     try:
         import matplotlib.pyplot as plt
-    except ImportError as e: raise MissingExtraError('Plots need matplotlib: pip install matplotlib') from e
+    except ImportError as e:
+        raise MissingExtraError('Plots need matplotlib: pip install matplotlib') from e
     return plt
 
 
@@ -43,19 +46,22 @@ def color(i: int) -> str:
 
 
 def new_axes(
-    n: int = 1,                                  # how many axes
-    cols: int = 1,                               # in so many columns
+    n: int = 1,  # how many axes
+    cols: int = 1,  # in so many columns
     figsize: tuple[float, float] | None = None,  # inches; None: matplotlib's
 ) -> AxesList:
     "Return the axes of a new figure, row by row; places that are left over stay empty."
     cols, n = min(cols, max(n, 1)), max(n, 1)
-    axs = pyplot().subplots(-(-n // cols), cols, figsize=figsize, squeeze=False, layout='constrained')[1]
-    for ax in axs.flat[n:]: ax.remove()
+    axs = pyplot().subplots(
+        -(-n // cols), cols, figsize=figsize, squeeze=False, layout='constrained'
+    )[1]
+    for ax in axs.flat[n:]:
+        ax.remove()
     return AxesList(axs.flat[:n])
 
 
 def axes_or_new(
-    ax: Any,                                     # matplotlib axes, or None
+    ax: Any,  # matplotlib axes, or None
     figsize: tuple[float, float] | None = None,  # inches, of a new figure
 ) -> Any:
     "Return these axes, or those of a new figure."

@@ -2,6 +2,7 @@
 
 A captured state holds tensors and plain numbers in tuples and dicts, so that a checkpoint can carry it and be loaded
 with `weights_only=True`. Capturing and restoring never initialise CUDA."""
+
 from __future__ import annotations
 
 import random
@@ -23,7 +24,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ['RNGState', 'capture_rng', 'capture_host_rng', 'restore_rng', 'same_states', 'preserved_rng', 'own_generators', 'capture_own', 'restore_own', 'preserved_generators']
+__all__ = [
+    'RNGState',
+    'capture_rng',
+    'capture_host_rng',
+    'restore_rng',
+    'same_states',
+    'preserved_rng',
+    'own_generators',
+    'capture_own',
+    'restore_own',
+    'preserved_generators',
+]
 
 RNGState = dict[str, Any]  # 'python', 'torch' and, where in use, 'numpy', 'cuda', 'mps'
 
@@ -38,8 +50,10 @@ def capture_rng() -> RNGState:
     True
     """
     state = capture_host_rng()
-    if torch.cuda.is_initialized(): state['cuda'] = tuple(torch.cuda.get_rng_state_all())
-    if torch.backends.mps.is_available(): state['mps'] = torch.mps.get_rng_state()
+    if torch.cuda.is_initialized():
+        state['cuda'] = tuple(torch.cuda.get_rng_state_all())
+    if torch.backends.mps.is_available():
+        state['mps'] = torch.mps.get_rng_state()
     return state
 
 
@@ -62,19 +76,24 @@ def restore_rng(
     torch.set_rng_state(state['torch'].cpu())
     if 'numpy' in state:
         import numpy as np
+
         np.random.set_state(_map_arrays(state['numpy'], _to_array))
 
     if 'cuda' in state:
-        for i, device_state in enumerate(state['cuda'][:torch.cuda.device_count()]):
+        for i, device_state in enumerate(state['cuda'][: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(device_state.cpu(), i)
-    if 'mps' in state and torch.backends.mps.is_available(): torch.mps.set_rng_state(state['mps'].cpu())
+    if 'mps' in state and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(state['mps'].cpu())
 
 
 def same_states(a: Any, b: Any) -> bool:
     "Tell whether two captured states, or parts of them, are equal."
-    if isinstance(a, Tensor): return isinstance(b, Tensor) and torch.equal(a, b)
-    if isinstance(a, dict): return a.keys() == b.keys() and all(same_states(a[k], b[k]) for k in a)
-    if isinstance(a, tuple) and a and isinstance(a[0], Tensor): return all(map(same_states, a, b))
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_states(a[k], b[k]) for k in a)
+    if isinstance(a, tuple) and a and isinstance(a[0], Tensor):
+        return all(map(same_states, a, b))
     return bool(a == b)
 
 
@@ -90,14 +109,35 @@ def preserved_rng() -> Iterator[None]:
     True
     """
     state = capture_rng()
-    try: yield
-    finally: restore_rng(state)
+    try:
+        yield
+    finally:
+        restore_rng(state)
 
 
 # The generators of a loader
 
-_LEAVES = frozenset({int, float, complex, str, bytes, bool, NoneType, Tensor, type, ModuleType, FunctionType,
-                     BuiltinFunctionType, range, slice, torch.dtype, torch.device, random.SystemRandom})
+_LEAVES = frozenset(
+    {
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        bool,
+        NoneType,
+        Tensor,
+        type,
+        ModuleType,
+        FunctionType,
+        BuiltinFunctionType,
+        range,
+        slice,
+        torch.dtype,
+        torch.device,
+        random.SystemRandom,
+    }
+)
 _CALLS = {MethodType: ('__self__',), partial: ('func', 'args', 'keywords')}
 # levels, those of containers too; objects looked at; entries of a container
 _DEEPEST, _MOST, _LONGEST = 7, 200, 32
@@ -122,11 +162,15 @@ def own_generators(
         inner: list[tuple[str, Any]] = []
         for path, owner in objects:
             for name, value in _parts(path, owner):
-                if type(value) in _LEAVES or id(value) in seen: continue
+                if type(value) in _LEAVES or id(value) in seen:
+                    continue
                 seen.add(id(value))
-                if isinstance(value, kinds): found[name] = value
-                elif len(seen) < _MOST: inner.append((name, value))
-        if not inner: break
+                if isinstance(value, kinds):
+                    found[name] = value
+                elif len(seen) < _MOST:
+                    inner.append((name, value))
+        if not inner:
+            break
         objects = inner
     return found
 
@@ -143,7 +187,8 @@ def restore_own(
     "Put a loader's own generators back to their states."
     own = own_generators(dl)
     known = [name for name, (kind, _) in states.items() if name in own and _kind(own[name]) == kind]
-    for name in known: _set_state(own[name], states[name][1])
+    for name in known:
+        _set_state(own[name], states[name][1])
     return [name for name in states if name not in known]
 
 
@@ -151,14 +196,20 @@ def restore_own(
 def preserved_generators(dl: Any) -> Iterator[None]:
     "Leave a loader's own generators, its sampler's and its data set's, after the block as they were before it."
     states = [(g, _state(g)) for g in own_generators(dl).values()]
-    try: yield
+    try:
+        yield
     finally:
-        for g, state in states: _set_state(g, state)
+        for g, state in states:
+            _set_state(g, state)
 
 
 def _generator_types() -> tuple[type, ...]:
     np_random = sys.modules.get('numpy.random')
-    return (torch.Generator, random.Random, *((np_random.Generator, np_random.RandomState) if np_random else ()))
+    return (
+        torch.Generator,
+        random.Random,
+        *((np_random.Generator, np_random.RandomState) if np_random else ()),
+    )
 
 
 def _parts(path: str, owner: Any) -> Iterator[tuple[str, Any]]:
@@ -167,14 +218,19 @@ def _parts(path: str, owner: Any) -> Iterator[tuple[str, Any]]:
         # by the base's own methods: those of a subclass may be a loader's, which would begin to draw
         items = dict.items(owner) if base is dict else enumerate(base.__iter__(owner))
         if base.__len__(owner) <= _LONGEST:
-            for k, value in items: yield f'{path}[{k!r}]', value
+            for k, value in items:
+                yield f'{path}[{k!r}]', value
     own = getattr(owner, '__dict__', None)
-    if type(owner) in _CALLS: own = {name: getattr(owner, name) for name in _CALLS[type(owner)]}
-    if type(own) is not dict: return
+    if type(owner) in _CALLS:
+        own = {name: getattr(owner, name) for name in _CALLS[type(owner)]}
+    if type(own) is not dict:
+        return
     dot = path and f'{path}.'
-    if isinstance(owner, nn.Module): own = {k: v for k, v in own.items() if k[0] != '_'} | own['_modules']
+    if isinstance(owner, nn.Module):
+        own = {k: v for k, v in own.items() if k[0] != '_'} | own['_modules']
     for k, value in own.items():
-        if k != '_iterator': yield f'{dot}{k}', value  # a DataLoader's, whose parts are those of the loader
+        if k != '_iterator':
+            yield f'{dot}{k}', value  # a DataLoader's, whose parts are those of the loader
 
 
 def _kind(g: Any) -> str:
@@ -183,26 +239,38 @@ def _kind(g: Any) -> str:
 
 
 def _state(g: Any) -> Any:
-    if isinstance(g, torch.Generator): return g.get_state()
-    if isinstance(g, random.Random): return g.getstate()
-    return _map_arrays(g.bit_generator.state if hasattr(g, 'bit_generator') else g.get_state(legacy=False), _to_tensor)
+    if isinstance(g, torch.Generator):
+        return g.get_state()
+    if isinstance(g, random.Random):
+        return g.getstate()
+    return _map_arrays(
+        g.bit_generator.state if hasattr(g, 'bit_generator') else g.get_state(legacy=False),
+        _to_tensor,
+    )
 
 
 def _set_state(g: Any, state: Any) -> None:
-    if isinstance(g, torch.Generator): g.set_state(state.cpu())
-    elif isinstance(g, random.Random): g.setstate((state[0], tuple(state[1]), state[2]))
-    elif hasattr(g, 'bit_generator'): g.bit_generator.state = _map_arrays(state, _to_array)
-    else: g.set_state(_map_arrays(state, _to_array))
+    if isinstance(g, torch.Generator):
+        g.set_state(state.cpu())
+    elif isinstance(g, random.Random):
+        g.setstate((state[0], tuple(state[1]), state[2]))
+    elif hasattr(g, 'bit_generator'):
+        g.bit_generator.state = _map_arrays(state, _to_array)
+    else:
+        g.set_state(_map_arrays(state, _to_array))
 
 
 def _map_arrays(state: dict[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
     "Return NumPy's nested state with `convert` applied to what is no dict."
-    return {k: _map_arrays(v, convert) if isinstance(v, dict) else convert(v) for k, v in state.items()}
+    return {
+        k: _map_arrays(v, convert) if isinstance(v, dict) else convert(v) for k, v in state.items()
+    }
 
 
 def _to_tensor(value: Any) -> Any:
     "Return an array as a tensor of its own and a NumPy scalar as a Python number."
-    if not hasattr(value, 'dtype'): return value
+    if not hasattr(value, 'dtype'):
+        return value
     return torch.from_numpy(value.copy()) if value.ndim else value.item()
 
 
@@ -213,10 +281,14 @@ def _to_array(value: Any) -> Any:
 
 def state_setter(o: Any) -> Callable[[], object] | None:
     "Return what puts a random generator back to where it is now, None for anything else."
-    if isinstance(o, torch.Generator): return partial(o.set_state, o.get_state())
-    if isinstance(o, Random): return partial(o.setstate, o.getstate())
-    if not type(o).__module__.startswith('numpy.random'): return None  # asking for it would import it
-    if isinstance(o, np.random.RandomState): return partial(o.set_state, o.get_state())
-    if isinstance(o, np.random.Generator): return state_setter(o.bit_generator)
+    if isinstance(o, torch.Generator):
+        return partial(o.set_state, o.get_state())
+    if isinstance(o, Random):
+        return partial(o.setstate, o.getstate())
+    if not type(o).__module__.startswith('numpy.random'):
+        return None  # asking for it would import it
+    if isinstance(o, np.random.RandomState):
+        return partial(o.set_state, o.get_state())
+    if isinstance(o, np.random.Generator):
+        return state_setter(o.bit_generator)
     return partial(setattr, o, 'state', o.state) if isinstance(o, np.random.BitGenerator) else None
-

@@ -1,4 +1,5 @@
 """What predictions and targets have to be to each other, where torch would go on with numbers that mean nothing."""
+
 from __future__ import annotations
 
 import contextlib
@@ -18,11 +19,30 @@ from learnkit.core.batch import map_tensors
 from learnkit.core.errors import LossError, MetricError
 from learnkit.core.random import preserved_rng
 
-__all__ = ['takes', 'takes_alone', 'warn_user', 'warn_of_nan', 'model_hint', 'precision_hint', 'loss_hint', 'classes_hint', 'check_pairing', 'shape_fix', 'check_choice', 'needs_class_indices', 'takes_class_numbers', 'check_class_numbers']
+__all__ = [
+    'takes',
+    'takes_alone',
+    'warn_user',
+    'warn_of_nan',
+    'model_hint',
+    'precision_hint',
+    'loss_hint',
+    'classes_hint',
+    'check_pairing',
+    'shape_fix',
+    'check_choice',
+    'needs_class_indices',
+    'takes_class_numbers',
+    'check_class_numbers',
+]
 
 
 # files whose lines tell a user nothing: the package's, and those that call it back
-_NOT_THE_USERS = (str(Path(__file__).parents[1]), contextlib.__file__, str(Path(torch.__file__).parent))
+_NOT_THE_USERS = (
+    str(Path(__file__).parents[1]),
+    contextlib.__file__,
+    str(Path(torch.__file__).parent),
+)
 
 
 def warn_user(text: str) -> None:
@@ -34,17 +54,21 @@ def warn_user(text: str) -> None:
 
 
 def warn_of_nan(
-    learn: Any,           # a Learner
+    learn: Any,  # a Learner
     losses: list[float],  # of each step of its fit
-    n_before: int,        # steps before this epoch
+    n_before: int,  # steps before this epoch
 ) -> None:
     "Warn where this epoch is the first whose losses are NaN, unless a callback is there that looks after that."
     first = next((i for i, loss in enumerate(losses) if loss != loss), -1)
     known = {cls.__name__ for cb in learn.cbs for cls in type(cb).__mro__}
-    if first < n_before or known & {'GuardNonFinite', 'LRFinder'} or not learn.world.is_first: return
-    if any(vars(cb).get('scaler') is not None for cb in learn.cbs): return  # it tells by itself
-    warn_user(f'train_loss is nan since epoch {learn.epoch}, batch {first - n_before}: with `cbs=GuardNonFinite()` the '
-              'fit ends there, and says what became nan first. A lower learning rate may help.')
+    if first < n_before or known & {'GuardNonFinite', 'LRFinder'} or not learn.world.is_first:
+        return
+    if any(vars(cb).get('scaler') is not None for cb in learn.cbs):
+        return  # it tells by itself
+    warn_user(
+        f'train_loss is nan since epoch {learn.epoch}, batch {first - n_before}: with `cbs=GuardNonFinite()` the '
+        'fit ends there, and says what became nan first. A lower learning rate may help.'
+    )
 
 
 def model_hint(b: Any, model: nn.Module, e: Exception) -> str:
@@ -56,8 +80,10 @@ def model_hint(b: Any, model: nn.Module, e: Exception) -> str:
     if 'more than 1 value per channel' in str(e):
         return ': batch norm cannot train on one sample. Give the loader `drop_last=True`, or another batch size'
     if 'find_unused_parameters' in str(e):
-        return (': parameters took no part in the last loss, or were frozen since. '
-                "`learn.distributed('ddp', find_unused_parameters=True)` allows for that")
+        return (
+            ': parameters took no part in the last loss, or were frozen since. '
+            "`learn.distributed('ddp', find_unused_parameters=True)` allows for that"
+        )
     return precision_hint(b, model)
 
 
@@ -68,12 +94,19 @@ def precision_hint(b: Any, model: nn.Module) -> str:
     ". The model is in float32, NumPy's numbers are float64: give it `x.astype('float32')`, or of a tensor `x.float()`"
     """
     found: set[torch.dtype] = set()
-    def note(t: Tensor) -> Tensor: found.add(t.dtype); return t
+
+    def note(t: Tensor) -> Tensor:
+        found.add(t.dtype)
+        return t
+
     map_tensors(b, note)
     own = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    if own != {torch.float32} or torch.float64 not in found: return ''
-    return (". The model is in float32, NumPy's numbers are float64: give it `x.astype('float32')`, or of a tensor "
-            '`x.float()`')
+    if own != {torch.float32} or torch.float64 not in found:
+        return ''
+    return (
+        ". The model is in float32, NumPy's numbers are float64: give it `x.astype('float32')`, or of a tensor "
+        '`x.float()`'
+    )
 
 
 def loss_hint(loss_func: Any, pred: Any, yb: tuple[Any, ...], e: Exception) -> str:
@@ -84,31 +117,44 @@ def loss_hint(loss_func: Any, pred: Any, yb: tuple[Any, ...], e: Exception) -> s
     ": class numbers are int64. Give `y.astype('int64')`, or of a tensor `y.long()`"
     """
     targ = yb[0] if yb else None
-    if not isinstance(pred, Tensor) or not isinstance(targ, Tensor): return ''
-    return (classes_hint(loss_func, pred, yb, e) or _weight_hint(loss_func, pred) or _shape_hint(pred, targ, str(e))
-            or _dtype_hint(pred, targ, str(e)))
+    if not isinstance(pred, Tensor) or not isinstance(targ, Tensor):
+        return ''
+    return (
+        classes_hint(loss_func, pred, yb, e)
+        or _weight_hint(loss_func, pred)
+        or _shape_hint(pred, targ, str(e))
+        or _dtype_hint(pred, targ, str(e))
+    )
 
 
 def _weight_hint(loss_func: Any, pred: Tensor) -> str:
     "Say what to do about weights of classes that are of another dtype, or elsewhere."
     for name in ('weight', 'pos_weight'):
         own = getattr(loss_func, name, getattr(loss_func, 'keywords', {}).get(name))
-        if not isinstance(own, Tensor): continue
-        if own.device != pred.device: return f': its {name} is on {own.device}. Give `{name}.to(learn.dls.device)`'
+        if not isinstance(own, Tensor):
+            continue
+        if own.device != pred.device:
+            return f': its {name} is on {own.device}. Give `{name}.to(learn.dls.device)`'
         if own.dtype != pred.dtype and not torch.is_autocast_enabled(pred.device.type):
             dtype = 'float()' if pred.dtype == torch.float32 else f'to({pred.dtype})'
-            return f': its {name} is in {str(own.dtype).removeprefix("torch.")}. Give `{name}.{dtype}`'
+            return (
+                f': its {name} is in {str(own.dtype).removeprefix("torch.")}. Give `{name}.{dtype}`'
+            )
     return ''
 
 
 def _shape_hint(pred: Tensor, targ: Tensor, error: str) -> str:
     "Say what to do about targets whose shape differs from what the loss needs."
-    if 'arget size' in error and pred.numel() == targ.numel(): return f'. {shape_fix(pred, targ).removesuffix(".")}'
+    if 'arget size' in error and pred.numel() == targ.numel():
+        return f'. {shape_fix(pred, targ).removesuffix(".")}'
     if 'multi-target' in error and targ.ndim == 2 and targ.shape[1] == 1:
         return f'. Give the targets as `y[:, 0]{"" if targ.dtype == torch.int64 else ".long()"}`'
-    if 'class probabilities' not in error: return ''
-    if pred.shape != targ.shape: return ''
-    if targ.ndim == 1: return ': the predictions have no axis of classes'
+    if 'class probabilities' not in error:
+        return ''
+    if pred.shape != targ.shape:
+        return ''
+    if targ.ndim == 1:
+        return ': the predictions have no axis of classes'
     return ': one-hot targets are floats. Give `y.float()`, or `y.argmax(1)`'
 
 
@@ -117,8 +163,14 @@ def _dtype_hint(pred: Tensor, targ: Tensor, error: str) -> str:
     if 'Long' in error and 'but got' in error and targ.dtype != torch.int64:
         return ": class numbers are int64. Give `y.astype('int64')`, or of a tensor `y.long()`"
     told = ('cast to the desired output type', 'two bool tensors', 'Found dtype')
-    if pred.is_floating_point() and not targ.is_floating_point() and any(words in error for words in told):
-        return ": the targets are to be floats. Give `y.astype('float32')`, or of a tensor `y.float()`"
+    if (
+        pred.is_floating_point()
+        and not targ.is_floating_point()
+        and any(words in error for words in told)
+    ):
+        return (
+            ": the targets are to be floats. Give `y.astype('float32')`, or of a tensor `y.float()`"
+        )
     return ''
 
 
@@ -130,8 +182,14 @@ def classes_hint(loss_func: Any, pred: Any, yb: tuple[Any, ...], e: Exception) -
     ': targets from 0 to 9 for 5 classes'
     """
     targ, axis = (yb[0] if yb else None), getattr(loss_func, 'axis', 1)
-    if not isinstance(e, IndexError) or 'out of bounds' not in str(e): return ''
-    if not isinstance(pred, Tensor) or not isinstance(targ, Tensor) or not -pred.ndim <= axis < pred.ndim: return ''
+    if not isinstance(e, IndexError) or 'out of bounds' not in str(e):
+        return ''
+    if (
+        not isinstance(pred, Tensor)
+        or not isinstance(targ, Tensor)
+        or not -pred.ndim <= axis < pred.ndim
+    ):
+        return ''
     low, high = (int(v) for v in targ.aminmax())
     return f': targets from {low} to {high} for {pred.shape[axis]} classes'
 
@@ -157,18 +215,36 @@ def takes_alone(f: Any) -> str:
 
 def takes(f: Any, name: str) -> bool:
     "Tell whether a function takes a keyword, as far as can be seen."
-    try: params = signature(f).parameters.values()
-    except (TypeError, ValueError): return True  # written in C: calling it will tell
+    try:
+        params = signature(f).parameters.values()
+    except (TypeError, ValueError):
+        return True  # written in C: calling it will tell
     return any(p.name == name or p.kind is p.VAR_KEYWORD for p in params)
 
 
 F = TypeVar('F', bound=Callable[..., Any])
 
-_MULTI = {'accuracy': 'accuracy_multi', 'error_rate': 'accuracy_multi',
-          'top_k_accuracy': 'accuracy_multi', 'brier_score_loss': 'BrierScoreMulti',
-          **{name: f'{name}Multi' for name in ('F1Score', 'FBeta', 'HammingLoss', 'Jaccard', 'MatthewsCorrCoef',
-                                               'Precision', 'Recall', 'RocAuc')},
-          'RocAucBinary': 'RocAucMulti', 'APScoreBinary': 'APScoreMulti'}
+_MULTI = {
+    'accuracy': 'accuracy_multi',
+    'error_rate': 'accuracy_multi',
+    'top_k_accuracy': 'accuracy_multi',
+    'brier_score_loss': 'BrierScoreMulti',
+    **{
+        name: f'{name}Multi'
+        for name in (
+            'F1Score',
+            'FBeta',
+            'HammingLoss',
+            'Jaccard',
+            'MatthewsCorrCoef',
+            'Precision',
+            'Recall',
+            'RocAuc',
+        )
+    },
+    'RocAucBinary': 'RocAucMulti',
+    'APScoreBinary': 'APScoreMulti',
+}
 
 
 def check_pairing(
@@ -185,12 +261,16 @@ def check_pairing(
     Traceback (most recent call last):
     learnkit.core.errors.LossError: mse_loss compares each of the 8 predictions with each of the 8 targets: ...
     """
-    if len(yb) != 1 or not _would_broadcast(pred, yb[0]): return
+    if len(yb) != 1 or not _would_broadcast(pred, yb[0]):
+        return
     targ, named = yb[0], loss_func.func if isinstance(loss_func, partial) else loss_func
-    if not _ignores_order(loss_func, pred, targ): return
+    if not _ignores_order(loss_func, pred, targ):
+        return
     name = getattr(named, '__name__', None) or type(named).__name__
-    raise LossError(f'{name} compares each of the {pred.numel()} predictions with each of the {targ.numel()} targets: '
-                    f'their shapes {tuple(pred.shape)} and {tuple(targ.shape)} are broadcast. {shape_fix(pred, targ)}')
+    raise LossError(
+        f'{name} compares each of the {pred.numel()} predictions with each of the {targ.numel()} targets: '
+        f'their shapes {tuple(pred.shape)} and {tuple(targ.shape)} are broadcast. {shape_fix(pred, targ)}'
+    )
 
 
 def shape_fix(
@@ -203,17 +283,21 @@ def shape_fix(
     'Give the targets as `y[:, None]`, or the loss `model(x).squeeze(1)`.'
     """
     if pred.shape == (*targ.shape, 1):
-        return f'Give the targets as `y[{":, "*targ.ndim}None]`, or the loss `model(x).squeeze({targ.ndim})`.'
+        return f'Give the targets as `y[{":, " * targ.ndim}None]`, or the loss `model(x).squeeze({targ.ndim})`.'
     if targ.shape == (*pred.shape, 1):
-        return f'Give the targets as `y[{":, "*pred.ndim}0]`, or the loss `model(x)[{":, "*pred.ndim}None]`.'
+        return f'Give the targets as `y[{":, " * pred.ndim}0]`, or the loss `model(x)[{":, " * pred.ndim}None]`.'
     return 'Give both one shape.'
 
 
 def _would_broadcast(pred: Any, targ: Any) -> bool:
-    if not isinstance(pred, Tensor) or not isinstance(targ, Tensor) or pred.shape == targ.shape: return False
-    if pred.numel() != targ.numel() or pred.is_complex() or targ.is_complex(): return False
-    try: return torch.broadcast_shapes(pred.shape, targ.shape).numel() > pred.numel()
-    except RuntimeError: return False
+    if not isinstance(pred, Tensor) or not isinstance(targ, Tensor) or pred.shape == targ.shape:
+        return False
+    if pred.numel() != targ.numel() or pred.is_complex() or targ.is_complex():
+        return False
+    try:
+        return torch.broadcast_shapes(pred.shape, targ.shape).numel() > pred.numel()
+    except RuntimeError:
+        return False
 
 
 def _ignores_order(loss_func: Callable[..., Any], pred: Tensor, targ: Tensor) -> bool:
@@ -223,17 +307,22 @@ def _ignores_order(loss_func: Callable[..., Any], pred: Tensor, targ: Tensor) ->
     try:
         with preserved_rng(), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter('ignore')
-            losses = [loss_func(p.to(pred.dtype).view(pred.shape), t.roll(n).to(targ.dtype).view(targ.shape))
-                      for n in (0, pred.numel() // 2)]
+            losses = [
+                loss_func(
+                    p.to(pred.dtype).view(pred.shape), t.roll(n).to(targ.dtype).view(targ.shape)
+                )
+                for n in (0, pred.numel() // 2)
+            ]
             a, b = (loss.double().sum() for loss in losses)
-    except Exception: return False
+    except Exception:
+        return False
     return bool(torch.isclose(a, b, rtol=0.01))
 
 
 def check_choice(
-    name: str,     # the metric's, for the message
+    name: str,  # the metric's, for the message
     pred: Tensor,  # scores
-    axis: int,     # where the classes should be
+    axis: int,  # where the classes should be
 ) -> None:
     """Raise `MetricError` where there is one output, of which the highest is always class 0.
 
@@ -241,11 +330,18 @@ def check_choice(
     Traceback (most recent call last):
     learnkit.core.errors.MetricError: accuracy: predictions of shape (8, 1) have one output along axis -1: ...
     """
-    if not -pred.ndim <= axis < pred.ndim or pred.shape[axis] != 1: return
-    multi = f'use `{_MULTI[name]}`, which says 1 where the sigmoid is above `thresh`; or ' if name in _MULTI else ''
-    raise MetricError(f'{name}: predictions of shape {tuple(pred.shape)} have one output along axis {axis}: there are '
-                      f'no classes to choose from. For one output a sample {multi}give the model two outputs, and '
-                      'train with cross_entropy.')
+    if not -pred.ndim <= axis < pred.ndim or pred.shape[axis] != 1:
+        return
+    multi = (
+        f'use `{_MULTI[name]}`, which says 1 where the sigmoid is above `thresh`; or '
+        if name in _MULTI
+        else ''
+    )
+    raise MetricError(
+        f'{name}: predictions of shape {tuple(pred.shape)} have one output along axis {axis}: there are '
+        f'no classes to choose from. For one output a sample {multi}give the model two outputs, and '
+        'train with cross_entropy.'
+    )
 
 
 def needs_class_indices(f: F) -> F:
@@ -260,15 +356,17 @@ def takes_class_numbers(
     "Tell whether what a metric computes was marked by `needs_class_indices`."
     while metric is not None:
         f = getattr(metric, 'func', None) or getattr(metric, 'prepare', None)
-        while isinstance(f, partial): f = f.func
-        if getattr(f, 'needs_class_indices', False): return True
+        while isinstance(f, partial):
+            f = f.func
+        if getattr(f, 'needs_class_indices', False):
+            return True
         metric = getattr(metric, '__dict__', {}).get('metric')
     return False
 
 
 def check_class_numbers(
-    name: str,             # the metric's, for the message
-    yb: tuple[Any, ...],   # the targets of a batch
+    name: str,  # the metric's, for the message
+    yb: tuple[Any, ...],  # the targets of a batch
 ) -> None:
     """Raise `MetricError` for targets that are no class numbers; it waits for a device.
 
@@ -277,7 +375,10 @@ def check_class_numbers(
     learnkit.core.errors.MetricError: accuracy: the targets, 0.5 for one, are no class numbers. ...
     """
     targ = yb[0] if yb else None
-    if not isinstance(targ, Tensor) or not targ.is_floating_point(): return
+    if not isinstance(targ, Tensor) or not targ.is_floating_point():
+        return
     if len(odd := targ[targ != targ.round()]):
-        raise MetricError(f'{name}: the targets, {odd[0].item():.4g} for one, are no class numbers. For other numbers '
-                          'there are `mse`, `mae`, `rmse` and `R2Score`.')
+        raise MetricError(
+            f'{name}: the targets, {odd[0].item():.4g} for one, are no class numbers. For other numbers '
+            'there are `mse`, `mae`, `rmse` and `R2Score`.'
+        )

@@ -1,4 +1,5 @@
 """What any loader can be asked, and the checks that tell a loader from what is none, with its name in the message."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -14,7 +15,15 @@ from learnkit.core.errors import (
 )
 from learnkit.data.tensors import are_rows_apart, is_rows
 
-__all__ = ['n_batches', 'describe_loader', 'check_loader', 'check_not_empty', 'check_dataset', 'check_count', 'epoch_length']
+__all__ = [
+    'n_batches',
+    'describe_loader',
+    'check_loader',
+    'check_not_empty',
+    'check_dataset',
+    'check_count',
+    'epoch_length',
+]
 
 
 def n_batches(dl: Any) -> int | None:
@@ -23,9 +32,12 @@ def n_batches(dl: Any) -> int | None:
     >>> n_batches([1, 2]), n_batches(iter([1, 2]))
     (2, None)
     """
-    if not hasattr(type(dl), '__len__'): return None
-    try: return len(dl)
-    except (TypeError, NotImplementedError): return None
+    if not hasattr(type(dl), '__len__'):
+        return None
+    try:
+        return len(dl)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def describe_loader(dl: Any) -> str:
@@ -38,37 +50,54 @@ def describe_loader(dl: Any) -> str:
 def check_loader(name: str, dl: Any) -> None:
     "Raise unless `dl` yields batches, as far as can be seen without starting it."
     what = f'The loader {name!r} is a {type(dl).__name__}'
-    if is_rows(dl): raise LoaderError(f'{what}: use DataLoaders.from_tensors for tensors.')
+    if is_rows(dl):
+        raise LoaderError(f'{what}: use DataLoaders.from_tensors for tensors.')
     if are_rows_apart(dl):
-        raise LoaderError(f'{what} of tensors, not of batches: use DataLoaders.from_tensors((x, y), (xv, yv)), or give '
-                          'one batch as `[(x, y)]`.')
+        raise LoaderError(
+            f'{what} of tensors, not of batches: use DataLoaders.from_tensors((x, y), (xv, yv)), or give '
+            'one batch as `[(x, y)]`.'
+        )
     if isinstance(dl, Dataset) and not isinstance(dl, IterableDataset):
-        raise LoaderError(f'{what}, which gives samples: use DataLoaders.from_datasets, or a DataLoader.')
-    if isinstance(dl, (str, bytes, Mapping, nn.Module)) or not (hasattr(dl, '__iter__') or hasattr(dl, '__getitem__')):
-        raise LoaderError(f'{what}, which gives no batches: a loader is a DataLoader or any other iterable.')
+        raise LoaderError(
+            f'{what}, which gives samples: use DataLoaders.from_datasets, or a DataLoader.'
+        )
+    if isinstance(dl, (str, bytes, Mapping, nn.Module)) or not (
+        hasattr(dl, '__iter__') or hasattr(dl, '__getitem__')
+    ):
+        raise LoaderError(
+            f'{what}, which gives no batches: a loader is a DataLoader or any other iterable.'
+        )
     check_not_empty(name, dl)
 
 
 def check_not_empty(name: str, dl: Any) -> None:
     "Raise `EmptyLoaderError` for a loader that says that it has no batch."
-    if n_batches(dl) != 0: return
+    if n_batches(dl) != 0:
+        return
     why = ': are there samples in its data set?'
     if getattr(dl, 'drop_last', False):
-        why = ': drop_last is on, and there are fewer samples than a batch has. Lower the batch size.'
+        why = (
+            ': drop_last is on, and there are fewer samples than a batch has. Lower the batch size.'
+        )
     raise EmptyLoaderError(f'The loader {name!r} ({type(dl).__name__}) has no batches{why}')
 
 
 def check_dataset(name: str, ds: Any) -> None:
     "Raise unless `ds` is a data set with samples, as far as can be seen."
-    if isinstance(ds, IterableDataset): return
+    if isinstance(ds, IterableDataset):
+        return
     if isinstance(ds, DataLoader) or not (hasattr(ds, '__getitem__') and hasattr(ds, '__len__')):
-        raise LoaderError(f'The data set {name!r} is a {type(ds).__name__}: it needs samples by index and a length.')
-    if len(ds) == 0: raise EmptyLoaderError(f'The data set {name!r} ({type(ds).__name__}) is empty.')
+        raise LoaderError(
+            f'The data set {name!r} is a {type(ds).__name__}: it needs samples by index and a length.'
+        )
+    if len(ds) == 0:
+        raise EmptyLoaderError(f'The data set {name!r} ({type(ds).__name__}) is empty.')
 
 
 def check_count(where: str, option: str, value: Any) -> None:
     "Raise `LoaderError` unless `value` is a whole number from 1 up."
-    if isinstance(value, (int, np.integer)) and value >= 1: return
+    if isinstance(value, (int, np.integer)) and value >= 1:
+        return
     raise LoaderError(f'{where}({option}={value!r}): {option} is a whole number from 1 up.')
 
 

@@ -1,4 +1,5 @@
 """A validation loader with what is its own: a name, when it is evaluated, and its metrics."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -21,22 +22,25 @@ class Evaluator:
 
     def __init__(
         self,
-        dl: Any,                                  # the loader
-        every: str | int | Time | None = 'fit',   # interval; None: not in fits; 'fit': the Learner's
-        metrics: Any = None,                      # its metrics; None: those of the Learner
-        name: str | None = None,                  # its name, where several are given in a list
+        dl: Any,  # the loader
+        every: str | int | Time | None = 'fit',  # interval; None: not in fits; 'fit': the Learner's
+        metrics: Any = None,  # its metrics; None: those of the Learner
+        name: str | None = None,  # its name, where several are given in a list
     ) -> None:
-        if isinstance(dl, Evaluator): raise LoaderError('An Evaluator holds a loader, and no other Evaluator.')
+        if isinstance(dl, Evaluator):
+            raise LoaderError('An Evaluator holds a loader, and no other Evaluator.')
         self.dl, self.metrics, self.name = dl, metrics, name
         self.every: Any = every if every == 'fit' else as_every(every)
         self._as_metrics: Any = None
 
     def as_metrics(self, convert: Callable[[Any], Any]) -> Any:
         "Return its metrics, converted once: they keep their sums from batch to batch."
-        if self._as_metrics is None: self._as_metrics = convert(self.metrics)
+        if self._as_metrics is None:
+            self._as_metrics = convert(self.metrics)
         return self._as_metrics
 
-    def __repr__(self) -> str: return f'Evaluator({type(self.dl).__name__}, every={str(self.every)!r})'
+    def __repr__(self) -> str:
+        return f'Evaluator({type(self.dl).__name__}, every={str(self.every)!r})'
 
 
 def as_every(every: Any) -> Time | None:
@@ -50,18 +54,29 @@ def as_every(every: Any) -> Time | None:
 
 def named_loaders(valid: Any) -> list[tuple[str, Any]]:
     "Return the validation loaders with their names."
-    if valid is None: return []
+    if valid is None:
+        return []
     if isinstance(valid, (list, tuple)) and any(isinstance(dl, Evaluator) for dl in valid):
         if others := [dl for dl in valid if not isinstance(dl, Evaluator)]:
-            raise LoaderError(f'The list of validation loaders has an Evaluator and a {type(others[0]).__name__}: wrap '
-                              "each loader, `Evaluator(dl, name='day')`, or give a dict of loaders by name.")
+            raise LoaderError(
+                f'The list of validation loaders has an Evaluator and a {type(others[0]).__name__}: wrap '
+                "each loader, `Evaluator(dl, name='day')`, or give a dict of loaders by name."
+            )
         names = [dl.name or 'valid' for dl in valid]
         if twice := [n for n in names if names.count(n) > 1]:
-            raise LoaderError(f'Two validation loaders are called {twice[0]!r}: give each Evaluator a name of its own.')
+            raise LoaderError(
+                f'Two validation loaders are called {twice[0]!r}: give each Evaluator a name of its own.'
+            )
         valid = dict(zip(names, valid, strict=True))
-    if not isinstance(valid, Mapping): return [('valid', valid)]
-    if not valid: raise LoaderError('The dict of validation loaders is empty: give None to train without validation.')
+    if not isinstance(valid, Mapping):
+        return [('valid', valid)]
+    if not valid:
+        raise LoaderError(
+            'The dict of validation loaders is empty: give None to train without validation.'
+        )
     for name in valid:
         if not isinstance(name, str) or not name.strip() or '/' in name or name == 'train':
-            raise LoaderError(f'{name!r} cannot name a validation loader: give a text without "/", and not "train".')
+            raise LoaderError(
+                f'{name!r} cannot name a validation loader: give a text without "/", and not "train".'
+            )
     return list(valid.items())

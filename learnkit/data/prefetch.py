@@ -1,4 +1,5 @@
 """Read one batch ahead: while the GPU computes on one batch, the next one travels to it."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ _END = object()  # what `next` gives when a loader is through
 
 
 def read_ahead(
-    dl: Any,               # a loader
+    dl: Any,  # a loader
     device: torch.device,  # where its batches are needed
     begin: Callable[[], Iterator[Any]] | None = None,  # begins a resumable pass; None: `iter(dl)`
 ) -> Iterator[Any]:
@@ -30,13 +31,15 @@ def read_ahead(
     [1, 2]
     """
     batches = iter(dl) if begin is None else begin()
-    if device.type != 'cuda' or batches is dl or (begin is not None and not _may_be_early(dl)): return batches
+    if device.type != 'cuda' or batches is dl or (begin is not None and not _may_be_early(dl)):
+        return batches
     return _ReadAhead(batches, device)
 
 
 def _may_be_early(dl: Any) -> bool:
     "Tell whether drawing a batch early moves neither a generator of this process nor a state of the loader."
-    if type(dl) in (list, tuple): return True
+    if type(dl) in (list, tuple):
+        return True
     own = getattr(type(dl), '__iter__', None)
     return own is TensorLoader.__iter__ or (own is DataLoader.__iter__ and dl.num_workers > 0)
 
@@ -53,22 +56,30 @@ class _ReadAhead(Iterator[Any]):
     def _fetch(self) -> None:
         try:
             self.ready = next(self.batches, _END)
-            if self.ready is _END: return
-            with torch.cuda.stream(self.stream): self.ready = to_device(map_tensors(self.ready, _pinned), self.device)
-        except Exception as e: self.error = e
+            if self.ready is _END:
+                return
+            with torch.cuda.stream(self.stream):
+                self.ready = to_device(map_tensors(self.ready, _pinned), self.device)
+        except Exception as e:
+            self.error = e
 
     def __next__(self) -> Any:
-        if self.error is not None: raise self.error
-        if self.ready is _END: raise StopIteration
+        if self.error is not None:
+            raise self.error
+        if self.ready is _END:
+            raise StopIteration
         batch, current = self.ready, torch.cuda.current_stream(self.device)
         current.wait_stream(self.stream)
+
         def in_use(t: torch.Tensor) -> torch.Tensor:
             # its memory is not given away while this stream computes on it
             t.record_stream(current)
             return t
+
         map_tensors(batch, in_use)
         self._fetch()
         return batch
 
 
-def _pinned(t: torch.Tensor) -> torch.Tensor: return t.pin_memory() if t.device.type == 'cpu' else t
+def _pinned(t: torch.Tensor) -> torch.Tensor:
+    return t.pin_memory() if t.device.type == 'cpu' else t

@@ -1,4 +1,5 @@
 """Leave loaders, their samplers and random generators as they were."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -12,7 +13,12 @@ __all__ = ['preserve_loaders']
 
 
 def refill_dict(o: Any, items: dict[Any, Any]) -> None:
-    if len(o) == len(items) and all(map(is_, o, items)) and all(map(is_, o.values(), items.values())): return
+    if (
+        len(o) == len(items)
+        and all(map(is_, o, items))
+        and all(map(is_, o.values(), items.values()))
+    ):
+        return
     o.clear()
     o.update(items)
 
@@ -24,9 +30,16 @@ def preserve_loaders(loaders: list[Any]) -> Iterator[None]:
         stack.enter_context(preserved_rng())
         for dl in loaders:
             batch_sampler = getattr(dl, 'batch_sampler', None)
-            for owner in (dl, getattr(dl, 'sampler', None), batch_sampler, getattr(batch_sampler, 'sampler', None)):
+            for owner in (
+                dl,
+                getattr(dl, 'sampler', None),
+                batch_sampler,
+                getattr(batch_sampler, 'sampler', None),
+            ):
                 attributes = getattr(owner, '__dict__', {})
-                stack.callback(refill_dict, attributes, dict(attributes))  # also drops the workers it has started
-                for setter in filter(None, map(state_setter, attributes.values())): stack.callback(setter)
+                stack.callback(
+                    refill_dict, attributes, dict(attributes)
+                )  # also drops the workers it has started
+                for setter in filter(None, map(state_setter, attributes.values())):
+                    stack.callback(setter)
         yield
-

@@ -1,4 +1,5 @@
 """The order of the data, which several processes draw alike, and what every share of a loader has."""
+
 from __future__ import annotations
 
 import random
@@ -37,36 +38,50 @@ class Order:
     >>> bool(a == b), bool(torch.rand(1) == other)
     (True, False)
     """
+
     def __init__(self) -> None:
-        self.state: RNGState | None = None        # None: as the process's own are when it is first needed
-        self.shares: list[tuple[int, int]] = []   # of each batch of the pass: this process's samples, those of all
-        self._own: RNGState | None = None         # in the context, the process's own
+        self.state: RNGState | None = None  # None: as the process's own are when it is first needed
+        self.shares: list[
+            tuple[int, int]
+        ] = []  # of each batch of the pass: this process's samples, those of all
+        self._own: RNGState | None = None  # in the context, the process's own
         self._depth = 0
 
     def __enter__(self) -> Self:
         self._depth += 1
-        if self._depth > 1: return self
+        if self._depth > 1:
+            return self
         self._own = capture_host_rng()
-        if self.state is None: self.state = self._own
+        if self.state is None:
+            self.state = self._own
         restore_rng(self.state)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._depth -= 1
-        if self._own is None or self._depth: return
+        if self._own is None or self._depth:
+            return
         before, own, self.state, self._own = self.state or {}, self._own, capture_host_rng(), None
-        restore_rng({k: self.state[k] if k in before and same_states(v, before[k]) else v for k, v in own.items()})
+        restore_rng(
+            {
+                k: self.state[k] if k in before and same_states(v, before[k]) else v
+                for k, v in own.items()
+            }
+        )
 
 
 class Shard:
     """One process's share of a loader that all of them have.
 
     What is drawn to put the data into an order is drawn alike in every process; anything else random is its own."""
-    whole: Any                                # the loader, which is not changed
-    cut: Any                                  # which part of it this is: a `ShardSpec`
+
+    whole: Any  # the loader, which is not changed
+    cut: Any  # which part of it this is: a `ShardSpec`
     order: Order
-    drawing: type[Any] | None = None          # the kind of `LoaderPosition` that goes over it; None: the usual one
-    draws_all = False                         # every process draws all of `whole`, its data set's generators with it
+    drawing: type[Any] | None = (
+        None  # the kind of `LoaderPosition` that goes over it; None: the usual one
+    )
+    draws_all = False  # every process draws all of `whole`, its data set's generators with it
 
     def share(
         self,
@@ -78,8 +93,15 @@ class Shard:
 
     def order_state(self) -> dict[str, Any]:
         "Return the state of all that the order of the next pass is drawn from, as tensors and plain values."
-        return {'rng': capture_host_rng(), 'epochs': epochs_of(self.whole),
-                'own': {name: state for name, state in capture_own(self.whole).items() if name in self._drawn_from()}}
+        return {
+            'rng': capture_host_rng(),
+            'epochs': epochs_of(self.whole),
+            'own': {
+                name: state
+                for name, state in capture_own(self.whole).items()
+                if name in self._drawn_from()
+            },
+        }
 
     def take_order(
         self,
@@ -94,13 +116,19 @@ class Shard:
     def kept(self) -> Iterator[None]:
         "Leave the order, and what is known of the pass, after the block as they were before it."
         kept = self.order.state, self.order.shares
-        try: yield
-        finally: self.order.state, self.order.shares = kept
+        try:
+            yield
+        finally:
+            self.order.state, self.order.shares = kept
 
     def _drawn_from(self) -> list[str]:
         "Name the loader's own generators that an order is drawn from; one that is a global one is not among them."
-        return [name for name, g in own_generators(self.whole).items()
-                if (self.draws_all or is_samplers(name)) and not any(g is other for other in _global_generators())]
+        return [
+            name
+            for name, g in own_generators(self.whole).items()
+            if (self.draws_all or is_samplers(name))
+            and not any(g is other for other in _global_generators())
+        ]
 
 
 def _global_generators() -> list[Any]:

@@ -1,4 +1,5 @@
 """Tables of samples, and the texts that a person reads for targets and predictions."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from learnkit.core.html import table
 __all__ = ['Table', 'as_table', 'readable', 'class_names', 'cell', 'shorten']
 
 MOST_COLUMNS = 10  # of a vector in a table
-LONGEST = 60       # characters of a cell
+LONGEST = 60  # characters of a cell
 
 
 class Table:
@@ -30,15 +31,20 @@ class Table:
     def __init__(
         self,
         columns: Mapping[str, Sequence[Any]],  # values by name, as many in each
-        wrong: Sequence[int] = (),             # rows to mark
+        wrong: Sequence[int] = (),  # rows to mark
     ) -> None:
-        self.columns, self.wrong = {name: list(values) for name, values in columns.items()}, list(wrong)
+        self.columns, self.wrong = (
+            {name: list(values) for name, values in columns.items()},
+            list(wrong),
+        )
 
-    def __len__(self) -> int: return len(next(iter(self.columns.values()), []))
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values()), []))
 
     def to_pandas(self) -> Any:
         "Return a pandas DataFrame of the values, not rounded."
         import pandas as pd
+
         return pd.DataFrame(self.columns)
 
     def _cells(self) -> Iterator[list[str]]:
@@ -49,7 +55,10 @@ class Table:
     def __repr__(self) -> str:
         rows = list(self._cells())
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return '\n'.join('  '.join(text.rjust(w) for text, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+        return '\n'.join(
+            '  '.join(text.rjust(w) for text, w in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        )
 
     def _repr_html_(self) -> str:
         head, *rows = self._cells()
@@ -57,9 +66,9 @@ class Table:
 
 
 def as_table(
-    xb: tuple[Any, ...],          # inputs
-    told: dict[str, list[Any]],   # further columns
-    wrong: Sequence[int] = (),    # samples to mark
+    xb: tuple[Any, ...],  # inputs
+    told: dict[str, list[Any]],  # further columns
+    wrong: Sequence[int] = (),  # samples to mark
 ) -> Table:
     """Return samples as rows: a vector's first numbers in a column each, of other things a short text.
 
@@ -73,15 +82,21 @@ def as_table(
     n = find_bs(xb, tuple(told.values()))
     for i, o in enumerate(xb):
         name = 'x' if len(xb) == 1 else f'x{i + 1}'
-        for k, v in (o.items() if isinstance(o, Mapping) else ((name, o),)):
-            if not (isinstance(o, Mapping) and k in TARGET_NAMES): columns |= _columns(str(k), v, n)
+        for k, v in o.items() if isinstance(o, Mapping) else ((name, o),):
+            if not (isinstance(o, Mapping) and k in TARGET_NAMES):
+                columns |= _columns(str(k), v, n)
     return Table({**columns, **told}, wrong)
 
 
 def _columns(name: str, o: Any, n: int) -> dict[str, Sequence[Any]]:
     if not isinstance(o, Tensor):
-        return {name: [_short(v) for v in o] if isinstance(o, (list, tuple)) and len(o) == n else [describe(o)] * n}
-    if o.ndim == 3 and 1 in o.shape[1:]: o = o.flatten(1)
+        return {
+            name: [_short(v) for v in o]
+            if isinstance(o, (list, tuple)) and len(o) == n
+            else [describe(o)] * n
+        }
+    if o.ndim == 3 and 1 in o.shape[1:]:
+        o = o.flatten(1)
     if o.ndim == 2 and o.shape[1] > 1:
         size = o.shape[1]
         k = size if size <= MOST_COLUMNS else MOST_COLUMNS - 2
@@ -92,6 +107,7 @@ def _columns(name: str, o: Any, n: int) -> dict[str, Sequence[Any]]:
 
 # What a person reads
 
+
 def class_names(vocab: Any) -> Any:
     "Return the names of classes: of fastai's vocab of texts and classes, the latter."
     is_list = lambda o: isinstance(o, (list, tuple)) or type(o).__name__ in ('L', 'CategoryMap')
@@ -99,10 +115,10 @@ def class_names(vocab: Any) -> Any:
 
 
 def readable(
-    values: Any,        # a tensor or list with an entry a sample, or a tuple of several
-    n: int,             # samples
+    values: Any,  # a tensor or list with an entry a sample, or a tuple of several
+    n: int,  # samples
     vocab: Any = None,  # names of classes
-) -> list[Any]:         # a text or number each
+) -> list[Any]:  # a text or number each
     """Return what a person reads of targets: names of classes, numbers, or short lists of them.
 
     >>> import torch
@@ -110,18 +126,34 @@ def readable(
     (['dog', 'cat'], ['cat, dog', 'dog'])
     """
     vocab = class_names(vocab)
-    if is_sample_list(values, n): return [_short(v) for v in values]
+    if is_sample_list(values, n):
+        return [_short(v) for v in values]
     if isinstance(values, tuple):
         several = [readable(v, n, vocab) for v in values]
-        return several[0] if len(several) == 1 else [', '.join(map(cell, row)) for row in zip(*several, strict=True)]
-    if not isinstance(values, Tensor): return list(values) if isinstance(values, list) else [describe(values)] * n
+        return (
+            several[0]
+            if len(several) == 1
+            else [', '.join(map(cell, row)) for row in zip(*several, strict=True)]
+        )
+    if not isinstance(values, Tensor):
+        return list(values) if isinstance(values, list) else [describe(values)] * n
     values = values.cpu()
-    if values.ndim == 2 and values.shape[1] == 1: values = values[:, 0]
+    if values.ndim == 2 and values.shape[1] == 1:
+        values = values[:, 0]
     is_class = not values.is_floating_point()
-    if values.ndim == 1: return [_name(v, vocab) if is_class else v for v in values.tolist()]
-    if values.ndim > 2: return [describe(values[0])] * n
-    if vocab is not None and len(vocab) == values.shape[1] and bool(((values == 0) | (values == 1)).all()):
-        return [', '.join(str(vocab[i]) for i in row.nonzero()[:, 0].tolist()) or 'none' for row in values]
+    if values.ndim == 1:
+        return [_name(v, vocab) if is_class else v for v in values.tolist()]
+    if values.ndim > 2:
+        return [describe(values[0])] * n
+    if (
+        vocab is not None
+        and len(vocab) == values.shape[1]
+        and bool(((values == 0) | (values == 1)).all())
+    ):
+        return [
+            ', '.join(str(vocab[i]) for i in row.nonzero()[:, 0].tolist()) or 'none'
+            for row in values
+        ]
     return [_joined(row.tolist()) for row in values]
 
 
@@ -146,4 +178,4 @@ def cell(value: Any) -> str:
 def shorten(text: Any, longest: int) -> str:
     "Return a text in one line of at most so many characters."
     text = f'{text:.4g}' if isinstance(text, float) else ' '.join(str(text).split())
-    return text if len(text) <= longest else f'{text[:longest - 3]}...'
+    return text if len(text) <= longest else f'{text[: longest - 3]}...'

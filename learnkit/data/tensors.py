@@ -1,4 +1,5 @@
 """Tensors of what people have their data in: arrays, data frames, lists of numbers; and what to do about all else."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -29,7 +30,8 @@ def are_rows_apart(o: Any) -> bool:
     >>> are_rows_apart((x, y)), are_rows_apart([x, y]), are_rows_apart([x, x]), are_rows_apart([(x, y)])
     (True, True, False, False)
     """
-    if not isinstance(o, (tuple, list)) or len(o) < 2 or not _have_one_length(o): return False
+    if not isinstance(o, (tuple, list)) or len(o) < 2 or not _have_one_length(o):
+        return False
     return isinstance(o, tuple) or len({(len(t.shape), _dtype(t)) for t in o}) > 1
 
 
@@ -43,15 +45,19 @@ def are_inputs_and_targets(a: Any, b: Any) -> bool:
 
 
 def _have_one_length(tables: Any) -> bool:
-    return all(is_rows(t) and getattr(t, 'shape', ()) for t in tables) and len({t.shape[0] for t in tables}) == 1
+    return (
+        all(is_rows(t) and getattr(t, 'shape', ()) for t in tables)
+        and len({t.shape[0] for t in tables}) == 1
+    )
 
 
-def _dtype(table: Any) -> str: return str(getattr(table, 'dtype', ''))
+def _dtype(table: Any) -> str:
+    return str(getattr(table, 'dtype', ''))
 
 
 def as_rows(
     name: object,  # the entry's, for messages
-    o: Any,        # a tensor, an array, a data frame, a column of one, a list of numbers
+    o: Any,  # a tensor, an array, a data frame, a column of one, a list of numbers
     device: torch.device | str | None = None,  # where it shall be; None: where it is
 ) -> Tensor:
     """Return a tensor with a row a sample, which shares memory where it can. Raises `LoaderError` for what has no rows.
@@ -62,33 +68,57 @@ def as_rows(
     (tensor([0., 1., 2.], dtype=torch.float64), tensor([1.5000, 2.0000]))
     """
     given = o
-    if isinstance(o, (list, tuple)): o = _of_list(name, o)
-    elif not isinstance(o, (Tensor, np.ndarray)) and is_rows(o): o = np.ascontiguousarray(o.to_numpy())
+    if isinstance(o, (list, tuple)):
+        o = _of_list(name, o)
+    elif not isinstance(o, (Tensor, np.ndarray)) and is_rows(o):
+        o = np.ascontiguousarray(o.to_numpy())
     if not isinstance(o, (Tensor, np.ndarray)) or not o.ndim:
-        raise LoaderError(f'TensorLoader: entry {name!r} has no rows, one a sample: it is {describe(given)}.')
-    if isinstance(o, np.ndarray): o = _writable(_checked(name, o, given))
+        raise LoaderError(
+            f'TensorLoader: entry {name!r} has no rows, one a sample: it is {describe(given)}.'
+        )
+    if isinstance(o, np.ndarray):
+        o = _writable(_checked(name, o, given))
     return torch.as_tensor(o, device=device).detach()
 
 
 def _of_list(name: object, rows: Any) -> Any:
     if rows and all(isinstance(row, Tensor) for row in rows):
-        if len({row.shape for row in rows}) == 1: return torch.stack(list(rows))
-        raise LoaderError(f'TensorLoader: entry {name!r} is a list of tensors of different shapes: pad them.')
-    try: array = np.asarray(rows)
+        if len({row.shape for row in rows}) == 1:
+            return torch.stack(list(rows))
+        raise LoaderError(
+            f'TensorLoader: entry {name!r} is a list of tensors of different shapes: pad them.'
+        )
+    try:
+        array = np.asarray(rows)
     except ValueError as e:
-        raise LoaderError(f'TensorLoader: entry {name!r} is a list of rows that differ in length: pad them.') from e
-    return array.astype(str(torch.get_default_dtype()).removeprefix('torch.')) if array.dtype == np.float64 else array
+        raise LoaderError(
+            f'TensorLoader: entry {name!r} is a list of rows that differ in length: pad them.'
+        ) from e
+    return (
+        array.astype(str(torch.get_default_dtype()).removeprefix('torch.'))
+        if array.dtype == np.float64
+        else array
+    )
 
 
 def _checked(name: object, array: np.ndarray[Any, Any], given: Any) -> np.ndarray[Any, Any]:
     "Return an array of numbers; raise `LoaderError` for texts, dates and objects."
-    if array.dtype.kind in 'biufc': return array
+    if array.dtype.kind in 'biufc':
+        return array
     kinds = getattr(given, 'dtypes', None)  # of a data frame's columns
-    odd = [f'{k!r} ({v})' for k, v in getattr(kinds, 'items', tuple)() if getattr(v, 'kind', 'O') not in 'biufc']
+    odd = [
+        f'{k!r} ({v})'
+        for k, v in getattr(kinds, 'items', tuple)()
+        if getattr(v, 'kind', 'O') not in 'biufc'
+    ]
     where = f', of the columns {", ".join(odd)}' if odd else ''
-    if array.dtype.kind in 'mM': fix = "make numbers of these times, `.astype('int64')`"
-    else: fix = "encode classes, `pandas.factorize(y)[0]`, and make numbers of all else, `.astype('float32')`"
-    raise LoaderError(f'TensorLoader: entry {name!r} is {describe(array)}, no numbers{where}: {fix}.')
+    if array.dtype.kind in 'mM':
+        fix = "make numbers of these times, `.astype('int64')`"
+    else:
+        fix = "encode classes, `pandas.factorize(y)[0]`, and make numbers of all else, `.astype('float32')`"
+    raise LoaderError(
+        f'TensorLoader: entry {name!r} is {describe(array)}, no numbers{where}: {fix}.'
+    )
 
 
 def _writable(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

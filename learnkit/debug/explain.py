@@ -1,6 +1,7 @@
 """Look inside a training: who runs at an event, where the time goes, and which callback changed what.
 
 All of it works by other handler tables, which the loop reads in the place of its own; it has no part in the loop."""
+
 from __future__ import annotations
 
 import inspect
@@ -31,12 +32,13 @@ WATCHED = ('xb', 'yb', 'pred', 'loss', 'loss_grad')
 
 class Handler(NamedTuple):
     "Who runs at an event."
+
     order: float
     callback: str
     function: str
-    file: str        # where the function is, '' for what has no source
+    file: str  # where the function is, '' for what has no source
     line: int
-    when: str        # 'training', 'evaluation', or 'always'
+    when: str  # 'training', 'evaluation', or 'always'
     is_on: bool
 
     def __str__(self) -> str:
@@ -48,22 +50,28 @@ class Handler(NamedTuple):
 class Handlers(list[Handler]):
     "Handlers in the order in which they run; shown one a line."
 
-    def __repr__(self) -> str: return '\n'.join(map(str, self)) or 'nothing runs there'
+    def __repr__(self) -> str:
+        return '\n'.join(map(str, self)) or 'nothing runs there'
 
     @never_raising
     def _repr_html_(self) -> str:
-        if not self: return repr(self)
-        rows = [(f'{h.order:g}', h.function, h.when, 'on' if h.is_on else 'off', f'{h.file}:{h.line}') for h in self]
+        if not self:
+            return repr(self)
+        rows = [
+            (f'{h.order:g}', h.function, h.when, 'on' if h.is_on else 'off', f'{h.file}:{h.line}')
+            for h in self
+        ]
         return table(['order', 'runs', 'in', 'switched', 'where'], rows)
 
 
 class Change(NamedTuple):
     "What one callback changed at one event."
+
     event: str
     epoch: int
     batch: int
     callback: str
-    what: str        # 'xb', 'pred', 'loss', 'hyper lr', 'weight 0.bias', 'random numbers' ...
+    what: str  # 'xb', 'pred', 'loss', 'hyper lr', 'weight 0.bias', 'random numbers' ...
     is_observer: bool
 
     def __str__(self) -> str:
@@ -78,12 +86,15 @@ class Trace(list[Change]):
         "The changes of callbacks that say `observer = True`, and should make none."
         return [c for c in self if c.is_observer]
 
-    def __repr__(self) -> str: return '\n'.join(map(str, self)) or 'nothing was changed'
+    def __repr__(self) -> str:
+        return '\n'.join(map(str, self)) or 'nothing was changed'
 
     @never_raising
     def _repr_html_(self) -> str:
         rows = [(c.epoch, c.batch, c.event, c.callback, c.what) for c in self]
-        return table(['epoch', 'batch', 'event', 'callback', 'changed'], rows) if rows else repr(self)
+        return (
+            table(['epoch', 'batch', 'event', 'callback', 'changed'], rows) if rows else repr(self)
+        )
 
 
 def explain(learn: Any, event_name: str) -> Handlers:
@@ -158,21 +169,35 @@ def handler_of(entry: Entry, when: str, event_name: str) -> Handler:
     handler, switch, cb = entry
     f: Any = users_function(cb, event_name) or handler
     while not inspect.isfunction(f):
-        inner = getattr(f, '__wrapped__', None) or getattr(f, '__func__', None) or getattr(f, 'func', None)
-        if inner is None: break
+        inner = (
+            getattr(f, '__wrapped__', None)
+            or getattr(f, '__func__', None)
+            or getattr(f, 'func', None)
+        )
+        if inner is None:
+            break
         f = inner
     f = inspect.unwrap(f)
     code = getattr(f, '__code__', None)
     name = getattr(f, '__name__', event_name)
     file, line = (code.co_filename, code.co_firstlineno) if code else ('', 0)
-    return Handler(getattr(cb, 'order', 0), type(cb).__name__, f'{type(cb).__name__}.{name}', file, line, when,
-                   bool(switch))
+    return Handler(
+        getattr(cb, 'order', 0),
+        type(cb).__name__,
+        f'{type(cb).__name__}.{name}',
+        file,
+        line,
+        when,
+        bool(switch),
+    )
 
 
 def users_function(cb: Any, event_name: str) -> Any:
     "Return the function of a callback that is not called by its event's name alone; None for any other."
-    if is_foreign(cb): return getattr(cb, event_name, None)
-    if not takes_every_event(cb): return None
+    if is_foreign(cb):
+        return getattr(cb, event_name, None)
+    if not takes_every_event(cb):
+        return None
     return type(cb).run_event if type(cb).run_event is not Callback.run_event else type(cb).__call__
 
 
@@ -184,35 +209,55 @@ class TracedTable(HandlerTable):
         self.learn, self.own, self.trace = learn, own, trace
 
     def __missing__(self, name: str) -> list[Entry]:
-        if name in CONTEXTS.values(): return self.own[name]
-        entries: list[Entry] = [(partial(self._watch, f, cb, name), switch, cb) for f, switch, cb in self.own[name]]
+        if name in CONTEXTS.values():
+            return self.own[name]
+        entries: list[Entry] = [
+            (partial(self._watch, f, cb, name), switch, cb) for f, switch, cb in self.own[name]
+        ]
         self[name] = entries
         return entries
 
     def _watch(self, handler: Callable[[], Any], cb: Any, name: str) -> None:
         __tracebackhide__ = True
         before = fingerprints(self.learn)
-        try: handler()
+        try:
+            handler()
         finally:
             after = fingerprints(self.learn)
             who, is_observer = type(cb).__name__, bool(getattr(cb, 'observer', False))
-            changed = [what for what in dict.fromkeys([*before, *after]) if before.get(what) != after.get(what)]
-            self.trace += [Change(name, self.learn.epoch, self.learn.iter, who, what, is_observer) for what in changed]
+            changed = [
+                what
+                for what in dict.fromkeys([*before, *after])
+                if before.get(what) != after.get(what)
+            ]
+            self.trace += [
+                Change(name, self.learn.epoch, self.learn.iter, who, what, is_observer)
+                for what in changed
+            ]
 
 
 def fingerprints(learn: Any) -> dict[str, Any]:
     "Return a digest of everything a callback may change, by name."
-    found: dict[str, Any] = {name: digest(learn.__dict__[name]) for name in WATCHED if name in learn.__dict__}
+    found: dict[str, Any] = {
+        name: digest(learn.__dict__[name]) for name in WATCHED if name in learn.__dict__
+    }
     found |= {f'weight {name}': digest(p) for name, p in learn.model.named_parameters()}
     found |= {f'buffer {name}': digest(b) for name, b in learn.model.named_buffers()}
-    found |= {f'gradient of {n}': digest(p.grad) for n, p in learn.model.named_parameters() if p.grad is not None}
+    found |= {
+        f'gradient of {n}': digest(p.grad)
+        for n, p in learn.model.named_parameters()
+        if p.grad is not None
+    }
     if learn.opt is not None:
         groups = learn.opt.hypers
         for i, h in enumerate(groups):
             where = f' of group {i}' if len(groups) > 1 else ''
             found |= {f'hyper {name}{where}': float(v) for name, v in h.items()}
     rng = capture_rng()
-    return {**found, 'random numbers': (digest(rng), hash(str(map_tensors(rng, torch.numel))))}  # and its numbers
+    return {
+        **found,
+        'random numbers': (digest(rng), hash(str(map_tensors(rng, torch.numel)))),
+    }  # and its numbers
 
 
 def digest(o: Any) -> str:
@@ -224,7 +269,10 @@ def digest(o: Any) -> str:
         n += 1
         h.update(f'{tuple(t.shape)}{t.dtype}'.encode())
         t = t.detach().to_dense() if t.layout is not torch.strided else t.detach()
-        h.update(t.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() if t.numel() else b'')
+        h.update(
+            t.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() if t.numel() else b''
+        )
         return t
+
     map_tensors(o, add)
     return h.hexdigest() if n else describe(o)

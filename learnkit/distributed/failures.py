@@ -2,6 +2,7 @@
 
 A rank that raises publishes its error before it leaves. The others notice when a collective fails, as connections are
 closed or the group's timeout is over, and then read who has failed. No thread and no message is added to a run."""
+
 from __future__ import annotations
 
 import traceback
@@ -17,15 +18,19 @@ from learnkit.engine.dispatch import place
 
 __all__ = ['Failures', 'is_lost']
 
-SETTLE_S = 1.       # in which ranks whose collective has failed say so, and the rest is taken to be gone
+SETTLE_S = (
+    1.0  # in which ranks whose collective has failed say so, and the rest is taken to be gone
+)
 # longest wait for the store, which may be on a machine that is gone, and for the others to read it
-PATIENCE_S = 4.
+PATIENCE_S = 4.0
 # in errors of gloo, which have no type
 LOST = ('gloo/transport', 'pair closure', 'Connection closed by peer')
-LONGEST = 16_000    # characters of a traceback that others show
-ADVICE = 'If nothing there takes so long, the processes have decided differently before: by a Cancel exception in ' \
-         'one of them alone, or by a call there of what all do together (fit, validate, get_preds, gather). Let ' \
-         '`self.world.any(...)` take such a decision.'
+LONGEST = 16_000  # characters of a traceback that others show
+ADVICE = (
+    'If nothing there takes so long, the processes have decided differently before: by a Cancel exception in '
+    'one of them alone, or by a call there of what all do together (fit, validate, get_preds, gather). Let '
+    '`self.world.any(...)` take such a decision.'
+)
 
 
 class Failures:
@@ -36,14 +41,14 @@ class Failures:
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
-        self._seen: BaseException | None = None      # what has ended this rank's run
-        self._raised: BaseException | None = None    # what is raised in its place
-        self._gone: list[int] = []                   # ranks that read nothing any more
-        self._answers = True                         # the store does
+        self._seen: BaseException | None = None  # what has ended this rank's run
+        self._raised: BaseException | None = None  # what is raised in its place
+        self._gone: list[int] = []  # ranks that read nothing any more
+        self._answers = True  # the store does
 
     def report(
         self,
-        e: BaseException,   # has ended this rank's run
+        e: BaseException,  # has ended this rank's run
         learn: Any,
     ) -> BaseException:
         """Publish an error for the other ranks, and return it; or a `DistributedError` where another rank caused it.
@@ -78,6 +83,7 @@ class Failures:
         def wait() -> None:
             while others and monotonic() < end and not self.store.check(others):
                 sleep(0.02)
+
         self._ask(wait)
 
     @property
@@ -102,6 +108,7 @@ class Failures:
                 answers.append(f())
             except RuntimeError:  # of torch, when the store is gone
                 pass
+
         thread = Thread(target=ask, daemon=True)
         thread.start()
         thread.join(PATIENCE_S + SETTLE_S)
@@ -111,7 +118,7 @@ class Failures:
     def _describe(self, e: BaseException, learn: Any) -> str:
         report = ''.join(traceback.format_exception(e)).rstrip()
         if len(report) > LONGEST:
-            report = f'{report[:LONGEST // 2]}\n...\n{report[-LONGEST // 2:]}'
+            report = f'{report[: LONGEST // 2]}\n...\n{report[-LONGEST // 2 :]}'
         what = ''.join(traceback.format_exception_only(type(e), e)).split('\n')[0]
         return f'Process {self.comm.rank} of {self.comm.size} failed {where(e, learn)}: {what}\n{report}'
 
@@ -125,11 +132,16 @@ class Failures:
         if found is not None:
             return str(found)
         who = "torchrun's agent" if has_agent_store() else f'Process 0 of {self.comm.size}'
-        return f'{who}, which keeps the store, does not answer: it has ended without a message, was stopped, or ' \
-               f'cannot be reached. Process {self.comm.rank} waited {here}.'
+        return (
+            f'{who}, which keeps the store, does not answer: it has ended without a message, was stopped, or '
+            f'cannot be reached. Process {self.comm.rank} waited {here}.'
+        )
 
     def _read_cause(self, here: str, timed_out: bool) -> str:
-        store, others = self.store, [rank for rank in range(self.comm.size) if rank != self.comm.rank]
+        store, others = (
+            self.store,
+            [rank for rank in range(self.comm.size) if rank != self.comm.rank],
+        )
         self._set('lost', here)
         end = monotonic() + SETTLE_S
         while True:
@@ -141,20 +153,27 @@ class Failures:
             if not self._gone or left or monotonic() > end:
                 break
             sleep(0.02)
-        places = {self.comm.rank: here, **{rank: store.get(f'lost/{rank}').decode() for rank in lost}}
+        places = {
+            self.comm.rank: here,
+            **{rank: store.get(f'lost/{rank}').decode() for rank in lost},
+        }
         return self._publish(self._judge(left, places, timed_out))
 
     def _judge(self, left: list[int], places: dict[int, str], timed_out: bool) -> str:
         "Return what the reports of ranks whose collectives have failed say."
         size = self.comm.size
-        waiting = '; '.join(f'process {rank} waited {text}' for rank, text in sorted(places.items()))
+        waiting = '; '.join(
+            f'process {rank} waited {text}' for rank, text in sorted(places.items())
+        )
         if left:
             return f'Process {left[0]} of {size} has left the training: {waiting}.'
         if not self._gone:
             return f'The {size} processes waited for one another: {waiting}. {ADVICE}'
         who = f'Process {", ".join(map(str, self._gone))} of {size}'
         if timed_out:
-            return f'{who} hangs, or was stopped, for {self.comm.timeout_s:g} s: {waiting}. {ADVICE}'
+            return (
+                f'{who} hangs, or was stopped, for {self.comm.timeout_s:g} s: {waiting}. {ADVICE}'
+            )
         return f'{who} has ended without a message: {waiting}. Was it killed, perhaps as memory ran out?'
 
 
@@ -166,8 +185,11 @@ def where(e: BaseException, learn: Any) -> str:
 
 def code_of(e: BaseException) -> str:
     "Return the last line outside of torch and `Comm` that has led to an error."
-    frames = [f for f in traceback.extract_tb(e.__traceback__)
-              if 'torch' not in Path(f.filename).parts and Path(f.filename).name != 'comm.py']
+    frames = [
+        f
+        for f in traceback.extract_tb(e.__traceback__)
+        if 'torch' not in Path(f.filename).parts and Path(f.filename).name != 'comm.py'
+    ]
     if not frames:
         return ''
     last = frames[-1]
@@ -177,6 +199,7 @@ def code_of(e: BaseException) -> str:
 def is_lost(e: BaseException | None) -> bool:
     "Return True if an error comes from a collective that has failed because of another rank."
     from torch.distributed import DistError
+
     seen: set[int] = set()
     while e is not None and id(e) not in seen:
         if isinstance(e, DistError) or (

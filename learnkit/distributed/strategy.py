@@ -1,4 +1,5 @@
 """The part of the Learner that trains in several processes: where it differs from one that trains alone."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
@@ -182,7 +183,7 @@ def check_world(world: Comm) -> None:
 
 
 def own_parts(
-    state: Mapping[str, Any],   # from `_gather`, in each process
+    state: Mapping[str, Any],  # from `_gather`, in each process
     world: Comm,
 ) -> list[dict[str, Any]]:
     """Return, for each process, what of its state is not as in the first; in the others, of themselves alone.
@@ -191,19 +192,27 @@ def own_parts(
     sums = {key: fingerprint(value) for key, value in state['callbacks'].items()}
     grads = fingerprint(state['grads'])
     first_sums, first_grads = world.broadcast((sums, grads))
-    differ = {k: take_parts(v) for k, v in state['callbacks'].items() if sums[k] != first_sums.get(k)}
-    own = {'rng': state['rng'], 'position': state['position'], 'callbacks': {k: v for k, (v, *_) in differ.items()},
-           'shared': {k: places for k, (_, places, _) in differ.items() if places}}
-    if grads != first_grads: own['grads'] = state['grads']
+    differ = {
+        k: take_parts(v) for k, v in state['callbacks'].items() if sums[k] != first_sums.get(k)
+    }
+    own = {
+        'rng': state['rng'],
+        'position': state['position'],
+        'callbacks': {k: v for k, (v, *_) in differ.items()},
+        'shared': {k: places for k, (_, places, _) in differ.items() if places},
+    }
+    if grads != first_grads:
+        own['grads'] = state['grads']
     parts = world.collect({} if world.is_first else own)
     return parts or [own if rank == world.rank else {} for rank in range(world.size)]
 
 
 def fingerprint(value: Any) -> Any:
     "Return a nested state with its tensors as checksums; those that are cut over processes belong to all."
-    if is_dtensor(value): return tuple(value.shape)
-    if isinstance(value, Tensor): return checksum(value), tuple(value.shape)
-    if isinstance(value, Mapping): return {k: fingerprint(v) for k, v in value.items()}
+    if is_dtensor(value):
+        return tuple(value.shape)
+    if isinstance(value, Tensor):
+        return checksum(value), tuple(value.shape)
+    if isinstance(value, Mapping):
+        return {k: fingerprint(v) for k, v in value.items()}
     return [fingerprint(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-

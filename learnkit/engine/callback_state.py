@@ -1,4 +1,5 @@
 """The states of callbacks, each under a key of its own, for whoever saves and resumes."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -97,7 +98,8 @@ def load_callback_states(
 
 def state_of(cb: Any) -> dict[str, Any] | None:
     "Return the state of a callback: what it says itself, or else the attributes that have changed; or both."
-    if not has_own_state(cb): return changed_attributes(cb)
+    if not has_own_state(cb):
+        return changed_attributes(cb)
     state = getattr(cb, 'state_dict', lambda: None)()
     more = changed_attributes(cb) if inherits_state(cb) else None
     return state if more is None else {STATE: state, ATTRIBUTES: more}
@@ -105,7 +107,14 @@ def state_of(cb: Any) -> dict[str, Any] | None:
 
 def put_state(cb: Any, state: Any) -> None:
     "Hand a callback what `state_of` returned."
-    own, more = (state[STATE], state[ATTRIBUTES]) if isinstance(state, Mapping) and STATE in state else (state, {})
-    if not has_own_state(cb): return put_attributes(cb, own or {})
-    if own is not None: cb.load_state_dict(own)
-    if inherits_state(cb): put_attributes(cb, more)
+    own, more = (
+        (state[STATE], state[ATTRIBUTES])
+        if isinstance(state, Mapping) and STATE in state
+        else (state, {})
+    )
+    if not has_own_state(cb):
+        return put_attributes(cb, own or {})
+    if own is not None:
+        cb.load_state_dict(own)
+    if inherits_state(cb):
+        put_attributes(cb, more)

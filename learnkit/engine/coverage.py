@@ -1,4 +1,5 @@
 """Which parameters an optimizer has: new ones are taken in, removed ones dropped, others named."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping

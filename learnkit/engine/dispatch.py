@@ -1,4 +1,5 @@
 """From events to handlers: who is there, in which order they run, and what is said when one of them fails."""
+
 from __future__ import annotations
 
 import heapq
@@ -35,29 +36,40 @@ class CallbackSet:
         self.learn = learn
         self.items: list[Any] = []
         self.switches: dict[int, list[Any]] = {}
-        self.held: list[Any] = []   # switched off, whatever `run` is: in evaluations that they started
+        self.held: list[
+            Any
+        ] = []  # switched off, whatever `run` is: in evaluations that they started
         self.keys: dict[int, str] = {}
-        self._order: list[Any] | None = None    # the sorted callbacks, until something changes
+        self._order: list[Any] | None = None  # the sorted callbacks, until something changes
         # those that make the loss a mean over samples, until then
         self.averaging: list[Any] | None = None
         # indexed by `learn.training`
         self.tables = HandlerTable(self, False), HandlerTable(self, True)
         self.more_tables: list[HandlerTable] = []  # that the loop reads in their place for a while
 
-    def __iter__(self) -> Iterator[Any]: return iter(self.items)
-    def __len__(self) -> int: return len(self.items)
-    def __contains__(self, cb: object) -> bool: return id(cb) in self.switches
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __contains__(self, cb: object) -> bool:
+        return id(cb) in self.switches
 
     def refresh(self) -> None:
         "Forget the handler tables: they are built again, event by event, when next needed."
         self._order = self.averaging = None
-        for table in (*self.tables, *self.more_tables): table.clear()
+        for table in (*self.tables, *self.more_tables):
+            table.clear()
 
     def changed(self, cb: Any, name: str) -> None:
         "Hear of a change of `run`, `order`, `run_train`, `run_valid` or a handler of `cb`."
-        if cb not in self: return
-        if name == 'run': self._switch(cb, bool(cb.run))
-        else: self.refresh()
+        if cb not in self:
+            return
+        if name == 'run':
+            self._switch(cb, bool(cb.run))
+        else:
+            self.refresh()
 
     def _switch(self, cb: Any, on: bool) -> None:
         is_held = any(cb is held for held in self.held)
@@ -98,7 +110,8 @@ class CallbackSet:
 
     def _unique_key(self, cb: Any) -> str:
         taken, key, n = set(self.keys.values()), getattr(cb, 'state_key', None) or cb.name, 1
-        while (unique := key if n == 1 else f'{key}_{n}') in taken: n += 1
+        while (unique := key if n == 1 else f'{key}_{n}') in taken:
+            n += 1
         return unique
 
     def check_new(self, cbs: Iterable[Any], without: Iterable[Any] = ()) -> None:
@@ -106,26 +119,32 @@ class CallbackSet:
         cbs, gone = list(cbs), {id(cb) for cb in without}
         stay = [cb for cb in self.items if id(cb) not in gone]
         for cb in cbs:
-            for name in (*EVENTS, *CONTEXTS.values()): own_handler(cb, name)  # raises for what is no method
-            if not is_foreign(cb): warn_of_slips(cb)
+            for name in (*EVENTS, *CONTEXTS.values()):
+                own_handler(cb, name)  # raises for what is no method
+            if not is_foreign(cb):
+                warn_of_slips(cb)
         explicit: dict[str, Any] = {}
         for cb in [*stay, *cbs]:
             key = getattr(cb, 'state_key', None)
-            if key is None: continue
+            if key is None:
+                continue
             if key in explicit:
-                raise CallbackError(f'{explicit[key]!r} and {cb!r} both have state_key={key!r}: '
-                                    'their states could not be told apart. Give one of them another key.')
+                raise CallbackError(
+                    f'{explicit[key]!r} and {cb!r} both have state_key={key!r}: '
+                    'their states could not be told apart. Give one of them another key.'
+                )
             explicit[key] = cb
         in_order([*stay, *cbs])
 
     def call_one(self, cb: Any, name: str) -> None:
         "Run one callback's handler of an event, whether or not it is switched on."
         for handler, _, owner in self.tables[bool(self.learn.training)][name]:
-            if owner is cb: handler()
+            if owner is cb:
+                handler()
 
     def notify(
         self,
-        name: str,       # 'on_added', 'on_evaluation' ...: a method of `Callback`
+        name: str,  # 'on_added', 'on_evaluation' ...: a method of `Callback`
         cb: Any = None,  # whose method is called; None: that of every callback
     ) -> None:
         "Call a method of callbacks that is no event: also of those that are switched off, in the order of adding."
@@ -136,17 +155,21 @@ class CallbackSet:
     def average_samples(self) -> bool:
         "Return True while a callback makes the training loss a mean over samples, whatever the loss function says."
         if self.averaging is None:
-            self.averaging = [cb for cb in self.items if getattr(type(cb), 'averages_samples', False)]
+            self.averaging = [
+                cb for cb in self.items if getattr(type(cb), 'averages_samples', False)
+            ]
         return bool(self.averaging) and any(cb.run for cb in self.averaging)
 
     def ordered(self) -> list[Any]:
         "Return the callbacks in the order in which they run."
-        if self._order is None: self._order = in_order(self.items)
+        if self._order is None:
+            self._order = in_order(self.items)
         return self._order
 
 
 class CallbackHost:
     "The part of the Learner that its callbacks are added to and removed from."
+
     training: bool
 
     def __init__(self) -> None:
@@ -156,10 +179,13 @@ class CallbackHost:
 
     def __call__(self, event_name: str | list[str]) -> None:
         "Run the handlers of one event, or of several in turn."
-        if event_name.__class__ is not str: return self._call_all(event_name)
+        if event_name.__class__ is not str:
+            return self._call_all(event_name)
         for handler, switch, cb in self.tables[self.training][event_name]:
-            if not switch: continue
-            try: handler()
+            if not switch:
+                continue
+            try:
+                handler()
             except BaseException as e:
                 __tracebackhide__ = True  # here it costs nothing
                 self._note(e, cb, event_name)
@@ -167,7 +193,8 @@ class CallbackHost:
 
     def _call_all(self, event_names: Any) -> None:
         names = [None] if event_names is None else listed(event_names)
-        for name in names: self(str.__str__(canonical_event(name)))  # also a StrEnum's
+        for name in names:
+            self(str.__str__(canonical_event(name)))  # also a StrEnum's
 
     def _note(self, e: BaseException, cb: Any, event_name: str) -> None:
         "Add to an exception where it was raised."
@@ -218,7 +245,8 @@ class CallbackHost:
         """
         new = [as_callback(cb) for cb in listed(cbs)]
         stale = [[old for old in self.cbs if _defined_again(type(old), type(cb))] for cb in new]
-        for i, cb in enumerate(new): self._check_new_cb(cb, new[:i])
+        for i, cb in enumerate(new):
+            self._check_new_cb(cb, new[:i])
         self.callbacks.check_new(new, [old for olds in stale for old in olds])
         for cb, olds in zip(new, stale, strict=True):
             at = next((i for i, o in enumerate(self.cbs) if any(o is old for old in olds)), None)
@@ -240,14 +268,21 @@ class CallbackHost:
         if cb in self.callbacks or any(cb is o for o in before):
             raise CallbackError(f'{cb!r} is already part of this Learner.')
         there = self.__dict__.get(cb.name)
-        if defined_on_class(self, cb.name) or (cb.name in self.__dict__ and there not in self.callbacks):
-            raise CallbackError(f'A callback named `{cb.name}` ({type(cb).__name__}) would hide `learn.{cb.name}`: '
-                                'give its class another name.')
+        if defined_on_class(self, cb.name) or (
+            cb.name in self.__dict__ and there not in self.callbacks
+        ):
+            raise CallbackError(
+                f'A callback named `{cb.name}` ({type(cb).__name__}) would hide `learn.{cb.name}`: '
+                'give its class another name.'
+            )
 
-    def _insert_cb(self, cb: Callback, at: int | None = None, switch: list[Any] | None = None) -> None:
+    def _insert_cb(
+        self, cb: Callback, at: int | None = None, switch: list[Any] | None = None
+    ) -> None:
         if keeps_attributes(cb):
             note_attributes(cb)
-        if isinstance(cb.learn, CallbackHost) and cb.learn is not self: cb.learn.remove_cb(cb)
+        if isinstance(cb.learn, CallbackHost) and cb.learn is not self:
+            cb.learn.remove_cb(cb)
         cb.learn = self
         self.callbacks.insert(cb, at, switch)
         setattr(self, cb.name, cb)
@@ -256,7 +291,8 @@ class CallbackHost:
 
     def remove_cbs(self, cbs: Any) -> Self:
         "Remove callbacks, or all instances of classes."
-        for cb in listed(cbs): self.remove_cb(cb)
+        for cb in listed(cbs):
+            self.remove_cb(cb)
         return self
 
     def remove_cb(self, cb: Any) -> Self:
@@ -267,12 +303,16 @@ class CallbackHost:
         >>> synth_learner().remove_cb(ProgressCallback).cbs
         [TrainEvalCallback, Recorder]
         """
-        if isinstance(cb, type): return self.remove_cbs([o for o in self.cbs if isinstance(o, cb)])
-        if cb not in self.callbacks: return self
+        if isinstance(cb, type):
+            return self.remove_cbs([o for o in self.cbs if isinstance(o, cb)])
+        if cb not in self.callbacks:
+            return self
         self._end_streams()
         try:
-            if self._in_use(): self.callbacks.call_one(cb, 'cleanup')  # it will not be there when the run ends
-        finally: self._take_out(cb)
+            if self._in_use():
+                self.callbacks.call_one(cb, 'cleanup')  # it will not be there when the run ends
+        finally:
+            self._take_out(cb)
         return self
 
     def _take_out(self, cb: Any) -> None:
@@ -282,7 +322,8 @@ class CallbackHost:
         if self.__dict__.get(name) is cb:
             del self.__dict__[name]
             for other in self.cbs:
-                if other.name == name: setattr(self, name, other)  # another one of this name was hidden by it
+                if other.name == name:
+                    setattr(self, name, other)  # another one of this name was hidden by it
 
     @contextmanager
     def added_cbs(self, cbs: Any) -> Iterator[Self]:
@@ -291,31 +332,38 @@ class CallbackHost:
         try:
             self.add_cbs(new)
             yield self
-        finally: self.remove_cbs([cb for cb in new if not any(cb is old for old in before)])
+        finally:
+            self.remove_cbs([cb for cb in new if not any(cb is old for old in before)])
 
     @contextmanager
     def removed_cbs(self, cbs: Any) -> Iterator[Self]:
         "Take callbacks out for the length of a context, and put them back in their places."
+
         def is_meant(o: Callback) -> bool:
             return any(isinstance(o, cb) if isinstance(cb, type) else o is cb for cb in listed(cbs))
+
         self._end_streams()
         switches = self.callbacks.switches
         out = [(i, o, switches[id(o)]) for i, o in enumerate(self.cbs) if is_meant(o)]
-        for _, cb, _ in out: self._take_out(cb)
-        try: yield self
+        for _, cb, _ in out:
+            self._take_out(cb)
+        try:
+            yield self
         finally:
-            for i, cb, switch in out: self._insert_cb(cb, min(i, len(self.callbacks)), switch)
+            for i, cb, switch in out:
+                self._insert_cb(cb, min(i, len(self.callbacks)), switch)
 
     def ordered_cbs(
         self,
         event_name: str,
-        training: bool | None = None,   # in training or in evaluation; None: as the Learner is now
+        training: bool | None = None,  # in training or in evaluation; None: as the Learner is now
     ) -> list[Callback]:
         "Return the callbacks that have a handler for an event, in the order in which they run."
         training = self.training if training is None else training
         return [cb for _, _, cb in self.callbacks.tables[training][canonical_event(event_name)]]
 
-    def _callback_changed(self, cb: Callback, name: str) -> None: self.callbacks.changed(cb, name)
+    def _callback_changed(self, cb: Callback, name: str) -> None:
+        self.callbacks.changed(cb, name)
 
 
 class HandlerTable(dict[str, list[Entry]]):
@@ -329,16 +377,22 @@ class HandlerTable(dict[str, list[Entry]]):
         known = name if name in CONTEXTS.values() else canonical_event(name)
         cbs = sorted(self.callbacks.ordered(), key=lambda cb: known in getattr(cb, 'runs_last', ()))
         handlers = [(self._handler(cb, known), cb) for cb in cbs]
-        entries = [(handler, self.callbacks.switches[id(cb)], cb) for handler, cb in handlers if handler]
+        entries = [
+            (handler, self.callbacks.switches[id(cb)], cb) for handler, cb in handlers if handler
+        ]
         self[name] = entries
         return entries
 
     def _handler(self, cb: Any, name: str) -> Callable[[], Any] | None:
         is_event = name not in CONTEXTS.values()
-        if is_foreign(cb): return foreign_handler(cb, name) if is_event else None
-        if is_event and takes_every_event(cb): handler: Callable[[], Any] | None = partial(cb, name)
-        elif not cb._runs_when(name, self.training) or self._leaves_out(cb): return None
-        else: handler = own_handler(cb, name)
+        if is_foreign(cb):
+            return foreign_handler(cb, name) if is_event else None
+        if is_event and takes_every_event(cb):
+            handler: Callable[[], Any] | None = partial(cb, name)
+        elif not cb._runs_when(name, self.training) or self._leaves_out(cb):
+            return None
+        else:
+            handler = own_handler(cb, name)
         return torch.no_grad()(handler) if handler and cb.observer else handler
 
     def _leaves_out(self, cb: Any) -> bool:
@@ -357,16 +411,23 @@ def as_callback(cb: Any) -> Callback:
     Raises `CallbackError` for anything else.
     """
     if isinstance(cb, type) and (issubclass(cb, Callback) or is_foreign(cb)):
-        try: return cb()
+        try:
+            return cb()
         except TypeError as e:
-            raise CallbackError(f'{cb.__name__} cannot be made without arguments ({e}): give an instance.') from e
-    if isinstance(cb, Callback) or is_foreign(cb): return cb
+            raise CallbackError(
+                f'{cb.__name__} cannot be made without arguments ({e}): give an instance.'
+            ) from e
+    if isinstance(cb, Callback) or is_foreign(cb):
+        return cb
     hint = 'give a Callback, its class, or `Callback(event=function)`'
     cls = cb if isinstance(cb, type) else type(cb)
     if cls.__module__ == 'torch.optim.lr_scheduler':
         given = f'partial({cls.__name__}, ...)' if cb is cls else 'scheduler'
-        raise CallbackError(f'{cls.__name__} is no callback, but a scheduler of torch: write `LRScheduler({given})`.')
-    if callable(cb) and hasattr(cb, '__name__'): hint = f'write `Callback(before_fit={cb.__name__})`, with its event'
+        raise CallbackError(
+            f'{cls.__name__} is no callback, but a scheduler of torch: write `LRScheduler({given})`.'
+        )
+    if callable(cb) and hasattr(cb, '__name__'):
+        hint = f'write `Callback(before_fit={cb.__name__})`, with its event'
     raise CallbackError(f'{cb!r} ({type(cb).__name__}) is no callback: {hint}.')
 
 
@@ -375,20 +436,28 @@ def in_order(cbs: list[Any]) -> list[Any]:
 
     Raises `OrderError` when they contradict `order` or make a cycle.
     """
-    befores, afters = ([getattr(cb, name, ()) for cb in cbs] for name in ('run_before', 'run_after'))
-    if not any(befores) and not any(afters): return sorted(cbs, key=lambda cb: cb.order)
-    later: list[set[int]] = [set() for _ in cbs]   # for each callback, those that must come after it
+    befores, afters = (
+        [getattr(cb, name, ()) for cb in cbs] for name in ('run_before', 'run_after')
+    )
+    if not any(befores) and not any(afters):
+        return sorted(cbs, key=lambda cb: cb.order)
+    later: list[set[int]] = [set() for _ in cbs]  # for each callback, those that must come after it
     for i, (before, after) in enumerate(zip(befores, afters, strict=True)):
-        for j in _named(before, cbs, i): later[i].add(j)
-        for j in _named(after, cbs, i): later[j].add(i)
+        for j in _named(before, cbs, i):
+            later[i].add(j)
+        for j in _named(after, cbs, i):
+            later[j].add(i)
     for i, successors in enumerate(later):
         for j in successors:
             if cbs[i].order > cbs[j].order:
-                raise OrderError(f'{cbs[i]!r} (order {cbs[i].order}) must run before {cbs[j]!r} (order {cbs[j].order}) '
-                                 'by run_before or run_after, but after it by `order`. Change one of the two.')
+                raise OrderError(
+                    f'{cbs[i]!r} (order {cbs[i].order}) must run before {cbs[j]!r} (order {cbs[j].order}) '
+                    'by run_before or run_after, but after it by `order`. Change one of the two.'
+                )
     waiting = [0] * len(cbs)
     for successors in later:
-        for j in successors: waiting[j] += 1
+        for j in successors:
+            waiting[j] += 1
     ready = [(cbs[i].order, i) for i in range(len(cbs)) if not waiting[i]]
     heapq.heapify(ready)
     done: list[int] = []
@@ -397,32 +466,43 @@ def in_order(cbs: list[Any]) -> list[Any]:
         done.append(i)
         for j in later[i]:
             waiting[j] -= 1
-            if not waiting[j]: heapq.heappush(ready, (cbs[j].order, j))
+            if not waiting[j]:
+                heapq.heappush(ready, (cbs[j].order, j))
     if len(done) < len(cbs):
         cycle = ', '.join(repr(cbs[i]) for i in range(len(cbs)) if i not in done)
-        raise OrderError(f'{cycle} wait for each other by run_before and run_after. Take one of the constraints away.')
+        raise OrderError(
+            f'{cycle} wait for each other by run_before and run_after. Take one of the constraints away.'
+        )
     return [cbs[i] for i in done]
 
 
 def _named(wanted: Any, cbs: list[Any], me: int) -> Iterator[int]:
     "Yield the places of the callbacks that a `run_before` or `run_after` names, by class or by name."
     wanted = wanted if isinstance(wanted, (list, tuple, set)) else [wanted]
+
     def is_meant(cb: Any, w: Any) -> bool:
         return isinstance(cb, w) if isinstance(w, type) else w in (cb.name, type(cb).__name__)
+
     for j, cb in enumerate(cbs):
-        if j != me and any(is_meant(cb, w) for w in wanted): yield j
+        if j != me and any(is_meant(cb, w) for w in wanted):
+            yield j
 
 
 def listed(o: Any) -> list[Any]:
     "Return None, one or several as a list."
-    if o is None: return []
+    if o is None:
+        return []
     return list(o) if isinstance(o, (list, tuple, set, Iterator, L)) else [o]
 
 
 def _defined_again(old: type, new: type) -> bool:
     "Tell whether `new` is a later definition of `old`; a function that makes classes makes them from the same code."
-    if old is new or (old.__module__, old.__qualname__) != (new.__module__, new.__qualname__): return False
-    codes = [{id(f.__code__) for f in vars(cls).values() if isinstance(f, FunctionType)} for cls in (old, new)]
+    if old is new or (old.__module__, old.__qualname__) != (new.__module__, new.__qualname__):
+        return False
+    codes = [
+        {id(f.__code__) for f in vars(cls).values() if isinstance(f, FunctionType)}
+        for cls in (old, new)
+    ]
     return not (codes[0] & codes[1])
 
 

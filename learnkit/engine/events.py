@@ -2,6 +2,7 @@
 
 The loop, the handler tables, `Learner.show_training_loop` and the documentation all read this one table, so that none
 of them can drift from the others."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -20,103 +21,199 @@ from learnkit.core.errors import (
     did_you_mean,
 )
 
-__all__ = ['Moment', 'Level', 'LIFECYCLE', 'LEVELS', 'EVENTS', 'INNER_EVENTS', 'CONTEXTS', 'ALIASES', 'event',
-           'canonical_event', 'lifecycle_markdown']
+__all__ = [
+    'Moment',
+    'Level',
+    'LIFECYCLE',
+    'LEVELS',
+    'EVENTS',
+    'INNER_EVENTS',
+    'CONTEXTS',
+    'ALIASES',
+    'event',
+    'canonical_event',
+    'lifecycle_markdown',
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
     "One line of the lifecycle: an event, or a note that stands for a loop or a condition."
+
     depth: int
-    event: str            # the event's name, or a note in brackets
-    composer: str         # the Composer events of this moment, '' for none
-    doc: str              # what is true when it fires
+    event: str  # the event's name, or a note in brackets
+    composer: str  # the Composer events of this moment, '' for none
+    doc: str  # what is true when it fires
 
     @property
-    def is_note(self) -> bool: return self.event.startswith('[')
+    def is_note(self) -> bool:
+        return self.event.startswith('[')
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
     "One wrapped level of the loop: the three events around it and the exception that skips the rest of it."
+
     before: str
     after_cancel: str
     after: str
     exception: type[CancelException]
 
 
-LIFECYCLE = tuple(Moment(*row) for row in (
-    (0, 'after_create', 'INIT', 'the Learner is complete; fires once, for the callbacks given to its constructor'),
-    (0, 'before_load', 'BEFORE_LOAD', 'a file of weights or a checkpoint was verified; nothing is loaded yet'),
-    (0, 'after_load', 'AFTER_LOAD', 'weights and optimizers of the file are in place'),
-    (0, 'before_fit', 'FIT_START', 'counters are zero, the model is on its device; `fitting` is False in validate()'),
-    (1, '[for each iteration, when set]', '', 'an iteration is a number of whole epochs'),
-    (1, 'before_iteration', 'ITERATION_START', 'the first epoch of an iteration is about to start'),
-    (1, '[for each epoch]', '', ''),
-    (2, 'before_epoch', 'EPOCH_START', '`epoch` is set'),
-    (3, 'before_train', '', 'model and learner are in training mode; `dl` is the training loader'),
-    (4, '[for each batch]', '', ''),
-    (4, 'before_draw', 'BEFORE_DATALOADER', 'before every `next()`, also the one that finds the end'),
-    (4, 'after_draw', 'AFTER_DATALOADER', '`batch` is as the loader gave it'),
-    (4, 'before_batch', 'BATCH_START, BEFORE_TRAIN_BATCH', '`xb`, `yb` are on the device; `pred` is gone'),
-    (5, '[for each microbatch]', '', '`xb`, `yb`, `pred`, `loss` and `loss_grad` are its own'),
-    (5, 'before_pred', 'BEFORE_FORWARD', 'the forward pass is next'),
-    (5, 'after_pred', 'AFTER_FORWARD, BEFORE_LOSS', '`pred` is there'),
-    (5, 'after_loss', 'AFTER_LOSS', '`loss_grad` (with its graph) and `loss` (detached) are there'),
-    (5, 'before_backward', 'BEFORE_BACKWARD', 'training only'),
-    (6, 'after_cancel_backward', '', 'CancelBackwardException was raised'),
-    (5, 'after_backward', 'AFTER_BACKWARD', 'gradients are there'),
-    (5, '[after the last microbatch]', '', '`xb` and `yb` are the whole batch again, `loss` is the weighted mean'),
-    (5, 'before_step', 'AFTER_TRAIN_BATCH', 'gradients are unscaled and final'),
-    (6, 'after_cancel_step', '', 'CancelStepException was raised'),
-    (5, 'after_step', '', 'weights are updated; gradients are cleared next'),
-    (4, 'after_cancel_batch', '', 'CancelBatchException was raised'),
-    (4, 'after_batch', 'BATCH_END', 'counters are advanced by TrainEvalCallback (order -10)'),
-    (4, 'batch_checkpoint', 'BATCH_CHECKPOINT', 'a good moment to save, after any evaluation that was due'),
-    (3, 'after_cancel_train', '', 'CancelTrainException was raised'),
-    (3, 'after_train', 'EPOCH_END', "this epoch's training is over"),
-    (3, 'before_eval', 'EVAL_BEFORE_ALL, EVAL_STANDALONE_START', 'evaluation is next'),
-    (4, '[for each validation loader]', '', '`dl_name` is its name'),
-    (4, 'before_validate', 'EVAL_START', 'model and learner are in evaluation mode; `dl` is the validation loader'),
-    (5, '[for each batch: before_draw, after_draw]', '', ''),
-    (5, 'before_batch', 'EVAL_BATCH_START, PREDICT_BATCH_START', 'as in training'),
-    (6, 'before_pred', 'EVAL_BEFORE_FORWARD, PREDICT_BEFORE_FORWARD', 'as in training'),
-    (6, 'after_pred', 'EVAL_AFTER_FORWARD, PREDICT_AFTER_FORWARD', 'as in training'),
-    (6, 'after_loss', '', 'as in training'),
-    (5, 'after_cancel_batch', '', 'CancelBatchException was raised'),
-    (5, 'after_batch', 'EVAL_BATCH_END, PREDICT_BATCH_END', 'as in training'),
-    (4, 'after_cancel_validate', '', 'CancelValidException was raised'),
-    (4, 'after_validate', 'EVAL_END', 'metrics are computed'),
-    (3, 'after_eval', 'EVAL_AFTER_ALL, EVAL_STANDALONE_END', 'evaluation is over'),
-    (2, 'after_cancel_epoch', '', 'CancelEpochException was raised'),
-    (2, 'after_epoch', '', 'the epoch is over; the Recorder (order 50) adds its row'),
-    (2, 'epoch_checkpoint', 'EPOCH_CHECKPOINT', 'a good moment to save'),
-    (1, 'after_iteration', 'ITERATION_END', 'the last epoch of an iteration is over'),
-    (1, 'iteration_checkpoint', 'ITERATION_CHECKPOINT', 'a good moment to save'),
-    (0, 'after_cancel_fit', '', 'CancelFitException was raised'),
-    (0, 'after_fit', 'FIT_END', 'after the last evaluation and checkpoint'),
-    (0, 'before_predict', 'PREDICT_START', 'get_preds is about to run the validate events; `phase` is "predict"'),
-    (0, 'after_predict', 'PREDICT_END', 'all predictions are made'),
-    (0, 'after_error', '', '`error` is the exception (none of the Cancel ones) that ended the run'),
-    (0, 'cleanup', '', 'always, once per outermost run: undo what was changed, flush what was buffered'),
-    (0, 'close', 'close', 'once per Learner: `learn.close()`, the end of `with learn:`, or interpreter exit'),
-    (0, 'post_close', 'post_close', 'after every `close`'),
-))
+LIFECYCLE = tuple(
+    Moment(*row)
+    for row in (
+        (
+            0,
+            'after_create',
+            'INIT',
+            'the Learner is complete; fires once, for the callbacks given to its constructor',
+        ),
+        (
+            0,
+            'before_load',
+            'BEFORE_LOAD',
+            'a file of weights or a checkpoint was verified; nothing is loaded yet',
+        ),
+        (0, 'after_load', 'AFTER_LOAD', 'weights and optimizers of the file are in place'),
+        (
+            0,
+            'before_fit',
+            'FIT_START',
+            'counters are zero, the model is on its device; `fitting` is False in validate()',
+        ),
+        (1, '[for each iteration, when set]', '', 'an iteration is a number of whole epochs'),
+        (
+            1,
+            'before_iteration',
+            'ITERATION_START',
+            'the first epoch of an iteration is about to start',
+        ),
+        (1, '[for each epoch]', '', ''),
+        (2, 'before_epoch', 'EPOCH_START', '`epoch` is set'),
+        (
+            3,
+            'before_train',
+            '',
+            'model and learner are in training mode; `dl` is the training loader',
+        ),
+        (4, '[for each batch]', '', ''),
+        (
+            4,
+            'before_draw',
+            'BEFORE_DATALOADER',
+            'before every `next()`, also the one that finds the end',
+        ),
+        (4, 'after_draw', 'AFTER_DATALOADER', '`batch` is as the loader gave it'),
+        (
+            4,
+            'before_batch',
+            'BATCH_START, BEFORE_TRAIN_BATCH',
+            '`xb`, `yb` are on the device; `pred` is gone',
+        ),
+        (5, '[for each microbatch]', '', '`xb`, `yb`, `pred`, `loss` and `loss_grad` are its own'),
+        (5, 'before_pred', 'BEFORE_FORWARD', 'the forward pass is next'),
+        (5, 'after_pred', 'AFTER_FORWARD, BEFORE_LOSS', '`pred` is there'),
+        (
+            5,
+            'after_loss',
+            'AFTER_LOSS',
+            '`loss_grad` (with its graph) and `loss` (detached) are there',
+        ),
+        (5, 'before_backward', 'BEFORE_BACKWARD', 'training only'),
+        (6, 'after_cancel_backward', '', 'CancelBackwardException was raised'),
+        (5, 'after_backward', 'AFTER_BACKWARD', 'gradients are there'),
+        (
+            5,
+            '[after the last microbatch]',
+            '',
+            '`xb` and `yb` are the whole batch again, `loss` is the weighted mean',
+        ),
+        (5, 'before_step', 'AFTER_TRAIN_BATCH', 'gradients are unscaled and final'),
+        (6, 'after_cancel_step', '', 'CancelStepException was raised'),
+        (5, 'after_step', '', 'weights are updated; gradients are cleared next'),
+        (4, 'after_cancel_batch', '', 'CancelBatchException was raised'),
+        (4, 'after_batch', 'BATCH_END', 'counters are advanced by TrainEvalCallback (order -10)'),
+        (
+            4,
+            'batch_checkpoint',
+            'BATCH_CHECKPOINT',
+            'a good moment to save, after any evaluation that was due',
+        ),
+        (3, 'after_cancel_train', '', 'CancelTrainException was raised'),
+        (3, 'after_train', 'EPOCH_END', "this epoch's training is over"),
+        (3, 'before_eval', 'EVAL_BEFORE_ALL, EVAL_STANDALONE_START', 'evaluation is next'),
+        (4, '[for each validation loader]', '', '`dl_name` is its name'),
+        (
+            4,
+            'before_validate',
+            'EVAL_START',
+            'model and learner are in evaluation mode; `dl` is the validation loader',
+        ),
+        (5, '[for each batch: before_draw, after_draw]', '', ''),
+        (5, 'before_batch', 'EVAL_BATCH_START, PREDICT_BATCH_START', 'as in training'),
+        (6, 'before_pred', 'EVAL_BEFORE_FORWARD, PREDICT_BEFORE_FORWARD', 'as in training'),
+        (6, 'after_pred', 'EVAL_AFTER_FORWARD, PREDICT_AFTER_FORWARD', 'as in training'),
+        (6, 'after_loss', '', 'as in training'),
+        (5, 'after_cancel_batch', '', 'CancelBatchException was raised'),
+        (5, 'after_batch', 'EVAL_BATCH_END, PREDICT_BATCH_END', 'as in training'),
+        (4, 'after_cancel_validate', '', 'CancelValidException was raised'),
+        (4, 'after_validate', 'EVAL_END', 'metrics are computed'),
+        (3, 'after_eval', 'EVAL_AFTER_ALL, EVAL_STANDALONE_END', 'evaluation is over'),
+        (2, 'after_cancel_epoch', '', 'CancelEpochException was raised'),
+        (2, 'after_epoch', '', 'the epoch is over; the Recorder (order 50) adds its row'),
+        (2, 'epoch_checkpoint', 'EPOCH_CHECKPOINT', 'a good moment to save'),
+        (1, 'after_iteration', 'ITERATION_END', 'the last epoch of an iteration is over'),
+        (1, 'iteration_checkpoint', 'ITERATION_CHECKPOINT', 'a good moment to save'),
+        (0, 'after_cancel_fit', '', 'CancelFitException was raised'),
+        (0, 'after_fit', 'FIT_END', 'after the last evaluation and checkpoint'),
+        (
+            0,
+            'before_predict',
+            'PREDICT_START',
+            'get_preds is about to run the validate events; `phase` is "predict"',
+        ),
+        (0, 'after_predict', 'PREDICT_END', 'all predictions are made'),
+        (
+            0,
+            'after_error',
+            '',
+            '`error` is the exception (none of the Cancel ones) that ended the run',
+        ),
+        (
+            0,
+            'cleanup',
+            '',
+            'always, once per outermost run: undo what was changed, flush what was buffered',
+        ),
+        (
+            0,
+            'close',
+            'close',
+            'once per Learner: `learn.close()`, the end of `with learn:`, or interpreter exit',
+        ),
+        (0, 'post_close', 'post_close', 'after every `close`'),
+    )
+)
 
 LEVELS = {
-    'fit':      Level('before_fit', 'after_cancel_fit', 'after_fit', CancelFitException),
-    'epoch':    Level('before_epoch', 'after_cancel_epoch', 'after_epoch', CancelEpochException),
-    'train':    Level('before_train', 'after_cancel_train', 'after_train', CancelTrainException),
-    'validate': Level('before_validate', 'after_cancel_validate', 'after_validate', CancelValidException),
-    'batch':    Level('before_batch', 'after_cancel_batch', 'after_batch', CancelBatchException),
-    'backward': Level('before_backward', 'after_cancel_backward', 'after_backward', CancelBackwardException),
-    'step':     Level('before_step', 'after_cancel_step', 'after_step', CancelStepException),
+    'fit': Level('before_fit', 'after_cancel_fit', 'after_fit', CancelFitException),
+    'epoch': Level('before_epoch', 'after_cancel_epoch', 'after_epoch', CancelEpochException),
+    'train': Level('before_train', 'after_cancel_train', 'after_train', CancelTrainException),
+    'validate': Level(
+        'before_validate', 'after_cancel_validate', 'after_validate', CancelValidException
+    ),
+    'batch': Level('before_batch', 'after_cancel_batch', 'after_batch', CancelBatchException),
+    'backward': Level(
+        'before_backward', 'after_cancel_backward', 'after_backward', CancelBackwardException
+    ),
+    'step': Level('before_step', 'after_cancel_step', 'after_step', CancelStepException),
 }
 
 # each name once, in firing order
 EVENTS = tuple(dict.fromkeys(m.event for m in LIFECYCLE if not m.is_note))
 
-_between = EVENTS[EVENTS.index('before_draw'):EVENTS.index('batch_checkpoint') + 1]
+_between = EVENTS[EVENTS.index('before_draw') : EVENTS.index('batch_checkpoint') + 1]
 # a callback's methods that are no events: each returns a context, which is entered around a part of every batch
 CONTEXTS = {'forward': 'forward_context', 'backward': 'backward_context'}
 
@@ -139,15 +236,19 @@ event = EventNames(**{name: name for name in EVENTS})
 
 def lifecycle_markdown() -> str:
     "Return the lifecycle as a table in Markdown: `docs/lifecycle.md` is made of it."
+
     def row(m: Moment) -> str:
         name = m.event if m.is_note else f'`{m.event}`'
         return f'| {"&emsp;" * m.depth}{name} | {m.composer or "-"} | {m.doc} |'
-    return '\n'.join(['| event | Composer | when it fires |', '|---|---|---|', *map(row, LIFECYCLE), ''])
+
+    return '\n'.join(
+        ['| event | Composer | when it fires |', '|---|---|---|', *map(row, LIFECYCLE), '']
+    )
 
 
 def canonical_event(
-    name: object,        # an event's name, or an accepted other spelling of it
-    where: str = '',     # who asks, for the message
+    name: object,  # an event's name, or an accepted other spelling of it
+    where: str = '',  # who asks, for the message
 ) -> str:
     """Return the event's own name.
 
@@ -158,7 +259,10 @@ def canonical_event(
     """
     if isinstance(name, str):
         name = ALIASES.get(name, name)
-        if name in EVENTS: return name
+        if name in EVENTS:
+            return name
     place = f' ({where})' if where else ''
-    raise UnknownEventError(f'There is no event {name!r}{place}.{did_you_mean(str(name), EVENTS)} '
-                            'All events: `learn.show_training_loop()` or `learnkit.EVENTS`.')
+    raise UnknownEventError(
+        f'There is no event {name!r}{place}.{did_you_mean(str(name), EVENTS)} '
+        'All events: `learn.show_training_loop()` or `learnkit.EVENTS`.'
+    )

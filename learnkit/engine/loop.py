@@ -737,7 +737,9 @@ class Loop(CallbackHost):
 
     def is_open(self, level: str) -> bool:
         "Return True if a level of the loop ('fit', 'batch' ...) is open in the current run."
-        keeps_none = type(self)._with_events is not Loop._with_events  # an override may not keep them
+        keeps_none = (
+            type(self)._with_events is not Loop._with_events
+        )  # an override may not keep them
         return level in self.run.levels or keeps_none
 
     def _note(self, e: BaseException, cb: Callback, event_name: str) -> None:

@@ -121,7 +121,7 @@ def weighted_loss(loss: Tensor, share: Any) -> Tensor:
     return loss * share if share else torch.zeros_like(loss)
 
 
-# -- the size that memory allows ---------------------------------------------------------------------------------------
+# -- the size that memory allows -------------------------------------------------------------------
 
 
 def train_within_memory(learn: Any, pending: list[tuple[Tensor, Tensor]]) -> None:

@@ -18,7 +18,17 @@ from learnkit.core.validation import warn_user
 from learnkit.engine.dispatch import CallbackHost, place, takes_every_event
 from learnkit.engine.events import CONTEXTS, LEVELS
 
-__all__ = ['ContextStack', 'Run', 'Turn', 'add_note', 'call_each', 'end_run', 'open_run', 'preserved_state', 'raise_first']
+__all__ = [
+    'ContextStack',
+    'Run',
+    'Turn',
+    'add_note',
+    'call_each',
+    'end_run',
+    'open_run',
+    'preserved_state',
+    'raise_first',
+]
 
 NO_CONTEXT = nullcontext()
 
@@ -109,7 +119,9 @@ def open_run(
             learn.callbacks.release(held)
             if kind == 'fit':
                 counters.seconds, counters.fit_began = learn.finished('sec'), None
-            torch.set_grad_enabled(grad)  # a signal inside torch's own contexts may have switched it
+            torch.set_grad_enabled(
+                grad
+            )  # a signal inside torch's own contexts may have switched it
 
 
 def end_run(learn: Any, error: BaseException | None) -> None:
@@ -193,7 +205,7 @@ class ContextStack(ExitStack):
         return self
 
 
-# -- callbacks that start a run ----------------------------------------------------------------------------------------
+# -- callbacks that start a run --------------------------------------------------------------------
 
 # functions that call handlers, with the names of the Learner and the callback in them
 _DISPATCHES = {CallbackHost.__call__.__code__: 'self', call_each.__code__: 'learn'}
@@ -248,7 +260,7 @@ def warn_of_held_inputs(learn: Any, cb: Any, event_name: str) -> None:
         )
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 def add_note(e: BaseException, note: str) -> None:

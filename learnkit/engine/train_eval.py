@@ -1,4 +1,5 @@
 """The counters of a run and the mode of its model; and epochs that are skipped."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -29,31 +30,35 @@ class TrainEvalCallback(Callback):
 
     It warns, once, of a callback that sets `learn.loss` in training and not `loss_grad`, which is what is minimized.
     """
+
     order, run_valid = -10, False
     needs_events = False
     runs_last = 'after_pred', 'before_backward'
-    _has_warned = False                        # of a loss that was set in vain
-    _loss_before: Any = None                   # weak references to the losses at hand, with their versions
+    _has_warned = False  # of a loss that was set in vain
+    _loss_before: Any = None  # weak references to the losses at hand, with their versions
     _modes: list[tuple[nn.Module, bool]] = []  # training's modes, while an evaluation changes them
-    _starting = True                           # the first epoch of a fit is to come
-    _trained = False                           # this epoch's training has begun
+    _starting = True  # the first epoch of a fit is to come
+    _trained = False  # this epoch's training has begun
 
     def after_create(self) -> None:
         self.learn.n_epoch = 1
 
     def before_fit(self) -> None:
         learn = self.learn
-        learn.loss = torch.tensor(0.)
+        learn.loss = torch.tensor(0.0)
         if learn.fitting or not learn.run.depth:
-            learn.epoch, learn.train_iter, learn.pct_train = 0, 0, 0.
+            learn.epoch, learn.train_iter, learn.pct_train = 0, 0, 0.0
             self._starting, self._modes = True, []
         device = getattr(learn.dls, 'device', None)
         learn.model.to(device)
-        if isinstance(learn.loss_func, nn.Module): learn.loss_func.to(device)
-        if hasattr(learn.model, 'reset'): learn.model.reset()
-        if learn.fitting and not self._has_warned: self._watch_loss()
+        if isinstance(learn.loss_func, nn.Module):
+            learn.loss_func.to(device)
+        if hasattr(learn.model, 'reset'):
+            learn.model.reset()
+        if learn.fitting and not self._has_warned:
+            self._watch_loss()
 
-    # -- a loss that is set in vain ------------------------------------------------------------------------------------
+    # -- a loss that is set in vain ----------------------------------------------------------------
 
     def _watch_loss(self) -> None:
         "Look at the loss before and after the handlers of other people's callbacks, where there are any."
@@ -80,9 +85,11 @@ class TrainEvalCallback(Callback):
         self._has_warned = True
         self._stop_watching()
         names = ' or '.join(self._names_of('after_pred', 'after_loss', 'before_backward'))
-        warn_user(f'{names} has set `learn.loss`, which is only what is recorded. Gradients are of `loss_grad`, which '
-                  'was left as it was: to train on another loss set `self.learn.loss_grad`, and to record it, '
-                  '`self.learn.loss = self.loss_grad.detach()`.')
+        warn_user(
+            f'{names} has set `learn.loss`, which is only what is recorded. Gradients are of `loss_grad`, which '
+            'was left as it was: to train on another loss set `self.learn.loss_grad`, and to record it, '
+            '`self.learn.loss = self.loss_grad.detach()`.'
+        )
 
     def _stop_watching(self) -> None:
         for name in ('before_pred', 'after_pred', 'after_loss', 'before_backward'):
@@ -90,16 +97,18 @@ class TrainEvalCallback(Callback):
                 delattr(self, name)
         self._loss_before = None
 
-    # -- counters and modes --------------------------------------------------------------------------------------------
+    # -- counters and modes ------------------------------------------------------------------------
 
     def before_train(self) -> None:
         learn = self.learn
         learn.training = True
-        if learn.n_epoch: learn.pct_train = learn.epoch / learn.n_epoch
+        if learn.n_epoch:
+            learn.pct_train = learn.epoch / learn.n_epoch
         # otherwise the modes are there, or a callback has set others
         if self._starting or not learn.model.training:
             learn.model.train()
-            for module, mode in self._modes: module.training = mode
+            for module, mode in self._modes:
+                module.training = mode
         self._starting, self._modes, self._trained = False, [], True
         if learn.fitting:
             learn._cover_params()
@@ -108,20 +117,24 @@ class TrainEvalCallback(Callback):
     def after_batch(self) -> None:
         learn = self.learn
         learn.train_iter += 1
-        if learn.n_iter and learn.n_epoch: learn.pct_train += 1. / (learn.n_iter * learn.n_epoch)
+        if learn.n_iter and learn.n_epoch:
+            learn.pct_train += 1.0 / (learn.n_iter * learn.n_epoch)
         counters = learn.counters
         counters.batches += 1
         counters.samples += sample_count(learn)
-        if learn.token_func or (learn.xb and type(learn.xb[0]) is not Tensor): counters.tokens += token_count(learn)
+        if learn.token_func or (learn.xb and type(learn.xb[0]) is not Tensor):
+            counters.tokens += token_count(learn)
 
     def before_validate(self) -> None:
         learn = self.learn
-        if learn.model.training: self._modes = [(m, m.training) for m in learn.model.modules()]
+        if learn.model.training:
+            self._modes = [(m, m.training) for m in learn.model.modules()]
         learn.model.eval()
         learn.training = False
 
     def after_epoch(self) -> None:
-        if not self.learn.fitting: return
+        if not self.learn.fitting:
+            return
         self.learn.counters.epochs += self._trained  # one that was skipped is not finished
         self._trained = False
 
@@ -136,18 +149,23 @@ class TrainEvalCallback(Callback):
         "Return which modules are in evaluation mode, now and in training."
         named = list(bare_model(self.learn.model).named_modules()) if self.learn is not None else []
         training = {id(m): mode for m, mode in self._modes} if not self.learn.model.training else {}
-        return {'eval_now': [n for n, m in named if not m.training],
-                'eval_in_training': [n for n, m in named if not training.get(id(m), m.training)],
-                'starting': self._starting}
+        return {
+            'eval_now': [n for n, m in named if not m.training],
+            'eval_in_training': [n for n, m in named if not training.get(id(m), m.training)],
+            'starting': self._starting,
+        }
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Put each module into its mode."
-        if self.learn is None: return
+        if self.learn is None:
+            return
         now, in_training = set(sd['eval_now']), set(sd['eval_in_training'])
         named = list(bare_model(self.learn.model).named_modules())
         self._modes, self._starting = [(m, n not in in_training) for n, m in named], sd['starting']
-        for name, module in named: module.training = name not in now
-        for wrapper in wrappers_of(self.learn.model): wrapper.training = '' not in now
+        for name, module in named:
+            module.training = name not in now
+        for wrapper in wrappers_of(self.learn.model):
+            wrapper.training = '' not in now
 
 
 def is_users(cb: Any) -> bool:
@@ -173,9 +191,12 @@ class SkipToEpoch(Callback):
     >>> SkipToEpoch(3)
     SkipToEpoch
     """
+
     order = 70
 
-    def __init__(self, epoch: int) -> None: self._skip_to = epoch
+    def __init__(self, epoch: int) -> None:
+        self._skip_to = epoch
 
     def before_epoch(self) -> None:
-        if self.epoch < self._skip_to: raise CancelEpochException
+        if self.epoch < self._skip_to:
+            raise CancelEpochException

@@ -1,4 +1,5 @@
 """What a trained model gets wrong: its largest losses, and the classes that it mixes up."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -53,41 +54,48 @@ class Interpretation:
 
     def __init__(
         self,
-        learn: Any,       # the Learner that predicted
-        dl: Any,          # a loader that gives the same samples in the same order
-        preds: Any,       # predictions
-        targs: Any,       # targets
-        decoded: Any,     # predictions as targets are
-        losses: Tensor,   # one a sample
+        learn: Any,  # the Learner that predicted
+        dl: Any,  # a loader that gives the same samples in the same order
+        preds: Any,  # predictions
+        targs: Any,  # targets
+        decoded: Any,  # predictions as targets are
+        losses: Tensor,  # one a sample
     ) -> None:
         self.learn, self.dl, self.preds, self.targs, self.decoded = learn, dl, preds, targs, decoded
         self.losses = losses.flatten()
         self.vocab: Any = getattr(learn.dls, 'vocab', None)
-        self._order = torch.arange(len(self.losses))      # where each sample comes in the loader
-        self._random: tuple[Any, Any] | None = None       # the generators' states as the loader began
+        self._order = torch.arange(len(self.losses))  # where each sample comes in the loader
+        self._random: tuple[Any, Any] | None = None  # the generators' states as the loader began
 
     @classmethod
     def from_learner(
         cls,
-        learn: Any,                               # a Learner
-        ds_idx: int = 1,                          # which loader: 0 training, 1 validation
-        dl: Any = None,                           # a loader to use instead, or its name in `dls`
+        learn: Any,  # a Learner
+        ds_idx: int = 1,  # which loader: 0 training, 1 validation
+        dl: Any = None,  # a loader to use instead, or its name in `dls`
         act: Callable[[Any], Any] | None = None,  # on predictions; None: `loss_func.activation`
     ) -> Self:
         """Predict on a loader. Raises what `learn.get_preds(with_loss=True)` does: `LoaderError`, `LossError`."""
         loader, order = plan_loader(learn, ds_idx, dl, reorder=True)
         before = capture_rng(), capture_own(loader)
-        preds, targs, decoded, losses = learn.get_preds(dl=loader, with_decoded=True, with_loss=True, act=act,
-                                                        reorder=False)
-        decoded = as_targets(decoded, targs, 0.5 if act is not None else binary_cut(learn.loss_func))
+        preds, targs, decoded, losses = learn.get_preds(
+            dl=loader, with_decoded=True, with_loss=True, act=act, reorder=False
+        )
+        decoded = as_targets(
+            decoded, targs, 0.5 if act is not None else binary_cut(learn.loss_func)
+        )
         if order is not None:
-            preds, targs, decoded, losses = (reordered(o, order) for o in (preds, targs, decoded, losses))
+            preds, targs, decoded, losses = (
+                reordered(o, order) for o in (preds, targs, decoded, losses)
+            )
         new = cls(learn, loader, preds, targs, decoded, losses)
         new._random = before
-        if order is not None: new._order = order
+        if order is not None:
+            new._order = order
         return new
 
-    def __len__(self) -> int: return len(self.losses)
+    def __len__(self) -> int:
+        return len(self.losses)
 
     def __getitem__(
         self,
@@ -97,11 +105,22 @@ class Interpretation:
         rows = self._numbers(idxs)
         xb = self._inputs(rows)
         take = lambda o: take_rows(o, len(self), rows)
-        return (xb[0] if len(xb) == 1 else xb, *map(take, (self.preds, self.targs, self.decoded, self.losses)))
+        return (
+            xb[0] if len(xb) == 1 else xb,
+            *map(take, (self.preds, self.targs, self.decoded, self.losses)),
+        )
 
     def _numbers(self, idxs: Any) -> list[int]:
-        rows = [int(i) for i in (idxs.flatten().tolist() if isinstance(idxs, Tensor) else
-                                 [idxs] if isinstance(idxs, int) else idxs)]
+        rows = [
+            int(i)
+            for i in (
+                idxs.flatten().tolist()
+                if isinstance(idxs, Tensor)
+                else [idxs]
+                if isinstance(idxs, int)
+                else idxs
+            )
+        ]
         if bad := [i for i in rows if not -len(self) <= i < len(self)]:
             raise OptionError(f'There is no sample {bad[0]}: there are {len(self)}.')
         return [i % len(self) for i in rows]
@@ -122,8 +141,10 @@ class Interpretation:
                 pieces = microbatches(xb, yb, 1, n) if here else []
                 found |= {i: pieces[i - start] for i in here}
                 start += n
-                if len(found) == len({*places}): break
-        if len(found) < len({*places}): raise _other_samples(self.dl)
+                if len(found) == len({*places}):
+                    break
+        if len(found) < len({*places}):
+            raise _other_samples(self.dl)
         xbs, ybs = zip(*(found[i] for i in places), strict=True)
         self._check_same(concat(list(ybs)), rows)
         return tuple(map_tensors(concat(list(xbs)), lambda t: t.detach().cpu()))
@@ -131,29 +152,40 @@ class Interpretation:
     def _check_same(self, yb: tuple[Any, ...], rows: list[int]) -> None:
         "Raise if these are other targets than those of the predictions, as far as that can be told."
         known = self.targs[rows] if isinstance(self.targs, Tensor) else None
-        if known is None or len(yb) != 1 or not isinstance(yb[0], Tensor): return
-        same_kind = yb[0].shape == known.shape and yb[0].dtype == known.dtype and not known.is_floating_point()
-        if same_kind and not torch.equal(yb[0].cpu(), known): raise _other_samples(self.dl)
+        if known is None or len(yb) != 1 or not isinstance(yb[0], Tensor):
+            return
+        same_kind = (
+            yb[0].shape == known.shape
+            and yb[0].dtype == known.dtype
+            and not known.is_floating_point()
+        )
+        if same_kind and not torch.equal(yb[0].cpu(), known):
+            raise _other_samples(self.dl)
 
     def top_losses(
         self,
-        k: int | None = None,    # how many; None, or more than there are: all
-        largest: bool = True,    # False: the smallest
+        k: int | None = None,  # how many; None, or more than there are: all
+        largest: bool = True,  # False: the smallest
     ) -> tuple[Tensor, Tensor]:  # losses, and the numbers of their samples
         "Return the largest or smallest losses in their order; NaN counts as the largest."
         if k is not None and (isinstance(k, bool) or not isinstance(k, int) or k < 1):
-            raise OptionError(f'top_losses(k={k!r}): k is a whole number from 1 up, or None for all.')
-        losses, idxs = self.losses.topk(len(self) if k is None else min(k, len(self)), largest=largest)
+            raise OptionError(
+                f'top_losses(k={k!r}): k is a whole number from 1 up, or None for all.'
+            )
+        losses, idxs = self.losses.topk(
+            len(self) if k is None else min(k, len(self)), largest=largest
+        )
         return losses, idxs
 
     def plot_top_losses(
         self,
-        k: int | Sequence[int] = 9,   # how many, or which: `range(9, 18)` are the next nine
-        largest: bool = True,         # False: the smallest losses
-        **kwargs: Any,                # for images `figsize`, in inches
+        k: int | Sequence[int] = 9,  # how many, or which: `range(9, 18)` are the next nine
+        largest: bool = True,  # False: the smallest losses
+        **kwargs: Any,  # for images `figsize`, in inches
     ) -> Any:
         "Show the samples with the largest losses, as `show_results` does, with the loss of each."
-        if isinstance(k, int): _, idxs = self.top_losses(k, largest)
+        if isinstance(k, int):
+            _, idxs = self.top_losses(k, largest)
         else:
             _, all_idxs = self.top_losses(None, largest)
             idxs = all_idxs[self._numbers(k)]
@@ -161,8 +193,8 @@ class Interpretation:
 
     def show_results(
         self,
-        idxs: Any,       # numbers of samples
-        **kwargs: Any,   # for images `figsize`, in inches
+        idxs: Any,  # numbers of samples
+        **kwargs: Any,  # for images `figsize`, in inches
     ) -> Any:
         "Show samples with targets and predictions, wrong ones marked: images in a grid, anything else as a table."
         return self._show(self._numbers(idxs), **kwargs)
@@ -175,8 +207,10 @@ class Interpretation:
 
 
 def _other_samples(dl: Any) -> LoaderError:
-    return LoaderError(f'{type(dl).__name__} gave other samples than when the predictions were made, so they cannot be '
-                       'shown: pass `dl=` one that gives the same each time.')
+    return LoaderError(
+        f'{type(dl).__name__} gave other samples than when the predictions were made, so they cannot be '
+        'shown: pass `dl=` one that gives the same each time.'
+    )
 
 
 class ClassificationInterpretation(Interpretation):
@@ -196,16 +230,25 @@ class ClassificationInterpretation(Interpretation):
            [1, 1]])
     """
 
-    def __init__(self, learn: Any, dl: Any, preds: Any, targs: Any, decoded: Any, losses: Tensor) -> None:
+    def __init__(
+        self, learn: Any, dl: Any, preds: Any, targs: Any, decoded: Any, losses: Tensor
+    ) -> None:
         super().__init__(learn, dl, preds, targs, decoded, losses)
         self._d, self._t = _classes(preds, decoded, targs, _ignored(learn.loss_func))
         n = int(max(self._d.max(), self._t.max())) + 1 if len(self._t) else 0
-        axis = class_axis(preds, targs) if isinstance(preds, Tensor) and preds.ndim == targs.ndim + 1 else None
+        axis = (
+            class_axis(preds, targs)
+            if isinstance(preds, Tensor) and preds.ndim == targs.ndim + 1
+            else None
+        )
         self.vocab = class_names(self.vocab)
         if self.vocab is not None and len(self.vocab) < n:
-            raise OptionError(f'There is a class {n - 1}, and only {len(self.vocab)} names of classes: `dls.vocab` has '
-                              'one for each.')
-        if self.vocab is None: self.vocab = list(range(max(n, 2, 0 if axis is None else preds.shape[axis])))
+            raise OptionError(
+                f'There is a class {n - 1}, and only {len(self.vocab)} names of classes: `dls.vocab` has '
+                'one for each.'
+            )
+        if self.vocab is None:
+            self.vocab = list(range(max(n, 2, 0 if axis is None else preds.shape[axis])))
 
     def confusion_matrix(self) -> np.ndarray[Any, Any]:
         "Return how often a class, the row, was taken for another, the column: counts, `[classes, classes]`."
@@ -214,22 +257,23 @@ class ClassificationInterpretation(Interpretation):
 
     def plot_confusion_matrix(
         self,
-        normalize: bool = False,          # shares of each true class instead of counts
+        normalize: bool = False,  # shares of each true class instead of counts
         title: str = 'Confusion matrix',
-        cmap: str = 'Blues',              # matplotlib's name of a color map
-        norm_dec: int = 2,                # decimals of shares
-        plot_txt: bool = True,            # write the numbers into the cells; never for more than 40 classes
+        cmap: str = 'Blues',  # matplotlib's name of a color map
+        norm_dec: int = 2,  # decimals of shares
+        plot_txt: bool = True,  # write the numbers into the cells; never for more than 40 classes
         figsize: tuple[float, float] | None = None,  # inches; None: by the number of classes
-        ax: Any = None,                   # matplotlib axes; None: those of a new figure
+        ax: Any = None,  # matplotlib axes; None: those of a new figure
     ) -> Any:
         """Draw the confusion matrix, and return the axes; the row of a class without samples has no numbers.
 
         Cells are coloured by their share of the true class, also where they show counts."""
         from matplotlib.colors import PowerNorm
+
         matrix = self.confusion_matrix()
         sums, n = matrix.sum(1, keepdims=True), len(matrix)
         shares = matrix / np.maximum(sums, 1)
-        side = min(max(4., 0.42 * n + 1.6), 14.)
+        side = min(max(4.0, 0.42 * n + 1.6), 14.0)
         ax = axes_or_new(ax, figsize or (side, side))
 
         # shares, so that a rare class looks like a frequent one; by the root one mistake is seen beside many hits
@@ -243,7 +287,9 @@ class ClassificationInterpretation(Interpretation):
         ax.grid(False)
         if plot_txt and n <= MOST_NAMES:
             shown = shares if normalize else matrix
-            _write_cells(image, np.where(sums, shown, np.nan), f'.{norm_dec}f' if normalize else '.0f')
+            _write_cells(
+                image, np.where(sums, shown, np.nan), f'.{norm_dec}f' if normalize else '.0f'
+            )
         return ax
 
     def most_confused(
@@ -252,8 +298,11 @@ class ClassificationInterpretation(Interpretation):
     ) -> list[tuple[Any, Any, int]]:  # actual and predicted class, count; the most frequent first
         "Return which classes were taken for which others."
         matrix = self.confusion_matrix()
-        pairs = [(self.vocab[i], self.vocab[j], int(matrix[i, j])) for i, j in zip(*matrix.nonzero(), strict=True)
-                 if i != j and matrix[i, j] >= min_val]
+        pairs = [
+            (self.vocab[i], self.vocab[j], int(matrix[i, j]))
+            for i, j in zip(*matrix.nonzero(), strict=True)
+            if i != j and matrix[i, j] >= min_val
+        ]
         return sorted(pairs, key=lambda pair: -pair[2])
 
     def print_classification_report(self) -> None:
@@ -261,9 +310,18 @@ class ClassificationInterpretation(Interpretation):
         try:
             from sklearn.metrics import classification_report
         except ImportError as e:
-            raise MissingExtraError('A classification report needs scikit-learn: pip install scikit-learn') from e
-        print(classification_report(self._t.numpy(), self._d.numpy(), labels=range(len(self.vocab)), zero_division=0.,
-                                    target_names=list(map(str, self.vocab))))
+            raise MissingExtraError(
+                'A classification report needs scikit-learn: pip install scikit-learn'
+            ) from e
+        print(
+            classification_report(
+                self._t.numpy(),
+                self._d.numpy(),
+                labels=range(len(self.vocab)),
+                zero_division=0.0,
+                target_names=list(map(str, self.vocab)),
+            )
+        )
 
 
 def _write_cells(image: Any, numbers: Any, spec: str) -> None:
@@ -271,15 +329,26 @@ def _write_cells(image: Any, numbers: Any, spec: str) -> None:
     size = 10 if len(numbers) <= 12 else 8 if len(numbers) <= 20 else 6
     colors = image.cmap(image.norm(image.get_array()))
     for (i, j), value in np.ndenumerate(numbers):
-        if np.isnan(value): continue
+        if np.isnan(value):
+            continue
         dark = colors[i, j, :3] @ (0.299, 0.587, 0.114) < 0.5
-        image.axes.text(j, i, format(value, spec) if value else '0', ha='center', va='center',
-                        fontsize=size, color='white' if dark else 'black', alpha=1 if value else 0.35)
+        image.axes.text(
+            j,
+            i,
+            format(value, spec) if value else '0',
+            ha='center',
+            va='center',
+            fontsize=size,
+            color='white' if dark else 'black',
+            alpha=1 if value else 0.35,
+        )
 
 
 def _ignored(loss_func: Any) -> int:
     "Return the target that a loss ignores; torch's default where it does not say."
-    own = getattr(loss_func, 'ignore_index', getattr(getattr(loss_func, 'func', None), 'ignore_index', -100))
+    own = getattr(
+        loss_func, 'ignore_index', getattr(getattr(loss_func, 'func', None), 'ignore_index', -100)
+    )
     return int(own)
 
 
@@ -287,18 +356,25 @@ def _classes(preds: Any, decoded: Any, targs: Any, ignored: int) -> tuple[Tensor
     "Return predicted and true classes as flat whole numbers; raise `OptionError` for what are none."
     are_tensors = isinstance(decoded, Tensor) and isinstance(targs, Tensor)
     if not are_tensors or decoded.shape != targs.shape:
-        raise OptionError(f'These are no classes of one target: predictions {describe(decoded)}, targets '
-                          f'{describe(targs)}. Give `act=`, whose largest score, or value above 0.5, is the class; for '
-                          'anything else `Interpretation` has the losses.')
+        raise OptionError(
+            f'These are no classes of one target: predictions {describe(decoded)}, targets '
+            f'{describe(targs)}. Give `act=`, whose largest score, or value above 0.5, is the class; for '
+            'anything else `Interpretation` has the losses.'
+        )
     d, t = decoded.flatten(), targs.flatten()
     for name, values in (('targets', t), ('predictions', d)):
         if values.is_floating_point() and not bool((values == values.round()).all()):
-            raise OptionError(f'The {name} are {describe(values)}, not whole numbers of classes: a regression has no '
-                              'confusion matrix. Use `Interpretation`.')
+            raise OptionError(
+                f'The {name} are {describe(values)}, not whole numbers of classes: a regression has no '
+                'confusion matrix. Use `Interpretation`.'
+            )
     if targs.ndim == 2 and targs.shape[1] > 1 and preds.shape == targs.shape:
-        raise OptionError(f'The targets {describe(targs)} are several labels a sample: there is no confusion matrix.')
+        raise OptionError(
+            f'The targets {describe(targs)} are several labels a sample: there is no confusion matrix.'
+        )
     d, t = d.long(), t.long()
     counts = t != ignored
     d, t = d[counts], t[counts]
-    if len(t) and (least := int(min(d.min(), t.min()))) < 0: raise OptionError(f'There is a class {least}, below 0.')
+    if len(t) and (least := int(min(d.min(), t.min()))) < 0:
+        raise OptionError(f'There is a class {least}, below 0.')
     return d, t

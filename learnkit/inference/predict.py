@@ -1,4 +1,5 @@
 """Predictions: run a loader through the model and gather what comes out."""
+
 from __future__ import annotations
 
 import random
@@ -215,9 +216,7 @@ def predict(
     return (_first(inputs), *res) if with_input else res
 
 
-def _predict_typed(
-    learn: Any, item: Any, rm_type_tfms: Any, with_input: bool
-) -> tuple[Any, ...]:
+def _predict_typed(learn: Any, item: Any, rm_type_tfms: Any, with_input: bool) -> tuple[Any, ...]:
     "Predict where the data makes its own test loader and decodes its batches."
     dls, n = learn.dls, getattr(learn.dls, 'n_inp', -1)
     dl = dls.test_dl([item], rm_type_tfms=rm_type_tfms, num_workers=0)
@@ -382,40 +381,52 @@ def _drawn_idxs(dl: Any) -> list[Any]:
     "Return the indices that a loader of fastai gives next, its own generator left as it was."
     rng: Any = getattr(dl, 'rng', None)
     state = rng.getstate() if isinstance(rng, random.Random) else None
-    try: return list(dl.get_idxs())
+    try:
+        return list(dl.get_idxs())
     finally:
-        if state is not None: rng.setstate(state)
+        if state is not None:
+            rng.setstate(state)
 
 
 class _Always:
     "A function of no argument that gives one value, and can be sent to worker processes."
 
-    def __init__(self, value: Any) -> None: self.value = value
-    def __call__(self) -> Any: return self.value
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __call__(self) -> Any:
+        return self.value
 
 
 def _first(o: Any) -> Any:
     "Return the first sample of a batch."
-    if is_sample_list(o, 1): return o[0]
+    if is_sample_list(o, 1):
+        return o[0]
     return map_tensors(o, lambda t: t[0] if t.ndim else t)
 
 
-def _as_tuple(o: Any) -> tuple[Any, ...]: return tuple(o) if isinstance(o, (tuple, list)) else (o,)
+def _as_tuple(o: Any) -> tuple[Any, ...]:
+    return tuple(o) if isinstance(o, (tuple, list)) else (o,)
 
 
 def _class_name(decoded: Any, vocab: Any) -> Any:
     "Return the name of a class, or those of the classes that are on; without a vocab what was decoded."
-    if vocab is None or not isinstance(decoded, Tensor) or decoded.is_floating_point(): return decoded
-    if decoded.dtype == torch.bool: return [vocab[i] for i in decoded.nonzero()[:, 0].tolist()]
+    if vocab is None or not isinstance(decoded, Tensor) or decoded.is_floating_point():
+        return decoded
+    if decoded.dtype == torch.bool:
+        return [vocab[i] for i in decoded.nonzero()[:, 0].tolist()]
     return vocab[int(decoded)] if decoded.ndim == 0 else decoded
 
 
 def _all_inputs() -> Callback:
     "Make a callback that takes every entry of a batch as input."
+
     def before_batch(cb: Callback) -> None:
         learn = cb.learn
-        if not isinstance(learn.xb[0], Mapping): learn.xb = (*learn.xb, *learn.yb)
+        if not isinstance(learn.xb[0], Mapping):
+            learn.xb = (*learn.xb, *learn.yb)
         learn.yb = ()
+
     cb = Callback(before_batch=before_batch)
     cb.order = float('-inf')
     return cb
@@ -427,13 +438,18 @@ def _augmented(augment: Callable[..., Any]) -> Callback:
         augmented = augment(*xb)
         is_one_list = len(xb) == 1 and isinstance(xb[0], (tuple, list))
         cb.learn.xb = (augmented,) if is_one_list else _as_tuple(augmented)
+
     return Callback(before_batch=before_batch)
 
 
 def _joined(f: Callable[[Tensor, Tensor], Tensor], a: Any, b: Any) -> Any:
     "Return the structure of two that are alike, each tensor computed from the two in its place."
     others: list[Tensor] = []
-    def note(t: Tensor) -> Tensor: others.append(t); return t
+
+    def note(t: Tensor) -> Tensor:
+        others.append(t)
+        return t
+
     map_tensors(b, note)
     theirs = iter(others)
     return map_tensors(a, lambda t: f(t, next(theirs)))
@@ -441,25 +457,33 @@ def _joined(f: Callable[[Tensor, Tensor], Tensor], a: Any, b: Any) -> Any:
 
 def _equal(a: Any, b: Any) -> bool:
     "Return True if the tensors of two structures of the same kind are equal."
-    if isinstance(a, Tensor): return torch.equal(a, b)
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
     parts, others = children_of(a), children_of(b)
-    if parts is None or others is None: return parts is others
+    if parts is None or others is None:
+        return parts is others
     return len(parts) == len(others) and all(map(_equal, parts, others))
 
 
 def _can_be_averaged(a: Any, b: Any) -> bool:
     "Return True if two predictions hold tensors of the same shapes, and not lists of dicts (boxes, that is)."
-    if isinstance(a, Tensor): return isinstance(b, Tensor) and a.shape == b.shape
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.shape == b.shape
     parts, others = children_of(a), children_of(b)
-    if parts is None or others is None: return parts is others
-    if isinstance(a, list) and any(isinstance(c, Mapping) for c in a): return False
+    if parts is None or others is None:
+        return parts is others
+    if isinstance(a, list) and any(isinstance(c, Mapping) for c in a):
+        return False
     return len(parts) == len(others) and all(map(_can_be_averaged, parts, others))
 
 
 def _with_transforms(dl: Any, item_tfms: Any, batch_tfms: Any) -> Any:
-    if hasattr(dl, 'after_item'): return dl.new(after_item=item_tfms, after_batch=batch_tfms)
-    raise OptionError(f'tta: a {type(dl).__name__} has no item_tfms and batch_tfms. Use `augment=f`, where f(x) '
-                      'returns the inputs of a batch augmented.')
+    if hasattr(dl, 'after_item'):
+        return dl.new(after_item=item_tfms, after_batch=batch_tfms)
+    raise OptionError(
+        f'tta: a {type(dl).__name__} has no item_tfms and batch_tfms. Use `augment=f`, where f(x) '
+        'returns the inputs of a batch augmented.'
+    )
 
 
 def _draw_anew() -> None:
@@ -467,4 +491,5 @@ def _draw_anew() -> None:
     seed = int(torch.empty((), dtype=torch.int64).random_())
     torch.manual_seed(seed)
     random.seed(seed)
-    if 'numpy.random' in sys.modules: np.random.seed(seed % 2**32)
+    if 'numpy.random' in sys.modules:
+        np.random.seed(seed % 2**32)

@@ -2,6 +2,7 @@
 
 A stream is a run that pauses between batches. While it pauses the Learner is as it was before it (modes, RNGs, loop
 state, gradient mode, lock, weights that callbacks changed); when it goes on, its own state is put in place again."""
+
 from __future__ import annotations
 
 import sys
@@ -35,39 +36,51 @@ class PredictionStream(Iterator[tuple[Any, ...]]):
         self,
         learn: Any,
         run: Callable[[Any], Iterator[None]],  # makes the run's steps, with one more callback
-        batch: list[tuple[Any, ...]],          # where a step leaves the batch's entries
-        context: Callable[[], Any],            # makes what surrounds each step
+        batch: list[tuple[Any, ...]],  # where a step leaves the batch's entries
+        context: Callable[[], Any],  # makes what surrounds each step
     ) -> None:
         self._learn, self._batch, self._context = learn, batch, context
-        self._state: Any = None                # of the paused run
+        self._state: Any = None  # of the paused run
         self._running, self._lost = False, False
-        me = weakref.ref(self)                 # whoever drops the stream ends it
+        me = weakref.ref(self)  # whoever drops the stream ends it
+
         def on_event(cb: Callback) -> None:
-            if (stream := me()) is not None and cb.learn is stream._learn: stream._learn_goes_on()
+            if (stream := me()) is not None and cb.learn is stream._learn:
+                stream._learn_goes_on()
+
         watch = Callback(**dict.fromkeys(EVENTS, on_event))
         watch.order = float('-inf')
         self._steps = run(watch)
 
     def __next__(self) -> tuple[Any, ...]:
         if self._lost:
-            raise FitError('This stream of predictions was ended when its Learner went on to something else (a fit, a '
-                           'validation, the rest of the fit it was in). Use it up before, or write the predictions '
-                           'with get_preds(sink=...).')
-        while not self._batch: self._advance(partial(next, self._steps))  # a cancelled batch has left nothing
+            raise FitError(
+                'This stream of predictions was ended when its Learner went on to something else (a fit, a '
+                'validation, the rest of the fit it was in). Use it up before, or write the predictions '
+                'with get_preds(sink=...).'
+            )
+        while not self._batch:
+            self._advance(partial(next, self._steps))  # a cancelled batch has left nothing
         return self._batch.pop()
 
     def close(self) -> None:
         "End the run as a CancelValidException would, and put everything back; further calls do nothing."
-        if self._state is None: return self._steps.close()  # type: ignore[attr-defined]  # it is a generator
-        try: self._advance(partial(self._steps.throw, CancelValidException()))  # type: ignore[attr-defined]
-        except StopIteration: pass
+        if self._state is None:
+            return self._steps.close()  # type: ignore[attr-defined]  # it is a generator
+        try:
+            self._advance(partial(self._steps.throw, CancelValidException()))  # type: ignore[attr-defined]
+        except StopIteration:
+            pass
 
     def _learn_goes_on(self) -> None:
         "Hear that an event fired; when it is not one of this run, which pauses, the run is over."
-        if self._running or self._state is None: return
+        if self._running or self._state is None:
+            return
         self._lose()
 
-    def _lose(self) -> None: self._lost = True; self.close()
+    def _lose(self) -> None:
+        self._lost = True
+        self.close()
 
     def _advance(self, step: Callable[[], Any]) -> None:
         "Let the run go on until it pauses or ends; the Learner is before and after as it is outside."
@@ -78,8 +91,10 @@ class PredictionStream(Iterator[tuple[Any, ...]]):
                 _install(learn, self._state)
                 learn.lock.acquire()  # the run holds it once, and gave it up to pause
             try:
-                if self._state is not None: learn.callbacks.notify('on_run_resumed')
-                with self._context(), learn.evaluated_weights(): step()
+                if self._state is not None:
+                    learn.callbacks.notify('on_run_resumed')
+                with self._context(), learn.evaluated_weights():
+                    step()
                 learn.callbacks.notify('on_run_paused')
                 self._state = _snapshot(learn)
                 _PAUSED.add(self)
@@ -94,14 +109,24 @@ class PredictionStream(Iterator[tuple[Any, ...]]):
                 _install(learn, outside)
 
     def __repr__(self) -> str:
-        state = 'ended by its Learner' if self._lost else 'paused' if self._state is not None else 'not running'
+        state = (
+            'ended by its Learner'
+            if self._lost
+            else 'paused'
+            if self._state is not None
+            else 'not running'
+        )
         return f'PredictionStream({type(self._learn.model).__name__}, {state})'
 
-    def __enter__(self) -> PredictionStream: return self
-    def __exit__(self, *exc_info: object) -> None: self.close()
+    def __enter__(self) -> PredictionStream:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
     def __del__(self) -> None:
-        if '_steps' in self.__dict__ and not sys.is_finalizing(): self.close()
+        if '_steps' in self.__dict__ and not sys.is_finalizing():
+            self.close()
 
 
 _PAUSED: weakref.WeakSet[PredictionStream] = weakref.WeakSet()  # of all Learners
@@ -110,16 +135,24 @@ _PAUSED: weakref.WeakSet[PredictionStream] = weakref.WeakSet()  # of all Learner
 def _snapshot(learn: Any) -> tuple[Any, ...]:
     "Return what a pausing run must leave as it was."
     attributes = {name: learn.__dict__[name] for name in (*STATE, *_RUN) if name in learn.__dict__}
-    return attributes, dict(vars(learn.run)), [(m, m.training) for m in learn.model.modules()], capture_rng(), torch.is_grad_enabled()
+    return (
+        attributes,
+        dict(vars(learn.run)),
+        [(m, m.training) for m in learn.model.modules()],
+        capture_rng(),
+        torch.is_grad_enabled(),
+    )
 
 
 def _install(learn: Any, state: tuple[Any, ...]) -> None:
     attributes, run, modes, rng, grad = state
     vars(learn.run).update(run)
-    for name in (*STATE, *_RUN): learn.__dict__.pop(name, None)
+    for name in (*STATE, *_RUN):
+        learn.__dict__.pop(name, None)
     learn.__dict__.update(attributes)
     for module, mode in modes:
-        if module.training is not mode: module.training = mode
+        if module.training is not mode:
+            module.training = mode
     restore_rng(rng)
     torch.set_grad_enabled(grad)
 

@@ -1,6 +1,7 @@
 """Callbacks written for other training loops, run as they are: `from_composer(cb)` and `from_ksuit(cb)`.
 
 The other packages are not imported, and need not be installed."""
+
 from learnkit.interop.composer import from_composer
 from learnkit.interop.ksuit import from_ksuit
 

@@ -1,4 +1,5 @@
 """Composer-style callbacks in a Learner: `from_composer(cb)`."""
+
 from __future__ import annotations
 
 from datetime import timedelta
@@ -24,32 +25,64 @@ from learnkit.interop.hooks import check_style, load_state, own_hooks, state_of
 __all__ = ['from_composer', 'composer_events']
 
 # learnkit's events, and Composer's of the same moment, in and out of training
-ALWAYS = {'after_create': 'init', 'before_load': 'before_load', 'after_load': 'after_load', 'before_predict':
-          'predict_start', 'after_predict': 'predict_end', 'close': 'close', 'post_close': 'post_close'}
-FIT = {'before_fit': 'fit_start', 'before_iteration': 'iteration_start', 'before_epoch': 'epoch_start',
-       'after_train': 'epoch_end', 'epoch_checkpoint': 'epoch_checkpoint', 'after_iteration': 'iteration_end',
-       'iteration_checkpoint': 'iteration_checkpoint', 'after_fit': 'fit_end'}
-TRAIN = {'before_draw': 'before_dataloader', 'after_draw': 'after_dataloader',
-         'before_batch': 'batch_start before_train_batch', 'before_pred': 'before_forward',
-         'after_pred': 'after_forward before_loss', 'after_loss': 'after_loss', 'before_backward': 'before_backward',
-         'after_backward': 'after_backward', 'before_step': 'after_train_batch', 'after_batch': 'batch_end',
-         'batch_checkpoint': 'batch_checkpoint'}
-EVAL = {'before_validate': 'eval_start', 'before_batch': 'eval_batch_start', 'before_pred': 'eval_before_forward',
-        'after_pred': 'eval_after_forward', 'after_batch': 'eval_batch_end', 'after_validate': 'eval_end'}
-PREDICT = {'before_batch': 'predict_batch_start', 'before_pred': 'predict_before_forward',
-           'after_pred': 'predict_after_forward', 'after_batch': 'predict_batch_end'}
+ALWAYS = {
+    'after_create': 'init',
+    'before_load': 'before_load',
+    'after_load': 'after_load',
+    'before_predict': 'predict_start',
+    'after_predict': 'predict_end',
+    'close': 'close',
+    'post_close': 'post_close',
+}
+FIT = {
+    'before_fit': 'fit_start',
+    'before_iteration': 'iteration_start',
+    'before_epoch': 'epoch_start',
+    'after_train': 'epoch_end',
+    'epoch_checkpoint': 'epoch_checkpoint',
+    'after_iteration': 'iteration_end',
+    'iteration_checkpoint': 'iteration_checkpoint',
+    'after_fit': 'fit_end',
+}
+TRAIN = {
+    'before_draw': 'before_dataloader',
+    'after_draw': 'after_dataloader',
+    'before_batch': 'batch_start before_train_batch',
+    'before_pred': 'before_forward',
+    'after_pred': 'after_forward before_loss',
+    'after_loss': 'after_loss',
+    'before_backward': 'before_backward',
+    'after_backward': 'after_backward',
+    'before_step': 'after_train_batch',
+    'after_batch': 'batch_end',
+    'batch_checkpoint': 'batch_checkpoint',
+}
+EVAL = {
+    'before_validate': 'eval_start',
+    'before_batch': 'eval_batch_start',
+    'before_pred': 'eval_before_forward',
+    'after_pred': 'eval_after_forward',
+    'after_batch': 'eval_batch_end',
+    'after_validate': 'eval_end',
+}
+PREDICT = {
+    'before_batch': 'predict_batch_start',
+    'before_pred': 'predict_before_forward',
+    'after_pred': 'predict_after_forward',
+    'after_batch': 'predict_batch_end',
+}
 IN_FIT = {'before_eval': 'eval_before_all', 'after_eval': 'eval_after_all'}
 ALONE = {'before_eval': 'eval_standalone_start', 'after_eval': 'eval_standalone_end'}
 
 HOOKS = (*(e.value for e in Event), 'close', 'post_close')
 # `xb` and `yb` are there
-SPLIT = frozenset(EVENTS[EVENTS.index('before_batch'):EVENTS.index('batch_checkpoint') + 1])
+SPLIT = frozenset(EVENTS[EVENTS.index('before_batch') : EVENTS.index('batch_checkpoint') + 1])
 _TABLES = ALWAYS, FIT, TRAIN, EVAL, PREDICT, IN_FIT, ALONE
 
 
 def composer_events(
-    event: str,     # one of learnkit's
-    learn: Any,     # the Learner, which says whether it trains, evaluates or predicts
+    event: str,  # one of learnkit's
+    learn: Any,  # the Learner, which says whether it trains, evaluates or predicts
 ) -> tuple[str, ...]:
     """Return the Composer events of a moment, in their order.
 
@@ -57,16 +90,21 @@ def composer_events(
     >>> composer_events('before_batch', SimpleNamespace(training=True, fitting=True, phase='train'))
     ('batch_start', 'before_train_batch')
     """
-    if event in ALWAYS: names = ALWAYS[event]
-    elif event in FIT: names = FIT[event] if learn.fitting else ''
-    elif learn.phase == 'predict': names = PREDICT.get(event, '')
-    elif event in IN_FIT: names = (IN_FIT if learn.fitting else ALONE)[event]
-    else: names = (TRAIN if learn.training else EVAL).get(event, '')
+    if event in ALWAYS:
+        names = ALWAYS[event]
+    elif event in FIT:
+        names = FIT[event] if learn.fitting else ''
+    elif learn.phase == 'predict':
+        names = PREDICT.get(event, '')
+    elif event in IN_FIT:
+        names = (IN_FIT if learn.fitting else ALONE)[event]
+    else:
+        names = (TRAIN if learn.training else EVAL).get(event, '')
     return tuple(names.split())
 
 
 def from_composer(
-    cb: Any,     # with methods such as `epoch_start(state, logger)`, or with `run_event`
+    cb: Any,  # with methods such as `epoch_start(state, logger)`, or with `run_event`
 ) -> Callback:
     """Return a callback that runs one written for Composer.
 
@@ -94,17 +132,25 @@ def from_composer(
 class _Pass:
     "What is counted in one pass over a loader outside training."
 
-    def __init__(self) -> None: self.start()
+    def __init__(self) -> None:
+        self.start()
 
-    def start(self) -> None: self.batches, self.samples, self.began = 0, 0, perf_counter()
+    def start(self) -> None:
+        self.batches, self.samples, self.began = 0, 0, perf_counter()
 
     def timestamp(self, types: Any) -> Any:
-        return types.Timestamp(batch=self.batches, sample=self.samples, batch_in_epoch=self.batches,
-                               sample_in_epoch=self.samples, total_wct=timedelta(seconds=perf_counter() - self.began))
+        return types.Timestamp(
+            batch=self.batches,
+            sample=self.samples,
+            batch_in_epoch=self.batches,
+            sample_in_epoch=self.samples,
+            total_wct=timedelta(seconds=perf_counter() - self.began),
+        )
 
 
 class _FromComposer(Callback):
     "Run a Composer-style callback. It counts what Composer's state knows and the Learner does not."
+
     order, remove_on_find, wall_clock = 60, True, ('evaluated',)
     is_composer = True
 
@@ -120,23 +166,28 @@ class _FromComposer(Callback):
         self.passes = {'eval': _Pass(), 'predict': _Pass()}
         self.measured: dict[str, dict[str, Measured]] = {}
         self.in_fit = self.has_fitted = self.is_split = self.has_graph = False
-        self._known: Any = None                    # the Learner that `init` ran for
-        self._since = self._since_epoch = Timestamp()   # where the iteration and the epoch began
-        self._before = Timestamp(), False          # the counts before the last batch
-        self._end: tuple[Any, str] | None = None   # of this fit, or of the last one
-        self._epoch_over = False                   # trained to its end, and not counted by the Learner yet
-        self._evaluated, self._eval_began, self._epochs_before = 0., 0., 0
+        self._known: Any = None  # the Learner that `init` ran for
+        self._since = self._since_epoch = Timestamp()  # where the iteration and the epoch began
+        self._before = Timestamp(), False  # the counts before the last batch
+        self._end: tuple[Any, str] | None = None  # of this fit, or of the last one
+        self._epoch_over = False  # trained to its end, and not counted by the Learner yet
+        self._evaluated, self._eval_began, self._epochs_before = 0.0, 0.0, 0
         for event in EVENTS:
             counts = getattr(self, f'_{event}') if hasattr(type(self), f'_{event}') else None
-            if self._hears(event) or (counts and event not in SPLIT): self.__dict__[event] = partial(self._at, event)
-            elif counts: self.__dict__[event] = counts  # of every batch: nothing else is to be done
+            if self._hears(event) or (counts and event not in SPLIT):
+                self.__dict__[event] = partial(self._at, event)
+            elif counts:
+                self.__dict__[event] = counts  # of every batch: nothing else is to be done
 
     @property
-    def name(self) -> str: return f'composer_{camel2snake(type(self.wrapped).__name__)}'
+    def name(self) -> str:
+        return f'composer_{camel2snake(type(self.wrapped).__name__)}'
 
-    def __getstate__(self) -> dict[str, Any]: return {**self.__dict__, '_known': None}
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, '_known': None}
 
-    def __repr__(self) -> str: return f'from_composer({type(self.wrapped).__name__})'
+    def __repr__(self) -> str:
+        return f'from_composer({type(self.wrapped).__name__})'
 
     def _hears(self, event: str) -> bool:
         "Tell whether the callback has something to do at an event."
@@ -144,47 +195,56 @@ class _FromComposer(Callback):
         return bool((self._every and names) or names & {*self._hooks})
 
     def _at(self, event: str) -> None:
-        if count := getattr(type(self), f'_{event}', None): count(self)
+        if count := getattr(type(self), f'_{event}', None):
+            count(self)
         self.is_split, self.has_graph = event in SPLIT, event in ('after_loss', 'before_backward')
         is_known = self._known is not None and self._known() is self.learn
         if event == 'after_create' or not (is_known or event in ('close', 'post_close')):
             self._known = ref(self.learn)
             self._fire('init')
         for name in composer_events(event, self.learn):
-            if name != 'init': self._fire(name)
+            if name != 'init':
+                self._fire(name)
 
     def _fire(self, name: str) -> None:
         closes = name in ('close', 'post_close')  # no events to Composer either
         f = self._hooks.get(name) if closes or not self._every else None
         try:
-            if name == 'post_close' and f: f()
-            elif f: f(self._view, self._logs)
-            elif self._every and not closes: self._every(self.types.Event(name), self._view, self._logs)
+            if name == 'post_close' and f:
+                f()
+            elif f:
+                f(self._view, self._logs)
+            elif self._every and not closes:
+                self._every(self.types.Event(name), self._view, self._logs)
         except Exception as e:
             add_note(e, f'in {type(self.wrapped).__name__}.{name}, a Composer-style callback')
             raise
 
-    # -- counting ------------------------------------------------------------------------------------------------------
+    # -- counting ----------------------------------------------------------------------------------
 
     def _before_fit(self) -> None:
-        if not self.learn.fitting: return
+        if not self.learn.fitting:
+            return
         self.in_fit = self.has_fitted = True
         self._epochs_before, self._before = self.learn.counters.epochs, (self.learn.time, False)
         self._end = None
         # an earlier fit may have failed between the two
-        self._epoch_over, self._eval_began = False, 0.
+        self._epoch_over, self._eval_began = False, 0.0
 
     def _cleanup(self) -> None:
         self.end()  # it is kept: the budget goes with the fit
         self.in_fit = False
 
-    def _before_iteration(self) -> None: self._since = self.learn.time
+    def _before_iteration(self) -> None:
+        self._since = self.learn.time
 
     def _before_epoch(self) -> None:
-        if self.learn.fitting: self._since_epoch, self._epoch_over = self.learn.time, False
+        if self.learn.fitting:
+            self._since_epoch, self._epoch_over = self.learn.time, False
 
     def _before_batch(self) -> None:
-        if self.learn.training: self._before = self.learn.time, False
+        if self.learn.training:
+            self._before = self.learn.time, False
 
     def _after_train(self) -> None:
         self._before = self.learn.time, False
@@ -192,38 +252,49 @@ class _FromComposer(Callback):
         self._measure('train', 'train_')
 
     def _after_epoch(self) -> None:
-        if not self.learn.fitting: return
+        if not self.learn.fitting:
+            return
         # the Learner has counted it by now
         self._since_epoch, self._epoch_over = self.learn.time, False
 
-    def _before_eval(self) -> None: self._eval_began = perf_counter()
+    def _before_eval(self) -> None:
+        self._eval_began = perf_counter()
 
     def _after_eval(self) -> None:
-        if self.in_fit: self._evaluated += perf_counter() - self._eval_began
-        self._eval_began = 0.
+        if self.in_fit:
+            self._evaluated += perf_counter() - self._eval_began
+        self._eval_began = 0.0
 
-    def _before_predict(self) -> None: self.passes['predict'].start()
+    def _before_predict(self) -> None:
+        self.passes['predict'].start()
 
     def _before_validate(self) -> None:
-        if self.learn.phase != 'predict': self.passes['eval'].start()
+        if self.learn.phase != 'predict':
+            self.passes['eval'].start()
 
     def _after_batch(self) -> None:
-        if self.learn.training: return
+        if self.learn.training:
+            return
         run = self.passes['predict' if self.learn.phase == 'predict' else 'eval']
         run.batches, run.samples = run.batches + 1, run.samples + sample_count(self.learn)
 
     def _after_validate(self) -> None:
         name = self.learn.dl_name
-        if self.learn.phase != 'predict': self._measure(label_of(name), '' if name == 'valid' else f'{name}/')
+        if self.learn.phase != 'predict':
+            self._measure(label_of(name), '' if name == 'valid' else f'{name}/')
 
     def _measure(self, label: str, prefix: str) -> None:
         "Keep what the Recorder has measured on a loader."
         recorder = recorder_of(self.learn)
         values: dict[str, Any] = {}
-        if recorder is not None: values = recorder._frame.values if label == 'train' else recorder.measured
+        if recorder is not None:
+            values = recorder._frame.values if label == 'train' else recorder.measured
         found = {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
-        if not prefix: found = {k: v for k, v in found.items() if '/' not in k and not k.startswith('train_')}
-        self.measured[label] = {k: Measured(v) for k, v in found.items() if isinstance(v, (int, float))}
+        if not prefix:
+            found = {k: v for k, v in found.items() if '/' not in k and not k.startswith('train_')}
+        self.measured[label] = {
+            k: Measured(v) for k, v in found.items() if isinstance(v, (int, float))
+        }
 
     def counts_before(self) -> dict[str, Any]:
         "Return the counts before the last batch, or before the epoch's end."
@@ -235,18 +306,30 @@ class _FromComposer(Callback):
 
     def _counts(self, now: Timestamp, over: bool) -> dict[str, Any]:
         start, at = self._since, now if over else self._since_epoch
-        evaluating = perf_counter() - self._eval_began if self._eval_began and self.in_fit else 0.
-        wall = timedelta(seconds=max(0., now.sec - self._evaluated - evaluating))
-        since = timedelta(seconds=0. if over else max(0., now.sec - at.sec))
-        return {'iteration': now.iter, 'epoch': now.ep + over, 'batch': now.ba, 'sample': now.sp, 'token': now.tok,
-                'epoch_in_iteration': now.ep + over - start.ep, 'token_in_iteration': now.tok - start.tok,
-                'batch_in_epoch': now.ba - at.ba, 'sample_in_epoch': now.sp - at.sp, 'token_in_epoch': now.tok - at.tok,
-                'total_wct': wall, 'epoch_wct': since}
+        evaluating = perf_counter() - self._eval_began if self._eval_began and self.in_fit else 0.0
+        wall = timedelta(seconds=max(0.0, now.sec - self._evaluated - evaluating))
+        since = timedelta(seconds=0.0 if over else max(0.0, now.sec - at.sec))
+        return {
+            'iteration': now.iter,
+            'epoch': now.ep + over,
+            'batch': now.ba,
+            'sample': now.sp,
+            'token': now.tok,
+            'epoch_in_iteration': now.ep + over - start.ep,
+            'token_in_iteration': now.tok - start.tok,
+            'batch_in_epoch': now.ba - at.ba,
+            'sample_in_epoch': now.sp - at.sp,
+            'token_in_epoch': now.tok - at.tok,
+            'total_wct': wall,
+            'epoch_wct': since,
+        }
 
     def end(self) -> tuple[Any, str] | None:
         "Return when training ends or ended, counted over all fits, and the unit; None where Composer has none for it."
-        if not self.has_fitted: return None
-        if budget := self._budget(): self._end = budget
+        if not self.has_fitted:
+            return None
+        if budget := self._budget():
+            self._end = budget
         elif self.in_fit and isinstance(self.learn.n_epoch, int):
             self._end = self._epochs_before + self.learn.n_epoch, 'ep'
         return None if self._end is None or self._end[1] == 'st' else self._end
@@ -255,23 +338,42 @@ class _FromComposer(Callback):
         found = next((cb for cb in self.learn.cbs if isinstance(cb, Budget)), None)
         return None if found is None else (found._began + found.total.value, found.total.unit)
 
-    # -- state ---------------------------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         "Return the callback's own state, and where the epoch and the iteration began."
         before, over = self._before
-        measured = {label: {k: float(v) for k, v in values.items()} for label, values in self.measured.items()}
-        return {'callback': state_of(self.wrapped), 'epoch': self._since_epoch.state_dict(),
-                'iteration': self._since.state_dict(), 'before': before.state_dict(), 'over': (over, self._epoch_over),
-                'evaluated': self._evaluated, 'epochs': self._epochs_before, 'measured': measured,
-                'passes': {name: (p.batches, p.samples) for name, p in self.passes.items()}}
+        measured = {
+            label: {k: float(v) for k, v in values.items()}
+            for label, values in self.measured.items()
+        }
+        return {
+            'callback': state_of(self.wrapped),
+            'epoch': self._since_epoch.state_dict(),
+            'iteration': self._since.state_dict(),
+            'before': before.state_dict(),
+            'over': (over, self._epoch_over),
+            'evaluated': self._evaluated,
+            'epochs': self._epochs_before,
+            'measured': measured,
+            'passes': {name: (p.batches, p.samples) for name, p in self.passes.items()},
+        }
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Hand the callback its own state."
-        self._since_epoch, self._since, before = (Timestamp.from_state_dict(sd[k])
-                                                  for k in ('epoch', 'iteration', 'before'))
+        self._since_epoch, self._since, before = (
+            Timestamp.from_state_dict(sd[k]) for k in ('epoch', 'iteration', 'before')
+        )
         over, self._epoch_over = sd['over']
-        self._before, self._evaluated, self._epochs_before = (before, over), sd['evaluated'], sd['epochs']
-        for name, counts in sd['passes'].items(): self.passes[name].batches, self.passes[name].samples = counts
-        self.measured = {label: {k: Measured(v) for k, v in values.items()} for label, values in sd['measured'].items()}
+        self._before, self._evaluated, self._epochs_before = (
+            (before, over),
+            sd['evaluated'],
+            sd['epochs'],
+        )
+        for name, counts in sd['passes'].items():
+            self.passes[name].batches, self.passes[name].samples = counts
+        self.measured = {
+            label: {k: Measured(v) for k, v in values.items()}
+            for label, values in sd['measured'].items()
+        }
         load_state(self.wrapped, sd['callback'])

@@ -1,4 +1,5 @@
 """The `state` and the `logger` that a Composer-style callback is called with: live views of the Learner."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -21,8 +22,10 @@ __all__ = ['ComposerState', 'ComposerLogger', 'Precision', 'Measured', 'label_of
 
 # what Composer's State has and this one has not, with what to use here
 NOT_HERE = {
-    'fsdp_config': 'the settings of FSDP', 'deepspeed_config': 'the settings of DeepSpeed',
-    'tp_config': 'the settings of tensor parallelism', 'parallelism_config': 'the settings of parallel training',
+    'fsdp_config': 'the settings of FSDP',
+    'deepspeed_config': 'the settings of DeepSpeed',
+    'tp_config': 'the settings of tensor parallelism',
+    'parallelism_config': 'the settings of parallel training',
     'device_mesh': 'the mesh of devices of parallel training',
     'profiler': 'the profiler; here `learn.timings` says where the time goes',
     'precision_config': 'options of the precision; here they are arguments of `MixedPrecision`',
@@ -37,6 +40,7 @@ WRITABLE = ('batch', 'outputs', 'loss', 'model', 'max_duration')
 
 class Precision(StrEnum):
     "The precision of the forward pass, by Composer's names."
+
     FP32 = 'fp32'
     AMP_FP16 = 'amp_fp16'
     AMP_BF16 = 'amp_bf16'
@@ -66,21 +70,31 @@ class ComposerState:
 
     def __init__(
         self,
-        watch: Any,   # the adapter: what it has counted, and its learner
+        watch: Any,  # the adapter: what it has counted, and its learner
     ) -> None:
         self.__dict__['_watch'] = watch
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith('__'): raise AttributeError(name)
+        if name.startswith('__'):
+            raise AttributeError(name)
         reason = NOT_HERE.get(name)
-        what = f'Composer has there {reason}.' if reason else \
-            f'What the Learner has under a name of its own is `state.learn.<name>`.{did_you_mean(name, dir(self))}'
-        raise AttributeError(f'`state.{name}` is not offered by from_composer. {what}', name=name, obj=self)
+        what = (
+            f'Composer has there {reason}.'
+            if reason
+            else f'What the Learner has under a name of its own is `state.learn.<name>`.{did_you_mean(name, dir(self))}'
+        )
+        raise AttributeError(
+            f'`state.{name}` is not offered by from_composer. {what}', name=name, obj=self
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in WRITABLE:
-            raise AttributeError(f'`state.{name}` cannot be set: of the state, {", ".join(WRITABLE)} can. What else is '
-                                 'to change, a learnkit callback changes through `self.learn`.', name=name, obj=self)
+            raise AttributeError(
+                f'`state.{name}` cannot be set: of the state, {", ".join(WRITABLE)} can. What else is '
+                'to change, a learnkit callback changes through `self.learn`.',
+                name=name,
+                obj=self,
+            )
         object.__setattr__(self, name, value)
 
     @property
@@ -92,7 +106,7 @@ class ComposerState:
         types = self._watch.types
         return types.Time(value, types.TimeUnit(unit))
 
-    # -- time ----------------------------------------------------------------------------------------------------------
+    # -- time --------------------------------------------------------------------------------------
 
     @property
     def timestamp(self) -> Any:
@@ -122,9 +136,12 @@ class ComposerState:
 
     @max_duration.setter
     def max_duration(self, end: Any) -> None:
-        if end is not None and self.timestamp >= end: return self.learn.stop()
-        raise AttributeError('`state.max_duration` can only be set to a time that is reached already, which ends the '
-                             'fit. Give the length to `learn.fit`.')
+        if end is not None and self.timestamp >= end:
+            return self.learn.stop()
+        raise AttributeError(
+            '`state.max_duration` can only be set to a time that is reached already, which ends the '
+            'fit. Give the length to `learn.fit`.'
+        )
 
     def get_elapsed_duration(self) -> Any:
         "Return the share of the fit that is over, None before the first one."
@@ -134,31 +151,38 @@ class ComposerState:
         "End the fit after the current batch or epoch, as `learn.stop()` does."
         self.learn.stop()
 
-    # -- the batch -----------------------------------------------------------------------------------------------------
+    # -- the batch ---------------------------------------------------------------------------------
 
     @property
     def batch(self) -> Any:
         "The batch, or the microbatch: as the loader gave it up to `after_dataloader`, then on the device."
         learn = self.learn
-        if not self._watch.is_split: return learn.batch
+        if not self._watch.is_split:
+            return learn.batch
         return (*learn.xb, *learn.yb) if isinstance(learn.batch, (tuple, list)) else learn.xb[0]
 
     @batch.setter
     def batch(self, batch: Any) -> None:
-        if self._watch.is_split: self.learn._split(batch)
-        else: self.learn.batch = batch
+        if self._watch.is_split:
+            self.learn._split(batch)
+        else:
+            self.learn.batch = batch
 
     def batch_get_item(self, key: Any) -> Any:
         "Return a part of the batch: by index, by name, or what a function (or the first of a pair) makes of it."
         get = key[0] if isinstance(key, (tuple, list)) and callable(key[0]) else key
-        if callable(get): return get(self.batch)
-        if isinstance(self.batch, Mapping) or isinstance(key, (int, slice)): return self.batch[key]
+        if callable(get):
+            return get(self.batch)
+        if isinstance(self.batch, Mapping) or isinstance(key, (int, slice)):
+            return self.batch[key]
         return getattr(self.batch, key)
 
     def batch_set_item(self, key: Any, value: Any) -> None:
         "Replace a part of the batch: by index, by name, or by the second function of a pair."
-        if isinstance(key, (tuple, list)) and callable(key[1]): self.batch = key[1](self.batch, value)
-        elif isinstance(self.batch, Mapping): self.batch = {**self.batch, key: value}
+        if isinstance(key, (tuple, list)) and callable(key[1]):
+            self.batch = key[1](self.batch, value)
+        elif isinstance(self.batch, Mapping):
+            self.batch = {**self.batch, key: value}
         else:
             parts = list(self.batch)
             parts[key] = value
@@ -170,7 +194,8 @@ class ComposerState:
         return self.learn.__dict__.get('pred')
 
     @outputs.setter
-    def outputs(self, outputs: Any) -> None: self.learn.pred = outputs
+    def outputs(self, outputs: Any) -> None:
+        self.learn.pred = outputs
 
     @property
     def loss(self) -> Any:
@@ -181,7 +206,8 @@ class ComposerState:
     @loss.setter
     def loss(self, loss: Any) -> None:
         self.learn.loss = loss.detach().clone()
-        if self.learn.training: self.learn.loss_grad = loss
+        if self.learn.training:
+            self.learn.loss_grad = loss
 
     @property
     def total_loss_dict(self) -> dict[str, Any]:
@@ -202,17 +228,24 @@ class ComposerState:
 
     def _samples(self) -> int:
         try:
-            if self.learn.batch is None: return count_samples(self.learn)
-            return find_bs(*form_of(self.learn.dls, self.learn.dl_name).split(self.learn.batch), self.learn.size_func)
-        except BatchError: return 0
+            if self.learn.batch is None:
+                return count_samples(self.learn)
+            return find_bs(
+                *form_of(self.learn.dls, self.learn.dl_name).split(self.learn.batch),
+                self.learn.size_func,
+            )
+        except BatchError:
+            return 0
 
-    # -- parts of the Learner ------------------------------------------------------------------------------------------
+    # -- parts of the Learner ----------------------------------------------------------------------
 
     @property
-    def model(self) -> nn.Module: return self.learn.model
+    def model(self) -> nn.Module:
+        return self.learn.model
 
     @model.setter
-    def model(self, model: nn.Module) -> None: self.learn.model = model
+    def model(self, model: nn.Module) -> None:
+        self.learn.model = model
 
     @property
     def optimizers(self) -> list[Any]:
@@ -242,15 +275,26 @@ class ComposerState:
     def precision(self) -> Precision:
         "The precision of the forward pass."
         cb = self._mixed_precision
-        return Precision.FP32 if cb is None else Precision.AMP_FP16 if cb.scales else Precision.AMP_BF16
+        return (
+            Precision.FP32
+            if cb is None
+            else Precision.AMP_FP16
+            if cb.scales
+            else Precision.AMP_BF16
+        )
 
     @property
     def device(self) -> Any:
         "An object with the device's `name` and `tensor_to_device`, `batch_to_device`, `module_to_device`."
         device = model_device(self.learn.model, self.learn.dls)
         move = lambda b: to_device(b, device)
-        return SimpleNamespace(name=device.type, tensor_to_device=move, batch_to_device=move,
-                               module_to_device=lambda module: module.to(device), torch_device=device)
+        return SimpleNamespace(
+            name=device.type,
+            tensor_to_device=move,
+            batch_to_device=move,
+            module_to_device=lambda module: module.to(device),
+            torch_device=device,
+        )
 
     @property
     def callbacks(self) -> list[Any]:
@@ -270,23 +314,27 @@ class ComposerState:
     seed = rank_zero_seed
 
     @property
-    def is_model_ddp(self) -> bool: return isinstance(self.learn.model, nn.parallel.DistributedDataParallel)
+    def is_model_ddp(self) -> bool:
+        return isinstance(self.learn.model, nn.parallel.DistributedDataParallel)
 
     @property
-    def auto_microbatching(self) -> bool: return self.learn.microbatch == 'auto'
+    def auto_microbatching(self) -> bool:
+        return self.learn.microbatch == 'auto'
 
     fsdp_enabled = deepspeed_enabled = fsdp_sharded_state_dict_enabled = False
 
-    # -- data and metrics ----------------------------------------------------------------------------------------------
+    # -- data and metrics --------------------------------------------------------------------------
 
     @property
-    def dataloader(self) -> Any: return self.learn.dl
+    def dataloader(self) -> Any:
+        return self.learn.dl
 
     @property
     def dataloader_label(self) -> str | None:
         "'train', 'eval', 'predict', or the name of the validation loader."
         learn = self.learn
-        if learn.dl is None: return None
+        if learn.dl is None:
+            return None
         return 'predict' if learn.phase == 'predict' else label_of(learn.dl_name)
 
     @property
@@ -296,13 +344,20 @@ class ComposerState:
         return None if n is None else self._time(n, 'ba')
 
     @property
-    def train_dataloader(self) -> Any: return self.learn.dls.train
+    def train_dataloader(self) -> Any:
+        return self.learn.dls.train
 
     @property
     def evaluators(self) -> list[Any]:
         "The validation loaders with their labels: `evaluator.label`, `evaluator.dataloader.dataloader`."
-        return [SimpleNamespace(label=label_of(name), dataloader=SimpleNamespace(dataloader=dl), subset_num_batches=-1)
-                for name, dl in evaluation_loaders(self.learn.dls)]
+        return [
+            SimpleNamespace(
+                label=label_of(name),
+                dataloader=SimpleNamespace(dataloader=dl),
+                subset_num_batches=-1,
+            )
+            for name, dl in evaluation_loaders(self.learn.dls)
+        ]
 
     @property
     def train_metrics(self) -> dict[str, Measured]:
@@ -321,12 +376,16 @@ class ComposerState:
         return {'train': self.train_metrics, **self.eval_metrics}
 
     @property
-    def loggers(self) -> list[Any]: return []
+    def loggers(self) -> list[Any]:
+        return []
 
     def state_dict(self) -> dict[str, Any]:
         "Return the states of model and optimizers, and the timestamp. To resume from, use the Learner's checkpoints."
-        return {'model': self.model.state_dict(), 'optimizers': [opt.state_dict() for opt in self.optimizers],
-                'timestamp': self.timestamp.state_dict()}
+        return {
+            'model': self.model.state_dict(),
+            'optimizers': [opt.state_dict() for opt in self.optimizers],
+            'timestamp': self.timestamp.state_dict(),
+        }
 
 
 def label_of(dl_name: str) -> str:
@@ -337,7 +396,8 @@ def label_of(dl_name: str) -> str:
 def log_as_named(learn: Any, name: str, value: Any) -> None:
     "Log a value under its name as it is, also in evaluation, where `learn.log` would put the loader's before it."
     for cb in learn.cbs:
-        if receive := getattr(type(cb), 'receive_log', None): receive(cb, name, value, 1, True)
+        if receive := getattr(type(cb), 'receive_log', None):
+            receive(cb, name, value, 1, True)
 
 
 class ComposerLogger:
@@ -348,11 +408,12 @@ class ComposerLogger:
     Learner that has such a method of their protocol (`log_params(params)`, `log_text(step, name, text)`,
     `log_images(step, name, images)`); files go to those with a `log_file(name, path)`.
     """
+
     destinations: tuple[Any, ...] = ()
 
     def __init__(
         self,
-        watch: Any,   # the adapter
+        watch: Any,  # the adapter
     ) -> None:
         self._watch = watch
 
@@ -361,34 +422,53 @@ class ComposerLogger:
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         "Log named numbers."
-        for name, value in metrics.items(): log_as_named(self._watch.learn, name, value)
+        for name, value in metrics.items():
+            log_as_named(self._watch.learn, name, value)
 
     def log_hyperparameters(self, parameters: dict[str, Any]) -> None:
         "Log the settings of the run."
         hand_on(self._watch.learn, 'log_params', parameters)
 
-    def log_table(self, columns: list[str], rows: list[list[Any]], name: str = 'Table',
-                  step: int | None = None) -> None:
+    def log_table(
+        self,
+        columns: list[str],
+        rows: list[list[Any]],
+        name: str = 'Table',
+        step: int | None = None,
+    ) -> None:
         "Log a table as text, in Markdown."
         lines = [columns, ['---'] * len(columns), *rows]
         self._log_text(name, '\n'.join(f'| {" | ".join(map(str, line))} |' for line in lines))
 
     def log_traces(self, traces: dict[str, Any]) -> None:
         "Log traces as text."
-        for name, value in traces.items(): self._log_text(name, str(value))
+        for name, value in traces.items():
+            self._log_text(name, str(value))
 
     def _log_text(self, name: str, text: str) -> None:
         hand_on(self._watch.learn, 'log_text', name, text)
 
-    def log_images(self, images: Any, name: str = 'Images', channels_last: bool = False, step: int | None = None,
-                   masks: Any = None, mask_class_labels: Any = None, use_table: bool = True) -> None:
+    def log_images(
+        self,
+        images: Any,
+        name: str = 'Images',
+        channels_last: bool = False,
+        step: int | None = None,
+        masks: Any = None,
+        mask_class_labels: Any = None,
+        use_table: bool = True,
+    ) -> None:
         "Log images, with the channels first."
-        if channels_last: images = torch.as_tensor(images).movedim(-1, -3)
+        if channels_last:
+            images = torch.as_tensor(images).movedim(-1, -3)
         hand_on(self._watch.learn, 'log_images', name, images)
 
-    def upload_file(self, remote_file_name: str, file_path: Any, *, overwrite: bool = False) -> None:
+    def upload_file(
+        self, remote_file_name: str, file_path: Any, *, overwrite: bool = False
+    ) -> None:
         "Hand a file to the callbacks that keep files."
-        for log in self._all('log_file'): log(remote_file_name, file_path)
+        for log in self._all('log_file'):
+            log(remote_file_name, file_path)
 
     def has_file_upload_destination(self) -> bool:
         "Tell whether a callback keeps files."

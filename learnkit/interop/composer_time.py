@@ -1,4 +1,5 @@
 """Time as Composer's callbacks read it: numbers with a unit that compare with strings, and a timestamp of them."""
+
 from __future__ import annotations
 
 import sys
@@ -28,6 +29,7 @@ class Event(StrEnum):
     >>> Event.AFTER_LOSS.is_after_event, Event.EVAL_BATCH_END.canonical_name, Event.EVAL_END.is_eval
     (True, 'eval_batch', True)
     """
+
     INIT = 'init'
     BEFORE_LOAD = 'before_load'
     AFTER_LOAD = 'after_load'
@@ -70,10 +72,12 @@ class Event(StrEnum):
     PREDICT_END = 'predict_end'
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, str): return self.value == str.lower(other)
+        if isinstance(other, str):
+            return self.value == str.lower(other)
         return type(other).__name__ == 'Event' and self.value == getattr(other, 'value', None)
 
-    def __hash__(self) -> int: return str.__hash__(self)
+    def __hash__(self) -> int:
+        return str.__hash__(self)
 
     @classmethod
     def _missing_(cls, value: object) -> Event | None:
@@ -92,17 +96,22 @@ class Event(StrEnum):
     @property
     def canonical_name(self) -> str:
         "The name that an opening and a closing event have in common."
-        return '_'.join(p for p in self.value.split('_') if p not in ('before', 'after', 'start', 'end'))
+        return '_'.join(
+            p for p in self.value.split('_') if p not in ('before', 'after', 'start', 'end')
+        )
 
     @property
-    def is_eval(self) -> bool: return self.value.startswith('eval')
+    def is_eval(self) -> bool:
+        return self.value.startswith('eval')
 
     @property
-    def is_predict(self) -> bool: return self.value.startswith('predict')
+    def is_predict(self) -> bool:
+        return self.value.startswith('predict')
 
 
 class TimeUnit(StrEnum):
     "The units of Composer's time strings."
+
     ITERATION = 'iter'
     EPOCH = 'ep'
     BATCH = 'ba'
@@ -126,7 +135,7 @@ class ComposerTime:
     def __init__(
         self,
         value: int | float,
-        unit: str,            # one of `TimeUnit`
+        unit: str,  # one of `TimeUnit`
     ) -> None:
         self.value, self.unit = value, TimeUnit(getattr(unit, 'value', unit))
 
@@ -138,48 +147,78 @@ class ComposerTime:
 
     def _read(self, other: Any) -> ComposerTime:
         "Return another time, string or number as a time, a number in this unit."
-        if isinstance(other, (int, float)): return ComposerTime(other, self.unit)
-        if isinstance(other, str): other = Time(other)
-        if not hasattr(other, 'unit'): raise TimeError(f'{other!r} is no time: it cannot be combined with {self}.')
+        if isinstance(other, (int, float)):
+            return ComposerTime(other, self.unit)
+        if isinstance(other, str):
+            other = Time(other)
+        if not hasattr(other, 'unit'):
+            raise TimeError(f'{other!r} is no time: it cannot be combined with {self}.')
         return ComposerTime(other.value, other.unit)
 
     def _of_my_unit(self, other: Any) -> int | float:
         other = self._read(other)
-        if other.unit is self.unit: return other.value
-        raise TimeError(f'{self} and {other} have different units: they cannot be compared or combined.')
+        if other.unit is self.unit:
+            return other.value
+        raise TimeError(
+            f'{self} and {other} have different units: they cannot be compared or combined.'
+        )
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, (int, float, str)) and not hasattr(other, 'unit'): return NotImplemented
+        if not isinstance(other, (int, float, str)) and not hasattr(other, 'unit'):
+            return NotImplemented
         return self.value == self._of_my_unit(other)
 
-    def __lt__(self, other: Any) -> bool: return self.value < self._of_my_unit(other)
-    def __hash__(self) -> int: return hash((self.value, self.unit))
-    def __int__(self) -> int: return int(self.value)
-    def __float__(self) -> float: return float(self.value)
-    def __bool__(self) -> bool: return bool(self.value)
-    def __add__(self, other: Any) -> ComposerTime: return self._new(self.value + self._of_my_unit(other))
-    def __sub__(self, other: Any) -> ComposerTime: return self._new(self.value - self._of_my_unit(other))
-    def __rsub__(self, other: Any) -> ComposerTime: return self._new(self._of_my_unit(other) - self.value)
-    def __mod__(self, other: Any) -> ComposerTime: return self._new(self.value % self._of_my_unit(other))
-    def __neg__(self) -> ComposerTime: return self._new(-self.value)
+    def __lt__(self, other: Any) -> bool:
+        return self.value < self._of_my_unit(other)
+
+    def __hash__(self) -> int:
+        return hash((self.value, self.unit))
+
+    def __int__(self) -> int:
+        return int(self.value)
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def __bool__(self) -> bool:
+        return bool(self.value)
+
+    def __add__(self, other: Any) -> ComposerTime:
+        return self._new(self.value + self._of_my_unit(other))
+
+    def __sub__(self, other: Any) -> ComposerTime:
+        return self._new(self.value - self._of_my_unit(other))
+
+    def __rsub__(self, other: Any) -> ComposerTime:
+        return self._new(self._of_my_unit(other) - self.value)
+
+    def __mod__(self, other: Any) -> ComposerTime:
+        return self._new(self.value % self._of_my_unit(other))
+
+    def __neg__(self) -> ComposerTime:
+        return self._new(-self.value)
 
     __radd__ = __add__
 
     def __truediv__(self, other: Any) -> ComposerTime:
-        if isinstance(other, (int, float)): return self._new(type(self.value)(self.value / other))
+        if isinstance(other, (int, float)):
+            return self._new(type(self.value)(self.value / other))
         return ComposerTime(self.value / self._of_my_unit(other), TimeUnit.DURATION)
 
     def __mul__(self, other: Any) -> ComposerTime:
         by = self._read(other)
-        if isinstance(other, (int, float)): return self._new(type(self.value)(self.value * other))
-        if TimeUnit.DURATION not in (by.unit, self.unit): raise TimeError(f'{self} times {by}: one has to be a share.')
+        if isinstance(other, (int, float)):
+            return self._new(type(self.value)(self.value * other))
+        if TimeUnit.DURATION not in (by.unit, self.unit):
+            raise TimeError(f'{self} times {by}: one has to be a share.')
         unit = self.unit if by.unit is TimeUnit.DURATION else by.unit
         value = self.value * by.value
         return ComposerTime(value if unit is TimeUnit.DURATION else int(value), unit)
 
     __rmul__ = __mul__
 
-    def _new(self, value: int | float) -> ComposerTime: return ComposerTime(value, self.unit)
+    def _new(self, value: int | float) -> ComposerTime:
+        return ComposerTime(value, self.unit)
 
     def to_timestring(self) -> str:
         "Return the string that spells this time."
@@ -187,7 +226,8 @@ class ComposerTime:
 
     __str__ = to_timestring
 
-    def __repr__(self) -> str: return f'Time({self.value}, TimeUnit.{self.unit.name})'
+    def __repr__(self) -> str:
+        return f'Time({self.value}, TimeUnit.{self.unit.name})'
 
 
 _UNITS = {'iteration': 'iter', 'epoch': 'ep', 'batch': 'ba', 'sample': 'sp', 'token': 'tok'}
@@ -202,6 +242,7 @@ class ComposerTimestamp:
     >>> now.batch.value, now >= '7ba', now < '3ep', now.get('sp')
     (7, True, True, Time(56, TimeUnit.SAMPLE))
     """
+
     iteration: Any = 0
     epoch: Any = 0
     batch: Any = 0
@@ -224,18 +265,25 @@ class ComposerTimestamp:
     def get(self, unit: Any) -> ComposerTime:
         "Return the time in one unit."
         wanted = TimeUnit(getattr(unit, 'value', unit))
-        if wanted is TimeUnit.SECOND: return ComposerTime(self.total_wct.total_seconds(), wanted)
+        if wanted is TimeUnit.SECOND:
+            return ComposerTime(self.total_wct.total_seconds(), wanted)
         name = next((name for name, short in _UNITS.items() if short == wanted), None)
-        if name is None: raise TimeError(f'A timestamp has no {wanted.value!r}: ask `state.get_elapsed_duration()`.')
+        if name is None:
+            raise TimeError(
+                f'A timestamp has no {wanted.value!r}: ask `state.get_elapsed_duration()`.'
+            )
         return getattr(self, name)
 
     def _meet(self, other: Any) -> tuple[ComposerTime, Any]:
-        if isinstance(other, str): other = ComposerTime.from_timestring(other)
+        if isinstance(other, str):
+            other = ComposerTime.from_timestring(other)
         return self.get(other.unit), other
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, ComposerTimestamp): return self.state_dict() == other.state_dict()
-        if not isinstance(other, str) and not hasattr(other, 'unit'): return NotImplemented
+        if isinstance(other, ComposerTimestamp):
+            return self.state_dict() == other.state_dict()
+        if not isinstance(other, str) and not hasattr(other, 'unit'):
+            return NotImplemented
         mine, its = self._meet(other)
         return mine == its
 
@@ -243,7 +291,8 @@ class ComposerTimestamp:
         mine, its = self._meet(other)
         return mine < its
 
-    def __hash__(self) -> int: return hash(tuple(self.state_dict().items()))
+    def __hash__(self) -> int:
+        return hash(tuple(self.state_dict().items()))
 
     def __repr__(self) -> str:
         return f'Timestamp({", ".join(f"{k}={v}" for k, v in self.state_dict().items() if v)})'
@@ -251,14 +300,21 @@ class ComposerTimestamp:
     def state_dict(self) -> dict[str, Any]:
         "Return plain numbers; durations in seconds."
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {k: v.total_seconds() if isinstance(v, timedelta) else v.value for k, v in values.items()}
+        return {
+            k: v.total_seconds() if isinstance(v, timedelta) else v.value for k, v in values.items()
+        }
 
 
-OWN = SimpleNamespace(Event=Event, Time=ComposerTime, Timestamp=ComposerTimestamp, TimeUnit=TimeUnit)
+OWN = SimpleNamespace(
+    Event=Event, Time=ComposerTime, Timestamp=ComposerTimestamp, TimeUnit=TimeUnit
+)
 
 
 def types_for(cb: object) -> Any:
     "Return the types that `cb` compares with: those of the package for a callback of the package, else the ones here."
     time, event = sys.modules.get('composer.core.time'), sys.modules.get('composer.core.event')
-    if not is_of(cb, 'composer') or time is None or event is None: return OWN
-    return SimpleNamespace(Event=event.Event, Time=time.Time, Timestamp=time.Timestamp, TimeUnit=time.TimeUnit)
+    if not is_of(cb, 'composer') or time is None or event is None:
+        return OWN
+    return SimpleNamespace(
+        Event=event.Event, Time=time.Time, Timestamp=time.Timestamp, TimeUnit=time.TimeUnit
+    )

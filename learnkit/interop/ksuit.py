@@ -1,4 +1,5 @@
 """ksuit- and Noether-style callbacks in a Learner: `from_ksuit(cb)`."""
+
 from __future__ import annotations
 
 import logging
@@ -46,31 +47,62 @@ from learnkit.interop.ksuit_views import (
 
 __all__ = ['from_ksuit']
 
-EVENTS = ('before_training', 'after_training', 'before_epoch', 'before_every_update', 'before_every_accumulation_step',
-          'before_every_backward', 'track_after_accumulation_step', 'before_every_optim_step',
-          'track_after_update_step', 'after_update', 'after_epoch')
+EVENTS = (
+    'before_training',
+    'after_training',
+    'before_epoch',
+    'before_every_update',
+    'before_every_accumulation_step',
+    'before_every_backward',
+    'track_after_accumulation_step',
+    'before_every_optim_step',
+    'track_after_update_step',
+    'after_update',
+    'after_epoch',
+)
 PERIODIC = ('periodic_callback', '_periodic_callback')
 PASS = ('process_data', 'process_results')
 STOPS = ('should_stop_after_update', 'should_stop_after_sample', 'should_stop_after_epoch')
-TEMPLATES = {f'_{name}': name for name in ('before_training', 'after_training', 'track_after_accumulation_step',
-                                           'track_after_update_step')}
+TEMPLATES = {
+    f'_{name}': name
+    for name in (
+        'before_training',
+        'after_training',
+        'track_after_accumulation_step',
+        'track_after_update_step',
+    )
+}
 HOOKS = (*EVENTS, *PERIODIC, *TEMPLATES, *PASS, 'at_eval', *STOPS)
 COMMON = 'update_counter trainer model trainer_model effective_batch_size batch_size'.split()
-OF_HOOK = {'before_every_accumulation_step': ['batch'], 'track_after_update_step': ['times'],
-           'track_after_accumulation_step': ['batch', 'losses', 'update_outputs', 'accumulation_steps',
-                                             'accumulation_step'],
-           'after_update': ['times', 'data_iter'], 'after_epoch': ['data_iter'], 'at_eval': ['data_iter'],
-           'periodic_callback': ['interval_type', 'data_iter'], 'process_results': ['interval_type', 'data_iter']}
+OF_HOOK = {
+    'before_every_accumulation_step': ['batch'],
+    'track_after_update_step': ['times'],
+    'track_after_accumulation_step': [
+        'batch',
+        'losses',
+        'update_outputs',
+        'accumulation_steps',
+        'accumulation_step',
+    ],
+    'after_update': ['times', 'data_iter'],
+    'after_epoch': ['data_iter'],
+    'at_eval': ['data_iter'],
+    'periodic_callback': ['interval_type', 'data_iter'],
+    'process_results': ['interval_type', 'data_iter'],
+}
 # a base class has them, to call the periodic hook
 DISPATCHERS = ('after_update', 'after_epoch', 'at_eval')
-PER_PIECE = {'before_pred': ('before_every_accumulation_step', 'track_after_accumulation_step'),
-             'before_backward': ('before_every_backward',), 'after_backward': ('track_after_accumulation_step',),
-             'before_step': ('before_every_optim_step',)}
+PER_PIECE = {
+    'before_pred': ('before_every_accumulation_step', 'track_after_accumulation_step'),
+    'before_backward': ('before_every_backward',),
+    'after_backward': ('track_after_accumulation_step',),
+    'before_step': ('before_every_optim_step',),
+}
 INTERVALS = {'epoch': 'every_n_epochs', 'update': 'every_n_updates', 'sample': 'every_n_samples'}
 
 
 def from_ksuit(
-    cb: Any,     # with hooks such as `before_training(update_counter=...)`, `periodic_callback(...)`
+    cb: Any,  # with hooks such as `before_training(update_counter=...)`, `periodic_callback(...)`
 ) -> Callback:
     """Return a callback that runs one written for ksuit or Noether.
 
@@ -106,6 +138,7 @@ def from_ksuit(
 
 class _FromKsuit(Callback):
     "Run a ksuit-style callback. It counts what ksuit's trainer knows and the Learner does not."
+
     order, run_valid, remove_on_find = 45, False, True  # before the Recorder makes the epoch's row
     is_ksuit = True
 
@@ -113,9 +146,16 @@ class _FromKsuit(Callback):
         note_attributes(cb)
         found = own_hooks(cb, HOOKS)
         check_style(cb, HOOKS, found, 'ksuit', 'from_ksuit')
-        self.wrapped, self._inner = cb, {TEMPLATES[name]: f for name, f in found.items() if name in TEMPLATES}
-        self._hooks = {**self._inner, **{name: f for name, f in found.items() if name not in TEMPLATES}}
-        if '_periodic_callback' in found: self._hooks.setdefault('periodic_callback', found['_periodic_callback'])
+        self.wrapped, self._inner = (
+            cb,
+            {TEMPLATES[name]: f for name, f in found.items() if name in TEMPLATES},
+        )
+        self._hooks = {
+            **self._inner,
+            **{name: f for name, f in found.items() if name not in TEMPLATES},
+        }
+        if '_periodic_callback' in found:
+            self._hooks.setdefault('periodic_callback', found['_periodic_callback'])
         if 'periodic_callback' in self._hooks:
             self._inner |= dict.fromkeys(DISPATCHERS, self._hooks['periodic_callback'])
         self._takes = {name: self._taken(name, f) for name, f in self._hooks.items()}
@@ -123,78 +163,109 @@ class _FromKsuit(Callback):
         self._passes = all(name in self._hooks for name in PASS)
         self._every = intervals_of(cb)
         self.given: dict[str, Any] = {
-            'update_counter': UpdateCounter(self), 'trainer': Trainer(self), 'data_container': DataContainer(self),
-            'tracker': Tracker(self), 'writer': LogWriter(self), 'checkpoint_writer': CheckpointWriter(self),
-            'path_provider': Paths(self), 'metric_property_provider': MetricPropertyProvider(),
-            'logger': logging.getLogger(type(cb).__name__)}
+            'update_counter': UpdateCounter(self),
+            'trainer': Trainer(self),
+            'data_container': DataContainer(self),
+            'tracker': Tracker(self),
+            'writer': LogWriter(self),
+            'checkpoint_writer': CheckpointWriter(self),
+            'path_provider': Paths(self),
+            'metric_property_provider': MetricPropertyProvider(),
+            'logger': logging.getLogger(type(cb).__name__),
+        }
         # the fit's start, the last update
         self.started_at, self._reached = Progress(0, 0, 0), Progress(0, 0, 0)
         self._seen_size, self._pieces, self._piece, self._kind = 0, 1, 0, ''
         self.at_epoch_end, self._counted = False, True
-        self._shared: Any = None           # a class of ksuit that has the writer of this run
+        self._shared: Any = None  # a class of ksuit that has the writer of this run
         self._times: dict[str, float] = defaultdict(float)
-        self._mark = 0.
+        self._mark = 0.0
         for event, hooks in PER_PIECE.items():
-            if not self._hooks.keys().isdisjoint(hooks): self.__dict__[event] = partial(self._in_batch, event, hooks[0])
+            if not self._hooks.keys().isdisjoint(hooks):
+                self.__dict__[event] = partial(self._in_batch, event, hooks[0])
         # they are given times
         if not self._hooks.keys().isdisjoint(('track_after_update_step', 'after_update')):
-            self.__dict__['before_draw'], self.__dict__['after_draw'] = self._start_watch, self._end_draw
+            self.__dict__['before_draw'], self.__dict__['after_draw'] = (
+                self._start_watch,
+                self._end_draw,
+            )
 
     @property
-    def name(self) -> str: return f'ksuit_{camel2snake(type(self.wrapped).__name__)}'
+    def name(self) -> str:
+        return f'ksuit_{camel2snake(type(self.wrapped).__name__)}'
 
-    def __repr__(self) -> str: return f'from_ksuit({type(self.wrapped).__name__})'
+    def __repr__(self) -> str:
+        return f'from_ksuit({type(self.wrapped).__name__})'
 
-    # -- the moments ---------------------------------------------------------------------------------------------------
+    # -- the moments -------------------------------------------------------------------------------
 
     def before_fit(self) -> None:
-        if not self.learn.fitting: return
+        if not self.learn.fitting:
+            return
         self._give()
         self.at_epoch_end, self._counted = False, True
         self.started_at = self._reached = self.progress()
         self.given['writer'].forget()
-        with self._evaluating(): self._call('before_training')
+        with self._evaluating():
+            self._call('before_training')
 
     def before_epoch(self) -> None:
-        if self.learn.fitting: self._call('before_epoch')
+        if self.learn.fitting:
+            self._call('before_epoch')
 
-    def _start_watch(self) -> None: self._mark = perf_counter()
+    def _start_watch(self) -> None:
+        self._mark = perf_counter()
 
-    def _end_draw(self) -> None: self._lap('data_time', 'data_wait')
+    def _end_draw(self) -> None:
+        self._lap('data_time', 'data_wait')
 
     def before_batch(self) -> None:
         learn, size = self.learn, self.learn.microbatch
         self.given['writer'].flush()
         self._piece, self.at_epoch_end, self._counted = -1, False, True
-        if learn.iter == 0 or not self._seen_size: self._seen_size = max(self._seen_size, sample_count(learn))
+        if learn.iter == 0 or not self._seen_size:
+            self._seen_size = max(self._seen_size, sample_count(learn))
         self._pieces = -(-sample_count(learn) // size) if isinstance(size, int) and size else 1
         self._call('before_every_update')
 
     def _in_batch(self, event: str, hook: str) -> None:
         "Run what belongs to a microbatch or to the step."
-        if event == 'before_pred': self._piece += 1
+        if event == 'before_pred':
+            self._piece += 1
         self._call(hook)
 
     def after_batch(self) -> None:
         learn = self.learn
-        if self._times: self._lap('update_time', 'update')
-        if learn.n_iter is not None and learn.iter == learn.n_iter - 1: self._end_epoch()
+        if self._times:
+            self._lap('update_time', 'update')
+        if learn.n_iter is not None and learn.iter == learn.n_iter - 1:
+            self._end_epoch()
         now, before = self.progress(), self._reached
-        if now.update == before.update: return  # gradients are being accumulated
+        if now.update == before.update:
+            return  # gradients are being accumulated
         self._reached = now
         self._call('track_after_update_step')
-        self._period('after_update', [kind for kind, n in self._every.items() if kind != 'epoch'
-                                      and getattr(now, kind) // n > getattr(before, kind) // n])
+        self._period(
+            'after_update',
+            [
+                kind
+                for kind, n in self._every.items()
+                if kind != 'epoch' and getattr(now, kind) // n > getattr(before, kind) // n
+            ],
+        )
         self._times.clear()
 
     def after_train(self) -> None:
-        if not self.at_epoch_end: self._end_epoch()
+        if not self.at_epoch_end:
+            self._end_epoch()
 
-    def _end_epoch(self) -> None: self.at_epoch_end, self._counted = True, False
+    def _end_epoch(self) -> None:
+        self.at_epoch_end, self._counted = True, False
 
     def after_epoch(self) -> None:
         self._counted, learn = True, self.learn  # the Learner has counted it by now
-        if not learn.fitting: return self._alone()
+        if not learn.fitting:
+            return self._alone()
         recorder = recorder_of(learn)
         values = recorder._frame.values.items() if recorder else ()
         self.given['writer'].note({k: v for k, v in values if isinstance(v, (int, float))})
@@ -203,65 +274,85 @@ class _FromKsuit(Callback):
 
     def _alone(self) -> None:
         "Run what belongs to an evaluation outside of training."
-        if self.learn.phase == 'predict' or 'at_eval' not in self._hooks: return  # get_preds, or nothing to do
+        if self.learn.phase == 'predict' or 'at_eval' not in self._hooks:
+            return  # get_preds, or nothing to do
         self._give()
         self._kind = 'eval'
-        with self._evaluating(): self._periodic() if self._passes else self._call('at_eval')
+        with self._evaluating():
+            self._periodic() if self._passes else self._call('at_eval')
 
     def after_fit(self) -> None:
-        if not self.learn.fitting: return
+        if not self.learn.fitting:
+            return
         self.given['writer'].flush()
-        with self._evaluating(): self._call('after_training')
+        with self._evaluating():
+            self._call('after_training')
 
     def cleanup(self) -> None:
         self.given['writer'].flush()
         self._times.clear()
-        if self._shared is not None: self._shared.log_writer_singleton = None
+        if self._shared is not None:
+            self._shared.log_writer_singleton = None
         self._shared = None
 
     def receive_log(self, name: str, value: Any, weight: Any = 1, shown: bool = True) -> None:
         "Hear of what other callbacks log."
         writer = self.given['writer']
-        if name not in writer.log_cache: writer.note({name: value})
+        if name not in writer.log_cache:
+            writer.note({name: value})
 
-    # -- calling -------------------------------------------------------------------------------------------------------
+    # -- calling -----------------------------------------------------------------------------------
 
     def _period(self, hook: str, due: list[str]) -> None:
         "Run the periodic hook for the intervals that are over: by the callback's own method, where it has one."
         if hook in self._hooks and not self._passes:
-            with self._evaluating() if due else nullcontext(): self._call(hook)
+            with self._evaluating() if due else nullcontext():
+                self._call(hook)
         else:
             for self._kind in due:
-                with self._evaluating(): self._periodic()
+                with self._evaluating():
+                    self._periodic()
         for kind in ('epoch',) if hook == 'after_epoch' else ('update', 'sample'):
-            if f'should_stop_after_{kind}' in self._hooks: self._ask_to_stop(f'should_stop_after_{kind}')
+            if f'should_stop_after_{kind}' in self._hooks:
+                self._ask_to_stop(f'should_stop_after_{kind}')
 
     def _ask_to_stop(self, name: str) -> None:
         f, now = self._hooks[name], self.progress()
-        more = {'effective_batch_size': self.effective_batch_size} if 'effective_batch_size' in parameters_of(f) else {}
-        if f(now, **more): self.learn.stop()
+        more = (
+            {'effective_batch_size': self.effective_batch_size}
+            if 'effective_batch_size' in parameters_of(f)
+            else {}
+        )
+        if f(now, **more):
+            self.learn.stop()
 
     def _periodic(self) -> None:
-        if not self._passes: return self._call('periodic_callback')
+        if not self._passes:
+            return self._call('periodic_callback')
         process, model = self._hooks['process_data'], self.learn.model
-        with torch.no_grad(): results = [process(batch, trainer_model=model) for batch in self._batches()]
+        with torch.no_grad():
+            results = [process(batch, trainer_model=model) for batch in self._batches()]
         self._call('process_results', joined(results))
 
     def _batches(self) -> Iterator[Any]:
         "Yield the batches of the loader that the callback's `dataset_key` names, on the device."
         dl = self.given['data_container'].loader(getattr(self.wrapped, 'dataset_key', None))
         device = model_device(self.learn.model, self.learn.dls)
-        with preserved_generators(dl): yield from (to_device(batch, device) for batch in dl)
+        with preserved_generators(dl):
+            yield from (to_device(batch, device) for batch in dl)
 
     def _call(self, name: str, *args: Any) -> None:
         "Run a hook with what it takes; an exception that asks to stop, told by its name, ends the fit."
         f = self._hooks.get(name)
-        if f is None: return
+        if f is None:
+            return
         values = {key: self._value(key) for key in self._takes[name]}
         try:
-            with torch.no_grad(): f(*args, **values)
+            with torch.no_grad():
+                f(*args, **values)
         except Exception as e:
-            if type(e).__name__ == 'EarlyStopIteration': return self.learn.stop()
+            if type(e).__name__ == 'EarlyStopIteration':
+                return self.learn.stop()
             add_note(e, f'in {type(self.wrapped).__name__}.{name}, a ksuit-style callback')
             raise
 
@@ -269,51 +360,73 @@ class _FromKsuit(Callback):
         "Return the names that a hook takes; what a base class passes on has to suit the hook that gets it in the end."
         names = [*COMMON, *OF_HOOK.get(name, ())]
         last = self._inner.get(name, f)
-        if takes_any(f) and takes_any(last): return names
+        if takes_any(f) and takes_any(last):
+            return names
         takes = parameters_of(f) | (parameters_of(last) if takes_any(f) else set())
         return [key for key in names if key in takes]
 
     def _value(self, key: str) -> Any:
         "Return what a hook is given under a name."
         learn = self.learn
-        if key in ('model', 'trainer_model'): return learn.model
-        if key in self.given: return self.given[key]
-        if key == 'losses': return {'total': learn.loss}
-        if key == 'update_outputs': return as_outputs(learn.__dict__.get('pred'))
-        if key == 'data_iter': return self._batches()
-        if key == 'batch': return (*learn.xb, *learn.yb) if isinstance(learn.batch, (tuple, list)) else learn.xb[0]
-        return {'effective_batch_size': self.effective_batch_size, 'batch_size': self.batch_size,
-                'interval_type': self._kind, 'accumulation_steps': self._pieces,
-                'accumulation_step': self._piece, 'times': self._times}[key]
+        if key in ('model', 'trainer_model'):
+            return learn.model
+        if key in self.given:
+            return self.given[key]
+        if key == 'losses':
+            return {'total': learn.loss}
+        if key == 'update_outputs':
+            return as_outputs(learn.__dict__.get('pred'))
+        if key == 'data_iter':
+            return self._batches()
+        if key == 'batch':
+            return (*learn.xb, *learn.yb) if isinstance(learn.batch, (tuple, list)) else learn.xb[0]
+        return {
+            'effective_batch_size': self.effective_batch_size,
+            'batch_size': self.batch_size,
+            'interval_type': self._kind,
+            'accumulation_steps': self._pieces,
+            'accumulation_step': self._piece,
+            'times': self._times,
+        }[key]
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         "Put the model in evaluation mode, and put modes and random generators back."
         training = [m for m in self.learn.model.modules() if m.training]
-        for m in training: m.training = False
+        for m in training:
+            m.training = False
         try:
-            with preserved_rng(): yield
+            with preserved_rng():
+                yield
         finally:
-            for m in training: m.training = True
+            for m in training:
+                m.training = True
 
     def _give(self) -> None:
         "Set those attributes of the callback that it lacks; one writer serves all callbacks of the Learner."
         first = next((cb for cb in self.learn.cbs if isinstance(cb, _FromKsuit)), self)
         self.given['writer'] = first.given['writer']
-        owner: Any = next((c for c in type(self.wrapped).__mro__ if 'log_writer_singleton' in vars(c)), None)
-        if owner is not None: self._shared, owner.log_writer_singleton = owner, self.given['writer']
+        owner: Any = next(
+            (c for c in type(self.wrapped).__mro__ if 'log_writer_singleton' in vars(c)), None
+        )
+        if owner is not None:
+            self._shared, owner.log_writer_singleton = owner, self.given['writer']
         ours = getattr(self.wrapped, '__dict__', {}).setdefault('_given_by_learnkit', set())
         for name, value in {**self.given, 'model': self.learn.model}.items():
-            if name not in ours and getattr(self.wrapped, name, None) is not None: continue
-            try: setattr(self.wrapped, name, value)
-            except AttributeError: continue  # a property of its own
+            if name not in ours and getattr(self.wrapped, name, None) is not None:
+                continue
+            try:
+                setattr(self.wrapped, name, value)
+            except AttributeError:
+                continue  # a property of its own
             ours.add(name)
 
-    # -- counting ------------------------------------------------------------------------------------------------------
+    # -- counting ----------------------------------------------------------------------------------
 
     def _lap(self, *keys: str) -> None:
         now = perf_counter()
-        for key in keys: self._times[key] += now - self._mark
+        for key in keys:
+            self._times[key] += now - self._mark
         self._mark = now
 
     def progress(self) -> Progress:
@@ -325,69 +438,107 @@ class _FromKsuit(Callback):
     def batch_size(self) -> int:
         "The samples of a batch, as seen; before the first one as the loader says, 0 where it does not."
         train = self.learn.dls.train
-        return self._seen_size or getattr(train, 'bs', None) or getattr(train, 'batch_size', None) or 0
+        return (
+            self._seen_size or getattr(train, 'bs', None) or getattr(train, 'batch_size', None) or 0
+        )
 
     @property
-    def effective_batch_size(self) -> int: return self.batch_size * (self._batches_per_update() or 1)
+    def effective_batch_size(self) -> int:
+        return self.batch_size * (self._batches_per_update() or 1)
 
     def _batches_per_update(self) -> int | None:
         "Return how many batches are accumulated for a step, None where that is not known."
-        least = max((cb.n_acc for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)), default=1)
+        least = max(
+            (cb.n_acc for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)), default=1
+        )
         return 1 if least == 1 else -(-least // self.batch_size) if self.batch_size else None
 
     def updates_of(self, n: int | None) -> int | None:
         "Return how many steps a fit of `n` batches takes, None where that is not known."
         per, size = self._batches_per_update(), n_batches(self.learn.dls.train)
-        if n is None or per == 1: return n
-        if per is None or not size or (n >= size and size < per): return None  # an epoch leaves batches to the next
+        if n is None or per == 1:
+            return n
+        if per is None or not size or (n >= size and size < per):
+            return None  # an epoch leaves batches to the next
         epochs, rest = divmod(n, size)
         return epochs * -(-size // per) + (-(-rest // per) if rest >= per else 0)
 
-    def updates_per_epoch(self) -> int | None: return self.updates_of(n_batches(self.learn.dls.train))
+    def updates_per_epoch(self) -> int | None:
+        return self.updates_of(n_batches(self.learn.dls.train))
 
-    # -- state ---------------------------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         "Return the callback's own state, and how far it was; that of the writer is with the first of its callbacks."
-        others = (cb for cb in self.learn.cbs if isinstance(cb, _FromKsuit)) if self.learn is not None else ()
+        others = (
+            (cb for cb in self.learn.cbs if isinstance(cb, _FromKsuit))
+            if self.learn is not None
+            else ()
+        )
         writer = self.given['writer'].state_dict() if next(iter(others), self) is self else None
-        return {'callback': state_of(self.wrapped), 'started': dict(self.started_at), 'reached': dict(self._reached),
-                'size': self._seen_size, 'at_epoch_end': self.at_epoch_end, 'counted': self._counted, 'writer': writer}
+        return {
+            'callback': state_of(self.wrapped),
+            'started': dict(self.started_at),
+            'reached': dict(self._reached),
+            'size': self._seen_size,
+            'at_epoch_end': self.at_epoch_end,
+            'counted': self._counted,
+            'writer': writer,
+        }
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Hand the callback its own state, and go on from where the run was."
         self.started_at, self._reached = Progress(**sd['started']), Progress(**sd['reached'])
-        self._seen_size, self.at_epoch_end, self._counted = sd['size'], sd['at_epoch_end'], sd['counted']
-        if sd['writer'] is not None: self.given['writer'].load_state_dict(sd['writer'])
+        self._seen_size, self.at_epoch_end, self._counted = (
+            sd['size'],
+            sd['at_epoch_end'],
+            sd['counted'],
+        )
+        if sd['writer'] is not None:
+            self.given['writer'].load_state_dict(sd['writer'])
         load_state(self.wrapped, sd['callback'])
 
     def resume_from_checkpoint(self, folder: Path, model: Any) -> None:
         "Let the callback read its own files beside a checkpoint."
-        if (resume := getattr(self.wrapped, 'resume_from_checkpoint', None)) is None: return
+        if (resume := getattr(self.wrapped, 'resume_from_checkpoint', None)) is None:
+            return
         self._give()
         paths = Paths(self, Path(folder))
-        takes, ids = parameters_of(resume), {'stage_name': paths.stage_name, 'stage_id': paths.run_id}
-        if 'stage_id' in takes: resume(**{k: v for k, v in ids.items() if k in takes}, model=model)
-        else: resume(paths, model)
+        takes, ids = (
+            parameters_of(resume),
+            {'stage_name': paths.stage_name, 'stage_id': paths.run_id},
+        )
+        if 'stage_id' in takes:
+            resume(**{k: v for k, v in ids.items() if k in takes}, model=model)
+        else:
+            resume(paths, model)
 
 
 def intervals_of(cb: Any) -> dict[str, int]:
     "Return the intervals that a callback asks for; raise `OptionError` for one that is no interval."
-    every = {kind: n for kind, name in INTERVALS.items() if (n := getattr(cb, name, None)) is not None}
+    every = {
+        kind: n for kind, name in INTERVALS.items() if (n := getattr(cb, name, None)) is not None
+    }
     for kind, n in every.items():
         if not isinstance(n, int) or n < 1:
-            raise OptionError(f'{type(cb).__name__}.{INTERVALS[kind]} is {n!r}: give a whole number, 1 or more.')
+            raise OptionError(
+                f'{type(cb).__name__}.{INTERVALS[kind]} is {n!r}: give a whole number, 1 or more.'
+            )
     return every
 
 
 def joined(results: list[Any]) -> Any:
     "Join what was made of each batch: tensors one after the other, numbers into a tensor, None of Nones."
-    if all(r is None for r in results): return None
-    if all(isinstance(r, (int, float)) for r in results): return torch.tensor(results)
+    if all(r is None for r in results):
+        return None
+    if all(isinstance(r, (int, float)) for r in results):
+        return torch.tensor(results)
     return concat(results)
 
 
 def as_outputs(pred: Any) -> dict[str, Any]:
     "Return detached predictions by name."
     parts = pred if isinstance(pred, Mapping) else {'pred': pred}
-    return {name: part.detach() if hasattr(part, 'detach') else part for name, part in parts.items()}
+    return {
+        name: part.detach() if hasattr(part, 'detach') else part for name, part in parts.items()
+    }

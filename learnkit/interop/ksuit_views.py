@@ -1,4 +1,5 @@
 """What a ksuit-style callback is given: counters, trainer, writers, paths and data, as live views of the Learner."""
+
 from __future__ import annotations
 
 import logging
@@ -20,8 +21,17 @@ from learnkit.interop.composer_state import ComposerState, log_as_named
 from learnkit.interop.hooks import hand_on
 from learnkit.metrics.direction import MetricProperties
 
-__all__ = ['Progress', 'UpdateCounter', 'Trainer', 'LogWriter', 'CheckpointWriter', 'Paths', 'DataContainer', 'Tracker',
-           'MetricPropertyProvider']
+__all__ = [
+    'Progress',
+    'UpdateCounter',
+    'Trainer',
+    'LogWriter',
+    'CheckpointWriter',
+    'Paths',
+    'DataContainer',
+    'Tracker',
+    'MetricPropertyProvider',
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +41,7 @@ class Progress:
     >>> str(Progress(1, 20, 320)), dict(Progress(1, 20, 320))
     ('E1_U20_S320', {'epoch': 1, 'update': 20, 'sample': 320})
     """
+
     epoch: int | None = None
     update: int | None = None
     sample: int | None = None
@@ -39,12 +50,15 @@ class Progress:
         values = {'epoch': self.epoch, 'update': self.update, 'sample': self.sample}
         return iter([(k, v) for k, v in values.items() if v is not None])
 
-    def __str__(self) -> str: return f'E{self.epoch}_U{self.update}_S{self.sample}'
+    def __str__(self) -> str:
+        return f'E{self.epoch}_U{self.update}_S{self.sample}'
 
-    def copy(self) -> Progress: return self
+    def copy(self) -> Progress:
+        return self
 
     @property
-    def is_fully_specified(self) -> bool: return None not in (self.epoch, self.update, self.sample)
+    def is_fully_specified(self) -> bool:
+        return None not in (self.epoch, self.update, self.sample)
 
 
 class UpdateCounter:
@@ -52,48 +66,61 @@ class UpdateCounter:
 
     def __init__(
         self,
-        watch: Any,   # the adapter: its learner, and what it has counted
+        watch: Any,  # the adapter: its learner, and what it has counted
     ) -> None:
         self._watch = watch
 
     @property
-    def cur_iteration(self) -> Progress: return self._watch.progress()
+    def cur_iteration(self) -> Progress:
+        return self._watch.progress()
 
     @property
-    def start_iteration(self) -> Progress: return self._watch.started_at
+    def start_iteration(self) -> Progress:
+        return self._watch.started_at
 
     @property
     def end_iteration(self) -> Progress:
         learn, start, bs = self._watch.learn, self._watch.started_at, self._watch.batch_size
         if budget := next((cb for cb in learn.cbs if isinstance(cb, Budget)), None):
             return self._of_budget(budget.total)
-        if not isinstance(learn.n_epoch, int): return Progress()
-        end, per, n = start.epoch + learn.n_epoch, self._watch.updates_per_epoch(), n_batches(learn.dls.train)
+        if not isinstance(learn.n_epoch, int):
+            return Progress()
+        end, per, n = (
+            start.epoch + learn.n_epoch,
+            self._watch.updates_per_epoch(),
+            n_batches(learn.dls.train),
+        )
         return Progress(end, per and end * per, end * n * bs if n and bs else None)
 
     def _of_budget(self, total: Time) -> Progress:
         "Return where a fit by batches, steps or samples ends; in other units that is not known."
         start, n = self._watch.started_at, int(total.value)
-        if total.unit == 'sp': return Progress(sample=(start.sample or 0) + n)
+        if total.unit == 'sp':
+            return Progress(sample=(start.sample or 0) + n)
         steps = {'st': n, 'ba': self._watch.updates_of(n)}.get(total.unit)
         return Progress() if steps is None else Progress(update=(start.update or 0) + steps)
 
     cur_checkpoint, start_checkpoint, end_checkpoint = cur_iteration, start_iteration, end_iteration
 
     @property
-    def epoch(self) -> int | None: return self.cur_iteration.epoch
+    def epoch(self) -> int | None:
+        return self.cur_iteration.epoch
 
     @property
-    def update(self) -> int | None: return self.cur_iteration.update
+    def update(self) -> int | None:
+        return self.cur_iteration.update
 
     @property
-    def sample(self) -> int | None: return self.cur_iteration.sample
+    def sample(self) -> int | None:
+        return self.cur_iteration.sample
 
     @property
-    def updates_per_epoch(self) -> int | None: return self._watch.updates_per_epoch()
+    def updates_per_epoch(self) -> int | None:
+        return self._watch.updates_per_epoch()
 
     @property
-    def effective_batch_size(self) -> int: return self._watch.effective_batch_size
+    def effective_batch_size(self) -> int:
+        return self._watch.effective_batch_size
 
     @property
     def epoch_as_float(self) -> float:
@@ -101,7 +128,8 @@ class UpdateCounter:
         return (self.update or 0) / per if per else float(self.epoch or 0)
 
     @property
-    def is_full_epoch(self) -> bool: return self._watch.at_epoch_end
+    def is_full_epoch(self) -> bool:
+        return self._watch.at_epoch_end
 
     @property
     def is_finished(self) -> bool:
@@ -113,54 +141,69 @@ class UpdateCounter:
 class Trainer:
     "The trainer as callbacks read it. What it does not have itself is read from the Learner."
 
-    def __init__(self, watch: Any) -> None: self._watch = watch
+    def __init__(self, watch: Any) -> None:
+        self._watch = watch
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith('__'): raise AttributeError(name)
+        if name.startswith('__'):
+            raise AttributeError(name)
         return getattr(self._watch.learn, name)
 
     @property
-    def device(self) -> torch.device: return model_device(self._watch.learn.model, self._watch.learn.dls)
+    def device(self) -> torch.device:
+        return model_device(self._watch.learn.model, self._watch.learn.dls)
 
     @property
-    def update_counter(self) -> UpdateCounter: return self._watch.given['update_counter']
+    def update_counter(self) -> UpdateCounter:
+        return self._watch.given['update_counter']
 
     @property
-    def start_checkpoint(self) -> Progress: return self.update_counter.start_iteration
+    def start_checkpoint(self) -> Progress:
+        return self.update_counter.start_iteration
 
     @property
-    def end_checkpoint(self) -> Progress: return self.update_counter.end_iteration
+    def end_checkpoint(self) -> Progress:
+        return self.update_counter.end_iteration
 
     @property
-    def effective_batch_size(self) -> int: return self._watch.effective_batch_size
+    def effective_batch_size(self) -> int:
+        return self._watch.effective_batch_size
 
     @property
-    def updates_per_epoch(self) -> int | None: return self._watch.updates_per_epoch()
+    def updates_per_epoch(self) -> int | None:
+        return self._watch.updates_per_epoch()
 
     @property
-    def data_container(self) -> Any: return self._watch.given['data_container']
+    def data_container(self) -> Any:
+        return self._watch.given['data_container']
 
     @property
-    def path_provider(self) -> Any: return self._watch.given['path_provider']
+    def path_provider(self) -> Any:
+        return self._watch.given['path_provider']
 
     @property
-    def log_writer(self) -> Any: return self._watch.given['writer']
+    def log_writer(self) -> Any:
+        return self._watch.given['writer']
 
     @property
     def callbacks(self) -> list[Any]:
         return [cb.wrapped for cb in self._watch.learn.cbs if hasattr(type(cb), 'is_ksuit')]
 
     @property
-    def autocast_context(self) -> Any: return self._watch.learn.contexts('forward')
+    def autocast_context(self) -> Any:
+        return self._watch.learn.contexts('forward')
 
     @property
-    def grad_scaler(self) -> Any: return ComposerState(self._watch).scaler
+    def grad_scaler(self) -> Any:
+        return ComposerState(self._watch).scaler
 
     @property
-    def precision(self) -> str: return ComposerState(self._watch).precision.value.removeprefix('amp_')
+    def precision(self) -> str:
+        return ComposerState(self._watch).precision.value.removeprefix('amp_')
 
     @property
-    def last_loss(self) -> Any: return self._watch.learn.loss
+    def last_loss(self) -> Any:
+        return self._watch.learn.loss
 
     def state_dict(self) -> dict[str, Any]:
         "Return where the run is, and the states of its ksuit-style callbacks."
@@ -183,26 +226,32 @@ class LogWriter:
     def add_scalar(
         self,
         key: str,
-        value: Any,                            # a number, or a tensor of one element
+        value: Any,  # a number, or a tensor of one element
         logger: logging.Logger | None = None,  # also says it there
-        format_str: str | None = None,         # how, `.4f` for one
+        format_str: str | None = None,  # how, `.4f` for one
     ) -> None:
         """Log a number; raise `MetricError` for a name that was logged in this update already."""
         key = key.removesuffix('/')
-        if key in self._written: raise MetricError(f'{key!r} was logged already at {self._watch.progress()}.')
+        if key in self._written:
+            raise MetricError(f'{key!r} was logged already at {self._watch.progress()}.')
         self._written.add(key)
         log_as_named(self._watch.learn, key, value)
-        if isinstance(value, Tensor): value = value.item()
+        if isinstance(value, Tensor):
+            value = value.item()
         self.note({key: value})
-        if logger is not None: logger.info('%s: %s', key, f'{value:{format_str}}' if format_str else value)
+        if logger is not None:
+            logger.info('%s: %s', key, f'{value:{format_str}}' if format_str else value)
 
     def add_nonscalar(self, key: str, value: Any) -> None:
         "Hand images or a text to the loggers, and to the callbacks of the Learner that have a place for it."
-        hand_on(self._watch.learn, 'log_text' if isinstance(value, str) else 'log_images', key, value)
+        hand_on(
+            self._watch.learn, 'log_text' if isinstance(value, str) else 'log_images', key, value
+        )
 
     def note(self, values: Mapping[str, Any]) -> None:
         "Keep what was logged, with where the run was."
-        if not self.log_cache: self.log_cache = dict(self._watch.progress())
+        if not self.log_cache:
+            self.log_cache = dict(self._watch.progress())
         self.log_cache |= values
 
     def get_all_metric_values(self, key: str) -> list[Any]:
@@ -211,9 +260,11 @@ class LogWriter:
 
     def flush(self) -> None:
         "End the entry of this update: what comes next belongs to another one."
-        if not self.log_cache: return
+        if not self.log_cache:
+            return
         kept = {*self._written, 'epoch', 'update', 'sample'}  # what others log, the Learner keeps
-        if self._written: self.log_entries.append({k: v for k, v in self.log_cache.items() if k in kept})
+        if self._written:
+            self.log_entries.append({k: v for k, v in self.log_cache.items() if k in kept})
         self.forget()
 
     def forget(self) -> None:
@@ -223,11 +274,18 @@ class LogWriter:
 
     def state_dict(self) -> dict[str, Any]:
         "Return all that was written, and the entry of this update."
-        return {'cache': dict(self.log_cache), 'written': sorted(self._written), 'entries': list(self.log_entries)}
+        return {
+            'cache': dict(self.log_cache),
+            'written': sorted(self._written),
+            'entries': list(self.log_entries),
+        }
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Go on from there."
-        self.log_cache, self.log_entries = dict(sd['cache']), [dict(entry) for entry in sd['entries']]
+        self.log_cache, self.log_entries = (
+            dict(sd['cache']),
+            [dict(entry) for entry in sd['entries']],
+        )
         self._written = set(sd['written'])
 
     def finish(self) -> None:
@@ -237,12 +295,14 @@ class LogWriter:
 class Tracker:
     "The experiment tracker: `log` goes to `learn.log`."
 
-    def __init__(self, watch: Any) -> None: self._watch = watch
+    def __init__(self, watch: Any) -> None:
+        self._watch = watch
 
     def log(self, data: Mapping[str, Any]) -> None:
         "Log the numbers in `data`, except the counters, which the Learner has."
         for name, value in data.items():
-            if name not in ('epoch', 'update', 'sample'): log_as_named(self._watch.learn, name, value)
+            if name not in ('epoch', 'update', 'sample'):
+                log_as_named(self._watch.learn, name, value)
 
 
 class Paths:
@@ -251,28 +311,32 @@ class Paths:
     def __init__(
         self,
         watch: Any,
-        checkpoints: Path | None = None,   # checkpoint folder; None: `checkpoints` below `path`
+        checkpoints: Path | None = None,  # checkpoint folder; None: `checkpoints` below `path`
     ) -> None:
         self._watch, self._checkpoints = watch, checkpoints
 
     @property
-    def run_output_path(self) -> Path: return Path(self._watch.learn.path)
+    def run_output_path(self) -> Path:
+        return Path(self._watch.learn.path)
 
     stage_output_path = output_path = run_output_path
 
     @property
     def checkpoint_path(self) -> Path:
-        path = self._checkpoints or self.run_output_path/'checkpoints'
+        path = self._checkpoints or self.run_output_path / 'checkpoints'
         path.mkdir(parents=True, exist_ok=True)
         return path
 
     @property
-    def run_id(self) -> str: return self.run_output_path.resolve().name
+    def run_id(self) -> str:
+        return self.run_output_path.resolve().name
 
     stage_id = run_id
     stage_name: str | None = None
 
-    def get_stage_output_path(self, stage_name: str | None = None, stage_id: str | None = None) -> Path:
+    def get_stage_output_path(
+        self, stage_name: str | None = None, stage_id: str | None = None
+    ) -> Path:
         "Return the folder that has the folder of checkpoints."
         return self.checkpoint_path.parent
 
@@ -280,57 +344,75 @@ class Paths:
 class CheckpointWriter:
     "Write weights as data alone, readable with `torch.load(file, weights_only=True)`."
 
-    def __init__(self, watch: Any) -> None: self._watch = watch
+    def __init__(self, watch: Any) -> None:
+        self._watch = watch
 
     def save_model_checkpoint(
         self,
         state_dict: Mapping[str, Any],
-        checkpoint_tag: Any = 'latest',      # part of the file's name
+        checkpoint_tag: Any = 'latest',  # part of the file's name
         model_name: str | None = None,
-        model_info: str | None = None,       # part of the file's name, 'ema' for one
-        output_name: str | None = None,      # the whole name instead
-        **extra: Any,                        # more to store: plain values
+        model_info: str | None = None,  # part of the file's name, 'ema' for one
+        output_name: str | None = None,  # the whole name instead
+        **extra: Any,  # more to store: plain values
     ) -> Path:
         "Save a state dict and return the file."
         paths, info = self._watch.given['path_provider'], f'_{model_info}' if model_info else ''
         name = model_name or type(self._watch.learn.model).__name__
-        file = paths.checkpoint_path/(output_name or f'{name}{info}_cp={checkpoint_tag}_model.th')
+        file = paths.checkpoint_path / (output_name or f'{name}{info}_cp={checkpoint_tag}_model.th')
         extra = {k: v for k, v in extra.items() if k != 'model_config' and v is not None}
-        data = {'state_dict': dict(state_dict), 'checkpoint_tag': str(checkpoint_tag), 'run_id': paths.run_id,
-                'training_iteration': dict(self._watch.progress()), **extra}
-        with atomic_write(file) as tmp: torch.save(data, tmp)
+        data = {
+            'state_dict': dict(state_dict),
+            'checkpoint_tag': str(checkpoint_tag),
+            'run_id': paths.run_id,
+            'training_iteration': dict(self._watch.progress()),
+            **extra,
+        }
+        with atomic_write(file) as tmp:
+            torch.save(data, tmp)
         return file
 
     def save(
         self,
         model: Any,
-        checkpoint_tag: Any = None,       # None: where the run is
-        trainer: Any = None,              # also its state
+        checkpoint_tag: Any = None,  # None: where the run is
+        trainer: Any = None,  # also its state
         save_weights: bool = True,
         save_optim: bool = True,
         save_latest_weights: bool = False,
         save_latest_optim: bool = False,
         model_info: str | None = None,
-        checkpoint: Any = None,           # ksuit's word for `checkpoint_tag`
-        **unused: Any,                    # which submodels: all are saved
+        checkpoint: Any = None,  # ksuit's word for `checkpoint_tag`
+        **unused: Any,  # which submodels: all are saved
     ) -> None:
         "Save weights and optimizer of the Learner."
-        tag = next((t for t in (checkpoint_tag, checkpoint) if t is not None), self._watch.progress())
-        name, folder = getattr(model, 'name', type(model).__name__), self._watch.given['path_provider'].checkpoint_path
-        weights = [t for t, wanted in ((tag, save_weights), ('latest', save_latest_weights)) if wanted]
+        tag = next(
+            (t for t in (checkpoint_tag, checkpoint) if t is not None), self._watch.progress()
+        )
+        name, folder = (
+            getattr(model, 'name', type(model).__name__),
+            self._watch.given['path_provider'].checkpoint_path,
+        )
+        weights = [
+            t for t, wanted in ((tag, save_weights), ('latest', save_latest_weights)) if wanted
+        ]
         optims = [t for t, wanted in ((tag, save_optim), ('latest', save_latest_optim)) if wanted]
-        for t in weights: self.save_model_checkpoint(model.state_dict(), t, name, model_info)
+        for t in weights:
+            self.save_model_checkpoint(model.state_dict(), t, name, model_info)
         opt = self._watch.learn.opt
         states = [(t, 'optim', opt.state_dict()) for t in optims if opt is not None]
-        if trainer is not None: states += [(t, 'trainer', trainer.state_dict()) for t in {*weights, *optims}]
+        if trainer is not None:
+            states += [(t, 'trainer', trainer.state_dict()) for t in {*weights, *optims}]
         for t, kind, state in states:
-            with atomic_write(folder/f'{name}_cp={t}_{kind}.th') as tmp: torch.save(state, tmp)
+            with atomic_write(folder / f'{name}_cp={t}_{kind}.th') as tmp:
+                torch.save(state, tmp)
 
 
 class DataContainer:
     "The data by name: 'train', or the name of a validation loader."
 
-    def __init__(self, watch: Any) -> None: self._watch = watch
+    def __init__(self, watch: Any) -> None:
+        self._watch = watch
 
     @property
     def loaders(self) -> dict[str, Any]:
@@ -344,9 +426,13 @@ class DataContainer:
     def loader(self, key: str | None = None) -> Any:
         "Return a loader, the first validation loader without a name; raise `LoaderError` for a name that is none."
         loaders = self.loaders
-        if key is None: key = next((name for name in loaders if name != 'train'), 'train')
-        if key in loaders: return loaders[key]
-        raise LoaderError(f'There is no loader {key!r}: there are {", ".join(loaders)}.{did_you_mean(key, loaders)}')
+        if key is None:
+            key = next((name for name in loaders if name != 'train'), 'train')
+        if key in loaders:
+            return loaders[key]
+        raise LoaderError(
+            f'There is no loader {key!r}: there are {", ".join(loaders)}.{did_you_mean(key, loaders)}'
+        )
 
     def get_dataset(self, key: str | None = None, **unused: Any) -> Any:
         "Return the data set of a loader, or the loader itself where it has none."
@@ -362,13 +448,22 @@ class MetricPropertyProvider:
     (True, True, True)
     """
 
-    def __init__(self) -> None: self._ways = MetricProperties(neutral=['lossdiff/*', '*/lr/*'])
+    def __init__(self) -> None:
+        self._ways = MetricProperties(neutral=['lossdiff/*', '*/lr/*'])
 
     def _way(self, key: str) -> str:
-        if (way := self._ways.get(key)) is not None: return way
-        raise MetricError(f'Is more of {key!r} better, or less? Its name does not say: give the callback a '
-                          '`metric_property_provider` with `higher_is_better(key)` and `is_neutral_key(key)`.')
+        if (way := self._ways.get(key)) is not None:
+            return way
+        raise MetricError(
+            f'Is more of {key!r} better, or less? Its name does not say: give the callback a '
+            '`metric_property_provider` with `higher_is_better(key)` and `is_neutral_key(key)`.'
+        )
 
-    def higher_is_better(self, key: str) -> bool: return self._way(key) == 'higher'
-    def lower_is_better(self, key: str) -> bool: return self._way(key) == 'lower'
-    def is_neutral_key(self, key: str) -> bool: return self._way(key) == 'neutral'
+    def higher_is_better(self, key: str) -> bool:
+        return self._way(key) == 'higher'
+
+    def lower_is_better(self, key: str) -> bool:
+        return self._way(key) == 'lower'
+
+    def is_neutral_key(self, key: str) -> bool:
+        return self._way(key) == 'neutral'

@@ -1,4 +1,5 @@
 """Loggers: to files, TensorBoard, Weights & Biases, MLflow and the console, all behind one protocol."""
+
 from learnkit.loggers.api import log_images, log_params, log_text
 from learnkit.loggers.base import Logger
 from learnkit.loggers.console import ConsoleLogger
@@ -7,5 +8,16 @@ from learnkit.loggers.mlflow import MlflowLogger
 from learnkit.loggers.tensorboard import TensorBoardLogger
 from learnkit.loggers.wandb import WandbLogger
 
-__all__ = ['Logger', 'ConsoleLogger', 'CSVLogger', 'JSONLinesLogger', 'MlflowLogger', 'TensorBoardLogger',
-           'WandbLogger', 'log_images', 'log_params', 'log_text', 'read_log']
+__all__ = [
+    'Logger',
+    'ConsoleLogger',
+    'CSVLogger',
+    'JSONLinesLogger',
+    'MlflowLogger',
+    'TensorBoardLogger',
+    'WandbLogger',
+    'log_images',
+    'log_params',
+    'log_text',
+    'read_log',
+]

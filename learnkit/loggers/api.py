@@ -1,4 +1,5 @@
 """Images, texts and settings for all loggers of a Learner, from a callback or from outside."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -11,9 +12,9 @@ __all__ = ['log_images', 'log_params', 'log_text']
 
 
 def log_images(
-    learn: Any,     # the Learner (or a callback of it)
-    name: str,      # what they are called
-    images: Any,    # (N, C, H, W), (C, H, W) or (H, W); floats in [0, 1] or bytes; or a list
+    learn: Any,  # the Learner (or a callback of it)
+    name: str,  # what they are called
+    images: Any,  # (N, C, H, W), (C, H, W) or (H, W); floats in [0, 1] or bytes; or a list
 ) -> None:
     """Send images to all loggers of a Learner, at the current step.
 
@@ -32,19 +33,20 @@ def log_images(
 
 
 def log_params(
-    learn: Any,               # the Learner (or a callback of it)
-    params: dict[str, Any],   # settings by name
+    learn: Any,  # the Learner (or a callback of it)
+    params: dict[str, Any],  # settings by name
 ) -> None:
     "Send settings to all loggers of a Learner: they are logged with the configuration, also that of later fits."
     settings = {name: plain(value) for name, value in params.items()}
     for cb in _listening(learn):
         cb._settings |= settings
-        if cb._handle is not None and not cb._new_fit: cb._log_settings()
+        if cb._handle is not None and not cb._new_fit:
+            cb._log_settings()
 
 
 def log_text(
-    learn: Any,     # the Learner (or a callback of it)
-    name: str,      # what it is called
+    learn: Any,  # the Learner (or a callback of it)
+    name: str,  # what it is called
     text: str,
 ) -> None:
     """Send a text to all loggers of a Learner, at the current step.
@@ -55,11 +57,13 @@ def log_text(
     >>> log_text(synth_learner(cbs=Texts()), 'note', 'before the first step')
     0 note before the first step
     """
-    for cb in _listening(learn): cb._send(cb.log_text, name, str(text))
+    for cb in _listening(learn):
+        cb._send(cb.log_text, name, str(text))
 
 
 def _listening(learn: Any) -> list[Logger]:
     "Return the loggers of a Learner; none in an evaluation or prediction on its own, which is not logged."
     learn = learn.learn if isinstance(learn, Callback) else learn
-    if learn.run.depth and not learn.fitting: return []
+    if learn.run.depth and not learn.fitting:
+        return []
     return [cb for cb in learn.cbs if isinstance(cb, Logger)]

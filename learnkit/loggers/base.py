@@ -1,4 +1,5 @@
 """What all loggers have in common: they gather what there is to log, step by step, and hand each step over once."""
+
 from __future__ import annotations
 
 import atexit
@@ -62,12 +63,16 @@ class Logger(Callback):
     5 loss lr mom
     10 loss lr mom valid_loss epoch/epoch epoch/train_loss epoch/time
     """
+
     order, run_valid, remove_on_fetch, remove_on_find, writes_files = 100, False, True, True, True
     first_process_only = True
     wall_clock = ('rows.*.1.epoch/time',)
-    metric_names = {'loss': 'in logs: the loss of a training batch',
-                    'lr': 'in logs: the learning rate (`lr/0`, `lr/1` ... of several param groups)',
-                    'mom': 'in logs: the momentum, likewise', 'epoch/{column}': 'in logs: a column of the history'}
+    metric_names = {
+        'loss': 'in logs: the loss of a training batch',
+        'lr': 'in logs: the learning rate (`lr/0`, `lr/1` ... of several param groups)',
+        'mom': 'in logs: the momentum, likewise',
+        'epoch/{column}': 'in logs: a column of the history',
+    }
 
     def __init__(
         self,
@@ -75,27 +80,29 @@ class Logger(Callback):
     ) -> None:
         self.every = as_time(every, 'ba')
         if self.every.unit not in ('ba', 'st', 'sp', 'tok', 'sec'):
-            raise TimeError(f'every={str(every)!r}: what is logged at each step is counted in ba, st, sp, tok or sec. '
-                            'Evaluations and epochs are logged when they end.')
-        self._handle: Any = None                       # what the backend writes to, None while closed
+            raise TimeError(
+                f'every={str(every)!r}: what is logged at each step is counted in ba, st, sp, tok or sec. '
+                'Evaluations and epochs are logged when they end.'
+            )
+        self._handle: Any = None  # what the backend writes to, None while closed
         # never opened; the step behind which a resumed log is cut off
         self._fresh, self._keep = True, None
-        self._shift, self._handed = 0, -1              # from batches to steps; the last step handed over
+        self._shift, self._handed = 0, -1  # from batches to steps; the last step handed over
         # batches at the last look, and their step at the last run's end
         self._ba, self._last = 0, -1
         self._failed = self._new_fit = False
         self._ba_at_start: int | None = None
-        self._settings: dict[str, Any] = {}            # what `log_params` added to the configuration
-        self._params: dict[str, Any] | None = None     # the configuration as it was last logged
-        self._looked: Any = None                       # when it was last seen whether something is due
+        self._settings: dict[str, Any] = {}  # what `log_params` added to the configuration
+        self._params: dict[str, Any] | None = None  # the configuration as it was last logged
+        self._looked: Any = None  # when it was last seen whether something is due
         self._clear()
 
     def _clear(self) -> None:
-        self._rows: list[tuple[int, dict[str, Any]]] = []            # batches, and what was logged there
-        self._writers: dict[str, Any] = {}                           # who logged what in the last of them
-        self._evaluated: dict[str, Any] | None = None                # what is logged while an evaluation runs
-        self._eval_by: dict[str, Any] = {}                           # and by whom
-        self._in_log: set[str] = set()                               # columns that the epoch's row need not give again
+        self._rows: list[tuple[int, dict[str, Any]]] = []  # batches, and what was logged there
+        self._writers: dict[str, Any] = {}  # who logged what in the last of them
+        self._evaluated: dict[str, Any] | None = None  # what is logged while an evaluation runs
+        self._eval_by: dict[str, Any] = {}  # and by whom
+        self._in_log: set[str] = set()  # columns that the epoch's row need not give again
         self._due = False
 
     @property
@@ -103,7 +110,7 @@ class Logger(Callback):
         "The class's name in snake_case; that of `Logger` itself would hide `learn.logger`."
         return 'base_logger' if type(self) is Logger else super().name
 
-    # -- the protocol --------------------------------------------------------------------------------------------------
+    # -- the protocol ------------------------------------------------------------------------------
 
     def log_metrics(self, step: int, values: dict[str, float]) -> None:
         "Write the values of a step; steps come in order, each once."
@@ -119,7 +126,8 @@ class Logger(Callback):
 
     def write(self, rows: Rows) -> None:
         "Write several steps; for backends that can take them at once."
-        for step, values in rows: self.log_metrics(step, values)
+        for step, values in rows:
+            self.log_metrics(step, values)
 
     def flush(self) -> None:
         "Bring what was written to where nothing is lost: after each run, and before a checkpoint."
@@ -148,28 +156,38 @@ class Logger(Callback):
     def restore(self, sd: dict[str, Any]) -> None:
         "Take what `saved` returned."
 
-    # -- gathering -----------------------------------------------------------------------------------------------------
+    # -- gathering ---------------------------------------------------------------------------------
 
     def before_fit(self) -> None:
         "See that writing will work."
         learn = self.learn
-        if not learn.fitting: return
+        if not learn.fitting:
+            return
         for cb in learn.cbs:
-            if cb is not self and isinstance(cb, Logger) and self.where() is not None and cb.where() == self.where():
-                raise OptionError(f'{name_writer(cb)} and {name_writer(self)} both log to {self.where()}: give one of '
-                                  'them another place, or remove it.')
+            if (
+                cb is not self
+                and isinstance(cb, Logger)
+                and self.where() is not None
+                and cb.where() == self.where()
+            ):
+                raise OptionError(
+                    f'{name_writer(cb)} and {name_writer(self)} both log to {self.where()}: give one of '
+                    'them another place, or remove it.'
+                )
         self.check()
         self._looked, self._ba = learn.time, learn.counters.batches
         self._ba_at_start, self._new_fit, self._failed = self._ba, True, False
 
     def before_batch(self) -> None:
         "Hand over what is due, now that its step is over."
-        if self._due: self._hand_over()
+        if self._due:
+            self._hand_over()
 
     def after_batch(self) -> None:
         "Log loss and hyper-parameters, when they are due."
         self._ba = self.learn.counters.batches
-        if self._ba % self.every.value == 0 if self.every.unit == 'ba' else self._crossed(): self._log_step()
+        if self._ba % self.every.value == 0 if self.every.unit == 'ba' else self._crossed():
+            self._log_step()
 
     def _crossed(self) -> bool:
         before, self._looked = self._looked, self.learn.time
@@ -182,7 +200,8 @@ class Logger(Callback):
             self._put('loss', loss.item() if loss.is_cpu else loss, self)
         for i, hypers in enumerate(groups):
             for name in ('lr', 'mom'):
-                if name not in hypers: continue
+                if name not in hypers:
+                    continue
                 # it will be filled
                 value = hypers[name].clone() if isinstance(hypers[name], Tensor) else hypers[name]
                 self._put(name if len(groups) == 1 else f'{name}/{i}', value, self)
@@ -190,34 +209,46 @@ class Logger(Callback):
 
     def receive_log(
         self,
-        name: str,           # what it is called in the log
-        value: Any,          # a number, or a tensor of one element on any device
-        weight: Any = 1,     # how much it counts in the average; None: the latest value counts alone
+        name: str,  # what it is called in the log
+        value: Any,  # a number, or a tensor of one element on any device
+        weight: Any = 1,  # how much it counts in the average; None: the latest value counts alone
         shown: bool = True,  # whether it is printed in the Recorder's table too
     ) -> None:
         "Take in what a callback gave to `learn.log`."
         learn = self.learn
-        if not learn.fitting or learn.phase == 'predict': return
+        if not learn.fitting or learn.phase == 'predict':
+            return
         if not isinstance(name, str) or not name.isprintable() or name in ('', 'step'):
-            raise OptionError(f'{name!r} cannot be logged: give a printable name other than `step`.')
-        if not shown: self._in_log.add(name)
+            raise OptionError(
+                f'{name!r} cannot be logged: give a printable name other than `step`.'
+            )
+        if not shown:
+            self._in_log.add(name)
         writer = writer_of(sys._getframe(1))
         values = self._row() if self._evaluated is None else self._evaluated
         there = values.get(name)
         self._put(name, there if isinstance(there, Mean) else Mean(), writer)
-        if weight is None: values[name].reset()
+        if weight is None:
+            values[name].reset()
         values[name].add(value, 1 if weight is None else weight)
 
     def _put(self, name: str, value: Any, writer: Any) -> None:
         "Put a value where the running evaluation, or else the current step, has its own."
-        values, writers = (self._row(), self._writers) if self._evaluated is None else (self._evaluated, self._eval_by)
-        if name in values and writers.get(name, writer) is not writer: self._refuse(name, writers[name], writer)
+        values, writers = (
+            (self._row(), self._writers)
+            if self._evaluated is None
+            else (self._evaluated, self._eval_by)
+        )
+        if name in values and writers.get(name, writer) is not writer:
+            self._refuse(name, writers[name], writer)
         values[name], writers[name] = value, writer
 
     def _refuse(self, name: str, *writers: Any) -> None:
         who = ' and by '.join(name_writer(w) for w in writers)
-        raise OptionError(f'`{name}` was logged twice in step {self._now + self._shift}: by {who}. Give one of them '
-                          'another name.')
+        raise OptionError(
+            f'`{name}` was logged twice in step {self._now + self._shift}: by {who}. Give one of them '
+            'another name.'
+        )
 
     @property
     def _now(self) -> int:
@@ -233,20 +264,25 @@ class Logger(Callback):
 
     def before_eval(self) -> None:
         "Gather for this evaluation."
-        if self.learn.fitting: self._evaluated, self._eval_by = {}, {}
+        if self.learn.fitting:
+            self._evaluated, self._eval_by = {}, {}
 
     def after_validate(self) -> None:
         "Take the losses and metrics of a loader from the Recorder."
         recorder = recorder_of(self.learn)
-        if self._evaluated is None or not self.learn.fitting or recorder is None: return
+        if self._evaluated is None or not self.learn.fitting or recorder is None:
+            return
         for name, value in recorder.measured.items():
-            if is_number(value): self._put(name, value, recorder)
+            if is_number(value):
+                self._put(name, value, recorder)
 
     def after_eval(self) -> None:
         "Log this evaluation at the step that it came after."
-        if not self.learn.fitting: return  # a validate() inside the fit
+        if not self.learn.fitting:
+            return  # a validate() inside the fit
         evaluated, self._evaluated = self._evaluated or {}, None
-        for name, value in evaluated.items(): self._put(name, value, self._eval_by[name])
+        for name, value in evaluated.items():
+            self._put(name, value, self._eval_by[name])
         self._in_log |= evaluated.keys()
         self._due = True
 
@@ -255,28 +291,33 @@ class Logger(Callback):
         self._evaluated = None
 
     def on_run_failed(self) -> None:
-        if self.learn.fitting: self._evaluated = None
+        if self.learn.fitting:
+            self._evaluated = None
 
     def after_epoch(self) -> None:
         "Log what else is in the epoch's row."
         learn, recorder = self.learn, recorder_of(self.learn)
-        if not learn.fitting or recorder is None or not recorder.history: return
+        if not learn.fitting or recorder is None or not recorder.history:
+            return
         row = recorder.history[-1]
-        if (row.get('fit'), row.get('epoch')) != (recorder.n_fits - 1, learn.epoch): return
+        if (row.get('fit'), row.get('epoch')) != (recorder.n_fits - 1, learn.epoch):
+            return
         for name, value in row.items():
             if name != 'fit' and name not in self._in_log and is_number(value):
                 self._put(f'epoch/{name}', value, recorder)
         self._due = True
 
-    # -- handing over --------------------------------------------------------------------------------------------------
+    # -- handing over ------------------------------------------------------------------------------
 
     def _hand_over(self, also_now: bool = False) -> None:
         "Hand over the rows of finished steps, and that of the current step when nothing more will come to it."
         self._due = False
         n = len(self._rows)
-        if n and not also_now and self._rows[-1][0] == self._now: n -= 1
+        if n and not also_now and self._rows[-1][0] == self._now:
+            n -= 1
         rows, self._rows = self._rows[:n], self._rows[n:]
-        if not rows: return
+        if not rows:
+            return
         self._begin(rows[0][0])
         values = fetch([row for _, row in rows])
         self.write([(ba + self._shift, vs) for (ba, _), vs in zip(rows, values, strict=True)])
@@ -285,14 +326,19 @@ class Logger(Callback):
     def _begin(self, ba: int) -> None:
         "Open the backend if it is closed; at the start of a fit find the place of its steps, and log how it is set up."
         if self._handle is None:
-            with preserved_rng(): self._handle, found = self.open(self._keep)  # W&B and MLflow draw names and ids
-            if self._keep is None: self._last = max(self._last, found)
+            with preserved_rng():
+                self._handle, found = self.open(self._keep)  # W&B and MLflow draw names and ids
+            if self._keep is None:
+                self._last = max(self._last, found)
             self._fresh, self._keep = False, None
             _close_at_exit(self)
-        if not self._new_fit: return
+        if not self._new_fit:
+            return
         self._new_fit, before = False, self._params if self._ba_at_start is None else None
-        if self._ba_at_start is not None: self._shift = max(0, self._last - self._ba_at_start)
-        elif ba + self._shift <= self._handed: self._shift = self._last - ba  # the Learner's counters were not resumed
+        if self._ba_at_start is not None:
+            self._shift = max(0, self._last - self._ba_at_start)
+        elif ba + self._shift <= self._handed:
+            self._shift = self._last - ba  # the Learner's counters were not resumed
         self._log_settings(before)
 
     def _log_settings(self, before: dict[str, Any] | None = None) -> None:
@@ -300,13 +346,17 @@ class Logger(Callback):
         self._params = {**configuration(self.learn), **self._settings}
         if before is not None:
             hypers = self.learn.opt.hypers[0]
-            self._params |= {name: v for name, v in before.items() if name.partition('/')[0] in hypers}
-        if self._params == before: return
-        with preserved_rng(): self.log_params(self._params)
+            self._params |= {
+                name: v for name, v in before.items() if name.partition('/')[0] in hypers
+            }
+        if self._params == before:
+            return
+        with preserved_rng():
+            self.log_params(self._params)
 
     def send_images(
         self,
-        name: str,    # what they are called
+        name: str,  # what they are called
         images: Any,  # as for `log_images`
     ) -> None:
         "Write images at the current step."
@@ -316,7 +366,8 @@ class Logger(Callback):
         "Log an image or a text at the current step, after all that came before."
         self._hand_over()
         self._begin(self._now)
-        with preserved_rng(): log(self._now + self._shift, name, content)
+        with preserved_rng():
+            log(self._now + self._shift, name, content)
 
     def after_error(self) -> None:
         "Remember that the run failed."
@@ -325,41 +376,63 @@ class Logger(Callback):
     def cleanup(self) -> None:
         "Hand over what is left of the run, and have it written."
         try:
-            if self._rows: self._hand_over(also_now=True)
-            if self._handle is not None: self.flush()
+            if self._rows:
+                self._hand_over(also_now=True)
+            if self._handle is not None:
+                self.flush()
         finally:
             self._last = self._end()
             self._clear()
 
-    def _end(self) -> int: return max(self._last, self._handed, self._ba + self._shift)
+    def _end(self) -> int:
+        return max(self._last, self._handed, self._ba + self._shift)
 
     def close(self) -> None:
         "Close the backend; it is opened again when there is more to log."
-        if self._handle is None: return
+        if self._handle is None:
+            return
         handle, self._handle = self._handle, None
         open_loggers.discard(self)
-        with preserved_rng(): self.shut(handle)
+        with preserved_rng():
+            self.shut(handle)
 
     def state_dict(self) -> dict[str, Any]:
         "Hand over all finished steps, and return the rest with the place in the log."
-        if self._rows and self.learn is not None: self._settle()
-        if self._handle is not None: self.flush()
-        return {'ba': self._ba, 'shift': self._shift, 'last': self._end(), 'handed': self._handed, 'due': self._due,
-                'rows': kept_rows(self._rows), 'in_log': sorted(self._in_log), 'settings': dict(self._settings),
-                'params': None if self._new_fit else self._params, **self.saved()}
+        if self._rows and self.learn is not None:
+            self._settle()
+        if self._handle is not None:
+            self.flush()
+        return {
+            'ba': self._ba,
+            'shift': self._shift,
+            'last': self._end(),
+            'handed': self._handed,
+            'due': self._due,
+            'rows': kept_rows(self._rows),
+            'in_log': sorted(self._in_log),
+            'settings': dict(self._settings),
+            'params': None if self._new_fit else self._params,
+            **self.saved(),
+        }
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Go on after the state's last step: what was logged later is dropped."
         self._clear()
         self.close()
-        self._ba, self._shift, self._last, self._handed = sd['ba'], sd['shift'], sd['last'], sd['handed']
+        self._ba, self._shift, self._last, self._handed = (
+            sd['ba'],
+            sd['shift'],
+            sd['last'],
+            sd['handed'],
+        )
         self._in_log = set(sd['in_log'])
         self._fresh, self._keep, self._ba_at_start = False, sd['handed'], None
         self._settings, self._params = {**sd['settings'], **self._settings}, sd['params']
         self._rows, self._due = read_rows(sd['rows']), sd['due']
         self.restore(sd)
 
-    def _settle(self) -> None: self._hand_over()  # a process that is lost has them in its log
+    def _settle(self) -> None:
+        self._hand_over()  # a process that is lost has them in its log
 
     def __getstate__(self) -> dict[str, Any]:
         "Leave out what is open: a copy opens its own."
@@ -380,4 +453,5 @@ def _close_at_exit(logger: Logger) -> None:
 
 
 def _close_all() -> None:
-    for cb in list(open_loggers): cb.close()
+    for cb in list(open_loggers):
+        cb.close()

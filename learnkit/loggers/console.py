@@ -1,4 +1,5 @@
 """A log to read along: a line now and then, printed or given to `logging`."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -26,11 +27,12 @@ class ConsoleLogger(Logger):
 
     def __init__(
         self,
-        every: str | Time = '50ba',            # as for `Logger`
-        out: Callable[[str], Any] = print,     # called with each line
+        every: str | Time = '50ba',  # as for `Logger`
+        out: Callable[[str], Any] = print,  # called with each line
     ) -> None:
         super().__init__(every)
-        if not callable(out): raise OptionError(f'out={out!r}: give a function that takes a line, such as print.')
+        if not callable(out):
+            raise OptionError(f'out={out!r}: give a function that takes a line, such as print.')
         self.out = out
 
     def log_metrics(self, step: int, values: dict[str, float]) -> None:
@@ -42,8 +44,11 @@ class ConsoleLogger(Logger):
         latest = {name: value for _, values in rows for name, value in values.items()}
         self.log_metrics(rows[-1][0], latest)
 
-    def _settle(self) -> None: "Leave finished steps for the line that they belong to."
+    def _settle(self) -> None:
+        "Leave finished steps for the line that they belong to."
 
-    def _send(self, log: Any, name: str, content: Any) -> None: log(self._now + self._shift, name, content)
+    def _send(self, log: Any, name: str, content: Any) -> None:
+        log(self._now + self._shift, name, content)
 
-    def log_text(self, step: int, name: str, text: str) -> None: self.out(f'step {step}: {name}: {text}')
+    def log_text(self, step: int, name: str, text: str) -> None:
+        self.out(f'step {step}: {name}: {text}')

@@ -1,4 +1,5 @@
 """Logs in plain files, CSV and JSON lines: whole lines only, on the disk's side of the process at every call."""
+
 from __future__ import annotations
 
 import csv
@@ -34,6 +35,7 @@ def read_log(
 
 class _FileLogger(Logger):
     "Writes lines to one file, and images and texts to folders beside it."
+
     append: bool
     _suffixes: tuple[str, ...]
 
@@ -46,49 +48,64 @@ class _FileLogger(Logger):
 
     def where(self) -> Path:
         "Return the file's path."
-        if self._handle is not None: return self._handle  # also when the Learner is another one now
-        return Path(os.path.realpath(self.learn.path/self.fname))
+        if self._handle is not None:
+            return self._handle  # also when the Learner is another one now
+        return Path(os.path.realpath(self.learn.path / self.fname))
 
     def check(self) -> None:
         path = self.where()
-        try: check_writable(path)
-        except OSError as e: raise OptionError(f'{path} cannot be written: {e}.') from None
+        try:
+            check_writable(path)
+        except OSError as e:
+            raise OptionError(f'{path} cannot be written: {e}.') from None
         is_replaced = self._fresh and not self.append
-        if path.exists(): self.parse(path, _whole_lines(path, first_only=is_replaced or self._handle is not None))
+        if path.exists():
+            self.parse(path, _whole_lines(path, first_only=is_replaced or self._handle is not None))
 
     def open(self, keep: int | None) -> tuple[Any, int]:
         "Open the file behind its last whole line, or behind the step at which a run is resumed."
         path = self.where()
         path.parent.mkdir(parents=True, exist_ok=True)
-        if self._fresh and not self.append: path.unlink(missing_ok=True)
+        if self._fresh and not self.append:
+            path.unlink(missing_ok=True)
         text = _whole_lines(path) if path.exists() else ''
         rows = self.parse(path, text)
         kept = rows if keep is None else self._until(rows, keep)
         self._take_over(rows)
         if len(kept) < len(rows) or (path.exists() and path.stat().st_size != len(text.encode())):
-            with atomic_write(path) as tmp: tmp.write_text(self._text(kept), 'utf-8', newline='')
+            with atomic_write(path) as tmp:
+                tmp.write_text(self._text(kept), 'utf-8', newline='')
         return path, max((row['step'] for row in kept if 'step' in row), default=-1)
 
     def _until(self, rows: list[dict[str, Any]], keep: int) -> list[dict[str, Any]]:
         "Return the rows up to a step, with a configuration after it that the resumed fit does not log again."
-        end = max((i + 1 for i, row in enumerate(rows) if row.get('step', keep + 1) <= keep), default=0)
-        if self._params is not None: end += 'params' in rows[end] if end < len(rows) else 0
+        end = max(
+            (i + 1 for i, row in enumerate(rows) if row.get('step', keep + 1) <= keep), default=0
+        )
+        if self._params is not None:
+            end += 'params' in rows[end] if end < len(rows) else 0
         return rows[:end]
 
     def flush(self) -> None:
-        if not self._handle.exists(): return
-        with self._handle.open('ab') as f: os.fsync(f.fileno())
+        if not self._handle.exists():
+            return
+        with self._handle.open('ab') as f:
+            os.fsync(f.fileno())
 
-    def log_metrics(self, step: int, values: dict[str, float]) -> None: self.write([(step, values)])
+    def log_metrics(self, step: int, values: dict[str, float]) -> None:
+        self.write([(step, values)])
 
-    def write(self, rows: Rows) -> None: self._append([{'step': step, **values} for step, values in rows])
+    def write(self, rows: Rows) -> None:
+        self._append([{'step': step, **values} for step, values in rows])
 
     def _append(self, rows: list[dict[str, Any]]) -> None:
-        with self._handle.open('ab', buffering=0) as f: f.write(self._lines(rows).encode())  # one piece, one call
+        with self._handle.open('ab', buffering=0) as f:
+            f.write(self._lines(rows).encode())  # one piece, one call
 
     def log_images(self, step: int, name: str, images: Any) -> None:
         "Write `<file>.images/<name>-<step>-<i>.png`."
-        for i, image in enumerate(images): self._beside('images', f'{name}-{step}-{i}.png').write_bytes(png(image))
+        for i, image in enumerate(images):
+            self._beside('images', f'{name}-{step}-{i}.png').write_bytes(png(image))
 
     def log_text(self, step: int, name: str, text: str) -> None:
         "Write `<file>.texts/<name>-<step>.txt`."
@@ -98,18 +115,21 @@ class _FileLogger(Logger):
         path = self.where()
         folder = path.with_name(f'{path.name}.{kind}')
         folder.mkdir(exist_ok=True)
-        return folder/re.sub(r'[^\w.=+-]', '_', name)
+        return folder / re.sub(r'[^\w.=+-]', '_', name)
 
     @staticmethod
     def parse(path: Path, text: str) -> list[dict[str, Any]]:
         "Return what whole lines hold. Raises `OptionError` where they are not those of such a log."
         raise NotImplementedError
 
-    def _take_over(self, rows: list[dict[str, Any]]) -> None: "Note what is in the file that is appended to."
+    def _take_over(self, rows: list[dict[str, Any]]) -> None:
+        "Note what is in the file that is appended to."
 
-    def _lines(self, rows: list[dict[str, Any]]) -> str: raise NotImplementedError
+    def _lines(self, rows: list[dict[str, Any]]) -> str:
+        raise NotImplementedError
 
-    def _text(self, rows: list[dict[str, Any]]) -> str: return self._lines(rows)
+    def _text(self, rows: list[dict[str, Any]]) -> str:
+        return self._lines(rows)
 
 
 class CSVLogger(_FileLogger):
@@ -131,13 +151,14 @@ class CSVLogger(_FileLogger):
     step loss lr mom
     step loss lr mom valid_loss epoch/epoch epoch/train_loss epoch/time
     """
+
     _suffixes = ('.csv',)
 
     def __init__(
         self,
-        fname: str | Path = 'metrics.csv',   # below `learn.path`, or an absolute path
-        every: str | Time = '10ba',          # as for `Logger`
-        append: bool = True,                 # False: replace a file of another run
+        fname: str | Path = 'metrics.csv',  # below `learn.path`, or an absolute path
+        every: str | Time = '10ba',  # as for `Logger`
+        append: bool = True,  # False: replace a file of another run
     ) -> None:
         super().__init__(fname, every, append)
         self._columns: list[str] = []
@@ -149,11 +170,13 @@ class CSVLogger(_FileLogger):
 
     def _append(self, rows: list[dict[str, Any]]) -> None:
         new = list(dict.fromkeys(name for row in rows for name in row if name not in self._columns))
-        if not new: return super()._append(rows)
+        if not new:
+            return super()._append(rows)
         path = self._handle
         before = self.parse(path, _whole_lines(path)) if path.exists() else []
         self._columns += new
-        with atomic_write(path) as tmp: tmp.write_text(self._text([*before, *rows]), 'utf-8', newline='')
+        with atomic_write(path) as tmp:
+            tmp.write_text(self._text([*before, *rows]), 'utf-8', newline='')
 
     def _take_over(self, rows: list[dict[str, Any]]) -> None:
         path = self.where()
@@ -162,7 +185,9 @@ class CSVLogger(_FileLogger):
 
     def _lines(self, rows: list[dict[str, Any]]) -> str:
         out = io.StringIO()
-        csv.writer(out, lineterminator='\n').writerows([row.get(name, '') for name in self._columns] for row in rows)
+        csv.writer(out, lineterminator='\n').writerows(
+            [row.get(name, '') for name in self._columns] for row in rows
+        )
         return out.getvalue()
 
     def _text(self, rows: list[dict[str, Any]]) -> str:
@@ -173,11 +198,19 @@ class CSVLogger(_FileLogger):
         reader = csv.reader(io.StringIO(text, newline=''))
         header = next(reader, ['step'])
         if header[:1] != ['step']:
-            raise OptionError(f'{path} is no log of CSVLogger: its first column is not `step`. {_ELSEWHERE}')
-        rows = [{name: _number(v) for name, v in zip(header, row, strict=False) if v != ''} for row in reader]
-        if _are_counted(rows): return rows
-        raise OptionError(f'{path} is no log of CSVLogger: its `step` column has something other than whole numbers. '
-                          f'{_ELSEWHERE}')
+            raise OptionError(
+                f'{path} is no log of CSVLogger: its first column is not `step`. {_ELSEWHERE}'
+            )
+        rows = [
+            {name: _number(v) for name, v in zip(header, row, strict=False) if v != ''}
+            for row in reader
+        ]
+        if _are_counted(rows):
+            return rows
+        raise OptionError(
+            f'{path} is no log of CSVLogger: its `step` column has something other than whole numbers. '
+            f'{_ELSEWHERE}'
+        )
 
 
 class JSONLinesLogger(_FileLogger):
@@ -194,46 +227,61 @@ class JSONLinesLogger(_FileLogger):
     ...     [row['step'] for row in read_log(f'{folder}/metrics.jsonl')]
     [10, 20]
     """
+
     _suffixes = ('.jsonl', '.ndjson')
 
     def __init__(
         self,
         fname: str | Path = 'metrics.jsonl',  # below `learn.path`, or an absolute path
-        every: str | Time = '10ba',           # as for `Logger`
-        append: bool = True,                  # False: replace a file of another run
+        every: str | Time = '10ba',  # as for `Logger`
+        append: bool = True,  # False: replace a file of another run
     ) -> None:
         super().__init__(fname, every, append)
 
-    def log_params(self, params: dict[str, Any]) -> None: self._append([{'params': params}])
+    def log_params(self, params: dict[str, Any]) -> None:
+        self._append([{'params': params}])
 
-    def _lines(self, rows: Iterable[dict[str, Any]]) -> str: return ''.join(f'{json.dumps(row)}\n' for row in rows)
+    def _lines(self, rows: Iterable[dict[str, Any]]) -> str:
+        return ''.join(f'{json.dumps(row)}\n' for row in rows)
 
     @staticmethod
     def parse(path: Path, text: str) -> list[dict[str, Any]]:
-        try: rows = [json.loads(line) for line in text.splitlines()]
-        except ValueError: rows = [None]
+        try:
+            rows = [json.loads(line) for line in text.splitlines()]
+        except ValueError:
+            rows = [None]
         are_rows = all(isinstance(row, dict) and row.keys() & {'step', 'params'} for row in rows)
-        if are_rows and _are_counted(rows): return rows
-        raise OptionError(f'{path} is no log of JSONLinesLogger: it has lines other than those of steps. {_ELSEWHERE}')
+        if are_rows and _are_counted(rows):
+            return rows
+        raise OptionError(
+            f'{path} is no log of JSONLinesLogger: it has lines other than those of steps. {_ELSEWHERE}'
+        )
 
 
 def _format_of(path: Path) -> type[_FileLogger]:
     for cls in (CSVLogger, JSONLinesLogger):
-        if path.suffix in cls._suffixes: return cls
+        if path.suffix in cls._suffixes:
+            return cls
     raise OptionError(f'{path} is no log: those end in .csv, .jsonl or .ndjson.')
 
 
 def _whole_lines(path: Path, first_only: bool = False) -> str:
     "Return the lines of a file, or its first, without one that was not finished."
-    with path.open('rb') as f: data = f.readline() if first_only else f.read()
-    return data[:data.rfind(b'\n') + 1].decode('utf-8', 'replace')
+    with path.open('rb') as f:
+        data = f.readline() if first_only else f.read()
+    return data[: data.rfind(b'\n') + 1].decode('utf-8', 'replace')
 
 
-def _are_counted(rows: list[dict[str, Any]]) -> bool: return all(isinstance(row.get('step', 0), int) for row in rows)
+def _are_counted(rows: list[dict[str, Any]]) -> bool:
+    return all(isinstance(row.get('step', 0), int) for row in rows)
 
 
 def _number(text: str) -> Any:
-    try: return int(text)
-    except ValueError: pass
-    try: return float(text)
-    except ValueError: return text
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        return text

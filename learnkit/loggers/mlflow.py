@@ -1,4 +1,5 @@
 """Logs for MLflow, by its own client."""
+
 from __future__ import annotations
 
 import os
@@ -18,7 +19,7 @@ from learnkit.loggers.values import png
 
 __all__ = ['MlflowLogger']
 
-_AT_ONCE = 1000   # metrics that a server takes in one call
+_AT_ONCE = 1000  # metrics that a server takes in one call
 _PARAM_LENGTH = 6000
 _ALLOW = 'MLFLOW_ALLOW_FILE_STORE'
 
@@ -43,10 +44,10 @@ class MlflowLogger(Logger):
 
     def __init__(
         self,
-        tracking_uri: str | Path = 'mlruns',   # folder below `learn.path`, or a URI ('http://...')
+        tracking_uri: str | Path = 'mlruns',  # folder below `learn.path`, or a URI ('http://...')
         experiment: str = 'learnkit',
-        run_name: str | None = None,           # None: MLflow invents one
-        every: str | Time = '10ba',            # as for `Logger`
+        run_name: str | None = None,  # None: MLflow invents one
+        every: str | Time = '10ba',  # as for `Logger`
     ) -> None:
         need('mlflow', 'mlflow', 'MlflowLogger')
         super().__init__(every)
@@ -56,21 +57,28 @@ class MlflowLogger(Logger):
     def where(self) -> Any:
         "Return the folder, or the address of a database or server."
         uri = str(self.tracking_uri)
-        if re.match(r'[a-z][a-z0-9+.-]+:', uri): return uri
-        return Path(os.path.realpath(self.learn.path/uri))
+        if re.match(r'[a-z][a-z0-9+.-]+:', uri):
+            return uri
+        return Path(os.path.realpath(self.learn.path / uri))
 
     def check(self) -> None:
-        if not isinstance(folder := self.where(), Path): return
-        try: check_writable(folder/'meta.yaml')
-        except OSError as e: raise OptionError(f'{folder} cannot be written: {e}.') from None
+        if not isinstance(folder := self.where(), Path):
+            return
+        try:
+            check_writable(folder / 'meta.yaml')
+        except OSError as e:
+            raise OptionError(f'{folder} cannot be written: {e}.') from None
 
     def open(self, keep: int | None) -> tuple[Any, int]:
         from mlflow import MlflowClient
+
         uri = self.where()
         with _files_allowed():
             client = MlflowClient(tracking_uri=uri.as_uri() if isinstance(uri, Path) else uri)
-            if self._id: client.update_run(self._id, status='RUNNING')
-            else: self._id = self._new_run(client)
+            if self._id:
+                client.update_run(self._id, status='RUNNING')
+            else:
+                self._id = self._new_run(client)
         self._there = self._steps(client) if keep is not None else {}
         return client, max(self._there.values(), default=-1)
 
@@ -81,24 +89,35 @@ class MlflowLogger(Logger):
 
     def _steps(self, client: Any) -> dict[str, int]:
         names = client.get_run(self._id).data.metrics
-        return {name: max(m.step for m in client.get_metric_history(self._id, name)) for name in names}
+        return {
+            name: max(m.step for m in client.get_metric_history(self._id, name)) for name in names
+        }
 
-    def log_metrics(self, step: int, values: dict[str, float]) -> None: self.write([(step, values)])
+    def log_metrics(self, step: int, values: dict[str, float]) -> None:
+        self.write([(step, values)])
 
     def write(self, rows: Rows) -> None:
         from mlflow.entities import Metric
+
         now = int(time() * 1000)
-        metrics = [Metric(clean(name), float(value), now, step) for step, values in rows
-                   for name, value in values.items() if step > self._there.get(clean(name), -1)]
-        for i in range(0, len(metrics), _AT_ONCE): self._handle.log_batch(self._id, metrics[i:i + _AT_ONCE])
+        metrics = [
+            Metric(clean(name), float(value), now, step)
+            for step, values in rows
+            for name, value in values.items()
+            if step > self._there.get(clean(name), -1)
+        ]
+        for i in range(0, len(metrics), _AT_ONCE):
+            self._handle.log_batch(self._id, metrics[i : i + _AT_ONCE])
 
     def log_params(self, params: dict[str, Any]) -> None:
         from mlflow.entities import Param
+
         there = self._handle.get_run(self._id).data.params
         texts = {clean(name): str(value)[:_PARAM_LENGTH] for name, value in params.items()}
         new = [Param(_free(name, text, there), text) for name, text in texts.items()]
         new = [p for p in new if p.key not in there]
-        for i in range(0, len(new), 100): self._handle.log_batch(self._id, params=new[i:i + 100])
+        for i in range(0, len(new), 100):
+            self._handle.log_batch(self._id, params=new[i : i + 100])
 
     def log_images(self, step: int, name: str, images: Any) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -110,11 +129,14 @@ class MlflowLogger(Logger):
     def log_text(self, step: int, name: str, text: str) -> None:
         self._handle.log_text(self._id, text, f'texts/{clean(name).replace("/", "_")}-{step}.txt')
 
-    def shut(self, handle: Any) -> None: handle.set_terminated(self._id, 'FAILED' if self._failed else 'FINISHED')
+    def shut(self, handle: Any) -> None:
+        handle.set_terminated(self._id, 'FAILED' if self._failed else 'FINISHED')
 
-    def saved(self) -> dict[str, Any]: return {'id': self._id}
+    def saved(self) -> dict[str, Any]:
+        return {'id': self._id}
 
-    def restore(self, sd: dict[str, Any]) -> None: self._id = sd['id']
+    def restore(self, sd: dict[str, Any]) -> None:
+        self._id = sd['id']
 
 
 def clean(name: str) -> str:
@@ -129,7 +151,8 @@ def clean(name: str) -> str:
 def _free(name: str, text: str, there: dict[str, str]) -> str:
     "Return a name under which the text is, or can be, a parameter of the run."
     n, free = 1, name
-    while there.get(free, text) != text: n, free = n + 1, f'fit_{n + 1}/{name}'
+    while there.get(free, text) != text:
+        n, free = n + 1, f'fit_{n + 1}/{name}'
     return free
 
 
@@ -138,7 +161,10 @@ def _files_allowed() -> Iterator[None]:
     "Give the consent that MLflow asks for before it writes to a folder, for the length of a context."
     before = os.environ.get(_ALLOW)
     os.environ[_ALLOW] = 'true'
-    try: yield
+    try:
+        yield
     finally:
-        if before is None: del os.environ[_ALLOW]
-        else: os.environ[_ALLOW] = before
+        if before is None:
+            del os.environ[_ALLOW]
+        else:
+            os.environ[_ALLOW] = before

@@ -1,4 +1,5 @@
 """Logs for TensorBoard, by `torch.utils.tensorboard`."""
+
 from __future__ import annotations
 
 import json
@@ -36,8 +37,8 @@ class TensorBoardLogger(Logger):
 
     def __init__(
         self,
-        folder: str | Path | None = None,   # below `learn.path`, or absolute; None: new, in `runs`
-        every: str | Time = '10ba',         # as for `Logger`
+        folder: str | Path | None = None,  # below `learn.path`, or absolute; None: new, in `runs`
+        every: str | Time = '10ba',  # as for `Logger`
     ) -> None:
         need('tensorboard', 'tensorboard', 'TensorBoardLogger')
         super().__init__(every)
@@ -45,14 +46,17 @@ class TensorBoardLogger(Logger):
 
     def where(self) -> Path:
         "Return the folder; that of all runs where each gets its own."
-        return Path(os.path.realpath(self.learn.path/(self.folder or 'runs')))
+        return Path(os.path.realpath(self.learn.path / (self.folder or 'runs')))
 
     def check(self) -> None:
-        try: check_writable(self.where()/'events')
-        except OSError as e: raise OptionError(f'{self.where()} cannot be written: {e}.') from None
+        try:
+            check_writable(self.where() / 'events')
+        except OSError as e:
+            raise OptionError(f'{self.where()} cannot be written: {e}.') from None
 
     def open(self, keep: int | None) -> tuple[Any, int]:
         from torch.utils.tensorboard import SummaryWriter
+
         folder = Path(self._own) if self._own else self._choose()
         found = _last_step(folder) if self._fresh and folder.exists() else -1
         _await_new_second(folder)
@@ -60,15 +64,18 @@ class TensorBoardLogger(Logger):
 
     def _choose(self) -> Path:
         "Return the folder to write to; a new one, unless it was given."
-        if self.folder is not None: return self.where()
+        if self.folder is not None:
+            return self.where()
         name, n = strftime('%Y-%m-%d_%H-%M-%S'), 1
-        while (folder := self.where()/(name if n == 1 else f'{name}_{n}')).exists(): n += 1
+        while (folder := self.where() / (name if n == 1 else f'{name}_{n}')).exists():
+            n += 1
         folder.mkdir(parents=True)
         self._own = str(folder)
         return folder
 
     def log_metrics(self, step: int, values: dict[str, float]) -> None:
-        for name, value in values.items(): self._handle.add_scalar(name, value, step)
+        for name, value in values.items():
+            self._handle.add_scalar(name, value, step)
 
     def log_params(self, params: dict[str, Any]) -> None:
         lines = json.dumps(params, indent=1).split('\n')  # indented, they are shown as they are
@@ -76,15 +83,21 @@ class TensorBoardLogger(Logger):
 
     def log_images(self, step: int, name: str, images: Any) -> None:
         for i, image in enumerate(images):
-            self._handle.add_image(f'{name}/{i}' if len(images) > 1 else name, image, step, dataformats='HWC')
+            self._handle.add_image(
+                f'{name}/{i}' if len(images) > 1 else name, image, step, dataformats='HWC'
+            )
 
-    def log_text(self, step: int, name: str, text: str) -> None: self._handle.add_text(name, text, step)
+    def log_text(self, step: int, name: str, text: str) -> None:
+        self._handle.add_text(name, text, step)
 
-    def flush(self) -> None: self._handle.flush()
+    def flush(self) -> None:
+        self._handle.flush()
 
-    def shut(self, handle: Any) -> None: handle.close()
+    def shut(self, handle: Any) -> None:
+        handle.close()
 
-    def saved(self) -> dict[str, Any]: return {'folder': kept_path(self.learn, self._own or None)}
+    def saved(self) -> dict[str, Any]:
+        return {'folder': kept_path(self.learn, self._own or None)}
 
     def restore(self, sd: dict[str, Any]) -> None:
         self._own = str(found_path(self.learn, sd['folder'], self.folder) or '')
@@ -92,7 +105,8 @@ class TensorBoardLogger(Logger):
 
 def _await_new_second(folder: Path) -> None:
     "Wait while a file there has this second in its name: they are read by name, and within one in no good order."
-    while any(folder.glob(f'events.out.tfevents.{int(time()):010d}.*')): sleep(0.02)
+    while any(folder.glob(f'events.out.tfevents.{int(time()):010d}.*')):
+        sleep(0.02)
 
 
 def _last_step(folder: Path) -> int:

@@ -1,4 +1,5 @@
 """What loggers are given: values fetched from their device together, who logged them, a configuration, pixels."""
+
 from __future__ import annotations
 
 import inspect
@@ -21,7 +22,17 @@ from learnkit.engine.dispatch import CallbackHost
 from learnkit.engine.run import call_each
 from learnkit.metrics.base import Mean
 
-__all__ = ['fetch', 'kept_rows', 'read_rows', 'writer_of', 'name_writer', 'configuration', 'as_images', 'plain', 'png']
+__all__ = [
+    'fetch',
+    'kept_rows',
+    'read_rows',
+    'writer_of',
+    'name_writer',
+    'configuration',
+    'as_images',
+    'plain',
+    'png',
+]
 
 PLAIN = (bool, int, float, str, type(None))
 
@@ -43,24 +54,35 @@ def fetch(
     arrived = {device: iter(_stacked(ts).tolist()) for device, ts in waiting.items()}
 
     def number(value: Any) -> Any:
-        if isinstance(value, Tensor): return next(arrived[value.device])
+        if isinstance(value, Tensor):
+            return next(arrived[value.device])
         return value if isinstance(value, (int, float)) else float(value)
 
-    fetched = [[(name, number(total), number(count)) for name, total, count in row] for row in parts]
-    return [{name: total if count == 1 else total/count for name, total, count in row if count} for row in fetched]
+    fetched = [
+        [(name, number(total), number(count)) for name, total, count in row] for row in parts
+    ]
+    return [
+        {name: total if count == 1 else total / count for name, total, count in row if count}
+        for row in fetched
+    ]
 
 
 def kept_rows(
     rows: list[tuple[int, dict[str, Any]]],  # batches, and what was logged there
 ) -> list[tuple[int, dict[str, Any]]]:
     "Return rows as a checkpoint keeps them: a `Mean` can go on."
-    return [(ba, {k: {'mean': v.state_dict()} if isinstance(v, Mean) else v for k, v in row.items()})
-            for ba, row in rows]
+    return [
+        (ba, {k: {'mean': v.state_dict()} if isinstance(v, Mean) else v for k, v in row.items()})
+        for ba, row in rows
+    ]
 
 
 def read_rows(rows: list[tuple[int, dict[str, Any]]]) -> list[tuple[int, dict[str, Any]]]:
     "Return what `kept_rows` was called with."
-    return [(ba, {k: _mean(v['mean']) if isinstance(v, dict) else v for k, v in row.items()}) for ba, row in rows]
+    return [
+        (ba, {k: _mean(v['mean']) if isinstance(v, dict) else v for k, v in row.items()})
+        for ba, row in rows
+    ]
 
 
 def _mean(sd: dict[str, Any]) -> Mean:
@@ -78,7 +100,7 @@ def _stacked(tensors: list[Tensor]) -> Tensor:
     return torch.stack([t.to(wide) for t in tensors])
 
 
-# ------------------------------------------------------------------------------------------------------------- who logs
+# ----------------------------------------------------------------------------------------- who logs
 
 # they run handlers, of the callback `cb`
 _DISPATCH = (CallbackHost.__call__.__code__, call_each.__code__)
@@ -91,19 +113,22 @@ def writer_of(
     caller: FrameType | None = frame.f_back or frame
     code = caller.f_code if caller is not None else frame.f_code
     while caller is not None:
-        if caller.f_code in _DISPATCH: return caller.f_locals['cb']
+        if caller.f_code in _DISPATCH:
+            return caller.f_locals['cb']
         caller = caller.f_back
     return code
 
 
 def name_writer(writer: Any) -> str:
     "Return what a message calls a writer: a callback by its class, and its key where that has a number."
-    if isinstance(writer, CodeType): return f'`{writer.co_qualname}`'
+    if isinstance(writer, CodeType):
+        return f'`{writer.co_qualname}`'
     keys = writer.learn.callbacks.keys if writer.learn is not None else {}
     return f'{type(writer).__name__} (`{keys.get(id(writer), writer.name)}`)'
 
 
-# -------------------------------------------------------------------------------------------------------- configuration
+# ------------------------------------------------------------------------------------ configuration
+
 
 def configuration(learn: Any) -> dict[str, Any]:
     """Return what a Learner trains with, as plain values by name.
@@ -116,50 +141,69 @@ def configuration(learn: Any) -> dict[str, Any]:
      'optimizer': '...SGD', 'lr': 0.1, 'mom': 0.9, 'wd': 0.0}
     """
     params = list(learn.model.parameters())
-    config = {'model': type(learn.model).__name__, 'parameters': sum(p.numel() for p in params),
-              'trained_parameters': sum(p.numel() for p in params if p.requires_grad),
-              'loss': name_of(_bare(learn.loss_func)) if learn.loss_func is not None else None,
-              'batch_size': getattr(learn.dls.train, 'bs', getattr(learn.dls.train, 'batch_size', None)),
-              'epochs': learn.n_epoch}
-    if getattr(learn, 'microbatch', None): config['microbatch'] = learn.microbatch
-    if learn.opt is not None: config |= _optimizer(learn.opt)
+    config = {
+        'model': type(learn.model).__name__,
+        'parameters': sum(p.numel() for p in params),
+        'trained_parameters': sum(p.numel() for p in params if p.requires_grad),
+        'loss': name_of(_bare(learn.loss_func)) if learn.loss_func is not None else None,
+        'batch_size': getattr(learn.dls.train, 'bs', getattr(learn.dls.train, 'batch_size', None)),
+        'epochs': learn.n_epoch,
+    }
+    if getattr(learn, 'microbatch', None):
+        config['microbatch'] = learn.microbatch
+    if learn.opt is not None:
+        config |= _optimizer(learn.opt)
     config['callbacks'] = ', '.join(type(cb).__name__ for cb in learn.cbs)
     for cb in learn.cbs:
         config |= _options(cb, learn.callbacks.keys.get(id(cb), cb.name))
-        if defined_on_class(cb, 'configuration'): config |= cb.configuration()  # what it found out about the run
+        if defined_on_class(cb, 'configuration'):
+            config |= cb.configuration()  # what it found out about the run
     return {name: plain(value) for name, value in config.items()}
 
 
 def _optimizer(opt: Any) -> dict[str, Any]:
     hypers = opt.hypers
     names = '+'.join(type(o).__name__ for o in opt.optimizers.values())
-    if len(hypers) == 1: return {'optimizer': names, **hypers[0]}
-    return {'optimizer': names, **{f'{name}/{i}': v for i, h in enumerate(hypers) for name, v in h.items()}}
+    if len(hypers) == 1:
+        return {'optimizer': names, **hypers[0]}
+    return {
+        'optimizer': names,
+        **{f'{name}/{i}': v for i, h in enumerate(hypers) for name, v in h.items()},
+    }
 
 
 def _options(cb: Any, key: str) -> dict[str, Any]:
     "Return a callback's options: what its constructor takes and it has kept under the same name."
-    try: names = inspect.signature(type(cb)).parameters
-    except (TypeError, ValueError): names = {}  # type: ignore[assignment]  # some builtins have none
+    try:
+        names = inspect.signature(type(cb)).parameters
+    except (TypeError, ValueError):
+        names = {}  # type: ignore[assignment]  # some builtins have none
     return {f'callback/{key}/{name}': cb.__dict__[name] for name in names if name in cb.__dict__}
 
 
 def _bare(f: Any) -> Any:
-    while isinstance(f, partial): f = f.func
+    while isinstance(f, partial):
+        f = f.func
     return f
 
 
 def plain(value: Any) -> Any:
     "Return a value as it is if it is plain, a number out of a tensor, else its text or name."
-    if isinstance(value, PLAIN): return value
-    if isinstance(value, Tensor) and value.numel() == 1: return value.item()
-    if isinstance(value, np.generic): return value.item()
-    if isinstance(value, (Time, PurePath, slice, dict)): return str(value)
-    if isinstance(value, (list, tuple)): return f'[{", ".join(str(plain(v)) for v in value)}]'
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, (Time, PurePath, slice, dict)):
+        return str(value)
+    if isinstance(value, (list, tuple)):
+        return f'[{", ".join(str(plain(v)) for v in value)}]'
     return name_of(_bare(value))
 
 
-# --------------------------------------------------------------------------------------------------------------- images
+# ------------------------------------------------------------------------------------------- images
+
 
 def as_images(
     images: Any,  # (N, C, H, W), (C, H, W) or (H, W), floats within 0 and 1 or bytes
@@ -169,17 +213,27 @@ def as_images(
     >>> as_images(torch.rand(3, 8, 6)).shape
     (1, 8, 6, 3)
     """
-    if isinstance(images, (list, tuple)) and images: images = torch.stack([torch.as_tensor(i) for i in images])
-    try: t = torch.as_tensor(images).detach()
-    except (TypeError, ValueError, RuntimeError): t = torch.empty(0)
-    if t.ndim == 2: t = t[None]
-    if t.ndim == 3: t = t[None]
+    if isinstance(images, (list, tuple)) and images:
+        images = torch.stack([torch.as_tensor(i) for i in images])
+    try:
+        t = torch.as_tensor(images).detach()
+    except (TypeError, ValueError, RuntimeError):
+        t = torch.empty(0)
+    if t.ndim == 2:
+        t = t[None]
+    if t.ndim == 3:
+        t = t[None]
     if t.ndim != 4 or t.shape[1] not in (1, 3, 4) or not t.numel():
         what = f'shape {tuple(images.shape)}' if hasattr(images, 'shape') else repr(images)[:80]
-        raise OptionError(f'Images are tensors (N, C, H, W), (C, H, W) or (H, W) with 1, 3 or 4 channels, got {what}.')
-    if t.dtype == torch.bool: t = t.float()
-    if t.is_floating_point(): t = t.float().nan_to_num(0., 1., 0.).clamp(0, 1).mul(255).round()
-    elif t.dtype != torch.uint8: raise OptionError(f'Images are floats within 0 and 1 or bytes, got {t.dtype}.')
+        raise OptionError(
+            f'Images are tensors (N, C, H, W), (C, H, W) or (H, W) with 1, 3 or 4 channels, got {what}.'
+        )
+    if t.dtype == torch.bool:
+        t = t.float()
+    if t.is_floating_point():
+        t = t.float().nan_to_num(0.0, 1.0, 0.0).clamp(0, 1).mul(255).round()
+    elif t.dtype != torch.uint8:
+        raise OptionError(f'Images are floats within 0 and 1 or bytes, got {t.dtype}.')
     return t.to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu().numpy()
 
 
@@ -191,7 +245,14 @@ def png(
     lines = b''.join(b'\0' + line.tobytes() for line in image)
 
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack('>I', len(data)) + kind + data + struct.pack('>I', zlib.crc32(kind + data))
+        return (
+            struct.pack('>I', len(data)) + kind + data + struct.pack('>I', zlib.crc32(kind + data))
+        )
 
     header = struct.pack('>2I5B', width, height, 8, {1: 0, 3: 2, 4: 6}[channels], 0, 0, 0)
-    return b'\x89PNG\r\n\x1a\n' + chunk(b'IHDR', header) + chunk(b'IDAT', zlib.compress(lines)) + chunk(b'IEND', b'')
+    return (
+        b'\x89PNG\r\n\x1a\n'
+        + chunk(b'IHDR', header)
+        + chunk(b'IDAT', zlib.compress(lines))
+        + chunk(b'IEND', b'')
+    )

@@ -9,6 +9,7 @@ scikit-learn's functions (`f1_score`, `roc_auc_score`); a dict gives other names
 `labels` keeps only some classes, for 'macro' and None. Below, tp, fp, fn and tn are true and false positives and
 negatives of a class. Each raises `MissingExtraError` when made without torchmetrics, and `MetricError` for an unknown
 `average` and, before training, for predictions and targets that do not fit."""
+
 from __future__ import annotations
 
 from functools import partial
@@ -36,26 +37,49 @@ from learnkit.metrics.torchmetrics import (
     values,
 )
 
-__all__ = ['F1Score', 'FBeta', 'Precision', 'Recall', 'Jaccard', 'HammingLoss', 'BalancedAccuracy', 'CohenKappa',
-           'MatthewsCorrCoef', 'RocAuc', 'RocAucBinary', 'APScoreBinary', 'F1ScoreMulti', 'FBetaMulti',
-           'PrecisionMulti', 'RecallMulti', 'JaccardMulti', 'HammingLossMulti', 'MatthewsCorrCoefMulti', 'RocAucMulti',
-           'APScoreMulti', 'SpearmanCorrCoef', 'CorpusBLEUMetric']
+__all__ = [
+    'F1Score',
+    'FBeta',
+    'Precision',
+    'Recall',
+    'Jaccard',
+    'HammingLoss',
+    'BalancedAccuracy',
+    'CohenKappa',
+    'MatthewsCorrCoef',
+    'RocAuc',
+    'RocAucBinary',
+    'APScoreBinary',
+    'F1ScoreMulti',
+    'FBetaMulti',
+    'PrecisionMulti',
+    'RecallMulti',
+    'JaccardMulti',
+    'HammingLossMulti',
+    'MatthewsCorrCoefMulti',
+    'RocAucMulti',
+    'APScoreMulti',
+    'SpearmanCorrCoef',
+    'CorpusBLEUMetric',
+]
 
 
-# -- one class for each sample -----------------------------------------------------------------------------------------
+# -- one class for each sample ---------------------------------------------------------------------
+
 
 class _OfClasses(Score):
     "A score of each class, and their average."
+
     _kind, _shown = '', ''  # torchmetrics' name, and the column's
     _beta: float | None = None
 
     def __init__(
         self,
-        axis: int = -1,                  # where the classes are
-        labels: Labels = None,           # only these classes
-        pos_label: int = 1,              # the class that 'binary' scores
+        axis: int = -1,  # where the classes are
+        labels: Labels = None,  # only these classes
+        pos_label: int = 1,  # the class that 'binary' scores
         average: str | None = 'binary',  # as above; 'binary' takes two classes
-        on: str | None = None,           # 'train', 'valid' or 'both'
+        on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         prepare = partial(argmax_preds, type(self).__name__, axis, average == 'binary')
         late = averaged(f'Multiclass{self._kind}', prepare, labels, average, pos_label, self._beta)
@@ -68,6 +92,7 @@ class F1Score(_OfClasses):
     >>> F1Score()(torch.eye(2)[[0, 1, 1, 1]], torch.tensor([0, 0, 1, 1]))
     0.800000011920929
     """
+
     _kind, _shown = 'F1Score', 'f1_score'
 
 
@@ -77,6 +102,7 @@ class Precision(_OfClasses):
     >>> Precision(average=None)(torch.eye(2)[[0, 0, 0, 1]], torch.tensor([0, 0, 1, 1]))
     tensor([0.6667, 1.0000])
     """
+
     _kind, _shown = 'Precision', 'precision_score'
 
 
@@ -86,6 +112,7 @@ class Recall(_OfClasses):
     >>> Recall(pos_label=0)(torch.eye(2)[[0, 1, 1, 1]], torch.tensor([0, 0, 1, 1]))
     0.5
     """
+
     _kind, _shown = 'Recall', 'recall_score'
 
 
@@ -95,6 +122,7 @@ class Jaccard(_OfClasses):
     >>> round(Jaccard(average='macro')(torch.eye(2)[[0, 1, 1, 1]], torch.tensor([0, 0, 0, 1])), 4)
     0.3333
     """
+
     _kind, _shown = 'JaccardIndex', 'jaccard_score'
 
 
@@ -104,16 +132,17 @@ class FBeta(_OfClasses):
     >>> round(FBeta(2)(torch.eye(2)[[0, 1, 1, 1]], torch.tensor([0, 0, 0, 1])), 4)
     0.7143
     """
+
     _kind, _shown = 'FBetaScore', 'fbeta_score'
 
     def __init__(
         self,
-        beta: float,                     # how much recall counts; precision counts 1
-        axis: int = -1,                  # where the classes are
-        labels: Labels = None,           # only these classes
-        pos_label: int = 1,              # the class that 'binary' scores
+        beta: float,  # how much recall counts; precision counts 1
+        axis: int = -1,  # where the classes are
+        labels: Labels = None,  # only these classes
+        pos_label: int = 1,  # the class that 'binary' scores
         average: str | None = 'binary',  # as above; 'binary' takes two classes
-        on: str | None = None,           # 'train', 'valid' or 'both'
+        on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         self._beta = beta
         super().__init__(axis, labels, pos_label, average, on)
@@ -128,7 +157,11 @@ class HammingLoss(Score):
 
     def __init__(self, axis: int = -1, on: str | None = None) -> None:
         prepare = partial(argmax_preds, 'HammingLoss', axis, False)
-        super().__init__(LazyTorchMetric('MulticlassHammingDistance', prepare, computed, average='micro'), 'hamming_loss', on)
+        super().__init__(
+            LazyTorchMetric('MulticlassHammingDistance', prepare, computed, average='micro'),
+            'hamming_loss',
+            on,
+        )
 
 
 class BalancedAccuracy(Score):
@@ -140,9 +173,9 @@ class BalancedAccuracy(Score):
 
     def __init__(
         self,
-        axis: int = -1,          # where the classes are
+        axis: int = -1,  # where the classes are
         adjusted: bool = False,  # scaled so that chance is 0 and the best still 1
-        on: str | None = None,   # 'train', 'valid' or 'both'
+        on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         prepare = partial(argmax_preds, 'BalancedAccuracy', axis, False)
         late = LazyTorchMetric('MulticlassConfusionMatrix', prepare, partial(mean_recall, adjusted))
@@ -158,14 +191,20 @@ class CohenKappa(Score):
 
     def __init__(
         self,
-        axis: int = -1,               # where the classes are
-        weights: str | None = None,   # cost of a miss by d: None 1, 'linear' d, 'quadratic' d*d
-        on: str | None = None,        # 'train', 'valid' or 'both'
+        axis: int = -1,  # where the classes are
+        weights: str | None = None,  # cost of a miss by d: None 1, 'linear' d, 'quadratic' d*d
+        on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         if weights not in (None, 'linear', 'quadratic'):
-            raise MetricError(f"CohenKappa: weights={weights!r}: use 'linear', 'quadratic' or None.")
+            raise MetricError(
+                f"CohenKappa: weights={weights!r}: use 'linear', 'quadratic' or None."
+            )
         prepare = partial(argmax_preds, 'CohenKappa', axis, False)
-        super().__init__(LazyTorchMetric('MulticlassCohenKappa', prepare, computed, weights=weights), 'cohen_kappa_score', on)
+        super().__init__(
+            LazyTorchMetric('MulticlassCohenKappa', prepare, computed, weights=weights),
+            'cohen_kappa_score',
+            on,
+        )
 
 
 class MatthewsCorrCoef(Score):
@@ -176,7 +215,11 @@ class MatthewsCorrCoef(Score):
     """
 
     def __init__(self, axis: int = -1, on: str | None = None) -> None:
-        late = LazyTorchMetric('MulticlassConfusionMatrix', partial(argmax_preds, 'MatthewsCorrCoef', axis, False), matthews)
+        late = LazyTorchMetric(
+            'MulticlassConfusionMatrix',
+            partial(argmax_preds, 'MatthewsCorrCoef', axis, False),
+            matthews,
+        )
         super().__init__(late, 'matthews_corrcoef', on)
 
 
@@ -191,13 +234,18 @@ class RocAuc(Score):
 
     def __init__(
         self,
-        axis: int = -1,                 # where the classes are
+        axis: int = -1,  # where the classes are
         average: str | None = 'macro',  # 'macro', 'weighted' or None
-        on: str | None = None,          # 'train', 'valid' or 'both'
+        on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         check_average(average, ('macro', 'weighted'))
-        prepare, finish = partial(softmax_probs, 'RocAuc', axis), partial(over_defined, average, True)
-        super().__init__(LazyTorchMetric('MulticlassAUROC', prepare, finish, average='none'), 'roc_auc_score', on)
+        prepare, finish = (
+            partial(softmax_probs, 'RocAuc', axis),
+            partial(over_defined, average, True),
+        )
+        super().__init__(
+            LazyTorchMetric('MulticlassAUROC', prepare, finish, average='none'), 'roc_auc_score', on
+        )
 
 
 class RocAucBinary(Score):
@@ -209,12 +257,17 @@ class RocAucBinary(Score):
 
     def __init__(
         self,
-        axis: int = -1,                 # where the classes are
-        max_fpr: float | None = None,   # maximum false positive rate; standardized (McClish, 1989)
-        on: str | None = None,          # 'train', 'valid' or 'both'
+        axis: int = -1,  # where the classes are
+        max_fpr: float | None = None,  # maximum false positive rate; standardized (McClish, 1989)
+        on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
-        prepare, finish = partial(chance_of, 'RocAucBinary', axis, 1), partial(over_defined, 'macro', True)
-        super().__init__(LazyTorchMetric('BinaryAUROC', prepare, finish, max_fpr=max_fpr), 'roc_auc_score', on)
+        prepare, finish = (
+            partial(chance_of, 'RocAucBinary', axis, 1),
+            partial(over_defined, 'macro', True),
+        )
+        super().__init__(
+            LazyTorchMetric('BinaryAUROC', prepare, finish, max_fpr=max_fpr), 'roc_auc_score', on
+        )
 
 
 class APScoreBinary(Score):
@@ -226,28 +279,37 @@ class APScoreBinary(Score):
 
     def __init__(
         self,
-        axis: int = -1,         # where the classes are
-        pos_label: int = 1,     # the class that is looked for
+        axis: int = -1,  # where the classes are
+        pos_label: int = 1,  # the class that is looked for
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
-        prepare, finish = partial(chance_of, 'APScoreBinary', axis, pos_label), partial(over_defined, 'macro', False)
-        super().__init__(LazyTorchMetric('BinaryAveragePrecision', prepare, finish), 'average_precision_score', on)
+        prepare, finish = (
+            partial(chance_of, 'APScoreBinary', axis, pos_label),
+            partial(over_defined, 'macro', False),
+        )
+        super().__init__(
+            LazyTorchMetric('BinaryAveragePrecision', prepare, finish),
+            'average_precision_score',
+            on,
+        )
 
 
-# -- any number of labels for each sample ------------------------------------------------------------------------------
+# -- any number of labels for each sample ----------------------------------------------------------
+
 
 class _OfLabels(Score):
     "A score of each label, and their average."
+
     _kind, _shown = '', ''
     _beta: float | None = None
 
     def __init__(
         self,
-        thresh: float = 0.5,            # a label is predicted from this on
-        sigmoid: bool = True,           # whether the predictions are logits
-        labels: Labels = None,          # only these labels
+        thresh: float = 0.5,  # a label is predicted from this on
+        sigmoid: bool = True,  # whether the predictions are logits
+        labels: Labels = None,  # only these labels
         average: str | None = 'macro',  # as above
-        on: str | None = None,          # 'train', 'valid' or 'both'
+        on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         prepare = partial(threshold_labels, type(self).__name__, thresh, sigmoid)
         late = averaged(f'Multilabel{self._kind}', prepare, labels, average, beta=self._beta)
@@ -260,6 +322,7 @@ class F1ScoreMulti(_OfLabels):
     >>> F1ScoreMulti(average='micro')(torch.tensor([[2., -1.], [3., 1.]]), torch.tensor([[1, 0], [0, 1]]))
     0.800000011920929
     """
+
     _kind, _shown = 'F1Score', 'f1_score'
 
 
@@ -269,6 +332,7 @@ class PrecisionMulti(_OfLabels):
     >>> PrecisionMulti(average=None)(torch.tensor([[2., -1.], [3., 1.]]), torch.tensor([[1, 0], [0, 1]]))
     tensor([0.5000, 1.0000])
     """
+
     _kind, _shown = 'Precision', 'precision_score'
 
 
@@ -278,6 +342,7 @@ class RecallMulti(_OfLabels):
     >>> RecallMulti(labels=[1])(torch.tensor([[2., -1.], [3., 1.]]), torch.tensor([[1, 1], [0, 1]]))
     0.5
     """
+
     _kind, _shown = 'Recall', 'recall_score'
 
 
@@ -287,6 +352,7 @@ class JaccardMulti(_OfLabels):
     >>> JaccardMulti()(torch.tensor([[2., -1.], [3., 1.]]), torch.tensor([[1, 0], [0, 1]]))
     0.75
     """
+
     _kind, _shown = 'JaccardIndex', 'jaccard_score'
 
 
@@ -296,16 +362,17 @@ class FBetaMulti(_OfLabels):
     >>> FBetaMulti(2, average=None)(torch.tensor([[2., -1.], [3., 1.]]), torch.tensor([[1, 0], [0, 1]]))
     tensor([0.8333, 1.0000])
     """
+
     _kind, _shown = 'FBetaScore', 'fbeta_score'
 
     def __init__(
         self,
-        beta: float,                    # how much recall counts; precision counts 1
-        thresh: float = 0.5,            # a label is predicted from this on
-        sigmoid: bool = True,           # whether the predictions are logits
-        labels: Labels = None,          # only these labels
+        beta: float,  # how much recall counts; precision counts 1
+        thresh: float = 0.5,  # a label is predicted from this on
+        sigmoid: bool = True,  # whether the predictions are logits
+        labels: Labels = None,  # only these labels
         average: str | None = 'macro',  # as above
-        on: str | None = None,          # 'train', 'valid' or 'both'
+        on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         self._beta = beta
         super().__init__(thresh, sigmoid, labels, average, on)
@@ -320,7 +387,11 @@ class HammingLossMulti(Score):
 
     def __init__(self, thresh: float = 0.5, sigmoid: bool = True, on: str | None = None) -> None:
         prepare = partial(threshold_labels, 'HammingLossMulti', thresh, sigmoid)
-        super().__init__(LazyTorchMetric('MultilabelHammingDistance', prepare, computed, average='micro'), 'hamming_loss', on)
+        super().__init__(
+            LazyTorchMetric('MultilabelHammingDistance', prepare, computed, average='micro'),
+            'hamming_loss',
+            on,
+        )
 
 
 class MatthewsCorrCoefMulti(Score):
@@ -332,23 +403,32 @@ class MatthewsCorrCoefMulti(Score):
 
     def __init__(self, thresh: float = 0.5, sigmoid: bool = True, on: str | None = None) -> None:
         prepare = partial(threshold_labels, 'MatthewsCorrCoefMulti', thresh, sigmoid)
-        super().__init__(LazyTorchMetric('MultilabelConfusionMatrix', prepare, matthews), 'matthews_corrcoef', on)
+        super().__init__(
+            LazyTorchMetric('MultilabelConfusionMatrix', prepare, matthews), 'matthews_corrcoef', on
+        )
 
 
 class _Ranking(Score):
     "A score of how each label ranks the samples."
+
     _kind, _shown, _needs_both = '', '', False
 
     def __init__(
         self,
-        sigmoid: bool = True,           # whether the predictions are logits
+        sigmoid: bool = True,  # whether the predictions are logits
         average: str | None = 'macro',  # as above
-        on: str | None = None,          # 'train', 'valid' or 'both'
+        on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         check_average(average)
-        finish = computed if average == 'micro' else partial(over_defined, average, self._needs_both)
-        late = LazyTorchMetric(f'Multilabel{self._kind}', partial(by_label, type(self).__name__, sigmoid), finish,
-                    average='micro' if average == 'micro' else 'none')
+        finish = (
+            computed if average == 'micro' else partial(over_defined, average, self._needs_both)
+        )
+        late = LazyTorchMetric(
+            f'Multilabel{self._kind}',
+            partial(by_label, type(self).__name__, sigmoid),
+            finish,
+            average='micro' if average == 'micro' else 'none',
+        )
         super().__init__(late, self._shown, on)
 
 
@@ -358,6 +438,7 @@ class RocAucMulti(_Ranking):
     >>> RocAucMulti()(torch.tensor([[2., -1.], [3., 1.]]), torch.tensor([[1, 0], [0, 1]]))
     0.5
     """
+
     _kind, _shown, _needs_both = 'AUROC', 'roc_auc_score', True
 
 
@@ -367,10 +448,12 @@ class APScoreMulti(_Ranking):
     >>> APScoreMulti()(torch.tensor([[2., -1.], [3., 1.]]), torch.tensor([[1, 0], [0, 1]]))
     0.75
     """
+
     _kind, _shown = 'AveragePrecision', 'average_precision_score'
 
 
-# -- others ------------------------------------------------------------------------------------------------------------
+# -- others ----------------------------------------------------------------------------------------
+
 
 class SpearmanCorrCoef(Score):
     """Spearman's correlation: Pearson's of the ranks; NaN where either side is constant.
@@ -380,7 +463,11 @@ class SpearmanCorrCoef(Score):
     """
 
     def __init__(self, on: str | None = None) -> None:
-        super().__init__(LazyTorchMetric('SpearmanCorrCoef', partial(values, 'SpearmanCorrCoef'), computed), 'spearmanr', on)
+        super().__init__(
+            LazyTorchMetric('SpearmanCorrCoef', partial(values, 'SpearmanCorrCoef'), computed),
+            'spearmanr',
+            on,
+        )
 
 
 class CorpusBLEUMetric(TorchMetric):

@@ -5,6 +5,7 @@ torchmetrics (`learnkit.metrics.classification`) can be imported here too, witho
 `on='train'`, `'valid'` or `'both'`, by default as the Recorder says. Each gives the exact value on the set,
 whatever its batches, also of sequences whose length varies: in a list of metrics these functions count targets, where
 `AvgMetric(f)` averages a function of your own over samples. None makes the host wait for a device at every batch."""
+
 from __future__ import annotations
 
 import math
@@ -70,15 +71,72 @@ from learnkit.metrics.whole_set import AccumMetric, LossMetric, LossMetrics, skm
 
 F = TypeVar('F', bound=Callable[..., Tensor])
 
-__all__ = ['Metric', 'Mean', 'AvgMetric', 'AvgLoss', 'AvgSmoothLoss', 'ElementMean', 'SumMetric', 'ValueMetric',
-           'TorchMetric', 'as_metrics', 'check_column', 'dry_run', 'measures_batches', 'accuracy', 'error_rate',
-           'top_k_accuracy', 'accuracy_multi', 'foreground_acc', 'ForegroundAcc', 'mse', 'rmse', 'RMSE', 'mae', 'msle',
-           'exp_rmspe', 'ExpRMSPE', 'R2Score', 'ExplainedVariance', 'PearsonCorrCoef', 'BrierScore', 'BrierScoreMulti',
-           'Perplexity', 'perplexity', 'Dice', 'DiceMulti', 'JaccardCoeff', 'JaccardCoeffMulti', 'LossMetric',
-           'LossMetrics', 'APScoreBinary', 'APScoreMulti', 'BalancedAccuracy', 'CohenKappa', 'CorpusBLEUMetric',
-           'F1Score', 'F1ScoreMulti', 'FBeta', 'FBetaMulti', 'HammingLoss', 'HammingLossMulti', 'Jaccard',
-           'JaccardMulti', 'MatthewsCorrCoef', 'MatthewsCorrCoefMulti', 'Precision', 'PrecisionMulti', 'Recall',
-           'RecallMulti', 'RocAuc', 'RocAucBinary', 'RocAucMulti', 'SpearmanCorrCoef', 'AccumMetric', 'skm_to_fastai']
+__all__ = [
+    'Metric',
+    'Mean',
+    'AvgMetric',
+    'AvgLoss',
+    'AvgSmoothLoss',
+    'ElementMean',
+    'SumMetric',
+    'ValueMetric',
+    'TorchMetric',
+    'as_metrics',
+    'check_column',
+    'dry_run',
+    'measures_batches',
+    'accuracy',
+    'error_rate',
+    'top_k_accuracy',
+    'accuracy_multi',
+    'foreground_acc',
+    'ForegroundAcc',
+    'mse',
+    'rmse',
+    'RMSE',
+    'mae',
+    'msle',
+    'exp_rmspe',
+    'ExpRMSPE',
+    'R2Score',
+    'ExplainedVariance',
+    'PearsonCorrCoef',
+    'BrierScore',
+    'BrierScoreMulti',
+    'Perplexity',
+    'perplexity',
+    'Dice',
+    'DiceMulti',
+    'JaccardCoeff',
+    'JaccardCoeffMulti',
+    'LossMetric',
+    'LossMetrics',
+    'APScoreBinary',
+    'APScoreMulti',
+    'BalancedAccuracy',
+    'CohenKappa',
+    'CorpusBLEUMetric',
+    'F1Score',
+    'F1ScoreMulti',
+    'FBeta',
+    'FBetaMulti',
+    'HammingLoss',
+    'HammingLossMulti',
+    'Jaccard',
+    'JaccardMulti',
+    'MatthewsCorrCoef',
+    'MatthewsCorrCoefMulti',
+    'Precision',
+    'PrecisionMulti',
+    'Recall',
+    'RecallMulti',
+    'RocAuc',
+    'RocAucBinary',
+    'RocAucMulti',
+    'SpearmanCorrCoef',
+    'AccumMetric',
+    'skm_to_fastai',
+]
 
 
 class ElementMean(AvgMetric):
@@ -86,22 +144,30 @@ class ElementMean(AvgMetric):
 
     def _weight(self, learn: Any) -> Any:
         "Count a batch by its targets: of sequences, it has more or less of them for its samples."
-        return learn.yb[0].numel() if getattr(learn, 'weight_func', None) is None else super()._weight(learn)
+        return (
+            learn.yb[0].numel()
+            if getattr(learn, 'weight_func', None) is None
+            else super()._weight(learn)
+        )
 
 
 def by_element(func: F) -> F:
     "Mark a mean over the targets of a batch: in a list of metrics it is the mean over those of the set."
-    def metric(**options: Any) -> ElementMean: return ElementMean(partial(func, **options) if options else func)
+
+    def metric(**options: Any) -> ElementMean:
+        return ElementMean(partial(func, **options) if options else func)
+
     return whole_set_metric(metric)(func)
 
 
-# -- classes -----------------------------------------------------------------------------------------------------------
+# -- classes ---------------------------------------------------------------------------------------
+
 
 @by_element
 @needs_class_indices
 def accuracy(
-    pred: Tensor,    # scores, classes along `axis`
-    targ: Tensor,    # class numbers, of pred's shape without `axis`
+    pred: Tensor,  # scores, classes along `axis`
+    targ: Tensor,  # class numbers, of pred's shape without `axis`
     axis: int = -1,  # where the classes are; 1 for images (B, C, H, W)
 ) -> Tensor:
     """Return the share of targets whose class scores highest.
@@ -119,8 +185,8 @@ def accuracy(
 @by_element
 @needs_class_indices
 def error_rate(
-    pred: Tensor,    # scores, classes along `axis`
-    targ: Tensor,    # class numbers
+    pred: Tensor,  # scores, classes along `axis`
+    targ: Tensor,  # class numbers
     axis: int = -1,  # where the classes are
 ) -> Tensor:
     """Return 1 - `accuracy`.
@@ -135,9 +201,9 @@ def error_rate(
 @by_element
 @needs_class_indices
 def top_k_accuracy(
-    pred: Tensor,    # scores, classes along `axis`
-    targ: Tensor,    # class numbers
-    k: int = 5,      # how many guesses there are
+    pred: Tensor,  # scores, classes along `axis`
+    targ: Tensor,  # class numbers
+    k: int = 5,  # how many guesses there are
     axis: int = -1,  # where the classes are
 ) -> Tensor:
     """Return the share of targets whose class is among the `k` that score highest.
@@ -149,15 +215,16 @@ def top_k_accuracy(
     """
     scores, targ = by_class('top_k_accuracy', pred, targ, axis)
     n = scores.shape[1]
-    if not 1 <= k <= n: raise MetricError(f'top_k_accuracy: k={k}, but there are {n} classes.')
+    if not 1 <= k <= n:
+        raise MetricError(f'top_k_accuracy: k={k}, but there are {n} classes.')
     return (scores.topk(k)[1] == targ[:, None]).any(1).float().mean()
 
 
 @by_element
 def accuracy_multi(
-    pred: Tensor,          # a score for each label
-    targ: Tensor,          # 0 or 1 for each label
-    thresh: float = 0.5,   # a label is predicted above this
+    pred: Tensor,  # a score for each label
+    targ: Tensor,  # 0 or 1 for each label
+    thresh: float = 0.5,  # a label is predicted above this
     sigmoid: bool = True,  # whether the scores are logits
 ) -> Tensor:
     """Return the share of labels that are predicted right, of samples with any number of labels.
@@ -169,7 +236,8 @@ def accuracy_multi(
     return (((pred.sigmoid() if sigmoid else pred) > thresh) == targ.bool()).float().mean()
 
 
-# -- regression --------------------------------------------------------------------------------------------------------
+# -- regression ------------------------------------------------------------------------------------
+
 
 @by_element
 def mse(pred: Tensor, targ: Tensor) -> Tensor:
@@ -264,18 +332,18 @@ class _Regression(SumMetric):
     def sums(self, pred: Tensor, targ: Tensor) -> Tensor:
         p, t = map(widened, paired(self.name, pred, targ))
         e = t - p
-        return torch.stack([torch.ones_like(t), t, t*t, p, p*p, p*t, e, e*e]).sum(1)
+        return torch.stack([torch.ones_like(t), t, t * t, p, p * p, p * t, e, e * e]).sum(1)
 
 
 def _spread(n: float, total: float, squares: float) -> float:
     "The sum of squares around the mean; what is left of rounding is 0."
-    spread = squares - total*total/n
-    return spread if spread > 1e-14*squares else 0.
+    spread = squares - total * total / n
+    return spread if spread > 1e-14 * squares else 0.0
 
 
 def _explained(left: float, spread: float) -> float:
     "The share that is explained; 1 or 0 for targets that are all equal, as in scikit-learn."
-    return 1 - left/spread if spread else float(left == 0)
+    return 1 - left / spread if spread else float(left == 0)
 
 
 class R2Score(_Regression):
@@ -284,6 +352,7 @@ class R2Score(_Regression):
     >>> R2Score()(torch.tensor([1., 2., 4.]), torch.tensor([1., 2., 3.]))
     0.5
     """
+
     _name = 'r2_score'
 
     def final(self, sums: Tensor) -> float:
@@ -297,6 +366,7 @@ class ExplainedVariance(_Regression):
     >>> ExplainedVariance()(torch.tensor([2., 3., 4.]), torch.tensor([1., 2., 3.]))
     1.0
     """
+
     _name = 'explained_variance_score'
 
     def final(self, sums: Tensor) -> float:
@@ -310,15 +380,17 @@ class PearsonCorrCoef(_Regression):
     >>> round(PearsonCorrCoef()(torch.tensor([1., 2., 3.]), torch.tensor([3., 2., 1.])), 6)
     -1.0
     """
+
     _name = 'pearsonr'
 
     def final(self, sums: Tensor) -> float:
         n, t, tt, p, pp, pt, *_ = sums.tolist()
-        spread = (_spread(n, t, tt)*_spread(n, p, pp))**0.5 if n > 1 else 0.
-        return max(-1., min(1., (pt - p*t/n)/spread)) if spread else math.nan
+        spread = (_spread(n, t, tt) * _spread(n, p, pp)) ** 0.5 if n > 1 else 0.0
+        return max(-1.0, min(1.0, (pt - p * t / n) / spread)) if spread else math.nan
 
 
-# -- losses and probabilities ------------------------------------------------------------------------------------------
+# -- losses and probabilities ----------------------------------------------------------------------
+
 
 class BrierScore(SumMetric):
     """The mean squared error of the softmax, `sum_c (p_c - [t == c])**2`; half of that for two classes.
@@ -332,7 +404,7 @@ class BrierScore(SumMetric):
 
     def __init__(
         self,
-        axis: int = -1,         # where the classes are
+        axis: int = -1,  # where the classes are
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         super().__init__('brier_score_loss', on)
@@ -343,14 +415,17 @@ class BrierScore(SumMetric):
         p, n_classes = widened(scores).softmax(1), scores.shape[1]
         # looked at with the value: no batch waits for a device
         known = targ.long().clamp(0, n_classes - 1)
-        squares = (p*p).sum(1) - 2*p.gather(1, known[:, None])[:, 0] + 1
-        return squares.sum()/(2 if n_classes == 2 else 1), targ.numel(), (known != targ).sum()
+        squares = (p * p).sum(1) - 2 * p.gather(1, known[:, None])[:, 0] + 1
+        return squares.sum() / (2 if n_classes == 2 else 1), targ.numel(), (known != targ).sum()
 
     def final(self, sums: Tensor) -> float:
         total, n, n_unknown = sums.tolist()
-        if not n_unknown: return total/n if n else math.nan
-        raise MetricError(f'{self.name}: {n_unknown:.0f} of {n:.0f} targets are no class numbers, from 0 to the '
-                          'number of classes - 1. Leave out what is not to count, in `before_batch`.')
+        if not n_unknown:
+            return total / n if n else math.nan
+        raise MetricError(
+            f'{self.name}: {n_unknown:.0f} of {n:.0f} targets are no class numbers, from 0 to the '
+            'number of classes - 1. Leave out what is not to count, in `before_batch`.'
+        )
 
 
 class BrierScoreMulti(SumMetric):
@@ -362,7 +437,7 @@ class BrierScoreMulti(SumMetric):
 
     def __init__(
         self,
-        sigmoid: bool = True,   # whether the predictions are logits
+        sigmoid: bool = True,  # whether the predictions are logits
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         super().__init__('brier_score_loss', on)
@@ -372,7 +447,8 @@ class BrierScoreMulti(SumMetric):
         p, t = map(widened, paired(self.name, pred, targ))
         return ((p.sigmoid() if self.sigmoid else p) - t).square().sum(), t.numel()
 
-    def final(self, sums: Tensor) -> float: return float(sums[0]/sums[1])
+    def final(self, sums: Tensor) -> float:
+        return float(sums[0] / sums[1])
 
 
 class Perplexity(AvgLoss):

@@ -1,6 +1,7 @@
 """What processes that train together have accumulated, each from its own batches, made into that of all of them.
 
 A merged metric is what one process would have of all the batches; kept predictions come in the order of its batches."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,14 +19,23 @@ from learnkit.core.comm import Comm
 from learnkit.core.errors import BatchError, MetricError
 from learnkit.metrics.state import Pairs, accumulated, is_metric, is_torchmetrics, put_back
 
-__all__ = ['Accumulates', 'check_mergeable', 'gather_on_host', 'in_turn', 'merge_states', 'merged_pairs',
-           'shared_state', 'unsynced']
+__all__ = [
+    'Accumulates',
+    'check_mergeable',
+    'gather_on_host',
+    'in_turn',
+    'merge_states',
+    'merged_pairs',
+    'shared_state',
+    'unsynced',
+]
 
 T = TypeVar('T')
 
 
 class Accumulates:
     "What has a state for checkpoints, found in its attributes, and can be merged with that of other processes."
+
     summed: tuple[str, ...] = ()  # attributes that are summed over ranks that train together
 
     def reset(self) -> None:
@@ -55,21 +65,29 @@ class Accumulates:
 
 def shared_state(o: Any) -> dict[str, Any]:
     "Return what something that accumulates tells the other processes."
-    if is_torchmetrics(o): return accumulated(o)
-    if _merges_itself(o): return dict(o.state_dict() if hasattr(o, 'state_dict') else accumulated(o))
+    if is_torchmetrics(o):
+        return accumulated(o)
+    if _merges_itself(o):
+        return dict(o.state_dict() if hasattr(o, 'state_dict') else accumulated(o))
     summed, parts = getattr(o, 'summed', ()), _parts(o)
-    return {**accumulated(o, but={*summed, *parts}), **{f'{k}/': shared_state(part) for k, part in parts.items()},
-            **{name: getattr(o, name) for name in summed}}
+    return {
+        **accumulated(o, but={*summed, *parts}),
+        **{f'{k}/': shared_state(part) for k, part in parts.items()},
+        **{name: getattr(o, name) for name in summed},
+    }
 
 
 def merge_states(
-    o: Any,                        # what accumulates; what it has itself is forgotten
+    o: Any,  # what accumulates; what it has itself is forgotten
     states: list[dict[str, Any]],  # from `shared_state` in each process
 ) -> None:
     "Make it what one process would have accumulated. Raises `MetricError` where nobody knows how."
-    if is_torchmetrics(o): _merge_torchmetrics(o, states)
-    elif _merges_itself(o): o.merge(states)
-    else: _merge_summed(o, states)
+    if is_torchmetrics(o):
+        _merge_torchmetrics(o, states)
+    elif _merges_itself(o):
+        o.merge(states)
+    else:
+        _merge_summed(o, states)
 
 
 def check_mergeable(metric: Any) -> None:
@@ -77,18 +95,24 @@ def check_mergeable(metric: Any) -> None:
 
     What overrides `reset` has something to forget that the class above may know nothing about, so it has to say it
     itself."""
-    if is_torchmetrics(metric): return
+    if is_torchmetrics(metric):
+        return
     for cls in type(metric).__mro__:
-        if cls is Accumulates or cls is object: break
+        if cls is Accumulates or cls is object:
+            break
         if 'merge' in vars(cls) or 'summed' in vars(cls):
-            for part in _parts(metric).values(): check_mergeable(part)
+            for part in _parts(metric).values():
+                check_mergeable(part)
             return
-        if 'reset' in vars(cls): break
+        if 'reset' in vars(cls):
+            break
     name = type(metric).__name__
-    raise MetricError(f'{name}: several processes train together, and it is not known how what each of them has '
-                      f'accumulated makes the metric of all. Where it adds up, say so in the class: `class {name}: '
-                      "summed = ('total', 'n')`, the names of those attributes, `()` for none. Or else define "
-                      '`merge(self, states)`, which sets the attributes from what `state_dict()` has returned in each.')
+    raise MetricError(
+        f'{name}: several processes train together, and it is not known how what each of them has '
+        f'accumulated makes the metric of all. Where it adds up, say so in the class: `class {name}: '
+        "summed = ('total', 'n')`, the names of those attributes, `()` for none. Or else define "
+        '`merge(self, states)`, which sets the attributes from what `state_dict()` has returned in each.'
+    )
 
 
 def _merges_itself(o: Any) -> bool:
@@ -96,13 +120,14 @@ def _merges_itself(o: Any) -> bool:
     return own is not None and own is not Accumulates.merge
 
 
-def _parts(o: Any) -> dict[str, Any]: return {name: value for name, value in vars(o).items() if is_metric(value)}
+def _parts(o: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(o).items() if is_metric(value)}
 
 
 def gather_on_host(
     world: Comm,
-    value: Any,    # any nesting; its tensors travel on the host
-    what: str,     # what it is, for errors
+    value: Any,  # any nesting; its tensors travel on the host
+    what: str,  # what it is, for errors
 ) -> list[Any]:
     """Return the values of all processes, in the order of their ranks.
 
@@ -112,56 +137,82 @@ def gather_on_host(
     try:
         return world.gather(map_tensors(value, lambda t: t.detach().cpu()), what)
     except (PicklingError, AttributeError, TypeError) as e:  # as pickle raises them
-        raise BatchError(f'The {what} cannot be sent to the other processes: {e}. Give tensors, arrays, numbers and '
-                         'strings in dicts, lists and tuples, or classes that an import finds by their name.') from e
+        raise BatchError(
+            f'The {what} cannot be sent to the other processes: {e}. Give tensors, arrays, numbers and '
+            'strings in dicts, lists and tuples, or classes that an import finds by their name.'
+        ) from e
 
 
-# -- attributes --------------------------------------------------------------------------------------------------------
+# -- attributes ------------------------------------------------------------------------------------
+
 
 def _merge_summed(o: Any, states: list[dict[str, Any]]) -> None:
     o.reset()
     fresh, summed = shared_state(o), getattr(o, 'summed', ())
     for name in dict.fromkeys(name for sd in states for name in sd):
         values = [sd[name] for sd in states if name in sd]
-        if name.endswith('/'): merge_states(vars(o)[name[:-1]], values)
-        elif name in summed: setattr(o, name, _added(values, f'{type(o).__name__}.{name}'))
+        if name.endswith('/'):
+            merge_states(vars(o)[name[:-1]], values)
+        elif name in summed:
+            setattr(o, name, _added(values, f'{type(o).__name__}.{name}'))
         elif name not in fresh or not all(_same(v, fresh[name]) for v in values):
-            raise MetricError(f'{type(o).__name__}.{name} has changed since the metric was reset, and it is not known '
-                              'how to merge what several processes have in it. Name it in `summed`, a tuple in the '
-                              'class, where it adds up; or define `merge(self, states)`.')
+            raise MetricError(
+                f'{type(o).__name__}.{name} has changed since the metric was reset, and it is not known '
+                'how to merge what several processes have in it. Name it in `summed`, a tuple in the '
+                'class, where it adds up; or define `merge(self, states)`.'
+            )
 
 
 def _added(values: list[Any], what: str) -> Any:
     "Add up, from the first to the last; None counts for nothing."
     there = [v for v in values if v is not None]
-    if not there: return None
+    if not there:
+        return None
     if any(isinstance(v, dict) for v in there):  # a process without batches still has the number 0
         there = [v for v in there if isinstance(v, dict) or v != 0]
     if all(isinstance(v, dict) for v in there):
-        return {k: _added([v[k] for v in there if k in v], what) for k in dict.fromkeys(k for v in there for k in v)}
-    if all(isinstance(v, list) for v in there): return [x for v in there for x in v]
+        return {
+            k: _added([v[k] for v in there if k in v], what)
+            for k in dict.fromkeys(k for v in there for k in v)
+        }
+    if all(isinstance(v, list) for v in there):
+        return [x for v in there for x in v]
     shapes = {tuple(v.shape) for v in there if isinstance(v, (Tensor, np.ndarray)) and v.ndim}
     if len(shapes) > 1:
-        raise MetricError(f'{what} has other shapes in other processes, {sorted(shapes)}: is the number of classes '
-                          'not the same everywhere?')
+        raise MetricError(
+            f'{what} has other shapes in other processes, {sorted(shapes)}: is the number of classes '
+            'not the same everywhere?'
+        )
     if not all(isinstance(v, (int, float, complex, Tensor, np.ndarray, np.generic)) for v in there):
-        raise MetricError(f'{what}: numbers, tensors, arrays, lists and dicts of them add up, not '
-                          f'{" and ".join(sorted({type(v).__name__ for v in there}))}. Define `merge(self, states)`.')
+        raise MetricError(
+            f'{what}: numbers, tensors, arrays, lists and dicts of them add up, not '
+            f'{" and ".join(sorted({type(v).__name__ for v in there}))}. Define `merge(self, states)`.'
+        )
     total = there[0]
-    for v in there[1:]: total = total + v
+    for v in there[1:]:
+        total = total + v
     return total
 
 
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and torch.equal(a.cpu(), b.cpu())
-    if type(a) is not type(b): return False
-    if isinstance(a, (list, tuple)): return len(a) == len(b) and all(map(_same, a, b))
-    if isinstance(a, dict): return a.keys() == b.keys() and all(_same(v, b[k]) for k, v in a.items())
+        return (
+            isinstance(a, Tensor)
+            and isinstance(b, Tensor)
+            and a.shape == b.shape
+            and torch.equal(a.cpu(), b.cpu())
+        )
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(v, b[k]) for k, v in a.items())
     return bool(a == b or (a != a and b != b))
 
 
-# -- predictions that wait ---------------------------------------------------------------------------------------------
+# -- predictions that wait -------------------------------------------------------------------------
+
 
 def in_turn(lists: Iterable[list[T]]) -> list[T]:
     """Return the first entry of each list, then the second of each: the batches of processes in the data's order.
@@ -183,18 +234,21 @@ def merged_pairs(
 
 def _cut(pairs: Pairs, lengths: list[tuple[int, int]]) -> Pairs:
     "Undo the joining of batches."
-    if len(pairs) == len(lengths) or not pairs: return pairs
+    if len(pairs) == len(lengths) or not pairs:
+        return pairs
     preds, targs = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     n_preds, n_targs = zip(*lengths, strict=True)
     return list(zip(preds.split(n_preds), targs.split(n_targs), strict=True))
 
 
-# -- torchmetrics ------------------------------------------------------------------------------------------------------
+# -- torchmetrics ----------------------------------------------------------------------------------
+
 
 def _merge_torchmetrics(o: Any, states: list[dict[str, Any]]) -> None:
     "Reduce each state as its metric says (`dist_reduce_fx`), without messages of its own."
     for path, m in o.named_modules():
-        if '_defaults' not in vars(m): continue
+        if '_defaults' not in vars(m):
+            continue
         found = [sd[path] for sd in states if path in sd]
         # one that has seen nothing has nothing to say: its zeros are no minimum
         found = [sd for sd in found if sd['counts'].get('_update_count')] or found
@@ -202,21 +256,28 @@ def _merge_torchmetrics(o: Any, states: list[dict[str, Any]]) -> None:
         for name, how in m._reductions.items():
             value = _reduced([sd['states'][name] for sd in found], counts, how)
             setattr(m, name, _to(value, m.device))
-        for name, value in found[0]['counts'].items(): setattr(m, name, value)
-        if '_update_count' in found[0]['counts']: m._update_count = sum(counts)
+        for name, value in found[0]['counts'].items():
+            setattr(m, name, value)
+        if '_update_count' in found[0]['counts']:
+            m._update_count = sum(counts)
         m._computed = None  # what it remembers having computed is of its own batches
 
 
 def _reduced(values: list[Any], counts: list[int], how: Callable[[Any], Any] | None) -> Any:
     from torchmetrics.utilities import dim_zero_cat, dim_zero_mean
-    if len(values) == 1: return values[0]
+
+    if len(values) == 1:
+        return values[0]
     if not isinstance(values[0], Tensor):
         flat = in_turn(values)
         return flat if how is None or how is dim_zero_cat or not flat else how(flat)
-    if how is dim_zero_cat and values[0].ndim: return torch.cat(values)
+    if how is dim_zero_cat and values[0].ndim:
+        return torch.cat(values)
     stacked = torch.stack(values)
-    if how is None: return stacked
-    if how is not dim_zero_mean or not any(counts): return how(stacked)
+    if how is None:
+        return stacked
+    if how is not dim_zero_mean or not any(counts):
+        return how(stacked)
     # a mean over its updates
     shares = torch.tensor(counts, dtype=torch.float64, device=stacked.device) / sum(counts)
     mean = (stacked.double() * shares.view(-1, *[1] * (stacked.ndim - 1))).sum(0)
@@ -224,24 +285,38 @@ def _reduced(values: list[Any], counts: list[int], how: Callable[[Any], Any] | N
 
 
 def _to(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor): return value.to(device)
+    if isinstance(value, Tensor):
+        return value.to(device)
     return type(value)(_to(v, device) for v in value) if isinstance(value, (list, tuple)) else value
 
 
 @contextmanager
 def unsynced(metrics: Iterable[Any]) -> Iterator[None]:
     "Let torchmetrics objects compute from what they have: merged, that is of all processes already."
-    inside = [m for metric in metrics for o in _torchmetrics_in(metric) for m in o.modules()
-              if 'distributed_available_fn' in vars(m)]
+    inside = [
+        m
+        for metric in metrics
+        for o in _torchmetrics_in(metric)
+        for m in o.modules()
+        if 'distributed_available_fn' in vars(m)
+    ]
     before = [m.distributed_available_fn for m in inside]
-    for m in inside: m.distributed_available_fn = _alone
-    try: yield
+    for m in inside:
+        m.distributed_available_fn = _alone
+    try:
+        yield
     finally:
-        for m, fn in zip(inside, before, strict=True): m.distributed_available_fn = fn
+        for m, fn in zip(inside, before, strict=True):
+            m.distributed_available_fn = fn
 
 
 def _torchmetrics_in(o: Any) -> list[Any]:
-    return [o] if is_torchmetrics(o) else [found for part in _parts(o).values() for found in _torchmetrics_in(part)]
+    return (
+        [o]
+        if is_torchmetrics(o)
+        else [found for part in _parts(o).values() for found in _torchmetrics_in(part)]
+    )
 
 
-def _alone() -> bool: return False
+def _alone() -> bool:
+    return False

@@ -1,6 +1,7 @@
 """Metrics of segmentation: predictions (B, C, H, W) with the classes along `axis`, targets (B, H, W) of class numbers.
 
 Pixels are counted over the whole set, so that no value depends on how it was cut into batches."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -12,7 +13,14 @@ from learnkit.core.errors import MetricError
 from learnkit.core.validation import check_choice
 from learnkit.metrics.averages import SumMetric, paired, whole_set_metric
 
-__all__ = ['foreground_acc', 'ForegroundAcc', 'Dice', 'DiceMulti', 'JaccardCoeff', 'JaccardCoeffMulti']
+__all__ = [
+    'foreground_acc',
+    'ForegroundAcc',
+    'Dice',
+    'DiceMulti',
+    'JaccardCoeff',
+    'JaccardCoeffMulti',
+]
 
 
 class ForegroundAcc(SumMetric):
@@ -20,9 +28,9 @@ class ForegroundAcc(SumMetric):
 
     def __init__(
         self,
-        bkg_idx: int = 0,        # the class of the background
-        axis: int = 1,           # where the classes are
-        on: str | None = None,   # 'train', 'valid' or 'both'
+        bkg_idx: int = 0,  # the class of the background
+        axis: int = 1,  # where the classes are
+        on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         super().__init__('foreground_acc', on)
         self.bkg_idx, self.axis = bkg_idx, axis
@@ -33,15 +41,16 @@ class ForegroundAcc(SumMetric):
         mask = targ != self.bkg_idx
         return ((best == targ) & mask).sum(), mask.sum()
 
-    def final(self, sums: Tensor) -> float: return float(sums[0]/sums[1])
+    def final(self, sums: Tensor) -> float:
+        return float(sums[0] / sums[1])
 
 
 @whole_set_metric(ForegroundAcc)
 def foreground_acc(
-    pred: Tensor,      # scores, classes along `axis`
-    targ: Tensor,      # class numbers, (B, H, W) or (B, 1, H, W)
+    pred: Tensor,  # scores, classes along `axis`
+    targ: Tensor,  # class numbers, (B, H, W) or (B, 1, H, W)
     bkg_idx: int = 0,  # the class of the background
-    axis: int = 1,     # where the classes are
+    axis: int = 1,  # where the classes are
 ) -> Tensor:
     """Return the accuracy of the pixels that are not background; NaN without any.
 
@@ -49,7 +58,7 @@ def foreground_acc(
     tensor(1.)
     """
     right, n = ForegroundAcc(bkg_idx, axis).sums(pred, targ)
-    return right/n
+    return right / n
 
 
 class Dice(SumMetric):
@@ -63,7 +72,7 @@ class Dice(SumMetric):
 
     def __init__(
         self,
-        axis: int = 1,          # where the classes are
+        axis: int = 1,  # where the classes are
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         super().__init__(on=on)
@@ -72,14 +81,16 @@ class Dice(SumMetric):
     def sums(self, pred: Tensor, targ: Tensor) -> Any:
         check_choice(self.name, pred, self.axis)
         if (n := pred.shape[self.axis]) != 2:
-            raise MetricError(f'{type(self).__name__} is of two classes, but predictions {list(pred.shape)} have {n} '
-                              f'along axis {self.axis}: use {type(self).__name__}Multi, or another `axis`.')
+            raise MetricError(
+                f'{type(self).__name__} is of two classes, but predictions {list(pred.shape)} have {n} '
+                f'along axis {self.axis}: use {type(self).__name__}Multi, or another `axis`.'
+            )
         p, t = (o == 1 for o in paired(self.name, pred.argmax(dim=self.axis), targ))
         return (p & t).sum(), p.sum() + t.sum()
 
     def final(self, sums: Tensor) -> Any:
         both, total = sums.tolist()
-        return 2*both/total if total else None
+        return 2 * both / total if total else None
 
 
 class JaccardCoeff(Dice):
@@ -91,7 +102,7 @@ class JaccardCoeff(Dice):
 
     def final(self, sums: Tensor) -> Any:
         both, total = sums.tolist()
-        return both/(total - both) if total else None
+        return both / (total - both) if total else None
 
 
 class DiceMulti(Dice):
@@ -110,7 +121,7 @@ class DiceMulti(Dice):
 
     def final(self, sums: Tensor) -> float:
         both, total = sums
-        return float((2*both/total)[total > 0].mean())
+        return float((2 * both / total)[total > 0].mean())
 
 
 class JaccardCoeffMulti(DiceMulti):
@@ -122,4 +133,4 @@ class JaccardCoeffMulti(DiceMulti):
 
     def final(self, sums: Tensor) -> float:
         both, total = sums
-        return float((both/(total - both))[total > 0].mean())
+        return float((both / (total - both))[total > 0].mean())

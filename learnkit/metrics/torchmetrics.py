@@ -1,6 +1,7 @@
 """Torchmetrics objects that are made when the first batch shows how many classes there are, and what they are fed.
 
 For `learnkit.metrics.classification`: from predictions to what is counted, and from what was counted to the value."""
+
 from __future__ import annotations
 
 import warnings
@@ -21,15 +22,31 @@ from learnkit.metrics.base import is_number
 from learnkit.metrics.merge import in_turn, merge_states, merged_pairs
 from learnkit.metrics.state import Pairs, accumulated, joined, put_back
 
-__all__ = ['LazyTorchMetric', 'Score', 'by_class', 'argmax_preds', 'softmax_probs', 'chance_of', 'by_label', 'threshold_labels', 'values', 'computed',
-           'over_defined', 'mean_recall', 'matthews', 'averaged', 'check_average', 'Bleu']
+__all__ = [
+    'LazyTorchMetric',
+    'Score',
+    'by_class',
+    'argmax_preds',
+    'softmax_probs',
+    'chance_of',
+    'by_label',
+    'threshold_labels',
+    'values',
+    'computed',
+    'over_defined',
+    'mean_recall',
+    'matthews',
+    'averaged',
+    'check_average',
+    'Bleu',
+]
 
 GROUP = 2**20  # predicted numbers that wait for one update
 AVERAGES = ('macro', 'micro', 'weighted')
 
-Prepared = tuple[Tensor, Tensor, int]           # predictions, targets, how many classes or labels there are
+Prepared = tuple[Tensor, Tensor, int]  # predictions, targets, how many classes or labels there are
 Prepare = Callable[[Tensor, Tensor], Prepared]
-Finish = Callable[[Any], Any]                   # from the torchmetrics object to the value
+Finish = Callable[[Any], Any]  # from the torchmetrics object to the value
 Labels = Sequence[int] | None
 
 
@@ -41,7 +58,9 @@ def from_torchmetrics(module: str, name: str) -> Any:
             warnings.simplefilter('ignore')
             return getattr(import_module(f'torchmetrics.{module}'), name)
     except ModuleNotFoundError as e:
-        raise MissingExtraError(f'{name} comes from torchmetrics ({e}): `pip install learnkit[metrics]`.') from e
+        raise MissingExtraError(
+            f'{name} comes from torchmetrics ({e}): `pip install learnkit[metrics]`.'
+        ) from e
 
 
 class LazyTorchMetric:
@@ -58,20 +77,23 @@ class LazyTorchMetric:
     def reset(self) -> None:
         self.metric: Any = None
         self.waiting: Pairs = []
-        self.lengths: list[tuple[int, int]] = []   # of the batches that wait
+        self.lengths: list[tuple[int, int]] = []  # of the batches that wait
         self.n, self.n_waiting = 0, 0
 
     def update(self, pred: Tensor, targ: Tensor) -> None:
         pred, targ, n = self.prepare(pred, targ)
-        if self.n and n != self.n: raise MetricError(f'{self.kind}: there were {self.n} classes, now there are {n}.')
+        if self.n and n != self.n:
+            raise MetricError(f'{self.kind}: there were {self.n} classes, now there are {n}.')
         self.waiting.append((pred, targ))
         self.lengths.append((len(pred), len(targ)))
         self.n, self.n_waiting = n, self.n_waiting + pred.numel()
-        if self.n_waiting >= GROUP: self.flush()
+        if self.n_waiting >= GROUP:
+            self.flush()
 
     def flush(self) -> None:
         "Hand over what waits."
-        if not self.waiting: return
+        if not self.waiting:
+            return
         pred, targ = joined(self.waiting)[0]
         self.waiting, self.lengths, self.n_waiting = [], [], 0
         self._check_range(targ)
@@ -82,22 +104,28 @@ class LazyTorchMetric:
     def _made(self) -> Any:
         # it is merged: processes may compute at different times
         options = {**self.options, 'sync_on_compute': False}
-        if self.kind.startswith('Multiclass'): options |= {'num_classes': self.n, 'validate_args': False}
-        if self.kind.startswith('Multilabel'): options |= {'num_labels': self.n, 'validate_args': False}
+        if self.kind.startswith('Multiclass'):
+            options |= {'num_classes': self.n, 'validate_args': False}
+        if self.kind.startswith('Multilabel'):
+            options |= {'num_labels': self.n, 'validate_args': False}
         return self.make(**options)
 
     def _check_range(self, targ: Tensor) -> None:
         "Raise `MetricError` for what is no class number, which torchmetrics would count as another class."
-        if targ.is_floating_point() or not targ.numel(): return
+        if targ.is_floating_point() or not targ.numel():
+            return
         top = self.n if self.kind.startswith('Multiclass') else 2
         low, high = torch.stack(targ.aminmax()).tolist()
         if low < 0 or high >= top:
-            raise MetricError(f'{self.kind}: targets go from {low} to {high}, but are to be from 0 to {top - 1}. Leave '
-                              'out what is not to count, in `before_batch` or a function of your own.')
+            raise MetricError(
+                f'{self.kind}: targets go from {low} to {high}, but are to be from 0 to {top - 1}. Leave '
+                'out what is not to count, in `before_batch` or a function of your own.'
+            )
 
     def compute(self) -> Any:
         self.flush()
-        with _quiet(): return self.finish(self.metric)
+        with _quiet():
+            return self.finish(self.metric)
 
     def state_dict(self) -> dict[str, Any]:
         self.waiting = joined(self.waiting)  # two tensors are saved faster than two a batch
@@ -107,18 +135,23 @@ class LazyTorchMetric:
         self.reset()
         self.n = sd['n']
         if 'metric/' in sd:
-            with _quiet(): self.metric = self._made()
+            with _quiet():
+                self.metric = self._made()
         put_back(self, sd)
 
     def merge(self, states: list[dict[str, Any]]) -> None:
         known = sorted({sd['n'] for sd in states if sd['n']})
-        if len(known) > 1: raise MetricError(f'{self.kind}: {known[0]} classes in one process, {known[1]} in another.')
+        if len(known) > 1:
+            raise MetricError(
+                f'{self.kind}: {known[0]} classes in one process, {known[1]} in another.'
+            )
         self.reset()
         self.n = known[0] if known else 0
         self.waiting, self.lengths = merged_pairs(states)
         self.n_waiting = sum(pred.numel() for pred, _ in self.waiting)
         if counted := [sd['metric/'] for sd in states if 'metric/' in sd]:
-            with _quiet(): self.metric = self._made()
+            with _quiet():
+                self.metric = self._made()
             merge_states(self.metric, counted)
 
 
@@ -132,27 +165,32 @@ def _quiet() -> Iterator[None]:
 
 class Score(TorchMetric):
     "Base of what is computed by a torchmetrics object made late; called, it gives the value of one batch alone."
+
     metric: LazyTorchMetric
 
     def __call__(self, pred: Tensor, *targs: Tensor) -> Any:
         value = self._alone(pred, targs)
         return float(value) if is_number(value) else to_detach(value)
 
-    def _try(self, pred: Any, yb: tuple[Any, ...]) -> None: self._alone(pred, yb)
+    def _try(self, pred: Any, yb: tuple[Any, ...]) -> None:
+        self._alone(pred, yb)
 
     def _alone(self, pred: Any, yb: tuple[Any, ...]) -> Any:
-        late = LazyTorchMetric(self.metric.kind, self.metric.prepare, self.metric.finish, **self.metric.options)
+        late = LazyTorchMetric(
+            self.metric.kind, self.metric.prepare, self.metric.finish, **self.metric.options
+        )
         self._update(late, pred, yb)
         return late.compute()
 
 
-# -- from predictions to what is counted -------------------------------------------------------------------------------
+# -- from predictions to what is counted -----------------------------------------------------------
+
 
 def by_class(
-    name: str,     # the metric's, for the message
+    name: str,  # the metric's, for the message
     pred: Tensor,  # scores, classes along `axis`
     targ: Tensor,  # class numbers, one for each prediction
-    axis: int,     # where the classes are
+    axis: int,  # where the classes are
 ) -> tuple[Tensor, Tensor]:
     """Return scores (N, C) and targets (N,). Raises `MetricError` when there is not one target for each prediction.
 
@@ -161,18 +199,25 @@ def by_class(
     """
     check_choice(name, pred, axis)
     scores = pred.movedim(axis, -1)
-    if targ.numel()*scores.shape[-1] == scores.numel(): return scores.reshape(-1, scores.shape[-1]), targ.reshape(-1)
-    raise MetricError(f'{name}: predictions of shape {tuple(pred.shape)}, with {scores.shape[-1]} classes along axis '
-                      f'{axis}, do not fit targets of shape {tuple(targ.shape)}: give one class number for each.')
+    if targ.numel() * scores.shape[-1] == scores.numel():
+        return scores.reshape(-1, scores.shape[-1]), targ.reshape(-1)
+    raise MetricError(
+        f'{name}: predictions of shape {tuple(pred.shape)}, with {scores.shape[-1]} classes along axis '
+        f'{axis}, do not fit targets of shape {tuple(targ.shape)}: give one class number for each.'
+    )
 
 
-def _wide(t: Tensor) -> Tensor: return t.to(torch.promote_types(t.dtype, torch.float32))
+def _wide(t: Tensor) -> Tensor:
+    return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
 def _check_two(name: str, n: int, axis: int, instead: str) -> None:
-    if n == 2: return
-    raise MetricError(f'{name} is of two classes, but predictions have {n} along axis {axis}: use {instead}, or a '
-                      'metric that ends in Multi where each label is predicted for itself.')
+    if n == 2:
+        return
+    raise MetricError(
+        f'{name} is of two classes, but predictions have {n} along axis {axis}: use {instead}, or a '
+        'metric that ends in Multi where each label is predicted for itself.'
+    )
 
 
 @needs_class_indices
@@ -180,7 +225,10 @@ def argmax_preds(name: str, axis: int, two: bool, pred: Tensor, targ: Tensor) ->
     "The class that scores highest."
     check_choice(name, pred, axis)
     n = pred.shape[axis]
-    if two: _check_two(f"{name} with average='binary'", n, axis, "average='macro', 'micro', 'weighted' or None")
+    if two:
+        _check_two(
+            f"{name} with average='binary'", n, axis, "average='macro', 'micro', 'weighted' or None"
+        )
     pred, targ = paired(name, pred.argmax(dim=axis), targ)
     return pred, targ.long(), n
 
@@ -203,16 +251,21 @@ def chance_of(name: str, axis: int, label: int, pred: Tensor, targ: Tensor) -> P
 
 def by_label(name: str, sigmoid: bool, pred: Tensor, targ: Tensor) -> Prepared:
     "The sigmoid of each label, as (N, L)."
-    if pred.dim() < 2 or pred.shape[1] == 1: pred, targ = (t[:, None] for t in paired(name, pred, targ))
+    if pred.dim() < 2 or pred.shape[1] == 1:
+        pred, targ = (t[:, None] for t in paired(name, pred, targ))
     if pred.shape != targ.shape:
-        raise MetricError(f'{name}: predictions of shape {tuple(pred.shape)} do not fit targets of shape '
-                          f'{tuple(targ.shape)}: give 0 or 1 for each label, shape (B, L).')
+        raise MetricError(
+            f'{name}: predictions of shape {tuple(pred.shape)} do not fit targets of shape '
+            f'{tuple(targ.shape)}: give 0 or 1 for each label, shape (B, L).'
+        )
     n = pred.shape[1]
     pred, targ = (t.movedim(1, -1).reshape(-1, n) for t in (_wide(pred), targ))
     return pred.sigmoid() if sigmoid else pred, targ.long(), n
 
 
-def threshold_labels(name: str, thresh: float, sigmoid: bool, pred: Tensor, targ: Tensor) -> Prepared:
+def threshold_labels(
+    name: str, thresh: float, sigmoid: bool, pred: Tensor, targ: Tensor
+) -> Prepared:
     "Which labels are predicted."
     pred, targ, n = by_label(name, sigmoid, pred, targ)
     return (pred >= thresh).long(), targ, n
@@ -225,12 +278,15 @@ def values(name: str, pred: Tensor, targ: Tensor) -> Prepared:
     return pred.to(dtype), targ.to(dtype), 1
 
 
-# -- from what was counted to the value --------------------------------------------------------------------------------
-
-def computed(metric: Any) -> Any: return metric.compute()
+# -- from what was counted to the value ------------------------------------------------------------
 
 
-def _one_of(label: int, metric: Any) -> Any: return metric.compute()[label]
+def computed(metric: Any) -> Any:
+    return metric.compute()
+
+
+def _one_of(label: int, metric: Any) -> Any:
+    return metric.compute()[label]
 
 
 def _some_of(labels: Sequence[int], mean: bool, metric: Any) -> Any:
@@ -242,58 +298,73 @@ def over_defined(average: str | None, needs_both: bool, metric: Any) -> Any:
     "Average over the classes that occur (and, where `needs_both`, do not always); NaN for the others, and without any."
     scores, targ = metric.compute().reshape(-1), torch.cat(list(metric.target))
     n, n_scores = len(targ), len(scores)
-    if targ.dim() == 1 and n_scores > 1: targ = targ[:, None] == torch.arange(n_scores, device=targ.device)
+    if targ.dim() == 1 and n_scores > 1:
+        targ = targ[:, None] == torch.arange(n_scores, device=targ.device)
     counts = targ.reshape(n, -1).sum(0)
     defined = (counts > 0) & ((counts < n) | (not needs_both))
     scores = torch.where(defined, scores, torch.nan)
-    if average is None: return scores
+    if average is None:
+        return scores
     weights = (counts if average == 'weighted' else torch.ones_like(counts))[defined]
-    return (scores[defined]*weights).sum()/weights.sum()
+    return (scores[defined] * weights).sum() / weights.sum()
 
 
 def mean_recall(adjusted: bool, metric: Any) -> float:
     "Return the balanced accuracy of a confusion matrix: the mean recall over the classes that occur."
     matrix = metric.compute().double()
     counts = matrix.sum(1)
-    recalls = (matrix.diag()/counts)[counts > 0]
-    chance = 1/len(recalls) if adjusted else 0.
-    return float((recalls.mean() - chance)/(1 - chance)) if chance != 1 else float('nan')
+    recalls = (matrix.diag() / counts)[counts > 0]
+    chance = 1 / len(recalls) if adjusted else 0.0
+    return float((recalls.mean() - chance) / (1 - chance)) if chance != 1 else float('nan')
 
 
 def matthews(metric: Any) -> float:
     "The correlation from a confusion matrix, 0 where it is not defined."
     matrix = metric.compute().double()
-    if matrix.dim() == 3: matrix = matrix.sum(0)
+    if matrix.dim() == 3:
+        matrix = matrix.sum(0)
     true, pred, right, n = matrix.sum(1), matrix.sum(0), matrix.trace(), matrix.sum()
-    spread = ((n*n - true @ true)*(n*n - pred @ pred)).sqrt()
-    return float((right*n - true @ pred)/spread) if spread else 0.
+    spread = ((n * n - true @ true) * (n * n - pred @ pred)).sqrt()
+    return float((right * n - true @ pred) / spread) if spread else 0.0
 
 
 def averaged(
-    kind: str,                    # torchmetrics' class
+    kind: str,  # torchmetrics' class
     prepare: Prepare,
-    labels: Labels,               # None: all
+    labels: Labels,  # None: all
     average: str | None,
-    pos_label: int = 1,           # for 'binary'
-    beta: float | None = None,    # for the F scores that have one
+    pos_label: int = 1,  # for 'binary'
+    beta: float | None = None,  # for the F scores that have one
 ) -> LazyTorchMetric:
     "A score of each class, and their average."
     check_average(average, ('binary', *AVERAGES) if kind.startswith('Multiclass') else AVERAGES)
-    if beta is not None and not beta > 0: raise MetricError(f'beta={beta!r}: give a number above 0.')
+    if beta is not None and not beta > 0:
+        raise MetricError(f'beta={beta!r}: give a number above 0.')
     options = {} if beta is None else {'beta': float(beta)}
     if average == 'binary':
-        if pos_label not in (0, 1): raise MetricError(f"pos_label={pos_label!r}: with average='binary' it is 0 or 1.")
-        return LazyTorchMetric(kind, prepare, partial(_one_of, pos_label), average='none', **options)
-    if labels is None: return LazyTorchMetric(kind, prepare, computed, average=average or 'none', **options)
+        if pos_label not in (0, 1):
+            raise MetricError(f"pos_label={pos_label!r}: with average='binary' it is 0 or 1.")
+        return LazyTorchMetric(
+            kind, prepare, partial(_one_of, pos_label), average='none', **options
+        )
+    if labels is None:
+        return LazyTorchMetric(kind, prepare, computed, average=average or 'none', **options)
     if average in ('micro', 'weighted'):
-        raise MetricError(f"labels={list(labels)} with average={average!r} is not supported: use 'macro' or None.")
-    return LazyTorchMetric(kind, prepare, partial(_some_of, labels, average is not None), average='none', **options)
+        raise MetricError(
+            f"labels={list(labels)} with average={average!r} is not supported: use 'macro' or None."
+        )
+    return LazyTorchMetric(
+        kind, prepare, partial(_some_of, labels, average is not None), average='none', **options
+    )
 
 
 def check_average(average: str | None, known: tuple[str, ...] = AVERAGES) -> None:
     "Raise `MetricError` for an average that is not known."
-    if average is None or average in known: return
-    raise MetricError(f'average={average!r}: use one of {", ".join(map(repr, known))}, or None for a value per class.')
+    if average is None or average in known:
+        return
+    raise MetricError(
+        f'average={average!r}: use one of {", ".join(map(repr, known))}, or None for a value per class.'
+    )
 
 
 class Bleu:
@@ -310,13 +381,18 @@ class Bleu:
     def update(self, pred: Tensor, targ: Tensor) -> None:
         argmax_preds = pred.argmax(dim=self.axis)
         if argmax_preds.dim() != 2 or targ.dim() != 2 or len(argmax_preds) != len(targ):
-            raise MetricError(f'CorpusBLEUMetric: predictions {list(pred.shape)} and targets {list(targ.shape)} are to '
-                              f'be (B, T, C), with the tokens along axis {self.axis}, and (B, T).')
+            raise MetricError(
+                f'CorpusBLEUMetric: predictions {list(pred.shape)} and targets {list(targ.shape)} are to '
+                f'be (B, T, C), with the tokens along axis {self.axis}, and (B, T).'
+            )
         self.preds.append(argmax_preds)
         self.targs.append(targ)
 
     def compute(self) -> Tensor:
-        preds, targs = ([' '.join(map(str, row)) for t in ts for row in t.tolist()] for ts in (self.preds, self.targs))
+        preds, targs = (
+            [' '.join(map(str, row)) for t in ts for row in t.tolist()]
+            for ts in (self.preds, self.targs)
+        )
         return self.score(preds, [[t] for t in targs])
 
     def merge(self, states: list[dict[str, Any]]) -> None:

@@ -1,4 +1,5 @@
 """Optimizers by name, hyperparameters over parameter groups, and annealing functions."""
+
 import lazy_loader
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,4 +1,5 @@
 """Annealing: values that go from one to another, as functions of the position between them, and their combinations."""
+
 from __future__ import annotations
 
 import inspect
@@ -14,8 +15,19 @@ from torch import Tensor
 
 from learnkit.core.errors import ScheduleError
 
-__all__ = ['annealer', 'Annealer', 'Schedule', 'SchedLin', 'SchedCos', 'SchedNo', 'SchedExp', 'SchedPoly',
-           'combine_scheds', 'combined_cos', 'check_schedule']
+__all__ = [
+    'annealer',
+    'Annealer',
+    'Schedule',
+    'SchedLin',
+    'SchedCos',
+    'SchedNo',
+    'SchedExp',
+    'SchedPoly',
+    'combine_scheds',
+    'combined_cos',
+    'check_schedule',
+]
 
 Schedule = Callable[[Any], Any]  # from a position, 0 to 1, to a value or one a param group
 
@@ -25,12 +37,24 @@ ROUNDING = 1e-6  # how far positions and sums of shares may be off
 class Annealer:
     "A value that goes from `start` to `end`, as a function of the position between them; it pickles."
 
-    def __init__(self, maker: Callable[..., Annealer], f: Callable[..., Any], start: Any, end: Any, *more: Any) -> None:
+    def __init__(
+        self,
+        maker: Callable[..., Annealer],
+        f: Callable[..., Any],
+        start: Any,
+        end: Any,
+        *more: Any,
+    ) -> None:
         self.maker, self.f, self.more = maker, f, more
-        self.start, self.end = (np.array(v) if isinstance(v, (list, tuple)) else v for v in (start, end))
+        self.start, self.end = (
+            np.array(v) if isinstance(v, (list, tuple)) else v for v in (start, end)
+        )
 
-    def __call__(self, pos: Any) -> Any: return self.f(self.start, self.end, _checked_position(pos), *self.more)
-    def __reduce__(self) -> Any: return self.maker, (self.start, self.end, *self.more)
+    def __call__(self, pos: Any) -> Any:
+        return self.f(self.start, self.end, _checked_position(pos), *self.more)
+
+    def __reduce__(self) -> Any:
+        return self.maker, (self.start, self.end, *self.more)
 
     def __repr__(self) -> str:
         return f'{self.maker.__name__}({", ".join(map(repr, (self.start, self.end, *self.more)))})'
@@ -49,6 +73,7 @@ def annealer(
     >>> SchedSquare(0., 8.)(0.5)
     2.0
     """
+
     @wraps(f)
     def make(start: Any, end: Any, *more: Any, **named: Any) -> Annealer:
         more = signature.bind(start, end, *more, **named).args[2:]
@@ -57,31 +82,41 @@ def annealer(
         return schedule
 
     parameters = inspect.signature(f).parameters.values()
-    signature = inspect.Signature([p for p in parameters if p.name != 'pos'], return_annotation='Annealer')
+    signature = inspect.Signature(
+        [p for p in parameters if p.name != 'pos'], return_annotation='Annealer'
+    )
     make.__signature__ = signature  # type: ignore[attr-defined]  # what `inspect` reads
     return make
 
 
 def _try_out(schedule: Annealer) -> None:
     try:
-        with np.errstate(divide='raise', invalid='raise'): values = [schedule(0.), schedule(0.5)]
-    except (ArithmeticError, TypeError) as e: raise ScheduleError(f'{schedule} cannot be computed: {e}.') from e
-    if any(isinstance(v, complex) for v in values): raise ScheduleError(f'{schedule} is not a real number on its way.')
+        with np.errstate(divide='raise', invalid='raise'):
+            values = [schedule(0.0), schedule(0.5)]
+    except (ArithmeticError, TypeError) as e:
+        raise ScheduleError(f'{schedule} cannot be computed: {e}.') from e
+    if any(isinstance(v, complex) for v in values):
+        raise ScheduleError(f'{schedule} is not a real number on its way.')
 
 
 def _checked_position(pos: Any) -> Any:
     "Return a position from 0 to 1, rid of rounding errors; raise `ScheduleError` for any other."
-    if pos.__class__ is float and 0. <= pos <= 1.: return pos
+    if pos.__class__ is float and 0.0 <= pos <= 1.0:
+        return pos
     many = getattr(pos, 'ndim', 0) > 0
     low, high = (float(pos.min()), float(pos.max())) if many else (float(pos),) * 2
     if not (low >= -ROUNDING and high <= 1 + ROUNDING):
-        raise ScheduleError(f'A schedule was asked for position {pos!r}: 0 is its start and 1 its end.')
-    if low >= 0 and high <= 1: return pos
-    return pos.clip(0, 1) if many else min(max(float(pos), 0.), 1.)
+        raise ScheduleError(
+            f'A schedule was asked for position {pos!r}: 0 is its start and 1 its end.'
+        )
+    if low >= 0 and high <= 1:
+        return pos
+    return pos.clip(0, 1) if many else min(max(float(pos), 0.0), 1.0)
 
 
 def _cos(x: Any) -> Any:
-    if isinstance(x, Tensor): return x.cos()
+    if isinstance(x, Tensor):
+        return x.cos()
     return np.cos(x) if isinstance(x, np.ndarray) else math.cos(x)
 
 
@@ -128,7 +163,7 @@ def SchedPoly(start: Any, end: Any, pos: Any, power: Any) -> Any:
     >>> SchedPoly(0., 1., 2)(0.5)
     0.25
     """
-    return start + (end - start) * pos ** power
+    return start + (end - start) * pos**power
 
 
 class _Combined:
@@ -136,18 +171,19 @@ class _Combined:
 
     def __init__(self, pcts: list[float], scheds: list[Schedule]) -> None:
         self.pcts, self.scheds = pcts, scheds
-        self.starts = [0., *accumulate(pcts)][:-1]
+        self.starts = [0.0, *accumulate(pcts)][:-1]
 
     def __call__(self, pos: Any) -> Any:
         pos = float(_checked_position(pos))
         i = bisect_right(self.starts, pos) - 1
-        return self.scheds[i](min((pos - self.starts[i]) / self.pcts[i], 1.))
+        return self.scheds[i](min((pos - self.starts[i]) / self.pcts[i], 1.0))
 
-    def __repr__(self) -> str: return f'combine_scheds({self.pcts}, {self.scheds})'
+    def __repr__(self) -> str:
+        return f'combine_scheds({self.pcts}, {self.scheds})'
 
 
 def combine_scheds(
-    pcts: Sequence[float],       # each one's share of the whole; they sum to 1
+    pcts: Sequence[float],  # each one's share of the whole; they sum to 1
     scheds: Sequence[Schedule],  # from 0 to 1 each
 ) -> Schedule:
     """Return one schedule that follows `scheds` one after the other; where they meet, the later one counts.
@@ -158,20 +194,26 @@ def combine_scheds(
     >>> f(0.125), f(0.9)
     (0.5, 1.0)
     """
-    try: shares = [float(p) for p in pcts]
-    except (TypeError, ValueError) as e: raise ScheduleError(f'pcts={pcts!r}: give shares from 0 to 1 ({e}).') from e
+    try:
+        shares = [float(p) for p in pcts]
+    except (TypeError, ValueError) as e:
+        raise ScheduleError(f'pcts={pcts!r}: give shares from 0 to 1 ({e}).') from e
     if len(shares) != len(scheds):
         raise ScheduleError(f'{len(shares)} shares for {len(scheds)} schedules: give one each.')
-    if not all(p >= 0 for p in shares): raise ScheduleError(f'pcts={shares}: a share of a schedule is 0 or more.')
+    if not all(p >= 0 for p in shares):
+        raise ScheduleError(f'pcts={shares}: a share of a schedule is 0 or more.')
     if abs(math.fsum(shares) - 1) > ROUNDING:
-        raise ScheduleError(f'pcts={shares} sum to {math.fsum(shares):g}: the shares of a whole sum to 1.')
-    for f in scheds: check_schedule('A piece', f)
+        raise ScheduleError(
+            f'pcts={shares} sum to {math.fsum(shares):g}: the shares of a whole sum to 1.'
+        )
+    for f in scheds:
+        check_schedule('A piece', f)
     filled = [(p, f) for p, f in zip(shares, scheds, strict=True) if p]
     return _Combined([p for p, _ in filled], [f for _, f in filled])
 
 
 def combined_cos(
-    pct: float,    # where the middle is
+    pct: float,  # where the middle is
     start: Any,
     middle: Any,
     end: Any,
@@ -187,4 +229,7 @@ def combined_cos(
 
 def check_schedule(what: str, f: object) -> None:
     "Raise `ScheduleError` for what is no function."
-    if not callable(f): raise ScheduleError(f'{what} is {f!r}: give a function of the position, SchedCos(1, 0) say.')
+    if not callable(f):
+        raise ScheduleError(
+            f'{what} is {f!r}: give a function of the position, SchedCos(1, 0) say.'
+        )

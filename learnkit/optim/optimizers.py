@@ -1,4 +1,5 @@
 """Optimizers by fastai's names, most of them torch's own, and Muon together with AdamW."""
+
 from __future__ import annotations
 
 import inspect
@@ -15,8 +16,19 @@ from learnkit.core.errors import MissingExtraError, OptimizerError
 from learnkit.optim.hyperparams import NORMS, as_groups, can_fuse, members
 from learnkit.optim.wrapper import OptimWrapper
 
-__all__ = ['SGD', 'RMSProp', 'Adam', 'RAdam', 'Lookahead', 'ranger', 'QHAdam', 'Lamb', 'Larc', 'MuonAdamW',
-           'hidden_matrices']
+__all__ = [
+    'SGD',
+    'RMSProp',
+    'Adam',
+    'RAdam',
+    'Lookahead',
+    'ranger',
+    'QHAdam',
+    'Lamb',
+    'Larc',
+    'MuonAdamW',
+    'hidden_matrices',
+]
 
 
 def _sparing(params: Any, opt: Any) -> OptimWrapper:
@@ -26,14 +38,15 @@ def _sparing(params: Any, opt: Any) -> OptimWrapper:
     return res
 
 
-# ------------------------------------------------------------------------------------------------------ torch's own
+# -------------------------------------------------------------------------------------- torch's own
+
 
 def SGD(
-    params: Any,                # parameters or groups of them
-    lr: float = 1e-3,           # learning rate
-    mom: float = 0.,            # momentum
-    wd: float = 0.,             # weight decay
-    decouple_wd: bool = True,   # decay the weights themselves (False: add it to the gradient, as L2 regularisation)
+    params: Any,  # parameters or groups of them
+    lr: float = 1e-3,  # learning rate
+    mom: float = 0.0,  # momentum
+    wd: float = 0.0,  # weight decay
+    decouple_wd: bool = True,  # decay the weights themselves (False: add it to the gradient, as L2 regularisation)
 ) -> OptimWrapper:
     """Make fastai's SGD on torch's own; as `opt_func`, with other options: `partial(SGD, mom=0.9)`.
 
@@ -45,13 +58,13 @@ def SGD(
 
 
 def RMSProp(
-    params: Any,                # parameters or groups of them
-    lr: float = 1e-3,           # learning rate
-    mom: float = 0.,            # momentum
-    sqr_mom: float = 0.99,      # decay of the average squared gradient
-    eps: float = 1e-8,          # added to the denominator
-    wd: float = 0.,             # weight decay
-    decouple_wd: bool = True,   # decay the weights themselves (False: add it to the gradient, as L2 regularisation)
+    params: Any,  # parameters or groups of them
+    lr: float = 1e-3,  # learning rate
+    mom: float = 0.0,  # momentum
+    sqr_mom: float = 0.99,  # decay of the average squared gradient
+    eps: float = 1e-8,  # added to the denominator
+    wd: float = 0.0,  # weight decay
+    decouple_wd: bool = True,  # decay the weights themselves (False: add it to the gradient, as L2 regularisation)
 ) -> OptimWrapper:
     """Make fastai's RMSProp on torch's own.
 
@@ -62,17 +75,19 @@ def RMSProp(
     {'lr': 0.001, 'mom': 0.9, 'sqr_mom': 0.99, 'wd': 0.0, 'eps': 1e-08}
     """
     cls = DecoupledRMSprop if decouple_wd else torch.optim.RMSprop
-    return _sparing(params, opt=partial(cls, lr=lr, momentum=mom, alpha=sqr_mom, eps=eps, weight_decay=wd))
+    return _sparing(
+        params, opt=partial(cls, lr=lr, momentum=mom, alpha=sqr_mom, eps=eps, weight_decay=wd)
+    )
 
 
 def Adam(
-    params: Any,                # parameters or groups of them
-    lr: float = 1e-3,           # learning rate
-    mom: float = 0.9,           # decay of the average gradient
-    sqr_mom: float = 0.99,      # decay of the average squared gradient
-    eps: float = 1e-5,          # added to the denominator
-    wd: float = 0.01,           # weight decay
-    decouple_wd: bool = True,   # decay the weights themselves (AdamW)
+    params: Any,  # parameters or groups of them
+    lr: float = 1e-3,  # learning rate
+    mom: float = 0.9,  # decay of the average gradient
+    sqr_mom: float = 0.99,  # decay of the average squared gradient
+    eps: float = 1e-5,  # added to the denominator
+    wd: float = 0.01,  # weight decay
+    decouple_wd: bool = True,  # decay the weights themselves (AdamW)
     fused: bool | None = None,  # update all weights in one kernel; None: where the device has it
 ) -> OptimWrapper:
     """Make fastai's Adam, with its defaults, on torch's own; with others: `opt_func=partial(Adam, wd=0.1)`.
@@ -83,20 +98,23 @@ def Adam(
     {'lr': 0.001, 'mom': 0.9, 'sqr_mom': 0.99, 'wd': 0.1, 'eps': 1e-05}
     """
     groups = as_groups(params)
-    if fused is None: fused = all(map(can_fuse, members(groups)))
+    if fused is None:
+        fused = all(map(can_fuse, members(groups)))
     cls = torch.optim.AdamW if decouple_wd else torch.optim.Adam
-    return _sparing(groups, opt=partial(cls, lr=lr, betas=(mom, sqr_mom), eps=eps, weight_decay=wd, fused=fused))
+    return _sparing(
+        groups, opt=partial(cls, lr=lr, betas=(mom, sqr_mom), eps=eps, weight_decay=wd, fused=fused)
+    )
 
 
 def RAdam(
-    params: Any,                # parameters or groups of them
-    lr: float = 1e-3,           # learning rate
-    mom: float = 0.9,           # decay of the average gradient
-    sqr_mom: float = 0.99,      # decay of the average squared gradient
-    eps: float = 1e-5,          # added to the denominator
-    wd: float = 0.,             # weight decay
-    beta: float = 0.,           # of fastai's SAdam, which torch does not have: must be 0
-    decouple_wd: bool = True,   # decay the weights themselves
+    params: Any,  # parameters or groups of them
+    lr: float = 1e-3,  # learning rate
+    mom: float = 0.9,  # decay of the average gradient
+    sqr_mom: float = 0.99,  # decay of the average squared gradient
+    eps: float = 1e-5,  # added to the denominator
+    wd: float = 0.0,  # weight decay
+    beta: float = 0.0,  # of fastai's SAdam, which torch does not have: must be 0
+    decouple_wd: bool = True,  # decay the weights themselves
 ) -> OptimWrapper:
     """Make fastai's RAdam (Liu et al., 2020) on torch's own.
 
@@ -105,13 +123,19 @@ def RAdam(
 
     Raises `OptimizerError` for a `beta`.
     """
-    if beta: raise OptimizerError(f'beta={beta!r}: torch has no SAdam. Leave `beta` at 0, which is RAdam.')
+    if beta:
+        raise OptimizerError(
+            f'beta={beta!r}: torch has no SAdam. Leave `beta` at 0, which is RAdam.'
+        )
     cls = partial(torch.optim.RAdam, decoupled_weight_decay=decouple_wd)
     return _sparing(params, opt=partial(cls, lr=lr, betas=(mom, sqr_mom), eps=eps, weight_decay=wd))
 
 
 # torch's wrappers around these would run the hooks of a step a second time
-_sgd_step, _rmsprop_step = inspect.unwrap(torch.optim.SGD.step), inspect.unwrap(torch.optim.RMSprop.step)
+_sgd_step, _rmsprop_step = (
+    inspect.unwrap(torch.optim.SGD.step),
+    inspect.unwrap(torch.optim.RMSprop.step),
+)
 
 
 class DecoupledSGD(torch.optim.SGD):
@@ -132,23 +156,38 @@ class DecoupledRMSprop(torch.optim.RMSprop):
         return _shrink_and_step(self, _rmsprop_step, closure)
 
 
-def _shrink_and_step(opt: torch.optim.Optimizer, step: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
+def _shrink_and_step(
+    opt: torch.optim.Optimizer, step: Callable[..., Any], closure: Callable[[], Any] | None
+) -> Any:
     decays = [g['weight_decay'] for g in opt.param_groups]
-    if not any(decays): return step(opt, closure)
+    if not any(decays):
+        return step(opt, closure)
     try:
         for g in opt.param_groups:
             for p in g['params']:
-                if p.grad is not None: p.mul_(1 - g['lr'] * g['weight_decay'])
-            g['weight_decay'] = 0.
+                if p.grad is not None:
+                    p.mul_(1 - g['lr'] * g['weight_decay'])
+            g['weight_decay'] = 0.0
         return step(opt, closure)
     finally:
-        for g, wd in zip(opt.param_groups, decays, strict=True): g['weight_decay'] = wd
+        for g, wd in zip(opt.param_groups, decays, strict=True):
+            g['weight_decay'] = wd
 
 
-# -------------------------------------------------------------------------------------------------------- Lookahead
+# ---------------------------------------------------------------------------------------- Lookahead
 
-LAYOUT = ('_places', 'exempt', 'splits', 'always_trained', 'frozen', 'frozen_idx', 'called',
-          'spares_norms', '_closures', '_evaluating')  # of an OptimWrapper
+LAYOUT = (
+    '_places',
+    'exempt',
+    'splits',
+    'always_trained',
+    'frozen',
+    'frozen_idx',
+    'called',
+    'spares_norms',
+    '_closures',
+    '_evaluating',
+)  # of an OptimWrapper
 
 
 class Lookahead(OptimWrapper):
@@ -169,30 +208,48 @@ class Lookahead(OptimWrapper):
 
     def __init__(
         self,
-        opt: torch.optim.Optimizer | OptimWrapper,   # what takes the steps: `lambda p, lr: Lookahead(Adam(p, lr))`
-        k: int = 6,                                  # steps between looking back
-        alpha: float = 0.5,                          # how far the slow weights go with the fast ones, 0 to 1
+        opt: torch.optim.Optimizer
+        | OptimWrapper,  # what takes the steps: `lambda p, lr: Lookahead(Adam(p, lr))`
+        k: int = 6,  # steps between looking back
+        alpha: float = 0.5,  # how far the slow weights go with the fast ones, 0 to 1
     ) -> None:
-        if not isinstance(k, int) or k < 1: raise OptimizerError(f'k={k!r}: give a whole number of steps, 1 or more.')
-        if not 0 <= alpha <= 1: raise OptimizerError(f'alpha={alpha!r}: give a share from 0 to 1.')
+        if not isinstance(k, int) or k < 1:
+            raise OptimizerError(f'k={k!r}: give a whole number of steps, 1 or more.')
+        if not 0 <= alpha <= 1:
+            raise OptimizerError(f'alpha={alpha!r}: give a share from 0 to 1.')
         super().__init__(opt=opt.opt if isinstance(opt, OptimWrapper) else opt)
-        if isinstance(opt, OptimWrapper):  # groups of several optimizers may be one, and some parameters are spared
-            for name in LAYOUT: setattr(self, name, getattr(opt, name))
+        if isinstance(
+            opt, OptimWrapper
+        ):  # groups of several optimizers may be one, and some parameters are spared
+            for name in LAYOUT:
+                setattr(self, name, getattr(opt, name))
         self.k, self.alpha = k, alpha
-        for g in self.param_groups: g.setdefault('lookahead_step', 0)
+        for g in self.param_groups:
+            g.setdefault('lookahead_step', 0)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, only: str | int | None = None) -> Any:
         "Take a step; after every `k`-th, move the slow weights, and the fast ones to them."
-        groups = [(o.state, g, [p for p in g['params'] if p.grad is not None])
-                  for o in self._stepping(only) for g in o.param_groups]
-        new = [(state, p, p.clone()) for state, _, ps in groups for p in ps if 'slow_weights' not in state.get(p, {})]
-        with torch.enable_grad(): loss = super().step(closure, only)
-        for state, p, slow in new: state[p]['slow_weights'] = slow
+        groups = [
+            (o.state, g, [p for p in g['params'] if p.grad is not None])
+            for o in self._stepping(only)
+            for g in o.param_groups
+        ]
+        new = [
+            (state, p, p.clone())
+            for state, _, ps in groups
+            for p in ps
+            if 'slow_weights' not in state.get(p, {})
+        ]
+        with torch.enable_grad():
+            loss = super().step(closure, only)
+        for state, p, slow in new:
+            state[p]['slow_weights'] = slow
 
         for state, g, ps in groups:
             g['lookahead_step'] = g.get('lookahead_step', 0) + 1
-            if g['lookahead_step'] % self.k or not ps: continue
+            if g['lookahead_step'] % self.k or not ps:
+                continue
             slow_ones, fast_ones = locals_of(state[p]['slow_weights'] for p in ps), locals_of(ps)
             torch._foreach_lerp_(slow_ones, fast_ones, self.alpha)
             torch._foreach_copy_(fast_ones, slow_ones)
@@ -201,35 +258,37 @@ class Lookahead(OptimWrapper):
     def clear_state(self, closures: bool = False) -> None:
         "Forget momenta, averages and slow weights."
         super().clear_state(closures)
-        for g in self.param_groups: g['lookahead_step'] = 0
+        for g in self.param_groups:
+            g['lookahead_step'] = 0
 
 
 def ranger(
-    params: Any,                # parameters or groups of them
-    lr: float = 1e-3,           # learning rate
-    mom: float = 0.95,          # decay of the average gradient
-    wd: float = 0.01,           # weight decay
-    eps: float = 1e-6,          # added to the denominator
-    k: int = 6,                 # steps between looking back
-    alpha: float = 0.5,         # how far the slow weights go with the fast ones
-    **kwargs: Any,              # more for `RAdam`
+    params: Any,  # parameters or groups of them
+    lr: float = 1e-3,  # learning rate
+    mom: float = 0.95,  # decay of the average gradient
+    wd: float = 0.01,  # weight decay
+    eps: float = 1e-6,  # added to the denominator
+    k: int = 6,  # steps between looking back
+    alpha: float = 0.5,  # how far the slow weights go with the fast ones
+    **kwargs: Any,  # more for `RAdam`
 ) -> Lookahead:
     "Make fastai's ranger: `Lookahead` around `RAdam`."
     return Lookahead(RAdam(params, lr=lr, mom=mom, wd=wd, eps=eps, **kwargs), k=k, alpha=alpha)
 
 
-# ------------------------------------------------------------------------------------------------- of another library
+# ------------------------------------------------------------------------------- of another library
+
 
 def QHAdam(
-    params: Any,                # parameters or groups of them
-    lr: float = 1e-3,           # learning rate
-    mom: float = 0.999,         # decay of the average gradient
-    sqr_mom: float = 0.999,     # decay of the average squared gradient
-    nu_1: float = 0.7,          # weight of the average gradient beside the latest
-    nu_2: float = 1.0,          # weight of the average squared gradient beside the latest
-    eps: float = 1e-8,          # added to the denominator
-    wd: float = 0.,             # weight decay
-    decouple_wd: bool = True,   # decay the weights themselves
+    params: Any,  # parameters or groups of them
+    lr: float = 1e-3,  # learning rate
+    mom: float = 0.999,  # decay of the average gradient
+    sqr_mom: float = 0.999,  # decay of the average squared gradient
+    nu_1: float = 0.7,  # weight of the average gradient beside the latest
+    nu_2: float = 1.0,  # weight of the average squared gradient beside the latest
+    eps: float = 1e-8,  # added to the denominator
+    wd: float = 0.0,  # weight decay
+    decouple_wd: bool = True,  # decay the weights themselves
 ) -> OptimWrapper:
     """Make fastai's QHAdam (Ma and Yarats, 2019), from the library pytorch_optimizer.
 
@@ -240,13 +299,13 @@ def QHAdam(
 
 
 def Lamb(
-    params: Any,                # parameters or groups of them
-    lr: float = 1e-3,           # learning rate
-    mom: float = 0.9,           # decay of the average gradient
-    sqr_mom: float = 0.99,      # decay of the average squared gradient
-    eps: float = 1e-5,          # added to the denominators
-    wd: float = 0.,             # weight decay
-    decouple_wd: bool = True,   # decay the weights themselves (False: add it to the step, before that is scaled)
+    params: Any,  # parameters or groups of them
+    lr: float = 1e-3,  # learning rate
+    mom: float = 0.9,  # decay of the average gradient
+    sqr_mom: float = 0.99,  # decay of the average squared gradient
+    eps: float = 1e-5,  # added to the denominators
+    wd: float = 0.0,  # weight decay
+    decouple_wd: bool = True,  # decay the weights themselves (False: add it to the step, before that is scaled)
 ) -> OptimWrapper:
     """Make fastai's Lamb, LAMB (You et al., 2020), from the library pytorch_optimizer.
 
@@ -266,32 +325,39 @@ def Larc(params: Any, lr: float = 1e-3, **kwargs: Any) -> OptimWrapper:
 
     Raises `MissingExtraError`, which says what to use.
     """
-    raise MissingExtraError('No well-kept library has LARC. `Lamb` scales the steps of each layer, too, `GradientClip` '
-                            'limits those of `SGD`, and `pytorch_optimizer.LARS` goes in as `opt_func`.')
+    raise MissingExtraError(
+        'No well-kept library has LARC. `Lamb` scales the steps of each layer, too, `GradientClip` '
+        'limits those of `SGD`, and `pytorch_optimizer.LARS` goes in as `opt_func`.'
+    )
 
 
 def _from_library(name: str, instead: str) -> Any:
     "Return a class of pytorch_optimizer."
-    try: library = import_module('pytorch_optimizer')
+    try:
+        library = import_module('pytorch_optimizer')
     except ImportError as e:
-        raise MissingExtraError(f'{name} comes from the library pytorch_optimizer: `pip install learnkit[optim]`; or '
-                                f'use `{instead}`, which needs none.') from e
+        raise MissingExtraError(
+            f'{name} comes from the library pytorch_optimizer: `pip install learnkit[optim]`; or '
+            f'use `{instead}`, which needs none.'
+        ) from e
     return getattr(library, name)
 
 
-# ------------------------------------------------------------------------------------------------- Muon, with AdamW
+# --------------------------------------------------------------------------------- Muon, with AdamW
+
 
 def MuonAdamW(
-    params: Any,                # parameters or groups of them
-    lr: float = 1e-3,           # learning rate, of both
+    params: Any,  # parameters or groups of them
+    lr: float = 1e-3,  # learning rate, of both
     model: nn.Module | None = None,  # whose parameters they are; a Learner gives its own
-    but: Any = None,            # layers, or parameters, that AdamW trains too; None: the last layer that has a matrix
-    mom: float = 0.95,          # momentum of Muon
-    adam_mom: float = 0.9,      # decay of AdamW's average gradient
-    sqr_mom: float = 0.99,      # decay of AdamW's average squared gradient
-    eps: float = 1e-5,          # added to AdamW's denominator
-    wd: float = 0.01,           # weight decay, of both
-    adjust_lr_fn: str | None = 'match_rms_adamw',  # how Muon scales its steps: so that AdamW's `lr` suits it
+    but: Any = None,  # layers, or parameters, that AdamW trains too; None: the last layer that has a matrix
+    mom: float = 0.95,  # momentum of Muon
+    adam_mom: float = 0.9,  # decay of AdamW's average gradient
+    sqr_mom: float = 0.99,  # decay of AdamW's average squared gradient
+    eps: float = 1e-5,  # added to AdamW's denominator
+    wd: float = 0.01,  # weight decay, of both
+    adjust_lr_fn: str
+    | None = 'match_rms_adamw',  # how Muon scales its steps: so that AdamW's `lr` suits it
 ) -> OptimWrapper:
     """Train the matrices of hidden layers with Muon, and the rest with AdamW: `Learner(..., opt_func=MuonAdamW)`.
 
@@ -308,23 +374,40 @@ def MuonAdamW(
     [(8, 4), (8, 8)]
     """
     if not hasattr(torch.optim, 'Muon'):
-        raise OptimizerError(f'torch {torch.__version__} has no Muon: install torch 2.9 or later, or use `Adam`.')
-    if model is None: raise OptimizerError('MuonAdamW needs the model, to tell its layers: `model=`.')
+        raise OptimizerError(
+            f'torch {torch.__version__} has no Muon: install torch 2.9 or later, or use `Adam`.'
+        )
+    if model is None:
+        raise OptimizerError('MuonAdamW needs the model, to tell its layers: `model=`.')
     hidden = {id(p) for p in hidden_matrices(model, but)}
     groups = as_groups(params)
     parts: dict[str, list[dict[str, Any]]] = {'adamw': [], 'muon': []}
     places: list[list[tuple[str, int]]] = []
     for group in groups if isinstance(groups[0], dict) else [{'params': groups}]:
-        matrices, rest = ([p for p in group['params'] if (id(p) in hidden) is wanted] for wanted in (True, False))
+        matrices, rest = (
+            [p for p in group['params'] if (id(p) in hidden) is wanted] for wanted in (True, False)
+        )
         kinds = [name for name, ps in (('adamw', rest), ('muon', matrices)) if ps] or ['adamw']
         places.append([(name, len(parts[name])) for name in kinds])
-        for name in kinds: parts[name].append({**group, 'params': matrices if name == 'muon' else rest})
-    if not parts['muon']: raise OptimizerError(f'{type(model).__name__} has no hidden matrix to train: use `Adam`.')
+        for name in kinds:
+            parts[name].append({**group, 'params': matrices if name == 'muon' else rest})
+    if not parts['muon']:
+        raise OptimizerError(f'{type(model).__name__} has no hidden matrix to train: use `Adam`.')
 
     fused = all(map(can_fuse, members(parts['adamw'])))
     make: dict[str, Callable[..., torch.optim.Optimizer]] = {
-        'adamw': partial(torch.optim.AdamW, lr=lr, betas=(adam_mom, sqr_mom), eps=eps, weight_decay=wd, fused=fused),
-        'muon': partial(torch.optim.Muon, lr=lr, momentum=mom, weight_decay=wd, adjust_lr_fn=adjust_lr_fn)}
+        'adamw': partial(
+            torch.optim.AdamW,
+            lr=lr,
+            betas=(adam_mom, sqr_mom),
+            eps=eps,
+            weight_decay=wd,
+            fused=fused,
+        ),
+        'muon': partial(
+            torch.optim.Muon, lr=lr, momentum=mom, weight_decay=wd, adjust_lr_fn=adjust_lr_fn
+        ),
+    }
     res = OptimWrapper(opt={name: make[name](part) for name, part in parts.items() if part})
     res.share_groups(*places)
     res.spares_norms = True
@@ -333,7 +416,7 @@ def MuonAdamW(
 
 def hidden_matrices(
     model: nn.Module,
-    but: Any = None,   # layers, or parameters, to leave out; None: the last layer that has a matrix, taken for the head
+    but: Any = None,  # layers, or parameters, to leave out; None: the last layer that has a matrix, taken for the head
 ) -> list[nn.Parameter]:
     """Return the matrices of the layers between the embeddings and the head: those that Muon is made for.
 
@@ -343,15 +426,29 @@ def hidden_matrices(
     >>> [tuple(p.shape) for p in hidden_matrices(model)]
     [(8, 4)]
     """
-    layers = [m for m in model.modules() if not isinstance(m, NORMS) and any(map(is_matrix, own_params(m)))]
+    layers = [
+        m
+        for m in model.modules()
+        if not isinstance(m, NORMS) and any(map(is_matrix, own_params(m)))
+    ]
     tables = [m for m in layers if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
-    if but is None: but = [m for m in layers if m not in tables][-1:]
-    elif isinstance(but, (nn.Module, torch.Tensor)): but = [but]
+    if but is None:
+        but = [m for m in layers if m not in tables][-1:]
+    elif isinstance(but, (nn.Module, torch.Tensor)):
+        but = [but]
     for o in but:
         if not isinstance(o, (nn.Module, torch.Tensor)):
-            raise OptimizerError(f'but={o!r}: give layers of the model or parameters, `but=model.head` for one.')
-    left_out = {id(p) for o in (*tables, *but) for p in (o.parameters() if isinstance(o, nn.Module) else [o])}
-    found = {id(p): p for m in layers for p in own_params(m) if is_matrix(p) and id(p) not in left_out}
+            raise OptimizerError(
+                f'but={o!r}: give layers of the model or parameters, `but=model.head` for one.'
+            )
+    left_out = {
+        id(p)
+        for o in (*tables, *but)
+        for p in (o.parameters() if isinstance(o, nn.Module) else [o])
+    }
+    found = {
+        id(p): p for m in layers for p in own_params(m) if is_matrix(p) and id(p) not in left_out
+    }
     return list(found.values())
 
 

@@ -1,4 +1,5 @@
 """One or several torch optimizers as one, with hyper-parameters by fastai's names over param groups, and freezing."""
+
 from __future__ import annotations
 
 import inspect
@@ -46,9 +47,17 @@ def unannotated_step(opt: torch.optim.Optimizer) -> Any:
 
     Steps with hooks, and steps that were replaced (by a scheduler, for one), are taken as they are."""
     step = type(opt).step
-    plain = getattr(step, '__code__', None) is _annotated and 'step' not in opt.__dict__ and not (
-        opt._optimizer_step_pre_hooks or opt._optimizer_step_post_hooks or optimizer._global_optimizer_pre_hooks
-        or optimizer._global_optimizer_post_hooks or torch.autograd._profiler_enabled())
+    plain = (
+        getattr(step, '__code__', None) is _annotated
+        and 'step' not in opt.__dict__
+        and not (
+            opt._optimizer_step_pre_hooks
+            or opt._optimizer_step_post_hooks
+            or optimizer._global_optimizer_pre_hooks
+            or optimizer._global_optimizer_post_hooks
+            or torch.autograd._profiler_enabled()
+        )
+    )
     # functools.wraps sets it
     return step.__wrapped__(opt) if plain else opt.step()  # type: ignore[attr-defined]
 
@@ -79,43 +88,59 @@ class OptimWrapper(torch.optim.Optimizer):
     (0.9, 0.1)
     """
 
-    _step_supports_amp_scaling = False  # a scaler would leave its scale here, where a fused optimizer does not look
+    _step_supports_amp_scaling = (
+        False  # a scaler would leave its scale here, where a fused optimizer does not look
+    )
 
     def __init__(
         self,
-        params: Any = None,       # parameters, lists of them, torch's dicts; None with a ready optimizer
-        opt: Any = None,          # a torch optimizer class or factory, a ready one, a list or dict of them
+        params: Any = None,  # parameters, lists of them, torch's dicts; None with a ready optimizer
+        opt: Any = None,  # a torch optimizer class or factory, a ready one, a list or dict of them
         needs_closure: bool | None = None,  # steps evaluate the loss again; None: as the class says
-        **hypers: Any,            # its options, by torch's or fastai's names
+        **hypers: Any,  # its options, by torch's or fastai's names
     ) -> None:
-        if opt is None and params is not None: raise OptimizerError('Parameters need `opt=`: OptimWrapper(params, '
-                                                                     'opt=torch.optim.AdamW), for one.')
+        if opt is None and params is not None:
+            raise OptimizerError(
+                'Parameters need `opt=`: OptimWrapper(params, opt=torch.optim.AdamW), for one.'
+            )
         if callable(opt) and not isinstance(opt, torch.optim.Optimizer):
             check_maker(opt)
             if params is None:
                 me, name = type(self).__name__, getattr(maker_of(opt), '__name__', repr(opt))
-                use = f'partial({me}, opt={name})' if me == 'OptimWrapper' else f'lambda p, lr: {me}({name}(p, lr=lr))'
-                raise OptimizerError(f'{me} got {name}, which makes an optimizer, and no parameters: `opt_func={use}`.')
+                use = (
+                    f'partial({me}, opt={name})'
+                    if me == 'OptimWrapper'
+                    else f'lambda p, lr: {me}({name}(p, lr=lr))'
+                )
+                raise OptimizerError(
+                    f'{me} got {name}, which makes an optimizer, and no parameters: `opt_func={use}`.'
+                )
             opt = opt(as_groups(params), **torch_names(opt, hypers))
         elif params is not None or hypers:
-            raise OptimizerError('A ready optimizer has its parameters and hyper-parameters: give `opt=` alone.')
+            raise OptimizerError(
+                'A ready optimizer has its parameters and hyper-parameters: give `opt=` alone.'
+            )
         self.opt = opt
         self.optimizers = _named_optimizers(opt)
-        self.n_steps = 0                                            # steps taken
-        self.called = ''                                            # the name of what made it; empty: torch's own
+        self.n_steps = 0  # steps taken
+        self.called = ''  # the name of what made it; empty: torch's own
         _unshare_rates(self.optimizers.values())
-        self.exempt: set[nn.Parameter] = set()                     # those that weight decay spares
-        self._places = [[(o, i)] for o in self.optimizers.values() for i in range(len(o.param_groups))]
-        self.splits: list[tuple[torch.optim.Optimizer, int, int, list[nn.Parameter]]] = []  # what `split_groups` has done
-        self.always_trained: set[nn.Parameter] = set()              # those that stay trained in frozen groups
-        self.frozen: set[nn.Parameter] = set()                      # those that `freeze_to` has frozen
-        self.frozen_idx = 0                                         # how many groups are frozen
-        self.spares_norms = False                    # by its kind, norms and biases do not decay
-        self.seen: set[nn.Parameter] | None = None   # what there was to train; None: it was ready
-        self.had: set[nn.Parameter] = set()          # what was in its groups at the last look
-        self.left_out: set[nn.Parameter] = set()     # trainable, but in no group when it was made
-        self.warned: set[nn.Parameter] = set()       # parameters that a warning has named
-        self.is_training = False                     # between `train()` and `eval()`
+        self.exempt: set[nn.Parameter] = set()  # those that weight decay spares
+        self._places = [
+            [(o, i)] for o in self.optimizers.values() for i in range(len(o.param_groups))
+        ]
+        self.splits: list[
+            tuple[torch.optim.Optimizer, int, int, list[nn.Parameter]]
+        ] = []  # what `split_groups` has done
+        self.always_trained: set[nn.Parameter] = set()  # those that stay trained in frozen groups
+        self.frozen: set[nn.Parameter] = set()  # those that `freeze_to` has frozen
+        self.frozen_idx = 0  # how many groups are frozen
+        self.spares_norms = False  # by its kind, norms and biases do not decay
+        self.seen: set[nn.Parameter] | None = None  # what there was to train; None: it was ready
+        self.had: set[nn.Parameter] = set()  # what was in its groups at the last look
+        self.left_out: set[nn.Parameter] = set()  # trainable, but in no group when it was made
+        self.warned: set[nn.Parameter] = set()  # parameters that a warning has named
+        self.is_training = False  # between `train()` and `eval()`
         self._switching = [o for o in self.optimizers.values() if switches(o)]
         wanted = dict.fromkeys(self.optimizers.values(), needs_closure)
         if needs_closure is None:
@@ -124,12 +149,18 @@ class OptimWrapper(torch.optim.Optimizer):
         self._evaluating = {o for o, needed in wanted.items() if needed}  # evaluate the loss again
         seen: set[int] = set()
         for p in self.parameters():
-            if id(p) in seen: raise OptimizerError('Two optimizers or groups share a parameter: give each its own.')
+            if id(p) in seen:
+                raise OptimizerError(
+                    'Two optimizers or groups share a parameter: give each its own.'
+                )
             seen.add(id(p))
         self._fused = [FusedGuard(o) for o in fused_of(self.optimizers.values())]
 
-    def __getstate__(self) -> dict[str, Any]: return self.__dict__.copy()  # torch's leaves most out
-    def __setstate__(self, state: dict[str, Any]) -> None: self.__dict__.update(state)
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()  # torch's leaves most out
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OptimWrapper:
         "Copy it with its optimizers and what these have of their own, which torch's own copies lack."
@@ -137,13 +168,15 @@ class OptimWrapper(torch.optim.Optimizer):
         for o in self.optimizers.values():
             twin = vars(deepcopy(o, memo))
             # a scheduler's `step` would step the one it was made for
-            for name in vars(o).keys() - twin.keys() - {'step'}: twin[name] = deepcopy(vars(o)[name], memo)
+            for name in vars(o).keys() - twin.keys() - {'step'}:
+                twin[name] = deepcopy(vars(o)[name], memo)
         res.__dict__.update(deepcopy(self.__dict__, memo))
         return res
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         "Add a group of parameters, with hyper-parameters of its own; with several optimizers, add to one: `opt[name]`."
-        if len(self.optimizers) > 1: raise OptimizerError('There are several optimizers: add it to one, `opt[name]`.')
+        if len(self.optimizers) > 1:
+            raise OptimizerError('There are several optimizers: add it to one, `opt[name]`.')
         self[0].add_param_group(param_group)
         self._find_new_groups()
 
@@ -151,7 +184,8 @@ class OptimWrapper(torch.optim.Optimizer):
         "Make places for the param groups that were added to an optimizer since."
         known = {(id(o), i) for places in self._places for o, i in places}
         every = [(o, i) for o in self.optimizers.values() for i in range(len(o.param_groups))]
-        if len(known) < len(every): self._places += [[(o, i)] for o, i in every if (id(o), i) not in known]
+        if len(known) < len(every):
+            self._places += [[(o, i)] for o, i in every if (id(o), i) not in known]
 
     @property
     def _groups(self) -> list[list[dict[str, Any]]]:
@@ -172,7 +206,8 @@ class OptimWrapper(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]  # torch sets it as an attribute
-        if len(self.optimizers) == 1: return self[0].state
+        if len(self.optimizers) == 1:
+            return self[0].state
         return {p: s for o in self.optimizers.values() for p, s in o.state.items()}
 
     def rename_params(self, new: Mapping[Any, Any]) -> None:
@@ -181,12 +216,15 @@ class OptimWrapper(torch.optim.Optimizer):
             setattr(self, name, {new.get(p, p) for p in getattr(self, name)})
         if self.seen is not None:
             self.seen = {new.get(p, p) for p in self.seen}
-        self.splits = [(o, i, j, [new.get(p, p) for p in params]) for o, i, j, params in self.splits]
+        self.splits = [
+            (o, i, j, [new.get(p, p) for p in params]) for o, i, j, params in self.splits
+        ]
         self._fused = [FusedGuard(o) for o in fused_of(self.optimizers.values())]
 
     def __getattr__(self, name: str) -> Any:
         opt = self.__dict__.get('opt')
-        if name.startswith('__') or not isinstance(opt, torch.optim.Optimizer): raise AttributeError(name)
+        if name.startswith('__') or not isinstance(opt, torch.optim.Optimizer):
+            raise AttributeError(name)
         return getattr(opt, name)
 
     def __getitem__(self, key: str | int) -> torch.optim.Optimizer:
@@ -229,7 +267,7 @@ class OptimWrapper(torch.optim.Optimizer):
     def step(
         self,
         closure: Callable[[], Any] | None = None,  # evaluates the loss again, if that is needed
-        only: str | int | None = None,             # the name or place of the one that steps; None: all do
+        only: str | int | None = None,  # the name or place of the one that steps; None: all do
     ) -> Any:
         """Take one step with every optimizer, or with one of several: `learn.opt.step(only='critic')`.
 
@@ -240,7 +278,8 @@ class OptimWrapper(torch.optim.Optimizer):
 
         Raises `OptimizerError` for an optimizer that is not there.
         """
-        for guard in self._fused: guard.prepare()
+        for guard in self._fused:
+            guard.prepare()
         optimizers = self.optimizers.values() if only is None else self._stepping(only)
         for o in optimizers:
             if o not in self._closures:
@@ -253,11 +292,15 @@ class OptimWrapper(torch.optim.Optimizer):
         return res
 
     def _stepping(self, only: str | int | None) -> Iterable[torch.optim.Optimizer]:
-        if only is None: return self.optimizers.values()
-        try: return [self[only]]
+        if only is None:
+            return self.optimizers.values()
+        try:
+            return [self[only]]
         except LookupError:
-            raise OptimizerError(f'only={only!r}: the optimizers are {", ".join(map(repr, self.optimizers))}.'
-                                 f'{did_you_mean(str(only), self.optimizers)}') from None
+            raise OptimizerError(
+                f'only={only!r}: the optimizers are {", ".join(map(repr, self.optimizers))}.'
+                f'{did_you_mean(str(only), self.optimizers)}'
+            ) from None
 
     def zero_grad(
         self,
@@ -267,11 +310,14 @@ class OptimWrapper(torch.optim.Optimizer):
         "Clear the gradients (they become None)."
         optimizers = self.optimizers.values() if only is None else self._stepping(only)
         for o in optimizers:
-            if not set_to_none: o.zero_grad(set_to_none=False)
-            elif getattr(o.zero_grad, '__func__', None) is not torch.optim.Optimizer.zero_grad: o.zero_grad()
+            if not set_to_none:
+                o.zero_grad(set_to_none=False)
+            elif getattr(o.zero_grad, '__func__', None) is not torch.optim.Optimizer.zero_grad:
+                o.zero_grad()
             else:  # as torch does it, without the microseconds of its profiler
                 for g in o.param_groups:
-                    for p in g['params']: p.grad = None
+                    for p in g['params']:
+                        p.grad = None
 
     @property
     def hypers(self) -> L:
@@ -281,12 +327,13 @@ class OptimWrapper(torch.optim.Optimizer):
     def set_hypers(self, **hypers: Any) -> None:
         "Set several hyper-parameters: `set_hypers(lr=0.1, wd=0.01)`."
         checked = {name: self._checked(name, value) for name, value in hypers.items()}
-        for name, values in checked.items(): self._set(name, values)
+        for name, values in checked.items():
+            self._set(name, values)
 
     def set_hyper(
         self,
-        name: str,       # fastai's or torch's name
-        value: Any,      # one value, one a group, or a slice spread over groups (see `spread`)
+        name: str,  # fastai's or torch's name
+        value: Any,  # one value, one a group, or a slice spread over groups (see `spread`)
     ) -> None:
         """Set one hyper-parameter on every group.
 
@@ -299,17 +346,28 @@ class OptimWrapper(torch.optim.Optimizer):
         n = len(self._groups)
         if isinstance(value, Mapping):
             value = self._by_name(name, value)
-        values = spread(value, n) if isinstance(value, slice) else list(value) if is_many(value) else [value] * n
+        values = (
+            spread(value, n)
+            if isinstance(value, slice)
+            else list(value)
+            if is_many(value)
+            else [value] * n
+        )
         if len(values) != n:
             fix = f'one, {n}, or a slice' if n > 1 else 'one number'
-            raise OptimizerError(f'{name}: {len(values)} values for {n} param group{"s" * (n > 1)}. Give {fix}.')
+            raise OptimizerError(
+                f'{name}: {len(values)} values for {n} param group{"s" * (n > 1)}. Give {fix}.'
+            )
         # plain numbers, for checkpoints
         values = [v.item() if isinstance(v, np.generic) else v for v in values]
-        for v in values: check_hyper(name, v)
+        for v in values:
+            check_hyper(name, v)
         for h in self.hypers:
             if name not in h:
-                raise OptimizerError(f'{name} is no hyper-parameter of {self.class_names()}: it has {", ".join(h)}.'
-                                     f'{did_you_mean(name, h)}')
+                raise OptimizerError(
+                    f'{name} is no hyper-parameter of {self.class_names()}: it has {", ".join(h)}.'
+                    f'{did_you_mean(name, h)}'
+                )
         return values
 
     def _by_name(self, name: str, values: Mapping[str, Any]) -> list[Any]:
@@ -321,40 +379,48 @@ class OptimWrapper(torch.optim.Optimizer):
                 raise OptimizerError(f'{name}={dict(values)!r}: the optimizers are {known}.{hint}')
         names = {id(o): key for key, o in self.optimizers.items()}
         owners = [names[id(places[0][0])] for places in self._places]
-        return [values[owner] if owner in values else hypers.get(name)
-                for owner, hypers in zip(owners, self.hypers, strict=True)]
+        return [
+            values[owner] if owner in values else hypers.get(name)
+            for owner, hypers in zip(owners, self.hypers, strict=True)
+        ]
 
     def _set(self, name: str, values: list[Any]) -> None:
-        if name in ('wd', 'weight_decay') and self.exempt and any(values): self.split_groups()
-        for h, v in zip(self.hypers, values, strict=True): h[name] = v
+        if name in ('wd', 'weight_decay') and self.exempt and any(values):
+            self.split_groups()
+        for h, v in zip(self.hypers, values, strict=True):
+            h[name] = v
 
     def spare_from_decay(self, params: Iterable[nn.Parameter]) -> None:
         "Leave these parameters out of weight decay, now and when it is set later."
         self.exempt.update(params)
-        if any(g.get('weight_decay') for g in self.param_groups): self.split_groups()
+        if any(g.get('weight_decay') for g in self.param_groups):
+            self.split_groups()
 
     def split_groups(self, *optimizers: torch.optim.Optimizer) -> None:
         "Put the spared parameters of each group, of some optimizers or all, in one of their own without weight decay."
         for o in optimizers or self.optimizers.values():
             for i, group in enumerate(list(o.param_groups)):
                 spared = [p for p in group['params'] if p in self.exempt]
-                if not spared or 'weight_decay' not in group: continue
+                if not spared or 'weight_decay' not in group:
+                    continue
                 if len(spared) == len(group['params']):
-                    group['weight_decay'] = 0.
+                    group['weight_decay'] = 0.0
                     continue
                 self.splits.append((o, i, len(o.param_groups), group['params']))
                 group['params'] = [p for p in group['params'] if p not in self.exempt]
-                o.add_param_group({**group, 'params': spared, 'weight_decay': 0.})
+                o.add_param_group({**group, 'params': spared, 'weight_decay': 0.0})
                 next(ps for ps in self._places if (o, i) in ps).append((o, len(o.param_groups) - 1))
 
     def join_groups(self, opt: torch.optim.Optimizer) -> None:
         "Undo what `split_groups` has done to an optimizer, unless groups were added since."
         for done in [done for done in reversed(self.splits) if done[0] is opt]:
             _, i, j, whole = done
-            if j != len(opt.param_groups) - 1: return
+            if j != len(opt.param_groups) - 1:
+                return
             opt.param_groups.pop()
             opt.param_groups[i]['params'] = whole
-            for places in self._places: places[:] = [place for place in places if place != (opt, j)]
+            for places in self._places:
+                places[:] = [place for place in places if place != (opt, j)]
             self.splits.remove(done)
 
     def share_groups(self, *groups: list[tuple[str, int]]) -> None:
@@ -367,7 +433,7 @@ class OptimWrapper(torch.optim.Optimizer):
 
     def set_params(
         self,
-        groups: list[list[nn.Parameter]],   # of each group, in the order of their states in a file
+        groups: list[list[nn.Parameter]],  # of each group, in the order of their states in a file
     ) -> bool:
         """Let the groups have other parameters; states stay with the parameters that stay.
 
@@ -460,7 +526,7 @@ class OptimWrapper(torch.optim.Optimizer):
                 for p, value in zip(params, trained, strict=True):
                     p.copy_(value)
 
-    # -- freezing ------------------------------------------------------------------------------------------------------
+    # -- freezing ----------------------------------------------------------------------------------
 
     @property
     def param_lists(self) -> list[list[nn.Parameter]]:
@@ -469,7 +535,7 @@ class OptimWrapper(torch.optim.Optimizer):
 
     def freeze_to(
         self,
-        n: int,   # groups before this one are frozen; from -1 on counted from the end
+        n: int,  # groups before this one are frozen; from -1 on counted from the end
     ) -> None:
         """Train only the groups from `n` on; those of `always_trained` are trained wherever they are.
 
@@ -480,36 +546,43 @@ class OptimWrapper(torch.optim.Optimizer):
         lists = self.param_lists
         self.frozen_idx = max(0, len(lists) + n) if n < 0 else n
         if self.frozen_idx >= len(lists):
-            warn_user(f'freeze_to({n}) freezes every one of the {len(lists)} param group{"s" * (len(lists) > 1)}: '
-                      'nothing but norm layers is trained, and they only if `train_bn` is set. `unfreeze()` undoes it.')
-        frozen = {p for params in lists[:self.frozen_idx] for p in params} - self.always_trained
-        for p in (p for params in lists for p in params): p.requires_grad_(p not in frozen)
-        for p in frozen: p.grad = None
+            warn_user(
+                f'freeze_to({n}) freezes every one of the {len(lists)} param group{"s" * (len(lists) > 1)}: '
+                'nothing but norm layers is trained, and they only if `train_bn` is set. `unfreeze()` undoes it.'
+            )
+        frozen = {p for params in lists[: self.frozen_idx] for p in params} - self.always_trained
+        for p in (p for params in lists for p in params):
+            p.requires_grad_(p not in frozen)
+        for p in frozen:
+            p.grad = None
         self.frozen = frozen
 
     def freeze(self) -> None:
         "Train only the last group."
-        if len(self._groups) == 1: raise OptimizerError(f'There is one param group, so no other can be frozen.{SPLIT}')
+        if len(self._groups) == 1:
+            raise OptimizerError(f'There is one param group, so no other can be frozen.{SPLIT}')
         self.freeze_to(-1)
 
     def unfreeze(self) -> None:
         "Train every group."
         self.freeze_to(0)
 
-    # -- state ---------------------------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------
 
     def clear_state(self, closures: bool = False) -> None:
         "Forget momenta and averages, of all optimizers or of those that need a closure."
-        for o in self._evaluating if closures else self.optimizers.values(): o.state.clear()
+        for o in self._evaluating if closures else self.optimizers.values():
+            o.state.clear()
 
     def state_dict(self) -> dict[str, Any]:
         "Return the optimizer's own state dict, or those of several by name."
-        if len(self.optimizers) == 1: return self[0].state_dict()
+        if len(self.optimizers) == 1:
+            return self[0].state_dict()
         return {name: o.state_dict() for name, o in self.optimizers.items()}
 
     def differences(
         self,
-        state: Any,                      # from `state_dict`
+        state: Any,  # from `state_dict`
         model: nn.Module | None = None,  # whose names of parameters are used
     ) -> list[str]:
         """Return a line for everything in a state that these optimizers cannot take; none, and it can be loaded.
@@ -525,10 +598,14 @@ class OptimWrapper(torch.optim.Optimizer):
         nothing changed, for a state with `differences`.
         """
         if lines := self.differences(state_dict):
-            raise OptimizerError('\n  '.join(['The saved state does not fit. Nothing was loaded.', *lines]))
-        try: load_state(self, state_dict)
+            raise OptimizerError(
+                '\n  '.join(['The saved state does not fit. Nothing was loaded.', *lines])
+            )
+        try:
+            load_state(self, state_dict)
         finally:
-            if any(g.get('weight_decay') for g in self.param_groups): self.split_groups()
+            if any(g.get('weight_decay') for g in self.param_groups):
+                self.split_groups()
         if self.is_training:
             self.train()
         else:
@@ -549,7 +626,8 @@ def _unshare_rates(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     seen: set[int] = set()
     for g in (g for o in optimizers for g in o.param_groups):
         for name in (n for n in OPTIONS if isinstance(g.get(n), torch.Tensor)):
-            if id(g[name]) in seen: g[name] = g[name].clone()
+            if id(g[name]) in seen:
+                g[name] = g[name].clone()
             seen.add(id(g[name]))
 
 
@@ -558,8 +636,8 @@ class Closure:
 
     def __init__(
         self,
-        evaluate: Callable[[], Any],   # computes the loss and its gradients again, and returns it
-        first: Callable[[], Any],      # returns the loss of the evaluation whose gradients are there
+        evaluate: Callable[[], Any],  # computes the loss and its gradients again, and returns it
+        first: Callable[[], Any],  # returns the loss of the evaluation whose gradients are there
     ) -> None:
         self.evaluate, self.first, self.is_repeated = evaluate, first, False
 
@@ -579,7 +657,7 @@ class Evaluation:
         self,
         opt: torch.optim.Optimizer,
         closure: Closure,
-        evaluating: set[torch.optim.Optimizer],    # gets the optimizer when it evaluates again
+        evaluating: set[torch.optim.Optimizer],  # gets the optimizer when it evaluates again
     ) -> None:
         self.opt, self.closure, self.evaluating = opt, closure, evaluating
         self._before = self._versions()
@@ -637,17 +715,28 @@ def switches(opt: torch.optim.Optimizer) -> bool:
 
 def _named_optimizers(opt: Any) -> dict[str, torch.optim.Optimizer]:
     "Return the optimizers by name; raise `OptimizerError` for anything that is none."
-    named = dict(opt) if isinstance(opt, Mapping) else dict(zip(map(str, range(len(opt))), opt, strict=True)) \
-        if isinstance(opt, (list, tuple)) else {'': opt}
+    named = (
+        dict(opt)
+        if isinstance(opt, Mapping)
+        else dict(zip(map(str, range(len(opt))), opt, strict=True))
+        if isinstance(opt, (list, tuple))
+        else {'': opt}
+    )
     for name, o in named.items():
         if not isinstance(o, torch.optim.Optimizer):
             if name and callable(o):
-                raise OptimizerError(f'opt_func[{name}] is {getattr(maker_of(o), "__name__", o)}, no ready optimizer. '
-                                     'A list holds ready ones, each of parameters of its own, '
-                                     '`torch.optim.SGD(model.body.parameters(), lr=0.1)` for one; what makes an '
-                                     'optimizer goes without a list, and metrics go as `metrics=`.')
-            raise OptimizerError(f'opt_func{f"[{name}]" if name else ""} gave {o!r}, no torch.optim.Optimizer. '
-                                 'It is called with the parameters and `lr=`, and returns an optimizer or several.')
-    if not named: raise OptimizerError(f'opt_func gave {opt!r}, which has no optimizer: return one, or several '
-                                        'by name.')
+                raise OptimizerError(
+                    f'opt_func[{name}] is {getattr(maker_of(o), "__name__", o)}, no ready optimizer. '
+                    'A list holds ready ones, each of parameters of its own, '
+                    '`torch.optim.SGD(model.body.parameters(), lr=0.1)` for one; what makes an '
+                    'optimizer goes without a list, and metrics go as `metrics=`.'
+                )
+            raise OptimizerError(
+                f'opt_func{f"[{name}]" if name else ""} gave {o!r}, no torch.optim.Optimizer. '
+                'It is called with the parameters and `lr=`, and returns an optimizer or several.'
+            )
+    if not named:
+        raise OptimizerError(
+            f'opt_func gave {opt!r}, which has no optimizer: return one, or several by name.'
+        )
     return named

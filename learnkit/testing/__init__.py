@@ -1,4 +1,5 @@
 """Ready-made parts for tests: small learners, digests of states, and the harness that kills training and resumes it."""
+
 from __future__ import annotations
 
 from functools import partial
@@ -22,9 +23,24 @@ from learnkit.testing.harness import (
     run_until_done,
 )
 
-__all__ = ['Child', 'HarnessError', 'Lives', 'RegModel', 'KillReport', 'differences', 'digest', 'kill_and_resume',
-           'learn_digest', 'learn_state', 'random_instants', 'reached', 'run_until_done', 'start', 'synth_dls',
-           'synth_learner']
+__all__ = [
+    'Child',
+    'HarnessError',
+    'Lives',
+    'RegModel',
+    'KillReport',
+    'differences',
+    'digest',
+    'kill_and_resume',
+    'learn_digest',
+    'learn_state',
+    'random_instants',
+    'reached',
+    'run_until_done',
+    'start',
+    'synth_dls',
+    'synth_learner',
+]
 
 
 class RegModel(nn.Module):
@@ -40,26 +56,28 @@ class RegModel(nn.Module):
 
 
 def synth_dls(
-    a: float = 2,        # slope of the line
-    b: float = 3,        # its value at 0
-    bs: int = 16,        # samples a batch
-    n_train: int = 10,   # training batches
-    n_valid: int = 2,    # validation batches
+    a: float = 2,  # slope of the line
+    b: float = 3,  # its value at 0
+    bs: int = 16,  # samples a batch
+    n_train: int = 10,  # training batches
+    n_valid: int = 2,  # validation batches
 ) -> DataLoaders:
     "Return loaders of points `(x, y)`, each `[bs, 1]`, on a noisy line."
+
     def points(n: int) -> tuple[Tensor, Tensor]:
         x = torch.randn(bs * n, 1)
         return x, a * x + b + 0.1 * torch.randn(bs * n, 1)
+
     return DataLoaders.from_tensors(points(n_train), points(n_valid), bs=bs)
 
 
 def synth_learner(
-    n_train: int = 10,                 # training batches
-    n_valid: int = 2,                  # validation batches
+    n_train: int = 10,  # training batches
+    n_valid: int = 2,  # validation batches
     lr: float = 1e-3,
-    dls: Any = None,                   # other loaders
-    model: nn.Module | None = None,    # another model
-    **kwargs: Any,                     # more for the Learner
+    dls: Any = None,  # other loaders
+    model: nn.Module | None = None,  # another model
+    **kwargs: Any,  # more for the Learner
 ) -> Learner:
     """Return a Learner that fits a line to noisy points.
 

@@ -1,4 +1,5 @@
 """Forked children that run a job: warm, so that one starts in milliseconds, and gone without a trace at its end."""
+
 from __future__ import annotations
 
 import atexit
@@ -45,9 +46,11 @@ class HarnessError(LearnkitError, RuntimeError):
 
 # In the child
 
+
 @dataclass
 class Planned:
     "The end that a child puts to itself."
+
     name: str
     nth: int
     sig: int
@@ -64,9 +67,11 @@ def reached(name: str) -> None:
 
     >>> reached('between two writes')
     """
-    if _planned is None: return
+    if _planned is None:
+        return
     _planned.seen[name] += 1
-    if (name, _planned.seen[name]) != (_planned.name, _planned.nth): return
+    if (name, _planned.seen[name]) != (_planned.name, _planned.nth):
+        return
     (os.killpg if _planned.group else os.kill)(_planned.pid, _planned.sig)
 
 
@@ -77,47 +82,56 @@ def _live(job: Callable[[], Any], folder: Path, parent: int, planned: Planned | 
     try:
         os.setpgid(0, 0)
         _leave_parent(folder, parent)
-        if planned: _planned, planned.pid = planned, os.getpid()
+        if planned:
+            _planned, planned.pid = planned, os.getpid()
         code = _run(job, folder)
         _as_at_exit()
     except KeyboardInterrupt:
         traceback.print_exc()
         code = -signal.SIGINT
-    except BaseException: traceback.print_exc()
+    except BaseException:
+        traceback.print_exc()
     finally:
-        for stream in (sys.stdout, sys.stderr): stream.flush()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
         if code < 0:
             signal.signal(-code, signal.SIG_DFL)
             os.kill(os.getpid(), -code)
-        os._exit(code & 0xff)
+        os._exit(code & 0xFF)
 
 
 def _run(job: Callable[[], Any], folder: Path) -> int:
     "Run the job, keep what it returns, and return its exit code."
-    try: result = job()
+    try:
+        result = job()
     except SystemExit as e:
-        if e.code is None or isinstance(e.code, int): return e.code or 0
+        if e.code is None or isinstance(e.code, int):
+            return e.code or 0
         print(e.code, file=sys.stderr)
         return 1
-    except KeyboardInterrupt: raise
+    except KeyboardInterrupt:
+        raise
     except BaseException:
         traceback.print_exc()
         return 1
-    torch.save(plain(result, "The job's result"), folder/'result.tmp')
-    os.replace(folder/'result.tmp', folder/'result.pt')
+    torch.save(plain(result, "The job's result"), folder / 'result.tmp')
+    os.replace(folder / 'result.tmp', folder / 'result.pt')
     return 0
 
 
 def _leave_parent(folder: Path, parent: int) -> None:
     "Let go of what a forked process has of its parent: handlers, streams, threads' settings, what runs at exit."
     import resource  # not on Windows
+
     gc.freeze()  # collecting the parent's garbage would end its loaders' workers
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent: os._exit(1)
+    if os.getppid() != parent:
+        os._exit(1)
     _running.clear()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for sig in signal.valid_signals():
-        if callable(signal.getsignal(sig)): signal.signal(sig, signal.SIG_DFL)
+        if callable(signal.getsignal(sig)):
+            signal.signal(sig, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.set_wakeup_fd(-1)
     _own_streams(folder)
@@ -131,7 +145,11 @@ def _leave_parent(folder: Path, parent: int) -> None:
 
 def _own_streams(folder: Path) -> None:
     for fd, name in enumerate(('stdin', 'stdout', 'stderr')):
-        path, how = (folder/name, os.O_WRONLY | os.O_CREAT | os.O_APPEND) if fd else (os.devnull, os.O_RDONLY)
+        path, how = (
+            (folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            if fd
+            else (os.devnull, os.O_RDONLY)
+        )
         file = os.open(path, how, 0o600)
         os.dup2(file, fd)
         os.close(file)
@@ -145,6 +163,7 @@ def _own_exit() -> None:
     from multiprocessing import process, util
 
     from learnkit import learner
+
     atexit._clear()
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # temporary folders among them
     # as its first use does, once
@@ -159,7 +178,8 @@ def _own_exit() -> None:
         loggers.open_loggers.clear()
         atexit.register(loggers._close_all)
     workers = sys.modules.get('torch.utils.data._utils.signal_handling')
-    if workers: vars(workers).update(_SIGCHLD_handler_set=False)  # it was reset above
+    if workers:
+        vars(workers).update(_SIGCHLD_handler_set=False)  # it was reset above
 
 
 def _as_at_exit() -> None:
@@ -170,8 +190,10 @@ def _as_at_exit() -> None:
 
 # In the parent
 
+
 def _prctl(option: int, value: Any) -> None:
-    if sys.platform == 'linux': ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    if sys.platform == 'linux':
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def _adopt(child: Child) -> None:
@@ -186,9 +208,11 @@ def _adopt(child: Child) -> None:
 
 
 def _adopt_no_more(child: Child) -> None:
-    if child not in _running: return
+    if child not in _running:
+        return
     _running.discard(child)
-    if not _running: _prctl(_PR_SET_CHILD_SUBREAPER, _adopted_before)
+    if not _running:
+        _prctl(_PR_SET_CHILD_SUBREAPER, _adopted_before)
 
 
 class Child:
@@ -203,25 +227,29 @@ class Child:
         self._files, self._folder = files, Path(files.name)
 
     @property
-    def stdout(self) -> str: return self._read('stdout')
+    def stdout(self) -> str:
+        return self._read('stdout')
 
     @property
-    def stderr(self) -> str: return self._read('stderr')
+    def stderr(self) -> str:
+        return self._read('stderr')
 
     def _read(self, name: str) -> str:
-        path = self._folder/name
+        path = self._folder / name
         return path.read_text('utf-8', 'replace') if path.exists() else ''
 
     @property
     def result(self) -> Any:
         "What the job returned: plain values and tensors."
-        return torch.load(self._folder/'result.pt', weights_only=True)
+        return torch.load(self._folder / 'result.pt', weights_only=True)
 
     def poll(self) -> int | None:
         "Return the exit code, None while the child runs. What is left of its group then, is killed."
-        if self.code is not None: return self.code
+        if self.code is not None:
+            return self.code
         pid, status = os.waitpid(self.pid, os.WNOHANG)
-        if not pid: return None
+        if not pid:
+            return None
         self.code = os.waitstatus_to_exitcode(status)
         self._kill_group()
         self._reap_group()
@@ -233,17 +261,19 @@ class Child:
         group: bool = True,  # whether its own child processes get it too, loader workers for one
     ) -> None:
         "Send a signal, unless the child has ended."
-        if self.poll() is None: (os.killpg if group else os.kill)(self.pid, sig)
+        if self.poll() is None:
+            (os.killpg if group else os.kill)(self.pid, sig)
 
     def wait(
         self,
-        timeout_s: float = 60.,
+        timeout_s: float = 60.0,
         until: Callable[[], bool] = lambda: False,  # wait until this is true, too
     ) -> int | None:
         "Wait for the end and return the exit code, None if `until` came first. Raises `HarnessError` when too late."
         end = monotonic() + timeout_s
         while self.poll() is None and not until():
-            if monotonic() > end: raise self.error(f'did not end within {timeout_s:g} s', hangs=True)
+            if monotonic() > end:
+                raise self.error(f'did not end within {timeout_s:g} s', hangs=True)
             sleep(_POLL_S)
         return self.code
 
@@ -255,18 +285,25 @@ class Child:
         _adopt_no_more(self)
         self._files.cleanup()
 
-    def __enter__(self) -> Self: return self
-    def __exit__(self, *exc_info: object) -> None: self.stop()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
 
     def _kill_group(self) -> None:
-        try: os.killpg(self.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError): pass  # all have ended; PermissionError is macOS's way to say so
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass  # all have ended; PermissionError is macOS's way to say so
 
     def _reap_group(self) -> None:
         "Wait for the processes that the child has left behind."
         try:
-            while os.waitpid(-self.pid, 0)[0]: pass
-        except ChildProcessError: pass
+            while os.waitpid(-self.pid, 0)[0]:
+                pass
+        except ChildProcessError:
+            pass
 
     def error(self, what: str, hangs: bool = False) -> HarnessError:
         "Return an error that shows what the child has written."
@@ -274,18 +311,25 @@ class Child:
         if hangs:
             self.send(signal.SIGABRT, group=False)  # it writes the stacks of its threads
             end = monotonic() + 1
-            while self.poll() is None and monotonic() < end: sleep(_POLL_S)
-        hint = f' It was forked beside the threads {", ".join(others)}: a lock of theirs may hang it.' \
-            if hangs and others else ''
+            while self.poll() is None and monotonic() < end:
+                sleep(_POLL_S)
+        hint = (
+            f' It was forked beside the threads {", ".join(others)}: a lock of theirs may hang it.'
+            if hangs and others
+            else ''
+        )
         told = self.stderr.strip() or self.stdout.strip() or 'It wrote nothing.'
-        told = '\n'.join(line for line in told.splitlines() if not line.startswith('Extension modules:'))
-        if len(told) > LONGEST: told = f'{told[:LONGEST//2]}\n...\n{told[-LONGEST//2:]}'
+        told = '\n'.join(
+            line for line in told.splitlines() if not line.startswith('Extension modules:')
+        )
+        if len(told) > LONGEST:
+            told = f'{told[: LONGEST // 2]}\n...\n{told[-LONGEST // 2 :]}'
         return HarnessError(f'The job {what}.{hint}\n{told}')
 
 
 def start(
-    job: Callable[[], Any],           # what the child does; it returns plain values or tensors
-    planned: Planned | None = None,   # where it ends itself
+    job: Callable[[], Any],  # what the child does; it returns plain values or tensors
+    planned: Planned | None = None,  # where it ends itself
 ) -> Child:
     """Fork a child that runs `job`, in a process group of its own, and return it.
 
@@ -296,20 +340,29 @@ def start(
     >>> with start(lambda: sum(range(5))) as child: print(child.wait(), child.result)
     0 10
     """
-    if not hasattr(os, 'fork'): raise HarnessError('This system cannot fork processes.')
+    if not hasattr(os, 'fork'):
+        raise HarnessError('This system cannot fork processes.')
     if torch.cuda.is_initialized():
-        raise HarnessError('This process uses CUDA, which no forked child could: leave that to the job.')
+        raise HarnessError(
+            'This process uses CUDA, which no forked child could: leave that to the job.'
+        )
     # an optimizer's first step does, which takes a second in each child
     import_module('torch._dynamo')
-    for stream in (sys.stdout, sys.stderr): stream.flush()
-    files, parent = TemporaryDirectory(prefix='learnkit-child-', ignore_cleanup_errors=True), os.getpid()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    files, parent = (
+        TemporaryDirectory(prefix='learnkit-child-', ignore_cleanup_errors=True),
+        os.getpid(),
+    )
     # a handler would run in the child
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    try: child = _fork(job, files, parent, planned)
+    try:
+        child = _fork(job, files, parent, planned)
     except BaseException:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         raise
-    try: signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # a Ctrl-C that has waited comes here
+    try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # a Ctrl-C that has waited comes here
     except BaseException:
         child.stop()
         raise
@@ -325,8 +378,10 @@ def _fork(job: Callable[[], Any], files: Any, parent: int, planned: Planned | No
     if pid == 0:
         random.setstate(drawn)  # Python seeds a forked process anew
         _live(job, Path(files.name), parent, planned)
-    try: os.setpgid(pid, pid)
-    except OSError: pass  # the child was faster
+    try:
+        os.setpgid(pid, pid)
+    except OSError:
+        pass  # the child was faster
     child = Child(pid, files)
     _adopt(child)
     return child

@@ -1,4 +1,5 @@
 """Jobs that are killed and started again, to prove that what comes out in the end is what it would have been."""
+
 from __future__ import annotations
 
 import os
@@ -21,7 +22,15 @@ from learnkit.core.errors import OptionError
 from learnkit.core.time import Time
 from learnkit.testing.forks import HarnessError, Planned, reached, start
 
-__all__ = ['HarnessError', 'Lives', 'KillReport', 'kill_and_resume', 'random_instants', 'reached', 'run_until_done']
+__all__ = [
+    'HarnessError',
+    'Lives',
+    'KillReport',
+    'kill_and_resume',
+    'random_instants',
+    'reached',
+    'run_until_done',
+]
 
 # seconds; a file that appears; what `reached` names, or its n-th time
 Instant = float | Path | str | tuple[str, int]
@@ -31,10 +40,11 @@ GOES_ON = 'There is a checkpoint to go on from.'
 @dataclass
 class Lives:
     "What `run_until_done` reports: a life is a process, from its start to its kill or end."
-    result: Any = None                                     # of the last life
-    codes: list[int] = field(default_factory=list)         # each life's exit code
-    seconds: list[float] = field(default_factory=list)     # each life's length
-    stdout: list[str] = field(default_factory=list)        # what each wrote
+
+    result: Any = None  # of the last life
+    codes: list[int] = field(default_factory=list)  # each life's exit code
+    seconds: list[float] = field(default_factory=list)  # each life's length
+    stdout: list[str] = field(default_factory=list)  # what each wrote
     stderr: list[str] = field(default_factory=list)
 
     @property
@@ -44,11 +54,11 @@ class Lives:
 
 
 def run_until_done(
-    job: Callable[[], Any],             # the work; resumes where it was killed, and returns plain values
+    job: Callable[[], Any],  # the work; resumes where it was killed, and returns plain values
     kill: Sequence[Instant | None] | Callable[[int], Instant | None] = (),  # how lives end
-    sig: int = signal.SIGKILL,          # the signal
-    group: bool = True,                 # whether the job's own child processes get it too, loader workers for one
-    timeout_s: float = 60.,             # of each life, and of its end after the signal
+    sig: int = signal.SIGKILL,  # the signal
+    group: bool = True,  # whether the job's own child processes get it too, loader workers for one
+    timeout_s: float = 60.0,  # of each life, and of its end after the signal
     max_lives: int = 10_000,
 ) -> Lives:
     """Start a job, kill it, and start it again, until it ends by itself; return what happened.
@@ -75,17 +85,28 @@ def run_until_done(
     lives = Lives()
     for n in range(max_lives):
         instant = kill(n) if callable(kill) else kill[n] if n < len(kill) else None
-        if _live_once(job, instant, sig, group, timeout_s, lives): return lives
+        if _live_once(job, instant, sig, group, timeout_s, lives):
+            return lives
     raise HarnessError(f'The job was killed {max_lives} times and has not ended.')
 
 
-def _live_once(job: Callable[[], Any], instant: Instant | None, sig: int, group: bool, timeout_s: float,
-               lives: Lives) -> bool:
+def _live_once(
+    job: Callable[[], Any],
+    instant: Instant | None,
+    sig: int,
+    group: bool,
+    timeout_s: float,
+    lives: Lives,
+) -> bool:
     "Run a job for one life, and tell whether it has ended by itself."
     planned = _planned_of(instant, sig, group)
     with start(job, planned) as child:
         began, sent = monotonic(), planned is not None
-        if instant is not None and not sent and child.wait(timeout_s, lambda: _is_due(instant, began)) is None:
+        if (
+            instant is not None
+            and not sent
+            and child.wait(timeout_s, lambda: _is_due(instant, began)) is None
+        ):
             child.send(sig, group)
             sent = True
         code = child.wait(timeout_s)
@@ -93,16 +114,23 @@ def _live_once(job: Callable[[], Any], instant: Instant | None, sig: int, group:
         lives.codes.append(code or 0)
         lives.stdout.append(child.stdout)
         lives.stderr.append(child.stderr)
-        if code and not (sent and code in (-sig, 128 + sig)): raise child.error(f'ended with {_named(code)}')
-        if code == 0: lives.result = child.result if (child._folder/'result.pt').exists() else None
+        if code and not (sent and code in (-sig, 128 + sig)):
+            raise child.error(f'ended with {_named(code)}')
+        if code == 0:
+            lives.result = child.result if (child._folder / 'result.pt').exists() else None
     return code == 0
 
 
 def _planned_of(instant: Instant | None, sig: int, group: bool) -> Planned | None:
-    if isinstance(instant, str): return Planned(instant, 1, sig, group)
-    if isinstance(instant, tuple): return Planned(*instant, sig, group)
-    if instant is None or isinstance(instant, (int, float, Path)): return None
-    raise OptionError(f'kill={instant!r}: give seconds, a path, the name of a place, or (name, n-th time).')
+    if isinstance(instant, str):
+        return Planned(instant, 1, sig, group)
+    if isinstance(instant, tuple):
+        return Planned(*instant, sig, group)
+    if instant is None or isinstance(instant, (int, float, Path)):
+        return None
+    raise OptionError(
+        f'kill={instant!r}: give seconds, a path, the name of a place, or (name, n-th time).'
+    )
 
 
 def _is_due(instant: Instant, began: float) -> bool:
@@ -110,12 +138,16 @@ def _is_due(instant: Instant, began: float) -> bool:
 
 
 def _named(code: int) -> str:
-    return f'exit code {code}' if code > 0 else f'{signal.Signals(-code).name}, which the harness did not send'
+    return (
+        f'exit code {code}'
+        if code > 0
+        else f'{signal.Signals(-code).name}, which the harness did not send'
+    )
 
 
 def random_instants(
-    n: int,             # how many
-    upto_s: float,      # the latest, in seconds
+    n: int,  # how many
+    upto_s: float,  # the latest, in seconds
     seed: int = 0,
 ) -> list[float]:
     """Return random instants for `run_until_done`, each from 0 to `upto_s`.
@@ -130,29 +162,31 @@ def random_instants(
 @dataclass
 class KillReport:
     "What `kill_and_resume` reports; true if every run that was killed ended as the one that was not."
-    kills: int = 0                                         # over all runs
-    resumes: int = 0                                       # those after which a checkpoint was there to go on from
-    runs: int = 0                                          # that were killed, and went on to their end
-    wall_s: float = 0.                                     # of everything
-    digest: str = ''                                       # of the run that was not killed
-    differences: list[str] = field(default_factory=list)   # from the first run that differs
+
+    kills: int = 0  # over all runs
+    resumes: int = 0  # those after which a checkpoint was there to go on from
+    runs: int = 0  # that were killed, and went on to their end
+    wall_s: float = 0.0  # of everything
+    digest: str = ''  # of the run that was not killed
+    differences: list[str] = field(default_factory=list)  # from the first run that differs
 
     @property
     def exact(self) -> bool:
         "Whether nobody can tell a run that was killed from one that was not."
         return not self.differences
 
-    def __bool__(self) -> bool: return self.exact
+    def __bool__(self) -> bool:
+        return self.exact
 
 
 def kill_and_resume(
-    make_learner: Callable[[], Any],    # builds the same Learner each time: data, model, callbacks
-    n_epoch: int,                       # as for `fit`
-    kills: int = 5,                     # at least so many that leave a checkpoint to go on from, at random instants
-    seed: int = 0,                      # of the instants
-    folder: str | Path | None = None,   # where checkpoints are written; None: a temporary folder
-    every: str | int | Time = '1ba',    # a checkpoint each so often
-    timeout_s: float = 120.,            # of each life
+    make_learner: Callable[[], Any],  # builds the same Learner each time: data, model, callbacks
+    n_epoch: int,  # as for `fit`
+    kills: int = 5,  # at least so many that leave a checkpoint to go on from, at random instants
+    seed: int = 0,  # of the instants
+    folder: str | Path | None = None,  # where checkpoints are written; None: a temporary folder
+    every: str | int | Time = '1ba',  # a checkpoint each so often
+    timeout_s: float = 120.0,  # of each life
 ) -> KillReport:
     """Train in a child process, and again in others that are killed and resumed; compare what comes out, bit by bit.
 
@@ -170,33 +204,52 @@ def kill_and_resume(
         root = Path(folder or own)
         report, draw, idle = KillReport(), random.Random(seed), 0
         train = partial(_training, make_learner, n_epoch, every)
-        straight, again = (run_until_done(train(root/f'straight-{i}'), timeout_s=timeout_s) for i in range(2))
+        straight, again = (
+            run_until_done(train(root / f'straight-{i}'), timeout_s=timeout_s) for i in range(2)
+        )
         if found := differences(straight.result, again.result):
-            raise HarnessError('Two trainings that nothing has killed differ: does `make_learner` seed what it draws?'
-                               + ''.join(f'\n  {line}' for line in found))
+            raise HarnessError(
+                'Two trainings that nothing has killed differ: does `make_learner` seed what it draws?'
+                + ''.join(f'\n  {line}' for line in found)
+            )
         # the first is slower than others
         report.digest, upto_s = digest(straight.result), 1.25 * again.seconds[0]
         while report.resumes < kills and report.exact:
             instants = [draw.uniform(0, upto_s) for _ in range(kills - report.resumes)]
-            lives = run_until_done(train(root/f'killed-{report.runs}'), instants, timeout_s=timeout_s)
+            lives = run_until_done(
+                train(root / f'killed-{report.runs}'), instants, timeout_s=timeout_s
+            )
             resumes = sum(text.startswith(GOES_ON) for text in lives.stdout)
             report.runs, report.kills, report.resumes = (
-                report.runs + 1, report.kills + lives.kills, report.resumes + resumes)
-            report.differences, idle = differences(straight.result, lives.result), 0 if resumes else idle + 1
-            if idle == 50: raise HarnessError(f'50 runs of {upto_s:.2g} s ended before they had a checkpoint.')
+                report.runs + 1,
+                report.kills + lives.kills,
+                report.resumes + resumes,
+            )
+            report.differences, idle = (
+                differences(straight.result, lives.result),
+                0 if resumes else idle + 1,
+            )
+            if idle == 50:
+                raise HarnessError(f'50 runs of {upto_s:.2g} s ended before they had a checkpoint.')
     report.wall_s = monotonic() - began
     return report
 
 
-def _training(make_learner: Callable[[], Any], n_epoch: int, every: Any, folder: Path) -> Callable[[], Any]:
+def _training(
+    make_learner: Callable[[], Any], n_epoch: int, every: Any, folder: Path
+) -> Callable[[], Any]:
     "Return a job that trains, or goes on with training, and returns what training depends on."
+
     def train() -> Any:
         learn = make_learner()
         # it would go on from its own files
         learn.remove_cbs([cb for cb in learn.cbs if isinstance(cb, Checkpoint)])
         if any(folder.glob('*.ckpt')):
             print(GOES_ON, flush=True)
-            for draw_others in (random.seed, np.random.seed, torch.manual_seed): draw_others(os.getpid())
-        with learn.no_bar(): learn.fit(n_epoch, resume=True, cbs=Checkpoint(every=every, folder=folder))
+            for draw_others in (random.seed, np.random.seed, torch.manual_seed):
+                draw_others(os.getpid())
+        with learn.no_bar():
+            learn.fit(n_epoch, resume=True, cbs=Checkpoint(every=every, folder=folder))
         return learn.checkpoint_state()
+
     return train

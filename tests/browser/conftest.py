@@ -1,4 +1,5 @@
 """What the tests in a browser share: one Chromium, one JupyterLab, and a fresh page for each."""
+
 from __future__ import annotations
 
 import os
@@ -13,8 +14,12 @@ import pytest
 def browser() -> Iterator[Any]:
     "A headless Chromium: the one that CHROMIUM names, or the system's."
     from playwright.sync_api import sync_playwright
-    path = os.environ.get('CHROMIUM') or shutil.which('chromium') or shutil.which('chromium-browser')
-    if path is None: pytest.fail('No Chromium here: `apt-get install chromium`, or name one in CHROMIUM.')
+
+    path = (
+        os.environ.get('CHROMIUM') or shutil.which('chromium') or shutil.which('chromium-browser')
+    )
+    if path is None:
+        pytest.fail('No Chromium here: `apt-get install chromium`, or name one in CHROMIUM.')
     with sync_playwright() as playwright:
         # root has no sandbox
         chromium = playwright.chromium.launch(executable_path=path, args=['--no-sandbox'])
@@ -26,15 +31,19 @@ def browser() -> Iterator[Any]:
 def page(browser: Any) -> Iterator[Any]:
     "A page of a test's own."
     from tests.browser.lab import fresh_page
-    with fresh_page(browser) as page: yield page
+
+    with fresh_page(browser) as page:
+        yield page
 
 
 @pytest.fixture(scope='session')
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     "A JupyterLab server."
     from tests.browser.lab import Lab
+
     server = Lab(tmp_path_factory.mktemp('jupyterlab'))
     try:
         server.wait()
         yield server
-    finally: server.stop()
+    finally:
+        server.stop()

@@ -1,4 +1,5 @@
 """A JupyterLab server of its own, and its notebooks as somebody sees and uses them in a page."""
+
 from __future__ import annotations
 
 import json
@@ -21,21 +22,38 @@ SHOTS = Path(__file__).with_name('shots')
 LOCAL = ('http://127.0.0.1:', 'data:', 'blob:', 'file:')
 WIDTH, HEIGHT = 1200, 900  # of a window
 NEXT_FRAME = '() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))'
-PATIENCE_S = 60.  # the longest that anything is waited for
+PATIENCE_S = 60.0  # the longest that anything is waited for
 
 # No question, no news, no look for updates, and every cell in the page, also where it is not seen.
 SETTINGS = {
-    'apputils-extension/notification': {'fetchNews': 'false', 'checkForUpdates': False, 'doNotDisturbMode': True},
+    'apputils-extension/notification': {
+        'fetchNews': 'false',
+        'checkForUpdates': False,
+        'doNotDisturbMode': True,
+    },
     'completer-extension/manager': {'providerTimeout': 30_000},
     'docmanager-extension/plugin': {'autosave': False},
-    'notebook-extension/tracker': {'windowingMode': 'none', 'scrollPastEnd': False, 'autoStartDefaultKernel': True},
+    'notebook-extension/tracker': {
+        'windowingMode': 'none',
+        'scrollPastEnd': False,
+        'autoStartDefaultKernel': True,
+    },
 }
-OPTIONS = ('--no-browser', '--allow-root', '--ServerApp.ip=127.0.0.1', '--IdentityProvider.token=',
-           '--ServerApp.terminals_enabled=False', '--LabApp.expose_app_in_browser=True', '--LabApp.news_url=None',
-           '--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate', '--LabApp.extension_manager=readonly',
-           # should this process be killed, kernels and server end by themselves
-           '--MappingKernelManager.cull_idle_timeout=60', '--MappingKernelManager.cull_interval=20',
-           '--ServerApp.shutdown_no_activity_timeout=120')
+OPTIONS = (
+    '--no-browser',
+    '--allow-root',
+    '--ServerApp.ip=127.0.0.1',
+    '--IdentityProvider.token=',
+    '--ServerApp.terminals_enabled=False',
+    '--LabApp.expose_app_in_browser=True',
+    '--LabApp.news_url=None',
+    '--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate',
+    '--LabApp.extension_manager=readonly',
+    # should this process be killed, kernels and server end by themselves
+    '--MappingKernelManager.cull_idle_timeout=60',
+    '--MappingKernelManager.cull_interval=20',
+    '--ServerApp.shutdown_no_activity_timeout=120',
+)
 
 
 class Lab:
@@ -49,15 +67,32 @@ class Lab:
         self.work.mkdir()
         for name, values in SETTINGS.items():
             _write(folder / 'settings/@jupyterlab' / f'{name}.jupyterlab-settings', values)
-        _write(folder / 'data/kernels/python3/kernel.json', {
-            'argv': [sys.executable, '-m', 'ipykernel_launcher', '-f', '{connection_file}'],
-            'display_name': 'Python 3', 'language': 'python'})
+        _write(
+            folder / 'data/kernels/python3/kernel.json',
+            {
+                'argv': [sys.executable, '-m', 'ipykernel_launcher', '-f', '{connection_file}'],
+                'display_name': 'Python 3',
+                'language': 'python',
+            },
+        )
         self.url = f'http://127.0.0.1:{_free_port()}'
         with self.log.open('wb') as log:
             self.process = subprocess.Popen(
-                [sys.executable, '-m', 'jupyterlab', *OPTIONS, f'--ServerApp.root_dir={self.work}',
-                 f'--ServerApp.port={self.url.rpartition(":")[2]}', '--ServerApp.port_retries=0'],
-                env=_environment(folder), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=self.work)
+                [
+                    sys.executable,
+                    '-m',
+                    'jupyterlab',
+                    *OPTIONS,
+                    f'--ServerApp.root_dir={self.work}',
+                    f'--ServerApp.port={self.url.rpartition(":")[2]}',
+                    '--ServerApp.port_retries=0',
+                ],
+                env=_environment(folder),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=self.work,
+            )
 
     def wait(self) -> None:
         "Return when the server answers."
@@ -69,26 +104,35 @@ class Lab:
 
     def _answers(self) -> bool:
         try:
-            with urllib.request.urlopen(f'{self.url}/api', timeout=5): return True
-        except OSError: return False
+            with urllib.request.urlopen(f'{self.url}/api', timeout=5):
+                return True
+        except OSError:
+            return False
 
     def stop(self) -> None:
         "End the server and its kernels; those that do not end when asked to are killed."
-        try: processes = [*psutil.Process(self.process.pid).children(recursive=True), psutil.Process(self.process.pid)]
-        except psutil.NoSuchProcess: return
+        try:
+            processes = [
+                *psutil.Process(self.process.pid).children(recursive=True),
+                psutil.Process(self.process.pid),
+            ]
+        except psutil.NoSuchProcess:
+            return
         self.process.terminate()  # it ends its kernels first
         _, alive = psutil.wait_procs(processes, timeout=10)
-        for process in alive: process.kill()
+        for process in alive:
+            process.kill()
         self.process.wait()
 
     def add(
         self,
-        name: str,     # the file's name
-        nb: Any,       # a notebook; its outputs are left out
+        name: str,  # the file's name
+        nb: Any,  # a notebook; its outputs are left out
     ) -> None:
         "Put a notebook that has not been run into the server's folder."
         for cell in nb.cells:
-            if cell.cell_type == 'code': cell.outputs, cell.execution_count = [], None
+            if cell.cell_type == 'code':
+                cell.outputs, cell.execution_count = [], None
         nbformat.write(nb, self.work / name)
 
 
@@ -109,7 +153,9 @@ class Notebook:
 
     def command(self, name: str, **args: Any) -> None:
         "Do what a menu, a button or a key does."
-        self.page.evaluate('([name, args]) => window.jupyterapp.commands.execute(name, args)', [name, args])
+        self.page.evaluate(
+            '([name, args]) => window.jupyterapp.commands.execute(name, args)', [name, args]
+        )
 
     def cells(self) -> Any:
         "Return the code cells."
@@ -131,8 +177,11 @@ class Notebook:
     def faults(self) -> list[str]:
         "Return what should not be in the outputs: errors, and what was written to stderr (warnings, for one)."
         kinds = ('error', 'stderr')
-        return list(self.page.locator(', '.join(f'[data-mime-type="application/vnd.jupyter.{kind}"]' for kind in kinds))
-                    .all_inner_texts())
+        return list(
+            self.page.locator(
+                ', '.join(f'[data-mime-type="application/vnd.jupyter.{kind}"]' for kind in kinds)
+            ).all_inner_texts()
+        )
 
     def run_all(self) -> None:
         "Run all cells by the menu."
@@ -162,20 +211,29 @@ class Notebook:
         while not done():
             if time.monotonic() > until:
                 self.page.screenshot(path=SHOTS / 'timeout.png')
-                raise TimeoutError(f'Still not so after {PATIENCE_S:.0f} s: see {SHOTS / "timeout.png"}.')
+                raise TimeoutError(
+                    f'Still not so after {PATIENCE_S:.0f} s: see {SHOTS / "timeout.png"}.'
+                )
             self.page.wait_for_timeout(50)
 
     def save(self) -> Any:
         "Save it by the keyboard, and return what is in the file."
         before = self.path.stat().st_mtime_ns
         self.page.keyboard.press('Control+s')
-        self.wait(lambda: self.path.stat().st_mtime_ns > before and not self.page.locator('.jp-mod-dirty').count())
+        self.wait(
+            lambda: (
+                self.path.stat().st_mtime_ns > before
+                and not self.page.locator('.jp-mod-dirty').count()
+            )
+        )
         return nbformat.read(self.path, as_version=4)
 
     def stretch(self) -> None:
         "Make the window as high as the notebook, and show it from its top."
         outer = self.page.locator('.jp-WindowedPanel-outer')
-        self.page.set_viewport_size({'width': WIDTH, 'height': outer.evaluate('e => e.scrollHeight') + 150})
+        self.page.set_viewport_size(
+            {'width': WIDTH, 'height': outer.evaluate('e => e.scrollHeight') + 150}
+        )
         outer.evaluate('e => e.scrollTo(0, 0)')
 
     def shoot(self, name: str) -> None:
@@ -183,7 +241,9 @@ class Notebook:
         SHOTS.mkdir(exist_ok=True)
         for theme in ('Dark', 'Light'):
             self.command('apputils:change-theme', theme=f'JupyterLab {theme}')
-            self.page.locator(f'body[data-jp-theme-name="JupyterLab {theme}"]').wait_for(state='attached')
+            self.page.locator(f'body[data-jp-theme-name="JupyterLab {theme}"]').wait_for(
+                state='attached'
+            )
             self.page.locator('#jupyterlab-splash').wait_for(state='detached')
             self.page.evaluate(NEXT_FRAME)
             self.page.screenshot(path=SHOTS / f'{name}-{theme.lower()}.png')
@@ -195,8 +255,10 @@ def fresh_page(browser: Any) -> Iterator[Any]:
     page, asked = browser.new_page(viewport={'width': WIDTH, 'height': HEIGHT}), []
     page.set_default_timeout(PATIENCE_S * 1000)
     page.on('request', lambda request: asked.append(request.url))
-    try: yield page
-    finally: page.close()
+    try:
+        yield page
+    finally:
+        page.close()
     assert not [url for url in asked if not url.startswith(LOCAL)]
 
 
@@ -213,9 +275,17 @@ def _free_port() -> int:
 
 def _environment(folder: Path) -> dict[str, str]:
     "Return the environment of server and kernels: nothing of this machine's Jupyter, one thread, figures shown."
-    env = {k: v for k, v in os.environ.items() if not k.startswith(('JUPYTER', 'MPLBACKEND', 'PYTEST'))}
+    env = {
+        k: v for k, v in os.environ.items() if not k.startswith(('JUPYTER', 'MPLBACKEND', 'PYTEST'))
+    }
     return env | {
-        'JUPYTER_CONFIG_DIR': str(folder / 'config'), 'JUPYTER_DATA_DIR': str(folder / 'data'),
-        'JUPYTER_PATH': str(folder / 'data'), 'JUPYTER_RUNTIME_DIR': str(folder / 'runtime'),
-        'JUPYTERLAB_SETTINGS_DIR': str(folder / 'settings'), 'JUPYTERLAB_WORKSPACES_DIR': str(folder / 'workspaces'),
-        'IPYTHONDIR': str(folder / 'ipython'), 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
+        'JUPYTER_CONFIG_DIR': str(folder / 'config'),
+        'JUPYTER_DATA_DIR': str(folder / 'data'),
+        'JUPYTER_PATH': str(folder / 'data'),
+        'JUPYTER_RUNTIME_DIR': str(folder / 'runtime'),
+        'JUPYTERLAB_SETTINGS_DIR': str(folder / 'settings'),
+        'JUPYTERLAB_WORKSPACES_DIR': str(folder / 'workspaces'),
+        'IPYTHONDIR': str(folder / 'ipython'),
+        'PYTHONPATH': str(ROOT),
+        'OMP_NUM_THREADS': '1',
+    }

@@ -1,4 +1,5 @@
 """Notebooks in JupyterLab, in a browser: what is seen in training, behind it, and when the file is opened again."""
+
 from __future__ import annotations
 
 import re
@@ -16,7 +17,7 @@ QUICKSTART = ROOT / 'nbs/01_quickstart.ipynb'
 
 # What somebody tries out, a cell at a time. The fit of the second one is slow on purpose.
 SETUP, SLOW, QUICK, CALLBACK, TYPED = range(5)
-CELLS = '''
+CELLS = """
 import time
 import torch
 from torch import nn
@@ -46,7 +47,7 @@ len([c for c in learn.cbs if type(c).__name__ == 'Count'])
 
 #
 cb.lo
-'''
+"""
 
 
 @pytest.fixture(scope='module')
@@ -62,15 +63,22 @@ def trials(lab: Lab, browser: Any) -> Iterator[Notebook]:
 
 def rows(output: Any) -> list[list[str]]:
     "Return a table's cells as text, the header first."
-    return [[cell.strip() for cell in row.split('\t')] for row in output.locator('tr').all_inner_texts()]
+    return [
+        [cell.strip() for cell in row.split('\t')] for row in output.locator('tr').all_inner_texts()
+    ]
 
 
 def steady_heights(nb: Notebook, n: int) -> Any:
     "Look at each frame that is drawn how high the outputs of a cell are, for a second."
-    return nb.cells().nth(n).locator('.jp-OutputArea').first.evaluate('''area => new Promise(done => {
+    return (
+        nb.cells()
+        .nth(n)
+        .locator('.jp-OutputArea')
+        .first.evaluate("""area => new Promise(done => {
         const heights = [], end = performance.now() + 1000
         const look = now => { heights.push(area.offsetHeight); now < end ? requestAnimationFrame(look) : done(heights) }
-        requestAnimationFrame(look)})''')
+        requestAnimationFrame(look)})""")
+    )
 
 
 def test_the_quick_start(lab: Lab, page: Any) -> None:
@@ -85,7 +93,9 @@ def test_the_quick_start(lab: Lab, page: Any) -> None:
     assert [nb.count(i) for i in range(n_cells)] == list(range(1, n_cells + 1))
 
     sources = [cell.source for cell in nb.save().cells if cell.cell_type == 'code']
-    [fit, *_] = [i for i, source in enumerate(sources) if re.search(r'^learn\.fit\(5\)$', source, re.M)]
+    [fit, *_] = [
+        i for i, source in enumerate(sources) if re.search(r'^learn\.fit\(5\)$', source, re.M)
+    ]
     header, *body = rows(nb.outputs(fit))
     assert header == ['epoch', 'train_loss', 'valid_loss', 'accuracy', 'time']
     assert [row[0] for row in body] == ['0', '1', '2', '3', '4']
@@ -98,7 +108,10 @@ def test_the_quick_start(lab: Lab, page: Any) -> None:
     assert nb.outputs(plot).locator('img').count() == 1
     for image in nb.cells().locator('.jp-OutputArea-output img').all():
         box = image.bounding_box()
-        assert image.evaluate('e => e.complete && e.naturalWidth > 0') and min(box['width'], box['height']) > 50
+        assert (
+            image.evaluate('e => e.complete && e.naturalWidth > 0')
+            and min(box['width'], box['height']) > 50
+        )
 
 
 def test_an_interrupted_fit_trains_on_and_stays_readable(trials: Notebook, browser: Any) -> None:
@@ -119,7 +132,9 @@ def test_an_interrupted_fit_trains_on_and_stays_readable(trials: Notebook, brows
     [fault] = nb.faults()
     assert 'KeyboardInterrupt' in fault
     final, table = nb.bar_text(SLOW), rows(nb.outputs(SLOW).first)
-    [(epoch, done, total)] = re.findall(r'^stopped at epoch (\d+)/200 (?:train|valid) (\d+)/(\d+) ', final)
+    [(epoch, done, total)] = re.findall(
+        r'^stopped at epoch (\d+)/200 (?:train|valid) (\d+)/(\d+) ', final
+    )
     assert [row[0] for row in table] == ['epoch', *map(str, range(len(table) - 1))]
     assert int(epoch) - len(table) in (0, -1)  # -1: its row was just written
 
@@ -156,5 +171,7 @@ def test_tab_offers_what_the_learner_has(trials: Notebook) -> None:
     trials.page.keyboard.press('Tab')
     trials.page.locator('.jp-Completer-item').first.wait_for()
     trials.shoot('completion')
-    offered = [item.split()[1] for item in trials.page.locator('.jp-Completer-item').all_inner_texts()]
+    offered = [
+        item.split()[1] for item in trials.page.locator('.jp-Completer-item').all_inner_texts()
+    ]
     assert {'loss', 'loss_func', 'log'} <= {*offered}

@@ -1,4 +1,5 @@
 """The site in a browser: searching for a word leads to a page about it, in light and dark, on a desk and on a phone."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -21,7 +22,8 @@ pytestmark = pytest.mark.browser
 class Quiet(SimpleHTTPRequestHandler):
     "Serve files, and say nothing about it."
 
-    def log_message(self, format: str, *args: Any) -> None: pass
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
 
 
 @pytest.fixture(scope='module')
@@ -38,7 +40,9 @@ def address() -> Iterator[str]:
 def tab(browser: Any, address: str) -> Iterator[Any]:
     "A tab that reaches nothing but the site; what it asks of others, and what it complains of, is an error."
     tab, wrong = browser.new_page(viewport={'width': 1280, 'height': 900}), []
-    tab.on('request', lambda r: None if r.url.startswith((address, 'data:')) else wrong.append(r.url))
+    tab.on(
+        'request', lambda r: None if r.url.startswith((address, 'data:')) else wrong.append(r.url)
+    )
     tab.on('pageerror', lambda error: wrong.append(str(error)))
     tab.on('console', lambda m: wrong.append(m.text) if m.type == 'error' else None)
     yield tab
@@ -67,7 +71,9 @@ def test_a_search_leads_to_the_page(tab: Any, address: str) -> None:
 
 @pytest.mark.parametrize('scheme', ['light', 'dark'])
 @pytest.mark.parametrize('width', [1280, 390], ids=['desk', 'phone'])
-def test_pages_fit_the_window_and_follow_its_colours(tab: Any, address: str, scheme: str, width: int) -> None:
+def test_pages_fit_the_window_and_follow_its_colours(
+    tab: Any, address: str, scheme: str, width: int
+) -> None:
     SHOTS.mkdir(exist_ok=True)
     tab.emulate_media(color_scheme=scheme)
     tab.set_viewport_size({'width': width, 'height': 900})

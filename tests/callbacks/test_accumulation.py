@@ -1,4 +1,5 @@
 """Accumulated gradients against a plain torch loop that takes the mean over all samples of a group, in fp64."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -35,12 +36,18 @@ def batches(*sizes: int) -> list[Batch]:
     return [(rand(n, 3), rand(n, 2)) for n in sizes]
 
 
-def learner(train: Any, model: nn.Module, *cbs: Any, loss: Any = F.mse_loss, **kwargs: Any) -> Learner:
+def learner(
+    train: Any, model: nn.Module, *cbs: Any, loss: Any = F.mse_loss, **kwargs: Any
+) -> Learner:
     options = {'opt_func': partial(torch.optim.SGD, momentum=0.9), 'lr': 0.1, **kwargs}
-    return Learner((train, train), model, loss, cbs=[TrainEvalCallback, *cbs], default_cbs=False, **options)
+    return Learner(
+        (train, train), model, loss, cbs=[TrainEvalCallback, *cbs], default_cbs=False, **options
+    )
 
 
-def plain(model: nn.Module, epochs: list[list[list[Batch]]], loss: Callable[..., Tensor] = F.mse_loss) -> nn.Module:
+def plain(
+    model: nn.Module, epochs: list[list[list[Batch]]], loss: Callable[..., Tensor] = F.mse_loss
+) -> nn.Module:
     "Step once for each group of batches, on the loss of their samples together."
     opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for group in (g for groups in epochs for g in groups):
@@ -63,21 +70,29 @@ def groups_of(bs: list[Batch], n_acc: int, n_epoch: int) -> list[list[list[Batch
         groups = []
         for b in bs:
             group.append(b)
-            if sum(len(x) for x, _ in group) >= n_acc: groups, group = [*groups, group], []
-        if group and groups: groups, group = [*groups, group], []
+            if sum(len(x) for x, _ in group) >= n_acc:
+                groups, group = [*groups, group], []
+        if group and groups:
+            groups, group = [*groups, group], []
         epochs.append(groups)
     return epochs
 
 
 @pytest.mark.parametrize('size', [None, 3], ids=['whole', 'microbatches'])
-@pytest.mark.parametrize(('sizes', 'n_acc'), [
-    ((4, 4, 4, 4), 8),       # fits
-    ((4, 4, 4, 4, 4), 8),    # a tail
-    ((5, 5, 5, 2), 8),       # more than n_acc in a group, and a short last batch
-    ((1,) * 9, 4), ((7, 3), 1),
-    ((4, 3), 12),            # an epoch is not enough: samples count for the next one
-])
-def test_the_weights_are_those_of_big_batches(sizes: tuple[int, ...], n_acc: int, size: int | None) -> None:
+@pytest.mark.parametrize(
+    ('sizes', 'n_acc'),
+    [
+        ((4, 4, 4, 4), 8),  # fits
+        ((4, 4, 4, 4, 4), 8),  # a tail
+        ((5, 5, 5, 2), 8),  # more than n_acc in a group, and a short last batch
+        ((1,) * 9, 4),
+        ((7, 3), 1),
+        ((4, 3), 12),  # an epoch is not enough: samples count for the next one
+    ],
+)
+def test_the_weights_are_those_of_big_batches(
+    sizes: tuple[int, ...], n_acc: int, size: int | None
+) -> None:
     bs = batches(*sizes)
     learn = learner(bs, mlp(), GradientAccumulation(n_acc), microbatch=size)
     learn.fit(4)
@@ -88,14 +103,27 @@ def test_the_weights_are_those_of_big_batches(sizes: tuple[int, ...], n_acc: int
 
 def test_a_mean_over_tokens_is_weighted_by_weight_func() -> None:
     gen = torch.Generator().manual_seed(2)
-    bs = [(torch.randn(n, 6, 3, generator=gen, dtype=torch.float64), torch.randint(2, (n, 6), generator=gen))
-          for n in (4, 3, 4)]
-    for i, (_, y) in enumerate(bs): y[:, 2 + i:] = -100
-    def loss(pred: Tensor, y: Tensor) -> Tensor: return F.cross_entropy(pred.flatten(0, 1), y.flatten())
-    def count(xb: Any, yb: Any) -> Tensor: return (yb[0] != -100).sum()
+    bs = [
+        (
+            torch.randn(n, 6, 3, generator=gen, dtype=torch.float64),
+            torch.randint(2, (n, 6), generator=gen),
+        )
+        for n in (4, 3, 4)
+    ]
+    for i, (_, y) in enumerate(bs):
+        y[:, 2 + i :] = -100
+
+    def loss(pred: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(pred.flatten(0, 1), y.flatten())
+
+    def count(xb: Any, yb: Any) -> Tensor:
+        return (yb[0] != -100).sum()
+
     expected = plain(mlp(), [[bs[:2], bs[2:]]] * 2, loss)
     for size in (None, 2):
-        learn = learner(bs, mlp(), GradientAccumulation(6), loss=loss, weight_func=count, microbatch=size)
+        learn = learner(
+            bs, mlp(), GradientAccumulation(6), loss=loss, weight_func=count, microbatch=size
+        )
         learn.fit(2)
         assert same(learn.model, expected)
     learn = learner(bs, mlp(), GradientAccumulation(6), loss=loss, weight_func='samples')
@@ -112,15 +140,28 @@ def test_a_loss_that_is_a_sum_is_not_scaled() -> None:
 
 def test_the_reported_loss_is_never_scaled_and_what_belongs_to_a_step_fires_at_real_steps() -> None:
     bs, losses, seen = batches(4, 4, 2), [], []
-    def log(event: str) -> dict[str, Any]: return {event: lambda cb: seen.append(event)}
-    watch = Callback(after_loss=lambda cb: losses.append((cb.loss.item(), F.mse_loss(cb.pred, cb.y).item())),
-                     **log('after_step'), **log('after_cancel_batch'), **log('after_train'))
+
+    def log(event: str) -> dict[str, Any]:
+        return {event: lambda cb: seen.append(event)}
+
+    watch = Callback(
+        after_loss=lambda cb: losses.append((cb.loss.item(), F.mse_loss(cb.pred, cb.y).item())),
+        **log('after_step'),
+        **log('after_cancel_batch'),
+        **log('after_train'),
+    )
     watch.order = 20
     learn = learner(bs, mlp(), GradientAccumulation(8), watch, Recorder)
     learn.logger = lambda row: None
     learn.fit(1)
     assert len(losses) == 6 and all(a == b for a, b in losses)
-    assert seen == ['after_cancel_batch', 'after_step', 'after_cancel_batch', 'after_step', 'after_train']
+    assert seen == [
+        'after_cancel_batch',
+        'after_step',
+        'after_cancel_batch',
+        'after_step',
+        'after_train',
+    ]
     assert learn.train_iter == 3 and len(learn.recorder.losses) == 3
     weighted = sum(loss * len(x) for (loss, _), (x, _) in zip(losses[3:], bs, strict=True)) / 10
     assert learn.history[-1]['valid_loss'] == pytest.approx(weighted)
@@ -130,31 +171,43 @@ def test_the_gradient_at_the_step_is_as_in_fastai() -> None:
     "Batch 8 against 8 batches of 1: equal gradients, and no step where n_acc is never reached."
     x, y = batches(8)[0]
     grads: list[list[Tensor]] = []
-    def watch(cb: Any) -> None: grads.append([p.grad.clone() for p in cb.model.parameters()])
+
+    def watch(cb: Any) -> None:
+        grads.append([p.grad.clone() for p in cb.model.parameters()])
+
     ones = list(zip(x.split(1), y.split(1), strict=True))
     learner([(x, y)], mlp(), Callback(before_step=watch)).fit(1)
     after = Callback(before_step=watch)
     after.order = GradientAccumulation.order + 1
     learner(ones, mlp(), GradientAccumulation(n_acc=8), after).fit(1)
-    assert len(grads) == 2 and all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(*grads, strict=True))
+    assert len(grads) == 2 and all(
+        torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(*grads, strict=True)
+    )
 
 
 def test_a_fit_without_a_step_warns_with_the_numbers_and_leaves_nothing() -> None:
     learn = learner(batches(4, 4), model := mlp(), GradientAccumulation(100))
-    with pytest.warns(UserWarning, match=r'n_acc=100.*only 16 samples') as told: learn.fit(2)
+    with pytest.warns(UserWarning, match=r'n_acc=100.*only 16 samples') as told:
+        learn.fit(2)
     assert told[0].filename == __file__  # at the line that called fit
     assert same(model, mlp(), 0) and all(p.grad is None for p in model.parameters())
     assert learn.gradient_accumulation.state_dict()['n_samples'] == 0
     stop = Callback(after_batch=lambda cb: cb.learn.stop())
     learn.fit(1, cbs=stop)  # it was meant to end early: nothing to warn of
-    def cancel(cb: Any) -> None: raise CancelFitException
+
+    def cancel(cb: Any) -> None:
+        raise CancelFitException
+
     learn.fit(1, cbs=Callback(after_batch=cancel))
 
 
 def test_a_cancelled_backward_counts_for_nothing() -> None:
     bs = batches(4, 4, 4)
+
     def skip(cb: Any) -> None:
-        if cb.iter == 1: raise CancelBackwardException
+        if cb.iter == 1:
+            raise CancelBackwardException
+
     for order in (0, 20):
         cb = Callback(before_backward=skip)
         cb.order = order
@@ -165,10 +218,14 @@ def test_a_cancelled_backward_counts_for_nothing() -> None:
 
 def test_a_later_fit_starts_anew_and_a_failed_one_leaves_nothing() -> None:
     bs = batches(4, 4, 4)
+
     def fail(cb: Any) -> None:
-        if cb.iter == 0: raise RuntimeError('there')
+        if cb.iter == 0:
+            raise RuntimeError('there')
+
     learn = learner(bs, mlp(), GradientAccumulation(8))
-    with pytest.raises(RuntimeError, match='there'): learn.fit(1, cbs=Callback(after_batch=fail))
+    with pytest.raises(RuntimeError, match='there'):
+        learn.fit(1, cbs=Callback(after_batch=fail))
     assert all(p.grad is None for p in learn.model.parameters())
     learn.fit(1)
     assert same(learn.model, plain(mlp(), [[bs[:2], bs[2:]]]))
@@ -177,7 +234,10 @@ def test_a_later_fit_starts_anew_and_a_failed_one_leaves_nothing() -> None:
 @pytest.mark.parametrize('n_drawn', [1, 2, 3, 4])
 def test_a_checkpoint_carries_the_waiting_gradients(n_drawn: int) -> None:
     bs, states = batches(4, 4, 4, 4, 4, 4), []  # type: tuple[list[Batch], list[dict[str, Any]]]
-    def keep(cb: Any) -> None: states.append(cb.learn.checkpoint_state())
+
+    def keep(cb: Any) -> None:
+        states.append(cb.learn.checkpoint_state())
+
     learn = learner(bs, mlp(), GradientAccumulation(12), Callback(batch_checkpoint=keep))
     learn.fit(1)
     counts = [s['callbacks']['gradient_accumulation']['n_samples'] for s in states]
@@ -190,19 +250,24 @@ def test_a_checkpoint_carries_the_waiting_gradients(n_drawn: int) -> None:
 
 @pytest.mark.parametrize('n_acc', [0, -1, 2.5, True, 'many', None])
 def test_a_wrong_n_acc_is_refused(n_acc: Any) -> None:
-    with pytest.raises(OptionError, match='n_acc='): GradientAccumulation(n_acc)
+    with pytest.raises(OptionError, match='n_acc='):
+        GradientAccumulation(n_acc)
 
 
 def test_what_cannot_accumulate_is_refused_before_training() -> None:
     learn = learner(batches(4), model := mlp(), GradientAccumulation, opt_func=torch.optim.LBFGS)
-    with pytest.raises(OptionError, match='LBFGS'): learn.fit(1)
+    with pytest.raises(OptionError, match='LBFGS'):
+        learn.fit(1)
     assert same(model, mlp(), 0)
+
     def double(cb: Any) -> None:
         cb.learn.xb, cb.learn.yb = (cb.x.repeat(2, 1),), (cb.y.repeat(2, 1),)
+
     late = Callback(before_batch=double)
     late.order = 20
     learn = learner(batches(4), mlp(), GradientAccumulation(8), late, microbatch=2)
-    with pytest.raises(BatchError, match='8 samples of 4'): learn.fit(1)
+    with pytest.raises(BatchError, match='8 samples of 4'):
+        learn.fit(1)
     learn = learner(batches(4), mlp(), GradientAccumulation(8), late)
     learn.fit(1)
     assert learn.opt.n_steps == 1

@@ -1,4 +1,5 @@
 """The activation monitor, against statistics computed by hand and by scipy's definitions."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -17,7 +18,8 @@ from learnkit.testing import synth_learner
 class Seen(Callback):
     "Keep what is logged, by the number of the batch."
 
-    def __init__(self) -> None: self.rows: dict[int, dict[str, float]] = {}
+    def __init__(self) -> None:
+        self.rows: dict[int, dict[str, float]] = {}
 
     def receive_log(self, name: str, value: Any, weight: Any = 1, shown: bool = True) -> None:
         row = self.rows.setdefault(self.learn.counters.batches - 1, {})
@@ -25,7 +27,8 @@ class Seen(Callback):
         row[name] = value
 
 
-def hooks(model: nn.Module) -> int: return sum(len(m._forward_hooks) for m in model.modules())
+def hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) for m in model.modules())
 
 
 def mean_square(pred: Any, targ: Tensor) -> Tensor:
@@ -35,7 +38,9 @@ def mean_square(pred: Any, targ: Tensor) -> Tensor:
 def learner(model: nn.Module, x: Tensor, *cbs: Callback, bs: int = 4, **kwargs: Any) -> Learner:
     y = torch.zeros(len(x), 1)
     batches = list(zip(x.split(bs), y.split(bs), strict=True))
-    learn = Learner(DataLoaders(batches, batches[:1]), model, mean_square, lr=0.01, cbs=list(cbs), **kwargs)
+    learn = Learner(
+        DataLoaders(batches, batches[:1]), model, mean_square, lr=0.01, cbs=list(cbs), **kwargs
+    )
     learn.logger = lambda row: None
     return learn
 
@@ -43,13 +48,20 @@ def learner(model: nn.Module, x: Tensor, *cbs: Callback, bs: int = 4, **kwargs: 
 def expected(t: Tensor) -> dict[str, float]:
     "The statistics of the rows of a tensor, one row after the other."
     rows = t.double().reshape(-1, t.shape[-1])
-    found: dict[str, list[float]] = {'l2_norm': [], 'average': [], 'max': [], 'skewness': [], 'kurtosis': []}
+    found: dict[str, list[float]] = {
+        'l2_norm': [],
+        'average': [],
+        'max': [],
+        'skewness': [],
+        'kurtosis': [],
+    }
     for row in rows:
         found['l2_norm'].append(sum(v * v for v in row.tolist()) ** 0.5)
         found['average'].append(row.mean().item())
         found['max'].append(max(row.tolist()))
         d = row - row.mean()
-        if not d.any(): continue
+        if not d.any():
+            continue
         sigma = row.std(correction=0)
         found['skewness'].append(((d / sigma) ** 3).mean().item())
         found['kurtosis'].append(((d / sigma) ** 4).mean().item())
@@ -64,8 +76,12 @@ def test_statistics_of_inputs_and_outputs() -> None:
     torch.manual_seed(0)
     model, x, seen = nn.Sequential(nn.Linear(5, 6), nn.Tanh()), torch.randn(4, 3, 5), Seen()
     mid = model[0](x)
-    want = {**named(expected(x), '0_input.0'), **named(expected(mid), '0_output.0'),
-            **named(expected(mid), '1_input.0'), **named(expected(mid.tanh()), '1_output.0')}
+    want = {
+        **named(expected(x), '0_input.0'),
+        **named(expected(mid), '0_output.0'),
+        **named(expected(mid), '1_input.0'),
+        **named(expected(mid.tanh()), '1_output.0'),
+    }
     learner(model, x, ActivationMonitor(), seen).fit(1)
     assert seen.rows[0] == pytest.approx(want, rel=1e-5)
 
@@ -82,7 +98,7 @@ def test_moments_of_a_normal_and_of_an_exponential_distribution() -> None:
 
 
 def test_rows_of_equal_numbers_have_no_shape() -> None:
-    x = torch.tensor([[1., 1., 1.], [0., 0., 3.]])
+    x = torch.tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 3.0]])
     seen, constant = Seen(), Seen()
     learner(nn.Linear(3, 1), x, ActivationMonitor(), seen).fit(1)
     got = {k: v for k, v in seen.rows[0].items() if '_input' in k}
@@ -95,7 +111,9 @@ def test_rows_of_equal_numbers_have_no_shape() -> None:
 
 def test_what_is_not_finite_is_shown() -> None:
     seen = Seen()
-    learner(nn.Linear(3, 2), torch.tensor([[1., 2., float('inf')]]), ActivationMonitor(), seen).fit(1)
+    learner(
+        nn.Linear(3, 2), torch.tensor([[1.0, 2.0, float('inf')]]), ActivationMonitor(), seen
+    ).fit(1)
     assert seen.rows[0]['activations/max/Linear_input.0'] == float('inf')
 
 
@@ -120,8 +138,9 @@ def test_several_outputs_and_calls() -> None:
     row = seen.rows[0]
     got = {k: v for k, v in row.items() if 'line_output' in k}
     assert got == pytest.approx(named(expected(both), 'line_output.0'), rel=1e-5, abs=1e-7)
-    assert {k for k in row if 'l2_norm/Branches' in k} == {f'activations/l2_norm/Branches_{s}' for s in
-                                                           ('input.0', 'output.0', 'output.2')}
+    assert {k for k in row if 'l2_norm/Branches' in k} == {
+        f'activations/l2_norm/Branches_{s}' for s in ('input.0', 'output.0', 'output.2')
+    }
 
 
 @pytest.mark.parametrize('microbatch', [1, 3])
@@ -136,11 +155,14 @@ def test_pieces_are_taken_together(microbatch: int) -> None:
     assert pieces.rows[0] == pytest.approx(whole.rows[0], rel=1e-5)
 
 
-@pytest.mark.parametrize(('every', 'at'), [('3ba', [0, 3, 6, 9]), (4, [0, 4, 8]), ('1ep', [0, 5]),
-                                           (None, list(range(10)))])
+@pytest.mark.parametrize(
+    ('every', 'at'),
+    [('3ba', [0, 3, 6, 9]), (4, [0, 4, 8]), ('1ep', [0, 5]), (None, list(range(10)))],
+)
 def test_when_it_looks_and_that_hooks_are_there_only_then(every: Any, at: list[int]) -> None:
     def look(cb: Callback) -> None:
-        if cb.learn.training and hooks(cb.learn.model): hooked.append(cb.learn.train_iter)
+        if cb.learn.training and hooks(cb.learn.model):
+            hooked.append(cb.learn.train_iter)
 
     seen, hooked, note = Seen(), list[int](), Callback(after_pred=look)
     learn = learner(nn.Linear(2, 2), torch.randn(20, 2), ActivationMonitor(every), seen, note)
@@ -153,7 +175,9 @@ def test_when_it_looks_and_that_hooks_are_there_only_then(every: Any, at: list[i
 def test_ignored_and_chosen_modules() -> None:
     def modules_of(**options: Any) -> set[str]:
         seen = Seen()
-        model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Dropout(), nn.ReLU()), nn.LayerNorm(2))
+        model = nn.Sequential(
+            nn.Linear(2, 2), nn.Sequential(nn.Dropout(), nn.ReLU()), nn.LayerNorm(2)
+        )
         learner(model, torch.randn(4, 2), ActivationMonitor(**options), seen).fit(1)
         return {name.split('/')[2].split('_')[0] for row in seen.rows.values() for name in row}
 
@@ -164,14 +188,18 @@ def test_ignored_and_chosen_modules() -> None:
     assert modules_of(ignore=['0', '1', '2']) == set()
 
 
-@pytest.mark.parametrize('event', ['before_batch', 'after_pred', 'after_loss', 'before_step', 'after_batch'])
+@pytest.mark.parametrize(
+    'event', ['before_batch', 'after_pred', 'after_loss', 'before_step', 'after_batch']
+)
 def test_hooks_are_off_after_an_exception(event: str) -> None:
-    def fail(cb: Callback) -> None: raise KeyboardInterrupt
+    def fail(cb: Callback) -> None:
+        raise KeyboardInterrupt
 
     last = Callback(**{event: fail})
     last.order = 200
     learn = learner(nn.Linear(2, 2), torch.randn(4, 2), ActivationMonitor(), last)
-    with pytest.raises(KeyboardInterrupt): learn.fit(1)
+    with pytest.raises(KeyboardInterrupt):
+        learn.fit(1)
     assert hooks(learn.model) == 0
     learn.remove_cb(last)
     learn.fit(1)
@@ -193,15 +221,21 @@ def transfers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def read(t: Tensor) -> Any:
             seen.append(kind)
             return own(t)
+
         return read
 
-    for kind in ('item', 'tolist'): monkeypatch.setattr(Tensor, kind, note(kind, getattr(Tensor, kind)))
+    for kind in ('item', 'tolist'):
+        monkeypatch.setattr(Tensor, kind, note(kind, getattr(Tensor, kind)))
     return seen
 
 
 def test_one_transfer_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
     n = transfers(monkeypatch)
-    learn = learner(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), torch.randn(16, 2), ActivationMonitor('2ba'))
+    learn = learner(
+        nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)),
+        torch.randn(16, 2),
+        ActivationMonitor('2ba'),
+    )
     learn.remove_cb(Recorder)
     learn.fit(1)
     assert n == ['tolist'] * 2
@@ -215,13 +249,22 @@ def test_when_it_looked_is_kept_over_a_resume() -> None:
     assert other.state_dict() == cb.state_dict()
 
 
-@pytest.mark.parametrize(('options', 'error'), [({'every': '0ba'}, TimeError), ({'ignore': 3}, OptionError),
-                                            ({'ignore': ['']}, OptionError), ({'modules': 5}, OptionError)])
+@pytest.mark.parametrize(
+    ('options', 'error'),
+    [
+        ({'every': '0ba'}, TimeError),
+        ({'ignore': 3}, OptionError),
+        ({'ignore': ['']}, OptionError),
+        ({'modules': 5}, OptionError),
+    ],
+)
 def test_bad_options(options: dict[str, Any], error: type[Exception]) -> None:
-    with pytest.raises(error): ActivationMonitor(**options)
+    with pytest.raises(error):
+        ActivationMonitor(**options)
 
 
 def test_unknown_modules_are_told_before_training() -> None:
     learn = synth_learner(cbs=ActivationMonitor(modules='stem'))
-    with pytest.raises(OptionError, match='stem'): learn.fit(1)
+    with pytest.raises(OptionError, match='stem'):
+        learn.fit(1)
     assert learn.opt.n_steps == 0

@@ -1,4 +1,5 @@
 """ActivationStats: its numbers against those of the same activations in float64, and what it draws."""
+
 from __future__ import annotations
 
 import math
@@ -25,13 +26,18 @@ class TwiceUsed(nn.Module):
         super().__init__()
         self.body, self.head, self.idle = nn.Linear(2, 2), nn.Linear(2, 1), nn.Linear(2, 2)
 
-    def forward(self, x: Tensor) -> Tensor: return self.head(self.body(self.body(x) * 9 + 4))
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.body(x) * 9 + 4))
 
 
-def quiet(model: nn.Module, cb: Callback, bs: int = 8, n: int = 24, shape: Any = (2,), **kwargs: Any) -> Learner:
+def quiet(
+    model: nn.Module, cb: Callback, bs: int = 8, n: int = 24, shape: Any = (2,), **kwargs: Any
+) -> Learner:
     x = torch.randn(n, *shape) * 3
-    dls = DataLoaders.from_tensors((x, torch.randn(n, 1)), (x, torch.randn(n, 1)), bs=bs, shuffle=False)
-    learn = Learner(dls, model, nn.MSELoss(), opt_func=torch.optim.SGD, lr=0., cbs=cb, **kwargs)
+    dls = DataLoaders.from_tensors(
+        (x, torch.randn(n, 1)), (x, torch.randn(n, 1)), bs=bs, shuffle=False
+    )
+    learn = Learner(dls, model, nn.MSELoss(), opt_func=torch.optim.SGD, lr=0.0, cbs=cb, **kwargs)
     learn.remove_cb(learn.progress)
     learn.logger = lambda row: None
     return learn
@@ -42,9 +48,12 @@ def outputs(learn: Learner, modules: list[nn.Module]) -> list[list[list[Tensor]]
     found = []
     for x, _ in learn.dls.train:
         calls: list[list[Tensor]] = [[] for _ in modules]
+
         def keep(m: nn.Module, i: Any, o: Any, calls: list[list[Tensor]] = calls) -> None:
             calls[modules.index(m)].append(o.double().flatten())
-        with Hooks(modules, keep): learn.model(x)
+
+        with Hooks(modules, keep):
+            learn.model(x)
         found.append(calls)
     return found
 
@@ -62,11 +71,15 @@ def test_numbers_are_those_of_the_activations_in_float64() -> None:
     learn.fit(1)
     seen = outputs(learn, list(model))
     assert learn.activation_stats is cb and cb.layer_names == ['0', '1', '2'] and len(cb.stats) == 3
-    for layer in range(3): check(cb, layer, [torch.cat(calls[layer]) for calls in seen])
+    for layer in range(3):
+        check(cb, layer, [torch.cat(calls[layer]) for calls in seen])
     counts = torch.stack([torch.histc(torch.cat(calls[1]).float(), 40, 0, 10) for calls in seen], 1)
     assert torch.allclose(cb.hist(1), counts.log1p()) and counts.sum() > 0
     cell = cb.stats[1][-1]
-    assert set(cell) == {'mean', 'std', 'near_zero', 'hist'} and cell['mean'] == cb.layer_stats(-1)[0][1]
+    assert (
+        set(cell) == {'mean', 'std', 'near_zero', 'hist'}
+        and cell['mean'] == cb.layer_stats(-1)[0][1]
+    )
     assert cb.layer_stats('2') == cb.layer_stats(-1) == cb.layer_stats(2)
 
 
@@ -76,7 +89,9 @@ def test_near_zero_counts_negative_numbers_as_fastai_does() -> None:
             super().__init__()
             self.w = nn.Parameter(torch.zeros(1))
 
-        def forward(self, x: Tensor) -> Tensor: return torch.tensor([[-3.], [0.], [0.05], [0.06]]) + 0 * self.w
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tensor([[-3.0], [0.0], [0.05], [0.06]]) + 0 * self.w
+
     learn = quiet(Fixed(), cb := ActivationStats(), bs=4, n=4)
     learn.fit(1)
     assert cb.layer_stats(0)[2] == [0.75]
@@ -93,7 +108,8 @@ def test_a_batch_is_measured_as_a_whole() -> None:
     for learn in (whole, pieces):
         learn.fit(1)
         seen = outputs(learn, [model.body, model.head])
-        for layer in range(2): check(learn.activation_stats, layer, [torch.cat(calls[layer]) for calls in seen])
+        for layer in range(2):
+            check(learn.activation_stats, layer, [torch.cat(calls[layer]) for calls in seen])
     assert torch.equal(whole.activation_stats.hist('body'), pieces.activation_stats.hist('body'))
 
 
@@ -101,37 +117,57 @@ def test_layers_with_several_outputs_or_none() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.rnn, self.head, self.idle = nn.LSTM(2, 3, batch_first=True), nn.Linear(3, 1), nn.Linear(1, 1)
+            self.rnn, self.head, self.idle = (
+                nn.LSTM(2, 3, batch_first=True),
+                nn.Linear(3, 1),
+                nn.Linear(1, 1),
+            )
 
-        def forward(self, x: Tensor) -> Tensor: return self.head(self.rnn(x)[0][:, -1])
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.rnn(x)[0][:, -1])
 
     learn = quiet(model := Net(), cb := ActivationStats(), shape=(4, 2))
     learn.fit(1)
-    with torch.no_grad(): expected = [model.rnn(x) for x, _ in learn.dls.train]
+    with torch.no_grad():
+        expected = [model.rnn(x) for x, _ in learn.dls.train]
     for part, t in ((0, lambda out, h, c: out), (1, lambda out, h, c: h), (2, lambda out, h, c: c)):
         tensors = [t(out, h, c) for out, (h, c) in expected]
-        assert list(cb.layer_stats('rnn', part)[1]) == pytest.approx([t.std().item() for t in tensors], rel=1e-5)
+        assert list(cb.layer_stats('rnn', part)[1]) == pytest.approx(
+            [t.std().item() for t in tensors], rel=1e-5
+        )
     assert len(cb.stats[0][0]) == 3 and cb.stats[0][2] is None and isinstance(cb.stats[0][1], dict)
-    with pytest.raises(OptionError, match=r"layer 2 \('idle'\) was measured"): cb.layer_stats('idle')
-    with pytest.raises(OptionError, match='part 3'): cb.layer_stats('rnn', 3)
+    with pytest.raises(OptionError, match=r"layer 2 \('idle'\) was measured"):
+        cb.layer_stats('idle')
+    with pytest.raises(OptionError, match='part 3'):
+        cb.layer_stats('rnn', 3)
 
 
 def test_one_number_has_no_standard_deviation_and_half_precision_is_widened() -> None:
     class Mean(nn.Module):
-        def forward(self, x: Tensor) -> Tensor: return x.mean()
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mean()
+
     model = nn.Sequential(nn.Linear(2, 1, dtype=torch.float64), Mean())
     x = torch.randn(4, 2, dtype=torch.float64)
-    learn = Learner([(x, torch.zeros((), dtype=torch.float64))], model, nn.MSELoss(), cbs=(cb := ActivationStats(
-        include_paramless=True)))
+    learn = Learner(
+        [(x, torch.zeros((), dtype=torch.float64))],
+        model,
+        nn.MSELoss(),
+        cbs=(cb := ActivationStats(include_paramless=True)),
+    )
     learn.remove_cb(learn.progress)
     learn.logger = lambda row: None
-    learn.fit(1, lr=0.)
+    learn.fit(1, lr=0.0)
     assert math.isnan(cb.layer_stats(1)[1][0])
     assert cb.layer_stats(0)[0][0] == pytest.approx(model[0](x).mean().item(), rel=1e-12)
 
     half = torch.randn(500).half() * 100
     wide = half.double()
-    expected = [wide.mean().item(), wide.var(correction=0).item(), (wide <= 0.05).double().mean().item()]
+    expected = [
+        wide.mean().item(),
+        wide.var(correction=0).item(),
+        (wide <= 0.05).double().mean().item(),
+    ]
     assert _measured(half, with_hist=False).tolist() == pytest.approx(expected, rel=1e-5)
 
 
@@ -160,7 +196,9 @@ def test_only_the_batches_that_are_due_and_only_those_of_training() -> None:
 
 def test_a_validation_inside_a_hooked_batch_adds_nothing() -> None:
     def look(cb: Callback) -> None:
-        if cb.learn.training: cb.learn.validate()
+        if cb.learn.training:
+            cb.learn.validate()
+
     model = nn.Linear(2, 1)
     learn = quiet(model, cb := ActivationStats())
     learn.fit(1, cbs=Callback(before_backward=look))
@@ -191,8 +229,11 @@ def test_an_observer_changes_no_number() -> None:
     ends = []
     for cbs in ([], [ActivationStats(with_hist=True)], [ActivationStats(is_forward=False)]):
         torch.manual_seed(0)
-        learn = synth_learner(cbs=cbs, model=nn.Sequential(nn.Linear(1, 3), nn.Dropout(), nn.Linear(3, 1)))
-        with learn.no_bar(): learn.fit(2)
+        learn = synth_learner(
+            cbs=cbs, model=nn.Sequential(nn.Linear(1, 3), nn.Dropout(), nn.Linear(3, 1))
+        )
+        with learn.no_bar():
+            learn.fit(2)
         ends.append(torch.cat([p.detach().flatten() for p in learn.model.parameters()]))
     assert torch.equal(ends[0], ends[1]) and torch.equal(ends[0], ends[2])
 
@@ -211,9 +252,12 @@ def test_state_goes_through_a_safe_file(tmp_path: Any) -> None:
 
 
 def test_after_a_failure_the_next_fit_starts_anew() -> None:
-    def fail(cb: Callback) -> None: raise ZeroDivisionError
+    def fail(cb: Callback) -> None:
+        raise ZeroDivisionError
+
     learn = quiet(nn.Linear(2, 1), cb := ActivationStats())
-    with pytest.raises(ZeroDivisionError): learn.fit(1, cbs=Callback(after_loss=fail))
+    with pytest.raises(ZeroDivisionError):
+        learn.fit(1, cbs=Callback(after_loss=fail))
     assert cb._batch == [] and not learn.model._forward_hooks
     learn.fit(1)
     assert len(cb.stats) == 3
@@ -221,11 +265,15 @@ def test_after_a_failure_the_next_fit_starts_anew() -> None:
 
 def test_bad_questions_are_told() -> None:
     learn = quiet(nn.Sequential(nn.Linear(2, 1)), cb := ActivationStats())
-    with pytest.raises(OptionError, match=r'no layer 0: 0 were hooked\. Call fit first'): cb.layer_stats(0)
+    with pytest.raises(OptionError, match=r'no layer 0: 0 were hooked\. Call fit first'):
+        cb.layer_stats(0)
     learn.fit(1)
-    with pytest.raises(OptionError, match='no layer 1: 1 were hooked'): cb.plot_layer_stats(1)
-    with pytest.raises(OptionError, match=r"No layer '00' was hooked.*`0`"): cb.layer_stats('00')
-    with pytest.raises(OptionError, match='with_hist=True'): cb.color_dim(0)
+    with pytest.raises(OptionError, match='no layer 1: 1 were hooked'):
+        cb.plot_layer_stats(1)
+    with pytest.raises(OptionError, match=r"No layer '00' was hooked.*`0`"):
+        cb.layer_stats('00')
+    with pytest.raises(OptionError, match='with_hist=True'):
+        cb.color_dim(0)
 
 
 def test_plots() -> None:
@@ -243,15 +291,20 @@ def test_plots() -> None:
     assert torch.equal(torch.as_tensor(ax.images[0].get_array()), cb.hist('head'))
     assert ax.images[0].get_extent() == [0, 12, 0, 10] and ax.images[0].origin == 'lower'
     assert ax.images[0].colorbar.ax.get_ylabel() == 'log(1 + count)'
-    assert (ax.get_xlabel(), ax.get_ylabel()) == ('batch', 'activation') and "'head'" in ax.get_title()
+    assert (ax.get_xlabel(), ax.get_ylabel()) == (
+        'batch',
+        'activation',
+    ) and "'head'" in ax.get_title()
     assert cb.color_dim(0, ax=ax) is ax and len(ax.images) == 2
     assert [ax.get_title()[:15] for ax in cb.plot_hist()] == ["layer 0 ('body'", "layer 1 ('head'"]
     assert len(cb.plot_hist('head')) == 1
 
 
 def test_matplotlib_is_imported_for_plots_only() -> None:
-    code = ("import sys, learnkit; from learnkit.callbacks.activation_stats import ActivationStats\n"
-            "from learnkit.testing import synth_learner; learn = synth_learner(cbs=ActivationStats())\n"
-            "with learn.no_bar(): learn.fit(1)\n"
-            "learn.summary(); assert len(learn.activation_stats.stats) == 10; assert 'matplotlib' not in sys.modules")
+    code = (
+        'import sys, learnkit; from learnkit.callbacks.activation_stats import ActivationStats\n'
+        'from learnkit.testing import synth_learner; learn = synth_learner(cbs=ActivationStats())\n'
+        'with learn.no_bar(): learn.fit(1)\n'
+        "learn.summary(); assert len(learn.activation_stats.stats) == 10; assert 'matplotlib' not in sys.modules"
+    )
     output_of(code)

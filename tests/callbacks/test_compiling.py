@@ -1,4 +1,5 @@
 """Compiled training: the same numbers, the ordinary step wherever that is needed, and the reason told."""
+
 from __future__ import annotations
 
 import copy
@@ -33,12 +34,11 @@ has_compiler = os.environ.get('CXX') or shutil.which('g++') or shutil.which('cla
 needs_compiler = pytest.mark.skipif(not has_compiler, reason='needs a C++ compiler')
 
 
-
-
 class Backend:
     "Runs what dynamo has traced as it is; counts graphs and calls, and may take its time."
 
-    def __init__(self, burn_s: float = 0) -> None: self.graphs, self.calls, self.burn_s = 0, 0, burn_s
+    def __init__(self, burn_s: float = 0) -> None:
+        self.graphs, self.calls, self.burn_s = 0, 0, burn_s
 
     def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
         self.graphs += 1
@@ -46,26 +46,39 @@ class Backend:
         def run(*args: Any) -> Any:
             self.calls += 1
             until = time.process_time() + self.burn_s
-            while time.process_time() < until: pass
+            while time.process_time() < until:
+                pass
             return graph(*args)
+
         return run
 
 
 def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
+    return nn.Sequential(
+        nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1)
+    )
 
 
 momentum = partial(torch.optim.SGD, momentum=0.9)
 
 
 def learner(
-    make_model: Callable[[], nn.Module] = mlp, loss_func: Any = F.mse_loss, opt_func: Any = momentum, n: int = 80,
-    batches: Any = None, cls: type[Learner] = Learner, **kwargs: Any,
+    make_model: Callable[[], nn.Module] = mlp,
+    loss_func: Any = F.mse_loss,
+    opt_func: Any = momentum,
+    n: int = 80,
+    batches: Any = None,
+    cls: type[Learner] = Learner,
+    **kwargs: Any,
 ) -> Any:
     "Return a learner on 10 batches of 8, or on others; model and data are the same at every call."
     torch.manual_seed(0)
     x = torch.randn(n, 8)
-    dls = DataLoaders(batches) if batches else DataLoaders.from_tensors((x, x.sum(1, keepdim=True)), bs=8)
+    dls = (
+        DataLoaders(batches)
+        if batches
+        else DataLoaders.from_tensors((x, x.sum(1, keepdim=True)), bs=8)
+    )
     learn = cls(dls, make_model(), loss_func, opt_func=opt_func, lr=0.01, **kwargs)
     learn.logger = lambda row: None
     learn.create_mbar = False
@@ -82,7 +95,10 @@ def compiled(learn: Any, **options: Any) -> tuple[Any, Backend]:
 
 def distance(a: Any, b: Any) -> float:
     "How far the models' parameters and buffers are apart, relative to the norm of all of them."
-    ours, theirs = ([t.detach().double().flatten() for t in learn.model.state_dict().values()] for learn in (a, b))
+    ours, theirs = (
+        [t.detach().double().flatten() for t in learn.model.state_dict().values()]
+        for learn in (a, b)
+    )
     return float((torch.cat(ours) - torch.cat(theirs)).norm() / torch.cat(ours).norm())
 
 
@@ -97,15 +113,20 @@ def fit_both(make: Callable[[], Any], n_epoch: int = 2, **kwargs: Any) -> tuple[
     return plain, learn, backend
 
 
-# -------------------------------------------------------------------------------------------------------- same numbers
+# ------------------------------------------------------------------------------------- same numbers
+
 
 def schedule(cb: Any) -> None:
-    cb.opt.set_hypers(lr=0.01 * (1 + cb.pct_train), mom=0.9 - 0.1 * cb.pct_train, wd=0.01 * (2 - cb.pct_train))
+    cb.opt.set_hypers(
+        lr=0.01 * (1 + cb.pct_train), mom=0.9 - 0.1 * cb.pct_train, wd=0.01 * (2 - cb.pct_train)
+    )
 
 
 OPTIMIZERS = {
     'sgd': partial(torch.optim.SGD, momentum=0.9, weight_decay=0.01),
-    'nesterov': partial(torch.optim.SGD, momentum=0.9, nesterov=True, maximize=False, weight_decay=0.01),
+    'nesterov': partial(
+        torch.optim.SGD, momentum=0.9, nesterov=True, maximize=False, weight_decay=0.01
+    ),
     'decoupled': partial(SGD, mom=0.9, wd=0.01),
     'adam': partial(torch.optim.Adam, weight_decay=0.01),
     'adamw': torch.optim.AdamW,
@@ -116,7 +137,8 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize('name', OPTIMIZERS)
 def test_same_weights_under_a_schedule_without_recompiling(name: str) -> None:
-    def make() -> Any: return learner(opt_func=OPTIMIZERS[name], cbs=Callback(before_batch=schedule))
+    def make() -> Any:
+        return learner(opt_func=OPTIMIZERS[name], cbs=Callback(before_batch=schedule))
 
     plain, learn, backend = fit_both(make, 4)
     assert learn.opt.n_steps == plain.opt.n_steps == learn.time.st == 40 and learn.train_iter == 40
@@ -124,31 +146,49 @@ def test_same_weights_under_a_schedule_without_recompiling(name: str) -> None:
     assert distance(plain, learn) < 1e-6
 
     assert learn.recorder.hps == plain.recorder.hps and len(set(learn.recorder.lrs)) == 40
-    assert torch.allclose(torch.stack([*learn.recorder.losses]), torch.stack([*plain.recorder.losses]), rtol=1e-5)
+    assert torch.allclose(
+        torch.stack([*learn.recorder.losses]), torch.stack([*plain.recorder.losses]), rtol=1e-5
+    )
 
     ours, theirs = learn.opt.state_dict(), plain.opt.state_dict()
-    assert ours['param_groups'] == theirs['param_groups'] and ours['state'].keys() == theirs['state'].keys()
+    assert (
+        ours['param_groups'] == theirs['param_groups']
+        and ours['state'].keys() == theirs['state'].keys()
+    )
     for i, state in theirs['state'].items():
         assert state.keys() == ours['state'][i].keys()
-        for key, value in state.items(): assert torch.allclose(value, ours['state'][i][key], rtol=1e-4, atol=1e-7)
+        for key, value in state.items():
+            assert torch.allclose(value, ours['state'][i][key], rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize('options', [{'maximize': True}, {'momentum': 0.9, 'dampening': 0.3}, {'foreach': True}])
+@pytest.mark.parametrize(
+    'options', [{'maximize': True}, {'momentum': 0.9, 'dampening': 0.3}, {'foreach': True}]
+)
 def test_other_options_of_sgd(options: dict[str, Any]) -> None:
-    plain, learn, backend = fit_both(lambda: learner(opt_func=partial(torch.optim.SGD, **options)), lr=1e-4)
+    plain, learn, backend = fit_both(
+        lambda: learner(opt_func=partial(torch.optim.SGD, **options)), lr=1e-4
+    )
     assert distance(plain, learn) < 1e-6 and backend.calls == 19
 
 
 def test_double_precision_is_exact_to_double_precision() -> None:
     x = torch.randn(8, 8, dtype=torch.float64)
     batches = [(x, x[:, :1])] * 20
-    plain, learn, backend = fit_both(lambda: learner(lambda: mlp().double(), batches=batches, opt_func=Adam))
+    plain, learn, backend = fit_both(
+        lambda: learner(lambda: mlp().double(), batches=batches, opt_func=Adam)
+    )
     assert distance(plain, learn) < 1e-14 and backend.calls == 39
 
 
 def with_dropout() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.ReLU(), nn.Dropout(),
-                         nn.Linear(16, 1))
+    return nn.Sequential(
+        nn.Linear(8, 16, bias=False),
+        nn.BatchNorm1d(16),
+        nn.Dropout(0.3),
+        nn.ReLU(),
+        nn.Dropout(),
+        nn.Linear(16, 1),
+    )
 
 
 @needs_compiler
@@ -156,7 +196,10 @@ def test_inductor_gives_the_same_weights_and_dropout() -> None:
     from torch._inductor import config as inductor
 
     def make() -> Any:
-        return learner(with_dropout, opt_func=torch.optim.AdamW, n=84, cbs=Callback(before_batch=schedule))
+        return learner(
+            with_dropout, opt_func=torch.optim.AdamW, n=84, cbs=Callback(before_batch=schedule)
+        )
+
     plain, learn = make(), make().compile(step=True)
     # half the time: no processes, no trials
     with inductor.patch({'compile_threads': 1, 'cpp.vec_isa_ok': True}):
@@ -167,19 +210,22 @@ def test_inductor_gives_the_same_weights_and_dropout() -> None:
     assert 'against' in learn.explain_step()  # it was compiled and timed, whichever was faster
 
 
-# ------------------------------------------------------------------------------------------------- what a batch leaves
+# ------------------------------------------------------------------------------ what a batch leaves
+
 
 def test_what_is_there_after_a_batch() -> None:
     seen: list[Any] = []
 
     def look(cb: Any) -> None:
         learn = cb.learn
-        if learn.iter == 0: return
+        if learn.iter == 0:
+            return
         seen.append(learn.loss)
         assert learn.pred.shape == (8, 1) and not learn.pred.requires_grad
         assert torch.equal(learn.loss, learn.loss_grad) and not learn.loss_grad.requires_grad
         assert learn.loss.data_ptr() != learn.loss_grad.data_ptr()
         assert all(p.grad is None for p in learn.model.parameters())
+
     learn, backend = compiled(learner(metrics=mae))
     learn.fit(1)
     learn.fit(2, cbs=Callback(after_batch=look))
@@ -191,18 +237,30 @@ def test_what_is_there_after_a_batch() -> None:
 def test_the_events_around_the_step_fire_as_always() -> None:
     def trace(learn: Any) -> list[str]:
         events: list[str] = []
-        names = ('before_draw', 'after_draw', 'before_batch', 'after_batch', 'batch_checkpoint', 'after_train')
-        learn.add_cb(Callback(**{name: lambda cb, name=name: events.append(name) for name in names}))
+        names = (
+            'before_draw',
+            'after_draw',
+            'before_batch',
+            'after_batch',
+            'batch_checkpoint',
+            'after_train',
+        )
+        learn.add_cb(
+            Callback(**{name: lambda cb, name=name: events.append(name) for name in names})
+        )
         learn.fit(2)
         return events
+
     learn, backend = compiled(learner())
     assert trace(learner()) == trace(learn) and backend.calls == 19
 
 
 # ------------------------------------------------------------------------ when the ordinary runs
 
+
 class Clip(Callback):
-    def before_step(self) -> None: nn.utils.clip_grad_norm_(self.learn.model.parameters(), 0.1)
+    def before_step(self) -> None:
+        nn.utils.clip_grad_norm_(self.learn.model.parameters(), 0.1)
 
 
 def test_a_handler_inside_the_step_needs_the_ordinary_one() -> None:
@@ -214,14 +272,16 @@ def test_a_handler_inside_the_step_needs_the_ordinary_one() -> None:
     learn.remove_cb(Clip)
     learn.fit(1)
     assert backend.calls == 9 and learn.explain_step() == 'The compiled step runs: not timed.'
-    with learn.added_cbs(clip): learn.fit(1)
+    with learn.added_cbs(clip):
+        learn.fit(1)
     assert backend.calls == 9
     learn.fit(1)
     assert backend.calls == 19
 
 
 def test_handlers_may_come_and_go_at_any_batch() -> None:
-    def switch(cb: Any) -> None: cb.learn.clip.run = cb.iter >= 5
+    def switch(cb: Any) -> None:
+        cb.learn.clip.run = cb.iter >= 5
 
     learn, backend = compiled(learner(cbs=[Clip(), Callback(before_batch=switch)]))
     learn.fit(1)
@@ -243,35 +303,67 @@ def test_validation_alone_may_have_handlers() -> None:
 
 
 class OwnStep(Learner):
-    def _step(self) -> None: super()._step()
+    def _step(self) -> None:
+        super()._step()
 
 
-@pytest.mark.parametrize(('options', 'reason'), [
-    ({'opt_func': torch.optim.RMSprop}, 'RMSprop is none of SGD, DecoupledSGD, Adam, AdamW'),
-    ({'opt_func': torch.optim.LBFGS}, 'LBFGS is none of'),
-    ({'opt_func': torch.optim.Adafactor}, 'Adafactor is none of'),
-    ({'make_model': lambda: nn.Linear(8, 1, bias=False), 'opt_func': torch.optim.Muon}, 'Muon is none of'),
-    ({'opt_func': lambda ps, lr: torch.optim.Adam(ps, torch.tensor(lr))}, 'of Adam is a tensor'),
-    ({'opt_func': lambda ps, lr: [torch.optim.SGD([p], lr) for g in ps for p in [g]]}, 'are 5 optimizers'),
-    ({'microbatch': 4}, 'cut into microbatches'),
-    ({'cls': OwnStep}, 'OwnStep has its own `_step`'),
-    ({'make_model': lambda: nn.DataParallel(mlp())}, 'the model is a DataParallel'),
-])
+@pytest.mark.parametrize(
+    ('options', 'reason'),
+    [
+        ({'opt_func': torch.optim.RMSprop}, 'RMSprop is none of SGD, DecoupledSGD, Adam, AdamW'),
+        ({'opt_func': torch.optim.LBFGS}, 'LBFGS is none of'),
+        ({'opt_func': torch.optim.Adafactor}, 'Adafactor is none of'),
+        (
+            {'make_model': lambda: nn.Linear(8, 1, bias=False), 'opt_func': torch.optim.Muon},
+            'Muon is none of',
+        ),
+        (
+            {'opt_func': lambda ps, lr: torch.optim.Adam(ps, torch.tensor(lr))},
+            'of Adam is a tensor',
+        ),
+        (
+            {'opt_func': lambda ps, lr: [torch.optim.SGD([p], lr) for g in ps for p in [g]]},
+            'are 5 optimizers',
+        ),
+        ({'microbatch': 4}, 'cut into microbatches'),
+        ({'cls': OwnStep}, 'OwnStep has its own `_step`'),
+        ({'make_model': lambda: nn.DataParallel(mlp())}, 'the model is a DataParallel'),
+    ],
+)
 def test_refused_with_the_reason(options: dict[str, Any], reason: str) -> None:
-    plain, learn, backend = fit_both(lambda: learner(n=24, **options), 1)  # the second batch would be compiled
-    assert reason in learn.explain_step() and learn.explain_step().startswith('The ordinary step runs: ')
+    plain, learn, backend = fit_both(
+        lambda: learner(n=24, **options), 1
+    )  # the second batch would be compiled
+    assert reason in learn.explain_step() and learn.explain_step().startswith(
+        'The ordinary step runs: '
+    )
     assert backend.graphs == 0 and distance(plain, learn) == 0
 
 
-def hook_module(learn: Any) -> Any: return learn.model[0].register_forward_hook(lambda *args: None)
-def hook_backward(learn: Any) -> Any: return learn.model[3].register_full_backward_hook(lambda *args: None)
-def hook_parameter(learn: Any) -> Any: return learn.model[0].weight.register_hook(lambda grad: 2 * grad)
-def hook_optimizer(learn: Any) -> Any: return learn.opt.opt.register_step_post_hook(lambda *args: None)
-def hook_modules(learn: Any) -> Any: return nn.modules.module.register_module_forward_hook(lambda *args: None)
+def hook_module(learn: Any) -> Any:
+    return learn.model[0].register_forward_hook(lambda *args: None)
+
+
+def hook_backward(learn: Any) -> Any:
+    return learn.model[3].register_full_backward_hook(lambda *args: None)
+
+
+def hook_parameter(learn: Any) -> Any:
+    return learn.model[0].weight.register_hook(lambda grad: 2 * grad)
+
+
+def hook_optimizer(learn: Any) -> Any:
+    return learn.opt.opt.register_step_post_hook(lambda *args: None)
+
+
+def hook_modules(learn: Any) -> Any:
+    return nn.modules.module.register_module_forward_hook(lambda *args: None)
 
 
 def hook_accumulated(learn: Any) -> Any:
-    def double(p: Tensor) -> None: p.grad = 2 * p.grad
+    def double(p: Tensor) -> None:
+        p.grad = 2 * p.grad
+
     return learn.model[0].weight.register_post_accumulate_grad_hook(double)
 
 
@@ -292,7 +384,8 @@ HOOKS: dict[Callable[[Any], Any], str] = {
 
 def test_hooks_are_noticed_when_they_come_and_go() -> None:
     def add(cb: Any) -> None:
-        if cb.iter == 5: cb.learn.handle = hook(cb.learn)
+        if cb.iter == 5:
+            cb.learn.handle = hook(cb.learn)
 
     plain, (learn, backend) = learner(), compiled(learner())
     for one in (plain, learn):
@@ -323,20 +416,28 @@ def test_autocast_needs_the_ordinary_step() -> None:
 
 
 def test_a_replaced_optimizer_step_is_refused_but_torch_schedulers_are_not() -> None:
-    def wrap(cb: Any) -> None: cb.learn.opt.opt.step = partial(type(cb.learn.opt.opt).step, cb.learn.opt.opt)
+    def wrap(cb: Any) -> None:
+        cb.learn.opt.opt.step = partial(type(cb.learn.opt.opt).step, cb.learn.opt.opt)
 
     learn, backend = compiled(learner(cbs=Callback(before_train=wrap)))
     learn.fit(1)
     assert backend.graphs == 0 and 'the optimizer has another step' in learn.explain_step()
 
-    def start(cb: Any) -> None: cb.learn.sched = torch.optim.lr_scheduler.ExponentialLR(cb.learn.opt.opt, 0.9)
-    def advance(cb: Any) -> None: cb.learn.sched.step()
-    plain, learn, backend = fit_both(lambda: learner(cbs=Callback(before_train=start, after_batch=advance)), 1)
+    def start(cb: Any) -> None:
+        cb.learn.sched = torch.optim.lr_scheduler.ExponentialLR(cb.learn.opt.opt, 0.9)
+
+    def advance(cb: Any) -> None:
+        cb.learn.sched.step()
+
+    plain, learn, backend = fit_both(
+        lambda: learner(cbs=Callback(before_train=start, after_batch=advance)), 1
+    )
     assert backend.calls == 9 and distance(plain, learn) < 1e-6
     assert learn.recorder.lrs[-1] == plain.recorder.lrs[-1] < 5e-3
 
 
 #  parameters, gradients, optimizer states
+
 
 class Partly(nn.Module):
     "Has a layer that is not used, and one that is frozen at first."
@@ -346,17 +447,29 @@ class Partly(nn.Module):
         self.frozen, self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 1), nn.Linear(8, 1)
         self.frozen.requires_grad_(False)
 
-    def forward(self, x: Tensor) -> Tensor: return self.used(self.frozen(x).relu())
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(self.frozen(x).relu())
 
 
-@pytest.mark.parametrize('opt_func', [torch.optim.Adam, partial(torch.optim.SGD, momentum=0.9), torch.optim.SGD])
+@pytest.mark.parametrize(
+    'opt_func', [torch.optim.Adam, partial(torch.optim.SGD, momentum=0.9), torch.optim.SGD]
+)
 def test_frozen_and_unused_parameters(opt_func: Any) -> None:
-    def unfreeze(cb: Any) -> None: cb.model.frozen.requires_grad_(cb.epoch > 0)
+    def unfreeze(cb: Any) -> None:
+        cb.model.frozen.requires_grad_(cb.epoch > 0)
 
     def make() -> Any:
-        return learner(Partly, opt_func=opt_func, splitter=lambda m: [[*m.frozen.parameters()], [*m.used.parameters()],
-                                                                      [*m.unused.parameters()]],
-                       cbs=Callback(before_epoch=unfreeze))
+        return learner(
+            Partly,
+            opt_func=opt_func,
+            splitter=lambda m: [
+                [*m.frozen.parameters()],
+                [*m.used.parameters()],
+                [*m.unused.parameters()],
+            ],
+            cbs=Callback(before_epoch=unfreeze),
+        )
+
     plain, learn, backend = fit_both(make, lr=[1e-2, 1e-3, 1e-4])
     # all but the first batch of each epoch
     assert distance(plain, learn) < 1e-6 and backend.calls == 18
@@ -366,37 +479,53 @@ def test_frozen_and_unused_parameters(opt_func: Any) -> None:
 def test_loading_and_clearing_the_state_in_between() -> None:
     def make() -> Any:
         def act(cb: Any) -> None:
-            if cb.iter == 3: cb.learn.kept = copy.deepcopy(cb.opt.state_dict())
-            if cb.iter == 5: cb.opt.load_state_dict(cb.learn.kept)
-            if cb.iter == 7: cb.opt.clear_state()
+            if cb.iter == 3:
+                cb.learn.kept = copy.deepcopy(cb.opt.state_dict())
+            if cb.iter == 5:
+                cb.opt.load_state_dict(cb.learn.kept)
+            if cb.iter == 7:
+                cb.opt.clear_state()
+
         return learner(opt_func=torch.optim.Adam, cbs=Callback(before_batch=act))
+
     plain, learn, backend = fit_both(make, 1)
     assert distance(plain, learn) < 1e-6 and backend.calls == 7 and backend.graphs == 1
 
 
 def test_momentum_that_is_switched_on() -> None:
-    def act(cb: Any) -> None: cb.opt.set_hypers(mom=0.9 if cb.iter > 4 else 0.)
+    def act(cb: Any) -> None:
+        cb.opt.set_hypers(mom=0.9 if cb.iter > 4 else 0.0)
+
     plain, learn, backend = fit_both(lambda: learner(cbs=Callback(before_batch=act)), 1)
     assert distance(plain, learn) < 1e-6 and backend.calls == 8 and backend.graphs == 2
 
 
 def test_gradients_that_are_left_over_count() -> None:
     def act(cb: Any) -> None:
-        if cb.iter == 4: cb.model(cb.x).sum().backward()
+        if cb.iter == 4:
+            cb.model(cb.x).sum().backward()
+
     plain, learn, backend = fit_both(lambda: learner(cbs=Callback(before_batch=act)), 1)
     assert distance(plain, learn) < 1e-6 and backend.calls == 8
 
 
 def test_ordinary_steps_in_between_are_counted() -> None:
-    def cancel(cb: Any) -> None: raise CancelStepException
+    def cancel(cb: Any) -> None:
+        raise CancelStepException
 
-    def make() -> Any: return learner(opt_func=torch.optim.Adam)
+    def make() -> Any:
+        return learner(opt_func=torch.optim.Adam)
+
     plain, (learn, backend) = make(), compiled(make())
     for one in (plain, learn):
         one.fit(1)
         one.fit(1, cbs=Callback(before_step=lambda cb: cancel(cb) if cb.iter % 2 else None))
         one.fit(1)
-    assert distance(plain, learn) < 1e-6 and learn.opt.n_steps == plain.opt.n_steps == 25 and backend.calls >= 18
+    assert (
+        distance(plain, learn) < 1e-6
+        and learn.opt.n_steps == plain.opt.n_steps == 25
+        and backend.calls >= 18
+    )
 
 
 def test_a_new_optimizer_and_a_new_fit() -> None:
@@ -404,10 +533,16 @@ def test_a_new_optimizer_and_a_new_fit() -> None:
     for one in (plain, learn):
         one.fit(1)
         one.fit(1, reset_opt=True)
-    assert distance(plain, learn) < 1e-6 and backend.calls == 18 and backend.graphs == 1 and learn.time.st == 20
+    assert (
+        distance(plain, learn) < 1e-6
+        and backend.calls == 18
+        and backend.graphs == 1
+        and learn.time.st == 20
+    )
 
 
-# --------------------------------------------------------------------------------------------------- models and losses
+# -------------------------------------------------------------------------------- models and losses
+
 
 def test_loss_of_named_parts() -> None:
     def parts(pred: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -439,7 +574,8 @@ class TwoInputs(nn.Module):
         super().__init__()
         self.a, self.b = nn.Linear(8, 1), nn.Linear(8, 1)
 
-    def forward(self, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]: return self.a(x), self.b(z)
+    def forward(self, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        return self.a(x), self.b(z)
 
 
 def test_several_inputs_targets_and_outputs() -> None:
@@ -447,29 +583,49 @@ def test_several_inputs_targets_and_outputs() -> None:
     batches = [(x, z, x[:, :1], z[:, :1])] * 10
 
     def make() -> Any:
-        learn = learner(TwoInputs, lambda pred, y, w: F.mse_loss(pred[0], y) + F.l1_loss(pred[1], w), batches=batches)
+        learn = learner(
+            TwoInputs,
+            lambda pred, y, w: F.mse_loss(pred[0], y) + F.l1_loss(pred[1], w),
+            batches=batches,
+        )
         learn.dls.n_inp = 2
         return learn
+
     plain, learn, backend = fit_both(make)
     assert distance(plain, learn) < 1e-6 and backend.calls == 19
 
 
 def test_a_model_with_a_loss_of_its_own_is_compiled_or_told_why_not() -> None:
     x = torch.randn(8, 8)
-    plain, learn, backend = fit_both(lambda: learner(OwnLoss, None, batches=[{'x': x, 'labels': x[:, :1]}] * 10))
-    assert distance(plain, learn) < 1e-6 and (backend.calls == 19 or 'Unsupported: ' in learn.explain_step())
+    plain, learn, backend = fit_both(
+        lambda: learner(OwnLoss, None, batches=[{'x': x, 'labels': x[:, :1]}] * 10)
+    )
+    assert distance(plain, learn) < 1e-6 and (
+        backend.calls == 19 or 'Unsupported: ' in learn.explain_step()
+    )
 
 
 def test_transformers_models_are_compiled_or_told_why_not() -> None:
     transformers = pytest.importorskip('transformers')
-    config = transformers.BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
-                                     vocab_size=30, max_position_embeddings=8)
+    config = transformers.BertConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        vocab_size=30,
+        max_position_embeddings=8,
+    )
     batch = {'input_ids': torch.randint(0, 30, (4, 6)), 'labels': torch.tensor([0, 1, 1, 0])}
 
     def make() -> Any:
-        return learner(partial(transformers.BertForSequenceClassification, config), None, batches=[batch] * 4)
+        return learner(
+            partial(transformers.BertForSequenceClassification, config), None, batches=[batch] * 4
+        )
+
     plain, learn, backend = fit_both(make, 1)
-    assert distance(plain, learn) < 1e-6 and (backend.calls == 3 or 'Unsupported: ' in learn.explain_step())
+    assert distance(plain, learn) < 1e-6 and (
+        backend.calls == 3 or 'Unsupported: ' in learn.explain_step()
+    )
 
 
 class Moody(nn.Module):
@@ -505,20 +661,25 @@ class Changing(nn.Module):
 def dynamo_limit(n: int) -> Any:
     "Let dynamo compile a function as often, instead of the usual eight times."
     import torch._dynamo.config as config
+
     return config.patch(recompile_limit=n)
 
 
 def test_endless_recompiling_is_ended() -> None:
-    def change(cb: Any) -> None: cb.model.kind = f'{cb.epoch} {cb.iter}'
+    def change(cb: Any) -> None:
+        cb.model.kind = f'{cb.epoch} {cb.iter}'
 
     with dynamo_limit(3):
-        plain, learn, backend = fit_both(lambda: learner(Changing, cbs=Callback(before_batch=change)), 1)
+        plain, learn, backend = fit_both(
+            lambda: learner(Changing, cbs=Callback(before_batch=change)), 1
+        )
     assert distance(plain, learn) < 1e-6 and learn.opt.n_steps == 10 and backend.graphs < 5
     assert 'RecompileLimit' in learn.explain_step()
 
 
 def test_what_fails_in_the_compiler_runs_as_usual() -> None:
-    def broken(graph: Any, inputs: Any) -> Any: raise ValueError('no compiler here')
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise ValueError('no compiler here')
 
     learn = learner().compile(step=True, backend=broken)
     learn.fit(1)
@@ -529,18 +690,27 @@ def test_errors_of_model_and_data_come_out_as_usual() -> None:
     x = torch.randn(8, 8)
     good, bad = (x, x[:, :1]), (x[:, :3], x[:, :1])
     learn, backend = compiled(learner(batches=[good] * 4 + [bad]))
-    with pytest.raises(RuntimeError, match='mat1 and mat2') as raised: learn.fit(1)
-    assert type(raised.value) is RuntimeError and raised.value.__context__ is None and backend.calls == 3
+    with pytest.raises(RuntimeError, match='mat1 and mat2') as raised:
+        learn.fit(1)
+    assert (
+        type(raised.value) is RuntimeError
+        and raised.value.__context__ is None
+        and backend.calls == 3
+    )
     learn.dls = DataLoaders([good] * 4)
     learn.fit(1)
     assert backend.calls == 7 and learn.explain_step().startswith('The compiled step runs')
 
     x, y = torch.randn(2, 8, 8)
-    learn, _ = compiled(learner(lambda: nn.Linear(8, 8), lambda pred, y: (pred - y) ** 2, batches=[(x, y)] * 3))
-    with pytest.raises(LossError): learn.fit(1)
+    learn, _ = compiled(
+        learner(lambda: nn.Linear(8, 8), lambda pred, y: (pred - y) ** 2, batches=[(x, y)] * 3)
+    )
+    with pytest.raises(LossError):
+        learn.fit(1)
 
 
-# -------------------------------------------------------------------------------------------------------- shapes, time
+# ------------------------------------------------------------------------------------- shapes, time
+
 
 def test_a_smaller_last_batch_runs_as_usual() -> None:
     plain, learn, backend = fit_both(lambda: learner(n=84, opt_func=Adam), 3)
@@ -558,7 +728,8 @@ class Slow(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
             until = time.process_time() + 0.003
-            while time.process_time() < until: pass
+            while time.process_time() < until:
+                pass
         out: Tensor = self.inner(x)
         return out
 
@@ -580,20 +751,25 @@ def test_the_faster_one_is_kept(burn_s: float, faster: bool) -> None:
     learn.fit(1)
     assert backend.calls == TIMED and learn.opt.n_steps == 1 + 2 * TIMED
     said = learn.explain_step()
-    assert said.startswith('The compiled step runs: ' if faster else 'The ordinary step runs: the compiled one was not')
+    assert said.startswith(
+        'The compiled step runs: ' if faster else 'The ordinary step runs: the compiled one was not'
+    )
     assert ' against ' in said
     learn.fit(1)
     assert backend.calls == (1 + 3 * TIMED if faster else TIMED)
 
 
-# ------------------------------------------------------------------------------------------------------ around compile
+# ----------------------------------------------------------------------------------- around compile
+
 
 def test_compiling_the_model_keeps_keys_and_survives_new_callbacks() -> None:
     backend = Backend()
     plain, learn = learner(), learner()
     keys = [*learn.model.state_dict()]
     assert learn.compile(backend=backend) is learn and [*learn.model.state_dict()] == keys
-    assert learn.explain_step() == 'The ordinary step runs: `learn.compile(step=True)` was not called.'
+    assert (
+        learn.explain_step() == 'The ordinary step runs: `learn.compile(step=True)` was not called.'
+    )
     learn.fit(1)
     graphs = backend.graphs
     learn.fit(1, cbs=[Clip(), Callback(after_pred=lambda cb: None), TrainEvalCallback()])
@@ -618,9 +794,14 @@ def test_many_learners_do_not_use_up_each_others_limit() -> None:
 
 def test_it_starts_as_ordinary_and_bad_options_are_told_at_once() -> None:
     learn = learner().compile(step=True, backend='eager')
-    assert learn.explain_step() == 'The ordinary step runs: compiling comes after the next training batch.'
-    with pytest.raises(RuntimeError, match='fastest'): learner().compile(step=True, mode='fastest')
-    with pytest.raises(TypeError, match='modus'): learner().compile(step=True, modus='default')
+    assert (
+        learn.explain_step()
+        == 'The ordinary step runs: compiling comes after the next training batch.'
+    )
+    with pytest.raises(RuntimeError, match='fastest'):
+        learner().compile(step=True, mode='fastest')
+    with pytest.raises(TypeError, match='modus'):
+        learner().compile(step=True, modus='default')
 
 
 def test_a_copied_learner_compiles_for_itself() -> None:
@@ -632,13 +813,21 @@ def test_a_copied_learner_compiles_for_itself() -> None:
 
 #  CUDA
 
+
 @pytest.mark.cuda
 @pytest.mark.parametrize('opt_func', [partial(torch.optim.SGD, momentum=0.9), torch.optim.Adam])
 def test_one_graph_on_a_gpu_gives_the_same_weights(opt_func: Any) -> None:
     x = torch.randn(64, 8)
+
     def make() -> Any:
         batches = [(x.cuda(), x[:, :1].cuda())] * 50
-        return learner(lambda: mlp().cuda(), batches=batches, opt_func=opt_func, cbs=Callback(before_batch=schedule_lr))
+        return learner(
+            lambda: mlp().cuda(),
+            batches=batches,
+            opt_func=opt_func,
+            cbs=Callback(before_batch=schedule_lr),
+        )
+
     plain, learn = make(), make().compile(step=True)
     plain.fit(2)
     learn.fit(2)
@@ -646,10 +835,12 @@ def test_one_graph_on_a_gpu_gives_the_same_weights(opt_func: Any) -> None:
     assert len({float(loss) for loss in learn.recorder.losses}) > 90
 
 
-def schedule_lr(cb: Any) -> None: cb.opt.set_hypers(lr=0.01 * (1 + cb.pct_train))
+def schedule_lr(cb: Any) -> None:
+    cb.opt.set_hypers(lr=0.01 * (1 + cb.pct_train))
 
 
-# ---------------------------------------------------------------------------------------- what changes behind its back
+# --------------------------------------------------------------------- what changes behind its back
+
 
 def wrap_inner_step(learn: Any, taken: list[int]) -> None:
     opt = learn.opt.opt
@@ -680,7 +871,8 @@ def test_parameters_taken_out_of_their_group_are_trained_no_more() -> None:
         group = learn.opt.opt.param_groups[0]
         out, group['params'] = group['params'][0], group['params'][1:]
         before = out.detach().clone()
-        with pytest.warns(UserWarning, match=r': 0\.weight\.'): learn.fit(1)
+        with pytest.warns(UserWarning, match=r': 0\.weight\.'):
+            learn.fit(1)
         assert torch.equal(out.detach(), before)
         ends.append(learn)
     assert distance(*ends) < 1e-6

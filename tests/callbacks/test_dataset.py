@@ -1,4 +1,5 @@
 """Counts of parameters, and statistics of the data."""
+
 from __future__ import annotations
 
 import json
@@ -26,11 +27,15 @@ class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(1))
-        self.body, self.head = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), nn.Linear(4, 8, bias=False)
+        self.body, self.head = (
+            nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)),
+            nn.Linear(4, 8, bias=False),
+        )
         self.head.weight = self.body[0].weight
         self.body[1].requires_grad_(False)
 
-    def forward(self, x: Tensor) -> Tensor: return self.body(x) * self.scale + self.head(x)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) * self.scale + self.head(x)
 
 
 def test_parameters_are_counted_once() -> None:
@@ -41,55 +46,90 @@ def test_parameters_are_counted_once() -> None:
     assert count_parameters(nn.LazyLinear(3)) == {'total': (0, 0)}
 
 
-def test_the_count_follows_freezing_and_is_printed_when_it_changed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_count_follows_freezing_and_is_printed_when_it_changed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8))
-    learn = Learner([(torch.randn(4, 4), torch.randn(4, 8))], model, nn.MSELoss(), cbs=ParamCount(verbose=True))
+    learn = Learner(
+        [(torch.randn(4, 4), torch.randn(4, 8))], model, nn.MSELoss(), cbs=ParamCount(verbose=True)
+    )
     learn.logger = lambda row: None
-    with learn.no_bar(): learn.fit(1); learn.fit(1)
+    with learn.no_bar():
+        learn.fit(1)
+        learn.fit(1)
     assert learn.param_count.counts['total'] == (112, 112)
     model[0].requires_grad_(False)
-    with learn.no_bar(): learn.fit(1)
+    with learn.no_bar():
+        learn.fit(1)
     assert learn.param_count.counts == {'total': (112, 72), '0': (40, 0), '2': (72, 72)}
     shown = capsys.readouterr().out
     assert shown.count('Module') == 2 and shown.endswith(learn.param_count.table() + '\n')
 
 
 def test_loggers_write_both_with_the_configuration(tmp_path: Path) -> None:
-    learn = synth_learner(path=tmp_path, cbs=[ParamCount(), DatasetStats(n=2), JSONLinesLogger(tmp_path/'log.jsonl')])
+    learn = synth_learner(
+        path=tmp_path,
+        cbs=[ParamCount(), DatasetStats(n=2), JSONLinesLogger(tmp_path / 'log.jsonl')],
+    )
     learn.logger = noop
     learn.fit(1)
-    lines = [json.loads(line) for line in (tmp_path/'log.jsonl').read_text().splitlines()]
-    params, = (line['params'] for line in lines if 'params' in line)
+    lines = [json.loads(line) for line in (tmp_path / 'log.jsonl').read_text().splitlines()]
+    (params,) = (line['params'] for line in lines if 'params' in line)
     assert params['parameters/total'] == params['parameters/trainable'] == 2
     assert params['data/train/samples'] == 160 and params['data/valid/batches'] == 2
-    assert params['data/train/input/shape'] == '(1,)' and params['data/train/input/dtype'] == 'float32'
+    assert (
+        params['data/train/input/shape'] == '(1,)' and params['data/train/input/dtype'] == 'float32'
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------- data
+# --------------------------------------------------------------------------------------------- data
+
 
 def test_statistics_against_numpy() -> None:
     x, y = torch.randn(50, 3, 5, 4, dtype=torch.float32) * 3 + 1, torch.randint(4, (50,))
-    dls = DataLoaders.from_tensors((x, y), {'day': (x[:20], y[:20]), 'night': (x[20:], y[20:])}, bs=8, shuffle=False)
-    learn = Learner(dls, nn.Sequential(nn.Flatten(), nn.Linear(60, 4)), nn.CrossEntropyLoss(), cbs=DatasetStats(n=3))
+    dls = DataLoaders.from_tensors(
+        (x, y), {'day': (x[:20], y[:20]), 'night': (x[20:], y[20:])}, bs=8, shuffle=False
+    )
+    learn = Learner(
+        dls,
+        nn.Sequential(nn.Flatten(), nn.Linear(60, 4)),
+        nn.CrossEntropyLoss(),
+        cbs=DatasetStats(n=3),
+    )
     learn.logger = noop
     learn.fit(1)
     stats = learn.dataset_stats.stats
     assert list(stats) == ['train', 'day', 'night']
-    for name, lo, hi, size, n in (('train', 0, 24, 50, 7), ('day', 0, 20, 20, 3), ('night', 20, 44, 30, 4)):
+    for name, lo, hi, size, n in (
+        ('train', 0, 24, 50, 7),
+        ('day', 0, 20, 20, 3),
+        ('night', 20, 44, 30, 4),
+    ):
         got, values = stats[name], x[lo:hi].numpy().astype(np.float64)
-        assert (got['samples'], got['batches'], got['batch_size'], got['seen']) == (size, n, 8, hi - lo)
+        assert (got['samples'], got['batches'], got['batch_size'], got['seen']) == (
+            size,
+            n,
+            8,
+            hi - lo,
+        )
         image = got['entries']['input']
         assert (image['shape'], image['dtype']) == ((3, 5, 4), 'float32')
         assert [image[k] for k in ('mean', 'std', 'min', 'max')] == pytest.approx(
-            [values.mean(), values.std(), values.min(), values.max()], rel=1e-12)
+            [values.mean(), values.std(), values.min(), values.max()], rel=1e-12
+        )
         classes, counts = np.unique(y[lo:hi].numpy(), return_counts=True)
-        assert got['entries']['target'] == {'shape': (), 'dtype': 'int64',
-                                            'classes': dict(zip(classes.tolist(), counts.tolist(), strict=True))}
+        assert got['entries']['target'] == {
+            'shape': (),
+            'dtype': 'int64',
+            'classes': dict(zip(classes.tolist(), counts.tolist(), strict=True)),
+        }
 
 
 def test_nested_batches_of_different_lengths() -> None:
-    batches = [{'ids': torch.randint(9, (4, n)), 'text': ['a'] * 4, 'labels': torch.tensor([0, 1, 1, 1])}
-               for n in (5, 7)]
+    batches = [
+        {'ids': torch.randint(9, (4, n)), 'text': ['a'] * 4, 'labels': torch.tensor([0, 1, 1, 1])}
+        for n in (5, 7)
+    ]
     entries = loader_stats(batches)['entries']
     assert set(entries) == {'input/ids', 'input/labels', 'target'}
     assert entries['input/ids']['shape'] == ('*',) and entries['target']['classes'] == {0: 2, 1: 6}
@@ -99,17 +139,27 @@ def test_nested_batches_of_different_lengths() -> None:
 def test_what_knows_no_length_is_not_guessed_and_an_iterator_keeps_its_batches() -> None:
     class Endless:
         def __iter__(self) -> Any:
-            while True: yield torch.zeros(2, 3), torch.ones(2, 1)
+            while True:
+                yield torch.zeros(2, 3), torch.ones(2, 1)
+
     stats = loader_stats(Endless(), n=4)
     assert (stats['samples'], stats['batches'], stats['seen']) == (None, None, 8)
     drawn = iter([(torch.zeros(2), torch.zeros(2))] * 3)
     assert loader_stats(drawn)['entries'] == {} and len(list(drawn)) == 3
-    assert loader_stats(DataLoader([(torch.zeros(1), 0)] * 10, batch_size=4, drop_last=True), 0)['samples'] == 8
+    assert (
+        loader_stats(DataLoader([(torch.zeros(1), 0)] * 10, batch_size=4, drop_last=True), 0)[
+            'samples'
+        ]
+        == 8
+    )
 
 
 class Noisy(torch.utils.data.Dataset[Any]):
     "Samples that draw from every generator."
-    def __len__(self) -> int: return 24
+
+    def __len__(self) -> int:
+        return 24
+
     def __getitem__(self, i: int) -> Any:
         return torch.randn(1) + random.random() + np.random.rand(), torch.randn(1)
 
@@ -117,15 +167,26 @@ class Noisy(torch.utils.data.Dataset[Any]):
 @pytest.mark.parametrize('workers', [0, 1])
 def test_looking_disturbs_nothing(workers: int) -> None:
     def weights(*cbs: Callback) -> list[Tensor]:
-        torch.manual_seed(0); random.seed(0); np.random.seed(0)
-        dls = DataLoaders.from_datasets(Noisy(), Noisy(), bs=8, num_workers=workers, persistent_workers=bool(workers),
-                                        generator=torch.Generator().manual_seed(5))
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        dls = DataLoaders.from_datasets(
+            Noisy(),
+            Noisy(),
+            bs=8,
+            num_workers=workers,
+            persistent_workers=bool(workers),
+            generator=torch.Generator().manual_seed(5),
+        )
         model = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.3), nn.Linear(4, 1))
         learn = Learner(dls, model, nn.MSELoss(), lr=0.1, cbs=[*cbs])
         learn.logger = noop
-        with learn.no_bar(): learn.fit(2)
-        for dl in dls: dl._iterator = None  # workers that the garbage collector has to end take 5 s
+        with learn.no_bar():
+            learn.fit(2)
+        for dl in dls:
+            dl._iterator = None  # workers that the garbage collector has to end take 5 s
         return [p.detach() for p in model.parameters()]
+
     assert all(map(torch.equal, weights(), weights(DatasetStats(n=2), ParamCount())))
 
 
@@ -135,12 +196,15 @@ def test_the_table() -> None:
     learn.fit(1)
     lines = learn.dataset_stats.table().splitlines()
     assert lines[0].split() == ['Loader', 'Samples', 'Batches', 'Entry', 'Shape', 'Type', 'Values']
-    assert lines[1].split()[:6] == ['train', '160', '10', 'input', '1', 'float32'] and len(lines) == 5
+    assert (
+        lines[1].split()[:6] == ['train', '160', '10', 'input', '1', 'float32'] and len(lines) == 5
+    )
 
 
 @pytest.mark.parametrize('n', [-1, 1.5, True, '3'])
 def test_bad_numbers_of_batches_are_refused(n: Any) -> None:
-    with pytest.raises(OptionError): DatasetStats(n=n)
+    with pytest.raises(OptionError):
+        DatasetStats(n=n)
 
 
 def test_other_loaders_are_looked_at_anew() -> None:

@@ -1,4 +1,5 @@
 """The moving average of the weights: its numbers, when it is used, and that the weights come back."""
+
 from __future__ import annotations
 
 from copy import deepcopy
@@ -40,8 +41,16 @@ def batches(n: int = 4) -> list[tuple[Tensor, Tensor]]:
 
 
 def learner(model: nn.Module, *cbs: Any, n: int = 4, **kwargs: Any) -> Learner:
-    learn = Learner((batches(n), batches(2)), model, F.mse_loss, opt_func=SGD, lr=0.05,
-                    cbs=[TrainEvalCallback, Recorder, *cbs], default_cbs=False, **kwargs)
+    learn = Learner(
+        (batches(n), batches(2)),
+        model,
+        F.mse_loss,
+        opt_func=SGD,
+        lr=0.05,
+        cbs=[TrainEvalCallback, Recorder, *cbs],
+        default_cbs=False,
+        **kwargs,
+    )
     learn.logger = lambda row: None
     return learn
 
@@ -54,11 +63,13 @@ def averaged_by_torch(model: nn.Module, decay: float, n_epoch: int, every: int =
         F.mse_loss(model(x), y).backward()
         opt.step()
         opt.zero_grad()
-        if n % every == 0: averaged.update_parameters(model)
+        if n % every == 0:
+            averaged.update_parameters(model)
     return averaged.module
 
 
-def state(model: nn.Module) -> dict[str, Tensor]: return {k: v.clone() for k, v in model.state_dict().items()}
+def state(model: nn.Module) -> dict[str, Tensor]:
+    return {k: v.clone() for k, v in model.state_dict().items()}
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -72,11 +83,13 @@ def test_it_is_the_average_that_torch_computes_and_evaluation_uses_it(every: int
     raw = net()
     expected = averaged_by_torch(raw, 0.8, 3, every)
     assert equal(state(model), state(raw))  # the model has its own weights
-    with learn.ema.applied() as m: got = state(m)
+    with learn.ema.applied() as m:
+        got = state(m)
     own = {k: v for k, v in state(expected).items() if not k.endswith('num_batches_tracked')}
     assert equal({k: got[k] for k in own}, own)
     expected.eval()
-    with torch.no_grad(): loss = sum(F.mse_loss(expected(x), y).item() for x, y in batches(2)) / 2
+    with torch.no_grad():
+        loss = sum(F.mse_loss(expected(x), y).item() for x, y in batches(2)) / 2
     assert learn.history[-1]['valid_loss'] == pytest.approx(loss, abs=1e-12)
     assert learn.validate()[0] == pytest.approx(loss, abs=1e-12)
     preds, _ = learn.get_preds()
@@ -97,8 +110,11 @@ def test_it_counts_steps_and_no_batches() -> None:
     learn = learner(net(), EMA(0.5), GradientAccumulation(16))
     learn.fit(2)
     assert learn.ema.state_dict()['n_steps'] == learn.opt.n_steps == 4
+
     def skip(cb: Any) -> None:
-        if cb.iter % 2: raise CancelStepException
+        if cb.iter % 2:
+            raise CancelStepException
+
     learn = learner(net(), EMA(0.5), Callback(before_step=skip))
     learn.fit(2)
     assert learn.ema.state_dict()['n_updates'] == learn.opt.n_steps == 4
@@ -108,26 +124,40 @@ def test_half_life_warmup_and_start() -> None:
     assert EMA(half_life='100st').decay ** 100 == pytest.approx(0.5)
     assert EMA(half_life='100ba', every='10st').decay ** 10 == pytest.approx(0.5)
     values: list[float] = []
+
     class One(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.w = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-        def forward(self, x: Tensor) -> Tensor: return x * self.w
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.w
+
     def run(cb: EMA) -> list[float]:
         values.clear()
         data = [(torch.ones(1, 1).double(), torch.ones(1, 1).double())] * 4
         look = Callback(after_step=lambda c: values.append(c.model.w.item()))
-        learn = Learner(data, One(), lambda p, y: -p.mean(), opt_func=torch.optim.SGD, lr=1., default_cbs=False,
-                        cbs=[TrainEvalCallback, look, cb])
+        learn = Learner(
+            data,
+            One(),
+            lambda p, y: -p.mean(),
+            opt_func=torch.optim.SGD,
+            lr=1.0,
+            default_cbs=False,
+            cbs=[TrainEvalCallback, look, cb],
+        )
         learn.fit(1)
-        with cb.applied() as m: return [*values, m.w.item()]
-    *weights, average = run(EMA(0.999, warmup=1.))  # decay 0, 1/2, 2/3, 3/4: the plain mean
+        with cb.applied() as m:
+            return [*values, m.w.item()]
+
+    *weights, average = run(EMA(0.999, warmup=1.0))  # decay 0, 1/2, 2/3, 3/4: the plain mean
     assert weights == [1, 2, 3, 4] and average == pytest.approx(2.5)
     # 0, then the cap
-    assert run(EMA(0.5, warmup=9.))[-1] == pytest.approx((1 / 2 + 2 / 2) / 4 + 3 / 4 + 4 / 2)
+    assert run(EMA(0.5, warmup=9.0))[-1] == pytest.approx((1 / 2 + 2 / 2) / 4 + 3 / 4 + 4 / 2)
     # timm's power form is the default
-    shares, mean = [0, 1 - 2 ** (-2 / 3), 1 - 3 ** (-2 / 3), 1 - 4 ** (-2 / 3)], 0.
-    for share, weight in zip(shares, weights, strict=True): mean = share * mean + (1 - share) * weight
+    shares, mean = [0, 1 - 2 ** (-2 / 3), 1 - 3 ** (-2 / 3), 1 - 4 ** (-2 / 3)], 0.0
+    for share, weight in zip(shares, weights, strict=True):
+        mean = share * mean + (1 - share) * weight
     assert run(EMA())[-1] == pytest.approx(mean)
     assert run(EMA(0.5, start=2, warmup=None))[-1] == pytest.approx((2 + 3) / 4 + 4 / 2)
     assert run(EMA(0.5, start='0.5dur', warmup=None))[-1] == pytest.approx((3 + 4) / 2)
@@ -140,24 +170,37 @@ def test_before_it_begins_evaluation_uses_the_weights() -> None:
     plain = learner(net())
     plain.fit(1)
     assert learn.history[-1]['valid_loss'] == plain.history[-1]['valid_loss']
-    with pytest.raises(WeightsError, match='no average yet: it begins at 5ep'): learn.ema.copy_to()
+    with pytest.raises(WeightsError, match='no average yet: it begins at 5ep'):
+        learn.ema.copy_to()
 
 
-EXITS: list[type[BaseException]] = [CancelValidException, CancelEpochException, CancelFitException, RuntimeError,
-                                    KeyboardInterrupt]
+EXITS: list[type[BaseException]] = [
+    CancelValidException,
+    CancelEpochException,
+    CancelFitException,
+    RuntimeError,
+    KeyboardInterrupt,
+]
 
 
 @pytest.mark.parametrize('error', EXITS)
 @pytest.mark.parametrize('event', ['before_validate', 'before_batch', 'after_loss', 'after_batch'])
-def test_whatever_ends_an_evaluation_the_weights_come_back(error: type[BaseException], event: str) -> None:
+def test_whatever_ends_an_evaluation_the_weights_come_back(
+    error: type[BaseException], event: str
+) -> None:
     seen: list[Any] = []
+
     def fail(cb: Any) -> None:
-        if not cb.training or event == 'before_validate': raise error
+        if not cb.training or event == 'before_validate':
+            raise error
+
     learn = learner(net(), EMA(0.5))
     cbs = [Callback(**{event: fail}), Callback(after_epoch=lambda cb: seen.append(state(cb.model)))]
-    if error in EXITS[:3]: learn.fit(1, cbs=cbs)
+    if error in EXITS[:3]:
+        learn.fit(1, cbs=cbs)
     else:
-        with pytest.raises(error): learn.fit(1, cbs=cbs)
+        with pytest.raises(error):
+            learn.fit(1, cbs=cbs)
     plain = learner(net())
     plain.fit(1)
     expected = state(plain.model)
@@ -168,17 +211,27 @@ def test_whatever_ends_an_evaluation_the_weights_come_back(error: type[BaseExcep
 
 def test_an_evaluation_inside_another_and_one_that_fails_inside_training() -> None:
     held: list[bool] = []
+
     def inside(cb: Any) -> None:
-        if not cb.training and cb.learn.run.depth == 1: cb.learn.validate()
-    def look(cb: Any) -> None: held.append(cb.training == (cb.ema._raw is None))
+        if not cb.training and cb.learn.run.depth == 1:
+            cb.learn.validate()
+
+    def look(cb: Any) -> None:
+        held.append(cb.training == (cb.ema._raw is None))
+
     learn = learner(net(), EMA(0.5), Callback(after_batch=inside), Callback(before_pred=look))
     learn.fit(1)
     assert all(held)
 
-    def fail(cb: Any) -> None: raise ValueError('inside')
+    def fail(cb: Any) -> None:
+        raise ValueError('inside')
+
     def swallow(cb: Any) -> None:
-        if not cb.training: return
-        with pytest.raises(ValueError, match='inside'): cb.learn.validate(cbs=Callback(before_pred=fail))
+        if not cb.training:
+            return
+        with pytest.raises(ValueError, match='inside'):
+            cb.learn.validate(cbs=Callback(before_pred=fail))
+
     learn = learner(net(), EMA(0.5), Callback(after_batch=swallow), Callback(before_pred=look))
     learn.fit(1)
     plain = learner(net())
@@ -191,7 +244,8 @@ def test_it_may_be_used_by_hand_and_kept_for_good() -> None:
     learn.fit(1)
     raw = state(model)
     with learn.ema.applied():
-        with learn.ema.applied(): average = state(model)
+        with learn.ema.applied():
+            average = state(model)
         losses = learn.validate()
         assert equal(state(model), average)
     assert equal(state(model), raw) and not equal(raw, average)
@@ -199,7 +253,8 @@ def test_it_may_be_used_by_hand_and_kept_for_good() -> None:
     other = learn.ema.copy_to(net())
     assert torch.equal(other[0].weight, average['0.weight'])
     small = nn.Sequential(nn.Linear(3, 2))
-    with pytest.raises(WeightsError, match=r'0.weight: \(6, 3\) for \(2, 3\)'): learn.ema.copy_to(small)
+    with pytest.raises(WeightsError, match=r'0.weight: \(6, 3\) for \(2, 3\)'):
+        learn.ema.copy_to(small)
     assert learn.ema.copy_to() is model and equal(state(model), average)
     assert learn.validate() == losses
 
@@ -209,11 +264,17 @@ def test_tied_frozen_and_half_weights_and_masks() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.a = nn.Linear(3, 3, bias=False)
-            self.b, self.frozen, self.low = self.a, nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 2).bfloat16()
-            self.register_buffer('mask', torch.tensor([0., -torch.inf]))
+            self.b, self.frozen, self.low = (
+                self.a,
+                nn.Linear(3, 3).requires_grad_(False),
+                nn.Linear(3, 2).bfloat16(),
+            )
+            self.register_buffer('mask', torch.tensor([0.0, -torch.inf]))
             self.register_buffer('cache', torch.zeros(2), persistent=False)
+
         def forward(self, x: Tensor) -> Tensor:
             return self.low(self.frozen(self.b(self.a(x.float()))).bfloat16()).double()
+
     learn = learner(model := Tied(), EMA(0.9))
     learn.fit(2)
     averages = learn.ema.state_dict()['averages']
@@ -236,13 +297,18 @@ def test_a_replaced_layer_begins_anew_and_the_rest_goes_on() -> None:
     with learn.ema.applied():
         assert torch.equal(model[3].weight, new) and torch.equal(model[0].weight, kept)
     learn.model = deepcopy(net())
-    with learn.ema.applied() as m: assert equal(state(m), state(net()))
+    with learn.ema.applied() as m:
+        assert equal(state(m), state(net()))
 
 
 def test_its_state_goes_on_in_another_process_and_refuses_another_model() -> None:
     whole = learner(net(), EMA(0.7, every=3, warmup=0.5))
     whole.fit(1)
-    sd, weights, opt = deepcopy(whole.ema.state_dict()), state(whole.model), deepcopy(whole.opt.state_dict())
+    sd, weights, opt = (
+        deepcopy(whole.ema.state_dict()),
+        state(whole.model),
+        deepcopy(whole.opt.state_dict()),
+    )
     whole.fit(1)
     part = learner(net(), EMA(0.7, every=3, warmup=0.5))
     part.model.load_state_dict(weights)
@@ -255,11 +321,13 @@ def test_its_state_goes_on_in_another_process_and_refuses_another_model() -> Non
 
     before = part.ema.state_dict()
     sd['averages']['0.weight'] = torch.zeros(2, 2)
-    with pytest.raises(WeightsError, match=r'0.weight: \(2, 2\) for \(6, 3\)'): part.ema.load_state_dict(sd)
+    with pytest.raises(WeightsError, match=r'0.weight: \(2, 2\) for \(6, 3\)'):
+        part.ema.load_state_dict(sd)
     assert equal(part.ema.state_dict()['averages'], before['averages'])
     lone = EMA()
     lone.load_state_dict(sd)
-    with pytest.raises(WeightsError, match='another model'): learner(net(), lone).fit(1)
+    with pytest.raises(WeightsError, match='another model'):
+        learner(net(), lone).fit(1)
 
 
 def test_loaded_weights_begin_a_new_average() -> None:
@@ -269,7 +337,20 @@ def test_loaded_weights_begin_a_new_average() -> None:
     assert learn.ema.state_dict() == {'averages': {}, 'n_steps': 0, 'n_updates': 0}
 
 
-@pytest.mark.parametrize('options', [{'decay': 1}, {'decay': -0.1}, {'decay': 'x'}, {'every': '2ep'}, {'every': 0},
-                                     {'half_life': '1ep'}, {'warmup': 0}, {'start': '5tok'}], ids=str)
+@pytest.mark.parametrize(
+    'options',
+    [
+        {'decay': 1},
+        {'decay': -0.1},
+        {'decay': 'x'},
+        {'every': '2ep'},
+        {'every': 0},
+        {'half_life': '1ep'},
+        {'warmup': 0},
+        {'start': '5tok'},
+    ],
+    ids=str,
+)
 def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises((OptionError, TimeError), match=f'EMA\\({next(iter(options))}='): EMA(**options)
+    with pytest.raises((OptionError, TimeError), match=f'EMA\\({next(iter(options))}='):
+        EMA(**options)

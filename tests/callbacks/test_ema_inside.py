@@ -1,4 +1,5 @@
 """The moving average while it is in the model: what loads, fails or pauses meanwhile leaves the right weights."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -20,17 +21,25 @@ from learnkit.inference.gather import GatherPredsCallback
 
 def learner(path: Path | str = '.', *cbs: Any) -> Learner:
     gen = torch.Generator().manual_seed(1)
-    batches = [(torch.randn(8, 3, generator=gen), torch.randn(8, 2, generator=gen)) for _ in range(4)]
+    batches = [
+        (torch.randn(8, 3, generator=gen), torch.randn(8, 2, generator=gen)) for _ in range(4)
+    ]
     torch.manual_seed(4)
     model = nn.Sequential(nn.Linear(3, 6), nn.Dropout(0.5), nn.BatchNorm1d(6), nn.Linear(6, 2))
-    learn = Learner((batches, batches[:3]), model, F.mse_loss, lr=0.1, cbs=[EMA(0.9), *cbs], path=path)
+    learn = Learner(
+        (batches, batches[:3]), model, F.mse_loss, lr=0.1, cbs=[EMA(0.9), *cbs], path=path
+    )
     learn.remove_cb(learn.progress)
     learn.logger = lambda row: None
     return learn
 
 
-def state(learn: Learner) -> dict[str, Tensor]: return {k: v.clone() for k, v in learn.model.state_dict().items()}
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool: return all(torch.equal(a[k], b[k]) for k in a)
+def state(learn: Learner) -> dict[str, Tensor]:
+    return {k: v.clone() for k, v in learn.model.state_dict().items()}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return all(torch.equal(a[k], b[k]) for k in a)
 
 
 def test_loaded_weights_stay_when_the_average_was_in_the_model(tmp_path: Path) -> None:
@@ -39,7 +48,8 @@ def test_loaded_weights_stay_when_the_average_was_in_the_model(tmp_path: Path) -
     saved = state(learn)
     learn.save('w', with_opt=False)
     learn.fit(1)
-    with learn.ema.applied(): learn.load('w', with_opt=False)
+    with learn.ema.applied():
+        learn.load('w', with_opt=False)
     assert same(state(learn), saved) and not learn.ema.has_begun
     learn.fit(1)
     assert learn.ema.has_begun and learn.ema._raw is None
@@ -51,8 +61,11 @@ def test_weights_that_are_loaded_in_an_evaluation_stay(event: str, tmp_path: Pat
     learn.fit(1)
     saved = state(learn)
     learn.save('w', with_opt=False)
+
     def load(cb: Any) -> None:
-        if not cb.training: cb.learn.load('w', with_opt=False)
+        if not cb.training:
+            cb.learn.load('w', with_opt=False)
+
     learn.fit(1, cbs=Callback(**{event: load}))
     assert same(state(learn), saved) and not learn.ema.has_begun
 
@@ -61,16 +74,22 @@ def test_what_an_incomplete_file_does_not_have_stays_too(tmp_path: Path) -> None
     learn = learner(tmp_path)
     learn.fit(1)
     own = state(learn)
-    torch.save({'0.bias': torch.zeros(6)}, tmp_path/'part.pth')
-    with learn.ema.applied(): learn.load(tmp_path/'part.pth', strict=False)
+    torch.save({'0.bias': torch.zeros(6)}, tmp_path / 'part.pth')
+    with learn.ema.applied():
+        learn.load(tmp_path / 'part.pth', strict=False)
     assert same(state(learn), {**own, '0.bias': torch.zeros(6)})
 
 
 def test_it_is_begun_anew_in_the_middle_of_an_evaluation() -> None:
     learn, held = learner(), []
     learn.fit(1)
+
     def restart(cb: Any) -> None:
-        if not cb.training and not cb.iter: held.append(state(cb.learn)); cb.ema.restart(); held.append(state(cb.learn))
+        if not cb.training and not cb.iter:
+            held.append(state(cb.learn))
+            cb.ema.restart()
+            held.append(state(cb.learn))
+
     own = state(learn)
     learn.validate(cbs=Callback(before_batch=restart))
     assert same(held[1], own) and not same(held[0], own) and same(state(learn), own)
@@ -79,12 +98,18 @@ def test_it_is_begun_anew_in_the_middle_of_an_evaluation() -> None:
 @pytest.mark.parametrize('event', ['before_batch', 'after_backward', 'before_step'])
 def test_a_nested_evaluation_that_fails_leaves_the_batch_its_weights(event: str) -> None:
     plain, learn = learner(), learner()
-    def fail(cb: Any) -> None: raise RuntimeError('no such file')
+
+    def fail(cb: Any) -> None:
+        raise RuntimeError('no such file')
+
     def evaluate(cb: Any) -> None:
-        if not cb.training or cb.learn.run.depth > 1: return
+        if not cb.training or cb.learn.run.depth > 1:
+            return
         before = state(cb.learn)
-        with pytest.raises(RuntimeError, match='no such file'): cb.learn.validate(cbs=Callback(after_loss=fail))
+        with pytest.raises(RuntimeError, match='no such file'):
+            cb.learn.validate(cbs=Callback(after_loss=fail))
         assert same(state(cb.learn), before)
+
     plain.fit(2)
     learn.fit(2, cbs=Callback(**{event: evaluate}))
     assert learn.ema._raw is None and learn.ema._n_updates == plain.ema._n_updates
@@ -93,22 +118,34 @@ def test_a_nested_evaluation_that_fails_leaves_the_batch_its_weights(event: str)
 def test_one_that_fails_inside_an_evaluation_leaves_it_the_average() -> None:
     learn, held = learner(), []
     learn.fit(1)
-    with learn.ema.applied(): average = state(learn)
+    with learn.ema.applied():
+        average = state(learn)
+
     def fail(cb: Any) -> None:
-        if cb.learn.run.depth > 1: raise RuntimeError('no such file')
+        if cb.learn.run.depth > 1:
+            raise RuntimeError('no such file')
+
     def evaluate(cb: Any) -> None:
-        if cb.learn.run.depth > 1: return
-        with pytest.raises(RuntimeError, match='no such file'): cb.learn.get_preds(cbs=Callback(after_pred=fail))
+        if cb.learn.run.depth > 1:
+            return
+        with pytest.raises(RuntimeError, match='no such file'):
+            cb.learn.get_preds(cbs=Callback(after_pred=fail))
         held.append(same(state(cb.learn), average))
+
     learn.validate(cbs=Callback(before_batch=evaluate))
     assert held == [True] * 3 and learn.ema._raw is None
 
 
 def test_the_best_is_saved_after_one_that_fails(tmp_path: Path) -> None:
     learn = learner(tmp_path, SaveModelCallback())
-    def fail(cb: Any) -> None: raise RuntimeError('no such file')
+
+    def fail(cb: Any) -> None:
+        raise RuntimeError('no such file')
+
     def evaluate(cb: Any) -> None:
-        with pytest.raises(RuntimeError, match='no such file'): cb.learn.get_preds(cbs=Callback(after_pred=fail))
+        with pytest.raises(RuntimeError, match='no such file'):
+            cb.learn.get_preds(cbs=Callback(after_pred=fail))
+
     learn.fit(2, cbs=Callback(after_epoch=evaluate))
     assert same(torch.load(learn.save_model.last_saved_path, weights_only=True), state(learn))
 
@@ -116,17 +153,24 @@ def test_the_best_is_saved_after_one_that_fails(tmp_path: Path) -> None:
 def test_dropout_and_gathering_end_with_a_nested_evaluation_that_fails() -> None:
     gather = GatherPredsCallback()
     learn, modes = learner('.', MCDropoutCallback(), gather), []
-    def fail(cb: Any) -> None: raise RuntimeError('no such file')
+
+    def fail(cb: Any) -> None:
+        raise RuntimeError('no such file')
+
     def evaluate(cb: Any) -> None:
-        if not cb.training or cb.learn.run.depth > 1 or cb.iter: return
+        if not cb.training or cb.learn.run.depth > 1 or cb.iter:
+            return
         cb.learn.model.eval()
-        with pytest.raises(RuntimeError, match='no such file'): cb.learn.validate(cbs=Callback(after_loss=fail))
+        with pytest.raises(RuntimeError, match='no such file'):
+            cb.learn.validate(cbs=Callback(after_loss=fail))
         modes.append([m.training for m in cb.learn.model.modules()])
+
     learn.fit(1, cbs=Callback(before_batch=evaluate))
     assert modes == [[False] * 5] and len(gather.preds) == 24 and learn.mc_dropout._switched == {}
 
 
 # a paused stream
+
 
 def use(learn: Learner) -> Any:
     stream = learn.predict_iter()
@@ -139,16 +183,37 @@ def find(learn: Learner, path: Path) -> dict[str, Tensor]:
     return state(learn)
 
 
-def fit_nothing(learn: Learner, path: Path) -> dict[str, Tensor]: learn.fit(0); return state(learn)
-def save(learn: Learner, path: Path) -> dict[str, Tensor]: return torch.load(learn.save('w', False), weights_only=True)
-def remove(learn: Learner, path: Path) -> dict[str, Tensor]: learn.remove_cb(EMA); return state(learn)
-def copied(learn: Learner, path: Path) -> dict[str, Tensor]: return state(deepcopy(learn))
-def copied_model(learn: Learner, path: Path) -> dict[str, Tensor]: return deepcopy(learn.model).state_dict()
-def loaded(learn: Learner, path: Path) -> dict[str, Tensor]: learn.load('own', with_opt=False); return state(learn)
+def fit_nothing(learn: Learner, path: Path) -> dict[str, Tensor]:
+    learn.fit(0)
+    return state(learn)
+
+
+def save(learn: Learner, path: Path) -> dict[str, Tensor]:
+    return torch.load(learn.save('w', False), weights_only=True)
+
+
+def remove(learn: Learner, path: Path) -> dict[str, Tensor]:
+    learn.remove_cb(EMA)
+    return state(learn)
+
+
+def copied(learn: Learner, path: Path) -> dict[str, Tensor]:
+    return state(deepcopy(learn))
+
+
+def copied_model(learn: Learner, path: Path) -> dict[str, Tensor]:
+    return deepcopy(learn.model).state_dict()
+
+
+def loaded(learn: Learner, path: Path) -> dict[str, Tensor]:
+    learn.load('own', with_opt=False)
+    return state(learn)
 
 
 @pytest.mark.parametrize('act', [find, fit_nothing, save, remove, copied, copied_model, loaded])
-def test_a_paused_stream_leaves_the_model_its_own_weights(act: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_paused_stream_leaves_the_model_its_own_weights(
+    act: Callable[..., Any], tmp_path: Path
+) -> None:
     learn = learner(tmp_path)
     learn.fit(1)
     learn.save('own', with_opt=False)
@@ -163,7 +228,8 @@ def test_a_stream_is_of_the_average_from_its_first_batch_to_its_last() -> None:
     learn = learner()
     learn.fit(2)
     expected, own = learn.get_preds()[0], state(learn)
-    with learn.ema.applied(): assert not same(state(learn), own)
+    with learn.ema.applied():
+        assert not same(state(learn), own)
     got = []
     for preds, _ in learn.predict_iter():
         got.append(preds)
@@ -172,10 +238,15 @@ def test_a_stream_is_of_the_average_from_its_first_batch_to_its_last() -> None:
 
 
 def test_no_hook_outlives_a_stream_that_paused(tmp_path: Path) -> None:
-    for leave in (lambda learn: learn.remove_cb(ActivationMonitor), deepcopy, lambda learn: find(learn, tmp_path)):
+    for leave in (
+        lambda learn: learn.remove_cb(ActivationMonitor),
+        deepcopy,
+        lambda learn: find(learn, tmp_path),
+    ):
         learn = learner(tmp_path, ActivationMonitor())
         stream = use(learn)
         copy = leave(learn)
         for it in (learn, copy if isinstance(copy, Learner) else learn):
             assert not any(m._forward_hooks for m in it.model.modules())
-        with pytest.raises(FitError, match='was ended'): next(stream)
+        with pytest.raises(FitError, match='was ended'):
+            next(stream)

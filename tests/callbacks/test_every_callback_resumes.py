@@ -1,5 +1,6 @@
 """One contract for every callback class: a run that was resumed ends as the run that was never stopped, in all that it
 holds and in all that it has written, also from a folder that was moved and that a lost process has written on."""
+
 from __future__ import annotations
 
 import inspect
@@ -21,28 +22,50 @@ from tests.helpers.resuming import State, check_every_place
 
 # options with which there is something to remember at every place; all that count in batches do so every second one
 OPTIONS: dict[str, dict[str, Any]] = {
-    'ActivationStats': {'with_hist': True}, 'BestMetric': {'targets': 'valid_*'}, 'Budget': {'total': '7ba'},
+    'ActivationStats': {'with_hist': True},
+    'BestMetric': {'targets': 'valid_*'},
+    'Budget': {'total': '7ba'},
     'Checkpoint': {'background': False},
-    'EMA': {'every': 2, 'start': '3ba'}, 'FixedStopper': {'at': '7ba'}, 'GradientAccumulation': {'n_acc': 30},
-    'HookCallback': {'every': '3ba'}, 'LRMonitor': {'every': '2ba', 'mom': True}, 'PeriodicData': {'every': '3ba'},
-    'RNNRegularizer': {'alpha': 1., 'beta': 1.}, 'SAM': {'interval': 2}, 'SaveModelCallback': {'with_opt': True},
-    'ShortEpochCallback': {'pct': 0.5}, 'TensorBoardLogger': {'folder': 'events', 'every': '2ba'},
-    'ThresholdStopper': {'monitor': 'valid_loss', 'threshold': 0.},
+    'EMA': {'every': 2, 'start': '3ba'},
+    'FixedStopper': {'at': '7ba'},
+    'GradientAccumulation': {'n_acc': 30},
+    'HookCallback': {'every': '3ba'},
+    'LRMonitor': {'every': '2ba', 'mom': True},
+    'PeriodicData': {'every': '3ba'},
+    'RNNRegularizer': {'alpha': 1.0, 'beta': 1.0},
+    'SAM': {'interval': 2},
+    'SaveModelCallback': {'with_opt': True},
+    'ShortEpochCallback': {'pct': 0.5},
+    'TensorBoardLogger': {'folder': 'events', 'every': '2ba'},
+    'ThresholdStopper': {'monitor': 'valid_loss', 'threshold': 0.0},
 }
 # what is there to be looked at: large, of no influence on what comes, and not in a checkpoint, as the classes say
-NOT_KEPT = {'FetchPredsCallback': {'preds'}, 'CollectDataCallback': {'data'}, 'PeriodicData': {'results'},
-            'ImageVisualizer': {'images'}, 'HookCallback': {'hooks'}, 'ActivationMonitor': {'hooks'},
-            'ActivationStats': {'hooks'}, 'RNNCallback': {'raw_out', 'out'}, 'MixUp': {'lam', 'yb1'},
-            'CutMix': {'lam', 'yb1'}, 'GatherPredsCallback': {'preds', 'targets', 'n_batches'}}
+NOT_KEPT = {
+    'FetchPredsCallback': {'preds'},
+    'CollectDataCallback': {'data'},
+    'PeriodicData': {'results'},
+    'ImageVisualizer': {'images'},
+    'HookCallback': {'hooks'},
+    'ActivationMonitor': {'hooks'},
+    'ActivationStats': {'hooks'},
+    'RNNCallback': {'raw_out', 'out'},
+    'MixUp': {'lam', 'yb1'},
+    'CutMix': {'lam', 'yb1'},
+    'GatherPredsCallback': {'preds', 'targets', 'n_batches'},
+}
 ONE_PLACE = ('MlflowLogger', 'WandbLogger', 'ExportForInference')  # they take seconds
-RESUMED = [c for c in CLASSES if c is not LRFinder]                # it undoes what it has trained
+RESUMED = [c for c in CLASSES if c is not LRFinder]  # it undoes what it has trained
 
 
 def made(cls: type[Callback]) -> Callback:
-    if cls.__name__ in OPTIONS: return cls(**OPTIONS[cls.__name__])
-    if cls in MADE_BY: return MADE_BY[cls]()
+    if cls.__name__ in OPTIONS:
+        return cls(**OPTIONS[cls.__name__])
+    if cls in MADE_BY:
+        return MADE_BY[cls]()
     every = inspect.signature(cls).parameters.get('every')
-    return cls(**({'every': '2ba'} if every is not None and str(every.default).endswith('ba') else {}))
+    return cls(
+        **({'every': '2ba'} if every is not None and str(every.default).endswith('ba') else {})
+    )
 
 
 def learner(path: Path, *cbs: Any, rnn: bool = False, **kwargs: Any) -> Learner:
@@ -50,11 +73,14 @@ def learner(path: Path, *cbs: Any, rnn: bool = False, **kwargs: Any) -> Learner:
     torch.manual_seed(0)
     x, y = torch.randn(64, 1, 6, 6), torch.randint(3, (64,))
     dls = DataLoaders.from_tensors((x[:48], y[:48]), (x[48:], y[48:]), bs=12)
-    return Learner(dls, Net(rnn), nn.CrossEntropyLoss(), lr=0.01, path=path, cbs=list(cbs), **kwargs)
+    return Learner(
+        dls, Net(rnn), nn.CrossEntropyLoss(), lr=0.01, path=path, cbs=list(cbs), **kwargs
+    )
 
 
 class Watch(Callback):
     "Keep at each place what callbacks show, what was printed so far, and a copy of the folder."
+
     order = 2100  # after the checkpoint was made
 
     def __init__(self) -> None:
@@ -70,23 +96,36 @@ class Watch(Callback):
         self.seen.append(shown(learn))
         self.n_lines.append(len(self.lines))
         self.copies.append(learn.path.with_name(f'{learn.path.name}-{len(self.copies)}'))
-        if learn.path.exists(): shutil.copytree(learn.path, self.copies[-1])
+        if learn.path.exists():
+            shutil.copytree(learn.path, self.copies[-1])
 
     batch_checkpoint = epoch_checkpoint = iteration_checkpoint = look
 
     def after_fit(self) -> None:
-        if self.learn.fitting: self.look()
+        if self.learn.fitting:
+            self.look()
 
-    def state_dict(self) -> dict[str, Any]: return {}
-    def load_state_dict(self, sd: dict[str, Any]) -> None: self.lines.clear()  # what comes at the start comes again
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        self.lines.clear()  # what comes at the start comes again
 
 
 def shown(learn: Learner) -> dict[str, Any]:
     "Return the public attributes of the callbacks, as far as they are plain."
-    return {key: {name: said(value, learn.path) for name, value in vars(cb).items()
-                  if name[0] != '_' and name != 'learn' and name not in NOT_KEPT.get(type(cb).__name__, ())}
-            for cb in learn.cbs if type(cb).__module__.startswith('learnkit.') and type(cb) not in DEFAULTS
-            for key in [learn.callbacks.keys[id(cb)]]}
+    return {
+        key: {
+            name: said(value, learn.path)
+            for name, value in vars(cb).items()
+            if name[0] != '_'
+            and name != 'learn'
+            and name not in NOT_KEPT.get(type(cb).__name__, ())
+        }
+        for cb in learn.cbs
+        if type(cb).__module__.startswith('learnkit.') and type(cb) not in DEFAULTS
+        for key in [learn.callbacks.keys[id(cb)]]
+    }
 
 
 def check(
@@ -101,7 +140,7 @@ def check(
     runs: list[Learner] = []
 
     def make() -> Learner:
-        runs.append(learner(tmp_path/f'run{len(runs)}', Watch(), *cbs(), **kwargs))
+        runs.append(learner(tmp_path / f'run{len(runs)}', Watch(), *cbs(), **kwargs))
         return runs[-1]
 
     def run(learn: Learner, resume: Any) -> None:
@@ -110,22 +149,28 @@ def check(
             n = straight.watch.places.index((resume['loop']['place'], resume['loop']['done']['ba']))
             # the process was lost at once, or much later
             copy = straight.watch.copies[-1 if n % 2 else n]
-            if copy.exists(): shutil.copytree(copy, learn.path)
-            for file in learn.path.rglob('events.out.*'): file.rename(str(file).replace('tfevents.1', 'tfevents.0'))
-        with printed(learn, watch.lines): fit(learn, resume)
+            if copy.exists():
+                shutil.copytree(copy, learn.path)
+            for file in learn.path.rglob('events.out.*'):
+                file.rename(str(file).replace('tfevents.1', 'tfevents.0'))
+        with printed(learn, watch.lines):
+            fit(learn, resume)
         learn.close()
-        if learn is not straight: compare(straight, learn, n)
+        if learn is not straight:
+            compare(straight, learn, n)
 
     check_every_place(make, run, places, keep_again)
 
 
 def compare(straight: Learner, learn: Learner, n: int) -> None:
     "Compare what was shown, printed and written since place `n`."
-    assert learn.watch.places == straight.watch.places[n + 1:]
-    for place, found, expected in zip(learn.watch.places, learn.watch.seen, straight.watch.seen[n + 1:], strict=True):
+    assert learn.watch.places == straight.watch.places[n + 1 :]
+    for place, found, expected in zip(
+        learn.watch.places, learn.watch.seen, straight.watch.seen[n + 1 :], strict=True
+    ):
         wrong = differences(expected, found)
         assert not wrong, '\n'.join([f'shown at {place}, resumed from place {n}:', *wrong])
-    lines = straight.watch.lines[:straight.watch.n_lines[n]] + learn.watch.lines
+    lines = straight.watch.lines[: straight.watch.n_lines[n]] + learn.watch.lines
     assert lines == straight.watch.lines, f'resumed from place {n}'
     wrong = differences(files_of(straight), files_of(learn))
     assert not wrong, '\n'.join([f'written, resumed from place {n}:', *wrong])
@@ -136,9 +181,15 @@ def some(*numbers: int) -> Callable[[list[State]], list[State]]:
 
 
 @pytest.mark.parametrize('cls', RESUMED, ids=lambda cls: cls.__name__)
-def test_every_callback_resumes_as_if_it_had_not_stopped(cls: type[Callback], tmp_path: Path) -> None:
+def test_every_callback_resumes_as_if_it_had_not_stopped(
+    cls: type[Callback], tmp_path: Path
+) -> None:
     def cbs() -> list[Any]:
-        others = [c for c in CLASSES if c.__name__ == 'RNNCallback'] if cls.__name__ == 'RNNRegularizer' else []
+        others = (
+            [c for c in CLASSES if c.__name__ == 'RNNCallback']
+            if cls.__name__ == 'RNNRegularizer'
+            else []
+        )
         return [made(c) for c in (*others, *([] if cls in DEFAULTS else [cls]))]
 
     places = some(3) if cls.__name__ in ONE_PLACE else some(2, 3, 4)
@@ -148,9 +199,25 @@ def test_every_callback_resumes_as_if_it_had_not_stopped(cls: type[Callback], tm
 # what goes together: instances of one class, accumulation, loggers with those whose values they get
 TOGETHER: dict[str, list[str]] = {
     'two of a class': ['TrackerCallback', 'TrackerCallback', 'EMA', 'EMA', 'Periodic', 'Periodic'],
-    'clip and average accumulated gradients': ['GradientAccumulation', 'EMA', 'GradientClip', 'OptimizerMonitor'],
-    'log what others measure': ['ImageVisualizer', 'SpeedMonitor', 'BestMetric', 'JSONLinesLogger', 'CSVLogger'],
-    'tell what others measure': ['SpeedMonitor', 'OptimizerMonitor', 'GradientAccumulation', 'ConsoleLogger'],
+    'clip and average accumulated gradients': [
+        'GradientAccumulation',
+        'EMA',
+        'GradientClip',
+        'OptimizerMonitor',
+    ],
+    'log what others measure': [
+        'ImageVisualizer',
+        'SpeedMonitor',
+        'BestMetric',
+        'JSONLinesLogger',
+        'CSVLogger',
+    ],
+    'tell what others measure': [
+        'SpeedMonitor',
+        'OptimizerMonitor',
+        'GradientAccumulation',
+        'ConsoleLogger',
+    ],
     'save the average': ['EMA', 'SaveModelCallback', 'EarlyStoppingCallback', 'ReduceLROnPlateau'],
 }
 BY_NAME = {cls.__name__: cls for cls in CLASSES}
@@ -158,18 +225,32 @@ BY_NAME = {cls.__name__: cls for cls in CLASSES}
 
 @pytest.mark.parametrize('names', TOGETHER.values(), ids=TOGETHER)
 def test_callbacks_resume_together(names: list[str], tmp_path: Path) -> None:
-    check(tmp_path, lambda: [made(BY_NAME[name]) for name in names], some(1, 3, 4, 6), eval_every='2ba')
+    check(
+        tmp_path,
+        lambda: [made(BY_NAME[name]) for name in names],
+        some(1, 3, 4, 6),
+        eval_every='2ba',
+    )
 
 
 def test_a_callback_of_one_fit_resumes(tmp_path: Path) -> None:
     def fit(learn: Learner, resume: Any) -> None:
-        learn.fit(2, cbs=[made(BY_NAME[name]) for name in ('EMA', 'JSONLinesLogger', 'TrackerCallback')], resume=resume)
+        learn.fit(
+            2,
+            cbs=[made(BY_NAME[name]) for name in ('EMA', 'JSONLinesLogger', 'TrackerCallback')],
+            resume=resume,
+        )
+
     check(tmp_path, lambda: [made(BY_NAME['EMA'])], some(1, 4), fit)
 
 
 def test_the_second_fit_resumes(tmp_path: Path) -> None:
     def fit(learn: Learner, resume: Any) -> None:
-        if resume is False: learn.fit_one_cycle(1)
+        if resume is False:
+            learn.fit_one_cycle(1)
         learn.fit_one_cycle(2, resume=resume)
+
     names = 'JSONLinesLogger', 'MLPerf', 'SaveModelCallback', 'BestMetric', 'LRMonitor'
-    check(tmp_path, lambda: [made(BY_NAME[name]) for name in names], some(6, 7), fit, keep_again=True)
+    check(
+        tmp_path, lambda: [made(BY_NAME[name]) for name in names], some(6, 7), fit, keep_again=True
+    )

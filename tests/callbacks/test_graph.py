@@ -1,4 +1,5 @@
 """The picture of the losses that is kept up to date; in a real kernel: `test_jupyter.py`."""
+
 from __future__ import annotations
 
 import base64
@@ -21,7 +22,8 @@ plt = pytest.importorskip('matplotlib.pyplot')
 class Outputs:
     "An output area that keeps what it was shown."
 
-    def __init__(self) -> None: self.handle, self.shown = None, list[dict[str, Any]]()
+    def __init__(self) -> None:
+        self.handle, self.shown = None, list[dict[str, Any]]()
 
     def show(self, data: dict[str, Any], metadata: dict[str, Any]) -> None:
         self.handle = self  # type: ignore[assignment]
@@ -32,15 +34,19 @@ class Outputs:
 def areas(monkeypatch: pytest.MonkeyPatch) -> list[Outputs]:
     "Let it draw as in a notebook; the areas that were shown."
     made: list[Outputs] = []
+
     def make() -> Outputs:
         made.append(Outputs())
         return made[-1]
+
     monkeypatch.setattr(graph, 'in_notebook', lambda: True)
     monkeypatch.setattr(graph, 'DisplayHandle', make)
     return made
 
 
-def test_outside_of_a_notebook_it_says_once_where_to_look(capsys: pytest.CaptureFixture[str]) -> None:
+def test_outside_of_a_notebook_it_says_once_where_to_look(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     learn = synth_learner(cbs=ShowGraph())
     with learn.no_logging():
         learn.fit(1)
@@ -50,18 +56,23 @@ def test_outside_of_a_notebook_it_says_once_where_to_look(capsys: pytest.Capture
 
 def test_validation_losses_are_those_of_every_evaluation() -> None:
     learn = synth_learner(n_train=10, cbs=ShowGraph(), eval_every='4ba')
-    with learn.no_logging(): learn.fit(2)
+    with learn.no_logging():
+        learn.fit(2)
     expected = [[e['ba'], e['valid_loss']] for e in learn.recorder.evaluations]
     assert [step for step, _ in expected] == [4, 8, 12, 16, 20]
     assert learn.show_graph.valid_losses == {'valid': expected}
-    with learn.no_logging(): learn.fit(1)  # another fit begins anew
+    with learn.no_logging():
+        learn.fit(1)  # another fit begins anew
     assert [step for step, _ in learn.show_graph.valid_losses['valid']] == [4, 8, 10]
 
 
 def test_loaders_have_a_line_each(areas: list[Outputs]) -> None:
     dls = synth_dls()
-    learn = synth_learner(dls=DataLoaders(dls.train, {'day': dls.valid, 'night': dls.valid}), cbs=ShowGraph())
-    with learn.no_logging(): learn.fit(2)
+    learn = synth_learner(
+        dls=DataLoaders(dls.train, {'day': dls.valid, 'night': dls.valid}), cbs=ShowGraph()
+    )
+    with learn.no_logging():
+        learn.fit(2)
     lines = learn.show_graph.valid_losses
     assert list(lines) == ['day', 'night'] and [step for step, _ in lines['day']] == [10, 20]
     assert lines['night'][-1][1] == learn.history[-1]['night/loss']
@@ -80,15 +91,19 @@ def test_a_picture_is_shown_once_it_is_over_and_no_figure_is_left(areas: list[Ou
     image = plt.imread(io.BytesIO(base64.b64decode(shown['image/png'])))
     # transparent ground
     assert image.shape[2] == 4 and image[..., 3].min() == 0 and image[..., 3].max() == 1
-    assert shown['text/plain'] == (f'loss after 20 steps: train {loss:.4f}, valid '
-                                   f'{learn.history[-1]["valid_loss"]:.4f}')
+    assert shown['text/plain'] == (
+        f'loss after 20 steps: train {loss:.4f}, valid {learn.history[-1]["valid_loss"]:.4f}'
+    )
     assert plt.get_fignums() == before and learn.show_graph._graph is None
 
 
 def test_what_was_trained_before_an_error_is_drawn(areas: list[Outputs]) -> None:
     learn = synth_learner(cbs=ShowGraph())
+
     def stop(cb: Any) -> None:
-        if cb.iter == 7: raise KeyboardInterrupt
+        if cb.iter == 7:
+            raise KeyboardInterrupt
+
     with learn.no_logging(), pytest.raises(KeyboardInterrupt):
         learn.fit(1, cbs=graph.Callback(after_batch=stop))
     assert [d['text/plain'].split(':')[0] for d in areas[0].shown] == ['loss after 7 steps']
@@ -96,7 +111,8 @@ def test_what_was_trained_before_an_error_is_drawn(areas: list[Outputs]) -> None
 
 def test_no_bar_means_no_graph(areas: list[Outputs]) -> None:
     learn = synth_learner(cbs=ShowGraph())
-    with learn.no_bar(): learn.fit(1)
+    with learn.no_bar():
+        learn.fit(1)
     assert areas == [] and ShowGraph in map(type, learn.cbs)
 
 
@@ -117,21 +133,22 @@ def test_drawing_takes_a_fiftieth_of_the_time(areas: list[Outputs]) -> None:
 
 def test_a_large_number_of_losses_is_thinned() -> None:
     points = thinned([float(i) for i in range(1_000_003)])
-    assert MAX_POINTS / 2 < len(points) <= MAX_POINTS and points[-1] == [1_000_003, 1_000_002.]
+    assert MAX_POINTS / 2 < len(points) <= MAX_POINTS and points[-1] == [1_000_003, 1_000_002.0]
     assert {b[0] - a[0] for a, b in pairwise(points)} == {1000}
-    assert thinned([5.]) == [[1, 5.]] and thinned([]) == [] and len(thinned([1.] * 100)) == 95
+    assert thinned([5.0]) == [[1, 5.0]] and thinned([]) == [] and len(thinned([1.0] * 100)) == 95
 
 
 def test_losses_that_are_no_numbers_are_drawn_around(areas: list[Outputs]) -> None:
     picture = LossGraph()
-    assert picture.draw([1., nan, inf, 2.], {'valid': [[2, inf], [4, 1.]]})
+    assert picture.draw([1.0, nan, inf, 2.0], {'valid': [[2, inf], [4, 1.0]]})
     assert not picture.draw([nan], {}) and len(areas[0].shown) == 2
     assert in_words([], {'valid': [[0, nan]]}) == 'loss after 0 steps: valid nan'
 
 
 def test_it_reads_losses_without_waiting_for_them() -> None:
     learn = synth_learner()
-    with learn.no_logging(): learn.fit(1)
+    with learn.no_logging():
+        learn.fit(1)
     smooth = learn.recorder.smooth_loss
     assert smooth.arrived == smooth.smooth and len(smooth.arrived) == 10
     smooth.reset()

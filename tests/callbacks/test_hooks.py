@@ -1,4 +1,5 @@
 """Hooks: what they see, when they are there, and that none is left behind."""
+
 from __future__ import annotations
 
 import copy
@@ -60,6 +61,7 @@ class Shapes(HookCallback):
 
 # -- hooks by hand
 
+
 def test_a_hook_sees_inputs_and_output_until_it_is_removed() -> None:
     layer, x = nn.Linear(3, 2), torch.randn(5, 3)
     with Hook(layer, lambda m, i, o: (m, i, o)) as h:
@@ -75,29 +77,36 @@ def test_a_hook_sees_inputs_and_output_until_it_is_removed() -> None:
 
 def test_a_hook_is_removed_after_an_exception_and_does_not_change_the_output() -> None:
     layer = nn.Linear(3, 2)
-    with pytest.raises(ZeroDivisionError), Hook(layer, lambda m, i, o: 1 / 0): layer(torch.zeros(1, 3))
+    with pytest.raises(ZeroDivisionError), Hook(layer, lambda m, i, o: 1 / 0):
+        layer(torch.zeros(1, 3))
     assert n_hooks(layer) == 0
-    with Hook(layer, lambda m, i, o: torch.zeros(7)): assert layer(torch.zeros(1, 3)).shape == (1, 2)
+    with Hook(layer, lambda m, i, o: torch.zeros(7)):
+        assert layer(torch.zeros(1, 3)).shape == (1, 2)
 
 
 def test_inputs_given_by_name_come_after_those_by_position() -> None:
     class Scale(nn.Module):
-        def forward(self, x: Tensor, by: Tensor) -> Tensor: return x * by
+        def forward(self, x: Tensor, by: Tensor) -> Tensor:
+            return x * by
+
     m = Scale()
-    with Hook(m, lambda m, i, o: [t.item() for t in i]) as h: m(torch.tensor(2.), by=torch.tensor(3.))
-    assert h.stored == [2., 3.]
+    with Hook(m, lambda m, i, o: [t.item() for t in i]) as h:
+        m(torch.tensor(2.0), by=torch.tensor(3.0))
+    assert h.stored == [2.0, 3.0]
 
 
 def test_without_detach_the_graph_is_kept() -> None:
     layer = nn.Linear(3, 2)
-    with hook_output(layer, detach=False) as h: layer(torch.ones(1, 3))
+    with hook_output(layer, detach=False) as h:
+        layer(torch.ones(1, 3))
     h.stored.sum().backward()
     assert layer.weight.grad is not None and torch.equal(layer.weight.grad, torch.ones(2, 3))
 
 
 def test_backward_hooks_store_the_gradients_of_outputs() -> None:
     model, x = net(), torch.randn(5, 1)
-    with hook_outputs(model, grad=True) as hooks: (model(x) ** 2).sum().backward()
+    with hook_outputs(model, grad=True) as hooks:
+        (model(x) ** 2).sum().backward()
     out = 2 * model(x).detach()
     assert isinstance(model[0], nn.Linear) and isinstance(model[2], nn.Linear)
     through = out @ model[2].weight.detach()
@@ -114,12 +123,17 @@ def test_backward_hooks_go_with_in_place_modules_and_outputs_without_gradient() 
     outputs, hidden, cell = hooks.stored[2]
     assert torch.equal(outputs, torch.ones(5, 4)) and hidden is None and cell is None
     after, before = hooks.stored[1][0], hooks.stored[0][0]
-    assert before.shape == after.shape == (5, 3) and torch.equal(before, after * (before != 0)) and before.any()
+    assert (
+        before.shape == after.shape == (5, 3)
+        and torch.equal(before, after * (before != 0))
+        and before.any()
+    )
 
 
 def test_hooks_are_read_like_a_list() -> None:
     model = net()
-    with Hooks(model, lambda m, i, o: tuple(o.shape)) as hooks: model(torch.zeros(4, 1))
+    with Hooks(model, lambda m, i, o: tuple(o.shape)) as hooks:
+        model(torch.zeros(4, 1))
     assert len(hooks) == 3 and list(hooks.stored) == [(4, 3), (4, 3), (4, 1)]
     assert [h.stored for h in hooks] == list(hooks.stored) and hooks[2].stored == (4, 1)
 
@@ -127,15 +141,21 @@ def test_hooks_are_read_like_a_list() -> None:
 def test_hooks_that_cannot_all_be_put_on_leave_none() -> None:
     model = net()
     modules: list[Any] = [model[0], 'relu']
-    with pytest.raises(OptionError, match="not on 'relu'"): Hooks(modules, lambda m, i, o: None)
+    with pytest.raises(OptionError, match="not on 'relu'"):
+        Hooks(modules, lambda m, i, o: None)
     assert n_hooks(model) == 0
 
 
 def test_tuple_and_dict_outputs_are_stored_whole_and_detached() -> None:
     rnn = nn.LSTM(2, 4)
-    with hook_output(rnn) as h: rnn(torch.zeros(3, 1, 2))
+    with hook_output(rnn) as h:
+        rnn(torch.zeros(3, 1, 2))
     out, (hidden, cell) = h.stored
-    assert out.shape == (3, 1, 4) and hidden.shape == cell.shape == (1, 1, 4) and not cell.requires_grad
+    assert (
+        out.shape == (3, 1, 4)
+        and hidden.shape == cell.shape == (1, 1, 4)
+        and not cell.requires_grad
+    )
 
 
 def test_layers_are_leaves_and_owners_of_parameters() -> None:
@@ -148,6 +168,7 @@ def test_layers_are_leaves_and_owners_of_parameters() -> None:
 
 # -- the callback
 
+
 def test_without_a_hook_callback_no_module_has_a_hook() -> None:
     counts: set[int] = set()
     learn = quiet(Callback(after_pred=lambda cb: counts.add(n_hooks(cb.learn.model))))
@@ -159,8 +180,14 @@ def test_without_a_hook_callback_no_module_has_a_hook() -> None:
 def test_hooks_are_there_in_training_and_evaluation_and_gone_afterwards() -> None:
     learn = quiet(cb := Shapes(), n_train=2, n_valid=1)
     learn.fit(1)
-    assert cb.seen == [(0, True, (16, 3)), (0, True, (16, 1)), (1, True, (16, 3)), (1, True, (16, 1)),
-                       (2, False, (16, 3)), (2, False, (16, 1))]
+    assert cb.seen == [
+        (0, True, (16, 3)),
+        (0, True, (16, 1)),
+        (1, True, (16, 3)),
+        (1, True, (16, 1)),
+        (2, False, (16, 3)),
+        (2, False, (16, 1)),
+    ]
     assert cb.layer_names == ['0', '2'] and cb.modules == [learn.model[0], learn.model[2]]
     assert n_hooks(learn.model) == 0 and cb.hooks is not None
     x = learn.dls.valid.tensors[0][:16]
@@ -180,12 +207,22 @@ def test_hooks_on_a_batch_do_not_change_training() -> None:
     assert torch.equal(ends[0], ends[1]) and torch.equal(ends[0], ends[2])
 
 
-@pytest.mark.parametrize(('every', 'batches'), [(2, [0, 2, 4, 6]), ('3ba', [0, 3, 6]), ('1ep', [0, 4]),
-                                                ('32sp', [0, 2, 4, 6]), ('0.25dur', [0, 2, 4, 6])])
+@pytest.mark.parametrize(
+    ('every', 'batches'),
+    [
+        (2, [0, 2, 4, 6]),
+        ('3ba', [0, 3, 6]),
+        ('1ep', [0, 4]),
+        ('32sp', [0, 2, 4, 6]),
+        ('0.25dur', [0, 2, 4, 6]),
+    ],
+)
 def test_every_hooks_only_some_batches_of_training(every: Any, batches: list[int]) -> None:
     counts: list[int] = []
     cb = Shapes(every=every, modules='0')
-    learn = quiet(cb, Callback(before_batch=lambda cb: counts.append(n_hooks(cb.learn.model))), n_train=4)
+    learn = quiet(
+        cb, Callback(before_batch=lambda cb: counts.append(n_hooks(cb.learn.model))), n_train=4
+    )
     learn.fit(2)
     assert [i for i, training, _ in cb.seen if training] == batches and len(cb.seen) == len(batches)
     assert sum(counts) == len(batches) and set(counts) == {0, 1}
@@ -206,51 +243,82 @@ def test_a_time_goes_on_after_a_resume() -> None:
     assert HookCallback(every=3).state_dict() is None
 
 
-class Trouble(Exception): pass
+class Trouble(Exception):
+    pass
 
 
-EVENTS = ('before_fit', 'before_epoch', 'before_train', 'before_draw', 'before_batch', 'before_pred', 'after_pred',
-          'after_loss', 'before_backward', 'after_backward', 'before_step', 'after_step', 'after_batch', 'after_train',
-          'before_validate', 'after_validate', 'after_epoch', 'after_fit', 'cleanup')
+EVENTS = (
+    'before_fit',
+    'before_epoch',
+    'before_train',
+    'before_draw',
+    'before_batch',
+    'before_pred',
+    'after_pred',
+    'after_loss',
+    'before_backward',
+    'after_backward',
+    'before_step',
+    'after_step',
+    'after_batch',
+    'after_train',
+    'before_validate',
+    'after_validate',
+    'after_epoch',
+    'after_fit',
+    'cleanup',
+)
 
 
 @pytest.mark.parametrize('every', [None, 1])
 @pytest.mark.parametrize('event', EVENTS)
 def test_no_hook_is_left_after_an_exception_in_any_event(event: str, every: int | None) -> None:
     for error in (Trouble, KeyboardInterrupt):
-        def fail(cb: Callback, error: type[BaseException] = error) -> None: raise error
+
+        def fail(cb: Callback, error: type[BaseException] = error) -> None:
+            raise error
+
         cb = Shapes(every=every)
         learn = quiet(cb, n_train=2)
-        with pytest.raises(error): learn.fit(1, cbs=Callback(**{event: fail}))
+        with pytest.raises(error):
+            learn.fit(1, cbs=Callback(**{event: fail}))
         assert n_hooks(learn.model) == 0 and (cb.hooks is None or event == 'cleanup')
         learn.fit(1)
         assert n_hooks(learn.model) == 0 and cb.hooks is not None
 
 
 @pytest.mark.parametrize('every', [None, 1])
-@pytest.mark.parametrize('cancel', [CancelBatchException, CancelTrainException, CancelEpochException,
-                                    CancelFitException])
+@pytest.mark.parametrize(
+    'cancel', [CancelBatchException, CancelTrainException, CancelEpochException, CancelFitException]
+)
 def test_no_hook_is_left_after_a_cancel(cancel: type[Exception], every: int | None) -> None:
     def stop(cb: Callback) -> None:
-        if cb.learn.training: raise cancel
+        if cb.learn.training:
+            raise cancel
+
     learn = quiet(Shapes(every=every))
     learn.fit(1, cbs=Callback(after_pred=stop))
     assert n_hooks(learn.model) == 0
 
 
 def test_an_error_in_the_hook_keeps_its_type() -> None:
-    def fail(m: nn.Module, i: Any, o: Any) -> None: raise Trouble
+    def fail(m: nn.Module, i: Any, o: Any) -> None:
+        raise Trouble
+
     learn = quiet(HookCallback(hook=fail))
-    with pytest.raises(Trouble): learn.fit(1)
+    with pytest.raises(Trouble):
+        learn.fit(1)
     assert n_hooks(learn.model) == 0
 
 
 def test_a_validation_inside_a_fit_keeps_the_hooks() -> None:
     counts: list[int] = []
+
     def look(cb: Callback) -> None:
         if cb.learn.training and cb.learn.train_iter == 1:
             cb.learn.validate()
             counts.append(n_hooks(cb.learn.model))
+
     learn = quiet(cb := Shapes(), Callback(after_batch=look), n_train=3)
     learn.fit(1)
     assert counts == [2] and sum(training for _, training, _ in cb.seen) == 6
@@ -259,14 +327,22 @@ def test_a_validation_inside_a_fit_keeps_the_hooks() -> None:
 
 @pytest.mark.parametrize('every', [None, 1])
 def test_removal_in_the_middle_of_a_run_takes_the_hooks_off(every: int | None) -> None:
-    def switch_off(cb: Callback, hooked: Callback) -> None: hooked.run = False
-    def replace(cb: Callback, hooked: Callback) -> None: cb.learn.cbs = [o for o in cb.learn.cbs if o is not hooked]
+    def switch_off(cb: Callback, hooked: Callback) -> None:
+        hooked.run = False
+
+    def replace(cb: Callback, hooked: Callback) -> None:
+        cb.learn.cbs = [o for o in cb.learn.cbs if o is not hooked]
+
     for leave in (lambda cb, hooked: cb.learn.remove_cb(hooked), switch_off, replace):
         hooked, counts = Shapes(every=every), []
 
-        def act(cb: Callback, hooked: Callback = hooked, leave: Any = leave, counts: list[int] = counts) -> None:
-            if cb.learn.training and cb.learn.train_iter == 1: leave(cb, hooked)
+        def act(
+            cb: Callback, hooked: Callback = hooked, leave: Any = leave, counts: list[int] = counts
+        ) -> None:
+            if cb.learn.training and cb.learn.train_iter == 1:
+                leave(cb, hooked)
             counts.append(n_hooks(cb.learn.model))
+
         learn = quiet(hooked, Callback(after_pred=act), n_train=3, n_valid=1)
         learn.fit(1)
         assert counts == [2, 0, 0, 0] and n_hooks(learn.model) == 0
@@ -276,9 +352,13 @@ def test_a_callback_that_was_out_for_a_while_or_came_late_hooks_again() -> None:
     late, counts = Shapes(), []
 
     def act(cb: Callback) -> None:
-        if not cb.learn.training: return
-        with cb.learn.removed_cbs(first): counts.append(n_hooks(cb.learn.model))
-        if cb.learn.train_iter == 2: cb.learn.add_cb(late)
+        if not cb.learn.training:
+            return
+        with cb.learn.removed_cbs(first):
+            counts.append(n_hooks(cb.learn.model))
+        if cb.learn.train_iter == 2:
+            cb.learn.add_cb(late)
+
     learn = quiet(first := Shapes(), Callback(after_batch=act), n_train=4)
     learn.fit(1)
     assert [i for i, training, _ in first.seen if training] == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -310,8 +390,13 @@ def test_modules_are_given_as_modules_or_names() -> None:
     model.add_module('body', net())
     model.add_module('head', nn.Linear(1, 1))
     foreign = nn.Linear(1, 1)
-    for given, names in (('body.1', ['body.1']), ([model.head, 'body'], ['head', 'body']), (model.body, ['body.0',
-                         'body.1', 'body.2']), (foreign, ['Linear']), (RegModel(), ['RegModel'])):
+    for given, names in (
+        ('body.1', ['body.1']),
+        ([model.head, 'body'], ['head', 'body']),
+        (model.body, ['body.0', 'body.1', 'body.2']),
+        (foreign, ['Linear']),
+        (RegModel(), ['RegModel']),
+    ):
         cb = HookCallback(given)
         quiet(cb, model=model).fit(1)
         assert cb.layer_names == names
@@ -324,15 +409,22 @@ def test_what_cannot_be_hooked_is_told_before_training() -> None:
     learn = quiet(HookCallback('hed'), model=nn.Sequential())
     learn.model.add_module('head', nn.Linear(1, 1))
     start = learn.model.head.weight.item()
-    with pytest.raises(OptionError, match=r"Sequential has no module named 'hed'\. There is `head`\..*summary"):
+    with pytest.raises(
+        OptionError, match=r"Sequential has no module named 'hed'\. There is `head`\..*summary"
+    ):
         learn.fit(1)
     assert learn.model.head.weight.item() == start
-    for kwargs, error, message in (({'modules': 3}, OptionError, '3 is no nn.Module'),
-                                   ({'every': 0}, TimeError, 'positive'), ({'every': '5tok'}, TimeError, 'tokens'),
-                                   ({'hook': 3}, OptionError, 'hook=3')):
-        with pytest.raises(error, match=message): HookCallback(**kwargs)
+    for kwargs, error, message in (
+        ({'modules': 3}, OptionError, '3 is no nn.Module'),
+        ({'every': 0}, TimeError, 'positive'),
+        ({'every': '5tok'}, TimeError, 'tokens'),
+        ({'hook': 3}, OptionError, 'hook=3'),
+    ):
+        with pytest.raises(error, match=message):
+            HookCallback(**kwargs)
     not_a_module: Any = 'linear'
-    with pytest.raises(OptionError, match='on an nn'): hook_output(not_a_module)
+    with pytest.raises(OptionError, match='on an nn'):
+        hook_output(not_a_module)
 
 
 def test_a_learner_with_hooks_behind_it_can_be_copied() -> None:
@@ -345,6 +437,7 @@ def test_a_learner_with_hooks_behind_it_can_be_copied() -> None:
 
 # -- compiled code
 
+
 @pytest.mark.filterwarnings('ignore::DeprecationWarning')
 def test_a_compiled_model_runs_uncompiled_while_hooks_are_there() -> None:
     compiled: list[int] = []
@@ -353,13 +446,15 @@ def test_a_compiled_model_runs_uncompiled_while_hooks_are_there() -> None:
         def run(*args: Any) -> Any:
             compiled.append(1)
             return graph(*args)
+
         return run
 
     for wrapped in (False, True):
         compiled.clear()
         model: Any = torch.compile(net(), backend=backend) if wrapped else net()
         learn = quiet(cb := Shapes(every=2), model=model, n_train=4, n_valid=1)
-        if not wrapped: learn.compile(backend=backend)
+        if not wrapped:
+            learn.compile(backend=backend)
         learn.fit(1)
         assert [i for i, *_ in cb.seen] == [0, 0, 2, 2] and cb.layer_names == ['0', '2']
         assert len(compiled) == 3, 'batches 1 and 3, and the validation'
@@ -377,4 +472,3 @@ def test_the_ordinary_step_runs_while_hooks_are_there() -> None:
     learn.remove_cb(cb)
     learn.fit(2)
     assert 'has hooks' not in learn.explain_step()
-

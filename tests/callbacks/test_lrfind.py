@@ -1,4 +1,5 @@
 """The learning rate finder: what it suggests, and that nothing is left of it."""
+
 from __future__ import annotations
 
 import hashlib
@@ -26,20 +27,28 @@ from learnkit.testing import synth_learner
 
 class Ema(Callback):
     "State of every kind, without a state_dict: what a user writes in a notebook."
+
     run_valid = False
 
     def __init__(self) -> None:
         self.shadow: dict[str, Tensor] = {}
         self.twin = nn.Linear(2, 2)
         self.calls, self.seen, self.array = 0, [0], np.zeros(3)
-        self.random, self.generator, self.numpy = random.Random(1), torch.Generator(), np.random.default_rng(0)
+        self.random, self.generator, self.numpy = (
+            random.Random(1),
+            torch.Generator(),
+            np.random.default_rng(0),
+        )
 
     def after_batch(self) -> None:
         for name, p in self.learn.model.named_parameters():
             self.shadow.setdefault(name, p.detach().clone()).lerp_(p.detach(), 0.1)
-        with torch.no_grad(): self.twin.weight.add_(1)
+        with torch.no_grad():
+            self.twin.weight.add_(1)
         self.calls += 1
-        self.seen.append(self.random.randrange(9) + int(torch.randint(9, (1,), generator=self.generator)))
+        self.seen.append(
+            self.random.randrange(9) + int(torch.randint(9, (1,), generator=self.generator))
+        )
         self.array += self.numpy.random()
         self.added_later = self.calls
 
@@ -55,16 +64,21 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        if self.training: self.hidden[0] = self.hidden[0] + 1
+        if self.training:
+            self.hidden[0] = self.hidden[0] + 1
         return self.head(self.frozen(self.body(x)))
 
 
-def groups(model: Net) -> list[list[nn.Parameter]]: return [[*model.body.parameters()], [*model.head.parameters()]]
+def groups(model: Net) -> list[list[nn.Parameter]]:
+    return [[*model.body.parameters()], [*model.head.parameters()]]
 
 
 def two_optimizers(params: Any, lr: float) -> dict[str, torch.optim.Optimizer]:
     first, second = (list(g['params']) for g in params)
-    return {'body': torch.optim.SGD(first, lr=lr, momentum=0.9), 'head': torch.optim.Adam(second, lr=lr)}
+    return {
+        'body': torch.optim.SGD(first, lr=lr, momentum=0.9),
+        'head': torch.optim.Adam(second, lr=lr),
+    }
 
 
 def data(dtype: torch.dtype) -> Any:
@@ -72,19 +86,37 @@ def data(dtype: torch.dtype) -> Any:
     return DataLoaders.from_tensors((x, x.sum(1, keepdim=True)), (x, x[:, :1]), bs=8)
 
 
-def learner(opt_func: Any = torch.optim.Adam, dtype: Any = torch.float32, cbs: Any = (), **kwargs: Any) -> Learner:
+def learner(
+    opt_func: Any = torch.optim.Adam, dtype: Any = torch.float32, cbs: Any = (), **kwargs: Any
+) -> Learner:
     model = Net().to(dtype)
-    learn = Learner(data(dtype), model, nn.MSELoss(), opt_func, lr=0.01, splitter=groups, cbs=[Ema, *cbs], **kwargs)
+    learn = Learner(
+        data(dtype),
+        model,
+        nn.MSELoss(),
+        opt_func,
+        lr=0.01,
+        splitter=groups,
+        cbs=[Ema, *cbs],
+        **kwargs,
+    )
     learn.logger = quiet
     return learn
 
 
-def quiet(row: Any) -> None: "Show nothing."
+def quiet(row: Any) -> None:
+    "Show nothing."
 
 
-# ------------------------------------------------------------------------------------------------- a digest of it all
+# ------------------------------------------------------------------------------- a digest of it all
 
-OWN = ('lr_search', 'callbacks', 'tables', 'lock', 'loss_weights')  # the result, and what is made from the rest
+OWN = (
+    'lr_search',
+    'callbacks',
+    'tables',
+    'lock',
+    'loss_weights',
+)  # the result, and what is made from the rest
 
 
 def digest(learn: Learner) -> dict[str, str]:
@@ -92,36 +124,54 @@ def digest(learn: Learner) -> dict[str, str]:
     # with each object, so that its id stays its own
     found, numbers = dict[str, str](), dict[int, tuple[str, Any]]()
 
-    def note(where: str, content: bytes) -> None: found[where] = hashlib.sha256(content).hexdigest()[:16]
+    def note(where: str, content: bytes) -> None:
+        found[where] = hashlib.sha256(content).hexdigest()[:16]
 
     def add(where: str, o: Any) -> None:
-        if isinstance(o, (bool, int, float, str, type(None), type)): return note(where, repr(o).encode())
-        if isinstance(o, torch.Generator): return note(where, o.get_state().numpy().tobytes())
-        if isinstance(o, random.Random): return note(where, repr(o.getstate()).encode())
-        if isinstance(o, np.random.Generator): return note(where, repr(o.bit_generator.state).encode())
-        if id(o) in numbers: return note(where, f'the same as {numbers[id(o)][0]}'.encode())
+        if isinstance(o, (bool, int, float, str, type(None), type)):
+            return note(where, repr(o).encode())
+        if isinstance(o, torch.Generator):
+            return note(where, o.get_state().numpy().tobytes())
+        if isinstance(o, random.Random):
+            return note(where, repr(o.getstate()).encode())
+        if isinstance(o, np.random.Generator):
+            return note(where, repr(o.bit_generator.state).encode())
+        if id(o) in numbers:
+            return note(where, f'the same as {numbers[id(o)][0]}'.encode())
         numbers[id(o)] = where, o
         if isinstance(o, Tensor):
             kind = f'{id(o) if isinstance(o, nn.Parameter) else ""} {o.requires_grad} {o.dtype} {tuple(o.shape)}'
             note(where, kind.encode() + o.detach().cpu().numpy().tobytes())
-            if o.is_leaf: add(f'{where}.grad', o.grad)
-        elif isinstance(o, np.ndarray): note(where, o.tobytes())
+            if o.is_leaf:
+                add(f'{where}.grad', o.grad)
+        elif isinstance(o, np.ndarray):
+            note(where, o.tobytes())
         elif isinstance(o, dict):
-            note(where, repr(sorted(str(k if isinstance(k, str) else id(k)) for k in o if k not in OWN)).encode())
+            note(
+                where,
+                repr(
+                    sorted(str(k if isinstance(k, str) else id(k)) for k in o if k not in OWN)
+                ).encode(),
+            )
             for i, (k, v) in enumerate(o.items()):
-                if k not in OWN: add(f'{where}.{k if isinstance(k, str) else i}', v)
+                if k not in OWN:
+                    add(f'{where}.{k if isinstance(k, str) else i}', v)
         elif isinstance(o, (list, tuple, set)):
             note(where, f'{type(o)} of {len(o)}'.encode())
-            for i, v in enumerate(o): add(f'{where}.{i}', v)
-        if isinstance(vars_of(o), dict): add(f'{where}.', vars_of(o))
+            for i, v in enumerate(o):
+                add(f'{where}.{i}', v)
+        if isinstance(vars_of(o), dict):
+            add(f'{where}.', vars_of(o))
 
     add('learn', vars(learn))
-    for i, cb in enumerate(learn.cbs): add(f'{i} {cb.name}', cb)
+    for i, cb in enumerate(learn.cbs):
+        add(f'{i} {cb.name}', cb)
     add('random', [torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate()])
     return found
 
 
-def vars_of(o: Any) -> Any: return None if callable(o) and hasattr(o, '__qualname__') else getattr(o, '__dict__', None)
+def vars_of(o: Any) -> Any:
+    return None if callable(o) and hasattr(o, '__qualname__') else getattr(o, '__dict__', None)
 
 
 @contextmanager
@@ -129,21 +179,33 @@ def unchanged(learn: Learner, folder: Path | None = None) -> Iterator[None]:
     before = digest(learn)
     yield
     assert digest(learn) == before
-    if folder: assert not list(folder.rglob('*'))
+    if folder:
+        assert not list(folder.rglob('*'))
 
 
 def test_the_digest_sees_a_change_of_everything() -> None:
     learn = learner()
     learn.fit(1)
     ema: Any = learn.ema
-    changes = [lambda: learn.model.head.bias.data.add_(1), lambda: learn.model.body[1].running_mean.add_(1),
-               lambda: learn.opt[0].state[learn.model.head.bias]['exp_avg'].add_(1), lambda: torch.rand(1),
-               lambda: np.random.rand(), random.random, lambda: torch.rand(1, generator=learn.dls.train.generator),
-               lambda: learn.history.append({}), lambda: ema.array.__iadd__(1), lambda: ema.random.random(),
-               lambda: learn.model.body[3].train(), lambda: learn.opt.set_hyper('mom', 0.5),
-               lambda: ema.twin.bias.data.add_(1), lambda: setattr(learn, 'train_iter', 99),
-               lambda: setattr(learn.model, 'calls', 0),
-               lambda: learn.model.head.weight.requires_grad_(False), lambda: learn.recorder._steps._rows.pop()]
+    changes = [
+        lambda: learn.model.head.bias.data.add_(1),
+        lambda: learn.model.body[1].running_mean.add_(1),
+        lambda: learn.opt[0].state[learn.model.head.bias]['exp_avg'].add_(1),
+        lambda: torch.rand(1),
+        lambda: np.random.rand(),
+        random.random,
+        lambda: torch.rand(1, generator=learn.dls.train.generator),
+        lambda: learn.history.append({}),
+        lambda: ema.array.__iadd__(1),
+        lambda: ema.random.random(),
+        lambda: learn.model.body[3].train(),
+        lambda: learn.opt.set_hyper('mom', 0.5),
+        lambda: ema.twin.bias.data.add_(1),
+        lambda: setattr(learn, 'train_iter', 99),
+        lambda: setattr(learn.model, 'calls', 0),
+        lambda: learn.model.head.weight.requires_grad_(False),
+        lambda: learn.recorder._steps._rows.pop(),
+    ]
     seen = [digest(learn)]
     for change in changes:
         change()
@@ -151,16 +213,23 @@ def test_the_digest_sees_a_change_of_everything() -> None:
     assert all(a != b for i, a in enumerate(seen) for b in seen[:i])
 
 
-# ------------------------------------------------------------------------------------------------ nothing is left of it
+# ---------------------------------------------------------------------------- nothing is left of it
+
 
 @pytest.mark.parametrize('trained', [False, True])
-@pytest.mark.parametrize('opt_func', [torch.optim.Adam, partial(SGD, mom=0.9, wd=0.1), two_optimizers])
-def test_everything_is_as_before(opt_func: Any, trained: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    'opt_func', [torch.optim.Adam, partial(SGD, mom=0.9, wd=0.1), two_optimizers]
+)
+def test_everything_is_as_before(
+    opt_func: Any, trained: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     learn = learner(opt_func, path=tmp_path)
-    if trained: learn.fit(1)
+    if trained:
+        learn.fit(1)
     learn.model.eval()
-    with unchanged(learn, tmp_path): learn.lr_find(num_it=12, show_plot=False)
+    with unchanged(learn, tmp_path):
+        learn.lr_find(num_it=12, show_plot=False)
     assert (learn.opt is None) is not trained and learn.lr_search is not None
 
 
@@ -168,15 +237,18 @@ def test_with_a_closure() -> None:
     learn = synth_learner(opt_func=torch.optim.LBFGS, cbs=Ema)
     learn.logger = quiet
     for _ in range(2):
-        with unchanged(learn): learn.lr_find(num_it=6, show_plot=False)
+        with unchanged(learn):
+            learn.lr_find(num_it=6, show_plot=False)
         learn.fit(1, lr=0.1)
 
 
 def test_in_double_precision_with_weight_decay_of_the_learner() -> None:
     learn = learner(SGD, torch.float64, wd=0.1)
-    with unchanged(learn): learn.lr_find(num_it=12, show_plot=False)
+    with unchanged(learn):
+        learn.lr_find(num_it=12, show_plot=False)
     learn.fit(1)
-    with unchanged(learn): learn.lr_find(num_it=12, show_plot=False)
+    with unchanged(learn):
+        learn.lr_find(num_it=12, show_plot=False)
 
 
 @pytest.mark.filterwarnings(r'ignore:.*head\.weight, head\.bias')  # it leaves them out
@@ -184,8 +256,14 @@ def test_a_ready_optimizer_is_left_as_it_came() -> None:
     model = Net()
     opt = torch.optim.SGD(groups(model)[0], lr=0.5, momentum=0.9)
     learn = Learner(data(torch.float32), model, nn.MSELoss(), opt, wd=0.1, default_cbs=True)
-    with unchanged(learn): learn.lr_find(num_it=8, show_plot=False)
-    assert learn.opt is None and not opt.state and len(opt.param_groups) == 1 and opt.param_groups[0]['lr'] == 0.5
+    with unchanged(learn):
+        learn.lr_find(num_it=8, show_plot=False)
+    assert (
+        learn.opt is None
+        and not opt.state
+        and len(opt.param_groups) == 1
+        and opt.param_groups[0]['lr'] == 0.5
+    )
 
 
 def test_training_goes_on_as_if_there_had_been_no_search() -> None:
@@ -193,89 +271,130 @@ def test_training_goes_on_as_if_there_had_been_no_search() -> None:
         torch.manual_seed(1)
         learn = learner()
         learn.fit(1)
-        if find: learn.lr_find(num_it=20, show_plot=False)
+        if find:
+            learn.lr_find(num_it=20, show_plot=False)
         learn.fit_one_cycle(1)
         return [*learn.model.state_dict().values()], learn.recorder.smooth_loss.raw, learn.ema.seen
+
     (weights, losses, seen), (others, other_losses, other_seen) = train(True), train(False)
     assert losses == other_losses and seen == other_seen
-    for a, b in zip(weights, others, strict=True): torch.testing.assert_close(a, b, rtol=0, atol=0)
+    for a, b in zip(weights, others, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 def test_a_torch_loader_shuffles_on_as_before() -> None:
-    ds = TensorDataset(torch.arange(12.)[:, None], torch.arange(12.)[:, None])
+    ds = TensorDataset(torch.arange(12.0)[:, None], torch.arange(12.0)[:, None])
     generator = torch.Generator().manual_seed(3)
-    for dl in (DataLoader(ds, 4, shuffle=True), DataLoader(ds, 4, shuffle=True, generator=generator)):
+    for dl in (
+        DataLoader(ds, 4, shuffle=True),
+        DataLoader(ds, 4, shuffle=True, generator=generator),
+    ):
         learn = Learner(DataLoaders(dl), nn.Linear(1, 1), nn.MSELoss(), default_cbs=True)
-        with unchanged(learn): learn.lr_find(num_it=8, show_plot=False)
+        with unchanged(learn):
+            learn.lr_find(num_it=8, show_plot=False)
 
 
-FIRED = [e for e in EVENTS if e not in ('after_create', 'before_load', 'after_load', 'close', 'post_close')]
+FIRED = [
+    e
+    for e in EVENTS
+    if e not in ('after_create', 'before_load', 'after_load', 'close', 'post_close')
+]
 EARLY = ('before_fit', 'before_epoch', 'before_train')
 NOT_HERE = ('valid', 'eval', 'predict', 'iteration', 'cancel', 'error')
 
 
-@pytest.mark.parametrize(('error', 'trained'), [
-    (KeyboardInterrupt, False), (ValueError, True),
-    pytest.param(KeyboardInterrupt, True, marks=pytest.mark.full),
-    pytest.param(ValueError, False, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ('error', 'trained'),
+    [
+        (KeyboardInterrupt, False),
+        (ValueError, True),
+        pytest.param(KeyboardInterrupt, True, marks=pytest.mark.full),
+        pytest.param(ValueError, False, marks=pytest.mark.full),
+    ],
+)
 def test_an_error_at_any_event_leaves_nothing_either(
-        error: type[BaseException], trained: bool, tmp_path: Path) -> None:
+    error: type[BaseException], trained: bool, tmp_path: Path
+) -> None:
     hit = set()
     for name in FIRED:
         learn = learner(path=tmp_path)
-        if trained: learn.fit(1)
+        if trained:
+            learn.fit(1)
 
         def stop(cb: Any, name: str = name) -> None:
-            if cb.train_iter < 3 and name not in EARLY: return
+            if cb.train_iter < 3 and name not in EARLY:
+                return
             hit.add(name)
             raise error('stop')
+
         learn.add_cb(Callback(**{name: stop}))
-        with unchanged(learn, tmp_path), suppress(error): learn.lr_find(num_it=6, show_plot=False)
-        if name not in hit: continue
+        with unchanged(learn, tmp_path), suppress(error):
+            learn.lr_find(num_it=6, show_plot=False)
+        if name not in hit:
+            continue
         learn.remove_cbs([cb for cb in learn.cbs if type(cb) is Callback])
         learn.fit(1)
         assert len(learn.history) == 1 + trained
-    assert hit == {e for e in FIRED if not any(part in e for part in NOT_HERE)} | {'after_cancel_fit'}
+    assert hit == {e for e in FIRED if not any(part in e for part in NOT_HERE)} | {
+        'after_cancel_fit'
+    }
 
 
 def test_an_error_of_the_model_or_the_data() -> None:
     class Broken(Net):
         def forward(self, x: Tensor) -> Tensor:
-            if self.calls == 4: raise RuntimeError('broken')
+            if self.calls == 4:
+                raise RuntimeError('broken')
             return super().forward(x)
+
     learn = Learner(data(torch.float32), Broken(), nn.MSELoss(), cbs=Ema)
-    with unchanged(learn), pytest.raises(RuntimeError, match='broken'): learn.lr_find(show_plot=False)
+    with unchanged(learn), pytest.raises(RuntimeError, match='broken'):
+        learn.lr_find(show_plot=False)
     assert learn.lr_search is None
 
 
 def test_callbacks_that_are_not_to_look_are_left_out_and_keep_their_places() -> None:
     class Saver(Callback):
         remove_on_find, order = True, 60
-        def before_fit(self) -> None: raise AssertionError
+
+        def before_fit(self) -> None:
+            raise AssertionError
+
     class Old(Callback):
-        def before_fit(self) -> None: self.run = not hasattr(self, 'lr_finder')
-        def after_batch(self) -> None: raise AssertionError
+        def before_fit(self) -> None:
+            self.run = not hasattr(self, 'lr_finder')
+
+        def after_batch(self) -> None:
+            raise AssertionError
+
     plateau = LRScheduler(torch.optim.lr_scheduler.ReduceLROnPlateau)
-    learn = synth_learner(cbs=[Saver, Old, ParamScheduler({'lr': SchedNo(5., 5.)}), plateau])
-    with unchanged(learn): learn.lr_find(num_it=8, show_plot=False)
+    learn = synth_learner(cbs=[Saver, Old, ParamScheduler({'lr': SchedNo(5.0, 5.0)}), plateau])
+    with unchanged(learn):
+        learn.lr_find(num_it=8, show_plot=False)
     assert learn.lr_search.lrs[0] == 1e-7 and [type(cb) for cb in learn.cbs[3:5]] == [Saver, Old]
 
 
 def test_callbacks_added_meanwhile_are_gone_and_switches_are_as_before() -> None:
-    def add(cb: Any) -> None: cb.learn.add_cb(Ema())
+    def add(cb: Any) -> None:
+        cb.learn.add_cb(Ema())
+
     off = Ema()
     learn = synth_learner(cbs=[Callback(before_fit=add), off])
     off.run = False
-    with unchanged(learn): learn.lr_find(num_it=8, show_plot=False)
+    with unchanged(learn):
+        learn.lr_find(num_it=8, show_plot=False)
     assert not off.run and not learn.callbacks.switches[id(off)] and len(learn.cbs) == 5
 
 
 def test_a_running_fit_is_not_disturbed() -> None:
     errors = []
+
     def find(cb: Any) -> None:
         before = digest(cb.learn)
-        with pytest.raises(FitError): cb.learn.lr_find()
+        with pytest.raises(FitError):
+            cb.learn.lr_find()
         errors.append(digest(cb.learn) == before)
+
     learn = synth_learner(n_train=2, cbs=Callback(after_batch=find))
     learn.logger = quiet
     learn.fit(1)
@@ -284,10 +403,20 @@ def test_a_running_fit_is_not_disturbed() -> None:
 
 def test_two_at_once_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    learners = [learner(path=tmp_path, cbs=[Callback(after_batch=lambda cb: os.sched_yield())]) for _ in range(2)]
+    learners = [
+        learner(path=tmp_path, cbs=[Callback(after_batch=lambda cb: os.sched_yield())])
+        for _ in range(2)
+    ]
     before = [[*map(Tensor.tolist, learn.model.state_dict().values())] for learn in learners]
-    threads = [Thread(target=learn.lr_find, kwargs={'num_it': 40, 'show_plot': False}) for learn in learners]
-    for t in threads: t.start()
-    for t in threads: t.join()
-    assert [[*map(Tensor.tolist, learn.model.state_dict().values())] for learn in learners] == before
+    threads = [
+        Thread(target=learn.lr_find, kwargs={'num_it': 40, 'show_plot': False})
+        for learn in learners
+    ]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert [
+        [*map(Tensor.tolist, learn.model.state_dict().values())] for learn in learners
+    ] == before
     assert all(len(learn.lr_search.lrs) > 2 for learn in learners) and not list(tmp_path.rglob('*'))

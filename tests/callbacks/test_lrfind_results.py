@@ -1,4 +1,5 @@
 """What the learning rate finder finds: rates, losses, suggestions, plots."""
+
 from __future__ import annotations
 
 from functools import partial
@@ -31,8 +32,13 @@ def learner(**kwargs: Any) -> Any:
 
 def curve() -> tuple[torch.Tensor, torch.Tensor]:
     "A loss that falls, and rises at the end, with ripples."
-    i = torch.arange(60.)
-    losses = 2 - 1.5 * torch.sigmoid((i - 30) / 4) + torch.exp((i - 55) / 3) * 0.3 + 0.05 * torch.sin(i * 1.7)
+    i = torch.arange(60.0)
+    losses = (
+        2
+        - 1.5 * torch.sigmoid((i - 30) / 4)
+        + torch.exp((i - 55) / 3) * 0.3
+        + 0.05 * torch.sin(i * 1.7)
+    )
     return 1e-7 * 10 ** (8 * i / 60), losses
 
 
@@ -48,7 +54,9 @@ FASTAI = {  # what fastai 2.8 gives for this curve: the rate, and the point
 @pytest.mark.parametrize('as_type', [torch.Tensor, list, np.array])
 def test_suggestions_are_those_of_fastai(f: Any, as_type: Any) -> None:
     lrs, losses = curve()
-    lr, point = f(*(v if as_type is torch.Tensor else as_type(v.tolist()) for v in (lrs, losses)), 60)
+    lr, point = f(
+        *(v if as_type is torch.Tensor else as_type(v.tolist()) for v in (lrs, losses)), 60
+    )
     assert (lr, *point) == pytest.approx((FASTAI[f][0], *FASTAI[f][1]), rel=1e-6)
     assert getattr(SuggestionMethod, f.__name__.capitalize()) is f
 
@@ -59,8 +67,8 @@ def test_suggestions_of_random_curves_are_those_of_fastai() -> None:
     rng = np.random.default_rng(0)
     for n in (20, 37, 90):
         x = np.linspace(0, 1, n)
-        lrs = torch.tensor(1e-7 * 1e8 ** x)
-        losses = torch.tensor(3 - 2 * np.exp(-((x - 0.6) / 0.2) ** 2) + rng.normal(0, 0.1, n))
+        lrs = torch.tensor(1e-7 * 1e8**x)
+        losses = torch.tensor(3 - 2 * np.exp(-(((x - 0.6) / 0.2) ** 2)) + rng.normal(0, 0.1, n))
         for f in FASTAI:
             a, b = f(lrs, losses, 100), getattr(theirs, f.__name__)(lrs, losses, 100)
             assert (a[0], *a[1]) == pytest.approx((float(b[0]), *map(float, b[1])), rel=1e-12)
@@ -70,12 +78,18 @@ def test_rates_grow_by_equal_factors_until_the_loss_diverges() -> None:
     learn = learner()
     learn.lr_find(num_it=100, show_plot=False)
     search = learn.lr_search
-    np.testing.assert_allclose(search.lrs, [1e-7 * 1e8 ** (i / 100) for i in range(len(search.lrs))], rtol=1e-12)
+    np.testing.assert_allclose(
+        search.lrs, [1e-7 * 1e8 ** (i / 100) for i in range(len(search.lrs))], rtol=1e-12
+    )
     least = np.minimum.accumulate(search.losses)
-    assert len(search.lrs) < 100 and (search.losses > 4 * least).tolist() == [False] * (len(search.lrs) - 1) + [True]
+    assert len(search.lrs) < 100 and (search.losses > 4 * least).tolist() == [False] * (
+        len(search.lrs) - 1
+    ) + [True]
 
     learn.lr_find(1e-5, 1e-4, num_it=23, stop_div=False, show_plot=False)
-    np.testing.assert_allclose(learn.lr_search.lrs, [1e-5 * 10 ** (i / 23) for i in range(23)], rtol=1e-12)
+    np.testing.assert_allclose(
+        learn.lr_search.lrs, [1e-5 * 10 ** (i / 23) for i in range(23)], rtol=1e-12
+    )
     learn.lr_find(num_it=2, show_plot=False)
     assert len(learn.lr_search.lrs) == 6  # at least
 
@@ -88,22 +102,29 @@ def test_losses_are_those_of_a_plain_loop_smoothed() -> None:
         batches = [*learn.dls.train, *learn.dls.train]
         learn.dls.train.generator.set_state(state)
     learn.lr_find(num_it=20, show_plot=False)
-    mean, smooth = 0., []
+    mean, smooth = 0.0, []
     for i, (x, y) in enumerate(batches):
         error = a * x + b - y
-        mean = 0.98 * mean + 0.02 * float((error ** 2).mean())
+        mean = 0.98 * mean + 0.02 * float((error**2).mean())
         smooth.append(mean / (1 - 0.98 ** (i + 1)))
         lr = 1e-7 * 1e8 ** (i / 20)
         a, b = a - lr * (2 * error * x).mean(), b - lr * (2 * error).mean()
-        if smooth[-1] > 4 * min(smooth): break
+        if smooth[-1] > 4 * min(smooth):
+            break
     np.testing.assert_allclose(learn.lr_search.losses, smooth, rtol=1e-5)
 
 
 def test_suggestions_come_by_name_in_the_order_asked_for() -> None:
     learn = learner()
     rates = learn.lr_find(suggest_funcs=(minimum, steep, valley, slide), show_plot=False)
-    assert rates._fields == ('minimum', 'steep', 'valley', 'slide') and type(rates).__name__ == 'SuggestedLRs'
-    lrs, losses = (torch.tensor(v, dtype=torch.float64)[10:-5] for v in (learn.lr_search.lrs, learn.lr_search.losses))
+    assert (
+        rates._fields == ('minimum', 'steep', 'valley', 'slide')
+        and type(rates).__name__ == 'SuggestedLRs'
+    )
+    lrs, losses = (
+        torch.tensor(v, dtype=torch.float64)[10:-5]
+        for v in (learn.lr_search.lrs, learn.lr_search.losses)
+    )
     assert rates == tuple(f(lrs, losses, 100)[0] for f in (minimum, steep, valley, slide))
     assert learn.lr_search.points['valley'] == valley(lrs, losses, 100)[1]
     assert learn.lr_find(show_plot=False)._fields == ('valley',)
@@ -117,15 +138,17 @@ def test_a_loss_that_is_not_finite_ends_the_search() -> None:
         if cb.train_iter == at:
             cb.learn.loss = cb.learn.loss * float('nan')
             cb.learn.loss_grad = cb.learn.loss_grad * 1
+
     at = 40
     learn = learner(cbs=Callback(after_loss=spoil))
-    rate, = learn.lr_find(stop_div=False, show_plot=False)
+    (rate,) = learn.lr_find(stop_div=False, show_plot=False)
     search = learn.lr_search
     assert len(search.losses) == 40 and np.isfinite(search.losses).all()
     lrs, losses = (torch.tensor(v, dtype=torch.float64)[10:40] for v in (search.lrs, search.losses))
     assert rate == valley(lrs, losses, 100)[0]
     at = 0
-    with pytest.raises(LossError, match='not finite from the beginning'): learn.lr_find()
+    with pytest.raises(LossError, match='not finite from the beginning'):
+        learn.lr_find()
     assert learn.opt is None
 
 
@@ -138,12 +161,25 @@ def test_a_short_search_suggests_from_all_that_there_is() -> None:
 def test_as_a_callback_of_fit() -> None:
     learn = learner(metrics=nn.functional.mse_loss)
     learn.create_opt()
-    before = [p.clone() for p in learn.model.parameters()], torch.get_rng_state(), learn.dls.train.generator.get_state()
+    before = (
+        [p.clone() for p in learn.model.parameters()],
+        torch.get_rng_state(),
+        learn.dls.train.generator.get_state(),
+    )
     learn.fit(20, cbs=LRFinder(num_it=55, stop_div=False))
-    assert [len(v) for v in learn.recorder.values] == [1] * 5  # no validation; the sixth epoch was cut short
-    assert len(learn.recorder.lrs) == learn.train_iter == 55 and learn.lr_search.lrs == learn.recorder.lrs
+    assert [len(v) for v in learn.recorder.values] == [
+        1
+    ] * 5  # no validation; the sixth epoch was cut short
+    assert (
+        len(learn.recorder.lrs) == learn.train_iter == 55
+        and learn.lr_search.lrs == learn.recorder.lrs
+    )
     assert learn.lr_search.losses == learn.recorder.smooth_loss.smooth
-    after = list(learn.model.parameters()), torch.get_rng_state(), learn.dls.train.generator.get_state()
+    after = (
+        list(learn.model.parameters()),
+        torch.get_rng_state(),
+        learn.dls.train.generator.get_state(),
+    )
     torch.testing.assert_close(after[0], before[0], rtol=0, atol=0)
     assert torch.equal(after[1], before[1]) and torch.equal(after[2], before[2])
     assert not learn.opt.state and learn.opt.hypers[0]['lr'] == learn.lr
@@ -156,29 +192,42 @@ def test_groups_may_have_rates_of_their_own() -> None:
     seen: list[Any] = []
     learn.add_cb(Callback(before_step=lambda cb: seen.append([h['lr'] for h in cb.opt.hypers])))
     learn.lr_find([1e-5, 1e-4], [1e-3, 1e-2], num_it=10, show_plot=False)
-    np.testing.assert_allclose(seen, [[1e-5 * 100 ** (i / 10), 1e-4 * 100 ** (i / 10)] for i in range(10)], rtol=1e-12)
-    with pytest.raises(OptimizerError, match='3 values for 2 param groups'): learn.lr_find([1e-3] * 3, [1.] * 3)
+    np.testing.assert_allclose(
+        seen, [[1e-5 * 100 ** (i / 10), 1e-4 * 100 ** (i / 10)] for i in range(10)], rtol=1e-12
+    )
+    with pytest.raises(OptimizerError, match='3 values for 2 param groups'):
+        learn.lr_find([1e-3] * 3, [1.0] * 3)
 
 
 def test_without_a_recorder_and_without_a_length() -> None:
     def stream() -> Any:
-        for _ in range(4): yield torch.ones(2, 1), torch.ones(2, 1)
+        for _ in range(4):
+            yield torch.ones(2, 1), torch.ones(2, 1)
+
     class Endless:
-        def __iter__(self) -> Any: return stream()
+        def __iter__(self) -> Any:
+            return stream()
+
     learn = learner(dls=(Endless(), None))
     learn.remove_cb(Recorder)
-    assert 0 < learn.lr_find(num_it=10, show_plot=False).valley < 10 and len(learn.lr_search.lrs) == 10
+    assert (
+        0 < learn.lr_find(num_it=10, show_plot=False).valley < 10 and len(learn.lr_search.lrs) == 10
+    )
 
 
 def test_bad_input_is_told_before_anything_happens() -> None:
     learn = learner()
-    for start, end in ((1., 1e-3), (0, 1), (-1, 1), (1, float('inf')), ([1e-3, 1e-2], 1)):
-        with pytest.raises(ScheduleError, match='0 < start_lr < end_lr'): learn.lr_find(start, end)
+    for start, end in ((1.0, 1e-3), (0, 1), (-1, 1), (1, float('inf')), ([1e-3, 1e-2], 1)):
+        with pytest.raises(ScheduleError, match='0 < start_lr < end_lr'):
+            learn.lr_find(start, end)
     for bad in (2.5, 0, None):
-        with pytest.raises(OptionError, match=f'num_it={bad}'): learn.lr_find(num_it=bad)
-    with pytest.raises(OptionError, match="'valley' is no function"): learn.lr_find(suggest_funcs='valley')
+        with pytest.raises(OptionError, match=f'num_it={bad}'):
+            learn.lr_find(num_it=bad)
+    with pytest.raises(OptionError, match="'valley' is no function"):
+        learn.lr_find(suggest_funcs='valley')
     assert learn.opt is None and learn.lr_search is None
-    with pytest.raises(MetricError, match='lr_find'): learn.recorder.plot_lr_find()
+    with pytest.raises(MetricError, match='lr_find'):
+        learn.recorder.plot_lr_find()
 
 
 def test_plots() -> None:
@@ -188,20 +237,32 @@ def test_plots() -> None:
     assert not plt.get_fignums()
     rates = learn.lr_find(num_it=40, suggest_funcs=(valley, minimum))
     ax = plt.gcf().axes[0]
-    assert [t.get_text() for t in ax.get_legend().texts] == [f'{n} {r:.2e}' for n, r in rates._asdict().items()]
+    assert [t.get_text() for t in ax.get_legend().texts] == [
+        f'{n} {r:.2e}' for n, r in rates._asdict().items()
+    ]
     # the minimum's rate is a tenth of its point's
-    dotted, = (line for line in ax.lines if line.get_linestyle() == ':')
-    assert dotted.get_xdata()[0] == rates.minimum == pytest.approx(learn.lr_search.points['minimum'][0] / 10)
+    (dotted,) = (line for line in ax.lines if line.get_linestyle() == ':')
+    assert (
+        dotted.get_xdata()[0]
+        == rates.minimum
+        == pytest.approx(learn.lr_search.points['minimum'][0] / 10)
+    )
     assert ax.get_xscale() == 'log'
     assert [t.get_text().split()[0] for t in ax.get_legend().texts] == ['valley', 'minimum']
     assert list(ax.lines[0].get_xdata()) == learn.lr_search.lrs[:-5]
     mine = plt.subplots()[1]
-    assert learn.recorder.plot_lr_find(skip_end=0, suggestions=[(1e-3, 1.)], nms=['here'], ax=mine) is mine
-    assert list(mine.lines[0].get_ydata()) == learn.lr_search.losses and mine.lines[1].get_xdata()[0] == 1e-3
+    assert (
+        learn.recorder.plot_lr_find(skip_end=0, suggestions=[(1e-3, 1.0)], nms=['here'], ax=mine)
+        is mine
+    )
+    assert (
+        list(mine.lines[0].get_ydata()) == learn.lr_search.losses
+        and mine.lines[1].get_xdata()[0] == 1e-3
+    )
     learn.lr_find(num_it=40, ax=mine)
     assert len(plt.get_fignums()) == 2
 
 
 def test_a_search_is_plain_data() -> None:
-    search = LRSearch([1e-3, 1e-2], [2., 1.], 2)
-    assert search.points == {} and search == LRSearch([1e-3, 1e-2], [2., 1.], 2)
+    search = LRSearch([1e-3, 1e-2], [2.0, 1.0], 2)
+    assert search.points == {} and search == LRSearch([1e-3, 1e-2], [2.0, 1.0], 2)

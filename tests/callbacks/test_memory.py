@@ -1,4 +1,5 @@
 """The memory monitor, against what the system says by other ways, and against blocks of a known size."""
+
 from __future__ import annotations
 
 import subprocess
@@ -21,12 +22,16 @@ def test_a_block_shows_while_it_is_held_and_in_the_peak_after_it() -> None:
     held: list[torch.Tensor] = []
 
     def change(cb: Callback) -> None:
-        if cb.learn.epoch == 1: held.append(torch.ones(BLOCK // 4))
-        if cb.learn.epoch == 2: held.clear()
+        if cb.learn.epoch == 1:
+            held.append(torch.ones(BLOCK // 4))
+        if cb.learn.epoch == 2:
+            held.clear()
 
     learn = synth_learner(n_train=2, cbs=[MemoryMonitor('1ep'), Callback(before_train=change)])
     learn.fit(3)
-    now, peak = ([row[f'memory/{name}_rss_mem'] for row in learn.history] for name in ('current', 'peak'))
+    now, peak = (
+        [row[f'memory/{name}_rss_mem'] for row in learn.history] for name in ('current', 'peak')
+    )
     assert now[1] - now[0] == pytest.approx(BLOCK / 1e9, rel=0.2)
     assert now[2] < now[1] - 0.8 * BLOCK / 1e9
     assert min(peak[1:]) > 0.99 * now[1]  # the kernel counts in strides
@@ -41,9 +46,13 @@ def test_agrees_with_psutil() -> None:
 @linux
 def test_the_peak_is_not_that_of_the_process_that_started_this_one() -> None:
     small = "import re; print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])"
-    big = ('import os, sys; block = b"1" * 300 * 2**20; '
-           f'os.waitpid(os.spawnv(os.P_NOWAIT, sys.executable, ["p", "-c", {small!r}]), 0)')
-    out = subprocess.run([sys.executable, '-c', big], capture_output=True, text=True, check=True).stdout
+    big = (
+        'import os, sys; block = b"1" * 300 * 2**20; '
+        f'os.waitpid(os.spawnv(os.P_NOWAIT, sys.executable, ["p", "-c", {small!r}]), 0)'
+    )
+    out = subprocess.run(
+        [sys.executable, '-c', big], capture_output=True, text=True, check=True
+    ).stdout
     assert 0 < int(out) * 1024 < 200 * 2**20
 
 
@@ -52,7 +61,10 @@ def test_without_proc_psutil_tells(monkeypatch: pytest.MonkeyPatch, tmp_path: ob
     expected = resident()
     monkeypatch.setattr(memory, 'STATUS', memory.Path('/no/such/file'))
     got = resident()
-    assert got['current'] == pytest.approx(expected['current'], rel=0.1) and got['peak'] >= got['current']
+    assert (
+        got['current'] == pytest.approx(expected['current'], rel=0.1)
+        and got['peak'] >= got['current']
+    )
 
 
 def test_without_both_the_peak_alone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,17 +76,31 @@ def test_without_both_the_peak_alone_is_told(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_reading_the_status() -> None:
-    assert from_status('Name:\tpython\nVmHWM:\t  2000 kB\nVmRSS:\t  1500 kB\n') == {'current': 1536000, 'peak': 2048000}
+    assert from_status('Name:\tpython\nVmHWM:\t  2000 kB\nVmRSS:\t  1500 kB\n') == {
+        'current': 1536000,
+        'peak': 2048000,
+    }
     assert from_status('Name:\tkthreadd\n') == {}
 
 
 def test_what_the_allocator_says_in_gb() -> None:
-    stats = {f'{name}.all.{when}': n * 10**9 for when, n in (('current', 1), ('peak', 2)) for name in
-             ('allocated_bytes', 'active_bytes', 'inactive_split_bytes', 'reserved_bytes')}
+    stats = {
+        f'{name}.all.{when}': n * 10**9
+        for when, n in (('current', 1), ('peak', 2))
+        for name in ('allocated_bytes', 'active_bytes', 'inactive_split_bytes', 'reserved_bytes')
+    }
     got = from_allocator({**stats, 'num_alloc_retries': 7, 'allocation.all.freed': 3})
-    assert got == {**{f'memory/current_{kind}_mem': 1. for kind in ('allocated', 'active', 'inactive', 'reserved')},
-                   **{f'memory/peak_{kind}_mem': 2. for kind in ('allocated', 'active', 'inactive', 'reserved')},
-                   'memory/alloc_retries': 7}
+    assert got == {
+        **{
+            f'memory/current_{kind}_mem': 1.0
+            for kind in ('allocated', 'active', 'inactive', 'reserved')
+        },
+        **{
+            f'memory/peak_{kind}_mem': 2.0
+            for kind in ('allocated', 'active', 'inactive', 'reserved')
+        },
+        'memory/alloc_retries': 7,
+    }
     assert set(got) < set(MemoryMonitor.metric_names)
 
 
@@ -86,9 +112,16 @@ def test_on_a_gpu() -> None:
     learn.fit(1)
     row = learn.history[0]
     assert set(MemoryMonitor.metric_names) <= set(row)
-    assert block.numel() * 4 / 1e9 <= row['memory/current_allocated_mem'] <= row['memory/peak_allocated_mem']
-    assert row['memory/current_allocated_mem'] == pytest.approx(torch.cuda.memory_allocated() / 1e9, rel=0.1)
+    assert (
+        block.numel() * 4 / 1e9
+        <= row['memory/current_allocated_mem']
+        <= row['memory/peak_allocated_mem']
+    )
+    assert row['memory/current_allocated_mem'] == pytest.approx(
+        torch.cuda.memory_allocated() / 1e9, rel=0.1
+    )
 
 
 def test_bad_interval() -> None:
-    with pytest.raises(TimeError): MemoryMonitor(every='0ba')
+    with pytest.raises(TimeError):
+        MemoryMonitor(every='0ba')

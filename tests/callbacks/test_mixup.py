@@ -1,4 +1,5 @@
 """MixUp and CutMix: what is blended, what the loss is, who sees which targets, and that all of it is left again."""
+
 from __future__ import annotations
 
 from functools import partial
@@ -18,10 +19,17 @@ from learnkit.core.random import capture_rng, restore_rng
 N, CLASSES = 8, 5
 
 
-def images(n: int = 4, seed: int = 1, dtype: torch.dtype = torch.float64) -> list[tuple[Tensor, Tensor]]:
+def images(
+    n: int = 4, seed: int = 1, dtype: torch.dtype = torch.float64
+) -> list[tuple[Tensor, Tensor]]:
     gen = torch.Generator().manual_seed(seed)
-    return [(torch.randn(N, 3, 8, 6, generator=gen, dtype=dtype), torch.randint(CLASSES, (N,), generator=gen))
-            for _ in range(n)]
+    return [
+        (
+            torch.randn(N, 3, 8, 6, generator=gen, dtype=dtype),
+            torch.randint(CLASSES, (N,), generator=gen),
+        )
+        for _ in range(n)
+    ]
 
 
 def net(n_out: int = CLASSES) -> nn.Module:
@@ -29,8 +37,13 @@ def net(n_out: int = CLASSES) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(144, n_out)).double()
 
 
-def learner(*cbs: Any, batches: Any = None, model: nn.Module | None = None, loss_func: Any = None, **kwargs: Any,
-            ) -> Learner:
+def learner(
+    *cbs: Any,
+    batches: Any = None,
+    model: nn.Module | None = None,
+    loss_func: Any = None,
+    **kwargs: Any,
+) -> Learner:
     dls = (images(), images(2, seed=2)) if batches is None else batches
     options = {'opt_func': torch.optim.SGD, 'lr': 0.1, 'cbs': list(cbs), **kwargs}
     learn = Learner(dls, model or net(), loss_func or nn.CrossEntropyLoss(), **options)
@@ -38,8 +51,12 @@ def learner(*cbs: Any, batches: Any = None, model: nn.Module | None = None, loss
     return learn
 
 
-def state(model: nn.Module) -> list[Tensor]: return [p.detach().clone() for p in model.parameters()]
-def same(a: list[Tensor], b: list[Tensor]) -> bool: return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+def state(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
 
 
 def close(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -48,15 +65,25 @@ def close(a: list[Tensor], b: list[Tensor]) -> bool:
 
 class Notes(Callback):
     "Note of each training batch what went into the loss, and the gradients."
+
     order, run_valid = 30, False
 
-    def __init__(self) -> None: self.rows: list[dict[str, Any]] = []
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
 
     def before_step(self) -> None:
         mixer = next(cb for cb in self.learn.cbs if isinstance(cb, MixHandler))
-        self.rows.append({'lam': mixer.lam, 'yb1': mixer.yb1, 'xb': self.learn.xb, 'y': self.learn.yb[0],
-                          'loss': self.learn.loss, 'batch': self.learn.batch,
-                          'grads': [p.grad.clone() for p in self.learn.model.parameters()]})
+        self.rows.append(
+            {
+                'lam': mixer.lam,
+                'yb1': mixer.yb1,
+                'xb': self.learn.xb,
+                'y': self.learn.yb[0],
+                'loss': self.learn.loss,
+                'batch': self.learn.batch,
+                'grads': [p.grad.clone() for p in self.learn.model.parameters()],
+            }
+        )
 
 
 def soft(y: Tensor, y1: Tensor, lam: Tensor) -> Tensor:
@@ -68,50 +95,69 @@ def soft(y: Tensor, y1: Tensor, lam: Tensor) -> Tensor:
 both = pytest.mark.parametrize('mixer', [MixUp, CutMix])
 
 
-# -- what is blended ---------------------------------------------------------------------------------------------------
+# -- what is blended -------------------------------------------------------------------------------
+
 
 def test_mixup_is_the_closed_form_of_its_draws() -> None:
-    learn = learner(MixUp(0.7), Notes, lr=0.)
+    learn = learner(MixUp(0.7), Notes, lr=0.0)
     torch.manual_seed(3)
     beta = torch.distributions.Beta(torch.tensor(0.7), torch.tensor(0.7))
     expected = []
     for x, y in images():
         lam, order = beta.sample((N,)), torch.randperm(N)
         lam = torch.maximum(lam, 1 - lam).double()
-        expected.append((lam, lam[:, None, None, None] * x + (1 - lam)[:, None, None, None] * x[order], y[order]))
+        expected.append(
+            (
+                lam,
+                lam[:, None, None, None] * x + (1 - lam)[:, None, None, None] * x[order],
+                y[order],
+            )
+        )
     torch.manual_seed(3)
     learn.fit(1)
     for row, (lam, x, y1) in zip(learn.notes.rows, expected, strict=True):
-        assert row['lam'].shape == (N,) and torch.equal(row['lam'], lam.float()) and torch.equal(row['yb1'][0], y1)
+        assert (
+            row['lam'].shape == (N,)
+            and torch.equal(row['lam'], lam.float())
+            and torch.equal(row['yb1'][0], y1)
+        )
         assert torch.allclose(row['xb'][0], x, rtol=0, atol=1e-14) and (row['lam'] >= 0.5).all()
         assert torch.equal(row['y'], row['batch'][1])
 
 
 def test_cutmix_pastes_one_box_and_its_share_is_exact() -> None:
-    learn = learner(CutMix(), Notes, lr=0., batches=images(40))
+    learn = learner(CutMix(), Notes, lr=0.0, batches=images(40))
     learn.fit(1)
     shares = []
     for row in learn.notes.rows:
         x, new = row['batch'][0], row['xb'][0]
-        changed = (new != x).any(1).any(0)                  # (H, W), in any sample
+        changed = (new != x).any(1).any(0)  # (H, W), in any sample
         rows, columns = changed.any(1).nonzero().flatten(), changed.any(0).nonzero().flatten()
         area = len(rows) * len(columns)
         shares.append(1 - area / 48)
         assert row['lam'].shape == (1,) and row['lam'].item() == pytest.approx(shares[-1], abs=1e-6)
-        if not area: continue
+        if not area:
+            continue
         box = ..., slice(rows[0], rows[-1] + 1), slice(columns[0], columns[-1] + 1)
         order = [next(j for j in range(N) if torch.equal(new[box][i], x[box][j])) for i in range(N)]
-        assert sorted(order) == list(range(N)) and torch.equal(row['yb1'][0], row['batch'][1][order])
+        assert sorted(order) == list(range(N)) and torch.equal(
+            row['yb1'][0], row['batch'][1][order]
+        )
         assert torch.equal(new[..., ~changed], x[..., ~changed])
     assert min(shares) < 0.3 and max(shares) > 0.8
 
 
 def test_the_draws_are_those_of_fastai() -> None:
     "The numbers were recorded with fastai 2.8 after torch.manual_seed(7), for a batch of 8 images of 8 x 6."
-    mixup = [.9781090, .8962013, .5231748, .9844235, .7284831, .6228055, .8172889, .8967966], [0, 1, 3, 0, 1, 2, 4, 2]
-    cutmix = [.5833334], [4, 0, 1, 1, 3, 0, 2, 2]
+    mixup = (
+        [0.9781090, 0.8962013, 0.5231748, 0.9844235, 0.7284831, 0.6228055, 0.8172889, 0.8967966],
+        [0, 1, 3, 0, 1, 2, 4, 2],
+    )
+    cutmix = [0.5833334], [4, 0, 1, 1, 3, 0, 2, 2]
     for mixer, (lam, y1) in ((MixUp, mixup), (CutMix, cutmix)):
-        learn = learner(mixer, Notes, batches=[(torch.zeros(N, 3, 8, 6).double(), torch.arange(N) % CLASSES)])
+        learn = learner(
+            mixer, Notes, batches=[(torch.zeros(N, 3, 8, 6).double(), torch.arange(N) % CLASSES)]
+        )
         torch.manual_seed(7)
         learn.fit(1)
         [row] = learn.notes.rows
@@ -122,13 +168,19 @@ def test_the_draws_are_those_of_fastai() -> None:
 def test_the_batches_of_the_loader_are_never_written_to(mixer: type[MixHandler]) -> None:
     batches = images()
     learner(mixer, batches=batches).fit(2)
-    assert all(torch.equal(a, b) for old, new in zip(images(), batches, strict=True)
-               for a, b in zip(old, new, strict=True))
+    assert all(
+        torch.equal(a, b)
+        for old, new in zip(images(), batches, strict=True)
+        for a, b in zip(old, new, strict=True)
+    )
 
 
 class Several(nn.Module):
     "Take images, a table and counts."
-    def __init__(self) -> None: super().__init__(); self.layer = nn.Linear(144 + 4, N).double()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(144 + 4, N).double()
 
     def forward(self, x: Tensor, extra: dict[str, Tensor], counts: Tensor) -> Tensor:
         return self.layer(torch.cat([x.flatten(1), extra['table']], 1)) + counts[:, None]
@@ -137,18 +189,24 @@ class Several(nn.Module):
 def test_several_inputs_are_blended_where_they_can_be() -> None:
     gen = torch.Generator().manual_seed(0)
     [(x, _)] = images(1)
-    table, mask, counts = torch.rand(N, 4, generator=gen).double(), torch.arange(N * 48).view(N, 8, 6), torch.arange(N)
+    table, mask, counts = (
+        torch.rand(N, 4, generator=gen).double(),
+        torch.arange(N * 48).view(N, 8, 6),
+        torch.arange(N),
+    )
     # each sample is a class: `yb1` tells the order
     batch = x, {'table': table, 'mask': mask}, counts, torch.arange(N)
     seen = {}
     for mixer in (MixUp, CutMix):
-        learn = learner(mixer, Notes, batches=[batch], model=Several(), lr=0.)
+        learn = learner(mixer, Notes, batches=[batch], model=Several(), lr=0.0)
         learn.fit(1)
         seen[mixer] = learn.notes.rows[0]
     partners = seen[MixUp]['yb1'][0]
     new_x, extra, new_counts = seen[MixUp]['xb']
     lam, order = seen[MixUp]['lam'].double(), partners
-    assert torch.allclose(new_x, lam[:, None, None, None] * x + (1 - lam)[:, None, None, None] * x[order])
+    assert torch.allclose(
+        new_x, lam[:, None, None, None] * x + (1 - lam)[:, None, None, None] * x[order]
+    )
     assert torch.allclose(extra['table'], lam[:, None] * table + (1 - lam)[:, None] * table[order])
     assert torch.equal(extra['mask'], mask) and torch.equal(new_counts, counts)
 
@@ -159,77 +217,117 @@ def test_several_inputs_are_blended_where_they_can_be() -> None:
     assert torch.equal(extra['table'], table) and torch.equal(new_counts, counts)
 
 
-# -- the loss ----------------------------------------------------------------------------------------------------------
+# -- the loss --------------------------------------------------------------------------------------
+
 
 class Flat(nn.Module):
     "Cross-entropy over flattened elements with classes last, as fastai's: it says of itself that it is of classes."
+
     y_int = True
-    def __init__(self, reduction: str = 'mean') -> None: super().__init__(); self.reduction = reduction
+
+    def __init__(self, reduction: str = 'mean') -> None:
+        super().__init__()
+        self.reduction = reduction
+
     def forward(self, pred: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(pred.flatten(0, -2), y.flatten(), reduction=self.reduction)
 
 
 LOSSES: dict[str, Any] = {
-    'module': nn.CrossEntropyLoss(), 'function': F.cross_entropy, 'partial': partial(F.cross_entropy, reduction='mean'),
-    'fastai': Flat(), 'lambda': lambda p, y, **kwargs: F.cross_entropy(p, y, **kwargs),
-    'sum': nn.CrossEntropyLoss(reduction='sum'), 'partial sum': partial(F.cross_entropy, reduction='sum')}
+    'module': nn.CrossEntropyLoss(),
+    'function': F.cross_entropy,
+    'partial': partial(F.cross_entropy, reduction='mean'),
+    'fastai': Flat(),
+    'lambda': lambda p, y, **kwargs: F.cross_entropy(p, y, **kwargs),
+    'sum': nn.CrossEntropyLoss(reduction='sum'),
+    'partial sum': partial(F.cross_entropy, reduction='sum'),
+}
 
 
 @both
 @pytest.mark.parametrize('microbatch', [None, 3])
 @pytest.mark.parametrize('loss', LOSSES, ids=LOSSES)
-def test_the_gradient_is_that_of_targets_blended_by_hand(mixer: type[MixHandler], loss: str,
-                                                         microbatch: int | None) -> None:
-    learn = learner(mixer, Notes, loss_func=LOSSES[loss], lr=0., microbatch=microbatch)
+def test_the_gradient_is_that_of_targets_blended_by_hand(
+    mixer: type[MixHandler], loss: str, microbatch: int | None
+) -> None:
+    learn = learner(mixer, Notes, loss_func=LOSSES[loss], lr=0.0, microbatch=microbatch)
     learn.fit(1)
     model = net()
     for row in learn.notes.rows:
         x, y = row['xb'][0], row['batch'][1]
-        expected = F.cross_entropy(model(x), soft(y, row['yb1'][0], row['lam'].expand(N)),
-                                   reduction='sum' if 'sum' in loss else 'mean')
+        expected = F.cross_entropy(
+            model(x),
+            soft(y, row['yb1'][0], row['lam'].expand(N)),
+            reduction='sum' if 'sum' in loss else 'mean',
+        )
         grads = list(torch.autograd.grad(expected, list(model.parameters())))
         assert torch.allclose(row['loss'], expected, rtol=1e-6) and row['loss'].shape == ()
-        assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-8) for a, b in zip(row['grads'], grads, strict=True))
+        assert all(
+            torch.allclose(a, b, rtol=1e-6, atol=1e-8)
+            for a, b in zip(row['grads'], grads, strict=True)
+        )
 
 
 def test_targets_that_are_floats_are_blended_themselves() -> None:
     gen = torch.Generator().manual_seed(0)
     batches = [(x, torch.rand(N, 2, generator=gen).double()) for x, _ in images()]
-    learn = learner(MixUp, Notes, batches=batches, model=net(2), loss_func=nn.MSELoss(), lr=0., microbatch=3)
+    learn = learner(
+        MixUp, Notes, batches=batches, model=net(2), loss_func=nn.MSELoss(), lr=0.0, microbatch=3
+    )
     learn.fit(1)
     model = net(2)
     for row in learn.notes.rows:
         lam = row['lam'].double()[:, None]
         y = lam * row['batch'][1] + (1 - lam) * row['yb1'][0]
-        assert torch.allclose(row['y'], y) and torch.allclose(row['loss'], F.mse_loss(model(row['xb'][0]), y))
+        assert torch.allclose(row['y'], y) and torch.allclose(
+            row['loss'], F.mse_loss(model(row['xb'][0]), y)
+        )
     assert learn.mix_up.stack_y is False
 
 
 def test_float_targets_need_no_reduction_of_the_loss() -> None:
     batches = [(x, x[:, 0, 0, :2]) for x, _ in images()]
-    learner(MixUp, batches=batches, model=net(2), loss_func=lambda p, y: (p - y).abs().mean()).fit(1)
+    learner(MixUp, batches=batches, model=net(2), loss_func=lambda p, y: (p - y).abs().mean()).fit(
+        1
+    )
 
 
 class PerPixel(nn.Module):
     "Give scores of each class for each pixel."
+
     def __init__(self, last: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.conv, self.is_last = nn.Conv2d(3, CLASSES, 1).double(), last
 
-    def forward(self, x: Tensor) -> Tensor: return self.conv(x).movedim(1, -1) if self.is_last else self.conv(x)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x).movedim(1, -1) if self.is_last else self.conv(x)
 
 
 @pytest.mark.parametrize('flat', [False, True])
 def test_each_element_of_a_sample_gets_the_share_of_the_sample(flat: bool) -> None:
     gen = torch.Generator().manual_seed(0)
-    batches = [(torch.randn(N, 3, N, N, generator=gen).double(), torch.randint(CLASSES, (N, N, N), generator=gen))]
-    learn = learner(MixUp, Notes, batches=batches, model=PerPixel(flat), loss_func=Flat() if flat else None, lr=0.)
+    batches = [
+        (
+            torch.randn(N, 3, N, N, generator=gen).double(),
+            torch.randint(CLASSES, (N, N, N), generator=gen),
+        )
+    ]
+    learn = learner(
+        MixUp,
+        Notes,
+        batches=batches,
+        model=PerPixel(flat),
+        loss_func=Flat() if flat else None,
+        lr=0.0,
+    )
     learn.fit(1)
     [row] = learn.notes.rows
     pred, total = PerPixel(False)(row['xb'][0]), torch.zeros(()).double()
     for i, lam in enumerate(row['lam'].double()):
-        own, other = (F.cross_entropy(pred[i:i + 1], y[i:i + 1]) for y in (batches[0][1], row['yb1'][0]))
+        own, other = (
+            F.cross_entropy(pred[i : i + 1], y[i : i + 1]) for y in (batches[0][1], row['yb1'][0])
+        )
         total += (lam * own + (1 - lam) * other) / N
     assert torch.allclose(row['loss'], total)
 
@@ -238,23 +336,28 @@ def test_each_element_of_a_sample_gets_the_share_of_the_sample(flat: bool) -> No
 def test_one_sample_is_blended_with_itself(mixer: type[MixHandler]) -> None:
     batches = [(x[:1], y[:1]) for x, y in images()]
     mixed, plain = learner(mixer, batches=batches), learner(batches=batches)
-    for learn in (mixed, plain): learn.fit(1)
+    for learn in (mixed, plain):
+        learn.fit(1)
     assert close(state(mixed.model), state(plain.model))
 
 
-# -- who sees what -----------------------------------------------------------------------------------------------------
+# -- who sees what ---------------------------------------------------------------------------------
+
 
 @both
 @pytest.mark.parametrize('microbatch', [None, 3])
-def test_the_loss_function_is_replaced_for_the_forward_pass_of_training_alone(mixer: type[MixHandler],
-                                                                              microbatch: int | None) -> None:
+def test_the_loss_function_is_replaced_for_the_forward_pass_of_training_alone(
+    mixer: type[MixHandler], microbatch: int | None
+) -> None:
     learn, seen = learner(mixer, microbatch=microbatch), set()
     plain = learn.loss_func
 
     class Everywhere(Callback):
         def run_event(self, event: str) -> None:
-            if self.learn.loss_func is not plain: seen.add((event, self.learn.training, self.learn.loss_func.__name__))
+            if self.learn.loss_func is not plain:
+                seen.add((event, self.learn.training, self.learn.loss_func.__name__))
             assert plain.reduction == 'mean'
+
     learn.add_cb(Everywhere)
     learn.fit(2)
     assert seen == {('after_pred', True, 'CrossEntropyLoss')} and learn.loss_func is plain
@@ -262,32 +365,46 @@ def test_the_loss_function_is_replaced_for_the_forward_pass_of_training_alone(mi
 
 @both
 @pytest.mark.parametrize('microbatch', [None, 3])
-def test_training_metrics_get_the_targets_of_the_samples_themselves(mixer: type[MixHandler],
-                                                                    microbatch: int | None) -> None:
+def test_training_metrics_get_the_targets_of_the_samples_themselves(
+    mixer: type[MixHandler], microbatch: int | None
+) -> None:
     seen: list[Tensor] = []
-    def metric(pred: Tensor, y: Tensor) -> Tensor: seen.append(y); return accuracy(pred, y)
+
+    def metric(pred: Tensor, y: Tensor) -> Tensor:
+        seen.append(y)
+        return accuracy(pred, y)
+
     ends: list[Any] = []
-    learn = learner(mixer, Callback(after_batch=lambda cb: ends.append(cb.yb)), metrics=metric, microbatch=microbatch)
+    learn = learner(
+        mixer,
+        Callback(after_batch=lambda cb: ends.append(cb.yb)),
+        metrics=metric,
+        microbatch=microbatch,
+    )
     learn.recorder.train_metrics = True
     learn.fit(1)
     expected = [y for _, y in images()]
-    assert torch.equal(torch.cat([y for y in seen if len(y)])[-6 * N:-2 * N], torch.cat(expected))
+    assert torch.equal(torch.cat([y for y in seen if len(y)])[-6 * N : -2 * N], torch.cat(expected))
     assert [len(yb) for yb in ends] == [1] * 6 and torch.equal(ends[0][0], expected[0])
     assert {'train_metric', 'valid_metric'} <= {*learn.history[0]}
 
 
 @both
 @pytest.mark.parametrize('loss', ['module', 'function', 'fastai'])
-def test_evaluation_is_plain_also_in_the_middle_of_training(mixer: type[MixHandler], loss: str) -> None:
+def test_evaluation_is_plain_also_in_the_middle_of_training(
+    mixer: type[MixHandler], loss: str
+) -> None:
     values: list[tuple[float, float]] = []
 
     def check(cb: Callback) -> None:
-        if not cb.training: return
+        if not cb.training:
+            return
         learn = cb.learn
         got = learn.validate()[0]
         preds, targs, losses = learn.get_preds(with_loss=True)
         values.append((got, F.cross_entropy(preds, targs).item()))
         assert losses.mean().item() == pytest.approx(got)
+
     for event in ('before_batch', 'after_pred', 'after_loss', 'before_step', 'after_batch'):
         after = Callback(**{event: check})
         after.order = 40
@@ -296,58 +413,97 @@ def test_evaluation_is_plain_also_in_the_middle_of_training(mixer: type[MixHandl
         values.clear()
 
 
-FAIL_AT = ['before_batch', 'before_pred', 'after_pred', 'after_loss', 'before_backward', 'after_step', 'after_batch']
+FAIL_AT = [
+    'before_batch',
+    'before_pred',
+    'after_pred',
+    'after_loss',
+    'before_backward',
+    'after_step',
+    'after_batch',
+]
 
 
 @both
 @pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt, CancelBatchException])
 @pytest.mark.parametrize('event', FAIL_AT)
-def test_the_loss_function_is_put_back_whatever_happens(mixer: type[MixHandler], event: str,
-                                                        error: type[BaseException]) -> None:
+def test_the_loss_function_is_put_back_whatever_happens(
+    mixer: type[MixHandler], event: str, error: type[BaseException]
+) -> None:
     def fail(cb: Callback) -> None:
-        if cb.training and cb.iter == 2: raise error
-    learn = learner(mixer, Callback(**{event: fail}) if event != 'after_batch' or error is not CancelBatchException
-                    else Callback(), microbatch=3)
+        if cb.training and cb.iter == 2:
+            raise error
+
+    learn = learner(
+        mixer,
+        Callback(**{event: fail})
+        if event != 'after_batch' or error is not CancelBatchException
+        else Callback(),
+        microbatch=3,
+    )
     plain = learn.loss_func
-    try: learn.fit(1)
-    except (ValueError, KeyboardInterrupt): pass
-    assert learn.loss_func is plain and plain.reduction == 'mean' and 'yb1' not in vars(learn.cbs[-2])
+    try:
+        learn.fit(1)
+    except (ValueError, KeyboardInterrupt):
+        pass
+    assert (
+        learn.loss_func is plain and plain.reduction == 'mean' and 'yb1' not in vars(learn.cbs[-2])
+    )
 
 
 def test_a_loss_that_raises_keeps_its_reduction() -> None:
     loss_func = nn.CrossEntropyLoss()
     learn = learner(MixUp, batches=[(x, y + 100) for x, y in images()], loss_func=loss_func)
-    with pytest.raises(IndexError, match='out of bounds'): learn.fit(1)
+    with pytest.raises(IndexError, match='out of bounds'):
+        learn.fit(1)
     assert learn.loss_func is loss_func and loss_func.reduction == 'mean'
 
 
 @both
 def test_restored_generators_give_the_same_blends(mixer: type[MixHandler]) -> None:
     states: list[Any] = []
-    learn = learner(mixer, Notes, lr=0.)
+    learn = learner(mixer, Notes, lr=0.0)
     learn.add_cb(Callback(before_draw=lambda cb: states.append(capture_rng())))
     learn.fit(1)
-    rest = learner(mixer, Notes, lr=0., batches=images()[2:])
-    def put(cb: Callback) -> None: restore_rng(states[2])
+    rest = learner(mixer, Notes, lr=0.0, batches=images()[2:])
+
+    def put(cb: Callback) -> None:
+        restore_rng(states[2])
+
     rest.add_cb(Callback(before_train=put))
     rest.fit(1)
     for a, b in zip(learn.notes.rows[2:], rest.notes.rows, strict=True):
-        assert torch.equal(a['lam'], b['lam']) and torch.equal(a['xb'][0], b['xb'][0]) and same(a['grads'], b['grads'])
+        assert (
+            torch.equal(a['lam'], b['lam'])
+            and torch.equal(a['xb'][0], b['xb'][0])
+            and same(a['grads'], b['grads'])
+        )
 
 
 @both
 @pytest.mark.parametrize('mode', ['bf16', 'fp16'])
 def test_it_trains_in_mixed_precision(mixer: type[MixHandler], mode: str) -> None:
     batches = images(dtype=torch.float32)
-    learn = learner(mixer, Notes, MixedPrecision(mode, init_scale=64.), batches=batches, model=net().float(), lr=0.)
+    learn = learner(
+        mixer,
+        Notes,
+        MixedPrecision(mode, init_scale=64.0),
+        batches=batches,
+        model=net().float(),
+        lr=0.0,
+    )
     learn.fit(1)
     model = net().float()
     for row in learn.notes.rows:
         with torch.autocast('cpu', dtype={'bf16': torch.bfloat16, 'fp16': torch.float16}[mode]):
             pred = model(row['xb'][0]).float()
-        own, other = (F.cross_entropy(pred, y, reduction='none') for y in (row['batch'][1], row['yb1'][0]))
+        own, other = (
+            F.cross_entropy(pred, y, reduction='none') for y in (row['batch'][1], row['yb1'][0])
+        )
         assert row['loss'].dtype == torch.float32
-        assert torch.allclose(row['loss'], (row['lam'] * own + (1 - row['lam']) * other).mean(), rtol=1e-5)
+        assert torch.allclose(
+            row['loss'], (row['lam'] * own + (1 - row['lam']) * other).mean(), rtol=1e-5
+        )
 
 
 def test_a_closure_evaluates_the_same_blend_again() -> None:
@@ -355,19 +511,34 @@ def test_a_closure_evaluates_the_same_blend_again() -> None:
     note = Callback(after_loss=lambda cb: losses.setdefault(cb.iter, []).append(cb.loss.item()))
     for microbatch in (None, 3):
         torch.manual_seed(0)
-        learn = learner(MixUp, note, batches=images(2), microbatch=microbatch,
-                        opt_func=partial(torch.optim.LBFGS, max_iter=5), lr=0.05)
+        learn = learner(
+            MixUp,
+            note,
+            batches=images(2),
+            microbatch=microbatch,
+            opt_func=partial(torch.optim.LBFGS, max_iter=5),
+            lr=0.05,
+        )
         learn.fit(1)
         pieces = 3 if microbatch else 1
         for seen in losses.values():
-            means = [sum(w * v for w, v in zip((3, 3, 2) if microbatch else (8,), seen[i:i + pieces], strict=True)) / 8
-                     for i in range(0, len(seen), pieces)]
+            means = [
+                sum(
+                    w * v
+                    for w, v in zip(
+                        (3, 3, 2) if microbatch else (8,), seen[i : i + pieces], strict=True
+                    )
+                )
+                / 8
+                for i in range(0, len(seen), pieces)
+            ]
             assert len(means) > 2 and means[-1] < means[0]
         losses.clear()
 
 
 class EveryOther(MixHandler):
     "A handler written for fastai: shift every batch by one sample and blend halves."
+
     def before_batch(self) -> None:
         self.lam, self.yb1 = torch.tensor([0.5]), tuple(y.roll(1) for y in self.yb)
         self.learn.xb = tuple((x + x.roll(1, 0)) / 2 for x in self.xb)
@@ -376,7 +547,7 @@ class EveryOther(MixHandler):
 
 @pytest.mark.parametrize('microbatch', [None, 3])
 def test_own_handlers_get_the_blended_loss(microbatch: int | None) -> None:
-    learn = learner(EveryOther(), Notes, lr=0., microbatch=microbatch)
+    learn = learner(EveryOther(), Notes, lr=0.0, microbatch=microbatch)
     learn.fit(1)
     model = net()
     for row in learn.notes.rows:

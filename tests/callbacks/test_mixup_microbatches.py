@@ -1,4 +1,5 @@
 """MixUp and CutMix with microbatches: each piece has its own partners, and `yb` holds nothing but targets."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -12,18 +13,34 @@ from torch import Tensor
 from learnkit import Callback, CancelBackwardException, CancelBatchException
 from learnkit.callbacks.mixup import CutMix, MixHandler, MixUp
 
-AT = ('before_batch', 'before_pred', 'after_pred', 'after_loss', 'before_backward', 'before_step', 'after_batch')
+AT = (
+    'before_batch',
+    'before_pred',
+    'after_pred',
+    'after_loss',
+    'before_backward',
+    'before_step',
+    'after_batch',
+)
 
 
 @pytest.mark.parametrize('mixer', [MixUp, CutMix])
-def test_microbatches_have_their_own_targets_alone_for_whoever_looks(mixer: type[MixHandler]) -> None:
+def test_microbatches_have_their_own_targets_alone_for_whoever_looks(
+    mixer: type[MixHandler],
+) -> None:
     seen: list[tuple[str, int, list[type]]] = []
-    def weight(xb: Any, yb: Any) -> int: seen.append(('weight', len(yb), [type(y) for y in yb])); return len(yb[0])
+
+    def weight(xb: Any, yb: Any) -> int:
+        seen.append(('weight', len(yb), [type(y) for y in yb]))
+        return len(yb[0])
 
     class Look(Callback):
         order, run_valid = -100, False
+
         def run_event(self, event: str) -> None:
-            if event in AT: seen.append((event, len(self.learn.yb), [type(y) for y in self.learn.yb]))
+            if event in AT:
+                seen.append((event, len(self.learn.yb), [type(y) for y in self.learn.yb]))
+
     learn = learner(mixer, Look, microbatch=3, weight_func=weight)
     learn.fit(1)
     assert {name for name, *_ in seen} == {'weight', *AT}
@@ -33,13 +50,17 @@ def test_microbatches_have_their_own_targets_alone_for_whoever_looks(mixer: type
 def test_microbatches_of_targets_that_begin_with_something_for_the_whole_batch() -> None:
     weights = torch.rand(2, CLASSES).double()
     batches = [(x, weights, y) for x, y in images(2)]
+
     def loss(pred: Tensor, w: Tensor, y: Tensor, reduction: str = 'mean') -> Tensor:
         loss = F.cross_entropy(pred, y, reduction='none') * w.sum()
         return loss if reduction == 'none' else loss.mean()
+
     grads = []
     for microbatch in (None, 3):
         torch.manual_seed(2)
-        learn = learner(MixUp, Notes, batches=batches, loss_func=loss, lr=0., microbatch=microbatch)
+        learn = learner(
+            MixUp, Notes, batches=batches, loss_func=loss, lr=0.0, microbatch=microbatch
+        )
         learn.dls.n_inp = 1
         learn.fit(1)
         grads.append([g for row in learn.notes.rows for g in row['grads']])
@@ -49,10 +70,13 @@ def test_microbatches_of_targets_that_begin_with_something_for_the_whole_batch()
 def test_cancelled_backward_passes_and_batches_keep_the_pieces_in_step() -> None:
     def cancel(cb: Callback) -> None:
         pieces.append(cb.iter)
-        if cb.iter == 0 and pieces.count(0) == 2: raise CancelBackwardException
-        if cb.iter == 1 and pieces.count(1) == 2: raise CancelBatchException
+        if cb.iter == 0 and pieces.count(0) == 2:
+            raise CancelBackwardException
+        if cb.iter == 1 and pieces.count(1) == 2:
+            raise CancelBatchException
+
     pieces: list[int] = []
-    learn = learner(MixUp, Callback(before_backward=cancel), Notes, lr=0., microbatch=3)
+    learn = learner(MixUp, Callback(before_backward=cancel), Notes, lr=0.0, microbatch=3)
     learn.fit(1)
     assert len(learn.notes.rows) == 3
     model = net()

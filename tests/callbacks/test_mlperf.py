@@ -1,4 +1,5 @@
 """MLPerf result files."""
+
 from __future__ import annotations
 
 import json
@@ -17,7 +18,8 @@ from learnkit.core.errors import MetricError, OptionError
 from learnkit.testing import synth_learner
 
 
-def closeness(pred: Tensor, targ: Tensor) -> Tensor: return -(pred - targ).abs().mean()
+def closeness(pred: Tensor, targ: Tensor) -> Tensor:
+    return -(pred - targ).abs().mean()
 
 
 def learner(path: Path, *cbs: Any, **kwargs: Any) -> Learner:
@@ -33,28 +35,61 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_the_lines_of_a_run(tmp_path: Path) -> None:
-    learn = learner(tmp_path, MLPerf(benchmark='line', submitter='us', system='desk', cache_cleared=True))
+    learn = learner(
+        tmp_path, MLPerf(benchmark='line', submitter='us', system='desk', cache_cleared=True)
+    )
     learn.fit(2)
-    assert learn.ml_perf.file == tmp_path/'mlperf/results/desk/line/result_0.txt'
+    assert learn.ml_perf.file == tmp_path / 'mlperf/results/desk/line/result_0.txt'
     rows = lines(learn.ml_perf.file)
     submission = [f'submission_{k}' for k in ('benchmark', 'division', 'org', 'platform', 'status')]
-    epoch = ['block_start', 'epoch_start', 'epoch_stop', 'eval_start', 'eval_accuracy', 'eval_stop', 'block_stop']
+    epoch = [
+        'block_start',
+        'epoch_start',
+        'epoch_stop',
+        'eval_start',
+        'eval_accuracy',
+        'eval_stop',
+        'block_stop',
+    ]
     assert [r['key'] for r in rows] == [
-        'cache_clear', 'init_start', *submission, 'seed', 'global_batch_size', 'gradient_accumulation_steps',
-        'train_samples', 'eval_samples', 'init_stop', 'run_start', *epoch, *epoch, 'run_stop']
-    assert all(set(r) == {'namespace', 'time_ms', 'event_type', 'key', 'value', 'metadata'} for r in rows)
+        'cache_clear',
+        'init_start',
+        *submission,
+        'seed',
+        'global_batch_size',
+        'gradient_accumulation_steps',
+        'train_samples',
+        'eval_samples',
+        'init_stop',
+        'run_start',
+        *epoch,
+        *epoch,
+        'run_stop',
+    ]
+    assert all(
+        set(r) == {'namespace', 'time_ms', 'event_type', 'key', 'value', 'metadata'} for r in rows
+    )
     kinds = {'start': 'INTERVAL_START', 'stop': 'INTERVAL_END'}
-    assert all(r['event_type'] == kinds.get(r['key'].rpartition('_')[2], 'POINT_IN_TIME') for r in rows)
+    assert all(
+        r['event_type'] == kinds.get(r['key'].rpartition('_')[2], 'POINT_IN_TIME') for r in rows
+    )
     assert [r['time_ms'] for r in rows] == sorted(r['time_ms'] for r in rows)
 
     values = {r['key']: r['value'] for r in rows}
-    assert (values['submission_org'], values['global_batch_size'], values['train_samples'], values['eval_samples']) == (
-        'us', 16, 64, 32)
-    measured = [(r['value'], r['metadata']['epoch_num'], r['metadata']['samples_count'])
-                for r in rows if r['key'] == 'eval_accuracy']
+    assert (
+        values['submission_org'],
+        values['global_batch_size'],
+        values['train_samples'],
+        values['eval_samples'],
+    ) == ('us', 16, 64, 32)
+    measured = [
+        (r['value'], r['metadata']['epoch_num'], r['metadata']['samples_count'])
+        for r in rows
+        if r['key'] == 'eval_accuracy'
+    ]
     assert measured == [(row['closeness'], i, 64 * i) for i, row in enumerate(learn.history, 1)]
     assert rows[-1]['metadata']['status'] == 'success'
-    assert json.loads((tmp_path/'mlperf/systems/desk.json').read_text())['submitter'] == 'us'
+    assert json.loads((tmp_path / 'mlperf/systems/desk.json').read_text())['submitter'] == 'us'
 
 
 def test_the_file_ends_where_the_target_is_reached(tmp_path: Path) -> None:
@@ -69,19 +104,23 @@ def test_the_file_ends_where_the_target_is_reached(tmp_path: Path) -> None:
         learn = learner(tmp_path, MLPerf(target=threshold, **options))
         learn.fit(6)
         return lines(learn.ml_perf.file)
+
     rows = again(target, comp='greater')
     assert [r['metadata']['epoch_num'] for r in rows if r['key'] == 'eval_accuracy'] == [1, 2, 3]
     assert rows[-1]['key'] == 'run_stop' and rows[-1]['metadata']['status'] == 'success'
-    rows = again(1., comp='greater')
+    rows = again(1.0, comp='greater')
     assert rows[-1]['metadata']['status'] == 'aborted' and rows[-1]['metadata']['epoch_num'] == 6
 
 
 def test_a_run_that_fails_is_aborted_and_the_next_has_a_file_of_its_own(tmp_path: Path) -> None:
     def fail(cb: Callback) -> None:
-        if failing and cb.learn.time.ba == 5: raise RuntimeError('boom')
+        if failing and cb.learn.time.ba == 5:
+            raise RuntimeError('boom')
+
     failing = True
     learn = learner(tmp_path, MLPerf(index=3), Callback(after_loss=fail))
-    with pytest.raises(RuntimeError): learn.fit(3)
+    with pytest.raises(RuntimeError):
+        learn.fit(3)
     rows = lines(learn.ml_perf.file)
     assert learn.ml_perf.file.name == 'result_3.txt' and rows[-1]['metadata']['status'] == 'aborted'
     failing = False
@@ -107,23 +146,42 @@ def test_a_step_of_several_batches_in_pieces(tmp_path: Path) -> None:
     assert (values['global_batch_size'], values['gradient_accumulation_steps']) == (48, 12)
 
 
-@pytest.mark.parametrize('wrong', [
-    {'division': 'shut'}, {'status': 'here'}, {'benchmark': 'a/b'}, {'system': ''}, {'index': -1},
-    {'monitor': 'quux', 'target': 1.}, {'monitor': 'lr', 'target': 1.}])
+@pytest.mark.parametrize(
+    'wrong',
+    [
+        {'division': 'shut'},
+        {'status': 'here'},
+        {'benchmark': 'a/b'},
+        {'system': ''},
+        {'index': -1},
+        {'monitor': 'quux', 'target': 1.0},
+        {'monitor': 'lr', 'target': 1.0},
+    ],
+)
 def test_bad_options_are_refused(wrong: Any) -> None:
-    with pytest.raises(OptionError): MLPerf(**wrong)
+    with pytest.raises(OptionError):
+        MLPerf(**wrong)
 
 
 def test_what_is_missing_is_told_before_training(tmp_path: Path) -> None:
-    (tmp_path/'file').write_text('')
-    for cb, error in ((MLPerf(monitor='accuracy'), MetricError), (MLPerf('file/x'), OptionError),
-                      (MLPerf(target=1.), OptionError)):
+    (tmp_path / 'file').write_text('')
+    for cb, error in (
+        (MLPerf(monitor='accuracy'), MetricError),
+        (MLPerf('file/x'), OptionError),
+        (MLPerf(target=1.0), OptionError),
+    ):
         learn = learner(tmp_path, cb)
-        with pytest.raises(error): learn.fit(1)
+        with pytest.raises(error):
+            learn.fit(1)
         assert learn.time.ba == 0
     with pytest.raises(MetricError, match='validation loader'):
-        Learner([(torch.zeros(2, 1), torch.zeros(2, 1))], learn.model, torch.nn.MSELoss(), path=tmp_path,
-                cbs=MLPerf()).fit(1)
+        Learner(
+            [(torch.zeros(2, 1), torch.zeros(2, 1))],
+            learn.model,
+            torch.nn.MSELoss(),
+            path=tmp_path,
+            cbs=MLPerf(),
+        ).fit(1)
 
 
 def test_a_size_of_microbatches_that_is_still_sought(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 """The monitors of optimizers, against plain torch on clones of the same weights."""
+
 from __future__ import annotations
 
 import copy
@@ -34,14 +35,16 @@ from learnkit.testing import synth_learner
 class Seen(Callback):
     "Keep what is logged, by the number of the batch under way, from 0."
 
-    def __init__(self) -> None: self.rows: dict[int, dict[str, Any]] = {}
+    def __init__(self) -> None:
+        self.rows: dict[int, dict[str, Any]] = {}
 
     def receive_log(self, name: str, value: Any, weight: Any = 1, shown: bool = True) -> None:
         row = self.rows.setdefault(self.learn.iter, {})
         assert name not in row
         row[name] = value
 
-    def of(self, name: str) -> list[Any]: return [row[name] for row in self.rows.values() if name in row]
+    def of(self, name: str) -> list[Any]:
+        return [row[name] for row in self.rows.values() if name in row]
 
 
 class Net(nn.Module):
@@ -49,7 +52,8 @@ class Net(nn.Module):
         super().__init__()
         self.body, self.head = nn.Linear(3, 4, dtype=dtype), nn.Linear(4, 2, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor: return self.head(self.body(x).tanh())
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).tanh())
 
 
 def data(dtype: torch.dtype = torch.float64, bs: int = 8) -> DataLoaders:
@@ -58,7 +62,9 @@ def data(dtype: torch.dtype = torch.float64, bs: int = 8) -> DataLoaders:
     return DataLoaders(list(zip(x.split(bs), y.split(bs), strict=True)), [(x, y)])
 
 
-def learner(opt_func: Any, *cbs: Callback, dtype: torch.dtype = torch.float64, **kwargs: Any) -> Learner:
+def learner(
+    opt_func: Any, *cbs: Callback, dtype: torch.dtype = torch.float64, **kwargs: Any
+) -> Learner:
     torch.manual_seed(0)
     model = kwargs.pop('model', None) or Net(dtype)
     learn = Learner(data(dtype), model, nn.MSELoss(), opt_func, lr=0.1, cbs=list(cbs), **kwargs)
@@ -66,13 +72,17 @@ def learner(opt_func: Any, *cbs: Callback, dtype: torch.dtype = torch.float64, *
     return learn
 
 
-def norm(t: Tensor) -> float: return t.double().pow(2).sum().sqrt().item()
+def norm(t: Tensor) -> float:
+    return t.double().pow(2).sum().sqrt().item()
 
 
-def cosine(a: Tensor, b: Tensor) -> float: return (a * b).sum().item() / (norm(a) * norm(b))
+def cosine(a: Tensor, b: Tensor) -> float:
+    return (a * b).sum().item() / (norm(a) * norm(b))
 
 
-def reference(make: Callable[..., torch.optim.Optimizer], first: str, second: str | None) -> list[dict[str, float]]:
+def reference(
+    make: Callable[..., torch.optim.Optimizer], first: str, second: str | None
+) -> list[dict[str, float]]:
     "Train the same network in a plain loop and measure it by hand."
     torch.manual_seed(0)
     model, rows = Net(), []
@@ -87,25 +97,39 @@ def reference(make: Callable[..., torch.optim.Optimizer], first: str, second: st
         kinds: dict[str, dict[str, Any]] = {}
         for n, p in named.items():
             update, state = p.detach() - before[n], opt.state[p]
-            kinds[n] = {'grad': p.grad, 'param': p.detach(), 'update': update, 'moment': state[first]}
-            if second: kinds[n]['second_moment_sqrt'] = state[second].sqrt()
+            kinds[n] = {
+                'grad': p.grad,
+                'param': p.detach(),
+                'update': update,
+                'moment': state[first],
+            }
+            if second:
+                kinds[n]['second_moment_sqrt'] = state[second].sqrt()
         for n, k in kinds.items():
             row |= {f'l2_norm/{kind}/{n}': norm(t) for kind, t in k.items()}
             row[f'cosine/update_grad/{n}'] = cosine(k['update'], k['grad'])
             row[f'cosine/moment_grad/{n}'] = cosine(k['moment'], k['grad'])
             row[f'l2_norm_ratio/update_param/{n}'] = norm(k['update']) / norm(k['param'])
         for kind in kinds['body.weight']:
-            row[f'l2_norm/{kind}/global'] = norm(torch.cat([k[kind].flatten() for k in kinds.values()]))
+            row[f'l2_norm/{kind}/global'] = norm(
+                torch.cat([k[kind].flatten() for k in kinds.values()])
+            )
         rows.append(row)
     return rows
 
 
-@pytest.mark.parametrize(('make', 'first', 'second'), [
-    (torch.optim.Adam, 'exp_avg', 'exp_avg_sq'),
-    (partial(torch.optim.AdamW, foreach=True, amsgrad=True), 'exp_avg', 'exp_avg_sq'),
-    (partial(torch.optim.SGD, momentum=0.9), 'momentum_buffer', None),
-    (partial(torch.optim.RMSprop, momentum=0.9), 'momentum_buffer', 'square_avg')])
-def test_norms_and_angles_are_those_of_a_plain_loop(make: Any, first: str, second: str | None) -> None:
+@pytest.mark.parametrize(
+    ('make', 'first', 'second'),
+    [
+        (torch.optim.Adam, 'exp_avg', 'exp_avg_sq'),
+        (partial(torch.optim.AdamW, foreach=True, amsgrad=True), 'exp_avg', 'exp_avg_sq'),
+        (partial(torch.optim.SGD, momentum=0.9), 'momentum_buffer', None),
+        (partial(torch.optim.RMSprop, momentum=0.9), 'momentum_buffer', 'square_avg'),
+    ],
+)
+def test_norms_and_angles_are_those_of_a_plain_loop(
+    make: Any, first: str, second: str | None
+) -> None:
     seen = Seen()
     learner(make, OptimizerMonitor(every=1), seen, wd_bn_bias=True).fit(1)
     assert len(seen.rows) == 6
@@ -115,17 +139,23 @@ def test_norms_and_angles_are_those_of_a_plain_loop(make: Any, first: str, secon
 
 def test_what_an_optimizer_does_not_keep_is_left_out() -> None:
     seen = Seen()
-    learner(partial(torch.optim.SGD, momentum=0.), OptimizerMonitor(every=1), seen).fit(1)
+    learner(partial(torch.optim.SGD, momentum=0.0), OptimizerMonitor(every=1), seen).fit(1)
     kinds = {name.split('/')[1] for name in seen.rows[0]}
     assert kinds == {'grad', 'param', 'update', 'update_grad', 'update_param'}
-    assert all(v == pytest.approx(-1) for name, v in seen.rows[0].items() if name.startswith('cosine/update_grad'))
+    assert all(
+        v == pytest.approx(-1)
+        for name, v in seen.rows[0].items()
+        if name.startswith('cosine/update_grad')
+    )
 
 
 def test_all_parameters_together_only() -> None:
     seen = Seen()
     learner(torch.optim.Adam, OptimizerMonitor(every=1, per_parameter=False), seen).fit(1)
-    assert sorted(seen.rows[0]) == [f'l2_norm/{kind}/global' for kind in
-                                    ('grad', 'moment', 'param', 'second_moment_sqrt', 'update')]
+    assert sorted(seen.rows[0]) == [
+        f'l2_norm/{kind}/global'
+        for kind in ('grad', 'moment', 'param', 'second_moment_sqrt', 'update')
+    ]
 
 
 @pytest.mark.parametrize(('every', 'at'), [('3ba', [2, 5]), ('4st', [3]), ('16sp', [2, 4])])
@@ -137,12 +167,16 @@ def test_looks_at_the_step_of_the_batch_that_is_due(every: str, at: list[int]) -
 
 def test_gradients_are_unscaled_and_clipped() -> None:
     plain, clipped, scaled = Seen(), Seen(), Seen()
-    sgd = partial(torch.optim.SGD, momentum=0.)
+    sgd = partial(torch.optim.SGD, momentum=0.0)
     learner(sgd, OptimizerMonitor(every=1), plain, dtype=torch.float32).fit(1)
     learner(sgd, OptimizerMonitor(every=1), clipped, GradientClip(1e-3), dtype=torch.float32).fit(1)
-    learner(sgd, OptimizerMonitor(every=1), scaled, MixedPrecision('fp16'), dtype=torch.float32).fit(1)
+    learner(
+        sgd, OptimizerMonitor(every=1), scaled, MixedPrecision('fp16'), dtype=torch.float32
+    ).fit(1)
     assert clipped.of('l2_norm/grad/global') == pytest.approx([1e-3] * 6, rel=1e-3)
-    assert scaled.of('l2_norm/grad/global') == pytest.approx(plain.of('l2_norm/grad/global'), rel=2e-2)
+    assert scaled.of('l2_norm/grad/global') == pytest.approx(
+        plain.of('l2_norm/grad/global'), rel=2e-2
+    )
 
 
 def test_accumulated_gradients_are_seen_at_their_step() -> None:
@@ -157,7 +191,8 @@ def test_accumulated_gradients_are_seen_at_their_step() -> None:
 
 def test_a_step_that_was_cancelled_after_it_is_no_step() -> None:
     def cancel(cb: Callback) -> None:
-        if cb.learn.iter == 1: raise CancelStepException
+        if cb.learn.iter == 1:
+            raise CancelStepException
 
     seen, last = Seen(), Callback(before_step=cancel)
     last.order = 200
@@ -191,7 +226,8 @@ def test_a_parameter_outside_the_model() -> None:
             super().__init__()
             self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
 
-        def forward(self, pred: Tensor, targ: Tensor) -> Tensor: return ((pred - targ) * self.scale).pow(2).mean()
+        def forward(self, pred: Tensor, targ: Tensor) -> Tensor:
+            return ((pred - targ) * self.scale).pow(2).mean()
 
     loss, seen = Scaled(), Seen()
     learn = learner(torch.optim.Adam, OptimizerMonitor(every=1), seen)
@@ -203,19 +239,40 @@ def test_a_parameter_outside_the_model() -> None:
 
 def test_several_optimizers() -> None:
     def make(params: Any, lr: float) -> dict[str, torch.optim.Optimizer]:
-        return {'body': torch.optim.SGD(params[0]['params'], lr=lr, momentum=0.5),
-                'head': torch.optim.Adam(params[1]['params'], lr=lr / 10)}
+        return {
+            'body': torch.optim.SGD(params[0]['params'], lr=lr, momentum=0.5),
+            'head': torch.optim.Adam(params[1]['params'], lr=lr / 10),
+        }
 
     seen = Seen()
-    learn = learner(make, OptimizerMonitor(every=1), LRMonitor(every=1, mom=True), seen,
-                    splitter=lambda m: [list(m.body.parameters()), list(m.head.parameters())])
+    learn = learner(
+        make,
+        OptimizerMonitor(every=1),
+        LRMonitor(every=1, mom=True),
+        seen,
+        splitter=lambda m: [list(m.body.parameters()), list(m.head.parameters())],
+    )
     learn.fit(1)
     row = seen.rows[5]
-    assert row['l2_norm/moment/global'] == pytest.approx(math.hypot(
-        *(row[f'l2_norm/moment/{n}'] for n in ('body.weight', 'body.bias', 'head.weight', 'head.bias'))))
-    assert 'l2_norm/second_moment_sqrt/head.bias' in row and 'l2_norm/second_moment_sqrt/body.bias' not in row
+    assert row['l2_norm/moment/global'] == pytest.approx(
+        math.hypot(
+            *(
+                row[f'l2_norm/moment/{n}']
+                for n in ('body.weight', 'body.bias', 'head.weight', 'head.bias')
+            )
+        )
+    )
+    assert (
+        'l2_norm/second_moment_sqrt/head.bias' in row
+        and 'l2_norm/second_moment_sqrt/body.bias' not in row
+    )
     rates = {n: v for n, v in row.items() if n.startswith(('lr-', 'mom-'))}
-    assert rates == {'lr-SGD/group0': 0.1, 'lr-Adam/group0': 0.01, 'mom-SGD/group0': 0.5, 'mom-Adam/group0': 0.9}
+    assert rates == {
+        'lr-SGD/group0': 0.1,
+        'lr-Adam/group0': 0.01,
+        'mom-SGD/group0': 0.5,
+        'mom-Adam/group0': 0.9,
+    }
 
 
 def test_sparse_gradients() -> None:
@@ -224,24 +281,35 @@ def test_sparse_gradients() -> None:
             super().__init__()
             self.table = nn.Embedding(5, 2, sparse=True)
 
-        def forward(self, i: Tensor) -> Tensor: return self.table(i)
+        def forward(self, i: Tensor) -> Tensor:
+            return self.table(i)
 
     i, y, seen = torch.tensor([1, 1, 3]), torch.ones(3, 2), Seen()
     model = Words()
     before = model.table.weight.detach().clone()
-    learn = Learner(DataLoaders([(i, y)], [(i, y)]), model, nn.MSELoss(), torch.optim.SGD, lr=0.1,
-                    cbs=[OptimizerMonitor(every=1), seen])
+    learn = Learner(
+        DataLoaders([(i, y)], [(i, y)]),
+        model,
+        nn.MSELoss(),
+        torch.optim.SGD,
+        lr=0.1,
+        cbs=[OptimizerMonitor(every=1), seen],
+    )
     learn.fit(1)
     grad = torch.zeros(5, 2)
-    for row in (1, 1, 3): grad[row] += 2 * (before[row] - 1) / 6
+    for row in (1, 1, 3):
+        grad[row] += 2 * (before[row] - 1) / 6
     assert seen.rows[0]['l2_norm/grad/table.weight'] == pytest.approx(norm(grad))
     assert seen.rows[0]['l2_norm/update/table.weight'] == pytest.approx(0.1 * norm(grad), rel=1e-5)
 
 
 def test_half_precision_is_measured_in_single() -> None:
     seen, big = Seen(), nn.Linear(3, 2, bias=False, dtype=torch.bfloat16)
-    with torch.no_grad(): big.weight.copy_(torch.tensor([[1., 2, 3], [4, 5, 6]]))
-    learner(torch.optim.SGD, OptimizerMonitor(every=1), seen, dtype=torch.bfloat16, model=big).fit(1)
+    with torch.no_grad():
+        big.weight.copy_(torch.tensor([[1.0, 2, 3], [4, 5, 6]]))
+    learner(torch.optim.SGD, OptimizerMonitor(every=1), seen, dtype=torch.bfloat16, model=big).fit(
+        1
+    )
     assert norm(big.weight) == pytest.approx(seen.of('l2_norm/param/weight')[-1], rel=1e-6)
 
 
@@ -253,9 +321,11 @@ def transfers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def read(t: Tensor) -> Any:
             seen.append(kind)
             return own(t)
+
         return read
 
-    for kind in ('item', 'tolist'): monkeypatch.setattr(Tensor, kind, note(kind, getattr(Tensor, kind)))
+    for kind in ('item', 'tolist'):
+        monkeypatch.setattr(Tensor, kind, note(kind, getattr(Tensor, kind)))
     return seen
 
 
@@ -267,7 +337,8 @@ def test_one_transfer_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
     assert n == ['tolist'] * 2
 
 
-# --------------------------------------------------------------------------------------------------------------- rates
+# -------------------------------------------------------------------------------------------- rates
+
 
 def test_rates_are_those_of_the_step() -> None:
     seen = Seen()
@@ -278,27 +349,42 @@ def test_rates_are_those_of_the_step() -> None:
 
 def test_rates_under_a_scheduler_of_torch() -> None:
     seen = Seen()
-    halve = LRScheduler(partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5), by='batch')
+    halve = LRScheduler(
+        partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5), by='batch'
+    )
     learner(torch.optim.SGD, LRMonitor(every=1), seen).fit(1, cbs=halve)
     assert seen.of('lr-SGD/group0') == pytest.approx([0.1 * 0.5**i for i in range(6)])
 
 
 def test_groups_by_their_names_and_optimizers_of_one_class() -> None:
     def make(params: Any, lr: float) -> dict[str, torch.optim.Optimizer]:
-        return {'a': torch.optim.SGD([{'params': params[0]['params'], 'name': 'stem'}], lr=1.),
-                'b': torch.optim.SGD([{'params': [p]} for p in params[1]['params']], lr=2.)}
+        return {
+            'a': torch.optim.SGD([{'params': params[0]['params'], 'name': 'stem'}], lr=1.0),
+            'b': torch.optim.SGD([{'params': [p]} for p in params[1]['params']], lr=2.0),
+        }
 
     seen = Seen()
-    learn = learner(make, LRMonitor(every=1, mom=True), seen,
-                    splitter=lambda m: [list(m.body.parameters()), list(m.head.parameters())])
+    learn = learner(
+        make,
+        LRMonitor(every=1, mom=True),
+        seen,
+        splitter=lambda m: [list(m.body.parameters()), list(m.head.parameters())],
+    )
     learn.fit(1)
-    assert sorted(n for n in seen.rows[0] if n.startswith('lr')) == ['lr-SGD-a/stem', 'lr-SGD-b/group0',
-                                                                     'lr-SGD-b/group1']
+    assert sorted(n for n in seen.rows[0] if n.startswith('lr')) == [
+        'lr-SGD-a/stem',
+        'lr-SGD-b/group0',
+        'lr-SGD-b/group1',
+    ]
 
 
 def test_a_rate_in_a_tensor() -> None:
-    learn = learner(lambda params, lr: torch.optim.Adam(params, lr=torch.tensor(lr), foreach=False, capturable=False),
-                    LRMonitor('1ep'))
+    learn = learner(
+        lambda params, lr: torch.optim.Adam(
+            params, lr=torch.tensor(lr), foreach=False, capturable=False
+        ),
+        LRMonitor('1ep'),
+    )
     learn.fit_one_cycle(1, 0.1)
     assert learn.history[0]['lr-Adam/group0'] == pytest.approx(learn._recorder('losses').lrs[-1])
 
@@ -306,27 +392,51 @@ def test_a_rate_in_a_tensor() -> None:
 @pytest.mark.parametrize('cls', [LRMonitor, OptimizerMonitor])
 def test_bad_intervals(cls: type[Monitor]) -> None:
     for every in ('0ba', 'often', '1iter', -5):
-        with pytest.raises(TimeError): cls(every)
+        with pytest.raises(TimeError):
+            cls(every)
 
 
 def test_a_look_at_a_step_is_not_counted_in_epochs() -> None:
-    with pytest.raises(TimeError, match="Give batches, such as '500ba'"): OptimizerMonitor('1ep')
+    with pytest.raises(TimeError, match="Give batches, such as '500ba'"):
+        OptimizerMonitor('1ep')
 
 
-# ------------------------------------------------------------------------------------------------- all of them at once
+# ------------------------------------------------------------------------------ all of them at once
 
-ALL = (SpeedMonitor, RuntimeEstimator, LRMonitor, OptimizerMonitor, MemoryMonitor, SystemMonitor, ActivationMonitor)
+ALL = (
+    SpeedMonitor,
+    RuntimeEstimator,
+    LRMonitor,
+    OptimizerMonitor,
+    MemoryMonitor,
+    SystemMonitor,
+    ActivationMonitor,
+)
 
 
 def test_no_monitor_changes_a_number() -> None:
     def run(*cbs: Callback) -> list[Tensor]:
         torch.manual_seed(3)
-        layers = [nn.Linear(1, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Dropout(0.3), nn.Linear(8, 1)]
-        learn = synth_learner(model=nn.Sequential(*layers), n_train=12, cbs=[*cbs, GradientClip(0.5)],
-                              opt_func=torch.optim.Adam)
+        layers = [
+            nn.Linear(1, 8),
+            nn.BatchNorm1d(8),
+            nn.ReLU(inplace=True),
+            nn.Dropout(0.3),
+            nn.Linear(8, 1),
+        ]
+        learn = synth_learner(
+            model=nn.Sequential(*layers),
+            n_train=12,
+            cbs=[*cbs, GradientClip(0.5)],
+            opt_func=torch.optim.Adam,
+        )
         learn.logger = lambda row: None
         learn.fit_one_cycle(2, 0.05)
-        return [*learn.model.state_dict().values(), *learn._recorder('losses').losses, torch.rand(3)]
+        return [
+            *learn.model.state_dict().values(),
+            *learn._recorder('losses').losses,
+            torch.rand(3),
+        ]
 
     plain, watched = run(), run(*(cls(every=1) for cls in ALL))
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
@@ -334,14 +444,20 @@ def test_no_monitor_changes_a_number() -> None:
 
 def test_they_come_in_the_middle_of_a_fit_and_copy_with_their_learner() -> None:
     def add(cb: Callback) -> None:
-        if cb.learn.iter == 2: cb.learn.add_cbs(cls(every=1) for cls in ALL)
+        if cb.learn.iter == 2:
+            cb.learn.add_cbs(cls(every=1) for cls in ALL)
 
     late = Callback(after_batch=add)
     late.run_valid = False
     learn = synth_learner(n_train=6, cbs=late)
     learn.fit(1)
     seen = set(learn.history[0])
-    assert {'l2_norm/grad/a', 'lr-DecoupledSGD/group0', 'memory/peak_rss_mem', 'cpu_percentage'} <= seen
+    assert {
+        'l2_norm/grad/a',
+        'lr-DecoupledSGD/group0',
+        'memory/peak_rss_mem',
+        'cpu_percentage',
+    } <= seen
     # no clock was started
     assert not {'throughput/batches_per_sec', 'time/remaining_estimate'} & seen
     learn.remove_cb(late)
@@ -352,8 +468,9 @@ def test_they_come_in_the_middle_of_a_fit_and_copy_with_their_learner() -> None:
 
 def test_what_is_logged_is_documented() -> None:
     seen = Seen()
-    learn = synth_learner(n_train=2, cbs=[*(cls(every=1) for cls in ALL), seen],
-                          opt_func=torch.optim.Adam)
+    learn = synth_learner(
+        n_train=2, cbs=[*(cls(every=1) for cls in ALL), seen], opt_func=torch.optim.Adam
+    )
     learn.fit(1)
     known = {name.split('{')[0] for cls in ALL for name in cls.metric_names}
     for name in {name for row in seen.rows.values() for name in row}:

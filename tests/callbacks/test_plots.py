@@ -1,4 +1,5 @@
 """The plots of the Recorder and of the timings: which numbers the artists hold, and that nothing else is drawn."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -27,19 +28,25 @@ def learner(**kwargs: Any) -> Learner:
 
 
 def fit(learn: Learner, *args: Any, **kwargs: Any) -> None:
-    with learn.no_bar(), learn.no_logging(): learn.fit(*args, **kwargs)
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(*args, **kwargs)
 
 
 def drawn(ax: Any) -> dict[str, tuple[list[float], list[float]]]:
     "The points of each line that has a label."
-    return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in ax.get_lines()
-            if not line.get_label().startswith('_')}
+    return {
+        line.get_label(): (list(line.get_xdata()), list(line.get_ydata()))
+        for line in ax.get_lines()
+        if not line.get_label().startswith('_')
+    }
 
 
-def column(learn: Learner, name: str) -> list[Any]: return [row[name] for row in learn.history]
+def column(learn: Learner, name: str) -> list[Any]:
+    return [row[name] for row in learn.history]
 
 
-# ------------------------------------------------------------------------------------------ plot_metrics
+# ------------------------------------------------------------------------------------- plot_metrics
+
 
 def test_a_panel_for_each_metric_with_a_line_for_each_place() -> None:
     learn = learner()
@@ -48,9 +55,13 @@ def test_a_panel_for_each_metric_with_a_line_for_each_place() -> None:
     assert [ax.get_ylabel() for ax in axs] == ['loss', 'accuracy'] and len(plt.get_fignums()) == 1
     for ax, metric in zip(axs, ('loss', 'accuracy'), strict=True):
         names = {'train': f'train_{metric}', 'day': f'day/{metric}', 'night': f'night/{metric}'}
-        assert drawn(ax) == {where: ([0, 1, 2], column(learn, name)) for where, name in names.items()}
+        assert drawn(ax) == {
+            where: ([0, 1, 2], column(learn, name)) for where, name in names.items()
+        }
         assert [t.get_text() for t in ax.get_legend().get_texts()] == ['train', 'day', 'night']
-        assert [line.get_color() for line in ax.get_lines()] == list(COLORS[:3]) and ax.get_xlabel() == 'epoch'
+        assert [line.get_color() for line in ax.get_lines()] == list(
+            COLORS[:3]
+        ) and ax.get_xlabel() == 'epoch'
     assert repr(axs) == '<2 axes>' and axs.figure is axs[1].figure
 
 
@@ -73,22 +84,31 @@ def test_a_resumed_fit_is_one_line(tmp_path: Path) -> None:
     other = synth_learner()
     other.recorder.load_state_dict(state)
     other.recorder.history.append({**other.history[-1], 'epoch': 2, 'train_loss': 0.5})
-    ax, = other.recorder.plot_metrics()
-    assert drawn(ax)['train'] == ([0, 1, 2], [*column(learn, 'train_loss'), 0.5]) and len(ax.get_lines()) == 2
+    (ax,) = other.recorder.plot_metrics()
+    assert (
+        drawn(ax)['train'] == ([0, 1, 2], [*column(learn, 'train_loss'), 0.5])
+        and len(ax.get_lines()) == 2
+    )
 
 
 def test_names_choose_and_one_axes_takes_them_all() -> None:
-    learn = learner(cbs=[Callback(after_epoch=lambda cb: cb.learn.log('norm', 3. + cb.epoch))])
+    learn = learner(cbs=[Callback(after_epoch=lambda cb: cb.learn.log('norm', 3.0 + cb.epoch))])
     fit(learn, 2)
-    assert [ax.get_ylabel() for ax in learn.recorder.plot_metrics(['accuracy', 'norm'])] == ['accuracy', 'norm']
-    only, = learn.recorder.plot_metrics('night/accuracy')
+    assert [ax.get_ylabel() for ax in learn.recorder.plot_metrics(['accuracy', 'norm'])] == [
+        'accuracy',
+        'norm',
+    ]
+    (only,) = learn.recorder.plot_metrics('night/accuracy')
     assert drawn(only) == {'night': ([0, 1], column(learn, 'night/accuracy'))}
     mine = plt.subplots()[1]
     n = len(plt.get_fignums())
     assert learn.recorder.plot_metrics(['day/loss', 'train_loss', 'norm'], ax=mine) is mine
     assert len(plt.get_fignums()) == n
-    assert drawn(mine) == {'train loss': ([0, 1], column(learn, 'train_loss')), 'norm': ([0, 1], [3., 4.]),
-                           'day loss': ([0, 1], column(learn, 'day/loss'))}
+    assert drawn(mine) == {
+        'train loss': ([0, 1], column(learn, 'train_loss')),
+        'norm': ([0, 1], [3.0, 4.0]),
+        'day loss': ([0, 1], column(learn, 'day/loss')),
+    }
 
 
 def test_epochs_without_an_evaluation_are_left_out() -> None:
@@ -100,24 +120,28 @@ def test_epochs_without_an_evaluation_are_left_out() -> None:
 
 
 def test_columns_that_are_not_printed_are_drawn_when_they_are_named() -> None:
-    learn = synth_learner(cbs=Callback(after_step=lambda cb: cb.learn.log('hidden', 1., shown=False)))
+    learn = synth_learner(
+        cbs=Callback(after_step=lambda cb: cb.learn.log('hidden', 1.0, shown=False))
+    )
     fit(learn, 1)
     assert [ax.get_ylabel() for ax in learn.recorder.plot_metrics()] == ['loss']
-    ax, = learn.recorder.plot_metrics('hidden')
-    assert drawn(ax) == {'valid': ([0], [1.])}
+    (ax,) = learn.recorder.plot_metrics('hidden')
+    assert drawn(ax) == {'valid': ([0], [1.0])}
 
 
 def test_what_is_not_there_is_told() -> None:
     learn = synth_learner(metrics=mae)
     for draw in (learn.recorder.plot_metrics, learn.recorder.plot_loss, learn.recorder.plot_sched):
-        with pytest.raises(MetricError, match=r'call `learn\.fit\(1\)` first'): draw()
+        with pytest.raises(MetricError, match=r'call `learn\.fit\(1\)` first'):
+            draw()
     fit(learn, 1)
     with pytest.raises(MetricError, match=r'maee was not recorded\. Did you mean `mae`\?'):
         learn.recorder.plot_metrics('maee')
     assert not plt.get_fignums()
 
 
-# ------------------------------------------------------------------------------------------ the others
+# --------------------------------------------------------------------------------------- the others
+
 
 def test_a_fit_shorter_than_what_is_skipped_is_drawn_whole() -> None:
     learn = synth_learner(n_train=3)
@@ -136,7 +160,8 @@ def test_plot_loss_draws_over_no_other_picture() -> None:
 
 def test_timings_are_bars_with_their_unit_and_share() -> None:
     learn = synth_learner()
-    with pytest.raises(OptionError, match='No step has been measured'): learn.timings.plot()
+    with pytest.raises(OptionError, match='No step has been measured'):
+        learn.timings.plot()
     fit(learn, 1)
     learn.timings._sums.clear()
     learn.timings._sums.update({'data': 0.03, 'forward': 0.06, 'Recorder': 0.008, 'loop': 0.002})
@@ -144,7 +169,12 @@ def test_timings_are_bars_with_their_unit_and_share() -> None:
     mine = plt.subplots()[1]
     assert learn.timings.plot(ax=mine) is mine
     assert sorted(bar.get_width() for bar in mine.patches) == pytest.approx([1, 4, 15, 30])
-    assert {t.get_text() for t in mine.texts} == {'30 ms, 60.0%', '15 ms, 30.0%', '4 ms, 8.0%', '1 ms, 2.0%'}
+    assert {t.get_text() for t in mine.texts} == {
+        '30 ms, 60.0%',
+        '15 ms, 30.0%',
+        '4 ms, 8.0%',
+        '1 ms, 2.0%',
+    }
     assert [t.get_text() for t in mine.get_yticklabels()] == ['forward', 'data', 'Recorder', 'loop']
     assert mine.yaxis_inverted() and mine.get_xlabel() == 'ms a step'
     assert mine.get_title() == 'a step takes 50 ms (2 measured)'
@@ -154,19 +184,22 @@ def test_timings_are_bars_with_their_unit_and_share() -> None:
 
 def luminance(name: str) -> float:
     from matplotlib.colors import to_rgb
+
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(name)]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def test_the_palette_is_seen_on_white_and_on_black() -> None:
     "The contrast of WCAG 2, at least 3:1 on both for the first colors that are used."
-    for name in COLORS[:3]: assert 1.05 / (luminance(name) + 0.05) >= 3 and (luminance(name) + 0.05) / 0.05 >= 3
+    for name in COLORS[:3]:
+        assert 1.05 / (luminance(name) + 0.05) >= 3 and (luminance(name) + 0.05) / 0.05 >= 3
     assert all((luminance(name) + 0.05) / 0.05 >= 3 for name in COLORS)
 
 
 def test_a_chosen_style_keeps_its_colors() -> None:
     assert color(1) == COLORS[1]
-    with plt.style.context('ggplot'): assert color(1) == 'C1'
+    with plt.style.context('ggplot'):
+        assert color(1) == 'C1'
 
 
 def test_new_axes_are_as_many_as_asked_for() -> None:
@@ -179,5 +212,7 @@ def test_weights_and_generators_are_as_before() -> None:
     learn = learner()
     fit(learn, 3)
     before: list[Tensor] = [torch.get_rng_state(), *[p.clone() for p in learn.model.parameters()]]
-    learn.recorder.plot_metrics(); learn.recorder.plot_loss(); learn.timings.plot()
+    learn.recorder.plot_metrics()
+    learn.recorder.plot_loss()
+    learn.timings.plot()
     assert all(map(torch.equal, before, [torch.get_rng_state(), *learn.model.parameters()]))

@@ -1,4 +1,5 @@
 """Callbacks around predictions: fetched in a fit, collected, and drawn with dropout on."""
+
 from __future__ import annotations
 
 import random
@@ -26,8 +27,11 @@ X, Y = torch.linspace(-1, 1, 28).view(14, 2), torch.linspace(0, 1, 14)[:, None]
 
 def make(model: nn.Module | None = None, **kwargs: Any) -> Learner:
     torch.manual_seed(3)
-    if model is None: model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 1))
-    dls = DataLoaders(TensorLoader(X, Y, bs=4, shuffle=True), kwargs.pop('valid', TensorLoader(X, Y, bs=4)))
+    if model is None:
+        model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 1))
+    dls = DataLoaders(
+        TensorLoader(X, Y, bs=4, shuffle=True), kwargs.pop('valid', TensorLoader(X, Y, bs=4))
+    )
     learn = Learner(dls, model, nn.MSELoss(), lr=0.1, **{'metrics': mae, **kwargs})
     learn.remove_cb(learn.progress)
     learn.logger = lambda row: None
@@ -37,12 +41,21 @@ def make(model: nn.Module | None = None, **kwargs: Any) -> Learner:
 def training(learn: Learner) -> list[Any]:
     "What a fit has left: weights, losses, rows, counters and the state of every generator."
     rows = [{k: v for k, v in row.items() if k != 'time'} for row in learn.history]
-    return [{k: v.tolist() for k, v in learn.model.state_dict().items()}, list(learn.recorder.losses), rows,
-            learn.train_iter, learn.epoch, torch.get_rng_state().tolist(), random.getstate(),
-            str(np.random.get_state()), [m.training for m in learn.model.modules()]]
+    return [
+        {k: v.tolist() for k, v in learn.model.state_dict().items()},
+        list(learn.recorder.losses),
+        rows,
+        learn.train_iter,
+        learn.epoch,
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+        str(np.random.get_state()),
+        [m.training for m in learn.model.modules()],
+    ]
 
 
 # FetchPredsCallback
+
 
 def test_a_fit_is_the_same_to_the_bit_with_and_without_fetching() -> None:
     alone, fetching = make(), make(cbs=FetchPredsCallback())
@@ -56,26 +69,50 @@ def test_a_fit_is_the_same_to_the_bit_with_and_without_fetching() -> None:
 
 def test_what_is_fetched_is_what_the_model_predicts_then() -> None:
     got, expected = [], []
+
     class Keep(Callback):
         order = 60
+
         def after_epoch(self) -> None:
             got.append(self.fetch_preds.preds)
-            expected.append(self.learn.get_preds(ds_idx=0, with_input=True, with_decoded=True, inner=True))
+            expected.append(
+                self.learn.get_preds(ds_idx=0, with_input=True, with_decoded=True, inner=True)
+            )
+
     make(cbs=[FetchPredsCallback(ds_idx=0, with_input=True, with_decoded=True), Keep()]).fit(2)
     for (x, pred, y, dec), same in zip(got, expected, strict=True):
-        assert torch.equal(x, X) and torch.equal(y, Y) and torch.equal(pred, same[1]) and torch.equal(dec, pred)
+        assert (
+            torch.equal(x, X)
+            and torch.equal(y, Y)
+            and torch.equal(pred, same[1])
+            and torch.equal(dec, pred)
+        )
     assert not torch.equal(got[0][1], got[1][1])
 
 
 def test_what_is_left_out_hears_nothing_of_it_and_all_of_the_rest() -> None:
     class Count(Callback):
-        def __init__(self) -> None: self.heard: list[str] = []
-        def before_batch(self) -> None: self.heard.append(self.phase)
-        def after_validate(self) -> None: self.heard.append('after_validate')
-    class Marked(Count): remove_on_fetch = True
-    class Later(Count): order, remove_on_fetch = 70, True
-    class Named(Count): pass
-    class Other(Count): pass
+        def __init__(self) -> None:
+            self.heard: list[str] = []
+
+        def before_batch(self) -> None:
+            self.heard.append(self.phase)
+
+        def after_validate(self) -> None:
+            self.heard.append('after_validate')
+
+    class Marked(Count):
+        remove_on_fetch = True
+
+    class Later(Count):
+        order, remove_on_fetch = 70, True
+
+    class Named(Count):
+        pass
+
+    class Other(Count):
+        pass
+
     marked, later, named, other = Marked(), Later(), Named(), Other()
     learn = make(cbs=[FetchPredsCallback(cbs=named), marked, later, named, other])
     learn.fit(2)
@@ -84,7 +121,9 @@ def test_what_is_left_out_hears_nothing_of_it_and_all_of_the_rest() -> None:
     fetched = [*['predict'] * 4, 'after_validate']
     epoch = [*['train'] * 4, *['valid'] * 4, *fetched, 'after_validate']
     assert other.heard == epoch * 2
-    assert all(cb.learn is learn and cb in learn.cbs for cb in (marked, later, named, learn.fetch_preds))
+    assert all(
+        cb.learn is learn and cb in learn.cbs for cb in (marked, later, named, learn.fetch_preds)
+    )
 
 
 def test_fetching_inside_validate_and_other_predictions() -> None:
@@ -107,7 +146,10 @@ def test_fetching_from_a_named_loader_or_another_one() -> None:
 def test_with_several_loaders_it_predicts_once_when_all_are_measured() -> None:
     valid = {'day': TensorLoader(X, Y, bs=4), 'night': TensorLoader(X[:5], Y[:5], bs=4)}
     seen: list[str] = []
-    def note(cb: Any) -> None: seen.append('predict' if cb.learn.phase == 'predict' else cb.learn.dl_name)
+
+    def note(cb: Any) -> None:
+        seen.append('predict' if cb.learn.phase == 'predict' else cb.learn.dl_name)
+
     learn = make(valid=valid, cbs=[FetchPredsCallback(), Callback(before_validate=note)])
     learn.fit(2)
     assert seen == ['day', 'night', 'predict'] * 2
@@ -121,9 +163,11 @@ def test_an_error_while_fetching_leaves_every_callback_in_its_place() -> None:
     def broken() -> Any:
         yield X[:4], Y[:4]
         raise OSError('disk gone')
+
     learn = make(cbs=FetchPredsCallback(dl=broken()))
     before = list(learn.cbs)
-    with pytest.raises(OSError, match='gone'): learn.fit(1)
+    with pytest.raises(OSError, match='gone'):
+        learn.fit(1)
     assert list(learn.cbs) == before and learn.fetch_preds.preds is None
     learn.fetch_preds.dl = None
     learn.fit(1)
@@ -131,6 +175,7 @@ def test_an_error_while_fetching_leaves_every_callback_in_its_place() -> None:
 
 
 # CollectDataCallback
+
 
 def test_collected_batches_in_order_with_predictions_and_losses() -> None:
     collect = CollectDataCallback()
@@ -155,14 +200,27 @@ def test_a_run_inside_another_one_loses_nothing_that_was_collected() -> None:
 # MCDropoutCallback
 
 KINDS: dict[str, Any] = {
-    'Dropout': (nn.Dropout(0.5), (4, 6)), 'Dropout1d': (nn.Dropout1d(0.5), (4, 6, 5)),
-    'Dropout2d': (nn.Dropout2d(0.5), (4, 6, 3, 3)), 'Dropout3d': (nn.Dropout3d(0.5), (4, 6, 2, 2, 2)),
-    'AlphaDropout': (nn.AlphaDropout(0.5), (4, 6)), 'FeatureAlphaDropout': (nn.FeatureAlphaDropout(0.5), (4, 6, 3)),
+    'Dropout': (nn.Dropout(0.5), (4, 6)),
+    'Dropout1d': (nn.Dropout1d(0.5), (4, 6, 5)),
+    'Dropout2d': (nn.Dropout2d(0.5), (4, 6, 3, 3)),
+    'Dropout3d': (nn.Dropout3d(0.5), (4, 6, 2, 2, 2)),
+    'AlphaDropout': (nn.AlphaDropout(0.5), (4, 6)),
+    'FeatureAlphaDropout': (nn.FeatureAlphaDropout(0.5), (4, 6, 3)),
     'LSTM': (nn.LSTM(6, 3, num_layers=2, dropout=0.5, batch_first=True), (4, 5, 6)),
     'GRU': (nn.GRU(6, 3, num_layers=2, dropout=0.5, batch_first=True), (4, 5, 6)),
-    'TransformerEncoderLayer': (nn.TransformerEncoderLayer(6, 2, 8, dropout=0.5, batch_first=True), (4, 5, 6)),
-    'TransformerEncoder': (nn.TransformerEncoder(nn.TransformerEncoderLayer(6, 2, 8, 0.5, batch_first=True), 2,
-                                                 enable_nested_tensor=False), (4, 5, 6))}
+    'TransformerEncoderLayer': (
+        nn.TransformerEncoderLayer(6, 2, 8, dropout=0.5, batch_first=True),
+        (4, 5, 6),
+    ),
+    'TransformerEncoder': (
+        nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(6, 2, 8, 0.5, batch_first=True),
+            2,
+            enable_nested_tensor=False,
+        ),
+        (4, 5, 6),
+    ),
+}
 
 
 class First(nn.Module):
@@ -173,13 +231,20 @@ class First(nn.Module):
         self.module = module
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.module(x, x, x) if isinstance(self.module, nn.MultiheadAttention) else self.module(x)
+        out = (
+            self.module(x, x, x)
+            if isinstance(self.module, nn.MultiheadAttention)
+            else self.module(x)
+        )
         return out[0] if isinstance(out, tuple) else out
 
 
 @pytest.mark.parametrize('kind', [*KINDS, 'MultiheadAttention'])
 def test_every_kind_of_dropout_is_on_and_off_again(kind: str) -> None:
-    module, shape = KINDS.get(kind) or (nn.MultiheadAttention(6, 2, dropout=0.5, batch_first=True), (4, 5, 6))
+    module, shape = KINDS.get(kind) or (
+        nn.MultiheadAttention(6, 2, dropout=0.5, batch_first=True),
+        (4, 5, 6),
+    )
     x = torch.randn(shape)
     learn = Learner(([x], [x]), First(module))
     learn.remove_cb(learn.progress)
@@ -201,13 +266,16 @@ def test_normalisation_stays_in_evaluation_and_the_modes_come_back() -> None:
 
 def test_samples_differ_and_a_seed_repeats_them() -> None:
     learn = make()
+
     def samples(cbs: Any) -> list[Tensor]:
         torch.manual_seed(5)
         state, res = torch.get_rng_state(), [learn.get_preds(cbs=cbs())[0] for _ in range(3)]
         assert cbs is MCDropoutCallback or torch.equal(state, torch.get_rng_state())
         return res
+
     fixed, free = samples(partial(lambda cb: cb, MCDropoutCallback())), samples(MCDropoutCallback)
-    for got in (fixed, free): assert not torch.equal(got[0], got[1]) and not torch.equal(got[1], got[2])
+    for got in (fixed, free):
+        assert not torch.equal(got[0], got[1]) and not torch.equal(got[1], got[2])
     assert all(map(torch.equal, free, samples(MCDropoutCallback)))
     torch.manual_seed(5)
     # a class does as an instance does
@@ -230,9 +298,12 @@ def test_mean_and_spread_are_those_of_the_stacked_samples() -> None:
     samples = torch.stack([learn.get_preds(cbs=cb)[0] for _ in range(6)])
     torch.manual_seed(7)
     mean, std, targs = mc_dropout_preds(learn, n=6)
-    assert torch.allclose(mean, samples.mean(0), atol=1e-6) and torch.allclose(std, samples.std(0), atol=1e-6)
+    assert torch.allclose(mean, samples.mean(0), atol=1e-6) and torch.allclose(
+        std, samples.std(0), atol=1e-6
+    )
     assert torch.equal(targs, Y)
-    with pytest.raises(OptionError, match='from 2 up'): mc_dropout_preds(learn, n=1)
+    with pytest.raises(OptionError, match='from 2 up'):
+        mc_dropout_preds(learn, n=1)
 
 
 def test_a_fit_with_dropout_on_in_validation_trains_as_without() -> None:
@@ -243,7 +314,10 @@ def test_a_fit_with_dropout_on_in_validation_trains_as_without() -> None:
     cb = MCDropoutCallback()
     torch.manual_seed(1)
     noisy.fit(2, cbs=cb)
-    weights = [torch.equal(a, b) for a, b in zip(alone.model.parameters(), noisy.model.parameters(), strict=True)]
+    weights = [
+        torch.equal(a, b)
+        for a, b in zip(alone.model.parameters(), noisy.model.parameters(), strict=True)
+    ]
     assert all(weights) and alone.history[-1]['valid_loss'] != noisy.history[-1]['valid_loss']
 
 
@@ -256,10 +330,14 @@ def test_the_generators_state_is_carried_on() -> None:
 
 def test_an_interrupted_prediction_leaves_dropout_off_in_a_fit() -> None:
     cb, learn = MCDropoutCallback(), make()
+
     def stop(c: Any) -> None:
-        if not c.training and c.iter == 1: raise OSError('gone')
+        if not c.training and c.iter == 1:
+            raise OSError('gone')
+
     learn.model.eval()
-    with pytest.raises(OSError, match='gone'): learn.validate(cbs=[cb, Callback(before_pred=stop)])
+    with pytest.raises(OSError, match='gone'):
+        learn.validate(cbs=[cb, Callback(before_pred=stop)])
     assert not any(m.training for m in learn.model.modules()) and not cb._switched
     learn.fit(1, cbs=cb)
     assert len(learn.history) == 1
@@ -267,12 +345,20 @@ def test_an_interrupted_prediction_leaves_dropout_off_in_a_fit() -> None:
 
 @pytest.mark.parametrize('event', ['before_pred', 'after_batch'])
 @pytest.mark.parametrize('level', [CancelEpochException, CancelFitException])
-def test_an_evaluation_that_was_cancelled_leaves_dropout_off_and_the_next_one_has_it_on(level: Any, event: str) -> None:
+def test_an_evaluation_that_was_cancelled_leaves_dropout_off_and_the_next_one_has_it_on(
+    level: Any, event: str
+) -> None:
     armed, on = [True], []
+
     def stop(cb: Any) -> None:
-        if not cb.training and armed: armed.clear(); raise level
+        if not cb.training and armed:
+            armed.clear()
+            raise level
+
     def look(cb: Any) -> None:
-        if not cb.training: on.append(cb.learn.model[2].training)
+        if not cb.training:
+            on.append(cb.learn.model[2].training)
+
     learn = make(cbs=MCDropoutCallback())
     learn.fit(1, cbs=Callback(**{event: stop}))
     assert not any(m.training for m in learn.model.modules()) and not learn.mc_dropout._switched
@@ -287,9 +373,14 @@ def test_an_evaluation_that_was_cancelled_leaves_dropout_off_and_the_next_one_ha
 
 def test_an_evaluation_inside_another_one_has_dropout_on_too_and_gives_it_back() -> None:
     on: list[tuple[int, bool]] = []
-    def look(cb: Any) -> None: on.append((cb.learn.run.depth, cb.learn.model[2].training))
+
+    def look(cb: Any) -> None:
+        on.append((cb.learn.run.depth, cb.learn.model[2].training))
+
     def inner(cb: Any) -> None:
-        if not cb.training and cb.iter == 1: cb.learn.validate()
+        if not cb.training and cb.iter == 1:
+            cb.learn.validate()
+
     learn = make(cbs=MCDropoutCallback())
     learn.fit(1, cbs=[Callback(after_loss=look), Callback(after_loss=inner)])
     assert on == [(1, True)] * 6 + [(2, True)] * 4 + [(1, True)] * 2 and not learn.model[2].training
@@ -297,26 +388,36 @@ def test_an_evaluation_inside_another_one_has_dropout_on_too_and_gives_it_back()
 
 def test_a_failed_evaluation_that_a_callback_forgives_changes_no_draw_of_training() -> None:
     def validate(cb: Any) -> None:
-        if not cb.training or cb.iter != 1: return
-        with suppress(OSError): cb.learn.validate(cbs=Callback(before_pred=fail))
-    def fail(cb: Any) -> None: raise OSError
+        if not cb.training or cb.iter != 1:
+            return
+        with suppress(OSError):
+            cb.learn.validate(cbs=Callback(before_pred=fail))
+
+    def fail(cb: Any) -> None:
+        raise OSError
+
     def trained(*cbs: Any) -> list[Any]:
         learn, mc = make(), MCDropoutCallback()
         torch.manual_seed(1)
         learn.fit(2, cbs=[*([mc] if cbs else []), *cbs])
         assert not learn.model[2].training
         return [p.tolist() for p in learn.model.parameters()]
+
     assert trained(Callback(after_batch=validate)) == trained()
 
 
 def test_only_options_that_choose_what_is_predicted_are_taken() -> None:
     learn = make()
     for name in ('with_input', 'with_loss', 'with_decoded', 'sink', 'save_preds'):
-        with pytest.raises(OptionError, match=f'not {name}'): mc_dropout_preds(learn, n=2, **{name: True})
-    mean, _, targs = mc_dropout_preds(learn, n=2, dl=learn.dls.train, act=torch.exp, reorder=False, inner=True)
+        with pytest.raises(OptionError, match=f'not {name}'):
+            mc_dropout_preds(learn, n=2, **{name: True})
+    mean, _, targs = mc_dropout_preds(
+        learn, n=2, dl=learn.dls.train, act=torch.exp, reorder=False, inner=True
+    )
     assert len(mean) == 14 and (mean > 0).all() and not torch.equal(targs, Y)
     for n in (True, 2.5, '3'):
-        with pytest.raises(OptionError, match='whole number'): mc_dropout_preds(learn, n=n)  # type: ignore[arg-type]
+        with pytest.raises(OptionError, match='whole number'):
+            mc_dropout_preds(learn, n=n)  # type: ignore[arg-type]
 
 
 def test_a_model_without_dropout_predicts_as_ever() -> None:

@@ -1,4 +1,5 @@
 """StopRequest: one handler for all that listen, put back by the last; what signals do to whole runs is in row 6."""
+
 from __future__ import annotations
 
 import os
@@ -22,14 +23,19 @@ def own_handler() -> Iterator[list[int]]:
     got: list[int] = []
     before = signal.signal(TERM, lambda signum, frame: got.append(signum))
     child = signal.getsignal(CHLD)
-    try: yield got
+    try:
+        yield got
     finally:
         signal.signal(TERM, before)
         signal.signal(CHLD, child)
 
 
-def send() -> None: os.kill(os.getpid(), TERM)
-def now() -> list[Any]: return [signal.getsignal(s) for s in (TERM, CHLD)]
+def send() -> None:
+    os.kill(os.getpid(), TERM)
+
+
+def now() -> list[Any]:
+    return [signal.getsignal(s) for s in (TERM, CHLD)]
 
 
 def test_it_notes_and_puts_back(own_handler: list[int]) -> None:
@@ -53,7 +59,8 @@ def test_it_notes_and_puts_back(own_handler: list[int]) -> None:
 @pytest.mark.parametrize('first_leaves_first', [True, False])
 def test_two_at_a_time(first_leaves_first: bool, own_handler: list[int]) -> None:
     before, a, b = now(), StopRequest(), StopRequest()
-    for r in (a, b): r.install()
+    for r in (a, b):
+        r.install()
     send()
     assert a.received and b.received
     first, second = (a, b) if first_leaves_first else (b, a)
@@ -65,10 +72,17 @@ def test_two_at_a_time(first_leaves_first: bool, own_handler: list[int]) -> None
 
 def test_leaving_hands_the_signal_on(own_handler: list[int]) -> None:
     before, request, other = now(), StopRequest(), StopRequest()
-    for r in (request, other): r.install()
+    for r in (request, other):
+        r.install()
     send()
-    with pytest.raises(SystemExit) as caught: request.leave()
-    assert caught.value.code == 143 and own_handler == [TERM] and now() == before and not request.received
+    with pytest.raises(SystemExit) as caught:
+        request.leave()
+    assert (
+        caught.value.code == 143
+        and own_handler == [TERM]
+        and now() == before
+        and not request.received
+    )
     other.restore()
     request.restore()
     assert now() == before
@@ -80,7 +94,8 @@ def test_what_is_no_function(handler: Any) -> None:
     request = StopRequest()
     request.install()
     assert (signal.getsignal(TERM) is signal.SIG_IGN) == (handler is signal.SIG_IGN)
-    with pytest.raises(SystemExit): request.leave()
+    with pytest.raises(SystemExit):
+        request.leave()
     assert signal.getsignal(TERM) is handler
     request.restore()
 
@@ -94,7 +109,9 @@ def test_a_handler_that_somebody_else_has_set_stays() -> None:
 
 
 def test_a_worker_that_ends_is_no_error_once_the_signal_has_come() -> None:
-    def fails(*_: Any) -> None: raise RuntimeError('DataLoader worker is killed')
+    def fails(*_: Any) -> None:
+        raise RuntimeError('DataLoader worker is killed')
+
     signal.signal(CHLD, fails)
     request = StopRequest()
     request.install()
@@ -102,7 +119,8 @@ def test_a_worker_that_ends_is_no_error_once_the_signal_has_come() -> None:
     os.kill(os.getpid(), CHLD)
     request.restore()
     assert signal.getsignal(CHLD) is fails
-    with pytest.raises(RuntimeError): os.kill(os.getpid(), CHLD)
+    with pytest.raises(RuntimeError):
+        os.kill(os.getpid(), CHLD)
 
 
 def test_outside_the_main_thread_nothing_is_installed() -> None:

@@ -1,4 +1,5 @@
 """What a run shows: in a notebook, in a terminal, in a pipe, and what it leaves behind."""
+
 import io
 import json
 import os
@@ -43,13 +44,18 @@ ENV = {**os.environ, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
 
 class Forgetful:
     "A loader that does not know its length."
-    def __init__(self, n: int) -> None: self.n = n
-    def __iter__(self) -> Iterator[Any]: return iter(batches(self.n))
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(batches(self.n))
 
 
 class Recording(Display):
     "Keeps the text of every bar it is asked to draw, with the time."
-    interval_s = 0.
+
+    interval_s = 0.0
 
     def __init__(self) -> None:
         super().__init__(io.StringIO())
@@ -59,13 +65,15 @@ class Recording(Display):
 
     def draw(self, bar: Bar | None) -> None:
         self.times.append(perf_counter())
-        if bar: self.bars.append(re.sub(CLOCK, '--:--', bar.text()))
+        if bar:
+            self.bars.append(re.sub(CLOCK, '--:--', bar.text()))
 
     def close(self, stopped_at: Bar | None = None) -> None:
         self.closed.append(stopped_at and re.sub(CLOCK, '--:--', stopped_at.text()))
 
 
-def batches(n: int) -> list[Any]: return [(torch.ones(2, 1), torch.ones(2, 1))] * n
+def batches(n: int) -> list[Any]:
+    return [(torch.ones(2, 1), torch.ones(2, 1))] * n
 
 
 def make_learner(n_train: Any = 3, n_valid: Any = 2, **kwargs: Any) -> Learner:
@@ -87,21 +95,28 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
     return made
 
 
-def raising(event: str, error: BaseException, when: Callable[[Any], bool] = lambda cb: True) -> Callback:
+def raising(
+    event: str, error: BaseException, when: Callable[[Any], bool] = lambda cb: True
+) -> Callback:
     def handler(cb: Any) -> None:
-        if when(cb): raise error
+        if when(cb):
+            raise error
+
     return Callback(**{event: handler})
 
 
-# -- tables and bars ---------------------------------------------------------------------------------------------------
+# -- tables and bars -------------------------------------------------------------------------------
+
 
 def test_numbers_stand_under_their_header() -> None:
     table = Table()
     lines = table.add(['epoch', 'train_loss', 'accuracy', 'time'], [0, 0.5, None, '00:02'])
     lines += table.add(['epoch', 'train_loss', 'accuracy', 'time'], [1, 0.25, 0.75, '00:02'])
-    assert lines == ['epoch  train_loss  accuracy   time',
-                     '    0    0.500000            00:02',
-                     '    1    0.250000  0.750000  00:02']
+    assert lines == [
+        'epoch  train_loss  accuracy   time',
+        '    0    0.500000            00:02',
+        '    1    0.250000  0.750000  00:02',
+    ]
 
 
 def test_a_row_with_other_columns_gets_a_header_of_its_own() -> None:
@@ -121,7 +136,8 @@ def test_rows_without_names_have_no_header() -> None:
 
 def test_many_rows_are_folded_behind_the_first() -> None:
     table = Table()
-    for i in range(5000): table.add(['epoch'], [i])
+    for i in range(5000):
+        table.add(['epoch'], [i])
     rows = re.findall(r'<td[^>]*>(.*?)</td>', table.html(200))
     assert rows[:11] == [*map(str, range(10)), '... 4800 more, in learn.history ...']
     assert rows[11:] == [*map(str, range(4810, 5000))]
@@ -135,7 +151,9 @@ def test_names_and_values_are_escaped() -> None:
     assert table.text(9).count('\n') == 1  # a tensor's lines are joined
 
 
-@pytest.mark.parametrize(('total', 'text'), [(8, 'day 2/8 25% 00:10<00:30'), (None, 'day 2 batches 00:10 0.2/s')])
+@pytest.mark.parametrize(
+    ('total', 'text'), [(8, 'day 2/8 25% 00:10<00:30'), (None, 'day 2 batches 00:10 0.2/s')]
+)
 def test_bar_says_count_share_and_time(total: int | None, text: str) -> None:
     bar = Bar('day', total, done=2, started=perf_counter() - 10.1)
     assert bar.text() == text
@@ -146,35 +164,50 @@ def test_bar_before_its_first_batch_does_not_guess() -> None:
     assert Bar('train', 8).text() == 'train 0/8 0% 00:00<?'
 
 
-# -- which display -----------------------------------------------------------------------------------------------------
+# -- which display ---------------------------------------------------------------------------------
+
 
 class Tty(io.StringIO):
-    def isatty(self) -> bool: return True
+    def isatty(self) -> bool:
+        return True
 
 
-@pytest.mark.parametrize(('stream', 'term', 'kind'), [
-    (io.StringIO(), 'xterm', Display), (object(), 'xterm', Display),
-    (Tty(), 'xterm', TerminalDisplay), (Tty(), 'dumb', Display)])
-def test_display_suits_the_stream(stream: Any, term: str, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ('stream', 'term', 'kind'),
+    [
+        (io.StringIO(), 'xterm', Display),
+        (object(), 'xterm', Display),
+        (Tty(), 'xterm', TerminalDisplay),
+        (Tty(), 'dumb', Display),
+    ],
+)
+def test_display_suits_the_stream(
+    stream: Any, term: str, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv('TERM', term)
     assert type(make_display(stream)) is kind
 
 
-# -- plain text --------------------------------------------------------------------------------------------------------
+# -- plain text ------------------------------------------------------------------------------------
+
 
 def test_plain_output_is_one_aligned_line_an_epoch(capsys: pytest.CaptureFixture[str]) -> None:
     make_learner().fit(3)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ['epoch', 'train_loss', 'valid_loss', 'time']
     assert [line.split()[0] for line in lines[1:]] == ['0', '1', '2']
-    assert all(re.fullmatch(rf' +\d  +\d\.\d{{6}}  +\d\.\d{{6}}  {CLOCK}', line) for line in lines[1:])
+    assert all(
+        re.fullmatch(rf' +\d  +\d\.\d{{6}}  +\d\.\d{{6}}  {CLOCK}', line) for line in lines[1:]
+    )
     assert {len(line) for line in lines} == {len(lines[0])}
 
 
 def test_plain_lines_are_flushed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stream(io.StringIO):
         flushed = 0
-        def flush(self) -> None: self.flushed = self.getvalue().count('\n')
+
+        def flush(self) -> None:
+            self.flushed = self.getvalue().count('\n')
 
     stream, seen = Stream(), []
     monkeypatch.setattr(sys, 'stdout', stream)
@@ -182,9 +215,13 @@ def test_plain_lines_are_flushed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> 
     assert seen == [0, 2, 3]  # the header comes with the first row
 
 
-def test_a_column_that_is_logged_later_starts_a_new_header(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_column_that_is_logged_later_starts_a_new_header(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def log(cb: Any) -> None:
-        if cb.epoch == 1: cb.learn.log('extra', 2.)
+        if cb.epoch == 1:
+            cb.learn.log('extra', 2.0)
+
     make_learner(cbs=Callback(after_batch=log)).fit(2)
     heads = [line for line in capsys.readouterr().out.splitlines() if 'epoch' in line]
     assert ['extra' in head for head in heads] == [False, True]
@@ -192,7 +229,8 @@ def test_a_column_that_is_logged_later_starts_a_new_header(capsys: pytest.Captur
 
 def test_no_logging_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     learn = make_learner()
-    with learn.no_logging(): learn.fit(1)
+    with learn.no_logging():
+        learn.fit(1)
     learn.validate()
     learn.get_preds()
     assert capsys.readouterr() == ('', '')
@@ -209,28 +247,39 @@ def test_a_logger_of_the_users_own_keeps_its_rows(capsys: pytest.CaptureFixture[
     assert len(rows) == 3
 
 
-# -- the logger is put back --------------------------------------------------------------------------------------------
+# -- the logger is put back ------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize('error', [RuntimeError, KeyboardInterrupt, CancelFitException])
 @pytest.mark.parametrize('event', ['before_epoch', 'after_batch', 'before_validate'])
-def test_logger_is_print_after_any_end(event: str, error: type[BaseException], shown: list[Recording]) -> None:
+def test_logger_is_print_after_any_end(
+    event: str, error: type[BaseException], shown: list[Recording]
+) -> None:
     learn = make_learner()
-    try: learn.fit(1, cbs=raising(event, error()))
-    except error: pass
+    try:
+        learn.fit(1, cbs=raising(event, error()))
+    except error:
+        pass
     assert learn.logger is print
     assert len(shown[0].closed) == 1
 
 
-def test_logger_is_print_after_a_callback_put_its_own_in_front(capsys: pytest.CaptureFixture[str]) -> None:
+def test_logger_is_print_after_a_callback_put_its_own_in_front(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     class Both(Callback):
         order = 70
+
         def before_fit(self) -> None:
             self.old = self.logger
             self.learn.logger = self.write
+
         def write(self, row: Any) -> None:
             rows.append(row)
             self.old(row)
-        def after_fit(self) -> None: self.learn.logger = self.old
+
+        def after_fit(self) -> None:
+            self.learn.logger = self.old
 
     rows: list[Any] = []
     learn = make_learner(cbs=Both())
@@ -241,7 +290,8 @@ def test_logger_is_print_after_a_callback_put_its_own_in_front(capsys: pytest.Ca
 
 def test_a_stream_that_breaks_is_an_ordinary_error(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(io.StringIO):
-        def write(self, text: str) -> int: raise BrokenPipeError('nobody reads')
+        def write(self, text: str) -> int:
+            raise BrokenPipeError('nobody reads')
 
     learn = make_learner()
     with monkeypatch.context() as patch, pytest.raises(BrokenPipeError, match='nobody reads'):
@@ -251,9 +301,14 @@ def test_a_stream_that_breaks_is_an_ordinary_error(monkeypatch: pytest.MonkeyPat
 
 
 def test_logger_is_print_after_a_callback_left_its_own_behind() -> None:
-    def wrap(cb: Any) -> None: cb.learn.logger = lambda row: None
-    learn = make_learner(cbs=[Callback(before_epoch=wrap), raising('before_train', KeyboardInterrupt())])
-    with pytest.raises(KeyboardInterrupt): learn.fit(1)
+    def wrap(cb: Any) -> None:
+        cb.learn.logger = lambda row: None
+
+    learn = make_learner(
+        cbs=[Callback(before_epoch=wrap), raising('before_train', KeyboardInterrupt())]
+    )
+    with pytest.raises(KeyboardInterrupt):
+        learn.fit(1)
     assert learn.logger is print
 
 
@@ -265,7 +320,8 @@ def test_events_called_by_hand_leave_the_next_fit_whole(capsys: pytest.CaptureFi
     assert learn.logger is print
 
 
-# -- the bars of a run -------------------------------------------------------------------------------------------------
+# -- the bars of a run -----------------------------------------------------------------------------
+
 
 def test_each_loader_is_counted_to_its_end(shown: list[Recording]) -> None:
     learn = make_learner()
@@ -273,7 +329,9 @@ def test_each_loader_is_counted_to_its_end(shown: list[Recording]) -> None:
     assert len(shown) == 1 and shown[0].closed == [None]
     seen = [re.match(r'(epoch \d/2 \w+ \d/\d)', bar).group(1) for bar in shown[0].bars]  # type: ignore[union-attr]
     loaders = ('train', 3), ('valid', 2)
-    wanted = [f'epoch {e}/2 {name} {i}/{n}' for e in (1, 2) for name, n in loaders for i in range(n + 1)]
+    wanted = [
+        f'epoch {e}/2 {name} {i}/{n}' for e in (1, 2) for name, n in loaders for i in range(n + 1)
+    ]
     assert list(dict.fromkeys(seen)) == wanted
 
 
@@ -297,7 +355,9 @@ def test_a_loader_without_length_has_no_total(shown: list[Recording]) -> None:
 
 
 @pytest.mark.parametrize('run', [Learner.validate, Learner.get_preds])
-def test_evaluation_alone_shows_an_inner_bar(run: Callable[[Learner], Any], shown: list[Recording]) -> None:
+def test_evaluation_alone_shows_an_inner_bar(
+    run: Callable[[Learner], Any], shown: list[Recording]
+) -> None:
     learn = make_learner()
     run(learn)
     assert [bar.split()[:2] for bar in shown[0].bars][-1] == ['valid', '2/2']
@@ -305,7 +365,9 @@ def test_evaluation_alone_shows_an_inner_bar(run: Callable[[Learner], Any], show
     assert not shown[0].table.sections
 
 
-def test_a_short_evaluation_alone_shows_nothing(shown: list[Recording], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_evaluation_alone_shows_nothing(
+    shown: list[Recording], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(learnkit.callbacks.progress, 'PATIENCE_S', 0.5)
     make_learner().validate()
     assert shown[0].bars == []
@@ -313,14 +375,16 @@ def test_a_short_evaluation_alone_shows_nothing(shown: list[Recording], monkeypa
 
 def test_no_mbar_leaves_out_the_epochs(shown: list[Recording]) -> None:
     learn = make_learner()
-    with learn.no_mbar(): learn.fit(2)
+    with learn.no_mbar():
+        learn.fit(2)
     assert shown[0].bars[0].startswith('train 0/3')
     assert 'left' not in ''.join(shown[0].bars)
 
 
 def test_no_bar_is_silent_but_for_the_rows_of_print(shown: list[Recording]) -> None:
     learn = make_learner()
-    with learn.no_bar(): learn.fit(1)
+    with learn.no_bar():
+        learn.fit(1)
     assert shown == []
     learn.fit(1)
     assert len(shown) == 1
@@ -328,7 +392,8 @@ def test_no_bar_is_silent_but_for_the_rows_of_print(shown: list[Recording]) -> N
 
 def test_validation_inside_a_fit_returns_to_the_training_bar(shown: list[Recording]) -> None:
     def validate(cb: Any) -> None:
-        if cb.training and cb.iter == 0: cb.learn.validate()
+        if cb.training and cb.iter == 0:
+            cb.learn.validate()
 
     make_learner(cbs=Callback(after_batch=validate)).fit(1)
     names = [bar.removeprefix('epoch 1/1 ').split()[0] for bar in shown[0].bars]
@@ -339,15 +404,19 @@ def test_validation_inside_a_fit_returns_to_the_training_bar(shown: list[Recordi
 def test_an_interrupted_fit_says_where_it_stopped(shown: list[Recording]) -> None:
     learn = make_learner(10)
     stop = raising('before_batch', KeyboardInterrupt(), lambda cb: cb.iter == 7)
-    with pytest.raises(KeyboardInterrupt): learn.fit(3, cbs=stop)
-    assert re.fullmatch(r'stopped at epoch 1/3 train 7/10 70% --:--<--:-- loss \d\.\d+', shown[0].closed[0] or '')
+    with pytest.raises(KeyboardInterrupt):
+        learn.fit(3, cbs=stop)
+    assert re.fullmatch(
+        r'stopped at epoch 1/3 train 7/10 70% --:--<--:-- loss \d\.\d+', shown[0].closed[0] or ''
+    )
     learn.fit(1)
     assert shown[1].closed == [None]
 
 
 def test_a_skipped_epoch_leaves_no_bar_behind(shown: list[Recording]) -> None:
     def skip(cb: Any) -> None:
-        if cb.training and cb.epoch == 0 and cb.iter == 1: raise CancelEpochException
+        if cb.training and cb.epoch == 0 and cb.iter == 1:
+            raise CancelEpochException
 
     make_learner(cbs=Callback(after_batch=skip)).fit(2)
     assert re.match(r'epoch 2/2 valid 2/2', shown[0].bars[-1])
@@ -366,7 +435,9 @@ def test_batches_outside_a_run_show_nothing(shown: list[Recording]) -> None:
     assert shown == []
 
 
-def test_at_most_ten_drawings_a_second(shown: list[Recording], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_most_ten_drawings_a_second(
+    shown: list[Recording], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Recording, 'interval_s', 0.1)
     make_learner(60, cbs=Callback(after_batch=lambda cb: sleep(0.005))).fit(2)
     gaps = [b - a for a, b in zip(shown[0].times, shown[0].times[1:], strict=False)]
@@ -381,7 +452,8 @@ def test_a_batch_costs_next_to_nothing_while_nothing_is_due() -> None:
     after_batch, best = learn.progress.after_batch, float('inf')
     for _ in range(20):
         start = perf_counter()
-        for _ in range(1000): after_batch()
+        for _ in range(1000):
+            after_batch()
         best = min(best, perf_counter() - start)
     assert best < 1e-3  # a microsecond; about 0.1 where nothing else runs
 
@@ -391,7 +463,8 @@ def on_screen(written: str) -> list[str]:
     lines = []
     for line in written.replace('\r\n', '\n').split('\n'):
         cells = ''
-        for part in line.split('\r'): cells = part + cells[len(part):]
+        for part in line.split('\r'):
+            cells = part + cells[len(part) :]
         lines.append(cells.rstrip())
     return [line for line in lines if line]
 
@@ -410,16 +483,19 @@ def test_a_bar_is_cleared_and_no_thread_is_started_for_it(monkeypatch: pytest.Mo
     assert on_screen(stream.getvalue()) == ['epoch      loss', '    0  0.500000']
 
 
-# -- for real: a pipe, a terminal, a notebook --------------------------------------------------------------------------
+# -- for real: a pipe, a terminal, a notebook ------------------------------------------------------
+
 
 def run_python(code: str, **kwargs: Any) -> str:
     "Run Python in a process of its own and return what it printed."
-    process = subprocess.run([sys.executable, '-c', code], cwd=ROOT, env=ENV, capture_output=True, text=True, **kwargs)
+    process = subprocess.run(
+        [sys.executable, '-c', code], cwd=ROOT, env=ENV, capture_output=True, text=True, **kwargs
+    )
     assert process.returncode == 0, process.stderr
     return process.stdout
 
 
-SCRIPT = textwrap.dedent('''
+SCRIPT = textwrap.dedent("""
     import time, torch
     from torch import nn
     from learnkit.engine.callback import Callback
@@ -439,11 +515,12 @@ SCRIPT = textwrap.dedent('''
     class Forgetful:
         def __init__(self, items): self.items = items
         def __iter__(self): return iter(self.items)
-''')
+""")
 
 
 def run_script(code: str, terminal: int = -1) -> str:
     "Run the script and the code in a forked process, with the terminal as its streams; return what it printed else."
+
     def job() -> None:
         if terminal >= 0:
             os.environ.update(TERM='xterm', COLUMNS='100', LINES='24')
@@ -451,17 +528,18 @@ def run_script(code: str, terminal: int = -1) -> str:
                 os.dup2(terminal, fd)
             sys.stdout, sys.stderr = (os.fdopen(fd, 'w', 1, closefd=False) for fd in (1, 2))
         exec(SCRIPT + textwrap.dedent(code), {'__name__': '__main__'})
+
     with start(job) as child:
         assert child.wait() == 0, child.stderr
         return child.stdout
 
 
 def test_a_pipe_gets_lines_without_control_characters() -> None:
-    out = run_script('''
+    out = run_script("""
         import sys
         for name in [name for name in sys.modules if name.split('.')[0] == 'IPython']: del sys.modules[name]
         make_learner(60, 5, wait_s=0.002).fit(2)
-        print("IPython" in sys.modules)''')
+        print("IPython" in sys.modules)""")
     assert len(out.splitlines()) == 4
     assert not re.search(r'[\x00-\x09\x0b-\x1f\x7f]', out)
     assert out.endswith('False\n')  # it is not imported to find out that this is no notebook
@@ -474,11 +552,15 @@ def read_terminal(code: str) -> str:
 
     def read() -> None:
         try:
-            while chunk := os.read(master, 65536): out.extend(chunk)
-        except OSError: pass  # the way Linux says that the other end was closed
+            while chunk := os.read(master, 65536):
+                out.extend(chunk)
+        except OSError:
+            pass  # the way Linux says that the other end was closed
+
     reader = threading.Thread(target=read)
     reader.start()
-    try: run_script(code, slave)
+    try:
+        run_script(code, slave)
     finally:
         os.close(slave)
         reader.join()
@@ -489,13 +571,13 @@ def read_terminal(code: str) -> str:
 @pytest.fixture(scope='module')
 def terminal() -> list[str]:
     "What three runs wrote on a terminal."
-    return read_terminal('''
+    return read_terminal("""
         make_learner(40, 40, wait_s=0.004).fit(2)
         print('==')
         try: make_learner(100, wait_s=0.002, stop=(0, 70)).fit(2)
         except KeyboardInterrupt: print('==')
         make_learner(40, 1, wait_s=0.004, loader=Forgetful).fit(1)
-        make_learner(1, 160, wait_s=0.004).validate()''').split('==')
+        make_learner(1, 160, wait_s=0.004).validate()""").split('==')
 
 
 def test_a_terminal_shows_bars_and_keeps_the_rows(terminal: list[str]) -> None:
@@ -525,23 +607,30 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Any:
     nbformat = pytest.importorskip('nbformat')
     pytest.importorskip('nbclient')
     pytest.importorskip('ipykernel')
-    cells = [SCRIPT,
-             'make_learner(100, 10, wait_s=0.001).fit(5)',
-             'make_learner(100, 5, wait_s=0.002, stop=(1, 60)).fit(3)',
-             'make_learner(1, 220, wait_s=0.0025).validate()',
-             'make_learner(60, wait_s=0.002, loader=Forgetful, stop=(0, 50)).fit(1)',
-             'make_learner(2, 1).fit(300)',
-             'learn = make_learner()\nwith learn.no_logging(): learn.fit(1)',
-             'make_learner().fit(0)',
-             'for _ in range(3): make_learner().validate()']
+    cells = [
+        SCRIPT,
+        'make_learner(100, 10, wait_s=0.001).fit(5)',
+        'make_learner(100, 5, wait_s=0.002, stop=(1, 60)).fit(3)',
+        'make_learner(1, 220, wait_s=0.0025).validate()',
+        'make_learner(60, wait_s=0.002, loader=Forgetful, stop=(0, 50)).fit(1)',
+        'make_learner(2, 1).fit(300)',
+        'learn = make_learner()\nwith learn.no_logging(): learn.fit(1)',
+        'make_learner().fit(0)',
+        'for _ in range(3): make_learner().validate()',
+    ]
     folder = tmp_path_factory.mktemp('notebook')
     path = folder / 'run.ipynb'
-    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells]), path)
-    run_python(f'''
+    nbformat.write(
+        nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells]), path
+    )
+    run_python(
+        f"""
 import nbformat, nbclient
 nb = nbformat.read({str(path)!r}, 4)
 nbclient.NotebookClient(nb, kernel_name='python3', allow_errors=True, timeout=120).execute()
-nbformat.write(nb, {str(path)!r})''', timeout=180)
+nbformat.write(nb, {str(path)!r})""",
+        timeout=180,
+    )
     return nbformat.read(path, 4)
 
 
@@ -551,7 +640,8 @@ def test_a_notebook_keeps_one_output_with_table_and_text(notebook: Any) -> None:
     assert len(json.dumps(output)) < 2_000
     assert len(re.findall('<tr>', html)) == 6
     assert [line.split()[0] for line in text.splitlines()] == ['epoch', '0', '1', '2', '3', '4']
-    for number in re.findall(r'<td>(.*?)</td>', html): assert number in text
+    for number in re.findall(r'<td>(.*?)</td>', html):
+        assert number in text
     assert '<progress' not in html and 'color' not in html
 
 
@@ -560,7 +650,9 @@ def test_a_notebook_keeps_the_bar_that_was_stopped(notebook: Any) -> None:
     assert error.ename == 'KeyboardInterrupt'
     assert '<progress value="60" max="100">' in output.data['text/html']
     last = output.data['text/plain'].splitlines()[-1]
-    assert re.fullmatch(rf'stopped at epoch 2/3 train 60/100 60% {CLOCK}<{CLOCK} loss \d\.\d+', last)
+    assert re.fullmatch(
+        rf'stopped at epoch 2/3 train 60/100 60% {CLOCK}<{CLOCK} loss \d\.\d+', last
+    )
     assert len(output.data['text/plain'].splitlines()) == 3
 
 
@@ -573,7 +665,9 @@ def test_a_notebook_is_blank_after_validate(notebook: Any) -> None:
 def test_a_notebook_counts_without_total(notebook: Any) -> None:
     output = notebook.cells[4].outputs[0]
     assert '<progress' not in output.data['text/html']
-    assert re.match(rf'stopped at epoch 1/1 train 50 batches {CLOCK} \d+\.\d/s', output.data['text/plain'])
+    assert re.match(
+        rf'stopped at epoch 1/1 train 50 batches {CLOCK} \d+\.\d/s', output.data['text/plain']
+    )
 
 
 def test_a_notebook_folds_what_is_too_long(notebook: Any) -> None:

@@ -1,4 +1,5 @@
 """What the Recorder keeps, against direct computation: losses, metrics, hyper-parameters, history, plots."""
+
 from __future__ import annotations
 
 import gc
@@ -37,7 +38,8 @@ from learnkit.testing import synth_learner
 GEN = torch.Generator().manual_seed(2)
 
 
-def points(n: int) -> tuple[Tensor, Tensor]: return torch.randn(n, 3, generator=GEN), torch.randn(n, 1, generator=GEN)
+def points(n: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, 3, generator=GEN), torch.randn(n, 1, generator=GEN)
 
 
 def linear() -> nn.Linear:
@@ -45,18 +47,31 @@ def linear() -> nn.Linear:
     return nn.Linear(3, 1)
 
 
-def learner(dls: Any, *cbs: Any, model: Any = None, recorder: Recorder | None = None, lr: float = 0.1,
-            **kwargs: Any) -> Learner:
+def learner(
+    dls: Any,
+    *cbs: Any,
+    model: Any = None,
+    recorder: Recorder | None = None,
+    lr: float = 0.1,
+    **kwargs: Any,
+) -> Learner:
     options = {'loss_func': nn.MSELoss(), 'opt_func': SGD, **kwargs}
-    learn = Learner(dls, model or linear(), lr=lr, cbs=[TrainEvalCallback, recorder or Recorder(), *cbs],
-                    default_cbs=False, **options)
+    learn = Learner(
+        dls,
+        model or linear(),
+        lr=lr,
+        cbs=[TrainEvalCallback, recorder or Recorder(), *cbs],
+        default_cbs=False,
+        **options,
+    )
     learn.rows = []
     learn.logger = learn.rows.append
     return learn
 
 
-def by_hand(train: list[Any], valid: list[Any], n_epoch: int,
-            lr: float = 0.1) -> tuple[list[float], list[tuple[float, float, float]]]:
+def by_hand(
+    train: list[Any], valid: list[Any], n_epoch: int, lr: float = 0.1
+) -> tuple[list[float], list[tuple[float, float, float]]]:
     "The loss of each step, and of each epoch the validation's loss, mae and mse over all its samples."
     model = linear()
     opt, losses, epochs = torch.optim.SGD(model.parameters(), lr=lr), [], []
@@ -69,7 +84,9 @@ def by_hand(train: list[Any], valid: list[Any], n_epoch: int,
             opt.zero_grad()
         with torch.no_grad():
             pred, y = torch.cat([model(x) for x, _ in valid]), torch.cat([y for _, y in valid])
-        epochs.append((F.mse_loss(pred, y).item(), F.l1_loss(pred, y).item(), F.mse_loss(pred, y).item()))
+        epochs.append(
+            (F.mse_loss(pred, y).item(), F.l1_loss(pred, y).item(), F.mse_loss(pred, y).item())
+        )
     return losses, epochs
 
 
@@ -88,18 +105,31 @@ TRAIN, VALID = [points(4) for _ in range(5)], [points(4), points(4), points(1)]
 
 # Values
 
+
 def test_values_are_those_of_a_loop_by_hand() -> None:
     learn = learner((TRAIN, VALID), metrics=[mae, mse])
     learn.fit(3)
     losses, epochs = by_hand(TRAIN, VALID, 3)
     smooth = smoothed(losses)
     assert torch.tensor(list(learn.recorder.losses)).tolist() == pytest.approx(smooth, rel=1e-5)
-    means = [sum(losses[5 * i:5 * i + 5]) / 5 for i in range(3)]
-    assert [list(v) for v in learn.recorder.values] == [pytest.approx([means[i], *epochs[i]], rel=1e-5)
-                                                        for i in range(3)]
-    assert learn.recorder.metric_names == ['epoch', 'train_loss', 'valid_loss', 'mae', 'mse', 'time']
+    means = [sum(losses[5 * i : 5 * i + 5]) / 5 for i in range(3)]
+    assert [list(v) for v in learn.recorder.values] == [
+        pytest.approx([means[i], *epochs[i]], rel=1e-5) for i in range(3)
+    ]
+    assert learn.recorder.metric_names == [
+        'epoch',
+        'train_loss',
+        'valid_loss',
+        'mae',
+        'mse',
+        'time',
+    ]
     assert learn.smooth_loss.item() == pytest.approx(smooth[-1], rel=1e-5)
-    assert learn.final_record == learn.recorder.values[-1] and list(learn.recorder.iters) == [5, 10, 15]
+    assert learn.final_record == learn.recorder.values[-1] and list(learn.recorder.iters) == [
+        5,
+        10,
+        15,
+    ]
     assert learn.recorder.lrs == [0.1] * 15
 
 
@@ -112,44 +142,76 @@ def test_the_logger_gets_a_row_an_epoch_with_the_time() -> None:
     assert len(learn.rows) == 2
 
 
-@pytest.mark.parametrize(('options', 'names'), [
-    ({}, ['epoch', 'train_loss', 'valid_loss', 'mae', 'time']),
-    ({'add_time': False}, ['epoch', 'train_loss', 'valid_loss', 'mae']),
-    ({'train_metrics': True}, ['epoch', 'train_loss', 'train_mae', 'valid_loss', 'valid_mae', 'time']),
-    ({'train_metrics': True, 'valid_metrics': False}, ['epoch', 'train_loss', 'mae', 'time'])])
+@pytest.mark.parametrize(
+    ('options', 'names'),
+    [
+        ({}, ['epoch', 'train_loss', 'valid_loss', 'mae', 'time']),
+        ({'add_time': False}, ['epoch', 'train_loss', 'valid_loss', 'mae']),
+        (
+            {'train_metrics': True},
+            ['epoch', 'train_loss', 'train_mae', 'valid_loss', 'valid_mae', 'time'],
+        ),
+        ({'train_metrics': True, 'valid_metrics': False}, ['epoch', 'train_loss', 'mae', 'time']),
+    ],
+)
 def test_columns_before_and_after_a_fit(options: dict[str, bool], names: list[str]) -> None:
     learn = learner((TRAIN, VALID), recorder=Recorder(**options), metrics=mae)
     assert learn.recorder.metric_names == names
     learn.fit(1)
     assert learn.recorder.metric_names == names
-    assert len(learn.rows[0]) == len(names) and len(learn.recorder.values[0]) == len(set(names) - {'epoch', 'time'})
+    assert len(learn.rows[0]) == len(names) and len(learn.recorder.values[0]) == len(
+        set(names) - {'epoch', 'time'}
+    )
 
 
 def test_metrics_on_train_valid_or_both() -> None:
     model = linear()
     train, valid = [points(4), points(2)], VALID
-    learn = learner((train, valid), model=model, lr=0.,
-                    metrics=[AvgMetric(mae, 'a', on='train'), AvgMetric(mae, 'b', on='both'),
-                                                                 AvgMetric(mae, 'c', on='valid'), AvgMetric(mae, 'd')])
+    learn = learner(
+        (train, valid),
+        model=model,
+        lr=0.0,
+        metrics=[
+            AvgMetric(mae, 'a', on='train'),
+            AvgMetric(mae, 'b', on='both'),
+            AvgMetric(mae, 'c', on='valid'),
+            AvgMetric(mae, 'd'),
+        ],
+    )
     learn.fit(1)
-    of = lambda batches: F.l1_loss(model(torch.cat([x for x, _ in batches])), torch.cat([y for _, y in batches])).item()
+    of = lambda batches: F.l1_loss(
+        model(torch.cat([x for x, _ in batches])), torch.cat([y for _, y in batches])
+    ).item()
     row = learn.history[0]
     assert {k: row[k] for k in row if k[-1] in 'abcd' and k != 'fit'} == {
-        'train_a': pytest.approx(of(train)), 'train_b': pytest.approx(of(train)),
-        **dict.fromkeys('bcd', pytest.approx(of(valid)))}
+        'train_a': pytest.approx(of(train)),
+        'train_b': pytest.approx(of(train)),
+        **dict.fromkeys('bcd', pytest.approx(of(valid))),
+    }
 
 
 def test_named_validation_loaders_have_columns_of_their_own() -> None:
     model = linear()
     dls = DataLoaders(TRAIN, {'day': VALID, 'night': VALID[1:]})
-    learn = learner(dls, model=model, lr=0., metrics=mae)
+    learn = learner(dls, model=model, lr=0.0, metrics=mae)
     learn.fit(2)
-    assert learn.recorder.metric_names == ['epoch', 'train_loss', 'day/loss', 'day/mae', 'night/loss', 'night/mae',
-                                           'time']
+    assert learn.recorder.metric_names == [
+        'epoch',
+        'train_loss',
+        'day/loss',
+        'day/mae',
+        'night/loss',
+        'night/mae',
+        'time',
+    ]
     for name, batches in (('day', VALID), ('night', VALID[1:])):
         x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
-        assert learn.history[1][f'{name}/mae'] == pytest.approx(F.l1_loss(model(x), y).item(), rel=1e-5)
-        assert learn.history[1][f'{name}/loss'] == pytest.approx(F.mse_loss(model(x), y).item(), rel=1e-5)
+        assert learn.history[1][f'{name}/mae'] == pytest.approx(
+            F.l1_loss(model(x), y).item(), rel=1e-5
+        )
+        assert learn.history[1][f'{name}/loss'] == pytest.approx(
+            F.mse_loss(model(x), y).item(), rel=1e-5
+        )
 
 
 def test_a_torchmetrics_object_works_as_it_is() -> None:
@@ -157,10 +219,18 @@ def test_a_torchmetrics_object_works_as_it_is() -> None:
     torch.manual_seed(1)
     batches = [(torch.randn(n, 3), torch.randint(4, (n,))) for n in (8, 8, 3)]
     f1 = torchmetrics.classification.MulticlassF1Score(4, average='macro')
-    learn = learner((batches, batches), model=(model := nn.Linear(3, 4)), loss_func=nn.CrossEntropyLoss(),
-                    metrics=[f1, accuracy], lr=0.)
+    learn = learner(
+        (batches, batches),
+        model=(model := nn.Linear(3, 4)),
+        loss_func=nn.CrossEntropyLoss(),
+        metrics=[f1, accuracy],
+        lr=0.0,
+    )
     learn.fit(2)
-    pred, y = torch.cat([model(x) for x, _ in batches]).argmax(1), torch.cat([y for _, y in batches])
+    pred, y = (
+        torch.cat([model(x) for x, _ in batches]).argmax(1),
+        torch.cat([y for _, y in batches]),
+    )
     scores = []
     for c in range(4):
         hit = ((pred == c) & (y == c)).sum().item()
@@ -171,27 +241,46 @@ def test_a_torchmetrics_object_works_as_it_is() -> None:
 
 def test_metrics_of_other_kinds_stand_beside_functions() -> None:
     class Largest(Metric):
-        def reset(self) -> None: self._max = -1.
-        def accumulate(self, learn: Any) -> None: self._max = max(self._max, (learn.pred - learn.y).abs().max().item())
+        def reset(self) -> None:
+            self._max = -1.0
+
+        def accumulate(self, learn: Any) -> None:
+            self._max = max(self._max, (learn.pred - learn.y).abs().max().item())
+
         @property
-        def value(self) -> float: return self._max
+        def value(self) -> float:
+            return self._max
+
     model = linear()
-    learn = learner((TRAIN, VALID), model=model, lr=0.,
-                    metrics=[Largest, ValueMetric(lambda: 42, 'answer'), AvgLoss(), AvgSmoothLoss(),
-                                                                lambda p, y: (p - y).detach().numpy().mean()])
+    learn = learner(
+        (TRAIN, VALID),
+        model=model,
+        lr=0.0,
+        metrics=[
+            Largest,
+            ValueMetric(lambda: 42, 'answer'),
+            AvgLoss(),
+            AvgSmoothLoss(),
+            lambda p, y: (p - y).detach().numpy().mean(),
+        ],
+    )
     learn.fit(1)
     x, y = (torch.cat(parts) for parts in zip(*VALID, strict=True))
     row = dict(zip(learn.recorder.metric_names[1:-1], learn.recorder.values[0], strict=True))
-    assert row['largest'] == pytest.approx((model(x) - y).abs().max().item(), rel=1e-5) and row['answer'] == 42
-    assert row['avg_smooth_loss'] == pytest.approx(smoothed([F.mse_loss(model(a), b).item() for a, b in VALID])[-1],
-                                                   rel=1e-5)
+    assert (
+        row['largest'] == pytest.approx((model(x) - y).abs().max().item(), rel=1e-5)
+        and row['answer'] == 42
+    )
+    assert row['avg_smooth_loss'] == pytest.approx(
+        smoothed([F.mse_loss(model(a), b).item() for a, b in VALID])[-1], rel=1e-5
+    )
     assert row['<lambda>'] == pytest.approx((model(x) - y).mean().item(), rel=1e-4)
     assert row['loss'] == pytest.approx(row['valid_loss'])
 
 
 def test_metrics_start_anew_with_each_pass() -> None:
     model = linear()
-    learn = learner((TRAIN, VALID), model=model, lr=0., metrics=mae)
+    learn = learner((TRAIN, VALID), model=model, lr=0.0, metrics=mae)
     learn.fit(3)
     first, *rest = [row['mae'] for row in learn.history]
     assert rest == [first, first]
@@ -211,35 +300,54 @@ def test_metrics_can_be_changed_between_fits() -> None:
 
 class Total(Metric):
     "The sum of the errors, in a tensor that `reset` clears in place."
+
     on = 'both'
-    def __init__(self) -> None: self.total = torch.zeros(())
-    def reset(self) -> None: self.total.zero_()
-    def accumulate(self, learn: Any) -> None: self.total += (learn.pred.detach() - learn.y).abs().sum()
+
+    def __init__(self) -> None:
+        self.total = torch.zeros(())
+
+    def reset(self) -> None:
+        self.total.zero_()
+
+    def accumulate(self, learn: Any) -> None:
+        self.total += (learn.pred.detach() - learn.y).abs().sum()
+
     @property
-    def value(self) -> float: return self.total.item()
+    def value(self) -> float:
+        return self.total.item()
 
 
 def test_a_metric_that_is_reset_in_place_is_safe_from_a_validation_inside() -> None:
     nested: list[float] = []
+
     def validate(cb: Any) -> None:
-        if cb.fitting and cb.iter == 1: nested.append(cb.learn.validate(dl=VALID[2:])[-1])
-    learn = learner((TRAIN, VALID), Callback(after_batch=validate), lr=0., metrics=Total())
+        if cb.fitting and cb.iter == 1:
+            nested.append(cb.learn.validate(dl=VALID[2:])[-1])
+
+    learn = learner((TRAIN, VALID), Callback(after_batch=validate), lr=0.0, metrics=Total())
     learn.fit(2)
-    train, valid, part = (sum(F.l1_loss(learn.model(x), y, reduction='sum').item() for x, y in batches)
-                          for batches in (TRAIN, VALID, VALID[2:]))
+    train, valid, part = (
+        sum(F.l1_loss(learn.model(x), y, reduction='sum').item() for x, y in batches)
+        for batches in (TRAIN, VALID, VALID[2:])
+    )
     assert nested == [pytest.approx(part, rel=1e-5)] * 4
-    for row in learn.history: assert (row['train_total'], row['total']) == pytest.approx((train, valid), rel=1e-5)
+    for row in learn.history:
+        assert (row['train_total'], row['total']) == pytest.approx((train, valid), rel=1e-5)
 
 
 # Cancelled batches and skipped epochs
 
+
 def test_a_batch_cancelled_before_its_loss_counts_for_nothing_and_one_after_does() -> None:
     def cancel(event: str) -> list[float]:
         def stop(cb: Any) -> None:
-            if cb.iter == 1: raise CancelBatchException
-        learn = learner((TRAIN, VALID), Callback(**{event: stop}), lr=0., metrics=mae)
+            if cb.iter == 1:
+                raise CancelBatchException
+
+        learn = learner((TRAIN, VALID), Callback(**{event: stop}), lr=0.0, metrics=mae)
         learn.fit(1)
         return [*learn.recorder.smooth_loss.raw, learn.history[0]['mae']]
+
     model = linear()
     losses = [F.mse_loss(model(x), y).item() for x, y in TRAIN]
     x, y = (torch.cat(parts) for parts in zip(*(VALID[0], VALID[2]), strict=True))
@@ -253,7 +361,9 @@ def test_a_batch_cancelled_before_its_loss_counts_for_nothing_and_one_after_does
 
 def test_an_epoch_that_is_skipped_gets_no_row() -> None:
     def skip(cb: Any) -> None:
-        if cb.epoch == 1: raise CancelEpochException
+        if cb.epoch == 1:
+            raise CancelEpochException
+
     learn = learner((TRAIN, VALID), Callback(before_epoch=skip))
     learn.fit(3)
     assert [r['epoch'] for r in learn.history] == [0, 2] == [row[0] for row in learn.rows]
@@ -261,7 +371,9 @@ def test_an_epoch_that_is_skipped_gets_no_row() -> None:
 
 def test_an_epoch_without_a_trained_batch_has_no_training_loss() -> None:
     def skip(cb: Any) -> None:
-        if cb.epoch == 1: raise CancelTrainException
+        if cb.epoch == 1:
+            raise CancelTrainException
+
     learn = learner((TRAIN, VALID), Callback(before_train=skip))
     learn.fit(3)
     assert [r['train_loss'] is None for r in learn.history] == [False, True, False]
@@ -270,18 +382,21 @@ def test_an_epoch_without_a_trained_batch_has_no_training_loss() -> None:
 
 # Logged values and parts of the loss
 
+
 def test_logged_values_are_averaged_over_the_epoch_in_training_and_each_evaluation() -> None:
     def note(cb: Any) -> None:
         cb.learn.log('half', cb.iter / 2)
         cb.learn.log('weighted', torch.tensor(float(cb.iter)), weight=cb.iter)
+
     dls = DataLoaders(TRAIN, {'day': VALID, 'night': VALID[:2]})
     learn = learner(dls, Callback(after_pred=note))
     learn.fit(2)
     weighted = lambda n: sum(i * i for i in range(n)) / sum(range(n))
     for row in learn.history:
-        assert (row['half'], row['day/half'], row['night/half']) == pytest.approx((1, .5, .25))
-        assert (row['weighted'], row['day/weighted'],
-                row['night/weighted']) == pytest.approx((weighted(5), weighted(3), weighted(2)))
+        assert (row['half'], row['day/half'], row['night/half']) == pytest.approx((1, 0.5, 0.25))
+        assert (row['weighted'], row['day/weighted'], row['night/weighted']) == pytest.approx(
+            (weighted(5), weighted(3), weighted(2))
+        )
     assert {'half', 'day/half', 'night/half', 'weighted'} <= set(learn.recorder.metric_names)
 
 
@@ -289,10 +404,16 @@ def test_logged_values_are_averaged_over_the_epoch_in_training_and_each_evaluati
 def test_what_a_prediction_logs_is_no_part_of_a_row(inner: bool) -> None:
     rows = []
     for predicts in (False, True):
+
         def predict(cb: Any, predicts: bool = predicts) -> None:
-            if predicts and cb.fitting: cb.learn.get_preds(dl=VALID[2:], inner=inner)
-        learn = learner((TRAIN, VALID), Callback(after_validate=predict),
-                        Callback(after_pred=lambda cb: cb.learn.log('n', len(cb.x))))
+            if predicts and cb.fitting:
+                cb.learn.get_preds(dl=VALID[2:], inner=inner)
+
+        learn = learner(
+            (TRAIN, VALID),
+            Callback(after_validate=predict),
+            Callback(after_pred=lambda cb: cb.learn.log('n', len(cb.x))),
+        )
         learn.fit(2)
         rows.append([{k: v for k, v in row.items() if k != 'time'} for row in learn.history])
         assert learn.history[1]['valid_n'] == 3
@@ -312,31 +433,59 @@ def test_the_columns_are_those_of_this_fit() -> None:
 
 def test_what_a_validation_inside_a_fit_logs_and_measures_stays_out_of_the_epochs_row() -> None:
     def nested(cb: Any) -> None:
-        if cb.training and cb.iter == 2: seen.append(cb.learn.validate(dl=VALID[2:]))
+        if cb.training and cb.iter == 2:
+            seen.append(cb.learn.validate(dl=VALID[2:]))
+
     seen: list[Any] = []
     rows = []
     for cbs in ([], [Callback(after_batch=nested)]):
-        learn = learner((TRAIN, VALID), *cbs, Callback(after_pred=lambda cb: cb.learn.log('n', len(cb.x))),
-                        metrics=mae, recorder=Recorder(train_metrics=True))
+        learn = learner(
+            (TRAIN, VALID),
+            *cbs,
+            Callback(after_pred=lambda cb: cb.learn.log('n', len(cb.x))),
+            metrics=mae,
+            recorder=Recorder(train_metrics=True),
+        )
         learn.fit(2)
         rows.append([{k: v for k, v in row.items() if k != 'time'} for row in learn.history])
     assert rows[0] == rows[1] and len(seen) == 2
 
 
-@pytest.mark.parametrize('nested',
-                         [lambda o: o.validate(dl=VALID[:1]), lambda o: o.get_preds(),
-                          lambda o: o.get_preds(inner=True)],
-                         ids=['validate', 'get_preds', 'inner'])
-@pytest.mark.parametrize('event',
-                         ['before_validate', 'after_batch', 'after_validate', 'after_eval', 'after_train',
-                          'after_epoch'])
+@pytest.mark.parametrize(
+    'nested',
+    [
+        lambda o: o.validate(dl=VALID[:1]),
+        lambda o: o.get_preds(),
+        lambda o: o.get_preds(inner=True),
+    ],
+    ids=['validate', 'get_preds', 'inner'],
+)
+@pytest.mark.parametrize(
+    'event',
+    [
+        'before_validate',
+        'after_batch',
+        'after_validate',
+        'after_eval',
+        'after_train',
+        'after_epoch',
+    ],
+)
 def test_an_evaluation_inside_the_evaluation_changes_no_row(event: str, nested: Any) -> None:
     "A callback that predicts or validates on its own data, before the Recorder has its turn."
     histories = []
     for inside in (False, True):
+
         def evaluate(cb: Any, inside: bool = inside) -> None:
-            if not inside or not cb.fitting or cb.phase == 'predict' or (cb.training and event == 'after_batch'): return
+            if (
+                not inside
+                or not cb.fitting
+                or cb.phase == 'predict'
+                or (cb.training and event == 'after_batch')
+            ):
+                return
             nested(cb.learn)
+
         learn = learner((TRAIN, VALID), Callback(**{event: evaluate}), metrics=mae)
         learn.fit(2)
         histories.append([{k: v for k, v in row.items() if k != 'time'} for row in learn.history])
@@ -346,7 +495,10 @@ def test_an_evaluation_inside_the_evaluation_changes_no_row(event: str, nested: 
 def test_a_loss_of_named_parts_minimises_their_sum_and_records_each() -> None:
     def parts(pred: Tensor, y: Tensor) -> dict[str, Tensor]:
         return {'fit': F.mse_loss(pred, y), 'size': 0.1 * pred.square().mean()}
-    def total(pred: Tensor, y: Tensor) -> Tensor: return sum(parts(pred, y).values())
+
+    def total(pred: Tensor, y: Tensor) -> Tensor:
+        return sum(parts(pred, y).values())
+
     ends = []
     for loss in (parts, total, lambda p, y: {**parts(p, y), 'loss': total(p, y)}):
         learn = learner((TRAIN, VALID), loss_func=loss)
@@ -366,67 +518,89 @@ def test_a_loss_of_named_parts_minimises_their_sum_and_records_each() -> None:
 def test_parts_of_a_loss_are_weighted_like_the_loss() -> None:
     "By what `weight_func` says: here targets above zero, of which batches have different numbers."
     count = lambda xb, yb: (yb[0] > 0).sum().item()
+
     def parts(pred: Tensor, y: Tensor) -> dict[str, Tensor]:
         pos = y > 0
         return {'fit': (pred - y)[pos].square().mean(), 'size': pred[pos].square().mean()}
+
     valid = [(x, torch.cat([y[:1].abs(), y[1:]])) for x, y in VALID]  # at least one in each
-    learn = learner((valid, valid), loss_func=parts, weight_func=count, lr=0.)
+    learn = learner((valid, valid), loss_func=parts, weight_func=count, lr=0.0)
     learn.fit(1)
     x, y = (torch.cat(p) for p in zip(*valid, strict=True))
     whole, row = parts(learn.model(x), y), learn.history[0]
     assert row['valid_loss'] == pytest.approx(sum(whole.values()).item(), rel=1e-5)
-    assert [row[k] for k in row if k.endswith('_fit')][-1] == pytest.approx(whole['fit'].item(), rel=1e-5)
+    assert [row[k] for k in row if k.endswith('_fit')][-1] == pytest.approx(
+        whole['fit'].item(), rel=1e-5
+    )
 
 
 def test_learn_log_without_a_recorder_is_heard_by_nobody() -> None:
-    learn = synth_learner(default_cbs=False,
-                          cbs=[TrainEvalCallback, Callback(after_pred=lambda cb: cb.learn.log('x', 1))])
+    learn = synth_learner(
+        default_cbs=False,
+        cbs=[TrainEvalCallback, Callback(after_pred=lambda cb: cb.learn.log('x', 1))],
+    )
     learn.fit(1)
-    with pytest.raises(AttributeError, match='Recorder'): _ = learn.history
+    with pytest.raises(AttributeError, match='Recorder'):
+        _ = learn.history
 
 
 # Hyper-parameters
 
+
 def test_hyper_parameters_of_each_step_are_those_that_were_used() -> None:
-    def schedule(cb: Any) -> None: cb.opt.set_hypers(lr=0.1 / (1 + cb.train_iter), mom=cb.pct_train)
+    def schedule(cb: Any) -> None:
+        cb.opt.set_hypers(lr=0.1 / (1 + cb.train_iter), mom=cb.pct_train)
+
     schedule_cb = Callback(before_batch=schedule)
     schedule_cb.run_valid = False
     learn = learner((TRAIN, VALID), schedule_cb, opt_func=partial(SGD, mom=0.9))
     learn.fit(2)
     hps = learn.recorder.hps
     assert learn.recorder.lrs == hps['lr'] == pytest.approx([0.1 / (1 + i) for i in range(10)])
-    assert hps['mom'] == pytest.approx([i / 10 for i in range(10)]) and hps['wd'] == [0.] * 10
+    assert hps['mom'] == pytest.approx([i / 10 for i in range(10)]) and hps['wd'] == [0.0] * 10
 
 
 def test_hyper_parameters_of_adam_and_of_the_last_group() -> None:
-    learn = learner((TRAIN, VALID), opt_func=torch.optim.Adam, splitter=lambda m: [[m.weight], [m.bias]])
+    learn = learner(
+        (TRAIN, VALID), opt_func=torch.optim.Adam, splitter=lambda m: [[m.weight], [m.bias]]
+    )
     learn.fit(1, lr=[1e-4, 1e-3])
     assert learn.recorder.lrs == [1e-3] * 5 and learn.recorder.hps['mom'] == [0.9] * 5
     assert learn.recorder.hps['sqr_mom'] == [0.999] * 5
 
 
 def test_a_rate_in_a_tensor_is_kept_as_it_was_at_each_step() -> None:
-    def schedule(cb: Any) -> None: cb.opt.set_hyper('lr', 0.5 ** cb.train_iter)
+    def schedule(cb: Any) -> None:
+        cb.opt.set_hyper('lr', 0.5**cb.train_iter)
+
     opt_func = lambda params, lr: torch.optim.SGD(params, lr=torch.tensor(lr))
     learn = learner((TRAIN, VALID), Callback(before_step=schedule), opt_func=opt_func)
     learn.fit(1)
     assert isinstance(learn.opt.param_groups[0]['lr'], Tensor)
-    assert learn.recorder.lrs == learn.recorder.hps['lr'] == [0.5 ** i for i in range(5)]
+    assert learn.recorder.lrs == learn.recorder.hps['lr'] == [0.5**i for i in range(5)]
 
 
-@pytest.mark.parametrize(('first', 'second', 'gone', 'late'), [
-    (torch.optim.Adam, torch.optim.SGD, {'eps', 'sqr_mom'}, {'mom'}),
-    (torch.optim.SGD, torch.optim.Adagrad, {'mom'}, {'eps'})])
-def test_an_optimizer_of_another_kind_in_the_middle_of_a_fit(first: Any, second: Any, gone: set[str],
-                                                             late: set[str]) -> None:
+@pytest.mark.parametrize(
+    ('first', 'second', 'gone', 'late'),
+    [
+        (torch.optim.Adam, torch.optim.SGD, {'eps', 'sqr_mom'}, {'mom'}),
+        (torch.optim.SGD, torch.optim.Adagrad, {'mom'}, {'eps'}),
+    ],
+)
+def test_an_optimizer_of_another_kind_in_the_middle_of_a_fit(
+    first: Any, second: Any, gone: set[str], late: set[str]
+) -> None:
     "All steps are kept; what an optimizer did not have is nan, and what the last one does not have is left out."
+
     def replace(cb: Any) -> None:
-        if cb.train_iter == 2: cb.learn.opt = OptimWrapper(opt=second(cb.learn.model.parameters(), lr=0.25))
+        if cb.train_iter == 2:
+            cb.learn.opt = OptimWrapper(opt=second(cb.learn.model.parameters(), lr=0.25))
+
     learn = learner((TRAIN, VALID), Callback(before_draw=replace), opt_func=first)
     learn.fit(1)
     hps = learn.recorder.hps
     assert learn.recorder.lrs == hps['lr'] == [0.1, 0.1, 0.25, 0.25, 0.25]
-    assert hps['wd'] == [0.] * 5 and not gone & set(hps) and late <= set(hps)
+    assert hps['wd'] == [0.0] * 5 and not gone & set(hps) and late <= set(hps)
     for name in late:
         assert [v != v for v in hps[name]] == [True, True, False, False, False]
         assert hps[name][2:] == [learn.opt.hypers[0][name]] * 3
@@ -442,6 +616,7 @@ def test_a_replaced_model_and_optimizer_are_let_go() -> None:
 
 
 # History
+
 
 def test_history_goes_on_over_fits_and_values_start_anew() -> None:
     learn = learner((TRAIN, VALID), metrics=mae)
@@ -461,7 +636,9 @@ def test_the_losses_are_those_of_the_last_fit_also_when_they_were_read_before(n:
     before = list(learn.recorder.losses)
     learn.fit(n)
     after = [v.item() for v in learn.recorder.losses]
-    assert len(before) == 10 and after == pytest.approx(smoothed(by_hand(TRAIN, VALID, 2 + n)[0][10:]), rel=1e-5)
+    assert len(before) == 10 and after == pytest.approx(
+        smoothed(by_hand(TRAIN, VALID, 2 + n)[0][10:]), rel=1e-5
+    )
     learn.recorder.smooth_loss.reset()
     assert len(learn.recorder.losses) == 0
 
@@ -471,27 +648,38 @@ def test_history_as_a_data_frame() -> None:
     learn = learner((TRAIN, VALID), metrics=mae)
     learn.fit(2)
     df = learn.history.to_pandas()
-    assert list(df.columns) == ['fit', 'epoch', 'train_loss', 'valid_loss', 'mae', 'time'] and len(df) == 2
+    assert (
+        list(df.columns) == ['fit', 'epoch', 'train_loss', 'valid_loss', 'mae', 'time']
+        and len(df) == 2
+    )
     assert df['mae'].tolist() == [r['mae'] for r in learn.history]
 
 
 def test_without_validation_there_are_no_such_columns() -> None:
     learn = learner(DataLoaders(TRAIN), metrics=mae)
     learn.fit(1)
-    assert learn.recorder.metric_names == ['epoch', 'train_loss', 'time'] and list(learn.rows[0])[:1] == [0]
+    assert learn.recorder.metric_names == ['epoch', 'train_loss', 'time'] and list(learn.rows[0])[
+        :1
+    ] == [0]
     assert len(learn.rows[0]) == 3
 
 
 def test_values_can_be_written_by_a_later_callback() -> None:
     class Overwrite(Callback):
         order = 51
-        def after_epoch(self) -> None: self.recorder.values[-1] = [7., 8.]
+
+        def after_epoch(self) -> None:
+            self.recorder.values[-1] = [7.0, 8.0]
+
     class Look(Callback):
         order = 61
-        def after_epoch(self) -> None: seen.append(self.recorder.values[-1])
+
+        def after_epoch(self) -> None:
+            seen.append(self.recorder.values[-1])
+
     seen: list[Any] = []
     learner((TRAIN, VALID), Look, Overwrite).fit(1)
-    assert seen == [[7., 8.]]
+    assert seen == [[7.0, 8.0]]
 
 
 def test_what_was_recorded_can_be_carried_over() -> None:
@@ -507,6 +695,7 @@ def test_what_was_recorded_can_be_carried_over() -> None:
 
 # Plots
 
+
 def test_plot_loss_draws_the_smoothed_losses_and_the_validation_at_the_ends_of_epochs() -> None:
     pytest.importorskip('matplotlib')
     learn = learner((TRAIN, VALID))
@@ -518,7 +707,10 @@ def test_plot_loss_draws_the_smoothed_losses_and_the_validation_at_the_ends_of_e
     assert train.get_ydata().tolist() == pytest.approx(smooth[2:], rel=1e-5)
     assert list(valid.get_xdata()) == [5, 10, 15]
     assert list(valid.get_ydata()) == [r['valid_loss'] for r in learn.history]
-    assert ax.get_xlabel() == 'step' and [t.get_text() for t in ax.get_legend().get_texts()] == ['train', 'valid']
+    assert ax.get_xlabel() == 'step' and [t.get_text() for t in ax.get_legend().get_texts()] == [
+        'train',
+        'valid',
+    ]
 
 
 def test_plot_loss_into_given_axes_without_validation_on_log_axes_with_epochs() -> None:
@@ -526,7 +718,12 @@ def test_plot_loss_into_given_axes_without_validation_on_log_axes_with_epochs() 
     learn = learner(DataLoaders(TRAIN, {'day': VALID, 'night': VALID}))
     learn.fit(2)
     _, (left, right) = plt.subplots(1, 2)
-    assert learn.recorder.plot_loss(skip_start=1, ax=left, with_valid=False, log=True, show_epochs=True) is left
+    assert (
+        learn.recorder.plot_loss(
+            skip_start=1, ax=left, with_valid=False, log=True, show_epochs=True
+        )
+        is left
+    )
     assert left.get_yscale() == 'log' and len(left.get_lines()) == 3
     assert len(learn.recorder.plot_loss(ax=right).get_lines()) == 3  # train, day, night
 
@@ -546,7 +743,8 @@ def test_plot_sched_draws_what_changed() -> None:
 def test_smoothing_of_ones_own() -> None:
     learn = learner((TRAIN, VALID), recorder=Recorder(beta=0.5))
     learn.fit(1)
-    assert [v.item() for v in learn.recorder.losses] == pytest.approx(smoothed(by_hand(TRAIN, VALID, 1)[0], 0.5),
-                                                                      rel=1e-5)
+    assert [v.item() for v in learn.recorder.losses] == pytest.approx(
+        smoothed(by_hand(TRAIN, VALID, 1)[0], 0.5), rel=1e-5
+    )
     assert learn.recorder.smooth_loss.beta == 0.5
     assert all(a != b for a, b in pairwise(learn.recorder.losses))

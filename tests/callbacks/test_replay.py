@@ -1,4 +1,5 @@
 """Repeating a batch that went wrong: the same numbers, the same exception, and nothing changed by it."""
+
 from __future__ import annotations
 
 import gc
@@ -32,8 +33,13 @@ class Boom(Exception):
 def learner(*cbs: Any, valid: bool = True, **kwargs: Any) -> Learner:
     torch.manual_seed(0)
     x = torch.randn(40, 3)
-    dls = DataLoaders.from_tensors((x, x.sum(1, keepdim=True)), (x[:8], x[:8, :1]) if valid else None, bs=4, seed=1,
-                                   device='cpu')
+    dls = DataLoaders.from_tensors(
+        (x, x.sum(1, keepdim=True)),
+        (x[:8], x[:8, :1]) if valid else None,
+        bs=4,
+        seed=1,
+        device='cpu',
+    )
     model = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Dropout(0.4), nn.Linear(6, 1))
     learn = Learner(dls, model, nn.MSELoss(), opt_func=torch.optim.Adam, lr=0.1, cbs=cbs, **kwargs)
     learn.remove_cb(learn.progress)
@@ -43,6 +49,7 @@ def learner(*cbs: Any, valid: bool = True, **kwargs: Any) -> Learner:
 
 class Seen(Callback):
     "Keep what a batch was: inputs, dropped predictions, loss, mode, rate, counters."
+
     order = 80
 
     def __init__(self) -> None:
@@ -51,90 +58,156 @@ class Seen(Callback):
         self.put, self.all = batches.append, lambda: batches
 
     @property
-    def batches(self) -> list[Any]: return self.all()
+    def batches(self) -> list[Any]:
+        return self.all()
 
     def after_loss(self) -> None:
         learn = self.learn
-        self.put((learn.xb[0].clone(), learn.pred.detach().clone(), learn.loss.clone(), learn.model[2].training,
-                             torch.is_grad_enabled(), torch.is_autocast_enabled('cpu'), learn.opt.hypers[0]['lr'],
-                             learn.epoch, learn.iter, learn.train_iter, learn.pct_train, learn.n_iter, learn.phase))
+        self.put(
+            (
+                learn.xb[0].clone(),
+                learn.pred.detach().clone(),
+                learn.loss.clone(),
+                learn.model[2].training,
+                torch.is_grad_enabled(),
+                torch.is_autocast_enabled('cpu'),
+                learn.opt.hypers[0]['lr'],
+                learn.epoch,
+                learn.iter,
+                learn.train_iter,
+                learn.pct_train,
+                learn.n_iter,
+                learn.phase,
+            )
+        )
 
 
 def same(a: Any, b: Any) -> bool:
-    return all(torch.equal(u, v) if isinstance(u, Tensor) else u == v for u, v in zip(a, b, strict=True))
+    return all(
+        torch.equal(u, v) if isinstance(u, Tensor) else u == v for u, v in zip(a, b, strict=True)
+    )
 
 
 def fail_at(event: str, epoch: int, i: int, training: bool = True) -> Callback:
     def fail(cb: Any) -> None:
-        if (cb.epoch, cb.iter, cb.learn.training) == (epoch, i, training): raise Boom(f'{event} {i}')
+        if (cb.epoch, cb.iter, cb.learn.training) == (epoch, i, training):
+            raise Boom(f'{event} {i}')
+
     cb = Callback(**{event: fail})
     cb.order = 90
     return cb
 
 
 def tensors(o: Any) -> list[Tensor]:
-    if isinstance(o, Tensor): return [o.detach().clone()]
-    if isinstance(o, dict): return [t for v in o.values() for t in tensors(v)]
+    if isinstance(o, Tensor):
+        return [o.detach().clone()]
+    if isinstance(o, dict):
+        return [t for v in o.values() for t in tensors(v)]
     return [t for v in o for t in tensors(v)] if isinstance(o, (list, tuple)) else []
 
 
 def everything(learn: Learner) -> tuple[list[Tensor], Any]:
     "Weights, buffers, optimizer, gradients, generators, callbacks' states; counters and history."
-    kept = [learn.model.state_dict(), learn.opt.state_dict(), [p.grad for p in learn.model.parameters()],
-            capture_rng()['torch'], learn.callback_states(), [loss.clone() for loss in learn.recorder.losses]]
-    plain = {k: v for k, v in vars(learn).items() if isinstance(v, (bool, int, float, str, type(None)))}
-    return tensors(kept), (plain, learn.counters.by_unit(), list(learn.history), [id(cb) for cb in learn.cbs],
-                           [m.training for m in learn.model.modules()], learn.opt.n_steps, set(vars(learn)))
+    kept = [
+        learn.model.state_dict(),
+        learn.opt.state_dict(),
+        [p.grad for p in learn.model.parameters()],
+        capture_rng()['torch'],
+        learn.callback_states(),
+        [loss.clone() for loss in learn.recorder.losses],
+    ]
+    plain = {
+        k: v for k, v in vars(learn).items() if isinstance(v, (bool, int, float, str, type(None)))
+    }
+    return tensors(kept), (
+        plain,
+        learn.counters.by_unit(),
+        list(learn.history),
+        [id(cb) for cb in learn.cbs],
+        [m.training for m in learn.model.modules()],
+        learn.opt.n_steps,
+        set(vars(learn)),
+    )
 
 
 def unchanged(before: Any, after: Any) -> bool:
-    return len(before[0]) == len(after[0]) and all(map(torch.equal, before[0], after[0])) and before[1] == after[1]
+    return (
+        len(before[0]) == len(after[0])
+        and all(map(torch.equal, before[0], after[0]))
+        and before[1] == after[1]
+    )
 
 
-EVENTS = ['before_batch', 'after_pred', 'after_loss', 'after_backward', 'before_step', 'after_step', 'after_batch']
+EVENTS = [
+    'before_batch',
+    'after_pred',
+    'after_loss',
+    'after_backward',
+    'before_step',
+    'after_step',
+    'after_batch',
+]
 
 
 @pytest.mark.parametrize('event', EVENTS)
 @pytest.mark.parametrize('microbatch', [None, 2])
-def test_it_fails_again_at_the_same_place_and_changes_nothing(event: str, microbatch: int | None) -> None:
+def test_it_fails_again_at_the_same_place_and_changes_nothing(
+    event: str, microbatch: int | None
+) -> None:
     learn = learner(seen := Seen(), EMA(), Replay(), microbatch=microbatch)
-    with pytest.raises(Boom) as first: learn.fit_one_cycle(3, cbs=fail_at(event, 1, 3))
+    with pytest.raises(Boom) as first:
+        learn.fit_one_cycle(3, cbs=fail_at(event, 1, 3))
     before, last = everything(learn), seen.batches[-1:]
     for _ in range(2):
         seen.batches.clear()
-        with pytest.raises(Boom) as again: learn.replay()
-        assert str(again.value) == str(first.value) and again.value.__notes__[0] == first.value.__notes__[0]
+        with pytest.raises(Boom) as again:
+            learn.replay()
+        assert (
+            str(again.value) == str(first.value)
+            and again.value.__notes__[0] == first.value.__notes__[0]
+        )
         assert unchanged(before, everything(learn))
-        if event in EVENTS[2:5]: assert same(seen.batches[-1], last[0])
+        if event in EVENTS[2:5]:
+            assert same(seen.batches[-1], last[0])
     pieces = 0 if event in EVENTS[:2] else 1 if event in EVENTS[2:4] or not microbatch else 2
     assert len(seen.batches) == pieces
 
 
 @pytest.mark.parametrize('cbs', [[], [MixUp(0.4)], [GradientAccumulation(12)]])
 @pytest.mark.parametrize('how', ['plain', 'bf16'])
-def test_it_is_the_same_batch_in_the_same_precision_with_the_same_random_numbers(cbs: Any, how: str) -> None:
+def test_it_is_the_same_batch_in_the_same_precision_with_the_same_random_numbers(
+    cbs: Any, how: str
+) -> None:
     learn = learner(*cbs, seen := Seen(), Replay())
-    if how == 'bf16': learn.to_bf16()
-    with pytest.raises(Boom): learn.fit(2, cbs=fail_at('after_loss', 1, 5))
+    if how == 'bf16':
+        learn.to_bf16()
+    with pytest.raises(Boom):
+        learn.fit(2, cbs=fail_at('after_loss', 1, 5))
     last = seen.batches[-1]
-    with pytest.raises(Boom): learn.replay()
+    with pytest.raises(Boom):
+        learn.replay()
     assert len(seen.batches) == 19 and same(seen.batches[-1], last)
 
 
 def test_a_step_that_accumulation_brings_comes_again() -> None:
     learn = learner(GradientAccumulation(12), Replay())
-    with pytest.raises(Boom): learn.fit(1, cbs=fail_at('after_step', 0, 5))
-    with pytest.raises(Boom): learn.replay()
+    with pytest.raises(Boom):
+        learn.fit(1, cbs=fail_at('after_step', 0, 5))
+    with pytest.raises(Boom):
+        learn.replay()
 
 
 @pytest.mark.parametrize('where', ['fit', 'validate'])
 def test_an_evaluation_batch_is_repeated_in_eval_mode_without_gradients(where: str) -> None:
     learn = learner(seen := Seen(), EMA(), Replay())
-    if where == 'validate': learn.fit(1)
+    if where == 'validate':
+        learn.fit(1)
     cb = fail_at('after_loss', 0, 1, training=False)
-    with pytest.raises(Boom): learn.fit(1, cbs=cb) if where == 'fit' else learn.validate(cbs=cb)
+    with pytest.raises(Boom):
+        learn.fit(1, cbs=cb) if where == 'fit' else learn.validate(cbs=cb)
     before, last = everything(learn), seen.batches[-1]
-    with pytest.raises(Boom): learn.replay()
+    with pytest.raises(Boom):
+        learn.replay()
     assert same(seen.batches[-1], last) and last[3:5] == (False, False) and last[-1] == 'valid'
     assert unchanged(before, everything(learn))
 
@@ -153,11 +226,13 @@ def test_without_a_failure_the_last_training_batch_gives_its_loss_again() -> Non
 def test_a_change_of_the_model_or_a_callback_takes_effect() -> None:
     learn = learner(Replay())
     cb = fail_at('after_pred', 0, 2)
-    with pytest.raises(Boom): learn.fit(1, cbs=cb)
+    with pytest.raises(Boom):
+        learn.fit(1, cbs=cb)
     cb.run = False
     assert learn.replay() is not None
     cb.run = True
-    with pytest.raises(Boom): learn.replay()
+    with pytest.raises(Boom):
+        learn.replay()
     cb.after_pred = noop  # type: ignore[attr-defined]
     nn.init.zeros_(learn.model[3].weight)
     nn.init.zeros_(learn.model[3].bias)
@@ -168,35 +243,48 @@ def test_a_change_of_the_model_or_a_callback_takes_effect() -> None:
 
 def test_the_guards_error_comes_again_and_anomaly_detection_names_the_operation() -> None:
     class Root(nn.Module):
-        def forward(self, x: Tensor) -> Tensor: return (x * 0).abs().sqrt() + x
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * 0).abs().sqrt() + x
+
     learn = learner(GuardNonFinite(), Replay())
     learn.model[2] = Root()
-    with pytest.raises(LossError) as first: learn.fit(1)
-    with pytest.raises(LossError) as again: learn.replay()
+    with pytest.raises(LossError) as first:
+        learn.fit(1)
+    with pytest.raises(LossError) as again:
+        learn.replay()
     assert str(first.value) == str(again.value) and 'gradient of 0.weight' in str(again.value)
-    with pytest.warns(UserWarning, match='Error detected in AbsBackward0'), \
-            pytest.raises(RuntimeError, match='AbsBackward0'): learn.replay(detect_anomaly=True)
+    with (
+        pytest.warns(UserWarning, match='Error detected in AbsBackward0'),
+        pytest.raises(RuntimeError, match='AbsBackward0'),
+    ):
+        learn.replay(detect_anomaly=True)
     assert not torch.is_anomaly_enabled()
 
 
 def test_in_the_fit_alone_it_is_enough(capsys: Any) -> None:
     learn = learner()
-    with pytest.raises(Boom): learn.fit(1, cbs=[Replay(), fail_at('after_loss', 0, 2)])
+    with pytest.raises(Boom):
+        learn.fit(1, cbs=[Replay(), fail_at('after_loss', 0, 2)])
     assert [type(cb).__name__ for cb in learn.cbs] == ['TrainEvalCallback', 'Recorder']
     learn.logger = print
-    with pytest.raises(Boom): learn.replay()
+    with pytest.raises(Boom):
+        learn.replay()
     assert capsys.readouterr().out.startswith('Repeating batch 2 of epoch 0 (train)')
 
 
 def test_a_failure_outside_of_a_batch_is_told(capsys: Any) -> None:
     learn = learner(Replay())
-    with pytest.raises(Boom): learn.fit(1, cbs=Callback(after_train=lambda cb: fail()))
+    with pytest.raises(Boom):
+        learn.fit(1, cbs=Callback(after_train=lambda cb: fail()))
     learn.logger = print
     assert learn.replay() is not None
-    assert capsys.readouterr().out.endswith('The run failed outside of a batch; this is the last one.\n')
+    assert capsys.readouterr().out.endswith(
+        'The run failed outside of a batch; this is the last one.\n'
+    )
 
 
-def fail() -> None: raise Boom
+def fail() -> None:
+    raise Boom
 
 
 def test_the_next_fit_and_close_let_go() -> None:
@@ -204,28 +292,36 @@ def test_the_next_fit_and_close_let_go() -> None:
         for own in (True, False):
             learn = learner(*[Replay()] * own)
             bad = fail_at('after_loss', 0, 2)
-            try: learn.fit(1, cbs=[bad] if own else [bad, Replay()])
-            except Boom: pass
+            try:
+                learn.fit(1, cbs=[bad] if own else [bad, Replay()])
+            except Boom:
+                pass
             batch = weakref.ref(learn.replay_source._drawn[True].batch[0])
             bad.run = False
             let_go(learn)
             gc.collect()
             assert batch() is None
             if not own:
-                with pytest.raises(FitError, match='no batch to repeat'): learn.replay()
+                with pytest.raises(FitError, match='no batch to repeat'):
+                    learn.replay()
 
 
 def test_nothing_to_repeat() -> None:
     learn = learner()
-    with pytest.raises(FitError, match=r'learn.add_cb\(Replay\(\)\)'): learn.replay()
+    with pytest.raises(FitError, match=r'learn.add_cb\(Replay\(\)\)'):
+        learn.replay()
     learn.add_cb(Replay())
-    with pytest.raises(FitError, match='There is no batch'): learn.replay()
-    with pytest.raises(FitError, match='under way'): learn.fit(1, cbs=Callback(before_batch=lambda cb: cb.replay()))
+    with pytest.raises(FitError, match='There is no batch'):
+        learn.replay()
+    with pytest.raises(FitError, match='under way'):
+        learn.fit(1, cbs=Callback(before_batch=lambda cb: cb.replay()))
 
 
 def test_a_batch_that_was_cancelled_is_cancelled_again() -> None:
     def cancel(cb: Any) -> None:
-        if cb.iter == 2: raise CancelFitException
+        if cb.iter == 2:
+            raise CancelFitException
+
     learn = learner(Replay(), Callback(after_pred=cancel))
     learn.fit(1)
     learn.replay()
@@ -235,8 +331,12 @@ def test_a_batch_that_was_cancelled_is_cancelled_again() -> None:
 def test_training_is_not_changed_by_it() -> None:
     a, b = learner(Replay()), learner()
     torch.manual_seed(7)
-    a.fit(1); a.replay(); a.fit(1)
+    a.fit(1)
+    a.replay()
+    a.fit(1)
     torch.manual_seed(7)
-    b.fit(1); b.fit(1)
-    for p, q in zip(a.model.state_dict().values(), b.model.state_dict().values(), strict=True): assert torch.equal(p, q)
+    b.fit(1)
+    b.fit(1)
+    for p, q in zip(a.model.state_dict().values(), b.model.state_dict().values(), strict=True):
+        assert torch.equal(p, q)
     assert math.isfinite(a.recorder.losses[-1])

@@ -1,4 +1,5 @@
 """What is shown of a fit that goes on from a checkpoint: the bar from the batch that comes next, and no row twice."""
+
 from __future__ import annotations
 
 import io
@@ -20,7 +21,8 @@ BATCH = torch.ones(2, 1), torch.ones(2, 1)
 
 class Kept(Display):
     "Keeps how far each bar was, and its text."
-    interval_s = 0.
+
+    interval_s = 0.0
 
     def __init__(self) -> None:
         super().__init__(io.StringIO())
@@ -28,42 +30,57 @@ class Kept(Display):
         self.texts: list[str] = []
 
     def draw(self, bar: Bar | None) -> None:
-        if bar is None: return
+        if bar is None:
+            return
         self.bars.append((bar.label, bar.done, bar.total))
         self.texts.append(bar.text())
 
 
 class Loader:
     "A loader that may not know its length."
-    def __init__(self, n: int) -> None: self.n = n
-    def __iter__(self) -> Any: return iter([BATCH] * self.n)
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Any:
+        return iter([BATCH] * self.n)
 
 
 class Sized(Loader):
-    def __len__(self) -> int: return self.n
+    def __len__(self) -> int:
+        return self.n
 
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> list[Kept]:
     "The displays of the test's runs."
     made: list[Kept] = []
+
     def make(stream: Any = None) -> Kept:
         made.append(Kept())
         return made[-1]
+
     monkeypatch.setattr(learnkit.callbacks.progress, 'make_display', make)
     return made
 
 
 def learner(train: Any = None, **kwargs: Any) -> Any:
     torch.manual_seed(0)
-    return Learner(DataLoaders(train or Sized(5), Sized(2)), nn.Linear(1, 1), loss_func=nn.MSELoss(), **kwargs)
+    return Learner(
+        DataLoaders(train or Sized(5), Sized(2)), nn.Linear(1, 1), loss_func=nn.MSELoss(), **kwargs
+    )
 
 
 def state_after(n: int, train: Any = None, event: str = 'batch_checkpoint', **kwargs: Any) -> Any:
     states: list[Any] = []
+
     def take(cb: Any) -> None:
-        if cb.train_iter == n: states.append(cb.learn.checkpoint_state()); raise CancelFitException
-    with (learn := learner(train, **kwargs)).no_bar(): learn.fit(3, cbs=Callback(**{event: take}))
+        if cb.train_iter == n:
+            states.append(cb.learn.checkpoint_state())
+            raise CancelFitException
+
+    with (learn := learner(train, **kwargs)).no_bar():
+        learn.fit(3, cbs=Callback(**{event: take}))
     return states[0]
 
 
@@ -71,8 +88,13 @@ def test_the_bar_starts_where_the_epoch_goes_on(shown: list[Kept]) -> None:
     learner().fit(3, resume=state_after(8))
     bars = list(dict.fromkeys(shown[-1].bars))
     assert bars[:3] == [('epoch 2/3 train', i, 5) for i in (3, 4, 5)]
-    assert bars[3:] == [('epoch 2/3 valid', 0, 2), ('epoch 2/3 valid', 1, 2), ('epoch 2/3 valid', 2, 2),
-                        *[('epoch 3/3 train', i, 5) for i in range(6)], *[('epoch 3/3 valid', i, 2) for i in range(3)]]
+    assert bars[3:] == [
+        ('epoch 2/3 valid', 0, 2),
+        ('epoch 2/3 valid', 1, 2),
+        ('epoch 2/3 valid', 2, 2),
+        *[('epoch 3/3 train', i, 5) for i in range(6)],
+        *[('epoch 3/3 valid', i, 2) for i in range(3)],
+    ]
 
 
 def test_the_bar_between_epochs_starts_at_the_beginning(shown: list[Kept]) -> None:
@@ -88,7 +110,9 @@ def test_rows_stand_under_a_header_and_none_comes_twice(capsys: pytest.CaptureFi
     assert [row.split()[0] for row in rows] == ['1', '2']
 
 
-def test_a_row_within_the_epoch_says_how_much_of_it_is_done(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_within_the_epoch_says_how_much_of_it_is_done(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     learner(eval_every='2ba').fit(3, resume=state_after(8, eval_every='2ba'))
     rows = capsys.readouterr().out.strip().splitlines()[1:]
     assert [row.split()[0] for row in rows] == ['2.00', '1', '2.40', '2.80', '2']

@@ -1,4 +1,5 @@
 """Schedules, schedulers and precision go on in the middle of an epoch as if nothing had been between."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -23,25 +24,39 @@ def learner(*cbs: Any, **kwargs: Any) -> Any:
     torch.manual_seed(0)
     x = torch.randn(4 * N_BATCHES, 3)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    learn = Learner(DataLoaders.from_tensors((x, x.sum(1, keepdim=True)), (x[:6], x[:6, :1]), bs=4), model,
-                    loss_func=nn.MSELoss(), lr=0.05, cbs=list(cbs), **kwargs)
+    learn = Learner(
+        DataLoaders.from_tensors((x, x.sum(1, keepdim=True)), (x[:6], x[:6, :1]), bs=4),
+        model,
+        loss_func=nn.MSELoss(),
+        lr=0.05,
+        cbs=list(cbs),
+        **kwargs,
+    )
     learn.logger = lambda row: None
     return learn
 
 
-def straight_and_resumed(make: Callable[[], Any], after: int, length: Any = N_EPOCH,
-                         event: str = 'batch_checkpoint') -> tuple[Any, Any]:
+def straight_and_resumed(
+    make: Callable[[], Any], after: int, length: Any = N_EPOCH, event: str = 'batch_checkpoint'
+) -> tuple[Any, Any]:
     "Train without a stop, and from a state that was taken after so many batches; check that both came to the same."
     states: list[Any] = []
+
     def take(cb: Any) -> None:
-        if cb.train_iter == after: states.append(cb.learn.checkpoint_state())
+        if cb.train_iter == after:
+            states.append(cb.learn.checkpoint_state())
+
     straight, other = make(), make()
     torch.manual_seed(1)
-    with straight.no_bar(): straight.fit(length, cbs=Callback(**{event: take}))
+    with straight.no_bar():
+        straight.fit(length, cbs=Callback(**{event: take}))
     torch.manual_seed(2)
-    with other.no_bar(): other.fit(length, resume=states[0])
+    with other.no_bar():
+        other.fit(length, resume=states[0])
     assert straight.recorder.hps == other.recorder.hps
-    for p, q in zip(straight.model.state_dict().values(), other.model.state_dict().values(), strict=True):
+    for p, q in zip(
+        straight.model.state_dict().values(), other.model.state_dict().values(), strict=True
+    ):
         assert torch.equal(p, q)
     one, two = (learn.callback_states() for learn in (straight, other))
     del one['recorder'], two['recorder']  # it has times
@@ -50,32 +65,44 @@ def straight_and_resumed(make: Callable[[], Any], after: int, length: Any = N_EP
 
 
 def same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor): return torch.equal(a, b)
-    if isinstance(a, dict): return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)): return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
     return type(a) is type(b) and a == b
 
 
-# -- a schedule of functions -------------------------------------------------------------------------------------------
+# -- a schedule of functions -----------------------------------------------------------------------
+
 
 @pytest.mark.parametrize('after', [1, 4, 7, 14])
 def test_param_scheduler_with_a_weight_decay_that_splits_groups(after: int) -> None:
     def make() -> Any:
-        scheds = {'lr': SchedCos(0.1, 0.001), 'wd': SchedLin(0., 0.3), 'mom': SchedLin(0.9, 0.5)}
-        return learner(ParamScheduler(scheds), splitter=lambda m: [list(m[0].parameters()), list(m[1:].parameters())])
+        scheds = {'lr': SchedCos(0.1, 0.001), 'wd': SchedLin(0.0, 0.3), 'mom': SchedLin(0.9, 0.5)}
+        return learner(
+            ParamScheduler(scheds),
+            splitter=lambda m: [list(m[0].parameters()), list(m[1:].parameters())],
+        )
+
     straight, other = straight_and_resumed(make, after)
-    assert len(set(other.recorder.lrs)) == N_EPOCH * N_BATCHES and other.recorder.hps['wd'][-1] > 0.2
+    assert (
+        len(set(other.recorder.lrs)) == N_EPOCH * N_BATCHES and other.recorder.hps['wd'][-1] > 0.2
+    )
     assert len(straight.opt.param_groups) == len(other.opt.param_groups) == 4
 
 
 @pytest.mark.parametrize('after', [2, 9])
 def test_a_budget_with_a_schedule(after: int) -> None:
-    straight, other = straight_and_resumed(lambda: learner(ParamScheduler({'lr': SchedLin(0.1, 0.)})), after, '12ba')
+    straight, other = straight_and_resumed(
+        lambda: learner(ParamScheduler({'lr': SchedLin(0.1, 0.0)})), after, '12ba'
+    )
     assert other.recorder.lrs == pytest.approx([0.1 * (1 - i / 12) for i in range(12)])
     assert len(straight.recorder.lrs) == len(other.recorder.lrs) == 12
 
 
-# -- torch's schedulers ------------------------------------------------------------------------------------------------
+# -- torch's schedulers ----------------------------------------------------------------------------
 
 STEPS = N_EPOCH * N_BATCHES
 MAKERS: dict[str, Callable[[Any], Any]] = {
@@ -84,7 +111,8 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     'linear': partial(torch_lr.LinearLR, start_factor=0.1, total_iters=8),
     'cosine': partial(torch_lr.CosineAnnealingWarmRestarts, T_0=3, T_mult=2),
     'sequence': lambda opt: torch_lr.SequentialLR(
-        opt, [torch_lr.ConstantLR(opt, 0.2, 2), torch_lr.ExponentialLR(opt, 0.8)], [2]),
+        opt, [torch_lr.ConstantLR(opt, 0.2, 2), torch_lr.ExponentialLR(opt, 0.8)], [2]
+    ),
     'lambda': partial(torch_lr.LambdaLR, lr_lambda=lambda i: 1 / (1 + i)),
 }
 
@@ -99,7 +127,9 @@ def test_a_factorys_scheduler(name: str, by: str) -> None:
 
 @pytest.mark.parametrize('after', [5, 10])
 def test_a_scheduler_between_epochs(after: int) -> None:
-    straight_and_resumed(lambda: learner(LRScheduler(MAKERS['linear'], by='batch')), after, event='epoch_checkpoint')
+    straight_and_resumed(
+        lambda: learner(LRScheduler(MAKERS['linear'], by='batch')), after, event='epoch_checkpoint'
+    )
 
 
 def test_a_ready_scheduler() -> None:
@@ -107,7 +137,9 @@ def test_a_ready_scheduler() -> None:
         learn = learner()
         learn.create_opt()
         return learn.add_cb(LRScheduler(MAKERS['linear'](learn.opt), by='batch'))
-    for after in (3, 11): straight_and_resumed(make, after)
+
+    for after in (3, 11):
+        straight_and_resumed(make, after)
 
 
 @pytest.mark.parametrize('after', [1, 2, 3, 6])
@@ -120,43 +152,59 @@ def test_a_scheduler_does_not_move_on_without_a_step(after: int) -> None:
 @pytest.mark.parametrize('after', [1, 6, 11])
 def test_two_schedulers_of_one_rate(after: int) -> None:
     half = partial(torch_lr.MultiplicativeLR, lr_lambda=lambda i: 0.9)
+
     def make() -> Any:
         late, early = LRScheduler(half, by='batch'), LRScheduler(half, by='batch')
         early.order = 59  # it runs before the one that was added first
         return learner(late, early)
+
     _, other = straight_and_resumed(make, after)
-    assert other.recorder.lrs == pytest.approx([0.05 * 0.81 ** i for i in range(STEPS)])
+    assert other.recorder.lrs == pytest.approx([0.05 * 0.81**i for i in range(STEPS)])
 
 
 def test_a_plateau_remembers_what_it_saw() -> None:
-    make = lambda: learner(LRScheduler(partial(torch_lr.ReduceLROnPlateau, patience=0, threshold=0.9)))
+    make = lambda: learner(
+        LRScheduler(partial(torch_lr.ReduceLROnPlateau, patience=0, threshold=0.9))
+    )
     straight, _ = straight_and_resumed(make, 8)
     assert len(set(straight.recorder.lrs)) > 1
 
 
-# -- precision ---------------------------------------------------------------------------------------------------------
+# -- precision -------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize('mode', ['fp16', 'bf16'])
 @pytest.mark.parametrize('after', [1, 3, 7])
 def test_mixed_precision_between_two_steps(mode: str, after: int) -> None:
     def make() -> Any:  # a scale that is raised every third step, and too high now and then
-        options = {'init_scale': 2. ** 14, 'growth_interval': 3, 'growth_factor': 4.} if mode == 'fp16' else {}
+        options = (
+            {'init_scale': 2.0**14, 'growth_interval': 3, 'growth_factor': 4.0}
+            if mode == 'fp16'
+            else {}
+        )
         return learner(MixedPrecision(mode, **options), GradientAccumulation(8))
+
     straight, other = straight_and_resumed(make, after)
     assert straight.mixed_precision.n_skipped == other.mixed_precision.n_skipped
 
 
-# -- a budget ----------------------------------------------------------------------------------------------------------
+# -- a budget --------------------------------------------------------------------------------------
+
 
 def test_two_epochs_that_use_nothing_are_counted_across_a_resume() -> None:
-    def idle(cb: Any) -> None: raise CancelTrainException
+    def idle(cb: Any) -> None:
+        raise CancelTrainException
+
     def epochs(resume: Any) -> int:
         learn, seen = learner(), []
-        count = Callback(before_epoch=lambda cb: seen.append(cb.epoch), epoch_checkpoint=lambda cb: states.append(
-            cb.learn.checkpoint_state()))
+        count = Callback(
+            before_epoch=lambda cb: seen.append(cb.epoch),
+            epoch_checkpoint=lambda cb: states.append(cb.learn.checkpoint_state()),
+        )
         with learn.no_bar(), pytest.raises(FitError, match='two epochs in a row'):
             learn.fit('50ba', cbs=[count, Callback(before_train=idle)], resume=resume)
         return seen[-1]
+
     states: list[Any] = []
     last = epochs(False)
     assert epochs(states[0]) == last == 1

@@ -1,4 +1,5 @@
 """Recurrent models: their several outputs, the penalties on them and the reset of their state."""
+
 from __future__ import annotations
 
 from functools import partial
@@ -27,7 +28,8 @@ class Recurrent(nn.Module):
         raw, _ = self.rnn(x)
         return self.out(raw * 0.5), [x, raw], [x, raw * 0.5]
 
-    def reset(self) -> None: self.resets.append('train' if self.training else 'eval')
+    def reset(self) -> None:
+        self.resets.append('train' if self.training else 'eval')
 
 
 def batches(n: int = 3, bs: int = 2, length: int = 5) -> list[tuple[Tensor, Tensor]]:
@@ -37,8 +39,15 @@ def batches(n: int = 3, bs: int = 2, length: int = 5) -> list[tuple[Tensor, Tens
 
 
 def learner(bs: Any, model: nn.Module, *cbs: Any) -> Learner:
-    return Learner((bs, bs[:1]), model, F.mse_loss, opt_func=torch.optim.SGD, lr=0.1, cbs=[TrainEvalCallback, *cbs],
-                   default_cbs=False)
+    return Learner(
+        (bs, bs[:1]),
+        model,
+        F.mse_loss,
+        opt_func=torch.optim.SGD,
+        lr=0.1,
+        cbs=[TrainEvalCallback, *cbs],
+        default_cbs=False,
+    )
 
 
 def plain(bs: Any, alpha: float, beta: float) -> nn.Module:
@@ -48,16 +57,19 @@ def plain(bs: Any, alpha: float, beta: float) -> nn.Module:
         pred, raw, out = model(x)
         loss = F.mse_loss(pred, y) + alpha * (out[-1].float() ** 2).mean()
         steps = raw[-1][:, 1:] - raw[-1][:, :-1]
-        if steps.numel(): loss = loss + beta * (steps.float() ** 2).mean()
+        if steps.numel():
+            loss = loss + beta * (steps.float() ** 2).mean()
         loss.backward()
         opt.step()
         opt.zero_grad()
     return model
 
 
-@pytest.mark.parametrize(('alpha', 'beta'), [(0., 0.), (2., 0.), (0., 1.), (2., 1.)])
+@pytest.mark.parametrize(('alpha', 'beta'), [(0.0, 0.0), (2.0, 0.0), (0.0, 1.0), (2.0, 1.0)])
 @pytest.mark.parametrize(('bs', 'length'), [(2, 5), (1, 5), (2, 1)])
-def test_the_weights_are_those_of_a_plain_loop(alpha: float, beta: float, bs: int, length: int) -> None:
+def test_the_weights_are_those_of_a_plain_loop(
+    alpha: float, beta: float, bs: int, length: int
+) -> None:
     data, reported = batches(bs=bs, length=length), []
     look = Callback(after_loss=lambda cb: reported.append((cb.loss, F.mse_loss(cb.pred, cb.y))))
     learn = learner(data, Recurrent(), look, *rnn_cbs(alpha, beta))
@@ -73,7 +85,11 @@ def test_the_loss_gets_the_output_and_the_callback_the_rest() -> None:
     learn = learner(batches(1), Recurrent(), RNNCallback)
     learn.fit(1, cbs=look)
     for shape, raw, out in seen:
-        assert shape == (2, 5, 2) and raw.shape == out.shape == (2, 5, 4) and torch.equal(raw * 0.5, out)
+        assert (
+            shape == (2, 5, 2)
+            and raw.shape == out.shape == (2, 5, 4)
+            and torch.equal(raw * 0.5, out)
+        )
     assert len(seen) == 2 and learn.rnn.raw_out is None and learn.rnn.out is None
     preds, _ = learn.get_preds()
     assert preds.shape == (2, 5, 2)
@@ -88,17 +104,32 @@ def test_the_model_is_reset_before_training_and_validation_and_after_the_fit() -
 
 def test_models_that_are_not_recurrent() -> None:
     def check(model: nn.Module) -> None:
-        learner([(torch.randn(4, 3), torch.randn(4, 2))] * 2, model, ModelResetter, RNNCallback, RNNRegularizer).fit(1)
+        learner(
+            [(torch.randn(4, 3), torch.randn(4, 2))] * 2,
+            model,
+            ModelResetter,
+            RNNCallback,
+            RNNRegularizer,
+        ).fit(1)
+
     check(nn.Linear(3, 2))
+
     class Two(nn.Linear):
-        def forward(self, x: Tensor) -> Any: return super().forward(x), x
-    with pytest.raises(ModelError, match=r'Two returned \(Tensor\[4, 2\]'): check(Two(3, 2))
-    learn = learner([(torch.randn(4, 3), torch.randn(4, 2))], nn.Linear(3, 2), *rnn_cbs(alpha=1.))
-    with pytest.raises(ModelError, match='no activations'): learn.fit(1)
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), x
+
+    with pytest.raises(ModelError, match=r'Two returned \(Tensor\[4, 2\]'):
+        check(Two(3, 2))
+    learn = learner([(torch.randn(4, 3), torch.randn(4, 2))], nn.Linear(3, 2), *rnn_cbs(alpha=1.0))
+    with pytest.raises(ModelError, match='no activations'):
+        learn.fit(1)
 
 
 def test_what_is_missing_or_wrong_is_told_before_training() -> None:
-    with pytest.raises(OptionError, match='rnn_cbs'): learner(batches(), Recurrent(), RNNRegularizer(alpha=1.)).fit(1)
-    with pytest.raises(OptionError, match='alpha=-1'): RNNRegularizer(alpha=-1)
-    with pytest.raises(OptionError, match="beta='x'"): RNNRegularizer(beta='x')  # type: ignore[arg-type]  # the test
+    with pytest.raises(OptionError, match='rnn_cbs'):
+        learner(batches(), Recurrent(), RNNRegularizer(alpha=1.0)).fit(1)
+    with pytest.raises(OptionError, match='alpha=-1'):
+        RNNRegularizer(alpha=-1)
+    with pytest.raises(OptionError, match="beta='x'"):
+        RNNRegularizer(beta='x')  # type: ignore[arg-type]  # the test
     assert [type(cb) for cb in rnn_cbs()] == [ModelResetter, RNNCallback]

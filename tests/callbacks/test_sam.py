@@ -1,4 +1,5 @@
 """Sharpness-aware minimisation against a loop written by hand, bit for bit."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -17,7 +18,9 @@ from learnkit.callbacks.training import GradientClip
 from learnkit.core.errors import OptionError
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    'SGD': partial(torch.optim.SGD, momentum=0.9), 'AdamW': torch.optim.AdamW}
+    'SGD': partial(torch.optim.SGD, momentum=0.9),
+    'AdamW': torch.optim.AdamW,
+}
 
 
 def net(dropout: float = 0.2) -> nn.Module:
@@ -30,9 +33,19 @@ def batches(n: int = 4) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(8, 3, generator=gen), torch.randn(8, 2, generator=gen)) for _ in range(n)]
 
 
-def learner(model: nn.Module, *cbs: Any, opt: Any = OPTIMIZERS['SGD'], train: Any = None, **kwargs: Any) -> Learner:
-    return Learner([*batches()] if train is None else train, model, F.mse_loss, opt_func=opt, lr=0.05,
-                   cbs=[TrainEvalCallback, *cbs], default_cbs=False, **{'wd_bn_bias': True, **kwargs})
+def learner(
+    model: nn.Module, *cbs: Any, opt: Any = OPTIMIZERS['SGD'], train: Any = None, **kwargs: Any
+) -> Learner:
+    return Learner(
+        [*batches()] if train is None else train,
+        model,
+        F.mse_loss,
+        opt_func=opt,
+        lr=0.05,
+        cbs=[TrainEvalCallback, *cbs],
+        default_cbs=False,
+        **{'wd_bn_bias': True, **kwargs},
+    )
 
 
 def by_hand(
@@ -58,14 +71,19 @@ def by_hand(
         if i % interval == 0:
             with torch.no_grad():
                 before = [p.clone() for p in params]
-                norm = torch.norm(torch.stack([((p.abs() if adaptive else 1.) * p.grad).norm() for p in params]))
+                norm = torch.norm(
+                    torch.stack([((p.abs() if adaptive else 1.0) * p.grad).norm() for p in params])
+                )
                 scale = rho / (norm + 1e-12)
-                for p in params: p.add_((p * p * p.grad if adaptive else p.grad) * scale)
+                for p in params:
+                    p.add_((p * p * p.grad if adaptive else p.grad) * scale)
             opt.zero_grad()
             both_passes(x, y)
             with torch.no_grad():
-                for p, value in zip(params, before, strict=True): p.copy_(value)
-        if max_norm: nn.utils.clip_grad_norm_(params, max_norm)
+                for p, value in zip(params, before, strict=True):
+                    p.copy_(value)
+        if max_norm:
+            nn.utils.clip_grad_norm_(params, max_norm)
         opt.step()
         opt.zero_grad()
     return model
@@ -79,7 +97,9 @@ def equal(a: nn.Module, b: nn.Module) -> bool:
 @pytest.mark.parametrize('options', [{}, {'adaptive': True, 'rho': 0.5}, {'interval': 3}], ids=str)
 @pytest.mark.parametrize('pieces', [1, 2])
 def test_it_is_the_loop_written_by_hand(opt: str, options: dict[str, Any], pieces: int) -> None:
-    learn = learner(net(), SAM(**options), opt=OPTIMIZERS[opt], microbatch=None if pieces == 1 else 4)
+    learn = learner(
+        net(), SAM(**options), opt=OPTIMIZERS[opt], microbatch=None if pieces == 1 else 4
+    )
     torch.manual_seed(7)
     learn.fit(2)
     expected = net()
@@ -92,18 +112,25 @@ def test_it_is_the_loop_written_by_hand(opt: str, options: dict[str, Any], piece
 
 
 def test_clipping_acts_on_the_second_gradient() -> None:
-    learn = learner(net(0.), GradientClip(0.1), SAM)
+    learn = learner(net(0.0), GradientClip(0.1), SAM)
     learn.fit(2)
-    assert equal(learn.model, by_hand(net(0.), OPTIMIZERS['SGD'], max_norm=0.1))
+    assert equal(learn.model, by_hand(net(0.0), OPTIMIZERS['SGD'], max_norm=0.1))
 
 
 def test_what_is_recorded_is_of_the_first_pass() -> None:
     losses: list[Tensor] = []
     seen: dict[str, list[Any]] = {'after_loss': [], 'after_batch': []}
-    watch = Callback(after_loss=lambda cb: seen['after_loss'].append(cb.loss),
-                     after_batch=lambda cb: seen['after_batch'].append((cb.loss, cb.pred)))
-    learn = learner(model := net(0.), SAM, watch, Recorder, Callback(before_batch=lambda cb: losses.append(
-        F.mse_loss(model(cb.x), cb.y).detach())))
+    watch = Callback(
+        after_loss=lambda cb: seen['after_loss'].append(cb.loss),
+        after_batch=lambda cb: seen['after_batch'].append((cb.loss, cb.pred)),
+    )
+    learn = learner(
+        model := net(0.0),
+        SAM,
+        watch,
+        Recorder,
+        Callback(before_batch=lambda cb: losses.append(F.mse_loss(model(cb.x), cb.y).detach())),
+    )
     learn.logger = lambda row: None
     learn.fit(1)
     assert [loss for loss, _ in seen['after_batch']] == losses and len(learn.recorder.losses) == 4
@@ -115,6 +142,7 @@ def test_running_statistics_are_those_of_the_first_pass() -> None:
     def norms() -> nn.Module:
         torch.manual_seed(4)
         return nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
+
     learn, plain = learner(norms(), SAM, train=batches(1)), norms()
     learn.fit(1)
     plain(batches(1)[0][0])
@@ -132,6 +160,7 @@ def test_a_buffer_that_its_module_replaces_is_put_back_too() -> None:
         def forward(self, x: Tensor) -> Tensor:
             self.n = self.n + 1
             return super().forward(x)
+
     learn = learner(model := Counts(), SAM)
     learn.fit(1)
     assert model.n == 4
@@ -140,26 +169,36 @@ def test_a_buffer_that_its_module_replaces_is_put_back_too() -> None:
 def test_parts_of_a_loss_are_logged_once() -> None:
     def parts(pred: Tensor, y: Tensor) -> dict[str, Tensor]:
         return {'fit': F.mse_loss(pred, y), 'size': pred.abs().mean()}
+
     rows: list[float] = []
     for cbs in ((), (SAM(),)):
-        learn = learner(net(0.), *cbs, Recorder, train=batches(1))
+        learn = learner(net(0.0), *cbs, Recorder, train=batches(1))
         learn.loss_func, learn.logger = parts, lambda row: None
         learn.fit(1)
         rows.append(learn.history[-1]['train_fit'])
     assert rows[0] == rows[1]
 
 
-@pytest.mark.parametrize('where', ['before_pred', 'after_loss', 'before_backward', 'after_backward'])
+@pytest.mark.parametrize(
+    'where', ['before_pred', 'after_loss', 'before_backward', 'after_backward']
+)
 @pytest.mark.parametrize('error', [RuntimeError, KeyboardInterrupt, CancelBatchException])
-def test_whatever_ends_the_second_pass_the_weights_are_back(where: str, error: type[BaseException]) -> None:
+def test_whatever_ends_the_second_pass_the_weights_are_back(
+    where: str, error: type[BaseException]
+) -> None:
     model = net()
     start = [p.detach().clone() for p in model.parameters()]
+
     def fail(cb: Any) -> None:
-        if cb.learn.run.repeating: raise error
+        if cb.learn.run.repeating:
+            raise error
+
     learn = learner(model, SAM, train=batches(1))
-    if error is CancelBatchException: learn.fit(1, cbs=Callback(**{where: fail}))
+    if error is CancelBatchException:
+        learn.fit(1, cbs=Callback(**{where: fail}))
     else:
-        with pytest.raises(error): learn.fit(1, cbs=Callback(**{where: fail}))
+        with pytest.raises(error):
+            learn.fit(1, cbs=Callback(**{where: fail}))
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), start, strict=True))
     assert not learn.run.repeating and learn.sam._before == []
     learn.fit(1)
@@ -168,37 +207,58 @@ def test_whatever_ends_the_second_pass_the_weights_are_back(where: str, error: t
 
 def test_a_scaled_loss_gives_the_same_step() -> None:
     "What mixed precision does with fp16: scale before backward, unscale before the step."
+
     class Scaled(Callback):
         order = 10
-        def before_backward(self) -> None: self.learn.loss_grad = self.loss_grad * 1024.
+
+        def before_backward(self) -> None:
+            self.learn.loss_grad = self.loss_grad * 1024.0
+
         def before_step(self) -> None:
-            for p in self.opt.parameters(): p.grad /= 1024.
-    learn = learner(net(0.), Scaled, SAM)
+            for p in self.opt.parameters():
+                p.grad /= 1024.0
+
+    learn = learner(net(0.0), Scaled, SAM)
     learn.fit(2)
-    expected = by_hand(net(0.), OPTIMIZERS['SGD'])
-    for p, q in zip(learn.model.parameters(), expected.parameters(), strict=True): torch.testing.assert_close(p, q)
+    expected = by_hand(net(0.0), OPTIMIZERS['SGD'])
+    for p, q in zip(learn.model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
 
 
 def test_the_interval_goes_on_after_a_checkpoint() -> None:
     cb, other = SAM(interval=3), SAM(interval=3)
-    learner(net(0.), cb).fit(1)
+    learner(net(0.0), cb).fit(1)
     assert cb.state_dict() == {'n': 4}
     other.load_state_dict(cb.state_dict())
     passes: list[int] = []
     count = Callback(before_pred=lambda cb: passes.append(cb.iter))
-    learner(net(0.), other, count).fit(1)
+    learner(net(0.0), other, count).fit(1)
     assert passes == [0, 1, 2, 2, 3]  # of all steps so far, numbers 0, 3 and 6 are perturbed
 
 
-@pytest.mark.parametrize('options', [{'rho': -1}, {'rho': float('nan')}, {'rho': 'x'}, {'rho': float('inf')},
-                                     {'interval': 0}, {'interval': 1.5}, {'interval': True}], ids=str)
+@pytest.mark.parametrize(
+    'options',
+    [
+        {'rho': -1},
+        {'rho': float('nan')},
+        {'rho': 'x'},
+        {'rho': float('inf')},
+        {'interval': 0},
+        {'interval': 1.5},
+        {'interval': True},
+    ],
+    ids=str,
+)
 def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(OptionError, match=next(iter(options))): SAM(**options)
+    with pytest.raises(OptionError, match=next(iter(options))):
+        SAM(**options)
 
 
 def test_what_does_not_go_together_is_refused_before_training() -> None:
     learn = learner(model := net(), SAM, GradientAccumulation)
-    with pytest.raises(OptionError, match='GradientAccumulation'): learn.fit(1)
+    with pytest.raises(OptionError, match='GradientAccumulation'):
+        learn.fit(1)
     learn = learner(model, SAM, opt=torch.optim.LBFGS)
-    with pytest.raises(OptionError, match='LBFGS'): learn.fit(1)
+    with pytest.raises(OptionError, match='LBFGS'):
+        learn.fit(1)
     assert equal(model, net())

@@ -1,4 +1,5 @@
 """Annealing, combined schedules, `ParamScheduler`, and the fits that follow a schedule."""
+
 from __future__ import annotations
 
 import copy
@@ -31,8 +32,8 @@ FORMS = {  # value at position p, from 0.5 to 2
     SchedLin: lambda p: 0.5 + 1.5 * p,
     SchedCos: lambda p: 0.5 + 1.5 * math.sin(math.pi * p / 2) ** 2,
     SchedNo: lambda p: 0.5,
-    SchedExp: lambda p: 0.5 * 4 ** p,
-    partial(SchedPoly, power=3): lambda p: 0.5 + 1.5 * p ** 3,
+    SchedExp: lambda p: 0.5 * 4**p,
+    partial(SchedPoly, power=3): lambda p: 0.5 + 1.5 * p**3,
 }
 
 
@@ -46,97 +47,149 @@ def learner(n_train: int = 10, **kwargs: Any) -> Any:
     return synth_learner(n_train=n_train, n_valid=1, default_cbs=False, **options)
 
 
-# ------------------------------------------------------------------------------------------------------------ functions
+# ---------------------------------------------------------------------------------------- functions
+
 
 @pytest.mark.parametrize('make', FORMS)
 def test_annealing_follows_its_formula(make: Any) -> None:
-    f, g = FORMS[make], make(0.5, 2.)
-    for p in (0., 0.25, 0.5, 0.75, 1.):
+    f, g = FORMS[make], make(0.5, 2.0)
+    for p in (0.0, 0.25, 0.5, 0.75, 1.0):
         assert g(p) == pytest.approx(f(p), rel=1e-12)
         assert float(g(torch.tensor(p))) == pytest.approx(f(p), rel=1e-6)
-    several = make(np.array([0.5, 1.]), np.array([2., 4.]))(0.3)
+    several = make(np.array([0.5, 1.0]), np.array([2.0, 4.0]))(0.3)
     np.testing.assert_allclose(several, [f(0.3), 2 * f(0.3)], rtol=1e-12)
-    np.testing.assert_allclose(make([0.5, 1.], [2., 4.])(0.3), several)
-    as_tensor = make(torch.tensor([0.5, 1.]), torch.tensor([2., 4.]))(0.3)
+    np.testing.assert_allclose(make([0.5, 1.0], [2.0, 4.0])(0.3), several)
+    as_tensor = make(torch.tensor([0.5, 1.0]), torch.tensor([2.0, 4.0]))(0.3)
     torch.testing.assert_close(as_tensor, torch.tensor(several, dtype=torch.float32))
     positions = np.linspace(0, 1, 7)
-    np.testing.assert_allclose(make(0.5, 2.)(positions), [f(p) for p in positions], rtol=1e-12)
-    torch.testing.assert_close(torch.as_tensor(make(0.5, 2.)(torch.linspace(0, 1, 7))).expand(7),
-                               torch.tensor([f(p) for p in positions], dtype=torch.float32))
+    np.testing.assert_allclose(make(0.5, 2.0)(positions), [f(p) for p in positions], rtol=1e-12)
+    torch.testing.assert_close(
+        torch.as_tensor(make(0.5, 2.0)(torch.linspace(0, 1, 7))).expand(7),
+        torch.tensor([f(p) for p in positions], dtype=torch.float32),
+    )
 
 
-SCHEDULES = [*(make(0.5, 2.) for make in FORMS), SchedSteps(1., 3., n=4), SchedCos([1., 2.], [3., 4.]),
-             combined_cos(0.3, 0.1, 1., 0.), combine_scheds([0.5, 0.5], [SchedSteps(0., 1.)] * 2)]
+SCHEDULES = [
+    *(make(0.5, 2.0) for make in FORMS),
+    SchedSteps(1.0, 3.0, n=4),
+    SchedCos([1.0, 2.0], [3.0, 4.0]),
+    combined_cos(0.3, 0.1, 1.0, 0.0),
+    combine_scheds([0.5, 0.5], [SchedSteps(0.0, 1.0)] * 2),
+]
 
 
 @pytest.mark.parametrize('g', SCHEDULES)
 def test_schedules_pickle_and_copy(g: Any) -> None:
     for other in (pickle.loads(pickle.dumps(g)), copy.deepcopy(g)):
-        for p in (0., 0.3, 1.): np.testing.assert_array_equal(other(p), g(p))
+        for p in (0.0, 0.3, 1.0):
+            np.testing.assert_array_equal(other(p), g(p))
         assert repr(other) == repr(g)
 
 
 def test_rounding_errors_are_no_error_and_other_positions_are() -> None:
-    assert SchedPoly(0., 1., 0.5)(-1e-12) == 0. and SchedLin(1., 2.)(1 + 1e-12) == 2.
-    for g in (SchedLin(0., 1.), combined_cos(0.5, 0., 1., 0.)):
-        for p in (-0.1, 1.1, float('nan'), np.float64(2), torch.tensor(-1.)):
-            with pytest.raises(ScheduleError, match='0 is its start and 1 its end'): g(p)
-    with pytest.raises(ScheduleError): SchedLin(0., 1.)(np.array([0., 2.]))
+    assert SchedPoly(0.0, 1.0, 0.5)(-1e-12) == 0.0 and SchedLin(1.0, 2.0)(1 + 1e-12) == 2.0
+    for g in (SchedLin(0.0, 1.0), combined_cos(0.5, 0.0, 1.0, 0.0)):
+        for p in (-0.1, 1.1, float('nan'), np.float64(2), torch.tensor(-1.0)):
+            with pytest.raises(ScheduleError, match='0 is its start and 1 its end'):
+                g(p)
+    with pytest.raises(ScheduleError):
+        SchedLin(0.0, 1.0)(np.array([0.0, 2.0]))
 
 
 def test_what_cannot_be_annealed_is_told_when_it_is_made() -> None:
-    for start, end in ((0., 1.), (-1., 1.), (0, 1), (np.array([0., 1.]), np.array([1., 1.])), ('a', 'b')):
-        with pytest.raises(ScheduleError, match='SchedExp'): SchedExp(start, end)
-    with pytest.raises(ScheduleError): SchedPoly(0., 1., -1)
-    with pytest.raises(TypeError): SchedPoly(0., 1.)
+    for start, end in (
+        (0.0, 1.0),
+        (-1.0, 1.0),
+        (0, 1),
+        (np.array([0.0, 1.0]), np.array([1.0, 1.0])),
+        ('a', 'b'),
+    ):
+        with pytest.raises(ScheduleError, match='SchedExp'):
+            SchedExp(start, end)
+    with pytest.raises(ScheduleError):
+        SchedPoly(0.0, 1.0, -1)
+    with pytest.raises(TypeError):
+        SchedPoly(0.0, 1.0)
 
 
 def test_combined_schedules_follow_each_piece_in_its_place() -> None:
-    f = combine_scheds([0.25, 0.25, 0.5], [SchedLin(0., 1.), SchedNo(5., 5.), SchedLin(3., 1.)])
-    at = {0.: 0., 0.125: 0.5, 0.25: 5., 0.49: 5., 0.5: 3., 0.75: 2., 1.: 1.}
+    f = combine_scheds(
+        [0.25, 0.25, 0.5], [SchedLin(0.0, 1.0), SchedNo(5.0, 5.0), SchedLin(3.0, 1.0)]
+    )
+    at = {0.0: 0.0, 0.125: 0.5, 0.25: 5.0, 0.49: 5.0, 0.5: 3.0, 0.75: 2.0, 1.0: 1.0}
     assert {p: f(p) for p in at} == pytest.approx(at, abs=1e-12)
-    assert f(torch.tensor(0.75)) == 2.
-    assert combine_scheds([0., 1., 0.], [SchedNo(9, 9), SchedLin(0., 1.), SchedNo(9, 9)])(1.) == 1.
+    assert f(torch.tensor(0.75)) == 2.0
+    assert (
+        combine_scheds([0.0, 1.0, 0.0], [SchedNo(9, 9), SchedLin(0.0, 1.0), SchedNo(9, 9)])(1.0)
+        == 1.0
+    )
     many = combine_scheds([0.1] * 10, [SchedNo(i, i) for i in range(10)])  # 0.1 * 10 is not quite 1
-    assert [many(i / 10 + 0.05) for i in range(10)] == list(range(10)) and many(1.) == 9
+    assert [many(i / 10 + 0.05) for i in range(10)] == list(range(10)) and many(1.0) == 9
 
 
 def test_combined_cos_is_that_of_fastai() -> None:
-    f = combined_cos(0.25, 0.5, 1., 0.)
+    f = combined_cos(0.25, 0.5, 1.0, 0.0)
     # fastai 2.8
-    theirs = {0.: 0.5, 0.1: 0.6727457514062632, 0.25: 1., 0.5: 0.75, 0.7: 0.3454915028125263, 1.: 0.}
+    theirs = {
+        0.0: 0.5,
+        0.1: 0.6727457514062632,
+        0.25: 1.0,
+        0.5: 0.75,
+        0.7: 0.3454915028125263,
+        1.0: 0.0,
+    }
     assert {p: f(p) for p in theirs} == pytest.approx(theirs, abs=1e-7)
-    np.testing.assert_allclose(combined_cos(0.5, *map(np.array, ([1., 2.], [2., 4.], [0., 0.])))(0.75), [1., 2.])
+    np.testing.assert_allclose(
+        combined_cos(0.5, *map(np.array, ([1.0, 2.0], [2.0, 4.0], [0.0, 0.0])))(0.75), [1.0, 2.0]
+    )
 
 
-@pytest.mark.parametrize(('pcts', 'n', 'message'), [
-    ([0.5, 0.6], 2, r'sum to 1\.1'), ([0.5], 1, r'sum to 0\.5'), ([1.5, -0.5], 2, '0 or more'),
-    ([1.], 2, '1 shares for 2'), ([], 0, 'sum to 0'), ([float('nan'), 1.], 2, '0 or more'),
-    (['a', 1.], 2, 'shares from 0 to 1')])
+@pytest.mark.parametrize(
+    ('pcts', 'n', 'message'),
+    [
+        ([0.5, 0.6], 2, r'sum to 1\.1'),
+        ([0.5], 1, r'sum to 0\.5'),
+        ([1.5, -0.5], 2, '0 or more'),
+        ([1.0], 2, '1 shares for 2'),
+        ([], 0, 'sum to 0'),
+        ([float('nan'), 1.0], 2, '0 or more'),
+        (['a', 1.0], 2, 'shares from 0 to 1'),
+    ],
+)
 def test_shares_that_are_none(pcts: Any, n: int, message: str) -> None:
-    with pytest.raises(ScheduleError, match=message): combine_scheds(pcts, [SchedNo(1, 1)] * n)
+    with pytest.raises(ScheduleError, match=message):
+        combine_scheds(pcts, [SchedNo(1, 1)] * n)
 
 
 def test_pieces_that_are_no_functions() -> None:
     number: Any = 0.1
-    with pytest.raises(ScheduleError, match='function of the position'): combine_scheds([1.], [number])
-    with pytest.raises(ScheduleError, match=r'schedule of lr is 0\.1'): ParamScheduler({'lr': number})
+    with pytest.raises(ScheduleError, match='function of the position'):
+        combine_scheds([1.0], [number])
+    with pytest.raises(ScheduleError, match=r'schedule of lr is 0\.1'):
+        ParamScheduler({'lr': number})
 
 
-# ------------------------------------------------------------------------------------------------------- ParamScheduler
+# ----------------------------------------------------------------------------------- ParamScheduler
+
 
 class Used(Callback):
     "Note the hyper-parameters that each step is taken with."
 
-    def __init__(self, *names: str) -> None: self.names, self.values = names, []
+    def __init__(self, *names: str) -> None:
+        self.names, self.values = names, []
 
-    def before_step(self) -> None: self.values.append([[float(h[n]) for n in self.names] for h in self.opt.hypers])
+    def before_step(self) -> None:
+        self.values.append([[float(h[n]) for n in self.names] for h in self.opt.hypers])
 
 
 def test_every_step_is_taken_with_the_scheduled_values() -> None:
     used = Used('lr', 'mom', 'wd')
     learn = learner(5)
-    scheds = {'lr': SchedLin(1., 0.), 'mom': lambda pct: 0.5 + pct / 4, 'wd': lambda pct: torch.tensor(pct)}
+    scheds = {
+        'lr': SchedLin(1.0, 0.0),
+        'mom': lambda pct: 0.5 + pct / 4,
+        'wd': lambda pct: torch.tensor(pct),
+    }
     learn.fit(2, cbs=[ParamScheduler(scheds), used])
     expected = [[[1 - i / 10, 0.5 + i / 40, i / 10]] for i in range(10)]
     np.testing.assert_allclose(used.values, expected, rtol=1e-6, atol=1e-12)
@@ -149,117 +202,168 @@ def test_every_step_is_taken_with_the_scheduled_values() -> None:
 def test_values_for_each_group(opt_func: Any, kind: Any) -> None:
     used = Used('lr', 'mom')
     learn = learner(4, opt_func=opt_func, splitter=lambda m: [[m.a], [m.b]])
-    scheds = {'lr': lambda pct: kind([0.5 + pct, 2.]), 'mom': SchedLin(0.5, 0.75)}
+    scheds = {'lr': lambda pct: kind([0.5 + pct, 2.0]), 'mom': SchedLin(0.5, 0.75)}
     learn.fit(1, cbs=[ParamScheduler(scheds), used])
-    assert used.values == [[[0.5 + i / 4, 0.5 + i / 16], [2., 0.5 + i / 16]] for i in range(4)]
+    assert used.values == [[[0.5 + i / 4, 0.5 + i / 16], [2.0, 0.5 + i / 16]] for i in range(4)]
 
 
 def test_groups_that_are_replaced_in_the_fit_are_followed() -> None:
     def reload(cb: Any) -> None:
-        if cb.train_iter == 2: cb.opt.load_state_dict(copy.deepcopy(cb.opt.state_dict()))
-        if cb.train_iter == 4: cb.learn.create_opt()
+        if cb.train_iter == 2:
+            cb.opt.load_state_dict(copy.deepcopy(cb.opt.state_dict()))
+        if cb.train_iter == 4:
+            cb.learn.create_opt()
+
     used = Used('lr')
     learn = learner(6, opt_func=torch.optim.Adam)
-    learn.fit(1, cbs=[ParamScheduler({'lr': SchedLin(6., 0.)}), Callback(after_batch=reload), used])
-    assert [v[0][0] for v in used.values] == pytest.approx([6., 5., 4., 3., 2., 1.])
+    learn.fit(
+        1, cbs=[ParamScheduler({'lr': SchedLin(6.0, 0.0)}), Callback(after_batch=reload), used]
+    )
+    assert [v[0][0] for v in used.values] == pytest.approx([6.0, 5.0, 4.0, 3.0, 2.0, 1.0])
 
 
 def test_parameters_that_weight_decay_spares_follow_the_rate_and_keep_their_zero() -> None:
     model = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     learn = learner(4, model=model, opt_func=torch.optim.AdamW, wd_bn_bias=False)
     seen: list[Any] = []
+
     def note(cb: Any) -> None:
         seen.append([(g['lr'], g['weight_decay'], len(g['params'])) for g in cb.opt.param_groups])
-    learn.fit(1, cbs=[ParamScheduler({'lr': SchedLin(1., 0.), 'wd': SchedLin(0., 0.5)}), Callback(before_step=note)])
-    assert seen == [[(1 - i / 4, i / 8, 2), (1 - i / 4, 0., 4)] for i in range(4)]
+
+    learn.fit(
+        1,
+        cbs=[
+            ParamScheduler({'lr': SchedLin(1.0, 0.0), 'wd': SchedLin(0.0, 0.5)}),
+            Callback(before_step=note),
+        ],
+    )
+    assert seen == [[(1 - i / 4, i / 8, 2), (1 - i / 4, 0.0, 4)] for i in range(4)]
 
 
 def test_a_rate_in_a_tensor_stays_that_tensor() -> None:
     learn = learner(4, opt_func=torch.optim.SGD, lr=torch.tensor(0.5))
     learn.create_opt()
     rate = learn.opt[0].param_groups[0]['lr']
-    learn.fit(1, cbs=ParamScheduler({'lr': SchedLin(1., 0.)}))
+    learn.fit(1, cbs=ParamScheduler({'lr': SchedLin(1.0, 0.0)}))
     assert learn.opt[0].param_groups[0]['lr'] is rate and rate.item() == 0.25
 
 
-@pytest.mark.parametrize(('scheds', 'message'), [
-    ({'speed': SchedNo(1., 1.)}, 'speed is no hyper-parameter'),
-    ({'lr': lambda pct: [1., 2., 3.]}, '3 values for 1 param'), ({'lr': SchedNo(-1., -1.)}, '0 or more'),
-    ({'lr': lambda pct: None}, 'lr=None')])
+@pytest.mark.parametrize(
+    ('scheds', 'message'),
+    [
+        ({'speed': SchedNo(1.0, 1.0)}, 'speed is no hyper-parameter'),
+        ({'lr': lambda pct: [1.0, 2.0, 3.0]}, '3 values for 1 param'),
+        ({'lr': SchedNo(-1.0, -1.0)}, '0 or more'),
+        ({'lr': lambda pct: None}, 'lr=None'),
+    ],
+)
 def test_what_cannot_be_set_is_told_before_training(scheds: Any, message: str) -> None:
     learn = learner()
-    with pytest.raises(OptimizerError, match=message): learn.fit(1, cbs=ParamScheduler(scheds))
+    with pytest.raises(OptimizerError, match=message):
+        learn.fit(1, cbs=ParamScheduler(scheds))
     assert learn.train_iter == 0 and not learn.opt.state
 
 
 def test_a_bad_value_in_the_middle_says_where() -> None:
-    for bad in (float('nan'), -1., np.array([float('nan')])):
+    for bad in (float('nan'), -1.0, np.array([float('nan')])):
         learn = learner()
         with pytest.raises(OptimizerError) as e:
-            learn.fit(1, cbs=ParamScheduler({'lr': lambda pct, bad=bad: 0.1 if pct < 0.45 else bad}))
+            learn.fit(
+                1, cbs=ParamScheduler({'lr': lambda pct, bad=bad: 0.1 if pct < 0.45 else bad})
+            )
         assert 'in ParamScheduler.before_batch (epoch 0, batch 5)' in e.value.__notes__
 
 
 def test_a_loader_that_is_longer_than_it_said_ends_at_the_end() -> None:
     class Longer(list[Any]):
-        def __len__(self) -> int: return 2
+        def __len__(self) -> int:
+            return 2
+
     batch = torch.ones(2, 1), torch.ones(2, 1)
     learn = learner(dls=(Longer([batch] * 4), [batch]))
-    learn.fit(1, cbs=ParamScheduler({'lr': SchedLin(1., 0.)}))
-    assert learn.recorder.lrs == [1., 0.5, 0., 0.]
+    learn.fit(1, cbs=ParamScheduler({'lr': SchedLin(1.0, 0.0)}))
+    assert learn.recorder.lrs == [1.0, 0.5, 0.0, 0.0]
 
 
-# ------------------------------------------------------------------------------------------------------- scheduled fits
-
-def cosine(start: float, end: float, p: float) -> float: return end + (start - end) * (1 + math.cos(math.pi * p)) / 2
+# ----------------------------------------------------------------------------------- scheduled fits
 
 
-def one_cycle(pct: float, peak: float, div: float = 25., div_final: float = 1e5, at: float = 0.25) -> float:
-    return cosine(peak / div, peak, pct / at) if pct < at else cosine(peak, peak / div_final, (pct - at) / (1 - at))
+def cosine(start: float, end: float, p: float) -> float:
+    return end + (start - end) * (1 + math.cos(math.pi * p)) / 2
+
+
+def one_cycle(
+    pct: float, peak: float, div: float = 25.0, div_final: float = 1e5, at: float = 0.25
+) -> float:
+    return (
+        cosine(peak / div, peak, pct / at)
+        if pct < at
+        else cosine(peak, peak / div_final, (pct - at) / (1 - at))
+    )
 
 
 def test_one_cycle() -> None:
     learn = learner()
     learn.fit_one_cycle(2, 0.1)
-    np.testing.assert_allclose(learn.recorder.lrs, [one_cycle(i / 20, 0.1) for i in range(20)], rtol=1e-9)
-    moms = [cosine(0.95, 0.85, i / 5) if i < 5 else cosine(0.85, 0.95, (i - 5) / 15) for i in range(20)]
+    np.testing.assert_allclose(
+        learn.recorder.lrs, [one_cycle(i / 20, 0.1) for i in range(20)], rtol=1e-9
+    )
+    moms = [
+        cosine(0.95, 0.85, i / 5) if i < 5 else cosine(0.85, 0.95, (i - 5) / 15) for i in range(20)
+    ]
     np.testing.assert_allclose(learn.recorder.hps['mom'], moms, rtol=1e-9)
-    learn.fit_one_cycle(1, div=2., div_final=4., pct_start=0.5, moms=(0.5, 0.25, 0.75))
-    np.testing.assert_allclose(learn.recorder.lrs, [one_cycle(i / 10, 1e-3, 2, 4, 0.5) for i in range(10)], rtol=1e-9)
+    learn.fit_one_cycle(1, div=2.0, div_final=4.0, pct_start=0.5, moms=(0.5, 0.25, 0.75))
+    np.testing.assert_allclose(
+        learn.recorder.lrs, [one_cycle(i / 10, 1e-3, 2, 4, 0.5) for i in range(10)], rtol=1e-9
+    )
     assert learn.recorder.hps['mom'][0] == 0.5 and learn.recorder.hps['mom'][5] == 0.25
     assert learn.recorder.plot_sched() is not None
 
 
-@pytest.mark.parametrize(('lr_max', 'rates'), [
-    ([0.1, 0.2], [0.1, 0.2]), (slice(1e-3, 0.1), [1e-3, 0.1]), (slice(0.1), [0.01, 0.1]),
-    (np.array([1., 2.]), [1., 2.]),
-    (torch.tensor(0.5), [0.5, 0.5]), (None, [1e-3, 1e-3])])
+@pytest.mark.parametrize(
+    ('lr_max', 'rates'),
+    [
+        ([0.1, 0.2], [0.1, 0.2]),
+        (slice(1e-3, 0.1), [1e-3, 0.1]),
+        (slice(0.1), [0.01, 0.1]),
+        (np.array([1.0, 2.0]), [1.0, 2.0]),
+        (torch.tensor(0.5), [0.5, 0.5]),
+        (None, [1e-3, 1e-3]),
+    ],
+)
 def test_one_cycle_over_groups(lr_max: Any, rates: list[float]) -> None:
     used = Used('lr')
     learn = learner(8, opt_func=torch.optim.Adam, splitter=lambda m: [[m.a], [m.b]])
     learn.fit_one_cycle(1, lr_max, cbs=used)
-    np.testing.assert_allclose(used.values, [[[one_cycle(i / 8, r)] for r in rates] for i in range(8)], rtol=1e-6)
+    np.testing.assert_allclose(
+        used.values, [[[one_cycle(i / 8, r)] for r in rates] for i in range(8)], rtol=1e-6
+    )
 
 
 def test_momentum_of_zero_stays_unless_it_is_asked_for() -> None:
     learn = learner(opt_func=SGD)
     learn.fit_one_cycle(1, 0.01)
-    assert learn.recorder.hps['mom'] == [0.] * 10
+    assert learn.recorder.hps['mom'] == [0.0] * 10
     learn.fit_one_cycle(1, 0.01, moms=(0.9, 0.8, 0.9))
     assert learn.recorder.hps['mom'][0] == 0.9
     without = learner(opt_func=torch.optim.Adagrad)
     without.fit_one_cycle(1, 0.01)
     assert one_cycle(0.1, 0.01) == pytest.approx(without.recorder.lrs[1])
-    with pytest.raises(OptimizerError, match='mom is no hyper-parameter'): without.fit_one_cycle(1, moms=(0.9,) * 3)
+    with pytest.raises(OptimizerError, match='mom is no hyper-parameter'):
+        without.fit_one_cycle(1, moms=(0.9,) * 3)
 
 
 def test_flat_cos() -> None:
     learn = learner()
     learn.fit_flat_cos(2, 0.1)
-    np.testing.assert_allclose(learn.recorder.lrs, [0.1] * 15 + [cosine(0.1, 1e-6, i / 5) for i in range(5)], rtol=1e-9)
+    np.testing.assert_allclose(
+        learn.recorder.lrs, [0.1] * 15 + [cosine(0.1, 1e-6, i / 5) for i in range(5)], rtol=1e-9
+    )
     learn.fit_flat_cos(2, 0.1, pct_start=0.5, start_epoch=1)
-    np.testing.assert_allclose(learn.recorder.lrs, [cosine(0.1, 1e-6, i / 10) for i in range(10)], rtol=1e-9)
-    learn.fit_flat_cos(1, 0.1, pct_start=1.)
+    np.testing.assert_allclose(
+        learn.recorder.lrs, [cosine(0.1, 1e-6, i / 10) for i in range(10)], rtol=1e-9
+    )
+    learn.fit_flat_cos(1, 0.1, pct_start=1.0)
     assert learn.recorder.lrs == [0.1] * 10
 
 
@@ -267,21 +371,30 @@ def test_sgdr() -> None:
     learn = learner(4)
     learn.fit_sgdr(3, 1, 0.1)
     assert learn.n_epoch == 7
-    expected = [cosine(0.1, 0., i / n) for n in (4, 8, 16) for i in range(n)]
+    expected = [cosine(0.1, 0.0, i / n) for n in (4, 8, 16) for i in range(n)]
     np.testing.assert_allclose(learn.recorder.lrs, expected, rtol=1e-9, atol=1e-15)
     learn.fit_sgdr(2, 1, 0.1, cycle_mult=1)
-    np.testing.assert_allclose(learn.recorder.lrs, [cosine(0.1, 0., i / 4) for i in range(4)] * 2, rtol=1e-9)
+    np.testing.assert_allclose(
+        learn.recorder.lrs, [cosine(0.1, 0.0, i / 4) for i in range(4)] * 2, rtol=1e-9
+    )
 
 
 def test_fine_tune() -> None:
     learn = learner(10, splitter=lambda m: [[m.a], [m.b]], opt_func=torch.optim.Adam)
     used = Used('lr')
     weights: list[Tensor] = []
-    def note(cb: Any) -> None: weights.append(cb.learn.model.a.detach().clone())
+
+    def note(cb: Any) -> None:
+        weights.append(cb.learn.model.a.detach().clone())
+
     learn.fine_tune(2, 0.1, cbs=[used, Callback(after_epoch=note)])
-    assert len(weights) == 3 and weights[1] != weights[0] and all(p.requires_grad for p in learn.model.parameters())
+    assert (
+        len(weights) == 3
+        and weights[1] != weights[0]
+        and all(p.requires_grad for p in learn.model.parameters())
+    )
     frozen = [[[one_cycle(i / 10, r, at=0.99)] for r in (0.01, 0.1)] for i in range(10)]
-    free = [[[one_cycle(i / 20, r, 5., at=0.3)] for r in (5e-4, 0.05)] for i in range(20)]
+    free = [[[one_cycle(i / 20, r, 5.0, at=0.3)] for r in (5e-4, 0.05)] for i in range(20)]
     np.testing.assert_allclose(used.values, frozen + free, rtol=1e-9)
     start = learner(10, splitter=lambda m: [[m.a], [m.b]], opt_func=torch.optim.Adam)
     before = start.model.a.item()
@@ -294,7 +407,9 @@ def test_fine_tune() -> None:
 @pytest.mark.parametrize('fit', ['fit_one_cycle', 'fit_flat_cos', 'fit_sgdr'])
 def test_an_interrupted_fit_goes_on_with_the_same_rates(fit: str) -> None:
     def stop(cb: Any) -> None:
-        if cb.epoch == 1: raise CancelFitException
+        if cb.epoch == 1:
+            raise CancelFitException
+
     args: Any = {'fit_one_cycle': (3, 0.1), 'fit_flat_cos': (3, 0.1), 'fit_sgdr': (2, 1, 0.1)}[fit]
     whole, parts, rates = learner(), learner(), []
     getattr(whole, fit)(*args)
@@ -323,34 +438,48 @@ BAD: list[tuple[str, Any, Any, str]] = [
     ('fit_one_cycle', FitError, {'start_epoch': 5}, 'start_epoch=5'),
     ('fit_flat_cos', FitError, {'n_epoch': -1}, 'n_epoch'),
     ('fit_flat_cos', ScheduleError, {'pct_start': -0.5}, 'pct_start=-0.5: .* from 0 to 1'),
-    ('fit_sgdr', FitError, {'n_cycles': 0}, 'n_cycles=0'), ('fit_sgdr', FitError, {'cycle_mult': 0}, 'cycle_mult=0'),
+    ('fit_sgdr', FitError, {'n_cycles': 0}, 'n_cycles=0'),
+    ('fit_sgdr', FitError, {'cycle_mult': 0}, 'cycle_mult=0'),
     ('fine_tune', ScheduleError, {'lr_mult': 0}, 'lr_mult=0'),
     ('fine_tune', ScheduleError, {'base_lr': slice(1)}, 'base_lr'),
     ('fine_tune', FitError, {'freeze_epochs': -1}, 'freeze_epochs'),
     ('fine_tune', ScheduleError, {'pct_start': 2}, 'pct_start=2: .* from 0 to 1'),
 ]
-FIRST: dict[str, dict[str, Any]] = {'fit_one_cycle': {'n_epoch': 1}, 'fit_flat_cos': {'n_epoch': 1},
-                                    'fit_sgdr': {'n_cycles': 1, 'cycle_len': 1}, 'fine_tune': {'epochs': 1}}
+FIRST: dict[str, dict[str, Any]] = {
+    'fit_one_cycle': {'n_epoch': 1},
+    'fit_flat_cos': {'n_epoch': 1},
+    'fit_sgdr': {'n_cycles': 1, 'cycle_len': 1},
+    'fine_tune': {'epochs': 1},
+}
 
 
 @pytest.mark.parametrize(('fit', 'error', 'options', 'message'), BAD)
 def test_bad_options_change_nothing(fit: str, error: Any, options: Any, message: str) -> None:
     learn = learner()
-    with pytest.raises(error, match=message): getattr(learn, fit)(**FIRST[fit] | options)
-    assert learn.opt is None and not learn.history and all(p.requires_grad for p in learn.model.parameters())
+    with pytest.raises(error, match=message):
+        getattr(learn, fit)(**FIRST[fit] | options)
+    assert (
+        learn.opt is None
+        and not learn.history
+        and all(p.requires_grad for p in learn.model.parameters())
+    )
 
 
 def test_another_number_of_rates() -> None:
     learn = learner(splitter=lambda m: [[m.a], [m.b]])
-    with pytest.raises(OptimizerError, match='lr: 3 values for 2 param groups'): learn.fit_one_cycle(1, [0.1, 0.2, 0.3])
-    with pytest.raises(OptimizerError, match='slice'): learn.fit_one_cycle(1, slice(None))
+    with pytest.raises(OptimizerError, match='lr: 3 values for 2 param groups'):
+        learn.fit_one_cycle(1, [0.1, 0.2, 0.3])
+    with pytest.raises(OptimizerError, match='slice'):
+        learn.fit_one_cycle(1, slice(None))
     assert not learn.history
 
 
 def test_inside_a_running_fit_nothing_is_touched() -> None:
     def again(cb: Any) -> None:
-        with pytest.raises(FitError, match='inside the fit'): cb.learn.fit_one_cycle(1, 5.)
+        with pytest.raises(FitError, match='inside the fit'):
+            cb.learn.fit_one_cycle(1, 5.0)
         assert cb.opt.hypers[0]['lr'] == 1e-3 and cb.learn.model.a.grad is not None
+
     learn = learner(2, cbs=[TrainEvalCallback, Recorder, Callback(after_backward=again)])
     learn.fit(1)
     assert len(learn.history) == 1

@@ -1,4 +1,5 @@
 """The speed and runtime monitors, on a clock that the test sets; and what all monitors share."""
+
 from __future__ import annotations
 
 import io
@@ -27,9 +28,11 @@ from learnkit.testing import RegModel, synth_dls, synth_learner
 
 class Clock:
     "Seconds that pass only when they are told to."
-    now = 1000.
 
-    def __call__(self) -> float: return self.now
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 @pytest.fixture
@@ -42,26 +45,35 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 class Pass(Callback):
     "Let a training batch take `train(i)` seconds, and one of evaluation `valid[dl_name]`."
 
-    def __init__(self, clock: Clock, train: Callable[[int], float] = lambda i: 2., **valid: float) -> None:
+    def __init__(
+        self, clock: Clock, train: Callable[[int], float] = lambda i: 2.0, **valid: float
+    ) -> None:
         self.clock, self.train_s, self.valid_s = clock, train, valid
 
     def before_batch(self) -> None:
         learn = self.learn
-        self.clock.now += self.train_s(learn.train_iter) if learn.training else self.valid_s.get(learn.dl_name, 0.)
+        self.clock.now += (
+            self.train_s(learn.train_iter)
+            if learn.training
+            else self.valid_s.get(learn.dl_name, 0.0)
+        )
 
 
 class Seen(Callback):
     "Keep what is logged, with the number of the batch."
 
-    def __init__(self) -> None: self.rows: list[tuple[int, str, Any]] = []
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, str, Any]] = []
 
     def receive_log(self, name: str, value: Any, weight: Any = 1, shown: bool = True) -> None:
         self.rows.append((self.learn.counters.batches, name, value))
 
-    def of(self, name: str) -> dict[int, Any]: return {at: value for at, n, value in self.rows if n == name}
+    def of(self, name: str) -> dict[int, Any]:
+        return {at: value for at, n, value in self.rows if n == name}
 
 
-# -------------------------------------------------------------------------------------------------------- all monitors
+# ------------------------------------------------------------------------------------- all monitors
+
 
 class Count(Monitor):
     metric_names = {'n_looks': 'how often it has looked'}
@@ -73,9 +85,19 @@ class Count(Monitor):
         return {'n_looks': self.n_looks}
 
 
-@pytest.mark.parametrize(('every', 'at'), [('4ba', [4, 8, 12, 16, 20]), (7, [7, 14]), ('3st', [3, 6, 9, 12, 15, 18]),
-                                       ('96sp', [6, 12, 18]), ('0.25dur', [5, 10, 15, 20]), ('1ep', [10, 20]),
-                                       ('2ep', [20]), ('1h', [])])
+@pytest.mark.parametrize(
+    ('every', 'at'),
+    [
+        ('4ba', [4, 8, 12, 16, 20]),
+        (7, [7, 14]),
+        ('3st', [3, 6, 9, 12, 15, 18]),
+        ('96sp', [6, 12, 18]),
+        ('0.25dur', [5, 10, 15, 20]),
+        ('1ep', [10, 20]),
+        ('2ep', [20]),
+        ('1h', []),
+    ],
+)
 def test_looks_when_a_multiple_of_every_is_complete(every: Any, at: list[int]) -> None:
     seen = Seen()
     synth_learner(cbs=[Count(every), seen]).fit(2)
@@ -85,7 +107,8 @@ def test_looks_when_a_multiple_of_every_is_complete(every: Any, at: list[int]) -
 def test_counts_from_the_learners_start_over_fits_and_resumes() -> None:
     seen, other = Seen(), Seen()
     learn = synth_learner(cbs=[count := Count('7ba'), seen])
-    for _ in range(3): learn.fit(1)
+    for _ in range(3):
+        learn.fit(1)
     assert list(seen.of('n_looks')) == [7, 14, 21, 28]
 
     def resume(cb: Callback) -> None:
@@ -113,27 +136,34 @@ def test_looks_neither_in_evaluation_nor_in_lr_find() -> None:
 
 @pytest.mark.parametrize('every', ['0ba', '5 parsecs', -1, '2iter', None])
 def test_bad_intervals(every: Any) -> None:
-    with pytest.raises(TimeError): Monitor(every)
+    with pytest.raises(TimeError):
+        Monitor(every)
 
 
 def test_tokens_that_nobody_counts() -> None:
     learn = synth_learner(cbs=Monitor('100tok'))
-    with pytest.raises(TimeError, match='tokens are not counted'): learn.fit(1)
+    with pytest.raises(TimeError, match='tokens are not counted'):
+        learn.fit(1)
     assert learn.opt.n_steps == 0
 
 
-# --------------------------------------------------------------------------------------------------------------- speed
+# -------------------------------------------------------------------------------------------- speed
+
 
 def test_rates_over_a_sliding_window(clock: Clock) -> None:
     seen = Seen()
-    synth_learner(cbs=[SpeedMonitor(window=3, every=1), Pass(clock, lambda i: i + 1.), seen]).fit(1)
+    synth_learner(cbs=[SpeedMonitor(window=3, every=1), Pass(clock, lambda i: i + 1.0), seen]).fit(
+        1
+    )
     seconds = {n: float(n) for n in range(1, 11)}  # the nth batch takes n seconds
     expected = {}
     for n in range(2, 11):
         last = range(max(2, n - 2), n + 1)
         expected[n] = len(last) / sum(seconds[i] for i in last)
     assert seen.of('throughput/batches_per_sec') == pytest.approx(expected)
-    assert seen.of('throughput/samples_per_sec') == pytest.approx({n: 16 * v for n, v in expected.items()})
+    assert seen.of('throughput/samples_per_sec') == pytest.approx(
+        {n: 16 * v for n, v in expected.items()}
+    )
     assert seen.of('throughput/device/samples_per_sec') == seen.of('throughput/samples_per_sec')
     assert not seen.of('throughput/tokens_per_sec') and not seen.of('throughput/flops_per_sec')
 
@@ -142,13 +172,15 @@ def test_evaluation_is_told_from_training(clock: Clock) -> None:
     seen = Seen()
 
     def look_around(cb: Callback) -> None:
-        if cb.learn.train_iter == 5: cb.learn.validate()
-        if cb.learn.train_iter == 7: cb.learn.get_preds()
+        if cb.learn.train_iter == 5:
+            cb.learn.validate()
+        if cb.learn.train_iter == 7:
+            cb.learn.get_preds()
 
     watch = Callback(after_batch=look_around)
     watch.run_valid = False
     monitor = SpeedMonitor(every='1ep', time_unit='minutes')
-    learn = synth_learner(n_valid=3, cbs=[monitor, Pass(clock, valid=7.), watch, seen])
+    learn = synth_learner(n_valid=3, cbs=[monitor, Pass(clock, valid=7.0), watch, seen])
     learn.fit(2)
     # 2 s a batch
     assert list(seen.of('throughput/batches_per_sec').values()) == pytest.approx([0.5, 0.5])
@@ -166,20 +198,23 @@ def test_evaluation_is_told_from_training(clock: Clock) -> None:
 
 def test_an_evaluation_that_was_cancelled_ends(clock: Clock) -> None:
     def cancel(cb: Callback) -> None:
-        if cb.learn.phase == 'valid' and cb.learn.iter == 1: raise CancelValidException
+        if cb.learn.phase == 'valid' and cb.learn.iter == 1:
+            raise CancelValidException
 
     monitor = SpeedMonitor()
-    synth_learner(cbs=[monitor, Pass(clock, valid=7.), Callback(after_batch=cancel)]).fit(2)
+    synth_learner(cbs=[monitor, Pass(clock, valid=7.0), Callback(after_batch=cancel)]).fit(2)
     assert (monitor._train_s, monitor._eval_s) == pytest.approx((40, 28))
 
 
 def test_time_of_a_failed_fit_counts_and_stops(clock: Clock) -> None:
     def fail(cb: Callback) -> None:
-        if cb.learn.train_iter == 3: raise KeyboardInterrupt
+        if cb.learn.train_iter == 3:
+            raise KeyboardInterrupt
 
     monitor = SpeedMonitor()
     learn = synth_learner(cbs=[monitor, Pass(clock), failing := Callback(after_step=fail)])
-    with pytest.raises(KeyboardInterrupt): learn.fit(1)
+    with pytest.raises(KeyboardInterrupt):
+        learn.fit(1)
     clock.now += 100
     learn.remove_cb(failing)
     learn.fit(1)
@@ -189,16 +224,24 @@ def test_time_of_a_failed_fit_counts_and_stops(clock: Clock) -> None:
 def test_tokens(clock: Clock) -> None:
     class CountTokens(Callback):
         run_valid = False
-        def after_batch(self) -> None: self.learn.counters.tokens += 100
+
+        def after_batch(self) -> None:
+            self.learn.counters.tokens += 100
 
     seen = Seen()
     synth_learner(cbs=[SpeedMonitor(every=5), Pass(clock), CountTokens(), seen]).fit(1)
-    assert seen.of('throughput/tokens_per_sec') == seen.of('throughput/device/tokens_per_sec') == {5: 50., 10: 50.}
+    assert (
+        seen.of('throughput/tokens_per_sec')
+        == seen.of('throughput/device/tokens_per_sec')
+        == {5: 50.0, 10: 50.0}
+    )
 
 
 class Counted(RegModel):
     "Says what it computes: 1000 flops a sample."
-    def flops_per_batch(self, batch: Any) -> int: return 1000 * len(batch[0])
+
+    def flops_per_batch(self, batch: Any) -> int:
+        return 1000 * len(batch[0])
 
 
 class Fixed(RegModel):
@@ -207,11 +250,15 @@ class Fixed(RegModel):
 
 @pytest.mark.parametrize('model', [Counted, Fixed])
 @pytest.mark.parametrize('compiled', [False, True])
-def test_flops_and_their_share_of_the_peak(clock: Clock, model: type[RegModel], compiled: bool) -> None:
+def test_flops_and_their_share_of_the_peak(
+    clock: Clock, model: type[RegModel], compiled: bool
+) -> None:
     seen, made = Seen(), model()
     wrapped: Any = torch.compile(made, backend='eager') if compiled else made
-    synth_learner(model=wrapped, cbs=[SpeedMonitor(every=5, peak_flops=32e3), Pass(clock), seen]).fit(1)
-    assert seen.of('throughput/flops_per_sec') == pytest.approx({5: 8000., 10: 8000.})
+    synth_learner(
+        model=wrapped, cbs=[SpeedMonitor(every=5, peak_flops=32e3), Pass(clock), seen]
+    ).fit(1)
+    assert seen.of('throughput/flops_per_sec') == pytest.approx({5: 8000.0, 10: 8000.0})
     assert seen.of('throughput/device/mfu') == pytest.approx({5: 0.25, 10: 0.25})
 
 
@@ -222,8 +269,15 @@ def test_no_mfu_without_a_peak(clock: Clock) -> None:
 
 
 def test_known_peaks() -> None:
-    names = {'NVIDIA H100 80GB HBM3': 989e12, 'NVIDIA H100 PCIe': 756e12, 'NVIDIA A100-SXM4-80GB': 312e12,
-             'NVIDIA A10G': 70e12, 'Tesla V100-SXM2-16GB': None, 'NVIDIA L40': None, 'NVIDIA L4': 121e12}
+    names = {
+        'NVIDIA H100 80GB HBM3': 989e12,
+        'NVIDIA H100 PCIe': 756e12,
+        'NVIDIA A100-SXM4-80GB': 312e12,
+        'NVIDIA A10G': 70e12,
+        'Tesla V100-SXM2-16GB': None,
+        'NVIDIA L40': None,
+        'NVIDIA L4': 121e12,
+    }
     assert {name: peak_of(name, 'bf16') for name in names} == names
 
 
@@ -234,29 +288,44 @@ def test_precision_in_use() -> None:
     assert precision(synth_learner(model=RegModel().double())) == 'fp64'
 
 
-@pytest.mark.parametrize('flops', ['many', torch.tensor(2.), -1, math.nan])
+@pytest.mark.parametrize('flops', ['many', torch.tensor(2.0), -1, math.nan])
 def test_flops_that_are_no_number(flops: Any) -> None:
     model: Any = RegModel()
     model.flops_per_batch = flops
     learn = synth_learner(model=model, cbs=SpeedMonitor())
-    with pytest.raises(ModelError, match='flops_per_batch'): learn.fit(1)
+    with pytest.raises(ModelError, match='flops_per_batch'):
+        learn.fit(1)
     assert learn.opt.n_steps == 0
     model.flops_per_batch = lambda batch: flops
-    with pytest.raises(ModelError, match='flops_per_batch'): learn.fit(1)
+    with pytest.raises(ModelError, match='flops_per_batch'):
+        learn.fit(1)
 
 
-@pytest.mark.parametrize('options', [{'window': 0}, {'window': 2.5}, {'peak_flops': -1}, {'peak_flops': math.inf},
-                                     {'time_unit': 'hour'}])
+@pytest.mark.parametrize(
+    'options',
+    [
+        {'window': 0},
+        {'window': 2.5},
+        {'peak_flops': -1},
+        {'peak_flops': math.inf},
+        {'time_unit': 'hour'},
+    ],
+)
 def test_bad_options_of_the_speed_monitor(options: dict[str, Any]) -> None:
-    with pytest.raises(OptionError, match=next(iter(options))): SpeedMonitor(**options)
+    with pytest.raises(OptionError, match=next(iter(options))):
+        SpeedMonitor(**options)
 
 
 def test_times_go_on_after_a_resume(clock: Clock) -> None:
     first = SpeedMonitor()
-    synth_learner(cbs=[first, Pass(clock, valid=7.)]).fit(1)
+    synth_learner(cbs=[first, Pass(clock, valid=7.0)]).fit(1)
     second = SpeedMonitor()
-    load = Callback(before_train=lambda cb: second.load_state_dict(saved(first)) if cb.learn.epoch == 0 else None)
-    synth_learner(cbs=[second, Pass(clock, valid=7.), load]).fit(1)
+    load = Callback(
+        before_train=lambda cb: (
+            second.load_state_dict(saved(first)) if cb.learn.epoch == 0 else None
+        )
+    )
+    synth_learner(cbs=[second, Pass(clock, valid=7.0), load]).fit(1)
     assert (second._train_s, second._eval_s) == pytest.approx((40, 28))
 
 
@@ -268,7 +337,8 @@ def saved(cb: Callback) -> Any:
     return torch.load(file, weights_only=True)
 
 
-# ------------------------------------------------------------------------------------------------------------- runtime
+# ------------------------------------------------------------------------------------------ runtime
+
 
 def two_loaders() -> DataLoaders:
     dls = synth_dls(n_valid=3)
@@ -278,7 +348,7 @@ def two_loaders() -> DataLoaders:
 def test_remaining_time_is_exact_when_nothing_varies(clock: Clock) -> None:
     seen = Seen()
     estimator = RuntimeEstimator(time_unit='seconds', every=5)
-    learn = synth_learner(dls=two_loaders(), cbs=[estimator, Pass(clock, day=3., night=4.), seen])
+    learn = synth_learner(dls=two_loaders(), cbs=[estimator, Pass(clock, day=3.0, night=4.0), seen])
     learn.fit(4)
     per_eval = 3 * 3 + 3 * 4
     # not known before the first
@@ -291,14 +361,14 @@ def test_remaining_time_is_exact_when_nothing_varies(clock: Clock) -> None:
 def test_every_fit_ends_with_an_evaluation() -> None:
     # every 3 of 10 epochs, and the last
     for n, (last_at, left) in enumerate(((0.3, 3), (0.6, 2), (0.9, 1)), 1):
-        assert speed._Evaluations(n, 5., 5. * n, 0.3, last_at).remaining_s(0.) == 5. * left
+        assert speed._Evaluations(n, 5.0, 5.0 * n, 0.3, last_at).remaining_s(0.0) == 5.0 * left
 
 
 def test_first_batches_and_first_evaluation_do_not_count(clock: Clock) -> None:
-    seen, slow = Seen(), {'valid': 100.}
-    passing = Pass(clock, lambda i: 50. if i < 2 else 2.)
+    seen, slow = Seen(), {'valid': 100.0}
+    passing = Pass(clock, lambda i: 50.0 if i < 2 else 2.0)
     passing.valid_s = slow
-    faster = Callback(after_eval=lambda cb: slow.update(valid=3.))
+    faster = Callback(after_eval=lambda cb: slow.update(valid=3.0))
     estimator = RuntimeEstimator(skip_batches=2, time_unit='minutes', every=5)
     synth_learner(cbs=[estimator, passing, faster, seen]).fit(4)
     got = seen.of('time/remaining_estimate')
@@ -311,29 +381,34 @@ def test_right_after_a_resume(clock: Clock) -> None:
     seen, state = Seen(), dict[str, Any]()
 
     def save(cb: Callback) -> None:
-        if cb.learn.epoch == 1: state.update(saved(first), ba=cb.learn.counters.batches)
+        if cb.learn.epoch == 1:
+            state.update(saved(first), ba=cb.learn.counters.batches)
 
     def load(cb: Callback) -> None:
-        if cb.learn.epoch != 2: return
+        if cb.learn.epoch != 2:
+            return
         cb.learn.counters.batches = state['ba']
         second.load_state_dict(state)
 
-    synth_learner(cbs=[first, Pass(clock, valid=7.), Callback(epoch_checkpoint=save)]).fit(4)
+    synth_learner(cbs=[first, Pass(clock, valid=7.0), Callback(epoch_checkpoint=save)]).fit(4)
     clock.now += 3600
     loading = Callback(before_train=load)
     loading.order = 200
-    synth_learner(cbs=[second, Pass(clock, valid=7.), seen, loading]).fit(4, start_epoch=2)
+    synth_learner(cbs=[second, Pass(clock, valid=7.0), seen, loading]).fit(4, start_epoch=2)
     expected = {n: 2 * (40 - n) + 14 * (2 if n <= 30 else 1) for n in range(21, 41)}
     assert seen.of('time/remaining_estimate') == pytest.approx(expected)
 
 
 def test_without_a_length_an_epoch_is_taken_to_be_as_long_as_the_last(clock: Clock) -> None:
     class Endless:
-        def __iter__(self) -> Any: return iter(list(dls.train))
+        def __iter__(self) -> Any:
+            return iter(list(dls.train))
 
     dls, seen = synth_dls(), Seen()
     estimator = RuntimeEstimator(time_unit='seconds', every=5)
-    synth_learner(dls=DataLoaders(Endless(), dls.valid), cbs=[estimator, Pass(clock, valid=5.), seen]).fit(3)
+    synth_learner(
+        dls=DataLoaders(Endless(), dls.valid), cbs=[estimator, Pass(clock, valid=5.0), seen]
+    ).fit(3)
     got = seen.of('time/remaining_estimate')
     assert 5 not in got and 10 not in got  # nothing is known in the first epoch
     assert got[20] == pytest.approx(2 * 10 + 2 * 10)
@@ -343,37 +418,49 @@ def test_without_a_length_an_epoch_is_taken_to_be_as_long_as_the_last(clock: Clo
 def test_a_share_of_the_run_that_others_set_is_followed(clock: Clock) -> None:
     class Budget(Callback):
         "Ends after 25 batches, in whatever epoch that is."
+
         run_valid = False
 
         def after_batch(self) -> None:
             self.learn.pct_train = self.learn.counters.batches / 25
-            if self.learn.pct_train >= 1: self.learn.stop()
+            if self.learn.pct_train >= 1:
+                self.learn.stop()
 
-        def before_train(self) -> None: self.learn.pct_train = self.learn.counters.batches / 25
+        def before_train(self) -> None:
+            self.learn.pct_train = self.learn.counters.batches / 25
 
     seen = Seen()
-    synth_learner(cbs=[RuntimeEstimator(time_unit='seconds', every=5), Budget(), Pass(clock), seen]).fit(100)
-    assert seen.of('time/remaining_estimate') == pytest.approx({n: 2 * (25 - n) for n in range(5, 26, 5)})
+    synth_learner(
+        cbs=[RuntimeEstimator(time_unit='seconds', every=5), Budget(), Pass(clock), seen]
+    ).fit(100)
+    assert seen.of('time/remaining_estimate') == pytest.approx(
+        {n: 2 * (25 - n) for n in range(5, 26, 5)}
+    )
 
 
 def test_evaluations_in_the_middle_of_epochs(clock: Clock) -> None:
     def evaluate(cb: Callback) -> None:
-        if cb.learn.train_iter % 5 == 0: cb.learn.validate()
+        if cb.learn.train_iter % 5 == 0:
+            cb.learn.validate()
 
     look, seen = Callback(after_batch=evaluate), Seen()
     look.run_valid, look.order = False, 200
-    learn = synth_learner(cbs=[RuntimeEstimator(time_unit='seconds', every=6), seen, look, Pass(clock, valid=1.)])
+    learn = synth_learner(
+        cbs=[RuntimeEstimator(time_unit='seconds', every=6), seen, look, Pass(clock, valid=1.0)]
+    )
     learn.fit(2, cbs=Callback(after_train=lambda cb: skip_evaluation()))
     expected = {6: 2 * 14 + 2 * 3, 12: 2 * 8 + 2 * 2, 18: 2 * 2 + 2 * 1}
     assert seen.of('time/remaining_estimate') == pytest.approx(expected)
 
 
-def skip_evaluation() -> None: raise CancelEpochException
+def skip_evaluation() -> None:
+    raise CancelEpochException
 
 
 def test_an_epoch_that_was_cut_short(clock: Clock) -> None:
     def cut(cb: Callback) -> None:
-        if cb.learn.iter == 4: raise CancelTrainException
+        if cb.learn.iter == 4:
+            raise CancelTrainException
 
     after = Callback(after_batch=cut)
     after.run_valid = False
@@ -385,7 +472,8 @@ def test_an_epoch_that_was_cut_short(clock: Clock) -> None:
 
 @pytest.mark.parametrize('options', [{'skip_batches': 0}, {'skip_batches': True}, {'time_unit': 3}])
 def test_bad_options_of_the_runtime_estimator(options: dict[str, Any]) -> None:
-    with pytest.raises(OptionError, match=next(iter(options))): RuntimeEstimator(**options)
+    with pytest.raises(OptionError, match=next(iter(options))):
+        RuntimeEstimator(**options)
 
 
 def test_real_clock_agrees_with_itself() -> None:
@@ -396,6 +484,7 @@ def test_real_clock_agrees_with_itself() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             import time
+
             time.sleep(0.005)
             return self.line(x)
 

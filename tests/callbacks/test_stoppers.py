@@ -1,4 +1,5 @@
 """What ends a fit: a time, a threshold, patience."""
+
 from __future__ import annotations
 
 import time
@@ -24,24 +25,40 @@ def quiet(**kwargs: Any) -> Learner:
     return learn
 
 
-# ------------------------------------------------------------------------------------------------------------- by time
+# ------------------------------------------------------------------------------------------ by time
 
-@pytest.mark.parametrize(('at', 'batches', 'rows'), [
-    ('25ba', 25, 3), ('3ep', 30, 3), (2, 20, 2), ('160sp', 10, 1), ('161sp', 11, 2), ('12st', 12, 2), ('10ba', 10, 1),
-    ('0.25dur', 25, 3)])
+
+@pytest.mark.parametrize(
+    ('at', 'batches', 'rows'),
+    [
+        ('25ba', 25, 3),
+        ('3ep', 30, 3),
+        (2, 20, 2),
+        ('160sp', 10, 1),
+        ('161sp', 11, 2),
+        ('12st', 12, 2),
+        ('10ba', 10, 1),
+        ('0.25dur', 25, 3),
+    ],
+)
 def test_stops_at_a_time(at: Any, batches: int, rows: int) -> None:
     learn = quiet(n_train=10, cbs=FixedStopper(at))  # batches of 16
     learn.fit(10)
     assert (learn.time.ba, learn.opt.n_steps, len(learn.history)) == (batches, batches, rows)
 
 
-def test_the_time_is_that_of_all_fits_and_what_is_over_trains_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_time_is_that_of_all_fits_and_what_is_over_trains_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     learn = synth_learner(n_train=10, cbs=FixedStopper('25ba'))
     ended: list[int] = []
     learn.add_cb(Callback(after_fit=lambda cb: cb.fitting and ended.append(cb.learn.time.ba)))
     learn.logger = lambda row: None
     with learn.no_bar():
-        learn.fit(1); learn.fit(1); learn.fit(1); learn.fit(1)
+        learn.fit(1)
+        learn.fit(1)
+        learn.fit(1)
+        learn.fit(1)
     assert ended == [10, 20, 25, 25] and len(learn.history) == 3
     assert '25ba are over' in capsys.readouterr().out
     learn.validate()
@@ -54,35 +71,57 @@ def test_stops_after_an_iteration() -> None:
 
 
 def test_stops_after_seconds() -> None:
-    learn = quiet(n_train=10, cbs=[FixedStopper('0.05s'), Callback(after_loss=lambda cb: time.sleep(0.01))])
+    learn = quiet(
+        n_train=10, cbs=[FixedStopper('0.05s'), Callback(after_loss=lambda cb: time.sleep(0.01))]
+    )
     learn.fit(100)
     assert 3 <= learn.time.ba <= 6 and learn.time.sec >= 0.05
 
 
 def test_every_after_event_fires_at_the_stop() -> None:
     events: list[str] = []
-    names = ('after_batch', 'batch_checkpoint', 'after_train', 'after_validate', 'after_epoch', 'epoch_checkpoint',
-             'after_fit')
-    watch = Callback(**{n: (lambda cb, n=n: cb.learn.time.ba == 3 and events.append(n)) for n in names})
+    names = (
+        'after_batch',
+        'batch_checkpoint',
+        'after_train',
+        'after_validate',
+        'after_epoch',
+        'epoch_checkpoint',
+        'after_fit',
+    )
+    watch = Callback(
+        **{n: (lambda cb, n=n: cb.learn.time.ba == 3 and events.append(n)) for n in names}
+    )
     quiet(n_train=10, cbs=[FixedStopper('3ba'), watch]).fit(4)
     assert [e for e in events if e != 'after_batch'] == list(names[1:])
 
 
 @pytest.mark.parametrize('wrong', ['5 parsecs', 0, -1, '0ba', '-3ep', None, '1.5ba'])
 def test_what_is_no_time_is_refused(wrong: Any) -> None:
-    with pytest.raises(TimeError): FixedStopper(wrong)
-    with pytest.raises(TimeError): EarlyStopping(patience=wrong)
+    with pytest.raises(TimeError):
+        FixedStopper(wrong)
+    with pytest.raises(TimeError):
+        EarlyStopping(patience=wrong)
 
 
-@pytest.mark.parametrize('cb', [FixedStopper('9tok'), FixedStopper('2iter'), EarlyStopping(patience='9tok'),
-                                EarlyStopping(patience='2iter')])
+@pytest.mark.parametrize(
+    'cb',
+    [
+        FixedStopper('9tok'),
+        FixedStopper('2iter'),
+        EarlyStopping(patience='9tok'),
+        EarlyStopping(patience='2iter'),
+    ],
+)
 def test_a_unit_that_is_not_counted_is_refused_before_training(cb: Callback) -> None:
     learn = quiet(cbs=cb)
-    with pytest.raises(TimeError, match=r'9tok|2iter'): learn.fit(1)
+    with pytest.raises(TimeError, match=r'9tok|2iter'):
+        learn.fit(1)
     assert learn.time.ba == 0
 
 
-# ------------------------------------------------------------------------------------------------------------ patience
+# ----------------------------------------------------------------------------------------- patience
+
 
 def test_the_names_of_others() -> None:
     assert EarlyStopping is EarlyStopper is EarlyStoppingCallback
@@ -90,28 +129,42 @@ def test_the_names_of_others() -> None:
 
 @pytest.mark.parametrize('monitor', [None, '', 3])
 def test_patience_without_a_monitor_is_refused(monitor: Any) -> None:
-    with pytest.raises(OptionError, match='nothing to watch'): EarlyStopping(monitor, patience=2)
+    with pytest.raises(OptionError, match='nothing to watch'):
+        EarlyStopping(monitor, patience=2)
 
 
-@pytest.mark.parametrize(('patience', 'rows'), [(2, 3), ('2ep', 3), ('20ba', 3), ('21ba', 4), ('20st', 3), ('320sp', 3),
-                                                ('0.2dur', 3), ('1iter', 3)])
+@pytest.mark.parametrize(
+    ('patience', 'rows'),
+    [
+        (2, 3),
+        ('2ep', 3),
+        ('20ba', 3),
+        ('21ba', 4),
+        ('20st', 3),
+        ('320sp', 3),
+        ('0.2dur', 3),
+        ('1iter', 3),
+    ],
+)
 def test_patience_in_every_unit(patience: Any, rows: int) -> None:
     # the first epoch is the best
-    learn = quiet(n_train=10, lr=0., cbs=EarlyStopping(patience=patience))
-    learn.fit(10, lr=0., iteration=2)
+    learn = quiet(n_train=10, lr=0.0, cbs=EarlyStopping(patience=patience))
+    learn.fit(10, lr=0.0, iteration=2)
     assert len(learn.history) == rows
 
 
 def test_patience_in_seconds() -> None:
     slow = Callback(after_loss=lambda cb: time.sleep(0.01))
-    learn = quiet(n_train=1, lr=0., cbs=[EarlyStopping(patience='0.04s'), slow])
-    learn.fit(50, lr=0.)
+    learn = quiet(n_train=1, lr=0.0, cbs=[EarlyStopping(patience='0.04s'), slow])
+    learn.fit(50, lr=0.0)
     assert 2 < len(learn.history) < 6
 
 
-# ----------------------------------------------------------------------------------------------------------- threshold
+# ---------------------------------------------------------------------------------------- threshold
 
-def mae(pred: Tensor, targ: Tensor) -> Tensor: return (pred - targ).abs().mean()
+
+def mae(pred: Tensor, targ: Tensor) -> Tensor:
+    return (pred - targ).abs().mean()
 
 
 def epochs_until(column: str, passes: Any, **kwargs: Any) -> int:
@@ -122,26 +175,37 @@ def epochs_until(column: str, passes: Any, **kwargs: Any) -> int:
     return 1 + next(i for i, row in enumerate(learn.history) if passes(row[column]))
 
 
-@pytest.mark.parametrize(('monitor', 'threshold', 'comp', 'passes'), [
-    ('valid_loss', 1., None, lambda v: v < 1.), ('mae', 0.9, MetricProperties(), lambda v: v < 0.9),
-    ('train_loss', 4., 'less', lambda v: v < 4.), ('mae', 1.2, np.less, lambda v: v < 1.2),
-    (lambda learn: learn.history[-1]['mae'], 0.9, 'lt', lambda v: v < 0.9)])
-def test_stops_once_a_metric_is_past_a_threshold(monitor: Any, threshold: float, comp: Any, passes: Any) -> None:
+@pytest.mark.parametrize(
+    ('monitor', 'threshold', 'comp', 'passes'),
+    [
+        ('valid_loss', 1.0, None, lambda v: v < 1.0),
+        ('mae', 0.9, MetricProperties(), lambda v: v < 0.9),
+        ('train_loss', 4.0, 'less', lambda v: v < 4.0),
+        ('mae', 1.2, np.less, lambda v: v < 1.2),
+        (lambda learn: learn.history[-1]['mae'], 0.9, 'lt', lambda v: v < 0.9),
+    ],
+)
+def test_stops_once_a_metric_is_past_a_threshold(
+    monitor: Any, threshold: float, comp: Any, passes: Any
+) -> None:
     column = monitor if isinstance(monitor, str) else 'mae'
     expected = epochs_until(column, passes, metrics=mae)
     torch.manual_seed(1)
     learn = quiet(lr=0.004, metrics=mae, cbs=ThresholdStopper(monitor, threshold, comp))
     learn.fit(20)
     assert 1 < len(learn.history) == expected < 20
-    assert learn.threshold_stopper.value == learn.history[-1][column] and passes(learn.threshold_stopper.value)
+    assert learn.threshold_stopper.value == learn.history[-1][column] and passes(
+        learn.threshold_stopper.value
+    )
 
 
 def test_equal_is_not_past_and_nan_is_past_nothing() -> None:
     def run(values: list[float]) -> int:
         it = iter(values)
-        learn = quiet(lr=0., cbs=ThresholdStopper(lambda learn: next(it), 0.5, 'greater'))
+        learn = quiet(lr=0.0, cbs=ThresholdStopper(lambda learn: next(it), 0.5, 'greater'))
         learn.fit(len(values))
         return len(learn.history)
+
     assert run([0.4, 0.5, float('nan'), 0.51, 0.6]) == 4
 
 
@@ -151,7 +215,9 @@ def test_of_several_loaders_one_is_named() -> None:
     learn = quiet(dls=dls, lr=0.01, cbs=ThresholdStopper('day/loss', 0.2))
     learn.fit(100)
     last = learn.history[-1]
-    assert last['day/loss'] < 0.2 < last['night/loss'] and all(r['day/loss'] > 0.2 for r in learn.history[:-1])
+    assert last['day/loss'] < 0.2 < last['night/loss'] and all(
+        r['day/loss'] > 0.2 for r in learn.history[:-1]
+    )
 
 
 def test_a_failed_epoch_leaves_the_stopper_usable_and_its_state_is_kept() -> None:
@@ -162,15 +228,27 @@ def test_a_failed_epoch_leaves_the_stopper_usable_and_its_state_is_kept() -> Non
     assert other.value == cb.value is not None and other.best == cb.best
 
 
-@pytest.mark.parametrize('wrong', [{'threshold': 'high'}, {'threshold': float('nan')}, {'monitor': 'quux'},
-                                   {'monitor': 'lr'}, {'comp': 'up'}, {'monitor': ''}, {'monitor': lambda learn: 1}])
+@pytest.mark.parametrize(
+    'wrong',
+    [
+        {'threshold': 'high'},
+        {'threshold': float('nan')},
+        {'monitor': 'quux'},
+        {'monitor': 'lr'},
+        {'comp': 'up'},
+        {'monitor': ''},
+        {'monitor': lambda learn: 1},
+    ],
+)
 def test_thresholds_that_cannot_work_are_refused(wrong: Any) -> None:
-    with pytest.raises(OptionError): ThresholdStopper(**{'monitor': 'accuracy', 'threshold': 0.9, **wrong})
+    with pytest.raises(OptionError):
+        ThresholdStopper(**{'monitor': 'accuracy', 'threshold': 0.9, **wrong})
 
 
 def test_an_unknown_column_is_refused_before_training() -> None:
     learn = quiet(cbs=ThresholdStopper('accuracy', 0.9))
-    with pytest.raises(MetricError, match='accuracy'): learn.fit(1)
+    with pytest.raises(MetricError, match='accuracy'):
+        learn.fit(1)
     assert learn.time.ba == 0
 
 
@@ -179,4 +257,5 @@ def test_the_stop_is_followed_by_the_last_evaluation(at: str) -> None:
     learn = quiet(n_train=10 if at == '25ba' else 2, cbs=FixedStopper(at), eval_every='3ep')
     learn.fit(10, iteration=1)
     assert [row['valid_loss'] is not None for row in learn.history] == (
-        [False, False, True] if at == '25ba' else [False, False, True, True])
+        [False, False, True] if at == '25ba' else [False, False, True, True]
+    )

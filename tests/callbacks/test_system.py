@@ -1,4 +1,5 @@
 """The system monitor, against what Python and /proc say."""
+
 from __future__ import annotations
 
 import shutil
@@ -32,7 +33,8 @@ def test_load_is_that_since_the_last_look() -> None:
     learn = synth_learner(cbs=(cb := SystemMonitor()))
     learn.fit(1)
     deadline = psutil.cpu_times().user + psutil.cpu_times().system + 0.3
-    while psutil.cpu_times().user + psutil.cpu_times().system < deadline: pass
+    while psutil.cpu_times().user + psutil.cpu_times().system < deadline:
+        pass
     assert cb.measure()['cpu_percentage'] > 20
 
 
@@ -47,7 +49,8 @@ def test_by_default_it_looks_every_ten_seconds() -> None:
 
 def test_without_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, 'psutil', None)
-    with pytest.raises(MissingExtraError, match=r'learnkit\[monitor\]'): SystemMonitor()
+    with pytest.raises(MissingExtraError, match=r'learnkit\[monitor\]'):
+        SystemMonitor()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason='there is a GPU')
@@ -67,4 +70,5 @@ def test_on_a_gpu() -> None:
 
 
 def test_bad_interval() -> None:
-    with pytest.raises(TimeError): SystemMonitor(every='-1s')
+    with pytest.raises(TimeError):
+        SystemMonitor(every='-1s')

@@ -1,4 +1,5 @@
 """The callbacks about training on batches and epochs."""
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -40,7 +41,9 @@ def test_start_epoch_trains_only_from_there_on() -> None:
     learn.fit(5, start_epoch=3)
     assert epochs == [3, 4] and learn.train_iter == 6
     assert [row['epoch'] for row in learn.history] == [3, 4]
-    assert learn.pct_train == pytest.approx(1) and not any(isinstance(cb, SkipToEpoch) for cb in learn.cbs)
+    assert learn.pct_train == pytest.approx(1) and not any(
+        isinstance(cb, SkipToEpoch) for cb in learn.cbs
+    )
 
 
 def test_start_epoch_at_the_end_leaves_the_weights() -> None:
@@ -48,7 +51,8 @@ def test_start_epoch_at_the_end_leaves_the_weights() -> None:
     start = learn.model.a.item(), learn.model.b.item()
     learn.fit(2, start_epoch=2)
     assert (learn.model.a.item(), learn.model.b.item()) == start and learn.history == []
-    with pytest.raises(FitError, match='start_epoch=3'): learn.fit(2, start_epoch=3)
+    with pytest.raises(FitError, match='start_epoch=3'):
+        learn.fit(2, start_epoch=3)
 
 
 def test_two_halves_with_start_epoch_are_a_whole() -> None:
@@ -56,8 +60,11 @@ def test_two_halves_with_start_epoch_are_a_whole() -> None:
     ends = []
     for fits in ([(4, 0)], [(2, 0), (4, 2)]):
         torch.manual_seed(6)
-        learn = Learner(batches, RegModel(), nn.MSELoss(), lr=0.05, cbs=TrainEvalCallback, default_cbs=False)
-        for n, start in fits: learn.fit(n, start_epoch=start)
+        learn = Learner(
+            batches, RegModel(), nn.MSELoss(), lr=0.05, cbs=TrainEvalCallback, default_cbs=False
+        )
+        for n, start in fits:
+            learn.fit(n, start_epoch=start)
         ends.append(torch.cat([learn.model.a, learn.model.b]).detach())
     assert torch.equal(*ends)
 
@@ -67,7 +74,14 @@ def test_a_skipped_epoch_fires_its_cancel_and_no_batch() -> None:
     events = 'before_epoch', 'after_cancel_epoch', 'after_epoch', 'before_train'
     learn = quiet(Callback(**{e: lambda cb, e=e: seen.append(e) for e in events}))
     learn.fit(2, cbs=SkipToEpoch(1))
-    assert seen == ['before_epoch', 'after_cancel_epoch', 'after_epoch', 'before_epoch', 'before_train', 'after_epoch']
+    assert seen == [
+        'before_epoch',
+        'after_cancel_epoch',
+        'after_epoch',
+        'before_epoch',
+        'before_train',
+        'after_epoch',
+    ]
 
 
 def test_before_batch_cb_changes_batches_in_training_and_evaluation() -> None:
@@ -75,32 +89,50 @@ def test_before_batch_cb_changes_batches_in_training_and_evaluation() -> None:
     def shift(cb: Callback, xb: tuple[Tensor, ...], yb: tuple[Tensor, ...]) -> Any:
         assert isinstance(cb.learn, Learner)
         return tuple(x + 100 for x in xb), tuple(y - 100 for y in yb)
+
     seen: list[tuple[bool, float, float]] = []
-    look = Callback(before_pred=lambda cb: seen.append((cb.training, cb.x.mean().item(), cb.y.mean().item())))
-    learn = quiet(shift, look, n_train=1, n_valid=1, lr=0.)
+    look = Callback(
+        before_pred=lambda cb: seen.append((cb.training, cb.x.mean().item(), cb.y.mean().item()))
+    )
+    learn = quiet(shift, look, n_train=1, n_valid=1, lr=0.0)
     (x, y), (xv, yv) = learn.dls.train.tensors, learn.dls.valid.tensors
     learn.fit(1)
     near = lambda mean, by: pytest.approx(mean.mean().item() + by, abs=1e-3)
     assert seen == [(True, near(x, 100), near(y, -100)), (False, near(xv, 100), near(yv, -100))]
-    with pytest.raises(OptionError, match='give a function'): before_batch_cb(3)  # type: ignore[arg-type]  # the test
+    with pytest.raises(OptionError, match='give a function'):
+        before_batch_cb(3)  # type: ignore[arg-type]  # the test
     assert repr(shift) == 'Callback(before_batch=shift)'
 
 
 def test_a_two_way_callback_mixes_inputs_and_targets() -> None:
     "What the readme's example does: read the batch, write another, and change the loss."
+
     class MixUp(Callback):
         run_valid = False
+
         def before_batch(self) -> None:
             self.order_of_batch = torch.arange(len(self.x)).flip(0)
             self.learn.xb = (0.7 * self.x + 0.3 * self.x[self.order_of_batch],)
             self.learn.yb = (self.y, self.y[self.order_of_batch])
-        def after_pred(self) -> None: self.learn.loss_func = lambda pred, a, b: 0.7 * mse(pred, a) + 0.3 * mse(pred, b)
-        def after_loss(self) -> None: self.learn.loss_func = mse
+
+        def after_pred(self) -> None:
+            self.learn.loss_func = lambda pred, a, b: 0.7 * mse(pred, a) + 0.3 * mse(pred, b)
+
+        def after_loss(self) -> None:
+            self.learn.loss_func = mse
+
     mse = nn.MSELoss()
     batches = [(torch.randn(4, 1), torch.randn(4, 1)) for _ in range(3)]
     torch.manual_seed(1)
-    learn = Learner((batches, batches), model := RegModel(), mse, opt_func=torch.optim.SGD, lr=0.1,
-                    cbs=[TrainEvalCallback, MixUp], default_cbs=False)
+    learn = Learner(
+        (batches, batches),
+        model := RegModel(),
+        mse,
+        opt_func=torch.optim.SGD,
+        lr=0.1,
+        cbs=[TrainEvalCallback, MixUp],
+        default_cbs=False,
+    )
     learn.fit(2)
     torch.manual_seed(1)
     other = RegModel()
@@ -113,10 +145,16 @@ def test_a_two_way_callback_mixes_inputs_and_targets() -> None:
     assert torch.equal(model.a, other.a) and torch.equal(model.b, other.b)
 
 
-@pytest.mark.parametrize(('pct', 'n'), [(0., 1), (0.01, 2), (0.1, 2), (0.25, 4), (0.9, 10), (1., 10)])
+@pytest.mark.parametrize(
+    ('pct', 'n'), [(0.0, 1), (0.01, 2), (0.1, 2), (0.25, 4), (0.9, 10), (1.0, 10)]
+)
 def test_a_short_epoch_has_as_many_batches_as_in_fastai(pct: float, n: int) -> None:
     seen: list[bool] = []
-    learn = quiet(ShortEpochCallback(pct), Callback(before_batch=lambda cb: seen.append(cb.training)), n_valid=10)
+    learn = quiet(
+        ShortEpochCallback(pct),
+        Callback(before_batch=lambda cb: seen.append(cb.training)),
+        n_valid=10,
+    )
     learn.fit(2)
     assert [seen.count(True), seen.count(False)] == [2 * n, 2 * n] and len(learn.history) == 2
     seen.clear()
@@ -130,21 +168,34 @@ def test_every_batch_of_a_short_epoch_is_recorded_measured_and_gathered() -> Non
     losses: list[float] = []
     learn.fit(1, cbs=Callback(after_loss=lambda cb: losses.append(cb.loss.item())))
     assert learn.opt.n_steps == 3 and len(losses) == 6
-    assert learn.recorder.smooth_loss.raw == pytest.approx(losses[:3]) and len(learn.recorder.lrs) == 3
+    assert (
+        learn.recorder.smooth_loss.raw == pytest.approx(losses[:3]) and len(learn.recorder.lrs) == 3
+    )
     assert learn.history[-1]['valid_loss'] == pytest.approx(sum(losses[3:]) / 3)
     assert len(learn.get_preds()[0]) == 3 * 16
 
 
 def test_short_epochs_need_a_share_and_a_length() -> None:
     for pct in (-0.1, 1.5, 'half', True):
-        with pytest.raises(OptionError, match='pct='): ShortEpochCallback(pct)  # type: ignore[arg-type]  # the test
+        with pytest.raises(OptionError, match='pct='):
+            ShortEpochCallback(pct)  # type: ignore[arg-type]  # the test
+
     class Stream:
-        def __iter__(self) -> Any: return iter([(torch.ones(2, 1), torch.ones(2, 1))] * 8)
+        def __iter__(self) -> Any:
+            return iter([(torch.ones(2, 1), torch.ones(2, 1))] * 8)
+
     learn = Learner(Stream(), RegModel(), nn.MSELoss(), cbs=ShortEpochCallback, default_cbs=False)
-    with pytest.raises(OptionError, match='train loader has no length'): learn.fit(1)
+    with pytest.raises(OptionError, match='train loader has no length'):
+        learn.fit(1)
     seen: list[int] = []
     dls = DataLoaders(Stream(), n_iter=4)
-    learn = Learner(dls, RegModel(), nn.MSELoss(), cbs=[TrainEvalCallback, ShortEpochCallback(0.5)], default_cbs=False)
+    learn = Learner(
+        dls,
+        RegModel(),
+        nn.MSELoss(),
+        cbs=[TrainEvalCallback, ShortEpochCallback(0.5)],
+        default_cbs=False,
+    )
     learn.fit(1, cbs=Callback(before_batch=lambda cb: seen.append(cb.iter)))
     assert seen == [0, 1, 2]
 
@@ -160,22 +211,35 @@ class Pair(NamedTuple):
 
 def test_tensor_subclasses_become_plain_however_nested() -> None:
     x, seen = torch.randn(4, 1).as_subclass(Marked), []
+
     class First(nn.Linear):
         def forward(self, batch: Any) -> Tensor:
             seen.append(batch)
             return super().forward(batch[0]['a'].image)
+
     batch = (({'a': Pair(x, 'one')}, [x, 5]), torch.randn(4, 1).as_subclass(Marked))
-    learn = Learner(([batch], [batch]), First(1, 1), nn.MSELoss(), default_cbs=False,
-                    cbs=[TrainEvalCallback, CastToTensor, Callback(before_pred=lambda cb: seen.append(cb.y))])
+    learn = Learner(
+        ([batch], [batch]),
+        First(1, 1),
+        nn.MSELoss(),
+        default_cbs=False,
+        cbs=[TrainEvalCallback, CastToTensor, Callback(before_pred=lambda cb: seen.append(cb.y))],
+    )
     learn.fit(1)
     assert [type(o) for o in seen[::2]] == [Tensor, Tensor]
     for named, (plain, five) in seen[1::2]:
-        assert type(named['a'].image) is Tensor is type(plain) and (named['a'].name, five) == ('one', 5)
+        assert type(named['a'].image) is Tensor is type(plain) and (named['a'].name, five) == (
+            'one',
+            5,
+        )
         assert plain.data_ptr() == x.data_ptr()
     assert type(batch[0][1][0]) is Marked  # what the loader holds is untouched
+
     class Wrapped(Tensor):
         @classmethod
-        def __torch_dispatch__(cls, *args: Any) -> Any: raise NotImplementedError
+        def __torch_dispatch__(cls, *args: Any) -> Any:
+            raise NotImplementedError
+
     own = torch.ones(2).as_subclass(Wrapped)
     assert as_plain(own) is own  # without its class it would be no tensor
 
@@ -184,20 +248,35 @@ def conv_learner(*cbs: Any, **kwargs: Any) -> Learner:
     torch.manual_seed(4)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 16, 2))
     gen = torch.Generator().manual_seed(1)
-    batches = [(torch.randn(4, 3, 6, 6, generator=gen), torch.randn(4, 2, generator=gen)) for _ in range(3)]
-    return Learner((batches, batches), model, nn.MSELoss(), lr=0.01, cbs=[TrainEvalCallback, *cbs], default_cbs=False,
-                   **kwargs)
+    batches = [
+        (torch.randn(4, 3, 6, 6, generator=gen), torch.randn(4, 2, generator=gen)) for _ in range(3)
+    ]
+    return Learner(
+        (batches, batches),
+        model,
+        nn.MSELoss(),
+        lr=0.01,
+        cbs=[TrainEvalCallback, *cbs],
+        default_cbs=False,
+        **kwargs,
+    )
 
 
-def is_channels_last(t: Tensor) -> bool: return t.is_contiguous(memory_format=torch.channels_last)
+def is_channels_last(t: Tensor) -> bool:
+    return t.is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize('fused', [False, True])
 def test_channels_last_lasts_for_a_run_and_changes_no_result(fused: bool) -> None:
-    def adam(params: Any, lr: float) -> torch.optim.Optimizer: return torch.optim.Adam(params, lr=lr, fused=fused)
+    def adam(params: Any, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.Adam(params, lr=lr, fused=fused)
+
     layouts: list[tuple[bool, bool]] = []
-    look = Callback(after_pred=lambda cb: layouts.append((is_channels_last(cb.model[0].weight),
-                                                          is_channels_last(cb.model[0](cb.x)))))
+    look = Callback(
+        after_pred=lambda cb: layouts.append(
+            (is_channels_last(cb.model[0].weight), is_channels_last(cb.model[0](cb.x)))
+        )
+    )
     ends = []
     for cbs in ((), (ChannelsLast, look)):
         learn = conv_learner(opt_func=adam)
@@ -208,24 +287,40 @@ def test_channels_last_lasts_for_a_run_and_changes_no_result(fused: bool) -> Non
         learn.fit(1)
         ends.append([p.detach() for p in learn.model.parameters()])
     assert layouts == [(True, True)] * 6 + [(False, False)] * 6
-    for p, q in zip(*ends, strict=True): torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+    for p, q in zip(*ends, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
     assert learn.model[0].weight.is_contiguous() and not is_channels_last(learn.model[0].weight)
     state = learn.opt.state[learn.model[0].weight]
     assert state['exp_avg'].is_contiguous() and not is_channels_last(state['exp_avg'])
 
 
 def test_channels_last_is_undone_after_an_error_and_leaves_what_was_so_before() -> None:
-    def fail(cb: Any) -> None: raise RuntimeError('there')
+    def fail(cb: Any) -> None:
+        raise RuntimeError('there')
+
     learn = conv_learner(ChannelsLast)
-    with pytest.raises(RuntimeError, match='there'): learn.fit(1, cbs=Callback(after_backward=fail))
+    with pytest.raises(RuntimeError, match='there'):
+        learn.fit(1, cbs=Callback(after_backward=fail))
     assert not is_channels_last(learn.model[0].weight)
     learn.model.to(memory_format=torch.channels_last)
     learn.fit(1)
     assert is_channels_last(learn.model[0].weight)
     volume = nn.Conv3d(2, 3, 3)
-    learn = Learner([(torch.randn(2, 2, 4, 4, 4), torch.zeros(2, 3, 2, 2, 2))], volume, nn.MSELoss(), default_cbs=False,
-                    cbs=[TrainEvalCallback, ChannelsLast, Callback(after_pred=lambda cb: seen.append(
-                        volume.weight.is_contiguous(memory_format=torch.channels_last_3d)))])
+    learn = Learner(
+        [(torch.randn(2, 2, 4, 4, 4), torch.zeros(2, 3, 2, 2, 2))],
+        volume,
+        nn.MSELoss(),
+        default_cbs=False,
+        cbs=[
+            TrainEvalCallback,
+            ChannelsLast,
+            Callback(
+                after_pred=lambda cb: seen.append(
+                    volume.weight.is_contiguous(memory_format=torch.channels_last_3d)
+                )
+            ),
+        ],
+    )
     seen: list[bool] = []
     learn.fit(1)
     assert seen == [True] and volume.weight.is_contiguous()
@@ -234,17 +329,29 @@ def test_channels_last_is_undone_after_an_error_and_leaves_what_was_so_before() 
 def test_frozen_batch_norms_keep_their_statistics() -> None:
     def norms() -> nn.Module:
         torch.manual_seed(4)
-        return nn.Sequential(nn.Linear(1, 3), nn.BatchNorm1d(3).requires_grad_(False), nn.BatchNorm1d(3),
-                             nn.BatchNorm1d(3, affine=False), nn.Linear(3, 1))
+        return nn.Sequential(
+            nn.Linear(1, 3),
+            nn.BatchNorm1d(3).requires_grad_(False),
+            nn.BatchNorm1d(3),
+            nn.BatchNorm1d(3, affine=False),
+            nn.Linear(3, 1),
+        )
+
     def check(cb: Any) -> None:
         modes.append([m.training for m in cb.model[1:4]])
-        if cb.iter == 1: cb.learn.validate()  # in mid-epoch
+        if cb.iter == 1:
+            cb.learn.validate()  # in mid-epoch
+
     modes: list[list[bool]] = []
     learn = quiet(BnFreeze, model=norms(), n_train=3)
     learn.fit(2, cbs=Callback(after_loss=lambda cb: cb.training and check(cb)))
     assert modes == [[False, True, True]] * 6
     frozen, own, plain = learn.model[1:4]
-    assert frozen.num_batches_tracked == 0 and frozen.running_mean.eq(0).all() and frozen.running_var.eq(1).all()
+    assert (
+        frozen.num_batches_tracked == 0
+        and frozen.running_mean.eq(0).all()
+        and frozen.running_var.eq(1).all()
+    )
     assert own.num_batches_tracked == plain.num_batches_tracked == 6
     frozen.requires_grad_()
     learn.fit(1)

@@ -1,4 +1,5 @@
 """Checkpoints of several processes: parts that each writes, read again by any number of them."""
+
 import os
 import pickle
 import resource
@@ -40,9 +41,14 @@ def fit(rank, folder, strategy=None, resume=False, every='2ba', cbs=(), epochs=2
     learn = learner(n=40, cbs=[Checkpoint(**options), EMA(0.9), *cbs])
     torch.manual_seed(3)
     if strategy is None:
-        with learn.no_bar(), learn.no_logging(): learn.fit(epochs, resume=resume)
+        with learn.no_bar(), learn.no_logging():
+            learn.fit(epochs, resume=resume)
     else:
-        with learn.no_bar(), learn.no_logging(), learn.distributed(strategy, batch_size='global', timeout='30s'):
+        with (
+            learn.no_bar(),
+            learn.no_logging(),
+            learn.distributed(strategy, batch_size='global', timeout='30s'),
+        ):
             learn.fit(epochs, resume=resume)
     history = [row[k] for row in learn.history for k in ('train_loss', 'valid_loss')]
     return [*values(learn), *learn.ema.state_dict()['averages'].values(), torch.tensor(history)]
@@ -54,15 +60,20 @@ def written(tmp_path_factory):
     found = {}
     for strategy in ('fsdp', 'ddp', None):
         folder = tmp_path_factory.mktemp(str(strategy))
-        found[strategy] = folder, (fit(0, folder) if strategy is None else run_ranks(fit, 2, folder, strategy)[0])
+        found[strategy] = (
+            folder,
+            (fit(0, folder) if strategy is None else run_ranks(fit, 2, folder, strategy)[0]),
+        )
     return found
 
 
 def copied(written, tmp_path, strategy='fsdp'):
     "Return a copy of a folder of checkpoints, up to that within the second epoch."
     for path in sorted(written[strategy][0].glob('0000[123]-*')):
-        if path.is_dir(): shutil.copytree(path, tmp_path/path.name)
-        else: shutil.copy(path, tmp_path)
+        if path.is_dir():
+            shutil.copytree(path, tmp_path / path.name)
+        else:
+            shutil.copy(path, tmp_path)
     assert sorted(tmp_path.glob('*.ckpt'))[-1].name == '00003-ep1-ba6.ckpt'
     return tmp_path
 
@@ -72,12 +83,21 @@ def test_a_checkpoint_is_a_file_and_a_folder_of_safetensors(written):
     path = sorted(folder.glob('*.ckpt'))[-1]
     assert sorted(p.name for p in folder_of(path).iterdir()) == ['0.safetensors', '1.safetensors']
     state = with_parts(read_state(path)[0], path)
-    assert apart([state['model'][k] for k in learner().model.state_dict()], end[:len(state['model'])]) == 0
+    assert (
+        apart([state['model'][k] for k in learner().model.state_dict()], end[: len(state['model'])])
+        == 0
+    )
 
-    name = next(e['name'] for e in read_state(path)[0]['parts']['tensors'] if e['name'].endswith('model.stem.weight'))
+    name = next(
+        e['name']
+        for e in read_state(path)[0]['parts']['tensors']
+        if e['name'].endswith('model.stem.weight')
+    )
     # by the library alone
-    shards = [load_file(folder_of(path)/f'{rank}.safetensors')[name] for rank in range(2)]
-    assert [len(s) for s in shards] == [4, 3] and torch.equal(torch.cat(shards), state['model']['stem.weight'])
+    shards = [load_file(folder_of(path) / f'{rank}.safetensors')[name] for rank in range(2)]
+    assert [len(s) for s in shards] == [4, 3] and torch.equal(
+        torch.cat(shards), state['model']['stem.weight']
+    )
 
 
 def but_train_loss(found):
@@ -85,13 +105,19 @@ def but_train_loss(found):
     return [*found[:-1], found[-1][[0, 1, 3]]]
 
 
-@pytest.mark.parametrize(('before', 'after'), [
-    ('fsdp', 'fsdp'), ('fsdp', 'ddp'), ('fsdp', None), ('ddp', 'fsdp'), (None, 'fsdp')])
+@pytest.mark.parametrize(
+    ('before', 'after'),
+    [('fsdp', 'fsdp'), ('fsdp', 'ddp'), ('fsdp', None), ('ddp', 'fsdp'), (None, 'fsdp')],
+)
 def test_a_run_goes_on_with_other_processes(written, tmp_path, before, after):
     folder, end = copied(written, tmp_path, before), written[before][1]
-    again = [fit(0, folder, None, True)] if after is None else run_ranks(fit, 2, folder, after, True)
-    for found in again: assert apart(but_train_loss(end), but_train_loss(found)) < 1e-6
-    if before == after: assert apart(end, again[0]) == 0
+    again = (
+        [fit(0, folder, None, True)] if after is None else run_ranks(fit, 2, folder, after, True)
+    )
+    for found in again:
+        assert apart(but_train_loss(end), but_train_loss(found)) < 1e-6
+    if before == after:
+        assert apart(end, again[0]) == 0
 
 
 def test_a_run_of_two_goes_on_with_four(written, tmp_path):
@@ -117,7 +143,8 @@ def weights(rank, folder, strategy, others):
 def test_weights_load_with_and_without_a_strategy(tmp_path):
     alone = learner()
     alone.path = tmp_path
-    with alone.no_bar(), alone.no_logging(): alone.fit(1)
+    with alone.no_bar(), alone.no_logging():
+        alone.fit(1)
     alone.save('alone', with_opt=True)
     for _, loaded, averages in run_ranks(weights, 2, tmp_path, 'fsdp', None):
         assert apart(loaded, values(alone)) == 0
@@ -133,16 +160,18 @@ def test_weights_load_with_and_without_a_strategy(tmp_path):
 def test_weights_of_a_checkpoint_load(written):
     learn = learner()
     learn.load(sorted(written['fsdp'][0].glob('*.ckpt'))[-1], with_opt=False)
-    assert apart(values(learn), written['fsdp'][1][:len(values(learn))]) == 0
+    assert apart(values(learn), written['fsdp'][1][: len(values(learn))]) == 0
 
 
-def one_file(rank, folder): return fit(rank, folder, 'fsdp', sharded=False, background=False)
+def one_file(rank, folder):
+    return fit(rank, folder, 'fsdp', sharded=False, background=False)
 
 
 def test_parts_can_be_put_together_in_one_file(tmp_path):
     end = run_ranks(one_file, 2, tmp_path)[0]
     assert not list(tmp_path.glob('*.parts'))
-    for path in tmp_path.glob('*-ba[18]*.ckpt'): path.unlink()
+    for path in tmp_path.glob('*-ba[18]*.ckpt'):
+        path.unlink()
     assert len(list(tmp_path.iterdir())) == 4  # with the lock
     assert apart(but_train_loss(end), but_train_loss(fit(0, tmp_path, resume=True))) < 1e-6
 
@@ -153,19 +182,25 @@ def few(rank, folder):
 
 
 def test_folders_go_with_their_files(tmp_path):
-    stale = tmp_path/'00001-ep0-ba1.parts'
+    stale = tmp_path / '00001-ep0-ba1.parts'
     stale.mkdir()
-    (tmp_path/'mine.parts').mkdir()
+    (tmp_path / 'mine.parts').mkdir()
     for names in run_ranks(few, 2, tmp_path):
-        assert [n for n in names if n[0] == '0'] == [f'{n}.{s}' for n in ('00010-ep1-ba10', '00011-ep2-ba10')
-                                                     for s in ('ckpt', 'parts')]
-    assert (tmp_path/'mine.parts').exists()
+        assert [n for n in names if n[0] == '0'] == [
+            f'{n}.{s}' for n in ('00010-ep1-ba10', '00011-ep2-ba10') for s in ('ckpt', 'parts')
+        ]
+    assert (tmp_path / 'mine.parts').exists()
 
 
-# -- what is damaged ---------------------------------------------------------------------------------------------------
+# -- what is damaged -------------------------------------------------------------------------------
 
-def remove(path): path.unlink()
-def cut(path): os.truncate(path, path.stat().st_size - 1)
+
+def remove(path):
+    path.unlink()
+
+
+def cut(path):
+    os.truncate(path, path.stat().st_size - 1)
 
 
 def change(path):
@@ -179,61 +214,82 @@ def change(path):
 def test_what_is_not_whole_is_passed_over(written, tmp_path, harm, name):
     folder = copied(written, tmp_path)
     *_, before, last = sorted(folder.glob('*.ckpt'))
-    harm(folder_of(last)/name)
-    with pytest.raises(DamagedError, match=f'{last.name} belongs to .*{name}'): find(last, folder)
-    with pytest.warns(UserWarning, match=f'{before.name} is used'): assert find(True, folder)[0] == before
-    with pytest.raises(WeightsError, match='belongs to'): learner().load(last)
+    harm(folder_of(last) / name)
+    with pytest.raises(DamagedError, match=f'{last.name} belongs to .*{name}'):
+        find(last, folder)
+    with pytest.warns(UserWarning, match=f'{before.name} is used'):
+        assert find(True, folder)[0] == before
+    with pytest.raises(WeightsError, match='belongs to'):
+        learner().load(last)
 
 
 def test_a_folder_that_is_missing_is_passed_over_by_all(written, tmp_path):
     folder = copied(written, tmp_path)
     shutil.rmtree(folder_of(sorted(folder.glob('*.ckpt'))[-1]))
-    for found in run_ranks(resumed_with_warning, 2, folder): assert apart(found, written['fsdp'][1]) == 0
+    for found in run_ranks(resumed_with_warning, 2, folder):
+        assert apart(found, written['fsdp'][1]) == 0
 
 
 def resumed_with_warning(rank, folder):
-    if rank: return fit(rank, folder, 'fsdp', True)
-    with pytest.warns(UserWarning, match='were skipped'): return fit(rank, folder, 'fsdp', True)
+    if rank:
+        return fit(rank, folder, 'fsdp', True)
+    with pytest.warns(UserWarning, match='were skipped'):
+        return fit(rank, folder, 'fsdp', True)
 
 
 def test_parts_are_never_unpickled(written, tmp_path, monkeypatch):
     folder = copied(written, tmp_path)
     path = sorted(folder.glob('*.ckpt'))[-1]
-    def refuse(*args, **kwargs): raise AssertionError('unpickled')
+
+    def refuse(*args, **kwargs):
+        raise AssertionError('unpickled')
+
     for owner, names in ((torch, ('load',)), (pickle, ('load', 'loads', 'Unpickler'))):
-        for name in names: monkeypatch.setattr(owner, name, refuse)
+        for name in names:
+            monkeypatch.setattr(owner, name, refuse)
     assert with_parts(find(path, folder)[1], path)['model']['stem.weight'].shape == (7, 5)
-    (folder_of(path)/'0.safetensors').write_bytes(pickle.dumps({'a': 1}))
-    with pytest.raises(DamagedError, match='cannot be read'): with_parts(read_state(path)[0], path)
+    (folder_of(path) / '0.safetensors').write_bytes(pickle.dumps({'a': 1}))
+    with pytest.raises(DamagedError, match='cannot be read'):
+        with_parts(read_state(path)[0], path)
 
 
-def changed(entry, name, value): entry[name] = value
+def changed(entry, name, value):
+    entry[name] = value
 
 
-@pytest.mark.parametrize('harm', [
-    lambda p: p['files'].update({'../../etc/passwd': [1, '']}),
-    lambda p: changed(p['tensors'][0], 'size', [10**12, 10**3]),
-    lambda p: changed(p['tensors'][0], 'dtype', 'save'),
-    lambda p: changed(p['tensors'][0], 'dtype', 'float64'),
-    lambda p: changed(p['tensors'][0], 'dim', 1),
-    lambda p: changed(p['tensors'][0], 'dim', -9),
-    lambda p: changed(p['tensors'][0], 'lengths', [1]),
-    lambda p: changed(p['tensors'][0], 'lengths', [10**12, 1]),
-    lambda p: changed(p['tensors'][0], 'lengths', [0, 0]),
-    lambda p: changed(p['tensors'][0], 'lengths', [n - 1 for n in p['tensors'][0]['lengths']]),
-    lambda p: changed(p['tensors'][0], 'name', 'nothing'),
-    lambda p: p['tensors'].pop(),
-    lambda p: p['places'].append(['nowhere', 'at', 'all']),
-    lambda p: changed(p, 'tensors', 3),
-    lambda p: p.pop('places'),
-])
+@pytest.mark.parametrize(
+    'harm',
+    [
+        lambda p: p['files'].update({'../../etc/passwd': [1, '']}),
+        lambda p: changed(p['tensors'][0], 'size', [10**12, 10**3]),
+        lambda p: changed(p['tensors'][0], 'dtype', 'save'),
+        lambda p: changed(p['tensors'][0], 'dtype', 'float64'),
+        lambda p: changed(p['tensors'][0], 'dim', 1),
+        lambda p: changed(p['tensors'][0], 'dim', -9),
+        lambda p: changed(p['tensors'][0], 'lengths', [1]),
+        lambda p: changed(p['tensors'][0], 'lengths', [10**12, 1]),
+        lambda p: changed(p['tensors'][0], 'lengths', [0, 0]),
+        lambda p: changed(p['tensors'][0], 'lengths', [n - 1 for n in p['tensors'][0]['lengths']]),
+        lambda p: changed(p['tensors'][0], 'name', 'nothing'),
+        lambda p: p['tensors'].pop(),
+        lambda p: p['places'].append(['nowhere', 'at', 'all']),
+        lambda p: changed(p, 'tensors', 3),
+        lambda p: p.pop('places'),
+    ],
+)
 def test_tables_are_not_believed(written, tmp_path, harm):
     folder = copied(written, tmp_path)
     path = sorted(folder.glob('*.ckpt'))[-1]
     state, info = read_state(path)
-    state = {**state, 'parts': {**state['parts'], 'files': dict(state['parts']['files']),
-                                'tensors': [dict(e) for e in state['parts']['tensors']],
-                                'places': list(state['parts']['places'])}}
+    state = {
+        **state,
+        'parts': {
+            **state['parts'],
+            'files': dict(state['parts']['files']),
+            'tensors': [dict(e) for e in state['parts']['tensors']],
+            'places': list(state['parts']['places']),
+        },
+    }
     harm(state['parts'])
     write_state(path, state, info)  # anyone who can write a file can write its digest
     with pytest.raises(CheckpointError):
@@ -241,58 +297,76 @@ def test_tables_are_not_believed(written, tmp_path, harm):
         with_parts(found[1], path)
 
 
-# -- what goes wrong ---------------------------------------------------------------------------------------------------
+# -- what goes wrong -------------------------------------------------------------------------------
+
 
 def no_room(rank, folder, background):
     "Train with no room for files of one process; say what is raised."
     if rank == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
-    try: fit(rank, folder, 'fsdp', background=background)
-    except (OSError, CheckpointError, DistributedError) as e: return type(e).__name__, str(e)
+    try:
+        fit(rank, folder, 'fsdp', background=background)
+    except (OSError, CheckpointError, DistributedError) as e:
+        return type(e).__name__, str(e)
 
 
 @pytest.mark.parametrize('background', [True, False])
 def test_a_disk_error_of_one_process_is_raised_in_all(tmp_path, background):
     first, second = run_ranks(no_room, 2, tmp_path, background)
-    assert first[0] in ('CheckpointError', 'DistributedError') and second[0] in ('OSError', 'CheckpointError')
+    assert first[0] in ('CheckpointError', 'DistributedError') and second[0] in (
+        'OSError',
+        'CheckpointError',
+    )
     assert 'rocess 1' in first[1] and 'File too large' in first[1], first
     assert not list(tmp_path.glob('0*'))
 
 
 def with_statistics(rank, folder, resume):
     "Train with averages of running statistics, which are each process's own, and of weights, which are cut."
-    learn = learner(WithStatistics, n=40, cbs=[Checkpoint(folder=folder, every='2ba', keep_last=None), EMA(0.9)])
+    learn = learner(
+        WithStatistics, n=40, cbs=[Checkpoint(folder=folder, every='2ba', keep_last=None), EMA(0.9)]
+    )
     torch.manual_seed(3)
     with learn.no_bar(), learn.no_logging(), learn.distributed('fsdp', batch_size='global'):
         learn.fit(2, resume=resume)
-        return [*(b.clone() for b in learn.model.buffers()), *whole_state(learn.ema.state_dict())['averages'].values()]
+        return [
+            *(b.clone() for b in learn.model.buffers()),
+            *whole_state(learn.ema.state_dict())['averages'].values(),
+        ]
 
 
 def test_what_is_each_processs_own_is_kept_for_it(tmp_path):
     ends = run_ranks(with_statistics, 2, tmp_path, False)
     assert apart(*ends) > 1e-4
     again = run_ranks(with_statistics, 2, tmp_path, sorted(tmp_path.glob('*.ckpt'))[2])
-    for end, found in zip(ends, again, strict=True): assert apart(end, found) == 0
+    for end, found in zip(ends, again, strict=True):
+        assert apart(end, found) == 0
 
 
 class Dies(Callback):
     "End this process, as SIGKILL does, at one of its batches."
-    def __init__(self, at): self._at = at
+
+    def __init__(self, at):
+        self._at = at
 
     def after_backward(self):
-        if self.learn.train_iter == self._at: os.kill(os.getpid(), signal.SIGKILL)
+        if self.learn.train_iter == self._at:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
-def dying(rank, folder, at, who): fit(rank, folder, 'fsdp', True, '1ba', [Dies(at)] if rank == who else [])
+def dying(rank, folder, at, who):
+    fit(rank, folder, 'fsdp', True, '1ba', [Dies(at)] if rank == who else [])
 
 
 def test_a_killed_run_goes_on_exactly(written, tmp_path):
     for at, who in ((2, 1), (4, 0)):
         with started_ranks(dying, 2, tmp_path, at, who) as children:
-            for c in children: c.wait(60)
+            for c in children:
+                c.wait(60)
             assert all(c.poll() for c in children)
-    for found in run_ranks(fit, 2, tmp_path, 'fsdp', True, '1ba'): assert apart(found, written['fsdp'][1]) == 0
+    for found in run_ranks(fit, 2, tmp_path, 'fsdp', True, '1ba'):
+        assert apart(found, written['fsdp'][1]) == 0
 
 
 def test_what_is_not_cut_stays_in_the_file():
@@ -301,43 +375,57 @@ def test_what_is_not_cut_stays_in_the_file():
 
 
 def test_only_folders_of_checkpoints_are_swept(tmp_path):
-    for name in ('00001-a.parts', '00002-b.parts', 'c.parts', '00003-d'): (tmp_path/name).mkdir()
-    (tmp_path/'00002-b.ckpt').touch()
+    for name in ('00001-a.parts', '00002-b.parts', 'c.parts', '00003-d'):
+        (tmp_path / name).mkdir()
+    (tmp_path / '00002-b.ckpt').touch()
     assert [p.name for p in sweep_parts(tmp_path)] == ['00001-a.parts']
 
 
 def cut(rank, folder, dims):
     "Write tensors that are cut along a dimension, tied, turned, complex, and smaller than the number of ranks."
-    world = join_ranks(timeout_s=30.)
+    world = join_ranks(timeout_s=30.0)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
     mesh = init_device_mesh('cpu', (2,))
     made = {}
     for dim in dims:
         for size in ((5, 3), (1, 4), (4, 1)):
             made[f'{dim}{size}'] = distribute_tensor(numbers(*size), mesh, [Shard(dim)])
-        made[f'{dim}complex'] = distribute_tensor(torch.complex(numbers(5, 3), -numbers(5, 3)), mesh, [Shard(dim)])
+        made[f'{dim}complex'] = distribute_tensor(
+            torch.complex(numbers(5, 3), -numbers(5, 3)), mesh, [Shard(dim)]
+        )
     made['whole'] = distribute_tensor(numbers(5, 3), mesh, [Replicate()])
     made['tied'] = made['0(5, 3)']
     rest, places, parts = take_parts({'made': made})
     writers = Writers(world)
-    rest['parts'] = {'places': places, **writers.write(parts, folder_of(folder/'a.ckpt'))}
-    if rank == 0: write_state(folder/'a.ckpt', rest, {})
+    rest['parts'] = {'places': places, **writers.write(parts, folder_of(folder / 'a.ckpt'))}
+    if rank == 0:
+        write_state(folder / 'a.ckpt', rest, {})
     writers.close()
     torch.distributed.barrier()
-    found = with_parts(read_state(folder/'a.ckpt')[0], folder/'a.ckpt', mesh)['made']
+    found = with_parts(read_state(folder / 'a.ckpt')[0], folder / 'a.ckpt', mesh)['made']
     return {k: t.full_tensor() if hasattr(t, 'full_tensor') else t for k, t in found.items()}
 
 
-def numbers(*size): return torch.arange(prod(size)).reshape(size) + 0.5
+def numbers(*size):
+    return torch.arange(prod(size)).reshape(size) + 0.5
 
 
 def test_tensors_cut_in_any_way_come_back(tmp_path):
     shards = run_ranks(cut, 2, tmp_path, (0, 1))
-    check_parts(tmp_path/'a.ckpt', read_state(tmp_path/'a.ckpt')[0]['parts'])
-    for found in (*shards, with_parts(read_state(tmp_path/'a.ckpt')[0], tmp_path/'a.ckpt')['made']):
+    check_parts(tmp_path / 'a.ckpt', read_state(tmp_path / 'a.ckpt')[0]['parts'])
+    for found in (
+        *shards,
+        with_parts(read_state(tmp_path / 'a.ckpt')[0], tmp_path / 'a.ckpt')['made'],
+    ):
         assert len(found) == 10
         for name, t in found.items():
-            expected = numbers(5, 3) if name in ('whole', 'tied') else numbers(*map(int, name[2:-1].split(', '))) \
-                if '(' in name else torch.complex(numbers(5, 3), -numbers(5, 3))
+            expected = (
+                numbers(5, 3)
+                if name in ('whole', 'tied')
+                else numbers(*map(int, name[2:-1].split(', ')))
+                if '(' in name
+                else torch.complex(numbers(5, 3), -numbers(5, 3))
+            )
             assert torch.equal(t, expected), name

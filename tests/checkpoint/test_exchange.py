@@ -1,4 +1,5 @@
 """Trained models as weights and configuration: one file without code, and a Learner made from it."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -34,29 +35,47 @@ def data(path: Path) -> DataLoaders:
 
 @pytest.fixture
 def trained(tmp_path: Path) -> Learner:
-    learn = Learner(data(tmp_path), Net(8), nn.CrossEntropyLoss(), lr=slice(1e-3, 0.1), wd=0.2, moms=(0.9, 0.8, 0.9),
-                    train_bn=False)
+    learn = Learner(
+        data(tmp_path),
+        Net(8),
+        nn.CrossEntropyLoss(),
+        lr=slice(1e-3, 0.1),
+        wd=0.2,
+        moms=(0.9, 0.8, 0.9),
+        train_bn=False,
+    )
     learn.dls.vocab = ['no', 'yes']  # type: ignore[attr-defined]  # as fastai's have
     learn.logger = noop
     learn.fit(2, lr=0.1)
     return learn
 
 
-def test_a_loaded_learner_predicts_validates_and_trains_on(trained: Learner, tmp_path: Path) -> None:
+def test_a_loaded_learner_predicts_validates_and_trains_on(
+    trained: Learner, tmp_path: Path
+) -> None:
     path = trained.save_learner(hidden=8)
-    assert path == tmp_path/'learner.pth'
+    assert path == tmp_path / 'learner.pth'
     learn = load_learner(path, model=Net, loss_func=nn.CrossEntropyLoss())
     dl = trained.dls.valid
     assert torch.equal(learn.get_preds(dl=dl)[0], trained.get_preds()[0])
     assert learn.validate(dl=dl) == trained.validate()
     assert learn.dls.vocab == ['no', 'yes'] and learn.path == tmp_path
-    assert (learn.lr, learn.wd, learn.moms, learn.train_bn) == (slice(1e-3, 0.1), 0.2, (0.9, 0.8, 0.9), False)
+    assert (learn.lr, learn.wd, learn.moms, learn.train_bn) == (
+        slice(1e-3, 0.1),
+        0.2,
+        (0.9, 0.8, 0.9),
+        False,
+    )
 
-    learn = load_learner(path, model=Net, dls=data(tmp_path), loss_func=nn.CrossEntropyLoss(), wd=0.)
+    learn = load_learner(
+        path, model=Net, dls=data(tmp_path), loss_func=nn.CrossEntropyLoss(), wd=0.0
+    )
     learn.logger = noop
     learn.fit(1, lr=0.1)
-    trained.fit(1, lr=0.1, reset_opt=True, wd=0.)
-    assert all(map(torch.equal, learn.model.state_dict().values(), trained.model.state_dict().values()))
+    trained.fit(1, lr=0.1, reset_opt=True, wd=0.0)
+    assert all(
+        map(torch.equal, learn.model.state_dict().values(), trained.model.state_dict().values())
+    )
 
 
 def test_the_file_holds_plain_values_that_load_safely(trained: Learner) -> None:
@@ -65,13 +84,16 @@ def test_the_file_holds_plain_values_that_load_safely(trained: Learner) -> None:
     assert (state['config']['model'], state['config']['loss_func']) == ('Net', 'CrossEntropyLoss')
     with pytest.raises(OptionError, match=r"model_config\['act'\] is a type"):
         trained.save_learner('b.pth', act=nn.ReLU)
-    assert not (trained.path/'b.pth').exists()
+    assert not (trained.path / 'b.pth').exists()
 
 
 def test_without_the_code_the_error_shows_the_call(trained: Learner) -> None:
     path = trained.save_learner(hidden=8)
-    with pytest.raises(OptionError) as e: load_learner(path)
-    assert f"load_learner('{path}', model=Net)` calls `Net(hidden=8)`" in str(e.value) and 'no code' in str(e.value)
+    with pytest.raises(OptionError) as e:
+        load_learner(path)
+    assert f"load_learner('{path}', model=Net)` calls `Net(hidden=8)`" in str(
+        e.value
+    ) and 'no code' in str(e.value)
 
 
 def test_a_ready_model_and_one_that_does_not_fit(trained: Learner) -> None:
@@ -80,30 +102,38 @@ def test_a_ready_model_and_one_that_does_not_fit(trained: Learner) -> None:
     assert load_learner(path, model=model).model is model
     other = Net(9)
     before = {k: v.clone() for k, v in other.state_dict().items()}
-    with pytest.raises(WeightsError, match='does not fit Net, in 3 places'): load_learner(path, model=other)
+    with pytest.raises(WeightsError, match='does not fit Net, in 3 places'):
+        load_learner(path, model=other)
     assert all(torch.equal(before[k], v) for k, v in other.state_dict().items())
-    with pytest.raises(TypeError) as e: load_learner(path, model=Net)
+    with pytest.raises(TypeError) as e:
+        load_learner(path, model=Net)
     assert 'configuration' in ''.join(e.value.__notes__)
     wrong: Any = dict
-    with pytest.raises(ModelError, match='built a dict'): load_learner(path, model=wrong)
-    with pytest.raises(OptionError, match='nothing that builds one'): load_learner(path, model='Net')  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match='built a dict'):
+        load_learner(path, model=wrong)
+    with pytest.raises(OptionError, match='nothing that builds one'):
+        load_learner(path, model='Net')  # type: ignore[arg-type]
 
 
 def test_without_data_there_is_none_to_train_on(trained: Learner) -> None:
     learn = load_learner(trained.save_learner(hidden=8), model=Net, loss_func=nn.CrossEntropyLoss())
-    with pytest.raises(EmptyLoaderError): learn.fit(1)
-    with pytest.raises(LoaderError, match='pass `dl=`'): learn.get_preds()
+    with pytest.raises(EmptyLoaderError):
+        learn.fit(1)
+    with pytest.raises(LoaderError, match='pass `dl=`'):
+        learn.get_preds()
     assert learn.get_preds(dl=[torch.randn(4, 3)])[0].shape == (4, 2)
 
 
 class Activating(nn.CrossEntropyLoss):
-    def activation(self, x: Any) -> Any: return x.softmax(-1)
+    def activation(self, x: Any) -> Any:
+        return x.softmax(-1)
 
 
 def test_a_loss_that_made_the_predictions_is_missed(trained: Learner) -> None:
     trained.loss_func = Activating()
     path = trained.save_learner(hidden=8)
-    with pytest.warns(UserWarning, match='had the loss Activating'): load_learner(path, model=Net)
+    with pytest.warns(UserWarning, match='had the loss Activating'):
+        load_learner(path, model=Net)
     learn = load_learner(path, model=Net, loss_func=Activating())
     assert torch.equal(learn.get_preds(dl=trained.dls.valid)[0], trained.get_preds()[0])
 
@@ -115,12 +145,15 @@ def test_its_weights_load_into_a_learner_too(trained: Learner, tmp_path: Path) -
 
 
 def test_other_files_are_refused(trained: Learner, tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match='without a configuration'): load_learner(trained.save('w'), model=Net(8))
+    with pytest.raises(WeightsError, match='without a configuration'):
+        load_learner(trained.save('w'), model=Net(8))
     state = torch.load(trained.save_learner(), weights_only=True)
-    torch.save({**state, 'learnkit': 99}, tmp_path/'new.pth')
-    with pytest.raises(WeightsError, match=r'format 99.*update'): load_learner(tmp_path/'new.pth', model=Net(8))
-    torch.save(trained.model, tmp_path/'pickle.pth')
-    with pytest.raises(WeightsError, match='would run code'): load_learner(tmp_path/'pickle.pth', model=Net(8))
+    torch.save({**state, 'learnkit': 99}, tmp_path / 'new.pth')
+    with pytest.raises(WeightsError, match=r'format 99.*update'):
+        load_learner(tmp_path / 'new.pth', model=Net(8))
+    torch.save(trained.model, tmp_path / 'pickle.pth')
+    with pytest.raises(WeightsError, match='would run code'):
+        load_learner(tmp_path / 'pickle.pth', model=Net(8))
 
 
 def rewritten(learn: Learner, **changes: Any) -> Path:
@@ -136,16 +169,35 @@ LEFT_OUT = object()
 
 
 def test_a_configuration_may_lack_entries(trained: Learner) -> None:
-    path = rewritten(trained, loss_func=LEFT_OUT, lr=LEFT_OUT, activates=True, vocab=LEFT_OUT, n_inp=LEFT_OUT)
-    with pytest.warns(UserWarning, match='had the loss None'): learn = load_learner(path, model=Net)
+    path = rewritten(
+        trained, loss_func=LEFT_OUT, lr=LEFT_OUT, activates=True, vocab=LEFT_OUT, n_inp=LEFT_OUT
+    )
+    with pytest.warns(UserWarning, match='had the loss None'):
+        learn = load_learner(path, model=Net)
     assert learn.wd == 0.2 and learn.dls.vocab is None
 
 
-@pytest.mark.parametrize('wrong', [
-    {'lr': {'slice': 3}}, {'lr': {'slice': [1, 2, 3, 4]}}, {'lr': {}}, {'lr': 'fast'}, {'lr': {'slice': ['a', 1]}},
-    {'moms': (0.9, 0.8)}, {'wd': 'much'}, {'train_bn': 'no'}, {'model_config': [8]}, {'model_config': {3: 8}},
-    {'n_inp': 'one'}, {'vocab': 3}, {'model': 3}])
-def test_a_configuration_of_another_form_is_refused(trained: Learner, wrong: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    'wrong',
+    [
+        {'lr': {'slice': 3}},
+        {'lr': {'slice': [1, 2, 3, 4]}},
+        {'lr': {}},
+        {'lr': 'fast'},
+        {'lr': {'slice': ['a', 1]}},
+        {'moms': (0.9, 0.8)},
+        {'wd': 'much'},
+        {'train_bn': 'no'},
+        {'model_config': [8]},
+        {'model_config': {3: 8}},
+        {'n_inp': 'one'},
+        {'vocab': 3},
+        {'model': 3},
+    ],
+)
+def test_a_configuration_of_another_form_is_refused(
+    trained: Learner, wrong: dict[str, Any]
+) -> None:
     path = rewritten(trained, **wrong)
     with pytest.raises(WeightsError, match=f'{next(iter(wrong))}=.* in its configuration'):
         load_learner(path, model=Net, loss_func=nn.CrossEntropyLoss())

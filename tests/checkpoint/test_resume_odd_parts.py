@@ -1,4 +1,5 @@
 """Going on exactly with models, optimizers, loaders and Learners that are not the usual ones."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -21,20 +22,26 @@ def points() -> Batch:
 
 
 def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3))
+    return nn.Sequential(
+        nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3)
+    )
 
 
-def make(model: nn.Module | None = None, dls: Any = None, kind: type[Learner] = Learner, **kwargs: Any) -> Learner:
+def make(
+    model: nn.Module | None = None, dls: Any = None, kind: type[Learner] = Learner, **kwargs: Any
+) -> Learner:
     x, y = points()
     torch.manual_seed(0)
     dls = DataLoaders.from_tensors((x, y), (x[:8], y[:8]), bs=4) if dls is None else dls
     return kind(dls, net() if model is None else model, nn.CrossEntropyLoss(), lr=0.05, **kwargs)
 
 
-def some(kept: list[Any]) -> list[Any]: return kept[::4]
+def some(kept: list[Any]) -> list[Any]:
+    return kept[::4]
 
 
 # Models
+
 
 class Counting(nn.Module):
     "A model with a count that its state dict leaves out, and a running mean that is there from the first batch on."
@@ -50,7 +57,9 @@ class Counting(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.n += 1
-            self.mean = x.mean(0).detach() if self.mean is None else (self.mean + x.mean(0).detach()) / 2
+            self.mean = (
+                x.mean(0).detach() if self.mean is None else (self.mean + x.mean(0).detach()) / 2
+            )
         return self.line(x + (0 if self.mean is None else self.mean)) * (1 + self.n / 10)
 
 
@@ -60,14 +69,17 @@ def test_buffers_that_a_state_dict_leaves_out() -> None:
 
 def test_a_constant_that_is_shared_stays_shared() -> None:
     model, constant = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), torch.ones(2).expand(3, 2)
-    for layer in model: layer.register_buffer('mask', constant, persistent=False)
+    for layer in model:
+        layer.register_buffer('mask', constant, persistent=False)
     learn = make(model)
     learn.load_checkpoint_state(learn.checkpoint_state())
     assert model[0].mask is constant and model[1].mask is constant
 
 
 def test_lazy_modules() -> None:
-    def lazy() -> nn.Module: return nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.ReLU(), nn.LazyLinear(3))
+    def lazy() -> nn.Module:
+        return nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.ReLU(), nn.LazyLinear(3))
+
     check_every_place(lambda: make(lazy()), places=some)
 
 
@@ -77,6 +89,7 @@ def test_a_wrapped_model_trains_on_after_an_evaluation() -> None:
 
 # Optimizers
 
+
 def test_adafactor() -> None:
     # its eps is (None, 0.001)
     check_every_place(lambda: make(opt_func=torch.optim.Adafactor), places=some)
@@ -84,29 +97,40 @@ def test_adafactor() -> None:
 
 # Loaders
 
+
 class Growing:
     "A loader that has one batch more in each epoch, and counts these."
 
-    def __init__(self) -> None: self.epoch, self.data = 0, points()
-    def __len__(self) -> int: return 3 + self.epoch
+    def __init__(self) -> None:
+        self.epoch, self.data = 0, points()
+
+    def __len__(self) -> int:
+        return 3 + self.epoch
+
     def __iter__(self) -> Iterator[Batch]:
         x, y = self.data
-        for i in range(len(self)): yield x[4*i:4*i + 4], y[4*i:4*i + 4]
+        for i in range(len(self)):
+            yield x[4 * i : 4 * i + 4], y[4 * i : 4 * i + 4]
         self.epoch += 1
 
 
 class GrowingSampler(list[Any]):
     "The same, as a sampler of batches that is told its epoch by itself."
+
     epoch = 0
 
-    def __len__(self) -> int: return 3 + self.epoch
+    def __len__(self) -> int:
+        return 3 + self.epoch
+
     def __iter__(self) -> Iterator[list[int]]:
-        for i in range(len(self)): yield [*range(4 * i, 4 * i + 4)]
+        for i in range(len(self)):
+            yield [*range(4 * i, 4 * i + 4)]
         self.epoch += 1
 
 
-@pytest.mark.parametrize('train', [Growing, lambda: DataLoader(
-    TensorDataset(*points()), batch_sampler=GrowingSampler())])
+@pytest.mark.parametrize(
+    'train', [Growing, lambda: DataLoader(TensorDataset(*points()), batch_sampler=GrowingSampler())]
+)
 def test_epochs_of_different_lengths(train: Any) -> None:
     kept = check_every_place(lambda: make(dls=DataLoaders(train(), [points()])))
     assert [s['loop']['n_drawn'] for s in kept] == [1, 2, 3, 3, 1, 2, 3, 4, 4]
@@ -114,10 +138,12 @@ def test_epochs_of_different_lengths(train: Any) -> None:
 
 # Learners
 
+
 class OwnLoop(Learner):
     def all_batches(self) -> None:
         self.n_iter = len(self.dl)
-        for i, batch in enumerate(self.dl): self.one_batch(i, batch)
+        for i, batch in enumerate(self.dl):
+            self.one_batch(i, batch)
 
 
 def test_a_learner_that_draws_batches_in_a_way_of_its_own_goes_on_after_an_epoch() -> None:
@@ -126,6 +152,7 @@ def test_a_learner_that_draws_batches_in_a_way_of_its_own_goes_on_after_an_epoch
 
 
 # What no checkpoint holds
+
 
 class InModel(nn.Module):
     def __init__(self) -> None:
@@ -144,16 +171,25 @@ class InLearner(Callback):
 
 
 class InData(Dataset[Batch]):
-    def __init__(self) -> None: self.data, self.calls = points(), 0
-    def __len__(self) -> int: return 24
+    def __init__(self) -> None:
+        self.data, self.calls = points(), 0
+
+    def __len__(self) -> int:
+        return 24
+
     def __getitem__(self, i: int) -> Batch:
         self.calls += 1
         return self.data[0][i] / self.calls, self.data[1][i]
 
 
-@pytest.mark.parametrize(('options', 'owner'), [
-    ({'model': InModel}, 'InModel'), ({'cbs': InLearner}, 'Learner'),
-    ({'dls': lambda: DataLoaders(DataLoader(InData(), 4), [points()])}, 'InData')])
+@pytest.mark.parametrize(
+    ('options', 'owner'),
+    [
+        ({'model': InModel}, 'InModel'),
+        ({'cbs': InLearner}, 'Learner'),
+        ({'dls': lambda: DataLoaders(DataLoader(InData(), 4), [points()])}, 'InData'),
+    ],
+)
 def test_the_check_names_attributes_that_no_checkpoint_holds(options: Any, owner: str) -> None:
     found = make(**{name: made() for name, made in options.items()}).check_resume()
     assert not found

@@ -1,4 +1,5 @@
 """Saving and loading of weights: what comes back, what is refused, and that a refusal changes nothing."""
+
 from __future__ import annotations
 
 import pickle
@@ -20,13 +21,19 @@ from learnkit.core.errors import OptimizerError, OptionError, WeightsError
 
 
 def net(hidden: int = 5) -> nn.Module:
-    return nn.Sequential(nn.Linear(3, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, 1))
+    return nn.Sequential(
+        nn.Linear(3, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, 1)
+    )
 
 
 def learner(path: Path, model: nn.Module | None = None, **kwargs: Any) -> Learner:
     x = torch.linspace(-1, 1, 96).reshape(32, 3)
-    dls = DataLoaders.from_tensors((x, x.sum(1, keepdim=True)), (x, x.sum(1, keepdim=True)), bs=8, shuffle=False)
-    learn = Learner(dls, net() if model is None else model, nn.MSELoss(), path=path, lr=0.01, **kwargs)
+    dls = DataLoaders.from_tensors(
+        (x, x.sum(1, keepdim=True)), (x, x.sum(1, keepdim=True)), bs=8, shuffle=False
+    )
+    learn = Learner(
+        dls, net() if model is None else model, nn.MSELoss(), path=path, lr=0.01, **kwargs
+    )
     learn.logger = noop
     return learn
 
@@ -38,20 +45,25 @@ def digest(learn: Learner) -> list[Any]:
 
 
 def same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor): return torch.equal(a, b)
-    if isinstance(a, dict): return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)): return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
     return bool(a == b)
 
 
-# -------------------------------------------------------------------------------------------------------- round trips
+# -------------------------------------------------------------------------------------- round trips
+
 
 def test_saved_and_loaded_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
     learn = learner(tmp_path)
     learn.fit(2)
-    assert learn.save('a') == tmp_path/'models'/'a.pth'
+    assert learn.save('a') == tmp_path / 'models' / 'a.pth'
     other = learner(tmp_path).load('a')
-    for it in (learn, other): it.fit(2)
+    for it in (learn, other):
+        it.fit(2)
     assert same(digest(learn), digest(other))
 
 
@@ -60,7 +72,9 @@ def test_the_layout_is_that_of_torch_and_fastai(tmp_path: Path) -> None:
     assert set(torch.load(learn.save('bare'), weights_only=True)) == set(learn.model.state_dict())
     learn.fit(1)
     assert set(torch.load(learn.save('both'), weights_only=True)) == {'model', 'opt'}
-    assert set(torch.load(learn.save('less', with_opt=False), weights_only=True)) == set(learn.model.state_dict())
+    assert set(torch.load(learn.save('less', with_opt=False), weights_only=True)) == set(
+        learn.model.state_dict()
+    )
     assert learn.save('a').read_bytes() == learn.save('a').read_bytes()
 
 
@@ -95,8 +109,8 @@ def test_weights_alone_leave_the_optimizer(tmp_path: Path) -> None:
 
 
 def test_a_plain_state_dict_loads_and_numpy_rates_are_saved(tmp_path: Path) -> None:
-    torch.save(net().state_dict(), tmp_path/'plain.pth')
-    learn = learner(tmp_path).load(tmp_path/'plain')
+    torch.save(net().state_dict(), tmp_path / 'plain.pth')
+    learn = learner(tmp_path).load(tmp_path / 'plain')
     learn.fit(1, lr=np.float64(0.5))
     learn.opt.param_groups[0]['lr'] = np.float64(0.5)
     assert learner(tmp_path).load(learn.save('np')).opt.hypers[0]['lr'] == 0.5
@@ -104,8 +118,8 @@ def test_a_plain_state_dict_loads_and_numpy_rates_are_saved(tmp_path: Path) -> N
 
 def test_the_old_format_of_torch_loads(tmp_path: Path) -> None:
     model = net()
-    torch.save(model.state_dict(), tmp_path/'old.pth', _use_new_zipfile_serialization=False)
-    assert same(learner(tmp_path).load(tmp_path/'old').model.state_dict(), model.state_dict())
+    torch.save(model.state_dict(), tmp_path / 'old.pth', _use_new_zipfile_serialization=False)
+    assert same(learner(tmp_path).load(tmp_path / 'old').model.state_dict(), model.state_dict())
 
 
 def test_a_compiled_model_and_a_bare_one_read_each_others_files(tmp_path: Path) -> None:
@@ -113,56 +127,73 @@ def test_a_compiled_model_and_a_bare_one_read_each_others_files(tmp_path: Path) 
     compiled: Any = torch.compile(model, backend='eager')
     learn = learner(tmp_path, compiled)
     assert set(torch.load(learn.save('c'), weights_only=True)) == set(model.state_dict())
-    torch.save(compiled.state_dict(), tmp_path/'prefixed.pth')
-    for file in ('c', tmp_path/'prefixed'):
+    torch.save(compiled.state_dict(), tmp_path / 'prefixed.pth')
+    for file in ('c', tmp_path / 'prefixed'):
         assert same(learner(tmp_path).load(file).model.state_dict(), model.state_dict())
     assert learn.load('c') is learn
 
 
-# -------------------------------------------------------------------------------------------------------------- names
+# -------------------------------------------------------------------------------------------- names
 
-@pytest.mark.parametrize(('file', 'where'), [
-    ('a', 'models/a.pth'), ('sub/a', 'models/sub/a.pth'), (Path('a'), 'models/a.pth'), ('v1.5', 'models/v1.5.pth'),
-    ('a.pth', 'models/a.pth'), ('../a', 'a.pth')])
+
+@pytest.mark.parametrize(
+    ('file', 'where'),
+    [
+        ('a', 'models/a.pth'),
+        ('sub/a', 'models/sub/a.pth'),
+        (Path('a'), 'models/a.pth'),
+        ('v1.5', 'models/v1.5.pth'),
+        ('a.pth', 'models/a.pth'),
+        ('../a', 'a.pth'),
+    ],
+)
 def test_where_a_name_leads(tmp_path: Path, file: str | Path, where: str) -> None:
     learn = learner(tmp_path)
-    assert learn.save(file).resolve() == tmp_path/where
-    assert (tmp_path/where).is_file()
+    assert learn.save(file).resolve() == tmp_path / where
+    assert (tmp_path / where).is_file()
     learn.load(file)
 
 
 def test_an_absolute_path_and_a_file_of_fastai_with_its_suffix_twice(tmp_path: Path) -> None:
     learn = learner(tmp_path)
-    assert learn.save(tmp_path/'here'/'a') == tmp_path/'here'/'a.pth'
-    torch.save(net().state_dict(), tmp_path/'b.pth.pth')
-    learn.load(tmp_path/'b.pth')
+    assert learn.save(tmp_path / 'here' / 'a') == tmp_path / 'here' / 'a.pth'
+    torch.save(net().state_dict(), tmp_path / 'b.pth.pth')
+    learn.load(tmp_path / 'b.pth')
 
 
 @pytest.mark.parametrize('file', ['', '  ', '.', '..', 'a/', 'a\0b', None, 3])
 def test_a_name_that_cannot_be_a_file_writes_nothing(tmp_path: Path, file: Any) -> None:
-    with pytest.raises(OptionError, match='cannot be a file'): learner(tmp_path).save(file)
+    with pytest.raises(OptionError, match='cannot be a file'):
+        learner(tmp_path).save(file)
     assert not list(tmp_path.iterdir())
 
 
 def test_what_cannot_be_saved_writes_nothing(tmp_path: Path) -> None:
     learn = learner(tmp_path)
-    with pytest.raises(OptimizerError, match='no optimizer yet'): learn.save('a', with_opt=True)
+    with pytest.raises(OptimizerError, match='no optimizer yet'):
+        learn.save('a', with_opt=True)
     learn.create_opt()
     learn.opt.param_groups[0]['lr'] = noop
-    with pytest.raises(OptionError, match=r"state\['param_groups'\]\[0\]\['lr'\] is a function"): learn.save('a')
-    (tmp_path/'models'/'a.pth').mkdir(parents=True)
-    with pytest.raises(OptionError, match='is a folder'): learn.save('a')
+    with pytest.raises(OptionError, match=r"state\['param_groups'\]\[0\]\['lr'\] is a function"):
+        learn.save('a')
+    (tmp_path / 'models' / 'a.pth').mkdir(parents=True)
+    with pytest.raises(OptionError, match='is a folder'):
+        learn.save('a')
     assert [p.name for p in tmp_path.rglob('*')] == ['models', 'a.pth']
 
 
 def test_a_file_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
     learn = learner(tmp_path)
     learn.save('resnet18')
-    with pytest.raises(FileNotFoundError) as e: learn.load('resnet81')
-    assert 'resnet18.pth' in ''.join(e.value.__notes__) and e.value.filename == str(tmp_path/'models'/'resnet81.pth')
+    with pytest.raises(FileNotFoundError) as e:
+        learn.load('resnet81')
+    assert 'resnet18.pth' in ''.join(e.value.__notes__) and e.value.filename == str(
+        tmp_path / 'models' / 'resnet81.pth'
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- what differs
+# ------------------------------------------------------------------------------------- what differs
+
 
 def test_every_difference_is_listed_and_nothing_changes(tmp_path: Path) -> None:
     learn = learner(tmp_path)
@@ -172,46 +203,65 @@ def test_every_difference_is_listed_and_nothing_changes(tmp_path: Path) -> None:
     weights['0.weight'] = torch.zeros(7, 3)
     weights['0.bias'] = weights['0.bias'].half()
     del weights['3.weight'], weights['1.running_mean']
-    torch.save(weights, tmp_path/'bad.pth')
+    torch.save(weights, tmp_path / 'bad.pth')
     before = digest(learn)
-    with pytest.raises(WeightsError) as e: learn.load(tmp_path/'bad')
-    assert str(e.value).splitlines()[0].endswith('does not fit Sequential, in 5 places. Nothing was loaded. It is of '
-                                                 'another model: build that with the sizes and layers it had when it '
-                                                 'was saved.')
+    with pytest.raises(WeightsError) as e:
+        learn.load(tmp_path / 'bad')
+    assert (
+        str(e.value)
+        .splitlines()[0]
+        .endswith(
+            'does not fit Sequential, in 5 places. Nothing was loaded. It is of '
+            'another model: build that with the sizes and layers it had when it '
+            'was saved.'
+        )
+    )
     assert [line.strip() for line in str(e.value).splitlines()[1:]] == [
-        'missing: 1.running_mean [5]', 'missing: 3.weight [1, 5]', 'unexpected: extra [2, 2]',
-        'shape: 0.weight is [5, 3], in the file [7, 3]', 'dtype: 0.bias is float32, in the file float16']
+        'missing: 1.running_mean [5]',
+        'missing: 3.weight [1, 5]',
+        'unexpected: extra [2, 2]',
+        'shape: 0.weight is [5, 3], in the file [7, 3]',
+        'dtype: 0.bias is float32, in the file float16',
+    ]
     assert same(digest(learn), before)
-    with pytest.raises(WeightsError, match='in 1 place'): learn.load(tmp_path/'bad', strict=False)
+    with pytest.raises(WeightsError, match='in 1 place'):
+        learn.load(tmp_path / 'bad', strict=False)
     assert same(digest(learn), before)
 
 
 def test_not_strict_takes_what_fits_by_name(tmp_path: Path) -> None:
     learn = learner(tmp_path)
-    part = {'3.bias': torch.tensor([2.], dtype=torch.float64)}
-    torch.save(part, tmp_path/'part.pth')
-    with pytest.raises(WeightsError, match='Pass `strict=False`'): learn.load(tmp_path/'part')
-    torch.save({**part, 'more': torch.zeros(1)}, tmp_path/'part.pth')
-    learn.load(tmp_path/'part', strict=False)
-    assert learn.model[3].bias.item() == 2. and learn.model[3].bias.dtype == torch.float32
+    part = {'3.bias': torch.tensor([2.0], dtype=torch.float64)}
+    torch.save(part, tmp_path / 'part.pth')
+    with pytest.raises(WeightsError, match='Pass `strict=False`'):
+        learn.load(tmp_path / 'part')
+    torch.save({**part, 'more': torch.zeros(1)}, tmp_path / 'part.pth')
+    learn.load(tmp_path / 'part', strict=False)
+    assert learn.model[3].bias.item() == 2.0 and learn.model[3].bias.dtype == torch.float32
 
 
 def test_an_optimizer_that_is_asked_for_and_not_there_is_an_error(tmp_path: Path) -> None:
     learn = learner(tmp_path)
     learn.save('a')
-    with pytest.raises(WeightsError, match='no optimizer state: pass `with_opt=False`'): learn.load('a', with_opt=True)
+    with pytest.raises(WeightsError, match='no optimizer state: pass `with_opt=False`'):
+        learn.load('a', with_opt=True)
     assert learn.opt is None
 
 
 def test_a_file_of_fastai_gives_its_weights_and_a_warning(tmp_path: Path) -> None:
     model = net()
-    opt = {'state': [{'grad_avg': torch.ones(2), 'step': 3}], 'hypers': L([{'lr': np.float64(0.1), 'wd': 0.01}])}
-    torch.save({'model': model.state_dict(), 'opt': opt}, tmp_path/'fast.pth')
+    opt = {
+        'state': [{'grad_avg': torch.ones(2), 'step': 3}],
+        'hypers': L([{'lr': np.float64(0.1), 'wd': 0.01}]),
+    }
+    torch.save({'model': model.state_dict(), 'opt': opt}, tmp_path / 'fast.pth')
     learn = learner(tmp_path)
-    with pytest.warns(UserWarning, match="fastai's own: only the weights"): learn.load(tmp_path/'fast')
+    with pytest.warns(UserWarning, match="fastai's own: only the weights"):
+        learn.load(tmp_path / 'fast')
     assert learn.opt is None and same(learn.model.state_dict(), model.state_dict())
-    learn.load(tmp_path/'fast', with_opt=False)
-    with pytest.raises(WeightsError, match="fastai's own"): learn.load(tmp_path/'fast', with_opt=True)
+    learn.load(tmp_path / 'fast', with_opt=False)
+    with pytest.raises(WeightsError, match="fastai's own"):
+        learn.load(tmp_path / 'fast', with_opt=True)
 
 
 @pytest.mark.filterwarnings('ignore:numpy.core is deprecated')
@@ -220,58 +270,80 @@ def test_a_file_that_fastai_wrote(tmp_path: Path) -> None:
     synth.create_opt()
     path = synth.save('a')
     from learnkit.testing import synth_learner
-    with pytest.warns(UserWarning, match='only the weights'): learn = synth_learner(path=tmp_path).load('a')
-    assert path == tmp_path/'models'/'a.pth' and same(learn.model.state_dict(), synth.model.state_dict())
+
+    with pytest.warns(UserWarning, match='only the weights'):
+        learn = synth_learner(path=tmp_path).load('a')
+    assert path == tmp_path / 'models' / 'a.pth' and same(
+        learn.model.state_dict(), synth.model.state_dict()
+    )
     learn.create_opt()
     learn.save('b', with_opt=False)
     synth.load('b', with_opt=False)
 
 
-# ---------------------------------------------------------------------------------------------------------- bad files
+# ---------------------------------------------------------------------------------------- bad files
+
 
 class Hostile:
     "Unpickled, it makes a file."
 
-    def __init__(self, path: Path) -> None: self.path = path
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
-    def __reduce__(self) -> Any: return open, (str(self.path), 'w')
+    def __reduce__(self) -> Any:
+        return open, (str(self.path), 'w')
 
 
 def refused(learn: Learner, path: Path, match: str) -> None:
     before = digest(learn)
-    with pytest.raises(WeightsError, match=match) as e: learn.load(path)
+    with pytest.raises(WeightsError, match=match) as e:
+        learn.load(path)
     assert str(path) in str(e.value) and 'weights_only' not in str(e.value)
     assert same(digest(learn), before)
 
 
-@pytest.mark.parametrize('wrap', [lambda h, sd: h, lambda h, sd: {**sd, 'x': h}, lambda h, sd: {'model': sd, 'opt': h}])
+@pytest.mark.parametrize(
+    'wrap', [lambda h, sd: h, lambda h, sd: {**sd, 'x': h}, lambda h, sd: {'model': sd, 'opt': h}]
+)
 @pytest.mark.parametrize('new_format', [True, False])
-def test_a_hostile_pickle_runs_nothing(tmp_path: Path, wrap: Callable[[Any, Any], Any], new_format: bool) -> None:
-    learn, sentinel = learner(tmp_path), tmp_path/'ran'
+def test_a_hostile_pickle_runs_nothing(
+    tmp_path: Path, wrap: Callable[[Any, Any], Any], new_format: bool
+) -> None:
+    learn, sentinel = learner(tmp_path), tmp_path / 'ran'
     hostile = wrap(Hostile(sentinel), learn.model.state_dict())
-    torch.save(hostile, tmp_path/'a.pth', _use_new_zipfile_serialization=new_format)
-    refused(learn, tmp_path/'a.pth', 'would run code .*open' if new_format else 'not that of plain weights')
+    torch.save(hostile, tmp_path / 'a.pth', _use_new_zipfile_serialization=new_format)
+    refused(
+        learn,
+        tmp_path / 'a.pth',
+        'would run code .*open' if new_format else 'not that of plain weights',
+    )
     assert not sentinel.exists()
 
 
 def test_a_pickled_model_or_learner_is_told_by_name(tmp_path: Path) -> None:
     learn = learner(tmp_path)
-    torch.save(net(), tmp_path/'model.pth')
-    refused(learn, tmp_path/'model.pth', 'whole pickled model')
-    with zipfile.ZipFile(tmp_path/'export.pth', 'w') as z:
+    torch.save(net(), tmp_path / 'model.pth')
+    refused(learn, tmp_path / 'model.pth', 'whole pickled model')
+    with zipfile.ZipFile(tmp_path / 'export.pth', 'w') as z:
         z.writestr('export/data.pkl', b'\x80\x02cfastai.learner\nLearner\n)\x81.')
         z.writestr('export/version', '3\n')
-    refused(learn, tmp_path/'export.pth', "fastai's `learn.export`")
+    refused(learn, tmp_path / 'export.pth', "fastai's `learn.export`")
 
 
 def test_files_that_are_no_weights(tmp_path: Path) -> None:
     learn = learner(tmp_path)
-    for i, value in enumerate(([1, 2], {'a': 1}, {'model': {'w': 3}, 'opt': {}}, {3: torch.zeros(1)}, torch.zeros(2))):
-        torch.save(value, tmp_path/f'{i}.pth')
-        refused(learn, tmp_path/f'{i}.pth', 'holds no state dict')
-    for content, match in ((b'', 'is empty'), (b'PK\3\4 no zip', 'damaged'), (b'some text', "no file of torch's")):
-        (tmp_path/'b.pth').write_bytes(content)
-        refused(learn, tmp_path/'b.pth', match)
+    for i, value in enumerate(
+        ([1, 2], {'a': 1}, {'model': {'w': 3}, 'opt': {}}, {3: torch.zeros(1)}, torch.zeros(2))
+    ):
+        torch.save(value, tmp_path / f'{i}.pth')
+        refused(learn, tmp_path / f'{i}.pth', 'holds no state dict')
+    for content, match in (
+        (b'', 'is empty'),
+        (b'PK\3\4 no zip', 'damaged'),
+        (b'some text', "no file of torch's"),
+    ):
+        (tmp_path / 'b.pth').write_bytes(content)
+        refused(learn, tmp_path / 'b.pth', match)
 
 
 def test_damaged_files_are_refused_wherever_they_are_hit(tmp_path: Path) -> None:
@@ -280,15 +352,19 @@ def test_damaged_files_are_refused_wherever_they_are_hit(tmp_path: Path) -> None
     data, draw = learn.save('a').read_bytes(), random.Random(0)
     before = digest(learn)
     for i in range(120):
-        bad = bytearray(data[:draw.randrange(len(data))]) if i % 2 else bytearray(data)
-        if not i % 2: bad[draw.randrange(len(bad))] ^= 1 << draw.randrange(8)
-        (tmp_path/'models'/'a.pth').write_bytes(bad)
-        try: learn.load('a')
-        except WeightsError: pass
+        bad = bytearray(data[: draw.randrange(len(data))]) if i % 2 else bytearray(data)
+        if not i % 2:
+            bad[draw.randrange(len(bad))] ^= 1 << draw.randrange(8)
+        (tmp_path / 'models' / 'a.pth').write_bytes(bad)
+        try:
+            learn.load('a')
+        except WeightsError:
+            pass
         assert same(digest(learn), before)
 
 
-# ------------------------------------------------------------------------------------------------------- show_results
+# ------------------------------------------------------------------------------------- show_results
+
 
 class Shown(list[Any]):
     "A loader that can show itself."
@@ -305,4 +381,10 @@ def test_data_that_can_show_itself_gets_a_batch_and_decoded_predictions(tmp_path
     batch, preds, max_n, kwargs = learn.show_results(max_n=2, figsize=3)
     assert batch == (x, y) and (max_n, kwargs) == (2, {'figsize': 3})
     assert torch.equal(preds, learn.get_preds()[0].round())
-    assert list(learn.show_results(ds_idx=0, max_n=2).columns) == ['x[0]', 'x[1]', 'x[2]', 'target', 'predicted']
+    assert list(learn.show_results(ds_idx=0, max_n=2).columns) == [
+        'x[0]',
+        'x[1]',
+        'x[2]',
+        'target',
+        'predicted',
+    ]

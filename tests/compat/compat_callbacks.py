@@ -1,4 +1,5 @@
 """The callbacks of a plan, of one source for both libraries."""
+
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -12,37 +13,55 @@ def callbacks_of(lib: Any, run: Any) -> SimpleNamespace:
 
     class Raiser(lib.Callback):
         "Raise what the plan says for the place that the loop is at."
+
         def __init__(self, order: int, planned: dict[Place, str]) -> None:
             self.order, self.planned = order, planned
 
         def at(self, event: str) -> None:
             training = bool(self.learn.training)
             epoch = getattr(self.learn, 'epoch', 0) if run.counting else 0
-            if event in ('before_fit', 'after_create'): epoch = -1
+            if event in ('before_fit', 'after_create'):
+                epoch = -1
             batch = getattr(self.learn, 'iter', 0) if event in BATCH_EVENTS else -1
             place = (run.call, event, epoch, batch, training if event in BATCH_EVENTS else True)
-            if place in self.planned: raise getattr(lib, EXCEPTIONS[self.planned[place]])
+            if place in self.planned:
+                raise getattr(lib, EXCEPTIONS[self.planned[place]])
 
-    def raise_at(event: str) -> Any: return lambda self: self.at(event)
-    for event in EVENTS: setattr(Raiser, event, raise_at(event))
+    def raise_at(event: str) -> Any:
+        return lambda self: self.at(event)
+
+    for event in EVENTS:
+        setattr(Raiser, event, raise_at(event))
 
     class Tracer(lib.Callback):
         "Note every event."
+
         def __init__(self, tag: str, order: int = 0) -> None:
             self.tag, self.order = tag, order
 
-        def note(self, event: str) -> None: run.note(self.tag, event, self.learn)
+        def note(self, event: str) -> None:
+            run.note(self.tag, event, self.learn)
 
-    def note_at(event: str) -> Any: return lambda self: self.note(event)
-    for event in EVENTS: setattr(Tracer, event, note_at(event))
+    def note_at(event: str) -> Any:
+        return lambda self: self.note(event)
+
+    for event in EVENTS:
+        setattr(Tracer, event, note_at(event))
 
     class Losses(lib.Callback):
         order, run_valid = 200, True
-        def after_loss(self) -> None: run.losses.append(float(self.loss))
 
-    class OnlyTraining(Tracer): run_valid = False
-    class OnlyValidation(Tracer): run_train = False
-    class OnlyOutside(Tracer): run_train = run_valid = False
+        def after_loss(self) -> None:
+            run.losses.append(float(self.loss))
+
+    class OnlyTraining(Tracer):
+        run_valid = False
+
+    class OnlyValidation(Tracer):
+        run_train = False
+
+    class OnlyOutside(Tracer):
+        run_train = run_valid = False
 
     class OffInFit(Tracer):
         def before_fit(self) -> None:
@@ -51,23 +70,31 @@ def callbacks_of(lib: Any, run: Any) -> SimpleNamespace:
 
     class Acts(Tracer):
         "Do something at one event of one batch."
+
         def __init__(self, tag: str, order: int, at: str, epoch: int, batch: int) -> None:
             super().__init__(tag, order)
             self.acts_at, self.in_epoch, self.on_batch = at, epoch, batch
 
         def note(self, event: str) -> None:
             super().note(event)
-            if event == self.acts_at and self.is_here(): self.act()
+            if event == self.acts_at and self.is_here():
+                self.act()
 
         def is_here(self) -> bool:
             learn = self.learn
-            return bool(learn.training) and learn.epoch == self.in_epoch and learn.iter == self.on_batch
+            return (
+                bool(learn.training)
+                and learn.epoch == self.in_epoch
+                and learn.iter == self.on_batch
+            )
 
     class OffInBatch(Acts):
-        def act(self) -> None: self.run = False
+        def act(self) -> None:
+            self.run = False
 
     class RemovesItself(Acts):
-        def act(self) -> None: self.learn.remove_cb(self)
+        def act(self) -> None:
+            self.learn.remove_cb(self)
 
     class Adds(Acts):
         def act(self) -> None:
@@ -76,16 +103,20 @@ def callbacks_of(lib: Any, run: Any) -> SimpleNamespace:
 
         def after_train(self) -> None:
             self.note('after_train')
-            if 'added' in self.__dict__: self.learn.remove_cb(self.__dict__.pop('added'))
+            if 'added' in self.__dict__:
+                self.learn.remove_cb(self.__dict__.pop('added'))
 
     class ChangesOrder(Acts):
-        def act(self) -> None: self.order = -self.order
+        def act(self) -> None:
+            self.order = -self.order
 
     class ChangesRun(Acts):
-        def act(self) -> None: self.run_train = not self.run_train
+        def act(self) -> None:
+            self.run_train = not self.run_train
 
     class SetsLr(Acts):
-        def act(self) -> None: self.opt.set_hypers(lr=self.opt.hypers[-1]['lr'] * 0.5)
+        def act(self) -> None:
+            self.opt.set_hypers(lr=self.opt.hypers[-1]['lr'] * 0.5)
 
     class ChangesBatch(Tracer):
         def before_batch(self) -> None:
@@ -98,11 +129,15 @@ def callbacks_of(lib: Any, run: Any) -> SimpleNamespace:
             self.learn.loss_grad = self.loss_grad * 0.5
 
     class EveryEvent(lib.Callback):
-        def __init__(self, tag: str, order: int) -> None: self.tag, self.order = tag, order
-        def __call__(self, event: str) -> None: run.note(self.tag, event, self.learn)
+        def __init__(self, tag: str, order: int) -> None:
+            self.tag, self.order = tag, order
+
+        def __call__(self, event: str) -> None:
+            run.note(self.tag, event, self.learn)
 
     class CallsByHand(Tracer):
         "Hand events on to a callback that is not part of the learner."
+
         def __init__(self, tag: str, order: int) -> None:
             super().__init__(tag, order)
             self.inner = Tracer(f'{tag}>')
@@ -113,19 +148,39 @@ def callbacks_of(lib: Any, run: Any) -> SimpleNamespace:
             self.inner(event)
 
     def by_keyword(tag: str, order: int) -> Any:
-        def note(event: str) -> Any: return lambda self: run.note(tag, event, self.learn)
+        def note(event: str) -> Any:
+            return lambda self: run.note(tag, event, self.learn)
+
         cb = lib.Callback(**{event: note(event) for event in EVENTS})
         cb.order = order
         return cb
 
-    plain = {'plain': Tracer, 'no_train': OnlyValidation, 'no_valid': OnlyTraining, 'neither': OnlyOutside,
-             'off_in_fit': OffInFit, 'every_event': EveryEvent, 'changes_batch': ChangesBatch,
-             'scales_loss': ScalesLoss, 'calls_by_hand': CallsByHand, 'by_keyword': by_keyword, 'temporary': Tracer}
-    acting = {'off_in_batch': OffInBatch, 'adds': Adds, 'removes_itself': RemovesItself, 'changes_order': ChangesOrder,
-              'changes_run': ChangesRun, 'sets_lr': SetsLr}
+    plain = {
+        'plain': Tracer,
+        'no_train': OnlyValidation,
+        'no_valid': OnlyTraining,
+        'neither': OnlyOutside,
+        'off_in_fit': OffInFit,
+        'every_event': EveryEvent,
+        'changes_batch': ChangesBatch,
+        'scales_loss': ScalesLoss,
+        'calls_by_hand': CallsByHand,
+        'by_keyword': by_keyword,
+        'temporary': Tracer,
+    }
+    acting = {
+        'off_in_batch': OffInBatch,
+        'adds': Adds,
+        'removes_itself': RemovesItself,
+        'changes_order': ChangesOrder,
+        'changes_run': ChangesRun,
+        'sets_lr': SetsLr,
+    }
 
     def make(i: int, kind: str, order: int, at: str, epoch: int, batch: int) -> Any:
         tag = f'{i}:{kind}'
-        return plain[kind](tag, order) if kind in plain else acting[kind](tag, order, at, epoch, batch)
+        return (
+            plain[kind](tag, order) if kind in plain else acting[kind](tag, order, at, epoch, batch)
+        )
 
     return SimpleNamespace(Raiser=Raiser, Tracer=Tracer, Losses=Losses, make=make)

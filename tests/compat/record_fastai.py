@@ -4,6 +4,7 @@
 
 It writes each plan with its events, a digest of the counters at each of them, losses and final weights, and the results
 of the cases in fastai_style.py.in."""
+
 from __future__ import annotations
 
 import gzip
@@ -25,12 +26,16 @@ def record() -> dict[str, Any]:
     import compat_run as c
     import fastai
     import torch
+
     torch.set_num_threads(1)
     lib = plans.fastai_names()
     made = [*plans.every_single_raise(), *map(plans.random_plan, range(N_RANDOM))]
     cases = {name: f() for name, f in c.style_cases('fastai').items()}
-    return {'fastai': fastai.__version__, 'plans': [[plan, c.outcome(plan, lib)] for plan in made],
-            'cases': c.round_to(json.loads(json.dumps(cases)))}
+    return {
+        'fastai': fastai.__version__,
+        'plans': [[plan, c.outcome(plan, lib)] for plan in made],
+        'cases': c.round_to(json.loads(json.dumps(cases))),
+    }
 
 
 if __name__ == '__main__':

@@ -1,4 +1,5 @@
 """learnkit does what fastai does: recorded from fastai, and live where fastai is installed."""
+
 from __future__ import annotations
 
 import gzip
@@ -12,30 +13,45 @@ import compat_plans as plans
 import compat_run as c
 import pytest
 
-RECORDED = json.loads(gzip.decompress(Path(__file__).with_name('fastai_traces.json.gz').read_bytes()))
+RECORDED = json.loads(
+    gzip.decompress(Path(__file__).with_name('fastai_traces.json.gz').read_bytes())
+)
 PARTS = 8
 DIFFERS = {  # case: what learnkit does instead
     'batches_without_targets_in_training': 'a training batch without targets is an error',
     'short_epochs': 'the last batch of a short epoch is recorded and measured like the others; fastai leaves it out',
     'run_is_on_after_events_by_hand': '`run` comes back on at the end of a run, not after events by hand',
 }
-CASES = [pytest.param(name, marks=pytest.mark.xfail(reason=DIFFERS[name])) if name in DIFFERS else name
-         for name in RECORDED['cases']]
+CASES = [
+    pytest.param(name, marks=pytest.mark.xfail(reason=DIFFERS[name])) if name in DIFFERS else name
+    for name in RECORDED['cases']
+]
 
 
-def as_json(o: Any) -> Any: return json.loads(json.dumps(o))
+def as_json(o: Any) -> Any:
+    return json.loads(json.dumps(o))
 
 
-@pytest.mark.parametrize('part', [0, 1, *(pytest.param(n, marks=pytest.mark.full) for n in range(2, PARTS))])
+@pytest.mark.parametrize(
+    'part', [0, 1, *(pytest.param(n, marks=pytest.mark.full) for n in range(2, PARTS))]
+)
 def test_events_counters_and_weights_are_the_recorded_ones(part: int) -> None:
     for plan, expected in RECORDED['plans'][part::PARTS]:
-        assert not c.differences(expected, as_json(c.outcome(plan, plans.learnkit_names()))), json.dumps(plan)
+        assert not c.differences(expected, as_json(c.outcome(plan, plans.learnkit_names()))), (
+            json.dumps(plan)
+        )
 
 
 def test_the_recorded_plans_cover_every_event_and_exception() -> None:
-    seen = {(event, level) for plan, _ in RECORDED['plans'] for _, event, *_, level in plan['raises']}
-    assert seen == {(event, level) for event in plans.EVENTS[1:] for training in (True, False)
-                    for level in plans.legal(event, training, 'fit')}
+    seen = {
+        (event, level) for plan, _ in RECORDED['plans'] for _, event, *_, level in plan['raises']
+    }
+    assert seen == {
+        (event, level)
+        for event in plans.EVENTS[1:]
+        for training in (True, False)
+        for level in plans.legal(event, training, 'fit')
+    }
     assert {cb[0] for plan, _ in RECORDED['plans'] for cb in plan['cbs']} == set(plans.KINDS)
     fired = set(''.join(outcome['events'] for _, outcome in RECORDED['plans']))
     assert fired == {chr(ord('a') + i) for i in range(len(plans.EVENTS))}
@@ -45,7 +61,9 @@ def test_a_wrong_counter_or_weight_would_be_noticed() -> None:
     plan, expected = RECORDED['plans'][0]
     got = as_json(c.outcome(plan, plans.learnkit_names()))
     assert set(c.differences({**expected, 'trace': 'x'}, got)) == {'trace'}
-    assert set(c.differences({**expected, 'weights': [w + 1e-10 for w in expected['weights']]}, got)) == {'weights'}
+    assert set(
+        c.differences({**expected, 'weights': [w + 1e-10 for w in expected['weights']]}, got)
+    ) == {'weights'}
 
 
 @pytest.mark.parametrize('name', CASES)
@@ -60,10 +78,15 @@ def compare_live(seeds: Any) -> None:
         fastai, learnkit = plans.fastai_names(), plans.learnkit_names()
         for plan in map(plans.random_plan, seeds):
             a, b = c.run_plan(plan, fastai), c.run_plan(plan, learnkit)
-            different = next(((x, y) for x, y in zip(a.trace, b.trace, strict=False) if x != y), None)
+            different = next(
+                ((x, y) for x, y in zip(a.trace, b.trace, strict=False) if x != y), None
+            )
             assert different is None and len(a.trace) == len(b.trace), json.dumps(plan)
-            assert c.same(a.losses, b.losses, 1e-12) and c.same(a.weights, b.weights, 1e-12), json.dumps(plan)
-            if c.rows_comparable(plan): assert c.same(a.recorded, b.recorded, 2e-6), json.dumps(plan)
+            assert c.same(a.losses, b.losses, 1e-12) and c.same(a.weights, b.weights, 1e-12), (
+                json.dumps(plan)
+            )
+            if c.rows_comparable(plan):
+                assert c.same(a.recorded, b.recorded, 2e-6), json.dumps(plan)
 
 
 def test_random_plans_agree_with_fastai_itself() -> None:

@@ -1,4 +1,5 @@
 """Bad input: a typed error that names the thing and the fix, before any weight has changed; then the Learner trains."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -29,28 +30,43 @@ from learnkit.core.errors import (
 X, Y = torch.linspace(-1, 1, 24)[:, None], torch.linspace(-2, 2, 24)[:, None]
 
 
-def mae(pred: Tensor, y: Tensor) -> Tensor: return (pred - y).abs().mean()
+def mae(pred: Tensor, y: Tensor) -> Tensor:
+    return (pred - y).abs().mean()
 
 
 def make(
-    dls: Any = None, model: nn.Module | None = None, loss_func: Any = nn.functional.mse_loss, **kwargs: Any
+    dls: Any = None,
+    model: nn.Module | None = None,
+    loss_func: Any = nn.functional.mse_loss,
+    **kwargs: Any,
 ) -> Learner:
-    return Learner(DataLoaders.from_tensors((X, Y), (X, Y), bs=8, device='cpu') if dls is None else dls,
-                   nn.Linear(1, 1) if model is None else model, loss_func, **{'lr': 0.1, **kwargs})
+    return Learner(
+        DataLoaders.from_tensors((X, Y), (X, Y), bs=8, device='cpu') if dls is None else dls,
+        nn.Linear(1, 1) if model is None else model,
+        loss_func,
+        **{'lr': 0.1, **kwargs},
+    )
 
 
 def refuses(
-    learn: Learner, error: type[LearnkitError], *says: str, do: Callable[[Learner], Any] = lambda learn: learn.fit(2)
+    learn: Learner,
+    error: type[LearnkitError],
+    *says: str,
+    do: Callable[[Learner], Any] = lambda learn: learn.fit(2),
 ) -> str:
     "Check the error's type and words, and that model, optimizer, callbacks and state are as before."
     weights = [t.clone() for t in learn.model.state_dict().values()]
     modes, cbs, opt = [m.training for m in learn.model.modules()], list(learn.cbs), learn.opt
     hypers = [dict(h) for h in opt.hypers] if opt else None
-    with pytest.raises(error) as info: do(learn)
+    with pytest.raises(error) as info:
+        do(learn)
     message = str(info.value)
     assert type(info.value) is error
-    for word in says: assert word in message, message
-    assert all(torch.equal(a, b) for a, b in zip(learn.model.state_dict().values(), weights, strict=True))
+    for word in says:
+        assert word in message, message
+    assert all(
+        torch.equal(a, b) for a, b in zip(learn.model.state_dict().values(), weights, strict=True)
+    )
     assert not any(p.grad is not None for p in learn.model.parameters())
     assert (
         list(learn.cbs) == cbs
@@ -58,7 +74,8 @@ def refuses(
         and (learn.run.depth, learn.run.levels, learn.fitting) == (0, (), False)
     )
     assert len(learn.history) == 0 and modes == [True] * len(modes)
-    if hypers: assert [dict(h) for h in learn.opt.hypers] == hypers
+    if hypers:
+        assert [dict(h) for h in learn.opt.hypers] == hypers
     return message
 
 
@@ -70,7 +87,7 @@ def trains(learn: Learner) -> None:
     assert not all(torch.equal(a, b) for a, b in zip(learn.model.parameters(), before, strict=True))
 
 
-# -- the loss ----------------------------------------------------------------------------------------------------------
+# -- the loss --------------------------------------------------------------------------------------
 
 
 def test_no_loss_function() -> None:
@@ -81,22 +98,31 @@ def test_no_loss_function() -> None:
 
 
 @pytest.mark.parametrize(
-    ('loss', 'says'), [(nn.MSELoss, ['MSELoss is a class', 'MSELoss()']), ('mse', ["'mse'"]), (5, ['5'])]
+    ('loss', 'says'),
+    [(nn.MSELoss, ['MSELoss is a class', 'MSELoss()']), ('mse', ["'mse'"]), (5, ['5'])],
 )
 def test_a_loss_that_is_none(loss: Any, says: list[str]) -> None:
-    with pytest.raises(LossError) as e: make(loss_func=loss)
+    with pytest.raises(LossError) as e:
+        make(loss_func=loss)
     assert all(s in str(e.value) for s in ['loss_func', *says])
 
 
-@pytest.mark.parametrize(('loss', 'says'), [
-    (nn.MSELoss(reduction='none'), ['(8, 1)', "reduction='mean'"]),
-    (lambda p, y: nn.functional.mse_loss(p.detach(), y), ['does not depend on any parameter', 'detached']),
-    (lambda p, y: nn.functional.mse_loss(p, y).item(), ['tensor']),
-    (lambda p, y: None, ['None', 'tensor']),
-    (lambda p, y: {}, ['{}', 'tensor']),
-    (lambda p, y: {'a': 1.}, ["'a'", 'tensor']),
-    (lambda p, y: (p - y).abs().mean() > 0, ['does not depend on any parameter']),
-], ids=['shape', 'detached', 'a number', 'None', 'empty dict', 'numbers', 'a comparison'])
+@pytest.mark.parametrize(
+    ('loss', 'says'),
+    [
+        (nn.MSELoss(reduction='none'), ['(8, 1)', "reduction='mean'"]),
+        (
+            lambda p, y: nn.functional.mse_loss(p.detach(), y),
+            ['does not depend on any parameter', 'detached'],
+        ),
+        (lambda p, y: nn.functional.mse_loss(p, y).item(), ['tensor']),
+        (lambda p, y: None, ['None', 'tensor']),
+        (lambda p, y: {}, ['{}', 'tensor']),
+        (lambda p, y: {'a': 1.0}, ["'a'", 'tensor']),
+        (lambda p, y: (p - y).abs().mean() > 0, ['does not depend on any parameter']),
+    ],
+    ids=['shape', 'detached', 'a number', 'None', 'empty dict', 'numbers', 'a comparison'],
+)
 def test_a_loss_that_cannot_be_minimised(loss: Any, says: list[str]) -> None:
     learn = make(loss_func=loss)
     refuses(learn, LossError, *says)
@@ -104,7 +130,7 @@ def test_a_loss_that_cannot_be_minimised(loss: Any, says: list[str]) -> None:
     trains(learn)
 
 
-# -- loaders -----------------------------------------------------------------------------------------------------------
+# -- loaders ---------------------------------------------------------------------------------------
 
 
 def test_an_empty_loader() -> None:
@@ -113,7 +139,8 @@ def test_an_empty_loader() -> None:
         (([(X, Y)], []), 'valid'),
         (DataLoader(TensorDataset(X[:3], Y[:3]), batch_size=4, drop_last=True), 'train'),
     ):
-        with pytest.raises(EmptyLoaderError) as e: make(dls=bad)
+        with pytest.raises(EmptyLoaderError) as e:
+            make(dls=bad)
         assert name in str(e.value) and 'no batches' in str(e.value)
     assert 'drop_last' in str(e.value)
 
@@ -128,7 +155,8 @@ def test_a_loader_that_became_empty(name: str) -> None:
     trains(learn)
 
 
-def nothing() -> Iterator[Any]: yield from ()
+def nothing() -> Iterator[Any]:
+    yield from ()
 
 
 def test_a_loader_that_yields_nothing() -> None:
@@ -140,7 +168,8 @@ def test_a_loader_that_yields_nothing() -> None:
 
 def test_a_validation_loader_that_yields_nothing_is_told_before_training() -> None:
     learn = make(dls=DataLoaders([(X, Y)], nothing(), device='cpu'))
-    with pytest.raises(EmptyLoaderError, match=r'valid.*gave no batch'): learn.fit(1)
+    with pytest.raises(EmptyLoaderError, match=r'valid.*gave no batch'):
+        learn.fit(1)
     learn.dls = DataLoaders([(X, Y)], [(X, Y)], device='cpu')
     trains(learn)
 
@@ -160,17 +189,20 @@ def test_a_validation_loader_that_yields_nothing_is_told_before_training() -> No
     ids=lambda o: type(o).__name__,
 )
 def test_what_is_no_loader(bad: Any, says: list[str]) -> None:
-    with pytest.raises(LoaderError) as e: Learner(bad, nn.Linear(1, 1), nn.MSELoss())
+    with pytest.raises(LoaderError) as e:
+        Learner(bad, nn.Linear(1, 1), nn.MSELoss())
     assert all(s in str(e.value) for s in says), str(e.value)
 
 
-# -- batches -----------------------------------------------------------------------------------------------------------
+# -- batches ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('batch', [X, (X,), [X], {'x': X}], ids=lambda b: type(b).__name__)
 def test_a_batch_without_targets(batch: Any) -> None:
     class TakesX(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor: return super().forward(x)
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
     learn = make(dls=DataLoaders([batch], None, device='cpu'), model=TakesX(1, 1))
     refuses(learn, BatchError, 'no targets', '[24, 1] float32', '(input, target)')
     learn.dls = DataLoaders([(X, Y)], None, device='cpu')
@@ -192,11 +224,12 @@ def test_an_n_inp_that_does_not_fit() -> None:
     trains(learn)
 
 
-# -- callbacks and events ----------------------------------------------------------------------------------------------
+# -- callbacks and events --------------------------------------------------------------------------
 
 
 class NeedsArgs(Callback):
-    def __init__(self, n: int) -> None: self.n = n
+    def __init__(self, n: int) -> None:
+        self.n = n
 
 
 CALLBACKS = [
@@ -211,7 +244,8 @@ CALLBACKS = [
 
 @pytest.mark.parametrize(('bad', 'says'), CALLBACKS, ids=lambda o: str(o)[:12])
 def test_a_callback_that_is_none(bad: Any, says: list[str]) -> None:
-    with pytest.raises(CallbackError) as e: make(cbs=bad)
+    with pytest.raises(CallbackError) as e:
+        make(cbs=bad)
     assert all(s in str(e.value) for s in says), str(e.value)
     learn = make()
     for do in (
@@ -234,14 +268,22 @@ def test_the_same_callback_twice() -> None:
 
 
 def test_an_unknown_event() -> None:
-    with pytest.raises(UnknownEventError, match=r"'befor_fit'.*Did you mean `before_fit`"): Callback(befor_fit=mae)
+    with pytest.raises(UnknownEventError, match=r"'befor_fit'.*Did you mean `before_fit`"):
+        Callback(befor_fit=mae)
     learn = make()
     for do in (
         lambda learn: learn('befor_fit'),
         lambda learn: learn(['befor_fit']),
         lambda learn: learn.ordered_cbs('befor_fit'),
     ):
-        refuses(learn, UnknownEventError, "'befor_fit'", 'Did you mean `before_fit`?', 'show_training_loop', do=do)
+        refuses(
+            learn,
+            UnknownEventError,
+            "'befor_fit'",
+            'Did you mean `before_fit`?',
+            'show_training_loop',
+            do=do,
+        )
     refuses(learn, UnknownEventError, '5', do=lambda learn: learn(5))
     refuses(learn, UnknownEventError, 'None', do=lambda learn: learn(None))
     trains(learn)
@@ -249,41 +291,65 @@ def test_an_unknown_event() -> None:
 
 @pytest.mark.parametrize(
     ('f', 'says'),
-    [(5, ['after_fit=5', 'function']), (lambda: None, ['after_fit', 'callback']), (lambda a, b: None, ["'b'"])],
+    [
+        (5, ['after_fit=5', 'function']),
+        (lambda: None, ['after_fit', 'callback']),
+        (lambda a, b: None, ["'b'"]),
+    ],
 )
 def test_a_function_that_is_no_handler(f: Any, says: list[str]) -> None:
-    with pytest.raises(CallbackError) as e: Callback(after_fit=f)
+    with pytest.raises(CallbackError) as e:
+        Callback(after_fit=f)
     assert all(s in str(e.value) for s in says), str(e.value)
 
 
 def test_an_event_that_is_no_method() -> None:
-    class Bad(Callback): after_step = 3
+    class Bad(Callback):
+        after_step = 3
+
     learn = make()
     refuses(learn, CallbackError, 'Bad.after_step is 3', do=lambda learn: learn.fit(1, cbs=Bad()))
     trains(learn)
 
 
-# -- metrics -----------------------------------------------------------------------------------------------------------
+# -- metrics ---------------------------------------------------------------------------------------
 
 
-def classes(pred: Tensor, y: Tensor) -> Tensor: return (pred.argmax(1) == y).float().reshape(-1, 3).mean()
-def no_number(pred: Tensor, y: Tensor) -> Tensor: return pred - y
-def text(pred: Tensor, y: Tensor) -> str: return 'good'
-def one_argument(pred: Tensor) -> Tensor: return pred.mean()
-def of_wrong_shape(pred: Tensor, y: Tensor) -> Tensor: return (pred @ y).mean()
+def classes(pred: Tensor, y: Tensor) -> Tensor:
+    return (pred.argmax(1) == y).float().reshape(-1, 3).mean()
 
 
-@pytest.mark.parametrize('metric', [classes, no_number, text, one_argument, of_wrong_shape], ids=lambda f: f.__name__)
+def no_number(pred: Tensor, y: Tensor) -> Tensor:
+    return pred - y
+
+
+def text(pred: Tensor, y: Tensor) -> str:
+    return 'good'
+
+
+def one_argument(pred: Tensor) -> Tensor:
+    return pred.mean()
+
+
+def of_wrong_shape(pred: Tensor, y: Tensor) -> Tensor:
+    return (pred @ y).mean()
+
+
+@pytest.mark.parametrize(
+    'metric', [classes, no_number, text, one_argument, of_wrong_shape], ids=lambda f: f.__name__
+)
 def test_metrics_with_wrong_shapes(metric: Any) -> None:
     learn = make(metrics=[mae, metric])
     message = refuses(learn, MetricError, metric.__name__)
-    if metric is not text: assert '[8, 1]' in message, message
+    if metric is not text:
+        assert '[8, 1]' in message, message
     learn.metrics = mae
     trains(learn)
 
 
 def test_a_metric_that_fails_on_the_training_batches() -> None:
     from learnkit.callbacks.recorder import Recorder
+
     learn = make(metrics=no_number)
     learn.remove_cb(learn.recorder)
     learn.add_cb(Recorder(train_metrics=True))
@@ -294,10 +360,11 @@ def test_a_metric_that_fails_on_the_training_batches() -> None:
 
 @pytest.mark.parametrize('metric', [5, 'accuracy', object()])
 def test_what_is_no_metric(metric: Any) -> None:
-    with pytest.raises(MetricError): make(metrics=metric)
+    with pytest.raises(MetricError):
+        make(metrics=metric)
 
 
-# -- model and optimizer -----------------------------------------------------------------------------------------------
+# -- model and optimizer ---------------------------------------------------------------------------
 
 
 def test_a_model_without_trainable_parameters() -> None:
@@ -313,7 +380,8 @@ def test_a_model_that_was_frozen_after_the_optimizer_was_made() -> None:
     learn = make()
     learn.create_opt()
     learn.model.requires_grad_(False)
-    with pytest.raises((ModelError, LossError)) as e: learn.fit(1)
+    with pytest.raises((ModelError, LossError)) as e:
+        learn.fit(1)
     assert 'parameter' in str(e.value) and 'requires' in str(e.value)
     learn.model.requires_grad_(True)
     trains(learn)
@@ -329,12 +397,14 @@ def test_a_model_without_parameters_at_all() -> None:
     ids=['class', 'function', 'None'],
 )
 def test_a_model_that_is_none(model: Any, says: str) -> None:
-    with pytest.raises(ModelError) as e: Learner([(X, Y)], model, nn.MSELoss())
+    with pytest.raises(ModelError) as e:
+        Learner([(X, Y)], model, nn.MSELoss())
     assert says in str(e.value)
 
 
 @pytest.mark.parametrize(
-    'opt_func', [5, lambda ps, lr: None, lambda ps, lr: 'sgd', lambda ps, lr: [], lambda ps, lr: [5]]
+    'opt_func',
+    [5, lambda ps, lr: None, lambda ps, lr: 'sgd', lambda ps, lr: [], lambda ps, lr: [5]],
 )
 def test_an_optimizer_that_is_none(opt_func: Any) -> None:
     learn = make(opt_func=opt_func)
@@ -353,16 +423,27 @@ def test_rates_that_are_too_many_or_too_few(lr: Any) -> None:
 def test_wrong_rates_leave_the_weight_decay_alone() -> None:
     learn = make()
     learn.create_opt()
-    refuses(learn, OptimizerError, 'lr', do=lambda learn: learn.fit(1, lr=[1., 2., 3.], wd=0.5))
+    refuses(learn, OptimizerError, 'lr', do=lambda learn: learn.fit(1, lr=[1.0, 2.0, 3.0], wd=0.5))
     trains(learn)
 
 
-# -- the arguments of fit ----------------------------------------------------------------------------------------------
+# -- the arguments of fit --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     'n',
-    [-1, 1.5, None, True, float('nan'), float('inf'), [3], torch.tensor([1, 2]), np.float64(2), -(2**70)],
+    [
+        -1,
+        1.5,
+        None,
+        True,
+        float('nan'),
+        float('inf'),
+        [3],
+        torch.tensor([1, 2]),
+        np.float64(2),
+        -(2**70),
+    ],
     ids=repr,
 )
 def test_a_number_of_epochs_that_is_none(n: Any) -> None:
@@ -388,7 +469,13 @@ def test_whole_numbers_of_every_kind(n: Any) -> None:
 
 @pytest.mark.parametrize(
     ('start', 'says'),
-    [(-1, 'start_epoch'), (3, 'past n_epoch=2'), (0.5, 'start_epoch'), ('1', 'start_epoch'), (None, 'start_epoch')],
+    [
+        (-1, 'start_epoch'),
+        (3, 'past n_epoch=2'),
+        (0.5, 'start_epoch'),
+        ('1', 'start_epoch'),
+        (None, 'start_epoch'),
+    ],
 )
 def test_a_first_epoch_that_is_none(start: Any, says: str) -> None:
     learn = make()
@@ -400,7 +487,8 @@ def test_a_first_epoch_that_is_none(start: Any, says: str) -> None:
 def test_an_iteration_that_is_none(iteration: Any) -> None:
     learn = make()
     weights = learn.model.weight.clone()
-    with pytest.raises((TimeError, FitError)) as e: learn.fit(1, iteration=iteration)
+    with pytest.raises((TimeError, FitError)) as e:
+        learn.fit(1, iteration=iteration)
     assert str(iteration) in str(e.value).replace('-1ep', '-1') or 'ep' in str(e.value)
     assert learn.model.weight.equal(weights)
     trains(learn)
@@ -408,10 +496,11 @@ def test_an_iteration_that_is_none(iteration: Any) -> None:
 
 @pytest.mark.parametrize('size', [0, -1, 1.5, '4', True])
 def test_a_microbatch_that_is_none(size: Any) -> None:
-    with pytest.raises(FitError, match='microbatch'): make(microbatch=size)
+    with pytest.raises(FitError, match='microbatch'):
+        make(microbatch=size)
 
 
-# -- evaluation --------------------------------------------------------------------------------------------------------
+# -- evaluation ------------------------------------------------------------------------------------
 
 
 def test_an_empty_loader_in_an_evaluation() -> None:

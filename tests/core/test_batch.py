@@ -1,4 +1,5 @@
 """learnkit.core.batch: batches of every shape are split, moved, measured, joined, cut and given to models."""
+
 from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import dataclass, field
 from types import MappingProxyType, SimpleNamespace
@@ -39,7 +40,8 @@ class Batch:
     target: Any = None
     made: int = field(default=0, init=False)
 
-    def __post_init__(self) -> None: self.made = 7
+    def __post_init__(self) -> None:
+        self.made = 7
 
 
 @dataclass(frozen=True)
@@ -50,24 +52,32 @@ class Frozen:
 
 class Moving:
     "Something that knows how to move itself."
-    def __init__(self, device: str = 'cpu'): self.device = device
-    def to(self, device: torch.device) -> 'Moving': return Moving(str(device))
+
+    def __init__(self, device: str = 'cpu'):
+        self.device = device
+
+    def to(self, device: torch.device) -> 'Moving':
+        return Moving(str(device))
 
 
 # split_batch
 
-@pytest.mark.parametrize(('batch', 'n_inp', 'xb', 'yb'), [
-    ((1, 2), None, (1,), (2,)),
-    ([1, 2], None, (1,), (2,)),
-    ((1, 2), 1, (1,), (2,)),
-    ((1, 2), 2, (1, 2), ()),
-    ((1,), None, (1,), ()),
-    ([1, 2, 3], None, (1, 2), (3,)),
-    ([1, 2, 3], 1, (1,), (2, 3)),
-    (Pair(1, 2), None, (1,), (2,)),
-    ('text', None, ('text',), ()),
-    (({'a': 1}, 2), None, ({'a': 1},), (2,)),
-])
+
+@pytest.mark.parametrize(
+    ('batch', 'n_inp', 'xb', 'yb'),
+    [
+        ((1, 2), None, (1,), (2,)),
+        ([1, 2], None, (1,), (2,)),
+        ((1, 2), 1, (1,), (2,)),
+        ((1, 2), 2, (1, 2), ()),
+        ((1,), None, (1,), ()),
+        ([1, 2, 3], None, (1, 2), (3,)),
+        ([1, 2, 3], 1, (1,), (2, 3)),
+        (Pair(1, 2), None, (1,), (2,)),
+        ('text', None, ('text',), ()),
+        (({'a': 1}, 2), None, ({'a': 1},), (2,)),
+    ],
+)
 def test_split_follows_position(batch: Any, n_inp: int | None, xb: Any, yb: Any) -> None:
     got = split_batch(batch, n_inp)
     assert got == (xb, yb)
@@ -97,28 +107,57 @@ def test_split_named_targets_of_a_dataclass_and_without_any() -> None:
     assert split_batch({'label': 1, 'y': 2})[1] == (1, 2)
 
 
-@pytest.mark.parametrize(('batch', 'n_inp'), [((), None), ([], None), ({}, None), ((1, 2), 3), ((1, 2), 0),
-                                              ((1, 2), -1), (torch.zeros(2), 2)])
+@pytest.mark.parametrize(
+    ('batch', 'n_inp'),
+    [
+        ((), None),
+        ([], None),
+        ({}, None),
+        ((1, 2), 3),
+        ((1, 2), 0),
+        ((1, 2), -1),
+        (torch.zeros(2), 2),
+    ],
+)
 def test_split_refuses(batch: Any, n_inp: int | None) -> None:
-    with pytest.raises(BatchError, match=r'empty batch|n_inp=-?\d'): split_batch(batch, n_inp)
+    with pytest.raises(BatchError, match=r'empty batch|n_inp=-?\d'):
+        split_batch(batch, n_inp)
 
 
 # to_device, to_detach
 
+
 def nested() -> Any:
-    return {'t': torch.zeros(2), 'list': [torch.zeros(1), 'text', 3], 'pair': Pair(torch.zeros(3), None),
-            'data': Batch(torch.zeros(4), 1), 'frozen': Frozen(torch.zeros(5)),
-            'dd': defaultdict(int, a=torch.zeros(6)),
-            'od': OrderedDict(b=torch.zeros(7)), 'ud': UserDict(c=torch.zeros(8)), 'tuple': (torch.zeros(9), (1, 2)),
-            'proxy': MappingProxyType({'d': torch.zeros(1)})}
+    return {
+        't': torch.zeros(2),
+        'list': [torch.zeros(1), 'text', 3],
+        'pair': Pair(torch.zeros(3), None),
+        'data': Batch(torch.zeros(4), 1),
+        'frozen': Frozen(torch.zeros(5)),
+        'dd': defaultdict(int, a=torch.zeros(6)),
+        'od': OrderedDict(b=torch.zeros(7)),
+        'ud': UserDict(c=torch.zeros(8)),
+        'tuple': (torch.zeros(9), (1, 2)),
+        'proxy': MappingProxyType({'d': torch.zeros(1)}),
+    }
 
 
 def test_moves_every_tensor_and_keeps_every_type() -> None:
     batch = nested()
     moved = to_device(batch, META)
     assert [type(v) for v in moved.values()] == [type(v) for v in batch.values()]
-    tensors = [moved['t'], moved['list'][0], moved['pair'].a, moved['data'].image, moved['frozen'].x, moved['dd']['a'],
-               moved['od']['b'], moved['ud']['c'], moved['tuple'][0], moved['proxy']['d']]
+    tensors = [
+        moved['t'],
+        moved['list'][0],
+        moved['pair'].a,
+        moved['data'].image,
+        moved['frozen'].x,
+        moved['dd']['a'],
+        moved['od']['b'],
+        moved['ud']['c'],
+        moved['tuple'][0],
+        moved['proxy']['d'],
+    ]
     assert {t.device for t in tensors} == {META}
     assert [len(t) for t in tensors] == [2, 1, 3, 4, 5, 6, 7, 8, 9, 1]
     assert moved['list'][1:] == ['text', 3] and moved['pair'].b is None
@@ -128,8 +167,19 @@ def test_moves_every_tensor_and_keeps_every_type() -> None:
     assert batch['t'].device.type == 'cpu' and batch['ud']['c'].device.type == 'cpu'
 
 
-@pytest.mark.parametrize('batch', [(torch.zeros(2), torch.zeros(2)), [torch.zeros(2)], torch.zeros(2), 'text', None,
-                                   (torch.zeros(2), 'text'), nested(), (nn.Parameter(torch.zeros(1)), torch.zeros(1))])
+@pytest.mark.parametrize(
+    'batch',
+    [
+        (torch.zeros(2), torch.zeros(2)),
+        [torch.zeros(2)],
+        torch.zeros(2),
+        'text',
+        None,
+        (torch.zeros(2), 'text'),
+        nested(),
+        (nn.Parameter(torch.zeros(1)), torch.zeros(1)),
+    ],
+)
 @pytest.mark.parametrize('device', [torch.device('cpu'), 'cpu'])
 def test_what_is_there_already_is_the_same_object(batch: Any, device: Any) -> None:
     assert to_device(batch, device) is batch
@@ -158,47 +208,58 @@ def test_detaches_everything() -> None:
 
 def test_detuplify() -> None:
     t = torch.zeros(1)
-    assert detuplify((t,)) is t and detuplify(t) is t and detuplify(()) is None and detuplify([t]) is t
+    assert (
+        detuplify((t,)) is t and detuplify(t) is t and detuplify(()) is None and detuplify([t]) is t
+    )
     both = (t, t)
     assert detuplify(both) is both
 
 
 # find_bs
 
-@pytest.mark.parametrize(('batch', 'bs'), [
-    ((torch.zeros(4, 2), torch.zeros(5)), 4),
-    (torch.zeros(3), 3),
-    ((torch.tensor(1.), torch.zeros(6)), 6),
-    ({'scale': torch.tensor(1.), 'x': torch.zeros(7, 2)}, 7),
-    ([['a', 'b'], torch.zeros(5)], 5),
-    ([['a', 'b', 'c'], ['d', 'e', 'f']], 3),
-    (({'x': [1, 2]},), 2),
-    ((np.zeros((4, 2)), 'text'), 4),
-    (Batch(Pair(None, torch.zeros(2))), 2),
-    ((pack_sequence([torch.zeros(3), torch.zeros(2)]),), 2),
-])
-def test_batch_size(batch: Any, bs: int) -> None: assert find_bs(batch) == bs
+
+@pytest.mark.parametrize(
+    ('batch', 'bs'),
+    [
+        ((torch.zeros(4, 2), torch.zeros(5)), 4),
+        (torch.zeros(3), 3),
+        ((torch.tensor(1.0), torch.zeros(6)), 6),
+        ({'scale': torch.tensor(1.0), 'x': torch.zeros(7, 2)}, 7),
+        ([['a', 'b'], torch.zeros(5)], 5),
+        ([['a', 'b', 'c'], ['d', 'e', 'f']], 3),
+        (({'x': [1, 2]},), 2),
+        ((np.zeros((4, 2)), 'text'), 4),
+        (Batch(Pair(None, torch.zeros(2))), 2),
+        ((pack_sequence([torch.zeros(3), torch.zeros(2)]),), 2),
+    ],
+)
+def test_batch_size(batch: Any, bs: int) -> None:
+    assert find_bs(batch) == bs
 
 
-@pytest.mark.parametrize('batch', [(), {}, (torch.tensor(1.),), ('text',), None, {'x': []}])
+@pytest.mark.parametrize('batch', [(), {}, (torch.tensor(1.0),), ('text',), None, {'x': []}])
 def test_batch_without_a_size(batch: Any) -> None:
-    with pytest.raises(BatchError, match='no size'): find_bs(batch)
+    with pytest.raises(BatchError, match='no size'):
+        find_bs(batch)
 
 
 # concat
+
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(0, 2**31))
 def test_concat_undoes_split(sizes: list[int], seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
     x, y = torch.randn(sum(sizes), 3, generator=g), torch.randn(sum(sizes), generator=g)
-    parts = [{'x': a, 'more': (b, [a * 2])} for a, b in zip(x.split(sizes), y.split(sizes), strict=True)]
+    parts = [
+        {'x': a, 'more': (b, [a * 2])} for a, b in zip(x.split(sizes), y.split(sizes), strict=True)
+    ]
     joined = concat(parts)
     assert torch.equal(joined['x'], x) and torch.equal(joined['more'][0], y)
     assert torch.equal(joined['more'][1][0], x * 2)
 
 
 def test_concat_stacks_what_has_no_dimensions() -> None:
-    assert concat([torch.tensor(1.), torch.tensor(2.)]).tolist() == [1, 2]
+    assert concat([torch.tensor(1.0), torch.tensor(2.0)]).tolist() == [1, 2]
 
 
 def test_concat_along_another_dimension() -> None:
@@ -207,19 +268,23 @@ def test_concat_along_another_dimension() -> None:
 
 
 def test_concat_lists_what_is_ragged() -> None:
-    out = concat([torch.zeros(2, 3), torch.ones(1, 5), torch.tensor(2.)])
+    out = concat([torch.zeros(2, 3), torch.ones(1, 5), torch.tensor(2.0)])
     assert [tuple(t.shape) for t in out] == [(3,), (3,), (5,), ()]
 
 
-@pytest.mark.parametrize(('items', 'joined'), [
-    ([['a', 'b'], ['c']], ['a', 'b', 'c']),
-    ([1, 2], [1, 2]),
-    ([None, None], [None, None]),
-    ([[{'n': 1}], [{'n': 2}, {'n': 3}]], [{'n': 1}, {'n': 2}, {'n': 3}]),
-    ([1, 'a'], [1, 'a']),
-    ([('a', 'b'), ('c', 'd')], (['a', 'c'], ['b', 'd'])),
-])
-def test_concat_of_what_is_no_tensor(items: list[Any], joined: Any) -> None: assert concat(items) == joined
+@pytest.mark.parametrize(
+    ('items', 'joined'),
+    [
+        ([['a', 'b'], ['c']], ['a', 'b', 'c']),
+        ([1, 2], [1, 2]),
+        ([None, None], [None, None]),
+        ([[{'n': 1}], [{'n': 2}, {'n': 3}]], [{'n': 1}, {'n': 2}, {'n': 3}]),
+        ([1, 'a'], [1, 'a']),
+        ([('a', 'b'), ('c', 'd')], (['a', 'c'], ['b', 'd'])),
+    ],
+)
+def test_concat_of_what_is_no_tensor(items: list[Any], joined: Any) -> None:
+    assert concat(items) == joined
 
 
 def test_concat_keeps_types_and_takes_one_entry_a_sample() -> None:
@@ -233,10 +298,12 @@ def test_concat_keeps_types_and_takes_one_entry_a_sample() -> None:
 
 @pytest.mark.parametrize('items', [[], [{'a': 1}, {'b': 1}], [(1, 2), (1, 2, 3)]])
 def test_concat_refuses(items: list[Any]) -> None:
-    with pytest.raises(BatchError, match=r'nothing to join|different structure'): concat(items)
+    with pytest.raises(BatchError, match=r'nothing to join|different structure'):
+        concat(items)
 
 
 # microbatches
+
 
 @given(st.integers(1, 12), st.integers(1, 14))
 def test_pieces_put_together_are_the_batch(n: int, size: int) -> None:
@@ -264,9 +331,18 @@ def test_a_small_batch_is_its_own_piece() -> None:
 
 def test_what_has_another_length_goes_whole() -> None:
     x, w, texts, config = torch.zeros(3, 2), torch.zeros(5), ['a', 'b', 'c'], {'k': 1}
-    pieces = microbatches((x, w, texts, config, torch.tensor(2.)), (('p', 'q', 'r'), np.arange(3), None), 2)
+    pieces = microbatches(
+        (x, w, texts, config, torch.tensor(2.0)), (('p', 'q', 'r'), np.arange(3), None), 2
+    )
     (x0, w0, t0, c0, s0), (y0, a0, none) = pieces[0]
-    assert (len(x0), t0, y0, a0.tolist(), s0.item(), none) == (2, ['a', 'b'], ('p', 'q'), [0, 1], 2, None)
+    assert (len(x0), t0, y0, a0.tolist(), s0.item(), none) == (
+        2,
+        ['a', 'b'],
+        ('p', 'q'),
+        [0, 1],
+        2,
+        None,
+    )
     assert w0 is w and c0 is config
     (x1, _, t1, _, _), (y1, a1, _) = pieces[1]
     assert (len(x1), t1, y1, a1.tolist()) == (1, ['c'], ('r',), [2])
@@ -277,40 +353,51 @@ def test_nested_inputs_are_cut_but_the_tuple_of_inputs_is_not() -> None:
     pieces = microbatches(({'x': torch.arange(2)}, {'x': torch.arange(2) * 10}), (), 1)
     assert [(a['x'].tolist(), b['x'].tolist()) for (a, b), _ in pieces] == [([0], [0]), ([1], [10])]
     (batch,), _ = microbatches((Batch(torch.arange(4), [torch.arange(4)]),), (), 3)[1]
-    assert batch.image.tolist() == [3] and batch.target[0].tolist() == [3] and isinstance(batch, Batch)
+    assert (
+        batch.image.tolist() == [3] and batch.target[0].tolist() == [3] and isinstance(batch, Batch)
+    )
 
 
 def test_microbatches_refuse() -> None:
-    with pytest.raises(BatchError, match='at least 1'): microbatches((torch.zeros(2),), (), 0)
+    with pytest.raises(BatchError, match='at least 1'):
+        microbatches((torch.zeros(2),), (), 0)
     packed = pack_sequence([torch.zeros(3), torch.zeros(2)])
-    with pytest.raises(BatchError, match='PackedSequence'): microbatches((packed,), (torch.zeros(2),), 1)
+    with pytest.raises(BatchError, match='PackedSequence'):
+        microbatches((packed,), (torch.zeros(2),), 1)
 
 
 # apply_model
 
+
 class ByName(nn.Module):
-    def forward(self, ids: Any, mask: Any = None, labels: Any = None) -> Any: return ids, mask, labels
+    def forward(self, ids: Any, mask: Any = None, labels: Any = None) -> Any:
+        return ids, mask, labels
 
 
 class AnyName(nn.Module):
-    def forward(self, **kwargs: Any) -> Any: return kwargs
+    def forward(self, **kwargs: Any) -> Any:
+        return kwargs
 
 
 class Whole(nn.Module):
-    def forward(self, batch: Any) -> Any: return batch
+    def forward(self, batch: Any) -> Any:
+        return batch
 
 
 class Wrapper(nn.Module):
     "A wrapper as those of data-parallel training."
+
     def __init__(self, module: nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any: return self.module(*args, **kwargs)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
 
 
 class Pickier(nn.Module):
-    def forward(self, first: Any, **kwargs: Any) -> Any: return first, kwargs
+    def forward(self, first: Any, **kwargs: Any) -> Any:
+        return first, kwargs
 
 
 def test_model_gets_its_inputs_by_position() -> None:
@@ -345,10 +432,12 @@ def test_signature_is_read_once_and_the_model_not_kept(monkeypatch: pytest.Monke
     import gc
     import inspect
     import weakref
+
     model, calls = ByName(), []
     signature = inspect.signature
     monkeypatch.setattr(inspect, 'signature', lambda f: calls.append(f) or signature(f))
-    for _ in range(3): apply_model(model, ({'ids': 1},))
+    for _ in range(3):
+        apply_model(model, ({'ids': 1},))
     assert len(calls) == 1
     ref = weakref.ref(model)
     calls.clear()
@@ -360,20 +449,33 @@ def test_signature_is_read_once_and_the_model_not_kept(monkeypatch: pytest.Monke
 def test_model_that_cannot_be_referred_to_weakly() -> None:
     class Slotted:
         __slots__ = ()
-        def __call__(self, ids: Any) -> Any: return ids
+
+        def __call__(self, ids: Any) -> Any:
+            return ids
 
     assert apply_model(Slotted(), ({'ids': 1, 'n': 2},)) == 1
 
 
 def test_missing_required_input_is_named() -> None:
-    with pytest.raises(TypeError, match='ids'): apply_model(ByName(), ({'mask': 1},))
+    with pytest.raises(TypeError, match='ids'):
+        apply_model(ByName(), ({'mask': 1},))
 
 
 # unpack_output
 
+
 def test_outputs_that_are_predictions() -> None:
-    for out in (torch.zeros(2), (torch.zeros(1), 2), [1], Pair(1, 2), {'boxes': 1}, 'text', None, Frozen(1),
-                torch.distributions.Categorical(logits=torch.zeros(3))):
+    for out in (
+        torch.zeros(2),
+        (torch.zeros(1), 2),
+        [1],
+        Pair(1, 2),
+        {'boxes': 1},
+        'text',
+        None,
+        Frozen(1),
+        torch.distributions.Categorical(logits=torch.zeros(3)),
+    ):
         pred, loss = unpack_output(out)
         assert pred is out and loss is None
 
@@ -400,11 +502,19 @@ def test_outputs_with_a_loss_or_logits() -> None:
 
 def test_hugging_face_model_and_batch() -> None:
     transformers = pytest.importorskip('transformers')
-    config = transformers.BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
-                                     intermediate_size=8, num_labels=3)
+    config = transformers.BertConfig(
+        vocab_size=20,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+        num_labels=3,
+    )
     model = transformers.BertForSequenceClassification(config).eval()
     ids, labels = torch.randint(0, 20, (4, 6)), torch.tensor([0, 1, 2, 0])
-    batch = transformers.BatchEncoding({'input_ids': ids, 'labels': labels, 'index': torch.arange(4)})
+    batch = transformers.BatchEncoding(
+        {'input_ids': ids, 'labels': labels, 'index': torch.arange(4)}
+    )
 
     moved = to_device(batch, 'meta')
     assert isinstance(moved, transformers.BatchEncoding) and moved['input_ids'].device == META
@@ -418,29 +528,43 @@ def test_hugging_face_model_and_batch() -> None:
     [((piece,), _), _] = microbatches(xb, yb, 3)
     assert torch.allclose(apply_model(model, (piece,)).logits, pred[:3], atol=1e-6)
 
-    hidden, loss = unpack_output(transformers.modeling_outputs.BaseModelOutput(last_hidden_state=ids))
+    hidden, loss = unpack_output(
+        transformers.modeling_outputs.BaseModelOutput(last_hidden_state=ids)
+    )
     assert hidden.last_hidden_state is ids and loss is None
     joined = concat([to_detach(hidden), to_detach(hidden)])
     assert joined.last_hidden_state.shape == (8, 6)
-    out = transformers.modeling_outputs.MaskedLMOutput(loss=torch.tensor(2.), hidden_states=(ids,))
+    out = transformers.modeling_outputs.MaskedLMOutput(loss=torch.tensor(2.0), hidden_states=(ids,))
     rest, loss = unpack_output(out)
     assert loss == 2 and rest.hidden_states[0] is ids and 'loss' not in rest and out.loss == 2
 
 
 # describe
 
-@pytest.mark.parametrize(('batch', 'text'), [
-    ((torch.zeros(8, 1, 28, 28), torch.zeros(8, dtype=torch.int64)), '(Tensor[8, 1, 28, 28] float32, Tensor[8] int64)'),
-    ({'input_ids': torch.zeros(8, 12, dtype=torch.int64), 'n': 3}, "{'input_ids': Tensor[8, 12] int64, 'n': int}"),
-    ([torch.tensor(True)], '[Tensor[] bool]'),
-    ((np.zeros(2),), '(ndarray[2] float64,)'),
-    (['a'] * 64, '[64 x str]'),
-    (Pair(1, 'a'), 'Pair(a=int, b=str)'),
-    (Frozen(torch.zeros(1)), 'Frozen(x=Tensor[1] float32, name=str)'),
-    ((), '()'), (None, 'NoneType'),
-    ([torch.zeros(1)] * 9, '[' + 'Tensor[1] float32, ' * 8 + '...]'),
-])
-def test_describe(batch: Any, text: str) -> None: assert describe(batch) == text
+
+@pytest.mark.parametrize(
+    ('batch', 'text'),
+    [
+        (
+            (torch.zeros(8, 1, 28, 28), torch.zeros(8, dtype=torch.int64)),
+            '(Tensor[8, 1, 28, 28] float32, Tensor[8] int64)',
+        ),
+        (
+            {'input_ids': torch.zeros(8, 12, dtype=torch.int64), 'n': 3},
+            "{'input_ids': Tensor[8, 12] int64, 'n': int}",
+        ),
+        ([torch.tensor(True)], '[Tensor[] bool]'),
+        ((np.zeros(2),), '(ndarray[2] float64,)'),
+        (['a'] * 64, '[64 x str]'),
+        (Pair(1, 'a'), 'Pair(a=int, b=str)'),
+        (Frozen(torch.zeros(1)), 'Frozen(x=Tensor[1] float32, name=str)'),
+        ((), '()'),
+        (None, 'NoneType'),
+        ([torch.zeros(1)] * 9, '[' + 'Tensor[1] float32, ' * 8 + '...]'),
+    ],
+)
+def test_describe(batch: Any, text: str) -> None:
+    assert describe(batch) == text
 
 
 def test_subclass_of_tensor_is_a_tensor() -> None:

@@ -1,4 +1,5 @@
 """Who trains together: what launchers say, and torchrun, SLURM and others' process groups for real."""
+
 from __future__ import annotations
 
 import os
@@ -19,24 +20,51 @@ from learnkit.distributed.launch import free_port
 from tests.helpers.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-TORCHRUN = {'RANK': '3', 'WORLD_SIZE': '4', 'LOCAL_RANK': '1', 'MASTER_ADDR': 'node0', 'MASTER_PORT': '29500'}
+TORCHRUN = {
+    'RANK': '3',
+    'WORLD_SIZE': '4',
+    'LOCAL_RANK': '1',
+    'MASTER_ADDR': 'node0',
+    'MASTER_PORT': '29500',
+}
 
 # as SLURM 22.05 has set them, for `srun -N2 -n4`, `sbatch -N2 -n4` and `salloc -N2 -n4`
 JOB = {'SLURM_JOB_ID': '41', 'SLURM_JOB_NODELIST': 'n[1-2]', 'SLURM_NTASKS': '4'}
-SRUN = {**JOB, 'SLURM_LAUNCH_NODE_IPADDR': '10.0.0.9', 'SLURM_LOCALID': '1', 'SLURM_NODEID': '1', 'SLURM_PROCID': '3',
-        'SLURM_STEPID': '0', 'SLURM_STEP_ID': '0', 'SLURM_STEP_NODELIST': 'n[1-2]', 'SLURM_STEP_NUM_NODES': '2',
-        'SLURM_STEP_NUM_TASKS': '4', 'SLURM_STEP_TASKS_PER_NODE': '2(x2)'}
+SRUN = {
+    **JOB,
+    'SLURM_LAUNCH_NODE_IPADDR': '10.0.0.9',
+    'SLURM_LOCALID': '1',
+    'SLURM_NODEID': '1',
+    'SLURM_PROCID': '3',
+    'SLURM_STEPID': '0',
+    'SLURM_STEP_ID': '0',
+    'SLURM_STEP_NODELIST': 'n[1-2]',
+    'SLURM_STEP_NUM_NODES': '2',
+    'SLURM_STEP_NUM_TASKS': '4',
+    'SLURM_STEP_TASKS_PER_NODE': '2(x2)',
+}
 SBATCH = {**JOB, 'SLURM_LOCALID': '0', 'SLURM_NODEID': '0', 'SLURM_PROCID': '0'}
-SALLOC = {**JOB, 'SLURM_LAUNCH_NODE_IPADDR': '10.0.0.9', 'SLURM_LOCALID': '0', 'SLURM_NODEID': '0', 'SLURM_PROCID': '0',
-          'SLURM_STEPID': '4294967290', 'SLURM_STEP_ID': '4294967290', 'SLURM_STEP_NODELIST': 'n1',
-          'SLURM_STEP_NUM_NODES': '1', 'SLURM_STEP_NUM_TASKS': '1'}
+SALLOC = {
+    **JOB,
+    'SLURM_LAUNCH_NODE_IPADDR': '10.0.0.9',
+    'SLURM_LOCALID': '0',
+    'SLURM_NODEID': '0',
+    'SLURM_PROCID': '0',
+    'SLURM_STEPID': '4294967290',
+    'SLURM_STEP_ID': '4294967290',
+    'SLURM_STEP_NODELIST': 'n1',
+    'SLURM_STEP_NUM_NODES': '1',
+    'SLURM_STEP_NUM_TASKS': '1',
+}
 
 
 @pytest.fixture
 def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     "A command of this name that knows the machines of a list, as SLURM's does."
-    command = tmp_path/'scontrol'
-    command.write_text('#!/bin/sh\n[ "$1 $2" = "show hostnames" ] && [ "$3" = "n[1-2]" ] && printf "n1\\nn2\\n"\n')
+    command = tmp_path / 'scontrol'
+    command.write_text(
+        '#!/bin/sh\n[ "$1 $2" = "show hostnames" ] && [ "$3" = "n[1-2]" ] && printf "n1\\nn2\\n"\n'
+    )
     command.chmod(0o755)
     monkeypatch.setenv('PATH', str(tmp_path), prepend=os.pathsep)
     return command
@@ -44,13 +72,19 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 # -- what launchers say
 
+
 def test_torchrun_is_read_and_what_else_it_sets_is_left_alone() -> None:
     assert launched_as(TORCHRUN) == TORCHRUN
-    elastic = {'TORCHELASTIC_RESTART_COUNT': '2', 'TORCHELASTIC_USE_AGENT_STORE': 'True', 'GROUP_RANK': '1'}
+    elastic = {
+        'TORCHELASTIC_RESTART_COUNT': '2',
+        'TORCHELASTIC_USE_AGENT_STORE': 'True',
+        'GROUP_RANK': '1',
+    }
     assert launched_as({**TORCHRUN, **elastic}) == TORCHRUN
 
 
-def test_torchrun_within_a_job_of_slurm_wins() -> None: assert launched_as({**SRUN, **TORCHRUN}) == TORCHRUN
+def test_torchrun_within_a_job_of_slurm_wins() -> None:
+    assert launched_as({**SRUN, **TORCHRUN}) == TORCHRUN
 
 
 def test_variables_set_by_hand_may_leave_out_the_local_rank() -> None:
@@ -65,8 +99,13 @@ def test_a_missing_address_is_named(missing: str) -> None:
 
 
 def test_srun_on_several_machines(scontrol: Path) -> None:
-    assert launched_as(SRUN) == {'RANK': '3', 'WORLD_SIZE': '4', 'LOCAL_RANK': '1', 'MASTER_ADDR': 'n1',
-                                 'MASTER_PORT': '20041'}
+    assert launched_as(SRUN) == {
+        'RANK': '3',
+        'WORLD_SIZE': '4',
+        'LOCAL_RANK': '1',
+        'MASTER_ADDR': 'n1',
+        'MASTER_PORT': '20041',
+    }
     own = {'MASTER_ADDR': 'ib-n1', 'MASTER_PORT': '7'}
     assert {k: launched_as({**SRUN, **own})[k] for k in own} == own
 
@@ -85,28 +124,36 @@ def test_srun_on_one_machine_asks_nobody() -> None:
     assert launched_as(one)['MASTER_ADDR'] == '10.0.0.9'
 
 
-@pytest.mark.parametrize('env', [SBATCH, SALLOC, JOB, {**SRUN, 'SLURM_STEP_NUM_TASKS': '1'}],
-                         ids=['batch script', 'interactive shell', 'shell of the allocation', 'srun of one task'])
-def test_one_process_of_a_job_is_alone(env: dict[str, str]) -> None: assert launched_as(env) == {}
+@pytest.mark.parametrize(
+    'env',
+    [SBATCH, SALLOC, JOB, {**SRUN, 'SLURM_STEP_NUM_TASKS': '1'}],
+    ids=['batch script', 'interactive shell', 'shell of the allocation', 'srun of one task'],
+)
+def test_one_process_of_a_job_is_alone(env: dict[str, str]) -> None:
+    assert launched_as(env) == {}
 
 
 def test_a_process_that_nothing_has_started_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*TORCHRUN, *SRUN): monkeypatch.delenv(name, raising=False)
+    for name in (*TORCHRUN, *SRUN):
+        monkeypatch.delenv(name, raising=False)
     assert join_ranks() is ALONE
 
 
 # -- joining
 
+
 def _in_a_group_of_another(rank: int) -> tuple[Any, ...]:
     import torch.distributed as dist
+
     store = dist.TCPStore('127.0.0.1', int(os.environ['MASTER_PORT']), 2, rank == 0)
-    for name in TORCHRUN: os.environ.pop(name, None)   # Ray Train and the like may not set them
+    for name in TORCHRUN:
+        os.environ.pop(name, None)  # Ray Train and the like may not set them
     dist.init_process_group('gloo', store=store, rank=rank, world_size=2)
-    world = join_ranks(30.)
+    world = join_ranks(30.0)
     told = world.rank, world.size, world.is_ours, world.gather(f'I am {world.rank}')
     world.leave()
     t = torch.ones(1)
-    dist.all_reduce(t)   # the group of the other is as it was
+    dist.all_reduce(t)  # the group of the other is as it was
     dist.destroy_process_group()
     return *told, t.item()
 
@@ -114,20 +161,34 @@ def _in_a_group_of_another(rank: int) -> tuple[Any, ...]:
 @pytest.mark.dist
 def test_a_group_that_is_there_is_used_and_left_as_it_is() -> None:
     both = ['I am 0', 'I am 1']
-    assert run_ranks(_in_a_group_of_another, 2) == [(0, 2, False, both, 2.), (1, 2, False, both, 2.)]
+    assert run_ranks(_in_a_group_of_another, 2) == [
+        (0, 2, False, both, 2.0),
+        (1, 2, False, both, 2.0),
+    ]
 
 
 def _started_by_srun(rank: int) -> tuple[Any, ...]:
     import torch.distributed as dist
+
     port = os.environ['MASTER_PORT']
-    for name in TORCHRUN: os.environ.pop(name, None)
-    os.environ.update({**SRUN, 'SLURM_PROCID': str(rank), 'SLURM_LOCALID': str(rank), 'SLURM_STEP_NUM_TASKS': '2',
-                       'SLURM_STEP_NUM_NODES': '1', 'SLURM_LAUNCH_NODE_IPADDR': '127.0.0.1', 'MASTER_PORT': port})
-    world = join_ranks(30.)
+    for name in TORCHRUN:
+        os.environ.pop(name, None)
+    os.environ.update(
+        {
+            **SRUN,
+            'SLURM_PROCID': str(rank),
+            'SLURM_LOCALID': str(rank),
+            'SLURM_STEP_NUM_TASKS': '2',
+            'SLURM_STEP_NUM_NODES': '1',
+            'SLURM_LAUNCH_NODE_IPADDR': '127.0.0.1',
+            'MASTER_PORT': port,
+        }
+    )
+    world = join_ranks(30.0)
     told = world.rank, world.local_rank, world.size, world.is_ours, world.gather(world.rank)
     during = os.environ['RANK'], os.environ['MASTER_PORT']
     world.leave()
-    left = [name for name in TORCHRUN if name in os.environ]   # the port was there before
+    left = [name for name in TORCHRUN if name in os.environ]  # the port was there before
     return *told, dist.is_initialized(), during == (str(rank), port), left
 
 
@@ -137,20 +198,26 @@ def test_processes_of_srun_find_one_another() -> None:
     assert run_ranks(_started_by_srun, 2) == said
 
 
-def _value(rank: int, n: int) -> Any: return {'text': 'x' * (n * (1 + rank)), 'rank': rank, 't': torch.arange(n) + rank}
+def _value(rank: int, n: int) -> Any:
+    return {'text': 'x' * (n * (1 + rank)), 'rank': rank, 't': torch.arange(n) + rank}
 
 
 def _gathers(rank: int) -> list[bool]:
-    world, right = join_ranks(20.), []
+    world, right = join_ranks(20.0), []
 
-    def same(a: Any, b: Any) -> bool: return a['t'].equal(b.pop('t')) and {k: v for k, v in a.items() if k != 't'} == b
+    def same(a: Any, b: Any) -> bool:
+        return a['t'].equal(b.pop('t')) and {k: v for k, v in a.items() if k != 't'} == b
+
     for n in (0, 1, 50_000):
         mine, both = _value(rank, n), [_value(0, n), _value(1, n)]
         right += [same(m, b) for m, b in zip(world.gather(mine), both, strict=True)]
         right.append(same(world.broadcast(mine if rank == 0 else None), _value(0, n)))
         collected = world.collect(mine)
         right.append(len(collected) == (2 if rank == 0 else 0))
-        right += [same(m, b) for m, b in zip(collected, [_value(0, n), _value(1, n)][:len(collected)], strict=True)]
+        right += [
+            same(m, b)
+            for m, b in zip(collected, [_value(0, n), _value(1, n)][: len(collected)], strict=True)
+        ]
     lopsided = world.gather('y' * 30_000 if rank else None)
     right.append(lopsided == [None, 'y' * 30_000])
     world.leave()
@@ -158,40 +225,50 @@ def _gathers(rank: int) -> list[bool]:
 
 
 @pytest.mark.dist
-def test_values_of_every_size_arrive() -> None: assert all(map(all, run_ranks(_gathers, 2)))
+def test_values_of_every_size_arrive() -> None:
+    assert all(map(all, run_ranks(_gathers, 2)))
 
 
 def _sums(rank: int) -> list[Any]:
-    world = join_ranks(20.)
-    whole, mine = torch.arange(6.).view(2, 3), (torch.arange(6, dtype=torch.float64) * (rank + 1)).view(2, 3)
+    world = join_ranks(20.0)
+    whole, mine = (
+        torch.arange(6.0).view(2, 3),
+        (torch.arange(6, dtype=torch.float64) * (rank + 1)).view(2, 3),
+    )
     wait = world.start_sum(mine)
     total = world.sum(whole * (rank + 1))
-    found = [wait().tolist(), total.tolist(), total.dtype is torch.float64, mine.tolist(),
-             [world.any(flag) for flag in (rank == 1, False, True)]]
+    found = [
+        wait().tolist(),
+        total.tolist(),
+        total.dtype is torch.float64,
+        mine.tolist(),
+        [world.any(flag) for flag in (rank == 1, False, True)],
+    ]
     world.leave()
     return found
 
 
 @pytest.mark.dist
 def test_sums_and_flags_of_three_ranks() -> None:
-    sums = [[0., 6., 12.], [18., 24., 30.]]   # (1 + 2 + 3) times the numbers of the first
+    sums = [[0.0, 6.0, 12.0], [18.0, 24.0, 30.0]]  # (1 + 2 + 3) times the numbers of the first
     for rank, found in enumerate(run_ranks(_sums, 3)):
-        own = [[(rank + 1.) * i for i in row] for row in ([0, 1, 2], [3, 4, 5])]
+        own = [[(rank + 1.0) * i for i in row] for row in ([0, 1, 2], [3, 4, 5])]
         assert found == [sums, sums, True, own, [True, False, True]]
 
 
 def _exchanges(rank: int) -> list[Any]:
-    world, seen = join_ranks(20.), []
-    world.reset(clock=7.)
+    world, seen = join_ranks(20.0), []
+    world.reset(clock=7.0)
     seen.append([world.post('stop', rank), world.value('clock'), world.is_exchanging])
     world.exchange()
-    seen.append([world.value('stop'), world.is_exchanging])     # sent, and not received yet
+    seen.append([world.value('stop'), world.is_exchanging])  # sent, and not received yet
     world.exchange(sends=False)
     seen.append([world.value('stop'), world.value('clock'), world.is_exchanging])
-    world.set('clock', 3.)
+    world.set('clock', 3.0)
     seen.append([world.sync(rank, 10 + rank), world.value('clock'), world.value('stop')])
     world.n_steps = rank
-    with pytest.raises(DistributedError, match='0 to 1 steps'): world.sync()
+    with pytest.raises(DistributedError, match='0 to 1 steps'):
+        world.sync()
     world.leave()
     world.leave()
     return seen
@@ -199,13 +276,19 @@ def _exchanges(rank: int) -> list[Any]:
 
 @pytest.mark.dist
 def test_numbers_that_are_posted_arrive_one_exchange_later() -> None:
-    expected = [[0., 7., False], [0., True], [1., 7., False], [[[0., 10.], [1., 11.]], 3., 1.]]
+    expected = [
+        [0.0, 7.0, False],
+        [0.0, True],
+        [1.0, 7.0, False],
+        [[[0.0, 10.0], [1.0, 11.0]], 3.0, 1.0],
+    ]
     assert run_ranks(_exchanges, 2) == [expected] * 2
 
 
 def _gathers_other_things(rank: int) -> str:
-    world = join_ranks(20.)
-    with pytest.raises(DistributedError) as e: world.gather(rank, ('metrics', 'values')[rank])
+    world = join_ranks(20.0)
+    with pytest.raises(DistributedError) as e:
+        world.gather(rank, ('metrics', 'values')[rank])
     world.leave()
     return str(e.value)
 
@@ -217,13 +300,17 @@ def test_ranks_that_gather_different_things_are_named() -> None:
 
 
 def _runs(rank: int) -> list[str]:
-    world, found = join_ranks(20.), []
+    world, found = join_ranks(20.0), []
 
     def fail() -> int:
-        if rank: raise ValueError('broken')
+        if rank:
+            raise ValueError('broken')
         return 3
-    try: world.run_on_all(fail)
-    except (ValueError, DistributedError) as e: found.append(f'{type(e).__name__}: {e}')
+
+    try:
+        world.run_on_all(fail)
+    except (ValueError, DistributedError) as e:
+        found.append(f'{type(e).__name__}: {e}')
     found.append(str(world.run_on_all(lambda: rank)))
     world.barrier()
     world.leave()
@@ -232,14 +319,16 @@ def _runs(rank: int) -> list[str]:
 
 @pytest.mark.dist
 def test_an_error_of_one_rank_is_raised_in_all() -> None:
-    assert run_ranks(_runs, 2) == [['DistributedError: Process 1 of 2 has failed: ValueError: broken', '0'],
-                                   ['ValueError: broken', '1']]
+    assert run_ranks(_runs, 2) == [
+        ['DistributedError: Process 1 of 2 has failed: ValueError: broken', '0'],
+        ['ValueError: broken', '1'],
+    ]
 
 
 def _meets_again(rank: int) -> list[Any]:
     told = []
     for i in range(5):
-        world = join_ranks(20.)
+        world = join_ranks(20.0)
         told.append(world.gather((rank, i)))
         world.leave()
     return told
@@ -252,8 +341,15 @@ def test_the_same_processes_meet_again_and_again() -> None:
 
 # -- for real
 
+
 def torchrun(*arguments: Any, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, '-m', 'torch.distributed.run', f'--master-port={free_port()}', *map(str, arguments)]
+    command = [
+        sys.executable,
+        '-m',
+        'torch.distributed.run',
+        f'--master-port={free_port()}',
+        *map(str, arguments),
+    ]
     given = os.environ | {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'} | env
     done = subprocess.run(command, env=given, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-8000:]
@@ -262,25 +358,30 @@ def torchrun(*arguments: Any, **env: str) -> subprocess.CompletedProcess[str]:
 
 def last_state(folder: Path) -> dict[str, Any]:
     "What the last checkpoint holds."
-    return read_state(entries(folder/'checkpoints')[0].path)[0]
+    return read_state(entries(folder / 'checkpoints')[0].path)[0]
 
 
-OPTIONS = '--epochs=2', '--bs=150', '--every=3ba'   # 5 batches an epoch
+OPTIONS = '--epochs=2', '--bs=150', '--every=3ba'  # 5 batches an epoch
 
 
 def _example(rank: int, folder: str) -> None:
     from examples.train_ddp import main
+
     sys.argv = ['train_ddp.py', *OPTIONS, f'--folder={folder}']
     main()
 
 
 @pytest.mark.dist
-def test_the_example_under_torchrun_goes_on_after_a_sigkill_and_ends_as_without(tmp_path: Path) -> None:
+def test_the_example_under_torchrun_goes_on_after_a_sigkill_and_ends_as_without(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip('sklearn')
-    whole, killed, script = tmp_path/'whole', tmp_path/'killed', tmp_path/'dies_once.py'
+    whole, killed, script = tmp_path / 'whole', tmp_path / 'killed', tmp_path / 'dies_once.py'
     run_ranks(_example, 2, str(whole))
     script.write_text(DIES_ONCE)
-    done = torchrun('--nproc-per-node=2', '--max-restarts=2', script, *OPTIONS, f'--folder={killed}')
+    done = torchrun(
+        '--nproc-per-node=2', '--max-restarts=2', script, *OPTIONS, f'--folder={killed}'
+    )
 
     assert 'exitcode: -9' in done.stderr
     # by the first process alone
@@ -290,7 +391,7 @@ def test_the_example_under_torchrun_goes_on_after_a_sigkill_and_ends_as_without(
     assert_same_weights(killed, whole)
 
 
-DIES_ONCE = '''
+DIES_ONCE = """
 import os, signal
 from pathlib import Path
 
@@ -312,13 +413,17 @@ def make_learner(*args):
 
 example.make_learner = make_learner
 example.main()
-'''
+"""
 
 
 def assert_same_weights(one: Path, other: Path) -> None:
-    a, b = (torch.load(folder/'models/digits.pth', weights_only=True)['model'] for folder in (one, other))
+    a, b = (
+        torch.load(folder / 'models/digits.pth', weights_only=True)['model']
+        for folder in (one, other)
+    )
     assert a.keys() == b.keys()
-    for name, t in a.items(): assert torch.equal(t, b[name]), name
+    for name, t in a.items():
+        assert torch.equal(t, b[name]), name
 
 
 @pytest.mark.dist
@@ -326,17 +431,33 @@ def assert_same_weights(one: Path, other: Path) -> None:
 def test_ray_train_gives_what_two_processes_give() -> None:
     pytest.importorskip('ray')
     env = os.environ | {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
-    done = subprocess.run([sys.executable, ROOT/'examples/ray_train.py'], env=env, capture_output=True, text=True,
-                          timeout=300)
+    done = subprocess.run(
+        [sys.executable, ROOT / 'examples/ray_train.py'],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "'epoch': 2, 'train_loss': 0.2645, 'valid_loss': 0.0866, 'accuracy': 0.9778" in done.stdout
+    assert (
+        "'epoch': 2, 'train_loss': 0.2645, 'valid_loss': 0.0866, 'accuracy': 0.9778" in done.stdout
+    )
 
 
 @pytest.mark.dist
 @pytest.mark.full
 def test_two_agents_of_torchrun_are_two_machines(tmp_path: Path) -> None:
-    env = os.environ | {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1', 'PORT': str(free_port()),
-                        'PATH': f'{Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}'}
-    done = subprocess.run(['bash', ROOT/'examples/two_nodes.sh', '--epochs', '1', '--folder', tmp_path], env=env,
-                          capture_output=True, text=True, timeout=120)
+    env = os.environ | {
+        'PYTHONPATH': str(ROOT),
+        'OMP_NUM_THREADS': '1',
+        'PORT': str(free_port()),
+        'PATH': f'{Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}',
+    }
+    done = subprocess.run(
+        ['bash', ROOT / 'examples/two_nodes.sh', '--epochs', '1', '--folder', tmp_path],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0 and '2 processes' in done.stdout, done.stderr[-3000:]

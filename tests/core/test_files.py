@@ -1,4 +1,5 @@
 """Files that are whole or not there at all."""
+
 from __future__ import annotations
 
 import os
@@ -15,17 +16,23 @@ from learnkit.core.files import atomic_write, check_writable, sweep
 
 
 def test_content_appears_at_the_end_and_nothing_else_is_left(tmp_path: Path) -> None:
-    path = tmp_path/'deep'/'er'/'a.txt'
+    path = tmp_path / 'deep' / 'er' / 'a.txt'
     with atomic_write(path) as tmp:
-        assert tmp.parent == path.parent and tmp.name.startswith('.a.txt.tmp-') and str(os.getpid()) in tmp.name
+        assert (
+            tmp.parent == path.parent
+            and tmp.name.startswith('.a.txt.tmp-')
+            and str(os.getpid()) in tmp.name
+        )
         tmp.write_text('new')
         assert not path.exists()
     assert path.read_text() == 'new' and os.listdir(path.parent) == ['a.txt']
 
 
 @pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt, OSError])
-def test_a_failure_in_the_block_leaves_the_old_content(tmp_path: Path, error: type[BaseException]) -> None:
-    path = tmp_path/'a.txt'
+def test_a_failure_in_the_block_leaves_the_old_content(
+    tmp_path: Path, error: type[BaseException]
+) -> None:
+    path = tmp_path / 'a.txt'
     path.write_text('old')
     with pytest.raises(error), atomic_write(path) as tmp:
         tmp.write_text('half')
@@ -33,8 +40,9 @@ def test_a_failure_in_the_block_leaves_the_old_content(tmp_path: Path, error: ty
     assert path.read_text() == 'old' and os.listdir(tmp_path) == ['a.txt']
 
 
-def test_the_file_is_flushed_then_renamed_then_the_folder_is_flushed(tmp_path: Path,
-                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_is_flushed_then_renamed_then_the_folder_is_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[str] = []
     fsync, replace = os.fsync, os.replace
 
@@ -42,44 +50,55 @@ def test_the_file_is_flushed_then_renamed_then_the_folder_is_flushed(tmp_path: P
         calls.append(f'fsync {Path(os.readlink(f"/proc/self/fd/{fd}")).name.partition("tmp-")[0]}')
         fsync(fd)
 
-    def recorded_replace(a: Path, b: Path) -> None: calls.append(f'replace {Path(b).name}'); replace(a, b)
+    def recorded_replace(a: Path, b: Path) -> None:
+        calls.append(f'replace {Path(b).name}')
+        replace(a, b)
+
     monkeypatch.setattr(os, 'fsync', recorded_fsync)
     monkeypatch.setattr(os, 'replace', recorded_replace)
-    with atomic_write(tmp_path/'a.pth') as tmp: tmp.write_bytes(b'x')
+    with atomic_write(tmp_path / 'a.pth') as tmp:
+        tmp.write_bytes(b'x')
     assert calls == ['fsync .a.pth.', 'replace a.pth', f'fsync {tmp_path.name}']
 
 
 @pytest.mark.parametrize('step', ['fsync', 'replace'])
-def test_a_failing_disk_leaves_the_old_file_and_no_temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                             step: str) -> None:
-    def full(*args: object) -> None: raise OSError(28, 'No space left on device')
-    (tmp_path/'a').write_text('old')
+def test_a_failing_disk_leaves_the_old_file_and_no_temporary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, 'No space left on device')
+
+    (tmp_path / 'a').write_text('old')
     monkeypatch.setattr(os, step, full)
-    with pytest.raises(OSError, match='No space'), atomic_write(tmp_path/'a') as tmp: tmp.write_text('new')
-    assert (tmp_path/'a').read_text() == 'old' and os.listdir(tmp_path) == ['a']
+    with pytest.raises(OSError, match='No space'), atomic_write(tmp_path / 'a') as tmp:
+        tmp.write_text('new')
+    assert (tmp_path / 'a').read_text() == 'old' and os.listdir(tmp_path) == ['a']
 
 
 def test_a_link_stays_and_the_file_behind_it_is_replaced(tmp_path: Path) -> None:
-    (tmp_path/'there').mkdir()
-    (tmp_path/'link').symlink_to(tmp_path/'there'/'real')
-    with atomic_write(tmp_path/'link') as tmp:
-        assert tmp.parent == tmp_path/'there'
+    (tmp_path / 'there').mkdir()
+    (tmp_path / 'link').symlink_to(tmp_path / 'there' / 'real')
+    with atomic_write(tmp_path / 'link') as tmp:
+        assert tmp.parent == tmp_path / 'there'
         tmp.write_text('new')
-    assert (tmp_path/'link').is_symlink() and (tmp_path/'there'/'real').read_text() == 'new'
+    assert (tmp_path / 'link').is_symlink() and (tmp_path / 'there' / 'real').read_text() == 'new'
 
 
 def test_the_longest_names_can_be_written(tmp_path: Path) -> None:
-    path = tmp_path/('ä' * 127)
-    with atomic_write(path) as tmp: tmp.touch()
+    path = tmp_path / ('ä' * 127)
+    with atomic_write(path) as tmp:
+        tmp.touch()
     assert path.exists()
 
 
 def test_what_cannot_be_written_is_known_before(tmp_path: Path) -> None:
-    check_writable(tmp_path/'new'/'a')
-    assert os.listdir(tmp_path/'new') == []
-    (tmp_path/'file').touch()
-    with pytest.raises(OSError): check_writable(tmp_path/'file'/'a')
-    with pytest.raises(IsADirectoryError): check_writable(tmp_path/'new')
+    check_writable(tmp_path / 'new' / 'a')
+    assert os.listdir(tmp_path / 'new') == []
+    (tmp_path / 'file').touch()
+    with pytest.raises(OSError):
+        check_writable(tmp_path / 'file' / 'a')
+    with pytest.raises(IsADirectoryError):
+        check_writable(tmp_path / 'new')
 
 
 def dead_process() -> int:
@@ -91,60 +110,82 @@ def dead_process() -> int:
 
 def test_temporaries_of_dead_processes_are_swept_and_nothing_else(tmp_path: Path) -> None:
     dead, own = dead_process(), os.getpid()
-    stale = [f'.a.ckpt.tmp-{dead}-0123abcd', f'.b.tmp-{dead}-ffffffff',
-             f'.x.tmp-1-00000000.tmp-{dead}-0123abcd',
-             f'.a.ckpt.tmp-{own}-0123abcd', '.a.ckpt.tmp-9999999999-0123abcd', f'.new\nline.tmp-{dead}-0123abcd']
-    other = [f'a.ckpt.tmp-{dead}-0123abcd', f'.tmp-{dead}-0123abcd', f'.a.tmp-{dead}-0123ABCD', f'.a.tmp-{dead}-123abc',
-             '.a.tmp-x-0123abcd', f'.a.tmp--{dead}-0123abcd', f'.a.tmp-{dead}-0123abcd.ckpt', 'a.ckpt', '.lock',
-             f'.a.tmp-{os.getppid()}-0123abcd', '.a.tmp-1-0123abcd', '.a.tmp-٣-0123abcd']
-    for name in stale + other: (tmp_path/name).touch()
-    (tmp_path/f'.folder.tmp-{dead}-0123abcd').mkdir()
-    (tmp_path/f'.link.tmp-{dead}-0123abcd').symlink_to(tmp_path/'a.ckpt')
-    (tmp_path/'below').mkdir()
-    (tmp_path/'below'/f'.a.tmp-{dead}-0123abcd').touch()
+    stale = [
+        f'.a.ckpt.tmp-{dead}-0123abcd',
+        f'.b.tmp-{dead}-ffffffff',
+        f'.x.tmp-1-00000000.tmp-{dead}-0123abcd',
+        f'.a.ckpt.tmp-{own}-0123abcd',
+        '.a.ckpt.tmp-9999999999-0123abcd',
+        f'.new\nline.tmp-{dead}-0123abcd',
+    ]
+    other = [
+        f'a.ckpt.tmp-{dead}-0123abcd',
+        f'.tmp-{dead}-0123abcd',
+        f'.a.tmp-{dead}-0123ABCD',
+        f'.a.tmp-{dead}-123abc',
+        '.a.tmp-x-0123abcd',
+        f'.a.tmp--{dead}-0123abcd',
+        f'.a.tmp-{dead}-0123abcd.ckpt',
+        'a.ckpt',
+        '.lock',
+        f'.a.tmp-{os.getppid()}-0123abcd',
+        '.a.tmp-1-0123abcd',
+        '.a.tmp-٣-0123abcd',
+    ]
+    for name in stale + other:
+        (tmp_path / name).touch()
+    (tmp_path / f'.folder.tmp-{dead}-0123abcd').mkdir()
+    (tmp_path / f'.link.tmp-{dead}-0123abcd').symlink_to(tmp_path / 'a.ckpt')
+    (tmp_path / 'below').mkdir()
+    (tmp_path / 'below' / f'.a.tmp-{dead}-0123abcd').touch()
     kept = sorted([*other, 'below', f'.folder.tmp-{dead}-0123abcd', f'.link.tmp-{dead}-0123abcd'])
-    with atomic_write(tmp_path/'c.ckpt') as tmp:
+    with atomic_write(tmp_path / 'c.ckpt') as tmp:
         tmp.touch()
-        assert sweep(tmp_path) == sorted(tmp_path/name for name in stale)
+        assert sweep(tmp_path) == sorted(tmp_path / name for name in stale)
         assert sorted(os.listdir(tmp_path)) == sorted([*kept, tmp.name])
-    assert (tmp_path/'below'/f'.a.tmp-{dead}-0123abcd').exists() and sweep(tmp_path) == []
+    assert (tmp_path / 'below' / f'.a.tmp-{dead}-0123abcd').exists() and sweep(tmp_path) == []
 
 
-def test_a_folder_that_is_not_there_has_nothing_to_sweep(tmp_path: Path) -> None: assert sweep(tmp_path/'no') == []
+def test_a_folder_that_is_not_there_has_nothing_to_sweep(tmp_path: Path) -> None:
+    assert sweep(tmp_path / 'no') == []
 
 
 def saved(path: Path) -> bytes:
-    torch.save({'w': torch.arange(2000.), 'b': torch.ones(3)}, path)
+    torch.save({'w': torch.arange(2000.0), 'b': torch.ones(3)}, path)
     return path.read_bytes()
 
 
 def test_every_flipped_bit_of_the_data_is_found(tmp_path: Path) -> None:
-    data, draw, silent = saved(tmp_path/'good'), random.Random(0), 0
-    assert damage(tmp_path/'good') is None
-    right = torch.load(tmp_path/'good', weights_only=True)
+    data, draw, silent = saved(tmp_path / 'good'), random.Random(0), 0
+    assert damage(tmp_path / 'good') is None
+    right = torch.load(tmp_path / 'good', weights_only=True)
     for _ in range(300):
         bad = bytearray(data)
         bad[draw.randrange(len(bad))] ^= 1 << draw.randrange(8)
-        (tmp_path/'bad').write_bytes(bad)
-        if damage(tmp_path/'bad') is not None: continue
-        try: found = torch.load(tmp_path/'bad', weights_only=True)
-        except Exception: continue  # refused when it is read
+        (tmp_path / 'bad').write_bytes(bad)
+        if damage(tmp_path / 'bad') is not None:
+            continue
+        try:
+            found = torch.load(tmp_path / 'bad', weights_only=True)
+        except Exception:
+            continue  # refused when it is read
         silent += not all(torch.equal(right[k], found[k]) for k in right)
     assert silent == 0
 
 
-@pytest.mark.parametrize('share', [0., 0.001, 0.3, 0.9, 0.999])
+@pytest.mark.parametrize('share', [0.0, 0.001, 0.3, 0.9, 0.999])
 def test_a_file_cut_short_is_found(tmp_path: Path, share: float) -> None:
-    data = saved(tmp_path/'a')
-    (tmp_path/'a').write_bytes(data[:int(len(data) * share)])
-    assert damage(tmp_path/'a')
+    data = saved(tmp_path / 'a')
+    (tmp_path / 'a').write_bytes(data[: int(len(data) * share)])
+    assert damage(tmp_path / 'a')
 
 
 def test_compressed_records_are_none_of_torch(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path/'bomb', 'w', zipfile.ZIP_DEFLATED) as z: z.writestr('a/data.pkl', bytes(10**6))
-    assert damage(tmp_path/'bomb') == 'it holds compressed records'
+    with zipfile.ZipFile(tmp_path / 'bomb', 'w', zipfile.ZIP_DEFLATED) as z:
+        z.writestr('a/data.pkl', bytes(10**6))
+    assert damage(tmp_path / 'bomb') == 'it holds compressed records'
 
 
 def test_another_format_is_not_judged(tmp_path: Path) -> None:
-    (tmp_path/'a').write_text('text')
-    assert damage(tmp_path/'a') is None
+    (tmp_path / 'a').write_text('text')
+    assert damage(tmp_path / 'a') is None

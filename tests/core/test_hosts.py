@@ -1,4 +1,5 @@
 """The mesh of hosts beside one of accelerators: known as long as a strategy works with it."""
+
 from __future__ import annotations
 
 import gc
@@ -21,26 +22,32 @@ pytestmark = pytest.mark.dist
 def come_and_go(rank: int) -> str:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
+
     dist.init_process_group('gloo')
     groups = [dist.new_group(backend='gloo') for _ in range(2)]
     # made without an accelerator
     meshes: Any = [DeviceMesh.from_group(dist.group.WORLD, 'cuda') for _ in range(2)]
     assert meshes[0] == meshes[1]
 
-    for mesh, group in zip(meshes, groups, strict=True): open_hosts(mesh, group)
+    for mesh, group in zip(meshes, groups, strict=True):
+        open_hosts(mesh, group)
     for first, stays in ((groups[0], groups[1]), (groups[1], groups[0])):
         close_hosts(first)
         found = [host_mesh(mesh) for mesh in meshes]
-        assert found[0] is found[1] and found[0].get_group() is stays and found[0].device_type == 'cpu'
-        open_hosts(meshes[0], first)   # it comes again
+        assert (
+            found[0] is found[1] and found[0].get_group() is stays and found[0].device_type == 'cpu'
+        )
+        open_hosts(meshes[0], first)  # it comes again
         assert host_mesh(meshes[1]).get_group() is first
 
     gone = weakref.ref(host_mesh(meshes[0]))
     found.clear()
-    for group in groups: close_hosts(group)
+    for group in groups:
+        close_hosts(group)
     gc.collect()
     assert gone() is None
-    with pytest.raises(DistributedError, match='no longer train together') as e: host_mesh(meshes[0])
+    with pytest.raises(DistributedError, match='no longer train together') as e:
+        host_mesh(meshes[0])
     return str(e.value)
 
 
@@ -53,7 +60,8 @@ def again(rank: int, folder: Path) -> Any:
     learn = learner(n=40, cbs=[Checkpoint(folder=folder, every='1ep')])
     with learn.no_bar(), learn.no_logging():
         for n in (1, 2):
-            with learn.distributed('fsdp', timeout='30s'): learn.fit(n, resume=n > 1)
+            with learn.distributed('fsdp', timeout='30s'):
+                learn.fit(n, resume=n > 1)
             assert not dtensors._hosts
     return values(learn), learn.time.ep
 

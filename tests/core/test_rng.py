@@ -1,4 +1,5 @@
 """learnkit.core.random: every generator comes back exactly, and a captured state can be saved and loaded safely."""
+
 import io
 import random
 from functools import partial
@@ -23,13 +24,23 @@ from tests.helpers.fresh import output_of
 
 def draw() -> tuple[Any, ...]:
     "Draw from every global generator, an odd number of times where it keeps a spare normal number."
-    return (random.random(), random.gauss(0, 1), random.randrange(10**9), np.random.rand(), np.random.randn(),
-            np.random.randint(10**9), torch.rand(3).tolist(), torch.randn(2).tolist())
+    return (
+        random.random(),
+        random.gauss(0, 1),
+        random.randrange(10**9),
+        np.random.rand(),
+        np.random.randn(),
+        np.random.randint(10**9),
+        torch.rand(3).tolist(),
+        torch.randn(2).tolist(),
+    )
 
 
 def leaves(state: Any) -> list[Any]:
-    if isinstance(state, dict): return [leaf for v in state.values() for leaf in leaves(v)]
-    if isinstance(state, tuple): return [leaf for v in state for leaf in leaves(v)]
+    if isinstance(state, dict):
+        return [leaf for v in state.values() for leaf in leaves(v)]
+    if isinstance(state, tuple):
+        return [leaf for v in state for leaf in leaves(v)]
     return [state]
 
 
@@ -44,10 +55,12 @@ def test_restores_every_generator_exactly() -> None:
 
 
 def test_restores_the_spare_normal_numbers() -> None:
-    random.gauss(0, 1); np.random.randn()  # each made two numbers and kept one
+    random.gauss(0, 1)
+    np.random.randn()  # each made two numbers and kept one
     state = capture_rng()
     expected = random.gauss(0, 1), np.random.randn()
-    random.seed(1); np.random.seed(1)
+    random.seed(1)
+    np.random.seed(1)
     restore_rng(state)
     assert (random.gauss(0, 1), np.random.randn()) == expected
 
@@ -55,9 +68,12 @@ def test_restores_the_spare_normal_numbers() -> None:
 def test_a_state_does_not_change_with_the_generators() -> None:
     state = capture_rng()
     before = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves(state)]
-    for _ in range(1000): draw()
-    assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-               for a, b in zip(before, leaves(state), strict=True))
+    for _ in range(1000):
+        draw()
+    assert all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+        for a, b in zip(before, leaves(state), strict=True)
+    )
 
 
 def test_holds_tensors_and_plain_numbers_only() -> None:
@@ -82,7 +98,9 @@ def test_preserved_also_when_the_block_raises() -> None:
     restore_rng(state)
     with pytest.raises(KeyError), preserved_rng():
         draw()
-        random.seed(5); np.random.seed(5); torch.manual_seed(5)
+        random.seed(5)
+        np.random.seed(5)
+        torch.manual_seed(5)
         raise KeyError
     assert draw() == expected
 
@@ -104,13 +122,16 @@ def test_another_bit_generator_of_numpy() -> None:
         expected = np.random.rand(3).tolist()
         restore_rng(state)
         assert np.random.rand(3).tolist() == expected
-    finally: np.random.set_bit_generator(was)
+    finally:
+        np.random.set_bit_generator(was)
 
 
 def test_needs_neither_numpys_generator_nor_cuda() -> None:
-    code = ('import sys; from learnkit.core.random import capture_rng, restore_rng; import torch; state = capture_rng(); '
-            'restore_rng(state); state["cuda"] = (state["torch"],); '
-            'assert ("numpy" in state) == ("numpy.random" in sys.modules); assert not torch.cuda.is_initialized()')
+    code = (
+        'import sys; from learnkit.core.random import capture_rng, restore_rng; import torch; state = capture_rng(); '
+        'restore_rng(state); state["cuda"] = (state["torch"],); '
+        'assert ("numpy" in state) == ("numpy.random" in sys.modules); assert not torch.cuda.is_initialized()'
+    )
     output_of(code)
 
 
@@ -126,18 +147,23 @@ def test_restores_cuda_devices() -> None:
 
 def test_a_cuda_state_from_elsewhere_does_no_harm() -> None:
     state = capture_rng()
-    if torch.cuda.is_available(): pytest.skip('about machines without a GPU')
+    if torch.cuda.is_available():
+        pytest.skip('about machines without a GPU')
     state['cuda'] = (torch.zeros(16, dtype=torch.uint8),)
     expected = draw()
     restore_rng(state)
     assert draw() == expected and not torch.cuda.is_initialized()
 
 
-# ------------------------------------------------------------------------------------------- the generators of a loader
+# ----------------------------------------------------------------------- the generators of a loader
+
 
 class Augment:
-    def __init__(self) -> None: self.rng, self.amount = np.random.default_rng(5), 0.1
-    def shift(self, x: Any) -> Any: return x
+    def __init__(self) -> None:
+        self.rng, self.amount = np.random.default_rng(5), 0.1
+
+    def shift(self, x: Any) -> Any:
+        return x
 
 
 class Module(torch.nn.Module):
@@ -150,23 +176,42 @@ class Module(torch.nn.Module):
 class Samples:
     def __init__(self) -> None:
         self.rows, self.transform = list(range(1000)), Module()
-        self.legacy, self._private, self.system = np.random.RandomState(7), torch.Generator(), random.SystemRandom()
+        self.legacy, self._private, self.system = (
+            np.random.RandomState(7),
+            torch.Generator(),
+            random.SystemRandom(),
+        )
         self.me, self.kind = self, Augment
 
-    def __len__(self) -> int: return 1000
-    def __getitem__(self, i: int) -> int: return i
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, i: int) -> int:
+        return i
 
 
 def many_generators() -> Any:
     shared = torch.Generator().manual_seed(1)
     samples = torch.utils.data.Subset(Samples(), range(100))
     collate = partial(torch.utils.data.default_collate, collate_fn_map=None)
-    return torch.utils.data.DataLoader(samples, 4, shuffle=True, generator=shared, collate_fn=collate,
-                                       worker_init_fn=Augment().shift)
+    return torch.utils.data.DataLoader(
+        samples,
+        4,
+        shuffle=True,
+        generator=shared,
+        collate_fn=collate,
+        worker_init_fn=Augment().shift,
+    )
 
 
-PATHS = {'generator', 'worker_init_fn.__self__.rng', 'dataset.dataset.legacy', 'dataset.dataset._private',
-         'dataset.dataset.transform.transforms[0].rng', "dataset.dataset.transform.transforms[1]['flip']"}
+PATHS = {
+    'generator',
+    'worker_init_fn.__self__.rng',
+    'dataset.dataset.legacy',
+    'dataset.dataset._private',
+    'dataset.dataset.transform.transforms[0].rng',
+    "dataset.dataset.transform.transforms[1]['flip']",
+}
 
 
 def test_the_generators_of_a_loader_by_their_place_each_once() -> None:
@@ -176,8 +221,10 @@ def test_the_generators_of_a_loader_by_their_place_each_once() -> None:
 
 
 def draw_own(dl: Any) -> list[float]:
-    return [float(torch.rand(1, generator=g)) if isinstance(g, torch.Generator) else g.random()
-            for g in own_generators(dl).values()]
+    return [
+        float(torch.rand(1, generator=g)) if isinstance(g, torch.Generator) else g.random()
+        for g in own_generators(dl).values()
+    ]
 
 
 def test_own_generators_come_back_exactly_after_a_safe_load() -> None:

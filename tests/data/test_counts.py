@@ -1,4 +1,5 @@
 """What a step costs, in counts that are the same on every machine: calls, tensors held, imports, reads by the host."""
+
 from __future__ import annotations
 
 import sys
@@ -30,7 +31,8 @@ from tests.helpers.fresh import output_of
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# --------------------------------------------------------------------------------------------------------- calls a step
+# ------------------------------------------------------------------------------------- calls a step
+
 
 class Profiled:
     "A loader of one batch many times over, which counts the Python and C calls from its tenth to its last."
@@ -38,16 +40,19 @@ class Profiled:
     def __init__(self, batch: Any, n: int = 110, skip: int = 10) -> None:
         self.batch, self.n, self.skip, self.calls = batch, n, skip, 0
 
-    def __len__(self) -> int: return self.n
+    def __len__(self) -> int:
+        return self.n
 
     def __iter__(self) -> Iterator[Any]:
         for i in range(self.n):
-            if i == self.skip: sys.setprofile(self.count)
+            if i == self.skip:
+                sys.setprofile(self.count)
             yield self.batch
         sys.setprofile(None)
 
     def count(self, frame: Any, event: str, arg: Any) -> None:
-        if event in ('call', 'c_call'): self.calls += 1
+        if event in ('call', 'c_call'):
+            self.calls += 1
 
     def calls_a_step(self) -> float:
         "Return the mean, without the call of this loader itself."
@@ -59,8 +64,10 @@ def calls_a_step(subject: str) -> float:
     task = Task(n_train=1, n_valid=0, skip=0)
     # counts, where the other one takes times
     task.train = Profiled(task.batch())  # type: ignore[assignment]
-    try: SUBJECTS['a'][subject](task)(1)
-    finally: sys.setprofile(None)
+    try:
+        SUBJECTS['a'][subject](task)(1)
+    finally:
+        sys.setprofile(None)
     return task.train.calls_a_step()
 
 
@@ -71,8 +78,9 @@ def test_calls_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert default - raw <= 62
 
 
-@pytest.mark.parametrize('subject', [
-    'learnkit-idle200', pytest.param('learnkit-idle1000', marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    'subject', ['learnkit-idle200', pytest.param('learnkit-idle1000', marks=pytest.mark.full)]
+)
 def test_idle_callbacks_add_no_call(subject: str) -> None:
     # a garbage collection calls too
     assert calls_a_step(subject) == pytest.approx(calls_a_step('learnkit'), abs=0.5)
@@ -84,7 +92,8 @@ def test_a_handler_adds_one_call() -> None:
     assert one_each - 0.5 <= calls_a_step('learnkit-handlers50') <= one_each + measured
 
 
-# --------------------------------------------------------------------------------------------------------- tensors held
+# ------------------------------------------------------------------------------------- tensors held
+
 
 class Held:
     "Notes which tensors of the step before are alive when a forward pass starts and when the loader is asked again."
@@ -108,11 +117,15 @@ class Held:
 class Fresh:
     "A loader whose batches nobody else holds."
 
-    def __init__(self, n: int) -> None: self.n = n
-    def __len__(self) -> int: return self.n
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for _ in range(self.n): yield torch.randn(8, 4), torch.randint(3, (8,))
+        for _ in range(self.n):
+            yield torch.randn(8, 4), torch.randint(3, (8,))
 
 
 def fresh_learner(n: int = 5, **kwargs: Any) -> Learner:
@@ -121,26 +134,31 @@ def fresh_learner(n: int = 5, **kwargs: Any) -> Learner:
 
 
 @pytest.mark.parametrize('microbatch', [None, 3])
-def test_nothing_of_the_step_before_is_held(microbatch: int | None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_of_the_step_before_is_held(
+    microbatch: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
     learn = fresh_learner(metrics=AvgMetric(accuracy, on='both'), microbatch=microbatch)
     held = Held(learn.model)
     learn.fit(2)
     assert held.n_passes == (20 if microbatch is None else 10 + 2 * 5 * 3)
     # the pieces are views of one batch
-    if microbatch: held.alive = [name for name in held.alive if name != 'xb']
+    if microbatch:
+        held.alive = [name for name in held.alive if name != 'xb']
     assert held.alive == []
 
 
 def test_a_prediction_that_is_held_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
     class Hold(Callback):
-        def after_pred(self) -> None: self.held_pred = self.pred
+        def after_pred(self) -> None:
+            self.held_pred = self.pred
+
     learn = fresh_learner(cbs=Hold)
     held = Held(learn.model)
     learn.fit(1)
     assert held.alive == ['pred'] * 9
 
 
-# -------------------------------------------------------------------------------------------------------------- imports
+# ------------------------------------------------------------------------------------------ imports
 
 FIT = """
 from learnkit import DataLoaders, Learner, accuracy
@@ -167,25 +185,54 @@ def loaded_by(program: str) -> set[str]:
 
 def test_the_first_fit_imports_nothing_heavy() -> None:
     added = loaded_by(FIT) - loaded_by(BY_HAND)
-    assert {name.split('.')[0] for name in added} - set(sys.stdlib_module_names) <= {'learnkit', 'fastcore', 'numpy', 'lazy_loader',
-                                                                                     'torch'}
-    assert not {name for name in added if name.startswith(('torch._inductor', 'torch.distributed', 'torch.onnx'))}
+    assert {name.split('.')[0] for name in added} - set(sys.stdlib_module_names) <= {
+        'learnkit',
+        'fastcore',
+        'numpy',
+        'lazy_loader',
+        'torch',
+    }
+    assert not {
+        name
+        for name in added
+        if name.startswith(('torch._inductor', 'torch.distributed', 'torch.onnx'))
+    }
 
 
-# ---------------------------------------------------------------------------------------------------- reads by the host
+# -------------------------------------------------------------------------------- reads by the host
+
 
 class Remote(Tensor):
     """A tensor that says it is not on the CPU, and counts what would wait for a device: reading a value on the host.
 
     What comes out of an operation with one is one too, so that batches of them make everything `Remote`."""
+
     reads: list[str] = []
     is_cpu = property(lambda self: False)
-    READING = frozenset({'item', 'tolist', 'numpy', 'cpu', '__bool__', '__float__', '__int__', '__index__', '__array__',
-                         '__complex__', '__contains__', 'nonzero', 'masked_select', 'equal', 'allclose'})
+    READING = frozenset(
+        {
+            'item',
+            'tolist',
+            'numpy',
+            'cpu',
+            '__bool__',
+            '__float__',
+            '__int__',
+            '__index__',
+            '__array__',
+            '__complex__',
+            '__contains__',
+            'nonzero',
+            'masked_select',
+            'equal',
+            'allclose',
+        }
+    )
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ in cls.READING: cls.reads.append(func.__name__)
+        if func.__name__ in cls.READING:
+            cls.reads.append(func.__name__)
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
@@ -193,12 +240,15 @@ class RemoteBatches:
     "A loader of `Remote` batches; it notes the reads between its first batch and its end."
 
     def __init__(self, n: int) -> None:
-        self.batches = [(torch.randn(8, 4).as_subclass(Remote), torch.randint(3, (8,)).as_subclass(Remote))
-                        for _ in range(n)]
+        self.batches = [
+            (torch.randn(8, 4).as_subclass(Remote), torch.randint(3, (8,)).as_subclass(Remote))
+            for _ in range(n)
+        ]
         self.reads: list[str] = []
         self.n_passes = 0
 
-    def __len__(self) -> int: return len(self.batches)
+    def __len__(self) -> int:
+        return len(self.batches)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         before = len(Remote.reads)
@@ -216,15 +266,19 @@ def reads() -> Iterable[list[str]]:
 
 class Drawing(progress.Display):
     "A bar that is brought up to date after every batch."
-    interval_s = 0.
+
+    interval_s = 0.0
     n_drawn = 0
 
     def draw(self, bar: progress.Bar | None) -> None:
-        if bar and bar.text(): Drawing.n_drawn += 1
+        if bar and bar.text():
+            Drawing.n_drawn += 1
 
 
 def remote_learner(n_train: int, **kwargs: Any) -> Learner:
-    dls = DataLoaders(RemoteBatches(n_train), {'valid': RemoteBatches(4), 'night': RemoteBatches(3)}, device='cpu')
+    dls = DataLoaders(
+        RemoteBatches(n_train), {'valid': RemoteBatches(4), 'night': RemoteBatches(3)}, device='cpu'
+    )
     return Learner(dls, nn.Linear(4, 3), F.cross_entropy, opt_func=torch.optim.SGD, **kwargs)
 
 
@@ -236,10 +290,13 @@ def test_remote_counts(reads: list[str]) -> None:
 
 
 def test_a_default_epoch_reads_nothing_between_its_batches(
-    reads: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    reads: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(progress, 'make_display', Drawing)
     monkeypatch.setattr(Drawing, 'n_drawn', 0)
-    learn = remote_learner(150, metrics=[AvgMetric(accuracy, on='both'), AvgMetric(F.cross_entropy, 'ce', on='both')])
+    learn = remote_learner(
+        150, metrics=[AvgMetric(accuracy, on='both'), AvgMetric(F.cross_entropy, 'ce', on='both')]
+    )
     learn.fit(2)
 
     assert [dl.n_passes for dl in learn.dls] == [2, 2, 2]
@@ -252,16 +309,23 @@ def test_a_default_epoch_reads_nothing_between_its_batches(
     assert last['valid_loss'] == pytest.approx(last['ce'], rel=1e-6)
 
 
-def test_reads_do_not_grow_with_the_batches(reads: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_reads_do_not_grow_with_the_batches(
+    reads: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     def total(n: int) -> int:
         reads.clear()
-        remote_learner(n, metrics=accuracy, cbs=Recorder(train_metrics=True), default_cbs=True).fit(1)
+        remote_learner(n, metrics=accuracy, cbs=Recorder(train_metrics=True), default_cbs=True).fit(
+            1
+        )
         return len(reads)
+
     assert total(10) == total(200)
 
 
 def test_a_metric_that_reads_is_seen(reads: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    def eager(pred: Tensor, targ: Tensor) -> float: return accuracy(pred, targ).item()
+    def eager(pred: Tensor, targ: Tensor) -> float:
+        return accuracy(pred, targ).item()
+
     learn = remote_learner(5, metrics=eager)
     learn.fit(1)
     # training: the check of the first batch
@@ -270,23 +334,42 @@ def test_a_metric_that_reads_is_seen(reads: list[str], capsys: pytest.CaptureFix
 
 class NoSync(Callback):
     "Make every wait for the device an error, from before the first batch of each pass until behind its last."
+
     order = -20  # at the end of a pass before the Recorder, which then reads what the pass gave
 
-    def before_train(self) -> None: torch.cuda.set_sync_debug_mode('error')
-    def before_validate(self) -> None: torch.cuda.set_sync_debug_mode('error')
-    def after_train(self) -> None: torch.cuda.set_sync_debug_mode('default')
-    def after_validate(self) -> None: torch.cuda.set_sync_debug_mode('default')
-    def cleanup(self) -> None: torch.cuda.set_sync_debug_mode('default')
+    def before_train(self) -> None:
+        torch.cuda.set_sync_debug_mode('error')
+
+    def before_validate(self) -> None:
+        torch.cuda.set_sync_debug_mode('error')
+
+    def after_train(self) -> None:
+        torch.cuda.set_sync_debug_mode('default')
+
+    def after_validate(self) -> None:
+        torch.cuda.set_sync_debug_mode('default')
+
+    def cleanup(self) -> None:
+        torch.cuda.set_sync_debug_mode('default')
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize('where', ['cuda', 'cpu'])
-def test_a_default_epoch_does_not_wait_for_the_device(where: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_default_epoch_does_not_wait_for_the_device(
+    where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     x, y = torch.randn(1280, 4), torch.randint(3, (1280,))
     dls = DataLoaders.from_tensors((x, y), (x, y), bs=8, device=where)
     dls.device = torch.device('cuda')
-    learn = Learner(dls, nn.Linear(4, 3), F.cross_entropy, opt_func=torch.optim.SGD, lr=0.1,
-                    metrics=AvgMetric(accuracy, on='both'), cbs=NoSync)
+    learn = Learner(
+        dls,
+        nn.Linear(4, 3),
+        F.cross_entropy,
+        opt_func=torch.optim.SGD,
+        lr=0.1,
+        metrics=AvgMetric(accuracy, on='both'),
+        cbs=NoSync,
+    )
     learn.fit(2)
     assert len(learn.recorder.losses) == 320
     assert learn.history[-1]['valid_loss'] < learn.history[0]['train_loss']
@@ -296,20 +379,29 @@ def test_a_default_epoch_does_not_wait_for_the_device(where: str, capsys: pytest
 @pytest.mark.cuda
 def test_a_wait_for_the_device_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     class Reads(Callback):
-        def after_loss(self) -> None: self.loss.item()
+        def after_loss(self) -> None:
+            self.loss.item()
+
     batches = [(torch.randn(8, 4), torch.randint(3, (8,)))]
-    learn = Learner(DataLoaders(batches, device='cuda'), nn.Linear(4, 3), F.cross_entropy, cbs=[NoSync, Reads])
-    with pytest.raises(RuntimeError, match='synchronizing'): learn.fit(1)
+    learn = Learner(
+        DataLoaders(batches, device='cuda'), nn.Linear(4, 3), F.cross_entropy, cbs=[NoSync, Reads]
+    )
+    with pytest.raises(RuntimeError, match='synchronizing'):
+        learn.fit(1)
     assert torch.cuda.get_sync_debug_mode() == 0
 
 
-# ------------------------------------------------------------------------------------------ a batch fetched in one call
+# ---------------------------------------------------------------------- a batch fetched in one call
+
 
 class Counted(Dataset[Any]):
     "Samples that are their own numbers; counts how they are asked for."
 
-    def __init__(self, n: int = 20) -> None: self.n, self.one_by_one, self.together = n, 0, 0
-    def __len__(self) -> int: return self.n
+    def __init__(self, n: int = 20) -> None:
+        self.n, self.one_by_one, self.together = n, 0, 0
+
+    def __len__(self) -> int:
+        return self.n
 
     def __getitem__(self, i: int) -> tuple[int, int]:
         self.one_by_one += 1
@@ -326,7 +418,9 @@ class CountedWhole(Counted):
         return torch.tensor(indices), 2 * torch.tensor(indices)
 
 
-@pytest.mark.parametrize(('kind', 'options'), [(Counted, {}), (CountedWhole, {'collate_fn': loader.as_it_is})])
+@pytest.mark.parametrize(
+    ('kind', 'options'), [(Counted, {}), (CountedWhole, {'collate_fn': loader.as_it_is})]
+)
 def test_a_batch_is_fetched_in_one_call(kind: type[Counted], options: dict[str, Any]) -> None:
     train, valid = kind(), kind(10)
     dls = DataLoaders.from_datasets(train, valid, bs=8, seed=1, **options)
@@ -336,12 +430,16 @@ def test_a_batch_is_fetched_in_one_call(kind: type[Counted], options: dict[str, 
     assert (train.together, train.one_by_one, valid.together, valid.one_by_one) == (3, 0, 2, 0)
 
 
-# ----------------------------------------------------------------------------------------------------------- benchmarks
+# --------------------------------------------------------------------------------------- benchmarks
+
 
 def test_quick_set_is_known() -> None:
     modules = step, memory, imports, loader, checkpoint
-    workloads = {name: workload for module in modules for name, workload in module.WORKLOADS.items()}
-    for name, subjects in quick.QUICK.items(): assert set(subjects) <= set(workloads[name].subjects)
+    workloads = {
+        name: workload for module in modules for name, workload in module.WORKLOADS.items()
+    }
+    for name, subjects in quick.QUICK.items():
+        assert set(subjects) <= set(workloads[name].subjects)
     for name, (_, _, _, _, group) in step.TASKS.items():
         assert set(step.WORKLOADS[name].subjects) <= set(SUBJECTS[group])
         for comparison in step.WORKLOADS[name].comparisons:
@@ -349,7 +447,9 @@ def test_quick_set_is_known() -> None:
 
 
 @pytest.mark.parametrize('subject', ['raw', 'learnkit-bare', 'learnkit'])
-def test_benchmark_trains_a_network_on_images(subject: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_benchmark_trains_a_network_on_images(
+    subject: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     task = ImageTask(n_train=3, n_valid=0, skip=1)
     before = [p.detach().clone() for p in task.model.parameters()]
     SUBJECTS['a'][subject](task)(2)
@@ -368,7 +468,7 @@ def test_alive_counts_storages() -> None:
         assert alive.nbytes() == 0
 
         x = torch.ones(256, requires_grad=True)
-        loss = x.exp().sum()           # the graph keeps what `exp` gave
+        loss = x.exp().sum()  # the graph keeps what `exp` gave
         assert alive.nbytes() == 1024 + 1024 + 4
         loss.backward()
         del loss
@@ -377,7 +477,7 @@ def test_alive_counts_storages() -> None:
 
 @pytest.mark.parametrize('subject', ['torch', 'torch-getitems', 'learnkit'])
 def test_benchmark_loaders_give_every_sample_once(subject: str) -> None:
-    x = torch.arange(100.)[:, None]
+    x = torch.arange(100.0)[:, None]
     batches = list(loader.LOADERS[subject](x, x[:, 0].long(), 16))
     assert [len(x) for x, _ in batches] == [16] * 6 + [4]
     assert all(torch.equal(x[:, 0].long(), y) for x, y in batches)
@@ -390,4 +490,5 @@ def test_imports_benchmark_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(imports.PROGRAMS, 'learnkit', 'raise ValueError("no")\n')
     assert 1 < imports.build('imports', 'raw')() < 10_000
     failing: Callable[[], float] = imports.build('imports', 'learnkit')
-    with pytest.raises(RuntimeError, match='ValueError: no'): failing()
+    with pytest.raises(RuntimeError, match='ValueError: no'):
+        failing()

@@ -1,4 +1,5 @@
 """learnkit.data.position: from any place of an epoch, the same batches and random numbers as without a stop."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -14,7 +15,7 @@ NOISE = ['', 'torch', 'numpy', 'python', 'own', 'own python']
 
 
 def weighted(seed: int, **options: Any) -> WeightedRandomSampler:
-    return WeightedRandomSampler(torch.arange(1., N + 1), N, **options)
+    return WeightedRandomSampler(torch.arange(1.0, N + 1), N, **options)
 
 
 SAMPLERS: dict[str, dict[str, Any]] = {
@@ -24,14 +25,22 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     'generator': {'shuffle': True, 'generator': seeded},
     'weighted': {'sampler': weighted},
     'weighted, generator': {'sampler': lambda seed: weighted(seed, generator=seeded(seed))},
-    'replacement': {'sampler': lambda seed: RandomSampler(range(N), replacement=True, num_samples=90)},
-    'replacement, generator': {'generator': seeded, 'sampler': lambda seed: RandomSampler(
-        range(N), replacement=True, num_samples=90, generator=seeded(seed))},
+    'replacement': {
+        'sampler': lambda seed: RandomSampler(range(N), replacement=True, num_samples=90)
+    },
+    'replacement, generator': {
+        'generator': seeded,
+        'sampler': lambda seed: RandomSampler(
+            range(N), replacement=True, num_samples=90, generator=seeded(seed)
+        ),
+    },
     'subset': {'sampler': lambda seed: SubsetRandomSampler(range(3, N), generator=seeded(seed))},
     'seed of its own': {'sampler': OwnSeed},
     'counts epochs': {'sampler': lambda seed: Counting()},
     'is told epochs': {'sampler': Told},
-    'batch_sampler': {'batch_sampler': lambda seed: BatchSampler(RandomSampler(range(N)), BS, True)},
+    'batch_sampler': {
+        'batch_sampler': lambda seed: BatchSampler(RandomSampler(range(N)), BS, True)
+    },
     'eager batch_sampler': {'batch_sampler': lambda seed: Eager()},
     'eager, generator': {'batch_sampler': lambda seed: Eager(), 'generator': seeded},
     'a list of batches': {'batch_sampler': [[0, 1], [5], [3, 2, 4], [6, 7], [8, 9], [10]]},
@@ -44,9 +53,15 @@ def test_every_sampler_in_this_process(sampler: str) -> None:
     check(loader(**SAMPLERS[sampler]), PLACES)
 
 
-@pytest.mark.parametrize(('sampler', 'noise'), [
-    *[('shuffle', noise) for noise in NOISE], ('replacement, generator', 'own python'),
-    ('seed of its own', 'python'), ('eager batch_sampler', 'own')])
+@pytest.mark.parametrize(
+    ('sampler', 'noise'),
+    [
+        *[('shuffle', noise) for noise in NOISE],
+        ('replacement, generator', 'own python'),
+        ('seed of its own', 'python'),
+        ('eager batch_sampler', 'own'),
+    ],
+)
 def test_random_samples_in_this_process(sampler: str, noise: str) -> None:
     check(loader(noise, **SAMPLERS[sampler]), PLACES)
 
@@ -56,18 +71,31 @@ def test_skipped_or_replayed_it_is_the_same(replay: bool) -> None:
     check(loader('numpy', shuffle=True, generator=seeded), PLACES, replay=replay)
 
 
-@pytest.mark.parametrize(('sampler', 'epochs'), [
-    ('generator', 1), ('seed of its own', 1), ('batch_sampler', 1), ('no batches', 1),
-    *(pytest.param(sampler, 2, marks=pytest.mark.full) for sampler in SAMPLERS)])
+@pytest.mark.parametrize(
+    ('sampler', 'epochs'),
+    [
+        ('generator', 1),
+        ('seed of its own', 1),
+        ('batch_sampler', 1),
+        ('no batches', 1),
+        *(pytest.param(sampler, 2, marks=pytest.mark.full) for sampler in SAMPLERS),
+    ],
+)
 def test_every_sampler_with_workers(sampler: str, epochs: int) -> None:
     check(loader(workers=2, **SAMPLERS[sampler]), [3], epochs=epochs)
 
 
-@pytest.mark.parametrize('places', [[0, 'last', 'end'], pytest.param(PLACES, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    'places', [[0, 'last', 'end'], pytest.param(PLACES, marks=pytest.mark.full)]
+)
 def test_every_place_with_workers(places: list[Any]) -> None:
     check(loader(workers=2, shuffle=True), places)
 
 
 @pytest.mark.parametrize('noise', ['torch', 'numpy', 'own python'])
 def test_random_samples_with_workers(noise: str) -> None:
-    check(loader(noise, workers=2, shuffle=True), [1] if noise == 'torch' else [3], epochs=2 if noise == 'torch' else 1)
+    check(
+        loader(noise, workers=2, shuffle=True),
+        [1] if noise == 'torch' else [3],
+        epochs=2 if noise == 'torch' else 1,
+    )

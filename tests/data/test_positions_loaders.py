@@ -1,4 +1,5 @@
 """learnkit.data.position with tensors, lists, iterators, streams, persistent workers and loaders with state."""
+
 from __future__ import annotations
 
 import random
@@ -47,7 +48,8 @@ class Column(TensorLoader):
 class Own(DataLoader[Any]):
     "A DataLoader with ways of its own."
 
-    def __iter__(self) -> Any: return (2 * b for b in super().__iter__())
+    def __iter__(self) -> Any:
+        return (2 * b for b in super().__iter__())
 
 
 TENSORS: dict[str, Callable[[int], TensorLoader]] = {
@@ -56,7 +58,9 @@ TENSORS: dict[str, Callable[[int], TensorLoader]] = {
     'seed': lambda seed: Column(ROWS, bs=BS, shuffle=True, seed=seed),
     'drop_last': lambda seed: Column(ROWS, bs=BS, shuffle=True, drop_last=True),
     'names': lambda seed: Column({'x': ROWS}, bs=BS, shuffle=True),
-    'global generator': lambda seed: Column(ROWS, bs=BS, shuffle=True, generator=torch.default_generator),
+    'global generator': lambda seed: Column(
+        ROWS, bs=BS, shuffle=True, generator=torch.default_generator
+    ),
 }
 
 
@@ -67,7 +71,7 @@ def test_tensor_loader(kind: str) -> None:
 
 def test_tensor_loader_begins_at_a_batch() -> None:
     dl = TensorLoader(ROWS, bs=BS)
-    assert [x.tolist() for x, in dl.from_batch(4)] == [[16, 17, 18, 19], [20, 21]]
+    assert [x.tolist() for (x,) in dl.from_batch(4)] == [[16, 17, 18, 19], [20, 21]]
     assert [len(list(dl.from_batch(n))) for n in (0, 6, 7)] == [6, 0, 0]
     assert len(list(TensorLoader(ROWS, bs=BS, drop_last=True).from_batch(4))) == 1
 
@@ -80,16 +84,24 @@ def test_a_generator_that_others_draw_from_comes_back_as_it_was() -> None:
     torch.rand(1, generator=g)
     position, expected = drawing.state_dict(1), torch.rand(1, generator=g)
     anew = seeded(4)
-    rest = LoaderPosition.resume(TensorLoader(ROWS, bs=BS, shuffle=True, generator=anew), position).begin()
-    assert [x.tolist() for x, in rest] == [x.tolist() for x, in batches]
+    rest = LoaderPosition.resume(
+        TensorLoader(ROWS, bs=BS, shuffle=True, generator=anew), position
+    ).begin()
+    assert [x.tolist() for (x,) in rest] == [x.tolist() for (x,) in batches]
     assert torch.equal(torch.rand(1, generator=anew), expected)
 
 
-@pytest.mark.parametrize(('make', 'replay'), [
-    (loader('own', shuffle=True), None), (loader('own', shuffle=True), True),
-    (lambda seed: Own(Items('own', seed), BS), None),
-])
-def test_a_data_sets_generator_that_others_draw_from_comes_back_as_it_was(make: Any, replay: bool | None) -> None:
+@pytest.mark.parametrize(
+    ('make', 'replay'),
+    [
+        (loader('own', shuffle=True), None),
+        (loader('own', shuffle=True), True),
+        (lambda seed: Own(Items('own', seed), BS), None),
+    ],
+)
+def test_a_data_sets_generator_that_others_draw_from_comes_back_as_it_was(
+    make: Any, replay: bool | None
+) -> None:
     dl = make(1)
     drawing = LoaderPosition(dl)
     batches = drawing.begin()
@@ -98,18 +110,24 @@ def test_a_data_sets_generator_that_others_draw_from_comes_back_as_it_was(make: 
     position, rng = drawing.state_dict(1), capture_rng()
     expected = [b.tolist() for b in batches]
     restore_rng(rng)
-    assert [b.tolist() for b in LoaderPosition.resume(make(2), position, replay).begin()] == expected
+    assert [
+        b.tolist() for b in LoaderPosition.resume(make(2), position, replay).begin()
+    ] == expected
 
 
 @pytest.mark.parametrize('kind', [list, tuple])
 def test_lists_are_not_read_before_the_batch(kind: Any) -> None:
     check(lambda seed: kind(ROWS.split(BS)), PLACES)
-    begun = LoaderPosition.resume(kind([1, 2, 3]), {**LoaderPosition(kind([1, 2, 3])).state_dict(0), 'start': {}, 'n': 2}).begin()
+    begun = LoaderPosition.resume(
+        kind([1, 2, 3]), {**LoaderPosition(kind([1, 2, 3])).state_dict(0), 'start': {}, 'n': 2}
+    ).begin()
     assert list(begun) == [3]
 
 
 def test_an_iterator_goes_on_where_all_epochs_had_come() -> None:
-    def numbers() -> Iterator[Tensor]: return (torch.tensor(i) for i in range(100))
+    def numbers() -> Iterator[Tensor]:
+        return (torch.tensor(i) for i in range(100))
+
     dl, seen = numbers(), []
     first = LoaderPosition(dl)
     batches = first.begin()
@@ -126,7 +144,8 @@ def test_an_iterator_goes_on_where_all_epochs_had_come() -> None:
 
 def test_an_iterator_that_ends_too_early() -> None:
     position = LoaderPosition(iter([]), n_before=4).state_dict(0)
-    with pytest.raises(CheckpointError, match='ended after 2 batches'): LoaderPosition.resume(iter([1, 2]), position)
+    with pytest.raises(CheckpointError, match='ended after 2 batches'):
+        LoaderPosition.resume(iter([1, 2]), position)
 
 
 class Generating:
@@ -135,45 +154,68 @@ class Generating:
     def __iter__(self) -> Iterator[Tensor]:
         order = list(range(7))
         random.shuffle(order)
-        for i in order: yield torch.tensor([i, torch.rand(1)])
+        for i in order:
+            yield torch.tensor([i, torch.rand(1)])
 
 
-@pytest.mark.parametrize('make', [
-    lambda seed: Generating(),
-    lambda seed: Own(Items('torch'), BS, shuffle=True),
-    lambda seed: Own(Items('own', seed), BS, shuffle=True, generator=seeded(seed)),
-    lambda seed: DataLoader(Stream(seed), BS),
-])
+@pytest.mark.parametrize(
+    'make',
+    [
+        lambda seed: Generating(),
+        lambda seed: Own(Items('torch'), BS, shuffle=True),
+        lambda seed: Own(Items('own', seed), BS, shuffle=True, generator=seeded(seed)),
+        lambda seed: DataLoader(Stream(seed), BS),
+    ],
+)
 def test_other_loaders_are_iterated_again(make: Callable[[int], Any]) -> None:
     check(make, PLACES)
 
 
-@pytest.mark.parametrize('make', [
-    lambda seed: Own(Items('torch'), BS, shuffle=True, num_workers=2),
-    lambda seed: DataLoader(Stream(seed), BS, num_workers=2),
-    lambda seed: DataLoader(Stream(seed, own=False), BS, num_workers=2),
-])
+@pytest.mark.parametrize(
+    'make',
+    [
+        lambda seed: Own(Items('torch'), BS, shuffle=True, num_workers=2),
+        lambda seed: DataLoader(Stream(seed), BS, num_workers=2),
+        lambda seed: DataLoader(Stream(seed, own=False), BS, num_workers=2),
+    ],
+)
 def test_other_loaders_with_workers(make: Callable[[int], Any]) -> None:
     check(make, [3], epochs=1)
 
 
 def test_a_stream_that_shares_a_global_generator_is_named() -> None:
-    def make(seed: int) -> Any: return DataLoader(Stream(seed, own=False), BS)
+    def make(seed: int) -> Any:
+        return DataLoader(Stream(seed, own=False), BS)
+
     checkpoint = straight(make, 1)[1][0][3]
-    with pytest.warns(UserWarning, match='data set .* global generator of python, .* Give it a generator of its own'):
+    with pytest.warns(
+        UserWarning,
+        match='data set .* global generator of python, .* Give it a generator of its own',
+    ):
         gone_on(make, checkpoint, 1)
 
 
-def test_a_sampler_that_shares_a_global_generator_is_exact_in_this_process_and_named_with_workers() -> None:
-    def options(seed: int) -> Any: return IndexByIndex()
+def test_a_sampler_that_shares_a_global_generator_is_exact_in_this_process_and_named_with_workers() -> (
+    None
+):
+    def options(seed: int) -> Any:
+        return IndexByIndex()
+
     check(loader(sampler=options), PLACES)
     make = loader(workers=2, sampler=options)
     checkpoint = straight(make, 1)[1][0][2]
-    with pytest.warns(UserWarning, match='sampler .* global generator of python'): gone_on(make, checkpoint, 1)
+    with pytest.warns(UserWarning, match='sampler .* global generator of python'):
+        gone_on(make, checkpoint, 1)
 
 
-@pytest.mark.parametrize(('sampler', 'places'), [
-    ({'shuffle': True}, [0, 3, 'end']), ({'sampler': OwnSeed}, [3]), ({'batch_sampler': lambda seed: Eager()}, [3])])
+@pytest.mark.parametrize(
+    ('sampler', 'places'),
+    [
+        ({'shuffle': True}, [0, 3, 'end']),
+        ({'sampler': OwnSeed}, [3]),
+        ({'batch_sampler': lambda seed: Eager()}, [3]),
+    ],
+)
 def test_persistent_workers(sampler: dict[str, Any], places: list[Any]) -> None:
     check(loader(workers=2, persistent_workers=True, generator=seeded, **sampler), places, epochs=3)
 
@@ -181,7 +223,8 @@ def test_persistent_workers(sampler: dict[str, Any], places: list[Any]) -> None:
 def test_persistent_workers_in_a_later_epoch() -> None:
     make = loader(workers=2, persistent_workers=True, shuffle=True)
     passes, checkpoints = straight(make, 3)
-    for place in (0, 3): assert gone_on(make, checkpoints[1][place]) == [passes[1][place:], passes[2]]
+    for place in (0, 3):
+        assert gone_on(make, checkpoints[1][place]) == [passes[1][place:], passes[2]]
     assert gone_on(make, checkpoints[1]['end'], 1) == [passes[2]]
 
 
@@ -190,7 +233,8 @@ def test_persistent_workers_with_random_samples() -> None:
     passes, checkpoints = straight(make)
     assert gone_on(make, checkpoints[0][3]) == [passes[0][3:], passes[1]]
     for later in (checkpoints[0]['end'], checkpoints[1][3]):
-        with pytest.warns(UserWarning, match='persistent workers.*persistent_workers=False'): gone_on(make, later, 1)
+        with pytest.warns(UserWarning, match='persistent workers.*persistent_workers=False'):
+            gone_on(make, later, 1)
 
 
 def test_a_pass_that_was_broken_off_in_this_process() -> None:
@@ -201,9 +245,14 @@ def test_a_pass_that_was_broken_off_in_this_process() -> None:
     assert gone_on(lambda seed: dl, checkpoints[0][3]) == [passes[0][3:], passes[1]]
 
 
-@pytest.mark.parametrize(('before', 'after', 'options'), [
-    (0, 2, {'shuffle': True, 'generator': seeded}), (2, 0, {'sampler': OwnSeed}),
-    (2, 1, {'shuffle': True, 'generator': seeded})])
+@pytest.mark.parametrize(
+    ('before', 'after', 'options'),
+    [
+        (0, 2, {'shuffle': True, 'generator': seeded}),
+        (2, 0, {'sampler': OwnSeed}),
+        (2, 1, {'shuffle': True, 'generator': seeded}),
+    ],
+)
 def test_another_number_of_workers(before: int, after: int, options: dict[str, Any]) -> None:
     passes, checkpoints = straight(loader(workers=before, **options), 1)
     got = gone_on(loader(workers=after, **options), checkpoints[0][3], 1)
@@ -220,14 +269,20 @@ def test_random_samples_with_another_number_of_workers_are_named(before: int, af
 def test_batches_out_of_order_are_named() -> None:
     make = loader(workers=2, shuffle=True, in_order=False)
     checkpoint = straight(make, 1)[1][0][3]
-    with pytest.warns(UserWarning, match='in_order=True'): gone_on(make, checkpoint, 1)
+    with pytest.warns(UserWarning, match='in_order=True'):
+        gone_on(make, checkpoint, 1)
 
 
-@pytest.mark.parametrize('make', [
-    loader('own', shuffle=True), loader('torch', workers=2, shuffle=True),
-    pytest.param(loader(workers=2, sampler=OwnSeed), marks=pytest.mark.full),
-    TENSORS['seed'], lambda seed: Generating(),
-])
+@pytest.mark.parametrize(
+    'make',
+    [
+        loader('own', shuffle=True),
+        loader('torch', workers=2, shuffle=True),
+        pytest.param(loader(workers=2, sampler=OwnSeed), marks=pytest.mark.full),
+        TENSORS['seed'],
+        lambda seed: Generating(),
+    ],
+)
 def test_a_resumed_run_can_be_resumed(make: Callable[[int], Any]) -> None:
     passes, checkpoints = straight(make)
     _, later = go_on(make, checkpoints[0][2])
@@ -235,21 +290,25 @@ def test_a_resumed_run_can_be_resumed(make: Callable[[int], Any]) -> None:
     assert gone_on(make, later[1][1], 1) == [passes[1][1:]]
 
 
-# ----------------------------------------------------------------------------------------- loaders with their own state
+# --------------------------------------------------------------------- loaders with their own state
+
 
 def stateful(noise: str = '', workers: int = 0, **options: Any) -> Callable[[int], Any]:
     "Return what makes torchdata's loader."
     torchdata = pytest.importorskip('torchdata.stateful_dataloader')
+
     def make(seed: int) -> Any:
         made = {k: v(seed) if callable(v) else v for k, v in options.items()}
         with warnings.catch_warnings():
             warnings.filterwarnings('ignore', "'set_vital' is deprecated")  # its own affair
             return torchdata.StatefulDataLoader(Items(noise, seed), BS, num_workers=workers, **made)
+
     return make
 
 
-@pytest.mark.parametrize('options', [
-    {}, {'shuffle': True}, {'shuffle': True, 'generator': seeded}, {'sampler': OwnSeed}])
+@pytest.mark.parametrize(
+    'options', [{}, {'shuffle': True}, {'shuffle': True, 'generator': seeded}, {'sampler': OwnSeed}]
+)
 @pytest.mark.parametrize('noise', ['', 'torch', 'own'])
 def test_stateful_dataloader(noise: str, options: dict[str, Any]) -> None:
     check(stateful(noise, **options), PLACES)
@@ -274,7 +333,8 @@ class WithState:
     def __init__(self, extra: Any = None) -> None:
         self.i, self.sums, self.extra = 0, np.zeros(2), extra
 
-    def __len__(self) -> int: return 5
+    def __len__(self) -> int:
+        return 5
 
     def __iter__(self) -> Iterator[Tensor]:
         while self.i < 5:
@@ -285,7 +345,9 @@ class WithState:
 
     def state_dict(self) -> dict[str, Any]:
         return {'i': self.i, 'sums': self.sums, 'extra': self.extra, 'n': np.int64(3)}
-    def load_state_dict(self, state: dict[str, Any]) -> None: self.i, self.sums = state['i'], state['sums']
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.i, self.sums = state['i'], state['sums']
 
 
 def test_a_loader_with_a_state_of_its_own() -> None:
@@ -295,43 +357,62 @@ def test_a_loader_with_a_state_of_its_own() -> None:
 def test_a_state_that_would_not_load_safely_is_refused() -> None:
     drawing = LoaderPosition(WithState([{1}]))
     drawing.begin()
-    with pytest.raises(CheckpointError, match=r"of WithState\['extra'\]\[0\] is a set, which would not load safely"):
+    with pytest.raises(
+        CheckpointError, match=r"of WithState\['extra'\]\[0\] is a set, which would not load safely"
+    ):
         drawing.state_dict(0)
 
 
-# --------------------------------------------------------------------------------------------- what is not gone on with
+# ------------------------------------------------------------------------- what is not gone on with
 
-@pytest.mark.parametrize(('was', 'now', 'message'), [
-    (loader(), TENSORS['in order'], 'type DataLoader, now Column'),
-    (loader(), lambda seed: DataLoader(Items(), 5), 'batches 6, now 5; batch size 4, now 5'),
-    (loader(), lambda seed: DataLoader(Items(n=23), BS), 'samples 22, now 23'),
-    (TENSORS['shuffle'], lambda seed: Column(ROWS[:20], bs=BS, shuffle=True), 'batches 6, now 5; samples 22, now 20'),
-    (lambda seed: [ROWS] * 5, lambda seed: [ROWS] * 4, 'batches 5, now 4'),
-])
-def test_another_loader_is_refused_before_anything_changes(was: Any, now: Any, message: str) -> None:
+
+@pytest.mark.parametrize(
+    ('was', 'now', 'message'),
+    [
+        (loader(), TENSORS['in order'], 'type DataLoader, now Column'),
+        (loader(), lambda seed: DataLoader(Items(), 5), 'batches 6, now 5; batch size 4, now 5'),
+        (loader(), lambda seed: DataLoader(Items(n=23), BS), 'samples 22, now 23'),
+        (
+            TENSORS['shuffle'],
+            lambda seed: Column(ROWS[:20], bs=BS, shuffle=True),
+            'batches 6, now 5; samples 22, now 20',
+        ),
+        (lambda seed: [ROWS] * 5, lambda seed: [ROWS] * 4, 'batches 5, now 4'),
+    ],
+)
+def test_another_loader_is_refused_before_anything_changes(
+    was: Any, now: Any, message: str
+) -> None:
     checkpoints = straight(was, 1)[1][0]
     for place in (2, 'end'):
-        with pytest.raises(CheckpointError, match=message): gone_on(now, checkpoints[place])
+        with pytest.raises(CheckpointError, match=message):
+            gone_on(now, checkpoints[place])
 
 
 class Shrinking(Generating):
     sizes = [7, 2]
 
-    def __iter__(self) -> Iterator[Tensor]: return (torch.tensor([i]) for i in range(Shrinking.sizes.pop(0)))
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.tensor([i]) for i in range(Shrinking.sizes.pop(0)))
 
 
 def test_an_epoch_that_ends_before_the_batch() -> None:
     checkpoint = straight(lambda seed: Shrinking(), 1)[1][0][3]
-    with pytest.raises(CheckpointError, match='ended after 2 batches, and the checkpoint was taken after 3'):
+    with pytest.raises(
+        CheckpointError, match='ended after 2 batches, and the checkpoint was taken after 3'
+    ):
         gone_on(lambda seed: Shrinking(), checkpoint)
 
 
-@pytest.mark.parametrize('change', [{'n': 'x'}, {'n': 7}, {'n': -1}, {'now': None}, {'loader': {}}, {'workers': None}])
+@pytest.mark.parametrize(
+    'change', [{'n': 'x'}, {'n': 7}, {'n': -1}, {'now': None}, {'loader': {}}, {'workers': None}]
+)
 def test_what_is_no_position_is_refused(change: dict[str, Any]) -> None:
     dl = DataLoader(Items(), BS)
     drawing = LoaderPosition(dl)
     drawing.begin()
-    with pytest.raises(CheckpointError): LoaderPosition.resume(dl, {**drawing.state_dict(3), **change})
+    with pytest.raises(CheckpointError):
+        LoaderPosition.resume(dl, {**drawing.state_dict(3), **change})
 
 
 def test_generators_that_are_made_late_are_named() -> None:
@@ -340,13 +421,21 @@ def test_generators_that_are_made_late_are_named() -> None:
         gone_on(loader(), checkpoint, 1)
 
 
-# -------------------------------------------------------------------------------------------------------------- indices
+# ------------------------------------------------------------------------------------------ indices
 
-@pytest.mark.parametrize('make', [
-    loader(shuffle=True), loader('torch', shuffle=True, generator=seeded), loader(sampler=OwnSeed),
-    loader(batch_sampler=lambda seed: Eager()), loader(workers=2, shuffle=True, generator=seeded), TENSORS['shuffle'],
-    TENSORS['drop_last'],
-])
+
+@pytest.mark.parametrize(
+    'make',
+    [
+        loader(shuffle=True),
+        loader('torch', shuffle=True, generator=seeded),
+        loader(sampler=OwnSeed),
+        loader(batch_sampler=lambda seed: Eager()),
+        loader(workers=2, shuffle=True, generator=seeded),
+        TENSORS['shuffle'],
+        TENSORS['drop_last'],
+    ],
+)
 def test_indices_of_a_batch(make: Callable[[int], Any]) -> None:
     dl = make(1)
     drawing = LoaderPosition(dl)
@@ -365,7 +454,12 @@ def test_indices_without_batches_and_where_they_cannot_be_known() -> None:
     drawing = LoaderPosition(DataLoader(Items(), batch_size=None))
     drawing.begin()
     assert drawing.indices(5) == [5]
-    for dl in ([1, 2], Generating(), DataLoader(Stream(0)), DataLoader(Items(), num_workers=2, in_order=False)):
+    for dl in (
+        [1, 2],
+        Generating(),
+        DataLoader(Stream(0)),
+        DataLoader(Items(), num_workers=2, in_order=False),
+    ):
         other = LoaderPosition(dl)
         other.begin()
         assert other.indices(0) is None

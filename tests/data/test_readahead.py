@@ -1,4 +1,5 @@
 """Reading one batch ahead: order, errors and streams; CUDA itself is stood in for where there is none."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -35,14 +36,18 @@ class Log(list[str]):
         log = self
 
         class Stream:
-            def __init__(self, device: Any = None) -> None: self.device = device
-            def wait_stream(self, other: Any) -> None: log.append('wait')
+            def __init__(self, device: Any = None) -> None:
+                self.device = device
+
+            def wait_stream(self, other: Any) -> None:
+                log.append('wait')
 
         @contextmanager
         def stream(s: Any) -> Iterator[None]:
             log.append('side')
             yield
             log.append('main')
+
         monkeypatch.setattr(torch.cuda, 'Stream', Stream)
         monkeypatch.setattr(torch.cuda, 'stream', stream)
         monkeypatch.setattr(torch.cuda, 'current_stream', lambda device: Stream(device))
@@ -51,7 +56,9 @@ class Log(list[str]):
         monkeypatch.setattr(readahead, 'to_device', lambda b, device: (log.append('copy'), b)[1])
 
 
-def test_the_next_batch_is_on_its_way_before_this_one_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_batch_is_on_its_way_before_this_one_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     log = Log()
     log.install(monkeypatch)
     batches = [(torch.full((2,), float(i)), {'y': torch.full((2,), float(-i))}) for i in range(3)]
@@ -59,7 +66,7 @@ def test_the_next_batch_is_on_its_way_before_this_one_is_used(monkeypatch: pytes
     for x, y in read_ahead(batches, CUDA):
         log.append('used')
         got.append((x[0].item(), y['y'][0].item()))
-    assert got == [(0., 0.), (1., -1.), (2., -2.)]
+    assert got == [(0.0, 0.0), (1.0, -1.0), (2.0, -2.0)]
     travel, use = ['side', 'copy', 'main'], ['wait', 'in use', 'in use']
     assert list(log) == [*travel, *use, *travel, 'used', *use, *travel, 'used', *use, 'used']
 
@@ -71,26 +78,37 @@ def test_an_error_comes_with_the_batch_it_belongs_to(monkeypatch: pytest.MonkeyP
         def __iter__(self) -> Iterator[Tensor]:
             yield torch.zeros(1)
             raise OSError('disk')
+
     batches = read_ahead(Loader(), CUDA)
     assert torch.equal(next(batches), torch.zeros(1))
-    with pytest.raises(OSError, match='disk'): next(batches)
+    with pytest.raises(OSError, match='disk'):
+        next(batches)
     assert list(read_ahead(type('Empty', (), {'__iter__': lambda self: iter(())})(), CUDA)) == []
 
 
 class Drawn(DataLoader[Any]):
-    def __iter__(self) -> Any: return iter(range(3))
+    def __iter__(self) -> Any:
+        return iter(range(3))
 
 
 ROWS = torch.arange(6)
 
 
-@pytest.mark.parametrize(('dl', 'early'), [
-    ([1, 2], True), ((1, 2), True), (TensorLoader(ROWS, bs=2), True), (DataLoader(ROWS, num_workers=1), True),
-    (DataLoader(ROWS), False),                 # this process fetches, and may draw random numbers for it
-    (Drawn(ROWS, num_workers=1), False), (type('Other', (), {'__iter__': lambda self: iter([1])})(), False),
-])
+@pytest.mark.parametrize(
+    ('dl', 'early'),
+    [
+        ([1, 2], True),
+        ((1, 2), True),
+        (TensorLoader(ROWS, bs=2), True),
+        (DataLoader(ROWS, num_workers=1), True),
+        (DataLoader(ROWS), False),  # this process fetches, and may draw random numbers for it
+        (Drawn(ROWS, num_workers=1), False),
+        (type('Other', (), {'__iter__': lambda self: iter([1])})(), False),
+    ],
+)
 def test_where_a_position_is_kept_nothing_is_drawn_too_early(
-        dl: Any, early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    dl: Any, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = Log()
     log.install(monkeypatch)
     drawn: list[str] = []
@@ -99,6 +117,7 @@ def test_where_a_position_is_kept_nothing_is_drawn_too_early(
         for i in range(2):
             drawn.append(f'batch {i}')
             yield torch.full((2,), i)
+
     batches = read_ahead(dl, CUDA, begin)
     assert len(drawn) == early
     assert [int(b[0]) for b in batches] == [0, 1]
@@ -107,7 +126,10 @@ def test_where_a_position_is_kept_nothing_is_drawn_too_early(
 
 def test_a_position_is_after_the_batches_that_were_used(monkeypatch: pytest.MonkeyPatch) -> None:
     Log().install(monkeypatch)
-    def make() -> TensorLoader: return TensorLoader(torch.arange(6), bs=2, shuffle=True, seed=0)
+
+    def make() -> TensorLoader:
+        return TensorLoader(torch.arange(6), bs=2, shuffle=True, seed=0)
+
     dl = make()
     drawing = LoaderPosition(dl)
     batches = read_ahead(dl, CUDA, drawing.begin)

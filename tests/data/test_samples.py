@@ -46,7 +46,7 @@ def boxes(n: int) -> list[dict[str, Tensor]]:
     return [{'boxes': torch.zeros(3, 4)} for _ in range(n)]
 
 
-# ------------------------------------------------------------------------------------------------------------- counting
+# ----------------------------------------------------------------------------------------- counting
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_a_resumed_fit_counts_the_same(tmp_path: Path) -> None:
     assert torch.equal(weights(learn), weights(whole))
 
 
-# -------------------------------------------------------------------------------------------------------------- cutting
+# ------------------------------------------------------------------------------------------ cutting
 
 
 @pytest.mark.parametrize('collate', [as_tuples, as_lists])
@@ -333,7 +333,7 @@ def test_accumulated_images_train_as_one_big_batch() -> None:
     torch.testing.assert_close(weights(small), weights(big), rtol=0, atol=1e-14)
 
 
-# ------------------------------------------------------------------------------------------------------------ gathering
+# ---------------------------------------------------------------------------------------- gathering
 
 
 @pytest.mark.parametrize('collate', [as_tuples, as_lists])
@@ -491,7 +491,7 @@ def test_losses_of_other_things_than_samples_are_refused() -> None:
         per_sample(nodes, 4, (torch.zeros(10),))
 
 
-# --------------------------------------------------------------------------------------------------------------- others
+# ------------------------------------------------------------------------------------------- others
 
 
 @pytest.mark.parametrize('cb', [MixUp, CutMix])

@@ -1,4 +1,5 @@
 """Shares of loaders go on from any batch, in as many processes as before or in another number of them."""
+
 from __future__ import annotations
 
 import io
@@ -22,7 +23,8 @@ pytestmark = pytest.mark.dist
 Saved = dict[int, bytes]
 
 
-def values(batch: Any) -> Any: return batch.tolist() if isinstance(batch, torch.Tensor) else ids(batch)
+def values(batch: Any) -> Any:
+    return batch.tolist() if isinstance(batch, torch.Tensor) else ids(batch)
 
 
 def pass_over(drawing: LoaderPosition, n: int = 0) -> tuple[list[Any], Saved]:
@@ -31,14 +33,21 @@ def pass_over(drawing: LoaderPosition, n: int = 0) -> tuple[list[Any], Saved]:
     for batch in drawing.begin():
         n += 1
         between()
-        seen.append((values(batch), getattr(drawing.dl, 'share', lambda i: None)(n - 1), torch.rand(1).item()))
+        seen.append(
+            (
+                values(batch),
+                getattr(drawing.dl, 'share', lambda i: None)(n - 1),
+                torch.rand(1).item(),
+            )
+        )
         file = io.BytesIO()
         torch.save({'position': drawing.state_dict(n), 'rng': capture_rng()}, file)
         saved[n] = file.getvalue()
     return seen, saved
 
 
-def loaded(saved: bytes) -> Any: return torch.load(io.BytesIO(saved), weights_only=True)
+def loaded(saved: bytes) -> Any:
+    return torch.load(io.BytesIO(saved), weights_only=True)
 
 
 def go_on(dl: Any, saved: bytes) -> tuple[list[Any], Saved]:
@@ -60,12 +69,24 @@ def check(make: Make, size: int = 2, batch_size: str = 'process', places: Any = 
         rest = anew.each(lambda r, dl, n=n: go_on(dl, epochs[1][r][1][n])[0])
         assert rest == [seen[n:] for seen, _ in epochs[1]], n
         anew.take_order()
-        assert anew.each(lambda _, dl: pass_over(LoaderPosition(dl))[0]) == [seen for seen, _ in epochs[2]], n
+        assert anew.each(lambda _, dl: pass_over(LoaderPosition(dl))[0]) == [
+            seen for seen, _ in epochs[2]
+        ], n
 
 
 LOADERS: dict[str, Make] = {
-    **{kind: one_of(kind)(3) for kind in ('tensors', 'tensors shuffled', 'tensors, global', 'items shuffled',
-                                          'items, generator', 'items, global', 'weighted')},
+    **{
+        kind: one_of(kind)(3)
+        for kind in (
+            'tensors',
+            'tensors shuffled',
+            'tensors, global',
+            'items shuffled',
+            'items, generator',
+            'items, global',
+            'weighted',
+        )
+    },
     'noise': lambda s: DataLoader(Items('torch'), 3, shuffle=True),
     'own noise': lambda s: DataLoader(Items('own', s), 3, shuffle=True),
     'own seed': lambda s: DataLoader(Items(), 3, sampler=OwnSeed(s)),
@@ -91,13 +112,21 @@ def test_goes_on_with_workers(kind: str, persistent: bool) -> None:
     check(lambda s: one_of(kind)(4)(s, **options), places=[1, 3])
 
 
-@pytest.mark.parametrize('make', [lambda s: DataLoader(Items('torch'), 4, shuffle=True, num_workers=2),
-                                  lambda s: DataLoader(Stream(s), 4, num_workers=2)])
-def test_goes_on_with_workers_that_draw(make: Make) -> None: check(make, places=[2])
+@pytest.mark.parametrize(
+    'make',
+    [
+        lambda s: DataLoader(Items('torch'), 4, shuffle=True, num_workers=2),
+        lambda s: DataLoader(Stream(s), 4, num_workers=2),
+    ],
+)
+def test_goes_on_with_workers_that_draw(make: Make) -> None:
+    check(make, places=[2])
 
 
 def test_an_iterator_goes_on_where_all_epochs_had_come() -> None:
-    def make() -> Any: return iter([torch.tensor([i]) for i in range(40)])
+    def make() -> Any:
+        return iter([torch.tensor([i]) for i in range(40)])
+
     dl = shard(make(), 1, 2)
     first = LoaderPosition(dl)
     batches = first.begin()
@@ -112,24 +141,35 @@ def test_an_iterator_goes_on_where_all_epochs_had_come() -> None:
     assert [next(batches).item() for _ in range(2)] == [11, 13] and anew.share(2) == (1, 2)
 
 
-# ------------------------------------------------------------------------------------------ another number of processes
+# ---------------------------------------------------------------------- another number of processes
 
 CHANGES = [(2, 'process', 4), (2, 'global', 8), (4, 'process', 2)]
-ONE = ['tensors shuffled', 'tensors, global', 'items shuffled', 'items, generator', 'items, global', 'weighted']
+ONE = [
+    'tensors shuffled',
+    'tensors, global',
+    'items shuffled',
+    'items, generator',
+    'items, global',
+    'weighted',
+]
 
 
 @pytest.mark.parametrize('kind', ONE)
 @pytest.mark.parametrize('workers', [0, 2])
 def test_two_processes_become_one_and_one_becomes_two_or_four(kind: str, workers: int) -> None:
-    if workers and kind != 'items shuffled': return
+    if workers and kind != 'items shuffled':
+        return
     options = {'num_workers': workers} if workers else {}
-    def made(bs: int) -> Make: return lambda s: one_of(kind)(bs)(s, n=44, **options)
+
+    def made(bs: int) -> Make:
+        return lambda s: one_of(kind)(bs)(s, n=44, **options)
 
     runs: list[tuple[Any, Any, Any]] = []
-    for size, batch_size, bs in [(1, 'alone', 8), *CHANGES[:1 if workers else None]]:
+    for size, batch_size, bs in [(1, 'alone', 8), *CHANGES[: 1 if workers else None]]:
         ranks = together(made(bs), size, batch_size)
         for _ in range(2):
-            if batch_size != 'alone': ranks.take_order()
+            if batch_size != 'alone':
+                ranks.take_order()
             parts = ranks.each(lambda _, dl: pass_over(LoaderPosition(dl)))
         runs.append(((size, batch_size, bs), parts, joined([p for p, _ in parts])))
     for (_, was, _), parts, rounds in runs:
@@ -137,13 +177,20 @@ def test_two_processes_become_one_and_one_becomes_two_or_four(kind: str, workers
         for (size, batch_size, bs), *_ in runs:
             for n in (2, 5):
                 ranks = together(made(bs), size, batch_size, 9)
-                rest = ranks.each(lambda r, dl, n=n, parts=parts: go_on(dl, parts[min(r, len(parts) - 1)][1][n])[0])
+                rest = ranks.each(
+                    lambda r, dl, n=n, parts=parts: go_on(dl, parts[min(r, len(parts) - 1)][1][n])[
+                        0
+                    ]
+                )
                 assert joined(rest) == rounds[n:], (was, batch_size, n)
 
 
 def together(make: Make, size: int, batch_size: str, seed: int = 1) -> Together:
-    ranks = Together(make, size, seed, batch_size='process' if batch_size == 'alone' else batch_size)
-    if batch_size == 'alone': ranks.shards = ranks.wholes
+    ranks = Together(
+        make, size, seed, batch_size='process' if batch_size == 'alone' else batch_size
+    )
+    if batch_size == 'alone':
+        ranks.shards = ranks.wholes
     return ranks
 
 
@@ -151,8 +198,10 @@ def joined(parts: list[list[Any]]) -> list[list[int]]:
     "Join the processes' pieces of each round."
     numbers = [[[int(i[0]) if isinstance(i, list) else i for i in b] for b, *_ in p] for p in parts]
     counts = [[share is None or share[0] > 0 for _, share, _ in p] for p in parts]
-    return [list(chain.from_iterable(b for b, k in zip(bs, ks, strict=True) if k))
-            for bs, ks in zip(zip(*numbers, strict=True), zip(*counts, strict=True), strict=True)]
+    return [
+        list(chain.from_iterable(b for b, k in zip(bs, ks, strict=True) if k))
+        for bs, ks in zip(zip(*numbers, strict=True), zip(*counts, strict=True), strict=True)
+    ]
 
 
 def test_checkpoints_taken_after_a_change_of_processes_hold_too() -> None:
@@ -173,14 +222,21 @@ def test_other_numbers_are_refused_with_what_they_are() -> None:
     drawing = LoaderPosition(ranks.shards[0])
     next(drawing.begin())
     state = drawing.state_dict(1)
-    with pytest.raises(CheckpointError, match=r'batches 4, now 8; batch size 16 \(of all 2 processes\), now 8'):
+    with pytest.raises(
+        CheckpointError, match=r'batches 4, now 8; batch size 16 \(of all 2 processes\), now 8'
+    ):
         check_position(TensorLoader(torch.arange(64), bs=8), state)
-    with pytest.raises(CheckpointError, match=r'batch size 16 \(of all 2 processes\), now 32 \(of all 4 processes\)'):
+    with pytest.raises(
+        CheckpointError,
+        match=r'batch size 16 \(of all 2 processes\), now 32 \(of all 4 processes\)',
+    ):
         check_position(Together(lambda s: TensorLoader(torch.arange(64), bs=8), 4).shards[0], state)
     check_position(TensorLoader(torch.arange(64), bs=16), state)
 
 
-@pytest.mark.parametrize('make', [lambda s: tensors(s, shuffle=True), lambda s: items(s, shuffle=True)])
+@pytest.mark.parametrize(
+    'make', [lambda s: tensors(s, shuffle=True), lambda s: items(s, shuffle=True)]
+)
 def test_indices_of_a_batch_are_this_processes(make: Make) -> None:
     ranks = Together(make, 2)
     ranks.take_order()

@@ -1,4 +1,5 @@
 """Loaders' workers that last as long as their process, whoever else sends SIGTERM."""
+
 from __future__ import annotations
 
 import os
@@ -19,18 +20,23 @@ from learnkit import DataLoaders
 from learnkit.data.workers import outlast_sigterm
 from learnkit.testing.forks import start
 
-pytestmark = pytest.mark.skipif(sys.platform != 'linux', reason='a worker cannot tell who has sent a signal')
+pytestmark = pytest.mark.skipif(
+    sys.platform != 'linux', reason='a worker cannot tell who has sent a signal'
+)
 
 
 class Pids(Dataset[int]):
     "A data set that gives the number of the process which fetches; the last sample does not end."
 
-    def __init__(self, folder: Path | None = None) -> None: self.folder = folder
-    def __len__(self) -> int: return 8
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
+
+    def __len__(self) -> int:
+        return 8
 
     def __getitem__(self, i: int) -> int:
         if i == 7 and self.folder:
-            (self.folder/'stuck').touch()
+            (self.folder / 'stuck').touch()
             sleep(600)
         return os.getpid()
 
@@ -43,25 +49,33 @@ def loader(method: str, folder: Path | None = None, **options: Any) -> DataLoade
 def lasting(dl: DataLoader[Any]) -> Iterator[Any]:
     "Start a pass whose workers last; give its iterator."
     put_back = outlast_sigterm(DataLoaders(dl))
-    try: batches: Any = iter(dl)
-    finally: put_back()
-    try: yield batches
-    finally: batches._shutdown_workers()
+    try:
+        batches: Any = iter(dl)
+    finally:
+        put_back()
+    try:
+        yield batches
+    finally:
+        batches._shutdown_workers()
 
 
-def send_from_elsewhere(pid: int) -> None: subprocess.run(['kill', '-TERM', str(pid)], check=True)
+def send_from_elsewhere(pid: int) -> None:
+    subprocess.run(['kill', '-TERM', str(pid)], check=True)
 
 
-def comes(what: Callable[[], bool], within_s: float = 5.) -> bool:
+def comes(what: Callable[[], bool], within_s: float = 5.0) -> bool:
     end = monotonic() + within_s
-    while not what() and monotonic() < end: sleep(0.01)
+    while not what() and monotonic() < end:
+        sleep(0.01)
     return what()
 
 
 def state(pid: int) -> list[str]:
     "Return what the system says of a process, from its state and its parent on; nothing where there is none."
-    try: return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()
-    except FileNotFoundError: return []
+    try:
+        return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()
+    except FileNotFoundError:
+        return []
 
 
 def has_ended(pid: int) -> bool:
@@ -74,8 +88,14 @@ def is_orphan(pid: int, parent: int) -> bool:
     return state(pid)[1] != str(parent)
 
 
-@pytest.mark.parametrize('method', ['fork', pytest.param('spawn', marks=pytest.mark.full),
-                                    pytest.param('forkserver', marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    'method',
+    [
+        'fork',
+        pytest.param('spawn', marks=pytest.mark.full),
+        pytest.param('forkserver', marks=pytest.mark.full),
+    ],
+)
 def test_the_signal_of_others_ends_no_worker_and_that_of_its_process_does(method: str) -> None:
     with lasting(loader(method)) as batches:
         worker = batches._workers[0]
@@ -93,8 +113,9 @@ def test_the_signal_of_others_ends_no_worker_and_that_of_its_process_does(method
 
 def stuck(folder: Path, batches: Any) -> Any:
     "Return a worker that fetches the last sample."
-    for _ in range(2): next(batches)  # as long as some are to be fetched ahead
-    assert comes((folder/'stuck').exists)
+    for _ in range(2):
+        next(batches)  # as long as some are to be fetched ahead
+    assert comes((folder / 'stuck').exists)
     return batches._workers[0]
 
 
@@ -109,12 +130,13 @@ def test_one_that_is_stuck_ends_too(tmp_path: Path) -> None:
 def test_without_its_process_any_signal_ends_it(tmp_path: Path) -> None:
     def job() -> None:
         with lasting(loader('fork', tmp_path)) as batches:
-            (tmp_path/'new').write_text(str(stuck(tmp_path, batches).pid))
-            (tmp_path/'new').rename(tmp_path/'pid')  # there with its content, or not at all
+            (tmp_path / 'new').write_text(str(stuck(tmp_path, batches).pid))
+            (tmp_path / 'new').rename(tmp_path / 'pid')  # there with its content, or not at all
             sleep(60)
+
     with start(job) as child:
-        child.wait(until=(tmp_path/'pid').exists)
-        pid = int((tmp_path/'pid').read_text())
+        child.wait(until=(tmp_path / 'pid').exists)
+        pid = int((tmp_path / 'pid').read_text())
         send_from_elsewhere(pid)
         assert not comes(lambda: has_ended(pid), 0.2)
         child.send(signal.SIGKILL, group=False)
@@ -132,12 +154,17 @@ def test_any_other_worker_ends_at_once() -> None:
     try:
         send_from_elsewhere(worker.pid)
         worker.join(3)
-    finally: signal.signal(signal.SIGCHLD, before)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
     assert worker.exitcode == -signal.SIGTERM
 
 
 def test_loaders_are_as_they_were_afterwards() -> None:
-    fork, default, alone = loader('fork'), DataLoader(Pids(), 2, num_workers=1), DataLoader(Pids(), 2)
+    fork, default, alone = (
+        loader('fork'),
+        DataLoader(Pids(), 2, num_workers=1),
+        DataLoader(Pids(), 2),
+    )
     before = [dl.multiprocessing_context for dl in (fork, default, alone)]
     dls = DataLoaders(fork, default, alone)
     first, second = outlast_sigterm(dls), outlast_sigterm(dls)

@@ -1,4 +1,5 @@
 """`doc`: what stands in signatures, events and callbacks, as text and in a notebook."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -43,19 +44,26 @@ def documented(
 
 
 def test_comments_are_those_of_the_signature() -> None:
-    assert comments(documented) == {'a': 'the first', 'b': 'two on one line', 'c': 'two on one line',
-                                    'rest': 'all others', 'more': 'for the model', 'return': 'by name'}
+    assert comments(documented) == {
+        'a': 'the first',
+        'b': 'two on one line',
+        'c': 'two on one line',
+        'rest': 'all others',
+        'more': 'for the model',
+        'return': 'by name',
+    }
     assert comments(partial(documented, 1))['a'] == 'the first'
     assert comments(Learner.fit)['n_epoch'].startswith('epochs, or')
     assert comments(synth_learner().fit) == comments(Learner.fit)
 
 
-def one_line(a: int, b: str = '') -> None: "Do nothing."  # not about `a`
+def one_line(a: int, b: str = '') -> None:
+    "Do nothing."  # not about `a`
 
 
 @contextmanager
 def wrapped(
-    a: int,   # how many
+    a: int,  # how many
 ) -> Iterator[None]:
     "Yield."
     yield
@@ -68,7 +76,9 @@ def test_what_has_no_comments_has_none() -> None:
 
 
 def test_a_signature_is_shown_as_it_is_written() -> None:
-    assert doc(documented).signature() == '''\
+    assert (
+        doc(documented).signature()
+        == """\
 documented(
     a: int,          # the first
     b: Any = None,   # two on one line
@@ -76,25 +86,43 @@ documented(
     *rest: str,      # all others
     d: float = 0.5,
     **more: Any,     # for the model
-) -> dict[str, Any]  # by name'''
+) -> dict[str, Any]  # by name"""
+    )
     assert doc(synth_learner().no_bar).signature() == 'Learner.no_bar() -> Iterator[Self]'
 
-    def positional(a: int, /, b: int, *, c: int) -> None: "Do nothing."
-    assert [p.text for p in doc(positional).parameters or []] == ['a: int', '/', 'b: int', '*', 'c: int']
+    def positional(a: int, /, b: int, *, c: int) -> None:
+        "Do nothing."
+
+    assert [p.text for p in doc(positional).parameters or []] == [
+        'a: int',
+        '/',
+        'b: int',
+        '*',
+        'c: int',
+    ]
 
 
 @pytest.mark.parametrize('what', [Learner.fit, 'fit', 'Learner.fit', 'learn.fit'])
 def test_help_for_a_method_of_the_learner(what: Any) -> None:
     text = repr(doc(what))
     assert text.startswith('Learner.fit(\n    n_epoch: int | str | Time, ')
-    assert '# go on from a checkpoint' in text and 'Train for `n_epoch` epochs' in text and 'learnkit.learner' in text
+    assert (
+        '# go on from a checkpoint' in text
+        and 'Train for `n_epoch` epochs' in text
+        and 'learnkit.learner' in text
+    )
 
 
 def test_methods_of_the_parts_of_the_learner_are_shown_as_its_own() -> None:
     assert doc(Learner.fit_one_cycle).title == 'Learner.fit_one_cycle'
-    assert doc(Learner.smooth_loss).title == 'Learner.smooth_loss' and doc(Learner.smooth_loss).parameters is None
+    assert (
+        doc(Learner.smooth_loss).title == 'Learner.smooth_loss'
+        and doc(Learner.smooth_loss).parameters is None
+    )
     assert doc(DataLoaders.from_tensors).title == 'DataLoaders.from_tensors'
-    assert {'fit', 'lr_find', 'get_preds', 'save', 'explain'} <= {name for name, _ in doc(Learner).lists['Methods']}
+    assert {'fit', 'lr_find', 'get_preds', 'save', 'explain'} <= {
+        name for name, _ in doc(Learner).lists['Methods']
+    }
 
 
 def test_help_for_what_is_made_of_something() -> None:
@@ -104,13 +132,16 @@ def test_help_for_what_is_made_of_something() -> None:
     assert doc(nn.Linear).title == 'Linear'
 
 
-# -- events ------------------------------------------------------------------------------------------------------------
+# -- events ----------------------------------------------------------------------------------------
+
 
 class Levels(Callback):
     "Notes which levels are open at each event, in training and in evaluation."
+
     order = -1000
 
-    def __init__(self) -> None: self.seen: dict[str, set[frozenset[str]]] = {}
+    def __init__(self) -> None:
+        self.seen: dict[str, set[frozenset[str]]] = {}
 
     def __call__(self, event_name: str) -> Any:
         self.seen.setdefault(event_name, set()).add(frozenset(self.learn.run.levels))
@@ -118,13 +149,19 @@ class Levels(Callback):
 
 def test_levels_that_are_open_are_those_of_a_fit() -> None:
     levels = Levels()
-    with synth_learner(cbs=levels).no_bar() as learn: learn.fit(2, iteration=1)
+    with synth_learner(cbs=levels).no_bar() as learn:
+        learn.fit(2, iteration=1)
     assert len(levels.seen) > 25
     for event, seen in levels.seen.items():
-        if event in ('after_create', 'cleanup'): continue
+        if event in ('after_create', 'cleanup'):
+            continue
         told = {frozenset(open_levels(i)) for i, m in enumerate(LIFECYCLE) if m.event == event}
         # the table has draws in one place of two
-        told |= {frozenset(t - {'train'} | {'validate'}) for t in told if event in ('before_draw', 'after_draw')}
+        told |= {
+            frozenset(t - {'train'} | {'validate'})
+            for t in told
+            if event in ('before_draw', 'after_draw')
+        }
         assert seen == told, event
 
 
@@ -133,8 +170,12 @@ def test_help_for_an_event(event: str) -> None:
     found = doc(event)
     assert all(m.doc in found.text for m in LIFECYCLE if m.event == event)
     legal = {name for name, _ in found.lists.get('May be raised here', ())}
-    assert legal == {LEVELS[level].exception.__name__
-                     for i, m in enumerate(LIFECYCLE) if m.event == event for level in open_levels(i)}
+    assert legal == {
+        LEVELS[level].exception.__name__
+        for i, m in enumerate(LIFECYCLE)
+        if m.event == event
+        for level in open_levels(i)
+    }
 
 
 def test_help_for_an_event_says_who_handles_it_and_when() -> None:
@@ -151,26 +192,34 @@ def test_help_for_exceptions() -> None:
     rows = dict(doc('CancelStepException').lists['From this event on it may be raised'])
     assert rows == {'before_step': 'then after_cancel_step, after_step'}
     assert len(doc(CancelException).lists['From this event on it may be raised']) == 7
-    assert [name for name, _ in doc(errors.TimeError).lists['Also caught as']] == ['LearnkitError', 'ValueError']
+    assert [name for name, _ in doc(errors.TimeError).lists['Also caught as']] == [
+        'LearnkitError',
+        'ValueError',
+    ]
 
 
-# -- callbacks ---------------------------------------------------------------------------------------------------------
+# -- callbacks -------------------------------------------------------------------------------------
+
 
 class Mine(Callback):
     "Do a thing."
+
     order, run_valid = 7, False
 
     def __init__(
         self,
-        n: int = 3,   # how many
+        n: int = 3,  # how many
     ) -> None:
         self.n = n
 
-    def before_fit(self) -> None: "Begin."
+    def before_fit(self) -> None:
+        "Begin."
 
-    def after_loss(self) -> None: "Look at the loss."
+    def after_loss(self) -> None:
+        "Look at the loss."
 
-    def forget(self) -> None: "Begin anew."
+    def forget(self) -> None:
+        "Begin anew."
 
 
 def test_help_for_a_callback() -> None:
@@ -187,24 +236,33 @@ def test_help_for_a_callback() -> None:
 
 
 def test_help_for_a_callback_of_functions() -> None:
-    def shout(cb: Any) -> None: "Shout."
+    def shout(cb: Any) -> None:
+        "Shout."
+
     assert next(iter(doc(Callback(after_fit=shout)).lists.values())) == [('after_fit', 'Shout.')]
     assert doc(Recorder()).title == 'Recorder'
 
 
-# -- what is not there, and looks --------------------------------------------------------------------------------------
+# -- what is not there, and looks ------------------------------------------------------------------
 
-@pytest.mark.parametrize('name', ['after_bacth', 'Learner.fitt', 'fitt', '', '.', 'Learner.', 'learn', 'no such thing'])
+
+@pytest.mark.parametrize(
+    'name', ['after_bacth', 'Learner.fitt', 'fitt', '', '.', 'Learner.', 'learn', 'no such thing']
+)
 def test_an_unknown_name(name: str) -> None:
-    with pytest.raises(OptionError) as e: doc(name)
+    with pytest.raises(OptionError) as e:
+        doc(name)
     assert repr(name) in str(e.value)
     assert ('after_batch' in str(e.value)) == (name == 'after_bacth')
 
 
 @pytest.mark.parametrize('value', [3, None, [1], EVENTS, torch.zeros])
 def test_what_has_no_help(value: Any) -> None:
-    if value is torch.zeros: assert doc(value).parameters is None; return
-    with pytest.raises(OptionError, match=f'no help for a {type(value).__name__}'): doc(value)
+    if value is torch.zeros:
+        assert doc(value).parameters is None
+        return
+    with pytest.raises(OptionError, match=f'no help for a {type(value).__name__}'):
+        doc(value)
 
 
 class Tags(HTMLParser):
@@ -215,22 +273,34 @@ class Tags(HTMLParser):
         self.open: list[str] = []
         self.text = ''
 
-    def handle_starttag(self, tag: str, attrs: Any) -> None: self.open.append(tag)
-    def handle_endtag(self, tag: str) -> None: assert self.open.pop() == tag
-    def handle_data(self, data: str) -> None: self.text += data
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
 
 
-@pytest.mark.parametrize('what', ['Learner', 'fit', 'after_loss', 'EMA', 'TimeError', GradientClip(1.)], ids=str)
+@pytest.mark.parametrize(
+    'what', ['Learner', 'fit', 'after_loss', 'EMA', 'TimeError', GradientClip(1.0)], ids=str
+)
 def test_the_html_is_whole_and_says_the_same(what: Any) -> None:
     found = doc(what)
     parsed = Tags()
     parsed.feed(found._repr_html_() or '')
     assert not parsed.open
-    assert all(' '.join(p.text.split()) in ' '.join(parsed.text.split()) for p in found.parameters or [])
+    assert all(
+        ' '.join(p.text.split()) in ' '.join(parsed.text.split()) for p in found.parameters or []
+    )
     assert all(name in parsed.text for rows in found.lists.values() for name, _ in rows)
 
 
 def test_html_is_escaped() -> None:
     html = Doc('<b>', text='a < `<script>`\n\n>>> 1 < 2')._repr_html_()
     assert html is not None and '<script>' not in html and '<b><b>' not in html
-    assert '<p>a &lt; <code>&lt;script&gt;</code></p>' in html and 'monospace">&gt;&gt;&gt; 1 &lt; 2</pre>' in html
+    assert (
+        '<p>a &lt; <code>&lt;script&gt;</code></p>' in html
+        and 'monospace">&gt;&gt;&gt; 1 &lt; 2</pre>' in html
+    )

@@ -1,4 +1,5 @@
 """Several processes train as one would on all that they have: weights, histories, counters, files."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -31,14 +32,18 @@ pytestmark = pytest.mark.dist
 
 def told(learn: Learner) -> dict[str, Any]:
     "What a training has come to, as plain values."
-    return {'weights': weights(learn), 'rows': rows(learn), 'train_iter': learn.train_iter,
-            'time': {k: v for k, v in learn.time.state_dict().items() if k not in ('sec', 'dur')},
-            'losses': torch.tensor(learn.recorder.smooth_loss.smooth, dtype=torch.float64),
-            'preds': learn.get_preds()[0]}
+    return {
+        'weights': weights(learn),
+        'rows': rows(learn),
+        'train_iter': learn.train_iter,
+        'time': {k: v for k, v in learn.time.state_dict().items() if k not in ('sec', 'dur')},
+        'losses': torch.tensor(learn.recorder.smooth_loss.smooth, dtype=torch.float64),
+        'preds': learn.get_preds()[0],
+    }
 
 
 def compare(
-    make: Callable[[int], Learner],           # by the batch size of the loaders
+    make: Callable[[int], Learner],  # by the batch size of the loaders
     fit: Callable[[Learner], Any],
     n: int = 2,
     tolerance: float = 1e-10,
@@ -46,6 +51,7 @@ def compare(
     **options: Any,
 ) -> list[dict[str, Any]]:
     "Train in `n` processes, and in one on batches `n` times the size; compare everything; return what came out."
+
     def job(rank: int) -> dict[str, Any]:
         learn = make(bs if options.get('batch_size') != 'global' else n * bs)
         with learn.distributed('ddp', timeout='20s', **options):
@@ -71,22 +77,33 @@ def compare(
 @pytest.mark.parametrize('kind', ['tensors', 'torch'])
 @pytest.mark.parametrize(('n_train', 'n'), [(104, 2), (103, 2), (97, 2), (101, 3), (98, 4)])
 def test_processes_train_as_one_with_bigger_batches(kind: str, n_train: int, n: int) -> None:
-    compare(lambda bs: make_learner(make_dls(n_train, bs, kind)),
-            lambda learn: learn.fit_one_cycle(3, 1e-2, cbs=ProgressCallback()), n)
+    compare(
+        lambda bs: make_learner(make_dls(n_train, bs, kind)),
+        lambda learn: learn.fit_one_cycle(3, 1e-2, cbs=ProgressCallback()),
+        n,
+    )
 
 
 def test_a_global_batch_size() -> None:
-    compare(lambda bs: make_learner(make_dls(101, bs)), lambda learn: learn.fit(2), batch_size='global')
+    compare(
+        lambda bs: make_learner(make_dls(101, bs)), lambda learn: learn.fit(2), batch_size='global'
+    )
 
 
 CALLBACKS: dict[str, Callable[[], list[Callback]]] = {
-    'clip': lambda: [GradientClip(0.1)], 'ema': lambda: [EMA(0.9)], 'accumulation': lambda: [GradientAccumulation(24)],
-    'all': lambda: [GradientAccumulation(24), GradientClip(0.1), EMA(0.9)]}
+    'clip': lambda: [GradientClip(0.1)],
+    'ema': lambda: [EMA(0.9)],
+    'accumulation': lambda: [GradientAccumulation(24)],
+    'all': lambda: [GradientAccumulation(24), GradientClip(0.1), EMA(0.9)],
+}
 
 
 @pytest.mark.parametrize('cbs', CALLBACKS)
 def test_callbacks_act_alike(cbs: str) -> None:
-    compare(lambda bs: make_learner(make_dls(101, bs), cbs=CALLBACKS[cbs]()), lambda learn: learn.fit(3, 1e-2))
+    compare(
+        lambda bs: make_learner(make_dls(101, bs), cbs=CALLBACKS[cbs]()),
+        lambda learn: learn.fit(3, 1e-2),
+    )
 
 
 @pytest.mark.parametrize('size', [1, 2, 3])
@@ -95,30 +112,52 @@ def test_microbatches(size: int) -> None:
 
 
 def test_microbatches_that_are_looked_at() -> None:
-    compare(lambda bs: make_learner(make_dls(103, bs), microbatch=3, cbs=GuardNonFinite()), lambda learn: learn.fit(2))
+    compare(
+        lambda bs: make_learner(make_dls(103, bs), microbatch=3, cbs=GuardNonFinite()),
+        lambda learn: learn.fit(2),
+    )
 
 
 @pytest.mark.parametrize('microbatch', [None, 3])
 def test_a_weighted_loss(microbatch: int | None) -> None:
-    def by_class(xb: Any, yb: Any) -> Any: return (yb[0] + 1.).sum()
+    def by_class(xb: Any, yb: Any) -> Any:
+        return (yb[0] + 1.0).sum()
+
     def loss(pred: Any, y: Any) -> Any:
         return (F.cross_entropy(pred, y, reduction='none') * (y + 1)).sum() / (y + 1).sum()
-    compare(lambda bs: make_learner(make_dls(101, bs), loss_func=loss, weight_func=by_class, metrics=None,
-                                    microbatch=microbatch), lambda learn: learn.fit(2))
+
+    compare(
+        lambda bs: make_learner(
+            make_dls(101, bs),
+            loss_func=loss,
+            weight_func=by_class,
+            metrics=None,
+            microbatch=microbatch,
+        ),
+        lambda learn: learn.fit(2),
+    )
 
 
 @pytest.mark.parametrize('microbatch', [None, 3])
 def test_class_weights_and_targets_that_do_not_count(microbatch: int | None) -> None:
-    loss = torch.nn.CrossEntropyLoss(torch.tensor([1., 5., 0.2], dtype=torch.float64), ignore_index=1)
-    compare(lambda bs: make_learner(make_dls(101, bs), loss_func=loss, metrics=None, microbatch=microbatch),
-            lambda learn: learn.fit(2))
+    loss = torch.nn.CrossEntropyLoss(
+        torch.tensor([1.0, 5.0, 0.2], dtype=torch.float64), ignore_index=1
+    )
+    compare(
+        lambda bs: make_learner(
+            make_dls(101, bs), loss_func=loss, metrics=None, microbatch=microbatch
+        ),
+        lambda learn: learn.fit(2),
+    )
 
 
 def test_a_loss_that_is_a_sum() -> None:
     loss = torch.nn.CrossEntropyLoss(reduction='sum')
     # the mean of the sums of batches is another for other batches: `eval_every=None`
-    compare(lambda bs: make_learner(make_dls(101, bs), loss_func=loss, lr=1e-3, eval_every=None),
-            lambda learn: learn.fit(2))
+    compare(
+        lambda bs: make_learner(make_dls(101, bs), loss_func=loss, lr=1e-3, eval_every=None),
+        lambda learn: learn.fit(2),
+    )
 
 
 def test_a_budget_ends_at_the_same_batch() -> None:
@@ -128,15 +167,19 @@ def test_a_budget_ends_at_the_same_batch() -> None:
 
 # an epoch has 13 batches
 @pytest.mark.parametrize(('agree_every', 'stops_after'), [(1, 6), (4, 9), (None, 13)])
-def test_stop_in_one_process_stops_all_one_batch_after_they_have_agreed(agree_every: int | None,
-                                                                        stops_after: int) -> None:
+def test_stop_in_one_process_stops_all_one_batch_after_they_have_agreed(
+    agree_every: int | None, stops_after: int
+) -> None:
     def enough(cb: Any) -> None:
-        if cb.world.rank == 1 and cb.train_iter == 5: cb.learn.stop()
+        if cb.world.rank == 1 and cb.train_iter == 5:
+            cb.learn.stop()
 
     def job(rank: int) -> Any:
         learn = make_learner(make_dls(104, 4), cbs=Callback(after_batch=enough))
-        with learn.distributed('ddp', timeout='20s', agree_every=agree_every): learn.fit(3)
+        with learn.distributed('ddp', timeout='20s', agree_every=agree_every):
+            learn.fit(3)
         return [learn.train_iter, len(learn.history)]
+
     assert run_ranks(job) == [[stops_after, 1], [stops_after, 1]]
 
 
@@ -153,49 +196,76 @@ def test_one_script_serves_one_process() -> None:
 def test_the_learner_is_as_before_at_the_end(tmp_path: Path) -> None:
     def job(rank: int) -> None:
         learn = make_learner(cbs=DistributedTraining(timeout='20s'))
-        assert learn.world.size == 2 and len(learn.dls.train) == 7 and learn.dls.train is not (dls := learn.dls)
+        assert (
+            learn.world.size == 2
+            and len(learn.dls.train) == 7
+            and learn.dls.train is not (dls := learn.dls)
+        )
         learn.fit(1)
         learn.remove_cb(DistributedTraining)
         assert learn.world is ALONE and learn.dls is not dls and len(learn.dls.train) == 13
         assert [type(cb).__name__ for cb in learn.cbs] == ['TrainEvalCallback', 'Recorder']
         learn.fit(1)  # alone, on all of its own data
         assert learn.recorder.smooth_loss.count == 13 and not torch.distributed.is_initialized()
+
     run_ranks(job)
 
 
 def test_random_numbers_are_each_process_s_own_and_the_order_is_not() -> None:
     def job(rank: int) -> Any:
         drawn = []
-        learn = make_learner(make_dls(64, 8, 'torch'), cbs=Callback(before_batch=lambda cb: drawn.append(
-            torch.cat([cb.x[:, :1].sum()[None], torch.rand(1, dtype=torch.float64)]))))
-        with learn.distributed('ddp', timeout='20s'): learn.fit(1)
+        learn = make_learner(
+            make_dls(64, 8, 'torch'),
+            cbs=Callback(
+                before_batch=lambda cb: drawn.append(
+                    torch.cat([cb.x[:, :1].sum()[None], torch.rand(1, dtype=torch.float64)])
+                )
+            ),
+        )
+        with learn.distributed('ddp', timeout='20s'):
+            learn.fit(1)
         return torch.stack(drawn)
+
     a, b = run_ranks(job)
-    assert not set(a[:, 0].tolist()) & set(b[:, 0].tolist()) and not set(a[:, 1].tolist()) & set(b[:, 1].tolist())
+    assert not set(a[:, 0].tolist()) & set(b[:, 0].tolist()) and not set(a[:, 1].tolist()) & set(
+        b[:, 1].tolist()
+    )
 
 
 def test_models_that_differ_are_refused() -> None:
     def job(rank: int) -> str:
         learn = make_learner()
-        if rank: learn.model[3] = torch.nn.Linear(16, 4).double()
-        with pytest.raises(DistributedError, match='do not have the same model') as e, learn.distributed('ddp'): pass
+        if rank:
+            learn.model[3] = torch.nn.Linear(16, 4).double()
+        with (
+            pytest.raises(DistributedError, match='do not have the same model') as e,
+            learn.distributed('ddp'),
+        ):
+            pass
         assert learn.world is ALONE and learn.dls.train.bs == 8
         return str(e.value)
+
     assert all('3.weight' in text for text in run_ranks(job))
 
 
 def test_bad_options() -> None:
-    with pytest.raises(OptionError, match=r"strategy='dpp': give .* Did you mean `ddp`"): DistributedTraining('dpp')
-    with pytest.raises(OptionError, match="uneven='drop_last'"): DistributedTraining(uneven='drop_last')
-    with pytest.raises(OptionError, match='timeout'): DistributedTraining(timeout='3ep')
+    with pytest.raises(OptionError, match=r"strategy='dpp': give .* Did you mean `ddp`"):
+        DistributedTraining('dpp')
+    with pytest.raises(OptionError, match="uneven='drop_last'"):
+        DistributedTraining(uneven='drop_last')
+    with pytest.raises(OptionError, match='timeout'):
+        DistributedTraining(timeout='3ep')
     with pytest.raises(OptionError, match=r'bucket_cap: .* Did you mean `bucket_cap_mb`'):
         DistributedTraining('ddp', bucket_cap=3)
-    with pytest.raises(OptionError, match=r'bucket_cap_mb: .*policy'): DistributedTraining('fsdp', bucket_cap_mb=3)
+    with pytest.raises(OptionError, match=r'bucket_cap_mb: .*policy'):
+        DistributedTraining('fsdp', bucket_cap_mb=3)
     learn = make_learner()
 
     def job(rank: int) -> None:
-        with pytest.raises(OptionError, match='bucket_cap'), learn.distributed(bucket_cap=3): learn.fit(1)
+        with pytest.raises(OptionError, match='bucket_cap'), learn.distributed(bucket_cap=3):
+            learn.fit(1)
         assert learn.world is ALONE and 'distributed_training' not in vars(learn)
+
     run_ranks(job)
 
 
@@ -211,18 +281,25 @@ def test_orders_of_torchs_sampler_go_on_from_fit_to_fit() -> None:
             learn.fit(2)
             learn.fit(2)
         return seen
+
     assert run_ranks(job) == [[0, 1, 2, 3]] * 2
 
 
 def test_errors_of_its_own_while_joining_are_no_other_processs() -> None:
     class Odd(torch.nn.Linear):
-        def named_buffers(self, *args: Any, **kw: Any) -> Any: raise RuntimeError('no buffers today')
+        def named_buffers(self, *args: Any, **kw: Any) -> Any:
+            raise RuntimeError('no buffers today')
 
     def job(rank: int) -> None:
         learn = make_learner()
         learn.model = Odd(4, 3).double()
-        with pytest.raises(RuntimeError, match='no buffers today') as e, learn.distributed('ddp', timeout='5s'): pass
+        with (
+            pytest.raises(RuntimeError, match='no buffers today') as e,
+            learn.distributed('ddp', timeout='5s'),
+        ):
+            pass
         assert not isinstance(e.value, DistributedError)
+
     run_ranks(job)
 
 
@@ -230,7 +307,9 @@ def test_weights_start_as_those_of_the_first() -> None:
     def job(rank: int) -> Any:
         torch.manual_seed(rank)
         learn = Learner(make_dls(), torch.nn.Linear(5, 3).double(), F.cross_entropy)
-        with learn.distributed('ddp', timeout='20s'): return weights(learn)
+        with learn.distributed('ddp', timeout='20s'):
+            return weights(learn)
+
     a, b = run_ranks(job)
     assert torch.equal(a, b)
 
@@ -239,31 +318,39 @@ def test_rows_and_files_are_the_first_one_s(tmp_path: Path) -> None:
     from learnkit import CSVLogger, SaveModelCallback
 
     def job(rank: int) -> Any:
-        learn = Learner(make_dls(), make_learner().model, F.cross_entropy, path=tmp_path,
-                        cbs=[CSVLogger(), SaveModelCallback()])
+        learn = Learner(
+            make_dls(),
+            make_learner().model,
+            F.cross_entropy,
+            path=tmp_path,
+            cbs=[CSVLogger(), SaveModelCallback()],
+        )
         with learn.distributed('ddp', timeout='20s'), learn.removed_cbs(learn.progress):
             learn.fit(2)
             a = weights(learn)
             learn.save('last')
             learn.load('model')
         return a
+
     a, b = run_ranks(job)
     assert torch.equal(a, b)
-    assert sorted(p.name for p in (tmp_path/'models').iterdir()) == ['last.pth', 'model.pth']
+    assert sorted(p.name for p in (tmp_path / 'models').iterdir()) == ['last.pth', 'model.pth']
 
 
 def test_buffers_are_shared_before_an_evaluation() -> None:
     def job(rank: int) -> Any:
         learn = make_learner()
         learn.model.insert(1, torch.nn.BatchNorm1d(16).double())
-        with learn.distributed('ddp', timeout='20s'): learn.fit(2)
+        with learn.distributed('ddp', timeout='20s'):
+            learn.fit(2)
         return learn.model[1].running_mean
+
     a, b = run_ranks(job)
     assert torch.equal(a, b)
 
 
 def make_lists(bs: int) -> DataLoaders:
-    x, y = torch.arange(50.)[:, None].double().repeat(1, 5) / 50, torch.arange(50) % 3
+    x, y = torch.arange(50.0)[:, None].double().repeat(1, 5) / 50, torch.arange(50) % 3
     batches = list(zip(x.split(bs), y.split(bs), strict=True))
     return DataLoaders(batches, batches[:3], device='cpu')
 
@@ -275,20 +362,25 @@ class Scaled(torch.nn.Module):
         super().__init__()
         self.scale = torch.nn.Parameter(torch.rand(1, dtype=torch.float64))
 
-    def forward(self, pred: Any, y: Any) -> Any: return F.cross_entropy(pred * self.scale.exp(), y)
+    def forward(self, pred: Any, y: Any) -> Any:
+        return F.cross_entropy(pred * self.scale.exp(), y)
 
 
 def test_a_loss_function_that_learns_is_one_in_all() -> None:
     def job(rank: int) -> Any:
         torch.manual_seed(rank)
         loss = Scaled()
-        def with_loss(model: Any) -> Any: return [*model.parameters(), *loss.parameters()]
+
+        def with_loss(model: Any) -> Any:
+            return [*model.parameters(), *loss.parameters()]
+
         learn = make_learner(make_dls(101, 4), loss_func=loss, splitter=with_loss)
         with learn.distributed('ddp', timeout='20s'):
             begun = loss.scale.item()
             learn.fit(1)
             learn.check_replicas()
         return [begun, loss.scale.item()]
+
     a, b = run_ranks(job)
     assert a == b and a[0] != a[1]
 
@@ -297,8 +389,10 @@ def test_the_numbers_of_a_second_context_are_others() -> None:
     def job(rank: int) -> Any:
         learn, drawn = make_learner(), []
         for _ in range(2):
-            with learn.distributed('ddp', timeout='20s'): drawn.append(torch.rand(1).item())
+            with learn.distributed('ddp', timeout='20s'):
+                drawn.append(torch.rand(1).item())
         return drawn
+
     drawn = [x for ranks in run_ranks(job) for x in ranks]
     assert len(set(drawn)) == 4
 
@@ -311,17 +405,26 @@ def test_a_sampler_of_torch_s_is_told_the_epoch() -> None:
     def job(rank: int) -> Any:
         data, seen = TensorDataset(*make_data(32)), []
         sampler = DistributedSampler(data, 2, rank, seed=3)
-        note = Callback(before_batch=lambda cb: seen.append(cb.x[:, 0].tolist()) if cb.training else None)
-        learn = make_learner(DataLoaders(DataLoader(data, 8, sampler=sampler), device='cpu'), cbs=note)
-        with learn.distributed('ddp', timeout='20s'): learn.fit(2)
+        note = Callback(
+            before_batch=lambda cb: seen.append(cb.x[:, 0].tolist()) if cb.training else None
+        )
+        learn = make_learner(
+            DataLoaders(DataLoader(data, 8, sampler=sampler), device='cpu'), cbs=note
+        )
+        with learn.distributed('ddp', timeout='20s'):
+            learn.fit(2)
         return [[*seen[0], *seen[1]], [*seen[2], *seen[3]]]
+
     a, b = run_ranks(job)
     assert a[0] != a[1] and sorted(a[0]) != sorted(a[1])
-    for epoch in (0, 1): assert sorted(a[epoch] + b[epoch]) == sorted(make_dls(32).train.tensors[0][:, 0].tolist())
+    for epoch in (0, 1):
+        assert sorted(a[epoch] + b[epoch]) == sorted(make_dls(32).train.tensors[0][:, 0].tolist())
 
 
 def test_any_iterable() -> None:
-    compare(lambda bs: make_learner(make_lists(bs)), lambda learn: learn.fit(2), batch_size='global')
+    compare(
+        lambda bs: make_learner(make_lists(bs)), lambda learn: learn.fit(2), batch_size='global'
+    )
 
 
 def test_the_search_for_a_rate_finds_the_same_everywhere_and_undoes_itself() -> None:
@@ -338,11 +441,15 @@ def test_the_search_for_a_rate_finds_the_same_everywhere_and_undoes_itself() -> 
             learn.fit(1)
             learn.check_replicas()
         return found
+
     alone = torch.tensor(search(make_learner(make_dls(400, 8))))
-    for found in run_ranks(job): assert (torch.tensor(found) - alone).abs().max() < 1e-6
+    for found in run_ranks(job):
+        assert (torch.tensor(found) - alone).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize('options', [{'bucket_cap_mb': 1, 'gradient_as_bucket_view': True}, {'static_graph': True}])
+@pytest.mark.parametrize(
+    'options', [{'bucket_cap_mb': 1, 'gradient_as_bucket_view': True}, {'static_graph': True}]
+)
 def test_options_of_the_strategy(options: dict[str, Any]) -> None:
     compare(lambda bs: make_learner(make_dls(101, bs)), lambda learn: learn.fit(2), **options)
 
@@ -360,6 +467,7 @@ def test_gradients_can_be_compressed() -> None:
             learn.fit(1)
             learn.check_replicas()
         return [weights(learn), len(sizes)]
+
     alone = make_learner(make_dls(101, 8))
     alone.fit(1)
     for got, n in run_ranks(job):
@@ -373,14 +481,19 @@ class Half(torch.nn.Module):
         super().__init__()
         self.used, self.unused = torch.nn.Linear(5, 3).double(), torch.nn.Linear(5, 3).double()
 
-    def forward(self, x: Any) -> Any: return self.used(x)
+    def forward(self, x: Any) -> Any:
+        return self.used(x)
 
 
 def test_parameters_without_a_part_in_the_loss_are_told_with_the_option() -> None:
     def job(rank: int) -> list[str]:
         learn = Learner(make_dls(), Half(), F.cross_entropy)
         with learn.no_bar(), pytest.raises(RuntimeError, match='finished reduction') as e:
-            with learn.distributed('ddp', timeout='20s'): learn.fit(1)
-        with learn.no_bar(), learn.distributed('ddp', timeout='20s', find_unused_parameters=True): learn.fit(1)
+            with learn.distributed('ddp', timeout='20s'):
+                learn.fit(1)
+        with learn.no_bar(), learn.distributed('ddp', timeout='20s', find_unused_parameters=True):
+            learn.fit(1)
         return list(e.value.__notes__)
-    for notes in run_ranks(job): assert any("learn.distributed('ddp', find_unused_parameters=True)" in n for n in notes)
+
+    for notes in run_ranks(job):
+        assert any("learn.distributed('ddp', find_unused_parameters=True)" in n for n in notes)

@@ -1,6 +1,7 @@
 """Two processes with a GPU each, on NCCL, or with one that they share, beside one process.
 
 The CPU's case says that the tests are right where there is no GPU."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -20,17 +21,26 @@ pytest.importorskip('cloudpickle')
 
 
 def on_gpus(n: int) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.cuda, pytest.mark.skipif(torch.cuda.device_count() < n, reason=f'needs {n} GPUs')]
+    return [
+        pytest.mark.cuda,
+        pytest.mark.skipif(torch.cuda.device_count() < n, reason=f'needs {n} GPUs'),
+    ]
 
 
 def where(*marks_of_cpu: pytest.MarkDecorator) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(('device', 'backend'), [
-        pytest.param('cpu', None, marks=marks_of_cpu, id='cpu'),
-        pytest.param('cuda', None, marks=on_gpus(2), id='nccl'),
-        pytest.param('cuda', 'gloo', marks=on_gpus(1), id='one GPU')])
+    return pytest.mark.parametrize(
+        ('device', 'backend'),
+        [
+            pytest.param('cpu', None, marks=marks_of_cpu, id='cpu'),
+            pytest.param('cuda', None, marks=on_gpus(2), id='nccl'),
+            pytest.param('cuda', 'gloo', marks=on_gpus(1), id='one GPU'),
+        ],
+    )
 
 
-def make(device: str, bs: int = 8, dropout: float = 0., path: Any = '.', **options: Any) -> Learner:
+def make(
+    device: str, bs: int = 8, dropout: float = 0.0, path: Any = '.', **options: Any
+) -> Learner:
     dls = make_dls(101, bs)
     dls.device = torch.device(device)
     return make_learner(dls, path, dropout, **options)
@@ -62,22 +72,29 @@ def test_shards_equal_replicas(device: str, backend: str | None) -> None:
 
 def stop_in_the_second_epoch(learn: Learner) -> None:
     def leave(cb: Any) -> None:
-        if cb.learn.time.ba == 10: raise KeyboardInterrupt
+        if cb.learn.time.ba == 10:
+            raise KeyboardInterrupt
+
     cb = Callback(batch_checkpoint=leave)
-    cb.order = 2000   # after the checkpoint
+    cb.order = 2000  # after the checkpoint
     learn.fit(3, cbs=cb)
 
 
 @where(pytest.mark.full)
 @pytest.mark.parametrize('strategy', ['ddp', 'fsdp'])
-def test_a_run_that_was_broken_off_goes_on_exactly(strategy: str, device: str, backend: str | None,
-                                                   tmp_path: Path) -> None:
+def test_a_run_that_was_broken_off_goes_on_exactly(
+    strategy: str, device: str, backend: str | None, tmp_path: Path
+) -> None:
     def launch(folder: str, fn: Any) -> Learner:
-        learn = make(device, dropout=0.2, path=tmp_path/folder, cbs=Checkpoint(every='1ba'))
-        torch.manual_seed(1)   # processes begin with this one's generators
+        learn = make(device, dropout=0.2, path=tmp_path / folder, cbs=Checkpoint(every='1ba'))
+        torch.manual_seed(1)  # processes begin with this one's generators
         learn.launch(fn, 2, strategy=strategy, backend=backend)
         return learn
+
     straight = launch('straight', fit)
-    with pytest.raises(DistributedError, match='KeyboardInterrupt'): launch('run', stop_in_the_second_epoch)
+    with pytest.raises(DistributedError, match='KeyboardInterrupt'):
+        launch('run', stop_in_the_second_epoch)
     again = launch('run', fit)
-    assert torch.equal(weights(again).cpu(), weights(straight).cpu()) and rows(again) == rows(straight)
+    assert torch.equal(weights(again).cpu(), weights(straight).cpu()) and rows(again) == rows(
+        straight
+    )

@@ -1,4 +1,5 @@
 """Checkpoints of several processes: one file, from which the same or another number of them goes on."""
+
 from __future__ import annotations
 
 import warnings
@@ -22,51 +23,89 @@ pytestmark = pytest.mark.dist
 
 class Break(Callback):
     "Break the run off after so many batches of training, in every process."
+
     order = 2000
 
-    def __init__(self, n: int) -> None: self.n = n
+    def __init__(self, n: int) -> None:
+        self.n = n
 
     def batch_checkpoint(self) -> None:
-        if self.learn.time.ba == self.n: raise KeyboardInterrupt
+        if self.learn.time.ba == self.n:
+            raise KeyboardInterrupt
 
 
-def make(path: Path, kind: str = 'tensors', bs: int = 4, cbs: Any = (), n: int = 101, **options: Any) -> Learner:
-    dls = make_dls(n, bs, kind.partition('-')[0], **({'num_workers': 1} if kind == 'torch-workers' else {}))
-    return make_learner(dls, path, dropout=0.2, cbs=[Checkpoint(every='1ba', keep_last=None), *cbs], **options)
+def make(
+    path: Path, kind: str = 'tensors', bs: int = 4, cbs: Any = (), n: int = 101, **options: Any
+) -> Learner:
+    dls = make_dls(
+        n, bs, kind.partition('-')[0], **({'num_workers': 1} if kind == 'torch-workers' else {})
+    )
+    return make_learner(
+        dls, path, dropout=0.2, cbs=[Checkpoint(every='1ba', keep_last=None), *cbs], **options
+    )
 
 
-def train(path: Path, n_ranks: int = 2, broken_off: int | None = None, resume: Any = False, fit: str = 'fit_one_cycle',
-          batch_size: str = 'process', other_number: bool = False, **options: Any) -> list[dict[str, Any]]:
+def train(
+    path: Path,
+    n_ranks: int = 2,
+    broken_off: int | None = None,
+    resume: Any = False,
+    fit: str = 'fit_one_cycle',
+    batch_size: str = 'process',
+    other_number: bool = False,
+    **options: Any,
+) -> list[dict[str, Any]]:
     "Train for three epochs in `n_ranks` processes; return for each its digest, weights, history and seen samples."
+
     def job(rank: int) -> dict[str, Any]:
         torch.manual_seed(rank + 5 if resume else 1)
-        if other_number: warnings.filterwarnings('ignore', message='The checkpoint is of [12] process')
+        if other_number:
+            warnings.filterwarnings('ignore', message='The checkpoint is of [12] process')
         seen: list[float] = []
-        note = Callback(before_batch=lambda cb: cb.training and seen.extend(
-            cb.x[:, 0].tolist() if cb.world.size == 1 or cb.dl.share(cb.iter)[0] else []))
+        note = Callback(
+            before_batch=lambda cb: (
+                cb.training
+                and seen.extend(
+                    cb.x[:, 0].tolist() if cb.world.size == 1 or cb.dl.share(cb.iter)[0] else []
+                )
+            )
+        )
         more = [Break(broken_off)] if broken_off else []
         cbs = [make_cb() for make_cb in options.get('cbs', ())]
         learn = make(path, **{**options, 'cbs': cbs})
-        with (interrupted() if broken_off else nullcontext(),
-              learn.distributed('ddp', timeout='20s', batch_size=batch_size), learn.added_cbs([note, *more])):
+        with (
+            interrupted() if broken_off else nullcontext(),
+            learn.distributed('ddp', timeout='20s', batch_size=batch_size),
+            learn.added_cbs([note, *more]),
+        ):
             getattr(learn, fit)(3, 1e-2, resume=resume)
-        return {'digest': learn_digest(learn), 'weights': weights(learn), 'rows': rows(learn), 'seen': seen,
-                'drawn': torch.rand(3)}
+        return {
+            'digest': learn_digest(learn),
+            'weights': weights(learn),
+            'rows': rows(learn),
+            'seen': seen,
+            'drawn': torch.rand(3),
+        }
+
     return run_ranks(job, n_ranks)
 
 
 CASES: dict[str, dict[str, Any]] = {
-    'tensors': {}, 'torch': {'kind': 'torch'}, 'workers': {'kind': 'torch-workers'},
-    'accumulation': {'cbs': (lambda: GradientAccumulation(24), lambda: EMA(0.9))}, 'four': {'n_ranks': 4},
-    'four, accumulation': {'n_ranks': 4, 'cbs': (lambda: GradientAccumulation(50),)}}
+    'tensors': {},
+    'torch': {'kind': 'torch'},
+    'workers': {'kind': 'torch-workers'},
+    'accumulation': {'cbs': (lambda: GradientAccumulation(24), lambda: EMA(0.9))},
+    'four': {'n_ranks': 4},
+    'four, accumulation': {'n_ranks': 4, 'cbs': (lambda: GradientAccumulation(50),)},
+}
 
 
 @pytest.mark.parametrize('case', CASES)
 def test_a_run_that_was_broken_off_goes_on_exactly(case: str, tmp_path: Path) -> None:
-    expected = train(tmp_path/'whole', **CASES[case])
+    expected = train(tmp_path / 'whole', **CASES[case])
     for n in (2, 17):
-        train(tmp_path/f'{n}', broken_off=n, **CASES[case])
-        again = train(tmp_path/f'{n}', resume=True, **CASES[case])
+        train(tmp_path / f'{n}', broken_off=n, **CASES[case])
+        again = train(tmp_path / f'{n}', resume=True, **CASES[case])
         for got, wanted in zip(again, expected, strict=True):
             assert torch.equal(got['weights'], wanted['weights'])
             assert got['rows'] == wanted['rows'] and torch.equal(got['drawn'], wanted['drawn'])
@@ -74,7 +113,9 @@ def test_a_run_that_was_broken_off_goes_on_exactly(case: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(('before', 'after'), [(2, 1), (1, 2)])
-def test_each_sample_once_with_another_number_of_processes(before: int, after: int, tmp_path: Path) -> None:
+def test_each_sample_once_with_another_number_of_processes(
+    before: int, after: int, tmp_path: Path
+) -> None:
     first = train(tmp_path, before, broken_off=5, bs=8 // before)
     then = train(tmp_path, after, resume=True, bs=8 // after, other_number=True)
     n_seen = [sum(len(r['seen']) for r in ranks) for ranks in (first, then)]
@@ -89,23 +130,29 @@ def test_another_global_batch_size_is_refused_in_mid_epoch(tmp_path: Path) -> No
 
     def job(rank: int) -> str:
         learn = make(tmp_path, bs=4)
-        with pytest.raises(CheckpointError, match='batch size') as e: learn.fit_one_cycle(3, 1e-2, resume=True)
+        with pytest.raises(CheckpointError, match='batch size') as e:
+            learn.fit_one_cycle(3, 1e-2, resume=True)
         return str(e.value)
+
     assert 'processes' in run_ranks(job, 1)[0]
 
 
 def test_one_file_and_one_writer(tmp_path: Path) -> None:
     train(tmp_path, 3)
-    found = entries(tmp_path/'checkpoints')
+    found = entries(tmp_path / 'checkpoints')
     assert len(found) == 28 and len({e.info['run'] for e in found}) == 1
 
 
 def test_a_folder_that_cannot_be_written_is_told_in_every_process(tmp_path: Path) -> None:
-    (tmp_path/'checkpoints').write_text('a file')
+    (tmp_path / 'checkpoints').write_text('a file')
 
     def job(rank: int) -> list[Any]:
         learn = make(tmp_path)
-        with pytest.raises(Exception, match='cannot hold checkpoints') as e, learn.distributed(timeout='20s'):
+        with (
+            pytest.raises(Exception, match='cannot hold checkpoints') as e,
+            learn.distributed(timeout='20s'),
+        ):
             learn.fit(1)
         return [type(e.value).__name__, learn.time.ba]
+
     assert run_ranks(job) == [['CheckpointError', 0], ['DistributedError', 0]]

@@ -1,4 +1,5 @@
 """What goes wrong in silence elsewhere when several processes train is an error here, or a warning."""
+
 from __future__ import annotations
 
 import re
@@ -20,12 +21,15 @@ from tests.helpers.ranks import run_ranks
 pytestmark = pytest.mark.dist
 
 
-def made(**events: Callable[[Any], Any]) -> Learner: return make_learner(make_dls(101, 4), cbs=Callback(**events))
+def made(**events: Callable[[Any], Any]) -> Learner:
+    return make_learner(make_dls(101, 4), cbs=Callback(**events))
 
 
 def unfrozen_in_an_epoch(rank: int) -> None:
     def unfreeze(cb: Any) -> None:
-        if cb.training and cb.iter == 3: cb.model[0].requires_grad_(True)
+        if cb.training and cb.iter == 3:
+            cb.model[0].requires_grad_(True)
+
     learn = made(after_batch=unfreeze)
     learn.create_opt()
     learn.model[0].requires_grad_(False)
@@ -33,7 +37,9 @@ def unfrozen_in_an_epoch(rank: int) -> None:
 
 
 def a_second_backward(rank: int) -> None:
-    def again(cb: Any) -> None: F.cross_entropy(cb.model(cb.x * 1.1), cb.y).backward()
+    def again(cb: Any) -> None:
+        F.cross_entropy(cb.model(cb.x * 1.1), cb.y).backward()
+
     trained(made(after_backward=again))
 
 
@@ -47,16 +53,21 @@ def other_data_within(rank: int) -> None:
 
 def wrapped_by_hand(rank: int) -> None:
     import torch.distributed as dist
+
     dist.init_process_group('gloo')
     learn = made()
     learn.model = nn.parallel.DistributedDataParallel(learn.model)
-    try: trained(learn)
-    finally: dist.destroy_process_group()
+    try:
+        trained(learn)
+    finally:
+        dist.destroy_process_group()
 
 
 def another_choice(rank: int) -> None:
     data, g = TensorDataset(*make_data(60)), torch.Generator().manual_seed(rank)
-    train, valid = (Subset(data, part.tolist()) for part in torch.randperm(60, generator=g).split([40, 20]))
+    train, valid = (
+        Subset(data, part.tolist()) for part in torch.randperm(60, generator=g).split([40, 20])
+    )
     trained(make_learner(DataLoaders(DataLoader(train, 4), DataLoader(valid, 4), device='cpu')))
 
 
@@ -70,32 +81,50 @@ def other_counts(rank: int) -> None:
 
 def asked_alone(rank: int) -> None:
     def ask(cb: Any) -> None:
-        if cb.world.rank == 1: cb.world.gather('mine')
+        if cb.world.rank == 1:
+            cb.world.gather('mine')
+
     trained(made(after_train=ask))
 
 
 def asked_while_others_count(rank: int) -> None:
     def ask(cb: Any) -> None:
-        if cb.training and cb.iter == 3 and cb.world.rank == 1: cb.world.gather('mine')
+        if cb.training and cb.iter == 3 and cb.world.rank == 1:
+            cb.world.gather('mine')
+
     learn = made(before_batch=ask)
     learn.token_func = lambda *batch: 3
-    with learn.distributed('ddp', timeout='2s'): learn.fit(2)
+    with learn.distributed('ddp', timeout='2s'):
+        learn.fit(2)
 
 
 SLIPS = {
-    unfrozen_in_an_epoch: (DistributedError, 'tensors are not as in process 0.*unfrozen within an epoch'),
+    unfrozen_in_an_epoch: (
+        DistributedError,
+        'tensors are not as in process 0.*unfrozen within an epoch',
+    ),
     a_second_backward: (DistributedError, 'tensors are not as in process 0.*second backward pass'),
-    other_data_within: (DistributedError, '`learn.dls` was set while several processes train.*new context'),
+    other_data_within: (
+        DistributedError,
+        '`learn.dls` was set while several processes train.*new context',
+    ),
     wrapped_by_hand: (ModelError, 'is a DistributedDataParallel.*bare model'),
     another_choice: (DistributedError, 'train loader: 10 batches of 40 samples .choice'),
-    other_counts: (DistributedError, 'trained so far: .*26 ba.* in process 0, .*52 ba.* in process 1'),
-    asked_while_others_count: (DistributedError, 'waited for one another: process 0 .*process 1 .*in ask'),
+    other_counts: (
+        DistributedError,
+        'trained so far: .*26 ba.* in process 0, .*52 ba.* in process 1',
+    ),
+    asked_while_others_count: (
+        DistributedError,
+        'waited for one another: process 0 .*process 1 .*in ask',
+    ),
     asked_alone: (DistributedError, 'Process 0 of 2 gathers .*, and process 1 gathers values'),
 }
 
 
 def trained(learn: Learner) -> None:
-    with learn.distributed('ddp', timeout='20s'): learn.fit(2)
+    with learn.distributed('ddp', timeout='20s'):
+        learn.fit(2)
 
 
 @pytest.mark.parametrize('slip', SLIPS, ids=lambda f: f.__name__)
@@ -103,9 +132,12 @@ def test_slips_are_told(slip: Callable[[int], None]) -> None:
     error, says = SLIPS[slip]
 
     def job(rank: int) -> str:
-        with pytest.raises(error) as e: slip(rank)
+        with pytest.raises(error) as e:
+            slip(rank)
         return str(e.value).replace('\n', ' ')
-    for said in run_ranks(job): assert re.search(says, said), said
+
+    for said in run_ranks(job):
+        assert re.search(says, said), said
 
 
 def test_a_forgotten_context_is_told_once() -> None:
@@ -115,9 +147,12 @@ def test_a_forgotten_context_is_told_once() -> None:
             warnings.simplefilter('always')
             learn.fit(1)
             learn.fit(1)
-        with learn.distributed('ddp', timeout='20s'): learn.fit(1)
+        with learn.distributed('ddp', timeout='20s'):
+            learn.fit(1)
         return [str(w.message) for w in told]
-    for told in run_ranks(job): assert len(told) == 1 and 'put `with learn.distributed():` around' in told[0]
+
+    for told in run_ranks(job):
+        assert len(told) == 1 and 'put `with learn.distributed():` around' in told[0]
 
 
 def test_an_optimizer_that_has_trained_alone_has_the_state_of_the_first() -> None:
@@ -125,10 +160,16 @@ def test_an_optimizer_that_has_trained_alone_has_the_state_of_the_first() -> Non
         learn = made()
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')
-            learn.fit(1, cbs=Callback(after_loss=lambda cb: setattr(cb.learn, 'loss_grad', cb.loss_grad * (1 + rank))))
+            learn.fit(
+                1,
+                cbs=Callback(
+                    after_loss=lambda cb: setattr(cb.learn, 'loss_grad', cb.loss_grad * (1 + rank))
+                ),
+            )
         with learn.distributed('ddp', timeout='20s'):
             learn.fit(1)
             learn.check_replicas()
         return weights(learn)
+
     a, b = run_ranks(job)
     assert torch.equal(a, b)

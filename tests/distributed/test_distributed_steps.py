@@ -1,4 +1,5 @@
 """Steps of several processes are those of one, whatever they are made of; gradients are sent when a step follows."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -43,16 +44,19 @@ pytestmark = pytest.mark.dist
 
 class Sent(Callback):
     "Count the messages that the strategy sends in each batch of an epoch's training, and after the last of them."
+
     order, run_valid = 1000, False
 
-    def before_train(self) -> None: self.counts, self._before = [], n_sent()  # type: tuple[list[int], int]
+    def before_train(self) -> None:
+        self.counts, self._before = [], n_sent()  # type: tuple[list[int], int]
 
     def after_batch(self) -> None:
         now = n_sent()
         self.counts.append(now - self._before)
         self._before = now
 
-    def after_train(self) -> None: self.after_batch()
+    def after_train(self) -> None:
+        self.after_batch()
 
 
 def n_sent() -> int:
@@ -60,8 +64,10 @@ def n_sent() -> int:
 
 
 def two_opts(params: Any, lr: float, model: nn.Sequential) -> dict[str, torch.optim.Optimizer]:
-    return {'body': torch.optim.SGD(model[0].parameters(), lr=lr, momentum=0.9),
-            'head': torch.optim.Adam(model[3].parameters(), lr=lr)}
+    return {
+        'body': torch.optim.SGD(model[0].parameters(), lr=lr, momentum=0.9),
+        'head': torch.optim.Adam(model[3].parameters(), lr=lr),
+    }
 
 
 def lbfgs(params: Any, lr: float) -> torch.optim.Optimizer:
@@ -69,14 +75,18 @@ def lbfgs(params: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(params, lr=lr, max_iter=4, history_size=2)
 
 
-def lookahead(params: Any, lr: float) -> Any: return Lookahead(SGD(params, lr, mom=0.9), k=3)
+def lookahead(params: Any, lr: float) -> Any:
+    return Lookahead(SGD(params, lr, mom=0.9), k=3)
 
 
-def made(bs: int, n: int = 101, cbs: Callable[[], list[Callback]] = list, **options: Any) -> Learner:
+def made(
+    bs: int, n: int = 101, cbs: Callable[[], list[Callback]] = list, **options: Any
+) -> Learner:
     return make_learner(make_dls(n, bs), cbs=cbs(), **options)
 
 
-def accumulating() -> list[Callback]: return [GradientAccumulation(32), Sent()]   # 4 batches
+def accumulating() -> list[Callback]:
+    return [GradientAccumulation(32), Sent()]  # 4 batches
 
 
 CASES: dict[str, Callable[[int], Learner]] = {
@@ -85,28 +95,49 @@ CASES: dict[str, Callable[[int], Learner]] = {
     'pieces': partial(made, n=128, microbatch=3, cbs=accumulating),
     'pieces and a tail': partial(made, microbatch=3, cbs=accumulating),
     'SAM': partial(made, cbs=lambda: [SAM(0.1)], opt_func=SGD),
-    'adaptive SAM in pieces': partial(made, cbs=lambda: [SAM(1., adaptive=True, interval=2)], microbatch=3),
+    'adaptive SAM in pieces': partial(
+        made, cbs=lambda: [SAM(1.0, adaptive=True, interval=2)], microbatch=3
+    ),
     'LBFGS': partial(made, opt_func=lbfgs, lr=0.1),
     'EMA': partial(made, cbs=lambda: [EMA(0.9, every=2)]),
     'mean of all weights': partial(made, cbs=lambda: [EMA(1 - 1e-9, warmup=1, start='1ep')]),
     'Lookahead': partial(made, opt_func=lookahead),
     'ranger': partial(made, opt_func=ranger),
     'clip': partial(made, cbs=lambda: [GradientClip(0.05)], opt_func=SGD, lr=0.5),
-    'clip by the largest': partial(made, cbs=lambda: [GradientClip(0.02, float('inf'))], opt_func=SGD, lr=0.5),
+    'clip by the largest': partial(
+        made, cbs=lambda: [GradientClip(0.02, float('inf'))], opt_func=SGD, lr=0.5
+    ),
     'clip values': partial(made, cbs=lambda: [GradientValueClip(0.03)], opt_func=SGD, lr=0.5),
     'two optimizers': partial(made, opt_func=two_opts),
-    'all': partial(made, opt_func=two_opts, microbatch=3,
-                   cbs=lambda: [GradientAccumulation(24), GradientClip(0.05), EMA(0.9)])}
-SENT = {'accumulation': [0, 0, 0, 1]*4 + [0], 'pieces': [0, 0, 0, 1]*4 + [0],   # a tail: one for each parameter
-        'a tail': [0, 0, 0, 1]*3 + [0, 4], 'pieces and a tail': [0, 0, 0, 1]*3 + [0, 4]}
+    'all': partial(
+        made,
+        opt_func=two_opts,
+        microbatch=3,
+        cbs=lambda: [GradientAccumulation(24), GradientClip(0.05), EMA(0.9)],
+    ),
+}
+SENT = {
+    'accumulation': [0, 0, 0, 1] * 4 + [0],
+    'pieces': [0, 0, 0, 1] * 4 + [0],  # a tail: one for each parameter
+    'a tail': [0, 0, 0, 1] * 3 + [0, 4],
+    'pieces and a tail': [0, 0, 0, 1] * 3 + [0, 4],
+}
 
 
 def told(learn: Learner) -> dict[str, Any]:
     "What a training has come to, as plain values."
-    averages = [t.reshape(-1) for cb in learn.cbs if isinstance(cb, EMA) for t in cb.state_dict()['averages'].values()]
-    return {'weights': torch.cat([weights(learn), *averages]), 'rows': rows(learn),
-            'counts': [learn.time.st, learn.time.sp, learn.time.ba],
-            'sent': [n for cb in learn.cbs if isinstance(cb, Sent) for n in cb.counts]}
+    averages = [
+        t.reshape(-1)
+        for cb in learn.cbs
+        if isinstance(cb, EMA)
+        for t in cb.state_dict()['averages'].values()
+    ]
+    return {
+        'weights': torch.cat([weights(learn), *averages]),
+        'rows': rows(learn),
+        'counts': [learn.time.st, learn.time.sp, learn.time.ba],
+        'sent': [n for cb in learn.cbs if isinstance(cb, Sent) for n in cb.counts],
+    }
 
 
 def trained(learn: Learner, n_epoch: int = 2) -> dict[str, Any]:
@@ -140,7 +171,8 @@ def test_gradients_are_sent_when_a_step_follows(case: str, ranks: list[dict[str,
     assert [r[case]['sent'] for r in ranks] == [SENT[case]] * 2
 
 
-# ------------------------------------------------------------------------------------------------------ half precision
+# ----------------------------------------------------------------------------------- half precision
+
 
 def halved(bs: int, cbs: list[Callback]) -> Learner:
     train, valid = ((x.float(), y) for x, y in (make_data(104), make_data(37, seed=2)))
@@ -152,26 +184,32 @@ def halved(bs: int, cbs: list[Callback]) -> Learner:
 
 def test_half_precision_is_that_of_one_process_within_its_rounding() -> None:
     def overflow(cb: Any) -> None:
-        if cb.world.rank == 1 and cb.train_iter == 3: cb.learn.loss_grad = cb.loss_grad * float('inf')
+        if cb.world.rank == 1 and cb.train_iter == 3:
+            cb.learn.loss_grad = cb.loss_grad * float('inf')
 
     def job(rank: int) -> Any:
-        fp16 = MixedPrecision('fp16', init_scale=2.**10)
+        fp16 = MixedPrecision('fp16', init_scale=2.0**10)
         skips = halved(4, [fp16, Callback(before_backward=overflow)])
-        return [trained(halved(4, [MixedPrecision('bf16')]))['weights'], trained(skips)['weights'],
-                [fp16.n_skipped, fp16.scaler.get_scale(), skips.time.st]]
+        return [
+            trained(halved(4, [MixedPrecision('bf16')]))['weights'],
+            trained(skips)['weights'],
+            [fp16.n_skipped, fp16.scaler.get_scale(), skips.time.st],
+        ]
 
     alone, plain = halved(8, [MixedPrecision('bf16')]), halved(8, [])
     begun = weights(alone)
-    for learn in (alone, plain): learn.fit(2)
+    for learn in (alone, plain):
+        learn.fit(2)
     moved = (weights(plain) - begun).norm()
     assert 0 < (weights(alone) - weights(plain)).norm() < 0.02 * moved
     for bf16, fp16, counts in run_ranks(job):
         assert (bf16 - weights(alone)).norm() < 0.02 * moved
         assert 0.5 * moved < (fp16 - begun).norm() < 2 * moved
-        assert counts == [1, 2.**9, 25]   # one overflows, all skip
+        assert counts == [1, 2.0**9, 25]  # one overflows, all skip
 
 
-# --------------------------------------------------------------------------------------------------- loops of one's own
+# ------------------------------------------------------------------------------- loops of one's own
+
 
 class GAN(nn.Module):
     "A generator of points, and a critic of them."
@@ -182,7 +220,8 @@ class GAN(nn.Module):
         self.generator = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 5)).double()
         self.critic = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).double()
 
-    def forward(self, z: Tensor) -> Tensor: return self.generator(z)
+    def forward(self, z: Tensor) -> Tensor:
+        return self.generator(z)
 
 
 class Duel(Learner):
@@ -191,14 +230,20 @@ class Duel(Learner):
     def _do_one_batch(self) -> None:
         real, critic = self.x, self.model.critic
         self.pred = self.model(real.flip(1))
-        self.improve('critic', F.softplus(-critic(real)).mean() + F.softplus(critic(self.pred.detach())).mean())
-        if self.training: self.improve('generator', F.softplus(-critic(self.pred)).mean())
+        self.improve(
+            'critic',
+            F.softplus(-critic(real)).mean() + F.softplus(critic(self.pred.detach())).mean(),
+        )
+        if self.training:
+            self.improve('generator', F.softplus(-critic(self.pred)).mean())
 
     def improve(self, part: str, loss: Tensor) -> None:
         self.part, self.loss_grad, self.loss = part, loss, loss.detach()
-        if self.training: self._do_grad_opt()
+        if self.training:
+            self._do_grad_opt()
 
-    def _step(self) -> None: self.opt.step(only=self.part)
+    def _step(self) -> None:
+        self.opt.step(only=self.part)
 
 
 class OwnEvents(Duel):
@@ -216,12 +261,16 @@ class NoEvents(Duel):
 
 
 def adam_and_sgd(params: Any, lr: float, model: GAN) -> dict[str, torch.optim.Optimizer]:
-    return {'critic': torch.optim.Adam(model.critic.parameters(), lr=lr),
-            'generator': torch.optim.SGD(model.generator.parameters(), lr=10 * lr)}
+    return {
+        'critic': torch.optim.Adam(model.critic.parameters(), lr=lr),
+        'generator': torch.optim.SGD(model.generator.parameters(), lr=10 * lr),
+    }
 
 
 def duel(cls: type[Learner], bs: int, n: int) -> Learner:
-    dls = DataLoaders.from_tensors(make_data(n)[:1], make_data(37, seed=2)[:1], bs=bs, seed=3, device='cpu')
+    dls = DataLoaders.from_tensors(
+        make_data(n)[:1], make_data(37, seed=2)[:1], bs=bs, seed=3, device='cpu'
+    )
     learn = cls(dls, GAN(), None, opt_func=adam_and_sgd, lr=1e-2, cbs=GradientClip(0.5))
     learn.logger = lambda row: None
     learn.remove_cb(learn.progress)
@@ -230,9 +279,15 @@ def duel(cls: type[Learner], bs: int, n: int) -> Learner:
 
 def test_a_loop_of_one_s_own_averages_gradients_or_says_why_it_does_not() -> None:
     def job(rank: int) -> Any:
-        with pytest.raises(DistributedError, match='NoEvents has stepped without `before_step`') as e:
+        with pytest.raises(
+            DistributedError, match='NoEvents has stepped without `before_step`'
+        ) as e:
             trained(duel(NoEvents, 4, 104))
-        return [trained(duel(Duel, 4, 101))['weights'], trained(duel(OwnEvents, 4, 104))['weights'], str(e.value)]
+        return [
+            trained(duel(Duel, 4, 101))['weights'],
+            trained(duel(OwnEvents, 4, 104))['weights'],
+            str(e.value),
+        ]
 
     expected = []
     # without the events of backward, uneven parts count alike
@@ -241,50 +296,74 @@ def test_a_loop_of_one_s_own_averages_gradients_or_says_why_it_does_not() -> Non
         alone.fit(2)
         expected.append(weights(alone))
     for *got, said in run_ranks(job):
-        for a, b in zip(got, expected, strict=True): assert (a - b).abs().max() < 1e-10
+        for a, b in zip(got, expected, strict=True):
+            assert (a - b).abs().max() < 1e-10
         assert '_do_grad_opt' in said
 
 
-# ------------------------------------------------------------------------------------------------------------- resuming
+# ----------------------------------------------------------------------------------------- resuming
+
 
 def test_a_tail_that_is_resumed_is_averaged(tmp_path: Path) -> None:
     def break_off(cb: Any, n: int) -> None:
-        if cb.learn.time.ba != n: return
+        if cb.learn.time.ba != n:
+            return
         cb.learn.checkpoint.save()
         raise KeyboardInterrupt
 
     def job(rank: int) -> list[float]:
         def make(folder: str, *cbs: Callback) -> Learner:
-            return make_learner(make_dls(101, 4), tmp_path/folder,
-                                cbs=[Checkpoint(every=None), GradientAccumulation(24), *cbs])
+            return make_learner(
+                make_dls(101, 4),
+                tmp_path / folder,
+                cbs=[Checkpoint(every=None), GradientAccumulation(24), *cbs],
+            )
+
         straight, differ = trained(make('straight'))['weights'], []
         # the last step before a tail; the last batch of an epoch, whose step is to come
         for n in (12, 13, 26):
             broken = make(f'{n}', Callback(batch_checkpoint=partial(break_off, n=n)))
-            with interrupted(), broken.distributed('ddp', timeout='20s'): broken.fit(2)
+            with interrupted(), broken.distributed('ddp', timeout='20s'):
+                broken.fit(2)
             again = make(f'{n}')
             with again.distributed('ddp', timeout='20s'):
                 again.fit(2, resume=True)
                 again.check_replicas()
             differ.append(float((weights(again) - straight).abs().max()))
         return differ
-    assert run_ranks(job) == [[0., 0., 0.]] * 2
+
+    assert run_ranks(job) == [[0.0, 0.0, 0.0]] * 2
 
 
 def at(event: str, where: Callable[[Any], bool], error: type[Exception]) -> Callback:
     def act(cb: Any) -> None:
-        if cb.training and where(cb): raise error
+        if cb.training and where(cb):
+            raise error
+
     return Callback(**{event: act})
 
 
 def test_what_a_cancelled_pass_has_not_averaged_is_averaged_before_the_step() -> None:
-    cancelled: dict[str, Callable[[int], Learner]] = {   # epochs of 12 batches
-        'the last piece': lambda bs: made(bs, at('before_backward', lambda cb: cb.learn.run.is_last_microbatch and
-                                                 cb.train_iter % 3 == 1, CancelBackwardException), microbatch=bs // 2),
-        'the last batch': lambda bs: made(bs, at('after_pred', lambda cb: cb.iter == 11, CancelBatchException),
-                                          GradientAccumulation(16)),
-        'the last backward': lambda bs: made(bs, at('before_backward', lambda cb: cb.iter == 11,
-                                                    CancelBackwardException), GradientAccumulation(16)),
+    cancelled: dict[str, Callable[[int], Learner]] = {  # epochs of 12 batches
+        'the last piece': lambda bs: made(
+            bs,
+            at(
+                'before_backward',
+                lambda cb: cb.learn.run.is_last_microbatch and cb.train_iter % 3 == 1,
+                CancelBackwardException,
+            ),
+            microbatch=bs // 2,
+        ),
+        'the last batch': lambda bs: made(
+            bs,
+            at('after_pred', lambda cb: cb.iter == 11, CancelBatchException),
+            GradientAccumulation(16),
+        ),
+        'the last backward': lambda bs: made(
+            bs,
+            at('before_backward', lambda cb: cb.iter == 11, CancelBackwardException),
+            GradientAccumulation(16),
+        ),
     }
 
     def made(bs: int, *cbs: Callback, **options: Any) -> Learner:
@@ -301,20 +380,24 @@ def test_what_a_cancelled_pass_has_not_averaged_is_averaged_before_the_step() ->
         return ends
 
     for name, got in zip(cancelled, run_ranks(job)[0], strict=True):
-        if name == 'the last piece': continue   # it has other samples in one process
+        if name == 'the last piece':
+            continue  # it has other samples in one process
         (one := cancelled[name](8)).fit(1)
         assert (got - weights(one)).abs().max() < 1e-10, name
 
 
 def test_a_static_graph_takes_passes_without_a_step() -> None:
-    makes = [lambda bs: make_learner(make_dls(64, bs), cbs=GradientAccumulation(16)),
-             lambda bs: make_learner(make_dls(64, bs), microbatch=bs // 2)]
+    makes = [
+        lambda bs: make_learner(make_dls(64, bs), cbs=GradientAccumulation(16)),
+        lambda bs: make_learner(make_dls(64, bs), microbatch=bs // 2),
+    ]
 
     def job(rank: int) -> list[Tensor]:
         ends = []
         for make in makes:
             learn = make(4)
-            with learn.distributed('ddp', timeout='20s', static_graph=True): learn.fit(2)
+            with learn.distributed('ddp', timeout='20s', static_graph=True):
+                learn.fit(2)
             ends.append(weights(learn))
         return ends
 
@@ -326,22 +409,27 @@ def test_a_static_graph_takes_passes_without_a_step() -> None:
 def test_an_evaluation_inside_a_batch_leaves_its_loss_alone() -> None:
     def make(bs: int) -> Learner:
         def look(cb: Any) -> None:
-            if cb.training and cb.train_iter % 4 == 1: cb.learn.validate()
+            if cb.training and cb.train_iter % 4 == 1:
+                cb.learn.validate()
+
         return make_learner(make_dls(48, bs, n_valid=9), cbs=Callback(after_step=look))
 
     def job(rank: int) -> list[Any]:
         ends = []
         for strategy in ('ddp', 'fsdp'):
             learn = make(4)
-            with learn.distributed(strategy, timeout='20s'): learn.fit(2)
+            with learn.distributed(strategy, timeout='20s'):
+                learn.fit(2)
             ends.append(rows(learn))
         return ends
 
     (one := make(8)).fit(2)
-    for got in run_ranks(job)[1]: assert same_rows(got, rows(one))
+    for got in run_ranks(job)[1]:
+        assert same_rows(got, rows(one))
 
 
-# ----------------------------------------------------------------------------- loops written with the verbs
+# --------------------------------------------------------------------- loops written with the verbs
+
 
 class VerbDuel(Learner):
     "Train the critic, then the generator, with `forward` and `optimize`."
@@ -359,8 +447,11 @@ class VerbDuel(Learner):
 
 
 VERBS: dict[str, Callable[[], list[Callback]]] = {
-    'plain': list, 'clip': lambda: [GradientClip(0.05)], 'accumulation': lambda: [GradientAccumulation(24)],
-    'all': lambda: [GradientAccumulation(24), GradientClip(0.05), EMA(0.9)]}
+    'plain': list,
+    'clip': lambda: [GradientClip(0.05)],
+    'accumulation': lambda: [GradientAccumulation(24)],
+    'all': lambda: [GradientAccumulation(24), GradientClip(0.05), EMA(0.9)],
+}
 
 
 def verb_duel(bs: int, name: str) -> Learner:
@@ -379,7 +470,9 @@ def test_a_loop_with_verbs_is_that_of_one_process() -> None:
         expected = told(alone)
         for got in (rank[name] for rank in ranks):
             assert (got['weights'] - expected['weights']).abs().max() < 1e-10, name
-            assert got['counts'] == expected['counts'] and same_rows(got['rows'], expected['rows']), name
+            assert got['counts'] == expected['counts'] and same_rows(
+                got['rows'], expected['rows']
+            ), name
 
 
 def test_a_loop_with_verbs_is_resumed_exactly_in_mid_accumulation(tmp_path: Path) -> None:
@@ -396,4 +489,5 @@ def test_a_loop_with_verbs_is_resumed_exactly_in_mid_accumulation(tmp_path: Path
                 again.check_replicas()
             differ.append(float((weights(again) - weights(straight)).abs().max()))
         return differ
-    assert run_ranks(job) == [[0., 0.]] * 2
+
+    assert run_ranks(job) == [[0.0, 0.0]] * 2

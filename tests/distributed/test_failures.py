@@ -1,4 +1,5 @@
 """Failures over ranks: what a rank that fails publishes, and which error each of the others raises."""
+
 from __future__ import annotations
 
 import signal
@@ -17,23 +18,28 @@ from tests.helpers.ranks import run_ranks, started_ranks
 
 pytestmark = pytest.mark.dist
 
-TIMEOUT_S = 2.
+TIMEOUT_S = 2.0
 
 
-def fit(rank: int, who: int, event: str, do: Any, timeout: float = 20.) -> tuple[str, float, int]:
+def fit(rank: int, who: int, event: str, do: Any, timeout: float = 20.0) -> tuple[str, float, int]:
     "Train, and do something at an event of one rank; return the error, its seconds, and the threads that are left."
+
     def act(cb: Any) -> None:
-        if cb.world.rank == who and cb.train_iter == 3: do(cb)
+        if cb.world.rank == who and cb.train_iter == 3:
+            do(cb)
+
     learn = make_learner(make_dls(101, 4), cbs=Callback(**{event: act}))
     before, began, error = threading.active_count(), time.monotonic(), ''
     try:
-        with learn.distributed('ddp', timeout=timeout): learn.fit(2)
+        with learn.distributed('ddp', timeout=timeout):
+            learn.fit(2)
     except BaseException as e:
         error = f'{type(e).__name__}: {e}'
     return error, time.monotonic() - began, threading.active_count() - before
 
 
-def fail(cb: Any) -> None: raise ValueError('boom')
+def fail(cb: Any) -> None:
+    raise ValueError('boom')
 
 
 @pytest.mark.parametrize('who', [0, 1])
@@ -42,33 +48,48 @@ def test_the_others_raise_the_error_of_the_one_that_failed(event: str, who: int)
     ends = run_ranks(fit, 3, who, event, fail)
     for rank, (error, took_s, threads) in enumerate(ends):
         assert took_s < 4 and threads == 0
-        if rank == who: assert error == 'ValueError: boom'
+        if rank == who:
+            assert error == 'ValueError: boom'
         else:
-            assert error.startswith(f'DistributedError: Process {who} of 3 failed in Callback.{event} (epoch 0, batch ')
+            assert error.startswith(
+                f'DistributedError: Process {who} of 3 failed in Callback.{event} (epoch 0, batch '
+            )
             assert 'ValueError: boom\nTraceback (most recent' in error and 'in fail\n' in error
 
 
 def test_each_keeps_its_own_error() -> None:
-    def both(cb: Any) -> None: raise ValueError(f'boom {cb.world.rank}')
+    def both(cb: Any) -> None:
+        raise ValueError(f'boom {cb.world.rank}')
 
-    def job(rank: int) -> str: return fit(rank, rank, 'before_backward', both)[0]
+    def job(rank: int) -> str:
+        return fit(rank, rank, 'before_backward', both)[0]
+
     assert run_ranks(job, 2) == ['ValueError: boom 0', 'ValueError: boom 1']
 
 
 def test_a_rank_that_computes_learns_of_it_at_its_next_collective() -> None:
     def job(rank: int) -> tuple[str, float, int]:
-        if rank: return fit(rank, 1, 'after_pred', fail)
+        if rank:
+            return fit(rank, 1, 'after_pred', fail)
         return fit(rank, 0, 'after_pred', lambda cb: time.sleep(1.5))
+
     (first, took_s, _), (second, _, _) = run_ranks(job, 2)
-    assert second == 'ValueError: boom' and first.startswith('DistributedError: Process 1 of 2 failed in')
+    assert second == 'ValueError: boom' and first.startswith(
+        'DistributedError: Process 1 of 2 failed in'
+    )
     assert took_s > 1.5
 
 
 def test_a_rank_whose_own_fit_ended_well_fails_with_the_other() -> None:
     def job(rank: int) -> str:
         learn = make_learner(make_dls(16, 8), cbs=Callback(cleanup=fail) if rank else None)
-        with pytest.raises((ValueError, DistributedError)) as e, learn.distributed('ddp', timeout='20s'): learn.fit(1)
+        with (
+            pytest.raises((ValueError, DistributedError)) as e,
+            learn.distributed('ddp', timeout='20s'),
+        ):
+            learn.fit(1)
         return str(e.value)
+
     first, second = run_ranks(job, 2)
     assert second == 'boom' and first.startswith('Process 1 of 2 failed in Callback.cleanup')
 
@@ -79,10 +100,14 @@ def test_a_rank_that_is_killed_is_named_by_all_others() -> None:
 
     with started_ranks(job, 3) as children:
         began = time.monotonic()
-        for child in children: child.wait(20)
+        for child in children:
+            child.wait(20)
         assert time.monotonic() - began < 8
         for rank in (0, 2):
-            assert 'DistributedError: Process 1 of 3 has ended without a message' in children[rank].stderr
+            assert (
+                'DistributedError: Process 1 of 3 has ended without a message'
+                in children[rank].stderr
+            )
             assert '(epoch 0, batch 3)' in children[rank].stderr
 
 
@@ -95,40 +120,59 @@ def test_a_first_rank_that_is_stopped_is_named_although_it_keeps_the_store() -> 
         began = time.monotonic()
         second.wait(20)
         assert time.monotonic() - began < TIMEOUT_S + 10 and second.code
-        assert 'DistributedError: Process 0 of 2, which keeps the store, does not answer' in second.stderr
+        assert (
+            'DistributedError: Process 0 of 2, which keeps the store, does not answer'
+            in second.stderr
+        )
 
 
 def test_ranks_that_wait_for_one_another_in_different_places_name_them() -> None:
-    def ask(cb: Any) -> None: cb.world.gather('mine')
+    def ask(cb: Any) -> None:
+        cb.world.gather('mine')
 
     for error, took_s, _ in run_ranks(fit, 2, 1, 'before_batch', ask, TIMEOUT_S):
-        assert error.startswith('DistributedError: The 2 processes waited for one another: process 0 waited in')
+        assert error.startswith(
+            'DistributedError: The 2 processes waited for one another: process 0 waited in'
+        )
         assert 'cb.world.gather(' in error and 'self.world.any(...)' in error
         assert took_s < TIMEOUT_S + 4
 
 
 def test_what_comes_from_another_rank_is_told_from_what_does_not() -> None:
-    lost = RuntimeError('[x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1')
+    lost = RuntimeError(
+        '[x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1'
+    )
     outer = ValueError('of my own')
     outer.__context__ = lost
-    assert [is_lost(e) for e in (lost, outer, ValueError('x'), KeyboardInterrupt(), None)] == [True, True, *[False] * 3]
+    assert [is_lost(e) for e in (lost, outer, ValueError('x'), KeyboardInterrupt(), None)] == [
+        True,
+        True,
+        *[False] * 3,
+    ]
 
 
 def test_a_closed_comm_leaves_no_connection_open() -> None:
     def job(rank: int) -> int:
         import torch
-        world = join_ranks(5.)
+
+        world = join_ranks(5.0)
         wrapped = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
         from learnkit.distributed.ddp import Replicas
+
         parts = Replicas()
         parts.wrapped = wrapped
 
-        class Holder: _replica = wrapped
+        class Holder:
+            _replica = wrapped
+
         parts.release(Holder())
         began = time.monotonic()
-        if rank: world.leave()
+        if rank:
+            world.leave()
         else:
-            with pytest.raises(RuntimeError) as e: world.gather(1)
+            with pytest.raises(RuntimeError) as e:
+                world.gather(1)
             assert is_lost(e.value) and time.monotonic() - began < 2
-        return int('reducer' in vars(wrapped))   # the wrapper itself is still held
+        return int('reducer' in vars(wrapped))  # the wrapper itself is still held
+
     assert run_ranks(job, 2) == [0, 0]

@@ -1,4 +1,5 @@
 """`learn.launch`: processes from a notebook, what they bring back, and how they end."""
+
 from __future__ import annotations
 
 import os
@@ -34,58 +35,75 @@ starts_processes = pytest.mark.dist
 def line() -> Learner:
     torch.manual_seed(3)
     halved = lambda params, lr: SGD(params, lr=lr / 2, mom=0.9)  # a notebook's function
-    return synth_learner(n_train=6, lr=0.05, opt_func=halved, cbs=EMA(0.9), metrics=[mae, lambda p, y: (p - y).sum()])
+    return synth_learner(
+        n_train=6, lr=0.05, opt_func=halved, cbs=EMA(0.9), metrics=[mae, lambda p, y: (p - y).sum()]
+    )
 
 
 def alive(pid: int) -> bool:
-    try: os.kill(pid, 0)
-    except ProcessLookupError: return False
-    return Path(f'/proc/{pid}/stat').read_text().split(') ')[1][0] != 'Z' if sys.platform == 'linux' else True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return (
+        Path(f'/proc/{pid}/stat').read_text().split(') ')[1][0] != 'Z'
+        if sys.platform == 'linux'
+        else True
+    )
 
 
-def gone(pids: list[int], within_s: float = 4.) -> bool:
+def gone(pids: list[int], within_s: float = 4.0) -> bool:
     end = monotonic() + within_s
-    while any(map(alive, pids)) and monotonic() < end: sleep(0.02)
+    while any(map(alive, pids)) and monotonic() < end:
+        sleep(0.02)
     return not any(map(alive, pids))
 
 
 def tell_pid(folder: Path, learn: Any) -> None:
     "Let the test know of this process."
     rank = learn.world.rank
-    (folder/f'{rank}.new').write_text(str(os.getpid()))
-    (folder/f'{rank}.new').rename(folder/f'{rank}.pid')
+    (folder / f'{rank}.new').write_text(str(os.getpid()))
+    (folder / f'{rank}.new').rename(folder / f'{rank}.pid')
 
 
 def wait_for_ever(folder: Path, learn: Any) -> None:
     tell_pid(folder, learn)
-    while True: sleep(0.01)
+    while True:
+        sleep(0.01)
 
 
-def pids(folder: Path, n: int = 2, within_s: float = 40.) -> list[int]:
+def pids(folder: Path, n: int = 2, within_s: float = 40.0) -> list[int]:
     end = monotonic() + within_s
-    while len(list(folder.glob('*.pid'))) < n and monotonic() < end: sleep(0.01)
+    while len(list(folder.glob('*.pid'))) < n and monotonic() < end:
+        sleep(0.01)
     return [int(path.read_text()) for path in sorted(folder.glob('*.pid'))]
 
 
 # -- what comes back
 
+
 def _trained(rank: int) -> Any:
     "Train in one of two processes that are started in another way."
     learn = line()
-    with learn.no_bar(), pytest.warns(UserWarning, match='this one trains alone'): learn.fit(1)
-    with learn.no_bar(), learn.distributed('ddp', batch_size='global'): learn.fit(2)
+    with learn.no_bar(), pytest.warns(UserWarning, match='this one trains alone'):
+        learn.fit(1)
+    with learn.no_bar(), learn.distributed('ddp', batch_size='global'):
+        learn.fit(2)
     return learn.checkpoint_state()
 
 
 @starts_processes
 def test_everything_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
     learn = line()
-    with learn.no_bar(): learn.fit(1)
+    with learn.no_bar():
+        learn.fit(1)
     capsys.readouterr()
 
     class Tell(Callback):
         "A class of the notebook."
-        def after_fit(self) -> None: print(f'process {self.world.rank} of {self.world.size}')
+
+        def after_fit(self) -> None:
+            print(f'process {self.world.rank} of {self.world.size}')
 
     def train(learn: Learner) -> Any:
         learn.fit(2, cbs=Tell())
@@ -102,17 +120,20 @@ def test_everything_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
     assert not differences(run_ranks(_trained, 2)[0], learn.checkpoint_state())
     assert learn.model is model and learn.world.size == 1 and len(learn.history) == 3
     assert learn.time.ep == 3 and learn.opt.n_steps == 6 * 3
-    with learn.no_bar(): learn.fit(1)   # and it trains on
+    with learn.no_bar():
+        learn.fit(1)  # and it trains on
 
 
 @starts_processes
 @pytest.mark.full
 def test_one_process_trains_as_this_one_would_and_odd_results_stay_behind() -> None:
     here, there = line(), line()
-    with here.no_bar(): here.fit(1)
+    with here.no_bar():
+        here.fit(1)
 
     def train(learn: Learner) -> Any:
-        with learn.no_bar(): learn.fit(1)
+        with learn.no_bar():
+            learn.fit(1)
         return learn
 
     with pytest.warns(UserWarning, match='has returned a Learner, which stays behind'):
@@ -122,6 +143,7 @@ def test_one_process_trains_as_this_one_would_and_odd_results_stay_behind() -> N
 
 # -- how they end
 
+
 @starts_processes
 def test_the_first_that_fails_shows_its_traceback_and_nothing_changes(tmp_path: Path) -> None:
     learn = line()
@@ -129,13 +151,16 @@ def test_the_first_that_fails_shows_its_traceback_and_nothing_changes(tmp_path: 
 
     class Boom(Callback):
         def after_loss(self) -> None:
-            if self.world.rank == 1 and self.train_iter == 2: raise ValueError('boom in a notebook')
+            if self.world.rank == 1 and self.train_iter == 2:
+                raise ValueError('boom in a notebook')
 
     def train(learn: Learner) -> None:
         tell_pid(tmp_path, learn)
         learn.fit(1, cbs=Boom())
 
-    with pytest.raises(DistributedError, match=r'Process 1 of 2 has failed: ValueError: boom in a notebook') as error:
+    with pytest.raises(
+        DistributedError, match=r'Process 1 of 2 has failed: ValueError: boom in a notebook'
+    ) as error:
         launch(learn, train, 2)
     assert 'Boom.after_loss (epoch 0, batch 2)' in str(error.value)
     assert 'distributed/launching.py' not in str(error.value)
@@ -147,9 +172,12 @@ def test_the_first_that_fails_shows_its_traceback_and_nothing_changes(tmp_path: 
 def test_a_process_that_is_killed_is_named(tmp_path: Path) -> None:
     def die(learn: Learner) -> None:
         tell_pid(tmp_path, learn)
-        if learn.world.rank == 1: print('last words', file=sys.stderr); os.kill(os.getpid(), signal.SIGKILL)
+        if learn.world.rank == 1:
+            print('last words', file=sys.stderr)
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    with pytest.raises(DistributedError, match='Process 1 of 2 was ended by SIGKILL') as error: launch(line(), die, 2)
+    with pytest.raises(DistributedError, match='Process 1 of 2 was ended by SIGKILL') as error:
+        launch(line(), die, 2)
     assert error.value.args[0].endswith('for want of memory perhaps.\nlast words\n')
     assert gone(pids(tmp_path))
 
@@ -157,9 +185,12 @@ def test_a_process_that_is_killed_is_named(tmp_path: Path) -> None:
 @starts_processes
 @pytest.mark.full
 def test_one_that_does_not_end_with_the_others_is_ended(tmp_path: Path) -> None:
-    def linger(learn: Learner) -> None: (wait_for_ever if learn.world.rank else tell_pid)(tmp_path, learn)
+    def linger(learn: Learner) -> None:
+        (wait_for_ever if learn.world.rank else tell_pid)(tmp_path, learn)
 
-    with pytest.raises(DistributedError, match='Process 1 of 2 did not end within 1 s of the others'):
+    with pytest.raises(
+        DistributedError, match='Process 1 of 2 did not end within 1 s of the others'
+    ):
         launch(line(), linger, 2, timeout='1s')
     assert gone(pids(tmp_path))
 
@@ -170,11 +201,13 @@ def test_an_interrupt_ends_them(tmp_path: Path) -> None:
     before = learn_digest(learn)
 
     def stop_button() -> None:
-        if len(pids(tmp_path)) == 2: os.kill(os.getpid(), signal.SIGINT)
+        if len(pids(tmp_path)) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
 
     button = Timer(0.1, stop_button)
     button.start()
-    with pytest.raises(KeyboardInterrupt): launch(learn, partial(wait_for_ever, tmp_path), 2)
+    with pytest.raises(KeyboardInterrupt):
+        launch(learn, partial(wait_for_ever, tmp_path), 2)
     button.join()
     assert gone(pids(tmp_path), 0.2) and learn_digest(learn) == before
 
@@ -192,6 +225,7 @@ def test_they_die_with_their_parent(tmp_path: Path) -> None:
 
 # -- what is refused, before anything is started
 
+
 def _in_a_run(learn: Learner) -> None:
     learn.fit(1, cbs=Callback(before_batch=lambda cb: launch(learn, print, 2)))
 
@@ -204,7 +238,7 @@ def _on_gpus(learn: Learner) -> None:
 REFUSED: list[tuple[Callable[[Learner], Any], type[LearnkitError], str]] = [
     (lambda learn: launch(learn, 3), OptionError, r'launch\(3\): give a function'),  # type: ignore[arg-type]
     (lambda learn: launch(learn, print, 0), OptionError, 'nproc=0: give a whole number'),
-    (lambda learn: launch(learn, print, 2.), OptionError, 'nproc=2.0: give'),  # type: ignore[arg-type]
+    (lambda learn: launch(learn, print, 2.0), OptionError, 'nproc=2.0: give'),  # type: ignore[arg-type]
     (lambda learn: launch(learn, print, True), OptionError, 'nproc=True'),
     (lambda learn: launch(learn, print, 2, strategy='ddb'), OptionError, "strategy='ddb'.*'ddp'"),
     (lambda learn: launch(learn, print, 2, timeout='3ep'), OptionError, 'timeout'),
@@ -213,11 +247,18 @@ REFUSED: list[tuple[Callable[[Learner], Any], type[LearnkitError], str]] = [
 ]
 
 
-@pytest.mark.parametrize(('call', 'error', 'message'), REFUSED, ids=[message for *_, message in REFUSED])
-def test_what_cannot_be_launched(call: Callable[[Learner], Any], error: type[LearnkitError], message: str,
-                                 monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ('call', 'error', 'message'), REFUSED, ids=[message for *_, message in REFUSED]
+)
+def test_what_cannot_be_launched(
+    call: Callable[[Learner], Any],
+    error: type[LearnkitError],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr('subprocess.Popen', None)
-    with pytest.raises(error, match=message), (learn := line()).no_bar(): call(learn)
+    with pytest.raises(error, match=message), (learn := line()).no_bar():
+        call(learn)
 
 
 class WithFile(nn.Module):
@@ -225,24 +266,38 @@ class WithFile(nn.Module):
         super().__init__()
         self.line, self.log = nn.Linear(1, 1), file
 
-    def forward(self, x: Any) -> Any: return self.line(x)
+    def forward(self, x: Any) -> Any:
+        return self.line(x)
 
 
 def test_what_cannot_be_sent_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr('subprocess.Popen', None)
-    with open(tmp_path/'log', 'w') as file:
+    with open(tmp_path / 'log', 'w') as file:
+
         class Note(Callback):
-            def __init__(self) -> None: self.to = {'files': [1, file]}
+            def __init__(self) -> None:
+                self.to = {'files': [1, file]}
 
         cases: list[tuple[str, Callable[[], Any]]] = [
-            (r'learn\.note\.to\[\'files\'\]\[1\] \(TextIOWrapper\)', lambda: launch(synth_learner(cbs=Note()), print)),
-            (r'`file` of fn \(TextIOWrapper\)', lambda: launch(line(), lambda learn: file.write('x'))),
-            (r'learn\.model\.0\.log \(TextIOWrapper\)',
-             lambda: launch(synth_learner(model=nn.Sequential(WithFile(file))), print)),
+            (
+                r'learn\.note\.to\[\'files\'\]\[1\] \(TextIOWrapper\)',
+                lambda: launch(synth_learner(cbs=Note()), print),
+            ),
+            (
+                r'`file` of fn \(TextIOWrapper\)',
+                lambda: launch(line(), lambda learn: file.write('x')),
+            ),
+            (
+                r'learn\.model\.0\.log \(TextIOWrapper\)',
+                lambda: launch(synth_learner(model=nn.Sequential(WithFile(file))), print),
+            ),
             (r'learn\.dls\.train \(generator\)', _launch_generator),
         ]
         for message, call in cases:
-            with pytest.raises(DistributedError, match=message + ' cannot be sent to another process'): call()
+            with pytest.raises(
+                DistributedError, match=message + ' cannot be sent to another process'
+            ):
+                call()
 
 
 def _launch_generator() -> None:
@@ -254,11 +309,13 @@ def _launch_generator() -> None:
 
 def test_without_cloudpickle_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, 'cloudpickle', None)
-    with pytest.raises(MissingExtraError, match=r'learnkit\[launch\]'): launch(line(), print)
+    with pytest.raises(MissingExtraError, match=r'learnkit\[launch\]'):
+        launch(line(), print)
 
 
 def test_the_learners_own_callback_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
     from learnkit.distributed.launch import _team
+
     own = DistributedTraining('ddp', uneven='drop')
     learn = synth_learner(cbs=own)
     assert _team(learn, print, 2, '10m', {}) is own
@@ -275,13 +332,44 @@ def test_processes_share_the_cores_unless_said_otherwise(monkeypatch: pytest.Mon
 
 
 @starts_processes
-def test_a_process_that_a_launcher_has_started_can_launch_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    of_torchrun = {'RANK': '3', 'LOCAL_RANK': '3', 'WORLD_SIZE': '4', 'LOCAL_WORLD_SIZE': '4', 'GROUP_RANK': '2',
-                   'MASTER_ADDR': 'elsewhere', 'MASTER_PORT': '1', 'TORCHELASTIC_USE_AGENT_STORE': 'True'}
-    for name, value in of_torchrun.items(): monkeypatch.setenv(name, value)
-    odd = ('TORCHELASTIC_RUN_ID', 'TORCHELASTIC_ERROR_FILE', 'ROLE_RANK', 'ROLE_WORLD_SIZE', 'ROLE_NAME',
-           'GROUP_WORLD_SIZE', 'SLURM_PROCID', 'SLURM_LOCALID', 'SLURM_STEP_NUM_TASKS')
-    for name in odd: monkeypatch.setenv(name, '7')
-    assert launch(line(), lambda learn: [learn.world.rank, sorted({*odd} & {*os.environ})], 1, timeout='5s') == [0, []]
+def test_a_process_that_a_launcher_has_started_can_launch_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of_torchrun = {
+        'RANK': '3',
+        'LOCAL_RANK': '3',
+        'WORLD_SIZE': '4',
+        'LOCAL_WORLD_SIZE': '4',
+        'GROUP_RANK': '2',
+        'MASTER_ADDR': 'elsewhere',
+        'MASTER_PORT': '1',
+        'TORCHELASTIC_USE_AGENT_STORE': 'True',
+    }
+    for name, value in of_torchrun.items():
+        monkeypatch.setenv(name, value)
+    odd = (
+        'TORCHELASTIC_RUN_ID',
+        'TORCHELASTIC_ERROR_FILE',
+        'ROLE_RANK',
+        'ROLE_WORLD_SIZE',
+        'ROLE_NAME',
+        'GROUP_WORLD_SIZE',
+        'SLURM_PROCID',
+        'SLURM_LOCALID',
+        'SLURM_STEP_NUM_TASKS',
+    )
+    for name in odd:
+        monkeypatch.setenv(name, '7')
+    assert launch(
+        line(), lambda learn: [learn.world.rank, sorted({*odd} & {*os.environ})], 1, timeout='5s'
+    ) == [0, []]
     env = environment(1, 2, 5)
-    assert [env[name] for name in list(of_torchrun)[:-1]] == ['1', '1', '2', '2', '0', '127.0.0.1', '5']
+    assert [env[name] for name in list(of_torchrun)[:-1]] == [
+        '1',
+        '1',
+        '2',
+        '2',
+        '0',
+        '127.0.0.1',
+        '5',
+    ]

@@ -1,4 +1,5 @@
 """Strategy 'fsdp': the same training as with replicas, with every process having a part of the weights."""
+
 import warnings
 from functools import partial
 from operator import is_
@@ -36,18 +37,25 @@ class Block(nn.Module):
         self.inner = nn.Sequential(nn.Linear(7, 9), nn.GELU(), nn.Linear(9, 7))
         self.norm = nn.LayerNorm(7)
 
-    def forward(self, x): return self.norm(x + self.inner(x))
+    def forward(self, x):
+        return self.norm(x + self.inner(x))
 
 
 class Net(nn.Module):
     "Blocks between two layers, one of which is a block's size too small for two processes."
+
     def __init__(self):
         super().__init__()
-        self.stem, self.blocks, self.head = nn.Linear(5, 7), nn.ModuleList([Block(), Block()]), nn.Linear(7, 1)
+        self.stem, self.blocks, self.head = (
+            nn.Linear(5, 7),
+            nn.ModuleList([Block(), Block()]),
+            nn.Linear(7, 1),
+        )
 
     def forward(self, x):
         x = self.stem(x)
-        for b in self.blocks: x = b(x)
+        for b in self.blocks:
+            x = b(x)
         return self.head(x)
 
 
@@ -57,26 +65,45 @@ def learner(model=Net, n=33, **kwargs):
     x, y = torch.randn(n + 17, 5, generator=g), torch.randn(n + 17, 1, generator=g)
     torch.manual_seed(1)
     options = {'loss_func': nn.MSELoss(), 'lr': 0.01, **kwargs}
-    return Learner(DataLoaders.from_tensors((x[:n], y[:n]), (x[n:], y[n:]), bs=8), model(), **options)
+    return Learner(
+        DataLoaders.from_tensors((x[:n], y[:n]), (x[n:], y[n:]), bs=8), model(), **options
+    )
 
 
-def values(learn): return [t.detach().clone() for t in learn.model.state_dict().values()]
+def values(learn):
+    return [t.detach().clone() for t in learn.model.state_dict().values()]
 
 
-def apart(a, b): return max((x - y).abs().max().item() for x, y in zip(a, b, strict=True))
+def apart(a, b):
+    return max((x - y).abs().max().item() for x, y in zip(a, b, strict=True))
 
 
 def trained(strategy, epochs=1, options=(), model=Net, **kwargs):
     "Train; return the weights, the history, and what the callbacks and the optimizer have."
     learn = learner(model, **{k: v() if k == 'cbs' else v for k, v in kwargs.items()})
     torch.manual_seed(3)
-    with warnings.catch_warnings(), learn.no_bar(), learn.no_logging(), learn.distributed(strategy, **dict(options)):
+    with (
+        warnings.catch_warnings(),
+        learn.no_bar(),
+        learn.no_logging(),
+        learn.distributed(strategy, **dict(options)),
+    ):
         # in the case that rolls back
         warnings.filterwarnings('ignore', 'The loss is nan', UserWarning)
         learn.fit(epochs)
-    ema = [average for cb in learn.cbs if isinstance(cb, EMA) for average in cb.state_dict()['averages'].values()]
+    ema = [
+        average
+        for cb in learn.cbs
+        if isinstance(cb, EMA)
+        for average in cb.state_dict()['averages'].values()
+    ]
     kept = [v for s in learn.opt.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
-    history = [v for row in learn.history for k, v in row.items() if isinstance(v, float) and 'time' not in k]
+    history = [
+        v
+        for row in learn.history
+        for k, v in row.items()
+        if isinstance(v, float) and 'time' not in k
+    ]
     return values(learn), torch.tensor(history), ema, kept
 
 
@@ -88,31 +115,44 @@ CASES = {
     'value clip': {'cbs': lambda: GradientValueClip(0.01)},
     'ema': {'cbs': lambda: EMA(0.9)},
     'sam': {'cbs': lambda: SAM(0.1)},
-    'asam': {'cbs': lambda: [SAM(1., adaptive=True), GradientClip(0.1)]},
+    'asam': {'cbs': lambda: [SAM(1.0, adaptive=True), GradientClip(0.1)]},
     'guard': {'cbs': lambda: GuardNonFinite()},
-    'rollback': {'cbs': lambda: [GuardNonFinite('rollback', snapshot_every='1ba'), NaNs(), EMA(0.9)]},
+    'rollback': {
+        'cbs': lambda: [GuardNonFinite('rollback', snapshot_every='1ba'), NaNs(), EMA(0.9)]
+    },
     'monitor': {'cbs': lambda: OptimizerMonitor(every='1ba')},
     'accumulate': {'cbs': lambda: [GradientAccumulation(20), GradientClip(0.1)]},
     'microbatch': {'microbatch': 3, 'cbs': lambda: GradientClip(0.1)},
     'microbatch, accumulate': {'microbatch': 3, 'cbs': lambda: GradientAccumulation(20)},
-    'fp16': {'cbs': lambda: [MixedPrecision('fp16', init_scale=2.**17), GradientClip(0.1)], 'epochs': 2},
+    'fp16': {
+        'cbs': lambda: [MixedPrecision('fp16', init_scale=2.0**17), GradientClip(0.1)],
+        'epochs': 2,
+    },
     'sgd': {'opt_func': partial(SGD, mom=0.9, wd=0.1)},
     'rmsprop': {'opt_func': partial(RMSProp, mom=0.9)},
     'radam': {'opt_func': RAdam},
     'loop': {'opt_func': partial(Adam, fused=False)},
     'lookahead': {'opt_func': lambda p, lr: Lookahead(Adam(p, lr), k=2)},
     'muon': {'opt_func': MuonAdamW},
-    'groups': {'splitter': lambda m: [list(m.stem.parameters()), [*m.blocks.parameters(), *m.head.parameters()]],
-               'lr': [0.001, 0.01], 'wd': 0.1},
+    'groups': {
+        'splitter': lambda m: [
+            list(m.stem.parameters()),
+            [*m.blocks.parameters(), *m.head.parameters()],
+        ],
+        'lr': [0.001, 0.01],
+        'wd': 0.1,
+    },
 }
 
 
 class NaNs(Callback):
     "Spoil one batch."
+
     run_valid = False
 
     def before_batch(self):
-        if self.learn.train_iter == 1: self.learn.xb = (self.learn.xb[0] * torch.nan,)
+        if self.learn.train_iter == 1:
+            self.learn.xb = (self.learn.xb[0] * torch.nan,)
 
 
 def as_with_replicas(rank, names):
@@ -121,7 +161,10 @@ def as_with_replicas(rank, names):
     found = {}
     for name in names:
         a, b = (trained(strategy, **CASES[name]) for strategy in ('ddp', 'fsdp'))
-        found[name] = [apart(x, y) for x, y in zip(a, b, strict=True) if len(x)], apart(a[0], values(learner()))
+        found[name] = (
+            [apart(x, y) for x, y in zip(a, b, strict=True) if len(x)],
+            apart(a[0], values(learner())),
+        )
     return found
 
 
@@ -134,7 +177,8 @@ def test_fsdp_trains_as_ddp_does(names):
             assert moved > 1e-3, name
 
 
-# -- what is cut -------------------------------------------------------------------------------------------------------
+# -- what is cut -----------------------------------------------------------------------------------
+
 
 def test_repeated_blocks_are_cut_on_their_own():
     model = Net()
@@ -144,36 +188,50 @@ def test_repeated_blocks_are_cut_on_their_own():
     assert units_of(nn.Sequential(nn.Linear(1, 1), nn.Conv1d(1, 1, 1)), None) == []
     both = units_of(model, (Block, nn.Sequential))
     assert both.index(model.blocks[0].inner) < both.index(model.blocks[0])  # inner ones first
-    with pytest.raises(OptionError, match='no such module'): units_of(model, nn.Conv2d)
+    with pytest.raises(OptionError, match='no such module'):
+        units_of(model, nn.Conv2d)
 
 
 class Tied(Net):
     "A weight of the first block is that of another layer, too."
+
     def __init__(self):
         super().__init__()
         self.tied = nn.Linear(7, 9)
         self.tied.weight = self.blocks[0].inner[0].weight
 
-    def forward(self, x): return super().forward(x) + self.tied(self.stem(x)).mean(1, keepdim=True)
+    def forward(self, x):
+        return super().forward(x) + self.tied(self.stem(x)).mean(1, keepdim=True)
 
 
 def test_a_block_that_shares_weights_is_not_cut_on_its_own():
     model = Tied()
     assert units_of(model, None) == [model.blocks[1]]
-    with pytest.raises(OptionError, match='shares weights'): units_of(model, Block)
+    with pytest.raises(OptionError, match='shares weights'):
+        units_of(model, Block)
 
 
-@pytest.mark.parametrize(('options', 'message'), [
-    ({'polcy': 1}, 'Did you mean .policy'), ({'policy': 'fp8'}, 'MixedPrecisionPolicy'), ({'wrap': 3}, 'a class'),
-    ({'offload': 'cpu'}, 'CPUOffloadPolicy'), ({'reshard_after_forward': 'yes'}, 'True, False')])
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        ({'polcy': 1}, 'Did you mean .policy'),
+        ({'policy': 'fp8'}, 'MixedPrecisionPolicy'),
+        ({'wrap': 3}, 'a class'),
+        ({'offload': 'cpu'}, 'CPUOffloadPolicy'),
+        ({'reshard_after_forward': 'yes'}, 'True, False'),
+    ],
+)
 def test_options_are_checked(options, message):
-    with pytest.raises(OptionError, match=message): Sharded(**options)
+    with pytest.raises(OptionError, match=message):
+        Sharded(**options)
 
 
-# -- the model and the Learner around it -------------------------------------------------------------------------------
+# -- the model and the Learner around it -----------------------------------------------------------
+
 
 class WithStatistics(Net):
     "Running statistics, and frozen weights."
+
     def __init__(self):
         super().__init__()
         self.head = nn.Sequential(nn.BatchNorm1d(7), nn.Linear(7, 1))
@@ -186,7 +244,8 @@ def several_things(rank):
     wrong = []
 
     def check(name, holds):
-        if not holds: wrong.append(name)
+        if not holds:
+            wrong.append(name)
 
     for model in (Tied, WithStatistics):  # BatchNorm's batches are those of each process, in both
         a, b = (trained(strategy, model=model, n=40) for strategy in ('ddp', 'fsdp'))
@@ -197,21 +256,30 @@ def several_things(rank):
     half = trained('fsdp', options={'policy': 'bf16', 'reshard_after_forward': False})
     whole = trained('ddp')
     check('bf16', 0 < apart(half[0], whole[0]) < 0.1)
-    pieces = [trained(s, options=o, microbatch=3) for s, o in (('ddp', {}), ('fsdp', {'sync_pieces': False}))]
+    pieces = [
+        trained(s, options=o, microbatch=3)
+        for s, o in (('ddp', {}), ('fsdp', {'sync_pieces': False}))
+    ]
     check('pieces that are not synchronised', apart(pieces[0][0], pieces[1][0]) < 1e-5)
 
     learn = learner(cbs=EMA(0.9), splitter=CASES['groups']['splitter'])
     own, params = learn.model, list(learn.model.parameters())
     # of a process alone
     with warnings.catch_warnings(action='ignore'), learn.no_bar(), learn.no_logging():
-        learn.fit(1)   # an optimizer that is there already
+        learn.fit(1)  # an optimizer that is there already
     average = learn.ema.state_dict()['averages']
     with learn.no_bar(), learn.no_logging(), learn.distributed('fsdp'):
         check('sharded', learn.model is not own and all(map(is_dtensor, learn.model.parameters())))
         n = sum(p.to_local().numel() for p in learn.model.parameters())
         check('half of it', n < 0.6 * sum(p.numel() for p in own.parameters()))
-        check('averages go along', apart(average.values(), [a.full_tensor() for a in
-                                                            learn.ema.state_dict()['averages'].values()]) == 0)
+        check(
+            'averages go along',
+            apart(
+                average.values(),
+                [a.full_tensor() for a in learn.ema.state_dict()['averages'].values()],
+            )
+            == 0,
+        )
         learn.freeze()
         learn.fit(1)
         frozen = learn.model.stem.weight.full_tensor()
@@ -224,24 +292,40 @@ def several_things(rank):
         evaluated, sums = learn.validate(), digest(learn_state(learn)['optimizer'])
         check('all have the same', len(set(learn.world.gather(sums))) == 1)
         learn.check_replicas()
-        try: learn.export()
-        except ModelError as e: check('export', 'once the strategy' in str(e))
-        else: wrong.append('export')
+        try:
+            learn.export()
+        except ModelError as e:
+            check('export', 'once the strategy' in str(e))
+        else:
+            wrong.append('export')
     check('the same objects', learn.model is own and all(map(is_, own.parameters(), params)))
     check('the same weights', abs(learn.validate()[0] - evaluated[0]) < 1e-6)
-    check('plain states', all(type(v) is torch.Tensor for s in learn.opt.state.values() for v in s.values()))
-    check('the optimizer has them', {id(p) for p in learn.opt.parameters()} == {id(p) for p in own.parameters()})
+    check(
+        'plain states',
+        all(type(v) is torch.Tensor for s in learn.opt.state.values() for v in s.values()),
+    )
+    check(
+        'the optimizer has them',
+        {id(p) for p in learn.opt.parameters()} == {id(p) for p in own.parameters()},
+    )
     check('modes', all(m.training == own.training for m in own.modules()))
-    with learn.no_bar(), learn.no_logging(): learn.fit(1)
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(1)
 
-    for name, odd in {'ChannelsLast': {'cbs': ChannelsLast()}, 'microbatch': {'microbatch': 'auto'},
-                      'LBFGS': {'opt_func': partial(torch.optim.LBFGS, max_iter=2)}}.items():
+    for name, odd in {
+        'ChannelsLast': {'cbs': ChannelsLast()},
+        'microbatch': {'microbatch': 'auto'},
+        'LBFGS': {'opt_func': partial(torch.optim.LBFGS, max_iter=2)},
+    }.items():
         learn = learner(**odd)
         before = values(learn)
         try:
-            with learn.no_bar(), learn.no_logging(), learn.distributed('fsdp'): learn.fit(1)
-        except DistributedError as e: check(f'{name} by name', name in str(e))
-        else: wrong.append(f'{name} not refused')
+            with learn.no_bar(), learn.no_logging(), learn.distributed('fsdp'):
+                learn.fit(1)
+        except DistributedError as e:
+            check(f'{name} by name', name in str(e))
+        else:
+            wrong.append(f'{name} not refused')
         check('nothing trained', apart(before, values(learn)) == 0)
     return wrong
 
@@ -250,7 +334,8 @@ def test_the_learner_has_its_own_model_back():
     assert run_ranks(several_things, 2) == [[], []]
 
 
-def four(rank): return trained('fsdp', options={'batch_size': 'global'})[:2]
+def four(rank):
+    return trained('fsdp', options={'batch_size': 'global'})[:2]
 
 
 def test_four_processes_train_as_one_does():
@@ -263,46 +348,65 @@ def fails(rank):
     learn = learner(cbs=[Fails(), EMA()])
     before = values(learn)
     try:
-        with learn.no_bar(), learn.no_logging(), learn.distributed('fsdp', timeout='20s'): learn.fit(1)
-    except (ValueError, DistributedError) as e: said = f'{type(e).__name__}: {e}'
-    with learn.no_bar(), learn.no_logging(): learn.fit(1)  # alone again
+        with learn.no_bar(), learn.no_logging(), learn.distributed('fsdp', timeout='20s'):
+            learn.fit(1)
+    except (ValueError, DistributedError) as e:
+        said = f'{type(e).__name__}: {e}'
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(1)  # alone again
     return said[:60], apart(before, values(learn)) > 0, learn.world.size
 
 
 class Fails(Callback):
     def after_pred(self):
-        if self.learn.world.rank == 1 and self.learn.train_iter == 2: raise ValueError('too bad')
+        if self.learn.world.rank == 1 and self.learn.train_iter == 2:
+            raise ValueError('too bad')
 
 
 def test_what_fails_leaves_the_model_as_it_was():
     (first, *rest), (second, *_) = run_ranks(fails, 2)
-    assert first.startswith('DistributedError: Process 1 of 2 failed in Fails') and second == 'ValueError: too bad'
+    assert (
+        first.startswith('DistributedError: Process 1 of 2 failed in Fails')
+        and second == 'ValueError: too bad'
+    )
     assert rest == [True, 1]
 
 
-@pytest.mark.parametrize(('model', 'message'), [
-    (lambda: nn.Identity(), 'no parameters'), (lambda: nn.LazyLinear(3), 'without a size'),
-    (lambda: nn.Linear(2, 2, device='meta'), 'meta'), (lambda: nn.DataParallel(nn.Linear(2, 2)), 'not DataParallel')])
+@pytest.mark.parametrize(
+    ('model', 'message'),
+    [
+        (lambda: nn.Identity(), 'no parameters'),
+        (lambda: nn.LazyLinear(3), 'without a size'),
+        (lambda: nn.Linear(2, 2, device='meta'), 'meta'),
+        (lambda: nn.DataParallel(nn.Linear(2, 2)), 'not DataParallel'),
+    ],
+)
 def test_models_that_cannot_be_cut_are_refused(model, message):
-    with pytest.raises(ModelError, match=message): check_can_be_cut(model())
+    with pytest.raises(ModelError, match=message):
+        check_can_be_cut(model())
 
 
 def spoiled(rank):
     learn = learner(cbs=[GuardNonFinite('raise'), Spoiled()])
     try:
-        with learn.no_bar(), learn.no_logging(), learn.distributed('fsdp'): learn.fit(1)
-    except (LossError, DistributedError) as e: return str(e)
+        with learn.no_bar(), learn.no_logging(), learn.distributed('fsdp'):
+            learn.fit(1)
+    except (LossError, DistributedError) as e:
+        return str(e)
 
 
 class Spoiled(Callback):
     "Spoil a gradient of which one process alone has the part."
+
     order = 10.2
     run_valid = False
 
     def before_step(self):
         grad = self.learn.model.head.weight.grad.to_local()
-        if grad.numel(): grad.fill_(torch.nan)
+        if grad.numel():
+            grad.fill_(torch.nan)
 
 
 def test_a_gradient_that_one_process_alone_has_is_looked_at_by_all():
-    for text in run_ranks(spoiled, 2): assert 'gradient' in text, text
+    for text in run_ranks(spoiled, 2):
+        assert 'gradient' in text, text

@@ -1,4 +1,5 @@
 """Callbacks that say nothing about their state, as they are written for fastai: what they remember survives a stop."""
+
 from __future__ import annotations
 
 import random
@@ -26,6 +27,7 @@ from tests.helpers.resuming import Keep, check_every_place, straight, through_a_
 
 class Mode(Enum):
     "What a callback may be in."
+
     FIRST = 1
     LATER = 2
 
@@ -38,24 +40,35 @@ class Remembers(Callback):
         self.gen, self.mode, self.fresh = torch.Generator().manual_seed(3), Mode.FIRST, True
 
     def before_fit(self) -> None:
-        self.seen, self.by_class, self.kinds, self.last = L(), defaultdict(list), Counter(), deque(maxlen=3)
+        self.seen, self.by_class, self.kinds, self.last = (
+            L(),
+            defaultdict(list),
+            Counter(),
+            deque(maxlen=3),
+        )
         self.ids, self.total, self.where = set[Any](), np.float32(0), Path('nowhere')
         self.sums, self.mean, self.pairs = np.zeros(2), torch.zeros(1), {(0, 'a'): 1}
         self.order_of = OrderedDict[str, int]()
 
-    def before_epoch(self) -> None: self.fresh = False  # as it was made, until the next epoch begins
-    def after_train(self) -> None: self.fresh = True
+    def before_epoch(self) -> None:
+        self.fresh = False  # as it was made, until the next epoch begins
+
+    def after_train(self) -> None:
+        self.fresh = True
 
     def after_batch(self) -> None:
-        if not self.training: return
+        if not self.training:
+            return
         n, loss = self.train_iter, self.loss.item()
         self.seen.append(loss)
         self.by_class[n % 2].append((n, loss))
         self.kinds[f'{n % 3}'] += 1
-        self.last.append(self.rng.random() + self.np_rng.random() + float(torch.rand(1, generator=self.gen)))
+        self.last.append(
+            self.rng.random() + self.np_rng.random() + float(torch.rand(1, generator=self.gen))
+        )
         self.ids.add((n % 4, None))
         self.total += np.float32(loss)
-        self.where, self.mode = Path('runs')/str(n), Mode.LATER
+        self.where, self.mode = Path('runs') / str(n), Mode.LATER
         self.sums[n % 2] += loss
         self.mean = self.mean + self.loss
         self.pairs[n, 'b'] = n
@@ -73,15 +86,25 @@ def test_whatever_is_data_survives() -> None:
     for resume in (False, True):
         learn = make()
         learn.add_cb(Keep())
-        state = through_a_file(straight(make, lambda learn, _: learn.fit(2))[1][2]) if resume else False
+        state = (
+            through_a_file(straight(make, lambda learn, _: learn.fit(2))[1][2]) if resume else False
+        )
         torch.manual_seed(0)
         learn.fit(2, resume=state)
         ends.append(learn.remembers)
     left_out = 'learn', 'rng', 'np_rng', 'gen', '_as_added'
     a, b = ({k: v for k, v in vars(cb).items() if k not in left_out} for cb in ends)
-    assert a.keys() == b.keys() and {k: type(v) for k, v in a.items()} == {k: type(v) for k, v in b.items()}
-    assert b['last'].maxlen == 3 and b['by_class'].default_factory is list and b['mode'] is Mode.LATER
-    assert len(b['seen']) == 6 and b['where'] == Path('runs/6') and b['kinds'] == {'0': 2, '1': 2, '2': 2}
+    assert a.keys() == b.keys() and {k: type(v) for k, v in a.items()} == {
+        k: type(v) for k, v in b.items()
+    }
+    assert (
+        b['last'].maxlen == 3 and b['by_class'].default_factory is list and b['mode'] is Mode.LATER
+    )
+    assert (
+        len(b['seen']) == 6
+        and b['where'] == Path('runs/6')
+        and b['kinds'] == {'0': 2, '1': 2, '2': 2}
+    )
     assert a['pairs'] == b['pairs'] and a['ids'] == b['ids'] and a['last'] == b['last']
 
 
@@ -98,26 +121,36 @@ def test_a_flag_that_was_as_it_was_made_is_so_again() -> None:
 
 def test_options_stay_what_they_are_made_with() -> None:
     class Scaled(Callback):
-        def __init__(self, by: float = 1., parts: Any = ()) -> None: self.by, self.parts, self.n = by, list(parts), 0
-        def after_batch(self) -> None: self.n += 1
+        def __init__(self, by: float = 1.0, parts: Any = ()) -> None:
+            self.by, self.parts, self.n = by, list(parts), 0
 
-    def with_option(by: float) -> Any: return synth_learner(n_train=3, cbs=Scaled(by, [1, 2]))
-    _, kept = straight(lambda: with_option(1.), lambda learn, _: learn.fit(1))
+        def after_batch(self) -> None:
+            self.n += 1
+
+    def with_option(by: float) -> Any:
+        return synth_learner(n_train=3, cbs=Scaled(by, [1, 2]))
+
+    _, kept = straight(lambda: with_option(1.0), lambda learn, _: learn.fit(1))
     assert kept[1]['callbacks']['scaled'] == {'n': 2}
-    learn = with_option(5.)
+    learn = with_option(5.0)
     learn.scaled.parts = [7]
     learn.add_cb(Keep())
     learn.fit(1, resume=kept[1])
     # a validation batch of two comes
-    assert (learn.scaled.by, learn.scaled.parts, learn.scaled.n) == (5., [7], 5)
+    assert (learn.scaled.by, learn.scaled.parts, learn.scaled.n) == (5.0, [7], 5)
 
 
 def test_parts_of_the_model_stay_its_own() -> None:
     class Holds(Callback):
-        def before_fit(self) -> None: self.params, self.first = list(self.model.parameters()), self.model.a
-        def after_step(self) -> None: self.n = getattr(self, 'n', 0) + len(self.params)
+        def before_fit(self) -> None:
+            self.params, self.first = list(self.model.parameters()), self.model.a
 
-    def holding() -> Any: return synth_learner(n_train=3, cbs=Holds())
+        def after_step(self) -> None:
+            self.n = getattr(self, 'n', 0) + len(self.params)
+
+    def holding() -> Any:
+        return synth_learner(n_train=3, cbs=Holds())
+
     _, kept = straight(holding, lambda learn, _: learn.fit(1))
     learn = holding()
     learn.add_cb(Keep())
@@ -129,21 +162,27 @@ def test_parts_of_the_model_stay_its_own() -> None:
 def test_what_would_not_load_is_left_out_and_named(tmp_path: Path) -> None:
     cb = Callback()
     note_attributes(cb)
-    with (tmp_path/'a').open('w') as file:
+    with (tmp_path / 'a').open('w') as file:
         cb.it, cb.file, cb.empty, cb.words = iter([1]), file, b'', np.array(['a'])  # type: ignore[attr-defined]
-        cb.fine, cb.f, cb.mode = {1.5: {2}}, len, Mode.FIRST                        # type: ignore[attr-defined]
-        assert lost_attributes(cb) == {'it': 'list_iterator', 'file': 'TextIOWrapper', 'empty': 'bytes',
-                                       'words': 'ndarray'}
+        cb.fine, cb.f, cb.mode = {1.5: {2}}, len, Mode.FIRST  # type: ignore[attr-defined]
+        assert lost_attributes(cb) == {
+            'it': 'list_iterator',
+            'file': 'TextIOWrapper',
+            'empty': 'bytes',
+            'words': 'ndarray',
+        }
         state = through_a_file({'state': changed_attributes(cb)})['state']
     other = Callback()
-    other.mode = Mode.LATER                                                         # type: ignore[attr-defined]
+    other.mode = Mode.LATER  # type: ignore[attr-defined]
     put_attributes(other, state)
     assert vars(other) == {'fine': {1.5: {2}}, 'mode': Mode.FIRST}
 
 
 def test_a_tensor_of_the_loop_is_data() -> None:
     class Keeps(Callback):
-        def after_loss(self) -> None: self.kept, self.graph = self.loss, self.loss_grad
+        def after_loss(self) -> None:
+            self.kept, self.graph = self.loss, self.loss_grad
+
     learn = synth_learner(cbs=Keeps())
     learn.add_cb(Keep())
     learn.fit(1)
@@ -154,24 +193,49 @@ def test_a_tensor_of_the_loop_is_data() -> None:
 class Hidden(Callback):
     "Takes rates from an iterator, of which no checkpoint can know how far it is."
 
-    def before_fit(self) -> None: self.rates = iter(range(1, 100))
+    def before_fit(self) -> None:
+        self.rates = iter(range(1, 100))
+
     def before_batch(self) -> None:
-        if self.training: self.opt.set_hyper('lr', 0.001 * next(self.rates))
+        if self.training:
+            self.opt.set_hyper('lr', 0.001 * next(self.rates))
 
 
 def test_a_failed_check_names_what_is_lost() -> None:
     found = synth_learner(cbs=Hidden()).check_resume(4)
     assert not found
-    assert found.hints == ['Hidden keeps `rates` (range_iterator), which no checkpoint holds: give it `state_dict` and '
-                           '`load_state_dict`.']
+    assert found.hints == [
+        'Hidden keeps `rates` (range_iterator), which no checkpoint holds: give it `state_dict` and '
+        '`load_state_dict`.'
+    ]
     assert repr(found).endswith(found.hints[0])
     assert synth_learner(cbs=[Remembers()]).check_resume(4).hints == []
 
 
-@pytest.mark.parametrize('value', [np.float64(1.5), np.int8(3), np.arange(3), np.array(2.), {3: [1]}, {None: 1},
-                                   (1, [2]), L(1, 2), {1, 2}, frozenset([1]), deque([1], 2), Path('a/b'),
-                                   Counter('aab'), OrderedDict(b=1, a=2), defaultdict(int, x=1), True, b'a',
-                                   1 + 2j, None])
+@pytest.mark.parametrize(
+    'value',
+    [
+        np.float64(1.5),
+        np.int8(3),
+        np.arange(3),
+        np.array(2.0),
+        {3: [1]},
+        {None: 1},
+        (1, [2]),
+        L(1, 2),
+        {1, 2},
+        frozenset([1]),
+        deque([1], 2),
+        Path('a/b'),
+        Counter('aab'),
+        OrderedDict(b=1, a=2),
+        defaultdict(int, x=1),
+        True,
+        b'a',
+        1 + 2j,
+        None,
+    ],
+)
 def test_values_come_back_as_they_were(value: Any) -> None:
     cb = Callback()
     note_attributes(cb)
@@ -213,16 +277,22 @@ class Odd(Callback):
         self.cycle: list[Any] = []
         self.cycle.append(self.cycle)
         self.deep: Any = []
-        for _ in range(3000): self.deep = [self.deep]
+        for _ in range(3000):
+            self.deep = [self.deep]
         self.huge, self.big_endian = 2**5000, np.arange(3, dtype='>f8')
         self.look, self.marked, self.seen = self.learn.model.a.data, {'__kind__': 'x'}, 0
 
-    def after_batch(self) -> None: self.seen += 1
+    def after_batch(self) -> None:
+        self.seen += 1
 
 
 def test_what_no_file_holds_does_not_end_the_training() -> None:
-    check_every_place(lambda: of(Odd), lambda learn, r: learn.fit(2, resume=r), lambda kept: kept[2::5])
+    check_every_place(
+        lambda: of(Odd), lambda learn, r: learn.fit(2, resume=r), lambda kept: kept[2::5]
+    )
     learn = of(Odd)
     learn.fit(1)
-    assert changed_attributes(learn.odd) == {'marked': {'__kind__': 'dict', 'of': [('__kind__', 'x')], 'factory': None},
-                                             'seen': learn.odd.seen}
+    assert changed_attributes(learn.odd) == {
+        'marked': {'__kind__': 'dict', 'of': [('__kind__', 'x')], 'factory': None},
+        'seen': learn.odd.seen,
+    }

@@ -1,4 +1,5 @@
 """microbatch='auto': when memory runs out, the batch is done again in smaller pieces, as if nothing had been."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -14,35 +15,50 @@ from learnkit.metrics.functional import AvgMetric
 class Hungry(nn.Module):
     "A model that runs out of memory for more than so many samples; the error is torch's own, raised by hand."
 
-    def __init__(self, fits: int, dropout: float = 0., norm: bool = False) -> None:
+    def __init__(self, fits: int, dropout: float = 0.0, norm: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.fits, self.sizes = fits, []  # type: int, list[int]
-        layers: list[nn.Module] = [nn.Linear(3, 8), nn.Dropout(dropout), *([nn.BatchNorm1d(8)] if norm else [])]
+        layers: list[nn.Module] = [
+            nn.Linear(3, 8),
+            nn.Dropout(dropout),
+            *([nn.BatchNorm1d(8)] if norm else []),
+        ]
         self.layers = nn.Sequential(*layers, nn.Linear(8, 1)).double()
 
     def forward(self, x: Tensor) -> Tensor:
         "Return predictions [B, 1]; the first layers have run by the time memory is gone."
         self.sizes.append(len(x))
         out = self.layers(x)
-        if self.training and len(x) > self.fits: raise torch.OutOfMemoryError('CUDA out of memory (raised by a test)')
+        if self.training and len(x) > self.fits:
+            raise torch.OutOfMemoryError('CUDA out of memory (raised by a test)')
         return out
 
 
 def data(n: int = 40, bs: int = 16) -> DataLoaders:
     g = torch.Generator().manual_seed(1)
     x = torch.randn(n, 3, generator=g, dtype=torch.float64)
-    return DataLoaders.from_tensors((x, x.sum(1, keepdim=True).sin()), (x[:8], x[:8].sum(1, keepdim=True)), bs=bs,
-                                    shuffle=False)
+    return DataLoaders.from_tensors(
+        (x, x.sum(1, keepdim=True).sin()), (x[:8], x[:8].sum(1, keepdim=True)), bs=bs, shuffle=False
+    )
 
 
 def learner(model: Hungry, microbatch: Any = 'auto', **kwargs: Any) -> Learner:
-    learn = Learner(data(), model, nn.MSELoss(), opt_func=torch.optim.SGD, lr=0.1, microbatch=microbatch, **kwargs)
+    learn = Learner(
+        data(),
+        model,
+        nn.MSELoss(),
+        opt_func=torch.optim.SGD,
+        lr=0.1,
+        microbatch=microbatch,
+        **kwargs,
+    )
     learn.logger = lambda row: None
     return learn
 
 
-def weights(learn: Learner) -> Tensor: return nn.utils.parameters_to_vector(learn.model.parameters()).detach()
+def weights(learn: Learner) -> Tensor:
+    return nn.utils.parameters_to_vector(learn.model.parameters()).detach()
 
 
 def test_the_size_is_halved_until_it_fits_and_kept() -> None:
@@ -55,9 +71,12 @@ def test_the_size_is_halved_until_it_fits_and_kept() -> None:
 
 def test_the_weights_are_those_of_whole_batches() -> None:
     whole, pieces = learner(Hungry(fits=16), None), learner(Hungry(fits=3))
-    for learn in (whole, pieces): learn.fit(3)
+    for learn in (whole, pieces):
+        learn.fit(3)
     torch.testing.assert_close(weights(whole), weights(pieces), rtol=0, atol=1e-12)
-    assert whole.history[-1]['valid_loss'] == pytest.approx(pieces.history[-1]['valid_loss'], abs=1e-12)
+    assert whole.history[-1]['valid_loss'] == pytest.approx(
+        pieces.history[-1]['valid_loss'], abs=1e-12
+    )
 
 
 def test_random_numbers_are_those_of_pieces_of_that_size_from_the_start() -> None:
@@ -71,33 +90,46 @@ def test_random_numbers_are_those_of_pieces_of_that_size_from_the_start() -> Non
 
 def test_batch_norm_statistics_are_put_back_and_inexactness_is_told() -> None:
     found, fixed = learner(Hungry(fits=5, norm=True)), learner(Hungry(fits=16, norm=True), 4)
-    with pytest.warns(UserWarning, match='Batch norm layers see each piece'): found.fit(2)
+    with pytest.warns(UserWarning, match='Batch norm layers see each piece'):
+        found.fit(2)
     fixed.fit(2)
-    for a, b in zip(found.model.state_dict().values(), fixed.model.state_dict().values(), strict=True):
+    for a, b in zip(
+        found.model.state_dict().values(), fixed.model.state_dict().values(), strict=True
+    ):
         assert torch.equal(a, b)
 
 
 def test_training_metrics_count_each_sample_once() -> None:
     metrics = lambda: AvgMetric(mse, on='train')
-    found, whole = learner(Hungry(fits=5), metrics=metrics()), learner(Hungry(fits=16), None, metrics=metrics())
-    for learn in (found, whole): learn.fit(1)
+    found, whole = (
+        learner(Hungry(fits=5), metrics=metrics()),
+        learner(Hungry(fits=16), None, metrics=metrics()),
+    )
+    for learn in (found, whole):
+        learn.fit(1)
     assert found.history[0]['train_mse'] == pytest.approx(whole.history[0]['train_mse'], abs=1e-12)
 
 
 def test_pending_gradients_survive() -> None:
     "Those of earlier batches, which a callback keeps by cancelling the step's batch, as accumulation does."
+
     class Two(Callback):
         def before_step(self) -> None:
             from learnkit import CancelBatchException
-            if self.train_iter % 2 == 0: raise CancelBatchException
+
+            if self.train_iter % 2 == 0:
+                raise CancelBatchException
+
     found, whole = learner(Hungry(fits=5), cbs=Two), learner(Hungry(fits=16), None, cbs=Two)
-    for learn in (found, whole): learn.fit(2)
+    for learn in (found, whole):
+        learn.fit(2)
     torch.testing.assert_close(weights(found), weights(whole), rtol=0, atol=1e-12)
 
 
 def test_at_one_sample_the_error_is_raised_with_the_sizes_tried() -> None:
     learn = learner(Hungry(fits=0))
-    with pytest.raises(torch.OutOfMemoryError) as caught: learn.fit(1)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        learn.fit(1)
     assert any('tried 16, 8, 4, 2, 1' in note for note in caught.value.__notes__)
     assert all(p.grad is None for p in learn.model.parameters())
     learn.model.fits = 16
@@ -109,14 +141,17 @@ def test_another_error_is_no_reason_to_try_again() -> None:
         def forward(self, x: Tensor) -> Tensor:
             super().forward(x)
             raise RuntimeError('shapes')
+
     learn = learner(model := Broken(fits=16))
-    with pytest.raises(RuntimeError, match='shapes'): learn.fit(1)
+    with pytest.raises(RuntimeError, match='shapes'):
+        learn.fit(1)
     assert model.sizes == [16]
 
 
 def test_bad_sizes_are_refused() -> None:
     for size in ('half', 0, -1, 1.5):
-        with pytest.raises(FitError, match='microbatch'): learner(Hungry(16), size)
+        with pytest.raises(FitError, match='microbatch'):
+            learner(Hungry(16), size)
 
 
 @pytest.mark.parametrize('other', ['lbfgs', 'sam'])
@@ -124,7 +159,8 @@ def test_passes_that_are_made_again_keep_the_size(other: str) -> None:
     cbs = [SAM] if other == 'sam' else []
     found, fixed = learner(Hungry(fits=5), cbs=cbs), learner(Hungry(fits=16), 4, cbs=cbs)
     for learn in (found, fixed):
-        if other == 'lbfgs': learn.opt_func = torch.optim.LBFGS
+        if other == 'lbfgs':
+            learn.opt_func = torch.optim.LBFGS
         learn.fit(1)
     assert torch.equal(weights(found), weights(fixed))
 
@@ -134,9 +170,12 @@ def test_buffers_that_a_forward_pass_replaces_are_put_back() -> None:
         def __init__(self, fits: int) -> None:
             super().__init__(fits)
             self.register_buffer('n', torch.zeros(()))
+
         def forward(self, x: Tensor) -> Tensor:
-            if self.training: self.n = self.n + len(x)
+            if self.training:
+                self.n = self.n + len(x)
             return super().forward(x)
+
     learn = learner(Counts(fits=5))
     learn.fit(1)
     assert learn.model.n == 40

@@ -1,4 +1,5 @@
 """How long a fit lasts: epochs, or a budget in any unit, which ends at a batch boundary with every event fired."""
+
 from __future__ import annotations
 
 from collections import Counter
@@ -21,27 +22,43 @@ from learnkit import (
 from learnkit.engine.events import EVENTS
 from learnkit.testing import RegModel, synth_dls, synth_learner
 
-NEVER = {'before_load', 'after_load', 'before_predict', 'after_predict', 'after_error', 'close', 'post_close'}
+NEVER = {
+    'before_load',
+    'after_load',
+    'before_predict',
+    'after_predict',
+    'after_error',
+    'close',
+    'post_close',
+}
 
 
 class Lengthless:
     "A loader that does not know its length."
 
-    def __init__(self, dl: Any) -> None: self.dl = dl
-    def __iter__(self) -> Any: return iter(self.dl)
+    def __init__(self, dl: Any) -> None:
+        self.dl = dl
+
+    def __iter__(self) -> Any:
+        return iter(self.dl)
 
 
 class Counts(Callback):
     "Count every event."
+
     order = 1000
 
-    def __init__(self) -> None: self.n: Counter[str] = Counter()
-    def run_event(self, event_name: str) -> None: self.n[event_name] += 1
+    def __init__(self) -> None:
+        self.n: Counter[str] = Counter()
+
+    def run_event(self, event_name: str) -> None:
+        self.n[event_name] += 1
 
 
 def learner(n_train: int = 10, bs: int = 4, lengthless: bool = False, **kwargs: Any) -> Any:
     dls = synth_dls(bs=bs, n_train=n_train)
-    if lengthless: dls.train = Lengthless(dls.train)
+    if lengthless:
+        dls.train = Lengthless(dls.train)
     learn = synth_learner(dls=dls, **kwargs)
     learn.logger = lambda row: None
     return learn
@@ -49,8 +66,12 @@ def learner(n_train: int = 10, bs: int = 4, lengthless: bool = False, **kwargs: 
 
 @pytest.mark.parametrize('lengthless', [False, True])
 @settings(max_examples=25)
-@given(n_train=st.integers(1, 7), budget=st.integers(1, 40), unit=st.sampled_from(['ba', 'st', 'sp']))
-def test_a_budget_ends_with_the_batch_that_fills_it(lengthless: bool, n_train: int, budget: int, unit: str) -> None:
+@given(
+    n_train=st.integers(1, 7), budget=st.integers(1, 40), unit=st.sampled_from(['ba', 'st', 'sp'])
+)
+def test_a_budget_ends_with_the_batch_that_fills_it(
+    lengthless: bool, n_train: int, budget: int, unit: str
+) -> None:
     learn = learner(n_train, lengthless=lengthless, cbs=(counts := Counts()))
     learn.fit(f'{budget}{unit}')
     n_batches = -(-budget // 4) if unit == 'sp' else budget
@@ -59,8 +80,19 @@ def test_a_budget_ends_with_the_batch_that_fills_it(lengthless: bool, n_train: i
     assert (now.ba, now.st, now.sp, now.ep) == (n_batches, n_batches, 4 * n_batches, n_epochs)
     assert len(learn.history) == n_epochs and learn.pct_train == 1
     n = counts.n
-    assert n['before_batch'] - n['before_validate'] * 2 == n['batch_checkpoint'] == n['before_step'] == n_batches
-    assert n['before_epoch'] == n['after_epoch'] == n['epoch_checkpoint'] == n['after_eval'] == n_epochs
+    assert (
+        n['before_batch'] - n['before_validate'] * 2
+        == n['batch_checkpoint']
+        == n['before_step']
+        == n_batches
+    )
+    assert (
+        n['before_epoch']
+        == n['after_epoch']
+        == n['epoch_checkpoint']
+        == n['after_eval']
+        == n_epochs
+    )
     assert n['before_fit'] == n['after_fit'] == 1
 
 
@@ -70,17 +102,28 @@ def test_a_budget_ends_with_the_batch_that_fills_it(lengthless: bool, n_train: i
 def test_a_budget_of_tokens_ends_with_the_batch_that_fills_it(
     lengthless: bool, n_train: int, budget: int, per_sample: int
 ) -> None:
-    learn = learner(n_train, lengthless=lengthless, token_func=lambda xb, yb: per_sample * len(xb[0]))
+    learn = learner(
+        n_train, lengthless=lengthless, token_func=lambda xb, yb: per_sample * len(xb[0])
+    )
     learn.fit(f'{budget}tok')
     n_batches = -(-budget // (4 * per_sample))
     now = learn.time
-    assert (now.tok, now.ba, now.ep) == (4 * per_sample * n_batches, n_batches, -(-n_batches // n_train))
+    assert (now.tok, now.ba, now.ep) == (
+        4 * per_sample * n_batches,
+        n_batches,
+        -(-n_batches // n_train),
+    )
     assert len(learn.history) == now.ep and learn.pct_train == 1
 
 
 @pytest.mark.parametrize('lengthless', [False, True])
 @settings(max_examples=25)
-@given(n_train=st.integers(1, 5), n=st.integers(1, 4), per=st.integers(1, 3), unit=st.sampled_from(['ep', 'iter']))
+@given(
+    n_train=st.integers(1, 5),
+    n=st.integers(1, 4),
+    per=st.integers(1, 3),
+    unit=st.sampled_from(['ep', 'iter']),
+)
 def test_budgets_of_epochs_and_iterations_are_whole_epochs(
     lengthless: bool, n_train: int, n: int, per: int, unit: str
 ) -> None:
@@ -98,13 +141,19 @@ def test_budgets_of_epochs_and_iterations_are_whole_epochs(
 def test_every_event_fires_when_a_budget_ends_in_the_middle_of_an_epoch() -> None:
     learn = learner(cbs=(counts := Counts()))
     learn.fit('3ba', iteration=2)
-    assert {e for e in EVENTS if counts.n[e]} == {e for e in EVENTS if not e.startswith('after_cancel')} - NEVER
+    assert {e for e in EVENTS if counts.n[e]} == {
+        e for e in EVENTS if not e.startswith('after_cancel')
+    } - NEVER
     assert counts.n['after_iteration'] == counts.n['iteration_checkpoint'] == 1
 
 
 @settings(max_examples=30)
-@given(n_train=st.integers(1, 6), first=st.integers(1, 20), total=st.integers(1, 40),
-       unit=st.sampled_from(['ep', 'ba', 'st', 'sp']))
+@given(
+    n_train=st.integers(1, 6),
+    first=st.integers(1, 20),
+    total=st.integers(1, 40),
+    unit=st.sampled_from(['ep', 'ba', 'st', 'sp']),
+)
 def test_fit_until_is_a_total(n_train: int, first: int, total: int, unit: str) -> None:
     learn = learner(n_train)
     learn.fit(f'{first}{unit}')
@@ -133,7 +182,8 @@ def test_iterations_are_epochs_by_their_number() -> None:
     learn = learner(cbs=(counts := Counts()))
     learn.fit('3iter', iteration='2ep')
     assert learn.time.ep == 6 and counts.n['after_iteration'] == 3
-    with pytest.raises(TimeError, match='iteration='): learn.fit('3iter')
+    with pytest.raises(TimeError, match='iteration='):
+        learn.fit('3iter')
 
 
 def test_seconds_end_soon_after_they_are_over() -> None:
@@ -146,21 +196,26 @@ def test_seconds_end_soon_after_they_are_over() -> None:
 @pytest.mark.parametrize('lengthless', [False, True])
 def test_pct_train_is_the_share_used(budget: str, lengthless: bool) -> None:
     shares: list[float] = []
-    learn = learner(lengthless=lengthless, cbs=Callback(before_backward=lambda cb: shares.append(cb.pct_train)))
+    learn = learner(
+        lengthless=lengthless, cbs=Callback(before_backward=lambda cb: shares.append(cb.pct_train))
+    )
     learn.fit(budget)
     assert shares == pytest.approx([i / 25 for i in range(25)])
 
 
 def test_a_schedule_follows_the_budget() -> None:
     from learnkit.callbacks.schedule import ParamScheduler, SchedLin
+
     learn = learner(lengthless=True)
-    learn.fit('25ba', cbs=ParamScheduler({'lr': SchedLin(1., 0.)}))
+    learn.fit('25ba', cbs=ParamScheduler({'lr': SchedLin(1.0, 0.0)}))
     assert learn.recorder.lrs == pytest.approx([1 - i / 25 for i in range(25)])
 
 
 def test_steps_are_steps_and_no_batches() -> None:
     def every_third(cb: Any) -> None:
-        if cb.train_iter % 3: raise CancelBatchException
+        if cb.train_iter % 3:
+            raise CancelBatchException
+
     learn = learner(cbs=Callback(before_step=every_third))
     learn.fit('4st')
     assert (learn.time.st, learn.time.ba) == (4, 10)
@@ -174,50 +229,73 @@ def test_tokens_are_counted_by_a_function() -> None:
 
 def test_tokens_are_those_of_input_ids() -> None:
     class Embeds(RegModel):
-        def forward(self, input_ids: Any, y: Any = None) -> Any: return super().forward(input_ids[:, :1].float())
+        def forward(self, input_ids: Any, y: Any = None) -> Any:
+            return super().forward(input_ids[:, :1].float())
+
     batches = [{'input_ids': torch.ones(2, 5), 'y': torch.ones(2, 1)}] * 4
     learn = synth_learner(dls=batches, model=Embeds())
     learn.fit('25tok')
     assert (learn.time.tok, learn.time.ba) == (30, 3)
 
 
-@pytest.mark.parametrize(('budget', 'error', 'text'), [
-    ('5 parsecs', TimeError, 'no time'), ('0ba', TimeError, 'positive'), ('-3ba', TimeError, 'negative'),
-    ('0.5dur', TimeError, 'share of what'), ('100tok', TimeError, 'token_func'), ('3', TimeError, 'units are'),
-    (Time('1.5h') - Time('1.5h'), TimeError, 'positive'), ('2.5ep', TimeError, 'whole numbers'),
-])
-def test_bad_budgets_are_refused_before_anything_happens(budget: Any, error: type[Exception], text: str) -> None:
+@pytest.mark.parametrize(
+    ('budget', 'error', 'text'),
+    [
+        ('5 parsecs', TimeError, 'no time'),
+        ('0ba', TimeError, 'positive'),
+        ('-3ba', TimeError, 'negative'),
+        ('0.5dur', TimeError, 'share of what'),
+        ('100tok', TimeError, 'token_func'),
+        ('3', TimeError, 'units are'),
+        (Time('1.5h') - Time('1.5h'), TimeError, 'positive'),
+        ('2.5ep', TimeError, 'whole numbers'),
+    ],
+)
+def test_bad_budgets_are_refused_before_anything_happens(
+    budget: Any, error: type[Exception], text: str
+) -> None:
     learn = learner(cbs=(counts := Counts()))
     counts.n.clear()
-    with pytest.raises(error, match=text): learn.fit(budget)
+    with pytest.raises(error, match=text):
+        learn.fit(budget)
     assert learn.opt is None and not counts.n
 
 
 def test_start_epoch_needs_a_fit_of_epochs() -> None:
-    with pytest.raises(FitError, match='start_epoch'): learner().fit('1h', start_epoch=1)
+    with pytest.raises(FitError, match='start_epoch'):
+        learner().fit('1h', start_epoch=1)
 
 
 def test_a_fit_that_uses_nothing_of_its_budget_does_not_go_on_for_ever() -> None:
-    def cancel(cb: Any) -> None: raise CancelBatchException
+    def cancel(cb: Any) -> None:
+        raise CancelBatchException
+
     learn = learner(cbs=Callback(before_step=cancel))
-    with pytest.raises(FitError, match='for ever'): learn.fit('3st')
+    with pytest.raises(FitError, match='for ever'):
+        learn.fit('3st')
     learn.remove_cb(learn.callback)
     learn.fit('3st')
     assert learn.time.st == 3
 
 
 def test_a_fit_whose_epochs_are_all_skipped_does_not_go_on_for_ever() -> None:
-    def skip(cb: Any) -> None: raise CancelEpochException
+    def skip(cb: Any) -> None:
+        raise CancelEpochException
+
     learn = learner(cbs=Callback(before_epoch=skip))
     for budget in ('5st', '5ba', '20sp'):
-        with pytest.raises(FitError, match='for ever'): learn.fit(budget)
+        with pytest.raises(FitError, match='for ever'):
+            learn.fit(budget)
     assert learn.time.ep == 0
 
 
 def test_batches_are_counted_and_not_foreseen() -> None:
     "An epoch cut short, or a loader shorter than it says, makes more epochs."
+
     def cut(cb: Any) -> None:
-        if cb.iter == 2: raise CancelTrainException
+        if cb.iter == 2:
+            raise CancelTrainException
+
     learn = learner(cbs=Callback(after_batch=cut))
     learn.dls.evaluation = []
     learn.fit('20ba')

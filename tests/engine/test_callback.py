@@ -1,4 +1,5 @@
 """Callbacks by themselves: calling, functions, reading by proxy, shadowing, names, misses, state, Periodic."""
+
 from __future__ import annotations
 
 import traceback
@@ -35,10 +36,15 @@ def quiet(*cbs: Any, **kwargs: Any) -> Learner:
 
 # Calling
 
+
 def test_a_call_by_event_name_returns_the_handlers_value() -> None:
     class Answer(Callback):
-        def before_fit(self) -> int: return 42
-        def my_own_event(self) -> str: return 'mine'
+        def before_fit(self) -> int:
+            return 42
+
+        def my_own_event(self) -> str:
+            return 'mine'
+
     assert Answer()('before_fit') == 42
     assert Answer()('my_own_event') == 'mine'
     assert Answer()('after_fit') is None
@@ -59,36 +65,47 @@ def test_functions_become_handlers_that_get_the_callback() -> None:
 
 def test_a_subclass_takes_functions_too() -> None:
     class Both(Callback):
-        def before_fit(self) -> str: return 'method'
+        def before_fit(self) -> str:
+            return 'method'
+
     assert Both(before_fit=lambda cb: 'function')('before_fit') == 'function'
     assert Both(after_fit=lambda cb: 'function')('before_fit') == 'method'
 
 
 def test_an_unknown_event_is_refused_at_once_with_the_closest() -> None:
-    with pytest.raises(UnknownEventError, match=r"'befor_fit' \(Callback\).*`before_fit`"): Callback(befor_fit=print)
+    with pytest.raises(UnknownEventError, match=r"'befor_fit' \(Callback\).*`before_fit`"):
+        Callback(befor_fit=print)
 
 
 @pytest.mark.parametrize('f', [lambda: None, lambda a, b: None, 'no function', 3])
 def test_what_cannot_be_called_with_the_callback_is_refused(f: Any) -> None:
-    with pytest.raises(CallbackError, match='before_fit='): Callback(before_fit=f)
+    with pytest.raises(CallbackError, match='before_fit='):
+        Callback(before_fit=f)
 
 
 def test_a_handler_that_is_no_method_is_an_error_that_names_it() -> None:
     class Wrong(Callback):
         before_fit = 3
-    with pytest.raises(CallbackError, match=r'Wrong\.before_fit is 3'): quiet(Wrong()).fit(1)
+
+    with pytest.raises(CallbackError, match=r'Wrong\.before_fit is 3'):
+        quiet(Wrong()).fit(1)
 
 
 def test_a_subclass_needs_no_super_init() -> None:
     class Counter(Callback):
-        def __init__(self, start: int) -> None: self.n = start
-        def after_batch(self) -> None: self.n += 1
+        def __init__(self, start: int) -> None:
+            self.n = start
+
+        def after_batch(self) -> None:
+            self.n += 1
+
     learn = quiet(cb := Counter(5), n_train=3, n_valid=2)
     learn.fit(2)
     assert cb.n == 5 + 2 * (3 + 2)
 
 
 # Reading and writing
+
 
 def test_reads_go_to_any_object_that_was_assigned() -> None:
     cb = Callback()
@@ -106,7 +123,8 @@ def test_reads_reach_the_learner_its_callbacks_and_its_model() -> None:
 def test_shadowing_warns_with_that_text_and_leaves_the_learner_alone() -> None:
     cb = Callback()
     cb.learn = SimpleNamespace(a=1)
-    with pytest.warns(UserWarning, match='shadowing') as w: cb.a += 1
+    with pytest.warns(UserWarning, match='shadowing') as w:
+        cb.a += 1
     assert [str(o.message) for o in w] == [SHADOW.format('a')]
     assert w[0].filename == __file__
     assert cb.a == 2 and cb.learn.a == 1
@@ -118,37 +136,49 @@ def test_shadowing_warns_with_that_text_and_leaves_the_learner_alone() -> None:
 
 
 @pytest.mark.parametrize('name', ['loss', 'epoch', 'model', 'x', 'cbs', 'b', 'recorder'])
-def test_shadowing_warns_for_state_properties_callbacks_and_the_models_attributes(name: str) -> None:
+def test_shadowing_warns_for_state_properties_callbacks_and_the_models_attributes(
+    name: str,
+) -> None:
     learn = quiet(cb := Callback())
     before = getattr(learn, name)
-    with pytest.warns(UserWarning, match='shadowing') as w: setattr(cb, name, 'mine')
+    with pytest.warns(UserWarning, match='shadowing') as w:
+        setattr(cb, name, 'mine')
     assert [str(o.message) for o in w] == [SHADOW.format(name)]
     assert getattr(learn, name) == before
 
 
 def test_writing_through_learn_changes_the_run() -> None:
-    def double(cb: Any) -> None: cb.learn.loss_grad = 2 * cb.loss_grad
+    def double(cb: Any) -> None:
+        cb.learn.loss_grad = 2 * cb.loss_grad
+
     batches, model, grads = [(torch.randn(4, 1), torch.randn(4, 1))], RegModel(), []
     read = Callback(before_step=lambda cb: grads.append(cb.model.a.grad.clone()))
     for cbs in ([read], [Callback(after_loss=double), read]):
-        Learner(batches, model, nn.MSELoss(), cbs=[TrainEvalCallback, *cbs], lr=0., default_cbs=False).fit(1)
+        Learner(
+            batches, model, nn.MSELoss(), cbs=[TrainEvalCallback, *cbs], lr=0.0, default_cbs=False
+        ).fit(1)
     assert torch.equal(grads[1], 2 * grads[0])
 
 
 # Misses
 
+
 def test_a_miss_names_both_owners_and_the_closest_names() -> None:
     learn = quiet(cb := Callback())
-    with pytest.raises(AttributeError) as e: _ = cb.los
+    with pytest.raises(AttributeError) as e:
+        _ = cb.los
     assert '`Callback`' in str(e.value) and '`Learner`' in str(e.value)
     assert '`los`' in str(e.value) and '`loss`' in str(e.value)
     assert e.value.name == 'los'
-    with pytest.raises(AttributeError, match=r'Neither `Learner` nor `RegModel` has an attribute `modle`.*`model`'):
+    with pytest.raises(
+        AttributeError, match=r'Neither `Learner` nor `RegModel` has an attribute `modle`.*`model`'
+    ):
         _ = learn.modle
 
 
 def test_a_miss_before_the_callback_has_a_learner_says_so() -> None:
-    with pytest.raises(AttributeError, match='not part of a Learner yet'): _ = Callback().loss
+    with pytest.raises(AttributeError, match='not part of a Learner yet'):
+        _ = Callback().loss
 
 
 def test_hasattr_and_getattr_with_a_default_work() -> None:
@@ -159,43 +189,58 @@ def test_hasattr_and_getattr_with_a_default_work() -> None:
 @pytest.mark.parametrize('name', ['pred', 'loss_grad'])
 def test_reading_what_a_batch_does_not_have_yet_says_when_it_exists(name: str) -> None:
     said = []
+
     def early(cb: Any) -> None:
-        with pytest.raises(AttributeError) as e: getattr(cb, name)
+        with pytest.raises(AttributeError) as e:
+            getattr(cb, name)
         said.append(str(e.value))
+
     quiet(Callback(before_batch=early), n_train=2, n_valid=1).fit(1)
     assert len(said) == 3 and all(f'`{name}`' in s and 'after_' in s for s in said)
 
 
 class Failing(nn.Module):
     "A module with a property that fails inside."
+
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor: return x * self.a + self.b
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.a + self.b
 
     @property
-    def computed(self) -> int: return self.missing_inside_model
+    def computed(self) -> int:
+        return self.missing_inside_model
 
 
 class FailingLearner(Learner):
     @property
-    def computed_here(self) -> int: return SimpleNamespace().missing_inside_learner
+    def computed_here(self) -> int:
+        return SimpleNamespace().missing_inside_learner
 
 
 class FailingCallback(Callback):
     @property
-    def computed_by_me(self) -> int: return self.model.missing_inside_callback
+    def computed_by_me(self) -> int:
+        return self.model.missing_inside_callback
 
 
-@pytest.mark.parametrize(('name', 'inside', 'line'), [
-    ('computed', 'missing_inside_model', 'return self.missing_inside_model'),
-    ('computed_here', 'missing_inside_learner', 'SimpleNamespace().missing_inside_learner'),
-    ('computed_by_me', 'missing_inside_callback', 'return self.model.missing_inside_callback')])
-def test_an_attribute_error_inside_a_property_keeps_its_name_and_line(name: str, inside: str, line: str) -> None:
+@pytest.mark.parametrize(
+    ('name', 'inside', 'line'),
+    [
+        ('computed', 'missing_inside_model', 'return self.missing_inside_model'),
+        ('computed_here', 'missing_inside_learner', 'SimpleNamespace().missing_inside_learner'),
+        ('computed_by_me', 'missing_inside_callback', 'return self.model.missing_inside_callback'),
+    ],
+)
+def test_an_attribute_error_inside_a_property_keeps_its_name_and_line(
+    name: str, inside: str, line: str
+) -> None:
     cb = FailingCallback()
     FailingLearner(synth_dls(), Failing(), nn.MSELoss(), cbs=cb, default_cbs=False)
-    with pytest.raises(AttributeError) as e: getattr(cb, name)
+    with pytest.raises(AttributeError) as e:
+        getattr(cb, name)
     assert e.value.name == inside and inside in str(e.value) and f'`{name}`' not in str(e.value)
     assert any(line in (frame.line or '') for frame in traceback.extract_tb(e.value.__traceback__))
 
@@ -203,17 +248,28 @@ def test_an_attribute_error_inside_a_property_keeps_its_name_and_line(name: str,
 def test_a_property_of_any_assigned_object_keeps_its_error() -> None:
     class Owner:
         @property
-        def broken(self) -> int: return SimpleNamespace().deep_down
+        def broken(self) -> int:
+            return SimpleNamespace().deep_down
+
     cb = Callback()
     cb.learn = Owner()
-    with pytest.raises(AttributeError) as e: _ = cb.broken
+    with pytest.raises(AttributeError) as e:
+        _ = cb.broken
     assert e.value.name == 'deep_down'
 
 
 # Names, completion, looks
 
-@pytest.mark.parametrize(('cls', 'name'), [('ComplicatedNameCallback', 'complicated_name'), ('MixUp', 'mix_up'),
-                                           ('Callback', 'callback'), ('EarlyStoppingCallback', 'early_stopping')])
+
+@pytest.mark.parametrize(
+    ('cls', 'name'),
+    [
+        ('ComplicatedNameCallback', 'complicated_name'),
+        ('MixUp', 'mix_up'),
+        ('Callback', 'callback'),
+        ('EarlyStoppingCallback', 'early_stopping'),
+    ],
+)
 def test_names_are_snake_case_without_callback(cls: str, name: str) -> None:
     cb = type(cls, (Callback,), {})()
     assert cb.name == name
@@ -225,18 +281,33 @@ def test_names_are_snake_case_without_callback(cls: str, name: str) -> None:
 
 def test_dir_completes_the_learners_and_the_models_names() -> None:
     quiet(cb := Callback())
-    assert {'name', 'learn', 'loss', 'epoch', 'fit', 'recorder', 'dls', 'a', 'b', 'parameters'} <= set(dir(cb))
+    assert {
+        'name',
+        'learn',
+        'loss',
+        'epoch',
+        'fit',
+        'recorder',
+        'dls',
+        'a',
+        'b',
+        'parameters',
+    } <= set(dir(cb))
 
 
 def test_the_look_of_a_callback_names_its_functions() -> None:
-    def hello(cb: Any) -> None: "Say nothing."
+    def hello(cb: Any) -> None:
+        "Say nothing."
+
     assert repr(Callback(before_fit=hello)) == 'Callback(before_fit=hello)'
     assert repr(type('Mine', (Callback,), {})()) == 'Mine'
 
 
 def test_a_notebook_does_not_take_the_models_html_for_the_callbacks() -> None:
     class Drawn(RegModel):
-        def _repr_html_(self) -> str: return '<b>model</b>'
+        def _repr_html_(self) -> str:
+            return '<b>model</b>'
+
     quiet(cb := Callback(), model=Drawn())
     assert not hasattr(cb, '_repr_html_')
 
@@ -247,11 +318,15 @@ def test_no_state_is_the_default() -> None:
 
 # Periodic
 
+
 def fired(every: Any, n_epoch: int = 2, fits: int = 1, **kwargs: Any) -> list[int]:
     "The number of finished training batches at each call, in epochs of 4 batches of 16."
     at: list[int] = []
-    learn = quiet(Periodic(every=every, on_every=lambda cb: at.append(cb.time.ba)), n_train=4, n_valid=1)
-    for _ in range(fits): learn.fit(n_epoch, **kwargs)
+    learn = quiet(
+        Periodic(every=every, on_every=lambda cb: at.append(cb.time.ba)), n_train=4, n_valid=1
+    )
+    for _ in range(fits):
+        learn.fit(n_epoch, **kwargs)
     return at
 
 
@@ -281,9 +356,12 @@ def test_periodic_by_share_of_the_run() -> None:
 def test_periodic_by_seconds() -> None:
     assert fired('1h') == []
     seen: list[float] = []
-    learn = quiet(Callback(before_step=lambda cb: sleep(0.03)),
-                  Periodic(every='0.1sec', on_every=lambda cb: seen.append(cb.time.sec)),
-                  n_train=8, n_valid=1)
+    learn = quiet(
+        Callback(before_step=lambda cb: sleep(0.03)),
+        Periodic(every='0.1sec', on_every=lambda cb: seen.append(cb.time.sec)),
+        n_train=8,
+        n_valid=1,
+    )
     learn.fit(1)
     crossed = [int(s / 0.1) for s in seen]
     assert crossed == sorted(set(crossed)) and crossed[0] >= 1 and len(crossed) >= 2
@@ -294,8 +372,13 @@ def test_periodic_as_a_subclass_keeps_its_own_handlers() -> None:
         def __init__(self) -> None:
             super().__init__(every='2ba')
             self.batches = self.calls = 0
-        def after_batch(self) -> None: self.batches += 1
-        def on_every(self) -> None: self.calls += 1
+
+        def after_batch(self) -> None:
+            self.batches += 1
+
+        def on_every(self) -> None:
+            self.calls += 1
+
     quiet(cb := Every(), n_train=5, n_valid=2).fit(1)
     assert (cb.batches, cb.calls) == (5, 2)
 
@@ -309,12 +392,15 @@ def test_periodic_does_not_run_in_a_validation_alone() -> None:
 
 @pytest.mark.parametrize('every', ['0ba', '3 lightyears', '-1ep', 0])
 def test_periodic_refuses_what_is_no_interval(every: Any) -> None:
-    with pytest.raises(TimeError): Periodic(every=every, on_every=print)
+    with pytest.raises(TimeError):
+        Periodic(every=every, on_every=print)
 
 
 def test_periodic_needs_something_to_do() -> None:
-    with pytest.raises(CallbackError, match='on_every'): Periodic(every='1ep')
-    with pytest.raises(CallbackError, match='on_every'): Periodic(every='1ep', on_every=lambda: None)
+    with pytest.raises(CallbackError, match='on_every'):
+        Periodic(every='1ep')
+    with pytest.raises(CallbackError, match='on_every'):
+        Periodic(every='1ep', on_every=lambda: None)
 
 
 def test_periodic_goes_on_from_its_state() -> None:

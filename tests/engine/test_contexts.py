@@ -1,4 +1,5 @@
 """The contexts that callbacks put around the parts of a batch: entered by the loop, and left whatever happens."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -16,26 +17,41 @@ from learnkit.testing import synth_learner
 class Bracket(Callback):
     "Note what happens, and between what."
 
-    def __init__(self, seen: list[str], mark: str = '') -> None: self.seen, self.mark = seen, mark
+    def __init__(self, seen: list[str], mark: str = '') -> None:
+        self.seen, self.mark = seen, mark
 
-    def forward_context(self) -> Any: return self._noted('forward')
-    def backward_context(self) -> Any: return self._noted('backward')
+    def forward_context(self) -> Any:
+        return self._noted('forward')
+
+    def backward_context(self) -> Any:
+        return self._noted('backward')
 
     @contextmanager
     def _noted(self, part: str) -> Iterator[None]:
         self.seen.append(f'{self.mark}<{part}')
-        try: yield
-        finally: self.seen.append(f'{self.mark}{part}>')
+        try:
+            yield
+        finally:
+            self.seen.append(f'{self.mark}{part}>')
 
 
 class Noter(Callback):
     "Note the events of a batch."
 
-    def __init__(self, seen: list[str]) -> None: self.seen = seen
-    def before_pred(self) -> None: self.seen.append('before_pred')
-    def after_pred(self) -> None: self.seen.append('after_pred')
-    def after_loss(self) -> None: self.seen.append('after_loss')
-    def after_backward(self) -> None: self.seen.append('after_backward')
+    def __init__(self, seen: list[str]) -> None:
+        self.seen = seen
+
+    def before_pred(self) -> None:
+        self.seen.append('before_pred')
+
+    def after_pred(self) -> None:
+        self.seen.append('after_pred')
+
+    def after_loss(self) -> None:
+        self.seen.append('after_loss')
+
+    def after_backward(self) -> None:
+        self.seen.append('after_backward')
 
 
 def learner(*cbs: Any, n_train: int = 1, **kwargs: Any) -> Any:
@@ -43,22 +59,36 @@ def learner(*cbs: Any, n_train: int = 1, **kwargs: Any) -> Any:
 
 
 def quiet_fit(learn: Any, n: int = 1) -> None:
-    with learn.no_bar(): learn.fit(n)
+    with learn.no_bar():
+        learn.fit(n)
 
 
 def test_forward_goes_from_the_model_to_the_loss_and_backward_around_backward() -> None:
     seen: list[str] = []
     quiet_fit(learner(Bracket(seen), Noter(seen)))
-    train = ['before_pred', '<forward', 'after_pred', 'forward>', 'after_loss', '<backward', 'backward>',
-             'after_backward']
+    train = [
+        'before_pred',
+        '<forward',
+        'after_pred',
+        'forward>',
+        'after_loss',
+        '<backward',
+        'backward>',
+        'after_backward',
+    ]
     assert seen == [*train, 'before_pred', '<forward', 'after_pred', 'forward>', 'after_loss']
 
 
 def test_autocast_reaches_model_and_loss_and_nothing_else() -> None:
     class Half(Callback):
-        def forward_context(self) -> Any: return torch.autocast('cpu', torch.bfloat16)
-        def after_pred(self) -> None: self.dtype, self.inside = self.pred.dtype, torch.is_autocast_enabled('cpu')
-        def after_loss(self) -> None: self.outside = torch.is_autocast_enabled('cpu')
+        def forward_context(self) -> Any:
+            return torch.autocast('cpu', torch.bfloat16)
+
+        def after_pred(self) -> None:
+            self.dtype, self.inside = self.pred.dtype, torch.is_autocast_enabled('cpu')
+
+        def after_loss(self) -> None:
+            self.outside = torch.is_autocast_enabled('cpu')
 
     half = Half()
     learn = learner(half, model=torch.nn.Linear(1, 1))
@@ -72,17 +102,21 @@ def test_several_are_entered_in_order_and_left_in_reverse() -> None:
     first, second = Bracket(seen, 'a'), Bracket(seen, 'b')
     second.order = -1
     learn = learner(first, second)
-    with learn.contexts('backward'): pass
+    with learn.contexts('backward'):
+        pass
     assert seen == ['b<backward', 'a<backward', 'abackward>', 'bbackward>']
 
 
 @pytest.mark.parametrize('event', ['after_pred', 'after_loss', 'after_backward'])
 @pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt, CancelBatchException])
 def test_they_are_left_when_a_handler_raises(event: str, error: type[BaseException]) -> None:
-    def fail(cb: Callback) -> None: raise error
+    def fail(cb: Callback) -> None:
+        raise error
+
     seen: list[str] = []
     learn = learner(Bracket(seen), Callback(**{event: fail}))
-    with nullcontext() if error is CancelBatchException else pytest.raises(error): quiet_fit(learn)
+    with nullcontext() if error is CancelBatchException else pytest.raises(error):
+        quiet_fit(learn)
     assert seen.count('<forward') == seen.count('forward>') > 0
     assert seen.count('<backward') == seen.count('backward>')
 
@@ -100,7 +134,9 @@ def test_run_run_train_and_run_valid_apply() -> None:
     quiet_fit(learn)
     assert seen == ['<forward', 'forward>', '<backward', 'backward>']
 
-    def switch_off(cb: Callback) -> None: bracket.run = False
+    def switch_off(cb: Callback) -> None:
+        bracket.run = False
+
     seen.clear()
     learn.add_cb(Callback(before_fit=switch_off))
     quiet_fit(learn)
@@ -124,17 +160,21 @@ def test_what_is_no_method_is_refused() -> None:
     class Wrong(Callback):
         forward_context = 3  # a value where a method belongs
 
-    with pytest.raises(CallbackError, match=r'Wrong\.forward_context is 3'): learner(Wrong())
+    with pytest.raises(CallbackError, match=r'Wrong\.forward_context is 3'):
+        learner(Wrong())
 
 
 def test_an_error_in_making_one_leaves_those_before_it() -> None:
     class Broken(Callback):
         order = 5
-        def forward_context(self) -> Any: raise OSError('no context')
+
+        def forward_context(self) -> Any:
+            raise OSError('no context')
 
     seen: list[str] = []
     learn = learner(Bracket(seen), Broken())
-    with pytest.raises(OSError, match='no context'): quiet_fit(learn)
+    with pytest.raises(OSError, match='no context'):
+        quiet_fit(learn)
     assert seen == ['<forward', 'forward>']
 
 

@@ -1,4 +1,5 @@
 """Who runs when: order, switches, changes in the middle of a run, redefinition, observers, whole-event callbacks."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -20,24 +21,34 @@ from learnkit.testing import synth_learner
 
 def bare(*cbs: Any, n_train: int = 3, n_valid: int = 2, **kwargs: Any) -> Learner:
     "A Learner that counts and trains, and prints nothing."
-    return synth_learner(n_train, n_valid, cbs=[TrainEvalCallback, *cbs], default_cbs=False, **kwargs)
+    return synth_learner(
+        n_train, n_valid, cbs=[TrainEvalCallback, *cbs], default_cbs=False, **kwargs
+    )
 
 
 class Noted(Callback):
     "Writes its tag into a shared list at each of the events it is told."
+
     def __init__(self, tag: str, seen: list[str], *events: str, **options: Any) -> None:
-        for e in events: setattr(self, e, lambda: seen.append(tag))
-        for k, v in options.items(): setattr(self, k, v)
+        for e in events:
+            setattr(self, e, lambda: seen.append(tag))
+        for k, v in options.items():
+            setattr(self, k, v)
         self.tag = tag
 
-    def __repr__(self) -> str: return self.tag
+    def __repr__(self) -> str:
+        return self.tag
 
 
 # Order
 
+
 def test_order_comes_first_then_the_order_of_adding() -> None:
     seen: list[str] = []
-    cbs = [Noted(t, seen, 'before_fit', order=o) for t, o in zip('abcde', [5, 0, 5, -20, 0.5], strict=True)]
+    cbs = [
+        Noted(t, seen, 'before_fit', order=o)
+        for t, o in zip('abcde', [5, 0, 5, -20, 0.5], strict=True)
+    ]
     bare(*cbs).fit(0)
     assert ''.join(seen) == 'dbeac'
 
@@ -58,9 +69,16 @@ def test_a_change_of_order_acts_from_the_next_event() -> None:
     assert ''.join(seen) == 'abba'
 
 
-class First(Noted): pass
-class Second(Noted): run_after = First
-class Zero(Noted): run_before = ('First', 'second')
+class First(Noted):
+    pass
+
+
+class Second(Noted):
+    run_after = First
+
+
+class Zero(Noted):
+    run_before = ('First', 'second')
 
 
 def test_run_before_and_run_after_take_classes_and_names() -> None:
@@ -73,44 +91,67 @@ def test_run_before_and_run_after_take_classes_and_names() -> None:
 
 def test_constraints_leave_the_others_in_the_order_of_adding() -> None:
     seen: list[str] = []
-    cbs = [Noted('x', seen, 'before_fit'), Second('2', seen, 'before_fit'), Noted('y', seen, 'before_fit'),
-           First('1', seen, 'before_fit'), Noted('z', seen, 'before_fit')]
+    cbs = [
+        Noted('x', seen, 'before_fit'),
+        Second('2', seen, 'before_fit'),
+        Noted('y', seen, 'before_fit'),
+        First('1', seen, 'before_fit'),
+        Noted('z', seen, 'before_fit'),
+    ]
     bare(*cbs).fit(0)
     assert [t for t in seen if t in 'xyz'] == ['x', 'y', 'z'] and seen.index('1') < seen.index('2')
 
 
 def test_a_callback_that_had_to_wait_still_goes_by_its_order() -> None:
     seen: list[str] = []
-    class Late(Noted): run_after = First
-    cbs = [First('first', seen, 'before_fit'), Late('late', seen, 'before_fit', order=5),
-           Noted('between', seen, 'before_fit', order=1)]
+
+    class Late(Noted):
+        run_after = First
+
+    cbs = [
+        First('first', seen, 'before_fit'),
+        Late('late', seen, 'before_fit', order=5),
+        Noted('between', seen, 'before_fit', order=1),
+    ]
     bare(*cbs).fit(0)
     assert seen == ['first', 'between', 'late']
 
 
 def test_a_constraint_that_contradicts_order_names_both() -> None:
     learn = bare(First('the first', [], order=3))
-    with pytest.raises(OrderError) as e: learn.add_cb(Second('the second', [], order=1))
+    with pytest.raises(OrderError) as e:
+        learn.add_cb(Second('the second', [], order=1))
     assert 'the first' in str(e.value) and 'the second' in str(e.value)
     assert not any(isinstance(cb, Second) for cb in learn.cbs)
 
 
 def test_a_cycle_names_all_of_it_and_nothing_is_added() -> None:
-    class A(Callback): run_before = 'B'
-    class B(Callback): run_before = 'C'
-    class C(Callback): run_before = A
+    class A(Callback):
+        run_before = 'B'
+
+    class B(Callback):
+        run_before = 'C'
+
+    class C(Callback):
+        run_before = A
+
     learn = bare(A(), B())
-    with pytest.raises(OrderError, match='A, B, C'): learn.add_cbs([Callback(), C()])
+    with pytest.raises(OrderError, match='A, B, C'):
+        learn.add_cbs([Callback(), C()])
     assert len(learn.cbs) == 3
 
 
 # Adding and removing while an event is under way
 
+
 def test_a_callback_added_in_an_event_acts_from_the_next_one() -> None:
     seen: list[str] = []
     late = Noted('late', seen, 'before_batch', 'after_pred', order=99)
+
     def add(cb: Any) -> None:
-        if late not in cb.learn.cbs: cb.learn.add_cb(late)
+        if late not in cb.learn.cbs:
+            cb.learn.add_cb(late)
+
     learn = bare(Callback(before_batch=add), n_train=1, n_valid=1)
     learn.fit(1)
     assert seen == ['late'] * 3  # after_pred of the first batch, both events of the second
@@ -126,8 +167,12 @@ def test_a_callback_that_is_removed_runs_no_more_in_the_same_event() -> None:
 
 def test_a_callback_may_remove_itself() -> None:
     seen: list[str] = []
+
     class Once(Callback):
-        def before_batch(self) -> None: seen.append('once'); self.learn.remove_cb(self)
+        def before_batch(self) -> None:
+            seen.append('once')
+            self.learn.remove_cb(self)
+
     after = Noted('after', seen, 'before_batch')
     bare(Once(), after, n_train=2, n_valid=1).fit(1)
     assert seen == ['once', 'after', 'after', 'after']
@@ -136,8 +181,11 @@ def test_a_callback_may_remove_itself() -> None:
 def test_run_false_acts_at_once_and_until_the_end_of_the_fit() -> None:
     seen: list[str] = []
     victim = Noted('v', seen, 'before_batch', 'after_fit', order=99)
+
     def off(cb: Any) -> None:
-        if cb.epoch == 1: victim.run = False
+        if cb.epoch == 1:
+            victim.run = False
+
     learn = bare(victim, Callback(before_batch=off), n_train=2, n_valid=1)
     learn.fit(3)
     assert seen == ['v'] * 3  # the first epoch: two batches and one of validation
@@ -146,10 +194,15 @@ def test_run_false_acts_at_once_and_until_the_end_of_the_fit() -> None:
 
 
 @pytest.mark.parametrize(('option', 'phases'), [('run_train', {False}), ('run_valid', {True})])
-def test_run_train_and_run_valid_are_about_the_events_of_a_batch(option: str, phases: set[bool]) -> None:
+def test_run_train_and_run_valid_are_about_the_events_of_a_batch(
+    option: str, phases: set[bool]
+) -> None:
     batches, wide = [], []
-    cb = Callback(after_batch=lambda cb: batches.append(cb.training), after_train=lambda cb: wide.append('train'),
-                  after_validate=lambda cb: wide.append('valid'))
+    cb = Callback(
+        after_batch=lambda cb: batches.append(cb.training),
+        after_train=lambda cb: wide.append('train'),
+        after_validate=lambda cb: wide.append('valid'),
+    )
     setattr(cb, option, False)
     bare(cb).fit(1)
     assert set(batches) == phases and wide == ['train', 'valid']
@@ -159,7 +212,10 @@ def test_run_train_may_change_in_the_middle_of_an_epoch() -> None:
     seen = []
     cb = Callback(after_pred=lambda cb: seen.append(cb.iter))
     cb.run_valid = False
-    def switch(me: Any) -> None: cb.run_train = me.iter != 1
+
+    def switch(me: Any) -> None:
+        cb.run_train = me.iter != 1
+
     bare(Callback(before_batch=switch), cb).fit(1)
     assert seen == [0, 2]
 
@@ -177,29 +233,45 @@ def test_a_handler_that_is_given_later_runs() -> None:
 
 # Names that are taken, keys, redefinition
 
-@pytest.mark.parametrize('cls', ['ModelCallback', 'LossCallback', 'FitCallback', 'DlsCallback', 'XCallback',
-                                 'HistoryCallback', 'CbsCallback'])
+
+@pytest.mark.parametrize(
+    'cls',
+    [
+        'ModelCallback',
+        'LossCallback',
+        'FitCallback',
+        'DlsCallback',
+        'XCallback',
+        'HistoryCallback',
+        'CbsCallback',
+    ],
+)
 def test_a_name_that_would_hide_the_learners_own_is_refused(cls: str) -> None:
     learn = bare()
-    with pytest.raises(CallbackError, match=cls): learn.add_cb(type(cls, (Callback,), {})())
+    with pytest.raises(CallbackError, match=cls):
+        learn.add_cb(type(cls, (Callback,), {})())
     assert len(learn.cbs) == 1
 
 
 @pytest.mark.parametrize('wrong', [print, 3, 'recorder', Recorder().after_epoch, object()])
 def test_what_is_no_callback_is_refused_before_anything_is_added(wrong: Any) -> None:
     learn = bare()
-    with pytest.raises(CallbackError, match='no callback'): learn.add_cbs([Callback(), wrong])
+    with pytest.raises(CallbackError, match='no callback'):
+        learn.add_cbs([Callback(), wrong])
     assert len(learn.cbs) == 1
 
 
 def test_a_class_that_needs_arguments_is_refused_as_a_class() -> None:
-    with pytest.raises(CallbackError, match='Noted cannot be made without arguments'): bare(Noted)
+    with pytest.raises(CallbackError, match='Noted cannot be made without arguments'):
+        bare(Noted)
 
 
 def test_the_same_instance_cannot_be_added_twice() -> None:
     learn = bare(cb := Callback())
-    with pytest.raises(CallbackError, match='already'): learn.add_cb(cb)
-    with pytest.raises(CallbackError, match='already'): learn.add_cbs([other := Callback(), other])
+    with pytest.raises(CallbackError, match='already'):
+        learn.add_cb(cb)
+    with pytest.raises(CallbackError, match='already'):
+        learn.add_cbs([other := Callback(), other])
     assert len(learn.cbs) == 2
 
 
@@ -214,9 +286,12 @@ def test_two_of_one_class_both_stay_and_the_later_has_the_name() -> None:
 
 
 def test_equal_state_keys_are_refused() -> None:
-    class Kept(Callback): state_key = 'mine'
+    class Kept(Callback):
+        state_key = 'mine'
+
     learn = bare(Kept())
-    with pytest.raises(CallbackError, match="'mine'"): learn.add_cb(Kept())
+    with pytest.raises(CallbackError, match="'mine'"):
+        learn.add_cb(Kept())
     learn.remove_cb(Kept)
     learn.add_cb(Kept())
 
@@ -242,10 +317,14 @@ def test_a_class_defined_again_replaces_its_old_instances_at_their_place() -> No
 
 def test_callbacks_made_by_one_function_all_stay() -> None:
     seen: list[int] = []
+
     def make(i: int) -> Callback:
         class Made(Callback):
-            def before_fit(self) -> None: seen.append(i)
+            def before_fit(self) -> None:
+                seen.append(i)
+
         return Made()
+
     learn = bare(make(1), make(2))
     learn.add_cb(make(3))
     learn.fit(0)
@@ -254,17 +333,23 @@ def test_callbacks_made_by_one_function_all_stay() -> None:
 
 # Whole-event callbacks, observers
 
+
 class Every(Callback):
-    def __init__(self) -> None: self.seen: list[str] = []
-    def before_fit(self) -> None: self.seen.append('the method')
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def before_fit(self) -> None:
+        self.seen.append('the method')
 
 
 class ByCall(Every):
-    def __call__(self, event_name: str) -> None: self.seen.append(event_name)
+    def __call__(self, event_name: str) -> None:
+        self.seen.append(event_name)
 
 
 class ByRunEvent(Every):
-    def run_event(self, event_name: str) -> None: self.seen.append(event_name)
+    def run_event(self, event_name: str) -> None:
+        self.seen.append(event_name)
 
 
 class WithSuper(Every):
@@ -274,19 +359,27 @@ class WithSuper(Every):
 
 
 @pytest.mark.parametrize('cls', [ByCall, ByRunEvent])
-def test_an_override_of_call_or_run_event_gets_every_event_and_no_method_runs(cls: type[Every]) -> None:
+def test_an_override_of_call_or_run_event_gets_every_event_and_no_method_runs(
+    cls: type[Every],
+) -> None:
     bare(cb := cls(), n_train=1, n_valid=1).fit(1)
-    assert cb.seen == '''after_create before_fit before_epoch before_train
+    assert (
+        cb.seen
+        == """after_create before_fit before_epoch before_train
         before_draw after_draw before_batch before_pred after_pred after_loss before_backward after_backward
         before_step after_step after_batch batch_checkpoint before_draw after_train before_eval before_validate
         before_draw after_draw before_batch before_pred after_pred after_loss after_batch before_draw
-        after_validate after_eval after_epoch epoch_checkpoint after_fit cleanup'''.split()
+        after_validate after_eval after_epoch epoch_checkpoint after_fit cleanup""".split()
+    )
 
 
 def test_super_runs_the_method_and_keeps_run_valid() -> None:
     class Both(WithSuper):
         run_valid = False
-        def after_batch(self) -> None: self.seen.append(f'batch {self.training}')
+
+        def after_batch(self) -> None:
+            self.seen.append(f'batch {self.training}')
+
     bare(cb := Both(), n_train=2, n_valid=1).fit(1)
     assert cb.seen.count('the method') == 1 and cb.seen.count('after_batch') == 3
     assert [s for s in cb.seen if s.startswith('batch ')] == ['batch True'] * 2
@@ -294,15 +387,24 @@ def test_super_runs_the_method_and_keeps_run_valid() -> None:
 
 def test_an_observers_handlers_build_no_graph() -> None:
     made = {}
+
     class Look(Callback):
         observer = True
-        def after_pred(self) -> None: made['method'] = (self.pred * 2).requires_grad
+
+        def after_pred(self) -> None:
+            made['method'] = (self.pred * 2).requires_grad
+
     class LookAtAll(Callback):
         observer = True
+
         def run_event(self, event_name: str) -> None:
-            if event_name == 'after_pred': made['run_event'] = (self.pred * 2).requires_grad
+            if event_name == 'after_pred':
+                made['run_event'] = (self.pred * 2).requires_grad
+
     class Act(Callback):
-        def after_pred(self) -> None: made['other'] = (self.pred * 2).requires_grad
+        def after_pred(self) -> None:
+            made['other'] = (self.pred * 2).requires_grad
+
     learn = bare(Look(), LookAtAll(), Act(), n_train=1)
     learn.training = True
     learn.create_opt()
@@ -311,6 +413,7 @@ def test_an_observers_handlers_build_no_graph() -> None:
 
 
 # The list of callbacks
+
 
 def test_adding_sets_learn_and_the_attribute_and_appends() -> None:
     learn = bare()
@@ -337,13 +440,15 @@ def test_removed_cbs_come_back_to_their_places() -> None:
     with learn.removed_cbs([cbs[0], cbs[2]]):
         assert [str(cb) for cb in learn.cbs[1:]] == ['b', 'd'] and cbs[0].learn is None
     assert [str(cb) for cb in learn.cbs[1:]] == ['a', 'b', 'c', 'd'] and cbs[2].learn is learn
-    with pytest.raises(ZeroDivisionError), learn.removed_cbs(Noted): raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError), learn.removed_cbs(Noted):
+        raise ZeroDivisionError
     assert [str(cb) for cb in learn.cbs[1:]] == ['a', 'b', 'c', 'd']
 
 
 def test_added_cbs_are_gone_after_the_context_and_after_fit() -> None:
     learn = bare()
-    with learn.added_cbs([Every, Callback()]): assert len(learn.cbs) == 3
+    with learn.added_cbs([Every, Callback()]):
+        assert len(learn.cbs) == 3
     assert len(learn.cbs) == 1
     names = []
     learn.fit(0, cbs=Callback(before_fit=lambda cb: names.append(len(learn.cbs))))
@@ -353,7 +458,11 @@ def test_added_cbs_are_gone_after_the_context_and_after_fit() -> None:
 def test_cbs_can_be_assigned() -> None:
     learn = bare(a := Callback(), b := Every())
     learn.cbs = [learn.cbs[0], b, Recorder]
-    assert [type(cb) for cb in learn.cbs] == [TrainEvalCallback, Every, Recorder] and a.learn is None
+    assert [type(cb) for cb in learn.cbs] == [
+        TrainEvalCallback,
+        Every,
+        Recorder,
+    ] and a.learn is None
     assert learn.cbs.filter(lambda cb: cb.order == 50) == [learn.recorder]
     learn.cbs = None
     assert len(learn.cbs) == 0
@@ -363,7 +472,9 @@ def test_ordered_cbs_are_those_with_a_handler_in_this_phase() -> None:
     learn = bare(late := Callback(after_loss=print), cb := Callback(after_loss=print))
     cb.run_valid, late.order = False, 3
     assert learn.ordered_cbs('after_loss', training=True) == [cb, late]
-    assert learn.ordered_cbs('after_loss', training=False) == [late] == learn.ordered_cbs('after_loss')
+    assert (
+        learn.ordered_cbs('after_loss', training=False) == [late] == learn.ordered_cbs('after_loss')
+    )
 
 
 def test_a_callback_added_to_another_learner_leaves_the_first() -> None:

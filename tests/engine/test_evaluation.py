@@ -1,4 +1,5 @@
 """When validation loaders are evaluated: at epoch ends or in their middle, each at its own interval."""
+
 from __future__ import annotations
 
 from collections import Counter
@@ -16,32 +17,51 @@ from learnkit.testing import synth_dls, synth_learner
 
 class Seen(Callback):
     "Note after how many batches which loader was evaluated."
+
     order = 1000
 
-    def __init__(self) -> None: self.at: list[tuple[str, int]] = []
+    def __init__(self) -> None:
+        self.at: list[tuple[str, int]] = []
 
-    def after_validate(self) -> None: self.at.append((self.dl_name, self.learn.time.ba))
+    def after_validate(self) -> None:
+        self.at.append((self.dl_name, self.learn.time.ba))
 
 
 def net() -> nn.Module:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(1, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 1))
+    return nn.Sequential(
+        nn.Linear(1, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 1)
+    )
 
 
 def learner(n_train: int = 5, valid: Any = None, **kwargs: Any) -> Any:
     torch.manual_seed(0)
     dls = synth_dls(bs=8, n_train=n_train)
-    if valid is not None: dls = DataLoaders(dls.train, valid(dls.valid))
+    if valid is not None:
+        dls = DataLoaders(dls.train, valid(dls.valid))
     learn = synth_learner(dls=dls, model=net(), lr=0.05, **kwargs)
     learn.logger = lambda row: None
     return learn
 
 
-@pytest.mark.parametrize(('every', 'expected'), [
-    ('1ep', [5, 10, 15]), ('2ep', [10, 15]), (2, [10, 15]), ('4ba', [4, 8, 12, 15]), ('5ba', [5, 10, 15]), (None, []),
-    ('16sp', [2, 4, 6, 8, 10, 12, 14, 15]), ('0.5dur', [8, 15]), ('100ba', [15]), ('3st', [3, 6, 9, 12, 15]),
-])
-def test_a_loader_is_evaluated_at_its_interval_and_at_the_end(every: Any, expected: list[int]) -> None:
+@pytest.mark.parametrize(
+    ('every', 'expected'),
+    [
+        ('1ep', [5, 10, 15]),
+        ('2ep', [10, 15]),
+        (2, [10, 15]),
+        ('4ba', [4, 8, 12, 15]),
+        ('5ba', [5, 10, 15]),
+        (None, []),
+        ('16sp', [2, 4, 6, 8, 10, 12, 14, 15]),
+        ('0.5dur', [8, 15]),
+        ('100ba', [15]),
+        ('3st', [3, 6, 9, 12, 15]),
+    ],
+)
+def test_a_loader_is_evaluated_at_its_interval_and_at_the_end(
+    every: Any, expected: list[int]
+) -> None:
     learn = learner(eval_every=every, cbs=(seen := Seen()))
     learn.fit(3)
     assert [ba for _, ba in seen.at] == expected
@@ -56,21 +76,41 @@ def test_intervals_go_on_over_fits() -> None:
 
 
 def test_each_loader_has_its_own_interval_and_metrics() -> None:
-    learn = learner(metrics=mse, cbs=(seen := Seen()),
-                    valid=lambda dl: {'day': dl, 'night': Evaluator(dl, '2ep', [mae]), 'dusk': Evaluator(dl, '4ba'),
-                                      'never': Evaluator(dl, None)})
+    learn = learner(
+        metrics=mse,
+        cbs=(seen := Seen()),
+        valid=lambda dl: {
+            'day': dl,
+            'night': Evaluator(dl, '2ep', [mae]),
+            'dusk': Evaluator(dl, '4ba'),
+            'never': Evaluator(dl, None),
+        },
+    )
     learn.fit(3)
-    at = {name: [ba for n, ba in seen.at if n == name] for name in ('day', 'night', 'dusk', 'never')}
+    at = {
+        name: [ba for n, ba in seen.at if n == name] for name in ('day', 'night', 'dusk', 'never')
+    }
     assert at == {'day': [5, 10, 15], 'night': [10, 15], 'dusk': [4, 8, 12, 15], 'never': []}
     columns = [n for n in learn.recorder.metric_names if '/' in n]
-    assert columns == ['day/loss', 'day/mse', 'night/loss', 'night/mae', 'dusk/loss', 'dusk/mse', 'never/loss',
-                       'never/mse']
+    assert columns == [
+        'day/loss',
+        'day/mse',
+        'night/loss',
+        'night/mae',
+        'dusk/loss',
+        'dusk/mse',
+        'never/loss',
+        'never/mse',
+    ]
     first, second, third = learn.history
-    assert first['night/mae'] is None and second['night/mae'] == pytest.approx(mae_of(learn, second), abs=1)
+    assert first['night/mae'] is None and second['night/mae'] == pytest.approx(
+        mae_of(learn, second), abs=1
+    )
     assert third['night/loss'] == pytest.approx(third['day/loss']) and third['never/loss'] is None
 
 
-def mae_of(learn: Learner, row: dict[str, Any]) -> float: return row['day/mse'] ** 0.5
+def mae_of(learn: Learner, row: dict[str, Any]) -> float:
+    return row['day/mse'] ** 0.5
 
 
 def test_evaluators_in_a_list_have_names() -> None:
@@ -82,21 +122,39 @@ def test_evaluators_in_a_list_have_names() -> None:
 @pytest.mark.parametrize('every', ['1ba', '2ba', '3ba', '7sp'])
 def test_evaluation_in_the_middle_of_an_epoch_changes_nothing(every: str) -> None:
     "Bitwise, with dropout, batch norm, shuffling that draws from the global generator, and a scheduled rate."
+
     def trained(every: Any) -> dict[str, Any]:
         learn = learner(eval_every=every)
-        learn.dls.train = torch.utils.data.DataLoader(learn.dls.train.dataset, batch_size=8, shuffle=True)
+        learn.dls.train = torch.utils.data.DataLoader(
+            learn.dls.train.dataset, batch_size=8, shuffle=True
+        )
         torch.manual_seed(11)
         learn.fit_one_cycle(2, 0.1)
-        return {**learn.model.state_dict(), 'losses': torch.stack(list(learn.recorder.losses)),
-                'draw': torch.rand(3), 'lrs': torch.tensor(learn.recorder.lrs)}
+        return {
+            **learn.model.state_dict(),
+            'losses': torch.stack(list(learn.recorder.losses)),
+            'draw': torch.rand(3),
+            'lrs': torch.tensor(learn.recorder.lrs),
+        }
+
     plain, often = trained(None), trained(every)
     assert all(torch.equal(plain[k], often[k]) for k in plain)
 
 
 def test_the_loop_state_is_that_of_the_training_batch_afterwards() -> None:
     def look(cb: Any) -> None:
-        cb.learn.noted.append((cb.training, cb.phase, cb.dl_name, cb.iter, cb.dl is cb.dls.train, len(cb.xb[0]),
-                               cb.model.training))
+        cb.learn.noted.append(
+            (
+                cb.training,
+                cb.phase,
+                cb.dl_name,
+                cb.iter,
+                cb.dl is cb.dls.train,
+                len(cb.xb[0]),
+                cb.model.training,
+            )
+        )
+
     learn = learner(eval_every='2ba', cbs=Callback(batch_checkpoint=look))
     learn.noted = []
     learn.fit(1)
@@ -104,9 +162,14 @@ def test_the_loop_state_is_that_of_the_training_batch_afterwards() -> None:
 
 
 def test_modes_set_by_hand_survive() -> None:
-    def freeze(cb: Any) -> None: cb.model[1].eval()
+    def freeze(cb: Any) -> None:
+        cb.model[1].eval()
+
     modes: list[bool] = []
-    cbs = [Callback(before_train=freeze), Callback(after_loss=lambda cb: modes.append(cb.model[1].training))]
+    cbs = [
+        Callback(before_train=freeze),
+        Callback(after_loss=lambda cb: modes.append(cb.model[1].training)),
+    ]
     learner(eval_every='2ba', cbs=cbs).fit(1)
     assert not any(modes)
 
@@ -122,8 +185,11 @@ def test_rows_in_the_middle_of_an_epoch_are_shown(capsys: pytest.CaptureFixture[
 class Counts(Callback):
     order = 1000
 
-    def __init__(self) -> None: self.n: Counter[tuple[str, bool]] = Counter()
-    def run_event(self, event_name: str) -> None: self.n[event_name, bool(self.learn.training)] += 1
+    def __init__(self) -> None:
+        self.n: Counter[tuple[str, bool]] = Counter()
+
+    def run_event(self, event_name: str) -> None:
+        self.n[event_name, bool(self.learn.training)] += 1
 
 
 def test_exact_event_counts_in_nested_settings() -> None:
@@ -137,18 +203,32 @@ def test_exact_event_counts_in_nested_settings() -> None:
     learn.fit(2, iteration=1)
     evaluations, validations = 3, 6  # after batches 2, 4 and 6
     n: Counter[str] = Counter()
-    for (event, _), k in counts.n.items(): n[event] += k
+    for (event, _), k in counts.n.items():
+        n[event] += k
     in_training = {event: k for (event, training), k in counts.n.items() if training}
     assert n['before_fit'] == n['after_fit'] == n['cleanup'] == 1
-    for event in ('before_iteration', 'before_epoch', 'after_epoch', 'epoch_checkpoint', 'after_iteration',
-                  'iteration_checkpoint', 'before_train', 'after_train'): assert n[event] == 2, event
+    for event in (
+        'before_iteration',
+        'before_epoch',
+        'after_epoch',
+        'epoch_checkpoint',
+        'after_iteration',
+        'iteration_checkpoint',
+        'before_train',
+        'after_train',
+    ):
+        assert n[event] == 2, event
     assert n['before_eval'] == n['after_eval'] == evaluations
     assert n['before_validate'] == n['after_validate'] == validations
     pieces, batches = 12, 6
-    for event in ('before_pred', 'after_pred', 'after_loss'): assert n[event] == pieces + 2 * validations, event
-    for event in ('before_backward', 'after_backward'): assert n[event] == pieces, event
-    for event in ('before_step', 'after_step', 'batch_checkpoint'): assert n[event] == batches, event
-    for event in ('before_batch', 'after_batch'): assert n[event] == batches + 2 * validations, event
+    for event in ('before_pred', 'after_pred', 'after_loss'):
+        assert n[event] == pieces + 2 * validations, event
+    for event in ('before_backward', 'after_backward'):
+        assert n[event] == pieces, event
+    for event in ('before_step', 'after_step', 'batch_checkpoint'):
+        assert n[event] == batches, event
+    for event in ('before_batch', 'after_batch'):
+        assert n[event] == batches + 2 * validations, event
     assert n['after_draw'] == batches + 2 * validations
     # once more in each pass, to find its end
     assert n['before_draw'] == n['after_draw'] + 2 + validations
@@ -157,18 +237,23 @@ def test_exact_event_counts_in_nested_settings() -> None:
 
 @pytest.mark.parametrize('bad', ['0ba', '-1ep', '5 parsecs', 0, '100tok'])
 def test_bad_intervals_are_refused_before_training(bad: Any) -> None:
-    with pytest.raises(TimeError): learner(eval_every=bad).fit(1)
-    with pytest.raises(TimeError): learner(valid=lambda dl: {'x': Evaluator(dl, bad)}).fit(1)
+    with pytest.raises(TimeError):
+        learner(eval_every=bad).fit(1)
+    with pytest.raises(TimeError):
+        learner(valid=lambda dl: {'x': Evaluator(dl, bad)}).fit(1)
 
 
 def test_a_loader_named_twice_is_refused() -> None:
     with pytest.raises(LoaderError, match="called 'a'"):
         learner(valid=lambda dl: [Evaluator(dl, name='a'), Evaluator(dl, name='a')])
-    with pytest.raises(LoaderError, match='no other Evaluator'): Evaluator(Evaluator([1]))
+    with pytest.raises(LoaderError, match='no other Evaluator'):
+        Evaluator(Evaluator([1]))
 
 
 def test_what_is_logged_is_called_after_the_evaluation_it_belongs_to() -> None:
-    def note(name: str) -> Any: return lambda cb: cb.learn.log(name, 1.)
+    def note(name: str) -> Any:
+        return lambda cb: cb.learn.log(name, 1.0)
+
     in_epoch = ('before_epoch', 'after_loss', 'after_train', 'after_epoch')
     in_evaluation = ('before_eval', 'after_validate', 'after_eval')
     events = (*in_epoch, *in_evaluation)
@@ -183,32 +268,43 @@ def test_the_interval_may_be_assigned() -> None:
     learn.eval_every = '4ba'
     learn.fit(1)
     assert [ba for _, ba in seen.at] == [4, 5]
-    with pytest.raises(TimeError): learn.eval_every = 'often'
+    with pytest.raises(TimeError):
+        learn.eval_every = 'often'
 
 
 def test_iterations_need_a_length() -> None:
-    with pytest.raises(TimeError, match='iteration='): learner(eval_every='1iter').fit(1)
+    with pytest.raises(TimeError, match='iteration='):
+        learner(eval_every='1iter').fit(1)
     learn = learner(eval_every='1iter', cbs=(seen := Seen()))
     learn.fit(4, iteration=2)
     assert [ba for _, ba in seen.at] == [10, 20]
 
 
 @pytest.mark.parametrize('event', ['before_validate', 'before_batch', 'after_pred', 'after_batch'])
-def test_averaged_weights_do_not_stay_when_an_evaluation_in_mid_epoch_is_cut_short(event: str) -> None:
+def test_averaged_weights_do_not_stay_when_an_evaluation_in_mid_epoch_is_cut_short(
+    event: str,
+) -> None:
     def cut(cb: Any) -> None:
-        if not cb.training and cb.learn.time.ba == 2: raise CancelTrainException
+        if not cb.training and cb.learn.time.ba == 2:
+            raise CancelTrainException
+
     def trained(cbs: Any) -> Any:
         learn = learner(eval_every='2ba', cbs=[*cbs, Callback(**{event: cut})])
         learn.fit(2)
         return [p.detach().clone() for p in learn.model.parameters()]
+
     averaged, plain = trained([EMA(0.5)]), trained([])
     assert all(torch.equal(a, b) for a, b in zip(averaged, plain, strict=True))
 
 
 def test_shares_of_a_run_without_a_length_end_with_it() -> None:
     class Lengthless:
-        def __init__(self, dl: Any) -> None: self.dl = dl
-        def __iter__(self) -> Any: return iter(self.dl)
+        def __init__(self, dl: Any) -> None:
+            self.dl = dl
+
+        def __iter__(self) -> Any:
+            return iter(self.dl)
+
     learn = learner(n_train=4, eval_every='0.25dur', cbs=(seen := Seen()))
     learn.dls.train = Lengthless(learn.dls.train)
     learn.fit(4)
@@ -219,4 +315,5 @@ def test_shares_of_a_run_without_a_length_end_with_it() -> None:
 def test_a_list_of_an_evaluator_and_a_loader_is_refused(backwards: bool) -> None:
     dls = synth_dls()
     mixed = [Evaluator(dls.valid, name='day'), dls.valid]
-    with pytest.raises(LoaderError, match='wrap each'): DataLoaders(dls.train, mixed[::-1] if backwards else mixed)
+    with pytest.raises(LoaderError, match='wrap each'):
+        DataLoaders(dls.train, mixed[::-1] if backwards else mixed)

@@ -1,4 +1,5 @@
 """The table of the lifecycle: its names, what reads it, and that the loop follows it."""
+
 from __future__ import annotations
 
 from enum import StrEnum
@@ -18,17 +19,17 @@ from learnkit.engine.events import (
 )
 from learnkit.testing import synth_learner
 
-FASTAI = '''after_create before_fit before_epoch before_train before_batch after_pred after_loss before_backward
+FASTAI = """after_create before_fit before_epoch before_train before_batch after_pred after_loss before_backward
     after_cancel_backward after_backward before_step after_cancel_step after_step after_cancel_batch after_batch
     after_cancel_train after_train before_validate after_cancel_validate after_validate after_cancel_epoch after_epoch
-    after_cancel_fit after_fit'''.split()
-COMPOSER = '''
+    after_cancel_fit after_fit""".split()
+COMPOSER = """
     INIT BEFORE_LOAD AFTER_LOAD FIT_START ITERATION_START EPOCH_START BEFORE_DATALOADER AFTER_DATALOADER BATCH_START
     BEFORE_TRAIN_BATCH BEFORE_FORWARD AFTER_FORWARD BEFORE_LOSS AFTER_LOSS BEFORE_BACKWARD AFTER_BACKWARD
     AFTER_TRAIN_BATCH BATCH_END BATCH_CHECKPOINT EPOCH_END EPOCH_CHECKPOINT ITERATION_END ITERATION_CHECKPOINT
     FIT_END EVAL_BEFORE_ALL EVAL_STANDALONE_START EVAL_START EVAL_BATCH_START EVAL_BEFORE_FORWARD EVAL_AFTER_FORWARD
     EVAL_BATCH_END EVAL_END EVAL_AFTER_ALL EVAL_STANDALONE_END PREDICT_START PREDICT_BATCH_START
-    PREDICT_BEFORE_FORWARD PREDICT_AFTER_FORWARD PREDICT_BATCH_END PREDICT_END'''.split()
+    PREDICT_BEFORE_FORWARD PREDICT_AFTER_FORWARD PREDICT_BATCH_END PREDICT_END""".split()
 
 
 def test_fastais_events_are_there_in_their_order() -> None:
@@ -54,31 +55,57 @@ def test_levels_name_the_three_events_and_the_exception_around_each_level() -> N
 
 
 def test_events_of_a_batch_are_those_that_run_train_and_run_valid_are_about() -> None:
-    assert {'before_draw', 'after_draw', 'before_batch', 'after_loss', 'before_step', 'after_batch',
-            'batch_checkpoint'} <= INNER_EVENTS
-    assert not {'before_train', 'after_train', 'before_validate', 'before_epoch', 'after_epoch', 'before_fit',
-                'cleanup'} & INNER_EVENTS
+    assert {
+        'before_draw',
+        'after_draw',
+        'before_batch',
+        'after_loss',
+        'before_step',
+        'after_batch',
+        'batch_checkpoint',
+    } <= INNER_EVENTS
+    assert (
+        not {
+            'before_train',
+            'after_train',
+            'before_validate',
+            'before_epoch',
+            'after_epoch',
+            'before_fit',
+            'cleanup',
+        }
+        & INNER_EVENTS
+    )
 
 
-@pytest.mark.parametrize(('wrong', 'close'),
-                         [('befor_fit', 'before_fit'), ('after_batches', 'after_batch'), ('on_epoch_end', None)])
+@pytest.mark.parametrize(
+    ('wrong', 'close'),
+    [('befor_fit', 'before_fit'), ('after_batches', 'after_batch'), ('on_epoch_end', None)],
+)
 def test_an_unknown_event_is_named_with_the_closest(wrong: str, close: str | None) -> None:
-    with pytest.raises(UnknownEventError) as e: canonical_event(wrong)
+    with pytest.raises(UnknownEventError) as e:
+        canonical_event(wrong)
     assert repr(wrong) in str(e.value)
     assert f'`{close}`' in str(e.value) if close else 'Did you mean' not in str(e.value)
 
 
 @pytest.mark.parametrize('wrong', ['befor_fit', ['before_fit', 'nonsense'], 3])
 def test_the_learner_refuses_an_unknown_event(wrong: Any) -> None:
-    with pytest.raises(UnknownEventError): synth_learner(default_cbs=False)(wrong)
+    with pytest.raises(UnknownEventError):
+        synth_learner(default_cbs=False)(wrong)
 
 
 def test_the_shorter_spelling_of_after_cancel_validate_works_as_handler_and_as_event() -> None:
     seen = []
+
     class Old(Callback):
-        def after_cancel_valid(self) -> None: seen.append('method')
-    learn = synth_learner(default_cbs=False,
-                          cbs=[Old(), Callback(after_cancel_valid=lambda cb: seen.append('function'))])
+        def after_cancel_valid(self) -> None:
+            seen.append('method')
+
+    learn = synth_learner(
+        default_cbs=False,
+        cbs=[Old(), Callback(after_cancel_valid=lambda cb: seen.append('function'))],
+    )
     learn('after_cancel_valid')
     learn('after_cancel_validate')
     assert seen == ['method', 'function'] * 2
@@ -88,26 +115,43 @@ def test_names_may_be_of_an_enum() -> None:
     class Names(StrEnum):
         FIT = 'before_fit'
         CANCEL = 'after_cancel_valid'
+
     seen: list[str] = []
+
     class Journal(Callback):
-        def run_event(self, event_name: str) -> None: seen.append(f'{event_name} {type(event_name).__name__}')
-    learn = synth_learner(default_cbs=False, cbs=Callback(before_fit=lambda cb: seen.append('function')))
+        def run_event(self, event_name: str) -> None:
+            seen.append(f'{event_name} {type(event_name).__name__}')
+
+    learn = synth_learner(
+        default_cbs=False, cbs=Callback(before_fit=lambda cb: seen.append('function'))
+    )
     learn.add_cb(Journal())
     learn(Names.FIT)
     learn([Names.CANCEL, Names.FIT])
-    assert seen == ['function', 'before_fit str', 'after_cancel_validate str', 'function', 'before_fit str']
+    assert seen == [
+        'function',
+        'before_fit str',
+        'after_cancel_validate str',
+        'function',
+        'before_fit str',
+    ]
 
 
-def test_show_training_loop_prints_each_moment_with_its_callbacks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_training_loop_prints_each_moment_with_its_callbacks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     class Watch(Callback):
         run_valid = False
-        def after_pred(self) -> None: "Do nothing."
+
+        def after_pred(self) -> None:
+            "Do nothing."
+
     learn = synth_learner(default_cbs=False, cbs=[Watch, Callback(before_fit=print)])
     learn.show_training_loop()
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(LIFECYCLE)
     for line, m in zip(lines, LIFECYCLE, strict=True):
-        assert line.startswith('  ' * m.depth) and not line[2 * m.depth:].startswith(' ')
+        assert line.startswith('  ' * m.depth) and not line[2 * m.depth :].startswith(' ')
         assert line.split()[0 if m.is_note else 1] == m.event.split()[0]
     shown = [line for line in lines if 'Watch' in line]
     assert len(shown) == 1 and 'after_pred' in shown[0]  # in training, not in evaluation
@@ -116,11 +160,16 @@ def test_show_training_loop_prints_each_moment_with_its_callbacks(capsys: pytest
 
 def test_a_fit_fires_events_in_the_order_of_the_table() -> None:
     class Journal(Callback):
-        def __init__(self) -> None: self.seen: list[str] = []
-        def run_event(self, event_name: str) -> None: self.seen.append(event_name)
+        def __init__(self) -> None:
+            self.seen: list[str] = []
+
+        def run_event(self, event_name: str) -> None:
+            self.seen.append(event_name)
+
     log = Journal()
     learn = synth_learner(n_train=1, n_valid=1, cbs=log)
-    with learn.no_bar(), learn.no_logging(): learn.fit(1, iteration=1)
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(1, iteration=1)
     learn.close()
     absent = {e for e in EVENTS if 'cancel' in e or 'load' in e or 'predict' in e} | {'after_error'}
     assert list(dict.fromkeys(log.seen)) == [e for e in EVENTS if e not in absent]

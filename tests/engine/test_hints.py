@@ -1,4 +1,5 @@
 """Hints beside errors, and where warnings point."""
+
 from __future__ import annotations
 
 import warnings
@@ -22,14 +23,18 @@ def told(do: Any) -> warnings.WarningMessage:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter('always')
         do()
-    one, = seen
+    (one,) = seen
     return one
 
 
 def test_warnings_point_at_the_users_line(tmp_path: Any) -> None:
     learn = Learner([(X, Y)], nn.Linear(4, 3), nn.CrossEntropyLoss(), path=tmp_path)
     nan = SaveModelCallback(monitor=lambda learn: float('nan'))
-    for do in (learn.freeze, lambda: EarlyStoppingCallback(monitor='mse'), lambda: learn.fit(1, cbs=nan)):
+    for do in (
+        learn.freeze,
+        lambda: EarlyStoppingCallback(monitor='mse'),
+        lambda: learn.fit(1, cbs=nan),
+    ):
         one = told(do)
         assert one.filename == __file__, one
 
@@ -37,18 +42,42 @@ def test_warnings_point_at_the_users_line(tmp_path: Any) -> None:
 def test_float64_from_numpy() -> None:
     wide = (X.double(),)
     assert "`x.astype('float32')`" in precision_hint(wide, nn.Linear(4, 3))
-    assert "float64" in precision_hint({'x': X.numpy(), 'y': [X.double()]}, nn.Linear(4, 3))
-    for b, model in ((X, nn.Linear(4, 3)), (wide, nn.Linear(4, 3).double()), (wide, nn.ReLU()), ((), nn.Linear(4, 3))):
+    assert 'float64' in precision_hint({'x': X.numpy(), 'y': [X.double()]}, nn.Linear(4, 3))
+    for b, model in (
+        (X, nn.Linear(4, 3)),
+        (wide, nn.Linear(4, 3).double()),
+        (wide, nn.ReLU()),
+        ((), nn.Linear(4, 3)),
+    ):
         assert precision_hint(b, model) == ''
 
 
-@pytest.mark.parametrize(('loss', 'pred', 'targ', 'says'), [
-    (F.cross_entropy, torch.zeros(2, 5), torch.tensor([0, 9]), ': targets from 0 to 9 for 5 classes'),
-    (CrossEntropyLossFlat(), torch.zeros(1, 7, 5), torch.full((1, 7), 6), ': targets from 6 to 6 for 5 classes'),
-    (nn.CrossEntropyLoss(), torch.zeros(1, 5, 3), torch.tensor([[0, -3, 2]]), ': targets from -3 to 2 for 5 classes'),
-])
+@pytest.mark.parametrize(
+    ('loss', 'pred', 'targ', 'says'),
+    [
+        (
+            F.cross_entropy,
+            torch.zeros(2, 5),
+            torch.tensor([0, 9]),
+            ': targets from 0 to 9 for 5 classes',
+        ),
+        (
+            CrossEntropyLossFlat(),
+            torch.zeros(1, 7, 5),
+            torch.full((1, 7), 6),
+            ': targets from 6 to 6 for 5 classes',
+        ),
+        (
+            nn.CrossEntropyLoss(),
+            torch.zeros(1, 5, 3),
+            torch.tensor([[0, -3, 2]]),
+            ': targets from -3 to 2 for 5 classes',
+        ),
+    ],
+)
 def test_classes_that_are_out_of_bounds(loss: Any, pred: Any, targ: Any, says: str) -> None:
-    with pytest.raises(IndexError) as e: loss(pred, targ)
+    with pytest.raises(IndexError) as e:
+        loss(pred, targ)
     assert classes_hint(loss, pred, (targ,), e.value) == says
 
 

@@ -1,4 +1,5 @@
 """The loop: which events fire when and how often, what is true at each of them, what evaluation leaves alone."""
+
 from __future__ import annotations
 
 import random
@@ -18,23 +19,32 @@ from learnkit.testing import RegModel, synth_dls, synth_learner
 
 class Journal(Callback):
     "Writes down every event, and what `note` says of it."
+
     def __init__(self, note: Callable[[Any], Any] | None = None, only: str = '') -> None:
         self.seen: list[Any] = []
         self._note, self._only = note, only.split()
 
     def run_event(self, event_name: str) -> None:
-        if self._only and event_name not in self._only: return
+        if self._only and event_name not in self._only:
+            return
         self.seen.append((event_name, self._note(self.learn)) if self._note else event_name)
 
 
 def bare(*cbs: Any, n_train: int = 3, n_valid: int = 2, **kwargs: Any) -> Learner:
-    return synth_learner(n_train, n_valid, cbs=[TrainEvalCallback, *cbs], default_cbs=False, **kwargs)
+    return synth_learner(
+        n_train, n_valid, cbs=[TrainEvalCallback, *cbs], default_cbs=False, **kwargs
+    )
 
 
 def named_dls(n_train: int = 12, bs: int = 4) -> DataLoaders:
     "Three training batches, two of `day` and one of `night`."
-    def points(n: int) -> tuple[Tensor, Tensor]: return torch.randn(n, 1), torch.randn(n, 1)
-    return DataLoaders.from_tensors(points(n_train), {'day': points(2 * bs), 'night': points(bs)}, bs=bs)
+
+    def points(n: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(n, 1), torch.randn(n, 1)
+
+    return DataLoaders.from_tensors(
+        points(n_train), {'day': points(2 * bs), 'night': points(bs)}, bs=bs
+    )
 
 
 PIECE = 'before_pred after_pred after_loss before_backward after_backward'.split()
@@ -47,20 +57,48 @@ def train_events(n: int, pieces: int = 1) -> list[str]:
 
 
 def valid_events(n: int) -> list[str]:
-    return ['before_validate', *[*DRAW, 'before_pred', 'after_pred', 'after_loss', 'after_batch'] * n, 'before_draw',
-            'after_validate']
+    return [
+        'before_validate',
+        *[*DRAW, 'before_pred', 'after_pred', 'after_loss', 'after_batch'] * n,
+        'before_draw',
+        'after_validate',
+    ]
 
 
 # Order and counts
 
+
 def test_a_whole_fit_event_by_event() -> None:
-    learn = Learner(named_dls(), RegModel(), nn.MSELoss(), cbs=[TrainEvalCallback, log := Journal()],
-                    default_cbs=False, microbatch=2)
+    learn = Learner(
+        named_dls(),
+        RegModel(),
+        nn.MSELoss(),
+        cbs=[TrainEvalCallback, log := Journal()],
+        default_cbs=False,
+        microbatch=2,
+    )
     learn.fit(2, iteration=2)
-    epoch = ['before_epoch', *train_events(3, pieces=2), 'before_eval', *valid_events(2), *valid_events(1),
-             'after_eval', 'after_epoch', 'epoch_checkpoint']
-    assert log.seen == ['after_create', 'before_fit', 'before_iteration', *epoch, *epoch, 'after_iteration',
-                        'iteration_checkpoint', 'after_fit', 'cleanup']
+    epoch = [
+        'before_epoch',
+        *train_events(3, pieces=2),
+        'before_eval',
+        *valid_events(2),
+        *valid_events(1),
+        'after_eval',
+        'after_epoch',
+        'epoch_checkpoint',
+    ]
+    assert log.seen == [
+        'after_create',
+        'before_fit',
+        'before_iteration',
+        *epoch,
+        *epoch,
+        'after_iteration',
+        'iteration_checkpoint',
+        'after_fit',
+        'cleanup',
+    ]
     counts = Counter(log.seen)
     assert counts['before_draw'] == 2 * (4 + 3 + 2)
     assert counts['after_draw'] == counts['before_batch'] == 2 * (3 + 2 + 1)
@@ -69,8 +107,13 @@ def test_a_whole_fit_event_by_event() -> None:
 
 
 def test_a_fit_without_validation_fires_no_event_of_evaluation() -> None:
-    learn = Learner(DataLoaders(synth_dls(n_train=2).train), RegModel(), nn.MSELoss(),
-                    cbs=[TrainEvalCallback, log := Journal()], default_cbs=False)
+    learn = Learner(
+        DataLoaders(synth_dls(n_train=2).train),
+        RegModel(),
+        nn.MSELoss(),
+        cbs=[TrainEvalCallback, log := Journal()],
+        default_cbs=False,
+    )
     learn.fit(1)
     assert log.seen[2:-2] == ['before_epoch', *train_events(2), 'after_epoch', 'epoch_checkpoint']
 
@@ -82,10 +125,25 @@ def test_no_epoch_fires_the_events_of_fit_alone() -> None:
 
 
 def test_a_standalone_validation() -> None:
-    learn = Learner(named_dls(), RegModel(), nn.MSELoss(), cbs=[TrainEvalCallback, log := Journal()], default_cbs=False)
+    learn = Learner(
+        named_dls(),
+        RegModel(),
+        nn.MSELoss(),
+        cbs=[TrainEvalCallback, log := Journal()],
+        default_cbs=False,
+    )
     learn.validate()
-    assert log.seen[1:] == ['before_fit', 'before_epoch', 'before_eval', *valid_events(2), *valid_events(1),
-                            'after_eval', 'after_epoch', 'after_fit', 'cleanup']
+    assert log.seen[1:] == [
+        'before_fit',
+        'before_epoch',
+        'before_eval',
+        *valid_events(2),
+        *valid_events(1),
+        'after_eval',
+        'after_epoch',
+        'after_fit',
+        'cleanup',
+    ]
 
 
 @pytest.mark.parametrize('inner', [False, True])
@@ -94,30 +152,55 @@ def test_a_prediction(inner: bool) -> None:
     learn.get_preds(inner=inner)
     body = ['before_predict', *valid_events(2), 'after_predict']
     around = [] if inner else ['before_fit', 'before_epoch']
-    assert log.seen[1:] == [*around, *body, *(['after_epoch', 'after_fit'] if around else []), 'cleanup']
+    assert log.seen[1:] == [
+        *around,
+        *body,
+        *(['after_epoch', 'after_fit'] if around else []),
+        'cleanup',
+    ]
 
 
 def test_iterations_are_whole_numbers_of_epochs_and_the_last_may_be_short() -> None:
-    learn = bare(log := Journal(lambda o: (o.epoch, o.time.iter),
-                                'before_iteration after_iteration iteration_checkpoint'))
+    learn = bare(
+        log := Journal(
+            lambda o: (o.epoch, o.time.iter),
+            'before_iteration after_iteration iteration_checkpoint',
+        )
+    )
     learn.fit(5, iteration=2)
     assert log.seen == [
-        ('before_iteration', (0, 0)), ('after_iteration', (1, 1)), ('iteration_checkpoint', (1, 1)),
-        ('before_iteration', (2, 1)), ('after_iteration', (3, 2)), ('iteration_checkpoint', (3, 2)),
-        ('before_iteration', (4, 2)), ('after_iteration', (4, 3)), ('iteration_checkpoint', (4, 3))]
+        ('before_iteration', (0, 0)),
+        ('after_iteration', (1, 1)),
+        ('iteration_checkpoint', (1, 1)),
+        ('before_iteration', (2, 1)),
+        ('after_iteration', (3, 2)),
+        ('iteration_checkpoint', (3, 2)),
+        ('before_iteration', (4, 2)),
+        ('after_iteration', (4, 3)),
+        ('iteration_checkpoint', (4, 3)),
+    ]
 
 
 def test_phase_dl_name_fitting_and_training_at_each_pass() -> None:
-    def where(o: Learner) -> tuple[Any, ...]: return o.phase, o.dl_name, o.fitting, o.training
+    def where(o: Learner) -> tuple[Any, ...]:
+        return o.phase, o.dl_name, o.fitting, o.training
+
     log = Journal(where, 'before_train after_batch before_validate')
-    learn = Learner(named_dls(), RegModel(), nn.MSELoss(), cbs=[TrainEvalCallback, log], default_cbs=False)
+    learn = Learner(
+        named_dls(), RegModel(), nn.MSELoss(), cbs=[TrainEvalCallback, log], default_cbs=False
+    )
     learn.fit(1)
     assert [w for _, w in log.seen] == [
         *[('train', 'train', True, w) for w in (True, True, True, True)],
-        *[('valid', 'day', True, False)] * 3, *[('valid', 'night', True, False)] * 2]
+        *[('valid', 'day', True, False)] * 3,
+        *[('valid', 'night', True, False)] * 2,
+    ]
     log.seen.clear()
     learn.validate()
-    assert {w for _, w in log.seen} == {('valid', 'day', False, False), ('valid', 'night', False, False)}
+    assert {w for _, w in log.seen} == {
+        ('valid', 'day', False, False),
+        ('valid', 'night', False, False),
+    }
     log.seen.clear()
     learn.get_preds()
     assert {w for _, w in log.seen} == {('predict', 'valid', False, False)}
@@ -127,61 +210,107 @@ def test_phase_dl_name_fitting_and_training_at_each_pass() -> None:
 def test_batch_is_what_the_loader_gave_and_after_draw_may_change_it() -> None:
     batches = [(torch.full((2, 1), float(i)), torch.zeros(2, 1)) for i in range(3)]
     given, used = [], []
+
     def change(cb: Any) -> None:
         given.append(cb.batch is batches[len(given)])
         cb.learn.batch = (cb.batch[0] + 10, cb.batch[1])
-    learn = Learner(batches, RegModel(), nn.MSELoss(), default_cbs=False,
-                    cbs=[TrainEvalCallback,
-                         Callback(after_draw=change, before_batch=lambda cb: used.append(cb.x[0].item()))])
+
+    learn = Learner(
+        batches,
+        RegModel(),
+        nn.MSELoss(),
+        default_cbs=False,
+        cbs=[
+            TrainEvalCallback,
+            Callback(after_draw=change, before_batch=lambda cb: used.append(cb.x[0].item())),
+        ],
+    )
     learn.fit(1)
-    assert given == [True] * 3 and used == [10., 11., 12.]
+    assert given == [True] * 3 and used == [10.0, 11.0, 12.0]
 
 
 # Counters
 
+
 def test_counters_at_the_end_of_each_batch() -> None:
-    log = Journal(lambda o: (o.epoch, o.iter, o.n_iter, o.train_iter, round(o.pct_train * 6, 9), o.n_epoch),
-                  'after_batch')
+    log = Journal(
+        lambda o: (o.epoch, o.iter, o.n_iter, o.train_iter, round(o.pct_train * 6, 9), o.n_epoch),
+        'after_batch',
+    )
     learn = bare(log, n_train=3, n_valid=2)
     learn.fit(2)
     train = lambda e, i: ('after_batch', (e, i, 3, 3 * e + i + 1, 3 * e + i + 1, 2))
     valid = lambda e, i: ('after_batch', (e, i, 2, 3 * e + 3, 3 * e + 3, 2))
-    assert log.seen == [f(e, i) for e in (0, 1) for f, n in ((train, 3), (valid, 2)) for i in range(n)]
+    assert log.seen == [
+        f(e, i) for e in (0, 1) for f, n in ((train, 3), (valid, 2)) for i in range(n)
+    ]
     assert (learn.time.ep, learn.time.ba, learn.time.st, learn.time.sp) == (2, 6, 6, 96)
 
 
 def test_pct_train_starts_each_epoch_at_its_share() -> None:
     log = Journal(lambda o: o.pct_train, 'before_fit before_train after_fit')
     bare(log, n_train=7).fit(4)
-    assert [p for _, p in log.seen[:5]] == [0, 0, .25, .5, .75] and log.seen[5][1] == pytest.approx(1)
+    assert [p for _, p in log.seen[:5]] == [0, 0, 0.25, 0.5, 0.75] and log.seen[5][
+        1
+    ] == pytest.approx(1)
 
 
 def test_the_last_batch_counts_its_own_samples() -> None:
-    learn = Learner(DataLoaders.from_tensors((torch.randn(10, 1), torch.randn(10, 1)), bs=4), RegModel(), nn.MSELoss(),
-                    cbs=TrainEvalCallback, default_cbs=False)
+    learn = Learner(
+        DataLoaders.from_tensors((torch.randn(10, 1), torch.randn(10, 1)), bs=4),
+        RegModel(),
+        nn.MSELoss(),
+        cbs=TrainEvalCallback,
+        default_cbs=False,
+    )
     learn.fit(2)
     assert (learn.time.ba, learn.time.sp) == (6, 20)
 
 
 # Stopping
 
-@pytest.mark.parametrize('event', ['before_batch', 'before_step', 'after_batch', 'batch_checkpoint'])
+
+@pytest.mark.parametrize(
+    'event', ['before_batch', 'before_step', 'after_batch', 'batch_checkpoint']
+)
 def test_stop_in_a_batch_ends_after_it_with_everything_fired(event: str) -> None:
     def stop(cb: Any) -> None:
-        if cb.training and cb.train_iter + (event not in ('after_batch', 'batch_checkpoint')) == 2: cb.learn.stop()
+        if cb.training and cb.train_iter + (event not in ('after_batch', 'batch_checkpoint')) == 2:
+            cb.learn.stop()
+
     learn = bare(log := Journal(), Callback(**{event: stop}), n_train=5, n_valid=2)
     learn.fit(3, iteration=2)
     seen = log.seen[1:]
     one = [*DRAW, *PIECE, 'before_step', 'after_step', 'after_batch', 'batch_checkpoint']
-    assert seen == ['before_fit', 'before_iteration', 'before_epoch', 'before_train', *one * 2, 'after_train',
-                    'before_eval', *valid_events(2), 'after_eval', 'after_epoch', 'epoch_checkpoint', 'after_iteration',
-                    'iteration_checkpoint', 'after_fit', 'cleanup']
+    assert seen == [
+        'before_fit',
+        'before_iteration',
+        'before_epoch',
+        'before_train',
+        *one * 2,
+        'after_train',
+        'before_eval',
+        *valid_events(2),
+        'after_eval',
+        'after_epoch',
+        'epoch_checkpoint',
+        'after_iteration',
+        'iteration_checkpoint',
+        'after_fit',
+        'cleanup',
+    ]
 
 
-@pytest.mark.parametrize('event', ['after_train', 'before_validate', 'after_epoch', 'epoch_checkpoint'])
+@pytest.mark.parametrize(
+    'event', ['after_train', 'before_validate', 'after_epoch', 'epoch_checkpoint']
+)
 def test_stop_after_training_ends_with_this_epoch(event: str) -> None:
-    learn = bare(Callback(**{event: lambda cb: cb.learn.stop() if cb.epoch == 1 else None}), log := Journal(),
-                 n_train=2, n_valid=3)
+    learn = bare(
+        Callback(**{event: lambda cb: cb.learn.stop() if cb.epoch == 1 else None}),
+        log := Journal(),
+        n_train=2,
+        n_valid=3,
+    )
     learn.fit(5)
     assert learn.train_iter == 4 and Counter(log.seen)['after_epoch'] == 2
     assert Counter(log.seen)['after_batch'] == 2 * (2 + 3)
@@ -205,6 +334,7 @@ def test_a_stop_in_a_validation_alone_does_not_shorten_the_next_fit() -> None:
 
 # The state at each event of a batch
 
+
 def closed_form(model: RegModel, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     "Prediction, mean squared error, and its gradients."
     with torch.no_grad():
@@ -221,26 +351,38 @@ def test_full_state_at_each_event_of_one_batch() -> None:
 
     class Check(Callback):
         order = 100
+
         def run_event(self, event_name: str) -> None:
-            if event_name == 'after_create': return
+            if event_name == 'after_create':
+                return
             log.append(event_name)
             at, o = log.index(event_name), self.learn
             assert o.iter == 5 and o.xb == (x,) and o.yb == (y,) and o.x is x and o.y is y
             reached = lambda e: e in log
             assert ('pred' in vars(o)) == reached('after_pred')
-            if reached('after_pred'): assert torch.allclose(o.pred, pred) and o.pred.requires_grad
+            if reached('after_pred'):
+                assert torch.allclose(o.pred, pred) and o.pred.requires_grad
             if reached('after_loss'):
                 assert torch.allclose(o.loss, loss) and not o.loss.requires_grad
                 assert torch.allclose(o.loss_grad, loss) and o.loss_grad.requires_grad
-            else: assert o.loss is before
-            has_grads = reached('after_backward') and event_name not in ('after_batch', 'batch_checkpoint')
+            else:
+                assert o.loss is before
+            has_grads = reached('after_backward') and event_name not in (
+                'after_batch',
+                'batch_checkpoint',
+            )
             assert (model.a.grad is not None) == (model.b.grad is not None) == has_grads
-            if has_grads: assert torch.allclose(model.a.grad, grad_a) and torch.allclose(model.b.grad, grad_b)
+            if has_grads:
+                assert torch.allclose(model.a.grad, grad_a) and torch.allclose(model.b.grad, grad_b)
             now = model.a.item(), model.b.item()
             moved = start[0] - lr * grad_a.item(), start[1] - lr * grad_b.item()
-            assert now == (start if not reached('after_step') else pytest.approx(moved, abs=1e-6)), at
+            assert now == (
+                start if not reached('after_step') else pytest.approx(moved, abs=1e-6)
+            ), at
 
-    learn = Learner([(x, y)], model, nn.MSELoss(), opt_func=SGD, lr=lr, cbs=Check(), default_cbs=False)
+    learn = Learner(
+        [(x, y)], model, nn.MSELoss(), opt_func=SGD, lr=lr, cbs=Check(), default_cbs=False
+    )
     learn.create_opt()
     learn.training = True
     before = learn.loss
@@ -259,7 +401,13 @@ def test_one_batch_out_of_training_only_evaluates() -> None:
     x, y = batch = learn.dls.one_batch()
     learn.one_batch(3, batch)
     pred, loss, *_ = closed_form(learn.model, x, y)
-    assert log.seen[1:] == ['before_batch', 'before_pred', 'after_pred', 'after_loss', 'after_batch']
+    assert log.seen[1:] == [
+        'before_batch',
+        'before_pred',
+        'after_pred',
+        'after_loss',
+        'after_batch',
+    ]
     assert learn.iter == 3 and learn.x is x and learn.y is y
     assert torch.allclose(learn.pred, pred) and torch.allclose(learn.loss, loss)
     assert learn.opt is None and learn.model.a.grad is None
@@ -302,7 +450,7 @@ def test_before_fit_by_hand_starts_the_counters_anew_and_one_of_an_evaluation_do
     learn.validate()
     assert counters() == (1, 6, pytest.approx(1))
     learn('before_fit')
-    assert counters() == (0, 0, 0.)
+    assert counters() == (0, 0, 0.0)
 
 
 def test_one_batch_by_hand_goes_where_the_model_is_now() -> None:
@@ -318,17 +466,32 @@ def test_one_batch_by_hand_goes_where_the_model_is_now() -> None:
 
 def test_loss_is_a_value_of_its_own_and_stays_between_batches() -> None:
     kept, said = [], []
-    def keep(cb: Any) -> None: kept.append((cb.loss, cb.loss.item()))
-    learn = bare(Callback(after_batch=keep, before_batch=lambda cb: said.append(cb.loss)), n_train=3, n_valid=1)
+
+    def keep(cb: Any) -> None:
+        kept.append((cb.loss, cb.loss.item()))
+
+    learn = bare(
+        Callback(after_batch=keep, before_batch=lambda cb: said.append(cb.loss)),
+        n_train=3,
+        n_valid=1,
+    )
     learn.fit(1)
     assert all(t.item() == v and t.grad_fn is None for t, v in kept)
-    assert said[0] == 0 and [a is b for a, (b, _) in zip(said[1:], kept[:-1], strict=True)] == [True] * 3
+    assert (
+        said[0] == 0
+        and [a is b for a, (b, _) in zip(said[1:], kept[:-1], strict=True)] == [True] * 3
+    )
 
 
 def test_a_loss_function_that_works_in_place_cannot_change_what_was_logged() -> None:
     kept: list[float] = []
-    cb = Callback(before_backward=lambda cb: cb.loss_grad.mul_(3), after_batch=lambda cb: kept.append(cb.loss.item()))
-    learn = bare(cb, n_train=1, n_valid=1, loss_func=lambda pred, y: (pred - y).square().mean(), lr=0.)
+    cb = Callback(
+        before_backward=lambda cb: cb.loss_grad.mul_(3),
+        after_batch=lambda cb: kept.append(cb.loss.item()),
+    )
+    learn = bare(
+        cb, n_train=1, n_valid=1, loss_func=lambda pred, y: (pred - y).square().mean(), lr=0.0
+    )
     learn.fit(1)
     x, y = next(iter(learn.dls.train))
     assert kept[0] == pytest.approx(((learn.model(x) - y) ** 2).mean().item(), rel=1e-5)
@@ -336,14 +499,22 @@ def test_a_loss_function_that_works_in_place_cannot_change_what_was_logged() -> 
 
 # Evaluation leaves no trace
 
+
 class Noisy(Callback):
     "Draws from every generator in each evaluated batch."
+
     run_train = False
-    def before_batch(self) -> None: torch.rand(3); random.random(); np.random.rand()
+
+    def before_batch(self) -> None:
+        torch.rand(3)
+        random.random()
+        np.random.rand()
 
 
 def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(1, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 1))
+    return nn.Sequential(
+        nn.Linear(1, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 1)
+    )
 
 
 def test_a_fit_with_validation_has_the_weights_of_one_without() -> None:
@@ -351,35 +522,61 @@ def test_a_fit_with_validation_has_the_weights_of_one_without() -> None:
         torch.manual_seed(5)
         model, ds = net(), TensorDataset(torch.randn(40, 1), torch.randn(40, 1))
         train, dl = DataLoader(ds, 8, shuffle=True), DataLoader(ds, 8, shuffle=True)
-        learn = Learner(DataLoaders(train, {'a': dl, 'b': dl} if valid else None), model, nn.MSELoss(), lr=0.05,
-                        cbs=[Noisy, *([Recorder] if defaults else []), TrainEvalCallback], default_cbs=False)
+        learn = Learner(
+            DataLoaders(train, {'a': dl, 'b': dl} if valid else None),
+            model,
+            nn.MSELoss(),
+            lr=0.05,
+            cbs=[Noisy, *([Recorder] if defaults else []), TrainEvalCallback],
+            default_cbs=False,
+        )
         learn.logger = print
         learn.fit(3)
         return [t.clone() for t in model.state_dict().values()]
+
     plain = run(False, False)
     for valid, defaults in ((True, False), (True, True)):
         assert all(torch.equal(a, b) for a, b in zip(plain, run(valid, defaults), strict=True))
 
 
-@pytest.mark.parametrize('evaluate', [lambda o: o.validate(), lambda o: o.get_preds(), lambda o: o.validate(0)])
-def test_evaluation_puts_back_generators_modes_and_state(evaluate: Callable[[Learner], Any]) -> None:
+@pytest.mark.parametrize(
+    'evaluate', [lambda o: o.validate(), lambda o: o.get_preds(), lambda o: o.validate(0)]
+)
+def test_evaluation_puts_back_generators_modes_and_state(
+    evaluate: Callable[[Learner], Any],
+) -> None:
     model = net()
-    learn = Learner(synth_dls(n_train=3, n_valid=2), model, nn.MSELoss(), cbs=[TrainEvalCallback, Noisy],
-                    default_cbs=False)
+    learn = Learner(
+        synth_dls(n_train=3, n_valid=2),
+        model,
+        nn.MSELoss(),
+        cbs=[TrainEvalCallback, Noisy],
+        default_cbs=False,
+    )
     inside: list[bool] = []
-    names = 'training phase dl dl_name iter n_iter xb yb pred loss epoch train_iter pct_train'.split()
-    def state() -> list[Any]: return [getattr(learn, n) for n in names]
+    names = (
+        'training phase dl dl_name iter n_iter xb yb pred loss epoch train_iter pct_train'.split()
+    )
+
+    def state() -> list[Any]:
+        return [getattr(learn, n) for n in names]
+
     def check(cb: Any) -> None:
         model[1].eval()
         before, modes = state(), [m.training for m in model.modules()]
         rngs = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
         weights = [p.clone() for p in model.state_dict().values()]
         evaluate(learn)
-        inside.append(all(a is b for a, b in zip(before, state(), strict=True))
-                      and modes == [m.training for m in model.modules()])
+        inside.append(
+            all(a is b for a, b in zip(before, state(), strict=True))
+            and modes == [m.training for m in model.modules()]
+        )
         assert torch.equal(rngs[0], torch.get_rng_state()) and rngs[1] == random.getstate()
         assert np.array_equal(rngs[2], np.random.get_state()[1])
-        assert all(torch.equal(a, b) for a, b in zip(weights, model.state_dict().values(), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(weights, model.state_dict().values(), strict=True)
+        )
+
     cb = Callback(before_step=check)
     learn.add_cb(cb)
     learn.fit(1)
@@ -388,7 +585,10 @@ def test_evaluation_puts_back_generators_modes_and_state(evaluate: Callable[[Lea
 
 def test_a_fit_with_validations_inside_it_ends_at_the_same_weights() -> None:
     ends = []
-    for cbs in ([], [Callback(after_batch=lambda cb: cb.learn.validate() if cb.training else None)]):
+    for cbs in (
+        [],
+        [Callback(after_batch=lambda cb: cb.learn.validate() if cb.training else None)],
+    ):
         torch.manual_seed(2)
         learn = bare(*cbs, model=net(), n_train=4)
         learn.fit(2)
@@ -397,25 +597,43 @@ def test_a_fit_with_validations_inside_it_ends_at_the_same_weights() -> None:
     assert torch.equal(*ends)
 
 
-LOADERS = {'tensors': lambda ds: TensorLoader(*ds.tensors, bs=4, shuffle=True, seed=3),
-           'torch': lambda ds: DataLoader(ds, 4, shuffle=True, generator=torch.Generator().manual_seed(3))}
-ON_TRAIN = {'validate': lambda o: o.validate(0), 'by name': lambda o: o.validate(dl='train'),
-            'get_preds': lambda o: o.get_preds(ds_idx=0, reorder=False),
-            'inner': lambda o: o.get_preds(ds_idx=0, reorder=False, inner=True)}
+LOADERS = {
+    'tensors': lambda ds: TensorLoader(*ds.tensors, bs=4, shuffle=True, seed=3),
+    'torch': lambda ds: DataLoader(ds, 4, shuffle=True, generator=torch.Generator().manual_seed(3)),
+}
+ON_TRAIN = {
+    'validate': lambda o: o.validate(0),
+    'by name': lambda o: o.validate(dl='train'),
+    'get_preds': lambda o: o.get_preds(ds_idx=0, reorder=False),
+    'inner': lambda o: o.get_preds(ds_idx=0, reorder=False, inner=True),
+}
 
 
 @pytest.mark.parametrize('evaluate', ON_TRAIN.values(), ids=ON_TRAIN)
 @pytest.mark.parametrize('make', LOADERS.values(), ids=LOADERS)
-def test_evaluating_on_the_training_loader_keeps_the_order_of_the_epochs_to_come(make: Any, evaluate: Any) -> None:
-    ds, drawn = TensorDataset(torch.arange(20.)[:, None], torch.zeros(20, 1)), []
+def test_evaluating_on_the_training_loader_keeps_the_order_of_the_epochs_to_come(
+    make: Any, evaluate: Any
+) -> None:
+    ds, drawn = TensorDataset(torch.arange(20.0)[:, None], torch.zeros(20, 1)), []
     for evaluates in (False, True):
         order: list[float] = []
+
         def note(cb: Any, order: list[float] = order) -> None:
-            if cb.training: order.extend(cb.x.flatten().tolist())
-        learn = Learner(DataLoaders(make(ds)), RegModel(), nn.MSELoss(), opt_func=SGD, lr=0., default_cbs=False,
-                        cbs=[TrainEvalCallback, Callback(before_batch=note)])
+            if cb.training:
+                order.extend(cb.x.flatten().tolist())
+
+        learn = Learner(
+            DataLoaders(make(ds)),
+            RegModel(),
+            nn.MSELoss(),
+            opt_func=SGD,
+            lr=0.0,
+            default_cbs=False,
+            cbs=[TrainEvalCallback, Callback(before_batch=note)],
+        )
         learn.fit(1)
-        if evaluates: evaluate(learn)
+        if evaluates:
+            evaluate(learn)
         learn.fit(1)
         drawn.append(order)
     assert drawn[0] == drawn[1] and drawn[0][:20] != drawn[0][20:] != sorted(drawn[0][20:])
@@ -424,11 +642,24 @@ def test_evaluating_on_the_training_loader_keeps_the_order_of_the_epochs_to_come
 @pytest.mark.parametrize('valid', [True, False])
 def test_a_norm_layer_that_was_set_to_eval_stays_so_in_later_epochs(valid: bool) -> None:
     model, modes, dls = net(), [], synth_dls(n_train=2)
+
     def freeze(cb: Any) -> None:
-        if cb.epoch == 0: model[1].eval()
-    learn = Learner(dls if valid else DataLoaders(dls.train), model, nn.MSELoss(), default_cbs=False, cbs=[
-        TrainEvalCallback,
-        Callback(before_train=freeze, before_step=lambda cb: modes.append([m.training for m in model]))])
+        if cb.epoch == 0:
+            model[1].eval()
+
+    learn = Learner(
+        dls if valid else DataLoaders(dls.train),
+        model,
+        nn.MSELoss(),
+        default_cbs=False,
+        cbs=[
+            TrainEvalCallback,
+            Callback(
+                before_train=freeze,
+                before_step=lambda cb: modes.append([m.training for m in model]),
+            ),
+        ],
+    )
     learn.fit(3)
     assert modes == [[True, False, True, True, True]] * 6
     assert torch.equal(model[1].running_mean, torch.zeros(8))

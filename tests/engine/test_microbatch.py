@@ -1,4 +1,5 @@
 """Microbatches: the gradients of the whole batch from pieces of it, and what is true inside a piece and after it."""
+
 from __future__ import annotations
 
 from collections import Counter
@@ -35,25 +36,49 @@ def mlp(n_out: int = 2) -> nn.Module:
 
 def batch(n: int = 7, n_out: int = 2, seed: int = 1) -> tuple[Tensor, Tensor]:
     gen = torch.Generator().manual_seed(seed)
-    return (torch.randn(n, 3, generator=gen, dtype=torch.float64),
-            torch.randn(n, n_out, generator=gen, dtype=torch.float64))
+    return (
+        torch.randn(n, 3, generator=gen, dtype=torch.float64),
+        torch.randn(n, n_out, generator=gen, dtype=torch.float64),
+    )
 
 
-def learner(batches: list[Any], model: nn.Module, *cbs: Any, loss: Any = None, size: int | None = 3, lr: float = 0.,
-            **kwargs: Any) -> Learner:
-    return Learner(batches, model, loss or nn.MSELoss(), opt_func=SGD, lr=lr, cbs=[TrainEvalCallback, *cbs],
-                   default_cbs=False, microbatch=size, **kwargs)
+def learner(
+    batches: list[Any],
+    model: nn.Module,
+    *cbs: Any,
+    loss: Any = None,
+    size: int | None = 3,
+    lr: float = 0.0,
+    **kwargs: Any,
+) -> Learner:
+    return Learner(
+        batches,
+        model,
+        loss or nn.MSELoss(),
+        opt_func=SGD,
+        lr=lr,
+        cbs=[TrainEvalCallback, *cbs],
+        default_cbs=False,
+        microbatch=size,
+        **kwargs,
+    )
 
 
-def grads_at_step(batches: list[Any], model: nn.Module, *cbs: Any, **kwargs: Any) -> list[list[Tensor]]:
+def grads_at_step(
+    batches: list[Any], model: nn.Module, *cbs: Any, **kwargs: Any
+) -> list[list[Tensor]]:
     "The gradients at each before_step, and the loss beside them."
     res: list[list[Tensor]] = []
-    read = Callback(before_step=lambda cb: res.append([p.grad.clone() for p in model.parameters()] + [cb.loss]))
+    read = Callback(
+        before_step=lambda cb: res.append([p.grad.clone() for p in model.parameters()] + [cb.loss])
+    )
     learner(batches, model, *cbs, read, **kwargs).fit(1)
     return res
 
 
-def plain(model: nn.Module, loss: Callable[..., Tensor], *parts: tuple[Tensor, Tensor]) -> list[Tensor]:
+def plain(
+    model: nn.Module, loss: Callable[..., Tensor], *parts: tuple[Tensor, Tensor]
+) -> list[Tensor]:
     "The gradients of one batch by autograd alone, and its loss."
     value = sum((loss(model(x), y) for x, y in parts), torch.zeros((), dtype=torch.float64))
     return [*torch.autograd.grad(value, list(model.parameters())), value.detach()]
@@ -63,10 +88,14 @@ def close(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.allclose(p, q, rtol=0, atol=1e-10) for p, q in zip(a, b, strict=True))
 
 
-LOSSES = {'mean': nn.MSELoss(), 'function': F.mse_loss, 'sum': nn.MSELoss(reduction='sum'),
-          'sum partial': partial(F.mse_loss, reduction='sum'),
-          'nested partial': partial(partial(F.l1_loss, reduction='sum')),
-          'own': lambda pred, y: (pred - y).abs().mean()}
+LOSSES = {
+    'mean': nn.MSELoss(),
+    'function': F.mse_loss,
+    'sum': nn.MSELoss(reduction='sum'),
+    'sum partial': partial(F.mse_loss, reduction='sum'),
+    'nested partial': partial(partial(F.l1_loss, reduction='sum')),
+    'own': lambda pred, y: (pred - y).abs().mean(),
+}
 
 
 @pytest.mark.parametrize('loss', LOSSES.values(), ids=LOSSES)
@@ -87,7 +116,8 @@ def test_any_batch_and_any_size(n: int, size: int, seed: int) -> None:
 def tokens(n: int = 5, length: int = 6) -> tuple[Tensor, Tensor]:
     "Inputs and token targets, padded to different lengths."
     x, y = torch.randn(n, length, 3, dtype=torch.float64), torch.randint(VOCAB, (n, length))
-    for i in range(n): y[i, 1 + i:] = PAD
+    for i in range(n):
+        y[i, 1 + i :] = PAD
     return x, y
 
 
@@ -95,12 +125,18 @@ def token_loss(pred: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(pred.flatten(0, 1), y.flatten(), ignore_index=PAD)
 
 
-@pytest.mark.parametrize('as_number', [int, lambda count: count, lambda count: count.double()],
-                         ids=['int', 'tensor', 'fp64'])
+@pytest.mark.parametrize(
+    'as_number',
+    [int, lambda count: count, lambda count: count.double()],
+    ids=['int', 'tensor', 'fp64'],
+)
 def test_a_mean_over_tokens_needs_and_gets_weight_func(as_number: Callable[[Tensor], Any]) -> None:
     model, b = mlp(VOCAB), tokens()
     expected = plain(model, token_loss, b)
-    def count(xb: Any, yb: Any) -> Any: return as_number((yb[0] != PAD).sum())
+
+    def count(xb: Any, yb: Any) -> Any:
+        return as_number((yb[0] != PAD).sum())
+
     [got] = grads_at_step([b], model, loss=token_loss, size=2, weight_func=count)
     assert close(got, expected)
     [by_name] = grads_at_step([b], model, loss=token_loss, size=2, weight_func='tokens')
@@ -126,14 +162,26 @@ def test_batches_of_dicts_are_split_too() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.net = mlp()
+
         def forward(self, ids: Tensor, scale: Tensor, labels: Tensor) -> dict[str, Tensor]:
             logits = self.net(ids) * scale
             return {'logits': logits, 'loss': F.mse_loss(logits, labels)}
+
     model, (x, y) = Named(), batch(7)
-    b = {'ids': x, 'scale': torch.tensor(2., dtype=torch.float64), 'labels': y}
+    b = {'ids': x, 'scale': torch.tensor(2.0, dtype=torch.float64), 'labels': y}
     res: list[list[Tensor]] = []
-    read = Callback(before_step=lambda cb: res.append([p.grad.clone() for p in model.parameters()] + [cb.loss]))
-    Learner([b], model, opt_func=SGD, lr=0., cbs=[TrainEvalCallback, read], default_cbs=False, microbatch=3).fit(1)
+    read = Callback(
+        before_step=lambda cb: res.append([p.grad.clone() for p in model.parameters()] + [cb.loss])
+    )
+    Learner(
+        [b],
+        model,
+        opt_func=SGD,
+        lr=0.0,
+        cbs=[TrainEvalCallback, read],
+        default_cbs=False,
+        microbatch=3,
+    ).fit(1)
     whole = model(**b)['loss']
     assert close(res[0], [*torch.autograd.grad(whole, list(model.parameters())), whole.detach()])
 
@@ -145,7 +193,9 @@ def test_a_loss_of_named_parts() -> None:
     rec = Recorder(valid_metrics=False)
     learn = learner([b], model, rec, read := Callback(), loss=parts)
     got: list[Tensor] = []
-    read.before_step = lambda: got.extend([*(p.grad.clone() for p in model.parameters()), learn.loss])
+    read.before_step = lambda: got.extend(
+        [*(p.grad.clone() for p in model.parameters()), learn.loss]
+    )
     learn.logger = print
     learn.fit(1)
     assert close(got, plain(model, whole, b))
@@ -156,30 +206,46 @@ def test_a_loss_of_named_parts() -> None:
 
 # Events and state
 
+
 def test_events_of_the_pieces_and_what_they_see() -> None:
     model, (x, y) = mlp(), batch(7)
     seen: list[tuple[str, int, bool, bool]] = []
     events = 'before_batch before_pred after_loss after_backward before_step after_step after_batch'.split()
+
     class Look(Callback):
         def run_event(self, event_name: str) -> None:
             if event_name in events:
                 assert len(self.xb[0]) == len(self.yb[0])
                 seen.append((event_name, len(self.x), 'pred' in vars(self.learn), self.xb[0] is x))
+
     learner([(x, y)], model, Look()).fit(1)
-    piece = lambda n: [('before_pred', n, False, False), ('after_loss', n, True, False),
-                       ('after_backward', n, True, False)]
-    assert seen == [('before_batch', 7, False, True), *piece(3), *piece(3), *piece(1), ('before_step', 7, True, True),
-                    ('after_step', 7, True, True), ('after_batch', 7, True, True)]
+    piece = lambda n: [
+        ('before_pred', n, False, False),
+        ('after_loss', n, True, False),
+        ('after_backward', n, True, False),
+    ]
+    assert seen == [
+        ('before_batch', 7, False, True),
+        *piece(3),
+        *piece(3),
+        *piece(1),
+        ('before_step', 7, True, True),
+        ('after_step', 7, True, True),
+        ('after_batch', 7, True, True),
+    ]
 
 
 def test_loss_is_the_pieces_own_inside_and_the_weighted_mean_after() -> None:
     model, (x, y) = mlp(), batch(7)
     losses: dict[str, list[float]] = {'after_loss': [], 'before_step': [], 'after_batch': []}
+
     class Look(Callback):
         def run_event(self, event_name: str) -> None:
-            if event_name in losses: losses[event_name].append(self.loss.item())
+            if event_name in losses:
+                losses[event_name].append(self.loss.item())
+
     learner([(x, y)], model, Look()).fit(1)
-    pieces = [F.mse_loss(model(x[i:i + 3]), y[i:i + 3]).item() for i in (0, 3, 6)]
+    pieces = [F.mse_loss(model(x[i : i + 3]), y[i : i + 3]).item() for i in (0, 3, 6)]
     assert losses['after_loss'] == pytest.approx(pieces, abs=1e-12)
     whole = (3 * pieces[0] + 3 * pieces[1] + pieces[2]) / 7
     assert losses['before_step'] == losses['after_batch'] == pytest.approx([whole], abs=1e-12)
@@ -187,8 +253,17 @@ def test_loss_is_the_pieces_own_inside_and_the_weighted_mean_after() -> None:
 
 def test_validation_is_not_split() -> None:
     seen = Counter()
-    learn = Learner(([batch(7)], [batch(7), batch(5)]), mlp(), nn.MSELoss(), microbatch=2, default_cbs=False,
-                    cbs=[TrainEvalCallback, Callback(after_pred=lambda cb: seen.update([(cb.training, len(cb.pred))]))])
+    learn = Learner(
+        ([batch(7)], [batch(7), batch(5)]),
+        mlp(),
+        nn.MSELoss(),
+        microbatch=2,
+        default_cbs=False,
+        cbs=[
+            TrainEvalCallback,
+            Callback(after_pred=lambda cb: seen.update([(cb.training, len(cb.pred))])),
+        ],
+    )
     learn.fit(1)
     assert seen == {(True, 2): 3, (True, 1): 1, (False, 7): 1, (False, 5): 1}
 
@@ -197,7 +272,10 @@ def test_per_sample_weights_travel_in_yb() -> None:
     model, (x, y) = mlp(), batch(7)
     w = torch.rand(7, dtype=torch.float64)
     loss = lambda pred, y, w: ((pred - y).square().mean(1) * w).mean()
-    def attach(cb: Any) -> None: cb.learn.yb = (*cb.yb, w)
+
+    def attach(cb: Any) -> None:
+        cb.learn.yb = (*cb.yb, w)
+
     [got] = grads_at_step([(x, y)], model, Callback(before_batch=attach), loss=loss)
     assert close(got, plain(model, lambda pred, y: loss(pred, y, w), (x, y)))
 
@@ -205,7 +283,10 @@ def test_per_sample_weights_travel_in_yb() -> None:
 @pytest.mark.parametrize('event', ['before_backward', 'after_loss'])
 def test_a_callback_may_change_the_loss_of_a_piece(event: str) -> None:
     model, b = mlp(), batch(7)
-    def twice(cb: Any) -> None: cb.learn.loss_grad = 2 * cb.loss_grad
+
+    def twice(cb: Any) -> None:
+        cb.learn.loss_grad = 2 * cb.loss_grad
+
     [got] = grads_at_step([b], model, Callback(**{event: twice}))
     assert close(got[:-1], [2 * g for g in plain(model, F.mse_loss, b)[:-1]])
 
@@ -216,20 +297,27 @@ def test_dropout_draws_as_in_a_loop_over_the_pieces() -> None:
     [got] = grads_at_step([(x, y)], model)
     torch.manual_seed(9)
     model.zero_grad()
-    for i, n in ((0, 3), (3, 3), (6, 1)): (F.mse_loss(model(x[i:i + 3]), y[i:i + 3]) * (n / 7)).backward()
+    for i, n in ((0, 3), (3, 3), (6, 1)):
+        (F.mse_loss(model(x[i : i + 3]), y[i : i + 3]) * (n / 7)).backward()
     assert all(torch.equal(a, p.grad) for a, p in zip(got, model.parameters(), strict=False))
 
 
 # Cancels
 
+
 def test_cancel_backward_leaves_out_one_piece() -> None:
     model, (x, y) = mlp(), batch(7)
     n = iter(range(9))
+
     def skip(cb: Any) -> None:
-        if next(n) == 1: raise CancelBackwardException
+        if next(n) == 1:
+            raise CancelBackwardException
+
     after: Counter[str] = Counter()
-    count = Callback(after_backward=lambda cb: after.update(['after']),
-                     after_cancel_backward=lambda cb: after.update(['cancel']))
+    count = Callback(
+        after_backward=lambda cb: after.update(['after']),
+        after_cancel_backward=lambda cb: after.update(['cancel']),
+    )
     [got] = grads_at_step([(x, y)], model, Callback(before_backward=skip), count)
     kept = torch.tensor([0, 1, 2, 6])
     assert close(got[:-1], [g * 4 / 7 for g in plain(model, F.mse_loss, (x[kept], y[kept]))[:-1]])
@@ -239,13 +327,20 @@ def test_cancel_backward_leaves_out_one_piece() -> None:
 def test_cancel_batch_in_a_piece_discards_this_batchs_gradients_alone() -> None:
     model, bs = mlp(), [batch(7, seed=s) for s in range(4)]
     seen: list[int] = []
+
     class Cancel(Callback):
         def before_step(self) -> None:
-            if self.iter == 0: raise CancelBatchException  # its gradients are kept, as those of a whole batch
+            if self.iter == 0:
+                raise CancelBatchException  # its gradients are kept, as those of a whole batch
+
         def before_pred(self) -> None:
             seen.append(self.iter)
-            if self.iter == 1 and seen.count(1) == 2: raise CancelBatchException
-        def after_cancel_batch(self) -> None: assert self.xb[0] is bs[self.iter][0]
+            if self.iter == 1 and seen.count(1) == 2:
+                raise CancelBatchException
+
+        def after_cancel_batch(self) -> None:
+            assert self.xb[0] is bs[self.iter][0]
+
     got = grads_at_step(bs, model, Cancel())
     assert Counter(seen) == {0: 3, 1: 2, 2: 3, 3: 3} and len(got) == 2
     assert close(got[0][:-1], plain(model, F.mse_loss, bs[0], bs[2])[:-1])
@@ -256,23 +351,35 @@ def test_cancel_batch_in_a_piece_discards_this_batchs_gradients_alone() -> None:
 def test_a_batch_that_was_cancelled_in_a_piece_is_not_recorded(event: str) -> None:
     model, bs = mlp(), [batch(7, seed=s) for s in range(3)]
     seen: list[int] = []
+
     def cancel(cb: Any) -> None:
         seen.append(cb.iter)
-        if cb.iter == 1 and seen.count(1) == 2: raise CancelBatchException
+        if cb.iter == 1 and seen.count(1) == 2:
+            raise CancelBatchException
+
     learn = learner(bs, model, Recorder(), Callback(**{event: cancel}))
     learn.logger = print
     learn.fit(1)
     losses = [F.mse_loss(model(x), y).item() for x, y in (bs[0], bs[2])]
     assert learn.recorder.smooth_loss.raw == pytest.approx(losses, abs=1e-12)
-    assert learn.recorder.lrs == [0., 0.] and list(learn.recorder.iters) == [2] and learn.time.st == 2
+    assert (
+        learn.recorder.lrs == [0.0, 0.0]
+        and list(learn.recorder.iters) == [2]
+        and learn.time.st == 2
+    )
 
 
 # What is measured
 
+
 def test_a_training_metric_sees_every_sample() -> None:
     model, bs = mlp(), [batch(7, seed=1), batch(4, seed=2)]
-    learn = learner(bs, model, Recorder(train_metrics=True, valid_metrics=False),
-                    metrics=[mse, AvgMetric(lambda p, y: (p - y).abs().mean(), 'mae')])
+    learn = learner(
+        bs,
+        model,
+        Recorder(train_metrics=True, valid_metrics=False),
+        metrics=[mse, AvgMetric(lambda p, y: (p - y).abs().mean(), 'mae')],
+    )
     learn.logger = print
     learn.fit(1)
     pred, y = torch.cat([model(x) for x, _ in bs]), torch.cat([y for _, y in bs])
@@ -282,15 +389,25 @@ def test_a_training_metric_sees_every_sample() -> None:
 
 def test_a_torchmetrics_object_in_training_sees_every_sample() -> None:
     torchmetrics = pytest.importorskip('torchmetrics')
-    model, bs = mlp(3), [(batch(7)[0], torch.randint(3, (7,))), (batch(5, seed=3)[0], torch.randint(3, (5,)))]
-    learn = learner(bs, model, Recorder(train_metrics=True, valid_metrics=False), loss=nn.CrossEntropyLoss(),
-                    metrics=[torchmetrics.classification.MulticlassF1Score(3), accuracy])
+    model, bs = (
+        mlp(3),
+        [(batch(7)[0], torch.randint(3, (7,))), (batch(5, seed=3)[0], torch.randint(3, (5,)))],
+    )
+    learn = learner(
+        bs,
+        model,
+        Recorder(train_metrics=True, valid_metrics=False),
+        loss=nn.CrossEntropyLoss(),
+        metrics=[torchmetrics.classification.MulticlassF1Score(3), accuracy],
+    )
     learn.logger = print
     learn.fit(1)
     pred, y = torch.cat([model(x) for x, _ in bs]), torch.cat([y for _, y in bs])
     whole = torchmetrics.classification.MulticlassF1Score(3)(pred, y)
     assert learn.history[0]['multiclass_f1_score'] == pytest.approx(whole.item(), abs=1e-6)
-    assert learn.history[0]['accuracy'] == pytest.approx((pred.argmax(1) == y).double().mean().item(), abs=1e-6)
+    assert learn.history[0]['accuracy'] == pytest.approx(
+        (pred.argmax(1) == y).double().mean().item(), abs=1e-6
+    )
 
 
 def test_counters_count_batches_and_samples_not_pieces() -> None:

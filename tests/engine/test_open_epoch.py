@@ -1,4 +1,5 @@
 """A fit that goes on from a checkpoint in the middle of an epoch records what one without a stop does, exactly."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -38,11 +39,20 @@ def data(n: int, seed: int) -> tuple[Tensor, Tensor]:
 
 def learner(*cbs: Any, **kwargs: Any) -> Any:
     torch.manual_seed(0)
-    dls = DataLoaders.from_tensors(data(4 * N_BATCHES - 1, 1), {'valid': data(6, 2), 'other': data(5, 3)}, bs=4)
+    dls = DataLoaders.from_tensors(
+        data(4 * N_BATCHES - 1, 1), {'valid': data(6, 2), 'other': data(5, 3)}, bs=4
+    )
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Linear(4, 1))
     options = {'metrics': [mae, RMSE(), AccumMetric(ratio)], **kwargs}
-    learn = Learner(dls, model, loss_func=nn.MSELoss(), lr=0.05, default_cbs=False,
-                    cbs=[TrainEvalCallback, Recorder(train_metrics=True), *cbs], **options)
+    learn = Learner(
+        dls,
+        model,
+        loss_func=nn.MSELoss(),
+        lr=0.05,
+        default_cbs=False,
+        cbs=[TrainEvalCallback, Recorder(train_metrics=True), *cbs],
+        **options,
+    )
     learn.rows = []
     learn.logger = lambda row: learn.rows.append(list(row))
     return learn
@@ -56,17 +66,24 @@ class Take(Callback):
         setattr(self, event, self._take)
 
     def _take(self) -> None:
-        if self.learn.train_iter == self.after: self.states.append(self.learn.checkpoint_state())
+        if self.learn.train_iter == self.after:
+            self.states.append(self.learn.checkpoint_state())
 
     def _before_evaluation(self) -> None:
         learn, place = self.learn, 'within' if 'train' in self.learn.run.levels else 'evaluation'
-        if learn.train_iter == self.after: self.states.insert(0, host_copy(collect_state(learn, place)))
+        if learn.train_iter == self.after:
+            self.states.insert(0, host_copy(collect_state(learn, place)))
 
-    def state_dict(self) -> None: return None
+    def state_dict(self) -> None:
+        return None
 
 
-def resumed(make: Callable[[], Any], after: int, event: str = 'batch_checkpoint',
-            again: Callable[[], Any] | None = None) -> tuple[Any, Any]:
+def resumed(
+    make: Callable[[], Any],
+    after: int,
+    event: str = 'batch_checkpoint',
+    again: Callable[[], Any] | None = None,
+) -> tuple[Any, Any]:
     "The Learner that trained without a stop, and one that went on from its state."
     straight, take = make(), Take(after, event)
     straight.add_cb(take)
@@ -77,25 +94,42 @@ def resumed(make: Callable[[], Any], after: int, event: str = 'batch_checkpoint'
     return straight, other
 
 
-def timeless(rows: Any) -> list[dict[str, Any]]: return [{k: v for k, v in r.items() if k != 'time'} for r in rows]
-def ratio(preds: Tensor, targs: Tensor) -> Tensor: return preds.median() / targs.std()
+def timeless(rows: Any) -> list[dict[str, Any]]:
+    return [{k: v for k, v in r.items() if k != 'time'} for r in rows]
+
+
+def ratio(preds: Tensor, targs: Tensor) -> Tensor:
+    return preds.median() / targs.std()
 
 
 def assert_recorded_alike(a: Any, b: Any) -> None:
     assert timeless(a.history) == timeless(b.history) and len(a.history) == N_EPOCH
     one, two = a.recorder, b.recorder
-    assert one.evaluations == two.evaluations and list(one.iters) == list(two.iters) and one.n_fits == two.n_fits
-    assert one.smooth_loss.smooth == two.smooth_loss.smooth and one.smooth_loss.raw == two.smooth_loss.raw
+    assert (
+        one.evaluations == two.evaluations
+        and list(one.iters) == list(two.iters)
+        and one.n_fits == two.n_fits
+    )
+    assert (
+        one.smooth_loss.smooth == two.smooth_loss.smooth
+        and one.smooth_loss.raw == two.smooth_loss.raw
+    )
     assert one.lrs == two.lrs and one.hps == two.hps and len(one.lrs) == N_EPOCH * N_BATCHES
-    assert list(map(list, one.values)) == list(map(list, two.values)) and one.metric_names == two.metric_names
+    assert (
+        list(map(list, one.values)) == list(map(list, two.values))
+        and one.metric_names == two.metric_names
+    )
     assert list(a.final_record) == list(b.final_record)
     assert a.rows[-1][:-1] == b.rows[-1][:-1]
-    for p, q in zip(a.model.parameters(), b.model.parameters(), strict=True): assert torch.equal(p, q)
+    for p, q in zip(a.model.parameters(), b.model.parameters(), strict=True):
+        assert torch.equal(p, q)
 
 
 @pytest.mark.parametrize('after', range(1, 2 * N_BATCHES + 1))
 def test_every_row_and_step_equals_that_of_a_fit_without_a_stop(after: int) -> None:
-    def log(cb: Any) -> None: cb.learn.log('extra', cb.loss * cb.train_iter, weight=cb.iter + 1)
+    def log(cb: Any) -> None:
+        cb.learn.log('extra', cb.loss * cb.train_iter, weight=cb.iter + 1)
+
     make = lambda: learner(Callback(after_loss=log), ParamScheduler({'lr': SchedCos(0.1, 0.01)}))
     straight, other = resumed(make, after)
     assert_recorded_alike(straight, other)
@@ -112,7 +146,9 @@ def test_an_evaluation_in_the_middle_of_the_epoch_stays_in_its_row(after: int) -
     make = partial(learner, eval_every='3ba')
     straight, other = resumed(make, after)
     assert_recorded_alike(straight, other)
-    assert [r['ba'] for r in other.recorder.evaluations] == [r['ba'] for r in straight.recorder.evaluations]
+    assert [r['ba'] for r in other.recorder.evaluations] == [
+        r['ba'] for r in straight.recorder.evaluations
+    ]
 
 
 @pytest.mark.parametrize('after', [3, 5, 8, 9, 10])
@@ -127,7 +163,9 @@ def test_from_before_an_evaluation(after: int) -> None:
 
 @pytest.mark.parametrize('microbatch', [2, 'auto'])
 def test_in_microbatches_and_between_two_steps(microbatch: Any) -> None:
-    assert_recorded_alike(*resumed(lambda: learner(GradientAccumulation(8), microbatch=microbatch), 3))
+    assert_recorded_alike(
+        *resumed(lambda: learner(GradientAccumulation(8), microbatch=microbatch), 3)
+    )
 
 
 def test_the_time_of_the_row_counts_both_parts_and_not_what_lay_between() -> None:
@@ -151,41 +189,65 @@ def test_two_fits_are_counted() -> None:
 
 
 def test_a_column_that_was_logged_in_an_earlier_fit_may_still_be_watched() -> None:
-    def log(cb: Any) -> None: cb.learn.log('extra', cb.loss)
-    def watch() -> Any: return EarlyStoppingCallback(monitor='extra', patience=99)
-    straight, other, take = learner(Callback(after_loss=log)), learner(Callback(after_loss=log)), Take(2)
+    def log(cb: Any) -> None:
+        cb.learn.log('extra', cb.loss)
+
+    def watch() -> Any:
+        return EarlyStoppingCallback(monitor='extra', patience=99)
+
+    straight, other, take = (
+        learner(Callback(after_loss=log)),
+        learner(Callback(after_loss=log)),
+        Take(2),
+    )
     straight.fit(1)
     straight.fit(2, cbs=[watch(), take])
     other.fit(2, cbs=watch(), resume=take.states[0])
     assert timeless(other.history) == timeless(straight.history)
     with pytest.raises(MetricError, match='no such value is recorded'):
-        learner(Callback(after_loss=log)).fit(2, cbs=EarlyStoppingCallback(monitor='extr'), resume=take.states[0])
+        learner(Callback(after_loss=log)).fit(
+            2, cbs=EarlyStoppingCallback(monitor='extr'), resume=take.states[0]
+        )
 
 
-# ----------------------------------------------------------------------------------------------- another set of metrics
+# --------------------------------------------------------------------------- another set of metrics
+
 
 class Doubtful(Metric):
     "Sums up, in a state of its own."
 
-    def reset(self) -> None: self.all: list[Tensor] = []
-    def accumulate(self, learn: Any) -> None: self.all.append(learn.pred.detach().sum())
+    def reset(self) -> None:
+        self.all: list[Tensor] = []
+
+    def accumulate(self, learn: Any) -> None:
+        self.all.append(learn.pred.detach().sum())
+
     @property
-    def value(self) -> Tensor: return torch.stack(self.all).logsumexp(0)
+    def value(self) -> Tensor:
+        return torch.stack(self.all).logsumexp(0)
 
 
 class Seen(Metric):
     "Targets seen, in something that is not plain."
 
-    def reset(self) -> None: self.seen: set[float] = set()
-    def accumulate(self, learn: Any) -> None: self.seen |= set(learn.yb[0].flatten().tolist())
+    def reset(self) -> None:
+        self.seen: set[float] = set()
+
+    def accumulate(self, learn: Any) -> None:
+        self.seen |= set(learn.yb[0].flatten().tolist())
+
     @property
-    def value(self) -> int: return len(self.seen)
+    def value(self) -> int:
+        return len(self.seen)
 
 
 def test_a_metric_that_cannot_be_saved_stops_nothing_and_is_named() -> None:
     make = partial(learner, metrics=[mae, Seen()])
-    with pytest.warns(UserWarning, match=r'`seen` \(it was not saved: its attribute `seen` holds a set\): its training '
-                                         'value of this epoch counts the batches after the resume only'):
+    with pytest.warns(
+        UserWarning,
+        match=r'`seen` \(it was not saved: its attribute `seen` holds a set\): its training '
+        'value of this epoch counts the batches after the resume only',
+    ):
         straight, other = resumed(make, 2)
     n = 4 * N_BATCHES - 1
     assert [r['train_seen'] for r in straight.history] == [n] * N_EPOCH
@@ -195,9 +257,15 @@ def test_a_metric_that_cannot_be_saved_stops_nothing_and_is_named() -> None:
 
 
 def test_an_added_metric_starts_anew_and_one_that_is_gone_is_left_out() -> None:
-    with pytest.warns(UserWarning, match=r'`rmse` \(the checkpoint has no metric of this name\): its training value'):
-        straight, other = resumed(partial(learner, metrics=[mae, nn.L1Loss()]), 3,
-                                  again=partial(learner, metrics=[RMSE(), mae]))
+    with pytest.warns(
+        UserWarning,
+        match=r'`rmse` \(the checkpoint has no metric of this name\): its training value',
+    ):
+        straight, other = resumed(
+            partial(learner, metrics=[mae, nn.L1Loss()]),
+            3,
+            again=partial(learner, metrics=[RMSE(), mae]),
+        )
     assert [r['train_mae'] for r in other.history] == [r['train_mae'] for r in straight.history]
     assert 'train_l1_loss' not in other.recorder.metric_names and other.history[0]['train_rmse'] > 0
     assert 'train_rmse' not in straight.history[0] and 'train_rmse' in other.history[1]
@@ -205,33 +273,43 @@ def test_an_added_metric_starts_anew_and_one_that_is_gone_is_left_out() -> None:
 
 def test_a_metric_of_the_same_name_and_another_kind_starts_anew() -> None:
     with pytest.warns(UserWarning, match=r'`rmse` \(it was a RMSE\): its training value'):
-        resumed(partial(learner, metrics=[RMSE()]), 3, again=partial(learner, metrics=[{'rmse': mae}]))
+        resumed(
+            partial(learner, metrics=[RMSE()]), 3, again=partial(learner, metrics=[{'rmse': mae}])
+        )
 
 
-# ------------------------------------------------------------------------------------------------------------ the state
+# ---------------------------------------------------------------------------------------- the state
+
 
 def test_the_state_is_that_of_the_straight_run_but_for_its_clocks() -> None:
     straight, other = resumed(lambda: learner(eval_every='2ba'), 7)
     a, b = straight.recorder.state_dict(), other.recorder.state_dict()
     assert Recorder.wall_clock == ('seconds',)
     for state in (a, b):
-        for row in state['history']: assert row.pop('time') >= 0
-        for name in Recorder.wall_clock: del state[name]
+        for row in state['history']:
+            assert row.pop('time') >= 0
+        for name in Recorder.wall_clock:
+            del state[name]
     assert same(a, b)
     b['open']['n_before'] += 1
     assert not same(a, b)
 
 
 def same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor): return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict): return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)): return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
     return type(a) is type(b) and a == b
 
 
 def test_a_loaded_state_is_not_changed_by_the_training_after_it() -> None:
     def load(cb: Any) -> None:
-        if cb.training and not cb.train_iter: cb.learn.recorder.load_state_dict(state)
+        if cb.training and not cb.train_iter:
+            cb.learn.recorder.load_state_dict(state)
+
     take, other = Take(3), learner(Callback(before_draw=load), metrics=[mae, AccumMetric(ratio)])
     learner(take, metrics=other.metrics).fit(2)
     state = take.states[0]['callbacks']['recorder']
@@ -254,6 +332,7 @@ def test_outside_of_a_fit_the_history_is_put_back_and_no_epoch_is_open() -> None
 def test_values_that_cannot_be_saved_are_left_out_of_the_state() -> None:
     class Odd(Metric):
         value = property(lambda self: object())
+
     learn = learner(metrics=[Odd(), mae])
     learn.fit(1)
     state = learn.callback_states()['recorder']

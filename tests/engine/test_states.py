@@ -1,4 +1,5 @@
 """The states of callbacks: each under its own key, plain, and missed by name."""
+
 from __future__ import annotations
 
 import io
@@ -16,11 +17,17 @@ class Counter(Callback):
 
     def __init__(self, state_key: str | None = None) -> None:
         self.n = 0
-        if state_key: self.state_key = state_key
+        if state_key:
+            self.state_key = state_key
 
-    def after_batch(self) -> None: self.n += 1
-    def state_dict(self) -> dict[str, Any]: return {'n': self.n}
-    def load_state_dict(self, sd: dict[str, Any]) -> None: self.n = sd['n']
+    def after_batch(self) -> None:
+        self.n += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {'n': self.n}
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        self.n = sd['n']
 
 
 def learner(*cbs: Any) -> Any:
@@ -59,20 +66,30 @@ def test_states_survive_a_file_that_loads_safely() -> None:
 def test_what_is_missing_is_reported_by_name() -> None:
     states = learner(EMA(), Counter()).callback_states()
     other = learner(EarlyStoppingCallback())
-    with pytest.warns(UserWarning, match='There is') as told: other.load_callback_states(states)
+    with pytest.warns(UserWarning, match='There is') as told:
+        other.load_callback_states(states)
     texts = sorted(str(w.message) for w in told)
     assert len(texts) == 3
     assert texts[0].startswith('There is a state for a callback `counter`')
     assert texts[1].startswith('There is a state for a callback `ema`')
-    assert texts[2].startswith('There is no state for the callback `early_stopping` (EarlyStoppingCallback)')
+    assert texts[2].startswith(
+        'There is no state for the callback `early_stopping` (EarlyStoppingCallback)'
+    )
 
 
 def test_a_state_that_would_not_load_safely_is_refused() -> None:
     class Odd(Callback):
-        def state_dict(self) -> dict[str, Any]: return {'inner': {'f': print}}
-    with pytest.raises(CallbackError, match=r"Odd: state_dict\(\)\['inner'\]\['f'\] is a builtin_function"):
+        def state_dict(self) -> dict[str, Any]:
+            return {'inner': {'f': print}}
+
+    with pytest.raises(
+        CallbackError, match=r"Odd: state_dict\(\)\['inner'\]\['f'\] is a builtin_function"
+    ):
         learner(Odd()).callback_states()
 
 
 def test_a_stateless_callback_has_none() -> None:
-    assert set(learner(Callback(after_batch=lambda cb: None)).callback_states()) == {'recorder', 'train_eval'}
+    assert set(learner(Callback(after_batch=lambda cb: None)).callback_states()) == {
+        'recorder',
+        'train_eval',
+    }

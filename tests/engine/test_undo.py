@@ -1,4 +1,5 @@
 """Undoing what happened to objects, in place."""
+
 from __future__ import annotations
 
 import random
@@ -29,49 +30,80 @@ def spoil(kinds: dict[str, Any]) -> None:
     kinds['tuple'][0].append(2)
     kinds['ordered'].move_to_end('b')
     kinds['default']['z'].append(1)
-    kinds['array'].append(2.)
-    for name, change in (('bytes', b'c'), ('numpy', 1), ('tensor', 1)): kinds[name] += change
+    kinds['array'].append(2.0)
+    for name, change in (('bytes', b'c'), ('numpy', 1), ('tensor', 1)):
+        kinds[name] += change
     kinds['none'], kinds['more'] = 1, 2
 
 
 def test_every_kind_of_content_is_written_back_into_the_same_object() -> None:
     kinds: dict[str, Any] = {
-        'list': [1, [2]], 'dict': {'a': {'b': 1}}, 'set': {1, 2}, 'deque': deque([1], maxlen=3), 'tuple': ([1],),
-        'ordered': OrderedDict(b=1, a=2), 'default': defaultdict(list, a=[1]), 'bytes': bytearray(b'ab'),
-        'array': array('d', [1.]), 'numpy': np.zeros(2), 'tensor': torch.zeros(2), 'none': None}
+        'list': [1, [2]],
+        'dict': {'a': {'b': 1}},
+        'set': {1, 2},
+        'deque': deque([1], maxlen=3),
+        'tuple': ([1],),
+        'ordered': OrderedDict(b=1, a=2),
+        'default': defaultdict(list, a=[1]),
+        'bytes': bytearray(b'ab'),
+        'array': array('d', [1.0]),
+        'numpy': np.zeros(2),
+        'tensor': torch.zeros(2),
+        'none': None,
+    }
     inner = kinds['list'][1]
     noted = Snapshot([kinds])
     spoil(kinds)
     ids = {k: id(v) for k, v in kinds.items()}
     noted.undo()
 
-    assert kinds['list'] == [1, [2]] and kinds['list'][1] is inner and kinds['dict'] == {'a': {'b': 1}}
+    assert (
+        kinds['list'] == [1, [2]] and kinds['list'][1] is inner and kinds['dict'] == {'a': {'b': 1}}
+    )
     assert kinds['set'] == {1, 2} and kinds['deque'] == deque([1]) and kinds['tuple'] == ([1],)
-    assert [*kinds['ordered']] == ['b', 'a'] and kinds['default'] == {'a': [1]} and kinds['bytes'] == b'ab'
-    assert kinds['array'] == array('d', [1.]) and not kinds['numpy'].any() and not kinds['tensor'].any()
+    assert (
+        [*kinds['ordered']] == ['b', 'a']
+        and kinds['default'] == {'a': [1]}
+        and kinds['bytes'] == b'ab'
+    )
+    assert (
+        kinds['array'] == array('d', [1.0])
+        and not kinds['numpy'].any()
+        and not kinds['tensor'].any()
+    )
     assert kinds['none'] is None and 'more' not in kinds
     assert all(id(kinds[k]) == i for k, i in ids.items() if k not in ('none', 'more'))
 
 
 def test_tensors_keep_their_identity_flags_and_gradients() -> None:
     p, q, views = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2)), torch.zeros(1).expand(3)
-    p.grad = grad = torch.full((2,), 5.)
+    p.grad = grad = torch.full((2,), 5.0)
     noted = Snapshot([[p, q, views]])
-    with torch.no_grad(): p.mul_(2)
+    with torch.no_grad():
+        p.mul_(2)
     p.grad.zero_()
     p.grad, q.grad = None, torch.ones(2)
     q.requires_grad_(False)
     q.data = torch.zeros(7, dtype=torch.float64)
     noted.undo()
-    assert p.grad is grad and grad.tolist() == [5., 5.] and p.tolist() == [1., 1.]
-    assert q.requires_grad and q.grad is None and q.tolist() == [1., 1.] and q.dtype == torch.float32
+    assert p.grad is grad and grad.tolist() == [5.0, 5.0] and p.tolist() == [1.0, 1.0]
+    assert (
+        q.requires_grad and q.grad is None and q.tolist() == [1.0, 1.0] and q.dtype == torch.float32
+    )
 
 
 def test_generators() -> None:
-    a, b, c, d, e = (torch.Generator(), random.Random(0), np.random.default_rng(0), np.random.RandomState(0),
-                     np.random.PCG64(0))
+    a, b, c, d, e = (
+        torch.Generator(),
+        random.Random(0),
+        np.random.default_rng(0),
+        np.random.RandomState(0),
+        np.random.PCG64(0),
+    )
+
     def draw() -> list[Any]:
         return [torch.rand(1, generator=a).item(), b.random(), c.random(), d.rand(), e.random_raw()]
+
     noted = Snapshot([[a, b, c, d, e]])
     first = draw()
     noted.undo()
@@ -79,7 +111,8 @@ def test_generators() -> None:
 
 
 class Count(Metric):
-    def reset(self) -> None: self.n: list[int] = []
+    def reset(self) -> None:
+        self.n: list[int] = []
 
 
 def owners() -> list[Any]:
@@ -89,7 +122,16 @@ def owners() -> list[Any]:
     cb.notes = {'inner': Callback()}
     metric = Count()
     metric.reset()
-    return [layer, opt, torch.optim.lr_scheduler.StepLR(opt, 1), cb, metric, mean, L(1, 2), torch.amp.GradScaler('cpu')]
+    return [
+        layer,
+        opt,
+        torch.optim.lr_scheduler.StepLR(opt, 1),
+        cb,
+        metric,
+        mean,
+        L(1, 2),
+        torch.amp.GradScaler('cpu'),
+    ]
 
 
 def test_the_attributes_of_owners_are_written_back() -> None:
@@ -100,37 +142,60 @@ def test_the_attributes_of_owners_are_written_back() -> None:
     layer(torch.ones(2)).sum().backward()
     opt.step(), sched.step()
     cb.notes['inner'].seen = cb.seen = 1
-    metric.n.append(1), mean.add(5.), several.append(3)
-    scaler.load_state_dict({**scaler.state_dict(), 'scale': 2.})
+    metric.n.append(1), mean.add(5.0), several.append(3)
+    scaler.load_state_dict({**scaler.state_dict(), 'scale': 2.0})
     assert opt.state and opt.param_groups[0]['lr'] == 1e-4
     noted.undo()
     assert [list(vars(o)) for o in every] == [list(attributes) for attributes in before]
-    assert layer.calls == [0] and not opt.state and opt.param_groups[0]['lr'] == 1e-3 and sched.last_epoch == 0
-    assert 'seen' not in vars(cb.notes['inner']) and metric.n == [] and mean.value is None and several == [1, 2]
-    assert layer.weight.grad is None and scaler.get_scale() == 2. ** 16
+    assert (
+        layer.calls == [0]
+        and not opt.state
+        and opt.param_groups[0]['lr'] == 1e-3
+        and sched.last_epoch == 0
+    )
+    assert (
+        'seen' not in vars(cb.notes['inner'])
+        and metric.n == []
+        and mean.value is None
+        and several == [1, 2]
+    )
+    assert layer.weight.grad is None and scaler.get_scale() == 2.0**16
 
 
 class Client:
     "Somebody else's object: its counters belong together with what its connection has sent."
+
     __slots__ = ('_sent', 'queue')
 
-    def __init__(self) -> None: self._sent, self.queue = 0, SimpleNamespace(lock=threading.Lock(), items=[0])
+    def __init__(self) -> None:
+        self._sent, self.queue = 0, SimpleNamespace(lock=threading.Lock(), items=[0])
 
     def send(self) -> None:
-        with self.queue.lock: self.queue.items.append(0)
+        with self.queue.lock:
+            self.queue.items.append(0)
         self._sent += 1
 
 
 def test_an_object_of_another_kind_stays_whole() -> None:
-    client, logger, counter, outside = Client(), SimpleNamespace(sent=0, client=Client()), iter([1, 2]), [1]
+    client, logger, counter, outside = (
+        Client(),
+        SimpleNamespace(sent=0, client=Client()),
+        iter([1, 2]),
+        [1],
+    )
     cb = Callback()
     cb.logger, cb.client = logger, client
     noted = Snapshot([cb, [client, logger, counter, outside]], but=[outside])
-    for c in (client, logger.client): c.send()
+    for c in (client, logger.client):
+        c.send()
     logger.sent += 1
     next(counter), outside.append(2)
     noted.undo()
-    assert logger.sent == logger.client._sent == client._sent == 1 and outside == [1, 2] and next(counter) == 2
+    assert (
+        logger.sent == logger.client._sent == client._sent == 1
+        and outside == [1, 2]
+        and next(counter) == 2
+    )
     assert client.queue.items == logger.client.queue.items == [0, 0]
 
 
@@ -147,7 +212,8 @@ def test_objects_that_lead_to_each_other() -> None:
 def test_a_long_chain_of_objects() -> None:
     last = [1]
     chain: Any = last
-    for _ in range(5000): chain = [chain]
+    for _ in range(5000):
+        chain = [chain]
     noted = Snapshot([chain])
     last[0] = 2
     noted.undo()
@@ -157,7 +223,8 @@ def test_a_long_chain_of_objects() -> None:
 def test_persistent_workers_are_let_go() -> None:
     dl = DataLoader(list(range(8)), 2, shuffle=True, num_workers=1, persistent_workers=True)
     torch.manual_seed(0)
-    with unchanged_loaders(DataLoaders(dl)): first = [b.tolist() for b in dl]
+    with unchanged_loaders(DataLoaders(dl)):
+        first = [b.tolist() for b in dl]
     assert dl._iterator is None
     assert [b.tolist() for b in dl] == first
     del dl

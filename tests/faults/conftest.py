@@ -1,4 +1,5 @@
 """Show the values in the assertions of the shared helpers too."""
+
 import pytest
 
 pytest.register_assert_rewrite('fault_helpers')

@@ -1,4 +1,5 @@
 """What the fault tests share: a learner with everything on, its digest, and what must be true after any failure."""
+
 from __future__ import annotations
 
 import gc
@@ -19,8 +20,13 @@ from learnkit.engine.events import LEVELS
 from learnkit.metrics.base import _Column
 
 # Those of a fit without Cancel, and those of a prediction; loading has its own rows.
-FIT_EVENTS = [e for e in EVENTS if not e.startswith('after_cancel_') and not e.endswith(('_load', '_predict', 'close'))
-              and e not in ('after_create', 'after_error')]
+FIT_EVENTS = [
+    e
+    for e in EVENTS
+    if not e.startswith('after_cancel_')
+    and not e.endswith(('_load', '_predict', 'close'))
+    and e not in ('after_create', 'after_error')
+]
 CANCEL_EVENTS = [level.after_cancel for level in LEVELS.values()]
 N_EPOCH, N_TRAIN, N_VALID, BS = 2, 3, 2, 4
 STATE = (
@@ -36,15 +42,21 @@ STATE = (
     'batch',
 )
 ABSENT = object()
-seed_torch = torch.default_generator.manual_seed  # `torch.manual_seed` walks the stack, which takes a millisecond
+seed_torch = (
+    torch.default_generator.manual_seed
+)  # `torch.manual_seed` walks the stack, which takes a millisecond
 
 
 def others_in_full(cases: Iterable[tuple[Any, ...]], is_ordinary: Callable[..., bool]) -> list[Any]:
     "Mark the cases that the full form alone runs; the ordinary ones have each value of each parameter."
-    return [case if is_ordinary(*case) else pytest.param(*case, marks=pytest.mark.full) for case in cases]
+    return [
+        case if is_ordinary(*case) else pytest.param(*case, marks=pytest.mark.full)
+        for case in cases
+    ]
 
 
-def mae(pred: Tensor, y: Tensor) -> Tensor: return (pred - y).abs().mean()
+def mae(pred: Tensor, y: Tensor) -> Tensor:
+    return (pred - y).abs().mean()
 
 
 def make_dls(seed: int = 1) -> DataLoaders:
@@ -62,8 +74,15 @@ def make_model() -> nn.Module:
 
 def make_learner(cbs: Any = None, **kwargs: Any) -> Learner:
     "Dropout, BatchNorm, Adam, a shuffling loader, metric, recorder, progress: what could remember a failed run."
-    options: dict[str, Any] = {'dls': make_dls(), 'model': make_model(), 'loss_func': nn.MSELoss(), 'lr': 0.05,
-                               'opt_func': partial(torch.optim.Adam, weight_decay=0.), 'metrics': mae, **kwargs}
+    options: dict[str, Any] = {
+        'dls': make_dls(),
+        'model': make_model(),
+        'loss_func': nn.MSELoss(),
+        'lr': 0.05,
+        'opt_func': partial(torch.optim.Adam, weight_decay=0.0),
+        'metrics': mae,
+        **kwargs,
+    }
     return Learner(cbs=cbs, **options)
 
 
@@ -82,19 +101,28 @@ def rows(learn: Learner) -> list[dict[str, Any]]:
 def digest(learn: Learner) -> str:
     "Weights, buffers, optimizer state, the last fit's losses and rates, and the RNG."
     h = hashlib.sha256()
-    for name, t in learn.model.state_dict().items(): h.update(name.encode() + t.numpy().tobytes())
+    for name, t in learn.model.state_dict().items():
+        h.update(name.encode() + t.numpy().tobytes())
     for state in learn.opt.state_dict()['state'].values():
-        for name, t in sorted(state.items()): h.update(name.encode() + torch.as_tensor(t).numpy().tobytes())
-    h.update(repr((learn.recorder.smooth_loss.raw, learn.recorder.lrs, learn.recorder.smooth_loss.count)).encode())
+        for name, t in sorted(state.items()):
+            h.update(name.encode() + torch.as_tensor(t).numpy().tobytes())
+    h.update(
+        repr(
+            (learn.recorder.smooth_loss.raw, learn.recorder.lrs, learn.recorder.smooth_loss.count)
+        ).encode()
+    )
     h.update(torch.get_rng_state().numpy().tobytes())
     return h.hexdigest()
 
 
-def weights(learn: Learner) -> list[Tensor]: return [t.clone() for t in learn.model.state_dict().values()]
+def weights(learn: Learner) -> list[Tensor]:
+    return [t.clone() for t in learn.model.state_dict().values()]
 
 
 def same_weights(learn: Learner, before: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(learn.model.state_dict().values(), before, strict=True))
+    return all(
+        torch.equal(a, b) for a, b in zip(learn.model.state_dict().values(), before, strict=True)
+    )
 
 
 _fresh: dict[str, Any] = {}
@@ -106,8 +134,13 @@ def fresh() -> dict[str, Any]:
         learn = make_learner()
         start_again(learn)
         learn.fit(N_EPOCH)
-        _fresh.update(digest=digest(learn), rows=rows(learn), keys=set(vars(learn)), n_steps=learn.opt.n_steps,
-                      counters=(learn.epoch, learn.iter, learn.train_iter, learn.n_iter, learn.n_epoch))
+        _fresh.update(
+            digest=digest(learn),
+            rows=rows(learn),
+            keys=set(vars(learn)),
+            n_steps=learn.opt.n_steps,
+            counters=(learn.epoch, learn.iter, learn.train_iter, learn.n_iter, learn.n_epoch),
+        )
     return _fresh
 
 
@@ -120,7 +153,9 @@ def fits_like_fresh(learn: Learner, without: Any = ()) -> None:
     learn.fit(N_EPOCH)
     assert digest(learn) == fresh()['digest']
     assert rows(learn)[n:] == fresh()['rows']
-    assert (learn.epoch, learn.iter, learn.train_iter, learn.n_iter, learn.n_epoch) == fresh()['counters']
+    assert (learn.epoch, learn.iter, learn.train_iter, learn.n_iter, learn.n_epoch) == fresh()[
+        'counters'
+    ]
     assert learn.opt.n_steps == fresh()['n_steps']
     is_clean(learn)
 
@@ -143,7 +178,10 @@ def is_clean(learn: Learner, extra: set[str] = frozenset()) -> None:  # type: ig
     }
     assert 'loss_grad' not in vars(learn)
     # what an evaluation sets on the Learner is the only thing that a run may add to it
-    assert set(vars(learn)) - {cb.name for cb in learn.cbs} <= fresh()['keys'] | {'final_record'} | extra
+    assert (
+        set(vars(learn)) - {cb.name for cb in learn.cbs}
+        <= fresh()['keys'] | {'final_record'} | extra
+    )
     assert learn.loss_func.reduction == 'mean' if isinstance(learn.loss_func, nn.MSELoss) else True
     assert not learn._entered and 'before_backward' not in vars(learn.recorder)
     assert not learn.train_eval._modes and all(cb.run for cb in learn.cbs)
@@ -157,11 +195,18 @@ def reachable_tensors(learn: Learner) -> Iterator[str]:
     seen, todo = set(apart), [(name, o) for name, o in vars(learn).items() if id(o) not in apart]
     while todo:
         where, o = todo.pop()
-        if id(o) in seen or isinstance(o, (type, ModuleType, str, int, float, BaseException, HyperparamLog, _Column)):
+        if id(o) in seen or isinstance(
+            o, (type, ModuleType, str, int, float, BaseException, HyperparamLog, _Column)
+        ):
             continue  # an exception's frames are its own; the recorded numbers are of no run
         seen.add(id(o))
-        if isinstance(o, Tensor): yield f'{where}: {tuple(o.shape)}'
-        parts = (o.__closure__, o.__defaults__, o.__dict__) if isinstance(o, FunctionType) else gc.get_referents(o)
+        if isinstance(o, Tensor):
+            yield f'{where}: {tuple(o.shape)}'
+        parts = (
+            (o.__closure__, o.__defaults__, o.__dict__)
+            if isinstance(o, FunctionType)
+            else gc.get_referents(o)
+        )
         todo += [(f'{where}/{type(part).__name__}', part) for part in parts if part is not None]
 
 
@@ -174,35 +219,48 @@ class At(Callback):
         self.__dict__[event] = self.now
 
     def now(self) -> None:
-        if self.learn.run.depth != self.depth: return
+        if self.learn.run.depth != self.depth:
+            return
         self.seen += 1
-        if self.seen != self.nth: return
-        if isinstance(self.do, BaseException): raise self.do
+        if self.seen != self.nth:
+            return
+        if isinstance(self.do, BaseException):
+            raise self.do
         self.do(self)
 
-    def __repr__(self) -> str: return f'At({self.at})'
+    def __repr__(self) -> str:
+        return f'At({self.at})'
 
 
 class Watch(Callback):
     "Keep what fired after the run was over for the handlers: errors and cleanups, in order."
+
     order = 90
 
-    def __init__(self) -> None: self.fired: list[Any] = []
-    def after_error(self) -> None: self.fired.append(('after_error', self.learn.error))
-    def cleanup(self) -> None: self.fired.append(('cleanup', self.learn.error))
+    def __init__(self) -> None:
+        self.fired: list[Any] = []
+
+    def after_error(self) -> None:
+        self.fired.append(('after_error', self.learn.error))
+
+    def cleanup(self) -> None:
+        self.fired.append(('cleanup', self.learn.error))
 
 
 def trigger(event: str) -> list[Callback]:
     "Make an `after_cancel_*` event happen: a Cancel of its level, in training where there is a choice."
     for level in LEVELS.values():
-        if level.after_cancel == event: return [At(level.before, level.exception('planned'))]
+        if level.after_cancel == event:
+            return [At(level.before, level.exception('planned'))]
     return []
 
 
 def raised_by(f: Any) -> BaseException:
     "Return what `f` raises."
-    try: f()
-    except BaseException as e: return e
+    try:
+        f()
+    except BaseException as e:
+        return e
     raise AssertionError('nothing was raised')
 
 
@@ -213,7 +271,9 @@ def anew(e: BaseException) -> BaseException:
     return new
 
 
-def notes(e: BaseException) -> list[str]: return list(getattr(e, '__notes__', ()))
+def notes(e: BaseException) -> list[str]:
+    return list(getattr(e, '__notes__', ()))
 
 
-def cancel(level: str) -> CancelException: return LEVELS[level].exception()
+def cancel(level: str) -> CancelException:
+    return LEVELS[level].exception()

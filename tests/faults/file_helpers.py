@@ -1,4 +1,5 @@
 """What the tests of checkpoints' files share: a small state as real ones are, and files tampered with."""
+
 from __future__ import annotations
 
 import hashlib
@@ -23,29 +24,57 @@ INFO = {'number': 12, 'epoch': 3, 'batches': 1200, 'value': 0.25}
 def make_state(seed: int = 0) -> dict[str, Any]:
     "A model with tied weights after three steps of Adam, every RNG, nested states of callbacks, a history."
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+    model = nn.Sequential(
+        nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+    )
     model[3].weight = model[2].weight
-    optimizer = torch.optim.Adam([{'params': model[:3].parameters()}, {'params': model[4].parameters(), 'lr': 0.1}])
+    optimizer = torch.optim.Adam(
+        [{'params': model[:3].parameters()}, {'params': model[4].parameters(), 'lr': 0.1}]
+    )
     for _ in range(3):
         optimizer.zero_grad()
         model(torch.randn(6, 4)).pow(2).mean().backward()
         optimizer.step()
     history = [{'epoch': i, 'train_loss': 0.5 / (i + 1), 'valid_loss': None} for i in range(3)]
     return {
-        'model': model.state_dict(), 'optimizer': optimizer.state_dict(), 'rng': capture_rng(),
+        'model': model.state_dict(),
+        'optimizer': optimizer.state_dict(),
+        'rng': capture_rng(),
         'grads': {'0.weight': model[0].weight.grad.to(torch.bfloat16), 'empty': torch.zeros(0, 3)},
-        'loop': {'epoch': 3, 'pct_train': 0.3, 'names': ('a', 'ü', ''), 'none': None, 'big': 2**127, 'z': 1 - 2j},
-        'callbacks': {'ema': {'shadow': {'w': torch.randn(8, 3, 2, 2).to(memory_format=torch.channels_last)}, 'n': 7},
-                      'recorder': {'history': history, 'losses': torch.rand(100)}, 'raw': {'b': b'\0\xff', 7: [[]]}},
+        'loop': {
+            'epoch': 3,
+            'pct_train': 0.3,
+            'names': ('a', 'ü', ''),
+            'none': None,
+            'big': 2**127,
+            'z': 1 - 2j,
+        },
+        'callbacks': {
+            'ema': {
+                'shadow': {'w': torch.randn(8, 3, 2, 2).to(memory_format=torch.channels_last)},
+                'n': 7,
+            },
+            'recorder': {'history': history, 'losses': torch.rand(100)},
+            'raw': {'b': b'\0\xff', 7: [[]]},
+        },
     }
 
 
 def same(a: Any, b: Any) -> bool:
     "Whether two states hold the same, bit by bit; any mapping counts as a dict."
     if isinstance(a, Tensor):
-        return (isinstance(b, Tensor) and a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
-                and a.contiguous().flatten().view(torch.uint8).equal(b.contiguous().flatten().view(torch.uint8)))
-    if isinstance(a, dict): return isinstance(b, dict) and [*a] == [*b] and all(same(a[k], b[k]) for k in a)
+        return (
+            isinstance(b, Tensor)
+            and a.dtype == b.dtype
+            and a.shape == b.shape
+            and a.stride() == b.stride()
+            and a.contiguous()
+            .flatten()
+            .view(torch.uint8)
+            .equal(b.contiguous().flatten().view(torch.uint8))
+        )
+    if isinstance(a, dict):
+        return isinstance(b, dict) and [*a] == [*b] and all(same(a[k], b[k]) for k in a)
     if isinstance(a, (list, tuple)):
         return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
     return type(a) is type(b) and a == b
@@ -71,11 +100,13 @@ def forged(
     length: int | None = None,  # that is said of the header
 ) -> Path:
     "Write a file with any header and data under a right digest: what an attacker can do."
-    text = header if isinstance(header, bytes) else json.dumps(header, separators=(',', ':')).encode()
+    text = (
+        header if isinstance(header, bytes) else json.dumps(header, separators=(',', ':')).encode()
+    )
     content = (len(text) if length is None else length).to_bytes(8, 'little') + text + data
     at = content.find(b'"sha256":"') + 10
-    blank = content[:at] + b'0' * 64 + content[at + 64:]
-    path.write_bytes(blank[:at] + hashlib.sha256(blank).hexdigest().encode() + blank[at + 64:])
+    blank = content[:at] + b'0' * 64 + content[at + 64 :]
+    path.write_bytes(blank[:at] + hashlib.sha256(blank).hexdigest().encode() + blank[at + 64 :])
     return path
 
 
@@ -88,12 +119,13 @@ def with_metadata(path: Path, **changes: str) -> Path:
 
 def with_state(path: Path, text: str) -> Path:
     "Write a checkpoint of four floats, `w`, whose state is any JSON."
-    return with_metadata(write(path, {'w': torch.arange(4.)}), state=text)
+    return with_metadata(write(path, {'w': torch.arange(4.0)}), state=text)
 
 
 def members(path: Path) -> dict[str, bytes]:
     "The records of an archive, by their full names."
-    with ZipFile(path) as archive: return {name: archive.read(name) for name in archive.namelist()}
+    with ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
 
 
 def rebuilt(
@@ -105,7 +137,8 @@ def rebuilt(
     records: Any = members(path)
     records = change(records) or records
     with ZipFile(path, 'w', method) as archive:
-        for name, data in records.items() if isinstance(records, dict) else records: archive.writestr(name, data)
+        for name, data in records.items() if isinstance(records, dict) else records:
+            archive.writestr(name, data)
     return path
 
 
@@ -116,9 +149,11 @@ def saved(path: Path, content: Any, **options: Any) -> Path:
 
 def with_pickle(path: Path, pickle: bytes) -> Path:
     "Write an archive of torch's with another pickle; its record of four floats stays if that speaks of storage."
-    saved(path, {'w': torch.arange(4.)})
+    saved(path, {'w': torch.arange(4.0)})
     folder = next(iter(members(path))).partition('/')[0]
-    used = {k: v for k, v in members(path).items() if b'storage' in pickle or not k.endswith('data/0')}
+    used = {
+        k: v for k, v in members(path).items() if b'storage' in pickle or not k.endswith('data/0')
+    }
     return rebuilt(path, lambda _: {**used, f'{folder}/data.pkl': pickle})
 
 
@@ -126,13 +161,16 @@ def fork(f: Callable[[], Any]) -> int:
     "Run `f` in a child that shares what is imported, and return its number. It ends with 0 unless `f` raises."
     with warnings.catch_warnings():
         warnings.simplefilter('ignore', DeprecationWarning)  # of threads, which do nothing here
-        if pid := os.fork(): return pid
+        if pid := os.fork():
+            return pid
     status = 1
     try:
         f()
         status = 0
-    except BaseException: traceback.print_exc()
-    finally: os._exit(status)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
 
 
 def result_of(f: Callable[[], Any]) -> Any:
@@ -140,7 +178,9 @@ def result_of(f: Callable[[], Any]) -> Any:
     reader, writer = os.pipe()
     pid = fork(lambda: os.write(writer, json.dumps(f()).encode()))
     os.close(writer)
-    with open(reader, 'rb') as pipe: text = pipe.read()
+    with open(reader, 'rb') as pipe:
+        text = pipe.read()
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    if status: raise RuntimeError(f'the child ended with {status}')
+    if status:
+        raise RuntimeError(f'the child ended with {status}')
     return json.loads(text)

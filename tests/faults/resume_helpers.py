@@ -1,4 +1,5 @@
 """What rows 1 to 5 share: a Learner of many parts, and resuming it in processes of their own."""
+
 from __future__ import annotations
 
 import random
@@ -26,7 +27,8 @@ Make = Callable[[], Learner]
 class Augmented(Dataset[tuple[Tensor, int]]):
     "Points with noise from three generators, other noise each time."
 
-    def __len__(self) -> int: return N_BATCH * BS
+    def __len__(self) -> int:
+        return N_BATCH * BS
 
     def __getitem__(self, i: int) -> tuple[Tensor, int]:
         noise = torch.randn(4) + random.random() + float(np.random.rand())
@@ -34,7 +36,9 @@ class Augmented(Dataset[tuple[Tensor, int]]):
 
 
 def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
+    return nn.Sequential(
+        nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3)
+    )
 
 
 def in_memory() -> DataLoaders:
@@ -43,16 +47,29 @@ def in_memory() -> DataLoaders:
 
 
 def augmented(num_workers: int) -> DataLoaders:
-    return DataLoaders(DataLoader(Augmented(), BS, shuffle=True, num_workers=num_workers),
-                       DataLoader(Augmented(), BS, num_workers=0))
+    return DataLoaders(
+        DataLoader(Augmented(), BS, shuffle=True, num_workers=num_workers),
+        DataLoader(Augmented(), BS, num_workers=0),
+    )
 
 
-def learner(*cbs: Callable[[], Callback], dls: Callable[[], DataLoaders] = in_memory, **kwargs: Any) -> Learner:
+def learner(
+    *cbs: Callable[[], Callback], dls: Callable[[], DataLoaders] = in_memory, **kwargs: Any
+) -> Learner:
     "Make a Learner with dropout, batch norm, Adam, a one-cycle schedule and averaged weights, as a script would."
-    for seed in (torch.manual_seed, random.seed, np.random.seed): seed(0)
-    schedule = ParamScheduler({'lr': combined_cos(0.25, 1e-3, 1e-2, 1e-5), 'mom': combined_cos(0.25, 0.95, 0.85, 0.95)})
-    return Learner(dls(), net(), nn.CrossEntropyLoss(), metrics=accuracy,
-                   cbs=[EMA(0.9), schedule, *(cb() for cb in cbs)], **kwargs)
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(0)
+    schedule = ParamScheduler(
+        {'lr': combined_cos(0.25, 1e-3, 1e-2, 1e-5), 'mom': combined_cos(0.25, 0.95, 0.85, 0.95)}
+    )
+    return Learner(
+        dls(),
+        net(),
+        nn.CrossEntropyLoss(),
+        metrics=accuracy,
+        cbs=[EMA(0.9), schedule, *(cb() for cb in cbs)],
+        **kwargs,
+    )
 
 
 def resumed_at(make: Make, folder: Path, which: Callable[[int], Iterable[int]] = range) -> int:
@@ -64,7 +81,10 @@ def resumed_at(make: Make, folder: Path, which: Callable[[int], Iterable[int]] =
     assert len(kept) == N_EPOCH * (N_BATCH + 1)
     chosen = [kept[i] for i in which(len(kept))]
     for seed, entry in enumerate(chosen, 1):
-        found = differences(straight, run_until_done(partial(train, make, folder/f'{seed}', entry.path, seed)).result)
+        found = differences(
+            straight,
+            run_until_done(partial(train, make, folder / f'{seed}', entry.path, seed)).result,
+        )
         assert not found, '\n'.join([f'resumed from {entry.path.name}:', *found])
     return len(chosen)
 
@@ -73,8 +93,13 @@ def train(make: Make, folder: Path, resume: Any = False, seed: int = 0) -> Any:
     "Train, or go on with training, with a checkpoint after every batch and epoch; return the state at the end."
     learn = make()
     if seed:
-        for other in (torch.manual_seed, random.seed, np.random.seed): other(seed)
-    learn.fit(N_EPOCH, resume=resume, cbs=[Checkpoint('1ba', folder, keep_last=None, background=False), AtEpochEnds()])
+        for other in (torch.manual_seed, random.seed, np.random.seed):
+            other(seed)
+    learn.fit(
+        N_EPOCH,
+        resume=resume,
+        cbs=[Checkpoint('1ba', folder, keep_last=None, background=False), AtEpochEnds()],
+    )
     return learn.checkpoint_state()
 
 
@@ -82,4 +107,5 @@ class AtEpochEnds(Callback):
     "Write a checkpoint after each epoch, beside that of its last batch; after the last epoch there is one anyway."
 
     def epoch_checkpoint(self) -> None:
-        if self.epoch + 1 < N_EPOCH: self.learn.checkpoint.save()
+        if self.epoch + 1 < N_EPOCH:
+            self.learn.checkpoint.save()

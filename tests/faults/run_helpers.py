@@ -1,4 +1,5 @@
 """What the tests of whole runs share: trainings in child processes that are signalled, and go on from checkpoints."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -22,10 +23,12 @@ State = dict[str, Any]
 class Reach(Callback):
     "Name every event to the harness, alone and with the phase: `after_loss` and `train after_loss`."
 
-    def __init__(self, order: float = 2000) -> None: self.__dict__['order'] = order
+    def __init__(self, order: float = 2000) -> None:
+        self.__dict__['order'] = order
 
     def run_event(self, event: str) -> None:
-        for name in (event, f'{self.learn.phase} {event}'): reached(name)
+        for name in (event, f'{self.learn.phase} {event}'):
+            reached(name)
 
 
 class Drawn(TensorDataset):
@@ -36,11 +39,15 @@ class Drawn(TensorDataset):
         return super().__getitem__(i)
 
 
-def torch_dls(n_workers: int = 0, n_train: int = N_TRAIN, bs: int = BS, **options: Any) -> DataLoaders:
+def torch_dls(
+    n_workers: int = 0, n_train: int = N_TRAIN, bs: int = BS, **options: Any
+) -> DataLoaders:
     "As `fault_helpers.make_dls`, in torch's loaders."
     g = torch.Generator().manual_seed(7)
     x, v = torch.randn(BS * n_train, 3, generator=g), torch.randn(BS * N_VALID, 3, generator=g)
-    train = DataLoader(Drawn(x, x.sum(1, keepdim=True)), bs, shuffle=True, num_workers=n_workers, **options)
+    train = DataLoader(
+        Drawn(x, x.sum(1, keepdim=True)), bs, shuffle=True, num_workers=n_workers, **options
+    )
     valid = DataLoader(Drawn(v, v.sum(1, keepdim=True)), bs, num_workers=n_workers, **options)
     return DataLoaders(train, valid, device='cpu')
 
@@ -55,20 +62,25 @@ def training(
     folder: Path,
     make: Callable[[], Learner] = lambda: make_learner(dls=torch_dls()),
     n_epoch: int = 8,
-    order: float = 2000,           # of the callback that names events
+    order: float = 2000,  # of the callback that names events
     before: Callable[[Learner], Any] = lambda learn: None,
-    **options: Any,                # for Checkpoint
+    **options: Any,  # for Checkpoint
 ) -> Callable[[], State]:
     "Return a job that trains, or goes on with training, and returns what training depends on."
+
     def train() -> State:
         scramble(0)
         learn = quiet(make())
-        if any(folder.glob('*.ckpt')): scramble(id(learn) % 1000)
+        if any(folder.glob('*.ckpt')):
+            scramble(id(learn) % 1000)
         before(learn)
         learn.add_cb(Reach(order))
-        learn.fit(n_epoch, resume=True, cbs=Checkpoint(**{'every': None, 'folder': folder, **options}))
+        learn.fit(
+            n_epoch, resume=True, cbs=Checkpoint(**{'every': None, 'folder': folder, **options})
+        )
         learn.remove_cbs(Reach)
         return learn.checkpoint_state()
+
     return train
 
 
@@ -88,13 +100,16 @@ def same(a: State, b: State) -> bool:
 
 def checkpointed(folder: Path, **options: Any) -> Callable[..., Learner]:
     "Return a function that makes a quiet Learner with a Checkpoint, and callbacks before it."
+
     def make(*cbs: Any, **kwargs: Any) -> Learner:
         scramble(0)
         return quiet(make_learner([*cbs, Checkpoint(**{'folder': folder, **options})], **kwargs))
+
     return make
 
 
-def names(folder: Path) -> list[str]: return sorted(p.name for p in folder.glob('*.ckpt'))
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.glob('*.ckpt'))
 
 
 def all_load(folder: Path) -> bool:
@@ -108,5 +123,20 @@ def content(learn: Learner) -> str:
     return digest([learn.model.state_dict(), learn.opt and learn.opt.state_dict()['state']])
 
 
-__all__ = ['BS', 'Drawn', 'Reach', 'State', 'all_load', 'checkpointed', 'content', 'in_child', 'make_learner',
-           'make_model', 'names', 'quiet', 'same', 'torch_dls', 'training']
+__all__ = [
+    'BS',
+    'Drawn',
+    'Reach',
+    'State',
+    'all_load',
+    'checkpointed',
+    'content',
+    'in_child',
+    'make_learner',
+    'make_model',
+    'names',
+    'quiet',
+    'same',
+    'torch_dls',
+    'training',
+]

@@ -3,6 +3,7 @@
     python -m tests.faults.table
 
 Further arguments go to pytest. The page is written only when everything has run; the table is printed always."""
+
 from __future__ import annotations
 
 import ast
@@ -18,56 +19,79 @@ import pytest
 from benchmarks.harness import machine
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE.parents[1]/'docs'/'faults.md'
+PAGE = HERE.parents[1] / 'docs' / 'faults.md'
 BEGIN, END = '<!-- written by python -m tests.faults.table -->', '<!-- end -->'
-HEAD = ['| # | fault, and what holds | tests | what the full form did | result | seconds |',
-        '|--:|---|--:|---|---|--:|']
+HEAD = [
+    '| # | fault, and what holds | tests | what the full form did | result | seconds |',
+    '|--:|---|--:|---|---|--:|',
+]
 
 
 @dataclass
 class Row:
     "What one row's tests gave."
-    fault: str                                                     # from the file's docstring
+
+    fault: str  # from the file's docstring
     outcomes: Counter[str] = field(default_factory=Counter[str])
     # the lines that full forms print, in their order
     said: dict[str, None] = field(default_factory=dict[str, None])
-    seconds: float = 0.
+    seconds: float = 0.0
 
     def cells(self) -> list[str]:
         "Return what stands in the table."
-        counts = [f'{n} {outcome}' for outcome in ('failed', 'skipped') if (n := self.outcomes[outcome])]
-        return [self.fault, str(self.outcomes.total()), '; '.join(self.said), ', '.join(counts) or 'passed',
-                f'{self.seconds:.1f}']
+        counts = [
+            f'{n} {outcome}' for outcome in ('failed', 'skipped') if (n := self.outcomes[outcome])
+        ]
+        return [
+            self.fault,
+            str(self.outcomes.total()),
+            '; '.join(self.said),
+            ', '.join(counts) or 'passed',
+            f'{self.seconds:.1f}',
+        ]
 
 
 class Rows:
     "A plugin of pytest that gathers the results row by row."
 
     def __init__(self) -> None:
-        self.rows = {int(path.stem[6:8]): Row(_fault(path)) for path in sorted(HERE.glob('test_f*.py'))}
+        self.rows = {
+            int(path.stem[6:8]): Row(_fault(path)) for path in sorted(HERE.glob('test_f*.py'))
+        }
         self.n_left_out = 0  # tests that the command line has left out
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         match = re.search(r'test_f(\d+)_\w+\.py', report.nodeid)
-        if match is None: return
+        if match is None:
+            return
         row = self.rows[int(match[1])]
         row.seconds += report.duration
-        if report.when == 'call' or report.outcome != 'passed': row.outcomes[report.outcome] += 1
-        row.said |= dict.fromkeys(re.findall(rf'^row {int(match[1])}: (.*)$', report.capstdout, re.M))
+        if report.when == 'call' or report.outcome != 'passed':
+            row.outcomes[report.outcome] += 1
+        row.said |= dict.fromkeys(
+            re.findall(rf'^row {int(match[1])}: (.*)$', report.capstdout, re.M)
+        )
 
-    def pytest_deselected(self, items: list[pytest.Item]) -> None: self.n_left_out += len(items)
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        self.n_left_out += len(items)
 
     def table(self) -> str:
         "Return the table in Markdown, under a line that says when and where."
         rows = {number: row for number, row in self.rows.items() if row.outcomes}
         total = sum((row.outcomes for row in rows.values()), Counter[str]())
         here = {**machine(), 'learnkit': version('learnkit')}
-        place = ', '.join(f'{key} {value}' for key, value in here.items() if key not in ('date', 'threads'))
-        count = (f'{len(rows)} rows, {total.total()} tests, {total["failed"]} failed, {total["skipped"]} skipped, '
-                 f'{sum(row.seconds for row in rows.values()):.0f} seconds')
+        place = ', '.join(
+            f'{key} {value}' for key, value in here.items() if key not in ('date', 'threads')
+        )
+        count = (
+            f'{len(rows)} rows, {total.total()} tests, {total["failed"]} failed, {total["skipped"]} skipped, '
+            f'{sum(row.seconds for row in rows.values()):.0f} seconds'
+        )
         cells = [[f'{number}', *row.cells()] for number, row in rows.items()]
         lines = [' | '.join(cell.replace('|', r'\|') for cell in line) for line in cells]
-        return '\n'.join([f'{here["date"]}; {place}; {count}.', '', *HEAD, *(f'| {line} |' for line in lines)])
+        return '\n'.join(
+            [f'{here["date"]}; {place}; {count}.', '', *HEAD, *(f'| {line} |' for line in lines)]
+        )
 
 
 def _fault(path: Path) -> str:
@@ -90,10 +114,16 @@ def main(arguments: list[str]) -> int:
     status = pytest.main([*options, *arguments, str(HERE)], plugins=[rows])
     print(f'\n{rows.table()}')
     has_run = any(row.outcomes for row in rows.rows.values())  # not with --help, for one
-    if not has_run or rows.n_left_out or status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+    if (
+        not has_run
+        or rows.n_left_out
+        or status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    ):
         print(f'\n{PAGE.name} stays as it is: not everything has run.')
-    else: write(rows.table())
+    else:
+        write(rows.table())
     return int(status)
 
 
-if __name__ == '__main__': sys.exit(main(sys.argv[1:]))
+if __name__ == '__main__':
+    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,5 @@
 """Row 4: as row 3, with loader workers and augmentation that draws from torch, NumPy and Python."""
+
 from __future__ import annotations
 
 from functools import partial
@@ -16,5 +17,7 @@ def test_some_steps(tmp_path: Path, num_workers: int) -> None:
 @pytest.mark.full
 def test_every_step(tmp_path: Path) -> None:
     makes = {n: partial(learner, dls=partial(augmented, n)) for n in (0, 1, 2)}
-    n = sum(resumed_at(make, tmp_path/f'{workers}') for workers, make in makes.items())
-    print(f'row 4: {n} resumes at every step, with 0, 1 and 2 workers and random augmentation: exact')
+    n = sum(resumed_at(make, tmp_path / f'{workers}') for workers, make in makes.items())
+    print(
+        f'row 4: {n} resumes at every step, with 0, 1 and 2 workers and random augmentation: exact'
+    )

@@ -1,4 +1,5 @@
 """Row 6: SIGTERM, to the process or its group. The step is finished, the run saved, the code 143, and resume exact."""
+
 from __future__ import annotations
 
 import os
@@ -23,9 +24,22 @@ from learnkit.testing.forks import start
 from learnkit.testing.harness import reached, run_until_done
 
 # of 3 batches and 2 of validation an epoch; a life ends where it says, or at the end of the batch
-PLACES = ['before_fit', 'train before_batch', 'train after_loss', 'train after_batch', 'batch_checkpoint',
-          'before_eval', 'valid before_batch', 'valid after_pred', 'after_validate', 'after_eval', 'before_epoch',
-          'after_epoch', 'epoch_checkpoint', ('valid after_batch', 2)]
+PLACES = [
+    'before_fit',
+    'train before_batch',
+    'train after_loss',
+    'train after_batch',
+    'batch_checkpoint',
+    'before_eval',
+    'valid before_batch',
+    'valid after_pred',
+    'after_validate',
+    'after_eval',
+    'before_epoch',
+    'after_epoch',
+    'epoch_checkpoint',
+    ('valid after_batch', 2),
+]
 
 
 @pytest.fixture(scope='module')
@@ -53,24 +67,37 @@ def test_at_events_of_all_kinds(straight: State, tmp_path: Path) -> None:
 
 def test_at_events_before_its_own_handlers(tmp_path: Path) -> None:
     "With a loader that has a generator of its own."
-    end = in_child(training(tmp_path/'straight', make_learner))
+    end = in_child(training(tmp_path / 'straight', make_learner))
     places = PLACES[1::3]
-    lives = run_until_done(training(tmp_path/'run', make_learner, order=5), places, signal.SIGTERM, group=False)
-    check(lives, tmp_path/'run', end, len(places))
+    lives = run_until_done(
+        training(tmp_path / 'run', make_learner, order=5), places, signal.SIGTERM, group=False
+    )
+    check(lives, tmp_path / 'run', end, len(places))
 
 
 def test_in_an_evaluation_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     make = lambda: make_learner(eval_every='2ba')
-    end = in_child(training(tmp_path/'straight', make, n_epoch=4))
-    places: list[Any] = [('valid after_pred', 2), 'valid before_batch', 'train after_batch',
-                         ('valid before_batch', 3), 'before_eval']
-    lives = run_until_done(training(tmp_path/'run', make, n_epoch=4), places, signal.SIGTERM, group=False)
-    check(lives, tmp_path/'run', end, len(places))
+    end = in_child(training(tmp_path / 'straight', make, n_epoch=4))
+    places: list[Any] = [
+        ('valid after_pred', 2),
+        'valid before_batch',
+        'train after_batch',
+        ('valid before_batch', 3),
+        'before_eval',
+    ]
+    lives = run_until_done(
+        training(tmp_path / 'run', make, n_epoch=4), places, signal.SIGTERM, group=False
+    )
+    check(lives, tmp_path / 'run', end, len(places))
 
 
-def test_to_a_group_with_workers(straight_3: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_to_a_group_with_workers(
+    straight_3: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     "The workers end at once, whatever they do; torch, which waits for a batch, finds that out within five seconds."
-    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, '__defaults__', (0.5,))  # its seconds
+    monkeypatch.setattr(
+        _MultiProcessingDataLoaderIter._try_get_data, '__defaults__', (0.5,)
+    )  # its seconds
     places = ['train after_loss', 'valid before_batch', 'before_epoch']
     make = lambda: make_learner(dls=torch_dls(n_workers=2))
     lives = run_until_done(training(tmp_path, make, n_epoch=3), places, signal.SIGTERM, group=True)
@@ -78,115 +105,155 @@ def test_to_a_group_with_workers(straight_3: State, tmp_path: Path, monkeypatch:
 
 
 def test_while_a_batch_is_drawn(straight: State, tmp_path: Path) -> None:
-    lives = run_until_done(training(tmp_path), [('draw', 5), ('draw', 14)], signal.SIGTERM, group=False)
+    lives = run_until_done(
+        training(tmp_path), [('draw', 5), ('draw', 14)], signal.SIGTERM, group=False
+    )
     check(lives, tmp_path, straight, 2)
 
 
 class Slow(Callback):
     "Makes the second batch come from a worker that does not end; the parent hears when it is waited for."
 
-    def __init__(self, told: Path) -> None: self.told = told
+    def __init__(self, told: Path) -> None:
+        self.told = told
+
     def before_fit(self) -> None:
-        if not self.told.exists(): self.dls.train.dataset.__class__ = Stuck
+        if not self.told.exists():
+            self.dls.train.dataset.__class__ = Stuck
+
     def before_draw(self) -> None:
-        if self.iter == 1: self.told.touch()
+        if self.iter == 1:
+            self.told.touch()
 
 
 # the data set of the loaders
 class Stuck(torch_dls().train.dataset.__class__):  # type: ignore[misc]
     def __getitem__(self, i: int) -> Any:
-        if get_worker_info().id == 1: sleep(30)
+        if get_worker_info().id == 1:
+            sleep(30)
         return super().__getitem__(i)
 
 
-def test_the_draw_that_fails_because_workers_got_the_signal_too(straight_3: State, tmp_path: Path) -> None:
-    told = tmp_path/'waits'
+def test_the_draw_that_fails_because_workers_got_the_signal_too(
+    straight_3: State, tmp_path: Path
+) -> None:
+    told = tmp_path / 'waits'
     make = lambda: make_learner(dls=torch_dls(n_workers=2, prefetch_factor=1), cbs=Slow(told))
-    lives = run_until_done(training(tmp_path/'run', make, n_epoch=3), [told], signal.SIGTERM, group=True)
-    check(lives, tmp_path/'run', straight_3, 1)
-    assert names(tmp_path/'run')[0] == '00001-ep0-ba1.ckpt'  # the second batch was not trained on
+    lives = run_until_done(
+        training(tmp_path / 'run', make, n_epoch=3), [told], signal.SIGTERM, group=True
+    )
+    check(lives, tmp_path / 'run', straight_3, 1)
+    assert names(tmp_path / 'run')[0] == '00001-ep0-ba1.ckpt'  # the second batch was not trained on
 
 
-def test_during_a_save_in_the_background(straight_3: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_during_a_save_in_the_background(
+    straight_3: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = checkpoint.write_state
+
     def slowly(*args: Any) -> None:
         reached('saving')
         sleep(0.05)
         real(*args)
         reached('saved')
+
     monkeypatch.setattr(checkpoint, 'write_state', slowly)
     places: list[Any] = [('saving', 2), ('saved', 3), ('saving', 3)]
-    lives = run_until_done(training(tmp_path, every='1ba', n_epoch=3), places, signal.SIGTERM, group=False)
+    lives = run_until_done(
+        training(tmp_path, every='1ba', n_epoch=3), places, signal.SIGTERM, group=False
+    )
     check(lives, tmp_path, straight_3, 3)
 
 
 def test_at_the_very_end(straight_3: State, tmp_path: Path) -> None:
     "Nothing is trained afterwards; the last checkpoint, written at the end of the last epoch, stands."
     for place in ('after_fit', 'cleanup'):
-        lives = run_until_done(training(tmp_path/place, n_epoch=3, order=999), [place], signal.SIGTERM, group=False)
+        lives = run_until_done(
+            training(tmp_path / place, n_epoch=3, order=999), [place], signal.SIGTERM, group=False
+        )
         assert lives.codes == [143, 0] and same(straight_3, lives.result), lives.stderr
 
 
-# -- handlers --------------------------------------------------------------------------------------------------------
+# -- handlers --------------------------------------------------------------------------------------
 
-def send(cb: Any) -> None: os.kill(os.getpid(), signal.SIGTERM)
+
+def send(cb: Any) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_the_handler_of_before_is_called_after_the_save(tmp_path: Path) -> None:
     def job() -> None:
-        signal.signal(signal.SIGTERM, lambda signum, frame: print('told', signum, len(names(tmp_path))))
+        signal.signal(
+            signal.SIGTERM, lambda signum, frame: print('told', signum, len(names(tmp_path)))
+        )
         checkpointed(tmp_path)(Callback(after_loss=send)).fit(1)
-    with start(job) as child: assert (child.wait(), child.stdout) == (143, 'told 15 1\n'), child.stderr
+
+    with start(job) as child:
+        assert (child.wait(), child.stdout) == (143, 'told 15 1\n'), child.stderr
 
 
 def test_a_handler_of_before_may_end_the_process_in_its_own_way(tmp_path: Path) -> None:
     def again(signum: int, frame: Any) -> None:
         signal.signal(signum, signal.SIG_DFL)
         os.kill(os.getpid(), signum)
+
     def job(handler: Any, folder: Path) -> None:
         signal.signal(signal.SIGTERM, handler)
         checkpointed(folder)(Callback(after_loss=send)).fit(1)
+
     for handler, code in ((again, -15), (lambda *_: sys.exit(7), 7)):
-        folder = tmp_path/str(code)
-        with start(partial(job, handler, folder)) as child: assert child.wait() == code, child.stderr
+        folder = tmp_path / str(code)
+        with start(partial(job, handler, folder)) as child:
+            assert child.wait() == code, child.stderr
         assert len(names(folder)) == 1 and all_load(folder)
 
 
 def test_handlers_are_there_only_during_the_fit(tmp_path: Path) -> None:
-    def mine(signum: int, frame: Any) -> None: "Never called."
+    def mine(signum: int, frame: Any) -> None:
+        "Never called."
+
     seen: list[Any] = []
     watched = (signal.SIGTERM, signal.SIGCHLD, signal.SIGINT)
     now = lambda: [signal.getsignal(s) for s in watched]
     kept = signal.signal(signal.SIGTERM, mine)
     try:
         before = now()
-        learn = checkpointed(tmp_path)(Callback(after_batch=lambda cb: seen.append(now()), cleanup=lambda cb: 1 / 0))
+        learn = checkpointed(tmp_path)(
+            Callback(after_batch=lambda cb: seen.append(now()), cleanup=lambda cb: 1 / 0)
+        )
         for run in (lambda: learn.fit(1), lambda: learn.fit(1), learn.validate, learn.get_preds):
-            with pytest.raises(ZeroDivisionError): run()
+            with pytest.raises(ZeroDivisionError):
+                run()
             assert now() == before
         assert seen[0][0] is not mine and seen[0][1:] == before[1:] and seen[-1] == before
         learn.remove_cbs(Checkpoint)
         two = quiet_two(tmp_path)
         two.fit(1)
         assert now() == before, 'two at a time put back what was there before both'
-    finally: signal.signal(signal.SIGTERM, kept)
+    finally:
+        signal.signal(signal.SIGTERM, kept)
 
 
 def quiet_two(folder: Path, *cbs: Any) -> Learner:
-    return checkpointed(folder/'a')(Checkpoint(folder=folder/'b'), *cbs)
+    return checkpointed(folder / 'a')(Checkpoint(folder=folder / 'b'), *cbs)
 
 
 def test_two_of_them_both_save(straight: State, tmp_path: Path) -> None:
     for event in ('after_loss', 'after_validate'):
-        def job(event: str = event) -> None: quiet_two(tmp_path/event, Callback(**{event: send})).fit(2)
-        with start(job) as child: assert child.wait() == 143, child.stderr
-        assert [len(names(tmp_path/event/f)) for f in 'ab'] == [1, 1]
+
+        def job(event: str = event) -> None:
+            quiet_two(tmp_path / event, Callback(**{event: send})).fit(2)
+
+        with start(job) as child:
+            assert child.wait() == 143, child.stderr
+        assert [len(names(tmp_path / event / f)) for f in 'ab'] == [1, 1]
 
 
 def test_a_forked_child_has_the_handlers_of_before(tmp_path: Path) -> None:
     def job() -> str:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         codes: list[int] = []
+
         def fork(cb: Any) -> None:
             reader, writer = os.pipe()
             if not (pid := os.fork()):
@@ -195,8 +262,10 @@ def test_a_forked_child_has_the_handlers_of_before(tmp_path: Path) -> None:
             os.read(reader, 1)
             os.kill(pid, signal.SIGTERM)
             codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
         checkpointed(tmp_path)(Callback(after_loss=fork)).fit(1)
         return f'{codes}'
+
     assert in_child(job) == '[-15, -15, -15, -15, -15]'
 
 
@@ -207,12 +276,16 @@ def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
         learn.fit(2)
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
         return len(learn.history)
+
     assert in_child(job) == 2
 
 
 def test_without_preemption_the_process_ends_at_once(tmp_path: Path) -> None:
-    def job() -> None: checkpointed(tmp_path, preemption=False)(Callback(after_loss=send)).fit(1)
-    with start(job) as child: assert child.wait() == -15
+    def job() -> None:
+        checkpointed(tmp_path, preemption=False)(Callback(after_loss=send)).fit(1)
+
+    with start(job) as child:
+        assert child.wait() == -15
     assert names(tmp_path) == []
 
 
@@ -221,42 +294,70 @@ def test_in_ipython_the_fit_ends_and_the_learner_trains_on(event: str, tmp_path:
     def job() -> list[Any]:
         sys.modules['IPython'] = SimpleNamespace(get_ipython=lambda: 'a shell')  # type: ignore[assignment]
         told: list[Any] = []
+
         def once(cb: Any) -> None:
             if cb.training == (event != 'valid') or event == 'after_fit':
-                if not told: told.append(send(cb))
-        learn = checkpointed(tmp_path)(Callback(**{'after_loss' if event == 'valid' else event: once}))
+                if not told:
+                    told.append(send(cb))
+
+        learn = checkpointed(tmp_path)(
+            Callback(**{'after_loss' if event == 'valid' else event: once})
+        )
         learn.fit(2)
         first = learn.opt.n_steps, names(tmp_path)
         learn.fit(2, resume=True)
-        return [*first, learn.opt.n_steps, len(learn.history), signal.getsignal(signal.SIGTERM) == signal.SIG_DFL]
+        return [
+            *first,
+            learn.opt.n_steps,
+            len(learn.history),
+            signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
+        ]
+
     steps = {'after_loss': 1, 'valid': 3, 'after_fit': 6}[event]
-    first = [f'00001-ep{0 if steps < 6 else 1}-ba{min(steps, 3)}.ckpt'] + ['00002-ep2-ba6.ckpt'] * (steps == 6)
+    first = [f'00001-ep{0 if steps < 6 else 1}-ba{min(steps, 3)}.ckpt'] + ['00002-ep2-ba6.ckpt'] * (
+        steps == 6
+    )
     assert in_child(job) == [steps, first, 6, 2, True]
 
 
 def test_an_error_that_comes_first_stays_and_the_signal_is_handed_on(tmp_path: Path) -> None:
     def fail(cb: Any) -> None:
-        if cb.training: send(cb)
-        if cb.training: raise ValueError('a bug')
+        if cb.training:
+            send(cb)
+        if cb.training:
+            raise ValueError('a bug')
+
     def job() -> None:
         signal.signal(signal.SIGTERM, lambda *_: print('told'))
         learn = checkpointed(tmp_path)(Callback(after_loss=fail))
-        with pytest.raises(ValueError, match='a bug'): learn.fit(1)
+        with pytest.raises(ValueError, match='a bug'):
+            learn.fit(1)
         learn.validate()  # the request is over
         print('on')
-    with start(job) as child: assert (child.wait(), child.stdout) == (0, 'told\non\n'), child.stderr
+
+    with start(job) as child:
+        assert (child.wait(), child.stdout) == (0, 'told\non\n'), child.stderr
 
 
 def test_a_cancelled_evaluation_leaves_nothing_to_go_back_to(tmp_path: Path) -> None:
     "After one that never ended, a stop in training saves the training as it is."
     from learnkit import CancelEpochException
+
     def cancel(cb: Any) -> None:
-        if cb.epoch == 0: raise CancelEpochException
+        if cb.epoch == 0:
+            raise CancelEpochException
+
     def stop(cb: Any) -> None:
-        if cb.training and cb.train_iter == 4: send(cb)
+        if cb.training and cb.train_iter == 4:
+            send(cb)
+
     def job() -> None:
-        checkpointed(tmp_path, every='5ba')(Callback(before_validate=cancel, before_draw=stop)).fit(3)
-    with start(job) as child: assert child.wait() == 143, child.stderr
+        checkpointed(tmp_path, every='5ba')(Callback(before_validate=cancel, before_draw=stop)).fit(
+            3
+        )
+
+    with start(job) as child:
+        assert child.wait() == 143, child.stderr
     assert names(tmp_path)[-1].endswith('-ba5.ckpt') and all_load(tmp_path)
 
 
@@ -267,11 +368,16 @@ def test_at_random_instants(tmp_path: Path) -> None:
     for workers in (0, 2):
         make = lambda workers=workers: make_learner(dls=torch_dls(workers))
         for n in range(12):
-            folder = tmp_path/f'{workers}-{n}'
-            if n == 0: end = in_child(training(tmp_path/f'straight-{workers}', make, n_epoch=8))
+            folder = tmp_path / f'{workers}-{n}'
+            if n == 0:
+                end = in_child(training(tmp_path / f'straight-{workers}', make, n_epoch=8))
             instants = [rng.uniform(0.02, 0.4 + 0.4 * workers) for _ in range(6)]
-            lives = run_until_done(training(folder, make, n_epoch=8), instants, signal.SIGTERM, group=bool(n % 2))
+            lives = run_until_done(
+                training(folder, make, n_epoch=8), instants, signal.SIGTERM, group=bool(n % 2)
+            )
             assert same(end, lives.result) and all_load(folder)
             kills += lives.kills
             saved += lives.codes.count(143)
-    print(f'row 6: {kills} SIGTERMs at random instants, {saved} saved and left with 143, 0 runs differ')
+    print(
+        f'row 6: {kills} SIGTERMs at random instants, {saved} saved and left with 143, 0 runs differ'
+    )

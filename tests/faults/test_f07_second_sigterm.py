@@ -1,4 +1,5 @@
 """Row 7: a second SIGTERM during the save. It adds nothing to the first: no torn file, and the run is saved."""
+
 from __future__ import annotations
 
 import os
@@ -18,11 +19,17 @@ from learnkit.core import files
 from learnkit.testing.forks import start
 
 # what is called while a file is written, from its beginning to its end
-MOMENTS = {'begun': (statefile, '_Packer'), 'packed': (statefile, '_make_header'), 'written': (statefile, '_bytes_of'),
-           'flushed': (files, '_flush'), 'in place': (files, 'flush_folder')}
+MOMENTS = {
+    'begun': (statefile, '_Packer'),
+    'packed': (statefile, '_make_header'),
+    'written': (statefile, '_bytes_of'),
+    'flushed': (files, '_flush'),
+    'in place': (files, 'flush_folder'),
+}
 
 
-def send(cb: Any = None) -> None: os.kill(os.getpid(), signal.SIGTERM)
+def send(cb: Any = None) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def stopped(folder: Path, moment: str, n: int, background: bool) -> None:
@@ -31,36 +38,42 @@ def stopped(folder: Path, moment: str, n: int, background: bool) -> None:
     real = getattr(module, name)
 
     def again(*args: Any, **kwargs: Any) -> Any:
-        for _ in range(n): send()
+        for _ in range(n):
+            send()
         return real(*args, **kwargs)
+
     setattr(module, name, again)
     checkpointed(folder, every='1ba' if background else None)(Callback(after_loss=send)).fit(2)
 
 
 @pytest.mark.parametrize('moment', MOMENTS)
 def test_at_a_moment_of_the_save(moment: str, tmp_path: Path) -> None:
-    with start(partial(stopped, tmp_path, moment, 3, False)) as child: assert child.wait() == 143, child.stderr
+    with start(partial(stopped, tmp_path, moment, 3, False)) as child:
+        assert child.wait() == 143, child.stderr
     assert child.code == 143 and names(tmp_path) == ['00001-ep0-ba1.ckpt'] and all_load(tmp_path)
 
 
 def test_the_run_goes_on_exactly(tmp_path: Path) -> None:
-    end = in_child(training(tmp_path/'straight', n_epoch=2))
-    with start(partial(stopped_training, tmp_path/'run')) as child: assert child.wait() == 143, child.stderr
-    assert same(end, in_child(training(tmp_path/'run', n_epoch=2)))
+    end = in_child(training(tmp_path / 'straight', n_epoch=2))
+    with start(partial(stopped_training, tmp_path / 'run')) as child:
+        assert child.wait() == 143, child.stderr
+    assert same(end, in_child(training(tmp_path / 'run', n_epoch=2)))
 
 
 def stopped_training(folder: Path) -> None:
     real = statefile._write
     # two lines in one
     statefile._write = lambda *args: (send(), real(*args))[1]  # type: ignore[assignment]
-    training(folder, n_epoch=2, before=lambda learn: learn.add_cb(Callback(after_step=send)) and None)()
+    training(
+        folder, n_epoch=2, before=lambda learn: learn.add_cb(Callback(after_step=send)) and None
+    )()
 
 
 @pytest.mark.full
 def test_two_signals_at_random_instants(tmp_path: Path) -> None:
     rng, codes = random.Random(7), list[int]()
     for i in range(200):
-        folder = tmp_path/f'{i}'
+        folder = tmp_path / f'{i}'
         with start(training(folder, n_epoch=20, every='1ba')) as child:
             child.wait(until=lambda folder=folder: bool(names(folder)))
             for _ in range(2):
@@ -70,5 +83,7 @@ def test_two_signals_at_random_instants(tmp_path: Path) -> None:
         assert all_load(folder) or child.code == -15
     # -15: the second came when all was saved, and handlers restored
     ok = sum(code in (143, -15) for code in codes)
-    print(f'row 7: {len(codes)} runs with two SIGTERMs, {codes.count(143)} left with 143, {ok} as they should, 0 torn')
+    print(
+        f'row 7: {len(codes)} runs with two SIGTERMs, {codes.count(143)} left with 143, {ok} as they should, 0 torn'
+    )
     assert ok == len(codes)

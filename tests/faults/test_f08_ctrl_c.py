@@ -55,12 +55,17 @@ def press(cb: Any = None) -> None:
     raise AssertionError('no KeyboardInterrupt came')
 
 
-def interrupt(cb: Any) -> None: raise KeyboardInterrupt
+def interrupt(cb: Any) -> None:
+    raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(('event', 'how'), others_in_full(
-    itertools.product([*FIT_EVENTS, *CANCEL_EVENTS], [interrupt, press]),
-    lambda event, how: how is press or event in ('before_fit', 'after_loss', 'cleanup')))
+@pytest.mark.parametrize(
+    ('event', 'how'),
+    others_in_full(
+        itertools.product([*FIT_EVENTS, *CANCEL_EVENTS], [interrupt, press]),
+        lambda event, how: how is press or event in ('before_fit', 'after_loss', 'cleanup'),
+    ),
+)
 def test_at_every_event(event: str, how: Callable[[Any], None]) -> None:
     handler = signal.getsignal(signal.SIGINT)
     learn = make_learner([*trigger(event), At(event, how), watch := Watch()])
@@ -77,19 +82,39 @@ def test_at_every_event(event: str, how: Callable[[Any], None]) -> None:
 
 def is_clean_but_for_display(learn: Learner) -> None:
     "An aborted cleanup is what the user asked for: the loop's own state is as it should be nevertheless."
-    assert (learn.run.depth, learn.run.levels, learn.fitting, learn.run.stopping, learn.error) == (0, (), False, False, None)
+    assert (learn.run.depth, learn.run.levels, learn.fitting, learn.run.stopping, learn.error) == (
+        0,
+        (),
+        False,
+        False,
+        None,
+    )
     assert learn.loss is None and learn.xb == (None,) and 'loss_grad' not in vars(learn)
 
 
-@pytest.mark.parametrize(('where', 'event', 'how'), others_in_full(
-    itertools.product(['before_fit', 'after_loss', 'before_validate', 'after_epoch'], ['after_error', 'cleanup'],
-                      [interrupt, press]),
-    lambda where, event, how: where == 'after_loss' or (event, how) == ('cleanup', press)))
-def test_a_second_one_aborts_the_cleanup(where: str, event: str, how: Callable[[Any], None]) -> None:
+@pytest.mark.parametrize(
+    ('where', 'event', 'how'),
+    others_in_full(
+        itertools.product(
+            ['before_fit', 'after_loss', 'before_validate', 'after_epoch'],
+            ['after_error', 'cleanup'],
+            [interrupt, press],
+        ),
+        lambda where, event, how: where == 'after_loss' or (event, how) == ('cleanup', press),
+    ),
+)
+def test_a_second_one_aborts_the_cleanup(
+    where: str, event: str, how: Callable[[Any], None]
+) -> None:
     first = KeyboardInterrupt('first')
     ran: list[str] = []
-    cbs = [At(where, first), Callback(**{event: lambda cb: ran.append('before')}), At(event, how),
-           Callback(**{event: lambda cb: ran.append('behind')}), Callback(cleanup=lambda cb: ran.append('cleanup'))]
+    cbs = [
+        At(where, first),
+        Callback(**{event: lambda cb: ran.append('before')}),
+        At(event, how),
+        Callback(**{event: lambda cb: ran.append('behind')}),
+        Callback(cleanup=lambda cb: ran.append('cleanup')),
+    ]
     learn = make_learner(cbs)
     start_again(learn)
     e = raised_by(lambda: learn.fit(N_EPOCH))
@@ -102,11 +127,18 @@ def test_a_second_one_aborts_the_cleanup(where: str, event: str, how: Callable[[
 @pytest.mark.parametrize('how', ['validate', 'get_preds'])
 @pytest.mark.parametrize('outer', ['after_batch', 'before_validate', 'after_fit'])
 def test_in_a_nested_run(outer: str, how: str) -> None:
-    cbs = [At(outer, lambda cb: getattr(cb.learn, how)()), At('after_pred', press, depth=2), watch := Watch()]
+    cbs = [
+        At(outer, lambda cb: getattr(cb.learn, how)()),
+        At('after_pred', press, depth=2),
+        watch := Watch(),
+    ]
     learn = make_learner(cbs)
     start_again(learn)
     e = raised_by(lambda: learn.fit(N_EPOCH))
-    assert type(e) is KeyboardInterrupt and [x[0] for x in watch.fired] == ['after_error', 'cleanup']
+    assert type(e) is KeyboardInterrupt and [x[0] for x in watch.fired] == [
+        'after_error',
+        'cleanup',
+    ]
     fits_like_fresh(learn, cbs)
 
 
@@ -114,7 +146,10 @@ def test_in_a_nested_run(outer: str, how: str) -> None:
 def test_in_a_run_of_its_own(how: str) -> None:
     learn = make_learner(cbs := [At('after_pred', press, nth=2), Watch()])
     e = raised_by(lambda: getattr(learn, how)())
-    assert type(e) is KeyboardInterrupt and [x[0] for x in cbs[1].fired] == ['after_error', 'cleanup']
+    assert type(e) is KeyboardInterrupt and [x[0] for x in cbs[1].fired] == [
+        'after_error',
+        'cleanup',
+    ]
     is_clean(learn)
     fits_like_fresh(learn, cbs)
 
@@ -123,8 +158,10 @@ def test_in_the_model_and_in_the_loader() -> None:
     class Loader(list[Any]):
         def __iter__(self) -> Any:
             for i, batch in enumerate(list.__iter__(self)):
-                if i == 1: press()
+                if i == 1:
+                    press()
                 yield batch
+
     learn = make_learner(watch := Watch())
     learn.dls.train = Loader(learn.dls.train)
     e = raised_by(lambda: learn.fit(1))
@@ -138,7 +175,8 @@ def test_in_the_model_and_in_the_loader() -> None:
     fits_like_fresh(learn)
 
 
-# -- real signals from another process, at random instants -----------------------------------------------------------
+# -- real signals from another process, at random instants -----------------------------------------
+
 
 def run_children(n: int, seed: int, longest_s: float) -> list[dict[str, Any]]:
     "Start a process that forks a child for each interrupt, which does not reach the tests' own."
@@ -178,38 +216,60 @@ def fit_until_interrupted() -> dict[str, Any]:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         tb, where = e.__traceback__, ''
         while tb:
-            where, tb = f'{tb.tb_frame.f_code.co_filename.rsplit("/", 1)[-1]}:{tb.tb_lineno}', tb.tb_next
+            where, tb = (
+                f'{tb.tb_frame.f_code.co_filename.rsplit("/", 1)[-1]}:{tb.tb_lineno}',
+                tb.tb_next,
+            )
         told = notes(e)
     fired = [x[0] for x in watch.fired]
     problems = []
-    if learn.run.depth or learn.run.levels or learn.fitting: problems.append(f'{learn.run.depth=} {learn.run.levels=} {learn.fitting=}')
-    if fired not in ([], ['cleanup'], ['after_error', 'cleanup']): problems.append(f'{fired=}')
+    if learn.run.depth or learn.run.levels or learn.fitting:
+        problems.append(f'{learn.run.depth=} {learn.run.levels=} {learn.fitting=}')
+    if fired not in ([], ['cleanup'], ['after_error', 'cleanup']):
+        problems.append(f'{fired=}')
     # between a context's `__enter__` and its block the run is ended by its generator, which has no note for this one
-    if fired == ['after_error', 'cleanup'] and not told and 'contextlib' not in where: problems.append('no note')
-    try: fits_like_fresh(learn, watch)
-    except BaseException as e: problems.append(f'next fit: {type(e).__name__} {str(e)[:300]}')
-    return {'ok': not problems, 'problems': problems, 'where': where, 'notes': told, 'fired': fired, 'fit': at}
+    if fired == ['after_error', 'cleanup'] and not told and 'contextlib' not in where:
+        problems.append('no note')
+    try:
+        fits_like_fresh(learn, watch)
+    except BaseException as e:
+        problems.append(f'next fit: {type(e).__name__} {str(e)[:300]}')
+    return {
+        'ok': not problems,
+        'problems': problems,
+        'where': where,
+        'notes': told,
+        'fired': fired,
+        'fit': at,
+    }
 
 
 def interrupt_children(n: int, seed: int, longest_s: float) -> None:
     rng = random.Random(seed)
-    with redirect_stdout(io.StringIO()): fresh()
+    with redirect_stdout(io.StringIO()):
+        fresh()
     for _ in range(n):
         (read, write), (ready, go) = os.pipe(), os.pipe()
         pid = fork(partial(report_interrupted_fit, go, write))
-        os.close(write); os.close(go)
+        os.close(write)
+        os.close(go)
         os.read(ready, 1)
         time.sleep(rng.random() * longest_s)
         os.kill(pid, signal.SIGINT)
-        with os.fdopen(read) as f: text = f.read()
+        with os.fdopen(read) as f:
+            text = f.read()
         os.close(ready)
         os.waitpid(pid, 0)
-        print(text or json.dumps({'ok': False, 'problems': ['the child died'], 'where': ''}), flush=True)
+        print(
+            text or json.dumps({'ok': False, 'problems': ['the child died'], 'where': ''}),
+            flush=True,
+        )
 
 
 def report_interrupted_fit(go: int, write: int) -> None:
     os.dup2(go, 1)
-    with redirect_stdout(io.StringIO()): result = fit_until_interrupted()
+    with redirect_stdout(io.StringIO()):
+        result = fit_until_interrupted()
     os.write(write, json.dumps(result).encode())
 
 
@@ -225,26 +285,35 @@ def test_a_fit_that_was_interrupted_twice_over_many_events_does_not_drift() -> N
 
 def test_it_came_while_torch_had_gradients_switched_off() -> None:
     "A signal that arrives inside `no_grad.__exit__` leaves gradients off for the whole thread: a run puts that back."
+
     def off(cb: Any) -> None:
         torch.set_grad_enabled(False)
         raise KeyboardInterrupt
+
     try:
-        for run in (lambda learn: learn.fit(1), lambda learn: learn.validate(), lambda learn: learn.get_preds()):
+        for run in (
+            lambda learn: learn.fit(1),
+            lambda learn: learn.validate(),
+            lambda learn: learn.get_preds(),
+        ):
             learn = make_learner(bad := At('after_batch', off))
             start_again(learn)
             assert type(raised_by(lambda run=run, learn=learn: run(learn))) is KeyboardInterrupt
             assert torch.is_grad_enabled()
             fits_like_fresh(learn, bad)
-    finally: torch.set_grad_enabled(True)
+    finally:
+        torch.set_grad_enabled(True)
 
 
 class Interrupter:
     "A profiler that raises KeyboardInterrupt at the n-th instant at which CPython looks for signals: a call or return."
 
-    def __init__(self, at: int) -> None: self.left = at
+    def __init__(self, at: int) -> None:
+        self.left = at
 
     def __call__(self, frame: Any, event: str, arg: Any) -> None:
-        if event not in ('call', 'c_return'): return
+        if event not in ('call', 'c_return'):
+            return
         self.left -= 1
         if self.left == 0:
             sys.setprofile(None)
@@ -256,11 +325,16 @@ def interrupted(run: Callable[[Learner], Any], at: int) -> tuple[bool, str]:
     torch.set_grad_enabled(True)
     learn, interrupter = make_learner(), Interrupter(at)
     sys.setprofile(interrupter)
-    try: run(learn)
-    except KeyboardInterrupt: pass
-    finally: sys.setprofile(None)
-    try: fits_like_fresh(learn)
-    except Exception as e: return interrupter.left <= 0, f'{type(e).__name__} {e}'[:200]
+    try:
+        run(learn)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.setprofile(None)
+    try:
+        fits_like_fresh(learn)
+    except Exception as e:
+        return interrupter.left <= 0, f'{type(e).__name__} {e}'[:200]
     return interrupter.left <= 0, ''
 
 
@@ -269,13 +343,21 @@ def interrupted(run: Callable[[Learner], Any], at: int) -> tuple[bool, str]:
 @pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
 def test_at_every_instant() -> None:
     "Pure Python cannot close every gap (between a context's `__enter__` and its block, for one), but few may be left."
-    n, bad, runs = 0, list[str](), (lambda learn: learn.fit(1, cbs=Callback()), Learner.validate, Learner.get_preds)
+    n, bad, runs = (
+        0,
+        list[str](),
+        (lambda learn: learn.fit(1, cbs=Callback()), Learner.validate, Learner.get_preds),
+    )
     for run in runs:
-        for at in range(1, 10 ** 6, 5):
+        for at in range(1, 10**6, 5):
             reached, problem = interrupted(run, at)
-            if not reached: break
+            if not reached:
+                break
             n += 1
-            if problem: bad.append(problem)
+            if problem:
+                bad.append(problem)
     print(f'row 8: {n} instants of three runs, the next fit differs after {len(bad)}')
     torch.set_grad_enabled(True)
-    assert len(bad) < 0.02 * n, bad[:10]  # between two instructions of a context manager Python leaves a gap
+    assert len(bad) < 0.02 * n, bad[
+        :10
+    ]  # between two instructions of a context manager Python leaves a gap

@@ -1,4 +1,5 @@
 """Row 9: a callback raises. Its own exception comes out, with a note of where; the next fit equals a fresh one."""
+
 from __future__ import annotations
 
 import asyncio
@@ -34,6 +35,7 @@ from learnkit.core.errors import CancelBatchException
 
 class Custom(Exception):
     "An exception that cannot be made from a message."
+
     def __init__(self, code: int, *, why: str) -> None:
         super().__init__(code)
         self.why = why
@@ -41,7 +43,10 @@ class Custom(Exception):
 
 class Mute(Exception):
     "An exception that cannot be shown."
-    def __str__(self) -> str: raise RuntimeError('str() of it failed')
+
+    def __str__(self) -> str:
+        raise RuntimeError('str() of it failed')
+
     __repr__ = __str__
 
 
@@ -76,9 +81,11 @@ def fails_clean(event: str, error: BaseException, nth: int = 1) -> None:
     where = [n for n in notes(e) if n.startswith(f'in At.{event} (epoch ')]
     assert len(where) == 1 and ', batch ' in where[0], notes(e)
     tb = e.__traceback__
-    while tb.tb_next: tb = tb.tb_next
+    while tb.tb_next:
+        tb = tb.tb_next
     assert tb.tb_frame.f_code.co_name == 'now', 'the traceback ends where it was raised'
-    if event == 'cleanup': assert [x[0] for x in watch.fired] == ['cleanup']  # it failed after a run without errors
+    if event == 'cleanup':
+        assert [x[0] for x in watch.fired] == ['cleanup']  # it failed after a run without errors
     else:
         assert watch.fired == [('after_error', error), ('cleanup', error)]
         assert later.seen == nth - 1, 'handlers behind the failing one do not run'
@@ -87,7 +94,8 @@ def fails_clean(event: str, error: BaseException, nth: int = 1) -> None:
 
 
 @pytest.mark.parametrize('event', [*FIT_EVENTS, *CANCEL_EVENTS])
-def test_every_event(event: str) -> None: fails_clean(event, Custom(4, why='x'))
+def test_every_event(event: str) -> None:
+    fails_clean(event, Custom(4, why='x'))
 
 
 @pytest.mark.parametrize(
@@ -104,13 +112,18 @@ def test_every_event(event: str) -> None: fails_clean(event, Custom(4, why='x'))
         'batch_checkpoint',
     ],
 )
-def test_the_second_time_an_event_fires(event: str) -> None: fails_clean(event, KeyError(), nth=2)
+def test_the_second_time_an_event_fires(event: str) -> None:
+    fails_clean(event, KeyError(), nth=2)
 
 
-@pytest.mark.parametrize(('event', 'error'), others_in_full(
-    itertools.product(['before_fit', 'after_pred', 'after_validate'], ERRORS),
-    lambda event, error: event == 'after_pred' or isinstance(error, (Mute, StopIteration))),
-    ids=lambda o: o if isinstance(o, str) else type(o).__name__)
+@pytest.mark.parametrize(
+    ('event', 'error'),
+    others_in_full(
+        itertools.product(['before_fit', 'after_pred', 'after_validate'], ERRORS),
+        lambda event, error: event == 'after_pred' or isinstance(error, (Mute, StopIteration)),
+    ),
+    ids=lambda o: o if isinstance(o, str) else type(o).__name__,
+)
 def test_every_kind_of_exception(event: str, error: BaseException) -> None:
     fails_clean(event, anew(error))
 
@@ -129,8 +142,10 @@ def test_the_note_of_a_draw_names_the_batch_that_is_drawn() -> None:
 def test_an_exception_that_takes_no_notes() -> None:
     class Frozen(Exception):
         def __setattr__(self, name: str, value: Any) -> None:
-            if name == '__notes__': raise TypeError('frozen')
+            if name == '__notes__':
+                raise TypeError('frozen')
             super().__setattr__(name, value)
+
     learn = make_learner(At('after_batch', Frozen('x')))
     e = raised_by(lambda: learn.fit(1))
     assert type(e) is Frozen and e.args == ('x',)
@@ -144,11 +159,15 @@ def test_a_note_of_its_own_does_not_take_the_place_of_ours() -> None:
     learn.loss_func = lambda pred, y: (_ for _ in ()).throw(error)
     e = raised_by(lambda: learn.fit(1))
     assert e is error and notes(e)[0] == 'mine' and notes(e)[-1] == 'in train (epoch 0, batch 0)'
-    assert notes(e)[1] == '<lambda> got Tensor[4, 1] float32 and the targets (Tensor[4, 1] float32,)'
+    assert (
+        notes(e)[1] == '<lambda> got Tensor[4, 1] float32 and the targets (Tensor[4, 1] float32,)'
+    )
 
 
 def test_recursion_in_a_handler() -> None:
-    def deep(cb: Any) -> None: deep(cb)
+    def deep(cb: Any) -> None:
+        deep(cb)
+
     learn = make_learner(bad := At('after_loss', deep, nth=2))
     start_again(learn)
     e = raised_by(lambda: learn.fit(1))
@@ -159,29 +178,41 @@ def test_recursion_in_a_handler() -> None:
 
 def test_an_exception_chained_in_a_handler_keeps_its_cause() -> None:
     def bad(cb: Any) -> None:
-        try: raise KeyError('inner')
-        except KeyError as e: raise ValueError('outer') from e
+        try:
+            raise KeyError('inner')
+        except KeyError as e:
+            raise ValueError('outer') from e
+
     e = raised_by(lambda: make_learner(At('after_batch', bad)).fit(1))
     assert type(e) is ValueError and type(e.__cause__) is KeyError and notes(e.__cause__) == []
 
 
-@pytest.mark.parametrize(('event', 'how'), others_in_full(
-    itertools.product([
-        'before_fit',
-        'before_epoch',
-        'before_validate',
-        'before_draw',
-        'after_draw',
-        'before_batch',
-        'after_pred',
-        'after_loss',
-        'after_batch',
-        'after_validate',
-        'after_epoch',
-        'after_fit',
-        'cleanup',
-    ], ['validate', 'get_preds']),
-    lambda event, how: how == 'validate' or event in ('before_fit', 'after_pred', 'after_fit', 'cleanup')))
+@pytest.mark.parametrize(
+    ('event', 'how'),
+    others_in_full(
+        itertools.product(
+            [
+                'before_fit',
+                'before_epoch',
+                'before_validate',
+                'before_draw',
+                'after_draw',
+                'before_batch',
+                'after_pred',
+                'after_loss',
+                'after_batch',
+                'after_validate',
+                'after_epoch',
+                'after_fit',
+                'cleanup',
+            ],
+            ['validate', 'get_preds'],
+        ),
+        lambda event, how: (
+            how == 'validate' or event in ('before_fit', 'after_pred', 'after_fit', 'cleanup')
+        ),
+    ),
+)
 def test_in_a_run_without_training(event: str, how: str) -> None:
     error = Custom(4, why='x')
     learn = make_learner([bad := At(event, error), watch := Watch()])
@@ -189,7 +220,9 @@ def test_in_a_run_without_training(event: str, how: str) -> None:
     before, mode = vars(learn).copy(), learn.model.training
     e = raised_by(getattr(learn, how))
     assert e is error and notes(e)[0].startswith(f'in At.{event} (')
-    assert [x[0] for x in watch.fired] == (['cleanup'] if event == 'cleanup' else ['after_error', 'cleanup'])
+    assert [x[0] for x in watch.fired] == (
+        ['cleanup'] if event == 'cleanup' else ['after_error', 'cleanup']
+    )
     is_clean(learn)
     assert (learn.training, learn.phase, learn.dl_name, learn.iter) == tuple(
         before[k] for k in ('training', 'phase', 'dl_name', 'iter')
@@ -199,15 +232,34 @@ def test_in_a_run_without_training(event: str, how: str) -> None:
     fits_like_fresh(learn, [bad, watch])
 
 
-@pytest.mark.parametrize(('event', 'outer', 'how'), others_in_full(
-    itertools.product(
-        ['before_fit', 'before_validate', 'after_pred', 'after_validate', 'after_epoch'],
-        ['before_fit', 'before_epoch', 'after_loss', 'after_batch', 'before_validate', 'after_epoch', 'after_fit'],
-        ['validate', 'get_preds']),
-    lambda event, outer, how: event == 'after_pred' if how == 'validate' else outer == 'after_loss'))
+@pytest.mark.parametrize(
+    ('event', 'outer', 'how'),
+    others_in_full(
+        itertools.product(
+            ['before_fit', 'before_validate', 'after_pred', 'after_validate', 'after_epoch'],
+            [
+                'before_fit',
+                'before_epoch',
+                'after_loss',
+                'after_batch',
+                'before_validate',
+                'after_epoch',
+                'after_fit',
+            ],
+            ['validate', 'get_preds'],
+        ),
+        lambda event, outer, how: (
+            event == 'after_pred' if how == 'validate' else outer == 'after_loss'
+        ),
+    ),
+)
 def test_in_a_run_inside_a_fit(event: str, outer: str, how: str) -> None:
     error = KeyError()
-    cbs = [At(outer, lambda cb: getattr(cb.learn, how)()), At(event, error, depth=2), watch := Watch()]
+    cbs = [
+        At(outer, lambda cb: getattr(cb.learn, how)()),
+        At(event, error, depth=2),
+        watch := Watch(),
+    ]
     learn = make_learner(cbs)
     start_again(learn)
     e = raised_by(lambda: learn.fit(N_EPOCH))
@@ -220,9 +272,14 @@ def test_in_a_run_inside_a_fit(event: str, outer: str, how: str) -> None:
 @pytest.mark.parametrize('event', ['before_fit', 'after_pred', 'after_validate'])
 def test_a_nested_run_that_failed_and_was_forgiven_leaves_the_fit_alone(event: str) -> None:
     def forgive(cb: Any) -> None:
-        with pytest.raises(KeyError): cb.learn.validate()
-    cbs = [At('after_batch', forgive, nth=2), At(event, KeyError(), depth=2),
-           Callback(after_loss=lambda cb: cb.learn.log('seen', float(cb.iter)))]
+        with pytest.raises(KeyError):
+            cb.learn.validate()
+
+    cbs = [
+        At('after_batch', forgive, nth=2),
+        At(event, KeyError(), depth=2),
+        Callback(after_loss=lambda cb: cb.learn.log('seen', float(cb.iter))),
+    ]
     learn = make_learner(cbs)
     plain = make_learner(Callback(after_loss=lambda cb: cb.learn.log('seen', float(cb.iter))))
     for one in (learn, plain):
@@ -234,25 +291,43 @@ def test_a_nested_run_that_failed_and_was_forgiven_leaves_the_fit_alone(event: s
 
 def test_no_tensor_of_the_failed_batch_lives_on() -> None:
     refs: list[Any] = []
+
     def remember(cb: Any) -> None:
         refs.extend(weakref.ref(t) for t in (cb.pred, cb.loss_grad, cb.loss, *cb.xb, *cb.yb))
         raise ValueError
+
     learn = make_learner(At('before_backward', remember))
+
     def fail() -> None:
-        with pytest.raises(ValueError): learn.fit(1)
+        with pytest.raises(ValueError):
+            learn.fit(1)
+
     fail()
     gc.collect()
     assert len(refs) == 5 and not any(ref() is not None for ref in refs)
 
 
 def test_callbacks_that_change_the_callbacks_while_an_event_runs() -> None:
-    for event in ('before_fit', 'before_batch', 'after_step', 'after_batch', 'after_epoch', 'after_fit', 'cleanup'):
+    for event in (
+        'before_fit',
+        'before_batch',
+        'after_step',
+        'after_batch',
+        'after_epoch',
+        'after_fit',
+        'cleanup',
+    ):
         victim, gone = At(event, lambda cb: None), []
         cbs = [
             At(event, lambda cb: cb.learn.remove_cb(cb)),
             At(event, lambda cb, victim=victim: cb.learn.remove_cb(victim)),
             victim,
-            At(event, lambda cb, gone=gone: gone.append(cb.learn.add_cb(At('after_batch', lambda cb: None)).cbs[-1])),
+            At(
+                event,
+                lambda cb, gone=gone: gone.append(
+                    cb.learn.add_cb(At('after_batch', lambda cb: None)).cbs[-1]
+                ),
+            ),
         ]
         learn = make_learner(cbs)
         start_again(learn)
@@ -280,9 +355,18 @@ def test_the_progress_is_removed_in_the_middle_of_a_fit() -> None:
         fits_like_fresh(learn, cb)
 
 
-@pytest.mark.parametrize('event', [
-    pytest.param(event, marks=[] if event in ('before_fit', 'after_loss', 'before_validate', 'after_fit', 'cleanup')
-                 else [pytest.mark.full]) for event in FIT_EVENTS])
+@pytest.mark.parametrize(
+    'event',
+    [
+        pytest.param(
+            event,
+            marks=[]
+            if event in ('before_fit', 'after_loss', 'before_validate', 'after_fit', 'cleanup')
+            else [pytest.mark.full],
+        )
+        for event in FIT_EVENTS
+    ],
+)
 def test_fit_inside_a_fit_is_refused(event: str) -> None:
     learn = make_learner(cb := At(event, lambda cb: cb.learn.fit(1)))
     start_again(learn)
@@ -322,11 +406,19 @@ def without_an_evaluation(event: str) -> tuple[str, Any]:
     return digest(learn), rows(learn)
 
 
-@pytest.mark.parametrize(('event', 'what'), others_in_full(
-    itertools.product([*FIT_EVENTS, *CANCEL_EVENTS], ['validate', 'get_preds']),
-    lambda event, what: what == ('validate', 'get_preds')[len(event) % 2] or event == 'after_loss'))
+@pytest.mark.parametrize(
+    ('event', 'what'),
+    others_in_full(
+        itertools.product([*FIT_EVENTS, *CANCEL_EVENTS], ['validate', 'get_preds']),
+        lambda event, what: (
+            what == ('validate', 'get_preds')[len(event) % 2] or event == 'after_loss'
+        ),
+    ),
+)
 def test_evaluating_in_a_handler_changes_nothing(event: str, what: str) -> None:
-    learn = make_learner([*trigger(event), look := At(event, lambda cb: getattr(cb.learn, what)(), nth=1)])
+    learn = make_learner(
+        [*trigger(event), look := At(event, lambda cb: getattr(cb.learn, what)(), nth=1)]
+    )
     start_again(learn)
     learn.fit(N_EPOCH, iteration=1)
     plain = without_an_evaluation(event if trigger(event) else '')
@@ -334,12 +426,17 @@ def test_evaluating_in_a_handler_changes_nothing(event: str, what: str) -> None:
     is_clean(learn)
 
 
-@pytest.mark.parametrize('event', ['before_draw', 'after_pred', 'after_loss', 'after_batch', 'after_validate'])
+@pytest.mark.parametrize(
+    'event', ['before_draw', 'after_pred', 'after_loss', 'after_batch', 'after_validate']
+)
 @pytest.mark.parametrize('what', ['validate', 'get_preds'])
 def test_evaluating_inside_an_evaluation_changes_nothing(event: str, what: str) -> None:
     "At the second batch of the validation, where losses and metrics have been added up in part."
+
     def look(cb: Any) -> None:
-        if not cb.training and cb.iter == 1 and cb.learn.run.depth == 1: getattr(cb.learn, what)()
+        if not cb.training and cb.iter == 1 and cb.learn.run.depth == 1:
+            getattr(cb.learn, what)()
+
     learn, plain = make_learner(Callback(**{event: look})), make_learner()
     for one in (learn, plain):
         start_again(one)
@@ -353,10 +450,14 @@ def test_evaluating_inside_an_evaluation_changes_nothing(event: str, what: str) 
     assert preds[0].equal(preds[1])
 
 
-@pytest.mark.parametrize('event', ['after_batch', 'after_validate', 'before_fit', 'cleanup', 'after_fit'])
+@pytest.mark.parametrize(
+    'event', ['after_batch', 'after_validate', 'before_fit', 'cleanup', 'after_fit']
+)
 def test_closing_in_a_handler(event: str) -> None:
     closed: list[int] = []
-    learn = make_learner(cbs := [At(event, lambda cb: cb.learn.close()), Callback(close=lambda cb: closed.append(1))])
+    learn = make_learner(
+        cbs := [At(event, lambda cb: cb.learn.close()), Callback(close=lambda cb: closed.append(1))]
+    )
     start_again(learn)
     learn.fit(N_EPOCH)
     is_clean(learn)
@@ -367,9 +468,13 @@ def test_closing_in_a_handler(event: str) -> None:
 @pytest.mark.parametrize('event', [e for e in FIT_EVENTS if e != 'cleanup'])
 def test_stop_at_every_event_ends_with_every_event(event: str) -> None:
     fired: list[str] = []
+
     class EventTrace(Callback):
         order = 99
-        def __call__(self, event_name: str) -> None: fired.append(event_name)
+
+        def __call__(self, event_name: str) -> None:
+            fired.append(event_name)
+
     learn = make_learner([cb := At(event, lambda cb: cb.learn.stop()), trace := EventTrace()])
     start_again(learn)
     learn.fit(3, iteration=2)

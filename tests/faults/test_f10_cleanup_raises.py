@@ -1,4 +1,5 @@
 """Row 10: `after_error`, `cleanup` or `close` raises too. The first error stays first; the others still clean up."""
+
 from __future__ import annotations
 
 import asyncio
@@ -23,7 +24,10 @@ from learnkit.core.errors import CancelFitException
 
 class Mute(Exception):
     "An exception that cannot be shown."
-    def __str__(self) -> str: raise RuntimeError('str() of it failed')
+
+    def __str__(self) -> str:
+        raise RuntimeError('str() of it failed')
+
     __repr__ = __str__
 
 
@@ -50,7 +54,12 @@ def ran(event: str, into: list[str], order: float = 80) -> Callback:
 @pytest.mark.parametrize('event', ['after_error', 'cleanup'])
 def test_the_first_error_stays_first(event: str, second: BaseException) -> None:
     first, second, others = ValueError('one', 1), anew(second), list[str]()
-    cbs = [At('after_step', first), At(event, second), ran('after_error', others), ran('cleanup', others)]
+    cbs = [
+        At('after_step', first),
+        At(event, second),
+        ran('after_error', others),
+        ran('cleanup', others),
+    ]
     learn = make_learner(cbs)
     start_again(learn)
     e = raised_by(lambda: learn.fit(1))
@@ -73,7 +82,7 @@ def test_every_callback_fails_everywhere_at_the_end() -> None:
     start_again(learn)
     e = raised_by(lambda: learn.fit(1))
     assert e is first and others == ['cleanup']
-    told = [f"{e} {i}" for e in ('after_error', 'cleanup') for i in range(3)]
+    told = [f'{e} {i}' for e in ('after_error', 'cleanup') for i in range(3)]
     assert all(any(t in n for n in notes(e)) for t in told) and len(notes(e)) == 7
     is_clean(learn)
     fits_like_fresh(learn, cbs)
@@ -93,7 +102,9 @@ def test_after_a_run_without_errors_the_first_of_several_is_raised_at_the_end() 
     assert type(e) is KeyError and e.args == ('a',) and others == ['cleanup']
     assert notes(e)[0].startswith('in At.cleanup (')
     assert any('b' in n and 'ValueError' in n for n in notes(e)), 'the second is told too'
-    assert sum(n.startswith('and then ') for n in notes(e)) == 1, 'and the first is not told of itself'
+    assert sum(n.startswith('and then ') for n in notes(e)) == 1, (
+        'and the first is not told of itself'
+    )
     assert len(learn.history) == 1
     is_clean(learn)
     fits_like_fresh(learn, cbs)
@@ -120,22 +131,31 @@ def test_a_cleanup_that_raises_the_first_error_again() -> None:
 
 
 def again(cb: Any) -> None:
-    if cb.error is not None: raise cb.error
+    if cb.error is not None:
+        raise cb.error
 
 
 def test_a_stray_cancel_in_a_cleanup() -> None:
     learn = make_learner(cbs := [At('cleanup', CancelFitException()), watch := Watch()])
     start_again(learn)
     e = raised_by(lambda: learn.fit(1))
-    assert type(e) is CancelError and 'At.cleanup' in str(e) and [x[0] for x in watch.fired] == ['cleanup']
+    assert (
+        type(e) is CancelError
+        and 'At.cleanup' in str(e)
+        and [x[0] for x in watch.fired] == ['cleanup']
+    )
     fits_like_fresh(learn, cbs)
 
 
 def test_saving_fails_in_the_cleanup_of_a_failed_run() -> None:
     def save(cb: Any) -> None:
-        with open('/proc/nowhere/weights.pth', 'wb'): pass
+        with open('/proc/nowhere/weights.pth', 'wb'):
+            pass
+
     first = RuntimeError('loss is not finite')
-    learn = make_learner(cbs := [At('after_loss', first, nth=2), Callback(cleanup=save), watch := Watch()])
+    learn = make_learner(
+        cbs := [At('after_loss', first, nth=2), Callback(cleanup=save), watch := Watch()]
+    )
     start_again(learn)
     e = raised_by(lambda: learn.fit(1))
     assert e is first and any('FileNotFoundError' in n and '/proc/nowhere' in n for n in notes(e))
@@ -144,7 +164,9 @@ def test_saving_fails_in_the_cleanup_of_a_failed_run() -> None:
 
 
 @pytest.mark.parametrize(
-    'bad', [KeyError('two'), KeyError(), Mute('m'), CancelFitException('stray')], ids=lambda e: type(e).__name__
+    'bad',
+    [KeyError('two'), KeyError(), Mute('m'), CancelFitException('stray')],
+    ids=lambda e: type(e).__name__,
 )
 def test_close_raises(bad: Exception) -> None:
     others: list[str] = []
@@ -157,7 +179,9 @@ def test_close_raises(bad: Exception) -> None:
     ]
     learn = make_learner(cbs)
     e = raised_by(learn.close)
-    assert type(e) is (CancelError if isinstance(bad, CancelFitException) else type(bad)) and others == [
+    assert type(e) is (
+        CancelError if isinstance(bad, CancelFitException) else type(bad)
+    ) and others == [
         'close',
         'post_close',
     ]
@@ -169,10 +193,15 @@ def test_close_raises(bad: Exception) -> None:
 
 def test_an_error_inside_with_stays_first_when_close_raises() -> None:
     first = ValueError('one')
-    learn = make_learner(cbs := [At('after_step', first, depth=2), At('close', KeyError('two'), depth=0)])
+    learn = make_learner(
+        cbs := [At('after_step', first, depth=2), At('close', KeyError('two'), depth=0)]
+    )
     start_again(learn)
+
     def run() -> None:
-        with learn: learn.fit(1)
+        with learn:
+            learn.fit(1)
+
     e = raised_by(run)
     assert e is first and any("'two'" in n for n in notes(e))
     is_clean(learn)
@@ -183,7 +212,8 @@ def test_close_once_more_after_the_learner_was_used_again() -> None:
     closed: list[str] = []
     learn = make_learner(ran('close', closed))
     learn.fit(1)
-    learn.close(); learn.close()
+    learn.close()
+    learn.close()
     assert closed == ['close']
     learn.fit(1)
     learn.close()

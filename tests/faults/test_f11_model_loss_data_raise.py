@@ -31,19 +31,24 @@ from learnkit.metrics.functional import AvgMetric
 
 class Broken(Exception):
     "What is raised: one that cannot be made from a message."
-    def __init__(self, code: int, *, why: str) -> None: super().__init__(code)
+
+    def __init__(self, code: int, *, why: str) -> None:
+        super().__init__(code)
 
 
 class Fuse:
     "Raises at the n-th call from when it was armed."
 
-    def __init__(self) -> None: self.left, self.error = 0, Broken(7, why='x')
+    def __init__(self) -> None:
+        self.left, self.error = 0, Broken(7, why='x')
 
-    def arm(self, nth: int) -> None: self.left = nth
+    def arm(self, nth: int) -> None:
+        self.left = nth
 
     def __call__(self) -> None:
         self.left -= 1
-        if self.left == 0: raise self.error
+        if self.left == 0:
+            raise self.error
 
 
 class BackwardFuse(torch.autograd.Function):
@@ -63,15 +68,22 @@ class BackwardFuse(torch.autograd.Function):
 class FusedLoader:
     "The batches of a loader, with a fuse in each place where a loader may raise."
 
-    def __init__(self, dl: Any, where: str, fuse: Fuse) -> None: self.dl, self.where, self.fuse = dl, where, fuse
+    def __init__(self, dl: Any, where: str, fuse: Fuse) -> None:
+        self.dl, self.where, self.fuse = dl, where, fuse
 
     def __len__(self) -> int:
-        if self.where == 'len': self.fuse()
+        if self.where == 'len':
+            self.fuse()
         return len(self.dl)
 
     def __iter__(self) -> Iterator[Any]:
-        if self.where == 'iter': self.fuse()
-        return self.batches() if self.where == 'generator' else FusedIterator(iter(self.dl), self.where, self.fuse)
+        if self.where == 'iter':
+            self.fuse()
+        return (
+            self.batches()
+            if self.where == 'generator'
+            else FusedIterator(iter(self.dl), self.where, self.fuse)
+        )
 
     def batches(self) -> Iterator[Any]:
         for batch in self.dl:
@@ -83,23 +95,35 @@ class FusedIterator:
     def __init__(self, batches: Iterator[Any], where: str, fuse: Fuse) -> None:
         self.batches, self.where, self.fuse = batches, where, fuse
 
-    def __iter__(self) -> FusedIterator: return self
+    def __iter__(self) -> FusedIterator:
+        return self
+
     def __next__(self) -> Any:
-        if self.where == 'next': self.fuse()
+        if self.where == 'next':
+            self.fuse()
         return next(self.batches)
 
 
 class FusedSamples(Dataset[Any]):
-    def __init__(self, samples: Any, fuse: Fuse) -> None: self.samples, self.fuse = samples, fuse
-    def __len__(self) -> int: return len(self.samples)
+    def __init__(self, samples: Any, fuse: Fuse) -> None:
+        self.samples, self.fuse = samples, fuse
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
     def __getitem__(self, i: int) -> Any:
         self.fuse()
         return self.samples[i]
 
 
-def in_model(learn: Learner, fuse: Fuse) -> None: learn.model[0].register_forward_hook(lambda *_: fuse())
+def in_model(learn: Learner, fuse: Fuse) -> None:
+    learn.model[0].register_forward_hook(lambda *_: fuse())
+
+
 def in_eval_model(learn: Learner, fuse: Fuse) -> None:
     learn.model[0].register_forward_hook(lambda m, *_: None if m.training else fuse())
+
+
 def in_backward(learn: Learner, fuse: Fuse) -> None:
     learn.model[1].register_forward_hook(lambda m, i, out: BackwardFuse.apply(out, fuse))
 
@@ -109,6 +133,7 @@ def in_loss(learn: Learner, fuse: Fuse) -> None:
         value = nn.functional.mse_loss(pred, y)
         fuse()
         return value
+
     learn.loss_func = loss
 
 
@@ -117,6 +142,7 @@ def in_step(learn: Learner, fuse: Fuse) -> None:
         def step(self, closure: Any = None) -> Any:
             fuse()
             return super().step(closure)
+
     learn.opt_func = Adam
 
 
@@ -125,6 +151,7 @@ def in_zero_grad(learn: Learner, fuse: Fuse) -> None:
         def zero_grad(self, set_to_none: bool = True) -> None:
             super().zero_grad(set_to_none)
             fuse()
+
     learn.opt_func = Adam
 
 
@@ -132,6 +159,7 @@ def in_metric(learn: Learner, fuse: Fuse) -> None:
     def metric(pred: Tensor, y: Tensor) -> Tensor:
         fuse()
         return mae(pred, y)
+
     metric.__name__ = 'mae'
     learn.metrics = metric
 
@@ -142,14 +170,18 @@ def in_metric_value(learn: Learner, fuse: Fuse) -> None:
         def value(self) -> Any:
             fuse()
             return super().value
+
     learn.metrics = Fused(mae)
 
 
-def in_logger(learn: Learner, fuse: Fuse) -> None: learn.logger = lambda row: fuse()
+def in_logger(learn: Learner, fuse: Fuse) -> None:
+    learn.logger = lambda row: fuse()
 
 
 def in_loader(where: str) -> Callable[[Learner, Fuse], None]:
-    def put(learn: Learner, fuse: Fuse) -> None: learn.dls.train = FusedLoader(learn.dls.train, where, fuse)
+    def put(learn: Learner, fuse: Fuse) -> None:
+        learn.dls.train = FusedLoader(learn.dls.train, where, fuse)
+
     put.__name__ = f'in_loader_{where}'
     return put
 
@@ -160,13 +192,16 @@ def in_valid_loader(learn: Learner, fuse: Fuse) -> None:
 
 
 def in_samples(learn: Learner, fuse: Fuse) -> None:
-    learn.dls.train = DataLoader(FusedSamples(learn.dls.train.dataset, fuse), batch_size=4, shuffle=True)
+    learn.dls.train = DataLoader(
+        FusedSamples(learn.dls.train.dataset, fuse), batch_size=4, shuffle=True
+    )
 
 
 def in_collate(learn: Learner, fuse: Fuse) -> None:
     def collate(samples: Any) -> Any:
         fuse()
         return torch.utils.data.default_collate(samples)
+
     learn.dls.train = DataLoader(learn.dls.train.dataset, batch_size=4, collate_fn=collate)
 
 
@@ -175,6 +210,7 @@ def in_batch(learn: Learner, fuse: Fuse) -> None:
         def __len__(self) -> int:
             fuse()
             return super().__len__()
+
     learn.dls.train = [Batch(b) for b in learn.dls.train]
 
 
@@ -199,7 +235,9 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize(('put', 'nth'), PLACES.items(), ids=lambda o: getattr(o, '__name__', str(o)))
+@pytest.mark.parametrize(
+    ('put', 'nth'), PLACES.items(), ids=lambda o: getattr(o, '__name__', str(o))
+)
 def test_it_comes_out_as_it_was_and_the_next_fit_equals_a_fresh_one(
     put: Callable[[Learner, Fuse], None], nth: int
 ) -> None:
@@ -215,7 +253,8 @@ def test_it_comes_out_as_it_was_and_the_next_fit_equals_a_fresh_one(
     assert len(where) == 1 and '(epoch ' in where[0], notes(e)
 
     learn.loss_func, learn.opt_func, learn.metrics, learn.logger = whole
-    for module in learn.model.modules(): module._forward_hooks.clear()
+    for module in learn.model.modules():
+        module._forward_hooks.clear()
     fits_like_fresh(learn, watch)
 
 
@@ -246,7 +285,12 @@ def test_the_note_counts_the_batch_in_which_the_model_failed(nth: int) -> None:
 
 @pytest.mark.parametrize(
     ('nth', 'where'),
-    [(1, 'epoch 0, batch 0'), (3, 'epoch 0, batch 2'), (5, 'epoch 1, batch 0'), (6, 'epoch 1, batch 1')],
+    [
+        (1, 'epoch 0, batch 0'),
+        (3, 'epoch 0, batch 2'),
+        (5, 'epoch 1, batch 0'),
+        (6, 'epoch 1, batch 1'),
+    ],
 )
 def test_the_note_counts_the_batch_in_whose_drawing_the_loader_failed(nth: int, where: str) -> None:
     "A draw is three batches and the end, so the fifth is the first of the second epoch."
@@ -280,24 +324,40 @@ def test_gradients_of_a_failed_batch_do_not_reach_the_next_fit() -> None:
 
 def test_stop_iteration_inside_the_data_is_no_end_of_the_epoch() -> None:
     "A bug in a data set must not shorten the epoch in silence."
+
     class Samples(Dataset[Any]):
-        def __len__(self) -> int: return 12
+        def __len__(self) -> int:
+            return 12
+
         def __getitem__(self, i: int) -> Any:
-            if i == 9: next(iter([]))
+            if i == 9:
+                next(iter([]))
             return torch.zeros(3), torch.zeros(1)
-    learn = make_learner(dls=DataLoaders(DataLoader(Samples(), batch_size=4), None, device='cpu'), metrics=None)
+
+    learn = make_learner(
+        dls=DataLoaders(DataLoader(Samples(), batch_size=4), None, device='cpu'), metrics=None
+    )
     e = raised_by(lambda: learn.fit(1))
     assert not isinstance(e, StopIteration) and ('3' in str(e) or 'StopIteration' in str(e))
 
 
 @pytest.mark.parametrize(
     'error',
-    [StopIteration(), RecursionError(), SystemExit(2), GeneratorExit(), torch.OutOfMemoryError('out')],
+    [
+        StopIteration(),
+        RecursionError(),
+        SystemExit(2),
+        GeneratorExit(),
+        torch.OutOfMemoryError('out'),
+    ],
     ids=lambda e: type(e).__name__,
 )
 @pytest.mark.parametrize('put', [in_model, in_backward, in_loss, in_step, in_metric])
-def test_every_kind_of_exception(put: Callable[[Learner, Fuse], None], error: BaseException) -> None:
-    if put is in_backward and not isinstance(error, Exception): pytest.skip('torch turns these into errors of its own')
+def test_every_kind_of_exception(
+    put: Callable[[Learner, Fuse], None], error: BaseException
+) -> None:
+    if put is in_backward and not isinstance(error, Exception):
+        pytest.skip('torch turns these into errors of its own')
     fuse, learn = Fuse(), make_learner(watch := Watch())
     start_again(learn)
     whole = learn.loss_func, learn.opt_func, learn.metrics
@@ -308,7 +368,8 @@ def test_every_kind_of_exception(put: Callable[[Learner, Fuse], None], error: Ba
     assert e is fuse.error or put is in_backward
     assert watch.fired == [('after_error', e), ('cleanup', e)]
     learn.loss_func, learn.opt_func, learn.metrics = whole
-    for module in learn.model.modules(): module._forward_hooks.clear()
+    for module in learn.model.modules():
+        module._forward_hooks.clear()
     fits_like_fresh(learn, watch)
 
 
@@ -323,11 +384,15 @@ def test_at_every_count() -> None:
             whole = learn.loss_func, learn.opt_func, learn.metrics, learn.logger
             put(learn, fuse)
             fuse.arm(nth)
-            try: learn.fit(N_EPOCH)
-            except Broken: n += 1
-            else: break
+            try:
+                learn.fit(N_EPOCH)
+            except Broken:
+                n += 1
+            else:
+                break
             learn.loss_func, learn.opt_func, learn.metrics, learn.logger = whole
-            for module in learn.model.modules(): module._forward_hooks.clear()
+            for module in learn.model.modules():
+                module._forward_hooks.clear()
             fits_like_fresh(learn)
     print(f'row 11: {n} failures in {len(PLACES)} places; every next fit equals a fresh one')
     assert n > 100

@@ -1,6 +1,7 @@
 """Row 12: every Cancel at every event. Where it is legal the contract's table holds, elsewhere it is a CancelError.
 
 What must fire is computed here from a second, plain writing of the lifecycle."""
+
 from __future__ import annotations
 
 import itertools
@@ -50,8 +51,10 @@ class Lifecycle:
     def fire(self, event: str) -> None:
         self.fired.append(event)
         kind = self.plan.get((event, self.fired.count(event)))
-        if kind is None: return
-        if kind not in self.open: raise Stray(kind, event)
+        if kind is None:
+            return
+        if kind not in self.open:
+            raise Stray(kind, event)
         raise Skip(kind)
 
     def level(self, kind: str, body: Callable[[], None]) -> None:
@@ -61,22 +64,28 @@ class Lifecycle:
             self.fire(f'before_{name}')
             body()
         except Skip as e:
-            if e.args[0] != kind: raise
+            if e.args[0] != kind:
+                raise
             cancelled = True
-        else: cancelled = False
-        finally: self.open.pop()
-        if cancelled: self.fire(f'after_cancel_{name}')
+        else:
+            cancelled = False
+        finally:
+            self.open.pop()
+        if cancelled:
+            self.fire(f'after_cancel_{name}')
         self.fire(f'after_{name}')
 
     def fit(self, iteration: bool = True) -> None:
         def epochs() -> None:
             for _ in range(N_EPOCH):
-                if iteration: self.fire('before_iteration')
+                if iteration:
+                    self.fire('before_iteration')
                 self.level('epoch', self.epoch)
                 self.fire('epoch_checkpoint')
                 if iteration:
                     self.fire('after_iteration')
                     self.fire('iteration_checkpoint')
+
         self.level('fit', epochs)
 
     def epoch(self) -> None:
@@ -91,55 +100,70 @@ class Lifecycle:
     def batches(self, n: int, training: bool) -> None:
         for i in range(n + 1):
             self.fire('before_draw')
-            if i == n: return
+            if i == n:
+                return
             self.fire('after_draw')
             self.level('batch', lambda: self.batch(training))
-            if training: self.fire('batch_checkpoint')
+            if training:
+                self.fire('batch_checkpoint')
 
     def batch(self, training: bool) -> None:
-        for e in ('before_pred', 'after_pred', 'after_loss'): self.fire(e)
-        if not training: return
+        for e in ('before_pred', 'after_pred', 'after_loss'):
+            self.fire(e)
+        if not training:
+            return
         self.level('backward', lambda: None)
         self.level('step', lambda: None)
 
-    def validate(self) -> None: self.level('fit', lambda: self.level('epoch', self.evaluate))
+    def validate(self) -> None:
+        self.level('fit', lambda: self.level('epoch', self.evaluate))
 
     def get_preds(self) -> None:
         def predict() -> None:
             self.fire('before_predict')
             self.level('validate', lambda: self.batches(N_VALID, False))
             self.fire('after_predict')
+
         self.level('fit', lambda: self.level('epoch', predict))
 
 
 class Plan(Callback):
     "Follow a plan, and keep what fired in the run at `depth`."
+
     order = -20  # before all others, the default ones too
 
-    def __init__(self, plan: dict[tuple[str, int], str], depth: int = 1, order: float = -20) -> None:
+    def __init__(
+        self, plan: dict[tuple[str, int], str], depth: int = 1, order: float = -20
+    ) -> None:
         self.plan, self.depth, self.fired = plan, depth, list[str]()
         self.__dict__['order'] = order
 
     def __call__(self, event_name: str) -> None:
-        if self.learn.run.depth != self.depth or event_name in ('after_error', 'cleanup'): return
+        if self.learn.run.depth != self.depth or event_name in ('after_error', 'cleanup'):
+            return
         self.fired.append(event_name)
         kind = self.plan.get((event_name, self.fired.count(event_name)))
-        if kind: raise cancel(kind)
+        if kind:
+            raise cancel(kind)
 
 
 def expected(run: str, plan: dict[tuple[str, int], str]) -> tuple[list[str], bool]:
     "What fires, and whether a stray Cancel ends it."
     model = Lifecycle(plan)
-    try: getattr(model, run)()
-    except Stray: return model.fired, True
+    try:
+        getattr(model, run)()
+    except Stray:
+        return model.fired, True
     return model.fired, False
 
 
 def predict(learn: Learner) -> None:
     "Predict; when all was cancelled before the first prediction, that is told once the run is over."
-    try: learn.get_preds()
+    try:
+        learn.get_preds()
     except BatchError as e:
-        if 'not one batch' not in str(e): raise
+        if 'not one batch' not in str(e):
+            raise
 
 
 RUNS: dict[str, Callable[[Learner], Any]] = {
@@ -149,7 +173,8 @@ RUNS: dict[str, Callable[[Learner], Any]] = {
 }
 
 
-def events_of(run: str) -> list[str]: return list(dict.fromkeys(expected(run, {})[0]))
+def events_of(run: str) -> list[str]:
+    return list(dict.fromkeys(expected(run, {})[0]))
 
 
 def holds(run: str, plan: dict[tuple[str, int], str], order: float = -20) -> None:
@@ -157,7 +182,8 @@ def holds(run: str, plan: dict[tuple[str, int], str], order: float = -20) -> Non
     fired, stray = expected(run, plan)
     learn = make_learner([cb := Plan(plan, order=order), watch := Watch()])
     start_again(learn)
-    if not stray: RUNS[run](learn)
+    if not stray:
+        RUNS[run](learn)
     else:
         e = raised_by(lambda: RUNS[run](learn))
         assert type(e) is CancelError, (plan, e)
@@ -165,19 +191,22 @@ def holds(run: str, plan: dict[tuple[str, int], str], order: float = -20) -> Non
         level = LEVELS[kind]
         assert type(e.__cause__) is level.exception and level.exception.__name__ in str(e)
         assert (
-            f'Plan.{event} (epoch ' in str(e) + ' '.join(notes(e)) and level.before in str(e) and level.after in str(e)
+            f'Plan.{event} (epoch ' in str(e) + ' '.join(notes(e))
+            and level.before in str(e)
+            and level.after in str(e)
         )
         assert watch.fired == [('after_error', e), ('cleanup', e)]
     assert cb.fired == fired, (plan, first_difference(cb.fired, fired))
     # a fit that CancelFit ended keeps its gradients; the next one clears them
     learn.model.zero_grad()
     is_clean(learn)
-    if stray or len(plan) > 1: fits_like_fresh(learn, [cb, watch])
+    if stray or len(plan) > 1:
+        fits_like_fresh(learn, [cb, watch])
 
 
 def first_difference(a: list[str], b: list[str]) -> tuple[int, list[str], list[str]]:
     i = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    return i, a[max(0, i - 2):i + 3], b[max(0, i - 2):i + 3]
+    return i, a[max(0, i - 2) : i + 3], b[max(0, i - 2) : i + 3]
 
 
 def legal_kinds(run: str, event: str, nth: int = 1) -> list[str]:
@@ -188,7 +217,7 @@ def legal_kinds_and_a_stray_one(run: str, event: str, nth: int = 1) -> list[str]
     "The stray one is another at each event."
     legal = legal_kinds(run, event, nth)
     stray = [kind for kind in KINDS if kind not in legal]
-    return legal + stray[len(event) % len(stray):][:1] if stray else legal
+    return legal + stray[len(event) % len(stray) :][:1] if stray else legal
 
 
 PLACES = [(run, event) for run in RUNS for event in events_of(run)]
@@ -196,13 +225,15 @@ PLACES = [(run, event) for run in RUNS for event in events_of(run)]
 
 @pytest.mark.parametrize(('run', 'event'), PLACES)
 def test_every_legal_cancel_and_a_stray_one_at_every_event(run: str, event: str) -> None:
-    for kind in legal_kinds_and_a_stray_one(run, event): holds(run, {(event, 1): kind})
+    for kind in legal_kinds_and_a_stray_one(run, event):
+        holds(run, {(event, 1): kind})
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(('run', 'event'), PLACES)
 def test_every_cancel_at_every_event(run: str, event: str) -> None:
-    for kind in KINDS: holds(run, {(event, 1): kind})
+    for kind in KINDS:
+        holds(run, {(event, 1): kind})
 
 
 def time_in_validation(event: str) -> int:
@@ -210,25 +241,59 @@ def time_in_validation(event: str) -> int:
     return 1 + (N_TRAIN + 1 if event == 'before_draw' else N_TRAIN)
 
 
-@pytest.mark.parametrize(('event', 'kind'), others_in_full(
-    itertools.product(['before_draw', 'after_draw', 'before_batch', 'before_pred', 'after_pred', 'after_loss',
-                       'after_batch'], KINDS),
-    lambda event, kind: kind in legal_kinds_and_a_stray_one('fit', event, time_in_validation(event))))
+@pytest.mark.parametrize(
+    ('event', 'kind'),
+    others_in_full(
+        itertools.product(
+            [
+                'before_draw',
+                'after_draw',
+                'before_batch',
+                'before_pred',
+                'after_pred',
+                'after_loss',
+                'after_batch',
+            ],
+            KINDS,
+        ),
+        lambda event, kind: (
+            kind in legal_kinds_and_a_stray_one('fit', event, time_in_validation(event))
+        ),
+    ),
+)
 def test_every_cancel_in_the_validation_of_a_fit(event: str, kind: str) -> None:
     holds('fit', {(event, time_in_validation(event)): kind})
 
 
-@pytest.mark.parametrize(('event', 'order', 'kind'), others_in_full(
-    [(event, order, kind) for event in FIT_EVENTS if event not in ('cleanup', 'after_fit') for order in (0, 95)
-     for kind in legal_kinds('fit', event)],
-    lambda event, order, kind: kind == legal_kinds('fit', event)[-1 if order and len(event) % 2 == 0 else 0]))
-def test_in_the_middle_of_the_other_callbacks_and_behind_them(event: str, order: float, kind: str) -> None:
+@pytest.mark.parametrize(
+    ('event', 'order', 'kind'),
+    others_in_full(
+        [
+            (event, order, kind)
+            for event in FIT_EVENTS
+            if event not in ('cleanup', 'after_fit')
+            for order in (0, 95)
+            for kind in legal_kinds('fit', event)
+        ],
+        lambda event, order, kind: (
+            kind == legal_kinds('fit', event)[-1 if order and len(event) % 2 == 0 else 0]
+        ),
+    ),
+)
+def test_in_the_middle_of_the_other_callbacks_and_behind_them(
+    event: str, order: float, kind: str
+) -> None:
     "An event's handlers of lower order have run, those of higher order have not: no default callback may trip."
     holds('fit', {(event, 1): kind}, order)
 
 
-@pytest.mark.parametrize(('outer', 'inner'), others_in_full(
-    itertools.product(KINDS, KINDS), lambda outer, inner: (KINDS.index(outer) + KINDS.index(inner)) % 3 == 0))
+@pytest.mark.parametrize(
+    ('outer', 'inner'),
+    others_in_full(
+        itertools.product(KINDS, KINDS),
+        lambda outer, inner: (KINDS.index(outer) + KINDS.index(inner)) % 3 == 0,
+    ),
+)
 def test_a_cancel_in_the_after_cancel_of_another(outer: str, inner: str) -> None:
     holds('fit', {(LEVELS[outer].before, 1): outer, (LEVELS[outer].after_cancel, 1): inner})
 
@@ -241,16 +306,20 @@ def random_plans(n: int, seed: int) -> Iterator[tuple[str, dict[tuple[str, int],
         while len(plan) < rng.randint(1, 5):
             fired, _ = expected(run, plan)
             i = rng.randrange(len(fired))
-            at = fired[i], fired[:i + 1].count(fired[i])
-            if at in plan: break
+            at = fired[i], fired[: i + 1].count(fired[i])
+            if at in plan:
+                break
             legal = [k for k in KINDS if not expected(run, {**plan, at: k})[1]]
-            if legal: plan[at] = rng.choice(legal)
-            elif rng.random() < 0.1: plan[at] = rng.choice(KINDS)
+            if legal:
+                plan[at] = rng.choice(legal)
+            elif rng.random() < 0.1:
+                plan[at] = rng.choice(KINDS)
         yield run, plan, rng.choice([-20, 0, 55, 95])
 
 
 def test_random_legal_plans() -> None:
-    for run, plan, order in random_plans(20, seed=0): holds(run, plan, order)
+    for run, plan, order in random_plans(20, seed=0):
+        holds(run, plan, order)
 
 
 @pytest.mark.full
@@ -264,7 +333,7 @@ def test_many_random_legal_plans() -> None:
     )
 
 
-# -- nested runs ------------------------------------------------------------------------------------------------------
+# -- nested runs -----------------------------------------------------------------------------------
 
 NESTED = [('before_fit', 'get_preds'), ('after_loss', 'validate'), ('before_validate', 'get_preds')]
 
@@ -303,29 +372,38 @@ def test_by_hand_outside_a_run(kind: str) -> None:
     assert type(e) is CancelError and 'At.before_epoch' in str(e)
     learn = make_learner(At('after_pred', cancel(kind), depth=0))
     batch = next(iter(learn.dls.valid))
-    if kind == 'batch': learn.one_batch(0, batch)
-    else: assert type(raised_by(lambda: learn.one_batch(0, batch))) is CancelError
+    if kind == 'batch':
+        learn.one_batch(0, batch)
+    else:
+        assert type(raised_by(lambda: learn.one_batch(0, batch))) is CancelError
     assert learn.run.levels == ()
 
 
 @pytest.mark.parametrize('kind', KINDS)
 @pytest.mark.parametrize('place', ['model', 'loss', 'loader'])
 def test_raised_by_what_is_no_callback(place: str, kind: str) -> None:
-    def burn(*_: Any) -> Any: raise cancel(kind)
+    def burn(*_: Any) -> Any:
+        raise cancel(kind)
+
     learn = make_learner()
     start_again(learn)
     loss_func, train = learn.loss_func, learn.dls.train
-    if place == 'model': learn.model[0].register_forward_hook(burn)
-    elif place == 'loss': learn.loss_func = burn
-    else: learn.dls.train = type('Burning', (list,), {'__iter__': burn})([1])
+    if place == 'model':
+        learn.model[0].register_forward_hook(burn)
+    elif place == 'loss':
+        learn.loss_func = burn
+    else:
+        learn.dls.train = type('Burning', (list,), {'__iter__': burn})([1])
     legal = {
         'model': ('batch', 'train', 'epoch', 'fit'),
         'loss': ('batch', 'train', 'epoch', 'fit'),
         'loader': ('train', 'epoch', 'fit'),
     }[place]
     run = lambda: learn.fit(1)
-    if kind == 'train' and place != 'loader': learn.dls.evaluation.clear()  # in validation it would be a stray one
-    if kind in legal: run()
+    if kind == 'train' and place != 'loader':
+        learn.dls.evaluation.clear()  # in validation it would be a stray one
+    if kind in legal:
+        run()
     else:
         e = raised_by(run)
         assert type(e) is CancelError and type(e.__cause__) is LEVELS[kind].exception
@@ -345,14 +423,22 @@ def test_predictions_that_were_cut_short_are_what_was_predicted(kind: str) -> No
     assert isinstance(preds, type(whole[0])) and isinstance(targs, type(whole[1]))
     n = len(preds)
     assert (
-        n == len(targs) == len(losses) and n in (4, 8) and preds[:4].equal(whole[0][:4]) and targs.equal(whole[1][:n])
+        n == len(targs) == len(losses)
+        and n in (4, 8)
+        and preds[:4].equal(whole[0][:4])
+        and targs.equal(whole[1][:n])
     )
     assert losses.flatten().tolist() == pytest.approx(whole[2].flatten()[:n].tolist())
 
 
 @pytest.mark.parametrize('event', ['before_validate', 'before_epoch', 'before_fit', 'before_batch'])
 def test_predictions_without_a_single_batch(event: str) -> None:
-    kind = {'before_validate': 'validate', 'before_epoch': 'epoch', 'before_fit': 'fit', 'before_batch': 'batch'}[event]
+    kind = {
+        'before_validate': 'validate',
+        'before_epoch': 'epoch',
+        'before_fit': 'fit',
+        'before_batch': 'batch',
+    }[event]
     learn = make_learner([At(event, cancel(kind), nth=1), At(event, cancel(kind), nth=2, order=-1)])
     e = raised_by(learn.get_preds)
     assert type(e).__name__ == 'BatchError' and 'not one batch' in str(e)
@@ -369,7 +455,8 @@ def test_a_cancelled_validation_does_not_repeat_the_last_epochs_numbers(kind: st
 
 
 def raise_in_second_epoch(cb: Any, kind: str) -> None:
-    if cb.epoch == 1: raise cancel(kind)
+    if cb.epoch == 1:
+        raise cancel(kind)
 
 
 def test_with_learn_a_cancel_ends_the_block() -> None:
@@ -378,14 +465,21 @@ def test_with_learn_a_cancel_ends_the_block() -> None:
         with learn:
             fired.append('in')
             raise cancel(kind)
-        ends = {'epoch': ['after_cancel_epoch', 'after_epoch', 'after_fit'], 'fit': ['after_cancel_fit', 'after_fit']}[
-            kind
-        ]
-        assert fired == ['in'] and cb.fired == ['before_fit', 'before_epoch', *ends, 'close', 'post_close'][:-2]
+        ends = {
+            'epoch': ['after_cancel_epoch', 'after_epoch', 'after_fit'],
+            'fit': ['after_cancel_fit', 'after_fit'],
+        }[kind]
+        assert (
+            fired == ['in']
+            and cb.fired == ['before_fit', 'before_epoch', *ends, 'close', 'post_close'][:-2]
+        )
         assert learn.run.depth == 0 and learn.run.levels == ()
     learn = make_learner()
+
     def run() -> None:
-        with learn: raise cancel('batch')
+        with learn:
+            raise cancel('batch')
+
     assert type(raised_by(run)) is CancelError
     is_clean(learn)
 
@@ -395,7 +489,14 @@ def test_the_model_of_the_lifecycle_counts_right() -> None:
     fired = expected('fit', {})[0]
     counts = {
         e: fired.count(e)
-        for e in ('before_batch', 'before_draw', 'after_draw', 'before_step', 'batch_checkpoint', 'before_validate')
+        for e in (
+            'before_batch',
+            'before_draw',
+            'after_draw',
+            'before_step',
+            'batch_checkpoint',
+            'before_validate',
+        )
     }
     assert counts == {
         'before_batch': 10,
@@ -405,5 +506,18 @@ def test_the_model_of_the_lifecycle_counts_right() -> None:
         'batch_checkpoint': 6,
         'before_validate': 2,
     }
-    assert fired[:6] == ['before_fit', 'before_iteration', 'before_epoch', 'before_train', 'before_draw', 'after_draw']
-    assert fired[-5:] == ['after_epoch', 'epoch_checkpoint', 'after_iteration', 'iteration_checkpoint', 'after_fit']
+    assert fired[:6] == [
+        'before_fit',
+        'before_iteration',
+        'before_epoch',
+        'before_train',
+        'before_draw',
+        'after_draw',
+    ]
+    assert fired[-5:] == [
+        'after_epoch',
+        'epoch_checkpoint',
+        'after_iteration',
+        'iteration_checkpoint',
+        'after_fit',
+    ]

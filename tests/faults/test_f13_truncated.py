@@ -1,4 +1,5 @@
 """Row 13: a checkpoint's file cut short anywhere is a `DamagedError` that names it, and never loads."""
+
 from __future__ import annotations
 
 import random
@@ -13,8 +14,10 @@ from learnkit.core.errors import DamagedError
 
 def refused(path: Path, content: bytes) -> bool:
     path.write_bytes(content)
-    try: read_state(path)
-    except DamagedError as e: return str(path) in str(e)
+    try:
+        read_state(path)
+    except DamagedError as e:
+        return str(path) in str(e)
     return False
 
 
@@ -25,12 +28,13 @@ def offsets(n_bytes: int, n: int) -> list[int]:
 
 
 def count_loaded(tmp_path: Path, n: int) -> int:
-    content = write(tmp_path/'whole.ckpt').read_bytes()
-    read_state(tmp_path/'whole.ckpt')
-    return sum(not refused(tmp_path/'cut.ckpt', content[:at]) for at in offsets(len(content), n))
+    content = write(tmp_path / 'whole.ckpt').read_bytes()
+    read_state(tmp_path / 'whole.ckpt')
+    return sum(not refused(tmp_path / 'cut.ckpt', content[:at]) for at in offsets(len(content), n))
 
 
-def test_cut_at_some_offsets(tmp_path: Path) -> None: assert count_loaded(tmp_path, 40) == 0
+def test_cut_at_some_offsets(tmp_path: Path) -> None:
+    assert count_loaded(tmp_path, 40) == 0
 
 
 @pytest.mark.full
@@ -41,18 +45,21 @@ def test_cut_at_many_offsets(tmp_path: Path) -> None:
 
 
 def test_what_is_said(tmp_path: Path) -> None:
-    path = write(tmp_path/'a.ckpt')
+    path = write(tmp_path / 'a.ckpt')
     content, n_bytes = path.read_bytes(), len(split(path)[1])
     for cut in (content[:-1], content[:300], b''):
         path.write_bytes(cut)
         for read in (read_state, read_info):
-            with pytest.raises(DamagedError, match=r'a\.ckpt'): read(path)
+            with pytest.raises(DamagedError, match=r'a\.ckpt'):
+                read(path)
     path.write_bytes(content + b'\0')
-    with pytest.raises(DamagedError, match=f'{n_bytes:,}'): read_state(path)
+    with pytest.raises(DamagedError, match=f'{n_bytes:,}'):
+        read_state(path)
 
 
 def test_a_right_digest_of_half_the_data(tmp_path: Path) -> None:
-    header, data = split(write(tmp_path/'a.ckpt'))
+    header, data = split(write(tmp_path / 'a.ckpt'))
     for at in (0, 1, len(data) // 2, len(data) - 1):
-        with pytest.raises(DamagedError, match=r'b\.ckpt'): read_state(forged(tmp_path/'b.ckpt', header, data[:at]))
-    read_state(forged(tmp_path/'b.ckpt', header, data))
+        with pytest.raises(DamagedError, match=r'b\.ckpt'):
+            read_state(forged(tmp_path / 'b.ckpt', header, data[:at]))
+    read_state(forged(tmp_path / 'b.ckpt', header, data))

@@ -1,4 +1,5 @@
 """Row 14: one bit flipped anywhere in a checkpoint's file is a `DamagedError`, never other numbers."""
+
 from __future__ import annotations
 
 import random
@@ -18,13 +19,22 @@ def regions(path: Path) -> list[range]:
     header, data = split(path)
     start = path.stat().st_size - len(data)
     text = path.read_bytes()[:start]
-    edges = {0, 8, 35, 99, text.index(b'"state"'), text.index(b'"views"'), len(text.rstrip(b' ')), start}
+    edges = {
+        0,
+        8,
+        35,
+        99,
+        text.index(b'"state"'),
+        text.index(b'"views"'),
+        len(text.rstrip(b' ')),
+        start,
+    }
     edges |= {start + at for entry in list(header.values())[1:] for at in entry['data_offsets']}
     return [range(a, b) for a, b in zip(sorted(edges)[:-1], sorted(edges)[1:], strict=True)]
 
 
 def count_loaded(tmp_path: Path, n: int) -> int:
-    whole, bad, draw = write(tmp_path/'whole.ckpt'), tmp_path/'bad.ckpt', random.Random(0)
+    whole, bad, draw = write(tmp_path / 'whole.ckpt'), tmp_path / 'bad.ckpt', random.Random(0)
     content, parts, loaded = whole.read_bytes(), regions(whole), 0
     read_state(whole)
     for i in range(n):
@@ -34,11 +44,13 @@ def count_loaded(tmp_path: Path, n: int) -> int:
         try:
             read_state(bad)
             loaded += 1
-        except DamagedError as e: loaded += str(bad) not in str(e)
+        except DamagedError as e:
+            loaded += str(bad) not in str(e)
     return loaded
 
 
-def test_some_flips(tmp_path: Path) -> None: assert count_loaded(tmp_path, 150) == 0
+def test_some_flips(tmp_path: Path) -> None:
+    assert count_loaded(tmp_path, 150) == 0
 
 
 @pytest.mark.full
@@ -50,7 +62,11 @@ def test_many_flips(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_every_bit_of_a_small_file(tmp_path: Path) -> None:
-    content, bad, loaded = write(tmp_path/'a.ckpt', {'w': torch.ones(3), 'n': 1}).read_bytes(), tmp_path/'bad.ckpt', 0
+    content, bad, loaded = (
+        write(tmp_path / 'a.ckpt', {'w': torch.ones(3), 'n': 1}).read_bytes(),
+        tmp_path / 'bad.ckpt',
+        0,
+    )
     for i in range(8 * len(content)):
         flipped = bytearray(content)
         flipped[i // 8] ^= 1 << i % 8
@@ -58,16 +74,18 @@ def test_every_bit_of_a_small_file(tmp_path: Path) -> None:
         try:
             read_state(bad)
             loaded += 1
-        except DamagedError: pass
+        except DamagedError:
+            pass
     print(f'row 14: each of the {8 * len(content)} bits of a small file flipped, {loaded} loaded')
     assert loaded == 0
 
 
 def test_the_library_alone_does_not_notice(tmp_path: Path) -> None:
     "What the row is about: without the digest other numbers come out."
-    path = write(tmp_path/'a.ckpt', {'w': torch.ones(1000)})
+    path = write(tmp_path / 'a.ckpt', {'w': torch.ones(1000)})
     content = bytearray(path.read_bytes())
     content[-1] ^= 0x40
     path.write_bytes(content)
     assert not load_file(path)['w'].equal(torch.ones(1000))
-    with pytest.raises(DamagedError, match='digest'): read_state(path)
+    with pytest.raises(DamagedError, match='digest'):
+        read_state(path)

@@ -1,6 +1,7 @@
 """Row 15: files that are no checkpoint, or not one as it is written, under a right digest: an error names the file.
 
 So it is for archives of weights that torch would not write."""
+
 from __future__ import annotations
 
 import os
@@ -23,28 +24,45 @@ Change = Callable[[Path], Any]
 
 def headed(change: Callable[[dict[str, Any]], Any]) -> Change:
     "Another header under a right digest."
+
     def forge(path: Path) -> None:
         header, data = split(path)
         made = change(header)
         forged(path, made if type(made) is dict else header, data)
+
     return forge
 
 
 def text(old: bytes, new: bytes) -> Change:
     "Other bytes in the header under a right digest."
+
     def forge(path: Path) -> None:
         data = split(path)[1]
-        header = path.read_bytes()[8:-len(data)]
+        header = path.read_bytes()[8 : -len(data)]
         assert old in header
         forged(path, header.replace(old, new, 1), data)
+
     return forge
 
 
-def meta(**changes: str) -> Change: return lambda path: with_metadata(path, **changes)
-def no_meta(name: str) -> Change: return headed(lambda h: str(h['__metadata__'].pop(name)))
-def entry(**changes: Any) -> Change: return headed(lambda h: h['loss'].update(changes))
-def long(length: int) -> Change: return lambda path: forged(path, *split(path), length=length)
-def header_length(path: Path) -> int: return int.from_bytes(path.read_bytes()[:8], 'little')
+def meta(**changes: str) -> Change:
+    return lambda path: with_metadata(path, **changes)
+
+
+def no_meta(name: str) -> Change:
+    return headed(lambda h: str(h['__metadata__'].pop(name)))
+
+
+def entry(**changes: Any) -> Change:
+    return headed(lambda h: h['loss'].update(changes))
+
+
+def long(length: int) -> Change:
+    return lambda path: forged(path, *split(path), length=length)
+
+
+def header_length(path: Path) -> int:
+    return int.from_bytes(path.read_bytes()[:8], 'little')
 
 
 CASES: dict[str, tuple[Change, str]] = {
@@ -57,11 +75,17 @@ CASES: dict[str, tuple[Change, str]] = {
     'seven bytes': (lambda path: path.write_bytes(b'1234567'), 'another kind'),
     'a length of 10 GB': (long(10**10), 'another kind'),
     'a length of 2**64 - 1': (long(2**64 - 1), 'another kind'),
-    'a length that is too short': (lambda path: forged(path, *split(path), length=header_length(path) - 50), 'header'),
+    'a length that is too short': (
+        lambda path: forged(path, *split(path), length=header_length(path) - 50),
+        'header',
+    ),
     'a header without an end': (text(b'"views":', b'"views"'), 'header'),
     'a header that is not UTF-8': (text(b'"views"', b'"\xffiews"'), 'header'),
     'a header nested deeply': (text(b'"dtype":"F32"', b'"dtype":' + b'[' * 50_000), 'header'),
-    'metadata that are a list': (text(b'{"__metadata__":{"sha256":"', b'{"__metadata__":["sha256":"'), 'kind'),
+    'metadata that are a list': (
+        text(b'{"__metadata__":{"sha256":"', b'{"__metadata__":["sha256":"'),
+        'kind',
+    ),
     'no state': (no_meta('state'), 'state'),
     'no info': (no_meta('info'), 'info'),
     'no format': (no_meta('learnkit'), 'learnkit'),
@@ -73,7 +97,10 @@ CASES: dict[str, tuple[Change, str]] = {
     'a state that is a list': (meta(state='[]'), 'list'),
     'views that are a list': (meta(views='[]'), 'state'),
     'a tensor that is missing': (headed(lambda h: str(h.pop('loss'))), 'header'),
-    'a tensor too many': (headed(lambda h: h.update(v={'dtype': 'U8', 'shape': [0], 'data_offsets': [0, 0]})), 'all'),
+    'a tensor too many': (
+        headed(lambda h: h.update(v={'dtype': 'U8', 'shape': [0], 'data_offsets': [0, 0]})),
+        'all',
+    ),
     'a tensor that the state alone has': (meta(state='{"w":{"$tensor":"v"}}'), 'v'),
     'a name twice': (text(b'"count":{"d', b'"loss":{"d'), 'twice'),
     'a dtype that is unknown': (entry(dtype='F31'), 'F31'),
@@ -83,7 +110,7 @@ CASES: dict[str, tuple[Change, str]] = {
     'a shape that is huge': (entry(shape=[2**62, 2**62]), 'loss'),
     'a shape that is huge and empty': (entry(shape=[2**40, 2**40, 0]), 'loss'),
     'a shape with a negative size': (entry(shape=[-1]), 'loss'),
-    'a shape with a fraction': (entry(shape=[2.]), 'loss'),
+    'a shape with a fraction': (entry(shape=[2.0]), 'loss'),
     'a shape with a truth value': (entry(shape=[True, 2]), 'loss'),
     'offsets that overlap': (entry(data_offsets=[0, 8]), 'where they should'),
     'offsets beyond the file': (entry(data_offsets=[2**40, 2**40 + 8]), 'where they should'),
@@ -91,7 +118,10 @@ CASES: dict[str, tuple[Change, str]] = {
     'offsets that are three': (entry(data_offsets=[8, 16, 16]), 'where they should'),
     'no offsets': (headed(lambda h: str(h['loss'].pop('data_offsets'))), 'offsets'),
     'an entry that is a number': (headed(lambda h: h.update(loss=3)), 'header'),
-    'bytes behind the last tensor': (lambda path: forged(path, split(path)[0], split(path)[1] + b'x'), 'should have'),
+    'bytes behind the last tensor': (
+        lambda path: forged(path, split(path)[0], split(path)[1] + b'x'),
+        'should have',
+    ),
     'a marker that is unknown': (meta(state='{"w":{"$call":"os.system"}}'), r'\$call'),
     'a view that is no permutation': (meta(views='{"loss":{"order":[1]}}'), 'state'),
     'a view of another size': (meta(views='{"loss":{"dtype":"complex128"}}'), 'state'),
@@ -106,33 +136,43 @@ CASES: dict[str, tuple[Change, str]] = {
 
 @pytest.mark.parametrize('case', CASES)
 def test_files(tmp_path: Path, case: str) -> None:
-    path = write(tmp_path/'a.ckpt', {'loss': torch.ones(2), 'count': torch.tensor(3)})
+    path = write(tmp_path / 'a.ckpt', {'loss': torch.ones(2), 'count': torch.tensor(3)})
     change, says = CASES[case]
     change(path)
-    with pytest.raises(DamagedError, match=says) as e: read_state(path)
-    assert str(path) in str(e.value) and isinstance(e.value, CheckpointError) and len(str(e.value)) < 500
+    with pytest.raises(DamagedError, match=says) as e:
+        read_state(path)
+    assert (
+        str(path) in str(e.value)
+        and isinstance(e.value, CheckpointError)
+        and len(str(e.value)) < 500
+    )
 
 
 def test_a_forgery_that_changes_nothing_loads(tmp_path: Path) -> None:
     "What is refused above is refused for its reason alone."
-    path = write(tmp_path/'a.ckpt')
+    path = write(tmp_path / 'a.ckpt')
     assert read_state(forged(path, *split(path)))[0]['loop']['epoch'] == 3
     assert read_info(path) == {'format': 2, **INFO}
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    (tmp_path/'link').symlink_to(tmp_path/'nowhere')
+    (tmp_path / 'link').symlink_to(tmp_path / 'nowhere')
     for name in ('nothing', 'link'):
-        with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path/name))): read_state(tmp_path/name)
+        with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path / name))):
+            read_state(tmp_path / name)
 
 
 # Archives of weights
 
+
 def without(name: str) -> Change:
-    return lambda path: rebuilt(path, lambda r: {k: v for k, v in r.items() if not k.endswith(name)})
+    return lambda path: rebuilt(
+        path, lambda r: {k: v for k, v in r.items() if not k.endswith(name)}
+    )
 
 
-def with_more(name: str) -> Change: return lambda path: rebuilt(path, lambda r: {**r, name: b'x'})
+def with_more(name: str) -> Change:
+    return lambda path: rebuilt(path, lambda r: {**r, name: b'x'})
 
 
 def renamed(old: str, new: str) -> Change:
@@ -140,24 +180,30 @@ def renamed(old: str, new: str) -> Change:
 
 
 def twice(path: Path) -> None:
-    with pytest.warns(UserWarning, match='Duplicate name'): rebuilt(path, lambda r: [*r.items(), *list(r.items())[:1]])
+    with pytest.warns(UserWarning, match='Duplicate name'):
+        rebuilt(path, lambda r: [*r.items(), *list(r.items())[:1]])
 
 
 def patched(old: bytes, new: bytes, first: bool = False) -> Change:
     "Other bytes in the archive's own structures."
+
     def change(path: Path) -> None:
         body = path.read_bytes()
         at = body.index(old) if first else body.rindex(old)
-        path.write_bytes(body[:at] + new + body[at + len(new):])
+        path.write_bytes(body[:at] + new + body[at + len(new) :])
+
     return change
 
 
 def in_the_table(at: int, bit: int) -> Change:
     "A bit set in each entry of the table of records."
+
     def change(path: Path) -> None:
         body, entry = bytearray(path.read_bytes()), 0
-        while (entry := body.find(b'PK\1\2', entry + 1)) > 0: body[entry + at] |= bit
+        while (entry := body.find(b'PK\1\2', entry + 1)) > 0:
+            body[entry + at] |= bit
         path.write_bytes(body)
+
     return change
 
 
@@ -182,24 +228,34 @@ ARCHIVES: dict[str, tuple[Change, str]] = {
     'compressed records': (lambda path: rebuilt(path, dict, ZIP_DEFLATED), 'compressed'),
     'records of LZMA': (lambda path: rebuilt(path, dict, ZIP_LZMA), 'compressed'),
     'a record under two names': (patched(b'byteorder', b'byteOrder', first=True), 'byteorder'),
-    'a table elsewhere': (patched(b'PK\5\6\0\0\0\0', b'PK\5\6\1\0\0\0'), 'two ends|cannot|multiple'),
-    'an end behind the end': (lambda path: path.write_bytes(path.read_bytes() + path.read_bytes()[-22:]), 'is damaged'),
+    'a table elsewhere': (
+        patched(b'PK\5\6\0\0\0\0', b'PK\5\6\1\0\0\0'),
+        'two ends|cannot|multiple',
+    ),
+    'an end behind the end': (
+        lambda path: path.write_bytes(path.read_bytes() + path.read_bytes()[-22:]),
+        'is damaged',
+    ),
     'a comment': (lambda path: path.write_bytes(path.read_bytes()[:-2] + b'\1\0x'), 'two ends'),
-    'bytes before the archive': (lambda path: path.write_bytes(b'PK' + path.read_bytes()), 'two ends'),
+    'bytes before the archive': (
+        lambda path: path.write_bytes(b'PK' + path.read_bytes()),
+        'two ends',
+    ),
     'bytes before the table': (hidden, 'two ends'),
 }
 
 
 @pytest.mark.parametrize('case', ARCHIVES)
 def test_archives(tmp_path: Path, case: str) -> None:
-    path = saved(tmp_path/'a.pth', {'w': torch.ones(3), 'b': torch.ones(1)})
+    path = saved(tmp_path / 'a.pth', {'w': torch.ones(3), 'b': torch.ones(1)})
     assert read_weights(path).model['w'].tolist() == [1, 1, 1]
     change, says = ARCHIVES[case]
     change(path)
-    with pytest.raises(WeightsError, match=says) as e: read_weights(path)
+    with pytest.raises(WeightsError, match=says) as e:
+        read_weights(path)
     assert str(path) in str(e.value)
 
 
 def test_an_archive_written_by_zipfile_loads(tmp_path: Path) -> None:
-    path = rebuilt(saved(tmp_path/'a.pth', {'w': torch.ones(3)}), dict)
+    path = rebuilt(saved(tmp_path / 'a.pth', {'w': torch.ones(3)}), dict)
     assert read_weights(path).model['w'].tolist() == [1, 1, 1]

@@ -1,4 +1,5 @@
 """Row 16: a disk that is full. The error is the system's, the old file loads, and no temporary is left."""
+
 from __future__ import annotations
 
 import errno
@@ -16,21 +17,27 @@ from learnkit.checkpoint.file import read_state, write_state
 
 
 def test_at_every_stage_of_writing(tmp_path: Path) -> None:
-    path = write(tmp_path/'a.ckpt', old := make_state(1))
+    path = write(tmp_path / 'a.ckpt', old := make_state(1))
     size = path.stat().st_size
     limits = [0, 1, 100, size // 2, size - 400, size - 200, size - 60, size - 1, size + 100]
     found = result_of(lambda: saved_within(path, limits))
     assert [f['errno'] for f in found] == [errno.EFBIG] * 8 + [None]
     assert all(f['left'] == ['a.ckpt'] and f['old'] for f in found[:-1])
     assert all(str(tmp_path) in f['told'] for f in found[:-1])
-    assert not same(old, make_state()) and same(read_state(path)[0]['model'], dict(make_state()['model']))
+    assert not same(old, make_state()) and same(
+        read_state(path)[0]['model'], dict(make_state()['model'])
+    )
 
 
 def test_a_disk_without_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path/'a.ckpt')
-    def full(fd: int) -> None: raise OSError(errno.ENOSPC, 'No space left on device')  # some file systems say it here
+    path = write(tmp_path / 'a.ckpt')
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, 'No space left on device')  # some file systems say it here
+
     monkeypatch.setattr(os, 'fsync', full)
-    with pytest.raises(OSError, match='No space'): write(path, {'w': 1})
+    with pytest.raises(OSError, match='No space'):
+        write(path, {'w': 1})
     assert os.listdir(tmp_path) == ['a.ckpt'] and 'model' in read_state(path)[0]
 
 
@@ -43,8 +50,16 @@ def saved_within(path: Path, limits: list[int]) -> list[dict[str, Any]]:
     for limit in limits:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         error: OSError | None = None
-        try: write_state(path, make_state(), INFO)
-        except OSError as e: error = e
-        found.append({'errno': error and error.errno, 'told': str(error), 'left': os.listdir(path.parent),
-                      'old': same(read_state(path)[0], before)})
+        try:
+            write_state(path, make_state(), INFO)
+        except OSError as e:
+            error = e
+        found.append(
+            {
+                'errno': error and error.errno,
+                'told': str(error),
+                'left': os.listdir(path.parent),
+                'old': same(read_state(path)[0], before),
+            }
+        )
     return found

@@ -1,4 +1,5 @@
 """Row 17: the folder cannot be written. The fit is refused before its first step, and nothing has changed."""
+
 from __future__ import annotations
 
 import os
@@ -12,36 +13,44 @@ from learnkit import Callback, CheckpointError
 
 
 def a_file_as_parent(path: Path) -> Path:
-    (path/'file').write_text('')
-    return path/'file'/'checkpoints'
+    (path / 'file').write_text('')
+    return path / 'file' / 'checkpoints'
 
 
 def a_file_in_its_place(path: Path) -> Path:
-    (path/'file').write_text('')
-    return path/'file'
+    (path / 'file').write_text('')
+    return path / 'file'
 
 
 def a_link_to_nowhere(path: Path) -> Path:
-    (path/'link').symlink_to(path/'nowhere'/'at'/'all')
-    return path/'link'
+    (path / 'link').symlink_to(path / 'nowhere' / 'at' / 'all')
+    return path / 'link'
 
 
 def a_folder_as_its_lock(path: Path) -> Path:
-    (path/'run'/'.lock').mkdir(parents=True)
-    return path/'run'
+    (path / 'run' / '.lock').mkdir(parents=True)
+    return path / 'run'
 
 
-def a_name_that_is_too_long(path: Path) -> Path: return path/('x' * 300)
+def a_name_that_is_too_long(path: Path) -> Path:
+    return path / ('x' * 300)
 
 
 def one_without_rights(path: Path) -> Path:
-    if os.geteuid() == 0: pytest.skip('root may write anywhere')
-    (path/'run').mkdir(mode=0o500)
-    return path/'run'
+    if os.geteuid() == 0:
+        pytest.skip('root may write anywhere')
+    (path / 'run').mkdir(mode=0o500)
+    return path / 'run'
 
 
-FOLDERS = [a_file_as_parent, a_file_in_its_place, a_link_to_nowhere, a_folder_as_its_lock, a_name_that_is_too_long,
-           one_without_rights]
+FOLDERS = [
+    a_file_as_parent,
+    a_file_in_its_place,
+    a_link_to_nowhere,
+    a_folder_as_its_lock,
+    a_name_that_is_too_long,
+    one_without_rights,
+]
 
 
 @pytest.mark.parametrize('make', FOLDERS, ids=lambda f: f.__name__)
@@ -51,23 +60,29 @@ def test_it_is_refused_before_the_first_step(make: Callable[[Path], Path], tmp_p
     learn.create_opt()
     before = content(learn)
     for resume in (False, None):
-        with pytest.raises(CheckpointError, match='cannot hold checkpoints') as caught: learn.fit(1, resume=resume)
-        assert str(folder.absolute()) in str(caught.value) and content(learn) == before and not drawn
-    learn.checkpoint._folder = tmp_path/'other'
+        with pytest.raises(CheckpointError, match='cannot hold checkpoints') as caught:
+            learn.fit(1, resume=resume)
+        assert (
+            str(folder.absolute()) in str(caught.value) and content(learn) == before and not drawn
+        )
+    learn.checkpoint._folder = tmp_path / 'other'
     learn.fit(1)
-    assert drawn and names(tmp_path/'other') == ['00001-ep1-ba3.ckpt']
+    assert drawn and names(tmp_path / 'other') == ['00001-ep1-ba3.ckpt']
 
 
 def test_so_it_is_when_the_fit_would_go_on_from_elsewhere(tmp_path: Path) -> None:
     "Weights stay as they are: the folder is looked at before anything is loaded."
-    checkpointed(tmp_path/'good')().fit(1)
+    checkpointed(tmp_path / 'good')().fit(1)
     learn = checkpointed(a_file_as_parent(tmp_path))()
     learn.create_opt()
     before = content(learn)
-    with pytest.raises(CheckpointError, match='cannot hold checkpoints'): learn.fit(2, resume=tmp_path/'good')
+    with pytest.raises(CheckpointError, match='cannot hold checkpoints'):
+        learn.fit(2, resume=tmp_path / 'good')
     assert content(learn) == before and learn.opt.n_steps == 0
 
 
 @pytest.mark.full
 def test_summary(tmp_path: Path) -> None:
-    print(f'row 17: {len(FOLDERS)} folders that cannot be written, all refused before the first step')
+    print(
+        f'row 17: {len(FOLDERS)} folders that cannot be written, all refused before the first step'
+    )

@@ -1,4 +1,5 @@
 """Row 18: temporaries that a killed process left are not taken for checkpoints, and are swept once it is dead."""
+
 from __future__ import annotations
 
 import os
@@ -13,17 +14,19 @@ from learnkit.core.files import atomic_write, sweep
 
 def killed_while_saving(folder: Path) -> int:
     "Fork a child that is killed with half a file written, and return its number."
+
     def save() -> None:
-        with atomic_write(folder/'00002-ep1-ba2.ckpt') as tmp:
+        with atomic_write(folder / '00002-ep1-ba2.ckpt') as tmp:
             tmp.write_bytes(b'PK' * 1000)
             os.kill(os.getpid(), signal.SIGKILL)
+
     pid = fork(save)
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL
     return pid
 
 
 def test_what_a_killed_process_left(tmp_path: Path) -> None:
-    path, state = write(tmp_path/'00001-ep1-ba1.ckpt'), make_state()
+    path, state = write(tmp_path / '00001-ep1-ba1.ckpt'), make_state()
     pid = killed_while_saving(tmp_path)
     left = [p for p in tmp_path.iterdir() if p != path]
     assert len(left) == 1 and f'.tmp-{pid}-' in left[0].name
@@ -35,10 +38,10 @@ def test_what_a_killed_process_left(tmp_path: Path) -> None:
 
 def test_those_of_living_processes_stay(tmp_path: Path) -> None:
     pid = fork(signal.pause)
-    theirs = tmp_path/f'.a.ckpt.tmp-{pid}-0123abcd'
+    theirs = tmp_path / f'.a.ckpt.tmp-{pid}-0123abcd'
     theirs.touch()
     try:
-        with atomic_write(tmp_path/'b.ckpt') as ours:
+        with atomic_write(tmp_path / 'b.ckpt') as ours:
             ours.touch()
             assert sweep(tmp_path) == [] and theirs.exists() and ours.exists()
     finally:
@@ -49,6 +52,6 @@ def test_those_of_living_processes_stay(tmp_path: Path) -> None:
 
 def test_one_of_an_earlier_process_with_our_number(tmp_path: Path) -> None:
     "Containers number their processes from 1 each time they start."
-    stale = tmp_path/f'.a.ckpt.tmp-{os.getpid()}-0123abcd'
+    stale = tmp_path / f'.a.ckpt.tmp-{os.getpid()}-0123abcd'
     stale.touch()
     assert sweep(tmp_path) == [stale]

@@ -1,4 +1,5 @@
 """Row 19: with TMPDIR on another file system the temporary lies beside its target, so that it can be renamed."""
+
 from __future__ import annotations
 
 import os
@@ -29,7 +30,8 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> Non
             renamed.append((Path(a), Path(b)))
             assert os.stat(a).st_dev == folder.stat().st_dev and os.listdir(tmpdir) == []
             replace(a, b)
+
         monkeypatch.setattr(os, 'replace', recorded)
-        write(folder/'a.ckpt')
-        assert [(a.parent, b) for a, b in renamed] == [(folder, folder/'a.ckpt')]
-        read_state(folder/'a.ckpt')
+        write(folder / 'a.ckpt')
+        assert [(a.parent, b) for a, b in renamed] == [(folder, folder / 'a.ckpt')]
+        read_state(folder / 'a.ckpt')

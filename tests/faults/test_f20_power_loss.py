@@ -1,4 +1,5 @@
 """Row 20: power loss. The file is flushed when it is whole, then renamed, then the folder is flushed."""
+
 from __future__ import annotations
 
 import os
@@ -29,21 +30,30 @@ def test_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(os, 'fsync', recorded_fsync)
     monkeypatch.setattr(os, 'replace', recorded_replace)
-    for name in ('a.ckpt', 'a.ckpt', 'b.ckpt'): write(tmp_path/name)
+    for name in ('a.ckpt', 'a.ckpt', 'b.ckpt'):
+        write(tmp_path / name)
     a, b = ([f'fsync .{n}.', f'replace .{n}. {n}', 'fsync folder'] for n in ('a.ckpt', 'b.ckpt'))
     assert calls == a + a + b
     assert times[::2] == times[1::2], 'nothing is written between flushing and renaming'
 
 
 @pytest.mark.parametrize('stage', ['fsync', 'replace'])
-def test_power_fails_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+def test_power_fails_before_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
     "What is on the disk then: the old file, whole."
-    write(tmp_path/'a.ckpt', {'n': 1})
-    class PowerFails(BaseException): pass
-    def stop(*args: object) -> None: raise PowerFails
+    write(tmp_path / 'a.ckpt', {'n': 1})
+
+    class PowerFails(BaseException):
+        pass
+
+    def stop(*args: object) -> None:
+        raise PowerFails
+
     with monkeypatch.context() as m:
         m.setattr(os, stage, stop)
         m.setattr(Path, 'unlink', lambda *args, **kwargs: None)  # nobody cleans up
-        with pytest.raises(PowerFails): write(tmp_path/'a.ckpt', {'n': 2})
-    assert read_state(tmp_path/'a.ckpt')[0] == {'n': 1}
+        with pytest.raises(PowerFails):
+            write(tmp_path / 'a.ckpt', {'n': 2})
+    assert read_state(tmp_path / 'a.ckpt')[0] == {'n': 1}
     assert sorted(p.name[:12] for p in tmp_path.iterdir()) == ['.a.ckpt.tmp-', 'a.ckpt']

@@ -1,6 +1,7 @@
 """Row 22: small files that would take much memory or time, checkpoints under a right digest and weights: all refused.
 
 It is loaded in a child, whose peak of memory is read from the system: it rises by less than 50 MB."""
+
 from __future__ import annotations
 
 import re
@@ -26,40 +27,57 @@ def called(name: bytes, *arguments: bytes) -> bytes:
     return b'\x80\x02c' + name + b'(' + b''.join(arguments) + b'tR.'
 
 
-def number(n: int) -> bytes: return b'\x8a\x08' + n.to_bytes(8, 'little')
+def number(n: int) -> bytes:
+    return b'\x8a\x08' + n.to_bytes(8, 'little')
 
 
 def tensor(n: bytes, start: bytes, shape: bytes, stride: bytes, key: bytes = b'0') -> bytes:
     "A pickle of a tensor over a record of four floats."
-    return called(b'torch._utils\n_rebuild_tensor_v2\n', b'(X\7\0\0\0storagectorch\nFloatStorage\nX\1\0\0\0', key,
-                  b'X\3\0\0\0cpu', n, b'tQ', start, shape, b'\x85', stride, b'\x85\x89ccollections\nOrderedDict\n)R')
+    return called(
+        b'torch._utils\n_rebuild_tensor_v2\n',
+        b'(X\7\0\0\0storagectorch\nFloatStorage\nX\1\0\0\0',
+        key,
+        b'X\3\0\0\0cpu',
+        n,
+        b'tQ',
+        start,
+        shape,
+        b'\x85',
+        stride,
+        b'\x85\x89ccollections\nOrderedDict\n)R',
+    )
 
 
 def deflated(path: Path) -> Path:
     "80 MB of zeros in 80 kB."
-    saved(path, {'w': torch.arange(4.)})
+    saved(path, {'w': torch.arange(4.0)})
     zeros = {'a/data/0': bytes(80_000_000)}
     return rebuilt(path, lambda r: {**r, **zeros}, ZIP_DEFLATED)
 
 
 def overlapping(path: Path) -> Path:
     "Every entry of the table points to the first record."
-    saved(path, {str(i): torch.arange(1000.) + i for i in range(50)})
+    saved(path, {str(i): torch.arange(1000.0) + i for i in range(50)})
     body = bytearray(rebuilt(path, dict).read_bytes())
     at = body.index(b'PK\1\2')
-    while (at := body.find(b'PK\1\2', at + 4)) > 0: body[at + 42:at + 46] = bytes(4)
+    while (at := body.find(b'PK\1\2', at + 4)) > 0:
+        body[at + 42 : at + 46] = bytes(4)
     path.write_bytes(body)
     return path
 
 
 def traversing(path: Path) -> Path:
-    return rebuilt(saved(path, {'w': torch.ones(1)}), lambda r: {**r, 'a/../../../escaped': b'x', '/tmp/escaped': b'x'})
+    return rebuilt(
+        saved(path, {'w': torch.ones(1)}),
+        lambda r: {**r, 'a/../../../escaped': b'x', '/tmp/escaped': b'x'},
+    )
 
 
 def laughs(kind: str, path: Path) -> Path:
     "Each level holds the one below ten times."
     part: Any = {'a': 1} if kind == 'dict' else [1] if kind == 'list' else (1,)
-    for _ in range(60): part = dict.fromkeys('abcdefghij', part) if kind == 'dict' else type(part)([part] * 10)
+    for _ in range(60):
+        part = dict.fromkeys('abcdefghij', part) if kind == 'dict' else type(part)([part] * 10)
     return saved(path, {'a': part})
 
 
@@ -69,13 +87,16 @@ def cyclic(path: Path) -> Path:
     return saved(path, {'a': part})
 
 
-
 def doubling(path: Path) -> Path:
     "Each call of a codec makes the text twice as long."
-    return with_pickle(path, b'\x80\x02' + b'c_codecs\nencode\n(' * 30 + b'X\2\0\0\0aa' + b'X\3\0\0\0hextR' * 30 + b'.')
+    return with_pickle(
+        path,
+        b'\x80\x02' + b'c_codecs\nencode\n(' * 30 + b'X\2\0\0\0aa' + b'X\3\0\0\0hextR' * 30 + b'.',
+    )
 
 
-def raw(pickle: bytes) -> Callable[[Path], Path]: return lambda path: with_pickle(path, pickle)
+def raw(pickle: bytes) -> Callable[[Path], Path]:
+    return lambda path: with_pickle(path, pickle)
 
 
 def entry(shape: list[int], start: int, stop: int, dtype: str = 'F32') -> dict[str, Any]:
@@ -84,13 +105,16 @@ def entry(shape: list[int], start: int, stop: int, dtype: str = 'F32') -> dict[s
 
 def lying(changes: dict[str, Any], length: int | None = None) -> Callable[[Path], Path]:
     "A checkpoint of four floats whose header says something else."
+
     def make(path: Path) -> Path:
-        header, data = split(write(path, {'w': torch.arange(4.)}))
+        header, data = split(write(path, {'w': torch.arange(4.0)}))
         return forged(path, {**header, **changes}, data, length)
+
     return make
 
 
-def state(text: str) -> Callable[[Path], Path]: return lambda path: with_state(path, text)
+def state(text: str) -> Callable[[Path], Path]:
+    return lambda path: with_state(path, text)
 
 
 def referring(path: Path) -> Path:
@@ -102,37 +126,90 @@ def referring(path: Path) -> Path:
 
 CHECKPOINTS: dict[str, tuple[Callable[[Path], Path], str]] = {
     'a shape of 8 GB': (lying({'w': entry([BIG // 4], 0, 16)}), "'w'"),
-    'a shape and offsets of 8 GB': (lying({'w': entry([BIG // 4], 0, BIG)}), 'should have 8,589,934,592'),
+    'a shape and offsets of 8 GB': (
+        lying({'w': entry([BIG // 4], 0, BIG)}),
+        'should have 8,589,934,592',
+    ),
     'a shape that overflows': (lying({'w': entry([2**32, 2**32], 0, 0)}), "'w'"),
     'a shape of 100,000 sizes': (lying({'w': entry([1] * 100_000, 0, 4)}), "'w'"),
     'a header of 10 GB': (lying({}, 10**10), 'cut short'),
     'a header of 2**63 bytes': (lying({}, 2**63), 'cut short'),
-    'a thousand tensors over one place': (lying({f'{i}': entry([4], 0, 16) for i in range(1000)}), 'where they should'),
+    'a thousand tensors over one place': (
+        lying({f'{i}': entry([4], 0, 16) for i in range(1000)}),
+        'where they should',
+    ),
     'lists in lists': (state('{"a":' + '[' * 100_000 + ']' * 100_000 + '}'), 'a.ckpt'),
-    'lists in lists, not too deep for JSON': (state('{"a":' + '[' * 300 + ']' * 300 + '}'), '100 levels deep'),
-    'tuples in tuples': (state('{"a":' + '{"$tuple":[' * 200 + ']}' * 200 + '}'), '100 levels deep'),
-    'millions of lists': (state('{"a":[' + ','.join(['[]'] * 1_500_000) + ']}'), 'more than 500,000 lists'),
-    'millions of dicts': (state('{"a":[' + ','.join(['{}'] * 1_500_000) + ']}'), 'more than 500,000 lists'),
+    'lists in lists, not too deep for JSON': (
+        state('{"a":' + '[' * 300 + ']' * 300 + '}'),
+        '100 levels deep',
+    ),
+    'tuples in tuples': (
+        state('{"a":' + '{"$tuple":[' * 200 + ']}' * 200 + '}'),
+        '100 levels deep',
+    ),
+    'millions of lists': (
+        state('{"a":[' + ','.join(['[]'] * 1_500_000) + ']}'),
+        'more than 500,000 lists',
+    ),
+    'millions of dicts': (
+        state('{"a":[' + ','.join(['{}'] * 1_500_000) + ']}'),
+        'more than 500,000 lists',
+    ),
     'millions of tensors': (
-        lambda p: lying({f'{i}': entry([], 0, 0) for i in range(300_000)})(p), 'more than 500,000 lists'),
-    'a number of a million digits': (state('{"a":' + '1' * 1_000_000 + '}'), 'state cannot be read'),
+        lambda p: lying({f'{i}': entry([], 0, 0) for i in range(300_000)})(p),
+        'more than 500,000 lists',
+    ),
+    'a number of a million digits': (
+        state('{"a":' + '1' * 1_000_000 + '}'),
+        'state cannot be read',
+    ),
     'many references': (referring, r'200,000,000,000 bytes in all'),
 }
 WEIGHTS: dict[str, tuple[Callable[[Path], Path], str]] = {
     'a zip bomb': (deflated, 'holds compressed records'),
     'records that overlap': (overlapping, 'a.pth is damaged'),
     'a path traversal': (traversing, 'which torch does not write'),
-    'a shape by stride 0': (lambda p: saved(p, {'w': torch.ones(1).expand(BIG)}), 'hold tensors of 34,359,738,368'),
-    'many views of a memory': (lambda p: saved(p, {'w': torch.ones(500_000).expand(99, -1)}), '198,000,000'),
-    'a storage beyond its record': (raw(tensor(number(BIG), b'K\0', number(BIG), b'K\1')), 'cannot be read'),
-    'a negative storage': (raw(tensor(b'J\xff\xff\xff\xff', b'K\0', b'K\1', b'K\1')), 'cannot be read'),
-    'a tensor beyond its storage': (raw(tensor(b'K\4', b'K\0', number(BIG), b'K\1')), 'cannot be read'),
-    'a tensor behind its storage': (raw(tensor(b'K\4', number(BIG), b'K\1', b'K\1')), 'cannot be read'),
-    'a stride beyond its storage': (raw(tensor(b'K\4', b'K\0', b'K\2', number(BIG))), 'cannot be read'),
-    'a negative size': (raw(tensor(b'K\4', b'K\0', b'J\xff\xff\xff\xff', b'K\1')), 'cannot be read'),
-    'a record that is not there': (raw(tensor(b'K\4', b'K\0', b'K\4', b'K\1', b'7')), 'cannot be read'),
+    'a shape by stride 0': (
+        lambda p: saved(p, {'w': torch.ones(1).expand(BIG)}),
+        'hold tensors of 34,359,738,368',
+    ),
+    'many views of a memory': (
+        lambda p: saved(p, {'w': torch.ones(500_000).expand(99, -1)}),
+        '198,000,000',
+    ),
+    'a storage beyond its record': (
+        raw(tensor(number(BIG), b'K\0', number(BIG), b'K\1')),
+        'cannot be read',
+    ),
+    'a negative storage': (
+        raw(tensor(b'J\xff\xff\xff\xff', b'K\0', b'K\1', b'K\1')),
+        'cannot be read',
+    ),
+    'a tensor beyond its storage': (
+        raw(tensor(b'K\4', b'K\0', number(BIG), b'K\1')),
+        'cannot be read',
+    ),
+    'a tensor behind its storage': (
+        raw(tensor(b'K\4', number(BIG), b'K\1', b'K\1')),
+        'cannot be read',
+    ),
+    'a stride beyond its storage': (
+        raw(tensor(b'K\4', b'K\0', b'K\2', number(BIG))),
+        'cannot be read',
+    ),
+    'a negative size': (
+        raw(tensor(b'K\4', b'K\0', b'J\xff\xff\xff\xff', b'K\1')),
+        'cannot be read',
+    ),
+    'a record that is not there': (
+        raw(tensor(b'K\4', b'K\0', b'K\4', b'K\1', b'7')),
+        'cannot be read',
+    ),
     'an empty tensor of 32 GB': (raw(called(b'torch\nFloatTensor\n', number(BIG))), 'a.pth'),
-    'a storage made by a call': (raw(called(b'torch\nFloatStorage\n', number(BIG))), 'cannot be read'),
+    'a storage made by a call': (
+        raw(called(b'torch\nFloatStorage\n', number(BIG))),
+        'cannot be read',
+    ),
     'an untyped storage': (raw(called(b'torch.storage\nUntypedStorage\n', number(BIG))), 'a.pth'),
     'a bytearray': (raw(called(b'__builtin__\nbytearray\n', number(BIG))), 'bytearray'),
     'a bytearray of Python 3': (raw(called(b'builtins\nbytearray\n', number(BIG))), 'bytearray'),
@@ -147,8 +224,11 @@ WEIGHTS: dict[str, tuple[Callable[[Path], Path], str]] = {
     'a cycle': (cyclic, 'no state dict'),
     'memo entries far apart': (raw(b'\x80\x02Nr\xff\xff\xff\x7f.'), 'no state dict'),
 }
-BOMBS = {(kind, name): bomb for name, bombs in (('a.ckpt', CHECKPOINTS), ('a.pth', WEIGHTS))
-         for kind, bomb in bombs.items()}
+BOMBS = {
+    (kind, name): bomb
+    for name, bombs in (('a.ckpt', CHECKPOINTS), ('a.pth', WEIGHTS))
+    for kind, bomb in bombs.items()
+}
 
 
 def peak_mb() -> float:
@@ -156,14 +236,17 @@ def peak_mb() -> float:
     return int(text.split('VmHWM:')[1].split()[0]) / 1024
 
 
-def read(path: Path) -> None: (read_state if path.suffix == '.ckpt' else read_weights)(path)
+def read(path: Path) -> None:
+    (read_state if path.suffix == '.ckpt' else read_weights)(path)
 
 
 def loaded(path: Path) -> dict[str, Any]:
-    read(path.parents[1]/f'good{path.suffix}')  # what the first load needs is no bomb's
+    read(path.parents[1] / f'good{path.suffix}')  # what the first load needs is no bomb's
     before, start, told = peak_mb(), time.perf_counter(), None
-    try: read(path)
-    except (DamagedError, WeightsError) as e: told = str(e)
+    try:
+        read(path)
+    except (DamagedError, WeightsError) as e:
+        told = str(e)
     return {'told': told, 'mb': peak_mb() - before, 's': time.perf_counter() - start}
 
 
@@ -171,32 +254,36 @@ def loaded(path: Path) -> dict[str, Any]:
 def bombs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "Make them all in a child, so that those which load them start small."
     folder = tmp_path_factory.mktemp('bombs')
-    write(folder/'good.ckpt')
-    saved(folder/'good.pth', {'w': torch.ones(3)})
+    write(folder / 'good.ckpt')
+    saved(folder / 'good.pth', {'w': torch.ones(3)})
 
     def make_all() -> None:
         for (kind, name), (make, _) in BOMBS.items():
-            (folder/f'{kind}, {name}').mkdir()
-            make(folder/f'{kind}, {name}'/name)
+            (folder / f'{kind}, {name}').mkdir()
+            make(folder / f'{kind}, {name}' / name)
+
     result_of(make_all)
     return folder
 
 
 @pytest.mark.parametrize('bomb', BOMBS, ids=', '.join)
 def test_memory(bombs: Path, bomb: tuple[str, str]) -> None:
-    says, path = BOMBS[bomb][1], bombs/', '.join(bomb)/bomb[1]
+    says, path = BOMBS[bomb][1], bombs / ', '.join(bomb) / bomb[1]
     found = result_of(lambda: loaded(path))
     assert found['told'] is not None, 'it loaded'
     assert str(path) in found['told']
     assert re.search(says, found['told']), found['told']
     assert found['mb'] < 50 and found['s'] < 5, found
-    assert not any((parent/'escaped').exists() for parent in path.parents)
+    assert not any((parent / 'escaped').exists() for parent in path.parents)
 
 
 def test_ties_are_no_bomb(tmp_path: Path) -> None:
     "The same weights under forty names, as in a model whose layers share them."
     w = torch.ones(50_000)
-    write(tmp_path/'a.ckpt', {'model': {f'layers.{i}.w': w for i in range(40)}})
-    state, _ = read_state(tmp_path/'a.ckpt')
-    assert len(state['model']) == 40 and (tmp_path/'a.ckpt').stat().st_size < 220_000
-    assert len(read_weights(saved(tmp_path/'a.pth', {f'layers.{i}.w': w for i in range(40)})).model) == 40
+    write(tmp_path / 'a.ckpt', {'model': {f'layers.{i}.w': w for i in range(40)}})
+    state, _ = read_state(tmp_path / 'a.ckpt')
+    assert len(state['model']) == 40 and (tmp_path / 'a.ckpt').stat().st_size < 220_000
+    assert (
+        len(read_weights(saved(tmp_path / 'a.pth', {f'layers.{i}.w': w for i in range(40)})).model)
+        == 40
+    )

@@ -1,4 +1,5 @@
 """Row 23: a model with other keys, shapes or dtypes. All differences are listed, and no parameter has changed."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -25,9 +26,16 @@ def named() -> nn.Module:
     return nn.ModuleDict({'body': model[:3], 'head': model[3]})  # type: ignore[index]
 
 
-def with_more() -> nn.Module: return nn.Sequential(*make_model().children(), nn.Linear(1, 1))
-def with_less() -> nn.Module: return nn.Sequential(*list(make_model().children())[:3])
-def of_doubles() -> nn.Module: return make_model().double()
+def with_more() -> nn.Module:
+    return nn.Sequential(*make_model().children(), nn.Linear(1, 1))
+
+
+def with_less() -> nn.Module:
+    return nn.Sequential(*list(make_model().children())[:3])
+
+
+def of_doubles() -> nn.Module:
+    return make_model().double()
 
 
 def with_another_buffer() -> nn.Module:
@@ -38,20 +46,33 @@ def with_another_buffer() -> nn.Module:
 
 # every line that has to be told, and how many there are of the model
 MODELS: dict[Callable[[], nn.Module], tuple[int, list[str]]] = {
-    wider: (7, ['shape: 0.weight is [6, 3], in the file [5, 3]', 'shape: 1.running_var is [6], in the file [5]',
-                'shape: 3.weight is [1, 6], in the file [1, 5]']),
-    named: (18, ['missing: body.0.weight [5, 3]', 'missing: head.bias [1]', 'unexpected: 3.bias [1]']),
+    wider: (
+        7,
+        [
+            'shape: 0.weight is [6, 3], in the file [5, 3]',
+            'shape: 1.running_var is [6], in the file [5]',
+            'shape: 3.weight is [1, 6], in the file [1, 5]',
+        ],
+    ),
+    named: (
+        18,
+        ['missing: body.0.weight [5, 3]', 'missing: head.bias [1]', 'unexpected: 3.bias [1]'],
+    ),
     with_more: (2, ['missing: 4.weight [1, 1]', 'missing: 4.bias [1]']),
     with_less: (2, ['unexpected: 3.weight [1, 5]', 'unexpected: 3.bias [1]']),
-    of_doubles: (8, ['dtype: 0.weight is float64, in the file float32', 'dtype: 1.running_mean is float64']),
-    with_another_buffer: (1, ['missing: scale [2]'])}
+    of_doubles: (
+        8,
+        ['dtype: 0.weight is float64, in the file float32', 'dtype: 1.running_mean is float64'],
+    ),
+    with_another_buffer: (1, ['missing: scale [2]']),
+}
 
 
 @pytest.fixture(scope='module')
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp('run')
     checkpointed(folder, every='2ba')().fit(1)
-    return folder/names(folder)[0]
+    return folder / names(folder)[0]
 
 
 @pytest.mark.parametrize('model', MODELS, ids=lambda f: f.__name__)
@@ -59,12 +80,16 @@ def test_nothing_is_loaded(model: Callable[[], nn.Module], path: Path, tmp_path:
     n, told = MODELS[model]
     state, trained = load_state(path)[0], list[int]()
     for load in ('file', 'state', 'outside'):
-        learn = checkpointed(tmp_path)(Callback(before_batch=lambda cb: trained.append(cb.iter)), model=model())
+        learn = checkpointed(tmp_path)(
+            Callback(before_batch=lambda cb: trained.append(cb.iter)), model=model()
+        )
         learn.create_opt()
         before = content(learn)
         with pytest.raises(WeightsError) as caught:
-            if load == 'outside': learn.load_checkpoint_state(state)
-            else: learn.fit(1, resume=path if load == 'file' else state)
+            if load == 'outside':
+                learn.load_checkpoint_state(state)
+            else:
+                learn.fit(1, resume=path if load == 'file' else state)
         text = str(caught.value)
         lines = text.split('\n  ')[1:]
         assert len([line for line in lines if 'optimizer' not in line]) >= n, text
@@ -79,15 +104,21 @@ def test_a_loss_with_weights_counts_too(tmp_path: Path) -> None:
             def __init__(self) -> None:
                 super().__init__()
                 self.w = nn.Parameter(torch.ones(n))
+
         return quiet(make_learner(loss_func=Weighted()))
+
     kept: list[Any] = []
-    make(2).fit(1, cbs=Callback(batch_checkpoint=lambda cb: kept.append(cb.learn.checkpoint_state())))
+    make(2).fit(
+        1, cbs=Callback(batch_checkpoint=lambda cb: kept.append(cb.learn.checkpoint_state()))
+    )
     learn = make(3)
     with pytest.raises(WeightsError, match=r'loss_func: shape: w is \[3\], in the file \[2\]'):
         learn.fit(1, resume=kept[1])
-    assert learn.loss_func.w.tolist() == [1., 1., 1.]
+    assert learn.loss_func.w.tolist() == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.full
 def test_summary() -> None:
-    print(f'row 23: {len(MODELS)} other models in 3 ways of loading, all differences listed, nothing loaded')
+    print(
+        f'row 23: {len(MODELS)} other models in 3 ways of loading, all differences listed, nothing loaded'
+    )

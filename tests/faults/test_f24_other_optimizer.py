@@ -1,4 +1,5 @@
 """Row 24: an optimizer that does not match. It is refused with what differs, and nothing has changed."""
+
 from __future__ import annotations
 
 from functools import partial
@@ -15,21 +16,29 @@ from learnkit.checkpoint.digest import digest
 from learnkit.checkpoint.folder import load_state
 
 
-def by_layer(model: Any) -> Any: return [list(layer.parameters()) for layer in model if list(layer.parameters())]
-def without_head(model: Any) -> Any: return list(model[:3].parameters())
+def by_layer(model: Any) -> Any:
+    return [list(layer.parameters()) for layer in model if list(layer.parameters())]
+
+
+def without_head(model: Any) -> Any:
+    return list(model[:3].parameters())
 
 
 OTHERS: dict[str, dict[str, Any]] = {
-    'another class': {'opt_func': torch.optim.SGD}, 'another state': {'opt_func': torch.optim.RMSprop},
-    'momentum': {'opt_func': partial(torch.optim.SGD, momentum=0.9)}, 'more groups': {'splitter': by_layer},
-    'fewer parameters': {'splitter': without_head}, 'lbfgs': {'opt_func': torch.optim.LBFGS}}
+    'another class': {'opt_func': torch.optim.SGD},
+    'another state': {'opt_func': torch.optim.RMSprop},
+    'momentum': {'opt_func': partial(torch.optim.SGD, momentum=0.9)},
+    'more groups': {'splitter': by_layer},
+    'fewer parameters': {'splitter': without_head},
+    'lbfgs': {'opt_func': torch.optim.LBFGS},
+}
 
 
 @pytest.fixture(scope='module')
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp('run')
     checkpointed(folder, every='2ba')().fit(1)
-    return folder/names(folder)[0]
+    return folder / names(folder)[0]
 
 
 @pytest.mark.filterwarnings(r'ignore:.*3\.weight, 3\.bias')  # `without_head` leaves them out
@@ -37,12 +46,16 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_nothing_is_loaded(kind: str, path: Path, tmp_path: Path) -> None:
     state, steps = load_state(path)[0], list[int]()
     for load in ('file', 'state', 'outside'):
-        learn = checkpointed(tmp_path)(Callback(before_batch=lambda cb: steps.append(cb.iter)), **OTHERS[kind])
+        learn = checkpointed(tmp_path)(
+            Callback(before_batch=lambda cb: steps.append(cb.iter)), **OTHERS[kind]
+        )
         learn.create_opt()
         before, groups = content(learn), len(learn.opt.param_groups)
         with pytest.raises(LearnkitError, match=r'ptimizer|param group') as caught:
-            if load == 'outside': learn.load_checkpoint_state(state)
-            else: learn.fit(1, resume=path if load == 'file' else state)
+            if load == 'outside':
+                learn.load_checkpoint_state(state)
+            else:
+                learn.fit(1, resume=path if load == 'file' else state)
         assert isinstance(caught.value, WeightsError) and 'Nothing was loaded' in str(caught.value)
         assert content(learn) == before and not steps and len(learn.opt.param_groups) == groups
         learn.fit(1)
@@ -55,10 +68,13 @@ def test_one_that_was_trained_stays_as_it_is(path: Path) -> None:
     learn = quiet(make_learner(opt_func=partial(torch.optim.SGD, momentum=0.9)))
     learn.fit(1)
     before, opt = digest(learn.opt.state_dict()), learn.opt
-    with pytest.raises(WeightsError): learn.fit(1, resume=path)
+    with pytest.raises(WeightsError):
+        learn.fit(1, resume=path)
     assert learn.opt is opt and isinstance(opt, OptimWrapper) and digest(opt.state_dict()) == before
 
 
 @pytest.mark.full
 def test_summary() -> None:
-    print(f'row 24: {len(OTHERS)} other optimizers in 3 ways of loading, all refused, nothing loaded')
+    print(
+        f'row 24: {len(OTHERS)} other optimizers in 3 ways of loading, all refused, nothing loaded'
+    )

@@ -1,4 +1,5 @@
 """Row 25: files of another format are refused, and say so. There is no older format that a release has written."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -13,55 +14,81 @@ from learnkit.checkpoint.file import FORMAT, read_info, read_state, write_state
 from learnkit.checkpoint.folder import find
 from learnkit.core.errors import CheckpointError, DamagedError
 
-GOLDEN = Path(__file__).parents[1]/'golden'
+GOLDEN = Path(__file__).parents[1] / 'golden'
 # What is in golden/format2.ckpt, which was written by `write_state(path, STATE, {'number': 1, 'epoch': 2})`.
 W = torch.arange(6, dtype=torch.float32).reshape(2, 3)
 STATE: dict[str, Any] = {
     'model': {'w': W, 'tied': W, 'n': torch.tensor(7)},
-    'optimizer': {'state': {0: {'step': torch.tensor(3.), 'exp_avg': W.to(torch.bfloat16)}},
-                  'param_groups': [{'lr': 0.1, 'betas': (0.9, 0.999), 'params': [0], 'fused': None}]},
-    'loop': {'epoch': 2, 'names': ['a', 'ü', ''], 'done': False, 'big': 2**127, 'c': 1 - 2j, 'raw': b'\0\xff'},
-    'callbacks': {'ema': {'mask': torch.tensor([True, False]), 'image': torch.ones(1, 2, 2, 2).to(
-        memory_format=torch.channels_last), 'short': torch.tensor([1, 2], dtype=torch.uint16)}},
+    'optimizer': {
+        'state': {0: {'step': torch.tensor(3.0), 'exp_avg': W.to(torch.bfloat16)}},
+        'param_groups': [{'lr': 0.1, 'betas': (0.9, 0.999), 'params': [0], 'fused': None}],
+    },
+    'loop': {
+        'epoch': 2,
+        'names': ['a', 'ü', ''],
+        'done': False,
+        'big': 2**127,
+        'c': 1 - 2j,
+        'raw': b'\0\xff',
+    },
+    'callbacks': {
+        'ema': {
+            'mask': torch.tensor([True, False]),
+            'image': torch.ones(1, 2, 2, 2).to(memory_format=torch.channels_last),
+            'short': torch.tensor([1, 2], dtype=torch.uint16),
+        }
+    },
 }
 
 
 def test_a_file_of_the_current_format() -> None:
-    state, info = read_state(GOLDEN/'format2.ckpt')
+    state, info = read_state(GOLDEN / 'format2.ckpt')
     assert info == {'format': 2, 'number': 1, 'epoch': 2} and same(state, STATE)
     assert state['model']['tied'] is state['model']['w']
-    with safe_open(GOLDEN/'format2.ckpt', framework='pt') as file:
+    with safe_open(GOLDEN / 'format2.ckpt', framework='pt') as file:
         assert same(file.get_tensor('model.w'), W), 'the library reads it too'
 
 
 def test_the_same_bytes_are_written_today(tmp_path: Path) -> None:
-    write_state(tmp_path/'a.ckpt', STATE, {'number': 1, 'epoch': 2})
-    assert (tmp_path/'a.ckpt').read_bytes() == (GOLDEN/'format2.ckpt').read_bytes()
+    write_state(tmp_path / 'a.ckpt', STATE, {'number': 1, 'epoch': 2})
+    assert (tmp_path / 'a.ckpt').read_bytes() == (GOLDEN / 'format2.ckpt').read_bytes()
 
 
 def test_a_newer_one_is_refused(tmp_path: Path) -> None:
     "golden/format3.ckpt is that file with a 3 in the place of the 2."
-    path = GOLDEN/'format3.ckpt'
-    with pytest.raises(CheckpointError, match=rf'format3\.ckpt has format 3, .*reads format {FORMAT}: update') as e:
+    path = GOLDEN / 'format3.ckpt'
+    with pytest.raises(
+        CheckpointError, match=rf'format3\.ckpt has format 3, .*reads format {FORMAT}: update'
+    ) as e:
         read_state(path)
-    assert not isinstance(e.value, DamagedError) and read_info(path) == {'format': 3, 'number': 1, 'epoch': 2}
+    assert not isinstance(e.value, DamagedError) and read_info(path) == {
+        'format': 3,
+        'number': 1,
+        'epoch': 2,
+    }
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
-    (tmp_path/'a.ckpt').write_bytes(content)
-    with pytest.raises(DamagedError, match='digest'): read_state(tmp_path/'a.ckpt')
+    (tmp_path / 'a.ckpt').write_bytes(content)
+    with pytest.raises(DamagedError, match='digest'):
+        read_state(tmp_path / 'a.ckpt')
 
 
 def test_an_older_one_is_refused(tmp_path: Path) -> None:
-    path = GOLDEN/'format1.ckpt'
+    path = GOLDEN / 'format1.ckpt'
     for read in (read_state, read_info, lambda path: find(path, tmp_path)):
-        with pytest.raises(CheckpointError, match=r'format1\.ckpt was written by an older learnkit.*format 1') as e:
+        with pytest.raises(
+            CheckpointError, match=r'format1\.ckpt was written by an older learnkit.*format 1'
+        ) as e:
             read(path)
         assert not isinstance(e.value, DamagedError)
-    for name in ('00001-ep1-ba1.ckpt', '00002-ep2-ba2.ckpt'): (tmp_path/name).write_bytes(path.read_bytes())
-    with pytest.raises(CheckpointError, match=r'00002-ep2-ba2\.ckpt was written by an older'): find(True, tmp_path)
-    zero = with_metadata(write(tmp_path/'0.ckpt'), learnkit='0')
-    with pytest.raises(CheckpointError, match='older'): read_state(zero)
+    for name in ('00001-ep1-ba1.ckpt', '00002-ep2-ba2.ckpt'):
+        (tmp_path / name).write_bytes(path.read_bytes())
+    with pytest.raises(CheckpointError, match=r'00002-ep2-ba2\.ckpt was written by an older'):
+        find(True, tmp_path)
+    zero = with_metadata(write(tmp_path / '0.ckpt'), learnkit='0')
+    with pytest.raises(CheckpointError, match='older'):
+        read_state(zero)
 
 
 def test_what_is_written_now_is_the_current_format(tmp_path: Path) -> None:
-    assert read_info(write(tmp_path/'a.ckpt'))['format'] == FORMAT == 2
+    assert read_info(write(tmp_path / 'a.ckpt'))['format'] == FORMAT == 2

@@ -1,4 +1,5 @@
 """Row 27: NaN or Inf in loss or gradient, with the guard on. Stopped before the step, and told where it comes from."""
+
 from __future__ import annotations
 
 import math
@@ -21,21 +22,28 @@ BAD_BATCH = 2
 
 class Keep(Callback):
     "Keep the bytes of weights and optimizer state as the bad batch begins."
+
     order = 90
     kept = b''
 
     def before_batch(self) -> None:
-        if self.learn.training and self.learn.iter == BAD_BATCH: self.kept = everything(self.learn)
+        if self.learn.training and self.learn.iter == BAD_BATCH:
+            self.kept = everything(self.learn)
 
 
 def everything(learn: Learner) -> bytes:
-    tensors = [*learn.model.parameters(), *(v for s in learn.opt.state_dict()['state'].values() for v in s.values())]
+    tensors = [
+        *learn.model.parameters(),
+        *(v for s in learn.opt.state_dict()['state'].values() for v in s.values()),
+    ]
     return b''.join(torch.as_tensor(t).detach().numpy().tobytes() for t in tensors)
 
 
 def at_bad_batch(event: str, do: Callable[[Any], object]) -> Callback:
     def act(cb: Any) -> None:
-        if cb.learn.training and cb.iter == BAD_BATCH: do(cb.learn)
+        if cb.learn.training and cb.iter == BAD_BATCH:
+            do(cb.learn)
+
     return Callback(**{event: act})
 
 
@@ -52,28 +60,38 @@ def spoil_target(learn: Any) -> None:
     learn.batch = (learn.batch[0], y)
 
 
-def spoil_parameter(learn: Any) -> None: learn.model[3].weight.data[0, 0] = math.nan
-def spoil_loss(learn: Any) -> None: learn.loss_grad = learn.loss_grad * math.nan
+def spoil_parameter(learn: Any) -> None:
+    learn.model[3].weight.data[0, 0] = math.nan
+
+
+def spoil_loss(learn: Any) -> None:
+    learn.loss_grad = learn.loss_grad * math.nan
 
 
 def hook_output(learn: Any) -> Any:
     "Let a layer return an infinite value in the bad batch."
+
     def spoil(module: Any, args: Any, out: Tensor) -> Any:
-        if learn.training and learn.iter == BAD_BATCH: return out * math.inf
+        if learn.training and learn.iter == BAD_BATCH:
+            return out * math.inf
+
     return learn.model[3].register_forward_hook(spoil)
 
 
 def hook_gradient(learn: Any) -> Any:
     "Let the gradient of a weight be NaN in the bad batch."
-    return learn.model[0].weight.register_hook(lambda grad: grad * (math.nan if learn.iter == BAD_BATCH else 1.))
+    return learn.model[0].weight.register_hook(
+        lambda grad: grad * (math.nan if learn.iter == BAD_BATCH else 1.0)
+    )
 
 
 def bad_loss(pred: Tensor, y: Tensor) -> Tensor:
     loss = (pred - y).square().mean()
-    return loss / 0 if (y == 7.).any() else loss
+    return loss / 0 if (y == 7.0).any() else loss
 
 
-def mark_target(learn: Any) -> None: learn.batch = (learn.batch[0], learn.batch[1].clone().fill_(7.))
+def mark_target(learn: Any) -> None:
+    learn.batch = (learn.batch[0], learn.batch[1].clone().fill_(7.0))
 
 
 def check(learn: Learner, keep: Keep, match: str, spoilt: bool = False) -> None:
@@ -81,40 +99,62 @@ def check(learn: Learner, keep: Keep, match: str, spoilt: bool = False) -> None:
     start_again(learn)
     learn.passes = KnownPass([40, 41, 42, 43])
     e = raised_by(lambda: learn.fit(1))
-    assert type(e) is LossError and f'at batch {BAD_BATCH} of epoch 0' in str(e) and match in str(e), str(e)
+    assert (
+        type(e) is LossError and f'at batch {BAD_BATCH} of epoch 0' in str(e) and match in str(e)
+    ), str(e)
     assert notes(e)[0].startswith('in GuardNonFinite.')
     assert keep.kept
-    if not spoilt: assert everything(learn) == keep.kept, 'weights and optimizer are byte for byte as before'
+    if not spoilt:
+        assert everything(learn) == keep.kept, 'weights and optimizer are byte for byte as before'
     learn.passes = TrainingPasses()
-    if learn.microbatch: learn.microbatch = None; del learn.run.microbatch  # the number of the piece that it was at
+    if learn.microbatch:
+        learn.microbatch = None
+        del learn.run.microbatch  # the number of the piece that it was at
     is_clean(learn)
 
 
 PLACES: list[tuple[str, Callable[[Any], object], str]] = [
     ('after_draw', spoil_input, 'Not finite: input 0 in sample 41 of the data set (row 1).'),
-    ('after_draw', lambda learn: spoil_input(learn, -math.inf), 'input 0 in sample 41 of the data set (row 1).'),
+    (
+        'after_draw',
+        lambda learn: spoil_input(learn, -math.inf),
+        'input 0 in sample 41 of the data set (row 1).',
+    ),
     ('after_draw', spoil_target, 'target 0 in sample 43 of the data set (row 3).'),
-    ('before_batch', lambda learn: setattr(learn, 'xb', (learn.xb[0] * math.nan,)),
-     'input 0 in rows 0, 1, 2, 3 of the batch, as a callback left it'),
+    (
+        'before_batch',
+        lambda learn: setattr(learn, 'xb', (learn.xb[0] * math.nan,)),
+        'input 0 in rows 0, 1, 2, 3 of the batch, as a callback left it',
+    ),
     ('after_loss', spoil_loss, 'a callback has changed it since'),
-    ('after_pred', lambda learn: setattr(learn, 'pred', learn.pred * math.inf), 'Not finite: the predictions. The '
-     'batch has the samples 40, 41, 42, 43 of the data set'),
+    (
+        'after_pred',
+        lambda learn: setattr(learn, 'pred', learn.pred * math.inf),
+        'Not finite: the predictions. The batch has the samples 40, 41, 42, 43 of the data set',
+    ),
 ]
 
 
 @pytest.mark.parametrize(('event', 'spoil', 'match'), PLACES)
 @pytest.mark.parametrize('microbatch', [None, 2])
-def test_in_the_batch_or_by_a_callback(event: str, spoil: Any, match: str, microbatch: int | None) -> None:
-    if microbatch: match = match.replace('rows 0, 1, 2, 3 of the batch', 'rows 0, 1 of the microbatch')
+def test_in_the_batch_or_by_a_callback(
+    event: str, spoil: Any, match: str, microbatch: int | None
+) -> None:
+    if microbatch:
+        match = match.replace('rows 0, 1, 2, 3 of the batch', 'rows 0, 1 of the microbatch')
     cbs = [keep := Keep(), GuardNonFinite(), at_bad_batch(event, spoil)]
     learn = make_learner(cbs, microbatch=microbatch)
     check(learn, keep, match)
     fits_like_fresh(learn, cbs)
 
 
-@pytest.mark.parametrize(('hook', 'match'), [
-    (hook_output, 'Not finite: the output of 3 (Linear). The batch has the samples 40'),
-    (hook_gradient, 'The gradient of 0.weight is not finite')])
+@pytest.mark.parametrize(
+    ('hook', 'match'),
+    [
+        (hook_output, 'Not finite: the output of 3 (Linear). The batch has the samples 40'),
+        (hook_gradient, 'The gradient of 0.weight is not finite'),
+    ],
+)
 @pytest.mark.parametrize('microbatch', [None, 2])
 def test_in_one_layer_or_one_gradient(hook: Any, match: str, microbatch: int | None) -> None:
     cbs = [keep := Keep(), GuardNonFinite()]
@@ -126,19 +166,29 @@ def test_in_one_layer_or_one_gradient(hook: Any, match: str, microbatch: int | N
 
 
 def test_in_a_parameter() -> None:
-    learn = make_learner([keep := Keep(), GuardNonFinite(), at_bad_batch('before_batch', spoil_parameter)])
+    learn = make_learner(
+        [keep := Keep(), GuardNonFinite(), at_bad_batch('before_batch', spoil_parameter)]
+    )
     check(learn, keep, 'Not finite: parameter 3.weight.', spoilt=True)
 
 
 def test_in_the_loss_function() -> None:
     cbs = [keep := Keep(), GuardNonFinite(), at_bad_batch('after_draw', mark_target)]
-    check(make_learner(cbs, loss_func=bad_loss), keep, 'are finite: see the loss function, bad_loss')
+    check(
+        make_learner(cbs, loss_func=bad_loss), keep, 'are finite: see the loss function, bad_loss'
+    )
 
 
 def test_in_an_accumulated_batch() -> None:
     "The first two batches wait for their step, the third is bad: none is taken."
-    learn = make_learner([keep := Keep(), GuardNonFinite(), GradientAccumulation(100),
-                          at_bad_batch('after_draw', spoil_input)])
+    learn = make_learner(
+        [
+            keep := Keep(),
+            GuardNonFinite(),
+            GradientAccumulation(100),
+            at_bad_batch('after_draw', spoil_input),
+        ]
+    )
     check(learn, keep, 'input 0 in sample 41')
     assert learn.opt.n_steps == 0
 
@@ -152,5 +202,7 @@ def test_running_statistics_and_finite_batches_are_those_of_a_fit_without_the_gu
     plain = make_learner()
     start_again(plain)
     plain.fit(2)
-    for a, b in zip(learn.model.state_dict().values(), plain.model.state_dict().values(), strict=True):
+    for a, b in zip(
+        learn.model.state_dict().values(), plain.model.state_dict().values(), strict=True
+    ):
         assert torch.equal(a, b)

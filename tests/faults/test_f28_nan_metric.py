@@ -1,4 +1,5 @@
 """Row 28: a metric is NaN. It is never best: the best checkpoint stays, and no tracker is poisoned."""
+
 from __future__ import annotations
 
 import math
@@ -34,12 +35,22 @@ def kept(folder: Path) -> list[tuple[str, Any]]:
     return [(e.path.name.split('-')[1], e.info['value']) for e in reversed(entries(folder))]
 
 
-@pytest.mark.parametrize(('values', 'mode', 'epochs'), [
-    ([1., NAN, NAN, NAN], 'min', ['ep1', 'ep4']), ([NAN, 2., NAN, NAN], 'max', ['ep2', 'ep4']),
-    ([NAN, 1., 1., NAN], 'max', ['ep2', 'ep4']), ([3., NAN, 1., 2.], 'min', ['ep3', 'ep4']),
-    ([3., INF, NAN, 4.], 'min', ['ep1', 'ep4']), ([-INF, NAN, -5., NAN], 'max', ['ep3', 'ep4']),
-    ([NAN, NAN, NAN, NAN], 'min', ['ep4']), ([NAN, NAN, NAN, 1.], 'max', ['ep4'])])
-def test_the_best_checkpoint_stays(values: list[float], mode: str, epochs: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ('values', 'mode', 'epochs'),
+    [
+        ([1.0, NAN, NAN, NAN], 'min', ['ep1', 'ep4']),
+        ([NAN, 2.0, NAN, NAN], 'max', ['ep2', 'ep4']),
+        ([NAN, 1.0, 1.0, NAN], 'max', ['ep2', 'ep4']),
+        ([3.0, NAN, 1.0, 2.0], 'min', ['ep3', 'ep4']),
+        ([3.0, INF, NAN, 4.0], 'min', ['ep1', 'ep4']),
+        ([-INF, NAN, -5.0, NAN], 'max', ['ep3', 'ep4']),
+        ([NAN, NAN, NAN, NAN], 'min', ['ep4']),
+        ([NAN, NAN, NAN, 1.0], 'max', ['ep4']),
+    ],
+)
+def test_the_best_checkpoint_stays(
+    values: list[float], mode: str, epochs: list[str], tmp_path: Path
+) -> None:
     saver = Checkpoint(folder=tmp_path, keep_last=1, keep_best=1, monitor='score', mode=mode)
     learn = planned(values, saver)
     learn.fit(4)
@@ -47,7 +58,8 @@ def test_the_best_checkpoint_stays(values: list[float], mode: str, epochs: list[
     assert all(value is None or value == value for _, value in kept(tmp_path))
     finite = [v for v in values if v == v]
     if not finite:
-        with pytest.raises(CheckpointError, match='None has a monitored value'): learn.fit(5, resume='best')
+        with pytest.raises(CheckpointError, match='None has a monitored value'):
+            learn.fit(5, resume='best')
         return
     found = find('best', tmp_path)
     assert found and found[2]['value'] == (min if mode == 'min' else max)(finite)
@@ -55,8 +67,11 @@ def test_the_best_checkpoint_stays(values: list[float], mode: str, epochs: list[
 
 def test_the_loss_itself(tmp_path: Path) -> None:
     "Of the validation, from the third epoch on: the checkpoint of an epoch before that is the best."
+
     def spoil(cb: Any) -> None:
-        if not cb.training and cb.fitting and cb.epoch >= 2: cb.learn.loss = cb.learn.loss * NAN
+        if not cb.training and cb.fitting and cb.epoch >= 2:
+            cb.learn.loss = cb.learn.loss * NAN
+
     learn = checkpointed(tmp_path, keep_last=1)(Callback(after_loss=spoil))
     learn.fit(5)
     losses = [row['valid_loss'] for row in learn.history]
@@ -67,40 +82,48 @@ def test_the_loss_itself(tmp_path: Path) -> None:
     assert len(learn.history) == 5
 
 
-@pytest.mark.parametrize('first', [NAN, 5.], ids=['from the first epoch', 'later'])
+@pytest.mark.parametrize('first', [NAN, 5.0], ids=['from the first epoch', 'later'])
 def test_early_stopping_goes_on_comparing(first: float) -> None:
     stopper = EarlyStoppingCallback('score', comp='less', patience=3)
-    learn = planned([first, NAN, 4., NAN, 3., 3.5, NAN, 9.], stopper)
+    learn = planned([first, NAN, 4.0, NAN, 3.0, 3.5, NAN, 9.0], stopper)
     learn.fit(20)
-    assert len(learn.history) == 8 and stopper.best == 3., 'three epochs after the best'
+    assert len(learn.history) == 8 and stopper.best == 3.0, 'three epochs after the best'
 
 
 def test_save_model_keeps_its_best(tmp_path: Path) -> None:
     saver = SaveModelCallback('score', comp='less')
     weights: list[Any] = []
     keep = Callback(after_epoch=lambda cb: weights.append(cb.model[0].weight.detach().clone()))
-    learn = planned([3., NAN, 2., NAN, NAN], saver, keep, path=tmp_path)
+    learn = planned([3.0, NAN, 2.0, NAN, NAN], saver, keep, path=tmp_path)
     learn.fit(5)
-    assert saver.best == 2. and learn.model[0].weight.equal(weights[2]) and not weights[2].equal(weights[4])
+    assert (
+        saver.best == 2.0
+        and learn.model[0].weight.equal(weights[2])
+        and not weights[2].equal(weights[4])
+    )
 
 
 def test_a_plateau_counts_nan_as_no_improvement() -> None:
-    learn = planned([1., NAN, NAN, .5, NAN], ReduceLROnPlateau('score', comp='less', patience=2, factor=10.))
+    learn = planned(
+        [1.0, NAN, NAN, 0.5, NAN], ReduceLROnPlateau('score', comp='less', patience=2, factor=10.0)
+    )
     rates: list[float] = []
     learn.fit(5, cbs=Callback(before_epoch=lambda cb: rates.append(cb.opt.hypers[0]['lr'])))
-    assert rates == pytest.approx([.05, .05, .05, .005, .005])
+    assert rates == pytest.approx([0.05, 0.05, 0.05, 0.005, 0.005])
 
 
 @pytest.mark.full
 def test_all_orders(tmp_path: Path) -> None:
     "Every sequence of four of these values, both ways."
     n = 0
-    for values, mode in product(product([NAN, 1., 2., INF], repeat=4), ('min', 'max')):
-        folder = tmp_path/f'{n}'
+    for values, mode in product(product([NAN, 1.0, 2.0, INF], repeat=4), ('min', 'max')):
+        folder = tmp_path / f'{n}'
         saver = Checkpoint(folder=folder, keep_last=1, monitor='score', mode=mode, background=False)
         planned(list(values), saver).fit(4)
         finite = [v for v in values if v == v]
-        want = {'ep4'} | ({f'ep{values.index((min if mode == "min" else max)(finite)) + 1}'} if finite else set())
+        want = {'ep4'} | (
+            {f'ep{values.index((min if mode == "min" else max)(finite)) + 1}'} if finite else set()
+        )
         assert {epoch for epoch, _ in kept(folder)} == want, (values, mode)
         n += 1
     print(f'row 28: {n} sequences of values with NaN, the best checkpoint stayed in each')

@@ -1,6 +1,7 @@
 """Row 29: out of memory. Gradients are freed, cleanup runs; with microbatch='auto' the batch is done in smaller pieces.
 
 `tests/engine/test_auto_microbatch.py` has more of the halving."""
+
 from __future__ import annotations
 
 import resource
@@ -25,14 +26,23 @@ from torch import Tensor, nn
 from learnkit import DataLoaders, Learner
 from learnkit.checkpoint.digest import differences
 
-EVENTS = ['before_batch', 'after_pred', 'after_loss', 'after_backward', 'after_step', 'before_validate']
+EVENTS = [
+    'before_batch',
+    'after_pred',
+    'after_loss',
+    'after_backward',
+    'after_step',
+    'before_validate',
+]
 
 
 @pytest.mark.parametrize('event', EVENTS)
 def test_gradients_are_freed_and_the_next_fit_works(event: str) -> None:
     fresh()
     error = torch.OutOfMemoryError('CUDA out of memory (raised by a test)')
-    learn = make_learner([bad := At(event, error, nth=2 if event != 'before_validate' else 1), watch := Watch()])
+    learn = make_learner(
+        [bad := At(event, error, nth=2 if event != 'before_validate' else 1), watch := Watch()]
+    )
     start_again(learn)
     assert raised_by(lambda: learn.fit(2)) is error
     assert watch.fired == [('after_error', error), ('cleanup', error)]
@@ -51,15 +61,19 @@ class Wide(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(self.a(x))
-        if self.training: h = h + torch.zeros(len(x), 16_000_000).sum(1, keepdim=True)
+        if self.training:
+            h = h + torch.zeros(len(x), 16_000_000).sum(1, keepdim=True)
         return self.b(h)
 
 
 def test_when_the_system_gives_no_more(tmp_path: Path) -> None:
     "A limit of the process's own: torch's CPU allocator fails, in the middle of a step, and nothing is half done."
+
     def job() -> list[Any]:
         x = torch.randn(24, 3)
-        data = DataLoaders(torch.utils.data.DataLoader(list(zip(x, x[:, :1], strict=True)), 12), device='cpu')
+        data = DataLoaders(
+            torch.utils.data.DataLoader(list(zip(x, x[:, :1], strict=True)), 12), device='cpu'
+        )
         learn = checkpointed(tmp_path, every='1ba')(dls=data, model=Wide())
         now = int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (now + (300 << 20), resource.RLIM_INFINITY))
@@ -68,8 +82,14 @@ def test_when_the_system_gives_no_more(tmp_path: Path) -> None:
         free = all(p.grad is None for p in learn.model.parameters())
         learn.fit(1)
         return [type(error).__name__, str(error)[:200], free, learn.opt.n_steps]
+
     name, text, free, steps = in_child(job)
-    assert name in ('RuntimeError', 'OutOfMemoryError', 'MemoryError') and 'alloc' in text and free and steps == 2
+    assert (
+        name in ('RuntimeError', 'OutOfMemoryError', 'MemoryError')
+        and 'alloc' in text
+        and free
+        and steps == 2
+    )
     assert names(tmp_path) and all_load(tmp_path)
 
 
@@ -80,26 +100,32 @@ class Hungry(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.fits, self.sizes = fits, list[int]()
-        self.body = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
+        self.body = nn.Sequential(
+            nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1)
+        ).double()
 
     def forward(self, x: Tensor) -> Tensor:
         self.sizes.append(len(x))
         out: Tensor = self.body(x)
-        if self.training and len(x) > self.fits: raise torch.OutOfMemoryError('CUDA out of memory (raised by a test)')
+        if self.training and len(x) > self.fits:
+            raise torch.OutOfMemoryError('CUDA out of memory (raised by a test)')
         return out
 
 
 @pytest.mark.filterwarnings("ignore:microbatch='auto'")
 def test_half_the_size_and_the_same_gradients() -> None:
     "Buffers and generators are put back: the state is that of a run with pieces of that size from the start."
+
     def trained(fits: int, microbatch: Any) -> Learner:
         g = torch.Generator().manual_seed(1)
         x = torch.randn(32, 3, generator=g, dtype=torch.float64)
         data = DataLoaders.from_tensors((x, x[:, :1]), bs=16, shuffle=False)
         learn = Learner(data, Hungry(fits), nn.MSELoss(), lr=0.1, microbatch=microbatch)
         torch.manual_seed(3)
-        with learn.no_bar(): learn.fit(2)
+        with learn.no_bar():
+            learn.fit(2)
         return learn
+
     found, fixed = trained(4, 'auto'), trained(16, 4)
     assert found.model.sizes[:4] == [16, 8, 4, 4]
     states = [learn.checkpoint_state() for learn in (found, fixed)]
@@ -115,12 +141,18 @@ def test_gradients_equal_those_of_the_whole_batch() -> None:
         x = torch.randn(16, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         data = DataLoaders.from_tensors((x, x[:, :1]), bs=16, shuffle=False)
         learn = Learner(data, model, nn.MSELoss(), lr=0.1, microbatch=microbatch)
+
         def keep(cb: Any, microbatch: Any = microbatch) -> None:
             grads[microbatch] = [p.grad.clone() for p in cb.model.parameters()]
-        with learn.no_bar(): learn.fit(1, cbs=At('before_step', keep))
-    for a, b in zip(grads['auto'], grads[None], strict=True): torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
+
+        with learn.no_bar():
+            learn.fit(1, cbs=At('before_step', keep))
+    for a, b in zip(grads['auto'], grads[None], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.full
 def test_summary() -> None:
-    print(f'row 29: out of memory at {len(EVENTS)} events, from the system, and halved: gradients within 1e-6')
+    print(
+        f'row 29: out of memory at {len(EVENTS)} events, from the system, and halved: gradients within 1e-6'
+    )

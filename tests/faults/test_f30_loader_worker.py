@@ -1,4 +1,5 @@
 """Row 30: a loader's worker is killed, raises or hangs. An error in time, no orphans, and the next fit works."""
+
 from __future__ import annotations
 
 import gc
@@ -26,14 +27,18 @@ TIMEOUT_S = 2
 
 class Faulty(TensorDataset):
     "A data set in which one sample makes its worker fail, while that is asked for by a file."
+
     what: str
     flag: Path
 
     def __getitem__(self, i: int) -> Any:
         if i == 9 and get_worker_info() is not None and self.flag.exists():
-            if self.what == 'killed': os.kill(os.getpid(), signal.SIGKILL)
-            if self.what == 'raises': raise KeyError('sample 9 is broken')
-            if self.what == 'hangs': sleep(600)
+            if self.what == 'killed':
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.what == 'raises':
+                raise KeyError('sample 9 is broken')
+            if self.what == 'hangs':
+                sleep(600)
         return super().__getitem__(i)
 
 
@@ -48,17 +53,23 @@ def dls(what: str, flag: Path, persistent: bool) -> DataLoaders:
     return found
 
 
-ERRORS = {'killed': (RuntimeError, 'is killed by signal: Killed|exited unexpectedly'), 'raises': (KeyError, 'sample 9'),
-          'hangs': (RuntimeError, f'timed out after {TIMEOUT_S} seconds')}
+ERRORS = {
+    'killed': (RuntimeError, 'is killed by signal: Killed|exited unexpectedly'),
+    'raises': (KeyError, 'sample 9'),
+    'hangs': (RuntimeError, f'timed out after {TIMEOUT_S} seconds'),
+}
 
 
 def children() -> list[int]:
     "The processes that have this one as their parent, dead ones that nobody has waited for among them."
     found = []
     for stat in Path('/proc').glob('[0-9]*/stat'):
-        try: state, ppid = stat.read_text().rpartition(')')[2].split()[:2]
-        except OSError: continue
-        if int(ppid) == os.getpid() and state != 'Z': found.append(int(stat.parent.name))
+        try:
+            state, ppid = stat.read_text().rpartition(')')[2].split()[:2]
+        except OSError:
+            continue
+        if int(ppid) == os.getpid() and state != 'Z':
+            found.append(int(stat.parent.name))
     return found
 
 
@@ -66,31 +77,36 @@ def fails(learn: Learner, what: str) -> float:
     "Fit, which has to fail, and return how long that took."
     error, match = ERRORS[what]
     began = monotonic()
-    with pytest.raises(error, match=match) as caught: learn.fit(2)
+    with pytest.raises(error, match=match) as caught:
+        learn.fit(2)
     assert any('epoch 0, batch' in note for note in caught.value.__notes__)
     return monotonic() - began
 
 
 def job(what: str, folder: Path, persistent: bool) -> float:
-    flag = folder/'fault'
+    flag = folder / 'fault'
     flag.touch()
-    learn = checkpointed(folder/'run', every='1ba')(dls=dls(what, flag, persistent))
+    learn = checkpointed(folder / 'run', every='1ba')(dls=dls(what, flag, persistent))
     took = fails(learn, what)
     gc.collect()  # the traceback, which has the workers
-    if not persistent: assert not children() and not multiprocessing.active_children(), 'no orphans'
+    if not persistent:
+        assert not children() and not multiprocessing.active_children(), 'no orphans'
     learn.logger = print
     is_clean(learn)
     learn.logger = noop
     flag.unlink()
-    learn.fit(2, resume=bool(names(folder/'run')))
-    assert len(learn.history) == 2 and all_load(folder/'run')
-    if not persistent: assert not children()
+    learn.fit(2, resume=bool(names(folder / 'run')))
+    assert len(learn.history) == 2 and all_load(folder / 'run')
+    if not persistent:
+        assert not children()
     return took
 
 
 @pytest.mark.parametrize('persistent', [False, True], ids=['', 'persistent'])
 @pytest.mark.parametrize('what', ['killed', 'raises'])
-def test_the_error_comes_in_time_and_the_next_fit_works(what: str, persistent: bool, tmp_path: Path) -> None:
+def test_the_error_comes_in_time_and_the_next_fit_works(
+    what: str, persistent: bool, tmp_path: Path
+) -> None:
     with start(partial(job, what, tmp_path, persistent)) as child:
         assert child.wait() == 0, child.stderr
         assert child.result < TIMEOUT_S + 1, f'{child.result:.2f} s'
@@ -101,7 +117,7 @@ def test_a_hanging_worker_is_told_in_time_and_the_next_fit_works(tmp_path: Path)
     with ExitStack() as stack:
         children = []
         for persistent in (False, True):
-            (folder := tmp_path/f'{persistent}').mkdir()
+            (folder := tmp_path / f'{persistent}').mkdir()
             children.append(stack.enter_context(start(partial(job, 'hangs', folder, persistent))))
         for child in children:
             assert child.wait() == 0, child.stderr
@@ -114,10 +130,12 @@ def test_again_and_again(tmp_path: Path) -> None:
     for i in range(10):
         for what, seconds in took.items():
             torch.manual_seed(i)
-            (tmp_path/f'{what}{i}').mkdir()
-            with start(partial(job, what, tmp_path/f'{what}{i}', bool(i % 2))) as child:
+            (tmp_path / f'{what}{i}').mkdir()
+            with start(partial(job, what, tmp_path / f'{what}{i}', bool(i % 2))) as child:
                 assert child.wait() == 0, child.stderr
                 seconds.append(child.result)
     slowest = ', '.join(f'{what} {max(seconds):.2f} s' for what, seconds in took.items())
-    print(f'row 30: {sum(map(len, took.values()))} failing workers, the slowest error: {slowest}, no orphans')
+    print(
+        f'row 30: {sum(map(len, took.values()))} failing workers, the slowest error: {slowest}, no orphans'
+    )
     assert max(map(max, took.values())) < TIMEOUT_S + 1

@@ -1,4 +1,5 @@
 """Row 31: an empty loader, or one that changed on resume: a typed error before the first step, and nothing changed."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -30,22 +31,27 @@ def untrained(learn: Any, error: type[Exception], match: str, **kwargs: Any) -> 
     learn.create_opt()
     before, steps = content(learn), list[int]()
     watch = Callback(before_batch=lambda cb: steps.append(cb.iter))
-    with pytest.raises(error, match=match): learn.fit(2, cbs=watch, **kwargs)
+    with pytest.raises(error, match=match):
+        learn.fit(2, cbs=watch, **kwargs)
     assert content(learn) == before and not steps and learn.opt.n_steps == 0
 
 
 EMPTY: dict[str, Callable[[], Any]] = {
-    'list': list, 'torch': lambda: DataLoader(TensorDataset(*pairs(0)), BS),
+    'list': list,
+    'torch': lambda: DataLoader(TensorDataset(*pairs(0)), BS),
     'tensors': lambda: TensorLoader(*pairs(0), bs=BS),
     'all dropped': lambda: DataLoader(TensorDataset(*pairs(BS - 1)), BS, drop_last=True),
-    'generator': lambda: iter([])}
+    'generator': lambda: iter([]),
+}
 
 
 @pytest.mark.parametrize('kind', EMPTY)
 def test_an_empty_loader(kind: str) -> None:
     learn = quiet(make_learner(dls=make_dls()))
-    try: learn.dls = DataLoaders(EMPTY[kind](), make_dls().valid)
-    except LoaderError: return  # it is told here already
+    try:
+        learn.dls = DataLoaders(EMPTY[kind](), make_dls().valid)
+    except LoaderError:
+        return  # it is told here already
     untrained(learn, EmptyLoaderError, 'gave no batch|no batch|empty')
 
 
@@ -55,8 +61,12 @@ CHANGED: dict[str, tuple[Callable[[], Any], str]] = {
     'batch size': (lambda: torch_dls(bs=2), r'batches 3, now 6; batch size 4, now 2'),
     'same number of batches': (lambda: torch_dls(bs=5), r'batch size 4, now 5'),
     'another kind': (make_dls, r'type DataLoader, now TensorLoader'),
-    'a list': (lambda: DataLoaders(list(make_dls().train), make_dls().valid, device='cpu'), r'type DataLoader, now'),
-    'empty': (lambda: torch_dls(n_train=1, bs=BS + 1, drop_last=True), r'batches 3, now 0')}
+    'a list': (
+        lambda: DataLoaders(list(make_dls().train), make_dls().valid, device='cpu'),
+        r'type DataLoader, now',
+    ),
+    'empty': (lambda: torch_dls(n_train=1, bs=BS + 1, drop_last=True), r'batches 3, now 0'),
+}
 AT = {'in an epoch': '2ba', 'after an epoch': '1ep'}
 
 
@@ -66,19 +76,32 @@ def test_another_loader_on_resume(kind: str, at: str, tmp_path: Path) -> None:
     make = checkpointed(tmp_path, every=AT[at], keep_last=None)
     straight = make(dls=torch_dls())
     straight.fit(2)
-    path = tmp_path/{'in an epoch': '00001-ep0-ba2.ckpt', 'after an epoch': '00001-ep1-ba3.ckpt'}[at]
+    path = (
+        tmp_path / {'in an epoch': '00001-ep0-ba2.ckpt', 'after an epoch': '00001-ep1-ba3.ckpt'}[at]
+    )
     dls, told = CHANGED[kind]
-    try: learn = make(dls=dls())
-    except LoaderError: return
-    untrained(learn, EmptyLoaderError if kind == 'empty' else CheckpointError,
-              'no batch' if kind == 'empty' else f'not as it was.*{told}', resume=path)
-    if kind in ('empty', 'longer'): return
+    try:
+        learn = make(dls=dls())
+    except LoaderError:
+        return
+    untrained(
+        learn,
+        EmptyLoaderError if kind == 'empty' else CheckpointError,
+        'no batch' if kind == 'empty' else f'not as it was.*{told}',
+        resume=path,
+    )
+    if kind in ('empty', 'longer'):
+        return
 
     learn.dls = torch_dls()
     learn.fit(2, resume=path)
-    assert same(straight.checkpoint_state(), learn.checkpoint_state()), 'with the right one it goes on'
+    assert same(straight.checkpoint_state(), learn.checkpoint_state()), (
+        'with the right one it goes on'
+    )
 
 
 @pytest.mark.full
 def test_summary() -> None:
-    print(f'row 31: {len(EMPTY)} empty loaders and {len(CHANGED) * len(AT)} changed ones, all refused in time')
+    print(
+        f'row 31: {len(EMPTY)} empty loaders and {len(CHANGED) * len(AT)} changed ones, all refused in time'
+    )

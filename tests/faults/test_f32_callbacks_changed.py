@@ -1,4 +1,5 @@
 """Row 32: a callback was added, removed, renamed or duplicated on resume: named warnings or errors."""
+
 from __future__ import annotations
 
 import warnings
@@ -15,11 +16,17 @@ from learnkit.callbacks import EarlyStoppingCallback
 
 class Counter(Callback):
     "Counts batches."
+
     seen = 0
 
-    def after_batch(self) -> None: self.seen += self.training
-    def state_dict(self) -> dict[str, Any]: return {'seen': self.seen}
-    def load_state_dict(self, sd: dict[str, Any]) -> None: self.seen = sd['seen']
+    def after_batch(self) -> None:
+        self.seen += self.training
+
+    def state_dict(self) -> dict[str, Any]:
+        return {'seen': self.seen}
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        self.seen = sd['seen']
 
 
 class Tally(Counter):
@@ -28,15 +35,18 @@ class Tally(Counter):
 
 class Named(Counter):
     "The same, with a key that stays when the class is called something else."
+
     state_key = 'counter'
 
 
 class Picky(Counter):
     "Cannot read what it has written, until it is told how."
+
     fixed = False
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        if not Picky.fixed: raise KeyError('an entry that is not there')
+        if not Picky.fixed:
+            raise KeyError('an entry that is not there')
         super().load_state_dict(sd)
 
 
@@ -44,7 +54,9 @@ def saved(folder: Path, *cbs: Any) -> tuple[Path, Any]:
     "Train with callbacks; return the checkpoint after four of six batches, and the state at the end."
     learn = checkpointed(folder, every='1ba', keep_last=None)(*cbs)
     learn.fit(2)
-    return folder/next(n for n in names(folder) if n.endswith('-ba4.ckpt')), learn.checkpoint_state()
+    return folder / next(
+        n for n in names(folder) if n.endswith('-ba4.ckpt')
+    ), learn.checkpoint_state()
 
 
 def resumed(path: Path, *cbs: Any) -> tuple[Any, list[str]]:
@@ -65,55 +77,73 @@ def test_one_was_added(tmp_path: Path) -> None:
 
 def test_one_was_removed(tmp_path: Path) -> None:
     _, told = resumed(saved(tmp_path, Counter)[0])
-    assert len(told) == 1 and told[0].startswith('There is a state for a callback `counter`, and no such callback.')
+    assert len(told) == 1 and told[0].startswith(
+        'There is a state for a callback `counter`, and no such callback.'
+    )
 
 
 def test_one_was_renamed(tmp_path: Path) -> None:
     _, told = resumed(saved(tmp_path, Counter)[0], tally := Tally())
-    assert sorted(t[:46] for t in told) == ['There is a state for a callback `counter`, and',
-                                            'There is no state for the callback `tally` (Ta']
+    assert sorted(t[:46] for t in told) == [
+        'There is a state for a callback `counter`, and',
+        'There is no state for the callback `tally` (Ta',
+    ]
     assert tally.seen == 2
-    _, told = resumed(saved(tmp_path/'named', Counter)[0], named := Named())
+    _, told = resumed(saved(tmp_path / 'named', Counter)[0], named := Named())
     assert not told and named.seen == 6, 'a key keeps the state'
 
 
 def test_a_name_with_a_slip_is_suggested(tmp_path: Path) -> None:
-    class Countre(Counter): "The same."
-    _, told = resumed(saved(tmp_path, Counter)[0], Countre)
-    assert any('Did you mean `counters`?' in t for t in told)
+    class Counterr(Counter):
+        "The same."
+
+    _, told = resumed(saved(tmp_path, Counter)[0], Counterr)
+    assert any('Did you mean `counterr`?' in t for t in told)
 
 
 def test_one_was_duplicated(tmp_path: Path) -> None:
     first, second = Counter(), Counter()
     _, told = resumed(saved(tmp_path, Counter)[0], first, second)
-    assert told == ['There is no state for the callback `counter_2` (Counter): it goes on as it is.']
+    assert told == [
+        'There is no state for the callback `counter_2` (Counter): it goes on as it is.'
+    ]
     assert (first.seen, second.seen) == (6, 2)
     with pytest.raises(CallbackError, match="both have state_key='counter'"):
-        checkpointed(tmp_path/'other')(Named(), Named())
+        checkpointed(tmp_path / 'other')(Named(), Named())
 
 
 def test_others_were_reordered(tmp_path: Path) -> None:
     "Each has its own state, by its key; of two of a class the order says which is which."
-    def cbs() -> list[Any]: return [Counter(), EMA(0.9), EarlyStoppingCallback(patience=9), MixUp(0.4)]
+
+    def cbs() -> list[Any]:
+        return [Counter(), EMA(0.9), EarlyStoppingCallback(patience=9), MixUp(0.4)]
+
     path, end = saved(tmp_path, *cbs())
     learn, told = resumed(path, *cbs()[::-1])
     assert not told and same(end, learn.checkpoint_state())
-    path, _ = saved(tmp_path/'two', a := Counter(), b := Tally())
+    path, _ = saved(tmp_path / 'two', a := Counter(), b := Tally())
     a.seen, b.seen = 0, 0
     _, told = resumed(path, b, a)
     assert not told and (a.seen, b.seen) == (6, 6)
 
 
-def test_one_that_cannot_read_its_state_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_cannot_read_its_state_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     "The file and the callback are named, and the same fit works when that is mended."
     path, end = saved(tmp_path, Picky)
     learn = checkpointed(tmp_path, every='1ba', keep_last=None)(Picky)
     before = {name: t.clone() for name, t in learn.model.state_dict().items()}
-    with pytest.raises(KeyError, match='an entry that is not there') as caught: learn.fit(2, resume=path)
+    with pytest.raises(KeyError, match='an entry that is not there') as caught:
+        learn.fit(2, resume=path)
     assert all(torch.equal(t, before[name]) for name, t in learn.model.state_dict().items())
     told = '\n'.join(caught.value.__notes__)
     assert 'in Picky.load_state_dict' in told and f'while {path} was put in place' in told
-    assert not learn.resumed and learn.opt.n_steps == 0 and all(p.grad is None for p in learn.model.parameters())
+    assert (
+        not learn.resumed
+        and learn.opt.n_steps == 0
+        and all(p.grad is None for p in learn.model.parameters())
+    )
     monkeypatch.setattr(Picky, 'fixed', True)
     learn.fit(2, resume=path)
     assert same(end, learn.checkpoint_state())
@@ -122,7 +152,8 @@ def test_one_that_cannot_read_its_state_says_so(tmp_path: Path, monkeypatch: pyt
 def test_after_such_an_error_a_fit_of_its_own_works(tmp_path: Path) -> None:
     path, _ = saved(tmp_path, Picky)
     learn = checkpointed(tmp_path, every=None)(Picky)
-    with pytest.raises(KeyError): learn.fit(2, resume=path)
+    with pytest.raises(KeyError):
+        learn.fit(2, resume=path)
     learn.fit(2)
     assert [row['epoch'] for row in learn.history][-2:] == [0, 1]
     assert all(torch.isfinite(p).all() for p in learn.model.parameters())
@@ -130,12 +161,17 @@ def test_after_such_an_error_a_fit_of_its_own_works(tmp_path: Path) -> None:
 
 def test_a_state_that_would_not_load_is_refused_when_it_is_saved(tmp_path: Path) -> None:
     class Holds(Counter):
-        def state_dict(self) -> Any: return {'seen': {1, 2}}
+        def state_dict(self) -> Any:
+            return {'seen': {1, 2}}
+
     learn = checkpointed(tmp_path, every='1ba')(Holds)
-    with pytest.raises(CallbackError, match=r"Holds: state_dict\(\)\['seen'\] is a set"): learn.fit(1)
+    with pytest.raises(CallbackError, match=r"Holds: state_dict\(\)\['seen'\] is a set"):
+        learn.fit(1)
     assert names(tmp_path) == []
 
 
 @pytest.mark.full
 def test_summary() -> None:
-    print('row 32: callbacks added, removed, renamed, duplicated, reordered or unreadable on resume: all told by name')
+    print(
+        'row 32: callbacks added, removed, renamed, duplicated, reordered or unreadable on resume: all told by name'
+    )

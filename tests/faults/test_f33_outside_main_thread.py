@@ -1,4 +1,5 @@
 """Row 33: fit outside the main thread. It trains as it does inside, and no signal handler is installed anywhere."""
+
 from __future__ import annotations
 
 import asyncio
@@ -31,10 +32,12 @@ from tests.helpers.fresh import output_of
 
 def in_thread(f: Callable[[], Any]) -> Any:
     "Return what `f` gives in a thread of its own, or raise what it raises."
-    with ThreadPoolExecutor(1) as pool: return pool.submit(f).result(timeout=60)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(f).result(timeout=60)
 
 
-def handlers() -> dict[int, Any]: return {s: signal.getsignal(s) for s in signal.valid_signals()}
+def handlers() -> dict[int, Any]:
+    return {s: signal.getsignal(s) for s in signal.valid_signals()}
 
 
 def fitted(learn: Learner) -> Learner:
@@ -46,7 +49,9 @@ def fitted(learn: Learner) -> Learner:
 def test_it_trains_as_in_the_main_thread() -> None:
     fresh()
     before, during = handlers(), list[Any]()
-    learn = make_learner(Callback(after_batch=lambda cb: during.append((handlers(), threading.current_thread()))))
+    learn = make_learner(
+        Callback(after_batch=lambda cb: during.append((handlers(), threading.current_thread())))
+    )
     in_thread(lambda: fitted(learn))
     assert digest(learn) == fresh()['digest'] and rows(learn) == fresh()['rows']
     assert (
@@ -61,7 +66,10 @@ def test_the_main_thread_keeps_its_handlers_too() -> None:
     before, during = handlers(), list[Any]()
     fitted(
         make_learner(
-            Callback(before_fit=lambda cb: during.append(handlers()), after_batch=lambda cb: during.append(handlers()))
+            Callback(
+                before_fit=lambda cb: during.append(handlers()),
+                after_batch=lambda cb: during.append(handlers()),
+            )
         )
     )
     assert during and all(h == before for h in during) and handlers() == before
@@ -78,7 +86,9 @@ def test_made_in_one_thread_used_in_others() -> None:
     is_clean(learn)
 
 
-@pytest.mark.parametrize('error', [ValueError(1), KeyboardInterrupt(), SystemExit(3)], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize(
+    'error', [ValueError(1), KeyboardInterrupt(), SystemExit(3)], ids=lambda e: type(e).__name__
+)
 @pytest.mark.parametrize('event', ['before_fit', 'after_loss', 'after_validate', 'after_epoch'])
 def test_it_fails_as_in_the_main_thread(event: str, error: BaseException) -> None:
     error = anew(error)
@@ -86,10 +96,12 @@ def test_it_fails_as_in_the_main_thread(event: str, error: BaseException) -> Non
     start_again(learn)
     e = in_thread(lambda: raised_by(lambda: learn.fit(N_EPOCH)))
     assert (
-        e is error and notes(e)[0].startswith(f'in At.{event}') and watch.fired == [('after_error', e), ('cleanup', e)]
+        e is error
+        and notes(e)[0].startswith(f'in At.{event}')
+        and watch.fired == [('after_error', e), ('cleanup', e)]
     )
     is_clean(learn)
-    fits_like_fresh(learn, cbs)            # the lock is free for the main thread
+    fits_like_fresh(learn, cbs)  # the lock is free for the main thread
     in_thread(lambda: fits_like_fresh(learn))  # and for a new one
 
 
@@ -98,21 +110,28 @@ def test_two_learners_in_two_threads_do_not_disturb_each_other() -> None:
     from torch import nn
 
     from learnkit import DataLoaders
+
     def one(seed: int) -> list[Any]:
         import torch
+
         g = torch.Generator().manual_seed(seed)
         x, model = torch.randn(64, 3, generator=g), nn.Linear(3, 1)
-        with torch.no_grad(): model.weight.fill_(0.1); model.bias.zero_()
+        with torch.no_grad():
+            model.weight.fill_(0.1)
+            model.bias.zero_()
         learn = Learner(
             DataLoaders.from_tensors((x, x.sum(1, keepdim=True)), bs=4, seed=seed, device='cpu'),
             model,
             nn.MSELoss(),
             lr=0.1,
         )
-        with learn.no_bar(), learn.no_logging(): learn.fit(4)
+        with learn.no_bar(), learn.no_logging():
+            learn.fit(4)
         return [learn.model.weight.tolist(), learn.recorder.smooth_loss.raw]
+
     alone = [one(1), one(2)]
-    with ThreadPoolExecutor(2) as pool: together = list(pool.map(one, (1, 2)))
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(one, (1, 2)))
     assert together == alone
 
 
@@ -120,21 +139,28 @@ def test_a_validation_from_another_thread_waits_for_the_fit_and_changes_nothing(
     results: list[Any] = []
     threads: list[threading.Thread] = []
     started = threading.Event()
+
     def other(learn: Learner) -> None:
         started.set()
         results.append(learn.validate())
+
     def start(cb: Any) -> None:
         threads.append(threading.Thread(target=other, args=(cb.learn,)))
         threads[0].start()
         started.wait()
         threads[0].join(0.05)  # it must be waiting by now
         assert threads[0].is_alive() and not results
+
     learn = make_learner(cb := At('after_step', start, nth=2))
     start_again(learn)
     learn.fit(N_EPOCH)
     state = digest(learn)
     threads[0].join(20)
-    assert not threads[0].is_alive() and digest(learn) == state == fresh()['digest'] and rows(learn) == fresh()['rows']
+    assert (
+        not threads[0].is_alive()
+        and digest(learn) == state == fresh()['digest']
+        and rows(learn) == fresh()['rows']
+    )
     assert list(results[0]) == list(learn.validate())
     is_clean(learn)
     fits_like_fresh(learn, cb)
@@ -142,18 +168,22 @@ def test_a_validation_from_another_thread_waits_for_the_fit_and_changes_nothing(
 
 def test_inside_a_running_event_loop() -> None:
     learn = make_learner()
+
     async def main() -> None:
         fitted(learn)
         start_again(learn)
         await asyncio.to_thread(learn.fit, N_EPOCH)
+
     asyncio.run(main())
     assert digest(learn) == fresh()['digest']
     is_clean(learn)
 
 
 def test_importing_installs_no_handler_and_starts_no_thread() -> None:
-    code = ('import signal, threading, torch\n'
-            'before = {s: signal.getsignal(s) for s in signal.valid_signals()}, threading.active_count()\n'
-            'import learnkit\n'
-            'assert before == ({s: signal.getsignal(s) for s in signal.valid_signals()}, threading.active_count())')
+    code = (
+        'import signal, threading, torch\n'
+        'before = {s: signal.getsignal(s) for s in signal.valid_signals()}, threading.active_count()\n'
+        'import learnkit\n'
+        'assert before == ({s: signal.getsignal(s) for s in signal.valid_signals()}, threading.active_count())'
+    )
     output_of(code)

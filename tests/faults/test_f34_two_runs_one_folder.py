@@ -1,4 +1,5 @@
 """Row 34: a folder is one run's. The lock dies with its owner although forked workers live."""
+
 from __future__ import annotations
 
 import os
@@ -24,57 +25,80 @@ from learnkit.testing.forks import start
 
 def can_lock(folder: Path) -> bool:
     "Whether another process could."
+
     def attempt() -> bool:
-        try: FolderLock(folder).acquire()
-        except FolderInUseError: return False
+        try:
+            FolderLock(folder).acquire()
+        except FolderInUseError:
+            return False
         return True
+
     return result_of(attempt)
 
 
 def holder(folder: Path, then: Callable[[], Any] = signal.pause) -> int:
     "Start a process that holds the lock, and wait until it does."
+
     def hold() -> None:
         FolderLock(folder).acquire()
         then()
+
     pid, until = fork(hold), time.monotonic() + 10
-    while can_lock(folder) and time.monotonic() < until: time.sleep(0.01)
+    while can_lock(folder) and time.monotonic() < until:
+        time.sleep(0.01)
     return pid
 
 
 def kill(pid: int, reap: bool = True) -> None:
     os.kill(pid, signal.SIGKILL)
-    if reap: os.waitpid(pid, 0)
+    if reap:
+        os.waitpid(pid, 0)
 
 
 def test_two_processes(tmp_path: Path) -> None:
-    pid = holder(tmp_path/'run')
+    pid = holder(tmp_path / 'run')
     try:
-        with pytest.raises(FolderInUseError, match=rf'run is in use: process {pid} on .* has been writing there since'):
-            FolderLock(tmp_path/'run').acquire()
-    finally: kill(pid)
-    with FolderLock(tmp_path/'run'): assert not can_lock(tmp_path/'run')
-    assert can_lock(tmp_path/'run') and (tmp_path/'run'/'.lock').exists(), 'a file that was left behind means nothing'
+        with pytest.raises(
+            FolderInUseError,
+            match=rf'run is in use: process {pid} on .* has been writing there since',
+        ):
+            FolderLock(tmp_path / 'run').acquire()
+    finally:
+        kill(pid)
+    with FolderLock(tmp_path / 'run'):
+        assert not can_lock(tmp_path / 'run')
+    assert can_lock(tmp_path / 'run') and (tmp_path / 'run' / '.lock').exists(), (
+        'a file that was left behind means nothing'
+    )
 
 
 def test_one_process_twice(tmp_path: Path) -> None:
-    (tmp_path/'link').symlink_to(tmp_path/'run')
-    with FolderLock(tmp_path/'run'):
+    (tmp_path / 'link').symlink_to(tmp_path / 'run')
+    with FolderLock(tmp_path / 'run'):
         for name in ('run', 'link'):
-            with pytest.raises(FolderInUseError, match=r'in use: this process has been writing there since 2'):
-                FolderLock(tmp_path/name).acquire()
-        assert not can_lock(tmp_path/'run'), 'being refused gave nothing up'
-    with FolderLock(tmp_path/'link'): pass
+            with pytest.raises(
+                FolderInUseError, match=r'in use: this process has been writing there since 2'
+            ):
+                FolderLock(tmp_path / name).acquire()
+        assert not can_lock(tmp_path / 'run'), 'being refused gave nothing up'
+    with FolderLock(tmp_path / 'link'):
+        pass
 
 
 def test_one_process_from_many_threads(tmp_path: Path) -> None:
     won: list[FolderLock] = []
 
     def attempt() -> None:
-        try: won.append(FolderLock(tmp_path).acquire())
-        except FolderInUseError: pass
+        try:
+            won.append(FolderLock(tmp_path).acquire())
+        except FolderInUseError:
+            pass
+
     threads = [threading.Thread(target=attempt) for _ in range(16)]
-    for t in threads: t.start()
-    for t in threads: t.join()
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
     assert len(won) == 1 and not can_lock(tmp_path)
     won[0].release()
 
@@ -86,26 +110,34 @@ def test_the_owner_is_killed_while_its_worker_lives(tmp_path: Path) -> None:
         with FolderLock(tmp_path):
             os.write(writer, fork(signal.pause).to_bytes(8, 'little'))
             signal.pause()
+
     owner = fork(own)
     worker = int.from_bytes(os.read(reader, 8), 'little')
     try:
         assert not can_lock(tmp_path)
         kill(owner)
         os.kill(worker, 0)  # it lives
-        with FolderLock(tmp_path): assert not can_lock(tmp_path)
-    finally: kill(worker, reap=False)
-    os.close(reader); os.close(writer)
+        with FolderLock(tmp_path):
+            assert not can_lock(tmp_path)
+    finally:
+        kill(worker, reap=False)
+    os.close(reader)
+    os.close(writer)
 
 
 def test_a_forked_worker_does_not_own_it(tmp_path: Path) -> None:
     "Its release, by `with`, by hand, or when it ends, leaves the parent's lock alone; and it cannot lock the folder."
     with FolderLock(tmp_path) as lock:
+
         def work() -> list[Any]:
             held = lock.held
             lock.release()
-            try: lock.acquire()
-            except FolderInUseError as e: return [held, str(e)]
+            try:
+                lock.acquire()
+            except FolderInUseError as e:
+                return [held, str(e)]
             return [held, '']
+
         held, told = result_of(work)
         assert not held and f'process {os.getpid()} on ' in told
         assert lock.held and not can_lock(tmp_path)
@@ -116,21 +148,28 @@ def test_many_start_at_once(tmp_path: Path) -> None:
     reader, writer = os.pipe()
 
     def run() -> None:
-        try: FolderLock(tmp_path).acquire()
-        except FolderInUseError: os.write(writer, b'-')
+        try:
+            FolderLock(tmp_path).acquire()
+        except FolderInUseError:
+            os.write(writer, b'-')
         else:
             os.write(writer, b'+')
             signal.pause()
+
     pids = [fork(run) for _ in range(8)]
     answers = b''.join(os.read(reader, 1) for _ in pids)
     assert sorted(answers) == sorted(b'+' + b'-' * 7)
     for pid in pids:
-        try: os.kill(pid, signal.SIGKILL)
-        finally: os.waitpid(pid, 0)
-    os.close(reader); os.close(writer)
+        try:
+            os.kill(pid, signal.SIGKILL)
+        finally:
+            os.waitpid(pid, 0)
+    os.close(reader)
+    os.close(writer)
 
 
-# -- two fits ----------------------------------------------------------------------------------------------------------
+# -- two fits --------------------------------------------------------------------------------------
+
 
 def refused(folder: Path, dls: Any = None, **kwargs: Any) -> bool:
     "Fit into the folder, which has to be refused before anything is loaded or trained."
@@ -138,13 +177,17 @@ def refused(folder: Path, dls: Any = None, **kwargs: Any) -> bool:
     learn = checkpointed(folder)(steps, **({} if dls is None else {'dls': dls}))
     learn.create_opt()
     before = content(learn)
-    with pytest.raises(FolderInUseError): learn.fit(2, **kwargs)
+    with pytest.raises(FolderInUseError):
+        learn.fit(2, **kwargs)
     return content(learn) == before and not steps.seen
 
 
 def test_a_second_fit_in_this_process_is_refused(tmp_path: Path) -> None:
     tried: list[bool] = []
-    def attempt(cb: Any) -> None: tried.extend([refused(tmp_path), refused(tmp_path, resume=True)])
+
+    def attempt(cb: Any) -> None:
+        tried.extend([refused(tmp_path), refused(tmp_path, resume=True)])
+
     checkpointed(tmp_path, every='1ba')(At('batch_checkpoint', attempt, nth=3)).fit(1)
     assert tried == [True, True]
     checkpointed(tmp_path)().fit(1)
@@ -153,33 +196,53 @@ def test_a_second_fit_in_this_process_is_refused(tmp_path: Path) -> None:
 
 def test_two_checkpoints_of_one_fit_need_two_folders(tmp_path: Path) -> None:
     learn = checkpointed(tmp_path)(Checkpoint(folder=tmp_path))
-    with pytest.raises(FolderInUseError, match='this process'): learn.fit(1)
-    learn.cbs[-1]._folder = tmp_path/'b'
+    with pytest.raises(FolderInUseError, match='this process'):
+        learn.fit(1)
+    learn.cbs[-1]._folder = tmp_path / 'b'
     learn.fit(1)
-    assert names(tmp_path) == names(tmp_path/'b') == ['00001-ep1-ba3.ckpt']
+    assert names(tmp_path) == names(tmp_path / 'b') == ['00001-ep1-ba3.ckpt']
 
 
 def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
     "However it ends: killed, with workers of its loader that live on for a moment, too."
+
     def train(folder: Path) -> None:
         def wait(cb: Any) -> None:
-            if not cb.training or cb.iter < 2: return
-            (folder/'trains').touch()
-            while not (folder/'goes on').exists(): time.sleep(0.01)
-        checkpointed(folder, every='1ba')(Callback(before_batch=wait), dls=torch_dls(n_workers=2)).fit(2)
+            if not cb.training or cb.iter < 2:
+                return
+            (folder / 'trains').touch()
+            while not (folder / 'goes on').exists():
+                time.sleep(0.01)
+
+        checkpointed(folder, every='1ba')(
+            Callback(before_batch=wait), dls=torch_dls(n_workers=2)
+        ).fit(2)
+
     for kill_it in (True, False):
-        folder = tmp_path/f'{kill_it}'
+        folder = tmp_path / f'{kill_it}'
         with start(partial(train, folder)) as child:
-            child.wait(until=(folder/'trains').exists)
+            child.wait(until=(folder / 'trains').exists)
             assert refused(folder) and refused(folder, torch_dls(), resume=True)
             if kill_it:
-                workers = [int(p) for p in Path(f'/proc/{child.pid}/task/{child.pid}/children').read_text().split()]
+                workers = [
+                    int(p)
+                    for p in Path(f'/proc/{child.pid}/task/{child.pid}/children')
+                    .read_text()
+                    .split()
+                ]
                 os.kill(child.pid, signal.SIGKILL)
-                while state_of(child.pid) != 'Z': time.sleep(0.005)
-                once_free(lambda folder=folder: checkpointed(folder)(dls=torch_dls()).fit(2, resume='latest'))
-                assert len(workers) == 2 and all(state_of(pid) in 'SRD' for pid in workers), 'they live on for a while'
+                while state_of(child.pid) != 'Z':
+                    time.sleep(0.005)
+                once_free(
+                    lambda folder=folder: checkpointed(folder)(dls=torch_dls()).fit(
+                        2, resume='latest'
+                    )
+                )
+                assert len(workers) == 2 and all(state_of(pid) in 'SRD' for pid in workers), (
+                    'they live on for a while'
+                )
             else:
-                (folder/'goes on').touch()
+                (folder / 'goes on').touch()
                 assert child.wait() == 0, child.stderr
                 checkpointed(folder)(dls=torch_dls()).fit(3, resume=True)
 
@@ -188,22 +251,25 @@ def once_free(fit: Callable[[], None]) -> None:
     "Fit when the last thread of the killed process is gone, which its zombie does not tell."
     end = time.monotonic() + 2
     while True:
-        try: return fit()
+        try:
+            return fit()
         except FolderInUseError:
-            if time.monotonic() > end: raise
+            if time.monotonic() > end:
+                raise
             time.sleep(0.01)
 
 
-def state_of(pid: int) -> str: return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0]
+def state_of(pid: int) -> str:
+    return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0]
 
 
 @pytest.mark.full
 def test_summary(tmp_path: Path) -> None:
     n = 0
     for i in range(20):
-        pid = holder(tmp_path/f'{i}')
-        assert refused(tmp_path/f'{i}')
+        pid = holder(tmp_path / f'{i}')
+        assert refused(tmp_path / f'{i}')
         kill(pid)
-        checkpointed(tmp_path/f'{i}')().fit(1)
+        checkpointed(tmp_path / f'{i}')().fit(1)
         n += 1
     print(f'row 34: {n} folders in use were refused, and free after SIGKILL')

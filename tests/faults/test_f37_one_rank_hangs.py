@@ -1,4 +1,5 @@
 """Row 37: one of two processes hangs. The other ends at the timeout and names it; the launcher ends the first."""
+
 from __future__ import annotations
 
 import os
@@ -22,17 +23,22 @@ ROOT = Path(__file__).resolve().parents[2]
 class Hangs(Callback):
     order = 70
 
-    def __init__(self, event: str, how: str) -> None: self.event, self.how = event, how
+    def __init__(self, event: str, how: str) -> None:
+        self.event, self.how = event, how
 
     def run_event(self, event: str) -> None:
-        if event != self.event or self.learn.train_iter < 1: return
-        if self.how == 'sleeps': sleep(1000)
-        while True: pass
+        if event != self.event or self.learn.train_iter < 1:
+            return
+        if self.how == 'sleeps':
+            sleep(1000)
+        while True:
+            pass
 
 
 def train(rank: int, who: int, event: str, how: str, timeout_s: float) -> None:
     learn = quiet(make_learner([Hangs(event, how)] if rank == who else []))
-    with learn.distributed('ddp', timeout=timeout_s): learn.fit(2)
+    with learn.distributed('ddp', timeout=timeout_s):
+        learn.fit(2)
 
 
 def others_end(timeout_s: float, *hangs: tuple[int, str, str]) -> float:
@@ -45,8 +51,14 @@ def others_end(timeout_s: float, *hangs: tuple[int, str, str]) -> float:
             other.wait(timeout_s + 20)
             took_s = monotonic() - began
             assert other.code == 1 and hanging.poll() is None, other.stderr
-            assert f'DistributedError: Process {who} of 2 hangs, or was stopped, for {timeout_s:g} s: ' in other.stderr
-            assert f'process {1 - who} waited in' in other.stderr and '(epoch 0, batch ' in other.stderr
+            assert (
+                f'DistributedError: Process {who} of 2 hangs, or was stopped, for {timeout_s:g} s: '
+                in other.stderr
+            )
+            assert (
+                f'process {1 - who} waited in' in other.stderr
+                and '(epoch 0, batch ' in other.stderr
+            )
     return took_s
 
 
@@ -54,31 +66,51 @@ def test_either_hangs() -> None:
     assert others_end(2, (1, 'after_loss', 'sleeps'), (0, 'after_batch', 'loops')) < 2 + 10
 
 
-SCRIPT = '''
+SCRIPT = """
 import os, sys, time
 sys.path[:0] = [r'{root}', r'{root}/tests', r'{root}/tests/faults']
 from test_f37_one_rank_hangs import train
 print('pid', os.getpid(), flush=True)
 train(int(os.environ['RANK']), 1, 'after_loss', 'sleeps', 3.)
-'''
+"""
 
 
 @pytest.mark.full
 def test_torchrun_ends_the_one_that_hangs(tmp_path: Path) -> None:
-    script = tmp_path/'hangs.py'
+    script = tmp_path / 'hangs.py'
     script.write_text(SCRIPT.format(root=ROOT))
-    command = [sys.executable, '-m', 'torch.distributed.run', '--nproc-per-node=2', f'--master-port={free_port()}',
-               str(script)]
+    command = [
+        sys.executable,
+        '-m',
+        'torch.distributed.run',
+        '--nproc-per-node=2',
+        f'--master-port={free_port()}',
+        str(script),
+    ]
     env = os.environ | {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1', 'GLOO_SOCKET_IFNAME': 'lo'}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1 and 'DistributedError: Process 1 of 2 hangs' in done.stderr, done.stderr[-3000:]
+    assert done.returncode == 1 and 'DistributedError: Process 1 of 2 hangs' in done.stderr, (
+        done.stderr[-3000:]
+    )
     pids = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith('pid ')]
     assert len(pids) == 2 and not any(Path(f'/proc/{pid}').exists() for pid in pids)
 
 
 @pytest.mark.full
 def test_hangs_at_several_places() -> None:
-    took_s = [others_end(5, (who, event, how)) for who in range(2) for how in ('sleeps', 'loops')
-              for event in ('after_draw', 'before_pred', 'before_backward', 'after_step', 'after_validate')]
-    print(f'row 37: {len(took_s)} hangs with a timeout of 5 s: the other ended after {max(took_s):.1f} s at most')
+    took_s = [
+        others_end(5, (who, event, how))
+        for who in range(2)
+        for how in ('sleeps', 'loops')
+        for event in (
+            'after_draw',
+            'before_pred',
+            'before_backward',
+            'after_step',
+            'after_validate',
+        )
+    ]
+    print(
+        f'row 37: {len(took_s)} hangs with a timeout of 5 s: the other ended after {max(took_s):.1f} s at most'
+    )
     assert max(took_s) < 5 + 10

@@ -1,4 +1,5 @@
 """Row 38: processes with different numbers of batches. Joined, padded or dropped as asked; own loaders are refused."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -28,8 +29,13 @@ def alone(n: int, kind: str) -> Learner:
 
 
 # 36 samples are 9 batches of 4: five for one process, and four for the other
-@pytest.mark.parametrize(('n', 'kind'), others_in_full(
-    [(36, 'tensors'), (36, 'torch'), (33, 'tensors'), (33, 'torch')], lambda n, kind: (n == 33) == (kind == 'torch')))
+@pytest.mark.parametrize(
+    ('n', 'kind'),
+    others_in_full(
+        [(36, 'tensors'), (36, 'torch'), (33, 'tensors'), (33, 'torch')],
+        lambda n, kind: (n == 33) == (kind == 'torch'),
+    ),
+)
 def test_joined(n: int, kind: str) -> None:
     expected = alone(n, kind)
     for got in run_ranks(train, 2, n, 'join', kind):
@@ -49,14 +55,18 @@ def own_loaders(rank: int, uneven: str) -> list[Any]:
     x, y = make_data(20 - 4 * rank)
     learn = make_learner(DataLoaders(list(zip(x.split(4), y.split(4), strict=True)), device='cpu'))
     try:
-        with learn.distributed('ddp', sharded_already=True, uneven=uneven, timeout='20s'): learn.fit(2)
-    except DistributedError as e: return [str(e)]
-    finally: assert learn.time.st == (8 if uneven == 'drop' else 0)
+        with learn.distributed('ddp', sharded_already=True, uneven=uneven, timeout='20s'):
+            learn.fit(2)
+    except DistributedError as e:
+        return [str(e)]
+    finally:
+        assert learn.time.st == (8 if uneven == 'drop' else 0)
     return [learn.time.st]
 
 
 def test_loaders_that_bring_their_share_are_refused_before_the_first_step() -> None:
-    for text, in run_ranks(own_loaders, 2, 'join'): assert '5' in text and '4' in text and 'drop' in text
+    for (text,) in run_ranks(own_loaders, 2, 'join'):
+        assert '5' in text and '4' in text and 'drop' in text
 
 
 def test_or_cut_to_the_shortest() -> None:
@@ -71,6 +81,10 @@ def test_any_number_of_samples() -> None:
             expected = make_learner(make_dls(n, 4 * n_ranks))
             expected.fit(2)
             for got in run_ranks(train, n_ranks, n, 'join', 'tensors'):
-                assert (got['weights'] - weights(expected)).abs().max() < 1e-10 and got['samples'] == 2 * n
+                assert (got['weights'] - weights(expected)).abs().max() < 1e-10 and got[
+                    'samples'
+                ] == 2 * n
             n_tried += 1
-    print(f'row 38: {n_tried} sizes of data sets in 2, 3 and 4 processes, each as one process has it')
+    print(
+        f'row 38: {n_tried} sizes of data sets in 2, 3 and 4 processes, each as one process has it'
+    )

@@ -1,4 +1,5 @@
 """Row 40: the first process cannot save, or a loss is NaN in one. All raise, at the same step."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -24,39 +25,61 @@ def cannot_save(rank: int, folder: Path, background: bool) -> list[Any]:
     def full(*args: Any) -> Any:
         nonlocal n
         n += 1
-        if n == 2: raise OSError(28, 'No space left on device')
+        if n == 2:
+            raise OSError(28, 'No space left on device')
         return real(*args)
+
     statefile._write = full  # type: ignore[assignment]  # of this process alone
     with learn.distributed('ddp', timeout='20s'):
-        try: learn.fit(2, cbs=Checkpoint(every='3ba', folder=folder, background=background))
-        except (OSError, LearnkitError) as e: return [type(e).__name__, str(e), learn.time.ba]
+        try:
+            learn.fit(2, cbs=Checkpoint(every='3ba', folder=folder, background=background))
+        except (OSError, LearnkitError) as e:
+            return [type(e).__name__, str(e), learn.time.ba]
     return ['nothing was raised', '', learn.time.ba]
 
 
 @pytest.mark.parametrize('background', [False, True])
 def test_the_first_cannot_save(background: bool, tmp_path: Path) -> None:
     (first, _, ba), (other, text, other_ba) = run_ranks(cannot_save, 2, tmp_path, background)
-    assert (first, other) == ('OSError', 'DistributedError') and 'Process 0 of 2' in text and 'No space' in text
+    assert (
+        (first, other) == ('OSError', 'DistributedError')
+        and 'Process 0 of 2' in text
+        and 'No space' in text
+    )
     assert ba == other_ba and (ba == 6 if not background else 6 <= ba <= 10)
     assert [p.name for p in tmp_path.glob('*.ckpt')] == ['00001-ep0-ba3.ckpt']
 
 
 def poisoned(rank: int, victim: int, what: str, policy: str) -> list[Any]:
     "Train; in one process the loss, or a gradient, is NaN at its fourth batch."
+
     def poison(cb: Any) -> None:
-        if cb.world.rank != victim or cb.learn.time.ba != 3: return
-        if what == 'loss': cb.learn.loss_grad = cb.loss_grad * torch.nan
-        else: next(cb.model.parameters()).grad.fill_(torch.nan)
+        if cb.world.rank != victim or cb.learn.time.ba != 3:
+            return
+        if what == 'loss':
+            cb.learn.loss_grad = cb.loss_grad * torch.nan
+        else:
+            next(cb.model.parameters()).grad.fill_(torch.nan)
+
     event = 'after_loss' if what == 'loss' else 'after_backward'
-    learn = make_learner(make_dls(104, 4), cbs=[GuardNonFinite(policy), Callback(**{event: poison})])
+    learn = make_learner(
+        make_dls(104, 4), cbs=[GuardNonFinite(policy), Callback(**{event: poison})]
+    )
     with learn.distributed('ddp', timeout='20s'):
-        try: learn.fit(1)
-        except LearnkitError as e: return [type(e).__name__, str(e), learn.time.ba, weights(learn)]
+        try:
+            learn.fit(1)
+        except LearnkitError as e:
+            return [type(e).__name__, str(e), learn.time.ba, weights(learn)]
         return ['', '', learn.time.ba, weights(learn)]
 
 
-@pytest.mark.parametrize(('victim', 'what'), others_in_full(
-    [(0, 'loss'), (0, 'gradient'), (1, 'loss'), (1, 'gradient')], lambda victim, what: victim == (what == 'gradient')))
+@pytest.mark.parametrize(
+    ('victim', 'what'),
+    others_in_full(
+        [(0, 'loss'), (0, 'gradient'), (1, 'loss'), (1, 'gradient')],
+        lambda victim, what: victim == (what == 'gradient'),
+    ),
+)
 def test_nan_in_one(victim: int, what: str) -> None:
     a, b = run_ranks(poisoned, 2, victim, what, 'raise')
     assert a[2] == b[2] == 3 and torch.equal(a[3], b[3]) and a[3].isfinite().all()
@@ -71,5 +94,6 @@ def test_nan_in_one_is_skipped_in_both(recwarn: pytest.WarningsRecorder) -> None
 
 def skipping(rank: int) -> list[Any]:
     import warnings
+
     warnings.simplefilter('ignore', UserWarning)
     return poisoned(rank, 1, 'loss', 'skip')

@@ -1,4 +1,5 @@
 """What the tests of several processes share: a small training in float64 that one process or many can do."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -22,27 +23,42 @@ def make_data(n: int, seed: int = 1, classes: int = 3) -> tuple[Tensor, Tensor]:
     return x, (x @ torch.randn(5, classes, generator=g, dtype=torch.float64)).argmax(1)
 
 
-def make_dls(n: int = 104, bs: int = 8, kind: str = 'tensors', n_valid: int = 37, **options: Any) -> DataLoaders:
+def make_dls(
+    n: int = 104, bs: int = 8, kind: str = 'tensors', n_valid: int = 37, **options: Any
+) -> DataLoaders:
     train, valid = make_data(n), make_data(n_valid, seed=2)
-    if kind == 'tensors': return DataLoaders.from_tensors(train, valid, bs=bs, seed=3, device='cpu', **options)
+    if kind == 'tensors':
+        return DataLoaders.from_tensors(train, valid, bs=bs, seed=3, device='cpu', **options)
     g = torch.Generator().manual_seed(3)
-    return DataLoaders(DataLoader(TensorDataset(*train), bs, shuffle=True, generator=g, **options),
-                       DataLoader(TensorDataset(*valid), bs), device='cpu')
+    return DataLoaders(
+        DataLoader(TensorDataset(*train), bs, shuffle=True, generator=g, **options),
+        DataLoader(TensorDataset(*valid), bs),
+        device='cpu',
+    )
 
 
-def make_model(seed: int = 0, width: int = 16, dropout: float = 0.) -> nn.Module:
+def make_model(seed: int = 0, width: int = 16, dropout: float = 0.0) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Dropout(dropout), nn.Linear(width, 3)).double()
+    return nn.Sequential(
+        nn.Linear(5, width), nn.Tanh(), nn.Dropout(dropout), nn.Linear(width, 3)
+    ).double()
 
 
 def make_learner(
     dls: DataLoaders | None = None,
     path: str | Path = '.',
-    dropout: float = 0.,
+    dropout: float = 0.0,
     **options: Any,
 ) -> Learner:
-    defaults = {'loss_func': F.cross_entropy, 'opt_func': torch.optim.Adam, 'lr': 1e-2, 'metrics': accuracy}
-    learn = Learner(dls or make_dls(), make_model(dropout=dropout), path=path, **{**defaults, **options})
+    defaults = {
+        'loss_func': F.cross_entropy,
+        'opt_func': torch.optim.Adam,
+        'lr': 1e-2,
+        'metrics': accuracy,
+    }
+    learn = Learner(
+        dls or make_dls(), make_model(dropout=dropout), path=path, **{**defaults, **options}
+    )
     learn.logger = lambda row: None
     learn.remove_cb(learn.progress)
     return learn
@@ -58,15 +74,21 @@ def rows(learn: Learner) -> list[dict[str, Any]]:
 
 def same_rows(a: list[dict[str, Any]], b: list[dict[str, Any]], tolerance: float = 1e-10) -> bool:
     "Compare histories; what is no number must be equal, and `accuracy` is a float32 mean of each batch."
+
     def same(k: str, v: Any, w: Any) -> bool:
-        if not isinstance(v, float): return bool(v == w)
+        if not isinstance(v, float):
+            return bool(v == w)
         return abs(v - w) <= (max(tolerance, 1e-8) if k == 'accuracy' else tolerance)
-    return len(a) == len(b) and all(r.keys() == s.keys() and all(same(k, r[k], s[k]) for k in r)
-                                    for r, s in zip(a, b, strict=True))
+
+    return len(a) == len(b) and all(
+        r.keys() == s.keys() and all(same(k, r[k], s[k]) for k in r)
+        for r, s in zip(a, b, strict=True)
+    )
 
 
 @contextmanager
 def interrupted() -> Iterator[None]:
     "Expect a Ctrl-C in every process; one that comes to its own late may hear of another's before."
-    with pytest.raises((KeyboardInterrupt, DistributedError)) as e: yield
+    with pytest.raises((KeyboardInterrupt, DistributedError)) as e:
+        yield
     assert 'KeyboardInterrupt' in repr(e.value)

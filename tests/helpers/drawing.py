@@ -1,5 +1,6 @@
 """What tests of positions share: loaders of every kind, a pass over them with random numbers drawn between batches, and
 its comparison with one that was broken off and gone on with in a loader made anew."""
+
 from __future__ import annotations
 
 import io
@@ -26,49 +27,71 @@ class Items(Dataset[Any]):
     def __init__(self, noise: str = '', seed: int = 0, n: int = N) -> None:
         self.n, self.transform = n, Noise(noise, seed)
 
-    def __len__(self) -> int: return self.n
-    def __getitem__(self, i: int) -> Tensor: return torch.tensor([i, self.transform()], dtype=torch.float64)
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, i: int) -> Tensor:
+        return torch.tensor([i, self.transform()], dtype=torch.float64)
 
 
 class Noise:
     def __init__(self, noise: str, seed: int) -> None:
         self.noise = noise
-        if noise == 'own': self.rng = np.random.default_rng(seed)
-        if noise == 'own python': self.rng: Any = random.Random(seed)
+        if noise == 'own':
+            self.rng = np.random.default_rng(seed)
+        if noise == 'own python':
+            self.rng: Any = random.Random(seed)
 
     def __call__(self) -> float:
-        draw: dict[str, Callable[[], Any]] = {'': float, 'torch': lambda: torch.rand(1).item(), 'python': random.random,
-                                              'numpy': np.random.rand}
+        draw: dict[str, Callable[[], Any]] = {
+            '': float,
+            'torch': lambda: torch.rand(1).item(),
+            'python': random.random,
+            'numpy': np.random.rand,
+        }
         return float(draw[self.noise]() if self.noise in draw else self.rng.random())
 
 
 class OwnSeed(Sampler[int]):
     "Draws each epoch's order from a generator of its own, index by index."
 
-    def __init__(self, seed: int) -> None: self.rng = np.random.default_rng(seed)
-    def __len__(self) -> int: return N
-    def __iter__(self) -> Iterator[int]: return (int(self.rng.integers(N)) for _ in range(N))
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def __len__(self) -> int:
+        return N
+
+    def __iter__(self) -> Iterator[int]:
+        return (int(self.rng.integers(N)) for _ in range(N))
 
 
 class Eager(Sampler[list[int]]):
     "A batch sampler that draws when iteration begins, not when the first batch is drawn."
 
-    def __len__(self) -> int: return 6
-    def __iter__(self) -> Iterator[list[int]]: return iter([c.tolist() for c in torch.randperm(N).split(BS)])
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([c.tolist() for c in torch.randperm(N).split(BS)])
 
 
 class IndexByIndex(Sampler[int]):
     "Goes on drawing from Python's global generator, as other code does."
 
-    def __len__(self) -> int: return N
-    def __iter__(self) -> Iterator[int]: return (random.randrange(N) for _ in range(N))
+    def __len__(self) -> int:
+        return N
+
+    def __iter__(self) -> Iterator[int]:
+        return (random.randrange(N) for _ in range(N))
 
 
 class Counting(Sampler[int]):
     "Another order each epoch, by a count of them."
+
     epoch = 0
 
-    def __len__(self) -> int: return N
+    def __len__(self) -> int:
+        return N
 
     def __iter__(self) -> Iterator[int]:
         self.epoch += 1
@@ -77,12 +100,19 @@ class Counting(Sampler[int]):
 
 class Told(Sampler[int]):
     "As `Counting`, told the epoch by `set_epoch`; here it tells itself."
-    def __init__(self, seed: int) -> None: self._epoch = 0
-    def __len__(self) -> int: return N
-    def set_epoch(self, epoch: int) -> None: self._epoch = epoch
+
+    def __init__(self, seed: int) -> None:
+        self._epoch = 0
+
+    def __len__(self) -> int:
+        return N
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
 
     @property
-    def epoch(self) -> int: return self._epoch
+    def epoch(self) -> int:
+        return self._epoch
 
     def __iter__(self) -> Iterator[int]:
         self.set_epoch(self.epoch + 1)
@@ -92,25 +122,37 @@ class Told(Sampler[int]):
 class Stream(IterableDataset[Any]):
     "Yields what is its worker's share, out of a shuffling buffer with a generator of its own or a global one."
 
-    def __init__(self, seed: int, own: bool = True) -> None: self.rng: Any = random.Random(seed) if own else random
+    def __init__(self, seed: int, own: bool = True) -> None:
+        self.rng: Any = random.Random(seed) if own else random
 
     def __iter__(self) -> Iterator[Tensor]:
         worker = get_worker_info()
-        left = list(range(0 if worker is None else worker.id, N, 1 if worker is None else worker.num_workers))
-        while left: yield torch.tensor([left.pop(self.rng.randrange(len(left))), self.rng.random()])
+        left = list(
+            range(
+                0 if worker is None else worker.id, N, 1 if worker is None else worker.num_workers
+            )
+        )
+        while left:
+            yield torch.tensor([left.pop(self.rng.randrange(len(left))), self.rng.random()])
 
 
 def between() -> None:
     "Draw from every global generator, as dropout and callbacks do."
-    torch.rand(3); np.random.rand(); random.random()
+    torch.rand(3)
+    np.random.rand()
+    random.random()
 
 
 def generators(dl: Any) -> int:
     "Return a digest of every generator, the loader's own among them."
+
     def frozen(v: Any) -> Any:
-        if isinstance(v, Tensor): return v.numpy().tobytes()
-        if isinstance(v, dict): return tuple((k, frozen(x)) for k, x in v.items())
+        if isinstance(v, Tensor):
+            return v.numpy().tobytes()
+        if isinstance(v, dict):
+            return tuple((k, frozen(x)) for k, x in v.items())
         return tuple(map(frozen, v)) if isinstance(v, tuple) and len(v) < 9 else v
+
     return hash(frozen((capture_rng(), capture_own(dl))))
 
 
@@ -122,7 +164,10 @@ def saved(drawing: LoaderPosition, n: int) -> bytes:
 
 
 def one_pass(
-    drawing: LoaderPosition, n: int = 0, begun: bool = False, keep: bool = True,
+    drawing: LoaderPosition,
+    n: int = 0,
+    begun: bool = False,
+    keep: bool = True,
 ) -> tuple[list[Any], dict[int, bytes]]:
     "Draw an epoch from its batch `n`; return the batches, with all generators after each, and checkpoints to keep."
     batches, seen, checkpoints = drawing.begin(), [], {}
@@ -140,10 +185,16 @@ def one_pass(
 
 
 def go_on(
-    make: Callable[[int], Any], checkpoint: bytes, epochs: int = 2, replay: bool | None = None, keep: bool = True,
+    make: Callable[[int], Any],
+    checkpoint: bytes,
+    epochs: int = 2,
+    replay: bool | None = None,
+    keep: bool = True,
 ) -> tuple[list[list[Any]], list[dict[int, bytes]]]:
     "Go on from a checkpoint in a loader made anew, with other global seeds; return as `straight` does."
-    random.seed(7); np.random.seed(7); torch.manual_seed(7)
+    random.seed(7)
+    np.random.seed(7)
+    torch.manual_seed(7)
     dl = make(7)
     state = torch.load(io.BytesIO(checkpoint), weights_only=True)
     restore_rng(state['rng'])
@@ -157,14 +208,20 @@ def go_on(
     return passes, checkpoints
 
 
-def gone_on(make: Callable[[int], Any], checkpoint: bytes, epochs: int = 2, replay: bool | None = None) -> list[Any]:
+def gone_on(
+    make: Callable[[int], Any], checkpoint: bytes, epochs: int = 2, replay: bool | None = None
+) -> list[Any]:
     "Return what comes, epoch by epoch, when a run goes on from a checkpoint."
     return go_on(make, checkpoint, epochs, replay, keep=False)[0]
 
 
-def straight(make: Callable[[int], Any], epochs: int = 2) -> tuple[list[list[Any]], list[dict[Any, bytes]]]:
+def straight(
+    make: Callable[[int], Any], epochs: int = 2
+) -> tuple[list[list[Any]], list[dict[Any, bytes]]]:
     "Draw some epochs; return what came, and the checkpoints of each by batch, that of its end as 'end'."
-    random.seed(1); np.random.seed(1); torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
     dl, passes, checkpoints = make(1), [], []
     for _ in range(epochs):
         seen, kept = one_pass(LoaderPosition(dl))
@@ -173,23 +230,29 @@ def straight(make: Callable[[int], Any], epochs: int = 2) -> tuple[list[list[Any
     return passes, checkpoints
 
 
-def check(make: Callable[[int], Any], places: list[Any], epochs: int = 2, replay: bool | None = None) -> None:
+def check(
+    make: Callable[[int], Any], places: list[Any], epochs: int = 2, replay: bool | None = None
+) -> None:
     "Compare the rest of the first epoch, and the next ones, bit for bit; at 'end' it is the next ones alone."
     passes, checkpoints = straight(make, epochs)
     assert len(passes[0]) > 3
     for place in places:
-        if place == 'last': place = len(passes[0]) - 1
+        if place == 'last':
+            place = len(passes[0]) - 1
         rest = passes[1:] if place == 'end' else [list(islice(passes[0], place, None)), *passes[1:]]
         assert gone_on(make, checkpoints[0][place], len(rest), replay) == rest, place
 
 
 def loader(noise: str = '', workers: int = 0, **options: Any) -> Callable[[int], Any]:
     "Return what makes a DataLoader; options that are functions are called with the seed."
+
     def make(seed: int) -> DataLoader[Any]:
         made = {k: v(seed) if callable(v) else v for k, v in options.items()}
         sizes = {} if 'batch_sampler' in made else {'batch_size': BS}
         return DataLoader(Items(noise, seed), num_workers=workers, **{**sizes, **made})
+
     return make
 
 
-def seeded(seed: int) -> torch.Generator: return torch.Generator().manual_seed(seed)
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)

@@ -1,4 +1,5 @@
 """Run code in a process that has imported torch and nothing else: forked from one that waits, it is there at once."""
+
 from __future__ import annotations
 
 import atexit
@@ -16,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # A child ends as an interpreter does: it waits for threads, and runs what `atexit` has. It leaves out to free torch's
 # modules, which takes half a second.
-PARENT = '''
+PARENT = """
 import atexit, os, sys, threading, traceback
 for name in sys.argv[1:]:
     __import__(name)
@@ -63,31 +64,39 @@ threading._shutdown()
 atexit._run_exitfuncs()
 sys.stdout.flush()
 os._exit(code)
-'''
+"""
 
 
 @cache
 def _waiting(*modules: str) -> subprocess.Popen[str]:
     "Start the process that has imported the modules, once; warnings are errors in it and its children."
     command = [sys.executable, '-W', 'error', '-c', PARENT, *modules]
-    parent = subprocess.Popen(command, cwd=ROOT, env=os.environ | {'PYTHONPATH': str(ROOT)}, text=True,
-                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    parent = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | {'PYTHONPATH': str(ROOT)},
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
 
     def stop() -> None:
         with parent:
             parent.kill()
+
     atexit.register(stop)
     return parent
 
 
 def run_fresh(
     code: str,
-    *arguments: object,                         # `sys.argv[1:]`
+    *arguments: object,  # `sys.argv[1:]`
     cwd: Path = ROOT,
     env: Mapping[str, str] = os.environ,
-    terminal: str = '',                         # the path of one that the process writes to and reads from
-    has: tuple[str, ...] = ('torch',),          # what is imported before
-    timeout_s: int = 60,                        # SIGALRM ends it then
+    terminal: str = '',  # the path of one that the process writes to and reads from
+    has: tuple[str, ...] = ('torch',),  # what is imported before
+    timeout_s: int = 60,  # SIGALRM ends it then
 ) -> CompletedProcess[str]:
     "Run code as `python -W error -c` does; return its exit code and what it printed."
     parent = _waiting(*has)

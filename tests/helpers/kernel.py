@@ -1,4 +1,5 @@
 """A real Jupyter kernel: to run cells in, to interrupt, to ask for completions."""
+
 from __future__ import annotations
 
 import os
@@ -17,36 +18,46 @@ ROOT = Path(__file__).resolve().parents[2]
 class Kernel:
     "A running kernel and its client."
 
-    def __init__(self, manager: Any, client: Any) -> None: self.manager, self.client = manager, client
+    def __init__(self, manager: Any, client: Any) -> None:
+        self.manager, self.client = manager, client
 
-    def run(self, code: str, interrupt_at: str = '', timeout_s: float = 60.) -> list[Any]:
+    def run(self, code: str, interrupt_at: str = '', timeout_s: float = 60.0) -> list[Any]:
         """Run a cell and return its outputs as a notebook keeps them: an update takes the place of what it updates.
 
         The kernel is interrupted, as by the stop button, once an output has text like the pattern `interrupt_at`."""
         from nbformat.v4 import output_from_msg
+
         request, outputs, shown, end = self.client.execute(code), [], {}, monotonic() + timeout_s
         self.n_messages = 0
         while True:
-            try: message = self.client.get_iopub_msg(timeout=max(end - monotonic(), 0.01))
-            except Empty: raise TimeoutError(f'{code!r} has not ended; so far it showed {outputs}') from None
-            if message['parent_header'].get('msg_id') != request: continue
+            try:
+                message = self.client.get_iopub_msg(timeout=max(end - monotonic(), 0.01))
+            except Empty:
+                raise TimeoutError(f'{code!r} has not ended; so far it showed {outputs}') from None
+            if message['parent_header'].get('msg_id') != request:
+                continue
             kind, content = message['msg_type'], message['content']
-            if kind == 'status' and content['execution_state'] == 'idle': return outputs
+            if kind == 'status' and content['execution_state'] == 'idle':
+                return outputs
             self.n_messages += 1
             name = content.get('transient', {}).get('display_id')
-            if kind == 'update_display_data': shown[name].update(data=content['data'], metadata=content['metadata'])
+            if kind == 'update_display_data':
+                shown[name].update(data=content['data'], metadata=content['metadata'])
             elif kind == 'stream' and outputs and outputs[-1].get('name') == content['name']:
                 outputs[-1]['text'] += content['text']
             elif kind in ('display_data', 'execute_result', 'error', 'stream'):
                 outputs.append(output_from_msg(message))
-                if name: shown[name] = outputs[-1]
+                if name:
+                    shown[name] = outputs[-1]
             if interrupt_at and re.search(interrupt_at, str(content)):
                 interrupt_at = ''
                 self.manager.interrupt_kernel()
 
     def value(self, expression: str) -> Any:
         "Return what a cell prints, as text."
-        return ''.join(o['text'] for o in self.run(f'print({expression})') if o['output_type'] == 'stream').strip()
+        return ''.join(
+            o['text'] for o in self.run(f'print({expression})') if o['output_type'] == 'stream'
+        ).strip()
 
     def completions(self, code: str) -> list[str]:
         "Return what Tab offers at the end of a cell."
@@ -58,8 +69,9 @@ class Kernel:
 def running_kernel(folder: Path, setup: str) -> Iterator[Kernel]:
     "Give a kernel that has run the set-up."
     from jupyter_client.manager import start_new_kernel
+
     env = {key: value for key, value in os.environ.items() if key != 'MPLBACKEND'}
-    env |= {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1', 'IPYTHONDIR': str(folder/'.ipython')}
+    env |= {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1', 'IPYTHONDIR': str(folder / '.ipython')}
     with warnings.catch_warnings():
         # those of the client and its sockets: the kernel is another process
         warnings.simplefilter('ignore')

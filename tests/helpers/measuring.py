@@ -1,4 +1,5 @@
 """What the tests of metrics share: a tensor that notices host reads, and a stand-in for a Learner in one batch."""
+
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -13,11 +14,13 @@ devices = pytest.mark.parametrize('device', ['cpu', pytest.param('cuda', marks=p
 
 class Watched(torch.Tensor):
     "A tensor that counts what would make the host wait if it were on a device, as which it is treated."
+
     reads = 0
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, '__name__', '') in HOST_READS: Watched.reads += 1
+        if getattr(func, '__name__', '') in HOST_READS:
+            Watched.reads += 1
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
@@ -33,7 +36,8 @@ def batch(pred: Any = None, *yb: Any, xb: tuple[Any, ...] = (), **kw: Any) -> Si
 def fed(metric: Any, pred: torch.Tensor, *targs: torch.Tensor, bs: int = 64, **kw: Any) -> Any:
     "The metric after one pass over the set."
     metric.reset()
-    for parts in zip(*(t.split(bs) for t in (pred, *targs)), strict=True): metric.accumulate(batch(*parts, **kw))
+    for parts in zip(*(t.split(bs) for t in (pred, *targs)), strict=True):
+        metric.accumulate(batch(*parts, **kw))
     return metric
 
 

@@ -1,4 +1,5 @@
 """Weights on a noisy bowl, and a small training, for the tests of optimizers."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -11,7 +12,10 @@ from learnkit import Learner, TrainEvalCallback
 
 def weights(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
     gen = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=gen, dtype=dtype)) for shape in ((5, 3), (5,), (2, 5))]
+    return [
+        nn.Parameter(torch.randn(shape, generator=gen, dtype=dtype))
+        for shape in ((5, 3), (5,), (2, 5))
+    ]
 
 
 def after(make: Any, n: int = 20, ps: list[nn.Parameter] | None = None) -> Tensor:
@@ -19,7 +23,8 @@ def after(make: Any, n: int = 20, ps: list[nn.Parameter] | None = None) -> Tenso
     ps = weights() if ps is None else ps
     opt, gen = make(ps), torch.Generator().manual_seed(1)
     for _ in range(n):
-        for p in ps: p.grad = torch.randn(p.shape, generator=gen, dtype=p.dtype) * 3 + p.detach()
+        for p in ps:
+            p.grad = torch.randn(p.shape, generator=gen, dtype=p.dtype) * 3 + p.detach()
         opt.step()
     return torch.cat([p.detach().flatten() for p in ps])
 
@@ -31,10 +36,21 @@ def net() -> nn.Sequential:
 
 def data(n: int = 5, bs: int = 4) -> list[tuple[Tensor, Tensor]]:
     gen = torch.Generator().manual_seed(1)
-    return [(torch.randn(bs, 3, generator=gen, dtype=torch.float64),
-             torch.randn(bs, 1, generator=gen, dtype=torch.float64)) for _ in range(n)]
+    return [
+        (
+            torch.randn(bs, 3, generator=gen, dtype=torch.float64),
+            torch.randn(bs, 1, generator=gen, dtype=torch.float64),
+        )
+        for _ in range(n)
+    ]
 
 
 def learner(model: nn.Module, *cbs: Any, **kwargs: Any) -> Learner:
-    return Learner(data(), model, nn.MSELoss(), cbs=[TrainEvalCallback, *cbs], default_cbs=False,
-                   **{'lr': 0.05, **kwargs})
+    return Learner(
+        data(),
+        model,
+        nn.MSELoss(),
+        cbs=[TrainEvalCallback, *cbs],
+        default_cbs=False,
+        **{'lr': 0.05, **kwargs},
+    )

@@ -1,4 +1,5 @@
 """What a run has shown and written, without what tells of the clock: for comparing two runs."""
+
 from __future__ import annotations
 
 import json
@@ -24,13 +25,20 @@ CLOCKS = ('time', 'throughput/', 'memory/', 'cpu_', 'disk_', 'network_', 'epoch/
 
 def said(value: Any, path: Path) -> Any:
     "Return a value as what states are compared by: paths relative to the run's folder, objects by their class."
-    if value is None or isinstance(value, (bool, int, float, str)): return value
-    if isinstance(value, Tensor): return value.detach().clone()
-    if isinstance(value, Path): return f'path {value.relative_to(path) if value.is_relative_to(path) else value}'
-    if isinstance(value, Timestamp): return str(value.replace(sec=0.))
-    if isinstance(value, Time): return str(value)
-    if isinstance(value, dict): return {str(k): said(v, path) for k, v in value.items()}
-    if isinstance(value, (list, tuple, deque)) or type(value).__name__ == 'L': return [said(v, path) for v in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, Path):
+        return f'path {value.relative_to(path) if value.is_relative_to(path) else value}'
+    if isinstance(value, Timestamp):
+        return str(value.replace(sec=0.0))
+    if isinstance(value, Time):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(k): said(v, path) for k, v in value.items()}
+    if isinstance(value, (list, tuple, deque)) or type(value).__name__ == 'L':
+        return [said(v, path) for v in value]
     return type(value).__name__
 
 
@@ -51,8 +59,10 @@ def printed(learn: Learner, lines: list[str]) -> Iterator[None]:
     "Gather what a fit prints: rows without their time, and messages."
     before, learn.logger = learn.logger, lambda row: lines.append(str(list(row)[:-1]))
     try:
-        with redirect_stdout(_Lines(lines)): yield
-    finally: learn.logger = before
+        with redirect_stdout(_Lines(lines)):
+            yield
+    finally:
+        learn.logger = before
 
 
 def files_of(learn: Learner) -> dict[str, Any]:
@@ -63,27 +73,44 @@ def files_of(learn: Learner) -> dict[str, Any]:
     for path in sorted(p for p in learn.path.rglob('*') if p.is_file() and p.parent not in events):
         name = str(path.relative_to(learn.path))
         if path.suffix in ('.csv', '.jsonl'):
-            found[name] = [{k: v for k, v in row.items() if not k.startswith(CLOCKS)} for row in read_log(path)]
+            found[name] = [
+                {k: v for k, v in row.items() if not k.startswith(CLOCKS)} for row in read_log(path)
+            ]
             found[f'{name}, lines'] = len(path.read_text().splitlines())
-            if path.suffix == '.csv': found[f'{name}, columns'] = path.read_text().split('\n')[0]
-        elif path.parent.name == 'metrics' and 'mlruns' in path.parts and not path.name.startswith(CLOCKS):
+            if path.suffix == '.csv':
+                found[f'{name}, columns'] = path.read_text().split('\n')[0]
+        elif (
+            path.parent.name == 'metrics'
+            and 'mlruns' in path.parts
+            and not path.name.startswith(CLOCKS)
+        ):
             found[name] = [line.split()[1:] for line in path.read_text().splitlines()]
-        elif 'wandb' in path.parts: continue  # of its own kind
-        elif path.suffix == '.json': found[name] = json.loads(path.read_text())
-        elif path.suffix == '.pth': found[name] = torch.load(path, weights_only=True)
-        elif path.name.startswith('result_'): found[name] = list(map(without_time, path.read_text().splitlines()))
-        elif path.suffix in ('.png', '.txt'): found[name] = path.read_bytes()
-        elif path.suffix == '.pt2': found[name] = 'a program'
+        elif 'wandb' in path.parts:
+            continue  # of its own kind
+        elif path.suffix == '.json':
+            found[name] = json.loads(path.read_text())
+        elif path.suffix == '.pth':
+            found[name] = torch.load(path, weights_only=True)
+        elif path.name.startswith('result_'):
+            found[name] = list(map(without_time, path.read_text().splitlines()))
+        elif path.suffix in ('.png', '.txt'):
+            found[name] = path.read_bytes()
+        elif path.suffix == '.pt2':
+            found[name] = 'a program'
     return found
 
 
-def without_time(line: str) -> str: return line.replace(line.partition('"time_ms": ')[2].partition(',')[0], '')
+def without_time(line: str) -> str:
+    return line.replace(line.partition('"time_ms": ')[2].partition(',')[0], '')
 
 
 def scalars(folder: Path) -> dict[str, Any]:
     "Return what TensorBoard shows of a folder: scalars, and the number of texts."
     reader: Any = import_module('tensorboard.backend.event_processing.event_accumulator')
     events = reader.EventAccumulator(str(folder), size_guidance={'scalars': 0}).Reload()
-    numbers = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()['scalars']
-               if not tag.startswith(CLOCKS)}
+    numbers = {
+        tag: [(e.step, e.value) for e in events.Scalars(tag)]
+        for tag in events.Tags()['scalars']
+        if not tag.startswith(CLOCKS)
+    }
     return {**numbers, **{tag: len(events.Tensors(tag)) for tag in events.Tags()['tensors']}}

@@ -1,4 +1,5 @@
 """Several processes that train together: forked from this one, so that they are there in a tenth of a second."""
+
 from __future__ import annotations
 
 import os
@@ -33,8 +34,15 @@ def started_ranks(
     def live(rank: int) -> Any:
         warnings.simplefilter('error')
         warnings.filterwarnings('ignore', category=FutureWarning, module='torch')
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(n),
-                          MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port), GLOO_SOCKET_IFNAME='lo')
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(n),
+            LOCAL_WORLD_SIZE=str(n),
+            MASTER_ADDR='127.0.0.1',
+            MASTER_PORT=str(port),
+            GLOO_SOCKET_IFNAME='lo',
+        )
         return job(rank, *arguments)
 
     with ExitStack() as stack:
@@ -45,15 +53,22 @@ def run_ranks(
     job: Callable[..., Any],  # called with the rank, and `arguments`
     n: int = 2,
     *arguments: Any,
-    timeout_s: float = 90.,
+    timeout_s: float = 90.0,
 ) -> list[Any]:
     "Run a job in `n` processes, and return what each has returned; raise what the first that failed has written."
     with started_ranks(job, n, *arguments) as children:
         end = monotonic() + timeout_s
         while any(c.poll() is None for c in children) and not any(c.poll() for c in children):
-            children[0].wait(max(0.1, end - monotonic()), until=lambda: any(c.poll() is not None for c in children))
+            children[0].wait(
+                max(0.1, end - monotonic()),
+                until=lambda: any(c.poll() is not None for c in children),
+            )
             for c in children:
-                if c.poll() is None: c.wait(max(0.1, end - monotonic()), until=lambda: any(c.poll() for c in children))
+                if c.poll() is None:
+                    c.wait(
+                        max(0.1, end - monotonic()), until=lambda: any(c.poll() for c in children)
+                    )
         for c in children:
-            if c.poll(): raise c.error(f'ended with {c.code}')
+            if c.poll():
+                raise c.error(f'ended with {c.code}')
         return [c.result for c in children]

@@ -1,4 +1,5 @@
 """What tests of exact resume share: train straight, keep every checkpoint, go on from each in a new Learner."""
+
 from __future__ import annotations
 
 import io
@@ -25,16 +26,20 @@ def through_a_file(state: State) -> State:
 
 class Keep(Callback):
     "Keep a checkpoint of every place of the loop."
+
     order = 2000
 
-    def __init__(self, keeping: bool = True) -> None: self.kept, self._keeping = list[State](), keeping
+    def __init__(self, keeping: bool = True) -> None:
+        self.kept, self._keeping = list[State](), keeping
 
     def keep(self) -> None:
         if self._keeping:
             self.kept.append(self.learn.checkpoint_state())
 
     batch_checkpoint = epoch_checkpoint = iteration_checkpoint = keep
-    def state_dict(self) -> None: return None
+
+    def state_dict(self) -> None:
+        return None
 
 
 def scramble(seed: int) -> None:
@@ -49,15 +54,16 @@ def straight(make: Callable[[], Learner], fit: Callable[..., None]) -> tuple[Sta
     scramble(0)
     learn, keep = make(), Keep()
     learn.add_cb(keep)
-    with learn.no_logging(): fit(learn, False)
+    with learn.no_logging():
+        fit(learn, False)
     return learn.checkpoint_state(), keep.kept
 
 
 def check_every_place(
-    make: Callable[[], Learner],                # makes the Learner, seeded as a script would
+    make: Callable[[], Learner],  # makes the Learner, seeded as a script would
     fit: Callable[[Learner, Any], None] = lambda learn, resume: learn.fit(2, resume=resume),
-    places: Callable[[list[State]], Iterable[State]] = lambda kept: kept,   # which are tried
-    keep_again: bool = False,                   # whether resumed runs take checkpoints, too
+    places: Callable[[list[State]], Iterable[State]] = lambda kept: kept,  # which are tried
+    keep_again: bool = False,  # whether resumed runs take checkpoints, too
 ) -> list[State]:
     "Assert that going on from each checkpoint ends in the very state of the run that was not stopped."
     end, kept = straight(make, fit)
@@ -67,8 +73,11 @@ def check_every_place(
         learn = make()
         scramble(200 + i)
         learn.add_cb(Keep(keeping=keep_again))
-        with learn.no_logging(): fit(learn, state)
+        with learn.no_logging():
+            fit(learn, state)
         loop = state['loop']
         where = f'{loop["place"]} {loop["epoch"]}.{loop["iter"]}'
-        assert not (found := differences(end, learn.checkpoint_state())), '\n'.join([f'resumed at {where}:', *found])
+        assert not (found := differences(end, learn.checkpoint_state())), '\n'.join(
+            [f'resumed at {where}:', *found]
+        )
     return kept

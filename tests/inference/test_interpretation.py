@@ -1,4 +1,5 @@
 """What a model gets wrong: confusion matrices against scikit-learn's, losses against direct computation, errors."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -28,45 +29,76 @@ class Own(nn.Module):
         super().__init__()
         self.a = nn.Parameter(torch.ones(()))
 
-    def forward(self, x: Tensor) -> Tensor: return self.a * x
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a * x
 
 
-def interpret(x: Any, y: Any, loss: Any, kind: Any = ClassificationInterpretation, vocab: Any = None, bs: int = 5,
-              **kwargs: Any) -> Any:
+def interpret(
+    x: Any,
+    y: Any,
+    loss: Any,
+    kind: Any = ClassificationInterpretation,
+    vocab: Any = None,
+    bs: int = 5,
+    **kwargs: Any,
+) -> Any:
     dls = DataLoaders.from_tensors((x, y), (x, y), bs=bs, seed=0)
-    if vocab is not None: dls.vocab = vocab
+    if vocab is not None:
+        dls.vocab = vocab
     return kind.from_learner(Learner(dls, Own(), loss), **kwargs)
 
 
-def scores() -> tuple[Tensor, Tensor]: return torch.randn(N, C), torch.randint(C, (N,))
+def scores() -> tuple[Tensor, Tensor]:
+    return torch.randn(N, C), torch.randint(C, (N,))
 
 
-# ------------------------------------------------------------------------------------------ the confusion matrix
+# ----------------------------------------------------------------------------- the confusion matrix
+
 
 @pytest.mark.parametrize('loss', [nn.CrossEntropyLoss(), F.cross_entropy, CrossEntropyLossFlat()])
 def test_many_classes(loss: Any) -> None:
     x, y = scores()
     # the training loader shuffles: in the data set's order all the same
     interp = interpret(x, y, loss, ds_idx=0)
-    assert (interp.confusion_matrix() == skm.confusion_matrix(y, x.argmax(1), labels=range(C))).all()
-    assert torch.equal(interp.targs, y) and torch.equal(interp.decoded, x.argmax(1)) and interp.vocab == [0, 1, 2, 3]
+    assert (
+        interp.confusion_matrix() == skm.confusion_matrix(y, x.argmax(1), labels=range(C))
+    ).all()
+    assert (
+        torch.equal(interp.targs, y)
+        and torch.equal(interp.decoded, x.argmax(1))
+        and interp.vocab == [0, 1, 2, 3]
+    )
     torch.testing.assert_close(interp.losses, F.cross_entropy(x, y, reduction='none'))
     assert len(interp) == N
 
 
-@pytest.mark.parametrize(('loss', 'of', 'cut'), [
-    (nn.BCEWithLogitsLoss(), float, 0), (F.binary_cross_entropy_with_logits, float, 0),
-    (BCEWithLogitsLossFlat(), int, 0), (nn.BCELoss(), float, 0.5), (F.binary_cross_entropy, float, 0.5)])
+@pytest.mark.parametrize(
+    ('loss', 'of', 'cut'),
+    [
+        (nn.BCEWithLogitsLoss(), float, 0),
+        (F.binary_cross_entropy_with_logits, float, 0),
+        (BCEWithLogitsLossFlat(), int, 0),
+        (nn.BCELoss(), float, 0.5),
+        (F.binary_cross_entropy, float, 0.5),
+    ],
+)
 @pytest.mark.parametrize('shape', [(N,), (N, 1)])
-def test_two_classes_of_a_single_score(loss: Any, of: type, cut: float, shape: tuple[int, ...]) -> None:
+def test_two_classes_of_a_single_score(
+    loss: Any, of: type, cut: float, shape: tuple[int, ...]
+) -> None:
     x = torch.rand(shape) if cut else torch.randn(shape)
     y = torch.randint(2, shape).to(torch.float if of is float else torch.int64)
     interp = interpret(x, y, loss, vocab=['no', 'yes'])
-    assert (interp.confusion_matrix() == skm.confusion_matrix(y.flatten(), x.flatten() > cut, labels=[0, 1])).all()
+    assert (
+        interp.confusion_matrix()
+        == skm.confusion_matrix(y.flatten(), x.flatten() > cut, labels=[0, 1])
+    ).all()
     assert interp.confusion_matrix().sum() == N and interp.losses.shape == (N,)
     logits = x.logit() if cut else x
-    torch.testing.assert_close(interp.losses, F.binary_cross_entropy_with_logits(logits, y.float(), reduction='none')
-                               .flatten())
+    torch.testing.assert_close(
+        interp.losses,
+        F.binary_cross_entropy_with_logits(logits, y.float(), reduction='none').flatten(),
+    )
 
 
 def test_an_activation_of_ones_own_gives_probabilities() -> None:
@@ -76,34 +108,64 @@ def test_an_activation_of_ones_own_gives_probabilities() -> None:
     torch.testing.assert_close(interp.preds, x.sigmoid())
 
 
-@pytest.mark.parametrize(('loss', 'shape'), [
-    (nn.CrossEntropyLoss(), (N, C, 3, 2)), (CrossEntropyLossFlat(axis=1), (N, C, 3, 2)),
-    (CrossEntropyLossFlat(), (N, 6, C))])
-def test_classes_of_pixels_and_tokens_but_for_ignored_ones(loss: Any, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ('loss', 'shape'),
+    [
+        (nn.CrossEntropyLoss(), (N, C, 3, 2)),
+        (CrossEntropyLossFlat(axis=1), (N, C, 3, 2)),
+        (CrossEntropyLossFlat(), (N, 6, C)),
+    ],
+)
+def test_classes_of_pixels_and_tokens_but_for_ignored_ones(
+    loss: Any, shape: tuple[int, ...]
+) -> None:
     axis = shape.index(C)
     x = torch.randn(shape)
-    y = torch.randint(C, (*shape[:axis], *shape[axis + 1:]))
+    y = torch.randint(C, (*shape[:axis], *shape[axis + 1 :]))
     y[::3] = -100
     kept = y != -100
     interp = interpret(x, y, loss)
-    assert (interp.confusion_matrix() == skm.confusion_matrix(y[kept], x.argmax(axis)[kept], labels=range(C))).all()
+    assert (
+        interp.confusion_matrix()
+        == skm.confusion_matrix(y[kept], x.argmax(axis)[kept], labels=range(C))
+    ).all()
     assert interp.losses.shape == (N,)
 
 
 def test_a_class_without_samples_and_one_that_only_a_name_has() -> None:
     x, y = torch.eye(3)[[0, 0, 1]], torch.tensor([0, 1, 1])
     interp = interpret(x, y, nn.CrossEntropyLoss(), vocab=['a', 'b', 'c', 'd'])
-    assert interp.confusion_matrix().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
+    assert interp.confusion_matrix().tolist() == [
+        [1, 0, 0, 0],
+        [1, 1, 0, 0],
+        [0, 0, 0, 0],
+        [0, 0, 0, 0],
+    ]
     ax = interp.plot_confusion_matrix(normalize=True, norm_dec=1)
-    assert ax.images[0].get_array().tolist() == [[1, 0, 0, 0], [0.5, 0.5, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
+    assert ax.images[0].get_array().tolist() == [
+        [1, 0, 0, 0],
+        [0.5, 0.5, 0, 0],
+        [0, 0, 0, 0],
+        [0, 0, 0, 0],
+    ]
     texts = {(int(t.get_position()[1]), int(t.get_position()[0])): t.get_text() for t in ax.texts}
-    assert texts == {(0, 0): '1.0', (0, 1): '0', (0, 2): '0', (0, 3): '0', (1, 0): '0.5', (1, 1): '0.5', (1, 2): '0',
-                     (1, 3): '0'}
+    assert texts == {
+        (0, 0): '1.0',
+        (0, 1): '0',
+        (0, 2): '0',
+        (0, 3): '0',
+        (1, 0): '0.5',
+        (1, 1): '0.5',
+        (1, 2): '0',
+        (1, 3): '0',
+    }
 
 
 def test_the_names_of_classes_are_those_of_fastais_texts_too() -> None:
     x, y = scores()
-    assert interpret(x, y, nn.CrossEntropyLoss(), vocab=[['the', 'words'], ['a', 'b', 'c', 'd']]).vocab == [*'abcd']
+    assert interpret(
+        x, y, nn.CrossEntropyLoss(), vocab=[['the', 'words'], ['a', 'b', 'c', 'd']]
+    ).vocab == [*'abcd']
     assert interpret(x, y, nn.CrossEntropyLoss(), vocab=('a', 'b', 'c', 'd')).vocab == (*'abcd',)
 
 
@@ -118,7 +180,9 @@ def test_most_confused() -> None:
 def test_the_picture_of_the_matrix() -> None:
     plt = pytest.importorskip('matplotlib.pyplot')
     x, y = scores()
-    interp = interpret(x, y, nn.CrossEntropyLoss(), vocab=['one', 'two', 'three', 'a name that is much too long'])
+    interp = interpret(
+        x, y, nn.CrossEntropyLoss(), vocab=['one', 'two', 'three', 'a name that is much too long']
+    )
     mine = plt.subplots()[1]
     assert interp.plot_confusion_matrix(ax=mine) is mine and len(plt.get_fignums()) == 1
     matrix = interp.confusion_matrix()
@@ -126,7 +190,12 @@ def test_the_picture_of_the_matrix() -> None:
     assert np.allclose(mine.images[0].get_array(), matrix / matrix.sum(1, keepdims=True))
     assert [t.get_text() for t in mine.texts] == [str(n) for n in matrix.flatten()]
     assert (mine.get_xlabel(), mine.get_ylabel()) == ('predicted', 'actual')
-    assert [t.get_text() for t in mine.get_yticklabels()] == ['one', 'two', 'three', 'a name that is mu...']
+    assert [t.get_text() for t in mine.get_yticklabels()] == [
+        'one',
+        'two',
+        'three',
+        'a name that is mu...',
+    ]
     assert not interp.plot_confusion_matrix(plot_txt=False, figsize=(2, 2)).texts
     assert plt.gcf().get_size_inches().tolist() == [2, 2]
 
@@ -135,20 +204,32 @@ def test_a_picture_of_many_classes_is_thinned_out() -> None:
     pytest.importorskip('matplotlib')
     interp = interpret(torch.eye(50), torch.arange(50), nn.CrossEntropyLoss())
     ax = interp.plot_confusion_matrix()
-    assert not ax.texts and len(ax.get_xticks()) == 25 and (ax.images[0].get_array() == np.eye(50)).all()
+    assert (
+        not ax.texts
+        and len(ax.get_xticks()) == 25
+        and (ax.images[0].get_array() == np.eye(50)).all()
+    )
 
 
-def test_the_report_is_scikit_learns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_is_scikit_learns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     x, y = scores()
     interp = interpret(x, y, nn.CrossEntropyLoss(), vocab=[*'abcde'])
     interp.print_classification_report()
-    assert capsys.readouterr().out.strip() == skm.classification_report(
-        y, x.argmax(1), labels=range(5), target_names=[*'abcde'], zero_division=0.).strip()
+    assert (
+        capsys.readouterr().out.strip()
+        == skm.classification_report(
+            y, x.argmax(1), labels=range(5), target_names=[*'abcde'], zero_division=0.0
+        ).strip()
+    )
     monkeypatch.setitem(__import__('sys').modules, 'sklearn.metrics', None)
-    with pytest.raises(MissingExtraError, match='pip install scikit-learn'): interp.print_classification_report()
+    with pytest.raises(MissingExtraError, match='pip install scikit-learn'):
+        interp.print_classification_report()
 
 
-# ------------------------------------------------------------------------------------------ the losses
+# --------------------------------------------------------------------------------------- the losses
+
 
 def test_top_losses() -> None:
     x, y = scores()
@@ -161,7 +242,8 @@ def test_top_losses() -> None:
         assert torch.equal(interp.top_losses(largest=largest)[1], order)
     assert len(interp.top_losses(1000)[0]) == N
     for bad in (0, -1, 2.5, True):
-        with pytest.raises(OptionError, match=r'top_losses\(k='): interp.top_losses(bad)  # type: ignore[arg-type]
+        with pytest.raises(OptionError, match=r'top_losses\(k='):
+            interp.top_losses(bad)  # type: ignore[arg-type]
 
 
 def test_samples_are_read_again_from_the_loader_and_left_in_order() -> None:
@@ -170,16 +252,26 @@ def test_samples_are_read_again_from_the_loader_and_left_in_order() -> None:
     before, order = capture_rng(), interp.learn.dls.train.generator.get_state()
     inps, preds, targs, decoded, losses = interp[[20, 3, 3, -1]]
     rows = [20, 3, 3, N - 1]
-    assert all(torch.equal(a, b[rows]) for a, b in ((inps, x), (preds, x), (targs, y), (decoded, x.argmax(1))))
+    assert all(
+        torch.equal(a, b[rows])
+        for a, b in ((inps, x), (preds, x), (targs, y), (decoded, x.argmax(1)))
+    )
     assert torch.equal(losses, interp.losses[rows])
-    assert torch.equal(interp[4][0], x[4:5]) and torch.equal(interp[torch.tensor([4, 5])][2], y[4:6])
-    assert same_states(before, capture_rng()) and torch.equal(order, interp.learn.dls.train.generator.get_state())
-    with pytest.raises(OptionError, match=f'no sample {N}: there are {N}'): interp[[1, N]]
+    assert torch.equal(interp[4][0], x[4:5]) and torch.equal(
+        interp[torch.tensor([4, 5])][2], y[4:6]
+    )
+    assert same_states(before, capture_rng()) and torch.equal(
+        order, interp.learn.dls.train.generator.get_state()
+    )
+    with pytest.raises(OptionError, match=f'no sample {N}: there are {N}'):
+        interp[[1, N]]
 
 
 def test_several_inputs_and_a_regression() -> None:
     class Sum(Own):
-        def forward(self, a: Tensor, b: Tensor) -> Tensor: return self.a * (a + b)
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return self.a * (a + b)
+
     a, b, y = torch.randn(3, N, 1)
     dls = DataLoaders.from_tensors((a, b, y), (a, b, y), bs=4)
     interp = Interpretation.from_learner(Learner(dls, Sum(), nn.MSELoss()))
@@ -188,7 +280,10 @@ def test_several_inputs_and_a_regression() -> None:
     assert torch.equal(a3 + b3, preds)
     table = interp.plot_top_losses(2)
     idxs = interp.top_losses(2)[1].tolist()
-    assert table.columns['x1'] == a[idxs, 0].tolist() and table.columns['target'] == y[idxs, 0].tolist()
+    assert (
+        table.columns['x1'] == a[idxs, 0].tolist()
+        and table.columns['target'] == y[idxs, 0].tolist()
+    )
     assert table.columns['loss'] == interp.losses[idxs].tolist() and table.wrong == []
     with pytest.raises(OptionError, match='a regression has no confusion matrix'):
         ClassificationInterpretation.from_learner(interp.learn)
@@ -208,13 +303,17 @@ def test_images_with_the_largest_losses_have_titles_and_frames() -> None:
         names = [dls.vocab[c] for c in (y[i], interp.decoded[i])]
         assert ax.get_title() == f'target {names[0]}\npredicted {names[1]}\nloss {loss:.4g}'
         assert np.array_equal(ax.images[0].get_array(), x[i, 0].numpy())
-        assert ax.spines['left'].get_visible() == (names[0] != names[1]) == (ax.title.get_fontweight() == 'bold')
+        assert (
+            ax.spines['left'].get_visible()
+            == (names[0] != names[1])
+            == (ax.title.get_fontweight() == 'bold')
+        )
     assert len(interp.show_results([3, 4])) == 2
 
 
 def test_samples_that_are_drawn_at_random_are_drawn_again() -> None:
     x, y = torch.arange(float(N))[:, None].repeat(1, 2), torch.arange(N) % 2
-    dl = DataLoader(TensorDataset(x, y), batch_size=4, sampler=WeightedRandomSampler([1.] * N, 40))
+    dl = DataLoader(TensorDataset(x, y), batch_size=4, sampler=WeightedRandomSampler([1.0] * N, 40))
     interp = Interpretation.from_learner(Learner(([(x, y)], dl), Own(), nn.CrossEntropyLoss()))
     torch.rand(3)  # the training goes on
     assert len(interp) == 40 and torch.equal(interp[[30, 2]][0], interp.preds[[30, 2]])
@@ -222,6 +321,7 @@ def test_samples_that_are_drawn_at_random_are_drawn_again() -> None:
 
 class Anew(IterableDataset[Any]):
     "Gives other samples each time."
+
     n = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -232,10 +332,12 @@ class Anew(IterableDataset[Any]):
 def test_a_loader_that_gives_other_samples_is_told() -> None:
     dl = DataLoader(Anew(), batch_size=3)
     interp = Interpretation.from_learner(Learner((dl, dl), Own(), nn.CrossEntropyLoss()))
-    with pytest.raises(LoaderError, match='gave other samples'): interp.plot_top_losses(2)
+    with pytest.raises(LoaderError, match='gave other samples'):
+        interp.plot_top_losses(2)
 
 
 # ------------------------------------------------------------------------------------------ errors
+
 
 def test_what_has_no_classes_is_told() -> None:
     x, y = scores()

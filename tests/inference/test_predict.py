@@ -1,4 +1,5 @@
 """Validation and prediction outside training, against direct computation."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -26,37 +27,50 @@ from learnkit.testing import RegModel, synth_learner
 N = 13  # no multiple of the batch size 4
 
 
-def points(n: int = N) -> tuple[Tensor, Tensor]: return torch.randn(n, 3), torch.randn(n, 2)
+def points(n: int = N) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, 3), torch.randn(n, 2)
 
 
 def learner(valid: Any, model: nn.Module | None = None, loss: Any = None, **kwargs: Any) -> Learner:
-    learn = Learner(DataLoaders([points(4)], valid, n_inp=kwargs.pop('n_inp', None)), model or nn.Linear(3, 2),
-                    loss or nn.MSELoss(), **kwargs)
+    learn = Learner(
+        DataLoaders([points(4)], valid, n_inp=kwargs.pop('n_inp', None)),
+        model or nn.Linear(3, 2),
+        loss or nn.MSELoss(),
+        **kwargs,
+    )
     learn.logger = print
     learn.remove_cb(learn.progress)
     return learn
 
 
 @pytest.fixture
-def xy() -> tuple[Tensor, Tensor]: return points()
+def xy() -> tuple[Tensor, Tensor]:
+    return points()
 
 
 # validate
 
-def test_validate_returns_loss_and_metrics_over_all_samples(xy: Any, capsys: pytest.CaptureFixture[str]) -> None:
+
+def test_validate_returns_loss_and_metrics_over_all_samples(
+    xy: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     x, y = xy
     learn = learner(TensorLoader(x, y, bs=4), metrics=[mae])
     res = learn.validate()
     pred = learn.model(x)
-    assert list(res) == pytest.approx([F.mse_loss(pred, y).item(), F.l1_loss(pred, y).item()], rel=1e-5)
+    assert list(res) == pytest.approx(
+        [F.mse_loss(pred, y).item(), F.l1_loss(pred, y).item()], rel=1e-5
+    )
     assert capsys.readouterr().out == '' and learn.history == []
 
 
 def test_validate_on_another_loader_or_the_training_one(xy: Any) -> None:
     x, y = xy
     learn = learner(TensorLoader(x, y, bs=4), metrics=[mae])
+
     def of(x: Tensor, y: Tensor) -> list[float]:
         return [F.mse_loss(learn.model(x), y).item(), F.l1_loss(learn.model(x), y).item()]
+
     assert list(learn.validate(0)) == pytest.approx(of(*learn.dls.one_batch()), rel=1e-5)
     assert list(learn.validate(dl=[(x[:5], y[:5])])) == pytest.approx(of(x[:5], y[:5]), rel=1e-5)
 
@@ -64,22 +78,31 @@ def test_validate_on_another_loader_or_the_training_one(xy: Any) -> None:
 def test_validate_gives_every_named_loaders_values(xy: Any) -> None:
     x, y = xy
     learn = learner({'a': [(x[:4], y[:4]), (x[4:6], y[4:6])], 'b': [(x[6:], y[6:])]}, metrics=[mae])
-    of = lambda s: [F.mse_loss(learn.model(x[s]), y[s]).item(), F.l1_loss(learn.model(x[s]), y[s]).item()]
+    of = lambda s: [
+        F.mse_loss(learn.model(x[s]), y[s]).item(),
+        F.l1_loss(learn.model(x[s]), y[s]).item(),
+    ]
     assert list(learn.validate()) == pytest.approx([*of(slice(6)), *of(slice(6, None))], rel=1e-5)
     assert list(learn.validate(2)) == pytest.approx(of(slice(6, None)), rel=1e-5)
 
 
 def test_validate_leaves_counters_history_and_optimizer_alone() -> None:
     learn = synth_learner(n_train=3)
-    with learn.no_bar(), learn.no_logging(): learn.fit(2)
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(2)
+
     def state() -> list[Any]:
         rec = learn.recorder
         counters = [learn.train_iter, learn.pct_train, learn.epoch, learn.n_epoch, learn.time]
         return [*counters, len(learn.history), list(rec.losses), list(rec.lrs), list(rec.values)]
+
     before = state()
-    for _ in range(2): learn.validate(); learn.get_preds()
+    for _ in range(2):
+        learn.validate()
+        learn.get_preds()
     assert state() == before
-    with learn.no_bar(), learn.no_logging(): learn.fit(1)
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(1)
     assert len(learn.history) == 3
 
 
@@ -92,7 +115,9 @@ def test_validate_after_a_fit_is_the_last_row(xy: Any) -> None:
 
 def test_validate_without_a_loss_function_gives_the_metrics(xy: Any) -> None:
     x, y = xy
-    learn = Learner(DataLoaders([(x, y)], [(x[:4], y[:4]), (x[4:], y[4:])]), nn.Linear(3, 2), metrics=[mae])
+    learn = Learner(
+        DataLoaders([(x, y)], [(x[:4], y[:4]), (x[4:], y[4:])]), nn.Linear(3, 2), metrics=[mae]
+    )
     learn.remove_cb(learn.progress)
     assert learn.validate()[-1] == pytest.approx(F.l1_loss(learn.model(x), y).item(), rel=1e-5)
 
@@ -101,17 +126,21 @@ def test_a_validation_with_further_callbacks(xy: Any) -> None:
     x, y = xy
     learn = learner([(x, y)])
     shift = Callback(before_batch=lambda cb: setattr(cb.learn, 'yb', (cb.y + 1,)))
-    assert learn.validate(cbs=shift)[0] == pytest.approx(F.mse_loss(learn.model(x), y + 1).item(), rel=1e-5)
+    assert learn.validate(cbs=shift)[0] == pytest.approx(
+        F.mse_loss(learn.model(x), y + 1).item(), rel=1e-5
+    )
     assert learn.validate()[0] == pytest.approx(F.mse_loss(learn.model(x), y).item(), rel=1e-5)
 
 
 # get_preds
 
-LOADERS = {'uneven': lambda x, y: TensorLoader(x, y, bs=4),
-           'shuffled': lambda x, y: TensorLoader(x, y, bs=4, shuffle=True, drop_last=True),
-           'torch': lambda x, y: DataLoader(TensorDataset(x, y), 4),
-           'list': lambda x, y: [(x[:4], y[:4]), (x[4:], y[4:])],
-           'torch shuffled': lambda x, y: DataLoader(TensorDataset(x, y), 4, shuffle=True, drop_last=True)}
+LOADERS = {
+    'uneven': lambda x, y: TensorLoader(x, y, bs=4),
+    'shuffled': lambda x, y: TensorLoader(x, y, bs=4, shuffle=True, drop_last=True),
+    'torch': lambda x, y: DataLoader(TensorDataset(x, y), 4),
+    'list': lambda x, y: [(x[:4], y[:4]), (x[4:], y[4:])],
+    'torch shuffled': lambda x, y: DataLoader(TensorDataset(x, y), 4, shuffle=True, drop_last=True),
+}
 
 
 @pytest.mark.parametrize('make', LOADERS.values(), ids=LOADERS)
@@ -125,8 +154,12 @@ def test_predictions_and_targets_in_the_data_sets_order(make: Any, xy: Any) -> N
 
 def test_predictions_of_the_training_set(xy: Any) -> None:
     x, y = xy
-    learn = Learner(DataLoaders.from_tensors((x, y), bs=4, drop_last=True), nn.Linear(3, 2), nn.MSELoss(),
-                    default_cbs=False)
+    learn = Learner(
+        DataLoaders.from_tensors((x, y), bs=4, drop_last=True),
+        nn.Linear(3, 2),
+        nn.MSELoss(),
+        default_cbs=False,
+    )
     preds, targs = learn.get_preds(ds_idx=0)
     assert torch.allclose(preds, learn.model(x), atol=1e-6) and torch.equal(targs, y)
 
@@ -148,12 +181,16 @@ def test_dropout_is_off_and_predictions_do_not_move_the_training_order(xy: Any) 
     assert torch.equal(state, torch.get_rng_state()) and model.training and model[1].training
 
 
-@pytest.mark.parametrize('loss', [nn.MSELoss(), F.mse_loss, nn.L1Loss()], ids=['module', 'function', 'l1'])
+@pytest.mark.parametrize(
+    'loss', [nn.MSELoss(), F.mse_loss, nn.L1Loss()], ids=['module', 'function', 'l1']
+)
 def test_with_loss_gives_one_number_a_sample(loss: Any, xy: Any) -> None:
     x, y = xy
     learn = learner(TensorLoader(x, y, bs=4), loss=loss)
     preds, _targs, losses = learn.get_preds(with_loss=True)
-    each = (preds - y).abs().mean(1) if isinstance(loss, nn.L1Loss) else (preds - y).square().mean(1)
+    each = (
+        (preds - y).abs().mean(1) if isinstance(loss, nn.L1Loss) else (preds - y).square().mean(1)
+    )
     assert losses.shape == (N,) and torch.allclose(losses, each, atol=1e-6)
     assert learn.loss_func is loss and getattr(loss, 'reduction', 'mean') == 'mean'
 
@@ -178,7 +215,8 @@ class TwoInTwoOut(nn.Module):
         super().__init__()
         self.lin = nn.Linear(3, 2)
 
-    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]: return self.lin(a), self.lin(b)
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return self.lin(a), self.lin(b)
 
 
 def test_several_inputs_and_targets(xy: Any) -> None:
@@ -195,7 +233,9 @@ def test_several_inputs_and_targets(xy: Any) -> None:
 
 def test_all_but_the_last_are_inputs_when_nothing_is_said(xy: Any) -> None:
     class Sum(nn.Linear):
-        def forward(self, a: Tensor, b: Tensor) -> Tensor: return super().forward(a + b)
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return super().forward(a + b)
+
     a, b = torch.randn(N, 3), torch.randn(N, 3)
     learn = learner(TensorLoader(a, b, xy[1], bs=4), Sum(3, 2))
     preds, targs = learn.get_preds()
@@ -213,13 +253,19 @@ def test_no_targets_give_none(xy: Any) -> None:
 
 def test_an_activation_is_applied(xy: Any) -> None:
     class Loss(nn.CrossEntropyLoss):
-        def activation(self, out: Tensor) -> Tensor: return out.softmax(-1)
-        def decodes(self, out: Tensor) -> Tensor: return out.argmax(-1)
+        def activation(self, out: Tensor) -> Tensor:
+            return out.softmax(-1)
+
+        def decodes(self, out: Tensor) -> Tensor:
+            return out.argmax(-1)
+
     x, y = xy[0], torch.randint(2, (N,))
     learn = learner(TensorLoader(x, y, bs=4), loss=Loss())
     raw = learn.model(x)
     preds, targs, decoded = learn.get_preds(with_decoded=True)
-    assert torch.allclose(preds, raw.softmax(-1), atol=1e-6) and torch.equal(decoded, raw.argmax(-1))
+    assert torch.allclose(preds, raw.softmax(-1), atol=1e-6) and torch.equal(
+        decoded, raw.argmax(-1)
+    )
     assert torch.equal(targs, y)
     assert torch.allclose(learn.get_preds(act=torch.sigmoid)[0], raw.sigmoid(), atol=1e-6)
     assert torch.allclose(learn.get_preds(act=lambda o: o)[0], raw, atol=1e-6)
@@ -227,17 +273,27 @@ def test_an_activation_is_applied(xy: Any) -> None:
 
 def test_losses_come_after_decoded_predictions(xy: Any) -> None:
     class Loss(nn.CrossEntropyLoss):
-        def decodes(self, out: Tensor) -> Tensor: return out.argmax(-1)
+        def decodes(self, out: Tensor) -> Tensor:
+            return out.argmax(-1)
+
     learn = learner(TensorLoader(xy[0], torch.randint(2, (N,)), bs=4), loss=Loss())
-    inputs, preds, targs, decoded, losses = learn.get_preds(with_input=True, with_decoded=True, with_loss=True)
-    assert torch.equal(decoded, preds.argmax(-1)) and losses.is_floating_point() and len(inputs) == len(targs) == N
+    inputs, preds, targs, decoded, losses = learn.get_preds(
+        with_input=True, with_decoded=True, with_loss=True
+    )
+    assert (
+        torch.equal(decoded, preds.argmax(-1))
+        and losses.is_floating_point()
+        and len(inputs) == len(targs) == N
+    )
 
 
 def test_batches_of_dicts(xy: Any) -> None:
     x, y = xy
+
     class Named(nn.Linear):
         def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
             return {'logits': super().forward(ids)}
+
     learn = learner(TensorLoader({'ids': x, 'labels': y}, bs=4), Named(3, 2))
     inputs, preds, targs = learn.get_preds(with_input=True)
     assert torch.allclose(preds, learn.model(x)['logits'], atol=1e-6) and torch.equal(targs, y)
@@ -249,15 +305,18 @@ def test_the_loss_of_each_sample_when_the_model_only_gives_a_mean(xy: Any) -> No
         def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
             logits = super().forward(ids)
             return {'logits': logits, 'loss': F.mse_loss(logits, labels)}
+
     batches = [{'ids': xy[0][:4], 'labels': xy[1][:4]}]
     learn = Learner((batches, batches), Own(3, 2), default_cbs=False)
-    with pytest.raises(ValueError, match='loss') as e: learn.get_preds(with_loss=True)
+    with pytest.raises(ValueError, match='loss') as e:
+        learn.get_preds(with_loss=True)
     assert 'sample' in str(e.value)
 
 
 def test_a_model_whose_attributes_are_called_like_what_is_gathered(xy: Any) -> None:
     class Busy(nn.Linear):
         losses, inputs, preds, targets = [], 1, 2, 3
+
     learn = learner(TensorLoader(*xy, bs=4), Busy(3, 2))
     assert len(learn.get_preds(with_loss=True, with_input=True)[1]) == N
 
@@ -265,19 +324,26 @@ def test_a_model_whose_attributes_are_called_like_what_is_gathered(xy: Any) -> N
 def test_predictions_inside_a_fit(xy: Any) -> None:
     x, y = xy
     got: list[Tensor] = []
+
     def predict(cb: Any) -> None:
         before = cb.learn.model(x).detach()
         got.extend([cb.learn.get_preds(inner=True)[0], before])
+
     learn = learner(TensorLoader(x, y, bs=4))
     learn.fit(3, cbs=Callback(after_epoch=predict))
-    assert len(got) == 6 and all(torch.allclose(a, b, atol=1e-6) for a, b in zip(got[::2], got[1::2], strict=True))
+    assert len(got) == 6 and all(
+        torch.allclose(a, b, atol=1e-6) for a, b in zip(got[::2], got[1::2], strict=True)
+    )
     assert learn.train_iter == 3 and len(learn.history) == 3 and learn.phase != 'predict'
 
 
 def test_a_cancelled_batch_is_left_out(xy: Any) -> None:
     x, y = xy
+
     def skip(cb: Any) -> None:
-        if cb.iter == 1: raise CancelBatchException
+        if cb.iter == 1:
+            raise CancelBatchException
+
     preds, targs = learner(TensorLoader(x, y, bs=4)).get_preds(cbs=Callback(before_pred=skip))
     keep = torch.tensor([*range(4), *range(8, N)])
     assert len(preds) == 9 and torch.equal(targs, y[keep])
@@ -302,36 +368,59 @@ def test_outputs_of_different_lengths_come_as_a_list_of_samples() -> None:
 
 def test_without_a_validation_loader_it_says_so() -> None:
     learn = Learner([points(4)], nn.Linear(3, 2), nn.MSELoss(), default_cbs=False)
-    with pytest.raises(LoaderError, match='validation'): learn.get_preds()
+    with pytest.raises(LoaderError, match='validation'):
+        learn.get_preds()
     assert learn.get_preds(ds_idx=0)[0].shape == (4, 2)
 
 
 # predict
 
+
 class Classes(nn.CrossEntropyLoss):
-    def activation(self, out: Tensor) -> Tensor: return out.softmax(-1)
-    def decodes(self, out: Tensor) -> Tensor: return out.argmax(-1)
+    def activation(self, out: Tensor) -> Tensor:
+        return out.softmax(-1)
+
+    def decodes(self, out: Tensor) -> Tensor:
+        return out.argmax(-1)
 
 
 def test_one_sample_with_and_without_names_of_classes(xy: Any) -> None:
-    learn = learner(TensorLoader(*xy, bs=4), nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.9)), Classes())
+    learn = learner(
+        TensorLoader(*xy, bs=4), nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.9)), Classes()
+    )
     before = torch.get_rng_state()
-    with torch.no_grad(): probs = learn.model[0](xy[0][5]).softmax(-1)
+    with torch.no_grad():
+        probs = learn.model[0](xy[0][5]).softmax(-1)
     decoded, label, pred = learn.predict(xy[0][5])
-    assert torch.allclose(pred, probs, atol=1e-6) and decoded is label and label == probs.argmax() and label.ndim == 0
+    assert (
+        torch.allclose(pred, probs, atol=1e-6)
+        and decoded is label
+        and label == probs.argmax()
+        and label.ndim == 0
+    )
     learn.dls.vocab = ['cat', 'dog']
     item, name, label, pred = learn.predict(xy[0][5].numpy(), with_input=True)
-    assert torch.equal(item, xy[0][5]) and name == learn.dls.vocab[probs.argmax()] and torch.allclose(pred, probs)
-    assert learn.model.training and torch.equal(before, torch.get_rng_state()) and learn.history == []
+    assert (
+        torch.equal(item, xy[0][5])
+        and name == learn.dls.vocab[probs.argmax()]
+        and torch.allclose(pred, probs)
+    )
+    assert (
+        learn.model.training and torch.equal(before, torch.get_rng_state()) and learn.history == []
+    )
 
 
 def test_one_sample_of_several_classes_at_once(xy: Any) -> None:
     class Several(nn.BCEWithLogitsLoss):
-        def activation(self, out: Tensor) -> Tensor: return out.sigmoid()
-        def decodes(self, out: Tensor) -> Tensor: return out > 0.5
+        def activation(self, out: Tensor) -> Tensor:
+            return out.sigmoid()
+
+        def decodes(self, out: Tensor) -> Tensor:
+            return out > 0.5
+
     learn = learner(TensorLoader(*xy, bs=4), loss=Several())
     learn.model.weight.data.zero_()
-    learn.model.bias.data = torch.tensor([-1., 2.])
+    learn.model.bias.data = torch.tensor([-1.0, 2.0])
     learn.dls.vocab = ['red', 'round']
     names, on, _ = learn.predict(xy[0][0])
     assert names == ['round'] and on.tolist() == [False, True]
@@ -342,13 +431,16 @@ def test_one_sample_of_several_inputs_a_dict_or_a_number(xy: Any) -> None:
     learn = learner(TensorLoader(a, b, *xy, bs=4), TwoInTwoOut(), n_inp=2)
     (i, j), _, _, (p, q) = learn.predict((a[2], b[2]), with_input=True)
     assert torch.equal(i, a[2]) and torch.equal(j, b[2])
-    assert torch.allclose(p, learn.model.lin(a[2]), atol=1e-6) and torch.allclose(q, learn.model.lin(b[2]), atol=1e-6)
+    assert torch.allclose(p, learn.model.lin(a[2]), atol=1e-6) and torch.allclose(
+        q, learn.model.lin(b[2]), atol=1e-6
+    )
     learn.dls.n_inp = None
     assert torch.equal(learn.predict((a[2], b[2]))[2][1], q)
 
     class Named(nn.Linear):
         def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
             return {'logits': super().forward(ids)}
+
     learn = learner([{'ids': xy[0], 'labels': xy[1]}], Named(3, 2))
     for item in ({'ids': xy[0][1]}, {'ids': xy[0][1], 'labels': xy[1][1]}):
         assert torch.allclose(learn.predict(item)[2], learn.model(xy[0][1])['logits'], atol=1e-6)
@@ -359,7 +451,8 @@ def test_one_sample_of_several_inputs_a_dict_or_a_number(xy: Any) -> None:
 
 def test_one_sample_that_is_none(xy: Any) -> None:
     learn = learner(TensorLoader(*xy, bs=4))
-    with pytest.raises(BatchError, match='object'): learn.predict(object())
+    with pytest.raises(BatchError, match='object'):
+        learn.predict(object())
 
 
 def test_data_that_make_and_decode_their_own_batches_do_so(xy: Any) -> None:
@@ -367,7 +460,9 @@ def test_data_that_make_and_decode_their_own_batches_do_so(xy: Any) -> None:
         def test_dl(self, items: list[Any], rm_type_tfms: Any = None, num_workers: int = 0) -> Any:
             return [(torch.stack([xy[0][i] for i in items]),)]
 
-        def decode_batch(self, b: Any) -> Any: return [(f'item {b[0][0, 0]:.1f}', f'class {b[1][0]}')]
+        def decode_batch(self, b: Any) -> Any:
+            return [(f'item {b[0][0, 0]:.1f}', f'class {b[1][0]}')]
+
     learn = Learner(Own([xy], [xy], n_inp=1), nn.Linear(3, 2), Classes(), default_cbs=False)
     item, name, label, pred = learn.predict(4, with_input=True)
     assert item == f'item {xy[0][4, 0]:.1f}' and name == f'class {label}'

@@ -1,4 +1,5 @@
 """What is in a sink's way is not written over; what arrives late is handed on in order, and all of it."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -27,7 +28,8 @@ class Two(nn.Module):
         super().__init__()
         self.lin = nn.Linear(2, 3)
 
-    def forward(self, x: Tensor) -> Any: return {'a': self.lin(x), 'b': (self.lin(2 * x), x.sum(1).long())}
+    def forward(self, x: Tensor) -> Any:
+        return {'a': self.lin(x), 'b': (self.lin(2 * x), x.sum(1).long())}
 
 
 def make(model: nn.Module | None = None) -> Learner:
@@ -41,45 +43,62 @@ def make(model: nn.Module | None = None) -> Learner:
 
 @pytest.mark.parametrize('name', ['preds', 'preds.npy'])
 def test_what_is_there_is_not_overwritten(name: str, tmp_path: Path) -> None:
-    learn, sink = make(), tmp_path/name
+    learn, sink = make(), tmp_path / name
     learn.get_preds(sink=sink)
     before = sorted((p.name, p.stat().st_mtime_ns) for p in tmp_path.rglob('*'))
-    with pytest.raises(OptionError, match='is there already'): learn.get_preds(sink=sink)
+    with pytest.raises(OptionError, match='is there already'):
+        learn.get_preds(sink=sink)
     assert sorted((p.name, p.stat().st_mtime_ns) for p in tmp_path.rglob('*')) == before
 
 
 def test_a_users_own_part_is_left_alone(tmp_path: Path) -> None:
     learn = make()
-    (tmp_path/'preds.part').mkdir()
-    (tmp_path/'preds.part'/'thesis.txt').write_text('all of it')
-    (tmp_path/'preds.npy.part').write_text('a note')
+    (tmp_path / 'preds.part').mkdir()
+    (tmp_path / 'preds.part' / 'thesis.txt').write_text('all of it')
+    (tmp_path / 'preds.npy.part').write_text('a note')
     for name in ('preds', 'preds.npy'):
-        with pytest.raises(OptionError, match=r"\.part' until it is complete"): learn.get_preds(sink=tmp_path/name)
-    assert (tmp_path/'preds.part'/'thesis.txt').read_text() == 'all of it'
-    assert (tmp_path/'preds.npy.part').read_text() == 'a note'
+        with pytest.raises(OptionError, match=r"\.part' until it is complete"):
+            learn.get_preds(sink=tmp_path / name)
+    assert (tmp_path / 'preds.part' / 'thesis.txt').read_text() == 'all of it'
+    assert (tmp_path / 'preds.npy.part').read_text() == 'a note'
 
 
 def test_what_an_interrupted_run_has_left_is_written_over(tmp_path: Path) -> None:
     learn = make()
-    (tmp_path/'preds.part').mkdir()
-    for name in ('000000.pt', '000017.pt', '.000018.pt.tmp'): (tmp_path/'preds.part'/name).write_text('')
-    learn.get_preds(sink=tmp_path/'preds')
-    assert sorted(p.name for p in (tmp_path/'preds').iterdir()) == ['000000.pt', '000001.pt', '000002.pt']
+    (tmp_path / 'preds.part').mkdir()
+    for name in ('000000.pt', '000017.pt', '.000018.pt.tmp'):
+        (tmp_path / 'preds.part' / name).write_text('')
+    learn.get_preds(sink=tmp_path / 'preds')
+    assert sorted(p.name for p in (tmp_path / 'preds').iterdir()) == [
+        '000000.pt',
+        '000001.pt',
+        '000002.pt',
+    ]
 
 
-def test_what_arrives_late_comes_in_order_and_all_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_arrives_late_comes_in_order_and_all_of_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     class Late(gathering.AsyncToCPU):
         def put(self, b: Any) -> list[Any]:
             arrived, self._pending = self.rest(), [(b, [])]
             return arrived
+
     learn, got = make(), []
     preds, targs = learn.get_preds()
     monkeypatch.setattr(predict, 'AsyncToCPU', Late)
-    learn.get_preds(sink=lambda *entries: got.append(entries), act=torch.neg, with_input=True, with_loss=True)
+    learn.get_preds(
+        sink=lambda *entries: got.append(entries), act=torch.neg, with_input=True, with_loss=True
+    )
     inputs, p, t, losses = (torch.cat(parts) for parts in zip(*got, strict=True))
-    assert torch.equal(p, -preds) and torch.equal(t, targs) and inputs.shape == (10, 2) and losses.shape == (10,)
-    learn.get_preds(sink=tmp_path/'p.npy')
-    assert np.array_equal(np.load(tmp_path/'p.npy'), preds.numpy())
+    assert (
+        torch.equal(p, -preds)
+        and torch.equal(t, targs)
+        and inputs.shape == (10, 2)
+        and losses.shape == (10,)
+    )
+    learn.get_preds(sink=tmp_path / 'p.npy')
+    assert np.array_equal(np.load(tmp_path / 'p.npy'), preds.numpy())
 
 
 @pytest.mark.parametrize('options', [{}, {'beta': None}, {'use_max': True}])
@@ -88,54 +107,86 @@ def test_several_outputs_are_averaged_each(options: Any) -> None:
     learn.loss_func = None
     plain, _ = learn.get_preds()
     res, _ = learn.tta(n=2, augment=lambda x: x + 1, **options)
-    if options == {'beta': None}: res, same = res; assert torch.equal(same['a'], plain['a'])
-    with torch.no_grad(): aug = learn.model(torch.cat([x for x, _ in learn.dls.valid]) + 1)
-    want = {'beta': lambda p, a: a, 'use_max': torch.maximum}.get(next(iter(options), ''),
-                                                                lambda p, a: 0.25 * p + 0.75 * a)
+    if options == {'beta': None}:
+        res, same = res
+        assert torch.equal(same['a'], plain['a'])
+    with torch.no_grad():
+        aug = learn.model(torch.cat([x for x, _ in learn.dls.valid]) + 1)
+    want = {'beta': lambda p, a: a, 'use_max': torch.maximum}.get(
+        next(iter(options), ''), lambda p, a: 0.25 * p + 0.75 * a
+    )
     torch.testing.assert_close(res['a'], want(plain['a'], aug['a']))
     torch.testing.assert_close(res['b'][0], want(plain['b'][0], aug['b'][0]))
-    torch.testing.assert_close(res['b'][1].float(), want(plain['b'][1].float(), aug['b'][1].float()))
+    torch.testing.assert_close(
+        res['b'][1].float(), want(plain['b'][1].float(), aug['b'][1].float())
+    )
 
 
-# -- several processes -------------------------------------------------------------------------------------------------
+# -- several processes -----------------------------------------------------------------------------
+
 
 def told(rank: int, sink: Path, at_the_end: Any = None) -> tuple[str, str]:
     "Predict into a sink, and say what is raised."
     learn = make_learner()
     with learn.distributed('ddp', timeout='20s'):
-        try: learn.get_preds(sink=sink, cbs=at_the_end and Callback(after_validate=lambda cb: at_the_end()))
-        except (DistributedError, OSError) as e: return type(e).__name__, str(e)
+        try:
+            learn.get_preds(
+                sink=sink, cbs=at_the_end and Callback(after_validate=lambda cb: at_the_end())
+            )
+        except (DistributedError, OSError) as e:
+            return type(e).__name__, str(e)
     return 'nothing', ''
 
 
 def on_disks_of_their_own(rank: int, folder: Path, name: str, bad: int) -> tuple[str, str]:
-    own = folder/f'{bad}{name}'/str(rank)
+    own = folder / f'{bad}{name}' / str(rank)
     own.parent.mkdir(exist_ok=True)
     own.touch() if rank == bad else own.mkdir()  # a file where a folder is to be
-    return told(rank, own/'preds'/name)
+    return told(rank, own / 'preds' / name)
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize('name', ['batches', 'preds.npy'])
 @pytest.mark.parametrize('bad', [0, 1])
-def test_a_disk_that_fails_in_one_process_is_told_by_all(tmp_path: Path, name: str, bad: int) -> None:
+def test_a_disk_that_fails_in_one_process_is_told_by_all(
+    tmp_path: Path, name: str, bad: int
+) -> None:
     answers = run_ranks(on_disks_of_their_own, 2, tmp_path, name, bad)
     assert answers[bad][0] == 'NotADirectoryError', answers
     kind, message = answers[1 - bad]
-    assert kind == 'DistributedError' and f'Process {bad} of 2 has failed: NotADirectoryError' in message
+    assert (
+        kind == 'DistributedError'
+        and f'Process {bad} of 2 has failed: NotADirectoryError' in message
+    )
 
 
 def in_the_way(rank: int, folder: Path, sink: str, name: str, who: int) -> tuple[str, str]:
     "Let one process find a file, or a folder, that has come to stand where what it has written is to go."
+
     def come() -> None:
-        if rank == who: (folder/name).mkdir() if '.' in name else (folder/name).touch()
-    return told(rank, folder/sink, come)
+        if rank == who:
+            (folder / name).mkdir() if '.' in name else (folder / name).touch()
+
+    return told(rank, folder / sink, come)
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(('sink', 'name', 'who'), [
-    ('batches', 'batches', 0), ('preds.npy', 'preds.rank1.npy', 1), ('preds.npy', 'preds.index.json', 0)])
-def test_what_one_process_cannot_complete_is_told_by_all(tmp_path: Path, sink: str, name: str, who: int) -> None:
+@pytest.mark.parametrize(
+    ('sink', 'name', 'who'),
+    [
+        ('batches', 'batches', 0),
+        ('preds.npy', 'preds.rank1.npy', 1),
+        ('preds.npy', 'preds.index.json', 0),
+    ],
+)
+def test_what_one_process_cannot_complete_is_told_by_all(
+    tmp_path: Path, sink: str, name: str, who: int
+) -> None:
     answers = run_ranks(in_the_way, 2, tmp_path, sink, name, who)
-    assert answers[who][0] == ('NotADirectoryError' if sink == name else 'IsADirectoryError'), answers
-    assert answers[1 - who][0] == 'DistributedError' and f'Process {who} of 2 has failed: ' in answers[1 - who][1]
+    assert answers[who][0] == ('NotADirectoryError' if sink == name else 'IsADirectoryError'), (
+        answers
+    )
+    assert (
+        answers[1 - who][0] == 'DistributedError'
+        and f'Process {who} of 2 has failed: ' in answers[1 - who][1]
+    )

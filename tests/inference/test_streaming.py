@@ -1,4 +1,5 @@
 """Predictions batch by batch: the same numbers and events as get_preds, and a Learner that is as before in between."""
+
 from __future__ import annotations
 
 import gc
@@ -33,8 +34,11 @@ N = 14
 
 
 class Logits(nn.CrossEntropyLoss):
-    def activation(self, out: Tensor) -> Tensor: return out.softmax(-1)
-    def decodes(self, out: Tensor) -> Tensor: return out.argmax(-1)
+    def activation(self, out: Tensor) -> Tensor:
+        return out.softmax(-1)
+
+    def decodes(self, out: Tensor) -> Tensor:
+        return out.argmax(-1)
 
 
 def make(cbs: Any = None, valid: Any = None, shuffle: bool = False) -> Learner:
@@ -42,8 +46,14 @@ def make(cbs: Any = None, valid: Any = None, shuffle: bool = False) -> Learner:
     x, y = torch.randn(N, 3), torch.randint(4, (N,))
     valid = TensorLoader(x, y, bs=4, shuffle=shuffle, seed=1) if valid is None else valid
     model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4))
-    learn = Learner(DataLoaders(TensorLoader(x, y, bs=7, shuffle=True, seed=0), valid), model, Logits(), lr=0.1,
-                    cbs=cbs, metrics=mae)
+    learn = Learner(
+        DataLoaders(TensorLoader(x, y, bs=7, shuffle=True, seed=0), valid),
+        model,
+        Logits(),
+        lr=0.1,
+        cbs=cbs,
+        metrics=mae,
+    )
     learn.metrics = []
     learn.remove_cb(learn.progress)
     learn.logger = print
@@ -52,21 +62,58 @@ def make(cbs: Any = None, valid: Any = None, shuffle: bool = False) -> Learner:
 
 def state(learn: Learner) -> list[Any]:
     "All that a prediction must leave as it was."
-    names = ('epoch', 'n_epoch', 'train_iter', 'pct_train', 'iter', 'n_iter', 'phase', 'dl_name', 'training', 'fitting',
-             'create_mbar')
+    names = (
+        'epoch',
+        'n_epoch',
+        'train_iter',
+        'pct_train',
+        'iter',
+        'n_iter',
+        'phase',
+        'dl_name',
+        'training',
+        'fitting',
+        'create_mbar',
+    )
     opt = None if learn.opt is None else learn.opt.state_dict()
-    return [{n: getattr(learn, n) for n in names} | {'run': copy(learn.run)}, [m.training for m in learn.model.modules()], list(learn.cbs),
-            {k: v.tolist() for k, v in learn.model.state_dict().items()}, str(opt), learn.history[:], learn.logger,
-            torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()), torch.is_grad_enabled(),
-            [g.get_state().tolist() for dl in learn.dls if (g := getattr(dl, 'generator', None)) is not None],
-            learn.loss_func.reduction, learn.dl, learn.xb, learn.pred if 'pred' in vars(learn) else None]
+    return [
+        {n: getattr(learn, n) for n in names} | {'run': copy(learn.run)},
+        [m.training for m in learn.model.modules()],
+        list(learn.cbs),
+        {k: v.tolist() for k, v in learn.model.state_dict().items()},
+        str(opt),
+        learn.history[:],
+        learn.logger,
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+        str(np.random.get_state()),
+        torch.is_grad_enabled(),
+        [
+            g.get_state().tolist()
+            for dl in learn.dls
+            if (g := getattr(dl, 'generator', None)) is not None
+        ],
+        learn.loss_func.reduction,
+        learn.dl,
+        learn.xb,
+        learn.pred if 'pred' in vars(learn) else None,
+    ]
 
 
-def joined(stream: Any) -> list[Tensor]: return [torch.cat(parts) for parts in zip(*stream, strict=True)]
+def joined(stream: Any) -> list[Tensor]:
+    return [torch.cat(parts) for parts in zip(*stream, strict=True)]
 
 
-@pytest.mark.parametrize('options', [{}, {'with_input': True, 'with_decoded': True, 'with_loss': True},
-                                     {'act': torch.neg}, {'ds_idx': 0}, {'dl': 'valid'}])
+@pytest.mark.parametrize(
+    'options',
+    [
+        {},
+        {'with_input': True, 'with_decoded': True, 'with_loss': True},
+        {'act': torch.neg},
+        {'ds_idx': 0},
+        {'dl': 'valid'},
+    ],
+)
 def test_joined_they_are_what_get_preds_gives(options: Any) -> None:
     learn = make(shuffle=True)
     expected = learn.get_preds(reorder=False, **options)
@@ -90,24 +137,39 @@ def test_random_numbers_go_on_from_batch_to_batch() -> None:
 
 def test_it_fires_the_events_of_get_preds() -> None:
     heard: list[Any] = []
+
     class Hear(Callback):
         def run_event(self, event_name: str) -> None:
-            heard.append((event_name, self.phase, self.training, self.fitting, self.learn.run.levels, self.learn.run.depth))
+            heard.append(
+                (
+                    event_name,
+                    self.phase,
+                    self.training,
+                    self.fitting,
+                    self.learn.run.levels,
+                    self.learn.run.depth,
+                )
+            )
+
     learn = make(Hear())
     heard.clear()
     learn.get_preds()
     expected = heard[:]
     heard.clear()
-    for _ in learn.predict_iter(): pass
+    for _ in learn.predict_iter():
+        pass
     assert heard == expected and [e for e, *_ in heard].count('cleanup') == 1
 
 
 def is_free(lock: Any) -> bool:
     "Tell whether another thread gets the lock."
     got: list[bool] = []
+
     def take() -> None:
         got.append(lock.acquire(blocking=False))
-        if got[0]: lock.release()
+        if got[0]:
+            lock.release()
+
     thread = Thread(target=take)
     thread.start(), thread.join()
     return got[0]
@@ -115,12 +177,15 @@ def is_free(lock: Any) -> bool:
 
 def test_between_batches_the_learner_is_as_it_was() -> None:
     learn = make()
-    with learn.no_logging(): learn.fit(1)
+    with learn.no_logging():
+        learn.fit(1)
     learn.model[0].eval()
     before, n = state(learn), 0
     for _ in learn.predict_iter(with_loss=True):
         now, n = state(learn), n + 1
-        assert now[2][:len(before[2])] == before[2] and now[:2] + now[3:] == before[:2] + before[3:]
+        assert (
+            now[2][: len(before[2])] == before[2] and now[:2] + now[3:] == before[:2] + before[3:]
+        )
         assert is_free(learn.lock)
     assert n == 4 and state(learn) == before and is_free(learn.lock)
 
@@ -140,20 +205,34 @@ def test_what_the_consumer_draws_and_sets_stays() -> None:
 class Ends(Callback):
     "What tells how a run ended."
 
-    def __init__(self) -> None: self.heard: list[str] = []
-    def after_cancel_validate(self) -> None: self.heard.append('after_cancel_validate')
-    def after_validate(self) -> None: self.heard.append('after_validate')
-    def after_predict(self) -> None: self.heard.append('after_predict')
-    def after_fit(self) -> None: self.heard.append('after_fit')
-    def after_error(self) -> None: self.heard.append('after_error')
-    def cleanup(self) -> None: self.heard.append('cleanup')
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def after_cancel_validate(self) -> None:
+        self.heard.append('after_cancel_validate')
+
+    def after_validate(self) -> None:
+        self.heard.append('after_validate')
+
+    def after_predict(self) -> None:
+        self.heard.append('after_predict')
+
+    def after_fit(self) -> None:
+        self.heard.append('after_fit')
+
+    def after_error(self) -> None:
+        self.heard.append('after_error')
+
+    def cleanup(self) -> None:
+        self.heard.append('cleanup')
 
 
 EARLY = ['after_cancel_validate', 'after_validate', 'after_predict', 'after_fit', 'cleanup']
 
 
 def leave_loop(stream: Any) -> None:
-    for _ in stream: break
+    for _ in stream:
+        break
 
 
 def close(stream: Any) -> None:
@@ -162,12 +241,14 @@ def close(stream: Any) -> None:
 
 
 def leave_with_block(stream: Any) -> None:
-    with stream: next(stream)
+    with stream:
+        next(stream)
 
 
 def raise_in_loop(stream: Any) -> None:
     with suppress(KeyError):
-        for _ in stream: raise KeyError('mine')
+        for _ in stream:
+            raise KeyError('mine')
 
 
 @pytest.mark.parametrize('leave', [leave_loop, close, leave_with_block, raise_in_loop])
@@ -178,7 +259,8 @@ def test_left_early_it_ends_like_a_cancelled_validation(leave: Any) -> None:
     leave(learn.predict_iter(with_loss=True))
     gc.collect()
     assert ends.heard == EARLY and state(learn) == before
-    with learn.no_logging(): learn.fit(1)
+    with learn.no_logging():
+        learn.fit(1)
     assert len(learn.history) == 1
 
 
@@ -191,9 +273,15 @@ def test_never_begun_it_does_nothing() -> None:
 
 
 def go_on(learn: Learner, what: str) -> None:
-    with learn.no_logging(): {'fit': partial(learn.fit, 1), 'validate': learn.validate, 'preds': learn.get_preds,
-                              'inner': partial(learn.get_preds, inner=True), 'close': learn.close,
-                              'stream': lambda: next(learn.predict_iter())}[what]()
+    with learn.no_logging():
+        {
+            'fit': partial(learn.fit, 1),
+            'validate': learn.validate,
+            'preds': learn.get_preds,
+            'inner': partial(learn.get_preds, inner=True),
+            'close': learn.close,
+            'stream': lambda: next(learn.predict_iter()),
+        }[what]()
 
 
 @pytest.mark.parametrize('what', ['fit', 'validate', 'preds', 'inner', 'stream', 'close'])
@@ -204,7 +292,8 @@ def test_a_learner_that_goes_on_ends_the_stream_first_and_never_cuts_it_silently
     next(stream)
     go_on(learn, what)
     assert ends.heard[:5] == EARLY
-    with pytest.raises(FitError, match='sink'): next(stream)
+    with pytest.raises(FitError, match='sink'):
+        next(stream)
     assert learn.run.depth == 0 and learn.logger is print
 
 
@@ -214,57 +303,81 @@ def test_a_fit_after_it_was_ended_is_the_fit_without_it() -> None:
         torch.manual_seed(0)
         stream = learn.predict_iter() if with_stream else iter([0])
         next(stream)
-        with learn.no_logging(): learn.fit(2)
+        with learn.no_logging():
+            learn.fit(2)
         rows = [{k: v for k, v in row.items() if k != 'time'} for row in learn.history]
-        return [{k: v.tolist() for k, v in learn.model.state_dict().items()}, rows, torch.get_rng_state().tolist()]
+        return [
+            {k: v.tolist() for k, v in learn.model.state_dict().items()},
+            rows,
+            torch.get_rng_state().tolist(),
+        ]
+
     assert trained(True) == trained(False)
 
 
 def test_two_streams_at_once_are_told_apart() -> None:
     learn = make()
     with pytest.raises(FitError, match='went on'):
-        for _ in zip(learn.predict_iter(), learn.predict_iter(ds_idx=0), strict=True): pass
+        for _ in zip(learn.predict_iter(), learn.predict_iter(ds_idx=0), strict=True):
+            pass
     assert learn.run.depth == 0
 
 
 def test_inside_a_fit_it_is_used_up_or_ended_at_the_next_event() -> None:
     kept: list[Any] = []
+
     def half(cb: Any) -> None:
         kept.append(cb.learn.predict_iter(inner=True))
         next(kept[-1])
         got = joined(cb.learn.predict_iter(ds_idx=0, inner=True))
         assert got[0].shape == (N, 4)
+
     def trained(cbs: Any) -> Any:
         learn, ends = make(), Ends()
-        with learn.no_logging(): learn.fit(2, cbs=[ends, *cbs])
+        with learn.no_logging():
+            learn.fit(2, cbs=[ends, *cbs])
         return [v.tolist() for v in learn.model.state_dict().values()], ends.heard
+
     weights, heard = trained([Callback(after_epoch=half)])
-    assert weights == trained([])[0] and heard.count('cleanup') == 1 and heard.count('after_cancel_validate') == 2
+    assert (
+        weights == trained([])[0]
+        and heard.count('cleanup') == 1
+        and heard.count('after_cancel_validate') == 2
+    )
     for stream in kept:
-        with pytest.raises(FitError): next(stream)
+        with pytest.raises(FitError):
+            next(stream)
 
 
 def test_inner_ones_leave_out_the_events_of_fit_and_epoch() -> None:
     heard: list[str] = []
+
     class Hear(Callback):
-        def run_event(self, event_name: str) -> None: heard.append(event_name)
+        def run_event(self, event_name: str) -> None:
+            heard.append(event_name)
+
     learn = make(Hear())
     heard.clear()
     learn.get_preds(inner=True)
     expected = heard[:]
     heard.clear()
-    for _ in learn.predict_iter(inner=True): pass
+    for _ in learn.predict_iter(inner=True):
+        pass
     assert heard == expected and 'before_predict' in heard and 'before_fit' not in heard
 
 
 def test_an_error_in_the_model_comes_out_and_ends_it() -> None:
     ends = Ends()
     learn = make(ends)
+
     def fail(cb: Any) -> None:
-        if cb.iter == 1: raise OSError('gone')
+        if cb.iter == 1:
+            raise OSError('gone')
+
     before, stream = state(learn), learn.predict_iter(cbs=Callback(before_pred=fail))
     next(stream)
-    with pytest.raises(OSError, match='gone'): next(stream)
+    with pytest.raises(OSError, match='gone'):
+        next(stream)
     assert ends.heard == ['after_error', 'cleanup'] and state(learn) == before
     assert list(stream) == [] and len(list(learn.predict_iter())) == 4
 
@@ -272,8 +385,11 @@ def test_an_error_in_the_model_comes_out_and_ends_it() -> None:
 def test_cancelled_batches_are_left_out_and_cancelled_levels_end_it() -> None:
     def at(i: int, ex: Any, event: str = 'before_pred') -> Callback:
         def cancel(cb: Any) -> None:
-            if cb.iter == i: raise ex
+            if cb.iter == i:
+                raise ex
+
         return Callback(**{event: cancel})
+
     learn = make()
     sizes = lambda cbs: [len(p) for p, _ in learn.predict_iter(cbs=cbs)]
     assert sizes(at(0, CancelBatchException)) == [4, 4, 2]
@@ -287,7 +403,11 @@ def test_each_batch_may_be_asked_for_by_another_thread() -> None:
     for _ in range(4):
         thread = Thread(target=lambda: got.append(next(stream)[0]))
         thread.start(), thread.join()
-    assert list(stream) == [] and torch.equal(torch.cat(got), learn.get_preds()[0]) and learn.run.depth == 0
+    assert (
+        list(stream) == []
+        and torch.equal(torch.cat(got), learn.get_preds()[0])
+        and learn.run.depth == 0
+    )
 
 
 def test_no_gradient_is_kept_and_the_consumer_may_compute_some() -> None:
@@ -300,14 +420,23 @@ def test_no_gradient_is_kept_and_the_consumer_may_compute_some() -> None:
 def test_any_iterable_and_a_loader_with_workers() -> None:
     x, y = torch.randn(10, 3), torch.randint(4, (10,))
     learn = make()
-    def batches() -> Iterator[Any]: yield from ((x[i:i + 5], y[i:i + 5]) for i in (0, 5))
+
+    def batches() -> Iterator[Any]:
+        yield from ((x[i : i + 5], y[i : i + 5]) for i in (0, 5))
+
     for dl in (batches(), DataLoader(TensorDataset(x, y), 5, num_workers=1)):
-        with torch.no_grad(): expected = learn.model.eval()(x).softmax(-1)
+        with torch.no_grad():
+            expected = learn.model.eval()(x).softmax(-1)
         assert torch.allclose(joined(learn.predict_iter(dl))[0], expected, atol=1e-6)
 
 
 def test_losses_are_those_of_the_samples() -> None:
     learn = make()
-    x, logits, _y, losses = joined(learn.predict_iter(with_input=True, with_loss=True, act=lambda o: o))
+    x, logits, _y, losses = joined(
+        learn.predict_iter(with_input=True, with_loss=True, act=lambda o: o)
+    )
     _, y = learn.dls.valid.tensors
-    assert torch.allclose(losses, F.cross_entropy(logits, y, reduction='none'), atol=1e-6) and len(x) == N
+    assert (
+        torch.allclose(losses, F.cross_entropy(logits, y, reduction='none'), atol=1e-6)
+        and len(x) == N
+    )

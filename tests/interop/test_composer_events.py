@@ -1,4 +1,5 @@
 """Every row of the table's Composer column, fired by a real run, in order and number."""
+
 from __future__ import annotations
 
 import sys
@@ -17,23 +18,45 @@ from learnkit.interop import from_composer
 from learnkit.interop.composer_time import Event
 from learnkit.testing import RegModel, synth_learner
 
-ONE_PIECE = ['before_forward', 'after_forward', 'before_loss', 'after_loss', 'before_backward', 'after_backward']
-ONE_BATCH = ['before_dataloader', 'after_dataloader', 'batch_start', 'before_train_batch', *ONE_PIECE * 2,
-             'after_train_batch', 'batch_end', 'batch_checkpoint']
-ONE_EVAL = ['eval_start', *['eval_batch_start', 'eval_before_forward', 'eval_after_forward', 'eval_batch_end'] * 2,
-            'eval_end']
+ONE_PIECE = [
+    'before_forward',
+    'after_forward',
+    'before_loss',
+    'after_loss',
+    'before_backward',
+    'after_backward',
+]
+ONE_BATCH = [
+    'before_dataloader',
+    'after_dataloader',
+    'batch_start',
+    'before_train_batch',
+    *ONE_PIECE * 2,
+    'after_train_batch',
+    'batch_end',
+    'batch_checkpoint',
+]
+ONE_EVAL = [
+    'eval_start',
+    *['eval_batch_start', 'eval_before_forward', 'eval_after_forward', 'eval_batch_end'] * 2,
+    'eval_end',
+]
 
 
 class Heard:
     "Notes every event by its name."
 
-    def __init__(self) -> None: self.names: list[str] = []
+    def __init__(self) -> None:
+        self.names: list[str] = []
 
-    def run_event(self, event: Any, state: Any, logger: Any) -> None: self.names.append(event.value)
+    def run_event(self, event: Any, state: Any, logger: Any) -> None:
+        self.names.append(event.value)
 
-    def close(self, state: Any, logger: Any) -> None: self.names.append('close')
+    def close(self, state: Any, logger: Any) -> None:
+        self.names.append('close')
 
-    def post_close(self) -> None: self.names.append('post_close')
+    def post_close(self) -> None:
+        self.names.append('post_close')
 
     def taken(self) -> list[str]:
         names, self.names = self.names, []
@@ -44,9 +67,11 @@ def learner(cb: Any, **kwargs: Any) -> Learner:
     "2 validation loaders of 2 batches, 3 training batches of 8 samples in microbatches of 4."
     torch.manual_seed(0)
     x = torch.randn(24, 1)
-    loader = lambda n: [(x[8 * i:8 * i + 8], 2 * x[8 * i:8 * i + 8]) for i in range(n)]
+    loader = lambda n: [(x[8 * i : 8 * i + 8], 2 * x[8 * i : 8 * i + 8]) for i in range(n)]
     dls = DataLoaders(loader(3), {'day': loader(2), 'night': loader(2)})
-    learn = Learner(dls, RegModel(), torch.nn.MSELoss(), lr=0.1, microbatch=4, cbs=from_composer(cb), **kwargs)
+    learn = Learner(
+        dls, RegModel(), torch.nn.MSELoss(), lr=0.1, microbatch=4, cbs=from_composer(cb), **kwargs
+    )
     learn.logger = noop
     return learn
 
@@ -56,10 +81,24 @@ def test_fit_fires_all_in_order() -> None:
     learn = learner(cb)
     assert cb.taken() == ['init']
     learn.fit(2, iteration=2)
-    epoch = ['epoch_start', *ONE_BATCH * 3, 'before_dataloader', 'epoch_end', 'eval_before_all', *ONE_EVAL * 2,
-             'eval_after_all', 'epoch_checkpoint']
-    assert cb.taken() == ['fit_start', 'iteration_start', *epoch * 2, 'iteration_end', 'iteration_checkpoint',
-                          'fit_end']
+    epoch = [
+        'epoch_start',
+        *ONE_BATCH * 3,
+        'before_dataloader',
+        'epoch_end',
+        'eval_before_all',
+        *ONE_EVAL * 2,
+        'eval_after_all',
+        'epoch_checkpoint',
+    ]
+    assert cb.taken() == [
+        'fit_start',
+        'iteration_start',
+        *epoch * 2,
+        'iteration_end',
+        'iteration_checkpoint',
+        'fit_end',
+    ]
 
 
 def test_standalone_evaluation_and_prediction_have_events_of_their_own() -> None:
@@ -69,7 +108,12 @@ def test_standalone_evaluation_and_prediction_have_events_of_their_own() -> None
     learn.validate()
     assert cb.taken() == ['eval_standalone_start', *ONE_EVAL * 2, 'eval_standalone_end']
     learn.get_preds()
-    one = ['predict_batch_start', 'predict_before_forward', 'predict_after_forward', 'predict_batch_end']
+    one = [
+        'predict_batch_start',
+        'predict_before_forward',
+        'predict_after_forward',
+        'predict_batch_end',
+    ]
     assert cb.taken() == ['predict_start', *one * 2, 'predict_end']
 
 
@@ -79,7 +123,12 @@ def test_validate_inside_a_fit_is_standalone_and_the_fit_goes_on() -> None:
     learn.add_cb(Callback(after_train=lambda c: c.learn.validate() if c.fitting else None))
     learn.fit(2)
     counts = Counter(cb.taken())
-    assert (counts['fit_start'], counts['epoch_start'], counts['epoch_end'], counts['fit_end']) == (1, 2, 2, 1)
+    assert (counts['fit_start'], counts['epoch_start'], counts['epoch_end'], counts['fit_end']) == (
+        1,
+        2,
+        2,
+        1,
+    )
     assert (counts['eval_standalone_start'], counts['eval_standalone_end']) == (2, 2)
     assert (counts['eval_before_all'], counts['eval_after_all'], counts['eval_start']) == (2, 2, 8)
 
@@ -127,25 +176,39 @@ def test_init_comes_first_also_for_a_callback_added_later_and_once_for_each_lear
 
 def test_only_the_events_of_the_callback_are_handled() -> None:
     class EpochEnd:
-        def epoch_end(self, state: Any, logger: Any) -> None: pass
+        def epoch_end(self, state: Any, logger: Any) -> None:
+            pass
 
     learn = synth_learner(cbs=from_composer(EpochEnd()))
     adapter = learn.cbs[-1]
-    for event in ('before_pred', 'after_pred', 'after_loss', 'before_backward', 'before_step', 'batch_checkpoint'):
+    for event in (
+        'before_pred',
+        'after_pred',
+        'after_loss',
+        'before_backward',
+        'before_step',
+        'batch_checkpoint',
+    ):
         assert adapter not in learn.ordered_cbs(event, training=True)
 
 
-def test_a_callback_of_the_package_gets_the_events_and_times_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_callback_of_the_package_gets_the_events_and_times_of_the_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # as the package's: no str
     events = Enum('Event', {e.name: e.value for e in Event})  # type: ignore[misc]
-    time = SimpleNamespace(Time=lambda value, unit: (value, unit.value), TimeUnit=Enum('TimeUnit', {'EPOCH': 'ep'}),
-                           Timestamp=lambda **counts: SimpleNamespace(**counts))
+    time = SimpleNamespace(
+        Time=lambda value, unit: (value, unit.value),
+        TimeUnit=Enum('TimeUnit', {'EPOCH': 'ep'}),
+        Timestamp=lambda **counts: SimpleNamespace(**counts),
+    )
     monkeypatch.setitem(sys.modules, 'composer.core.event', SimpleNamespace(Event=events))
     monkeypatch.setitem(sys.modules, 'composer.core.time', time)
     got: list[Any] = []
 
     def run_event(self: Any, event: Any, state: Any, logger: Any) -> None:
-        if event is events.EPOCH_END: got.append((state.max_duration, state.timestamp.epoch, state.timestamp.batch))
+        if event is events.EPOCH_END:
+            got.append((state.max_duration, state.timestamp.epoch, state.timestamp.batch))
 
     own = type('Own', (), {'run_event': run_event, '__module__': 'composer.callbacks.own'})
     learner(own()).fit(1)
@@ -158,8 +221,14 @@ def test_events_compare_as_in_composer() -> None:
 
     package_event = type('Event', (), {'value': 'fit_start'})()
     assert package_event == Event.FIT_START and package_event != Event.FIT_END
-    assert Event.FIT_START == 'fit_start' and Event('FIT_START') is Event('fit_start') is Event.FIT_START
-    assert Event.FIT_START in (Event.EPOCH_END, Event.FIT_START) and {Event.FIT_START: 1}['fit_start'] == 1
+    assert (
+        Event.FIT_START == 'fit_start'
+        and Event('FIT_START') is Event('fit_start') is Event.FIT_START
+    )
+    assert (
+        Event.FIT_START in (Event.EPOCH_END, Event.FIT_START)
+        and {Event.FIT_START: 1}['fit_start'] == 1
+    )
     assert Event.FIT_START.name == 'FIT_START' and Other() != Event.FIT_START
     assert Event.EVAL_STANDALONE_START.is_before_event and not Event.BATCH_CHECKPOINT.is_after_event
     assert Event.EVAL_BEFORE_ALL.canonical_name == Event.EVAL_AFTER_ALL.canonical_name == 'eval_all'

@@ -1,4 +1,5 @@
 """Composer-style callbacks in a Learner: typical ones in miniature, and what they read and write."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -20,35 +21,50 @@ def learner(*cbs: Any, n_train: int = 3, microbatch: int | None = 4, **kwargs: A
     "Batches of 8 samples in microbatches of 4, two validation loaders of 2 batches."
     torch.manual_seed(0)
     x = torch.randn(8 * n_train, 1)
-    batches = [(x[i:i + 8], 2 * x[i:i + 8] + 1) for i in range(0, len(x), 8)]
+    batches = [(x[i : i + 8], 2 * x[i : i + 8] + 1) for i in range(0, len(x), 8)]
     dls = DataLoaders(batches, {'day': batches[:2], 'night': batches[1:3]})
-    learn = Learner(dls, RegModel(), nn.MSELoss(), opt_func=torch.optim.SGD, lr=0.1, microbatch=microbatch,
-                    cbs=[from_composer(cb) for cb in cbs], **kwargs)
+    learn = Learner(
+        dls,
+        RegModel(),
+        nn.MSELoss(),
+        opt_func=torch.optim.SGD,
+        lr=0.1,
+        microbatch=microbatch,
+        cbs=[from_composer(cb) for cb in cbs],
+        **kwargs,
+    )
     learn.logger = noop
     return learn
 
 
-# -- typical callbacks in miniature ------------------------------------------------------------------------------------
+# -- typical callbacks in miniature ----------------------------------------------------------------
+
 
 class SpeedMonitor:
     "Batches and samples within a window, and how long evaluation took."
 
     def __init__(self, window: int = 2) -> None:
-        self.window, self.samples, self.eval_s, self.rows = window, [], 0., []
+        self.window, self.samples, self.eval_s, self.rows = window, [], 0.0, []
 
     def batch_end(self, state: Any, logger: Any) -> None:
-        self.samples = [*self.samples, state.timestamp.sample.value][-self.window:]
+        self.samples = [*self.samples, state.timestamp.sample.value][-self.window :]
         if len(self.samples) == self.window:
             logger.log_metrics({'samples_in_window': self.samples[-1] - self.samples[0]})
-        self.rows.append((state.timestamp.total_wct.total_seconds(), state.timestamp.batch_in_epoch.value))
+        self.rows.append(
+            (state.timestamp.total_wct.total_seconds(), state.timestamp.batch_in_epoch.value)
+        )
 
     def eval_end(self, state: Any, logger: Any) -> None:
         self.eval_s += state.eval_timestamp.total_wct.total_seconds()
-        logger.log_metrics({f'eval_batches_{state.dataloader_label}': state.eval_timestamp.batch.value})
+        logger.log_metrics(
+            {f'eval_batches_{state.dataloader_label}': state.eval_timestamp.batch.value}
+        )
 
-    def state_dict(self) -> dict[str, Any]: return {'eval_s': self.eval_s}
+    def state_dict(self) -> dict[str, Any]:
+        return {'eval_s': self.eval_s}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: self.eval_s = state['eval_s']
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.eval_s = state['eval_s']
 
 
 def test_speed_monitor() -> None:
@@ -84,17 +100,20 @@ class EarlyStopper:
         self.best, self.best_at, self.seen = float('inf'), None, []
 
     def eval_end(self, state: Any, logger: Any) -> None:
-        if state.dataloader_label != self.label: return
+        if state.dataloader_label != self.label:
+            return
         value = state.eval_metrics[self.label][self.monitor].compute()
         self.seen.append(value.item())
-        if value < self.best: self.best, self.best_at = value, state.timestamp
-        elif state.timestamp.epoch - self.best_at.epoch > self.patience: state.stop_training()
+        if value < self.best:
+            self.best, self.best_at = value, state.timestamp
+        elif state.timestamp.epoch - self.best_at.epoch > self.patience:
+            state.stop_training()
 
 
 def test_early_stopper() -> None:
     cb = EarlyStopper('loss', 'night', '1ep')
     learn = learner(cb)
-    learn.fit(10, lr=0.)
+    learn.fit(10, lr=0.0)
     assert len(learn.history) == 3  # best after the first epoch; none in two more
     assert cb.seen == pytest.approx([row['night/loss'] for row in learn.history])
 
@@ -105,26 +124,29 @@ class CheckpointSaver:
     def __init__(self, folder: Path) -> None:
         self.folder, self.saved, self.last = folder, [], None
 
-    def fit_start(self, state: Any, logger: Any) -> None: self.folder.mkdir(exist_ok=True)
+    def fit_start(self, state: Any, logger: Any) -> None:
+        self.folder.mkdir(exist_ok=True)
 
     def batch_checkpoint(self, state: Any, logger: Any) -> None:
-        if state.timestamp.batch % '2ba' != 0 or self.last == state.timestamp.batch: return
-        file = self.folder/f'ep{state.timestamp.epoch.value}-ba{int(state.timestamp.batch)}.pt'
+        if state.timestamp.batch % '2ba' != 0 or self.last == state.timestamp.batch:
+            return
+        file = self.folder / f'ep{state.timestamp.epoch.value}-ba{int(state.timestamp.batch)}.pt'
         torch.save(state.state_dict()['model'], file)
         self.saved.append(file.name)
         self.last = state.timestamp.batch
 
 
 def test_checkpoint_saver(tmp_path: Path) -> None:
-    cb = CheckpointSaver(tmp_path/'weights')
+    cb = CheckpointSaver(tmp_path / 'weights')
     learn = learner(cb)
     learn.fit(2)
     assert cb.saved == ['ep0-ba2.pt', 'ep1-ba4.pt', 'ep1-ba6.pt']
-    last = torch.load(tmp_path/'weights'/'ep1-ba6.pt', weights_only=True)
+    last = torch.load(tmp_path / 'weights' / 'ep1-ba6.pt', weights_only=True)
     assert torch.equal(last['a'], learn.model.a)
 
 
-# -- what is read ------------------------------------------------------------------------------------------------------
+# -- what is read ----------------------------------------------------------------------------------
+
 
 class Read:
     "Notes what a function makes of the state, at each event that is named."
@@ -133,18 +155,41 @@ class Read:
         self.read, self.events, self.got = read, events, []
 
     def run_event(self, event: Any, state: Any, logger: Any) -> None:
-        if event in self.events: self.got.append(self.read(state))
+        if event in self.events:
+            self.got.append(self.read(state))
 
 
 def test_counts_at_the_ends_of_batches_and_epochs() -> None:
-    at_batch = Read(lambda s: (s.timestamp.epoch.value, s.timestamp.batch.value, s.timestamp.sample_in_epoch.value,
-                               s.previous_timestamp.batch.value), 'batch_end')
-    at_epoch = Read(lambda s: (int(s.timestamp.epoch), int(s.timestamp.batch_in_epoch),
-                               s.previous_timestamp.epoch.value, s.timestamp >= '2ep', s.max_duration.value),
-                    'epoch_end', 'epoch_checkpoint')
+    at_batch = Read(
+        lambda s: (
+            s.timestamp.epoch.value,
+            s.timestamp.batch.value,
+            s.timestamp.sample_in_epoch.value,
+            s.previous_timestamp.batch.value,
+        ),
+        'batch_end',
+    )
+    at_epoch = Read(
+        lambda s: (
+            int(s.timestamp.epoch),
+            int(s.timestamp.batch_in_epoch),
+            s.previous_timestamp.epoch.value,
+            s.timestamp >= '2ep',
+            s.max_duration.value,
+        ),
+        'epoch_end',
+        'epoch_checkpoint',
+    )
     learn = learner(at_batch, at_epoch)
     learn.fit(2)
-    assert at_batch.got == [(0, 1, 8, 0), (0, 2, 16, 1), (0, 3, 24, 2), (1, 4, 8, 3), (1, 5, 16, 4), (1, 6, 24, 5)]
+    assert at_batch.got == [
+        (0, 1, 8, 0),
+        (0, 2, 16, 1),
+        (0, 3, 24, 2),
+        (1, 4, 8, 3),
+        (1, 5, 16, 4),
+        (1, 6, 24, 5),
+    ]
     assert at_epoch.got == [(1, 0, 0, False, 2)] * 2 + [(2, 0, 1, True, 2)] * 2
     learn.fit(1)
     assert at_epoch.got[-1] == (3, 0, 2, True, 3)
@@ -152,7 +197,10 @@ def test_counts_at_the_ends_of_batches_and_epochs() -> None:
 
 def test_microbatches_and_the_whole_batch() -> None:
     size = lambda s: (tuple(s.batch[0].shape), s.grad_accum, s.device_train_microbatch_size)
-    pieces, whole = Read(size, 'before_forward', 'after_loss'), Read(size, 'batch_start', 'after_train_batch')
+    pieces, whole = (
+        Read(size, 'before_forward', 'after_loss'),
+        Read(size, 'batch_start', 'after_train_batch'),
+    )
     learn = learner(pieces, whole)
     learn.fit(1)
     assert pieces.got == [((4, 1), 2, 4)] * 12
@@ -160,9 +208,22 @@ def test_microbatches_and_the_whole_batch() -> None:
 
 
 def test_parts_of_the_learner() -> None:
-    cb = Read(lambda s: (s.dataloader_label, s.dataloader_len.value if s.dataloader_len is not None else None,
-                         s.precision, s.device.name, s.scaler, s.schedulers, s.algorithms, s.outputs is None),
-              'fit_start', 'batch_start', 'eval_start', 'eval_after_forward')
+    cb = Read(
+        lambda s: (
+            s.dataloader_label,
+            s.dataloader_len.value if s.dataloader_len is not None else None,
+            s.precision,
+            s.device.name,
+            s.scaler,
+            s.schedulers,
+            s.algorithms,
+            s.outputs is None,
+        ),
+        'fit_start',
+        'batch_start',
+        'eval_start',
+        'eval_after_forward',
+    )
     learn = learner(cb)
     learn.fit(1)
     same = ('fp32', 'cpu', None, [], [])
@@ -172,10 +233,17 @@ def test_parts_of_the_learner() -> None:
 
 
 def test_an_unnamed_validation_loader_is_called_eval_and_training_metrics_are_there() -> None:
-    cb = Read(lambda s: (sorted(s.eval_metrics), s.train_metrics['loss'].compute().item(),
-                         s.eval_metrics['eval']['valid_loss'] > 0), 'epoch_checkpoint')
+    cb = Read(
+        lambda s: (
+            sorted(s.eval_metrics),
+            s.train_metrics['loss'].compute().item(),
+            s.eval_metrics['eval']['valid_loss'] > 0,
+        ),
+        'epoch_checkpoint',
+    )
     learn = synth_learner(n_train=2, cbs=from_composer(cb))
-    with learn.no_bar(): learn.fit(1)
+    with learn.no_bar():
+        learn.fit(1)
     assert cb.got == [(['eval'], pytest.approx(learn.history[0]['train_loss']), True)]
 
 
@@ -183,17 +251,19 @@ def test_elapsed_share_and_stop() -> None:
     cb = Read(lambda s: s.get_elapsed_duration().value, 'batch_end', 'fit_end')
     learn = learner(cb)
     learn.fit(2)
-    assert cb.got == pytest.approx([i / 6 for i in range(1, 7)] + [1.])
+    assert cb.got == pytest.approx([i / 6 for i in range(1, 7)] + [1.0])
 
     class Stop:
-        def batch_end(self, state: Any, logger: Any) -> None: state.max_duration = state.timestamp.batch
+        def batch_end(self, state: Any, logger: Any) -> None:
+            state.max_duration = state.timestamp.batch
 
     learn = learner(Stop())
     learn.fit(5)
     assert learn.time.ba == 1
 
 
-# -- what is written ---------------------------------------------------------------------------------------------------
+# -- what is written -------------------------------------------------------------------------------
+
 
 def weights_after(*cbs: Any, microbatch: int | None = None, n: int = 1) -> list[float]:
     learn = learner(*cbs, microbatch=microbatch)
@@ -201,14 +271,19 @@ def weights_after(*cbs: Any, microbatch: int | None = None, n: int = 1) -> list[
     return [p.item() for p in learn.model.parameters()]
 
 
-def weights_of_plain_loop(scale_x: float = 1., scale_loss: float = 1., shift: float = 0.) -> list[float]:
+def weights_of_plain_loop(
+    scale_x: float = 1.0, scale_loss: float = 1.0, shift: float = 0.0
+) -> list[float]:
     torch.manual_seed(0)
     x, model = torch.randn(24, 1), RegModel()
     for i in range(0, 24, 8):
-        loss = scale_loss * nn.functional.mse_loss(model(scale_x * x[i:i + 8]) + shift, 2 * x[i:i + 8] + 1)
+        loss = scale_loss * nn.functional.mse_loss(
+            model(scale_x * x[i : i + 8]) + shift, 2 * x[i : i + 8] + 1
+        )
         grads = torch.autograd.grad(loss, list(model.parameters()))
         with torch.no_grad():
-            for p, g in zip(model.parameters(), grads, strict=True): p -= 0.1 * g
+            for p, g in zip(model.parameters(), grads, strict=True):
+                p -= 0.1 * g
     return [p.item() for p in model.parameters()]
 
 
@@ -221,25 +296,37 @@ def test_a_batch_that_is_written_is_what_the_model_gets(event: str) -> None:
 
 @pytest.mark.parametrize('microbatch', [None, 4])
 @pytest.mark.parametrize('event', ['after_loss', 'before_backward'])
-def test_a_loss_that_is_written_is_what_backward_runs_on(event: str, microbatch: int | None) -> None:
-    def double(self: Any, state: Any, logger: Any) -> None: state.loss = 2 * state.loss
+def test_a_loss_that_is_written_is_what_backward_runs_on(
+    event: str, microbatch: int | None
+) -> None:
+    def double(self: Any, state: Any, logger: Any) -> None:
+        state.loss = 2 * state.loss
+
     got = weights_after(type('Double', (), {event: double})(), microbatch=microbatch)
     assert got == pytest.approx(weights_of_plain_loop(scale_loss=2), rel=1e-5)
 
 
 def test_outputs_that_are_written_are_what_the_loss_is_computed_from() -> None:
     class Shift:
-        def after_forward(self, state: Any, logger: Any) -> None: state.outputs = state.outputs + 0.5
+        def after_forward(self, state: Any, logger: Any) -> None:
+            state.outputs = state.outputs + 0.5
 
     assert weights_after(Shift()) == pytest.approx(weights_of_plain_loop(shift=0.5), rel=1e-5)
 
 
 def test_the_logger_hands_on_what_callbacks_have_a_place_for() -> None:
     class Place(Callback):
-        def __init__(self) -> None: self.got: list[Any] = []
-        def log_params(self, params: Any) -> None: self.got.append(params)
-        def log_text(self, step: int, name: str, text: str) -> None: self.got.append((step, name, text))
-        def log_images(self, step: int, name: str, images: Any) -> None: self.got.append((step, name, images.shape))
+        def __init__(self) -> None:
+            self.got: list[Any] = []
+
+        def log_params(self, params: Any) -> None:
+            self.got.append(params)
+
+        def log_text(self, step: int, name: str, text: str) -> None:
+            self.got.append((step, name, text))
+
+        def log_images(self, step: int, name: str, images: Any) -> None:
+            self.got.append((step, name, images.shape))
 
     class Log:
         def fit_start(self, state: Any, logger: Any) -> None:
@@ -252,31 +339,40 @@ def test_the_logger_hands_on_what_callbacks_have_a_place_for() -> None:
     place = Place()
     learn = learner(Log())
     learn.fit(1, cbs=place)
-    assert place.got == [{'depth': 3}, (0, 't', '| a | b |\n| --- | --- |\n| 1 | 2 |'), (0, 'i', (2, 3, 4, 5))]
+    assert place.got == [
+        {'depth': 3},
+        (0, 't', '| a | b |\n| --- | --- |\n| 1 | 2 |'),
+        (0, 'i', (2, 3, 4, 5)),
+    ]
 
 
-# -- state, mistakes ---------------------------------------------------------------------------------------------------
+# -- state, mistakes -------------------------------------------------------------------------------
+
 
 def test_state_goes_through_and_two_of_one_class_stay_apart() -> None:
     a, b = SpeedMonitor(), SpeedMonitor()
     learn = learner(a, b)
-    a.eval_s, b.eval_s = 1., 2.
+    a.eval_s, b.eval_s = 1.0, 2.0
     states = [cb.state_dict() for cb in learn.cbs[-2:]]
-    a.eval_s = b.eval_s = 0.
-    for cb, sd in zip(learn.cbs[-2:], states, strict=True): cb.load_state_dict(sd)
-    assert (a.eval_s, b.eval_s) == (1., 2.)
+    a.eval_s = b.eval_s = 0.0
+    for cb, sd in zip(learn.cbs[-2:], states, strict=True):
+        cb.load_state_dict(sd)
+    assert (a.eval_s, b.eval_s) == (1.0, 2.0)
     assert len({learn.callbacks.keys[id(cb)] for cb in learn.cbs}) == len(learn.cbs)
 
 
 def test_an_error_says_where_and_the_next_fit_works() -> None:
     class Fails:
         on = True
+
         def after_loss(self, state: Any, logger: Any) -> None:
-            if self.on: raise ValueError('no')
+            if self.on:
+                raise ValueError('no')
 
     cb = Fails()
     learn = learner(cb)
-    with pytest.raises(ValueError, match='no') as e: learn.fit(1)
+    with pytest.raises(ValueError, match='no') as e:
+        learn.fit(1)
     assert 'in Fails.after_loss, a Composer-style callback' in e.value.__notes__
     cb.on = False
     learn.fit(1)
@@ -285,35 +381,67 @@ def test_an_error_says_where_and_the_next_fit_works() -> None:
 
 def test_unknown_and_unwritable_attributes_say_what_to_use() -> None:
     state = learner(SpeedMonitor()).cbs[-1]._view
-    with pytest.raises(AttributeError, match='Composer has there the settings of FSDP'): _ = state.fsdp_config
-    with pytest.raises(AttributeError, match='Did you mean `timestamp`'): _ = state.timestamps
-    with pytest.raises(AttributeError, match=r'`state.dataloader` cannot be set.*batch, outputs'): state.dataloader = 1
-    with pytest.raises(AttributeError, match='Give the length to'): state.max_duration = '5ep'
+    with pytest.raises(AttributeError, match='Composer has there the settings of FSDP'):
+        _ = state.fsdp_config
+    with pytest.raises(AttributeError, match='Did you mean `timestamp`'):
+        _ = state.timestamps
+    with pytest.raises(AttributeError, match=r'`state.dataloader` cannot be set.*batch, outputs'):
+        state.dataloader = 1
+    with pytest.raises(AttributeError, match='Give the length to'):
+        state.max_duration = '5ep'
 
 
 def test_what_is_no_callback_and_what_is_misspelt() -> None:
     class Nothing:
-        def go(self) -> None: pass
+        def go(self) -> None:
+            pass
 
     class Misspelt:
-        def epoch_strat(self, state: Any, logger: Any) -> None: pass
-        def epoch_end(self, state: Any, logger: Any) -> None: pass
+        def epoch_strat(self, state: Any, logger: Any) -> None:
+            pass
 
-    with pytest.raises(CallbackError, match=r'Nothing\) is no Composer callback: it has none of the hooks init, '):
+        def epoch_end(self, state: Any, logger: Any) -> None:
+            pass
+
+    with pytest.raises(
+        CallbackError, match=r'Nothing\) is no Composer callback: it has none of the hooks init, '
+    ):
         from_composer(Nothing())
-    with pytest.raises(CallbackError, match=r'write from_composer\(SpeedMonitor\(...\)\)'): from_composer(SpeedMonitor)
-    with pytest.raises(CallbackError, match='needs no from_composer'): from_composer(Callback())
-    with pytest.warns(UserWarning, match='Misspelt.epoch_strat is no hook.* Did you mean `epoch_start`'):
+    with pytest.raises(CallbackError, match=r'write from_composer\(SpeedMonitor\(...\)\)'):
+        from_composer(SpeedMonitor)
+    with pytest.raises(CallbackError, match='needs no from_composer'):
+        from_composer(Callback())
+    with pytest.warns(
+        UserWarning, match='Misspelt.epoch_strat is no hook.* Did you mean `epoch_start`'
+    ):
         from_composer(Misspelt())
 
 
 def test_times_compare_and_combine_as_in_composer() -> None:
     t = ComposerTime(7, 'ba')
-    assert t == 7 == int(t) and t == '7ba' and t > 6 and t <= '7ba' and t != ComposerTime(8, TimeUnit.BATCH)
-    assert (t - '9ba').value == -2 and (2 + t).value == 9 and (t * 2).value == 14 and (t / '14ba').value == 0.5
-    assert (t % 2).value == 1 and (9 - t).value == 2 and str(-t) == '-7ba' and (t * '0.5dur').value == 3
-    with pytest.raises(TimeError, match='different units'): _ = t < '1ep'
+    assert (
+        t == 7 == int(t)
+        and t == '7ba'
+        and t > 6
+        and t <= '7ba'
+        and t != ComposerTime(8, TimeUnit.BATCH)
+    )
+    assert (
+        (t - '9ba').value == -2
+        and (2 + t).value == 9
+        and (t * 2).value == 14
+        and (t / '14ba').value == 0.5
+    )
+    assert (
+        (t % 2).value == 1
+        and (9 - t).value == 2
+        and str(-t) == '-7ba'
+        and (t * '0.5dur').value == 3
+    )
+    with pytest.raises(TimeError, match='different units'):
+        _ = t < '1ep'
     now = ComposerTimestamp(epoch=1, batch=7)
     assert now < '8ba' and now >= ComposerTime(1, 'ep') and now == '7ba' and now.get('ba') == t
     assert now == ComposerTimestamp(epoch=1, batch=7) != ComposerTimestamp(epoch=2, batch=7)
-    with pytest.raises(TimeError, match='get_elapsed_duration'): now.get('dur')
+    with pytest.raises(TimeError, match='get_elapsed_duration'):
+        now.get('dur')

@@ -1,4 +1,5 @@
 """Callbacks of other libraries in a resumed run: they count, log and are due as if it had never stopped."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -15,12 +16,16 @@ from tests.helpers.resuming import check_every_place
 
 class Periods:
     "Notes when it is due, and logs how often that was."
+
     every_n_updates, every_n_samples, every_n_epochs = 3, 40, 2
 
-    def __init__(self) -> None: self.due: list[str] = []
+    def __init__(self) -> None:
+        self.due: list[str] = []
 
     def periodic_callback(self, *, interval_type: str, update_counter: Any) -> None:
-        self.due.append(f'{interval_type or "-"} {update_counter.cur_iteration} of {update_counter.end_iteration}')
+        self.due.append(
+            f'{interval_type or "-"} {update_counter.cur_iteration} of {update_counter.end_iteration}'
+        )
         self.writer.add_scalar(f'n/{len(self.due)}', len(self.due))  # type: ignore[attr-defined]
 
     def track_after_update_step(self, *, update_counter: Any) -> None:
@@ -30,31 +35,50 @@ class Periods:
 
 class WithState(Periods):
     "The same, with a state of its own."
+
     firsts = 0
-    def state_dict(self) -> dict[str, Any]: return {'due': list(self.due), 'firsts': self.firsts}
-    def load_state_dict(self, sd: dict[str, Any]) -> None: self.due, self.firsts = list(sd['due']), sd['firsts']
+
+    def state_dict(self) -> dict[str, Any]:
+        return {'due': list(self.due), 'firsts': self.firsts}
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        self.due, self.firsts = list(sd['due']), sd['firsts']
 
 
 class Batches:
     "A Composer-style callback that counts, and logs what it reads."
 
-    def __init__(self) -> None: self.n, self.seen = 0, dict[str, Any]()
+    def __init__(self) -> None:
+        self.n, self.seen = 0, dict[str, Any]()
 
-    def epoch_start(self, state: Any, logger: Any) -> None: self.in_epoch = 0
+    def epoch_start(self, state: Any, logger: Any) -> None:
+        self.in_epoch = 0
 
     def batch_end(self, state: Any, logger: Any) -> None:
         self.n, self.in_epoch, t = self.n + 1, self.in_epoch + 1, state.timestamp
-        metrics = {f'last {k}': float(v) for values in state.eval_metrics.values() for k, v in values.items()}
-        logger.log_metrics({'n': self.n, 'in_epoch': self.in_epoch, 'in': int(t.batch_in_epoch), **metrics})
+        metrics = {
+            f'last {k}': float(v)
+            for values in state.eval_metrics.values()
+            for k, v in values.items()
+        }
+        logger.log_metrics(
+            {'n': self.n, 'in_epoch': self.in_epoch, 'in': int(t.batch_in_epoch), **metrics}
+        )
 
     def epoch_end(self, state: Any, logger: Any) -> None:
-        self.seen[f'{state.timestamp.epoch}'] = {k: float(v) for k, v in state.train_metrics.items()}
+        self.seen[f'{state.timestamp.epoch}'] = {
+            k: float(v) for k, v in state.train_metrics.items()
+        }
 
 
 class WithLoad(Batches):
     "The same, with a state of its own."
-    def state_dict(self) -> dict[str, Any]: return dict(vars(self))
-    def load_state_dict(self, sd: dict[str, Any]) -> None: vars(self).update(sd)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        vars(self).update(sd)
 
 
 @pytest.mark.parametrize('cls', [Periods, WithState, Batches, WithLoad])
@@ -64,15 +88,20 @@ def test_foreign_callbacks_resume_from_every_place(cls: type, tmp_path: Path) ->
     def make() -> Learner:
         n[0] += 1
         adapt = from_ksuit if issubclass(cls, Periods) else from_composer
-        return learner(tmp_path/str(n[0]), adapt(cls()), JSONLinesLogger(every='1ba'))
+        return learner(tmp_path / str(n[0]), adapt(cls()), JSONLinesLogger(every='1ba'))
 
     def fit(learn: Learner, resume: Any) -> None:
         learn.fit(2, resume=resume)
         cb = next(cb.wrapped for cb in learn.cbs if hasattr(cb, 'wrapped'))
-        rows = [{k: v for k, v in row.items() if 'time' not in k} for row in read_log(learn.path/'metrics.jsonl')]
-        found[n[0]] = [getattr(cb, name) for name in ('due', 'firsts', 'n', 'seen') if name in vars(cb)], rows
+        rows = [
+            {k: v for k, v in row.items() if 'time' not in k}
+            for row in read_log(learn.path / 'metrics.jsonl')
+        ]
+        found[n[0]] = (
+            [getattr(cb, name) for name in ('due', 'firsts', 'n', 'seen') if name in vars(cb)],
+            rows,
+        )
 
     check_every_place(make, fit, lambda kept: [*kept[:6], kept[8]])
     values, rows = found[1]
-    assert values and all(v == values and r == rows[-len(r):] for v, r in found.values())
-
+    assert values and all(v == values and r == rows[-len(r) :] for v, r in found.values())

@@ -1,4 +1,5 @@
 """The main job: trains on real data, writes what it promises, and says in one line what is wrong."""
+
 import csv
 import os
 import re
@@ -17,12 +18,15 @@ from learnkit.metrics import accuracy
 from learnkit.testing.forks import start
 
 
-def run_main(*args: object) -> int: return main([str(arg) for arg in args])
+def run_main(*args: object) -> int:
+    return main([str(arg) for arg in args])
 
 
 def test_split_is_stratified_and_seeded() -> None:
     dls = digits(bs=100, seed=3)
-    (x, y), (xv, yv) = ([torch.cat(parts) for parts in zip(*dl, strict=True)] for dl in (dls.train, dls.valid))
+    (x, y), (xv, yv) = (
+        [torch.cat(parts) for parts in zip(*dl, strict=True)] for dl in (dls.train, dls.valid)
+    )
     assert x.shape == (1437, 1, 8, 8) and xv.shape == (360, 1, 8, 8)
     assert x.min() == 0 and x.max() == 1 and x.dtype == torch.float32
     assert all(abs(int((y == c).sum()) / 4 - int((yv == c).sum())) <= 1 for c in range(10))
@@ -30,7 +34,9 @@ def test_split_is_stratified_and_seeded() -> None:
     assert not torch.equal(torch.cat([b[1] for b in digits(bs=100, seed=4).valid]), yv)
 
 
-def test_defaults_reach_the_accuracy_in_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_defaults_reach_the_accuracy_in_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     started = perf_counter()
     assert run_main('--out', tmp_path) == 0
     assert perf_counter() - started < 30
@@ -42,7 +48,8 @@ def test_defaults_reach_the_accuracy_in_time(tmp_path: Path, capsys: pytest.Capt
     reached = accuracy(model.eval()(xv), yv).item()
     assert reached >= 0.97
 
-    with (tmp_path / 'history.csv').open(newline='') as f: rows = list(csv.DictReader(f))
+    with (tmp_path / 'history.csv').open(newline='') as f:
+        rows = list(csv.DictReader(f))
     assert [int(row['epoch']) for row in rows] == list(range(15))
     assert float(rows[-1]['accuracy']) == pytest.approx(reached, abs=1e-6)
     assert float(rows[-1]['valid_loss']) < float(rows[0]['valid_loss'])
@@ -63,7 +70,8 @@ def test_same_seed_same_weights_other_seed_other_weights(tmp_path: Path) -> None
 
 
 def test_what_an_earlier_run_wrote_is_replaced(tmp_path: Path) -> None:
-    for name in FILES: (tmp_path / name).write_text('old')
+    for name in FILES:
+        (tmp_path / name).write_text('old')
     assert run_main('--epochs', 1, '--bs', 500, '--out', tmp_path) == 0
     assert not any((tmp_path / name).read_bytes() == b'old' for name in FILES)
 
@@ -73,22 +81,41 @@ def test_confusion_counts_rows_of_truth() -> None:
     assert count_pairs(pred, targ, n=3).tolist() == [[1, 0, 0], [0, 1, 1], [0, 0, 1]]
 
 
-@pytest.mark.parametrize(('args', 'says'), [
-    (['--epoch', '3'], '--epoch'), (['--colour'], '--colour'), (['extra'], 'extra'),
-    (['--epochs', '0'], '--epochs'), (['--epochs', 'ten'], "'ten'"), (['--bs', '-4'], '--bs'),
-    (['--seed', '1.5'], '--seed'), (['--seed', str(2**32)], '--seed'), (['--out'], '--out')])
-def test_a_wrong_option_is_one_line_and_exit_2(args: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ('args', 'says'),
+    [
+        (['--epoch', '3'], '--epoch'),
+        (['--colour'], '--colour'),
+        (['extra'], 'extra'),
+        (['--epochs', '0'], '--epochs'),
+        (['--epochs', 'ten'], "'ten'"),
+        (['--bs', '-4'], '--bs'),
+        (['--seed', '1.5'], '--seed'),
+        (['--seed', str(2**32)], '--seed'),
+        (['--out'], '--out'),
+    ],
+)
+def test_a_wrong_option_is_one_line_and_exit_2(
+    args: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(args) == 2
     out, err = capsys.readouterr()
     assert out == '' and err.count('\n') == 1
     assert says in err
 
 
-@pytest.mark.parametrize('make', [
-    lambda p: (p.write_text('a file'), p)[1], lambda p: (p.write_text('a file'), p / 'below')[1],
-    lambda p: ((p / 'digits.png').mkdir(parents=True), p)[1]], ids=['a file', 'below a file', 'a folder in the way'])
+@pytest.mark.parametrize(
+    'make',
+    [
+        lambda p: (p.write_text('a file'), p)[1],
+        lambda p: (p.write_text('a file'), p / 'below')[1],
+        lambda p: ((p / 'digits.png').mkdir(parents=True), p)[1],
+    ],
+    ids=['a file', 'below a file', 'a folder in the way'],
+)
 def test_an_unwritable_folder_is_told_before_training(
-        make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr('learnkit.demo.train', lambda *args: pytest.fail('it trained'))
     out_dir = make(tmp_path / 'out')
     assert run_main('--out', out_dir) == 2
@@ -98,8 +125,11 @@ def test_an_unwritable_folder_is_told_before_training(
 
 
 def test_a_disk_that_fails_at_the_end_is_one_line(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def full(source: object, target: object) -> None: raise OSError(28, 'No space left on device')
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(source: object, target: object) -> None:
+        raise OSError(28, 'No space left on device')
+
     monkeypatch.setattr(os, 'replace', full)
     assert run_main('--epochs', 1, '--bs', 1000, '--out', tmp_path) == 2
     err = capsys.readouterr().err
@@ -109,7 +139,8 @@ def test_a_disk_that_fails_at_the_end_is_one_line(
 
 @pytest.mark.parametrize('module', ['sklearn', 'matplotlib'])
 def test_a_missing_extra_is_one_line(
-        module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     assert run_main() == 2
     err = capsys.readouterr().err
@@ -117,20 +148,27 @@ def test_a_missing_extra_is_one_line(
 
 
 def test_help_lists_the_options(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended: run_main('--help')
+    with pytest.raises(SystemExit) as ended:
+        run_main('--help')
     assert ended.value.code == 0
     out = capsys.readouterr().out
     assert all(option in out for option in ('--epochs', '--seed', '--out', '--bs'))
 
 
-def test_ctrl_c_ends_the_command_with_one_line_and_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, 'argv', ['learnkit.demo', '--epochs', '100000', '--out', str(tmp_path)])
+def test_ctrl_c_ends_the_command_with_one_line_and_130(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        sys, 'argv', ['learnkit.demo', '--epochs', '100000', '--out', str(tmp_path)]
+    )
     with warnings.catch_warnings():
         warnings.simplefilter('ignore', RuntimeWarning)  # runpy: the module is there already
         child = start(lambda: runpy.run_module('learnkit.demo', run_name='__main__'))
     with child:
         # a row is there: it trains
-        assert child.wait(until=lambda: re.search(r'^ +\d  ', child.stdout, re.M) is not None) is None
+        assert (
+            child.wait(until=lambda: re.search(r'^ +\d  ', child.stdout, re.M) is not None) is None
+        )
         sleep(0.05)
         child.send(signal.SIGINT)
         assert child.wait() == 130

@@ -1,4 +1,5 @@
 """A training as in a notebook, on real data: a rate is looked for, and a schedule follows it."""
+
 from __future__ import annotations
 
 import pytest

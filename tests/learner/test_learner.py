@@ -1,4 +1,5 @@
 """The Learner as its users see it: constructor, attributes, contexts, kinds of batches and loaders, closing."""
+
 from __future__ import annotations
 
 import atexit
@@ -46,7 +47,9 @@ from learnkit.testing.forks import start
 def bare(dls: Any, model: nn.Module, loss: Any = None, *cbs: Any, **kwargs: Any) -> Learner:
     "A Learner with a history that prints nothing."
     options = {'opt_func': torch.optim.SGD, 'lr': 0.1, 'wd_bn_bias': True, **kwargs}
-    learn = Learner(dls, model, loss, cbs=[TrainEvalCallback, Recorder, *cbs], default_cbs=False, **options)
+    learn = Learner(
+        dls, model, loss, cbs=[TrainEvalCallback, Recorder, *cbs], default_cbs=False, **options
+    )
     learn.logger = lambda row: None
     return learn
 
@@ -62,7 +65,9 @@ def by_hand(model: nn.Module, loss_of: Any, batches: list[Any], n_epoch: int = 2
 
 
 def same(model: nn.Module, expected: list[Tensor]) -> bool:
-    return all(torch.allclose(p, q, atol=1e-6) for p, q in zip(model.parameters(), expected, strict=True))
+    return all(
+        torch.allclose(p, q, atol=1e-6) for p, q in zip(model.parameters(), expected, strict=True)
+    )
 
 
 def line(n_in: int = 3, n_out: int = 1) -> nn.Linear:
@@ -76,16 +81,42 @@ def rows(n: int = 3, bs: int = 4) -> list[tuple[Tensor, Tensor]]:
 
 # Constructor
 
+
 def test_the_constructors_keywords_are_attributes(tmp_path: Path) -> None:
     model, loss, dls = RegModel(), nn.L1Loss(), synth_dls()
     splitter = lambda m: [[m.a], [m.b]]
-    learn = Learner(dls, model, loss_func=loss, opt_func=SGD, lr=0.2, splitter=splitter,
-                    cbs=Callback(before_fit=print), metrics=[mae], path=tmp_path, model_dir='weights', wd=0.1,
-                    wd_bn_bias=True, train_bn=False, moms=(0.9, 0.8, 0.9), default_cbs=False, microbatch=4)
+    learn = Learner(
+        dls,
+        model,
+        loss_func=loss,
+        opt_func=SGD,
+        lr=0.2,
+        splitter=splitter,
+        cbs=Callback(before_fit=print),
+        metrics=[mae],
+        path=tmp_path,
+        model_dir='weights',
+        wd=0.1,
+        wd_bn_bias=True,
+        train_bn=False,
+        moms=(0.9, 0.8, 0.9),
+        default_cbs=False,
+        microbatch=4,
+    )
     assert (learn.dls, learn.model, learn.loss_func, learn.opt_func) == (dls, model, loss, SGD)
-    assert (learn.lr, learn.splitter, learn.path, learn.model_dir) == (0.2, splitter, tmp_path, 'weights')
+    assert (learn.lr, learn.splitter, learn.path, learn.model_dir) == (
+        0.2,
+        splitter,
+        tmp_path,
+        'weights',
+    )
     assert (learn.wd, learn.wd_bn_bias, learn.train_bn) == (0.1, True, False)
-    assert (learn.moms, learn.microbatch, learn.opt, len(learn.cbs)) == ((0.9, 0.8, 0.9), 4, None, 1)
+    assert (learn.moms, learn.microbatch, learn.opt, len(learn.cbs)) == (
+        (0.9, 0.8, 0.9),
+        4,
+        None,
+        1,
+    )
     assert [m.name for m in learn.metrics] == ['mae']
 
 
@@ -94,35 +125,60 @@ def test_the_defaults() -> None:
     assert (learn.lr, learn.wd, learn.wd_bn_bias, learn.train_bn) == (defaults.lr, None, None, True)
     assert (learn.moms, learn.microbatch) == ((0.95, 0.85, 0.95), None)
     assert (learn.path, learn.model_dir, learn.logger) == (Path('.'), 'models', print)
-    assert [type(cb) for cb in learn.cbs] == defaults.callbacks == [TrainEvalCallback, Recorder, ProgressCallback]
-    assert learn.train_eval is learn.cbs[0] and learn.recorder is learn.cbs[1] and learn.progress is learn.cbs[2]
+    assert (
+        [type(cb) for cb in learn.cbs]
+        == defaults.callbacks
+        == [TrainEvalCallback, Recorder, ProgressCallback]
+    )
+    assert (
+        learn.train_eval is learn.cbs[0]
+        and learn.recorder is learn.cbs[1]
+        and learn.progress is learn.cbs[2]
+    )
     assert (learn.epoch, learn.n_epoch, learn.iter, learn.train_iter) == (0, 1, 0, 0)
-    assert (learn.pct_train, learn.training) == (0., False)
+    assert (learn.pct_train, learn.training) == (0.0, False)
 
 
 def test_the_first_arguments_go_by_position() -> None:
     model, batches = line(), rows()
-    learn = Learner(batches, model, nn.MSELoss(), torch.optim.SGD, 0.1, cbs=TrainEvalCallback, default_cbs=False,
-                    wd_bn_bias=True)
+    learn = Learner(
+        batches,
+        model,
+        nn.MSELoss(),
+        torch.optim.SGD,
+        0.1,
+        cbs=TrainEvalCallback,
+        default_cbs=False,
+        wd_bn_bias=True,
+    )
     learn.fit(2)
     assert same(model, by_hand(line(), lambda m, b: F.mse_loss(m(b[0]), b[1]), batches))
 
 
-@pytest.mark.parametrize('make', [lambda t, v: (t, v), lambda t, v: DataLoaders(t, v), lambda t, v: Alike(t, v)],
-                         ids=['tuple', 'own', 'alike'])
+@pytest.mark.parametrize(
+    'make',
+    [lambda t, v: (t, v), lambda t, v: DataLoaders(t, v), lambda t, v: Alike(t, v)],
+    ids=['tuple', 'own', 'alike'],
+)
 def test_loaders_come_in_many_forms(make: Any) -> None:
     train, valid = rows(), rows(2)
     learn = bare(make(train, valid), model := line(), nn.MSELoss())
     learn.fit(2)
     assert same(model, by_hand(line(), lambda m, b: F.mse_loss(m(b[0]), b[1]), train))
     x, y = (torch.cat(p) for p in zip(*valid, strict=True))
-    assert learn.history[-1]['valid_loss'] == pytest.approx(F.mse_loss(model(x), y).item(), rel=1e-5)
+    assert learn.history[-1]['valid_loss'] == pytest.approx(
+        F.mse_loss(model(x), y).item(), rel=1e-5
+    )
 
 
 class Alike:
     "Works like DataLoaders: `train`, and loaders by number."
-    def __init__(self, train: Any, valid: Any) -> None: self.train, self.valid = train, valid
-    def __getitem__(self, i: int) -> Any: return (self.train, self.valid)[i]
+
+    def __init__(self, train: Any, valid: Any) -> None:
+        self.train, self.valid = train, valid
+
+    def __getitem__(self, i: int) -> Any:
+        return (self.train, self.valid)[i]
 
 
 def test_torch_data_loaders_work_as_they_are() -> None:
@@ -130,14 +186,21 @@ def test_torch_data_loaders_work_as_they_are() -> None:
     ds = TensorDataset(x, y)
     learn = bare((DataLoader(ds, 4), DataLoader(ds, 3)), model := line(), nn.MSELoss())
     learn.fit(2)
-    assert same(model, by_hand(line(), lambda m, b: F.mse_loss(m(b[0]), b[1]),
-                               [(x[i:i + 4], y[i:i + 4]) for i in (0, 4, 8)]))
+    assert same(
+        model,
+        by_hand(
+            line(),
+            lambda m, b: F.mse_loss(m(b[0]), b[1]),
+            [(x[i : i + 4], y[i : i + 4]) for i in (0, 4, 8)],
+        ),
+    )
     assert learn.n_iter is not None and learn.train_iter == 6
 
 
 def test_the_training_sets_own_loss_function_is_taken() -> None:
     class Set(TensorDataset):
         loss_func = nn.L1Loss()
+
     ds = Set(torch.randn(4, 3), torch.randn(4, 1))
     assert Learner(DataLoader(ds), line(), default_cbs=False).loss_func is Set.loss_func
     assert Learner(DataLoader(ds), line(), F.mse_loss, default_cbs=False).loss_func is F.mse_loss
@@ -153,6 +216,7 @@ def test_ten_epochs_lower_the_loss(capsys: pytest.CaptureFixture[str]) -> None:
 
 # Attributes
 
+
 def test_x_and_y_are_read_only_views_of_xb_and_yb() -> None:
     learn = synth_learner(default_cbs=False)
     a, b, c = torch.ones(1), torch.zeros(1), torch.ones(2)
@@ -161,17 +225,24 @@ def test_x_and_y_are_read_only_views_of_xb_and_yb() -> None:
     learn.yb = ()
     assert learn.y is None
     for name in 'xy':
-        with pytest.raises(AttributeError): setattr(learn, name, a)
+        with pytest.raises(AttributeError):
+            setattr(learn, name, a)
     assert learn.xb == (a,)
 
 
 def test_the_models_attributes_are_the_learners() -> None:
     class Model(RegModel):
         word = 'hello'
-        def shout(self) -> str: return self.word.upper()
+
+        def shout(self) -> str:
+            return self.word.upper()
+
     learn = synth_learner(model=Model())
     assert learn.a is learn.model.a and learn.word == 'hello' and learn.shout() == 'HELLO'
-    assert list(learn.parameters()) == [learn.model.a, learn.model.b] and learn.state_dict().keys() == {'a', 'b'}
+    assert list(learn.parameters()) == [
+        learn.model.a,
+        learn.model.b,
+    ] and learn.state_dict().keys() == {'a', 'b'}
     assert {'fit', 'model', 'a', 'shout', 'recorder'} <= set(dir(learn))
     assert not hasattr(learn, 'nothing_like_it')
 
@@ -189,17 +260,22 @@ def test_a_subclass_may_add_what_it_likes() -> None:
         def __init__(self, *args: Any, extra: int, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.extra = extra
-        def double(self) -> int: return 2 * self.extra
+
+        def double(self) -> int:
+            return 2 * self.extra
+
     assert Mine(rows(), line(), nn.MSELoss(), extra=4).double() == 8
 
 
 # Contexts
 
+
 def test_no_logging_no_bar_and_what_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
     learn = synth_learner()
     learn.fit(1)
     assert capsys.readouterr().out
-    with learn.no_logging(): learn.fit(1)
+    with learn.no_logging():
+        learn.fit(1)
     with learn.no_bar(), learn.no_logging():
         assert not hasattr(learn, 'progress')
         learn.fit(1)
@@ -211,30 +287,36 @@ def test_no_logging_no_bar_and_what_comes_back(capsys: pytest.CaptureFixture[str
 
 def test_no_bar_silences_the_display(capsys: pytest.CaptureFixture[str]) -> None:
     learn = synth_learner()
-    with learn.no_bar(): learn.fit(1)
+    with learn.no_bar():
+        learn.fit(1)
     assert capsys.readouterr().out == '' and len(learn.history) == 1
 
 
 def test_no_mbar() -> None:
     learn = synth_learner()
-    with learn.no_mbar(): assert learn.create_mbar is False
+    with learn.no_mbar():
+        assert learn.create_mbar is False
     assert learn.create_mbar is True
 
 
 def test_loss_not_reduced_and_back() -> None:
     learn = synth_learner()
     x, y = torch.randn(4, 1), torch.randn(4, 1)
-    with learn.loss_not_reduced(): assert learn.loss_func(x, y).shape == (4, 1)
+    with learn.loss_not_reduced():
+        assert learn.loss_func(x, y).shape == (4, 1)
     assert learn.loss_func.reduction == 'mean'
     learn.loss_func = F.mse_loss
-    with learn.loss_not_reduced(): assert torch.equal(learn.loss_func(x, y), (x - y).square())
+    with learn.loss_not_reduced():
+        assert torch.equal(learn.loss_func(x, y), (x - y).square())
     assert learn.loss_func is F.mse_loss
 
 
 def test_replacing_yield_puts_back_also_after_an_error() -> None:
     o = SimpleNamespace(a=1)
-    with replacing_yield(o, 'a', 2): assert o.a == 2
-    with pytest.raises(ZeroDivisionError), replacing_yield(o, 'a', 3): raise ZeroDivisionError
+    with replacing_yield(o, 'a', 2):
+        assert o.a == 2
+    with pytest.raises(ZeroDivisionError), replacing_yield(o, 'a', 3):
+        raise ZeroDivisionError
     assert o.a == 1
 
 
@@ -242,8 +324,11 @@ EVENTS_AROUND = ['before_fit', 'before_epoch', 'after_epoch', 'after_fit', 'clea
 
 
 class Journal(Callback):
-    def __init__(self) -> None: self.seen: list[str] = []
-    def run_event(self, event_name: str) -> None: self.seen.append(event_name)
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def run_event(self, event_name: str) -> None:
+        self.seen.append(event_name)
 
 
 @pytest.mark.parametrize('inner', [False, True])
@@ -254,7 +339,9 @@ def test_validation_context_fires_the_events_around(inner: bool) -> None:
         assert extra in learn.cbs and learn.create_mbar is False
         learn._do_epoch_validate()
     around = [] if inner else EVENTS_AROUND
-    assert [e for e in log.seen if e in EVENTS_AROUND] == around and log.seen.count('after_validate') == 1
+    assert [e for e in log.seen if e in EVENTS_AROUND] == around and log.seen.count(
+        'after_validate'
+    ) == 1
     assert extra not in learn.cbs and learn.logger is print and learn.create_mbar is True
 
 
@@ -271,15 +358,22 @@ def test_with_learn_fires_around_and_closes() -> None:
 
 def test_a_with_block_puts_up_with_cancels_of_its_levels() -> None:
     learn = synth_learner(default_cbs=False, cbs=[TrainEvalCallback, log := Journal()])
-    with learn: raise CancelFitException
+    with learn:
+        raise CancelFitException
     assert log.seen[-5:] == ['after_cancel_fit', 'after_fit', 'cleanup', 'close', 'post_close']
 
 
 def test_a_fit_in_a_with_block_is_a_fit_and_closes_at_its_end() -> None:
     closed: list[int] = []
+
     def run(block: bool) -> tuple[list[Any], list[Tensor]]:
-        learn = bare((rows_, rows_), model := line(), nn.MSELoss(),
-                     Callback(close=lambda cb: closed.append(len(cb.learn.history))), metrics=mae)
+        learn = bare(
+            (rows_, rows_),
+            model := line(),
+            nn.MSELoss(),
+            Callback(close=lambda cb: closed.append(len(cb.learn.history))),
+            metrics=mae,
+        )
         if block:
             with learn:
                 learn.fit(2)
@@ -290,63 +384,93 @@ def test_a_fit_in_a_with_block_is_a_fit_and_closes_at_its_end() -> None:
             learn.fit(1)
         history = [{k: v for k, v in r.items() if k != 'time'} for r in learn.history]
         return history, [p.detach() for p in model.parameters()]
+
     rows_ = rows()
     (history, weights), (plain_history, plain_weights) = run(True), run(False)
-    assert history == plain_history and all(torch.equal(p, q) for p, q in zip(weights, plain_weights, strict=True))
+    assert history == plain_history and all(
+        torch.equal(p, q) for p, q in zip(weights, plain_weights, strict=True)
+    )
     assert closed == [3]
 
 
 def test_a_fit_in_a_with_block_inside_an_evaluation_is_refused() -> None:
     def train(cb: Any) -> None:
-        with cb.learn: cb.learn.fit(1)
+        with cb.learn:
+            cb.learn.fit(1)
+
     learn = bare((rows(), rows()), line(), nn.MSELoss())
-    with pytest.raises(FitError, match='inside the evaluation'): learn.validate(cbs=Callback(after_batch=train))
+    with pytest.raises(FitError, match='inside the evaluation'):
+        learn.validate(cbs=Callback(after_batch=train))
     learn.fit(1)  # and afterwards it is allowed
     assert len(learn.history) == 1
 
 
 def test_close_comes_once_until_it_is_used_again() -> None:
     seen: list[str] = []
+
     class Writer(Callback):
-        def close(self) -> None: seen.append('close')
-        def post_close(self) -> None: seen.append('post_close')
+        def close(self) -> None:
+            seen.append('close')
+
+        def post_close(self) -> None:
+            seen.append('post_close')
+
     learn = synth_learner(default_cbs=False, cbs=[TrainEvalCallback, Writer()])
     learn.fit(1)
     learn.close()
     learn.close()
     assert seen == ['close', 'post_close']
-    with learn: "The second time."
+    with learn:
+        'The second time.'
     assert seen.count('close') <= 2
 
 
 def test_a_cancel_before_a_with_block_cannot_skip_it() -> None:
-    def cancel(cb: Any) -> None: raise CancelFitException
+    def cancel(cb: Any) -> None:
+        raise CancelFitException
+
     learn = synth_learner(default_cbs=False, cbs=[TrainEvalCallback, Callback(before_fit=cancel)])
     with pytest.raises(CancelError, match='with-block'):
-        with learn: pytest.fail('the block was entered')
+        with learn:
+            pytest.fail('the block was entered')
 
 
 def test_an_error_in_a_with_block_comes_out_first_and_close_still_runs() -> None:
     seen: list[str] = []
+
     class Bad(Callback):
-        def after_error(self) -> None: seen.append(repr(self.learn.error))
+        def after_error(self) -> None:
+            seen.append(repr(self.learn.error))
+
         def close(self) -> None:
             seen.append('close')
             raise OSError('disk')
+
     learn = synth_learner(default_cbs=False, cbs=[TrainEvalCallback, Bad()])
     with pytest.raises(ZeroDivisionError) as e:
-        with learn: raise ZeroDivisionError('mine')
-    assert seen == ["ZeroDivisionError('mine')", 'close'] and any('disk' in n for n in e.value.__notes__)
+        with learn:
+            raise ZeroDivisionError('mine')
+    assert seen == ["ZeroDivisionError('mine')", 'close'] and any(
+        'disk' in n for n in e.value.__notes__
+    )
 
 
 def test_one_failing_close_stops_no_other() -> None:
     seen: list[str] = []
+
     class Bad(Callback):
-        def close(self) -> None: raise OSError('disk')
+        def close(self) -> None:
+            raise OSError('disk')
+
     class Good(Callback):
-        def close(self) -> None: seen.append('closed')
-        def post_close(self) -> None: seen.append('post')
-    with pytest.raises(OSError, match='disk') as e: synth_learner(default_cbs=False, cbs=[Bad(), Good()]).close()
+        def close(self) -> None:
+            seen.append('closed')
+
+        def post_close(self) -> None:
+            seen.append('post')
+
+    with pytest.raises(OSError, match='disk') as e:
+        synth_learner(default_cbs=False, cbs=[Bad(), Good()]).close()
     assert seen == ['closed', 'post'] and any('Bad.close' in n for n in e.value.__notes__)
 
 
@@ -363,38 +487,56 @@ def test_the_way_out_of_the_program_closes() -> None:
 
 
 def test_the_learner_says_what_it_is() -> None:
-    assert repr(synth_learner(default_cbs=False)) == "Learner(RegModel, loss_func=MSELoss, valid=['valid'], cbs=[])"
+    assert (
+        repr(synth_learner(default_cbs=False))
+        == "Learner(RegModel, loss_func=MSELoss, valid=['valid'], cbs=[])"
+    )
     assert 'valid=[]' in repr(Learner(rows(), line(), nn.MSELoss()))
 
 
 def test_to_detach_uses_the_loaders_own_where_it_has_one() -> None:
     learn = synth_learner()
     t = torch.randn(2, requires_grad=True)
-    assert not learn.to_detach((t,))[0].requires_grad and torch.equal(learn.to_detach(t), t.detach())
+    assert not learn.to_detach((t,))[0].requires_grad and torch.equal(
+        learn.to_detach(t), t.detach()
+    )
     learn.dl = SimpleNamespace(to_detach=lambda b, cpu, gather: 'mine')
     assert learn.to_detach(t) == 'mine' and to_detach(t).requires_grad is False
 
 
 # Kinds of batches
 
+
 class ByName(nn.Module):
     "Takes named inputs, and gives its own loss when it gets the labels."
+
     def __init__(self, with_loss: bool = True) -> None:
         super().__init__()
         self.lin, self.with_loss = line(), with_loss
 
-    def forward(self, ids: Tensor, mask: Tensor | None = None, labels: Tensor | None = None) -> dict[str, Tensor]:
+    def forward(
+        self, ids: Tensor, mask: Tensor | None = None, labels: Tensor | None = None
+    ) -> dict[str, Tensor]:
         logits = self.lin(ids if mask is None else ids * mask)
-        if not self.with_loss or labels is None: return {'logits': logits}
+        if not self.with_loss or labels is None:
+            return {'logits': logits}
         return {'logits': logits, 'loss': F.mse_loss(logits, labels)}
 
 
 def named(n: int = 3) -> list[dict[str, Any]]:
-    return [{'ids': torch.randn(4, 3), 'mask': torch.rand(4, 3), 'labels': torch.randn(4, 1), 'text': ['a'] * 4}
-            for _ in range(n)]
+    return [
+        {
+            'ids': torch.randn(4, 3),
+            'mask': torch.rand(4, 3),
+            'labels': torch.randn(4, 1),
+            'text': ['a'] * 4,
+        }
+        for _ in range(n)
+    ]
 
 
-def named_loss(m: ByName, b: dict[str, Tensor]) -> Tensor: return F.mse_loss(m.lin(b['ids'] * b['mask']), b['labels'])
+def named_loss(m: ByName, b: dict[str, Tensor]) -> Tensor:
+    return F.mse_loss(m.lin(b['ids'] * b['mask']), b['labels'])
 
 
 @pytest.mark.parametrize('loss', [None, nn.MSELoss()], ids=['own loss', 'loss_func'])
@@ -404,9 +546,12 @@ def test_a_dict_batch_is_given_by_name(loss: Any) -> None:
     learn.fit(2)
     assert same(model, by_hand(ByName(), named_loss, batches))
     whole = {k: torch.cat([b[k] for b in batches[:2]]) for k in ('ids', 'mask', 'labels')}
-    assert learn.history[-1]['valid_loss'] == pytest.approx(named_loss(model, whole).item(), rel=1e-5)
-    assert learn.history[-1]['mae'] == pytest.approx(F.l1_loss(model(whole['ids'], whole['mask'])['logits'],
-                                                               whole['labels']).item(), rel=1e-5)
+    assert learn.history[-1]['valid_loss'] == pytest.approx(
+        named_loss(model, whole).item(), rel=1e-5
+    )
+    assert learn.history[-1]['mae'] == pytest.approx(
+        F.l1_loss(model(whole['ids'], whole['mask'])['logits'], whole['labels']).item(), rel=1e-5
+    )
 
 
 @dataclass
@@ -433,12 +578,18 @@ def test_a_named_tuple_splits_like_a_tuple() -> None:
 
 def test_a_single_tensor_with_targets_from_a_callback() -> None:
     batches = [torch.randn(4, 3) for _ in range(3)]
-    def rebuild(cb: Any) -> None: cb.learn.yb = (cb.x,)
-    learn = bare((batches, batches), model := line(3, 3), nn.MSELoss(), Callback(before_batch=rebuild))
+
+    def rebuild(cb: Any) -> None:
+        cb.learn.yb = (cb.x,)
+
+    learn = bare(
+        (batches, batches), model := line(3, 3), nn.MSELoss(), Callback(before_batch=rebuild)
+    )
     learn.fit(2)
     assert same(model, by_hand(line(3, 3), lambda m, x: F.mse_loss(m(x), x), batches))
-    assert learn.history[-1]['valid_loss'] == pytest.approx(F.mse_loss(model(torch.cat(batches)),
-                                                                       torch.cat(batches)).item(), rel=1e-5)
+    assert learn.history[-1]['valid_loss'] == pytest.approx(
+        F.mse_loss(model(torch.cat(batches)), torch.cat(batches)).item(), rel=1e-5
+    )
 
 
 def test_nested_batches_reach_the_model_as_they_are() -> None:
@@ -446,8 +597,14 @@ def test_nested_batches_reach_the_model_as_they_are() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.lin = line()
-        def forward(self, inputs: Any) -> Tensor: return self.lin(inputs['a'][0] + inputs['a'][1])
-    batches = [({'a': (torch.randn(4, 3), torch.randn(4, 3)), 'name': 'x'}, {'t': torch.randn(4, 1)}) for _ in range(3)]
+
+        def forward(self, inputs: Any) -> Tensor:
+            return self.lin(inputs['a'][0] + inputs['a'][1])
+
+    batches = [
+        ({'a': (torch.randn(4, 3), torch.randn(4, 3)), 'name': 'x'}, {'t': torch.randn(4, 1)})
+        for _ in range(3)
+    ]
     loss = lambda pred, y: F.mse_loss(pred, y['t'])
     learn = bare(batches, model := Nested(), loss)
     learn.fit(2)
@@ -459,8 +616,14 @@ def test_several_inputs_and_n_inp() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.lin = line()
-        def forward(self, a: Tensor, b: Tensor) -> Tensor: return self.lin(a * b)
-    batches = [(torch.randn(4, 3), torch.randn(4, 3), torch.randn(4, 1), torch.rand(4, 1)) for _ in range(3)]
+
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return self.lin(a * b)
+
+    batches = [
+        (torch.randn(4, 3), torch.randn(4, 3), torch.randn(4, 1), torch.rand(4, 1))
+        for _ in range(3)
+    ]
     loss = lambda pred, y, w: ((pred - y).square() * w).mean()
     learn = bare(DataLoaders(batches, n_inp=2), model := Two(), loss)
     learn.fit(2)
@@ -470,68 +633,113 @@ def test_several_inputs_and_n_inp() -> None:
 def test_what_is_no_tensor_is_left_alone() -> None:
     seen = []
     batches = [((torch.randn(4, 3), ['a', 'b', 'c', 'd'], None, 7), torch.randn(4, 1))]
+
     class Reads(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.lin = line()
-        def forward(self, inputs: Any) -> Tensor: seen.append(inputs[1:]); return self.lin(inputs[0])
+
+        def forward(self, inputs: Any) -> Tensor:
+            seen.append(inputs[1:])
+            return self.lin(inputs[0])
+
     bare(batches, Reads(), nn.MSELoss()).fit(1)
     assert seen == [(['a', 'b', 'c', 'd'], None, 7)]
 
 
 def test_a_hugging_face_model_trains_unaided() -> None:
     transformers = pytest.importorskip('transformers')
-    config = transformers.BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-                                     intermediate_size=16, max_position_embeddings=16, num_labels=3,
-                                     hidden_dropout_prob=0., attention_probs_dropout_prob=0.)
+    config = transformers.BertConfig(
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=16,
+        num_labels=3,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+
     def model() -> nn.Module:
         torch.manual_seed(1)
         return transformers.BertForSequenceClassification(config)
-    batches: list[Any] = [transformers.BatchEncoding({'input_ids': torch.randint(50, (4, 8)),
-                                                      'attention_mask': torch.ones(4, 8, dtype=torch.long),
-                                                      'labels': torch.randint(3, (4,))}) for _ in range(3)]
+
+    batches: list[Any] = [
+        transformers.BatchEncoding(
+            {
+                'input_ids': torch.randint(50, (4, 8)),
+                'attention_mask': torch.ones(4, 8, dtype=torch.long),
+                'labels': torch.randint(3, (4,)),
+            }
+        )
+        for _ in range(3)
+    ]
     learn = bare((batches, batches), m := model(), None, metrics=accuracy)
     learn.fit(1)
     assert same(m, by_hand(model(), lambda m, b: m.train()(**b).loss, batches, n_epoch=1))
     preds, targs = learn.get_preds()
     m.eval()
-    with torch.no_grad(): logits = torch.cat([m(**b).logits for b in batches])
-    assert torch.allclose(preds, logits, atol=1e-5) and torch.equal(targs, torch.cat([b['labels'] for b in batches]))
-    assert learn.history[0]['accuracy'] == pytest.approx((logits.argmax(1) == targs).float().mean().item())
-    assert learn.history[0]['valid_loss'] == pytest.approx(F.cross_entropy(logits, targs).item(), rel=1e-4)
+    with torch.no_grad():
+        logits = torch.cat([m(**b).logits for b in batches])
+    assert torch.allclose(preds, logits, atol=1e-5) and torch.equal(
+        targs, torch.cat([b['labels'] for b in batches])
+    )
+    assert learn.history[0]['accuracy'] == pytest.approx(
+        (logits.argmax(1) == targs).float().mean().item()
+    )
+    assert learn.history[0]['valid_loss'] == pytest.approx(
+        F.cross_entropy(logits, targs).item(), rel=1e-4
+    )
 
 
 # Loaders without a length
 
+
 class Stream:
     "Gives batches anew each time, and does not say how many."
+
     def __init__(self, batches: list[Any], endless: bool = False) -> None:
         self.batches, self.endless, self.drawn = batches, endless, 0
+
     def __iter__(self) -> Iterator[Any]:
         while True:
-            for b in self.batches: self.drawn += 1; yield b
-            if not self.endless: return
+            for b in self.batches:
+                self.drawn += 1
+                yield b
+            if not self.endless:
+                return
 
 
 def test_a_loader_without_length() -> None:
     seen: list[Any] = []
     batches = rows(3)
-    learn = bare((Stream(batches), Stream(batches)), model := line(), nn.MSELoss(),
-                 Callback(after_batch=lambda cb: seen.append((cb.n_iter, cb.pct_train))))
+    learn = bare(
+        (Stream(batches), Stream(batches)),
+        model := line(),
+        nn.MSELoss(),
+        Callback(after_batch=lambda cb: seen.append((cb.n_iter, cb.pct_train))),
+    )
     learn.fit(2)
     assert same(model, by_hand(line(), lambda m, b: F.mse_loss(m(b[0]), b[1]), batches))
-    assert seen == [(None, 0.)] * 6 + [(None, 0.5)] * 6 and learn.train_iter == 6
+    assert seen == [(None, 0.0)] * 6 + [(None, 0.5)] * 6 and learn.train_iter == 6
 
 
 def test_an_endless_loader_with_n_iter() -> None:
     seen: list[Any] = []
     batches, stream = rows(3), Stream(rows(3), endless=True)
     stream.batches = batches
-    learn = bare(DataLoaders(stream, n_iter=2), model := line(), nn.MSELoss(),
-                 Callback(after_batch=lambda cb: seen.append((cb.n_iter, cb.pct_train))))
+    learn = bare(
+        DataLoaders(stream, n_iter=2),
+        model := line(),
+        nn.MSELoss(),
+        Callback(after_batch=lambda cb: seen.append((cb.n_iter, cb.pct_train))),
+    )
     learn.fit(2)
-    assert same(model, by_hand(line(), lambda m, b: F.mse_loss(m(b[0]), b[1]), [*batches, batches[0]], 1))
-    assert seen == [(2, pytest.approx(p)) for p in (.25, .5, .75, 1.)] and stream.drawn == 4
+    assert same(
+        model, by_hand(line(), lambda m, b: F.mse_loss(m(b[0]), b[1]), [*batches, batches[0]], 1)
+    )
+    assert seen == [(2, pytest.approx(p)) for p in (0.25, 0.5, 0.75, 1.0)] and stream.drawn == 4
 
 
 def test_a_generator_goes_on_where_it_was() -> None:
@@ -539,17 +747,25 @@ def test_a_generator_goes_on_where_it_was() -> None:
     learn = bare(DataLoaders(iter(batches), n_iter=2), model := line(), nn.MSELoss())
     learn.fit(2)
     assert same(model, by_hand(line(), lambda m, b: F.mse_loss(m(b[0]), b[1]), batches, 1))
-    with pytest.raises(EmptyLoaderError, match='used up'): learn.fit(1)
+    with pytest.raises(EmptyLoaderError, match='used up'):
+        learn.fit(1)
 
 
 def test_an_iterable_dataset() -> None:
     class Numbers(IterableDataset):
         def __iter__(self) -> Iterator[Any]:
             gen = torch.Generator().manual_seed(2)
-            for _ in range(6): yield torch.randn(3, generator=gen), torch.randn(1, generator=gen)
-    learn = bare((DataLoader(Numbers(), 4), DataLoader(Numbers(), 4)), model := line(), nn.MSELoss())
+            for _ in range(6):
+                yield torch.randn(3, generator=gen), torch.randn(1, generator=gen)
+
+    learn = bare(
+        (DataLoader(Numbers(), 4), DataLoader(Numbers(), 4)), model := line(), nn.MSELoss()
+    )
     learn.fit(2)
-    assert same(model, by_hand(line(), lambda m, b: F.mse_loss(m(b[0]), b[1]), list(DataLoader(Numbers(), 4))))
+    assert same(
+        model,
+        by_hand(line(), lambda m, b: F.mse_loss(m(b[0]), b[1]), list(DataLoader(Numbers(), 4))),
+    )
     assert learn.history[0]['valid_loss'] is not None
 
 
@@ -561,25 +777,34 @@ def test_n_iter_is_ignored_where_the_length_is_known() -> None:
 
 # More of a fit
 
+
 def test_everything_at_once_is_the_loop_by_hand() -> None:
     "Momentum, decay, named loaders, metrics, parts of a loss, several fits."
     train, day, night = rows(4), rows(2), rows(1)
     loss = nn.MSELoss()
-    learn = bare(DataLoaders(train, {'day': day, 'night': night}), model := line(), loss,
-                 opt_func=partial(torch.optim.SGD, momentum=0.9),
-                 metrics=[mae, AvgMetric(mae, 'mean error', on='train')], wd=0.01)
+    learn = bare(
+        DataLoaders(train, {'day': day, 'night': night}),
+        model := line(),
+        loss,
+        opt_func=partial(torch.optim.SGD, momentum=0.9),
+        metrics=[mae, AvgMetric(mae, 'mean error', on='train')],
+        wd=0.01,
+    )
     learn.fit(2)
-    learn.fit(1, lr=0.01, wd=0.)
+    learn.fit(1, lr=0.01, wd=0.0)
 
     other = line()
     opt = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
     for epoch in range(3):
-        if epoch == 2: opt.param_groups[0].update(lr=0.01, weight_decay=0.)
+        if epoch == 2:
+            opt.param_groups[0].update(lr=0.01, weight_decay=0.0)
         for x, y in train:
             loss(other(x), y).backward()
             opt.step()
             opt.zero_grad()
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True)
+    )
     x, y = (torch.cat(p) for p in zip(*day, strict=True))
     assert learn.history[-1]['day/mae'] == pytest.approx(F.l1_loss(other(x), y).item(), rel=1e-5)
 
@@ -587,7 +812,10 @@ def test_everything_at_once_is_the_loop_by_hand() -> None:
 def test_a_model_with_reset_is_reset_at_each_run() -> None:
     class Counts(RegModel):
         resets = 0
-        def reset(self) -> None: self.resets += 1
+
+        def reset(self) -> None:
+            self.resets += 1
+
     learn = synth_learner(model=Counts(), default_cbs=False, cbs=TrainEvalCallback)
     learn.fit(2)
     learn.validate()
@@ -595,7 +823,7 @@ def test_a_model_with_reset_is_reset_at_each_run() -> None:
 
 
 def test_the_loss_modules_own_tensors_move_with_the_model() -> None:
-    loss = nn.CrossEntropyLoss(weight=torch.tensor([1., 2.]))
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0]))
     dls = DataLoaders([(torch.randn(4, 3), torch.randint(2, (4,)))], device='meta')
     learn = Learner(dls, nn.Linear(3, 2), loss, default_cbs=False, cbs=TrainEvalCallback)
     learn('before_fit')
@@ -604,8 +832,14 @@ def test_the_loss_modules_own_tensors_move_with_the_model() -> None:
 
 def test_parameters_and_batches_are_on_the_loaders_device() -> None:
     seen = set()
-    learn = bare(rows(), line(), nn.MSELoss(),
-                 Callback(before_batch=lambda cb: seen.add((cb.x.device, next(cb.model.parameters()).device))))
+    learn = bare(
+        rows(),
+        line(),
+        nn.MSELoss(),
+        Callback(
+            before_batch=lambda cb: seen.add((cb.x.device, next(cb.model.parameters()).device))
+        ),
+    )
     learn.dls.device = 'cpu'
     learn.fit(1)
     assert seen == {(torch.device('cpu'), torch.device('cpu'))}
@@ -613,26 +847,46 @@ def test_parameters_and_batches_are_on_the_loaders_device() -> None:
 
 def test_a_cancel_of_a_fit_in_a_validation_inside_it_does_not_cross_out() -> None:
     def cancel(cb: Any) -> None:
-        if not cb.fitting: raise CancelFitException
-    def nested(cb: Any) -> None: cb.learn.validate()
-    learn = bare((rows(), rows()), line(), nn.MSELoss(), Callback(after_train=nested), Callback(before_validate=cancel))
+        if not cb.fitting:
+            raise CancelFitException
+
+    def nested(cb: Any) -> None:
+        cb.learn.validate()
+
+    learn = bare(
+        (rows(), rows()),
+        line(),
+        nn.MSELoss(),
+        Callback(after_train=nested),
+        Callback(before_validate=cancel),
+    )
     learn.fit(3)
     assert learn.train_iter == 9 and len(learn.history) == 3
-    def too_late(cb: Any) -> None: raise CancelFitException
-    with pytest.raises(CancelError, match='after_fit'): learn.fit(1, cbs=Callback(after_fit=too_late))
+
+    def too_late(cb: Any) -> None:
+        raise CancelFitException
+
+    with pytest.raises(CancelError, match='after_fit'):
+        learn.fit(1, cbs=Callback(after_fit=too_late))
 
 
 def test_a_copy_is_a_learner_of_its_own() -> None:
     "`copy.deepcopy`: callbacks, metrics, optimizer and history are its own, and it trains as the first would have."
     periodic = Periodic(every='3ba', on_every=lambda cb: None)
-    learn = synth_learner(metrics=mae, wd=0.1, cbs=[Callback(after_batch=lambda cb: None), periodic])
-    with learn.no_bar(): learn.fit(1)
+    learn = synth_learner(
+        metrics=mae, wd=0.1, cbs=[Callback(after_batch=lambda cb: None), periodic]
+    )
+    with learn.no_bar():
+        learn.fit(1)
     twin = deepcopy(learn)
-    assert [cb.learn is twin for cb in twin.cbs] == [True] * len(twin.cbs) and twin.recorder is not learn.recorder
+    assert [cb.learn is twin for cb in twin.cbs] == [True] * len(
+        twin.cbs
+    ) and twin.recorder is not learn.recorder
     ends = []
     for one in (learn, twin):
         torch.manual_seed(1)
-        with one.no_bar(): one.fit(1)
+        with one.no_bar():
+            one.fit(1)
         ends.append([p.item() for p in one.model.parameters()])
     assert ends[0] == ends[1] and len(learn.history) == len(twin.history) == 2
     assert [row['mae'] for row in learn.history] == [row['mae'] for row in twin.history]
@@ -643,20 +897,30 @@ def test_a_copy_is_a_learner_of_its_own() -> None:
 def test_an_optimizer_of_another_model_is_refused() -> None:
     other = RegModel()
     learn = synth_learner(opt_func=torch.optim.SGD(other.parameters(), lr=0.1))
-    with pytest.raises(OptimizerError, match='No parameter of this RegModel'): learn.fit(1)
+    with pytest.raises(OptimizerError, match='No parameter of this RegModel'):
+        learn.fit(1)
 
 
 def test_a_loader_that_is_given_may_be_named_and_is_checked() -> None:
     dls = synth_dls()
-    learn = synth_learner(dls=DataLoaders(dls.train, {'day': dls.valid, 'night': list(dls.valid)}), metrics=mae)
+    learn = synth_learner(
+        dls=DataLoaders(dls.train, {'day': dls.valid, 'night': list(dls.valid)}), metrics=mae
+    )
     assert learn.validate(dl='night') == learn.validate(2) == learn.validate(dl=list(dls.valid))
     for call in (learn.validate, learn.get_preds):
-        with pytest.raises(LoaderError, match='TensorLoader'): call(dl=torch.zeros(3, 1))
-        with pytest.raises(LoaderError, match='noon'): call(dl='noon')
+        with pytest.raises(LoaderError, match='TensorLoader'):
+            call(dl=torch.zeros(3, 1))
+        with pytest.raises(LoaderError, match='noon'):
+            call(dl='noon')
 
 
 def test_a_misspelt_handler_is_told() -> None:
     class Shout(Callback):
-        def after_epoc(self) -> None: raise AssertionError
-        def before_lunch(self) -> None: raise AssertionError
-    with pytest.warns(UserWarning, match=r'Shout\.after_epoc is no event .* `after_epoch`'): synth_learner(cbs=Shout())
+        def after_epoc(self) -> None:
+            raise AssertionError
+
+        def before_lunch(self) -> None:
+            raise AssertionError
+
+    with pytest.warns(UserWarning, match=r'Shout\.after_epoc is no event .* `after_epoch`'):
+        synth_learner(cbs=Shout())

@@ -1,4 +1,5 @@
 """A regression whose every number is known, trained with loggers, and resumed from what they checkpoint."""
+
 from __future__ import annotations
 
 import io
@@ -16,7 +17,9 @@ from learnkit.loggers import Logger
 N_BATCHES, BS = 10, 4
 
 # the libraries would tell their makers of each use
-os.environ.update(DO_NOT_TRACK='true', MLFLOW_DISABLE_TELEMETRY='true', WANDB_ERROR_REPORTING='false')
+os.environ.update(
+    DO_NOT_TRACK='true', MLFLOW_DISABLE_TELEMETRY='true', WANDB_ERROR_REPORTING='false'
+)
 
 
 def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -52,26 +55,35 @@ def plain_losses(n_epoch: int, lr: float = 0.1) -> tuple[list[float], list[float
             loss.backward()
             opt.step()
             train.append(loss.item())
-        with torch.no_grad(): valid.append(nn.functional.mse_loss(model(vx), vy).item())
+        with torch.no_grad():
+            valid.append(nn.functional.mse_loss(model(vx), vy).item())
     return train, valid
 
 
 class LogHalf(Callback):
     "Logs half of the loss at every training and evaluation batch."
 
-    def after_loss(self) -> None: self.learn.log('half', self.loss / 2)
+    def after_loss(self) -> None:
+        self.learn.log('half', self.loss / 2)
 
 
 class KeepState(Callback):
     "Keeps what a checkpoint after a batch would hold of the loggers."
+
     order = 200
 
-    def __init__(self, at: int) -> None: self._at = at
+    def __init__(self, at: int) -> None:
+        self._at = at
 
     def batch_checkpoint(self) -> None:
-        if self.learn.time.ba != self._at: return
+        if self.learn.time.ba != self._at:
+            return
         states = [cb.state_dict() for cb in self.learn.cbs if isinstance(cb, Logger)]
-        self.saved = {'done': self.learn.counters.by_unit(), 'model': self.learn.model.state_dict(), 'loggers': states}
+        self.saved = {
+            'done': self.learn.counters.by_unit(),
+            'model': self.learn.model.state_dict(),
+            'loggers': states,
+        }
         self.saved = torch.load(_through_file(self.saved), weights_only=True)
 
 
@@ -84,17 +96,21 @@ def _through_file(state: dict[str, Any]) -> Any:
 
 class PutBackState(Callback):
     "Puts back what `KeepState` kept, as late as a checkpoint does: when the training of an epoch begins."
+
     order = 200
 
-    def __init__(self, saved: dict[str, Any]) -> None: self._saved: Any = saved
+    def __init__(self, saved: dict[str, Any]) -> None:
+        self._saved: Any = saved
 
     def before_train(self) -> None:
-        if self._saved is None: return
+        if self._saved is None:
+            return
         saved, self._saved = self._saved, None
         self.learn.counters.load_units(saved['done'])
         self.learn.model.load_state_dict(saved['model'])
         loggers = [cb for cb in self.learn.cbs if isinstance(cb, Logger)]
-        for cb, state in zip(loggers, saved['loggers'], strict=True): cb.load_state_dict(state)
+        for cb, state in zip(loggers, saved['loggers'], strict=True):
+            cb.load_state_dict(state)
 
 
 def run_and_resume(path: Path, make: Any) -> tuple[Learner, Learner]:
@@ -111,5 +127,14 @@ def run_and_resume(path: Path, make: Any) -> tuple[Learner, Learner]:
     return first, second
 
 
-__all__ = ['BS', 'KeepState', 'N_BATCHES', 'LogHalf', 'PutBackState', 'data', 'learner', 'plain_losses',
-           'run_and_resume']
+__all__ = [
+    'BS',
+    'KeepState',
+    'N_BATCHES',
+    'LogHalf',
+    'PutBackState',
+    'data',
+    'learner',
+    'plain_losses',
+    'run_and_resume',
+]

@@ -1,4 +1,5 @@
 """The lines of the console logger."""
+
 from __future__ import annotations
 
 import logging
@@ -13,7 +14,8 @@ from learnkit.loggers import ConsoleLogger, log_images, log_text
 
 def test_one_line_an_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     learn = learner(tmp_path, LogHalf, ConsoleLogger(every='4ba'))
-    with learn.no_bar(): learn.fit(1)
+    with learn.no_bar():
+        learn.fit(1)
     first, second, third = capsys.readouterr().out.splitlines()
     losses = plain_losses(1)[0]
     assert first == f'step 4: half={losses[3] / 2:.4g}, loss={losses[3]:.4g}, lr=0.1, mom=0'
@@ -31,11 +33,13 @@ def test_texts_are_shown_and_images_are_not(tmp_path: Path) -> None:
     lines: list[str] = []
 
     def show(cb: Callback) -> None:
-        log_images(cb, 'pic', [[0., 1.]])
+        log_images(cb, 'pic', [[0.0, 1.0]])
         log_text(cb, 'note', 'hello')
+
     learner(tmp_path, ConsoleLogger(out=lines.append), Callback(after_train=show)).fit(1)
     assert lines[0] == 'step 10: note: hello' and len(lines) == 2
 
 
 def test_out_has_to_be_callable() -> None:
-    with pytest.raises(OptionError, match='out='): ConsoleLogger(out='print')  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match='out='):
+        ConsoleLogger(out='print')  # type: ignore[arg-type]

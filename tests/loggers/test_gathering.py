@@ -1,4 +1,5 @@
 """What loggers are given, when, and under which step; read back from a file of JSON lines."""
+
 from __future__ import annotations
 
 import json
@@ -29,7 +30,7 @@ from learnkit.loggers.values import fetch
 
 def logged(path: Path, name: str) -> dict[int, Any]:
     "Return a value's steps and numbers."
-    rows = read_log(path/'metrics.jsonl')
+    rows = read_log(path / 'metrics.jsonl')
     return {row['step']: row[name] for row in rows if name in row}
 
 
@@ -45,7 +46,7 @@ def test_each_step_comes_once_and_in_order(tmp_path: Path) -> None:
     learn = learner(tmp_path, LogHalf, JSONLinesLogger(every='3ba'))
     learn.fit(2)
     learn.fit(1)
-    assert [row['step'] for row in read_log(tmp_path/'metrics.jsonl')] == list(range(1, 31))
+    assert [row['step'] for row in read_log(tmp_path / 'metrics.jsonl')] == list(range(1, 31))
 
 
 def test_hypers_are_those_of_the_step(tmp_path: Path) -> None:
@@ -63,7 +64,9 @@ def test_hypers_of_several_groups(tmp_path: Path) -> None:
     assert not logged(tmp_path, 'lr')
 
 
-@pytest.mark.parametrize(('every', 'steps'), [('5ba', [5, 10]), ('12sp', [3, 6, 9]), ('4st', [4, 8]), (4, [4, 8])])
+@pytest.mark.parametrize(
+    ('every', 'steps'), [('5ba', [5, 10]), ('12sp', [3, 6, 9]), ('4st', [4, 8]), (4, [4, 8])]
+)
 def test_every_takes_any_unit_of_a_step(tmp_path: Path, every: Any, steps: list[int]) -> None:
     learner(tmp_path, JSONLinesLogger(every=every)).fit(1)
     assert list(logged(tmp_path, 'loss')) == steps
@@ -71,14 +74,17 @@ def test_every_takes_any_unit_of_a_step(tmp_path: Path, every: Any, steps: list[
 
 @pytest.mark.parametrize('every', ['1ep', '0ba', '-3ba', '5 parsecs', '0.1dur', 0, None])
 def test_every_that_makes_no_sense(every: Any) -> None:
-    with pytest.raises(TimeError): JSONLinesLogger(every=every)
+    with pytest.raises(TimeError):
+        JSONLinesLogger(every=every)
 
 
 def test_epoch_rows_are_those_of_the_history(tmp_path: Path) -> None:
     learn = learner(tmp_path, LogHalf, JSONLinesLogger)
     learn.fit(2)
     for column in ('epoch', 'train_loss', 'half', 'time'):
-        assert list(logged(tmp_path, f'epoch/{column}').values()) == [row[column] for row in learn.history]
+        assert list(logged(tmp_path, f'epoch/{column}').values()) == [
+            row[column] for row in learn.history
+        ]
     assert not logged(tmp_path, 'epoch/valid_loss') and not logged(tmp_path, 'epoch/valid_half')
 
 
@@ -87,7 +93,9 @@ def test_metrics_by_loader(tmp_path: Path) -> None:
     loader = torch.utils.data.DataLoader
     both = [torch.utils.data.TensorDataset(x, y), torch.utils.data.TensorDataset(vx, vy)]
     learn = learner(tmp_path, JSONLinesLogger)
-    learn.dls = type(learn.dls)(loader(both[0], 4), {'day': loader(both[1], 4), 'night': loader(both[1], 2)})
+    learn.dls = type(learn.dls)(
+        loader(both[0], 4), {'day': loader(both[1], 4), 'night': loader(both[1], 2)}
+    )
     learn.metrics = [nn.L1Loss()]
     learn.fit(1)
     row = learn.history[-1]
@@ -104,11 +112,15 @@ def test_what_callbacks_log_has_their_step(tmp_path: Path) -> None:
 
 def test_evaluation_logs_the_mean_over_itself(tmp_path: Path) -> None:
     class Count(Callback):
-        def before_validate(self) -> None: self._n = 0
+        def before_validate(self) -> None:
+            self._n = 0
+
         def after_loss(self) -> None:
-            if self.training: return
+            if self.training:
+                return
             self._n += 1
             self.learn.log('n', self._n, weight=self._n)
+
     learner(tmp_path, Count, JSONLinesLogger).fit(2)
     # (1*1 + 2*2)/(1 + 2)
     assert logged(tmp_path, 'valid_n') == {10: pytest.approx(5 / 3), 20: pytest.approx(5 / 3)}
@@ -117,16 +129,24 @@ def test_evaluation_logs_the_mean_over_itself(tmp_path: Path) -> None:
 def test_microbatches_are_averaged_by_weight(tmp_path: Path) -> None:
     class Pieces(Callback):
         run_valid = False
-        def after_loss(self) -> None: self.learn.log('size', len(self.x), weight=len(self.x))
+
+        def after_loss(self) -> None:
+            self.learn.log('size', len(self.x), weight=len(self.x))
+
     learner(tmp_path, Pieces, JSONLinesLogger, microbatch=3).fit(1)
-    assert set(logged(tmp_path, 'size').values()) == {(3*3 + 1*1) / 4}
+    assert set(logged(tmp_path, 'size').values()) == {(3 * 3 + 1 * 1) / 4}
 
 
 def test_events_around_the_batch_belong_to_it(tmp_path: Path) -> None:
     class Around(Callback):
         run_valid = False
-        def before_batch(self) -> None: self.learn.log('before', self.iter)
-        def after_batch(self) -> None: self.learn.log('after', self.iter)
+
+        def before_batch(self) -> None:
+            self.learn.log('before', self.iter)
+
+        def after_batch(self) -> None:
+            self.learn.log('after', self.iter)
+
     learner(tmp_path, Around, JSONLinesLogger).fit(1)
     assert logged(tmp_path, 'before') == logged(tmp_path, 'after') == {i + 1: i for i in range(10)}
 
@@ -136,13 +156,17 @@ def test_a_cancelled_batch_has_no_loss(tmp_path: Path) -> None:
 
     class Skip(Callback):
         def before_batch(self) -> None:
-            if self.training and self.iter == 3: raise CancelBatchException
+            if self.training and self.iter == 3:
+                raise CancelBatchException
+
     learner(tmp_path, Skip, JSONLinesLogger(every='1ba')).fit(1)
     assert list(logged(tmp_path, 'loss')) == [1, 2, 3, 5, 6, 7, 8, 9, 10]
 
 
 def test_a_rate_in_a_tensor_is_that_of_the_step(tmp_path: Path) -> None:
-    def make(params: Any, lr: float) -> Any: return torch.optim.Adam(params, lr=torch.tensor(lr), foreach=False)
+    def make(params: Any, lr: float) -> Any:
+        return torch.optim.Adam(params, lr=torch.tensor(lr), foreach=False)
+
     learn = learner(tmp_path, JSONLinesLogger(every='1ba'), opt_func=make)
     learn.fit_one_cycle(1, lr_max=0.1)
     assert list(logged(tmp_path, 'lr').values()) == pytest.approx(learn.recorder.lrs)
@@ -150,7 +174,12 @@ def test_a_rate_in_a_tensor_is_that_of_the_step(tmp_path: Path) -> None:
 
 
 def test_two_evaluations_in_one_step_leave_the_last(tmp_path: Path) -> None:
-    learn = learner(tmp_path, LogHalf, JSONLinesLogger, Callback(after_epoch=lambda cb: cb.learn.do_evaluation()))
+    learn = learner(
+        tmp_path,
+        LogHalf,
+        JSONLinesLogger,
+        Callback(after_epoch=lambda cb: cb.learn.do_evaluation()),
+    )
     learn.fit(1)
     assert list(logged(tmp_path, 'valid_loss')) == list(logged(tmp_path, 'valid_half')) == [10]
 
@@ -159,21 +188,29 @@ def test_a_validate_inside_an_evaluation_is_not_logged(tmp_path: Path) -> None:
     again = Callback(after_validate=lambda cb: cb.fitting and cb.validate(0))
     learn = learner(tmp_path, LogHalf, JSONLinesLogger, again)
     learn.fit(1)
-    assert list(logged(tmp_path, 'valid_loss').values()) == pytest.approx(plain_losses(1)[1], rel=1e-6)
+    assert list(logged(tmp_path, 'valid_loss').values()) == pytest.approx(
+        plain_losses(1)[1], rel=1e-6
+    )
     assert list(logged(tmp_path, 'valid_half')) == [10]
 
 
 class First(Callback):
-    def after_loss(self) -> None: self.learn.log('same', 1.)
+    def after_loss(self) -> None:
+        self.learn.log('same', 1.0)
 
 
 class Second(Callback):
-    def before_backward(self) -> None: self._tell()
-    def _tell(self) -> None: self.learn.log('same', 2.)
+    def before_backward(self) -> None:
+        self._tell()
+
+    def _tell(self) -> None:
+        self.learn.log('same', 2.0)
 
 
 def test_one_name_by_two_callbacks_names_both(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r'`same` was logged twice in step 1: by First .*`first`.* and by Second'):
+    with pytest.raises(
+        OptionError, match=r'`same` was logged twice in step 1: by First .*`first`.* and by Second'
+    ):
         learner(tmp_path, First, Second, JSONLinesLogger).fit(1)
 
 
@@ -184,40 +221,61 @@ def test_one_name_by_two_of_one_class(tmp_path: Path) -> None:
 
 def test_one_name_in_evaluation(tmp_path: Path) -> None:
     def log(cb: Callback) -> None:
-        if not cb.training: cb.learn.log('same', 1.)
+        if not cb.training:
+            cb.learn.log('same', 1.0)
+
     with pytest.raises(OptionError, match='`valid_same` was logged twice in step 10'):
-        learner(tmp_path, Callback(after_loss=log), Callback(after_pred=log), JSONLinesLogger).fit(1)
+        learner(tmp_path, Callback(after_loss=log), Callback(after_pred=log), JSONLinesLogger).fit(
+            1
+        )
 
 
 def test_the_name_of_a_metric(tmp_path: Path) -> None:
-    def log(cb: Callback) -> None: cb.learn.log('l1_loss', 1.)
+    def log(cb: Callback) -> None:
+        cb.learn.log('l1_loss', 1.0)
+
     learn = learner(tmp_path, Callback(before_step=log), JSONLinesLogger, metrics=nn.L1Loss())
-    with pytest.raises(OptionError, match=r'`l1_loss` was logged twice in step 10: by Callback .* and by Recorder'):
+    with pytest.raises(
+        OptionError, match=r'`l1_loss` was logged twice in step 10: by Callback .* and by Recorder'
+    ):
         learn.fit(1)
 
 
 def test_the_loggers_own_names(tmp_path: Path) -> None:
-    learn = learner(tmp_path, Callback(before_step=lambda cb: cb.learn.log('lr', 1.)), JSONLinesLogger(every='2ba'))
-    with pytest.raises(OptionError, match=r'`lr` was logged twice in step 2: by Callback .* and by JSONLinesLogger'):
+    learn = learner(
+        tmp_path,
+        Callback(before_step=lambda cb: cb.learn.log('lr', 1.0)),
+        JSONLinesLogger(every='2ba'),
+    )
+    with pytest.raises(
+        OptionError, match=r'`lr` was logged twice in step 2: by Callback .* and by JSONLinesLogger'
+    ):
         learn.fit(1)
 
 
 def test_a_model_that_logs_is_a_writer_too(tmp_path: Path) -> None:
     class Net(nn.Linear):
         learn: Any = None
+
         def forward(self, x: Any) -> Any:
-            if self.learn.fitting and self.training: self.learn.log('same', 0.)
+            if self.learn.fitting and self.training:
+                self.learn.log('same', 0.0)
             return super().forward(x)
+
     learn = learner(tmp_path, First, JSONLinesLogger)
     learn.model = Net(3, 1)
     object.__setattr__(learn.model, 'learn', learn)
-    with pytest.raises(OptionError, match=r'by `.*Net\.forward` and by First'): learn.fit(1)
+    with pytest.raises(OptionError, match=r'by `.*Net\.forward` and by First'):
+        learn.fit(1)
 
 
 @pytest.mark.parametrize('name', ['step', '', 'a\nb'])
 def test_names_that_no_log_can_have(tmp_path: Path, name: str) -> None:
-    learn = learner(tmp_path, Callback(before_step=lambda cb: cb.learn.log(name, 1.)), JSONLinesLogger)
-    with pytest.raises(OptionError, match='cannot be logged'): learn.fit(1)
+    learn = learner(
+        tmp_path, Callback(before_step=lambda cb: cb.learn.log(name, 1.0)), JSONLinesLogger
+    )
+    with pytest.raises(OptionError, match='cannot be logged'):
+        learn.fit(1)
 
 
 def test_loss_parts(tmp_path: Path) -> None:
@@ -234,29 +292,34 @@ def test_only_fits_are_logged(tmp_path: Path) -> None:
     learn.lr_find(num_it=5, show_plot=False)
     learn.validate()
     learn.get_preds()
-    assert not (tmp_path/'metrics.jsonl').exists()
+    assert not (tmp_path / 'metrics.jsonl').exists()
     learn.fit(1)
-    before = (tmp_path/'metrics.jsonl').read_text()
+    before = (tmp_path / 'metrics.jsonl').read_text()
     learn.validate()
     learn.lr_find(num_it=5, show_plot=False)
-    assert (tmp_path/'metrics.jsonl').read_text() == before
+    assert (tmp_path / 'metrics.jsonl').read_text() == before
     learn.fit(1)
-    assert [row['step'] for row in read_log(tmp_path/'metrics.jsonl')] == list(range(1, 21))
+    assert [row['step'] for row in read_log(tmp_path / 'metrics.jsonl')] == list(range(1, 21))
 
 
 def test_without_a_recorder(tmp_path: Path) -> None:
     learn = learner(tmp_path, JSONLinesLogger)
     learn.remove_cb(Recorder)
     learn.fit(1)
-    assert read_log(tmp_path/'metrics.jsonl') == [{'step': 10, 'loss': pytest.approx(plain_losses(1)[0][-1]), 'lr': 0.1,
-                                                   'mom': 0.}]
+    assert read_log(tmp_path / 'metrics.jsonl') == [
+        {'step': 10, 'loss': pytest.approx(plain_losses(1)[0][-1]), 'lr': 0.1, 'mom': 0.0}
+    ]
 
 
 def test_the_end_of_an_epoch_is_logged_when_the_next_begins(tmp_path: Path) -> None:
     seen = []
 
     def look(cb: Callback) -> None:
-        if cb.training: seen.append(len(logged(tmp_path, 'valid_loss')) if (tmp_path/'metrics.jsonl').exists() else 0)
+        if cb.training:
+            seen.append(
+                len(logged(tmp_path, 'valid_loss')) if (tmp_path / 'metrics.jsonl').exists() else 0
+            )
+
     learner(tmp_path, JSONLinesLogger(every='1000ba'), Callback(after_pred=look)).fit(2)
     assert seen == [0] * 10 + [1] * 10
 
@@ -271,9 +334,16 @@ def test_logging_changes_no_number(tmp_path: Path) -> None:
         learn.close()
         rows = [{k: v for k, v in row.items() if k != 'time'} for row in learn.history]
         weights = [p.tolist() for p in learn.model.parameters()]
-        return [weights, rows, torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
+        return [
+            weights,
+            rows,
+            torch.get_rng_state().tolist(),
+            random.getstate(),
+            np.random.get_state()[1].tolist(),
+        ]
 
-    for module in ('tensorboard', 'wandb', 'mlflow'): pytest.importorskip(module)
+    for module in ('tensorboard', 'wandb', 'mlflow'):
+        pytest.importorskip(module)
     kinds: list[Any] = [CSVLogger, JSONLinesLogger, TensorBoardLogger, WandbLogger, MlflowLogger]
     every = [cls(every='1ba') for cls in kinds]
     assert trained() == trained(*every, ConsoleLogger(out=lambda line: None))
@@ -286,22 +356,37 @@ def test_no_graph_is_held(tmp_path: Path) -> None:
         for _, row in logger._rows:
             for value in row.values():
                 parts = [value.total, value.count] if hasattr(value, 'total') else [value]
-                assert not any(torch.is_tensor(v) and (v.requires_grad or v.grad_fn is not None) for v in parts)
-    learn = learner(tmp_path, logger, Callback(after_loss=lambda cb: cb.learn.log('g', cb.learn.loss_grad)),
-                    Callback(after_batch=look))
+                assert not any(
+                    torch.is_tensor(v) and (v.requires_grad or v.grad_fn is not None) for v in parts
+                )
+
+    learn = learner(
+        tmp_path,
+        logger,
+        Callback(after_loss=lambda cb: cb.learn.log('g', cb.learn.loss_grad)),
+        Callback(after_batch=look),
+    )
     learn.fit(1)
     assert len(logged(tmp_path, 'g')) == 10
 
 
 def test_nan_and_infinity_are_logged(tmp_path: Path) -> None:
-    learner(tmp_path, Callback(before_step=lambda cb: cb.learn.log('a', math.nan)),
-            Callback(after_step=lambda cb: cb.learn.log('b', torch.tensor(math.inf))), JSONLinesLogger).fit(1)
-    assert all(math.isnan(v) for v in logged(tmp_path, 'a').values()) and len(logged(tmp_path, 'a')) == 10
+    learner(
+        tmp_path,
+        Callback(before_step=lambda cb: cb.learn.log('a', math.nan)),
+        Callback(after_step=lambda cb: cb.learn.log('b', torch.tensor(math.inf))),
+        JSONLinesLogger,
+    ).fit(1)
+    assert (
+        all(math.isnan(v) for v in logged(tmp_path, 'a').values())
+        and len(logged(tmp_path, 'a')) == 10
+    )
     assert set(logged(tmp_path, 'b').values()) == {math.inf}
 
 
 def test_metrics_that_are_no_number_are_left_out(tmp_path: Path) -> None:
     from learnkit import ValueMetric
+
     learn = learner(tmp_path, JSONLinesLogger, metrics=ValueMetric(lambda: torch.ones(3), 'three'))
     learn.fit(1)
     assert not logged(tmp_path, 'three') and logged(tmp_path, 'valid_loss')
@@ -319,11 +404,16 @@ def test_configuration_is_logged_at_each_fit(tmp_path: Path) -> None:
     learn = learner(tmp_path, JSONLinesLogger, LogHalf)
     learn.fit(1)
     learn.fit(2)
-    lines = [json.loads(line) for line in (tmp_path/'metrics.jsonl').read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
     params = [line['params'] for line in lines if 'params' in line]
     assert [p['epochs'] for p in params] == [1, 2]
     assert {k: params[0][k] for k in ('model', 'parameters', 'loss', 'batch_size', 'lr')} == {
-        'model': 'Linear', 'parameters': 4, 'loss': 'MSELoss', 'batch_size': 4, 'lr': 0.1}
+        'model': 'Linear',
+        'parameters': 4,
+        'loss': 'MSELoss',
+        'batch_size': 4,
+        'lr': 0.1,
+    }
     assert params[0]['callbacks'].endswith('JSONLinesLogger, LogHalf')
     assert params[0]['callback/json_lines_logger/every'] == '10ba'
 
@@ -347,8 +437,9 @@ def test_no_wait_for_the_device(tmp_path: Path) -> None:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter('always')
                 learn.fit(3)
-        finally: torch.cuda.set_sync_debug_mode('default')
+        finally:
+            torch.cuda.set_sync_debug_mode('default')
         return len([w for w in caught if 'synchroniz' in str(w.message)])
+
     # a transfer when an epoch begins, and at the end
     assert waits(JSONLinesLogger(every='10ba')) <= waits() + 2 * 3
-

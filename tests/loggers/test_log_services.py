@@ -1,4 +1,5 @@
 """Logs for TensorBoard, Weights & Biases and MLflow, written by their libraries and read back with those."""
+
 from __future__ import annotations
 
 import json
@@ -33,19 +34,23 @@ def show(cb: Callback) -> None:
     log_text(cb, 'note', 'hello')
 
 
-def fail(cb: Callback) -> None: raise RuntimeError('no more')
+def fail(cb: Callback) -> None:
+    raise RuntimeError('no more')
 
 
-# -------------------------------------------------------------------------------------------------------- the libraries
+# ------------------------------------------------------------------------------------ the libraries
+
 
 def tensorboard(folder: Path) -> Any:
     "Return what TensorBoard reads in a folder."
     accumulator = pytest.importorskip('tensorboard.backend.event_processing.event_accumulator')
-    return accumulator.EventAccumulator(str(folder), size_guidance={'scalars': 0, 'images': 0, 'tensors': 0}).Reload()
+    return accumulator.EventAccumulator(
+        str(folder), size_guidance={'scalars': 0, 'images': 0, 'tensors': 0}
+    ).Reload()
 
 
 def tensorboard_points(path: Path, name: str) -> list[tuple[int, float]]:
-    return [(e.step, e.value) for e in tensorboard(path/'tb').Scalars(name)]
+    return [(e.step, e.value) for e in tensorboard(path / 'tb').Scalars(name)]
 
 
 def wandb_records(path: Path) -> Iterator[Any]:
@@ -71,8 +76,8 @@ def log_entries(data: bytes) -> Iterator[bytes]:
         if (left := 32768 - at % 32768) < 7:
             at += left
             continue
-        size, place = struct.unpack('<HB', data[at + 4:at + 7])
-        entry += data[at + 7:at + 7 + size]
+        size, place = struct.unpack('<HB', data[at + 4 : at + 7])
+        entry += data[at + 7 : at + 7 + size]
         at += 7 + size
         if place in (1, 4):
             yield entry
@@ -82,32 +87,44 @@ def log_entries(data: bytes) -> Iterator[bytes]:
 def wandb_points(path: Path, name: str) -> list[tuple[int, Any]]:
     points = []
     for record in (r for r in wandb_records(path) if r.HasField('history')):
-        row: dict[str, Any] = {'/'.join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
-        parts = {key.removeprefix(f'{name}/'): v for key, v in row.items() if key.startswith(f'{name}/')}
-        if name in row or parts: points.append((row['_step'], row.get(name, parts)))
+        row: dict[str, Any] = {
+            '/'.join(i.nested_key): json.loads(i.value_json) for i in record.history.item
+        }
+        parts = {
+            key.removeprefix(f'{name}/'): v for key, v in row.items() if key.startswith(f'{name}/')
+        }
+        if name in row or parts:
+            points.append((row['_step'], row.get(name, parts)))
     return points
 
 
 def mlflow_client(path: Path) -> Any:
     pytest.importorskip('mlflow')
     from learnkit.loggers.mlflow import _files_allowed
-    with _files_allowed(): return pytest.importorskip('mlflow').MlflowClient(tracking_uri=(path/'mlruns').as_uri())
+
+    with _files_allowed():
+        return pytest.importorskip('mlflow').MlflowClient(tracking_uri=(path / 'mlruns').as_uri())
 
 
 def mlflow_run(path: Path) -> Any:
     client = mlflow_client(path)
-    run, = client.search_runs([client.get_experiment_by_name('learnkit').experiment_id])
+    (run,) = client.search_runs([client.get_experiment_by_name('learnkit').experiment_id])
     return run
 
 
 def mlflow_points(path: Path, name: str) -> list[tuple[int, float]]:
-    return [(m.step, m.value) for m in mlflow_client(path).get_metric_history(mlflow_run(path).info.run_id, name)]
+    return [
+        (m.step, m.value)
+        for m in mlflow_client(path).get_metric_history(mlflow_run(path).info.run_id, name)
+    ]
 
 
 Points = Callable[[Path, str], list[tuple[int, Any]]]
 SERVICES: list[tuple[str, Callable[..., Logger], Points]] = [
     ('tensorboard', lambda **k: TensorBoardLogger('tb', **k), tensorboard_points),
-    ('wandb', lambda **k: WandbLogger(**k), wandb_points), ('mlflow', lambda **k: MlflowLogger(**k), mlflow_points)]
+    ('wandb', lambda **k: WandbLogger(**k), wandb_points),
+    ('mlflow', lambda **k: MlflowLogger(**k), mlflow_points),
+]
 
 
 @pytest.fixture(params=SERVICES, ids=[name for name, _, _ in SERVICES])
@@ -117,7 +134,8 @@ def service(request: pytest.FixtureRequest) -> Any:
     return make, points
 
 
-# ------------------------------------------------------------------------------------------------------ what all can do
+# ---------------------------------------------------------------------------------- what all can do
+
 
 def test_two_fits_are_one_run(tmp_path: Path, service: Any) -> None:
     make, points = service
@@ -126,9 +144,15 @@ def test_two_fits_are_one_run(tmp_path: Path, service: Any) -> None:
     learn.fit(1)
     learn.fit(1)
     learn.close()
-    assert points(tmp_path, 'loss') == [(s, pytest.approx(train[s - 1], rel=1e-6)) for s in (5, 10, 15, 20)]
-    assert points(tmp_path, 'half') == [(s, pytest.approx(v / 2, rel=1e-6)) for s, v in enumerate(train, 1)]
-    assert points(tmp_path, 'valid_loss') == [(10 * i, pytest.approx(v, rel=1e-6)) for i, v in enumerate(valid, 1)]
+    assert points(tmp_path, 'loss') == [
+        (s, pytest.approx(train[s - 1], rel=1e-6)) for s in (5, 10, 15, 20)
+    ]
+    assert points(tmp_path, 'half') == [
+        (s, pytest.approx(v / 2, rel=1e-6)) for s, v in enumerate(train, 1)
+    ]
+    assert points(tmp_path, 'valid_loss') == [
+        (10 * i, pytest.approx(v, rel=1e-6)) for i, v in enumerate(valid, 1)
+    ]
     assert points(tmp_path, 'epoch/epoch') == [(10, 0), (20, 0)]
 
 
@@ -136,7 +160,9 @@ def test_resumed_runs_have_each_step_once(tmp_path: Path, service: Any) -> None:
     make, points = service
     run_and_resume(tmp_path, lambda: make(every='5ba'))
     train = plain_losses(3)[0]
-    assert points(tmp_path, 'half') == [(s, pytest.approx(v / 2, rel=1e-6)) for s, v in enumerate(train, 1)]
+    assert points(tmp_path, 'half') == [
+        (s, pytest.approx(v / 2, rel=1e-6)) for s, v in enumerate(train, 1)
+    ]
     assert [s for s, _ in points(tmp_path, 'loss')] == list(range(5, 31, 5))
     assert {20, 30} <= {s for s, _ in points(tmp_path, 'valid_loss')} <= {10, 20, 30}
 
@@ -145,7 +171,8 @@ def test_a_closed_learner_goes_on(tmp_path: Path, service: Any) -> None:
     make, points = service
     learn = learner(tmp_path, make(every='5ba'))
     for _ in range(2):
-        with learn: learn.fit(1)
+        with learn:
+            learn.fit(1)
         learn.close()
     assert [s for s, _ in points(tmp_path, 'loss')] == [5, 10, 15, 20]
 
@@ -153,15 +180,18 @@ def test_a_closed_learner_goes_on(tmp_path: Path, service: Any) -> None:
 def test_two_on_one_folder(tmp_path: Path, service: Any) -> None:
     make, _ = service
     learn = learner(tmp_path, make(), make())
-    with pytest.raises(OptionError, match='both log to'): learn.fit(1)
+    with pytest.raises(OptionError, match='both log to'):
+        learn.fit(1)
     assert learn.time.ba == 0
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, service: Any) -> None:
     make, _ = service
-    for name in ('tb', 'wandb', 'mlruns'): (tmp_path/name).write_text('a file')
+    for name in ('tb', 'wandb', 'mlruns'):
+        (tmp_path / name).write_text('a file')
     learn = learner(tmp_path, make())
-    with pytest.raises(OptionError, match='cannot be written'): learn.fit(1)
+    with pytest.raises(OptionError, match='cannot be written'):
+        learn.fit(1)
     assert learn.time.ba == 0
 
 
@@ -169,38 +199,46 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, service: Any) -> None:
 def test_a_missing_library_is_named(cls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr('learnkit.loggers.base.find_spec', lambda name: None)
     extra = cls.__name__.removesuffix('Logger').lower()
-    with pytest.raises(MissingExtraError, match=rf'{cls.__name__} needs {extra}: pip install "learnkit\[{extra}\]"'):
+    with pytest.raises(
+        MissingExtraError, match=rf'{cls.__name__} needs {extra}: pip install "learnkit\[{extra}\]"'
+    ):
         cls()
 
 
-# --------------------------------------------------------------------------------------------- what each has of its own
+# ------------------------------------------------------------------------- what each has of its own
+
 
 def test_tensorboard_images_texts_and_configuration(tmp_path: Path) -> None:
     image = pytest.importorskip('PIL.Image')
-    with learner(tmp_path, TensorBoardLogger('tb'), Callback(after_epoch=show)) as learn: learn.fit(1)
-    read = tensorboard(tmp_path/'tb')
-    event, = read.Images('pic')
-    (tmp_path/'a.png').write_bytes(event.encoded_image_string)
+    with learner(tmp_path, TensorBoardLogger('tb'), Callback(after_epoch=show)) as learn:
+        learn.fit(1)
+    read = tensorboard(tmp_path / 'tb')
+    (event,) = read.Images('pic')
+    (tmp_path / 'a.png').write_bytes(event.encoded_image_string)
     assert event.step == 10
-    assert np.array_equal(np.array(image.open(tmp_path/'a.png')), PIXELS[0].permute(1, 2, 0).numpy())
-    note, = read.Tensors('note/text_summary')
+    assert np.array_equal(
+        np.array(image.open(tmp_path / 'a.png')), PIXELS[0].permute(1, 2, 0).numpy()
+    )
+    (note,) = read.Tensors('note/text_summary')
     assert note.tensor_proto.string_val[0] == b'hello' and note.step == 10
-    params, = read.Tensors('params/text_summary')
+    (params,) = read.Tensors('params/text_summary')
     assert json.loads(params.tensor_proto.string_val[0])['model'] == 'Linear'
 
 
 def test_tensorboard_goes_on_in_a_folder_that_is_there(tmp_path: Path) -> None:
     pytest.importorskip('tensorboard')
     for _ in range(2):
-        with learner(tmp_path, TensorBoardLogger('tb', every='5ba')) as learn: learn.fit(1)
+        with learner(tmp_path, TensorBoardLogger('tb', every='5ba')) as learn:
+            learn.fit(1)
     assert [s for s, _ in tensorboard_points(tmp_path, 'loss')] == [5, 10, 15, 20]
 
 
 def test_tensorboard_gives_each_run_a_folder(tmp_path: Path) -> None:
     pytest.importorskip('tensorboard')
     for _ in range(2):
-        with learner(tmp_path, TensorBoardLogger(every='5ba')) as learn: learn.fit(1)
-    folders = sorted((tmp_path/'runs').iterdir())
+        with learner(tmp_path, TensorBoardLogger(every='5ba')) as learn:
+            learn.fit(1)
+    folders = sorted((tmp_path / 'runs').iterdir())
     assert len(folders) == 2
     assert all([e.step for e in tensorboard(f).Scalars('loss')] == [5, 10] for f in folders)
 
@@ -208,21 +246,24 @@ def test_tensorboard_gives_each_run_a_folder(tmp_path: Path) -> None:
 def test_tensorboard_finds_its_own_folder_again(tmp_path: Path) -> None:
     pytest.importorskip('tensorboard')
     run_and_resume(tmp_path, lambda: TensorBoardLogger(every='5ba'))
-    folder, = (tmp_path/'runs').iterdir()
+    (folder,) = (tmp_path / 'runs').iterdir()
     assert [e.step for e in tensorboard(folder).Scalars('loss')] == list(range(5, 31, 5))
 
 
 def test_wandb_images_texts_and_configuration(tmp_path: Path) -> None:
     pytest.importorskip('wandb')
     image = pytest.importorskip('PIL.Image')
-    with learner(tmp_path, WandbLogger('mine', tags=['a']), Callback(after_epoch=show)) as learn: learn.fit(1)
-    (step, pic), = wandb_points(tmp_path, 'pic')
-    files, = tmp_path.glob('wandb/offline-run-*/files')
+    with learner(tmp_path, WandbLogger('mine', tags=['a']), Callback(after_epoch=show)) as learn:
+        learn.fit(1)
+    ((step, pic),) = wandb_points(tmp_path, 'pic')
+    (files,) = tmp_path.glob('wandb/offline-run-*/files')
     assert step == 10
-    read = np.array(image.open(files/pic['filenames'][0]))
+    read = np.array(image.open(files / pic['filenames'][0]))
     assert np.array_equal(read, PIXELS[0].permute(1, 2, 0).numpy())
-    assert 'hello' in (files/wandb_points(tmp_path, 'note')[0][1]['path']).read_text()
-    config = {u.key: json.loads(u.value_json) for r in wandb_records(tmp_path) for u in r.config.update}
+    assert 'hello' in (files / wandb_points(tmp_path, 'note')[0][1]['path']).read_text()
+    config = {
+        u.key: json.loads(u.value_json) for r in wandb_records(tmp_path) for u in r.config.update
+    }
     assert config['model'] == 'Linear' and config['batch_size'] == 4
     run = next(r.run for r in wandb_records(tmp_path) if r.HasField('run'))
     assert run.project == 'mine' and list(run.tags) == ['a']
@@ -241,7 +282,8 @@ def test_wandb_run_keeps_its_id_and_tells_of_a_failure(tmp_path: Path) -> None:
     pytest.importorskip('wandb')
     run_and_resume(tmp_path, lambda: WandbLogger(id='run7'))
     learn = learner(tmp_path, LogHalf, WandbLogger(id='run7'), Callback(before_step=fail))
-    with pytest.raises(RuntimeError, match='no more'), learn: learn.fit(1)
+    with pytest.raises(RuntimeError, match='no more'), learn:
+        learn.fit(1)
     ids = {r.run.run_id for r in wandb_records(tmp_path) if r.HasField('run')}
     exits = [r.exit.exit_code for r in wandb_records(tmp_path) if r.HasField('exit')]
     assert ids == {'run7'} and exits == [0, 0, 1]
@@ -260,7 +302,8 @@ def test_wandb_run_can_be_taken_over(tmp_path: Path) -> None:
 
 def test_wandb_mode_is_checked() -> None:
     pytest.importorskip('wandb')
-    with pytest.raises(OptionError, match='mode='): WandbLogger(mode='off')
+    with pytest.raises(OptionError, match='mode='):
+        WandbLogger(mode='off')
 
 
 def test_mlflow_images_texts_and_configuration(tmp_path: Path) -> None:
@@ -274,18 +317,24 @@ def test_mlflow_images_texts_and_configuration(tmp_path: Path) -> None:
     run = mlflow_run(tmp_path)
     assert run.info.status == 'FINISHED' and run.info.run_name == 'mine'
     assert {k: run.data.params[k] for k in ('model', 'epochs', 'fit_2/epochs')} == {
-        'model': 'Linear', 'epochs': '1', 'fit_2/epochs': '2'}
+        'model': 'Linear',
+        'epochs': '1',
+        'fit_2/epochs': '2',
+    }
     images = [a.path for a in client.list_artifacts(run.info.run_id, 'images')]
     assert images == [f'images/pic-{s}-0.png' for s in (10, 20, 30)]
     read = np.array(image.open(client.download_artifacts(run.info.run_id, 'images/pic-10-0.png')))
     assert np.array_equal(read, PIXELS[0].permute(1, 2, 0).numpy())
-    assert Path(client.download_artifacts(run.info.run_id, 'texts/note-10.txt')).read_text() == 'hello'
+    assert (
+        Path(client.download_artifacts(run.info.run_id, 'texts/note-10.txt')).read_text() == 'hello'
+    )
 
 
 def test_mlflow_run_that_failed(tmp_path: Path) -> None:
     pytest.importorskip('mlflow')
     learn = learner(tmp_path, LogHalf, MlflowLogger(), Callback(before_step=fail))
-    with pytest.raises(RuntimeError, match='no more'): learn.fit(1)
+    with pytest.raises(RuntimeError, match='no more'):
+        learn.fit(1)
     learn.close()
     assert mlflow_run(tmp_path).info.status == 'FAILED'
     assert [s for s, _ in mlflow_points(tmp_path, 'half')] == [1]
@@ -295,6 +344,7 @@ def test_mlflow_leaves_the_environment(tmp_path: Path, monkeypatch: pytest.Monke
     pytest.importorskip('mlflow')
     monkeypatch.delenv('MLFLOW_ALLOW_FILE_STORE', raising=False)
     before = dict(os.environ)
-    with learner(tmp_path, MlflowLogger()) as learn: learn.fit(1)
+    with learner(tmp_path, MlflowLogger()) as learn:
+        learn.fit(1)
     assert 'MLFLOW_ALLOW_FILE_STORE' not in os.environ
     assert before.items() <= os.environ.items()

@@ -1,4 +1,5 @@
 """Losses by fastai's names, against torch's functions and closed forms in float64."""
+
 from __future__ import annotations
 
 import copy
@@ -35,7 +36,7 @@ FLAT = [*OF_CLASSES, BCEWithLogitsLossFlat, BCELossFlat, MSELossFlat, L1LossFlat
 ALL = [*FLAT, LabelSmoothingCrossEntropy, FocalLoss, DiceLoss]
 each_shape = pytest.mark.parametrize(('shape', 'axis'), SHAPES)
 each_reduction = pytest.mark.parametrize('reduction', REDUCTIONS)
-WEIGHT = torch.tensor([1., 2., 0.5, 3.], dtype=torch.float64)
+WEIGHT = torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=torch.float64)
 
 
 def data(shape: tuple[int, ...], axis: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,6 +61,7 @@ def reduced(loss: torch.Tensor, how: str) -> torch.Tensor:
 
 # ---------------------------------------------------------------- classes
 
+
 @each_shape
 @each_reduction
 def test_cross_entropy(shape: tuple[int, ...], axis: int, reduction: str) -> None:
@@ -69,16 +71,25 @@ def test_cross_entropy(shape: tuple[int, ...], axis: int, reduction: str) -> Non
     close(CrossEntropyLossFlat(axis=axis, reduction=reduction)(inp, targ), reduced(nll, reduction))
 
     w = WEIGHT[t]
-    weighted = (w*nll).sum()/w.sum() if reduction == 'mean' else reduced(w*nll, reduction)
+    weighted = (w * nll).sum() / w.sum() if reduction == 'mean' else reduced(w * nll, reduction)
     close(CrossEntropyLossFlat(WEIGHT, axis=axis, reduction=reduction)(inp, targ), weighted)
 
 
 @each_shape
-def test_cross_entropy_equals_torchs_in_its_other_options(shape: tuple[int, ...], axis: int) -> None:
+def test_cross_entropy_equals_torchs_in_its_other_options(
+    shape: tuple[int, ...], axis: int
+) -> None:
     inp, targ = data(shape, axis)
     first = inp.movedim(axis, 1)
-    for options in ({'ignore_index': 2}, {'label_smoothing': 0.2}, {'weight': WEIGHT, 'label_smoothing': 0.2}):
-        close(CrossEntropyLossFlat(axis=axis, **options)(inp, targ), F.cross_entropy(first, targ, **options))
+    for options in (
+        {'ignore_index': 2},
+        {'label_smoothing': 0.2},
+        {'weight': WEIGHT, 'label_smoothing': 0.2},
+    ):
+        close(
+            CrossEntropyLossFlat(axis=axis, **options)(inp, targ),
+            F.cross_entropy(first, targ, **options),
+        )
 
 
 @each_shape
@@ -89,22 +100,28 @@ def test_soft_labels(shape: tuple[int, ...], axis: int, loss: Any) -> None:
     n = shape[axis]
     soft = F.one_hot(targ, n).double().movedim(-1, axis)
     close(loss(axis=axis)(inp, soft), loss(axis=axis)(inp, targ))
-    if loss is FocalLossFlat: return
+    if loss is FocalLossFlat:
+        return
     other = (targ + 1) % n
-    mixed = 0.3*soft + 0.7*F.one_hot(other, n).double().movedim(-1, axis)
-    close(loss(axis=axis)(inp, mixed), 0.3*loss(axis=axis)(inp, targ) + 0.7*loss(axis=axis)(inp, other))
+    mixed = 0.3 * soft + 0.7 * F.one_hot(other, n).double().movedim(-1, axis)
+    close(
+        loss(axis=axis)(inp, mixed),
+        0.3 * loss(axis=axis)(inp, targ) + 0.7 * loss(axis=axis)(inp, other),
+    )
 
 
 @each_shape
 @each_reduction
 @pytest.mark.parametrize('weight', [None, WEIGHT])
-def test_label_smoothing(shape: tuple[int, ...], axis: int, reduction: str, weight: torch.Tensor | None) -> None:
+def test_label_smoothing(
+    shape: tuple[int, ...], axis: int, reduction: str, weight: torch.Tensor | None
+) -> None:
     inp, targ = data(shape, axis)
     log_p, t = logs(inp, targ, axis)
     w = torch.ones(4, dtype=torch.float64) if weight is None else weight
-    hard, smooth = -(w[t]*log_p[torch.arange(len(t)), t]), -log_p.mean(1)
-    hard = hard.sum()/w[t].sum() if reduction == 'mean' else reduced(hard, reduction)
-    expected = 0.8*hard + 0.2*reduced(smooth, reduction)
+    hard, smooth = -(w[t] * log_p[torch.arange(len(t)), t]), -log_p.mean(1)
+    hard = hard.sum() / w[t].sum() if reduction == 'mean' else reduced(hard, reduction)
+    expected = 0.8 * hard + 0.2 * reduced(smooth, reduction)
 
     close(LabelSmoothingCrossEntropyFlat(0.2, weight, reduction, axis=axis)(inp, targ), expected)
     plain = LabelSmoothingCrossEntropy(0.2, weight, reduction)(inp.movedim(axis, 1), targ)
@@ -120,30 +137,40 @@ def test_label_smoothing_leaves_out_ignored_targets() -> None:
 
 @each_shape
 @each_reduction
-@pytest.mark.parametrize('gamma', [0., 0.5, 2.])
+@pytest.mark.parametrize('gamma', [0.0, 0.5, 2.0])
 @pytest.mark.parametrize('weight', [None, WEIGHT])
-def test_focal_loss(shape: tuple[int, ...], axis: int, reduction: str, gamma: float, weight: Any) -> None:
+def test_focal_loss(
+    shape: tuple[int, ...], axis: int, reduction: str, gamma: float, weight: Any
+) -> None:
     inp, targ = data(shape, axis)
     log_p, t = logs(inp, targ, axis)
     log_pt = log_p[torch.arange(len(t)), t]
-    loss = -(1 - log_pt.exp())**gamma*log_pt*(1. if weight is None else weight[t])
+    loss = -((1 - log_pt.exp()) ** gamma) * log_pt * (1.0 if weight is None else weight[t])
 
     close(FocalLossFlat(gamma, weight, reduction, axis=axis)(inp, targ), reduced(loss, reduction))
     plain = FocalLoss(gamma, weight, reduction)(inp.movedim(axis, 1), targ)
     close(plain.reshape(reduced(loss, reduction).shape), reduced(loss, reduction))
 
 
-@pytest.mark.parametrize('make', [
-    FocalLoss, lambda: FocalLoss(0.5, WEIGHT), LabelSmoothingCrossEntropy, CrossEntropyLossFlat,
-    lambda: LabelSmoothingCrossEntropy(.3, WEIGHT), lambda: DiceLoss(square_in_union=True)])
+@pytest.mark.parametrize(
+    'make',
+    [
+        FocalLoss,
+        lambda: FocalLoss(0.5, WEIGHT),
+        LabelSmoothingCrossEntropy,
+        CrossEntropyLossFlat,
+        lambda: LabelSmoothingCrossEntropy(0.3, WEIGHT),
+        lambda: DiceLoss(square_in_union=True),
+    ],
+)
 def test_gradients(make: Any) -> None:
     inp, targ = data((5, 4), 1)
     assert torch.autograd.gradcheck(make(), (inp.requires_grad_(), targ))
 
 
-@pytest.mark.parametrize('gamma', [0., 0.5, 1., 2.])
+@pytest.mark.parametrize('gamma', [0.0, 0.5, 1.0, 2.0])
 def test_the_gradient_of_focal_loss_is_finite_for_a_sure_prediction(gamma: float) -> None:
-    inp = torch.tensor([[200., 0.], [0., 200.]], requires_grad=True)
+    inp = torch.tensor([[200.0, 0.0], [0.0, 200.0]], requires_grad=True)
     FocalLoss(gamma)(inp, torch.tensor([0, 0])).backward()
     assert inp.grad is not None and inp.grad.isfinite().all() and inp.grad[0].abs().max() < 1e-6
     # of a miss it is that of cross-entropy
@@ -152,23 +179,31 @@ def test_the_gradient_of_focal_loss_is_finite_for_a_sure_prediction(gamma: float
 
 # ---------------------------------------------------------------- labels, regression, masks
 
+
 @each_reduction
 @pytest.mark.parametrize('dtype', [torch.int64, torch.bool, torch.float64])
 def test_binary_cross_entropy(reduction: str, dtype: torch.dtype) -> None:
     inp, targ = torch.randn(6, 3, dtype=torch.float64), torch.randint(2, (6, 3)).to(dtype)
-    p, t = 1/(1 + (-inp).exp()), targ.double()
-    expected = reduced(-(t*p.log() + (1 - t)*(1 - p).log()).reshape(-1), reduction)
+    p, t = 1 / (1 + (-inp).exp()), targ.double()
+    expected = reduced(-(t * p.log() + (1 - t) * (1 - p).log()).reshape(-1), reduction)
     close(BCEWithLogitsLossFlat(reduction=reduction)(inp, targ), expected)
     close(BCELossFlat(reduction=reduction)(p, targ), expected)
 
 
 def test_binary_cross_entropy_with_weights_by_label() -> None:
-    inp, targ, w = torch.randn(6, 3, 5, dtype=torch.float64), torch.randint(2, (6, 3, 5)), torch.rand(3).double()
+    inp, targ, w = (
+        torch.randn(6, 3, 5, dtype=torch.float64),
+        torch.randint(2, (6, 3, 5)),
+        torch.rand(3).double(),
+    )
     p, t = inp.sigmoid(), targ.double()
-    positive, negative = -t*p.log(), -(1 - t)*(1 - p).log()
-    close(BCEWithLogitsLossFlat(pos_weight=w, axis=1)(inp, targ), (w[:, None]*positive + negative).mean())
-    close(BCEWithLogitsLossFlat(w, axis=1)(inp, targ), (w[:, None]*(positive + negative)).mean())
-    close(BCELossFlat(w, axis=1)(p, targ), (w[:, None]*(positive + negative)).mean())
+    positive, negative = -t * p.log(), -(1 - t) * (1 - p).log()
+    close(
+        BCEWithLogitsLossFlat(pos_weight=w, axis=1)(inp, targ),
+        (w[:, None] * positive + negative).mean(),
+    )
+    close(BCEWithLogitsLossFlat(w, axis=1)(inp, targ), (w[:, None] * (positive + negative)).mean())
+    close(BCELossFlat(w, axis=1)(p, targ), (w[:, None] * (positive + negative)).mean())
     with pytest.raises(LossError, match=r'give targets of shape \[6, 3, 5\]'):
         BCEWithLogitsLossFlat(pos_weight=w, axis=1)(inp, targ.reshape(18, 5))
 
@@ -192,7 +227,11 @@ def test_the_loss_is_in_float32_for_targets_of_any_type(loss: Any) -> None:
         for t in (targ, targ.double(), targ.bool(), targ.bfloat16()):
             value = loss()(inp, t)
             value.backward()
-            assert value.dtype == torch.float32 and inp.grad is not None and inp.grad.dtype == inp.dtype
+            assert (
+                value.dtype == torch.float32
+                and inp.grad is not None
+                and inp.grad.dtype == inp.dtype
+            )
 
 
 @pytest.mark.parametrize('square', [False, True])
@@ -200,34 +239,36 @@ def test_the_loss_is_in_float32_for_targets_of_any_type(loss: Any) -> None:
 def test_dice_loss(square: bool, reduction: str) -> None:
     inp, targ = data((2, 3, 4, 5), 1)
     targ[0, 0, 0] = 255  # of no class
-    p = inp.exp()/inp.exp().sum(1, keepdim=True)
+    p = inp.exp() / inp.exp().sum(1, keepdim=True)
     expected = torch.zeros(2, 3, dtype=torch.float64)
     for b in range(2):
         for c in range(3):
             t = (targ[b] == c).double()
-            total = (p[b, c]**2 if square else p[b, c]).sum() + t.sum()
-            expected[b, c] = 1 - (2*(p[b, c]*t).sum() + 1e-6)/(total + 1e-6)
+            total = (p[b, c] ** 2 if square else p[b, c]).sum() + t.sum()
+            expected[b, c] = 1 - (2 * (p[b, c] * t).sum() + 1e-6) / (total + 1e-6)
     loss = DiceLoss(reduction=reduction, square_in_union=square)
-    for t in (targ, targ[:, None]): close(loss(inp, t), reduced(expected, reduction))
+    for t in (targ, targ[:, None]):
+        close(loss(inp, t), reduced(expected, reduction))
     last = DiceLoss(axis=-1, reduction=reduction, square_in_union=square)
     close(last(inp.movedim(1, -1), targ), reduced(expected, reduction))
 
 
 def test_dice_loss_of_the_best_and_the_worst() -> None:
     targ = torch.tensor([[0, 0, 1, 1]])
-    sure = 100*torch.eye(2)[targ].movedim(-1, 1)
-    assert float(DiceLoss()(sure, targ)) == pytest.approx(0., abs=1e-6)
-    assert float(DiceLoss()(sure, 1 - targ)) == pytest.approx(2.)
+    sure = 100 * torch.eye(2)[targ].movedim(-1, 1)
+    assert float(DiceLoss()(sure, targ)) == pytest.approx(0.0, abs=1e-6)
+    assert float(DiceLoss()(sure, 1 - targ)) == pytest.approx(2.0)
 
 
 # ---------------------------------------------------------------- activation, decodes
+
 
 @pytest.mark.parametrize('loss', [*OF_CLASSES, DiceLoss])
 def test_probabilities_and_classes(loss: Any) -> None:
     for axis in (1, -1):
         x = torch.randn(2, 3, 4, 5, dtype=torch.float64)
         p = loss(axis=axis).activation(x)
-        close(p, x.exp()/x.exp().sum(axis, keepdim=True))
+        close(p, x.exp() / x.exp().sum(axis, keepdim=True))
         assert loss(axis=axis).decodes(p).equal(p.max(axis).indices)
     for plain in (LabelSmoothingCrossEntropy(), FocalLoss()):
         close(plain.activation(x), x.softmax(1))
@@ -235,11 +276,12 @@ def test_probabilities_and_classes(loss: Any) -> None:
 
 
 def test_labels_and_numbers() -> None:
-    x = torch.tensor([-1., 0.2, 2.])
+    x = torch.tensor([-1.0, 0.2, 2.0])
     loss = BCEWithLogitsLossFlat(thresh=0.7)
-    close(loss.activation(x), 1/(1 + (-x).exp()))
+    close(loss.activation(x), 1 / (1 + (-x).exp()))
     assert loss.decodes(loss.activation(x)).tolist() == [False, False, True]
-    for same in (MSELossFlat(), L1LossFlat(), BCELossFlat()): assert same.decodes(same.activation(x)) is x
+    for same in (MSELossFlat(), L1LossFlat(), BCELossFlat()):
+        assert same.decodes(same.activation(x)) is x
 
 
 def test_which_losses_mix_rather_than_their_targets() -> None:
@@ -248,6 +290,7 @@ def test_which_losses_mix_rather_than_their_targets() -> None:
 
 
 # ---------------------------------------------------------------- as an object
+
 
 @pytest.mark.parametrize('loss', ALL)
 def test_reduction_can_be_set_and_copies_are_equal(loss: Any) -> None:
@@ -263,7 +306,9 @@ def test_reduction_can_be_set_and_copies_are_equal(loss: Any) -> None:
 @pytest.mark.parametrize('loss', OF_CLASSES)
 def test_weights_move_and_are_copied(loss: Any) -> None:
     one = loss(weight=WEIGHT)
-    assert one.to(torch.float32).func.weight.dtype == torch.float32 and len(list(one.buffers())) == 1
+    assert (
+        one.to(torch.float32).func.weight.dtype == torch.float32 and len(list(one.buffers())) == 1
+    )
     inp, targ = data((6, 4), -1)
     close(pickle.loads(pickle.dumps(one))(inp.float(), targ), one(inp.float(), targ))
 
@@ -272,65 +317,101 @@ def test_reprs() -> None:
     assert repr(MSELossFlat()) == "MSELossFlat(axis=-1, reduction='mean')"
     assert repr(FocalLossFlat(axis=1)) == "FocalLossFlat(axis=1, gamma=2.0, reduction='mean')"
     assert repr(CrossEntropyLossFlat(WEIGHT.float())) == (
-        "CrossEntropyLossFlat(axis=-1, ignore_index=-100, reduction='mean', label_smoothing=0.0, weight [4] float32)")
-    assert repr(LabelSmoothingCrossEntropy()) == "LabelSmoothingCrossEntropy(eps=0.1, reduction='mean')"
+        "CrossEntropyLossFlat(axis=-1, ignore_index=-100, reduction='mean', label_smoothing=0.0, weight [4] float32)"
+    )
+    assert (
+        repr(LabelSmoothingCrossEntropy())
+        == "LabelSmoothingCrossEntropy(eps=0.1, reduction='mean')"
+    )
 
 
 def test_any_torch_loss_can_be_flattened() -> None:
     inp, targ = torch.randn(2, 6, 1)
-    close(BaseLoss(nn.HuberLoss, delta=0.3, is_2d=False)(inp, targ[:, 0]), F.huber_loss(inp, targ, delta=0.3))
+    close(
+        BaseLoss(nn.HuberLoss, delta=0.3, is_2d=False)(inp, targ[:, 0]),
+        F.huber_loss(inp, targ, delta=0.3),
+    )
 
 
 # ---------------------------------------------------------------- what does not fit
 
+
 @pytest.mark.parametrize('loss', [MSELossFlat, L1LossFlat, BCEWithLogitsLossFlat, BCELossFlat])
-@pytest.mark.parametrize(('inp', 'targ'), [((6, 2), (6,)), ((6, 1), (1,)), ((6,), (6, 6)), ((6, 1), ())])
+@pytest.mark.parametrize(
+    ('inp', 'targ'), [((6, 2), (6,)), ((6, 1), (1,)), ((6,), (6, 6)), ((6, 1), ())]
+)
 def test_nothing_is_broadcast(loss: Any, inp: tuple[int, ...], targ: tuple[int, ...]) -> None:
-    with pytest.raises(LossError) as e: loss()(torch.rand(inp), torch.rand(targ))
-    assert all(part in str(e.value) for part in (loss.__name__, f'{list(inp)} float32', f'{list(targ)} float32'))
+    with pytest.raises(LossError) as e:
+        loss()(torch.rand(inp), torch.rand(targ))
+    assert all(
+        part in str(e.value)
+        for part in (loss.__name__, f'{list(inp)} float32', f'{list(targ)} float32')
+    )
 
 
 @pytest.mark.parametrize('loss', [*OF_CLASSES, LabelSmoothingCrossEntropy, FocalLoss, DiceLoss])
 def test_targets_that_are_no_class_numbers(loss: Any) -> None:
     inp = torch.randn(6, 4)
-    one_hot, floats, few = F.one_hot(torch.arange(6) % 4), torch.zeros(6), torch.zeros(5, dtype=torch.long)
+    one_hot, floats, few = (
+        F.one_hot(torch.arange(6) % 4),
+        torch.zeros(6),
+        torch.zeros(5, dtype=torch.long),
+    )
     for targ in (one_hot, floats, few):
-        with pytest.raises(LossError, match=r'with 4 classes along axis -?1, give whole class numbers of shape') as e:
+        with pytest.raises(
+            LossError, match=r'with 4 classes along axis -?1, give whole class numbers of shape'
+        ) as e:
             loss()(inp, targ)
-        assert 'Are the classes along another `axis`?' in str(e.value) and loss.__name__ in str(e.value)
+        assert 'Are the classes along another `axis`?' in str(e.value) and loss.__name__ in str(
+            e.value
+        )
 
 
 def test_options_that_cannot_be() -> None:
     for loss in ALL:
-        with pytest.raises(OptionError, match="reduction='avg'"): loss(reduction='avg')
+        with pytest.raises(OptionError, match="reduction='avg'"):
+            loss(reduction='avg')
     one = MSELossFlat()
-    with pytest.raises(OptionError, match="reduction='avg'"): one.reduction = 'avg'
+    with pytest.raises(OptionError, match="reduction='avg'"):
+        one.reduction = 'avg'
     assert one.reduction == 'mean'
     for eps in (-0.1, 1.1):
-        with pytest.raises(OptionError, match='eps='): LabelSmoothingCrossEntropyFlat(eps)
-    with pytest.raises(OptionError, match='gamma=-1'): FocalLoss(-1.)
+        with pytest.raises(OptionError, match='eps='):
+            LabelSmoothingCrossEntropyFlat(eps)
+    with pytest.raises(OptionError, match='gamma=-1'):
+        FocalLoss(-1.0)
 
 
 # ---------------------------------------------------------------- in a Learner
 
+
 def test_in_a_learner() -> None:
     x, y = torch.randn(40, 3), torch.randint(4, (40,))
     dls = DataLoaders(TensorLoader(x, y, bs=16), TensorLoader(x, y, bs=16))
-    for loss in (CrossEntropyLossFlat(), LabelSmoothingCrossEntropy(), FocalLossFlat(weight=torch.rand(4))):
+    for loss in (
+        CrossEntropyLossFlat(),
+        LabelSmoothingCrossEntropy(),
+        FocalLossFlat(weight=torch.rand(4)),
+    ):
         learn = Learner(dls, nn.Linear(3, 4), loss, lr=0.5)
         learn.logger = lambda row: None
         learn.fit(3)
         assert learn.history[-1]['train_loss'] < learn.history[0]['train_loss']
         preds, targs, decoded, losses = learn.get_preds(with_decoded=True, with_loss=True)
-        with torch.no_grad(): out = learn.model(x)
+        with torch.no_grad():
+            out = learn.model(x)
         torch.testing.assert_close(preds, out.softmax(1))
         assert targs.equal(y) and decoded.equal(out.argmax(1)) and losses.shape == (40,)
-        assert float(losses.mean()) == pytest.approx(learn.validate()[0], rel=1e-5) and loss.reduction == 'mean'
+        assert (
+            float(losses.mean()) == pytest.approx(learn.validate()[0], rel=1e-5)
+            and loss.reduction == 'mean'
+        )
 
 
 def test_shapes_that_do_not_fit_are_told_before_a_weight_has_changed() -> None:
     x = torch.randn(40, 3)
     learn = Learner(DataLoaders(TensorLoader(x, x, bs=16)), nn.Linear(3, 1), MSELossFlat())
     before = copy.deepcopy(learn.model.state_dict())
-    with pytest.raises(LossError, match=r'\[16, 1\] float32 and targets \[16, 3\]'): learn.fit(1)
+    with pytest.raises(LossError, match=r'\[16, 1\] float32 and targets \[16, 3\]'):
+        learn.fit(1)
     assert all(v.equal(before[k]) for k, v in learn.model.state_dict().items())

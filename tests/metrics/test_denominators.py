@@ -1,4 +1,5 @@
 """What a loss averages over: the denominator of torch's own means, and how little it asks."""
+
 from __future__ import annotations
 
 import copy
@@ -36,7 +37,7 @@ from learnkit.losses import (
 from learnkit.metrics.averages import AvgMetric
 from tests.helpers.measuring import batch
 
-WEIGHT = torch.tensor([1., 4., 0.5], dtype=torch.float64)
+WEIGHT = torch.tensor([1.0, 4.0, 0.5], dtype=torch.float64)
 
 
 def scores(n: int, *shape: int, seed: int = 0) -> Tensor:
@@ -116,7 +117,9 @@ class Own(nn.CrossEntropyLoss):
         return super().forward(input, target) * 2
 
 
-@pytest.mark.parametrize('loss_func', [Own(), lambda pred, y: pred.mean(), partial(F.cross_entropy, size_average=True)])
+@pytest.mark.parametrize(
+    'loss_func', [Own(), lambda pred, y: pred.mean(), partial(F.cross_entropy, size_average=True)]
+)
 def test_a_function_that_is_not_torch_s_is_unknown(loss_func: Any) -> None:
     assert type(denominator_of(loss_func)) is Unknown
 
@@ -134,17 +137,24 @@ def test_options_may_change() -> None:
 
 
 def test_a_byte_is_never_minus_100() -> None:
-    targ = torch.tensor([156, 0], dtype=torch.uint8)   # 156 is -100 in one signed byte
+    targ = torch.tensor([156, 0], dtype=torch.uint8)  # 156 is -100 in one signed byte
     assert denominator_of(nn.CrossEntropyLoss()).count((targ,)) == 2
 
 
-# -- in a Learner ------------------------------------------------------------------------------------------------------
+# -- in a Learner ----------------------------------------------------------------------------------
+
 
 def make_learner(loss_func: Any, *cbs: Any, train: Any = ONE_EACH, **kwargs: Any) -> Learner:
     torch.manual_seed(1)
     options: dict[str, Any] = {'opt_func': SGD, 'lr': 0.5, **kwargs}
-    learn = Learner((train, train), nn.Linear(3, 3).double(), loss_func, default_cbs=False,
-                    cbs=[TrainEvalCallback, Recorder, *cbs], **options)
+    learn = Learner(
+        (train, train),
+        nn.Linear(3, 3).double(),
+        loss_func,
+        default_cbs=False,
+        cbs=[TrainEvalCallback, Recorder, *cbs],
+        **options,
+    )
     learn.logger = lambda row: None
     return learn
 
@@ -158,7 +168,10 @@ def test_a_copy_counts_by_its_own_loss(copied: Any) -> None:
     other = copied(learn)
     other.loss_func.ignore_index = 0
     y = torch.tensor([0, 1, -1])
-    assert other.loss_weights.count(other, (), (y,)) == 2 and learn.loss_weights.count(learn, (), (y,)) == 3
+    assert (
+        other.loss_weights.count(other, (), (y,)) == 2
+        and learn.loss_weights.count(learn, (), (y,)) == 3
+    )
 
 
 @pytest.mark.parametrize('name', ['token', 'sample', 3])
@@ -173,7 +186,9 @@ def test_train_loss_is_mean_or_smooth() -> None:
     learn = make_learner(F.cross_entropy)
     learn.recorder.train_loss = 'smooth'
     learn.fit(2)
-    assert [row['train_loss'] for row in learn.history] == [learn.recorder.smooth_loss.smooth[i] for i in (1, 3)]
+    assert [row['train_loss'] for row in learn.history] == [
+        learn.recorder.smooth_loss.smooth[i] for i in (1, 3)
+    ]
     learn.recorder.train_loss = 'last'
     with pytest.raises(OptionError, match="train_loss='last'"):
         learn.fit(1)
@@ -192,8 +207,11 @@ def test_a_model_that_computes_its_own_loss_of_tokens_is_warned_of() -> None:
 
         def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
             return {'loss': F.cross_entropy(self.net(x), labels)}
+
     batches = [{'x': pred, 'labels': targ} for pred, targ in ONE_EACH]
-    learn = Learner(batches, Own(), opt_func=SGD, lr=0., default_cbs=False, cbs=[TrainEvalCallback, Recorder])
+    learn = Learner(
+        batches, Own(), opt_func=SGD, lr=0.0, default_cbs=False, cbs=[TrainEvalCallback, Recorder]
+    )
     learn.logger = lambda row: None
     with pytest.warns(UserWarning, match="Own.*weight_func='tokens'"):
         learn.fit(1)
@@ -204,22 +222,28 @@ def test_a_resume_within_an_epoch_has_its_mean(weight: Tensor | None, tmp_path: 
     batches = [(scores(n, 3, seed=n), classes(n, seed=n)) for n in (3, 8, 2, 5, 7)]
 
     def fit(*cbs: Any, **kwargs: Any) -> Learner:
-        learn = make_learner(nn.CrossEntropyLoss(weight), Checkpoint('1ba', folder=tmp_path), *cbs, train=batches)
+        learn = make_learner(
+            nn.CrossEntropyLoss(weight), Checkpoint('1ba', folder=tmp_path), *cbs, train=batches
+        )
         learn.fit(2, **kwargs)
         return learn
 
     def stop(cb: Any) -> None:
         if cb.train_iter == 8:
             raise CancelFitException
+
     fit(Callback(after_batch=stop))
     resumed = fit(resume=True)
     whole = make_learner(nn.CrossEntropyLoss(weight), train=batches)
     whole.fit(2)
-    assert [row['train_loss'] for row in resumed.history] == [row['train_loss'] for row in whole.history]
+    assert [row['train_loss'] for row in resumed.history] == [
+        row['train_loss'] for row in whole.history
+    ]
     assert resumed.recorder.smooth_loss.smooth == whole.recorder.smooth_loss.smooth
 
 
-# -- a loss that is set ------------------------------------------------------------------------------------------------
+# -- a loss that is set ----------------------------------------------------------------------------
+
 
 def scale(cb: Any) -> None:
     cb.learn.loss_grad = cb.loss_grad * 2
@@ -267,7 +291,13 @@ def test_evaluation_records_what_it_is_told() -> None:
     def double(cb: Any) -> None:
         if not cb.training:
             cb.learn.loss = cb.loss * 2
-    learn, plain = make_learner(F.cross_entropy, Callback(after_loss=double)), make_learner(F.cross_entropy)
+
+    learn, plain = (
+        make_learner(F.cross_entropy, Callback(after_loss=double)),
+        make_learner(F.cross_entropy),
+    )
     learn.fit(1)
     plain.fit(1)
-    assert learn.history[0]['valid_loss'] == pytest.approx(2 * plain.history[0]['valid_loss'], rel=1e-14)
+    assert learn.history[0]['valid_loss'] == pytest.approx(
+        2 * plain.history[0]['valid_loss'], rel=1e-14
+    )

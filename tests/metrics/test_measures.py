@@ -27,21 +27,26 @@ from tests.helpers.measuring import Watched, batch, devices, fed, scores, watche
 
 # ---------------------------------------------------------------- averages
 
+
 @pytest.mark.parametrize(('n', 'bs'), [(150, 64), (65, 64), (64, 64), (7, 100)])
 def test_avg_metric_equals_the_whole_set(n: int, bs: int) -> None:
     pred, targ = torch.randn(n, dtype=torch.float64), torch.randn(n, dtype=torch.float64)
-    for func, whole in ((mse, (pred - targ)**2), (F.l1_loss, (pred - targ).abs())):
-        assert fed(AvgMetric(func), pred, targ, bs=bs).value == pytest.approx(float(whole.mean()), rel=1e-14)
+    for func, whole in ((mse, (pred - targ) ** 2), (F.l1_loss, (pred - targ).abs())):
+        assert fed(AvgMetric(func), pred, targ, bs=bs).value == pytest.approx(
+            float(whole.mean()), rel=1e-14
+        )
 
 
 def test_avg_metric_on_several_targets() -> None:
     pred, a, b = torch.randn(3, 20, dtype=torch.float64)
-    value = fed(AvgMetric(lambda p, a, b: (p*a - b).mean()), pred, a, b, bs=8).value
-    assert value == pytest.approx(float((pred*a - b).mean()), rel=1e-14)
+    value = fed(AvgMetric(lambda p, a, b: (p * a - b).mean()), pred, a, b, bs=8).value
+    assert value == pytest.approx(float((pred * a - b).mean()), rel=1e-14)
 
 
-@pytest.mark.parametrize('convert', [float, np.float64, torch.Tensor.numpy, lambda t: t.reshape(1),
-                                     lambda t: t.reshape(1, 1)])
+@pytest.mark.parametrize(
+    'convert',
+    [float, np.float64, torch.Tensor.numpy, lambda t: t.reshape(1), lambda t: t.reshape(1, 1)],
+)
 def test_avg_metric_takes_any_number_the_function_gives(convert: Any) -> None:
     pred, targ = torch.randn(2, 20, dtype=torch.float64)
     m = fed(AvgMetric(lambda p, t: convert(mse(p, t))), pred, targ, bs=8)
@@ -49,39 +54,44 @@ def test_avg_metric_takes_any_number_the_function_gives(convert: Any) -> None:
 
 
 def test_avg_metric_gets_no_graph_and_builds_none() -> None:
-    pred, seen = torch.randn(5, requires_grad=True)*2, []
+    pred, seen = torch.randn(5, requires_grad=True) * 2, []
 
     def func(p: torch.Tensor, t: torch.Tensor) -> float:
         seen.append((p.requires_grad, torch.is_grad_enabled()))
         return float(np.mean(p.numpy() - t.numpy()))  # numpy() refuses what has a graph
 
     m = fed(AvgMetric(func), pred, torch.zeros(5))
-    assert seen == [(False, False)] and torch.is_grad_enabled() and m.value == pytest.approx(pred.mean().item())
+    assert (
+        seen == [(False, False)]
+        and torch.is_grad_enabled()
+        and m.value == pytest.approx(pred.mean().item())
+    )
 
 
 def test_averages_weigh_by_weight_func() -> None:
-    pred, targ = torch.arange(6.), torch.zeros(6)
+    pred, targ = torch.arange(6.0), torch.zeros(6)
     tokens = iter([torch.tensor(10), torch.tensor(30)])
     m = fed(AvgMetric(mae), pred, targ, bs=3, weight_func=lambda xb, yb: next(tokens))
-    assert m.value == (1*10 + 4*30)/40
+    assert m.value == (1 * 10 + 4 * 30) / 40
     m = fed(AvgMetric(mae), pred, targ, bs=3, weight_func=None)
     assert m.value == 2.5
 
     loss = AvgLoss()
-    for x, w in ((2., 1), (5., 2)): loss.accumulate(batch(loss=torch.tensor(x), weight_func=lambda xb, yb, w=w: w))
-    assert loss.value == 4. and loss.name == 'loss'
+    for x, w in ((2.0, 1), (5.0, 2)):
+        loss.accumulate(batch(loss=torch.tensor(x), weight_func=lambda xb, yb, w=w: w))
+    assert loss.value == 4.0 and loss.name == 'loss'
 
 
 def test_avg_loss_weighs_by_samples_with_and_without_targets() -> None:
     x, loss = torch.zeros(3), AvgLoss()
     assert loss.value is None
-    loss.accumulate(batch(None, x, loss=torch.tensor(1.)))
+    loss.accumulate(batch(None, x, loss=torch.tensor(1.0)))
     # not reduced, no targets
-    loss.accumulate(batch(None, xb=(x[:1],), loss=torch.tensor([4., 6.])))
-    assert loss.value == (3*1 + 5)/4
+    loss.accumulate(batch(None, xb=(x[:1],), loss=torch.tensor([4.0, 6.0])))
+    assert loss.value == (3 * 1 + 5) / 4
     loss.reset()
-    loss.accumulate(batch(None, x, loss=0.))
-    assert loss.value == 0.
+    loss.accumulate(batch(None, x, loss=0.0))
+    assert loss.value == 0.0
 
 
 def test_no_host_read_per_batch() -> None:
@@ -90,7 +100,8 @@ def test_no_host_read_per_batch() -> None:
     learn = batch(pred, targ, loss=mse(pred, targ))
     for m in metrics:
         m.reset()
-        for _ in range(3): m.accumulate(learn)
+        for _ in range(3):
+            m.accumulate(learn)
     assert Watched.reads == 0
     # one transfer each, and the watch works
     assert [m.value for m in metrics] and Watched.reads == len(metrics)
@@ -98,52 +109,67 @@ def test_no_host_read_per_batch() -> None:
 
 def test_a_subclass_may_keep_its_own_total_and_count() -> None:
     class Double(AvgMetric):
-        def __init__(self) -> None: self.func = mse
+        def __init__(self) -> None:
+            self.func = mse
 
         def accumulate(self, learn: Any) -> None:
-            self.total += 2*learn.loss*len(learn.yb[0])
+            self.total += 2 * learn.loss * len(learn.yb[0])
             self.count += len(learn.yb[0])
 
     m = Double()
     m.reset()
-    for x, n in ((1., 1), (2., 3)): m.accumulate(batch(None, torch.zeros(n), loss=torch.tensor(x)))
-    assert m.value == 2*(1 + 6)/4 and m.name == 'mse' and m.on is None
+    for x, n in ((1.0, 1), (2.0, 3)):
+        m.accumulate(batch(None, torch.zeros(n), loss=torch.tensor(x)))
+    assert m.value == 2 * (1 + 6) / 4 and m.name == 'mse' and m.on is None
 
 
 def test_a_loss_module_follows_the_predictions() -> None:
-    loss = nn.CrossEntropyLoss(weight=torch.tensor([1., 2., 3.]))
-    with torch.device('meta'): elsewhere = torch.zeros(4, 3), torch.zeros(4, dtype=torch.long)
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))
+    with torch.device('meta'):
+        elsewhere = torch.zeros(4, 3), torch.zeros(4, dtype=torch.long)
     AvgMetric(loss)._compute(elsewhere[0], (elsewhere[1],))
     assert loss.weight.device.type == 'meta'
 
 
 # ---------------------------------------------------------------- sums over the set
 
+
 class Bias(SumMetric):
-    def sums(self, pred: torch.Tensor, targ: torch.Tensor) -> Any: return (pred - targ).sum(), targ.sum(), 2
-    def final(self, sums: torch.Tensor) -> float: return float(sums[0]/sums[1]*sums[2])
+    def sums(self, pred: torch.Tensor, targ: torch.Tensor) -> Any:
+        return (pred - targ).sum(), targ.sum(), 2
+
+    def final(self, sums: torch.Tensor) -> float:
+        return float(sums[0] / sums[1] * sums[2])
 
 
 @pytest.mark.parametrize(('n', 'bs'), [(150, 64), (65, 64), (64, 64), (7, 100)])
 def test_sum_metric_equals_the_whole_set(n: int, bs: int) -> None:
     pred, targ = torch.rand(2, n, dtype=torch.float64)
-    n_batches = -(-n//bs)
+    n_batches = -(-n // bs)
     m = fed(Bias(), pred, targ, bs=bs)
-    assert m.value == pytest.approx(float((pred - targ).sum()/targ.sum())*2*n_batches, rel=1e-12)
-    assert Bias()(pred, targ) == pytest.approx(m.value/n_batches, rel=1e-12)
+    assert m.value == pytest.approx(
+        float((pred - targ).sum() / targ.sum()) * 2 * n_batches, rel=1e-12
+    )
+    assert Bias()(pred, targ) == pytest.approx(m.value / n_batches, rel=1e-12)
     m.reset()
     assert m.value is None and m.name == 'bias' and Bias('offset', on='both').name == 'offset'
 
 
 def test_sum_metric_stays_exact_over_a_long_epoch() -> None:
     m, one = Bias(), torch.ones(())
-    for _ in range(3): m.accumulate(batch(one*2**24, one*(2**24 - 1)))  # float32 ends at 2**24
-    assert m._sums is not None and m._sums.dtype == torch.float64 and m._sums.tolist() == [3, 3*(2**24 - 1), 6]
+    for _ in range(3):
+        m.accumulate(batch(one * 2**24, one * (2**24 - 1)))  # float32 ends at 2**24
+    assert (
+        m._sums is not None
+        and m._sums.dtype == torch.float64
+        and m._sums.tolist() == [3, 3 * (2**24 - 1), 6]
+    )
 
 
 def test_sum_metric_reads_nothing_per_batch() -> None:
     pred, targ, m = watched(torch.rand(5)), torch.rand(5), Bias()
-    for _ in range(3): m.accumulate(batch(pred, targ))
+    for _ in range(3):
+        m.accumulate(batch(pred, targ))
     assert Watched.reads == 0 and m.value and Watched.reads > 0
 
 
@@ -154,33 +180,46 @@ def test_sum_metric_is_tried_and_says_what_does_not_fit() -> None:
     with pytest.raises(MetricError, match=r'`bias`.*It raised RuntimeError') as e:
         dry_run(m, torch.ones(3), (torch.ones(4),))
     assert '[3]' in str(e.value) and '[4]' in str(e.value)
-    with pytest.raises(NotImplementedError, match='without `sums`'): SumMetric()(torch.ones(3))
-    with pytest.raises(MetricError, match='Did you mean `valid`'): SumMetric(on='vald')
+    with pytest.raises(NotImplementedError, match='without `sums`'):
+        SumMetric()(torch.ones(3))
+    with pytest.raises(MetricError, match='Did you mean `valid`'):
+        SumMetric(on='vald')
 
 
 def test_sums_of_another_shape_are_refused() -> None:
     class PerClass(SumMetric):
-        def sums(self, pred: torch.Tensor) -> Any: return pred.sum(0)
+        def sums(self, pred: torch.Tensor) -> Any:
+            return pred.sum(0)
 
     m = PerClass()
     m.accumulate(batch(torch.ones(2, 3)))
-    with pytest.raises(MetricError, match=r'sums of shape \[3\], now of \[4\]'): m.accumulate(batch(torch.ones(2, 4)))
+    with pytest.raises(MetricError, match=r'sums of shape \[3\], now of \[4\]'):
+        m.accumulate(batch(torch.ones(2, 4)))
 
 
 def test_a_function_stands_for_the_metric_it_is_marked_with() -> None:
     class Scaled(Bias):
-        def __init__(self, scale: float = 1., on: str | None = None) -> None:
+        def __init__(self, scale: float = 1.0, on: str | None = None) -> None:
             super().__init__('scaled', on)
             self.scale = scale
 
-        def final(self, sums: torch.Tensor) -> float: return self.scale*super().final(sums)
+        def final(self, sums: torch.Tensor) -> float:
+            return self.scale * super().final(sums)
 
     @whole_set_metric(Scaled)
-    def scaled(pred: torch.Tensor, targ: torch.Tensor, scale: float = 1.) -> float: return Scaled(scale)(pred, targ)
+    def scaled(pred: torch.Tensor, targ: torch.Tensor, scale: float = 1.0) -> float:
+        return Scaled(scale)(pred, targ)
 
-    plain, threefold, named, other = as_metrics([scaled, partial(scaled, scale=3.), {'x': scaled}, scaled])
-    assert [plain.scale, threefold.scale] == [1., 3.]
-    assert [m.name for m in (plain, threefold, named, other)] == ['scaled', 'scaled_2', 'x', 'scaled_3']
+    plain, threefold, named, other = as_metrics(
+        [scaled, partial(scaled, scale=3.0), {'x': scaled}, scaled]
+    )
+    assert [plain.scale, threefold.scale] == [1.0, 3.0]
+    assert [m.name for m in (plain, threefold, named, other)] == [
+        'scaled',
+        'scaled_2',
+        'x',
+        'scaled_3',
+    ]
     assert plain is not other
     # something else is bound
     assert isinstance(as_metrics(partial(scaled, torch.ones(2)))[0], AvgMetric)
@@ -188,11 +227,15 @@ def test_a_function_stands_for_the_metric_it_is_marked_with() -> None:
 
 # ---------------------------------------------------------------- names and errors
 
+
 def test_names() -> None:
-    class TopKMetric(Metric): pass
+    class TopKMetric(Metric):
+        pass
 
     assert TopKMetric().name == 'top_k' and Metric().name == 'metric'
-    assert AvgMetric(accuracy).name == AvgMetric(partial(partial(accuracy, axis=1))).name == 'accuracy'
+    assert (
+        AvgMetric(accuracy).name == AvgMetric(partial(partial(accuracy, axis=1))).name == 'accuracy'
+    )
     assert AvgMetric(F.mse_loss).name == AvgMetric(nn.MSELoss()).name == 'mse_loss'
     assert AvgMetric(accuracy, 'acc').name == 'acc' and RMSE().name == 'rmse'
     assert ValueMetric(lambda: 3, 'three').name == 'three' and ValueMetric(lambda: 3).value == 3
@@ -200,41 +243,54 @@ def test_names() -> None:
 
 def test_on_is_checked() -> None:
     assert AvgMetric(mse, on='train').on == 'train' and AvgMetric(mse).on is None
-    with pytest.raises(MetricError, match=r"got 'vald'\. Did you mean `valid`"): AvgMetric(mse, on='vald')
-    with pytest.raises(MetricError, match='got 3'): TorchMetric(torchmetrics_objects()[0], on=3)  # type: ignore[arg-type]
+    with pytest.raises(MetricError, match=r"got 'vald'\. Did you mean `valid`"):
+        AvgMetric(mse, on='vald')
+    with pytest.raises(MetricError, match='got 3'):
+        TorchMetric(torchmetrics_objects()[0], on=3)  # type: ignore[arg-type]
 
 
 def test_a_result_that_is_no_number_is_refused() -> None:
-    for result in (torch.zeros(5), None, 'high', [1.]):
+    for result in (torch.zeros(5), None, 'high', [1.0]):
         with pytest.raises(MetricError, match=r'`<lambda>` gave .*not one number') as e:
             fed(AvgMetric(lambda p, t, result=result: result), torch.zeros(7), torch.zeros(7))
         assert '7' in e.value.__notes__[0]
 
 
 def test_what_a_metric_raises_keeps_its_type_and_gains_a_note() -> None:
-    def bad(p: Any, t: Any) -> Any: raise KeyError('boom')
+    def bad(p: Any, t: Any) -> Any:
+        raise KeyError('boom')
 
-    with pytest.raises(KeyError, match='boom') as e: fed(AvgMetric(bad), torch.zeros(5, 2), torch.zeros(5))
-    note, = e.value.__notes__
+    with pytest.raises(KeyError, match='boom') as e:
+        fed(AvgMetric(bad), torch.zeros(5, 2), torch.zeros(5))
+    (note,) = e.value.__notes__
     assert '`bad`' in note and '5' in note and '(pred, *targets)' in note
 
 
 def test_what_is_no_metric_is_refused() -> None:
     for bad in (3, 'accuracy', [mse, 4.5], torch.zeros(2), {'a': 3}):
-        with pytest.raises(MetricError, match='no metric'): as_metrics(bad)
-    with pytest.raises(MetricError, match='without arguments'): as_metrics(AvgMetric)
-    with pytest.raises(MetricError, match='averages a function'): AvgMetric(3)  # type: ignore[arg-type]
-    with pytest.raises(MetricError, match='no update, compute and reset'): TorchMetric(mse)
+        with pytest.raises(MetricError, match='no metric'):
+            as_metrics(bad)
+    with pytest.raises(MetricError, match='without arguments'):
+        as_metrics(AvgMetric)
+    with pytest.raises(MetricError, match='averages a function'):
+        AvgMetric(3)  # type: ignore[arg-type]
+    with pytest.raises(MetricError, match='no update, compute and reset'):
+        TorchMetric(mse)
 
 
 # ---------------------------------------------------------------- as_metrics
+
 
 def test_as_metrics_takes_nothing_one_or_many() -> None:
     own = AvgLoss()
     assert list(as_metrics(None)) == [] == list(as_metrics([]))
     assert as_metrics(own)[0] is own
     assert isinstance(as_metrics(RMSE)[0], RMSE) and isinstance(as_metrics(rmse)[0], RMSE)
-    assert [type(m) for m in as_metrics((mse, partial(mae), own))] == [ElementMean, ElementMean, AvgLoss]
+    assert [type(m) for m in as_metrics((mse, partial(mae), own))] == [
+        ElementMean,
+        ElementMean,
+        AvgLoss,
+    ]
     assert list(as_metrics(as_metrics([mse, own]))) != [] and as_metrics(as_metrics(own))[0] is own
 
 
@@ -247,19 +303,22 @@ def test_as_metrics_names_are_distinct_and_the_objects_untouched() -> None:
 
     assert ms[1].on == 'both' and ms[1].func is mse
     fed(ms[1], torch.ones(4), torch.zeros(4))
-    assert ms[1].value == second.value == 1.
+    assert ms[1].value == second.value == 1.0
 
 
 def test_a_renamed_metric_has_no_other_attributes() -> None:
     renamed = as_metrics([mse, mse])[1]
-    with pytest.raises(AttributeError, match="'ElementMean' object has no attribute 'nope'"): renamed.nope  # noqa: B018
+    with pytest.raises(AttributeError, match="'ElementMean' object has no attribute 'nope'"):
+        renamed.nope  # noqa: B018
     assert copy.deepcopy(renamed).name == 'mse_2'
 
 
 # ---------------------------------------------------------------- torchmetrics
 
+
 def torchmetrics_objects() -> list[Any]:
     from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
+
     return [MulticlassAccuracy(3, average='micro'), MulticlassF1Score(3), MulticlassAUROC(3)]
 
 
@@ -270,10 +329,12 @@ def test_torchmetrics_equals_the_whole_set(i: int, device: str) -> None:
     metric, whole = torchmetrics_objects()[i], torchmetrics_objects()[i]
     expected = float(whole(pred, targ))
 
-    m, = as_metrics(metric)
+    (m,) = as_metrics(metric)
     m.reset()
     assert m.value is None
-    assert fed(m, pred.to(device).requires_grad_(), targ.to(device)).value == pytest.approx(expected, rel=1e-6)
+    assert fed(m, pred.to(device).requires_grad_(), targ.to(device)).value == pytest.approx(
+        expected, rel=1e-6
+    )
     # forgotten, and back on the CPU
     assert fed(m, pred[:70], targ[:70]).value != pytest.approx(expected, rel=1e-6)
     assert m.name == ['multiclass_accuracy', 'multiclass_f1_score', 'multiclass_auroc'][i]
@@ -281,6 +342,7 @@ def test_torchmetrics_equals_the_whole_set(i: int, device: str) -> None:
 
 def test_torchmetrics_against_sklearn() -> None:
     from sklearn.metrics import f1_score
+
     pred, targ = scores(150)
     expected = f1_score(targ, pred.argmax(1), average='macro')
     assert fed(TorchMetric(torchmetrics_objects()[1]), pred, targ).value == pytest.approx(expected)
@@ -288,8 +350,11 @@ def test_torchmetrics_against_sklearn() -> None:
 
 def test_a_torchmetrics_collection_is_expanded() -> None:
     from torchmetrics import MetricCollection
+
     acc, f1, auroc = torchmetrics_objects()
-    ms = as_metrics([MetricCollection({'acc': acc, 'f1': f1}, prefix='m_'), {'auc': auroc, 'mine': accuracy}])
+    ms = as_metrics(
+        [MetricCollection({'acc': acc, 'f1': f1}, prefix='m_'), {'auc': auroc, 'mine': accuracy}]
+    )
     assert [m.name for m in ms] == ['m_acc', 'm_f1', 'auc', 'mine']
     pred, targ = scores(150)
     for m, whole in zip(ms, [*torchmetrics_objects(), accuracy], strict=True):
@@ -298,6 +363,7 @@ def test_a_torchmetrics_collection_is_expanded() -> None:
 
 def test_a_torchmetrics_value_per_class_comes_as_a_tensor() -> None:
     from torchmetrics.classification import MulticlassAccuracy
+
     pred, targ = scores(150)
     m = fed(TorchMetric(MulticlassAccuracy(3, average=None), 'per_class', on='valid'), pred, targ)
     expected = torch.stack([(pred.argmax(1) == targ)[targ == c].float().mean() for c in range(3)])
@@ -306,39 +372,54 @@ def test_a_torchmetrics_value_per_class_comes_as_a_tensor() -> None:
 
 # ---------------------------------------------------------------- dry runs
 
+
 def test_dry_run_changes_nothing() -> None:
     pred, targ = scores(20)
-    for m in as_metrics([accuracy, accuracy, torchmetrics_objects()[0], AvgLoss(), ValueMetric(lambda: 1/0)]):
+    for m in as_metrics(
+        [accuracy, accuracy, torchmetrics_objects()[0], AvgLoss(), ValueMetric(lambda: 1 / 0)]
+    ):
         m.reset()
         dry_run(m, pred, (targ,))
-        if not isinstance(m, ValueMetric): assert m.value is None
+        if not isinstance(m, ValueMetric):
+            assert m.value is None
 
 
 def test_dry_run_says_what_does_not_fit() -> None:
     pred, targ = scores(20)
     f1 = torchmetrics_objects()[1]
-    for m, says in ((AvgMetric(mse), '^mse: .*Metric `mse`'), (AvgMetric(accuracy), '^accuracy: .*Metric `accuracy`'),
-                    (TorchMetric(f1), '^Metric `multiclass_f1_score`.* It raised')):
-        with pytest.raises(MetricError, match=says) as e: dry_run(m, pred, (targ[:10],))
+    for m, says in (
+        (AvgMetric(mse), '^mse: .*Metric `mse`'),
+        (AvgMetric(accuracy), '^accuracy: .*Metric `accuracy`'),
+        (TorchMetric(f1), '^Metric `multiclass_f1_score`.* It raised'),
+    ):
+        with pytest.raises(MetricError, match=says) as e:
+            dry_run(m, pred, (targ[:10],))
         assert '20' in str(e.value) and '10' in str(e.value) and e.value.__cause__ is not None
     with pytest.raises(MetricError, match=r'`mse_loss`.*missing 1 required') as e:
         dry_run(AvgMetric(F.mse_loss), pred, ())
     assert isinstance(e.value.__cause__, TypeError)
-    with pytest.raises(MetricError, match='one number'): dry_run(AvgMetric(lambda p, t: p), pred, (targ,))
+    with pytest.raises(MetricError, match='one number'):
+        dry_run(AvgMetric(lambda p, t: p), pred, (targ,))
     assert float(f1._update_count) == 0
 
 
 def test_dry_run_leaves_a_metric_with_its_own_accumulate_alone() -> None:
     class FromLearner(AvgMetric):
-        def accumulate(self, learn: Any) -> None: self.add(learn.other)
+        def accumulate(self, learn: Any) -> None:
+            self.add(learn.other)
 
-    dry_run(FromLearner(lambda: 1/0), torch.zeros(3), ())
+    dry_run(FromLearner(lambda: 1 / 0), torch.zeros(3), ())
 
 
 def test_a_cancel_and_running_out_of_memory_pass_through() -> None:
-    def out_of_memory(p: Any, t: Any) -> Any: raise torch.OutOfMemoryError('full')
-    def cancel(p: Any, t: Any) -> Any: raise CancelBatchException
+    def out_of_memory(p: Any, t: Any) -> Any:
+        raise torch.OutOfMemoryError('full')
+
+    def cancel(p: Any, t: Any) -> Any:
+        raise CancelBatchException
 
     for func, kind in ((out_of_memory, torch.OutOfMemoryError), (cancel, CancelBatchException)):
-        with pytest.raises(kind): fed(AvgMetric(func), torch.zeros(3), torch.zeros(3))
-        with pytest.raises(kind): dry_run(AvgMetric(func), torch.zeros(3), (torch.zeros(3),))
+        with pytest.raises(kind):
+            fed(AvgMetric(func), torch.zeros(3), torch.zeros(3))
+        with pytest.raises(kind):
+            dry_run(AvgMetric(func), torch.zeros(3), (torch.zeros(3),))

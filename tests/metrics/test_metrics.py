@@ -1,4 +1,5 @@
 """fastai's functional metrics and the small classes, against numpy and scikit-learn on the whole set."""
+
 from __future__ import annotations
 
 import math
@@ -42,15 +43,17 @@ from learnkit.metrics.functional import (
 from tests.helpers.measuring import Watched, batch, fed, scores, watched
 
 
-def pairs(n: int = 30) -> Any: return torch.randn(2, n, dtype=torch.float64)
+def pairs(n: int = 30) -> Any:
+    return torch.randn(2, n, dtype=torch.float64)
 
 
 # ---------------------------------------------------------------- classes
 
+
 def test_accuracy_and_error_rate() -> None:
     pred, targ = scores(50)
     right = [p.index(max(p)) == t for p, t in zip(pred.tolist(), targ.tolist(), strict=True)]
-    expected = sum(right)/50
+    expected = sum(right) / 50
     assert float(accuracy(pred, targ)) == pytest.approx(expected)
     assert float(accuracy(pred, targ[:, None])) == pytest.approx(expected)
     assert float(error_rate(pred, targ)) == pytest.approx(1 - expected)
@@ -67,20 +70,25 @@ def test_top_k_accuracy(k: int) -> None:
     image = pred.reshape(3, 4, 4, 6).permute(0, 3, 1, 2)
     assert float(top_k_accuracy(pred, targ, k)) == pytest.approx(expected)
     assert float(top_k_accuracy(pred, targ[:, None], k=k)) == pytest.approx(expected)
-    assert float(top_k_accuracy(image, targ.reshape(3, 4, 4), k=k, axis=1)) == pytest.approx(expected)
-    assert fed(AvgMetric(partial(top_k_accuracy, k=k)), pred, targ, bs=10).value == pytest.approx(expected)
+    assert float(top_k_accuracy(image, targ.reshape(3, 4, 4), k=k, axis=1)) == pytest.approx(
+        expected
+    )
+    assert fed(AvgMetric(partial(top_k_accuracy, k=k)), pred, targ, bs=10).value == pytest.approx(
+        expected
+    )
 
 
 def test_top_k_accuracy_refuses_a_k_that_cannot_be() -> None:
     for k in (0, 4):
-        with pytest.raises(MetricError, match=f'k={k}, but there are 3 classes'): top_k_accuracy(*scores(), k=k)
+        with pytest.raises(MetricError, match=f'k={k}, but there are 3 classes'):
+            top_k_accuracy(*scores(), k=k)
 
 
 def test_accuracy_multi() -> None:
     pred, targ = torch.randn(20, 4), torch.randint(2, (20, 4))
     p, t = pred.numpy(), targ.numpy()
     for thresh in (0.2, 0.5, 0.9):
-        expected = np.mean((1/(1 + np.exp(-p)) > thresh) == t)
+        expected = np.mean((1 / (1 + np.exp(-p)) > thresh) == t)
         assert float(accuracy_multi(pred, targ, thresh)) == pytest.approx(expected)
         raw = accuracy_multi(pred, targ.float(), thresh=thresh, sigmoid=False)
         assert float(raw) == pytest.approx(np.mean((p > thresh) == t))
@@ -88,15 +96,20 @@ def test_accuracy_multi() -> None:
 
 # ---------------------------------------------------------------- regression
 
+
 def test_regression_metrics() -> None:
     pred, targ = pairs()
     p, t = pred.numpy(), targ.numpy()
-    assert float(mse(pred[:, None], targ)) == pytest.approx(np.mean((p - t)**2))
+    assert float(mse(pred[:, None], targ)) == pytest.approx(np.mean((p - t) ** 2))
     assert float(mae(pred, targ)) == pytest.approx(np.mean(np.abs(p - t)))
-    assert float(rmse(pred, targ)) == pytest.approx(np.mean((p - t)**2)**.5)
-    assert float(exp_rmspe(pred, targ)) == pytest.approx(np.mean(((np.exp(t) - np.exp(p))/np.exp(t))**2)**.5)
+    assert float(rmse(pred, targ)) == pytest.approx(np.mean((p - t) ** 2) ** 0.5)
+    assert float(exp_rmspe(pred, targ)) == pytest.approx(
+        np.mean(((np.exp(t) - np.exp(p)) / np.exp(t)) ** 2) ** 0.5
+    )
     p, t = np.abs(p), np.abs(t)
-    assert float(msle(pred.abs(), targ.abs())) == pytest.approx(np.mean((np.log(1 + p) - np.log(1 + t))**2))
+    assert float(msle(pred.abs(), targ.abs())) == pytest.approx(
+        np.mean((np.log(1 + p) - np.log(1 + t)) ** 2)
+    )
 
 
 @pytest.mark.parametrize(('func', 'metric'), [(rmse, RMSE), (exp_rmspe, ExpRMSPE)])
@@ -104,7 +117,10 @@ def test_roots_are_of_the_whole_set(func: Any, metric: Any) -> None:
     pred, targ = pairs()
     whole = float(func(pred, targ))
     for m in (as_metrics(func)[0], as_metrics(partial(func))[0], as_metrics(metric)[0]):
-        assert fed(m, pred, targ, bs=8).value == pytest.approx(whole, rel=1e-14) and m.name == func.__name__
+        assert (
+            fed(m, pred, targ, bs=8).value == pytest.approx(whole, rel=1e-14)
+            and m.name == func.__name__
+        )
     assert fed(AvgMetric(func), pred, targ, bs=8).value != pytest.approx(whole, rel=1e-3)
     assert metric().value is None
 
@@ -112,76 +128,101 @@ def test_roots_are_of_the_whole_set(func: Any, metric: Any) -> None:
 REGRESSION = {R2Score: 'r2_score', ExplainedVariance: 'explained_variance_score'}
 
 
-@pytest.mark.parametrize('offset', [0., 1e3])
-@pytest.mark.parametrize('scale', [1., 1e-3, 1e5])
+@pytest.mark.parametrize('offset', [0.0, 1e3])
+@pytest.mark.parametrize('scale', [1.0, 1e-3, 1e5])
 def test_r2_variance_and_correlation_equal_sklearn_and_numpy(offset: float, scale: float) -> None:
     from sklearn import metrics as skm
-    targ = (torch.randn(101, dtype=torch.float64) + offset)*scale
-    pred = 0.8*targ + torch.randn(101)*scale/3
+
+    targ = (torch.randn(101, dtype=torch.float64) + offset) * scale
+    pred = 0.8 * targ + torch.randn(101) * scale / 3
     for metric, name in REGRESSION.items():
         m = fed(metric(), pred[:, None], targ, bs=32)
         assert m.value == pytest.approx(getattr(skm, name)(targ, pred), rel=1e-6) and m.name == name
     m = fed(PearsonCorrCoef(), pred, targ, bs=32)
-    assert m.value == pytest.approx(np.corrcoef(pred, targ)[0, 1], rel=1e-6) and m.name == 'pearsonr'
+    assert (
+        m.value == pytest.approx(np.corrcoef(pred, targ)[0, 1], rel=1e-6) and m.name == 'pearsonr'
+    )
 
 
 def test_regression_scores_of_the_best_and_of_what_is_not_defined() -> None:
-    targ, ones = torch.tensor([1., 2., 4.]), torch.full((3,), 0.1)
-    assert [m(targ, targ) for m in (R2Score(), ExplainedVariance())] == [1., 1.]
-    assert PearsonCorrCoef()(-targ, targ) == pytest.approx(-1.)
-    assert R2Score()(targ + 1, targ) < ExplainedVariance()(targ + 1, targ) == 1.
+    targ, ones = torch.tensor([1.0, 2.0, 4.0]), torch.full((3,), 0.1)
+    assert [m(targ, targ) for m in (R2Score(), ExplainedVariance())] == [1.0, 1.0]
+    assert PearsonCorrCoef()(-targ, targ) == pytest.approx(-1.0)
+    assert R2Score()(targ + 1, targ) < ExplainedVariance()(targ + 1, targ) == 1.0
     # targets that are all equal: 1 when met, otherwise 0, as in scikit-learn
-    assert (R2Score()(ones, ones), R2Score()(targ, ones)) == (1., 0.)
-    assert (ExplainedVariance()(ones + 1, ones), ExplainedVariance()(targ, ones)) == (1., 0.)
-    assert math.isnan(PearsonCorrCoef()(targ, ones)) and math.isnan(PearsonCorrCoef()(targ[:1], targ[:1]))
+    assert (R2Score()(ones, ones), R2Score()(targ, ones)) == (1.0, 0.0)
+    assert (ExplainedVariance()(ones + 1, ones), ExplainedVariance()(targ, ones)) == (1.0, 0.0)
+    assert math.isnan(PearsonCorrCoef()(targ, ones)) and math.isnan(
+        PearsonCorrCoef()(targ[:1], targ[:1])
+    )
     assert math.isnan(R2Score()(targ[:1], targ[:1]))
 
 
 def test_shapes_are_never_broadcast() -> None:
-    cases = ((accuracy, (4, 3), (4, 3)), (error_rate, (4, 3), (1,)), (mse, (4, 2), (4,)), (mae, (4,), (1,)),
-             (msle, (4, 1), (1, 2)), (rmse, (4,), (2,)), (exp_rmspe, (4,), (2,)), (accuracy_multi, (4, 3), (4,)),
-             (top_k_accuracy, (4, 6), (3,)), (foreground_acc, (2, 3, 4), (2, 3)), (R2Score(), (4, 2), (4,)),
-             (ExplainedVariance(), (4,), (1,)), (PearsonCorrCoef(), (4,), (1,)), (BrierScore(), (4, 2), (3,)),
-             (BrierScoreMulti(), (4, 2), (4,)))
+    cases = (
+        (accuracy, (4, 3), (4, 3)),
+        (error_rate, (4, 3), (1,)),
+        (mse, (4, 2), (4,)),
+        (mae, (4,), (1,)),
+        (msle, (4, 1), (1, 2)),
+        (rmse, (4,), (2,)),
+        (exp_rmspe, (4,), (2,)),
+        (accuracy_multi, (4, 3), (4,)),
+        (top_k_accuracy, (4, 6), (3,)),
+        (foreground_acc, (2, 3, 4), (2, 3)),
+        (R2Score(), (4, 2), (4,)),
+        (ExplainedVariance(), (4,), (1,)),
+        (PearsonCorrCoef(), (4,), (1,)),
+        (BrierScore(), (4, 2), (3,)),
+        (BrierScoreMulti(), (4, 2), (4,)),
+    )
     for func, pred, targ in cases:
-        with pytest.raises(MetricError, match='do not fit targets'): func(torch.zeros(pred), torch.zeros(targ))
+        with pytest.raises(MetricError, match='do not fit targets'):
+            func(torch.zeros(pred), torch.zeros(targ))
 
 
 # ---------------------------------------------------------------- probabilities and losses
+
 
 @pytest.mark.parametrize('n_classes', [2, 4])
 def test_brier_score_equals_sklearn(n_classes: int) -> None:
     skm = pytest.importorskip('sklearn.metrics')
     pred, targ = scores(70, n_classes)
     p = pred.double().softmax(1).numpy()
-    p = p/p.sum(1, keepdims=True)
-    expected = (((p - np.eye(n_classes)[targ])**2).sum(1)/(2 if n_classes == 2 else 1)).mean()
-    if n_classes == 2: assert expected == pytest.approx(skm.brier_score_loss(targ, p[:, 1]))
+    p = p / p.sum(1, keepdims=True)
+    expected = (((p - np.eye(n_classes)[targ]) ** 2).sum(1) / (2 if n_classes == 2 else 1)).mean()
+    if n_classes == 2:
+        assert expected == pytest.approx(skm.brier_score_loss(targ, p[:, 1]))
     image = pred.reshape(7, 10, n_classes).movedim(-1, 1)
     assert fed(BrierScore(), pred, targ, bs=32).value == pytest.approx(expected)
-    assert fed(BrierScore(axis=1), image, targ.reshape(7, 10), bs=2).value == pytest.approx(expected)
-    assert BrierScore()(torch.eye(n_classes)*100, torch.arange(n_classes)) == 0.
-    worst = BrierScore()(torch.eye(n_classes)*100, (torch.arange(n_classes) + 1) % n_classes)
-    assert worst == (1. if n_classes == 2 else 2.)
+    assert fed(BrierScore(axis=1), image, targ.reshape(7, 10), bs=2).value == pytest.approx(
+        expected
+    )
+    assert BrierScore()(torch.eye(n_classes) * 100, torch.arange(n_classes)) == 0.0
+    worst = BrierScore()(torch.eye(n_classes) * 100, (torch.arange(n_classes) + 1) % n_classes)
+    assert worst == (1.0 if n_classes == 2 else 2.0)
 
 
 def test_brier_score_of_labels() -> None:
     pred, targ = torch.randn(20, 3), torch.randint(2, (20, 3))
     p, t = pred.double().sigmoid().numpy(), targ.numpy()
-    assert fed(BrierScoreMulti(), pred, targ, bs=8).value == pytest.approx(np.mean((p - t)**2))
-    assert BrierScoreMulti(sigmoid=False)(torch.from_numpy(p), targ) == pytest.approx(np.mean((p - t)**2))
+    assert fed(BrierScoreMulti(), pred, targ, bs=8).value == pytest.approx(np.mean((p - t) ** 2))
+    assert BrierScoreMulti(sigmoid=False)(torch.from_numpy(p), targ) == pytest.approx(
+        np.mean((p - t) ** 2)
+    )
     assert BrierScore().name == BrierScoreMulti().name == 'brier_score_loss'
 
 
 def test_perplexity_is_of_the_mean_loss() -> None:
     pred, targ = scores(70, 5)
-    m, = as_metrics(perplexity)
+    (m,) = as_metrics(perplexity)
     assert m.value is None and m.name == 'perplexity' and isinstance(m, Perplexity)
-    for p, t in zip(pred.split(32), targ.split(32), strict=True): m.accumulate(batch(p, t, loss=F.cross_entropy(p, t)))
+    for p, t in zip(pred.split(32), targ.split(32), strict=True):
+        m.accumulate(batch(p, t, loss=F.cross_entropy(p, t)))
     assert m.value == pytest.approx(float(F.cross_entropy(pred, targ).exp()))
     assert as_metrics(perplexity)[0] is not m
     m.reset()
-    m.accumulate(batch(None, targ, loss=torch.tensor(1000.)))
+    m.accumulate(batch(None, targ, loss=torch.tensor(1000.0)))
     assert m.value == math.inf
 
 
@@ -196,10 +237,12 @@ class TwoParts(nn.Module):
 def test_loss_metrics_average_parts_of_the_loss() -> None:
     pred, targ = pairs()
     loss, ms = TwoParts(), LossMetrics('square,size', nms=['l2', 'l1'])
-    for m in ms: m.reset()
+    for m in ms:
+        m.reset()
     for p, t in zip(pred.split(8), targ.split(8), strict=True):
         loss(p, t)
-        for m in ms: m.accumulate(batch(p, t, loss_func=loss))
+        for m in ms:
+            m.accumulate(batch(p, t, loss_func=loss))
     assert [m.name for m in ms] == ['l2', 'l1'] and LossMetric('size').name == 'size'
     assert ms[0].value == pytest.approx(float((pred - targ).square().mean()))
     assert ms[1].value == pytest.approx(float(pred.abs().mean()))
@@ -210,20 +253,29 @@ def test_loss_metrics_that_are_not_there() -> None:
     loss(*pairs())
     with pytest.raises(MetricError, match=r'no attribute `sqare`\. Did you mean `square`'):
         LossMetric('sqare').accumulate(batch(None, torch.zeros(3), loss_func=loss))
-    with pytest.raises(MetricError, match='2 attributes, but 1 names'): LossMetrics('a,b', 'c')
+    with pytest.raises(MetricError, match='2 attributes, but 1 names'):
+        LossMetrics('a,b', 'c')
 
 
 # ---------------------------------------------------------------- in a Learner
 
+
 def test_the_history_has_the_values_of_the_whole_set() -> None:
     x = torch.randn(50, 3)
-    y = x @ torch.tensor([[1.], [2.], [3.]]) + torch.randn(50, 1)
+    y = x @ torch.tensor([[1.0], [2.0], [3.0]]) + torch.randn(50, 1)
     dls = DataLoaders(TensorLoader(x, y, bs=20), TensorLoader(x, y, bs=16))
-    learn = Learner(dls, nn.Linear(3, 1), TwoParts(), lr=0.1, cbs=[],
-                    metrics=[rmse, exp_rmspe, R2Score, PearsonCorrCoef, *LossMetrics('square'), perplexity])
+    learn = Learner(
+        dls,
+        nn.Linear(3, 1),
+        TwoParts(),
+        lr=0.1,
+        cbs=[],
+        metrics=[rmse, exp_rmspe, R2Score, PearsonCorrCoef, *LossMetrics('square'), perplexity],
+    )
     learn.logger = lambda row: None
     learn.fit(1)
-    with torch.no_grad(): pred = learn.model(x)
+    with torch.no_grad():
+        pred = learn.model(x)
     row = learn.history[-1]
     assert row['rmse'] == pytest.approx(float(rmse(pred, y)), rel=1e-5)
     assert row['exp_rmspe'] == pytest.approx(float(exp_rmspe(pred, y)), rel=1e-5)
@@ -235,12 +287,32 @@ def test_the_history_has_the_values_of_the_whole_set() -> None:
 
 def test_nothing_is_read_from_the_device_per_batch() -> None:
     pred, targ = torch.rand(8, 3), torch.randint(3, (8,))
-    learn = SimpleNamespace(pred=watched(pred), yb=(targ,), xb=(), loss=watched(torch.tensor(1.)))
+    learn = SimpleNamespace(pred=watched(pred), yb=(targ,), xb=(), loss=watched(torch.tensor(1.0)))
     regression = SimpleNamespace(pred=watched(pred), yb=(pred + 1,), xb=())
-    of_classes = as_metrics([accuracy, error_rate, partial(top_k_accuracy, k=2), partial(foreground_acc, axis=1),
-                             BrierScore, perplexity])
-    of_numbers = as_metrics([mse, mae, msle, rmse, exp_rmspe, accuracy_multi, R2Score, ExplainedVariance,
-                             PearsonCorrCoef, BrierScoreMulti])
+    of_classes = as_metrics(
+        [
+            accuracy,
+            error_rate,
+            partial(top_k_accuracy, k=2),
+            partial(foreground_acc, axis=1),
+            BrierScore,
+            perplexity,
+        ]
+    )
+    of_numbers = as_metrics(
+        [
+            mse,
+            mae,
+            msle,
+            rmse,
+            exp_rmspe,
+            accuracy_multi,
+            R2Score,
+            ExplainedVariance,
+            PearsonCorrCoef,
+            BrierScoreMulti,
+        ]
+    )
     for ms, at in ((of_classes, learn), (of_numbers, regression)):
         for m in ms:
             m.reset()

@@ -1,4 +1,5 @@
 """fastai's classification scores, through torchmetrics, against scikit-learn and scipy on the whole set."""
+
 from __future__ import annotations
 
 import copy
@@ -45,15 +46,28 @@ from learnkit.metrics.functional import (
 from tests.helpers.measuring import Watched, batch, fed, watched
 
 pytest.importorskip('torchmetrics')
-OF_CLASSES = {F1Score: skm.f1_score, Precision: skm.precision_score, Recall: skm.recall_score,
-              Jaccard: skm.jaccard_score}
-OF_LABELS = {F1ScoreMulti: skm.f1_score, PrecisionMulti: skm.precision_score, RecallMulti: skm.recall_score,
-             JaccardMulti: skm.jaccard_score}
-RATIOS = {HammingLoss: skm.hamming_loss, BalancedAccuracy: skm.balanced_accuracy_score,
-          CohenKappa: skm.cohen_kappa_score, MatthewsCorrCoef: skm.matthews_corrcoef}
+OF_CLASSES = {
+    F1Score: skm.f1_score,
+    Precision: skm.precision_score,
+    Recall: skm.recall_score,
+    Jaccard: skm.jaccard_score,
+}
+OF_LABELS = {
+    F1ScoreMulti: skm.f1_score,
+    PrecisionMulti: skm.precision_score,
+    RecallMulti: skm.recall_score,
+    JaccardMulti: skm.jaccard_score,
+}
+RATIOS = {
+    HammingLoss: skm.hamming_loss,
+    BalancedAccuracy: skm.balanced_accuracy_score,
+    CohenKappa: skm.cohen_kappa_score,
+    MatthewsCorrCoef: skm.matthews_corrcoef,
+}
 
 
-def close(expected: Any) -> Any: return pytest.approx(expected, rel=1e-5, abs=1e-7)
+def close(expected: Any) -> Any:
+    return pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
 def classes(n: int, seen: int | None = None) -> tuple[torch.Tensor, torch.Tensor, Any, Any]:
@@ -70,16 +84,20 @@ def labels(n: int = 4) -> tuple[torch.Tensor, torch.Tensor, Any, Any]:
     return pred, targ, targ.numpy(), pred.sigmoid().numpy()
 
 
-def value(metric: Any, pred: torch.Tensor, targ: torch.Tensor) -> Any: return fed(metric, pred, targ, bs=64).value
+def value(metric: Any, pred: torch.Tensor, targ: torch.Tensor) -> Any:
+    return fed(metric, pred, targ, bs=64).value
 
 
 # ---------------------------------------------------------------- single labels
+
 
 @pytest.mark.parametrize('metric', OF_CLASSES)
 @pytest.mark.parametrize('pos_label', [0, 1])
 def test_scores_of_two_classes(metric: Any, pos_label: int) -> None:
     pred, targ, t, p = classes(2)
-    assert value(metric(pos_label=pos_label), pred, targ) == close(OF_CLASSES[metric](t, p, pos_label=pos_label))
+    assert value(metric(pos_label=pos_label), pred, targ) == close(
+        OF_CLASSES[metric](t, p, pos_label=pos_label)
+    )
     expected = skm.fbeta_score(t, p, beta=0.5, pos_label=pos_label)
     assert value(FBeta(0.5, pos_label=pos_label), pred, targ) == close(expected)
 
@@ -90,8 +108,10 @@ def test_scores_of_two_classes(metric: Any, pos_label: int) -> None:
 def test_scores_of_many_classes(metric: Any, average: str | None, seen: int) -> None:
     "A class that never occurs has no part in an average."
     pred, targ, t, p = classes(4, seen)
-    for m, expected in ((metric(average=average), OF_CLASSES[metric](t, p, average=average)),
-                        (FBeta(2, average=average), skm.fbeta_score(t, p, beta=2, average=average))):
+    for m, expected in (
+        (metric(average=average), OF_CLASSES[metric](t, p, average=average)),
+        (FBeta(2, average=average), skm.fbeta_score(t, p, beta=2, average=average)),
+    ):
         got = value(m, pred, targ)
         assert (got if average else got[:seen].tolist()) == close(expected)
 
@@ -103,7 +123,8 @@ def test_scores_of_some_classes(metric: Any) -> None:
     assert value(metric(labels=[2, 0], average='macro'), pred, targ) == close(expected.mean())
     assert value(metric(labels=[2, 0], average=None), pred, targ).tolist() == close(expected)
     for average in ('micro', 'weighted'):
-        with pytest.raises(MetricError, match='not supported'): metric(labels=[2, 0], average=average)
+        with pytest.raises(MetricError, match='not supported'):
+            metric(labels=[2, 0], average=average)
 
 
 @pytest.mark.parametrize('metric', RATIOS)
@@ -121,13 +142,17 @@ def test_balanced_accuracy_leaves_out_what_is_only_predicted() -> None:
     targ[targ == 2] = 0
     recalls = [float((pred.argmax(1) == targ)[targ == c].float().mean()) for c in (0, 1)]
     assert value(BalancedAccuracy(), pred, targ) == close(np.mean(recalls))
-    assert value(BalancedAccuracy(adjusted=True), pred, targ) == close((np.mean(recalls) - .5)/.5)
+    assert value(BalancedAccuracy(adjusted=True), pred, targ) == close(
+        (np.mean(recalls) - 0.5) / 0.5
+    )
 
 
 @pytest.mark.parametrize('weights', ['linear', 'quadratic'])
 def test_weighted_kappa(weights: str) -> None:
     pred, targ, t, p = classes(5)
-    assert value(CohenKappa(weights=weights), pred, targ) == close(skm.cohen_kappa_score(t, p, weights=weights))
+    assert value(CohenKappa(weights=weights), pred, targ) == close(
+        skm.cohen_kappa_score(t, p, weights=weights)
+    )
 
 
 @pytest.mark.parametrize(('n', 'average'), [(2, 'macro'), (4, 'macro'), (4, 'weighted')])
@@ -136,7 +161,8 @@ def test_area_under_the_curve_of_many_classes(n: int, average: str) -> None:
     chances = pred.double().softmax(1).numpy()
     per_class = [skm.roc_auc_score(t == c, chances[:, c]) for c in range(n)]
     expected = np.average(per_class, weights=np.bincount(t) if average == 'weighted' else None)
-    if n > 2: assert expected == close(skm.roc_auc_score(t, chances, multi_class='ovr', average=average))
+    if n > 2:
+        assert expected == close(skm.roc_auc_score(t, chances, multi_class='ovr', average=average))
     assert value(RocAuc(average=average), pred, targ) == close(expected)
     assert value(RocAuc(average=None), pred, targ).tolist() == close(per_class)
 
@@ -145,7 +171,9 @@ def test_rankings_of_two_classes() -> None:
     pred, targ, t, _ = classes(2)
     chances = pred.double().softmax(1).numpy()
     assert value(RocAucBinary(), pred, targ) == close(skm.roc_auc_score(t, chances[:, 1]))
-    assert value(RocAucBinary(max_fpr=0.3), pred, targ) == close(skm.roc_auc_score(t, chances[:, 1], max_fpr=0.3))
+    assert value(RocAucBinary(max_fpr=0.3), pred, targ) == close(
+        skm.roc_auc_score(t, chances[:, 1], max_fpr=0.3)
+    )
     for c in (0, 1):
         expected = skm.average_precision_score(t, chances[:, c], pos_label=c)
         assert value(APScoreBinary(pos_label=c), pred, targ) == close(expected)
@@ -156,13 +184,16 @@ def test_classes_that_never_occur_in_rankings() -> None:
     chances = pred.double().softmax(1).numpy()
     per_class = [skm.roc_auc_score(t == c, chances[:, c]) for c in range(3)]
     assert value(RocAuc(), pred, targ) == close(np.mean(per_class))
-    assert value(RocAuc(average=None), pred, targ).isnan().tolist() == [False]*3 + [True]
+    assert value(RocAuc(average=None), pred, targ).isnan().tolist() == [False] * 3 + [True]
     pred, targ, _, _ = classes(2, 1)
-    assert all(math.isnan(value(m, pred, targ)) for m in (RocAuc(), RocAucBinary(), APScoreBinary()))
-    assert value(APScoreBinary(pos_label=0), pred, targ) == 1.
+    assert all(
+        math.isnan(value(m, pred, targ)) for m in (RocAuc(), RocAucBinary(), APScoreBinary())
+    )
+    assert value(APScoreBinary(pos_label=0), pred, targ) == 1.0
 
 
 # ---------------------------------------------------------------- any number of labels
+
 
 @pytest.mark.parametrize('metric', OF_LABELS)
 @pytest.mark.parametrize('thresh', [0.5, 0.3])
@@ -172,18 +203,25 @@ def test_scores_of_labels(metric: Any, thresh: float) -> None:
     for average in ('macro', 'micro', 'weighted'):
         expected = close(score(t, p, average=average))
         assert value(metric(thresh, average=average), pred, targ) == expected
-        assert value(metric(thresh, sigmoid=False, average=average), pred.sigmoid(), targ.float()) == expected
+        assert (
+            value(metric(thresh, sigmoid=False, average=average), pred.sigmoid(), targ.float())
+            == expected
+        )
     per_label = score(t, p, average=None)
     assert value(metric(thresh, average=None), pred, targ).tolist() == close(per_label)
     assert value(metric(thresh, labels=[3, 1]), pred, targ) == close(per_label[[3, 1]].mean())
-    assert value(FBetaMulti(2, thresh), pred, targ) == close(skm.fbeta_score(t, p, beta=2, average='macro'))
+    assert value(FBetaMulti(2, thresh), pred, targ) == close(
+        skm.fbeta_score(t, p, beta=2, average='macro')
+    )
 
 
 def test_ratios_of_labels() -> None:
     pred, targ, t, chances = labels()
     p = chances >= 0.5
     assert value(HammingLossMulti(), pred, targ) == close(skm.hamming_loss(t, p))
-    assert value(MatthewsCorrCoefMulti(), pred, targ) == close(skm.matthews_corrcoef(t.ravel(), p.ravel()))
+    assert value(MatthewsCorrCoefMulti(), pred, targ) == close(
+        skm.matthews_corrcoef(t.ravel(), p.ravel())
+    )
 
 
 @pytest.mark.parametrize('average', ['macro', 'micro', 'weighted', None])
@@ -192,7 +230,10 @@ def test_rankings_of_labels(metric: Any, average: str | None) -> None:
     pred, targ, t, chances = labels()
     func = skm.roc_auc_score if metric is RocAucMulti else skm.average_precision_score
     expected = close(func(t, chances, average=average))
-    for m, p in ((metric(average=average), pred), (metric(sigmoid=False, average=average), pred.sigmoid())):
+    for m, p in (
+        (metric(average=average), pred),
+        (metric(sigmoid=False, average=average), pred.sigmoid()),
+    ):
         got = value(m, p, targ)
         assert (got if average else got.tolist()) == expected and m.name == func.__name__
 
@@ -201,11 +242,11 @@ def test_labels_that_never_or_always_occur() -> None:
     pred, targ, t, chances = labels()
     targ[:, 0], targ[:, 1] = 0, 1
     auc = [skm.roc_auc_score(t[:, i], chances[:, i]) for i in (2, 3)]
-    ap = [1.] + [skm.average_precision_score(t[:, i], chances[:, i]) for i in (2, 3)]
+    ap = [1.0] + [skm.average_precision_score(t[:, i], chances[:, i]) for i in (2, 3)]
     assert value(RocAucMulti(), pred, targ) == close(np.mean(auc))
     assert value(APScoreMulti(), pred, targ) == close(np.mean(ap))
-    assert value(F1ScoreMulti(average=None), pred, targ)[0] == 0.
-    assert math.isnan(value(RocAucMulti(), pred, targ*0))
+    assert value(F1ScoreMulti(average=None), pred, targ)[0] == 0.0
+    assert math.isnan(value(RocAucMulti(), pred, targ * 0))
 
 
 def test_one_label_of_any_shape() -> None:
@@ -224,18 +265,19 @@ MULTI = [*OF_LABELS, HammingLossMulti, MatthewsCorrCoefMulti, RocAucMulti, APSco
 @pytest.mark.parametrize('metric', [*SINGLE, *MULTI])
 def test_best_and_worst(metric: Any) -> None:
     targ = torch.tensor([0, 1, 1, 0, 1])
-    pred = torch.eye(2)[targ]*8
-    if metric in MULTI: targ, pred = torch.eye(2, dtype=torch.long)[targ], pred - 4
+    pred = torch.eye(2)[targ] * 8
+    if metric in MULTI:
+        targ, pred = torch.eye(2, dtype=torch.long)[targ], pred - 4
     best = metric()(pred, targ)
     worst = metric()(pred.flip(1), targ)
-    assert best == close(0. if metric in (HammingLoss, HammingLossMulti) else 1.)
-    assert worst < 0.61 if metric in (APScoreBinary, APScoreMulti) else worst <= 0. or worst == 1.
+    assert best == close(0.0 if metric in (HammingLoss, HammingLossMulti) else 1.0)
+    assert worst < 0.61 if metric in (APScoreBinary, APScoreMulti) else worst <= 0.0 or worst == 1.0
     assert worst != close(best)
 
 
 def test_matthews_that_is_not_defined_is_0_as_in_sklearn() -> None:
     targ = torch.ones(5, dtype=torch.long)
-    assert MatthewsCorrCoef()(torch.eye(2)[targ], targ) == 0.  # of torchmetrics it would be 1
+    assert MatthewsCorrCoef()(torch.eye(2)[targ], targ) == 0.0  # of torchmetrics it would be 1
 
 
 def test_spearman_equals_scipy() -> None:
@@ -243,7 +285,9 @@ def test_spearman_equals_scipy() -> None:
     targ = torch.randn(150, dtype=torch.float64)
     pred = (targ + torch.randn(150)).round(decimals=1)  # with ties
     m = fed(SpearmanCorrCoef(), pred[:, None], targ, bs=64)
-    assert m.value == pytest.approx(stats.spearmanr(pred, targ)[0], rel=1e-6) and m.name == 'spearmanr'
+    assert (
+        m.value == pytest.approx(stats.spearmanr(pred, targ)[0], rel=1e-6) and m.name == 'spearmanr'
+    )
 
 
 def test_corpus_bleu() -> None:
@@ -252,56 +296,80 @@ def test_corpus_bleu() -> None:
     said = targ.clone()
     said[1, 4] = 0
     m = fed(CorpusBLEUMetric(), torch.eye(11)[said], targ, bs=1)
-    assert m.value == close((9/10 * 7/8 * 5/6 * 3/4)**.25) and m.name == 'corpus_bleu'
-    assert fed(CorpusBLEUMetric(axis=1), torch.eye(11)[targ].movedim(-1, 1), targ).value == 1.
-    with pytest.raises(MetricError, match=r'\(B, T, C\)'): dry_run(CorpusBLEUMetric(), torch.eye(11), (targ,))
+    assert m.value == close((9 / 10 * 7 / 8 * 5 / 6 * 3 / 4) ** 0.25) and m.name == 'corpus_bleu'
+    assert fed(CorpusBLEUMetric(axis=1), torch.eye(11)[targ].movedim(-1, 1), targ).value == 1.0
+    with pytest.raises(MetricError, match=r'\(B, T, C\)'):
+        dry_run(CorpusBLEUMetric(), torch.eye(11), (targ,))
 
 
 # ---------------------------------------------------------------- what can go wrong
 
+
 def test_wrong_shapes_are_told_before_training() -> None:
     pred, targ, _, _ = classes(3)
     for metric in (F1Score(average='macro'), *(m() for m in (*RATIOS, RocAuc))):
-        with pytest.raises(MetricError, match='do not fit targets'): dry_run(metric, pred, (targ[:10],))
+        with pytest.raises(MetricError, match='do not fit targets'):
+            dry_run(metric, pred, (targ[:10],))
         assert metric.value is None
     for metric in (m() for m in MULTI):
-        with pytest.raises(MetricError, match='do not fit targets'): dry_run(metric, pred, (targ,))
-    with pytest.raises(MetricError, match='do not fit targets'): dry_run(SpearmanCorrCoef(), pred, (targ,))
+        with pytest.raises(MetricError, match='do not fit targets'):
+            dry_run(metric, pred, (targ,))
+    with pytest.raises(MetricError, match='do not fit targets'):
+        dry_run(SpearmanCorrCoef(), pred, (targ,))
 
 
 def test_scores_of_two_classes_on_three() -> None:
     pred, targ, _, _ = classes(3)
     for metric in (F1Score(), Jaccard(), RocAucBinary(), APScoreBinary()):
-        with pytest.raises(MetricError, match='is of two classes, but predictions have 3 along axis -1'):
+        with pytest.raises(
+            MetricError, match='is of two classes, but predictions have 3 along axis -1'
+        ):
             dry_run(metric, pred, (targ,))
-    with pytest.raises(MetricError, match='F1ScoreMulti'): dry_run(F1Score(), pred[:, :1], (targ,))
+    with pytest.raises(MetricError, match='F1ScoreMulti'):
+        dry_run(F1Score(), pred[:, :1], (targ,))
 
 
 def test_targets_that_are_no_class() -> None:
     pred, targ, _, _ = classes(3)
     targ[3] = 255
     for metric in (F1Score(average='macro'), CohenKappa(), RocAuc()):
-        with pytest.raises(MetricError, match='targets go from 0 to 255, but are to be from 0 to 2'): metric(pred, targ)
+        with pytest.raises(
+            MetricError, match='targets go from 0 to 255, but are to be from 0 to 2'
+        ):
+            metric(pred, targ)
 
 
 def test_another_number_of_classes_in_a_later_batch() -> None:
     m = HammingLoss()
     m.accumulate(batch(*classes(3)[:2]))
-    with pytest.raises(MetricError, match='there were 3 classes, now there are 4'): m.accumulate(batch(*classes(4)[:2]))
+    with pytest.raises(MetricError, match='there were 3 classes, now there are 4'):
+        m.accumulate(batch(*classes(4)[:2]))
 
 
 def test_options_that_cannot_be() -> None:
-    for metric, average in ((F1Score, 'mean'), (F1ScoreMulti, 'binary'), (RocAuc, 'micro'), (RocAucMulti, 'samples')):
-        with pytest.raises(MetricError, match=f"average='{average}': use one of"): metric(average=average)
-    with pytest.raises(MetricError, match='it is 0 or 1'): F1Score(pos_label=2)
-    with pytest.raises(MetricError, match="'linear', 'quadratic' or None"): CohenKappa(weights='cubic')
+    for metric, average in (
+        (F1Score, 'mean'),
+        (F1ScoreMulti, 'binary'),
+        (RocAuc, 'micro'),
+        (RocAucMulti, 'samples'),
+    ):
+        with pytest.raises(MetricError, match=f"average='{average}': use one of"):
+            metric(average=average)
+    with pytest.raises(MetricError, match='it is 0 or 1'):
+        F1Score(pos_label=2)
+    with pytest.raises(MetricError, match="'linear', 'quadratic' or None"):
+        CohenKappa(weights='cubic')
     for metric in (FBeta, FBetaMulti):
-        with pytest.raises(MetricError, match='beta=-1'): metric(-1)
-    with pytest.raises(MetricError, match='Did you mean `train`'): Recall(on='trian')
+        with pytest.raises(MetricError, match='beta=-1'):
+            metric(-1)
+    with pytest.raises(MetricError, match='Did you mean `train`'):
+        Recall(on='trian')
 
 
 @pytest.mark.parametrize('name', scores.__all__)
-def test_without_torchmetrics_the_error_says_how_to_install_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchmetrics_the_error_says_how_to_install_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in [m for m in sys.modules if m.split('.')[0] == 'torchmetrics']:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, 'torchmetrics', None)
@@ -311,6 +379,7 @@ def test_without_torchmetrics_the_error_says_how_to_install_it(name: str, monkey
 
 
 # ---------------------------------------------------------------- how they are computed
+
 
 def test_batches_are_handed_over_in_large_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(late, 'GROUP', 40)
@@ -328,7 +397,10 @@ def test_batches_are_handed_over_in_large_groups(monkeypatch: pytest.MonkeyPatch
 
 def test_nothing_is_read_from_the_device_per_batch() -> None:
     single, multi = classes(2), labels(2)
-    for metric, (pred, targ, _, _) in [*((m, single) for m in SINGLE), *((m, multi) for m in MULTI)]:
+    for metric, (pred, targ, _, _) in [
+        *((m, single) for m in SINGLE),
+        *((m, multi) for m in MULTI),
+    ]:
         m, learn = metric(), batch(watched(pred), targ)
         m.accumulate(learn)
         m.accumulate(learn)
@@ -336,23 +408,49 @@ def test_nothing_is_read_from_the_device_per_batch() -> None:
 
 
 def test_names_are_fastais() -> None:
-    for m, func in (OF_CLASSES | OF_LABELS | RATIOS).items(): assert m().name == func.__name__
-    ms = as_metrics([F1Score, {'f1': F1Score(average='macro')}, F1Score(average='micro'), RocAuc(), RocAucBinary])
-    assert [m.name for m in ms] == ['f1_score', 'f1', 'f1_score_2', 'roc_auc_score', 'roc_auc_score_2']
+    for m, func in (OF_CLASSES | OF_LABELS | RATIOS).items():
+        assert m().name == func.__name__
+    ms = as_metrics(
+        [
+            F1Score,
+            {'f1': F1Score(average='macro')},
+            F1Score(average='micro'),
+            RocAuc(),
+            RocAucBinary,
+        ]
+    )
+    assert [m.name for m in ms] == [
+        'f1_score',
+        'f1',
+        'f1_score_2',
+        'roc_auc_score',
+        'roc_auc_score_2',
+    ]
     assert [FBeta(1).name, APScoreBinary().name] == ['fbeta_score', 'average_precision_score']
 
 
 def test_in_a_learner_in_training_and_validation() -> None:
     x = torch.randn(90, 4)
-    y = (x[:, 0] + torch.randn(90)/2 > 0).long() + (x[:, 1] > 1).long()
+    y = (x[:, 0] + torch.randn(90) / 2 > 0).long() + (x[:, 1] > 1).long()
     dls = DataLoaders(TensorLoader(x, y, bs=20), TensorLoader(x, y, bs=32))
-    learn = Learner(dls, nn.Linear(4, 3), nn.CrossEntropyLoss(), lr=0.1,
-                    metrics=[F1Score(average='macro', on='both'), RocAuc(), CohenKappa])
+    learn = Learner(
+        dls,
+        nn.Linear(4, 3),
+        nn.CrossEntropyLoss(),
+        lr=0.1,
+        metrics=[F1Score(average='macro', on='both'), RocAuc(), CohenKappa],
+    )
     learn.logger = lambda row: None
     learn.fit(2)
-    with torch.no_grad(): pred = learn.model(x)
+    with torch.no_grad():
+        pred = learn.model(x)
     row, p = learn.history[-1], pred.argmax(1)
     assert row['f1_score'] == close(skm.f1_score(y, p, average='macro'))
-    assert row['roc_auc_score'] == close(skm.roc_auc_score(y, pred.double().softmax(1), multi_class='ovr'))
+    assert row['roc_auc_score'] == close(
+        skm.roc_auc_score(y, pred.double().softmax(1), multi_class='ovr')
+    )
     assert row['cohen_kappa_score'] == close(skm.cohen_kappa_score(y, p))
-    assert learn.validate()[1] == row['f1_score'] and copy.deepcopy(learn.metrics[0]).name == 'f1_score'
+    assert (
+        learn.validate()[1] == row['f1_score']
+        and copy.deepcopy(learn.metrics[0]).name == 'f1_score'
+    )

@@ -1,4 +1,5 @@
 """Freezing: which groups train, norm layers and their modes, the optimizer's state, and the errors."""
+
 from __future__ import annotations
 
 from copy import deepcopy
@@ -27,27 +28,46 @@ from learnkit.optim.optimizers import Lookahead
 
 def net() -> nn.Sequential:
     torch.manual_seed(4)
-    return nn.Sequential(nn.Sequential(nn.Linear(3, 4, bias=False), nn.BatchNorm1d(4)),
-                         nn.Sequential(nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4)), nn.Linear(4, 1)).double()
+    return nn.Sequential(
+        nn.Sequential(nn.Linear(3, 4, bias=False), nn.BatchNorm1d(4)),
+        nn.Sequential(nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4)),
+        nn.Linear(4, 1),
+    ).double()
 
 
 def data(n: int = 5, bs: int = 4) -> list[tuple[Tensor, Tensor]]:
     gen = torch.Generator().manual_seed(1)
-    return [(torch.randn(bs, 3, generator=gen, dtype=torch.float64),
-             torch.randn(bs, 1, generator=gen, dtype=torch.float64)) for _ in range(n)]
+    return [
+        (
+            torch.randn(bs, 3, generator=gen, dtype=torch.float64),
+            torch.randn(bs, 1, generator=gen, dtype=torch.float64),
+        )
+        for _ in range(n)
+    ]
 
 
-def parts(m: nn.Module) -> list[list[nn.Parameter]]: return [params(part) for part in m.children()]
+def parts(m: nn.Module) -> list[list[nn.Parameter]]:
+    return [params(part) for part in m.children()]
 
 
 def learner(*cbs: Any, model: nn.Module | None = None, **kwargs: Any) -> Learner:
     options = {'opt_func': partial(SGD, mom=0.9), 'lr': 0.05, 'splitter': parts, **kwargs}
-    return Learner((data(), data(2)), net() if model is None else model, nn.MSELoss(), default_cbs=False,
-                   cbs=[TrainEvalCallback, *cbs], **options)
+    return Learner(
+        (data(), data(2)),
+        net() if model is None else model,
+        nn.MSELoss(),
+        default_cbs=False,
+        cbs=[TrainEvalCallback, *cbs],
+        **options,
+    )
 
 
-def trained(learn: Learner) -> list[str]: return [n for n, p in learn.model.named_parameters() if p.requires_grad]
-def copies(model: nn.Module) -> dict[str, Tensor]: return {n: p.detach().clone() for n, p in model.named_parameters()}
+def trained(learn: Learner) -> list[str]:
+    return [n for n, p in learn.model.named_parameters() if p.requires_grad]
+
+
+def copies(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
 def moved(learn: Learner, **fit: Any) -> list[str]:
@@ -57,17 +77,39 @@ def moved(learn: Learner, **fit: Any) -> list[str]:
     return [n for n, p in learn.model.named_parameters() if not torch.equal(p, before[n])]
 
 
-ALL = ['0.0.weight', '0.1.weight', '0.1.bias', '1.0.weight', '1.1.weight', '1.1.bias', '2.weight', '2.bias']
+ALL = [
+    '0.0.weight',
+    '0.1.weight',
+    '0.1.bias',
+    '1.0.weight',
+    '1.1.weight',
+    '1.1.bias',
+    '2.weight',
+    '2.bias',
+]
 NORMS_0, NORMS_1, MIDDLE, HEAD = ALL[1:3], ALL[4:6], ALL[3:6], ALL[6:]
 
 
 @pytest.mark.parametrize('existing', [False, True], ids=['no optimizer', 'an optimizer'])
-@pytest.mark.parametrize(('train_bn', 'n', 'expected'), [
-    (True, -1, [*NORMS_0, *NORMS_1, *HEAD]), (False, -1, HEAD), (True, 1, [*NORMS_0, *MIDDLE, *HEAD]),
-    (False, 1, [*MIDDLE, *HEAD]), (False, -2, [*MIDDLE, *HEAD]), (False, -3, ALL), (False, -7, ALL), (True, 0, ALL)])
-def test_groups_from_n_on_are_trained(existing: bool, train_bn: bool, n: int, expected: list[str]) -> None:
+@pytest.mark.parametrize(
+    ('train_bn', 'n', 'expected'),
+    [
+        (True, -1, [*NORMS_0, *NORMS_1, *HEAD]),
+        (False, -1, HEAD),
+        (True, 1, [*NORMS_0, *MIDDLE, *HEAD]),
+        (False, 1, [*MIDDLE, *HEAD]),
+        (False, -2, [*MIDDLE, *HEAD]),
+        (False, -3, ALL),
+        (False, -7, ALL),
+        (True, 0, ALL),
+    ],
+)
+def test_groups_from_n_on_are_trained(
+    existing: bool, train_bn: bool, n: int, expected: list[str]
+) -> None:
     learn = learner(train_bn=train_bn, wd=0.1)
-    if existing: learn.fit(1)
+    if existing:
+        learn.fit(1)
     learn.freeze_to(n)
     assert trained(learn) == expected == moved(learn)
     assert [len(ps) for ps in learn.opt.param_lists] == [3, 3, 2]
@@ -96,7 +138,8 @@ def test_training_of_the_head_is_a_plain_loop_over_the_head() -> None:
         F.mse_loss(other(x), y).backward()
         opt.step()
         opt.zero_grad()
-    for p, q in zip(learn.model.parameters(), other.parameters(), strict=True): assert torch.equal(p, q)
+    for p, q in zip(learn.model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
 
 
 def test_frozen_groups_keep_their_momenta() -> None:
@@ -117,7 +160,9 @@ def test_freezing_between_backward_and_step_leaves_the_group_alone() -> None:
     assert [n for n, p in learn.model.named_parameters() if not torch.equal(p, before[n])] == HEAD
 
 
-@pytest.mark.parametrize('splitter', [parts, lambda m: [[p for p in ps if p.requires_grad] for ps in parts(m)]])
+@pytest.mark.parametrize(
+    'splitter', [parts, lambda m: [[p for p in ps if p.requires_grad] for ps in parts(m)]]
+)
 def test_a_new_optimizer_has_the_frozen_groups_too(splitter: Any) -> None:
     learn = learner(train_bn=False, splitter=splitter)
     learn.freeze()
@@ -160,13 +205,22 @@ def test_an_optimizer_that_was_assigned_can_be_frozen() -> None:
 def test_groups_of_several_optimizers_are_counted_in_their_order() -> None:
     def two(groups: Any, lr: float) -> Any:
         return {'body': torch.optim.SGD(groups[:2], lr=lr), 'head': Adam(groups[2:], lr=lr).opt}
+
     learn = learner(train_bn=False, opt_func=two)
     learn.freeze()
     assert trained(learn) == HEAD == moved(learn)
 
 
-@pytest.mark.parametrize('opt_func', [Adam, lambda p, lr: Lookahead(SGD(p, lr, mom=0.9), k=2), torch.optim.SGD,
-                                      partial(torch.optim.SGD, momentum=0.9, fused=True), torch.optim.RMSprop])
+@pytest.mark.parametrize(
+    'opt_func',
+    [
+        Adam,
+        lambda p, lr: Lookahead(SGD(p, lr, mom=0.9), k=2),
+        torch.optim.SGD,
+        partial(torch.optim.SGD, momentum=0.9, fused=True),
+        torch.optim.RMSprop,
+    ],
+)
 def test_every_optimizer_trains_after_unfreezing(opt_func: Any) -> None:
     learn = learner(opt_func=opt_func)
     learn.freeze()
@@ -177,19 +231,30 @@ def test_every_optimizer_trains_after_unfreezing(opt_func: Any) -> None:
 
 # Modes of norm layers
 
+
 class BatchNormInEval(Callback):
     "Keeps frozen norm layers in evaluation mode."
+
     def before_train(self) -> None:
         for m in self.model.modules():
-            if isinstance(m, nn.BatchNorm1d) and not m.weight.requires_grad: m.eval()
+            if isinstance(m, nn.BatchNorm1d) and not m.weight.requires_grad:
+                m.eval()
 
 
 def test_the_mode_that_a_callback_set_survives_a_validation_in_mid_fit() -> None:
     modes: list[list[bool]] = []
-    def note(cb: Any) -> None: modes.append([cb.model[0][1].training, cb.model[1][1].training, cb.model[2].training])
+
+    def note(cb: Any) -> None:
+        modes.append([cb.model[0][1].training, cb.model[1][1].training, cb.model[2].training])
+
     def validate(cb: Any) -> None:
-        if cb.iter == 2: cb.learn.validate()
-    cbs = [Callback(before_batch=lambda cb: cb.training and note(cb)), Callback(after_step=validate)]
+        if cb.iter == 2:
+            cb.learn.validate()
+
+    cbs = [
+        Callback(before_batch=lambda cb: cb.training and note(cb)),
+        Callback(after_step=validate),
+    ]
     learn = learner(BatchNormInEval(), *cbs, train_bn=False)
     learn.freeze_to(1)
     statistics = {n: b.clone() for n, b in learn.model.named_buffers()}
@@ -210,13 +275,18 @@ def test_freezing_alone_leaves_modes_as_they_are() -> None:
 
 # What is refused, or warned of
 
+
 def test_a_fit_with_everything_frozen_names_unfreeze() -> None:
     for reset in (False, True):
         learn = learner(train_bn=False)
-        with pytest.warns(UserWarning, match=r'freeze_to\(3\) freezes every one of the 3 param groups.*unfreeze'):
+        with pytest.warns(
+            UserWarning, match=r'freeze_to\(3\) freezes every one of the 3 param groups.*unfreeze'
+        ):
             learn.freeze_to(3)
         before = copies(learn.model)
-        with pytest.raises(ModelError, match=r'Sequential has no trainable parameters.*learn\.unfreeze\(\)'):
+        with pytest.raises(
+            ModelError, match=r'Sequential has no trainable parameters.*learn\.unfreeze\(\)'
+        ):
             learn.fit(1, reset_opt=reset)
         assert all(torch.equal(p, before[n]) for n, p in learn.model.named_parameters())
         learn.unfreeze()
@@ -225,31 +295,45 @@ def test_a_fit_with_everything_frozen_names_unfreeze() -> None:
 
 def test_with_everything_frozen_norm_layers_still_train() -> None:
     learn = learner()
-    with pytest.warns(UserWarning, match='nothing but norm layers'): learn.freeze_to(5)
+    with pytest.warns(UserWarning, match='nothing but norm layers'):
+        learn.freeze_to(5)
     assert moved(learn) == [*NORMS_0, *NORMS_1]
 
 
 def test_freezing_one_group_freezes_nothing_and_says_so() -> None:
     learn = learner(splitter=params)
-    with pytest.warns(UserWarning, match='one param group.*splitter'): learn.freeze()
+    with pytest.warns(UserWarning, match='one param group.*splitter'):
+        learn.freeze()
     assert trained(learn) == ALL
-    with pytest.raises(OptimizerError, match=r'one param group.*splitter'): learn.opt.freeze()
+    with pytest.raises(OptimizerError, match=r'one param group.*splitter'):
+        learn.opt.freeze()
 
 
 @pytest.mark.parametrize('n', [0.5, '1', None, True])
 def test_a_number_of_groups_is_a_whole_number(n: Any) -> None:
-    with pytest.raises(OptimizerError, match='whole number'): learner().freeze_to(n)
+    with pytest.raises(OptimizerError, match='whole number'):
+        learner().freeze_to(n)
 
 
 # A compiled step
+
 
 def test_a_compiled_step_notices_freezing() -> None:
     def run(compiled: bool) -> tuple[list[Tensor], Learner]:
         torch.manual_seed(0)
         x = torch.randn(80, 3)
         dls = DataLoaders.from_tensors((x, x.sum(1, keepdim=True)), bs=8)
-        learn = Learner(dls, net().float(), F.mse_loss, opt_func=partial(torch.optim.SGD, momentum=0.9), lr=0.05,
-                        splitter=parts, train_bn=False, cbs=TrainEvalCallback, default_cbs=False)
+        learn = Learner(
+            dls,
+            net().float(),
+            F.mse_loss,
+            opt_func=partial(torch.optim.SGD, momentum=0.9),
+            lr=0.05,
+            splitter=parts,
+            train_bn=False,
+            cbs=TrainEvalCallback,
+            default_cbs=False,
+        )
         if compiled:
             learn.compile(step=True, backend='eager')
             learn.whole_step.verdict = 'not timed'
@@ -266,7 +350,8 @@ def test_a_compiled_step_notices_freezing() -> None:
     plain, _ = run(False)
     ours, learn = run(True)
     assert learn.explain_step().startswith('The compiled step runs')
-    for p, q in zip(plain, ours, strict=True): assert torch.allclose(p, q, atol=1e-6)
+    for p, q in zip(plain, ours, strict=True):
+        assert torch.allclose(p, q, atol=1e-6)
 
 
 def test_a_compiled_step_leaves_lookahead_alone() -> None:

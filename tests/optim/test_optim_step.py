@@ -1,4 +1,5 @@
 """A step without torch's annotation for its profiler: the same step, and whatever hangs on steps still happens."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -25,12 +26,13 @@ OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
 ]
 
 
-def parameter() -> nn.Parameter: return nn.Parameter(torch.tensor([0.5, -1., 2., 0.1]))
+def parameter() -> nn.Parameter:
+    return nn.Parameter(torch.tensor([0.5, -1.0, 2.0, 0.1]))
 
 
 def take_steps(p: nn.Parameter, opt: Any, n: int = 3) -> list[float]:
     for _ in range(n):
-        (p ** 2).sum().backward()
+        (p**2).sum().backward()
         opt.step()
         p.grad = None
     return p.tolist()
@@ -45,14 +47,19 @@ def test_it_is_the_optimizers_own_step(make: Callable[[Any], Any]) -> None:
 
 @contextmanager
 def hooked(opt: Any, where: str, seen: list[str]) -> Iterator[None]:
-    def note(*args: Any) -> None: seen.append(where)
+    def note(*args: Any) -> None:
+        seen.append(where)
+
     handle = {
-        'pre': lambda: opt.register_step_pre_hook(note), 'post': lambda: opt.register_step_post_hook(note),
+        'pre': lambda: opt.register_step_pre_hook(note),
+        'post': lambda: opt.register_step_post_hook(note),
         'global pre': lambda: register_optimizer_step_pre_hook(note),
         'global post': lambda: register_optimizer_step_post_hook(note),
     }[where]()
-    try: yield
-    finally: handle.remove()
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @pytest.mark.parametrize('where', ['pre', 'post', 'global pre', 'global post'])
@@ -60,7 +67,8 @@ def test_hooks_run_once_a_step(where: str) -> None:
     p, seen = parameter(), []  # type: ignore[var-annotated]
     opt = torch.optim.SGD([p], 0.1)
     wrapper = OptimWrapper(opt=opt)
-    with hooked(opt, where, seen): take_steps(p, wrapper)
+    with hooked(opt, where, seen):
+        take_steps(p, wrapper)
     assert seen == [where] * 3
     take_steps(p, wrapper)
     assert len(seen) == 3
@@ -70,7 +78,8 @@ def test_a_profiler_sees_the_step() -> None:
     p = parameter()
     wrapper = OptimWrapper(opt=torch.optim.SGD([p], 0.1))
     take_steps(p, wrapper)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile: take_steps(p, wrapper)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        take_steps(p, wrapper)
     assert {e.key: e.count for e in profile.key_averages()}['Optimizer.step#SGD.step'] == 3
 
 
@@ -95,11 +104,15 @@ def test_a_scheduler_counts_the_steps() -> None:
 
 def test_an_optimizer_of_ones_own_that_torch_does_not_know() -> None:
     class Halve(torch.optim.Optimizer):
-        def __init__(self, params: Any) -> None: super().__init__(params, {})
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {})
+
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             with torch.no_grad():
                 for g in self.param_groups:
-                    for p in g['params']: p.mul_(0.5)
+                    for p in g['params']:
+                        p.mul_(0.5)
+
     p = parameter()
     before = p.detach().clone()
     take_steps(p, OptimWrapper(opt=Halve([p])))
@@ -115,6 +128,7 @@ def test_a_step_wrapped_by_a_subclass_is_taken() -> None:
         def step(self, *args: Any) -> Any:
             taken.append(1)
             return super().step(*args)
+
     torch.optim.SGD([parameter()], 0.1)  # from the first one on torch's own step is marked
     p = parameter()
     take_steps(p, OptimWrapper(opt=Counted([p], 0.1)))
@@ -127,9 +141,9 @@ def test_a_gradient_scaler_unscales_for_the_inner_optimizer(make: Callable[[Any]
     ends = []
     for wrap in (lambda o: OptimWrapper(opt=o), lambda o: o):
         p = parameter()
-        opt, scaler = wrap(make([p])), torch.amp.GradScaler('cpu', init_scale=1024.)
-        for factor in (1., float('inf'), 1.):
-            scaler.scale((p ** 2).sum() * factor).backward()
+        opt, scaler = wrap(make([p])), torch.amp.GradScaler('cpu', init_scale=1024.0)
+        for factor in (1.0, float('inf'), 1.0):
+            scaler.scale((p**2).sum() * factor).backward()
             scaler.step(opt)
             scaler.update()
             p.grad = None

@@ -1,4 +1,5 @@
 """Optimizers by fastai's names against fastai, torch and closed forms; what is refused."""
+
 from __future__ import annotations
 
 import sys
@@ -28,39 +29,69 @@ from tests.helpers.optimizing import after, learner, net, weights
 
 # Against fastai 2.8, where it is installed
 
-@pytest.mark.parametrize(('make', 'options', 'tol'), [
-    (SGD, {'mom': 0.9, 'wd': 0.1}, 1e-14), (SGD, {'mom': 0.9, 'wd': 0.1, 'decouple_wd': False}, 1e-14),
-    (RMSProp, {'wd': 0.1}, 1e-14), (RMSProp, {'sqr_mom': 0.9, 'wd': 0.1, 'decouple_wd': False}, 1e-14),
-    (Adam, {}, 1e-14), (Adam, {'mom': 0.8, 'sqr_mom': 0.95, 'eps': 1e-3, 'wd': 0.1, 'decouple_wd': False}, 1e-14),
-    (RAdam, {}, 1e-6), (RAdam, {'sqr_mom': 0.9, 'eps': 0., 'wd': 0.1}, 1e-14),
-    (RAdam, {'eps': 0., 'wd': 0.1, 'decouple_wd': False}, 1e-14),
-    (ranger, {}, 1e-6), (ranger, {'eps': 0., 'k': 4, 'alpha': 0.3}, 1e-14),
-    (QHAdam, {}, 1e-7), (QHAdam, {'wd': 0.1, 'nu_2': 0.8}, 1e-7), (Lamb, {'eps': 1e-12, 'wd': 0.1}, 1e-9)])
+
+@pytest.mark.parametrize(
+    ('make', 'options', 'tol'),
+    [
+        (SGD, {'mom': 0.9, 'wd': 0.1}, 1e-14),
+        (SGD, {'mom': 0.9, 'wd': 0.1, 'decouple_wd': False}, 1e-14),
+        (RMSProp, {'wd': 0.1}, 1e-14),
+        (RMSProp, {'sqr_mom': 0.9, 'wd': 0.1, 'decouple_wd': False}, 1e-14),
+        (Adam, {}, 1e-14),
+        (Adam, {'mom': 0.8, 'sqr_mom': 0.95, 'eps': 1e-3, 'wd': 0.1, 'decouple_wd': False}, 1e-14),
+        (RAdam, {}, 1e-6),
+        (RAdam, {'sqr_mom': 0.9, 'eps': 0.0, 'wd': 0.1}, 1e-14),
+        (RAdam, {'eps': 0.0, 'wd': 0.1, 'decouple_wd': False}, 1e-14),
+        (ranger, {}, 1e-6),
+        (ranger, {'eps': 0.0, 'k': 4, 'alpha': 0.3}, 1e-14),
+        (QHAdam, {}, 1e-7),
+        (QHAdam, {'wd': 0.1, 'nu_2': 0.8}, 1e-7),
+        (Lamb, {'eps': 1e-12, 'wd': 0.1}, 1e-9),
+    ],
+)
 def test_twenty_steps_are_fastais(make: Any, options: dict[str, Any], tol: float) -> None:
     theirs = getattr(pytest.importorskip('fastai.optimizer'), make.__name__)
-    if make in (QHAdam, Lamb): pytest.importorskip('pytorch_optimizer')
-    assert (after(partial(make, lr=0.05, **options)) - after(partial(theirs, lr=0.05, **options))).abs().max() < tol
+    if make in (QHAdam, Lamb):
+        pytest.importorskip('pytorch_optimizer')
+    assert (
+        after(partial(make, lr=0.05, **options)) - after(partial(theirs, lr=0.05, **options))
+    ).abs().max() < tol
 
 
 # Against torch and closed forms
 
-@pytest.mark.parametrize(('ours', 'torchs'), [
-    (partial(RMSProp, mom=0.9, wd=0.1, decouple_wd=False),
-     partial(torch.optim.RMSprop, momentum=0.9, weight_decay=0.1)),
-    (partial(RMSProp, sqr_mom=0.9, eps=1e-3), partial(torch.optim.RMSprop, alpha=0.9, eps=1e-3)),
-    (RAdam, partial(torch.optim.RAdam, betas=(0.9, 0.99), eps=1e-5, decoupled_weight_decay=True)),
-    (partial(RAdam, wd=0.1, decouple_wd=False),
-     partial(torch.optim.RAdam, betas=(0.9, 0.99), eps=1e-5, weight_decay=0.1)),
-    (partial(Adam, fused=False), partial(torch.optim.AdamW, betas=(0.9, 0.99), eps=1e-5))])
+
+@pytest.mark.parametrize(
+    ('ours', 'torchs'),
+    [
+        (
+            partial(RMSProp, mom=0.9, wd=0.1, decouple_wd=False),
+            partial(torch.optim.RMSprop, momentum=0.9, weight_decay=0.1),
+        ),
+        (
+            partial(RMSProp, sqr_mom=0.9, eps=1e-3),
+            partial(torch.optim.RMSprop, alpha=0.9, eps=1e-3),
+        ),
+        (
+            RAdam,
+            partial(torch.optim.RAdam, betas=(0.9, 0.99), eps=1e-5, decoupled_weight_decay=True),
+        ),
+        (
+            partial(RAdam, wd=0.1, decouple_wd=False),
+            partial(torch.optim.RAdam, betas=(0.9, 0.99), eps=1e-5, weight_decay=0.1),
+        ),
+        (partial(Adam, fused=False), partial(torch.optim.AdamW, betas=(0.9, 0.99), eps=1e-5)),
+    ],
+)
 def test_they_are_torchs_with_other_names(ours: Any, torchs: Any) -> None:
     assert torch.equal(after(partial(ours, lr=0.05)), after(partial(torchs, lr=0.05)))
 
 
 def test_rmsprop_with_decoupled_decay_and_momentum_is_its_formula() -> None:
-    w = nn.Parameter(torch.tensor([3.], dtype=torch.float64))
+    w = nn.Parameter(torch.tensor([3.0], dtype=torch.float64))
     opt = RMSProp([w], lr=0.1, mom=0.5, sqr_mom=0.9, eps=1e-3, wd=0.2)
-    x, v, b = 3., 0., 0.
-    for g in (1., -2., 0.5):
+    x, v, b = 3.0, 0.0, 0.0
+    for g in (1.0, -2.0, 0.5):
         w.grad = torch.tensor([g], dtype=torch.float64)
         opt.step()
         v = 0.9 * v + 0.1 * g * g
@@ -72,38 +103,40 @@ def test_rmsprop_with_decoupled_decay_and_momentum_is_its_formula() -> None:
 
 def test_radam_is_its_formula() -> None:
     "Liu et al., algorithm 2, with torch's place for eps."
-    w = nn.Parameter(torch.tensor([3.], dtype=torch.float64))
+    w = nn.Parameter(torch.tensor([3.0], dtype=torch.float64))
     opt = RAdam([w], lr=0.1, sqr_mom=0.9, wd=0.05)
-    x, m, v, limit = 3., 0., 0., 2 / (1 - 0.9) - 1
+    x, m, v, limit = 3.0, 0.0, 0.0, 2 / (1 - 0.9) - 1
     for t in range(1, 9):
-        g = (-1.5)**t
+        g = (-1.5) ** t
         w.grad = torch.tensor([g], dtype=torch.float64)
         opt.step()
         m, v = 0.9 * m + 0.1 * g, 0.9 * v + 0.1 * g * g
         x, step, rho = x * (1 - 0.1 * 0.05), m / (1 - 0.9**t), limit - 2 * t * 0.9**t / (1 - 0.9**t)
         if rho > 5:
-            r = ((rho - 4) * (rho - 2) * limit / ((limit - 4) * (limit - 2) * rho))**0.5
-            step *= r * (1 - 0.9**t)**0.5 / (v**0.5 + 1e-5)
+            r = ((rho - 4) * (rho - 2) * limit / ((limit - 4) * (limit - 2) * rho)) ** 0.5
+            step *= r * (1 - 0.9**t) ** 0.5 / (v**0.5 + 1e-5)
         x -= 0.1 * step
         assert w.item() == pytest.approx(x, abs=1e-12)
 
 
 def test_lookahead_is_its_formula() -> None:
-    w = nn.Parameter(torch.tensor([1.], dtype=torch.float64))
+    w = nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
     opt = Lookahead(SGD([w], lr=0.1), k=3, alpha=0.25)
-    fast = slow = 1.
+    fast = slow = 1.0
     for t in range(1, 8):
         w.grad = torch.tensor([float(t)], dtype=torch.float64)
         opt.step()
         fast -= 0.1 * t
-        if t % 3 == 0: fast = slow = slow + 0.25 * (fast - slow)
+        if t % 3 == 0:
+            fast = slow = slow + 0.25 * (fast - slow)
         assert w.item() == pytest.approx(fast, abs=1e-12)
 
 
 def test_lookahead_looks_back_at_weights_that_were_loaded_after_it_was_made() -> None:
-    w = nn.Parameter(torch.tensor([100.]))
-    opt = Lookahead(SGD([w], lr=1.), k=1, alpha=0.5)
-    with torch.no_grad(): w.fill_(2.)
+    w = nn.Parameter(torch.tensor([100.0]))
+    opt = Lookahead(SGD([w], lr=1.0), k=1, alpha=0.5)
+    with torch.no_grad():
+        w.fill_(2.0)
     w.grad = torch.ones(1)
     opt.step()
     assert w.item() == 1.5
@@ -111,15 +144,15 @@ def test_lookahead_looks_back_at_weights_that_were_loaded_after_it_was_made() ->
 
 def test_qhadam_is_its_formula() -> None:
     pytest.importorskip('pytorch_optimizer')
-    w = nn.Parameter(torch.tensor([3.], dtype=torch.float64))
+    w = nn.Parameter(torch.tensor([3.0], dtype=torch.float64))
     opt = QHAdam([w], lr=0.1, mom=0.9, sqr_mom=0.8, nu_1=0.7, nu_2=0.6, wd=0.2)
-    x, m, v = 3., 0., 0.
-    for t, g in enumerate([1., -2., 0.5, 3.], 1):
+    x, m, v = 3.0, 0.0, 0.0
+    for t, g in enumerate([1.0, -2.0, 0.5, 3.0], 1):
         w.grad = torch.tensor([g], dtype=torch.float64)
         opt.step()
         m, v = 0.9 * m + 0.1 * g, 0.8 * v + 0.2 * g * g
         top = 0.3 * g + 0.7 * m / (1 - 0.9**t)
-        x = x * (1 - 0.1 * 0.2) - 0.1 * top / ((0.4 * g * g + 0.6 * v / (1 - 0.8**t))**0.5 + 1e-8)
+        x = x * (1 - 0.1 * 0.2) - 0.1 * top / ((0.4 * g * g + 0.6 * v / (1 - 0.8**t)) ** 0.5 + 1e-8)
         # the library keeps the weights of its averages in fp32
         assert w.item() == pytest.approx(x, abs=1e-6)
 
@@ -127,8 +160,8 @@ def test_qhadam_is_its_formula() -> None:
 def test_lamb_makes_steps_as_long_as_the_weights_are() -> None:
     pytest.importorskip('pytorch_optimizer')
     # a norm of 200, for which the library takes 10
-    w = nn.Parameter(torch.full((100, 100), 2., dtype=torch.float64))
-    opt = Lamb([w], lr=0.1, eps=0.)
+    w = nn.Parameter(torch.full((100, 100), 2.0, dtype=torch.float64))
+    opt = Lamb([w], lr=0.1, eps=0.0)
     w.grad = torch.randn(100, 100, dtype=torch.float64)
     before = w.detach().clone()
     opt.step()
@@ -137,10 +170,23 @@ def test_lamb_makes_steps_as_long_as_the_weights_are() -> None:
 
 # States
 
-@pytest.mark.parametrize('opt_func', [ranger, lambda p, lr: Lookahead(Adam(p, lr=lr), k=2), QHAdam, Lamb, RAdam,
-                                      partial(RMSProp, mom=0.5), Adam, partial(SGD, mom=0.9)])
+
+@pytest.mark.parametrize(
+    'opt_func',
+    [
+        ranger,
+        lambda p, lr: Lookahead(Adam(p, lr=lr), k=2),
+        QHAdam,
+        Lamb,
+        RAdam,
+        partial(RMSProp, mom=0.5),
+        Adam,
+        partial(SGD, mom=0.9),
+    ],
+)
 def test_training_goes_on_from_a_state_as_if_it_had_not_stopped(opt_func: Any) -> None:
-    if opt_func in (QHAdam, Lamb): pytest.importorskip('pytorch_optimizer')
+    if opt_func in (QHAdam, Lamb):
+        pytest.importorskip('pytorch_optimizer')
     learn = learner(model := net(), opt_func=opt_func, wd=0.1)
     learn.fit(1)
     saved, there = deepcopy((learn.opt.state_dict(), model.state_dict()))
@@ -152,9 +198,11 @@ def test_training_goes_on_from_a_state_as_if_it_had_not_stopped(opt_func: Any) -
     other.opt.load_state_dict(saved)
     other.fit(2)
     # the library keeps numbers in fp32, torch loads them as the weights' fp64
-    tol = 1e-7 if opt_func is QHAdam else 0.
-    assert all(torch.allclose(a, b, rtol=0, atol=tol)
-               for a, b in zip(model.parameters(), second.parameters(), strict=True))
+    tol = 1e-7 if opt_func is QHAdam else 0.0
+    assert all(
+        torch.allclose(a, b, rtol=0, atol=tol)
+        for a, b in zip(model.parameters(), second.parameters(), strict=True)
+    )
 
 
 def test_a_loaded_state_is_a_copy() -> None:
@@ -174,44 +222,78 @@ def test_a_state_fits_whether_or_not_decay_had_set_groups_apart() -> None:
         learn = learner(model := net(), opt_func=partial(SGD, mom=0.9), wd=None if late_a else 0.1)
         learn.fit(1)
         saved = deepcopy(learn.opt.state_dict())
-        by_name = {name: learn.opt.state[p]['momentum_buffer'] for name, p in model.named_parameters()}
-        other = learner(second := net(), opt_func=partial(SGD, mom=0.9, wd=0. if late_b else 0.1))
+        by_name = {
+            name: learn.opt.state[p]['momentum_buffer'] for name, p in model.named_parameters()
+        }
+        other = learner(second := net(), opt_func=partial(SGD, mom=0.9, wd=0.0 if late_b else 0.1))
         other.create_opt()
         assert len(other.opt.param_groups) != len(saved['param_groups'])
         other.opt.load_state_dict(saved)
         for name, p in second.named_parameters():
             assert torch.equal(other.opt.state[p]['momentum_buffer'], by_name[name])
         other.fit(1, wd=0.1)
-        decay = {name: g['weight_decay'] for name, p in second.named_parameters() for g in other.opt.param_groups
-                 for q in g['params'] if p is q}
-        assert decay == {name: 0.1 if name in ('0.weight', '3.weight') else 0. for name in decay} and len(decay) == 6
+        decay = {
+            name: g['weight_decay']
+            for name, p in second.named_parameters()
+            for g in other.opt.param_groups
+            for q in g['params']
+            if p is q
+        }
+        assert (
+            decay == {name: 0.1 if name in ('0.weight', '3.weight') else 0.0 for name in decay}
+            and len(decay) == 6
+        )
 
 
-def halves(m: nn.Sequential) -> list[list[nn.Parameter]]: return [params(m[:2]), params(m[2:])]
+def halves(m: nn.Sequential) -> list[list[nn.Parameter]]:
+    return [params(m[:2]), params(m[2:])]
 
 
-@pytest.mark.parametrize(('other', 'text'), [
-    (lambda: learner(net(), opt_func=partial(SGD, mom=0.9)), 'Adam: group 0 has betas, eps, momentum only here'),
-    (lambda: learner(net()[:1], opt_func=Adam), r'Adam: param groups of .* parameters, in the file \[1, 1\]'),
-    (lambda: learner(net(), opt_func=Adam, splitter=halves, wd_bn_bias=True), 'another.*model, splitter'),
-    (lambda: learner(nn.Sequential(nn.Linear(3, 7), nn.LayerNorm(7), nn.Linear(7, 1)).double(), opt_func=Adam),
-     r'exp_avg of parameter 0 is \[6, 3\], in the file \[7, 3\]')])
-def test_the_state_of_another_optimizer_is_refused_and_nothing_changes(other: Any, text: str) -> None:
+@pytest.mark.parametrize(
+    ('other', 'text'),
+    [
+        (
+            lambda: learner(net(), opt_func=partial(SGD, mom=0.9)),
+            'Adam: group 0 has betas, eps, momentum only here',
+        ),
+        (
+            lambda: learner(net()[:1], opt_func=Adam),
+            r'Adam: param groups of .* parameters, in the file \[1, 1\]',
+        ),
+        (
+            lambda: learner(net(), opt_func=Adam, splitter=halves, wd_bn_bias=True),
+            'another.*model, splitter',
+        ),
+        (
+            lambda: learner(
+                nn.Sequential(nn.Linear(3, 7), nn.LayerNorm(7), nn.Linear(7, 1)).double(),
+                opt_func=Adam,
+            ),
+            r'exp_avg of parameter 0 is \[6, 3\], in the file \[7, 3\]',
+        ),
+    ],
+)
+def test_the_state_of_another_optimizer_is_refused_and_nothing_changes(
+    other: Any, text: str
+) -> None:
     learn = learner(net(), opt_func=Adam)
     learn.fit(1)
     before = deepcopy(learn.opt.state_dict())
     other = other()
     other.model.forward = lambda x: sum(p.sum() for p in other.model.parameters()) + 0 * x[:, :1]
     other.fit(1)
-    with pytest.raises(OptimizerError, match=text): learn.opt.load_state_dict(other.opt.state_dict())
+    with pytest.raises(OptimizerError, match=text):
+        learn.opt.load_state_dict(other.opt.state_dict())
     now = learn.opt.state_dict()
     assert now['param_groups'] == before['param_groups']
-    for i, state in now['state'].items(): assert all(torch.equal(state[k], v) for k, v in before['state'][i].items())
+    for i, state in now['state'].items():
+        assert all(torch.equal(state[k], v) for k, v in before['state'][i].items())
 
 
 def test_what_is_no_state_is_refused() -> None:
     opt = SGD(weights())
-    with pytest.raises(OptimizerError, match="not that of torch's optimizers"): opt.load_state_dict({'a': 1})
+    with pytest.raises(OptimizerError, match="not that of torch's optimizers"):
+        opt.load_state_dict({'a': 1})
     two = OptimWrapper(opt={'a': torch.optim.SGD(weights()), 'b': torch.optim.SGD(weights())})
     a, b = two.state_dict().values()
     with pytest.raises(OptimizerError, match=r"there are \['a', 'b'\], in the file \['a', 'c'\]"):
@@ -224,13 +306,16 @@ def test_a_copied_learner_trains_as_the_first_does(opt_func: Any) -> None:
     learn = learner(net(), opt_func=opt_func)
     learn.fit(1)
     twin = deepcopy(learn)
-    for it in (learn, twin): it.fit(1)
+    for it in (learn, twin):
+        it.fit(1)
     assert {id(p) for p in twin.opt.parameters()} == {id(p) for p in twin.model.parameters()}
     assert vars(twin.opt.opt).keys() == vars(learn.opt.opt).keys()
-    for p, q in zip(learn.model.parameters(), twin.model.parameters(), strict=True): assert p is not q and p.equal(q)
+    for p, q in zip(learn.model.parameters(), twin.model.parameters(), strict=True):
+        assert p is not q and p.equal(q)
 
 
 # Groups
+
 
 def test_every_optimizer_has_fastais_hypers_over_groups() -> None:
     for opt_func in (SGD, RMSProp, Adam, RAdam, ranger):
@@ -243,9 +328,16 @@ def test_every_optimizer_has_fastais_hypers_over_groups() -> None:
         assert [len(ps) for ps in learn.opt.param_lists] == [4, 2]
 
 
-@pytest.mark.parametrize('splitter', [lambda m: [tuple(g) for g in halves(m)], lambda m: tuple(halves(m)),
-                                      lambda m: (p for p in halves(m)), lambda m: [{'params': g} for g in halves(m)],
-                                      lambda m: [m[:2].parameters(), m[2:].parameters()]])
+@pytest.mark.parametrize(
+    'splitter',
+    [
+        lambda m: [tuple(g) for g in halves(m)],
+        lambda m: tuple(halves(m)),
+        lambda m: (p for p in halves(m)),
+        lambda m: [{'params': g} for g in halves(m)],
+        lambda m: [m[:2].parameters(), m[2:].parameters()],
+    ],
+)
 def test_groups_may_be_anything_that_holds_parameters(splitter: Any) -> None:
     learn = learner(net(), opt_func=SGD, splitter=splitter)
     learn.fit(1, lr=slice(1e-3, 1e-1))
@@ -254,6 +346,7 @@ def test_groups_may_be_anything_that_holds_parameters(splitter: Any) -> None:
 
 # Bad input
 
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -261,47 +354,80 @@ class Tied(nn.Module):
         self.head.weight = self.body.weight
 
 
-@pytest.mark.parametrize(('model', 'options', 'text'), [
-    (net, {'lr': -0.1}, r'lr=-0\.1: give a number, 0 or more'), (net, {'lr': float('nan')}, 'lr=nan'),
-    (net, {'lr': 'fast'}, "lr='fast': give a number"), (net, {'lr': [0.1, -1.]}, r'lr=-1\.0'),
-    (net, {'lr': slice(None)}, r'slice\(lowest, highest\)'), (net, {'lr': slice(-1e-3, 1e-2)}, 'above 0'),
-    (net, {'lr': [1., 2., 3.], 'splitter': halves}, 'lr: 3 values for 2 param groups'),
-    (net, {'opt_func': nn.Linear}, r'Linear is no torch\.optim\.Optimizer'),
-    (net, {'opt_func': partial(nn.Linear, 3)}, 'Linear is no'), (net, {'opt_func': 'adam'}, "'adam' cannot be called"),
-    (net, {'opt_func': partial(OptimWrapper, opt=torch.optim.Adam, momm=1)}, 'Adam does not take `momm`.*`mom`'),
-    (net, {'opt_func': partial(RAdam, beta=0.5)}, 'no SAdam'), (net, {'wd': -1.}, r'wd=-1\.0'),
-    (net, {'opt_func': lambda p, lr: Lookahead(SGD(p, lr), k=0)}, 'k=0: give a whole number'),
-    (net, {'opt_func': partial(ranger, alpha=2.)}, 'alpha=2.0: give a share'),
-    (net, {'splitter': lambda m: [m[0], m[3]]}, 'has a Linear, which is no parameter.*splitter'),
-    (net, {'splitter': lambda m: []}, 'no parameters to optimize.*splitter'),
-    (Tied, {'splitter': lambda m: [params(m.body), params(m.head)]}, r'parameter body\.weight twice.*one group'),
-    (net, {'opt_func': lambda p, lr: torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=lr)},
-     r'No parameter of this Sequential is in the optimizer.*learn\.model\.parameters')])
+@pytest.mark.parametrize(
+    ('model', 'options', 'text'),
+    [
+        (net, {'lr': -0.1}, r'lr=-0\.1: give a number, 0 or more'),
+        (net, {'lr': float('nan')}, 'lr=nan'),
+        (net, {'lr': 'fast'}, "lr='fast': give a number"),
+        (net, {'lr': [0.1, -1.0]}, r'lr=-1\.0'),
+        (net, {'lr': slice(None)}, r'slice\(lowest, highest\)'),
+        (net, {'lr': slice(-1e-3, 1e-2)}, 'above 0'),
+        (net, {'lr': [1.0, 2.0, 3.0], 'splitter': halves}, 'lr: 3 values for 2 param groups'),
+        (net, {'opt_func': nn.Linear}, r'Linear is no torch\.optim\.Optimizer'),
+        (net, {'opt_func': partial(nn.Linear, 3)}, 'Linear is no'),
+        (net, {'opt_func': 'adam'}, "'adam' cannot be called"),
+        (
+            net,
+            {'opt_func': partial(OptimWrapper, opt=torch.optim.Adam, momm=1)},
+            'Adam does not take `momm`.*`mom`',
+        ),
+        (net, {'opt_func': partial(RAdam, beta=0.5)}, 'no SAdam'),
+        (net, {'wd': -1.0}, r'wd=-1\.0'),
+        (net, {'opt_func': lambda p, lr: Lookahead(SGD(p, lr), k=0)}, 'k=0: give a whole number'),
+        (net, {'opt_func': partial(ranger, alpha=2.0)}, 'alpha=2.0: give a share'),
+        (
+            net,
+            {'splitter': lambda m: [m[0], m[3]]},
+            'has a Linear, which is no parameter.*splitter',
+        ),
+        (net, {'splitter': lambda m: []}, 'no parameters to optimize.*splitter'),
+        (
+            Tied,
+            {'splitter': lambda m: [params(m.body), params(m.head)]},
+            r'parameter body\.weight twice.*one group',
+        ),
+        (
+            net,
+            {'opt_func': lambda p, lr: torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=lr)},
+            r'No parameter of this Sequential is in the optimizer.*learn\.model\.parameters',
+        ),
+    ],
+)
 def test_bad_input_is_refused_with_the_fix(model: Any, options: dict[str, Any], text: str) -> None:
     learn = learner(made := model(), **options)
     before = deepcopy(made.state_dict())
-    with pytest.raises(OptimizerError, match=text): learn.fit(1)
+    with pytest.raises(OptimizerError, match=text):
+        learn.fit(1)
     assert all(torch.equal(v, before[k]) for k, v in made.state_dict().items())
 
 
 def test_a_ready_optimizer_with_parameters_beside_is_refused() -> None:
     opt = torch.optim.SGD(ps := weights(), lr=0.1)
     for args, kwargs in (((ps,), {}), ((), {'lr': 0.2})):
-        with pytest.raises(OptimizerError, match='give `opt=` alone'): OptimWrapper(*args, opt=opt, **kwargs)
+        with pytest.raises(OptimizerError, match='give `opt=` alone'):
+            OptimWrapper(*args, opt=opt, **kwargs)
 
 
-def test_what_no_installed_library_has_is_refused_with_what_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MissingExtraError, match=r'LARC.*`Lamb`.*pytorch_optimizer\.LARS'): Larc(weights(), lr=0.1)
+def test_what_no_installed_library_has_is_refused_with_what_to_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(MissingExtraError, match=r'LARC.*`Lamb`.*pytorch_optimizer\.LARS'):
+        Larc(weights(), lr=0.1)
     monkeypatch.setitem(sys.modules, 'pytorch_optimizer', None)
     for make in (Lamb, QHAdam):
-        with pytest.raises(MissingExtraError, match=rf'{make.__name__}.*pip install learnkit\[optim\].*`Adam`'):
+        with pytest.raises(
+            MissingExtraError, match=rf'{make.__name__}.*pip install learnkit\[optim\].*`Adam`'
+        ):
             make(weights(), lr=0.1)
 
 
 def test_a_function_that_takes_the_model_gets_it() -> None:
     seen = []
+
     def make(params: Any, lr: float, model: Any) -> Any:
         seen.append(model)
         return SGD(params, lr)
+
     learner(model := net(), opt_func=make).fit(1)
     assert seen == [model]

@@ -1,4 +1,5 @@
 """Rates that live in tensors, come with a ready optimizer, or belong to groups that were added."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -11,15 +12,20 @@ from learnkit.testing import RegModel, synth_learner
 
 
 def learner(*cbs: Any, **kwargs: Any) -> Any:
-    learn = synth_learner(n_train=3, n_valid=1, default_cbs=False, cbs=[TrainEvalCallback, Recorder(), *cbs], **kwargs)
+    learn = synth_learner(
+        n_train=3, n_valid=1, default_cbs=False, cbs=[TrainEvalCallback, Recorder(), *cbs], **kwargs
+    )
     learn.logger = lambda row: None
     return learn
 
 
-def test_hyper_parameters_that_live_in_a_pair_are_nan_for_the_steps_of_an_optimizer_without() -> None:
+def test_hyper_parameters_that_live_in_a_pair_are_nan_for_the_steps_of_an_optimizer_without() -> (
+    None
+):
     def replace(cb: Any) -> None:
         if cb.train_iter == 1:
             cb.learn.opt = OptimWrapper(opt=torch.optim.Adam(cb.learn.model.parameters(), lr=0.5))
+
     learn = learner(Callback(before_draw=replace), opt_func=torch.optim.SGD)
     learn.fit(1)
     hps = learn.recorder.hps
@@ -31,9 +37,11 @@ def test_hyper_parameters_that_live_in_a_pair_are_nan_for_the_steps_of_an_optimi
 def test_a_schedule_does_not_write_into_the_learners_own_rate() -> None:
     rate = torch.tensor(0.125)
     used: list[float] = []
+
     def schedule(cb: Any) -> None:
         used.append(float(cb.opt.hypers[0]['lr']))
         cb.opt.set_hyper('lr', 0.5)
+
     learn = learner(Callback(before_step=schedule), opt_func=SGD, lr=rate)
     learn.fit(1)
     learn.fit(1)
@@ -52,7 +60,8 @@ def test_groups_made_with_one_rate_in_a_tensor_have_rates_of_their_own(opt_func:
 def test_rates_that_the_optimizer_brought_stay_beside_that_of_a_later_group() -> None:
     model = RegModel()
     learn = learner(model=model, opt_func=torch.optim.SGD([model.a], lr=0.05))
-    with pytest.warns(UserWarning, match=': b[.]'): learn.fit(1)
+    with pytest.warns(UserWarning, match=': b[.]'):
+        learn.fit(1)
     learn.opt.add_param_group({'params': [model.b], 'lr': 0.25})
     before = model.b.item()
     learn.fit(1)

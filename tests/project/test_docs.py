@@ -1,4 +1,5 @@
 """The guides for those who come from elsewhere: what they tell to write is what they run, and its names are there."""
+
 from __future__ import annotations
 
 import json
@@ -22,21 +23,33 @@ each_guide = pytest.mark.parametrize('path', GUIDES, ids=lambda path: path.stem)
 
 def cells(path: Path) -> list[tuple[str, str]]:
     "Type and text of each cell."
-    return [(cell['cell_type'], ''.join(cell['source'])) for cell in json.loads(path.read_text('utf-8'))['cells']]
+    return [
+        (cell['cell_type'], ''.join(cell['source']))
+        for cell in json.loads(path.read_text('utf-8'))['cells']
+    ]
 
 
-def markdown(path: Path) -> str: return '\n\n'.join(text for kind, text in cells(path) if kind == 'markdown')
+def markdown(path: Path) -> str:
+    return '\n\n'.join(text for kind, text in cells(path) if kind == 'markdown')
 
 
 def tables(path: Path) -> list[tuple[list[str], str]]:
     "Both columns of each table of code, with the cell that follows it."
     found = cells(path)
-    return [(COLUMN.findall(text), after) for (kind, text), (_, after) in pairwise(found)
-            if kind == 'markdown' and '<table' in text]
+    return [
+        (COLUMN.findall(text), after)
+        for (kind, text), (_, after) in pairwise(found)
+        if kind == 'markdown' and '<table' in text
+    ]
 
 
 def test_there_is_a_guide_for_each_library() -> None:
-    assert [path.stem for path in GUIDES] == ['from_composer', 'from_fastai', 'from_ksuit', 'from_lightning']
+    assert [path.stem for path in GUIDES] == [
+        'from_composer',
+        'from_fastai',
+        'from_ksuit',
+        'from_lightning',
+    ]
 
 
 @each_guide
@@ -56,8 +69,12 @@ def test_links_of_a_guide_lead_to_files(path: Path) -> None:
 
 def rows(text: str, heading: str = '') -> list[list[str]]:
     "The cells of the rows of tables in Markdown below a heading, without the first head."
-    lines = [line for line in text[text.index(heading):].splitlines() if line.startswith('|')]
-    return [[cell.strip() for cell in line.strip('|').split('|')] for line in lines if not set(line) <= set('|- ')][1:]
+    lines = [line for line in text[text.index(heading) :].splitlines() if line.startswith('|')]
+    return [
+        [cell.strip() for cell in line.strip('|').split('|')]
+        for line in lines
+        if not set(line) <= set('|- ')
+    ][1:]
 
 
 def test_the_names_for_those_who_come_from_fastai_exist() -> None:
@@ -67,22 +84,41 @@ def test_the_names_for_those_who_come_from_fastai_exist() -> None:
             match = re.match(r'(?:learn\.)?(?:opt\.|recorder\.)?([A-Za-z_]\w*)', code)
             assert match is not None, code
             name = match[1]
-            if name in ('from', 'set_hyper', 'hypers', 'torch', 'opt_func', 'plot_loss', 'plot_sched', 'plot_lr_find'):
+            if name in (
+                'from',
+                'set_hyper',
+                'hypers',
+                'torch',
+                'opt_func',
+                'plot_loss',
+                'plot_sched',
+                'plot_lr_find',
+            ):
                 continue  # shown in the guide's Python, or told as text
-            assert hasattr(Learner, name) if code.startswith('learn.') else hasattr(learnkit.all, name), code
+            assert (
+                hasattr(Learner, name) if code.startswith('learn.') else hasattr(learnkit.all, name)
+            ), code
             named += 1
     assert named > 90
 
 
-@pytest.mark.parametrize(('stem', 'heading', 'least'), [('from_composer', '## Names, one by one', 45),
-                                                        ('from_ksuit', '## Names, one by one', 12),
-                                                        ('from_lightning', '## The flags of the Trainer', 45)])
-def test_the_names_for_those_who_come_from_elsewhere_exist(stem: str, heading: str, least: int) -> None:
+@pytest.mark.parametrize(
+    ('stem', 'heading', 'least'),
+    [
+        ('from_composer', '## Names, one by one', 45),
+        ('from_ksuit', '## Names, one by one', 12),
+        ('from_lightning', '## The flags of the Trainer', 45),
+    ],
+)
+def test_the_names_for_those_who_come_from_elsewhere_exist(
+    stem: str, heading: str, least: int
+) -> None:
     learn, named = synth_learner(), 0
     learn.add_cb(learnkit.all.Checkpoint())
     for row in rows(markdown(ROOT / f'nbs/{stem}.ipynb'), heading):
         for on_learner, name in re.findall(r'`(learn\.)?([A-Za-z_]\w*)[^`]*`', row[-1]):
-            if not on_learner and not name[0].isupper(): continue  # an event, an argument, or a module
+            if not on_learner and not name[0].isupper():
+                continue  # an event, an argument, or a module
             assert hasattr(learn if on_learner else learnkit.all, name), f'{row[0]}: {name}'
             named += 1
     assert named >= least

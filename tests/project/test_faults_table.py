@@ -1,4 +1,5 @@
 """The table of the fault matrix: every row has its file, and what tests gave becomes rows."""
+
 from __future__ import annotations
 
 import ast
@@ -12,33 +13,54 @@ from tests.faults import table
 FILES = sorted(table.HERE.glob('test_f*.py'))
 
 
-def report(row: int, outcome: Any = 'passed', when: Any = 'call', said: str = '', seconds: float = 1.) -> Any:
-    return pytest.TestReport(f'tests/faults/test_f{row}_some.py::test_it', ('', None, ''), {}, outcome, None, when,
-                             sections=[('Captured stdout call', said)], duration=seconds)
+def report(
+    row: int, outcome: Any = 'passed', when: Any = 'call', said: str = '', seconds: float = 1.0
+) -> Any:
+    return pytest.TestReport(
+        f'tests/faults/test_f{row}_some.py::test_it',
+        ('', None, ''),
+        {},
+        outcome,
+        None,
+        when,
+        sections=[('Captured stdout call', said)],
+        duration=seconds,
+    )
 
 
 def test_every_row_has_one_file_that_tells_its_fault() -> None:
-    assert list(table.Rows().rows)[:34] == list(range(1, 35)) and len(FILES) == len(table.Rows().rows)
+    assert list(table.Rows().rows)[:34] == list(range(1, 35)) and len(FILES) == len(
+        table.Rows().rows
+    )
     for number, path in zip(table.Rows().rows, FILES, strict=True):
-        assert (ast.get_docstring(ast.parse(path.read_text('utf-8'))) or '').startswith(f'Row {number}: '), path
+        assert (ast.get_docstring(ast.parse(path.read_text('utf-8'))) or '').startswith(
+            f'Row {number}: '
+        ), path
 
 
 def test_results_become_rows() -> None:
     rows = table.Rows()
     for when in ('setup', 'call', 'teardown'):
-        rows.pytest_runtest_logreport(report(13, when=when, said='...\nrow 13: 500 offsets\nrow 14: of another\n'))
-    rows.pytest_runtest_logreport(report(13, 'failed', said='row 13: and 3 | 4\n', seconds=.5))
-    rows.pytest_runtest_logreport(report(16, 'skipped', when='setup', seconds=0.))
+        rows.pytest_runtest_logreport(
+            report(13, when=when, said='...\nrow 13: 500 offsets\nrow 14: of another\n')
+        )
+    rows.pytest_runtest_logreport(report(13, 'failed', said='row 13: and 3 | 4\n', seconds=0.5))
+    rows.pytest_runtest_logreport(report(16, 'skipped', when='setup', seconds=0.0))
     first, _, *lines = rows.table().splitlines()
     assert '; 2 rows, 3 tests, 1 failed, 1 skipped, 4 seconds.' in first and 'torch 2' in first
     assert [line.split(' | ')[2:] for line in lines[2:]] == [
-        ['2', r'500 offsets; and 3 \| 4', '1 failed', '3.5 |'], ['1', '', '1 skipped', '0.0 |']]
+        ['2', r'500 offsets; and 3 \| 4', '1 failed', '3.5 |'],
+        ['1', '', '1 skipped', '0.0 |'],
+    ]
 
 
-def test_the_page_keeps_what_is_around_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, 'PAGE', page := tmp_path/'faults.md')
+def test_the_page_keeps_what_is_around_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table, 'PAGE', page := tmp_path / 'faults.md')
     page.write_text(f'before\n{table.BEGIN}\nold\n{table.END}\nafter\n')
-    for text in ('once', 'twice'): table.write(text)
+    for text in ('once', 'twice'):
+        table.write(text)
     assert page.read_text() == f'before\n{table.BEGIN}\n\ntwice\n\n{table.END}\nafter\n'
-    real = Path(table.HERE.parents[1]/'docs'/'faults.md').read_text('utf-8')
+    real = Path(table.HERE.parents[1] / 'docs' / 'faults.md').read_text('utf-8')
     assert real.count(table.BEGIN) == real.count(table.END) == 1

@@ -1,4 +1,5 @@
 """The notebooks under nbs/: each runs from top to bottom in a fresh kernel, and has its outputs saved with it."""
+
 from __future__ import annotations
 
 import os
@@ -19,22 +20,24 @@ LARGEST = 1_000_000  # bytes of a notebook with its outputs
 
 # First in every kernel. What is warned of at a line of the notebook or of learnkit is an error, and so is every
 # UserWarning; what libraries tell each other (deprecations) is not.
-SETUP = r'''
+SETUP = r"""
 import warnings
 warnings.filterwarnings('error', module=r'__main__|learnkit\b')
 warnings.filterwarnings('error', category=UserWarning)
 warnings.filterwarnings('ignore', message='IProgress not found')  # tqdm's, of who imports transformers
 import torch
 torch.set_num_threads(1)
-'''
+"""
 
 each_notebook = pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda path: path.stem)
 
 
-def read(path: Path) -> Any: return nbformat.read(path, as_version=4)
+def read(path: Path) -> Any:
+    return nbformat.read(path, as_version=4)
 
 
-def code_cells(nb: Any) -> list[Any]: return [cell for cell in nb.cells if cell.cell_type == 'code']
+def code_cells(nb: Any) -> list[Any]:
+    return [cell for cell in nb.cells if cell.cell_type == 'code']
 
 
 def execute(nb: Any, cwd: Path) -> None:
@@ -43,7 +46,9 @@ def execute(nb: Any, cwd: Path) -> None:
     # figures go into the notebook
     env = {key: value for key, value in os.environ.items() if key != 'MPLBACKEND'}
     env |= {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1', 'IPYTHONDIR': str(cwd / '.ipython')}
-    client = nbclient.NotebookClient(nb, timeout=60, kernel_name='python3', resources={'metadata': {'path': str(cwd)}})
+    client = nbclient.NotebookClient(
+        nb, timeout=60, kernel_name='python3', resources={'metadata': {'path': str(cwd)}}
+    )
     with warnings.catch_warnings():
         # those of the client and its sockets: the kernel is another process
         warnings.simplefilter('ignore')
@@ -55,7 +60,9 @@ def kinds(cell: Any) -> Counter[tuple[str, ...]]:
     """What a cell shows, without the numbers: the kinds of its outputs, each with its formats or the stream's name.
 
     What is printed arrives in as many pieces as the machine's speed makes of it, and counts once."""
-    found = [(out.output_type, *sorted(out.get('data', ())), out.get('name', '')) for out in cell.outputs]
+    found = [
+        (out.output_type, *sorted(out.get('data', ())), out.get('name', '')) for out in cell.outputs
+    ]
     streams = {kind for kind in found if kind[0] == 'stream'}
     return Counter([*streams, *(kind for kind in found if kind[0] != 'stream')])
 
@@ -63,8 +70,9 @@ def kinds(cell: Any) -> Counter[tuple[str, ...]]:
 def faults(nb: Any) -> list[str]:
     "What must not be in the outputs: errors, and what was written to stderr (warnings, for one)."
     outputs = [out for cell in code_cells(nb) for out in cell.outputs]
-    return ([f'{out.ename}: {out.evalue}' for out in outputs if out.output_type == 'error']
-            + [out.text for out in outputs if out.output_type == 'stream' and out.name == 'stderr'])
+    return [f'{out.ename}: {out.evalue}' for out in outputs if out.output_type == 'error'] + [
+        out.text for out in outputs if out.output_type == 'stream' and out.name == 'stderr'
+    ]
 
 
 def test_there_are_notebooks() -> None:
@@ -76,7 +84,9 @@ def test_saved_outputs_are_whole(path: Path) -> None:
     nb = read(path)
     nbformat.validate(nb)
     cells = code_cells(nb)
-    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1)), 'saved in the middle of a run'
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1)), (
+        'saved in the middle of a run'
+    )
     assert any(cell.outputs for cell in cells)
     assert not faults(nb)
     assert path.stat().st_size <= LARGEST
@@ -86,20 +96,24 @@ def test_saved_outputs_are_whole(path: Path) -> None:
 @each_notebook
 def test_notebook_runs(path: Path, tmp_path: Path) -> None:
     saved, run = read(path), read(path)
-    for cell in code_cells(run): cell.outputs, cell.execution_count = [], None
+    for cell in code_cells(run):
+        cell.outputs, cell.execution_count = [], None
     execute(run, tmp_path)
 
     assert not faults(run)
     for before, now in zip(code_cells(saved), code_cells(run), strict=True):
         # a slow machine may show more: the bar of an evaluation that takes long
-        assert not kinds(before) - kinds(now), f'not all of the saved outputs came again, of:\n{now.source}'
+        assert not kinds(before) - kinds(now), (
+            f'not all of the saved outputs came again, of:\n{now.source}'
+        )
 
 
 @pytest.mark.notebook
 @pytest.mark.parametrize('source', ['1 / 0', 'warnings.warn("careful", DeprecationWarning)'])
 def test_a_fault_is_found(source: str, tmp_path: Path) -> None:
     nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
-    with pytest.raises(nbclient.exceptions.CellExecutionError): execute(nb, tmp_path)
+    with pytest.raises(nbclient.exceptions.CellExecutionError):
+        execute(nb, tmp_path)
 
 
 def test_what_stderr_says_is_a_fault() -> None:

@@ -1,4 +1,5 @@
 """The package as a whole: what importing it loads, which module imports which, public names, README and metadata."""
+
 from __future__ import annotations
 
 import ast
@@ -31,34 +32,60 @@ NAMES = Path(__file__).with_name('public_names.txt')
 # A package imports only from those before it, in functions and for type checkers as well; `learnkit` is the package's
 # own `__init__`.
 PACKAGES = [
-    'core', 'optim', 'losses', 'data', 'metrics', 'engine', 'checkpoint', 'distributed', 'inference', 'callbacks',
-    'loggers', 'debug', 'learner', 'interop', 'learnkit', 'testing', 'demo', 'all',
+    'core',
+    'optim',
+    'losses',
+    'data',
+    'metrics',
+    'engine',
+    'checkpoint',
+    'distributed',
+    'inference',
+    'callbacks',
+    'loggers',
+    'debug',
+    'learner',
+    'interop',
+    'learnkit',
+    'testing',
+    'demo',
+    'all',
 ]
 
 
 class Import(NamedTuple):
-    importer: str   # dotted name below the package, 'learnkit' for the package itself
-    imported: str   # the same
+    importer: str  # dotted name below the package, 'learnkit' for the package itself
+    imported: str  # the same
 
 
 def run(*arguments: str, cwd: Path = ROOT) -> str:
     "Run a fresh Python process with `arguments` in `cwd` and return what it printed."
     env = os.environ | {'PYTHONPATH': str(ROOT)}
-    done = subprocess.run([sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def modules() -> dict[str, Path]:
     "Every module of the package: its dotted name below the package, and its file."
-    parts = {path: path.relative_to(PACKAGE).with_suffix('').parts for path in sorted(PACKAGE.rglob('*.py'))}
-    return {'.'.join(part for part in of if part != '__init__') or 'learnkit': path for path, of in parts.items()}
+    parts = {
+        path: path.relative_to(PACKAGE).with_suffix('').parts
+        for path in sorted(PACKAGE.rglob('*.py'))
+    }
+    return {
+        '.'.join(part for part in of if part != '__init__') or 'learnkit': path
+        for path, of in parts.items()
+    }
 
 
-def layer(module: str) -> str: return module.split('.')[0]
+def layer(module: str) -> str:
+    return module.split('.')[0]
 
 
-# --------------------------------------------------------------------------------------------------------- importing it
+# ------------------------------------------------------------------------------------- importing it
+
 
 def loaded_by(statement: str) -> set[str]:
     "The modules in memory after `statement`, in a fresh process in which a warning is an error."
@@ -70,42 +97,60 @@ def test_import_loads_nothing_heavy() -> None:
     libraries = {name.split('.')[0] for name in added} - set(sys.stdlib_module_names)
     assert libraries <= {'learnkit', 'fastcore', 'numpy', 'lazy_loader'}
 
-    heavy = {'learnkit.debug.doc', 'torch._dynamo', 'torch._inductor', 'multiprocessing.pool', 'asyncio', 'unittest',
-             'sqlite3'}
+    heavy = {
+        'learnkit.debug.doc',
+        'torch._dynamo',
+        'torch._inductor',
+        'multiprocessing.pool',
+        'asyncio',
+        'unittest',
+        'sqlite3',
+    }
     assert not heavy & added
 
 
 def test_import_touches_no_gpu_and_no_signal_handler() -> None:
-    output_of('import signal, torch\n'
-              'def handlers(): return signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)\n'
-              'before = handlers()\n'
-              'import learnkit\n'
-              'assert not torch.cuda.is_initialized()\n'
-              'assert handlers() == before')
+    output_of(
+        'import signal, torch\n'
+        'def handlers(): return signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)\n'
+        'before = handlers()\n'
+        'import learnkit\n'
+        'assert not torch.cuda.is_initialized()\n'
+        'assert handlers() == before'
+    )
 
 
 def test_import_draws_no_random_number() -> None:
-    output_of('import random, numpy, torch\n'
-              'def state(): return random.getstate(), str(numpy.random.get_state()), torch.get_rng_state().tolist()\n'
-              'before = state()\n'
-              'import learnkit\n'
-              'assert state() == before')
+    output_of(
+        'import random, numpy, torch\n'
+        'def state(): return random.getstate(), str(numpy.random.get_state()), torch.get_rng_state().tolist()\n'
+        'before = state()\n'
+        'import learnkit\n'
+        'assert state() == before'
+    )
 
 
-# --------------------------------------------------------------------------------------------------------------- layers
+# ------------------------------------------------------------------------------------------- layers
+
 
 @cache
 def imports() -> tuple[Import, ...]:
     "Return every import of one of the package's modules by another, lazy ones and those for type checkers included."
     known = modules()
-    return tuple(one for name, path in known.items() for one in imports_of(name, path.read_text('utf-8'), known))
+    return tuple(
+        one
+        for name, path in known.items()
+        for one in imports_of(name, path.read_text('utf-8'), known)
+    )
 
 
 def imports_of(name: str, source: str, known: dict[str, Path]) -> list[Import]:
     "Return what the source of module `name` imports of the `known` modules."
     is_package = name == 'learnkit' or any(other.startswith(f'{name}.') for other in known)
     package = [] if name == 'learnkit' else name.split('.') if is_package else name.split('.')[:-1]
-    found = [target for node in ast.walk(ast.parse(source)) for target in targets(node, package, known)]
+    found = [
+        target for node in ast.walk(ast.parse(source)) for target in targets(node, package, known)
+    ]
     return [Import(name, target) for target in found if target != name]
 
 
@@ -114,12 +159,16 @@ def targets(node: ast.AST, package: list[str], known: dict[str, Path]) -> list[s
     if isinstance(node, ast.Import):
         names = [alias.name.split('.') for alias in node.names]
         return ['.'.join(parts[1:]) or 'learnkit' for parts in names if parts[0] == 'learnkit']
-    if not isinstance(node, ast.ImportFrom): return []
+    if not isinstance(node, ast.ImportFrom):
+        return []
 
     module = node.module.split('.') if node.module else []
-    if node.level: base = package[:len(package) - node.level + 1] + module
-    elif module[:1] == ['learnkit']: base = module[1:]
-    else: return []
+    if node.level:
+        base = package[: len(package) - node.level + 1] + module
+    elif module[:1] == ['learnkit']:
+        base = module[1:]
+    else:
+        return []
     # `from .callbacks import mixup` names a module, `from .loop import Loop` a thing in one
     named = ['.'.join([*base, alias.name]) for alias in node.names]
     return [one if one in known else '.'.join(base) or 'learnkit' for one in named]
@@ -132,6 +181,7 @@ def test_every_module_is_in_a_package_of_the_list() -> None:
 def test_imports_go_leftwards_only() -> None:
     def place(module: str) -> int:
         return PACKAGES.index(layer(module))
+
     assert not [f'{a} imports {b}' for a, b in imports() if place(b) > place(a)]
 
 
@@ -143,20 +193,41 @@ def test_no_import_cycle() -> None:
 
 
 def test_imports_are_read_right() -> None:
-    known = dict.fromkeys(['learnkit', 'loop', 'errors', 'callbacks', 'callbacks.mixup', 'callbacks.hooks'], ROOT)
-    source = '\n'.join([
-        'import os, learnkit.errors', 'from ..loop import Loop', 'from . import hooks, thing', 'from .hooks import A',
-        'if TYPE_CHECKING:', '    from ..learner import Learner',
-        'class A:', '    def f(self):', '        from learnkit import x'])
+    known = dict.fromkeys(
+        ['learnkit', 'loop', 'errors', 'callbacks', 'callbacks.mixup', 'callbacks.hooks'], ROOT
+    )
+    source = '\n'.join(
+        [
+            'import os, learnkit.errors',
+            'from ..loop import Loop',
+            'from . import hooks, thing',
+            'from .hooks import A',
+            'if TYPE_CHECKING:',
+            '    from ..learner import Learner',
+            'class A:',
+            '    def f(self):',
+            '        from learnkit import x',
+        ]
+    )
     found = imports_of('callbacks.mixup', source, known)
     assert {one.importer for one in found} == {'callbacks.mixup'}
     assert sorted(one.imported for one in found) == [
-        'callbacks', 'callbacks.hooks', 'callbacks.hooks', 'errors', 'learner', 'learnkit', 'loop']
-    assert imports_of('callbacks', 'from .mixup import A', known) == [Import('callbacks', 'callbacks.mixup')]
+        'callbacks',
+        'callbacks.hooks',
+        'callbacks.hooks',
+        'errors',
+        'learner',
+        'learnkit',
+        'loop',
+    ]
+    assert imports_of('callbacks', 'from .mixup import A', known) == [
+        Import('callbacks', 'callbacks.mixup')
+    ]
     assert imports_of('learnkit', 'from .loop import Loop', known) == [Import('learnkit', 'loop')]
 
 
-# --------------------------------------------------------------------------------------------------------- files, names
+# ------------------------------------------------------------------------------------- files, names
+
 
 def test_types_ship() -> None:
     assert (PACKAGE / 'py.typed').exists()
@@ -164,18 +235,53 @@ def test_types_ship() -> None:
 
 def test_every_module_says_what_is_public() -> None:
     files = [name for name, path in modules().items() if path.name != '__init__.py']
-    assert not [name for name in files if not hasattr(importlib.import_module(f'learnkit.{name}'), '__all__')]
+    assert not [
+        name
+        for name in files
+        if not hasattr(importlib.import_module(f'learnkit.{name}'), '__all__')
+    ]
 
 
 def test_the_notebook_line_brings_what_users_call_and_no_inner_parts() -> None:
     names = set(importlib.import_module('learnkit.all').__all__)
-    assert {'SpeedMonitor', 'CSVLogger', 'WandbLogger', 'PeriodicData', 'Evaluator', 'MetricProperties',
-            'from_composer', 'from_ksuit', 'log_images', 'log_text', 'ExportForInference', 'BestMetric'} <= names
-    assert not names & {'fit_one_cycle', 'lr_find', 'as_metrics', 'check_column', 'dry_run', 'measures_batches',
-                        'hidden_matrices', 'Budget'}
+    assert {
+        'SpeedMonitor',
+        'CSVLogger',
+        'WandbLogger',
+        'PeriodicData',
+        'Evaluator',
+        'MetricProperties',
+        'from_composer',
+        'from_ksuit',
+        'log_images',
+        'log_text',
+        'ExportForInference',
+        'BestMetric',
+    } <= names
+    assert not names & {
+        'fit_one_cycle',
+        'lr_find',
+        'as_metrics',
+        'check_column',
+        'dry_run',
+        'measures_batches',
+        'hidden_matrices',
+        'Budget',
+    }
 
 
-PUBLIC = ['', '.callbacks', '.metrics', '.losses', '.loggers', '.optim', '.data', '.testing', '.distributed', '.interop']
+PUBLIC = [
+    '',
+    '.callbacks',
+    '.metrics',
+    '.losses',
+    '.loggers',
+    '.optim',
+    '.data',
+    '.testing',
+    '.distributed',
+    '.interop',
+]
 
 
 def test_public_names() -> None:
@@ -185,11 +291,14 @@ def test_public_names() -> None:
         NAMES.write_text('\n'.join(names) + '\n', 'utf-8')
 
     assert NAMES.exists(), 'write it with LEARNKIT_UPDATE_NAMES=1 in the environment'
-    assert names == NAMES.read_text('utf-8').split(), 'meant? then write it again, with LEARNKIT_UPDATE_NAMES=1'
+    assert names == NAMES.read_text('utf-8').split(), (
+        'meant? then write it again, with LEARNKIT_UPDATE_NAMES=1'
+    )
     assert len(names) == len(set(names))
 
 
-# ----------------------------------------------------------------------------------------------------- README, metadata
+# --------------------------------------------------------------------------------- README, metadata
+
 
 def fenced(language: str, section: str = '') -> list[str]:
     "README's code blocks of a language, of one section or of all."
@@ -204,13 +313,17 @@ def test_readme_has_two_setup_commands() -> None:
     assert [command.count('\n') for command in commands] == [1, 1]
     ends = ['python -m learnkit.demo', 'pytest -n 2 --dist worksteal']
     for command, extra, last in zip(commands, ['demo', 'dev'], ends, strict=True):
-        assert command == f"python3 -m venv .venv && .venv/bin/pip install -e '.[{extra}]' && .venv/bin/{last}\n"
+        assert (
+            command
+            == f"python3 -m venv .venv && .venv/bin/pip install -e '.[{extra}]' && .venv/bin/{last}\n"
+        )
 
 
 def test_readme_example_runs(tmp_path: Path) -> None:
     examples = fenced('python')
     assert examples
-    for code in examples: assert 'epoch 2: training loss' in output_of(code, cwd=tmp_path)
+    for code in examples:
+        assert 'epoch 2: training loss' in output_of(code, cwd=tmp_path)
 
 
 def settings() -> dict[str, str]:
@@ -231,24 +344,31 @@ def test_setup_reads_settings() -> None:
 
 
 def test_installed_metadata_is_that_of_settings() -> None:
-    try: installed = metadata.metadata('learnkit')
-    except metadata.PackageNotFoundError: pytest.skip('learnkit is not installed')
+    try:
+        installed = metadata.metadata('learnkit')
+    except metadata.PackageNotFoundError:
+        pytest.skip('learnkit is not installed')
     cfg = settings()
     extras = {key.removesuffix('_requirements') for key in cfg if key.endswith('_requirements')}
 
     assert installed['Version'] == cfg['version'], 'settings.ini has changed: install again'
-    assert installed['Requires-Python'] == f">={cfg['min_python']}"
+    assert installed['Requires-Python'] == f'>={cfg["min_python"]}'
     assert set(installed.get_all('Provides-Extra')) == extras
 
 
 def test_torch_has_no_upper_pin() -> None:
-    torch_line, = [line for line in settings()['requirements'].split() if line.startswith('torch')]
+    (torch_line,) = [
+        line for line in settings()['requirements'].split() if line.startswith('torch')
+    ]
     assert re.fullmatch(r'torch>=[\d.]+', torch_line)
 
 
-# ----------------------------------------------------------------------------------------------------------- benchmarks
+# --------------------------------------------------------------------------------------- benchmarks
 
-@pytest.mark.parametrize('subject', ['learnkit-bare', 'learnkit', 'learnkit-idle200', 'learnkit-handlers50'])
+
+@pytest.mark.parametrize(
+    'subject', ['learnkit-bare', 'learnkit', 'learnkit-idle200', 'learnkit-handlers50']
+)
 def test_benchmarks_train_alike(subject: str) -> None:
     def weights(name: str) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -256,50 +376,88 @@ def test_benchmarks_train_alike(subject: str) -> None:
         SUBJECTS['a'][name](task)(2)
         assert len(task.train.began_s) == len(task.train.ended_s) == 2
         return [p.detach() for p in task.model.parameters()]
-    for expected, got in zip(weights('raw'), weights(subject), strict=True): assert torch.equal(expected, got)
+
+    for expected, got in zip(weights('raw'), weights(subject), strict=True):
+        assert torch.equal(expected, got)
 
 
 def test_benchmark_arithmetic() -> None:
-    comparisons = Comparison('x more', 'x', 'raw', 'ns', 1000), Comparison('y more', 'y', 'x', 'ns', 1000)
+    comparisons = (
+        Comparison('x more', 'x', 'raw', 'ns', 1000),
+        Comparison('y more', 'y', 'x', 'ns', 1000),
+    )
     libraries = {'raw': 'torch', 'x': 'torch', 'y': 'no_such_library'}
     workload = Workload('w', 'title', 'none', libraries, comparisons=comparisons)
     assert workload.installed() == ['raw', 'x']
 
-    result = Result(workload, {'raw': [10., 20., 10.], 'x': [15., 30., 40.]}, {'y': 'why it failed'})
+    result = Result(
+        workload, {'raw': [10.0, 20.0, 10.0], 'x': [15.0, 30.0, 40.0]}, {'y': 'why it failed'}
+    )
     row = {'subject': 'x', 'median': 30, 'over': 10, 'ratio': 1.5, 'ratio_min': 1.5, 'ratio_max': 4}
     assert result.rows()[1] == row
-    assert result.differences() == [{'label': 'x more', 'unit': 'ns', 'median': 10_000, 'min': 5_000, 'max': 30_000}]
+    assert result.differences() == [
+        {'label': 'x more', 'unit': 'ns', 'median': 10_000, 'min': 5_000, 'max': 30_000}
+    ]
     assert 'why it failed' in report(result)
 
-    assert Result(workload, {'x': [1.]}, {'raw': 'failed'}).rows() == []
+    assert Result(workload, {'x': [1.0]}, {'raw': 'failed'}).rows() == []
 
 
 @pytest.mark.full
 def test_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / 'step.json'
-    options = ['--workloads', 'a', '--frameworks', 'learnkit-bare', '--rounds', '1', '--json', str(file)]
+    options = [
+        '--workloads',
+        'a',
+        '--frameworks',
+        'learnkit-bare',
+        '--rounds',
+        '1',
+        '--json',
+        str(file),
+    ]
     assert step.main(options) == 0
-    table, = json.loads(file.read_text('utf-8'))['tables']
+    (table,) = json.loads(file.read_text('utf-8'))['tables']
     assert [row['subject'] for row in table['rows']] == ['raw', 'learnkit-bare']
     assert all(row['median'] > 0 for row in table['rows'])
     assert 'learnkit-bare' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize('arguments', [['--frameworks', 'other'], ['--rounds', '0'], ['--json', 'no/such/folder/x']])
-def test_benchmark_refuses_bad_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped: step.main(arguments)
+@pytest.mark.parametrize(
+    'arguments', [['--frameworks', 'other'], ['--rounds', '0'], ['--json', 'no/such/folder/x']]
+)
+def test_benchmark_refuses_bad_arguments(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        step.main(arguments)
     assert stopped.value.code == 2
     assert arguments[1] in capsys.readouterr().err
 
 
 def test_metrics_losses_and_optimizers_are_found_in_the_package_too() -> None:
-    inner = {'Mean', 'BaseLoss', 'as_metrics', 'check_column', 'dry_run', 'measures_batches', 'hidden_matrices'}
-    for module in map(importlib.import_module, ('learnkit.metrics.functional', 'learnkit.losses', 'learnkit.optim.optimizers')):
-        for name in {*module.__all__} - inner: assert getattr(learnkit, name) is getattr(module, name), name
+    inner = {
+        'Mean',
+        'BaseLoss',
+        'as_metrics',
+        'check_column',
+        'dry_run',
+        'measures_batches',
+        'hidden_matrices',
+    }
+    for module in map(
+        importlib.import_module,
+        ('learnkit.metrics.functional', 'learnkit.losses', 'learnkit.optim.optimizers'),
+    ):
+        for name in {*module.__all__} - inner:
+            assert getattr(learnkit, name) is getattr(module, name), name
     output_of('from learnkit import F1Score, Lamb, FocalLoss, Recall, accuracy_multi')
 
 
-@pytest.mark.parametrize('package', ['learnkit', 'learnkit.callbacks', 'learnkit.metrics', 'learnkit.optim', 'learnkit.data'])
+@pytest.mark.parametrize(
+    'package',
+    ['learnkit', 'learnkit.callbacks', 'learnkit.metrics', 'learnkit.optim', 'learnkit.data'],
+)
 def test_every_lazy_name_exists(package: str) -> None:
     module = importlib.import_module(package)
     assert all(getattr(module, name) is not None for name in module.__all__)

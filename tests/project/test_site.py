@@ -1,4 +1,5 @@
 """The site: it builds without a warning, no link of it is broken, nothing comes from elsewhere, and names are there."""
+
 from __future__ import annotations
 
 import re
@@ -23,7 +24,8 @@ FETCHED = re.compile(r'(?:url\(|@import)\s*["\']?((?:https?:)?//[^"\')]+)')
 site_test = pytest.mark.site
 
 
-# ---------------------------------------------------------------------------------------------------------- the drawing
+# -------------------------------------------------------------------------------------- the drawing
+
 
 @cache
 def drawing() -> str:
@@ -37,7 +39,9 @@ def test_the_drawing_has_every_event_in_order_and_is_what_the_page_shows() -> No
     assert '](lifecycle.svg)' in (DOCS / 'lifecycle.md').read_text('utf-8')
 
     texts = re.findall(r'<text class="(\w+)[^>]*>(?:<title>[^<]*</title>)?([^<]+)', drawn)
-    assert [text for kind, text in texts if kind != 'note'] == [m.event for m in LIFECYCLE if not m.is_note]
+    assert [text for kind, text in texts if kind != 'note'] == [
+        m.event for m in LIFECYCLE if not m.is_note
+    ]
     assert {text for kind, text in texts if kind != 'note'} == set(EVENTS)
     assert sum(kind == 'note' for kind, _ in texts) == sum(m.is_note for m in LIFECYCLE)
 
@@ -53,7 +57,8 @@ def test_the_drawing_nests_as_the_loop_does() -> None:
     assert drawn.count('class="level"') == len(levels)
 
 
-# ------------------------------------------------------------------------------------------------------------ the pages
+# ---------------------------------------------------------------------------------------- the pages
+
 
 class Page(HTMLParser):
     "What a page refers to, and what can be referred to in it."
@@ -61,15 +66,17 @@ class Page(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.anchors: set[str] = set()
-        self.links: list[str] = []    # where a reader may go
-        self.loaded: list[str] = []   # what the browser fetches
+        self.links: list[str] = []  # where a reader may go
+        self.loaded: list[str] = []  # what the browser fetches
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         found = {key: value or '' for key, value in attrs}
         self.anchors |= {found[key] for key in ('id', 'name') if key in found}
-        if tag == 'a' and 'href' in found: self.links.append(found['href'])
-        elif 'href' in found and tag != 'use': self.loaded.append(found['href'])
+        if tag == 'a' and 'href' in found:
+            self.links.append(found['href'])
+        elif 'href' in found and tag != 'use':
+            self.loaded.append(found['href'])
         self.loaded += [found[key] for key in ('src', 'data', 'poster') if key in found]
 
 
@@ -86,11 +93,14 @@ def broken(folder: Path) -> Iterator[str]:
         for url in page.links + page.loaded:
             scheme = urlsplit(url).scheme or ('//' if url.startswith('//') else '')
             if scheme:
-                if url in page.loaded and scheme != 'data': yield f'{path.name} loads {url}'
+                if url in page.loaded and scheme != 'data':
+                    yield f'{path.name} loads {url}'
                 continue
             target, anchor = parts(url, path)
-            if not target.exists(): yield f'{path.name}: there is no {url}'
-            elif anchor and target in pages and anchor not in pages[target].anchors: yield f'{path.name}: no {url}'
+            if not target.exists():
+                yield f'{path.name}: there is no {url}'
+            elif anchor and target in pages and anchor not in pages[target].anchors:
+                yield f'{path.name}: no {url}'
     for path in folder.rglob('*.css'):
         yield from (f'{path.name} loads {url}' for url in FETCHED.findall(path.read_text('utf-8')))
 
@@ -100,10 +110,15 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
     (tmp_path / 'a.html').write_text(
         '<a href="b.html#here">1</a><a href="b.html#there">2</a><a href="c.html">3</a><a href="https://x.org">4</a>'
         '<a href="#own">5</a><i id="own"></i><img src="data:image/png;base64,">'
-        '<script src="https://x.org/y.js"></script>')
+        '<script src="https://x.org/y.js"></script>'
+    )
     (tmp_path / 's.css').write_text('@import "https://x.org/f.css"; a { background: url(i.png) }')
-    assert list(broken(tmp_path)) == ['a.html: no b.html#there', 'a.html: there is no c.html',
-                                      'a.html loads https://x.org/y.js', 's.css loads https://x.org/f.css']
+    assert list(broken(tmp_path)) == [
+        'a.html: no b.html#there',
+        'a.html: there is no c.html',
+        'a.html loads https://x.org/y.js',
+        's.css loads https://x.org/f.css',
+    ]
 
 
 @pytest.fixture(scope='module')
@@ -121,26 +136,53 @@ def test_the_site_builds_without_a_warning_and_without_a_broken_link(site: Path)
 def test_every_guide_and_page_is_there(site: Path) -> None:
     expected = {f'guides/{path.stem}.html' for path in (ROOT / 'nbs').glob('*.ipynb')}
     expected |= {f'{path.stem}.html' for path in DOCS.glob('*.md')}
-    expected |= {'project/changelog.html', 'project/contributing.html', 'search.html', 'searchindex.js'}
+    expected |= {
+        'project/changelog.html',
+        'project/contributing.html',
+        'search.html',
+        'searchindex.js',
+    }
     assert not [name for name in sorted(expected) if not (site / name).exists()]
-    entry = {name: (site / 'index.html').read_text('utf-8').find(f'href="{name}"') for name in expected if '/' in name}
+    entry = {
+        name: (site / 'index.html').read_text('utf-8').find(f'href="{name}"')
+        for name in expected
+        if '/' in name
+    }
     assert min(entry.values()) > 0, 'not in the navigation'
-    assert [name for name in sorted(entry, key=entry.__getitem__) if name.startswith('guides/')] == sorted(
-        (name for name in entry if name.startswith('guides/')), key=lambda name: (name != 'guides/index.html', name))
+    assert [
+        name for name in sorted(entry, key=entry.__getitem__) if name.startswith('guides/')
+    ] == sorted(
+        (name for name in entry if name.startswith('guides/')),
+        key=lambda name: (name != 'guides/index.html', name),
+    )
 
 
 @site_test
 def test_every_public_name_is_described(site: Path) -> None:
-    anchors = {anchor for path in (site / 'api').glob('*.html') for anchor in Page(path.read_text('utf-8')).anchors}
+    anchors = {
+        anchor
+        for path in (site / 'api').glob('*.html')
+        for anchor in Page(path.read_text('utf-8')).anchors
+    }
     files = sorted((ROOT / 'learnkit').rglob('*.py'))
-    modules = ['.'.join(path.relative_to(ROOT).with_suffix('').parts).removesuffix('.__init__') for path in files]
+    modules = [
+        '.'.join(path.relative_to(ROOT).with_suffix('').parts).removesuffix('.__init__')
+        for path in files
+    ]
     modules.remove('learnkit')  # whose names are in the index
     assert not [name for name in modules if not (site / 'api' / f'{name}.html').exists()]
     for module in modules:
-        here = [name for name in getattr(import_module(module), '__all__', ())
-                if getattr(getattr(import_module(module), name), '__module__', '') == module]
+        here = [
+            name
+            for name in getattr(import_module(module), '__all__', ())
+            if getattr(getattr(import_module(module), name), '__module__', '') == module
+        ]
         assert not [name for name in here if f'{module}.{name}' not in anchors], module
-    assert {'learnkit.learner.Learner.fit', 'learnkit.engine.events.EVENTS', 'learnkit.learner.Learner.lr_find'} <= anchors
+    assert {
+        'learnkit.learner.Learner.fit',
+        'learnkit.engine.events.EVENTS',
+        'learnkit.learner.Learner.lr_find',
+    } <= anchors
 
 
 @site_test

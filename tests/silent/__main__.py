@@ -1,7 +1,8 @@
 """Print the table of numbers that were once wrong without a word: old value, value now, independent value.
 
-    python -m tests.silent
+python -m tests.silent
 """
+
 from __future__ import annotations
 
 import sys
@@ -29,7 +30,9 @@ def table(rows: list[list[str]]) -> str:
     lines = [list(HEADINGS), *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(HEADINGS))]
     lines.insert(1, ['-' * width for width in widths])
-    padded = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
+    padded = [
+        [cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines
+    ]
     return '\n'.join(f'| {" | ".join(cells)} |' for cells in padded)
 
 
@@ -37,7 +40,9 @@ def main() -> int:
     "Run the tests, print the table, and return pytest's exit status."
     collector = RowCollector()
     folder = Path(__file__).parent
-    status = pytest.main(['-q', '--no-header', '-p', 'no:cacheprovider', str(folder)], plugins=[collector])
+    status = pytest.main(
+        ['-q', '--no-header', '-p', 'no:cacheprovider', str(folder)], plugins=[collector]
+    )
     print(table(collector.rows))
     return int(status)
 

@@ -1,4 +1,5 @@
 """The fixture `row`: what a test of a silent wrong number reports for the table of `python -m tests.silent`."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -13,7 +14,9 @@ def row(
 ) -> Callable[..., None]:
     "Return a function that reports a number as it was, as it is, and as an independent computation gives it."
     marker = request.node.get_closest_marker('silent')
-    assert marker is not None and marker.args, 'mark the test: @pytest.mark.silent("what the row is about")'
+    assert marker is not None and marker.args, (
+        'mark the test: @pytest.mark.silent("what the row is about")'
+    )
 
     def report(was: object, now: object, independent: object) -> None:
         cells = [shown(value) for value in (was, now, independent)]

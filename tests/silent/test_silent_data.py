@@ -1,4 +1,5 @@
 """Evaluations inside handlers, targets, streams, metrics with several values, the end of a Learner."""
+
 from __future__ import annotations
 
 import copy
@@ -27,8 +28,16 @@ from learnkit.metrics.functional import Metric
 from learnkit.metrics.merge import shared_state
 
 EVALUATING_EVENTS = (
-    'before_fit', 'before_epoch', 'before_train', 'after_train', 'before_eval', 'before_validate',
-    'after_validate', 'after_eval', 'after_epoch', 'after_fit',
+    'before_fit',
+    'before_epoch',
+    'before_train',
+    'after_train',
+    'before_eval',
+    'before_validate',
+    'after_validate',
+    'after_eval',
+    'after_epoch',
+    'after_fit',
 )
 
 
@@ -42,7 +51,12 @@ def regression(**kwargs: Any) -> Learner:
     "Return a Learner of a linear layer with a loader of 8 and one of 6 samples, and no output."
     torch.manual_seed(0)
     dls = DataLoaders.from_tensors(points(8, 1), points(6, 2), bs=4, shuffle=False)
-    options: dict[str, Any] = {'loss_func': nn.MSELoss(), 'opt_func': torch.optim.SGD, 'lr': 0.1, **kwargs}
+    options: dict[str, Any] = {
+        'loss_func': nn.MSELoss(),
+        'opt_func': torch.optim.SGD,
+        'lr': 0.1,
+        **kwargs,
+    }
     learn = Learner(dls, nn.Linear(1, 1).double(), **options)
     learn.logger = lambda row: None
     return learn
@@ -54,7 +68,8 @@ def mean_square(learn: Any, x: Tensor, y: Tensor) -> float:
         return float((learn.model(x) - y).square().mean())
 
 
-# -- evaluations that a callback starts --------------------------------------------------------------------------------
+# -- evaluations that a callback starts ------------------------------------------------------------
+
 
 @pytest.mark.silent('validate(dl=) in after_epoch: loss on a test set')
 def test_validate_in_after_epoch(row: Callable[..., None]) -> None:
@@ -109,6 +124,7 @@ def test_callbacks_that_evaluate_call_each_other_once() -> None:
         def evaluate(cb: Any) -> None:
             calls.append(name)
             cb.learn.validate()
+
         return Callback(after_epoch=evaluate)
 
     regression(cbs=[evaluating('a'), evaluating('b')]).fit(2)
@@ -131,6 +147,7 @@ class Every(Callback):
 
 class Foreign:
     "A callback by fastai's protocol, of another class."
+
     order, run, run_train, run_valid, name, learn = 0, True, True, True, 'foreign', None
 
     def __init__(self) -> None:
@@ -195,14 +212,17 @@ def test_logging_after_an_evaluation_inside_another_keeps_its_column() -> None:
     assert learn.history[0]['valid_gap'] == 2.0 and 'gap' not in learn.history[0]
 
 
-# -- targets -----------------------------------------------------------------------------------------------------------
+# -- targets ---------------------------------------------------------------------------------------
+
 
 def spread(pred: Tensor) -> Tensor:
     "Return a loss of the predictions alone."
     return (pred - pred.mean(0)).square().mean() + pred.square().mean()
 
 
-def plain_loop(batches: list[Any], loss_of: Callable[[nn.Module, Any], Tensor], model: nn.Module) -> list[float]:
+def plain_loop(
+    batches: list[Any], loss_of: Callable[[nn.Module, Any], Tensor], model: nn.Module
+) -> list[float]:
     "Train a model by SGD with lr=0.1, one step a batch; return the losses."
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
@@ -238,8 +258,13 @@ def unlabeled(form: str, n: int = 4) -> list[Any]:
 @pytest.mark.silent('loss_func(pred) on batches without targets: last training loss')
 def test_a_loss_of_the_predictions_alone(form: str, row: Callable[..., None]) -> None:
     torch.manual_seed(0)
-    learn = Learner(DataLoaders(unlabeled(form), unlabeled(form, 2)), Encoder(), spread,
-                    opt_func=torch.optim.SGD, lr=0.1)
+    learn = Learner(
+        DataLoaders(unlabeled(form), unlabeled(form, 2)),
+        Encoder(),
+        spread,
+        opt_func=torch.optim.SGD,
+        lr=0.1,
+    )
     learn.logger = lambda r: None
     losses: list[float] = []
     learn.fit(1, cbs=Callback(after_batch=lambda cb: losses.append(cb.loss.item())))
@@ -282,7 +307,13 @@ def test_the_loss_of_the_model_itself_comes_first() -> None:
             out = super().forward(x)
             return {'loss': out.square().mean(), 'logits': out}
 
-    learn = Learner(unlabeled('tensor', 1), Own(), lambda pred: pred.sum() * 100, opt_func=torch.optim.SGD, lr=0.)
+    learn = Learner(
+        unlabeled('tensor', 1),
+        Own(),
+        lambda pred: pred.sum() * 100,
+        opt_func=torch.optim.SGD,
+        lr=0.0,
+    )
     losses: list[float] = []
     learn.fit(1, cbs=Callback(after_batch=lambda cb: losses.append(cb.loss.item())))
     with torch.no_grad():
@@ -307,9 +338,14 @@ def detection_loss(pred: tuple[Tensor, Tensor], boxes: Tensor, labels: Tensor) -
 
 def boxed(n: int = 4) -> list[dict[str, Tensor]]:
     gen = torch.Generator().manual_seed(4)
-    return [{'x': torch.randn(5, 3, generator=gen, dtype=torch.float64),
-             'labels': torch.randint(2, (5,), generator=gen),
-             'boxes': torch.rand(5, 4, generator=gen, dtype=torch.float64)} for _ in range(n)]
+    return [
+        {
+            'x': torch.randn(5, 3, generator=gen, dtype=torch.float64),
+            'labels': torch.randint(2, (5,), generator=gen),
+            'boxes': torch.rand(5, 4, generator=gen, dtype=torch.float64),
+        }
+        for _ in range(n)
+    ]
 
 
 @pytest.mark.silent('targets of dict batches by name, two of them: last training loss')
@@ -322,11 +358,16 @@ def test_targets_of_dicts_by_name(row: Callable[..., None]) -> None:
     learn.fit(1, cbs=Callback(after_batch=lambda cb: losses.append(cb.loss.item())))
     torch.manual_seed(0)
     model = Detector()
-    expected = plain_loop(boxed(), lambda m, b: detection_loss(m(b['x']), b['boxes'], b['labels']), model)
+    expected = plain_loop(
+        boxed(), lambda m, b: detection_loss(m(b['x']), b['boxes'], b['labels']), model
+    )
     row(was='TypeError', now=losses[3], independent=expected[3])
     assert losses[:4] == pytest.approx(expected, rel=1e-12)
     _, targs = learn.get_preds()
-    assert torch.equal(targs[0], torch.cat([b['boxes'] for b in boxed(2)])) and targs[1].dtype == torch.int64
+    assert (
+        torch.equal(targs[0], torch.cat([b['boxes'] for b in boxed(2)]))
+        and targs[1].dtype == torch.int64
+    )
     preds, none = learn.get_preds(dl=[{'x': boxed(1)[0]['x']}])
     assert none is None and len(preds) == 2
 
@@ -334,25 +375,30 @@ def test_targets_of_dicts_by_name(row: Callable[..., None]) -> None:
 def test_targets_from_tensors_and_datasets() -> None:
     batch = boxed(1)[0]
     samples = [{k: v[i] for k, v in batch.items()} for i in range(5)]
-    for dls in (DataLoaders.from_tensors(batch, batch, bs=5, shuffle=False, targets='boxes'),
-                DataLoaders.from_datasets(samples, samples, bs=5, shuffle=False, targets='boxes')):
+    for dls in (
+        DataLoaders.from_tensors(batch, batch, bs=5, shuffle=False, targets='boxes'),
+        DataLoaders.from_datasets(samples, samples, bs=5, shuffle=False, targets='boxes'),
+    ):
         learn = Learner(dls, Encoder(), lambda pred, boxes: (pred - boxes[:, :2]).square().mean())
         assert torch.equal(learn.get_preds()[1], batch['boxes'])
 
 
-@pytest.mark.parametrize(('batch', 'options', 'error'), [
-    ({'x': 1, 'labels': 2}, {'targets': ('boxes', 'labels')}, BatchError),
-    ('tuple', {'targets': 'labels'}, BatchError),
-    ('dict', {'n_inp': 1}, BatchError),
-    ('dict', {'n_inp': 2}, BatchError),
-    ('tuple', {'n_inp': 4}, BatchError),
-    ('tuple', {'n_inp': {'valid': 4}}, BatchError),
-    ('tuple', {'n_inp': {'test': 1}}, LoaderError),
-    ('tuple', {'n_inp': {'valid': 0}}, LoaderError),
-    ('tuple', {'n_inp': 1, 'targets': 'y'}, LoaderError),
-    ('tuple', {'targets': ()}, LoaderError),
-    ('tuple', {'targets': 3}, LoaderError),
-])
+@pytest.mark.parametrize(
+    ('batch', 'options', 'error'),
+    [
+        ({'x': 1, 'labels': 2}, {'targets': ('boxes', 'labels')}, BatchError),
+        ('tuple', {'targets': 'labels'}, BatchError),
+        ('dict', {'n_inp': 1}, BatchError),
+        ('dict', {'n_inp': 2}, BatchError),
+        ('tuple', {'n_inp': 4}, BatchError),
+        ('tuple', {'n_inp': {'valid': 4}}, BatchError),
+        ('tuple', {'n_inp': {'test': 1}}, LoaderError),
+        ('tuple', {'n_inp': {'valid': 0}}, LoaderError),
+        ('tuple', {'n_inp': 1, 'targets': 'y'}, LoaderError),
+        ('tuple', {'targets': ()}, LoaderError),
+        ('tuple', {'targets': 3}, LoaderError),
+    ],
+)
 @pytest.mark.parametrize('workers', [0, 1])
 def test_a_form_that_cannot_be_is_an_error_before_the_first_step(
     batch: Any, options: dict[str, Any], error: type[Exception], workers: int
@@ -371,7 +417,7 @@ def test_a_form_that_cannot_be_is_an_error_before_the_first_step(
     if workers:
         valid = torch.utils.data.DataLoader([batch], batch_size=None, num_workers=1)
     with pytest.raises(error):
-        Learner(DataLoaders(train, valid, **options), model, nn.MSELoss(), lr=1.).fit(1)
+        Learner(DataLoaders(train, valid, **options), model, nn.MSELoss(), lr=1.0).fit(1)
     assert torch.equal(model.weight, before)
 
 
@@ -391,21 +437,33 @@ def test_n_inp_by_loader() -> None:
     learn.get_preds(ds_idx=0)
     learn.validate(ds_idx=0)
     list(learn.predict_iter(ds_idx=0))
-    assert seen == [('train', 2, 1), ('valid', 1, 1), ('predict', 1, 1), ('predict', 2, 1), ('valid', 2, 1),
-                    ('predict', 2, 1)]
+    assert seen == [
+        ('train', 2, 1),
+        ('valid', 1, 1),
+        ('predict', 1, 1),
+        ('predict', 2, 1),
+        ('valid', 2, 1),
+        ('predict', 2, 1),
+    ]
 
 
 def test_a_wrong_form_of_the_validation_loader_costs_no_epoch() -> None:
     x, y = points(6, 1)
     steps: list[int] = []
     dls = DataLoaders([(x, x, y)], [(x,)], n_inp=2)
-    learn = Learner(dls, nn.Linear(1, 1).double(), nn.MSELoss(), cbs=Callback(after_step=lambda cb: steps.append(1)))
+    learn = Learner(
+        dls,
+        nn.Linear(1, 1).double(),
+        nn.MSELoss(),
+        cbs=Callback(after_step=lambda cb: steps.append(1)),
+    )
     with pytest.raises(BatchError, match='n_inp=2'):
         learn.fit(1)
     assert not steps
 
 
-# -- streams -----------------------------------------------------------------------------------------------------------
+# -- streams ---------------------------------------------------------------------------------------
+
 
 class Counting:
     "Yield batches numbered from 0, endless or `n` of them; `passes` counts how often it was iterated."
@@ -416,7 +474,10 @@ class Counting:
     def __iter__(self) -> Iterator[Any]:
         self.passes += 1
         for i in count() if self.n is None else range(self.n):
-            yield torch.full((2, 1), float(i), dtype=torch.float64), torch.ones(2, 1, dtype=torch.float64)
+            yield (
+                torch.full((2, 1), float(i), dtype=torch.float64),
+                torch.ones(2, 1, dtype=torch.float64),
+            )
 
 
 class Noisy(Counting):
@@ -491,8 +552,14 @@ class Notes(Callback):
 
 def streaming(dl: Any, n_iter: int, *cbs: Any) -> Learner:
     torch.manual_seed(0)
-    learn = Learner(DataLoaders(dl, n_iter=n_iter), nn.Linear(1, 1).double(), nn.MSELoss(), cbs=[Notes, *cbs],
-                    opt_func=torch.optim.SGD, lr=1e-3)
+    learn = Learner(
+        DataLoaders(dl, n_iter=n_iter),
+        nn.Linear(1, 1).double(),
+        nn.MSELoss(),
+        cbs=[Notes, *cbs],
+        opt_func=torch.optim.SGD,
+        lr=1e-3,
+    )
     learn.logger = lambda row: None
     return learn
 
@@ -548,7 +615,9 @@ LOADERS: dict[str, Callable[[], Any]] = {
     'stateful ends': lambda: Stateful(5),
     'torch': lambda: DataLoader(Numbers(11), 2),
     'workers': lambda: DataLoader(Numbers(40), 2, num_workers=2),
-    'persistent workers': lambda: DataLoader(Numbers(12), 2, num_workers=2, persistent_workers=True),
+    'persistent workers': lambda: DataLoader(
+        Numbers(12), 2, num_workers=2, persistent_workers=True
+    ),
 }
 
 
@@ -573,7 +642,9 @@ def test_a_stream_resumes_exactly(kind: str, at: int) -> None:
     for one in (learn, later):
         one.close()
         if hasattr(one.dls.train, '_iterator'):
-            one.dls.train._iterator = None  # workers that garbage collection ends take five seconds each
+            one.dls.train._iterator = (
+                None  # workers that garbage collection ends take five seconds each
+            )
 
 
 def test_workers_of_a_stream_run_on() -> None:
@@ -592,7 +663,10 @@ class Shuffled:
 
     def __iter__(self) -> Iterator[Any]:
         for i in torch.randperm(6, generator=self.gen).tolist():
-            yield torch.full((2, 1), float(i), dtype=torch.float64), torch.ones(2, 1, dtype=torch.float64)
+            yield (
+                torch.full((2, 1), float(i), dtype=torch.float64),
+                torch.ones(2, 1, dtype=torch.float64),
+            )
 
     def __len__(self) -> int:
         return 6
@@ -612,14 +686,19 @@ def test_a_loader_whose_state_dict_raises_is_resumed_by_replaying(at: int) -> No
         learn.fit(2)
     later = streaming(Shuffled(), 6)
     later.fit(2, resume=learn.notes.saved)
-    assert later.notes.seen == learn.notes.seen[2 if at == 2 else 6:] and len(learn.notes.seen) == 12
+    assert (
+        later.notes.seen == learn.notes.seen[2 if at == 2 else 6 :] and len(learn.notes.seen) == 12
+    )
     assert torch.equal(later.model.weight, learn.model.weight)
 
 
-# -- the end of a Learner ----------------------------------------------------------------------------------------------
+# -- the end of a Learner --------------------------------------------------------------------------
+
 
 def closing(calls: list[str]) -> Callback:
-    return Callback(close=lambda cb: calls.append('close'), post_close=lambda cb: calls.append('post_close'))
+    return Callback(
+        close=lambda cb: calls.append('close'), post_close=lambda cb: calls.append('post_close')
+    )
 
 
 @pytest.mark.silent('close events of a Learner that is dropped')
@@ -691,11 +770,14 @@ for learn in kept[:2]:
 half = Learner.__new__(Learner)
 kept[0].me = kept[0]
 """
-    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run(
+        [sys.executable, '-c', code], capture_output=True, text=True, timeout=100, check=True
+    )
     assert done.stdout.split().count('closed') == 3 and done.stderr == ''
 
 
-# -- names of events ---------------------------------------------------------------------------------------------------
+# -- names of events -------------------------------------------------------------------------------
+
 
 def test_a_misspelled_event_is_named_with_the_closest() -> None:
     with pytest.raises(AttributeError, match='before_step') as caught:
@@ -704,7 +786,8 @@ def test_a_misspelled_event_is_named_with_the_closest() -> None:
     assert not hasattr(event, 'nothing_like_it') and copy.copy(event).after_fit == 'after_fit'
 
 
-# -- metrics with several values ---------------------------------------------------------------------------------------
+# -- metrics with several values -------------------------------------------------------------------
+
 
 def errors(pred: Tensor, targ: Tensor) -> dict[str, Any]:
     "Return means over samples, one of them in an inner dict."
@@ -724,14 +807,20 @@ class Extremes(Metric):
 
     @property
     def value(self) -> Any:
-        return {'min': min(self.low), 'max': max(self.high), 'bias': 1.} if self.low else None
+        return {'min': min(self.low), 'max': max(self.high), 'bias': 1.0} if self.low else None
 
 
 def by_hand(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, float]:
     with torch.no_grad():
         error = model(x) - y
-    return {'bias': error.mean().item(), 'abs_mean': error.abs().mean().item(), 'min': error.min().item(),
-            'max': error.max().item(), 'extremes_bias': 1., 'mean_squared': error.square().mean().item()}
+    return {
+        'bias': error.mean().item(),
+        'abs_mean': error.abs().mean().item(),
+        'min': error.min().item(),
+        'max': error.max().item(),
+        'extremes_bias': 1.0,
+        'mean_squared': error.square().mean().item(),
+    }
 
 
 def squared(pred: Tensor, targ: Tensor) -> Tensor:
@@ -762,12 +851,24 @@ def test_dicts_become_columns(row: Callable[..., None]) -> None:
     learn.logger = rows.append
     learn.fit(2)
     expected = by_hand(learn.model, *points(6, 2))
-    expected |= {'tm_bias': expected['bias'], 'tm_n': 6.}
+    expected |= {'tm_bias': expected['bias'], 'tm_n': 6.0}
     last = {name: learn.history[-1][name] for name in expected}
     row(was="{'min': ...} in one column", now=last['min'], independent=expected['min'])
     assert last == pytest.approx(expected, rel=1e-12)
-    names = ['epoch', 'train_loss', 'valid_loss', 'bias', 'abs_mean', 'min', 'max', 'extremes_bias', 'mean_squared',
-             'tm_bias', 'tm_n', 'time']
+    names = [
+        'epoch',
+        'train_loss',
+        'valid_loss',
+        'bias',
+        'abs_mean',
+        'min',
+        'max',
+        'extremes_bias',
+        'mean_squared',
+        'tm_bias',
+        'tm_n',
+        'time',
+    ]
     assert list(learn.recorder.metric_names) == names
     assert [len(r) for r in rows] == [len(names)] * 2
     assert list(rows[1][3:-1]) == pytest.approx([last[n] for n in names[3:-1]])
@@ -784,21 +885,40 @@ def test_dicts_of_several_loaders_and_of_training() -> None:
     day, night = points(6, 2), points(5, 3)
     train = points(8, 1)
     dls = DataLoaders([train], {'day': [day], 'night': Evaluator([night], metrics=Extremes)})
-    learn = Learner(dls, nn.Linear(1, 1).double(), nn.MSELoss(), metrics=errors, opt_func=torch.optim.SGD, lr=0.,
-                    default_cbs=False, cbs=[TrainEvalCallback, Recorder(train_metrics=True)])
+    learn = Learner(
+        dls,
+        nn.Linear(1, 1).double(),
+        nn.MSELoss(),
+        metrics=errors,
+        opt_func=torch.optim.SGD,
+        lr=0.0,
+        default_cbs=False,
+        cbs=[TrainEvalCallback, Recorder(train_metrics=True)],
+    )
     learn.logger = lambda r: None
     learn.fit(1)
-    of = {name: by_hand(learn.model, *data) for name, data in (('train', train), ('day', day), ('night', night))}
-    expected = {'train_bias': of['train']['bias'], 'train_abs_mean': of['train']['abs_mean'],
-                'day/bias': of['day']['bias'], 'day/abs_mean': of['day']['abs_mean'],
-                'night/min': of['night']['min'], 'night/max': of['night']['max'], 'night/bias': 1.}
+    of = {
+        name: by_hand(learn.model, *data)
+        for name, data in (('train', train), ('day', day), ('night', night))
+    }
+    expected = {
+        'train_bias': of['train']['bias'],
+        'train_abs_mean': of['train']['abs_mean'],
+        'day/bias': of['day']['bias'],
+        'day/abs_mean': of['day']['abs_mean'],
+        'night/min': of['night']['min'],
+        'night/max': of['night']['max'],
+        'night/bias': 1.0,
+    }
     assert {name: learn.history[0][name] for name in expected} == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize('column', ['bias', 'max', 'tm_n', 'valid_loss', 'mean_squared'])
 def test_a_tracker_watches_a_column_of_a_dict(column: str) -> None:
     tracker = TrackerCallback(column, comp=np.less)
-    learn = regression(metrics=[errors, Extremes, {'mean_squared': squared}, Several()], cbs=tracker)
+    learn = regression(
+        metrics=[errors, Extremes, {'mean_squared': squared}, Several()], cbs=tracker
+    )
     best_metric = BestMetric('valid_loss', targets=[column])
     learn.fit(4, cbs=best_metric)
     assert tracker.best == pytest.approx(min(r[column] for r in learn.history), rel=1e-12)
@@ -809,8 +929,11 @@ def test_a_tracker_watches_a_column_of_a_dict(column: str) -> None:
 
 def test_dicts_survive_a_resume() -> None:
     def make(*cbs: Any) -> Learner:
-        return regression(metrics=[errors, Extremes], default_cbs=False,
-                          cbs=[TrainEvalCallback, Recorder(train_metrics=True), *cbs])
+        return regression(
+            metrics=[errors, Extremes],
+            default_cbs=False,
+            cbs=[TrainEvalCallback, Recorder(train_metrics=True), *cbs],
+        )
 
     saved: list[Any] = []
 
@@ -832,7 +955,9 @@ def test_dicts_merge_over_processes() -> None:
         part.accumulate(SimpleNamespace(pred=x[rows], yb=(y[rows],), xb=(x[rows],)))
     whole = AvgMetric(errors)
     whole.merge([shared_state(part) for part in parts])
-    assert whole.value == pytest.approx({'bias': (x - y).mean().item(), 'abs_mean': (x - y).abs().mean().item()})
+    assert whole.value == pytest.approx(
+        {'bias': (x - y).mean().item(), 'abs_mean': (x - y).abs().mean().item()}
+    )
 
 
 def test_bad_dicts_are_errors_before_the_first_step() -> None:

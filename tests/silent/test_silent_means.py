@@ -1,4 +1,5 @@
 """Means of what a loss averages over, and what is added to a loss: against plain torch loops in double precision."""
+
 from __future__ import annotations
 
 import warnings
@@ -44,15 +45,20 @@ def token_batches(sizes: Iterable[int], length: int = 5, ignored: int = -100) ->
         x = torch.randn(n, length, 3, generator=gen, dtype=torch.float64)
         y = torch.randint(N_CLASSES, (n, length), generator=gen)
         y[torch.rand(n, length, generator=gen) < 0.5] = ignored
-        y[0, 0] = 0   # at least one counts
+        y[0, 0] = 0  # at least one counts
         batches.append((x, y))
     return batches
 
 
 def class_batches(sizes: Iterable[int]) -> list[Batch]:
     gen = torch.Generator().manual_seed(8)
-    return [(torch.randn(n, 3, generator=gen, dtype=torch.float64), torch.randint(N_CLASSES, (n,), generator=gen))
-            for n in sizes]
+    return [
+        (
+            torch.randn(n, 3, generator=gen, dtype=torch.float64),
+            torch.randint(N_CLASSES, (n,), generator=gen),
+        )
+        for n in sizes
+    ]
 
 
 def joined(batches: Iterable[Batch]) -> Batch:
@@ -60,10 +66,18 @@ def joined(batches: Iterable[Batch]) -> Batch:
     return torch.cat(xs), torch.cat(ys)
 
 
-def learner(dls: Any, loss_func: Any, *cbs: Any, model: nn.Module | None = None, **kwargs: Any) -> Learner:
+def learner(
+    dls: Any, loss_func: Any, *cbs: Any, model: nn.Module | None = None, **kwargs: Any
+) -> Learner:
     defaults = {'opt_func': SGD, 'lr': 0.5, **kwargs}
-    learn = Learner(dls, make_model() if model is None else model, loss_func, default_cbs=False,
-                    cbs=[TrainEvalCallback, Recorder, *cbs], **defaults)
+    learn = Learner(
+        dls,
+        make_model() if model is None else model,
+        loss_func,
+        default_cbs=False,
+        cbs=[TrainEvalCallback, Recorder, *cbs],
+        **defaults,
+    )
     learn.logger = lambda row: None
     return learn
 
@@ -94,7 +108,8 @@ def of_tokens(pred: Tensor, y: Tensor, **options: Any) -> Tensor:
     return F.cross_entropy(pred.flatten(0, 1), y.flatten(), **options)
 
 
-# -- what callbacks add to the loss ------------------------------------------------------------------------------------
+# -- what callbacks add to the loss ----------------------------------------------------------------
+
 
 def penalty(model: nn.Module) -> Tensor:
     return 0.1 * sum(p.square().sum() for p in model.parameters())
@@ -103,31 +118,38 @@ def penalty(model: nn.Module) -> Tensor:
 def adding(order: int) -> Callback:
     def add(cb: Any) -> None:
         cb.learn.loss_grad = cb.loss_grad + penalty(cb.model)
+
     cb = Callback(before_backward=add)
     cb.order = order
     return cb
 
 
-@pytest.mark.silent('addition to loss_grad at before_backward, microbatch=2: distance of weights to one big batch')
+@pytest.mark.silent(
+    'addition to loss_grad at before_backward, microbatch=2: distance of weights to one big batch'
+)
 def test_addition_to_loss_grad(row: Any) -> None:
     batches = class_batches([8] * 4)
     expected = plain_weights(batches, F.cross_entropy, penalty)
     learn = learner(batches, F.cross_entropy, adding(0), microbatch=2)
     learn.fit(1)
     now = distance(weights_of(learn.model), expected)
-    row(was=0.305103, now=now, independent=0.)
+    row(was=0.305103, now=now, independent=0.0)
     assert now < 1e-12
 
 
-@pytest.mark.silent('the same with GradientAccumulation, by a callback that runs after it (order 50)')
+@pytest.mark.silent(
+    'the same with GradientAccumulation, by a callback that runs after it (order 50)'
+)
 @pytest.mark.parametrize('size', [None, 3])
 def test_addition_with_accumulation(row: Any, size: int | None) -> None:
     batches = class_batches([4] * 6)
-    expected = plain_weights(map(joined, zip(batches[::2], batches[1::2], strict=True)), F.cross_entropy, penalty)
+    expected = plain_weights(
+        map(joined, zip(batches[::2], batches[1::2], strict=True)), F.cross_entropy, penalty
+    )
     learn = learner(batches, F.cross_entropy, adding(50), GradientAccumulation(8), microbatch=size)
     learn.fit(1)
     now = distance(weights_of(learn.model), expected)
-    row(was={None: 0.130476, 3: 0.308806}[size], now=now, independent=0.)
+    row(was={None: 0.130476, 3: 0.308806}[size], now=now, independent=0.0)
     assert now < 1e-12
 
 
@@ -136,6 +158,7 @@ def test_addition_with_accumulation(row: Any, size: int | None) -> None:
 def test_setting_loss_alone_is_warned_of(row: Any, event: str) -> None:
     def double(cb: Any) -> None:
         cb.learn.loss = cb.learn.loss * 2
+
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter('always')
         learner(class_batches([8] * 4), F.cross_entropy, Callback(**{event: double})).fit(2)
@@ -144,19 +167,22 @@ def test_setting_loss_alone_is_warned_of(row: Any, event: str) -> None:
     assert len(told) == 1
 
 
-# -- means of a loss with targets that do not count --------------------------------------------------------------------
+# -- means of a loss with targets that do not count ------------------------------------------------
 
 # by kind of loss: the validation loss, and the distance of weights with microbatches, before the targets were counted
 WAS: dict[str, tuple[Any, Any]] = {
-    'function': (1.42182, 0.0489167), 'partial': (1.4182, 0.0502993), 'module': (1.5598, 0.0687475),
-    'flat': (1.42182, 0.0489167), 'nll': (1.28103, 'nan'),
+    'function': (1.42182, 0.0489167),
+    'partial': (1.4182, 0.0502993),
+    'module': (1.5598, 0.0687475),
+    'flat': (1.42182, 0.0489167),
+    'nll': (1.28103, 'nan'),
 }
 LOSSES: dict[str, Any] = {
     'function': F.cross_entropy,
     'partial': partial(F.cross_entropy, ignore_index=2),
-    'module': nn.CrossEntropyLoss(weight=torch.tensor([1., 5., 0.2, 1.]).double()),
+    'module': nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.2, 1.0]).double()),
     'flat': CrossEntropyLossFlat(axis=1, ignore_index=-100),
-    'nll': nn.NLLLoss(torch.tensor([1., 5., 0.2, 1.]).double(), ignore_index=1),
+    'nll': nn.NLLLoss(torch.tensor([1.0, 5.0, 0.2, 1.0]).double(), ignore_index=1),
 }
 
 
@@ -189,7 +215,9 @@ def test_validation_loss(row: Any, kind: str) -> None:
     assert perplexity == pytest.approx(torch.tensor(expected).exp().item(), abs=1e-6)
 
 
-@pytest.mark.silent('gradients of microbatches over targets that count: distance of weights to the big batch')
+@pytest.mark.silent(
+    'gradients of microbatches over targets that count: distance of weights to the big batch'
+)
 @pytest.mark.parametrize('kind', LOSSES)
 def test_microbatches_of_tokens(row: Any, kind: str) -> None:
     loss_func, model, plain = LOSSES[kind], ClassesSecond(), ClassesSecond()
@@ -205,11 +233,13 @@ def test_microbatches_of_tokens(row: Any, kind: str) -> None:
     learn = learner(batches, loss_func, model=model, microbatch=2)
     learn.fit(1)
     now = distance(weights_of(model), weights_of(plain))
-    row(was=WAS[kind][1], now=now, independent=0.)
+    row(was=WAS[kind][1], now=now, independent=0.0)
     assert now < 1e-12 and learn.recorder.smooth_loss.raw == pytest.approx(losses, abs=1e-12)
 
 
-@pytest.mark.silent('gradient accumulation over targets that count: distance of weights to the big batch')
+@pytest.mark.silent(
+    'gradient accumulation over targets that count: distance of weights to the big batch'
+)
 @pytest.mark.parametrize('size', [None, 2])
 def test_accumulation_of_tokens(row: Any, size: int | None) -> None:
     batches = token_batches([5, 3, 2, 6])
@@ -218,44 +248,61 @@ def test_accumulation_of_tokens(row: Any, size: int | None) -> None:
     loss_func = CrossEntropyLossFlat()
     learner(batches, loss_func, GradientAccumulation(8), model=model, microbatch=size).fit(1)
     now = distance(weights_of(model), expected)
-    row(was={None: 0.00519293, 2: 0.0363906}[size], now=now, independent=0.)
+    row(was={None: 0.00519293, 2: 0.0363906}[size], now=now, independent=0.0)
     assert now < 1e-12
 
 
 @pytest.mark.silent('two processes over targets that count: distance of weights to one process')
 def test_processes_of_tokens(row: Any) -> None:
-    (x, y), = token_batches([24])
-    expected = plain_weights([(x[i:i + 8], y[i:i + 8]) for i in (0, 8, 16)], of_tokens)
+    ((x, y),) = token_batches([24])
+    expected = plain_weights([(x[i : i + 8], y[i : i + 8]) for i in (0, 8, 16)], of_tokens)
 
     def job(rank: int) -> list[Any]:
         from learnkit import DataLoaders
+
         dls = DataLoaders.from_tensors((x, y), (x, y), bs=4, shuffle=False)
         learn = learner(dls, CrossEntropyLossFlat())
         with learn.distributed('ddp', timeout='20s'):
             learn.fit(1)
         return [weights_of(learn.model), learn.history[0]['valid_loss']]
+
     (ours, valid_loss), _ = run_ranks(job)
     model = make_model()
     nn.utils.vector_to_parameters(expected, model.parameters())
     now = distance(ours, expected)
-    row(was=0.010365, now=now, independent=0.)
+    row(was=0.010365, now=now, independent=0.0)
     assert now < 1e-12
     assert valid_loss == pytest.approx(of_tokens(model(x), y).item(), abs=1e-12)
 
 
-@pytest.mark.silent('a causal model of Hugging Face that computes its own loss, microbatch=2: distance of weights')
+@pytest.mark.silent(
+    'a causal model of Hugging Face that computes its own loss, microbatch=2: distance of weights'
+)
 def test_huggingface_model(row: Any) -> None:
     transformers = pytest.importorskip('transformers')
-    config = transformers.GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2, resid_pdrop=0.,
-                                     embd_pdrop=0., attn_pdrop=0., bos_token_id=0, eos_token_id=0)
+    config = transformers.GPT2Config(
+        vocab_size=11,
+        n_positions=8,
+        n_embd=8,
+        n_layer=1,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
 
     def make() -> nn.Module:
         torch.manual_seed(0)
         return transformers.GPT2LMHeadModel(config).double()
+
     gen = torch.Generator().manual_seed(2)
     ids = torch.randint(11, (12, 6), generator=gen)
     labels = torch.where(torch.rand(12, 6, generator=gen) < 0.5, -100, ids)
-    batches = [{'input_ids': ids[i:i + n], 'labels': labels[i:i + n]} for i, n in ((0, 5), (5, 7))]
+    batches = [
+        {'input_ids': ids[i : i + n], 'labels': labels[i : i + n]} for i, n in ((0, 5), (5, 7))
+    ]
     plain = make()
     opt = torch.optim.SGD(plain.parameters(), lr=0.5)
     for b in batches:
@@ -267,7 +314,7 @@ def test_huggingface_model(row: Any) -> None:
     learn = learner((batches, batches), None, model=make(), microbatch=2)
     learn.fit(1)
     now = distance(weights_of(learn.model), weights_of(plain))
-    row(was='nan', now=now, independent=0.)
+    row(was='nan', now=now, independent=0.0)
     assert now < 1e-7 and distance(weights_of(learn.model), weights_of(make())) > 1e-2
     # its loss is in single precision
     assert learn.history[0]['valid_loss'] == pytest.approx(expected, abs=1e-7)
@@ -277,7 +324,7 @@ def test_huggingface_model(row: Any) -> None:
 def test_a_batch_of_nothing(row: Any) -> None:
     batches = token_batches([4] * 3)
     batches[1][1][:] = -100
-    learn = learner((batches, batches), CrossEntropyLossFlat(), lr=0.)
+    learn = learner((batches, batches), CrossEntropyLossFlat(), lr=0.0)
     learn.fit(1)
     model = make_model()
     x, y = joined(batches)
@@ -306,22 +353,23 @@ def test_weight_func_of_tokens(row: Any) -> None:
     learn = learner((batches, batches), lambda pred, y: of_tokens(pred, y), weight_func='tokens')
     x, y = joined(batches)
     expected = of_tokens(make_model()(x), y).item()
-    loss, = learn.validate()
+    (loss,) = learn.validate()
     row(was='TypeError', now=loss, independent=expected)
     assert loss == pytest.approx(expected, abs=1e-13)
 
 
-# -- the training loss -------------------------------------------------------------------------------------------------
+# -- the training loss -----------------------------------------------------------------------------
+
 
 @pytest.mark.silent('train_loss of the history: mean over the samples of the epoch')
 def test_train_loss(row: Any) -> None:
     batches = class_batches([8, 8, 8, 3])
-    learn = learner(batches, nn.CrossEntropyLoss(), lr=2.)
+    learn = learner(batches, nn.CrossEntropyLoss(), lr=2.0)
     learn.fit(2)
     model, totals = make_model(), []
-    opt = torch.optim.SGD(model.parameters(), lr=2.)
+    opt = torch.optim.SGD(model.parameters(), lr=2.0)
     for _ in range(2):
-        total = 0.
+        total = 0.0
         for x, y in batches:
             loss = F.cross_entropy(model(x), y)
             opt.zero_grad()

@@ -1,4 +1,5 @@
 """MixUp and CutMix: masks, batches that are left out, class weights, and the end of blending."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,11 +17,12 @@ from learnkit.core.errors import TimeError
 from learnkit.data.dataloaders import DataLoaders
 from learnkit.losses import CrossEntropyLossFlat
 
-WEIGHT = torch.tensor([1., 5., .1], dtype=torch.float64)
+WEIGHT = torch.tensor([1.0, 5.0, 0.1], dtype=torch.float64)
 
 
 class Notes(Callback):
     "Keep what each training batch had."
+
     order, run_valid = 50, False
 
     def __init__(self) -> None:
@@ -29,15 +31,29 @@ class Notes(Callback):
 
     def after_loss(self) -> None:
         learn = self.learn
-        self.rows.append({'x': learn.x, 'yb': learn.yb, 'batch': learn.batch, 'pred': learn.pred.detach(),
-                          'loss': learn.loss.item()})
+        self.rows.append(
+            {
+                'x': learn.x,
+                'yb': learn.yb,
+                'batch': learn.batch,
+                'pred': learn.pred.detach(),
+                'loss': learn.loss.item(),
+            }
+        )
 
     def state_dict(self) -> None:
         return None
 
 
 def trained(batches: Any, model: nn.Module, loss: Any, *cbs: Any, **kwargs: Any) -> Learner:
-    learn = Learner(DataLoaders(batches), model.double(), loss, cbs=[*cbs, Notes], opt_func=torch.optim.SGD, lr=0.)
+    learn = Learner(
+        DataLoaders(batches),
+        model.double(),
+        loss,
+        cbs=[*cbs, Notes],
+        opt_func=torch.optim.SGD,
+        lr=0.0,
+    )
     learn.logger = lambda row: None
     learn.fit(1, **kwargs)
     return learn
@@ -45,29 +61,36 @@ def trained(batches: Any, model: nn.Module, loss: Any, *cbs: Any, **kwargs: Any)
 
 def vectors(n: int = 2) -> list[tuple[Tensor, Tensor]]:
     gen = torch.Generator().manual_seed(1)
-    return [(torch.rand(8, 4, generator=gen, dtype=torch.float64), torch.randint(3, (8,), generator=gen))
-            for _ in range(n)]
+    return [
+        (
+            torch.rand(8, 4, generator=gen, dtype=torch.float64),
+            torch.randint(3, (8,), generator=gen),
+        )
+        for _ in range(n)
+    ]
 
 
-def classes_of(x: Tensor) -> Tensor: return x[:, 0].long() // 5 % 3
+def classes_of(x: Tensor) -> Tensor:
+    return x[:, 0].long() // 5 % 3
 
 
 def pictures(kind: str) -> tuple[Tensor, Tensor]:
     "Images whose pixels have numbers of their own, and masks that are made of them."
-    x = torch.arange(8. * 6 * 4, dtype=torch.float64).view(8, 1, 6, 4)
+    x = torch.arange(8.0 * 6 * 4, dtype=torch.float64).view(8, 1, 6, 4)
     classes = classes_of(x)
     assert (classes != classes.roll(1, 0)).double().mean() > 0.5  # those of two images differ
     return x, classes if kind == 'classes' else F.one_hot(classes, 3).movedim(-1, 1).double()
 
 
-# -- masks -------------------------------------------------------------------------------------------------------------
+# -- masks -----------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize('kind', ['classes', 'shares'])
 @pytest.mark.silent('CutMix on masks: share of pixels whose label is not of their image')
 def test_masks_are_cut_along_with_the_images(kind: str, row: Callable[..., None]) -> None:
     x, mask = pictures(kind)
     loss = F.cross_entropy
-    wrong, cut = [], 0.
+    wrong, cut = [], 0.0
     for seed in range(5):
         torch.manual_seed(seed)
         learn = trained([(x, mask)], nn.Conv2d(1, 3, 1), loss, CutMix())
@@ -78,10 +101,10 @@ def test_masks_are_cut_along_with_the_images(kind: str, row: Callable[..., None]
         wrong.append((classes != expected).double().mean().item())
         cut += (note['x'] != x).double().mean().item()
         assert note['loss'] == pytest.approx(loss(note['pred'], got).item(), rel=1e-12)
-        assert kind == 'classes' or set(got.unique().tolist()) == {0., 1.}
+        assert kind == 'classes' or set(got.unique().tolist()) == {0.0, 1.0}
     if kind == 'classes':
-        row(was=0.203125, now=max(wrong), independent=0.)
-    assert max(wrong) == 0. and cut > 0.2
+        row(was=0.203125, now=max(wrong), independent=0.0)
+    assert max(wrong) == 0.0 and cut > 0.2
 
 
 def test_a_mask_and_a_class_are_each_blended_as_they_are() -> None:
@@ -95,7 +118,14 @@ def test_a_mask_and_a_class_are_each_blended_as_they_are() -> None:
 
     torch.manual_seed(1)
     dls = DataLoaders([(x, mask, label)], n_inp=1)
-    learn = Learner(dls, nn.Conv2d(1, 3, 1).double(), loss, cbs=[CutMix(), Notes], opt_func=torch.optim.SGD, lr=0.)
+    learn = Learner(
+        dls,
+        nn.Conv2d(1, 3, 1).double(),
+        loss,
+        cbs=[CutMix(), Notes],
+        opt_func=torch.optim.SGD,
+        lr=0.0,
+    )
     learn.logger = lambda row: None
     shares: list[float] = []
     partners: list[Tensor] = []
@@ -111,19 +141,25 @@ def test_a_mask_and_a_class_are_each_blended_as_they_are() -> None:
     expected = F.cross_entropy(note['pred'], new_mask).item()
     of_class = [F.cross_entropy(note['pred'].mean((2, 3)), y).item() for y in (label, label1)]
     assert 0 < lam < 1
-    assert note['loss'] == pytest.approx(expected + lam * of_class[0] + (1 - lam) * of_class[1], rel=1e-6)
+    assert note['loss'] == pytest.approx(
+        expected + lam * of_class[0] + (1 - lam) * of_class[1], rel=1e-6
+    )
 
 
 @pytest.mark.parametrize('weight', [None, WEIGHT])
 def test_mixup_of_masks_blends_the_loss_of_each_pixel(weight: Tensor | None) -> None:
     x, mask = pictures('classes')
     seen: list[Any] = []
-    look = Callback(after_loss=lambda cb: seen.append((cb.learn.mix_up.lam.double(), cb.learn.mix_up.yb1[0])))
-    learn = trained([(x / 200, mask)], nn.Conv2d(1, 3, 1), nn.CrossEntropyLoss(weight), MixUp(), look)
+    look = Callback(
+        after_loss=lambda cb: seen.append((cb.learn.mix_up.lam.double(), cb.learn.mix_up.yb1[0]))
+    )
+    learn = trained(
+        [(x / 200, mask)], nn.Conv2d(1, 3, 1), nn.CrossEntropyLoss(weight), MixUp(), look
+    )
     [note], [(lam, mask1)] = learn.notes.rows, seen
     log_p = note['pred'].log_softmax(1)
     w = torch.ones(3, dtype=torch.float64) if weight is None else weight
-    total = count = 0.
+    total = count = 0.0
     for i in range(8):
         for share, of in ((lam[i], mask[i]), (1 - lam[i], mask1[i])):
             total -= (share * w[of] * log_p[i].gather(0, of[None])[0]).sum().item()
@@ -131,7 +167,8 @@ def test_mixup_of_masks_blends_the_loss_of_each_pixel(weight: Tensor | None) -> 
     assert note['loss'] == pytest.approx(total / count, rel=1e-6)
 
 
-# -- batches that are left out -----------------------------------------------------------------------------------------
+# -- batches that are left out ---------------------------------------------------------------------
+
 
 class Skipping(MixUp):
     "Blend the first batch of each epoch alone."
@@ -164,16 +201,26 @@ def test_a_skipped_batch_has_the_plain_loss(row: Callable[..., None]) -> None:
 def test_a_batch_without_the_callback_has_the_plain_loss(microbatch: int | None) -> None:
     off, on = Callback(before_batch=switch_off), Callback(before_pred=switch_on)
     off.order = -1
-    learn = Learner(DataLoaders(vectors(3)), nn.Linear(4, 3).double(), F.cross_entropy, microbatch=microbatch,
-                    cbs=[off, MixUp(), on], opt_func=torch.optim.SGD, lr=0.)
+    learn = Learner(
+        DataLoaders(vectors(3)),
+        nn.Linear(4, 3).double(),
+        F.cross_entropy,
+        microbatch=microbatch,
+        cbs=[off, MixUp(), on],
+        opt_func=torch.optim.SGD,
+        lr=0.0,
+    )
     learn.logger = lambda row: None
     losses: list[float] = []
     learn.fit(2, cbs=Callback(after_batch=lambda cb: losses.append(cb.loss.item())))
     plain = [F.cross_entropy(learn.model(x), y).item() for x, y in vectors(3)]
-    assert losses[1:3] == pytest.approx(plain[1:], rel=1e-12) and losses[4:6] == pytest.approx(plain[1:], rel=1e-12)
+    assert losses[1:3] == pytest.approx(plain[1:], rel=1e-12) and losses[4:6] == pytest.approx(
+        plain[1:], rel=1e-12
+    )
 
 
-# -- weights and ignored targets ---------------------------------------------------------------------------------------
+# -- weights and ignored targets -------------------------------------------------------------------
+
 
 class AtOne(MixUp):
     "Set every share to 1, and leave the inputs as they are."
@@ -199,7 +246,9 @@ def weighted_losses() -> dict[str, Any]:
         'flat': CrossEntropyLossFlat(weight=WEIGHT),
         'own': own_loss,
         'plain': nn.CrossEntropyLoss(),
-        'nll': lambda pred, targ, reduction='mean': F.nll_loss(pred.log_softmax(1), targ, WEIGHT, reduction=reduction),
+        'nll': lambda pred, targ, reduction='mean': F.nll_loss(
+            pred.log_softmax(1), targ, WEIGHT, reduction=reduction
+        ),
     }
 
 
@@ -220,15 +269,19 @@ def test_between_it_is_the_weighted_mean_of_blended_targets(kind: str) -> None:
     "The closed form: each sample twice, with its share and the partner's, and weights of both."
     loss = weighted_losses()[kind]
     seen: list[Any] = []
-    look = Callback(after_loss=lambda cb: seen.append((cb.learn.mix_up.lam.double(), cb.learn.mix_up.yb1[0])))
+    look = Callback(
+        after_loss=lambda cb: seen.append((cb.learn.mix_up.lam.double(), cb.learn.mix_up.yb1[0]))
+    )
     learn = trained(vectors(), nn.Linear(4, 3), loss, MixUp(), look)
     weight = torch.ones(3, dtype=torch.float64) if kind == 'ignore_index' else WEIGHT.clone()
     if kind in ('ignore_index', 'both'):
         weight[2 if kind == 'ignore_index' else 0] = 0
     for note, (_, y), (lam, y1) in zip(learn.notes.rows, vectors(), seen, strict=True):
         nll = -note['pred'].log_softmax(1)
-        total = sum(lam[i] * weight[y[i]] * nll[i, y[i]] + (1 - lam[i]) * weight[y1[i]] * nll[i, y1[i]]
-                    for i in range(8))
+        total = sum(
+            lam[i] * weight[y[i]] * nll[i, y[i]] + (1 - lam[i]) * weight[y1[i]] * nll[i, y1[i]]
+            for i in range(8)
+        )
         count = sum(lam[i] * weight[y[i]] + (1 - lam[i]) * weight[y1[i]] for i in range(8))
         assert note['loss'] == pytest.approx(float(total / count), rel=1e-6)
 
@@ -241,7 +294,9 @@ def test_the_gradient_of_an_unknown_loss_is_of_the_weighted_mean() -> None:
     grads, losses = [], []
     for loss in (own_loss, nn.CrossEntropyLoss(WEIGHT)):
         torch.manual_seed(4)
-        learn = Learner(DataLoaders([(x / 200, y)]), model, loss, cbs=CutMix(), opt_func=torch.optim.SGD, lr=0.)
+        learn = Learner(
+            DataLoaders([(x / 200, y)]), model, loss, cbs=CutMix(), opt_func=torch.optim.SGD, lr=0.0
+        )
         learn.logger = lambda row: None
 
         def look(cb: Any) -> None:
@@ -249,27 +304,50 @@ def test_the_gradient_of_an_unknown_loss_is_of_the_weighted_mean() -> None:
             losses.append(cb.loss.item())
 
         learn.fit(1, cbs=Callback(after_backward=look))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-12) and torch.allclose(*grads, rtol=1e-12, atol=1e-15)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12) and torch.allclose(
+        *grads, rtol=1e-12, atol=1e-15
+    )
 
 
-# -- the end of blending -----------------------------------------------------------------------------------------------
+# -- the end of blending ---------------------------------------------------------------------------
+
 
 def blended_batches(mixer: MixHandler, n_epoch: int, fits: int = 1, n: int = 5) -> list[bool]:
     "Return for each batch whether it was blended."
     x, y = pictures('classes')[0], torch.arange(8) % 3
     model = nn.Sequential(nn.Flatten(), nn.Linear(24, 3)).double()
-    learn = Learner(DataLoaders([(x, y)] * n), model, F.cross_entropy, cbs=[mixer, Notes], opt_func=torch.optim.SGD,
-                    lr=0.)
+    learn = Learner(
+        DataLoaders([(x, y)] * n),
+        model,
+        F.cross_entropy,
+        cbs=[mixer, Notes],
+        opt_func=torch.optim.SGD,
+        lr=0.0,
+    )
     learn.logger = lambda row: None
     for _ in range(fits):
         learn.fit(n_epoch)
     plain = F.cross_entropy(model(x), y).item()
-    return [not torch.equal(note['x'], x) or note['loss'] != pytest.approx(plain, rel=1e-9)
-            for note in learn.notes.rows]
+    return [
+        not torch.equal(note['x'], x) or note['loss'] != pytest.approx(plain, rel=1e-9)
+        for note in learn.notes.rows
+    ]
 
 
-@pytest.mark.parametrize(('until', 'n'), [('80%', 8), ('0.8dur', 8), ('30%', 3), ('1ep', 5), ('7ba', 7), (1, 5),
-                                          ('24sp', 3), ('100ba', 10), (None, 10)])
+@pytest.mark.parametrize(
+    ('until', 'n'),
+    [
+        ('80%', 8),
+        ('0.8dur', 8),
+        ('30%', 3),
+        ('1ep', 5),
+        ('7ba', 7),
+        (1, 5),
+        ('24sp', 3),
+        ('100ba', 10),
+        (None, 10),
+    ],
+)
 def test_blending_ends(until: Any, n: int) -> None:
     assert blended_batches(MixUp(until=until), 2) == [True] * n + [False] * (10 - n)
 
@@ -293,8 +371,14 @@ def test_until_is_a_time(until: Any) -> None:
 def test_a_resumed_run_stops_blending_at_the_same_batch(until: str, at: int) -> None:
     def make() -> Learner:
         torch.manual_seed(2)
-        learn = Learner(DataLoaders(vectors(5)), nn.Linear(4, 3).double(), F.cross_entropy,
-                        cbs=[MixUp(until=until), Notes], opt_func=torch.optim.SGD, lr=0.1)
+        learn = Learner(
+            DataLoaders(vectors(5)),
+            nn.Linear(4, 3).double(),
+            F.cross_entropy,
+            cbs=[MixUp(until=until), Notes],
+            opt_func=torch.optim.SGD,
+            lr=0.1,
+        )
         learn.logger = lambda row: None
         return learn
 
@@ -310,4 +394,4 @@ def test_a_resumed_run_stops_blending_at_the_same_batch(until: str, at: int) -> 
     torch.manual_seed(99)
     later.fit(2, resume=saved[0])
     losses = [[note['loss'] for note in one.notes.rows] for one in (learn, later)]
-    assert losses[1] == losses[0][10 + at:] and torch.equal(learn.model.weight, later.model.weight)
+    assert losses[1] == losses[0][10 + at :] and torch.equal(learn.model.weight, later.model.weight)

@@ -1,4 +1,5 @@
 """The optimizer is what the user gave: exact steps, every parameter, modes and closures."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -53,54 +54,70 @@ def gap(model: nn.Module, other: nn.Module) -> float:
 
 def layout(opt: torch.optim.Optimizer) -> list[tuple[list[int], dict[str, Any]]]:
     "Return the parameters, by identity, and the options of each param group."
-    return [([id(p) for p in g['params']], {k: v for k, v in g.items() if k != 'params'})
-            for g in opt.param_groups]
+    return [
+        ([id(p) for p in g['params']], {k: v for k, v in g.items() if k != 'params'})
+        for g in opt.param_groups
+    ]
 
 
 # ------------------------------------------------------------------------------------- as given
 
 WAS = 0.8229264792761979
 
+
 @pytest.mark.silent('AdamW instance, ten steps: distance of weights to a hand-written loop')
 def test_an_instance_stays_as_it_is(row: Row) -> None:
     model, other = net(), net()
-    opt = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=1.)
+    opt = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=1.0)
     before = layout(opt)
     learner(model, opt_func=opt).fit(1)
-    train_plainly(other, torch.optim.AdamW(other.parameters(), lr=LR, weight_decay=1.))
-    row(was=WAS, now=gap(model, other), independent=0.)
+    train_plainly(other, torch.optim.AdamW(other.parameters(), lr=LR, weight_decay=1.0))
+    row(was=WAS, now=gap(model, other), independent=0.0)
     assert gap(model, other) == 0
     assert layout(opt) == before
 
 
-@pytest.mark.parametrize('maker', [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adam,
-                                   torch.optim.RMSprop, torch.optim.NAdam])
+@pytest.mark.parametrize(
+    'maker',
+    [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop, torch.optim.NAdam],
+)
 @pytest.mark.parametrize('given', ['partial', 'learner', 'fit', 'lambda'])
 @pytest.mark.silent('torch class with weight decay: distance of weights to a hand-written loop')
 def test_a_torch_class_trains_as_by_hand(row: Row, maker: Any, given: str) -> None:
     model, other = net(), net()
-    make: Any = {'partial': partial(maker, weight_decay=1.),
-                 'lambda': lambda p, lr: maker(p, lr=lr, weight_decay=1.)}.get(given, maker)
-    learn = learner(model, opt_func=make, lr=LR, wd=1. if given == 'learner' else None)
-    learn.fit(1, wd=1. if given == 'fit' else None)
-    train_plainly(other, maker(other.parameters(), lr=LR, weight_decay=1.))
+    make: Any = {
+        'partial': partial(maker, weight_decay=1.0),
+        'lambda': lambda p, lr: maker(p, lr=lr, weight_decay=1.0),
+    }.get(given, maker)
+    learn = learner(model, opt_func=make, lr=LR, wd=1.0 if given == 'learner' else None)
+    learn.fit(1, wd=1.0 if given == 'fit' else None)
+    train_plainly(other, maker(other.parameters(), lr=LR, weight_decay=1.0))
     if (maker, given) == (torch.optim.AdamW, 'partial'):
-        row(was=WAS, now=gap(model, other), independent=0.)
+        row(was=WAS, now=gap(model, other), independent=0.0)
     assert gap(model, other) == 0
 
 
-@pytest.mark.parametrize(('opt_func', 'wd_bn_bias', 'decays'), [
-    (Adam, None, False), (Adam, True, True), (lambda p, lr: Adam(p, lr), None, False),
-    (torch.optim.AdamW, None, True), (torch.optim.AdamW, False, False),
-    (partial(OptimWrapper, opt=torch.optim.AdamW), None, True)])
-def test_norms_and_biases_decay_as_the_kind_or_the_user_says(opt_func: Any, wd_bn_bias: Any,
-                                                             decays: bool) -> None:
+@pytest.mark.parametrize(
+    ('opt_func', 'wd_bn_bias', 'decays'),
+    [
+        (Adam, None, False),
+        (Adam, True, True),
+        (lambda p, lr: Adam(p, lr), None, False),
+        (torch.optim.AdamW, None, True),
+        (torch.optim.AdamW, False, False),
+        (partial(OptimWrapper, opt=torch.optim.AdamW), None, True),
+    ],
+)
+def test_norms_and_biases_decay_as_the_kind_or_the_user_says(
+    opt_func: Any, wd_bn_bias: Any, decays: bool
+) -> None:
     learn = learner(net(), opt_func=opt_func, lr=LR, wd=0.5, wd_bn_bias=wd_bn_bias)
     learn.fit(1)
     decay = {p: g['weight_decay'] for g in learn.opt.param_groups for p in g['params']}
     named = dict(learn.model.named_parameters())
     assert {n: decay[p] for n, p in named.items()} == {
-        n: 0.5 if decays or n in ('0.weight', '3.weight') else 0. for n in named}
+        n: 0.5 if decays or n in ('0.weight', '3.weight') else 0.0 for n in named
+    }
 
 
 @pytest.mark.silent('rate of an SGD instance set by hand between two fits: distance to the loop')
@@ -112,7 +129,7 @@ def test_a_rate_set_by_hand_stays(row: Row) -> None:
         learn.fit(1) if o is opt else train_plainly(other, plain)
         o.param_groups[0]['lr'] = 0.01
         learn.fit(1) if o is opt else train_plainly(other, plain)
-    row(was=0.08788521043241593, now=gap(model, other), independent=0.)
+    row(was=0.08788521043241593, now=gap(model, other), independent=0.0)
     assert gap(model, other) == 0
 
 
@@ -129,6 +146,7 @@ def test_what_a_schedule_leaves_is_not_where_the_next_fit_begins() -> None:
 
 
 # ------------------------------------------------------------------------- every parameter
+
 
 @pytest.mark.silent('layer replaced between two fits of SGD with momentum: how far it moved')
 def test_a_replaced_layer_is_trained(row: Row) -> None:
@@ -149,9 +167,9 @@ def test_a_replaced_layer_is_trained(row: Row) -> None:
     learn.fit(1)
     train_plainly(other, plain)
     moved, by_hand = (float((m[0].weight - start).detach().abs().max()) for m in (model, other))
-    row(was=0., now=moved, independent=by_hand)
+    row(was=0.0, now=moved, independent=by_hand)
     assert gap(model, other) == 0 and moved == by_hand > 0
-    assert list(learn.opt.parameters()) == list(model.parameters())   # in a new process's order
+    assert list(learn.opt.parameters()) == list(model.parameters())  # in a new process's order
     assert set(learn.opt.state) == set(model.parameters())
 
 
@@ -160,6 +178,7 @@ def test_what_is_turned_on_within_a_fit_is_trained(row: Row) -> None:
     def turn_on(cb: Any) -> None:
         if cb.epoch == 1:
             cb.model[0].requires_grad_(True)
+
     model, other = net(), net()
     start = model[0].weight.detach().clone()
     for m in (model, other):
@@ -171,11 +190,12 @@ def test_what_is_turned_on_within_a_fit_is_trained(row: Row) -> None:
     plain.param_groups[0]['params'] = list(other.parameters())
     train_plainly(other, plain)
     moved, by_hand = (float((m[0].weight - start).detach().abs().max()) for m in (model, other))
-    row(was=0., now=moved, independent=by_hand)
+    row(was=0.0, now=moved, independent=by_hand)
     assert gap(model, other) == 0 and moved == by_hand > 0
 
 
-def split(model: nn.Module) -> list[Any]: return [params(model[0]), [*params(model[1:])]]
+def split(model: nn.Module) -> list[Any]:
+    return [params(model[0]), [*params(model[1:])]]
 
 
 def test_a_new_layer_joins_its_group_with_its_rate_and_decay() -> None:
@@ -185,10 +205,17 @@ def test_a_new_layer_joins_its_group_with_its_rate_and_decay() -> None:
     learn.model[3] = nn.Linear(8, 1).double()
     learn.fit(1, lr=[0.02, 0.2], wd=0.3)
     named = {p: n for n, p in learn.model.named_parameters()}
-    found = {named[p]: (g['lr'], g['weight_decay']) for g in learn.opt.param_groups
-             for p in g['params']}
-    assert found == {'0.weight': (0.02, 0.3), '0.bias': (0.02, 0.), '1.weight': (0.2, 0.),
-                     '1.bias': (0.2, 0.), '3.weight': (0.2, 0.3), '3.bias': (0.2, 0.)}
+    found = {
+        named[p]: (g['lr'], g['weight_decay']) for g in learn.opt.param_groups for p in g['params']
+    }
+    assert found == {
+        '0.weight': (0.02, 0.3),
+        '0.bias': (0.02, 0.0),
+        '1.weight': (0.2, 0.0),
+        '1.bias': (0.2, 0.0),
+        '3.weight': (0.2, 0.3),
+        '3.bias': (0.2, 0.0),
+    }
     assert len(learn.opt.param_lists) == 2
 
 
@@ -218,7 +245,8 @@ def test_what_is_left_out_is_named_once(row: Row, how: str) -> None:
     options: dict[str, Any] = {
         'splitter': {'opt_func': torch.optim.SGD, 'splitter': lambda m: without},
         'opt_func': {'opt_func': drop_norm},
-        'instance': {'opt_func': torch.optim.SGD(without, lr=LR)}}[how]
+        'instance': {'opt_func': torch.optim.SGD(without, lr=LR)},
+    }[how]
     learn = learner(model, **options)
     with pytest.warns(UserWarning, match=r'1\.weight, 1\.bias') as caught:
         learn.fit(2)
@@ -231,8 +259,11 @@ def test_what_is_left_out_is_named_once(row: Row, how: str) -> None:
 
 def test_of_several_optimizers_a_new_layer_is_named() -> None:
     def pair(p: Any, lr: float) -> dict[str, torch.optim.Optimizer]:
-        return {'body': torch.optim.SGD(model[0].parameters(), lr=lr),
-                'head': torch.optim.Adam(model[1:].parameters(), lr=lr)}
+        return {
+            'body': torch.optim.SGD(model[0].parameters(), lr=lr),
+            'head': torch.optim.Adam(model[1:].parameters(), lr=lr),
+        }
+
     model = net()
     learn = learner(model, opt_func=pair, lr=LR)
     learn.fit(1)
@@ -244,6 +275,7 @@ def test_of_several_optimizers_a_new_layer_is_named() -> None:
 
 
 # ------------------------------------------------------------- parameters of the loss function
+
 
 class Weighted(nn.Module):
     "A squared error with a learned variance (Kendall and Gal, 2017)."
@@ -263,26 +295,31 @@ def test_parameters_of_the_loss_are_trained(row: Row) -> None:
     learn.fit(1)
     plain = torch.optim.SGD([*other.parameters(), *plain_loss.parameters()], lr=LR)
     train_plainly(other, plain, plain_loss)
-    row(was=0., now=loss.log_var.item(), independent=plain_loss.log_var.item())
+    row(was=0.0, now=loss.log_var.item(), independent=plain_loss.log_var.item())
     assert gap(model, other) == 0 and torch.equal(loss.log_var, plain_loss.log_var)
     assert learn.opt.param_lists[-1][-1] is loss.log_var
 
 
 @pytest.mark.parametrize('adds', [False, True])
-@pytest.mark.parametrize('maker', [torch.optim.Adam, torch.optim.Adagrad,
-                                   partial(torch.optim.LBFGS, max_iter=3)])
+@pytest.mark.parametrize(
+    'maker', [torch.optim.Adam, torch.optim.Adagrad, partial(torch.optim.LBFGS, max_iter=3)]
+)
 def test_a_loss_is_trained_once_whoever_adds_it(maker: Any, adds: bool) -> None:
     model, other, loss, plain_loss = net(), net(), Weighted(), Weighted()
+
     def make(params: Any, lr: float) -> torch.optim.Optimizer:
         return maker([*params, loss.log_var] if adds else params, lr=lr)
+
     learner(model, loss_func=loss, opt_func=make, lr=LR).fit(1)
     plain = maker([*other.parameters(), plain_loss.log_var], lr=LR)
     for x, y in batches():
+
         def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
             plain.zero_grad()
             value = plain_loss(other(x), y)
             value.backward()
             return value
+
         plain.step(closure)
     assert gap(model, other) == 0 and torch.equal(loss.log_var, plain_loss.log_var)
     assert loss.log_var != 0
@@ -303,10 +340,13 @@ def test_a_loss_is_saved_and_resumed_with_its_parameters(tmp_path: Path) -> None
     def made(*cbs: Any) -> Learner:
         adam = partial(torch.optim.Adam, lr=LR)
         return learner(net(), *cbs, loss_func=Weighted(), opt_func=adam, path=tmp_path)
+
     states: list[Any] = []
+
     def keep(cb: Any) -> None:
         if cb.train_iter == 13:
             states.append(cb.learn.checkpoint_state())
+
     whole = made(Callback(batch_checkpoint=keep))
     whole.fit(3)
     again = made()
@@ -324,17 +364,21 @@ def test_a_loss_is_saved_and_resumed_with_its_parameters(tmp_path: Path) -> None
 
 def test_a_resumed_optimizer_has_grown_too() -> None:
     states: list[Any] = []
+
     def turn_on(cb: Any) -> None:
         if cb.epoch == 1 and not cb.learn.resumed:
             cb.model[0].requires_grad_(True)
+
     def keep(cb: Any) -> None:
         if cb.train_iter == 25:
             states.append(cb.learn.checkpoint_state())
+
     def made(*cbs: Any) -> Learner:
         model = net()
         model[0].requires_grad_(False)
         cbs = Callback(before_epoch=turn_on), *cbs
         return learner(model, *cbs, opt_func=torch.optim.Adam, lr=LR)
+
     whole, again = made(Callback(batch_checkpoint=keep)), made()
     whole.fit(4)
     again.fit(4, resume=states[0])
@@ -345,8 +389,12 @@ def test_a_resumed_optimizer_has_grown_too() -> None:
 
 schedulefree = pytest.importorskip('schedulefree')
 library = pytest.importorskip('pytorch_optimizer')
-FREE = [schedulefree.SGDScheduleFree, library.ScheduleFreeSGD, library.ScheduleFreeAdamW,
-        schedulefree.AdamWScheduleFree]
+FREE = [
+    schedulefree.SGDScheduleFree,
+    library.ScheduleFreeSGD,
+    library.ScheduleFreeAdamW,
+    schedulefree.AdamWScheduleFree,
+]
 free = pytest.mark.parametrize('cls', FREE)
 
 
@@ -385,6 +433,7 @@ def test_weights_are_switched_around_training(row: Row, cls: Any) -> None:
 @free
 def test_predictions_and_files_in_a_fit_are_evaluated(cls: Any, tmp_path: Path) -> None:
     model, found = net(), {}
+
     def look(cb: Any) -> None:
         if not cb.training or cb.train_iter != 5:
             return
@@ -398,6 +447,7 @@ def test_predictions_and_files_in_a_fit_are_evaluated(cls: Any, tmp_path: Path) 
         now = list(model.parameters())
         assert all(torch.equal(p, q) for p, q in zip(before, now, strict=True))
         found['trained'] = model(x).detach()
+
     learner(model, Callback(after_batch=look), opt_func=cls, lr=LR, path=tmp_path).fit(1)
 
     other = net()
@@ -420,9 +470,11 @@ def test_predictions_and_files_in_a_fit_are_evaluated(cls: Any, tmp_path: Path) 
 @pytest.mark.parametrize('n', [5, 10, 14])
 def test_a_fit_with_modes_is_resumed_exactly(cls: Any, n: int) -> None:
     states: list[Any] = []
+
     def keep(cb: Any) -> None:
         if cb.train_iter == n:
             states.append(cb.learn.checkpoint_state())
+
     event = 'batch_checkpoint' if n % 10 else 'epoch_checkpoint'
     whole = learner(net(), Callback(**{event: keep}), opt_func=cls, lr=LR)
     whole.fit(2)
@@ -443,6 +495,7 @@ def test_evaluations_change_nothing_that_is_trained(cls: Any) -> None:
 
 # ----------------------------------------------------------------------------------- closures
 
+
 class Second(torch.optim.SGD):
     "Steps only with a closure, and says nothing without."
 
@@ -458,6 +511,7 @@ class Second(torch.optim.SGD):
 
 class Nearby(torch.optim.SGD):
     "Steps with the gradient at a point that it goes to by way of `data`."
+
     needs_closure = True
 
     def step(self, closure: Any = None) -> Any:
@@ -475,11 +529,13 @@ class Nearby(torch.optim.SGD):
 def train_with_closure(model: nn.Module, opt: Any, first: bool) -> None:
     "Train for an epoch with closures, after a first evaluation where the optimizer wants one."
     for x, y in batches():
+
         def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
             opt.zero_grad()
             loss = mse_loss(model(x), y)
             loss.backward()
             return loss
+
         if first:
             closure()
         opt.step(closure)
@@ -490,11 +546,19 @@ sam = partial(library.SAM, base_optimizer=torch.optim.SGD, momentum=0.9)
 wsam = lambda p, lr, model: library.WSAM(p, model=model, base_optimizer=torch.optim.SGD, lr=lr)
 
 
-@pytest.mark.parametrize(('make', 'first', 'n_evaluations'), [
-    (sam, True, 20), (partial(library.FriendlySAM, base_optimizer=torch.optim.SGD), True, 20),
-    (partial(library.LookSAM, base_optimizer=torch.optim.SGD), True, 20), (Second, False, 10),
-    (partial(library.BSAM, num_data=40), True, 30), (Nearby, False, 20), (library.Lion, False, 10),
-    (schedulefree.SGDScheduleFreeClosure, False, 20)])
+@pytest.mark.parametrize(
+    ('make', 'first', 'n_evaluations'),
+    [
+        (sam, True, 20),
+        (partial(library.FriendlySAM, base_optimizer=torch.optim.SGD), True, 20),
+        (partial(library.LookSAM, base_optimizer=torch.optim.SGD), True, 20),
+        (Second, False, 10),
+        (partial(library.BSAM, num_data=40), True, 30),
+        (Nearby, False, 20),
+        (library.Lion, False, 10),
+        (schedulefree.SGDScheduleFreeClosure, False, 20),
+    ],
+)
 @pytest.mark.silent('optimizer that steps only with a closure: how far the weights moved')
 def test_who_needs_a_closure_gets_one(row: Row, make: Any, first: bool, n_evaluations: int) -> None:
     model, other, start = net(), net(), net()
@@ -510,18 +574,21 @@ def test_who_needs_a_closure_gets_one(row: Row, make: Any, first: bool, n_evalua
     if hasattr(plain, 'eval'):
         plain.eval()
     if make is Second:
-        row(was=0., now=gap(model, start), independent=gap(other, start))
+        row(was=0.0, now=gap(model, start), independent=gap(other, start))
     assert gap(model, other) == 0 and gap(model, start) > 0
     assert len(count) == n_evaluations
 
 
 def test_a_closure_optimizer_is_resumed_exactly() -> None:
     states: list[Any] = []
+
     def keep(cb: Any) -> None:
         if cb.train_iter == 7:
             states.append(cb.learn.checkpoint_state())
-    whole, again = (learner(net(), *cbs, opt_func=sam)
-                    for cbs in ([Callback(batch_checkpoint=keep)], []))
+
+    whole, again = (
+        learner(net(), *cbs, opt_func=sam) for cbs in ([Callback(batch_checkpoint=keep)], [])
+    )
     whole.fit_one_cycle(2, LR)
     again.fit_one_cycle(2, LR, resume=states[0])
     assert gap(whole.model, again.model) == 0

@@ -1,4 +1,5 @@
 """The kill harness: what a child is, how it ends, that nothing of it stays, and what its runs prove."""
+
 from __future__ import annotations
 
 import atexit
@@ -36,24 +37,31 @@ pytestmark = pytest.mark.skipif(not hasattr(os, 'fork'), reason='needs os.fork')
 
 def children() -> set[int]:
     "The processes that this one has started or adopted, zombies among them."
-    out = subprocess.run(['ps', '-o', 'pid=', '--ppid', str(os.getpid())], capture_output=True, text=True).stdout
+    out = subprocess.run(
+        ['ps', '-o', 'pid=', '--ppid', str(os.getpid())], capture_output=True, text=True
+    ).stdout
     # but not ps itself
     return {pid for pid in map(int, out.split()) if Path(f'/proc/{pid}').exists()}
 
 
 def is_gone(pid: int) -> bool:
-    try: os.kill(pid, 0)
-    except ProcessLookupError: return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
     return False
 
 
 def count_up(file: Path, n: int = 5, at: str = 'step') -> Callable[[], list[int]]:
     "A job that writes a line at a time, and goes on where it was killed."
+
     def job() -> list[int]:
         for i in range(len(file.read_text().split()) if file.exists() else 0, n):
-            with file.open('a') as f: f.write(f'{i}\n')
+            with file.open('a') as f:
+                f.write(f'{i}\n')
             reached(at)
         return [int(line) for line in file.read_text().split()]
+
     return job
 
 
@@ -66,55 +74,65 @@ def sleep_beside_another(file: Path) -> None:
     time.sleep(30)
 
 
-# ------------------------------------------------------------------------------------------------------ killed and done
+# ---------------------------------------------------------------------------------- killed and done
+
 
 def test_a_job_is_killed_and_started_again_until_it_is_done(tmp_path: Path) -> None:
     before = children()
-    lives = run_until_done(count_up(tmp_path/'n'), ['step', ('step', 2), None])
+    lives = run_until_done(count_up(tmp_path / 'n'), ['step', ('step', 2), None])
     assert lives.result == [0, 1, 2, 3, 4] and lives.codes == [-9, -9, 0] and lives.kills == 2
     assert len(lives.seconds) == len(lives.stdout) == 3 and children() == before
-    again = run_until_done(count_up(tmp_path/'n'), ['step', 0.2])
+    again = run_until_done(count_up(tmp_path / 'n'), ['step', 0.2])
     assert again.codes == [0] and again.result == lives.result
 
 
 def test_kills_by_time_by_a_file_and_by_a_function(tmp_path: Path) -> None:
     def wait() -> None:
-        (tmp_path/'here').touch()
-        if not (tmp_path/'done').exists(): time.sleep(30)
+        (tmp_path / 'here').touch()
+        if not (tmp_path / 'done').exists():
+            time.sleep(30)
 
     def kill(n: int) -> Any:
-        if n == 2: (tmp_path/'done').touch()
-        return [0.05, tmp_path/'here', None][n]
+        if n == 2:
+            (tmp_path / 'done').touch()
+        return [0.05, tmp_path / 'here', None][n]
+
     lives = run_until_done(wait, kill)
     assert lives.codes == [-9, -9, 0] and lives.seconds[0] >= 0.05 and max(lives.seconds) < 5
-    assert random_instants(4, 2., 1) == random_instants(4, 2., 1) != random_instants(4, 2., 2)
-    assert all(0 <= t <= 2 for t in random_instants(100, 2.))
+    assert random_instants(4, 2.0, 1) == random_instants(4, 2.0, 1) != random_instants(4, 2.0, 2)
+    assert all(0 <= t <= 2 for t in random_instants(100, 2.0))
 
 
 def test_a_signal_that_is_caught(tmp_path: Path) -> None:
     def job() -> int:
-        if (tmp_path/'told').exists(): return 7
-        signal.signal(signal.SIGTERM, lambda *_: (tmp_path/'told').touch() or sys.exit(143))
-        (tmp_path/'ready').touch()
+        if (tmp_path / 'told').exists():
+            return 7
+        signal.signal(signal.SIGTERM, lambda *_: (tmp_path / 'told').touch() or sys.exit(143))
+        (tmp_path / 'ready').touch()
         time.sleep(30)
         return 0
-    lives = run_until_done(job, [tmp_path/'ready'], signal.SIGTERM)
+
+    lives = run_until_done(job, [tmp_path / 'ready'], signal.SIGTERM)
     assert lives.codes == [143, 0] and lives.result == 7
 
 
 @pytest.mark.parametrize('group', [True, False])
 def test_no_process_of_a_killed_job_is_left(tmp_path: Path, group: bool) -> None:
-    before, (file, done) = children(), (tmp_path/'pid', tmp_path/'done')
+    before, (file, done) = children(), (tmp_path / 'pid', tmp_path / 'done')
 
     def kill(n: int) -> Any:
-        if n: done.touch()
+        if n:
+            done.touch()
         return None if n else file
-    lives = run_until_done(lambda: None if done.exists() else sleep_beside_another(file), kill, group=group)
+
+    lives = run_until_done(
+        lambda: None if done.exists() else sleep_beside_another(file), kill, group=group
+    )
     assert lives.codes == [-9, 0] and is_gone(int(file.read_text())) and children() == before
 
 
 def test_loader_workers_end_with_the_job(tmp_path: Path) -> None:
-    before, file = children(), tmp_path/'pids'
+    before, file = children(), tmp_path / 'pids'
 
     def job() -> int:
         batches = iter(DataLoader(list(range(64)), batch_size=2, num_workers=2))
@@ -123,43 +141,57 @@ def test_loader_workers_end_with_the_job(tmp_path: Path) -> None:
             file.write_text(' '.join(str(w.pid) for w in batches._workers))  # type: ignore[attr-defined]
             reached('batch')
         return sum(1 for _ in batches)
+
     lives = run_until_done(job, ['batch'], group=False)
     assert lives.result == 31 and lives.codes == [-9, 0] and children() == before
-    assert len(file.read_text().split()) == 2 and all(is_gone(int(pid)) for pid in file.read_text().split())
+    assert len(file.read_text().split()) == 2 and all(
+        is_gone(int(pid)) for pid in file.read_text().split()
+    )
 
 
-@pytest.mark.skipif(sys.platform != 'linux', reason='only Linux tells a child of its parent\'s death')
+@pytest.mark.skipif(
+    sys.platform != 'linux', reason="only Linux tells a child of its parent's death"
+)
 def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
     def parent() -> None:
         with start(lambda: time.sleep(30)) as inner:
-            (tmp_path/'tmp').write_text(str(inner.pid))
-            (tmp_path/'tmp').rename(tmp_path/'pid')
+            (tmp_path / 'tmp').write_text(str(inner.pid))
+            (tmp_path / 'tmp').rename(tmp_path / 'pid')
             time.sleep(30)
+
     with start(parent) as child:
-        assert child.wait(5, (tmp_path/'pid').exists) is None
+        assert child.wait(5, (tmp_path / 'pid').exists) is None
         child.send(signal.SIGKILL, group=False)
         child.wait()
         # its parent is dead, so it is ours
-        _, status = os.waitpid(int((tmp_path/'pid').read_text()), 0)
+        _, status = os.waitpid(int((tmp_path / 'pid').read_text()), 0)
         assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
 
 
-# ----------------------------------------------------------------------------------------------------------- what fails
+# --------------------------------------------------------------------------------------- what fails
+
 
 def test_a_job_that_fails_shows_its_traceback() -> None:
-    def fail() -> None: raise KeyError('planned')
-    with pytest.raises(HarnessError, match=r"(?s)ended with exit code 1\..*in fail.*KeyError: 'planned'"):
+    def fail() -> None:
+        raise KeyError('planned')
+
+    with pytest.raises(
+        HarnessError, match=r"(?s)ended with exit code 1\..*in fail.*KeyError: 'planned'"
+    ):
         run_until_done(fail)
-    with pytest.raises(HarnessError, match=r'(?s)exit code 1.*would not load safely'): run_until_done(lambda: object())
+    with pytest.raises(HarnessError, match=r'(?s)exit code 1.*would not load safely'):
+        run_until_done(lambda: object())
     with pytest.raises(HarnessError, match='SIGKILL, which the harness did not send'):
         run_until_done(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def test_a_job_that_does_not_end_is_killed_and_shows_where_it_is(tmp_path: Path) -> None:
     before = children()
-    with pytest.raises(HarnessError, match=r'(?s)did not end within 0\.3 s.*in sleep_beside_another'):
-        run_until_done(lambda: sleep_beside_another(tmp_path/'pid'), timeout_s=0.3)
-    assert is_gone(int((tmp_path/'pid').read_text())) and children() == before
+    with pytest.raises(
+        HarnessError, match=r'(?s)did not end within 0\.3 s.*in sleep_beside_another'
+    ):
+        run_until_done(lambda: sleep_beside_another(tmp_path / 'pid'), timeout_s=0.3)
+    assert is_gone(int((tmp_path / 'pid').read_text())) and children() == before
     with pytest.raises(HarnessError, match='killed 3 times'):
         run_until_done(lambda: reached('x'), lambda n: 'x', max_lives=3)
 
@@ -172,16 +204,23 @@ def test_what_stands_in_the_way_is_said(monkeypatch: pytest.MonkeyPatch) -> None
         run_until_done(lambda: time.sleep(30), timeout_s=0.1)
     ends.set()
     thread.join()
-    with pytest.raises(OptionError, match='kill=b'): run_until_done(lambda: 1, [b'1'])  # type: ignore[list-item]
+    with pytest.raises(OptionError, match='kill=b'):
+        run_until_done(lambda: 1, [b'1'])  # type: ignore[list-item]
     monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: True)
-    with pytest.raises(HarnessError, match='CUDA'): start(lambda: 1)
+    with pytest.raises(HarnessError, match='CUDA'):
+        start(lambda: 1)
 
 
-# ---------------------------------------------------------------------------------------------------------- what it is
+# --------------------------------------------------------------------------------------- what it is
 
-@pytest.mark.parametrize(('code', 'expected'), [(None, 0), (0, 0), (3, 3), (263, 7), ('text', 1), (True, 1)])
+
+@pytest.mark.parametrize(
+    ('code', 'expected'), [(None, 0), (0, 0), (3, 3), (263, 7), ('text', 1), (True, 1)]
+)
 def test_exit_codes_are_those_of_the_interpreter(code: Any, expected: int) -> None:
-    def job() -> None: sys.exit(code)
+    def job() -> None:
+        sys.exit(code)
+
     with start(job) as child:
         assert child.wait() == expected
         assert child.stderr == ('' if code is None or isinstance(code, int) else f'{code}\n')
@@ -190,7 +229,9 @@ def test_exit_codes_are_those_of_the_interpreter(code: Any, expected: int) -> No
 def test_ctrl_c_ends_it_as_it_ends_an_interpreter() -> None:
     with start(lambda: time.sleep(30)) as child:
         child.send(signal.SIGINT)
-        assert child.wait(5) == -signal.SIGINT and child.stderr.rstrip().endswith('KeyboardInterrupt')
+        assert child.wait(5) == -signal.SIGINT and child.stderr.rstrip().endswith(
+            'KeyboardInterrupt'
+        )
 
 
 def test_output_is_the_childs_own(capfd: pytest.CaptureFixture[str]) -> None:
@@ -199,6 +240,7 @@ def test_output_is_the_childs_own(capfd: pytest.CaptureFixture[str]) -> None:
         os.write(1, b'from the system\n')
         print('an error', file=sys.stderr)
         assert sys.stdin.read() == ''
+
     with start(job) as child:
         assert child.wait() == 0
         assert child.stdout == 'ä from Python\nfrom the system\n' and child.stderr == 'an error\n'
@@ -206,35 +248,59 @@ def test_output_is_the_childs_own(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_nothing_of_the_parents_exit_runs_in_it_and_everything_of_its_own(tmp_path: Path) -> None:
-    touch: Any = (tmp_path/'parent').touch
+    touch: Any = (tmp_path / 'parent').touch
     atexit.register(touch)
 
     def job() -> None:
-        atexit.register((tmp_path/'child').touch)
-        threading.Thread(target=lambda: (time.sleep(0.05), (tmp_path/'thread').touch())).start()
-        synth_learner(cbs=Callback(close=lambda cb: (tmp_path/'closed').touch())).fit(1)
-    left = synth_learner(cbs=Callback(close=lambda cb: (tmp_path/'learner').touch()))
+        atexit.register((tmp_path / 'child').touch)
+        threading.Thread(target=lambda: (time.sleep(0.05), (tmp_path / 'thread').touch())).start()
+        synth_learner(cbs=Callback(close=lambda cb: (tmp_path / 'closed').touch())).fit(1)
+
+    left = synth_learner(cbs=Callback(close=lambda cb: (tmp_path / 'learner').touch()))
     try:
-        with start(job) as child: assert child.wait() == 0, child.stderr
-    finally: atexit.unregister(touch)
+        with start(job) as child:
+            assert child.wait() == 0, child.stderr
+    finally:
+        atexit.unregister(touch)
     assert {p.name for p in tmp_path.iterdir()} == {'child', 'thread', 'closed'} and left
 
 
 def test_it_has_the_parents_generators_its_own_handlers_and_one_thread() -> None:
-    def draw() -> Any: return random.random(), float(np.random.rand()), torch.rand(1).item()
+    def draw() -> Any:
+        return random.random(), float(np.random.rand()), torch.rand(1).item()
+
     def job() -> Any:
         handlers = [signal.getsignal(s) is signal.SIG_DFL for s in (signal.SIGTERM, signal.SIGUSR1)]
         masked = list(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ())))
-        return draw(), handlers, masked, torch.get_num_threads(), os.getpgid(0) == os.getpid(), threading.active_count()
-    n, old = torch.get_num_threads(), {s: signal.signal(s, lambda *_: None) for s in (signal.SIGTERM, signal.SIGUSR1)}
+        return (
+            draw(),
+            handlers,
+            masked,
+            torch.get_num_threads(),
+            os.getpgid(0) == os.getpid(),
+            threading.active_count(),
+        )
+
+    n, old = (
+        torch.get_num_threads(),
+        {s: signal.signal(s, lambda *_: None) for s in (signal.SIGTERM, signal.SIGUSR1)},
+    )
     torch.set_num_threads(2)
     try:
-        with start(job) as child: assert child.wait() == 0, child.stderr
-        assert (child.code, torch.get_num_threads(), signal.pthread_sigmask(signal.SIG_BLOCK, ())) == (0, 2, set())
-        with start(job) as child: child.wait(); result = child.result
+        with start(job) as child:
+            assert child.wait() == 0, child.stderr
+        assert (
+            child.code,
+            torch.get_num_threads(),
+            signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+        ) == (0, 2, set())
+        with start(job) as child:
+            child.wait()
+            result = child.result
     finally:
         torch.set_num_threads(n)
-        for s, handler in old.items(): signal.signal(s, handler)
+        for s, handler in old.items():
+            signal.signal(s, handler)
     assert result == (draw(), [True, True], [], 1, True, 1)
 
 
@@ -246,23 +312,28 @@ def test_tensors_come_back_and_files_go() -> None:
     assert result['w'].tolist() == [0, 1, 2] and result['n'] == (1, None) and not folder.exists()
 
 
-# ------------------------------------------------------------------------------------------------------ what it proves
+# ----------------------------------------------------------------------------------- what it proves
+
 
 def make_learner(cbs: Any = ()) -> Learner:
     torch.manual_seed(0)
     x = torch.randn(48, 3)
-    dls = DataLoaders.from_tensors((x, x.sum(1, keepdim=True)), (x[:8], x[:8, :1]), bs=4, device='cpu')
+    dls = DataLoaders.from_tensors(
+        (x, x.sum(1, keepdim=True)), (x[:8], x[:8, :1]), bs=4, device='cpu'
+    )
     model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
     return Learner(dls, model, nn.MSELoss(), cbs=[EMA(), *cbs])
 
 
 def forgetful() -> Learner:
     "Make a Learner that scales gradients by a count that no checkpoint can have."
-    seen = [1.]
+    seen = [1.0]
 
     def scale(cb: Callback) -> None:
         seen[0] += 0.1
-        for p in cb.learn.model.parameters(): p.grad *= seen[0]
+        for p in cb.learn.model.parameters():
+            p.grad *= seen[0]
+
     return make_learner([Callback(after_backward=scale)])
 
 
@@ -283,8 +354,11 @@ def test_a_learner_that_differs_each_time_or_fails_is_told() -> None:
         learn = make_learner()
         learn.model[0].bias.data.fill_(os.getpid())
         return learn
-    with pytest.raises(HarnessError, match=r'(?s)nothing has killed differ.*model\.0'): kill_and_resume(another, 1)
-    with pytest.raises(HarnessError, match='ZeroDivisionError'): kill_and_resume(lambda: 1 / 0, 1)
+
+    with pytest.raises(HarnessError, match=r'(?s)nothing has killed differ.*model\.0'):
+        kill_and_resume(another, 1)
+    with pytest.raises(HarnessError, match='ZeroDivisionError'):
+        kill_and_resume(lambda: 1 / 0, 1)
 
 
 @pytest.mark.full
