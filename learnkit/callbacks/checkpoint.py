@@ -23,6 +23,7 @@ from learnkit.callbacks.sigterm import StopRequest, in_ipython
 from learnkit.checkpoint.dcp import Writers, folder_of, remove_parts, sweep_parts, take_parts
 from learnkit.checkpoint.file import write_state
 from learnkit.checkpoint.folder import Entry, entries, next_path, number_of, superfluous
+from learnkit.checkpoint.own_files import remove_own_files, sweep_own_files, write_own_files
 from learnkit.checkpoint.state import collect_state, host_copy
 from learnkit.core.dtensor import mesh_of, whole_state
 from learnkit.core.errors import CancelFitException, CheckpointError, OptionError
@@ -203,6 +204,7 @@ class Checkpoint(Callback):
         self._lock = lock
         sweep(folder)
         sweep_parts(folder)
+        sweep_own_files(folder)
 
     def batch_checkpoint(self) -> None:
         self._look('batch')
@@ -265,6 +267,7 @@ class Checkpoint(Callback):
             self.before_fit()
         self._wait_alike()
         state, path, info = self._snapshot(self.learn.run.checkpoint_event)
+        state = self._with_own_files(state, path)
         if not self.background:
             self._write_alike(state, path, info)
             return path
@@ -274,6 +277,13 @@ class Checkpoint(Callback):
             self._thread = ThreadPoolExecutor(1, 'checkpoint')
         self._writing = self._thread.submit(self._write, state, path, info)
         return path
+
+    def _with_own_files(self, state: dict[str, Any], path: Path) -> dict[str, Any]:
+        "Let callbacks write their files in the first process; return the state with a list of them."
+        learn = self.learn
+        write = partial(write_own_files, learn, path) if learn.world.is_first else dict
+        files = learn.world.run_on_all(write)
+        return {**state, 'files': files} if files else state
 
     def _snapshot(self, place: str) -> tuple[dict[str, Any], Path, dict[str, Any]]:
         "Copy the state to host memory; return it, the file it is for, and what is said of it there."
@@ -349,6 +359,7 @@ class Checkpoint(Callback):
         for old in superfluous(self._own, self.keep_last, self.keep_best):
             old.unlink(missing_ok=True)
             remove_parts(old)
+            remove_own_files(old)
             self._own = [e for e in self._own if e.path != old]
 
     def _write_parts(self, state: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -435,6 +446,7 @@ class Checkpoint(Callback):
         self._finish(state, path, info)
 
     def _finish(self, state: dict[str, Any], path: Path, info: dict[str, Any]) -> None:
+        state = self._with_own_files(state, path)
         self._write_alike(state, path, info)
         if self.learn.world.is_first:
             print(f'SIGTERM: the run is saved in {path}', file=sys.stderr, flush=True)

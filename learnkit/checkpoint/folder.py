@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from learnkit.checkpoint.file import read_info, read_state
+from learnkit.checkpoint.own_files import check_own_files
 from learnkit.core.errors import CheckpointError, DamagedError, did_you_mean
 from learnkit.core.validation import warn_user
 
@@ -163,6 +164,7 @@ def load_state(path: Path, digests: bool = True) -> tuple[Mapping[str, Any], dic
         from learnkit.checkpoint.dcp import check_parts  # of checkpoints with such files alone
 
         check_parts(path, state['parts'], digests)
+    check_own_files(path, state.get('files', {}), digests)
     return state, info
 
 

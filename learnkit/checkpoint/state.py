@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from learnkit.checkpoint.folder import find
+from learnkit.checkpoint.own_files import read_own_files
 from learnkit.checkpoint.saving import ensure_optimizer, move_to_device
 from learnkit.checkpoint.weights import check_weights, load_weights, own_state, weights_differ
 from learnkit.core.dtensor import (
@@ -317,7 +318,7 @@ def restore_state(learn: Any, resume: ResumeState) -> None:
         _restore_counters(learn, resume.loop)
         learn.load_callback_states(host_copy(state['callbacks']))
         if resume.path is not None:
-            _read_own_files(learn, resume.path.parent)
+            read_own_files(learn, resume.path)
     resume.before = None
     restore_rng(state['rng'])
     learn.strategy.after_restore(learn, resume)
@@ -362,13 +363,6 @@ def _roll_back_on_error(learn: Any, r: ResumeState) -> Iterator[None]:
         with suppress(Exception):
             learn.load_callback_states(states)  # the first error is the one to tell
         raise
-
-
-def _read_own_files(learn: Any, folder: Path) -> None:
-    "Let callbacks read what they keep in files of their own."
-    for cb in learn.cbs:
-        if read := getattr(cb, 'resume_from_checkpoint', None):
-            read(folder, learn.model)
 
 
 def _restore_flags(learn: Any, state: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ['atomic_write', 'check_writable', 'sweep', 'flush_folder']
+__all__ = ['atomic_write', 'check_writable', 'sweep', 'flush_file', 'flush_folder']
 
 # what file systems say that keep folders another way
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
@@ -41,7 +41,7 @@ def atomic_write(
     _writing.add(tmp)
     try:
         yield tmp
-        _flush(tmp)
+        flush_file(tmp)
         os.replace(tmp, path)
     finally:
         tmp.unlink(missing_ok=True)
@@ -102,7 +102,8 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f'.{path.name[:40]}.tmp-{os.getpid()}-{secrets.token_hex(4)}')
 
 
-def _flush(path: Path) -> None:
+def flush_file(path: Path) -> None:
+    "Let a file's bytes reach the disk."
     with path.open('rb+') as f:
         os.fsync(f.fileno())
 

@@ -190,8 +190,27 @@ class Callback:
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Put back what `state_dict` returned."
 
+    def save_to_checkpoint(self, folder: Path) -> None:
+        """Write files that belong to the checkpoint into `folder`, which exists and is empty.
+
+        `Checkpoint` calls it whenever it writes a checkpoint, in the first process. The files are
+        listed in the checkpoint with their SHA-256: a checkpoint whose files are missing or changed
+        is damaged. They are removed with the checkpoint. For tensors that fit into memory
+        `state_dict` is simpler.
+
+        >>> class Notes(Callback):
+        ...     def save_to_checkpoint(self, folder):
+        ...         (folder / 'notes.txt').write_text('after batch 10')
+        ...     def resume_from_checkpoint(self, folder, model):
+        ...         self.notes = (folder / 'notes.txt').read_text()
+        """
+
     def resume_from_checkpoint(self, folder: Path, model: Any) -> None:
-        "Read back what this callback keeps on disk beside the checkpoint in `folder`."
+        """Read the files that `save_to_checkpoint` wrote into `folder`.
+
+        A callback without `save_to_checkpoint` gets the folder of the checkpoints. Called when a
+        fit is resumed from a file, after `load_state_dict`.
+        """
 
     # -- called by name, and no events: also of callbacks that are switched off --------------------
 
@@ -337,9 +356,10 @@ class Periodic(Callback):
     """Call `on_every` each time the run crosses a multiple of `every`.
 
     `every` counts from the Learner's start, in any unit of `learnkit.core.time.Time`:
-    `Periodic(every='500ba')` runs after batches 500, 1000, ...; epochs run in `after_epoch`, iterations in `after_iteration`, all others in `after_batch` of
-    training. As a function: `Periodic(every='2ep', on_every=f)`, called with the callback. With `at_eval = True` it is
-    also called at the end of each `learn.validate()`.
+    `Periodic(every='500ba')` runs after batches 500, 1000, ...; epochs run in `after_epoch`,
+    iterations in `after_iteration`, all others in `after_batch` of training. As a function:
+    `Periodic(every='2ep', on_every=f)`, called with the callback. With `at_eval = True` it is also
+    called at the end of each `learn.validate()`.
 
     Between the periods any event tracks: `after_backward` comes once for each microbatch (what ksuit calls
     `track_after_accumulation_step`), `after_batch` once a batch, `after_step` once an optimizer step
