@@ -34,7 +34,17 @@ __all__ = [
 
 _NOTED, _BEGUN = '_as_added', '_as_begun'
 _NOT_STATE = frozenset(
-    {'learn', 'order', 'run', 'run_train', 'run_valid', _NOTED, _BEGUN, '_given_by_learnkit'}
+    {
+        'learn',
+        'order',
+        'run',
+        'run_in',
+        'run_train',
+        'run_valid',
+        _NOTED,
+        _BEGUN,
+        '_given_by_learnkit',
+    }
 )
 _ATOMS = (type(None), bool, int, float, complex, str)
 _KIND = '__kind__'  # in the dict that stands for what a file of plain data has no place for

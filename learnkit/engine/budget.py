@@ -51,7 +51,8 @@ class Budget(Callback):
     Time('500ba')
     """
 
-    order, run_valid = -9, False  # right after the counters
+    order = -9  # right after the counters
+    run_in, run_valid = 'fit', False
 
     def __init__(self, total: str | int | Time = '1ep') -> None:
         self.total = as_time(total, 'ep')
@@ -63,8 +64,6 @@ class Budget(Callback):
             self.wall_clock = ('began', 'last')
 
     def before_fit(self) -> None:
-        if not self.learn.fitting:
-            return
         self._began, self._n_idle, self._last = self.learn.finished(self.total.unit), 0, 0.0
         self._ended = False
 
@@ -75,8 +74,6 @@ class Budget(Callback):
         self._look()
 
     def after_epoch(self) -> None:
-        if not self.learn.fitting:
-            return
         self._look()
         last, self._last = self._last, self.share()
         self._n_idle = 0 if self._last > last else self._n_idle + 1

@@ -103,8 +103,9 @@ class Callback:
     called with the callback.
 
     Callbacks run by `order`, then as they were added: to see the epoch's row in `self.history`, an `after_epoch` needs
-    an `order` above the Recorder's 50. `run_train = False` or `run_valid = False` leaves out the events of training or
-    of evaluation batches. Raising a Cancel exception skips the rest of its level.
+    an `order` above the Recorder's 50. `run_train = False` or `run_valid = False` leaves out the
+    events of training or of evaluation batches, `run_in = 'fit'` all events of `validate()` and
+    `get_preds()`. Raising a Cancel exception skips the rest of its level.
 
     A callback may start an evaluation from any of its events: `learn.validate(dl=...)`, `get_preds`, `show_results`.
     The callback itself is not called in that evaluation, all other callbacks are; what changes the batches belongs
@@ -129,32 +130,23 @@ class Callback:
 
     order: float = 0  # callbacks run in this order, then in the order of adding
     run: bool = True  # False switches it off until the end of the fit
+    run_in: str = 'any'  # 'fit': not in validate() and get_preds(); 'evaluation': only in those
     run_train: bool = True  # whether events of a batch run in training
     run_valid: bool = True  # whether events of a batch run in evaluation
     run_before: Any = ()  # classes (or names) of callbacks that must run after this one
     run_after: Any = ()  # classes (or names) of callbacks that must run before this one
-    runs_last: tuple[
-        str, ...
-    ] = ()  # events in which it runs after all others, whatever its `order`
+    runs_last: tuple[str, ...] = ()  # events in which it runs after all others, at any `order`
     remove_on_fetch: bool = False  # leave it out while FetchPredsCallback predicts
     remove_on_find: bool = False  # leave it out while lr_find looks for a learning rate
     writes_files: bool = False  # leave it out while `check_resume` tries something
-    first_process_only: bool = (
-        False  # of several processes that train together, only the first runs its handlers
-    )
+    first_process_only: bool = False  # run its handlers in rank 0 only
     observer: bool = False  # it changes nothing: its handlers run under `torch.no_grad()`
     state_key: str | None = None  # its key in checkpoints; None: its name, made unique
-    needs_whole_weights: bool = (
-        False  # where processes have parts of the weights, a fit with it is refused
-    )
-    follows_weights: bool = (
-        False  # its state is one of the weights, and goes back with them (`GuardNonFinite`)
-    )
-    needs_events: bool = True  # warn where a loop of one's own never fires an event that it handles
-    wall_clock: tuple[
-        str, ...
-    ] = ()  # entries of its state that measure time, and so differ from run to run
-    learn: Any = None  # the learner, once added
+    needs_whole_weights: bool = False  # refuse a fit in which the weights are sharded
+    follows_weights: bool = False  # roll its state back with the weights (`GuardNonFinite`)
+    needs_events: bool = True  # warn if a loop of your own never fires an event that it handles
+    wall_clock: tuple[str, ...] = ()  # entries of its state that differ from run to run: times
+    learn: Any = None  # the Learner, once added
 
     def __init__(
         self,

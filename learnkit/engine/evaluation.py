@@ -99,13 +99,12 @@ class EvaluateWithinEpochs(Callback):
     module and the loop's state are restored after the evaluation. No state.
     """
 
-    order, run_valid, remove_on_find = 10_000, False, True  # after all other handlers of the batch
+    order = 10_000  # after all other handlers of the batch
+    run_in, run_valid, remove_on_find = 'fit', False, True
 
     def after_batch(self) -> None:
         "Evaluate what is due."
         learn = self.learn
-        if not learn.fitting:
-            return
         due = learn.evaluations.due(learn, at_epoch_end=False)
         if due:
             learn.evaluate_within_epoch(due)

@@ -92,7 +92,7 @@ def open_run(
     with learn.lock:
         outer = run.levels, run.kind, learn.fitting, run.depth
         grad, began = torch.is_grad_enabled(), perf_counter()
-        held = [] if kind == 'fit' else hold_callers(learn)
+        held = hold_others(learn, kind)
         try:
             run.levels, run.kind, learn.fitting = (), kind or run.kind, kind == 'fit'
             run.depth += 1
@@ -214,15 +214,21 @@ _DISPATCHES = {CallbackHost.__call__.__code__: 'self', call_each.__code__: 'lear
 _INPUTS = ('after_draw', 'before_batch', 'before_pred', 'after_pred', CONTEXTS['forward'])
 
 
-def hold_callers(learn: Any) -> list[Any]:
-    """Switch off the callbacks that start the run at hand from one of their handlers; return them.
+def hold_others(learn: Any, kind: str) -> list[Any]:
+    """Switch off the callbacks that have no part in a run, and return them.
 
-    Otherwise the run would call the same handler, and that one start the next run, without an end.
+    These are callbacks whose `run_in` excludes it, and, in an evaluation, callbacks that start it
+    from one of their handlers. Otherwise the evaluation would call the same handler, which would
+    start the next evaluation, without an end.
     """
-    callers = running_handlers(learn)
-    for cb, event_name in callers:
-        warn_of_held_inputs(learn, cb, event_name)
-    held: list[Any] = learn.callbacks.hold(cb for cb, _ in callers)
+    excluded = 'evaluation' if kind == 'fit' else 'fit'
+    others = [cb for cb in learn.callbacks if getattr(cb, 'run_in', 'any') == excluded]
+    if kind != 'fit':
+        callers = running_handlers(learn)
+        for cb, event_name in callers:
+            warn_of_held_inputs(learn, cb, event_name)
+        others += [cb for cb, _ in callers]
+    held: list[Any] = learn.callbacks.hold(others)
     return held
 
 
