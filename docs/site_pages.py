@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import architecture_svg
 import lifecycle_svg
 from site_api import index_page, module_page, modules
 
@@ -68,7 +69,8 @@ def made() -> dict[str, str]:
             texts[page] = relinked(path.read_text('utf-8'), path.parent, known)
         if page.startswith('api/'):
             texts[page] = module_page(page.removeprefix('api/').removesuffix('.rst'))
-    return texts | {lifecycle_svg.FILE.name: lifecycle_svg.draw()}
+    drawings = architecture_svg, lifecycle_svg
+    return texts | {drawing.FILE.name: drawing.draw() for drawing in drawings}
 
 
 def write_pages(app: Any, config: Any) -> None:

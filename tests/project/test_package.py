@@ -192,6 +192,13 @@ def test_no_import_cycle() -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError, which shows the cycle
 
 
+def test_the_map_shows_the_packages_in_their_order() -> None:
+    drawn = (ROOT / 'docs' / 'architecture.svg').read_text('utf-8')
+    boxes = re.findall(r'class="package" x="([\d.]+)" y="([\d.]+)">(\w+)<', drawn)
+    order = sorted(boxes, key=lambda box: (-float(box[1]), float(box[0])))
+    assert [name for _, _, name in order] == PACKAGES
+
+
 def test_imports_are_read_right() -> None:
     known = dict.fromkeys(
         ['learnkit', 'loop', 'errors', 'callbacks', 'callbacks.mixup', 'callbacks.hooks'], ROOT

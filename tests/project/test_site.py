@@ -57,6 +57,15 @@ def test_the_drawing_nests_as_the_loop_does() -> None:
     assert drawn.count('class="level"') == len(levels)
 
 
+def test_the_map_is_what_its_script_draws_and_its_page_shows() -> None:
+    drawn = (DOCS / 'architecture.svg').read_text('utf-8')
+    expected = output_of(
+        'import architecture_svg; print(architecture_svg.draw(), end="")', cwd=DOCS
+    )
+    assert drawn == expected, 'write it again: python docs/architecture_svg.py'
+    assert '](architecture.svg)' in (DOCS / 'architecture.md').read_text('utf-8')
+
+
 # ---------------------------------------------------------------------------------------- the pages
 
 
