@@ -23,7 +23,7 @@ MOMENTS = {
     'begun': (statefile, '_Packer'),
     'packed': (statefile, '_make_header'),
     'written': (statefile, '_bytes_of'),
-    'flushed': (files, '_flush'),
+    'flushed': (files, 'flush_file'),
     'in place': (files, 'flush_folder'),
 }
 
