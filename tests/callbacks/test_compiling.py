@@ -135,7 +135,13 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize('name', OPTIMIZERS)
+IN_SHORT = ('nesterov', 'decoupled', 'amsgrad')  # each option of the others at least once
+
+
+@pytest.mark.parametrize(
+    'name',
+    [pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.full) for name in OPTIMIZERS],
+)
 def test_same_weights_under_a_schedule_without_recompiling(name: str) -> None:
     def make() -> Any:
         return learner(opt_func=OPTIMIZERS[name], cbs=Callback(before_batch=schedule))

@@ -634,6 +634,7 @@ nbformat.write(nb, {str(path)!r})""",
     return nbformat.read(path, 4)
 
 
+@pytest.mark.notebook
 def test_a_notebook_keeps_one_output_with_table_and_text(notebook: Any) -> None:
     [output] = notebook.cells[1].outputs
     html, text = output.data['text/html'], output.data['text/plain']
@@ -645,6 +646,7 @@ def test_a_notebook_keeps_one_output_with_table_and_text(notebook: Any) -> None:
     assert '<progress' not in html and 'color' not in html
 
 
+@pytest.mark.notebook
 def test_a_notebook_keeps_the_bar_that_was_stopped(notebook: Any) -> None:
     output, error = notebook.cells[2].outputs
     assert error.ename == 'KeyboardInterrupt'
@@ -656,12 +658,14 @@ def test_a_notebook_keeps_the_bar_that_was_stopped(notebook: Any) -> None:
     assert len(output.data['text/plain'].splitlines()) == 3
 
 
+@pytest.mark.notebook
 def test_a_notebook_is_blank_after_validate(notebook: Any) -> None:
     shown, result = notebook.cells[3].outputs
     assert shown.data == {'text/html': '', 'text/plain': ''}
     assert result.output_type == 'execute_result'
 
 
+@pytest.mark.notebook
 def test_a_notebook_counts_without_total(notebook: Any) -> None:
     output = notebook.cells[4].outputs[0]
     assert '<progress' not in output.data['text/html']
@@ -670,12 +674,14 @@ def test_a_notebook_counts_without_total(notebook: Any) -> None:
     )
 
 
+@pytest.mark.notebook
 def test_a_notebook_folds_what_is_too_long(notebook: Any) -> None:
     [output] = notebook.cells[5].outputs
     assert '... 100 more, in learn.history ...' in output.data['text/plain']
     assert len(output.data['text/plain'].splitlines()) == NotebookDisplay.max_rows + 2
 
 
+@pytest.mark.notebook
 def test_a_notebook_shows_no_rows_where_there_are_none(notebook: Any) -> None:
     [output] = notebook.cells[6].outputs
     assert output.data['text/html'] == ''
