@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from learnkit.callbacks.model_summary import _without_workers_left
-from learnkit.callbacks.nan_guard import say
+from learnkit.callbacks.nan_guard import print_line
 from learnkit.core.batch import BatchForm, find_bs, form_of
 from learnkit.core.errors import BatchError, OptionError
 from learnkit.core.random import preserved_generators, preserved_rng
@@ -105,7 +105,7 @@ class ParamCount(Callback):
             return
         before, self.counts = self.counts, count_parameters(self.learn.model)
         if self.verbose and before != self.counts:
-            say(self, self.table())
+            print_line(self, self.table())
 
     def configuration(self) -> dict[str, Any]:
         "Return what loggers write: the counts by name."
@@ -170,7 +170,7 @@ class DatasetStats(Callback):
         self.stats = {name: loader_stats(dl, self.n, form_of(dls, name)) for name, dl in loaders}
         self._looked_at = dls
         if self.verbose:
-            say(self, self.table())
+            print_line(self, self.table())
 
     def configuration(self) -> dict[str, Any]:
         "Return what loggers write: every number and shape by name."

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from learnkit.callbacks.nan_guard import say
+from learnkit.callbacks.nan_guard import print_line
 from learnkit.core.batch import describe
 from learnkit.core.errors import OptionError
 from learnkit.core.files import atomic_write, check_writable
@@ -233,7 +233,7 @@ class MemorySnapshot(Callback):
         if self._is_done:
             return
         if torch.device(device).type != 'cuda':
-            say(
+            print_line(
                 self,
                 f'MemorySnapshot records the memory of CUDA devices; on {device} there is nothing to record.',
             )

@@ -10,7 +10,7 @@ import torch
 from fastcore.basics import noop
 from torch import Tensor, nn
 
-from learnkit.callbacks.nan_diagnosis import listed_few, samples_of
+from learnkit.callbacks.nan_diagnosis import format_few, sample_indices
 from learnkit.callbacks.progress import ProgressCallback
 from learnkit.core.errors import CancelException, FitError
 from learnkit.core.random import RNGState, capture_rng, restore_rng
@@ -117,7 +117,7 @@ class Replay(Callback):
         "Keep what the end of the run undoes."
         self._look_around()
         self._failed, self._why = self._within, ' '.join(getattr(self.learn.error, '__notes__', ()))
-        self._indices = samples_of(self.learn) if self._within else None
+        self._indices = sample_indices(self.learn) if self._within else None
 
     def _look_around(self) -> None:
         self._modes = [(m, m.training) for m in self.learn.model.modules()]
@@ -152,7 +152,7 @@ def announcement(kept: Replay, drawn: Drawn) -> str:
     "Say which batch is repeated."
     state, samples = (
         drawn.state,
-        f', samples {listed_few(kept._indices)} of the data set' if kept._indices else '',
+        f', samples {format_few(kept._indices)} of the data set' if kept._indices else '',
     )
     text = (
         f'Repeating batch {state["iter"]} of epoch {state["epoch"]} ({state["dl_name"]}){samples}.'

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from learnkit.callbacks.hooks import as_written
+from learnkit.callbacks.hooks import unwrap_compiled
 from learnkit.callbacks.mixed_precision import MixedPrecision
 from learnkit.callbacks.monitor import Monitor, check_count, seconds_in, world_size
 from learnkit.core.errors import ModelError, OptionError
@@ -266,7 +266,7 @@ class SpeedMonitor(_Timed):
 
 def _unwrapped(model: nn.Module) -> nn.Module:
     "Return the model inside torch.compile's or DistributedDataParallel's wrapper."
-    model = as_written(model)
+    model = unwrap_compiled(model)
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
