@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from learnkit.callbacks.model_summary import _without_workers_left
+from learnkit.callbacks.model_summary import _without_persistent_workers
 from learnkit.callbacks.nan_guard import print_line
 from learnkit.core.batch import BatchForm, find_bs, form_of
 from learnkit.core.errors import BatchError, OptionError
@@ -266,7 +266,7 @@ def undisturbed_loader(dl: Any) -> Iterator[None]:
     rng: Any = getattr(dl, 'rng', None)  # fastai's loaders have one, and replace it for each pass
     state = rng.getstate() if isinstance(rng, random.Random) else None
     with ExitStack() as contexts:
-        for context in (preserved_rng(), preserved_generators(dl), _without_workers_left(dl)):
+        for context in (preserved_rng(), preserved_generators(dl), _without_persistent_workers(dl)):
             contexts.enter_context(context)
         try:
             yield
