@@ -149,7 +149,7 @@ class LRSearch:
             title='learning rate search',
         )
         if suggestions is None:
-            points = self.points
+            points: dict[Any, Point] = dict(self.points)
         else:
             points = dict(zip(nms or range(len(suggestions)), suggestions, strict=True))
         for i, (name, (lr, loss)) in enumerate(points.items()):
