@@ -24,13 +24,13 @@ class GradientAccumulation(Callback):
     The gradient is the mean over those samples, whatever the batch sizes, or over the elements that
     the loss averages over (targets that count, class weights); with `Learner(weight_func=)` the
     weighted mean; for a loss with reduction 'sum' the sum. Terms that other callbacks add to
-    `loss_grad` are averaged likewise. The reported loss is each batch's own. `before_step` and later
-    events of a step occur only at optimizer steps, so that clipping, mixed precision, schedules and
-    averages see one big batch. A batch without a step ends with `after_cancel_batch`.
+    `loss_grad` are averaged likewise. The reported loss is each batch's own. `before_step` and
+    later events of a step occur only at optimizer steps, so that clipping, mixed precision,
+    schedules and averages see one big batch. A batch without a step ends with `after_cancel_batch`.
 
-    In a user's own loop each call of `optimize` counts the batch's samples for the optimizer that it
-    names: each optimizer has its own sum and its own steps. A call without a step returns False, and
-    the batch continues.
+    In a user's own loop each call of `optimize` counts the batch's samples for the optimizer that
+    it names: each optimizer has its own sum and its own steps. A call without a step returns False,
+    and the batch continues.
 
     Samples left over at the end of an epoch's training get a step of their own (in `after_train`),
     unless the epoch had no other step: then they count for the next epoch. Samples left over at the

@@ -24,18 +24,19 @@ class ActivationMonitor(HookCallback):
     """Log statistics of the inputs and outputs of modules, for training batches 0, n, 2n, ... of each fit.
 
     Each statistic is computed over the last dimension and averaged over all others. For an input
-    (batch, sequence, features) it is the mean over batch and sequence of the L2 norm, average, maximum,
-    skewness and kurtosis (m3 / m2^1.5 and m4 / m2^2: 0 and 3 for a normal distribution) of the features.
-    Rows of equal numbers have no skewness and kurtosis and are left out of these. Several calls of a
-    module in a batch, as with microbatches, are averaged together. Only floating-point tensors are
-    measured. The input of an in-place module is measured after its output has overwritten it.
+    (batch, sequence, features) it is the mean over batch and sequence of the L2 norm, average,
+    maximum, skewness and kurtosis (m3 / m2^1.5 and m4 / m2^2: 0 and 3 for a normal distribution) of
+    the features. Rows of equal numbers have no skewness and kurtosis and are left out of these.
+    Several calls of a module in a batch, as with microbatches, are averaged together. Only
+    floating-point tensors are measured. The input of an in-place module is measured after its
+    output has overwritten it.
 
     Hooks are registered only during measured batches, and removed however these end. Statistics are
     computed on the device, in float32 (float64 for float64), and copied to the host once per
     measurement.
 
-    Raises `OptionError` for unknown names of modules (before training), and `TimeError` for an invalid
-    `every`. Checkpointed: the time of the last measurement.
+    Raises `OptionError` for unknown names of modules (before training), and `TimeError` for an
+    invalid `every`. Checkpointed: the time of the last measurement.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(model=nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1)), cbs=ActivationMonitor())

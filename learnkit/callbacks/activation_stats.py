@@ -27,13 +27,13 @@ class ActivationStats(HookCallback):
 
     Values of at most 0.05 count as near zero, as in fastai: after a ReLU, the dead share.
     `layer_stats(idx)` returns the three series of a layer (by index or name), `stats` all series;
-    `plot_layer_stats`, `color_dim` and `plot_hist` draw them. Statistics are computed on the device, in
-    float32 (float64 for float64), and copied to the host in groups of 64 batches.
+    `plot_layer_stats`, `color_dim` and `plot_hist` draw them. Statistics are computed on the
+    device, in float32 (float64 for float64), and copied to the host in groups of 64 batches.
 
     A batch is measured as a whole, also if it passes through a layer in microbatches
-    (`Learner(microbatch=n)`) or several times (a shared layer). A layer with several outputs (an LSTM)
-    has statistics of each: `part`. With `is_forward=False` the gradients of the outputs are measured. A
-    new fit discards earlier statistics.
+    (`Learner(microbatch=n)`) or several times (a shared layer). A layer with several outputs (an
+    LSTM) has statistics of each: `part`. With `is_forward=False` the gradients of the outputs are
+    measured. A new fit discards earlier statistics.
 
     Checkpointed: everything recorded.
 
@@ -128,7 +128,8 @@ class ActivationStats(HookCallback):
     def stats(self) -> L:
         """Statistics of each batch and layer: a dict of `mean`, `std` and `near_zero` (and `hist`).
 
-        The entry is a list of dicts for a layer with several outputs, None for a layer not called."""
+        The entry is a list of dicts for a layer with several outputs, None for a layer not
+        called."""
         columns = [self._cells(layer) for layer in range(len(self.layer_names))]
         return L(L(column[i] for column in columns) for i in range(len(self._records.at)))
 

@@ -18,14 +18,15 @@ __all__ = ['BestMetric']
 class BestMetric(TrackerCallback):
     """Record other metrics at the best value of one: the test accuracy at the best validation loss.
 
-    After each evaluation that measured `source`, the columns `best/<source>` and `best/<target>` hold
-    the values of the evaluation with the best `source` so far, in the history and in the loggers.
-    `at_best` holds these values as a dict, and `best_at` the time (`learn.time`) of that evaluation;
-    the end of the fit prints them. A target that the evaluation did not measure is None.
+    After each evaluation that measured `source`, the columns `best/<source>` and `best/<target>`
+    hold the values of the evaluation with the best `source` so far, in the history and in the
+    loggers. `at_best` holds these values as a dict, and `best_at` the time (`learn.time`) of that
+    evaluation; the end of the fit prints them. A target that the evaluation did not measure is
+    None.
 
-    The direction of `source` is that of `MetricProperties`. Raises `OptionError` for a metric without
-    a known direction, and `MetricError` before training for an unknown column. Checkpointed: `best`,
-    `at_best`, `best_at`.
+    The direction of `source` is that of `MetricProperties`. Raises `OptionError` for a metric
+    without a known direction, and `MetricError` before training for an unknown column.
+    Checkpointed: `best`, `at_best`, `best_at`.
 
     >>> import torch
     >>> from learnkit.data.dataloaders import DataLoaders

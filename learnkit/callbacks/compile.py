@@ -1,22 +1,23 @@
 """Compiled training: `learn.compile()` for the model, `learn.compile(step=True)` for the whole step as one call.
 
-A training step is many small operations, and on a small model the calls cost more than the computation.
-`compile()` fuses the operations of the model. `compile(step=True)` fuses the whole step, forward, loss,
-backward and optimizer update, into one function (on a GPU one CUDA graph).
+A training step is many small operations, and on a small model the calls cost more than the
+computation. `compile()` fuses the operations of the model. `compile(step=True)` fuses the whole
+step, forward, loss, backward and optimizer update, into one function (on a GPU one CUDA graph).
 
-Callbacks cannot act inside such a step. So the compiled step runs only while no active callback has a
-handler between `before_pred` and `after_step`; otherwise the ordinary step runs, and `explain_step()`
-names the callback. All other events occur as usual. This module keeps everything else unchanged too:
+Callbacks cannot act inside such a step. So the compiled step runs only while no active callback has
+a handler between `before_pred` and `after_step`; otherwise the ordinary step runs, and
+`explain_step()` names the callback. All other events occur as usual. This module keeps everything
+else unchanged too:
 
-- The weights equal those of the ordinary step (fp32: within 1e-6 of their norm after 100 steps), dropout
-  included.
-- Rates, momenta and weight decay stay plain numbers in the optimizer's param groups, where schedules,
-  checkpoints and users read them. Each step packs them into a small tensor that the compiled code reads,
-  so that a new rate needs no recompilation.
-- The optimizer's state is updated in its own tensors: a state dict has its usual form, and loading one
-  works.
-- A step that cannot be compiled, or is not faster compiled, raises no error: the ordinary step runs, and
-  `explain_step()` gives the reason.
+- The weights equal those of the ordinary step (fp32: within 1e-6 of their norm after 100 steps),
+  dropout included.
+- Rates, momenta and weight decay stay plain numbers in the optimizer's param groups, where
+  schedules, checkpoints and users read them. Each step packs them into a small tensor that the
+  compiled code reads, so that a new rate needs no recompilation.
+- The optimizer's state is updated in its own tensors: a state dict has its usual form, and loading
+  one works.
+- A step that cannot be compiled, or is not faster compiled, raises no error: the ordinary step
+  runs, and `explain_step()` gives the reason.
 
 `learnkit.callbacks.whole_step` holds the compiled function; this module decides which step runs.
 """
@@ -102,8 +103,9 @@ def explain_step(learn: Any) -> str:
 class WholeStep:
     """Training step of a Learner: compiled if possible, otherwise ordinary.
 
-    An instance replaces `_do_one_batch`. Before every batch it checks for changes since the last batch:
-    handlers, hooks, gradients, numbers, shapes. The checks take two or three microseconds in total.
+    An instance replaces `_do_one_batch`. Before every batch it checks for changes since the last
+    batch: handlers, hooks, gradients, numbers, shapes. The checks take two or three microseconds in
+    total.
     """
 
     def __init__(self, learn: Any, options: dict[str, Any]) -> None:
@@ -271,8 +273,9 @@ class WholeStep:
         """Call the compiled code, and compile it if there is none for these arguments.
 
         The function that torch.compile returns looks up settings at every call. Here only the frame
-        evaluator is active, which runs compiled code and compiles nothing. It checks the guards as usual;
-        if they fail, the Python code of `whole_step` runs, which raises `NotCompiled` at its start.
+        evaluator is active, which runs compiled code and compiles nothing. It checks the guards as
+        usual; if they fail, the Python code of `whole_step` runs, which raises `NotCompiled` at its
+        start.
         """
         if self.compiled is None:
             self._make_code()
@@ -380,8 +383,8 @@ def copy_function(f: Any) -> Any:
 def make_caller(model: nn.Module) -> Any:
     """Return a function that calls a model, for torch.compile.
 
-    `model.compile()` passes torch a function of torch.nn, and torch compiles only functions outside of
-    torch.nn that it calls: for an `nn.Sequential` of torch's layers nothing at all."""
+    `model.compile()` passes torch a function of torch.nn, and torch compiles only functions outside
+    of torch.nn that it calls: for an `nn.Sequential` of torch's layers nothing at all."""
 
     def call_model(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)

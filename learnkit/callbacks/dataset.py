@@ -49,8 +49,8 @@ class Count(NamedTuple):
 def count_parameters(model: nn.Module) -> dict[str, Count]:
     """Return the counts of the whole model, as 'total', and of each of its children.
 
-    Parameters of the model itself are named '(model)'. A shared parameter counts once, for the first
-    module that has it, so that the rows add up. Uninitialized parameters do not count.
+    Parameters of the model itself are named '(model)'. A shared parameter counts once, for the
+    first module that has it, so that the rows add up. Uninitialized parameters do not count.
 
     >>> model = nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1).requires_grad_(False))
     >>> count_parameters(model)
@@ -76,8 +76,8 @@ def count_parameters(model: nn.Module) -> dict[str, Count]:
 class ParamCount(Callback):
     """Count the parameters, in total and by top-level module, at the start of each fit.
 
-    The counts are in `counts`; `print(learn.param_count.table())` shows them. Loggers write them once
-    with the configuration: `parameters/total`, `parameters/trainable`, and
+    The counts are in `counts`; `print(learn.param_count.table())` shows them. Loggers write them
+    once with the configuration: `parameters/total`, `parameters/trainable`, and
     `parameters/<module>/...`.
 
     >>> from learnkit.testing import synth_learner
@@ -127,14 +127,14 @@ class DatasetStats(Callback):
     """Compute statistics of the data before the first training: sizes, shapes, types and values.
 
     `stats[loader]` has `samples`, `batches` and `batch_size` (None if the loader does not report
-    them), `seen` (number of samples of the batches read), and `entries`. An entry describes one tensor
-    of a batch over the first `n` batches: `shape` without the sample axis, `dtype`, and the count of
-    each class (`classes`, for one integer per sample) or `mean`, `std`, `min` and `max`.
+    them), `seen` (number of samples of the batches read), and `entries`. An entry describes one
+    tensor of a batch over the first `n` batches: `shape` without the sample axis, `dtype`, and the
+    count of each class (`classes`, for one integer per sample) or `mean`, `std`, `min` and `max`.
     `print(learn.dataset_stats.table())` shows them, and loggers write them with the configuration
     (`data/train/samples`).
 
-    Random generators, the loaders' own generators and worker processes are restored. No batch is read
-    with `n=0`, or from an iterator, which would lose it. The statistics are computed again if
+    Random generators, the loaders' own generators and worker processes are restored. No batch is
+    read with `n=0`, or from an iterator, which would lose it. The statistics are computed again if
     `learn.dls` is another object.
 
     >>> from learnkit.testing import synth_learner

@@ -55,10 +55,10 @@ Runner = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 class LoadWeights(Callback):
     """Load weights at each occurrence of an event: `LoadWeights('pretrained')` before every fit.
 
-    The other arguments are as in `learn.load`. A resumed fit has the weights of its checkpoint: events
-    that occur again load nothing. Raises `WeightsError` before training if the file does not exist,
-    `UnknownEventError` for an unknown event, `OptionError` for an event outside a fit, such as `close`,
-    and all errors of `learn.load`.
+    The other arguments are as in `learn.load`. A resumed fit has the weights of its checkpoint:
+    events that occur again load nothing. Raises `WeightsError` before training if the file does not
+    exist, `UnknownEventError` for an unknown event, `OptionError` for an event outside a fit, such
+    as `close`, and all errors of `learn.load`.
 
     >>> LoadWeights('pretrained', at='before_epoch')
     LoadWeights(file='pretrained', at='before_epoch')
@@ -103,16 +103,17 @@ class LoadWeights(Callback):
 class ExportForInference(Callback):
     """Export the model at the end of each fit: `fname.pt2` (torch.export), `fname.onnx`, or both.
 
-    Each program accepts batches of any size. A file is written after a check: it is loaded again, and
-    its outputs on batches of 1 and 3 samples are compared with the model's. The exported weights are
-    those at the end of the fit: the best weights if `SaveModelCallback` loads them. `files` has the
-    paths. In a process group the first rank exports. See `learn.export` for the properties of such a
-    program, and load `.pt2` files from trusted sources only.
+    Each program accepts batches of any size. A file is written after a check: it is loaded again,
+    and its outputs on batches of 1 and 3 samples are compared with the model's. The exported
+    weights are those at the end of the fit: the best weights if `SaveModelCallback` loads them.
+    `files` has the paths. In a process group the first rank exports. See `learn.export` for the
+    properties of such a program, and load `.pt2` files from trusted sources only.
 
-    Raises before training: `OptionError` for an unknown format, a path that cannot be written, or data
-    without a batch to take the shapes from; `MissingExtraError` if the packages for ONNX are missing;
-    `ModelError` with torch's reason for a model that cannot be exported; `DistributedError` for a
-    sharded model. Raises after training: `ModelError` for a file with other outputs than the model.
+    Raises before training: `OptionError` for an unknown format, a path that cannot be written, or
+    data without a batch to take the shapes from; `MissingExtraError` if the packages for ONNX are
+    missing; `ModelError` with torch's reason for a model that cannot be exported;
+    `DistributedError` for a sharded model. Raises after training: `ModelError` for a file with
+    other outputs than the model.
 
     >>> import tempfile
     >>> from learnkit.testing import synth_learner

@@ -34,12 +34,12 @@ HookFunc = Callable[[nn.Module, Any, Any], Any]  # f(module, inputs, output)
 class Hook:
     """Call `hook_func(module, inputs, output)` after each forward pass of a module; store the result.
 
-    `stored` holds the last result. `inputs` is a tuple: positional inputs, then keyword inputs. With
-    `is_forward=False` the function is called in the backward pass as `hook_func(module, (),
+    `stored` holds the last result. `inputs` is a tuple: positional inputs, then keyword inputs.
+    With `is_forward=False` the function is called in the backward pass as `hook_func(module, (),
     gradients)`, with a tuple of the gradients of the outputs (None for an output without gradient).
     Gradients of the inputs are not passed, so that modules with in-place operations can be hooked
-    too; only a view that is changed in place has no gradient. Leaving the with-block, or `remove()`,
-    removes the hook.
+    too; only a view that is changed in place has no gradient. Leaving the with-block, or
+    `remove()`, removes the hook.
 
     Tensors stored unchanged share memory with the model: a later in-place activation changes them
     too. A module inside compiled code does not call its hooks; under a Learner, `HookCallback` runs
@@ -264,14 +264,14 @@ class HookCallback(Callback):
     """Hook modules during a fit: override `hook(self, m, inp, out)`, or give a function as `hook=`.
 
     `self.hooks.stored` holds the last result of each module, in the order of `self.modules`;
-    `layer_names` holds the names of the modules. A number in `every` hooks the training batches 0, n,
-    2n, ... of each fit; a time of another unit hooks the first batch of the fit and the first batch
-    after each multiple. Without `every` all batches are hooked, also in evaluation: `self.training`
-    is False there.
+    `layer_names` holds the names of the modules. A number in `every` hooks the training batches 0,
+    n, 2n, ... of each fit; a time of another unit hooks the first batch of the fit and the first
+    batch after each multiple. Without `every` all batches are hooked, also in evaluation:
+    `self.training` is False there.
 
     The hooks are removed however the run ends: by an exception, Ctrl-C, a Cancel, or by removal of
-    the callback. `remove_end=False` keeps them after a run without error. While they are registered,
-    a compiled model runs uncompiled.
+    the callback. `remove_end=False` keeps them after a run without error. While they are
+    registered, a compiled model runs uncompiled.
 
     Raises `OptionError` for unknown names of modules (before training), and `TimeError` for an
     invalid `every`. Checkpointed: the time of the last hooked batch, not the stored results.

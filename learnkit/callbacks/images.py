@@ -26,8 +26,8 @@ class ImageVisualizer(Periodic):
 
     Shown are the first training batch, the first training batch after each interval, and the first
     batch of every loader in each evaluation, as the model gets them. Mode 'input' shows the inputs;
-    'output' also the predictions, which must be images (of an autoencoder); 'segment' the predicted and
-    the true classes of the pixels, one color per class. The names are `images/train/input`,
+    'output' also the predictions, which must be images (of an autoencoder); 'segment' the predicted
+    and the true classes of the pixels, one color per class. The names are `images/train/input`,
     `images/valid/output`, `images/night/prediction`, `images/night/target`.
 
     Each callback of the Learner with a method `log_images(step, name, images)` gets the images:
@@ -36,8 +36,9 @@ class ImageVisualizer(Periodic):
     outside [0, 1] (of normalized data) are rescaled to that range, bytes are divided by 255. If the
     number of channels is not 1, 3 or 4, the mean over channels is shown.
 
-    Raises `OptionError` and `TimeError` for invalid options, and `BatchError` at the first batch, before
-    its step, for data without images. Checkpointed: the time of the last images, not `images`.
+    Raises `OptionError` and `TimeError` for invalid options, and `BatchError` at the first batch,
+    before its step, for data without images. Checkpointed: the time of the last images, not
+    `images`.
 
     >>> ImageVisualizer(every='1ep', mode='segment').every
     Time('1ep')

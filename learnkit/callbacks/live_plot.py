@@ -29,11 +29,11 @@ Points = list[list[float]]  # [step, loss] each
 class ShowGraph(Callback):
     """Plot the training and validation losses during training in a notebook, in one updated figure.
 
-    The figure is below the table, and its last state is saved with the notebook. The training loss is
-    smoothed, as in the table, and shown as far as it has arrived from the device, without waiting. A
-    plot takes some 50 ms, and the next one comes after 50 times as long at the earliest: apart from the
-    first and the last plot a training takes at most 2% longer. Outside of a notebook nothing is drawn:
-    call `learn.recorder.plot_loss()` afterwards.
+    The figure is below the table, and its last state is saved with the notebook. The training loss
+    is smoothed, as in the table, and shown as far as it has arrived from the device, without
+    waiting. A plot takes some 50 ms, and the next one comes after 50 times as long at the earliest:
+    apart from the first and the last plot a training takes at most 2% longer. Outside of a notebook
+    nothing is drawn: call `learn.recorder.plot_loss()` afterwards.
 
     Raises `MissingExtraError` without matplotlib. Checkpointed: the validation losses of the fit.
 

@@ -172,10 +172,10 @@ class LRSearch:
 class LRFinder(ParamScheduler):
     """Train up to `num_it` batches with a rate that grows by equal factors, then undo the training.
 
-    No evaluation takes place. `learn.fit(n, cbs=LRFinder())` restores model, loss function, optimizer,
-    loaders and random generators; `learn.lr_search` holds the rates and losses, and the Recorder
-    keeps its record. `learn.lr_find()` restores everything else too. The search ends early if the
-    smoothed loss is not finite or, with `stop_div`, four times its minimum.
+    No evaluation takes place. `learn.fit(n, cbs=LRFinder())` restores model, loss function,
+    optimizer, loaders and random generators; `learn.lr_search` holds the rates and losses, and the
+    Recorder keeps its record. `learn.lr_find()` restores everything else too. The search ends early
+    if the smoothed loss is not finite or, with `stop_div`, four times its minimum.
 
     Raises `ScheduleError` unless 0 < `start_lr` < `end_lr`.
 

@@ -36,9 +36,9 @@ class MemoryMonitor(Monitor):
     """Log the memory of the process and, for a model on a GPU, of torch's allocator, in GB of 1e9 bytes.
 
     Peaks of the process are since its start, peaks of the allocator since the last call of
-    `torch.cuda.reset_peak_memory_stats()`. Each rank logs the device of its own model. The host does
-    not wait for the device. On systems that do not report the current memory of a process (other than
-    Linux, without psutil) only its peak is logged.
+    `torch.cuda.reset_peak_memory_stats()`. Each rank logs the device of its own model. The host
+    does not wait for the device. On systems that do not report the current memory of a process
+    (other than Linux, without psutil) only its peak is logged.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=MemoryMonitor(every='5ba'))

@@ -45,10 +45,10 @@ class MixedPrecision(Callback):
 
     Gradients in fp16 underflow, so the loss is multiplied by a scale before the backward pass
     (`loss_grad`; the reported `loss` never is) and the gradients are divided by it before they are
-    clipped or used for a step (Micikevicius et al., 2018, section 3.2). If a gradient is not finite,
-    the step of all its optimizers is skipped and counted in `n_skipped`, and the scale is lowered;
-    after `growth_interval` good steps it is raised. The check makes the host wait for the device
-    once a step. bf16 has the range of float32 and needs no scale.
+    clipped or used for a step (Micikevicius et al., 2018, section 3.2). If a gradient is not
+    finite, the step of all its optimizers is skipped and counted in `n_skipped`, and the scale is
+    lowered; after `growth_interval` good steps it is raised. The check makes the host wait for the
+    device once a step. bf16 has the range of float32 and needs no scale.
 
     Optimizers that `optimize(only=)` steps one by one share one scale. The gradients of each
     optimizer are divided by the scale before its step, and a skip concerns its step only. The scale

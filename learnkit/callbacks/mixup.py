@@ -37,11 +37,11 @@ __all__ = ['MixHandler', 'MixUp', 'CutMix']
 class MixHandler(Callback):
     """Blend the loss of each training batch between its own targets and its partners': base of `MixUp`.
 
-    In `before_batch` a subclass draws the partner of each sample, changes `learn.xb`, and sets `yb1`
-    (targets of the partners) and `lam` (share of the sample itself): a tensor with one number per
-    sample, or one for all. If `stack_y` is True, the loss becomes
-    `lam * loss(pred, y) + (1 - lam) * loss(pred, y1)` for each sample, with the loss function's
-    reduction. Otherwise the subclass blends the targets.
+    In `before_batch` a subclass draws the partner of each sample, changes `learn.xb`, and sets
+    `yb1` (targets of the partners) and `lam` (share of the sample itself): a tensor with one number
+    per sample, or one for all. If `stack_y` is True, the loss becomes `lam * loss(pred, y) + (1 -
+    lam) * loss(pred, y1)` for each sample, with the loss function's reduction. Otherwise the
+    subclass blends the targets.
 
     During a forward pass in training `learn.loss_func` is replaced by a function that blends, and
     restored afterwards, also after an error. Evaluation, also within an epoch, uses the plain loss.
@@ -266,9 +266,9 @@ class BlendedLoss:
 class MixUp(MixHandler):
     """Train on weighted means of samples (Zhang et al., 2018, https://arxiv.org/abs/1710.09412).
 
-    Each sample is blended with another sample of its batch: `x = lam * x + (1 - lam) * x1`. `lam` is
-    drawn from Beta(alpha, alpha) for each sample, and the larger of `lam` and `1 - lam` is used. All
-    floating-point input tensors with one entry per sample are blended. For the loss see
+    Each sample is blended with another sample of its batch: `x = lam * x + (1 - lam) * x1`. `lam`
+    is drawn from Beta(alpha, alpha) for each sample, and the larger of `lam` and `1 - lam` is used.
+    All floating-point input tensors with one entry per sample are blended. For the loss see
     `MixHandler`; `lam` has the shape `(bs,)`.
 
     >>> from learnkit.testing import synth_learner
@@ -304,11 +304,11 @@ class CutMix(MixHandler):
     """Train on images with a box of another image pasted in (Yun et al., 2019, https://arxiv.org/abs/1905.04899).
 
     Each batch has one box at a random place that covers a share `1 - lam` of the image, with `lam`
-    from Beta(alpha, alpha). The part outside the image is cut off, and `lam` becomes the exact share
-    that is left of the image itself. Every input of the same height and width `(bs, ..., H, W)` gets
-    the box, other inputs stay as they are. Every target of that height and width (a mask) gets the
-    box too and is then exact, so only the loss of other targets is blended. For the loss see
-    `MixHandler`; `lam` has the shape `(1,)`.
+    from Beta(alpha, alpha). The part outside the image is cut off, and `lam` becomes the exact
+    share that is left of the image itself. Every input of the same height and width `(bs, ..., H,
+    W)` gets the box, other inputs stay as they are. Every target of that height and width (a mask)
+    gets the box too and is then exact, so only the loss of other targets is blended. For the loss
+    see `MixHandler`; `lam` has the shape `(1,)`.
 
     >>> from learnkit.testing import synth_learner
     >>> images, classes = torch.rand(32, 3, 8, 8), torch.randint(10, (32,))

@@ -23,13 +23,13 @@ class Monitor(Callback):
 
     A subclass defines `measure`, which returns numbers by name, and describes the names in
     `metric_names`. The numbers are passed to `learn.log`: each becomes a column of the history,
-    averaged over the measurements of the epoch, and reaches every logger; the printed table does not
-    change. For names that begin with an entry of `latest`, the last value of the epoch counts. A
-    subclass sets `of_machine = True` if its numbers depend on the machine and differ from run to run:
-    they are then left out of comparisons of runs (`learn.check_resume`, `learnkit.checkpoint.digest`).
-    The monitor measures after the training batch that completes a multiple of `every`, counted from
-    the Learner's start; for epochs, after the training of an epoch, so that the values are in the row
-    of that epoch.
+    averaged over the measurements of the epoch, and reaches every logger; the printed table does
+    not change. For names that begin with an entry of `latest`, the last value of the epoch counts.
+    A subclass sets `of_machine = True` if its numbers depend on the machine and differ from run to
+    run: they are then left out of comparisons of runs (`learn.check_resume`,
+    `learnkit.checkpoint.digest`). The monitor measures after the training batch that completes a
+    multiple of `every`, counted from the Learner's start; for epochs, after the training of an
+    epoch, so that the values are in the row of that epoch.
 
     Raises `TimeError` for an invalid interval and for iterations. Checkpointed: the number of
     intervals passed.

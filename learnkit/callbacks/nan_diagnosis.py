@@ -120,9 +120,9 @@ def explain_nonfinite(
 ) -> str:
     """Return the origin of the loss's NaN or infinity in a sentence or two.
 
-    The search checks, in this order: the batch as the loader gave it, with its samples; the batch as
-    callbacks left it; parameters and buffers; and the outputs of modules in a second forward pass
-    with the same random numbers, after which buffers are restored.
+    The search checks, in this order: the batch as the loader gave it, with its samples; the batch
+    as callbacks left it; parameters and buffers; and the outputs of modules in a second forward
+    pass with the same random numbers, after which buffers are restored.
     """
     indices = sample_indices(learn)
     if learn.loss.isfinite():

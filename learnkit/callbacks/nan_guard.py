@@ -78,11 +78,11 @@ class GuardNonFinite(Callback):
     optimizer would use them: of all microbatches and accumulated batches, unscaled, SAM's second
     ones, before clipping. Gradients that overflow in fp16 are handled by the scaler, which skips
     the step and lowers its scale. On the CPU a check takes microseconds, and one pass over the
-    gradients. On a GPU each check waits for the device: 'raise' and 'stop' check once a step, losses
-    and gradients together. `grads=False` checks losses only. With 'raise' and 'stop' on a GPU it
-    checks them once they have arrived, while the next batch is computed: one batch late, after the
-    weights were updated. `every=1` checks before the step on any device; `every=20` checks after
-    twenty batches, all their losses.
+    gradients. On a GPU each check waits for the device: 'raise' and 'stop' check once a step,
+    losses and gradients together. `grads=False` checks losses only. With 'raise' and 'stop' on a
+    GPU it checks them once they have arrived, while the next batch is computed: one batch late,
+    after the weights were updated. `every=1` checks before the step on any device; `every=20`
+    checks after twenty batches, all their losses.
 
     Checkpointed: `n_skipped`, `n_rollbacks`, and the copy of the weights.
 

@@ -28,11 +28,11 @@ __all__ = ['MemorySnapshot', 'OOMObserver', 'biggest_tensors', 'write_snapshot']
 class OOMObserver(Callback):
     """Write a report on an out-of-memory error, on a GPU or on the CPU: `<folder>/oom-batch-<n>.txt`.
 
-    The report has the place of the error, the shapes of the batch, torch's memory summary of each GPU
-    in use, and the biggest live tensors, by their names in the model and the optimizer. `report` is
-    its path. The error is raised unchanged. Tensors are found by the garbage collector. Tensors that
-    only autograd keeps for the backward pass have no Python object, and make up the difference to the
-    allocated memory in the summary.
+    The report has the place of the error, the shapes of the batch, torch's memory summary of each
+    GPU in use, and the biggest live tensors, by their names in the model and the optimizer.
+    `report` is its path. The error is raised unchanged. Tensors are found by the garbage collector.
+    Tensors that only autograd keeps for the backward pass have no Python object, and make up the
+    difference to the allocated memory in the summary.
 
     The callback costs nothing before an error. Raises `OptionError` before training if the folder
     cannot be written.
@@ -184,13 +184,13 @@ def _name_tensors(learn: Any) -> Iterator[tuple[int, str]]:
 class MemorySnapshot(Callback):
     """Record GPU allocations over a few batches, each with the lines of code that made it.
 
-    After `skip_batches` batches of the fit the callback records for `interval` and writes two files to
-    `folder`: `memory-batch-<n>.html`, a plot over time for a browser (which downloads torch's viewer),
-    and `.json`, the same data. `files` has their paths. A Learner records once. An error, such as out
-    of memory, ends the recording, and the record so far is written.
+    After `skip_batches` batches of the fit the callback records for `interval` and writes two files
+    to `folder`: `memory-batch-<n>.html`, a plot over time for a browser (which downloads torch's
+    viewer), and `.json`, the same data. `files` has their paths. A Learner records once. An error,
+    such as out of memory, ends the recording, and the record so far is written.
 
-    On other devices the callback prints a line and does nothing. Raises `OptionError` and `TimeError`
-    for invalid options. Checkpointed: whether the recording is done.
+    On other devices the callback prints a line and does nothing. Raises `OptionError` and
+    `TimeError` for invalid options. Checkpointed: whether the recording is done.
 
     >>> MemorySnapshot(interval='3ba').interval
     Time('3ba')

@@ -30,8 +30,8 @@ class LRMonitor(Monitor):
     """Log the learning rate of each param group of each optimizer, and on request its momentum.
 
     The logged rate is the rate that the batch was trained with. An optimizer is named by its class
-    (several of one class also by their keys in `learn.opt.optimizers`), a group by the `name` in its
-    dict, or by its index.
+    (several of one class also by their keys in `learn.opt.optimizers`), a group by the `name` in
+    its dict, or by its index.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(lr=0.1, cbs=LRMonitor(every='1ep', mom=True))
@@ -89,16 +89,16 @@ def _read_hyper(group: dict[str, Any], hyper: str) -> Any:
 class OptimizerMonitor(Monitor):
     """Log norms of gradients, weights, updates and optimizer moments, of each parameter and in total.
 
-    The measured step is the step of the batch that completes a multiple of `every`, or the next step if
-    that batch has none (while gradients accumulate). Samples, tokens and time are counted after a step,
-    so with these units it is the next step. Gradients are measured as the step uses them: unscaled,
-    accumulated and clipped. The update is the change of the weights by the step; weights and moments
-    are measured after the step. Left out are parameters without a gradient, moments that an optimizer
-    does not keep, and angles with zero vectors.
+    The measured step is the step of the batch that completes a multiple of `every`, or the next
+    step if that batch has none (while gradients accumulate). Samples, tokens and time are counted
+    after a step, so with these units it is the next step. Gradients are measured as the step uses
+    them: unscaled, accumulated and clipped. The update is the change of the weights by the step;
+    weights and moments are measured after the step. Left out are parameters without a gradient,
+    moments that an optimizer does not keep, and angles with zero vectors.
 
-    Values are computed on the device and copied to the host once per measurement; during that step a
-    second copy of the weights is in memory. The norm of the second moment is the norm of its square
-    root, `sqrt(sum(v))`.
+    Values are computed on the device and copied to the host once per measurement; during that step
+    a second copy of the weights is in memory. The norm of the second moment is the norm of its
+    square root, `sqrt(sum(v))`.
 
     Raises `TimeError` for an invalid interval, and for epochs and iterations.
 
@@ -223,9 +223,6 @@ class _WatchedStep:
 
     def _sum_shards(self, numbers: Tensor, places: list[tuple[int, int]]) -> Tensor:
         "Reduce norms (table 0) and products of shards to the values of whole tensors."
-
-    def _of_whole(self, numbers: Tensor, places: list[tuple[int, int]]) -> Tensor:
-        "Return norms, of table 0, and products of whole tensors, of which every process has those of its parts."
         if self.group is None:
             return numbers
         are_norms = torch.tensor([table == 0 for table, _ in places], device=numbers.device)

@@ -26,23 +26,25 @@ class PeriodicData(Periodic):
     """Run a loader through `on_batch` at an interval, and pass the joined results to `process_results`.
 
     `on_batch(batch)` gets each batch on the model's device, with the model in evaluation mode and
-    without gradients, and returns tensors, or nested structures of tensors; `self.xb` and `self.yb` are
-    its inputs and targets. By default it returns `{'preds': ..., 'targs': ...}`. The results are
-    concatenated along their first dimension, on the CPU (see `learnkit.core.batch.concat`: numbers are
-    stacked, a smaller last batch is allowed), and the result of `process_results` is kept in `results`.
-    There `self.learn.log('error', value)` adds a column to the history, named as in an evaluation:
-    `valid_error`, or `test/error` for the loader 'test'; a loader without a name has the callback's.
+    without gradients, and returns tensors, or nested structures of tensors; `self.xb` and `self.yb`
+    are its inputs and targets. By default it returns `{'preds': ..., 'targs': ...}`. The results
+    are concatenated along their first dimension, on the CPU (see `learnkit.core.batch.concat`:
+    numbers are stacked, a smaller last batch is allowed), and the result of `process_results` is
+    kept in `results`. There `self.learn.log('error', value)` adds a column to the history, named as
+    in an evaluation: `valid_error`, or `test/error` for the loader 'test'; a loader without a name
+    has the callback's.
 
-    The training is not changed: modes, random generators, the loaders' generators and workers and the
-    loop's state are restored, also after an error. No events are called: other callbacks do not see
-    these batches, but their `forward_context`, such as mixed precision, is entered.
+    The training is not changed: modes, random generators, the loaders' generators and workers and
+    the loop's state are restored, also after an error. No events are called: other callbacks do not
+    see these batches, but their `forward_context`, such as mixed precision, is entered.
 
-    As functions: `PeriodicData('2ep', test_dl, on_batch=f, process_results=g)` with `f(learn, xb, yb)`
-    and `g(learn, results)`. Handlers of other events can collect values between the intervals, and
-    `at_eval = True` adds a pass to each `learn.validate()`, as for every `Periodic`.
+    As functions: `PeriodicData('2ep', test_dl, on_batch=f, process_results=g)` with `f(learn, xb,
+    yb)` and `g(learn, results)`. Handlers of other events can collect values between the intervals,
+    and `at_eval = True` adds a pass to each `learn.validate()`, as for every `Periodic`.
 
     Raises `LoaderError` before training for an invalid loader, and for an iterator, which one pass
-    would exhaust. Checkpointed: the time of the last check; not `results`, which the next pass sets.
+    would exhaust. Checkpointed: the time of the last check; not `results`, which the next pass
+    sets.
 
     >>> from learnkit.testing import synth_learner
     >>> class Errors(PeriodicData):

@@ -88,7 +88,8 @@ class Plots:
         """Draw losses and metrics by epoch, training and validation in one panel; return the axes.
 
         The plot shows all fits, also from before a resume; a dotted line marks the start of each
-        further fit. Raises `MetricError` for a name that was not recorded, and before the first epoch.
+        further fit. Raises `MetricError` for a name that was not recorded, and before the first
+        epoch.
 
         >>> from learnkit.testing import synth_learner
         >>> learn = synth_learner()

@@ -24,8 +24,8 @@ class FetchPredsCallback(Callback):
 
     With several validation loaders the callback predicts once after all of them: in `after_eval`
     instead of `after_validate`. The results of the fit are the same with and without this callback.
-    During the prediction, callbacks with `remove_on_fetch` (including this one) and the callbacks in
-    `cbs` are left out. A user's own `get_preds` does not trigger it. Checkpointed: nothing;
+    During the prediction, callbacks with `remove_on_fetch` (including this one) and the callbacks
+    in `cbs` are left out. A user's own `get_preds` does not trigger it. Checkpointed: nothing;
     after a resume the predictions are available after the next evaluation.
 
     >>> from learnkit.testing import synth_learner
@@ -117,10 +117,10 @@ class MCDropoutCallback(Callback):
     with "dropout" in the name of their class, but not `F.dropout` called by the model itself.
     Normalization layers stay in evaluation mode.
 
-    Each evaluation draws other masks: a new callback draws a seed from torch's global generator, and
-    the seed of each evaluation follows from it. So `[learn.get_preds(cbs=MCDropoutCallback()) for _
-    in range(10)]` gives ten different samples, reproducible by `torch.manual_seed`, and a fit trains
-    the same with and without this callback. Checkpointed: the generator.
+    Each evaluation draws other masks: a new callback draws a seed from torch's global generator,
+    and the seed of each evaluation follows from it. So `[learn.get_preds(cbs=MCDropoutCallback())
+    for _ in range(10)]` gives ten different samples, reproducible by `torch.manual_seed`, and a fit
+    trains the same with and without this callback. Checkpointed: the generator.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(model=nn.Sequential(nn.Dropout(), nn.Linear(1, 1)), default_cbs=False)
@@ -194,7 +194,8 @@ def mc_dropout_preds(
 
     Memory is needed for three predictions, whatever `n` (Welford 1962).
 
-    Raises `OptionError` for an `n` below 2, for other options, and if the predictions are not one tensor.
+    Raises `OptionError` for an `n` below 2, for other options, and if the predictions are not one
+    tensor.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(model=nn.Sequential(nn.Dropout(), nn.Linear(1, 1)), default_cbs=False)

@@ -1,7 +1,8 @@
 """Progress display of a run: a table with one row per epoch, and a bar that counts batches.
 
 `make_display` chooses the display once per run by where the output goes: a notebook (one output
-area, updated in its cell), a terminal (tqdm below the rows), or anything else (plain lines, no bar).
+area, updated in its cell), a terminal (tqdm below the rows), or anything else (plain lines, no
+bar).
 """
 
 from __future__ import annotations

@@ -54,14 +54,14 @@ class Drawn(NamedTuple):
 class Replay(Callback):
     """Keep each batch and the random state before it, so that `learn.replay()` can repeat the batch.
 
-    After an exception has ended a run, `learn.replay()` repeats the batch that raised it, in training
-    or in evaluation. Without a failure it repeats the last training batch.
+    After an exception has ended a run, `learn.replay()` repeats the batch that raised it, in
+    training or in evaluation. Without a failure it repeats the last training batch.
 
-    Kept are the last batches of training and of evaluation as the loader gave them, by reference, with
-    counters and flags of the callbacks. On a GPU this takes the memory of one more batch, and in-place
-    changes of a batch change the repeated batch too. Weights and accumulated gradients are not kept.
-    The next fit and `learn.close()` drop the batches. Each batch costs some 40 microseconds.
-    Checkpointed: nothing.
+    Kept are the last batches of training and of evaluation as the loader gave them, by reference,
+    with counters and flags of the callbacks. On a GPU this takes the memory of one more batch, and
+    in-place changes of a batch change the repeated batch too. Weights and accumulated gradients are
+    not kept. The next fit and `learn.close()` drop the batches. Each batch costs some 40
+    microseconds. Checkpointed: nothing.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=Replay())

@@ -1,6 +1,7 @@
 """Snapshots of weights, buffers and optimizer states in memory.
 
-A snapshot is a dict by name of tensors, numbers, strings and containers, so a checkpoint can hold it."""
+A snapshot is a dict by name of tensors, numbers, strings and containers, so a checkpoint can hold
+it."""
 
 from __future__ import annotations
 

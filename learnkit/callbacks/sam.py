@@ -25,17 +25,18 @@ class SAM(Callback):
     `e = rho * g / |g|` (Foret et al., "Sharpness-aware minimization for efficiently improving
     generalization", 2021, eq. 2); adaptive, `e = rho * w^2 g / |w g|` (Kwon et al., "ASAM", 2021,
     eq. 8, with `T = |w|`). Every such step costs a second forward and backward pass over the same
-    batch, with its events, in microbatches if these are used; dropout draws new masks. Afterwards the
-    weights and the model's buffers (running statistics) are restored exactly, and `pred` and `loss`,
-    which are recorded and measured, are those of the first pass. Clipping acts on the second gradient.
+    batch, with its events, in microbatches if these are used; dropout draws new masks. Afterwards
+    the weights and the model's buffers (running statistics) are restored exactly, and `pred` and
+    `loss`, which are recorded and measured, are those of the first pass. Clipping acts on the
+    second gradient.
 
     Checkpointed: the number of steps, which `interval` counts, of each optimizer that
     `optimize(only=)` names.
 
     Raises `OptionError` for invalid options, and before training: with `GradientAccumulation` (the
     second pass would see the last batch only), with an optimizer that needs a closure, and for a
-    Learner whose `_do_one_batch` runs its own passes. Raises `LossError` if `optimize` was not given a
-    function.
+    Learner whose `_do_one_batch` runs its own passes. Raises `LossError` if `optimize` was not
+    given a function.
 
     >>> SAM(rho=0.1).rho
     0.1

@@ -1,7 +1,7 @@
 """Schedules: hyper-parameters as functions of the progress of a fit.
 
-A schedule is a function of one number, the fraction of the fit that is done (0 to 1). A schedule has
-no state: a resumed fit continues it exactly, and it stretches over the length of any fit.
+A schedule is a function of one number, the fraction of the fit that is done (0 to 1). A schedule
+has no state: a resumed fit continues it exactly, and it stretches over the length of any fit.
 `learnkit.optim.annealing` holds the functions that schedules are made of.
 `learnkit.callbacks.torch_scheduler` runs torch's own schedulers, which count steps instead."""
 

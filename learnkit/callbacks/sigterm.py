@@ -23,10 +23,10 @@ _watching_forks = False
 class StopRequest:
     """Record SIGTERM, without acting on it, from `install` to `restore`.
 
-    The handler is installed on the main thread only, and not if SIGTERM is ignored. Several requests
-    share one handler, and the previous handler is restored after the last of them. Processes forked
-    meanwhile have the previous handler; workers of the loaders passed to `install` survive the
-    signal. A second signal has no further effect.
+    The handler is installed on the main thread only, and not if SIGTERM is ignored. Several
+    requests share one handler, and the previous handler is restored after the last of them.
+    Processes forked meanwhile have the previous handler; workers of the loaders passed to `install`
+    survive the signal. A second signal has no further effect.
     """
 
     def __init__(self) -> None:

@@ -119,15 +119,16 @@ class _TimedMonitor(Monitor):
 class SpeedMonitor(_TimedMonitor):
     """Log throughput (batches, samples, tokens, flops per second) and hours of training and evaluation.
 
-    Rates are computed over the last `window` batches of this fit (or fewer at its start), without the
-    time of evaluation and prediction, and without the first batch, which warms up. After a resume,
-    batches of this process count. Tokens are logged if the Learner counts them. Times are read from
-    the host's clock, without waiting for the device.
+    Rates are computed over the last `window` batches of this fit (or fewer at its start), without
+    the time of evaluation and prediction, and without the first batch, which warms up. After a
+    resume, batches of this process count. Tokens are logged if the Learner counts them. Times are
+    read from the host's clock, without waiting for the device.
 
-    Flops come from the model: an attribute `flops_per_batch`, a number or a function of the batch (as
-    the loader gave it) that returns a number, for forward and backward together. The ratio of these
-    flops to the device's peak, `mfu` (model flops utilization; Chowdhery et al., 2022, appendix B),
-    needs `peak_flops`, or a known GPU in the precision in use; otherwise it is left out.
+    Flops come from the model: an attribute `flops_per_batch`, a number or a function of the batch
+    (as the loader gave it) that returns a number, for forward and backward together. The ratio of
+    these flops to the device's peak, `mfu` (model flops utilization; Chowdhery et al., 2022,
+    appendix B), needs `peak_flops`, or a known GPU in the precision in use; otherwise it is left
+    out.
 
     Raises `OptionError` for an invalid option, and `ModelError` if `flops_per_batch` is or returns
     another type. Checkpointed: the seconds of training and evaluation, and the counts at the last
@@ -343,14 +344,14 @@ class _Evaluations:
 class RuntimeEstimator(_TimedMonitor):
     """Estimate the remaining time of the fit, including its future evaluations.
 
-    Training is assumed to continue at the rate of this fit so far, without its first `skip_batches`.
-    Each loader is assumed to be evaluated as often and as fast as so far: without its first evaluation
-    once there are two; before its first evaluation it counts as nothing. The progress of the fit is
-    `learn.pct_train`, so budgets of any unit work; for an epoch of unknown length, batches are compared
-    with the previous epoch. `remaining_s` is the estimate in seconds.
+    Training is assumed to continue at the rate of this fit so far, without its first
+    `skip_batches`. Each loader is assumed to be evaluated as often and as fast as so far: without
+    its first evaluation once there are two; before its first evaluation it counts as nothing. The
+    progress of the fit is `learn.pct_train`, so budgets of any unit work; for an epoch of unknown
+    length, batches are compared with the previous epoch. `remaining_s` is the estimate in seconds.
 
-    Raises `OptionError` for an invalid option. Checkpointed: rates, costs and positions, so that the
-    estimate is available right after a resume.
+    Raises `OptionError` for an invalid option. Checkpointed: rates, costs and positions, so that
+    the estimate is available right after a resume.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=RuntimeEstimator(every='5ba', time_unit='seconds'))

@@ -27,11 +27,12 @@ EarlyStopping = EarlyStopper = EarlyStoppingCallback  # names in Composer, ksuit
 class FixedStopper(Callback):
     """Stop after a total training time: `FixedStopper('20ep')`, `'1h'`, `'5000ba'`, `'0.5dur'`.
 
-    The time is `learn.time`, over all fits and resumes. A fit that starts at or after the time trains
-    nothing. A fit that reaches the time ends after that batch (that epoch for `ep`, that iteration
-    for `iter`) with all its events and its last evaluation.
+    The time is `learn.time`, over all fits and resumes. A fit that starts at or after the time
+    trains nothing. A fit that reaches the time ends after that batch (that epoch for `ep`, that
+    iteration for `iter`) with all its events and its last evaluation.
 
-    Raises `TimeError` for an invalid time, and before training for a unit that the fit does not count.
+    Raises `TimeError` for an invalid time, and before training for a unit that the fit does not
+    count.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(n_train=10, cbs=FixedStopper('25ba'))
@@ -90,9 +91,9 @@ class ThresholdStopper(TrackerCallback):
     """Stop the fit once a metric passes a threshold: `ThresholdStopper('accuracy', 0.97)`.
 
     The value is checked after every evaluation, also within an epoch, and at the end of each epoch
-    for values known only then. The last value is in `value`. For one of several loaders, include its
-    name: `ThresholdStopper('night/accuracy', 0.9)`. A value equal to the threshold does not stop the
-    fit, nor does NaN.
+    for values known only then. The last value is in `value`. For one of several loaders, include
+    its name: `ThresholdStopper('night/accuracy', 0.9)`. A value equal to the threshold does not
+    stop the fit, nor does NaN.
 
     Raises `OptionError` for a threshold that is not a number and for a metric without a known
     direction; `MetricError` before training for an unknown column. Checkpointed: `value`, and the

@@ -21,8 +21,8 @@ class SystemMonitor(Monitor):
     """Log the load of the machine and, for a model on a GPU, the values that its driver reports.
 
     CPU load is the load of the whole machine since the last measurement; the disk is the disk of
-    `learn.path`. Load, temperature and power of a GPU come from NVIDIA's management library, through
-    torch (`nvidia-ml-py`); without the library only GPU memory is logged.
+    `learn.path`. Load, temperature and power of a GPU come from NVIDIA's management library,
+    through torch (`nvidia-ml-py`); without the library only GPU memory is logged.
 
     Raises `MissingExtraError` without psutil.
 

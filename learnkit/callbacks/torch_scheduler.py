@@ -26,12 +26,12 @@ class LRScheduler(Callback):
     A factory, such as `partial(StepLR, step_size=3)`, makes a new scheduler for every fit, which
     starts from the rates of that fit and has one param group per group of the learner's splitter. A
     ready scheduler, made with `learn.opt`, continues from fit to fit, and its rates override those
-    of `fit`. A scheduler that needs a value (`ReduceLROnPlateau`) gets the value of `monitor` in the
-    epoch's row of the history; an epoch without a value does not advance it.
+    of `fit`. A scheduler that needs a value (`ReduceLROnPlateau`) gets the value of `monitor` in
+    the epoch's row of the history; an epoch without a value does not advance it.
 
-    With `fit(start_epoch=)` a new scheduler is advanced to that epoch (by batch: as if each batch had
-    been a step). Checkpointed: the scheduler's state. Raises before training `OptionError` for an
-    invalid scheduler or factory and for a `start_epoch` by batch if the length of an epoch is
+    With `fit(start_epoch=)` a new scheduler is advanced to that epoch (by batch: as if each batch
+    had been a step). Checkpointed: the scheduler's state. Raises before training `OptionError` for
+    an invalid scheduler or factory and for a `start_epoch` by batch if the length of an epoch is
     unknown, and `MetricError` for a `monitor` that is not recorded.
 
     >>> from functools import partial

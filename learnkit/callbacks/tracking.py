@@ -45,14 +45,14 @@ class TrackerCallback(Callback):
     """Compare a value at the end of each epoch with the best value so far.
 
     `best` is the best value, and `new_best` is True if this epoch improved it. A monitored value is
-    a column of the Recorder (`learn.recorder.metric_names`): a loss, a metric, `name/loss` of one of
-    several validation loaders. For any other value, such as an average of `learn.log`, `monitor` is
-    a function: `lambda learn: learn.history[-1]['valid_part']`. NaN and values that were not measured
-    never count as an improvement. Without `comp`, lower is better (`np.less`) for losses and errors,
-    and higher is better (`np.greater`) for any other column.
+    a column of the Recorder (`learn.recorder.metric_names`): a loss, a metric, `name/loss` of one
+    of several validation loaders. For any other value, such as an average of `learn.log`, `monitor`
+    is a function: `lambda learn: learn.history[-1]['valid_part']`. NaN and values that were not
+    measured never count as an improvement. Without `comp`, lower is better (`np.less`) for losses
+    and errors, and higher is better (`np.greater`) for any other column.
 
-    Raises `MetricError` before training for an unknown column, and for a value that is not a number;
-    `OptionError` for a `min_delta` below 0. Checkpointed: `best` and `new_best`.
+    Raises `MetricError` before training for an unknown column, and for a value that is not a
+    number; `OptionError` for a `min_delta` below 0. Checkpointed: `best` and `new_best`.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(lr=0.05, cbs=TrackerCallback())
@@ -350,10 +350,10 @@ class SaveModelCallback(TrackerCallback):
 
     The best weights are the evaluated ones: the average if `EMA` is used, whose average restarts
     when they are loaded. They are loaded however the fit ends: by its last epoch, a stop, an
-    exception, Ctrl-C. Only a file written by this callback is loaded: if no epoch improved the value
-    (all were NaN), the weights stay as they are, with a warning. `every_epoch` writes a file for each
-    epoch (or each n-th), `fname_0`, `fname_1`, ..., and nothing is compared or loaded. `at_end`
-    overwrites the best file with the last weights after a fit without error.
+    exception, Ctrl-C. Only a file written by this callback is loaded: if no epoch improved the
+    value (all were NaN), the weights stay as they are, with a warning. `every_epoch` writes a file
+    for each epoch (or each n-th), `fname_0`, `fname_1`, ..., and nothing is compared or loaded.
+    `at_end` overwrites the best file with the last weights after a fit without error.
 
     Raises `OptionError` for options that contradict each other and, before training, for a folder
     that cannot be written. Checkpointed: also the paths of the best and the last file; paths below

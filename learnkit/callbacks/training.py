@@ -143,8 +143,8 @@ class GradientValueClip(Callback):
 class CastToTensor(Callback):
     """Convert tensor subclasses in `xb` and `yb`, however nested, to plain tensors before mixed precision.
 
-    Subclasses whose class implements their operations (distributed, nested, quantized tensors) stay.
-    No state.
+    Subclasses whose class implements their operations (distributed, nested, quantized tensors)
+    stay. No state.
 
     >>> CastToTensor.order
     9
@@ -295,11 +295,12 @@ def find_frozen_norms(model: nn.Module) -> Iterator[nn.Module]:
 class ShortEpochCallback(Callback):
     """Train on the first `pct` of each epoch and one batch more, as fastai does, for a quick trial.
 
-    An epoch ends after the first batch whose index is at least `pct` of the number of batches: of 10
-    batches, `pct=0.2` trains on 3. Unlike in fastai, all of them are recorded, measured and
+    An epoch ends after the first batch whose index is at least `pct` of the number of batches: of
+    10 batches, `pct=0.2` trains on 3. Unlike in fastai, all of them are recorded, measured and
     gathered, including the last one. No state.
 
-    Raises `OptionError` for a `pct` outside 0 to 1, and before training for a loader without length.
+    Raises `OptionError` for a `pct` outside 0 to 1, and before training for a loader without
+    length.
 
     >>> ShortEpochCallback(0.1).pct
     0.1

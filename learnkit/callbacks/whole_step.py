@@ -1,11 +1,12 @@
 """A whole training step as one function for torch.compile, and its arguments.
 
-The module has three parts: the function, which is traced; its arguments (`Plan`), which are the model's
-and the optimizer's own tensors and the numbers of the step; and the update rules of SGD and Adam for one
-parameter. `learnkit.callbacks.compile` decides when the compiled step runs.
+The module has three parts: the function, which is traced; its arguments (`Plan`), which are the
+model's and the optimizer's own tensors and the numbers of the step; and the update rules of SGD and
+Adam for one parameter. `learnkit.callbacks.compile` decides when the compiled step runs.
 
-All scalars (rates, momenta, the bias corrections of Adam) are computed in Python as torch's optimizers do,
-and passed in one small tensor, so that they can change at every step without recompilation."""
+All scalars (rates, momenta, the bias corrections of Adam) are computed in Python as torch's
+optimizers do, and passed in one small tensor, so that they can change at every step without
+recompilation."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ def log_images(
 ) -> None:
     """Log images to all loggers of a Learner, at the current step.
 
-    C is 1, 3 or 4. `validate()` and `get_preds()` log nothing. Raises `OptionError` for other shapes
-    and types.
+    C is 1, 3 or 4. `validate()` and `get_preds()` log nothing. Raises `OptionError` for other
+    shapes and types.
 
     >>> import torch
     >>> from learnkit.testing import synth_learner

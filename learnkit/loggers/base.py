@@ -38,26 +38,26 @@ class Logger(Callback):
     """Collect values and pass them to `log_metrics`, which subclasses define; the base class writes nothing.
 
     Logged values: every `every` batches the training loss (`loss`) and the hyper-parameters (`lr`,
-    `mom`; `lr/0`, `lr/1` ... of several groups); each value that a callback passes to `learn.log`; the
-    losses and metrics of each evaluation; and the other columns of each epoch's row, as
-    `epoch/epoch`, `epoch/train_loss` and so on, except those logged with `shown=False` (by monitors).
-    Images, texts and settings come from `log_images`, `log_text` and `log_params`. The values of one
-    step are written together, after the step and once something is due. For a batch that fails, the
-    values logged before the failure count as a step.
+    `mom`; `lr/0`, `lr/1` ... of several groups); each value that a callback passes to `learn.log`;
+    the losses and metrics of each evaluation; and the other columns of each epoch's row, as
+    `epoch/epoch`, `epoch/train_loss` and so on, except those logged with `shown=False` (by
+    monitors). Images, texts and settings come from `log_images`, `log_text` and `log_params`. The
+    values of one step are written together, after the step and once something is due. For a batch
+    that fails, the values logged before the failure count as a step.
 
     Steps are batches over all fits (`learn.time.ba`). Any other counter pauses at times (optimizer
     steps while gradients accumulate, epochs between evaluations), restarts with each fit, or is
-    unknown. If a Learner's counter is behind the steps logged before, for example by another Learner,
-    the steps continue after the last one.
+    unknown. If a Learner's counter is behind the steps logged before, for example by another
+    Learner, the steps continue after the last one.
 
     Values stay on their device and are fetched together, in one transfer. A name that one callback
     logs several times in a step (for microbatches) is averaged; if two callbacks log it, an
     `OptionError` names both. `lr_find`, `validate()` and `get_preds()` log nothing.
 
-    A backend defines `log_metrics`, `log_params`, `log_images` and `log_text`, `open` and `shut` around
-    them, `flush`, `where` and `check`. It is opened at the first write, also after `close`, and
-    continues the same log. Checkpointed: the step, the values that are not written yet, and the state
-    that the backend needs to continue the log.
+    A backend defines `log_metrics`, `log_params`, `log_images` and `log_text`, `open` and `shut`
+    around them, `flush`, `where` and `check`. It is opened at the first write, also after `close`,
+    and continues the same log. Checkpointed: the step, the values that are not written yet, and the
+    state that the backend needs to continue the log.
 
     >>> from learnkit.testing import synth_learner
     >>> class PrintLogger(Logger):

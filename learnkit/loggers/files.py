@@ -134,9 +134,9 @@ class _FileLogger(Logger):
 class CSVLogger(_FileLogger):
     """Log to a CSV file: one row per step, and one column per name in the order of first appearance.
 
-    A new name rewrites the file with one more column; all other rows are appended. The configuration
-    is in `<file>.params.json`, images and texts in `<file>.images/` and `<file>.texts/`. `read_log`
-    reads the file.
+    A new name rewrites the file with one more column; all other rows are appended. The
+    configuration is in `<file>.params.json`, images and texts in `<file>.images/` and
+    `<file>.texts/`. `read_log` reads the file.
 
     An existing file is appended to, and its steps continue; `append=False` replaces the file, but
     never when a run is resumed, or in a further fit. After a resume from an earlier checkpoint, the

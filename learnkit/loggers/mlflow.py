@@ -27,11 +27,11 @@ _ALLOW = 'MLFLOW_ALLOW_FILE_STORE'
 class MlflowLogger(Logger):
     """Log to a run of MLflow, by default to a folder: `mlflow ui --backend-store-uri mlruns` shows it.
 
-    All fits of a Learner, and a process that resumes it, log to one run. MLflow cannot delete logged
-    values: after a resume from an earlier checkpoint, values that the run already has are kept and
-    not logged again. A parameter that a later fit changes is logged under a further name, such as
-    `fit_2/epochs`. `close` ends the run, as FAILED if the last fit failed. MLflow requires consent to
-    log to folders, which is given for this logger only; a database
+    All fits of a Learner, and a process that resumes it, log to one run. MLflow cannot delete
+    logged values: after a resume from an earlier checkpoint, values that the run already has are
+    kept and not logged again. A parameter that a later fit changes is logged under a further name,
+    such as `fit_2/epochs`. `close` ends the run, as FAILED if the last fit failed. MLflow requires
+    consent to log to folders, which is given for this logger only; a database
     (`tracking_uri='sqlite:///mlflow.db'`) or a server has more features. Raises `MissingExtraError`
     without mlflow.
 

@@ -22,9 +22,9 @@ class WandbLogger(Logger):
     """Log to a run of Weights & Biases, by default offline: to `<folder>/wandb`, for `wandb sync`.
 
     All fits of a Learner, and a process that resumes it, log to one run (with the same id). W&B
-    accepts each step once: after a resume from an earlier checkpoint, steps that the run already has
-    are kept and not logged again. `close` ends the run, as failed if the last fit failed. Raises
-    `MissingExtraError` without wandb.
+    accepts each step once: after a resume from an earlier checkpoint, steps that the run already
+    has are kept and not logged again. `close` ends the run, as failed if the last fit failed.
+    Raises `MissingExtraError` without wandb.
 
     >>> import tempfile
     >>> from learnkit.testing import synth_learner
