@@ -156,7 +156,6 @@ class ActivationStats(HookCallback):
 
     def _find_series(self, idx: int | str, part: int) -> tuple[str, Tensor]:
         "Return title and series (batches, 3 + bins) of a layer; raise `OptionError` if unknown."
-        "Return a layer's title and its series, mean to histogram; raise `OptionError` when there is none."
         names = self.layer_names
         if isinstance(idx, str) and idx not in names:
             raise OptionError(

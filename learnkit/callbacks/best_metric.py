@@ -24,7 +24,7 @@ class BestMetric(TrackerCallback):
     evaluation; the end of the fit prints them. A target that the evaluation did not measure is
     None.
 
-    The direction of `source` is that of `MetricProperties`. Raises `OptionError` for a metric
+    `MetricProperties` gives the direction of `source`. Raises `OptionError` for a metric
     without a known direction, and `MetricError` before training for an unknown column.
     Checkpointed: `best`, `at_best`, `best_at`.
 
@@ -121,7 +121,7 @@ class BestMetric(TrackerCallback):
                 self._record(f'best/{name}', at_best)
 
     def _record(self, name: str, value: float) -> None:
-        "Record a value in place of this epoch's earlier one, without the prefix of a loader."
+        "Replace this epoch's earlier value, without the prefix of a loader."
         for cb in self.learn.cbs:
             receive = getattr(type(cb), 'receive_log', None)
             if receive:

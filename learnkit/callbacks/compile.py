@@ -270,7 +270,7 @@ class WholeStep:
         plan.count()
 
     def _call(self, *args: Any) -> Any:
-        """Call the compiled code, and compile it if there is none for these arguments.
+        """Call the compiled code, and compile it first for new arguments.
 
         The function that torch.compile returns looks up settings at every call. Here only the frame
         evaluator is active, which runs compiled code and compiles nothing. It checks the guards as

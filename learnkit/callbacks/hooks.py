@@ -38,7 +38,7 @@ class Hook:
     With `is_forward=False` the function is called in the backward pass as `hook_func(module, (),
     gradients)`, with a tuple of the gradients of the outputs (None for an output without gradient).
     Gradients of the inputs are not passed, so that modules with in-place operations can be hooked
-    too; only a view that is changed in place has no gradient. Leaving the with-block, or
+    too; only a view that an in-place operation changes has no gradient. Leaving the with-block, or
     `remove()`, removes the hook.
 
     Tensors stored unchanged share memory with the model: a later in-place activation changes them

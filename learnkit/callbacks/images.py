@@ -108,7 +108,7 @@ class ImageVisualizer(Periodic):
                 f'ImageVisualizer(mode={self.mode!r}): the predictions are {describe(pred)}, not '
                 '(N, C, H, W).'
             )
-        # with microbatches the prediction is that of the last samples
+        # with microbatches the prediction has the last samples only
         rows = slice(-len(pred), None)
         self._send('input', as_pictures(self._input()[rows][: self.n]))
         if self.mode == 'output':

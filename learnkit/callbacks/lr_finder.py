@@ -208,7 +208,7 @@ class LRFinder(ParamScheduler):
         try:
             self.num_it, self.stop_div = max(check_count('num_it', num_it, 1), 6), stop_div
         except FitError as e:
-            raise OptionError(f'{e} Below 6 count as 6, and 100 tell more.') from None
+            raise OptionError(f'{e} Below 6 count as 6, and 100 are better.') from None
         self._cleanups = ExitStack()
         self._start()
 

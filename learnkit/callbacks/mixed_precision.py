@@ -124,7 +124,7 @@ class MixedPrecision(Callback):
         if not self.scales:
             return
         raise OptimizerError(
-            f'{self.opt!r} evaluates the loss several times a step, each with gradients of its own: '
+            f'{self.opt!r} evaluates the loss several times a step, each with its own gradients: '
             "these cannot be scaled. Use MixedPrecision('bf16')."
         )
 

@@ -142,7 +142,7 @@ def summary(
 ) -> Summary:
     """Describe a model by one run on example inputs: its layers, their outputs and parameters.
 
-    A layer is a module without children, or with parameters of its own. Layers are listed in the
+    A layer is a module without children, or with own parameters. Layers are listed in the
     order of their calls. Modes, random generators and buffers are restored, and lazy modules stay
     lazy.
 

@@ -116,7 +116,7 @@ class GuardNonFinite(Callback):
         if every is not None and not _is_count(every, 1):
             raise OptionError(f'every={every!r}: give a number of batches, 1 or more, or None.')
         if every is not None and every > 1 and policy in ('skip', 'rollback'):
-            raise OptionError(f'policy={policy!r} looks at every batch: leave out every={every}.')
+            raise OptionError(f'policy={policy!r} checks every batch: leave out every={every}.')
         if not _is_count(max_rollbacks, 0):
             raise OptionError(
                 f'max_rollbacks={max_rollbacks!r}: give a number of times, 0 or more.'
@@ -303,7 +303,7 @@ class GuardNonFinite(Callback):
         self.n_rollbacks += 1
         self._in_a_row += 1
         warn_user(
-            f'{text} Weights and optimizer go back to what they were {age} before; training goes on with the '
+            f'{text} Weights and optimizer go back to what they were {age} before; training continues with the '
             'batches that follow.'
         )
 

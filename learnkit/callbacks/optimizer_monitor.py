@@ -117,7 +117,7 @@ class OptimizerMonitor(Monitor):
         'l2_norm/update/{parameter}': 'L2 norm of the change of the weights by the step',
         'l2_norm/moment/{parameter}': 'L2 norm of the first moment (of the momentum buffer, for SGD)',
         'l2_norm/second_moment_sqrt/{parameter}': 'L2 norm of the square root of the second moment',
-        'l2_norm_ratio/update_param/{parameter}': 'norm of the update by that of the weights',
+        'l2_norm_ratio/update_param/{parameter}': 'norm of the update divided by norm of the weights',
         'cosine/update_grad/{parameter}': 'cosine of the angle between update and gradient',
         'cosine/moment_grad/{parameter}': 'cosine of the angle between first moment and gradient',
     }
@@ -131,7 +131,7 @@ class OptimizerMonitor(Monitor):
         super().__init__(every)
         if self.every.unit == 'ep':
             raise TimeError(
-                f'every={str(every)!r}: OptimizerMonitor looks at single steps, and none is the end of an '
+                f'every={str(every)!r}: OptimizerMonitor measures single steps, and none is the end of an '
                 "epoch. Give batches, such as '500ba'."
             )
         self.per_parameter = per_parameter

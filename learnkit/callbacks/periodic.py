@@ -101,7 +101,7 @@ class PeriodicData(Periodic):
             return name, dl
         raise LoaderError(
             f'{type(self).__name__}: a {type(dl).__name__} is an iterator, used up after one pass. Give '
-            'a loader that starts anew each time.'
+            'a loader that starts over each time.'
         )
 
     def on_batch(self, batch: Any) -> Any:

@@ -223,7 +223,7 @@ def repeat(learn: Any, source: Replay, drawn: Drawn, detect_anomaly: bool) -> Te
 
 
 class KnownPass(TrainingPasses):
-    "Pass over the data whose indices are known: those of the repeated batch."
+    "Pass over the data whose indices are known: the indices of the repeated batch."
 
     def __init__(self, known: list[Any] | None) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ class SAM(Callback):
     eq. 8, with `T = |w|`). Every such step costs a second forward and backward pass over the same
     batch, with its events, in microbatches if these are used; dropout draws new masks. Afterwards
     the weights and the model's buffers (running statistics) are restored exactly, and `pred` and
-    `loss`, which are recorded and measured, are those of the first pass. Clipping acts on the
+    `loss`, which are recorded and measured, belong to the first pass. Clipping acts on the
     second gradient.
 
     Checkpointed: the number of steps, which `interval` counts, of each optimizer that
@@ -48,7 +48,7 @@ class SAM(Callback):
     def __init__(
         self,
         rho: float = 0.05,  # norm of the perturbation
-        adaptive: bool = False,  # whether to scale by each weight (ASAM; `rho` 10 to 40 times larger)
+        adaptive: bool = False,  # scale by each weight (ASAM; `rho` 10 to 40 times as large)
         interval: int = 1,  # number of steps per SAM step; the others are ordinary
     ) -> None:
         if not is_number(rho) or not 0 <= rho < float('inf'):

@@ -77,7 +77,7 @@ class ParamScheduler(Callback):
         super().__init__()
         if not isinstance(scheds, Mapping):
             raise ScheduleError(
-                f'ParamScheduler({scheds!r}): give a dict, `{{"lr": SchedCos(1, 0)}}` for one.'
+                f'ParamScheduler({scheds!r}): give a dict, such as `{{"lr": SchedCos(1, 0)}}`.'
             )
         self.scheds = dict(scheds)
         for name, f in self.scheds.items():

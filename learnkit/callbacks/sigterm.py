@@ -71,7 +71,7 @@ class StopRequest:
 
 
 def _receive(signum: int, frame: FrameType | None) -> None:
-    # a signal to the process group ends the loader's workers too, and torch's handler would raise anywhere
+    # a signal to the process group ends the loader's workers too: torch's handler would raise anywhere
     sigchld = getattr(signal, 'SIGCHLD', None)
     if sigchld is not None:
         _handle(sigchld, _ignore)

@@ -250,7 +250,7 @@ class SpeedMonitor(_TimedMonitor):
         return {**super().state_dict(), 'point': list(self._points[-1]) if self._points else None}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Restore the counts at the last batch; rates are those of this process."
+        "Restore the counts at the last batch; rates count batches of this process only."
         super().load_state_dict(sd)
         self._points.clear()
         if sd['point'] is None:

@@ -79,7 +79,7 @@ class TrackerCallback(Callback):
     ) -> None:
         if not isinstance(min_delta, Real) or not 0 <= min_delta < math.inf:
             raise OptionError(
-                f'min_delta={min_delta!r}: give a number, 0 or more. What counts as better says `comp`.'
+                f'min_delta={min_delta!r}: give a number, 0 or more. `comp` decides what counts as better.'
             )
         if not callable(monitor) and not (isinstance(monitor, str) and monitor):
             raise OptionError(
@@ -210,7 +210,7 @@ def check_counted(
         learn.run.counts_samples = f'{option}={str(time)!r}'  # the first batch checks it
     if time.unit == 'tok' and getattr(learn, 'token_func', None) is None:
         raise TimeError(
-            f'{option}={str(time)!r}: this Learner counts no tokens. Use another unit, or tell it how: '
+            f'{option}={str(time)!r}: this Learner counts no tokens. Use another unit, or count them: '
             '`Learner(..., token_func=lambda xb, yb: ...)`.'
         )
     if time.unit == 'iter' and learn.epochs_per_iteration is None:

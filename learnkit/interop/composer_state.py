@@ -27,7 +27,7 @@ NOT_HERE = {
     'tp_config': 'the settings of tensor parallelism',
     'parallelism_config': 'the settings of parallel training',
     'device_mesh': 'the mesh of devices of parallel training',
-    'profiler': 'the profiler; here `learn.timings` says where the time goes',
+    'profiler': 'the profiler; here `learn.timings` shows where the time goes',
     'precision_config': 'options of the precision; here they are arguments of `MixedPrecision`',
     'train_metric_names': 'names of training metrics; here `learn.recorder.metric_names`',
     'eval_metric_names': 'names of evaluation metrics; here `learn.recorder.metric_names`',
@@ -83,7 +83,7 @@ class ComposerState:
             what = f'Composer has there {reason}.'
         else:
             what = (
-                'What the Learner has under a name of its own is `state.learn.<name>`.'
+                'Attributes of the Learner are `state.learn.<name>`.'
                 f'{did_you_mean(name, dir(self))}'
             )
         raise AttributeError(

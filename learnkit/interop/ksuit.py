@@ -350,7 +350,7 @@ class _FromKsuit(Callback):
             raise
 
     def _find_arguments(self, name: str, f: Any) -> list[str]:
-        "Return the arguments that a hook accepts; for a base-class hook, those of the inner hook."
+        "Return the arguments that a hook accepts; for a base-class hook, the arguments of the inner hook."
         names = [*COMMON, *HOOK_ARGUMENTS.get(name, ())]
         last = self._inner.get(name, f)
         if takes_any(f) and takes_any(last):
