@@ -39,7 +39,8 @@ class Microbatch:
     "Predictions and targets of a microbatch, kept until the end of its batch for the metrics."
 
     def __init__(self, learn: Any) -> None:
-        self.learn, self.xb, self.yb, self.loss = learn, learn.xb, learn.yb, learn.loss
+        self.learn = learn
+        self.xb, self.yb, self.loss = learn.xb, learn.yb, learn.loss
         self.pred = to_detach(learn.pred, cpu=False)
 
     def __getattr__(self, name: str) -> Any:

@@ -144,7 +144,8 @@ class ExportForInference(Callback):
                     f'{did_you_mean(str(f), FORMATS)}'
                 )
         file_path(fname, Path(), suffix='')
-        self.fname, self.act, self.sample, self.files = fname, act, sample, []
+        self.fname, self.act, self.sample = fname, act, sample
+        self.files = []
         self._exportable: Any = None  # model that is known to be exportable
         self._has_begun = False  # whether a fit is running that was not cancelled before it began
 

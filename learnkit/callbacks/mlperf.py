@@ -100,8 +100,13 @@ class MLPerf(Callback):
         self.index = index
         self.benchmark = benchmark
         self.monitor = monitor
-        self.target, self.comp, self.submitter, self.division = target, comp, submitter, division
-        self.status, self.system, self.cache_cleared = status, system, cache_cleared
+        self.target = target
+        self.comp = comp
+        self.submitter = submitter
+        self.division = division
+        self.status = status
+        self.system = system
+        self.cache_cleared = cache_cleared
         self.file = None
         self._created_ms = _now_ms()
         self._out: TextIO | None = None  # open file during the run

@@ -91,7 +91,8 @@ class Replay(Callback):
             return  # a nested run
         if self.learn.fitting:
             self._reset()
-        self._current, self._failed, self._why, self._indices = None, None, '', None
+        self._current = self._failed = self._indices = None
+        self._why = ''
         self.learn.replay_source = self
 
     def before_train(self) -> None:

@@ -200,7 +200,8 @@ class Row:
     "Numbers for the parameters that share a param group and a count of steps."
 
     def __init__(self, rule: Rule, group: dict[str, Any], step: int) -> None:
-        self.rule, self.group, self.step, self.read = rule, group, step, itemgetter(*rule.options)
+        self.rule, self.group, self.step = rule, group, step
+        self.read = itemgetter(*rule.options)
         self.values = self.read(group)
         self.flags = rule.flags(*self.values)
 

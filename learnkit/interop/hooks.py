@@ -62,12 +62,11 @@ def check_style(
         raise CallbackError(f'{cb!r} is a callback already: it needs no {maker}.')
     if isinstance(cb, type):
         raise CallbackError(f'{cb.__name__} is a class: write {maker}({cb.__name__}(...)).')
-    close = {
-        name: match[0]
-        for name in _own_methods(cb) - set(names)
-        if (match := get_close_matches(name, likely, n=1, cutoff=0.85))
-        and name.startswith('_') == match[0].startswith('_')
-    }
+    close = {}
+    for name in _own_methods(cb) - set(names):
+        matches = get_close_matches(name, likely, n=1, cutoff=0.85)
+        if matches and name.startswith('_') == matches[0].startswith('_'):
+            close[name] = matches[0]
     for name, meant in sorted(close.items()):
         warn(
             f'{type(cb).__name__}.{name} is no hook of a {style} callback and will not run. Did you mean `{meant}`?',
@@ -75,7 +74,8 @@ def check_style(
         )
     if not found and not close:
         methods = sorted(_own_methods(cb))
-        hint = next((h for m in methods if (h := did_you_mean(m, names))), '')
+        hints = (did_you_mean(name, names) for name in methods)
+        hint = next(filter(None, hints), '')
         raise CallbackError(
             f'{cb!r} ({type(cb).__name__}) is no {style} callback: it has none of the hooks '
             f'{", ".join(names)}.{hint}'

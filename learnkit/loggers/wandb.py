@@ -48,7 +48,10 @@ class WandbLogger(Logger):
         super().__init__(every)
         if mode not in ('offline', 'online', 'disabled', 'shared'):
             raise OptionError(f"mode={mode!r}: choose 'offline', 'online', 'shared' or 'disabled'.")
-        self.project, self.mode, self.folder, self.options = project, mode, folder, options
+        self.project = project
+        self.mode = mode
+        self.folder = folder
+        self.options = options
         self._id, self._last_step = id, -1  # id of the run, and last step that the run has
 
     def where(self) -> Path:
