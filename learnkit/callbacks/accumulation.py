@@ -19,26 +19,27 @@ __all__ = ['GradientAccumulation']
 
 
 class GradientAccumulation(Callback):
-    """Step once at least `n_acc` samples have been seen since the last step, with the gradient of all of them.
+    """Step once at least `n_acc` samples were processed since the last step, with their joint gradient.
 
-    That gradient is the mean over those samples, whatever the batch sizes, or over what the loss averages over (targets
-    that count, class weights); with `Learner(weight_func=)` the weighted one; for a loss with reduction 'sum' the sum.
-    What other callbacks have added to `loss_grad` is averaged likewise. The reported loss is each batch's own.
-    `before_step` and what follows happen at real steps only, so that clipping, mixed precision, schedules and averages
-    see one big batch; until then a batch ends with `after_cancel_batch`.
+    The gradient is the mean over those samples, whatever the batch sizes, or over the elements that
+    the loss averages over (targets that count, class weights); with `Learner(weight_func=)` the
+    weighted mean; for a loss with reduction 'sum' the sum. Terms that other callbacks add to
+    `loss_grad` are averaged likewise. The reported loss is each batch's own. `before_step` and
+    later events of a step occur only at optimizer steps, so that clipping, mixed precision,
+    schedules and averages see one big batch. A batch without a step ends with `after_cancel_batch`.
 
-    In a loop of your own each call of `optimize` counts the batch's samples, for the optimizer that
-    it names: each has a sum, and steps, of its own. A call that comes to no step returns False, and
-    the batch goes on.
+    In a user's own loop each call of `optimize` counts the batch's samples for the optimizer that
+    it names: each optimizer has its own sum and its own steps. A call without a step returns False,
+    and the batch continues.
 
-    Samples that are left over when an epoch's training ends get a step of their own (in `after_train`), unless the
-    epoch had no other: then they count for the next one. Those left over at the end of the fit are dropped, with a
-    warning when the whole fit took no step.
+    Samples left over at the end of an epoch's training get a step of their own (in `after_train`),
+    unless the epoch had no other step: then they count for the next epoch. Samples left over at the
+    end of the fit are dropped, with a warning if the whole fit took no step.
 
-    Checkpointed: the numbers of samples; the gradients that wait for their step are part of every checkpoint.
+    Checkpointed: the numbers of samples; pending gradients are part of every checkpoint.
 
     Raises `OptionError` for an `n_acc` below 1, before training with an optimizer that needs a
-    closure, and where one call of `optimize` names an optimizer and another none, so that their
+    closure, and if one call of `optimize` names an optimizer and another none, so that their
     gradients would mix.
 
     >>> GradientAccumulation(64).n_acc, GradientAccumulation.order
@@ -46,26 +47,27 @@ class GradientAccumulation(Callback):
     """
 
     order, run_valid = 6, False  # before mixed precision (10) unscales the gradients
-    runs_last = ('before_backward',)  # what others add to the loss is averaged with it
+    runs_last = ('before_backward',)  # terms that others add to the loss are averaged too
 
-    def __init__(self, n_acc: int = 32) -> None:
+    def __init__(
+        self,
+        n_acc: int = 32,  # number of samples of a step
+    ) -> None:
         if not is_count(n_acc):
             raise bad_option(self, 'a whole number of samples, 1 or more', n_acc=n_acc)
         self.n_acc = int(n_acc)
-        self._batch: tuple[int, Any] | None = (
-            None  # samples and weight of the batch that is not counted yet
-        )
-        # steps of this fit; whether one in this epoch
-        self._in_tail, self._n_steps, self._stepped = False, 0, False
-        self._turn = ''  # the optimizer that is counted for; empty: all of them
-        self._others: dict[
-            str, dict[str, Any]
-        ] = {}  # the counts of those that have had their turn before
+        # number of samples and weight of the current batch, until it is counted
+        self._batch: tuple[int, Any] | None = None
+        self._in_tail = False  # whether the step is for samples left over in an epoch
+        self._n_steps = 0  # number of steps of this fit
+        self._stepped = False  # whether this epoch had a step
+        self._turn = ''  # name of the optimizer that is counted for; empty: all of them
+        self._others: dict[str, dict[str, Any]] = {}  # counts of the other optimizers, by name
         self._start_sum()
 
     def _start_sum(self) -> None:
         self._n_samples, self._weight_sum = 0, 0
-        self._divisor: Any = self.n_acc  # what the weighted sum in the gradients is divided by
+        self._divisor: Any = self.n_acc  # divisor of the weighted sum in the gradients
 
     def before_fit(self) -> None:
         if not self.learn.fitting:
@@ -75,7 +77,7 @@ class GradientAccumulation(Callback):
         self._forget()
 
     def on_reevaluation(self) -> None:
-        "Refuse an optimizer whose steps evaluate the loss again."
+        "Raise `OptionError`: the step of such an optimizer would evaluate the last batch only."
         raise OptionError(
             'GradientAccumulation: an optimizer that evaluates the loss again (LBFGS) would see the '
             'last batch alone. Use `Learner(microbatch=)` and bigger batches.'
@@ -86,10 +88,10 @@ class GradientAccumulation(Callback):
         for counts in self._others.values():
             counts['stepped'] = False
 
-    # -- whose turn it is --------------------------------------------------------------------------
+    # -- optimizers --------------------------------------------------------------------------------
 
     def _forget(self) -> None:
-        "Begin with no samples and no steps."
+        "Reset all counts."
         self._turn, self._others, self._n_steps, self._stepped = '', {}, 0, False
         self._start_sum()
 
@@ -108,7 +110,7 @@ class GradientAccumulation(Callback):
         self._n_steps, self._stepped = counts['n_steps'], counts['stepped']
 
     def _take_turn(self) -> None:
-        "Count for the optimizer whose turn it is."
+        "Switch to the counts of the current optimizer."
         turn = self.learn.turn or ''
         if turn == self._turn:
             return
@@ -126,7 +128,7 @@ class GradientAccumulation(Callback):
         self._n_steps, self._stepped = 0, False
         self._start_sum()
 
-    # -- each batch --------------------------------------------------------------------------------
+    # -- batches -----------------------------------------------------------------------------------
 
     def before_batch(self) -> None:
         self._batch = self._measure() if self.learn.microbatch else None
@@ -138,7 +140,7 @@ class GradientAccumulation(Callback):
             self._batch = self._measure()
         if self._batch is None or self._batch[1] is None:
             return
-        n, weight = self._batch[0], in_full(self._batch[1], learn.loss)
+        n, weight = self._batch[0], widen_weight(self._batch[1], learn.loss)
         if not self._n_samples and (isinstance(weight, Tensor) or weight != n):
             self._divisor = expected_sum(weight, self.n_acc / n)
         learn.loss_grad = learn.loss_grad * (weight / self._divisor)
@@ -154,13 +156,13 @@ class GradientAccumulation(Callback):
     def before_step(self) -> None:
         self._take_turn()
         if self.learn.microbatch:
-            self._count_pieces()
+            self._count_microbatches()
         if self._n_samples < self.n_acc and not self._in_tail:
             raise StepPutOff
         self._average()
 
     def will_step(self) -> bool:
-        "Tell whether the batch that begins ends with a step, as far as its number of samples says."
+        "Return True if the current batch ends with a step, by its number of samples."
         return self._n_samples + self.learn.strategy.count_samples(self.learn) >= self.n_acc
 
     def after_step(self) -> None:
@@ -168,20 +170,19 @@ class GradientAccumulation(Callback):
         self._start_sum()
 
     def _measure(self) -> tuple[int, Any]:
-        "Return samples and weight of the batch; the weight is None for a loss that is a sum."
-        return self.learn.strategy.count_samples(self.learn), self.learn.strategy.total_weight(
-            self.learn
-        )
+        "Return number of samples and weight of the batch; the weight is None for a 'sum' loss."
+        strategy = self.learn.strategy
+        return strategy.count_samples(self.learn), strategy.total_weight(self.learn)
 
-    def _count_pieces(self) -> None:
-        "Count a batch that was cut into pieces, which is whole again."
-        if self._batch is not None and self._batch[0] != (
-            n := self.learn.strategy.count_samples(self.learn)
-        ):
-            raise BatchError(
-                f'GradientAccumulation: a callback of order above {self.order} made {n} samples of '
-                f'{self._batch[0]} in before_batch. Give it a lower order, or leave `microbatch` out.'
-            )
+    def _count_microbatches(self) -> None:
+        "Count a batch after its microbatches, and check that its size is unchanged."
+        if self._batch is not None:
+            n = self.learn.strategy.count_samples(self.learn)
+            if self._batch[0] != n:
+                raise BatchError(
+                    f'GradientAccumulation: a callback of order above {self.order} made {n} samples of '
+                    f'{self._batch[0]} in before_batch. Give it a lower order, or leave `microbatch` out.'
+                )
         self._count_batch()
 
     def _count_batch(self) -> None:
@@ -190,30 +191,32 @@ class GradientAccumulation(Callback):
         (n, weight), self._batch = self._batch, None
         self._n_samples += n
         if weight is not None:
-            self._weight_sum = self._weight_sum + in_full(weight, self.learn.loss)
+            self._weight_sum = self._weight_sum + widen_weight(weight, self.learn.loss)
 
     def _average(self) -> None:
-        "Make the gradients the mean over the samples of the step, in case it has not just `n_acc` of them."
+        "Scale the gradients to the mean over the samples of the step, if not exactly `n_acc`."
         total = self._weight_sum
         if not isinstance(total, Tensor) and total in (0, self._divisor):
             return
         grads = locals_of(p.grad for p in self.learn.step_parameters if p.grad is not None)
         scale = ratio(self._divisor, total)
         if grads:
-            torch._foreach_mul_(
-                grads, scale.to(grads[0].device) if isinstance(scale, Tensor) else scale
-            )
-        self._divisor = total  # what comes on top, if the step is put off, is divided likewise
+            if isinstance(scale, Tensor):
+                scale = scale.to(grads[0].device)
+            torch._foreach_mul_(grads, scale)
+        self._divisor = (
+            total  # gradients added later, if the step is postponed, get the same divisor
+        )
 
-    # -- the end of an epoch and of a fit ----------------------------------------------------------
+    # -- end of an epoch and of a fit --------------------------------------------------------------
 
     def after_train(self) -> None:
-        "Take a step for the samples that are left over."
+        "Take a step for the samples left over."
         for turn in sorted({self._turn, *self._others}):
             with self.learn.taking(Turn(turn or None)):
-                self._step_for_the_rest(turn)
+                self._step_for_rest(turn)
 
-    def _step_for_the_rest(self, turn: str) -> None:
+    def _step_for_rest(self, turn: str) -> None:
         learn, counts = self.learn, self._others.get(turn) or self._counts()
         if not counts['n_samples'] or not counts['stepped']:
             return
@@ -233,7 +236,8 @@ class GradientAccumulation(Callback):
         for turn, counts in {**self._others, self._turn: self._counts()}.items():
             if counts['n_steps'] or not counts['n_samples']:
                 continue
-            n, whose = counts['n_samples'], f' for {turn}' if turn else ''
+            n = counts['n_samples']
+            whose = f' for {turn}' if turn else ''
             warn_user(
                 f'GradientAccumulation(n_acc={self.n_acc}): the fit had only {n} samples{whose}, '
                 'so no step was taken and no weight has changed. Lower n_acc, or train for more '
@@ -244,7 +248,7 @@ class GradientAccumulation(Callback):
         self._drop()
 
     def _drop(self) -> None:
-        "Forget the samples, and the gradients, that no step has used."
+        "Drop samples and gradients that no step has used."
         n_samples = self._n_samples + sum(counts['n_samples'] for counts in self._others.values())
         if n_samples and self.learn.opt is not None:
             self.learn.opt.zero_grad()
@@ -254,28 +258,26 @@ class GradientAccumulation(Callback):
     # -- checkpoints -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        "Return the counts; the gradients that wait are in the checkpoint itself."
+        "Return the counts; pending gradients are in the checkpoint itself."
         others = {turn: dict(counts) for turn, counts in self._others.items()}
         return {**self._counts(), 'turn': self._turn, 'others': others}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Put the counts back."
+        "Restore the counts."
         self._set_counts(sd)
         self._turn = sd.get('turn', '')
         self._others = {turn: dict(counts) for turn, counts in sd.get('others', {}).items()}
 
 
 def expected_sum(weight: Any, times: float) -> Any:
-    "Return what so many times this weight make, or 1 if it is 0: gradients are then of the size that they end with."
+    "Return the expected weight of a step, or 1 for 0, so that gradients have their final magnitude."
     if isinstance(weight, Tensor):
         return torch.where(weight == 0, 1.0, weight * times)
     return weight * times or 1.0
 
 
-def in_full(weight: Any, loss: Tensor) -> Any:
-    "Return a weight in the precision of the loss, or single precision where that is coarser, on its device."
-    return (
-        weight.to(torch.promote_types(loss.dtype, torch.float32))
-        if isinstance(weight, Tensor)
-        else weight
-    )
+def widen_weight(weight: Any, loss: Tensor) -> Any:
+    "Convert a weight to the precision of the loss, at least float32."
+    if not isinstance(weight, Tensor):
+        return weight
+    return weight.to(torch.promote_types(loss.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""Statistics of what goes into modules and what comes out, logged every so often."""
+"""Callback that logs statistics of the inputs and outputs of modules at an interval."""
 
 from __future__ import annotations
 
@@ -17,23 +17,26 @@ from learnkit.engine.dispatch import listed
 __all__ = ['ActivationMonitor']
 
 STATS = ('l2_norm', 'average', 'max', 'skewness', 'kurtosis')
-OF_SPREAD = ('skewness', 'kurtosis')  # a row of equal numbers has none
+OF_SPREAD = ('skewness', 'kurtosis')  # undefined for a row of equal numbers
 
 
 class ActivationMonitor(HookCallback):
     """Log statistics of the inputs and outputs of modules, for training batches 0, n, 2n, ... of each fit.
 
-    Each is taken over the last dimension and averaged over all others: of (batch, sequence, features), the mean over
-    batch and sequence of the L2 norm, average, maximum, skewness and kurtosis (m3 / m2^1.5 and m4 / m2^2: 0 and 3 for a
-    normal distribution) of the features. Rows whose numbers are all equal have no skewness and no kurtosis and do not
-    count there. What a batch sends through a module in pieces or several times is taken together. Only
-    floating-point tensors are looked at. A module that works in place has written its output over its input by then.
+    Each statistic is computed over the last dimension and averaged over all others. For an input
+    (batch, sequence, features) it is the mean over batch and sequence of the L2 norm, average,
+    maximum, skewness and kurtosis (m3 / m2^1.5 and m4 / m2^2: 0 and 3 for a normal distribution) of
+    the features. Rows of equal numbers have no skewness and kurtosis and are left out of these.
+    Several calls of a module in a batch, as with microbatches, are averaged together. Only
+    floating-point tensors are measured. The input of an in-place module is measured after its
+    output has overwritten it.
 
-    Hooks are there only in the batches that are looked at; however these end, they are taken off. All is computed on
-    the device, in float32 (float64 for float64), and comes to the host in one transfer a look.
+    Hooks are registered only during measured batches, and removed however these end. Statistics are
+    computed on the device, in float32 (float64 for float64), and copied to the host once per
+    measurement.
 
-    Raises `OptionError` for names that the model does not have (before training), and `TimeError` for a bad `every`.
-    Checkpointed: when it last looked.
+    Raises `OptionError` for unknown names of modules (before training), and `TimeError` for an
+    invalid `every`. Checkpointed: the time of the last measurement.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(model=nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1)), cbs=ActivationMonitor())
@@ -51,8 +54,8 @@ class ActivationMonitor(HookCallback):
 
     def __init__(
         self,
-        every: int | str | Time = '100ba',  # how often it looks
-        ignore: str | Iterable[str] = (),  # skip modules whose name contains this, or one of these
+        every: int | str | Time = '100ba',  # interval of measurements
+        ignore: str | Iterable[str] = (),  # substring, or substrings, of names of modules to skip
         modules: Any = None,  # modules or their names, one or several; None: all layers
     ) -> None:
         super().__init__(modules, every, cpu=False, include_paramless=True)
@@ -60,9 +63,8 @@ class ActivationMonitor(HookCallback):
         for word in self.ignore:
             if not isinstance(word, str) or not word:
                 raise OptionError(f'ignore: {word!r} is no part of a name.')
-        self._calls: dict[
-            tuple[str, str], list[tuple[int, Tensor]]
-        ] = {}  # (module, side and number): rows, their sums
+        # number of rows and sums over rows of each call, by (module, side and index)
+        self._calls: dict[tuple[str, str], list[tuple[int, Tensor]]] = {}
 
     def _find(self) -> None:
         super()._find()
@@ -71,17 +73,18 @@ class ActivationMonitor(HookCallback):
             for name, m in zip(self.layer_names, self.modules, strict=True)
             if not any(word in name for word in self.ignore)
         ]
-        self.layer_names, self.modules = [name for name, _ in kept], [m for _, m in kept]
+        self.layer_names = [name for name, _ in kept]
+        self.modules = [m for _, m in kept]
         self._names = {id(m): name or type(m).__name__ for name, m in kept}
 
     def before_batch(self) -> None:
-        "Hook this batch, when it is due."
+        "Hook this batch if it is due."
         self._calls = {}
         super().before_batch()
 
     @torch.no_grad()
     def hook(self, m: nn.Module, inp: Any, out: Any) -> None:
-        "Measure a module's inputs and outputs in the loop's own forward pass, not in a repetition."
+        "Measure a module's inputs and outputs in the loop's own forward passes."
         learn = self.learn
         if not learn.training or learn.run.repeating or 'pred' in learn.__dict__:
             return
@@ -93,14 +96,14 @@ class ActivationMonitor(HookCallback):
                 calls.append((t.numel() // t.shape[-1], _sums(t)))
 
     def after_batch(self) -> None:
-        "Log what was measured; take the hooks off."
+        "Log the statistics, and remove the hooks."
         calls, self._calls = self._calls, {}
         super().after_batch()
         for name, value in _means(calls).items():
             self.learn.log(name, value, shown=False)
 
     def cleanup(self) -> None:
-        "Take the hooks off; forget the batch that a failure cut short."
+        "Remove the hooks; drop an interrupted batch."
         super().cleanup()
         self._calls = {}
 
@@ -111,30 +114,32 @@ def _sums(t: Tensor) -> Tensor:
     mean = x.mean(-1, keepdim=True)
     d = x - mean
     m2, m3, m4 = (d.pow(k).mean(-1) for k in (2, 3, 4))
-    spread = m2 > 0
-    safe = torch.where(spread, m2, 1.0)
-    of_spread = [torch.where(spread, v, 0.0).sum() for v in (m3 / safe**1.5, m4 / safe**2)]
+    has_spread = m2 > 0
+    divisor = torch.where(has_spread, m2, 1.0)
+    ratios = (m3 / divisor**1.5, m4 / divisor**2)
+    of_spread = [torch.where(has_spread, v, 0.0).sum() for v in ratios]
     return torch.stack(
         [
             torch.linalg.vector_norm(x, dim=-1).sum(),
             mean.sum(),
             x.amax(-1).sum(),
             *of_spread,
-            spread.sum().to(x.dtype),
+            has_spread.sum().to(x.dtype),
         ]
     )
 
 
 def _means(calls: dict[tuple[str, str], list[tuple[int, Tensor]]]) -> dict[str, float]:
-    "Return the mean over all rows of each statistic by name; the one place where the host waits for the device."
+    "Return the mean over all rows of each statistic, by name; waits for the device."
     sums = [s for each in calls.values() for _, s in each]
     if not sums:
         return {}
-    arrived = iter(torch.stack([s.to(sums[0].device) for s in sums]).tolist())
+    numbers = iter(torch.stack([s.to(sums[0].device) for s in sums]).tolist())
     found = {}
     for (module, side), each in calls.items():
-        rows = [next(arrived) for _ in each]
-        n, n_spread = sum(n for n, _ in each), math.fsum(row[-1] for row in rows)
+        rows = [next(numbers) for _ in each]
+        n = sum(n_rows for n_rows, _ in each)
+        n_spread = math.fsum(row[-1] for row in rows)
         for stat, *values in zip(STATS, *rows, strict=False):
             count = n_spread if stat in OF_SPREAD else n
             if count:

@@ -1,4 +1,4 @@
-"""Statistics of what layers put out in training: means, standard deviations, shares near zero, histograms."""
+"""Statistics of layer outputs in training: means, standard deviations, shares near zero, histograms."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from learnkit.engine.dispatch import listed
 
 __all__ = ['ActivationStats']
 
-NEAR_ZERO = (
-    0.05  # what is at most this counts as near zero, negative numbers too: fastai's definition
-)
-BINS, TOP = 40, 10  # of the histograms, from 0 to TOP; what lies outside is not counted
-SEND_EVERY = 64  # batches whose numbers go to the host in one copy
+NEAR_ZERO = 0.05  # upper bound of values near zero, negative values included, as in fastai
+BINS, TOP = 40, 10  # histograms have 40 bins from 0 to 10; other values are not counted
+SEND_EVERY = 64  # number of batches whose statistics are copied to the host together
 FIELDS = ('mean', 'std', 'near_zero')
 
 
 class ActivationStats(HookCallback):
-    """Record mean, standard deviation and share near zero of what layers put out, for each training batch.
+    """Record mean, standard deviation and share near zero of layer outputs, for each training batch.
 
-    Near zero is what is at most 0.05, as in fastai: after a ReLU, the dead share. `layer_stats(idx)` has the three
-    series of a layer (by number or name), `stats` all of them, and `plot_layer_stats`, `color_dim` and `plot_hist` draw
-    them. Numbers are computed on the device, in float32 (float64 for float64), and travel in groups of 64 batches.
+    Values of at most 0.05 count as near zero, as in fastai: after a ReLU, the dead share.
+    `layer_stats(idx)` returns the three series of a layer (by index or name), `stats` all series;
+    `plot_layer_stats`, `color_dim` and `plot_hist` draw them. Statistics are computed on the
+    device, in float32 (float64 for float64), and copied to the host in groups of 64 batches.
 
-    A batch is measured as a whole, also when it goes through a layer in pieces (`Learner(microbatch=n)`) or several
-    times (a shared layer). A layer that puts out several tensors (an LSTM) has statistics of each: `part`. With
-    `is_forward=False` it measures the gradients of the outputs. A new fit starts anew.
+    A batch is measured as a whole, also if it passes through a layer in microbatches
+    (`Learner(microbatch=n)`) or several times (a shared layer). A layer with several outputs (an
+    LSTM) has statistics of each: `part`. With `is_forward=False` the gradients of the outputs are
+    measured. A new fit discards earlier statistics.
 
     Checkpointed: everything recorded.
 
@@ -49,51 +49,49 @@ class ActivationStats(HookCallback):
 
     def __init__(
         self,
-        with_hist: bool = False,  # also histograms, 40 bins in 0 to 10, for `hist` and `color_dim`
+        with_hist: bool = False,  # whether to record histograms, for `hist` and `color_dim`
         *,
-        modules: Any = None,  # these as for `HookCallback`
+        modules: Any = None,  # this and the following: as in `HookCallback`
         every: int | str | Time | None = None,
         remove_end: bool = True,
         is_forward: bool = True,
         detach: bool = True,
-        cpu: bool = False,  # move whole activations to the CPU before they are measured: slow
+        cpu: bool = False,  # whether to move whole activations to the CPU first, which is slow
         include_paramless: bool = False,
     ) -> None:
         super().__init__(modules, every, remove_end, is_forward, detach, cpu, include_paramless)
         self.with_hist, self._records = with_hist, _Records()
-        self._batch: list[
-            tuple[tuple[int, ...], Tensor]
-        ] = []  # of each call so far: (layer, part, size), numbers
+        # (layer, part, size) and statistics of each call in the current batch
+        self._batch: list[tuple[tuple[int, ...], Tensor]] = []
 
     # -- recording ---------------------------------------------------------------------------------
 
     def before_fit(self) -> None:
-        "Start anew, unless this is an evaluation."
+        "Discard earlier statistics, unless this is an evaluation."
         super().before_fit()
         if self.learn.fitting:
             self._records = _Records()
 
     def before_batch(self) -> None:
-        "Hook this batch, when it is due."
+        "Hook this batch if it is due."
         super().before_batch()
         if self.learn.training:
             self._batch = []
 
     def hook(self, m: nn.Module, inp: Any, out: Any) -> None:
-        "Measure the output of a layer in training: of the loop's own forward pass, not of a repetition."
+        "Measure the output of a layer in the loop's own forward passes in training."
         learn = self.learn
-        if (
-            not learn.training
-            or learn.run.repeating
-            or (self.is_forward and 'pred' in learn.__dict__)
-        ):
+        if not learn.training or learn.run.repeating:
             return
-        layer = self._places[id(m)]
-        for part, t in enumerate(t for t in tensors_in(out) if t.numel()):
-            self._batch.append(((layer, part, t.numel()), _measured(t, self.with_hist)))
+        if self.is_forward and 'pred' in learn.__dict__:
+            return
+        layer = self._layer_indices[id(m)]
+        outputs = [t for t in tensors_in(out) if t.numel()]
+        for part, t in enumerate(outputs):
+            self._batch.append(((layer, part, t.numel()), _measure(t, self.with_hist)))
 
     def after_batch(self) -> None:
-        "Keep what this batch has given."
+        "Record the statistics of this batch."
         if self.learn.training and self._batch:
             self._records.add(self.learn.train_iter, self._batch)
         if self.learn.training:
@@ -101,13 +99,13 @@ class ActivationStats(HookCallback):
         super().after_batch()
 
     def cleanup(self) -> None:
-        "Take the hooks off; forget the batch that a failure cut short."
+        "Remove the hooks; drop an interrupted batch."
         super().cleanup()
         self._batch = []
 
     def _find(self) -> None:
         super()._find()
-        self._places = {id(m): i for i, m in enumerate(self.modules)}
+        self._layer_indices = {id(m): i for i, m in enumerate(self.modules)}
 
     def state_dict(self) -> dict[str, Any]:
         "Return everything recorded."
@@ -118,7 +116,7 @@ class ActivationStats(HookCallback):
         }
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Go on recording after what was recorded."
+        "Restore the record."
         if 'before' in sd:
             super().load_state_dict(sd)
         self._records, self.layer_names = _Records(), list(sd['layers'])
@@ -128,34 +126,36 @@ class ActivationStats(HookCallback):
 
     @property
     def stats(self) -> L:
-        """For each measured batch, for each layer, a dict of `mean`, `std` and `near_zero` (and `hist`).
+        """Statistics of each batch and layer: a dict of `mean`, `std` and `near_zero` (and `hist`).
 
-        It is a list of such dicts for a layer with several outputs, and None for one that was not called."""
+        The entry is a list of dicts for a layer with several outputs, None for a layer not
+        called."""
         columns = [self._cells(layer) for layer in range(len(self.layer_names))]
         return L(L(column[i] for column in columns) for i in range(len(self._records.at)))
 
     def _cells(self, layer: int) -> list[Any]:
-        "Return the dicts of one layer, a batch each."
+        "Return the statistics of one layer, one entry per batch."
         parts = [
             [self._cell(v) for v in self._records.series(layer, p)]
             for p in self._records.parts(layer)
         ]
         if not parts:
             return [None] * len(self._records.at)
-        return [
-            row[0] if len(row) == 1 else row or None
-            for row in ([c for c in cells if c] for cells in zip(*parts, strict=True))
-        ]
+        entries: list[Any] = []
+        for cells in zip(*parts, strict=True):
+            row = [cell for cell in cells if cell]
+            entries.append(row[0] if len(row) == 1 else row or None)
+        return entries
 
     def _cell(self, values: Tensor) -> dict[str, Any] | None:
-        size, *three = values[:4].tolist()
+        size, *values_per_field = values[:4].tolist()
         if not size:
             return None
-        cell: dict[str, Any] = dict(zip(FIELDS, three, strict=True))
+        cell: dict[str, Any] = dict(zip(FIELDS, values_per_field, strict=True))
         return {**cell, 'hist': values[4:].float()} if self.with_hist else cell
 
-    def _chosen(self, idx: int | str, part: int) -> tuple[str, Tensor]:
-        "Return a layer's title and its series, mean to histogram; raise `OptionError` when there is none."
+    def _find_series(self, idx: int | str, part: int) -> tuple[str, Tensor]:
+        "Return title and series (batches, 3 + bins) of a layer; raise `OptionError` if unknown."
         names = self.layer_names
         if isinstance(idx, str) and idx not in names:
             raise OptionError(
@@ -175,32 +175,33 @@ class ActivationStats(HookCallback):
 
     def layer_stats(
         self,
-        idx: int | str,  # the layer's number among those hooked, or its name
-        part: int = 0,  # which of several outputs
+        idx: int | str,  # index of the layer among the hooked ones, or its name
+        part: int = 0,  # index of one of several outputs
     ) -> L:
-        "Return means, standard deviations and shares near zero of a layer, one number a batch each."
-        return L(L(column.tolist()) for column in self._chosen(idx, part)[1][:, :3].T)
+        "Return means, standard deviations and shares near zero of a layer, one number per batch."
+        series = self._find_series(idx, part)[1]
+        return L(L(column.tolist()) for column in series[:, :3].T)
 
     def hist(
         self,
-        idx: int | str,  # the layer's number or name
-        part: int = 0,  # which of several outputs
+        idx: int | str,  # index or name of the layer
+        part: int = 0,  # index of one of several outputs
     ) -> Tensor:
         "Return `log(1 + count)` of a layer's histograms, `[bins, batches]`."
         if not self.with_hist:
             raise OptionError('No histograms were recorded: use ActivationStats(with_hist=True).')
-        return self._chosen(idx, part)[1][:, 3:].T.float().log1p()
+        return self._find_series(idx, part)[1][:, 3:].T.float().log1p()
 
     # -- plots -------------------------------------------------------------------------------------
 
     def color_dim(
         self,
-        idx: int | str,  # the layer's number or name
-        figsize: tuple[float, float] = (10, 5),  # inches
-        ax: Any = None,  # matplotlib axes; None: a figure of its own
-        part: int = 0,  # which of several outputs
+        idx: int | str,  # index or name of the layer
+        figsize: tuple[float, float] = (10, 5),  # size in inches
+        ax: Any = None,  # matplotlib axes; None: a new figure
+        part: int = 0,  # index of one of several outputs
     ) -> Any:
-        "Draw a layer's histograms side by side, one column a batch: the 'colourful dimension' plot. Return the axes."
+        "Draw a layer's histograms by batch, the 'colorful dimension' plot; return the axes."
         hist, at = self.hist(idx, part), self._records.at
         ax = axes_or_new(ax, figsize)
         step = (at[-1] - at[0]) / max(1, len(at) - 1) or 1
@@ -208,13 +209,13 @@ class ActivationStats(HookCallback):
             hist.numpy(), origin='lower', aspect='auto', extent=(at[0], at[-1] + step, 0, TOP)
         )
         ax.figure.colorbar(image, ax=ax, label='log(1 + count)')
-        ax.set(xlabel='batch', ylabel='activation', title=self._chosen(idx, part)[0])
+        ax.set(xlabel='batch', ylabel='activation', title=self._find_series(idx, part)[0])
         return ax
 
     def plot_hist(
         self,
-        idxs: Any = None,  # numbers or names of layers; None: all that were measured
-        figsize: tuple[float, float] | None = None,  # inches
+        idxs: Any = None,  # indices or names of layers; None: all measured layers
+        figsize: tuple[float, float] | None = None,  # size in inches
     ) -> Any:
         "Draw `color_dim` of several layers; return the axes."
         if idxs is None:
@@ -230,11 +231,11 @@ class ActivationStats(HookCallback):
 
     def plot_layer_stats(
         self,
-        idx: int | str,  # the layer's number or name
-        part: int = 0,  # which of several outputs
+        idx: int | str,  # index or name of the layer
+        part: int = 0,  # index of one of several outputs
     ) -> Any:
         "Draw means, standard deviations and shares near zero of a layer by batch; return the axes."
-        title, series = self._chosen(idx, part)
+        title, series = self._find_series(idx, part)
         axs = new_axes(3, 3, (12, 3))
         names = 'mean', 'standard deviation', f'share <= {NEAR_ZERO}'
         for ax, column, name in zip(axs, series.T, names, strict=False):
@@ -246,21 +247,19 @@ class ActivationStats(HookCallback):
 
 
 class _Records:
-    "What was measured at each call of a layer: collected on the device, copied to the host in groups, joined there."
+    "Statistics of each call of a layer: collected on the device, copied to the host in groups."
 
     def __init__(self) -> None:
-        self.at: list[int] = []  # the number in the fit of each batch
-        self.keys: list[
-            tuple[int, ...]
-        ] = []  # of calls since the last copy: place in `at`, layer, part, size
-        self.pending: list[Tensor] = []  # of each batch since the last copy: [calls, 3 + bins]
-        self.sent: list[
-            tuple[Tensor, ...]
-        ] = []  # on the host: keys [n, 4] and numbers [n, 3 + bins]
-        self.device = torch.device('cpu')  # a GPU that copies may still come from
+        self.at: list[int] = []  # index in the fit of each batch
+        # calls since the last copy: index in `at`, layer, part, size
+        self.keys: list[tuple[int, ...]] = []
+        self.pending: list[Tensor] = []  # batches since the last copy: [calls, 3 + bins]
+        # on the host: keys [n, 4] and statistics [n, 3 + bins]
+        self.sent: list[tuple[Tensor, ...]] = []
+        self.device = torch.device('cpu')  # GPU with unfinished copies, or the CPU
 
     def add(self, at: int, calls: list[tuple[tuple[int, ...], Tensor]]) -> None:
-        "Keep what the layers gave in one batch."
+        "Record the calls of one batch."
         self.keys += [(len(self.at), *key) for key, _ in calls]
         self.pending.append(torch.stack([t.to(calls[0][1].device) for _, t in calls]))
         self.at.append(at)
@@ -268,7 +267,7 @@ class _Records:
             self.send()
 
     def send(self) -> None:
-        "Start the copy of what is pending to the host; only from a GPU it need not be waited for."
+        "Copy pending statistics to the host; copies from a GPU are asynchronous."
         numbers = torch.cat([t.to(self.pending[0].device) for t in self.pending])
         if numbers.is_cuda:
             self.device = numbers.device
@@ -276,7 +275,7 @@ class _Records:
         self.pending, self.keys = [], []
 
     def table(self) -> tuple[Tensor, ...]:
-        "Return keys and numbers of all calls, once they have arrived."
+        "Return keys and statistics of all calls, after waiting for unfinished copies."
         if self.pending:
             self.send()
         if self.device.type == 'cuda':
@@ -289,26 +288,28 @@ class _Records:
         return self.sent[0]
 
     def parts(self, layer: int) -> list[int]:
-        "Return which outputs of a layer were measured."
+        "Return the indices of the measured outputs of a layer."
         keys = self.table()[0]
         return keys[keys[:, 1] == layer, 2].unique().tolist()
 
     def series(self, layer: int, part: int) -> Tensor:
-        "Return size, mean, std, near_zero and histogram of each batch [batches, 4 + bins], its calls taken together."
+        "Return size, mean, std, near_zero and histogram of each batch [batches, 4 + bins], over its calls."
         keys, numbers = self.table()
-        mine = (keys[:, 1] == layer) & (keys[:, 2] == part)
-        batch, n, hist = keys[mine, 0], keys[mine, 3].double(), numbers[mine, 3:].double()
-        mean, var, near = numbers[mine, :3].double().T
+        is_selected = (keys[:, 1] == layer) & (keys[:, 2] == part)
+        batch, n = keys[is_selected, 0], keys[is_selected, 3].double()
+        hist = numbers[is_selected, 3:].double()
+        mean, var, near = numbers[is_selected, :3].double().T
 
         def total(t: Tensor) -> Tensor:
             return torch.zeros(len(self.at), *t.shape[1:], dtype=t.dtype).index_add(0, batch, t)
 
         size = total(n)
-        joint = total(n * mean) / size
-        # the spread within calls and between them
-        squares = total(n * (var + (mean - joint[batch]) ** 2))
-        four = torch.stack([size, joint, (squares / (size - 1)).sqrt(), total(n * near) / size], 1)
-        return torch.cat([four, total(hist)], 1)
+        joint_mean = total(n * mean) / size
+        # sum of squares within calls and between them
+        squares = total(n * (var + (mean - joint_mean[batch]) ** 2))
+        std = (squares / (size - 1)).sqrt()
+        columns = torch.stack([size, joint_mean, std, total(n * near) / size], 1)
+        return torch.cat([columns, total(hist)], 1)
 
     def state_dict(self) -> dict[str, Any]:
         keys, numbers = self.table()
@@ -319,9 +320,9 @@ class _Records:
 
 
 @torch.no_grad()
-def _measured(t: Tensor, with_hist: bool) -> Tensor:
-    "Return mean, variance, share near zero and, if asked for, the histogram of a tensor, on its device."
+def _measure(t: Tensor, with_hist: bool) -> Tensor:
+    "Return mean, variance, share near zero and, on request, the histogram of a tensor, on its device."
     x = t if t.dtype is torch.float64 else t.float()
     var, mean = torch.var_mean(x, correction=0)
-    three = torch.stack([mean, var, (x <= NEAR_ZERO).mean(dtype=x.dtype)])
-    return torch.cat([three, torch.histc(x, BINS, 0, TOP)]) if with_hist else three
+    stats = torch.stack([mean, var, (x <= NEAR_ZERO).mean(dtype=x.dtype)])
+    return torch.cat([stats, torch.histc(x, BINS, 0, TOP)]) if with_hist else stats

@@ -1,4 +1,4 @@
-"""The test score at the best validation score: what a model would have been that was chosen by its validation."""
+"""Metrics at the best value of another metric: the test score of a model chosen by validation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
-from learnkit.callbacks.nan_guard import say
+from learnkit.callbacks.nan_guard import print_line
 from learnkit.callbacks.tracking import Comparison, TrackerCallback
 from learnkit.core.errors import MetricError, OptionError, did_you_mean
 from learnkit.core.time import Timestamp
@@ -16,15 +16,17 @@ __all__ = ['BestMetric']
 
 
 class BestMetric(TrackerCallback):
-    """Keep other metrics as they were when one was best: the test accuracy at the best validation loss.
+    """Record other metrics at the best value of one: the test accuracy at the best validation loss.
 
-    After each evaluation that measured `source`, the columns `best/<source>` and `best/<target>` have the values of
-    the evaluation with the best `source` so far; they are in the history and go to the loggers. `at_best` has them as a
-    dict, `best_at` the time (`learn.time`) of that evaluation; the end of the fit tells them. A target that was not
-    measured in it is None.
+    After each evaluation that measured `source`, the columns `best/<source>` and `best/<target>`
+    hold the values of the evaluation with the best `source` so far, in the history and in the
+    loggers. `at_best` holds these values as a dict, and `best_at` the time (`learn.time`) of that
+    evaluation; the end of the fit prints them. A target that the evaluation did not measure is
+    None.
 
-    Which way is better says `MetricProperties`. Raises `OptionError` for a metric of which that is not known, and
-    `MetricError` before training when there is no such column. Checkpointed: `best`, `at_best`, `best_at`.
+    `MetricProperties` gives the direction of `source`. Raises `OptionError` for a metric
+    without a known direction, and `MetricError` before training for an unknown column.
+    Checkpointed: `best`, `at_best`, `best_at`.
 
     >>> import torch
     >>> from learnkit.data.dataloaders import DataLoaders
@@ -48,40 +50,36 @@ class BestMetric(TrackerCallback):
 
     def __init__(
         self,
-        source: str = 'valid_loss',  # the column that says which evaluation is best
+        source: str = 'valid_loss',  # column that decides which evaluation is best
         targets: str | Iterable[str] | None = None,  # columns or patterns; None: all of evaluation
         comp: Comparison | None = None,  # comp(new, best), 'less', 'greater', or `MetricProperties`
-        min_delta: float = 0.0,  # a smaller change is no improvement
-        reset_on_fit: bool = True,  # whether each fit starts anew
+        min_delta: float = 0.0,  # least change that counts as an improvement
+        reset_on_fit: bool = True,  # whether each fit resets the best value
     ) -> None:
         if not isinstance(source, str):
             raise OptionError(f'source={source!r}: give the name of a column.')
         super().__init__(source, as_comparison(comp, source), min_delta, reset_on_fit)
-        self.targets = (
-            ('*',)
-            if targets is None
-            else (targets,)
-            if isinstance(targets, str)
-            else tuple(targets)
-        )
+        if targets is None:
+            targets = '*'
+        self.targets = (targets,) if isinstance(targets, str) else tuple(targets)
         if not self.targets or not all(isinstance(t, str) and t for t in self.targets):
             raise OptionError(
                 f'targets={targets!r}: give names of columns, or patterns such as "test/*".'
             )
         self.at_best, self.best_at = {}, None
-        self._names: tuple[str, ...] = ()  # the columns that are kept
+        self._names: tuple[str, ...] = ()  # recorded columns
 
     def before_fit(self) -> None:
         "Find the columns."
         super().before_fit()
         if not self.learn.fitting:
             return
-        self._names = self._chosen()
+        self._names = self._match_columns()
         if self.reset_on_fit:
             self.at_best, self.best_at = {}, None
 
-    def _chosen(self) -> tuple[str, ...]:
-        "Return the columns that the targets name, the source first."
+    def _match_columns(self) -> tuple[str, ...]:
+        "Return the columns that match the targets, the source first."
         recorder = self._records()
         names = recorder.evaluated_columns(self.monitor)
         if not all(any(fnmatchcase(n, t) for n in names) for t in self.targets):
@@ -92,11 +90,8 @@ class BestMetric(TrackerCallback):
         for t in self.targets:
             if not any(fnmatchcase(n, t) for n in names):
                 raise self._no_column('targets', t, names)
-        return tuple(
-            dict.fromkeys(
-                [self.monitor, *(n for t in self.targets for n in names if fnmatchcase(n, t))]
-            )
-        )
+        matches = [n for t in self.targets for n in names if fnmatchcase(n, t)]
+        return tuple(dict.fromkeys([self.monitor, *matches]))
 
     def _no_column(self, option: str, name: str, names: list[str]) -> MetricError:
         return MetricError(
@@ -105,17 +100,18 @@ class BestMetric(TrackerCallback):
         )
 
     def after_epoch(self) -> None:
-        "Leave it to the evaluations: this comes after the epoch's row."
+        "Do nothing: the values are compared after evaluations, before the epoch's row."
 
     def after_eval(self) -> None:
-        "Compare, and record what was measured at the best."
+        "Compare the value, and record the metrics at the best value."
         if not self.learn.fitting:
             return
         measured = self._records().measured
-        if (value := self._number(measured.get(self.monitor))) is None:
+        value = self._number(measured.get(self.monitor))
+        if value is None:
             return
-        # a metric that returns a dict may have given more columns since
-        self._names = self._chosen()
+        # a metric that returns a dict may have added columns
+        self._names = self._match_columns()
         self.new_best = bool(self.comp(value - self.min_delta, self.best))
         if self.new_best:
             self.best, self.best_at = value, self.learn.time.replace(dur=None)
@@ -125,27 +121,28 @@ class BestMetric(TrackerCallback):
                 self._record(f'best/{name}', at_best)
 
     def _record(self, name: str, value: float) -> None:
-        "Record a value that takes the place of this epoch's earlier one; under `learn.log` it would be of one loader."
+        "Replace this epoch's earlier value, without the prefix of a loader."
         for cb in self.learn.cbs:
-            if receive := getattr(type(cb), 'receive_log', None):
+            receive = getattr(type(cb), 'receive_log', None)
+            if receive:
                 receive(cb, name, value, None)
 
     def after_fit(self) -> None:
-        "Tell the best."
+        "Print the best values."
         if not self.learn.fitting or self.best_at is None:
             return
         values = ', '.join(
             f'{name} {value:.6g}' for name, value in self.at_best.items() if value is not None
         )
-        say(self, f'Best {self.monitor} in epoch {self.best_at.ep}: {values}')
+        print_line(self, f'Best {self.monitor} in epoch {self.best_at.ep}: {values}')
 
     def state_dict(self) -> dict[str, Any]:
-        "Return the best, and what was measured with it."
+        "Return the best value, and the metrics at the best value."
         at = None if self.best_at is None else self.best_at.state_dict()
         return {**super().state_dict(), 'at_best': dict(self.at_best), 'best_at': at}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Go on from the best."
+        "Restore the best values."
         super().load_state_dict(sd)
         self.at_best = dict(sd['at_best'])
         self.best_at = None if sd['best_at'] is None else Timestamp.from_state_dict(sd['best_at'])

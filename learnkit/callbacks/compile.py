@@ -1,21 +1,25 @@
 """Compiled training: `learn.compile()` for the model, `learn.compile(step=True)` for the whole step as one call.
 
-A training step is many small operations, and on a small model calling them costs more than computing them. `compile()`
-joins those of the model. `compile(step=True)` joins the whole step, forward, loss, backward and optimizer update, into
-one function (on a GPU one CUDA graph).
+A training step is many small operations, and on a small model the calls cost more than the
+computation. `compile()` fuses the operations of the model. `compile(step=True)` fuses the whole
+step, forward, loss, backward and optimizer update, into one function (on a GPU one CUDA graph).
 
-Such a step has no place inside where a callback could act. So it runs only while no active callback has a handler
-between `before_pred` and `after_step`; as soon as one has, the ordinary step runs, and `explain_step()` names it. All
-other events fire as always. Nothing else may change either, which is what this file is about:
+Callbacks cannot act inside such a step. So the compiled step runs only while no active callback has
+a handler between `before_pred` and `after_step`; otherwise the ordinary step runs, and
+`explain_step()` names the callback. All other events occur as usual. This module keeps everything
+else unchanged too:
 
-- The weights stay those of the ordinary step (fp32: within 1e-6 of their norm after 100 steps), dropout included.
-- Rates, momenta and weight decay stay plain numbers in the optimizer's param groups, where schedules, checkpoints and
-  people look for them. Each step packs them into a small tensor that the compiled code reads, so that a new rate
-  compiles nothing anew.
-- The optimizer's state is updated in place: a state dict has its usual form, and loading one works.
-- What cannot be compiled, or is not faster, is no error: the ordinary step goes on and the reason is told.
+- The weights equal those of the ordinary step (fp32: within 1e-6 of their norm after 100 steps),
+  dropout included.
+- Rates, momenta and weight decay stay plain numbers in the optimizer's param groups, where
+  schedules, checkpoints and users read them. Each step packs them into a small tensor that the
+  compiled code reads, so that a new rate needs no recompilation.
+- The optimizer's state is updated in its own tensors: a state dict has its usual form, and loading
+  one works.
+- A step that cannot be compiled, or is not faster compiled, raises no error: the ordinary step
+  runs, and `explain_step()` gives the reason.
 
-`learnkit.callbacks.whole_step` holds what is compiled; this file decides which step runs.
+`learnkit.callbacks.whole_step` holds the compiled function; this module decides which step runs.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ from learnkit.optim.wrapper import OptimWrapper
 
 __all__ = ['compile_learner', 'explain_step', 'WholeStep']
 
-# the events that a compiled step cannot fire, and the contexts it cannot enter
+# events that a compiled step cannot call, and contexts that it cannot enter
 STEP_EVENTS = (
     'before_pred',
     'after_pred',
@@ -53,6 +57,7 @@ STEP_EVENTS = (
     'after_step',
     *CONTEXTS.values(),
 )
+# methods that a compiled step replaces
 OVERRIDABLE = (
     '_do_one_batch',
     'train_batch',
@@ -63,64 +68,62 @@ OVERRIDABLE = (
     '_do_grad_opt',
     '_backward',
     '_step',
-)  # the methods whose work it does
+)
 MODULE_HOOKS = ('_forward_pre_hooks', '_forward_hooks', '_backward_pre_hooks', '_backward_hooks')
 
-TIMED = (
-    6  # steps of each kind that are timed; the first compiled one, which compiles, does not count
-)
-ODD_IN_A_ROW = (
-    8  # batches of another shape one after the other: shapes vary, and it pays to compile for that
-)
+# number of timed steps of each kind, without the first compiled step, which compiles
+TIMED = 6
+# number of successive batches of another shape after which shapes are compiled as variable
+ODD_IN_A_ROW = 8
 
 
 def compile_learner(learn: Any, step: bool = False, **options: Any) -> Any:
-    "Compile the model in place or, with `step=True`, the whole training step."
+    "Compile the model or, with `step=True`, the whole training step."
     with warnings.catch_warnings():
         # importing torch's compiler raises deprecation warnings of torch itself
         warnings.simplefilter('ignore', DeprecationWarning)
         if step:
             learn.whole_step = WholeStep(learn, options)
-            learn.__dict__['_do_one_batch'] = learn.whole_step  # called in place of the method
+            learn.__dict__['_do_one_batch'] = learn.whole_step  # shadows the method
         else:
-            learn.model._compiled_call_impl = torch.compile(caller_of(learn.model), **options)
+            learn.model._compiled_call_impl = torch.compile(make_caller(learn.model), **options)
     return learn
 
 
 def explain_step(learn: Any) -> str:
-    "Describe which training step runs, the compiled or the ordinary one, and why."
+    "Return a sentence that names the training step in use, compiled or ordinary, and the reason."
     if learn.whole_step is None:
         return 'The ordinary step runs: `learn.compile(step=True)` was not called.'
     return learn.whole_step.explain()
 
 
-# ----------------------------------------------------------------------------- when which step runs
+# ------------------------------------------------------------------------------- choice of the step
 
 
 class WholeStep:
-    """The training step of a Learner: compiled where it may be, ordinary elsewhere.
+    """Training step of a Learner: compiled if possible, otherwise ordinary.
 
-    It stands in for `_do_one_batch`. Before every batch it asks what may have changed since the last one: handlers,
-    hooks, gradients, numbers, shapes. All of that together takes two or three microseconds.
+    An instance replaces `_do_one_batch`. Before every batch it checks for changes since the last
+    batch: handlers, hooks, gradients, numbers, shapes. The checks take two or three microseconds in
+    total.
     """
 
     def __init__(self, learn: Any, options: dict[str, Any]) -> None:
-        torch.compile(whole_step, **options)  # raises now what is wrong with the options
-        import torch._dynamo as dynamo  # here and not above: it takes a second, and few need it
+        torch.compile(whole_step, **options)  # raises errors in the options now
+        import torch._dynamo as dynamo  # a local import: it takes a second
 
         self.learn, self.options, self.dynamo = learn, options, dynamo
         self.compiled: Callable[..., Any] | None = None
         self.in_cpp = True  # whether the code that calls the kernels is compiled too
-        self.plan: Plan | None = (
-            None  # what the compiled step works on; made after an ordinary step
-        )
-        self.refused: list[str] = []  # why there can be no plan
-        self.given_up = ''  # why nothing will be compiled any more
-        self.shapes: list[Any] = []  # those of the batches it is compiled for
+        # arguments of the compiled step, made after an ordinary step
+        self.plan: Plan | None = None
+        self.refused: list[str] = []  # reasons why there can be no plan
+        self.given_up = ''  # reason why nothing is compiled any more
+        self.shapes: list[Any] = []  # shapes of the batches that the step is compiled for
         self.odd_in_a_row, self.any_shape = 0, False
-        self.compiled_s: list[float] = []  # how long the timed steps took
+        self.compiled_s: list[float] = []  # seconds of the timed steps
         self.ordinary_s: list[float] = []
-        self.verdict = ''  # what that comparison said
+        self.verdict = ''  # result of the comparison
         if not (
             hasattr(dynamo.config, 'trace_autograd_ops')
             and hasattr(dynamo.eval_frame, 'set_eval_frame')
@@ -144,51 +147,48 @@ class WholeStep:
         type(self.learn)._do_one_batch(self.learn)
 
     def _ordinary_then_plan(self) -> None:
-        "Run the ordinary step, and see whether the next one may be compiled."
+        "Run the ordinary step, then check whether the next step can be compiled."
         self._ordinary()
         if self.plan or self._is_blocked() or (self.refused and self.learn.iter):
             return
-        self.refused = list(
-            refusals(self.learn)
-        )  # that may have changed in the next epoch, and is asked again then
+        # the reasons may change until the next epoch, which checks again
+        self.refused = list(refusals(self.learn))
         if not self.refused:
             self.plan = Plan(self.learn)
 
-    # -- may it run? -------------------------------------------------------------------------------
+    # -- checks ------------------------------------------------------------------------------------
 
     def _fits(self) -> bool:
-        "Tell whether the compiled step may do this batch; forget a plan that holds no more."
+        "Return True if the compiled step can run this batch; drop an outdated plan."
         plan, learn = self.plan, self.learn
         if plan is None or self._is_blocked():
             return False
-        starts = (
-            not learn.iter
-        )  # before each epoch, look also at what is not worth it before each batch
+        # before each epoch, also run the checks that are too slow for each batch
+        starts = not learn.iter
         if not plan.holds(learn) or ((plan.has_new_hooks() or starts) and any(refusals(learn))):
             self.plan = None
             return False
         if starts or plan.n_steps != learn.opt.n_steps:
-            self.plan = Plan(learn, plan)  # other steps came between
+            self.plan = Plan(learn, plan)  # ordinary steps came between
         return self.any_shape or self._has_usual_shape()
 
     def _is_blocked(self) -> bool:
-        "Tell whether handlers, or other things that come and go, need the ordinary step now."
+        "Return True if handlers or other temporary conditions need the ordinary step."
         learn = self.learn
         table = learn.callbacks.tables[True]
-        entries: list[Entry] | None = table.get(
-            'whole step'
-        )  # the table forgets it, as all else, on a change
+        # the table drops this entry, like all others, when callbacks change
+        entries: list[Entry] | None = table.get('whole step')
         if entries is None:
             entries = table['whole step'] = [entry for e in STEP_EVENTS for entry in table[e]]
         for _, switch, _ in entries:
             if switch:
                 return True
-        return bool(learn.microbatch) or (
-            learn.run.device is not None and is_autocast_enabled(learn.run.device.type)
-        )
+        if learn.microbatch:
+            return True
+        return learn.run.device is not None and is_autocast_enabled(learn.run.device.type)
 
     def _blocking(self) -> Iterator[str]:
-        "Name what `_is_blocked` finds."
+        "Yield the conditions that `_is_blocked` checks."
         learn = self.learn
         for e in STEP_EVENTS:
             for _, switch, cb in learn.callbacks.tables[True][e]:
@@ -210,8 +210,9 @@ class WholeStep:
         return self.any_shape or not self.odd_in_a_row
 
     def explain(self) -> str:
-        "Say which step runs, and why."
-        if reasons := [self.given_up] if self.given_up else [*self._blocking(), *self.refused]:
+        "Return a sentence that names the step in use, and the reason."
+        reasons = [self.given_up] if self.given_up else [*self._blocking(), *self.refused]
+        if reasons:
             return f'The ordinary step runs: {"; ".join(reasons)}.'
         if self.plan is None:
             return 'The ordinary step runs: compiling comes after the next training batch.'
@@ -219,27 +220,28 @@ class WholeStep:
             return 'The compiled and the ordinary step take turns, to see which is faster.'
         return f'The compiled step runs: {self.verdict}.'
 
-    # -- running it --------------------------------------------------------------------------------
+    # -- execution ---------------------------------------------------------------------------------
 
     def _timed(self) -> None:
-        "Run the compiled and the ordinary step in turn, and after some of each decide for the faster."
-        compiled = len(self.compiled_s) <= len(self.ordinary_s)
+        "Run compiled and ordinary steps in turn, and choose the faster kind after some of each."
+        is_compiled = len(self.compiled_s) <= len(self.ordinary_s)
         started = self._clock()
-        if compiled:
+        if is_compiled:
             self._compiled()
         else:
             self._ordinary()
-        (self.compiled_s if compiled else self.ordinary_s).append(self._clock() - started)
+        seconds = self.compiled_s if is_compiled else self.ordinary_s
+        seconds.append(self._clock() - started)
         if len(self.ordinary_s) < TIMED or self.given_up:
             return
         compiled_s, ordinary_s = min(self.compiled_s[1:]), min(self.ordinary_s)
         self.compiled_s, self.ordinary_s = [], []
-        self.verdict = f'{duration(compiled_s)} against {duration(ordinary_s)}'
+        self.verdict = f'{format_duration(compiled_s)} against {format_duration(ordinary_s)}'
         if compiled_s >= ordinary_s:
             self._give_up(f'the compiled one was not faster: {self.verdict}')
 
     def _clock(self) -> float:
-        "Return seconds: the processor's, which other processes do not disturb; with a GPU, once that is through."
+        "Return seconds of processor time, unaffected by other processes; on a GPU, wait for the device."
         if self.plan is None or self.plan.device.type != 'cuda':
             return process_time()
         torch.cuda.synchronize()
@@ -247,7 +249,7 @@ class WholeStep:
 
     def _compiled(self) -> None:
         learn, plan, error = self.learn, self.plan, ''
-        assert plan is not None  # `_fits` has seen to it
+        assert plan is not None  # checked by `_fits`
         plan.write_numbers()
         names = passed_names(learn.model, learn.xb)
         try:
@@ -255,23 +257,25 @@ class WholeStep:
         except torch.OutOfMemoryError:
             raise
         except Exception as e:
-            error = text_of(e)
+            error = describe_error(e)
         if error:
-            self._ordinary()  # raises what the model or the data is to blame for; if nothing, compiling is
+            # raises an error of the model or the data; otherwise compiling is at fault
+            self._ordinary()
             return self._retreat(error)
-        learn.pred, learn.loss_grad, learn.loss, parts = (
-            out if plan.device.type != 'cuda' else map(own_storage, out)
-        )
+        if plan.device.type == 'cuda':
+            out = map(copy_tensors, out)
+        learn.pred, learn.loss_grad, learn.loss, parts = out
         if parts:
             learn.total_loss(parts)
         plan.count()
 
     def _call(self, *args: Any) -> Any:
-        """Call the compiled code, and compile first where there is none for these arguments.
+        """Call the compiled code, and compile it first for new arguments.
 
-        What torch.compile returns looks for its own settings at every call. Here the frame evaluator alone is switched
-        on, to run what is compiled and compile nothing. It checks the guards as ever; where they do not hold,
-        `whole_step` runs as it is written, and that says so before it does anything.
+        The function that torch.compile returns looks up settings at every call. Here only the frame
+        evaluator is active, which runs compiled code and compiles nothing. It checks the guards as
+        usual; if they fail, the Python code of `whole_step` runs, which raises `NotCompiled` at its
+        start.
         """
         if self.compiled is None:
             self._make_code()
@@ -301,19 +305,14 @@ class WholeStep:
             }
             chosen |= list_mode_options(options.pop('mode', None) or 'default')
             options['options'] = chosen | (options.get('options') or {})
-        self.function = own_copy(whole_step)
+        self.function = copy_function(whole_step)
         self.compiled = torch.compile(self.function, **options)
 
     def _retreat(self, error: str) -> None:
-        "Try the simpler way to call the kernels after the faster one, and then no more."
+        "Try the simpler way to call the kernels after the faster one, then give up."
         if self.in_cpp and self.options.get('backend', 'inductor') == 'inductor':
-            self.in_cpp, self.compiled, self.compiled_s, self.ordinary_s, self.verdict = (
-                False,
-                None,
-                [],
-                [],
-                '',
-            )
+            self.in_cpp, self.compiled, self.verdict = False, None, ''
+            self.compiled_s, self.ordinary_s = [], []
         else:
             self._give_up(error)
 
@@ -322,7 +321,7 @@ class WholeStep:
 
 
 def refusals(learn: Any) -> Iterator[str]:
-    "Name what rules out a compiled step for as long as it is there."
+    "Yield the permanent conditions that rule out a compiled step."
     for name in OVERRIDABLE:
         own = getattr(type(learn), name, None) is not getattr(Loop, name, None)
         if own or (name in vars(learn) and name != '_do_one_batch'):
@@ -344,11 +343,11 @@ def refusals(learn: Any) -> Iterator[str]:
             for g in opt.param_groups
         ):
             yield f'a hyper-parameter of {type(opt).__name__} is a tensor'
-    yield from hooked(learn)
+    yield from find_hooks(learn)
 
 
-def hooked(learn: Any) -> Iterator[str]:
-    "Name hooks, which a compiled step would skip, and parameters of a special kind, which have something like them."
+def find_hooks(learn: Any) -> Iterator[str]:
+    "Yield hooks and special parameters, which a compiled step would skip."
     if nn.modules.module._has_any_global_hook():
         yield 'there are hooks on every module'
     if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
@@ -370,41 +369,41 @@ def hooked(learn: Any) -> Iterator[str]:
             yield f'parameter {name} is a {type(p).__name__} of {p.dtype}'
 
 
-# -------------------------------------------------------------------------------------- small parts
+# ------------------------------------------------------------------------------------------ helpers
 
 _numbering = count()
 
 
-def own_copy(f: Any) -> Any:
-    "Copy a function under a name of its own: what torch remembers of compiling it concerns this copy alone."
+def copy_function(f: Any) -> Any:
+    "Copy a function under a new name, so that torch's caches of compiled code are separate."
     code = f.__code__.replace(co_name=f'{f.__name__}_{next(_numbering)}')
     return FunctionType(code, f.__globals__, closure=f.__closure__)
 
 
-def caller_of(model: nn.Module) -> Any:
+def make_caller(model: nn.Module) -> Any:
     """Return a function that calls a model, for torch.compile.
 
-    `model.compile()` gives torch a function of torch.nn, which it compiles only from the first function on that is not:
-    of an `nn.Sequential` of torch's layers nothing at all."""
+    `model.compile()` passes torch a function of torch.nn, and torch compiles only functions outside
+    of torch.nn that it calls: for an `nn.Sequential` of torch's layers nothing at all."""
 
     def call_model(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)
 
-    return own_copy(call_model)
+    return copy_function(call_model)
 
 
-def own_storage(o: Any) -> Any:
-    "Copy a tensor that the next replay of a CUDA graph would overwrite."
+def copy_tensors(o: Any) -> Any:
+    "Copy tensors that the next replay of a CUDA graph would overwrite."
     if isinstance(o, dict):
-        return {k: own_storage(v) for k, v in o.items()}
+        return {k: copy_tensors(v) for k, v in o.items()}
     return o.clone() if isinstance(o, Tensor) else o
 
 
-def text_of(e: Exception) -> str:
-    "Return the kind of an exception and the first sentences of its message, on one line."
+def describe_error(e: Exception) -> str:
+    "Return the type of an exception and the start of its message, on one line."
     return f'{type(e).__name__}: {" ".join(str(e).split())[:300]}'
 
 
-def duration(s: float) -> str:
-    "Write seconds as `44 us` or `4.4 ms`."
+def format_duration(s: float) -> str:
+    "Return seconds as `44 us` or `4.4 ms`."
     return f'{s * 1e6:.0f} us' if s < 1e-3 else f'{s * 1e3:.3g} ms'

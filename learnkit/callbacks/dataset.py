@@ -1,4 +1,4 @@
-"""What is trained on what: the parameters by module, and sizes, shapes and values of the data."""
+"""Statistics of a training: parameters by module, and sizes, shapes and values of the data."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from learnkit.callbacks.model_summary import _without_workers_left
-from learnkit.callbacks.nan_guard import say
+from learnkit.callbacks.model_summary import _without_persistent_workers
+from learnkit.callbacks.nan_guard import print_line
 from learnkit.core.batch import BatchForm, find_bs, form_of
 from learnkit.core.errors import BatchError, OptionError
 from learnkit.core.random import preserved_generators, preserved_rng
@@ -33,14 +33,14 @@ __all__ = [
     'undisturbed_loader',
 ]
 
-MANY_CLASSES = 1000  # whole numbers of more kinds are no classes
+MANY_CLASSES = 1000  # integers with more different values are not classes
 
 
 # --------------------------------------------------------------------------------------- parameters
 
 
 class Count(NamedTuple):
-    "How many numbers there are in parameters, and how many of them are trained."
+    "Number of elements of parameters, and number of elements that are trained."
 
     total: int
     trainable: int
@@ -49,8 +49,8 @@ class Count(NamedTuple):
 def count_parameters(model: nn.Module) -> dict[str, Count]:
     """Return the counts of the whole model, as 'total', and of each of its children.
 
-    Parameters of the model itself are '(model)'. One that several share counts once, where it comes first, so that the
-    rows add up; parameters that have no shape yet count nothing.
+    Parameters of the model itself are named '(model)'. A shared parameter counts once, for the
+    first module that has it, so that the rows add up. Uninitialized parameters do not count.
 
     >>> model = nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1).requires_grad_(False))
     >>> count_parameters(model)
@@ -67,19 +67,18 @@ def count_parameters(model: nn.Module) -> dict[str, Count]:
     for name, child in model.named_children():
         parts[name] = count(child.parameters())
     parts = {name: part for name, part in parts.items() if part.total}
-    return {
-        'total': Count(*(sum(ns) for ns in zip(*parts.values(), strict=True)))
-        if parts
-        else Count(0, 0),
-        **parts,
-    }
+    if not parts:
+        return {'total': Count(0, 0)}
+    totals = [sum(ns) for ns in zip(*parts.values(), strict=True)]
+    return {'total': Count(*totals), **parts}
 
 
 class ParamCount(Callback):
-    """Count the parameters, in all and by top-level module, at the start of each fit.
+    """Count the parameters, in total and by top-level module, at the start of each fit.
 
-    `counts` has them; `print(learn.param_count.table())` shows them. Loggers write them once with the configuration:
-    `parameters/total`, `parameters/trainable`, and `parameters/<module>/...`.
+    The counts are in `counts`; `print(learn.param_count.table())` shows them. Loggers write them
+    once with the configuration: `parameters/total`, `parameters/trainable`, and
+    `parameters/<module>/...`.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=ParamCount())
@@ -94,21 +93,21 @@ class ParamCount(Callback):
 
     def __init__(
         self,
-        verbose: bool = False,  # print the table too, when it has changed
+        verbose: bool = False,  # whether to print the table when it has changed
     ) -> None:
         self.verbose = verbose
         self.counts: dict[str, Count] = {}
 
     def before_fit(self) -> None:
-        "Count."
+        "Count the parameters."
         if not self.learn.fitting:
             return
         before, self.counts = self.counts, count_parameters(self.learn.model)
         if self.verbose and before != self.counts:
-            say(self, self.table())
+            print_line(self, self.table())
 
     def configuration(self) -> dict[str, Any]:
-        "Return what loggers write: the counts by name."
+        "Return the counts by name, for loggers."
         rows = {
             ('parameters' if name == 'total' else f'parameters/{name}'): c
             for name, c in self.counts.items()
@@ -116,29 +115,27 @@ class ParamCount(Callback):
         return {f'{name}/{kind}': n for name, c in rows.items() for kind, n in c._asdict().items()}
 
     def table(self) -> str:
-        "Return the counts as text, a row a module."
-        return _table(
-            [
-                ('Module', 'Parameters', 'Trainable'),
-                *((name, f'{c.total:,}', f'{c.trainable:,}') for name, c in self.counts.items()),
-            ]
-        )
+        "Return the counts as text, one row per module."
+        rows = [(name, f'{c.total:,}', f'{c.trainable:,}') for name, c in self.counts.items()]
+        return _format_table([('Module', 'Parameters', 'Trainable'), *rows])
 
 
 # --------------------------------------------------------------------------------------------- data
 
 
 class DatasetStats(Callback):
-    """Look at the data before the first training: sizes, shapes, types, and what the values are like.
+    """Compute statistics of the data before the first training: sizes, shapes, types and values.
 
-    `stats[loader]` has `samples`, `batches` and `batch_size` (None where the loader does not know), `seen` (the samples
-    of the batches that were looked at), and `entries`: of each tensor of a batch its `shape` without the samples and
-    its `dtype`, for whole numbers, one a sample, how often each `class` occurs, and for others `mean`, `std`, `min` and
-    `max`, over the first `n` batches. `print(learn.dataset_stats.table())` shows them, and loggers write them with the
-    configuration (`data/train/samples`).
+    `stats[loader]` has `samples`, `batches` and `batch_size` (None if the loader does not report
+    them), `seen` (number of samples of the batches read), and `entries`. An entry describes one
+    tensor of a batch over the first `n` batches: `shape` without the sample axis, `dtype`, and the
+    count of each class (`classes`, for one integer per sample) or `mean`, `std`, `min` and `max`.
+    `print(learn.dataset_stats.table())` shows them, and loggers write them with the configuration
+    (`data/train/samples`).
 
-    RNGs, the loaders' own generators and worker processes are afterwards as they were. From an iterator, of which a
-    batch would be lost, and with `n=0` no batch is drawn. It is repeated when `learn.dls` is another object.
+    Random generators, the loaders' own generators and worker processes are restored. No batch is
+    read with `n=0`, or from an iterator, which would lose it. The statistics are computed again if
+    `learn.dls` is another object.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=DatasetStats())
@@ -152,28 +149,28 @@ class DatasetStats(Callback):
 
     def __init__(
         self,
-        n: int = 8,  # batches to look at of each loader
-        verbose: bool = False,  # print the table too
+        n: int = 8,  # number of batches to read of each loader
+        verbose: bool = False,  # whether to print the table
     ) -> None:
         if not isinstance(n, int) or isinstance(n, bool) or n < 0:
             raise OptionError(f'n={n!r}: give a number of batches, 0 or more.')
         self.n, self.verbose = n, verbose
         self.stats: dict[str, dict[str, Any]] = {}
-        self._looked_at: Any = None  # the loaders that `stats` are of
+        self._described: Any = None  # loaders that `stats` describes
 
     def before_fit(self) -> None:
-        "Look, unless these loaders were looked at before."
+        "Compute the statistics, unless these loaders were described before."
         dls = self.learn.dls
-        if not self.learn.fitting or self._looked_at is dls:
+        if not self.learn.fitting or self._described is dls:
             return
         loaders = [('train', dls.train), *evaluation_loaders(dls)]
         self.stats = {name: loader_stats(dl, self.n, form_of(dls, name)) for name, dl in loaders}
-        self._looked_at = dls
+        self._described = dls
         if self.verbose:
-            say(self, self.table())
+            print_line(self, self.table())
 
     def configuration(self) -> dict[str, Any]:
-        "Return what loggers write: every number and shape by name."
+        "Return every number and shape by name, for loggers."
         flat: dict[str, Any] = {}
         for name, s in self.stats.items():
             flat |= {f'data/{name}/{k}': v for k, v in s.items() if k != 'entries'}
@@ -185,39 +182,35 @@ class DatasetStats(Callback):
         return flat
 
     def table(self) -> str:
-        "Return the statistics as text, a row an entry."
+        "Return the statistics as text, one row per entry."
         rows = [('Loader', 'Samples', 'Batches', 'Entry', 'Shape', 'Type', 'Values')]
         for name, s in self.stats.items():
-            sizes = (name, *('?' if s[k] is None else f'{s[k]:,}' for k in ('samples', 'batches')))
-            for i, (entry, e) in enumerate((s['entries'] or {'': {}}).items()):
+            sizes = ['?' if s[k] is None else f'{s[k]:,}' for k in ('samples', 'batches')]
+            first_cells = (name, *sizes)
+            for entry, e in (s['entries'] or {'': {}}).items():
                 shape = ' x '.join(map(str, e.get('shape', ()))) or ('scalar' if e else '')
-                rows.append(
-                    (
-                        *(sizes if not i else ('', '', '')),
-                        entry,
-                        shape,
-                        e.get('dtype', ''),
-                        _values(e),
-                    )
-                )
-        return _table(rows, left=(0, 3, 4, 5, 6))
+                rows.append((*first_cells, entry, shape, e.get('dtype', ''), _format_values(e)))
+                first_cells = ('', '', '')
+        return _format_table(rows, left=(0, 3, 4, 5, 6))
 
 
 def loader_stats(
-    dl: Any,  # a loader
-    n: int = 8,  # batches to look at
-    form: BatchForm | None = None,  # splits a batch; None: the last entry of a tuple is the target
+    dl: Any,  # loader
+    n: int = 8,  # number of batches to read
+    form: BatchForm | None = None,  # form of a batch; None: the last entry of a tuple is the target
 ) -> dict[str, Any]:
-    """Return sizes of a loader, and shapes, types and values of its first batches, as `DatasetStats` says.
+    """Return the sizes of a loader, and shapes, types and values of its first batches.
+
+    The keys are described in `DatasetStats`.
 
     >>> loader_stats([(torch.zeros(4, 2), torch.tensor([0, 0, 1, 0]))])['entries']['target']
     {'shape': (), 'dtype': 'int64', 'classes': {0: 3, 1: 1}}
     """
     form = form or BatchForm()
     with undisturbed_loader(dl):
-        drawn = iter(dl)
-        batches = [] if drawn is dl else list(islice(drawn, n))
-        del drawn  # its worker processes with it
+        iterator = iter(dl)
+        batches = [] if iterator is dl else list(islice(iterator, n))
+        del iterator  # ends its worker processes
     entries: dict[str, list[Tensor]] = {}
     for batch in batches:
         xb, yb = form.split(batch, predicting=True)
@@ -229,12 +222,12 @@ def loader_stats(
         'batches': n_batches(dl),
         'batch_size': getattr(dl, 'bs', getattr(dl, 'batch_size', None)),
         'seen': sum(samples_in(b, form) for b in batches),
-        'entries': {path: _describe(ts) for path, ts in entries.items()},
+        'entries': {path: _describe_entry(ts) for path, ts in entries.items()},
     }
 
 
 def samples_in(batch: Any, form: BatchForm | None = None) -> int:
-    "Return the number of samples of a loader's batch, 0 where it cannot be counted."
+    "Return the number of samples of a loader's batch, 0 if unknown."
     try:
         return find_bs(*(form or BatchForm()).split(batch, predicting=True))
     except BatchError:
@@ -242,7 +235,7 @@ def samples_in(batch: Any, form: BatchForm | None = None) -> int:
 
 
 def n_samples(dl: Any) -> int | None:
-    "Return how many samples a loader gives, None where it does not know; what is dropped at the end does not count."
+    "Return the number of samples of a loader without dropped ones, None if unknown."
     n, bs = n_batches(dl), getattr(dl, 'bs', getattr(dl, 'batch_size', None))
     if isinstance(dl, (list, tuple)):
         return sum(map(samples_in, dl))
@@ -255,18 +248,19 @@ def n_samples(dl: Any) -> int | None:
     ):
         if isinstance(source, int):
             return source
-        if (size := n_batches(source)) is not None:
+        size = n_batches(source)
+        if size is not None:
             return size
     return None
 
 
 @contextmanager
 def undisturbed_loader(dl: Any) -> Iterator[None]:
-    "Leave RNGs, a loader's generators and its persistent workers after the block as they were before it."
-    rng: Any = getattr(dl, 'rng', None)  # fastai's loaders have one, and replace it for each pass
+    "Restore random generators, a loader's generators and its persistent workers after a block."
+    rng: Any = getattr(dl, 'rng', None)  # fastai's loaders replace this generator for each pass
     state = rng.getstate() if isinstance(rng, random.Random) else None
     with ExitStack() as contexts:
-        for context in (preserved_rng(), preserved_generators(dl), _without_workers_left(dl)):
+        for context in (preserved_rng(), preserved_generators(dl), _without_persistent_workers(dl)):
             contexts.enter_context(context)
         try:
             yield
@@ -286,29 +280,27 @@ def _tensors(name: str, o: Any) -> Iterator[tuple[str, Tensor]]:
         for f in dataclasses.fields(o):
             yield from _tensors(f'{name}/{f.name}', getattr(o, f.name))
     else:
-        items = (
-            o.items()
-            if isinstance(o, Mapping)
-            else enumerate(o)
-            if isinstance(o, (tuple, list))
-            else ()
-        )
+        items: Any = ()
+        if isinstance(o, Mapping):
+            items = o.items()
+        elif isinstance(o, (tuple, list)):
+            items = enumerate(o)
         for key, value in items:
             yield from _tensors(f'{name}/{key}', value)
 
 
-def _describe(ts: list[Tensor]) -> dict[str, Any]:
-    "Describe the same entry of several batches."
+def _describe_entry(ts: list[Tensor]) -> dict[str, Any]:
+    "Describe an entry of several batches; axes of different sizes are '*'."
     first, shapes = ts[0], {t.shape[1:] for t in ts}
-    shape = (
-        tuple(first.shape[1:])
-        if len(shapes) == 1
-        else tuple(n.pop() if len(n) == 1 else '*' for n in map(set, zip(*shapes, strict=False)))
-    )
-    described = {'shape': shape, 'dtype': str(first.dtype).removeprefix('torch.')}
+    if len(shapes) == 1:
+        shape: tuple[Any, ...] = tuple(first.shape[1:])
+    else:
+        axes = map(set, zip(*shapes, strict=False))
+        shape = tuple(sizes.pop() if len(sizes) == 1 else '*' for sizes in axes)
+    described: dict[str, Any] = {'shape': shape, 'dtype': str(first.dtype).removeprefix('torch.')}
     values = torch.cat([t.detach().reshape(-1) for t in ts])
-    whole = not values.is_floating_point() and not values.is_complex()
-    if whole and all(t.ndim == 1 or t[:1].numel() == 1 for t in ts):
+    are_integers = not values.is_floating_point() and not values.is_complex()
+    if are_integers and all(t.ndim == 1 or t[:1].numel() == 1 for t in ts):
         counts = Counter(values.tolist())
         if len(counts) <= MANY_CLASSES:
             return {**described, 'classes': dict(sorted(counts.items()))}
@@ -327,19 +319,20 @@ def _moments(values: Tensor) -> dict[str, float]:
     }
 
 
-def _values(entry: dict[str, Any]) -> str:
+def _format_values(entry: dict[str, Any]) -> str:
     if 'mean' in entry:
         return (
             f'{entry["mean"]:.4g} +- {entry["std"]:.4g} in {entry["min"]:.4g} .. {entry["max"]:.4g}'
         )
-    if not (classes := entry.get('classes')):
+    classes = entry.get('classes')
+    if not classes:
         return ''
     shown = ', '.join(f'{c}: {n}' for c, n in list(classes.items())[:10])
     return f'{len(classes)} classes ({shown}{", ..." if len(classes) > 10 else ""})'
 
 
-def _table(rows: Sequence[tuple[str, ...]], left: tuple[int, ...] = (0,)) -> str:
-    "Align columns: those of text to the left, numbers to the right."
+def _format_table(rows: Sequence[tuple[str, ...]], left: tuple[int, ...] = (0,)) -> str:
+    "Return rows as aligned text; columns not in `left` are aligned to the right."
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return '\n'.join(
         '  '.join(

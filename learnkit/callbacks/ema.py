@@ -1,4 +1,4 @@
-"""Exponential moving average of the weights, for evaluation and for the end."""
+"""Exponential moving average of the weights, for evaluation and after training."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from learnkit.engine.callback import Callback
 
 __all__ = ['EMA']
 
-Store = tuple[dict[str, Tensor], str]  # where a module keeps a tensor
+Store = tuple[dict[str, Tensor], str]  # dict of a module, and the key of a tensor there
 _HALVES = (torch.float16, torch.bfloat16)  # too coarse to average in
 
 
 class Place(NamedTuple):
-    "Where a module has a tensor: there it is found also when another one takes its place."
+    "Location of a tensor in a module, which stays valid when the tensor is replaced."
 
     module: nn.Module
     kind: str  # '_parameters' or '_buffers'
@@ -37,26 +37,30 @@ class Place(NamedTuple):
 class EMA(Callback):
     """Average the weights over the optimizer's steps, and evaluate and predict with the average.
 
-    After each step `average = decay * average + (1 - decay) * weights` (Polyak and Juditsky, 1992, with exponential
-    weights). Only real steps count: not batches that are accumulated, nor steps that mixed precision skips. What is
-    averaged is every trainable parameter, tied ones once, and every floating-point buffer that a checkpoint holds
-    (running statistics; not one with infinite entries, such as a mask). Half-precision weights are averaged in single.
+    After each step `average = decay * average + (1 - decay) * weights` (Polyak and Juditsky, 1992,
+    with exponential weights). Only optimizer steps count, not accumulated batches or steps that
+    mixed precision skips. Averaged are all trainable parameters (tied ones once) and all
+    floating-point buffers in the state dict, such as running statistics, except buffers with
+    infinite entries, such as masks. Half-precision weights are averaged in single precision.
 
-    With a constant decay of 0.999 a run of a few hundred steps would average little but the weights that it began with.
-    So the average warms up: its first update takes the weights as they are, and after t updates it keeps a share of
-    `1 - (1 + t)^-warmup`, until that reaches `decay`. It then reaches back over about the last `(1 + t)^warmup` updates
-    (with 2/3, timm's power, over the last 100 after 1,000). `warmup=None` has `decay` from the first update on.
+    With a constant decay of 0.999 the average of a few hundred steps would mostly be the initial
+    weights. So the decay warms up: the first update copies the weights, and after t updates the
+    decay is `1 - (1 + t)^-warmup`, up to `decay`. The average then reaches back over about the last
+    `(1 + t)^warmup` updates (with 2/3, timm's power, the last 100 after 1,000 updates).
+    `warmup=None` uses `decay` from the first update on.
 
-    The model holds the average during `validate`, `get_preds` and the evaluations of `fit`, and its own weights
-    otherwise, also after the fit: these are what `learn.save`, `save_learner` and `export` write. `learn.ema.copy_to()`
-    puts the average there for good, `with learn.ema.applied(): learn.export()` for a while. `SaveModelCallback` saves
-    what was evaluated, the average. Averaging goes on in the next fit, and `restart()` begins anew. Weights that are
-    new, of another model or a replaced layer, begin with their present values, and so does everything when weights are
-    loaded.
+    The model holds the average during `validate`, `get_preds` and the evaluations of `fit`.
+    Otherwise, also after the fit, the model holds its own weights: `learn.save`, `save_learner` and
+    `export` write these. `learn.ema.copy_to()` copies the average into the model permanently,
+    `with learn.ema.applied(): learn.export()` temporarily. `SaveModelCallback` saves the evaluated
+    weights, which are the average. The next fit continues the average; `restart()` discards it. The
+    average of new weights (another model, a replaced layer) starts at their present values. Loading
+    weights restarts the whole average.
 
     Checkpointed: the averages by name, and the numbers of steps and updates.
 
-    Raises `OptionError` for bad options and `WeightsError` when a loaded average does not fit the model.
+    Raises `OptionError` for invalid options, and `WeightsError` if a loaded average does not match
+    the model.
 
     >>> EMA(half_life='1000st').decay
     0.9993070929904525
@@ -66,11 +70,11 @@ class EMA(Callback):
 
     def __init__(
         self,
-        decay: float = 0.999,  # share of the average that a step keeps; 1/(1-decay) steps count
-        half_life: str | int | Time | None = None,  # instead of `decay`: steps to half the weight
-        start: str | int | Time = 0,  # when averaging begins: a number of steps, '2ep', '0.5dur'
-        every: str | int | Time = 1,  # steps from update to update
-        warmup: float | None = 2 / 3,  # decay of update t = 0, 1, ... is at most 1 - (1+t)^-warmup
+        decay: float = 0.999,  # share of the average kept at an update; averages 1/(1-decay) steps
+        half_life: str | int | Time | None = None,  # steps to half the weight, instead of `decay`
+        start: str | int | Time = 0,  # time of the first average: number of steps, '2ep', '0.5dur'
+        every: str | int | Time = 1,  # number of steps between updates
+        warmup: float | None = 2 / 3,  # power: decay of update t is at most 1 - (1+t)^-warmup
     ) -> None:
         self.every, self.warmup = steps_of(self, every=every), warmup
         if half_life is not None:
@@ -83,42 +87,39 @@ class EMA(Callback):
         self.start = Time(start) if isinstance(start, (str, Time)) else Time(start, 'st')
         if self.start.unit == 'tok':
             raise bad_option(self, 'a time: tokens are not counted', start=start)
-        self._opt_steps = 0  # the optimizer's steps before the one that it takes
-        self._raw: tuple[list[Store], list[Tensor]] | None = (
-            None  # the model's own weights, while it has the average
-        )
-        self._used_at: int | None = (
-            None  # the depth of the run that made it hold it; None: `applied` did
-        )
-        self._paused = False  # that run pauses, and the model has its own weights meanwhile
+        self._opt_steps = 0  # number of optimizer steps before the current one
+        # the model's own weights, while the model holds the average
+        self._raw: tuple[list[Store], list[Tensor]] | None = None
+        # depth of the run for which the model holds the average; None: `applied` or `copy_to`
+        self._used_at: int | None = None
+        self._paused = False  # that run is paused, and the model holds its own weights meanwhile
         self.restart()
 
     def restart(self) -> None:
-        "Forget the average: it begins anew, with the weights as they are when it next could begin."
-        self._put_back()
+        "Discard the average; a new average starts with the weights at the next training step."
+        self._restore_weights()
         self._averages: dict[str, Tensor] = {}
-        self._places: dict[
-            str, Place
-        ] = {}  # of each average; empty after loading, until the model is looked at
-        self._stores: list[Store] = []  # the same as a list, for every step
+        # by name of the average; empty after loading, until `_link` finds the model's tensors
+        self._places: dict[str, Place] = {}
+        self._stores: list[Store] = []  # the places as a list, for every step
         self._n_steps, self._n_updates = 0, 0
 
     @property
     def has_begun(self) -> bool:
-        "Whether there is an average."
+        "Whether an average exists."
         return bool(self._averages)
 
     # -- averaging ---------------------------------------------------------------------------------
 
     def before_load(self) -> None:
-        self._put_back()  # what is loaded is to stay
+        self._restore_weights()  # otherwise they would overwrite the loaded weights later
 
     def after_load(self) -> None:
         self._raw = self._used_at = None
         self.restart()
 
     def before_train(self) -> None:
-        self._put_back()
+        self._restore_weights()
         if self._averages or self.learn.time >= self.start:
             self._link()
 
@@ -139,43 +140,43 @@ class EMA(Callback):
             self.update()
 
     def update(self) -> None:
-        "Move the average towards the weights as they are now."
-        decay = (
-            self.decay
-            if self.warmup is None
-            else min(self.decay, 1 - (1 + self._n_updates) ** -self.warmup)
-        )
-        averages, now = locals_of(self._averages.values()), locals_of(self._tensors())
-        now = [
-            t if t.dtype is a.dtype else t.to(a.dtype) for t, a in zip(now, averages, strict=True)
+        "Move the average towards the current weights."
+        decay = self.decay
+        if self.warmup is not None:
+            decay = min(decay, 1 - (1 + self._n_updates) ** -self.warmup)
+        averages = locals_of(self._averages.values())
+        weights = [
+            t if t.dtype is a.dtype else t.to(a.dtype)
+            for t, a in zip(locals_of(self._tensors()), averages, strict=True)
         ]
         if averages:
-            get_ema_multi_avg_fn(decay)(averages, now, None)
+            get_ema_multi_avg_fn(decay)(averages, weights, None)
         self._n_updates += 1
 
     def _tensors(self) -> list[Tensor]:
-        "Return the model's tensors, in the order of their averages."
+        "Return the model's averaged tensors, in the order of their averages."
         return [store[key] for store, key in self._stores]
 
     def _link(self) -> None:
-        "Pair the averages with the model as it is now; what has none begins with its present value."
+        "Match the averages with the current model; new tensors start at their present values."
         known: dict[Any, Tensor] = {
             place: self._averages[name] for name, place in self._places.items()
         }
         if not self._places:
-            check_fits(self._averages, self.learn.model)
+            check_averages(self._averages, self.learn.model)
             known = {
                 place: self._averages[name]
-                for name, place in places(self.learn.model)
+                for name, place in iter_places(self.learn.model)
                 if name in self._averages
             }
         self._places = {
             name: place
-            for name, place in places(self.learn.model)
-            if place in known or is_followed(place)
+            for name, place in iter_places(self.learn.model)
+            if place in known or is_averaged(place)
         }
         self._averages = {
-            name: begin(place.tensor, known.get(place)) for name, place in self._places.items()
+            name: start_average(place.tensor, known.get(place))
+            for name, place in self._places.items()
         }
         self._stores = [(getattr(p.module, p.kind), p.key) for p in self._places.values()]
 
@@ -199,11 +200,11 @@ class EMA(Callback):
 
     def on_run_failed(self) -> None:
         if self._used_at is not None and self._used_at >= self.learn.run.depth:
-            self._put_back()
+            self._restore_weights()
 
     def on_run_paused(self) -> None:
         if self._used_at == self.learn.run.depth:
-            self._put_back()
+            self._restore_weights()
             self._paused = True
 
     def on_run_resumed(self) -> None:
@@ -212,53 +213,52 @@ class EMA(Callback):
         self._paused = False
 
     def _use(self, depth: int | None) -> None:
-        "Put the average into the model, in place: what holds on to its memory need not know."
+        "Copy the average into the model's own memory, so that references to it stay valid."
         if not (self._paused and self._stores):
             self._link()
-        self._raw, self._used_at = (
-            (self._stores, [t.detach().clone() for t in self._tensors()]),
-            depth,
-        )
-        fill(self._stores, list(self._averages.values()))
+        weights = [t.detach().clone() for t in self._tensors()]
+        self._raw, self._used_at = (self._stores, weights), depth
+        copy_values(self._stores, list(self._averages.values()))
 
     def _end_use(self, depth: int | None) -> None:
         if depth is not None and depth == self._used_at:
-            self._put_back()
+            self._restore_weights()
 
-    def _put_back(self) -> None:
-        "Give the model its own weights again, bit for bit."
+    def _restore_weights(self) -> None:
+        "Restore the model's own weights, bit for bit."
         if self._raw is None:
             return
-        fill(*self._raw)
+        copy_values(*self._raw)
         self._raw = self._used_at = None
 
     @contextmanager
     def applied(self) -> Iterator[nn.Module]:
-        "Let the model hold the average for the length of a context; its own weights are there again afterwards."
+        "Return a context in which the model holds the average; its own weights are restored after it."
         self._check_begun()
-        own = self._raw is None
-        if own:
+        is_outermost = self._raw is None
+        if is_outermost:
             self._use(None)
         raw = self._raw
         try:
             yield self.learn.model
         finally:
-            if own and self._raw is raw:
-                self._put_back()  # otherwise the weights are others by now, loaded for one
+            # `_raw` differs if weights were loaded meanwhile: these stay
+            if is_outermost and self._raw is raw:
+                self._restore_weights()
 
     def copy_to(
         self,
-        model: nn.Module | None = None,  # with parameters of the same names; None: the Learner's
+        model: nn.Module | None = None,  # model with the same parameter names; None: the Learner's
     ) -> nn.Module:
-        "Put the average into a model for good, and return it. Raises `WeightsError` when it does not fit."
+        "Copy the average into a model permanently; return it. Raises `WeightsError` on a mismatch."
         self._check_begun()
         if model is None:
             if self._raw is None:
                 self._use(None)
-            self._raw = self._used_at = None  # there is no way back
+            self._raw = self._used_at = None  # nothing restores the model's own weights
             return self.learn.model
-        check_fits(self._averages, model)
-        tensors = {name: place.tensor.data for name, place in places(model)}
+        check_averages(self._averages, model)
+        tensors = {name: place.tensor.data for name, place in iter_places(model)}
         for name, average in self._averages.items():
             tensors[name].copy_(distribute_like(average, tensors[name]))
         return model
@@ -278,9 +278,9 @@ class EMA(Callback):
         }
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Go on from saved averages. Raises `WeightsError`, and loads nothing, when they do not fit the model."
+        "Restore the averages. Raises `WeightsError`, and loads nothing, if they do not match the model."
         if self.learn is not None:
-            check_fits(sd['averages'], self.learn.model)
+            check_averages(sd['averages'], self.learn.model)
         self.restart()
         self._averages = {name: average.clone() for name, average in sd['averages'].items()}
         self._n_steps, self._n_updates = sd['n_steps'], sd['n_updates']
@@ -288,8 +288,8 @@ class EMA(Callback):
             self._link()
 
 
-def fill(stores: list[Store], values: list[Tensor]) -> None:
-    "Give a model's tensors other values, in place and unknown to graphs, which will meet the old ones again."
+def copy_values(stores: list[Store], values: list[Tensor]) -> None:
+    "Copy values into a model's tensors, hidden from autograd graphs, which see the old ones again."
     if not stores:
         return
     torch._foreach_copy_(
@@ -297,8 +297,8 @@ def fill(stores: list[Store], values: list[Tensor]) -> None:
     )
 
 
-def places(model: nn.Module) -> Iterator[tuple[str, Place]]:
-    "Yield every parameter and every buffer that a checkpoint holds, with its name, each tensor once."
+def iter_places(model: nn.Module) -> Iterator[tuple[str, Place]]:
+    "Yield the name and place of every parameter and persistent buffer, each tensor once."
     seen: set[int] = set()
     for prefix, m in model.named_modules():
         for kind in ('_parameters', '_buffers'):
@@ -309,25 +309,25 @@ def places(model: nn.Module) -> Iterator[tuple[str, Place]]:
                 yield f'{prefix}.{key}' if prefix else key, Place(m, kind, key)
 
 
-def is_followed(place: Place) -> bool:
-    "Tell whether a tensor is to be averaged: parameters that are trained, and finite floating-point buffers."
+def is_averaged(place: Place) -> bool:
+    "Return True for trainable parameters and for finite floating-point buffers."
     t = place.tensor
     if place.kind == '_parameters':
         return t.requires_grad
     return t.is_floating_point() and bool(t.isfinite().all())
 
 
-def begin(t: Tensor, average: Tensor | None) -> Tensor:
-    "Return the average of a tensor on its device: the one there is, if it fits, or the tensor's present value."
+def start_average(t: Tensor, average: Tensor | None) -> Tensor:
+    "Return the known average of a tensor if its shape matches, otherwise a copy of the tensor."
     dtype = torch.float32 if t.dtype in _HALVES else t.dtype
     if average is None or average.shape != t.shape:
         return t.detach().to(dtype, copy=True)
     return distribute_like(average, t).to(t.device, dtype)
 
 
-def check_fits(averages: dict[str, Tensor], model: nn.Module) -> None:
-    "Raise `WeightsError`, with every difference, for averages of other tensors than the model's."
-    shapes = {name: tuple(place.tensor.shape) for name, place in places(model)}
+def check_averages(averages: dict[str, Tensor], model: nn.Module) -> None:
+    "Raise `WeightsError`, with every difference, if averages do not match the model's tensors."
+    shapes = {name: tuple(place.tensor.shape) for name, place in iter_places(model)}
     wrong = [
         f'{name}: {tuple(a.shape)} for {shapes.get(name, "none")}'
         for name, a in averages.items()
@@ -341,7 +341,7 @@ def check_fits(averages: dict[str, Tensor], model: nn.Module) -> None:
 
 
 def steps_of(cb: Callback, **option: Any) -> int:
-    "Return an option that counts optimizer steps as a number; a batch is taken for a step, as Composer means it."
+    "Return an option that counts optimizer steps as a number; a batch ('ba') counts as a step."
     [value] = option.values()
     time = Time(value) if isinstance(value, (str, Time)) else Time(value, 'st')
     if time.unit not in ('st', 'ba') or not time:

@@ -1,4 +1,4 @@
-"""What the Recorder has measured in an epoch that is still open: in a run, a microbatch, a training metric."""
+"""Measurements of an epoch in progress: values of a run, microbatches, training metrics."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ __all__ = [
     'has_local_samples',
     'metric_states',
     'load_metrics',
-    'packed_rows',
-    'unpacked_rows',
+    'pack_rows',
+    'unpack_rows',
 ]
 
 
 class Microbatch:
-    "A microbatch as metrics see a Learner: its predictions and targets are kept until its batch is through."
+    "Predictions and targets of a microbatch, kept until the end of its batch for the metrics."
 
     def __init__(self, learn: Any) -> None:
-        self.learn, self.xb, self.yb, self.loss = learn, learn.xb, learn.yb, learn.loss
+        self.learn = learn
+        self.xb, self.yb, self.loss = learn.xb, learn.yb, learn.loss
         self.pred = to_detach(learn.pred, cpu=False)
 
     def __getattr__(self, name: str) -> Any:
@@ -48,15 +49,15 @@ class Microbatch:
 
 @dataclass
 class EpochMetrics:
-    "What is measured in one run: a validate() inside a fit has metrics and values of its own."
+    "Measurements of one run; a validate() inside a fit keeps its own metrics and values."
 
-    own: bool = False  # whether sums are its own, apart from those of the fit
+    own: bool = False  # whether the run accumulates apart from the fit
     valid: dict[str, list[Metric]] = field(default_factory=dict)  # loss and metrics, by loader
-    values: dict[str, Any] = field(default_factory=dict)  # column: value, of the current epoch
-    logged: dict[str, Mean] = field(default_factory=dict)  # column: what `learn.log` averages
-    latest: set[str] = field(default_factory=set)  # those of which the latest value counts alone
+    values: dict[str, Any] = field(default_factory=dict)  # value by column, of the current epoch
+    logged: dict[str, Mean] = field(default_factory=dict)  # averages of `learn.log`, by column
+    latest: set[str] = field(default_factory=set)  # logged names that keep the latest value only
     started: float = field(default_factory=perf_counter)
-    n_valid: int = 0  # batches measured on the current loader
+    n_valid: int = 0  # number of batches measured on the current loader
     measured: dict[str, Any] = field(default_factory=dict)  # value by column, latest evaluation
 
     def collect(self) -> dict[str, Any]:
@@ -67,9 +68,9 @@ class EpochMetrics:
 
     def merge_logged(
         self,
-        frames: list[dict[str, Any]],  # from `state_dict` in each process
+        frames: list[dict[str, Any]],  # `state_dict` of each rank
     ) -> None:
-        "Take over what any process has logged: means are those of all, and of latest values the first process's."
+        "Merge the logged values of all ranks; of latest values keep the first rank's."
         latest = {name for sd in frames for name in sd['latest']}
         for name in dict.fromkeys(name for sd in frames for name in sd['logged']):
             states = [sd['logged'][name] for sd in frames if name in sd['logged']]
@@ -93,14 +94,14 @@ class EpochMetrics:
 
 
 class MetricColumns:
-    """Name the columns of metrics whose value is a dict, once a value of each is known.
+    """Assign column names to the keys of metrics that return dicts.
 
-    A key is a column, unless another metric has that name, or another key: then it is `<metric>_<key>`. Who comes first
-    keeps the name. Checkpointed, as part of the Recorder.
+    A key is the name of its column. If another metric or key has that name already, the column is
+    `<metric>_<key>`. The first to claim a name keeps it. Checkpointed as part of the Recorder.
 
     >>> columns = MetricColumns()
-    >>> columns.note('iou', {'cat': .5, 'loss': 1.}, ['iou', 'cat'])
-    >>> columns.of('iou'), columns.of('cat')
+    >>> columns.add('iou', {'cat': .5, 'loss': 1.}, ['iou', 'cat'])
+    >>> columns.columns('iou'), columns.columns('cat')
     (['iou_cat', 'iou_loss'], ['cat'])
     """
 
@@ -108,87 +109,94 @@ class MetricColumns:
         # metric: {key: column}
         self.known = {name: dict(columns) for name, columns in (known or {}).items()}
 
-    def of(self, name: str, space: str = '') -> list[str]:
-        "Return the columns of a metric; of a metric without keys, as far as is known, its name."
-        return list(self.known.get(space + name, {name: name}).values())
+    def columns(self, name: str, prefix: str = '') -> list[str]:
+        "Return the columns of a metric: its name if no keys are known."
+        return list(self.known.get(prefix + name, {name: name}).values())
 
-    def note(
+    def add(
         self,
-        name: str,  # the metric
-        value: Any,  # its value on some batches
-        names: Iterable[str],  # all metrics that share the columns
-        space: str = '',  # apart from other metrics of the same names: `night/`
+        name: str,  # name of the metric
+        value: Any,  # value of the metric on some batches
+        names: Iterable[str],  # names of all metrics that share the columns
+        prefix: str = '',  # prefix for the metrics of one loader, such as 'night/'
     ) -> None:
-        "Learn the keys of a metric from a value."
+        "Add the keys of a metric's value."
         if not isinstance(value, Mapping):
             return
-        columns = self.known.setdefault(space + name, {})
-        plain = {n for n in names if n != name and space + n not in self.known}
-        named = {c for n in names if n != name for c in self.known.get(space + n, {}).values()}
-        taken = {*RESERVED, 'loss'} | plain | named | set(columns.values())
+        columns = self.known.setdefault(prefix + name, {})
+        others = [n for n in names if n != name]
+        taken = {*RESERVED, 'loss', *columns.values()}
+        for other in others:
+            taken.update(self.columns(other, prefix))
         for key in flattened(value):
             if key in columns:
                 continue
-            column, i = key if key not in taken else f'{name}_{key}', 1
+            column = key if key not in taken else f'{name}_{key}'
+            i = 1
             while column in taken:
-                column, i = f'{name}_{key}_{i + 1}', i + 1
+                i += 1
+                column = f'{name}_{key}_{i}'
             columns[key] = column
             taken.add(column)
 
-    def values(self, name: str, value: Any, space: str = '') -> dict[str, Any]:
+    def values(self, name: str, value: Any, prefix: str = '') -> dict[str, Any]:
         "Return the values of a metric by column, on the host."
-        columns = self.known.get(space + name)
+        columns = self.known.get(prefix + name)
         if columns is None:
             return {name: value}
         found = flattened(value) if isinstance(value, Mapping) else {}
-        return {column: _number(found.get(key)) for key, column in columns.items()}
+        return {column: _as_number(found.get(key)) for key, column in columns.items()}
 
 
 def clone_metric(m: Metric, learn: Any) -> Metric:
-    "Return a metric like `m` whose sums are its own; what it computes with is shared."
+    "Return a copy of a metric with its own sums; the model and functions are shared."
     shared = (learn, learn.model, getattr(m, 'func', None))
     return deepcopy(m, {id(o): o for o in shared})
 
 
 def value_of(m: Metric, n: int) -> Any:
-    "Read a metric on the host; None when it was to measure batches and there was none."
-    return _number(m.value) if n or not measures_batches(m) else None
+    "Return the value of a metric on the host; None if it measures batches and got none."
+    return _as_number(m.value) if n or not measures_batches(m) else None
 
 
-def _number(value: Any) -> Any:
-    "Bring a metric's value to the host as a plain number where it is one."
+def _as_number(value: Any) -> Any:
+    "Convert a tensor or array of one element to a plain number on the host."
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
-    return value.item() if getattr(value, 'size', None) == 1 and hasattr(value, 'item') else value
+    is_scalar = getattr(value, 'size', None) == 1 and hasattr(value, 'item')
+    return value.item() if is_scalar else value
 
 
-# -- of several processes --------------------------------------------------------------------------
+# -- several ranks ---------------------------------------------------------------------------------
 
 
 def read_metrics(
     metrics: list[Metric],
-    n: int,  # batches that they have measured here
+    n: int,  # number of batches that the metrics have measured on this rank
     learn: Any,
-    more: dict[str, Any] | None = None,  # what this process tells the others besides
+    extra: dict[str, Any] | None = None,  # further values to gather from every rank
 ) -> tuple[list[Any], list[dict[str, Any]]]:
-    "Return the values of metrics on the host, of the batches of all processes; and what each process told."
+    "Return the values of metrics over the batches of all ranks, and the gathered states."
     if learn.world.size == 1:
         return [value_of(m, n) for m in metrics], []
-    mine = [shared_state(m) if measures_batches(m) else value_of(m, n) for m in metrics]
-    told = gather_on_host(learn.world, {**(more or {}), 'n': n, 'metrics': mine}, 'metrics')
-    n, device = sum(sd['n'] for sd in told), model_device(learn.model, learn.dls)
-    return [
-        _read(m, [sd['metrics'][i] for sd in told], n, device) for i, m in enumerate(metrics)
-    ], told
+    local = [shared_state(m) if measures_batches(m) else value_of(m, n) for m in metrics]
+    gathered = gather_on_host(learn.world, {**(extra or {}), 'n': n, 'metrics': local}, 'metrics')
+    n_batches = sum(sd['n'] for sd in gathered)
+    device = model_device(learn.model, learn.dls)
+    values = []
+    for i, m in enumerate(metrics):
+        states = [sd['metrics'][i] for sd in gathered]
+        values.append(_read_merged(m, states, n_batches, device))
+    return values, gathered
 
 
 def has_local_samples(learn: Any) -> bool:
-    "Tell whether the batch at hand has a sample of this process: one may be there only to keep it in step with others."
+    "Return True if this rank has samples in the current batch; ranks without samples join in."
     return learn.strategy.team is None or learn.strategy.team.has_samples
 
 
-def _read(m: Metric, states: list[Any], n: int, device: torch.device) -> Any:
-    "Merge a metric and read it; of a value from elsewhere, take the first process's."
+def _read_merged(m: Metric, states: list[Any], n: int, device: torch.device) -> Any:
+    "Merge the states of a metric and return its value; other values are the first rank's."
     if not measures_batches(m):
         return states[0]
     if not n:
@@ -198,17 +206,17 @@ def _read(m: Metric, states: list[Any], n: int, device: torch.device) -> Any:
         return value_of(m, n)
 
 
-# -- for checkpoints -------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
 
 
 def metric_states(
-    metrics: Iterable[Metric],  # of the training batches
+    metrics: Iterable[Metric],  # training metrics
 ) -> list[dict[str, Any]]:
-    "Return what each metric has accumulated; of one that cannot be saved, why."
-    return [{'name': m.name, 'kind': type(m).__name__, **_state(m)} for m in metrics]
+    "Return the accumulated state of each metric, or the reason that it cannot be saved."
+    return [{'name': m.name, 'kind': type(m).__name__, **_metric_state(m)} for m in metrics]
 
 
-def _state(m: Metric) -> dict[str, Any]:
+def _metric_state(m: Metric) -> dict[str, Any]:
     if not measures_batches(m):
         return {'state': {}}
     try:
@@ -218,26 +226,27 @@ def _state(m: Metric) -> dict[str, Any]:
 
 
 def load_metrics(
-    metrics: Iterable[Metric],  # of the training batches, after their reset
-    states: list[dict[str, Any]],  # from `metric_states`
+    metrics: Iterable[Metric],  # training metrics, after their reset
+    states: list[dict[str, Any]],  # result of `metric_states`
 ) -> None:
-    "Let each metric go on from its state, by name; those that cannot are named in a warning."
-    left, anew = list(states), []
+    "Load the state of each metric, by name, and warn of metrics without a usable state."
+    unused, failures = list(states), []
     for m in metrics:
-        found = next((s for s in left if s['name'] == m.name), None)
-        if found is not None:
-            left.remove(found)
-        if why := _load(m, found):
-            anew.append(f'`{m.name}` ({why})')
-    if anew:
+        saved = next((s for s in unused if s['name'] == m.name), None)
+        if saved is not None:
+            unused.remove(saved)
+        reason = _load_metric(m, saved)
+        if reason:
+            failures.append(f'`{m.name}` ({reason})')
+    if failures:
         warn_user(
-            f'{", ".join(anew)}: {"their" if len(anew) > 1 else "its"} training value of this epoch counts the '
-            'batches after the resume only.'
+            f'{", ".join(failures)}: {"their" if len(failures) > 1 else "its"} training value of this '
+            'epoch counts the batches after the resume only.'
         )
 
 
-def _load(m: Metric, saved: dict[str, Any] | None) -> str:
-    "Let a metric go on, or say why it cannot."
+def _load_metric(m: Metric, saved: dict[str, Any] | None) -> str:
+    "Load the state of a metric; return the reason if it cannot be loaded, otherwise ''."
     if not measures_batches(m):
         return ''
     if saved is None:
@@ -254,8 +263,8 @@ def _load(m: Metric, saved: dict[str, Any] | None) -> str:
     return ''
 
 
-def packed_rows(rows: Iterable[Iterable[Any]]) -> Any:
-    "Return rows of numbers as one float64 tensor, others as lists."
+def pack_rows(rows: Iterable[Iterable[Any]]) -> Any:
+    "Return rows of floats as one float64 tensor (rows, columns), other rows as lists."
     lists = [list(row) for row in rows]
     if len({len(row) for row in lists}) == 1 and all(
         type(v) is float for row in lists for v in row
@@ -264,6 +273,6 @@ def packed_rows(rows: Iterable[Iterable[Any]]) -> Any:
     return [[storable(v) for v in row] for row in lists]
 
 
-def unpacked_rows(rows: Any) -> list[list[Any]]:
-    "Undo `packed_rows`."
+def unpack_rows(rows: Any) -> list[list[Any]]:
+    "Convert the result of `pack_rows` to lists."
     return rows.tolist() if isinstance(rows, torch.Tensor) else [list(row) for row in rows]

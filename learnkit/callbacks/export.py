@@ -1,4 +1,4 @@
-"""Models in and out of a fit: weights that are loaded at an event, programs for serving that are written at its end."""
+"""Callbacks that load weights at an event of a fit, and export the model at its end."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ __all__ = ['ExportForInference', 'LoadWeights']
 
 FORMATS = {'torch.export': '.pt2', 'onnx': '.onnx'}
 ONNX = ('onnx', 'onnxscript', 'onnxruntime')
-SIZES = (1, 3)  # samples in the batches that a program is tried on
-OF_A_FIT = EVENTS[EVENTS.index('before_fit') : EVENTS.index('after_fit') + 1]
+SIZES = (1, 3)  # batch sizes that an exported program is tested with
+FIT_EVENTS = EVENTS[EVENTS.index('before_fit') : EVENTS.index('after_fit') + 1]
 
 Case = tuple[tuple[Any, ...], dict[str, Any], Any]  # positional and named inputs, and the output
 Runner = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 
 class LoadWeights(Callback):
-    """Load weights each time an event of a fit comes: `LoadWeights('pretrained')` before every fit.
+    """Load weights at each occurrence of an event: `LoadWeights('pretrained')` before every fit.
 
-    The other arguments are those of `learn.load`. A fit that goes on from a checkpoint has its weights from there: at
-    the events that fire again nothing is loaded. Raises `WeightsError` before training when there is no such file, and
-    `UnknownEventError` for what is no event, and `OptionError` for one outside a fit, such as `close`; what
-    `learn.load` raises comes out as it is.
+    The other arguments are as in `learn.load`. A resumed fit has the weights of its checkpoint:
+    events that occur again load nothing. Raises `WeightsError` before training if the file does not
+    exist, `UnknownEventError` for an unknown event, `OptionError` for an event outside a fit, such
+    as `close`, and all errors of `learn.load`.
 
     >>> LoadWeights('pretrained', at='before_epoch')
     LoadWeights(file='pretrained', at='before_epoch')
@@ -68,14 +68,14 @@ class LoadWeights(Callback):
 
     def __init__(
         self,
-        file: str | Path,  # a name below `path/model_dir`, or an absolute path; or a checkpoint's
-        at: str = 'before_fit',  # the event
-        with_opt: bool | None = False,  # load the optimizer's state too; None: when the file has it
-        strict: bool = True,  # False: take what fits by name
+        file: str | Path,  # name below `path/model_dir`, or absolute path; also of a checkpoint
+        at: str = 'before_fit',  # name of the event
+        with_opt: bool | None = False,  # whether to load the optimizer's state; None: if present
+        strict: bool = True,  # whether all names must match; False: load those that match
     ) -> None:
         file_path(file, Path())
         self.file, self.at = file, canonical_event(at, where='LoadWeights')
-        if self.at not in OF_A_FIT:
+        if self.at not in FIT_EVENTS:
             raise OptionError(
                 f'LoadWeights(at={at!r}): weights are loaded in a fit, and this event is not one of its '
                 "own. Give one from 'before_fit' to 'after_fit', or call `learn.load`."
@@ -85,7 +85,7 @@ class LoadWeights(Callback):
             self.__dict__[self.at] = partial(self._load)
 
     def before_fit(self) -> None:
-        "See that the file is there, and load it if this is the event."
+        "Check that the file exists, and load it if this is the event."
         if not self.learn.fitting or (self.learn.resumed and self.at == 'before_fit'):
             return
         path = find_weights_path(self.learn, self.file, to_read=True)
@@ -101,17 +101,19 @@ class LoadWeights(Callback):
 
 
 class ExportForInference(Callback):
-    """Write the model for serving at the end of each fit: `fname.pt2` (torch.export), `fname.onnx`, or both.
+    """Export the model at the end of each fit: `fname.pt2` (torch.export), `fname.onnx`, or both.
 
-    Each file takes batches of any size. Before it takes its place it is loaded again, and its outputs on batches of 1
-    and 3 samples are compared with the model's; a file that differs is not kept. What is written is what the fit ends
-    with: the best weights where `SaveModelCallback` loads them. `files` has the paths. Of several processes the first
-    one exports. See `learn.export` for what such a program is, and load `.pt2` files of your own making only.
+    Each program accepts batches of any size. A file is written after a check: it is loaded again,
+    and its outputs on batches of 1 and 3 samples are compared with the model's. The exported
+    weights are those at the end of the fit: the best weights if `SaveModelCallback` loads them.
+    `files` has the paths. In a process group the first rank exports. See `learn.export` for the
+    properties of such a program, and load `.pt2` files from trusted sources only.
 
-    Raises, all before training: `OptionError` for an unknown format or a path that cannot be written, or where there is
-    no batch to take the shapes from; `MissingExtraError` where the packages for ONNX are missing; `ModelError` with
-    torch's reason for a model that cannot be exported; `DistributedError` where every process has a part of it. After
-    it: `ModelError` for a file that computes something else.
+    Raises before training: `OptionError` for an unknown format, a path that cannot be written, or
+    data without a batch to take the shapes from; `MissingExtraError` if the packages for ONNX are
+    missing; `ModelError` with torch's reason for a model that cannot be exported;
+    `DistributedError` for a sharded model. Raises after training: `ModelError` for a file with
+    other outputs than the model.
 
     >>> import tempfile
     >>> from learnkit.testing import synth_learner
@@ -122,17 +124,17 @@ class ExportForInference(Callback):
     ['line.pt2']
     """
 
-    # after loggers, and after what loads the best weights
+    # after loggers, and after callbacks that load the best weights
     order, remove_on_find, remove_on_fetch = 110, True, True
     needs_whole_weights = True
     files: list[Path]
 
     def __init__(
         self,
-        fname: str | Path = 'export',  # a name below `learn.path`, or an absolute path
-        formats: str | tuple[str, ...] = ('torch.export',),  # of 'torch.export' and 'onnx'
-        act: Callable[[Any], Any] | None = None,  # applied to the outputs, a softmax for example
-        sample: Any = None,  # inputs; None: of the first batch of the data
+        fname: str | Path = 'export',  # name below `learn.path`, or absolute path
+        formats: str | tuple[str, ...] = ('torch.export',),  # 'torch.export', 'onnx', or both
+        act: Callable[[Any], Any] | None = None,  # function of the outputs, such as a softmax
+        sample: Any = None,  # example inputs; None: inputs of the first batch of the data
     ) -> None:
         self.formats = (formats,) if isinstance(formats, str) else tuple(formats)
         for f in self.formats or (None,):
@@ -142,12 +144,13 @@ class ExportForInference(Callback):
                     f'{did_you_mean(str(f), FORMATS)}'
                 )
         file_path(fname, Path(), suffix='')
-        self.fname, self.act, self.sample, self.files = fname, act, sample, []
-        self._tried: Any = None  # the model that is known to let itself be exported
-        self._has_begun = False  # whether a fit is under way that was not cancelled before it began
+        self.fname, self.act, self.sample = fname, act, sample
+        self.files = []
+        self._exportable: Any = None  # model that is known to be exportable
+        self._has_begun = False  # whether a fit is running that was not cancelled before it began
 
     def before_fit(self) -> None:
-        "See that the export will work."
+        "Check that the export will succeed."
         learn = self.learn
         if not learn.fitting:
             return
@@ -168,42 +171,42 @@ class ExportForInference(Callback):
                 check_writable(path)
             except OSError as e:
                 raise OptionError(f'{path} cannot be written: {e}.') from None
-        if 'onnx' in self.formats and (missing := [p for p in ONNX if find_spec(p) is None]):
+        missing = [p for p in ONNX if find_spec(p) is None]
+        if 'onnx' in self.formats and missing:
             raise MissingExtraError(
                 f'Exporting to ONNX needs {", ".join(missing)}: pip install "learnkit[onnx]"'
             )
-        if self._tried is learn.model:
+        if self._exportable is learn.model:
             return
-        with preserved_rng(), _evaluated(learn.model) as m:
+        with preserved_rng(), _evaluation_mode(learn.model) as m:
             program_of(m, *two_rows(self._inputs()), self.act)
-        self._tried = learn.model
+        self._exportable = learn.model
 
     def before_train(self) -> None:
-        "Export also where it came in the middle of the fit."
+        "Export also if the callback was added during the fit."
         self._has_begun = True
 
     def after_fit(self) -> None:
-        "Export, compare what was written with the model, and put it in its place."
+        "Export the model, check the files, and move them to their paths."
         learn = self.learn
         if not (learn.fitting and learn.world.is_first and self._has_begun):
             return
         with preserved_rng(), tempfile.TemporaryDirectory() as folder:
-            written = {
-                'torch.export': learn.export(Path(folder) / 'model.pt2', self.act, self._inputs())
-            }
-            program, cases = _loaded(written['torch.export']), self._cases()
+            path = learn.export(Path(folder) / 'model.pt2', self.act, self._inputs())
+            written = {'torch.export': path}
+            program, cases = _load_program(path), self._cases()
             _compare('torch.export', lambda args, kwargs: program.module()(*args, **kwargs), cases)
             if 'onnx' in self.formats:
                 written['onnx'] = _write_onnx(program, Path(folder) / 'model.onnx')
                 _compare('onnx', _onnx_runner(written['onnx']), cases)
-            self.files = [_put(written[f], path) for f, path in self._paths().items()]
+            self.files = [_copy_file(written[f], path) for f, path in self._paths().items()]
 
     def cleanup(self) -> None:
-        "A fit is over."
+        "Record that the fit is over."
         self._has_begun = False
 
     def _paths(self) -> dict[str, Path]:
-        "Return the files by their formats."
+        "Return the paths by format."
         stem = str(self.fname)
         for suffix in FORMATS.values():
             stem = stem.removesuffix(suffix)
@@ -215,26 +218,25 @@ class ExportForInference(Callback):
         return self.sample if isinstance(self.sample, tuple) else (self.sample,)
 
     def _cases(self) -> list[Case]:
-        "Return inputs of different batch sizes, and what the model makes of them."
+        "Return inputs of different batch sizes, each with the model's output."
         xb, cases = self._inputs(), []
-        with _evaluated(self.learn.model) as model, torch.no_grad():
+        with _evaluation_mode(self.learn.model) as model, torch.no_grad():
             for size in SIZES:
-                x = _rows(xb, size)
+                x = _select_rows(xb, size)
                 names = passed_names(model, x)
-                kwargs = {
-                    k: x[0][k] if isinstance(x[0], Mapping) else getattr(x[0], k)
-                    for k in names or ()
-                }
+                kwargs = {}
+                for name in names or ():
+                    kwargs[name] = x[0][name] if isinstance(x[0], Mapping) else getattr(x[0], name)
                 out = apply_model(model, x)
-                cases.append(
-                    (() if names else x, kwargs, out if self.act is None else self.act(out))
-                )
+                if self.act is not None:
+                    out = self.act(out)
+                cases.append((() if names else x, kwargs, out))
         return cases
 
 
 @contextmanager
-def _evaluated(model: nn.Module) -> Iterator[nn.Module]:
-    "Yield the model, or a copy of it on the CPU, in evaluation mode; modes are put back."
+def _evaluation_mode(model: nn.Module) -> Iterator[nn.Module]:
+    "Yield the model, or a copy on the CPU, in evaluation mode; restore all modes."
     model = on_cpu(bare_model(model))
     modes = [(m, m.training) for m in model.modules()]
     try:
@@ -244,28 +246,29 @@ def _evaluated(model: nn.Module) -> Iterator[nn.Module]:
             m.training = mode
 
 
-def _rows(xb: tuple[Any, ...], size: int) -> tuple[Any, ...]:
-    "Return so many samples of a batch, over again from the first one where it has less."
+def _select_rows(xb: tuple[Any, ...], size: int) -> tuple[Any, ...]:
+    "Return `size` samples of a batch on the CPU; repeat the samples of a smaller batch."
     n = count_stacked(xb)
     idx = torch.arange(size) % n
-    return tuple(
-        map_tensors(
-            xb, lambda t: t.detach().cpu()[idx] if t.ndim and len(t) == n else t.detach().cpu()
-        )
-    )
+
+    def select(t: Tensor) -> Tensor:
+        t = t.detach().cpu()
+        return t[idx] if t.ndim and len(t) == n else t
+
+    return tuple(map_tensors(xb, select))
 
 
-def _loaded(path: Path) -> Any:
+def _load_program(path: Path) -> Any:
     with path.open('rb') as f:
         return torch.export.load(f)
 
 
 def _write_onnx(program: Any, path: Path) -> Path:
-    log = logging.getLogger('torch.onnx')  # of libraries that are not there
+    log = logging.getLogger('torch.onnx')  # warns of missing optional libraries
     level, log.level = log.level, logging.ERROR
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter('ignore')  # torch's own, about torch
+            warnings.simplefilter('ignore')  # warnings of torch about itself
             onnx: Any = torch.onnx.export(program, dynamo=True, verbose=False)
     finally:
         log.level = level
@@ -281,14 +284,15 @@ def _onnx_runner(path: Path) -> Runner:
     names = [i.name for i in session.get_inputs()]
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = [t.numpy() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        return [torch.as_tensor(o) for o in session.run(None, dict(zip(names, given, strict=True)))]
+        arrays = [t.numpy() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        outputs = session.run(None, dict(zip(names, arrays, strict=True)))
+        return [torch.as_tensor(o) for o in outputs]
 
     return run
 
 
 def _compare(what: str, run: Runner, cases: list[Case]) -> None:
-    "Raise `ModelError` unless a program gives what the model gave."
+    "Raise `ModelError` unless a program returns the outputs of the model."
     for args, kwargs, expected in cases:
         try:
             got = [t for t in tree_leaves(run(args, kwargs)) if isinstance(t, Tensor)]
@@ -301,7 +305,7 @@ def _compare(what: str, run: Runner, cases: list[Case]) -> None:
             ) from e
 
 
-def _put(source: Path, path: Path) -> Path:
+def _copy_file(source: Path, path: Path) -> Path:
     with atomic_write(path) as tmp:
         shutil.copyfile(source, tmp)
     return path

@@ -1,4 +1,4 @@
-"""The rows of a training: one an epoch."""
+"""History of a training: one row per epoch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ['History']
 
 
 class History(list[dict[str, Any]]):
-    """One dict an epoch, over all fits: `fit`, `epoch`, losses, metrics, logged values and `time` in seconds.
+    """Rows of all fits, one dict per epoch: `fit`, `epoch`, losses, metrics, logged values, `time` (s).
 
     >>> History([{'epoch': 0, 'train_loss': 0.5}, {'epoch': 1, 'train_loss': 0.25}]).to_pandas()
        epoch  train_loss
@@ -35,12 +35,13 @@ class History(list[dict[str, Any]]):
 
     @never_raising
     def _repr_html_(self) -> str:
+        if not self:
+            return 'no epoch yet'
         names = list(dict.fromkeys(name for row in self for name in row))
-        rows = [
-            row | {'time': format_seconds(row['time'])} if 'time' in row else row for row in self
-        ]
-        return (
-            table(names, [[row.get(name) for name in names] for row in rows])
-            if self
-            else 'no epoch yet'
-        )
+        rows = []
+        for row in self:
+            cells = dict(row)
+            if 'time' in row:
+                cells['time'] = format_seconds(row['time'])
+            rows.append([cells.get(name) for name in names])
+        return table(names, rows)

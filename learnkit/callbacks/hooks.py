@@ -1,4 +1,4 @@
-"""Hooks: look at what modules take in and give out, in a with-block or all through a fit, and leave nothing behind."""
+"""Hooks on modules: record inputs and outputs in a with-block or during a fit."""
 
 from __future__ import annotations
 
@@ -32,17 +32,20 @@ HookFunc = Callable[[nn.Module, Any, Any], Any]  # f(module, inputs, output)
 
 
 class Hook:
-    """Call `hook_func(module, inputs, output)` after each forward pass of a module; keep what it returns in `stored`.
+    """Call `hook_func(module, inputs, output)` after each forward pass of a module; store the result.
 
-    `inputs` is a tuple: those given by position, then those given by name. With `is_forward=False` it is called in the
-    backward pass as `hook_func(module, (), gradients)`, with a tuple of the gradients of the outputs (None where there
-    is none); those of the inputs are not given, so that modules that work in place can be hooked too (only a view that
-    is changed in place has no gradient to show). Leaving the with-block, or `remove()`, takes the hook off.
+    `stored` holds the last result. `inputs` is a tuple: positional inputs, then keyword inputs.
+    With `is_forward=False` the function is called in the backward pass as `hook_func(module, (),
+    gradients)`, with a tuple of the gradients of the outputs (None for an output without gradient).
+    Gradients of the inputs are not passed, so that modules with in-place operations can be hooked
+    too; only a view that an in-place operation changes has no gradient. Leaving the with-block, or
+    `remove()`, removes the hook.
 
-    What is stored unchanged shares its memory with the model: an in-place activation after it changes it too. A module
-    inside compiled code does not call its hooks; under a Learner, `HookCallback` sees to that.
+    Tensors stored unchanged share memory with the model: a later in-place activation changes them
+    too. A module inside compiled code does not call its hooks; under a Learner, `HookCallback` runs
+    the model uncompiled.
 
-    Raises `OptionError` for what is no module.
+    Raises `OptionError` if `m` is not a module.
 
     >>> layer = nn.Linear(3, 2)
     >>> with Hook(layer, lambda m, i, o: (i[0].shape, o.shape)) as h: _ = layer(torch.zeros(5, 3))
@@ -54,10 +57,10 @@ class Hook:
         self,
         m: nn.Module,
         hook_func: HookFunc,
-        is_forward: bool = True,  # the forward pass, or the backward one
-        detach: bool = True,  # detach tensors from their graph first
-        cpu: bool = False,  # with `detach`: also move them to the CPU, which waits for the device
-        gather: bool = False,  # for fastai's code of one process; an error in a process group
+        is_forward: bool = True,  # whether to hook the forward pass; False: the backward pass
+        detach: bool = True,  # whether to detach tensors from their graph first
+        cpu: bool = False,  # with `detach`: whether to move tensors to the CPU, which waits
+        gather: bool = False,  # ignored, for fastai's code; an error in a process group
     ) -> None:
         if not isinstance(m, nn.Module):
             raise OptionError(f'A hook is put on an nn.Module, not on {m!r}.')
@@ -68,9 +71,8 @@ class Hook:
         self.hook_func, self.detach, self.cpu = hook_func, detach, cpu
         self.stored: Any = None
         self.removed = False
-        self.hook = m.register_forward_hook(
-            self._forward if is_forward else self._await_backward, with_kwargs=True
-        )
+        hook = self._forward if is_forward else self._register_backward
+        self.hook = m.register_forward_hook(hook, with_kwargs=True)
 
     @property
     def hooked(self) -> bool:
@@ -82,24 +84,25 @@ class Hook:
     ) -> None:
         self.hook_fn(module, (*args, *kwargs.values()), output)
 
-    def _await_backward(
+    def _register_backward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         def backward(grads: Sequence[Tensor | None]) -> None:
             if self.hooked:
                 self.hook_fn(module, (), tuple(grads))
 
-        if outputs := [t for t in tensors_in(output) if t.requires_grad]:
+        outputs = [t for t in tensors_in(output) if t.requires_grad]
+        if outputs:
             register_multi_grad_hook(outputs, backward)
 
     def hook_fn(self, module: nn.Module, input: Any, output: Any) -> None:
-        "Detach, call `hook_func` and store what it returns."
+        "Detach the tensors, call `hook_func` and store the result."
         if self.detach:
             input, output = to_detach(input, cpu=self.cpu), to_detach(output, cpu=self.cpu)
         self.stored = self.hook_func(module, input, output)
 
     def remove(self) -> None:
-        "Take the hook off its module; what is stored stays."
+        "Remove the hook from its module; the stored result stays."
         self.hook.remove()
         self.removed = True
 
@@ -111,7 +114,7 @@ class Hook:
 
 
 class Hooks:
-    """Put a `Hook` on each of several modules. They are read like a list; `stored` has what each one stored.
+    """Register a `Hook` on each of several modules; `stored` lists the results of all hooks.
 
     >>> model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
     >>> with Hooks(model, lambda m, i, o: o.shape) as hooks: _ = model(torch.zeros(5, 3))
@@ -123,7 +126,7 @@ class Hooks:
         self,
         ms: Iterable[nn.Module],
         hook_func: HookFunc,
-        is_forward: bool = True,  # these three as for `Hook`
+        is_forward: bool = True,  # this and the following: as in `Hook`
         detach: bool = True,
         cpu: bool = False,
     ) -> None:
@@ -137,11 +140,11 @@ class Hooks:
 
     @property
     def stored(self) -> L:
-        "What each hook stored."
+        "Stored result of each hook."
         return L(h.stored for h in self)
 
     def remove(self) -> None:
-        "Take all the hooks off."
+        "Remove all hooks."
         for h in self.hooks:
             h.remove()
 
@@ -162,18 +165,18 @@ class Hooks:
 
 
 def tensors_in(o: Any) -> list[Tensor]:
-    "Return the tensors in a nested structure, a module's output or a batch, in order."
+    "Return the tensors of a nested structure, such as a module's output or a batch, in order."
     found: list[Tensor] = []
 
-    def keep(t: Tensor) -> Tensor:
+    def append(t: Tensor) -> Tensor:
         found.append(t)
         return t
 
-    map_tensors(o, keep)
+    map_tensors(o, append)
     return found
 
 
-def _output(m: nn.Module, inputs: Any, output: Any) -> Any:
+def _return_output(m: nn.Module, inputs: Any, output: Any) -> Any:
     return output
 
 
@@ -181,7 +184,7 @@ def hook_output(
     module: nn.Module,
     detach: bool = True,
     cpu: bool = False,
-    grad: bool = False,  # the gradient of the output instead, a tuple
+    grad: bool = False,  # whether to store the gradients of the output instead, as a tuple
 ) -> Hook:
     """Store a module's output.
 
@@ -190,29 +193,29 @@ def hook_output(
     >>> torch.equal(h.stored, out), h.stored.requires_grad
     (True, False)
     """
-    return Hook(module, _output, detach=detach, cpu=cpu, is_forward=not grad)
+    return Hook(module, _return_output, detach=detach, cpu=cpu, is_forward=not grad)
 
 
 def hook_outputs(
     modules: Iterable[nn.Module],
     detach: bool = True,
     cpu: bool = False,
-    grad: bool = False,  # the gradients of the outputs instead
+    grad: bool = False,  # whether to store the gradients of the outputs instead
 ) -> Hooks:
     "Store the output of each module."
-    return Hooks(modules, _output, detach=detach, cpu=cpu, is_forward=not grad)
+    return Hooks(modules, _return_output, detach=detach, cpu=cpu, is_forward=not grad)
 
 
 # ------------------------------------------------------------------------------------------ modules
 
 
 def has_params(m: nn.Module) -> bool:
-    "Tell whether a module has a parameter."
+    "Return True if a module has a parameter."
     return next(m.parameters(), None) is not None
 
 
 def flatten_model(m: nn.Module) -> list[nn.Module]:
-    """Return the layers of a model, in order of definition: modules without children, or with parameters of their own.
+    """Return the layers of a model in order of definition: modules without children or with own parameters.
 
     >>> flatten_model(nn.Sequential(nn.Sequential(nn.Linear(3, 2)), nn.ReLU()))
     [Linear(in_features=3, out_features=2, bias=True), ReLU()]
@@ -229,23 +232,23 @@ def named_layers(m: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def as_written(model: nn.Module) -> nn.Module:
-    "Return the model inside what `torch.compile(model)` returned, or the model itself."
+def unwrap_compiled(model: nn.Module) -> nn.Module:
+    "Return the model inside the result of `torch.compile(model)`, or the model itself."
     inner = model._modules.get('_orig_mod')
     return model if inner is None else inner
 
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    "Run a model as it is written: compiled code skips hooks that came later, and keeps those that are gone."
+    "Run a model without its compiled code, which ignores later changes of its hooks."
     modules = list(model.modules())
     calls = [(m, m._compiled_call_impl) for m in modules if m._compiled_call_impl is not None]
-    wrappers = [(m, m.forward, as_written(m)) for m in modules if as_written(m) is not m]
+    wrappers = [(m, m.forward, unwrap_compiled(m)) for m in modules if unwrap_compiled(m) is not m]
     try:
         for m, _ in calls:
             m._compiled_call_impl = None
         for m, _, inner in wrappers:
-            setattr(m, 'forward', inner.__call__)  # noqa: B010  # mypy: it is no method here
+            setattr(m, 'forward', inner.__call__)  # noqa: B010  # mypy rejects the assignment
         yield
     finally:
         for m, call in calls:
@@ -258,18 +261,20 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
 
 
 class HookCallback(Callback):
-    """Keep hooks on modules during a fit: override `hook(self, m, inp, out)`, or give a function as `hook=`.
+    """Hook modules during a fit: override `hook(self, m, inp, out)`, or give a function as `hook=`.
 
-    What it returned last is in `self.hooks.stored`, module by module, in the order of `self.modules`; `layer_names` has
-    their names. A number in `every` hooks the training batches 0, n, 2n, ... of each fit; a time of another unit the
-    first batch of the fit and the first after each multiple. Without `every` hooks are there all the time, in
-    evaluation too: `self.training` tells.
+    `self.hooks.stored` holds the last result of each module, in the order of `self.modules`;
+    `layer_names` holds the names of the modules. A number in `every` hooks the training batches 0,
+    n, 2n, ... of each fit; a time of another unit hooks the first batch of the fit and the first
+    batch after each multiple. Without `every` all batches are hooked, also in evaluation:
+    `self.training` is False there.
 
-    However the run ends, by an exception, Ctrl-C, a Cancel or by removal of the callback, the hooks are gone after it;
-    `remove_end=False` keeps them after a run that ended well. While they are there, a compiled model runs uncompiled.
+    The hooks are removed however the run ends: by an exception, Ctrl-C, a Cancel, or by removal of
+    the callback. `remove_end=False` keeps them after a run without error. While they are
+    registered, a compiled model runs uncompiled.
 
-    Raises `OptionError` for names that the model does not have (before training), and `TimeError` for a bad `every`.
-    Checkpointed: when hooks were last due; not what they have stored.
+    Raises `OptionError` for unknown names of modules (before training), and `TimeError` for an
+    invalid `every`. Checkpointed: the time of the last hooked batch, not the stored results.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=HookCallback(hook=lambda m, i, o: o.shape, every='5ba'))
@@ -279,131 +284,130 @@ class HookCallback(Callback):
     """
 
     hooks: Hooks | None = None
-    _on: ExitStack | None = None  # what takes the hooks off
+    _active: ExitStack | None = None  # removes the hooks when closed
 
     def __init__(
         self,
         modules: Any = None,  # modules or their names, one or several; None: all with parameters
         every: int | str | Time | None = None,  # interval of hooked training batches; None: all
-        remove_end: bool = True,  # take the hooks off after a fit that ended well
-        is_forward: bool = True,  # the forward pass, or the backward one
-        detach: bool = True,  # detach tensors from their graph
-        cpu: bool = True,  # with `detach`: move them to the CPU, which waits for the device
-        include_paramless: bool = False,  # without `modules`: also layers without parameters
+        remove_end: bool = True,  # whether to remove the hooks after a fit without error
+        is_forward: bool = True,  # whether to hook the forward pass; False: the backward pass
+        detach: bool = True,  # whether to detach tensors from their graph
+        cpu: bool = True,  # with `detach`: whether to move tensors to the CPU, which waits
+        include_paramless: bool = False,  # without `modules`: whether to hook all other layers too
         hook: HookFunc | None = None,  # f(module, inputs, output); None: the method of a subclass
     ) -> None:
-        self._wanted = None if modules is None else _listed_modules(modules)
+        self._given = None if modules is None else _as_list(modules)
         self.every = None if every is None else as_time(every, 'ba')
         if self.every and self.every.unit == 'tok':
             raise TimeError(f'every={every!r}: tokens are not counted.')
         if hook is not None and not callable(hook):
             raise OptionError(f'hook={hook!r}: give f(module, inputs, output).')
-        self.remove_end, self.is_forward, self.detach, self.cpu = (
-            remove_end,
-            is_forward,
-            detach,
-            cpu,
-        )
+        self.remove_end = remove_end
+        self.is_forward = is_forward
+        self.detach = detach
+        self.cpu = cpu
         self.include_paramless = include_paramless
-        self.modules: list[nn.Module] = []  # those that are hooked, and their names
-        self.layer_names: list[str] = []
-        self.hooks, self._on = None, None
-        self._before: Timestamp | None = None  # the last look at the time
+        self.modules: list[nn.Module] = []  # hooked modules
+        self.layer_names: list[str] = []  # names of the hooked modules
+        self.hooks, self._active = None, None
+        self._before: Timestamp | None = None  # time of the last check
         if hook is not None:
             self.__dict__['hook'] = hook
 
     def hook(self, m: nn.Module, inp: Any, out: Any) -> Any:
-        "Look at a module's inputs (a tuple) and output; what is returned is stored."
+        "Return the result to store for a module's inputs (a tuple) and output."
 
     def before_fit(self) -> None:
         "Find the modules; without `every`, hook them."
         if self.learn.run.depth <= 1:  # the model may be another one than in the last fit
             self._remove()
             self._find()
-        if self.every is None and self._on is None:
+        if self.every is None and self._active is None:
             self._register()
 
     def before_batch(self) -> None:
-        "Hook this batch, when it is due."
+        "Hook this batch if it is due."
         if self.every is not None and not (self.learn.training and self._is_due()):
             self._remove()
-        elif self._on is None:
+        elif self._active is None:
             self._register()
 
     def after_batch(self) -> None:
-        "With `every`, take the hooks off."
+        "With `every`, remove the hooks."
         if self.every is not None and self.learn.training:
             self._remove()
 
     def after_fit(self) -> None:
-        "Take the hooks off, unless this was an evaluation inside a fit."
+        "Remove the hooks, unless this was an evaluation inside a fit."
         if self.remove_end and self.learn.run.depth <= 1:
             self._remove()
 
     def cleanup(self) -> None:
-        "Take the hooks off; after a failure also forget what they stored."
+        "Remove the hooks; after an error also drop the stored results."
         if self.remove_end or self.learn.error is not None:
             self._remove()
         if self.learn.error is not None:
             self.hooks = None
 
     def close(self) -> None:
-        "Take the hooks off for good."
+        "Remove the hooks."
         self._remove()
 
     def __setattr__(self, name: str, value: object) -> None:
-        # no event tells that the callback is switched off or leaves its learner
+        # no event is called when the callback is switched off or removed from its Learner
         if (name == 'run' and not value) or (name == 'learn' and value is None):
             self._remove()
         super().__setattr__(name, value)
 
     def _is_due(self) -> bool:
         every, n = self.every, self.learn.train_iter
-        assert every is not None  # the caller has looked
+        assert every is not None  # checked by the caller
         if every.unit == 'ba':
             return bool(n % every.value == 0)
         before, self._before = self._before, self.learn.time
         return not n or before is None or crossings(before, self._before, every) > 0
 
     def _find(self) -> None:
-        model = as_written(self.learn.model)
-        if self._wanted is not None:
-            found = [_named_module(model, o) for o in self._wanted]
+        model = unwrap_compiled(self.learn.model)
+        if self._given is not None:
+            found = [_find_module(model, o) for o in self._given]
         else:
             found = [
                 (name, m)
                 for name, m in named_layers(model).items()
                 if self.include_paramless or has_params(m)
             ]
-        self.layer_names, self.modules = [name for name, _ in found], [m for _, m in found]
+        self.layer_names = [name for name, _ in found]
+        self.modules = [m for _, m in found]
 
     def _register(self) -> None:
         if not self.modules:
-            self._find()  # it came in the middle of a fit
+            self._find()  # the callback was added during the fit
         with ExitStack() as stack:
             stack.enter_context(uncompiled(self.learn.model))
             self.hooks = stack.enter_context(
                 Hooks(self.modules, self.hook, self.is_forward, self.detach, self.cpu)
             )
-            self._on = stack.pop_all()
+            self._active = stack.pop_all()
 
     def _remove(self) -> None:
-        if self._on is None:
+        if self._active is None:
             return
-        on, self._on = self._on, None
-        on.close()
+        active, self._active = self._active, None
+        active.close()
 
     def state_dict(self) -> dict[str, Any] | None:
-        "Return when hooks were last due, where that is not told by the number of the batch."
+        "Return the time of the last check; None if the number of the batch decides."
         return None if self._before is None else {'before': self._before.state_dict()}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Go on from there."
+        "Restore the time of the last check."
         self._before = Timestamp.from_state_dict(sd['before'])
 
 
-def _listed_modules(modules: Any) -> list[Any]:
-    "Return modules and names as a list; a container of modules stands for what it holds."
+def _as_list(modules: Any) -> list[Any]:
+    "Return modules and names as a list; replace a container of modules by its modules."
     if isinstance(modules, (nn.Sequential, nn.ModuleList)):
         return list(modules)
     found = listed(modules)
@@ -413,13 +417,12 @@ def _listed_modules(modules: Any) -> list[Any]:
     return found
 
 
-def _named_module(model: nn.Module, wanted: nn.Module | str) -> tuple[str, nn.Module]:
-    "Find a module by its name, or its name; one of another model goes by its class."
+def _find_module(model: nn.Module, wanted: nn.Module | str) -> tuple[str, nn.Module]:
+    "Return name and module for a module or its name; a module of another model is named by class."
     named = dict(model.named_modules(remove_duplicate=False))
     if isinstance(wanted, nn.Module):
-        return next(
-            (name for name, m in named.items() if m is wanted), type(wanted).__name__
-        ), wanted
+        names = (name for name, m in named.items() if m is wanted)
+        return next(names, type(wanted).__name__), wanted
     if wanted in named:
         return wanted, named[wanted]
     close = get_close_matches(wanted, named, n=3, cutoff=0.5) or [n for n in named if n][:8]

@@ -1,4 +1,4 @@
-"""Pictures of what goes into a model and what comes out, for the loggers and for looking at."""
+"""Callback that logs inputs and outputs of a model as images."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learnkit.core.batch import describe, map_tensors
+from learnkit.callbacks.hooks import tensors_in
+from learnkit.core.batch import describe
 from learnkit.core.errors import BatchError, OptionError, TimeError, did_you_mean
 from learnkit.core.plotting import new_axes
 from learnkit.core.time import Time, as_time
@@ -21,21 +22,23 @@ MODES = ('input', 'output', 'segment')
 
 
 class ImageVisualizer(Periodic):
-    """Show what the model gets and gives: send images to the loggers, every so often.
+    """Send images of inputs and predictions to the loggers at an interval.
 
-    The images are those of the first training batch and of the first one after each interval, and of the first batch
-    of every loader in each evaluation, as the model gets them. Mode 'input' shows the inputs; 'output' the predictions
-    too, where they are images (of an autoencoder); 'segment' the predicted classes of the pixels and the true ones,
-    each class in its color. Their names are `images/train/input`, `images/valid/output`, `images/night/prediction`,
-    `images/night/target`.
+    Shown are the first training batch, the first training batch after each interval, and the first
+    batch of every loader in each evaluation, as the model gets them. Mode 'input' shows the inputs;
+    'output' also the predictions, which must be images (of an autoencoder); 'segment' the predicted
+    and the true classes of the pixels, one color per class. The names are `images/train/input`,
+    `images/valid/output`, `images/night/prediction`, `images/night/target`.
 
-    Each callback of the Learner that has a method `log_images(step, name, images)` gets them, learnkit's loggers as
-    they want them, others as tensors (n, C, H, W) within 0 and 1; the step is `learn.time.ba`. The last ones are kept
-    in `images`, by name, and `show()` draws them. Floats beyond 0 and 1 (of normalized data) are stretched to that
-    range, bytes divided by 255; of other numbers of channels than 1, 3 and 4 the mean is shown.
+    Each callback of the Learner with a method `log_images(step, name, images)` gets the images:
+    learnkit's loggers in their format, others as tensors (n, C, H, W) in [0, 1]; the step is
+    `learn.time.ba`. The last images are kept in `images`, by name, and `show()` draws them. Floats
+    outside [0, 1] (of normalized data) are rescaled to that range, bytes are divided by 255. If the
+    number of channels is not 1, 3 or 4, the mean over channels is shown.
 
-    Raises `OptionError` and `TimeError` for bad options, and `BatchError` at the first batch, before its step, for
-    data that are no images. Checkpointed: when it was last due; not `images`.
+    Raises `OptionError` and `TimeError` for invalid options, and `BatchError` at the first batch,
+    before its step, for data without images. Checkpointed: the time of the last images, not
+    `images`.
 
     >>> ImageVisualizer(every='1ep', mode='segment').every
     Time('1ep')
@@ -45,10 +48,8 @@ class ImageVisualizer(Periodic):
 
     def __init__(
         self,
-        every: str
-        | int
-        | Time = '100ba',  # the interval of training images; a plain number counts batches
-        n: int = 8,  # how many images of a batch
+        every: str | int | Time = '100ba',  # interval of training images; an int counts batches
+        n: int = 8,  # number of images of a batch
         mode: str = 'input',  # 'input', 'output' or 'segment'
     ) -> None:
         super().__init__(as_time(every, 'ba'))
@@ -61,15 +62,15 @@ class ImageVisualizer(Periodic):
         if not isinstance(n, int) or isinstance(n, bool) or n < 1:
             raise OptionError(f'n={n!r}: give 1 or more.')
         self.n, self.mode = n, mode
-        self.images: dict[str, Tensor] = {}  # the last ones, by name
-        self._wanted = True  # the next training batch is to be shown
+        self.images: dict[str, Tensor] = {}  # last images by name
+        self._wanted = True  # whether to show the next training batch
 
     def on_every(self) -> None:
         "Show the next training batch."
         self._wanted = True
 
     def before_batch(self) -> None:
-        "See that there are images, before the batch is learned from."
+        "Check that there are images before the step of the batch."
         if self._is_due():
             self._input()
 
@@ -91,14 +92,8 @@ class ImageVisualizer(Periodic):
         return bool(learn.fitting and learn.phase == 'valid' and learn.iter == 0)
 
     def _input(self) -> Tensor:
-        "Return the first input that is images."
-        found: list[Tensor] = []
-
-        def look(t: Tensor) -> Tensor:
-            found.append(t)
-            return t
-
-        map_tensors(self.learn.xb, look)
+        "Return the first input that has the shape of images."
+        found = tensors_in(self.learn.xb)
         images = next((t for t in found if t.ndim == 4 or (t.ndim == 3 and t.shape[-2] > 1)), None)
         if images is not None:
             return images
@@ -113,18 +108,17 @@ class ImageVisualizer(Periodic):
                 f'ImageVisualizer(mode={self.mode!r}): the predictions are {describe(pred)}, not '
                 '(N, C, H, W).'
             )
-        rows = slice(
-            -len(pred), None
-        )  # of a batch that came in pieces, predictions are the last one's
+        # with microbatches the prediction has the last samples only
+        rows = slice(-len(pred), None)
         self._send('input', as_pictures(self._input()[rows][: self.n]))
         if self.mode == 'output':
             return self._send('output', as_pictures(pred[: self.n]))
-        self._send('prediction', class_colors(_classes(pred[: self.n])))
+        self._send('prediction', class_colors(_predict_classes(pred[: self.n])))
         if isinstance(targ, Tensor):
-            self._send('target', class_colors(_target(targ[rows][: self.n], pred)))
+            self._send('target', class_colors(_squeeze_target(targ[rows][: self.n], pred)))
 
     def _send(self, kind: str, pictures: Tensor) -> None:
-        "Keep pictures, and hand them to whoever logs images."
+        "Keep images, and pass them to all loggers of images."
         learn = self.learn
         name = f'images/{"train" if learn.training else learn.dl_name}/{kind}'
         self.images[name] = pictures
@@ -136,9 +130,9 @@ class ImageVisualizer(Periodic):
 
     def show(
         self,
-        figsize: tuple[float, float] | None = None,  # inches
+        figsize: tuple[float, float] | None = None,  # size in inches
     ) -> Any:
-        "Draw the last images, a row for each name, and return the axes."
+        "Draw the last images, one row per name; return the axes."
         if not self.images:
             raise OptionError('There are no images yet: they come with the first batch of a fit.')
         n = max(map(len, self.images.values()))
@@ -154,19 +148,19 @@ class ImageVisualizer(Periodic):
         return axs
 
     def state_dict(self) -> dict[str, Any]:
-        "Return when it was last due, and whether a batch is to be shown."
+        "Return the time of the last images, and whether to show the next batch."
         return {**super().state_dict(), 'wanted': self._wanted}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Go on from there."
+        "Restore the time of the last images."
         super().load_state_dict(sd)
         self._wanted = sd['wanted']
 
 
 def class_colors(
-    classes: Tensor,  # (n, H, W), class numbers; those below 0 are ignored ones
-) -> Tensor:  # (n, 3, H, W) on the CPU, within 0 and 1
-    """Return a picture of class numbers: 0 is black, what is ignored grey, the others have a color each.
+    classes: Tensor,  # class indices (n, H, W); negative ones are ignored
+) -> Tensor:  # image (n, 3, H, W) on the CPU, in [0, 1]
+    """Return an image of class indices: 0 is black, ignored pixels are grey, others have one color each.
 
     >>> class_colors(torch.tensor([[[0, 1, -100]]]))[0, :, 0].T
     tensor([[0.0000, 0.0000, 0.0000],
@@ -175,7 +169,7 @@ def class_colors(
     """
     classes = classes.detach().cpu().long()
     n = max(int(classes.max()), 0) + 1 if classes.numel() else 1
-    # hues by the golden ratio lie far apart however many there are
+    # hues at multiples of the golden ratio are far apart for any number of classes
     colors = [
         (0.0, 0.0, 0.0),
         *(hsv_to_rgb(k * 0.618034 % 1, 0.75, 0.95) for k in range(1, n)),
@@ -184,13 +178,13 @@ def class_colors(
     return torch.tensor(colors)[classes.where(classes >= 0, n)].permute(0, 3, 1, 2)
 
 
-def _classes(pred: Tensor) -> Tensor:
-    "Return the class of each pixel by scores (n, K, H, W); a single score is that of class 1."
+def _predict_classes(pred: Tensor) -> Tensor:
+    "Return the class of each pixel from scores (n, K, H, W); a single score is the score of class 1."
     return (pred[:, 0] > 0).long() if pred.shape[1] == 1 else pred.argmax(1)
 
 
-def _target(targ: Tensor, pred: Tensor) -> Tensor:
-    "Return true classes (n, H, W), given as such, with a channel, or one-hot."
+def _squeeze_target(targ: Tensor, pred: Tensor) -> Tensor:
+    "Return true classes (n, H, W), given with or without a channel, or one-hot."
     if targ.ndim == 4:
         targ = targ.argmax(1) if targ.shape[1] == pred.shape[1] > 1 else targ[:, 0]
     if targ.ndim == 3:

@@ -1,4 +1,4 @@
-"""A picture of the losses that is kept up to date while a notebook trains."""
+"""Callback that plots the losses during training in a notebook."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from learnkit.engine.callback import Callback
 
 __all__ = ['LossGraph', 'ShowGraph', 'ShowGraphCallback']
 
-PATIENCE_S = 0.5  # a fit that is over sooner is drawn once
-INTERVAL_S = 1.0  # least time between two drawings
-SHARE = 50  # drawing takes one part in so many of the time
-SKIP = 5  # steps at the start that are left out, where the loss is far off
-MAX_POINTS = 1000  # of the training loss that are drawn
-GREY = '#808080'  # is read on white and on black
+PATIENCE_S = 0.5  # a fit that ends sooner is drawn once
+INTERVAL_S = 1.0  # least number of seconds between two plots
+SHARE = 50  # drawing takes at most one part in this many of the time
+SKIP = 5  # number of first steps to leave out, whose losses are far off
+MAX_POINTS = 1000  # largest number of points of the training loss
+GREY = '#808080'  # readable on white and on black
 
 Points = list[list[float]]  # [step, loss] each
 
 
 class ShowGraph(Callback):
-    """Draw the training and validation losses while a notebook trains, in one picture that is updated in place.
+    """Plot the training and validation losses during training in a notebook, in one updated figure.
 
-    It stands below the table, and what it shows last is saved with the notebook. The training loss is smoothed, as in
-    the table, and shown as far as it has arrived from its device: nothing is waited for. A drawing takes some 50 ms,
-    and the next one comes after 50 times that at the earliest: beside the first and the last drawing a training takes
-    at most 2% longer. Outside of a notebook nothing is drawn: `learn.recorder.plot_loss()` does it afterwards.
+    The figure is below the table, and its last state is saved with the notebook. The training loss
+    is smoothed, as in the table, and shown as far as it has arrived from the device, without
+    waiting. A plot takes some 50 ms, and the next one comes after 50 times as long at the earliest:
+    apart from the first and the last plot a training takes at most 2% longer. Outside of a notebook
+    nothing is drawn: call `learn.recorder.plot_loss()` afterwards.
 
-    Raises `MissingExtraError` where matplotlib is missing. Checkpointed: the validation losses of the fit.
+    Raises `MissingExtraError` without matplotlib. Checkpointed: the validation losses of the fit.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=ShowGraph())
@@ -44,66 +45,58 @@ class ShowGraph(Callback):
     [10, 20]
     """
 
-    order, run_valid, remove_on_fetch, remove_on_find, first_process_only = (
-        65,
-        False,
-        True,
-        True,
-        True,
-    )
+    order, run_valid, first_process_only = 65, False, True
+    remove_on_fetch = remove_on_find = True
 
     def __init__(self) -> None:
-        self.valid_losses: dict[str, Points] = {}  # of the fit, by loader
-        self._graph: LossGraph | None = None  # while a fit is drawn
-        self._due, self._has_told = inf, False
+        self.valid_losses: dict[str, Points] = {}  # points of the fit, by loader
+        self._graph: LossGraph | None = None  # figure of the running fit
+        self._due, self._has_printed = inf, False
 
     def before_fit(self) -> None:
-        "Begin a picture, in a notebook."
-        if not self._is_meant():
+        "Create the figure in a notebook; elsewhere print a hint once."
+        if not self._is_outer_fit():
             return
         self.valid_losses = {}
         if in_notebook():
             n, n_epoch = epoch_length(self.learn.dls, self.learn.dls.train)[0], self.learn.n_epoch
-            self._graph, self._due = (
-                LossGraph(n * n_epoch if n and n_epoch else None),
-                perf_counter() + PATIENCE_S,
-            )
-        elif not self._has_told:
-            self._has_told = True
+            self._graph = LossGraph(n * n_epoch if n and n_epoch else None)
+            self._due = perf_counter() + PATIENCE_S
+        elif not self._has_printed:
+            self._has_printed = True
             print(
                 'ShowGraph draws in a notebook. Elsewhere, `learn.recorder.plot_loss()` does when the training is '
                 'over.'
             )
 
     def after_batch(self) -> None:
-        "Look at the clock, and at nothing else while nothing is due."
+        "Update the figure if it is due; otherwise only read the clock."
         if perf_counter() >= self._due:
             self._draw()
 
     def after_eval(self) -> None:
-        "Take in what was measured."
+        "Add the losses of the evaluation."
         recorder = recorder_of(self.learn)
-        if recorder is None or not self._is_meant():
+        if recorder is None or not self._is_outer_fit():
             return
         for name, value in recorder.measured.items():
             dl_name = 'valid' if name == 'valid_loss' else name.removesuffix('/loss')
             if dl_name == name or value is None:
                 continue
-            self.valid_losses.setdefault(dl_name, []).append(
-                [recorder.smooth_loss.count, float(value)]
-            )
+            point = [recorder.smooth_loss.count, float(value)]
+            self.valid_losses.setdefault(dl_name, []).append(point)
         self.after_batch()
 
     def after_fit(self) -> None:
-        "Leave the final picture."
-        if self._is_meant():
+        "Show the final figure."
+        if self._is_outer_fit():
             self._end()
 
     def cleanup(self) -> None:
-        "Do so whatever has happened."
+        "Show the final figure also after an error."
         self._end()
 
-    def _is_meant(self) -> bool:
+    def _is_outer_fit(self) -> bool:
         return bool(self.learn.fitting and self.learn.run.depth == 1)
 
     def _draw(self, is_over: bool = False) -> None:
@@ -115,7 +108,7 @@ class ShowGraph(Callback):
         self._due = now + max(INTERVAL_S, 0 if is_first else SHARE * (now - began))
 
     def _end(self) -> None:
-        "Draw for the last time, once."
+        "Draw the final figure, once."
         self._due = inf
         try:
             self._draw(is_over=True)
@@ -139,41 +132,41 @@ ShowGraphCallback = ShowGraph  # fastai's name
 
 
 class LossGraph:
-    "A figure of its own, which pyplot does not know and keeps, and the place in the notebook where it is shown."
+    "Figure of the losses, unknown to pyplot, and the notebook output that shows it."
 
     def __init__(
         self,
-        n_steps: int | None = None,  # of the whole fit, where it is known
+        n_steps: int | None = None,  # number of steps of the whole fit, if known
     ) -> None:
-        pyplot()  # tells what is missing
+        pyplot()  # raises if matplotlib is missing
         self.n_steps, self.area = n_steps, DisplayHandle()
         self.fig, self.ax = None, None  # type: tuple[Any, Any]
 
     def draw(
         self,
-        losses: list[float],  # of training, by step
-        valid: dict[str, Points],  # of evaluations, by loader
-        is_over: bool = False,  # whether no step follows
+        losses: list[float],  # training losses by step
+        valid: dict[str, Points],  # points of evaluations by loader
+        is_over: bool = False,  # whether the fit has ended
     ) -> bool:
-        "Bring the picture up to date; return whether it was shown for the first time."
+        "Update the figure; return whether it was shown for the first time."
         is_first = self.area.handle is None
         if not losses and not valid and is_first:
             return False  # nothing was trained
         if self.fig is None:
             self.fig, self.ax = new_figure()
-        fill(self.ax, thinned(losses), valid)
+        draw_losses(self.ax, thin_losses(losses), valid)
         if self.n_steps and not is_over:
             self.ax.set_xlim(0, max(self.n_steps, len(losses)))
         width, height = (int(inches * 96) for inches in self.fig.get_size_inches())
         self.area.show(
-            {'image/png': as_png(self.fig), 'text/plain': in_words(losses, valid)},
+            {'image/png': encode_png(self.fig), 'text/plain': describe_losses(losses, valid)},
             {'image/png': {'width': width, 'height': height}},
         )
         return is_first
 
 
 def new_figure() -> tuple[Any, Any]:
-    "Return an empty figure and its axes, to be read on a light and on a dark page."
+    "Return an empty figure and its axes."
     from matplotlib.figure import Figure
 
     fig = Figure(figsize=(6, 3.2), layout='constrained')
@@ -181,8 +174,8 @@ def new_figure() -> tuple[Any, Any]:
     return fig, ax
 
 
-def fill(ax: Any, points: Points, valid: dict[str, Points]) -> None:
-    "Draw the losses anew."
+def draw_losses(ax: Any, points: Points, valid: dict[str, Points]) -> None:
+    "Clear the axes and draw the losses, readable on light and dark pages."
     ax.clear()
     ax.plot(*zip(*points, strict=True) if points else ([], []), color=color(0), label='train')
     for i, (name, found) in enumerate(valid.items(), 1):
@@ -195,10 +188,10 @@ def fill(ax: Any, points: Points, valid: dict[str, Points]) -> None:
     ax.legend(loc='upper right', frameon=False, labelcolor=GREY)
 
 
-def thinned(losses: list[float]) -> Points:
-    """Return points (step, loss) of at most so many of the losses, the last one among them.
+def thin_losses(losses: list[float]) -> Points:
+    """Return at most `MAX_POINTS` points (step, loss), always with the last step.
 
-    >>> points = thinned([1.] * 100_000)
+    >>> points = thin_losses([1.] * 100_000)
     >>> len(points) <= MAX_POINTS, points[-1]
     (True, [100000, 1.0])
     """
@@ -208,21 +201,20 @@ def thinned(losses: list[float]) -> Points:
     return [[i + 1, losses[i]] for i in range(n - 1, first - 1, -every)][::-1]
 
 
-def as_png(fig: Any) -> str:
-    "Return the picture, on no ground of its own, as notebooks store it."
+def encode_png(fig: Any) -> str:
+    "Return the figure with a transparent background, in base64 as notebooks store it."
     file = BytesIO()
     fig.savefig(file, format='png', dpi=144, transparent=True)
     return b64encode(file.getvalue()).decode()
 
 
-def in_words(losses: list[float], valid: dict[str, Points]) -> str:
-    """Say where the losses are.
+def describe_losses(losses: list[float], valid: dict[str, Points]) -> str:
+    """Return the last losses as text.
 
-    >>> in_words([3., 1.], {'valid': [[2, 0.5]]})
+    >>> describe_losses([3., 1.], {'valid': [[2, 0.5]]})
     'loss after 2 steps: train 1.0000, valid 0.5000'
     """
-    last = {
-        **({'train': losses[-1]} if losses else {}),
-        **{name: points[-1][1] for name, points in valid.items()},
-    }
-    return f'loss after {len(losses)} steps: {", ".join(f"{name} {loss:.4f}" for name, loss in last.items())}'
+    last = {'train': losses[-1]} if losses else {}
+    last |= {name: points[-1][1] for name, points in valid.items()}
+    values = ', '.join(f'{name} {loss:.4f}' for name, loss in last.items())
+    return f'loss after {len(losses)} steps: {values}'

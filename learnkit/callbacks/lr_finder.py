@@ -1,4 +1,4 @@
-"""The learning rate finder: a short training with a growing rate that leaves nothing behind."""
+"""Learning rate finder: a short training with a growing rate, which is undone afterwards."""
 
 from __future__ import annotations
 
@@ -38,29 +38,27 @@ from learnkit.optim.annealing import SchedExp
 
 __all__ = ['LRFinder', 'LRSearch', 'SuggestionMethod', 'valley', 'slide', 'minimum', 'steep']
 
-Point = tuple[float, float]  # a rate and the loss there
-Suggestion = tuple[float, Point]  # the rate to use, and the point of the curve to mark
+Point = tuple[float, float]  # learning rate and loss
+Suggestion = tuple[float, Point]  # rate to use, and point of the curve to mark
 
-DIVERGED = 4  # the search ends when the smoothed loss is so many times its least value
-UNSURE = 5  # so many rates at its end are not suggested
-MARKERS = 'oDs^v'  # of the suggestions in a plot
+DIVERGED = 4  # the search ends when the smoothed loss is this multiple of its minimum
+UNSURE = 5  # number of last rates that are never suggested
+MARKERS = 'oDs^v'  # markers of the suggestions in a plot
 
 
 # -------------------------------------------------------------------------------------- suggestions
 
 
 def valley(lrs: Any, losses: Any, num_it: int) -> Suggestion:
-    """Suggest a rate from the middle of the longest fall of the loss, rises in between left out.
+    """Suggest a rate from the middle of the longest decreasing sequence of losses.
 
     >>> valley([1e-4, 1e-3, 1e-2, 1e-1, 1., 10.], [9., 9., 5., 4., 1., 2.], 6)[0]
     0.001
     """
     lrs, losses = _floats(lrs), _floats(losses)
-    length, start, end = (
-        [1] * len(losses),
-        0,
-        0,
-    )  # of the longest falling sequence that ends at each point
+    # length of the longest decreasing sequence that ends at each point
+    length = [1] * len(losses)
+    start, end = 0, 0
     for i, loss in enumerate(losses):
         for j in range(i):
             if losses[j] > loss and length[j] >= length[i]:
@@ -76,11 +74,11 @@ def slide(
     lrs: Any,
     losses: Any,
     num_it: int,
-    lr_diff: int = 15,  # rates between the two ends of the interval
-    thresh: float = 0.005,  # the interval stops where the slopes at its ends differ by no more
-    adjust_value: float = 1.0,  # the suggestion is multiplied by it
+    lr_diff: int = 15,  # number of rates between the two ends of the interval
+    thresh: float = 0.005,  # largest difference of the slopes at the ends that stops the interval
+    adjust_value: float = 1.0,  # factor of the suggestion
 ) -> Suggestion:
-    "Suggest the lower end of an interval that slides down from the highest rate until the slopes at its ends agree."
+    "Suggest the lower end of an interval that slides down until the slopes at its ends agree."
     lrs, losses = _floats(lrs), _floats(losses)
     slopes, high = np.gradient(losses), len(losses) - 1
     low = max(high - lr_diff, 0)
@@ -92,7 +90,7 @@ def slide(
 
 
 def minimum(lrs: Any, losses: Any, num_it: int) -> Suggestion:
-    "Suggest a tenth of the rate with the lowest loss."
+    "Suggest one tenth of the rate with the lowest loss."
     lrs, losses = _floats(lrs), _floats(losses)
     i = int(np.argmin(losses))
     return lrs[i] / 10, (lrs[i], losses[i])
@@ -112,9 +110,8 @@ def _floats(values: Any) -> Any:
     return values.tolist() if hasattr(values, 'tolist') else [float(v) for v in values]
 
 
-SuggestionMethod = SimpleNamespace(
-    Valley=valley, Slide=slide, Minimum=minimum, Steep=steep
-)  # for completion
+# a namespace, for completion in notebooks
+SuggestionMethod = SimpleNamespace(Valley=valley, Slide=slide, Minimum=minimum, Steep=steep)
 
 
 # --------------------------------------------------------------------------------------- the search
@@ -122,27 +119,26 @@ SuggestionMethod = SimpleNamespace(
 
 @dataclass
 class LRSearch:
-    "What a search has found: the smoothed loss at each rate, and the suggested points of that curve by name."
+    "Result of a search: the smoothed loss at each rate, and the suggested points by name."
 
     lrs: list[float]
     losses: list[float]
-    n_sure: int  # how many of them suggestions are made from
+    n_sure: int  # number of points that suggestions are made from
     points: dict[str, Point] = field(default_factory=dict)
-    suggested: dict[str, float] = field(
-        default_factory=dict
-    )  # rates by name; not all are that of their point
+    # suggested rates by name; a rate may differ from the rate of its point
+    suggested: dict[str, float] = field(default_factory=dict)
 
     def plot(
         self,
-        skip_end: int = UNSURE,  # leave out so many of the last rates
-        suggestions: Any = None,  # points (rate, loss) to mark; None: those that were suggested
-        nms: Any = None,  # their names
-        ax: Any = None,  # matplotlib axes; None: those of a new figure
+        skip_end: int = UNSURE,  # number of last rates to leave out
+        suggestions: Any = None,  # points (rate, loss) to mark; None: the suggested points
+        nms: Any = None,  # names of the points
+        ax: Any = None,  # matplotlib axes; None: a new figure
     ) -> Any:
-        """Draw the loss over the rate, and the suggestions; return the axes.
+        """Draw the loss by learning rate, and the suggestions; return the axes.
 
-        A dotted line is at a suggested rate that is not that of its point, as `minimum`'s is not. Raises
-        `MissingExtraError` without matplotlib."""
+        A dotted line marks a suggested rate that differs from the rate of its point, as for
+        `minimum`. Raises `MissingExtraError` without matplotlib."""
         ax = axes_or_new(ax)
         n = len(self.lrs) - skip_end if len(self.lrs) > skip_end + 1 else len(self.lrs)
         ax.plot(self.lrs[:n], self.losses[:n], color=color(0))
@@ -152,11 +148,10 @@ class LRSearch:
             ylabel='loss (smoothed)',
             title='learning rate search',
         )
-        points = (
-            self.points
-            if suggestions is None
-            else dict(zip(nms or range(len(suggestions)), suggestions, strict=True))
-        )
+        if suggestions is None:
+            points: dict[Any, Point] = dict(self.points)
+        else:
+            points = dict(zip(nms or range(len(suggestions)), suggestions, strict=True))
         for i, (name, (lr, loss)) in enumerate(points.items()):
             rate = self.suggested.get(name, lr) if suggestions is None else lr
             ax.plot(
@@ -175,11 +170,12 @@ class LRSearch:
 
 
 class LRFinder(ParamScheduler):
-    """Train for at most `num_it` batches with a rate that grows by equal factors, without evaluation; then undo it.
+    """Train up to `num_it` batches with a rate that grows by equal factors, then undo the training.
 
-    `learn.fit(n, cbs=LRFinder())` leaves model, loss function, optimizer, loaders and random generators as they were;
-    `learn.lr_search` has the rates and losses, and the Recorder its record. `learn.lr_find()` undoes everything else
-    too. The search ends early when the smoothed loss is not finite or, with `stop_div`, four times its least value.
+    No evaluation takes place. `learn.fit(n, cbs=LRFinder())` restores model, loss function,
+    optimizer, loaders and random generators; `learn.lr_search` holds the rates and losses, and the
+    Recorder keeps its record. `learn.lr_find()` restores everything else too. The search ends early
+    if the smoothed loss is not finite or, with `stop_div`, four times its minimum.
 
     Raises `ScheduleError` unless 0 < `start_lr` < `end_lr`.
 
@@ -192,33 +188,33 @@ class LRFinder(ParamScheduler):
 
     def __init__(
         self,
-        start_lr: Any = 1e-7,  # the first rate, or one a param group
-        end_lr: Any = 10,  # the one that `num_it` batches lead up to
-        num_it: int = 100,  # batches; below 6 count as 6, as in fastai
-        stop_div: bool = True,  # end when the loss diverges
+        start_lr: Any = 1e-7,  # first rate, or one per param group
+        end_lr: Any = 10,  # rate that `num_it` batches lead up to
+        num_it: int = 100,  # number of batches; below 6 count as 6, as in fastai
+        stop_div: bool = True,  # whether to stop when the loss diverges
     ) -> None:
-        low, high = (
-            np.atleast_1d(np.asarray(start_lr, dtype=float)),
-            np.atleast_1d(np.asarray(end_lr, dtype=float)),
-        )
+        low = np.atleast_1d(np.asarray(start_lr, dtype=float))
+        high = np.atleast_1d(np.asarray(end_lr, dtype=float))
         if low.shape != high.shape or not ((low > 0) & (low < high) & (high < math.inf)).all():
             raise ScheduleError(
                 f'LRFinder: the rate cannot grow from {start_lr!r} to {end_lr!r}: give 0 < start_lr < '
                 'end_lr.'
             )
-        super().__init__(
-            {'lr': SchedExp(low, high) if len(low) > 1 else SchedExp(float(low[0]), float(high[0]))}
-        )
+        if len(low) > 1:
+            schedule = SchedExp(low, high)
+        else:
+            schedule = SchedExp(float(low[0]), float(high[0]))
+        super().__init__({'lr': schedule})
         try:
             self.num_it, self.stop_div = max(check_count('num_it', num_it, 1), 6), stop_div
         except FitError as e:
-            raise OptionError(f'{e} Below 6 count as 6, and 100 tell more.') from None
+            raise OptionError(f'{e} Below 6 count as 6, and 100 are better.') from None
         self._cleanups = ExitStack()
         self._start()
 
     def _start(self) -> None:
         self._pos = 0.0
-        self._positions: list[float] = []  # on the schedule, of the steps that had a loss
+        self._positions: list[float] = []  # positions in the schedule of steps with a loss
         self._smooth, self._least = AvgSmoothLoss(), math.inf
 
     def before_fit(self) -> None:
@@ -248,14 +244,14 @@ class LRFinder(ParamScheduler):
             raise CancelFitException
 
     def _is_over(self, loss: float | None) -> bool:
-        "Tell whether the losses that have arrived so far end the search; none is waited for."
+        "Return True if the losses that have arrived end the search; do not wait for the device."
         if loss is None:
             return False
         self._least = min(self._least, loss)
         return not math.isfinite(loss) or (self.stop_div and loss > DIVERGED * self._least)
 
     def after_fit(self) -> None:
-        "Take the mean loss of all processes that train together."
+        "Replace the losses by their mean over ranks."
         world = self.learn.world
         if world.size == 1 or not self.learn.fitting:
             return
@@ -271,7 +267,7 @@ class LRFinder(ParamScheduler):
             self.learn.lr_search = self.found()
 
     def found(self) -> LRSearch:
-        "Return the search so far, up to where it was over: losses of a device may have arrived later than that."
+        "Return the search so far, without losses that arrived from the device after its end."
         losses, least = [], math.inf
         for loss in self._smooth.smooth:
             losses.append(loss)
@@ -290,16 +286,16 @@ class LRFinder(ParamScheduler):
 
 
 class _Finder(LRFinder):
-    "The finder of `lr_find`, which undoes everything itself."
+    "Finder of `lr_find`, which restores everything itself."
 
-    name = 'lr_finder'  # callbacks look for it
+    name = 'lr_finder'  # callbacks find it by this name
 
     def _undoing(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
 
 class NoEvaluations(EvaluationSchedule):
-    "A schedule by which nothing is evaluated."
+    "Evaluation schedule without evaluations."
 
     def due(self, learn: Any, at_epoch_end: bool) -> list[tuple[str, Any]]:
         "Return no loaders."
@@ -316,8 +312,8 @@ def lr_find(
     suggest_funcs: Any = valley,
     ax: Any = None,
 ) -> Any:
-    "Train a little with a growing rate, undo it, and return suggested rates as a named tuple."
-    funcs = _checked_funcs(suggest_funcs)
+    "Train a few batches with a growing rate, undo the training, and return suggested rates."
+    funcs = _name_functions(suggest_funcs)
     finder = _Finder(start_lr, end_lr, num_it, stop_div)
     check_fit(learn, 1, 0)
     n = epoch_length(learn.dls, learn.dls.train)[0]
@@ -332,8 +328,8 @@ def lr_find(
     return suggested
 
 
-def _checked_funcs(suggest_funcs: Any) -> dict[str, Callable[..., Suggestion]]:
-    "Return the functions by name; raise `OptionError` for what is none."
+def _name_functions(suggest_funcs: Any) -> dict[str, Callable[..., Suggestion]]:
+    "Return suggestion functions by name; raise `OptionError` if one is not callable."
     funcs: dict[str, Callable[..., Suggestion]] = {}
     for f in listed(suggest_funcs):
         if not callable(f):
@@ -344,7 +340,7 @@ def _checked_funcs(suggest_funcs: Any) -> dict[str, Callable[..., Suggestion]]:
 
 
 def _suggest(search: LRSearch, funcs: dict[str, Callable[..., Suggestion]], num_it: int) -> Any:
-    "Let each function look at the curve, without its noisy beginning and its end, or at all of a short one."
+    "Call each function on the curve without its noisy ends, or on all of a short curve."
     lrs, losses = torch.tensor([search.lrs, search.losses], dtype=torch.float64)
     if len(lrs) < 2:
         raise LossError(
@@ -357,8 +353,9 @@ def _suggest(search: LRSearch, funcs: dict[str, Callable[..., Suggestion]], num_
     suggestions = {name: f(lrs, losses, num_it) for name, f in funcs.items()}
     search.points = {name: point for name, (_, point) in suggestions.items()}
     search.suggested = {name: float(rate) for name, (rate, _) in suggestions.items()}
-    names, rates = list(suggestions), [lr for lr, _ in suggestions.values()]
-    return namedtuple('SuggestedLRs', names, rename=True)(*rates)  # type: ignore[arg-type]  # fields known at run time
+    rates = [lr for lr, _ in suggestions.values()]
+    named = namedtuple('SuggestedLRs', list(suggestions), rename=True)  # type: ignore[misc]
+    return named(*rates)
 
 
 def _plot(search: LRSearch, ax: Any) -> None:

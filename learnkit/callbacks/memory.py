@@ -1,4 +1,4 @@
-"""How much memory a run takes, on the host and on the GPU."""
+"""Callback that logs memory of the process and of the GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from learnkit.core.model import model_device
 __all__ = ['MemoryMonitor']
 
 GB = 1e9
-# what they are called in torch.cuda.memory_stats()
+# keys of torch.cuda.memory_stats()
 KINDS = {
     'allocated': 'allocated_bytes',
     'active': 'active_bytes',
@@ -33,11 +33,12 @@ STATUS = Path('/proc/self/status')
 
 
 class MemoryMonitor(Monitor):
-    """Log the memory that the process holds and, of a model on a GPU, what its allocator says. All in GB, of 1e9 bytes.
+    """Log the memory of the process and, for a model on a GPU, of torch's allocator, in GB of 1e9 bytes.
 
-    Peaks of the process are since it started, those of the allocator since `torch.cuda.reset_peak_memory_stats()` was
-    called last. On the GPU each process logs the device of its own model. The device is not waited for. Where the
-    system does not tell what a process holds (outside Linux, without psutil) there is only its peak.
+    Peaks of the process are since its start, peaks of the allocator since the last call of
+    `torch.cuda.reset_peak_memory_stats()`. Each rank logs the device of its own model. The host
+    does not wait for the device. On systems that do not report the current memory of a process
+    (other than Linux, without psutil) only its peak is logged.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=MemoryMonitor(every='5ba'))
@@ -63,54 +64,58 @@ class MemoryMonitor(Monitor):
     of_machine = True
 
     def measure(self) -> dict[str, float]:
-        "Return what is held, in GB."
+        "Return memory in GB by name."
         device = model_device(self.learn.model, self.learn.dls)
-        on_gpu = from_allocator(torch.cuda.memory_stats(device)) if device.type == 'cuda' else {}
-        return {**on_gpu, **{f'memory/{name}_rss_mem': n / GB for name, n in resident().items()}}
+        on_gpu = {}
+        if device.type == 'cuda':
+            on_gpu = read_allocator(torch.cuda.memory_stats(device))
+        on_host = {f'memory/{name}_rss_mem': n / GB for name, n in read_resident().items()}
+        return {**on_gpu, **on_host}
 
 
-def from_allocator(
-    stats: Mapping[str, Any],  # of torch.cuda.memory_stats()
+def read_allocator(
+    stats: Mapping[str, Any],  # result of torch.cuda.memory_stats()
 ) -> dict[str, float]:
-    """Return what is logged of the statistics of torch's allocator.
+    """Return the logged values of the statistics of torch's allocator.
 
-    >>> from_allocator({'allocated_bytes.all.peak': 3_000_000, 'num_alloc_retries': 1})
+    >>> read_allocator({'allocated_bytes.all.peak': 3_000_000, 'num_alloc_retries': 1})
     {'memory/peak_allocated_mem': 0.003, 'memory/alloc_retries': 1}
     """
-    found = {
-        f'memory/{when}_{kind}_mem': stats[key] / GB
-        for when in ('current', 'peak')
-        for kind, name in KINDS.items()
-        if (key := f'{name}.all.{when}') in stats
-    }
+    found = {}
+    for when in ('current', 'peak'):
+        for kind, name in KINDS.items():
+            key = f'{name}.all.{when}'
+            if key in stats:
+                found[f'memory/{when}_{kind}_mem'] = stats[key] / GB
     if 'num_alloc_retries' in stats:
         found['memory/alloc_retries'] = stats['num_alloc_retries']
     return found
 
 
-def resident() -> dict[str, int]:
-    """Return the bytes of RAM that this process holds (`current`) and held at most (`peak`), as far as they are known.
+def read_resident() -> dict[str, int]:
+    """Return the bytes of RAM of this process, now (`current`) and at most (`peak`), if known.
 
-    >>> 0 < resident()['current'] <= resident()['peak']
+    >>> 0 < read_resident()['current'] <= read_resident()['peak']
     True
     """
-    # Linux: `ru_maxrss` would not do, since a process starts with the peak of the one that started it
+    # on Linux `ru_maxrss` is wrong: a process starts with the peak of its parent process
     if STATUS.exists():
-        return from_status(STATUS.read_text())
+        return parse_status(STATUS.read_text())
     try:
         psutil = import_module('psutil')
     except ModuleNotFoundError:
-        return {'peak': _peak()}
+        return {'peak': _read_peak()}
     info = psutil.Process().memory_info()
-    return {'current': info.rss, 'peak': getattr(info, 'peak_wset', 0) or max(info.rss, _peak())}
+    peak = getattr(info, 'peak_wset', 0) or max(info.rss, _read_peak())
+    return {'current': info.rss, 'peak': peak}
 
 
-def from_status(
-    text: str,  # of /proc/self/status
+def parse_status(
+    text: str,  # content of /proc/self/status
 ) -> dict[str, int]:
-    """Read the bytes held now and at most.
+    """Return the current and largest number of bytes.
 
-    >>> from_status('VmHWM:\\t 300 kB\\nVmRSS:\\t 200 kB')
+    >>> parse_status('VmHWM:\\t 300 kB\\nVmRSS:\\t 200 kB')
     {'current': 204800, 'peak': 307200}
     """
     fields = dict(line.split(':', 1) for line in text.splitlines() if ':' in line)
@@ -121,12 +126,11 @@ def from_status(
     }
 
 
-def _peak() -> int:
-    "Return what the process held at most, where the system counts it in getrusage."
+def _read_peak() -> int:
+    "Return the largest number of bytes by getrusage, 0 if not available."
     try:
         resource = import_module('resource')
     except ModuleNotFoundError:
         return 0
-    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * (
-        1 if sys.platform == 'darwin' else 1024
-    )
+    unit = 1 if sys.platform == 'darwin' else 1024
+    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * unit

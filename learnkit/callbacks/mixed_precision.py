@@ -1,4 +1,4 @@
-"""Mixed precision: autocast, and the scaler that fp16 needs."""
+"""Mixed precision: autocast, and gradient scaling for fp16."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ['AMPMode', 'MixedPrecision', 'to_bf16', 'to_fp16', 'to_fp32']
 
 
 class AMPMode(StrEnum):
-    "The half precision that autocast computes in."
+    "Half precision that autocast computes in."
 
     FP16 = 'fp16'
     BF16 = 'bf16'
@@ -36,29 +36,31 @@ DTYPES = {AMPMode.FP16: torch.float16, AMPMode.BF16: torch.bfloat16}
 
 
 class MixedPrecision(Callback):
-    """Compute the forward pass in half precision where that is safe; the weights stay in float32.
+    """Compute the forward pass in half precision where safe; the weights stay in float32.
 
-    The model and the loss run under `torch.autocast` on the model's device, in training, evaluation and prediction.
-    In between, half-precision predictions become float32, also inside tuples, dicts and dataclasses: losses, metrics
-    and callbacks of order 10 or more see float32. Autocast is on for that time alone, and is left whatever happens.
+    The model and the loss run under `torch.autocast` on the model's device, in training, evaluation
+    and prediction. Half-precision predictions are converted to float32 before the loss, also inside
+    tuples, dicts and dataclasses: losses, metrics and callbacks of order 10 or more get float32.
+    Autocast ends after the loss, also after an error.
 
     Gradients in fp16 underflow, so the loss is multiplied by a scale before the backward pass
     (`loss_grad`; the reported `loss` never is) and the gradients are divided by it before they are
-    clipped or used for a step (Micikevicius et al., 2018, section 3.2). A step with a gradient that
-    is not finite is skipped and counted in `n_skipped`, for all optimizers that step in it, and the
-    scale is lowered; after `growth_interval` good steps it is raised. To know whether to skip, the
-    host waits for the device once a step. bf16 has the range of float32 and needs none of that.
+    clipped or used for a step (Micikevicius et al., 2018, section 3.2). If a gradient is not
+    finite, the step of all its optimizers is skipped and counted in `n_skipped`, and the scale is
+    lowered; after `growth_interval` good steps it is raised. The check makes the host wait for the
+    device once a step. bf16 has the range of float32 and needs no scale.
 
-    Optimizers that `optimize(only=)` lets step one by one share one scale: the gradients of each
-    are divided by it before its step, and its step alone is skipped. The scale is updated after
-    each step, and gradients of the others that wait are scaled with the new one.
+    Optimizers that `optimize(only=)` steps one by one share one scale. The gradients of each
+    optimizer are divided by the scale before its step, and a skip concerns its step only. The scale
+    is updated after each step, and pending gradients of the other optimizers are rescaled.
 
-    Both kinds also run on a CPU: bf16 often faster than float32, fp16 many times slower. Several fits share one scale.
-    Checkpointed, with fp16: the scaler's state, `n_skipped`, and whether pending gradients are scaled.
+    Both modes also run on a CPU: bf16 often faster than float32, fp16 many times slower. Several
+    fits share one scale. Checkpointed, with fp16: the scaler's state, `n_skipped`, and the
+    optimizers whose pending gradients are scaled.
 
-    Raises `OptionError` for options that make no scaler and, when a fit begins, for two of different kind; with fp16
-    then also `ModelError` for weights in fp16 and `OptimizerError` for an optimizer that evaluates the loss again
-    (LBFGS).
+    Raises `OptionError` for invalid options and, when a fit begins, for two callbacks of different
+    modes. With fp16 a fit also raises `ModelError` for weights in fp16, and `OptimizerError` for an
+    optimizer that evaluates the loss again (LBFGS).
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=MixedPrecision('bf16'))
@@ -67,21 +69,18 @@ class MixedPrecision(Callback):
     False
     """
 
-    order, runs_last = 10, ('before_backward',)  # what others add to the loss is scaled too
+    order, runs_last = 10, ('before_backward',)  # terms that others add to the loss are scaled too
 
     def __init__(
         self,
-        amp_mode: str
-        | AMPMode
-        | None = None,  # 'fp16' or 'bf16'; None: fp16 where there is a GPU, else bf16
-        init_scale: float = 2.0
-        ** 16,  # what the loss is multiplied by at first; this and the rest: fp16 only
-        growth_factor: float = 2.0,  # what the scale is multiplied by after `growth_interval` steps
-        backoff_factor: float = 0.5,  # what it is multiplied by after a gradient that is not finite
-        growth_interval: int = 2000,  # steps
+        amp_mode: str | AMPMode | None = None,  # 'fp16' or 'bf16'; None: fp16 on a GPU, else bf16
+        init_scale: float = 2.0**16,  # initial scale of the loss; fp16 only, as are the following
+        growth_factor: float = 2.0,  # factor of the scale after `growth_interval` steps
+        backoff_factor: float = 0.5,  # factor of the scale after a gradient that is not finite
+        growth_interval: int = 2000,  # number of steps
     ) -> None:
         super().__init__()
-        on_gpu = torch.cuda.is_available()  # on a CPU fp16 is many times slower than float32
+        on_gpu = torch.cuda.is_available()
         self.amp_mode = as_mode(amp_mode or (AMPMode.FP16 if on_gpu else AMPMode.BF16))
         check_option('init_scale', init_scale, 0)
         check_option('growth_factor', growth_factor, 1)
@@ -90,12 +89,12 @@ class MixedPrecision(Callback):
         self.scaler = torch.amp.GradScaler(
             'cpu', init_scale, growth_factor, backoff_factor, growth_interval, enabled=self.scales
         )
-        self.n_skipped = 0  # steps that were skipped, over all fits
-        self._scaled: set[str] = set()  # the optimizers whose gradients are multiplied by the scale
+        self.n_skipped = 0  # number of skipped steps, over all fits
+        self._scaled: set[str] = set()  # names of the optimizers whose gradients are scaled
 
     @property
     def scales(self) -> bool:
-        "Whether the loss is scaled: gradients are then finished only after this callback's `before_step`."
+        "Whether the loss is scaled: gradients are then final only after this `before_step`."
         return self.amp_mode is AMPMode.FP16
 
     def before_fit(self) -> None:
@@ -114,34 +113,34 @@ class MixedPrecision(Callback):
             )
         if self.opt.needs_closure:
             self.on_reevaluation()
-        self._scaled, state = set(), self.scaler.state_dict()  # fit has cleared the gradients
-        self.scaler = torch.amp.GradScaler(
-            self._device_type()
-        )  # its numbers live where the model is now
+        self._scaled = set()  # the fit has cleared the gradients
+        state = self.scaler.state_dict()
+        # a new scaler has its tensors on the current device of the model
+        self.scaler = torch.amp.GradScaler(self._device_type())
         self.scaler.load_state_dict(state)
 
     def on_reevaluation(self) -> None:
-        "Refuse an optimizer whose steps evaluate the loss again, where the loss is scaled."
+        "Raise `OptimizerError` if the loss is scaled: steps would evaluate it again."
         if not self.scales:
             return
         raise OptimizerError(
-            f'{self.opt!r} evaluates the loss several times a step, each with gradients of its own: '
+            f'{self.opt!r} evaluates the loss several times a step, each with its own gradients: '
             "these cannot be scaled. Use MixedPrecision('bf16')."
         )
 
     def forward_context(self) -> torch.autocast:
-        "Return autocast: a new one each time, since one that is entered twice does not leave."
+        "Return a new autocast context; one that is entered twice would not be left."
         return torch.autocast(self._device_type(), dtype=DTYPES[self.amp_mode])
 
     def _device_type(self) -> str:
         return model_device(self.learn.model, self.learn.dls).type
 
     def after_pred(self) -> None:
-        self.learn.pred = map_tensors(self.learn.pred, not_half)
+        self.learn.pred = map_tensors(self.learn.pred, to_single)
 
     def after_loss(self) -> None:
-        "Report in float32 a loss that came out in half precision: a model's own, for one."
-        learn = self.learn  # without targets there is no loss
+        "Convert a loss in half precision, such as a model's own, to float32."
+        learn = self.learn  # without targets there is no `loss_grad`
         if 'loss_grad' in learn.__dict__ and learn.loss.dtype in DTYPES.values():
             learn.loss, learn.loss_grad = learn.loss.float(), learn.loss_grad.float()
 
@@ -149,9 +148,8 @@ class MixedPrecision(Callback):
         if not self.scales:
             return
         loss, stepping = self.scaler.scale(self.learn.loss_grad), self._stepping()
-        for p, grad in self._grads(
-            stepping - self._scaled
-        ):  # kept by a Cancel: the new ones add to them
+        # gradients kept by a Cancel get the scale of the new ones that are added to them
+        for p, grad in self._grads(stepping - self._scaled):
             if is_dtensor(grad):
                 local(grad).mul_(self.scaler.get_scale())
             else:
@@ -160,15 +158,15 @@ class MixedPrecision(Callback):
         self.learn.loss_grad = loss
 
     def before_step(self) -> None:
-        "Divide the gradients by the scale, once; skip the step when one of them is not finite."
+        "Divide the gradients by the scale, once; skip the step if one of them is not finite."
         stepping = self._stepping() & self._scaled
         self._scaled -= stepping
         params = [p for p, _ in self._grads(stepping)]
         if not params:
             return  # every backward pass was cancelled
         check = FiniteCheck([{'params': params}])
-        self.scaler.step(check)  # type: ignore[arg-type]  # it has what a scaler asks of an optimizer
-        self._update_scale()  # at once, so that the scaler is ready whatever the others cancel
+        self.scaler.step(check)  # type: ignore[arg-type]  # has all that a scaler uses
+        self._update_scale()  # now, so that a Cancel of another callback cannot prevent it
         if check.is_finite:
             return
         self.n_skipped += 1
@@ -176,40 +174,42 @@ class MixedPrecision(Callback):
         raise CancelStepException
 
     def _update_scale(self) -> None:
-        "Update the scale, and with it gradients of other optimizers that wait for their step."
+        "Update the scale, and rescale pending gradients of other optimizers."
         if not self._scaled:
             return self.scaler.update()
         before = self.scaler.get_scale()
         self.scaler.update()
-        if (now := self.scaler.get_scale()) == before:
+        scale = self.scaler.get_scale()
+        if scale == before:
             return
         grads = locals_of(grad for _, grad in self._grads(self._scaled))
         if grads:
-            torch._foreach_mul_(grads, now / before)
+            torch._foreach_mul_(grads, scale / before)
 
     def cleanup(self) -> None:
-        "Leave gradients as they are without a scale: the fit may go on without this callback."
+        "Unscale pending gradients: the next fit may run without this callback."
         if not self._scaled:
             return
         grads = [grad for _, grad in self._grads(self._scaled)]
-        self._scaled, scale, learn = set(), self.scaler.get_scale(), self.learn
+        self._scaled = set()
+        scale, learn = self.scaler.get_scale(), self.learn
         if 'loss_grad' in learn.__dict__:
             learn.loss_grad = learn.loss_grad / scale
         if not grads:
             return
         if total_norm(grads, float('inf')).isfinite():
             torch._foreach_div_(locals_of(grads), scale)
-        else:  # it is the scale that was too high: this step is skipped like any other one
+        else:  # the scale was too high: the step is skipped like any other
             learn.opt.zero_grad()
             self.n_skipped += 1
 
     def _stepping(self) -> set[str]:
-        "Return the names of the optimizers that the step at hand is for."
+        "Return the names of the optimizers of the current step."
         turn = self.learn.turn
         return set(self.opt.optimizers) if turn is None else {turn}
 
     def _grads(self, names: set[str]) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        "Yield the parameters of some optimizers that have a gradient, with it."
+        "Yield the parameters of some optimizers that have a gradient, with the gradient."
         return (
             (p, p.grad)
             for name in self.opt.optimizers
@@ -227,7 +227,7 @@ class MixedPrecision(Callback):
             )
 
     def state_dict(self) -> dict[str, Any] | None:
-        "Return the scaler's state, the skipped steps, and whose pending gradients are scaled."
+        "Return the scaler's state, the skipped steps, and the optimizers with scaled gradients."
         if not self.scales:
             return None
         return {
@@ -237,40 +237,40 @@ class MixedPrecision(Callback):
         }
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Go on with the scale that was reached; bf16 has none."
+        "Restore the scale; bf16 has no state."
         if not self.scales:
             return
         self.scaler.load_state_dict(sd['scaler'])
         self.n_skipped = sd['n_skipped']
         names = sd['is_scaled']
-        if isinstance(names, bool):  # of a checkpoint from before there were names
-            names = (self.opt.optimizers if self.learn is not None else ['']) if names else []
+        if isinstance(names, bool):  # older checkpoints hold a flag instead of names
+            all_names = self.opt.optimizers if self.learn is not None else ['']
+            names = all_names if names else []
         self._scaled = set(names)
-        # a step of gradients that wait may come before any loss is scaled, which is when a scaler makes its tensors
+        # a step may come before the first scaled loss, which is when a scaler makes its tensors
         if self._scaled and self.learn is not None:
-            self.scaler.scale(
-                torch.zeros((), device=model_device(self.learn.model, self.learn.dls))
-            )
+            device = model_device(self.learn.model, self.learn.dls)
+            self.scaler.scale(torch.zeros((), device=device))
 
 
 class FiniteCheck:
-    "Stands for the optimizer when the scaler is asked to step it: that happens when all gradients are finite."
+    "Stand-in for an optimizer, which a scaler steps only if all gradients are finite."
 
     def __init__(self, param_groups: list[dict[str, Any]]) -> None:
         self.param_groups, self.is_finite = param_groups, False
 
     def step(self) -> None:
-        "Hear that all gradients are finite."
+        "Record that all gradients are finite."
         self.is_finite = True
 
 
-def not_half(t: Tensor) -> Tensor:
-    "Return a tensor in half precision as float32, any other as it is."
+def to_single(t: Tensor) -> Tensor:
+    "Convert a half-precision tensor to float32; return any other tensor as it is."
     return t.float() if t.dtype in DTYPES.values() else t
 
 
 def as_mode(amp_mode: Any) -> AMPMode:
-    "Return the mode of that name, or raise `OptionError`."
+    "Return the mode by its name, or raise `OptionError`."
     try:
         return AMPMode(amp_mode)
     except ValueError:
@@ -283,7 +283,7 @@ def as_mode(amp_mode: Any) -> AMPMode:
 def check_option(
     name: str, value: Any, above: float, below: float = float('inf'), whole: bool = False
 ) -> None:
-    "Raise `OptionError` for what is no number between two others."
+    "Raise `OptionError` unless a value is a number between two bounds."
     if isinstance(value, int if whole else (int, float)) and above < value < below:
         return
     raise OptionError(

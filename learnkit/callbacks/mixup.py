@@ -1,4 +1,4 @@
-"""MixUp and CutMix: train on blends of samples, with the loss blended alike."""
+"""MixUp and CutMix: train on blends of samples, with losses blended in the same shares."""
 
 from __future__ import annotations
 
@@ -35,39 +35,41 @@ __all__ = ['MixHandler', 'MixUp', 'CutMix']
 
 
 class MixHandler(Callback):
-    """Blend the loss of each training batch between its own targets and those of its partners: the base of `MixUp`.
+    """Blend the loss of each training batch between its own targets and its partners': base of `MixUp`.
 
-    A subclass draws in `before_batch` how the samples are paired. It changes `learn.xb`, and sets `yb1` (the partners'
-    targets) and `lam`, the share of the sample itself: a tensor with one number a sample, or with one for all. Where
-    `stack_y` holds, the loss becomes `lam * loss(pred, y) + (1 - lam) * loss(pred, y1)` for each sample, reduced as the
-    loss function says; otherwise the subclass blends the targets themselves.
+    In `before_batch` a subclass draws the partner of each sample, changes `learn.xb`, and sets
+    `yb1` (targets of the partners) and `lam` (share of the sample itself): a tensor with one number
+    per sample, or one for all. If `stack_y` is True, the loss becomes `lam * loss(pred, y) + (1 -
+    lam) * loss(pred, y1)` for each sample, with the loss function's reduction. Otherwise the
+    subclass blends the targets.
 
-    For the time of a forward pass in training `learn.loss_func` is a function that does this, and it is put back
-    whatever happens. Evaluation, also in the middle of training, has the plain loss. Metrics on training batches get
-    the predictions for the blended inputs, and the targets `yb`: whole classes of the samples themselves, or blended
-    numbers. A 'mean' is divided by what the loss function itself divides by, blended alike: with class weights by the
-    weights of the targets, with an `ignore_index` by the number of targets that count. At `lam = 1` it is the plain
-    loss. (fastai divides by the number of elements.) Of a loss function that is not torch's the divisor is measured,
-    by its mean and its sum over the batch.
+    During a forward pass in training `learn.loss_func` is replaced by a function that blends, and
+    restored afterwards, also after an error. Evaluation, also within an epoch, uses the plain loss.
+    Metrics on training batches get the predictions for the blended inputs, and the targets `yb`:
+    the classes of the samples themselves, or blended numbers. A 'mean' is divided by the divisor of
+    the loss function, blended in the same shares: with class weights by the weights of the targets,
+    with an `ignore_index` by the number of targets that count. At `lam = 1` it is the plain loss.
+    (fastai divides by the number of elements.) For a loss function that is not torch's, the divisor
+    is measured by the mean and the sum over the batch.
 
-    A batch for which a subclass sets no partners, or that it does not get (`run = False`), has the plain loss. With
-    `until`, batches are blended up to that time of the fit alone.
+    A batch for which a subclass sets no partners, or that it skips (`run = False`), has the plain
+    loss. With `until`, batches are blended up to that time of the fit only.
 
-    Everything random is drawn on the CPU, from torch's global generator, so that a resumed run draws the same.
-    Checkpointed: nothing; how far the fit has come is in every checkpoint.
+    All random numbers are drawn on the CPU from torch's global generator, so that a resumed run
+    draws the same ones. Checkpointed: nothing; every checkpoint holds the progress of the fit.
 
-    Raises `OptionError` unless `alpha` is positive, and before any weight has changed: for two of them in one fit,
-    `LossError` for a loss function that cannot be computed without its reduction, and `BatchError` for a batch in which
-    there is nothing to blend.
+    Raises `OptionError` unless `alpha` is positive. Raises before any weight changes: `OptionError`
+    for two such callbacks in one fit, `LossError` for a loss function without a `reduction`, and
+    `BatchError` for a batch that cannot be blended.
     """
 
-    run_valid, needs_events = False, False  # it looks itself whether the loss was blended
+    run_valid, needs_events = False, False  # `_check_blended` finds losses that were not blended
     averages_samples = True  # whatever the plain loss averages over
 
     def __init__(
         self,
-        alpha: float = 0.5,  # shares are drawn from Beta(alpha, alpha); larger values blend more
-        until: str | Time | None = None,  # end of blending: '80%', '0.8dur' of the fit, '10ep'
+        alpha: float = 0.5,  # parameter of Beta(alpha, alpha); larger values blend more
+        until: str | Time | None = None,  # end of blending: '80%' or '0.8dur' of the fit, '10ep'
     ) -> None:
         super().__init__()
         self.until = None if until is None else as_time(until, 'ep')
@@ -76,30 +78,32 @@ class MixHandler(Callback):
                 self, 'a number above 0; for no blending, leave the callback out', alpha=alpha
             )
         self.distrib = Beta(torch.tensor(float(alpha)), torch.tensor(float(alpha)))
-        self._has_blended = False  # some loss of this fit
+        self._has_blended = False  # whether any loss of this fit was blended
         self._has_masks_only = False
         self._forget()
 
     def _forget(self) -> None:
-        "Let go of the last batch."
-        for name in ('lam', 'yb1', '_blended'):
+        "Drop the last batch."
+        for name in ('lam', 'yb1', '_blended_batch'):
             self.__dict__.pop(name, None)
-        self._order: Tensor | None = None  # of the partners in their batch
-        # a batch's `yb1`, and its microbatches to come
+        self._order: Tensor | None = None  # indices of the partners in the batch
+        # `yb1` of a batch, and an iterator over its microbatches
         self._pieces: tuple[Any, Iterator[Any]] = None, iter(())
-        self._reduction: tuple[Any, str] = None, ''  # a loss function, and how it reduces
+        self._reduction: tuple[Any, str] = None, ''  # loss function, and its reduction
 
     def __setattr__(self, name: str, value: object) -> None:
         super().__setattr__(name, value)
         if name == 'yb1':
-            self.__dict__['_blended'] = batch_number(self.learn)
+            self.__dict__['_blended_batch'] = batch_number(self.learn)
 
     def _blends(self) -> bool:
-        "Return True where partners were set for the batch at hand, and not only for an earlier one."
-        return 'lam' in self.__dict__ and self.__dict__.get('_blended') == batch_number(self.learn)
+        "Return True if the partners of the current batch were set."
+        if 'lam' not in self.__dict__:
+            return False
+        return self.__dict__.get('_blended_batch') == batch_number(self.learn)
 
     def is_over(self) -> bool:
-        "Return True once the fit has come to `until`."
+        "Return True once the fit has reached `until`."
         if self.until is None:
             return False
         now, begin = self.learn.time, self.learn.evaluations.fit_began
@@ -109,7 +113,7 @@ class MixHandler(Callback):
 
     @property
     def stack_y(self) -> bool:
-        "Whether the loss is blended and not the targets: the loss says so (`y_int`), or a target is no float."
+        "Whether the loss is blended instead of the targets: for `y_int` losses and non-float targets."
         if getattr(self.learn.loss_func, 'y_int', False):
             return True
         return any(not t.is_floating_point() for t in tensors_in(self.learn.yb))
@@ -131,7 +135,7 @@ class MixHandler(Callback):
             self._has_blended, self.after_batch = False, self._check_blended
 
     def _check_blended(self) -> None:
-        "Warn, after the first batch of a loop of one's own, where its loss was not blended."
+        "Warn after the first batch of a user's own loop if its loss was not blended."
         if not self.training or 'loss_grad' not in self.learn.__dict__:
             return
         del self.after_batch
@@ -142,10 +146,11 @@ class MixHandler(Callback):
             )
 
     def before_step(self) -> None:
-        "See that the microbatches were pieces of the batch that was blended."
+        "Check that the microbatches were cut from the blended batch."
         if self._order is None or not self._blends() or self._pieces[0] is not self.yb1:
             return
-        if (n := count_samples(self.learn)) != len(self._order):
+        n = count_samples(self.learn)
+        if n != len(self._order):
             raise BatchError(
                 f'{type(self).__name__}: a callback that runs after it made {n} samples of '
                 f'{len(self._order)} in before_batch. Give it a lower order, or leave `microbatch` out.'
@@ -164,7 +169,7 @@ class MixHandler(Callback):
             return
         learn, plain = self.learn, self.learn.loss_func
         if self._reduction[0] is not plain:
-            self._reduction = plain, reduction_of(plain, type(self).__name__)
+            self._reduction = plain, find_reduction(plain, type(self).__name__)
         partners = self._next_piece(learn.microbatch) if learn.microbatch else (self.yb1, self.lam)
         blended = learn.loss_func = BlendedLoss(learn, plain, partners, self._reduction[1])
         try:
@@ -174,26 +179,25 @@ class MixHandler(Callback):
             self._has_blended = self._has_blended or blended._n_calls > 0
 
     def _next_piece(self, size: int) -> tuple[Any, Any]:
-        "Return partners' targets and shares of the next microbatch, or of the first when the batch is repeated."
-        of, pieces = self._pieces
-        piece = next(pieces, None) if of is self.yb1 else None
+        "Return targets of partners and shares for the next microbatch; start over on a repeat."
+        targets, pieces = self._pieces
+        piece = next(pieces, None) if targets is self.yb1 else None
         if piece is None:
-            whole = self.yb1 if self._order is None else (self._order,)
-            pieces = iter(microbatches(whole, (self.yb1, self.lam), size))
+            batch = self.yb1 if self._order is None else (self._order,)
+            pieces = iter(microbatches(batch, (self.yb1, self.lam), size))
             self._pieces, piece = (self.yb1, pieces), next(pieces)
         return piece[1]
 
     def _pair(self, n: int) -> Tensor:
-        "Draw with which one each of `n` samples is blended, and set the partners' targets."
+        "Draw the partner of each of `n` samples, and set the partners' targets."
         learn = self.learn
         if has_listed_samples((*learn.xb, *learn.yb), n):
             raise BatchError(
                 f'{type(self).__name__} cannot blend {describe((*learn.xb, *learn.yb))}, a list with one '
                 'entry a sample: give stacked tensors as inputs and targets.'
             )
-        self._order = order = torch.randperm(n).to(
-            tensors_in(self.learn.xb)[0].device, non_blocking=True
-        )
+        device = tensors_in(self.learn.xb)[0].device
+        self._order = order = torch.randperm(n).to(device, non_blocking=True)
         if not any(is_of_samples(t, n) for t in tensors_in(self.learn.yb)):
             raise BatchError(
                 f'{type(self).__name__} cannot blend the targets {describe(self.learn.yb)}: there is no '
@@ -203,24 +207,24 @@ class MixHandler(Callback):
         return order
 
     def _blend_targets(
-        self, order: Tensor, but: Callable[[Tensor], bool] = lambda t: False
+        self, order: Tensor, is_cut: Callable[[Tensor], bool] = lambda t: False
     ) -> None:
-        "Blend the targets, unless the loss does it; but not tensors that were cut."
+        "Blend the targets unless the loss is blended; leave out tensors that were cut."
         if self.stack_y:
             return
-        kept = [t for t in tensors_in(self.learn.yb) if but(t)]
-        self.learn.yb = blended_tensors(self.learn.yb, order, self.lam, kept)
+        kept = [t for t in tensors_in(self.learn.yb) if is_cut(t)]
+        self.learn.yb = blend_tensors(self.learn.yb, order, self.lam, kept)
 
 
 class BlendedLoss:
-    "A loss function that is blended in training; in an evaluation meanwhile, and for the rest, it is the plain one."
+    "Blended loss of training batches; an evaluation meanwhile uses the plain loss function."
 
     def __init__(
         self,
         learn: Any,
-        plain: Callable[..., Any],
-        partners: tuple[Any, Any],  # targets and share
-        reduction: str,  # of the plain one
+        plain: Callable[..., Any],  # loss function to blend
+        partners: tuple[Any, Any],  # targets and shares
+        reduction: str,  # reduction of the loss function
     ) -> None:
         self.__dict__.update(
             _learn=learn,
@@ -232,23 +236,25 @@ class BlendedLoss:
         )
 
     def __call__(self, pred: Any, *yb: Any, **kwargs: Any) -> Any:
-        "Compute the loss of a training batch from that to its own targets and that to its partners'."
+        "Return the loss of a training batch, blended between its own and its partners' targets."
         plain, (yb1, lam), reduction = self._plain, self._partners, self._reduction
         self.__dict__['_n_calls'] += 1
         if not self._learn.training:
             return plain(pred, *yb, **kwargs)
-        own, other = unreduced(plain, pred, yb), unreduced(plain, pred, yb1)
-        share = share_of_each(lam, own, plain)
+        own = compute_unreduced(plain, pred, yb)
+        other = compute_unreduced(plain, pred, yb1)
+        share = expand_shares(lam, own, plain)
         loss = torch.lerp(other, own, share)
         if reduction == 'sum':
             return loss.sum()
         if reduction != 'mean':
             return loss
-        by_own, by_other = divisor_of(plain, pred, yb, own), divisor_of(plain, pred, yb1, other)
-        if by_own is None or by_other is None:
+        own_divisor = compute_divisor(plain, pred, yb, own)
+        other_divisor = compute_divisor(plain, pred, yb1, other)
+        if own_divisor is None or other_divisor is None:
             return loss.mean()
-        blended = torch.lerp(by_other, by_own, share)
-        return loss.sum() / blended.expand_as(loss).sum()
+        divisor = torch.lerp(other_divisor, own_divisor, share)
+        return loss.sum() / divisor.expand_as(loss).sum()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__['_plain'], name)
@@ -260,9 +266,10 @@ class BlendedLoss:
 class MixUp(MixHandler):
     """Train on weighted means of samples (Zhang et al., 2018, https://arxiv.org/abs/1710.09412).
 
-    Each sample is blended with another one of its batch: `x = lam * x + (1 - lam) * x1`, with a `lam` of its own from
-    Beta(alpha, alpha), the larger of it and `1 - lam`. All floating-point tensors of the input with one entry a sample
-    are blended. For the loss see `MixHandler`; `lam` has the shape `(bs,)`.
+    Each sample is blended with another sample of its batch: `x = lam * x + (1 - lam) * x1`. `lam`
+    is drawn from Beta(alpha, alpha) for each sample, and the larger of `lam` and `1 - lam` is used.
+    All floating-point input tensors with one entry per sample are blended. For the loss see
+    `MixHandler`; `lam` has the shape `(bs,)`.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=MixUp(0.2))
@@ -271,13 +278,13 @@ class MixUp(MixHandler):
 
     def __init__(
         self,
-        alpha: float = 0.4,  # of Beta(alpha, alpha): the larger, the more is blended
-        until: str | Time | None = None,  # when blending ends: '80%' of the fit, '10ep', '5000ba'
+        alpha: float = 0.4,  # parameter of Beta(alpha, alpha); larger values blend more
+        until: str | Time | None = None,  # end of blending: '80%' of the fit, '10ep', '5000ba'
     ) -> None:
         super().__init__(alpha, until)
 
     def before_batch(self) -> None:
-        "Blend the batch with itself in another order."
+        "Blend the batch with a permutation of itself."
         if self.is_over():
             return
         learn, n = self.learn, count_samples(self.learn)
@@ -289,18 +296,19 @@ class MixUp(MixHandler):
         lam = self.distrib.sample((n,))
         order = self._pair(n)
         self.lam = torch.maximum(lam, 1 - lam).to(order.device, non_blocking=True)
-        learn.xb = blended_tensors(learn.xb, order, self.lam)
+        learn.xb = blend_tensors(learn.xb, order, self.lam)
         self._blend_targets(order)
 
 
 class CutMix(MixHandler):
-    """Train on images with a box of another one pasted in (Yun et al., 2019, https://arxiv.org/abs/1905.04899).
+    """Train on images with a box of another image pasted in (Yun et al., 2019, https://arxiv.org/abs/1905.04899).
 
-    One box a batch, of a share `1 - lam` of the image with `lam` from Beta(alpha, alpha), at a random place; what lies
-    outside the image is cut off, and `lam` becomes the share that is left of the image itself, exactly. Every input
-    of the same height and width `(bs, ..., H, W)` gets the box, other ones stay as they are. So does every target of
-    that height and width (a mask): what is cut belongs to it exactly, and only the loss of other targets is blended.
-    For the loss see `MixHandler`; `lam` has the shape `(1,)`.
+    Each batch has one box at a random place that covers a share `1 - lam` of the image, with `lam`
+    from Beta(alpha, alpha). The part outside the image is cut off, and `lam` becomes the exact
+    share that is left of the image itself. Every input of the same height and width `(bs, ..., H,
+    W)` gets the box, other inputs stay as they are. Every target of that height and width (a mask)
+    gets the box too and is then exact, so only the loss of other targets is blended. For the loss
+    see `MixHandler`; `lam` has the shape `(1,)`.
 
     >>> from learnkit.testing import synth_learner
     >>> images, classes = torch.rand(32, 3, 8, 8), torch.randint(10, (32,))
@@ -312,18 +320,18 @@ class CutMix(MixHandler):
 
     def __init__(
         self,
-        alpha: float = 1.0,  # of Beta(alpha, alpha): 1 makes all shares equally likely
-        until: str | Time | None = None,  # when blending ends: '80%' of the fit, '10ep', '5000ba'
+        alpha: float = 1.0,  # parameter of Beta(alpha, alpha); 1 makes all shares equally likely
+        until: str | Time | None = None,  # end of blending: '80%' of the fit, '10ep', '5000ba'
     ) -> None:
         super().__init__(alpha, until)
 
     @property
     def stack_y(self) -> bool:
-        "Whether the loss is blended: not where every target is a mask, which is cut as the images are."
+        "Whether the loss is blended: not if all targets are masks, which are cut like the images."
         return super().stack_y and not self._has_masks_only
 
     def before_batch(self) -> None:
-        "Paste a box of the batch in another order into the batch."
+        "Paste a box of a permutation of the batch into the batch."
         if self.is_over():
             return
         learn, n = self.learn, count_samples(self.learn)
@@ -342,15 +350,15 @@ class CutMix(MixHandler):
         def is_image(t: Tensor) -> bool:
             return t.ndim > 2 and t.shape[-2:] == (h, w) and is_of_samples(t, n)
 
-        def with_box(t: Tensor) -> Tensor:
+        def paste_box(t: Tensor) -> Tensor:
             if not is_image(t):
                 return t
-            # a loader may give the same tensor again
+            # a loader may return the same tensor again, so that it must not change
             new, box = t.clone(), (..., slice(y1, y2), slice(x1, x2))
             new[box] = t[box][order]
             return new
 
-        learn.xb, yb = map_tensors(learn.xb, with_box), map_tensors(learn.yb, with_box)
+        learn.xb, yb = map_tensors(learn.xb, paste_box), map_tensors(learn.yb, paste_box)
         masks = [is_image(t) for t in tensors_in(learn.yb) if is_of_samples(t, n)]
         if any(masks):
             learn.yb = yb
@@ -358,52 +366,52 @@ class CutMix(MixHandler):
                 yb, lambda t: t[order] if is_of_samples(t, n) and not is_image(t) else t
             )
         self._has_masks_only = all(masks)
-        self._blend_targets(order, but=is_image)
+        self._blend_targets(order, is_cut=is_image)
 
     def rand_bbox(
         self,
         W: int,  # width of the images
-        H: int,  # their height
-        lam: Tensor,  # the share of the image that is to stay, of one element on the CPU
+        H: int,  # height of the images
+        lam: Tensor,  # share of the image outside the box, one element on the CPU
     ) -> tuple[int, int, int, int]:  # x1, y1, x2, y2; the last two are exclusive
-        "Draw the centre of a box, and cut off what lies outside."
+        "Draw the center of a box, and return the part of the box inside the image."
         side = torch.sqrt(1 - lam)
-        (x1, x2), (y1, y2) = (interval(size, int(torch.round(size * side))) for size in (W, H))
+        (x1, x2), (y1, y2) = (draw_interval(s, int(torch.round(s * side))) for s in (W, H))
         return x1, y1, x2, y2
 
 
-def interval(size: int, length: int) -> tuple[int, int]:
-    "Draw an interval of about `length` with its middle in `range(size)`, and return what of it lies in that range."
+def draw_interval(size: int, length: int) -> tuple[int, int]:
+    "Draw an interval of about `length` with its middle in `range(size)`, clipped to that range."
     middle = int(torch.randint(0, size, (1,)))
     return max(0, middle - length // 2), min(size, middle + length // 2)
 
 
 def is_of_samples(t: Tensor, n: int) -> bool:
-    "Tell whether a tensor has an entry for each of `n` samples."
+    "Return True if a tensor has one entry for each of `n` samples."
     return t.ndim > 0 and t.shape[0] == n
 
 
-def blended_tensors(b: Any, order: Tensor, lam: Tensor, kept: Sequence[Tensor] = ()) -> Any:
-    "Blend each sample of a nested batch's floating-point tensors with the one that has its place in `order`."
+def blend_tensors(b: Any, order: Tensor, lam: Tensor, kept: Sequence[Tensor] = ()) -> Any:
+    "Blend each sample of a nested batch's floating-point tensors with its partner in `order`."
 
-    def blended(t: Tensor) -> Tensor:
+    def blend(t: Tensor) -> Tensor:
         if not t.is_floating_point() or not is_of_samples(t, len(order)):
             return t
         if any(t is o for o in kept):
             return t
         return torch.lerp(t[order], t, lam.to(t).view(-1, *[1] * (t.ndim - 1)))
 
-    return map_tensors(b, blended)
+    return map_tensors(b, blend)
 
 
-def reduction_of(loss_func: Any, who: str) -> str:
-    "Return how a loss function reduces, or raise `LossError` when it cannot be asked not to."
+def find_reduction(loss_func: Any, who: str) -> str:
+    "Return the reduction of a loss function; raise `LossError` if it cannot be set to 'none'."
     if hasattr(loss_func, 'reduction'):
         return loss_func.reduction
     try:
         params = signature(getattr(loss_func, 'forward', loss_func)).parameters
     except (TypeError, ValueError):
-        return 'mean'  # written in C: calling it will tell
+        return 'mean'  # a function written in C: the first call raises if it lacks `reduction`
     if 'reduction' in params:
         return params['reduction'].default
     if any(p.kind is p.VAR_KEYWORD for p in params.values()):
@@ -414,8 +422,8 @@ def reduction_of(loss_func: Any, who: str) -> str:
     )
 
 
-def unreduced(loss_func: Any, pred: Any, yb: tuple[Any, ...]) -> Tensor:
-    "Compute the loss of each element."
+def compute_unreduced(loss_func: Any, pred: Any, yb: tuple[Any, ...]) -> Tensor:
+    "Return the loss of each element."
     if not hasattr(loss_func, 'reduction'):
         return loss_func(pred, *yb, reduction='none')
     reduction = loss_func.reduction
@@ -426,14 +434,14 @@ def unreduced(loss_func: Any, pred: Any, yb: tuple[Any, ...]) -> Tensor:
         loss_func.reduction = reduction
 
 
-# torch's losses whose mean is divided by the weights of the targets, and leaves some out
+# losses whose mean is divided by the weights of the targets, and leaves out ignored targets
 _BY_WEIGHT = (nn.CrossEntropyLoss, nn.NLLLoss, F.cross_entropy, F.nll_loss)
 
 
-def divisor_of(loss_func: Any, pred: Any, yb: tuple[Any, ...], each: Tensor) -> Tensor | None:
-    """Return what each element of an unreduced loss adds to the divisor of its mean; None where that is 1.
+def compute_divisor(loss_func: Any, pred: Any, yb: tuple[Any, ...], each: Tensor) -> Tensor | None:
+    """Return the share of each element of an unreduced loss in the divisor of the mean; None for 1.
 
-    Of a loss function whose rule is not known it is the same for each, and measured: the sum over the mean.
+    For an unknown loss function all shares are equal, and measured: the sum over the mean.
     """
     base, options = loss_func, dict[str, Any]()
     while isinstance(base, (partial, BaseLoss)):
@@ -463,12 +471,12 @@ def divisor_of(loss_func: Any, pred: Any, yb: tuple[Any, ...], each: Tensor) -> 
 
 
 def batch_number(learn: Any) -> tuple[Any, ...]:
-    "Return what tells the batch at hand from the others of a fit."
+    "Return a tuple that identifies the current batch within a fit."
     return tuple(getattr(learn, name, None) for name in ('epoch', 'iter', 'train_iter'))
 
 
-def share_of_each(lam: Tensor, loss: Tensor, loss_func: Any) -> Tensor:
-    "Return the shares in the shape of an unreduced loss: samples first, or all elements in a row, sample by sample."
+def expand_shares(lam: Tensor, loss: Tensor, loss_func: Any) -> Tensor:
+    "Return the shares in the shape of an unreduced loss (samples, ...) or (samples * elements,)."
     n = len(lam)
     if not isinstance(loss, Tensor):
         found = describe(loss)

@@ -1,4 +1,4 @@
-"""A result file as MLPerf's Training benchmarks ask for: one line an event, `:::MLLOG {json}`."""
+"""Callback that writes MLPerf Training result files: one line per event, `:::MLLOG {json}`."""
 
 from __future__ import annotations
 
@@ -33,21 +33,23 @@ START, END, POINT = 'INTERVAL_START', 'INTERVAL_END', 'POINT_IN_TIME'
 class MLPerf(Callback):
     """Write each fit as an MLPerf Training result: `<folder>/results/<system>/<benchmark>/result_<n>.txt`.
 
-    The lines are those of MLPerf's logging library (`:::MLLOG {"namespace": "", "time_ms": ..., "event_type": ...,
-    "key": ..., "value": ..., "metadata": {...}}`): the submission and the data sizes, `run_start`, `block_start`,
-    `epoch_start`, `epoch_stop`, `eval_start`, `eval_accuracy`, `eval_stop`, `block_stop`, and `run_stop` with its
-    status: 'success' as soon as an evaluation reaches `target`, where the file ends; 'aborted' for a fit that ended or
-    failed without. Without a target, a fit that comes to its end is a success. Epochs are counted from 1. Each line is
-    with the system before training goes on, and outlives the process; `file` is the path.
-    `<folder>/systems/<system>.json` describes the machine: a submission has to complete it.
+    The lines have the format of MLPerf's logging library (`:::MLLOG {"namespace": "", "time_ms":
+    ..., "event_type": ..., "key": ..., "value": ..., "metadata": {...}}`): the submission and the
+    data sizes, `run_start`, `block_start`, `epoch_start`, `epoch_stop`, `eval_start`,
+    `eval_accuracy`, `eval_stop`, `block_stop`, and `run_stop` with a status: 'success' as soon as
+    an evaluation reaches `target`, where the file ends; 'aborted' for a fit that ended or failed
+    before. Without a target, a fit that runs to its end is a success. Epochs are counted from 1.
+    Each line is passed to the operating system before training continues, so it survives the
+    process; `file` is the path. `<folder>/systems/<system>.json` describes the machine: a
+    submission has to complete it.
 
-    Nothing is cleared from caches, which rules of the benchmark ask for: do it before, and pass `cache_cleared=True`.
-    To stop at the target too, add `ThresholdStopper`. Each fit gets the first free number from `index` on; one that is
-    resumed goes on in its own file, without what a lost process wrote there after the checkpoint. Checkpointed: the
-    file, and how far it went.
+    Caches are not cleared, which rules of the benchmark require: clear them before, and pass
+    `cache_cleared=True`. To stop at the target too, add `ThresholdStopper`. Each fit gets the first
+    unused number from `index` on. A resumed fit continues its own file, without lines that a lost
+    process wrote after the checkpoint. Checkpointed: the file, and its size.
 
-    Raises `OptionError` for bad options and where nothing can be written, and `MetricError` before training when no
-    evaluation gives `monitor`.
+    Raises `OptionError` for invalid options and for a folder that cannot be written, and
+    `MetricError` before training if no evaluation gives `monitor`.
 
     >>> import tempfile
     >>> from learnkit.testing import synth_learner
@@ -64,16 +66,17 @@ class MLPerf(Callback):
 
     def __init__(
         self,
-        folder: str | Path = 'mlperf',  # of the submission, below `learn.path` or absolute
-        index: int = 0,  # the least number of a result
-        benchmark: str = 'benchmark',  # 'resnet' for one
-        monitor: str | None = None,  # `eval_accuracy`'s column; None: the first metric, or the loss
-        target: float | None = None,  # success is to reach it
+        folder: str | Path = 'mlperf',  # folder of the submission, below `learn.path` or absolute
+        index: int = 0,  # least number of a result
+        benchmark: str = 'benchmark',  # name of the benchmark, such as 'resnet'
+        monitor: str
+        | None = None,  # column of `eval_accuracy`; None: the first metric, or the loss
+        target: float | None = None,  # value to reach for a success
         comp: Comparison | None = None,  # f(value, target), 'less', 'greater', `MetricProperties`
-        submitter: str = '',  # the organisation
+        submitter: str = '',  # name of the organization
         division: str = 'open',  # 'open' or 'closed'
         status: str = 'onprem',  # 'onprem', 'cloud' or 'preview'
-        system: str | None = None,  # its name; None: made of the devices, '1xcpu_learnkit'
+        system: str | None = None,  # name of the system; None: by the device, '1xcpu_learnkit'
         cache_cleared: bool = False,  # whether caches were cleared before
     ) -> None:
         for option, value, known in (
@@ -92,25 +95,28 @@ class MLPerf(Callback):
         if not isinstance(index, int) or index < 0:
             raise OptionError(f'index={index!r}: give a number, 0 or more.')
         if target is not None and isinstance(monitor, str):
-            as_comparison(comp, monitor)  # what is wrong, it says now
-        self.folder, self.index, self.benchmark, self.monitor = (
-            Path(folder),
-            index,
-            benchmark,
-            monitor,
-        )
-        self.target, self.comp, self.submitter, self.division = target, comp, submitter, division
-        self.status, self.system, self.cache_cleared = status, system, cache_cleared
+            as_comparison(comp, monitor)  # raises for an unknown direction
+        self.folder = Path(folder)
+        self.index = index
+        self.benchmark = benchmark
+        self.monitor = monitor
+        self.target = target
+        self.comp = comp
+        self.submitter = submitter
+        self.division = division
+        self.status = status
+        self.system = system
+        self.cache_cleared = cache_cleared
         self.file = None
         self._created_ms = _now_ms()
-        self._out: TextIO | None = None  # the file while the run is on
-        self._column = ''  # what is `eval_accuracy` in this fit
+        self._out: TextIO | None = None  # open file during the run
+        self._column = ''  # column of `eval_accuracy` in this fit
         self._in_block = False
 
     # -- a run -------------------------------------------------------------------------------------
 
     def before_fit(self) -> None:
-        "Open the file, and write what is known before the run."
+        "Open the file, and write the header."
         learn = self.learn
         if not learn.fitting:
             return
@@ -119,9 +125,8 @@ class MLPerf(Callback):
             as_comparison(self.comp, self._column)
         system = self.system or _system_name(learn)
         results = learn.path / self.folder / 'results' / system / self.benchmark
-        self.file = next(
-            p for n in count(self.index) if not (p := results / f'result_{n}.txt').exists()
-        )
+        paths = (results / f'result_{n}.txt' for n in count(self.index))
+        self.file = next(path for path in paths if not path.exists())
         try:
             check_writable(self.file)
         except OSError as e:
@@ -166,7 +171,7 @@ class MLPerf(Callback):
         self._put('epoch_start', event_type=START, **self._place)
 
     def after_train(self) -> None:
-        "End it."
+        "End the epoch."
         self._put('epoch_stop', event_type=END, **self._place)
 
     def before_eval(self) -> None:
@@ -175,7 +180,7 @@ class MLPerf(Callback):
             self._put('eval_start', event_type=START, **self._place)
 
     def after_eval(self) -> None:
-        "Write what it gave; a run that has reached its target is over."
+        "Write the result of the evaluation; end the run if it has reached its target."
         if not self.learn.fitting:
             return
         value = self._recorder().measured.get(self._column)
@@ -193,12 +198,12 @@ class MLPerf(Callback):
             self._end_block()
 
     def after_fit(self) -> None:
-        "A run that came to its end is a success where there was nothing to reach."
+        "End the run: a success if there is no target."
         if self.learn.fitting:
             self._end('success' if self.target is None else 'aborted')
 
     def cleanup(self) -> None:
-        "A run that did not is none."
+        "End a run that did not reach its end."
         self._end('aborted')
 
     def _end_block(self) -> None:
@@ -215,7 +220,7 @@ class MLPerf(Callback):
         self._out = None
 
     def state_dict(self) -> dict[str, Any]:
-        "Return the file, its size so far, and whether the run is still on."
+        "Return the file, its size so far, and whether the run is open."
         is_on = self._out is not None
         return {
             'file': kept_path(self.learn, self.file),
@@ -225,20 +230,20 @@ class MLPerf(Callback):
         }
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Go on in the file of the run that is resumed."
+        "Continue the file of the resumed run."
         kept = found_path(self.learn, sd['file'], self.folder)
         if sd['is_on'] and (kept is None or not kept.exists() or kept.stat().st_size < sd['size']):
-            return  # it is gone
+            return  # the file was deleted or replaced
         if self._out is not None and self.file is not None:
             self._out.close()
-            self.file.unlink()  # it was begun a moment ago
+            self.file.unlink()  # the file that `before_fit` began
         self.file, self._out, self._in_block = kept, None, sd['in_block']
         if not sd['is_on'] or kept is None or self.learn is None or not self.learn.fitting:
             return
         os.truncate(kept, sd['size'])
         self._out = kept.open('a', encoding='utf-8')
 
-    # -- what is written ---------------------------------------------------------------------------
+    # -- content -----------------------------------------------------------------------------------
 
     def _put(
         self,
@@ -273,7 +278,7 @@ class MLPerf(Callback):
         return recorder_of(self.learn)
 
     def _find(self) -> str:
-        "Return the column that is monitored."
+        "Return the monitored column."
         recorder = self._recorder()
         if recorder is None:
             raise MetricError('MLPerf reads the Recorder, and this Learner has none.')
@@ -281,7 +286,7 @@ class MLPerf(Callback):
         if not names:
             raise MetricError('MLPerf needs an evaluation: give a validation loader.')
         if self.monitor is None:
-            return names[1] if len(recorder._on('valid')) else names[0]
+            return names[1] if len(recorder._select_metrics('valid')) else names[0]
         if self.monitor in names:
             return self.monitor
         raise MetricError(
@@ -290,7 +295,7 @@ class MLPerf(Callback):
         )
 
     def _description(self, system: str) -> dict[str, Any]:
-        "Describe the machine as far as it is known; the other fields are for who submits."
+        "Return what is known of the machine; the submitter completes the other fields."
         on_gpu = model_device(self.learn.model, self.learn.dls).type == 'cuda'
         known = {
             'submitter': self.submitter,
@@ -336,15 +341,16 @@ class MLPerf(Callback):
 
 
 def _step_size(learn: Any) -> tuple[int | None, int]:
-    "Return the samples of an optimizer step, None where the loader does not tell, and in how many pieces they come."
+    "Return the number of samples of a step (None if unknown), and the number of its microbatches."
     train = learn.dls.train
     bs = getattr(train, 'bs', getattr(train, 'batch_size', None))
     if not isinstance(bs, int):
         return None, 1
     least = max((cb.n_acc for cb in learn.cbs if isinstance(cb, GradientAccumulation)), default=1)
-    # 'auto' is not known yet: as one piece
     n_batches, size = math.ceil(least / bs), learn.microbatch
-    return bs * n_batches, n_batches * (math.ceil(bs / size) if isinstance(size, int) else 1)
+    # the size of 'auto' is not known yet and counts as one microbatch
+    n_microbatches = math.ceil(bs / size) if isinstance(size, int) else 1
+    return bs * n_batches, n_batches * n_microbatches
 
 
 def _system_name(learn: Any) -> str:

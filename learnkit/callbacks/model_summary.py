@@ -1,4 +1,4 @@
-"""What a model is made of: the sizes of its layers, and a table of them."""
+"""Model summary: a table of a model's layers, and the sizes of their outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
-from learnkit.callbacks.hooks import Hooks, as_written, flatten_model, named_layers, uncompiled
+from learnkit.callbacks.hooks import Hooks, flatten_model, named_layers, uncompiled, unwrap_compiled
 from learnkit.core.batch import apply_model, detuplify, map_tensors
 from learnkit.core.errors import CancelBatchException, EmptyLoaderError, LoaderError, ModelError
 from learnkit.core.model import name_of
@@ -35,57 +35,53 @@ __all__ = [
     'total_params',
 ]
 
-WIDEST = 60  # characters of a column; what is longer is cut
+WIDEST = 60  # largest number of characters of a column
 
 
 @dataclass(frozen=True)
 class Layer:
     "One row of a summary."
 
-    name: str  # as in `model.named_modules()`
-    kind: str  # its class
-    output: str  # the shape of what it put out first, '' when it was not called
+    name: str  # name in `model.named_modules()`
+    kind: str  # name of the class
+    output: str  # shape of the first output, '' if the layer was not called
     n_calls: int
-    n_params: int  # its own, without those of its children or counted in a row above
-    n_trained: int  # those of them that require gradients
-    is_tied: bool  # it has parameters, but all were counted in a row above
+    n_params: int  # own parameters, without children and without parameters of rows above
+    n_trained: int  # own parameters that require gradients
+    is_tied: bool  # whether all its parameters were counted in rows above
 
     def cells(self) -> tuple[str, str, str, str, str]:
-        "Return what is printed."
+        "Return the printed cells of the row."
         kind = self.kind if self.n_calls < 2 else f'{self.kind} x {self.n_calls}'
-        params = 'tied' if self.is_tied else f'{self.n_params:,}' if self.n_params else ''
-        trained = (
-            ''
-            if not self.n_params
-            else {0: 'no', self.n_params: 'yes'}.get(self.n_trained, 'partly')
-        )
-        return (
-            self.name or '(model)',
-            kind,
-            self.output if self.n_calls else 'not called',
-            params,
-            trained,
-        )
+        params, trained = '', ''
+        if self.is_tied:
+            params = 'tied'
+        elif self.n_params:
+            params = f'{self.n_params:,}'
+        if self.n_params:
+            trained = {0: 'no', self.n_params: 'yes'}.get(self.n_trained, 'partly')
+        output = self.output if self.n_calls else 'not called'
+        return self.name or '(model)', kind, output, params, trained
 
 
 @dataclass(frozen=True, repr=False)
 class Summary:
-    "A table of a model's layers; printed, it is text."
+    "Table of a model's layers, printed as text."
 
-    model: str  # its class
-    input: str  # shapes
-    output: str
+    model: str  # name of the class
+    input: str  # shapes of the input
+    output: str  # shapes of the output
     layers: tuple[Layer, ...]
-    n_params: int  # of the whole model, each counted once
-    n_trained: int  # those that require gradients
-    notes: str = ''  # how it is trained
+    n_params: int  # parameters of the whole model, each counted once
+    n_trained: int  # parameters that require gradients
+    notes: str = ''  # text below the table: how the model is trained
 
     def __str__(self) -> str:
         rows = [tuple(map(_cut, layer.cells())) for layer in self.layers]
         head = ('Layer', 'Type', 'Output shape', 'Parameters', 'Trained')
         widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
         line = '-' * (sum(widths) + 2 * (len(widths) - 1))
-        table = [_aligned(row, widths) for row in (head, *rows)]
+        table = [_align(row, widths) for row in (head, *rows)]
         totals = (
             ('Total params', self.n_params),
             ('Total trainable params', self.n_trained),
@@ -107,8 +103,8 @@ class Summary:
     __repr__ = __str__
 
 
-def _aligned(cells: tuple[str, ...], widths: list[int]) -> str:
-    "Join the cells of a row, the number of parameters to the right."
+def _align(cells: tuple[str, ...], widths: list[int]) -> str:
+    "Join the cells of a row, with the number of parameters aligned to the right."
     return '  '.join(
         c.rjust(w) if i == 3 else c.ljust(w)
         for i, (c, w) in enumerate(zip(cells, widths, strict=True))
@@ -119,20 +115,21 @@ def _cut(text: str, width: int = WIDEST) -> str:
     return text if len(text) <= width else text[: width - 3] + '...'
 
 
-def _spell(o: Any) -> str:
-    """Write nested shapes: `64 x 10`, `(5 x 4, 1 x 4)`, `{ids: 8 x 12}`.
+def _format_shapes(o: Any) -> str:
+    """Return nested shapes as text: `64 x 10`, `(5 x 4, 1 x 4)`, `{ids: 8 x 12}`.
 
-    >>> _spell((torch.zeros(5, 4), {'n': torch.tensor(1)}))
+    >>> _format_shapes((torch.zeros(5, 4), {'n': torch.tensor(1)}))
     '(5 x 4, {n: scalar})'
     """
     if isinstance(o, Tensor):
         return ' x '.join(map(str, o.shape)) or 'scalar'
     if isinstance(o, Mapping):
-        return '{' + ', '.join(f'{k}: {_spell(v)}' for k, v in o.items() if v is not None) + '}'
+        items = [f'{k}: {_format_shapes(v)}' for k, v in o.items() if v is not None]
+        return '{' + ', '.join(items) + '}'
     if isinstance(o, (tuple, list)):
-        return '(' + ', '.join(map(_spell, o)) + ')'
+        return '(' + ', '.join(map(_format_shapes, o)) + ')'
     if dataclasses.is_dataclass(o) and not isinstance(o, type):
-        return _spell({f.name: getattr(o, f.name) for f in dataclasses.fields(o)})
+        return _format_shapes({f.name: getattr(o, f.name) for f in dataclasses.fields(o)})
     return 'None' if o is None else type(o).__name__
 
 
@@ -141,12 +138,13 @@ def _spell(o: Any) -> str:
 
 def summary(
     model: nn.Module,
-    *inputs: Any,  # example inputs; a dict goes by name where the model takes those names
+    *inputs: Any,  # example inputs; a dict is passed by name if the model has those arguments
 ) -> Summary:
-    """Describe a model by running it once on example inputs: its layers, what they put out, what they learn.
+    """Describe a model by one run on example inputs: its layers, their outputs and parameters.
 
-    A layer is a module without children, or with parameters of its own; layers come in the order of their calls.
-    Modes, RNGs and buffers are afterwards as they were, and lazy modules stay lazy.
+    A layer is a module without children, or with own parameters. Layers are listed in the
+    order of their calls. Modes, random generators and buffers are restored, and lazy modules stay
+    lazy.
 
     >>> summary(nn.Sequential(nn.Linear(3, 2), nn.ReLU()), torch.zeros(5, 3))
     Sequential: 5 x 3 -> 5 x 2
@@ -160,31 +158,27 @@ def summary(
     Total trainable params: 8
     Total non-trainable params: 0
     """
-    model = _materialised(model)
-    return _summarise(model, lambda: apply_model(as_written(model).eval(), inputs))
+    model = _copy_if_lazy(model)
+    return _summarize(model, lambda: apply_model(unwrap_compiled(model).eval(), inputs))
 
 
-def _summarise(
+def _summarize(
     model: nn.Module,
-    run: Callable[[], Any],  # calls it
+    run: Callable[[], Any],  # function that calls the model
     notes: str = '',
 ) -> Summary:
-    "Describe a model by what its modules do while `run` runs."
-    inner = as_written(model)
+    "Describe a model by the calls of its modules during `run`."
+    inner = unwrap_compiled(model)
     names = named_layers(inner)
     whole: list[tuple[str, str]] = []  # input and output of the model
-    outputs: dict[int, list[str]] = {}  # by module, in the order of first calls
+    outputs: dict[int, list[str]] = {}  # outputs by id of the module, in the order of first calls
 
     def record(m: nn.Module, inp: Any, out: Any) -> None:
-        outputs.setdefault(id(m), []).append(_spell(out))
+        outputs.setdefault(id(m), []).append(_format_shapes(out))
 
     def record_whole(m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        whole.append(
-            (
-                _spell(kwargs if kwargs and not args else detuplify((*args, *kwargs.values()))),
-                _spell(out),
-            )
-        )
+        inputs = kwargs if kwargs and not args else detuplify((*args, *kwargs.values()))
+        whole.append((_format_shapes(inputs), _format_shapes(out)))
 
     with undisturbed(inner), uncompiled(model), Hooks(names.values(), record, detach=False):
         handle = inner.register_forward_hook(record_whole, with_kwargs=True)
@@ -211,28 +205,29 @@ def _layer(name: str, m: nn.Module, outputs: list[str], counted: set[nn.Paramete
 
 
 def _count(params: Iterable[nn.Parameter]) -> tuple[int, int]:
-    "Return how many numbers there are, and how many of them are trained."
+    "Return the number of elements, and the number of elements that are trained."
     sizes = [(p.numel(), p.requires_grad) for p in params if not is_lazy(p)]
     return sum(n for n, _ in sizes), sum(n for n, trained in sizes if trained)
 
 
 def _in_order(names: dict[str, nn.Module], called: Collection[int]) -> list[tuple[str, nn.Module]]:
-    "Return the layers in the order of their calls; the others that have parameters come after their predecessors."
+    "Return the layers in the order of calls; uncalled ones with parameters follow their predecessors."
     by_id = {id(m): (name, m) for name, m in names.items()}
-    rows, at = [by_id[i] for i in called], 0
+    rows = [by_id[i] for i in called]
+    index = 0
     for name, m in names.items():
         if id(m) not in called and any(True for _ in m.parameters(recurse=False)):
-            rows.insert(at, (name, m))
+            rows.insert(index, (name, m))
         if (name, m) in rows:
-            at = rows.index((name, m)) + 1
+            index = rows.index((name, m)) + 1
     return rows
 
 
-def _materialised(model: nn.Module) -> nn.Module:
-    "Return the model, or a copy of one with lazy modules, which a forward pass would change."
+def _copy_if_lazy(model: nn.Module) -> nn.Module:
+    "Return the model, or a copy if it has lazy modules, which a forward pass would change."
     if not any(map(is_lazy, chain(model.parameters(), model.buffers()))):
         return model
-    # of what is lazy, torch copies parameters only
+    # deepcopy copies lazy parameters, but not lazy buffers
     buffers: list[Any] = [b for b in model.buffers() if is_lazy(b)]
     return deepcopy(model, {id(b): type(b)(device=b.device, dtype=b.dtype) for b in buffers})
 
@@ -252,8 +247,8 @@ def summarize_learner(learn: Any) -> Summary:
             )
 
     try:
-        learn.model = _materialised(model)
-        return _summarise(learn.model, run, '\n'.join(_notes(learn)))
+        learn.model = _copy_if_lazy(model)
+        return _summarize(learn.model, run, '\n'.join(_notes(learn)))
     finally:
         learn.model = model
 
@@ -263,16 +258,16 @@ def _skip_loss(cb: Callback) -> None:
 
 
 def _example_batch(learn: Any) -> Any:
-    "Return the current batch, or draw one that nobody misses."
+    "Return the current batch, or draw one and restore the loader."
     if learn.run.depth and learn.batch is not None:
         return learn.batch
     loaders = [learn.dls.train, *(dl for _, dl in evaluation_loaders(learn.dls))]
     for dl in loaders:
-        with preserved_rng(), preserved_generators(dl), _without_workers_left(dl):
-            drawn = iter(dl)
-            if drawn is dl:
+        with preserved_rng(), preserved_generators(dl), _without_persistent_workers(dl):
+            iterator = iter(dl)
+            if iterator is dl:
                 continue
-            for batch in drawn:
+            for batch in iterator:
                 return batch
             raise EmptyLoaderError('There is no batch to tell the shapes by: the loader gave none.')
     raise LoaderError(
@@ -282,22 +277,25 @@ def _example_batch(learn: Any) -> Any:
 
 
 @contextmanager
-def _without_workers_left(dl: Any) -> Iterator[None]:
-    "Keep the persistent workers of a loader as they are: draw from others."
-    own = isinstance(dl, DataLoader)
-    if own:
+def _without_persistent_workers(dl: Any) -> Iterator[None]:
+    "Keep the persistent workers of a loader unchanged: a new iterator starts other workers."
+    has_workers = isinstance(dl, DataLoader)
+    if has_workers:
         kept, dl._iterator = dl._iterator, None
     try:
         yield
     finally:
-        if own:
+        if has_workers:
             dl._iterator = kept
 
 
 def _notes(learn: Any) -> Iterator[str]:
-    "Say how the model is trained."
-    yield f'\nOptimizer used: {_name(learn.opt_func)}'
-    yield f'Loss function: {_name(learn.loss_func) if learn.loss_func is not None else "none, or of the model"}'
+    "Yield lines about optimizer, loss function and callbacks."
+    loss_func = (
+        _describe(learn.loss_func) if learn.loss_func is not None else 'none, or of the model'
+    )
+    yield f'\nOptimizer used: {_describe(learn.opt_func)}'
+    yield f'Loss function: {loss_func}'
     if learn.opt is not None:
         frozen = getattr(learn.opt, 'frozen_idx', 0)
         yield f'\nModel frozen up to parameter group #{frozen}' if frozen else '\nModel unfrozen'
@@ -306,18 +304,19 @@ def _notes(learn: Any) -> Iterator[str]:
         yield f'  - {cb}'
 
 
-def _name(f: Any) -> str:
-    "Write a function, or an object by its class, with the options that a partial adds."
+def _describe(f: Any) -> str:
+    "Return the name of a function, or the class of an object, with the options of a partial."
     if not isinstance(f, partial):
         return name_of(f)
-    return f'{name_of(f.func)}({", ".join(f"{k}={_name(v) if callable(v) else v!r}" for k, v in f.keywords.items())})'
+    options = [f'{k}={_describe(v) if callable(v) else v!r}' for k, v in f.keywords.items()]
+    return f'{name_of(f.func)}({", ".join(options)})'
 
 
 # -------------------------------------------------------------------------------------------- sizes
 
 
 def total_params(m: nn.Module) -> tuple[int, bool]:
-    """Return how many numbers a module learns, and whether any of them is trained now.
+    """Return the number of parameters of a module, and whether any of them is trainable.
 
     >>> total_params(nn.Linear(3, 2))
     (8, True)
@@ -327,7 +326,7 @@ def total_params(m: nn.Module) -> tuple[int, bool]:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    "Evaluate a model without a trace: RNGs, the mode of each module and every buffer are put back."
+    "Run a model in a context that restores random generators, modes of modules and buffers."
     modes = [(m, m.training) for m in model.modules()]
     buffers = [
         (m, name, b, b._version, b.clone())
@@ -342,47 +341,48 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         for m, mode in modes:
             m.training = mode
         for m, name, b, version, value in buffers:
-            _put_back(m._buffers, name, b, version, value)
+            _restore_buffer(m._buffers, name, b, version, value)
 
 
 @torch.no_grad()
-def _put_back(
+def _restore_buffer(
     buffers: dict[str, Tensor | None], name: str, b: Tensor, version: int, value: Tensor
 ) -> None:
-    now = buffers.get(name)
-    if now is b and b._version == version:
+    current = buffers.get(name)
+    if current is b and b._version == version:
         return
-    if now is not None and now.device != b.device:
-        buffers[name] = value.to(now.device)  # the model has moved meanwhile
+    if current is not None and current.device != b.device:
+        buffers[name] = value.to(current.device)  # the model was moved to another device
     else:
         buffers[name] = b.copy_(value)
 
 
 def dummy_eval(
     m: nn.Module,
-    size: tuple[int, ...] = (64, 64),  # height and width of the made-up image
-    inputs: Any = None,  # an example input, or a tuple of several, instead
+    size: tuple[int, ...] = (64, 64),  # height and width of the random image
+    inputs: Any = None,  # example input, or tuple of inputs, instead of the image
 ) -> Any:
-    """Evaluate a model on one made-up image `(1, channels, *size)`, or on `inputs`, and return the output.
+    """Evaluate a model on one random image `(1, channels, *size)`, or on `inputs`; return the output.
 
-    Modes, RNGs and buffers are afterwards as they were. Raises `ModelError` when the number of channels cannot be told.
+    Modes, random generators and buffers are restored. Raises `ModelError` if the number of channels
+    is unknown.
 
     >>> dummy_eval(nn.Conv2d(3, 8, 3), (10, 12)).shape
     torch.Size([1, 8, 8, 10])
     """
     with undisturbed(m), uncompiled(m):
         if inputs is None:
-            inputs = _made_up(m, size)
+            inputs = _random_image(m, size)
         return apply_model(m.eval(), inputs if type(inputs) is tuple else (inputs,))
 
 
-def _made_up(m: nn.Module, size: tuple[int, ...]) -> Tensor:
+def _random_image(m: nn.Module, size: tuple[int, ...]) -> Tensor:
     p = next((p for p in m.parameters() if p.is_floating_point()), torch.empty(0))
     return torch.empty(1, in_channels(m), *size, device=p.device, dtype=p.dtype).uniform_(-1, 1)
 
 
 def in_channels(m: nn.Module) -> int:
-    "Return the channels of the first convolution over images; raise `ModelError` when there is none."
+    "Return the input channels of the first 2-d convolution; raise `ModelError` without any."
     for layer in flatten_model(m):
         channels, weight = getattr(layer, 'in_channels', None), getattr(layer, 'weight', None)
         if isinstance(channels, int) and getattr(weight, 'ndim', 0) == 4:
@@ -395,10 +395,10 @@ def in_channels(m: nn.Module) -> int:
 
 def model_sizes(
     m: nn.Module,
-    size: tuple[int, ...] = (64, 64),  # height and width of the made-up image
-    inputs: Any = None,  # an example input, or a tuple of several, instead
+    size: tuple[int, ...] = (64, 64),  # height and width of the random image
+    inputs: Any = None,  # example input, or tuple of inputs, instead of the image
 ) -> list[Any]:
-    """Return the shape of each child's output; nested where the output is, None for a child that is not called.
+    """Return the shape of each child's output, nested like the output; None for a child not called.
 
     >>> model_sizes(nn.Sequential(nn.Linear(3, 2), nn.LSTM(2, 4)), inputs=torch.zeros(5, 1, 3))
     [torch.Size([5, 1, 2]), (torch.Size([5, 1, 4]), (torch.Size([1, 1, 4]), torch.Size([1, 1, 4])))]
@@ -409,14 +409,14 @@ def model_sizes(
 
 
 def _parts(m: nn.Module) -> list[nn.Module]:
-    "Return what a container holds, another module's children, or the module itself when it has none."
+    "Return the modules of a container, the children of a module, or the module itself."
     return list(m) if isinstance(m, (nn.Sequential, nn.ModuleList)) else list(m.children()) or [m]
 
 
 def num_features_model(m: nn.Module) -> int:
-    """Return the number of channels or features (dimension 1) that a model of images puts out.
+    """Return the number of channels or features (dimension 1) of the output of an image model.
 
-    It is tried on images of 32 to 2048 pixels, as some models need large ones.
+    The model is tried on images of 32 to 2048 pixels, as some models need large ones.
 
     >>> num_features_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 16, 40)))
     16
@@ -426,5 +426,5 @@ def num_features_model(m: nn.Module) -> int:
         try:
             return int(dummy_eval(m, (side, side)).shape[1])
         except RuntimeError:
-            pass  # too small for this model, maybe
+            pass  # the image may be too small for this model
     return int(dummy_eval(m, (2048, 2048)).shape[1])

@@ -1,4 +1,4 @@
-"""What all monitors have in common: they look every so often, measure, log what they saw and change nothing."""
+"""Base class of monitors: measure at an interval and log the values, without changing the run."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ SECONDS_IN = {'seconds': 1, 'minutes': 60, 'hours': 3600, 'days': 86400}
 
 
 class Monitor(Callback):
-    """Look at the run every so often and log what `measure` returns; by itself it measures nothing.
+    """Log the values of `measure` at an interval; the base class measures nothing.
 
-    A subclass defines `measure`, which returns numbers by name, and tells in `metric_names` what they mean. They go to
-    `learn.log`: each becomes a column of the history, averaged over the looks of the epoch, and reaches every logger;
-    the printed table stays as it is. Of names that begin with one of `latest`, the last value of the epoch counts.
-    A subclass whose numbers tell of the machine, and so differ from run to run, says `of_machine = True`: then they do
-    not count where two runs are compared (`learn.check_resume`, `learnkit.checkpoint.digest`).
-    It looks after the training batch that completes a multiple of `every`, counted from the Learner's start; with
-    epochs, when the training of an epoch is over, so that the values stand in the row of that epoch.
+    A subclass defines `measure`, which returns numbers by name, and describes the names in
+    `metric_names`. The numbers are passed to `learn.log`: each becomes a column of the history,
+    averaged over the measurements of the epoch, and reaches every logger; the printed table does
+    not change. For names that begin with an entry of `latest`, the last value of the epoch counts.
+    A subclass sets `of_machine = True` if its numbers depend on the machine and differ from run to
+    run: they are then left out of comparisons of runs (`learn.check_resume`,
+    `learnkit.checkpoint.digest`). The monitor measures after the training batch that completes a
+    multiple of `every`, counted from the Learner's start; for epochs, after the training of an
+    epoch, so that the values are in the row of that epoch.
 
-    Raises `TimeError` for an interval that is none, or in iterations. Checkpointed: how many intervals have passed.
+    Raises `TimeError` for an invalid interval and for iterations. Checkpointed: the number of
+    intervals passed.
 
     >>> from learnkit.testing import synth_learner
     >>> class Slope(Monitor):
@@ -42,14 +45,14 @@ class Monitor(Callback):
     """
 
     order, observer, run_valid, remove_on_find, remove_on_fetch = 100, True, False, True, True
-    metric_names: ClassVar[Mapping[str, str]] = {}  # logged name: meaning; {...} stands for a name
+    metric_names: ClassVar[Mapping[str, str]] = {}  # meanings by name; {...} is a placeholder
     latest: ClassVar[tuple[str, ...]] = ()  # prefixes of names that are not averaged: peaks, totals
-    of_machine: ClassVar[bool] = False  # what is logged differs from run to run
-    _passed = 0  # intervals that were over at the last look
+    of_machine: ClassVar[bool] = False  # whether the values differ from run to run
+    _passed = 0  # number of intervals passed at the last check
 
     def __init__(
         self,
-        every: int | str | Time = '10ba',  # from one look to the next; a plain number: batches
+        every: int | str | Time = '10ba',  # interval of measurements; an int counts batches
     ) -> None:
         super().__init__()
         self.every = as_time(every, 'ba')
@@ -60,65 +63,64 @@ class Monitor(Callback):
             )
 
     def measure(self) -> Mapping[str, Any]:
-        "Return what there is to log now: numbers, or tensors of one element, by name."
+        "Return the values to log, numbers or tensors of one element, by name."
         return {}
 
     def look(self) -> None:
-        "Measure, and log it."
+        "Measure, and log the values."
         for name, value in self.measure().items():
-            self.learn.log(
-                name, value, weight=None if name.startswith(self.latest) else 1, shown=False
-            )
+            weight = None if name.startswith(self.latest) else 1
+            self.learn.log(name, value, weight=weight, shown=False)
 
     def before_fit(self) -> None:
-        "Count intervals from where the Learner is."
+        "Count intervals from the Learner's current time."
         if not self.learn.fitting:
             return
         check_countable(self.learn, self.every)
         self._passed = self._intervals()
 
     def after_batch(self) -> None:
-        "Look, when it is due."
+        "Measure if due."
         if self.every.unit != 'ep' and self._is_due():
             self.look()
 
     def after_train(self) -> None:
-        "Look, when so many epochs are over."
+        "Measure if due, for intervals in epochs."
         if self.every.unit == 'ep' and self._is_due(ahead=1):
-            self.look()  # this one is counted a moment later
+            self.look()  # the epoch is counted after this event
 
     def _is_due(self, ahead: int = 0) -> bool:
-        "Tell, once, that an interval is over, or will be when `ahead` more units are."
+        "Return True once per interval, when it has passed, or will have after `ahead` more units."
         before, self._passed = self._passed, self._intervals(ahead)
         return self._passed > before
 
     def _intervals(self, ahead: int = 0) -> int:
-        "Return how many intervals are over since the Learner began."
+        "Return the number of intervals since the Learner's start."
         every, counters = self.every, self.learn.counters
-        if every.unit in ('ba', 'ep'):  # cheap, as it is asked at every batch
+        if every.unit in ('ba', 'ep'):  # a fast path, as this runs at every batch
             done = counters.batches if every.unit == 'ba' else counters.epochs
             return int((done + ahead) // every.value)
         now = self.learn.time
         return crossings(_BEGIN, now.replace(st=now.st + ahead) if ahead else now, every)
 
     def state_dict(self) -> dict[str, Any]:
-        "Return how many intervals have passed."
+        "Return the number of intervals passed."
         return {'passed': self._passed}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Go on from there."
+        "Restore the number of intervals passed."
         self._passed = sd['passed']
 
 
 def check_count(name: str, value: object, least: int = 1) -> int:
-    "Return a whole number; raise `OptionError` for anything else, and below `least`."
+    "Return an integer of `least` or more; raise `OptionError` for any other value."
     if isinstance(value, int) and not isinstance(value, bool) and value >= least:
         return value
     raise OptionError(f'{name}={value!r}: give a whole number, {least} or more.')
 
 
 def seconds_in(time_unit: str) -> int:
-    "Return the seconds in a unit of time; raise `OptionError` where there is none."
+    "Return the seconds in a unit of time; raise `OptionError` for an unknown unit."
     if isinstance(time_unit, str) and time_unit in SECONDS_IN:
         return SECONDS_IN[time_unit]
     raise OptionError(
@@ -128,6 +130,6 @@ def seconds_in(time_unit: str) -> int:
 
 
 def world_size() -> int:
-    "Return how many processes train together."
-    there = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if there else 1
+    "Return the number of ranks of the process group, 1 without one."
+    has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if has_group else 1

@@ -1,4 +1,4 @@
-"""What a callback watches: a column of the history, this epoch's value in it, and what is said when there is none."""
+"""Monitored values: find a column of the history, and read this epoch's value as a number."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from learnkit.data.dataloaders import evaluation_loaders
 
 __all__ = ['records', 'find_column', 'epoch_row', 'as_number']
 
-_OTHERS = {'fit', 'epoch', 'time'}  # what a row has besides values
+_OTHERS = {'fit', 'epoch', 'time'}  # columns of a row that are not values
 _LOGGED = " For what `learn.log` averages, give a function: `monitor=lambda learn: learn.history[-1]['...']`."
 
 
 def records(cb: Any) -> Any:
-    "Return the Recorder that a callback reads, or raise `MetricError`."
+    "Return the Recorder of a callback's Learner, or raise `MetricError`."
     found = recorder_of(cb.learn)
     if found is None:
         raise MetricError(f'{type(cb).__name__} reads the Recorder, and this Learner has none.')
@@ -28,7 +28,7 @@ def records(cb: Any) -> Any:
 
 
 def find_column(cb: Any, monitor: str) -> int | None:
-    "Return the place of a column, None for one that was logged in an earlier fit; raise `MetricError` without any."
+    "Return the index of a column, None if only an earlier fit logged it; raise `MetricError` if unknown."
     recorder = records(cb)
     names = _columns(recorder)
     if monitor not in names:
@@ -53,7 +53,7 @@ def _columns(recorder: Any) -> list[str]:
 
 
 def _rows(learn: Any, recorder: Any) -> list[dict[str, Any]]:
-    "The history, also where a fit is about to be resumed and it is still in the checkpoint."
+    "Return the history; for a fit being resumed also the history in the checkpoint."
     resumed = learn.run.resume
     if resumed is None:
         return list(recorder.history)
@@ -62,16 +62,17 @@ def _rows(learn: Any, recorder: Any) -> list[dict[str, Any]]:
 
 
 def epoch_row(cb: Any) -> dict[str, Any] | None:
-    "Return this epoch's row of the history; an epoch that was skipped has none."
+    "Return this epoch's row of the history, or None if the epoch was skipped."
     recorder = records(cb)
-    row = recorder.history[-1] if recorder.history else {}
-    return (
-        row if (row.get('fit'), row.get('epoch')) == (recorder.n_fits - 1, cb.learn.epoch) else None
-    )
+    if not recorder.history:
+        return None
+    row = recorder.history[-1]
+    is_current = (row.get('fit'), row.get('epoch')) == (recorder.n_fits - 1, cb.learn.epoch)
+    return row if is_current else None
 
 
 def as_number(cb: Any, monitor: Any, value: Any) -> float | None:
-    "Return a value as a number, None where it has no meaning; raise `MetricError` for what is none."
+    "Return a value as a float, or None for None and NaN; raise `MetricError` for other types."
     if value is None:
         return None
     if isinstance(value, (Tensor, np.ndarray)) and math.prod(value.shape) == 1:

@@ -1,6 +1,6 @@
-"""Where NaN and infinity come from: which entry of a batch, which of its samples, which parameter, which module.
+"""Search for the origin of NaN and infinity: entries of a batch, samples, parameters, modules.
 
-Nothing here runs before something has gone wrong, so that it may be slow."""
+These functions run only after a value that is not finite was found, so they may be slow."""
 
 from __future__ import annotations
 
@@ -19,75 +19,76 @@ from learnkit.core.random import preserved_rng
 __all__ = [
     'all_finite',
     'is_finite',
-    'listed_few',
+    'format_few',
     'named_parameters',
-    'samples_of',
-    'samples_told',
-    'why_not_finite',
-    'bad_gradients',
+    'sample_indices',
+    'describe_samples',
+    'explain_nonfinite',
+    'find_bad_gradients',
 ]
 
 
-# What is finite
+# -- checks ----------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def all_finite(
-    tensors: list[Tensor],  # of one device; on a GPU the host waits for it
+    tensors: list[Tensor],  # tensors on one device; on a GPU the host waits for the result
 ) -> bool:
-    """Tell whether every number in a list of tensors is finite, in one look.
+    """Return True if every number in a list of tensors is finite, in one fused operation.
 
-    What a scaler asks of gradients is three times as fast as a norm; it multiplies them by 1.
+    The fused check of a gradient scaler is three times as fast as a norm; it multiplies by 1.
 
     >>> all_finite([torch.full((3,), 1e30)]), all_finite([torch.ones(2), torch.tensor([1., -torch.inf])])
     (True, False)
     """
     if not tensors:
         return True
-    mine, _, group = grouped(tensors)
-    dense = [t._values() if t.is_sparse else t for t in mine]
-    found, one = torch.zeros(1, device=dense[0].device), torch.ones(1, device=dense[0].device)
+    local_tensors, _, group = grouped(tensors)
+    dense = [t._values() if t.is_sparse else t for t in local_tensors]
+    device = dense[0].device
+    found, one = torch.zeros(1, device=device), torch.ones(1, device=device)
     try:
         torch._amp_foreach_non_finite_check_and_unscale_(dense, found, one)
     except (RuntimeError, NotImplementedError):
-        found.fill_(not all(map(is_finite, dense)))  # or of several devices
+        found.fill_(not all(map(is_finite, dense)))  # other types, or tensors on several devices
     if group is not None:
         torch.distributed.all_reduce(found, group=group)
     return not found.item()
 
 
 def is_finite(value: Any) -> bool:
-    "Tell whether every number in a nested structure is finite; what is no floating-point tensor is."
-    seen: list[bool] = []
+    "Return True if all floating-point and complex numbers in a nested structure are finite."
+    results: list[bool] = []
 
-    def look(t: Tensor) -> Tensor:
+    def check(t: Tensor) -> Tensor:
         t = local(t)
-        seen.append(not (t.is_floating_point() or t.is_complex()) or bool(t.isfinite().all()))
+        results.append(not (t.is_floating_point() or t.is_complex()) or bool(t.isfinite().all()))
         return t
 
-    map_tensors(value, look)
-    return all(seen)
+    map_tensors(value, check)
+    return all(results)
 
 
-# Names
+# -- names -----------------------------------------------------------------------------------------
 
 
 def named_parameters(learn: Any) -> dict[str, nn.Parameter]:
-    "Return the parameters of model and loss function by name, and what else the optimizer has."
+    "Return all parameters of model, loss function and optimizer, by name."
     found = dict(learn.model.named_parameters())
     known = {id(p) for p in found.values()}
     if isinstance(learn.loss_func, nn.Module):
-        own = learn.loss_func.named_parameters()
-        found |= {f'loss_func.{name}': p for name, p in own if id(p) not in known}
+        loss_params = learn.loss_func.named_parameters()
+        found |= {f'loss_func.{name}': p for name, p in loss_params if id(p) not in known}
         known = {id(p) for p in found.values()}
-    others = (
-        [p for p in learn.opt.parameters() if id(p) not in known] if learn.opt is not None else []
-    )
-    return found | {f'{i} outside the model': p for i, p in enumerate(others)}
+    if learn.opt is not None:
+        others = [p for p in learn.opt.parameters() if id(p) not in known]
+        found |= {f'{i} outside the model': p for i, p in enumerate(others)}
+    return found
 
 
-def bad_gradients(learn: Any) -> list[str]:
-    "Return the names of the parameters whose gradient is not finite."
+def find_bad_gradients(learn: Any) -> list[str]:
+    "Return the names of the parameters whose gradients are not finite."
     return [
         name
         for name, p in named_parameters(learn).items()
@@ -95,70 +96,73 @@ def bad_gradients(learn: Any) -> list[str]:
     ]
 
 
-def listed_few(items: list[Any], most: int = 5) -> str:
-    """Write a list, and of a long one the beginning.
+def format_few(items: list[Any], most: int = 5) -> str:
+    """Return the first items of a list as a string, with the number of further items.
 
-    >>> listed_few([3, 1, 2]), listed_few(list('abcdefg'), 2)
+    >>> format_few([3, 1, 2]), format_few(list('abcdefg'), 2)
     ('3, 1, 2', 'a, b and 5 more')
     """
-    return ', '.join(map(str, items[:most])) + (
-        f' and {len(items) - most} more' if len(items) > most else ''
-    )
+    text = ', '.join(map(str, items[:most]))
+    return f'{text} and {len(items) - most} more' if len(items) > most else text
 
 
-def samples_of(learn: Any) -> list[int] | None:
-    "Return the data set's indices of the batch at hand, None where they are not known."
+def sample_indices(learn: Any) -> list[int] | None:
+    "Return the data-set indices of the current batch, None if unknown."
     passes = getattr(learn, 'passes', None)
     return None if passes is None else passes.indices(learn)
 
 
-# What is to blame
+# -- origin ----------------------------------------------------------------------------------------
 
 
-def why_not_finite(
-    learn: Any,  # within a batch, after its loss
+def explain_nonfinite(
+    learn: Any,  # a Learner within a batch, after its loss
 ) -> str:
-    """Say in a sentence or two where the loss's NaN or infinity comes from.
+    """Return the origin of the loss's NaN or infinity in a sentence or two.
 
-    In this order: entries of the batch as the loader gave it, with the samples; the same as callbacks left it;
-    parameters and buffers; and else the first module to return it, found by a second forward pass with the same random
-    numbers, after which buffers are as before.
+    The search checks, in this order: the batch as the loader gave it, with its samples; the batch
+    as callbacks left it; parameters and buffers; and the outputs of modules in a second forward
+    pass with the same random numbers, after which buffers are restored.
     """
-    indices = samples_of(learn)
+    indices = sample_indices(learn)
     if learn.loss.isfinite():
         return f'The loss function gave {learn.loss.item():g}: a callback has changed it since.'
-    if blamed := bad_data(learn, indices) or bad_weights(learn):
-        return f'Not finite: {listed_few(blamed)}.'
+    names = find_bad_data(learn, indices) or find_bad_weights(learn)
+    if names:
+        return f'Not finite: {format_few(names)}.'
     if is_finite(learn.__dict__.get('pred')):
         text = f'Inputs, targets and predictions are finite: see the loss function, {name_of(learn.loss_func)}.'
     else:
-        text = f'Not finite: {first_bad_module(learn) or "the predictions"}.'
-    return text + samples_told(learn)
+        text = f'Not finite: {find_bad_module(learn) or "the predictions"}.'
+    return text + describe_samples(learn)
 
 
-def samples_told(learn: Any) -> str:
-    "Say which samples the batch has, where that is known."
-    indices = samples_of(learn)
-    return f' The batch has the samples {listed_few(indices)} of the data set.' if indices else ''
+def describe_samples(learn: Any) -> str:
+    "Return a sentence with the samples of the batch, or '' if unknown."
+    indices = sample_indices(learn)
+    return f' The batch has the samples {format_few(indices)} of the data set.' if indices else ''
 
 
-def bad_data(learn: Any, indices: list[int] | None) -> list[str]:
-    "Name the entries of the batch that are not finite, each with its samples."
+def find_bad_data(learn: Any, indices: list[int] | None) -> list[str]:
+    "Return the entries of the batch that are not finite, each with its samples."
     form = form_of(learn.dls, learn.dl_name)
     raw = (
         form.split(learn.batch, predicting=True)
         if learn.batch is not None
         else (learn.xb, learn.yb)
     )
-    if blamed := [name + where(rows, indices) for name, rows in bad_entries(*raw)]:
-        return blamed
+    bad = [name + describe_rows(rows, indices) for name, rows in iter_bad_entries(*raw)]
+    if bad:
+        return bad
     whole = 'microbatch' if learn.microbatch else 'batch'
-    left = bad_entries(learn.xb, learn.yb)
-    return [f'{name}{where(rows, None, whole)}, as a callback left it' for name, rows in left]
+    entries = iter_bad_entries(learn.xb, learn.yb)
+    return [
+        f'{name}{describe_rows(rows, None, whole)}, as a callback left it' for name, rows in entries
+    ]
 
 
-def bad_entries(xb: tuple[Any, ...], yb: tuple[Any, ...]) -> Iterator[tuple[str, list[int]]]:
-    "Yield the names of the entries of a batch that are not finite, with their rows where rows are samples."
+def iter_bad_entries(xb: tuple[Any, ...], yb: tuple[Any, ...]) -> Iterator[tuple[str, list[int]]]:
+    "Yield name and rows of each entry of a batch that is not finite; rows are [] if not samples."
     try:
         bs = find_bs(xb, yb)
     except BatchError:
@@ -167,69 +171,64 @@ def bad_entries(xb: tuple[Any, ...], yb: tuple[Any, ...]) -> Iterator[tuple[str,
         *((f'input {i}', x) for i, x in enumerate(xb)),
         *((f'target {i}', y) for i, y in enumerate(yb)),
     ]
-    for name, value in (part for entry in entries for part in parts_of(*entry)):
+    leaves = (leaf for entry in entries for leaf in iter_leaves(*entry))
+    for name, value in leaves:
         if is_finite(value):
             continue
         if is_sample_list(value, bs):
             yield name, [i for i, sample in enumerate(value) if not is_finite(sample)]
             continue
-        by_row = (
+        has_rows = (
             isinstance(value, Tensor) and not value.is_sparse and value.ndim and len(value) == bs
         )
-        yield (
-            name,
-            (~value.isfinite()).reshape(bs, -1).any(1).nonzero().flatten().tolist()
-            if by_row
-            else [],
-        )
+        if has_rows:
+            is_bad = (~value.isfinite()).reshape(bs, -1).any(1)
+            yield name, is_bad.nonzero().flatten().tolist()
+        else:
+            yield name, []
 
 
-def parts_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def iter_leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     "Yield a value, or the entries of a mapping one by one."
     if not isinstance(value, Mapping):
         yield name, value
     else:
         for k, v in value.items():
-            yield from parts_of(f'{name}[{k!r}]', v)
+            yield from iter_leaves(f'{name}[{k!r}]', v)
 
 
-def where(rows: list[int], indices: list[int] | None, whole: str = 'batch') -> str:
-    "Say which samples it is, by the data set's indices or by their rows."
+def describe_rows(rows: list[int], indices: list[int] | None, whole: str = 'batch') -> str:
+    "Return the samples of some rows as a phrase, by data-set indices or by rows."
     if not rows:
         return ''
     s = 's' * (len(rows) > 1)
     if not indices or rows[-1] >= len(indices):
-        return f' in row{s} {listed_few(rows)} of the {whole}'
-    return f' in sample{s} {listed_few([indices[r] for r in rows])} of the data set (row{s} {listed_few(rows)})'
+        return f' in row{s} {format_few(rows)} of the {whole}'
+    return f' in sample{s} {format_few([indices[r] for r in rows])} of the data set (row{s} {format_few(rows)})'
 
 
-def bad_weights(learn: Any) -> list[str]:
-    "Name the parameters that are not finite, and the buffers with NaN: infinite ones may be meant, in a mask."
+def find_bad_weights(learn: Any) -> list[str]:
+    "Return the parameters that are not finite, and buffers with NaN: a mask may be infinite."
     bad = [f'parameter {name}' for name, p in named_parameters(learn).items() if not is_finite(p)]
     return bad + [f'buffer {name}' for name, b in learn.model.named_buffers() if b.isnan().any()]
 
 
-def first_bad_module(learn: Any) -> str | None:
-    "Run the forward pass again and name the first module that returns, or is given, what is not finite."
+def find_bad_module(learn: Any) -> str | None:
+    "Run the forward pass again; return the first module with an output that is not finite."
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return None  # the others do not join in
+        return None  # the other ranks do not join the forward pass
     model, found = bare_model(learn.model), list[str]()
     names = {m: name for name, m in model.named_modules()}
 
-    def look(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+    def check_output(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         if found or is_finite(out):
             return
-        name = (
-            f'{names[module]} ({type(module).__name__})'
-            if names[module]
-            else f'the model, {type(module).__name__}'
-        )
-        came_in = not is_finite((args, kwargs))
-        found.append(
-            f'what is given to {name}, made outside of any module'
-            if came_in
-            else f'the output of {name}'
-        )
+        kind = type(module).__name__
+        name = f'{names[module]} ({kind})' if names[module] else f'the model, {kind}'
+        if is_finite((args, kwargs)):
+            found.append(f'the output of {name}')
+        else:
+            found.append(f'what is given to {name}, made outside of any module')
 
     hooks = []
     buffers = [
@@ -238,14 +237,14 @@ def first_bad_module(learn: Any) -> str | None:
         for key, b in m._buffers.items()
         if b is not None
     ]
-    # it would be compiled anew with the hooks
+    # the compiled call would be recompiled because of the hooks
     compiled = vars(model).pop('_compiled_call_impl', None)
     try:
-        hooks += [m.register_forward_hook(look, with_kwargs=True) for m in names]
+        hooks += [m.register_forward_hook(check_output, with_kwargs=True) for m in names]
         with torch.no_grad(), preserved_rng(), learn.contexts('forward'):
             apply_model(model, learn.xb)
     except Exception:
-        pass  # this is but a help: what went wrong is told without it
+        pass  # the message does without the name of a module
     finally:
         if compiled is not None:
             model._compiled_call_impl = compiled

@@ -1,4 +1,4 @@
-"""A guard against NaN and infinity: it looks at the loss, and at gradients, before they reach the weights."""
+"""Guard against NaN and infinity: check losses and gradients before they reach the weights."""
 
 from __future__ import annotations
 
@@ -13,13 +13,20 @@ from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.mixed_precision import MixedPrecision
 from learnkit.callbacks.nan_diagnosis import (
     all_finite,
-    bad_gradients,
-    listed_few,
+    describe_samples,
+    explain_nonfinite,
+    find_bad_gradients,
+    format_few,
     named_parameters,
-    samples_told,
-    why_not_finite,
 )
-from learnkit.callbacks.rollback import Slot, Snapshot, put_back, refilled, slots_of, take_snapshot
+from learnkit.callbacks.rollback import (
+    Slot,
+    Snapshot,
+    copy_into,
+    find_buffers,
+    restore_snapshot,
+    take_snapshot,
+)
 from learnkit.core.errors import (
     CancelBatchException,
     CancelFitException,
@@ -33,13 +40,13 @@ from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback
 from learnkit.inference.gather import AsyncToCPU
 
-__all__ = ['GuardNonFinite', 'TerminateOnNaNCallback', 'say']
+__all__ = ['GuardNonFinite', 'TerminateOnNaNCallback', 'print_line']
 
 POLICIES = ('raise', 'skip', 'rollback', 'stop')
 
 
-def say(cb: Callback, text: str) -> None:
-    "Print a line, above the bar where there is one; under `no_logging()` nothing."
+def print_line(cb: Callback, text: str) -> None:
+    "Print a line above the progress bar; print nothing under `no_logging()`."
     if cb.learn.logger is noop:
         return
     from tqdm import tqdm
@@ -48,34 +55,39 @@ def say(cb: Callback, text: str) -> None:
 
 
 class GuardNonFinite(Callback):
-    """Act on a loss or a gradient that is NaN or infinite, before it reaches the weights or the recorded losses.
+    """Act on a loss or a gradient that is NaN or infinite, before it reaches the weights or the records.
 
-    `policy` says how:
+    `policy` is one of:
 
-    - 'raise' raises a `LossError`;
-    - 'skip' leaves out the batch, or the step where a gradient is at fault; `n_skipped` counts;
-    - 'rollback' goes back to a copy of weights, buffers and optimizer states in memory, made anew every
-      `snapshot_every`, and to the averages of `EMA`. Schedules, random numbers and data go on, so that what led there
-      is left behind. `n_rollbacks` counts; more than `max_rollbacks` to one copy raise a `LossError`;
-    - 'stop' ends the fit at once (as CancelFit does: after a NaN there is nothing to evaluate or to checkpoint).
+    - 'raise': raise a `LossError`;
+    - 'skip': skip the batch, or the step if a gradient is not finite; `n_skipped` counts;
+    - 'rollback': restore a copy of weights, buffers and optimizer states in memory, made every
+      `snapshot_every`, and the averages of `EMA`. Schedules, random numbers and data continue, so
+      that the batches that led there are left behind. `n_rollbacks` counts; more than
+      `max_rollbacks` to one copy raise a `LossError`;
+    - 'stop': end the fit at once (like CancelFit, without evaluation or checkpoint).
 
-    Weights are then those before the step, and the model's buffers (running statistics) those before the batch.
+    The weights are then as before the step, and the model's buffers (running statistics) as before
+    the batch.
 
-    The message says which batch it was and what is to blame: an input or target, with its samples by the data set's
-    indices, where the loader tells them; a parameter; or else the module that returned the first such value, found by
-    a second forward pass; the parameters whose gradients are at fault.
+    The message names the batch and the cause: an input or target, with the data-set indices of its
+    samples if the loader provides them; a parameter; otherwise the module that first returned such
+    a value, found by a second forward pass; the parameters whose gradients are not finite.
 
-    Each loss is looked at before its backward pass, and gradients once a step, those that are about to be used: of all
-    microbatches and accumulated batches, unscaled, SAM's second ones, before clipping. Those that overflow in fp16 are
-    the scaler's, which skips the step and lowers its scale. On the CPU this takes microseconds, and one reading of the
-    gradients. On a GPU each look waits for the device: with 'raise' and 'stop' there is one a step, at losses
-    and gradients together. `grads=False` looks at losses alone; on a GPU, with 'raise' and 'stop', then when they have
-    arrived, while the next batch is computed: one batch late, when the weights have it already. `every=1` looks before
-    the step on any device; `every=20` looks after twenty batches, at all their losses.
+    Each loss is checked before its backward pass. Gradients are checked once a step, as the
+    optimizer would use them: of all microbatches and accumulated batches, unscaled, SAM's second
+    ones, before clipping. Gradients that overflow in fp16 are handled by the scaler, which skips
+    the step and lowers its scale. On the CPU a check takes microseconds, and one pass over the
+    gradients. On a GPU each check waits for the device: 'raise' and 'stop' check once a step,
+    losses and gradients together. `grads=False` checks losses only. With 'raise' and 'stop' on a
+    GPU it checks them once they have arrived, while the next batch is computed: one batch late,
+    after the weights were updated. `every=1` checks before the step on any device; `every=20`
+    checks after twenty batches, all their losses.
 
-    Checkpointed: `n_skipped`, `n_rollbacks`, and the copy to go back to.
+    Checkpointed: `n_skipped`, `n_rollbacks`, and the copy of the weights.
 
-    Raises `OptionError` for bad options, and with 'rollback' `LossError` for weights that are not finite to begin with.
+    Raises `OptionError` for invalid options, and with 'rollback' `LossError` if the initial weights
+    are not finite.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=GuardNonFinite())
@@ -86,16 +98,16 @@ class GuardNonFinite(Callback):
     The loss is nan at batch 0 of epoch 0. Not finite: parameter b.
     """
 
-    # of a step: after SAM, accumulation and unscaling, before clipping
+    # order within a step: after SAM, accumulation and unscaling, before clipping
     order, run_valid, remove_on_find = MixedPrecision.order + 0.5, False, True
 
     def __init__(
         self,
         policy: str = 'raise',  # 'raise', 'skip', 'rollback' or 'stop'
-        grads: bool = True,  # look at the gradients too, before each step
-        every: int | None = None,  # batches from one look to the next; None: see above
+        grads: bool = True,  # whether to check the gradients too, before each step
+        every: int | None = None,  # number of batches between checks; None: see above
         snapshot_every: str | int | Time = '100ba',  # with 'rollback': copy interval; int: batches
-        max_rollbacks: int = 3,  # with 'rollback': the most times in a row to the same copy
+        max_rollbacks: int = 3,  # with 'rollback': limit of successive rollbacks to one copy
     ) -> None:
         if policy not in POLICIES:
             raise OptionError(
@@ -104,7 +116,7 @@ class GuardNonFinite(Callback):
         if every is not None and not _is_count(every, 1):
             raise OptionError(f'every={every!r}: give a number of batches, 1 or more, or None.')
         if every is not None and every > 1 and policy in ('skip', 'rollback'):
-            raise OptionError(f'policy={policy!r} looks at every batch: leave out every={every}.')
+            raise OptionError(f'policy={policy!r} checks every batch: leave out every={every}.')
         if not _is_count(max_rollbacks, 0):
             raise OptionError(
                 f'max_rollbacks={max_rollbacks!r}: give a number of times, 0 or more.'
@@ -114,57 +126,55 @@ class GuardNonFinite(Callback):
             raise OptionError(
                 f"snapshot_every={snapshot_every!r}: give batches, epochs, or minutes: '5m'."
             )
-        self.policy, self.grads, self.every, self.max_rollbacks = (
-            policy,
-            grads,
-            every,
-            max_rollbacks,
-        )
+        self.policy = policy
+        self.grads = grads
+        self.every = every
+        self.max_rollbacks = max_rollbacks
         self.n_skipped, self.n_rollbacks = 0, 0
         self._start()
 
     def _start(self) -> None:
-        "Forget what belongs to one fit."
-        self._told = False  # of a skipped batch
-        self._unseen: list[
-            tuple[int, Tensor]
-        ] = []  # batches, and whether their losses are finite, on their device
+        "Reset the state of one fit."
+        self._has_warned = False  # whether a skipped batch was reported
+        # batch index, and whether its loss is finite as a tensor on its device
+        self._unseen: list[tuple[int, Tensor]] = []
         self._arriving = AsyncToCPU()
-        self._leaving = False  # this batch or step is being left out
-        self._slots: list[Slot] = []  # of the buffers, and their values before this batch
-        self._before: list[Tensor] = []
-        self._good: Snapshot | None = None  # what 'rollback' goes back to
-        self._made: float = 0  # when that was made
-        self._since: float = 0  # when that was made, or last gone back to
-        self._in_a_row = 0  # how often it was gone back to
+        self._is_skipping = False  # whether the current batch or step is being skipped
+        self._slots: list[Slot] = []  # locations of the buffers
+        self._saved_buffers: list[Tensor] = []  # values of the buffers before this batch
+        self._snapshot: Snapshot | None = None  # copy that 'rollback' restores
+        self._made: float = 0  # time of the copy
+        self._since: float = 0  # time of the copy or of the latest rollback to it
+        self._in_a_row = 0  # number of rollbacks to the copy
 
     def before_fit(self) -> None:
-        "Start anew."
+        "Reset the guard."
         if self.learn.fitting:
             self._start()
 
     def before_train(self) -> None:
-        "Find the buffers that a forward pass may spoil."
+        "Find the buffers that a forward pass may change."
         keeps = self.policy != 'rollback' and (self.every or 1) == 1
-        self._slots, self._before = list(slots_of(self.learn).values()) if keeps else [], []
+        self._slots = list(find_buffers(self.learn).values()) if keeps else []
+        self._saved_buffers = []
 
     def before_batch(self) -> None:
-        "Keep what this batch may spoil."
+        "Copy the tensors that this batch may spoil."
         if self._slots:
             self._keep_buffers()
-        if self.policy == 'rollback' and self._good is None:
+        if self.policy == 'rollback' and self._snapshot is None:
             self._make_snapshot()
 
-    # -- looking -----------------------------------------------------------------------------------
+    # -- checks ------------------------------------------------------------------------------------
 
     def before_backward(self) -> None:
-        "Look at the loss, or note whether it is finite."
+        "Check the loss, or record whether it is finite for a later check."
         learn = self.learn
         if learn.run.repeating and learn.opt.needs_closure:
-            return  # a line search probes
+            return  # a line search tries steps that may be too long
         if learn.loss_grad.numel() != 1:
-            return  # the loop refuses it
-        # the one is recorded, the other is learned from
+            return  # the loop raises an error
+        # `loss` is recorded, `loss_grad` is differentiated: both have to be finite
         value = learn.loss + learn.loss_grad.detach()
         if not self._is_late(value.device.type):
             if learn.world.any(not math.isfinite(value.item())):
@@ -177,7 +187,7 @@ class GuardNonFinite(Callback):
             unseen.append((learn.iter, finite))
 
     def _is_late(self, device: str) -> bool:
-        "Tell whether losses are looked at later than before their backward pass."
+        "Return True if losses are checked later than before their backward pass."
         if self.policy in ('skip', 'rollback') or (
             self.every is None and self.learn.world.size > 1
         ):
@@ -187,93 +197,89 @@ class GuardNonFinite(Callback):
         return device != 'cpu' and (self.grads or self.every is None)
 
     def before_step(self) -> None:
-        "Look at the gradients, and at the losses that came with them."
-        if (
-            not self.grads
-            or self.learn.run.repeating
-            or (self._unseen and len(self._unseen) < (self.every or 1))
-        ):
+        "Check the gradients, and the losses that have not been checked."
+        if not self.grads or self.learn.run.repeating:
             return
-        self._look_at_rest(in_time=True)
+        if self._unseen and len(self._unseen) < (self.every or 1):
+            return
+        self._check_unseen(in_time=True)
         is_bad = not all_finite([p.grad for p in self.learn.step_parameters if p.grad is not None])
         if not self.learn.world.any(is_bad):
             return
-        self._act('' if self._told else self._why_gradients(), CancelStepException)
+        self._act('' if self._has_warned else self._explain_gradients(), CancelStepException)
 
     def after_cancel_step(self) -> None:
-        "Look at the losses of a step that was skipped, by a scaler for one."
+        "Check the losses of a skipped step, for example skipped by a scaler."
         if self.grads and not self.every:
-            self._look_at_rest(in_time=True)
-        self._leave_out()
+            self._check_unseen(in_time=True)
+        self._undo_skipped()
 
     def after_cancel_batch(self) -> None:
-        self._leave_out()
+        self._undo_skipped()
 
     def after_batch(self) -> None:
-        "Look at the losses that are due, and make a copy where one is."
+        "Check the losses that are due, and make a copy if one is due."
         if self._unseen:
             if self.every is not None:
-                due = len(self._unseen) >= self.every
+                is_due = len(self._unseen) >= self.every
             else:
-                due = not self.grads
-            if due and self.every is None:
-                self._look(self._arriving.put(self._unseen.pop()))
-            elif due:
-                self._look_at_rest()
-        if self._good is not None and self._now() - self._since >= self.snapshot_every.value:
+                is_due = not self.grads
+            if is_due and self.every is None:
+                self._check_losses(self._arriving.put(self._unseen.pop()))
+            elif is_due:
+                self._check_unseen()
+        if self._snapshot is not None and self._now() - self._since >= self.snapshot_every.value:
             self._make_snapshot()
 
     def after_train(self) -> None:
-        "Look at what is left."
-        self._look_at_rest()
+        "Check the remaining losses."
+        self._check_unseen()
 
-    def _look_at_rest(self, in_time: bool = False) -> None:
+    def _check_unseen(self, in_time: bool = False) -> None:
         unseen, self._unseen = self._unseen, []
         if unseen:
-            unseen = list(
-                zip(
-                    [i for i, _ in unseen], torch.stack([ok for _, ok in unseen]).cpu(), strict=True
-                )
-            )
-        self._look([*self._arriving.rest(), *unseen], in_time)
+            are_finite = torch.stack([finite for _, finite in unseen]).cpu()
+            unseen = list(zip([i for i, _ in unseen], are_finite, strict=True))
+        self._check_losses([*self._arriving.rest(), *unseen], in_time)
 
-    def _look(self, batches: list[tuple[int, Tensor]], in_time: bool = False) -> None:
+    def _check_losses(self, batches: list[tuple[int, Tensor]], in_time: bool = False) -> None:
         for i, finite in batches:
             if self.learn.world.any(not finite):
                 self._act_on_loss(i, in_time and i == self.learn.iter)
 
-    # -- acting ------------------------------------------------------------------------------------
+    # -- actions -----------------------------------------------------------------------------------
 
     def _act_on_loss(self, i: int, in_time: bool = True) -> None:
         learn = self.learn
         if not in_time:
             text = f'The loss was not finite at {self._place(i)} (seen at batch {learn.iter}).'
-        elif self._told:
-            text = ''  # nobody will read it
+        elif self._has_warned:
+            text = ''  # only the first skipped batch is reported
         else:
             value = learn.loss_grad if learn.loss.isfinite() else learn.loss
-            text = f'The loss is {value.item()} at {self._place(i)}. {why_not_finite(learn)}'
+            text = f'The loss is {value.item()} at {self._place(i)}. {explain_nonfinite(learn)}'
             if value.isfinite():
                 text = f'The loss of another process is not finite at {self._place(i)}.'
         self._act(text, CancelBatchException, in_time)
 
-    def _why_gradients(self) -> str:
-        blamed, at = listed_few(bad_gradients(self.learn)), self._place(self.learn.iter)
-        return f'The gradient of {blamed} is not finite at {at}.{samples_told(self.learn)}'
+    def _explain_gradients(self) -> str:
+        names = format_few(find_bad_gradients(self.learn))
+        place = self._place(self.learn.iter)
+        return f'The gradient of {names} is not finite at {place}.{describe_samples(self.learn)}'
 
     def _act(self, text: str, skip: type[Exception], in_time: bool = True) -> None:
         if self.policy in ('raise', 'stop') and in_time:
-            self._put_buffers_back()
+            self._restore_buffers()
         if self.policy == 'raise':
             raise LossError(text)
         if self.policy == 'stop':
-            say(self, f'{text} The fit ends here.')
+            print_line(self, f'{text} The fit ends here.')
             raise CancelFitException
         self._count(text)
-        self._leaving = True
+        self._is_skipping = True
         if skip is CancelBatchException:
             if self.learn.run.repeating:
-                self.learn.opt.zero_grad()  # of pieces of SAM's second pass
+                self.learn.opt.zero_grad()  # of the microbatches of SAM's second pass
             del self.learn.loss_grad  # a batch without one is not recorded
         raise skip
 
@@ -281,9 +287,9 @@ class GuardNonFinite(Callback):
         if self.policy == 'rollback':
             return self._count_rollback(text)
         self.n_skipped += 1
-        if not self._told:
+        if not self._has_warned:
             warn_user(f'{text} It is skipped, and so are others like it in this fit.')
-        self._told = True
+        self._has_warned = True
 
     def _count_rollback(self, text: str) -> None:
         age = Time(self._now() - self._made, self.snapshot_every.unit)
@@ -294,105 +300,102 @@ class GuardNonFinite(Callback):
                 'this again; they are there once more. Lower the learning rate, clip gradients, or see '
                 "what these batches have in common: policy='raise' and `Replay()` help."
             )
-        self.n_rollbacks, self._in_a_row = self.n_rollbacks + 1, self._in_a_row + 1
+        self.n_rollbacks += 1
+        self._in_a_row += 1
         warn_user(
-            f'{text} Weights and optimizer go back to what they were {age} before; training goes on with the '
+            f'{text} Weights and optimizer go back to what they were {age} before; training continues with the '
             'batches that follow.'
         )
 
-    def _leave_out(self) -> None:
-        "Undo what the batch has done already; whatever else it has perturbed (SAM) is back in place by now."
-        if not self._leaving:
+    def _undo_skipped(self) -> None:
+        "Undo the effects of a skipped batch; SAM has restored the weights by now."
+        if not self._is_skipping:
             return
-        self._leaving = False
+        self._is_skipping = False
         if self.policy == 'rollback':
             self._roll_back()
         else:
-            self._put_buffers_back()
+            self._restore_buffers()
 
     def _place(self, i: int) -> str:
         return f'batch {i} of epoch {self.learn.epoch}'
 
-    # -- buffers, when a batch is skipped ----------------------------------------------------------
+    # -- buffers of a skipped batch ----------------------------------------------------------------
 
     @torch.no_grad()
     def _keep_buffers(self) -> None:
-        now: Any = [store[key] for store, key in self._slots]
-        before = self._before
-        if len(before) == len(now) and all(
-            a.shape == b.shape for a, b in zip(before, now, strict=True)
-        ):
-            torch._foreach_copy_(before, now)
+        buffers: Any = [store[key] for store, key in self._slots]
+        saved = self._saved_buffers
+        has_shapes = len(saved) == len(buffers) and all(
+            a.shape == b.shape for a, b in zip(saved, buffers, strict=True)
+        )
+        if has_shapes:
+            torch._foreach_copy_(saved, buffers)
         else:
-            self._before = [b.clone() for b in now]
+            self._saved_buffers = [b.clone() for b in buffers]
 
     @torch.no_grad()
-    def _put_buffers_back(self) -> None:
-        for (store, key), value in zip(self._slots, self._before, strict=True):
-            store[key] = refilled(store[key], value)
+    def _restore_buffers(self) -> None:
+        for (store, key), value in zip(self._slots, self._saved_buffers, strict=True):
+            store[key] = copy_into(store[key], value)
 
-    # -- going back --------------------------------------------------------------------------------
+    # -- rollback ----------------------------------------------------------------------------------
 
     def _now(self) -> float:
         return self.learn.finished(self.snapshot_every.unit)
 
     def _make_snapshot(self) -> None:
-        "Copy what there is to go back to; not between batches whose gradients are added up, nor what is not finite."
+        "Copy the state for a rollback, unless gradients accumulate or weights are not finite."
         learn = self.learn
         if any(p.grad is not None for p in learn.opt.parameters()):
             return
         if not all_finite(list(learn.model.parameters())):
-            if self._good is None:
+            if self._snapshot is None:
                 bad = [
                     name for name, p in named_parameters(learn).items() if not p.isfinite().all()
                 ]
                 raise LossError(
-                    f'There is nothing to roll back to: not finite to begin with: {listed_few(bad)}.'
+                    f'There is nothing to roll back to: not finite to begin with: {format_few(bad)}.'
                 )
             return
-        self._good = None  # first, for there may be no room for both
-        self._good, self._made, self._since, self._in_a_row = (
-            take_snapshot(learn),
-            self._now(),
-            self._now(),
-            0,
-        )
+        self._snapshot = None  # free the old copy first: memory may not hold two
+        self._snapshot = take_snapshot(learn)
+        self._made = self._since = self._now()
+        self._in_a_row = 0
 
     def _roll_back(self) -> None:
         learn = self.learn
-        assert self._good is not None  # made before the first batch
-        put_back(learn, self._good)
+        assert self._snapshot is not None  # made before the first batch
+        restore_snapshot(learn, self._snapshot)
         learn.opt.zero_grad()
-        for cb in learn.cbs:  # samples that wait for their step met other weights
+        for cb in learn.cbs:  # accumulated gradients are of other weights
             if isinstance(cb, GradientAccumulation):
                 cb._drop()
         self._since = self._now()
 
     def cleanup(self) -> None:
-        "Let go of losses and copies."
+        "Drop losses and copies."
         self._start()
 
     # -- checkpoints -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        "Return the counts, and the copy that there is to go back to."
+        "Return the counts, and the copy for a rollback."
         return {
             'n_skipped': self.n_skipped,
             'n_rollbacks': self.n_rollbacks,
             'in_a_row': self._in_a_row,
             'made': self._made,
             'since': self._since,
-            'good': self._good,
+            'good': self._snapshot,
         }
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Go on counting, with the same copy to go back to."
-        self.n_skipped, self.n_rollbacks, self._in_a_row = (
-            sd['n_skipped'],
-            sd['n_rollbacks'],
-            sd['in_a_row'],
-        )
-        self._made, self._since, self._good = sd['made'], sd['since'], sd['good']
+        "Restore the counts, and the copy for a rollback."
+        self.n_skipped = sd['n_skipped']
+        self.n_rollbacks = sd['n_rollbacks']
+        self._in_a_row = sd['in_a_row']
+        self._made, self._since, self._snapshot = sd['made'], sd['since'], sd['good']
 
 
 class TerminateOnNaNCallback(GuardNonFinite):
@@ -404,8 +407,8 @@ class TerminateOnNaNCallback(GuardNonFinite):
 
     def __init__(
         self,
-        grads: bool = False,  # look at the gradients too
-        every: int | None = None,  # batches between looks; None: each, on a GPU one batch late
+        grads: bool = False,  # whether to check the gradients too
+        every: int | None = None,  # batches between checks; None: each, on a GPU one batch late
     ) -> None:
         super().__init__('stop', grads, every)
 

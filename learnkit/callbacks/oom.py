@@ -1,4 +1,4 @@
-"""Where the memory went: a report when it ran out, and a recording of what was allocated over a few batches."""
+"""Callbacks for GPU memory: a report after an out-of-memory error, and a record of allocations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from learnkit.callbacks.nan_guard import say
+from learnkit.callbacks.nan_guard import print_line
 from learnkit.core.batch import describe
 from learnkit.core.errors import OptionError
 from learnkit.core.files import atomic_write, check_writable
@@ -26,14 +26,16 @@ __all__ = ['MemorySnapshot', 'OOMObserver', 'biggest_tensors', 'write_snapshot']
 
 
 class OOMObserver(Callback):
-    """Write a report when memory runs out, on a GPU or on the CPU: `<folder>/oom-batch-<n>.txt`.
+    """Write a report on an out-of-memory error, on a GPU or on the CPU: `<folder>/oom-batch-<n>.txt`.
 
-    It says where it happened, the batch's shapes, torch's memory summary of each GPU that is in use, and the biggest
-    tensors that are alive, by the names they have in the model and the optimizer. `report` is its path. The error goes
-    on unchanged. Tensors are found by the garbage collector: those that only autograd keeps for the backward pass have
-    no Python object, and are the difference to what the summary says is allocated.
+    The report has the place of the error, the shapes of the batch, torch's memory summary of each
+    GPU in use, and the biggest live tensors, by their names in the model and the optimizer.
+    `report` is its path. The error is raised unchanged. Tensors are found by the garbage collector.
+    Tensors that only autograd keeps for the backward pass have no Python object, and make up the
+    difference to the allocated memory in the summary.
 
-    Until then it costs nothing. Raises `OptionError` before training when the folder cannot be written.
+    The callback costs nothing before an error. Raises `OptionError` before training if the folder
+    cannot be written.
 
     >>> import tempfile
     >>> from learnkit.testing import synth_learner
@@ -53,26 +55,24 @@ class OOMObserver(Callback):
 
     def __init__(
         self,
-        folder: str | Path = 'oom',  # below `learn.path`, or an absolute path
-        n_tensors: int = 30,  # how many of the biggest tensors are listed
+        folder: str | Path = 'oom',  # path below `learn.path`, or an absolute path
+        n_tensors: int = 30,  # number of biggest tensors to list
     ) -> None:
-        self.folder, self.n_tensors, self.report = (
-            _folder(folder),
-            _positive('n_tensors', n_tensors),
-            None,
-        )
+        self.folder = _check_folder_name(folder)
+        self.n_tensors = _check_positive('n_tensors', n_tensors)
+        self.report = None
 
     def before_fit(self) -> None:
-        "See that the report can be written."
+        "Check that the report can be written."
         if self.learn.fitting and self.learn.world.is_first:
             _check_folder(self.learn.path / self.folder)
 
     def after_error(self) -> None:
-        "Write the report, if memory is what is missing."
+        "Write the report if the error is out of memory."
         learn = self.learn
         if not isinstance(learn.error, RuntimeError) or not is_out_of_memory(learn.error):
             return
-        path = _free(learn.path / self.folder / f'oom-batch-{learn.time.ba}.txt')
+        path = _unused_path(learn.path / self.folder / f'oom-batch-{learn.time.ba}.txt')
         with atomic_write(path) as tmp:
             tmp.write_text('\n'.join(self._lines()), 'utf-8')
         self.report = path
@@ -80,9 +80,8 @@ class OOMObserver(Callback):
     def _lines(self) -> Iterator[str]:
         learn = self.learn
         device = model_device(learn.model, learn.dls)
-        phase = {'train': 'training', 'valid': 'evaluation', 'predict': 'prediction'}.get(
-            learn.phase, learn.phase
-        )
+        phases = {'train': 'training', 'valid': 'evaluation', 'predict': 'prediction'}
+        phase = phases.get(learn.phase, learn.phase)
         yield (
             f'Out of memory: batch {learn.iter} of epoch {learn.epoch}, in {phase}, {type(learn.model).__name__} on '
             f'{device}'
@@ -92,7 +91,8 @@ class OOMObserver(Callback):
         yield f'\nInputs:  {describe(learn.xb)}\nTargets: {describe(learn.yb)}'
         if learn.microbatch:
             yield f'Microbatches of {learn.microbatch}'
-        yield f'\nThe biggest of the tensors that are alive:\n{_rows(learn, self.n_tensors)}'
+        table = _format_biggest(learn, self.n_tensors)
+        yield f'\nThe biggest of the tensors that are alive:\n{table}'
         if torch.cuda.is_initialized():
             for i in range(torch.cuda.device_count()):
                 if torch.cuda.memory_reserved(i):
@@ -101,69 +101,66 @@ class OOMObserver(Callback):
 
 
 def biggest_tensors(
-    n: int = 30,  # how many
+    n: int = 30,  # number of blocks
 ) -> list[tuple[int, list[Tensor]]]:
-    """Return the biggest pieces of memory that tensors hold: (bytes, the tensors in it), the biggest first.
+    """Return the biggest memory blocks of tensors as (bytes, tensors in the block), biggest first.
 
-    Tensors that share memory, as views do, are one piece.
+    Tensors that share memory, such as views, are in one block.
 
     >>> x = torch.zeros(1000, 1000)
     >>> size, tensors = next((s, ts) for s, ts in biggest_tensors(1000) if any(t is x for t in ts))
     >>> size
     4000000
     """
-    pieces: dict[tuple[str, int], tuple[int, list[Tensor]]] = {}
+    blocks: dict[tuple[str, int], tuple[int, list[Tensor]]] = {}
     for o in gc.get_objects():
         if not issubclass(type(o), Tensor):
-            continue  # not isinstance: a proxy would be asked, and might do things
-        # gradients are not all known to gc
+            continue  # isinstance would call the code of a proxy
+        # the garbage collector does not know all gradients
         tensors = [o] if o.grad_fn is not None or o.grad is None else [o, o.grad]
         for t in tensors:
-            if (place := _place(t)) is not None:
-                pieces.setdefault(place[:2], (place[2], []))[1].append(t)
-    unique = [(size, list({id(t): t for t in ts}.values())) for size, ts in pieces.values()]
-    return sorted(unique, key=lambda piece: -piece[0])[:n]
+            memory = _find_memory(t)
+            if memory is not None:
+                device, address, size = memory
+                blocks.setdefault((device, address), (size, []))[1].append(t)
+    unique = [(size, list({id(t): t for t in ts}.values())) for size, ts in blocks.values()]
+    return sorted(unique, key=lambda block: -block[0])[:n]
 
 
-def _place(t: Tensor) -> tuple[str, int, int] | None:
-    "Return the device, address and size of a tensor's memory; None for one without any of its own."
+def _find_memory(t: Tensor) -> tuple[str, int, int] | None:
+    "Return device, address and size of a tensor's memory; None for a tensor without memory."
     try:
         storage = t.untyped_storage()
         if storage.device.type == 'meta' or not storage.nbytes():
-            return None  # a compiler's fake tensors among them
+            return None  # such as fake tensors of a compiler
         return str(t.device), storage.data_ptr(), storage.nbytes()
     except (NotImplementedError, RuntimeError, ValueError):
-        return None  # sparse, lazy
+        return None  # sparse and lazy tensors
 
 
-def _rows(learn: Any, n: int) -> str:
-    names = dict(_names(learn))
+def _format_biggest(learn: Any, n: int) -> str:
+    names = dict(_name_tensors(learn))
     rows = [('MiB', 'Device', 'Type', 'Shape', 'What')]
     for size, ts in biggest_tensors(n):
         t = max(ts, key=Tensor.numel)
-        known = [names[id(o)] for o in ts if id(o) in names]
-        what = ', '.join(known) if known else 'part of a graph' if t.grad_fn is not None else ''
-        rows.append(
-            (
-                f'{size / 2**20:,.2f}',
-                str(t.device),
-                str(t.dtype).removeprefix('torch.'),
-                ' x '.join(map(str, t.shape)) or 'scalar',
-                what,
-            )
-        )
+        what = ', '.join(names[id(o)] for o in ts if id(o) in names)
+        if not what and t.grad_fn is not None:
+            what = 'part of a graph'
+        mib = f'{size / 2**20:,.2f}'
+        dtype = str(t.dtype).removeprefix('torch.')
+        shape = ' x '.join(map(str, t.shape)) or 'scalar'
+        rows.append((mib, str(t.device), dtype, shape, what))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return '\n'.join(
-        '  '.join(
-            c.rjust(w) if not i else c.ljust(w)
-            for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
+    lines = []
+    for first, *others in rows:
+        cells = [first.rjust(widths[0])]
+        cells += [c.ljust(w) for c, w in zip(others, widths[1:], strict=True)]
+        lines.append('  '.join(cells).rstrip())
+    return '\n'.join(lines)
 
 
-def _names(learn: Any) -> Iterator[tuple[int, str]]:
-    "Yield the ids of the tensors that have a name in the model, the optimizer or the batch."
+def _name_tensors(learn: Any) -> Iterator[tuple[int, str]]:
+    "Yield ids and names of the tensors of the model, the optimizer and the batch."
     names = {p: name for name, p in learn.model.named_parameters()}
     for p, name in names.items():
         yield id(p), f'parameter {name}'
@@ -185,15 +182,15 @@ def _names(learn: Any) -> Iterator[tuple[int, str]]:
 
 
 class MemorySnapshot(Callback):
-    """Record what is allocated and freed on the GPU over a few batches, each with the lines of code that did it.
+    """Record GPU allocations over a few batches, each with the lines of code that made it.
 
-    After `skip_batches` batches of the fit it records for `interval` and writes two files to `folder`:
-    `memory-batch-<n>.html`, a picture over time that opens in a browser (which fetches torch's viewer from the net),
-    and `.json`, the same in plain text. `files` has their paths. It records once in the life of the Learner; an error,
-    out of memory above all, ends the recording, and what was recorded is written.
+    After `skip_batches` batches of the fit the callback records for `interval` and writes two files
+    to `folder`: `memory-batch-<n>.html`, a plot over time for a browser (which downloads torch's
+    viewer), and `.json`, the same data. `files` has their paths. A Learner records once. An error,
+    such as out of memory, ends the recording, and the record so far is written.
 
-    On another device there is nothing to record: it says so and does nothing. Raises `OptionError` and `TimeError` for
-    bad options. Checkpointed: whether it has recorded.
+    On other devices the callback prints a line and does nothing. Raises `OptionError` and
+    `TimeError` for invalid options. Checkpointed: whether the recording is done.
 
     >>> MemorySnapshot(interval='3ba').interval
     Time('3ba')
@@ -205,45 +202,43 @@ class MemorySnapshot(Callback):
 
     def __init__(
         self,
-        skip_batches: int = 1,  # batches of the fit before it begins: the first ones differ
-        interval: int | str | Time = '3ba',  # how long it records; a plain number counts batches
-        folder: str | Path = 'memory',  # below `learn.path`, or an absolute path
-        max_entries: int = 100_000,  # the most events that are kept: the last ones
+        skip_batches: int = 1,  # number of batches before recording: the first ones differ
+        interval: int | str | Time = '3ba',  # duration of the recording; an int counts batches
+        folder: str | Path = 'memory',  # path below `learn.path`, or an absolute path
+        max_entries: int = 100_000,  # largest number of events to keep: the last ones
     ) -> None:
         if not isinstance(skip_batches, int) or skip_batches < 0:
             raise OptionError(
                 f'skip_batches={skip_batches!r}: give a number of batches, 0 or more.'
             )
         self.skip_batches, self.interval = skip_batches, as_time(interval, 'ba')
-        self.folder, self.max_entries = _folder(folder), _positive('max_entries', max_entries)
+        self.folder = _check_folder_name(folder)
+        self.max_entries = _check_positive('max_entries', max_entries)
         self.files, self._is_done = [], False
-        self._since: Any = None  # when recording began; None: it does not record
-        self._to_skip = (
-            0  # batches still to come before it begins; -1: nothing to record in this fit
-        )
+        self._since: Any = None  # time when recording began; None: not recording
+        self._to_skip = 0  # number of batches before recording; -1: no recording in this fit
 
     def before_fit(self) -> None:
-        "See that there is something to record, and that it can be written."
+        "Check the device and the folder."
         if not self.learn.fitting:
             return
-        device = getattr(self.learn.dls, 'device', None) or model_device(
-            self.learn.model, self.learn.dls
-        )
+        device = getattr(self.learn.dls, 'device', None)
+        device = device or model_device(self.learn.model, self.learn.dls)
         self._to_skip = -1
         if self._is_done:
             return
         if torch.device(device).type != 'cuda':
-            say(
+            print_line(
                 self,
                 f'MemorySnapshot records the memory of CUDA devices; on {device} there is nothing to record.',
             )
             return
         if self.learn.world.is_first:
-            _check_folder(self.learn.path / self.folder)  # it comes and goes
+            _check_folder(self.learn.path / self.folder)
         self._to_skip = self.skip_batches
 
     def before_batch(self) -> None:
-        "Begin, once it is time."
+        "Begin the recording when due."
         if self._to_skip or self._since is not None:
             return
         torch.cuda.memory._record_memory_history(
@@ -252,67 +247,65 @@ class MemorySnapshot(Callback):
         self._since = self.learn.time
 
     def after_batch(self) -> None:
-        "Count batches, and end, once it is time."
+        "Count batches, and end the recording when due."
         if self._since is None:
             self._to_skip -= self._to_skip > 0
         elif self.learn.time - self._since >= self.interval:
             self._end()
 
     def cleanup(self) -> None:
-        "End with the fit."
+        "End the recording with the fit."
         if self._since is not None:
             self._end()
 
     def _end(self) -> None:
-        "Write what was recorded."
+        "Write the record."
         self._since, self._to_skip, self._is_done = None, -1, True
         try:
             snapshot = torch.cuda.memory._snapshot()
         finally:
             torch.cuda.memory._record_memory_history(enabled=None)
-        self.files = write_snapshot(
-            snapshot, self.learn.path / self.folder / f'memory-batch-{self.learn.time.ba}'
-        )
+        stem = self.learn.path / self.folder / f'memory-batch-{self.learn.time.ba}'
+        self.files = write_snapshot(snapshot, stem)
 
     def state_dict(self) -> dict[str, Any]:
-        "Return whether it has recorded."
+        "Return whether the recording is done."
         return {'is_done': self._is_done}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Do not record again."
+        "Restore whether the recording is done."
         self._is_done = sd['is_done']
 
 
 def write_snapshot(
-    snapshot: Any,  # of `torch.cuda.memory._snapshot`
-    stem: Path,  # of the files, without a suffix
+    snapshot: Any,  # result of `torch.cuda.memory._snapshot`
+    stem: Path,  # path of the files without suffix
 ) -> list[Path]:
-    "Write a memory snapshot as text (`.json`) and as a page that draws it (`.html`), and return the files."
-    from torch.cuda._memory_viz import trace_plot  # one second
+    "Write a memory snapshot as JSON (`.json`) and as a plot (`.html`); return the paths."
+    from torch.cuda._memory_viz import trace_plot  # the import takes one second
 
-    files = [_free(stem.with_name(f'{stem.name}{suffix}')) for suffix in ('.json', '.html')]
-    for path, text in zip(
-        files, (json.dumps(snapshot, default=str), trace_plot(snapshot)), strict=True
-    ):
+    contents = {'.json': json.dumps(snapshot, default=str), '.html': trace_plot(snapshot)}
+    files = [_unused_path(stem.with_name(f'{stem.name}{suffix}')) for suffix in contents]
+    for path, text in zip(files, contents.values(), strict=True):
         with atomic_write(path) as tmp:
             tmp.write_text(text, 'utf-8')
     return files
 
 
-def _positive(option: str, value: Any) -> int:
+def _check_positive(option: str, value: Any) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
     raise OptionError(f'{option}={value!r}: give a whole number, 1 or more.')
 
 
-def _folder(folder: Any) -> Path:
+def _check_folder_name(folder: Any) -> Path:
     if isinstance(folder, (str, Path)) and str(folder).strip():
         return Path(folder)
     raise OptionError(f'folder={folder!r}: give a folder.')
 
 
 def _check_folder(folder: Path) -> None:
-    "Raise `OptionError` if no file can be written in a folder; one that was not there is taken away again."
+    "Raise `OptionError` if a folder cannot be written; a new folder is removed again."
     missing = not folder.exists()
     try:
         check_writable(folder / 'report')
@@ -322,7 +315,7 @@ def _check_folder(folder: Path) -> None:
         folder.rmdir()
 
 
-def _free(path: Path) -> Path:
-    "Return the path, or one with a number behind its name where there is a file."
+def _unused_path(path: Path) -> Path:
+    "Return the path, or a numbered one if the file exists."
     numbered = (path.with_name(f'{path.stem}-{i}{path.suffix}') for i in count(2))
     return path if not path.exists() else next(p for p in numbered if not p.exists())

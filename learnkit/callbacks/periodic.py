@@ -1,4 +1,4 @@
-"""A pass over other data, every so often in training: results of the whole loader, gathered and handed on."""
+"""Callback that runs other data through the model at an interval and processes the joined results."""
 
 from __future__ import annotations
 
@@ -23,25 +23,28 @@ __all__ = ['PeriodicData']
 
 
 class PeriodicData(Periodic):
-    """Every so often run a loader through `on_batch`, and hand what came out, of all batches, to `process_results`.
+    """Run a loader through `on_batch` at an interval, and pass the joined results to `process_results`.
 
-    `on_batch(batch)` gets each batch on the model's device, with the model in evaluation mode and without gradients,
-    and returns tensors, or any nesting of them; `self.xb` and `self.yb` are its inputs and targets. By itself it gives
-    `{'preds': ..., 'targs': ...}`. The results are joined along their first dimension, on the CPU (see
-    `learnkit.core.batch.concat`: numbers are stacked, an uneven last batch counts as it is), and what `process_results`
-    returns is kept in `results`. There `self.learn.log('error', value)` makes a column of the history, named as for any
-    evaluation: `valid_error`, or `test/error` for the loader 'test'; a loader without a name has the callback's.
+    `on_batch(batch)` gets each batch on the model's device, with the model in evaluation mode and
+    without gradients, and returns tensors, or nested structures of tensors; `self.xb` and `self.yb`
+    are its inputs and targets. By default it returns `{'preds': ..., 'targs': ...}`. The results
+    are concatenated along their first dimension, on the CPU (see `learnkit.core.batch.concat`:
+    numbers are stacked, a smaller last batch is allowed), and the result of `process_results` is
+    kept in `results`. There `self.learn.log('error', value)` adds a column to the history, named as
+    in an evaluation: `valid_error`, or `test/error` for the loader 'test'; a loader without a name
+    has the callback's.
 
-    Nothing of the training is disturbed: modes, RNGs, the loaders' generators and workers and the loop's state are put
-    back, also after an error. No event fires in between: other callbacks do not see these batches, but their
-    `forward_context`, mixed precision for one, is entered.
+    The training is not changed: modes, random generators, the loaders' generators and workers and
+    the loop's state are restored, also after an error. No events are called: other callbacks do not
+    see these batches, but their `forward_context`, such as mixed precision, is entered.
 
-    As functions: `PeriodicData('2ep', test_dl, on_batch=f, process_results=g)` with `f(learn, xb, yb)` and
-    `g(learn, results)`. Any event tracks between the periods, and `at_eval = True` adds a pass to each
-    `learn.validate()`, as for every `Periodic`.
+    As functions: `PeriodicData('2ep', test_dl, on_batch=f, process_results=g)` with `f(learn, xb,
+    yb)` and `g(learn, results)`. Handlers of other events can collect values between the intervals,
+    and `at_eval = True` adds a pass to each `learn.validate()`, as for every `Periodic`.
 
-    Raises `LoaderError` before training for what is no loader, and for an iterator, which is used up by one pass.
-    Checkpointed: the time of the last look; not `results`, which are there again after the next pass.
+    Raises `LoaderError` before training for an invalid loader, and for an iterator, which one pass
+    would exhaust. Checkpointed: the time of the last check; not `results`, which the next pass
+    sets.
 
     >>> from learnkit.testing import synth_learner
     >>> class Errors(PeriodicData):
@@ -63,11 +66,11 @@ class PeriodicData(Periodic):
 
     def __init__(
         self,
-        every: str | int | Time = '1ep',  # the interval; a plain number counts epochs
-        dl: Any = None,  # a loader, or its name; None: the validation's
+        every: str | int | Time = '1ep',  # interval; an int counts epochs
+        dl: Any = None,  # loader, or its name; None: the validation loader
         on_batch: Callable[[Any, Any, Any], Any] | None = None,  # f(learn, xb, yb); None: method
         process_results: Callable[[Any, Any], Any] | None = None,  # g(learn, results); None: method
-        **handlers: Callable[..., Any],  # further event=function pairs
+        **handlers: Callable[..., Any],  # handlers of further events, by name
     ) -> None:
         super().__init__(every, **handlers)
         if dl is not None and not isinstance(dl, str):
@@ -86,10 +89,11 @@ class PeriodicData(Periodic):
             self._loader()
 
     def _loader(self) -> tuple[str, Any]:
-        "Return the loader, with its name."
+        "Return the name of the loader, and the loader."
         learn, dl = self.learn, self._given_dl
         if dl is None:
-            if loaders := evaluation_loaders(learn.dls):
+            loaders = evaluation_loaders(learn.dls)
+            if loaders:
                 return loaders[0]
             raise LoaderError(f'{type(self).__name__}: there is no validation loader; give `dl=`.')
         name, dl = (dl, resolve_loader(learn, dl)) if isinstance(dl, str) else (self.name, dl)
@@ -97,11 +101,11 @@ class PeriodicData(Periodic):
             return name, dl
         raise LoaderError(
             f'{type(self).__name__}: a {type(dl).__name__} is an iterator, used up after one pass. Give '
-            'a loader that starts anew each time.'
+            'a loader that starts over each time.'
         )
 
     def on_batch(self, batch: Any) -> Any:
-        "Return what is wanted of a batch: by itself, its predictions and targets."
+        "Return the result of a batch; by default its predictions and targets."
         learn = self.learn
         if self._on_batch is not None:
             return self._on_batch(learn, learn.xb, learn.yb)
@@ -109,28 +113,25 @@ class PeriodicData(Periodic):
         return {'preds': preds, 'targs': detuplify(learn.yb)} if learn.yb else {'preds': preds}
 
     def process_results(self, results: Any) -> Any:
-        "Do something with the results of the whole loader; what is returned is kept in `results`."
+        "Process the results of the whole loader; the return value is kept in `results`."
         return results if self._process is None else self._process(self.learn, results)
 
     def on_every(self) -> None:
-        "Make the pass."
-        learn, (name, dl) = self.learn, self._loader()
+        "Run the loader."
+        learn = self.learn
+        name, dl = self._loader()
         with ExitStack() as contexts:
             for context in (preserved_state(learn), undisturbed_loader(dl), torch.no_grad()):
                 contexts.enter_context(context)
             contexts.callback(setattr, learn, '_evaluating', learn.run.evaluating)
             learn.model.eval()
-            learn.run.evaluating, learn.training, learn.phase, learn.dl, learn.dl_name = (
-                True,
-                False,
-                'valid',
-                dl,
-                name,
-            )
-            self.results = self.process_results(self._gathered(dl))
+            learn.run.evaluating, learn.training, learn.phase = True, False, 'valid'
+            learn.dl, learn.dl_name = dl, name
+            self.results = self.process_results(self._collect(dl))
 
-    def _gathered(self, dl: Any) -> Any:
-        "Run a loader through `on_batch`, and return the results, joined."
+    def _collect(self, dl: Any) -> Any:
+        "Run a loader through `on_batch`, and return the concatenated results."
+
         learn, arriving, results = self.learn, AsyncToCPU(), []
         device = model_device(learn.model, learn.dls)
         for i, batch in enumerate(dl):

@@ -1,4 +1,4 @@
-"""The plots of the Recorder: losses and hyper-parameters by step, metrics by epoch, the search for a learning rate."""
+"""Plots of the Recorder: losses and hyper-parameters by step, metrics by epoch, the LR search."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from learnkit.metrics.base import AvgSmoothLoss, Metric, is_number
 
 __all__ = ['Plots', 'draw_epochs', 'epochs_of']
 
-Point = tuple[int, float]  # an epoch, and a value there
+Point = tuple[int, float]  # epoch and value
 
 
 class Plots:
-    "The part of the Recorder that draws what was recorded; matplotlib is imported then."
+    "Plotting methods of the Recorder; matplotlib is imported by the first plot."
 
     learn: Any
     loss: Metric
@@ -29,21 +29,21 @@ class Plots:
     hps: Any
     history: Any
     metric_names: L
-    _unshown: set[str]
+    _hidden_names: set[str]
     _valid_name: Callable[[Metric, str], str]
 
     def plot_loss(
         self,
-        skip_start: int = 5,  # leave out this many of the first steps
-        with_valid: bool = True,  # also draw the validation losses
-        log: bool = False,  # logarithmic axes
-        show_epochs: bool = False,  # mark the ends of epochs
-        ax: Any = None,  # matplotlib axes; None: those of a new figure
+        skip_start: int = 5,  # number of first steps to leave out
+        with_valid: bool = True,  # whether to draw the validation losses
+        log: bool = False,  # whether the axes are logarithmic
+        show_epochs: bool = False,  # whether to mark the ends of epochs
+        ax: Any = None,  # matplotlib axes; None: a new figure
     ) -> Any:
-        """Draw the smoothed training loss by step, and the validation losses at the ends of epochs; return the axes.
+        """Draw the smoothed training loss by step and the validation losses by epoch; return the axes.
 
-        The steps are those of the last fit. Where there are no more than `skip_start`, none is left out. Raises
-        `MetricError` before the first step.
+        The plot shows the last fit. All steps are drawn if there are no more than `skip_start`.
+        Raises `MetricError` before the first step.
         """
         losses = self.smooth_loss.smooth
         if not losses:
@@ -56,7 +56,8 @@ class Plots:
         if show_epochs:
             for step in self.iters:
                 ax.axvline(step, color='grey', linestyle=':', linewidth=1)
-        for i, (name, points) in enumerate(self._valid_losses(skip_start) if with_valid else (), 1):
+        valid_losses = self._valid_losses(skip_start) if with_valid else ()
+        for i, (name, points) in enumerate(valid_losses, 1):
             draw(*points, 'o-', color=color(i), markersize=4, label=name)
         ax.set(xlabel='step', ylabel='loss', title='learning curve')
         ax.legend()
@@ -75,21 +76,20 @@ class Plots:
                 if s >= skip_start and len(v) > i
             ]
             if points:
-                yield (
-                    name.removesuffix('_loss').removesuffix('/loss'),
-                    tuple(zip(*points, strict=True)),
-                )
+                label = name.removesuffix('_loss').removesuffix('/loss')
+                yield label, tuple(zip(*points, strict=True))
 
     def plot_metrics(
         self,
-        names: Any = None,  # of metrics ('accuracy') or columns; None: all that are printed
-        ax: Any = None,  # matplotlib axes that take all of them; None: a panel for each
-        figsize: tuple[float, float] | None = None,  # inches, of a new figure
+        names: Any = None,  # names of metrics ('accuracy') or columns; None: all printed columns
+        ax: Any = None,  # matplotlib axes for all metrics; None: a panel for each metric
+        figsize: tuple[float, float] | None = None,  # size of a new figure in inches
     ) -> Any:
-        """Draw losses and metrics by epoch, training and validation of one metric together; return the axes.
+        """Draw losses and metrics by epoch, training and validation in one panel; return the axes.
 
-        The epochs are those of all fits, also before a resume; a dotted line is where a further fit begins. Raises
-        `MetricError` for a name that was not recorded, and before the first epoch.
+        The plot shows all fits, also from before a resume; a dotted line marks the start of each
+        further fit. Raises `MetricError` for a name that was not recorded, and before the first
+        epoch.
 
         >>> from learnkit.testing import synth_learner
         >>> learn = synth_learner()
@@ -100,15 +100,12 @@ class Plots:
         epochs, starts = epochs_of(self.history)
         panels = self._panels(names, epochs)
         if ax is not None:
-            draw_epochs(
-                ax,
-                starts,
-                {
-                    f'{where} {metric}' if len(lines) > 1 else metric: points
-                    for metric, lines in panels.items()
-                    for where, points in lines.items()
-                },
-            )
+            lines = {}
+            for metric, metric_lines in panels.items():
+                for source, points in metric_lines.items():
+                    label = f'{source} {metric}' if len(metric_lines) > 1 else metric
+                    lines[label] = points
+            draw_epochs(ax, starts, lines)
             return ax
         cols = min(len(panels), 3)
         axs = new_axes(len(panels), cols, figsize or (4.2 * cols, 3.2 * -(-len(panels) // cols)))
@@ -118,18 +115,20 @@ class Plots:
         return axs
 
     def _panels(self, names: Any, epochs: list[int]) -> dict[str, dict[str, list[Point]]]:
-        "Return epochs and values by metric, and by where they were measured."
-        places = {name for name, _ in evaluation_loaders(self.learn.dls)}
+        "Return the points of each metric by the loader that they were measured on."
+        loader_names = {name for name, _ in evaluation_loaders(self.learn.dls)}
         columns = dict.fromkeys(
             k for row in self.history for k in row if k not in ('fit', 'epoch', 'time')
         )
-        of = {
-            k: _metric_and_place(k, places) for k in columns if any(map(is_number, self._column(k)))
+        sources = {
+            k: _split_column(k, loader_names)
+            for k in columns
+            if any(map(is_number, self._column(k)))
         }
-        if not of:
+        if not sources:
             raise MetricError('There is no epoch to draw yet: call `learn.fit(1)` first.')
 
-        known = {*of, *(metric for metric, _ in of.values())}
+        known = {*sources, *(metric for metric, _ in sources.values())}
         for name in L(names):
             if name not in known:
                 raise MetricError(
@@ -137,14 +136,15 @@ class Plots:
                     f'{", ".join(sorted(known))}.'
                 )
         panels: dict[str, dict[str, list[Point]]] = {}
-        for k, (metric, where) in of.items():
-            if k not in self._unshown if names is None else {k, metric} & {*L(names)}:
-                points = [
-                    (e, float(v))
-                    for e, v in zip(epochs, self._column(k), strict=True)
-                    if is_number(v)
-                ]
-                panels.setdefault(metric, {})[where] = points
+        for k, (metric, source) in sources.items():
+            if names is None:
+                is_drawn = k not in self._hidden_names
+            else:
+                is_drawn = bool({k, metric} & {*L(names)})
+            if is_drawn:
+                values = zip(epochs, self._column(k), strict=True)
+                points = [(epoch, float(v)) for epoch, v in values if is_number(v)]
+                panels.setdefault(metric, {})[source] = points
         return panels
 
     def _column(self, name: str) -> list[Any]:
@@ -152,20 +152,20 @@ class Plots:
 
     def plot_sched(
         self,
-        keys: Any = None,  # hyper-parameters to draw; None: those that changed, at least lr
-        figsize: tuple[float, float] | None = None,  # inches
+        keys: Any = None,  # hyper-parameters to draw; None: lr, and those that changed
+        figsize: tuple[float, float] | None = None,  # size of the figure in inches
     ) -> Any:
         "Draw hyper-parameters by step, one plot each; return the axes."
         hps = self.hps
-        if unknown := [k for k in L(keys) if k not in hps]:
+        unknown = [k for k in L(keys) if k not in hps]
+        if unknown:
             raise MetricError(
                 f'{unknown[0]} was not recorded: there is {", ".join(hps) or "nothing yet"}.'
             )
-        keys = (
-            L(keys)
-            if keys is not None
-            else [k for k, v in hps.items() if k == 'lr' or len(set(v)) > 1]
-        )
+        if keys is None:
+            keys = [k for k, v in hps.items() if k == 'lr' or len(set(v)) > 1]
+        else:
+            keys = L(keys)
         if not keys:
             raise MetricError('There is no step to draw yet: call `learn.fit(1)` first.')
         axs = new_axes(len(keys), len(keys), figsize or (4.5 * len(keys), 3.2))
@@ -176,12 +176,12 @@ class Plots:
 
     def plot_lr_find(
         self,
-        skip_end: int = 5,  # leave out so many of the last rates
+        skip_end: int = 5,  # number of last rates to leave out
         suggestions: Any = None,  # points (rate, loss) to mark; None: the suggestions of `lr_find`
-        nms: Any = None,  # their names
-        ax: Any = None,  # matplotlib axes; None: those of a new figure
+        nms: Any = None,  # names of the suggestions
+        ax: Any = None,  # matplotlib axes; None: a new figure
     ) -> Any:
-        "Draw the losses of the last `learn.lr_find()` over its rates; return the axes."
+        "Draw the losses of the last `learn.lr_find()` by learning rate; return the axes."
         search = self.learn.lr_search
         if search is None:
             raise MetricError('There is no search to draw: call `learn.lr_find()` first.')
@@ -189,39 +189,39 @@ class Plots:
 
 
 def epochs_of(
-    history: list[dict[str, Any]],  # a row an epoch, with `fit` and `epoch`
-) -> tuple[list[int], list[int]]:  # place of each row on an axis of epochs; where later fits begin
-    """Number the epochs of all fits; a fit that begins where none of the others has been goes on from there.
+    history: list[dict[str, Any]],  # one row per epoch, with `fit` and `epoch`
+) -> tuple[list[int], list[int]]:  # epoch number of each row; first epochs of later fits
+    """Number the epochs of all fits; a fit whose numbers overlap the fits before continues them.
 
     >>> epochs_of([{'fit': 0, 'epoch': 0}, {'fit': 0, 'epoch': 1}, {'fit': 1, 'epoch': 0}, {'fit': 2, 'epoch': 3}])
     ([0, 1, 2, 3], [2, 3])
     """
-    places: list[int] = []
+    positions: list[int] = []
     starts: list[int] = []
     for _, rows in groupby(history, lambda row: row['fit']):
         numbers = [row['epoch'] for row in rows]
-        shift = max(0, places[-1] + 1 - numbers[0]) if places else 0
-        if places:
+        shift = max(0, positions[-1] + 1 - numbers[0]) if positions else 0
+        if positions:
             starts.append(numbers[0] + shift)
-        places += [n + shift for n in numbers]
-    return places, starts
+        positions += [n + shift for n in numbers]
+    return positions, starts
 
 
-def _metric_and_place(column: str, places: set[str]) -> tuple[str, str]:
-    "Split the name of a column: 'train_loss' is ('loss', 'train'), 'night/accuracy' is ('accuracy', 'night')."
-    for where in ('train', 'valid'):
-        if column.startswith(f'{where}_'):
-            return column.removeprefix(f'{where}_'), where
-    where, _, metric = column.partition('/')
-    return (metric, where) if metric and where in places else (column, 'valid')
+def _split_column(column: str, loader_names: set[str]) -> tuple[str, str]:
+    "Split a column name into metric and loader: 'train_loss' is ('loss', 'train')."
+    for source in ('train', 'valid'):
+        if column.startswith(f'{source}_'):
+            return column.removeprefix(f'{source}_'), source
+    source, _, metric = column.partition('/')
+    return (metric, source) if metric and source in loader_names else (column, 'valid')
 
 
 def draw_epochs(
     ax: Any,  # matplotlib axes
-    starts: list[int],  # epochs that a further fit begins with
-    lines: dict[str, list[Point]],  # by label
+    starts: list[int],  # first epochs of further fits
+    lines: dict[str, list[Point]],  # points by label
 ) -> None:
-    "Draw values by epoch, those of training dashed and in the first color, and mark where fits begin."
+    "Draw values by epoch, training dashed and in the first color, and mark where fits begin."
     from matplotlib.ticker import MaxNLocator
 
     for i, (label, points) in enumerate(lines.items(), 'train' not in lines):

@@ -1,4 +1,4 @@
-"""Callbacks around predictions: fetch them during a fit, collect what goes through, predict with dropout on."""
+"""Callbacks for predictions: predict during a fit, collect batches, predict with dropout."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from learnkit.engine.dispatch import listed
 
 __all__ = ['FetchPredsCallback', 'CollectDataCallback', 'MCDropoutCallback', 'mc_dropout_preds']
 
-_PASSED_ON = {'ds_idx', 'dl', 'act', 'inner', 'reorder', 'cbs'}  # to `get_preds`
+_PASSED_ON = {'ds_idx', 'dl', 'act', 'inner', 'reorder', 'cbs'}  # arguments passed to `get_preds`
 
 
 class FetchPredsCallback(Callback):
-    """Predict after each validation, inside the fit: `preds` has what `get_preds` returned.
+    """Predict after each validation of a fit, and keep the result of `get_preds` in `preds`.
 
-    With several validation loaders it predicts once, when all are through: in `after_eval` instead of `after_validate`.
-    The fit goes on with the very numbers that it has without it. Left out while it predicts are the callbacks with
-    `remove_on_fetch`, itself among them, and those in `cbs`. `get_preds` itself does not set it off. Predictions are in
-    no checkpoint: after a resume they are there from the next evaluation on.
+    With several validation loaders the callback predicts once after all of them: in `after_eval`
+    instead of `after_validate`. The results of the fit are the same with and without this callback.
+    During the prediction, callbacks with `remove_on_fetch` (including this one) and the callbacks
+    in `cbs` are left out. A user's own `get_preds` does not trigger it. Checkpointed: nothing;
+    after a resume the predictions are available after the next evaluation.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=FetchPredsCallback())
@@ -39,23 +40,21 @@ class FetchPredsCallback(Callback):
 
     def __init__(
         self,
-        ds_idx: int = 1,  # which loader to predict on: 0 training, 1 validation
-        dl: Any = None,  # a loader to use instead, or its name in `dls`
-        with_input: bool = False,  # fetch the inputs too, first
-        with_decoded: bool = False,  # fetch decoded predictions too, last
-        cbs: Any = None,  # callbacks of the Learner, or classes of them, to leave out too
-        reorder: bool = True,  # in data-set order, where the loader can be rebuilt
+        ds_idx: int = 1,  # index of the loader: 0 training, 1 validation
+        dl: Any = None,  # loader to use instead, or its name in `dls`
+        with_input: bool = False,  # whether to return the inputs too, first
+        with_decoded: bool = False,  # whether to return decoded predictions too, last
+        cbs: Any = None,  # callbacks of the Learner, or their classes, to leave out too
+        reorder: bool = True,  # whether to restore data-set order, if the loader can be rebuilt
     ) -> None:
-        self.ds_idx, self.with_input, self.with_decoded, self.reorder = (
-            ds_idx,
-            with_input,
-            with_decoded,
-            reorder,
-        )
+        self.ds_idx = ds_idx
+        self.with_input = with_input
+        self.with_decoded = with_decoded
+        self.reorder = reorder
         self.dl, self.cbs, self.preds = dl, L(listed(cbs)), None
 
     def after_validate(self) -> None:
-        "Predict, unless predictions are what this is about."
+        "Predict, unless this validation is a prediction."
         if self.learn.phase != 'predict' and not self._has_several():
             self._fetch()
 
@@ -67,7 +66,7 @@ class FetchPredsCallback(Callback):
         return len(evaluation_loaders(self.learn.dls)) > 1
 
     def _fetch(self) -> None:
-        learn = self.learn  # gone while this callback is left out itself
+        learn = self.learn  # `self.learn` is None while this callback is left out
         left_out = [cb for cb in learn.cbs if getattr(cb, 'remove_on_fetch', False)]
         with learn.removed_cbs([*left_out, *self.cbs]):
             preds = learn.get_preds(
@@ -82,10 +81,11 @@ class FetchPredsCallback(Callback):
 
 
 class CollectDataCallback(Callback):
-    """Collect inputs, targets, prediction and loss of every batch, on the CPU, in `data`: to look at, in tests for one.
+    """Collect inputs, targets, prediction and loss of every batch, on the CPU, in `data`, e.g. for tests.
 
-    Each run starts with an empty list, which grows with the data, validation included; batches cancelled before their
-    prediction are not in it. It is in no checkpoint: after a resume it has the batches of this process.
+    Each run starts with an empty list, which grows with the data, including validation. Batches
+    cancelled before their prediction are left out. Checkpointed: nothing; after a resume the list
+    holds the batches of this process.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(n_train=3, n_valid=2, cbs=CollectDataCallback(), default_cbs=False)
@@ -99,26 +99,28 @@ class CollectDataCallback(Callback):
         self.data = L()
 
     def before_fit(self) -> None:
-        "Start an empty list, unless this is a run inside another one."
+        "Clear the list, unless this is a nested run."
         if self.learn.run.depth <= 1:
             self.data = L()
 
     def after_batch(self) -> None:
-        "Keep what the batch was and gave."
+        "Append the batch and its results."
         learn = self.learn
         if 'pred' in learn.__dict__:
             self.data.append(learn.to_detach((learn.xb, learn.yb, learn.pred, learn.loss)))
 
 
 class MCDropoutCallback(Callback):
-    """Leave dropout on in evaluation (Monte Carlo dropout, Gal & Ghahramani 2016, arXiv:1506.02142).
+    """Keep dropout active in evaluation (Monte Carlo dropout, Gal & Ghahramani 2016, arXiv:1506.02142).
 
-    Every kind of dropout in torch.nn is meant, that inside recurrent layers and attention too, and modules whose class
-    has "dropout" in its name; not a `F.dropout` that a model calls itself. Normalisation stays in evaluation.
+    Dropout means every kind in torch.nn, also inside recurrent layers and attention, and modules
+    with "dropout" in the name of their class, but not `F.dropout` called by the model itself.
+    Normalization layers stay in evaluation mode.
 
-    Each evaluation draws other masks: from a seed that a new callback draws from torch's global generator, and then on.
-    So `[learn.get_preds(cbs=MCDropoutCallback()) for _ in range(10)]` gives ten different samples, the same after the
-    same `torch.manual_seed`, and a fit with this callback trains as it does without. Checkpointed: the generator.
+    Each evaluation draws other masks: a new callback draws a seed from torch's global generator,
+    and the seed of each evaluation follows from it. So `[learn.get_preds(cbs=MCDropoutCallback())
+    for _ in range(10)]` gives ten different samples, reproducible by `torch.manual_seed`, and a fit
+    trains the same with and without this callback. Checkpointed: the generator.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(model=nn.Sequential(nn.Dropout(), nn.Linear(1, 1)), default_cbs=False)
@@ -128,17 +130,16 @@ class MCDropoutCallback(Callback):
     """
 
     def __init__(self) -> None:
-        self._seeds = torch.Generator().manual_seed(_drawn(None))
-        self._switched: dict[
-            int, list[nn.Module]
-        ] = {}  # what is on, by the depth of the run that evaluates
+        self._seeds = torch.Generator().manual_seed(_draw_seed(None))
+        # modules in training mode, by depth of the run
+        self._switched: dict[int, list[nn.Module]] = {}
 
     def before_validate(self) -> None:
-        "Switch dropout on, and draw from a seed of its own: the loop puts the generators back after the evaluation."
-        torch.manual_seed(_drawn(self._seeds))
-        switched = [m for m in self.learn.model.modules() if not m.training and _drops(m)]
+        "Activate dropout, and set a seed; the loop restores the generators after the evaluation."
+        torch.manual_seed(_draw_seed(self._seeds))
+        switched = [m for m in self.learn.model.modules() if not m.training and _has_dropout(m)]
         for m in switched:
-            m.training = True  # of this module alone, not of what is in it
+            m.training = True  # not `m.train()`, which would switch its children too
         self._switched[self.learn.run.depth] = switched
 
     def after_validate(self) -> None:
@@ -160,40 +161,41 @@ class MCDropoutCallback(Callback):
     def _switch_off(self, depth: int) -> None:
         for m in self._switched.pop(depth, []):
             if not self.learn.model.training:
-                m.training = False  # otherwise the modes have been put back already
+                m.training = False  # in training mode the loop has restored all modes
 
     def state_dict(self) -> dict[str, Any]:
         "Return the state of the generator that seeds each evaluation."
         return {'seeds': self._seeds.get_state()}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Go on with those seeds."
+        "Restore the generator of seeds."
         self._seeds.set_state(sd['seeds'].cpu())
 
 
-def _drawn(generator: torch.Generator | None) -> int:
+def _draw_seed(generator: torch.Generator | None) -> int:
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
 
 
-def _drops(m: nn.Module) -> bool:
-    "Tell whether a module drops something in training mode."
+def _has_dropout(m: nn.Module) -> bool:
+    "Return True if a module drops elements in training mode."
     if isinstance(m, nn.modules.dropout._DropoutNd) or 'dropout' in type(m).__name__.lower():
         return True
     if isinstance(m, nn.TransformerEncoderLayer):
-        return True  # in evaluation its fused code leaves its dropout out
+        return True  # in evaluation mode its fused code skips its dropout
     return isinstance(m, (nn.RNNBase, nn.MultiheadAttention)) and m.dropout > 0
 
 
 def mc_dropout_preds(
     learn: Any,  # a Learner
-    n: int = 10,  # how often to predict
-    **kwargs: Any,  # `ds_idx`, `dl`, `act`, `inner`, `reorder` and `cbs`, as for `get_preds`
-) -> tuple[Tensor, Tensor, Any]:  # mean and standard deviation (of a sample: n - 1), and targets
-    """Predict `n` times with dropout on; return mean and standard deviation over the times, and the targets.
+    n: int = 10,  # number of predictions
+    **kwargs: Any,  # `ds_idx`, `dl`, `act`, `inner`, `reorder` and `cbs`, as in `get_preds`
+) -> tuple[Tensor, Tensor, Any]:  # mean, standard deviation (divisor n - 1), and targets
+    """Predict `n` times with dropout; return mean and standard deviation of the predictions, and targets.
 
-    Memory is that of three predictions, whatever `n` (Welford 1962).
+    Memory is needed for three predictions, whatever `n` (Welford 1962).
 
-    Raises `OptionError` for an `n` below 2, for other options, and for a model whose predictions are no tensor.
+    Raises `OptionError` for an `n` below 2, for other options, and if the predictions are not one
+    tensor.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(model=nn.Sequential(nn.Dropout(), nn.Linear(1, 1)), default_cbs=False)
@@ -203,7 +205,8 @@ def mc_dropout_preds(
     """
     if not is_count(n, 2):
         raise OptionError(f'mc_dropout_preds(n={n!r}): n is a whole number from 2 up.')
-    if others := sorted(kwargs.keys() - _PASSED_ON):
+    others = sorted(kwargs.keys() - _PASSED_ON)
+    if others:
         raise OptionError(
             f'mc_dropout_preds takes {", ".join(sorted(_PASSED_ON))}, not {", ".join(others)}: it has '
             'predictions and targets alone. For the rest: `learn.get_preds`.'

@@ -1,7 +1,8 @@
-"""The history of training: losses and hyper-parameters by step, losses and metrics by epoch, and their plots."""
+"""Recorder: losses and hyper-parameters by step, losses and metrics by epoch, and their plots."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from html import escape
 from math import isnan
 from time import perf_counter
@@ -18,9 +19,9 @@ from learnkit.callbacks.epoch_metrics import (
     has_local_samples,
     load_metrics,
     metric_states,
-    packed_rows,
+    pack_rows,
     read_metrics,
-    unpacked_rows,
+    unpack_rows,
 )
 from learnkit.callbacks.history import History
 from learnkit.callbacks.hyperparam_log import HyperparamLog
@@ -49,22 +50,24 @@ TRAIN_LOSSES = ('mean', 'smooth')
 
 
 class _EvalLoss(AvgLoss):
-    "The loss of evaluation, told by its class from one that was given as a metric."
+    "Validation loss; the class distinguishes it from an `AvgLoss` given as a metric."
 
 
 class Recorder(Plots, Callback):
-    """Record losses, metrics and hyper-parameters; hand one row an epoch to `learn.logger`.
+    """Record losses, metrics and hyper-parameters, and pass one row an epoch to `learn.logger`.
 
-    `learn.history` has a row an epoch, over all fits, and `evaluations` one for each evaluation, also in the middle of
-    epochs; `learn.recorder` has the steps of the last fit: `losses`, `lrs`, `hps`, and the plots `plot_loss()` and
-    `plot_sched()`. `train_loss` of a row is the mean over what the epoch was trained on, as `valid_loss` is over the
-    validation set; the bar, the plots and `losses` show the smoothed loss. Nothing is fetched from the device during an
-    epoch: losses travel in groups (see `AvgSmoothLoss`), and metrics are read once, when their loader is through.
+    `learn.history` holds one row per epoch of all fits, and `evaluations` one row per evaluation,
+    including evaluations within an epoch. `learn.recorder` holds the steps of the last fit:
+    `losses`, `lrs`, `hps`, and the plots `plot_loss()` and `plot_sched()`. `train_loss` of a row is
+    the mean over the samples that the epoch trained on, as `valid_loss` is over the validation set;
+    the progress bar, the plots and `losses` show the smoothed loss. No value is copied from the
+    device at every step: losses are copied in groups (see `AvgSmoothLoss`), and metrics are read
+    once, at the end of their loader.
 
-    Checkpointed: everything it has recorded, and what is measured in the epoch that is open: the values and means so
-    far, the training metrics (see `Metric`), the seconds that have gone by.
+    Checkpointed: everything recorded, and the measurements of the epoch in progress: values and
+    means so far, training metrics (see `Metric`), elapsed seconds.
 
-    Raises `OptionError` for a `train_loss` that is neither.
+    Raises `OptionError` for a `train_loss` that is neither 'mean' nor 'smooth'.
 
     >>> from learnkit.testing import synth_learner
     >>> with synth_learner(n_train=10, lr=0.1).no_bar() as learn: learn.fit(2)
@@ -80,34 +83,31 @@ class Recorder(Plots, Callback):
 
     def __init__(
         self,
-        add_time: bool = True,  # whether rows end with the epoch's duration
+        add_time: bool = True,  # whether rows end with the duration of the epoch
         train_metrics: bool = False,  # whether metrics are computed on the training batches
-        valid_metrics: bool = True,  # compute loss and metrics on the validation loaders
-        beta: float = 0.98,  # smoothing of the training loss
-        train_loss: str = 'mean',  # the epoch's 'mean', or fastai's 'smooth' loss at its end
+        valid_metrics: bool = True,  # whether loss and metrics are computed on validation loaders
+        beta: float = 0.98,  # smoothing factor of the training loss
+        train_loss: str = 'mean',  # loss of an epoch: the 'mean', or fastai's last 'smooth' loss
     ) -> None:
         self.train_loss = train_loss
         self._check_train_loss()
-        self.add_time, self.train_metrics, self.valid_metrics = (
-            add_time,
-            train_metrics,
-            valid_metrics,
-        )
+        self.add_time = add_time
+        self.train_metrics = train_metrics
+        self.valid_metrics = valid_metrics
         self.loss, self.smooth_loss = _EvalLoss(), AvgSmoothLoss(beta=beta)
         self.history, self.n_fits = History(), 0
-        self.evaluations: list[
-            dict[str, Any]
-        ] = []  # one dict each, over all fits: also those in the middle of epochs
+        # one dict per evaluation, over all fits, including evaluations within an epoch
+        self.evaluations: list[dict[str, Any]] = []
         self._train: list[Metric] = []
-        self._pieces: list[Microbatch] = []  # of the batch at hand
+        self._microbatches: list[Microbatch] = []  # of the current batch
         self._frames = [EpochMetrics()]  # by depth of the run, outermost first
-        self._keys = MetricColumns()
+        self._metric_columns = MetricColumns()
         self._logged_names: list[str] = []
-        self._unshown: set[str] = set()  # those of them that are not printed
-        self.log = L()  # the row of the epoch so far
-        self._n_before = 0  # steps before the current epoch
-        self._is_open = False  # the training of an epoch has begun, and the epoch is not over
-        self._start_anew()
+        self._hidden_names: set[str] = set()  # logged names that are not printed
+        self.log = L()  # row of the epoch so far
+        self._n_before = 0  # number of steps before the current epoch
+        self._is_open = False  # training of the epoch has begun, and the epoch has not ended
+        self._clear_steps()
 
     def _check_train_loss(self) -> None:
         if self.train_loss in TRAIN_LOSSES:
@@ -118,7 +118,7 @@ class Recorder(Plots, Callback):
             f'{did_you_mean(str(self.train_loss), TRAIN_LOSSES)}'
         )
 
-    def _start_anew(self) -> None:
+    def _clear_steps(self) -> None:
         self.values, self.iters = L(), L()
         self._steps = HyperparamLog()  # of the last param group
         self._hps: dict[str, list[float]] | None = None
@@ -134,7 +134,7 @@ class Recorder(Plots, Callback):
 
     def before_fit(self) -> None:
         learn, depth = self.learn, max(self.learn.run.depth, 1)
-        del self._frames[depth - 1 :]  # of runs that are over
+        del self._frames[depth - 1 :]  # frames of runs that have ended
         self._frames += [EpochMetrics() for _ in range(len(self._frames), depth - 1)]
         self._frames.append(EpochMetrics(own=depth > 1))
         if learn.world.size > 1:
@@ -143,59 +143,59 @@ class Recorder(Plots, Callback):
             return
         self._check_train_loss()
         self.n_fits += 1
-        self._logged_names, self._unshown = [], set()
-        self._train = [clone_metric(m, learn) for m in self._on('train')]
-        self._start_anew()
+        self._logged_names, self._hidden_names = [], set()
+        self._train = [clone_metric(m, learn) for m in self._select_metrics('train')]
+        self._clear_steps()
         if learn.metrics:
             self.before_backward = self._check_once
         if self._train and learn.microbatch:
+            keeps_predictions = learn.microbatch == 'auto'
             self.after_loss = (
-                self._keep_piece if learn.microbatch == 'auto' else self._measure_piece
+                self._keep_microbatch if keeps_predictions else self._measure_microbatch
             )
 
-    def _on(self, phase: str) -> list[Metric]:
+    def _select_metrics(self, phase: str) -> list[Metric]:
         "Return the metrics that are computed in training or in evaluation."
-        return self._chosen(self.learn.metrics, phase)
+        return self._filter_metrics(self.learn.metrics, phase)
 
-    def _chosen(self, metrics: Any, phase: str) -> list[Metric]:
+    def _filter_metrics(self, metrics: Any, phase: str) -> list[Metric]:
         default = self.train_metrics if phase == 'train' else self.valid_metrics
         return [m for m in metrics if m.on in (phase, 'both') or (m.on is None and default)]
 
-    def _evaluated(self, dl_name: str) -> list[Metric]:
-        "Return what is computed on a validation loader: the Learner's metrics, unless it has some of its own."
+    def _metrics_of_loader(self, dl_name: str) -> list[Metric]:
+        "Return the metrics of a validation loader: its own ones, or else the Learner's."
         evaluator = getattr(self.learn.dls, 'evaluators', {}).get(dl_name)
-        metrics = (
-            self._on('valid')
-            if evaluator is None or evaluator.metrics is None
-            else self._chosen(evaluator.as_metrics(as_metrics), 'valid')
-        )
-        return [*([self.loss] if self.valid_metrics else []), *metrics]
+        if evaluator is None or evaluator.metrics is None:
+            metrics = self._select_metrics('valid')
+        else:
+            metrics = self._filter_metrics(evaluator.as_metrics(as_metrics), 'valid')
+        return [self.loss, *metrics] if self.valid_metrics else metrics
 
     @property
     def _frame(self) -> EpochMetrics:
         return self._frames[min(max(self.learn.run.depth, 1), len(self._frames)) - 1]
 
     def _check_once(self) -> None:
-        "Try the metrics on the first training batch, before any weight has changed."
+        "Compute the metrics on the first training batch, before any weight changes."
         del self.before_backward
-        values = check_metrics(self.learn, self._train, self._on('valid'))
+        values = check_metrics(self.learn, self._train, self._select_metrics('valid'))
         for name, value in values.items():
-            self._keys.note(name, value, self._names())
+            self._metric_columns.add(name, value, self._names())
 
-    def _measure_piece(self) -> None:
-        "Compute the training metrics of a microbatch, while its predictions are there."
+    def _measure_microbatch(self) -> None:
+        "Compute the training metrics of a microbatch while its predictions exist."
         if not self.learn.training or self.learn.run.repeating or not has_local_samples(self.learn):
             return
         for m in self._train:
             m.accumulate(self.learn)
 
-    def _keep_piece(self) -> None:
-        "Keep the predictions of a microbatch until its batch is through: it is done again when memory runs out."
+    def _keep_microbatch(self) -> None:
+        "Keep the predictions of a microbatch: its batch is repeated after an out-of-memory error."
         if not self.learn.training or self.learn.run.repeating or not has_local_samples(self.learn):
             return
         if not self.learn.run.microbatch:
-            self._pieces = []
-        self._pieces.append(Microbatch(self.learn))
+            self._microbatches = []
+        self._microbatches.append(Microbatch(self.learn))
 
     def before_epoch(self) -> None:
         frame = self._frame
@@ -226,22 +226,24 @@ class Recorder(Plots, Callback):
     def after_batch(self) -> None:
         learn = self.learn
         if 'loss_grad' not in learn.__dict__:
-            return self._without_loss()
+            return self._measure_without_loss()
         if learn.training:
             self.smooth_loss.accumulate(learn, self._loss_weight())
             if learn.opt is not None:
                 self._steps.record(learn.opt.last_group)
-            for batch in (
-                self._pieces if learn.microbatch else (learn,) if has_local_samples(learn) else ()
-            ):
+            if learn.microbatch:
+                batches: Iterable[Any] = self._microbatches
+            else:
+                batches = (learn,) if has_local_samples(learn) else ()
+            for batch in batches:
                 for m in self._train:
                     m.accumulate(batch)
-            self._pieces = []
+            self._microbatches = []
         elif learn.phase != 'predict':
             self._measure(self._valid_mets)
 
     def _loss_weight(self) -> Any:
-        "Return how much the loss of the batch at hand counts in the mean over the epoch, or over processes."
+        "Return the weight of the current batch's loss in the mean over the epoch or over ranks."
         learn = self.learn
         if learn.world.size > 1 and not has_local_samples(learn):
             return 0
@@ -250,15 +252,15 @@ class Recorder(Plots, Callback):
         try:
             return loss_weight(learn)
         except BatchError:
-            return 1  # it cannot be seen how many samples there are
+            return 1  # the number of samples is unknown
 
     def _measure(self, metrics: list[Metric]) -> None:
         self._frame.n_valid += 1
         for m in metrics:
             m.accumulate(self.learn)
 
-    def _without_loss(self) -> None:
-        "Compute metrics where there is no loss function at all; a batch cancelled before its loss counts for nothing."
+    def _measure_without_loss(self) -> None:
+        "Compute metrics if there is no loss function; skip a batch cancelled before its loss."
         learn = self.learn
         if (
             learn.loss_func is None
@@ -266,20 +268,20 @@ class Recorder(Plots, Callback):
             and learn.yb
             and 'pred' in learn.__dict__
         ):
-            self._measure(self._on('valid'))
+            self._measure(self._select_metrics('valid'))
 
     def after_train(self) -> None:
         values, n = self._frame.values, self.smooth_loss.count - self._n_before
-        measured, told = read_metrics(self._train, n, self.learn, self._told_losses())
-        if told:
-            self._merge_losses(told)
+        measured, states = read_metrics(self._train, n, self.learn, self._local_losses())
+        if states:
+            self._merge_losses(states)
         has_steps = self.smooth_loss.count > self._n_before
         values['train_loss'] = self._train_loss() if has_steps else None
         if has_steps and isnan(values['train_loss']):
             warn_of_nan(self.learn, self.smooth_loss.smooth, self._n_before)
         for m, value in zip(self._train, measured, strict=True):
-            self._keys.note(m.name, value, self._names())
-            columns = self._keys.values(m.name, value)
+            self._metric_columns.add(m.name, value, self._names())
+            columns = self._metric_columns.values(m.name, value)
             values.update({self._train_column(column): v for column, v in columns.items()})
         self.log = L(self.learn.epoch, *values.values())
 
@@ -310,17 +312,17 @@ class Recorder(Plots, Callback):
 
     @property
     def measured(self) -> dict[str, Any]:
-        "What the evaluation that is under way, or the latest one, has measured so far, by column."
+        "Values of the current or latest evaluation, by column."
         return dict(self._frame.measured)
 
     def receive_log(
         self,
-        name: str,  # the column
-        value: Any,  # a number, or a tensor of one element on any device
-        weight: Any = 1,  # how much it counts in the average; None: the latest value counts alone
-        shown: bool = True,  # whether it is a column of the printed table too
+        name: str,  # name of the column
+        value: Any,  # number, or tensor of one element on any device
+        weight: Any = 1,  # weight in the average; None: keep the latest value only
+        shown: bool = True,  # whether the printed table has the column too
     ) -> None:
-        "Average a value over the epoch, on its device; it becomes a column of the history."
+        "Average a value over the epoch, on its device, as a column of the history."
         if self.learn.phase == 'predict':
             return
         check_column(name)
@@ -336,7 +338,7 @@ class Recorder(Plots, Callback):
         if self.learn.fitting and name not in self._logged_names:
             self._logged_names.append(name)
             if not shown:
-                self._unshown.add(name)
+                self._hidden_names.add(name)
 
     def after_epoch(self) -> None:
         frame, learn, seconds = self._frame, self.learn, perf_counter() - self._frame.started
@@ -349,39 +351,37 @@ class Recorder(Plots, Callback):
         if learn.fitting:
             self._is_open = False
         else:
-            names = [
-                n for name, _ in evaluation_loaders(learn.dls) for n in self._valid_names(name)
-            ]
-            learn.final_record = L(
-                values[n] for n in dict.fromkeys([*names, *values]) if n in values
-            )
+            columns = dict.fromkeys([*self._evaluated_names(), *values])
+            learn.final_record = L(values[name] for name in columns if name in values)
             return
         if not values:
-            return  # a skipped epoch
+            return  # the epoch was skipped
         names = self._columns()[1:]
-        learn.final_record = L(values[n] for n in names if n in values and n not in self._unshown)
+        learn.final_record = L(
+            values[n] for n in names if n in values and n not in self._hidden_names
+        )
         self.values.append(learn.final_record)
         self.iters.append(self.smooth_loss.count)
         columns = {name: values.get(name) for name in names}
         self.history.append(
             {'fit': self.n_fits - 1, 'epoch': learn.epoch, **columns, 'time': seconds}
         )
-        shown = (v for name, v in columns.items() if name not in self._unshown)
+        shown = (v for name, v in columns.items() if name not in self._hidden_names)
         self.log = L(learn.epoch, *shown, *([format_seconds(seconds)] if self.add_time else []))
         learn.logger(self.log)
 
-    # -- of several processes ----------------------------------------------------------------------
+    # -- several ranks -----------------------------------------------------------------------------
 
     def _check_mergeable(self) -> None:
-        names = [name for name, _ in evaluation_loaders(self.learn.dls)]
-        for m in {
-            id(m): m for m in [*self._on('train'), *(m for n in names for m in self._evaluated(n))]
-        }.values():
+        metrics = self._select_metrics('train')
+        for dl_name, _ in evaluation_loaders(self.learn.dls):
+            metrics += self._metrics_of_loader(dl_name)
+        for m in {id(m): m for m in metrics}.values():
             if measures_batches(m):
                 check_mergeable(m)
 
-    def _told_losses(self) -> dict[str, Any]:
-        "Return this epoch's losses as this process has them, and how much each counts."
+    def _local_losses(self) -> dict[str, Any]:
+        "Return this rank's losses of the epoch, and their weights."
         if self.learn.world.size == 1:
             return {}
         return {
@@ -389,31 +389,34 @@ class Recorder(Plots, Callback):
             'weights': self.smooth_loss.weights_since_mark,
         }
 
-    def _merge_losses(self, told: list[dict[str, Any]]) -> None:
-        "Put in their place those of all processes, of the samples that each had at each step."
-        losses, weights = ([sd[k] for sd in told] for k in ('losses', 'weights'))
+    def _merge_losses(self, states: list[dict[str, Any]]) -> None:
+        "Replace this epoch's losses by their sample-weighted mean over ranks."
+        losses = [sd['losses'] for sd in states]
+        weights = [sd['weights'] for sd in states]
         reduction = 'sum' if self.learn.loss_weights.is_sum(self.learn) else 'mean'
         self.smooth_loss.replace(merged_losses(losses, weights, reduction), merged_weights(weights))
 
     def _merge_logged(self, seconds: float) -> float:
-        "Take over what the other processes have logged; return the first one's seconds."
+        "Merge the logged values of all ranks, and return the seconds of the first rank."
         frame = self._frame
-        mine = {
+        local = {
             'frame': frame.state_dict(),
             'names': self._logged_names,
-            'unshown': self._unshown,
+            'unshown': self._hidden_names,
             'seconds': seconds,
         }
-        told = gather_on_host(self.learn.world, mine, 'logged values')
-        frame.merge_logged([sd['frame'] for sd in told])
-        self._logged_names = list(dict.fromkeys(name for sd in told for name in sd['names']))
-        self._unshown = set().union(*(sd['unshown'] for sd in told))
-        return float(told[0]['seconds'])
+        states = gather_on_host(self.learn.world, local, 'logged values')
+        frame.merge_logged([sd['frame'] for sd in states])
+        self._logged_names = list(dict.fromkeys(name for sd in states for name in sd['names']))
+        self._hidden_names = set().union(*(sd['unshown'] for sd in states))
+        return float(states[0]['seconds'])
 
     def cleanup(self) -> None:
-        "Forget what an interrupted run left."
-        self._frames, self._pieces, self._is_open = self._frames[:1], [], False
-        self._steps.let_go()
+        "Discard the state of an interrupted run."
+        self._frames = self._frames[:1]
+        self._microbatches = []
+        self._is_open = False
+        self._steps.release_group()
         for name in ('before_backward', 'after_loss'):
             if name in self.__dict__:
                 delattr(self, name)
@@ -423,27 +426,31 @@ class Recorder(Plots, Callback):
     @property
     def metric_names(self) -> L:
         "The columns of a row: epoch, losses, metrics, logged values, time."
-        return L(
-            [
-                *(n for n in self._columns() if n not in self._unshown),
-                *(['time'] if self.add_time else []),
-            ]
-        )
+        names = [name for name in self._columns() if name not in self._hidden_names]
+        if self.add_time:
+            names.append('time')
+        return L(names)
 
     def _columns(self) -> list[str]:
-        valid = [
-            n for name, _ in evaluation_loaders(self.learn.dls) for n in self._valid_names(name)
+        train_columns = [
+            column
+            for m in self._select_metrics('train')
+            for column in self._metric_columns.columns(m.name)
         ]
-        train_columns = [column for m in self._on('train') for column in self._keys.of(m.name)]
         train = ['train_loss', *map(self._train_column, train_columns)]
-        return list(dict.fromkeys(['epoch', *train, *valid, *self._logged_names]))
+        names = ['epoch', *train, *self._evaluated_names(), *self._logged_names]
+        return list(dict.fromkeys(names))
+
+    def _evaluated_names(self) -> list[str]:
+        loaders = evaluation_loaders(self.learn.dls)
+        return [name for dl_name, _ in loaders for name in self._valid_names(dl_name)]
 
     def _valid_names(self, dl_name: str) -> list[str]:
-        space = self._space(dl_name)
+        prefix = self._key_prefix(dl_name)
         return [
             self._valid_name(m, dl_name, column)
-            for m in self._evaluated(dl_name)
-            for column in self._keys.of(m.name, space)
+            for m in self._metrics_of_loader(dl_name)
+            for column in self._metric_columns.columns(m.name, prefix)
         ]
 
     def _train_column(self, column: str) -> str:
@@ -458,37 +465,32 @@ class Recorder(Plots, Callback):
     def _names(self) -> list[str]:
         return [m.name for m in self.learn.metrics]
 
-    def _space(self, dl_name: str) -> str:
-        "Return what keeps the metrics of a loader apart from the Learner's, where it has some."
+    def _key_prefix(self, dl_name: str) -> str:
+        "Return the prefix that separates a loader's own metrics from the Learner's."
         evaluator = getattr(self.learn.dls, 'evaluators', {}).get(dl_name)
         return '' if evaluator is None or evaluator.metrics is None else f'{dl_name}/'
 
     def _named_values(self, m: Metric, value: Any, dl_name: str) -> dict[str, Any]:
         "Return the values of a metric on a validation loader by column."
-        space = self._space(dl_name)
-        self._keys.note(m.name, value, [m.name for m in self._evaluated(dl_name)], space)
-        values = self._keys.values(m.name, value, space)
+        prefix = self._key_prefix(dl_name)
+        names = [m.name for m in self._metrics_of_loader(dl_name)]
+        self._metric_columns.add(m.name, value, names, prefix)
+        values = self._metric_columns.values(m.name, value, prefix)
         return {self._valid_name(m, dl_name, column): v for column, v in values.items()}
 
     def evaluated_columns(self, wanted: str | None = None) -> list[str]:
-        "Return the columns that evaluations give; metrics are tried where a wanted column is not known."
-
-        def known() -> list[str]:
-            return [
-                n for name, _ in evaluation_loaders(self.learn.dls) for n in self._valid_names(name)
-            ]
-
-        if wanted is not None and wanted not in known():
+        "Return the columns of evaluations; compute the metrics once if `wanted` is unknown."
+        if wanted is not None and wanted not in self._evaluated_names():
             self.find_keys()
-        return known()
+        return self._evaluated_names()
 
     def find_keys(self) -> None:
-        """Learn the keys of metrics that return dicts, from a batch of each validation loader.
+        """Find the keys of metrics that return dicts, from a batch of each validation loader.
 
-        Who looks for a column before the first batch of a fit calls it, where the column is not known.
+        Callbacks call this function to look up an unknown column before the first batch of a fit.
         """
         for dl_name in first_validation_batches(self.learn):
-            for m in self._evaluated(dl_name):
+            for m in self._metrics_of_loader(dl_name):
                 if not measures_batches(m) or isinstance(m, _EvalLoss):
                     continue
                 trial = clone_metric(m, self.learn)
@@ -497,7 +499,7 @@ class Recorder(Plots, Callback):
                     trial.accumulate(self.learn)
                     value = trial.value
                 except Exception:
-                    continue  # its error comes with the first batch of the fit
+                    continue  # the first batch of the fit raises the error again
                 self._named_values(m, value, dl_name)
 
     @property
@@ -508,32 +510,33 @@ class Recorder(Plots, Callback):
     def _valid_mets(self) -> list[Metric]:
         frame, name = self._frame, self.learn.dl_name
         if name not in frame.valid:
-            metrics = self._evaluated(name)
-            frame.valid[name] = (
-                [clone_metric(m, self.learn) for m in metrics] if frame.own else metrics
-            )
+            metrics = self._metrics_of_loader(name)
+            if frame.own:
+                metrics = [clone_metric(m, self.learn) for m in metrics]
+            frame.valid[name] = metrics
         return frame.valid[name]
 
     # -- per step ----------------------------------------------------------------------------------
 
     @property
     def losses(self) -> L:
-        "The smoothed training loss of every step of this fit, as 0-dim tensors on the CPU."
+        "Smoothed training loss of every step of this fit, as 0-dim tensors on the CPU."
         smooth = self.smooth_loss.smooth
         if len(self._losses) > len(smooth):
             self._losses = []
-        if new := smooth[len(self._losses) :]:
-            self._losses += torch.tensor(new, dtype=torch.float32).unbind()
+        new_losses = smooth[len(self._losses) :]
+        if new_losses:
+            self._losses += torch.tensor(new_losses, dtype=torch.float32).unbind()
         return L(self._losses)
 
     @property
     def lrs(self) -> list[float]:
-        "The learning rate of every step of this fit (of the last param group)."
+        "Learning rate of every step of this fit, of the last param group."
         return self._steps.column('lr')
 
     @property
     def hps(self) -> dict[str, list[float]]:
-        "Every hyper-parameter of every step of this fit, by fastai's names (of the last param group)."
+        "Hyper-parameters of every step of this fit, by fastai's names, of the last param group."
         return self._steps.columns() if self._hps is None else self._hps
 
     @hps.setter
@@ -543,7 +546,7 @@ class Recorder(Plots, Callback):
     # -- checkpoints -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        "Return everything recorded, and what is measured in the epoch that is open."
+        "Return everything recorded, and the measurements of the epoch in progress."
         frame, learn = self._frames[0], self.learn
         final = None if learn is None else vars(learn).get('final_record')
         return {
@@ -551,11 +554,11 @@ class Recorder(Plots, Callback):
             'n_fits': self.n_fits,
             'evaluations': [storable(row) for row in self.evaluations],
             'smooth_loss': self.smooth_loss.state_dict(),
-            'keys': {name: dict(columns) for name, columns in self._keys.known.items()},
-            'values': packed_rows(self.values),
+            'keys': {name: dict(columns) for name, columns in self._metric_columns.known.items()},
+            'values': pack_rows(self.values),
             'iters': list(self.iters),
             'logged_names': list(self._logged_names),
-            'unshown': sorted(self._unshown),
+            'unshown': sorted(self._hidden_names),
             'steps': self._steps.state_dict(),
             'final_record': None if final is None else storable(list(final)),
             'open': {
@@ -567,25 +570,28 @@ class Recorder(Plots, Callback):
         }
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Go on recording after what was recorded; inside a fit, in the middle of its epoch too."
+        "Restore the records; inside a fit, also the measurements of the epoch in progress."
         self.history, self.n_fits = History(map(dict, sd['history'])), sd['n_fits']
         self.evaluations = [dict(row) for row in sd['evaluations']]
-        self.values, self.iters = L(map(L, unpacked_rows(sd['values']))), L(list(sd['iters']))
-        self._logged_names, self._unshown = list(sd['logged_names']), set(sd['unshown'])
-        self._keys = MetricColumns(sd.get('keys'))
+        self.values = L(map(L, unpack_rows(sd['values'])))
+        self.iters = L(list(sd['iters']))
+        self._logged_names = list(sd['logged_names'])
+        self._hidden_names = set(sd['unshown'])
+        self._metric_columns = MetricColumns(sd.get('keys'))
         self._steps.load_state_dict(sd['steps'])
         self.smooth_loss.load_state_dict(sd['smooth_loss'])
         self._losses = []
-        self._frames[0].load_state_dict(sd['open'])  # outside of a fit it is that of the last one
+        self._frames[0].load_state_dict(sd['open'])  # outside a fit: the frame of the last fit
         if self.learn is None:
             return
-        if (final := sd['final_record']) is not None:
+        final = sd['final_record']
+        if final is not None:
             self.learn.final_record = L(list(final))
         if getattr(self.learn, 'fitting', False):
             self._reopen(sd['open'], sd['seconds'])
 
     def _reopen(self, sd: dict[str, Any], seconds: float) -> None:
-        "Go on measuring in the epoch that was open."
+        "Continue the measurements of the epoch in progress."
         frame = self._frames[0]
         frame.started = perf_counter() - seconds
         self._begin_losses(sd['n_before'])
@@ -595,5 +601,5 @@ class Recorder(Plots, Callback):
 
 
 def recorder_of(learn: Any) -> Recorder | None:
-    "Return the Recorder of a Learner, None where it has none."
+    "Return the Recorder of a Learner, or None."
     return next((cb for cb in learn.cbs if isinstance(cb, Recorder)), None)

@@ -1,4 +1,4 @@
-"""Repeat a batch that went wrong: the same data, random numbers, modes and events, as often as it takes."""
+"""Repeat a failed batch with the same data, random numbers, modes and events."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from fastcore.basics import noop
 from torch import Tensor, nn
 
-from learnkit.callbacks.nan_diagnosis import listed_few, samples_of
+from learnkit.callbacks.nan_diagnosis import format_few, sample_indices
 from learnkit.callbacks.progress import ProgressCallback
 from learnkit.core.errors import CancelException, FitError
 from learnkit.core.random import RNGState, capture_rng, restore_rng
@@ -20,7 +20,7 @@ from learnkit.engine.snapshot import restored
 
 __all__ = ['Replay', 'replay']
 
-# where in the loop a batch was drawn
+# attributes of a Learner that describe the position of a batch in the loop
 STATE = (
     'epoch',
     'iter',
@@ -37,30 +37,31 @@ STATE = (
 )
 
 
-SWITCHES = ('run', 'run_train', 'run_valid', 'order')  # of a callback: these are the user's
+SWITCHES = ('run', 'run_train', 'run_valid', 'order')  # attributes of callbacks that users set
 ATOMS = frozenset([bool, int, float, str, type(None)])
 
 
 class Drawn(NamedTuple):
-    "A batch as the loader gave it, and what was so when it did."
+    "Batch as the loader gave it, and the state of the run at that time."
 
     batch: Any
     rng: RNGState
     state: dict[str, Any]
     done: dict[str, int]
-    counts: list[tuple[Any, dict[str, Any]]]  # of each callback: numbers, flags and names
+    counts: list[tuple[Any, dict[str, Any]]]  # numbers, flags and strings of each callback
 
 
 class Replay(Callback):
-    """Keep each batch, and the state of the random numbers before it, so that `learn.replay()` can repeat it.
+    """Keep each batch and the random state before it, so that `learn.replay()` can repeat the batch.
 
-    After an exception has ended a run, `learn.replay()` does the batch again in which it was raised, in training or in
-    evaluation. When nothing failed, it repeats the last training batch.
+    After an exception has ended a run, `learn.replay()` repeats the batch that raised it, in
+    training or in evaluation. Without a failure it repeats the last training batch.
 
-    It keeps the last batch of training and that of evaluation as the loader gave them, by reference (on a GPU the
-    memory of one batch more; what changes a batch in place, changes what is repeated), with counters and flags of the
-    callbacks; not weights, nor gradients that were accumulated before. The next fit lets go of it, and so does
-    `learn.close()`. Each batch costs some 40 microseconds. Nothing is checkpointed.
+    Kept are the last batches of training and of evaluation as the loader gave them, by reference,
+    with counters and flags of the callbacks. On a GPU this takes the memory of one more batch, and
+    in-place changes of a batch change the repeated batch too. Weights and accumulated gradients are
+    not kept. The next fit and `learn.close()` drop the batches. Each batch costs some 40
+    microseconds. Checkpointed: nothing.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=Replay())
@@ -69,37 +70,38 @@ class Replay(Callback):
     True
     """
 
-    order, remove_on_find, remove_on_fetch = 10_000, True, True  # the last to hear of a draw
+    order, remove_on_find, remove_on_fetch = 10_000, True, True  # after all other callbacks
     name = 'replay_callback'  # `learn.replay` is a method
 
     def __init__(self) -> None:
-        self._let_go()
+        self._reset()
 
-    def _let_go(self) -> None:
-        self._drawn: dict[bool, Drawn] = {}  # the last batches, by whether they are of training
-        self._within: bool | None = None  # which of them is under way
-        self._failed: bool | None = None  # which of them was, when the run failed
+    def _reset(self) -> None:
+        self._drawn: dict[bool, Drawn] = {}  # last batch of training (True) and evaluation (False)
+        self._current: bool | None = None  # key of the current batch in `_drawn`
+        self._failed: bool | None = None  # key of the batch in which the run failed
         self._why = ''  # notes of the exception
         self._modes: list[tuple[nn.Module, bool]] = []
-        self._present: list[Any] = []  # the callbacks of that run
-        self._indices: list[Any] | None = None  # of the batch that failed, in the data set
+        self._present: list[Any] = []  # callbacks of the run
+        self._indices: list[Any] | None = None  # data-set indices of the failed batch
 
     def before_fit(self) -> None:
-        "Let go of the fit before."
+        "Drop the batches of the fit before."
         if self.learn.run.depth > 1:
-            return  # within another run
+            return  # a nested run
         if self.learn.fitting:
-            self._let_go()
-        self._within, self._failed, self._why, self._indices = None, None, '', None
+            self._reset()
+        self._current = self._failed = self._indices = None
+        self._why = ''
         self.learn.replay_source = self
 
     def before_train(self) -> None:
-        self._look_around()
+        self._record_run()
 
     def after_draw(self) -> None:
         "Keep the batch."
         learn, own = self.learn, vars(self.learn)
-        self._within = learn.training
+        self._current = learn.training
         others = [cb for cb in learn.callbacks if cb is not self]
         counts = [(cb, {k: v for k, v in vars(cb).items() if type(v) in ATOMS}) for cb in others]
         self._drawn[learn.training] = Drawn(
@@ -111,88 +113,89 @@ class Replay(Callback):
         )
 
     def after_batch(self) -> None:
-        self._within = None
+        self._current = None
 
     def after_error(self) -> None:
-        "Keep what the end of the run undoes."
-        self._look_around()
-        self._failed, self._why = self._within, ' '.join(getattr(self.learn.error, '__notes__', ()))
-        self._indices = samples_of(self.learn) if self._within else None
+        "Keep the state that the end of the run resets."
+        self._record_run()
+        self._failed = self._current
+        self._why = ' '.join(getattr(self.learn.error, '__notes__', ()))
+        self._indices = sample_indices(self.learn) if self._current else None
 
-    def _look_around(self) -> None:
+    def _record_run(self) -> None:
         self._modes = [(m, m.training) for m in self.learn.model.modules()]
         self._present = list(self.learn.cbs)
 
     def close(self) -> None:
-        "Let go of everything."
-        self._let_go()
+        "Drop all batches."
+        self._reset()
 
 
 def replay(
     learn: Any,
-    detect_anomaly: bool = False,  # let autograd name the operation whose gradient is NaN
+    detect_anomaly: bool = False,  # whether autograd names the operation with a NaN gradient
 ) -> Tensor | None:
-    "Repeat a batch: see `Learner.replay`."
-    kept = learn.replay_source
+    "Repeat a batch; see `Learner.replay`."
+    source = learn.replay_source
     if learn.run.depth:
         raise FitError('A run is under way. Replay a batch when it is over.')
-    if kept is None or not kept._drawn:
+    if source is None or not source._drawn:
         raise FitError(
             'There is no batch to repeat. Add `Replay()` to the callbacks, `learn.add_cb(Replay())`, and '
             'fit again: it keeps the last batch until the next fit.'
         )
-    drawn = kept._drawn[kept._failed if kept._failed is not None else max(kept._drawn)]
+    drawn = source._drawn[source._failed if source._failed is not None else max(source._drawn)]
     if learn.logger is not noop:
-        print(announcement(kept, drawn))
-    with restored(learn), those_present(learn, kept), learn.no_logging(), learn.no_mbar():
-        return repeat(learn, kept, drawn, detect_anomaly)
+        print(announce(source, drawn))
+    with restored(learn), with_callbacks(learn, source), learn.no_logging(), learn.no_mbar():
+        return repeat(learn, source, drawn, detect_anomaly)
 
 
-def announcement(kept: Replay, drawn: Drawn) -> str:
-    "Say which batch is repeated."
-    state, samples = (
-        drawn.state,
-        f', samples {listed_few(kept._indices)} of the data set' if kept._indices else '',
-    )
+def announce(source: Replay, drawn: Drawn) -> str:
+    "Return a sentence that names the repeated batch."
+    state = drawn.state
+    samples = f', samples {format_few(source._indices)} of the data set' if source._indices else ''
     text = (
         f'Repeating batch {state["iter"]} of epoch {state["epoch"]} ({state["dl_name"]}){samples}.'
     )
-    elsewhere = kept._why and kept._failed is None
-    return f'{text} The run failed outside of a batch; this is the last one.' if elsewhere else text
+    is_other = source._why and source._failed is None
+    return f'{text} The run failed outside of a batch; this is the last one.' if is_other else text
 
 
 @contextmanager
-def those_present(learn: Any, kept: Replay) -> Iterator[None]:
-    "Have the callbacks of the run, less those that only track, save or stop, unless it was they that failed."
+def with_callbacks(learn: Any, source: Replay) -> Iterator[None]:
+    "Use the callbacks of the run; leave out those that only track, save or stop and did not fail."
 
     def takes_part(cb: Any) -> bool:
-        if cb is kept or isinstance(cb, ProgressCallback):
+        if cb is source or isinstance(cb, ProgressCallback):
             return False
-        useful = not getattr(cb, 'remove_on_find', False) or getattr(cb, 'follows_weights', False)
-        return useful or f'in {type(cb).__name__}.' in kept._why
+        is_needed = not getattr(cb, 'remove_on_find', False) or getattr(
+            cb, 'follows_weights', False
+        )
+        return is_needed or f'in {type(cb).__name__}.' in source._why
 
-    # a class may be defined anew by now
+    # by name: a notebook may have defined a class again
     names = {(type(cb).__module__, type(cb).__qualname__) for cb in learn.cbs}
-    gone = [
+    removed = [
         cb
-        for cb in kept._present
+        for cb in source._present
         if all(cb is not o for o in learn.cbs)
         and takes_part(cb)
         and (type(cb).__module__, type(cb).__qualname__) not in names
     ]
-    with learn.added_cbs(gone), ExitStack() as stack:
+    with learn.added_cbs(removed), ExitStack() as stack:
         for cb in [cb for cb in learn.cbs if not takes_part(cb)]:
             stack.enter_context(learn.removed_cbs(cb))
         yield
 
 
-def repeat(learn: Any, kept: Replay, drawn: Drawn, detect_anomaly: bool) -> Tensor | None:
-    "Enter the levels of the loop as far as the batch, do it, and leave as an interrupted run is left."
+def repeat(learn: Any, source: Replay, drawn: Drawn, detect_anomaly: bool) -> Tensor | None:
+    "Enter the levels of the loop, run the batch, and clean up as after an interrupted run."
     training = drawn.state['training']
     levels = ('fit', 'epoch', 'train') if training else ('fit', 'epoch', 'validate')
     if learn.whole_step is not None:
         vars(learn).pop('_do_one_batch', None)  # one compiled step has no events inside
-    learn.passes = KnownPass(kept._indices)
+    learn.passes = KnownPass(source._indices)
     if learn.opt is None or learn._opt_is_of_another_model():
         learn.create_opt()
 
@@ -203,10 +206,10 @@ def repeat(learn: Any, kept: Replay, drawn: Drawn, detect_anomaly: bool) -> Tens
         try:
             for i, level in enumerate(levels):
                 learn.run.levels = levels[: i + 1]
-                put_in_place(learn, drawn)
+                restore_position(learn, drawn)
                 learn(f'before_{level}')
-            put_in_place(learn, drawn)
-            for module, mode in kept._modes:
+            restore_position(learn, drawn)
+            for module, mode in source._modes:
                 module.training = mode
             for cb, counts in drawn.counts:
                 vars(cb).update({k: v for k, v in counts.items() if k not in SWITCHES})
@@ -214,25 +217,25 @@ def repeat(learn: Any, kept: Replay, drawn: Drawn, detect_anomaly: bool) -> Tens
             with torch.autograd.set_detect_anomaly(detect_anomaly or torch.is_anomaly_enabled()):
                 learn.one_batch(drawn.state['iter'], drawn.batch)
         except CancelException:
-            pass  # so it ended then
+            pass  # the batch ended this way before
         loss = learn.loss
         learn._end_cleanup()
     return loss
 
 
 class KnownPass(TrainingPasses):
-    "The pass of a batch that is repeated: its indices are known."
+    "Pass over the data whose indices are known: the indices of the repeated batch."
 
     def __init__(self, known: list[Any] | None) -> None:
         super().__init__()
         self.known = known
 
     def indices(self, learn: Any) -> list[Any] | None:
-        "Return the indices of the batch that is repeated."
+        "Return the indices of the repeated batch."
         return self.known
 
 
-def put_in_place(learn: Any, drawn: Drawn) -> None:
-    "Let the Learner be where the batch was drawn."
+def restore_position(learn: Any, drawn: Drawn) -> None:
+    "Restore the Learner's position in the loop at which the batch was drawn."
     vars(learn).update(drawn.state, batch=drawn.batch)
     learn.counters.load_units(drawn.done)

@@ -1,4 +1,4 @@
-"""Callbacks for recurrent models: their hidden state, their several outputs, and penalties on their activations."""
+"""Callbacks for recurrent models: hidden state, several outputs, penalties on activations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ['ModelResetter', 'RNNCallback', 'RNNRegularizer', 'rnn_cbs']
 class ModelResetter(Callback):
     """Call `model.reset()` before each epoch's training and validation and after the fit.
 
-    A model without `reset` keeps nothing from batch to batch, and is left alone. No state.
+    A model without `reset` has no state between batches and stays unchanged. No state.
 
     >>> ModelResetter()
     ModelResetter
@@ -39,12 +39,13 @@ class ModelResetter(Callback):
 
 
 class RNNCallback(Callback):
-    """Take a model's `(output, raw outputs, outputs)` apart: the loss gets the output, `learn.rnn` has the others.
+    """Split a model's `(output, raw outputs, outputs)`: the loss gets the output, `learn.rnn` the others.
 
-    `raw_out` and `out` are those of the last layer, `[batch, time, hidden]`, before and after dropout; each of the
-    three may be a list over layers. A model that returns one tensor has nothing to take apart. No state.
+    `raw_out` and `out` are the outputs of the last layer, `[batch, time, hidden]`, before and after
+    dropout; each of the three may be a list over layers. The prediction of a model that returns one
+    tensor stays unchanged. No state.
 
-    Raises `ModelError` for a tuple of another length.
+    Raises `ModelError` for any other output.
 
     >>> RNNCallback().name
     'rnn'
@@ -72,14 +73,14 @@ class RNNCallback(Callback):
 
 
 class RNNRegularizer(Callback):
-    """Add penalties on the activations of a recurrent model to what is minimised (not to the loss that is reported).
+    """Add penalties on the activations of a recurrent model to the minimized loss, not to the reported one.
 
-    `alpha` times the mean square of the outputs (AR) and `beta` times that of the change of the raw outputs from one
-    time step to the next (TAR): Merity, McCann and Socher, "Revisiting activation regularization for language RNNs",
-    2017. It needs `RNNCallback`. No state.
+    The penalties are `alpha` times the mean square of the outputs (AR), and `beta` times the mean
+    square of the change of the raw outputs between time steps (TAR): Merity, McCann and Socher,
+    "Revisiting activation regularization for language RNNs", 2017. Needs `RNNCallback`. No state.
 
-    Raises `OptionError` for a weight below 0, and before training without an `RNNCallback`; `ModelError` when the model
-    returns no activations.
+    Raises `OptionError` for a weight below 0, and before training without an `RNNCallback`;
+    `ModelError` if the model returns no activations.
 
     >>> RNNRegularizer(alpha=2., beta=1.).beta
     1.0
@@ -90,7 +91,7 @@ class RNNRegularizer(Callback):
     def __init__(
         self,
         alpha: float = 0.0,  # weight of the activations (AR)
-        beta: float = 0.0,  # weight of their change over time (TAR)
+        beta: float = 0.0,  # weight of the change of activations over time (TAR)
     ) -> None:
         for name, value in (('alpha', alpha), ('beta', beta)):
             if not is_number(value) or value < 0:
@@ -98,9 +99,8 @@ class RNNRegularizer(Callback):
         self.alpha, self.beta = alpha, beta
 
     def before_fit(self) -> None:
-        if (self.alpha or self.beta) and not any(
-            isinstance(cb, RNNCallback) for cb in self.learn.cbs
-        ):
+        has_outputs = any(isinstance(cb, RNNCallback) for cb in self.learn.cbs)
+        if (self.alpha or self.beta) and not has_outputs:
             raise OptionError(
                 'RNNRegularizer needs the outputs that RNNCallback keeps: add both, with '
                 '`cbs=rnn_cbs(alpha, beta)`.'
@@ -123,9 +123,9 @@ class RNNRegularizer(Callback):
 
 def rnn_cbs(
     alpha: float = 0.0,  # weight of the activations (AR)
-    beta: float = 0.0,  # weight of their change over time (TAR)
+    beta: float = 0.0,  # weight of the change of activations over time (TAR)
 ) -> list[Callback]:
-    """Return all the callbacks that training a recurrent model needs.
+    """Return the callbacks for the training of a recurrent model.
 
     >>> rnn_cbs(), rnn_cbs(alpha=2., beta=1.)
     ([ModelResetter, RNNCallback], [ModelResetter, RNNCallback, RNNRegularizer(alpha=2.0, beta=1.0)])

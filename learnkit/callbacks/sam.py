@@ -1,4 +1,4 @@
-"""Sharpness-aware minimisation: step with the gradient at the worst point nearby."""
+"""Sharpness-aware minimization: step with the gradient at the worst point nearby."""
 
 from __future__ import annotations
 
@@ -16,52 +16,51 @@ from learnkit.engine.own_loop import cannot_repeat, replaces_batch
 
 __all__ = ['SAM']
 
-EPS = 1e-12  # added to the norm that is divided by
+EPS = 1e-12  # added to the norm in the divisor
 
 
 class SAM(Callback):
-    """Step with the gradient at `w + e`, where `e` leads `rho` far up the gradient `g` at the weights `w`.
+    """Step with the gradient at `w + e`, where `e` has length `rho` along the gradient `g` at weights `w`.
 
-    `e = rho * g / |g|` (Foret et al., "Sharpness-aware minimization for efficiently improving generalization", 2021,
-    eq. 2); adaptive, `e = rho * w^2 g / |w g|` (Kwon et al., "ASAM", 2021, eq. 8, with `T = |w|`). Every such step
-    costs a second forward and backward pass, with its events, over the same batch, in pieces under microbatches;
-    dropout draws anew in it. The weights and the model's buffers (running statistics) are then exactly those of before,
-    `pred` and `loss` those of the first pass, which is what is recorded and measured. Clipping acts on the second
-    gradient.
+    `e = rho * g / |g|` (Foret et al., "Sharpness-aware minimization for efficiently improving
+    generalization", 2021, eq. 2); adaptive, `e = rho * w^2 g / |w g|` (Kwon et al., "ASAM", 2021,
+    eq. 8, with `T = |w|`). Every such step costs a second forward and backward pass over the same
+    batch, with its events, in microbatches if these are used; dropout draws new masks. Afterwards
+    the weights and the model's buffers (running statistics) are restored exactly, and `pred` and
+    `loss`, which are recorded and measured, belong to the first pass. Clipping acts on the
+    second gradient.
 
     Checkpointed: the number of steps, which `interval` counts, of each optimizer that
     `optimize(only=)` names.
 
-    Raises `OptionError` for bad options, and before training together with `GradientAccumulation`
-    (the second pass would see the last batch alone) or an optimizer that needs a closure, and for a
-    Learner that overrides `_do_one_batch` with passes of its own; `LossError` where `optimize` was
-    not given a function.
+    Raises `OptionError` for invalid options, and before training: with `GradientAccumulation` (the
+    second pass would see the last batch only), with an optimizer that needs a closure, and for a
+    Learner whose `_do_one_batch` runs its own passes. Raises `LossError` if `optimize` was not
+    given a function.
 
     >>> SAM(rho=0.1).rho
     0.1
     """
 
-    # first of all at a step: unscaling and clipping are for the second gradient
+    # first callback of a step: unscaling and clipping act on the second gradient
     order, run_valid = 5, False
 
     def __init__(
         self,
-        rho: float = 0.05,  # how far to go: the norm of the perturbation
-        adaptive: bool = False,  # relative to each weight (ASAM; `rho` is 10 to 40 times larger)
-        interval: int = 1,  # do so at every `interval`-th step; the others are ordinary
+        rho: float = 0.05,  # norm of the perturbation
+        adaptive: bool = False,  # scale by each weight (ASAM; `rho` 10 to 40 times as large)
+        interval: int = 1,  # number of steps per SAM step; the others are ordinary
     ) -> None:
         if not is_number(rho) or not 0 <= rho < float('inf'):
             raise bad_option(self, 'a distance, 0 or more', rho=rho)
         if not is_count(interval):
             raise bad_option(self, 'a whole number of steps, 1 or more', interval=interval)
         self.rho, self.adaptive, self.interval = float(rho), adaptive, int(interval)
-        self._n: dict[str, int] = {}  # steps so far, by the optimizer whose turn it was
-        self._before: list[
-            tuple[Tensor, Tensor]
-        ] = []  # parameters and their values, while they are perturbed
-        self._buffers: list[
-            tuple[Any, str, Tensor, Tensor]
-        ] = []  # likewise, with module and name: it may replace them
+        self._n: dict[str, int] = {}  # number of steps by name of the optimizer
+        # parameters and their values, while they are perturbed
+        self._weights: list[tuple[Tensor, Tensor]] = []
+        # module, key, tensor and value of each buffer: a forward pass may replace the tensor
+        self._buffers: list[tuple[Any, str, Tensor, Tensor]] = []
 
     def before_fit(self) -> None:
         learn = self.learn
@@ -82,7 +81,7 @@ class SAM(Callback):
             )
 
     def on_reevaluation(self) -> None:
-        "Refuse an optimizer whose steps evaluate the loss again."
+        "Raise `OptionError`: the steps of such an optimizer evaluate the loss again."
         raise OptionError(
             'SAM steps once with the gradient nearby; an optimizer that evaluates the loss again (LBFGS) '
             'moves on from there. Use SGD or Adam.'
@@ -98,13 +97,13 @@ class SAM(Callback):
             return
         if learn.run.turn is not None and learn.run.turn.compute is None:
             raise cannot_repeat('SAM')
-        self._second_pass(params)
+        self._repeat_passes(params)
 
-    def _second_pass(self, params: list[Any]) -> None:
-        "Put the gradients at the perturbed weights in place of those at the weights."
+    def _repeat_passes(self, params: list[Any]) -> None:
+        "Replace the gradients at the weights by the gradients at the perturbed weights."
         learn = self.learn
         recorded = {name: learn.__dict__.get(name) for name in ('pred', 'loss', 'loss_grad')}
-        self._before = [(p, p.detach().clone()) for p in params]
+        self._weights = [(p, p.detach().clone()) for p in params]
         self._buffers = [
             (m, key, b, b.detach().clone())
             for m in learn.model.modules()
@@ -123,24 +122,23 @@ class SAM(Callback):
 
     @torch.no_grad()
     def _perturb(self, params: list[Any]) -> None:
-        "Go `rho` far up the gradient."
+        "Move the weights by `rho` along the gradient."
         weights, grads = locals_of(params), locals_of(p.grad for p in params)
         if not self.adaptive:
-            up, norm = grads, total_norm(p.grad for p in params)
+            direction, norm = grads, total_norm(p.grad for p in params)
         else:
-            norm = total_norm(
-                params, mine=list(torch._foreach_mul(torch._foreach_abs(weights), grads))
-            )
-            up = list(torch._foreach_mul(torch._foreach_mul(weights, weights), grads))
-        torch._foreach_add_(weights, torch._foreach_mul(up, self.rho / (norm + EPS)))
+            scaled = list(torch._foreach_mul(torch._foreach_abs(weights), grads))
+            norm = total_norm(params, mine=scaled)
+            direction = list(torch._foreach_mul(torch._foreach_mul(weights, weights), grads))
+        torch._foreach_add_(weights, torch._foreach_mul(direction, self.rho / (norm + EPS)))
 
     @torch.no_grad()
     def _restore(self) -> None:
-        for p, value in self._before:
+        for p, value in self._weights:
             p.copy_(value)
         for m, key, buffer, value in self._buffers:
             m._buffers[key] = buffer.copy_(value)
-        self._before, self._buffers = [], []
+        self._weights, self._buffers = [], []
 
     def cleanup(self) -> None:
         self._restore()
@@ -151,5 +149,5 @@ class SAM(Callback):
         return {'n': self._n.get('', 0), **({'turns': named} if named else {})}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Go on counting from there."
+        "Restore the number of steps."
         self._n = {'': sd['n'], **sd.get('turns', {})}

@@ -1,8 +1,8 @@
 """Schedules: hyper-parameters as functions of the progress of a fit.
 
-A schedule is a function of one number, the share of the fit that is done (0 to 1), and has no
-state: a resumed fit continues it exactly, and it stretches over however many epochs a fit has.
-`learnkit.optim.annealing` has the functions that schedules are made of.
+A schedule is a function of one number, the fraction of the fit that is done (0 to 1). A schedule
+has no state: a resumed fit continues it exactly, and it stretches over the length of any fit.
+`learnkit.optim.annealing` holds the functions that schedules are made of.
 `learnkit.callbacks.torch_scheduler` runs torch's own schedulers, which count steps instead."""
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ __all__ = [
 class ParamScheduler(Callback):
     """Set hyper-parameters before every training batch, each by a function of `pct_train`.
 
-    A schedule returns one value, or a list, array or tensor of one a param group. Nothing is remembered, so there is
-    nothing to checkpoint. Raises `ScheduleError` for what is no function and, before training, `OptimizerError` for a
-    name that the optimizer does not have or a wrong number of values.
+    A schedule returns one value, or a list, array or tensor with one value per param group.
+    Checkpointed: nothing, since schedules have no state. Raises `ScheduleError` for a schedule that
+    is not callable; before training, `OptimizerError` for a name that the optimizer does not have
+    and for a wrong number of values.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(n_train=4)
@@ -76,16 +77,16 @@ class ParamScheduler(Callback):
         super().__init__()
         if not isinstance(scheds, Mapping):
             raise ScheduleError(
-                f'ParamScheduler({scheds!r}): give a dict, `{{"lr": SchedCos(1, 0)}}` for one.'
+                f'ParamScheduler({scheds!r}): give a dict, such as `{{"lr": SchedCos(1, 0)}}`.'
             )
         self.scheds = dict(scheds)
         for name, f in self.scheds.items():
             check_schedule(f'The schedule of {name}', f)
-        self._opt: Any = None  # whose groups `_plan` was made for
-        self._known: list[
-            tuple[Any, list[dict[str, Any]]]
-        ] = []  # its optimizers, with their param groups then
-        self._plan: list[tuple[str, Schedule, float, list[_Place]]] = []
+        self._opt: Any = None  # optimizer that `_plan` was made for
+        # torch optimizers of `_opt`, with their param groups at that time
+        self._known: list[tuple[Any, list[dict[str, Any]]]] = []
+        # name, schedule, least value and locations of each hyper-parameter
+        self._plan: list[tuple[str, Schedule, float, list[_Location]]] = []
         self._n_groups = 0
 
     def __repr__(self) -> str:
@@ -107,23 +108,23 @@ class ParamScheduler(Callback):
         self._update_val(self.learn.pct_train)
 
     def _update_val(self, pct: float) -> None:
-        "Set every hyper-parameter to its value at this position."
+        "Set every hyper-parameter to its value at a position of the fit."
         if self._is_outdated():
             self._make_plan()
         if pct > 1:
-            pct = 1.0  # a sum of many shares, or a loader that is longer than it said
-        for name, f, least, places in self._plan:
+            pct = 1.0  # rounding errors, or a loader longer than its reported length
+        for name, f, least, locations in self._plan:
             value = f(pct)
             if value.__class__ is float and least <= value < bound_of(name):
-                for group, key, at, _ in places:
-                    _put(group, key, at, value)
+                for group, key, index, _ in locations:
+                    _set_value(group, key, index, value)
             else:
                 values = self._values(name, value, least)
-                for group, key, at, i in places:
-                    _put(group, key, at, values[i])
+                for group, key, index, i in locations:
+                    _set_value(group, key, index, values[i])
 
     def _is_outdated(self) -> bool:
-        "Tell whether the optimizer or one of its param groups is another one: loading a state replaces them."
+        "Return True if the optimizer or a param group was replaced, as by loading a state."
         if self.learn.opt is not self._opt:
             return True
         for opt, before in self._known:
@@ -133,21 +134,20 @@ class ParamScheduler(Callback):
         return False
 
     def _make_plan(self) -> None:
-        "Look up where each hyper-parameter is kept, once for many batches."
+        "Find the locations of all hyper-parameters, once for many batches."
         opt = self.learn.opt
         if not {'wd', 'weight_decay'}.isdisjoint(self.scheds):
             opt.split_groups()
-        places = {name: list(_places(opt, name)) for name in self.scheds}
+        locations = {name: list(_find_locations(opt, name)) for name in self.scheds}
         least = {name: 0.0 if name in (*HYPERS, *OPTIONS) else -math.inf for name in self.scheds}
-        self._plan = [(name, f, least[name], places[name]) for name, f in self.scheds.items()]
+        self._plan = [(name, f, least[name], locations[name]) for name, f in self.scheds.items()]
         self._known = [(o, list(o.param_groups)) for o in opt.optimizers.values()]
         self._n_groups, self._opt = len(opt.hypers), opt
 
     def _values(self, name: str, value: Any, least: float = math.inf) -> list[Any]:
-        "Return what a schedule gave as one plain number a group: checkpoints hold no NumPy numbers."
-        if value.__class__ is np.ndarray and value.shape == (
-            self._n_groups,
-        ):  # the usual case, without many questions
+        "Return a schedule's value as one Python number per group, without NumPy types."
+        # the usual case, an array in the allowed range, is checked faster here
+        if value.__class__ is np.ndarray and value.shape == (self._n_groups,):
             values = value.tolist()
             if min(values) >= least and sum(values) < math.inf and max(values) < bound_of(name):
                 return values
@@ -157,27 +157,26 @@ class ParamScheduler(Callback):
         self._opt, self._known, self._plan = None, [], []  # they hold parameters
 
 
-_Place = tuple[
-    dict[str, Any], str, int | None, int
-]  # torch's param group, key, place in a pair, the splitter's group
+# param group of torch, key, index in a pair (`betas`), index of the group in `opt.hypers`
+_Location = tuple[dict[str, Any], str, int | None, int]
 
 
-def _places(opt: Any, name: str) -> Iterator[_Place]:
-    "Yield where a hyper-parameter is kept; parameters that weight decay spares are left out."
+def _find_locations(opt: Any, name: str) -> Iterator[_Location]:
+    "Yield the locations of a hyper-parameter, except parameters without weight decay."
     for i, hypers in enumerate(opt.hypers):
         for group in hypers._groups:
-            where = place_of(name, group)
-            if where is None or (where == 'weight_decay' and hypers.is_exempt(group)):
+            found = place_of(name, group)
+            if found is None or (found == 'weight_decay' and hypers.is_exempt(group)):
                 continue
-            yield (group, where, None, i) if isinstance(where, str) else (group, *where, i)
+            yield (group, found, None, i) if isinstance(found, str) else (group, *found, i)
 
 
-def _put(group: dict[str, Any], key: str, at: int | None, value: float) -> None:
+def _set_value(group: dict[str, Any], key: str, index: int | None, value: float) -> None:
     old = group[key]
-    if at is not None:
-        group[key] = (*old[:at], value, *old[at + 1 :])
+    if index is not None:
+        group[key] = (*old[:index], value, *old[index + 1 :])
     elif isinstance(old, Tensor):
-        old.fill_(value)  # compiled steps read it there
+        old.fill_(value)  # compiled steps read this tensor
     else:
         group[key] = value
 
@@ -196,16 +195,15 @@ def fit_one_cycle(
     start_epoch: int = 0,
     resume: Any = False,
 ) -> None:
-    "Train with a rate that rises and falls once."
+    "Train with a learning rate that rises and falls once."
     _check_positive(div=div, div_final=div_final)
     _check_share(pct_start)
-    moms_given = _checked_moms(learn.moms if moms is None else moms)
-    momentum = combined_cos(pct_start, *moms_given)
+    momentum = combined_cos(pct_start, *_check_moms(learn.moms if moms is None else moms))
     peak = _peak_rates(learn, n_epoch, lr_max, wd, reset_opt, start_epoch)
     scheds = {'lr': combined_cos(pct_start, peak / div, peak, peak / div_final)}
     if moms is not None or all(float(h.get('mom', 0)) for h in learn.opt.hypers):
         scheds['mom'] = momentum
-    _fit_along(learn, scheds, n_epoch, wd, cbs, start_epoch, resume)
+    _fit_with_schedules(learn, scheds, n_epoch, wd, cbs, start_epoch, resume)
 
 
 def fit_flat_cos(
@@ -220,12 +218,12 @@ def fit_flat_cos(
     start_epoch: int = 0,
     resume: Any = False,
 ) -> None:
-    "Train at a flat rate that falls along half a cosine at the end."
+    "Train at a constant learning rate that falls along half a cosine at the end."
     _check_positive(div_final=div_final)
     _check_share(pct_start)
     flat = _peak_rates(learn, n_epoch, lr, wd, reset_opt, start_epoch)
     scheds = {'lr': combined_cos(pct_start, flat, flat, flat / div_final)}
-    _fit_along(learn, scheds, n_epoch, wd, cbs, start_epoch, resume)
+    _fit_with_schedules(learn, scheds, n_epoch, wd, cbs, start_epoch, resume)
 
 
 def fit_sgdr(
@@ -240,7 +238,7 @@ def fit_sgdr(
     start_epoch: int = 0,
     resume: Any = False,
 ) -> None:
-    "Train in cycles, in each of which the rate falls to 0 along half a cosine."
+    "Train in cycles; in each cycle the learning rate falls to 0 along half a cosine."
     check_count('n_cycles', n_cycles, 1)
     check_count('cycle_len', cycle_len, 1)
     check_count('cycle_mult', cycle_mult, 1)
@@ -249,7 +247,7 @@ def fit_sgdr(
     shares = [n / n_epoch for n in lengths]
     peak = _peak_rates(learn, n_epoch, lr_max, wd, reset_opt, start_epoch)
     scheds = {'lr': combine_scheds(shares, [SchedCos(peak, 0.0)] * n_cycles)}
-    _fit_along(learn, scheds, n_epoch, wd, cbs, start_epoch, resume)
+    _fit_with_schedules(learn, scheds, n_epoch, wd, cbs, start_epoch, resume)
 
 
 def fine_tune(
@@ -268,10 +266,10 @@ def fine_tune(
     start_epoch: int = 0,
     resume: Any = False,
 ) -> None:
-    "Train the last group alone, then all groups with graded rates, in one cycle each."
+    "Train the last group alone, then all groups with graded learning rates, in one cycle each."
     _check_positive(base_lr=base_lr, lr_mult=lr_mult, div=div, div_final=div_final)
     _check_share(pct_start)
-    _checked_moms(learn.moms if moms is None else moms)
+    _check_moms(learn.moms if moms is None else moms)
     check_count('freeze_epochs', freeze_epochs, 0)
     as_length(learn, epochs, start_epoch)
     shared: dict[str, Any] = {
@@ -312,14 +310,14 @@ def fine_tune(
 def _peak_rates(
     learn: Any, n_epoch: int, lr: Any, wd: float | None, reset_opt: bool, start_epoch: int
 ) -> Any:
-    "Make the optimizer ready for `fit` and return its rates: a number, or an array of one a group."
+    "Prepare the optimizer for `fit` and return its rates: a number, or an array with one per group."
     as_length(learn, n_epoch, start_epoch)
     learn._prepare_opt(lr, wd, reset_opt)
     rates = [float(h['lr']) for h in learn.opt.hypers]
     return rates[0] if len(rates) == 1 else np.array(rates)
 
 
-def _fit_along(
+def _fit_with_schedules(
     learn: Any,
     scheds: Mapping[str, Schedule],
     n_epoch: int,
@@ -353,10 +351,11 @@ def _check_share(pct_start: Any) -> None:
     )
 
 
-def _checked_moms(moms: Any) -> list[float]:
-    if len(values := listed(moms)) != 3 or not all(
-        isinstance(m, (int, float)) and 0 <= m < 1 for m in values
-    ):
+def _check_moms(moms: Any) -> list[float]:
+    "Return the three momenta as a list, or raise `ScheduleError`."
+    values = listed(moms)
+    are_valid = all(isinstance(m, (int, float)) and 0 <= m < 1 for m in values)
+    if len(values) != 3 or not are_valid:
         raise ScheduleError(
             f'moms={moms!r}: give three momenta, 0 or more and below 1: at the start, at the highest '
             'rate and at the end.'

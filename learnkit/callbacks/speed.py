@@ -1,4 +1,4 @@
-"""How fast training goes, how well it uses the device, and how long it will take."""
+"""Callbacks that log training speed, device utilization and remaining time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from learnkit.callbacks.hooks import as_written
+from learnkit.callbacks.hooks import unwrap_compiled
 from learnkit.callbacks.mixed_precision import MixedPrecision
 from learnkit.callbacks.monitor import Monitor, check_count, seconds_in, world_size
 from learnkit.core.errors import ModelError, OptionError
@@ -21,8 +21,8 @@ from learnkit.core.time import Time
 
 __all__ = ['SpeedMonitor', 'RuntimeEstimator', 'PEAK_FLOPS']
 
-# Floating-point operations a second of one device, dense, from the makers' data sheets: the first name found in the
-# device's counts.
+# Dense floating-point operations per second of one device, from the vendors' data sheets. The first
+# name contained in the name of a device counts.
 PEAK_FLOPS: dict[str, dict[str, float]] = {
     'b200': {'fp32': 75e12, 'tf32': 1.1e15, 'fp16': 2.25e15, 'bf16': 2.25e15},
     'h200': {'fp32': 67e12, 'tf32': 495e12, 'fp16': 989e12, 'bf16': 989e12},
@@ -39,17 +39,17 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
 }
 
 
-class _Timed(Monitor):
-    "Keeps apart the seconds of a fit that went into training and into evaluation or prediction."
+class _TimedMonitor(Monitor):
+    "Monitor that separates the seconds of training from the seconds of evaluation and prediction."
 
     of_machine = True
     wall_clock: tuple[str, ...] = ('train_s', 'eval_s')
     _train_s, _eval_s = 0.0, 0.0  # over all fits, up to `_since`
-    _since: float | None = None  # the last reading of the clock; None: no fit is under way
-    _paused: int | None = None  # the depth of the run that evaluates; None: training
+    _since: float | None = None  # last reading of the clock; None: no fit is running
+    _paused: int | None = None  # depth of the run that evaluates; None: training
 
     def _read(self) -> float:
-        "Read the clock; return the seconds of training so far."
+        "Read the clock, and return the seconds of training so far."
         if self._since is not None:
             before, self._since = self._since, perf_counter()
             if self._paused is None:
@@ -65,25 +65,25 @@ class _Timed(Monitor):
             self._since, self._paused = perf_counter(), None
 
     def before_eval(self) -> None:
-        "Stop counting training."
+        "Count evaluation from now on."
         if self._since is None or self._paused is not None:
-            return  # no fit, or an evaluation inside one
+            return  # no fit, or a nested evaluation
         self._read()
         self._paused = self.learn.run.depth
 
     def after_eval(self) -> None:
-        "Go on counting training."
+        "Count training from now on."
         if self._paused == self.learn.run.depth:
-            self._go_on()
+            self._resume()
 
     before_predict, after_predict = before_eval, after_eval
 
     def before_train(self) -> None:
-        "Go on after an evaluation that a Cancel exception ended."
+        "Count training after an evaluation that a Cancel exception ended."
         if self._paused is not None:
-            self._go_on()
+            self._resume()
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         self._read()
         self._paused = None
 
@@ -94,7 +94,7 @@ class _Timed(Monitor):
 
     def on_run_failed(self) -> None:
         if self._paused is not None and self._paused >= self.learn.run.depth:
-            self._go_on()
+            self._resume()
 
     def cleanup(self) -> None:
         "Stop the clock."
@@ -110,26 +110,29 @@ class _Timed(Monitor):
         return {**super().state_dict(), 'train_s': self._train_s, 'eval_s': self._eval_s}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Go on counting from there."
+        "Restore the seconds so far."
         super().load_state_dict(sd)
-        self._read()  # what was counted up to now is that of another run
+        self._read()  # seconds since the last reading belong to another run
         self._train_s, self._eval_s = sd['train_s'], sd['eval_s']
 
 
-class SpeedMonitor(_Timed):
-    """Log how fast training goes: batches, samples, tokens and flops a second, and hours of training and evaluation.
+class SpeedMonitor(_TimedMonitor):
+    """Log throughput (batches, samples, tokens, flops per second) and hours of training and evaluation.
 
-    Rates are taken over the last `window` batches of this fit (over what there is of them), without the time that
-    evaluation and prediction take, and without the first batch, which warms up. After a resume those of this process
-    count. Tokens are there when the Learner counts them. The host's clock is read, and the device is not waited for.
+    Rates are computed over the last `window` batches of this fit (or fewer at its start), without
+    the time of evaluation and prediction, and without the first batch, which warms up. After a
+    resume, batches of this process count. Tokens are logged if the Learner counts them. Times are
+    read from the host's clock, without waiting for the device.
 
-    Flops come from the model: an attribute `flops_per_batch`, a number or a function of the batch (as the loader gave
-    it) that returns one, for forward and backward together. Their share of what the device can do, `mfu` (model flops
-    utilisation; Chowdhery et al., 2022, appendix B), needs its peak: that of `peak_flops`, or of a known GPU in the
-    precision in use; where neither is there it is left out.
+    Flops come from the model: an attribute `flops_per_batch`, a number or a function of the batch
+    (as the loader gave it) that returns a number, for forward and backward together. The ratio of
+    these flops to the device's peak, `mfu` (model flops utilization; Chowdhery et al., 2022,
+    appendix B), needs `peak_flops`, or a known GPU in the precision in use; otherwise it is left
+    out.
 
-    Raises `OptionError` for a bad option, and `ModelError` for `flops_per_batch` that is or gives no number.
-    Checkpointed: the seconds of training and evaluation, and the counts at the last batch.
+    Raises `OptionError` for an invalid option, and `ModelError` if `flops_per_batch` is or returns
+    another type. Checkpointed: the seconds of training and evaluation, and the counts at the last
+    batch.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=SpeedMonitor(every='5ba'))
@@ -153,24 +156,22 @@ class SpeedMonitor(_Timed):
         'time/val': 'time spent in evaluation and prediction during fits',
         'time/total': 'the sum of both',
     }
-    latest, wall_clock = ('time/',), (*_Timed.wall_clock, 'point.0')
+    latest, wall_clock = ('time/',), (*_TimedMonitor.wall_clock, 'point.0')
     _flops_per_batch: Any = None
-    _resumed = False  # the first point is where another process left off
+    _resumed = False  # whether the first point is from the checkpoint
     _peak: float | None = None
 
     def __init__(
         self,
-        window: int = 100,  # batches that rates are taken over
-        every: int | str | Time = '10ba',  # how often it logs
-        peak_flops: float | None = None,  # of one device, a second; None: what is known of it
-        time_unit: str = 'hours',  # of `time/...`: seconds, minutes, hours or days
+        window: int = 100,  # number of batches that rates are computed over
+        every: int | str | Time = '10ba',  # interval of logging
+        peak_flops: float | None = None,  # peak per second of one device; None: of a known GPU
+        time_unit: str = 'hours',  # unit of `time/...`: seconds, minutes, hours or days
     ) -> None:
         super().__init__(every)
-        self.window, self.time_unit, self._unit_s = (
-            check_count('window', window),
-            time_unit,
-            seconds_in(time_unit),
-        )
+        self.window = check_count('window', window)
+        self.time_unit = time_unit
+        self._unit_s = seconds_in(time_unit)
         if peak_flops is not None and not (
             isinstance(peak_flops, Real) and 0 < float(peak_flops) < math.inf
         ):
@@ -183,31 +184,30 @@ class SpeedMonitor(_Timed):
         self._points: deque[tuple[float, ...]] = deque(maxlen=window + 1)
 
     def before_fit(self) -> None:
-        "Start anew; ask the model what it says about its flops."
+        "Reset the rates, and read the model's flops."
         super().before_fit()
         if not self.learn.fitting:
             return
         self._points.clear()
         self._resumed = False
-        self._flops, self._flops_per_batch = (
-            0.0,
-            getattr(_unwrapped(self.learn.model), 'flops_per_batch', None),
-        )
+        self._flops = 0.0
+        self._flops_per_batch = getattr(_unwrap(self.learn.model), 'flops_per_batch', None)
         if self._flops_per_batch is None:
             return
         if not callable(self._flops_per_batch):
             _check_flops(self.learn.model, self._flops_per_batch)
-        self._peak = self.peak_flops or known_peak(self.learn)
+        self._peak = self.peak_flops or find_peak(self.learn)
 
     def after_batch(self) -> None:
-        "Note when this batch was over and what it had; log when that is due."
+        "Record time and counts of this batch, and log if due."
         learn, done = self.learn, self.learn.counters
-        if (flops := self._flops_per_batch) is not None:
-            self._flops += (
-                _check_flops(learn.model, flops(learn.batch)) if callable(flops) else flops
-            )
+        flops = self._flops_per_batch
+        if callable(flops):
+            flops = _check_flops(learn.model, flops(learn.batch))
+        if flops is not None:
+            self._flops += flops
         self._points.append((self._read(), done.batches, done.samples, done.tokens, self._flops))
-        # the batch between the first two warmed this process up
+        # after a resume the batch between the first two points warmed up
         if self._resumed and len(self._points) == 3:
             self._points.popleft()
             self._resumed = False
@@ -235,7 +235,7 @@ class SpeedMonitor(_Timed):
         for what, count in zip(('batches', 'samples', 'tokens', 'flops'), counts, strict=True):
             if not count:
                 continue
-            # the flops are those of this device's batches
+            # flops are counted for this device's batches only
             total = count / seconds * (n if what == 'flops' else 1)
             rates |= {
                 f'throughput/{what}_per_sec': total,
@@ -250,7 +250,7 @@ class SpeedMonitor(_Timed):
         return {**super().state_dict(), 'point': list(self._points[-1]) if self._points else None}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Go on counting from the last batch; rates are those of this process."
+        "Restore the counts at the last batch; rates count batches of this process only."
         super().load_state_dict(sd)
         self._points.clear()
         if sd['point'] is None:
@@ -259,14 +259,14 @@ class SpeedMonitor(_Timed):
         self._flops, self._resumed = sd['point'][-1], True
 
     def cleanup(self) -> None:
-        "Stop the clock; let go of the model."
+        "Stop the clock, and drop the reference to the model."
         super().cleanup()
         self._flops_per_batch = None
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
-    "Return the model inside torch.compile's or DistributedDataParallel's wrapper."
-    model = as_written(model)
+def _unwrap(model: nn.Module) -> nn.Module:
+    "Return the model inside the wrappers of torch.compile and DistributedDataParallel."
+    model = unwrap_compiled(model)
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
@@ -274,23 +274,23 @@ def _check_flops(model: nn.Module, flops: Any) -> float:
     if isinstance(flops, Real) and 0 <= float(flops) < math.inf:
         return float(flops)
     raise ModelError(
-        f'{type(_unwrapped(model)).__name__}.flops_per_batch: {flops!r} is no number of operations. '
+        f'{type(_unwrap(model)).__name__}.flops_per_batch: {flops!r} is no number of operations. '
         'Let it be a number, or a function of the batch that returns one.'
     )
 
 
-def known_peak(learn: Any) -> float | None:
-    "Return the peak of the model's device in the precision that it computes in, where it is known."
+def find_peak(learn: Any) -> float | None:
+    "Return the peak flops of the model's device in its precision, None if unknown."
     device = model_device(learn.model, learn.dls)
     if device.type != 'cuda':
         return None
-    return peak_of(torch.cuda.get_device_name(device), precision(learn))
+    return lookup_peak(torch.cuda.get_device_name(device), find_precision(learn))
 
 
-def peak_of(device_name: str, kind: str) -> float | None:
-    """Return the peak of a GPU, by the name its driver gives it, in floating-point operations a second.
+def lookup_peak(device_name: str, kind: str) -> float | None:
+    """Return the peak of a GPU in floating-point operations per second, by its name in the driver.
 
-    >>> peak_of('NVIDIA A100-SXM4-80GB', 'bf16')
+    >>> lookup_peak('NVIDIA A100-SXM4-80GB', 'bf16')
     312000000000000.0
     """
     words = f' {device_name.lower().replace("-", " ")} '
@@ -299,8 +299,8 @@ def peak_of(device_name: str, kind: str) -> float | None:
     )
 
 
-def precision(learn: Any) -> str:
-    "Return what most of a model's products are computed in: fp16, bf16, tf32, fp32 or fp64."
+def find_precision(learn: Any) -> str:
+    "Return the precision of most matrix products of a model: fp16, bf16, tf32, fp32 or fp64."
     for cb in learn.cbs:
         if isinstance(cb, MixedPrecision):
             return str(cb.amp_mode)
@@ -309,17 +309,16 @@ def precision(learn: Any) -> str:
     )
     if dtype == torch.float32:
         return 'fp32' if torch.get_float32_matmul_precision() == 'highest' else 'tf32'
-    return {torch.float16: 'fp16', torch.bfloat16: 'bf16', torch.float64: 'fp64'}.get(
-        dtype, str(dtype)
-    )
+    names = {torch.float16: 'fp16', torch.bfloat16: 'bf16', torch.float64: 'fp64'}
+    return names.get(dtype, str(dtype))
 
 
 @dataclass
 class _Evaluations:
-    "What the evaluations of one loader have cost, and at which shares of the fit they came."
+    "Cost of the evaluations of one loader, and their positions as shares of the fit."
 
     n: int = 0
-    first_s: float = 0.0  # the first one, which warms up
+    first_s: float = 0.0  # seconds of the first evaluation, which warms up
     total_s: float = 0.0
     first_at: float = 0.0
     last_at: float = 0.0
@@ -327,26 +326,32 @@ class _Evaluations:
     def add(self, seconds: float, at: float) -> None:
         if not self.n:
             self.first_s, self.first_at = seconds, at
-        self.n, self.total_s, self.last_at = self.n + 1, self.total_s + seconds, at
+        self.n += 1
+        self.total_s += seconds
+        self.last_at = at
 
     def remaining_s(self, start: float) -> float:
-        "Return what those to come will cost, when they come as regularly as those since the `start` of the fit."
-        gap = (self.last_at - self.first_at) / (self.n - 1) if self.n > 1 else self.first_at - start
-        cost = (self.total_s - self.first_s) / (self.n - 1) if self.n > 1 else self.first_s
-        # the fit ends with one
+        "Return the cost of future evaluations at the same interval as those since `start`."
+        if self.n > 1:
+            gap = (self.last_at - self.first_at) / (self.n - 1)
+            cost = (self.total_s - self.first_s) / (self.n - 1)
+        else:
+            gap, cost = self.first_at - start, self.first_s
+        # rounded up, as the fit ends with an evaluation
         return cost * math.ceil((1 - self.last_at) / gap - 1e-6) if gap > 0 else 0.0
 
 
-class RuntimeEstimator(_Timed):
-    """Estimate how long the fit still takes, with the evaluations to come.
+class RuntimeEstimator(_TimedMonitor):
+    """Estimate the remaining time of the fit, including its future evaluations.
 
-    Training goes on at the rate of this fit so far, without its first `skip_batches`; each loader is evaluated as often
-    and takes as long as it did until now (without its first time, once there are two; before its first it counts for
-    nothing). How far the fit has come is `learn.pct_train`, so budgets of any unit are followed; without a length of
-    the epoch, batches are set against those of the epoch before. `remaining_s` has the estimate in seconds.
+    Training is assumed to continue at the rate of this fit so far, without its first
+    `skip_batches`. Each loader is assumed to be evaluated as often and as fast as so far: without
+    its first evaluation once there are two; before its first evaluation it counts as nothing. The
+    progress of the fit is `learn.pct_train`, so budgets of any unit work; for an epoch of unknown
+    length, batches are compared with the previous epoch. `remaining_s` is the estimate in seconds.
 
-    Raises `OptionError` for a bad option. Checkpointed: rates, costs and positions, so that the estimate is there right
-    after a resume.
+    Raises `OptionError` for an invalid option. Checkpointed: rates, costs and positions, so that
+    the estimate is available right after a resume.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=RuntimeEstimator(every='5ba', time_unit='seconds'))
@@ -359,20 +364,27 @@ class RuntimeEstimator(_Timed):
         'time/remaining_estimate': 'time until the end of the fit, evaluations included'
     }
     latest = ('time/',)
-    wall_clock = (*_Timed.wall_clock, 'seconds', 'share', 'evals.*.first_s', 'evals.*.total_s')
-    _start, _begun = 0.0, False  # the share where this fit began
-    _base: tuple[float, float] | None = None  # seconds of training and share where measuring began
+    wall_clock = (
+        *_TimedMonitor.wall_clock,
+        'seconds',
+        'share',
+        'evals.*.first_s',
+        'evals.*.total_s',
+    )
+    _start = 0.0  # share of the fit at its start
+    _has_start = False
+    _base: tuple[float, float] | None = None  # seconds of training, and share, at the first rate
     _before = (0.0, 0.0)  # seconds and share measured before a resume
-    _epoch_at = 0.0  # the share where this epoch began
-    _n_last: int | None = None  # batches of the last whole epoch
-    _began_eval = 0.0
-    _at: float | None = None  # the share at the last batch or evaluation
+    _epoch_at = 0.0  # share at the start of this epoch
+    _n_last: int | None = None  # number of batches of the last complete epoch
+    _eval_started = 0.0  # time when the current evaluation started
+    _at: float | None = None  # share at the last batch or evaluation
 
     def __init__(
         self,
-        skip_batches: int = 1,  # first batches that are not measured: they warm up
-        time_unit: str = 'hours',  # of what is logged: seconds, minutes, hours or days
-        every: int | str | Time = '10ba',  # how often it logs
+        skip_batches: int = 1,  # number of first batches to leave out, which warm up
+        time_unit: str = 'hours',  # unit of the logged time: seconds, minutes, hours or days
+        every: int | str | Time = '10ba',  # interval of logging
     ) -> None:
         super().__init__(every)
         self.skip_batches = self._skip = check_count('skip_batches', skip_batches)
@@ -381,44 +393,44 @@ class RuntimeEstimator(_Timed):
 
     @property
     def remaining_s(self) -> float | None:
-        "The estimate in seconds; None while there is none."
+        "Estimate in seconds; None if unknown."
         seconds, share = self._measured()
         if self._at is None or share <= 0 or seconds <= 0:
             return None  # no rate yet
-        rest = 1 - self._at if self._at < 1 - 1e-9 else 0.0  # a sum of shares, with its rounding
-        return seconds / share * rest + sum(
-            e.remaining_s(self._start) for e in self._evals.values()
-        )
+        rest = 1 - self._at if self._at < 1 - 1e-9 else 0.0  # without rounding errors
+        evaluations_s = sum(e.remaining_s(self._start) for e in self._evals.values())
+        return seconds / share * rest + evaluations_s
 
     def _measured(self) -> tuple[float, float]:
-        "Return seconds of training, and the share of the fit that they took."
+        "Return the seconds of training, and their share of the fit."
         seconds, share = self._before
         if self._base is None or self._at is None:
             return seconds, share
         return seconds + self._read() - self._base[0], share + self._at - self._base[1]
 
     def measure(self) -> dict[str, float]:
-        "Return the estimate."
+        "Return the estimate by name."
         seconds = self.remaining_s
         return {} if seconds is None else {'time/remaining_estimate': seconds / self._unit_s}
 
     def before_fit(self) -> None:
-        "Start anew."
+        "Reset the estimate."
         super().before_fit()
         if not self.learn.fitting:
             return
-        self._base, self._before, self._skip, self._evals = None, (0.0, 0.0), self.skip_batches, {}
-        self._n_last, self._at, self._begun = None, None, False
+        self._base, self._before = None, (0.0, 0.0)
+        self._skip, self._evals = self.skip_batches, {}
+        self._n_last, self._at, self._has_start = None, None, False
 
     def before_train(self) -> None:
-        "Note where the epoch begins."
+        "Record the position of the epoch."
         super().before_train()
         self._epoch_at = self.learn.pct_train
-        if not self._begun:
-            self._start, self._begun = self._epoch_at, True
+        if not self._has_start:
+            self._start, self._has_start = self._epoch_at, True
 
     def after_batch(self) -> None:
-        "Begin to measure after the first batches; log when that is due."
+        "Measure from the batch after the first batches, and log if due."
         self._at = self._share()
         if self._skip:
             self._skip -= 1
@@ -427,7 +439,7 @@ class RuntimeEstimator(_Timed):
         super().after_batch()
 
     def _share(self) -> float | None:
-        "Return how far the fit has come; None where that cannot be told."
+        "Return the share of the fit that is done; None if unknown."
         learn = self.learn
         if learn.n_iter or learn.pct_train != self._epoch_at:
             return min(1.0, learn.pct_train)
@@ -436,7 +448,7 @@ class RuntimeEstimator(_Timed):
         return self._epoch_at + min(1.0, (learn.iter + 1) / self._n_last) / learn.n_epoch
 
     def after_train(self) -> None:
-        "Note how many batches an epoch has."
+        "Record the number of batches of an epoch."
         if not self.learn.n_iter:
             self._n_last = self.learn.iter + 1
             self._at = self._share()
@@ -445,19 +457,18 @@ class RuntimeEstimator(_Timed):
         super().after_train()
 
     def before_validate(self) -> None:
-        "Start to time this loader."
-        self._began_eval = perf_counter()
+        "Start the time of this loader."
+        self._eval_started = perf_counter()
 
     def after_validate(self) -> None:
-        "Note what this loader has cost."
+        "Record the time of this loader."
         if self._since is None or self._at is None or self.learn.phase == 'predict':
             return
-        self._evals.setdefault(self.learn.dl_name, _Evaluations()).add(
-            perf_counter() - self._began_eval, self._at
-        )
+        evaluations = self._evals.setdefault(self.learn.dl_name, _Evaluations())
+        evaluations.add(perf_counter() - self._eval_started, self._at)
 
     def state_dict(self) -> dict[str, Any]:
-        "Return what was measured in this fit, and when it was looked at."
+        "Return rates, costs and positions of this fit."
         seconds, share = self._measured()
         return {
             **super().state_dict(),
@@ -470,8 +481,10 @@ class RuntimeEstimator(_Timed):
         }
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Go on from what was measured."
+        "Restore rates, costs and positions."
         super().load_state_dict(sd)
-        self._before, self._base, self._skip = (sd['seconds'], sd['share']), None, self.skip_batches
-        self._start, self._begun, self._at, self._n_last = sd['start'], True, sd['at'], sd['n_last']
+        self._before, self._base = (sd['seconds'], sd['share']), None
+        self._skip = self.skip_batches
+        self._start, self._has_start = sd['start'], True
+        self._at, self._n_last = sd['at'], sd['n_last']
         self._evals = {name: _Evaluations(**e) for name, e in sd['evals'].items()}

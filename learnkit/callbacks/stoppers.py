@@ -1,4 +1,4 @@
-"""Callbacks that end a fit: at a time, or once a metric is good enough. Early stopping is here by its other names."""
+"""Callbacks that end a fit at a time or at a threshold, and other names of early stopping."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from numbers import Real
 from typing import Any
 
-from learnkit.callbacks.nan_guard import say
+from learnkit.callbacks.nan_guard import print_line
 from learnkit.callbacks.tracking import (
     Comparison,
     EarlyStoppingCallback,
@@ -21,17 +21,18 @@ from learnkit.metrics.direction import as_comparison
 
 __all__ = ['EarlyStopper', 'EarlyStopping', 'FixedStopper', 'ThresholdStopper']
 
-EarlyStopping = EarlyStopper = EarlyStoppingCallback  # what Composer, ksuit and others call it
+EarlyStopping = EarlyStopper = EarlyStoppingCallback  # names in Composer, ksuit and others
 
 
 class FixedStopper(Callback):
-    """Stop when the Learner has trained for so long in all: `FixedStopper('20ep')`, `'1h'`, `'5000ba'`, `'0.5dur'`.
+    """Stop after a total training time: `FixedStopper('20ep')`, `'1h'`, `'5000ba'`, `'0.5dur'`.
 
-    The time is that of `learn.time`, over all fits and resumes. A fit that starts at or after it trains nothing; one
-    that reaches it ends after that batch (that epoch for `ep`, that iteration for `iter`) with all its events and its
-    last evaluation.
+    The time is `learn.time`, over all fits and resumes. A fit that starts at or after the time
+    trains nothing. A fit that reaches the time ends after that batch (that epoch for `ep`, that
+    iteration for `iter`) with all its events and its last evaluation.
 
-    Raises `TimeError` for what is no time, and before training for a unit that the fit does not count.
+    Raises `TimeError` for an invalid time, and before training for a unit that the fit does not
+    count.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(n_train=10, cbs=FixedStopper('25ba'))
@@ -45,27 +46,27 @@ class FixedStopper(Callback):
 
     def __init__(
         self,
-        at: str | int | Time,  # when; a plain number counts epochs
+        at: str | int | Time,  # time to stop at; an int counts epochs
     ) -> None:
         self.at = as_time(at, 'ep')
 
     def before_fit(self) -> None:
-        "Leave out a fit for which there is no time."
+        "Cancel a fit that starts at or after the time."
         if not self.learn.fitting:
             return
         check_counted(self.learn, self.at, 'at')
         if self.learn.resumed or not self._is_over():
-            return  # the time is still to be put in place
-        say(self, f'FixedStopper: {self.at} are over, and nothing is trained.')
+            return  # a resumed fit has not loaded its time yet
+        print_line(self, f'FixedStopper: {self.at} are over, and nothing is trained.')
         raise CancelFitException
 
     def after_batch(self) -> None:
-        "Look at the time."
+        "Check the time."
         if self.at.unit not in ('ep', 'iter') and self._is_over():
             self.learn.run.stopping = True
 
     def after_train(self) -> None:
-        "Look at the epochs and iterations with this one, so that its evaluation is known to be the last."
+        "Check epochs and iterations including this one, so that its evaluation counts as the last."
         learn, now = self.learn, self.learn.time
         if self.at.unit not in ('ep', 'iter'):
             return
@@ -73,12 +74,12 @@ class FixedStopper(Callback):
             learn.run.stopping = True
 
     def after_epoch(self) -> None:
-        "Look at the epochs, also after one that was cancelled in training."
+        "Check the epochs, also after training of this one was cancelled."
         if self.at.unit == 'ep' and self.learn.fitting and self._is_over():
             self.learn.run.stopping = True
 
     def after_iteration(self) -> None:
-        "Look at the iterations."
+        "Check the iterations."
         if self.at.unit == 'iter' and self._is_over():
             self.learn.run.stopping = True
 
@@ -89,12 +90,14 @@ class FixedStopper(Callback):
 class ThresholdStopper(TrackerCallback):
     """Stop the fit once a metric passes a threshold: `ThresholdStopper('accuracy', 0.97)`.
 
-    It looks after every evaluation, also in the middle of an epoch, and at the end of each epoch for what is known only
-    then; what the value was is left in `value`. Of several loaders, one is named: `ThresholdStopper('night/accuracy',
-    0.9)`. Equal is not past, and NaN is past nothing.
+    The value is checked after every evaluation, also within an epoch, and at the end of each epoch
+    for values known only then. The last value is in `value`. For one of several loaders, include
+    its name: `ThresholdStopper('night/accuracy', 0.9)`. A value equal to the threshold does not
+    stop the fit, nor does NaN.
 
-    Raises `OptionError` for a threshold that is no number and for a metric of which is not known which way is better;
-    `MetricError` before training when there is no such column. Checkpointed: `value`, and what a tracker has.
+    Raises `OptionError` for a threshold that is not a number and for a metric without a known
+    direction; `MetricError` before training for an unknown column. Checkpointed: `value`, and the
+    state of the tracker.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(lr=0.02, cbs=ThresholdStopper('valid_loss', 1.))
@@ -109,8 +112,8 @@ class ThresholdStopper(TrackerCallback):
 
     def __init__(
         self,
-        monitor: Monitor,  # a column of the history, or a function of the learner
-        threshold: float,  # where to stop
+        monitor: Monitor,  # column of the history, or function of the learner
+        threshold: float,  # value to stop at
         comp: Comparison | None = None,  # f(value, limit), 'less', 'greater', `MetricProperties`
     ) -> None:
         if not isinstance(threshold, Real) or isinstance(threshold, bool) or math.isnan(threshold):
@@ -120,19 +123,22 @@ class ThresholdStopper(TrackerCallback):
         self.threshold, self.value = threshold, None
 
     def after_eval(self) -> None:
-        "Look at what was measured."
+        "Check the values of the evaluation."
         if not self.learn.fitting or callable(self.monitor):
             return
-        self._look(self._records().measured.get(self.monitor))
+        self._check(self._records().measured.get(self.monitor))
 
     def after_epoch(self) -> None:
-        "Look at the epoch's row."
-        if not self.learn.fitting or self.learn.run.stopping or (row := self._row()) is None:
+        "Check the row of the epoch."
+        if not self.learn.fitting or self.learn.run.stopping:
             return
-        self._look(self.monitor(self.learn) if callable(self.monitor) else self._measured(row))
+        row = self._row()
+        if row is not None:
+            self._check(self.monitor(self.learn) if callable(self.monitor) else self._measured(row))
 
-    def _look(self, measured: Any) -> None:
-        if (value := self._number(measured)) is None:
+    def _check(self, measured: Any) -> None:
+        value = self._number(measured)
+        if value is None:
             return
         self.value = value
         self.new_best = bool(self.comp(value, self.best))
@@ -141,7 +147,7 @@ class ThresholdStopper(TrackerCallback):
         if not self.comp(value, self.threshold):
             return
         name = self.monitor if isinstance(self.monitor, str) else 'The monitored value'
-        say(self, f'{name} is {value:.6g}, past {self.threshold:g}: stopping')
+        print_line(self, f'{name} is {value:.6g}, past {self.threshold:g}: stopping')
         self.learn.stop()
 
     def state_dict(self) -> dict[str, Any]:
@@ -149,6 +155,6 @@ class ThresholdStopper(TrackerCallback):
         return {**super().state_dict(), 'value': self.value}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Go on from the last value."
+        "Restore the last value."
         super().load_state_dict(sd)
         self.value = sd['value']

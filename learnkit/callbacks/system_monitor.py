@@ -1,4 +1,4 @@
-"""How busy the machine is: CPU, RAM, disk, network and GPU."""
+"""Callback that logs the load of the machine: CPU, RAM, disk, network and GPU."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ['SystemMonitor']
 
 
 class SystemMonitor(Monitor):
-    """Log how busy the machine is. Of a model on a GPU also that device, as far as its driver tells.
+    """Log the load of the machine and, for a model on a GPU, the values that its driver reports.
 
-    CPU load is that of the whole machine since the last look; the disk is the one that `learn.path` is on. Load,
-    temperature and power of a GPU come from NVIDIA's management library, through torch (`nvidia-ml-py`); without it
-    only its memory is logged.
+    CPU load is the load of the whole machine since the last measurement; the disk is the disk of
+    `learn.path`. Load, temperature and power of a GPU come from NVIDIA's management library,
+    through torch (`nvidia-ml-py`); without the library only GPU memory is logged.
 
     Raises `MissingExtraError` without psutil.
 
@@ -55,31 +55,29 @@ class SystemMonitor(Monitor):
 
     def __init__(
         self,
-        every: int | str | Time = '10sec',  # how often it looks; CPU load needs 0.1 s or more
+        every: int | str | Time = '10sec',  # interval of measurements; CPU load needs 0.1 s or more
     ) -> None:
         super().__init__(every)
-        _psutil()
+        _import_psutil()
         self._sensors: dict[str, Callable[[Any], float]] = {}
 
     def before_fit(self) -> None:
-        "Start to count the CPU's load; see what the GPU tells."
+        "Start measuring the CPU load, and find the sensors of the GPU."
         super().before_fit()
         if not self.learn.fitting:
             return
-        _psutil().cpu_percent()
+        _import_psutil().cpu_percent()
         device = model_device(self.learn.model, self.learn.dls)
-        self._sensors = sensors(device) if device.type == 'cuda' else {}
+        self._sensors = find_sensors(device) if device.type == 'cuda' else {}
 
     def measure(self) -> dict[str, float]:
-        "Return how busy CPU, RAM, disk, network and GPU are."
-        psutil, path = _psutil(), Path(self.learn.path).absolute()
-        # the folder is made when the first file is
-        there = next(p for p in (path, *path.parents) if p.exists())
-        ram, disk, net = (
-            psutil.virtual_memory(),
-            psutil.disk_usage(str(there)),
-            psutil.net_io_counters(),
-        )
+        "Return the load of CPU, RAM, disk, network and GPU by name."
+        psutil, path = _import_psutil(), Path(self.learn.path).absolute()
+        # `learn.path` does not exist before its first file is written
+        folder = next(p for p in (path, *path.parents) if p.exists())
+        ram = psutil.virtual_memory()
+        disk = psutil.disk_usage(str(folder))
+        net = psutil.net_io_counters()
         found = {
             'cpu_percentage': psutil.cpu_percent(),
             'cpu_memory_percent': ram.percent,
@@ -102,7 +100,7 @@ class SystemMonitor(Monitor):
         return {'memory_free_bytes': free, 'memory_used_bytes': total - free, **read}
 
 
-def _psutil() -> Any:
+def _import_psutil() -> Any:
     try:
         return import_module('psutil')
     except ModuleNotFoundError as e:
@@ -111,24 +109,24 @@ def _psutil() -> Any:
         ) from e
 
 
-def sensors(device: torch.device) -> dict[str, Callable[[Any], float]]:
-    "Return those sensors of a GPU that answer."
+def find_sensors(device: torch.device) -> dict[str, Callable[[Any], float]]:
+    "Return the available sensors of a GPU, by name."
     known: dict[str, Callable[[Any], float]] = {
         'gpu_percentage': torch.cuda.utilization,
         'memory_percentage': torch.cuda.memory_usage,
         'gpu_temperature_C': torch.cuda.temperature,
-        'gpu_power_usage_W': _watts,
+        'gpu_power_usage_W': _read_watts,
     }
-    return {name: sensor for name, sensor in known.items() if _answers(sensor, device)}
+    return {name: sensor for name, sensor in known.items() if _is_available(sensor, device)}
 
 
-def _watts(device: torch.device) -> float:
+def _read_watts(device: torch.device) -> float:
     return torch.cuda.power_draw(device) / 1000
 
 
-def _answers(sensor: Callable[[Any], float], device: torch.device) -> bool:
+def _is_available(sensor: Callable[[Any], float], device: torch.device) -> bool:
     try:
         sensor(device)
     except Exception:
-        return False  # no library, no permission, no such sensor: each driver has errors of its own
+        return False  # no library, permission or sensor: drivers raise errors of many types
     return True

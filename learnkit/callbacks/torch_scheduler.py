@@ -1,4 +1,4 @@
-"""torch's own learning rate schedulers in a fit, as they are."""
+"""Learning rate schedulers of torch in a fit."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ __all__ = ['LRScheduler']
 
 
 class LRScheduler(Callback):
-    """Run one of torch's schedulers, after each epoch or after each batch with which an optimizer step was taken.
+    """Run one of torch's schedulers after each epoch, or after each batch with an optimizer step.
 
-    A factory, such as `partial(StepLR, step_size=3)`, makes a new scheduler for every fit, which starts from the rates
-    of that fit and sees one param group for each of the learner's splitter. A ready scheduler, made of `learn.opt`,
-    goes on from fit to fit, and its rates win over those of `fit`. One that wants a value (`ReduceLROnPlateau`) gets
-    that of `monitor` in the epoch's row of the history; an epoch without one does not move it.
+    A factory, such as `partial(StepLR, step_size=3)`, makes a new scheduler for every fit, which
+    starts from the rates of that fit and has one param group per group of the learner's splitter. A
+    ready scheduler, made with `learn.opt`, continues from fit to fit, and its rates override those
+    of `fit`. A scheduler that needs a value (`ReduceLROnPlateau`) gets the value of `monitor` in
+    the epoch's row of the history; an epoch without a value does not advance it.
 
-    With `fit(start_epoch=)` a new scheduler is moved on to that epoch (by batch: as if each batch had been a step).
-    Checkpointed: the scheduler's state. Raises before training `OptionError` for what is no scheduler or factory and
-    for a `start_epoch` by batch when the length of an epoch is not known, and `MetricError` for a `monitor` that is not
-    recorded.
+    With `fit(start_epoch=)` a new scheduler is advanced to that epoch (by batch: as if each batch
+    had been a step). Checkpointed: the scheduler's state. Raises before training `OptionError` for
+    an invalid scheduler or factory and for a `start_epoch` by batch if the length of an epoch is
+    unknown, and `MetricError` for a `monitor` that is not recorded.
 
     >>> from functools import partial
     >>> from learnkit.testing import synth_learner
@@ -47,8 +48,8 @@ class LRScheduler(Callback):
     def __init__(
         self,
         scheduler: Any,  # f(optimizer) -> scheduler, or a ready one of the learner's optimizer
-        by: str = 'epoch',  # when it moves on: by 'epoch' or by 'batch'
-        monitor: str | None = None,  # history column it gets; None: `valid_loss`, if it needs one
+        by: str = 'epoch',  # unit of a scheduler step: 'epoch' or 'batch'
+        monitor: str | None = None,  # history column to pass; None: `valid_loss`, if it needs one
     ) -> None:
         super().__init__()
         if by not in ('batch', 'epoch'):
@@ -62,15 +63,13 @@ class LRScheduler(Callback):
         self.by, self.monitor = by, monitor
         self.scheduler: Any = scheduler if is_ready else None
         self._factory = None if is_ready else scheduler
-        self._view: Any = None  # the param groups as the scheduler sees them
-        self._loaded: dict[str, Any] | None = (
-            None  # a state that waits for the scheduler of the next fit
-        )
-        self._n_steps: int | None = (
-            0  # steps of the optimizer at the last look; None: before the next
-        )
+        self._view: Any = None  # param groups as the scheduler sees them
+        # loaded state, until the next fit has its scheduler
+        self._loaded: dict[str, Any] | None = None
+        # number of optimizer steps at the last check; None: unknown until the next batch
+        self._n_steps: int | None = 0
         self._first_epoch, self._wants_value = 0, False
-        self._has_begun = False  # there is a scheduler for the running fit
+        self._has_begun = False  # whether the running fit has a scheduler
 
     def before_fit(self) -> None:
         if not self.learn.fitting:
@@ -85,7 +84,7 @@ class LRScheduler(Callback):
             self._load(self._loaded)
 
     def _begin(self) -> None:
-        "Make the scheduler, or let one that is ready see its groups."
+        "Make the scheduler, or connect a ready one to its groups."
         if self._factory is None:
             self._bind()
         else:
@@ -96,7 +95,7 @@ class LRScheduler(Callback):
             self._check_monitor()
 
     def _catch_up(self) -> None:
-        "Begin in the middle of a fit, where it was added there: from the rates of that moment."
+        "Begin if the callback was added during a fit, from the rates of that moment."
         if self._has_begun or not self.learn.fitting:
             return
         self._first_epoch = 0
@@ -112,7 +111,7 @@ class LRScheduler(Callback):
         view.write()
 
     def _bind(self) -> None:
-        "Let a ready scheduler see the groups that it was made for, and put back its rates."
+        "Connect a ready scheduler to the groups that it was made for, and restore its rates."
         opt, own, rates = self.learn.opt, self.scheduler.optimizer, self.scheduler.get_last_lr()
         if own is not opt and own not in opt.optimizers.values():
             raise OptionError(
@@ -168,7 +167,7 @@ class LRScheduler(Callback):
 
     def after_train(self) -> None:
         if self.by == 'batch':
-            self._advance_if_stepped()  # accumulated samples that were left over had a step now
+            self._advance_if_stepped()  # accumulated samples left over had their step now
 
     def _advance_if_stepped(self) -> None:
         before, self._n_steps = self._n_steps, self.learn.opt.n_steps
@@ -181,11 +180,13 @@ class LRScheduler(Callback):
             return
         if not self._wants_value:
             self._advance()
-        elif (value := self._monitored()) is not None:
+            return
+        value = self._monitored_value()
+        if value is not None:
             self._advance(value)
 
-    def _monitored(self) -> float | None:
-        "Return this epoch's value, None where there is none."
+    def _monitored_value(self) -> float | None:
+        "Return this epoch's value, or None."
         row = epoch_row(self)
         return None if row is None else as_number(self, self._column(), row.get(self._column()))
 
@@ -195,7 +196,7 @@ class LRScheduler(Callback):
         self._view.write()
 
     def cleanup(self) -> None:
-        "Give a ready scheduler its own optimizer back."
+        "Restore the optimizer of a ready scheduler."
         self._has_begun = False
         if self._factory is not None or self._view is None:
             return
@@ -203,23 +204,24 @@ class LRScheduler(Callback):
             s.optimizer = self._view.own
 
     def state_dict(self) -> dict[str, Any] | None:
-        "Return the scheduler's state, and what it keeps in the param groups."
+        "Return the scheduler's state, and its entries in the param groups."
         if self._loaded is not None or self._view is None:
             return self._loaded
         if self._has_begun:
-            self._view.read()  # others may have set rates since
+            self._view.read()  # other callbacks may have set rates
         groups = [{k: v for k, v in g.items() if k != 'params'} for g in self._view.param_groups]
         return {'scheduler': _plain(self.scheduler.state_dict()), 'groups': _plain(groups)}
 
     def load_state_dict(self, sd: dict[str, Any] | None) -> None:
-        "Go on from there: in the fit that is running, or else in the next one."
+        "Restore the state: in the running fit, or else in the next one."
         self._loaded = sd
         if sd is not None and self._view is not None and getattr(self.learn, 'fitting', False):
             self._load(sd)
 
     def _load(self, sd: dict[str, Any]) -> None:
-        self._loaded, self._n_steps = None, None  # the optimizer's count may be put back after this
-        # a copy: some of them take it apart
+        # the optimizer's count of steps may be restored after this
+        self._loaded, self._n_steps = None, None
+        # a copy: some schedulers change the state that they load
         self.scheduler.load_state_dict(_plain(sd['scheduler']))
         for group, values in zip(self._view.param_groups, sd['groups'], strict=True):
             group.update(_plain(values))
@@ -227,21 +229,22 @@ class LRScheduler(Callback):
 
 
 class _GroupView(torch.optim.Optimizer):
-    """The param groups that a scheduler sees: those of the learner's splitter, one each.
+    """Param groups as a scheduler sees them: one per group of the learner's splitter.
 
-    Parameters that weight decay spares sit in param groups of their own; here they are with those that they came from.
-    What a scheduler adds to a group stays here; options that it changes are written to the real groups.
+    Parameters without weight decay have param groups of their own in the optimizer; this view joins
+    them with the group that they were split from. Entries that a scheduler adds to a group stay in
+    the view; options that it changes are written to the real groups.
     """
 
     def __init__(
         self,
-        opt: Any,  # the learner's OptimWrapper
-        own: Any = None,  # the optimizer that a ready scheduler was made of
-        n: int | None = None,  # how many param groups that had
+        opt: Any,  # OptimWrapper of the learner
+        own: Any = None,  # optimizer that a ready scheduler was made with
+        n: int | None = None,  # number of param groups of that optimizer
     ) -> None:
         self.opt, self.own, self._by_split = opt, own, True
         self.defaults = dict((opt[0] if own is None else own).defaults)
-        # torch warns of a scheduler that goes before the optimizer: the callback sees to that
+        # torch warns of a scheduler step before the first optimizer step: the callback prevents it
         self._opt_called = True
         self._by_split = n is None or n == len(self._hypers())
         found = self._hypers()
@@ -250,10 +253,10 @@ class _GroupView(torch.optim.Optimizer):
                 f'LRScheduler: the scheduler is made for {n} param groups, `learn.opt` has {len(found)}. '
                 'Make it after the last group was added, or give a factory.'
             )
-        self.param_groups = [self._seen(h._groups) for h in found]
+        self.param_groups = [self._join_groups(h._groups) for h in found]
         self.read()
 
-    # torch's would leave out, in a copy, all but its own attributes
+    # torch's version would copy its own attributes only
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__
 
@@ -261,7 +264,7 @@ class _GroupView(torch.optim.Optimizer):
         self.__dict__.update(state)
 
     def _hypers(self) -> list[Hypers]:
-        "Return the groups that are seen, as they are now: loading a state replaces them."
+        "Return the current groups of the view: loading a state replaces them."
         opt, own = self.opt, None if self.own is self.opt else self.own
         if not self._by_split:
             return [Hypers([g], opt.exempt) for g in (opt if own is None else own).param_groups]
@@ -271,43 +274,41 @@ class _GroupView(torch.optim.Optimizer):
             if own is None or places[0][0] is own
         ]
 
-    def _seen(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
-        "Return a group as it is seen; what a scheduler left in it belongs to that scheduler alone."
-        kept = (
-            groups[0]
-            if self.own is not None
-            else {k: v for k, v in groups[0].items() if k in OPTIONS}
-        )
-        return {**kept, 'params': [p for g in groups for p in g['params']]}
+    def _join_groups(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
+        "Return param groups as one group; entries of another scheduler are left out."
+        joined = groups[0]
+        if self.own is None:
+            joined = {k: v for k, v in joined.items() if k in OPTIONS}
+        return {**joined, 'params': [p for g in groups for p in g['params']]}
 
     def read(self) -> None:
-        "Take over the options as they are now."
+        "Copy the current options into the view."
         for group, hypers in zip(self.param_groups, self._hypers(), strict=True):
             for name in OPTIONS:
                 if name in hypers:
-                    group[name] = _own(hypers[name])
+                    group[name] = _copy_tensor(hypers[name])
 
     def write(self) -> None:
-        "Set the options that have changed."
+        "Write the changed options to the optimizer."
         for group, hypers in zip(self.param_groups, self._hypers(), strict=True):
             for name in OPTIONS:
-                if name in hypers and (
-                    isinstance(group[name], Tensor) or group[name] is not hypers[name]
-                ):
+                if name not in hypers:
+                    continue
+                if isinstance(group[name], Tensor) or group[name] is not hypers[name]:
                     hypers[name] = group[name]
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # it takes none
-        "Do nothing: the optimizer's steps are the learner's."
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # without a result
+        "Do nothing: the learner steps the optimizer."
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # torch would wrap it otherwise
 
 
-def _own(value: Any) -> Any:
+def _copy_tensor(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
 def _with_parts(scheduler: Any) -> Iterator[Any]:
-    "Yield a scheduler and those that it is made of."
+    "Yield a scheduler and the schedulers that it is made of."
     yield scheduler
     for part in getattr(scheduler, '_schedulers', ()):
         yield from _with_parts(part)
@@ -320,7 +321,7 @@ def _check_scheduler(what: str, scheduler: Any) -> None:
 
 
 def _check_factory(factory: Any) -> None:
-    "Raise `OptionError` for what cannot be called with an optimizer alone."
+    "Raise `OptionError` if a factory cannot be called with an optimizer alone."
     if not callable(factory):
         raise OptionError(f'LRScheduler({factory!r}): give a scheduler, or f(optimizer) -> one.')
     try:
@@ -332,14 +333,14 @@ def _check_factory(factory: Any) -> None:
             f'partial({name}, ...) with its options.'
         ) from None
     except ValueError:
-        return  # it has no signature: calling it will tell
+        return  # no signature is known: the call itself raises
 
 
 _MISSING = object()
 
 
 def _plain(value: Any) -> Any:
-    "Copy tensors, numbers, texts and containers of them; anything else is left out, in a list it becomes None."
+    "Copy tensors, numbers, strings and containers; leave out other values (None in a list)."
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Callbacks that watch a value: stop when it stops improving, keep the best weights, lower the rate."""
+"""Callbacks that monitor a value: stop the fit, save the best weights, lower the learning rate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from learnkit.callbacks.ema import EMA
 from learnkit.callbacks.monitored import as_number, epoch_row, find_column, records
-from learnkit.callbacks.nan_guard import TerminateOnNaNCallback, say
+from learnkit.callbacks.nan_guard import TerminateOnNaNCallback, print_line
 from learnkit.checkpoint.saving import check_weights_path, file_path, find_weights_path
 from learnkit.core.errors import MetricError, OptionError, TimeError
 from learnkit.core.time import Time, Timestamp, as_time
@@ -34,24 +34,25 @@ __all__ = [
 
 Monitor = str | Callable[[Any], Any]
 Compare = Callable[[Any, Any], Any]
-Comparison = Compare | MetricProperties | str  # how `comp` may be given
+Comparison = Compare | MetricProperties | str  # types that `comp` accepts
 
-_PATHS = ('last_saved_path', 'best_path')  # in the state of `SaveModelCallback`
-# measures of an error
+_PATHS = ('last_saved_path', 'best_path')  # keys in the state of `SaveModelCallback`
+# names of error measures, for which lower is better
 _ERROR_NAMES = re.compile(r'(^|_)(r?mse|mae|msle|mape|exp_rmspe|perplexity|wer|cer)$')
 
 
 class TrackerCallback(Callback):
-    """Compare a value at the end of each epoch with the best so far.
+    """Compare a value at the end of each epoch with the best value so far.
 
-    `best` is that value, `new_best` tells whether this epoch brought it. The values are the Recorder's columns
-    (`learn.recorder.metric_names`): losses, metrics, `name/loss` of several validation loaders. For anything else, what
-    `learn.log` averages for one, `monitor` is a function: `lambda learn: learn.history[-1]['valid_part']`. A value that
-    is NaN, or that was not measured, is no improvement and changes nothing. Without `comp`, a value is better if it is
-    lower (`np.less`) for a loss or an error, and higher (`np.greater`) for any other column.
+    `best` is the best value, and `new_best` is True if this epoch improved it. A monitored value is
+    a column of the Recorder (`learn.recorder.metric_names`): a loss, a metric, `name/loss` of one
+    of several validation loaders. For any other value, such as an average of `learn.log`, `monitor`
+    is a function: `lambda learn: learn.history[-1]['valid_part']`. NaN and values that were not
+    measured never count as an improvement. Without `comp`, lower is better (`np.less`) for losses
+    and errors, and higher is better (`np.greater`) for any other column.
 
-    Raises `MetricError` before anything is trained when there is no such column, and for a value that is no number;
-    `OptionError` for a `min_delta` below 0. Checkpointed: `best` and `new_best`.
+    Raises `MetricError` before training for an unknown column, and for a value that is not a
+    number; `OptionError` for a `min_delta` below 0. Checkpointed: `best` and `new_best`.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(lr=0.05, cbs=TrackerCallback())
@@ -67,18 +68,18 @@ class TrackerCallback(Callback):
     best: float | None
     new_best: bool
     _lower: bool
-    _has_begun: bool = False  # `before_fit` has been
+    _has_begun: bool = False  # whether `before_fit` has run
 
     def __init__(
         self,
-        monitor: Monitor = 'valid_loss',  # a column, or a function of the learner
+        monitor: Monitor = 'valid_loss',  # name of a column, or function of the learner
         comp: Comparison | None = None,  # f(new, best), or `MetricProperties`; None: by the column
-        min_delta: float = 0.0,  # a smaller change is no improvement
-        reset_on_fit: bool = True,  # each fit forgets `best`; False: `best` is over all fits
+        min_delta: float = 0.0,  # least change that counts as an improvement
+        reset_on_fit: bool = True,  # whether each fit resets `best`; False: `best` of all fits
     ) -> None:
         if not isinstance(min_delta, Real) or not 0 <= min_delta < math.inf:
             raise OptionError(
-                f'min_delta={min_delta!r}: give a number, 0 or more. What counts as better says `comp`.'
+                f'min_delta={min_delta!r}: give a number, 0 or more. `comp` decides what counts as better.'
             )
         if not callable(monitor) and not (isinstance(monitor, str) and monitor):
             raise OptionError(
@@ -93,47 +94,45 @@ class TrackerCallback(Callback):
         self.monitor, self.reset_on_fit = monitor, reset_on_fit
         self.min_delta = -min_delta if self._lower else min_delta
         self.best, self.new_best = None, False
-        self.idx: int | None = None  # of the column in `recorder.values[-1]`
+        self.idx: int | None = None  # index of the column in `recorder.values[-1]`
 
     def before_fit(self) -> None:
-        "Find the column, and start comparing."
+        "Find the column, and reset the best value."
         if not self.learn.fitting:
             return
         self._records()
-        self.idx, self._has_begun = (
-            None if callable(self.monitor) else self._find(self.monitor),
-            True,
-        )
+        self.idx = None if callable(self.monitor) else self._find(self.monitor)
+        self._has_begun = True
         if self.reset_on_fit or self.best is None:
             self.best = math.inf if self._lower else -math.inf
         self.new_best = False
 
     def after_epoch(self) -> None:
-        "Compare this epoch's value with the best."
+        "Compare this epoch's value with the best value."
         if not self.learn.fitting:
             return
         if not self._has_begun:
-            self.before_fit()  # it came in the middle of the fit
+            self.before_fit()  # the callback was added during the fit
         self.new_best = False
-        if (row := self._row()) is None:
+        row = self._row()
+        if row is None:
             return
-        value = self._number(
-            self.monitor(self.learn) if callable(self.monitor) else self._measured(row)
-        )
+        measured = self.monitor(self.learn) if callable(self.monitor) else self._measured(row)
+        value = self._number(measured)
         self.new_best = value is not None and self._is_better(value)
         if self.new_best:
             self.best = value
         self.after_comparison()
 
     def _is_better(self, value: float) -> bool:
-        "Compare with the best; a difference that single precision cannot show is none."
-        assert self.best is not None  # before_fit has seen to it
+        "Compare with the best value; ignore differences below single precision."
+        assert self.best is not None  # set by before_fit
         if math.isclose(value, self.best, rel_tol=1e-7):
             value = self.best
         return bool(self.comp(value - self.min_delta, self.best))
 
     def after_comparison(self) -> None:
-        "Act on `new_best`; for subclasses."
+        "Act on `new_best`; subclasses override this method."
 
     def cleanup(self) -> None:
         self._has_begun = False
@@ -145,44 +144,46 @@ class TrackerCallback(Callback):
         return epoch_row(self)
 
     def _find(self, monitor: str) -> int | None:
-        "Find the column; where a fit is resumed, also in the history that is still to be put in place."
+        "Return the index of the column; a fit being resumed also finds it in the saved history."
         try:
             return find_column(self, monitor)
         except MetricError:
-            if not self.learn.resumed or not any(
-                monitor in row for row in history_to_come(self.learn)
-            ):
+            saved = saved_history(self.learn) if self.learn.resumed else []
+            if not any(monitor in row for row in saved):
                 raise
             return None
 
     def _number(self, value: Any) -> float | None:
-        "Return a value as a number; where a function gives each process another one, the first one's counts."
+        "Return a value as a number; the value of a function is the first rank's."
         number = as_number(self, self.monitor, value)
         return self.learn.world.broadcast(number) if callable(self.monitor) else number
 
     def _measured(self, row: dict[str, Any]) -> Any:
         "Return the monitored value. Callbacks before this one may have changed `recorder.values`."
         values = self._records().values[-1]
-        if self.idx is not None:  # a metric that returns a dict may have given more columns since
+        if self.idx is not None:  # a metric that returns a dict may have added columns
             self.idx = self._find(str(self.monitor))
-        # an epoch cut short lacks some
-        complete = len(values) == len(row) - len(('fit', 'epoch', 'time'))
-        return values[self.idx] if complete and self.idx is not None else row.get(str(self.monitor))
+        # the row of an interrupted epoch lacks some values
+        is_complete = len(values) == len(row) - len(('fit', 'epoch', 'time'))
+        if is_complete and self.idx is not None:
+            return values[self.idx]
+        return row.get(str(self.monitor))
 
     def __repr__(self) -> str:
-        return super().__repr__().replace('min_delta=-', 'min_delta=')  # the sign is inner
+        # `min_delta` is stored with the sign that `comp` needs
+        return super().__repr__().replace('min_delta=-', 'min_delta=')
 
     def state_dict(self) -> dict[str, Any]:
         "Return the best value."
         return {'best': self.best, 'new_best': self.new_best}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Go on from the best value."
+        "Restore the best value."
         self.best, self.new_best = sd['best'], sd['new_best']
 
 
 def _comparison(name: str) -> Compare:
-    "Return which way is better, by the rule of fastai; its trap is told."
+    "Return the comparison for a column, by fastai's rule; warn of names that the rule gets wrong."
     if 'loss' in name or 'error' in name:
         return np.less
     if _ERROR_NAMES.search(name.rpartition('/')[2]):
@@ -193,23 +194,23 @@ def _comparison(name: str) -> Compare:
     return np.greater
 
 
-def history_to_come(learn: Any) -> list[dict[str, Any]]:
-    "Return the history of the checkpoint that a fit goes on from, until it is in place."
+def saved_history(learn: Any) -> list[dict[str, Any]]:
+    "Return the history in the checkpoint that a fit resumes from, until the Recorder has loaded it."
     states = learn.run.resume.state['callbacks'] if learn.run.resume is not None else {}
     return next((sd['history'] for sd in states.values() if 'history' in sd), [])
 
 
 def check_counted(
     learn: Any,  # the Learner, in a fit
-    time: Time,  # what is waited for
-    option: str,  # what it was given as
+    time: Time,  # time to wait for
+    option: str,  # name of the option
 ) -> None:
-    "Raise `TimeError` for a unit that this fit does not count: waiting would have no end."
+    "Raise `TimeError` for a unit that this fit does not count, since the time would never come."
     if time.unit == 'sp':
-        learn.run.counts_samples = f'{option}={str(time)!r}'  # the first batch will tell
+        learn.run.counts_samples = f'{option}={str(time)!r}'  # the first batch checks it
     if time.unit == 'tok' and getattr(learn, 'token_func', None) is None:
         raise TimeError(
-            f'{option}={str(time)!r}: this Learner counts no tokens. Use another unit, or tell it how: '
+            f'{option}={str(time)!r}: this Learner counts no tokens. Use another unit, or count them: '
             '`Learner(..., token_func=lambda xb, yb: ...)`.'
         )
     if time.unit == 'iter' and learn.epochs_per_iteration is None:
@@ -220,23 +221,23 @@ def check_counted(
 
 
 class _Patient(TrackerCallback):
-    "Waits for an improvement for so long, then loses patience. Checkpointed: also how long it has waited."
+    "Wait for an improvement, then lose patience. Checkpointed: also the time waited."
 
     def __init__(
         self,
         monitor: Monitor = 'valid_loss',
         comp: Comparison | None = None,
-        min_delta: float = 0.0,  # as for the tracker
+        min_delta: float = 0.0,  # least change that counts as an improvement
         patience: int | str | Time = 1,  # epochs without improvement, or a time: '10m', '500ba'
-        reset_on_fit: bool = True,
+        reset_on_fit: bool = True,  # whether each fit resets `best`
     ) -> None:
         super().__init__(monitor, comp, min_delta, reset_on_fit)
         try:
             as_time(patience, 'ep')
         except TimeError as e:
             raise TimeError(f'patience={patience!r}: {e}') from None
-        self.patience, self.wait = patience, 0  # epochs waited
-        self._since = Timestamp()  # when the waiting began
+        self.patience, self.wait = patience, 0  # number of epochs waited
+        self._since = Timestamp()  # time of the last improvement
 
     def before_fit(self) -> None:
         "Start waiting."
@@ -244,25 +245,25 @@ class _Patient(TrackerCallback):
         if not self.learn.fitting:
             return
         check_counted(self.learn, as_time(self.patience, 'ep'), 'patience')
-        self._wait_anew()
+        self._restart_wait()
 
     def after_comparison(self) -> None:
-        "Count the epoch, unless it brought an improvement."
+        "Count the epoch unless it improved the value."
         if self.new_best:
-            return self._wait_anew()
+            return self._restart_wait()
         self.wait += 1
         limit = as_time(self.patience, 'ep')
-        if (
-            (self.wait >= limit.value)
-            if limit.unit == 'ep'
-            else (self.learn.time - self._since >= limit)
-        ):
+        if limit.unit == 'ep':
+            is_over = self.wait >= limit.value
+        else:
+            is_over = self.learn.time - self._since >= limit
+        if is_over:
             self.lose_patience()
 
     def lose_patience(self) -> None:
-        "Do what is due; for subclasses."
+        "Act after the last epoch of patience; subclasses override this method."
 
-    def _wait_anew(self) -> None:
+    def _restart_wait(self) -> None:
         self.wait, self._since = 0, self.learn.time
 
     def state_dict(self) -> dict[str, Any]:
@@ -276,7 +277,7 @@ class _Patient(TrackerCallback):
 class EarlyStoppingCallback(_Patient):
     """Stop the fit when the monitored value has not improved for `patience` epochs.
 
-    The other arguments are those of `TrackerCallback`. The epoch ends as usual, with its checkpoints.
+    The other arguments are as in `TrackerCallback`. The epoch ends as usual, with its checkpoints.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(lr=0., cbs=EarlyStoppingCallback(patience=2))
@@ -288,16 +289,17 @@ class EarlyStoppingCallback(_Patient):
     order = TrackerCallback.order + 3
 
     def lose_patience(self) -> None:
-        "Stop."
-        say(self, f'No improvement since epoch {self.learn.epoch - self.wait}: early stopping')
+        "Stop the fit."
+        epoch = self.learn.epoch - self.wait
+        print_line(self, f'No improvement since epoch {epoch}: early stopping')
         self.learn.stop()
 
 
 class ReduceLROnPlateau(_Patient):
     """Divide the learning rates by `factor` when the monitored value has not improved for `patience` epochs.
 
-    The other arguments are those of `TrackerCallback`. A schedule that sets the rate at every batch goes over it,
-    with a warning.
+    The other arguments are as in `TrackerCallback`. A schedule that sets the rate at every batch
+    overrides this callback, with a warning.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(lr=0., cbs=ReduceLROnPlateau(patience=2, factor=2., min_lr=1e-4))
@@ -314,11 +316,11 @@ class ReduceLROnPlateau(_Patient):
         self,
         monitor: Monitor = 'valid_loss',
         comp: Comparison | None = None,
-        min_delta: float = 0.0,  # as for the tracker
+        min_delta: float = 0.0,  # least change that counts as an improvement
         patience: int | str | Time = 1,  # epochs without improvement, or a time: '10m', '500ba'
-        factor: float = 10.0,  # rates are divided by it
-        min_lr: float = 0.0,  # no rate is brought below this
-        reset_on_fit: bool = True,
+        factor: float = 10.0,  # divisor of the rates
+        min_lr: float = 0.0,  # lower bound of the rates
+        reset_on_fit: bool = True,  # whether each fit resets `best`
     ) -> None:
         super().__init__(monitor, comp, min_delta, patience, reset_on_fit)
         if not isinstance(factor, Real) or not factor > 1:
@@ -330,13 +332,14 @@ class ReduceLROnPlateau(_Patient):
         self.factor, self.min_lr = factor, min_lr
 
     def lose_patience(self) -> None:
-        "Lower the rates, and wait again."
+        "Lower the rates, and restart the wait."
         before = self._rates()
         for h, lr in zip(self.learn.opt.hypers, before, strict=True):
             h['lr'] = min(lr, max(lr / self.factor, self.min_lr))
-        self._wait_anew()
-        if (now := self._rates())[-1] < before[-1]:
-            say(self, f'Epoch {self.learn.epoch}: reducing lr to {now[-1]:.3g}')
+        self._restart_wait()
+        lr = self._rates()[-1]
+        if lr < before[-1]:
+            print_line(self, f'Epoch {self.learn.epoch}: reducing lr to {lr:.3g}')
 
     def _rates(self) -> list[float]:
         return [float(h['lr']) for h in self.learn.opt.hypers]
@@ -345,15 +348,16 @@ class ReduceLROnPlateau(_Patient):
 class SaveModelCallback(TrackerCallback):
     """Save the weights whenever the monitored value improves, and load the best at the end of the fit.
 
-    The best are those that were evaluated: the averaged ones where `EMA` averages, which begins anew when they are
-    loaded. That happens whatever ended the fit: its last epoch, a stop, an exception, Ctrl-C. Only a file that
-    this callback has written counts: where no epoch improved the value (all were NaN), the weights stay as they are and
-    a warning says so. With `every_epoch` each epoch (or each so many) has a file, `fname_0`, `fname_1`, ..., and
-    nothing is compared or loaded; with `at_end` the last weights replace the best's file when the fit has ended well.
+    The best weights are the evaluated ones: the average if `EMA` is used, whose average restarts
+    when they are loaded. They are loaded however the fit ends: by its last epoch, a stop, an
+    exception, Ctrl-C. Only a file written by this callback is loaded: if no epoch improved the
+    value (all were NaN), the weights stay as they are, with a warning. `every_epoch` writes a file
+    for each epoch (or each n-th), `fname_0`, `fname_1`, ..., and nothing is compared or loaded.
+    `at_end` overwrites the best file with the last weights after a fit without error.
 
-    Raises `OptionError` for options that contradict each other and, before training, for a folder that cannot be
-    written. Checkpointed: also the paths of the best and the last file; those below `learn.path` are found again where
-    that folder has been moved.
+    Raises `OptionError` for options that contradict each other and, before training, for a folder
+    that cannot be written. Checkpointed: also the paths of the best and the last file; paths below
+    `learn.path` are found again if that folder has been moved.
 
     >>> import tempfile
     >>> from learnkit.testing import synth_learner
@@ -370,12 +374,12 @@ class SaveModelCallback(TrackerCallback):
         self,
         monitor: Monitor = 'valid_loss',
         comp: Comparison | None = None,
-        min_delta: float = 0.0,  # as for the tracker
-        fname: str | Path = 'model',  # as for `learn.save`
-        every_epoch: bool | int = False,  # save every epoch, or every so many, instead of the best
-        at_end: bool = False,  # keep the last weights instead of loading the best
-        with_opt: bool = False,  # save (and load) the optimizer's state too
-        reset_on_fit: bool = True,
+        min_delta: float = 0.0,  # least change that counts as an improvement
+        fname: str | Path = 'model',  # name of the file, as in `learn.save`
+        every_epoch: bool | int = False,  # True or n: save each or each n-th epoch, not the best
+        at_end: bool = False,  # whether to keep the last weights instead of loading the best
+        with_opt: bool = False,  # whether to save and load the optimizer's state too
+        reset_on_fit: bool = True,  # whether each fit resets `best`
     ) -> None:
         super().__init__(monitor, comp, min_delta, reset_on_fit)
         if every_epoch and at_end:
@@ -385,18 +389,17 @@ class SaveModelCallback(TrackerCallback):
                 f'every_epoch={every_epoch!r}: give True, False, or a number of epochs.'
             )
         file_path(fname, Path())
-        self.fname, self.every_epoch, self.at_end, self.with_opt = (
-            fname,
-            every_epoch,
-            at_end,
-            with_opt,
-        )
+        self.fname = fname
+        self.every_epoch = every_epoch
+        self.at_end = at_end
+        self.with_opt = with_opt
         self.last_saved_path: Path | None = None
-        self._best_path: Path | None = None  # of the best so far, written by this callback
-        self._watching = self._compared = False  # a fit is running; it has had a value to compare
+        self._best_path: Path | None = None  # best file so far, written by this callback
+        self._watching = False  # whether a fit is running
+        self._compared = False  # whether the fit has had a value to compare
 
     def before_fit(self) -> None:
-        "See that files can be written."
+        "Check that the files can be written."
         if not self.learn.fitting:
             return
         if not self.every_epoch:
@@ -408,40 +411,39 @@ class SaveModelCallback(TrackerCallback):
         self._watching, self._compared, self._has_begun = True, False, True
 
     def _check_own_file(self) -> None:
-        "Raise `OptionError` if another one writes the same file: each would load the other's best."
-        mine = find_weights_path(self.learn, self.fname), bool(self.every_epoch)
+        "Raise `OptionError` if another callback writes the same file."
+        own_path, own_kind = find_weights_path(self.learn, self.fname), bool(self.every_epoch)
         for cb in self.learn.cbs:
             if cb is self or not isinstance(cb, SaveModelCallback):
                 continue
-            if (find_weights_path(self.learn, cb.fname), bool(cb.every_epoch)) == mine:
+            path = find_weights_path(self.learn, cb.fname)
+            if (path, bool(cb.every_epoch)) == (own_path, own_kind):
                 raise OptionError(
-                    f'{self} and {cb} would both write {mine[0]}, each over what the other has saved: '
+                    f'{self} and {cb} would both write {own_path}, each over what the other has saved: '
                     'give one of them another `fname`.'
                 )
 
     def after_epoch(self) -> None:
-        "Save this epoch's weights, if it is its turn or if they are the best."
+        "Save this epoch's weights if they are due or the best."
         if not self.every_epoch:
             return super().after_epoch()
         if self.learn.fitting and not self._has_begun:
             self.before_fit()
-        due = (
+        is_due = (
             self.learn.fitting
             and self._row() is not None
             and self.learn.epoch % self.every_epoch == 0
         )
-        if due:
+        if is_due:
             self._save(f'{self.fname}_{self.learn.epoch}')
 
     def after_comparison(self) -> None:
-        "Save the best."
+        "Save the weights if they are the best."
         self._compared = True
         if not self.new_best:
             return
-        say(
-            self,
-            f'Better model found at epoch {self.learn.epoch} with {self._label()} value: {self.best:.6g}.',
-        )
+        found = f'Better model found at epoch {self.learn.epoch}'
+        print_line(self, f'{found} with {self._label()} value: {self.best:.6g}.')
         with ExitStack() as stack:
             for cb in self.learn.cbs:
                 if isinstance(cb, EMA) and cb.has_begun:
@@ -449,7 +451,7 @@ class SaveModelCallback(TrackerCallback):
             self._best_path = self._save(self.fname)
 
     def after_fit(self) -> None:
-        "Load the best weights, or save the last."
+        "Load the best weights, or save the last ones with `at_end`."
         if not self.learn.fitting or not self._watching:
             return
         if self.at_end:
@@ -459,7 +461,7 @@ class SaveModelCallback(TrackerCallback):
             self._load_best()
 
     def cleanup(self) -> None:
-        "Load the best weights after a fit that failed, too."
+        "Load the best weights also after a failed fit."
         super().cleanup()
         if self._watching:
             self._load_best()
@@ -483,7 +485,7 @@ class SaveModelCallback(TrackerCallback):
         return self.monitor if isinstance(self.monitor, str) else 'monitored'
 
     def state_dict(self) -> dict[str, Any]:
-        "Return the best value, and what was saved."
+        "Return the best value, and the paths of the best and the last file."
         paths = (kept_path(self.learn, p) for p in (self.last_saved_path, self._best_path))
         return {
             **super().state_dict(),
@@ -492,8 +494,9 @@ class SaveModelCallback(TrackerCallback):
         }
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Go on from the best value and its file."
+        "Restore the best value and its file."
         super().load_state_dict(sd)
-        own = None if self.learn is None else find_weights_path(self.learn, self.fname).parent
-        self.last_saved_path, self._best_path = (found_path(self.learn, sd[k], own) for k in _PATHS)
+        folder = None if self.learn is None else find_weights_path(self.learn, self.fname).parent
+        paths = [found_path(self.learn, sd[key], folder) for key in _PATHS]
+        self.last_saved_path, self._best_path = paths
         self._compared = sd['compared']

@@ -1,4 +1,4 @@
-"""Callbacks that change how batches and epochs are trained on: clipping, layouts, short epochs, frozen norm layers."""
+"""Callbacks that change training on batches and epochs: clipping, layouts, short epochs, frozen norms."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by number
 
 
 def bad_option(
-    cb: object,  # the callback that got it
-    need: str,  # what it takes instead
+    cb: object,  # callback with the option
+    need: str,  # description of valid values
     **option: object,  # the option, by its name
 ) -> OptionError:
-    "Make the error for an option that a callback cannot work with."
+    "Return the error for an invalid option of a callback."
     [(name, value)] = option.items()
     return OptionError(f'{type(cb).__name__}({name}={value!r}): give {need}.')
 
 
 def is_number(value: object) -> bool:
-    "Tell whether a value is a real number, and neither NaN nor a truth value."
+    "Return True for real numbers other than NaN and booleans."
     return isinstance(value, Real) and not isinstance(value, bool) and value == value
 
 
 def is_count(value: object, least: int = 1) -> bool:
-    "Tell whether a value is a whole number, `least` or more, and no truth value."
+    "Return True for integers of `least` or more, other than booleans."
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
@@ -60,12 +60,11 @@ def is_count(value: object, least: int = 1) -> bool:
 class GradientClip(Callback):
     """Scale the gradients of each step down to a total norm of at most `max_norm`.
 
-    The norm is that of all gradients of the optimizer's parameters together, or of the parameters of
-    the one that `optimize(only=)` names, as at the step: of the whole batch under microbatches, of
-    all batches of a step under `GradientAccumulation`, unscaled under mixed precision. Nothing waits
-    for the device. `total_norm` is the norm before clipping at the last step, also after the fit (a
-    0-dim tensor).
-    Checkpointed: that norm.
+    The norm is computed over all gradients of the optimizer's parameters together, or over the
+    parameters of the optimizer that `optimize(only=)` names, as they are at the step: of the whole
+    batch under microbatches, of all batches of a step under `GradientAccumulation`, unscaled under
+    mixed precision. The host does not wait for the device. `total_norm` is the norm before clipping
+    at the last step, also after the fit (a 0-dim tensor). Checkpointed: `total_norm`.
 
     Raises `OptionError` for a norm that is not above 0.
 
@@ -77,8 +76,8 @@ class GradientClip(Callback):
 
     def __init__(
         self,
-        max_norm: float = 1.0,  # the largest norm that is left as it is
-        norm_type: float = 2.0,  # which norm; `inf` for the largest absolute value
+        max_norm: float = 1.0,  # largest allowed norm
+        norm_type: float = 2.0,  # p of the p-norm; `inf` for the largest absolute value
     ) -> None:
         if not is_number(max_norm) or max_norm <= 0:
             raise bad_option(self, 'a norm above 0', max_norm=max_norm)
@@ -91,28 +90,28 @@ class GradientClip(Callback):
         params = self.learn.step_parameters
         grads = [p.grad for p in params if p.grad is not None] if self.learn.world.size > 1 else []
         if any(map(is_dtensor, grads)):
-            self.total_norm = clip_parts(grads, self.max_norm, self.norm_type)
+            self.total_norm = clip_sharded_grads(grads, self.max_norm, self.norm_type)
         else:
             self.total_norm = clip_grad_norm_(params, self.max_norm, self.norm_type).detach()
 
     def state_dict(self) -> dict[str, Any]:
-        "Return the last norm."
+        "Return the norm of the last step."
         return {'total_norm': self.total_norm}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Put it back."
+        "Restore the norm of the last step."
         self.total_norm = sd['total_norm']
 
 
-def clip_parts(grads: list[Any], max_norm: float, norm_type: float) -> Tensor:
-    "Scale gradients of which every process has a part; return their norm before."
+def clip_sharded_grads(grads: list[Any], max_norm: float, norm_type: float) -> Tensor:
+    "Scale sharded gradients down to a norm of at most `max_norm`; return their norm before."
     norm = total_norm(grads, norm_type)
     torch._foreach_mul_(locals_of(grads), (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 
 class GradientValueClip(Callback):
-    """Clip each entry of the gradients of what steps to `[-max_value, max_value]`. No state.
+    """Clip each entry of the gradients of a step to `[-max_value, max_value]`. No state.
 
     Raises `OptionError` for a value that is not above 0.
 
@@ -122,7 +121,10 @@ class GradientValueClip(Callback):
 
     order = GradientClip.order
 
-    def __init__(self, max_value: float = 1.0) -> None:
+    def __init__(
+        self,
+        max_value: float = 1.0,  # largest allowed absolute value
+    ) -> None:
         if not is_number(max_value) or max_value <= 0:
             raise bad_option(self, 'a number above 0', max_value=max_value)
         self.max_value = float(max_value)
@@ -139,9 +141,10 @@ class GradientValueClip(Callback):
 
 
 class CastToTensor(Callback):
-    """Make plain tensors of tensor subclasses in `xb` and `yb`, however nested, right before mixed precision.
+    """Convert tensor subclasses in `xb` and `yb`, however nested, to plain tensors before mixed precision.
 
-    Subclasses that are no tensor without their class (distributed, nested, quantized ones) stay. No state.
+    Subclasses whose class implements their operations (distributed, nested, quantized tensors)
+    stay. No state.
 
     >>> CastToTensor.order
     9
@@ -155,7 +158,7 @@ class CastToTensor(Callback):
 
 
 def as_plain(t: Tensor) -> Tensor:
-    "Return a tensor without its subclass, sharing its memory; one whose class computes its operations as it is."
+    "Return a view of a tensor without its subclass, unless the class implements its operations."
     cls = type(t)
     if cls is Tensor or getattr(cls, '__torch_dispatch__', None) is not Tensor.__torch_dispatch__:
         return t
@@ -165,9 +168,9 @@ def as_plain(t: Tensor) -> Tensor:
 def before_batch_cb(
     f: Callable[[Any, tuple[Any, ...], tuple[Any, ...]], Any],  # f(callback, xb, yb) -> new xb, yb
 ) -> Callback:
-    """Make a callback that changes batches from a function of the callback, `xb` and `yb`.
+    """Return a callback that changes batches by a function of the callback, `xb` and `yb`.
 
-    Raises `OptionError` for what is no function.
+    Raises `OptionError` if `f` is not callable.
 
     >>> @before_batch_cb
     ... def half(cb, xb, yb): return tuple(x / 2 for x in xb), yb
@@ -190,10 +193,11 @@ def before_batch_cb(
 
 
 class ChannelsLast(Callback):
-    """Keep images in channels-last layout for the length of a run: convolutions are faster so on many devices.
+    """Keep the weights of convolutions in channels-last layout during a run, for faster convolutions.
 
-    The weights of convolutions (4 and 5 dimensions) are converted, with their optimizer state, and put back when the
-    run ends. Batches need no conversion: what comes out of a convolution has the layout of its weights. No state.
+    Weights of 4 and 5 dimensions are converted, with their optimizer state, and converted back when
+    the run ends. Batches need no conversion: the output of a convolution has the layout of its
+    weights. No state.
 
     >>> from torch import nn
     >>> from learnkit.testing import synth_learner
@@ -212,18 +216,18 @@ class ChannelsLast(Callback):
 
     def before_fit(self) -> None:
         for p in self.learn.model.parameters():
-            wanted = CHANNELS_LAST.get(p.dim())
-            if wanted is None or p.is_contiguous(memory_format=wanted):
+            layout = CHANNELS_LAST.get(p.dim())
+            if layout is None or p.is_contiguous(memory_format=layout):
                 continue
             self._converted.append(p)
-            self._lay_out(p, wanted)
+            self._set_layout(p, layout)
 
     def cleanup(self) -> None:
         while self._converted:
-            self._lay_out(self._converted.pop(), torch.contiguous_format)
+            self._set_layout(self._converted.pop(), torch.contiguous_format)
 
-    def _lay_out(self, p: nn.Parameter, layout: torch.memory_format) -> None:
-        "Convert a parameter, and what the optimizer keeps for it: fused steps read both in the order of memory."
+    def _set_layout(self, p: nn.Parameter, layout: torch.memory_format) -> None:
+        "Convert a parameter and its optimizer state: fused steps read both in memory order."
         p.data = p.data.contiguous(memory_format=layout)
         if p.grad is not None:
             p.grad = p.grad.contiguous(memory_format=layout)
@@ -236,9 +240,9 @@ class ChannelsLast(Callback):
 class BnFreeze(Callback):
     """Keep frozen batch norm layers in evaluation mode while the rest of the model trains.
 
-    A layer is frozen when it has parameters and none requires a gradient; its running statistics then stay as they are.
-    It is looked up before each epoch, so that layers may be frozen and unfrozen in between. Checkpointed: which layers
-    it keeps so.
+    A layer is frozen if it has parameters and none requires a gradient. Its running statistics then
+    stay constant. Frozen layers are found before each epoch, so that layers may be frozen and
+    unfrozen between epochs. Checkpointed: the names of the frozen layers.
 
     >>> BnFreeze.run_after
     'TrainEvalCallback'
@@ -250,8 +254,8 @@ class BnFreeze(Callback):
         self._frozen: list[nn.Module] = []
 
     def before_train(self) -> None:
-        thawed, self._frozen = self._frozen, list(frozen_norms(self.learn.model))
-        for m in thawed:
+        unfrozen, self._frozen = self._frozen, list(find_frozen_norms(self.learn.model))
+        for m in unfrozen:
             m.train()
         for m in self._frozen:
             m.eval()
@@ -262,27 +266,26 @@ class BnFreeze(Callback):
         self._frozen = []
 
     def state_dict(self) -> dict[str, Any]:
-        "Return the names of the layers that are kept in evaluation mode."
+        "Return the names of the layers in evaluation mode."
         named = bare_model(self.learn.model).named_modules() if self._frozen else ()
         frozen = {id(m) for m in self._frozen}
         return {'frozen': [name for name, m in named if id(m) in frozen]}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Remember them, to be trained again once they are unfrozen."
+        "Restore the frozen layers, which train again once they are unfrozen."
         if self.learn is None:
             return
         named = dict(bare_model(self.learn.model).named_modules())
         self._frozen = [named[name] for name in sd['frozen'] if name in named]
 
 
-def frozen_norms(model: nn.Module) -> Iterator[nn.Module]:
-    "Yield the batch norm layers that have parameters of which none requires a gradient."
+def find_frozen_norms(model: nn.Module) -> Iterator[nn.Module]:
+    "Yield the batch norm layers that have parameters, none of which requires a gradient."
     for m in model.modules():
-        if (
-            isinstance(m, _BatchNorm)
-            and (params := list(m.parameters()))
-            and not any(p.requires_grad for p in params)
-        ):
+        if not isinstance(m, _BatchNorm):
+            continue
+        params = list(m.parameters())
+        if params and not any(p.requires_grad for p in params):
             yield m
 
 
@@ -290,23 +293,25 @@ def frozen_norms(model: nn.Module) -> Iterator[nn.Module]:
 
 
 class ShortEpochCallback(Callback):
-    """Train on the first `pct` of each epoch only, for a quick look; as in fastai, on one batch more than that.
+    """Train on the first `pct` of each epoch and one batch more, as fastai does, for a quick trial.
 
-    An epoch ends after the first batch whose index is at least `pct` of the number of batches: of 10 batches, `pct=0.2`
-    takes 3. Unlike in fastai, all of them are recorded, measured and gathered, also the last one. No state.
+    An epoch ends after the first batch whose index is at least `pct` of the number of batches: of
+    10 batches, `pct=0.2` trains on 3. Unlike in fastai, all of them are recorded, measured and
+    gathered, including the last one. No state.
 
-    Raises `OptionError` for a `pct` outside 0 to 1, and before training when a loader's length is not known.
+    Raises `OptionError` for a `pct` outside 0 to 1, and before training for a loader without
+    length.
 
     >>> ShortEpochCallback(0.1).pct
     0.1
     """
 
-    order, remove_on_find = 1000, True  # after everyone has heard of the batch
+    order, remove_on_find = 1000, True  # after all other callbacks have seen the batch
 
     def __init__(
         self,
         pct: float = 0.01,  # share of the batches, 0 to 1
-        short_valid: bool = True,  # whether evaluation is cut as well
+        short_valid: bool = True,  # whether evaluation is shortened too
     ) -> None:
         if not is_number(pct) or not 0 <= pct <= 1:
             raise bad_option(self, 'a share from 0 to 1', pct=pct)

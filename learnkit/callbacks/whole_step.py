@@ -1,11 +1,12 @@
-"""A whole training step as one function for torch.compile, and what it works on.
+"""A whole training step as one function for torch.compile, and its arguments.
 
-Three parts: the function itself, which is traced; its arguments (`Plan`), which are the model's and the optimizer's own
-tensors, and the numbers of this step; and how SGD and Adam update one parameter. `learnkit.callbacks.compile`
-decides when all this is used.
+The module has three parts: the function, which is traced; its arguments (`Plan`), which are the
+model's and the optimizer's own tensors and the numbers of the step; and the update rules of SGD and
+Adam for one parameter. `learnkit.callbacks.compile` decides when the compiled step runs.
 
-Everything that is a scalar (rates, momenta, the bias corrections of Adam) is computed in Python as torch's optimizers
-do it, and travels in one small tensor: so it may change at every step, and needs no compiling again."""
+All scalars (rates, momenta, the bias corrections of Adam) are computed in Python as torch's
+optimizers do, and passed in one small tensor, so that they can change at every step without
+recompilation."""
 
 from __future__ import annotations
 
@@ -28,24 +29,24 @@ Flags = tuple[bool, ...]
 
 
 class NotCompiled(Exception):
-    "There is no compiled code for these arguments."
+    "Raised if no compiled code exists for the arguments."
 
 
 def whole_step(
     model: nn.Module,
     loss_func: Callable[..., Any] | None,
-    update: Callable[..., None],  # the optimizer's rule for one parameter
+    update: Callable[..., None],  # update rule of the optimizer for one parameter
     params: list[nn.Parameter],
-    states: list[dict[str, Tensor] | None],  # by parameter; None: it has never had a gradient
-    rows: list[int],  # which of the numbers are for it
-    flags: list[Flags],  # per row: which terms of the rule there are
-    numbers: Tensor,  # [row, number]
-    counts: bool,  # whether the optimizer's counts of steps are advanced here
-    names: tuple[Any, ...] | None,  # of the single input's entries, where they are passed by name
+    states: list[dict[str, Tensor] | None],  # by parameter; None: never had a gradient
+    rows: list[int],  # row of `numbers` for each parameter
+    flags: list[Flags],  # terms of the update rule, by row
+    numbers: Tensor,  # scalars (rows, numbers)
+    counts: bool,  # whether to advance the optimizer's counts of steps
+    names: tuple[Any, ...] | None,  # keys of a single input whose entries are passed by name
     xb: tuple[Any, ...],
     yb: tuple[Any, ...],
 ) -> tuple[Any, Tensor, Tensor, dict[str, Tensor] | None]:
-    "Run forward, loss, backward and update; return the prediction, the loss twice, and its parts where it has some."
+    "Run forward, loss, backward and update; return prediction, loss, a copy of the loss, its parts."
     if not torch.compiler.is_compiling():
         raise NotCompiled
     pred, loss = unpack_output(call_by_name(model, xb, names))
@@ -60,7 +61,7 @@ def whole_step(
     with torch.no_grad():
         for p, grad, state, row in zip(params, grads, states, rows, strict=True):
             if grad is None and not state:
-                continue  # it plays no part in the loss
+                continue  # the parameter is not part of the loss
             if grad is None or state is None:
                 raise RuntimeError('the parameters that get a gradient change')
             update(p, grad, state, numbers[row], flags[row])
@@ -69,32 +70,28 @@ def whole_step(
         return to_detach(pred, cpu=False), loss.detach(), loss.detach().clone(), parts
 
 
-# --------------------------------------------------------------------------------- what it works on
+# ---------------------------------------------------------------------------------------- arguments
 
 
 class Plan:
-    """The arguments of `whole_step` from `update` to `counts`, for as long as they stay what they are.
+    """Arguments of `whole_step` from `update` to `counts`, as long as they are valid.
 
-    Only the numbers are copies: parameters and states are the optimizer's own, updated in place.
+    Only the numbers are copies: parameters and states are the optimizer's own tensors.
     """
 
     def __init__(
         self,
         learn: Any,
-        last: Plan | None = None,  # the plan before; its tensor of numbers is reused where it fits
+        last: Plan | None = None,  # previous plan; its tensor of numbers is reused if it fits
     ) -> None:
-        self.model, self.wrapper, self.n_steps, self.n_hooks = (
-            learn.model,
-            learn.opt,
-            learn.opt.n_steps,
-            n_hooks(),
-        )
+        self.model = learn.model
+        self.wrapper = learn.opt
+        self.n_steps = learn.opt.n_steps
+        self.n_hooks = count_hooks()
         (self.opt,) = learn.opt.optimizers.values()
-        self.state, self.n_states, groups = (
-            self.opt.state,
-            len(self.opt.state),
-            self.opt.param_groups,
-        )
+        groups = self.opt.param_groups
+        self.state = self.opt.state
+        self.n_states = len(self.opt.state)
         self.rule, self.n_groups = RULES[type(self.opt)], len(groups)
         self.members = [(group, group['params'], len(group['params'])) for group in groups]
         self.trained = [(p, p.requires_grad) for group in groups for p in group['params']]
@@ -102,22 +99,22 @@ class Plan:
         self.rows: list[Row] = []
         params, states, rows = [], [], []
         for group in groups:
-            for p in (p for p in group['params'] if p.requires_grad):
+            for p in group['params']:
+                if not p.requires_grad:
+                    continue
                 state = self._state_of(p, group)
+                step = int(state['step']) if state and 'step' in state else 0
                 params.append(p)
                 states.append(state)
-                rows.append(
-                    self._row_of(group, int(state['step']) if state and 'step' in state else 0)
-                )
+                rows.append(self._row_of(group, step))
         self.device = params[0].device
         self.host, self.numbers = self._make_numbers(params[0].dtype, last)
         self.memory = self.host.numpy().data.cast('B')
-        self.packing = struct.Struct(
-            f'{self.host.shape[1]}{"d" if self.host.dtype == torch.float64 else "f"}'
-        )
+        code = 'd' if self.host.dtype == torch.float64 else 'f'
+        self.packing = struct.Struct(f'{self.host.shape[1]}{code}')
 
         counters = [s['step'] for s in states if s and 'step' in s]
-        # advanced out of the graph
+        # counters on another device are advanced outside of the compiled code
         self.counters = counters if any(c.device != self.device for c in counters) else []
         self.inputs = (
             self.rule.update,
@@ -128,23 +125,19 @@ class Plan:
             self.numbers,
             bool(counters) and not self.counters,
         )
-        # these tensors stay where they are: a CUDA graph need not copy them
+        # these tensors keep their address, so that a CUDA graph need not copy them
         if self.device.type == 'cuda':
-            for t in (
-                self.numbers,
-                *params,
-                *(t for s in states if s for t in s.values() if isinstance(t, Tensor)),
-            ):
+            tensors = [self.numbers, *params]
+            for s in states:
+                tensors += [t for t in (s or {}).values() if isinstance(t, Tensor)]
+            for t in tensors:
                 torch._dynamo.mark_static_address(t)
 
     def _state_of(self, p: nn.Parameter, group: dict[str, Any]) -> dict[str, Any] | None:
-        "Return the optimizer's state of a parameter, None where it has none yet and needs one."
+        "Return the optimizer's state of a parameter, None if it is not complete yet."
         state = self.opt.state.get(p, {})
-        return (
-            state
-            if all(isinstance(state.get(name), Tensor) for name in self.rule.state(group))
-            else None
-        )
+        is_complete = all(isinstance(state.get(name), Tensor) for name in self.rule.state(group))
+        return state if is_complete else None
 
     def _row_of(self, group: dict[str, Any], step: int) -> int:
         for i, row in enumerate(self.rows):
@@ -154,7 +147,7 @@ class Plan:
         return len(self.rows) - 1
 
     def _make_numbers(self, dtype: torch.dtype, last: Plan | None) -> tuple[Tensor, Tensor]:
-        "Return the tensor that numbers are written to, and the one on the device, mostly the same."
+        "Return the tensor that numbers are written to, and the tensor on the device (the same on CPU)."
         shape = len(self.rows), len(self.rows[0].numbers())
         if last is not None and last.host.shape == shape:
             return last.host, last.numbers
@@ -162,7 +155,7 @@ class Plan:
         return host, host.to(self.device)
 
     def holds(self, learn: Any) -> bool:
-        "Tell whether parameters, states and the kind of update are still those; hooks are another question."
+        "Return True if parameters, states and terms of the update are unchanged, apart from hooks."
         opt = self.opt
         if (
             learn.opt is not self.wrapper
@@ -181,12 +174,12 @@ class Plan:
         return all(map(Row.holds, self.rows))
 
     def has_new_hooks(self) -> bool:
-        "Tell whether a hook was registered, on anything, since this was last asked."
-        before, self.n_hooks = self.n_hooks, n_hooks()
+        "Return True if any hook was registered since the last call."
+        before, self.n_hooks = self.n_hooks, count_hooks()
         return before != self.n_hooks
 
     def write_numbers(self) -> None:
-        "Pack the numbers of the coming step into their tensor."
+        "Pack the numbers of the next step into their tensor."
         size = self.packing.size
         for i, row in enumerate(self.rows):
             self.packing.pack_into(self.memory, i * size, *row.numbers())
@@ -194,7 +187,7 @@ class Plan:
             self.numbers.copy_(self.host, non_blocking=True)
 
     def count(self) -> None:
-        "Count a step that was taken."
+        "Count a finished step."
         if self.counters:
             torch._foreach_add_(self.counters, 1)
         for row in self.rows:
@@ -204,15 +197,16 @@ class Plan:
 
 
 class Row:
-    "The numbers for those parameters that share a param group and a count of steps."
+    "Numbers for the parameters that share a param group and a count of steps."
 
     def __init__(self, rule: Rule, group: dict[str, Any], step: int) -> None:
-        self.rule, self.group, self.step, self.read = rule, group, step, itemgetter(*rule.options)
+        self.rule, self.group, self.step = rule, group, step
+        self.read = itemgetter(*rule.options)
         self.values = self.read(group)
         self.flags = rule.flags(*self.values)
 
     def holds(self) -> bool:
-        "Read the param group; False where more than numbers has changed."
+        "Read the param group; return False if anything but numbers has changed."
         values = self.read(self.group)
         if values == self.values:
             return True
@@ -224,47 +218,47 @@ class Row:
 
 
 def has_tensor(values: Any) -> bool:
-    "Tell whether a tensor is among the values, or in a pair of them."
+    "Return True if the values contain a tensor, also in a pair of values."
     return any(isinstance(v, Tensor) or (isinstance(v, tuple) and has_tensor(v)) for v in values)
 
 
-def n_hooks() -> int:
-    "Return how many hooks were ever registered on anything: while it stays the same, none was added."
+def count_hooks() -> int:
+    "Return the number of hooks ever registered in torch, which grows with every new hook."
     return RemovableHandle.next_id
 
 
-# ------------------------------------------------------------------------ how the optimizers update
+# ------------------------------------------------------------------------------------- update rules
 
 
 class Rule(NamedTuple):
-    "How an optimizer updates one parameter."
+    "Update rule of an optimizer for one parameter."
 
-    options: tuple[str, ...]  # of a param group: what `flags` and `numbers` are called with
+    options: tuple[str, ...]  # keys of a param group, the arguments of `flags` and `numbers`
     state: Callable[[dict[str, Any]], tuple[str, ...]]  # a parameter's state keys, by param group
-    flags: Callable[..., Flags]  # which terms there are: other ones mean other code
-    numbers: Callable[..., tuple[float, ...]]  # the numbers of a step, counted from 1
-    update: Callable[[Tensor, Tensor, dict[str, Tensor], Tensor, Flags], None]  # updates in place
+    flags: Callable[..., Flags]  # terms of the rule: other terms need other code
+    numbers: Callable[..., tuple[float, ...]]  # numbers of a step, counted from 1
+    update: Callable[[Tensor, Tensor, dict[str, Tensor], Tensor, Flags], None]  # in-place update
 
 
 def sgd_state(group: dict[str, Any]) -> tuple[str, ...]:
-    "Name what SGD keeps of a parameter."
+    "Return the state keys of SGD."
     return ('momentum_buffer',) if group['momentum'] else ()
 
 
 def sgd_flags(lr: float, mom: float, wd: float, dampening: float, *kinds: bool) -> Flags:
-    "Return which terms an SGD step has."
+    "Return the terms of an SGD step."
     return (mom != 0, wd != 0, *kinds)
 
 
 def sgd_numbers(
     step: int, lr: float, mom: float, wd: float, dampening: float, *kinds: bool
 ) -> tuple[float, ...]:
-    "Return the numbers of an SGD step: rate, momentum, share of the gradient, decays."
+    "Return the numbers of an SGD step: rate, momentum, factor of the gradient, decays."
     return lr, mom, 1 - dampening, wd, 1 - lr * wd
 
 
 def sgd(p: Tensor, grad: Tensor, state: dict[str, Tensor], n: Tensor, flags: Flags) -> None:
-    "Update by SGD with momentum and L2 regularisation."
+    "Update a parameter by SGD with momentum and L2 regularization."
     with_momentum, decays, nesterov, maximize = flags
     if maximize:
         grad = -grad
@@ -279,7 +273,7 @@ def sgd(p: Tensor, grad: Tensor, state: dict[str, Tensor], n: Tensor, flags: Fla
 def decoupled_sgd(
     p: Tensor, grad: Tensor, state: dict[str, Tensor], n: Tensor, flags: Flags
 ) -> None:
-    "Update by SGD with a weight decay that shrinks the weights themselves."
+    "Update a parameter by SGD with decoupled weight decay."
     with_momentum, decays, *kinds = flags
     if decays:
         p.mul_(n[4])
@@ -287,12 +281,12 @@ def decoupled_sgd(
 
 
 def adam_state(group: dict[str, Any]) -> tuple[str, ...]:
-    "Name what Adam keeps of a parameter."
+    "Return the state keys of Adam."
     return ('step', 'exp_avg', 'exp_avg_sq', *(['max_exp_avg_sq'] if group['amsgrad'] else []))
 
 
 def adam_flags(lr: float, betas: tuple[float, float], wd: float, eps: float, *kinds: bool) -> Flags:
-    "Return which terms an Adam step has."
+    "Return the terms of an Adam step."
     return (wd != 0, *kinds)
 
 
@@ -319,7 +313,7 @@ def adam_numbers(
 
 
 def adam(p: Tensor, grad: Tensor, state: dict[str, Tensor], n: Tensor, flags: Flags) -> None:
-    "Update by Adam or AdamW (Kingma and Ba, 2015, algorithm 1; Loshchilov and Hutter, 2019, algorithm 2)."
+    "Update by Adam (Kingma and Ba, 2015, algorithm 1) or AdamW (Loshchilov and Hutter, 2019, algorithm 2)."
     decays, decoupled, amsgrad, maximize = flags
     if maximize:
         grad = -grad

@@ -1,4 +1,4 @@
-"""Callbacks written for other training loops, run as they are: `from_composer(cb)` and `from_ksuit(cb)`.
+"""Callbacks written for other training loops: `from_composer(cb)` and `from_ksuit(cb)`.
 
 The other packages are not imported, and need not be installed."""
 

@@ -24,7 +24,7 @@ from learnkit.interop.hooks import check_style, load_state, own_hooks, state_of
 
 __all__ = ['from_composer', 'composer_events']
 
-# learnkit's events, and Composer's of the same moment, in and out of training
+# learnkit's events, and the Composer events of the same moment, in all phases
 ALWAYS = {
     'after_create': 'init',
     'before_load': 'before_load',
@@ -75,16 +75,16 @@ IN_FIT = {'before_eval': 'eval_before_all', 'after_eval': 'eval_after_all'}
 ALONE = {'before_eval': 'eval_standalone_start', 'after_eval': 'eval_standalone_end'}
 
 HOOKS = (*(e.value for e in Event), 'close', 'post_close')
-# `xb` and `yb` are there
+# events during which `xb` and `yb` exist
 SPLIT = frozenset(EVENTS[EVENTS.index('before_batch') : EVENTS.index('batch_checkpoint') + 1])
 _TABLES = ALWAYS, FIT, TRAIN, EVAL, PREDICT, IN_FIT, ALONE
 
 
 def composer_events(
-    event: str,  # one of learnkit's
-    learn: Any,  # the Learner, which says whether it trains, evaluates or predicts
+    event: str,  # name of a learnkit event
+    learn: Any,  # the Learner, whose phase decides
 ) -> tuple[str, ...]:
-    """Return the Composer events of a moment, in their order.
+    """Return the Composer events of a learnkit event, in their order.
 
     >>> from types import SimpleNamespace
     >>> composer_events('before_batch', SimpleNamespace(training=True, fitting=True, phase='train'))
@@ -104,19 +104,20 @@ def composer_events(
 
 
 def from_composer(
-    cb: Any,  # with methods such as `epoch_start(state, logger)`, or with `run_event`
+    cb: Any,  # callback with methods such as `epoch_start(state, logger)`, or with `run_event`
 ) -> Callback:
-    """Return a callback that runs one written for Composer.
+    """Return a callback that runs a Composer callback.
 
-    Its methods run at the moments that the table of events names (docs/lifecycle.md), with a `state` that reads the
-    Learner and a `logger` that writes to `learn.log`; microbatches have their own events from `before_forward` to
-    `after_backward`. `init` comes before any other event, also for a callback that is added later. The package itself
-    is not needed; where it is loaded, its own callbacks get its own events and times.
+    The methods run at the events in the table of docs/lifecycle.md, with a `state` that reads the
+    Learner and a `logger` that writes to `learn.log`; microbatches have their own events from
+    `before_forward` to `after_backward`. `init` runs before any other event, also for a callback
+    that is added later. Composer itself is not needed; if it is imported, its own callbacks get its
+    own events and times.
 
-    Checkpointed: the callback's own `state_dict` (without one, its attributes that have changed and are data), where in
-    the epoch it is, and what was measured last.
+    Checkpointed: the callback's `state_dict` (without one, its changed attributes with plain data),
+    the position in the epoch, and the last measurements.
 
-    Raises `CallbackError` for an object without any of the hooks, and warns of a hook that is misspelt.
+    Raises `CallbackError` for an object without hooks, and warns of a misspelled hook.
 
     >>> from learnkit.testing import synth_learner
     >>> class Shout:
@@ -130,7 +131,7 @@ def from_composer(
 
 
 class _Pass:
-    "What is counted in one pass over a loader outside training."
+    "Counts of one pass over a loader outside of training."
 
     def __init__(self) -> None:
         self.start()
@@ -149,14 +150,14 @@ class _Pass:
 
 
 class _FromComposer(Callback):
-    "Run a Composer-style callback. It counts what Composer's state knows and the Learner does not."
+    "Run a Composer callback, and count what Composer's state reports and the Learner does not."
 
     order, remove_on_find, wall_clock = 60, True, ('evaluated',)
     is_composer = True
 
     def __init__(self, cb: Any) -> None:
         self.wrapped = cb
-        base = 'composer.core.callback'  # its methods do nothing
+        base = 'composer.core.callback'  # module of the base class, whose methods do nothing
         every = own_hooks(cb, ['run_event'], base)
         hooks = own_hooks(cb, HOOKS, base)
         check_style(cb, HOOKS, {**every, **hooks}, 'Composer', 'from_composer')
@@ -166,18 +167,18 @@ class _FromComposer(Callback):
         self.passes = {'eval': _Pass(), 'predict': _Pass()}
         self.measured: dict[str, dict[str, Measured]] = {}
         self.in_fit = self.has_fitted = self.is_split = self.has_graph = False
-        self._known: Any = None  # the Learner that `init` ran for
-        self._since = self._since_epoch = Timestamp()  # where the iteration and the epoch began
-        self._before = Timestamp(), False  # the counts before the last batch
-        self._end: tuple[Any, str] | None = None  # of this fit, or of the last one
-        self._epoch_over = False  # trained to its end, and not counted by the Learner yet
+        self._known: Any = None  # weak reference to the Learner that `init` ran for
+        self._since = self._since_epoch = Timestamp()  # start of the iteration and of the epoch
+        self._before = Timestamp(), False  # counts before the last batch
+        self._end: tuple[Any, str] | None = None  # end of this or the last fit
+        self._epoch_over = False  # whether training of the epoch is over, but not counted yet
         self._evaluated, self._eval_began, self._epochs_before = 0.0, 0.0, 0
         for event in EVENTS:
             counts = getattr(self, f'_{event}') if hasattr(type(self), f'_{event}') else None
-            if self._hears(event) or (counts and event not in SPLIT):
+            if self._handles(event) or (counts and event not in SPLIT):
                 self.__dict__[event] = partial(self._at, event)
             elif counts:
-                self.__dict__[event] = counts  # of every batch: nothing else is to be done
+                self.__dict__[event] = counts  # only counts, as the event occurs at every batch
 
     @property
     def name(self) -> str:
@@ -189,13 +190,14 @@ class _FromComposer(Callback):
     def __repr__(self) -> str:
         return f'from_composer({type(self.wrapped).__name__})'
 
-    def _hears(self, event: str) -> bool:
-        "Tell whether the callback has something to do at an event."
+    def _handles(self, event: str) -> bool:
+        "Return True if the callback has a hook for an event."
         names = {name for table in _TABLES for name in table.get(event, '').split()}
         return bool((self._every and names) or names & {*self._hooks})
 
     def _at(self, event: str) -> None:
-        if count := getattr(type(self), f'_{event}', None):
+        count = getattr(type(self), f'_{event}', None)
+        if count:
             count(self)
         self.is_split, self.has_graph = event in SPLIT, event in ('after_loss', 'before_backward')
         is_known = self._known is not None and self._known() is self.learn
@@ -207,7 +209,7 @@ class _FromComposer(Callback):
                 self._fire(name)
 
     def _fire(self, name: str) -> None:
-        closes = name in ('close', 'post_close')  # no events to Composer either
+        closes = name in ('close', 'post_close')  # Composer has no events for these
         f = self._hooks.get(name) if closes or not self._every else None
         try:
             if name == 'post_close' and f:
@@ -228,11 +230,11 @@ class _FromComposer(Callback):
         self.in_fit = self.has_fitted = True
         self._epochs_before, self._before = self.learn.counters.epochs, (self.learn.time, False)
         self._end = None
-        # an earlier fit may have failed between the two
+        # a failed fit may have left these set
         self._epoch_over, self._eval_began = False, 0.0
 
     def _cleanup(self) -> None:
-        self.end()  # it is kept: the budget goes with the fit
+        self.end()  # keeps the end, as the budget is removed after the fit
         self.in_fit = False
 
     def _before_iteration(self) -> None:
@@ -254,7 +256,7 @@ class _FromComposer(Callback):
     def _after_epoch(self) -> None:
         if not self.learn.fitting:
             return
-        # the Learner has counted it by now
+        # the Learner has counted the epoch by now
         self._since_epoch, self._epoch_over = self.learn.time, False
 
     def _before_eval(self) -> None:
@@ -284,7 +286,7 @@ class _FromComposer(Callback):
             self._measure(label_of(name), '' if name == 'valid' else f'{name}/')
 
     def _measure(self, label: str, prefix: str) -> None:
-        "Keep what the Recorder has measured on a loader."
+        "Keep the Recorder's values of a loader."
         recorder = recorder_of(self.learn)
         values: dict[str, Any] = {}
         if recorder is not None:
@@ -297,15 +299,16 @@ class _FromComposer(Callback):
         }
 
     def counts_before(self) -> dict[str, Any]:
-        "Return the counts before the last batch, or before the epoch's end."
+        "Return the counts before the last batch, or before the end of the epoch."
         return self._counts(*self._before)
 
     def counts(self) -> dict[str, Any]:
-        "Return what a timestamp of Composer is made of."
+        "Return the fields of a Composer timestamp."
         return self._counts(self.learn.time, self._epoch_over)
 
     def _counts(self, now: Timestamp, over: bool) -> dict[str, Any]:
-        start, at = self._since, now if over else self._since_epoch
+        start = self._since
+        at = now if over else self._since_epoch
         evaluating = perf_counter() - self._eval_began if self._eval_began and self.in_fit else 0.0
         wall = timedelta(seconds=max(0.0, now.sec - self._evaluated - evaluating))
         since = timedelta(seconds=0.0 if over else max(0.0, now.sec - at.sec))
@@ -325,10 +328,11 @@ class _FromComposer(Callback):
         }
 
     def end(self) -> tuple[Any, str] | None:
-        "Return when training ends or ended, counted over all fits, and the unit; None where Composer has none for it."
+        "Return end and unit of training over all fits; None if unknown or not a Composer unit."
         if not self.has_fitted:
             return None
-        if budget := self._budget():
+        budget = self._budget()
+        if budget:
             self._end = budget
         elif self.in_fit and isinstance(self.learn.n_epoch, int):
             self._end = self._epochs_before + self.learn.n_epoch, 'ep'
@@ -341,7 +345,7 @@ class _FromComposer(Callback):
     # -- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        "Return the callback's own state, and where the epoch and the iteration began."
+        "Return the callback's state, the start of epoch and iteration, and the measurements."
         before, over = self._before
         measured = {
             label: {k: float(v) for k, v in values.items()}
@@ -360,16 +364,13 @@ class _FromComposer(Callback):
         }
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Hand the callback its own state."
-        self._since_epoch, self._since, before = (
-            Timestamp.from_state_dict(sd[k]) for k in ('epoch', 'iteration', 'before')
-        )
+        "Restore the callback's state and the counts."
+        self._since_epoch = Timestamp.from_state_dict(sd['epoch'])
+        self._since = Timestamp.from_state_dict(sd['iteration'])
         over, self._epoch_over = sd['over']
-        self._before, self._evaluated, self._epochs_before = (
-            (before, over),
-            sd['evaluated'],
-            sd['epochs'],
-        )
+        self._before = Timestamp.from_state_dict(sd['before']), over
+        self._evaluated = sd['evaluated']
+        self._epochs_before = sd['epochs']
         for name, counts in sd['passes'].items():
             self.passes[name].batches, self.passes[name].samples = counts
         self.measured = {

@@ -1,4 +1,4 @@
-"""The `state` and the `logger` that a Composer-style callback is called with: live views of the Learner."""
+"""`state` and `logger` of Composer callbacks, as live views of the Learner."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from learnkit.core.errors import BatchError, did_you_mean
 from learnkit.core.model import model_device
 from learnkit.data.dataloaders import evaluation_loaders, n_batches
 from learnkit.interop.composer_time import ComposerTime
-from learnkit.interop.hooks import hand_on
+from learnkit.interop.hooks import send_to_loggers
 
 __all__ = ['ComposerState', 'ComposerLogger', 'Precision', 'Measured', 'label_of', 'log_as_named']
 
-# what Composer's State has and this one has not, with what to use here
+# attributes of Composer's State that are missing here, with their meaning and a replacement
 NOT_HERE = {
     'fsdp_config': 'the settings of FSDP',
     'deepspeed_config': 'the settings of DeepSpeed',
     'tp_config': 'the settings of tensor parallelism',
     'parallelism_config': 'the settings of parallel training',
     'device_mesh': 'the mesh of devices of parallel training',
-    'profiler': 'the profiler; here `learn.timings` says where the time goes',
+    'profiler': 'the profiler; here `learn.timings` shows where the time goes',
     'precision_config': 'options of the precision; here they are arguments of `MixedPrecision`',
     'train_metric_names': 'names of training metrics; here `learn.recorder.metric_names`',
     'eval_metric_names': 'names of evaluation metrics; here `learn.recorder.metric_names`',
@@ -39,7 +39,7 @@ WRITABLE = ('batch', 'outputs', 'loss', 'model', 'max_duration')
 
 
 class Precision(StrEnum):
-    "The precision of the forward pass, by Composer's names."
+    "Precision of the forward pass, by Composer's names."
 
     FP32 = 'fp32'
     AMP_FP16 = 'amp_fp16'
@@ -47,7 +47,7 @@ class Precision(StrEnum):
 
 
 class Measured(float):
-    """The value of a metric, which `compute()` returns as a tensor.
+    """Value of a metric, which `compute()` returns as a tensor.
 
     >>> Measured(0.5).compute(), Measured(0.5) > 0.4
     (tensor(0.5000), True)
@@ -59,18 +59,19 @@ class Measured(float):
 
 
 class ComposerState:
-    """What Composer calls the state, read from the Learner each time it is asked.
+    """Composer's state, read from the Learner at each access.
 
-    Written may be: `batch` (before the forward pass it is what the model gets), `outputs` (in `after_forward` and
-    `before_loss` the loss is computed from it), `loss` (in `after_loss` and `before_backward` it is what backward runs
-    on), `model`, and `max_duration` where it is reached already, which ends the fit as `stop_training()` does. A
-    metric's or loader's name is that of the Learner, except for an unnamed validation loader, which is `'eval'`.
-    Anything else raises `AttributeError` with what to use here.
+    Writable attributes: `batch` (the input of the model, before the forward pass), `outputs` (in
+    `after_forward` and `before_loss`, the input of the loss), `loss` (in `after_loss` and
+    `before_backward`, the input of backward), `model`, and `max_duration` if it has been reached
+    already, which ends the fit like `stop_training()`. Metrics and loaders have the Learner's
+    names, except an unnamed validation loader, which is `'eval'`. Any other attribute raises
+    `AttributeError` with a replacement.
     """
 
     def __init__(
         self,
-        watch: Any,  # the adapter: what it has counted, and its learner
+        watch: Any,  # adapter, with its counts and its learner
     ) -> None:
         self.__dict__['_watch'] = watch
 
@@ -78,11 +79,13 @@ class ComposerState:
         if name.startswith('__'):
             raise AttributeError(name)
         reason = NOT_HERE.get(name)
-        what = (
-            f'Composer has there {reason}.'
-            if reason
-            else f'What the Learner has under a name of its own is `state.learn.<name>`.{did_you_mean(name, dir(self))}'
-        )
+        if reason:
+            what = f'Composer has there {reason}.'
+        else:
+            what = (
+                'Attributes of the Learner are `state.learn.<name>`.'
+                f'{did_you_mean(name, dir(self))}'
+            )
         raise AttributeError(
             f'`state.{name}` is not offered by from_composer. {what}', name=name, obj=self
         )
@@ -99,7 +102,7 @@ class ComposerState:
 
     @property
     def learn(self) -> Any:
-        "The Learner itself, which Composer does not have."
+        "The Learner itself; not part of Composer."
         return self._watch.learn
 
     def _time(self, value: Any, unit: str) -> Any:
@@ -110,27 +113,27 @@ class ComposerState:
 
     @property
     def timestamp(self) -> Any:
-        "What training has finished, over all fits; wall-clock times leave evaluation out."
+        "Finished training over all fits; wall-clock times exclude evaluation."
         return self._watch.types.Timestamp(**self._watch.counts())
 
     @property
     def previous_timestamp(self) -> Any:
-        "The timestamp before the last batch, or before the epoch's end."
+        "Timestamp before the last batch, or before the end of the epoch."
         return self._watch.types.Timestamp(**self._watch.counts_before())
 
     @property
     def eval_timestamp(self) -> Any:
-        "What is finished of the loader that is being evaluated, or was last."
+        "Finished part of the current or last evaluated loader."
         return self._watch.passes['eval'].timestamp(self._watch.types)
 
     @property
     def predict_timestamp(self) -> Any:
-        "What is finished of the predictions."
+        "Finished part of the predictions."
         return self._watch.passes['predict'].timestamp(self._watch.types)
 
     @property
     def max_duration(self) -> Any:
-        "When training ends, or ended, over all fits; None before the first, without an end, and for one in steps."
+        "End of training over all fits; None before the first fit, without an end, and for steps."
         end = self._watch.end()
         return None if end is None else self._time(*end)
 
@@ -144,18 +147,18 @@ class ComposerState:
         )
 
     def get_elapsed_duration(self) -> Any:
-        "Return the share of the fit that is over, None before the first one."
+        "Return the share of the fit that is done, None before the first fit."
         return self._time(self.learn.pct_train, 'dur') if self._watch.has_fitted else None
 
     def stop_training(self) -> None:
-        "End the fit after the current batch or epoch, as `learn.stop()` does."
+        "End the fit after the current batch or epoch, like `learn.stop()`."
         self.learn.stop()
 
     # -- the batch ---------------------------------------------------------------------------------
 
     @property
     def batch(self) -> Any:
-        "The batch, or the microbatch: as the loader gave it up to `after_dataloader`, then on the device."
+        "The batch or microbatch: as the loader gave it up to `after_dataloader`, then on the device."
         learn = self.learn
         if not self._watch.is_split:
             return learn.batch
@@ -169,7 +172,7 @@ class ComposerState:
             self.learn.batch = batch
 
     def batch_get_item(self, key: Any) -> Any:
-        "Return a part of the batch: by index, by name, or what a function (or the first of a pair) makes of it."
+        "Return a part of the batch by index, key, or function (or the first function of a pair)."
         get = key[0] if isinstance(key, (tuple, list)) and callable(key[0]) else key
         if callable(get):
             return get(self.batch)
@@ -178,7 +181,7 @@ class ComposerState:
         return getattr(self.batch, key)
 
     def batch_set_item(self, key: Any, value: Any) -> None:
-        "Replace a part of the batch: by index, by name, or by the second function of a pair."
+        "Replace a part of the batch by index, key, or the second function of a pair."
         if isinstance(key, (tuple, list)) and callable(key[1]):
             self.batch = key[1](self.batch, value)
         elif isinstance(self.batch, Mapping):
@@ -190,7 +193,7 @@ class ComposerState:
 
     @property
     def outputs(self) -> Any:
-        "What the model returned for this batch; None before."
+        "Output of the model for this batch; None before the forward pass."
         return self.learn.__dict__.get('pred')
 
     @outputs.setter
@@ -199,7 +202,7 @@ class ComposerState:
 
     @property
     def loss(self) -> Any:
-        "The loss; in `after_loss` and `before_backward` the one that backward runs on."
+        "The loss; in `after_loss` and `before_backward` the loss that backward uses."
         learn = self.learn
         return learn.__dict__.get('loss_grad', learn.loss) if self._watch.has_graph else learn.loss
 
@@ -211,18 +214,18 @@ class ComposerState:
 
     @property
     def total_loss_dict(self) -> dict[str, Any]:
-        "The loss of the batch under Composer's name, as a 0-dim tensor."
+        "Loss of the batch under Composer's name, as a 0-dim tensor."
         return {'loss/train/total': self.learn.loss}
 
     @property
     def device_train_microbatch_size(self) -> Any:
-        "The samples of a microbatch; for 'auto' what memory has held so far; without microbatches those of the batch."
+        "Samples of a microbatch; for 'auto' the size that fits so far; otherwise of the batch."
         size = self.learn.microbatch
         return (self.learn.auto_microbatch if size == 'auto' else size) or self._samples()
 
     @property
     def grad_accum(self) -> int:
-        "How many microbatches a batch is cut into."
+        "Number of microbatches of a batch."
         size = self.device_train_microbatch_size
         return -(-self._samples() // size) if size else 1
 
@@ -230,10 +233,8 @@ class ComposerState:
         try:
             if self.learn.batch is None:
                 return count_samples(self.learn)
-            return find_bs(
-                *form_of(self.learn.dls, self.learn.dl_name).split(self.learn.batch),
-                self.learn.size_func,
-            )
+            form = form_of(self.learn.dls, self.learn.dl_name)
+            return find_bs(*form.split(self.learn.batch), self.learn.size_func)
         except BatchError:
             return 0
 
@@ -249,17 +250,17 @@ class ComposerState:
 
     @property
     def optimizers(self) -> list[Any]:
-        "The torch optimizers; none before the first fit."
+        "The torch optimizers; empty before the first fit."
         return list(self.learn.opt.optimizers.values()) if self.learn.opt is not None else []
 
     @property
     def schedulers(self) -> list[Any]:
-        "None: what schedules here is a callback."
+        "Empty: schedulers are callbacks in learnkit."
         return []
 
     @property
     def algorithms(self) -> list[Any]:
-        "None: what Composer calls an algorithm is a callback here."
+        "Empty: algorithms are callbacks in learnkit."
         return []
 
     @property
@@ -268,24 +269,20 @@ class ComposerState:
 
     @property
     def scaler(self) -> Any:
-        "The gradient scaler of float16; None without one."
+        "Gradient scaler for float16, or None."
         return getattr(self._mixed_precision, 'scaler', None)
 
     @property
     def precision(self) -> Precision:
-        "The precision of the forward pass."
+        "Precision of the forward pass."
         cb = self._mixed_precision
-        return (
-            Precision.FP32
-            if cb is None
-            else Precision.AMP_FP16
-            if cb.scales
-            else Precision.AMP_BF16
-        )
+        if cb is None:
+            return Precision.FP32
+        return Precision.AMP_FP16 if cb.scales else Precision.AMP_BF16
 
     @property
     def device(self) -> Any:
-        "An object with the device's `name` and `tensor_to_device`, `batch_to_device`, `module_to_device`."
+        "Object with the device's `name` and `tensor_to_device`, `batch_to_device`, `module_to_device`."
         device = model_device(self.learn.model, self.learn.dls)
         move = lambda b: to_device(b, device)
         return SimpleNamespace(
@@ -298,17 +295,17 @@ class ComposerState:
 
     @property
     def callbacks(self) -> list[Any]:
-        "The Composer-style callbacks of the Learner, as they were given."
+        "The Composer callbacks of the Learner, unwrapped."
         return [cb.wrapped for cb in self.learn.cbs if hasattr(type(cb), 'is_composer')]
 
     @property
     def run_name(self) -> str:
-        "The name of the Learner's folder."
+        "Name of the Learner's folder."
         return self.learn.path.resolve().name
 
     @property
     def rank_zero_seed(self) -> int:
-        "The seed that torch was started with."
+        "Initial seed of torch."
         return torch.initial_seed()
 
     seed = rank_zero_seed
@@ -339,7 +336,7 @@ class ComposerState:
 
     @property
     def dataloader_len(self) -> ComposerTime | None:
-        "The batches of the loader; None where that is not known."
+        "Number of batches of the loader; None if unknown."
         n = n_batches(self.learn.dl) if self.learn.dl is not None else None
         return None if n is None else self._time(n, 'ba')
 
@@ -361,14 +358,15 @@ class ComposerState:
 
     @property
     def train_metrics(self) -> dict[str, Measured]:
-        "Loss and metrics of the epoch's training, by name, from `epoch_end` on."
+        "Training loss and metrics of the epoch by name, from `epoch_end` on."
         return self._watch.measured.get('train', {})
 
     @property
     def eval_metrics(self) -> dict[str, dict[str, Measured]]:
-        "By label of the loader, loss and metrics of its last evaluation, by name."
-        found = {k: v for k, v in self._watch.measured.items() if k != 'train'}
-        return {**{label_of(name): {} for name, _ in evaluation_loaders(self.learn.dls)}, **found}
+        "Loss and metrics of the last evaluation by name, by label of the loader."
+        measured = {k: v for k, v in self._watch.measured.items() if k != 'train'}
+        labels = [label_of(name) for name, _ in evaluation_loaders(self.learn.dls)]
+        return {**{label: {} for label in labels}, **measured}
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -380,7 +378,7 @@ class ComposerState:
         return []
 
     def state_dict(self) -> dict[str, Any]:
-        "Return the states of model and optimizers, and the timestamp. To resume from, use the Learner's checkpoints."
+        "Return states of model and optimizers, and timestamp; to resume, use the Learner's checkpoints."
         return {
             'model': self.model.state_dict(),
             'optimizers': [opt.state_dict() for opt in self.optimizers],
@@ -394,40 +392,42 @@ def label_of(dl_name: str) -> str:
 
 
 def log_as_named(learn: Any, name: str, value: Any) -> None:
-    "Log a value under its name as it is, also in evaluation, where `learn.log` would put the loader's before it."
+    "Log a value without the prefix of the loader that `learn.log` adds in evaluation."
     for cb in learn.cbs:
-        if receive := getattr(type(cb), 'receive_log', None):
+        receive = getattr(type(cb), 'receive_log', None)
+        if receive:
             receive(cb, name, value, 1, True)
 
 
 class ComposerLogger:
-    """What Composer calls the logger: metrics go to `learn.log`, the rest to every callback that has a place for it.
+    """Composer's logger: metrics go to `learn.log`, other content to callbacks that accept it.
 
-    Metrics are averaged over the epoch and become columns of the history; `step` is the Learner's own.
-    Hyper-parameters, tables and traces (as texts) and images go to learnkit's loggers, and to each callback of the
-    Learner that has such a method of their protocol (`log_params(params)`, `log_text(step, name, text)`,
-    `log_images(step, name, images)`); files go to those with a `log_file(name, path)`.
+    Metrics are averaged over the epoch and become columns of the history; `step` is ignored in
+    favor of the Learner's step. Hyper-parameters, tables and traces (as text) and images go to
+    learnkit's loggers, and to each callback with such a method (`log_params(params)`,
+    `log_text(step, name, text)`, `log_images(step, name, images)`); files go to callbacks with
+    `log_file(name, path)`.
     """
 
     destinations: tuple[Any, ...] = ()
 
     def __init__(
         self,
-        watch: Any,  # the adapter
+        watch: Any,  # adapter
     ) -> None:
         self._watch = watch
 
-    def _all(self, method: str) -> list[Any]:
+    def _methods(self, method: str) -> list[Any]:
         return [getattr(cb, method) for cb in self._watch.learn.cbs if hasattr(type(cb), method)]
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        "Log named numbers."
+        "Log numbers by name."
         for name, value in metrics.items():
             log_as_named(self._watch.learn, name, value)
 
     def log_hyperparameters(self, parameters: dict[str, Any]) -> None:
         "Log the settings of the run."
-        hand_on(self._watch.learn, 'log_params', parameters)
+        send_to_loggers(self._watch.learn, 'log_params', parameters)
 
     def log_table(
         self,
@@ -437,8 +437,10 @@ class ComposerLogger:
         step: int | None = None,
     ) -> None:
         "Log a table as text, in Markdown."
-        lines = [columns, ['---'] * len(columns), *rows]
-        self._log_text(name, '\n'.join(f'| {" | ".join(map(str, line))} |' for line in lines))
+        lines = []
+        for cells in [columns, ['---'] * len(columns), *rows]:
+            lines.append(f'| {" | ".join(map(str, cells))} |')
+        self._log_text(name, '\n'.join(lines))
 
     def log_traces(self, traces: dict[str, Any]) -> None:
         "Log traces as text."
@@ -446,7 +448,7 @@ class ComposerLogger:
             self._log_text(name, str(value))
 
     def _log_text(self, name: str, text: str) -> None:
-        hand_on(self._watch.learn, 'log_text', name, text)
+        send_to_loggers(self._watch.learn, 'log_text', name, text)
 
     def log_images(
         self,
@@ -461,15 +463,15 @@ class ComposerLogger:
         "Log images, with the channels first."
         if channels_last:
             images = torch.as_tensor(images).movedim(-1, -3)
-        hand_on(self._watch.learn, 'log_images', name, images)
+        send_to_loggers(self._watch.learn, 'log_images', name, images)
 
     def upload_file(
         self, remote_file_name: str, file_path: Any, *, overwrite: bool = False
     ) -> None:
-        "Hand a file to the callbacks that keep files."
-        for log in self._all('log_file'):
+        "Pass a file to the callbacks that store files."
+        for log in self._methods('log_file'):
             log(remote_file_name, file_path)
 
     def has_file_upload_destination(self) -> bool:
-        "Tell whether a callback keeps files."
-        return bool(self._all('log_file'))
+        "Return True if a callback stores files."
+        return bool(self._methods('log_file'))

@@ -1,4 +1,4 @@
-"""Time as Composer's callbacks read it: numbers with a unit that compare with strings, and a timestamp of them."""
+"""Composer's time: numbers with a unit that compare with strings, and timestamps."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _AFTER = {'START': 'END', 'BEFORE': 'AFTER'}
 
 
 class Event(StrEnum):
-    """The moments of Composer's loop, by its names.
+    """Events of Composer's loop, by Composer's names.
 
-    An event equals its value in either case, and the event of the same name of the package itself.
+    An event equals its value in either case, and Composer's own event of the same name.
 
     >>> Event.FIT_START == 'fit_start', Event.FIT_START == 'FIT_START', Event.FIT_START.name, Event.FIT_START.value
     (True, True, 'FIT_START', 'fit_start')
@@ -85,17 +85,17 @@ class Event(StrEnum):
 
     @property
     def is_before_event(self) -> bool:
-        "Whether another event follows that closes what this one opens."
+        "Whether a later event closes what this event opens."
         return any(part in _AFTER for part in self.name.split('_'))
 
     @property
     def is_after_event(self) -> bool:
-        "Whether this event closes what another one has opened."
+        "Whether this event closes what an earlier event has opened."
         return any(part in _AFTER.values() for part in self.name.split('_'))
 
     @property
     def canonical_name(self) -> str:
-        "The name that an opening and a closing event have in common."
+        "Common part of the names of an opening and a closing event."
         return '_'.join(
             p for p in self.value.split('_') if p not in ('before', 'after', 'start', 'end')
         )
@@ -110,7 +110,7 @@ class Event(StrEnum):
 
 
 class TimeUnit(StrEnum):
-    "The units of Composer's time strings."
+    "Units of Composer's time strings."
 
     ITERATION = 'iter'
     EPOCH = 'ep'
@@ -123,9 +123,9 @@ class TimeUnit(StrEnum):
 
 @total_ordering
 class ComposerTime:
-    """A number of one unit, which compares with plain numbers, strings and other times of its unit.
+    """Number with a unit, which compares with numbers, strings and other times of the same unit.
 
-    Unlike `learnkit.core.time.Time` it may be negative, as differences are in Composer.
+    Unlike `learnkit.core.time.Time` it may be negative, like differences in Composer.
 
     >>> now = ComposerTime(3, 'ep')
     >>> now.value, int(now), now >= '2ep', now == 3, now - '5ep', now / '6ep'
@@ -135,18 +135,18 @@ class ComposerTime:
     def __init__(
         self,
         value: int | float,
-        unit: str,  # one of `TimeUnit`
+        unit: str,  # value of `TimeUnit`
     ) -> None:
         self.value, self.unit = value, TimeUnit(getattr(unit, 'value', unit))
 
     @classmethod
     def from_timestring(cls, text: str) -> ComposerTime:
-        "Return the time that a string spells."
+        "Return the time of a string such as '3ep'."
         time = Time(text)
         return cls(time.value, time.unit)
 
     def _read(self, other: Any) -> ComposerTime:
-        "Return another time, string or number as a time, a number in this unit."
+        "Convert a time, a string, or a number of this unit to a `ComposerTime`."
         if isinstance(other, (int, float)):
             return ComposerTime(other, self.unit)
         if isinstance(other, str):
@@ -155,7 +155,7 @@ class ComposerTime:
             raise TimeError(f'{other!r} is no time: it cannot be combined with {self}.')
         return ComposerTime(other.value, other.unit)
 
-    def _of_my_unit(self, other: Any) -> int | float:
+    def _value_of(self, other: Any) -> int | float:
         other = self._read(other)
         if other.unit is self.unit:
             return other.value
@@ -166,10 +166,10 @@ class ComposerTime:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, (int, float, str)) and not hasattr(other, 'unit'):
             return NotImplemented
-        return self.value == self._of_my_unit(other)
+        return self.value == self._value_of(other)
 
     def __lt__(self, other: Any) -> bool:
-        return self.value < self._of_my_unit(other)
+        return self.value < self._value_of(other)
 
     def __hash__(self) -> int:
         return hash((self.value, self.unit))
@@ -184,16 +184,16 @@ class ComposerTime:
         return bool(self.value)
 
     def __add__(self, other: Any) -> ComposerTime:
-        return self._new(self.value + self._of_my_unit(other))
+        return self._new(self.value + self._value_of(other))
 
     def __sub__(self, other: Any) -> ComposerTime:
-        return self._new(self.value - self._of_my_unit(other))
+        return self._new(self.value - self._value_of(other))
 
     def __rsub__(self, other: Any) -> ComposerTime:
-        return self._new(self._of_my_unit(other) - self.value)
+        return self._new(self._value_of(other) - self.value)
 
     def __mod__(self, other: Any) -> ComposerTime:
-        return self._new(self.value % self._of_my_unit(other))
+        return self._new(self.value % self._value_of(other))
 
     def __neg__(self) -> ComposerTime:
         return self._new(-self.value)
@@ -203,16 +203,16 @@ class ComposerTime:
     def __truediv__(self, other: Any) -> ComposerTime:
         if isinstance(other, (int, float)):
             return self._new(type(self.value)(self.value / other))
-        return ComposerTime(self.value / self._of_my_unit(other), TimeUnit.DURATION)
+        return ComposerTime(self.value / self._value_of(other), TimeUnit.DURATION)
 
     def __mul__(self, other: Any) -> ComposerTime:
-        by = self._read(other)
+        factor = self._read(other)
         if isinstance(other, (int, float)):
             return self._new(type(self.value)(self.value * other))
-        if TimeUnit.DURATION not in (by.unit, self.unit):
-            raise TimeError(f'{self} times {by}: one has to be a share.')
-        unit = self.unit if by.unit is TimeUnit.DURATION else by.unit
-        value = self.value * by.value
+        if TimeUnit.DURATION not in (factor.unit, self.unit):
+            raise TimeError(f'{self} times {factor}: one has to be a share.')
+        unit = self.unit if factor.unit is TimeUnit.DURATION else factor.unit
+        value = self.value * factor.value
         return ComposerTime(value if unit is TimeUnit.DURATION else int(value), unit)
 
     __rmul__ = __mul__
@@ -221,7 +221,7 @@ class ComposerTime:
         return ComposerTime(value, self.unit)
 
     def to_timestring(self) -> str:
-        "Return the string that spells this time."
+        "Return the string of this time, such as '3ep'."
         return f'{self.value}{self.unit.value}'
 
     __str__ = to_timestring
@@ -236,7 +236,7 @@ _UNITS = {'iteration': 'iter', 'epoch': 'ep', 'batch': 'ba', 'sample': 'sp', 'to
 @total_ordering
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ComposerTimestamp:
-    """What is finished, in every unit: each field is a time, and the whole compares in the unit of what it meets.
+    """Finished training in every unit: each field is a time; comparisons use the unit of the other time.
 
     >>> now = ComposerTimestamp(epoch=2, batch=7, batch_in_epoch=1, sample=56)
     >>> now.batch.value, now >= '7ba', now < '3ep', now.get('sp')
@@ -274,7 +274,7 @@ class ComposerTimestamp:
             )
         return getattr(self, name)
 
-    def _meet(self, other: Any) -> tuple[ComposerTime, Any]:
+    def _with_unit_of(self, other: Any) -> tuple[ComposerTime, Any]:
         if isinstance(other, str):
             other = ComposerTime.from_timestring(other)
         return self.get(other.unit), other
@@ -284,12 +284,12 @@ class ComposerTimestamp:
             return self.state_dict() == other.state_dict()
         if not isinstance(other, str) and not hasattr(other, 'unit'):
             return NotImplemented
-        mine, its = self._meet(other)
-        return mine == its
+        own, other_time = self._with_unit_of(other)
+        return own == other_time
 
     def __lt__(self, other: Any) -> bool:
-        mine, its = self._meet(other)
-        return mine < its
+        own, other_time = self._with_unit_of(other)
+        return own < other_time
 
     def __hash__(self) -> int:
         return hash(tuple(self.state_dict().items()))
@@ -311,7 +311,7 @@ OWN = SimpleNamespace(
 
 
 def types_for(cb: object) -> Any:
-    "Return the types that `cb` compares with: those of the package for a callback of the package, else the ones here."
+    "Return the time and event types for `cb`: Composer's types for Composer's callbacks, else learnkit's."
     time, event = sys.modules.get('composer.core.time'), sys.modules.get('composer.core.event')
     if not is_of(cb, 'composer') or time is None or event is None:
         return OWN

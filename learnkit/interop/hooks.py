@@ -1,4 +1,4 @@
-"""What callbacks of other libraries define, which they meant to have, how to call them, and where their texts go."""
+"""Helpers for callbacks of other libraries: find and check their hooks, call them, pass on their output."""
 
 from __future__ import annotations
 
@@ -21,53 +21,52 @@ __all__ = [
     'parameters_of',
     'takes_any',
     'is_of',
-    'hand_on',
+    'send_to_loggers',
 ]
 
 
 def is_of(
     cb: object,
-    package: str,  # 'composer': that package or a part of it
+    package: str,  # name of a package, such as 'composer'
 ) -> bool:
-    "Tell whether a class of `cb` is defined in a package."
+    "Return True if a class of `cb` is defined in a package or in its submodules."
     return any(_within(cls.__module__, package) for cls in type(cb).__mro__)
 
 
 def own_hooks(
     cb: object,
     names: Iterable[str],
-    bases: str = '',  # package whose methods do nothing: they are no hooks
+    bases: str = '',  # package of base classes, whose methods do nothing and are not hooks
 ) -> dict[str, Callable[..., Any]]:
-    "Return the methods of `cb` under these names, without those of the library's base class."
-    found = {name: getattr(cb, name, None) for name in names}
-    return {
-        name: f
-        for name, f in found.items()
-        if callable(f) and not (bases and _within(_home(f), bases))
-    }
+    "Return the methods of `cb` with these names, except methods of the library's base classes."
+    hooks = {}
+    for name in names:
+        f = getattr(cb, name, None)
+        if callable(f) and not (bases and _within(_module_of(f), bases)):
+            hooks[name] = f
+    return hooks
 
 
 def check_style(
     cb: object,
-    names: Iterable[str],  # the hooks looked for
-    found: Mapping[str, Any],
-    style: str,  # 'Composer'
-    maker: str,  # 'from_composer'
+    names: Iterable[str],  # names of all hooks
+    found: Mapping[str, Any],  # hooks of the callback
+    style: str,  # name of the library, such as 'Composer'
+    maker: str,  # name of the function, such as 'from_composer'
 ) -> None:
-    """Raise `CallbackError` for an object without any of the hooks; warn of a method that is nearly one of them."""
+    """Raise `CallbackError` for an object without hooks; warn of methods with similar names."""
     names = list(names)
-    # libraries have methods much like those
+    # libraries have other methods with names like `should_...`
     likely = [name for name in names if not name.startswith('should_')]
     if isinstance(cb, Callback):
         raise CallbackError(f'{cb!r} is a callback already: it needs no {maker}.')
     if isinstance(cb, type):
         raise CallbackError(f'{cb.__name__} is a class: write {maker}({cb.__name__}(...)).')
-    close = {
-        name: match[0]
-        for name in _own_methods(cb) - set(names)
-        if (match := get_close_matches(name, likely, n=1, cutoff=0.85))
-        and name.startswith('_') == match[0].startswith('_')
-    }
+    close = {}
+    for name in _own_methods(cb) - set(names):
+        matches = get_close_matches(name, likely, n=1, cutoff=0.85)
+        if matches and name.startswith('_') == matches[0].startswith('_'):
+            close[name] = matches[0]
     for name, meant in sorted(close.items()):
         warn(
             f'{type(cb).__name__}.{name} is no hook of a {style} callback and will not run. Did you mean `{meant}`?',
@@ -75,7 +74,8 @@ def check_style(
         )
     if not found and not close:
         methods = sorted(_own_methods(cb))
-        hint = next((h for m in methods if (h := did_you_mean(m, names))), '')
+        hints = (did_you_mean(name, names) for name in methods)
+        hint = next(filter(None, hints), '')
         raise CallbackError(
             f'{cb!r} ({type(cb).__name__}) is no {style} callback: it has none of the hooks '
             f'{", ".join(names)}.{hint}'
@@ -83,13 +83,13 @@ def check_style(
 
 
 def state_of(cb: Any) -> Any:
-    "Return the state of a foreign callback: what it says itself, or else what has changed in it and is data."
+    "Return the state of a foreign callback: its `state_dict`, or else its changed attributes with plain data."
     own = _own_state(cb, 'state_dict')
     return {'attributes': changed_attributes(cb)} if own is None else own()
 
 
 def load_state(cb: Any, sd: Any) -> None:
-    "Hand a foreign callback what `state_of` returned."
+    "Load the result of `state_of` into a foreign callback."
     own = _own_state(cb, 'load_state_dict')
     if own is None:
         put_attributes(cb, sd['attributes'] or {})
@@ -98,13 +98,13 @@ def load_state(cb: Any, sd: Any) -> None:
 
 
 def _own_state(cb: Any, name: str) -> Any:
-    "Return a method of a callback that its library's base class does not only have for others to define."
+    "Return a method of a callback, None for the empty method of Composer's base class."
     f = getattr(cb, name, None)
-    return None if f is None or _within(_home(f), 'composer.core') else f
+    return None if f is None or _within(_module_of(f), 'composer.core') else f
 
 
 def parameters_of(f: Callable[..., Any]) -> set[str]:
-    "Return the names of the parameters that `f` takes as keywords."
+    "Return the names of the parameters of `f` that can be passed as keywords."
     return {
         p.name
         for p in signature(f).parameters.values()
@@ -113,22 +113,22 @@ def parameters_of(f: Callable[..., Any]) -> set[str]:
 
 
 def takes_any(f: Callable[..., Any]) -> bool:
-    "Tell whether `f` takes any keyword."
+    "Return True if `f` accepts any keyword."
     return any(p.kind is p.VAR_KEYWORD for p in signature(f).parameters.values())
 
 
-def hand_on(learn: Any, method: str, *content: Any) -> None:
-    "Give parameters, a text or images to learnkit's loggers, and to what else has this method of their protocol."
+def send_to_loggers(learn: Any, method: str, *content: Any) -> None:
+    "Pass parameters, a text or images to learnkit's loggers, and to other callbacks with this method."
     send: dict[str, Callable[..., None]] = {
         'log_params': log_params,
         'log_text': log_text,
         'log_images': log_images,
     }
     send[method](learn, *content)
-    at = () if method == 'log_params' else (learn.time.ba,)
+    step = () if method == 'log_params' else (learn.time.ba,)
     for cb in learn.cbs:
         if not isinstance(cb, Logger) and defined_on_class(cb, method):
-            getattr(cb, method)(*at, *content)
+            getattr(cb, method)(*step, *content)
 
 
 def _own_methods(cb: object) -> set[str]:
@@ -141,7 +141,7 @@ def _own_methods(cb: object) -> set[str]:
     }
 
 
-def _home(f: Callable[..., Any]) -> str:
+def _module_of(f: Callable[..., Any]) -> str:
     return getattr(f, '__module__', '') or ''
 
 

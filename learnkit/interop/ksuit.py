@@ -1,4 +1,4 @@
-"""ksuit- and Noether-style callbacks in a Learner: `from_ksuit(cb)`."""
+"""ksuit and Noether callbacks in a Learner: `from_ksuit(cb)`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ TEMPLATES = {
 }
 HOOKS = (*EVENTS, *PERIODIC, *TEMPLATES, *PASS, 'at_eval', *STOPS)
 COMMON = 'update_counter trainer model trainer_model effective_batch_size batch_size'.split()
-OF_HOOK = {
+HOOK_ARGUMENTS = {
     'before_every_accumulation_step': ['batch'],
     'track_after_update_step': ['times'],
     'track_after_accumulation_step': [
@@ -90,9 +90,9 @@ OF_HOOK = {
     'periodic_callback': ['interval_type', 'data_iter'],
     'process_results': ['interval_type', 'data_iter'],
 }
-# a base class has them, to call the periodic hook
+# methods of base classes that call the periodic hook
 DISPATCHERS = ('after_update', 'after_epoch', 'at_eval')
-PER_PIECE = {
+MICROBATCH_EVENTS = {
     'before_pred': ('before_every_accumulation_step', 'track_after_accumulation_step'),
     'before_backward': ('before_every_backward',),
     'after_backward': ('track_after_accumulation_step',),
@@ -102,27 +102,29 @@ INTERVALS = {'epoch': 'every_n_epochs', 'update': 'every_n_updates', 'sample': '
 
 
 def from_ksuit(
-    cb: Any,  # with hooks such as `before_training(update_counter=...)`, `periodic_callback(...)`
+    cb: Any,  # callback with hooks such as `before_training(update_counter=...)`
 ) -> Callback:
-    """Return a callback that runs one written for ksuit or Noether.
+    """Return a callback that runs a ksuit or Noether callback.
 
-    Each hook gets, by name, what it takes of: `update_counter`, `trainer`, `model`, `trainer_model`, `batch`, `losses`,
-    `update_outputs`, `accumulation_steps`, `accumulation_step`, `times`, `effective_batch_size`, `batch_size`,
-    `data_iter`, `interval_type`: nbs/from_ksuit.ipynb says which. It runs without gradients. Before and after
-    training, and when an interval (`every_n_epochs`, `every_n_updates`, `every_n_samples`) is over, the model is in
-    evaluation mode, and modes and random generators are put back. An update is a step of the optimizer; counts go over
-    all fits.
+    Each hook gets the arguments that it accepts by name: `update_counter`, `trainer`, `model`,
+    `trainer_model`, `batch`, `losses`, `update_outputs`, `accumulation_steps`, `accumulation_step`,
+    `times`, `effective_batch_size`, `batch_size`, `data_iter`, `interval_type` (see
+    nbs/from_ksuit.ipynb). Hooks run without gradients. Before and after training, and at the end of
+    an interval (`every_n_epochs`, `every_n_updates`, `every_n_samples`), the model is in evaluation
+    mode, and modes and random generators are restored. An update is an optimizer step; counts are
+    over all fits.
 
-    The object's attributes `trainer`, `model`, `data_container`, `tracker`, `writer`, `checkpoint_writer`,
-    `path_provider`, `metric_property_provider`, `update_counter` and `logger` are set where it has none, or None. One
-    with `process_data(batch, trainer_model=)` and `process_results(results, ...)` gets the batches of the loader that
-    its `dataset_key` names, and its results joined. `EarlyStopIteration`, and `should_stop_after_...` returning True,
-    end the fit as `learn.stop()` does; `at_eval` runs at the end of a `learn.validate()`.
+    The attributes `trainer`, `model`, `data_container`, `tracker`, `writer`, `checkpoint_writer`,
+    `path_provider`, `metric_property_provider`, `update_counter` and `logger` of the object are set if
+    missing or None. An object with `process_data(batch, trainer_model=)` and `process_results(results,
+    ...)` gets the batches of the loader that its `dataset_key` names, and its results concatenated.
+    `EarlyStopIteration`, and `should_stop_after_...` returning True, end the fit like `learn.stop()`;
+    `at_eval` runs at the end of a `learn.validate()`.
 
-    Checkpointed: the callback's own `state_dict` (without one, its attributes that have changed and are data), where
-    the fit began and how far it was, and what was written; `resume_from_checkpoint(paths, model)` is handed on.
+    Checkpointed: the callback's `state_dict` (without one, its changed attributes with plain data),
+    start and progress of the fit, and the log; `resume_from_checkpoint(paths, model)` is called.
 
-    Raises `CallbackError` for an object without any of the hooks, and warns of a hook that is misspelt.
+    Raises `CallbackError` for an object without hooks, and warns of a misspelled hook.
 
     >>> from learnkit.testing import synth_learner
     >>> class Shout:
@@ -137,19 +139,17 @@ def from_ksuit(
 
 
 class _FromKsuit(Callback):
-    "Run a ksuit-style callback. It counts what ksuit's trainer knows and the Learner does not."
+    "Run a ksuit callback, and count what ksuit's trainer reports and the Learner does not."
 
-    order, run_valid, remove_on_find = 45, False, True  # before the Recorder makes the epoch's row
+    order, run_valid, remove_on_find = 45, False, True  # before the Recorder adds the epoch's row
     is_ksuit = True
 
     def __init__(self, cb: Any) -> None:
         note_attributes(cb)
         found = own_hooks(cb, HOOKS)
         check_style(cb, HOOKS, found, 'ksuit', 'from_ksuit')
-        self.wrapped, self._inner = (
-            cb,
-            {TEMPLATES[name]: f for name, f in found.items() if name in TEMPLATES},
-        )
+        self.wrapped = cb
+        self._inner = {TEMPLATES[name]: f for name, f in found.items() if name in TEMPLATES}
         self._hooks = {
             **self._inner,
             **{name: f for name, f in found.items() if name not in TEMPLATES},
@@ -158,8 +158,8 @@ class _FromKsuit(Callback):
             self._hooks.setdefault('periodic_callback', found['_periodic_callback'])
         if 'periodic_callback' in self._hooks:
             self._inner |= dict.fromkeys(DISPATCHERS, self._hooks['periodic_callback'])
-        self._takes = {name: self._taken(name, f) for name, f in self._hooks.items()}
-        # it goes through a loader, in our way
+        self._takes = {name: self._find_arguments(name, f) for name, f in self._hooks.items()}
+        # whether the callback processes the batches of a loader
         self._passes = all(name in self._hooks for name in PASS)
         self._every = intervals_of(cb)
         self.given: dict[str, Any] = {
@@ -173,22 +173,20 @@ class _FromKsuit(Callback):
             'metric_property_provider': MetricPropertyProvider(),
             'logger': logging.getLogger(type(cb).__name__),
         }
-        # the fit's start, the last update
+        # start of the fit, and the last update
         self.started_at, self._reached = Progress(0, 0, 0), Progress(0, 0, 0)
         self._seen_size, self._pieces, self._piece, self._kind = 0, 1, 0, ''
         self.at_epoch_end, self._counted = False, True
-        self._shared: Any = None  # a class of ksuit that has the writer of this run
+        self._shared: Any = None  # class of ksuit that holds the writer of this run
         self._times: dict[str, float] = defaultdict(float)
         self._mark = 0.0
-        for event, hooks in PER_PIECE.items():
+        for event, hooks in MICROBATCH_EVENTS.items():
             if not self._hooks.keys().isdisjoint(hooks):
                 self.__dict__[event] = partial(self._in_batch, event, hooks[0])
-        # they are given times
+        # these hooks get times
         if not self._hooks.keys().isdisjoint(('track_after_update_step', 'after_update')):
-            self.__dict__['before_draw'], self.__dict__['after_draw'] = (
-                self._start_watch,
-                self._end_draw,
-            )
+            self.__dict__['before_draw'] = self._start_watch
+            self.__dict__['after_draw'] = self._end_draw
 
     @property
     def name(self) -> str:
@@ -197,12 +195,12 @@ class _FromKsuit(Callback):
     def __repr__(self) -> str:
         return f'from_ksuit({type(self.wrapped).__name__})'
 
-    # -- the moments -------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------
 
     def before_fit(self) -> None:
         if not self.learn.fitting:
             return
-        self._give()
+        self._set_attributes()
         self.at_epoch_end, self._counted = False, True
         self.started_at = self._reached = self.progress()
         self.given['writer'].forget()
@@ -229,7 +227,7 @@ class _FromKsuit(Callback):
         self._call('before_every_update')
 
     def _in_batch(self, event: str, hook: str) -> None:
-        "Run what belongs to a microbatch or to the step."
+        "Run a hook of a microbatch or a step."
         if event == 'before_pred':
             self._piece += 1
         self._call(hook)
@@ -242,17 +240,14 @@ class _FromKsuit(Callback):
             self._end_epoch()
         now, before = self.progress(), self._reached
         if now.update == before.update:
-            return  # gradients are being accumulated
+            return  # gradients accumulate
         self._reached = now
         self._call('track_after_update_step')
-        self._period(
-            'after_update',
-            [
-                kind
-                for kind, n in self._every.items()
-                if kind != 'epoch' and getattr(now, kind) // n > getattr(before, kind) // n
-            ],
-        )
+        due = []
+        for kind, n in self._every.items():
+            if kind != 'epoch' and getattr(now, kind) // n > getattr(before, kind) // n:
+                due.append(kind)
+        self._run_periodic('after_update', due)
         self._times.clear()
 
     def after_train(self) -> None:
@@ -263,20 +258,20 @@ class _FromKsuit(Callback):
         self.at_epoch_end, self._counted = True, False
 
     def after_epoch(self) -> None:
-        self._counted, learn = True, self.learn  # the Learner has counted it by now
+        self._counted, learn = True, self.learn  # the Learner has counted the epoch by now
         if not learn.fitting:
-            return self._alone()
+            return self._run_at_eval()
         recorder = recorder_of(learn)
         values = recorder._frame.values.items() if recorder else ()
         self.given['writer'].note({k: v for k, v in values if isinstance(v, (int, float))})
-        due = 'epoch' in self._every and learn.time.ep % self._every['epoch'] == 0
-        self._period('after_epoch', ['epoch'] if due else [])
+        is_due = 'epoch' in self._every and learn.time.ep % self._every['epoch'] == 0
+        self._run_periodic('after_epoch', ['epoch'] if is_due else [])
 
-    def _alone(self) -> None:
-        "Run what belongs to an evaluation outside of training."
+    def _run_at_eval(self) -> None:
+        "Run the hook of an evaluation outside of training."
         if self.learn.phase == 'predict' or 'at_eval' not in self._hooks:
-            return  # get_preds, or nothing to do
-        self._give()
+            return
+        self._set_attributes()
         self._kind = 'eval'
         with self._evaluating():
             self._periodic() if self._passes else self._call('at_eval')
@@ -296,15 +291,15 @@ class _FromKsuit(Callback):
         self._shared = None
 
     def receive_log(self, name: str, value: Any, weight: Any = 1, shown: bool = True) -> None:
-        "Hear of what other callbacks log."
+        "Record a value that another callback logs."
         writer = self.given['writer']
         if name not in writer.log_cache:
             writer.note({name: value})
 
-    # -- calling -----------------------------------------------------------------------------------
+    # -- calls -------------------------------------------------------------------------------------
 
-    def _period(self, hook: str, due: list[str]) -> None:
-        "Run the periodic hook for the intervals that are over: by the callback's own method, where it has one."
+    def _run_periodic(self, hook: str, due: list[str]) -> None:
+        "Run the periodic hook for the intervals that are due, through the callback's method if it has one."
         if hook in self._hooks and not self._passes:
             with self._evaluating() if due else nullcontext():
                 self._call(hook)
@@ -318,11 +313,9 @@ class _FromKsuit(Callback):
 
     def _ask_to_stop(self, name: str) -> None:
         f, now = self._hooks[name], self.progress()
-        more = (
-            {'effective_batch_size': self.effective_batch_size}
-            if 'effective_batch_size' in parameters_of(f)
-            else {}
-        )
+        more = {}
+        if 'effective_batch_size' in parameters_of(f):
+            more['effective_batch_size'] = self.effective_batch_size
         if f(now, **more):
             self.learn.stop()
 
@@ -332,17 +325,17 @@ class _FromKsuit(Callback):
         process, model = self._hooks['process_data'], self.learn.model
         with torch.no_grad():
             results = [process(batch, trainer_model=model) for batch in self._batches()]
-        self._call('process_results', joined(results))
+        self._call('process_results', join_results(results))
 
     def _batches(self) -> Iterator[Any]:
-        "Yield the batches of the loader that the callback's `dataset_key` names, on the device."
+        "Yield the batches of the loader named by the callback's `dataset_key`, on the device."
         dl = self.given['data_container'].loader(getattr(self.wrapped, 'dataset_key', None))
         device = model_device(self.learn.model, self.learn.dls)
         with preserved_generators(dl):
             yield from (to_device(batch, device) for batch in dl)
 
     def _call(self, name: str, *args: Any) -> None:
-        "Run a hook with what it takes; an exception that asks to stop, told by its name, ends the fit."
+        "Run a hook with its arguments; an exception named `EarlyStopIteration` ends the fit."
         f = self._hooks.get(name)
         if f is None:
             return
@@ -356,9 +349,9 @@ class _FromKsuit(Callback):
             add_note(e, f'in {type(self.wrapped).__name__}.{name}, a ksuit-style callback')
             raise
 
-    def _taken(self, name: str, f: Any) -> list[str]:
-        "Return the names that a hook takes; what a base class passes on has to suit the hook that gets it in the end."
-        names = [*COMMON, *OF_HOOK.get(name, ())]
+    def _find_arguments(self, name: str, f: Any) -> list[str]:
+        "Return the arguments that a hook accepts; for a base-class hook, the arguments of the inner hook."
+        names = [*COMMON, *HOOK_ARGUMENTS.get(name, ())]
         last = self._inner.get(name, f)
         if takes_any(f) and takes_any(last):
             return names
@@ -366,7 +359,7 @@ class _FromKsuit(Callback):
         return [key for key in names if key in takes]
 
     def _value(self, key: str) -> Any:
-        "Return what a hook is given under a name."
+        "Return the value of a hook's argument."
         learn = self.learn
         if key in ('model', 'trainer_model'):
             return learn.model
@@ -375,7 +368,7 @@ class _FromKsuit(Callback):
         if key == 'losses':
             return {'total': learn.loss}
         if key == 'update_outputs':
-            return as_outputs(learn.__dict__.get('pred'))
+            return detach_outputs(learn.__dict__.get('pred'))
         if key == 'data_iter':
             return self._batches()
         if key == 'batch':
@@ -391,7 +384,7 @@ class _FromKsuit(Callback):
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        "Put the model in evaluation mode, and put modes and random generators back."
+        "Set the model to evaluation mode in a context; restore modes and random generators."
         training = [m for m in self.learn.model.modules() if m.training]
         for m in training:
             m.training = False
@@ -402,15 +395,15 @@ class _FromKsuit(Callback):
             for m in training:
                 m.training = True
 
-    def _give(self) -> None:
-        "Set those attributes of the callback that it lacks; one writer serves all callbacks of the Learner."
+    def _set_attributes(self) -> None:
+        "Set missing attributes of the callback; all callbacks of the Learner share one writer."
         first = next((cb for cb in self.learn.cbs if isinstance(cb, _FromKsuit)), self)
         self.given['writer'] = first.given['writer']
-        owner: Any = next(
-            (c for c in type(self.wrapped).__mro__ if 'log_writer_singleton' in vars(c)), None
-        )
-        if owner is not None:
-            self._shared, owner.log_writer_singleton = owner, self.given['writer']
+        owners = [c for c in type(self.wrapped).__mro__ if 'log_writer_singleton' in vars(c)]
+        if owners:
+            self._shared = owners[0]
+            self._shared.log_writer_singleton = self.given['writer']
+        # names of the attributes that were set here, and may be replaced
         ours = getattr(self.wrapped, '__dict__', {}).setdefault('_given_by_learnkit', set())
         for name, value in {**self.given, 'model': self.learn.model}.items():
             if name not in ours and getattr(self.wrapped, name, None) is not None:
@@ -418,7 +411,7 @@ class _FromKsuit(Callback):
             try:
                 setattr(self.wrapped, name, value)
             except AttributeError:
-                continue  # a property of its own
+                continue  # a read-only property
             ours.add(name)
 
     # -- counting ----------------------------------------------------------------------------------
@@ -430,36 +423,36 @@ class _FromKsuit(Callback):
         self._mark = now
 
     def progress(self) -> Progress:
-        "Return how far training is."
+        "Return the progress of training."
         now = self.learn.time
         return Progress(now.ep + (self.at_epoch_end and not self._counted), now.st, now.sp)
 
     @property
     def batch_size(self) -> int:
-        "The samples of a batch, as seen; before the first one as the loader says, 0 where it does not."
+        "Number of samples of a batch, as seen or as reported by the loader; 0 if unknown."
         train = self.learn.dls.train
-        return (
-            self._seen_size or getattr(train, 'bs', None) or getattr(train, 'batch_size', None) or 0
-        )
+        reported = getattr(train, 'bs', None) or getattr(train, 'batch_size', None)
+        return self._seen_size or reported or 0
 
     @property
     def effective_batch_size(self) -> int:
         return self.batch_size * (self._batches_per_update() or 1)
 
     def _batches_per_update(self) -> int | None:
-        "Return how many batches are accumulated for a step, None where that is not known."
-        least = max(
-            (cb.n_acc for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)), default=1
-        )
-        return 1 if least == 1 else -(-least // self.batch_size) if self.batch_size else None
+        "Return the number of batches of a step, None if unknown."
+        n_accs = [cb.n_acc for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)]
+        least = max(n_accs, default=1)
+        if least == 1:
+            return 1
+        return -(-least // self.batch_size) if self.batch_size else None
 
     def updates_of(self, n: int | None) -> int | None:
-        "Return how many steps a fit of `n` batches takes, None where that is not known."
+        "Return the number of steps of a fit of `n` batches, None if unknown."
         per, size = self._batches_per_update(), n_batches(self.learn.dls.train)
         if n is None or per == 1:
             return n
         if per is None or not size or (n >= size and size < per):
-            return None  # an epoch leaves batches to the next
+            return None  # samples left over in an epoch count for the next one
         epochs, rest = divmod(n, size)
         return epochs * -(-size // per) + (-(-rest // per) if rest >= per else 0)
 
@@ -469,13 +462,10 @@ class _FromKsuit(Callback):
     # -- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        "Return the callback's own state, and how far it was; that of the writer is with the first of its callbacks."
-        others = (
-            (cb for cb in self.learn.cbs if isinstance(cb, _FromKsuit))
-            if self.learn is not None
-            else ()
-        )
-        writer = self.given['writer'].state_dict() if next(iter(others), self) is self else None
+        "Return the callback's state and progress; the first ksuit callback stores the writer's state."
+        cbs = self.learn.cbs if self.learn is not None else ()
+        first = next((cb for cb in cbs if isinstance(cb, _FromKsuit)), self)
+        writer = self.given['writer'].state_dict() if first is self else None
         return {
             'callback': state_of(self.wrapped),
             'started': dict(self.started_at),
@@ -487,27 +477,23 @@ class _FromKsuit(Callback):
         }
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Hand the callback its own state, and go on from where the run was."
+        "Restore the callback's state and progress."
         self.started_at, self._reached = Progress(**sd['started']), Progress(**sd['reached'])
-        self._seen_size, self.at_epoch_end, self._counted = (
-            sd['size'],
-            sd['at_epoch_end'],
-            sd['counted'],
-        )
+        self._seen_size = sd['size']
+        self.at_epoch_end, self._counted = sd['at_epoch_end'], sd['counted']
         if sd['writer'] is not None:
             self.given['writer'].load_state_dict(sd['writer'])
         load_state(self.wrapped, sd['callback'])
 
     def resume_from_checkpoint(self, folder: Path, model: Any) -> None:
-        "Let the callback read its own files beside a checkpoint."
-        if (resume := getattr(self.wrapped, 'resume_from_checkpoint', None)) is None:
+        "Call the callback's own method to read its files next to a checkpoint."
+        resume = getattr(self.wrapped, 'resume_from_checkpoint', None)
+        if resume is None:
             return
-        self._give()
+        self._set_attributes()
         paths = Paths(self, Path(folder))
-        takes, ids = (
-            parameters_of(resume),
-            {'stage_name': paths.stage_name, 'stage_id': paths.run_id},
-        )
+        takes = parameters_of(resume)
+        ids = {'stage_name': paths.stage_name, 'stage_id': paths.run_id}
         if 'stage_id' in takes:
             resume(**{k: v for k, v in ids.items() if k in takes}, model=model)
         else:
@@ -515,10 +501,9 @@ class _FromKsuit(Callback):
 
 
 def intervals_of(cb: Any) -> dict[str, int]:
-    "Return the intervals that a callback asks for; raise `OptionError` for one that is no interval."
-    every = {
-        kind: n for kind, name in INTERVALS.items() if (n := getattr(cb, name, None)) is not None
-    }
+    "Return the intervals of a callback by kind; raise `OptionError` for an invalid one."
+    values = {kind: getattr(cb, name, None) for kind, name in INTERVALS.items()}
+    every = {kind: n for kind, n in values.items() if n is not None}
     for kind, n in every.items():
         if not isinstance(n, int) or n < 1:
             raise OptionError(
@@ -527,8 +512,8 @@ def intervals_of(cb: Any) -> dict[str, int]:
     return every
 
 
-def joined(results: list[Any]) -> Any:
-    "Join what was made of each batch: tensors one after the other, numbers into a tensor, None of Nones."
+def join_results(results: list[Any]) -> Any:
+    "Concatenate the results of batches: tensors along dimension 0, numbers as a tensor, or None."
     if all(r is None for r in results):
         return None
     if all(isinstance(r, (int, float)) for r in results):
@@ -536,7 +521,7 @@ def joined(results: list[Any]) -> Any:
     return concat(results)
 
 
-def as_outputs(pred: Any) -> dict[str, Any]:
+def detach_outputs(pred: Any) -> dict[str, Any]:
     "Return detached predictions by name."
     parts = pred if isinstance(pred, Mapping) else {'pred': pred}
     return {

@@ -1,4 +1,4 @@
-"""What a ksuit-style callback is given: counters, trainer, writers, paths and data, as live views of the Learner."""
+"""Arguments of ksuit callbacks: counters, trainer, writers, paths and data, as live views of the Learner."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from learnkit.core.time import Time
 from learnkit.data.dataloaders import evaluation_loaders, n_batches
 from learnkit.engine.budget import Budget
 from learnkit.interop.composer_state import ComposerState, log_as_named
-from learnkit.interop.hooks import hand_on
+from learnkit.interop.hooks import send_to_loggers
 from learnkit.metrics.direction import MetricProperties
 
 __all__ = [
@@ -36,7 +36,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run is in epochs, updates (optimizer steps) and samples.
+    """Progress of a run in epochs, updates (optimizer steps) and samples.
 
     >>> str(Progress(1, 20, 320)), dict(Progress(1, 20, 320))
     ('E1_U20_S320', {'epoch': 1, 'update': 20, 'sample': 320})
@@ -62,11 +62,11 @@ class Progress:
 
 
 class UpdateCounter:
-    "Where the run is: `cur_iteration` (Noether) or `cur_checkpoint` (ksuit), with where it began and will end."
+    "Progress of the run: `cur_iteration` (Noether) or `cur_checkpoint` (ksuit), its start and its end."
 
     def __init__(
         self,
-        watch: Any,  # the adapter: its learner, and what it has counted
+        watch: Any,  # adapter, with its learner and its counts
     ) -> None:
         self._watch = watch
 
@@ -81,19 +81,18 @@ class UpdateCounter:
     @property
     def end_iteration(self) -> Progress:
         learn, start, bs = self._watch.learn, self._watch.started_at, self._watch.batch_size
-        if budget := next((cb for cb in learn.cbs if isinstance(cb, Budget)), None):
-            return self._of_budget(budget.total)
+        budget = next((cb for cb in learn.cbs if isinstance(cb, Budget)), None)
+        if budget:
+            return self._end_of_budget(budget.total)
         if not isinstance(learn.n_epoch, int):
             return Progress()
-        end, per, n = (
-            start.epoch + learn.n_epoch,
-            self._watch.updates_per_epoch(),
-            n_batches(learn.dls.train),
-        )
-        return Progress(end, per and end * per, end * n * bs if n and bs else None)
+        end = start.epoch + learn.n_epoch
+        per_epoch = self._watch.updates_per_epoch()
+        n = n_batches(learn.dls.train)
+        return Progress(end, per_epoch and end * per_epoch, end * n * bs if n and bs else None)
 
-    def _of_budget(self, total: Time) -> Progress:
-        "Return where a fit by batches, steps or samples ends; in other units that is not known."
+    def _end_of_budget(self, total: Time) -> Progress:
+        "Return the end of a fit in batches, steps or samples; unknown in other units."
         start, n = self._watch.started_at, int(total.value)
         if total.unit == 'sp':
             return Progress(sample=(start.sample or 0) + n)
@@ -134,12 +133,12 @@ class UpdateCounter:
     @property
     def is_finished(self) -> bool:
         now, end = dict(self.cur_iteration), dict(self.end_iteration)
-        unit = next(iter(end), None)  # epochs, where they count
+        unit = next(iter(end), None)  # epochs if known
         return unit is not None and now.get(unit, 0) >= end[unit]
 
 
 class Trainer:
-    "The trainer as callbacks read it. What it does not have itself is read from the Learner."
+    "ksuit's trainer; any other attribute is read from the Learner."
 
     def __init__(self, watch: Any) -> None:
         self._watch = watch
@@ -206,29 +205,31 @@ class Trainer:
         return self._watch.learn.loss
 
     def state_dict(self) -> dict[str, Any]:
-        "Return where the run is, and the states of its ksuit-style callbacks."
+        "Return the progress of the run, and the states of its ksuit callbacks."
         states = [cb.state_dict() if hasattr(cb, 'state_dict') else None for cb in self.callbacks]
         return {**dict(self.update_counter.cur_iteration), 'callback_state_dicts': states}
 
 
 class LogWriter:
-    """Log scalars: each goes to `learn.log`, and is to be read in `log_cache` until the next batch.
+    """Log scalars to `learn.log`, readable in `log_cache` until the next batch.
 
-    All ksuit-style callbacks of a Learner have the same one. `log_cache` also has what other callbacks have logged, and
-    after an epoch the columns of its row in the history; `log_entries` has all that was written here.
+    All ksuit callbacks of a Learner share one writer. `log_cache` also holds the values that other
+    callbacks have logged, and after an epoch the columns of its row in the history; `log_entries`
+    holds all values that were written here.
     """
 
     def __init__(self, watch: Any) -> None:
-        self._watch, self._written = watch, set()  # type: ignore[var-annotated]  # of names
+        self._watch = watch
+        self._written: set[str] = set()  # names logged in this update
         self.log_cache: dict[str, Any] = {}
         self.log_entries: list[dict[str, Any]] = []
 
     def add_scalar(
         self,
         key: str,
-        value: Any,  # a number, or a tensor of one element
-        logger: logging.Logger | None = None,  # also says it there
-        format_str: str | None = None,  # how, `.4f` for one
+        value: Any,  # number, or tensor of one element
+        logger: logging.Logger | None = None,  # logger that also gets the value
+        format_str: str | None = None,  # format of the value for `logger`, such as '.4f'
     ) -> None:
         """Log a number; raise `MetricError` for a name that was logged in this update already."""
         key = key.removesuffix('/')
@@ -243,13 +244,12 @@ class LogWriter:
             logger.info('%s: %s', key, f'{value:{format_str}}' if format_str else value)
 
     def add_nonscalar(self, key: str, value: Any) -> None:
-        "Hand images or a text to the loggers, and to the callbacks of the Learner that have a place for it."
-        hand_on(
-            self._watch.learn, 'log_text' if isinstance(value, str) else 'log_images', key, value
-        )
+        "Pass images or a text to the loggers, and to callbacks that accept them."
+        method = 'log_text' if isinstance(value, str) else 'log_images'
+        send_to_loggers(self._watch.learn, method, key, value)
 
     def note(self, values: Mapping[str, Any]) -> None:
-        "Keep what was logged, with where the run was."
+        "Keep logged values, with the progress of the run."
         if not self.log_cache:
             self.log_cache = dict(self._watch.progress())
         self.log_cache |= values
@@ -259,21 +259,21 @@ class LogWriter:
         return [entry[key] for entry in self.log_entries if key in entry]
 
     def flush(self) -> None:
-        "End the entry of this update: what comes next belongs to another one."
+        "End the entry of this update."
         if not self.log_cache:
             return
-        kept = {*self._written, 'epoch', 'update', 'sample'}  # what others log, the Learner keeps
+        kept = {*self._written, 'epoch', 'update', 'sample'}  # the Learner keeps values of others
         if self._written:
             self.log_entries.append({k: v for k, v in self.log_cache.items() if k in kept})
         self.forget()
 
     def forget(self) -> None:
-        "Leave out what is not flushed."
+        "Discard the entry of this update."
         self.log_cache = {}
         self._written.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        "Return all that was written, and the entry of this update."
+        "Return all written entries, and the entry of this update."
         return {
             'cache': dict(self.log_cache),
             'written': sorted(self._written),
@@ -281,11 +281,9 @@ class LogWriter:
         }
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Go on from there."
-        self.log_cache, self.log_entries = (
-            dict(sd['cache']),
-            [dict(entry) for entry in sd['entries']],
-        )
+        "Restore all entries."
+        self.log_cache = dict(sd['cache'])
+        self.log_entries = [dict(entry) for entry in sd['entries']]
         self._written = set(sd['written'])
 
     def finish(self) -> None:
@@ -293,20 +291,20 @@ class LogWriter:
 
 
 class Tracker:
-    "The experiment tracker: `log` goes to `learn.log`."
+    "Experiment tracker: `log` goes to `learn.log`."
 
     def __init__(self, watch: Any) -> None:
         self._watch = watch
 
     def log(self, data: Mapping[str, Any]) -> None:
-        "Log the numbers in `data`, except the counters, which the Learner has."
+        "Log the numbers in `data`, except the counters, which the Learner logs."
         for name, value in data.items():
             if name not in ('epoch', 'update', 'sample'):
                 log_as_named(self._watch.learn, name, value)
 
 
 class Paths:
-    "Where files go: below the Learner's `path`, or beside a checkpoint that is resumed from."
+    "Paths of files: below the Learner's `path`, or next to a checkpoint that a run resumes from."
 
     def __init__(
         self,
@@ -337,12 +335,12 @@ class Paths:
     def get_stage_output_path(
         self, stage_name: str | None = None, stage_id: str | None = None
     ) -> Path:
-        "Return the folder that has the folder of checkpoints."
+        "Return the folder that contains the folder of checkpoints."
         return self.checkpoint_path.parent
 
 
 class CheckpointWriter:
-    "Write weights as data alone, readable with `torch.load(file, weights_only=True)`."
+    "Write weights as plain data, readable with `torch.load(file, weights_only=True)`."
 
     def __init__(self, watch: Any) -> None:
         self._watch = watch
@@ -351,12 +349,12 @@ class CheckpointWriter:
         self,
         state_dict: Mapping[str, Any],
         checkpoint_tag: Any = 'latest',  # part of the file's name
-        model_name: str | None = None,
-        model_info: str | None = None,  # part of the file's name, 'ema' for one
-        output_name: str | None = None,  # the whole name instead
-        **extra: Any,  # more to store: plain values
+        model_name: str | None = None,  # part of the file's name; None: the class of the model
+        model_info: str | None = None,  # part of the file's name, such as 'ema'
+        output_name: str | None = None,  # whole name of the file instead
+        **extra: Any,  # further plain values to store
     ) -> Path:
-        "Save a state dict and return the file."
+        "Save a state dict and return the path."
         paths, info = self._watch.given['path_provider'], f'_{model_info}' if model_info else ''
         name = model_name or type(self._watch.learn.model).__name__
         file = paths.checkpoint_path / (output_name or f'{name}{info}_cp={checkpoint_tag}_model.th')
@@ -375,28 +373,25 @@ class CheckpointWriter:
     def save(
         self,
         model: Any,
-        checkpoint_tag: Any = None,  # None: where the run is
-        trainer: Any = None,  # also its state
+        checkpoint_tag: Any = None,  # part of the files' names; None: progress of the run
+        trainer: Any = None,  # trainer whose state is saved too
         save_weights: bool = True,
         save_optim: bool = True,
         save_latest_weights: bool = False,
         save_latest_optim: bool = False,
         model_info: str | None = None,
-        checkpoint: Any = None,  # ksuit's word for `checkpoint_tag`
-        **unused: Any,  # which submodels: all are saved
+        checkpoint: Any = None,  # ksuit's name of `checkpoint_tag`
+        **unused: Any,  # names of submodels: all are saved
     ) -> None:
         "Save weights and optimizer of the Learner."
-        tag = next(
-            (t for t in (checkpoint_tag, checkpoint) if t is not None), self._watch.progress()
-        )
-        name, folder = (
-            getattr(model, 'name', type(model).__name__),
-            self._watch.given['path_provider'].checkpoint_path,
-        )
+        tags = [t for t in (checkpoint_tag, checkpoint) if t is not None]
+        tag = tags[0] if tags else self._watch.progress()
+        name = getattr(model, 'name', type(model).__name__)
+        folder = self._watch.given['path_provider'].checkpoint_path
         weights = [
-            t for t, wanted in ((tag, save_weights), ('latest', save_latest_weights)) if wanted
+            t for t, is_on in ((tag, save_weights), ('latest', save_latest_weights)) if is_on
         ]
-        optims = [t for t, wanted in ((tag, save_optim), ('latest', save_latest_optim)) if wanted]
+        optims = [t for t, is_on in ((tag, save_optim), ('latest', save_latest_optim)) if is_on]
         for t in weights:
             self.save_model_checkpoint(model.state_dict(), t, name, model_info)
         opt = self._watch.learn.opt
@@ -409,7 +404,7 @@ class CheckpointWriter:
 
 
 class DataContainer:
-    "The data by name: 'train', or the name of a validation loader."
+    "Data by name: 'train', or the name of a validation loader."
 
     def __init__(self, watch: Any) -> None:
         self._watch = watch
@@ -424,7 +419,7 @@ class DataContainer:
         return {name: getattr(dl, 'dataset', dl) for name, dl in self.loaders.items()}
 
     def loader(self, key: str | None = None) -> Any:
-        "Return a loader, the first validation loader without a name; raise `LoaderError` for a name that is none."
+        "Return a loader by name, by default the first validation loader; raise `LoaderError` if unknown."
         loaders = self.loaders
         if key is None:
             key = next((name for name in loaders if name != 'train'), 'train')
@@ -435,13 +430,13 @@ class DataContainer:
         )
 
     def get_dataset(self, key: str | None = None, **unused: Any) -> Any:
-        "Return the data set of a loader, or the loader itself where it has none."
+        "Return the data set of a loader, or the loader itself if it has no data set."
         dl = self.loader(key)
         return getattr(dl, 'dataset', dl)
 
 
 class MetricPropertyProvider:
-    """Whether more of a metric is better, less, or neither: `learnkit.MetricProperties` by ksuit's names.
+    """Directions of metrics (higher, lower or neutral): `learnkit.MetricProperties` by ksuit's names.
 
     >>> provider = MetricPropertyProvider()
     >>> provider.higher_is_better('valid/accuracy'), provider.lower_is_better('wer'), provider.is_neutral_key('lr')
@@ -449,21 +444,22 @@ class MetricPropertyProvider:
     """
 
     def __init__(self) -> None:
-        self._ways = MetricProperties(neutral=['lossdiff/*', '*/lr/*'])
+        self._directions = MetricProperties(neutral=['lossdiff/*', '*/lr/*'])
 
-    def _way(self, key: str) -> str:
-        if (way := self._ways.get(key)) is not None:
-            return way
+    def _direction(self, key: str) -> str:
+        direction = self._directions.get(key)
+        if direction is not None:
+            return direction
         raise MetricError(
             f'Is more of {key!r} better, or less? Its name does not say: give the callback a '
             '`metric_property_provider` with `higher_is_better(key)` and `is_neutral_key(key)`.'
         )
 
     def higher_is_better(self, key: str) -> bool:
-        return self._way(key) == 'higher'
+        return self._direction(key) == 'higher'
 
     def lower_is_better(self, key: str) -> bool:
-        return self._way(key) == 'lower'
+        return self._direction(key) == 'lower'
 
     def is_neutral_key(self, key: str) -> bool:
-        return self._way(key) == 'neutral'
+        return self._direction(key) == 'neutral'

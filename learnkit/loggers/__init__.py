@@ -1,4 +1,4 @@
-"""Loggers: to files, TensorBoard, Weights & Biases, MLflow and the console, all behind one protocol."""
+"""Loggers for files, TensorBoard, Weights & Biases, MLflow and the console, with one interface."""
 
 from learnkit.loggers.api import log_images, log_params, log_text
 from learnkit.loggers.base import Logger

@@ -1,4 +1,4 @@
-"""Images, texts and settings for all loggers of a Learner, from a callback or from outside."""
+"""Log images, texts and settings to all loggers of a Learner, from callbacks or other code."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ __all__ = ['log_images', 'log_params', 'log_text']
 
 
 def log_images(
-    learn: Any,  # the Learner (or a callback of it)
-    name: str,  # what they are called
+    learn: Any,  # the Learner, or one of its callbacks
+    name: str,  # name of the images in the log
     images: Any,  # (N, C, H, W), (C, H, W) or (H, W); floats in [0, 1] or bytes; or a list
 ) -> None:
-    """Send images to all loggers of a Learner, at the current step.
+    """Log images to all loggers of a Learner, at the current step.
 
-    C is 1, 3 or 4. In `validate()` and `get_preds()` nothing is logged. Raises `OptionError` for what is no image.
+    C is 1, 3 or 4. `validate()` and `get_preds()` log nothing. Raises `OptionError` for other
+    shapes and types.
 
     >>> import torch
     >>> from learnkit.testing import synth_learner
@@ -28,28 +29,28 @@ def log_images(
     >>> log_images(learn, 'noise', torch.rand(4, 3, 8, 8))
     0 noise (4, 8, 8, 3)
     """
-    for cb in _listening(learn):
+    for cb in _active_loggers(learn):
         cb.send_images(name, images)
 
 
 def log_params(
-    learn: Any,  # the Learner (or a callback of it)
+    learn: Any,  # the Learner, or one of its callbacks
     params: dict[str, Any],  # settings by name
 ) -> None:
-    "Send settings to all loggers of a Learner: they are logged with the configuration, also that of later fits."
+    "Log settings to all loggers of a Learner, with the configuration of this and later fits."
     settings = {name: plain(value) for name, value in params.items()}
-    for cb in _listening(learn):
+    for cb in _active_loggers(learn):
         cb._settings |= settings
         if cb._handle is not None and not cb._new_fit:
             cb._log_settings()
 
 
 def log_text(
-    learn: Any,  # the Learner (or a callback of it)
-    name: str,  # what it is called
+    learn: Any,  # the Learner, or one of its callbacks
+    name: str,  # name of the text in the log
     text: str,
 ) -> None:
-    """Send a text to all loggers of a Learner, at the current step.
+    """Log a text to all loggers of a Learner, at the current step.
 
     >>> from learnkit.testing import synth_learner
     >>> class Texts(Logger):
@@ -57,12 +58,12 @@ def log_text(
     >>> log_text(synth_learner(cbs=Texts()), 'note', 'before the first step')
     0 note before the first step
     """
-    for cb in _listening(learn):
+    for cb in _active_loggers(learn):
         cb._send(cb.log_text, name, str(text))
 
 
-def _listening(learn: Any) -> list[Logger]:
-    "Return the loggers of a Learner; none in an evaluation or prediction on its own, which is not logged."
+def _active_loggers(learn: Any) -> list[Logger]:
+    "Return the loggers of a Learner; none in a separate evaluation or prediction, which logs nothing."
     learn = learn.learn if isinstance(learn, Callback) else learn
     if learn.run.depth and not learn.fitting:
         return []

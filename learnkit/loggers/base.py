@@ -1,4 +1,4 @@
-"""What all loggers have in common: they gather what there is to log, step by step, and hand each step over once."""
+"""Base class of loggers: collect values step by step, and write each step once."""
 
 from __future__ import annotations
 
@@ -28,38 +28,41 @@ from learnkit.metrics.base import Mean, is_number
 
 __all__ = ['Logger', 'Rows', 'need', 'open_loggers']
 
-Rows = list[tuple[int, dict[str, float]]]  # step, and what was logged there
+Rows = list[tuple[int, dict[str, float]]]  # step, and logged values by name
 
-# a logger that was removed from its Learner has no other end
+# loggers to close at exit: one that was removed from its Learner is not closed otherwise
 open_loggers: WeakSet[Logger] = WeakSet()
 
 
 class Logger(Callback):
-    """Gather what there is to log and hand it to `log_metrics`, which a subclass defines; by itself it does nothing.
+    """Collect values and pass them to `log_metrics`, which subclasses define; the base class writes nothing.
 
-    Logged are: every `every` batches the training loss (`loss`) and the hyper-parameters (`lr`, `mom`; `lr/0`, `lr/1`
-    ... of several groups); each value that a callback gives to `learn.log`; the losses and metrics of each evaluation;
-    and the other columns of each epoch's row, as `epoch/epoch`, `epoch/train_loss` and so on, except those that are
-    logged with `shown=False` (monitors do). Images, texts and settings come from `log_images`, `log_text` and
-    `log_params`. What belongs to one step comes in one piece, once the step is over and something is due; of a batch
-    that fails, what was logged before counts as a step.
+    Logged values: every `every` batches the training loss (`loss`) and the hyper-parameters (`lr`,
+    `mom`; `lr/0`, `lr/1` ... of several groups); each value that a callback passes to `learn.log`;
+    the losses and metrics of each evaluation; and the other columns of each epoch's row, as
+    `epoch/epoch`, `epoch/train_loss` and so on, except those logged with `shown=False` (by
+    monitors). Images, texts and settings come from `log_images`, `log_text` and `log_params`. The
+    values of one step are written together, after the step and once something is due. For a batch
+    that fails, the values logged before the failure count as a step.
 
-    Steps are batches over all fits (`learn.time.ba`): every other counter stands still at times (optimizer steps while
-    gradients accumulate, epochs between evaluations), starts again with each fit, or is unknown. Where a Learner's
-    counter lies behind what was logged before, by another Learner for one, steps go on after the last one.
+    Steps are batches over all fits (`learn.time.ba`). Any other counter pauses at times (optimizer
+    steps while gradients accumulate, epochs between evaluations), restarts with each fit, or is
+    unknown. If a Learner's counter is behind the steps logged before, for example by another
+    Learner, the steps continue after the last one.
 
-    Values stay on their device and are fetched together, in one transfer. A name that is logged several times in a step
-    (for microbatches) by one callback is averaged; by two it is an `OptionError` that names both. Nothing is logged by
-    `lr_find`, and nothing of `validate()` and `get_preds()`.
+    Values stay on their device and are fetched together, in one transfer. A name that one callback
+    logs several times in a step (for microbatches) is averaged; if two callbacks log it, an
+    `OptionError` names both. `lr_find`, `validate()` and `get_preds()` log nothing.
 
-    A backend defines `log_metrics`, `log_params`, `log_images` and `log_text`, `open` and `shut` around them, `flush`,
-    `where` and `check`. It is opened when there is something to write, also after `close`, and goes on where it was.
-    Checkpointed: the step, what is not handed over yet, and what the backend needs to go on in the same place.
+    A backend defines `log_metrics`, `log_params`, `log_images` and `log_text`, `open` and `shut`
+    around them, `flush`, `where` and `check`. It is opened at the first write, also after `close`,
+    and continues the same log. Checkpointed: the step, the values that are not written yet, and the
+    state that the backend needs to continue the log.
 
     >>> from learnkit.testing import synth_learner
-    >>> class Told(Logger):
+    >>> class PrintLogger(Logger):
     ...     def log_metrics(self, step, values): print(step, *values)
-    >>> with synth_learner(n_train=10, cbs=Told(every='5ba')).no_bar() as learn: learn.fit(1)
+    >>> with synth_learner(n_train=10, cbs=PrintLogger(every='5ba')).no_bar() as learn: learn.fit(1)
     5 loss lr mom
     10 loss lr mom valid_loss epoch/epoch epoch/train_loss epoch/time
     """
@@ -84,39 +87,40 @@ class Logger(Callback):
                 f'every={str(every)!r}: what is logged at each step is counted in ba, st, sp, tok or sec. '
                 'Evaluations and epochs are logged when they end.'
             )
-        self._handle: Any = None  # what the backend writes to, None while closed
-        # never opened; the step behind which a resumed log is cut off
-        self._fresh, self._keep = True, None
-        self._shift, self._handed = 0, -1  # from batches to steps; the last step handed over
-        # batches at the last look, and their step at the last run's end
-        self._ba, self._last = 0, -1
+        self._handle: Any = None  # return value of `open`, None while closed
+        self._fresh = True  # whether the log was never opened
+        self._keep: int | None = None  # step after which a resumed log is cut off
+        self._shift = 0  # difference between steps and batches
+        self._handed = -1  # last written step
+        self._ba = 0  # number of batches at the last check
+        self._last = -1  # last step at the end of the last run
         self._failed = self._new_fit = False
         self._ba_at_start: int | None = None
-        self._settings: dict[str, Any] = {}  # what `log_params` added to the configuration
-        self._params: dict[str, Any] | None = None  # the configuration as it was last logged
-        self._looked: Any = None  # when it was last seen whether something is due
+        self._settings: dict[str, Any] = {}  # settings from `log_params`
+        self._params: dict[str, Any] | None = None  # configuration as last logged
+        self._checked_at: Any = None  # time of the last check of the interval
         self._clear()
 
     def _clear(self) -> None:
-        self._rows: list[tuple[int, dict[str, Any]]] = []  # batches, and what was logged there
-        self._writers: dict[str, Any] = {}  # who logged what in the last of them
-        self._evaluated: dict[str, Any] | None = None  # what is logged while an evaluation runs
-        self._eval_by: dict[str, Any] = {}  # and by whom
-        self._in_log: set[str] = set()  # columns that the epoch's row need not give again
+        self._rows: list[tuple[int, dict[str, Any]]] = []  # number of batches, and logged values
+        self._writers: dict[str, Any] = {}  # writer of each name in the last row
+        self._evaluated: dict[str, Any] | None = None  # values logged during an evaluation
+        self._eval_writers: dict[str, Any] = {}  # writer of each name in the evaluation
+        self._in_log: set[str] = set()  # columns of the epoch's row that are logged already
         self._due = False
 
     @property
     def name(self) -> str:
-        "The class's name in snake_case; that of `Logger` itself would hide `learn.logger`."
+        "Name of the class in snake case; 'logger' would hide `learn.logger`."
         return 'base_logger' if type(self) is Logger else super().name
 
-    # -- the protocol ------------------------------------------------------------------------------
+    # -- interface of backends ---------------------------------------------------------------------
 
     def log_metrics(self, step: int, values: dict[str, float]) -> None:
-        "Write the values of a step; steps come in order, each once."
+        "Write the values of a step; steps are increasing."
 
     def log_params(self, params: dict[str, Any]) -> None:
-        "Write the configuration: plain values by name, at the start of each fit."
+        "Write the configuration, plain values by name, at the start of each fit."
 
     def log_images(self, step: int, name: str, images: Any) -> None:
         "Write images, an array (N, H, W, C) of bytes with 1, 3 or 4 channels."
@@ -125,76 +129,78 @@ class Logger(Callback):
         "Write a text."
 
     def write(self, rows: Rows) -> None:
-        "Write several steps; for backends that can take them at once."
+        "Write several steps; backends that can write them together override this method."
         for step, values in rows:
             self.log_metrics(step, values)
 
     def flush(self) -> None:
-        "Bring what was written to where nothing is lost: after each run, and before a checkpoint."
+        "Make written values durable, after each run and before a checkpoint."
 
     def where(self) -> Any:
-        "Return what this logger writes to, which no other one may: a path, for one."
+        "Return the target of this logger, such as a path, which no other logger may write to."
         return None
 
     def check(self) -> None:
-        "Raise a typed error where writing would fail; before training."
+        "Raise a typed error before training if writing would fail."
 
     def open(
         self,
-        keep: int | None,  # a run resumed after this step: drop what was logged later
+        keep: int | None,  # last step of a resumed run: later steps are dropped; None: keep all
     ) -> tuple[Any, int]:
-        "Open the backend, go on with what is there; return what is written to, and the last step there (-1: none)."
+        "Open the backend and continue an existing log; return a handle and the last step (-1: none)."
         return True, -1
 
     def shut(self, handle: Any) -> None:
-        "Close what `open` returned."
+        "Close the handle of `open`."
 
     def saved(self) -> dict[str, Any]:
-        "Return what a resumed process needs to go on in the same place."
+        "Return the state that a resumed process needs to continue the log."
         return {}
 
     def restore(self, sd: dict[str, Any]) -> None:
-        "Take what `saved` returned."
+        "Restore the state of `saved`."
 
-    # -- gathering ---------------------------------------------------------------------------------
+    # -- collecting --------------------------------------------------------------------------------
 
     def before_fit(self) -> None:
-        "See that writing will work."
+        "Check that the log can be written."
         learn = self.learn
         if not learn.fitting:
             return
         for cb in learn.cbs:
-            if (
-                cb is not self
-                and isinstance(cb, Logger)
-                and self.where() is not None
-                and cb.where() == self.where()
-            ):
+            if cb is self or not isinstance(cb, Logger):
+                continue
+            if self.where() is not None and cb.where() == self.where():
                 raise OptionError(
                     f'{name_writer(cb)} and {name_writer(self)} both log to {self.where()}: give one of '
                     'them another place, or remove it.'
                 )
         self.check()
-        self._looked, self._ba = learn.time, learn.counters.batches
+        self._checked_at, self._ba = learn.time, learn.counters.batches
         self._ba_at_start, self._new_fit, self._failed = self._ba, True, False
 
     def before_batch(self) -> None:
-        "Hand over what is due, now that its step is over."
+        "Write finished steps if they are due."
         if self._due:
-            self._hand_over()
+            self._write_rows()
 
     def after_batch(self) -> None:
-        "Log loss and hyper-parameters, when they are due."
+        "Log loss and hyper-parameters if they are due."
         self._ba = self.learn.counters.batches
-        if self._ba % self.every.value == 0 if self.every.unit == 'ba' else self._crossed():
+        if self.every.unit == 'ba':
+            is_due = self._ba % self.every.value == 0
+        else:
+            is_due = self._crosses_interval()
+        if is_due:
             self._log_step()
 
-    def _crossed(self) -> bool:
-        before, self._looked = self._looked, self.learn.time
-        return crossings(before, self._looked, self.every) > 0
+    def _crosses_interval(self) -> bool:
+        before, self._checked_at = self._checked_at, self.learn.time
+        return crossings(before, self._checked_at, self.every) > 0
 
     def _log_step(self) -> None:
-        learn, groups = self.learn, self.learn.opt.hypers if self.learn.opt is not None else []
+        learn = self.learn
+        groups = learn.opt.hypers if learn.opt is not None else []
         if 'loss_grad' in learn.__dict__:
             loss = learn.loss.mean() if learn.loss.dim() else learn.loss
             self._put('loss', loss.item() if loss.is_cpu else loss, self)
@@ -202,19 +208,19 @@ class Logger(Callback):
             for name in ('lr', 'mom'):
                 if name not in hypers:
                     continue
-                # it will be filled
+                # a rate in a tensor is overwritten by the next step
                 value = hypers[name].clone() if isinstance(hypers[name], Tensor) else hypers[name]
                 self._put(name if len(groups) == 1 else f'{name}/{i}', value, self)
         self._due = True
 
     def receive_log(
         self,
-        name: str,  # what it is called in the log
-        value: Any,  # a number, or a tensor of one element on any device
-        weight: Any = 1,  # how much it counts in the average; None: the latest value counts alone
-        shown: bool = True,  # whether it is printed in the Recorder's table too
+        name: str,  # name in the log
+        value: Any,  # number, or tensor of one element on any device
+        weight: Any = 1,  # weight in the average; None: keep the latest value only
+        shown: bool = True,  # whether the Recorder's printed table has the value too
     ) -> None:
-        "Take in what a callback gave to `learn.log`."
+        "Log a value of `learn.log`."
         learn = self.learn
         if not learn.fitting or learn.phase == 'predict':
             return
@@ -226,19 +232,18 @@ class Logger(Callback):
             self._in_log.add(name)
         writer = writer_of(sys._getframe(1))
         values = self._row() if self._evaluated is None else self._evaluated
-        there = values.get(name)
-        self._put(name, there if isinstance(there, Mean) else Mean(), writer)
+        mean = values.get(name)
+        self._put(name, mean if isinstance(mean, Mean) else Mean(), writer)
         if weight is None:
             values[name].reset()
         values[name].add(value, 1 if weight is None else weight)
 
     def _put(self, name: str, value: Any, writer: Any) -> None:
-        "Put a value where the running evaluation, or else the current step, has its own."
-        values, writers = (
-            (self._row(), self._writers)
-            if self._evaluated is None
-            else (self._evaluated, self._eval_by)
-        )
+        "Add a value to the current evaluation, or else to the current step."
+        if self._evaluated is None:
+            values, writers = self._row(), self._writers
+        else:
+            values, writers = self._evaluated, self._eval_writers
         if name in values and writers.get(name, writer) is not writer:
             self._refuse(name, writers[name], writer)
         values[name], writers[name] = value, writer
@@ -252,7 +257,7 @@ class Logger(Callback):
 
     @property
     def _now(self) -> int:
-        "The number of batches, with the one under way."
+        "The number of batches, including the current one."
         learn = self.learn
         return learn.counters.batches + (bool(learn.training) and 'batch' in learn.run.levels)
 
@@ -263,12 +268,12 @@ class Logger(Callback):
         return self._rows[-1][1]
 
     def before_eval(self) -> None:
-        "Gather for this evaluation."
+        "Start collecting the values of this evaluation."
         if self.learn.fitting:
-            self._evaluated, self._eval_by = {}, {}
+            self._evaluated, self._eval_writers = {}, {}
 
     def after_validate(self) -> None:
-        "Take the losses and metrics of a loader from the Recorder."
+        "Log the losses and metrics of a loader from the Recorder."
         recorder = recorder_of(self.learn)
         if self._evaluated is None or not self.learn.fitting or recorder is None:
             return
@@ -277,17 +282,17 @@ class Logger(Callback):
                 self._put(name, value, recorder)
 
     def after_eval(self) -> None:
-        "Log this evaluation at the step that it came after."
+        "Log the values of this evaluation at the step before it."
         if not self.learn.fitting:
-            return  # a validate() inside the fit
+            return  # an evaluation by `validate()`
         evaluated, self._evaluated = self._evaluated or {}, None
         for name, value in evaluated.items():
-            self._put(name, value, self._eval_by[name])
+            self._put(name, value, self._eval_writers[name])
         self._in_log |= evaluated.keys()
         self._due = True
 
     def before_train(self) -> None:
-        "Forget an evaluation that was cancelled before its end."
+        "Drop the values of a cancelled evaluation."
         self._evaluated = None
 
     def on_run_failed(self) -> None:
@@ -295,7 +300,7 @@ class Logger(Callback):
             self._evaluated = None
 
     def after_epoch(self) -> None:
-        "Log what else is in the epoch's row."
+        "Log the other columns of the epoch's row."
         learn, recorder = self.learn, recorder_of(self.learn)
         if not learn.fitting or recorder is None or not recorder.history:
             return
@@ -307,13 +312,13 @@ class Logger(Callback):
                 self._put(f'epoch/{name}', value, recorder)
         self._due = True
 
-    # -- handing over ------------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------
 
-    def _hand_over(self, also_now: bool = False) -> None:
-        "Hand over the rows of finished steps, and that of the current step when nothing more will come to it."
+    def _write_rows(self, include_current: bool = False) -> None:
+        "Write the rows of finished steps, and with `include_current` of the current step."
         self._due = False
         n = len(self._rows)
-        if n and not also_now and self._rows[-1][0] == self._now:
+        if n and not include_current and self._rows[-1][0] == self._now:
             n -= 1
         rows, self._rows = self._rows[:n], self._rows[n:]
         if not rows:
@@ -324,7 +329,7 @@ class Logger(Callback):
         self._handed = rows[-1][0] + self._shift
 
     def _begin(self, ba: int) -> None:
-        "Open the backend if it is closed; at the start of a fit find the place of its steps, and log how it is set up."
+        "Open the backend if closed; at the start of a fit set the first step and log the configuration."
         if self._handle is None:
             with preserved_rng():
                 self._handle, found = self.open(self._keep)  # W&B and MLflow draw names and ids
@@ -342,13 +347,12 @@ class Logger(Callback):
         self._log_settings(before)
 
     def _log_settings(self, before: dict[str, Any] | None = None) -> None:
-        "Log the configuration, unless the process that is resumed has logged it; rates are those of its beginning."
+        "Log the configuration unless a resumed process has logged it; rates are from its beginning."
         self._params = {**configuration(self.learn), **self._settings}
         if before is not None:
             hypers = self.learn.opt.hypers[0]
-            self._params |= {
-                name: v for name, v in before.items() if name.partition('/')[0] in hypers
-            }
+            rates = {name: v for name, v in before.items() if name.partition('/')[0] in hypers}
+            self._params |= rates
         if self._params == before:
             return
         with preserved_rng():
@@ -356,28 +360,28 @@ class Logger(Callback):
 
     def send_images(
         self,
-        name: str,  # what they are called
-        images: Any,  # as for `log_images`
+        name: str,  # name in the log
+        images: Any,  # images, as in `log_images`
     ) -> None:
-        "Write images at the current step."
+        "Log images at the current step."
         self._send(self.log_images, name, as_images(images))
 
     def _send(self, log: Any, name: str, content: Any) -> None:
-        "Log an image or a text at the current step, after all that came before."
-        self._hand_over()
+        "Write an image or a text at the current step, after all values before it."
+        self._write_rows()
         self._begin(self._now)
         with preserved_rng():
             log(self._now + self._shift, name, content)
 
     def after_error(self) -> None:
-        "Remember that the run failed."
+        "Record that the run failed."
         self._failed = True
 
     def cleanup(self) -> None:
-        "Hand over what is left of the run, and have it written."
+        "Write and flush the remaining values of the run."
         try:
             if self._rows:
-                self._hand_over(also_now=True)
+                self._write_rows(include_current=True)
             if self._handle is not None:
                 self.flush()
         finally:
@@ -388,7 +392,7 @@ class Logger(Callback):
         return max(self._last, self._handed, self._ba + self._shift)
 
     def close(self) -> None:
-        "Close the backend; it is opened again when there is more to log."
+        "Close the backend; the next write opens it again."
         if self._handle is None:
             return
         handle, self._handle = self._handle, None
@@ -397,9 +401,9 @@ class Logger(Callback):
             self.shut(handle)
 
     def state_dict(self) -> dict[str, Any]:
-        "Hand over all finished steps, and return the rest with the place in the log."
+        "Write all finished steps, and return the remaining values with the position in the log."
         if self._rows and self.learn is not None:
-            self._settle()
+            self._write_pending()
         if self._handle is not None:
             self.flush()
         return {
@@ -416,37 +420,36 @@ class Logger(Callback):
         }
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Go on after the state's last step: what was logged later is dropped."
+        "Continue after the last step of the state; later steps are dropped from the log."
         self._clear()
         self.close()
-        self._ba, self._shift, self._last, self._handed = (
-            sd['ba'],
-            sd['shift'],
-            sd['last'],
-            sd['handed'],
-        )
+        self._ba = sd['ba']
+        self._shift = sd['shift']
+        self._last = sd['last']
+        self._handed = sd['handed']
         self._in_log = set(sd['in_log'])
         self._fresh, self._keep, self._ba_at_start = False, sd['handed'], None
         self._settings, self._params = {**sd['settings'], **self._settings}, sd['params']
         self._rows, self._due = read_rows(sd['rows']), sd['due']
         self.restore(sd)
 
-    def _settle(self) -> None:
-        self._hand_over()  # a process that is lost has them in its log
+    def _write_pending(self) -> None:
+        "Write finished steps, so that a process that is lost has them in its log."
+        self._write_rows()
 
     def __getstate__(self) -> dict[str, Any]:
-        "Leave out what is open: a copy opens its own."
+        "Leave out the open handle: a copy opens its own."
         return {**self.__dict__, '_handle': None}
 
 
 def need(module: str, extra: str, who: str) -> None:
-    "Raise `MissingExtraError` where a library is not installed; it is not imported."
+    "Raise `MissingExtraError` if a library is not installed, without importing it."
     if find_spec(module) is None:
         raise MissingExtraError(f'{who} needs {module}: pip install "learnkit[{extra}]"')
 
 
 def _close_at_exit(logger: Logger) -> None:
-    "Have a logger closed at exit, before the library that it has just opened closes itself: the last come is first."
+    "Close a logger at exit before its library closes: exit functions run in reverse order."
     open_loggers.add(logger)
     atexit.unregister(_close_all)
     atexit.register(_close_all)

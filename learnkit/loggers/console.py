@@ -1,4 +1,4 @@
-"""A log to read along: a line now and then, printed or given to `logging`."""
+"""Log to the console or to `logging`, one line every so many batches."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ['ConsoleLogger']
 
 
 class ConsoleLogger(Logger):
-    """Print a line with the latest values every so often, and after each evaluation.
+    """Print a line with the latest values at an interval, and after each evaluation.
 
-    A line appears when its step is over. `out` takes it: `print`, or `logging.getLogger('train').info`. Texts are
-    printed too, images are not.
+    A line is printed when its step is over. `out` receives the line: `print`, or
+    `logging.getLogger('train').info`. Texts are printed too, images are not.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(lr=0., default_cbs=True, cbs=ConsoleLogger(every='5ba'))
@@ -27,8 +27,8 @@ class ConsoleLogger(Logger):
 
     def __init__(
         self,
-        every: str | Time = '50ba',  # as for `Logger`
-        out: Callable[[str], Any] = print,  # called with each line
+        every: str | Time = '50ba',  # interval, as in `Logger`
+        out: Callable[[str], Any] = print,  # function that receives each line
     ) -> None:
         super().__init__(every)
         if not callable(out):
@@ -40,12 +40,12 @@ class ConsoleLogger(Logger):
         self.out(f'step {step}: {shown}')
 
     def write(self, rows: Rows) -> None:
-        "Print one line: the last value of each name."
+        "Print one line with the last value of each name."
         latest = {name: value for _, values in rows for name, value in values.items()}
         self.log_metrics(rows[-1][0], latest)
 
-    def _settle(self) -> None:
-        "Leave finished steps for the line that they belong to."
+    def _write_pending(self) -> None:
+        "Keep finished steps for the next line."
 
     def _send(self, log: Any, name: str, content: Any) -> None:
         log(self._now + self._shift, name, content)

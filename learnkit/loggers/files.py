@@ -1,4 +1,4 @@
-"""Logs in plain files, CSV and JSON lines: whole lines only, on the disk's side of the process at every call."""
+"""Log to plain files, CSV and JSON lines; each call writes whole lines to the operating system."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _ELSEWHERE = 'To log, give another `fname`, or move that file away.'
 
 
 def read_log(
-    path: str | Path,  # a file of `CSVLogger` or `JSONLinesLogger`
+    path: str | Path,  # path of a file of `CSVLogger` or `JSONLinesLogger`
 ) -> list[dict[str, Any]]:
-    """Return a log as one dict a step, `step` and what was logged there; `pandas.DataFrame` takes it as it is.
+    """Return a log as one dict per step, with `step` and the logged values, e.g. for `pandas.DataFrame`.
 
-    A last line that a killed process left unfinished is passed over. Raises `OptionError` for another file.
+    An unfinished last line of a killed process is skipped. Raises `OptionError` for another file.
     """
     path = Path(path)
-    return [row for row in _format_of(path).parse(path, _whole_lines(path)) if 'step' in row]
+    return [row for row in _logger_class(path).parse(path, _whole_lines(path)) if 'step' in row]
 
 
 class _FileLogger(Logger):
-    "Writes lines to one file, and images and texts to folders beside it."
+    "Logger that writes lines to one file, and images and texts to folders next to it."
 
     append: bool
     _suffixes: tuple[str, ...]
@@ -47,9 +47,9 @@ class _FileLogger(Logger):
         self.fname, self.append = fname, append
 
     def where(self) -> Path:
-        "Return the file's path."
+        "Return the path of the file."
         if self._handle is not None:
-            return self._handle  # also when the Learner is another one now
+            return self._handle  # `learn.path` may have changed since the file was opened
         return Path(os.path.realpath(self.learn.path / self.fname))
 
     def check(self) -> None:
@@ -63,7 +63,7 @@ class _FileLogger(Logger):
             self.parse(path, _whole_lines(path, first_only=is_replaced or self._handle is not None))
 
     def open(self, keep: int | None) -> tuple[Any, int]:
-        "Open the file behind its last whole line, or behind the step at which a run is resumed."
+        "Open the file after its last whole line, or after the step that a run resumes from."
         path = self.where()
         path.parent.mkdir(parents=True, exist_ok=True)
         if self._fresh and not self.append:
@@ -71,19 +71,18 @@ class _FileLogger(Logger):
         text = _whole_lines(path) if path.exists() else ''
         rows = self.parse(path, text)
         kept = rows if keep is None else self._until(rows, keep)
-        self._take_over(rows)
+        self._read_columns()
         if len(kept) < len(rows) or (path.exists() and path.stat().st_size != len(text.encode())):
             with atomic_write(path) as tmp:
                 tmp.write_text(self._text(kept), 'utf-8', newline='')
         return path, max((row['step'] for row in kept if 'step' in row), default=-1)
 
     def _until(self, rows: list[dict[str, Any]], keep: int) -> list[dict[str, Any]]:
-        "Return the rows up to a step, with a configuration after it that the resumed fit does not log again."
-        end = max(
-            (i + 1 for i, row in enumerate(rows) if row.get('step', keep + 1) <= keep), default=0
-        )
-        if self._params is not None:
-            end += 'params' in rows[end] if end < len(rows) else 0
+        "Return the rows up to a step, with a configuration after it if the fit does not log it again."
+        ends = [i + 1 for i, row in enumerate(rows) if row.get('step', keep + 1) <= keep]
+        end = max(ends, default=0)
+        if self._params is not None and end < len(rows) and 'params' in rows[end]:
+            end += 1
         return rows[:end]
 
     def flush(self) -> None:
@@ -100,18 +99,18 @@ class _FileLogger(Logger):
 
     def _append(self, rows: list[dict[str, Any]]) -> None:
         with self._handle.open('ab', buffering=0) as f:
-            f.write(self._lines(rows).encode())  # one piece, one call
+            f.write(self._lines(rows).encode())  # one call, so that lines are written whole
 
     def log_images(self, step: int, name: str, images: Any) -> None:
         "Write `<file>.images/<name>-<step>-<i>.png`."
         for i, image in enumerate(images):
-            self._beside('images', f'{name}-{step}-{i}.png').write_bytes(png(image))
+            self._path_in('images', f'{name}-{step}-{i}.png').write_bytes(png(image))
 
     def log_text(self, step: int, name: str, text: str) -> None:
         "Write `<file>.texts/<name>-<step>.txt`."
-        self._beside('texts', f'{name}-{step}.txt').write_text(text, 'utf-8')
+        self._path_in('texts', f'{name}-{step}.txt').write_text(text, 'utf-8')
 
-    def _beside(self, kind: str, name: str) -> Path:
+    def _path_in(self, kind: str, name: str) -> Path:
         path = self.where()
         folder = path.with_name(f'{path.name}.{kind}')
         folder.mkdir(exist_ok=True)
@@ -119,11 +118,11 @@ class _FileLogger(Logger):
 
     @staticmethod
     def parse(path: Path, text: str) -> list[dict[str, Any]]:
-        "Return what whole lines hold. Raises `OptionError` where they are not those of such a log."
+        "Return the rows of whole lines. Raises `OptionError` for lines of another format."
         raise NotImplementedError
 
-    def _take_over(self, rows: list[dict[str, Any]]) -> None:
-        "Note what is in the file that is appended to."
+    def _read_columns(self) -> None:
+        "Read the header of a file that is appended to."
 
     def _lines(self, rows: list[dict[str, Any]]) -> str:
         raise NotImplementedError
@@ -133,14 +132,16 @@ class _FileLogger(Logger):
 
 
 class CSVLogger(_FileLogger):
-    """Log to a CSV file: a row a step, a column a name, in the order in which names appear.
+    """Log to a CSV file: one row per step, and one column per name in the order of first appearance.
 
-    A new name rewrites the file with one more column; everything else is appended. The configuration is in
-    `<file>.params.json`, images and texts in `<file>.images/` and `<file>.texts/`. `read_log` reads the file.
+    A new name rewrites the file with one more column; all other rows are appended. The
+    configuration is in `<file>.params.json`, images and texts in `<file>.images/` and
+    `<file>.texts/`. `read_log` reads the file.
 
-    A file that is there is appended to, its steps going on; `append=False` starts it anew, but never when a run is
-    resumed, or in a further fit. Resumed from an earlier checkpoint, the rows after it are dropped. Raises
-    `OptionError`, before training, for a place that cannot be written and for a file that is no such log.
+    An existing file is appended to, and its steps continue; `append=False` replaces the file, but
+    never when a run is resumed, or in a further fit. After a resume from an earlier checkpoint, the
+    rows after that checkpoint are dropped. Raises `OptionError`, before training, for a path that
+    cannot be written and for an existing file of another format.
 
     >>> import tempfile
     >>> from learnkit.testing import synth_learner
@@ -156,9 +157,9 @@ class CSVLogger(_FileLogger):
 
     def __init__(
         self,
-        fname: str | Path = 'metrics.csv',  # below `learn.path`, or an absolute path
-        every: str | Time = '10ba',  # as for `Logger`
-        append: bool = True,  # False: replace a file of another run
+        fname: str | Path = 'metrics.csv',  # path below `learn.path`, or an absolute path
+        every: str | Time = '10ba',  # interval of losses and hyper-parameters, as in `Logger`
+        append: bool = True,  # whether to append to an existing file; False: replace it
     ) -> None:
         super().__init__(fname, every, append)
         self._columns: list[str] = []
@@ -178,7 +179,7 @@ class CSVLogger(_FileLogger):
         with atomic_write(path) as tmp:
             tmp.write_text(self._text([*before, *rows]), 'utf-8', newline='')
 
-    def _take_over(self, rows: list[dict[str, Any]]) -> None:
+    def _read_columns(self) -> None:
         path = self.where()
         header = _whole_lines(path, first_only=True) if path.exists() else ''
         self._columns = next(csv.reader([header]), []) if header else []
@@ -202,10 +203,10 @@ class CSVLogger(_FileLogger):
                 f'{path} is no log of CSVLogger: its first column is not `step`. {_ELSEWHERE}'
             )
         rows = [
-            {name: _number(v) for name, v in zip(header, row, strict=False) if v != ''}
+            {name: _as_number(v) for name, v in zip(header, row, strict=False) if v != ''}
             for row in reader
         ]
-        if _are_counted(rows):
+        if _have_int_steps(rows):
             return rows
         raise OptionError(
             f'{path} is no log of CSVLogger: its `step` column has something other than whole numbers. '
@@ -214,10 +215,10 @@ class CSVLogger(_FileLogger):
 
 
 class JSONLinesLogger(_FileLogger):
-    """Log to a file of JSON lines: `{"step": 10, "loss": 0.5, ...}`, and `{"params": {...}}` at the start of each fit.
+    """Log to a file of JSON lines: `{"step": 10, "loss": 0.5, ...}`, and `{"params": {...}}` for each fit.
 
-    What is not finite stands as `NaN` or `Infinity`, which Python and pandas read. Images and texts are in
-    `<file>.images/` and `<file>.texts/`. The rest is as for `CSVLogger`.
+    Values that are not finite are written as `NaN` or `Infinity`, which Python and pandas read.
+    Images and texts are in `<file>.images/` and `<file>.texts/`. The rest is as for `CSVLogger`.
 
     >>> import tempfile
     >>> from learnkit.testing import synth_learner
@@ -232,9 +233,9 @@ class JSONLinesLogger(_FileLogger):
 
     def __init__(
         self,
-        fname: str | Path = 'metrics.jsonl',  # below `learn.path`, or an absolute path
-        every: str | Time = '10ba',  # as for `Logger`
-        append: bool = True,  # False: replace a file of another run
+        fname: str | Path = 'metrics.jsonl',  # path below `learn.path`, or an absolute path
+        every: str | Time = '10ba',  # interval of losses and hyper-parameters, as in `Logger`
+        append: bool = True,  # whether to append to an existing file; False: replace it
     ) -> None:
         super().__init__(fname, every, append)
 
@@ -251,14 +252,14 @@ class JSONLinesLogger(_FileLogger):
         except ValueError:
             rows = [None]
         are_rows = all(isinstance(row, dict) and row.keys() & {'step', 'params'} for row in rows)
-        if are_rows and _are_counted(rows):
+        if are_rows and _have_int_steps(rows):
             return rows
         raise OptionError(
             f'{path} is no log of JSONLinesLogger: it has lines other than those of steps. {_ELSEWHERE}'
         )
 
 
-def _format_of(path: Path) -> type[_FileLogger]:
+def _logger_class(path: Path) -> type[_FileLogger]:
     for cls in (CSVLogger, JSONLinesLogger):
         if path.suffix in cls._suffixes:
             return cls
@@ -266,17 +267,17 @@ def _format_of(path: Path) -> type[_FileLogger]:
 
 
 def _whole_lines(path: Path, first_only: bool = False) -> str:
-    "Return the lines of a file, or its first, without one that was not finished."
+    "Return the finished lines of a file, or its first line."
     with path.open('rb') as f:
         data = f.readline() if first_only else f.read()
     return data[: data.rfind(b'\n') + 1].decode('utf-8', 'replace')
 
 
-def _are_counted(rows: list[dict[str, Any]]) -> bool:
+def _have_int_steps(rows: list[dict[str, Any]]) -> bool:
     return all(isinstance(row.get('step', 0), int) for row in rows)
 
 
-def _number(text: str) -> Any:
+def _as_number(text: str) -> Any:
     try:
         return int(text)
     except ValueError:

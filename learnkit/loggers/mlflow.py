@@ -1,4 +1,4 @@
-"""Logs for MLflow, by its own client."""
+"""Log to MLflow with its client."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ from learnkit.loggers.values import png
 
 __all__ = ['MlflowLogger']
 
-_AT_ONCE = 1000  # metrics that a server takes in one call
-_PARAM_LENGTH = 6000
+_BATCH_SIZE = 1000  # largest number of metrics that a server accepts in one call
+_PARAM_LENGTH = 6000  # largest number of characters of a parameter
 _ALLOW = 'MLFLOW_ALLOW_FILE_STORE'
 
 
 class MlflowLogger(Logger):
-    """Log to a run of MLflow, by default into a folder: `mlflow ui --backend-store-uri mlruns` shows it.
+    """Log to a run of MLflow, by default to a folder: `mlflow ui --backend-store-uri mlruns` shows it.
 
-    All fits of a Learner, and a process that resumes it, log to one run. Nothing can be taken back from MLflow: resumed
-    from an earlier checkpoint, what the run has already is kept, and not logged again; a parameter that another fit
-    changes is logged beside the first, as `fit_2/epochs`. The run ends with `close`, as FAILED where the last fit has
-    failed. MLflow asks for a consent to log to folders, which is given for this logger alone: a database
-    (`tracking_uri='sqlite:///mlflow.db'`) or a server has more features. Raises `MissingExtraError` without mlflow.
+    All fits of a Learner, and a process that resumes it, log to one run. MLflow cannot delete
+    logged values: after a resume from an earlier checkpoint, values that the run already has are
+    kept and not logged again. A parameter that a later fit changes is logged under a further name,
+    such as `fit_2/epochs`. `close` ends the run, as FAILED if the last fit failed. MLflow requires
+    consent to log to folders, which is given for this logger only; a database
+    (`tracking_uri='sqlite:///mlflow.db'`) or a server has more features. Raises `MissingExtraError`
+    without mlflow.
 
     >>> import tempfile
     >>> from learnkit.testing import synth_learner
@@ -45,14 +47,15 @@ class MlflowLogger(Logger):
     def __init__(
         self,
         tracking_uri: str | Path = 'mlruns',  # folder below `learn.path`, or a URI ('http://...')
-        experiment: str = 'learnkit',
-        run_name: str | None = None,  # None: MLflow invents one
-        every: str | Time = '10ba',  # as for `Logger`
+        experiment: str = 'learnkit',  # name of the experiment
+        run_name: str | None = None,  # name of the run; None: chosen by MLflow
+        every: str | Time = '10ba',  # interval of losses and hyper-parameters, as in `Logger`
     ) -> None:
         need('mlflow', 'mlflow', 'MlflowLogger')
         super().__init__(every)
         self.tracking_uri, self.experiment, self.run_name = tracking_uri, experiment, run_name
-        self._id, self._there = '', {}  # type: tuple[str, dict[str, int]]  # the run; each metric's last step there
+        self._id = ''  # id of the run
+        self._logged_steps: dict[str, int] = {}  # last step that the run has, by metric
 
     def where(self) -> Any:
         "Return the folder, or the address of a database or server."
@@ -62,7 +65,8 @@ class MlflowLogger(Logger):
         return Path(os.path.realpath(self.learn.path / uri))
 
     def check(self) -> None:
-        if not isinstance(folder := self.where(), Path):
+        folder = self.where()
+        if not isinstance(folder, Path):
             return
         try:
             check_writable(folder / 'meta.yaml')
@@ -73,25 +77,26 @@ class MlflowLogger(Logger):
         from mlflow import MlflowClient
 
         uri = self.where()
-        with _files_allowed():
+        with _allow_folders():
             client = MlflowClient(tracking_uri=uri.as_uri() if isinstance(uri, Path) else uri)
             if self._id:
                 client.update_run(self._id, status='RUNNING')
             else:
                 self._id = self._new_run(client)
-        self._there = self._steps(client) if keep is not None else {}
-        return client, max(self._there.values(), default=-1)
+        self._logged_steps = self._read_steps(client) if keep is not None else {}
+        return client, max(self._logged_steps.values(), default=-1)
 
     def _new_run(self, client: Any) -> str:
         found = client.get_experiment_by_name(self.experiment)
         experiment = found.experiment_id if found else client.create_experiment(self.experiment)
         return str(client.create_run(experiment, run_name=self.run_name).info.run_id)
 
-    def _steps(self, client: Any) -> dict[str, int]:
-        names = client.get_run(self._id).data.metrics
-        return {
-            name: max(m.step for m in client.get_metric_history(self._id, name)) for name in names
-        }
+    def _read_steps(self, client: Any) -> dict[str, int]:
+        steps = {}
+        for name in client.get_run(self._id).data.metrics:
+            history = client.get_metric_history(self._id, name)
+            steps[name] = max(m.step for m in history)
+        return steps
 
     def log_metrics(self, step: int, values: dict[str, float]) -> None:
         self.write([(step, values)])
@@ -104,18 +109,18 @@ class MlflowLogger(Logger):
             Metric(clean(name), float(value), now, step)
             for step, values in rows
             for name, value in values.items()
-            if step > self._there.get(clean(name), -1)
+            if step > self._logged_steps.get(clean(name), -1)
         ]
-        for i in range(0, len(metrics), _AT_ONCE):
-            self._handle.log_batch(self._id, metrics[i : i + _AT_ONCE])
+        for i in range(0, len(metrics), _BATCH_SIZE):
+            self._handle.log_batch(self._id, metrics[i : i + _BATCH_SIZE])
 
     def log_params(self, params: dict[str, Any]) -> None:
         from mlflow.entities import Param
 
-        there = self._handle.get_run(self._id).data.params
-        texts = {clean(name): str(value)[:_PARAM_LENGTH] for name, value in params.items()}
-        new = [Param(_free(name, text, there), text) for name, text in texts.items()]
-        new = [p for p in new if p.key not in there]
+        logged = self._handle.get_run(self._id).data.params
+        values = {clean(name): str(value)[:_PARAM_LENGTH] for name, value in params.items()}
+        new = [Param(_find_name(name, value, logged), value) for name, value in values.items()]
+        new = [p for p in new if p.key not in logged]
         for i in range(0, len(new), 100):
             self._handle.log_batch(self._id, params=new[i : i + 100])
 
@@ -140,7 +145,7 @@ class MlflowLogger(Logger):
 
 
 def clean(name: str) -> str:
-    """Return a name in the letters that MLflow takes.
+    """Replace the characters of a name that MLflow does not accept.
 
     >>> clean('loss (a=1)/x')
     'loss _a_1_/x'
@@ -148,17 +153,18 @@ def clean(name: str) -> str:
     return re.sub(r'[^\w./ -]', '_', name, flags=re.ASCII)
 
 
-def _free(name: str, text: str, there: dict[str, str]) -> str:
-    "Return a name under which the text is, or can be, a parameter of the run."
-    n, free = 1, name
-    while there.get(free, text) != text:
-        n, free = n + 1, f'fit_{n + 1}/{name}'
-    return free
+def _find_name(name: str, value: str, logged: dict[str, str]) -> str:
+    "Return a name under which a parameter is logged with this value, or is not logged yet."
+    n, found = 1, name
+    while logged.get(found, value) != value:
+        n += 1
+        found = f'fit_{n}/{name}'
+    return found
 
 
 @contextmanager
-def _files_allowed() -> Iterator[None]:
-    "Give the consent that MLflow asks for before it writes to a folder, for the length of a context."
+def _allow_folders() -> Iterator[None]:
+    "Give the consent that MLflow requires to log to a folder, within a context."
     before = os.environ.get(_ALLOW)
     os.environ[_ALLOW] = 'true'
     try:

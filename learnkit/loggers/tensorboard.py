@@ -1,4 +1,4 @@
-"""Logs for TensorBoard, by `torch.utils.tensorboard`."""
+"""Log to TensorBoard with `torch.utils.tensorboard`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ __all__ = ['TensorBoardLogger']
 
 
 class TensorBoardLogger(Logger):
-    """Log scalars, images and texts to a folder of TensorBoard: `tensorboard --logdir runs` shows them.
+    """Log scalars, images and texts to a folder for TensorBoard: `tensorboard --logdir runs`.
 
-    Without `folder` each run gets one of its own, `runs/<date and time>`, which a resumed process finds again. A folder
-    that is there is appended to, its steps going on. Resumed from an earlier checkpoint, TensorBoard passes over the
-    numbers that were logged after it (not over texts). The configuration is a text, `params`. Raises
-    `MissingExtraError` without tensorboard.
+    Without `folder` each run gets a new folder, `runs/<date and time>`, which a resumed process
+    finds again. An existing folder is appended to, and its steps continue. After a resume from an
+    earlier checkpoint, TensorBoard hides the numbers that were logged after that checkpoint (but
+    not texts). The configuration is the text `params`. Raises `MissingExtraError` without
+    tensorboard.
 
     >>> import tempfile
     >>> from learnkit.testing import synth_learner
@@ -38,14 +39,14 @@ class TensorBoardLogger(Logger):
     def __init__(
         self,
         folder: str | Path | None = None,  # below `learn.path`, or absolute; None: new, in `runs`
-        every: str | Time = '10ba',  # as for `Logger`
+        every: str | Time = '10ba',  # interval of losses and hyper-parameters, as in `Logger`
     ) -> None:
         need('tensorboard', 'tensorboard', 'TensorBoardLogger')
         super().__init__(every)
-        self.folder, self._own = folder, ''
+        self.folder, self._run_folder = folder, ''
 
     def where(self) -> Path:
-        "Return the folder; that of all runs where each gets its own."
+        "Return the folder, or the parent of all runs' folders."
         return Path(os.path.realpath(self.learn.path / (self.folder or 'runs')))
 
     def check(self) -> None:
@@ -57,20 +58,22 @@ class TensorBoardLogger(Logger):
     def open(self, keep: int | None) -> tuple[Any, int]:
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = Path(self._own) if self._own else self._choose()
+        folder = Path(self._run_folder) if self._run_folder else self._choose_folder()
         found = _last_step(folder) if self._fresh and folder.exists() else -1
         _await_new_second(folder)
         return SummaryWriter(folder, purge_step=None if keep is None else keep + 1), found
 
-    def _choose(self) -> Path:
-        "Return the folder to write to; a new one, unless it was given."
+    def _choose_folder(self) -> Path:
+        "Return the given folder, or make a new one."
         if self.folder is not None:
             return self.where()
         name, n = strftime('%Y-%m-%d_%H-%M-%S'), 1
-        while (folder := self.where() / (name if n == 1 else f'{name}_{n}')).exists():
+        folder = self.where() / name
+        while folder.exists():
             n += 1
+            folder = self.where() / f'{name}_{n}'
         folder.mkdir(parents=True)
-        self._own = str(folder)
+        self._run_folder = str(folder)
         return folder
 
     def log_metrics(self, step: int, values: dict[str, float]) -> None:
@@ -78,14 +81,13 @@ class TensorBoardLogger(Logger):
             self._handle.add_scalar(name, value, step)
 
     def log_params(self, params: dict[str, Any]) -> None:
-        lines = json.dumps(params, indent=1).split('\n')  # indented, they are shown as they are
+        lines = json.dumps(params, indent=1).split('\n')  # indented Markdown is shown unchanged
         self._handle.add_text('params', '\n'.join(f'    {line}' for line in lines), self._last + 1)
 
     def log_images(self, step: int, name: str, images: Any) -> None:
         for i, image in enumerate(images):
-            self._handle.add_image(
-                f'{name}/{i}' if len(images) > 1 else name, image, step, dataformats='HWC'
-            )
+            tag = f'{name}/{i}' if len(images) > 1 else name
+            self._handle.add_image(tag, image, step, dataformats='HWC')
 
     def log_text(self, step: int, name: str, text: str) -> None:
         self._handle.add_text(name, text, step)
@@ -97,21 +99,21 @@ class TensorBoardLogger(Logger):
         handle.close()
 
     def saved(self) -> dict[str, Any]:
-        return {'folder': kept_path(self.learn, self._own or None)}
+        return {'folder': kept_path(self.learn, self._run_folder or None)}
 
     def restore(self, sd: dict[str, Any]) -> None:
-        self._own = str(found_path(self.learn, sd['folder'], self.folder) or '')
+        self._run_folder = str(found_path(self.learn, sd['folder'], self.folder) or '')
 
 
 def _await_new_second(folder: Path) -> None:
-    "Wait while a file there has this second in its name: they are read by name, and within one in no good order."
+    "Wait while a file has this second in its name: files are read by name, so order would be lost."
     while any(folder.glob(f'events.out.tfevents.{int(time()):010d}.*')):
         sleep(0.02)
 
 
 def _last_step(folder: Path) -> int:
-    "Return the last step of a scalar in a folder, -1 if there is none."
-    # it ships no types
+    "Return the last step of a scalar in a folder, -1 if it has none."
+    # tensorboard has no type annotations
     reader: Any = import_module('tensorboard.backend.event_processing.event_accumulator')
     events = reader.EventAccumulator(str(folder), size_guidance={'scalars': 1}).Reload()
     return max((events.Scalars(tag)[-1].step for tag in events.Tags()['scalars']), default=-1)

@@ -1,4 +1,4 @@
-"""What loggers are given: values fetched from their device together, who logged them, a configuration, pixels."""
+"""Values for loggers: fetched from their device together, with their writers, settings and pixels."""
 
 from __future__ import annotations
 
@@ -38,28 +38,31 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 def fetch(
-    rows: list[dict[str, Any]],  # numbers, tensors of one element, `Mean`s
+    rows: list[dict[str, Any]],  # numbers, tensors of one element, `Mean`s by name
 ) -> list[dict[str, Any]]:
-    """Return the rows as plain numbers; those on a device are brought over in one transfer for each device.
+    """Return the rows as Python numbers, with one transfer per device.
 
-    A `Mean` to which nothing counted is left out.
+    A `Mean` without values is left out.
 
     >>> fetch([{'loss': torch.tensor([0.5]), 'lr': 0.1}])
     [{'loss': 0.5, 'lr': 0.1}]
     """
-    parts = [[(name, *_parts(value)) for name, value in row.items()] for row in rows]
-    waiting: dict[torch.device, list[Tensor]] = {}
-    for value in (v for row in parts for _, *vs in row for v in vs if isinstance(v, Tensor)):
-        waiting.setdefault(value.device, []).append(value.detach().reshape(()))
-    arrived = {device: iter(_stacked(ts).tolist()) for device, ts in waiting.items()}
+    totals = [[(name, *_total_and_count(v)) for name, v in row.items()] for row in rows]
+    tensors: dict[torch.device, list[Tensor]] = {}
+    for row in totals:
+        for _, total, count in row:
+            for value in (total, count):
+                if isinstance(value, Tensor):
+                    tensors.setdefault(value.device, []).append(value.detach().reshape(()))
+    numbers = {device: iter(_stack(ts).tolist()) for device, ts in tensors.items()}
 
-    def number(value: Any) -> Any:
+    def as_number(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return next(arrived[value.device])
+            return next(numbers[value.device])
         return value if isinstance(value, (int, float)) else float(value)
 
     fetched = [
-        [(name, number(total), number(count)) for name, total, count in row] for row in parts
+        [(name, as_number(total), as_number(count)) for name, total, count in row] for row in totals
     ]
     return [
         {name: total if count == 1 else total / count for name, total, count in row if count}
@@ -68,48 +71,50 @@ def fetch(
 
 
 def kept_rows(
-    rows: list[tuple[int, dict[str, Any]]],  # batches, and what was logged there
+    rows: list[tuple[int, dict[str, Any]]],  # number of batches, and logged values by name
 ) -> list[tuple[int, dict[str, Any]]]:
-    "Return rows as a checkpoint keeps them: a `Mean` can go on."
-    return [
-        (ba, {k: {'mean': v.state_dict()} if isinstance(v, Mean) else v for k, v in row.items()})
-        for ba, row in rows
-    ]
+    "Return rows as a checkpoint stores them, with the state of each `Mean`."
+    return [(ba, {name: _as_state(v) for name, v in row.items()}) for ba, row in rows]
 
 
 def read_rows(rows: list[tuple[int, dict[str, Any]]]) -> list[tuple[int, dict[str, Any]]]:
-    "Return what `kept_rows` was called with."
-    return [
-        (ba, {k: _mean(v['mean']) if isinstance(v, dict) else v for k, v in row.items()})
-        for ba, row in rows
-    ]
+    "Return the rows that `kept_rows` was called with."
+    return [(ba, {name: _from_state(v) for name, v in row.items()}) for ba, row in rows]
 
 
-def _mean(sd: dict[str, Any]) -> Mean:
+def _as_state(value: Any) -> Any:
+    return {'mean': value.state_dict()} if isinstance(value, Mean) else value
+
+
+def _from_state(value: Any) -> Any:
+    return _load_mean(value['mean']) if isinstance(value, dict) else value
+
+
+def _load_mean(sd: dict[str, Any]) -> Mean:
     mean = Mean()
     mean.load_state_dict(sd)
     return mean
 
 
-def _parts(value: Any) -> tuple[Any, Any]:
+def _total_and_count(value: Any) -> tuple[Any, Any]:
     return (value.total, value.count) if isinstance(value, Mean) else (value, 1)
 
 
-def _stacked(tensors: list[Tensor]) -> Tensor:
+def _stack(tensors: list[Tensor]) -> Tensor:
     wide = torch.float32 if tensors[0].device.type == 'mps' else torch.float64
     return torch.stack([t.to(wide) for t in tensors])
 
 
-# ----------------------------------------------------------------------------------------- who logs
+# ------------------------------------------------------------------------------------------ writers
 
-# they run handlers, of the callback `cb`
+# code objects that call handlers of the callback in their local variable `cb`
 _DISPATCH = (CallbackHost.__call__.__code__, call_each.__code__)
 
 
 def writer_of(
-    frame: FrameType,  # of `learn.log`
+    frame: FrameType,  # frame of `learn.log`
 ) -> Any:
-    "Return the callback whose handler called `learn.log`, or the code that did so outside any."
+    "Return the callback whose handler called `learn.log`, otherwise the code that called it."
     caller: FrameType | None = frame.f_back or frame
     code = caller.f_code if caller is not None else frame.f_code
     while caller is not None:
@@ -120,7 +125,7 @@ def writer_of(
 
 
 def name_writer(writer: Any) -> str:
-    "Return what a message calls a writer: a callback by its class, and its key where that has a number."
+    "Return the name of a writer for messages: class and key of a callback, or a function."
     if isinstance(writer, CodeType):
         return f'`{writer.co_qualname}`'
     keys = writer.learn.callbacks.keys if writer.learn is not None else {}
@@ -131,7 +136,7 @@ def name_writer(writer: Any) -> str:
 
 
 def configuration(learn: Any) -> dict[str, Any]:
-    """Return what a Learner trains with, as plain values by name.
+    """Return the configuration of a Learner as plain values by name.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(lr=0.1)
@@ -145,23 +150,23 @@ def configuration(learn: Any) -> dict[str, Any]:
         'model': type(learn.model).__name__,
         'parameters': sum(p.numel() for p in params),
         'trained_parameters': sum(p.numel() for p in params if p.requires_grad),
-        'loss': name_of(_bare(learn.loss_func)) if learn.loss_func is not None else None,
+        'loss': name_of(_unwrap_partial(learn.loss_func)) if learn.loss_func is not None else None,
         'batch_size': getattr(learn.dls.train, 'bs', getattr(learn.dls.train, 'batch_size', None)),
         'epochs': learn.n_epoch,
     }
     if getattr(learn, 'microbatch', None):
         config['microbatch'] = learn.microbatch
     if learn.opt is not None:
-        config |= _optimizer(learn.opt)
+        config |= _optimizer_settings(learn.opt)
     config['callbacks'] = ', '.join(type(cb).__name__ for cb in learn.cbs)
     for cb in learn.cbs:
-        config |= _options(cb, learn.callbacks.keys.get(id(cb), cb.name))
+        config |= _callback_options(cb, learn.callbacks.keys.get(id(cb), cb.name))
         if defined_on_class(cb, 'configuration'):
-            config |= cb.configuration()  # what it found out about the run
+            config |= cb.configuration()  # settings that the callback found during the run
     return {name: plain(value) for name, value in config.items()}
 
 
-def _optimizer(opt: Any) -> dict[str, Any]:
+def _optimizer_settings(opt: Any) -> dict[str, Any]:
     hypers = opt.hypers
     names = '+'.join(type(o).__name__ for o in opt.optimizers.values())
     if len(hypers) == 1:
@@ -172,23 +177,23 @@ def _optimizer(opt: Any) -> dict[str, Any]:
     }
 
 
-def _options(cb: Any, key: str) -> dict[str, Any]:
-    "Return a callback's options: what its constructor takes and it has kept under the same name."
+def _callback_options(cb: Any, key: str) -> dict[str, Any]:
+    "Return the constructor arguments that a callback keeps under the same name."
     try:
         names = inspect.signature(type(cb)).parameters
     except (TypeError, ValueError):
-        names = {}  # type: ignore[assignment]  # some builtins have none
+        names = {}  # type: ignore[assignment]  # some builtins have no signature
     return {f'callback/{key}/{name}': cb.__dict__[name] for name in names if name in cb.__dict__}
 
 
-def _bare(f: Any) -> Any:
+def _unwrap_partial(f: Any) -> Any:
     while isinstance(f, partial):
         f = f.func
     return f
 
 
 def plain(value: Any) -> Any:
-    "Return a value as it is if it is plain, a number out of a tensor, else its text or name."
+    "Return a plain value, the number of a tensor, or the string or name of another value."
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, Tensor) and value.numel() == 1:
@@ -199,14 +204,14 @@ def plain(value: Any) -> Any:
         return str(value)
     if isinstance(value, (list, tuple)):
         return f'[{", ".join(str(plain(v)) for v in value)}]'
-    return name_of(_bare(value))
+    return name_of(_unwrap_partial(value))
 
 
 # ------------------------------------------------------------------------------------------- images
 
 
 def as_images(
-    images: Any,  # (N, C, H, W), (C, H, W) or (H, W), floats within 0 and 1 or bytes
+    images: Any,  # (N, C, H, W), (C, H, W) or (H, W), floats in [0, 1] or bytes
 ) -> Any:
     """Return images as an array (N, H, W, C) of bytes. Raises `OptionError` for other shapes and types.
 
@@ -238,9 +243,9 @@ def as_images(
 
 
 def png(
-    image: Any,  # (H, W, C), bytes
+    image: Any,  # array (H, W, C) of bytes
 ) -> bytes:
-    "Encode an image as PNG (RFC 2083), with the standard library alone."
+    "Encode an image as PNG (RFC 2083), with the standard library only."
     height, width, channels = image.shape
     lines = b''.join(b'\0' + line.tobytes() for line in image)
 

@@ -1,4 +1,4 @@
-"""Logs for Weights & Biases, by its own client."""
+"""Log to Weights & Biases with its client."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from learnkit.loggers.base import Logger, Rows, need, open_loggers
 
 __all__ = ['WandbLogger']
 
-_STEP_FILE = 'last_step'  # beside a run's records: how far they go
+_STEP_FILE = 'last_step'  # file next to the records of a run, with the last logged step
 
 
 class WandbLogger(Logger):
-    """Log to a run of Weights & Biases, by default offline: into `<folder>/wandb`, from where `wandb sync` uploads it.
+    """Log to a run of Weights & Biases, by default offline: to `<folder>/wandb`, for `wandb sync`.
 
-    All fits of a Learner, and a process that resumes it, log to one run (with the same id). W&B takes each step once:
-    resumed from an earlier checkpoint, the steps that the run has already are kept, and not logged again. The run ends
-    with `close`, as failed where the last fit has failed. Raises `MissingExtraError` without wandb.
+    All fits of a Learner, and a process that resumes it, log to one run (with the same id). W&B
+    accepts each step once: after a resume from an earlier checkpoint, steps that the run already
+    has are kept and not logged again. `close` ends the run, as failed if the last fit failed.
+    Raises `MissingExtraError` without wandb.
 
     >>> import tempfile
     >>> from learnkit.testing import synth_learner
@@ -36,19 +37,22 @@ class WandbLogger(Logger):
 
     def __init__(
         self,
-        project: str = 'learnkit',
-        mode: str = 'offline',  # 'online' logs to the server
-        folder: str | Path = '.',  # below `learn.path`, or an absolute path: where `wandb/` is
-        id: str | None = None,  # of a run to go on with; None: a new one
-        every: str | Time = '10ba',  # as for `Logger`
-        **options: Any,  # more for `wandb.init`: `name`, `tags`, `group`, `entity`, ...
+        project: str = 'learnkit',  # name of the project
+        mode: str = 'offline',  # 'offline', 'online' (log to the server), 'shared' or 'disabled'
+        folder: str | Path = '.',  # parent of `wandb/`: below `learn.path`, or absolute
+        id: str | None = None,  # id of a run to continue; None: a new run
+        every: str | Time = '10ba',  # interval of losses and hyper-parameters, as in `Logger`
+        **options: Any,  # further options of `wandb.init`: `name`, `tags`, `group`, `entity`, ...
     ) -> None:
         need('wandb', 'wandb', 'WandbLogger')
         super().__init__(every)
         if mode not in ('offline', 'online', 'disabled', 'shared'):
             raise OptionError(f"mode={mode!r}: choose 'offline', 'online', 'shared' or 'disabled'.")
-        self.project, self.mode, self.folder, self.options = project, mode, folder, options
-        self._id, self._there = id, -1  # the run, and the last step that it has already
+        self.project = project
+        self.mode = mode
+        self.folder = folder
+        self.options = options
+        self._id, self._last_step = id, -1  # id of the run, and last step that the run has
 
     def where(self) -> Path:
         "Return the folder of all runs."
@@ -65,11 +69,11 @@ class WandbLogger(Logger):
 
         folder = self.where().parent
         folder.mkdir(parents=True, exist_ok=True)
-        # a run has one writer at a time; another Learner's opens it again if need be
+        # a run has one writer at a time; the logger of another Learner reopens it when needed
         for cb in list(open_loggers):
             if isinstance(cb, WandbLogger) and self._id and cb._id == self._id:
                 cb.close()
-        # it would catch what the bars print
+        # console capture would record the progress bars
         quiet = wandb.Settings(console='off', silent=self.mode != 'online')
         given = {'settings': quiet, 'reinit': 'create_new', **self.options}
         mode: Any = self.mode
@@ -81,9 +85,9 @@ class WandbLogger(Logger):
             resume='allow' if self._id else None,
             **given,
         )
-        self._there = max([run.starting_step - 1, *_steps_written(folder, run.id)])
+        self._last_step = max([run.starting_step - 1, *_written_steps(folder, run.id)])
         self._id = run.id
-        return run, self._there
+        return run, self._last_step
 
     def write(self, rows: Rows) -> None:
         super().write(rows)
@@ -92,7 +96,7 @@ class WandbLogger(Logger):
             (folder / _STEP_FILE).write_text(str(rows[-1][0]))
 
     def log_metrics(self, step: int, values: dict[str, float]) -> None:
-        if step > self._there:
+        if step > self._last_step:
             self._handle.log(values, step=step)
 
     def log_params(self, params: dict[str, Any]) -> None:
@@ -102,13 +106,13 @@ class WandbLogger(Logger):
         import wandb
 
         pixels = images[..., 0] if images.shape[-1] == 1 else images
-        if step > self._there:
+        if step > self._last_step:
             self._handle.log({name: [wandb.Image(image) for image in pixels]}, step=step)
 
     def log_text(self, step: int, name: str, text: str) -> None:
         import wandb
 
-        if step > self._there:
+        if step > self._last_step:
             self._handle.log({name: wandb.Html(f'<pre>{escape(text)}</pre>')}, step=step)
 
     def shut(self, handle: Any) -> None:
@@ -121,9 +125,10 @@ class WandbLogger(Logger):
         self._id = sd['id']
 
 
-def _steps_written(folder: Path, run_id: str) -> list[int]:
-    "Return how far each part of a run in this folder goes: every process writes one of its own."
-    # numbered where two began in one second
+def _written_steps(folder: Path, run_id: str) -> list[int]:
+    "Return the last step of each part of a run in a folder; every process writes one part."
+    # a part has a number if two began in the same second
     name = re.compile(rf'.*run-.*-{re.escape(run_id)}(-\d+)?')
     files = [p for p in folder.glob(f'wandb/*/{_STEP_FILE}') if name.fullmatch(p.parent.name)]
-    return [int(text) for p in files if (text := p.read_text()).isdigit()]
+    contents = [p.read_text() for p in files]
+    return [int(text) for text in contents if text.isdigit()]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from learnkit import Callback, Learner
-from learnkit.callbacks.activation_stats import ActivationStats, _measured
+from learnkit.callbacks.activation_stats import ActivationStats, _measure
 from learnkit.callbacks.hooks import Hooks
 from learnkit.core.batch import microbatches
 from learnkit.core.errors import OptionError
@@ -168,7 +168,7 @@ def test_one_number_has_no_standard_deviation_and_half_precision_is_widened() ->
         wide.var(correction=0).item(),
         (wide <= 0.05).double().mean().item(),
     ]
-    assert _measured(half, with_hist=False).tolist() == pytest.approx(expected, rel=1e-5)
+    assert _measure(half, with_hist=False).tolist() == pytest.approx(expected, rel=1e-5)
 
 
 def test_gradients_are_measured_in_the_backward_pass() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from learnkit import DataLoaders, ShowGraph
 from learnkit.callbacks import live_plot as graph
-from learnkit.callbacks.live_plot import MAX_POINTS, LossGraph, in_words, thinned
+from learnkit.callbacks.live_plot import MAX_POINTS, LossGraph, describe_losses, thin_losses
 from learnkit.testing import synth_dls, synth_learner
 
 plt = pytest.importorskip('matplotlib.pyplot')
@@ -132,17 +132,21 @@ def test_drawing_takes_a_fiftieth_of_the_time(areas: list[Outputs]) -> None:
 
 
 def test_a_large_number_of_losses_is_thinned() -> None:
-    points = thinned([float(i) for i in range(1_000_003)])
+    points = thin_losses([float(i) for i in range(1_000_003)])
     assert MAX_POINTS / 2 < len(points) <= MAX_POINTS and points[-1] == [1_000_003, 1_000_002.0]
     assert {b[0] - a[0] for a, b in pairwise(points)} == {1000}
-    assert thinned([5.0]) == [[1, 5.0]] and thinned([]) == [] and len(thinned([1.0] * 100)) == 95
+    assert (
+        thin_losses([5.0]) == [[1, 5.0]]
+        and thin_losses([]) == []
+        and len(thin_losses([1.0] * 100)) == 95
+    )
 
 
 def test_losses_that_are_no_numbers_are_drawn_around(areas: list[Outputs]) -> None:
     picture = LossGraph()
     assert picture.draw([1.0, nan, inf, 2.0], {'valid': [[2, inf], [4, 1.0]]})
     assert not picture.draw([nan], {}) and len(areas[0].shown) == 2
-    assert in_words([], {'valid': [[0, nan]]}) == 'loss after 0 steps: valid nan'
+    assert describe_losses([], {'valid': [[0, nan]]}) == 'loss after 0 steps: valid nan'
 
 
 def test_it_reads_losses_without_waiting_for_them() -> None:

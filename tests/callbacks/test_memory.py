@@ -10,7 +10,7 @@ import torch
 
 from learnkit import Callback
 from learnkit.callbacks import memory
-from learnkit.callbacks.memory import MemoryMonitor, from_allocator, from_status, resident
+from learnkit.callbacks.memory import MemoryMonitor, parse_status, read_allocator, read_resident
 from learnkit.core.errors import TimeError
 from learnkit.testing import synth_learner
 
@@ -40,7 +40,7 @@ def test_a_block_shows_while_it_is_held_and_in_the_peak_after_it() -> None:
 @linux
 def test_agrees_with_psutil() -> None:
     psutil = pytest.importorskip('psutil')
-    assert resident()['current'] == pytest.approx(psutil.Process().memory_info().rss, rel=0.05)
+    assert read_resident()['current'] == pytest.approx(psutil.Process().memory_info().rss, rel=0.05)
 
 
 @linux
@@ -58,9 +58,9 @@ def test_the_peak_is_not_that_of_the_process_that_started_this_one() -> None:
 
 def test_without_proc_psutil_tells(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     pytest.importorskip('psutil')
-    expected = resident()
+    expected = read_resident()
     monkeypatch.setattr(memory, 'STATUS', memory.Path('/no/such/file'))
-    got = resident()
+    got = read_resident()
     assert (
         got['current'] == pytest.approx(expected['current'], rel=0.1)
         and got['peak'] >= got['current']
@@ -71,16 +71,16 @@ def test_without_both_the_peak_alone_is_told(monkeypatch: pytest.MonkeyPatch) ->
     pytest.importorskip('resource')
     monkeypatch.setattr(memory, 'STATUS', memory.Path('/no/such/file'))
     monkeypatch.setitem(sys.modules, 'psutil', None)
-    got = resident()
+    got = read_resident()
     assert list(got) == ['peak'] and 10 * 2**20 < got['peak'] < 2**40
 
 
 def test_reading_the_status() -> None:
-    assert from_status('Name:\tpython\nVmHWM:\t  2000 kB\nVmRSS:\t  1500 kB\n') == {
+    assert parse_status('Name:\tpython\nVmHWM:\t  2000 kB\nVmRSS:\t  1500 kB\n') == {
         'current': 1536000,
         'peak': 2048000,
     }
-    assert from_status('Name:\tkthreadd\n') == {}
+    assert parse_status('Name:\tkthreadd\n') == {}
 
 
 def test_what_the_allocator_says_in_gb() -> None:
@@ -89,7 +89,7 @@ def test_what_the_allocator_says_in_gb() -> None:
         for when, n in (('current', 1), ('peak', 2))
         for name in ('allocated_bytes', 'active_bytes', 'inactive_split_bytes', 'reserved_bytes')
     }
-    got = from_allocator({**stats, 'num_alloc_retries': 7, 'allocation.all.freed': 3})
+    got = read_allocator({**stats, 'num_alloc_retries': 7, 'allocation.all.freed': 3})
     assert got == {
         **{
             f'memory/current_{kind}_mem': 1.0

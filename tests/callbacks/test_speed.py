@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from learnkit import Callback, DataLoaders, Learner
 from learnkit.callbacks import speed
 from learnkit.callbacks.monitor import Monitor
-from learnkit.callbacks.speed import RuntimeEstimator, SpeedMonitor, peak_of, precision
+from learnkit.callbacks.speed import RuntimeEstimator, SpeedMonitor, find_precision, lookup_peak
 from learnkit.core.errors import (
     CancelEpochException,
     CancelTrainException,
@@ -278,14 +278,14 @@ def test_known_peaks() -> None:
         'NVIDIA L40': None,
         'NVIDIA L4': 121e12,
     }
-    assert {name: peak_of(name, 'bf16') for name in names} == names
+    assert {name: lookup_peak(name, 'bf16') for name in names} == names
 
 
 def test_precision_in_use() -> None:
     learn = synth_learner()
-    assert precision(learn) == 'fp32'
-    assert precision(learn.to_bf16()) == 'bf16'
-    assert precision(synth_learner(model=RegModel().double())) == 'fp64'
+    assert find_precision(learn) == 'fp32'
+    assert find_precision(learn.to_bf16()) == 'bf16'
+    assert find_precision(synth_learner(model=RegModel().double())) == 'fp64'
 
 
 @pytest.mark.parametrize('flops', ['many', torch.tensor(2.0), -1, math.nan])

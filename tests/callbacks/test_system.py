@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from learnkit.callbacks.system_monitor import SystemMonitor, sensors
+from learnkit.callbacks.system_monitor import SystemMonitor, find_sensors
 from learnkit.core.errors import MissingExtraError, TimeError
 from learnkit.testing import synth_learner
 
@@ -55,7 +55,7 @@ def test_without_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason='there is a GPU')
 def test_sensors_that_do_not_answer_are_left_out() -> None:
-    assert sensors(torch.device('cuda')) == {}
+    assert find_sensors(torch.device('cuda')) == {}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')

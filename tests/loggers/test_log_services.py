@@ -100,9 +100,9 @@ def wandb_points(path: Path, name: str) -> list[tuple[int, Any]]:
 
 def mlflow_client(path: Path) -> Any:
     pytest.importorskip('mlflow')
-    from learnkit.loggers.mlflow import _files_allowed
+    from learnkit.loggers.mlflow import _allow_folders
 
-    with _files_allowed():
+    with _allow_folders():
         return pytest.importorskip('mlflow').MlflowClient(tracking_uri=(path / 'mlruns').as_uri())
 
 
