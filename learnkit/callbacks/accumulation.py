@@ -47,6 +47,7 @@ class GradientAccumulation(Callback):
     """
 
     order, run_valid = 6, False  # before mixed precision (10) unscales the gradients
+    run_in = 'fit'
     runs_last = ('before_backward',)  # terms that others add to the loss are averaged too
 
     def __init__(
@@ -70,8 +71,6 @@ class GradientAccumulation(Callback):
         self._divisor: Any = self.n_acc  # divisor of the weighted sum in the gradients
 
     def before_fit(self) -> None:
-        if not self.learn.fitting:
-            return
         if self.learn.opt.needs_closure:
             self.on_reevaluation()
         self._forget()
@@ -231,7 +230,7 @@ class GradientAccumulation(Callback):
         self._drop()
 
     def after_fit(self) -> None:
-        if not self.learn.fitting or self.learn.run.stopping:
+        if self.learn.run.stopping:
             return
         for turn, counts in {**self._others, self._turn: self._counts()}.items():
             if counts['n_steps'] or not counts['n_samples']:

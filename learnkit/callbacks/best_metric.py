@@ -72,8 +72,6 @@ class BestMetric(TrackerCallback):
     def before_fit(self) -> None:
         "Find the columns."
         super().before_fit()
-        if not self.learn.fitting:
-            return
         self._names = self._match_columns()
         if self.reset_on_fit:
             self.at_best, self.best_at = {}, None
@@ -104,8 +102,6 @@ class BestMetric(TrackerCallback):
 
     def after_eval(self) -> None:
         "Compare the value, and record the metrics at the best value."
-        if not self.learn.fitting:
-            return
         measured = self._records().measured
         value = self._number(measured.get(self.monitor))
         if value is None:
@@ -129,7 +125,7 @@ class BestMetric(TrackerCallback):
 
     def after_fit(self) -> None:
         "Print the best values."
-        if not self.learn.fitting or self.best_at is None:
+        if self.best_at is None:
             return
         values = ', '.join(
             f'{name} {value:.6g}' for name, value in self.at_best.items() if value is not None

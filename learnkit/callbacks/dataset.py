@@ -89,6 +89,8 @@ class ParamCount(Callback):
     (model)           2          2
     """
 
+    run_in = 'fit'
+
     observer, order, remove_on_find, remove_on_fetch = True, 60, True, True
 
     def __init__(
@@ -100,8 +102,6 @@ class ParamCount(Callback):
 
     def before_fit(self) -> None:
         "Count the parameters."
-        if not self.learn.fitting:
-            return
         before, self.counts = self.counts, count_parameters(self.learn.model)
         if self.verbose and before != self.counts:
             print_line(self, self.table())
@@ -145,6 +145,8 @@ class DatasetStats(Callback):
     (160, 10, 128, (1,))
     """
 
+    run_in = 'fit'
+
     observer, order, remove_on_find, remove_on_fetch = True, 60, True, True
 
     def __init__(
@@ -161,7 +163,7 @@ class DatasetStats(Callback):
     def before_fit(self) -> None:
         "Compute the statistics, unless these loaders were described before."
         dls = self.learn.dls
-        if not self.learn.fitting or self._described is dls:
+        if self._described is dls:
             return
         loaders = [('train', dls.train), *evaluation_loaders(dls)]
         self.stats = {name: loader_stats(dl, self.n, form_of(dls, name)) for name, dl in loaders}

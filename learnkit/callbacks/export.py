@@ -65,6 +65,7 @@ class LoadWeights(Callback):
     """
 
     order, remove_on_find, remove_on_fetch = -8, True, True
+    run_in = 'fit'
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class LoadWeights(Callback):
 
     def before_fit(self) -> None:
         "Check that the file exists, and load it if this is the event."
-        if not self.learn.fitting or (self.learn.resumed and self.at == 'before_fit'):
+        if self.learn.resumed and self.at == 'before_fit':
             return
         path = find_weights_path(self.learn, self.file, to_read=True)
         if not path.is_file():
@@ -95,7 +96,7 @@ class LoadWeights(Callback):
             self._load()
 
     def _load(self) -> None:
-        if not self.learn.fitting or self.learn.resumed:
+        if self.learn.resumed:
             return
         self.learn.load(self.file, with_opt=self.with_opt, strict=self.strict)
 
@@ -126,6 +127,7 @@ class ExportForInference(Callback):
 
     # after loggers, and after callbacks that load the best weights
     order, remove_on_find, remove_on_fetch = 110, True, True
+    run_in = 'fit'
     needs_whole_weights = True
     files: list[Path]
 
@@ -152,8 +154,6 @@ class ExportForInference(Callback):
     def before_fit(self) -> None:
         "Check that the export will succeed."
         learn = self.learn
-        if not learn.fitting:
-            return
         if mesh_of(learn.model) is not None:
             raise DistributedError(
                 "ExportForInference: with strategy 'fsdp' every process has a part of the model. "
@@ -189,7 +189,7 @@ class ExportForInference(Callback):
     def after_fit(self) -> None:
         "Export the model, check the files, and move them to their paths."
         learn = self.learn
-        if not (learn.fitting and learn.world.is_first and self._has_begun):
+        if not (learn.world.is_first and self._has_begun):
             return
         with preserved_rng(), tempfile.TemporaryDirectory() as folder:
             path = learn.export(Path(folder) / 'model.pt2', self.act, self._inputs())

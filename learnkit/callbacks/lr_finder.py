@@ -218,8 +218,6 @@ class LRFinder(ParamScheduler):
         self._smooth, self._least = AvgSmoothLoss(), math.inf
 
     def before_fit(self) -> None:
-        if not self.learn.fitting:
-            return
         super().before_fit()
         self._start()
         self._cleanups.enter_context(self._undoing())
@@ -253,7 +251,7 @@ class LRFinder(ParamScheduler):
     def after_fit(self) -> None:
         "Replace the losses by their mean over ranks."
         world = self.learn.world
-        if world.size == 1 or not self.learn.fitting:
+        if world.size == 1:
             return
         self._smooth.mark(0)
         self._smooth.replace(

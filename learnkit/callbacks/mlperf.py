@@ -61,6 +61,8 @@ class MLPerf(Callback):
     'success'
     """
 
+    run_in = 'fit'
+
     observer, order, remove_on_find, remove_on_fetch = True, 100, True, True
     file: Path | None
 
@@ -118,8 +120,6 @@ class MLPerf(Callback):
     def before_fit(self) -> None:
         "Open the file, and write the header."
         learn = self.learn
-        if not learn.fitting:
-            return
         self._column = self._find()
         if self.target is not None:
             as_comparison(self.comp, self._column)
@@ -161,8 +161,6 @@ class MLPerf(Callback):
 
     def before_epoch(self) -> None:
         "Start a block and an epoch."
-        if not self.learn.fitting:
-            return
         self._put('block_start', event_type=START, first_epoch_num=self._epoch, epoch_count=1)
         self._in_block = True
 
@@ -176,13 +174,10 @@ class MLPerf(Callback):
 
     def before_eval(self) -> None:
         "Start an evaluation."
-        if self.learn.fitting:
-            self._put('eval_start', event_type=START, **self._place)
+        self._put('eval_start', event_type=START, **self._place)
 
     def after_eval(self) -> None:
         "Write the result of the evaluation; end the run if it has reached its target."
-        if not self.learn.fitting:
-            return
         value = self._recorder().measured.get(self._column)
         if value is not None:
             self._put('eval_accuracy', value, **self._place)
@@ -194,13 +189,11 @@ class MLPerf(Callback):
 
     def after_epoch(self) -> None:
         "End a block."
-        if self.learn.fitting:
-            self._end_block()
+        self._end_block()
 
     def after_fit(self) -> None:
         "End the run: a success if there is no target."
-        if self.learn.fitting:
-            self._end('success' if self.target is None else 'aborted')
+        self._end('success' if self.target is None else 'aborted')
 
     def cleanup(self) -> None:
         "End a run that did not reach its end."

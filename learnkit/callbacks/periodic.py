@@ -123,7 +123,7 @@ class PeriodicData(Periodic):
         with ExitStack() as contexts:
             for context in (preserved_state(learn), undisturbed_loader(dl), torch.no_grad()):
                 contexts.enter_context(context)
-            contexts.callback(setattr, learn, '_evaluating', learn.run.evaluating)
+            contexts.callback(setattr, learn.run, 'evaluating', learn.run.evaluating)
             learn.model.eval()
             learn.run.evaluating, learn.training, learn.phase = True, False, 'valid'
             learn.dl, learn.dl_name = dl, name

@@ -44,6 +44,7 @@ class SAM(Callback):
 
     # first callback of a step: unscaling and clipping act on the second gradient
     order, run_valid = 5, False
+    run_in = 'fit'
 
     def __init__(
         self,
@@ -64,8 +65,6 @@ class SAM(Callback):
 
     def before_fit(self) -> None:
         learn = self.learn
-        if not learn.fitting:
-            return
         if any(isinstance(cb, GradientAccumulation) for cb in learn.cbs):
             raise OptionError(
                 'SAM with GradientAccumulation would perturb for the last batch alone. Use bigger '

@@ -69,6 +69,7 @@ class ParamScheduler(Callback):
     """
 
     order, run_valid, remove_on_find = 60, False, True
+    run_in = 'fit'
 
     def __init__(
         self,
@@ -93,8 +94,6 @@ class ParamScheduler(Callback):
         return f'{type(self).__name__}({self.scheds})'
 
     def before_fit(self) -> None:
-        if not self.learn.fitting:
-            return
         for name, f in self.scheds.items():
             self._values(name, f(min(self.learn.pct_train, 1.0)))
         others = [type(cb).__name__ for cb in self.learn.cbs if getattr(type(cb), 'sets_lr', False)]

@@ -42,6 +42,7 @@ class FixedStopper(Callback):
     """
 
     order, run_valid, remove_on_find = 63, False, True
+    run_in = 'fit'
     at: Time
 
     def __init__(
@@ -52,8 +53,6 @@ class FixedStopper(Callback):
 
     def before_fit(self) -> None:
         "Cancel a fit that starts at or after the time."
-        if not self.learn.fitting:
-            return
         check_counted(self.learn, self.at, 'at')
         if self.learn.resumed or not self._is_over():
             return  # a resumed fit has not loaded its time yet
@@ -75,7 +74,7 @@ class FixedStopper(Callback):
 
     def after_epoch(self) -> None:
         "Check the epochs, also after training of this one was cancelled."
-        if self.at.unit == 'ep' and self.learn.fitting and self._is_over():
+        if self.at.unit == 'ep' and self._is_over():
             self.learn.run.stopping = True
 
     def after_iteration(self) -> None:
@@ -124,13 +123,13 @@ class ThresholdStopper(TrackerCallback):
 
     def after_eval(self) -> None:
         "Check the values of the evaluation."
-        if not self.learn.fitting or callable(self.monitor):
+        if callable(self.monitor):
             return
         self._check(self._records().measured.get(self.monitor))
 
     def after_epoch(self) -> None:
         "Check the row of the epoch."
-        if not self.learn.fitting or self.learn.run.stopping:
+        if self.learn.run.stopping:
             return
         row = self._row()
         if row is not None:

@@ -44,6 +44,7 @@ class LRScheduler(Callback):
     """
 
     order, run_valid, remove_on_find, sets_lr = 60, False, True, True
+    run_in = 'fit'
 
     def __init__(
         self,
@@ -72,8 +73,6 @@ class LRScheduler(Callback):
         self._has_begun = False  # whether the running fit has a scheduler
 
     def before_fit(self) -> None:
-        if not self.learn.fitting:
-            return
         self._first_epoch = max(
             (cb._skip_to for cb in self.learn.cbs if isinstance(cb, SkipToEpoch)), default=0
         )
@@ -96,7 +95,7 @@ class LRScheduler(Callback):
 
     def _catch_up(self) -> None:
         "Begin if the callback was added during a fit, from the rates of that moment."
-        if self._has_begun or not self.learn.fitting:
+        if self._has_begun:
             return
         self._first_epoch = 0
         self._begin()
@@ -176,7 +175,7 @@ class LRScheduler(Callback):
 
     def after_epoch(self) -> None:
         self._catch_up()
-        if self.by != 'epoch' or not self.learn.fitting or self.learn.epoch < self._first_epoch:
+        if self.by != 'epoch' or self.learn.epoch < self._first_epoch:
             return
         if not self._wants_value:
             self._advance()

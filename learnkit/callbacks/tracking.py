@@ -62,6 +62,7 @@ class TrackerCallback(Callback):
     """
 
     order, remove_on_fetch, remove_on_find = 60, True, True
+    run_in = 'fit'
     monitor: Monitor
     reset_on_fit: bool
     min_delta: float
@@ -98,8 +99,6 @@ class TrackerCallback(Callback):
 
     def before_fit(self) -> None:
         "Find the column, and reset the best value."
-        if not self.learn.fitting:
-            return
         self._records()
         self.idx = None if callable(self.monitor) else self._find(self.monitor)
         self._has_begun = True
@@ -109,8 +108,6 @@ class TrackerCallback(Callback):
 
     def after_epoch(self) -> None:
         "Compare this epoch's value with the best value."
-        if not self.learn.fitting:
-            return
         if not self._has_begun:
             self.before_fit()  # the callback was added during the fit
         self.new_best = False
@@ -242,8 +239,6 @@ class _Patient(TrackerCallback):
     def before_fit(self) -> None:
         "Start waiting."
         super().before_fit()
-        if not self.learn.fitting:
-            return
         check_counted(self.learn, as_time(self.patience, 'ep'), 'patience')
         self._restart_wait()
 
@@ -400,8 +395,6 @@ class SaveModelCallback(TrackerCallback):
 
     def before_fit(self) -> None:
         "Check that the files can be written."
-        if not self.learn.fitting:
-            return
         if not self.every_epoch:
             super().before_fit()
         check_weights_path(self.learn, self.fname)
@@ -427,13 +420,9 @@ class SaveModelCallback(TrackerCallback):
         "Save this epoch's weights if they are due or the best."
         if not self.every_epoch:
             return super().after_epoch()
-        if self.learn.fitting and not self._has_begun:
+        if not self._has_begun:
             self.before_fit()
-        is_due = (
-            self.learn.fitting
-            and self._row() is not None
-            and self.learn.epoch % self.every_epoch == 0
-        )
+        is_due = self._row() is not None and self.learn.epoch % self.every_epoch == 0
         if is_due:
             self._save(f'{self.fname}_{self.learn.epoch}')
 
@@ -452,7 +441,7 @@ class SaveModelCallback(TrackerCallback):
 
     def after_fit(self) -> None:
         "Load the best weights, or save the last ones with `at_end`."
-        if not self.learn.fitting or not self._watching:
+        if not self._watching:
             return
         if self.at_end:
             self._watching, self._best_path = False, None
