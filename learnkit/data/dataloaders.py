@@ -402,10 +402,8 @@ class TensorLoader:
     @property
     def dataset(self) -> Dataset[Any]:
         "The data set of single samples, each a tuple or dict like the batches."
-        if self.names is None:
-            return StackDataset(*self.tensors)
-        columns: dict[str, Any] = self._make_dict(self.tensors)
-        return StackDataset(**columns)
+        columns: Any = self.tensors if self.names is None else self._make_dict(self.tensors)
+        return StackDataset(*columns) if self.names is None else StackDataset(**columns)
 
     def __len__(self) -> int:
         return self.n // self.bs if self.drop_last else -(-self.n // self.bs)
