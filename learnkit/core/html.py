@@ -1,7 +1,7 @@
-"""What a notebook shows: tables that take on the page's colours, light or dark, and outputs that are updated in place.
+"""HTML tables and updatable outputs for notebooks.
 
-Everything that is put into a table is escaped here. Nothing has a colour of its own; borders are a grey that is seen on
-any ground. A saved notebook holds all that is needed to show it again, and a text beside it."""
+All table contents are escaped. Tables use the page's colors, light or dark, with gray borders that are visible on both.
+A saved notebook needs no other files, and holds a plain-text version of each output."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def definitions(
     entries: Mapping[str, Any],  # by name: a value, several lines, or a function returning either
     title: str = '',  # stands above the table
 ) -> str:
-    """Return an HTML table of names and what is said of them; a function that raises is not in the way of the others.
+    """Return an HTML table of names and values; the error of a function is shown in its row.
 
     >>> 'ZeroDivisionError' in definitions({'half': lambda: 1 / 0, 'whole': 1})
     True
@@ -134,7 +134,7 @@ def truncate_rows(
     note: str,  # says how many are hidden, at '{}'
     first: int = 10,  # lines that stand before the note
 ) -> list[str]:
-    """Put a note in the place of the lines that are too many, behind the first few.
+    """Replace surplus lines after the first few by a note.
 
     >>> truncate_rows(['a', 'b', 'c', 'd'], 2, '({})', '{} more', first=1)
     ['a', '(2 more)', 'd']
@@ -146,7 +146,7 @@ def truncate_rows(
 
 
 def never_raising(f: Callable[[Any], str]) -> Callable[[Any], str | None]:
-    "Make a `_repr_html_` that gives None where it raises: a notebook then shows the text."
+    "Wrap `_repr_html_` to return None on an exception, so that a notebook shows the plain text."
 
     @wraps(f)
     def html(self: Any) -> str | None:
@@ -159,7 +159,7 @@ def never_raising(f: Callable[[Any], str]) -> Callable[[Any], str | None]:
 
 
 class DisplayHandle:
-    "One output area of a notebook, updated in place: what it holds last is what is saved."
+    "Output area of a notebook that can be updated; the last content is saved."
 
     def __init__(self) -> None:
         self.handle: Any = None
@@ -169,7 +169,7 @@ class DisplayHandle:
         data: dict[str, Any],  # what to show, by kind: 'text/html', 'text/plain', 'image/png'
         metadata: dict[str, Any] | None = None,  # by kind too: an image's width and height
     ) -> None:
-        "Show something, in the place of what was there."
+        "Show data, replacing the previous content."
         from IPython.display import display
 
         if self.handle:
@@ -179,7 +179,7 @@ class DisplayHandle:
 
 
 def in_notebook() -> bool:
-    "Tell whether this is a Jupyter kernel; IPython is not imported to find out."
+    "Return True in a Jupyter kernel, without importing IPython."
     ipython = sys.modules.get('IPython')
     shell = ipython.get_ipython() if ipython else None
     return any(cls.__name__ == 'ZMQInteractiveShell' for cls in type(shell).__mro__)

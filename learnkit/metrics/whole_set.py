@@ -14,7 +14,7 @@ from learnkit.core.errors import MetricError, did_you_mean
 from learnkit.metrics.averages import TorchMetric, batch_weight, check_on
 from learnkit.metrics.base import Mean, Metric, is_number, paired
 from learnkit.metrics.merge import merged_pairs
-from learnkit.metrics.state import Pairs, accumulated, joined, put_back
+from learnkit.metrics.state import Pairs, accumulated, joined, restore_state
 
 __all__ = ['AccumMetric', 'LossMetric', 'LossMetrics', 'skm_to_fastai']
 
@@ -100,7 +100,7 @@ class _WholeSet:
         return accumulated(self)
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        put_back(self, sd)
+        restore_state(self, sd)
 
     def merge(self, states: list[dict[str, Any]]) -> None:
         self.waiting, self.lengths = merged_pairs(states)
