@@ -30,21 +30,21 @@ _LINE = 'thin solid rgba(128,128,128,.4)'
 
 
 def table(
-    head: Sequence[str],  # the names of the columns
-    rows: Iterable[Sequence[Any]],  # a column of numbers stands to the right, any other to the left
-    title: str = '',  # stands above the table
-    max_rows: int = MAX_ROWS,  # where there are more, the first and the last are shown
+    head: Sequence[str],  # names of the columns
+    rows: Iterable[Sequence[Any]],  # rows of values; columns of numbers are right-aligned
+    title: str = '',  # title above the table
+    max_rows: int = MAX_ROWS,  # maximum number of rows; of more, the first and last are shown
 ) -> str:
     """Return an HTML table.
 
     >>> table(['part', 'us'], [['loss', 3]], 'a step')[:67]
     '<div><b>a step</b></div><table style="border-collapse:collapse"><th'
     """
-    texts = [list(map(format_cell, row)) for row in rows]
+    cells = [list(map(format_cell, row)) for row in rows]
     sides = [
-        'right' if all(map(_is_count, column)) else 'left' for column in zip(*texts, strict=False)
+        'right' if all(map(_is_count, column)) else 'left' for column in zip(*cells, strict=False)
     ]
-    lines = [html_row('td', row, sides) for row in texts]
+    lines = [html_row('td', row, sides) for row in cells]
     body = ''.join(
         truncate_rows(
             lines, max_rows, f'<tr><td colspan="{len(head)}">{{}}</td></tr>', '... {} more ...'
@@ -55,8 +55,8 @@ def table(
 
 
 def definitions(
-    entries: Mapping[str, Any],  # by name: a value, several lines, or a function returning either
-    title: str = '',  # stands above the table
+    entries: Mapping[str, Any],  # values, lists of lines, or functions that return either, by name
+    title: str = '',  # title above the table
 ) -> str:
     """Return an HTML table of names and values; the error of a function is shown in its row.
 
@@ -72,10 +72,10 @@ def definitions(
 
 
 def html_row(
-    tag: str,  # of the cells: 'th' or 'td'
-    cells: Iterable[str],  # their texts
-    sides: Sequence[str] = (),  # where each stands: 'left', 'right'; none: as the table says
-    style: str = '',  # of each
+    tag: str,  # tag of the cells: 'th' or 'td'
+    cells: Iterable[str],  # contents of the cells
+    sides: Sequence[str] = (),  # alignment of the cells: 'left' or 'right'; empty: the default
+    style: str = '',  # CSS of each cell
 ) -> str:
     "Return a row of a table."
     cells = list(cells)
@@ -130,9 +130,9 @@ def format_cell(value: Any) -> str:
 def truncate_rows(
     lines: list[str],
     max_rows: int,  # more are hidden
-    row: str,  # how the note stands in a line, at '{}'
-    note: str,  # says how many are hidden, at '{}'
-    first: int = 10,  # lines that stand before the note
+    row: str,  # template of the row with the note, with '{}'
+    note: str,  # template of the note, with '{}' for the number of hidden lines
+    first: int = 10,  # number of lines before the note
 ) -> list[str]:
     """Replace surplus lines after the first few by a note.
 

@@ -310,7 +310,7 @@ def _suggest_unit(number: str, word: str) -> str:
 def _convert_value(value: Any, unit: str) -> int | float:
     "Convert a number to an int for a counted unit, else to a float; raise `TimeError` for an invalid number."
     _check_unit(unit)
-    if isinstance(value, bool) or not isinstance(value, (Real, Decimal)) or not _is_finite(value):
+    if not _is_finite_number(value):
         raise TimeError(f'{value!r} is no number of {UNITS[unit]}. {_help()}')
     if value < 0:
         raise TimeError(f'A time cannot be negative, got {value}{unit}.')
@@ -325,7 +325,9 @@ def _convert_value(value: Any, unit: str) -> int | float:
     return int(value)
 
 
-def _is_finite(value: Any) -> bool:
+def _is_finite_number(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (Real, Decimal)):
+        return False
     try:
         return math.isfinite(value)
     except OverflowError:

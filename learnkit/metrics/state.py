@@ -146,7 +146,7 @@ def _restore_torchmetrics(o: Any, sd: Mapping[str, Any]) -> None:
     inside = {path: m for path, m in o.named_modules() if '_defaults' in vars(m)}
     if set(inside) != set(sd) or not all(_fit(m, sd[path]['states']) for path, m in inside.items()):
         raise MetricError(
-            f'The state does not belong to this {type(o).__name__}: other metrics, or other sizes.'
+            f'The state is not that of this {type(o).__name__}: other metrics, or other sizes.'
         )
     for path, m in inside.items():
         for k, v in sd[path]['states'].items():
