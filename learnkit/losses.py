@@ -1,11 +1,11 @@
-"""Loss functions by fastai's names: torch's on flattened predictions and targets, and some of their own.
+"""Loss functions with fastai's names: torch's losses of flattened predictions and targets, and further losses.
 
-Any torch loss, or function, works in a Learner as it is. These know besides how to turn predictions into what a person
-reads: `activation` gives probabilities, `decodes` the targets they stand for. Classes are along `axis`: (B, C),
-(B, T, C), or (B, C, H, W) with `axis=1`; targets are class numbers, or probabilities in the shape of the predictions.
-`reduction` ('mean', 'sum' or 'none') may be set at any time, and weights move with `.to(device)`.
+A Learner accepts any torch loss or function. The losses of this module also convert predictions: `activation` returns
+probabilities, `decodes` returns predicted targets. Classes are along `axis`: (B, C), (B, T, C), or (B, C, H, W) with
+`axis=1`. Targets are class numbers, or probabilities of the predictions' shape. `reduction` ('mean', 'sum' or 'none')
+may be set at any time. Weights move with `.to(device)`.
 
-Shapes that do not fit raise `LossError`, where torch might broadcast them; bad options raise `OptionError`."""
+Shapes that do not match raise `LossError`, also if torch would broadcast them. Invalid options raise `OptionError`."""
 
 from __future__ import annotations
 
@@ -48,28 +48,31 @@ class BaseLoss(nn.Module):
     tensor(0.7500)
     """
 
-    # whether targets may be class numbers, so that a mix of two targets is a mix of two losses
+    # whether targets may be class numbers, which MixUp cannot mix: MixUp mixes the losses of both targets
     y_int = False
     func: Any
 
     def __init__(
         self,
-        loss_cls: Callable[..., Any],  # makes the loss: nn.CrossEntropyLoss
-        *args: Any,  # its arguments
-        axis: int = -1,  # where the classes are
-        flatten: bool = True,  # whether to flatten; otherwise the classes only move to the end
-        floatify: bool = False,  # whether targets become floats
-        is_2d: bool = True,  # classes keep their dimension: predictions (N, C), targets (N,)
-        **kwargs: Any,  # more arguments of the loss
+        loss_cls: Callable[..., Any],  # class of the loss, such as nn.CrossEntropyLoss
+        *args: Any,  # positional arguments of the class
+        axis: int = -1,  # class dimension
+        flatten: bool = True,  # flatten; False: only move the class dimension to the end
+        floatify: bool = False,  # convert targets to floats
+        is_2d: bool = True,  # keep the class dimension: predictions (N, C), targets (N,)
+        **kwargs: Any,  # keyword arguments of the class
     ) -> None:
         super().__init__()
-        self.axis, self.flatten, self.floatify, self.is_2d = axis, flatten, floatify, is_2d
+        self.axis = axis
+        self.flatten = flatten
+        self.floatify = floatify
+        self.is_2d = is_2d
         self.func = loss_cls(*args, **kwargs)
         _check_reduction(getattr(self.func, 'reduction', 'mean'))
 
     @property
     def reduction(self) -> str:
-        "How the losses of all samples become one: 'mean', 'sum' or 'none'."
+        "Reduction of the losses of a batch: 'mean', 'sum' or 'none'."
         return str(self.func.reduction)
 
     @reduction.setter
@@ -90,16 +93,15 @@ class BaseLoss(nn.Module):
             return self.func(inp, targ, **kwargs)
         n_classes = inp.shape[-1:] if self.is_2d else ()
         is_soft = targ.shape == inp.shape and targ.is_floating_point()
-        return self.func(
-            inp.reshape(-1, *n_classes), targ.reshape(-1, *(n_classes if is_soft else ())), **kwargs
-        )
+        targ = targ.reshape(-1, *n_classes) if is_soft else targ.reshape(-1)
+        return self.func(inp.reshape(-1, *n_classes), targ, **kwargs)
 
     def loss_denominator(self) -> Denominator:
-        "What the mean over a batch is of: that of the loss inside."
-        inside = denominator_of(self.func)
-        if isinstance(inside, ClassTargets):
-            inside.axis = self.axis
-        return inside
+        "Return the denominator of the wrapped loss."
+        denominator = denominator_of(self.func)
+        if isinstance(denominator, ClassTargets):
+            denominator.axis = self.axis
+        return denominator
 
     def _check_fit(self, inp: Tensor, targ: Tensor) -> None:
         check_axis(self, inp)
@@ -111,17 +113,18 @@ class BaseLoss(nn.Module):
             fits = _fits_classes(inp, targ, self.axis, self.y_int)
         if fits:
             return
-        wanted = (
-            _wanted(inp, self.axis) if self.is_2d else f'give targets of shape {list(inp.shape)}.'
-        )
-        raise _misfit(self, inp, targ, wanted)
+        if self.is_2d:
+            fix = _describe_fix(inp, self.axis)
+        else:
+            fix = f'give targets of shape {list(inp.shape)}.'
+        raise _make_shape_error(self, inp, targ, fix)
 
     def activation(self, x: Tensor) -> Tensor:
-        "Turn predictions into what a person reads: as they are."
+        "Return the predictions unchanged."
         return x
 
     def decodes(self, x: Tensor) -> Tensor:
-        "Turn activated predictions into targets: as they are."
+        "Return the activated predictions unchanged."
         return x
 
     def __repr__(self) -> str:
@@ -129,25 +132,26 @@ class BaseLoss(nn.Module):
             'axis': self.axis,
             **{k: getattr(self.func, k) for k in getattr(self.func, '__constants__', ())},
         }
-        shown = [f'{k}={v!r}' for k, v in options.items()]
-        return f'{type(self).__name__}({", ".join(shown + [f"{k} {_shape(w)}" for k, w in self.func.named_buffers()])})'
+        parts = [f'{k}={v!r}' for k, v in options.items()]
+        parts += [f'{k} {_describe_shape(w)}' for k, w in self.func.named_buffers()]
+        return f'{type(self).__name__}({", ".join(parts)})'
 
 
-class _Classes(BaseLoss):
-    "What losses of class numbers have in common."
+class _ClassLoss(BaseLoss):
+    "Base class of losses of class numbers."
 
     y_int = True
 
     def activation(self, x: Tensor) -> Tensor:
-        "Softmax."
+        "Return the softmax over the classes."
         return x.softmax(self.axis)
 
     def decodes(self, x: Tensor) -> Tensor:
-        "The class that scores highest."
+        "Return the class with the highest score."
         return x.argmax(self.axis)
 
 
-class CrossEntropyLossFlat(_Classes):
+class CrossEntropyLossFlat(_ClassLoss):
     """Cross-entropy, `-log softmax(x)[t]`: `nn.CrossEntropyLoss` with the classes along any axis.
 
     >>> CrossEntropyLossFlat(axis=1)(torch.zeros(2, 4, 8, 8), torch.zeros(2, 8, 8, dtype=torch.uint8))
@@ -156,12 +160,12 @@ class CrossEntropyLossFlat(_Classes):
 
     def __init__(
         self,
-        weight: Tensor | None = None,  # what each class counts, (C,)
+        weight: Tensor | None = None,  # class weights (C,)
         *,
-        axis: int = -1,  # where the classes are
-        ignore_index: int = -100,  # a target that does not count
+        axis: int = -1,  # class dimension
+        ignore_index: int = -100,  # target that is ignored
         reduction: str = 'mean',  # 'mean', 'sum' or 'none'
-        label_smoothing: float = 0.0,  # the share of the target that goes to all classes alike
+        label_smoothing: float = 0.0,  # fraction of the target spread evenly over all classes
     ) -> None:
         super().__init__(
             nn.CrossEntropyLoss,
@@ -176,8 +180,8 @@ class CrossEntropyLossFlat(_Classes):
 class BCEWithLogitsLossFlat(BaseLoss):
     """Binary cross-entropy of logits, `-t*log s - (1 - t)*log(1 - s)` with `s = sigmoid(x)`.
 
-    Targets of any type become floats. With `weight` or `pos_weight`, which go along the last dimension, nothing is
-    flattened and the shapes have to be the same.
+    Targets are converted to floats. With `weight` or `pos_weight`, which apply along the last dimension, nothing is
+    flattened and the shapes have to be equal.
 
     >>> BCEWithLogitsLossFlat()(torch.zeros(3, 1), torch.tensor([0, 1, 1]))
     tensor(0.6931)
@@ -185,13 +189,13 @@ class BCEWithLogitsLossFlat(BaseLoss):
 
     def __init__(
         self,
-        weight: Tensor | None = None,  # what each element counts
+        weight: Tensor | None = None,  # weights of the elements
         *,
-        axis: int = -1,  # where the labels are; they move to the end for the weights
-        floatify: bool = True,  # whether targets become floats
-        thresh: float = 0.5,  # the probability above which `decodes` predicts a label
+        axis: int = -1,  # label dimension, moved to the end for the weights
+        floatify: bool = True,  # convert targets to floats
+        thresh: float = 0.5,  # probability above which `decodes` predicts a label
         reduction: str = 'mean',  # 'mean', 'sum' or 'none'
-        pos_weight: Tensor | None = None,  # what a positive target counts, by label
+        pos_weight: Tensor | None = None,  # weights of positive targets by label
     ) -> None:
         super().__init__(
             nn.BCEWithLogitsLoss,
@@ -206,11 +210,11 @@ class BCEWithLogitsLossFlat(BaseLoss):
         self.thresh = thresh
 
     def activation(self, x: Tensor) -> Tensor:
-        "Sigmoid."
+        "Return the sigmoid."
         return x.sigmoid()
 
     def decodes(self, x: Tensor) -> Tensor:
-        "Whether the probability is above `thresh`."
+        "Return True for probabilities above `thresh`."
         return x > self.thresh
 
 
@@ -223,10 +227,10 @@ class BCELossFlat(BaseLoss):
 
     def __init__(
         self,
-        weight: Tensor | None = None,  # what each element counts; as in `BCEWithLogitsLossFlat`
+        weight: Tensor | None = None,  # weights of the elements, as in `BCEWithLogitsLossFlat`
         *,
-        axis: int = -1,  # where the labels are
-        floatify: bool = True,  # whether targets become floats
+        axis: int = -1,  # label dimension
+        floatify: bool = True,  # convert targets to floats
         reduction: str = 'mean',  # 'mean', 'sum' or 'none'
     ) -> None:
         super().__init__(
@@ -241,7 +245,7 @@ class BCELossFlat(BaseLoss):
 
 
 class MSELossFlat(BaseLoss):
-    """Mean squared error, where (B, 1) predictions fit (B,) targets.
+    """Mean squared error; (B, 1) predictions match (B,) targets.
 
     >>> MSELossFlat()(torch.tensor([[1.], [2.]]), torch.tensor([1, 4]))
     tensor(2.)
@@ -252,7 +256,7 @@ class MSELossFlat(BaseLoss):
 
 
 class L1LossFlat(BaseLoss):
-    """Mean absolute error, where (B, 1) predictions fit (B,) targets.
+    """Mean absolute error; (B, 1) predictions match (B,) targets.
 
     >>> L1LossFlat()(torch.tensor([[1.], [2.]]), torch.tensor([1, 4]))
     tensor(1.)
@@ -262,46 +266,47 @@ class L1LossFlat(BaseLoss):
         super().__init__(nn.L1Loss, reduction=reduction, axis=axis, floatify=floatify, is_2d=False)
 
 
-class _Plain(nn.Module):
-    "A loss of its own, of (B, C, ...) predictions and class numbers (B, ...), not flattened."
+class _UnflattenedLoss(nn.Module):
+    "Base class of losses of (B, C, ...) predictions and class numbers (B, ...), not flattened."
 
-    y_int, __constants__ = True, ['reduction']
+    y_int = True
+    __constants__ = ['reduction']
 
     def __init__(self, weight: Tensor | None, reduction: str) -> None:
         super().__init__()
         self.register_buffer('weight', weight, persistent=False)
         self.reduction = _check_reduction(reduction)
 
-    def _target(self, inp: Tensor, targ: Tensor) -> Tensor:
-        "The targets in torch's type, when they fit."
+    def _convert_targets(self, inp: Tensor, targ: Tensor) -> Tensor:
+        "Return class numbers as int64; raise `LossError` if the shapes do not match."
         if not (targ.shape == inp.shape and targ.is_floating_point()):
             if targ.shape != inp.shape[:1] + inp.shape[2:] or targ.is_floating_point():
-                raise _misfit(self, inp, targ, _wanted(inp, 1))
+                raise _make_shape_error(self, inp, targ, _describe_fix(inp, 1))
             targ = targ.long()
         return targ
 
     def loss_denominator(self) -> Denominator:
-        "What the mean over a batch is of: all targets."
+        "Return the denominator of the mean: the number of targets."
         return Elements()
 
     def activation(self, x: Tensor) -> Tensor:
-        "Softmax."
+        "Return the softmax over the classes."
         return x.softmax(1)
 
     def decodes(self, x: Tensor) -> Tensor:
-        "The class that scores highest."
+        "Return the class with the highest score."
         return x.argmax(1)
 
     def extra_repr(self) -> str:
         return ', '.join(f'{k}={getattr(self, k)!r}' for k in self.__constants__)
 
 
-class LabelSmoothingCrossEntropy(_Plain):
+class LabelSmoothingCrossEntropy(_UnflattenedLoss):
     """Cross-entropy with smoothed targets, `(1 - eps)*CE(x, t) + eps*mean_c(-log softmax(x)[c])`.
 
-    From Szegedy et al., 2015. As in fastai `weight` is for the first part alone; in torch's own, which is
-    `CrossEntropyLossFlat(label_smoothing=...)`, for both. Takes (B, C, ...) predictions;
-    `LabelSmoothingCrossEntropyFlat` has the classes along any axis.
+    From Szegedy et al., 2015. As in fastai, `weight` applies to the first term only. In torch's version,
+    `CrossEntropyLossFlat(label_smoothing=...)`, `weight` applies to both terms. Takes (B, C, ...) predictions;
+    `LabelSmoothingCrossEntropyFlat` takes classes along any axis.
 
     >>> LabelSmoothingCrossEntropy()(torch.tensor([[2., 0.]]), torch.tensor([0]))
     tensor(0.2269)
@@ -312,8 +317,8 @@ class LabelSmoothingCrossEntropy(_Plain):
 
     def __init__(
         self,
-        eps: float = 0.1,  # the share of the target that goes to all classes alike
-        weight: Tensor | None = None,  # what each class counts, (C,)
+        eps: float = 0.1,  # fraction of the target spread evenly over all classes
+        weight: Tensor | None = None,  # class weights (C,)
         reduction: str = 'mean',  # 'mean', 'sum' or 'none'
     ) -> None:
         super().__init__(weight, reduction)
@@ -322,7 +327,7 @@ class LabelSmoothingCrossEntropy(_Plain):
         self.eps = eps
 
     def loss_denominator(self) -> Denominator:
-        "What the mean over a batch is of: the targets that count; with class weights there is no such number."
+        "Return the denominator of the mean: the number of targets not ignored; unknown with class weights."
         if self.weight is None:
             return ClassTargets({'reduction': self.reduction})
         return Unknown(
@@ -332,16 +337,16 @@ class LabelSmoothingCrossEntropy(_Plain):
         )
 
     def forward(self, inp: Tensor, targ: Tensor) -> Tensor:
-        targ, how = self._target(inp, targ), self.reduction
+        targ = self._convert_targets(inp, targ)
+        reduction = self.reduction
         if self.weight is None:
-            return F.cross_entropy(inp, targ, reduction=how, label_smoothing=self.eps)
-        hard = F.cross_entropy(inp, targ, self.weight, reduction=how)
-        return (1 - self.eps) * hard + self.eps * F.cross_entropy(
-            inp, targ, reduction=how, label_smoothing=1.0
-        )
+            return F.cross_entropy(inp, targ, reduction=reduction, label_smoothing=self.eps)
+        hard = F.cross_entropy(inp, targ, self.weight, reduction=reduction)
+        smooth = F.cross_entropy(inp, targ, reduction=reduction, label_smoothing=1.0)
+        return (1 - self.eps) * hard + self.eps * smooth
 
 
-class LabelSmoothingCrossEntropyFlat(_Classes):
+class LabelSmoothingCrossEntropyFlat(_ClassLoss):
     """`LabelSmoothingCrossEntropy` with the classes along any axis.
 
     >>> LabelSmoothingCrossEntropyFlat()(torch.tensor([[[2., 0.]]]), torch.tensor([[0]]))
@@ -350,20 +355,20 @@ class LabelSmoothingCrossEntropyFlat(_Classes):
 
     def __init__(
         self,
-        eps: float = 0.1,  # the share of the target that goes to all classes alike
-        weight: Tensor | None = None,  # what each class counts, (C,)
+        eps: float = 0.1,  # fraction of the target spread evenly over all classes
+        weight: Tensor | None = None,  # class weights (C,)
         reduction: str = 'mean',  # 'mean', 'sum' or 'none'
         *,
-        axis: int = -1,  # where the classes are
+        axis: int = -1,  # class dimension
     ) -> None:
         super().__init__(LabelSmoothingCrossEntropy, eps, weight, reduction, axis=axis)
 
 
-class FocalLoss(_Plain):
+class FocalLoss(_UnflattenedLoss):
     """Focal loss, `-w_t*(1 - p_t)**gamma*log p_t` with `p = softmax(x)` (Lin et al., 2017, equation 5).
 
-    The mean is over samples. As in the paper, and other than in fastai, `weight` is outside of the power. Takes
-    (B, C, ...) predictions; `FocalLossFlat` has the classes along any axis.
+    The mean is over samples. As in the paper, but not in fastai, `weight` is outside of the power. Takes (B, C, ...)
+    predictions; `FocalLossFlat` takes classes along any axis.
 
     >>> FocalLoss(gamma=1.)(torch.zeros(1, 2), torch.tensor([0]))
     tensor(0.3466)
@@ -374,8 +379,8 @@ class FocalLoss(_Plain):
 
     def __init__(
         self,
-        gamma: float = 2.0,  # how much less easy samples count; 0 is cross-entropy
-        weight: Tensor | None = None,  # what each class counts, (C,)
+        gamma: float = 2.0,  # focusing parameter; 0 is cross-entropy
+        weight: Tensor | None = None,  # class weights (C,)
         reduction: str = 'mean',  # 'mean', 'sum' or 'none'
     ) -> None:
         super().__init__(weight, reduction)
@@ -384,17 +389,16 @@ class FocalLoss(_Plain):
         self.gamma = gamma
 
     def forward(self, inp: Tensor, targ: Tensor) -> Tensor:
-        targ = self._target(inp, targ)
+        targ = self._convert_targets(inp, targ)
         ce = F.cross_entropy(inp, targ, reduction='none')
         miss = -torch.expm1(-ce)  # 1 - p_t
-        miss = miss.clamp_min(torch.finfo(miss.dtype).tiny)  # a power below 1 has no slope at 0
-        weighted = (
-            ce if self.weight is None else F.cross_entropy(inp, targ, self.weight, reduction='none')
-        )
-        return _reduced(miss**self.gamma * weighted, self.reduction)
+        miss = miss.clamp_min(torch.finfo(miss.dtype).tiny)  # a power below 1 has no gradient at 0
+        if self.weight is not None:
+            ce = F.cross_entropy(inp, targ, self.weight, reduction='none')
+        return _reduce(miss**self.gamma * ce, self.reduction)
 
 
-class FocalLossFlat(_Classes):
+class FocalLossFlat(_ClassLoss):
     """`FocalLoss` with the classes along any axis.
 
     >>> FocalLossFlat(gamma=1., axis=1)(torch.zeros(1, 2, 4, 4), torch.zeros(1, 4, 4, dtype=torch.long))
@@ -403,19 +407,19 @@ class FocalLossFlat(_Classes):
 
     def __init__(
         self,
-        gamma: float = 2.0,  # how much less easy samples count; 0 is cross-entropy
-        weight: Tensor | None = None,  # what each class counts, (C,)
+        gamma: float = 2.0,  # focusing parameter; 0 is cross-entropy
+        weight: Tensor | None = None,  # class weights (C,)
         reduction: str = 'mean',  # 'mean', 'sum' or 'none'
         *,
-        axis: int = -1,  # where the classes are
+        axis: int = -1,  # class dimension
     ) -> None:
         super().__init__(FocalLoss, gamma, weight, reduction, axis=axis)
 
 
 class DiceLoss(nn.Module):
-    """1 - Dice of each sample and class, `1 - (2*sum(p*t) + smooth)/(sum(p + t) + smooth)` over its pixels.
+    """Dice loss of each sample and class, `1 - (2*sum(p*t) + smooth)/(sum(p + t) + smooth)` over the pixels.
 
-    Targets (B, H, W) or (B, 1, H, W) are class numbers; one that is no class, 255 for one, belongs to none.
+    Targets (B, H, W) or (B, 1, H, W) are class numbers. A target outside of the classes, such as 255, matches no class.
 
     >>> DiceLoss(reduction='mean')(torch.tensor([[[9., -9.], [-9., 9.]]])*9, torch.tensor([[0, 1]]))
     tensor(0.)
@@ -423,35 +427,39 @@ class DiceLoss(nn.Module):
 
     def __init__(
         self,
-        axis: int = 1,  # where the classes are
-        smooth: float = 1e-6,  # keeps the share defined for a class without a pixel
+        axis: int = 1,  # class dimension
+        smooth: float = 1e-6,  # smoothing term that defines the loss of a class without pixels
         reduction: str = 'sum',  # over samples and classes: 'mean', 'sum' or 'none' (B, C)
         square_in_union: bool = False,  # `p*p` in the denominator (V-Net)
     ) -> None:
         super().__init__()
-        self.axis, self.smooth, self.square_in_union = axis, smooth, square_in_union
+        self.axis = axis
+        self.smooth = smooth
+        self.square_in_union = square_in_union
         self.reduction = _check_reduction(reduction)
 
     def forward(self, pred: Tensor, targ: Tensor) -> Tensor:
         check_axis(self, pred)
         if not _fits_classes(pred, targ, self.axis, True) or targ.is_floating_point():
-            raise _misfit(self, pred, targ, _wanted(pred, self.axis))
+            raise _make_shape_error(self, pred, targ, _describe_fix(pred, self.axis))
         p = self.activation(pred).movedim(self.axis, 1)
         p = p.reshape(*p.shape[:2], -1)
         t = targ.reshape(len(p), 1, -1) == torch.arange(p.shape[1], device=p.device)[:, None]
-        both, total = (p * t).sum(2), ((p * p if self.square_in_union else p) + t).sum(2)
-        return _reduced(1 - (2 * both + self.smooth) / (total + self.smooth), self.reduction)
+        both = (p * t).sum(2)
+        union = p * p if self.square_in_union else p
+        total = (union + t).sum(2)
+        return _reduce(1 - (2 * both + self.smooth) / (total + self.smooth), self.reduction)
 
     def loss_denominator(self) -> Denominator:
-        "What the mean over a batch is of: samples."
+        "Return the denominator of the mean: the number of samples."
         return Samples()
 
     def activation(self, x: Tensor) -> Tensor:
-        "Softmax."
+        "Return the softmax over the classes."
         return x.softmax(self.axis)
 
     def decodes(self, x: Tensor) -> Tensor:
-        "The class that scores highest."
+        "Return the class with the highest score."
         return x.argmax(self.axis)
 
     def extra_repr(self) -> str:
@@ -459,16 +467,16 @@ class DiceLoss(nn.Module):
 
 
 def check_axis(loss: Any, inp: Tensor) -> None:
-    "Raise `LossError` where the predictions do not have the axis of the classes."
+    "Raise `LossError` if the predictions do not have the class dimension."
     if -inp.ndim <= loss.axis < inp.ndim:
         return
     raise LossError(
-        f'{type(loss).__name__}(axis={loss.axis}): predictions {_shape(inp)} have no such axis.'
+        f'{type(loss).__name__}(axis={loss.axis}): predictions {_describe_shape(inp)} have no such axis.'
     )
 
 
 def _fits_classes(inp: Tensor, targ: Tensor, axis: int, whole: bool) -> bool:
-    "Class numbers, one for each prediction, or probabilities in its shape."
+    "Return True for one class number per prediction (an int if `whole`), or probabilities of the same shape."
     if targ.shape == inp.shape and targ.is_floating_point():
         return True
     return targ.numel() * inp.shape[axis] == inp.numel() and not (
@@ -476,13 +484,14 @@ def _fits_classes(inp: Tensor, targ: Tensor, axis: int, whole: bool) -> bool:
     )
 
 
-def _misfit(loss: nn.Module, inp: Tensor, targ: Tensor, wanted: str) -> LossError:
-    "The error for shapes that do not fit."
-    what = f'{type(loss).__name__}: predictions {_shape(inp)} and targets {_shape(targ)}'
-    return LossError(f'{what} do not fit: {wanted}')
+def _make_shape_error(loss: nn.Module, inp: Tensor, targ: Tensor, fix: str) -> LossError:
+    "Return the error for shapes that do not match."
+    shapes = f'predictions {_describe_shape(inp)} and targets {_describe_shape(targ)}'
+    return LossError(f'{type(loss).__name__}: {shapes} do not fit: {fix}')
 
 
-def _wanted(inp: Tensor, axis: int) -> str:
+def _describe_fix(inp: Tensor, axis: int) -> str:
+    "Describe the targets that match predictions."
     shape = list(inp.shape)
     n = shape.pop(axis)
     return (
@@ -492,12 +501,14 @@ def _wanted(inp: Tensor, axis: int) -> str:
     )
 
 
-def _shape(t: Tensor) -> str:
+def _describe_shape(t: Tensor) -> str:
     return f'{list(t.shape)} {str(t.dtype).removeprefix("torch.")}'
 
 
-def _reduced(loss: Tensor, how: str) -> Tensor:
-    return loss.mean() if how == 'mean' else loss.sum() if how == 'sum' else loss
+def _reduce(loss: Tensor, reduction: str) -> Tensor:
+    if reduction == 'mean':
+        return loss.mean()
+    return loss.sum() if reduction == 'sum' else loss
 
 
 def _check_reduction(how: str) -> str:

@@ -150,7 +150,9 @@ class ParamScheduler(Callback):
             values = value.tolist()
             if min(values) >= least and sum(values) < math.inf and max(values) < bound_of(name):
                 return values
-        return self.learn.opt._checked(name, value.tolist() if hasattr(value, 'tolist') else value)
+        return self.learn.opt._check_values(
+            name, value.tolist() if hasattr(value, 'tolist') else value
+        )
 
     def cleanup(self) -> None:
         self._opt, self._known, self._plan = None, [], []  # they hold parameters

@@ -1,7 +1,7 @@
-"""What the loop does with a batch: split, move, detach, measure, join, cut up, and give it to the model.
+"""Operations on batches: splitting, moving, detaching, counting, joining, cutting, and calling the model.
 
-A batch may be a tensor, a tuple, list, named tuple, dict or other mapping, a dataclass, or any nesting of them;
-containers are rebuilt as their own type. What runs on each batch tries the common case first, a plain tuple or list."""
+A batch is a tensor, tuple, list, named tuple, dict or other mapping, dataclass, or any nesting of these. Containers are
+rebuilt with their own type. Functions on the path of each batch check the common case first, a plain tuple or list."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ __all__ = [
     'rebuilt',
 ]
 
-# where a batch with named entries has its targets
+# default names of targets in mappings and dataclasses
 TARGET_NAMES = ('labels', 'label', 'targets', 'target', 'y')
 _FORM = ': it is (*inputs, target), or a dict of inputs and `labels`. Look at what the collate function returns.'
 
 
 def split_batch(
-    batch: Any,  # as the loader gave it
-    n_inp: int | None = None,  # inputs among a tuple's entries; None: all but the last, or one
+    batch: Any,  # batch of a loader
+    n_inp: int | None = None,  # number of inputs in a tuple; None: all but the last, at least one
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:  # inputs and targets
-    """Split a batch into its inputs and its targets.
+    """Split a batch into inputs and targets.
 
-    A mapping or dataclass is one input, and its targets are the entries under `TARGET_NAMES` that are not None; any
-    other object is one input without targets. Raises `BatchError` for an empty batch, and for an `n_inp` that does not
-    fit: of a mapping or dataclass, any.
+    A mapping or dataclass is one input; its targets are the entries under `TARGET_NAMES` that are not None. Any other
+    object is one input without targets. Raises `BatchError` for an empty batch, for an `n_inp` outside of the tuple,
+    and for an `n_inp` given with a mapping or dataclass.
 
     >>> split_batch(['image', 'mask', 'label'])
     (('image', 'mask'), ('label',))
@@ -112,16 +112,16 @@ class BatchForm:
     (({'image': 1, 'boxes': 2, 'labels': 3},), (2, 3))
     """
 
-    n_inp: int | None = None  # entries of a tuple that are inputs
-    targets: tuple[str, ...] | None = None  # names of a mapping's entries that are targets
-    strict: bool = True  # whether `n_inp` is refused for mappings
+    n_inp: int | None = None  # number of inputs in a tuple
+    targets: tuple[str, ...] | None = None  # names of the targets in a mapping
+    strict: bool = True  # whether `n_inp` with a mapping is an error
 
     def split(
         self,
-        batch: Any,  # as the loader gave it
-        predicting: bool = False,  # whether a batch without any of the targets is accepted
+        batch: Any,  # batch of the loader
+        predicting: bool = False,  # whether a batch without any target is accepted
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:  # inputs and targets
-        "Return inputs and targets of a batch; raise `BatchError` for a batch of another form."
+        "Split a batch into inputs and targets; raise `BatchError` for a batch of another form."
         if self.targets is not None:
             return self._split_named(batch, self.targets, predicting)
         if self.strict or self.n_inp is None or _named(batch) is None:
@@ -144,22 +144,23 @@ class BatchForm:
 
 
 def form_of(
-    dls: Any,  # `DataLoaders`, or an object that works like one
-    name: str = 'train',  # the loader
+    dls: Any,  # `DataLoaders` or a similar object
+    name: str = 'train',  # name of the loader
 ) -> BatchForm:
-    "Return how the batches of a loader are split."
-    if (own := getattr(type(dls), 'batch_form', None)) is not None:
-        return own(dls, name)
-    return BatchForm(getattr(dls, 'n_inp', None), strict=False)  # other libraries always have one
+    "Return the form of a loader's batches."
+    batch_form = getattr(type(dls), 'batch_form', None)
+    if batch_form is not None:
+        return batch_form(dls, name)
+    return BatchForm(getattr(dls, 'n_inp', None), strict=False)  # fastai's `n_inp` is always set
 
 
 def to_device(
-    batch: Any,  # any nesting of tensors; what is no tensor is left alone
-    device: torch.device | str,  # where the tensors shall be
-) -> Any:  # `batch` itself when every tensor is there already
-    """Move every tensor in `batch` to `device`, without waiting when that is a GPU.
+    batch: Any,  # any nesting of tensors and other objects
+    device: torch.device | str,  # target device
+) -> Any:  # `batch` itself if no tensor has to be moved
+    """Move every tensor in `batch` to `device`, with `non_blocking=True` if `device` is a GPU.
 
-    An object with a `to` method of its own (a PackedSequence, a graph) is moved by it.
+    Any other object with a `to` method (a PackedSequence, a graph) is moved by that method.
 
     >>> batch = (torch.zeros(2), 'text')
     >>> to_device(batch, torch.device('cpu')) is batch
@@ -180,9 +181,9 @@ def to_device(
 
 def to_detach(
     b: Any,  # any nesting of tensors
-    cpu: bool = True,  # also move them to the CPU
+    cpu: bool = True,  # also move the tensors to the CPU
 ) -> Any:
-    """Return `b` with every tensor detached from its graph.
+    """Detach every tensor in `b` from its graph.
 
     >>> to_detach({'loss': torch.ones(1, requires_grad=True)})
     {'loss': tensor([1.])}
@@ -202,22 +203,23 @@ def detuplify(t: Any) -> Any:
 
 
 def find_bs(
-    b: Any,  # a batch, or the tuple of its inputs
-    yb: tuple[Any, ...] = (),  # its targets, where `b` is the inputs
-    size_func: Callable[[Any, Any], int] | None = None,  # f(xb, yb) that counts samples itself
+    b: Any,  # batch, or the tuple of its inputs
+    yb: tuple[Any, ...] = (),  # targets, if `b` is the inputs
+    size_func: Callable[[Any, Any], int]
+    | None = None,  # f(xb, yb) that returns the number of samples
 ) -> int:
     """Return the number of samples in a batch.
 
-    The first case that holds decides:
+    The first matching case decides:
 
-    1. `size_func`: what it returns.
-    2. The first entry with a size is a tensor or array (N, ...): N; a PackedSequence: its sequences; an object with
-       `num_graphs`: that number. Entries come in their order, inputs before targets; those of mappings, dataclasses
-       and named tuples are entries of the batch.
-    3. The first entry with a size is a list or tuple of m tensors, dicts or other containers, the first of n rows: m
-       samples, or some inputs of n samples. Another entry that fits only one of the two decides, the last one first,
-       so that targets do: a tensor of n rows, a list of m strings or dicts, a list of m tensors.
-    4. No other entry decides: m, one entry a sample.
+    1. `size_func` is given: its return value.
+    2. The first entry with a size is a tensor or array (N, ...): N; a PackedSequence: the number of its sequences; an
+       object with `num_graphs`: that number. Entries are ordered, inputs before targets. Entries of mappings,
+       dataclasses and named tuples are entries of the batch.
+    3. The first entry with a size is a list or tuple of m tensors, dicts or other containers, the first with n rows:
+       either m samples, or m inputs of n samples. The last other entry that fits only one of both numbers decides, so
+       that targets take precedence: a tensor of n rows, a list of m strings or dicts, a list of m tensors.
+    4. No other entry decides: m, one entry per sample.
     5. No entry holds a tensor with a dimension: the length of the first list of numbers, strings, dicts or tensors.
 
     Raises `BatchError` in any other case.
@@ -245,24 +247,25 @@ def find_bs(
 
 
 def count_samples(
-    learn: Any,  # a Learner with a batch at hand
+    learn: Any,  # Learner with a current batch
 ) -> int:
-    "Return the number of samples in this process's batch, by `find_bs` and the Learner's `size_func`."
+    "Return the number of samples in this rank's current batch, by `find_bs` and the Learner's `size_func`."
     return find_bs(learn.xb, learn.yb, getattr(learn, 'size_func', None))
 
 
 def batch_counter(
     learn: Any,  # a Learner
 ) -> Callable[[Any], int]:
-    "Return a function that counts the samples of a batch as a loader gave it, like those of the batch at hand."
-    form, size_func = form_of(learn.dls), getattr(learn, 'size_func', None)
+    "Return a function that counts the samples of a loader's batch as `count_samples` does for the current batch."
+    form = form_of(learn.dls)
+    size_func = getattr(learn, 'size_func', None)
     return lambda batch: find_bs(*form.split(batch), size_func)
 
 
 def count_stacked(
     xb: tuple[Any, ...],  # inputs
 ) -> int:
-    "Return the number of samples of stacked inputs; raise `BatchError` for a list with one entry a sample."
+    "Return the number of samples of stacked inputs; raise `BatchError` for a list with one entry per sample."
     n = find_bs(xb)
     if not has_listed_samples(xb, n):
         return n
@@ -274,9 +277,9 @@ def count_stacked(
 
 
 def has_certain_size(xb: tuple[Any, ...], yb: tuple[Any, ...]) -> bool:
-    """Return False if only case 4 of `find_bs` counts the samples, where stacked inputs would look the same.
+    """Return False if only case 4 of `find_bs` determines the size, so that a list could also be stacked inputs.
 
-    Tensors that differ in their first dimension are samples, and so are images (C, H, W) of 1, 3 or 4 channels.
+    Tensors of different first dimension are samples, and so are images (C, H, W) with 1, 3 or 4 channels.
 
     >>> views = [torch.zeros(64, 9), torch.zeros(64, 9)]
     >>> has_certain_size((views,), ()), has_certain_size((views,), (torch.zeros(64),))
@@ -286,17 +289,17 @@ def has_certain_size(xb: tuple[Any, ...], yb: tuple[Any, ...]) -> bool:
 
 
 def concat(
-    items: list[Any],  # equal nested structures, one a batch
-    dim: int = 0,  # the dimension along which tensors are joined; those without one are stacked
-    sizes: list[int] | None = None,  # samples of each item, where known
-    listed: bool = False,  # the batches have their samples in lists, see `has_listed_samples`
+    items: list[Any],  # one nested structure per batch, equal in all batches
+    dim: int = 0,  # dimension along which tensors are joined; 0-dim tensors are stacked
+    sizes: list[int] | None = None,  # number of samples of each item, if known
+    listed: bool = False,  # whether samples are in lists, see `has_listed_samples`
 ) -> Any:
-    """Join batches of predictions, targets or inputs into one structure of the same kind.
+    """Join batches of predictions, targets or inputs to one nested structure.
 
-    Tensors whose other dimensions differ become one flat list of their samples. A list of dicts, strings or other
-    objects has one entry a sample, and such lists are chained, as are lists and tuples that `sizes` show to have one;
-    graphs that can be taken apart become a list of them, and what else is no tensor one with an entry a batch. Raises
-    `BatchError` when there is nothing to join or the structures differ.
+    Tensors whose other dimensions differ become a flat list of samples. Lists with one entry per sample are chained:
+    lists of dicts, strings or other objects, and lists and tuples of the lengths in `sizes`. Batches of graphs become
+    a list of graphs. Any other object becomes a list with one entry per batch. Raises `BatchError` for an empty list
+    and for different structures.
 
     >>> concat([(torch.tensor([1, 2]), ['a', 'b']), (torch.tensor([3]), ['c'])])
     (tensor([1, 2, 3]), ['a', 'b', 'c'])
@@ -323,7 +326,9 @@ def concat(
     if children[0] is None:
         return list(items)
     if any(_keys(o) != _keys(first) for o in items):
-        raise BatchError(f'Batches of different structure cannot be joined: {_differing(items)}.')
+        raise BatchError(
+            f'Batches of different structure cannot be joined: {_describe_difference(items)}.'
+        )
     return rebuilt(
         first, [concat(list(group), dim, sizes, listed) for group in zip(*children, strict=True)]
     )
@@ -332,14 +337,14 @@ def concat(
 def microbatches(
     xb: tuple[Any, ...],  # inputs
     yb: tuple[Any, ...],  # targets
-    size: int,  # the most samples a piece may have
-    n: int | None = None,  # samples of the batch; None: as `find_bs` counts them
-) -> list[tuple[tuple[Any, ...], tuple[Any, ...]]]:  # (xb, yb) of each piece
-    """Cut a batch into pieces of at most `size` samples, without copying.
+    size: int,  # maximum number of samples of a microbatch
+    n: int | None = None,  # number of samples of the batch; None: `find_bs`
+) -> list[tuple[tuple[Any, ...], tuple[Any, ...]]]:  # (xb, yb) of each microbatch
+    """Cut a batch into microbatches of at most `size` samples, without copying.
 
-    Every tensor whose first dimension is the batch size is cut, as is a list or tuple with one entry a sample;
-    everything else goes whole to each piece. A batch that is small enough is its own only piece. Raises `BatchError`
-    for a batch that cannot be cut: see `cut_batch`.
+    Tensors whose first dimension is the batch size are cut, and lists or tuples with one entry per sample. Every
+    microbatch gets all other objects uncut. A batch of at most `size` samples is returned as the only microbatch.
+    Raises `BatchError` for a batch that cannot be cut, see `cut_batch`.
 
     >>> [x.tolist() for (x,), _ in microbatches((torch.arange(5),), (), 2)]
     [[0, 1], [2, 3], [4]]
@@ -356,13 +361,13 @@ def microbatches(
 def cut_batch(
     xb: tuple[Any, ...],  # inputs
     yb: tuple[Any, ...],  # targets
-    n: int,  # samples of the batch
-    pieces: Sequence[slice | list[int]],  # the samples of each piece
+    n: int,  # number of samples of the batch
+    pieces: Sequence[slice | list[int]],  # sample indices of each piece
 ) -> list[tuple[tuple[Any, ...], tuple[Any, ...]]]:  # (xb, yb) of each piece
-    """Return these pieces of a batch.
+    """Cut a batch into pieces with the given samples.
 
     Raises `BatchError` with the number of the entry for a PackedSequence or another object that cannot be cut, for
-    inputs of which nothing has an entry a sample, and for tensors as targets of which none has.
+    inputs without an entry per sample, and for tensor targets without an entry per sample.
 
     >>> cut_batch((torch.arange(3),), (['a', 'b', 'c'],), 3, [[2, 0]])
     [((tensor([2, 0]),), (['c', 'a'],))]
@@ -383,13 +388,13 @@ def cut_batch(
 
 
 def _cut_entries(
-    name: str,  # for errors
+    name: str,  # 'input' or 'target', for errors
     entries: tuple[Any, ...],
     n: int,
     rows: slice | list[int],
     listed: bool,
 ) -> tuple[Any, ...]:
-    "Return these samples of each entry, and name an entry that cannot be cut."
+    "Return the samples `rows` of each entry; an error names the entry that cannot be cut."
     cut = []
     for i, entry in enumerate(entries):
         try:
@@ -400,13 +405,13 @@ def _cut_entries(
 
 
 def apply_model(
-    model: Callable[..., Any],  # an `nn.Module`, or any function
+    model: Callable[..., Any],  # `nn.Module` or function
     xb: tuple[Any, ...],  # inputs
 ) -> Any:
     """Call the model with the inputs of a batch.
 
-    A single mapping or dataclass is passed by name when the model has parameters of those names or takes `**kwargs`
-    alone; names that it does not know are left out. Otherwise it is passed whole.
+    A single mapping or dataclass is passed by keyword if the model has parameters of these names or takes only
+    `**kwargs`; other entries are dropped. Otherwise the mapping or dataclass is passed as one argument.
 
     >>> apply_model(lambda ids, mask=1: (ids, mask), ({'ids': 5, 'length': 9},))
     (5, 1)
@@ -417,7 +422,7 @@ def apply_model(
 
 
 def passed_names(model: Callable[..., Any], xb: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    "Return which entries of a single mapping or dataclass the model takes by name; None when it takes `xb` as it is."
+    "Return the keys of a single mapping or dataclass to pass by keyword, or None to pass `xb` unchanged."
     if len(xb) != 1 or type(xb[0]) is Tensor:
         return None
     fields = _named(xb[0])
@@ -432,18 +437,18 @@ def passed_names(model: Callable[..., Any], xb: tuple[Any, ...]) -> tuple[Any, .
 def call_by_name(
     model: Callable[..., Any], xb: tuple[Any, ...], names: tuple[Any, ...] | None
 ) -> Any:
-    "Call the model with those entries of its single input, or with `xb` as it is."
+    "Call the model with the entries `names` of its single input as keywords, or with `xb` if `names` is None."
     if names is None:
         return model(*xb)
     fields = _named(xb[0]) or {}
     return model(**{k: fields[k] for k in names})
 
 
-def unpack_output(out: Any) -> tuple[Any, Any]:  # the prediction, and the loss or None
-    """Take the prediction and, where the model computed it, the loss out of what a model returned.
+def unpack_output(out: Any) -> tuple[Any, Any]:  # prediction, and loss or None
+    """Split the output of a model into the prediction and the loss, if the model computed one.
 
-    A mapping or dataclass with `loss` or `logits`, or another object with a `loss`, is taken apart: the prediction is
-    its `logits` or else all but the loss. Anything else is the prediction.
+    Of a mapping or dataclass with `loss` or `logits`, or another object with a `loss`, the prediction is `logits`, or
+    all entries but the loss if there is no `logits`. Any other output is the prediction.
 
     >>> unpack_output({'loss': 0.5, 'logits': [1, 2]})
     ([1, 2], 0.5)
@@ -454,7 +459,7 @@ def unpack_output(out: Any) -> tuple[Any, Any]:  # the prediction, and the loss 
         return out, None
     named = _named(out)
     if named is None:
-        # an object with logits alone is no model output: torch's distributions have them too
+        # `logits` alone does not mark a model output: torch's distributions have `logits` too
         if getattr(out, 'loss', None) is None:
             return out, None
         named = {'loss': out.loss, 'logits': getattr(out, 'logits', None)}
@@ -464,7 +469,7 @@ def unpack_output(out: Any) -> tuple[Any, Any]:  # the prediction, and the loss 
 
 
 def describe(batch: Any) -> str:
-    """Return a short text that says what a batch is made of, for messages.
+    """Return a short description of a batch's types and shapes, for messages.
 
     >>> describe((torch.zeros(8, 1, 28, 28), torch.zeros(8, dtype=torch.int64)))
     '(Tensor[8, 1, 28, 28] float32, Tensor[8] int64)'
@@ -508,7 +513,7 @@ def _parts(batch: Any, children: list[Any]) -> list[str]:
     return shown + ['...'] * (len(children) > 8)
 
 
-# Structures: a container's children, and the container made anew from changed ones
+# Containers: children of a container, and rebuilding with changed children
 
 
 def _is_dataclass(o: Any) -> bool:
@@ -520,7 +525,7 @@ def _is_record(o: Any) -> bool:
 
 
 def _keys(o: Any) -> list[Any]:
-    "Return the keys of a mapping, the field names of a record, or the positions of a tuple or list."
+    "Return the keys of a mapping, the field names of a record, or the indices of a tuple or list."
     if isinstance(o, Mapping):
         return list(o.keys())
     if _is_dataclass(o):
@@ -529,7 +534,7 @@ def _keys(o: Any) -> list[Any]:
 
 
 def children_of(o: Any) -> list[Any] | None:
-    "Return what a container holds, in the order of `_keys`, or None for a leaf."
+    "Return the values in a container in the order of `_keys`, or None for a leaf."
     if isinstance(o, (tuple, list)):
         return list(o)
     if isinstance(o, Mapping):
@@ -540,13 +545,13 @@ def children_of(o: Any) -> list[Any] | None:
 
 
 def rebuilt(like: Any, children: list[Any]) -> Any:
-    "Return a container of the type and the keys of `like` with other children."
+    "Return a container with the type and keys of `like` and other children."
     if isinstance(like, tuple):
         return like._make(children) if hasattr(like, '_make') else type(like)(children)
     if isinstance(like, Mapping) and not isinstance(like, MutableMapping):
         return type(like)(dict(zip(like, children, strict=True)))  # type: ignore[call-arg]
 
-    new = copy(like)  # keeps what a subclass has besides, such as the factory of a defaultdict
+    new = copy(like)  # keeps attributes of a subclass, such as the factory of a defaultdict
     if isinstance(like, list):
         new[:] = children
     elif isinstance(like, MutableMapping):
@@ -554,19 +559,19 @@ def rebuilt(like: Any, children: list[Any]) -> Any:
             new[k] = v
     else:
         for k, v in zip(_keys(like), children, strict=True):
-            object.__setattr__(new, k, v)  # also when it is frozen
+            object.__setattr__(new, k, v)  # a frozen dataclass has no `__setattr__`
     return new
 
 
 def map_tensors(b: Any, f: Callable[[Tensor], Any], own: Callable[[Any], Any] | None = None) -> Any:
-    "Apply `f` to each tensor and `own` to what moves itself; return `b` itself when nothing changed."
-    if type(b) is int:  # the state of Python's random generator has 625
+    "Apply `f` to each tensor and `own` to each object with a `to` method; return `b` itself if nothing changed."
+    if type(b) is int:  # fast path: the state of Python's random generator holds 625 ints
         return b
     if isinstance(b, Tensor):
         return f(b)
     if own is not None and isinstance(b, np.ndarray) and b.dtype.kind in 'biufc':
         return f(torch.tensor(b))
-    # a UserDict (the BatchEncoding of transformers) would move itself in place, and so change what the loader holds
+    # the `to` of a UserDict (BatchEncoding of transformers) would change the loader's own object
     if own is not None and callable(getattr(b, 'to', None)) and not isinstance(b, UserDict):
         return own(b)
     children = children_of(b)
@@ -584,7 +589,7 @@ def _named(o: Any) -> Mapping[Any, Any] | None:
 
 
 def _is_sample_list(o: Iterable[Any]) -> bool:
-    "Say whether a list stands for one entry a sample: it holds dicts or leaves that are no tensors."
+    "Return True if a list has one entry per sample because it holds dicts or leaves other than tensors."
     return not any(isinstance(c, (Tensor, np.ndarray, tuple, list)) for c in o)
 
 
@@ -599,13 +604,13 @@ def _is_list(o: Any) -> bool:
 
 
 def _graph_count(o: Any) -> int | None:
-    "Return the number of graphs of a batch of graphs, None for anything else."
+    "Return the number of graphs of a batch of graphs, or None."
     n = getattr(o, 'num_graphs', None)
     return n if isinstance(n, int) else None
 
 
 def _entries(b: Any) -> Iterator[Any]:
-    "Yield what a batch holds, through mappings, dataclasses and named tuples, but not what is inside of its lists."
+    "Yield the entries of a batch, also of nested mappings, dataclasses and named tuples, but not of lists."
     children = (
         None if isinstance(b, PackedSequence) or _graph_count(b) is not None else children_of(b)
     )
@@ -617,7 +622,7 @@ def _entries(b: Any) -> Iterator[Any]:
 
 
 def _tensor_sizes(b: Any) -> Iterator[int]:
-    "Yield the batch size by each tensor, array or batch of graphs in `b`, in order."
+    "Yield the batch size of each tensor, array or batch of graphs in `b`, in order."
     if isinstance(b, PackedSequence):
         yield int(b.batch_sizes[0])
     elif isinstance(b, (Tensor, np.ndarray)):
@@ -631,7 +636,7 @@ def _tensor_sizes(b: Any) -> Iterator[int]:
 
 
 def _list_sizes(b: Any, is_entry: bool = False) -> Iterator[int]:
-    "Yield the length of each innermost list in `b`, in order; of an entry also that of a tuple, or a list of dicts."
+    "Yield the length of each innermost list in `b`, in order; of entries also of tuples and lists of dicts."
     children = children_of(b) or []
     holds_samples = all(_is_leaf(o) or (is_entry and not _is_list(o)) for o in children)
     if children and holds_samples and (_is_list(b) if is_entry else isinstance(b, list)):
@@ -645,7 +650,7 @@ def _is_leaf(o: Any) -> bool:
 
 
 def _count_and_certainty(xb: Any, yb: tuple[Any, ...]) -> tuple[int, bool]:
-    "Return the number of samples by cases 2 to 5 of `find_bs`, and whether something besides the default said so."
+    "Return the number of samples by cases 2 to 5 of `find_bs`, and False if only case 4 decided."
     for o in chain(_entries(xb), _entries(yb)):
         n = next(_tensor_sizes(o), None)
         if n is not None:
@@ -660,35 +665,39 @@ def _count_and_certainty(xb: Any, yb: tuple[Any, ...]) -> tuple[int, bool]:
 
 
 def _count_listed(counted: Any, entries: list[Any]) -> tuple[int, bool]:
-    "Do the same for a batch whose first entry with a size is a list, by its other entries."
-    readings = {len(counted), *_sizes_of_first(counted)}
+    "Return the same for a batch whose first entry with a size is the list `counted` (cases 3 and 4)."
+    candidates = {len(counted), *_sizes_of_first(counted)}
     for other in reversed(entries):
-        fitting = readings.intersection(_possible_sizes(other)) if other is not counted else ()
+        fitting = candidates.intersection(_possible_sizes(other)) if other is not counted else ()
         if len(fitting) == 1:
             return next(iter(fitting)), True
-    return len(counted), len(readings) == 1 or _are_surely_samples(counted)
+    return len(counted), len(candidates) == 1 or _are_surely_samples(counted)
 
 
 def _possible_sizes(o: Any) -> list[int]:
-    "Return the numbers of samples that an entry allows for: a list of tensors has its length, and their rows."
+    "Return the possible numbers of samples of an entry: of a list of tensors, its length or the tensors' rows."
     if not _is_list(o):
         return list(_tensor_sizes(o))[:1]
-    of_dicts = any(not _is_leaf(c) and not _is_list(c) for c in o)
-    return [len(o)] if of_dicts else [len(o), *_sizes_of_first(o)]
+    return [len(o)] if _holds_dicts(o) else [len(o), *_sizes_of_first(o)]
 
 
 def _sizes_of_first(o: Any) -> list[int]:
-    "Return the numbers of samples that the first entry with a size in a list allows for."
+    "Return the possible numbers of samples of the first entry with a size in a list."
     for c in o:
-        if sizes := ([len(c), *_sizes_of_first(c)] if _is_list(c) else list(_tensor_sizes(c))[:1]):
+        sizes = [len(c), *_sizes_of_first(c)] if _is_list(c) else list(_tensor_sizes(c))[:1]
+        if sizes:
             return sizes
     return []
 
 
 def _are_surely_samples(o: Any) -> bool:
-    "Return True if a list is no list of stacked inputs: it holds dicts, images, or tensors of different sizes."
-    of_dicts = any(not _is_leaf(c) and not _is_list(c) for c in o)
-    return of_dicts or _are_images(o) or len(set(_tensor_sizes(o))) > 1
+    "Return True if a list cannot be a list of stacked inputs: it holds dicts, images, or tensors of different sizes."
+    return _holds_dicts(o) or _are_images(o) or len(set(_tensor_sizes(o))) > 1
+
+
+def _holds_dicts(o: Any) -> bool:
+    "Return True if a list holds a container other than a list or tuple."
+    return any(not _is_leaf(c) and not _is_list(c) for c in o)
 
 
 def _are_images(o: Any) -> bool:
@@ -697,8 +706,8 @@ def _are_images(o: Any) -> bool:
 
 def is_sample_list(
     o: Any,
-    n: int,  # samples of the batch
-    listed: bool = False,  # samples are in lists: decides where `o` could be n stacked tensors
+    n: int,  # number of samples of the batch
+    listed: bool = False,  # whether samples are in lists, if `o` could also be n stacked tensors
 ) -> bool:
     """Return True if a list or tuple has one entry for each of `n` samples.
 
@@ -712,7 +721,7 @@ def is_sample_list(
 
 
 def has_listed_samples(b: Any, n: int) -> bool:
-    """Return True if a batch of `n` samples surely has them in a list of tensors or dicts.
+    """Return True if a batch of `n` samples certainly has its samples in a list of tensors or dicts.
 
     >>> has_listed_samples((torch.zeros(2, 3), [{'a': 1}, {'a': 2}]), 2), has_listed_samples((['a', 'b'],), 2)
     (True, False)
@@ -727,11 +736,11 @@ def _is_text(o: Any) -> bool:
 
 
 def have_listed_samples(
-    items: list[Any],  # one a batch
-    sizes: list[int],  # samples of each batch
+    items: list[Any],  # one item per batch
+    sizes: list[int],  # number of samples of each batch
     listed: bool = False,
 ) -> bool:
-    "Return True if each item is a list or tuple with one entry a sample of its batch."
+    "Return True if each item is a list or tuple with one entry per sample of its batch."
     if not all(_is_list(o) and len(o) == n for o, n in zip(items, sizes, strict=True)):
         return False
     return any(is_sample_list(o, n, listed) for o, n in zip(items, sizes, strict=True))
@@ -739,11 +748,11 @@ def have_listed_samples(
 
 def take_rows(
     o: Any,
-    n: int,  # samples of the batch
-    rows: slice | list[int],
-    listed: bool = False,  # the batch has its samples in lists, see `has_listed_samples`
+    n: int,  # number of samples of the batch
+    rows: slice | list[int],  # sample indices
+    listed: bool = False,  # whether samples are in lists, see `has_listed_samples`
 ) -> Any:
-    "Return these samples of whatever in `o` has `n` of them."
+    "Select samples of each object in `o` that has `n` samples."
     if isinstance(o, PackedSequence):
         raise BatchError(
             'A PackedSequence cannot be cut into microbatches, or shared out: pad the sequences.'
@@ -753,8 +762,8 @@ def take_rows(
     if _graph_count(o) is not None:
         return _take_graphs(o, rows)
     if is_sample_list(o, n, listed):
-        # never `o` itself
-        return type(o)(o[i] for i in (range(n)[rows] if isinstance(rows, slice) else rows))
+        indices = range(n)[rows] if isinstance(rows, slice) else rows
+        return type(o)(o[i] for i in indices)  # a copy, also for all rows
     children = children_of(o)
     if children is None:
         if callable(getattr(o, 'to', None)):
@@ -768,7 +777,7 @@ def take_rows(
 
 
 def _take_graphs(o: Any, rows: slice | list[int]) -> Any:
-    "Return a batch of some of the graphs."
+    "Return a batch of the selected graphs."
     if not hasattr(o, 'to_data_list') or not hasattr(type(o), 'from_data_list'):
         raise BatchError(
             f'{type(o).__name__} cannot be cut into microbatches, or shared out: it has num_graphs, but '
@@ -781,7 +790,7 @@ def _take_graphs(o: Any, rows: slice | list[int]) -> Any:
 
 
 def _join_tensors(items: list[Tensor], dim: int) -> Tensor | list[Tensor]:
-    "Join tensors along `dim`, stack those without dimensions, and list the samples of those that do not fit."
+    "Concatenate tensors along `dim`, stack 0-dim tensors, and return a list of samples for different shapes."
     ndim = items[0].ndim
     if ndim == 0 and all(t.ndim == 0 for t in items):
         return torch.stack(items)
@@ -792,8 +801,8 @@ def _join_tensors(items: list[Tensor], dim: int) -> Tensor | list[Tensor]:
     return [sample for t in items for sample in (t.unbind(dim) if t.ndim else (t,))]
 
 
-def _differing(items: list[Any]) -> str:
-    "Name the first item and the first one that is built differently."
+def _describe_difference(items: list[Any]) -> str:
+    "Describe the first item and the first item of another structure."
     other = next(o for o in items if _keys(o) != _keys(items[0]))
     return f'{describe(items[0])} and {describe(other)}'
 
@@ -804,13 +813,14 @@ _known_parameters: WeakKeyDictionary[Any, tuple[frozenset[str], bool]] = WeakKey
 
 
 def _parameters(model: Any) -> tuple[frozenset[str], bool]:
-    "Return the names that the model's forward takes, and whether it takes any name and needs none."
+    "Return the parameter names of the model's forward, and True if forward takes only `**kwargs`."
     try:
-        if (known := _known_parameters.get(model)) is None:
+        known = _known_parameters.get(model)
+        if known is None:
             known = _known_parameters[model] = _read_parameters(model)
         return known
     except TypeError:
-        return _read_parameters(model)  # it cannot be hashed or referred to weakly
+        return _read_parameters(model)  # an unhashable object, or one without weak references
 
 
 def _read_parameters(model: Any) -> tuple[frozenset[str], bool]:
@@ -820,7 +830,7 @@ def _read_parameters(model: Any) -> tuple[frozenset[str], bool]:
             model.forward if isinstance(model, nn.Module) else model
         ).parameters.values()
     except ValueError:
-        return frozenset(), False  # written in C
+        return frozenset(), False  # functions written in C have no signature
     names = frozenset(p.name for p in ps if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
     inner = getattr(model, 'module', getattr(model, '_orig_mod', None))
     if not names and isinstance(inner, nn.Module):

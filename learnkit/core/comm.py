@@ -1,4 +1,4 @@
-"""The ranks that train together: which of them this process is, and collectives between their hosts."""
+"""`Comm`, the process group of a training with collectives between hosts, and functions that join the ranks."""
 
 from __future__ import annotations
 
@@ -26,22 +26,21 @@ __all__ = ['Comm', 'ALONE', 'SLOTS', 'has_joined', 'join_ranks', 'launched_as', 
 T = TypeVar('T')
 Address = tuple[str, int]
 
-# what ranks agree on while they train (see `Comm.post`)
+# numbers that ranks exchange while they train (see `Comm.post`)
 SLOTS = ('stop', 'leave', 'failed', 'clock')
 
-_stores: dict[
-    Address, Store
-] = {}  # kept open: the same processes may join again at the same address
+# kept open, because the same processes may join again at the same address
+_stores: dict[Address, Store] = {}
 _n_joined: Counter[Address] = Counter()
 
 
 @dataclass(eq=False)
 class Comm:
-    """The ranks of a training: the number of this process (`rank`), and of all (`size`).
+    """Process group of a training, with this process's `rank` and the number of ranks (`size`).
 
-    Values travel through `control`, a gloo group between the hosts, so that no accelerator is waited for. Each method
-    is called by every rank, in the same order; with one rank it returns what it is given. Values are pickled, and come
-    from ranks of this job alone.
+    Collectives use `control`, a gloo group between hosts, so that no accelerator is waited for. Every rank must call
+    each method in the same order. With one rank, a method returns its argument. Values are pickled, and only come
+    from ranks of this job.
 
     >>> ALONE.rank, ALONE.size, ALONE.broadcast('x'), ALONE.gather('x'), ALONE.any(False), ALONE.post('stop', 1.)
     (0, 1, 'x', ['x'], False, 1.0)
@@ -49,35 +48,35 @@ class Comm:
 
     rank: int = 0
     size: int = 1
-    local_rank: int = 0  # on its machine
-    timeout_s: float = 600.0  # after which a rank that waits for another gives up
+    local_rank: int = 0  # rank on this machine
+    timeout_s: float = 600.0  # seconds until a rank stops waiting for another
     control: ProcessGroup | None = None
-    store: Store | None = None  # through which a rank that fails reaches the others
-    is_ours: bool = False  # the process group was made here, and is destroyed here
-    is_broken: bool = False  # a run has failed: nobody knows where the other ranks are
-    variables: tuple[str, ...] = ()  # of the environment, that were set by `join_ranks`
-    n_steps: int = 0  # of this run: as many in every rank
+    store: Store | None = None  # store through which a failing rank notifies the others
+    is_ours: bool = False  # whether `join_ranks` created the process group, and `leave` destroys it
+    is_broken: bool = False  # whether a run has failed, after which ranks may be out of step
+    variables: tuple[str, ...] = ()  # environment variables set by `join_ranks`
+    n_steps: int = 0  # optimizer steps of this run, equal on all ranks
     _posted: list[float] = field(default_factory=lambda: [0.0] * len(SLOTS))
     _agreed: list[float] = field(default_factory=lambda: [0.0] * len(SLOTS))
-    _pending: tuple[Any, Tensor] | None = None  # an exchange that is not waited for yet
+    _pending: tuple[Any, Tensor] | None = None  # exchange in flight
 
     @property
     def is_first(self) -> bool:
-        "True in the rank that writes files, shows progress and takes decisions."
+        "True on rank 0, which writes files, shows progress and makes decisions."
         return self.rank == 0
 
     @property
     def device(self) -> torch.device:
-        "The device of this rank: a GPU of its own where there is one."
+        "The device of this rank: its own GPU if CUDA is available, else the CPU."
         if not torch.cuda.is_available():
             return torch.device('cpu')
         return torch.device('cuda', self.local_rank % torch.cuda.device_count())
 
     def broadcast(
         self,
-        value: Any,  # of the first rank; the other ranks' values are ignored
+        value: Any,  # value of rank 0; values of other ranks are ignored
     ) -> Any:
-        "Return the first rank's value, in every rank."
+        "Return the value of rank 0 on every rank."
         if self.size == 1:
             return value
         import torch.distributed as dist
@@ -89,11 +88,11 @@ class Comm:
     def gather(
         self,
         value: Any,
-        what: str = 'values',  # what is gathered, for the error if ranks gather different things
+        what: str = 'values',  # name of the values, compared between ranks
     ) -> list[Any]:
-        """Return the values of all ranks, in the order of ranks, in every rank.
+        """Return the values of all ranks in rank order, on every rank.
 
-        Raises `DistributedError` where ranks gather different things."""
+        Raises `DistributedError` if `what` differs between ranks."""
         if self.size == 1:
             return [value]
         import torch.distributed as dist
@@ -112,7 +111,7 @@ class Comm:
         ]
 
     def collect(self, value: Any) -> list[Any]:
-        "Return the values of all ranks in the first one, and an empty list in the others."
+        "Return the values of all ranks on rank 0, and an empty list on other ranks."
         if self.size == 1:
             return [value]
         import torch.distributed as dist
@@ -123,13 +122,13 @@ class Comm:
 
     def sum(
         self,
-        t: Tensor,  # of one shape in every rank
+        t: Tensor,  # tensor of the same shape on every rank
     ) -> Tensor:
-        "Return the sum of a tensor over all ranks, in float64 on the host: the same in each, to the last bit."
+        "Return the sum of a tensor over all ranks, in float64 on the host, bitwise equal on all ranks."
         return self.start_sum(t)()
 
     def start_sum(self, t: Tensor) -> Callable[[], Tensor]:
-        "Begin a `sum`, and return the function that waits for it."
+        "Start an asynchronous `sum`, and return the function that waits for the result."
         total = t.detach().to('cpu', torch.float64, copy=True).contiguous()
         if self.size == 1:
             return lambda: total
@@ -144,11 +143,11 @@ class Comm:
         return wait
 
     def any(self, flag: bool) -> bool:
-        "Return True if `flag` is set in one of the ranks."
+        "Return True if `flag` is set on any rank."
         return bool(self.sum(torch.tensor(float(flag)))) if self.size > 1 else flag
 
     def barrier(self) -> None:
-        "Wait until all ranks have come here."
+        "Wait until all ranks have called this method."
         if self.size == 1:
             return
         import torch.distributed as dist
@@ -157,12 +156,12 @@ class Comm:
 
     def run_on_all(
         self,
-        f: Callable[[], T],  # for this rank to do
+        f: Callable[[], T],  # function to call on this rank
     ) -> T:
-        """Call `f` in every rank, and return its result when all are through.
+        """Call `f` on every rank, and return its result when all ranks have finished.
 
-        An exception of one rank is raised in all: the error itself where it occurred, elsewhere a `DistributedError`
-        with its message.
+        An exception on one rank is raised on all ranks: the exception itself on its rank, and a `DistributedError`
+        with its message on the others.
 
         >>> ALONE.run_on_all(lambda: 3)
         3
@@ -182,18 +181,18 @@ class Comm:
         for rank, message in enumerate(messages):
             if message is not None:
                 raise DistributedError(f'Process {rank} of {self.size} has failed: {message}')
-        return result  # type: ignore[return-value]  # without an error it is what `f` has returned
+        return result  # type: ignore[return-value]  # set if there was no error
 
     # -- numbers that are exchanged while a batch is computed --------------------------------------
 
     def post(
         self,
         slot: str,  # one of `SLOTS`
-        value: float,  # of this rank
+        value: float,  # value of this rank
     ) -> float:
-        """Post a number, and return the greatest that any rank has posted, as of the last `exchange`: the same in all.
+        """Post a number, and return the maximum over ranks as of the last `exchange`, equal on all ranks.
 
-        Nothing is waited for. With one rank it is `value` at once."""
+        The method does not wait. With one rank, it returns `value`."""
         if self.size == 1:
             return value
         i = SLOTS.index(slot)
@@ -201,15 +200,15 @@ class Comm:
         return self._agreed[i]
 
     def value(self, slot: str) -> float:
-        "Return the greatest number that any rank has posted in a slot, as of the last `exchange`."
+        "Return the maximum over ranks of a slot, as of the last `exchange`."
         return self._agreed[SLOTS.index(slot)]
 
     def set(
         self,
         slot: str,
-        value: float,  # the same in every rank
+        value: float,  # value, equal on every rank
     ) -> None:
-        "Set a slot that every rank sets alike."
+        "Set a slot to a value that is equal on every rank."
         if self.size == 1:
             return
         i = SLOTS.index(slot)
@@ -217,9 +216,9 @@ class Comm:
 
     def exchange(
         self,
-        sends: bool = True,  # send what is posted by now
+        sends: bool = True,  # whether to send the posted numbers
     ) -> None:
-        "At the end of a batch: receive what was sent at the end of an earlier one, and begin to send what is posted."
+        "Receive the numbers sent after an earlier batch, and start to send the posted numbers; called after a batch."
         if self.size == 1:
             return
         self._receive()
@@ -232,14 +231,14 @@ class Comm:
 
     @property
     def is_exchanging(self) -> bool:
-        "True while something was sent and is not received yet: in all ranks alike."
+        "True while an exchange is in flight, on all ranks alike."
         return self._pending is not None
 
     def sync(
         self,
-        *numbers: float,  # more of this rank
+        *numbers: float,  # further numbers of this rank
     ) -> list[list[float]]:
-        "Agree on what is posted, and wait for it: between epochs. Return the numbers of all ranks."
+        "Exchange the posted numbers and wait, between epochs; return `numbers` of all ranks."
         if self.size == 1:
             return [list(numbers)]
         import torch.distributed as dist
@@ -253,7 +252,7 @@ class Comm:
         return [theirs[n:].tolist() for theirs in gathered]
 
     def reset(self, **values: float) -> None:
-        "Begin a run: nothing is posted but `values`, which are the same in all ranks."
+        "Reset all slots for a new run, to 0 or to `values`, which are equal on all ranks."
         self._pending, self.n_steps = None, 0
         self._agreed = [values.get(slot, 0.0) for slot in SLOTS]
         self._posted = list(self._agreed)
@@ -280,7 +279,7 @@ class Comm:
     # -- leaving -----------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        "Destroy the control group, and the group of all where it was made here. A second call does nothing."
+        "Destroy the control group, and the default group if `join_ranks` created it. A second call does nothing."
         import torch.distributed as dist
 
         for name in self.variables:
@@ -298,23 +297,23 @@ ALONE = Comm()
 
 
 def pack(value: Any) -> bytes:
-    "Return a value as bytes; pickle alone cannot restore tensors of every dtype (torch 2.13)."
+    "Convert a value to bytes with `torch.save`; pickle cannot restore tensors of every dtype (torch 2.13)."
     file = BytesIO()
     torch.save(value, file)
     return file.getvalue()
 
 
 def unpack(data: bytes) -> Any:
-    "Return the value that another rank of this job has packed, with its tensors on the host."
+    "Load a value packed by another rank of this job, with its tensors on the host."
     return torch.load(BytesIO(data), map_location='cpu', weights_only=False)
 
 
 def launched_as(
-    env: Mapping[str, str] | None = None,  # None: this process's
+    env: Mapping[str, str] | None = None,  # environment variables; None: `os.environ`
 ) -> dict[str, str]:
-    """Return what a launcher says of this process, by torchrun's names; nothing where no launcher has started it.
+    """Return the launcher's variables of this process by torchrun's names, or an empty dict without a launcher.
 
-    torchrun's own variables come first, then the ones of `srun`. Raises `DistributedError` where they are incomplete.
+    torchrun's variables take precedence over variables of `srun`. Raises `DistributedError` for incomplete variables.
 
     >>> launched_as({'RANK': '1', 'WORLD_SIZE': '2', 'MASTER_ADDR': 'a', 'MASTER_PORT': '1', 'LOCAL_RANK': '1'})['RANK']
     '1'
@@ -332,7 +331,7 @@ def launched_as(
             )
         names = ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')
         return {**{name: env[name] for name in names}, 'LOCAL_RANK': env.get('LOCAL_RANK', '0')}
-    # srun sets it for the processes of a step; a batch script or an interactive shell is one process on its own
+    # srun sets this variable for the processes of a step; a batch script or an interactive shell is a single process
     if int(env.get('SLURM_STEP_NUM_TASKS', 1)) == 1:
         return {}
     return {
@@ -364,19 +363,19 @@ def _first_host(env: Mapping[str, str]) -> str:
 
 
 def join_ranks(
-    timeout_s: float = 600.0,  # seconds after which a rank that waits for another gives up
-    backend: str | None = None,  # torch's name; None: NCCL between GPUs and gloo between CPUs
+    timeout_s: float = 600.0,  # seconds until a rank stops waiting for another
+    backend: str | None = None,  # torch's backend; None: NCCL between GPUs and gloo between CPUs
 ) -> Comm:
-    """Join the processes that were started together, and return their `Comm`.
+    """Join the processes that were launched together, and return their `Comm`.
 
-    A process group that is there already is used as it is; or else one is made as torchrun, or SLURM's `srun`, says.
-    A process that nothing has started with others is alone. Raises `DistributedError` where they cannot be joined.
+    An existing default process group is used. Otherwise a group is created from the variables of torchrun or SLURM's
+    `srun`. Without a launcher, the `Comm` has one rank. Raises `DistributedError` if the ranks cannot join.
     """
     import torch.distributed as dist
 
     if not dist.is_available():
         return ALONE
-    # imported later, its functions would keep the process group for good, as the default of an argument (torch 2.13)
+    # its functions bind the default process group at import as a default argument, and would keep it alive (torch 2.13)
     import torch.distributed.nn
 
     was_there = dist.is_initialized()
@@ -385,7 +384,7 @@ def join_ranks(
         return ALONE
 
     timeout = timedelta(seconds=timeout_s)
-    # a launcher of another kind has others
+    # variables that srun does not set
     variables = tuple(name for name in launched if name not in os.environ)
     if not was_there:
         if launched['RANK'] != '0':
@@ -435,8 +434,9 @@ def join_ranks(
 
 
 def _await_first(launched: Mapping[str, str], timeout_s: float) -> None:
-    "Wait until the first rank, or its launcher, can be reached: torch would wait for it longer than asked for."
-    address, end = _address(launched), monotonic() + timeout_s
+    "Wait until rank 0 or its launcher can be reached, because torch would wait longer than the timeout."
+    address = _address(launched)
+    end = monotonic() + timeout_s
     while True:
         try:
             socket.create_connection(address, timeout=max(0.1, min(1.0, end - monotonic()))).close()
@@ -451,13 +451,13 @@ def _await_first(launched: Mapping[str, str], timeout_s: float) -> None:
 
 
 def rendezvous(
-    launched: Mapping[str, str],  # of this process, by torchrun's names
-    timeout: timedelta,  # the longest that others are waited for
+    launched: Mapping[str, str],  # variables of this process by torchrun's names
+    timeout: timedelta,  # maximum time to wait for other ranks
 ) -> Store:
-    """Return the store over which the ranks join, with a prefix that nobody has used before.
+    """Return the store through which the ranks join, with an unused prefix.
 
-    torchrun's store outlives the processes that it starts again, and the first rank's outlives a group: the same
-    processes may join again."""
+    The prefix must be unused because torchrun's store outlives restarted processes, and the store of rank 0 outlives
+    a process group: the same processes may join again."""
     from torch.distributed import PrefixStore, TCPStore
 
     address = _address(launched)
@@ -470,12 +470,12 @@ def rendezvous(
 
 
 def has_agent_store() -> bool:
-    "Return True if torchrun's agent keeps the store, which then outlives every rank."
+    "Return True if torchrun's agent hosts the store, which then outlives every rank."
     return os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True'
 
 
 def has_joined() -> bool:
-    "Return True if this process has ever joined others, as a launcher says."
+    "Return True if this process has ever joined ranks started by a launcher."
     return bool(_stores)
 
 

@@ -1,4 +1,4 @@
-"""Another value for an attribute, for the length of a context."""
+"""Context manager that replaces the value of an attribute."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ __all__ = ['replacing_yield']
 
 
 class replacing_yield:
-    """Set an attribute for the length of a context.
+    """Set an attribute to another value within a context.
 
-    As in fastai, a function under `@contextmanager` may also return it.
+    As in fastai, a function decorated with `@contextmanager` may return an instance.
 
     >>> from types import SimpleNamespace
     >>> o = SimpleNamespace(a=1)
@@ -21,10 +21,14 @@ class replacing_yield:
     """
 
     def __init__(self, o: Any, attr: str, val: Any) -> None:
-        self.o, self.attr, self.val, self.inside = o, attr, val, False
+        self.o = o
+        self.attr = attr
+        self.val = val
+        self.inside = False
 
     def __enter__(self) -> None:
-        self.old, self.inside = getattr(self.o, self.attr), True
+        self.old = getattr(self.o, self.attr)
+        self.inside = True
         setattr(self.o, self.attr, self.val)
 
     def __exit__(self, *exc_info: object) -> None:
@@ -40,6 +44,6 @@ class replacing_yield:
         raise StopIteration
 
     def throw(self, e: BaseException) -> None:
-        "Restore, and let the exception go on."
+        "Restore the attribute and raise the exception."
         self.__exit__()
         raise e

@@ -1,7 +1,7 @@
-"""What a loss averages over in a batch: its samples, its targets, those of them that count, or their class weights.
+"""Denominators of mean losses: the number of samples, of targets, of targets not ignored, or the sum of class weights.
 
-Batches are averaged by this number: in the losses of an epoch, and in the gradients of microbatches, of accumulated
-batches and of several processes. Only then is the mean over batches the loss of all of them together."""
+Batches are weighted by the denominator in the loss of an epoch and in the gradients of microbatches, accumulated
+batches and ranks. Only with these weights does the mean over batches equal the loss of all batches together."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ KEYWORDS = {'weight', 'ignore_index', 'reduction', 'label_smoothing', 'pos_weigh
 
 
 class Denominator:
-    "What the mean loss of a batch is divided by."
+    "Base class of denominators of a batch's mean loss."
 
     def varies(self, yb: tuple[Any, ...]) -> bool:
-        "Return True if batches with as many targets may have different denominators."
+        "Return True if batches of equal size may have different denominators."
         return False
 
     def count(self, yb: tuple[Any, ...]) -> Any:
@@ -68,7 +68,7 @@ class Denominator:
         return None
 
     def look(self, yb: tuple[Any, ...]) -> None:
-        "Warn once where it cannot be known; this reads targets from their device."
+        "Warn once if the denominator is unknown; the check copies targets from their device."
 
 
 class Samples(Denominator):
@@ -96,18 +96,17 @@ class Tokens(Denominator):
 
 
 class ClassTargets(Denominator):
-    "Average over class numbers, as cross-entropy does: those that count, or their class weights."
+    "Average like cross-entropy: over the class numbers that are not ignored, or by class weights."
 
     def __init__(
         self,
         options: nn.Module | Mapping[str, Any],  # `weight`, `ignore_index`, `reduction`; may change
-        axis: int = 1,  # where the classes of probabilities are
+        axis: int = 1,  # class dimension of probabilities
     ) -> None:
         self.axis = axis
         self.options, self.is_module = options, isinstance(options, nn.Module)
 
     def _values(self) -> Mapping[str, Any]:
-        # as it says
         return vars(self.options) if self.is_module else self.options  # type: ignore[return-value]
 
     @property
@@ -126,7 +125,7 @@ class ClassTargets(Denominator):
             return None
         if reduction != 'mean' or targ.dtype.is_floating_point:
             return self._count_rows(targ)
-        # a tenth of the time that the attribute takes
+        # ten times as fast as access to the module's attribute
         tensors = values['_buffers'] if self.is_module else values
         weight, ignore_index = tensors.get('weight'), values.get('ignore_index', IGNORED)
         if weight is None:
@@ -134,7 +133,7 @@ class ClassTargets(Denominator):
         return sum_of_weights(targ, ignore_index, weight)
 
     def _count_rows(self, targ: Tensor) -> int:
-        "Count what probabilities are of, or the losses that are not reduced."
+        "Return the number of targets given as probabilities, or of unreduced losses."
         if not targ.is_floating_point():
             return targ.numel()
         axis = self.axis if -targ.ndim <= self.axis < targ.ndim else 0
@@ -142,11 +141,11 @@ class ClassTargets(Denominator):
 
 
 class ModelTargets(Denominator):
-    "Average over the labels that are not -100, as the models of Hugging Face do that compute their own loss."
+    "Average over the labels that are not -100, as Hugging Face models do for their own loss."
 
     def __init__(
         self,
-        is_shifted: bool,  # tokens predict the next one; the first label is not compared
+        is_shifted: bool,  # whether tokens predict the next token, so that the first label is unused
     ) -> None:
         self.is_shifted = is_shifted
 
@@ -163,12 +162,12 @@ class ModelTargets(Denominator):
 
 
 class Unknown(Denominator):
-    "Average over nobody knows what: taken for the samples, with a warning where targets say that they do not count."
+    "Unknown denominator: samples are assumed, with a warning if targets of -100 are present."
 
     def __init__(
         self,
-        name: str,  # of the function
-        why: str = '',  # it is known not to be the samples
+        name: str,  # name of the loss function
+        why: str = '',  # reason why the denominator is not the number of samples
     ) -> None:
         self.name, self.why, self.has_warned = name, why, False
 
@@ -189,10 +188,10 @@ class Unknown(Denominator):
 
 
 def denominator_of(loss_func: Any) -> Denominator:
-    """Return what a loss function averages over.
+    """Return the denominator of a loss function's mean.
 
-    torch's losses are known, as classes, as functions and with keywords from `functools.partial`; another loss says so
-    by a method `loss_denominator()`.
+    torch's losses are recognized as classes, as functions and as `functools.partial` with keywords. Any other loss
+    may define a method `loss_denominator()`.
 
     >>> denominator_of(nn.CrossEntropyLoss()).count((torch.tensor([[1, -100], [0, 2]]),))
     3
@@ -226,12 +225,12 @@ def denominator_of(loss_func: Any) -> Denominator:
 
 
 def has_forward_of(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
-    "Return True if a module computes what one of these classes does."
+    "Return True if a module has the unchanged `forward` of one of these classes."
     return any(type(module).forward is cls.forward for cls in classes)
 
 
 def denominator_of_model(model: nn.Module) -> Denominator:
-    "Return what the loss that a model computes itself averages over."
+    "Return the denominator of a loss that the model computes itself."
     model = getattr(model, '_orig_mod', model)
     name = type(model).__name__
     if type(model).forward.__module__.partition('.')[0] not in ('transformers', 'peft'):
@@ -244,7 +243,7 @@ def denominator_of_model(model: nn.Module) -> Denominator:
 
 
 def check_weight_func(weight_func: Any) -> Any:
-    "Return a `weight_func`; raise `OptionError` for what is neither a function nor one of `WEIGHT_FUNCS`."
+    "Return `weight_func`; raise `OptionError` unless it is None, a function, or one of `WEIGHT_FUNCS`."
     if weight_func is None or callable(weight_func) or weight_func in WEIGHT_FUNCS:
         return weight_func
     raise OptionError(
@@ -259,10 +258,10 @@ def has_class_numbers(yb: tuple[Any, ...]) -> bool:
 
 
 def count_targets(
-    targ: Tensor,  # class numbers, of any shape
+    targ: Tensor,  # class numbers of any shape
     ignore_index: int,
-) -> int | Tensor:  # on a device a tensor that stays there
-    """Return how many targets are not `ignore_index`.
+) -> int | Tensor:  # int on the CPU, else a tensor on the device
+    """Return the number of targets that are not `ignore_index`.
 
     >>> count_targets(torch.tensor([[1, -100], [0, 2]]), -100)
     3
@@ -286,7 +285,7 @@ def sum_of_weights(targ: Tensor, ignore_index: int, weight: Tensor) -> float | T
 
 
 def holds_ignored(yb: tuple[Any, ...]) -> bool:
-    "Return True if a whole number among the targets is -100; this waits for a device."
+    "Return True if an integer target is -100; the check waits for the device."
     numbers = [
         t for t in yb if isinstance(t, Tensor) and not t.is_floating_point() and t.dtype.is_signed
     ]

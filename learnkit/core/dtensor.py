@@ -1,4 +1,4 @@
-"""Tensors of which every process has a part, torch's DTensors: told from others, gathered, and cut as another is."""
+"""Functions for torch's DTensors: detection, gathering, sharding like another tensor, and norms."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def is_dtensor(value: Any) -> bool:
 
 
 def _is_dtensor(value: Any) -> bool:
-    # a quarter of a second, which training in one process can do without
+    # the import takes 0.25 s, which single-process training avoids
     from torch.distributed.tensor import DTensor
 
     return isinstance(value, DTensor)
 
 
 def local(t: Any) -> Any:
-    "Return this process's part of a tensor, in the same memory; any other tensor as it is."
+    "Return this rank's shard of a DTensor, sharing memory; return any other tensor unchanged."
     if not is_dtensor(t):
         return t
     with torch.no_grad():
@@ -69,12 +69,12 @@ def local(t: Any) -> Any:
 
 
 def locals_of(tensors: Iterable[Any]) -> list[Any]:
-    "Return this process's parts of tensors: what is computed number by number is the same on them, and faster."
+    "Return this rank's shards of tensors, for elementwise operations, which are faster on shards."
     return list(map(local, tensors)) if 'torch.distributed.tensor' in sys.modules else list(tensors)
 
 
 def cut_again(model: nn.Module) -> None:
-    "Let go of weights that a forward pass has put together: the model's parameters are parts again."
+    "Free the full parameters gathered by a forward pass, so that the model's parameters are shards again."
     if 'torch.distributed.fsdp' not in sys.modules:
         return
     from torch.distributed.fsdp import FSDPModule
@@ -88,7 +88,7 @@ def cut_again(model: nn.Module) -> None:
 
 
 def full_tensor(t: Any) -> Any:
-    "Return all of a tensor on the host, where every process has a part of it; any other as it is. All call it."
+    "Gather a DTensor on the host; return any other tensor unchanged. All ranks must call it."
     if not is_dtensor(t):
         return t
     with torch.no_grad():
@@ -96,7 +96,7 @@ def full_tensor(t: Any) -> Any:
 
 
 def whole_state(state: Any) -> Any:
-    "Return a nested state with every tensor whole. All processes call it."
+    "Gather every tensor of a nested state. All ranks must call it."
     return map_tensors(state, full_tensor)
 
 
@@ -104,12 +104,12 @@ def whole_state(state: Any) -> Any:
 
 
 def distribute_like(
-    value: Any,  # a tensor, whole or cut, anything else stays as it is
-    own: Any,  # a tensor of the same shape
+    value: Any,  # full or sharded tensor; any other value is returned unchanged
+    own: Any,  # tensor of the same shape
 ) -> Any:
-    """Return a value as another tensor is: this process's part of it, on its device, in memory of its own.
+    """Shard or gather a value like another tensor, as a copy on that tensor's device.
 
-    For one that is whole all of it is put together, which all processes call."""
+    If `own` is a full tensor, the value is gathered, which all ranks must call."""
     if not isinstance(value, Tensor) or value.shape != own.shape:
         return value
     if not is_dtensor(own):
@@ -119,7 +119,7 @@ def distribute_like(
 
 
 def part_of(t: Tensor, mesh: DeviceMesh, placements: Any) -> Tensor:
-    "Return the part of a whole tensor that this process has of it on a mesh of one dimension."
+    "Return this rank's shard of a full tensor on a mesh of one dimension."
     [placement] = placements
     if not placement.is_shard():
         return t
@@ -142,12 +142,12 @@ def _rejoined(mine: Tensor, mesh: DeviceMesh, like_this: Any) -> DTensor:
 
 
 def on_host(t: Any, mine: Tensor) -> Any:
-    "Return a tensor cut as `t` is, of which this process's part is `mine`, on the host."
+    "Return a DTensor on the host, sharded like `t`, with the local shard `mine`."
     return _rejoined(mine, host_mesh(t.device_mesh), t)
 
 
 def hosted_empty(size: list[int], dtype: torch.dtype, mesh: DeviceMesh) -> Any:
-    "Return a tensor cut along its first dimension, as `fully_shard` cuts, on a mesh of hosts; its numbers are any."
+    "Return an uninitialized DTensor on a mesh of hosts, sharded along the first dimension like `fully_shard`."
     from torch.distributed.tensor import DTensor, Shard
 
     n, rank = mesh.size(), mesh.get_local_rank()
@@ -160,7 +160,7 @@ def hosted_empty(size: list[int], dtype: torch.dtype, mesh: DeviceMesh) -> Any:
 
 
 def host_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    "Return the mesh of the processes' hosts. Raises `DistributedError` where nothing works with this mesh any more."
+    "Return the mesh of the ranks' hosts. Raises `DistributedError` for a mesh that was closed."
     if mesh.device_type == 'cpu':
         return mesh
     for known, _, hosts in reversed(_hosts):
@@ -174,9 +174,9 @@ def host_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 def open_hosts(
     mesh: DeviceMesh,
-    group: Any,  # of the same processes, between their hosts
+    group: Any,  # process group of the same ranks between their hosts
 ) -> None:
-    "Know the mesh of the hosts of a mesh of accelerators until `close_hosts`."
+    "Register the mesh of hosts of a mesh of accelerators, until `close_hosts`."
     if mesh.device_type == 'cpu':
         return
     from torch.distributed.device_mesh import DeviceMesh
@@ -185,12 +185,12 @@ def open_hosts(
 
 
 def close_hosts(group: Any) -> None:
-    "Forget the mesh of the hosts that a group connects."
+    "Remove the mesh of hosts of a process group."
     _hosts[:] = [entry for entry in _hosts if entry[1] is not group]
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
-    "Return the mesh that a model is cut over, None for a model that is whole."
+    "Return the mesh that a model is sharded over, or None for an unsharded model."
     # DTensors
     return next((p.device_mesh for p in model.parameters() if is_dtensor(p)), None)  # type: ignore[attr-defined]
 
@@ -199,7 +199,7 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
 
 
 def grouped(tensors: Iterable[Any]) -> tuple[list[Any], list[bool], Any]:
-    "Return this process's parts, which of them are parts, and the group that has the rest; None where all are whole."
+    "Return this rank's shards, True for each sharded tensor, and the process group, or None if nothing is sharded."
     tensors = list(tensors)
     are_parts = [is_dtensor(t) for t in tensors]
     group = next(
@@ -210,12 +210,12 @@ def grouped(tensors: Iterable[Any]) -> tuple[list[Any], list[bool], Any]:
 
 
 def sum_of_parts(
-    numbers: Tensor,  # one for each of some tensors: of this process's part of it
-    are_parts: list[bool],  # of the others it has all
-    group: Any,  # from `grouped`
-    largest: bool = False,  # the greatest instead of the sum
+    numbers: Tensor,  # one number per tensor, computed from this rank's shard
+    are_parts: list[bool],  # True for each sharded tensor
+    group: Any,  # process group, as `grouped` returns it
+    largest: bool = False,  # reduce by the maximum instead of the sum
 ) -> Tensor:
-    "Return the numbers of whole tensors. All processes call it."
+    "Reduce numbers of sharded tensors over ranks. All ranks must call it."
     if group is None:
         return numbers
     import torch.distributed as dist
@@ -230,9 +230,9 @@ def sum_of_parts(
 def total_norm(
     tensors: Iterable[Any],
     norm_type: float = 2.0,  # `inf` for the largest absolute value
-    mine: list[Any] | None = None,  # use the norm of these instead: this process's parts of tensors
+    mine: list[Any] | None = None,  # local shards to use instead of the shards of `tensors`
 ) -> Tensor:
-    """Return the norm of all tensors together, whole or cut; no host waits for it. All processes call it.
+    """Return the total norm of full or sharded tensors, without waiting on the host. All ranks must call it.
 
     >>> total_norm([torch.tensor([3.]), torch.tensor([4.])])
     tensor(5.)
@@ -251,5 +251,5 @@ def total_norm(
 
 
 def _norm_of(t: Tensor, norm_type: float) -> Tensor:
-    "Return the norm of a part, which may be empty."
+    "Return the norm of a shard, which may be empty."
     return torch.linalg.vector_norm(t, norm_type) if t.numel() else t.new_zeros(())

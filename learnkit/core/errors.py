@@ -1,7 +1,7 @@
-"""Every error the package raises by name; the seven exceptions that steer the loop come with them.
+"""Exceptions of the package: errors derived from `LearnkitError`, and cancel exceptions that control the loop.
 
-A `LearnkitError` says what was wrong, where, and what to do about it. A `CancelException` is no error: raised in a
-callback it skips the rest of its level (see `learnkit.engine.events` for the table)."""
+The message of a `LearnkitError` names what was wrong, where, and the fix. A `CancelException` is not an error: raised
+in a callback, it skips the rest of a level of the loop (see the table in `learnkit.engine.events`)."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ __all__ = [
 class CancelException(Exception):
     """Base of the exceptions that skip the rest of one level of the loop.
 
-    A callback raises one of its seven subclasses: `raise CancelBatchException`. The level's `after_cancel_...` event
-    follows, then its `after_...` event, and then what comes after that level. Where no level of its kind is open, a
-    `CancelError` says so.
+    A callback raises one of the seven subclasses: `raise CancelBatchException`. The level's `after_cancel_...` event
+    follows, then its `after_...` event, and then the loop continues after the level. If no such level is open, the
+    loop raises `CancelError`.
 
     >>> [cls.level for cls in CancelException.__subclasses__()]
     ['backward', 'step', 'batch', 'train', 'validate', 'epoch', 'fit']
     """
 
-    level = ''  # the level whose wrapper catches it
+    level = ''  # level of the loop that catches the exception
 
 
 class CancelBackwardException(CancelException):
     """Skip the rest of the backward pass and go to `after_backward`.
 
-    With gradients of your own, the step goes on as usual.
+    The optimizer step follows, with gradients set by the callback.
 
     >>> from learnkit import Callback
     >>> from learnkit.testing import synth_learner
@@ -78,7 +78,7 @@ class CancelBackwardException(CancelException):
 class CancelStepException(CancelException):
     """Skip the optimizer step and go to `after_step`.
 
-    Gradients are kept, and the next batch adds to them.
+    Gradients are kept, and the next batch accumulates onto the gradients.
 
     >>> from learnkit import Callback
     >>> from learnkit.testing import synth_learner
@@ -108,10 +108,10 @@ class CancelBatchException(CancelException):
 
 
 class StepPutOff(CancelBatchException):
-    """Put the step of a batch off to a later one, and keep its gradients.
+    """Postpone the optimizer step of a batch to a later batch, and keep the gradients.
 
-    An ordinary batch ends with it, as with any `CancelBatchException`. In a batch with several
-    steps only the call of `optimize` ends, and returns False.
+    The exception ends a batch like any `CancelBatchException`. In a batch with several steps, the exception ends only
+    the call of `optimize`, which returns False.
 
     >>> issubclass(StepPutOff, CancelBatchException)
     True
@@ -153,7 +153,7 @@ class CancelValidException(CancelException):
 class CancelEpochException(CancelException):
     """Skip the rest of this epoch and go to `after_epoch`.
 
-    An epoch that was cancelled has no row in the history.
+    A cancelled epoch adds no row to the history.
 
     >>> from learnkit import Callback
     >>> from learnkit.testing import synth_learner
@@ -170,7 +170,7 @@ class CancelEpochException(CancelException):
 class CancelFitException(CancelException):
     """End the fit and go to `after_fit`.
 
-    What is under way ends at once. `self.learn.stop()` ends a fit with its last events and evaluation.
+    Open levels end at once. `self.learn.stop()` instead ends a fit with the remaining events and evaluation.
 
     >>> from learnkit import Callback
     >>> from learnkit.testing import synth_learner
@@ -185,10 +185,10 @@ class CancelFitException(CancelException):
 
 
 def did_you_mean(
-    word: str,  # what was written
-    known: Iterable[str],  # what could have been meant
+    word: str,  # unknown word
+    known: Iterable[str],  # known words
 ) -> str:
-    """Return ` Did you mean `x`?` for the closest of `known`, or an empty string when nothing is close.
+    """Return ` Did you mean `x`?` for the closest word of `known`, or an empty string if no word is close.
 
     >>> did_you_mean('befor_fit', ['before_fit', 'after_fit'])
     ' Did you mean `before_fit`?'
@@ -200,7 +200,8 @@ def did_you_mean(
 class LearnkitError(Exception):
     """Base of every error that learnkit raises itself.
 
-    Each says what was wrong, where, and what to do about it. Most are built-in errors too, a `ValueError` for one.
+    The message names what was wrong, where, and the fix. Most errors also derive from a built-in error, such as
+    `ValueError`.
 
     >>> from learnkit import Learner
     >>> try: Learner([1, 2], 'model')
@@ -210,7 +211,7 @@ class LearnkitError(Exception):
 
 
 class CallbackError(LearnkitError, TypeError):
-    """Something that was given as a callback is none, or cannot be added to this Learner.
+    """An object is not a callback, or cannot be added to this Learner.
 
     >>> from learnkit.testing import synth_learner
     >>> synth_learner(cbs=print)
@@ -221,7 +222,7 @@ class CallbackError(LearnkitError, TypeError):
 
 
 class UnknownEventError(CallbackError):
-    """An event was named that the lifecycle does not have.
+    """An event was named that does not exist.
 
     >>> from learnkit import Callback
     >>> Callback(befor_fit=print)
@@ -245,9 +246,9 @@ class OrderError(CallbackError):
 
 
 class CancelError(LearnkitError, RuntimeError):
-    """A Cancel exception was raised where no level of its kind was open.
+    """A cancel exception was raised while no such level was open.
 
-    Which levels are open at an event is in the table of `learnkit.engine.events`.
+    The table in `learnkit.engine.events` lists the open levels at each event.
 
     >>> from learnkit import Callback
     >>> from learnkit.testing import synth_learner
@@ -282,7 +283,7 @@ class EmptyLoaderError(LoaderError):
 
 
 class BatchError(LearnkitError, ValueError):
-    """A batch lacks what the loop needs of it, its targets for one.
+    """A batch lacks entries that the loop needs, such as targets.
 
     >>> from learnkit import find_bs
     >>> find_bs({'name': 'text'})
@@ -292,7 +293,7 @@ class BatchError(LearnkitError, ValueError):
 
 
 class LossError(LearnkitError, ValueError):
-    """There is no loss function, or what it returned cannot be minimised.
+    """The loss function is missing, or its return value cannot be minimized.
 
     >>> from torch import nn
     >>> from learnkit.testing import synth_learner
@@ -303,9 +304,9 @@ class LossError(LearnkitError, ValueError):
 
 
 class MetricError(LearnkitError, ValueError):
-    """A metric cannot be computed from the predictions and targets it gets.
+    """A metric cannot be computed from the predictions and targets.
 
-    Metrics are tried on the first training batch, before a weight changes.
+    Metrics are checked on the first training batch, before the first optimizer step.
 
     >>> import torch
     >>> from learnkit import accuracy
@@ -336,7 +337,7 @@ class ModelError(LearnkitError, ValueError):
 
 
 class FitError(LearnkitError, ValueError):
-    """`fit` was called with arguments it cannot follow.
+    """`fit` was called with invalid arguments.
 
     >>> from learnkit.testing import synth_learner
     >>> synth_learner().fit(-1)
@@ -356,7 +357,7 @@ class TimeError(LearnkitError, ValueError):
 
 
 class OptionError(LearnkitError, ValueError):
-    """A callback or function got a value that it cannot work with.
+    """A callback or function got an invalid value.
 
     >>> from learnkit import GradientClip
     >>> GradientClip(max_norm=-1)
@@ -366,7 +367,7 @@ class OptionError(LearnkitError, ValueError):
 
 
 class ScheduleError(OptionError):
-    """A schedule cannot be followed: its pieces do not fill the run, for one.
+    """A schedule is invalid: it cannot be computed, or its pieces do not add up to the run.
 
     >>> from learnkit.callbacks.schedule import SchedCos, combine_scheds
     >>> combine_scheds([0.5, 0.6], [SchedCos(0, 1), SchedCos(1, 0)])
@@ -376,7 +377,7 @@ class ScheduleError(OptionError):
 
 
 class WeightsError(LearnkitError, ValueError):
-    """A file of weights cannot be read, or is of another model; nothing was loaded.
+    """A file of weights cannot be read, or belongs to another model; nothing was loaded.
 
     >>> import tempfile
     >>> from torch import nn
@@ -394,7 +395,7 @@ class WeightsError(LearnkitError, ValueError):
 
 
 class CheckpointError(LearnkitError):
-    """A checkpoint cannot be written, found or gone on from; the message says what stands against it.
+    """A checkpoint cannot be written, found or resumed from; the message names the reason.
 
     >>> import tempfile
     >>> from learnkit.testing import synth_learner
@@ -406,9 +407,9 @@ class CheckpointError(LearnkitError):
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint's file is not as it was written, or holds what no checkpoint has; nothing of it was believed.
+    """A checkpoint file is damaged, or holds objects that a checkpoint cannot have; nothing was loaded.
 
-    `fit(resume=True)` passes over such files and takes the newest whole one.
+    `fit(resume=True)` skips damaged files and loads the newest valid checkpoint.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -425,7 +426,7 @@ class DamagedError(CheckpointError):
 class FolderInUseError(CheckpointError):
     """Another run is writing its checkpoints into the folder.
 
-    The lock ends with its process, however that ends; a file `.lock` that is left behind means nothing.
+    The lock is released when its process ends, for any reason. A remaining file `.lock` has no effect.
 
     >>> import tempfile
     >>> from learnkit.core.locks import FolderLock
@@ -438,7 +439,7 @@ class FolderInUseError(CheckpointError):
 
 
 class MissingExtraError(LearnkitError, ImportError):
-    """A library that only some features need is not installed; the message says how to install it.
+    """An optional library is not installed; the message names the command that installs it.
 
     >>> from learnkit.loggers.base import need
     >>> try: need('wandb_of_mars', 'wandb', 'WandbLogger')
@@ -448,7 +449,7 @@ class MissingExtraError(LearnkitError, ImportError):
 
 
 class DistributedError(LearnkitError, RuntimeError):
-    """Several processes cannot train together, or another one of them has failed.
+    """Several ranks cannot train together, or another rank has failed.
 
     >>> from learnkit.core.comm import launched_as
     >>> launched_as({'RANK': '0', 'WORLD_SIZE': '2'})

@@ -1,4 +1,4 @@
-"""Write files that are there whole or not at all."""
+"""Atomic writing of files."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from pathlib import Path
 
 __all__ = ['atomic_write', 'check_writable', 'sweep', 'flush_file', 'flush_folder']
 
-# what file systems say that keep folders another way
+# errors of file systems that do not support fsync of a folder
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
 _TEMPORARY = re.compile(r'\..+\.tmp-(\d{1,10})-[0-9a-f]{8}', re.DOTALL)
 
-_writing: set[Path] = set()  # temporaries that this process is writing now
+_writing: set[Path] = set()  # temporary files that this process is writing
 
 
 @contextmanager
 def atomic_write(
-    path: str | Path,  # the file to write; folders above it are made
+    path: str | Path,  # path of the file; missing parent folders are created
 ) -> Iterator[Path]:
-    """Yield a temporary path beside `path`, to be written in the block; after it, that file takes the place of `path`.
+    """Yield a temporary path in the folder of `path`, to be written in the block, and rename it to `path` afterwards.
 
-    Whatever happens, `path` holds all of the old content or all of the new: the temporary file is flushed to the disk,
-    renamed, and then the folder is flushed. If the block or any of this fails, the temporary file is removed. Its name
-    is `.<name>.tmp-<process>-<random>`; where `path` is a link, the file that it leads to is replaced.
+    `path` always holds either the complete old content or the complete new content: the temporary file is flushed to
+    disk and renamed, then the folder is flushed. If the block or any of these steps fails, the temporary file is
+    removed. The temporary name is `.<name>.tmp-<process>-<random>`. If `path` is a link, its target is replaced.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -37,7 +37,7 @@ def atomic_write(
     """
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = _temporary(path)
+    tmp = _make_temporary_path(path)
     _writing.add(tmp)
     try:
         yield tmp
@@ -50,12 +50,12 @@ def atomic_write(
 
 
 def check_writable(path: str | Path) -> None:
-    "Make the folders above `path` and write an empty file there for a moment. Raises the `OSError` that this gives."
+    "Create the parent folders of `path`, and create and remove an empty file there. Raises `OSError` on failure."
     path = Path(os.path.realpath(path))
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = _temporary(path)
+    tmp = _make_temporary_path(path)
     try:
         tmp.touch()
     finally:
@@ -63,42 +63,43 @@ def check_writable(path: str | Path) -> None:
 
 
 def sweep(
-    folder: str | Path,  # one that no other machine is writing into: hold its lock
+    folder: str | Path,  # folder that no other machine writes to: hold its lock
 ) -> list[Path]:
-    """Remove the temporaries in `folder` whose process has ended without doing so, and return them.
+    """Remove temporary files in `folder` left by processes that have ended, and return their paths.
 
-    Everything else stays: what a living process is writing, other files, folders, and what cannot be removed."""
-    swept: list[Path] = []
+    Files of running processes, all other files, folders, and files that cannot be removed are kept."""
+    removed: list[Path] = []
     for path in sorted(Path(os.path.realpath(folder)).glob('.*.tmp-*')):
         name = _TEMPORARY.fullmatch(path.name)
         if name is None or path.is_symlink() or not path.is_file():
             continue
         pid = int(name[1])
-        if path in _writing if pid == os.getpid() else _lives(pid):
+        is_in_use = path in _writing if pid == os.getpid() else _is_running(pid)
+        if is_in_use:
             continue
         try:
             path.unlink()
         except OSError:
             continue
-        swept.append(path)
-    return swept
+        removed.append(path)
+    return removed
 
 
-def _lives(pid: int) -> bool:
-    "Say whether a process exists, as far as this can be known."
+def _is_running(pid: int) -> bool:
+    "Return False if a process has certainly ended."
     if os.name == 'nt':
-        return True  # asking by a signal would end it there
+        return True  # on Windows os.kill would end the process
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
-        pass  # it is another user's
+        pass  # the process of another user
     return True
 
 
-def _temporary(path: Path) -> Path:
-    # torch names the folder inside its file after the part before the last dot: the same bytes every time
+def _make_temporary_path(path: Path) -> Path:
+    # torch.save writes the file name without its suffix into the file: only the suffix may be random
     return path.with_name(f'.{path.name[:40]}.tmp-{os.getpid()}-{secrets.token_hex(4)}')
 
 
@@ -109,9 +110,9 @@ def flush_file(path: Path) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    "Let the names in a folder reach the disk, where the system can."
+    "Flush the directory entries of a folder to disk, if the file system supports it."
     if os.name == 'nt':
-        return  # Windows opens no folders
+        return  # Windows cannot open folders
     try:
         fd = os.open(folder, os.O_RDONLY)
         try:

@@ -1,7 +1,7 @@
-"""What a notebook shows: tables that take on the page's colours, light or dark, and outputs that are updated in place.
+"""HTML tables and updatable outputs for notebooks.
 
-Everything that is put into a table is escaped here. Nothing has a colour of its own; borders are a grey that is seen on
-any ground. A saved notebook holds all that is needed to show it again, and a text beside it."""
+All table contents are escaped. Tables use the page's colors, light or dark, with gray borders that are visible on both.
+A saved notebook needs no other files, and holds a plain-text version of each output."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ _LINE = 'thin solid rgba(128,128,128,.4)'
 
 
 def table(
-    head: Sequence[str],  # the names of the columns
-    rows: Iterable[Sequence[Any]],  # a column of numbers stands to the right, any other to the left
-    title: str = '',  # stands above the table
-    max_rows: int = MAX_ROWS,  # where there are more, the first and the last are shown
+    head: Sequence[str],  # names of the columns
+    rows: Iterable[Sequence[Any]],  # rows of values; columns of numbers are right-aligned
+    title: str = '',  # title above the table
+    max_rows: int = MAX_ROWS,  # maximum number of rows; of more, the first and last are shown
 ) -> str:
     """Return an HTML table.
 
     >>> table(['part', 'us'], [['loss', 3]], 'a step')[:67]
     '<div><b>a step</b></div><table style="border-collapse:collapse"><th'
     """
-    texts = [list(map(format_cell, row)) for row in rows]
+    cells = [list(map(format_cell, row)) for row in rows]
     sides = [
-        'right' if all(map(_is_count, column)) else 'left' for column in zip(*texts, strict=False)
+        'right' if all(map(_is_count, column)) else 'left' for column in zip(*cells, strict=False)
     ]
-    lines = [html_row('td', row, sides) for row in texts]
+    lines = [html_row('td', row, sides) for row in cells]
     body = ''.join(
         truncate_rows(
             lines, max_rows, f'<tr><td colspan="{len(head)}">{{}}</td></tr>', '... {} more ...'
@@ -55,10 +55,10 @@ def table(
 
 
 def definitions(
-    entries: Mapping[str, Any],  # by name: a value, several lines, or a function returning either
-    title: str = '',  # stands above the table
+    entries: Mapping[str, Any],  # values, lists of lines, or functions that return either, by name
+    title: str = '',  # title above the table
 ) -> str:
-    """Return an HTML table of names and what is said of them; a function that raises is not in the way of the others.
+    """Return an HTML table of names and values; the error of a function is shown in its row.
 
     >>> 'ZeroDivisionError' in definitions({'half': lambda: 1 / 0, 'whole': 1})
     True
@@ -72,10 +72,10 @@ def definitions(
 
 
 def html_row(
-    tag: str,  # of the cells: 'th' or 'td'
-    cells: Iterable[str],  # their texts
-    sides: Sequence[str] = (),  # where each stands: 'left', 'right'; none: as the table says
-    style: str = '',  # of each
+    tag: str,  # tag of the cells: 'th' or 'td'
+    cells: Iterable[str],  # contents of the cells
+    sides: Sequence[str] = (),  # alignment of the cells: 'left' or 'right'; empty: the default
+    style: str = '',  # CSS of each cell
 ) -> str:
     "Return a row of a table."
     cells = list(cells)
@@ -130,11 +130,11 @@ def format_cell(value: Any) -> str:
 def truncate_rows(
     lines: list[str],
     max_rows: int,  # more are hidden
-    row: str,  # how the note stands in a line, at '{}'
-    note: str,  # says how many are hidden, at '{}'
-    first: int = 10,  # lines that stand before the note
+    row: str,  # template of the row with the note, with '{}'
+    note: str,  # template of the note, with '{}' for the number of hidden lines
+    first: int = 10,  # number of lines before the note
 ) -> list[str]:
-    """Put a note in the place of the lines that are too many, behind the first few.
+    """Replace surplus lines after the first few by a note.
 
     >>> truncate_rows(['a', 'b', 'c', 'd'], 2, '({})', '{} more', first=1)
     ['a', '(2 more)', 'd']
@@ -146,7 +146,7 @@ def truncate_rows(
 
 
 def never_raising(f: Callable[[Any], str]) -> Callable[[Any], str | None]:
-    "Make a `_repr_html_` that gives None where it raises: a notebook then shows the text."
+    "Wrap `_repr_html_` to return None on an exception, so that a notebook shows the plain text."
 
     @wraps(f)
     def html(self: Any) -> str | None:
@@ -159,7 +159,7 @@ def never_raising(f: Callable[[Any], str]) -> Callable[[Any], str | None]:
 
 
 class DisplayHandle:
-    "One output area of a notebook, updated in place: what it holds last is what is saved."
+    "Output area of a notebook that can be updated; the last content is saved."
 
     def __init__(self) -> None:
         self.handle: Any = None
@@ -169,7 +169,7 @@ class DisplayHandle:
         data: dict[str, Any],  # what to show, by kind: 'text/html', 'text/plain', 'image/png'
         metadata: dict[str, Any] | None = None,  # by kind too: an image's width and height
     ) -> None:
-        "Show something, in the place of what was there."
+        "Show data, replacing the previous content."
         from IPython.display import display
 
         if self.handle:
@@ -179,7 +179,7 @@ class DisplayHandle:
 
 
 def in_notebook() -> bool:
-    "Tell whether this is a Jupyter kernel; IPython is not imported to find out."
+    "Return True in a Jupyter kernel, without importing IPython."
     ipython = sys.modules.get('IPython')
     shell = ipython.get_ipython() if ipython else None
     return any(cls.__name__ == 'ZMQInteractiveShell' for cls in type(shell).__mro__)

@@ -1,4 +1,4 @@
-"""A lock on a folder, so that no two runs write into it; it dies with the process that holds it."""
+"""`FolderLock`, a lock that keeps two runs from writing to one folder, released when its process ends."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from learnkit.core.errors import FolderInUseError
 __all__ = ['FolderLock']
 
 fcntl: Any = import_module('fcntl') if os.name != 'nt' else None
-# what file systems without locks say
+# errors of file systems without locks
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
-# Held by this process: by process (a forked child holds none of its parent's), and the folder's device and inode.
+# locks of this process by process id (a forked child does not own its parent's locks), device and inode of the folder
 _held: dict[tuple[int, int, int], FolderLock] = {}
 _warned: set[int] = set()  # devices
 
@@ -28,10 +28,10 @@ _warned: set[int] = set()  # devices
 class FolderLock:
     """Keep a folder to one run at a time: `with FolderLock(folder): ...`, or `acquire` and `release`.
 
-    The lock is one of the system's on the file `.lock` in the folder, which ends with the process, however that ends:
-    workers forked by it do not keep it, and a `.lock` that was left behind means nothing. The file stays. Within the
-    process a registry excludes a second run; where the system has no such locks (Windows, some network file systems)
-    the registry is all there is. Closing *any* handle of `.lock` in this process gives the lock up: do not open it.
+    The lock is an `fcntl` lock of the file `.lock` in the folder. The lock is released when the process ends, for any
+    reason: forked workers do not keep the lock, and a remaining file `.lock` has no effect. The file is not removed.
+    Within a process, a registry excludes a second run. Without `fcntl` locks (Windows, some network file systems),
+    only the registry is used. Closing any handle of `.lock` in this process releases the lock: do not open the file.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder, FolderLock(folder):
@@ -47,9 +47,9 @@ class FolderLock:
         self._since = ''
 
     def acquire(self) -> Self:
-        """Make the folder if it is not there, and lock it; nothing happens if this lock is held.
+        """Create the folder if missing, and lock it; do nothing if this lock is held.
 
-        Raises `FolderInUseError`, which says by whom, and the `OSError` of a folder that cannot be written."""
+        Raises `FolderInUseError`, which names the owner, and `OSError` for a folder that is not writable."""
         if self.held:
             return self
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ class FolderLock:
         if (other := _held.setdefault(key, self)) is not self:
             raise self._in_use(f'this process{other._since}')
         try:
-            self._fd = self._locked()
+            self._fd = self._lock_file()
         except BaseException:
             del _held[key]
             raise
@@ -67,7 +67,7 @@ class FolderLock:
         return self
 
     def release(self) -> None:
-        "Give the lock up; nothing happens if it is not held, or in a forked child of the process that holds it."
+        "Release the lock; do nothing if it is not held, or in a forked child of the owner."
         if not self.held or self._key is None:
             return
         fd, key, self._fd, self._key = self._fd, self._key, None, None
@@ -77,7 +77,7 @@ class FolderLock:
 
     @property
     def held(self) -> bool:
-        "Whether this process holds this lock."
+        "True if this process holds this lock."
         return self._key is not None and self._key[0] == os.getpid()
 
     def __enter__(self) -> Self:
@@ -88,11 +88,11 @@ class FolderLock:
     ) -> None:
         self.release()
 
-    def _locked(self) -> int | None:
-        "Lock the file and say in it who did; return its descriptor, None where there are no locks."
+    def _lock_file(self) -> int | None:
+        "Lock the file and write the owner to it; return the file descriptor, or None without locks."
         if fcntl is None:
             return None
-        # a link is not followed: what it leads to would be overwritten
+        # O_NOFOLLOW, because the target of a link would be overwritten
         fd = os.open(
             self.folder / '.lock', os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
         )

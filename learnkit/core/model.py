@@ -1,4 +1,4 @@
-"""The model inside its wrappers, and where it is."""
+"""Unwrapping of models, and the device of a model."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ __all__ = ['bare_model', 'wrappers_of', 'model_device', 'name_of']
 
 
 def bare_model(model: nn.Module) -> nn.Module:
-    "Return the model inside the wrappers that put a prefix before every name: torch.compile's and DataParallel's."
+    "Return the model inside of wrappers that prefix parameter names: torch.compile, DataParallel and DDP."
     while (inner := _inner(model)) is not None:
         model = inner
     return model
 
 
 def wrappers_of(model: nn.Module) -> list[nn.Module]:
-    "Return what is around the bare model, outermost first."
-    found = []
+    "Return the wrappers around the bare model, outermost first."
+    wrappers = []
     while (inner := _inner(model)) is not None:
-        found.append(model)
+        wrappers.append(model)
         model = inner
-    return found
+    return wrappers
 
 
 def _inner(model: nn.Module) -> nn.Module | None:
@@ -33,12 +33,12 @@ def _inner(model: nn.Module) -> nn.Module | None:
 
 
 def model_device(model: nn.Module, dls: Any) -> torch.device:
-    "Return the device of the model's first parameter, or that of the data for a model without any."
+    "Return the device of the model's first parameter, or the device of the data for a model without parameters."
     for p in model.parameters():
         return p.device
     return torch.device(getattr(dls, 'device', None) or 'cpu')
 
 
 def name_of(f: Any) -> str:
-    "Return the name of a function, or of an object's class."
+    "Return the name of a function, or the class name of another object."
     return getattr(f, '__name__', None) or type(f).__name__

@@ -1,4 +1,4 @@
-"""Plain data: what loads without running code."""
+"""Conversion to plain data, which loads without executing code."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ['plain']
 
 
 def plain(
-    value: Any,  # a state or a configuration
-    where: str,  # its name, for the message
+    value: Any,  # state or configuration
+    where: str,  # name of the value in errors
 ) -> Any:
-    """Return `value` made of what loads safely: tensors, numbers, texts, None, and lists, tuples and dicts of them.
+    """Convert `value` to plain data: tensors, numbers, strings, None, and lists, tuples and dicts of these.
 
-    NumPy's numbers become Python's. Raises `OptionError` that names the place of anything else.
+    NumPy scalars become Python numbers. Raises `OptionError`, which names the path, for any other object.
 
     >>> plain({'lr': np.float32(0.5), 'sizes': [1, 2]}, 'opt')
     {'lr': 0.5, 'sizes': [1, 2]}
@@ -31,10 +31,9 @@ def plain(
     if isinstance(value, Mapping):
         return {k: plain(v, f'{where}[{k!r}]') for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return (list if isinstance(value, list) else tuple)(
-            plain(v, f'{where}[{i}]') for i, v in enumerate(value)
-        )
+        entries = [plain(v, f'{where}[{i}]') for i, v in enumerate(value)]
+        return entries if isinstance(value, list) else tuple(entries)
     raise OptionError(
         f'{where} is a {type(value).__name__}, which would not load safely. Keep tensors, numbers, '
-        'texts, and lists, tuples or dicts of them.'
+        'strings, and lists, tuples or dicts of them.'
     )

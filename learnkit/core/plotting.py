@@ -1,4 +1,4 @@
-"""What the pictures share: matplotlib, imported when one is drawn, a palette, and new axes."""
+"""Helpers of plots: the import of matplotlib, the palette, and new axes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from learnkit.core.errors import MissingExtraError
 
 __all__ = ['COLORS', 'WRONG', 'AxesList', 'pyplot', 'color', 'new_axes', 'axes_or_new']
 
-# Okabe and Ito's, without those that are lost on white: told apart by the colour-blind, on white and on black
+# the color-blind safe palette of Okabe and Ito, without the colors that have little contrast on white
 COLORS = '#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9'
-WRONG = COLORS[1]  # marks a mistake, never alone: bold and a frame go with it
+WRONG = COLORS[1]  # marks a mistake, together with bold text and a frame
 
 
 class AxesList(list[Any]):
-    """The axes of one figure; shown as their number, so that a cell that ends with them shows the picture alone.
+    """Axes of one figure, with a short repr so that a notebook cell that returns the axes shows only the figure.
 
     >>> AxesList([])
     <0 axes>
@@ -22,7 +22,7 @@ class AxesList(list[Any]):
 
     @property
     def figure(self) -> Any:
-        "The figure that they are on, `savefig` among its methods."
+        "The figure of the axes, for example for `figure.savefig`."
         return self[0].figure
 
     def __repr__(self) -> str:
@@ -30,7 +30,7 @@ class AxesList(list[Any]):
 
 
 def pyplot() -> Any:
-    "Import matplotlib's interface of figures; raise `MissingExtraError` without it."
+    "Import `matplotlib.pyplot`; raise `MissingExtraError` if matplotlib is not installed."
     try:
         import matplotlib.pyplot as plt
     except ImportError as e:
@@ -39,18 +39,18 @@ def pyplot() -> Any:
 
 
 def color(i: int) -> str:
-    "Return the color number `i`: of the palette, or of the style that was chosen in matplotlib."
+    "Return color `i` of the palette, or of matplotlib's property cycle if the user has set one."
     plt = pyplot()
-    own = plt.rcParams['axes.prop_cycle'] != plt.rcParamsDefault['axes.prop_cycle']
-    return f'C{i}' if own else COLORS[i % len(COLORS)]
+    has_cycle = plt.rcParams['axes.prop_cycle'] != plt.rcParamsDefault['axes.prop_cycle']
+    return f'C{i}' if has_cycle else COLORS[i % len(COLORS)]
 
 
 def new_axes(
-    n: int = 1,  # how many axes
-    cols: int = 1,  # in so many columns
-    figsize: tuple[float, float] | None = None,  # inches; None: matplotlib's
+    n: int = 1,  # number of axes
+    cols: int = 1,  # number of columns
+    figsize: tuple[float, float] | None = None,  # size in inches; None: matplotlib's default
 ) -> AxesList:
-    "Return the axes of a new figure, row by row; places that are left over stay empty."
+    "Return the axes of a new figure in row-major order; unused grid cells are empty."
     cols, n = min(cols, max(n, 1)), max(n, 1)
     axs = pyplot().subplots(
         -(-n // cols), cols, figsize=figsize, squeeze=False, layout='constrained'
@@ -62,7 +62,7 @@ def new_axes(
 
 def axes_or_new(
     ax: Any,  # matplotlib axes, or None
-    figsize: tuple[float, float] | None = None,  # inches, of a new figure
+    figsize: tuple[float, float] | None = None,  # size of a new figure, in inches
 ) -> Any:
-    "Return these axes, or those of a new figure."
+    "Return `ax`, or the axes of a new figure if `ax` is None."
     return new_axes(figsize=figsize)[0] if ax is None else ax

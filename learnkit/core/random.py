@@ -1,7 +1,7 @@
-"""Capture and restore every random generator that a training run draws from.
+"""Capture and restore of every random generator that a training run draws from.
 
-A captured state holds tensors and plain numbers in tuples and dicts, so that a checkpoint can carry it and be loaded
-with `weights_only=True`. Capturing and restoring never initialise CUDA."""
+A captured state holds tensors and plain numbers in tuples and dicts, so that a checkpoint with the state loads with
+`weights_only=True`. Capture and restore never initialize CUDA."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ __all__ = [
     'preserved_generators',
 ]
 
-RNGState = dict[str, Any]  # 'python', 'torch' and, where in use, 'numpy', 'cuda', 'mps'
+RNGState = dict[str, Any]  # 'python', 'torch' and, if in use, 'numpy', 'cuda', 'mps'
 
 
 def capture_rng() -> RNGState:
-    """Return the states of the global generators of Python, torch, and where in use NumPy, every CUDA device and MPS.
+    """Return the states of the global generators of Python and torch, and of NumPy, all CUDA devices and MPS if in use.
 
     >>> state = capture_rng()
     >>> drawn = torch.rand(3)
@@ -58,7 +58,7 @@ def capture_rng() -> RNGState:
 
 
 def capture_host_rng() -> RNGState:
-    "Return those that `capture_rng` does but for CUDA's and MPS's: the order of data is drawn from no others."
+    "Return the states of `capture_rng` without CUDA and MPS: the generators that draw the order of data."
     state: RNGState = {'python': random.getstate(), 'torch': torch.get_rng_state()}
     if (np_random := sys.modules.get('numpy.random')) is not None:
         state['numpy'] = _map_arrays(np_random.get_state(legacy=False), _to_tensor)
@@ -66,11 +66,11 @@ def capture_host_rng() -> RNGState:
 
 
 def restore_rng(
-    state: RNGState,  # from `capture_rng`, of this process or of another one
+    state: RNGState,  # return value of `capture_rng`, also of another process
 ) -> None:
-    """Put the generators back to `state`; those that it does not hold keep theirs.
+    """Restore the global generators; generators that `state` does not contain are unchanged.
 
-    A CUDA state takes effect when CUDA is initialised; those of devices that this machine lacks are left out."""
+    A CUDA state takes effect when CUDA is initialized. States of missing devices are ignored."""
     version, words, gauss = state['python']
     random.setstate((version, tuple(words), gauss))
     torch.set_rng_state(state['torch'].cpu())
@@ -87,7 +87,7 @@ def restore_rng(
 
 
 def same_states(a: Any, b: Any) -> bool:
-    "Tell whether two captured states, or parts of them, are equal."
+    "Return True if two captured states, or parts of states, are equal."
     if isinstance(a, Tensor):
         return isinstance(b, Tensor) and torch.equal(a, b)
     if isinstance(a, dict):
@@ -99,7 +99,7 @@ def same_states(a: Any, b: Any) -> bool:
 
 @contextmanager
 def preserved_rng() -> Iterator[None]:
-    """Leave every generator after the block as it was before it, also when the block raises.
+    """Restore every global generator at the end of the block, also if the block raises.
 
     >>> torch.manual_seed(0).initial_seed()
     0
@@ -139,17 +139,17 @@ _LEAVES = frozenset(
     }
 )
 _CALLS = {MethodType: ('__self__',), partial: ('func', 'args', 'keywords')}
-# levels, those of containers too; objects looked at; entries of a container
+# limits of the search: depth including containers, number of objects, entries of a container
 _DEEPEST, _MOST, _LONGEST = 7, 200, 32
 
 
 def own_generators(
-    dl: Any,  # a loader
-) -> dict[str, Any]:  # by the attribute path that leads there, each once
-    """Return the generators that a loader keeps: its own, its sampler's, those of its data set and transforms.
+    dl: Any,  # the loader
+) -> dict[str, Any]:  # generators by attribute path, each once
+    """Return the generators of a loader, its samplers, its data set and transforms.
 
-    They are generators of torch, NumPy and Python, found by following attributes and short lists or dicts of them; an
-    object with thousands of parts is not searched to its end.
+    Generators of torch, NumPy and Python are found by following attributes and short lists or dicts. The search stops
+    after a limited number of objects.
 
     >>> from torch.utils.data import DataLoader
     >>> list(own_generators(DataLoader([1, 2], shuffle=True, generator=torch.Generator())))
@@ -176,15 +176,15 @@ def own_generators(
 
 
 def capture_own(dl: Any) -> dict[str, tuple[str, Any]]:
-    "Return what kind each of a loader's own generators is, and its state, as tensors and plain numbers."
-    return {name: (_kind(g), _state(g)) for name, g in own_generators(dl).items()}
+    "Return (kind, state) of each of a loader's own generators, as tensors and plain numbers."
+    return {name: (_kind(g), _get_state(g)) for name, g in own_generators(dl).items()}
 
 
 def restore_own(
     dl: Any,
-    states: dict[str, tuple[str, Any]],  # from `capture_own` of a loader made in the same way
-) -> list[str]:  # the names of those that this loader does not have
-    "Put a loader's own generators back to their states."
+    states: dict[str, tuple[str, Any]],  # return value of `capture_own` of a loader made alike
+) -> list[str]:  # names of generators that this loader lacks
+    "Restore a loader's own generators."
     own = own_generators(dl)
     known = [name for name, (kind, _) in states.items() if name in own and _kind(own[name]) == kind]
     for name in known:
@@ -194,8 +194,8 @@ def restore_own(
 
 @contextmanager
 def preserved_generators(dl: Any) -> Iterator[None]:
-    "Leave a loader's own generators, its sampler's and its data set's, after the block as they were before it."
-    states = [(g, _state(g)) for g in own_generators(dl).values()]
+    "Restore the generators of a loader, its samplers and its data set at the end of the block."
+    states = [(g, _get_state(g)) for g in own_generators(dl).values()]
     try:
         yield
     finally:
@@ -213,9 +213,10 @@ def _generator_types() -> tuple[type, ...]:
 
 
 def _parts(path: str, owner: Any) -> Iterator[tuple[str, Any]]:
-    "Yield what an object holds in its attributes, and in short containers among them, with their paths."
-    if (base := next((b for b in (dict, list, tuple) if isinstance(owner, b)), None)) is not None:
-        # by the base's own methods: those of a subclass may be a loader's, which would begin to draw
+    "Yield (path, value) of an object's attributes, or of the entries of a short container."
+    base = next((b for b in (dict, list, tuple) if isinstance(owner, b)), None)
+    if base is not None:
+        # methods of the base class, because iterating a subclass may start a loader
         items = dict.items(owner) if base is dict else enumerate(base.__iter__(owner))
         if base.__len__(owner) <= _LONGEST:
             for k, value in items:
@@ -229,16 +230,16 @@ def _parts(path: str, owner: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(owner, nn.Module):
         own = {k: v for k, v in own.items() if k[0] != '_'} | own['_modules']
     for k, value in own.items():
-        if k != '_iterator':
-            yield f'{dot}{k}', value  # a DataLoader's, whose parts are those of the loader
+        if k != '_iterator':  # the iterator of a DataLoader refers to parts of the loader
+            yield f'{dot}{k}', value
 
 
 def _kind(g: Any) -> str:
-    of = type(getattr(g, 'bit_generator', g))
-    return f'{of.__module__.partition(".")[0]}.{of.__name__}'
+    cls = type(getattr(g, 'bit_generator', g))
+    return f'{cls.__module__.partition(".")[0]}.{cls.__name__}'
 
 
-def _state(g: Any) -> Any:
+def _get_state(g: Any) -> Any:
     if isinstance(g, torch.Generator):
         return g.get_state()
     if isinstance(g, random.Random):
@@ -261,32 +262,32 @@ def _set_state(g: Any, state: Any) -> None:
 
 
 def _map_arrays(state: dict[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
-    "Return NumPy's nested state with `convert` applied to what is no dict."
+    "Apply `convert` to the leaves of NumPy's nested state."
     return {
         k: _map_arrays(v, convert) if isinstance(v, dict) else convert(v) for k, v in state.items()
     }
 
 
 def _to_tensor(value: Any) -> Any:
-    "Return an array as a tensor of its own and a NumPy scalar as a Python number."
+    "Copy an array to a tensor, and convert a NumPy scalar to a Python number."
     if not hasattr(value, 'dtype'):
         return value
     return torch.from_numpy(value.copy()) if value.ndim else value.item()
 
 
 def _to_array(value: Any) -> Any:
-    "Return a tensor as an array, anything else as it is."
+    "Convert a tensor to an array; return anything else unchanged."
     return value.cpu().numpy() if isinstance(value, torch.Tensor) else value
 
 
 def state_setter(o: Any) -> Callable[[], object] | None:
-    "Return what puts a random generator back to where it is now, None for anything else."
+    "Return a function that restores a random generator's current state, or None for other objects."
     if isinstance(o, torch.Generator):
         return partial(o.set_state, o.get_state())
     if isinstance(o, Random):
         return partial(o.setstate, o.getstate())
     if not type(o).__module__.startswith('numpy.random'):
-        return None  # asking for it would import it
+        return None  # `np.random` would import numpy.random
     if isinstance(o, np.random.RandomState):
         return partial(o.set_state, o.get_state())
     if isinstance(o, np.random.Generator):

@@ -1,4 +1,4 @@
-"""How often and how long: `Time` is a quantity in one unit, `Timestamp` says how far a run has come in all of them."""
+"""`Time`, a duration or interval in one unit, and `Timestamp`, the progress of a run in all units."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ UNITS = {
 }
 CONTINUOUS = ('sec', 'dur')  # the other units are whole numbers
 SECONDS = {'d': 86400, 'h': 3600, 'm': 60, 's': 1}
-LARGEST = 2**63 - 1  # of a count: what a checkpoint can hold
+LARGEST = 2**63 - 1  # largest count that a checkpoint can hold
 
-# what users write for each
+# accepted spellings, for suggestions in errors
 _SPELLED = {
     'iter': 'iteration iterations',
     'ep': 'epoch epochs',
@@ -55,11 +55,11 @@ _CLOCK = re.compile(''.join(rf'\s*(?:({_NUMBER})\s*{unit})?' for unit in SECONDS
 @total_ordering
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Time:
-    """A quantity of one unit, immutable.
+    """Immutable quantity in one unit.
 
-    The units `iter ep ba st sp tok` are counted; `sec` and `dur` (a share of the run, 0 to 1) need not be whole.
-    It compares, adds and subtracts within its unit only. Raises `TimeError` for what is no time, and for a result that
-    is none: below zero, a broken number of what is counted, or a share above 1.
+    The units `iter ep ba st sp tok` are integer counts. `sec` and `dur` (a fraction of the run, 0 to 1) are floats.
+    Comparison, addition and subtraction require equal units. Raises `TimeError` for an invalid time, and for an
+    invalid result: a negative number, a fractional count, or a `dur` above 1.
 
     >>> Time('500ba') + Time(20, 'ba'), Time('1h20m'), Time('1e6sp')/4
     (Time('520ba'), Time('4800sec'), Time('250000sp'))
@@ -72,14 +72,14 @@ class Time:
 
     def __init__(
         self,
-        value: Time | str | int | float,  # '500ba', '1h20m', or a number
-        unit: str | None = None,  # of a number
+        value: Time | str | int | float,  # string such as '500ba' or '1h20m', or number of `unit`
+        unit: str | None = None,  # unit of a number
     ) -> None:
         if unit is None:
             value, unit = _parse(value)
         elif isinstance(value, (Time, str)):
             raise TimeError(f'{value!r} has its own unit: leave out {unit!r}.')
-        object.__setattr__(self, 'value', _valid(value, unit))
+        object.__setattr__(self, 'value', _convert_value(value, unit))
         object.__setattr__(self, 'unit', unit)
 
     def __str__(self) -> str:
@@ -98,17 +98,17 @@ class Time:
     def __lt__(self, other: Time) -> bool:
         if not isinstance(other, Time):
             return NotImplemented
-        return self.value < self._same_unit(other)
+        return self.value < self._value_in_unit(other)
 
     def __add__(self, other: Time) -> Time:
         if not isinstance(other, Time):
             return NotImplemented
-        return Time(self.value + self._same_unit(other), self.unit)
+        return Time(self.value + self._value_in_unit(other), self.unit)
 
     def __sub__(self, other: Time) -> Time:
         if not isinstance(other, Time):
             return NotImplemented
-        return Time(self.value - self._same_unit(other), self.unit)
+        return Time(self.value - self._value_in_unit(other), self.unit)
 
     def __mul__(self, factor: Any) -> Time:
         return self._map(lambda v: v * factor) if isinstance(factor, Real) else NotImplemented
@@ -117,20 +117,20 @@ class Time:
 
     def __truediv__(self, other: Any) -> Any:
         if isinstance(other, Time):
-            return self.value / self._same_unit(other)
+            return self.value / self._value_in_unit(other)
         return (
             self._map(lambda v: Fraction(v) / other) if isinstance(other, Real) else NotImplemented
         )
 
     def __floordiv__(self, other: Any) -> Any:
         if isinstance(other, Time):
-            return int(self.value // self._same_unit(other))
+            return int(self.value // self._value_in_unit(other))
         return self._map(lambda v: v // other) if isinstance(other, Real) else NotImplemented
 
     def __mod__(self, other: Time) -> Time:
         if not isinstance(other, Time):
             return NotImplemented
-        return Time(self.value % self._same_unit(other), self.unit)
+        return Time(self.value % self._value_in_unit(other), self.unit)
 
     def __abs__(self) -> Time:
         return self
@@ -138,8 +138,8 @@ class Time:
     def _map(self, change: Callable[[Any], Any]) -> Time:
         return Time(change(self.value), self.unit)
 
-    def _same_unit(self, other: Time) -> int | float:
-        "The value of `other`, which has to be in this unit."
+    def _value_in_unit(self, other: Time) -> int | float:
+        "Return the value of `other`; raise `TimeError` for another unit."
         if other.unit == self.unit:
             return other.value
         raise TimeError(
@@ -150,24 +150,25 @@ class Time:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Timestamp:
-    """What a run has finished, in every unit, immutable. It compares with a `Time` in that one's unit.
+    """Immutable progress of a run in every unit; comparison with a `Time` uses the unit of the `Time`.
 
     >>> now = Timestamp(ep=3, ba=1200, st=1200, sp=76800, sec=12.4)
     >>> now >= Time('500ba'), now['ep'], now + Time('1ep')
     (True, Time('3ep'), Timestamp(ep=4, ba=1200, st=1200, sp=76800, sec=12.4))
     """
 
-    iter: int = 0  # iterations: numbers of whole epochs
+    iter: int = 0  # iterations, each of a number of whole epochs
     ep: int = 0  # epochs
     ba: int = 0  # batches
     st: int = 0  # optimizer steps
     sp: int = 0  # samples
     tok: int = 0  # tokens
     sec: float = 0.0  # seconds
-    dur: float | None = None  # the share of the run, where its length is known
+    dur: float | None = None  # fraction of the run; None: unknown length
 
     def __getitem__(self, unit: str) -> Time:
-        return Time(self._in(_known(unit)), unit)
+        _check_unit(unit)
+        return Time(self._in(unit), unit)
 
     get = __getitem__
 
@@ -189,7 +190,7 @@ class Timestamp:
         return self.replace(**{other.unit: (self[other.unit] + other).value})
 
     def __sub__(self, earlier: Timestamp) -> Timestamp:
-        "What was finished since `earlier`."
+        "Return the progress since `earlier`."
         if not isinstance(earlier, Timestamp):
             return NotImplemented
         units = [
@@ -199,7 +200,7 @@ class Timestamp:
         return Timestamp(**values)
 
     def _in(self, unit: str) -> Any:
-        "The plain number in `unit`."
+        "Return the number of `unit`; raise `TimeError` for an unknown `dur`."
         value = getattr(self, unit)
         if value is None:
             raise TimeError(
@@ -208,7 +209,7 @@ class Timestamp:
         return value
 
     def replace(self, **changes: Any) -> Timestamp:
-        "Return a copy with other values."
+        "Return a copy with changed values."
         return dataclasses.replace(self, **changes)
 
     def state_dict(self) -> dict[str, int | float | None]:
@@ -216,15 +217,17 @@ class Timestamp:
 
     @classmethod
     def from_state_dict(cls, sd: dict[str, int | float | None]) -> Timestamp:
-        "Return the `Timestamp` that was saved; a unit that is missing starts at its default."
-        values: dict[str, Any] = {
-            _known(u): v if v is None else Time(v, u).value for u, v in sd.items()
-        }
+        "Return the `Timestamp` of a state dict; missing units get their defaults."
+        values: dict[str, Any] = {}
+        for unit, value in sd.items():
+            _check_unit(unit)
+            values[unit] = None if value is None else Time(value, unit).value
         return cls(**values)
 
     def __repr__(self) -> str:
         values = {u: v for u, v in self.state_dict().items() if v or (u == 'dur' and v is not None)}
-        return f'Timestamp({", ".join(f"{u}={round(v, 3) if u in CONTINUOUS else v}" for u, v in values.items())})'
+        rounded = {u: round(v, 3) if u in CONTINUOUS else v for u, v in values.items()}
+        return f'Timestamp({", ".join(f"{u}={v}" for u, v in rounded.items())})'
 
     @never_raising
     def _repr_html_(self) -> str:
@@ -233,10 +236,10 @@ class Timestamp:
 
 
 def as_time(
-    value: Time | str | int | float,  # an interval: '500ba', or a number of `unit`
-    unit: str | None = None,  # what a bare number counts
+    value: Time | str | int | float,  # interval such as '500ba', or number of `unit`
+    unit: str | None = None,  # unit of a bare number
 ) -> Time:
-    """Return an interval as a `Time`. Raises `TimeError` for zero too.
+    """Convert an interval to a `Time`. Raises `TimeError` for an invalid time and for zero.
 
     >>> as_time(3, 'ep'), as_time('90s', 'ep')
     (Time('3ep'), Time('90sec'))
@@ -248,14 +251,14 @@ def as_time(
 
 
 def crossings(
-    before: Timestamp,  # where the last look was
-    after: Timestamp,  # now
-    every: Time,  # the interval
+    before: Timestamp,  # start, exclusive
+    after: Timestamp,  # end, inclusive
+    every: Time,  # interval
 ) -> int:
-    """Return how many multiples of `every` lie after `before` and up to `after`.
+    """Return the number of multiples of `every` after `before` and up to `after`.
 
-    Parts of a stretch add up to the whole. In seconds and shares, a multiple that is missed by a rounding error counts
-    as reached.
+    The crossings of consecutive ranges add up to the crossings of the whole range. In `sec` and `dur`, a multiple
+    missed by a rounding error counts as reached.
 
     >>> crossings(Timestamp(ba=90), Timestamp(ba=310), Time('100ba'))
     3
@@ -264,61 +267,57 @@ def crossings(
         raise TimeError(f'An interval must be positive, got {every}.')
     start, end = before._in(every.unit), after._in(every.unit)
     if end < start and every.unit == 'dur':
-        return 0  # a loader longer than it says: its epoch begins where it should
+        return 0  # the loader is longer than its `len`: `dur` is corrected at the next epoch
     if end < start:
         raise TimeError(f'{after} lies before {before}: crossings are counted forwards.')
-    return _multiples(end, every) - _multiples(start, every)
+    return _count_multiples(end, every) - _count_multiples(start, every)
 
 
-def _multiples(value: Any, every: Time) -> int:
-    "The whole intervals in `value`; a third of a run is no exact float, so a billionth of an interval may lack."
-    return (
-        math.floor(value / every.value + 1e-9)
-        if every.unit in CONTINUOUS
-        else int(value // every.value)
-    )
+def _count_multiples(value: Any, every: Time) -> int:
+    "Return the number of whole intervals in `value`, with a tolerance of 1e-9 intervals for floats."
+    if every.unit in CONTINUOUS:
+        return math.floor(value / every.value + 1e-9)
+    return int(value // every.value)
 
 
 def _parse(value: Any) -> tuple[Any, str]:
-    "The number and unit that `value` spells."
+    "Return the number and unit of a string or Time."
     if isinstance(value, Time):
         return value.value, value.unit
     if not isinstance(value, str):
         raise TimeError(f'{value!r} is no time: a number needs a unit. {_help()}')
     text = value.lower()
-    if percent := _PERCENT.fullmatch(text):
+    percent = _PERCENT.fullmatch(text)
+    if percent:
         return Decimal(percent[1]) / 100, 'dur'
-    if (quantity := _QUANTITY.fullmatch(text)) and quantity[2] in UNITS:
+    quantity = _QUANTITY.fullmatch(text)
+    if quantity and quantity[2] in UNITS:
         return Decimal(quantity[1]), quantity[2]
-    if (clock := _CLOCK.fullmatch(text)) and any(clock.groups()):
+    clock = _CLOCK.fullmatch(text)
+    if clock and any(clock.groups()):
         parts = zip(clock.groups(), SECONDS.values(), strict=True)
         return sum(Decimal(n) * seconds for n, seconds in parts if n), 'sec'
-    raise TimeError(
-        f'{value!r} is no time.{_meant(*quantity.groups()) if quantity else ""} {_help()}'
-    )
+    hint = _suggest_unit(*quantity.groups()) if quantity else ''
+    raise TimeError(f'{value!r} is no time.{hint} {_help()}')
 
 
-def _meant(number: str, word: str) -> str:
-    "Say how a time is written whose unit was spelled out."
+def _suggest_unit(number: str, word: str) -> str:
+    "Return a hint for a unit that was spelled out or misspelled."
     short = next((short for short, names in _SPELLED.items() if word in names.split()), None)
     return f' Write {number + short!r}.' if short else did_you_mean(word, UNITS)
 
 
-def _valid(value: Any, unit: str) -> int | float:
-    "The number as `unit` keeps it: an int where it counts, else a float."
-    _known(unit)
-    if isinstance(value, bool) or not isinstance(value, (Real, Decimal)) or not _finite(value):
+def _convert_value(value: Any, unit: str) -> int | float:
+    "Convert a number to an int for a counted unit, else to a float; raise `TimeError` for an invalid number."
+    _check_unit(unit)
+    if not _is_finite_number(value):
         raise TimeError(f'{value!r} is no number of {UNITS[unit]}. {_help()}')
-    return _in_range(value, unit)
-
-
-def _in_range(value: Any, unit: str) -> int | float:
     if value < 0:
         raise TimeError(f'A time cannot be negative, got {value}{unit}.')
     if unit == 'dur' and value > 1:
         raise TimeError(f'A share of the run lies within 0 and 1, got {value}dur.')
     if unit in CONTINUOUS:
-        return float(value) + 0.0  # no -0.0
+        return float(value) + 0.0  # turns -0.0 into 0.0
     if value > LARGEST:
         raise TimeError(f'{value}{unit} is too large to count.')
     if not isinstance(value, Integral) and value != int(value):
@@ -326,21 +325,22 @@ def _in_range(value: Any, unit: str) -> int | float:
     return int(value)
 
 
-def _finite(value: Any) -> bool:
+def _is_finite_number(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (Real, Decimal)):
+        return False
     try:
         return math.isfinite(value)
     except OverflowError:
-        return False  # an int that no float can hold
+        return False  # an int too large for a float
 
 
-def _known(unit: Any) -> str:
-    if isinstance(unit, str) and unit in UNITS:
-        return unit
-    raise TimeError(f'There is no unit {unit!r}.{did_you_mean(str(unit), UNITS)} {_help()}')
+def _check_unit(unit: Any) -> None:
+    if not isinstance(unit, str) or unit not in UNITS:
+        raise TimeError(f'There is no unit {unit!r}.{did_you_mean(str(unit), UNITS)} {_help()}')
 
 
 def in_words(value: int | float, unit: str) -> str:
-    """Write a time out.
+    """Return a time in words.
 
     >>> in_words(1200, 'ba'), in_words(1, 'ep'), in_words(0.25, 'dur'), in_words(4805.3, 'sec')
     ('1,200 batches', '1 epoch', '25% of the run', '1:20:05')
@@ -359,7 +359,7 @@ def _help() -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a duration as a clock shows it.
+    """Format a duration as MM:SS or H:MM:SS.
 
     >>> format_seconds(62.7), format_seconds(3725)
     ('01:02', '1:02:05')

@@ -1,4 +1,4 @@
-"""What predictions and targets have to be to each other, where torch would go on with numbers that mean nothing."""
+"""Checks of predictions against targets that torch does not make, hints for torch's errors, and warnings."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ __all__ = [
 ]
 
 
-# files whose lines tell a user nothing: the package's, and those that call it back
-_NOT_THE_USERS = (
+# folders of code that calls or is called by the package, skipped to find the user's line
+_INTERNAL_PATHS = (
     str(Path(__file__).parents[1]),
     contextlib.__file__,
     str(Path(torch.__file__).parent),
@@ -46,9 +46,9 @@ _NOT_THE_USERS = (
 
 
 def warn_user(text: str) -> None:
-    "Warn at the line that led into the package."
+    "Warn at the line of user code that called the package."
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INTERNAL_PATHS):
         frame, level = frame.f_back, level + 1
     warn(text, stacklevel=level)
 
@@ -58,13 +58,13 @@ def warn_of_nan(
     losses: list[float],  # of each step of its fit
     n_before: int,  # steps before this epoch
 ) -> None:
-    "Warn where this epoch is the first whose losses are NaN, unless a callback is there that looks after that."
+    "Warn if this epoch is the first with NaN losses, unless a callback handles NaN losses."
     first = next((i for i, loss in enumerate(losses) if loss != loss), -1)
     known = {cls.__name__ for cb in learn.cbs for cls in type(cb).__mro__}
     if first < n_before or known & {'GuardNonFinite', 'LRFinder'} or not learn.world.is_first:
         return
     if any(vars(cb).get('scaler') is not None for cb in learn.cbs):
-        return  # it tells by itself
+        return  # the gradient scaler's callback warns itself
     warn_user(
         f'train_loss is nan since epoch {learn.epoch}, batch {first - n_before}: with `cbs=GuardNonFinite()` the '
         'fit ends there, and says what became nan first. A lower learning rate may help.'
@@ -72,7 +72,7 @@ def warn_of_nan(
 
 
 def model_hint(b: Any, model: nn.Module, e: Exception) -> str:
-    """Say what to do about an error of a model's forward pass, where that is known; else an empty text.
+    """Return a hint for a known error of a model's forward pass, else an empty string.
 
     >>> model_hint((torch.zeros(1, 4),), nn.BatchNorm1d(4), ValueError('Expected more than 1 value per channel ...'))
     ': batch norm cannot train on one sample. Give the loader `drop_last=True`, or another batch size'
@@ -88,7 +88,7 @@ def model_hint(b: Any, model: nn.Module, e: Exception) -> str:
 
 
 def precision_hint(b: Any, model: nn.Module) -> str:
-    """Say what to do about float64 in a batch, which NumPy makes, and a model in float32; for any other an empty text.
+    """Return a hint for float64 inputs from NumPy with a float32 model, else an empty string.
 
     >>> precision_hint((torch.zeros(2, 3, dtype=torch.float64),), nn.Linear(3, 1))
     ". The model is in float32, NumPy's numbers are float64: give it `x.astype('float32')`, or of a tensor `x.float()`"
@@ -110,7 +110,7 @@ def precision_hint(b: Any, model: nn.Module) -> str:
 
 
 def loss_hint(loss_func: Any, pred: Any, yb: tuple[Any, ...], e: Exception) -> str:
-    """Say what to do about an error of a loss function, where that is known; else an empty text.
+    """Return a hint for a known error of a loss function, else an empty string.
 
     >>> error = RuntimeError('expected target dtype to be Long or Byte, but got Float')
     >>> loss_hint(nn.CrossEntropyLoss(), torch.zeros(2, 3), (torch.zeros(2),), error)
@@ -128,7 +128,7 @@ def loss_hint(loss_func: Any, pred: Any, yb: tuple[Any, ...], e: Exception) -> s
 
 
 def _weight_hint(loss_func: Any, pred: Tensor) -> str:
-    "Say what to do about weights of classes that are of another dtype, or elsewhere."
+    "Return a hint for class weights of another dtype or on another device."
     for name in ('weight', 'pos_weight'):
         own = getattr(loss_func, name, getattr(loss_func, 'keywords', {}).get(name))
         if not isinstance(own, Tensor):
@@ -144,7 +144,7 @@ def _weight_hint(loss_func: Any, pred: Tensor) -> str:
 
 
 def _shape_hint(pred: Tensor, targ: Tensor, error: str) -> str:
-    "Say what to do about targets whose shape differs from what the loss needs."
+    "Return a hint for targets of the wrong shape."
     if 'arget size' in error and pred.numel() == targ.numel():
         return f'. {shape_fix(pred, targ).removesuffix(".")}'
     if 'multi-target' in error and targ.ndim == 2 and targ.shape[1] == 1:
@@ -159,14 +159,14 @@ def _shape_hint(pred: Tensor, targ: Tensor, error: str) -> str:
 
 
 def _dtype_hint(pred: Tensor, targ: Tensor, error: str) -> str:
-    "Say what to do about targets whose dtype differs from what the loss needs."
+    "Return a hint for targets of the wrong dtype."
     if 'Long' in error and 'but got' in error and targ.dtype != torch.int64:
         return ": class numbers are int64. Give `y.astype('int64')`, or of a tensor `y.long()`"
-    told = ('cast to the desired output type', 'two bool tensors', 'Found dtype')
+    phrases = ('cast to the desired output type', 'two bool tensors', 'Found dtype')
     if (
         pred.is_floating_point()
         and not targ.is_floating_point()
-        and any(words in error for words in told)
+        and any(phrase in error for phrase in phrases)
     ):
         return (
             ": the targets are to be floats. Give `y.astype('float32')`, or of a tensor `y.float()`"
@@ -175,7 +175,7 @@ def _dtype_hint(pred: Tensor, targ: Tensor, error: str) -> str:
 
 
 def classes_hint(loss_func: Any, pred: Any, yb: tuple[Any, ...], e: Exception) -> str:
-    """Say which classes there are, after an error of class numbers that are out of bounds; else an empty text.
+    """Return the range of targets and the number of classes for an out-of-bounds error, else an empty string.
 
     >>> error = IndexError('Target 9 is out of bounds.')
     >>> classes_hint(nn.CrossEntropyLoss(), torch.zeros(2, 5), (torch.tensor([0, 9]),), error)
@@ -214,11 +214,11 @@ def takes_alone(f: Any) -> str:
 
 
 def takes(f: Any, name: str) -> bool:
-    "Tell whether a function takes a keyword, as far as can be seen."
+    "Return True if a function takes a keyword, or if its signature is unknown."
     try:
         params = signature(f).parameters.values()
     except (TypeError, ValueError):
-        return True  # written in C: calling it will tell
+        return True  # functions written in C have no signature
     return any(p.name == name or p.kind is p.VAR_KEYWORD for p in params)
 
 
@@ -252,10 +252,10 @@ def check_pairing(
     pred: Any,
     yb: tuple[Any, ...],
 ) -> None:
-    """Raise `LossError` where a loss compares each prediction with every target, as (n, 1) against (n,) does.
+    """Raise `LossError` if a loss compares each prediction with every target, as for shapes (n, 1) and (n,).
 
-    Only shapes that torch would broadcast are looked at. Whether the loss takes them so is tried on other numbers: a
-    mean over all pairs stays the same when the targets are shifted.
+    Only shapes that torch would broadcast are checked. The loss is computed for other numbers: a mean over all pairs
+    does not change when the targets are shifted.
 
     >>> check_pairing(torch.nn.functional.mse_loss, torch.zeros(8, 1), (torch.zeros(8),))
     Traceback (most recent call last):
@@ -277,7 +277,7 @@ def shape_fix(
     pred: Tensor,  # predictions
     targ: Tensor,  # as many targets
 ) -> str:
-    """Say how both get one shape.
+    """Return a fix that gives predictions and targets one shape.
 
     >>> shape_fix(torch.zeros(8, 1), torch.zeros(8))
     'Give the targets as `y[:, None]`, or the loss `model(x).squeeze(1)`.'
@@ -301,7 +301,7 @@ def _would_broadcast(pred: Any, targ: Any) -> bool:
 
 
 def _ignores_order(loss_func: Callable[..., Any], pred: Tensor, targ: Tensor) -> bool:
-    "Tell whether the loss stays the same when targets change places; no where it cannot be computed."
+    "Return True if shifting the targets does not change the loss; False if the loss cannot be computed."
     p = torch.linspace(0, 1, pred.numel(), device=pred.device)
     t = p if targ.is_floating_point() else p > 0.5
     try:
@@ -324,7 +324,7 @@ def check_choice(
     pred: Tensor,  # scores
     axis: int,  # where the classes should be
 ) -> None:
-    """Raise `MetricError` where there is one output, of which the highest is always class 0.
+    """Raise `MetricError` for a single class, of which the argmax is always 0.
 
     >>> check_choice('accuracy', torch.zeros(8, 1), -1)
     Traceback (most recent call last):
@@ -345,7 +345,7 @@ def check_choice(
 
 
 def needs_class_indices(f: F) -> F:
-    "Mark what takes class numbers: `check_class_numbers` is for its targets."
+    "Mark a function whose targets `check_class_numbers` checks."
     vars(f)['needs_class_indices'] = True
     return f
 
@@ -353,7 +353,7 @@ def needs_class_indices(f: F) -> F:
 def takes_class_numbers(
     metric: Any,  # a `Metric`
 ) -> bool:
-    "Tell whether what a metric computes was marked by `needs_class_indices`."
+    "Return True if a metric's function was marked by `needs_class_indices`."
     while metric is not None:
         f = getattr(metric, 'func', None) or getattr(metric, 'prepare', None)
         while isinstance(f, partial):
@@ -368,7 +368,7 @@ def check_class_numbers(
     name: str,  # the metric's, for the message
     yb: tuple[Any, ...],  # the targets of a batch
 ) -> None:
-    """Raise `MetricError` for targets that are no class numbers; it waits for a device.
+    """Raise `MetricError` for targets that are not class numbers; the check waits for the device.
 
     >>> check_class_numbers('accuracy', (torch.tensor([0.5, 1.]),))
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""What any loader can be asked, and the checks that tell a loader from what is none, with its name in the message."""
+"""Length and description of any loader, and checks of loaders and data sets, whose errors name the loader."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 
 def n_batches(dl: Any) -> int | None:
-    """Return how many batches a loader gives, or None where it does not know.
+    """Return the number of batches of a loader, or None if the loader has no length.
 
     >>> n_batches([1, 2]), n_batches(iter([1, 2]))
     (2, None)
@@ -41,14 +41,14 @@ def n_batches(dl: Any) -> int | None:
 
 
 def describe_loader(dl: Any) -> str:
-    "Return a loader's type, length and batch size in a few words."
+    "Return a string with a loader's type, length and batch size."
     n, bs = n_batches(dl), getattr(dl, 'bs', getattr(dl, 'batch_size', None))
     count = 'unknown length' if n is None else f'{n} batch' if n == 1 else f'{n} batches'
     return f'{type(dl).__name__}, {count}' + (f' of {bs}' if isinstance(bs, int) else '')
 
 
 def check_loader(name: str, dl: Any) -> None:
-    "Raise unless `dl` yields batches, as far as can be seen without starting it."
+    "Raise `LoaderError` unless `dl` looks like an iterable of batches; `dl` is not iterated."
     what = f'The loader {name!r} is a {type(dl).__name__}'
     if is_rows(dl):
         raise LoaderError(f'{what}: use DataLoaders.from_tensors for tensors.')
@@ -71,7 +71,7 @@ def check_loader(name: str, dl: Any) -> None:
 
 
 def check_not_empty(name: str, dl: Any) -> None:
-    "Raise `EmptyLoaderError` for a loader that says that it has no batch."
+    "Raise `EmptyLoaderError` for a loader of length 0."
     if n_batches(dl) != 0:
         return
     why = ': are there samples in its data set?'
@@ -83,7 +83,7 @@ def check_not_empty(name: str, dl: Any) -> None:
 
 
 def check_dataset(name: str, ds: Any) -> None:
-    "Raise unless `ds` is a data set with samples, as far as can be seen."
+    "Raise `LoaderError` unless `ds` has samples by index and a length, and `EmptyLoaderError` for length 0."
     if isinstance(ds, IterableDataset):
         return
     if isinstance(ds, DataLoader) or not (hasattr(ds, '__getitem__') and hasattr(ds, '__len__')):
@@ -102,7 +102,7 @@ def check_count(where: str, option: str, value: Any) -> None:
 
 
 def epoch_length(dls: Any, dl: Any) -> tuple[int | None, int | None]:
-    "Return the number of batches of a loader, where known, and how many are drawn at most."
+    "Return the number of batches in an epoch of `dl`, or None, and the limit `n_iter` on it, or None."
     n = n_batches(dl)
     limit = getattr(dls, 'n_iter', None) if n is None and dl is dls.train else None
     return (limit if n is None else n), limit

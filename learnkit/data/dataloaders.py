@@ -1,6 +1,6 @@
-"""Loaders: `DataLoaders` holds those of a training run, `TensorLoader` serves batches of tensors from memory.
+"""`DataLoaders`, the training and validation loaders of a run, and `TensorLoader`, a loader of in-memory tensors.
 
-A loader is anything that yields batches, with a length or without: a torch DataLoader, a list, a generator."""
+A loader is any iterable of batches, with or without a length: a torch DataLoader, a list, a generator."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ __all__ = [
 
 
 def default_device() -> torch.device:
-    """Return the device to train on: CUDA, else MPS, else the CPU. Asking creates no CUDA context.
+    """Return the device to train on: CUDA, else MPS, else the CPU. The call creates no CUDA context.
 
     >>> default_device().type in ('cuda', 'mps', 'cpu')
     True
@@ -54,20 +54,21 @@ def default_device() -> torch.device:
 
 
 class DataLoaders(Shows):
-    """The loaders of a training run: one to train on, any number to validate on, and the device they go to.
+    """A training loader, any number of validation loaders, and the device that batches are moved to.
 
-    `dls[0]` is the training loader, the validation loaders follow, then the others; a name works too.
+    `dls[0]` is the training loader. The validation loaders follow, then the others. `dls['valid']` works too.
 
-    `n_inp` is for batches that are tuples, one number or a dict of numbers by loader: `n_inp={'train': 2, 'valid': 1}`.
-    `targets` names the targets of batches that are dicts, in the order in which the loss function gets them:
-    `targets=('boxes', 'labels')`. In predictions a batch may lack all of them.
+    `n_inp` splits batches that are tuples. `n_inp` is a number or a dict from loader names to numbers:
+    `n_inp={'train': 2, 'valid': 1}`. `targets` names the targets of batches that are dicts, in the order of the loss
+    function's arguments: `targets=('boxes', 'labels')`. In prediction, a batch may lack all targets.
 
-    `n_iter` makes epochs of a training loader without a length (a stream): each has so many batches, and begins where
-    the last one ended, in the same fit and in the next. The loader is iterated once for all of them; where it ends, it
-    is iterated from its start again. Worker processes of a DataLoader run on in the meantime.
+    `n_iter` defines epochs for a training loader without a length (a stream): each epoch has `n_iter` batches and
+    continues where the previous epoch ended, within a fit and across fits. An exhausted loader is iterated from its
+    start again. The worker processes of a DataLoader stay alive between epochs.
 
-    Raises `LoaderError` for what is no loader and `EmptyLoaderError` for one with no batch. A batch that does not have
-    the form that was declared is a `BatchError`, before the first step also of a validation loader.
+    Raises `LoaderError` for an object that is not a loader and `EmptyLoaderError` for a loader without batches.
+    Raises `BatchError` for a batch that does not have the declared form; validation loaders are checked before the
+    first step.
 
     >>> batches = [(torch.zeros(4, 2), torch.zeros(4))] * 3
     >>> dls = DataLoaders(batches, {'day': batches[:2], 'night': batches[:1]})
@@ -85,21 +86,22 @@ class DataLoaders(Shows):
     def __init__(
         self,
         train: Iterable[Any],  # the training loader
-        valid: Iterable[Any] | Mapping[str, Iterable[Any]] | None = None,  # one, or several by name
-        *others: Iterable[Any],  # further loaders, a test set's for one
-        device: torch.device | str | None = None,  # where batches go; None: `default_device()`
-        path: str | Path = '.',  # folder of the data, and of what is saved
+        valid: Iterable[Any] | Mapping[str, Iterable[Any]] | None = None,  # loader, or dict by name
+        *others: Iterable[Any],  # further loaders, such as the loader of a test set
+        device: torch.device | str | None = None,  # device of batches; None: `default_device()`
+        path: str | Path = '.',  # folder of the data and of saved files
         n_inp: int | Mapping[str, int] | None = None,  # inputs in a tuple; None: all but the last
         targets: str | Iterable[str] | None = None,  # target keys of a dict; None: `labels`, ...
-        n_iter: int | None = None,  # batches an epoch of a training loader without a length
+        n_iter: int | None = None,  # batches per epoch of a training loader without a length
     ):
-        self.train, named = train, named_loaders(valid)
-        # with options of their own
+        named = named_loaders(valid)
+        self.train = train
         self.evaluators = {name: dl for name, dl in named if isinstance(dl, Evaluator)}
         self.evaluation = [(name, dl.dl if isinstance(dl, Evaluator) else dl) for name, dl in named]
         self.others = list(others)
         self.n_inp: int | Mapping[str, int] | None = n_inp
-        self.n_iter, self.path = n_iter, Path(path)
+        self.n_iter = n_iter
+        self.path = Path(path)
         self.targets = as_names(targets)
         self._device = None if device is None else torch.device(device)
 
@@ -111,7 +113,7 @@ class DataLoaders(Shows):
 
     def batch_form(
         self,
-        name: str = 'train',  # the loader
+        name: str = 'train',  # name of the loader
     ) -> BatchForm:
         """Return how the batches of a loader are split into inputs and targets.
 
@@ -125,22 +127,22 @@ class DataLoaders(Shows):
     @classmethod
     def from_datasets(
         cls,
-        train_ds: Any,  # samples to train on: a torch data set, or any sequence
-        valid_ds: Any = None,  # samples to validate on, or a dict of several by name
-        bs: int = 64,  # samples a batch
+        train_ds: Any,  # training samples: a torch Dataset or any sequence
+        valid_ds: Any = None,  # validation samples, or a dict of data sets by name
+        bs: int = 64,  # samples per batch
         *,
-        shuffle: bool = True,  # draw the training samples in random order
-        drop_last: bool = False,  # leave out a last training batch that is smaller
-        num_workers: int = 0,  # processes that fetch samples, for each loader
-        seed: int | None = None,  # of the training order; None: it follows torch's global generator
-        device: torch.device | str | None = None,
-        path: str | Path = '.',  # these five as for `DataLoaders`
+        shuffle: bool = True,  # shuffle the training samples
+        drop_last: bool = False,  # drop a smaller last training batch
+        num_workers: int = 0,  # worker processes per loader
+        seed: int | None = None,  # seed of the training order; None: torch's global generator
+        device: torch.device | str | None = None,  # as in `DataLoaders`, like the next four
+        path: str | Path = '.',
         n_inp: int | Mapping[str, int] | None = None,
         n_iter: int | None = None,
         targets: str | Iterable[str] | None = None,
         **kwargs: Any,  # for torch's DataLoader; `sampler`, `generator`: the training loader only
     ) -> Self:
-        """Make a torch DataLoader for each data set, in pinned memory where CUDA is.
+        """Make a torch DataLoader of each data set, with pinned memory if CUDA is available.
 
         >>> dls = DataLoaders.from_datasets([(i, i % 2) for i in range(10)], bs=4, shuffle=False)
         >>> dls.one_batch()
@@ -150,7 +152,7 @@ class DataLoaders(Shows):
         for name, ds in [('train', train_ds), *named_loaders(valid_ds)]:
             check_dataset(name, ds)
         if seed is not None:
-            kwargs['generator'] = _seeded(seed, kwargs.get('generator'))
+            kwargs['generator'] = make_generator(seed, kwargs.get('generator'))
         train_only = {k: kwargs.pop(k) for k in ('sampler', 'generator') if k in kwargs}
         shared = {
             'batch_size': bs,
@@ -184,21 +186,22 @@ class DataLoaders(Shows):
     def from_tensors(
         cls,
         train: Any,  # (x, y), a tuple of tensors, arrays or data frames, or a dict of them by name
-        valid: Any = None,  # likewise; or a dict of several such tuples (or dicts) by loader name
-        bs: int = 64,  # samples a batch
+        valid: Any = None,  # the same for validation, or a dict of such sets by loader name
+        bs: int = 64,  # samples per batch
         *,
-        shuffle: bool = True,  # draw the training samples in random order
-        drop_last: bool = False,  # leave out a last training batch that is smaller
-        seed: int | None = None,  # of the training order; None: drawn from torch's global generator
-        device: torch.device | str | None = None,  # keep the tensors there; None: where they are
-        path: str | Path = '.',
-        n_inp: int | Mapping[str, int] | None = None,  # these four as for `DataLoaders`
+        shuffle: bool = True,  # shuffle the training samples
+        drop_last: bool = False,  # drop a smaller last training batch
+        seed: int | None = None,  # seed of the training order; None: drawn from torch's generator
+        device: torch.device | str | None = None,  # device of the tensors; None: unchanged
+        path: str | Path = '.',  # as in `DataLoaders`, like the next three
+        n_inp: int | Mapping[str, int] | None = None,
         n_iter: int | None = None,
         targets: str | Iterable[str] | None = None,
     ) -> Self:
         """Make a `TensorLoader` of each set of tensors.
 
-        A dict of tensors is one set, whose batches are dicts; a dict of tuples or dicts is one validation loader each.
+        A dict of tensors is one set, whose batches are dicts. A dict of tuples or dicts gives one validation loader
+        per entry.
 
         >>> x = torch.arange(6.)
         >>> dls = DataLoaders.from_tensors((x, 2 * x), {'low': (x[:3], x[:3]), 'high': (x[3:], x[3:])}, bs=4)
@@ -215,14 +218,15 @@ class DataLoaders(Shows):
                 'from_tensors(x, y) trains on `x` and validates on `y`. With targets it is '
                 '`from_tensors((x, y))`, and with a validation set `from_tensors((x, y), (xv, yv))`.'
             )
-        several = isinstance(valid, Mapping) and not any(map(is_rows, valid.values()))
+        train_loader = load(train, shuffle=shuffle, drop_last=drop_last, seed=seed)
+        valid_loader: Any = None
+        if isinstance(valid, Mapping) and not any(map(is_rows, valid.values())):
+            valid_loader = {name: load(tensors) for name, tensors in valid.items()}
+        elif valid is not None:
+            valid_loader = load(valid)
         return cls(
-            load(train, shuffle=shuffle, drop_last=drop_last, seed=seed),
-            {k: load(v) for k, v in valid.items()}
-            if several
-            else None
-            if valid is None
-            else load(valid),
+            train_loader,
+            valid_loader,
             device=device,
             path=path,
             n_inp=n_inp,
@@ -237,22 +241,22 @@ class DataLoaders(Shows):
 
     @property
     def loaders(self) -> list[Any]:
-        "Every loader: training, validation, others."
+        "All loaders: training, validation, others."
         return [dl for _, dl in self._named()]
 
     @property
     def train_ds(self) -> Any:
-        "The training loader's data set, or None where it has none."
+        "The data set of the training loader, or None."
         return getattr(self.train, 'dataset', None)
 
     @property
     def valid_ds(self) -> Any:
-        "The first validation loader's data set, or None where it has none."
+        "The data set of the first validation loader, or None."
         return getattr(self.valid, 'dataset', None)
 
     @property
     def device(self) -> torch.device:
-        "Where batches go; chosen once, when first asked for."
+        "The device that batches are moved to; by default chosen at the first access."
         if self._device is None:
             self._device = default_device()
         return self._device
@@ -262,7 +266,7 @@ class DataLoaders(Shows):
         self._device = torch.device(device)
 
     def to(self, device: torch.device | str) -> Self:
-        """Send batches to `device` from now on.
+        """Move all following batches to `device`.
 
         >>> DataLoaders([(torch.zeros(2), torch.ones(2))]).to('cpu').device
         device(type='cpu')
@@ -271,15 +275,15 @@ class DataLoaders(Shows):
         return self
 
     def cpu(self) -> Self:
-        "Send batches to the CPU from now on."
+        "Move all following batches to the CPU."
         return self.to('cpu')
 
     def cuda(self) -> Self:
-        "Send batches to the GPU from now on."
+        "Move all following batches to the GPU."
         return self.to('cuda')
 
     def one_batch(self) -> Any:
-        """Return the first batch of the training loader, as the loader gives it.
+        """Return the first batch of the training loader.
 
         >>> DataLoaders([(torch.zeros(2), torch.ones(2))]).one_batch()
         (tensor([0., 0.]), tensor([1., 1.]))
@@ -342,13 +346,13 @@ class DataLoaders(Shows):
 
 
 class TensorLoader:
-    """Serve batches of tensors that are in memory, whole batches by index: many times faster than sample by sample.
+    """Serve batches of in-memory tensors, indexing whole batches: many times faster than collating samples.
 
-    A batch is a tuple with an entry for each tensor, or a dict when the tensors were given as one. Batches that are not
-    shuffled are views. Where CUDA is in use, batches from the CPU come in pinned memory.
+    A batch is a tuple with one entry per tensor, or a dict if the tensors were given as a dict. Batches are views
+    unless `shuffle` is set. Batches of CPU tensors are in pinned memory if CUDA is initialized.
 
-    `generator` is the loader's own and draws one permutation an epoch, when iteration begins. Raises `LoaderError` for
-    tensors of different lengths or devices, and `EmptyLoaderError` for empty ones.
+    `generator` draws one permutation per epoch, when iteration begins. Raises `LoaderError` for tensors of different
+    lengths or devices, and `EmptyLoaderError` for empty tensors.
 
     >>> loader = TensorLoader(torch.arange(5), torch.arange(5) ** 2, bs=2)
     >>> [x.tolist() for x, y in loader]
@@ -358,29 +362,33 @@ class TensorLoader:
     def __init__(
         self,
         *tensors: Any,  # tensors, arrays, data frames or lists of one length; or one dict of them
-        bs: int = 64,  # samples a batch
-        shuffle: bool = False,  # another order each epoch
-        drop_last: bool = False,  # leave out a last batch that is smaller
-        generator: torch.Generator | None = None,  # draws the order (a CPU generator)
-        seed: int | None = None,  # of its generator; None: from torch's global one if it shuffles
-        device: torch.device | str | None = None,  # keep the tensors there; None: where they are
+        bs: int = 64,  # samples per batch
+        shuffle: bool = False,  # draw a new order each epoch
+        drop_last: bool = False,  # drop a smaller last batch
+        generator: torch.Generator | None = None,  # CPU generator that draws the order
+        seed: int | None = None,  # seed of the order; None: drawn from torch's global generator
+        device: torch.device | str | None = None,  # device of the tensors; None: unchanged
     ):
         check_count('TensorLoader', 'bs', bs)
         named = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], Mapping) else None
         self.names = None if named is None else tuple(named)
-        self.tensors = _as_tensors(dict(enumerate(tensors)) if named is None else named, device)
-        self.n, self.bs, self.seed = len(self.tensors[0]), int(bs), seed
-        self.shuffle, self.drop_last = shuffle, drop_last
+        entries = dict(enumerate(tensors)) if named is None else named
+        self.tensors = convert_to_tensors(entries, device)
+        self.n = len(self.tensors[0])
+        self.bs = int(bs)
+        self.seed = seed
+        self.shuffle = shuffle
+        self.drop_last = drop_last
         if seed is not None:
-            generator = _seeded(seed, generator)
+            generator = make_generator(seed, generator)
         elif generator is None and shuffle:
-            generator = _seeded(int(torch.empty((), dtype=torch.int64).random_()))
+            generator = make_generator(int(torch.empty((), dtype=torch.int64).random_()))
         self.generator = generator
 
     def new(self, **changes: Any) -> TensorLoader:
-        """Return a loader of the same tensors with other options.
+        """Return a loader of the same tensors with changed options.
 
-        A shuffling copy starts from `seed` again, or draws another where there is none."""
+        If the new loader shuffles, its order starts from `seed`, or from a drawn seed if `seed` is None."""
         options: dict[str, Any] = {
             'bs': self.bs,
             'shuffle': self.shuffle,
@@ -388,14 +396,14 @@ class TensorLoader:
         }
         if 'generator' not in changes:
             options['seed'] = self.seed
-        tensors = self.tensors if self.names is None else (self._named(self.tensors),)
+        tensors = self.tensors if self.names is None else (self._make_dict(self.tensors),)
         return type(self)(*tensors, **{**options, **changes})
 
     @property
     def dataset(self) -> Dataset[Any]:
-        "The samples one by one, each a tuple or dict like the batches."
-        rows: Any = self.tensors if self.names is None else self._named(self.tensors)
-        return StackDataset(*rows) if self.names is None else StackDataset(**rows)
+        "The data set of single samples, each a tuple or dict like the batches."
+        columns: Any = self.tensors if self.names is None else self._make_dict(self.tensors)
+        return StackDataset(*columns) if self.names is None else StackDataset(**columns)
 
     def __len__(self) -> int:
         return self.n // self.bs if self.drop_last else -(-self.n // self.bs)
@@ -404,66 +412,63 @@ class TensorLoader:
         return self.from_batch(0)
 
     def from_batch(self, n: int) -> Iterator[Any]:
-        """Begin an epoch at its batch number `n`; the order is drawn as for a whole one, and nothing before it is read.
+        """Begin an epoch at batch `n`; the order is drawn as for a whole epoch, and earlier batches are not read.
 
         >>> [x.tolist() for x, in TensorLoader(torch.arange(5), bs=2).from_batch(1)]
         [[2, 3], [4]]
         """
         pinned = self.tensors[0].device.type == 'cpu' and torch.cuda.is_initialized()
-        batches = self._shuffled(n, pinned) if self.shuffle else self._sliced(n, pinned)
+        batches = self._index_batches(n, pinned) if self.shuffle else self._slice_batches(n, pinned)
         batches = islice(batches, max(0, len(self) - n))
-        return batches if self.names is None else map(self._named, batches)
+        return batches if self.names is None else map(self._make_dict, batches)
 
     def draw_order(self) -> Tensor:
-        "Return the samples' numbers in the order of an epoch, which is drawn now where it is random."
-        return (
-            torch.randperm(self.n, generator=self.generator)
-            if self.shuffle
-            else torch.arange(self.n)
-        )
+        "Return the sample indices (n,) in the order of the next epoch, drawn if the loader shuffles."
+        if self.shuffle:
+            return torch.randperm(self.n, generator=self.generator)
+        return torch.arange(self.n)
 
     def draw_indices(self, i: int) -> list[int]:
-        "Return the samples' numbers of batch `i` of an epoch whose order is drawn now."
-        return next(iter(self._pieces(self.draw_order(), i))).tolist()
+        "Return the sample indices of batch `i` of the next epoch, whose order is drawn by this call."
+        return next(iter(self._split_rows(self.draw_order(), i))).tolist()
 
-    def _shuffled(self, n: int, pinned: bool) -> Iterator[tuple[Tensor, ...]]:
+    def _index_batches(self, n: int, pinned: bool) -> Iterator[tuple[Tensor, ...]]:
         order = to_device(self.draw_order(), self.tensors[0].device)
-        take = _take_pinned if pinned else torch.index_select
-        return (tuple([take(t, 0, idx) for t in self.tensors]) for idx in self._pieces(order, n))
+        take = select_pinned if pinned else torch.index_select
+        batch_indices = self._split_rows(order, n)
+        return (tuple([take(t, 0, idx) for t in self.tensors]) for idx in batch_indices)
 
-    def _sliced(self, n: int, pinned: bool) -> Iterator[tuple[Tensor, ...]]:
-        batches = zip(*(self._pieces(t, n) for t in self.tensors), strict=True)
+    def _slice_batches(self, n: int, pinned: bool) -> Iterator[tuple[Tensor, ...]]:
+        batches = zip(*(self._split_rows(t, n) for t in self.tensors), strict=True)
         return (tuple(t.pin_memory() for t in b) for b in batches) if pinned else batches
 
-    def _pieces(self, t: Tensor, n: int) -> Iterator[Tensor]:
-        "Yield views of each batch's rows from batch `n` on; made a thousand at a time, which is fast and keeps few."
-        return (
-            piece
-            for block in t[n * self.bs :].split(1024 * self.bs)
-            for piece in block.split(self.bs)
-        )
+    def _split_rows(self, t: Tensor, n: int) -> Iterator[Tensor]:
+        "Yield a view of the rows of each batch from batch `n` on."
+        # blocks of 1024 batches: splitting at once would hold a view of every batch
+        blocks = t[n * self.bs :].split(1024 * self.bs)
+        return (rows for block in blocks for rows in block.split(self.bs))
 
-    def _named(self, entries: Iterable[Tensor]) -> dict[str, Tensor]:
+    def _make_dict(self, entries: Iterable[Tensor]) -> dict[str, Tensor]:
         return dict(zip(self.names or (), entries, strict=True))
 
     def __repr__(self) -> str:
         return f'TensorLoader({self.n} samples, bs={self.bs}, shuffle={self.shuffle})'
 
 
-def _take_pinned(t: Tensor, dim: int, idx: Tensor) -> Tensor:
-    "Gather into pinned memory, which torch hands out again only after copies from it have ended."
+def select_pinned(t: Tensor, dim: int, idx: Tensor) -> Tensor:
+    "Index into pinned memory, which torch reuses only after copies from that memory have finished."
     out = torch.empty((len(idx), *t.shape[1:]), dtype=t.dtype, pin_memory=True)
     return torch.index_select(t, dim, idx, out=out)
 
 
-# What any loader can be asked
+# Functions for any loader
 
 
 def in_order(dl: Any) -> Any:
-    """Return a loader of the same samples in the data set's order, the last incomplete batch included.
+    """Return a loader of the same samples in the order of the data set, including an incomplete last batch.
 
-    A sampler that chooses samples (weighted, a subset, one rank's share) is kept. A loader that cannot be made anew (a
-    list, an iterable data set, a batch sampler of its own) is returned as it is."""
+    A sampler that selects samples (weighted, a subset, a rank's shard) is kept. A loader that cannot be rebuilt (a
+    list, an iterable data set, a custom batch sampler) is returned unchanged."""
     if type(dl) is DataLoader:
         return torch_in_order(dl)
     if isinstance(dl, TensorLoader) and not dl.shuffle and not dl.drop_last:
@@ -472,11 +477,11 @@ def in_order(dl: Any) -> Any:
 
 
 def as_dataloaders(dls: Any) -> Any:
-    """Return `dls` if it is a `DataLoaders` or works like one (fastai's), else make one.
+    """Return `dls` if `dls` is a `DataLoaders` or a similar object (fastai's), else make a `DataLoaders`.
 
-    A tuple is (train, valid); any other iterable, a list of batches for one, is the training loader. Raises
+    A tuple is (train, valid). Any other iterable, such as a list of batches, is the training loader. Raises
     `LoaderError` for anything else."""
-    # a model has a `train` too: given here by mistake, it is refused below
+    # a model has `train` too: a model passed by mistake is rejected below
     if hasattr(dls, 'train') and hasattr(dls, '__getitem__') and not isinstance(dls, nn.Module):
         return dls
     if not isinstance(dls, tuple):
@@ -489,7 +494,7 @@ def as_dataloaders(dls: Any) -> Any:
 
 
 def evaluation_loaders(dls: Any) -> list[tuple[str, Any]]:
-    "Return (name, loader) of each validation loader of `DataLoaders`, or of what works like one."
+    "Return (name, loader) of each validation loader of `DataLoaders` or a similar object."
     if (named := getattr(dls, 'evaluation', None)) is not None:
         return list(named)
     try:
@@ -499,7 +504,7 @@ def evaluation_loaders(dls: Any) -> list[tuple[str, Any]]:
 
 
 def check_loaders(dls: Any) -> None:
-    "Raise `EmptyLoaderError` if a training or validation loader has no batch by now."
+    "Raise `EmptyLoaderError` if a training or validation loader is empty."
     for name, dl in [('train', dls.train), *evaluation_loaders(dls)]:
         check_not_empty(name, dl)
     if isinstance(dls, DataLoaders):
@@ -507,10 +512,9 @@ def check_loaders(dls: Any) -> None:
 
 
 def check_forms(dls: DataLoaders) -> None:
-    """Raise `BatchError` for a validation loader whose batches do not have the form that was declared.
+    """Raise `BatchError` for a validation loader whose first batch does not have the declared form.
 
-    A batch of each is looked at, where something was declared: else the first evaluation would find out, after an
-    epoch of training. The training loader's first batch comes before the first step anyway.
+    Without this check the error would come after an epoch of training.
     """
     for name, dl in dls.evaluation:
         form = dls.batch_form(name)
@@ -523,11 +527,11 @@ def check_forms(dls: DataLoaders) -> None:
         form.split(first_batch(dl))
 
 
-# Checks, each with the thing's name in its message
+# Checks of arguments
 
 
 def as_names(targets: str | Iterable[str] | None) -> tuple[str, ...] | None:
-    "Return names of targets as a tuple; raise `LoaderError` for what names nothing."
+    "Return target names as a tuple; raise `LoaderError` for anything but strings."
     if targets is None:
         return None
     if isinstance(targets, str) or not isinstance(targets, Iterable):
@@ -541,7 +545,7 @@ def as_names(targets: str | Iterable[str] | None) -> tuple[str, ...] | None:
 
 
 def check_n_inp(n_inp: Any, targets: tuple[str, ...] | None, names: list[str]) -> None:
-    "Raise `LoaderError` for an `n_inp` that is neither a number nor a dict of numbers by loader."
+    "Raise `LoaderError` unless `n_inp` is a number or a dict from loader names to numbers."
     if n_inp is None:
         return
     if targets is not None:
@@ -560,18 +564,21 @@ def check_n_inp(n_inp: Any, targets: tuple[str, ...] | None, names: list[str]) -
         check_count('DataLoaders', f'n_inp[{name!r}]', n)
 
 
-def _seeded(seed: int, given: torch.Generator | None = None) -> torch.Generator:
-    "Return a new generator with that seed."
-    if given is not None:
+def make_generator(seed: int, generator: torch.Generator | None = None) -> torch.Generator:
+    "Return a new generator with seed `seed`; raise `LoaderError` if a generator was given too."
+    if generator is not None:
         raise LoaderError('Give seed= or generator=, not both.')
     return torch.Generator().manual_seed(seed)
 
 
-def _as_tensors(given: Mapping[Any, Any], device: torch.device | str | None) -> tuple[Tensor, ...]:
-    "Return arrays and tensors, given by name or position, as tensors on one device that fit together."
-    if not given:
+def convert_to_tensors(
+    entries: Mapping[Any, Any],  # tensors or arrays by name or position
+    device: torch.device | str | None,
+) -> tuple[Tensor, ...]:
+    "Convert entries to tensors; raise `LoaderError` unless lengths and devices match."
+    if not entries:
         raise LoaderError('TensorLoader needs at least one tensor.')
-    tensors = tuple(as_rows(name, t, device) for name, t in given.items())
+    tensors = tuple(as_rows(name, t, device) for name, t in entries.items())
     lengths = [len(t) for t in tensors]
     if len(set(lengths)) > 1:
         raise LoaderError(

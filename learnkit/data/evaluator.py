@@ -1,4 +1,4 @@
-"""A validation loader with what is its own: a name, when it is evaluated, and its metrics."""
+"""`Evaluator`: a validation loader with its own name, evaluation interval and metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ['Evaluator', 'as_every', 'named_loaders']
 class Evaluator:
     """Give a validation loader its own interval and metrics: `DataLoaders(train, {'night': Evaluator(dl, '500ba')})`.
 
-    Raises `LoaderError` for a name that cannot be a column, and `TimeError` for what is no interval.
+    Raises `LoaderError` for a nested Evaluator, and `TimeError` for an invalid interval.
 
     >>> Evaluator([1, 2], every='2ep').every
     Time('2ep')
@@ -22,10 +22,13 @@ class Evaluator:
 
     def __init__(
         self,
-        dl: Any,  # the loader
-        every: str | int | Time | None = 'fit',  # interval; None: not in fits; 'fit': the Learner's
-        metrics: Any = None,  # its metrics; None: those of the Learner
-        name: str | None = None,  # its name, where several are given in a list
+        dl: Any,  # the validation loader
+        every: str
+        | int
+        | Time
+        | None = 'fit',  # interval; None: never; 'fit': the Learner's interval
+        metrics: Any = None,  # metrics of the loader; None: the Learner's metrics
+        name: str | None = None,  # name of the loader, required in a list of several
     ) -> None:
         if isinstance(dl, Evaluator):
             raise LoaderError('An Evaluator holds a loader, and no other Evaluator.')
@@ -34,7 +37,7 @@ class Evaluator:
         self._as_metrics: Any = None
 
     def as_metrics(self, convert: Callable[[Any], Any]) -> Any:
-        "Return its metrics, converted once: they keep their sums from batch to batch."
+        "Return the metrics, converted once, because metrics accumulate from batch to batch."
         if self._as_metrics is None:
             self._as_metrics = convert(self.metrics)
         return self._as_metrics
@@ -44,7 +47,7 @@ class Evaluator:
 
 
 def as_every(every: Any) -> Time | None:
-    """Return an interval between evaluations; a bare number counts epochs, None is never.
+    """Return an interval between evaluations; a bare number counts epochs, None means never.
 
     >>> as_every(2), as_every('10m'), as_every(None)
     (Time('2ep'), Time('600sec'), None)
@@ -53,7 +56,7 @@ def as_every(every: Any) -> Time | None:
 
 
 def named_loaders(valid: Any) -> list[tuple[str, Any]]:
-    "Return the validation loaders with their names."
+    "Return (name, loader) of each validation loader; raise `LoaderError` for an invalid name."
     if valid is None:
         return []
     if isinstance(valid, (list, tuple)) and any(isinstance(dl, Evaluator) for dl in valid):
@@ -65,7 +68,7 @@ def named_loaders(valid: Any) -> list[tuple[str, Any]]:
         names = [dl.name or 'valid' for dl in valid]
         if twice := [n for n in names if names.count(n) > 1]:
             raise LoaderError(
-                f'Two validation loaders are called {twice[0]!r}: give each Evaluator a name of its own.'
+                f'Two validation loaders are called {twice[0]!r}: give each Evaluator its own name.'
             )
         valid = dict(zip(names, valid, strict=True))
     if not isinstance(valid, Mapping):
@@ -77,6 +80,6 @@ def named_loaders(valid: Any) -> list[tuple[str, Any]]:
     for name in valid:
         if not isinstance(name, str) or not name.strip() or '/' in name or name == 'train':
             raise LoaderError(
-                f'{name!r} cannot name a validation loader: give a text without "/", and not "train".'
+                f'{name!r} cannot name a validation loader: give a string without "/", and not "train".'
             )
     return list(valid.items())

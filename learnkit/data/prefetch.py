@@ -1,4 +1,4 @@
-"""Read one batch ahead: while the GPU computes on one batch, the next one travels to it."""
+"""Prefetching of one batch: the next batch is copied to the GPU while the GPU computes on the current batch."""
 
 from __future__ import annotations
 
@@ -13,73 +13,79 @@ from learnkit.data.dataloaders import TensorLoader
 
 __all__ = ['read_ahead']
 
-_END = object()  # what `next` gives when a loader is through
+_END = object()  # marks the end of a loader, as the default of `next`
 
 
 def read_ahead(
-    dl: Any,  # a loader
-    device: torch.device,  # where its batches are needed
+    dl: Any,  # the loader
+    device: torch.device,  # device that batches are moved to
     begin: Callable[[], Iterator[Any]] | None = None,  # begins a resumable pass; None: `iter(dl)`
 ) -> Iterator[Any]:
-    """Return an iterator over a loader's batches that, for a CUDA device, is one batch ahead and has it there already.
+    """Return an iterator over a loader's batches that, on a CUDA device, prefetches one batch to the device.
 
-    Elsewhere, and for an iterator (what is drawn from it too early would be lost), it is the loader's own. So it is
-    where a position is kept that a batch drawn early would change: where this process may draw random numbers to fetch
-    one, and for a loader that keeps a state of its own.
+    The loader's own iterator is returned on other devices, and for a loader that is an iterator: a batch prefetched
+    but not used would be lost. The same holds in a resumable pass if prefetching would change the saved position:
+    if this process may draw random numbers to fetch a batch, or if the loader keeps its own state.
 
     >>> list(read_ahead([1, 2], torch.device('cpu')))
     [1, 2]
     """
     batches = iter(dl) if begin is None else begin()
-    if device.type != 'cuda' or batches is dl or (begin is not None and not _may_be_early(dl)):
+    is_resumable = begin is not None
+    if device.type != 'cuda' or batches is dl or (is_resumable and not _can_prefetch(dl)):
         return batches
-    return _ReadAhead(batches, device)
+    return _Prefetcher(batches, device)
 
 
-def _may_be_early(dl: Any) -> bool:
-    "Tell whether drawing a batch early moves neither a generator of this process nor a state of the loader."
+def _can_prefetch(dl: Any) -> bool:
+    "Return True if drawing a batch early changes neither a generator of this process nor a state of the loader."
     if type(dl) in (list, tuple):
         return True
-    own = getattr(type(dl), '__iter__', None)
-    return own is TensorLoader.__iter__ or (own is DataLoader.__iter__ and dl.num_workers > 0)
+    iterate = getattr(type(dl), '__iter__', None)
+    if iterate is TensorLoader.__iter__:
+        return True
+    return iterate is DataLoader.__iter__ and dl.num_workers > 0
 
 
-class _ReadAhead(Iterator[Any]):
-    "Copies on a stream of its own; an error of the loader comes with the batch that it belongs to."
+class _Prefetcher(Iterator[Any]):
+    "Iterator that copies the next batch on its own CUDA stream; a loader's error is raised at the batch it belongs to."
 
     def __init__(self, batches: Iterator[Any], device: torch.device) -> None:
-        self.batches, self.device, self.stream = batches, device, torch.cuda.Stream(device)
-        self.ready: Any = None
+        self.batches = batches
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self.next_batch: Any = None
         self.error: Exception | None = None
         self._fetch()
 
     def _fetch(self) -> None:
         try:
-            self.ready = next(self.batches, _END)
-            if self.ready is _END:
+            self.next_batch = next(self.batches, _END)
+            if self.next_batch is _END:
                 return
             with torch.cuda.stream(self.stream):
-                self.ready = to_device(map_tensors(self.ready, _pinned), self.device)
+                self.next_batch = to_device(map_tensors(self.next_batch, _pin), self.device)
         except Exception as e:
             self.error = e
 
     def __next__(self) -> Any:
         if self.error is not None:
             raise self.error
-        if self.ready is _END:
+        if self.next_batch is _END:
             raise StopIteration
-        batch, current = self.ready, torch.cuda.current_stream(self.device)
-        current.wait_stream(self.stream)
+        batch = self.next_batch
+        current_stream = torch.cuda.current_stream(self.device)
+        current_stream.wait_stream(self.stream)
 
-        def in_use(t: torch.Tensor) -> torch.Tensor:
-            # its memory is not given away while this stream computes on it
-            t.record_stream(current)
+        def record_use(t: torch.Tensor) -> torch.Tensor:
+            # the allocator must not reuse the memory while the current stream computes on it
+            t.record_stream(current_stream)
             return t
 
-        map_tensors(batch, in_use)
+        map_tensors(batch, record_use)
         self._fetch()
         return batch
 
 
-def _pinned(t: torch.Tensor) -> torch.Tensor:
+def _pin(t: torch.Tensor) -> torch.Tensor:
     return t.pin_memory() if t.device.type == 'cpu' else t

@@ -1,4 +1,4 @@
-"""Leave loaders, their samplers and random generators as they were."""
+"""Context manager that restores loaders, their samplers and random generators."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ __all__ = ['preserve_loaders']
 
 
 def refill_dict(o: Any, items: dict[Any, Any]) -> None:
+    "Give the dict `o` the entries `items` in the same order, unless the entries are identical."
     if (
         len(o) == len(items)
         and all(map(is_, o, items))
@@ -25,7 +26,7 @@ def refill_dict(o: Any, items: dict[Any, Any]) -> None:
 
 @contextmanager
 def preserve_loaders(loaders: list[Any]) -> Iterator[None]:
-    "Leave these loaders, their samplers and all random generators as they were."
+    "Restore these loaders, their samplers and all random generators at the end of the block."
     with ExitStack() as stack:
         stack.enter_context(preserved_rng())
         for dl in loaders:
@@ -37,9 +38,8 @@ def preserve_loaders(loaders: list[Any]) -> Iterator[None]:
                 getattr(batch_sampler, 'sampler', None),
             ):
                 attributes = getattr(owner, '__dict__', {})
-                stack.callback(
-                    refill_dict, attributes, dict(attributes)
-                )  # also drops the workers it has started
+                # also drops worker processes that the block has started
+                stack.callback(refill_dict, attributes, dict(attributes))
                 for setter in filter(None, map(state_setter, attributes.values())):
                     stack.callback(setter)
         yield

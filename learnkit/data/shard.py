@@ -1,4 +1,4 @@
-"""The order of the data, which several processes draw alike, and what every share of a loader has."""
+"""`Order`, the generators that all ranks draw the data order from, and `Shard`, one rank's part of a loader."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ __all__ = ['Order', 'Shard']
 
 
 class Order:
-    """The generators that several processes draw the order of their data from, each for itself and all alike.
+    """Generators from which every rank draws the same data order.
 
-    As a context it stands for the process's own global generators of Python, torch and NumPy. One of these that nobody
-    else has drawn from moves along: the first process's are then as those of a process that draws alone.
+    Within the context, the global generators of Python, torch and NumPy have the shared state. A global generator
+    whose state equaled the shared state before the context gets the new shared state after it. The generators of the
+    first rank therefore end like the generators of a single-process run.
 
     >>> order, state = Order(), capture_host_rng()
     >>> order.state = state
@@ -40,11 +41,10 @@ class Order:
     """
 
     def __init__(self) -> None:
-        self.state: RNGState | None = None  # None: as the process's own are when it is first needed
-        self.shares: list[
-            tuple[int, int]
-        ] = []  # of each batch of the pass: this process's samples, those of all
-        self._own: RNGState | None = None  # in the context, the process's own
+        self.state: RNGState | None = None  # shared state; None: the rank's own state at first use
+        # of each batch of the pass: samples of this rank, samples of all ranks
+        self.shares: list[tuple[int, int]] = []
+        self._own: RNGState | None = None  # within the context, the rank's own state
         self._depth = 0
 
     def __enter__(self) -> Self:
@@ -61,75 +61,69 @@ class Order:
         self._depth -= 1
         if self._own is None or self._depth:
             return
-        before, own, self.state, self._own = self.state or {}, self._own, capture_host_rng(), None
-        restore_rng(
-            {
-                k: self.state[k] if k in before and same_states(v, before[k]) else v
-                for k, v in own.items()
-            }
-        )
+        before, own = self.state or {}, self._own
+        self.state, self._own = capture_host_rng(), None
+        restored = {}
+        for name, state in own.items():
+            was_shared = name in before and same_states(state, before[name])
+            restored[name] = self.state[name] if was_shared else state
+        restore_rng(restored)
 
 
 class Shard:
-    """One process's share of a loader that all of them have.
+    """One rank's part of a loader that every rank has.
 
-    What is drawn to put the data into an order is drawn alike in every process; anything else random is its own."""
+    The order of the data is drawn from the same generators on every rank. All other random numbers differ by rank."""
 
     whole: Any  # the loader, which is not changed
-    cut: Any  # which part of it this is: a `ShardSpec`
+    cut: Any  # the `ShardSpec` that selects this rank's part
     order: Order
-    drawing: type[Any] | None = (
-        None  # the kind of `LoaderPosition` that goes over it; None: the usual one
+    drawing: type[Any] | None = None  # subclass of `LoaderPosition` to use; None: `LoaderPosition`
+    draws_all = (
+        False  # whether every rank iterates all of `whole`, including the data set's generators
     )
-    draws_all = False  # every process draws all of `whole`, its data set's generators with it
 
     def share(
         self,
-        i: int,  # a batch of the current pass, or of the last one
+        i: int,  # number of a batch of the current or last pass
     ) -> tuple[int, int] | None:
-        "Return how many samples of batch `i` are this process's, 0 if it only fills up, and all have; None: not known."
+        "Return the samples of batch `i` on this rank (0 if only padding) and on all ranks; None if unknown."
         shares = self.order.shares
         return shares[i] if i < len(shares) else None
 
     def order_state(self) -> dict[str, Any]:
-        "Return the state of all that the order of the next pass is drawn from, as tensors and plain values."
-        return {
-            'rng': capture_host_rng(),
-            'epochs': epochs_of(self.whole),
-            'own': {
-                name: state
-                for name, state in capture_own(self.whole).items()
-                if name in self._drawn_from()
-            },
-        }
+        "Return the generator states and epoch numbers that the next order depends on, as tensors and plain values."
+        names = self._order_generators()
+        own = {name: state for name, state in capture_own(self.whole).items() if name in names}
+        return {'rng': capture_host_rng(), 'epochs': epochs_of(self.whole), 'own': own}
 
     def take_order(
         self,
-        state: Mapping[str, Any],  # the first process's `order_state`
+        state: Mapping[str, Any],  # `order_state` of the first rank
     ) -> None:
-        "Draw the passes that follow from another process's generators."
+        "Draw the following passes from another rank's generator states."
         self.order.state = dict(state['rng'])
         restore_own(self.whole, state['own'])
         set_epochs(self.whole, state['epochs'])
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        "Leave the order, and what is known of the pass, after the block as they were before it."
-        kept = self.order.state, self.order.shares
+        "Restore the shared order and the shares of the pass at the end of the block."
+        state, shares = self.order.state, self.order.shares
         try:
             yield
         finally:
-            self.order.state, self.order.shares = kept
+            self.order.state, self.order.shares = state, shares
 
-    def _drawn_from(self) -> list[str]:
-        "Name the loader's own generators that an order is drawn from; one that is a global one is not among them."
+    def _order_generators(self) -> list[str]:
+        "Return the names of the loader's own generators that draw the order, without global generators."
         return [
             name
             for name, g in own_generators(self.whole).items()
             if (self.draws_all or is_samplers(name))
-            and not any(g is other for other in _global_generators())
+            and not any(g is other for other in _list_global_generators())
         ]
 
 
-def _global_generators() -> list[Any]:
+def _list_global_generators() -> list[Any]:
     return [torch.default_generator, random.random.__self__, np.random.random_sample.__self__]  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Show samples: images in a grid, anything else in a table, with their targets and what a model made of them."""
+"""Display of samples with targets and predictions: images in a grid, other inputs in a table."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ __all__ = [
 
 
 class Shows:
-    "The part of `DataLoaders` that shows samples."
+    "Mixin of `DataLoaders` that shows samples."
 
     n_inp: int | Mapping[str, int] | None
 
     def show_batch(
         self,
-        b: Any = None,  # a batch to show instead of a loader's first
-        max_n: int = 9,  # the most samples
-        ds_idx: int | str = 0,  # which loader: 0 training, 1 validation, or its name
-        **kwargs: Any,  # more for the data's own method; for images `figsize`, in inches
+        b: Any = None,  # batch to show; None: the first batch of the loader
+        max_n: int = 9,  # maximum number of samples
+        ds_idx: int | str = 0,  # loader: 0 for training, 1 for validation, or a name
+        **kwargs: Any,  # `figsize` in inches for images; arguments of the data's own `show_batch`
     ) -> Any:
-        """Show samples of a batch with their targets: images in a grid, anything else as a table; return what it drew.
+        """Show samples of a batch with their targets, images in a grid, other inputs as a table; return the drawing.
 
-        Images are (N, C, H, W) or (N, H, W), of uint8 or floats; what is not within 0 and 1 is stretched to it, all
-        images alike. Targets have their names in `dls.vocab`, where there is one. A method `show_batch(max_n=...)` of
-        the loader or its data set is used instead, if there is one. Loaders and random generators are afterwards as
-        they were: the training order does not change.
+        Images are (N, C, H, W) or (N, H, W), uint8 or float. Float values outside of 0 to 1 are rescaled to that
+        range, all images alike. Class names come from `dls.vocab` if the attribute exists. A method
+        `show_batch(max_n=...)` of the loader or its data set takes precedence. Loaders and random generators are
+        restored afterwards: the training order does not change.
 
-        Raises `OptionError` where there is no batch to look at.
+        Raises `OptionError` if there is no batch to show.
 
         >>> from learnkit import DataLoaders
         >>> dls = DataLoaders.from_tensors((torch.tensor([[0.5, 1.], [2., 4.]]), torch.tensor([0, 1])), shuffle=False)
@@ -69,37 +69,39 @@ class Shows:
         dls: Any = self
         check_max_n(max_n)
         dl = dls[ds_idx]
-        if (own := own_method(dl, 'show_batch')) is not None:
-            return own(max_n=max_n, **kwargs) if b is None else own(b, max_n=max_n, **kwargs)
+        show = own_method(dl, 'show_batch')
+        if show is not None:
+            return show(max_n=max_n, **kwargs) if b is None else show(b, max_n=max_n, **kwargs)
         name = ds_idx if isinstance(ds_idx, str) else dls._named()[ds_idx][0]
         xb, yb = first_samples(first_batch(dl) if b is None else b, form_of(dls, name), max_n)
         return show_samples(xb, {'target': yb}, getattr(dls, 'vocab', None), **kwargs)
 
 
 def show_samples(
-    xb: tuple[Any, ...],  # inputs of some samples
-    told: dict[str, Any],  # details by name: a tensor or list each, or a tuple of several
-    vocab: Any = None,  # names of classes
-    wrong: Sequence[int] = (),  # samples to mark
-    figsize: tuple[float, float] | None = None,  # inches, of images
+    xb: tuple[Any, ...],  # inputs of the samples
+    details: dict[str, Any],  # tensors or lists by name, or tuples of them
+    vocab: Any = None,  # class names
+    wrong: Sequence[int] = (),  # indices of the samples to mark
+    figsize: tuple[float, float] | None = None,  # size of the figure of images, in inches
 ) -> Any:
-    "Draw images with what is told about them as titles, and return the axes; return anything else as a `Table`."
-    xb, told = to_detach(
-        (xb, {k: v for k, v in told.items() if not (isinstance(v, tuple) and not v)})
-    )
-    n, images = find_bs(xb, tuple(told.values())), find_images(xb)
+    "Draw images with details as titles and return the axes; return other inputs as a `Table`."
+    details = {k: v for k, v in details.items() if not (isinstance(v, tuple) and not v)}
+    xb, details = to_detach((xb, details))
+    n = find_bs(xb, tuple(details.values()))
+    images = find_images(xb)
     if images is None:
-        return as_table(xb, {k: readable(v, n, vocab) for k, v in told.items()}, wrong)
+        return as_table(xb, {k: readable(v, n, vocab) for k, v in details.items()}, wrong)
 
-    all_masks = {k: as_mask(v, images) for k, v in told.items()}
+    all_masks = {k: as_mask(v, images) for k, v in details.items()}
     masks = [mask for mask in all_masks.values() if mask is not None]
-    lines = {k: readable(v, n, vocab) for k, v in told.items() if all_masks[k] is None}
+    lines = {k: readable(v, n, vocab) for k, v in details.items() if all_masks[k] is None}
     if len(masks) == 2:
         lines['right'] = [f'{a.eq(b).float().mean():.1%}' for a, b in zip(*masks, strict=True)]
-    named = [
-        [f'{k} ' * (len(told) > 1) + cell(value) for value in values] for k, values in lines.items()
-    ]
-    titles = ['\n'.join(shorten(text, 24) for text in texts) for texts in zip(*named, strict=True)]
+    columns = []
+    for name, values in lines.items():
+        prefix = f'{name} ' if len(details) > 1 else ''
+        columns.append([shorten(prefix + cell(value), 24) for value in values])
+    titles = ['\n'.join(row) for row in zip(*columns, strict=True)]
     return draw_images(images, titles, wrong, masks[-1] if masks else None, figsize)
 
 
@@ -107,27 +109,28 @@ def show_samples(
 
 
 def own_method(dl: Any, name: str) -> Any:
-    "Return the method of that name of a loader or of its data set, None where they have none."
-    found = next(
-        (o for o in (dl, getattr(dl, 'dataset', None)) if callable(getattr(o, name, None))), None
-    )
-    return None if found is None else getattr(found, name)
+    "Return the method called `name` of a loader or of its data set, or None."
+    for owner in (dl, getattr(dl, 'dataset', None)):
+        method = getattr(owner, name, None)
+        if callable(method):
+            return method
+    return None
 
 
 def check_max_n(max_n: Any) -> None:
-    "Raise `OptionError` unless it is a number of samples."
+    "Raise `OptionError` unless `max_n` is a positive int."
     if isinstance(max_n, bool) or not isinstance(max_n, int) or max_n < 1:
         raise OptionError(f'max_n={max_n!r}: it is a whole number from 1 up, of samples to show.')
 
 
 def first_batch(dl: Any) -> Any:
-    "Return a loader's first batch, and leave it and every generator as they were."
+    "Return a loader's first batch, and restore the loader and every generator."
     with preserve_loaders([dl]), preserved_generators(dl):
-        forget_workers(dl)  # a training that is under way goes on with them
-        drawn = iter(dl)
-        if drawn is dl:
+        forget_workers(dl)  # running workers belong to the training in progress
+        batches = iter(dl)
+        if batches is dl:
             raise OptionError('The loader is an iterator: taking a batch to look at would lose it.')
-        for batch in islice(drawn, 1):
+        for batch in islice(batches, 1):
             return batch
     raise OptionError(f'{type(dl).__name__} has no batch to look at.')
 
@@ -135,7 +138,7 @@ def first_batch(dl: Any) -> Any:
 def first_samples(
     batch: Any, form: BatchForm, max_n: int
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    "Return inputs and targets of the first samples of a batch."
+    "Return inputs and targets of the first `max_n` samples of a batch."
     return microbatches(*form.split(batch, predicting=True), max_n)[0]
 
 
@@ -143,7 +146,7 @@ def first_samples(
 
 
 def binary_cut(loss_func: Any) -> float | None:
-    "Return the prediction above which torch's binary losses mean class 1, None for other losses."
+    "Return the prediction above which torch's binary losses mean class 1, or None for other losses."
     while isinstance(loss_func, partial):
         loss_func = loss_func.func
     if (
@@ -155,11 +158,11 @@ def binary_cut(loss_func: Any) -> float | None:
 
 
 def as_targets(
-    decoded: Any,  # predictions, as `loss_func.decodes` gives them or as they are
+    decoded: Any,  # predictions, possibly decoded by `loss_func.decodes`
     targs: Any,  # targets
-    cut: float | None = None,  # threshold above which it is class 1, for a single score
-) -> Any:  # classes in the shape of the targets; `decoded` where nothing can be told
-    """Return predictions as targets are: of scores the best class, along the dimension that targets do not have.
+    cut: float | None = None,  # threshold of a single score, above which the class is 1
+) -> Any:  # classes in the shape of the targets, or `decoded` if they do not fit
+    """Convert predictions to the form of targets: of scores, the best class along the extra dimension.
 
     >>> as_targets(torch.tensor([[0.1, 0.9], [3., 2.]]), torch.tensor([1, 1]))
     tensor([1, 0])
@@ -188,43 +191,39 @@ def as_targets(
 
 
 def class_axis(scores: Tensor, targs: Tensor) -> int | None:
-    "Return the dimension of the classes in scores, None where the other dimensions are not those of the targets."
+    "Return the class dimension of scores, or None if the other dimensions differ from the targets' dimensions."
     fits = [a for a in (1, -1) if scores.shape[:a] + scores.shape[a:][1:] == targs.shape]
     return fits[0] if fits else None
 
 
 def wrong_ones(preds: Any, targs: Any) -> list[int]:
-    """Return which predicted classes are wrong; none where these are no classes of samples.
+    """Return the indices of samples with a wrong predicted class; an empty list for anything but classes.
 
     >>> wrong_ones(torch.tensor([1, 2, 0]), torch.tensor([1, 1, 0]))
     [1]
     """
     both = preds, targs
-    if (
-        not all(isinstance(t, Tensor) and t.ndim in (1, 2) for t in both)
-        or preds.shape != targs.shape
-    ):
+    if not all(isinstance(t, Tensor) and t.ndim in (1, 2) for t in both):
+        return []
+    if preds.shape != targs.shape:
         return []
     if any(t.is_floating_point() and not bool(((t == 0) | (t == 1)).all()) for t in both):
         return []
-    return [
-        i
-        for i, same in enumerate((preds == targs).reshape(len(preds), -1).all(1).tolist())
-        if not same
-    ]
+    is_right = (preds == targs).reshape(len(preds), -1).all(1)
+    return [i for i, right in enumerate(is_right.tolist()) if not right]
 
 
 # Images
 
 
 def find_images(xb: tuple[Any, ...]) -> Tensor | None:
-    "Return the first input that can be drawn, (N, C, H, W), (N, H, W) or a list of (C, H, W); also one with a name."
+    "Return the first input of shape (N, C, H, W), (N, H, W) or list of (C, H, W), also as an entry of a dict."
     entries = [v for o in xb for v in (o.values() if isinstance(o, Mapping) else (o,))]
-    return next((t for t in map(_stacked, entries) if _is_image(t)), None)
+    return next((t for t in map(_stack_images, entries) if _is_image(t)), None)
 
 
-def _stacked(o: Any) -> Any:
-    "Return a list of images (C, H, W) of one size as a tensor, and anything else as it is."
+def _stack_images(o: Any) -> Any:
+    "Stack a list of images (C, H, W) of one size; return anything else unchanged."
     if not isinstance(o, (list, tuple)) or not all(
         isinstance(t, Tensor) and t.ndim == 3 for t in o
     ):
@@ -241,9 +240,9 @@ def _is_image(t: Any) -> bool:
 
 
 def as_pictures(
-    images: Tensor,  # (n, C, H, W), (n, H, W, C) or (n, H, W) of one channel
-) -> Tensor:  # (n, C, H, W) on the CPU, within 0 and 1
-    """Return images as they can be shown.
+    images: Tensor,  # (N, C, H, W), (N, H, W, C) or (N, H, W)
+) -> Tensor:  # (N, C, H, W) on the CPU, within 0 and 1
+    """Convert images to floats that matplotlib can draw.
 
     >>> as_pictures(torch.tensor([[[-2., 2.], [0., 1.]]])).flatten().tolist()
     [0.0, 1.0, 0.5, 0.75]
@@ -266,31 +265,29 @@ def as_pictures(
     return images.nan_to_num(0.0, 1.0, 0.0).clamp(0, 1)
 
 
-def as_mask(told: Any, images: Tensor) -> Tensor | None:
-    "Return classes of pixels, (n, H, W), None where this is something else."
-    mask = told[0] if isinstance(told, tuple) and len(told) == 1 else told
+def as_mask(detail: Any, images: Tensor) -> Tensor | None:
+    "Return a segmentation mask (N, H, W) of the images' size, or None if `detail` is not a mask."
+    mask = detail[0] if isinstance(detail, tuple) and len(detail) == 1 else detail
     if not isinstance(mask, Tensor) or mask.is_floating_point():
         return None
     if mask.ndim == 4 and mask.shape[1] == 1:
         mask = mask[:, 0]
-    return (
-        mask.cpu()
-        if mask.ndim == 3 and mask.shape[1:] == as_pictures(images[:1]).shape[2:]
-        else None
-    )
+    if mask.ndim == 3 and mask.shape[1:] == as_pictures(images[:1]).shape[2:]:
+        return mask.cpu()
+    return None
 
 
 def draw_images(
-    images: Tensor,  # (n, C, H, W) or (n, H, W)
-    titles: Sequence[str] = (),  # one each
-    wrong: Sequence[int] = (),  # those that get a frame and a bold title
-    masks: Tensor | None = None,  # classes of pixels, laid over the images
-    figsize: tuple[float, float] | None = None,  # inches
+    images: Tensor,  # (N, C, H, W) or (N, H, W)
+    titles: Sequence[str] = (),  # title of each image
+    wrong: Sequence[int] = (),  # indices of images with a frame and a bold title
+    masks: Tensor | None = None,  # segmentation masks (N, H, W), drawn over the images
+    figsize: tuple[float, float] | None = None,  # size of the figure, in inches
 ) -> AxesList:
-    "Draw images in a grid, in shades of grey where they have one channel, and return the axes."
+    "Draw images in a grid, single-channel images in grayscale, and return the axes."
     pictures = as_pictures(images).permute(0, 2, 3, 1)
     n = len(pictures)
-    cols = n if n <= 4 else math.ceil(math.sqrt(n))  # a single row of few
+    cols = n if n <= 4 else math.ceil(math.sqrt(n))
     lines = max((t.count('\n') + 1 for t in titles if t), default=0)
     axs = new_axes(n, cols, figsize or (1.7 * cols, (1.6 + 0.17 * lines) * -(-n // cols)))
     for i, (ax, picture) in enumerate(zip(axs, pictures, strict=True)):

@@ -1,4 +1,4 @@
-"""Tables of samples, and the texts that a person reads for targets and predictions."""
+"""Tables of samples, and readable strings for targets and predictions."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from learnkit.core.html import table
 
 __all__ = ['Table', 'as_table', 'readable', 'class_names', 'cell', 'shorten']
 
-MOST_COLUMNS = 10  # of a vector in a table
-LONGEST = 60  # characters of a cell
+MAX_COLUMNS = 10  # of a vector in a table
+MAX_CELL_CHARS = 60
 
 
 class Table:
-    """Rows of values that print as text and, in a notebook, as a table; wrong ones are marked.
+    """Table of values, shown as text or, in a notebook, as HTML, with wrong rows marked.
 
     >>> table = Table({'x': [0.25, 2.], 'target': ['cat', 'dog']}, wrong=[1])
     >>> table
@@ -30,30 +30,32 @@ class Table:
 
     def __init__(
         self,
-        columns: Mapping[str, Sequence[Any]],  # values by name, as many in each
-        wrong: Sequence[int] = (),  # rows to mark
+        columns: Mapping[str, Sequence[Any]],  # values of equal length by column name
+        wrong: Sequence[int] = (),  # indices of the rows to mark
     ) -> None:
-        self.columns, self.wrong = (
-            {name: list(values) for name, values in columns.items()},
-            list(wrong),
-        )
+        self.columns = {name: list(values) for name, values in columns.items()}
+        self.wrong = list(wrong)
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values()), []))
 
     def to_pandas(self) -> Any:
-        "Return a pandas DataFrame of the values, not rounded."
+        "Return a pandas DataFrame of the unrounded values."
         import pandas as pd
 
         return pd.DataFrame(self.columns)
 
-    def _cells(self) -> Iterator[list[str]]:
-        yield [*self.columns, *([''] if self.wrong else [])]
+    def _format_rows(self) -> Iterator[list[str]]:
+        "Yield the column names, then each row as strings."
+        yield [*self.columns, ''] if self.wrong else [*self.columns]
         for i, row in enumerate(zip(*self.columns.values(), strict=True)):
-            yield [*map(cell, row), *(['wrong' * (i in self.wrong)] if self.wrong else [])]
+            cells = [cell(value) for value in row]
+            if self.wrong:
+                cells.append('wrong' if i in self.wrong else '')
+            yield cells
 
     def __repr__(self) -> str:
-        rows = list(self._cells())
+        rows = list(self._format_rows())
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return '\n'.join(
             '  '.join(text.rjust(w) for text, w in zip(row, widths, strict=True)).rstrip()
@@ -61,16 +63,16 @@ class Table:
         )
 
     def _repr_html_(self) -> str:
-        head, *rows = self._cells()
+        head, *rows = self._format_rows()
         return table(head, rows)
 
 
 def as_table(
     xb: tuple[Any, ...],  # inputs
-    told: dict[str, list[Any]],  # further columns
-    wrong: Sequence[int] = (),  # samples to mark
+    details: dict[str, list[Any]],  # further columns by name
+    wrong: Sequence[int] = (),  # indices of the samples to mark
 ) -> Table:
-    """Return samples as rows: a vector's first numbers in a column each, of other things a short text.
+    """Return a table with one row per sample: vectors fill several columns, other inputs a short string.
 
     >>> import torch
     >>> as_table(({'age': torch.tensor([31, 64]), 'name': ['Ada', 'Alan']},), {'target': ['yes', 'no']})
@@ -79,47 +81,50 @@ def as_table(
      64  Alan      no
     """
     columns: dict[str, Sequence[Any]] = {}
-    n = find_bs(xb, tuple(told.values()))
-    for i, o in enumerate(xb):
-        name = 'x' if len(xb) == 1 else f'x{i + 1}'
-        for k, v in o.items() if isinstance(o, Mapping) else ((name, o),):
-            if not (isinstance(o, Mapping) and k in TARGET_NAMES):
-                columns |= _columns(str(k), v, n)
-    return Table({**columns, **told}, wrong)
+    n = find_bs(xb, tuple(details.values()))
+    for i, x in enumerate(xb):
+        if isinstance(x, Mapping):
+            inputs = {k: v for k, v in x.items() if k not in TARGET_NAMES}
+        else:
+            inputs = {'x' if len(xb) == 1 else f'x{i + 1}': x}
+        for name, values in inputs.items():
+            columns |= _make_columns(str(name), values, n)
+    return Table({**columns, **details}, wrong)
 
 
-def _columns(name: str, o: Any, n: int) -> dict[str, Sequence[Any]]:
-    if not isinstance(o, Tensor):
-        return {
-            name: [_short(v) for v in o]
-            if isinstance(o, (list, tuple)) and len(o) == n
-            else [describe(o)] * n
-        }
-    if o.ndim == 3 and 1 in o.shape[1:]:
-        o = o.flatten(1)
-    if o.ndim == 2 and o.shape[1] > 1:
-        size = o.shape[1]
-        k = size if size <= MOST_COLUMNS else MOST_COLUMNS - 2
+def _make_columns(name: str, values: Any, n: int) -> dict[str, Sequence[Any]]:
+    "Return the columns of one input of `n` samples."
+    if not isinstance(values, Tensor):
+        if isinstance(values, (list, tuple)) and len(values) == n:
+            return {name: [_describe_container(v) for v in values]}
+        return {name: [describe(values)] * n}
+    if values.ndim == 3 and 1 in values.shape[1:]:
+        values = values.flatten(1)
+    if values.ndim == 2 and values.shape[1] > 1:
+        size = values.shape[1]
+        k = size if size <= MAX_COLUMNS else MAX_COLUMNS - 2
         more = {'...': [f'{size - k} more'] * n} if k < size else {}
-        return {f'{name}[{i}]': o[:, i].tolist() for i in range(k)} | more
-    return {name: o.reshape(-1).tolist() if o.numel() == n else [describe(o[0])] * n}
+        return {f'{name}[{i}]': values[:, i].tolist() for i in range(k)} | more
+    if values.numel() == n:
+        return {name: values.reshape(-1).tolist()}
+    return {name: [describe(values[0])] * n}
 
 
-# What a person reads
+# Readable strings
 
 
 def class_names(vocab: Any) -> Any:
-    "Return the names of classes: of fastai's vocab of texts and classes, the latter."
+    "Return the class names of a vocab; fastai's vocab of a text classifier holds words and classes."
     is_list = lambda o: isinstance(o, (list, tuple)) or type(o).__name__ in ('L', 'CategoryMap')
     return vocab[-1] if is_list(vocab) and len(vocab) and is_list(vocab[-1]) else vocab
 
 
 def readable(
-    values: Any,  # a tensor or list with an entry a sample, or a tuple of several
-    n: int,  # samples
-    vocab: Any = None,  # names of classes
-) -> list[Any]:  # a text or number each
-    """Return what a person reads of targets: names of classes, numbers, or short lists of them.
+    values: Any,  # tensor or list with one entry per sample, or a tuple of several
+    n: int,  # number of samples
+    vocab: Any = None,  # class names
+) -> list[Any]:  # a string or number per sample
+    """Return targets in readable form: class names, numbers, or short lists of them.
 
     >>> import torch
     >>> readable(torch.tensor([1, 0]), 2, ['cat', 'dog']), readable(torch.tensor([[1, 1], [0, 1]]), 2, ['cat', 'dog'])
@@ -127,14 +132,12 @@ def readable(
     """
     vocab = class_names(vocab)
     if is_sample_list(values, n):
-        return [_short(v) for v in values]
+        return [_describe_container(v) for v in values]
     if isinstance(values, tuple):
-        several = [readable(v, n, vocab) for v in values]
-        return (
-            several[0]
-            if len(several) == 1
-            else [', '.join(map(cell, row)) for row in zip(*several, strict=True)]
-        )
+        columns = [readable(v, n, vocab) for v in values]
+        if len(columns) == 1:
+            return columns[0]
+        return [', '.join(map(cell, row)) for row in zip(*columns, strict=True)]
     if not isinstance(values, Tensor):
         return list(values) if isinstance(values, list) else [describe(values)] * n
     values = values.cpu()
@@ -142,7 +145,7 @@ def readable(
         values = values[:, 0]
     is_class = not values.is_floating_point()
     if values.ndim == 1:
-        return [_name(v, vocab) if is_class else v for v in values.tolist()]
+        return [_find_class_name(v, vocab) if is_class else v for v in values.tolist()]
     if values.ndim > 2:
         return [describe(values[0])] * n
     if (
@@ -154,28 +157,31 @@ def readable(
             ', '.join(str(vocab[i]) for i in row.nonzero()[:, 0].tolist()) or 'none'
             for row in values
         ]
-    return [_joined(row.tolist()) for row in values]
+    return [_join_cells(row.tolist()) for row in values]
 
 
-def _short(value: Any) -> Any:
-    "Describe tensors and containers, and return anything else as it is."
+def _describe_container(value: Any) -> Any:
+    "Describe a tensor or container; return any other value unchanged."
     return describe(value) if isinstance(value, Tensor) or children_of(value) is not None else value
 
 
-def _name(value: Any, vocab: Any) -> Any:
+def _find_class_name(value: Any, vocab: Any) -> Any:
     return vocab[int(value)] if vocab is not None and 0 <= int(value) < len(vocab) else value
 
 
-def _joined(row: list[Any]) -> str:
-    return ', '.join([*map(cell, row[:MOST_COLUMNS]), *['...'] * (len(row) > MOST_COLUMNS)])
+def _join_cells(row: list[Any]) -> str:
+    cells = [cell(value) for value in row[:MAX_COLUMNS]]
+    if len(row) > MAX_COLUMNS:
+        cells.append('...')
+    return ', '.join(cells)
 
 
 def cell(value: Any) -> str:
-    "Return a value as a short text."
-    return shorten(value, LONGEST)
+    "Format a value as a string of one line."
+    return shorten(value, MAX_CELL_CHARS)
 
 
 def shorten(text: Any, longest: int) -> str:
-    "Return a text in one line of at most so many characters."
+    "Format a value as a string of one line with at most `longest` characters."
     text = f'{text:.4g}' if isinstance(text, float) else ' '.join(str(text).split())
     return text if len(text) <= longest else f'{text[: longest - 3]}...'

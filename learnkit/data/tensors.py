@@ -1,4 +1,4 @@
-"""Tensors of what people have their data in: arrays, data frames, lists of numbers; and what to do about all else."""
+"""Conversion of arrays, data frames and lists of numbers to tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ['is_rows', 'are_rows_apart', 'are_inputs_and_targets', 'as_rows']
 
 
 def is_rows(o: object) -> bool:
-    """Tell whether something is a table of samples: a tensor, an array, or what becomes one (a data frame, a column).
+    """Return True for a table with one row per sample: a tensor, an array, a data frame or a column of one.
 
     >>> is_rows(torch.zeros(2)), is_rows(np.zeros(2)), is_rows([1, 2])
     (True, True, False)
@@ -24,7 +24,7 @@ def is_rows(o: object) -> bool:
 
 
 def are_rows_apart(o: Any) -> bool:
-    """Tell whether a tuple or list has the inputs of all samples and their targets, where batches belong.
+    """Return True if a tuple or list holds the inputs and targets of all samples, not batches.
 
     >>> x, y = torch.zeros(8, 2), torch.zeros(8)
     >>> are_rows_apart((x, y)), are_rows_apart([x, y]), are_rows_apart([x, x]), are_rows_apart([(x, y)])
@@ -36,7 +36,7 @@ def are_rows_apart(o: Any) -> bool:
 
 
 def are_inputs_and_targets(a: Any, b: Any) -> bool:
-    """Tell whether two tables of one length have rows of different kinds, as inputs and their targets do.
+    """Return True if two tables of one length differ in row shape or dtype, as inputs and targets do.
 
     >>> are_inputs_and_targets(torch.zeros(8, 2), torch.zeros(8)), are_inputs_and_targets(torch.zeros(8), torch.ones(8))
     (True, False)
@@ -56,20 +56,21 @@ def _dtype(table: Any) -> str:
 
 
 def as_rows(
-    name: object,  # the entry's, for messages
-    o: Any,  # a tensor, an array, a data frame, a column of one, a list of numbers
-    device: torch.device | str | None = None,  # where it shall be; None: where it is
+    name: object,  # name of the entry in errors
+    o: Any,  # tensor, array, data frame, column of a data frame, or list of numbers
+    device: torch.device | str | None = None,  # device of the tensor; None: unchanged
 ) -> Tensor:
-    """Return a tensor with a row a sample, which shares memory where it can. Raises `LoaderError` for what has no rows.
+    """Convert a table to a tensor with one row per sample, sharing memory if possible.
 
-    What has a dtype keeps it; decimal numbers of a list get torch's default one.
+    An existing dtype is kept. Floats in a list get torch's default dtype. Raises `LoaderError` for data without rows
+    and for strings, dates and objects.
 
     >>> as_rows('x', np.arange(3.)), as_rows('x', [1.5, 2])
     (tensor([0., 1., 2.], dtype=torch.float64), tensor([1.5000, 2.0000]))
     """
     given = o
     if isinstance(o, (list, tuple)):
-        o = _of_list(name, o)
+        o = _convert_list(name, o)
     elif not isinstance(o, (Tensor, np.ndarray)) and is_rows(o):
         o = np.ascontiguousarray(o.to_numpy())
     if not isinstance(o, (Tensor, np.ndarray)) or not o.ndim:
@@ -77,11 +78,12 @@ def as_rows(
             f'TensorLoader: entry {name!r} has no rows, one a sample: it is {describe(given)}.'
         )
     if isinstance(o, np.ndarray):
-        o = _writable(_checked(name, o, given))
+        _check_numeric(name, o, given)
+        o = _copy_if_read_only(o)
     return torch.as_tensor(o, device=device).detach()
 
 
-def _of_list(name: object, rows: Any) -> Any:
+def _convert_list(name: object, rows: Any) -> Any:
     if rows and all(isinstance(row, Tensor) for row in rows):
         if len({row.shape for row in rows}) == 1:
             return torch.stack(list(rows))
@@ -94,22 +96,20 @@ def _of_list(name: object, rows: Any) -> Any:
         raise LoaderError(
             f'TensorLoader: entry {name!r} is a list of rows that differ in length: pad them.'
         ) from e
-    return (
-        array.astype(str(torch.get_default_dtype()).removeprefix('torch.'))
-        if array.dtype == np.float64
-        else array
-    )
+    if array.dtype == np.float64:
+        return array.astype(str(torch.get_default_dtype()).removeprefix('torch.'))
+    return array
 
 
-def _checked(name: object, array: np.ndarray[Any, Any], given: Any) -> np.ndarray[Any, Any]:
-    "Return an array of numbers; raise `LoaderError` for texts, dates and objects."
+def _check_numeric(name: object, array: np.ndarray[Any, Any], given: Any) -> None:
+    "Raise `LoaderError` for an array of strings, dates or objects."
     if array.dtype.kind in 'biufc':
-        return array
-    kinds = getattr(given, 'dtypes', None)  # of a data frame's columns
+        return
+    column_dtypes = getattr(given, 'dtypes', None)  # of a data frame
     odd = [
-        f'{k!r} ({v})'
-        for k, v in getattr(kinds, 'items', tuple)()
-        if getattr(v, 'kind', 'O') not in 'biufc'
+        f'{column!r} ({dtype})'
+        for column, dtype in getattr(column_dtypes, 'items', tuple)()
+        if getattr(dtype, 'kind', 'O') not in 'biufc'
     ]
     where = f', of the columns {", ".join(odd)}' if odd else ''
     if array.dtype.kind in 'mM':
@@ -121,6 +121,6 @@ def _checked(name: object, array: np.ndarray[Any, Any], given: Any) -> np.ndarra
     )
 
 
-def _writable(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    "Copy an array that must not be written to, as pandas gives them: batches are views. One in a file stays there."
+def _copy_if_read_only(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    "Copy a read-only array, such as pandas returns, because batches are writable views; keep a memory map."
     return array.copy() if type(array) is np.ndarray and not array.flags.writeable else array

@@ -1,4 +1,4 @@
-"""Torch's own DataLoader, made anew from its public attributes, and what can be learnt about it in that way."""
+"""Rebuilding torch's DataLoader from its public attributes, and checks of its samplers, workers and epochs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = [
     'without_workers',
     'index_sampler',
     'start_lists',
-    'Rest',
+    'ResumedSampler',
     'torch_in_order',
     'is_samplers',
     'workers_run',
@@ -34,11 +34,12 @@ __all__ = [
 def rebuild(
     dl: DataLoader[Any],
     kind: type[DataLoader[Any]] = DataLoader,
-    **options: Any,  # `batch_size`, and `sampler` or `batch_sampler`; and what is to change
+    **options: Any,  # `batch_size`, and `sampler` or `batch_sampler`; further changed options
 ) -> DataLoader[Any]:
-    """Make a loader anew that fetches samples and joins them as `dl` does, in batches of its own.
+    """Make a loader that fetches and collates samples as `dl` does, in other batches.
 
-    It has neither the `generator`, whose draws would change those of `dl`, nor workers that outlive their epoch.
+    `generator` is not copied, because the new loader's draws would change the order of `dl`. `persistent_workers`
+    is not copied either.
 
     >>> list(rebuild(DataLoader([1, 2, 3, 4]), batch_size=2))
     [tensor([1, 2]), tensor([3, 4])]
@@ -59,7 +60,7 @@ def rebuild(
 
 
 def with_sampler(dl: DataLoader[Any], sampler: Any, **options: Any) -> DataLoader[Any]:
-    "Make a loader anew with another sampler; its workers' seed is drawn without moving any generator in use."
+    "Rebuild a loader with another sampler; the seed of the workers is drawn with all generators preserved."
     batches = (
         {'batch_size': None, 'sampler': sampler}
         if dl.batch_sampler is None
@@ -80,7 +81,7 @@ def with_sampler(dl: DataLoader[Any], sampler: Any, **options: Any) -> DataLoade
 
 
 def without_workers(dl: DataLoader[Any]) -> DataLoader[Any]:
-    "Return a loader that fetches the same batches in this process."
+    "Rebuild a loader so that it fetches the same batches in this process."
     return with_sampler(
         dl,
         index_sampler(dl),
@@ -98,20 +99,20 @@ def index_sampler(dl: DataLoader[Any]) -> Any:
 
 def start_lists(
     dl: DataLoader[Any],
-    workers: int,  # of the pass: torch starts the sampler a second time for them
-    workers_ran: bool,  # persistent workers were there already, and need no seed
+    workers: int,  # number of workers; with workers, torch starts the sampler a second time
+    workers_ran: bool,  # whether persistent workers were running already and need no seed
 ) -> Iterator[Any]:
-    "Start a pass of a loader's sampler as torch does, drawing what torch draws."
+    "Start a loader's sampler as torch does, with the same draws from the generators."
     lists = iter(index_sampler(dl))
     if workers_ran:
         return lists
-    # torch's seed for workers, if any
+    # torch draws a seed for workers even if there are no workers
     torch.empty((), dtype=torch.int64).random_(generator=dl.generator)
     return iter(index_sampler(dl)) if workers else lists
 
 
-class Rest:
-    "A sampler that gives what is left of an epoch, and from the next epoch on what the loader's own gives."
+class ResumedSampler:
+    "Sampler that yields the remaining indices of an epoch first, and the loader's own sampler in later epochs."
 
     def __init__(self, lists: Iterator[Any], sampler: Iterable[Any]) -> None:
         self.lists: Iterator[Any] | None = lists
@@ -122,18 +123,18 @@ class Rest:
 
 
 def torch_in_order(dl: DataLoader[Any]) -> DataLoader[Any]:
-    "Return a loader of the same samples in the data set's order; `dl` itself where that is so, or none can be made."
-    own_batches = dl.batch_size is None and dl.batch_sampler is not None
-    if own_batches or isinstance(dl.dataset, IterableDataset):
+    "Return a loader of the same samples in the data set's order, or `dl` if in order or not rebuildable."
+    has_batch_sampler = dl.batch_size is None and dl.batch_sampler is not None
+    if has_batch_sampler or isinstance(dl.dataset, IterableDataset):
         return dl
     if not dl.drop_last and type(dl.sampler) is not RandomSampler and getattr(dl, 'in_order', True):
         return dl
-    chooses = type(dl.sampler) not in (RandomSampler, SequentialSampler)
-    return rebuild(dl, batch_size=dl.batch_size, sampler=dl.sampler if chooses else None)
+    selects = type(dl.sampler) not in (RandomSampler, SequentialSampler)
+    return rebuild(dl, batch_size=dl.batch_size, sampler=dl.sampler if selects else None)
 
 
 def workers_run(dl: Any) -> bool:
-    "Tell whether persistent workers are there: their next epoch starts without a draw for their seed."
+    "Return True if persistent workers are running, so that the next epoch draws no seed for workers."
     return (
         bool(getattr(dl, 'persistent_workers', False))
         and getattr(dl, '_iterator', None) is not None
@@ -144,32 +145,36 @@ def is_samplers(name: str) -> bool:
     return name.startswith(('generator', 'sampler', 'batch_sampler'))
 
 
-def fetching_is_random(dl: DataLoader[Any], some: list[Any]) -> bool:
-    """Tell whether fetching batches of these indices moves a random generator, by fetching a few of their samples.
+def fetching_is_random(
+    dl: DataLoader[Any],
+    batch_indices: list[Any],  # indices of a few batches
+) -> bool:
+    """Return True if fetching samples of these batches moves a random generator.
 
-    A worker process of its own does that, so that no file is opened in this one."""
+    A separate worker process fetches a few samples, so that this process opens no file."""
     if not all(map(is_samplers, own_generators(dl))):
         return True
-    cut = [indices if dl.batch_sampler is None else list(indices)[:4] for indices in some]
+    if dl.batch_sampler is not None:
+        batch_indices = [list(indices)[:4] for indices in batch_indices]
     watched = with_sampler(
         dl,
-        [cut[0], *cut],
+        [batch_indices[0], *batch_indices],
         num_workers=1,
         persistent_workers=False,
         pin_memory=False,
-        collate_fn=_Watch(dl.collate_fn),
+        collate_fn=_GeneratorWatch(dl.collate_fn),
     )
     try:
         return any(watched)
     except Exception:
-        return True  # a few samples may not make a batch; an error in the data comes again
+        return True  # a few samples may not make a batch; an error in the data will occur again
 
 
 def end_workers(
-    dl: Any,  # a loader
-    e: BaseException,  # what drawing from it has raised
+    dl: Any,  # the loader
+    e: BaseException,  # error raised while drawing from the loader
 ) -> None:
-    "End the workers of a pass that has failed, hanging ones too; torch waits 5 s for each, when garbage is collected."
+    "Terminate the workers of a failed pass; without this call torch waits 5 s for each hanging worker."
     for frame, _ in walk_tb(e.__traceback__):
         batches = frame.f_locals.get('self')
         if not isinstance(batches, _MultiProcessingDataLoaderIter):
@@ -182,55 +187,58 @@ def end_workers(
 
 
 def forget_workers(dl: Any) -> None:
-    "Let the next pass have other persistent workers: these may be dead."
+    "Make the next pass start new persistent workers, because the current ones may be dead."
     if getattr(dl, 'persistent_workers', False):
         dl._iterator = None
 
 
-class _Watch:
-    "Joins samples as a loader does, and gives whether a generator has moved since the last time."
+class _GeneratorWatch:
+    "Collate function that returns True if a global generator has moved since the last call."
 
-    def __init__(self, join: Callable[[Any], Any]) -> None:
-        self.join = join
-        self.last: RNGState | None = None
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+        self.state: RNGState | None = None
 
     def __call__(self, samples: Any) -> bool:
-        self.join(samples)
-        before, self.last = self.last, capture_rng()
-        return before is not None and not same_states(before, self.last)
+        self.collate(samples)
+        before = self.state
+        self.state = capture_rng()
+        return before is not None and not same_states(before, self.state)
 
 
-# Numbers of epochs
+# Epoch numbers
 
 
 def epochs_of(dl: Any) -> dict[str, int]:
-    """Return the number of the epoch of what has one in a loader (samplers that count them, or are told), by its place.
+    """Return the attribute `epoch` of a loader, its samplers and its data set, by attribute path.
 
     >>> class Sampler(list):
     ...     epoch = 3
     >>> epochs_of(DataLoader([1], sampler=Sampler([0])))
     {'sampler': 3, 'batch_sampler.sampler': 3}
     """
-    return {path: owner.epoch for path, owner in _counting(dl)}
+    return {path: owner.epoch for path, owner in _find_epoch_owners(dl)}
 
 
 def set_epochs(
-    dl: Any,  # a loader
-    epochs: Mapping[str, int],  # from `epochs_of`
+    dl: Any,  # the loader
+    epochs: Mapping[str, int],  # return value of `epochs_of`
 ) -> None:
-    "Set them, by `set_epoch` where there is one."
-    for path, owner in _counting(dl):
-        if (epoch := epochs.get(path, owner.epoch)) == owner.epoch:
+    "Set the epoch numbers, by `set_epoch` if the owner has that method."
+    for path, owner in _find_epoch_owners(dl):
+        epoch = epochs.get(path, owner.epoch)
+        if epoch == owner.epoch:
             continue
         if hasattr(owner, 'set_epoch'):
             owner.set_epoch(epoch)
         else:
             with suppress(AttributeError):
-                owner.epoch = epoch  # it may be one that cannot be set
+                owner.epoch = epoch  # a read-only property raises
 
 
-def _counting(dl: Any) -> Iterator[tuple[str, Any]]:
-    has_state = hasattr(type(dl), 'load_state_dict')  # then that has its number, too
+def _find_epoch_owners(dl: Any) -> Iterator[tuple[str, Any]]:
+    "Yield (attribute path, object) of a loader and its parts with an integer attribute `epoch`."
+    has_state = hasattr(type(dl), 'load_state_dict')  # that state includes the loader's epoch
     for path in ('', 'sampler', 'batch_sampler', 'batch_sampler.sampler', 'dataset'):
         owner = dl if not path else getattr(dl, '__dict__', {}).get(path.partition('.')[0])
         if '.' in path:

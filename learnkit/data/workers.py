@@ -1,4 +1,4 @@
-"""Loaders' worker processes that go on working when SIGTERM is sent to a whole group of processes, theirs among it."""
+"""Worker processes of loaders that survive a SIGTERM sent to the whole group of processes."""
 
 from __future__ import annotations
 
@@ -18,43 +18,44 @@ from learnkit.data.dataloaders import evaluation_loaders
 
 __all__ = ['outlast_sigterm']
 
-_KINDS: dict[Any, type[Lasting]] = {}  # what takes the place of which kind of process
+_KINDS: dict[Any, type[Lasting]] = {}  # process class -> its replacement
 
 
 def outlast_sigterm(
-    dls: Any,  # `DataLoaders`, or what works like one
+    dls: Any,  # `DataLoaders` or a similar object
 ) -> Callable[[], None]:
-    """Let the workers that these loaders start from now on last as long as their process, whoever else sends SIGTERM.
+    """Make workers started by these loaders ignore every SIGTERM that does not come from their parent process.
 
-    Processes that train together stop only when all have agreed to, and until then each of them needs its batches.
-    A worker that its own process terminates ends as before, and so does one whose process is gone. Return the function
-    that puts the loaders back. Where a worker cannot tell who has sent a signal (on Linux it can), this does nothing.
+    Ranks that train together stop only when all have agreed to stop. Until then, each rank needs its batches. A worker
+    still ends when its parent terminates it or has ended. Returns the function that restores the loaders. Does
+    nothing on systems other than Linux, on which a worker cannot read the sender of a signal.
 
     >>> from learnkit import DataLoaders
     >>> dl = DataLoader(range(4), num_workers=1)
-    >>> put_back = outlast_sigterm(DataLoaders(dl))
-    >>> put_back(), dl.multiprocessing_context
+    >>> restore = outlast_sigterm(DataLoaders(dl))
+    >>> restore(), dl.multiprocessing_context
     (None, None)
     """
-    before = []
+    contexts = []
     for dl in (dls.train, *(dl for _, dl in evaluation_loaders(dls))):
-        for loader in _with_workers(dl):
+        for loader in _find_loaders_with_workers(dl):
             ctx = loader.multiprocessing_context or get_context()
-            if (kind := _KINDS.get(ctx.Process)) is None:
+            process_class = _KINDS.get(ctx.Process)
+            if process_class is None:
                 continue
-            before.append((loader, loader.multiprocessing_context))
+            contexts.append((loader, loader.multiprocessing_context))
             loader.multiprocessing_context = copy(ctx)
-            loader.multiprocessing_context.Process = kind
+            loader.multiprocessing_context.Process = process_class
 
-    def put_back() -> None:
-        for loader, ctx in before:
+    def restore() -> None:
+        for loader, ctx in contexts:
             loader.multiprocessing_context = ctx
 
-    return put_back
+    return restore
 
 
-def _with_workers(dl: Any) -> Iterator[DataLoader[Any]]:
-    "Yield torch's loaders that have workers: this one, or those that it is a share of."
+def _find_loaders_with_workers(dl: Any) -> Iterator[DataLoader[Any]]:
+    "Yield each torch DataLoader with workers: `dl`, and the loaders that `dl` is a shard of."
     while dl is not None:
         if isinstance(dl, DataLoader) and dl.num_workers:
             yield dl
@@ -62,14 +63,15 @@ def _with_workers(dl: Any) -> Iterator[DataLoader[Any]]:
 
 
 class Lasting(BaseProcess):
-    """A process that its parent's SIGTERM ends, and nobody else's while the parent lives.
+    """Process that only a SIGTERM of its living parent ends.
 
-    The signal stays blocked, as torch sets its own handler in workers, and so it is in programs that they start."""
+    SIGTERM stays blocked, because torch sets its own handler in workers. Programs started by a worker inherit the
+    blocked signal."""
 
     def start(self) -> None:
-        "Start it with the signal blocked, so that there is no moment at which it is not."
+        "Start the process with SIGTERM blocked from its first instruction."
         if not isinstance(self, context.ForkProcess):
-            resource_tracker.ensure_running()  # its start would unblock it
+            resource_tracker.ensure_running()  # starting the tracker later would unblock the signal
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             super().start()
@@ -77,29 +79,33 @@ class Lasting(BaseProcess):
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def run(self) -> None:
-        "Work, beside a thread that waits for the signal."
-        # a fork server may have been there before
+        "Run the process, with a thread that waits for SIGTERM."
+        # a fork server that was already running has not inherited the mask
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        Thread(target=_await_end, args=(self._parent_pid, os.getppid()), daemon=True).start()  # type: ignore[attr-defined]
+        pids = (self._parent_pid, os.getppid())  # type: ignore[attr-defined]
+        Thread(target=_await_sigterm, args=pids, daemon=True).start()
         super().run()
 
 
-def _await_end(parent: int, above: int) -> None:
-    "End this process at a signal from its parent; `above` is that, or the fork server."
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent and os.getppid() == above:
+def _await_sigterm(
+    parent: int,  # process that created the worker
+    starter: int,  # process that forked the worker: `parent` or the fork server
+) -> None:
+    "Exit at a SIGTERM of the parent, or at any SIGTERM once the starter has ended."
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent and os.getppid() == starter:
         pass
-    os._exit(0)  # torch takes any other code for a failure
+    os._exit(0)  # torch reports any other exit code as a failure
 
 
 if sys.platform == 'linux':
 
     class LastingFork(Lasting, context.ForkProcess):
-        "One that is forked."
+        "Forked process."
 
     class LastingSpawn(Lasting, context.SpawnProcess):
-        "One that is a new interpreter."
+        "Process in a new interpreter."
 
     class LastingForkServer(Lasting, context.ForkServerProcess):
-        "One that is forked from a server of its own."
+        "Process forked from a fork server."
 
     _KINDS |= {kind.__bases__[1]: kind for kind in (LastingFork, LastingSpawn, LastingForkServer)}

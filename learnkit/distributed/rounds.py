@@ -51,10 +51,10 @@ class RoundsDrawing(LoaderPosition):
         if 'order' in self._now:
             dl.order.state = self._now['order']
 
-    def _stand_between_epochs(self, ran: bool) -> None:
+    def _restore_between_epochs(self, ran: bool) -> None:
         self.inner._now = self._now
         with self.dl.order:
-            self.inner._stand_between_epochs(ran)
+            self.inner._restore_between_epochs(ran)
 
     def state_dict(
         self,

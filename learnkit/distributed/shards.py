@@ -245,7 +245,7 @@ class TensorShard(Shard, TensorLoader):
         with self.order:
             return super().draw_order()
 
-    def _pieces(self, t: Tensor, n: int) -> Iterator[Tensor]:
+    def _split_rows(self, t: Tensor, n: int) -> Iterator[Tensor]:
         "Yield this process's rows of each round from round `n` on, views where none is repeated."
         self._shares = self._count_shares()  # of this pass, which `share` is asked in each batch
         samples, full = self._sizes

@@ -1,7 +1,7 @@
-"""What measures: averages and sums that stay on the device, torchmetrics objects as they are, and the list of them.
+"""Metrics that average functions or sum over batches on the device, wrapped torchmetrics objects, and `as_metrics`.
 
-A metric is anything `as_metrics` takes: a function `f(pred, *targets)`, a torchmetrics object, or a `Metric`. Each
-gives the value on the whole data set, also with an uneven last batch, and no batch makes the host wait."""
+A metric is a function `f(pred, *targets)`, a torchmetrics object, or a `Metric`. The value is exact on the whole data
+set, also with a smaller last batch. No batch makes the host wait for the device."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ RESERVED = ('fit', 'epoch', 'train_loss', 'valid_loss', 'time')
 
 
 class AvgMetric(Mean, Metric):
-    """Average `func(pred, *targets)` over the samples: a number, or a dict of numbers by name, a column each.
+    """Average `func(pred, *targets)` over the samples: a number, or a dict of numbers with one column each.
 
-    The weight of a batch is its number of samples, or what `learn.weight_func(xb, yb)` says; for a loss function of
-    torch it is the number of targets that count. Raises `MetricError` for what is no function, and for a result that is
-    neither one number nor a dict of them.
+    A batch is weighted by its number of samples, or by `learn.weight_func(xb, yb)`. With a torch loss function as
+    `func`, a batch is weighted by its number of targets that are not ignored. Raises `MetricError` if `func` is not
+    callable, and for a result that is neither a number nor a dict of numbers.
 
     >>> mse = torch.nn.functional.mse_loss
     >>> AvgMetric(mse).name, AvgMetric(nn.L1Loss()).name, AvgMetric(mse, name='l2').name
@@ -60,14 +60,15 @@ class AvgMetric(Mean, Metric):
 
     def __init__(
         self,
-        func: Callable[..., Any],  # f(predictions, targets) of a batch -> one number
-        name: str | None = None,  # default: the function's name
-        on: str | None = None,  # 'train', 'valid' or 'both'; None: as the Recorder says
+        func: Callable[..., Any],  # f(predictions, targets) of a batch that returns a number
+        name: str | None = None,  # name of the column; None: the name of the function
+        on: str | None = None,  # 'train', 'valid' or 'both'; None: the Recorder's setting
     ) -> None:
         if not callable(func):
             raise MetricError(f'AvgMetric averages a function f(pred, *targets), got {func!r}.')
-        self.func, self._name, self.on = func, name, check_on(on)
-        # of a loss function of torch what that averages over
+        self.func = func
+        self._name = name
+        self.on = check_on(on)
         self._count = denominator_of(func).count
 
     def accumulate(self, learn: Any) -> None:
@@ -78,7 +79,7 @@ class AvgMetric(Mean, Metric):
         return batch_weight(learn) if count is None else count
 
     def add(self, value: Any, weight: Any = 1) -> None:
-        "Take in a number, or a dict of them; of a dict, `total` and `count` are dicts too."
+        "Add a number or a dict of numbers; with dicts, `total` and `count` are dicts too."
         if isinstance(value, dict) == isinstance(self.total, dict) or not self.count:
             totals = dict(self.total) if isinstance(self.total, dict) else {}
             counts = dict(self.count) if isinstance(self.count, dict) else {}
@@ -97,7 +98,7 @@ class AvgMetric(Mean, Metric):
 
     @property
     def value(self) -> Any:
-        "The mean, or a dict of means; None when nothing was added."
+        "The mean, or a dict of means; None before the first batch."
         if not isinstance(self.total, dict):
             return super().value
         means = {key: Mean() for key in self.total}
@@ -106,12 +107,12 @@ class AvgMetric(Mean, Metric):
         return {key: mean.value for key, mean in means.items()}
 
     def _compute(self, pred: Any, yb: tuple[Any, ...]) -> Any:
-        "The metric of one batch, a number or a tensor of one element, or a dict of them."
+        "Return the metric of one batch: a number, a tensor of one element, or a dict of these."
         if isinstance(self.func, nn.Module):
-            _follow(self.func, pred)
+            _move_to_device_of(pred, self.func)
         try:
             with torch.no_grad():
-                result = self.func(*_detached(pred, yb))
+                result = self.func(*_detach_args(pred, yb))
             if is_number(result):
                 return result
             numbers = flattened(result) if isinstance(result, Mapping) else {}
@@ -121,7 +122,7 @@ class AvgMetric(Mean, Metric):
                 f'Metric `{self.name}` gave {describe(result)}, not one number: take its mean.'
             )
         except Exception as e:
-            _note(e, self.name, pred, yb)
+            _add_note(e, self.name, pred, yb)
             raise
 
     @property
@@ -130,7 +131,7 @@ class AvgMetric(Mean, Metric):
 
 
 class AvgLoss(Mean, Metric):
-    """Average the loss over the samples, or whatever it is a mean of: the targets that count, or their class weights.
+    """Average the loss over the units that the loss averages over: samples, targets not ignored, or class weights.
 
     >>> AvgLoss().name
     'loss'
@@ -151,11 +152,11 @@ class AvgLoss(Mean, Metric):
 
 
 class SumMetric(Metric):
-    """Compute a number from sums over the set, where a mean of the batches' values would not do: a ratio, a root.
+    """Compute a metric from sums over the data set, such as a ratio or a root, which is not a mean over batches.
 
-    Override `sums(pred, *targets)`, what a batch adds, a tensor or several numbers; and `final(sums)`, the value. The
-    sums stay on their device, in float64 where it has that, until the value is read. Called with predictions and
-    targets it gives the value of these alone.
+    Override `sums(pred, *targets)`, which returns the sums of a batch as a tensor or several numbers, and
+    `final(sums)`, which returns the value. The sums stay on their device until the value is read, in float64 if the
+    device supports it. A call with predictions and targets returns their value without changing the state.
 
     >>> class Bias(SumMetric):
     ...     def sums(self, pred, targ): return (pred - targ).sum(), targ.sum()
@@ -170,19 +171,20 @@ class SumMetric(Metric):
 
     def __init__(
         self,
-        name: str | None = None,  # default: the class name in snake_case
-        on: str | None = None,  # 'train', 'valid' or 'both'; None: as the Recorder says
+        name: str | None = None,  # name of the column; None: the class name in snake_case
+        on: str | None = None,  # 'train', 'valid' or 'both'; None: the Recorder's setting
     ) -> None:
-        self._name, self.on = name, check_on(on)
+        self._name = name
+        self.on = check_on(on)
 
     def sums(self, pred: Any, *targs: Any) -> Any:
-        "What a batch adds: a tensor, or a tuple of numbers."
+        "Return the sums of a batch: a tensor, or a tuple of numbers."
         raise NotImplementedError(
             f'{type(self).__name__} is a SumMetric without `sums`: define that method.'
         )
 
     def final(self, sums: Tensor) -> Any:
-        "The value, from the sums of the whole set on the CPU; None where it is not defined."
+        "Return the value from the sums of the data set, on the CPU; None if undefined."
         raise NotImplementedError(
             f'{type(self).__name__} is a SumMetric without `final`: define that method.'
         )
@@ -191,25 +193,26 @@ class SumMetric(Metric):
         self._sums = None
 
     def accumulate(self, learn: Any) -> None:
-        sums, so_far = self._compute(learn.pred, learn.yb), self._sums
-        if so_far is not None and sums.shape != so_far.shape:
+        sums = self._compute(learn.pred, learn.yb)
+        total = self._sums
+        if total is not None and sums.shape != total.shape:
             raise MetricError(
-                f'Metric `{self.name}` had sums of shape {list(so_far.shape)}, now of '
+                f'Metric `{self.name}` had sums of shape {list(total.shape)}, now of '
                 f'{list(sums.shape)}: has the number of classes changed?'
             )
-        self._sums = sums if so_far is None else so_far.to(sums.device) + sums
+        self._sums = sums if total is None else total.to(sums.device) + sums
 
     def __call__(self, pred: Any, *targs: Any) -> Any:
         return self.final(self._compute(pred, targs).cpu())
 
     def _compute(self, pred: Any, yb: tuple[Any, ...]) -> Tensor:
-        "What a batch adds, as one tensor."
+        "Return the sums of a batch as one tensor."
         try:
             with torch.no_grad():
-                sums = self.sums(*_detached(pred, yb))
-            return widened(sums) if isinstance(sums, Tensor) else _stacked(sums, pred)
+                sums = self.sums(*_detach_args(pred, yb))
+            return widened(sums) if isinstance(sums, Tensor) else _stack_sums(sums, pred)
         except Exception as e:
-            _note(e, self.name, pred, yb)
+            _add_note(e, self.name, pred, yb)
             raise
 
     @property
@@ -222,7 +225,7 @@ class SumMetric(Metric):
 
 
 class ValueMetric(Metric):
-    """Report `func()`, for a number that something else computed.
+    """Report the return value of `func()`, a number computed elsewhere.
 
     >>> ValueMetric(lambda: 0.5, 'half').value
     0.5
@@ -230,11 +233,13 @@ class ValueMetric(Metric):
 
     def __init__(
         self,
-        func: Callable[[], Any],  # gives the value
-        metric_name: str | None = None,  # default: the function's name
-        on: str | None = None,  # 'train', 'valid' or 'both'; None: as the Recorder says
+        func: Callable[[], Any],  # function that returns the value
+        metric_name: str | None = None,  # name of the column; None: the name of the function
+        on: str | None = None,  # 'train', 'valid' or 'both'; None: the Recorder's setting
     ) -> None:
-        self.func, self.metric_name, self.on = func, metric_name, check_on(on)
+        self.func = func
+        self.metric_name = metric_name
+        self.on = check_on(on)
 
     @property
     def value(self) -> Any:
@@ -246,48 +251,52 @@ class ValueMetric(Metric):
 
 
 class TorchMetric(Metric):
-    """Run a torchmetrics object, or anything with its `update(pred, *targets)`, `compute()` and `reset()`.
+    """Run a torchmetrics object, or any object with `update(pred, *targets)`, `compute()` and `reset()`.
 
-    It moves to the device of the predictions. A value that is no single number (one per class, for one) comes as a
-    tensor on the CPU."""
+    The object is moved to the device of the predictions. A value with several numbers, such as one per class, is
+    returned as a tensor on the CPU."""
 
     summed = ('_updates',)
 
     def __init__(
         self,
-        metric: Any,  # the torchmetrics object, used as it is
-        name: str | None = None,  # default: its class name in snake_case
-        on: str | None = None,  # 'train', 'valid' or 'both'; None: as the Recorder says
+        metric: Any,  # torchmetrics object, not copied
+        name: str | None = None,  # name of the column; None: the class name in snake_case
+        on: str | None = None,  # 'train', 'valid' or 'both'; None: the Recorder's setting
     ) -> None:
         if not _is_torchmetric(metric):
             raise MetricError(f'{metric!r} has no update, compute and reset.')
-        self.metric, self._name, self.on, self._updates = metric, name, check_on(on), 0
-        self._follows: Any = None  # the device that it was moved to
+        self.metric = metric
+        self._name = name
+        self.on = check_on(on)
+        self._updates = 0
+        self._follows: Any = None  # device that `metric` was moved to
 
     def reset(self) -> None:
         self.metric.reset()
-        self._updates, self._follows = 0, None
+        self._updates = 0
+        self._follows = None
 
     def accumulate(self, learn: Any) -> None:
         device = getattr(learn.pred, 'device', None)
         if device != self._follows:
-            _follow(self.metric, learn.pred)
+            _move_to_device_of(learn.pred, self.metric)
             self._follows = device
         self._update(self.metric, learn.pred, learn.yb)
         self._updates += 1
 
     def _try(self, pred: Any, yb: tuple[Any, ...]) -> None:
-        "Update a copy."
+        "Update a copy of the metric, to find errors."
         trial = copy.deepcopy(self.metric)
-        _follow(trial, pred)
+        _move_to_device_of(pred, trial)
         self._update(trial, pred, yb)
 
     def _update(self, metric: Any, pred: Any, yb: tuple[Any, ...]) -> None:
         try:
             with torch.no_grad():
-                metric.update(*_detached(pred, yb))
+                metric.update(*_detach_args(pred, yb))
         except Exception as e:
-            _note(e, self.name, pred, yb)
+            _add_note(e, self.name, pred, yb)
             raise
 
     @property
@@ -303,7 +312,7 @@ class TorchMetric(Metric):
 
 
 class _Renamed(Metric):
-    "A metric under another name; all else is its own."
+    "Metric with another name that delegates to the wrapped metric."
 
     summed = ()
 
@@ -318,7 +327,7 @@ class _Renamed(Metric):
 
     def __getattr__(self, k: str) -> Any:
         if k == 'metric':
-            raise AttributeError(k)  # a copy in the making
+            raise AttributeError(k)  # a copy under construction has no attributes yet
         return getattr(self.metric, k)
 
     @property
@@ -331,29 +340,29 @@ class _Renamed(Metric):
 
 
 def as_metrics(
-    ms: Any,  # None, one metric, a list of them, or a dict name -> metric
+    ms: Any,  # None, a metric, a list of metrics, or a dict from names to metrics
 ) -> L:
-    """Make a list of `Metric`s, each with a name of its own: the second `bias` becomes `bias_2`.
+    """Convert metrics to a list of `Metric` objects with unique names: the second `bias` is named `bias_2`.
 
-    A class is instantiated, a torchmetrics collection expanded into its members.
+    A class is instantiated. A torchmetrics collection is expanded to its members.
 
     >>> def bias(pred, targ): return (pred - targ).mean()
     >>> [m.name for m in as_metrics([bias, nn.L1Loss(), {'offset': bias}, bias])]
     ['bias', 'l1_loss', 'offset', 'bias_2']
     """
-    seen: set[str] = set()
-    metrics = L(_distinct(m, seen) for m in _expand(ms, None))
+    names: set[str] = set()
+    metrics = L(_make_unique(m, names) for m in _expand(ms, None))
     for m in metrics:
         check_column(m.name)
     return metrics
 
 
 def whole_set_metric(
-    metric: Callable[..., Metric],  # takes the function's own options as keywords
+    metric: Callable[..., Metric],  # class that takes the function's options as keywords
 ) -> Callable[[F], F]:
-    """Mark a function of one batch, whose value on a set is no mean over batches, with the metric that gives it.
+    """Mark a function of one batch with the metric that computes its value on a whole data set.
 
-    In a list of metrics the function, or a `partial` of it with keywords, stands for that metric."""
+    In a list of metrics, the function or a `partial` of the function with keywords is replaced by that metric."""
 
     def mark(func: F) -> F:
         vars(func)['whole_set_metric'] = metric
@@ -362,25 +371,26 @@ def whole_set_metric(
     return mark
 
 
-def _of_whole_set(m: Any) -> Metric | None:
-    "The metric that a function was marked with."
-    func, options = (m.func, m.keywords) if isinstance(m, partial) and not m.args else (m, {})
+def _make_whole_set_metric(m: Any) -> Metric | None:
+    "Return the metric that a function was marked with, or None."
+    is_partial = isinstance(m, partial) and not m.args
+    func, options = (m.func, m.keywords) if is_partial else (m, {})
     metric = getattr(func, '__dict__', {}).get('whole_set_metric')
     return None if metric is None else metric(**options)
 
 
 def check_column(name: str) -> None:
-    "Raise `MetricError` for a name that the history uses itself."
+    "Raise `MetricError` for the name of another column of the history."
     if name in RESERVED:
         raise MetricError(f'`{name}` is a column of the history already: give it another name.')
 
 
 def _expand(m: Any, name: str | None) -> Iterable[Metric]:
-    "The metrics that `m` stands for."
+    "Yield the metrics that `m` describes."
     if m is None:
         return
     if isinstance(m, type):
-        m = _instance(m)
+        m = _instantiate(m)
     if isinstance(m, Metric):
         yield m if name is None or name == m.name else _Renamed(m, name)
     elif isinstance(m, Mapping) or (_is_torchmetric(m) and hasattr(m, 'items')):
@@ -388,10 +398,11 @@ def _expand(m: Any, name: str | None) -> Iterable[Metric]:
             yield from _expand(v, f'{name}_{k}' if name else str(k))
     elif _is_torchmetric(m):
         yield TorchMetric(m, name)
-    elif (whole := _of_whole_set(m)) is not None:
+    elif (whole := _make_whole_set_metric(m)) is not None:
         yield from _expand(whole, name)
     elif callable(m):
-        yield AvgMetric(_not_sklearns(m), name)
+        _check_not_sklearn(m)
+        yield AvgMetric(m, name)
     elif isinstance(m, Iterable) and not isinstance(m, (str, bytes, Tensor)):
         for o in m:
             yield from _expand(o, name)
@@ -401,11 +412,11 @@ def _expand(m: Any, name: str | None) -> Iterable[Metric]:
         )
 
 
-def _not_sklearns(f: Any) -> Any:
-    "Refuse a score of scikit-learn, which takes arrays of targets and predicted classes, and of the whole set."
+def _check_not_sklearn(f: Any) -> None:
+    "Raise `MetricError` for a score of scikit-learn, which takes targets and predicted classes of a whole set."
     inner = f.func if isinstance(f, partial) else f
     if str(getattr(inner, '__module__', '')).partition('.')[0] != 'sklearn':
-        return f
+        return
     name = _func_name(f)
     ours = {
         'f1': 'F1Score',
@@ -423,15 +434,18 @@ def _not_sklearns(f: Any) -> Any:
     )
 
 
-def _distinct(m: Metric, seen: set[str]) -> Metric:
-    name, i = m.name, 1
-    while name in seen:
-        name, i = f'{m.name}_{i + 1}', i + 1
-    seen.add(name)
+def _make_unique(m: Metric, names: set[str]) -> Metric:
+    "Number a metric's name that is in `names` already, and add the name."
+    name = m.name
+    i = 1
+    while name in names:
+        i += 1
+        name = f'{m.name}_{i}'
+    names.add(name)
     return m if name == m.name else _Renamed(m, name)
 
 
-def _instance(cls: type) -> Any:
+def _instantiate(cls: type) -> Any:
     try:
         return cls()
     except Exception as e:
@@ -441,44 +455,45 @@ def _instance(cls: type) -> Any:
 
 
 def dry_run(
-    metric: Metric,  # what will be computed
-    pred: Any,  # the predictions of a batch
-    yb: tuple[Any, ...],  # its targets
-) -> Any:  # its value on the batch where it is a function, else None
-    """Check that `metric` can be computed from such a batch, without changing its state.
+    metric: Metric,  # metric to check
+    pred: Any,  # predictions of a batch
+    yb: tuple[Any, ...],  # targets of the batch
+) -> Any:  # value on the batch for an `AvgMetric`, else None
+    """Check that `metric` can be computed from a batch, without changing its state.
 
-    A metric with its own `accumulate` is not tried. Raises `MetricError`, with what the metric raised as its cause."""
+    A metric with its own `accumulate` is not checked. Raises `MetricError` from the metric's error."""
     while isinstance(metric, _Renamed):
         metric = metric.metric
-    own = type(metric).accumulate
+    accumulate = type(metric).accumulate
     try:
-        if isinstance(metric, AvgMetric | SumMetric) and own in (
+        if isinstance(metric, AvgMetric | SumMetric) and accumulate in (
             AvgMetric.accumulate,
             SumMetric.accumulate,
         ):
             value = metric._compute(pred, yb)
             return value if isinstance(metric, AvgMetric) else None
-        if isinstance(metric, TorchMetric) and own is TorchMetric.accumulate:
+        if isinstance(metric, TorchMetric) and accumulate is TorchMetric.accumulate:
             metric._try(pred, yb)
     except (CancelException, torch.OutOfMemoryError):
         raise
     except MetricError as e:
-        raise MetricError(f'{e} {_got(metric.name, pred, yb)}') from e  # it says what to do
+        # the message of a MetricError includes a fix already
+        raise MetricError(f'{e} {_describe_inputs(metric.name, pred, yb)}') from e
     except Exception as e:
         raise MetricError(
-            f'{_got(metric.name, pred, yb)} {_FORM} It raised {type(e).__name__}: {e}'
+            f'{_describe_inputs(metric.name, pred, yb)} {_FORM} It raised {type(e).__name__}: {e}'
         ) from e
 
 
 def measures_batches(metric: Metric) -> bool:
-    "Tell a metric that accumulates over batches from one whose value comes from elsewhere."
+    "Return True if a metric accumulates over batches, False if its value is computed elsewhere."
     while isinstance(metric, _Renamed):
         metric = metric.metric
     return type(metric).accumulate is not Metric.accumulate
 
 
-def _stacked(sums: Iterable[Any], pred: Any) -> Tensor:
-    "Several numbers as one tensor, on the device of the predictions and without a transfer to it."
+def _stack_sums(sums: Iterable[Any], pred: Any) -> Tensor:
+    "Stack numbers to a tensor on the device of the predictions, without a transfer from the host."
     device = pred.device if isinstance(pred, Tensor) else None
     return torch.stack(
         [widened(s if isinstance(s, Tensor) else torch.full((), s, device=device)) for s in sums]
@@ -486,14 +501,15 @@ def _stacked(sums: Iterable[Any], pred: Any) -> Tensor:
 
 
 def batch_weight(learn: Any) -> Any:
-    "Return how much a batch counts in a mean: its samples, or what `learn.weight_func(xb, yb)` says."
-    if (func := getattr(learn, 'weight_func', None)) is not None:
-        return func(learn.xb, learn.yb) if callable(func) else loss_weight(learn)
-    return count_samples(learn)
+    "Return the weight of a batch in a mean: its number of samples, or `learn.weight_func(xb, yb)`."
+    func = getattr(learn, 'weight_func', None)
+    if func is None:
+        return count_samples(learn)
+    return func(learn.xb, learn.yb) if callable(func) else loss_weight(learn)
 
 
 def loss_weight(learn: Any) -> Any:
-    "Return how much the loss of a batch counts in a mean: what it averages over, or what `learn.weight_func` says."
+    "Return the weight of a batch's loss in a mean: the denominator of the loss, or `learn.weight_func(xb, yb)`."
     weights = getattr(learn, 'loss_weights', None)
     count = None if weights is None else weights.count(learn, learn.xb, learn.yb)
     if count is not None:
@@ -502,26 +518,27 @@ def loss_weight(learn: Any) -> Any:
     return func(learn.xb, learn.yb) if callable(func) else count_samples(learn)
 
 
-def _follow(module: Any, pred: Any) -> None:
-    "Move what holds tensors of its own to the device of the predictions."
+def _move_to_device_of(pred: Any, module: Any) -> None:
+    "Move a module or metric to the device of the predictions."
     if isinstance(pred, Tensor) and hasattr(module, 'to'):
         module.to(pred.device)
 
 
-def _detached(pred: Any, yb: tuple[Any, ...]) -> tuple[Any, ...]:
-    "The arguments of a metric."
+def _detach_args(pred: Any, yb: tuple[Any, ...]) -> tuple[Any, ...]:
+    "Return the arguments of a metric, detached."
     return to_detach((pred, *yb), cpu=False)
 
 
-def _note(e: Exception, name: str, pred: Any, yb: tuple[Any, ...]) -> None:
-    "Add to an error of a metric what it got; one of our own says what to do."
-    e.add_note(_got(name, pred, yb) + ('' if isinstance(e, MetricError) else f' {_FORM}'))
+def _add_note(e: Exception, name: str, pred: Any, yb: tuple[Any, ...]) -> None:
+    "Add the metric's inputs to its error; a `MetricError` includes a fix already."
+    fix = '' if isinstance(e, MetricError) else f' {_FORM}'
+    e.add_note(_describe_inputs(name, pred, yb) + fix)
 
 
 _FORM = 'It gets (pred, *targets) and has to give one number: wrap it in a function that brings these into its form.'
 
 
-def _got(name: str, pred: Any, yb: tuple[Any, ...]) -> str:
+def _describe_inputs(name: str, pred: Any, yb: tuple[Any, ...]) -> str:
     return f'Metric `{name}` cannot be computed from predictions {describe(pred)} and targets {describe(yb)}.'
 
 
@@ -536,7 +553,7 @@ def _is_torchmetric(m: Any) -> bool:
 
 
 def check_on(on: str | None) -> str | None:
-    "Return where a metric is computed; raise `MetricError` for what is no such place."
+    "Return `on`; raise `MetricError` unless it is None, 'train', 'valid' or 'both'."
     if on is None or on in PHASES:
         return on
     raise MetricError(

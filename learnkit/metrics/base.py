@@ -1,4 +1,4 @@
-"""What metrics are made of: the `Metric` protocol, a mean that stays on its device, and the smoothed training loss."""
+"""`Metric`, the base class of metrics, `Mean`, a weighted mean on the device, and the smoothed training loss."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ __all__ = [
     'widened',
 ]
 
-SEND_EVERY = 64  # losses that go to the host in one copy
-MAX_IN_FLIGHT = 2  # copies the host may be behind
+SEND_EVERY = 64  # losses per copy to the host
+MAX_IN_FLIGHT = 2  # copies in flight before the host waits
 
 
 class Metric(Accumulates):
     """Compute a number from the batches of one pass: override `reset`, `accumulate` and `value`.
 
-    A `value` may also be a dict of numbers by name: each becomes a column of that name, or of `<metric>_<name>` where
-    another column has the name already.
+    `value` may also be a dict of numbers. Each number becomes a column named by its key, or `<metric>_<key>` if the
+    name is taken.
 
-    A checkpoint in the middle of an epoch saves what a metric of training batches has accumulated. That is every
-    attribute that is plain (tensors, numbers, texts, None, and lists, tuples and dicts of them) or a metric itself;
-    those named like an argument of the constructor are taken for configuration, and whatever can be called for a tool.
-    Where an attribute is of another kind (a set, an array) the metric is left out, and a resume says so: override
-    `state_dict()` and `load_state_dict(sd)`, the one to return plain values, the other to go on from them.
+    A checkpoint within an epoch saves the accumulated state of metrics of training batches: all attributes that are
+    plain values (tensors, numbers, strings, None, and lists, tuples and dicts of these) or metrics. Attributes named
+    like a constructor argument are configuration and are not saved. Callables are not saved. A metric with any other
+    attribute (a set, an array) is not saved, and a resume warns. Such a metric overrides `state_dict()`, which returns
+    plain values, and `load_state_dict(sd)`.
 
     >>> class Batches(Metric):
     ...     def reset(self): self.n = 0
@@ -52,13 +52,13 @@ class Metric(Accumulates):
     'batches'
     """
 
-    on: str | None = None  # 'train', 'valid' or 'both'; None: as the Recorder says
+    on: str | None = None  # 'train', 'valid' or 'both'; None: the Recorder's setting
 
     def reset(self) -> None:
-        "Forget the batches seen so far."
+        "Clear the accumulated state."
 
     def accumulate(self, learn: Any) -> None:
-        "Take in the batch that `learn` holds: its `xb`, `yb`, `pred` and `loss`."
+        "Add the current batch: `learn.xb`, `learn.yb`, `learn.pred` and `learn.loss`."
 
     @property
     def value(self) -> Any:
@@ -77,7 +77,7 @@ class Metric(Accumulates):
 
 
 class Mean(Accumulates):
-    """Average numbers on their device, with weights; in float64 where the device has it.
+    """Compute a weighted mean on the device of the numbers, in float64 if the device supports it.
 
     >>> m = Mean()
     >>> m.add(torch.tensor(1.), weight=3)
@@ -87,19 +87,20 @@ class Mean(Accumulates):
     """
 
     summed = ('total', 'count')
-    total: Any = 0.0  # the weighted sum: a float, or a 0-dim tensor on the device
-    count: Any = 0  # the sum of the weights, likewise
+    total: Any = 0.0  # weighted sum: a float, or a 0-dim tensor on the device
+    count: Any = 0  # sum of the weights: a number, or a 0-dim tensor on the device
 
     def reset(self) -> None:
         self.total, self.count = 0.0, 0
 
     def add(
         self,
-        value: Any,  # a number, or a tensor or array of one element
-        weight: Any = 1,  # how much it counts: its number of samples, for one
+        value: Any,  # number, or tensor or array of one element
+        weight: Any = 1,  # weight of the value, such as a number of samples
     ) -> None:
-        "Take in `value`; no transfer, and nothing at all when the weight is 0 (the mean of an empty batch is NaN)."
-        x, w = _wide(value), weight if isinstance(weight, int) else _wide(weight)
+        "Add `value` without a transfer; ignore it if the weight is 0 (the mean of an empty batch is NaN)."
+        x = _widen(value)
+        w = weight if isinstance(weight, int) else _widen(weight)
         if isinstance(w, Tensor):
             x = torch.where(w == 0, w, x)
         elif w == 0:
@@ -109,7 +110,7 @@ class Mean(Accumulates):
 
     @property
     def value(self) -> float | None:
-        "The mean, brought to the host in one transfer; None when nothing was added."
+        "The mean, copied to the host in one transfer; None before the first value."
         total, count = self.total, self.count
         if isinstance(count, Tensor):
             total, count = torch.stack([torch.as_tensor(total).to(count), count]).tolist()
@@ -117,12 +118,11 @@ class Mean(Accumulates):
 
 
 class AvgSmoothLoss(Metric):
-    """Smooth the loss exponentially, without bias: `v_t = beta*v_{t-1} + (1-beta)*x_t`, given as `v_t/(1 - beta**t)`.
+    """Smooth the loss exponentially with bias correction: `v_t/(1 - beta**t)` of `v_t = beta*v_{t-1} + (1-beta)*x_t`.
 
-    A step costs one number appended to a list. On a device the losses wait there and travel in groups while the
-    training goes on; `latest` shows how far they have come, and `smooth`, `val` and `value` wait for the rest. A step
-    with a weight of 0, in which nothing counts, leaves the smoothed loss as it is. Its state, for a checkpoint, is
-    every loss, its weight and its smoothed value.
+    A step appends one number to a list. Losses on a device are copied to the host asynchronously in groups. `latest`
+    returns the newest smoothed loss on the host; `smooth`, `val` and `value` wait for all losses. A step of weight 0
+    does not change the smoothed loss. The checkpointed state is every loss, its weight and its smoothed value.
 
     >>> from types import SimpleNamespace
     >>> s = AvgSmoothLoss(beta=0.5)
@@ -133,34 +133,33 @@ class AvgSmoothLoss(Metric):
 
     def __init__(
         self,
-        beta: float = 0.98,  # the share of the past in the running mean
-        deferred: bool = False,  # group the transfers on the CPU too
+        beta: float = 0.98,  # decay of the running mean
+        deferred: bool = False,  # whether to group transfers on the CPU too
     ) -> None:
         if not 0 <= beta < 1:
             raise MetricError(f'AvgSmoothLoss: beta is a share from 0 to below 1, got {beta!r}.')
-        self.beta, self.deferred = beta, deferred
+        self.beta = beta
+        self.deferred = deferred
         self.reset()
 
     def reset(self) -> None:
-        self._steps = Arrivals(self.deferred)
-        self._smooth: list[
-            float
-        ] = []  # of the losses that have arrived, as far as anyone has asked
-        # v_t, and t: the steps so far in which something counts
-        self._mean, self._n_counted = 0.0, 0
-        self._mark = 0, 0.0, 0  # a step, with v_t and t there
-        # losses, weights and smoothed losses, as a checkpoint has them
+        self._steps = LossTransfer(self.deferred)
+        self._smooth: list[float] = []  # smoothed losses, computed when requested
+        self._mean = 0.0  # v_t
+        self._n_counted = 0  # t: steps of nonzero weight
+        self._mark = 0, 0.0, 0  # a step, v_t and t
+        # losses, weights and smoothed losses of the last checkpoint
         self._saved = _Column(), _Column(), _Column()
 
     def accumulate(
         self,
         learn: Any,
-        weight: Any = 1,  # how much this loss counts in `mean_since`; 0: nothing of it does
+        weight: Any = 1,  # weight of the loss in `mean_since`
     ) -> None:
         self._steps.add(learn.loss, weight)
 
     def _finish(self) -> None:
-        "Wait for every loss accumulated so far and smooth it."
+        "Wait for all losses and smooth them."
         self._steps.wait()
         self._catch_up()
 
@@ -177,25 +176,25 @@ class AvgSmoothLoss(Metric):
 
     @property
     def count(self) -> int:
-        "Steps accumulated, also those that have not arrived."
+        "Number of steps, including losses not yet on the host."
         return len(self._steps)
 
     @property
     def raw(self) -> list[float]:
-        "The losses that have arrived, as they were; never waits."
-        self._steps.look()
+        "The unsmoothed losses on the host; never waits."
+        self._steps.receive()
         return self._steps.losses
 
     @property
     def latest(self) -> float | None:
-        "The smoothed loss of the last step that has arrived, None before the first; never waits."
-        self._steps.look(asks=True)
+        "The newest smoothed loss on the host, or None; never waits."
+        self._steps.receive(send=True)
         self._catch_up()
         return self._smooth[-1] if self._smooth else None
 
     @property
     def arrived(self) -> list[float]:
-        "The smoothed losses of the steps that have arrived; never waits."
+        "The smoothed losses on the host; never waits."
         return self._smooth if self.latest is not None else []
 
     @property
@@ -206,7 +205,7 @@ class AvgSmoothLoss(Metric):
 
     @property
     def val(self) -> Tensor:
-        "The running mean before its bias is taken out."
+        "The running mean before bias correction."
         self._finish()
         return torch.tensor(self._mean, dtype=torch.float32)
 
@@ -217,22 +216,24 @@ class AvgSmoothLoss(Metric):
 
     def mean_since(
         self,
-        n: int,  # a number of steps, up to all
+        n: int,  # number of steps to skip
     ) -> float:
-        "Return the mean of the losses after `n` steps by their weights; nan where nothing counts."
+        "Return the weighted mean of the losses after `n` steps; nan if all weights are 0."
         self._finish()
         counted = [
             (x, w)
             for x, w in zip(self._steps.losses[n:], self._steps.weights[n:], strict=True)
             if w
         ]
-        return fsum(x * w for x, w in counted) / fsum(w for _, w in counted) if counted else nan
+        if not counted:
+            return nan
+        return fsum(x * w for x, w in counted) / fsum(w for _, w in counted)
 
     def mark(
         self,
-        n: int,  # a number of steps, up to all
+        n: int,  # number of steps
     ) -> None:
-        "Remember the state after `n` steps, to which `replace` goes back."
+        "Store the state after `n` steps, from which `replace` continues."
         self._finish()
         now = self._smooth, self._mean, self._n_counted
         if n < len(self._smooth):
@@ -244,25 +245,26 @@ class AvgSmoothLoss(Metric):
 
     @property
     def since_mark(self) -> list[float]:
-        "The losses of the steps after the mark, as they were."
+        "The unsmoothed losses of the steps after the mark."
         self._finish()
         return self._steps.losses[self._mark[0] :]
 
     @property
     def weights_since_mark(self) -> list[float]:
-        "How much the losses of the steps after the mark count."
+        "The weights of the losses after the mark."
         self._finish()
         return [float(weight) for weight in self._steps.weights[self._mark[0] :]]
 
     def replace(
         self,
-        losses: list[float],  # of all steps after the mark
-        weights: list[float] | None = None,  # None: all count alike
+        losses: list[float],  # losses of all steps after the mark
+        weights: list[float] | None = None,  # weights of the losses; None: 1
     ) -> None:
-        "Replace the losses accumulated since the mark by those of all processes."
+        "Replace the losses after the mark, by the losses reduced over all ranks."
         self._finish()
         n, self._mean, self._n_counted = self._mark
-        self._steps.losses[n:], self._smooth[n:] = losses, []
+        self._steps.losses[n:] = losses
+        self._smooth[n:] = []
         self._steps.weights[n:] = [1.0] * len(losses) if weights is None else weights
         for column in self._saved:
             column.cut(n)
@@ -272,7 +274,7 @@ class AvgSmoothLoss(Metric):
         self._finish()
         columns = self._steps.losses, self._steps.weights, self._smooth
         raw, weights, smooth = (
-            column.of(xs) for column, xs in zip(self._saved, columns, strict=True)
+            column.extend(values) for column, values in zip(self._saved, columns, strict=True)
         )
         return {
             'beta': self.beta,
@@ -284,22 +286,24 @@ class AvgSmoothLoss(Metric):
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         self.reset()
-        self.beta, self._mean = sd['beta'], sd['mean']
-        self._steps.losses, self._smooth = sd['raw'].tolist(), sd['smooth'].tolist()
-        weights = sd.get('weights')  # checkpoints of older versions do not have them
+        self.beta = sd['beta']
+        self._mean = sd['mean']
+        self._steps.losses = sd['raw'].tolist()
+        self._smooth = sd['smooth'].tolist()
+        weights = sd.get('weights')  # absent in checkpoints of older versions
         self._steps.weights = [1.0] * len(self._smooth) if weights is None else weights.tolist()
         self._n_counted = sum(map(bool, self._steps.weights))
 
 
-class Arrivals:
-    "The loss and the weight of every step; what is on a device travels to the host in groups."
+class LossTransfer:
+    "Losses and weights of all steps, copied from a device to the host in groups."
 
     def __init__(self, deferred: bool = False) -> None:
         self.losses: list[float] = []
         self.weights: list[float] = []
-        self._pending: list[tuple[Tensor, Any]] = []  # on the device
-        self._flying: deque[_Copy] = deque()  # on the way
-        self._defer = deferred  # once a loss came from a device, all wait in line behind it
+        self._pending: list[tuple[Tensor, Any]] = []  # losses on the device
+        self._flying: deque[_Copy] = deque()  # copies in flight
+        self._defer = deferred  # set by the first loss on a device, to keep the order of all losses
 
     def __len__(self) -> int:
         return len(self.losses) + sum(len(c) for c in self._flying) + len(self._pending)
@@ -307,9 +311,9 @@ class Arrivals:
     def add(
         self,
         loss: Tensor,
-        weight: Any,  # a number, or a tensor on the same device
+        weight: Any,  # number, or tensor on the same device
     ) -> None:
-        "Take in one step, without a transfer from a device."
+        "Add the loss of one step, without waiting for a device."
         if self._defer or not loss.is_cpu:
             self._queue(loss, weight)
         else:
@@ -325,42 +329,43 @@ class Arrivals:
             self._send()
 
     def _send(self) -> None:
-        "Start the copy of what is pending."
+        "Start to copy the pending losses."
         self._flying.append(_Copy(self._pending))
         self._pending = []
         self._land(MAX_IN_FLIGHT)
 
     def _land(self, allowed: int) -> None:
-        "Take over the copies that have arrived; wait only while more than `allowed` are on the way."
+        "Append the losses of finished copies; wait only while more than `allowed` copies are in flight."
         while self._flying and (len(self._flying) > allowed or self._flying[0].arrived):
             losses, weights = self._flying.popleft().wait()
             self.losses += losses
             self.weights += weights
 
-    def look(
+    def receive(
         self,
-        asks: bool = False,  # send what waits, so that the next look gets something newer
+        send: bool = False,  # also start to copy pending losses if no copy is in flight
     ) -> None:
-        "Take over what has arrived; never waits."
+        "Append the losses of finished copies; never waits."
         self._land(MAX_IN_FLIGHT)
-        if asks and self._pending and not self._flying:
+        if send and self._pending and not self._flying:
             self._send()
 
     def wait(self) -> None:
-        "Wait for all of it."
+        "Wait for all losses."
         if self._pending:
             self._send()
         self._land(0)
 
 
 class _Column:
-    "A growing list as a float64 tensor, to which only what is new is added."
+    "Float64 tensor of a growing list, to which only new values are appended."
 
     def __init__(self) -> None:
         self.tensor = torch.empty(0, dtype=torch.float64)
 
-    def of(self, xs: list[float]) -> Tensor:
-        if new := xs[len(self.tensor) :]:
+    def extend(self, values: list[float]) -> Tensor:
+        new = values[len(self.tensor) :]
+        if new:
             self.tensor = torch.cat([self.tensor, torch.tensor(new, dtype=torch.float64)])
         return self.tensor
 
@@ -369,20 +374,18 @@ class _Column:
 
 
 class _Copy:
-    "Losses on their way to the host, and their weights: with them where these are on the device too."
+    "Asynchronous copy of losses to the host, together with weights that are on the device."
 
     def __init__(self, steps: list[tuple[Tensor, Any]]) -> None:
-        losses, self.weights = (
-            torch.stack([loss for loss, _ in steps]),
-            [weight for _, weight in steps],
-        )
-        numbers, self.n = losses, len(steps)
+        numbers = torch.stack([loss for loss, _ in steps])
+        device = numbers.device
+        self.weights = [weight for _, weight in steps]
+        self.n = len(steps)
         if any(isinstance(weight, Tensor) for weight in self.weights):
-            own = [
-                torch.as_tensor(weight, device=losses.device).reshape(()) for weight in self.weights
-            ]
-            numbers, self.weights = torch.cat([widened(losses), widened(torch.stack(own))]), []
-        on_cuda = numbers.is_cuda  # elsewhere the copy is waited for, once in `SEND_EVERY` losses
+            weights = [torch.as_tensor(w, device=device).reshape(()) for w in self.weights]
+            numbers = torch.cat([widened(numbers), widened(torch.stack(weights))])
+            self.weights = []
+        on_cuda = numbers.is_cuda  # other devices copy synchronously, once per `SEND_EVERY` losses
         self.host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=on_cuda)
         self.host.copy_(numbers, non_blocking=on_cuda)
         self.event = torch.cuda.current_stream(numbers.device).record_event() if on_cuda else None
@@ -402,13 +405,13 @@ class _Copy:
 
 
 def merged_losses(
-    losses: list[list[float]],  # of each process, by step
-    weights: list[list[float]],  # how much each of them counts there
-    reduction: str = 'mean',  # how the loss reduces a batch; 'sum' adds up what counts at all
+    losses: list[list[float]],  # losses of each rank by step
+    weights: list[list[float]],  # weights of the losses
+    reduction: str = 'mean',  # reduction of the loss; 'sum' adds losses of nonzero weight
 ) -> list[float]:
-    """Return the loss of each step over the samples of all processes; the last steps belong together.
+    """Return the weighted mean over ranks of each step's loss; lists of different length are aligned at the end.
 
-    A step in which none counts (of a run in another number of processes) keeps the mean of what they have.
+    A step with weight 0 on every rank (of a run with another number of ranks) gets the unweighted mean.
 
     >>> merged_losses([[1., 2.], [3.]], [[1., 3.], [1.]])
     [1.0, 2.25]
@@ -418,16 +421,15 @@ def merged_losses(
     x, w = (torch.tensor(rows, dtype=torch.float64) for rows in padded)
     if reduction == 'sum':
         return torch.where(w == 0, 0, x).sum(0).tolist()
-    return torch.where(
-        w.sum(0) == 0, x.mean(0), torch.where(w == 0, 0, x * w).sum(0) / w.sum(0)
-    ).tolist()
+    weighted_mean = torch.where(w == 0, 0, x * w).sum(0) / w.sum(0)
+    return torch.where(w.sum(0) == 0, x.mean(0), weighted_mean).tolist()
 
 
 def flattened(
-    values: Mapping[Any, Any],  # values by name, of which some may be mappings again
-    prefix: str = '',
+    values: Mapping[Any, Any],  # values or nested mappings by name
+    prefix: str = '',  # prefix of all names
 ) -> dict[str, Any]:
-    """Return values by name, with names of inner mappings joined by `_`.
+    """Flatten nested mappings, joining names by `_`.
 
     >>> flattened({'all': 1, 'iou': {'cat': 2, 3: 4}})
     {'all': 1, 'iou_cat': 2, 'iou_3': 4}
@@ -440,9 +442,9 @@ def flattened(
 
 
 def merged_weights(
-    weights: list[list[float]],  # of each process, by step
+    weights: list[list[float]],  # weights of each rank by step
 ) -> list[float]:
-    """Return how much each step counts in all processes; the last steps belong together.
+    """Return the sum over ranks of each step's weight; lists of different length are aligned at the end.
 
     >>> merged_weights([[1., 3.], [1.]])
     [1.0, 4.0]
@@ -453,14 +455,14 @@ def merged_weights(
 
 
 def is_number(value: Any) -> bool:
-    "A number, or a tensor or array of one element?"
+    "Return True for a number, or a tensor or array of one element."
     if isinstance(value, Tensor):
         return value.numel() == 1
     return isinstance(value, (int, float)) or getattr(value, 'size', None) == 1
 
 
-def _wide(value: Any) -> Any:
-    "One number as a float, or, from a device, as a 0-dim float64 tensor that stays there."
+def _widen(value: Any) -> Any:
+    "Convert a number to a float, or a tensor on a device to a 0-dim float64 tensor."
     if type(value) is Tensor and value.is_cpu and value.numel() == 1:
         return float(value.item())
     if not is_number(value):
@@ -472,13 +474,13 @@ def _wide(value: Any) -> Any:
 
 
 def paired(
-    name: str,  # the metric's, for the message
-    pred: Tensor,  # any shape
-    targ: Tensor,  # any shape of as many elements
+    name: str,  # name of the metric in errors
+    pred: Tensor,  # predictions of any shape
+    targ: Tensor,  # targets of any shape with the same number of elements
 ) -> tuple[Tensor, Tensor]:
-    """Return both flattened.
+    """Flatten predictions and targets.
 
-    Raises `MetricError` where the sizes differ: nothing is broadcast, which would compare everything with everything.
+    Raises `MetricError` for different sizes. Broadcasting would compare every prediction with every target.
 
     >>> paired('mse', torch.zeros(2, 1), torch.ones(2))
     (tensor([0., 0.]), tensor([1., 1.]))
@@ -487,21 +489,21 @@ def paired(
         return pred.reshape(-1), targ.reshape(-1)
     raise MetricError(
         f'{name}: {tuple(pred.shape)} predicted values do not fit targets of shape {tuple(targ.shape)}: '
-        f'{_fix(pred, targ)}'
+        f'{_describe_fix(pred, targ)}'
     )
 
 
-def _fix(pred: Tensor, targ: Tensor) -> str:
-    one = 'give one target for each predicted value.'
+def _describe_fix(pred: Tensor, targ: Tensor) -> str:
+    fix = 'give one target for each predicted value.'
     if targ.is_floating_point():
-        return one
+        return fix
     if targ.numel() * pred.shape[-1] == pred.numel():
-        return f'{one} If these are class numbers, `accuracy` takes them, or this `F.one_hot(targ, {pred.shape[-1]})`.'
+        return f'{fix} If these are class numbers, `accuracy` takes them, or this `F.one_hot(targ, {pred.shape[-1]})`.'
     if pred.numel() and targ.numel() % pred.numel() == 0 and targ.ndim > pred.ndim:
-        return f'{one} If they are one-hot, give class numbers, `targ.argmax(-1)`.'
-    return f'{one} Are the classes along another `axis`?'
+        return f'{fix} If they are one-hot, give class numbers, `targ.argmax(-1)`.'
+    return f'{fix} Are the classes along another `axis`?'
 
 
 def widened(t: Tensor) -> Tensor:
-    "Return a tensor in float64, or in float32 on a device that has none."
+    "Convert a tensor to float64, or to float32 on a device without float64."
     return t.to(torch.float32 if t.device.type == 'mps' else torch.float64)

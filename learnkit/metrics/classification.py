@@ -1,14 +1,15 @@
-"""Scores of classes, labels and rankings by fastai's names, through torchmetrics (`pip install learnkit[metrics]`).
+"""Classification and ranking scores with fastai's names, by torchmetrics (`pip install learnkit[metrics]`).
 
-Single-label scores take the class that scores highest along `axis`, the others (`...Multi`) each label whose sigmoid
-reaches `thresh`. Values are those of scikit-learn on the whole set. The history names them as fastai does, by
-scikit-learn's functions (`f1_score`, `roc_auc_score`); a dict gives other names: `{'f1': F1Score(average='macro')}`.
+Single-label scores use the class with the highest score along `axis`. Multi-label scores (`...Multi`) predict each
+label whose sigmoid is at least `thresh`. Values equal scikit-learn's on the whole data set. Columns are named like
+scikit-learn's functions, as in fastai (`f1_score`, `roc_auc_score`). A dict gives other names:
+`{'f1': F1Score(average='macro')}`.
 
-`average` is 'binary' (of two classes, the score of class `pos_label`), 'macro' (the mean over the classes that occur),
-'weighted' (by how often they do), 'micro' (over all samples or labels together) or None (a tensor, one value a class).
-`labels` keeps only some classes, for 'macro' and None. Below, tp, fp, fn and tn are true and false positives and
-negatives of a class. Each raises `MissingExtraError` when made without torchmetrics, and `MetricError` for an unknown
-`average` and, before training, for predictions and targets that do not fit."""
+`average` is 'binary' (the score of class `pos_label` of two), 'macro' (mean over the occurring classes), 'weighted'
+(mean weighted by class frequency), 'micro' (over all samples or labels together) or None (a tensor with one value per
+class). `labels` selects classes for 'macro' and None. In the formulas, tp, fp, fn and tn are the true and false
+positives and negatives of a class. Constructors raise `MissingExtraError` without torchmetrics, and `MetricError` for
+an unknown `average`. Predictions and targets that do not match raise `MetricError` before training."""
 
 from __future__ import annotations
 
@@ -67,18 +68,18 @@ __all__ = [
 # -- one class for each sample ---------------------------------------------------------------------
 
 
-class _OfClasses(Score):
-    "A score of each class, and their average."
+class _ClassScore(Score):
+    "Base class of averaged scores of classes."
 
-    _kind, _shown = '', ''  # torchmetrics' name, and the column's
+    _kind, _shown = '', ''  # name in torchmetrics, and name of the column
     _beta: float | None = None
 
     def __init__(
         self,
-        axis: int = -1,  # where the classes are
-        labels: Labels = None,  # only these classes
-        pos_label: int = 1,  # the class that 'binary' scores
-        average: str | None = 'binary',  # as above; 'binary' takes two classes
+        axis: int = -1,  # class dimension
+        labels: Labels = None,  # classes to include; None: all
+        pos_label: int = 1,  # class scored by 'binary'
+        average: str | None = 'binary',  # see the module docstring; 'binary' requires two classes
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         prepare = partial(argmax_preds, type(self).__name__, axis, average == 'binary')
@@ -86,8 +87,8 @@ class _OfClasses(Score):
         super().__init__(late, self._shown, on)
 
 
-class F1Score(_OfClasses):
-    """The harmonic mean of precision and recall, `2*tp/(2*tp + fp + fn)`.
+class F1Score(_ClassScore):
+    """Harmonic mean of precision and recall, `2*tp/(2*tp + fp + fn)`.
 
     >>> F1Score()(torch.eye(2)[[0, 1, 1, 1]], torch.tensor([0, 0, 1, 1]))
     0.800000011920929
@@ -96,8 +97,8 @@ class F1Score(_OfClasses):
     _kind, _shown = 'F1Score', 'f1_score'
 
 
-class Precision(_OfClasses):
-    """The share of predictions of a class that are right, `tp/(tp + fp)`.
+class Precision(_ClassScore):
+    """Fraction of predictions of a class that are correct, `tp/(tp + fp)`.
 
     >>> Precision(average=None)(torch.eye(2)[[0, 0, 0, 1]], torch.tensor([0, 0, 1, 1]))
     tensor([0.6667, 1.0000])
@@ -106,8 +107,8 @@ class Precision(_OfClasses):
     _kind, _shown = 'Precision', 'precision_score'
 
 
-class Recall(_OfClasses):
-    """The share of a class that is found, `tp/(tp + fn)`.
+class Recall(_ClassScore):
+    """Fraction of the samples of a class that are predicted, `tp/(tp + fn)`.
 
     >>> Recall(pos_label=0)(torch.eye(2)[[0, 1, 1, 1]], torch.tensor([0, 0, 1, 1]))
     0.5
@@ -116,7 +117,7 @@ class Recall(_OfClasses):
     _kind, _shown = 'Recall', 'recall_score'
 
 
-class Jaccard(_OfClasses):
+class Jaccard(_ClassScore):
     """Intersection over union of predictions and targets of a class, `tp/(tp + fp + fn)`.
 
     >>> round(Jaccard(average='macro')(torch.eye(2)[[0, 1, 1, 1]], torch.tensor([0, 0, 0, 1])), 4)
@@ -126,8 +127,8 @@ class Jaccard(_OfClasses):
     _kind, _shown = 'JaccardIndex', 'jaccard_score'
 
 
-class FBeta(_OfClasses):
-    """The F score in which recall counts `beta` times as much, `(1 + b*b)*tp/((1 + b*b)*tp + b*b*fn + fp)`.
+class FBeta(_ClassScore):
+    """F score with recall weighted by `beta`, `(1 + b*b)*tp/((1 + b*b)*tp + b*b*fn + fp)`.
 
     >>> round(FBeta(2)(torch.eye(2)[[0, 1, 1, 1]], torch.tensor([0, 0, 0, 1])), 4)
     0.7143
@@ -137,11 +138,11 @@ class FBeta(_OfClasses):
 
     def __init__(
         self,
-        beta: float,  # how much recall counts; precision counts 1
-        axis: int = -1,  # where the classes are
-        labels: Labels = None,  # only these classes
-        pos_label: int = 1,  # the class that 'binary' scores
-        average: str | None = 'binary',  # as above; 'binary' takes two classes
+        beta: float,  # weight of recall relative to precision
+        axis: int = -1,  # class dimension
+        labels: Labels = None,  # classes to include; None: all
+        pos_label: int = 1,  # class scored by 'binary'
+        average: str | None = 'binary',  # see the module docstring; 'binary' requires two classes
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         self._beta = beta
@@ -149,7 +150,7 @@ class FBeta(_OfClasses):
 
 
 class HammingLoss(Score):
-    """The share of samples whose class is not predicted; of single labels that is the error rate.
+    """Fraction of samples whose class is not predicted: the error rate.
 
     >>> HammingLoss()(torch.eye(2)[[0, 1, 1, 1]], torch.tensor([0, 0, 1, 1]))
     0.25
@@ -165,7 +166,7 @@ class HammingLoss(Score):
 
 
 class BalancedAccuracy(Score):
-    """The mean recall of the classes that occur.
+    """Mean recall over the occurring classes.
 
     >>> BalancedAccuracy()(torch.eye(2)[[0, 0, 0, 1]], torch.tensor([0, 0, 1, 1]))
     0.75
@@ -173,8 +174,8 @@ class BalancedAccuracy(Score):
 
     def __init__(
         self,
-        axis: int = -1,  # where the classes are
-        adjusted: bool = False,  # scaled so that chance is 0 and the best still 1
+        axis: int = -1,  # class dimension
+        adjusted: bool = False,  # rescale so that chance is 0 and the maximum is 1
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         prepare = partial(argmax_preds, 'BalancedAccuracy', axis, False)
@@ -183,7 +184,7 @@ class BalancedAccuracy(Score):
 
 
 class CohenKappa(Score):
-    """Agreement beyond chance, `(p_o - p_e)/(1 - p_e)` of observed and expected agreement; NaN with one class alone.
+    """Agreement beyond chance, `(p_o - p_e)/(1 - p_e)` of observed and expected agreement; NaN for a single class.
 
     >>> CohenKappa()(torch.eye(2)[[0, 0, 0, 1]], torch.tensor([0, 0, 1, 1]))
     0.5
@@ -191,8 +192,9 @@ class CohenKappa(Score):
 
     def __init__(
         self,
-        axis: int = -1,  # where the classes are
-        weights: str | None = None,  # cost of a miss by d: None 1, 'linear' d, 'quadratic' d*d
+        axis: int = -1,  # class dimension
+        weights: str
+        | None = None,  # cost of an error by distance d: None 1, 'linear' d, 'quadratic' d*d
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         if weights not in (None, 'linear', 'quadratic'):
@@ -208,7 +210,7 @@ class CohenKappa(Score):
 
 
 class MatthewsCorrCoef(Score):
-    """The correlation of predicted and true classes (Gorodkin's, of any number of classes); 0 where it is not defined.
+    """Matthews correlation of predicted and true classes, generalized by Gorodkin; 0 if undefined.
 
     >>> MatthewsCorrCoef()(torch.eye(2)[[0, 1]], torch.tensor([0, 1]))
     1.0
@@ -224,9 +226,9 @@ class MatthewsCorrCoef(Score):
 
 
 class RocAuc(Score):
-    """The area under the ROC curve of each class against the rest, by softmax, averaged.
+    """Average area under the ROC curve of each class against the rest, by softmax.
 
-    Classes that never occur are left out of the average; without any it is NaN.
+    Classes that do not occur are excluded from the average; NaN if no class is left.
 
     >>> RocAuc()(torch.tensor([[3., 1., 0.], [1., 2., 0.], [0., 0., 1.]]), torch.tensor([0, 1, 2]))
     1.0
@@ -234,7 +236,7 @@ class RocAuc(Score):
 
     def __init__(
         self,
-        axis: int = -1,  # where the classes are
+        axis: int = -1,  # class dimension
         average: str | None = 'macro',  # 'macro', 'weighted' or None
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
@@ -249,7 +251,7 @@ class RocAuc(Score):
 
 
 class RocAucBinary(Score):
-    """The area under the ROC curve of the second of two classes, by softmax; NaN when only one class occurs.
+    """Area under the ROC curve of the second of two classes, by softmax; NaN if only one class occurs.
 
     >>> RocAucBinary()(torch.tensor([[0., 3.], [0., 1.], [0., 2.]]), torch.tensor([1, 0, 0]))
     1.0
@@ -257,7 +259,7 @@ class RocAucBinary(Score):
 
     def __init__(
         self,
-        axis: int = -1,  # where the classes are
+        axis: int = -1,  # class dimension
         max_fpr: float | None = None,  # maximum false positive rate; standardized (McClish, 1989)
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
@@ -271,7 +273,7 @@ class RocAucBinary(Score):
 
 
 class APScoreBinary(Score):
-    """Average precision, `sum_n (R_n - R_{n-1})*P_n`, of one of two classes; NaN when it never occurs.
+    """Average precision, `sum_n (R_n - R_{n-1})*P_n`, of one of two classes; NaN if the class does not occur.
 
     >>> round(APScoreBinary()(torch.tensor([[0., 3.], [0., 2.], [0., 1.]]), torch.tensor([1, 0, 1])), 4)
     0.8333
@@ -279,8 +281,8 @@ class APScoreBinary(Score):
 
     def __init__(
         self,
-        axis: int = -1,  # where the classes are
-        pos_label: int = 1,  # the class that is looked for
+        axis: int = -1,  # class dimension
+        pos_label: int = 1,  # positive class
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         prepare, finish = (
@@ -297,18 +299,18 @@ class APScoreBinary(Score):
 # -- any number of labels for each sample ----------------------------------------------------------
 
 
-class _OfLabels(Score):
-    "A score of each label, and their average."
+class _LabelScore(Score):
+    "Base class of averaged scores of labels."
 
     _kind, _shown = '', ''
     _beta: float | None = None
 
     def __init__(
         self,
-        thresh: float = 0.5,  # a label is predicted from this on
+        thresh: float = 0.5,  # probability from which a label is predicted
         sigmoid: bool = True,  # whether the predictions are logits
-        labels: Labels = None,  # only these labels
-        average: str | None = 'macro',  # as above
+        labels: Labels = None,  # labels to include; None: all
+        average: str | None = 'macro',  # see the module docstring
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         prepare = partial(threshold_labels, type(self).__name__, thresh, sigmoid)
@@ -316,8 +318,8 @@ class _OfLabels(Score):
         super().__init__(late, self._shown, on)
 
 
-class F1ScoreMulti(_OfLabels):
-    """The harmonic mean of precision and recall of each label.
+class F1ScoreMulti(_LabelScore):
+    """Harmonic mean of precision and recall of each label.
 
     >>> F1ScoreMulti(average='micro')(torch.tensor([[2., -1.], [3., 1.]]), torch.tensor([[1, 0], [0, 1]]))
     0.800000011920929
@@ -326,8 +328,8 @@ class F1ScoreMulti(_OfLabels):
     _kind, _shown = 'F1Score', 'f1_score'
 
 
-class PrecisionMulti(_OfLabels):
-    """The share of predictions of a label that are right.
+class PrecisionMulti(_LabelScore):
+    """Fraction of predictions of a label that are correct.
 
     >>> PrecisionMulti(average=None)(torch.tensor([[2., -1.], [3., 1.]]), torch.tensor([[1, 0], [0, 1]]))
     tensor([0.5000, 1.0000])
@@ -336,8 +338,8 @@ class PrecisionMulti(_OfLabels):
     _kind, _shown = 'Precision', 'precision_score'
 
 
-class RecallMulti(_OfLabels):
-    """The share of a label that is found.
+class RecallMulti(_LabelScore):
+    """Fraction of the occurrences of a label that are predicted.
 
     >>> RecallMulti(labels=[1])(torch.tensor([[2., -1.], [3., 1.]]), torch.tensor([[1, 1], [0, 1]]))
     0.5
@@ -346,7 +348,7 @@ class RecallMulti(_OfLabels):
     _kind, _shown = 'Recall', 'recall_score'
 
 
-class JaccardMulti(_OfLabels):
+class JaccardMulti(_LabelScore):
     """Intersection over union of predictions and targets of each label.
 
     >>> JaccardMulti()(torch.tensor([[2., -1.], [3., 1.]]), torch.tensor([[1, 0], [0, 1]]))
@@ -356,8 +358,8 @@ class JaccardMulti(_OfLabels):
     _kind, _shown = 'JaccardIndex', 'jaccard_score'
 
 
-class FBetaMulti(_OfLabels):
-    """The F score of each label in which recall counts `beta` times as much.
+class FBetaMulti(_LabelScore):
+    """F score of each label with recall weighted by `beta`.
 
     >>> FBetaMulti(2, average=None)(torch.tensor([[2., -1.], [3., 1.]]), torch.tensor([[1, 0], [0, 1]]))
     tensor([0.8333, 1.0000])
@@ -367,11 +369,11 @@ class FBetaMulti(_OfLabels):
 
     def __init__(
         self,
-        beta: float,  # how much recall counts; precision counts 1
-        thresh: float = 0.5,  # a label is predicted from this on
+        beta: float,  # weight of recall relative to precision
+        thresh: float = 0.5,  # probability from which a label is predicted
         sigmoid: bool = True,  # whether the predictions are logits
-        labels: Labels = None,  # only these labels
-        average: str | None = 'macro',  # as above
+        labels: Labels = None,  # labels to include; None: all
+        average: str | None = 'macro',  # see the module docstring
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         self._beta = beta
@@ -379,7 +381,7 @@ class FBetaMulti(_OfLabels):
 
 
 class HammingLossMulti(Score):
-    """The share of labels that are predicted wrong.
+    """Fraction of labels predicted incorrectly.
 
     >>> HammingLossMulti()(torch.tensor([[2., -1.], [3., 1.]]), torch.tensor([[1, 0], [0, 1]]))
     0.25
@@ -395,7 +397,7 @@ class HammingLossMulti(Score):
 
 
 class MatthewsCorrCoefMulti(Score):
-    """The correlation of predicted and true labels, all labels together; 0 where it is not defined.
+    """Matthews correlation of predicted and true labels, all labels together; 0 if undefined.
 
     >>> MatthewsCorrCoefMulti()(torch.tensor([[2., -1.], [3., 1.]]), torch.tensor([[1, 0], [1, 1]]))
     1.0
@@ -409,14 +411,14 @@ class MatthewsCorrCoefMulti(Score):
 
 
 class _Ranking(Score):
-    "A score of how each label ranks the samples."
+    "Base class of averaged ranking scores of labels."
 
     _kind, _shown, _needs_both = '', '', False
 
     def __init__(
         self,
         sigmoid: bool = True,  # whether the predictions are logits
-        average: str | None = 'macro',  # as above
+        average: str | None = 'macro',  # see the module docstring
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         check_average(average)
@@ -433,7 +435,7 @@ class _Ranking(Score):
 
 
 class RocAucMulti(_Ranking):
-    """The area under the ROC curve of each label, averaged; a label that never or always occurs is left out.
+    """Average area under the ROC curve of each label; labels that never or always occur are excluded.
 
     >>> RocAucMulti()(torch.tensor([[2., -1.], [3., 1.]]), torch.tensor([[1, 0], [0, 1]]))
     0.5
@@ -443,7 +445,7 @@ class RocAucMulti(_Ranking):
 
 
 class APScoreMulti(_Ranking):
-    """Average precision of each label, averaged; a label that never occurs is left out (in fastai it counts as 0).
+    """Mean of the labels' average precision; labels that do not occur are excluded (fastai counts them as 0).
 
     >>> APScoreMulti()(torch.tensor([[2., -1.], [3., 1.]]), torch.tensor([[1, 0], [0, 1]]))
     0.75
@@ -456,7 +458,7 @@ class APScoreMulti(_Ranking):
 
 
 class SpearmanCorrCoef(Score):
-    """Spearman's correlation: Pearson's of the ranks; NaN where either side is constant.
+    """Spearman correlation, the Pearson correlation of ranks; NaN if either side is constant.
 
     >>> round(SpearmanCorrCoef()(torch.tensor([1., 2., 30.]), torch.tensor([1., 4., 5.])), 4)
     1.0
@@ -471,9 +473,10 @@ class SpearmanCorrCoef(Score):
 
 
 class CorpusBLEUMetric(TorchMetric):
-    """BLEU (Papineni et al., 2002) of the most likely tokens, of up to 4 in a row, over the whole set, unsmoothed.
+    """BLEU-4 (Papineni et al., 2002) of the most likely tokens over the data set, without smoothing.
 
-    Predictions are (B, T, C) along `axis`, targets (B, T) of token numbers. fastai smooths sentences without a match.
+    Predictions are (B, T, C) with the tokens along `axis`, targets are (B, T) token numbers. fastai smooths sentences
+    without a match.
 
     >>> metric, targ = CorpusBLEUMetric(), torch.arange(6)[None]
     >>> metric.metric.update(torch.eye(6)[None], targ)

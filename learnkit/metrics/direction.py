@@ -1,4 +1,4 @@
-"""Which way a metric is better: higher, lower or neither, by its name or a pattern. An unknown name is no guess."""
+"""`MetricProperties`: whether higher or lower values of a metric are better, by name or pattern."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ['MetricProperties', 'as_comparison']
 
 Compare = Callable[[Any, Any], Any]
 
-# What is known by itself, looked through from top to bottom. A pattern with a slash is for whole columns, one without
-# for the metric's own name, as `_own_name` has it.
+# built-in patterns, checked from top to bottom; a pattern with a slash matches whole columns, a pattern without a
+# slash matches the name that `_strip_prefixes` returns
 _KNOWN: tuple[tuple[str, str], ...] = tuple(
     (pattern, way)
     for way, patterns in (
@@ -55,15 +55,14 @@ _TORCHMETRICS = re.compile(r'^(binary|multiclass|multilabel)_?')
 
 
 class MetricProperties:
-    """Say of each metric whether higher or lower is better, or neither.
+    """Declare for metrics whether higher values are better, lower values, or neither.
 
-    A metric is named as its column of the history, or by a glob pattern. The prefixes `train_` and `valid_` and the
-    loader's name (`night/loss`) do not matter, unless the pattern itself has a slash; nor does upper or lower case.
-    What is declared here comes before what is known by itself (losses, errors, the metrics of
-    `learnkit.metrics.functional`, the common ones of torchmetrics); of what is declared, a name comes before a pattern,
-    and later before earlier.
+    A metric is given by its column in the history or by a glob pattern. Case, the prefixes `train_` and `valid_`, and
+    the loader's name (`night/loss`) are ignored, unless the pattern contains a slash. Declarations take precedence
+    over built-in patterns (losses, errors, the metrics of `learnkit.metrics.functional`, common metrics of
+    torchmetrics). Among declarations, names take precedence over patterns, and later ones over earlier ones.
 
-    Raises `OptionError` for a name that is not known, and for one that is declared to be two things.
+    Raises `OptionError` for an unknown name, and for contradicting declarations.
 
     >>> ways = MetricProperties(lower='wer_*', neutral='temperature')
     >>> ways['valid_loss'], ways['night/accuracy'], ways['wer_clean'], ways['temperature']
@@ -74,9 +73,9 @@ class MetricProperties:
 
     def __init__(
         self,
-        higher: str | Iterable[str] = (),  # names or patterns of metrics of which more is better
-        lower: str | Iterable[str] = (),  # less
-        neutral: str | Iterable[str] = (),  # neither: a rate, a time, a norm
+        higher: str | Iterable[str] = (),  # names or patterns of metrics with higher values better
+        lower: str | Iterable[str] = (),  # names or patterns of metrics with lower values better
+        neutral: str | Iterable[str] = (),  # names or patterns of rates, times, norms
     ) -> None:
         self._declared: dict[str, str] = {}
         self.declare(higher, lower, neutral)
@@ -87,7 +86,7 @@ class MetricProperties:
         lower: str | Iterable[str] = (),
         neutral: str | Iterable[str] = (),
     ) -> Self:
-        "Declare more metrics, and return this object; a name that was declared before is now what is said last."
+        "Declare more metrics, replacing earlier declarations of the same name, and return `self`."
         new: dict[str, str] = {}
         for way, patterns in zip(WAYS, (higher, lower, neutral), strict=True):
             for pattern in (patterns,) if isinstance(patterns, str) else patterns:
@@ -100,7 +99,7 @@ class MetricProperties:
                         f'{pattern!r} cannot be both {new[pattern.lower()]} and {way}: choose one.'
                     )
         for pattern in new:
-            self._declared.pop(pattern, None)  # so that the last one comes last
+            self._declared.pop(pattern, None)  # moves the pattern to the end
         self._declared |= new
         return self
 
@@ -109,7 +108,7 @@ class MetricProperties:
         way = self.get(name)
         if way is not None:
             return way
-        bare = _own_name(name)
+        bare = _strip_prefixes(name)
         close = did_you_mean(bare, (p for p, _ in _KNOWN if '*' not in p))
         raise OptionError(
             f'Nobody has said whether {name!r} is better when it is higher or lower.{close} Declare it: '
@@ -118,9 +117,10 @@ class MetricProperties:
         )
 
     def get(self, name: str) -> str | None:
-        "Return 'higher', 'lower' or 'neutral', None for a name that is not known."
-        whole, own = name.lower(), _own_name(name)
-        if (exact := self._declared.get(whole, self._declared.get(own))) is not None:
+        "Return 'higher', 'lower' or 'neutral', or None for an unknown name."
+        whole, own = name.lower(), _strip_prefixes(name)
+        exact = self._declared.get(whole, self._declared.get(own))
+        if exact is not None:
             return exact
         declared = reversed(self._declared.items())
         return next(
@@ -131,24 +131,25 @@ class MetricProperties:
         return isinstance(name, str) and self.get(name) is not None
 
     def higher_is_better(self, name: str) -> bool:
-        "Tell whether higher is better; a neutral metric has no better, which is an `OptionError`."
-        if (way := self[name]) != 'neutral':
+        "Return True if higher values are better. Raises `OptionError` for a neutral metric."
+        way = self[name]
+        if way != 'neutral':
             return way == 'higher'
         raise OptionError(
             f'{name!r} is neutral: no value of it is better than another. To compare it all the same, '
-            f'declare it: `MetricProperties(lower={_own_name(name)!r})`, or `higher=`.'
+            f'declare it: `MetricProperties(lower={_strip_prefixes(name)!r})`, or `higher=`.'
         )
 
     def is_neutral(self, name: str) -> bool:
-        "Tell whether no value of the metric is better than another."
+        "Return True if no value of the metric is better than another."
         return self[name] == 'neutral'
 
     def is_better(self, name: str, value: Any, than: Any) -> bool:
-        "Tell whether `value` is better than another value of the same metric."
+        "Return True if `value` is better than another value of the same metric."
         return bool(self.comparison(name)(value, than))
 
     def comparison(self, name: str) -> Compare:
-        "Return `numpy.greater` or `numpy.less`, as `comp` of `EarlyStoppingCallback` and others takes it."
+        "Return `numpy.greater` or `numpy.less`, for the argument `comp` of callbacks."
         return np.greater if self.higher_is_better(name) else np.less
 
     def __repr__(self) -> str:
@@ -157,10 +158,10 @@ class MetricProperties:
 
 
 def as_comparison(
-    comp: Compare | MetricProperties | str | None,  # None: by what is known of the name
-    name: str,  # of the metric
+    comp: Compare | MetricProperties | str | None,  # comparison; None: built-in patterns
+    name: str,  # name of the metric
 ) -> Compare:
-    """Return which way is better as a function `comp(new, old)`. Raises `OptionError`.
+    """Return a function `comp(new, old)` that is True if `new` is better. Raises `OptionError`.
 
     >>> as_comparison('lt', 'anything') is np.less, as_comparison(None, 'dice_score') is np.greater
     (True, True)
@@ -179,8 +180,8 @@ def as_comparison(
     )
 
 
-def _own_name(name: str) -> str:
-    "Return a metric's name in snake_case, without its loader and the prefixes that learnkit and torchmetrics add."
+def _strip_prefixes(name: str) -> str:
+    "Return a metric's name in snake_case, without the loader's name and prefixes of learnkit and torchmetrics."
     last = name.rpartition('/')[2]
     if not last.isupper():
         last = re.sub(r'(?<=[a-z0-9])(?=[A-Z])', '_', last)

@@ -1,10 +1,10 @@
-"""Metrics by fastai's names: functions of a batch, and classes where a mean over batches is not the value on the set.
+"""Metrics with fastai's names: functions of a batch, and classes for values that are not a mean over batches.
 
-`metrics=[accuracy, Dice, F1Score(average='macro')]`: give functions, classes or instances. Scores that come from
-torchmetrics (`learnkit.metrics.classification`) can be imported here too, without it being installed. Each class takes
-`on='train'`, `'valid'` or `'both'`, by default as the Recorder says. Each gives the exact value on the set,
-whatever its batches, also of sequences whose length varies: in a list of metrics these functions count targets, where
-`AvgMetric(f)` averages a function of your own over samples. None makes the host wait for a device at every batch."""
+`metrics=[accuracy, Dice, F1Score(average='macro')]` takes functions, classes or instances. Scores computed by
+torchmetrics (`learnkit.metrics.classification`) can be imported from this module even if torchmetrics is not
+installed. Each class takes `on='train'`, `'valid'` or `'both'`; the default is the Recorder's setting. Values on a
+data set are exact for any batch sizes and sequence lengths: in a list of metrics, these functions are averaged over
+targets, and `AvgMetric(f)` averages a user's function over samples. No metric waits for the device at every batch."""
 
 from __future__ import annotations
 
@@ -140,19 +140,17 @@ __all__ = [
 
 
 class ElementMean(AvgMetric):
-    "Average over all targets of the set: what functions of this module are as metrics. `weight_func` weighs batches."
+    "Average over all targets of the data set, as the functions of this module do in a list of metrics."
 
     def _weight(self, learn: Any) -> Any:
-        "Count a batch by its targets: of sequences, it has more or less of them for its samples."
-        return (
-            learn.yb[0].numel()
-            if getattr(learn, 'weight_func', None) is None
-            else super()._weight(learn)
-        )
+        "Return the number of targets, or the value of `weight_func`."
+        if getattr(learn, 'weight_func', None) is None:
+            return learn.yb[0].numel()
+        return super()._weight(learn)
 
 
-def by_element(func: F) -> F:
-    "Mark a mean over the targets of a batch: in a list of metrics it is the mean over those of the set."
+def average_over_targets(func: F) -> F:
+    "Mark a mean over the targets of a batch, which a list of metrics averages over the targets of the data set."
 
     def metric(**options: Any) -> ElementMean:
         return ElementMean(partial(func, **options) if options else func)
@@ -163,16 +161,16 @@ def by_element(func: F) -> F:
 # -- classes ---------------------------------------------------------------------------------------
 
 
-@by_element
+@average_over_targets
 @needs_class_indices
 def accuracy(
     pred: Tensor,  # scores, classes along `axis`
-    targ: Tensor,  # class numbers, of pred's shape without `axis`
-    axis: int = -1,  # where the classes are; 1 for images (B, C, H, W)
+    targ: Tensor,  # class numbers, of the shape of `pred` without `axis`
+    axis: int = -1,  # class dimension; 1 for images (B, C, H, W)
 ) -> Tensor:
-    """Return the share of targets whose class scores highest.
+    """Return the fraction of targets whose class has the highest score.
 
-    Raises `MetricError` when there is not one target for each prediction, or one output alone.
+    Raises `MetricError` unless there is one target per prediction, and for a single class.
 
     >>> accuracy(torch.tensor([[.1, .9], [.8, .2]]), torch.tensor([1, 1]))
     tensor(0.5000)
@@ -182,12 +180,12 @@ def accuracy(
     return (best == targ).float().mean()
 
 
-@by_element
+@average_over_targets
 @needs_class_indices
 def error_rate(
     pred: Tensor,  # scores, classes along `axis`
     targ: Tensor,  # class numbers
-    axis: int = -1,  # where the classes are
+    axis: int = -1,  # class dimension
 ) -> Tensor:
     """Return 1 - `accuracy`.
 
@@ -198,17 +196,17 @@ def error_rate(
     return 1 - accuracy(pred, targ, axis=axis)
 
 
-@by_element
+@average_over_targets
 @needs_class_indices
 def top_k_accuracy(
     pred: Tensor,  # scores, classes along `axis`
     targ: Tensor,  # class numbers
-    k: int = 5,  # how many guesses there are
-    axis: int = -1,  # where the classes are
+    k: int = 5,  # number of top classes
+    axis: int = -1,  # class dimension
 ) -> Tensor:
-    """Return the share of targets whose class is among the `k` that score highest.
+    """Return the fraction of targets whose class is among the `k` highest scores.
 
-    Raises `MetricError` when there are fewer than `k` classes, or not one target for each prediction.
+    Raises `MetricError` for fewer than `k` classes, and unless there is one target per prediction.
 
     >>> top_k_accuracy(torch.tensor([[.1, .2, .7], [.1, .2, .7]]), torch.tensor([1, 0]), k=2)
     tensor(0.5000)
@@ -220,28 +218,30 @@ def top_k_accuracy(
     return (scores.topk(k)[1] == targ[:, None]).any(1).float().mean()
 
 
-@by_element
+@average_over_targets
 def accuracy_multi(
-    pred: Tensor,  # a score for each label
-    targ: Tensor,  # 0 or 1 for each label
-    thresh: float = 0.5,  # a label is predicted above this
+    pred: Tensor,  # scores of the labels
+    targ: Tensor,  # 0 or 1 for each label, of the same shape
+    thresh: float = 0.5,  # threshold above which a label is predicted
     sigmoid: bool = True,  # whether the scores are logits
 ) -> Tensor:
-    """Return the share of labels that are predicted right, of samples with any number of labels.
+    """Return the fraction of labels predicted correctly, for samples with any number of labels.
 
     >>> accuracy_multi(torch.tensor([[2., -1.], [-3., -.5]]), torch.tensor([[1, 0], [0, 1]]))
     tensor(0.7500)
     """
     pred, targ = paired('accuracy_multi', pred, targ)
-    return (((pred.sigmoid() if sigmoid else pred) > thresh) == targ.bool()).float().mean()
+    if sigmoid:
+        pred = pred.sigmoid()
+    return ((pred > thresh) == targ.bool()).float().mean()
 
 
 # -- regression ------------------------------------------------------------------------------------
 
 
-@by_element
+@average_over_targets
 def mse(pred: Tensor, targ: Tensor) -> Tensor:
-    """Return the mean squared error. Raises `MetricError` when the sizes differ: nothing is broadcast.
+    """Return the mean squared error. Raises `MetricError` for different sizes: nothing is broadcast.
 
     >>> mse(torch.tensor([1., 2.]), torch.tensor([[1.], [4.]]))
     tensor(2.)
@@ -250,9 +250,9 @@ def mse(pred: Tensor, targ: Tensor) -> Tensor:
     return (pred - targ).square().mean()
 
 
-@by_element
+@average_over_targets
 def mae(pred: Tensor, targ: Tensor) -> Tensor:
-    """Return the mean absolute error. Raises `MetricError` when the sizes differ: nothing is broadcast.
+    """Return the mean absolute error. Raises `MetricError` for different sizes: nothing is broadcast.
 
     >>> mae(torch.tensor([1., 2.]), torch.tensor([1., 4.]))
     tensor(1.)
@@ -261,9 +261,9 @@ def mae(pred: Tensor, targ: Tensor) -> Tensor:
     return (pred - targ).abs().mean()
 
 
-@by_element
+@average_over_targets
 def msle(pred: Tensor, targ: Tensor) -> Tensor:
-    """Return the mean squared error of `log(1 + x)`. Raises `MetricError` when the sizes differ.
+    """Return the mean squared error of `log(1 + x)`. Raises `MetricError` for different sizes.
 
     >>> msle(torch.tensor([0., 1.]), torch.tensor([0., 2*math.e - 1]))
     tensor(0.5000)
@@ -273,7 +273,7 @@ def msle(pred: Tensor, targ: Tensor) -> Tensor:
 
 
 class RMSE(ElementMean):
-    "The root of the mean squared error of the whole set: what `rmse` is as a metric."
+    "Root of the mean squared error of the data set; the metric of `rmse`."
 
     def __init__(self, on: str | None = None) -> None:
         super().__init__(mse, 'rmse', on)
@@ -286,9 +286,9 @@ class RMSE(ElementMean):
 
 @whole_set_metric(RMSE)
 def rmse(pred: Tensor, targ: Tensor) -> Tensor:
-    """Return the root of the mean squared error; as a metric that of the whole set (`RMSE`), no mean over batches.
+    """Return the root of the mean squared error; as a metric, of the whole data set (`RMSE`).
 
-    Raises `MetricError` when the sizes differ: nothing is broadcast.
+    Raises `MetricError` for different sizes: nothing is broadcast.
 
     >>> rmse(torch.tensor([1., 2.]), torch.tensor([1., 2. + 2**0.5]))
     tensor(1.)
@@ -296,16 +296,16 @@ def rmse(pred: Tensor, targ: Tensor) -> Tensor:
     return mse(pred, targ).sqrt()
 
 
-def _squared_share(pred: Tensor, targ: Tensor) -> Tensor:
+def _mean_squared_percentage(pred: Tensor, targ: Tensor) -> Tensor:
     pred, targ = paired('exp_rmspe', pred, targ)
     return torch.expm1(pred - targ).square().mean()
 
 
 class ExpRMSPE(ElementMean):
-    "The root mean square percentage error of the whole set's exponentials: what `exp_rmspe` is as a metric."
+    "Root mean square percentage error of exponentials over the data set; the metric of `exp_rmspe`."
 
     def __init__(self, on: str | None = None) -> None:
-        super().__init__(_squared_share, 'exp_rmspe', on)
+        super().__init__(_mean_squared_percentage, 'exp_rmspe', on)
 
     @property
     def value(self) -> float | None:
@@ -315,16 +315,16 @@ class ExpRMSPE(ElementMean):
 
 @whole_set_metric(ExpRMSPE)
 def exp_rmspe(pred: Tensor, targ: Tensor) -> Tensor:
-    """Return `sqrt(mean(((exp(targ) - exp(pred))/exp(targ))**2))`; as a metric that of the whole set (`ExpRMSPE`).
+    """Return `sqrt(mean(((exp(targ) - exp(pred))/exp(targ))**2))`; as a metric, of the data set (`ExpRMSPE`).
 
     >>> exp_rmspe(torch.tensor([0., 1.]) + math.log(1.5), torch.tensor([0., 1.]))
     tensor(0.5000)
     """
-    return _squared_share(pred, targ).sqrt()
+    return _mean_squared_percentage(pred, targ).sqrt()
 
 
 class _Regression(SumMetric):
-    "Moments of targets, predictions and errors: n, and the sums of t, t*t, p, p*p, p*t, e and e*e."
+    "Base class with sums over the data set: n, t, t*t, p, p*p, p*t, e, e*e (target, prediction, error)."
 
     def __init__(self, on: str | None = None) -> None:
         super().__init__(self._name, on)
@@ -335,19 +335,19 @@ class _Regression(SumMetric):
         return torch.stack([torch.ones_like(t), t, t * t, p, p * p, p * t, e, e * e]).sum(1)
 
 
-def _spread(n: float, total: float, squares: float) -> float:
-    "The sum of squares around the mean; what is left of rounding is 0."
-    spread = squares - total * total / n
-    return spread if spread > 1e-14 * squares else 0.0
+def _sum_deviations(n: float, total: float, squares: float) -> float:
+    "Return the sum of squared deviations from the mean; rounding errors are set to 0."
+    deviations = squares - total * total / n
+    return deviations if deviations > 1e-14 * squares else 0.0
 
 
-def _explained(left: float, spread: float) -> float:
-    "The share that is explained; 1 or 0 for targets that are all equal, as in scikit-learn."
-    return 1 - left / spread if spread else float(left == 0)
+def _explain(residual: float, deviations: float) -> float:
+    "Return the explained fraction; for constant targets 1 or 0, as in scikit-learn."
+    return 1 - residual / deviations if deviations else float(residual == 0)
 
 
 class R2Score(_Regression):
-    """The coefficient of determination, `1 - sum((t - p)**2)/sum((t - mean(t))**2)`; NaN for fewer than two samples.
+    """Coefficient of determination, `1 - sum((t - p)**2)/sum((t - mean(t))**2)`; NaN for fewer than two samples.
 
     >>> R2Score()(torch.tensor([1., 2., 4.]), torch.tensor([1., 2., 3.]))
     0.5
@@ -357,11 +357,11 @@ class R2Score(_Regression):
 
     def final(self, sums: Tensor) -> float:
         n, t, tt, *_, ee = sums.tolist()
-        return _explained(ee, _spread(n, t, tt)) if n > 1 else math.nan
+        return _explain(ee, _sum_deviations(n, t, tt)) if n > 1 else math.nan
 
 
 class ExplainedVariance(_Regression):
-    """The share of the targets' variance that is explained, `1 - var(t - p)/var(t)`: a constant offset costs nothing.
+    """Explained variance, `1 - var(t - p)/var(t)`, which ignores a constant offset.
 
     >>> ExplainedVariance()(torch.tensor([2., 3., 4.]), torch.tensor([1., 2., 3.]))
     1.0
@@ -371,11 +371,11 @@ class ExplainedVariance(_Regression):
 
     def final(self, sums: Tensor) -> float:
         n, t, tt, *_, e, ee = sums.tolist()
-        return _explained(_spread(n, e, ee), _spread(n, t, tt)) if n else math.nan
+        return _explain(_sum_deviations(n, e, ee), _sum_deviations(n, t, tt)) if n else math.nan
 
 
 class PearsonCorrCoef(_Regression):
-    """Pearson's correlation, `cov(p, t)/(std(p)*std(t))`; NaN where either is constant.
+    """Pearson correlation, `cov(p, t)/(std(p)*std(t))`; NaN if either is constant.
 
     >>> round(PearsonCorrCoef()(torch.tensor([1., 2., 3.]), torch.tensor([3., 2., 1.])), 6)
     -1.0
@@ -385,18 +385,20 @@ class PearsonCorrCoef(_Regression):
 
     def final(self, sums: Tensor) -> float:
         n, t, tt, p, pp, pt, *_ = sums.tolist()
-        spread = (_spread(n, t, tt) * _spread(n, p, pp)) ** 0.5 if n > 1 else 0.0
-        return max(-1.0, min(1.0, (pt - p * t / n) / spread)) if spread else math.nan
+        if n <= 1:
+            return math.nan
+        scale = (_sum_deviations(n, t, tt) * _sum_deviations(n, p, pp)) ** 0.5
+        return max(-1.0, min(1.0, (pt - p * t / n) / scale)) if scale else math.nan
 
 
 # -- losses and probabilities ----------------------------------------------------------------------
 
 
 class BrierScore(SumMetric):
-    """The mean squared error of the softmax, `sum_c (p_c - [t == c])**2`; half of that for two classes.
+    """Mean squared error of the softmax, `sum_c (p_c - [t == c])**2`, halved for two classes, as in scikit-learn.
 
-    Both as in scikit-learn. fastai scores the class that was predicted, an error rate; here it is the probability.
-    Raises `MetricError` when it is read and there were targets that are no class.
+    fastai's version uses the predicted class, which gives an error rate; this version uses probabilities. Reading the
+    value raises `MetricError` if any target is not a class.
 
     >>> round(BrierScore()(torch.tensor([[.25, .75]]).log(), torch.tensor([1])), 4)
     0.0625
@@ -404,7 +406,7 @@ class BrierScore(SumMetric):
 
     def __init__(
         self,
-        axis: int = -1,  # where the classes are
+        axis: int = -1,  # class dimension
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         super().__init__('brier_score_loss', on)
@@ -412,11 +414,12 @@ class BrierScore(SumMetric):
 
     def sums(self, pred: Tensor, targ: Tensor) -> Any:
         scores, targ = by_class(self.name, pred, targ, self.axis)
-        p, n_classes = widened(scores).softmax(1), scores.shape[1]
-        # looked at with the value: no batch waits for a device
-        known = targ.long().clamp(0, n_classes - 1)
-        squares = (p * p).sum(1) - 2 * p.gather(1, known[:, None])[:, 0] + 1
-        return squares.sum() / (2 if n_classes == 2 else 1), targ.numel(), (known != targ).sum()
+        p = widened(scores).softmax(1)
+        n_classes = scores.shape[1]
+        # invalid targets are counted and reported by `final`, so that no batch waits for the device
+        classes = targ.long().clamp(0, n_classes - 1)
+        squares = (p * p).sum(1) - 2 * p.gather(1, classes[:, None])[:, 0] + 1
+        return squares.sum() / (2 if n_classes == 2 else 1), targ.numel(), (classes != targ).sum()
 
     def final(self, sums: Tensor) -> float:
         total, n, n_unknown = sums.tolist()
@@ -429,7 +432,7 @@ class BrierScore(SumMetric):
 
 
 class BrierScoreMulti(SumMetric):
-    """The mean squared error of the probability of each label.
+    """Mean squared error of the label probabilities.
 
     >>> BrierScoreMulti(sigmoid=False)(torch.tensor([[.5, 1.]]), torch.tensor([[1, 1]]))
     0.125
@@ -445,14 +448,16 @@ class BrierScoreMulti(SumMetric):
 
     def sums(self, pred: Tensor, targ: Tensor) -> Any:
         p, t = map(widened, paired(self.name, pred, targ))
-        return ((p.sigmoid() if self.sigmoid else p) - t).square().sum(), t.numel()
+        if self.sigmoid:
+            p = p.sigmoid()
+        return (p - t).square().sum(), t.numel()
 
     def final(self, sums: Tensor) -> float:
         return float(sums[0] / sums[1])
 
 
 class Perplexity(AvgLoss):
-    "The exponential of the mean loss, of language models with cross-entropy: how many tokens it wavers between."
+    "Exponential of the mean loss, for language models trained with cross-entropy."
 
     @property
     def value(self) -> float | None:
@@ -464,4 +469,4 @@ class Perplexity(AvgLoss):
         return 'perplexity'
 
 
-perplexity = Perplexity  # a class: each Learner gets its own
+perplexity = Perplexity  # the class, so that each Learner makes its own instance

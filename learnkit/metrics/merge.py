@@ -1,6 +1,7 @@
-"""What processes that train together have accumulated, each from its own batches, made into that of all of them.
+"""Merging of the metric states of all ranks.
 
-A merged metric is what one process would have of all the batches; kept predictions come in the order of its batches."""
+A merged metric equals the metric of a single-process run over all batches. Kept predictions are in the order of that
+run's batches."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from learnkit.core.batch import map_tensors
 from learnkit.core.comm import Comm
 from learnkit.core.errors import BatchError, MetricError
-from learnkit.metrics.state import Pairs, accumulated, is_metric, is_torchmetrics, put_back
+from learnkit.metrics.state import Pairs, accumulated, is_metric, is_torchmetrics, restore_state
 
 __all__ = [
     'Accumulates',
@@ -34,37 +35,36 @@ T = TypeVar('T')
 
 
 class Accumulates:
-    "What has a state for checkpoints, found in its attributes, and can be merged with that of other processes."
+    "Base class of objects with an accumulated state that can be checkpointed and merged over ranks."
 
     summed: tuple[str, ...] = ()  # attributes that are summed over ranks that train together
 
     def reset(self) -> None:
-        "Forget what was accumulated."
+        "Clear the accumulated state."
 
     def state_dict(self) -> dict[str, Any]:
-        "Return what was accumulated since `reset`; raise `MetricError` where that is not plain."
+        "Return the state since `reset`; raise `MetricError` for attributes that are not plain values."
         return accumulated(self)
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Go on from what `state_dict` returned; raise `MetricError` for what another kind of metric did."
+        "Restore a state of `state_dict`; raise `MetricError` for the state of another metric."
         self.reset()
-        put_back(self, sd)
+        restore_state(self, sd)
 
     def merge(
         self,
-        states: list[dict[str, Any]],  # what each process has accumulated, in rank order
+        states: list[dict[str, Any]],  # states of all ranks, in rank order
     ) -> None:
-        """Become the metric of all batches of several processes: the same in each of them.
+        """Replace the state by the merged states of all ranks.
 
-        The attributes in `summed` are added up: numbers, tensors and arrays; dicts name by name; lists one behind the
-        other. So are the metrics inside this one, each by its own rule. Any other attribute has to be as `reset` leaves
-        it, or else a `MetricError` says that nobody knows how to merge it. Overridden, `states` are what `state_dict`
-        returned."""
+        Attributes in `summed` are added: numbers, tensors and arrays; dicts by key; lists are concatenated. Inner
+        metrics are merged by their own rules. Any other attribute must equal its value after `reset`, or `MetricError`
+        is raised. An override gets the return values of `state_dict` as `states`."""
         _merge_summed(self, states)
 
 
 def shared_state(o: Any) -> dict[str, Any]:
-    "Return what something that accumulates tells the other processes."
+    "Return the state that a rank sends to the other ranks."
     if is_torchmetrics(o):
         return accumulated(o)
     if _merges_itself(o):
@@ -78,10 +78,10 @@ def shared_state(o: Any) -> dict[str, Any]:
 
 
 def merge_states(
-    o: Any,  # what accumulates; what it has itself is forgotten
-    states: list[dict[str, Any]],  # from `shared_state` in each process
+    o: Any,  # metric, whose own state is replaced
+    states: list[dict[str, Any]],  # return values of `shared_state` on each rank
 ) -> None:
-    "Make it what one process would have accumulated. Raises `MetricError` where nobody knows how."
+    "Replace the state by the merged states of all ranks. Raises `MetricError` if no rule exists."
     if is_torchmetrics(o):
         _merge_torchmetrics(o, states)
     elif _merges_itself(o):
@@ -91,10 +91,9 @@ def merge_states(
 
 
 def check_mergeable(metric: Any) -> None:
-    """Raise `MetricError` for a metric that does not say how it is merged: of a run in several processes, at its start.
+    """Raise `MetricError` for a metric without a merge rule, at the start of a run with several ranks.
 
-    What overrides `reset` has something to forget that the class above may know nothing about, so it has to say it
-    itself."""
+    A class that overrides `reset` has its own state, and has to define its own merge rule."""
     if is_torchmetrics(metric):
         return
     for cls in type(metric).__mro__:
@@ -126,12 +125,12 @@ def _parts(o: Any) -> dict[str, Any]:
 
 def gather_on_host(
     world: Comm,
-    value: Any,  # any nesting; its tensors travel on the host
-    what: str,  # what it is, for errors
+    value: Any,  # nested value, whose tensors are copied to the host
+    what: str,  # name of the value in errors
 ) -> list[Any]:
-    """Return the values of all processes, in the order of their ranks.
+    """Return the values of all ranks in rank order.
 
-    Raises `BatchError` for what cannot be pickled."""
+    Raises `BatchError` for a value that cannot be pickled."""
     if world.size == 1:
         return [value]
     try:
@@ -245,12 +244,12 @@ def _cut(pairs: Pairs, lengths: list[tuple[int, int]]) -> Pairs:
 
 
 def _merge_torchmetrics(o: Any, states: list[dict[str, Any]]) -> None:
-    "Reduce each state as its metric says (`dist_reduce_fx`), without messages of its own."
+    "Reduce each state by its `dist_reduce_fx`, without communication by torchmetrics."
     for path, m in o.named_modules():
         if '_defaults' not in vars(m):
             continue
         found = [sd[path] for sd in states if path in sd]
-        # one that has seen nothing has nothing to say: its zeros are no minimum
+        # ranks without batches are skipped: their initial zeros would change a minimum
         found = [sd for sd in found if sd['counts'].get('_update_count')] or found
         counts = [sd['counts'].get('_update_count', 0) for sd in found]
         for name, how in m._reductions.items():
@@ -260,7 +259,7 @@ def _merge_torchmetrics(o: Any, states: list[dict[str, Any]]) -> None:
             setattr(m, name, value)
         if '_update_count' in found[0]['counts']:
             m._update_count = sum(counts)
-        m._computed = None  # what it remembers having computed is of its own batches
+        m._computed = None  # the cached value belongs to this rank's batches
 
 
 def _reduced(values: list[Any], counts: list[int], how: Callable[[Any], Any] | None) -> Any:
@@ -292,7 +291,7 @@ def _to(value: Any, device: torch.device) -> Any:
 
 @contextmanager
 def unsynced(metrics: Iterable[Any]) -> Iterator[None]:
-    "Let torchmetrics objects compute from what they have: merged, that is of all processes already."
+    "Disable torchmetrics' synchronization within the block, because states are merged already."
     inside = [
         m
         for metric in metrics

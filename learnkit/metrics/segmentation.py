@@ -1,6 +1,6 @@
-"""Metrics of segmentation: predictions (B, C, H, W) with the classes along `axis`, targets (B, H, W) of class numbers.
+"""Metrics of segmentation: predictions (B, C, H, W) with classes along `axis`, targets (B, H, W) of class numbers.
 
-Pixels are counted over the whole set, so that no value depends on how it was cut into batches."""
+Pixels are counted over the whole data set, so that values do not depend on the batch size."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = [
 
 
 class ForegroundAcc(SumMetric):
-    "The accuracy of all pixels of the set that are not background: what `foreground_acc` is as a metric."
+    "Accuracy of all foreground pixels of the data set; the metric of `foreground_acc`."
 
     def __init__(
         self,
-        bkg_idx: int = 0,  # the class of the background
-        axis: int = 1,  # where the classes are
+        bkg_idx: int = 0,  # background class
+        axis: int = 1,  # class dimension
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         super().__init__('foreground_acc', on)
@@ -49,10 +49,10 @@ class ForegroundAcc(SumMetric):
 def foreground_acc(
     pred: Tensor,  # scores, classes along `axis`
     targ: Tensor,  # class numbers, (B, H, W) or (B, 1, H, W)
-    bkg_idx: int = 0,  # the class of the background
-    axis: int = 1,  # where the classes are
+    bkg_idx: int = 0,  # background class
+    axis: int = 1,  # class dimension
 ) -> Tensor:
-    """Return the accuracy of the pixels that are not background; NaN without any.
+    """Return the accuracy of the foreground pixels; NaN without foreground.
 
     >>> foreground_acc(torch.tensor([[[.9, .1, .1], [.1, .9, .9]]]), torch.tensor([[0, 1, 1]]))
     tensor(1.)
@@ -62,9 +62,9 @@ def foreground_acc(
 
 
 class Dice(SumMetric):
-    """The overlap of predicted and target mask, `2*|P & T|/(|P| + |T|)` for class 1 of 2; None when both are empty.
+    """Dice coefficient of predicted and target mask, `2*|P & T|/(|P| + |T|)` of class 1 of 2; None if both are empty.
 
-    Predictions have the two classes' scores along `axis`. Raises `MetricError` for another number of classes.
+    Predictions have the scores of both classes along `axis`. Raises `MetricError` for another number of classes.
 
     >>> Dice()(torch.tensor([[[.9, .1, .1], [.1, .9, .9]]]), torch.tensor([[1, 1, 1]]))
     0.8
@@ -72,7 +72,7 @@ class Dice(SumMetric):
 
     def __init__(
         self,
-        axis: int = 1,  # where the classes are
+        axis: int = 1,  # class dimension
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         super().__init__(on=on)
@@ -80,7 +80,8 @@ class Dice(SumMetric):
 
     def sums(self, pred: Tensor, targ: Tensor) -> Any:
         check_choice(self.name, pred, self.axis)
-        if (n := pred.shape[self.axis]) != 2:
+        n = pred.shape[self.axis]
+        if n != 2:
             raise MetricError(
                 f'{type(self).__name__} is of two classes, but predictions {list(pred.shape)} have {n} '
                 f'along axis {self.axis}: use {type(self).__name__}Multi, or another `axis`.'
@@ -94,7 +95,7 @@ class Dice(SumMetric):
 
 
 class JaccardCoeff(Dice):
-    """The intersection over union, `|P & T|/|P | T|`, for class 1 of 2; None when both are empty.
+    """Intersection over union, `|P & T|/|P | T|`, of class 1 of 2; None if both are empty.
 
     >>> JaccardCoeff()(torch.tensor([[[.9, .1, .1, .1], [.1, .9, .9, .9]]]), torch.tensor([[1, 1, 1, 1]]))
     0.75
@@ -106,7 +107,7 @@ class JaccardCoeff(Dice):
 
 
 class DiceMulti(Dice):
-    """The mean of the classes' `Dice`, of those that occur in the set as a prediction or a target; NaN without any.
+    """Mean `Dice` over classes that occur in predictions or targets of the data set; NaN without such a class.
 
     >>> DiceMulti()(torch.eye(3).expand(1, 3, 3), torch.tensor([[0, 1, 1]]))
     0.5555555555555555
@@ -125,7 +126,7 @@ class DiceMulti(Dice):
 
 
 class JaccardCoeffMulti(DiceMulti):
-    """The mean of the classes' `JaccardCoeff` (mean IoU), of those that occur in the set; NaN without any.
+    """Mean `JaccardCoeff` (mean IoU) over classes that occur in the data set; NaN without such a class.
 
     >>> JaccardCoeffMulti()(torch.eye(3).expand(1, 3, 3), torch.tensor([[0, 1, 1]]))
     0.5

@@ -1,6 +1,6 @@
-"""What a metric has accumulated since its reset, as plain values: they survive a checkpoint in the middle of an epoch.
+"""State of a metric since its reset as plain values, for checkpoints within an epoch.
 
-What is accumulated is found in the attributes, so that a metric need not know of states."""
+The state is collected from attributes, so that a metric needs no code for its state."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from torch import Tensor
 
 from learnkit.core.errors import MetricError
 
-__all__ = ['accumulated', 'is_metric', 'is_torchmetrics', 'joined', 'put_back', 'storable']
+__all__ = ['accumulated', 'is_metric', 'is_torchmetrics', 'joined', 'restore_state', 'storable']
 
 ATOMS = (bool, int, float, complex, str, bytes)
-# what is computed with; and whatever can be called
-TOOLS = (torch.device, torch.dtype, Enum, PurePath)
+TOOLS = (torch.device, torch.dtype, Enum, PurePath)  # types that are not state, like callables
 Pairs = list[tuple[Tensor, Tensor]]
 
 
@@ -29,12 +28,11 @@ def accumulated(
     o: Any,
     but: Collection[str] = (),  # attributes to leave out
 ) -> dict[str, Any]:
-    """Return the attributes of an object that hold what it accumulates, as plain values.
+    """Return the accumulated state of an object, as plain values by attribute name.
 
-    These are tensors, numbers, texts, None, and lists, tuples and dicts of them; and metrics, ours or those of
-    torchmetrics, whose own states are taken (under `name/`). Left out are the attributes named like an argument of the
-    constructor, which are its configuration, and what can be called. Raises `MetricError` for an attribute of any other
-    kind.
+    The state is all attributes that are tensors, numbers, strings, None, and lists, tuples and dicts of these, and the
+    states of inner metrics of learnkit or torchmetrics (under `name/`). Attributes named like a constructor argument
+    are configuration and are excluded, and so are callables. Raises `MetricError` for any other attribute.
 
     >>> class Best:
     ...     def __init__(self, k): self.k, self.seen = k, [3., 5.]
@@ -42,7 +40,7 @@ def accumulated(
     {'seen': [3.0, 5.0]}
     """
     if is_torchmetrics(o):
-        return _of_torchmetrics(o)
+        return _collect_torchmetrics(o)
     if not hasattr(o, '__dict__'):
         raise MetricError(f'a {type(o).__name__} keeps its attributes to itself')
     options, state = _options(type(o)), {}
@@ -58,21 +56,21 @@ def accumulated(
     return state
 
 
-def put_back(
-    o: Any,  # what accumulates, after its reset
-    sd: Mapping[str, Any],  # from `accumulated`, of such an object; it is left as it is
+def restore_state(
+    o: Any,  # object after its reset
+    sd: Mapping[str, Any],  # return value of `accumulated`, not changed
 ) -> None:
-    "Go on from what was accumulated. Raises `MetricError` for the state of something else."
+    "Restore an accumulated state. Raises `MetricError` for the state of another object."
     if is_torchmetrics(o):
-        return _into_torchmetrics(o, sd)
+        return _restore_torchmetrics(o, sd)
     for name, value in sd.items():
         if not name.endswith('/'):
-            setattr(o, name, _copied(value))
+            setattr(o, name, _copy(value))
         elif is_metric(part := vars(o).get(name[:-1])):
-            _put_state(part, value)
+            _load_state(part, value)
         else:
             raise MetricError(
-                f'{type(o).__name__} has no metric `{name[:-1]}` that could go on from its state.'
+                f'{type(o).__name__} has no metric `{name[:-1]}` to which its state could be loaded.'
             )
 
 
@@ -81,16 +79,16 @@ def _state_of(metric: Any) -> dict[str, Any]:
     return metric.state_dict() if has_own else accumulated(metric)
 
 
-def _put_state(metric: Any, sd: dict[str, Any]) -> None:
+def _load_state(metric: Any, sd: dict[str, Any]) -> None:
     has_own = hasattr(metric, 'load_state_dict') and not is_torchmetrics(metric)
     if has_own:
         metric.load_state_dict(sd)
     else:
-        put_back(metric, sd)
+        restore_state(metric, sd)
 
 
 def is_metric(o: Any) -> bool:
-    "Tell what accumulates: a metric of ours, a mean, or what works like those of torchmetrics."
+    "Return True for a metric of learnkit, a mean, or an object like a torchmetrics metric."
     if isinstance(o, type) or not hasattr(o, 'reset'):
         return False
     return (
@@ -101,7 +99,7 @@ def is_metric(o: Any) -> bool:
 
 
 def _options(cls: type) -> set[str]:
-    "The names of all arguments of the constructors; but the fields of a dataclass may be anything."
+    "Return the names of all constructor arguments, except for fields of dataclasses, which may be state."
     names = {'on'}
     for c in cls.__mro__[:-1]:
         if '__init__' in vars(c) and '__dataclass_fields__' not in vars(c):
@@ -114,15 +112,15 @@ def _options(cls: type) -> set[str]:
 
 
 def is_torchmetrics(o: Any) -> bool:
-    "Tell an object of torchmetrics, or a collection of them."
+    "Return True for a torchmetrics object or collection."
     return isinstance(o, torch.nn.Module) and hasattr(o, 'metric_state')
 
 
-def _of_torchmetrics(o: Any) -> dict[str, Any]:
-    "The states of a metric and of those inside it, by their paths, and what they count without calling it a state."
+def _collect_torchmetrics(o: Any) -> dict[str, Any]:
+    "Return the states and counters of a torchmetrics object and the metrics in it, by path."
     for m in o.modules():
         if hasattr(m, 'compute_groups'):
-            m.values(copy_state=False)  # members of a group get its state when asked for
+            m.values(copy_state=False)  # copies the shared state of a compute group to its members
     return {
         path: {
             'states': {k: _plain(v, f'its state `{k}`') for k, v in _states(m).items()},
@@ -144,7 +142,7 @@ def _counts(m: Any) -> dict[str, Any]:
     }
 
 
-def _into_torchmetrics(o: Any, sd: Mapping[str, Any]) -> None:
+def _restore_torchmetrics(o: Any, sd: Mapping[str, Any]) -> None:
     inside = {path: m for path, m in o.named_modules() if '_defaults' in vars(m)}
     if set(inside) != set(sd) or not all(_fit(m, sd[path]['states']) for path, m in inside.items()):
         raise MetricError(
@@ -152,10 +150,10 @@ def _into_torchmetrics(o: Any, sd: Mapping[str, Any]) -> None:
         )
     for path, m in inside.items():
         for k, v in sd[path]['states'].items():
-            setattr(m, k, _copied(v, m.device))
+            setattr(m, k, _copy(v, m.device))
         for k, v in sd[path]['counts'].items():
             setattr(m, k, v)
-        m._computed = None  # what it remembers having computed is of other batches
+        m._computed = None  # the cached value belongs to other batches
 
 
 def _fit(m: Any, states: Mapping[str, Any]) -> bool:
@@ -171,13 +169,13 @@ def _fit(m: Any, states: Mapping[str, Any]) -> bool:
 
 
 def _plain(value: Any, what: str) -> Any:
-    "A copy of the containers, and the tensors themselves: each with a storage that holds nothing else."
+    "Copy containers, but not tensors, except for views of a larger storage."
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or type(value) in ATOMS:
         return value
     if isinstance(value, Tensor):
-        return _on_its_own(value)
+        return _clone_view(value)
     if type(value) in (list, tuple):
         return type(value)(_plain(v, what) for v in value)
     if type(value) is dict and all(type(k) in ATOMS for k in value):
@@ -185,8 +183,8 @@ def _plain(value: Any, what: str) -> Any:
     raise MetricError(f'{what} holds a {type(value).__name__}')
 
 
-def _on_its_own(t: Tensor) -> Tensor:
-    "A slice would be saved with all that it is a slice of."
+def _clone_view(t: Tensor) -> Tensor:
+    "Clone a view of a larger storage, because torch saves the whole storage of a tensor."
     t = t.detach() if type(t) is Tensor else t.detach().as_subclass(Tensor)
     if (
         t.layout is not torch.strided
@@ -196,16 +194,16 @@ def _on_its_own(t: Tensor) -> Tensor:
     return t.clone()
 
 
-def _copied(value: Any, device: Any = None) -> Any:
+def _copy(value: Any, device: Any = None) -> Any:
     if isinstance(value, Tensor):
         return value.detach().to(device, copy=True)
     if isinstance(value, (list, tuple)):
-        return type(value)(_copied(v, device) for v in value)
-    return {k: _copied(v, device) for k, v in value.items()} if isinstance(value, dict) else value
+        return type(value)(_copy(v, device) for v in value)
+    return {k: _copy(v, device) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def storable(value: Any) -> Any:
-    """Return the value of a metric as it can be saved: arrays as tensors, and None for what cannot be.
+    """Convert a metric's value to a form that can be saved: arrays to tensors, and unsupported objects to None.
 
     >>> storable({'per class': np.array([0.5, 1.]), 'figure': object()})
     {'per class': tensor([0.5000, 1.0000], dtype=torch.float64), 'figure': None}
@@ -225,7 +223,7 @@ def storable(value: Any) -> Any:
 
 
 def joined(pairs: Pairs) -> Pairs:
-    "Return a copy of the predictions and targets of several batches as one pair, where the last ones are."
+    "Concatenate the predictions and targets of several batches to one pair, on the device of the last batch."
     if not pairs:
         return pairs
     pred, targ = (

@@ -1,6 +1,6 @@
-"""Torchmetrics objects that are made when the first batch shows how many classes there are, and what they are fed.
+"""Torchmetrics objects created at the first batch, when the number of classes is known.
 
-For `learnkit.metrics.classification`: from predictions to what is counted, and from what was counted to the value."""
+For `learnkit.metrics.classification`: conversion of predictions to metric inputs, and of metric states to values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from learnkit.core.validation import check_choice, needs_class_indices
 from learnkit.metrics.averages import TorchMetric, paired
 from learnkit.metrics.base import is_number
 from learnkit.metrics.merge import in_turn, merge_states, merged_pairs
-from learnkit.metrics.state import Pairs, accumulated, joined, put_back
+from learnkit.metrics.state import Pairs, accumulated, joined, restore_state
 
 __all__ = [
     'LazyTorchMetric',
@@ -51,9 +51,9 @@ Labels = Sequence[int] | None
 
 
 def from_torchmetrics(module: str, name: str) -> Any:
-    "Return something of torchmetrics; raise `MissingExtraError` where it is not installed."
+    "Import an object of torchmetrics; raise `MissingExtraError` if torchmetrics is not installed."
     try:
-        # what it imports may miss widgets that are not used here, and says so
+        # imports of torchmetrics may warn of optional packages
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')
             return getattr(import_module(f'torchmetrics.{module}'), name)
@@ -64,9 +64,9 @@ def from_torchmetrics(module: str, name: str) -> Any:
 
 
 class LazyTorchMetric:
-    """A torchmetrics object that is made when the first batch shows how many classes there are.
+    """Wrapper that creates a torchmetrics object at the first batch, when the number of classes is known.
 
-    It gets batches in large groups: an update costs the host much more than a batch does, and waits for a GPU."""
+    Batches are passed on in large groups, because an update is slow on the host and waits for the GPU."""
 
     def __init__(self, kind: str, prepare: Prepare, finish: Finish, **options: Any) -> None:
         module = 'regression' if kind == 'SpearmanCorrCoef' else 'classification'
@@ -91,18 +91,20 @@ class LazyTorchMetric:
             self.flush()
 
     def flush(self) -> None:
-        "Hand over what waits."
+        "Update the torchmetrics object with the waiting batches."
         if not self.waiting:
             return
         pred, targ = joined(self.waiting)[0]
         self.waiting, self.lengths, self.n_waiting = [], [], 0
         self._check_range(targ)
-        with _quiet():
-            self.metric = (self._made() if self.metric is None else self.metric).to(pred.device)
+        with _suppress_warnings():
+            self.metric = (self._make_metric() if self.metric is None else self.metric).to(
+                pred.device
+            )
             self.metric.update(pred, targ)
 
-    def _made(self) -> Any:
-        # it is merged: processes may compute at different times
+    def _make_metric(self) -> Any:
+        # states are merged by learnkit, because ranks may compute at different times
         options = {**self.options, 'sync_on_compute': False}
         if self.kind.startswith('Multiclass'):
             options |= {'num_classes': self.n, 'validate_args': False}
@@ -111,7 +113,7 @@ class LazyTorchMetric:
         return self.make(**options)
 
     def _check_range(self, targ: Tensor) -> None:
-        "Raise `MetricError` for what is no class number, which torchmetrics would count as another class."
+        "Raise `MetricError` for an invalid class number, which torchmetrics would count as another class."
         if targ.is_floating_point() or not targ.numel():
             return
         top = self.n if self.kind.startswith('Multiclass') else 2
@@ -124,20 +126,20 @@ class LazyTorchMetric:
 
     def compute(self) -> Any:
         self.flush()
-        with _quiet():
+        with _suppress_warnings():
             return self.finish(self.metric)
 
     def state_dict(self) -> dict[str, Any]:
-        self.waiting = joined(self.waiting)  # two tensors are saved faster than two a batch
+        self.waiting = joined(self.waiting)  # two tensors are saved faster than two per batch
         return accumulated(self)
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         self.reset()
         self.n = sd['n']
         if 'metric/' in sd:
-            with _quiet():
-                self.metric = self._made()
-        put_back(self, sd)
+            with _suppress_warnings():
+                self.metric = self._make_metric()
+        restore_state(self, sd)
 
     def merge(self, states: list[dict[str, Any]]) -> None:
         known = sorted({sd['n'] for sd in states if sd['n']})
@@ -150,40 +152,40 @@ class LazyTorchMetric:
         self.waiting, self.lengths = merged_pairs(states)
         self.n_waiting = sum(pred.numel() for pred, _ in self.waiting)
         if counted := [sd['metric/'] for sd in states if 'metric/' in sd]:
-            with _quiet():
-                self.metric = self._made()
+            with _suppress_warnings():
+                self.metric = self._make_metric()
             merge_states(self.metric, counted)
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    "Without torchmetrics' warnings about what comes as NaN, or as 0 for a class that never occurs, here."
+def _suppress_warnings() -> Iterator[None]:
+    "Suppress torchmetrics' warnings of undefined scores, which learnkit's metrics document."
     with warnings.catch_warnings():
         warnings.simplefilter('ignore', UserWarning)
         yield
 
 
 class Score(TorchMetric):
-    "Base of what is computed by a torchmetrics object made late; called, it gives the value of one batch alone."
+    "Base class of scores computed by a `LazyTorchMetric`; a call returns the value of one batch."
 
     metric: LazyTorchMetric
 
     def __call__(self, pred: Tensor, *targs: Tensor) -> Any:
-        value = self._alone(pred, targs)
+        value = self._compute_batch(pred, targs)
         return float(value) if is_number(value) else to_detach(value)
 
     def _try(self, pred: Any, yb: tuple[Any, ...]) -> None:
-        self._alone(pred, yb)
+        self._compute_batch(pred, yb)
 
-    def _alone(self, pred: Any, yb: tuple[Any, ...]) -> Any:
-        late = LazyTorchMetric(
+    def _compute_batch(self, pred: Any, yb: tuple[Any, ...]) -> Any:
+        metric = LazyTorchMetric(
             self.metric.kind, self.metric.prepare, self.metric.finish, **self.metric.options
         )
-        self._update(late, pred, yb)
-        return late.compute()
+        self._update(metric, pred, yb)
+        return metric.compute()
 
 
-# -- from predictions to what is counted -----------------------------------------------------------
+# -- from predictions to inputs of the metric ------------------------------------------------------
 
 
 def by_class(
@@ -192,7 +194,7 @@ def by_class(
     targ: Tensor,  # class numbers, one for each prediction
     axis: int,  # where the classes are
 ) -> tuple[Tensor, Tensor]:
-    """Return scores (N, C) and targets (N,). Raises `MetricError` when there is not one target for each prediction.
+    """Reshape to scores (N, C) and targets (N,). Raises `MetricError` unless there is one target per prediction.
 
     >>> [list(t.shape) for t in by_class('m', torch.zeros(2, 3, 4, 4), torch.zeros(2, 4, 4), axis=1)]
     [[32, 3], [32]]
@@ -278,7 +280,7 @@ def values(name: str, pred: Tensor, targ: Tensor) -> Prepared:
     return pred.to(dtype), targ.to(dtype), 1
 
 
-# -- from what was counted to the value ------------------------------------------------------------
+# -- from the state of the metric to the value -----------------------------------------------------
 
 
 def computed(metric: Any) -> Any:
@@ -368,7 +370,7 @@ def check_average(average: str | None, known: tuple[str, ...] = AVERAGES) -> Non
 
 
 class Bleu:
-    "What `CorpusBLEUMetric` runs: tokens are kept on their device until the score is read."
+    "BLEU score of `CorpusBLEUMetric`; tokens are kept on their device until the score is read."
 
     def __init__(self, axis: int) -> None:
         self.axis, self.score = axis, from_torchmetrics('functional.text', 'bleu_score')

@@ -1,4 +1,4 @@
-"""Metrics of a function of all predictions and targets at once, as scikit-learn's are; and of parts of the loss."""
+"""Metrics computed once from all predictions and targets, such as scikit-learn's, and metrics of parts of the loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from learnkit.core.errors import MetricError, did_you_mean
 from learnkit.metrics.averages import TorchMetric, batch_weight, check_on
 from learnkit.metrics.base import Mean, Metric, is_number, paired
 from learnkit.metrics.merge import merged_pairs
-from learnkit.metrics.state import Pairs, accumulated, joined, put_back
+from learnkit.metrics.state import Pairs, accumulated, joined, restore_state
 
 __all__ = ['AccumMetric', 'LossMetric', 'LossMetrics', 'skm_to_fastai']
 
@@ -22,12 +22,11 @@ ACTIVATIONS = ('no', 'sigmoid', 'softmax', 'binarysoftmax')
 
 
 class AccumMetric(TorchMetric):
-    """Compute `func(preds, targs)` once, of the whole set: for what no mean over batches gives.
+    """Compute `func(preds, targs)` once over the whole data set, for values that are not a mean over batches.
 
-    Predictions and targets wait where they are until the value is read, and take memory there: argmax is taken, and
-    `thresh` applied, batch by batch. Called, it gives the value of what it is called with. Raises `MetricError` for
-    what is no function, for an unknown activation and, before training, for targets of another size than the
-    predictions.
+    Predictions and targets are kept on their device until the value is read. Argmax and `thresh` are applied to each
+    batch. A call with predictions and targets returns their value. Raises `MetricError` if `func` is not callable,
+    for an unknown activation and, before training, for predictions and targets of different sizes.
 
     >>> def median_error(preds, targs): return (preds - targs).abs().median()
     >>> AccumMetric(median_error)(torch.tensor([[1.], [2.], [5.]]), torch.tensor([1., 1., 1.]))
@@ -39,15 +38,15 @@ class AccumMetric(TorchMetric):
     def __init__(
         self,
         func: Callable[..., Any],  # f(preds, targs, **kwargs)
-        dim_argmax: int | None = None,  # where the classes are, of which the likeliest is taken
+        dim_argmax: int | None = None,  # class dimension for argmax; None: no argmax
         activation: str = 'no',  # 'sigmoid', 'softmax', or 'binarysoftmax' (of the last class)
-        thresh: float | None = None,  # predictions become whether they reach it
-        to_np: bool = False,  # give `func` NumPy arrays, on the CPU
+        thresh: float | None = None,  # convert predictions to `pred >= thresh`
+        to_np: bool = False,  # pass NumPy arrays to `func`
         invert_arg: bool = False,  # call f(targs, preds)
-        flatten: bool = True,  # flatten both, which have to be of one size
+        flatten: bool = True,  # flatten predictions and targets, which need equal sizes
         name: str | None = None,  # default: the function's name
         on: str | None = None,  # 'train', 'valid' or 'both'
-        **kwargs: Any,  # more for `func`
+        **kwargs: Any,  # keyword arguments of `func`
     ) -> None:
         if not callable(func):
             raise MetricError(f'AccumMetric computes a function f(preds, targs), got {func!r}.')
@@ -56,20 +55,21 @@ class AccumMetric(TorchMetric):
                 f'activation={activation!r}: use one of {", ".join(map(repr, ACTIVATIONS))}.'
                 f'{did_you_mean(str(activation), ACTIVATIONS)}'
             )
-        self.func, maker = func, func.func if isinstance(func, partial) else func
-        called = name or getattr(maker, '__name__', None) or type(maker).__name__
-        prepare = partial(_prepared, called, dim_argmax, str(activation), thresh, flatten)
-        super().__init__(_WholeSet(partial(func, **kwargs), prepare, to_np, invert_arg), called, on)
+        self.func = func
+        inner = func.func if isinstance(func, partial) else func
+        name = name or getattr(inner, '__name__', None) or type(inner).__name__
+        prepare = partial(_prepare, name, dim_argmax, str(activation), thresh, flatten)
+        super().__init__(_WholeSet(partial(func, **kwargs), prepare, to_np, invert_arg), name, on)
 
     def __call__(self, pred: Tensor, targ: Tensor) -> Any:
-        alone = self.metric.anew()
-        alone.update(pred, targ)
-        value = alone.compute()
+        metric = self.metric.clone_empty()
+        metric.update(pred, targ)
+        value = metric.compute()
         return float(value) if is_number(value) else to_detach(value)
 
 
 class _WholeSet:
-    "Predictions and targets that wait for a function of all of them."
+    "Predictions and targets kept for a function of the whole data set."
 
     def __init__(
         self, func: Callable[..., Any], prepare: Callable[..., Any], to_np: bool, invert_arg: bool
@@ -77,12 +77,12 @@ class _WholeSet:
         self.func, self.prepare, self.to_np, self.invert_arg = func, prepare, to_np, invert_arg
         self.reset()
 
-    def anew(self) -> _WholeSet:
+    def clone_empty(self) -> _WholeSet:
         return _WholeSet(self.func, self.prepare, self.to_np, self.invert_arg)
 
     def reset(self) -> None:
         self.waiting: Pairs = []
-        self.lengths: list[tuple[int, int]] = []  # of the predictions and targets of each batch
+        self.lengths: list[tuple[int, int]] = []  # numbers of predictions and targets of each batch
 
     def update(self, pred: Tensor, targ: Tensor) -> None:
         pred, targ = self.prepare(pred, targ)
@@ -96,17 +96,17 @@ class _WholeSet:
         return self.func(*(reversed(both) if self.invert_arg else both))
 
     def state_dict(self) -> dict[str, Any]:
-        self.waiting = joined(self.waiting)  # two tensors are saved faster than two a batch
+        self.waiting = joined(self.waiting)  # two tensors are saved faster than two per batch
         return accumulated(self)
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        put_back(self, sd)
+        restore_state(self, sd)
 
     def merge(self, states: list[dict[str, Any]]) -> None:
         self.waiting, self.lengths = merged_pairs(states)
 
 
-def _prepared(
+def _prepare(
     name: str,
     dim_argmax: int | None,
     activation: str,
@@ -129,14 +129,14 @@ def _prepared(
 
 
 def skm_to_fastai(
-    func: Callable[..., Any],  # f(y_true, y_pred, **kwargs), of scikit-learn for one
-    is_class: bool = True,  # it takes classes: the likeliest, or with `thresh` what reaches it
-    thresh: float | None = None,  # for labels: a label is predicted from this probability on
-    axis: int = -1,  # where the classes are
+    func: Callable[..., Any],  # f(y_true, y_pred, **kwargs), such as a score of scikit-learn
+    is_class: bool = True,  # whether `func` takes classes (argmax) or labels (with `thresh`)
+    thresh: float | None = None,  # probability from which a label is predicted
+    axis: int = -1,  # class dimension
     activation: str | None = None,  # as for `AccumMetric`; None: 'sigmoid' for labels, else 'no'
-    **kwargs: Any,  # more for `AccumMetric` and `func`
+    **kwargs: Any,  # further arguments of `AccumMetric` and `func`
 ) -> AccumMetric:
-    """Make a metric of a function of scikit-learn's kind, which is computed on the CPU, once, of the whole set.
+    """Make a metric of a scikit-learn score, computed once over the whole data set on the CPU.
 
     >>> def hits(y_true, y_pred): return float((y_true == y_pred).sum())
     >>> skm_to_fastai(hits)(torch.eye(3), torch.tensor([0, 1, 1]))
@@ -155,16 +155,16 @@ def skm_to_fastai(
 
 
 class LossMetric(Mean, Metric):
-    """Average a part of the loss, which the loss function leaves in its attribute `attr`, over the samples.
+    """Average a part of the loss, which the loss function stores in its attribute `attr`, over the samples.
 
-    A loss that returns a dict of named parts needs no such metric: they are recorded. Raises `MetricError` when the
-    loss function has no such attribute."""
+    The parts of a loss that returns a dict are recorded without this metric. Raises `MetricError` if the loss
+    function has no attribute `attr`."""
 
     def __init__(
         self,
-        attr: str,  # where the loss function leaves the part
-        nm: str | None = None,  # the column's name; default: `attr`
-        on: str | None = None,  # 'train', 'valid' or 'both'; None: as the Recorder says
+        attr: str,  # attribute of the loss function
+        nm: str | None = None,  # name of the column; None: `attr`
+        on: str | None = None,  # 'train', 'valid' or 'both'; None: the Recorder's setting
     ) -> None:
         self.attr, self._nm, self.on = attr, nm, check_on(on)
 
@@ -184,11 +184,11 @@ class LossMetric(Mean, Metric):
 
 
 def LossMetrics(
-    attrs: str | Sequence[str],  # attributes of the loss function: a list, or a string with commas
-    nms: str | Sequence[str] | None = None,  # their columns, likewise; default: `attrs`
-    on: str | None = None,  # 'train', 'valid' or 'both'; None: as the Recorder says
+    attrs: str | Sequence[str],  # attributes of the loss function, a list or comma-separated string
+    nms: str | Sequence[str] | None = None,  # names of the columns, in the same form; None: `attrs`
+    on: str | None = None,  # 'train', 'valid' or 'both'; None: the Recorder's setting
 ) -> list[LossMetric]:
-    """Return a `LossMetric` for each of `attrs`. Raises `MetricError` for another number of names.
+    """Return a `LossMetric` for each attribute. Raises `MetricError` for a different number of names.
 
     >>> [m.name for m in LossMetrics('kl,reconstruction', ['kl', 'rec'])]
     ['kl', 'rec']

@@ -1,4 +1,4 @@
-"""Annealing: values that go from one to another, as functions of the position between them, and their combinations."""
+"""Annealing schedules: functions from a position (0 to 1) to a value between `start` and `end`, and combinations."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ __all__ = [
     'check_schedule',
 ]
 
-Schedule = Callable[[Any], Any]  # from a position, 0 to 1, to a value or one a param group
+Schedule = Callable[[Any], Any]  # maps a position (0 to 1) to a value, or one value per param group
 
-ROUNDING = 1e-6  # how far positions and sums of shares may be off
+ROUNDING = 1e-6  # tolerance of positions and sums of fractions
 
 
 class Annealer:
-    "A value that goes from `start` to `end`, as a function of the position between them; it pickles."
+    "Schedule from `start` to `end`, a function of the position (0 to 1) that can be pickled."
 
     def __init__(
         self,
@@ -45,13 +45,14 @@ class Annealer:
         end: Any,
         *more: Any,
     ) -> None:
-        self.maker, self.f, self.more = maker, f, more
-        self.start, self.end = (
-            np.array(v) if isinstance(v, (list, tuple)) else v for v in (start, end)
-        )
+        self.maker = maker
+        self.f = f
+        self.more = more
+        self.start = np.array(start) if isinstance(start, (list, tuple)) else start
+        self.end = np.array(end) if isinstance(end, (list, tuple)) else end
 
     def __call__(self, pos: Any) -> Any:
-        return self.f(self.start, self.end, _checked_position(pos), *self.more)
+        return self.f(self.start, self.end, _clip_position(pos), *self.more)
 
     def __reduce__(self) -> Any:
         return self.maker, (self.start, self.end, *self.more)
@@ -61,12 +62,12 @@ class Annealer:
 
 
 def annealer(
-    f: Callable[..., Any],  # f(start, end, pos), and more parameters behind them
+    f: Callable[..., Any],  # f(start, end, pos, *more)
 ) -> Callable[..., Annealer]:
-    """Make `f` take `start` and `end` (and what follows `pos`), and return a function of the position, from 0 to 1.
+    """Convert `f(start, end, pos, *more)` to a function of (start, end, *more) that returns a schedule.
 
-    `start` and `end` are numbers, arrays or tensors. Raises `ScheduleError` for values that `f` cannot go between, and
-    for positions outside 0 to 1.
+    `start` and `end` are numbers, arrays or tensors. Raises `ScheduleError` for values that `f` cannot interpolate,
+    and for positions outside of 0 to 1.
 
     >>> @annealer
     ... def SchedSquare(start, end, pos): return start + (end - start) * pos ** 2
@@ -85,7 +86,7 @@ def annealer(
     signature = inspect.Signature(
         [p for p in parameters if p.name != 'pos'], return_annotation='Annealer'
     )
-    make.__signature__ = signature  # type: ignore[attr-defined]  # what `inspect` reads
+    make.__signature__ = signature  # type: ignore[attr-defined]  # read by `inspect`
     return make
 
 
@@ -99,19 +100,20 @@ def _try_out(schedule: Annealer) -> None:
         raise ScheduleError(f'{schedule} is not a real number on its way.')
 
 
-def _checked_position(pos: Any) -> Any:
-    "Return a position from 0 to 1, rid of rounding errors; raise `ScheduleError` for any other."
+def _clip_position(pos: Any) -> Any:
+    "Clip rounding errors of a position to 0 to 1; raise `ScheduleError` for positions further outside."
     if pos.__class__ is float and 0.0 <= pos <= 1.0:
         return pos
-    many = getattr(pos, 'ndim', 0) > 0
-    low, high = (float(pos.min()), float(pos.max())) if many else (float(pos),) * 2
+    is_array = getattr(pos, 'ndim', 0) > 0
+    low = float(pos.min() if is_array else pos)
+    high = float(pos.max() if is_array else pos)
     if not (low >= -ROUNDING and high <= 1 + ROUNDING):
         raise ScheduleError(
             f'A schedule was asked for position {pos!r}: 0 is its start and 1 its end.'
         )
     if low >= 0 and high <= 1:
         return pos
-    return pos.clip(0, 1) if many else min(max(float(pos), 0.0), 1.0)
+    return pos.clip(0, 1) if is_array else min(max(float(pos), 0.0), 1.0)
 
 
 def _cos(x: Any) -> Any:
@@ -122,7 +124,7 @@ def _cos(x: Any) -> Any:
 
 @annealer
 def SchedLin(start: Any, end: Any, pos: Any) -> Any:
-    """Go evenly from `start` to `end`.
+    """Anneal linearly from `start` to `end`.
 
     >>> SchedLin(1., 2.)(0.25)
     1.25
@@ -132,7 +134,7 @@ def SchedLin(start: Any, end: Any, pos: Any) -> Any:
 
 @annealer
 def SchedCos(start: Any, end: Any, pos: Any) -> Any:
-    """Go along half a cosine, flat at both ends: `start + (end - start) * (1 - cos(pi * pos)) / 2`.
+    """Anneal along half a cosine, flat at both ends: `start + (end - start) * (1 - cos(pi * pos)) / 2`.
 
     >>> SchedCos(1., 2.)
     SchedCos(1.0, 2.0)
@@ -148,7 +150,7 @@ def SchedNo(start: Any, end: Any, pos: Any) -> Any:
 
 @annealer
 def SchedExp(start: Any, end: Any, pos: Any) -> Any:
-    """Go by equal factors: `start * (end / start) ** pos`.
+    """Anneal exponentially: `start * (end / start) ** pos`.
 
     >>> SchedExp(1., 100.)(0.5)
     10.0
@@ -158,7 +160,7 @@ def SchedExp(start: Any, end: Any, pos: Any) -> Any:
 
 @annealer
 def SchedPoly(start: Any, end: Any, pos: Any, power: Any) -> Any:
-    """Go by a power of the position: `start + (end - start) * pos ** power`.
+    """Anneal by a power of the position: `start + (end - start) * pos ** power`.
 
     >>> SchedPoly(0., 1., 2)(0.5)
     0.25
@@ -167,14 +169,15 @@ def SchedPoly(start: Any, end: Any, pos: Any, power: Any) -> Any:
 
 
 class _Combined:
-    "Schedules one after the other."
+    "Sequence of schedules."
 
     def __init__(self, pcts: list[float], scheds: list[Schedule]) -> None:
-        self.pcts, self.scheds = pcts, scheds
+        self.pcts = pcts
+        self.scheds = scheds
         self.starts = [0.0, *accumulate(pcts)][:-1]
 
     def __call__(self, pos: Any) -> Any:
-        pos = float(_checked_position(pos))
+        pos = float(_clip_position(pos))
         i = bisect_right(self.starts, pos) - 1
         return self.scheds[i](min((pos - self.starts[i]) / self.pcts[i], 1.0))
 
@@ -183,12 +186,12 @@ class _Combined:
 
 
 def combine_scheds(
-    pcts: Sequence[float],  # each one's share of the whole; they sum to 1
-    scheds: Sequence[Schedule],  # from 0 to 1 each
+    pcts: Sequence[float],  # fraction of the whole for each schedule, with sum 1
+    scheds: Sequence[Schedule],  # schedules over positions 0 to 1
 ) -> Schedule:
-    """Return one schedule that follows `scheds` one after the other; where they meet, the later one counts.
+    """Return a schedule that follows several schedules in sequence; a boundary belongs to the later schedule.
 
-    Raises `ScheduleError` for shares that are negative or do not sum to 1, and for another number of schedules.
+    Raises `ScheduleError` for negative fractions, a sum other than 1, and a different number of schedules.
 
     >>> f = combine_scheds([0.25, 0.75], [SchedLin(0., 1.), SchedNo(1., 1.)])
     >>> f(0.125), f(0.9)
@@ -213,12 +216,12 @@ def combine_scheds(
 
 
 def combined_cos(
-    pct: float,  # where the middle is
-    start: Any,
-    middle: Any,
-    end: Any,
+    pct: float,  # position of the middle, 0 to 1
+    start: Any,  # value at position 0
+    middle: Any,  # value at position `pct`
+    end: Any,  # value at position 1
 ) -> Schedule:
-    """Return a schedule that goes from `start` to `middle` and on to `end`, each along half a cosine.
+    """Return a schedule from `start` to `middle` to `end`, each along half a cosine.
 
     >>> f = combined_cos(0.25, 0., 1., 0.)
     >>> f(0.), f(0.25), f(1.)
@@ -228,8 +231,8 @@ def combined_cos(
 
 
 def check_schedule(what: str, f: object) -> None:
-    "Raise `ScheduleError` for what is no function."
+    "Raise `ScheduleError` unless `f` is callable."
     if not callable(f):
         raise ScheduleError(
-            f'{what} is {f!r}: give a function of the position, SchedCos(1, 0) say.'
+            f'{what} is {f!r}: give a function of the position, such as SchedCos(1, 0).'
         )

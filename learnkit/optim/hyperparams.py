@@ -1,4 +1,4 @@
-"""Param groups: what is in them, the hyper-parameters by fastai's names, and what fused kernels take for granted."""
+"""Param groups: their parameters, their hyperparameters by fastai's names, and requirements of fused kernels."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ __all__ = [
     'norm_bias_params',
 ]
 
-# fastai's name of a hyper-parameter, and where torch's param groups keep it: the first that is there counts, a pair
-# stands for an element of a tuple
+# fastai's name of a hyperparameter -> torch's keys in a param group, the first existing key counts; a pair is a key
+# and an index into a tuple
 HYPERS: dict[str, tuple[str | tuple[str, int], ...]] = {
     'lr': ('lr',),
     'mom': ('momentum', ('betas', 0)),
@@ -44,16 +44,16 @@ HYPERS: dict[str, tuple[str | tuple[str, int], ...]] = {
     'wd': ('weight_decay',),
     'eps': ('eps',),
 }
-# torch's names of all of them
-OPTIONS = ('lr', 'momentum', 'betas', 'alpha', 'weight_decay', 'eps')
-SHARES = ('mom', 'sqr_mom', 'momentum', 'alpha')  # what of an average is kept: below 1
+OPTIONS = ('lr', 'momentum', 'betas', 'alpha', 'weight_decay', 'eps')  # torch's keys
+DECAY_RATES = ('mom', 'sqr_mom', 'momentum', 'alpha')  # of averages: below 1
 
 
 def place_of(name: str, group: Mapping[str, Any]) -> str | tuple[str, int] | None:
-    "Return where a param group keeps a hyper-parameter, None where it has none of that name."
-    for where in HYPERS.get(name, (name,)):
-        if (where if isinstance(where, str) else where[0]) in group:
-            return where
+    "Return the key, or (key, index), of a hyperparameter in a param group, or None if absent."
+    for place in HYPERS.get(name, (name,)):
+        key = place if isinstance(place, str) else place[0]
+        if key in group:
+            return place
     return None
 
 
@@ -66,51 +66,52 @@ def check_hyper(name: str, value: Any) -> None:
     """
     if not isinstance(value, (Real, torch.Tensor)):
         raise OptimizerError(f'{name}={value!r}: give a number, or one for each param group.')
-    is_known = name in HYPERS or name in OPTIONS  # of others one cannot say
+    is_known = name in HYPERS or name in OPTIONS
     if is_known and not 0 <= float(value) < bound_of(name):
         raise OptimizerError(
-            f'{name}={value!r}: give a number, 0 or more{" and below 1" * (name in SHARES)}.'
+            f'{name}={value!r}: give a number, 0 or more{" and below 1" * (name in DECAY_RATES)}.'
         )
 
 
 def bound_of(name: str) -> float:
-    "Return what the values of a hyper-parameter stay below."
-    return 1.0 if name in SHARES else float('inf')
+    "Return the upper bound (exclusive) of a hyperparameter's values."
+    return 1.0 if name in DECAY_RATES else float('inf')
 
 
 class Hypers(MutableMapping[str, Any]):
-    """The hyper-parameters of one group by fastai's names (and torch's), read from and written to torch's param groups.
+    """Mapping of one group's hyperparameters by fastai's (and torch's) names to the values in torch's param groups.
 
-    A name is read from the first of them that has it, and written to each that has it. Param groups that weight decay
-    spares keep theirs at 0.
+    A value is read from the first param group that has the key, and written to each param group that has the key.
+    `weight_decay` stays 0 in param groups of exempt parameters.
     """
 
     def __init__(self, groups: list[dict[str, Any]], exempt: set[nn.Parameter]) -> None:
-        self._groups, self._exempt = groups, exempt
+        self._groups = groups
+        self._exempt = exempt
 
-    def _found(self, name: str) -> list[tuple[dict[str, Any], str | tuple[str, int]]]:
-        "Return the param groups that have this, with its place there; for weight decay those that it acts on."
-        found = [(g, where) for g in self._groups if (where := place_of(name, g)) is not None]
+    def _find(self, name: str) -> list[tuple[dict[str, Any], str | tuple[str, int]]]:
+        "Return (param group, place) of a hyperparameter; for weight decay without exempt groups if possible."
+        found = [(g, place) for g in self._groups if (place := place_of(name, g)) is not None]
         if not found:
             raise KeyError(name)
-        return [
-            (g, where) for g, where in found if where != 'weight_decay' or not self.is_exempt(g)
-        ] or found[:1]
+        effective = [
+            (g, place) for g, place in found if place != 'weight_decay' or not self.is_exempt(g)
+        ]
+        return effective or found[:1]
 
     def __getitem__(self, name: str) -> Any:
-        group, where = self._found(name)[0]
-        return group[where] if isinstance(where, str) else group[where[0]][where[1]]
+        group, place = self._find(name)[0]
+        return group[place] if isinstance(place, str) else group[place[0]][place[1]]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        for group, where in self._found(name):
-            if where == 'weight_decay' and self.is_exempt(group):
+        for group, place in self._find(name):
+            if place == 'weight_decay' and self.is_exempt(group):
                 continue
-            if isinstance(where, str):
-                _put(group, where, value)
+            if isinstance(place, str):
+                _set_option(group, place, value)
             else:
-                group[where[0]] = tuple(
-                    value if i == where[1] else v for i, v in enumerate(group[where[0]])
-                )
+                key, index = place
+                group[key] = tuple(value if i == index else v for i, v in enumerate(group[key]))
 
     def is_exempt(self, group: dict[str, Any]) -> bool:
         return bool(group['params']) and all(p in self._exempt for p in group['params'])
@@ -131,19 +132,19 @@ class Hypers(MutableMapping[str, Any]):
         return any(place_of(str(name), g) is not None for g in self._groups)
 
 
-def _put(group: dict[str, Any], name: str, value: Any) -> None:
-    "Set one option; a rate that lives in a tensor is filled, so that compiled steps see it."
+def _set_option(group: dict[str, Any], name: str, value: Any) -> None:
+    "Set one option of a param group; a tensor is filled, because compiled steps hold the tensor."
     if isinstance(group[name], torch.Tensor):
         group[name].fill_(value)
     else:
-        # never the caller's own
+        # a clone, because the caller may change the tensor
         group[name] = value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def torch_names(opt: Any, hypers: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate fastai's names of hyper-parameters into those that `opt` takes.
+    """Translate fastai's names of hyperparameters to the parameter names of `opt`.
 
-    Raises `OptimizerError` for what it does not take under any name.
+    Raises `OptimizerError` for a hyperparameter that `opt` does not take.
 
     >>> torch_names(torch.optim.Adam, {'mom': 0.8, 'wd': 0.1})
     {'betas': (0.8, 0.999), 'weight_decay': 0.1}
@@ -154,16 +155,15 @@ def torch_names(opt: Any, hypers: Mapping[str, Any]) -> dict[str, Any]:
         return dict(hypers)
     res: dict[str, Any] = {}
     for name, value in hypers.items():
-        key, at = next(
-            (where for where in map(_as_pair, HYPERS.get(name, ())) if where[0] in takes),
-            (name, None),
-        )
-        if name in takes or at is None:
-            res[name if name in takes else key] = value
+        places = map(_as_pair, HYPERS.get(name, ()))
+        key, index = next((place for place in places if place[0] in takes), (name, None))
+        if name in takes:
+            res[name] = value
+        elif index is None:
+            res[key] = value
         else:
-            res[key] = tuple(
-                value if i == at else v for i, v in enumerate(res.get(key, takes[key].default))
-            )
+            values = res.get(key, takes[key].default)
+            res[key] = tuple(value if i == index else v for i, v in enumerate(values))
     if any(p.kind is p.VAR_KEYWORD for p in takes.values()):
         return res
     for name in res:
@@ -176,19 +176,19 @@ def torch_names(opt: Any, hypers: Mapping[str, Any]) -> dict[str, Any]:
     return res
 
 
-def _as_pair(where: str | tuple[str, int]) -> tuple[str, int | None]:
-    return (where, None) if isinstance(where, str) else where
+def _as_pair(place: str | tuple[str, int]) -> tuple[str, int | None]:
+    return (place, None) if isinstance(place, str) else place
 
 
 def maker_of(opt: Any) -> Any:
-    "Return the class or function that makes an optimizer, without the partials around it."
+    "Return the class or function inside of `functools.partial` objects."
     while isinstance(opt, partial):
         opt = opt.func
     return opt
 
 
 def spread(values: slice, n: int) -> list[float]:
-    """Spread a slice of rates over `n` groups: evenly on a log scale, or `slice(hi)`: a tenth of it but for the last.
+    """Spread a slice over `n` groups: `slice(lo, hi)` evenly on a log scale, `slice(hi)` as `hi / 10` except the last.
 
     >>> spread(slice(1e-4, 1e-2), 3), spread(slice(1e-2), 2)
     ([0.0001, 0.001, 0.01], [0.001, 0.01])
@@ -204,7 +204,7 @@ def spread(values: slice, n: int) -> list[float]:
 
 
 def is_many(value: Any) -> bool:
-    "Tell several values from one."
+    "Return True for a sequence, array or tensor of values, False for one value."
     if isinstance(value, str):
         return False
     return isinstance(value, Sequence) or (hasattr(value, 'shape') and len(value.shape) > 0)
@@ -243,22 +243,17 @@ def params(m: nn.Module) -> list[nn.Parameter]:
 
 
 def norm_bias_params(model: nn.Module, with_bias: bool = True) -> list[nn.Parameter]:
-    "Return the parameters of normalisation layers and, `with_bias`, every other layer's bias."
+    "Return the parameters of normalization layers and, with `with_bias`, the biases of all other layers."
     found = {}
     for m in model.modules():
-        own = m.named_parameters(recurse=False)
-        found.update(
-            {
-                id(p): p
-                for n, p in own
-                if isinstance(m, NORMS) or (with_bias and n.startswith('bias'))
-            }
-        )
+        for name, p in m.named_parameters(recurse=False):
+            if isinstance(m, NORMS) or (with_bias and name.startswith('bias')):
+                found[id(p)] = p
     return list(found.values())
 
 
 def as_groups(params: Any) -> list[Any]:
-    "Turn parameters, lists of lists of them, or torch's dicts into what torch's optimizers take."
+    "Convert parameters, lists of parameters, or torch's dicts to the form that torch's optimizers take."
     if not isinstance(params, Iterable):
         raise OptimizerError(f'{params!r} is no list of parameters or groups.{SPLIT}')
     groups: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
@@ -270,29 +265,25 @@ def as_groups(params: Any) -> list[Any]:
         groups = [{'params': g} for g in groups]
     if not isinstance(groups[0], dict):
         return groups
-    return [{**g, 'params': _listed(g['params'])} for g in groups]
+    return [{**g, 'params': _list_params(g['params'])} for g in groups]
 
 
-def _listed(params: Any) -> list[Any]:
-    "Return the parameters of a group; raise `OptimizerError` for anything that is none, a module for one."
-    res = (
-        [params]
-        if isinstance(params, torch.Tensor)
-        else list(params)
-        if isinstance(params, Iterable)
-        else params
-    )
-    for p in res if isinstance(res, list) else [res]:
+def _list_params(params: Any) -> list[Any]:
+    "Return the parameters of a group as a list; raise `OptimizerError` for other objects, such as a module."
+    if isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
+        params = [params]
+    res = list(params)
+    for p in res:
         if isinstance(p, (torch.Tensor, tuple)):
             continue
         raise OptimizerError(
             f'A param group has a {type(p).__name__}, which is no parameter.{SPLIT}'
         )
-    return list(res)
+    return res
 
 
 def check_maker(opt: Any) -> None:
-    "Raise `OptimizerError` for a class that makes no optimizers."
+    "Raise `OptimizerError` for a class that is not an optimizer class."
     cls = maker_of(opt)
     if isinstance(cls, type) and not issubclass(cls, torch.optim.Optimizer):
         raise OptimizerError(
@@ -302,7 +293,7 @@ def check_maker(opt: Any) -> None:
 
 
 def members(groups: list[Any]) -> Iterator[torch.Tensor]:
-    "Yield the parameters in what `as_groups` returned."
+    "Yield the parameters in the groups that `as_groups` returns."
     for o in (o for g in groups for o in (g['params'] if isinstance(g, dict) else [g])):
         yield o[1] if isinstance(o, tuple) else o
 
@@ -311,76 +302,77 @@ def members(groups: list[Any]) -> Iterator[torch.Tensor]:
 
 
 def fused_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    "Return those that update all parameters of a group in one kernel."
+    "Return the optimizers that update all parameters of a group in one kernel."
     return [o for o in optimizers if any(g.get('fused') for g in o.param_groups)]
 
 
-class Known(NamedTuple):
-    "What a param group was like when all of it was looked at."
+class CheckedGroup(NamedTuple):
+    "Objects, sizes and strides of a param group at its last full check."
 
-    state: Any  # the very objects: loading a state, or setting parameters apart, puts others there
-    params: list[Any]
-    sizes: tuple[Any, ...]  # what else tells that states or parameters came
-    watched: list[Any]  # parameters on the CPU
-    tall: list[Any]  # those elsewhere that can lie channels last
-    lie: Any  # how both lay
+    state: Any  # compared by identity: loading a state replaces the object
+    params: list[Any]  # compared by identity: splitting a group replaces the list
+    sizes: tuple[Any, ...]  # sizes that change with new states or parameters
+    cpu_params: list[Any]  # parameters on the CPU
+    device_params: list[Any]  # parameters on other devices with 4 or more dimensions
+    layout: Any  # memory layout of both
 
 
 class FusedGuard:
-    """Keep what a fused optimizer takes for granted: gradients and states that lie in memory as their parameter.
+    """Match the strides of gradients and states to their parameters, as fused optimizers require.
 
-    torch's kernels for the CPU run over memory as it lies: a state from before
-    `model.to(memory_format=torch.channels_last)` would silently meet the wrong weights. Those for CUDA stop with an
-    error. States are looked at when a load, a new state or another layout may have changed them, parameters and
-    gradients on the CPU at each step. A state whose tensors were replaced by hand is not seen."""
+    torch's CPU kernels ignore strides: a state from before `model.to(memory_format=torch.channels_last)` would be
+    applied to the wrong weights without an error. torch's CUDA kernels raise an error. States are checked after a
+    load, a new state or a layout change; CPU parameters and gradients are checked at each step. State tensors
+    replaced by user code are not detected."""
 
     def __init__(self, opt: torch.optim.Optimizer) -> None:
         self.opt = opt
-        self._known: dict[int, Known] = {}
+        self._checked: dict[int, CheckedGroup] = {}
 
     def prepare(self) -> None:
-        "Lay gradients and states as they must be, or fuse a group no more where that cannot be."
+        "Match the strides of gradients and states, or set `fused` to False for a group that cannot be fused."
         for i, group in enumerate(self.opt.param_groups):
-            if not group.get('fused') or not group['params'] or self._is_as_known(i, group):
+            if not group.get('fused') or not group['params'] or self._is_unchanged(i, group):
                 continue
-            self._known.pop(i, None)
-            if self._mend(group):
-                self._know(i, group)
+            self._checked.pop(i, None)
+            if self._match_strides(group):
+                self._remember(i, group)
             else:
                 group['fused'] = False
 
-    def _sizes(self, group: dict[str, Any]) -> tuple[Any, ...]:
+    def _count_sizes(self, group: dict[str, Any]) -> tuple[Any, ...]:
         params = group['params']
         return len(self.opt.state), len(params), params[0].is_cuda, bool(group.get('momentum'))
 
-    def _is_as_known(self, i: int, group: dict[str, Any]) -> bool:
-        known = self._known.get(i)
-        if (
-            known is None
-            or known.state is not self.opt.state
-            or known.params is not group['params']
-        ):
+    def _is_unchanged(self, i: int, group: dict[str, Any]) -> bool:
+        last = self._checked.get(i)
+        if last is None or last.state is not self.opt.state or last.params is not group['params']:
             return False
-        return known.sizes == self._sizes(group) and known.lie == lie_of(known.watched, known.tall)
+        if last.sizes != self._count_sizes(group):
+            return False
+        return last.layout == read_layout(last.cpu_params, last.device_params)
 
-    def _know(self, i: int, group: dict[str, Any]) -> None:
+    def _remember(self, i: int, group: dict[str, Any]) -> None:
         params, state = group['params'], self.opt.state
-        # a parameter without a momentum that the others have may get its first gradient at any step
+        # a parameter that lacks a momentum buffer may get its first gradient at any step
         if group.get('momentum') and any(
             state.get(p, {}).get('momentum_buffer') is None for p in params
         ):
             return
-        watched = [p for p in params if p.device.type == 'cpu']
-        tall = [p for p in params if p.device.type != 'cpu' and p.dim() > 3]
-        if (lie := lie_of(watched, tall)) is not None:
-            self._known[i] = Known(state, params, self._sizes(group), watched, tall, lie)
+        cpu_params = [p for p in params if p.device.type == 'cpu']
+        device_params = [p for p in params if p.device.type != 'cpu' and p.dim() > 3]
+        layout = read_layout(cpu_params, device_params)
+        if layout is not None:
+            self._checked[i] = CheckedGroup(
+                state, params, self._count_sizes(group), cpu_params, device_params, layout
+            )
 
-    def _mend(self, group: dict[str, Any]) -> bool:
-        "Lay what lies otherwise as its parameter; tell whether the group can be fused."
-        momentum = bool(group.get('momentum')) and bool(self.opt.state)
+    def _match_strides(self, group: dict[str, Any]) -> bool:
+        "Match gradient and state strides to the parameter's; return False if the group cannot be fused."
+        has_momentum = bool(group.get('momentum')) and bool(self.opt.state)
         for p in group['params']:
             state, grad = self.opt.state.get(p, {}), p.grad
-            if grad is not None and momentum and state.get('momentum_buffer') is None:
+            if grad is not None and has_momentum and state.get('momentum_buffer') is None:
                 return False
             tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
             if grad is not None and not (
@@ -388,36 +380,35 @@ class FusedGuard:
             ):
                 if not can_fuse(p):
                     return False
-                if not lie_alike(p, grad):
+                if not have_same_layout(p, grad):
                     p.grad = torch.empty_like(p).copy_(grad)
             for key, value in tensors.items():
-                if value.shape == p.shape and not lie_alike(p, value):
+                if value.shape == p.shape and not have_same_layout(p, value):
                     state[key] = torch.empty_like(p).copy_(value)
         return True
 
 
-def lie_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    "Tell whether two tensors of a shape have their elements in the same order."
+def have_same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
+    "Return True if two tensors of one shape have the same memory layout."
     return a.stride() == b.stride() or (a.is_contiguous() and b.is_contiguous())
 
 
-def lie_of(watched: list[Any], tall: list[Any]) -> Any:
-    "Return how parameters lie; None if a gradient of those watched lies otherwise than its parameter."
-    by_rows = torch.Tensor.is_contiguous
+def read_layout(cpu_params: list[Any], device_params: list[Any]) -> Any:
+    "Return the memory layout of parameters, or None if a CPU gradient's layout differs from its parameter's."
+    is_contiguous = torch.Tensor.is_contiguous
     try:
-        if all(map(by_rows, watched)) and all(
-            map(by_rows, [g for p in watched if (g := p.grad) is not None])
-        ):
-            return [by_rows(p) for p in tall]
-        if not all(lie_alike(p, g) for p in watched if (g := p.grad) is not None):
+        grads = [g for p in cpu_params if (g := p.grad) is not None]
+        if all(map(is_contiguous, cpu_params)) and all(map(is_contiguous, grads)):
+            return [is_contiguous(p) for p in device_params]
+        if not all(have_same_layout(p, g) for p in cpu_params if (g := p.grad) is not None):
             return None
     except RuntimeError:
         return None  # a sparse gradient has no strides
-    return [p.stride() for p in watched], [by_rows(p) for p in tall]
+    return [p.stride() for p in cpu_params], [is_contiguous(p) for p in device_params]
 
 
 def can_fuse(p: torch.Tensor) -> bool:
-    "Tell whether torch's fused kernels can update a parameter: plain, real, without holes, its gradient dense."
+    "Return True if torch's fused kernels support a parameter: floating point, dense, without gaps, dense gradient."
     p = local(p)
     return (
         type(p) in (torch.Tensor, nn.Parameter)

@@ -1,4 +1,4 @@
-"""Optimizers by fastai's names, most of them torch's own, and Muon together with AdamW."""
+"""Optimizers with fastai's names and defaults, mostly on torch's classes, and Muon combined with AdamW."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ __all__ = [
 ]
 
 
-def _sparing(params: Any, opt: Any) -> OptimWrapper:
-    "Make an optimizer by fastai's name: a Learner leaves norm layers and biases out of its weight decay."
+def _wrap(params: Any, opt: Any) -> OptimWrapper:
+    "Make an OptimWrapper whose norms and biases a Learner exempts from weight decay."
     res = OptimWrapper(params, opt=opt)
     res.spares_norms = True
     return res
@@ -42,55 +42,55 @@ def _sparing(params: Any, opt: Any) -> OptimWrapper:
 
 
 def SGD(
-    params: Any,  # parameters or groups of them
+    params: Any,  # parameters or groups of parameters
     lr: float = 1e-3,  # learning rate
     mom: float = 0.0,  # momentum
     wd: float = 0.0,  # weight decay
-    decouple_wd: bool = True,  # decay the weights themselves (False: add it to the gradient, as L2 regularisation)
+    decouple_wd: bool = True,  # decoupled weight decay; False: L2 regularization
 ) -> OptimWrapper:
-    """Make fastai's SGD on torch's own; as `opt_func`, with other options: `partial(SGD, mom=0.9)`.
+    """Make fastai's SGD with torch's class; as `opt_func` with other options: `partial(SGD, mom=0.9)`.
 
     >>> SGD([nn.Parameter(torch.zeros(2))], lr=0.1, mom=0.9).hypers[0]
     {'lr': 0.1, 'mom': 0.9, 'wd': 0.0}
     """
     cls = DecoupledSGD if decouple_wd else torch.optim.SGD
-    return _sparing(params, opt=partial(cls, lr=lr, momentum=mom, weight_decay=wd))
+    return _wrap(params, opt=partial(cls, lr=lr, momentum=mom, weight_decay=wd))
 
 
 def RMSProp(
-    params: Any,  # parameters or groups of them
+    params: Any,  # parameters or groups of parameters
     lr: float = 1e-3,  # learning rate
     mom: float = 0.0,  # momentum
     sqr_mom: float = 0.99,  # decay of the average squared gradient
     eps: float = 1e-8,  # added to the denominator
     wd: float = 0.0,  # weight decay
-    decouple_wd: bool = True,  # decay the weights themselves (False: add it to the gradient, as L2 regularisation)
+    decouple_wd: bool = True,  # decoupled weight decay; False: L2 regularization
 ) -> OptimWrapper:
-    """Make fastai's RMSProp on torch's own.
+    """Make fastai's RMSProp with torch's class.
 
-    Without momentum the two are the same, but that fastai 2.8 does not look at its `eps`. With it torch sums up the
-    steps, `b = mom * b + g / (sqrt(v) + eps)`, where fastai divides the summed gradients by the latest root.
+    Without momentum both are equal, except that fastai 2.8 ignores `eps`. With momentum torch accumulates steps,
+    `b = mom * b + g / (sqrt(v) + eps)`, and fastai divides the accumulated gradients by the current root.
 
     >>> RMSProp([nn.Parameter(torch.zeros(2))], mom=0.9).hypers[0]
     {'lr': 0.001, 'mom': 0.9, 'sqr_mom': 0.99, 'wd': 0.0, 'eps': 1e-08}
     """
     cls = DecoupledRMSprop if decouple_wd else torch.optim.RMSprop
-    return _sparing(
+    return _wrap(
         params, opt=partial(cls, lr=lr, momentum=mom, alpha=sqr_mom, eps=eps, weight_decay=wd)
     )
 
 
 def Adam(
-    params: Any,  # parameters or groups of them
+    params: Any,  # parameters or groups of parameters
     lr: float = 1e-3,  # learning rate
     mom: float = 0.9,  # decay of the average gradient
     sqr_mom: float = 0.99,  # decay of the average squared gradient
     eps: float = 1e-5,  # added to the denominator
     wd: float = 0.01,  # weight decay
-    decouple_wd: bool = True,  # decay the weights themselves (AdamW)
-    fused: bool | None = None,  # update all weights in one kernel; None: where the device has it
+    decouple_wd: bool = True,  # decoupled weight decay (AdamW)
+    fused: bool | None = None,  # fused kernel; None: if the device supports it
 ) -> OptimWrapper:
-    """Make fastai's Adam, with its defaults, on torch's own; with others: `opt_func=partial(Adam, wd=0.1)`.
+    """Make fastai's Adam with torch's class and fastai's defaults; with others: `opt_func=partial(Adam, wd=0.1)`.
 
     The fused kernel differs from torch's loop by rounding, and is three to five times as fast on a CPU.
 
@@ -101,62 +101,60 @@ def Adam(
     if fused is None:
         fused = all(map(can_fuse, members(groups)))
     cls = torch.optim.AdamW if decouple_wd else torch.optim.Adam
-    return _sparing(
+    return _wrap(
         groups, opt=partial(cls, lr=lr, betas=(mom, sqr_mom), eps=eps, weight_decay=wd, fused=fused)
     )
 
 
 def RAdam(
-    params: Any,  # parameters or groups of them
+    params: Any,  # parameters or groups of parameters
     lr: float = 1e-3,  # learning rate
     mom: float = 0.9,  # decay of the average gradient
     sqr_mom: float = 0.99,  # decay of the average squared gradient
     eps: float = 1e-5,  # added to the denominator
     wd: float = 0.0,  # weight decay
-    beta: float = 0.0,  # of fastai's SAdam, which torch does not have: must be 0
-    decouple_wd: bool = True,  # decay the weights themselves
+    beta: float = 0.0,  # must be 0: parameter of fastai's SAdam, which torch does not have
+    decouple_wd: bool = True,  # decoupled weight decay
 ) -> OptimWrapper:
-    """Make fastai's RAdam (Liu et al., 2020) on torch's own.
+    """Make fastai's RAdam (Liu et al., 2020) with torch's class.
 
-    torch adds `eps` to the root of the average before that is corrected for its start at zero, fastai after: the same
-    but for `eps`, whose weight in torch is greater in the first steps.
+    torch adds `eps` before the bias correction of the root, fastai after. `eps` therefore has a larger effect in the
+    first steps with torch.
 
-    Raises `OptimizerError` for a `beta`.
+    Raises `OptimizerError` if `beta` is not 0.
     """
     if beta:
         raise OptimizerError(
             f'beta={beta!r}: torch has no SAdam. Leave `beta` at 0, which is RAdam.'
         )
     cls = partial(torch.optim.RAdam, decoupled_weight_decay=decouple_wd)
-    return _sparing(params, opt=partial(cls, lr=lr, betas=(mom, sqr_mom), eps=eps, weight_decay=wd))
+    return _wrap(params, opt=partial(cls, lr=lr, betas=(mom, sqr_mom), eps=eps, weight_decay=wd))
 
 
-# torch's wrappers around these would run the hooks of a step a second time
-_sgd_step, _rmsprop_step = (
-    inspect.unwrap(torch.optim.SGD.step),
-    inspect.unwrap(torch.optim.RMSprop.step),
-)
+# torch's wrappers of `step` would run the step hooks a second time
+_sgd_step = inspect.unwrap(torch.optim.SGD.step)
+_rmsprop_step = inspect.unwrap(torch.optim.RMSprop.step)
 
 
 class DecoupledSGD(torch.optim.SGD):
-    "SGD whose weight decay shrinks the weights themselves (Loshchilov and Hutter, 2019, eq. 9 without the schedule)."
+    "SGD with decoupled weight decay (Loshchilov and Hutter, 2019, eq. 9 without the schedule)."
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        "Shrink the weights that have a gradient, then step without weight decay."
-        return _shrink_and_step(self, _sgd_step, closure)
+        "Decay the weights that have a gradient, then step without weight decay."
+        return _decay_and_step(self, _sgd_step, closure)
 
 
 class DecoupledRMSprop(torch.optim.RMSprop):
-    "RMSprop whose weight decay shrinks the weights themselves."
+    "RMSprop with decoupled weight decay."
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        "Shrink the weights that have a gradient, then step without weight decay."
-        return _shrink_and_step(self, _rmsprop_step, closure)
+        "Decay the weights that have a gradient, then step without weight decay."
+        return _decay_and_step(self, _rmsprop_step, closure)
 
 
-def _shrink_and_step(
+def _decay_and_step(
     opt: torch.optim.Optimizer, step: Callable[..., Any], closure: Callable[[], Any] | None
 ) -> Any:
     decays = [g['weight_decay'] for g in opt.param_groups]
@@ -176,6 +174,7 @@ def _shrink_and_step(
 
 # ---------------------------------------------------------------------------------------- Lookahead
 
+# attributes that a Lookahead copies from the OptimWrapper that it wraps
 LAYOUT = (
     '_places',
     'exempt',
@@ -187,15 +186,15 @@ LAYOUT = (
     'spares_norms',
     '_closures',
     '_evaluating',
-)  # of an OptimWrapper
+)
 
 
 class Lookahead(OptimWrapper):
-    """Step with another optimizer, and every `k` steps go back part of the way to where those began.
+    """Step with another optimizer, and every `k` steps interpolate between slow and fast weights.
 
-    Slow weights follow the fast ones by `alpha`, and the fast ones start from there again (Zhang et al., 2019). Both
-    they and the count of steps are in the optimizer's state dict. A weight's slow one begins as what the weight is at
-    its first step, so weights may be loaded before that.
+    Every `k` steps, slow weights move by `alpha` towards the fast weights, and the fast weights are set to the slow
+    weights (Zhang et al., 2019). Slow weights and the step count are in the optimizer's state dict. Slow weights are
+    initialized at the first step, so that weights may be loaded before.
 
     >>> w = nn.Parameter(torch.tensor([1.]))
     >>> opt = Lookahead(SGD([w], lr=0.1), k=2)
@@ -208,19 +207,16 @@ class Lookahead(OptimWrapper):
 
     def __init__(
         self,
-        opt: torch.optim.Optimizer
-        | OptimWrapper,  # what takes the steps: `lambda p, lr: Lookahead(Adam(p, lr))`
-        k: int = 6,  # steps between looking back
-        alpha: float = 0.5,  # how far the slow weights go with the fast ones, 0 to 1
+        opt: torch.optim.Optimizer | OptimWrapper,  # inner optimizer, such as `Adam(params, lr)`
+        k: int = 6,  # steps between updates of the slow weights
+        alpha: float = 0.5,  # step size of the slow weights, 0 to 1
     ) -> None:
         if not isinstance(k, int) or k < 1:
             raise OptimizerError(f'k={k!r}: give a whole number of steps, 1 or more.')
         if not 0 <= alpha <= 1:
             raise OptimizerError(f'alpha={alpha!r}: give a share from 0 to 1.')
         super().__init__(opt=opt.opt if isinstance(opt, OptimWrapper) else opt)
-        if isinstance(
-            opt, OptimWrapper
-        ):  # groups of several optimizers may be one, and some parameters are spared
+        if isinstance(opt, OptimWrapper):
             for name in LAYOUT:
                 setattr(self, name, getattr(opt, name))
         self.k, self.alpha = k, alpha
@@ -229,13 +225,13 @@ class Lookahead(OptimWrapper):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, only: str | int | None = None) -> Any:
-        "Take a step; after every `k`-th, move the slow weights, and the fast ones to them."
+        "Take a step; every `k` steps, update the slow weights and set the fast weights to them."
         groups = [
             (o.state, g, [p for p in g['params'] if p.grad is not None])
-            for o in self._stepping(only)
+            for o in self._select(only)
             for g in o.param_groups
         ]
-        new = [
+        new_weights = [
             (state, p, p.clone())
             for state, _, ps in groups
             for p in ps
@@ -243,88 +239,86 @@ class Lookahead(OptimWrapper):
         ]
         with torch.enable_grad():
             loss = super().step(closure, only)
-        for state, p, slow in new:
+        for state, p, slow in new_weights:
             state[p]['slow_weights'] = slow
 
         for state, g, ps in groups:
             g['lookahead_step'] = g.get('lookahead_step', 0) + 1
             if g['lookahead_step'] % self.k or not ps:
                 continue
-            slow_ones, fast_ones = locals_of(state[p]['slow_weights'] for p in ps), locals_of(ps)
-            torch._foreach_lerp_(slow_ones, fast_ones, self.alpha)
-            torch._foreach_copy_(fast_ones, slow_ones)
+            slow_weights = locals_of(state[p]['slow_weights'] for p in ps)
+            fast_weights = locals_of(ps)
+            torch._foreach_lerp_(slow_weights, fast_weights, self.alpha)
+            torch._foreach_copy_(fast_weights, slow_weights)
         return loss
 
     def clear_state(self, closures: bool = False) -> None:
-        "Forget momenta, averages and slow weights."
+        "Clear the optimizer states, including slow weights and the step count."
         super().clear_state(closures)
         for g in self.param_groups:
             g['lookahead_step'] = 0
 
 
 def ranger(
-    params: Any,  # parameters or groups of them
+    params: Any,  # parameters or groups of parameters
     lr: float = 1e-3,  # learning rate
     mom: float = 0.95,  # decay of the average gradient
     wd: float = 0.01,  # weight decay
     eps: float = 1e-6,  # added to the denominator
-    k: int = 6,  # steps between looking back
-    alpha: float = 0.5,  # how far the slow weights go with the fast ones
-    **kwargs: Any,  # more for `RAdam`
+    k: int = 6,  # steps between updates of the slow weights
+    alpha: float = 0.5,  # step size of the slow weights, 0 to 1
+    **kwargs: Any,  # further arguments of `RAdam`
 ) -> Lookahead:
     "Make fastai's ranger: `Lookahead` around `RAdam`."
     return Lookahead(RAdam(params, lr=lr, mom=mom, wd=wd, eps=eps, **kwargs), k=k, alpha=alpha)
 
 
-# ------------------------------------------------------------------------------- of another library
+# -------------------------------------------------------------------------------- pytorch_optimizer
 
 
 def QHAdam(
-    params: Any,  # parameters or groups of them
+    params: Any,  # parameters or groups of parameters
     lr: float = 1e-3,  # learning rate
     mom: float = 0.999,  # decay of the average gradient
     sqr_mom: float = 0.999,  # decay of the average squared gradient
-    nu_1: float = 0.7,  # weight of the average gradient beside the latest
-    nu_2: float = 1.0,  # weight of the average squared gradient beside the latest
+    nu_1: float = 0.7,  # weight of the average gradient; the current one gets `1 - nu_1`
+    nu_2: float = 1.0,  # weight of the average squared gradient; the current one gets `1 - nu_2`
     eps: float = 1e-8,  # added to the denominator
     wd: float = 0.0,  # weight decay
-    decouple_wd: bool = True,  # decay the weights themselves
+    decouple_wd: bool = True,  # decoupled weight decay
 ) -> OptimWrapper:
     """Make fastai's QHAdam (Ma and Yarats, 2019), from the library pytorch_optimizer.
 
     Raises `MissingExtraError` without `pip install learnkit[optim]`.
     """
     cls = partial(_from_library('QHAdam', 'Adam'), nus=(nu_1, nu_2), weight_decouple=decouple_wd)
-    return _sparing(params, opt=partial(cls, lr=lr, betas=(mom, sqr_mom), eps=eps, weight_decay=wd))
+    return _wrap(params, opt=partial(cls, lr=lr, betas=(mom, sqr_mom), eps=eps, weight_decay=wd))
 
 
 def Lamb(
-    params: Any,  # parameters or groups of them
+    params: Any,  # parameters or groups of parameters
     lr: float = 1e-3,  # learning rate
     mom: float = 0.9,  # decay of the average gradient
     sqr_mom: float = 0.99,  # decay of the average squared gradient
     eps: float = 1e-5,  # added to the denominators
     wd: float = 0.0,  # weight decay
-    decouple_wd: bool = True,  # decay the weights themselves (False: add it to the step, before that is scaled)
+    decouple_wd: bool = True,  # decoupled weight decay; False: added to the step before scaling
 ) -> OptimWrapper:
     """Make fastai's Lamb, LAMB (You et al., 2020), from the library pytorch_optimizer.
 
-    Each parameter's step is as long as `lr` times its norm. The averages are not corrected for their start at zero,
-    which the scaling makes up for but in `eps`, and the ratio of the norms is not held below 10 as in fastai.
+    The norm of each parameter's step is `lr` times the norm of the parameter. The averages have no bias correction,
+    which the scaling compensates except for `eps`. The ratio of the norms is not limited to 10 as in fastai.
 
     Raises `MissingExtraError` without `pip install learnkit[optim]`.
     """
     cls = partial(_from_library('Lamb', 'Adam'), weight_decouple=decouple_wd, adam_debias=True)
-    res = _sparing(params, opt=partial(cls, lr=lr, betas=(mom, sqr_mom), eps=eps, weight_decay=wd))
-    res.opt.clamp = float('inf')  # it would take the norm of a large layer for 10
+    res = _wrap(params, opt=partial(cls, lr=lr, betas=(mom, sqr_mom), eps=eps, weight_decay=wd))
+    res.opt.clamp = float('inf')  # the default limits the norm of a layer to 10
     return res
 
 
 def Larc(params: Any, lr: float = 1e-3, **kwargs: Any) -> OptimWrapper:
-    """Refuse: no well-kept library has LARC.
-
-    Raises `MissingExtraError`, which says what to use.
-    """
+    """Raise `MissingExtraError`, which names alternatives: no maintained library has LARC."""
     raise MissingExtraError(
         'No well-kept library has LARC. `Lamb` scales the steps of each layer, too, `GradientClip` '
         'limits those of `SGD`, and `pytorch_optimizer.LARS` goes in as `opt_func`.'
@@ -347,26 +341,25 @@ def _from_library(name: str, instead: str) -> Any:
 
 
 def MuonAdamW(
-    params: Any,  # parameters or groups of them
+    params: Any,  # parameters or groups of parameters
     lr: float = 1e-3,  # learning rate, of both
-    model: nn.Module | None = None,  # whose parameters they are; a Learner gives its own
-    but: Any = None,  # layers, or parameters, that AdamW trains too; None: the last layer that has a matrix
+    model: nn.Module | None = None,  # model of the parameters; a Learner passes its model
+    but: Any = None,  # layers or parameters left to AdamW; None: the last layer with a matrix
     mom: float = 0.95,  # momentum of Muon
     adam_mom: float = 0.9,  # decay of AdamW's average gradient
     sqr_mom: float = 0.99,  # decay of AdamW's average squared gradient
     eps: float = 1e-5,  # added to AdamW's denominator
     wd: float = 0.01,  # weight decay, of both
-    adjust_lr_fn: str
-    | None = 'match_rms_adamw',  # how Muon scales its steps: so that AdamW's `lr` suits it
+    adjust_lr_fn: str | None = 'match_rms_adamw',  # scaling of Muon's steps to AdamW's `lr`
 ) -> OptimWrapper:
     """Train the matrices of hidden layers with Muon, and the rest with AdamW: `Learner(..., opt_func=MuonAdamW)`.
 
-    Muon (Jordan et al., 2024) makes the averaged gradient of a matrix orthogonal. What is no hidden matrix is AdamW's:
+    Muon (Jordan et al., 2024) orthogonalizes the averaged gradient of a matrix. AdamW trains all other parameters:
     embeddings, the last layer, norms, biases and convolutions (see `hidden_matrices`). The optimizers are
-    `opt['adamw']` and `opt['muon']`; each group of the splitter is one group of both, with the same `lr` and `wd`, and
-    once it is set with the same `mom`. For rates of their own make both: `opt_func=[torch.optim.Muon(...), ...]`.
+    `opt['adamw']` and `opt['muon']`. Each group of the splitter is one group of both, with shared `lr` and `wd`; `mom`
+    is shared once it is set. For separate rates, make both optimizers: `opt_func=[torch.optim.Muon(...), ...]`.
 
-    Raises `OptimizerError` with a torch that has no Muon (2.9 brought it), and where there is no hidden matrix.
+    Raises `OptimizerError` if torch has no Muon (before 2.9), and if the model has no hidden matrix.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> opt = MuonAdamW(model.parameters(), lr=1e-3, model=model)
@@ -378,19 +371,20 @@ def MuonAdamW(
             f'torch {torch.__version__} has no Muon: install torch 2.9 or later, or use `Adam`.'
         )
     if model is None:
-        raise OptimizerError('MuonAdamW needs the model, to tell its layers: `model=`.')
+        raise OptimizerError('MuonAdamW needs the model, to know its layers: `model=`.')
     hidden = {id(p) for p in hidden_matrices(model, but)}
     groups = as_groups(params)
     parts: dict[str, list[dict[str, Any]]] = {'adamw': [], 'muon': []}
     places: list[list[tuple[str, int]]] = []
     for group in groups if isinstance(groups[0], dict) else [{'params': groups}]:
-        matrices, rest = (
-            [p for p in group['params'] if (id(p) in hidden) is wanted] for wanted in (True, False)
-        )
-        kinds = [name for name, ps in (('adamw', rest), ('muon', matrices)) if ps] or ['adamw']
-        places.append([(name, len(parts[name])) for name in kinds])
-        for name in kinds:
-            parts[name].append({**group, 'params': matrices if name == 'muon' else rest})
+        by_name = {
+            'adamw': [p for p in group['params'] if id(p) not in hidden],
+            'muon': [p for p in group['params'] if id(p) in hidden],
+        }
+        names = [name for name, group_params in by_name.items() if group_params] or ['adamw']
+        places.append([(name, len(parts[name])) for name in names])
+        for name in names:
+            parts[name].append({**group, 'params': by_name[name]})
     if not parts['muon']:
         raise OptimizerError(f'{type(model).__name__} has no hidden matrix to train: use `Adam`.')
 
@@ -416,11 +410,11 @@ def MuonAdamW(
 
 def hidden_matrices(
     model: nn.Module,
-    but: Any = None,  # layers, or parameters, to leave out; None: the last layer that has a matrix, taken for the head
+    but: Any = None,  # layers or parameters to exclude; None: the last layer with a matrix
 ) -> list[nn.Parameter]:
-    """Return the matrices of the layers between the embeddings and the head: those that Muon is made for.
+    """Return the matrices of the layers between the embeddings and the head, for which Muon is intended.
 
-    The last layer is the last that the model registered. Embeddings, and what is tied to them, are never among them.
+    The last layer is the last registered layer. Embeddings and parameters tied to embeddings are excluded.
 
     >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 9))
     >>> [tuple(p.shape) for p in hidden_matrices(model)]
@@ -439,24 +433,24 @@ def hidden_matrices(
     for o in but:
         if not isinstance(o, (nn.Module, torch.Tensor)):
             raise OptimizerError(
-                f'but={o!r}: give layers of the model or parameters, `but=model.head` for one.'
+                f'but={o!r}: give layers of the model or parameters, such as `but=model.head`.'
             )
-    left_out = {
+    excluded = {
         id(p)
         for o in (*tables, *but)
         for p in (o.parameters() if isinstance(o, nn.Module) else [o])
     }
     found = {
-        id(p): p for m in layers for p in own_params(m) if is_matrix(p) and id(p) not in left_out
+        id(p): p for m in layers for p in own_params(m) if is_matrix(p) and id(p) not in excluded
     }
     return list(found.values())
 
 
 def own_params(m: nn.Module) -> list[nn.Parameter]:
-    "Return the parameters of a module without those of the modules in it."
+    "Return the parameters of a module without the parameters of its submodules."
     return list(m.parameters(recurse=False))
 
 
 def is_matrix(p: torch.Tensor) -> bool:
-    "Tell whether Muon can train a parameter."
+    "Return True for a floating-point parameter with two dimensions."
     return p.ndim == 2 and p.is_floating_point()

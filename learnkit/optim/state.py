@@ -1,4 +1,4 @@
-"""The states of optimizers: compared with the optimizers that are to take them, then copied."""
+"""Comparison of a saved optimizer state with the optimizers, and copying of the state into the optimizers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from learnkit.optim.hyperparams import OPTIONS
 
 __all__ = ['is_torch_state', 'differences', 'load_state']
 
-# of these the optimizer at hand keeps its own: how a step is computed, and where, is not the file's business
-OWN = ('foreach', 'fused', 'capturable', 'differentiable', 'decoupled_weight_decay')
+# options that are not loaded, because they select an implementation for the current device
+KEPT_OPTIONS = ('foreach', 'fused', 'capturable', 'differentiable', 'decoupled_weight_decay')
 
-# the entries of a state that have the shape of their parameter
-AS_PARAMETER = frozenset(
+# entries of a state with the shape of their parameter
+PARAM_SHAPED = frozenset(
     {
         'exp_avg',
         'exp_avg_sq',
@@ -40,38 +40,34 @@ AS_PARAMETER = frozenset(
 
 
 class Optimizers(Protocol):
-    "What an `OptimWrapper` has for its states: its optimizers, and how their groups were split."
+    "The part of `OptimWrapper` that loading a state needs."
 
     @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]: ...
     @property
-    def exempt(self) -> Any: ...  # parameters that weight decay spares
+    def exempt(self) -> Any: ...
     @property
-    def splits(
-        self,
-    ) -> list[
-        tuple[Any, ...]
-    ]: ...  # groups that were split: optimizer, index, index of the rest, all parameters
+    def splits(self) -> list[tuple[Any, ...]]: ...
     def split_groups(self, o: torch.optim.Optimizer) -> None: ...
     def join_groups(self, o: torch.optim.Optimizer) -> None: ...
     def class_names(self) -> str: ...
 
 
 def is_torch_state(state: Any) -> bool:
-    "Tell the states of torch's optimizers, one or several by name, from fastai's and from anything else."
+    "Return True for the state dict of a torch optimizer, or a dict of several by name."
     if not isinstance(state, Mapping):
         return False
-    return is_one(state) or (bool(state) and all(map(is_one, state.values())))
+    return is_single(state) or (bool(state) and all(map(is_single, state.values())))
 
 
-def is_one(state: Any) -> bool:
-    "Tell the state of one optimizer from a dict of several by their names."
+def is_single(state: Any) -> bool:
+    "Return True for the state dict of one optimizer."
     return isinstance(state, Mapping) and {'state', 'param_groups'} <= set(state)
 
 
-def by_name(opt: Optimizers, state: Any) -> dict[str, Any]:
-    "Return states by the optimizers' names, whatever the one optimizer of a file or a Learner is called."
-    if is_one(state):
+def key_by_name(opt: Optimizers, state: Any) -> dict[str, Any]:
+    "Return state dicts by optimizer name; the name of a single optimizer may differ from the saved name."
+    if is_single(state):
         return dict.fromkeys(opt.optimizers, state) if len(opt.optimizers) == 1 else {'': state}
     return dict(state)
 
@@ -80,10 +76,10 @@ def by_name(opt: Optimizers, state: Any) -> dict[str, Any]:
 
 
 def differences(opt: Optimizers, state: Any, model: nn.Module | None = None) -> list[str]:
-    "Return a line for everything in a state that the optimizers cannot take."
+    "Return a line for each reason why the optimizers cannot load a state."
     if not is_torch_state(state):
         return ["optimizer: the saved state is not that of torch's optimizers"]
-    states = by_name(opt, state)
+    states = key_by_name(opt, state)
     if set(states) != set(opt.optimizers):
         return [
             f'optimizer: there are {sorted(opt.optimizers)}, in the file {sorted(map(str, states))}'
@@ -93,17 +89,18 @@ def differences(opt: Optimizers, state: Any, model: nn.Module | None = None) -> 
         return [
             line
             for name, o in opt.optimizers.items()
-            for line in one_differs(opt, o, states[name], name, names)
+            for line in compare_state(opt, o, states[name], name, names)
         ]
     except (TypeError, KeyError, AttributeError, ValueError) as e:
         return [f'optimizer: the saved state cannot be read ({e!r})']
 
 
-def one_differs(
+def compare_state(
     opt: Optimizers, o: torch.optim.Optimizer, state: Any, name: str, names: Mapping[Any, str]
 ) -> list[str]:
-    "Return in words what does not fit one optimizer."
-    label, groups = f'optimizer {name or opt.class_names()}', state['param_groups']
+    "Return a line for each reason why one optimizer cannot load a state."
+    label = f'optimizer {name or opt.class_names()}'
+    groups = state['param_groups']
     sizes = [len(g['params']) for g in groups]
     params = next((ps for ps in layouts(opt, o).values() if [*map(len, ps)] == sizes), None)
     if params is None:
@@ -114,30 +111,31 @@ def one_differs(
         ]
     lines = []
     for i, (own, saved) in enumerate(zip(o.param_groups, groups, strict=False)):
-        if odd := sorted((set(own) ^ set(saved)) & set(OPTIONS)):
-            lines.append(
-                f'{label}: group {i} has {", ".join(odd)} only {"here" if odd[0] in own else "in the file"}'
-            )
+        odd = sorted((set(own) ^ set(saved)) & set(OPTIONS))
+        if odd:
+            side = 'here' if odd[0] in own else 'in the file'
+            lines.append(f'{label}: group {i} has {", ".join(odd)} only {side}')
         lines += [
             f'{label}: group {i} has {n}={saved[n]!r} in the file'
             for n in OPTIONS
-            if n in saved and not is_rate(saved[n])
+            if n in saved and not is_number(saved[n])
         ]
-    for p, i in (
-        (p, i)
-        for ps, g in zip(params, groups, strict=True)
-        for p, i in zip(ps, g['params'], strict=True)
-    ):
-        lines += [
-            f'{label}: {k} of {names.get(p, f"parameter {i}")} is {[*p.shape]}, in the file {[*v.shape]}'
-            for k, v in state['state'].get(i, {}).items()
-            if k in AS_PARAMETER and isinstance(v, Tensor) and not is_lazy(p) and v.shape != p.shape
-        ]
+    for group_params, group in zip(params, groups, strict=True):
+        for p, i in zip(group_params, group['params'], strict=True):
+            param_name = names.get(p, f'parameter {i}')
+            lines += [
+                f'{label}: {k} of {param_name} is {[*p.shape]}, in the file {[*v.shape]}'
+                for k, v in state['state'].get(i, {}).items()
+                if k in PARAM_SHAPED
+                and isinstance(v, Tensor)
+                and not is_lazy(p)
+                and v.shape != p.shape
+            ]
     return lines
 
 
-def is_rate(value: Any) -> bool:
-    "Tell an option of an optimizer that is a number, or a few."
+def is_number(value: Any) -> bool:
+    "Return True if an option of an optimizer is a number or a tuple of numbers."
     if not isinstance(value, (tuple, list)):
         return isinstance(value, (Real, Tensor))
     # Adafactor's first eps may be None
@@ -145,79 +143,68 @@ def is_rate(value: Any) -> bool:
 
 
 def layouts(opt: Optimizers, o: torch.optim.Optimizer) -> dict[str, list[list[Any]]]:
-    "Return the parameters by group: as they are, with those apart that weight decay spares, and with these put back."
+    "Return the parameters by group: 'now', after `split_groups` ('split') and after `join_groups` ('joined')."
     now = [list(g['params']) for g in o.param_groups]
-    spared = [[p for p in ps if p in opt.exempt] for ps in now]
-    moves = [
-        'weight_decay' in g and 0 < len(s) < len(ps)
-        for g, s, ps in zip(o.param_groups, spared, now, strict=True)
-    ]
-    kept = [
-        [p for p in ps if p not in opt.exempt] if move else ps
-        for ps, move in zip(now, moves, strict=True)
-    ]
+    decayed: list[list[Any]] = []
+    exempt: list[list[Any]] = []
+    for group, params in zip(o.param_groups, now, strict=True):
+        group_exempt = [p for p in params if p in opt.exempt]
+        if 'weight_decay' in group and 0 < len(group_exempt) < len(params):
+            decayed.append([p for p in params if p not in opt.exempt])
+            exempt.append(group_exempt)
+        else:
+            decayed.append(params)
     joined = list(now)
-    for _, i, j, whole in [done for done in reversed(opt.splits) if done[0] is o]:
+    for _, i, j, all_params in [split for split in reversed(opt.splits) if split[0] is o]:
         if j != len(joined) - 1:
             break
-        joined[i] = whole
+        joined[i] = all_params
         joined.pop()
-    return {
-        'now': now,
-        'apart': kept + [s for s, move in zip(spared, moves, strict=True) if move],
-        'joined': joined,
-    }
+    return {'now': now, 'split': decayed + exempt, 'joined': joined}
 
 
 # Copying
 
 
 def load_state(opt: Optimizers, state: Any) -> None:
-    "Copy a state without differences into the optimizers; nothing of it is shared."
-    states = by_name(opt, state)
+    "Copy a state without differences into the optimizers; no tensor is shared."
+    states = key_by_name(opt, state)
     for name, o in opt.optimizers.items():
         groups = states[name]['param_groups']
         sizes = [len(g['params']) for g in groups]
-        fit = next(how for how, ps in layouts(opt, o).items() if [*map(len, ps)] == sizes)
-        if fit == 'apart':
+        layout = next(key for key, ps in layouts(opt, o).items() if [*map(len, ps)] == sizes)
+        if layout == 'split':
             opt.split_groups(o)
-        if fit == 'joined':
+        if layout == 'joined':
             opt.join_groups(o)
         own = o.param_groups
-        pairs = zip(own, groups, strict=True)
         params = {
             i: p
-            for g, saved in zip(own, groups, strict=True)
-            for i, p in zip(saved['params'], g['params'], strict=True)
+            for group, saved in zip(own, groups, strict=True)
+            for i, p in zip(saved['params'], group['params'], strict=True)
         }
-        # torch would keep the very tensors of the state
-        o.load_state_dict(
-            {
-                'state': {
-                    i: _copied(state, params.get(i)) for i, state in states[name]['state'].items()
-                },
-                'param_groups': [merged(group, saved) for group, saved in pairs],
-            }
-        )
+        # torch would keep references to the tensors of the state
+        copies = {i: _copy_state(s, params.get(i)) for i, s in states[name]['state'].items()}
+        merged = [merge_group(group, saved) for group, saved in zip(own, groups, strict=True)]
+        o.load_state_dict({'state': copies, 'param_groups': merged})
         for group, loaded in zip(own, o.param_groups, strict=True):
             group.clear()
             group.update(loaded)
-        o.param_groups[:] = (
-            own  # who reads a group goes on reading it, also an optimizer that this one wraps
-        )
+        # other objects (such as a wrapped optimizer) hold references to the group dicts
+        o.param_groups[:] = own
 
 
-def _copied(state: Any, p: Any) -> Any:
-    "Return a copy of a parameter's state, cut into parts where that is."
+def _copy_state(state: Any, p: Any) -> Any:
+    "Copy a parameter's state, sharded if the parameter is sharded."
     return map_tensors(
         state,
         lambda t: distribute_like(t, p) if is_dtensor(p) and t.shape == p.shape else t.clone(),
     )
 
 
-def merged(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    "Return a saved param group, with rates in a tensor or a number as the optimizer has them."
-    group = {**saved, **{n: own[n] for n in OWN if n in own}}
+def merge_group(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    "Return a saved param group with the optimizer's kept options and its types of options (tensor or number)."
+    group = {**saved, **{n: own[n] for n in KEPT_OPTIONS if n in own}}
     for name in (n for n in OPTIONS if n in own and n in saved):
         here, there = own[name], saved[name]
         if isinstance(here, Tensor):

@@ -1,4 +1,4 @@
-"""One or several torch optimizers as one, with hyper-parameters by fastai's names over param groups, and freezing."""
+"""`OptimWrapper`: one or several torch optimizers as one, with hyperparameters by fastai's names, and freezing."""
 
 from __future__ import annotations
 
@@ -38,17 +38,18 @@ __all__ = ['OptimWrapper', 'trainable_params', 'norm_bias_params']
 
 NO_CONTEXT = nullcontext()
 
-# that of every step torch annotates
-_annotated = torch.optim.Optimizer.profile_hook_step(lambda opt: None).__code__
+# code object that torch's profiler annotation gives to every `step`
+_ANNOTATION_CODE = torch.optim.Optimizer.profile_hook_step(lambda opt: None).__code__
 
 
 def unannotated_step(opt: torch.optim.Optimizer) -> Any:
-    """Take a step, without torch's annotation for its profiler while that is off: it costs more than a small step.
+    """Take a step without torch's profiler annotation, which costs more than a small step.
 
-    Steps with hooks, and steps that were replaced (by a scheduler, for one), are taken as they are."""
+    The annotation is kept while the profiler is on, for an optimizer with step hooks, and for a replaced `step` (such
+    as a scheduler's)."""
     step = type(opt).step
-    plain = (
-        getattr(step, '__code__', None) is _annotated
+    can_skip = (
+        getattr(step, '__code__', None) is _ANNOTATION_CODE
         and 'step' not in opt.__dict__
         and not (
             opt._optimizer_step_pre_hooks
@@ -58,62 +59,61 @@ def unannotated_step(opt: torch.optim.Optimizer) -> Any:
             or torch.autograd._profiler_enabled()
         )
     )
-    # functools.wraps sets it
-    return step.__wrapped__(opt) if plain else opt.step()  # type: ignore[attr-defined]
+    if can_skip:
+        return step.__wrapped__(opt)  # type: ignore[attr-defined]  # set by functools.wraps
+    return opt.step()
 
 
 class OptimWrapper(torch.optim.Optimizer):
-    """One or several torch optimizers as one, with hyper-parameters by name over param groups.
+    """One or several torch optimizers as one, with hyperparameters by name over param groups.
 
-    It is a `torch.optim.Optimizer` (schedulers and scalers take it), and `opt` is the wrapped one, untouched. Groups
-    are those of the learner's splitter; parameters that weight decay spares sit in a param group of their own.
+    An OptimWrapper is a `torch.optim.Optimizer`, which schedulers and scalers accept. `opt` is the wrapped optimizer,
+    unchanged. Groups come from the Learner's splitter. Parameters exempt from weight decay are in their own param
+    group.
 
-    An optimizer that evaluates the loss inside its step (LBFGS, SAM) gets a closure for it.
-    `needs_closure` is True where `step` requires one, or where the optimizer's class has an
-    attribute `needs_closure = True`; the argument wins over both. An optimizer from outside of
-    torch whose `step` takes a closure optionally gets one too. That closure evaluates nothing as
-    long as the optimizer has changed neither its parameters nor their gradients, and
-    `needs_closure = False` gives none. What cannot go along with a second evaluation
-    (`GradientAccumulation`, fp16) is refused before training if `needs_closure` is True, and
-    otherwise at the first second evaluation.
+    An optimizer that evaluates the loss inside its step (LBFGS, SAM) gets a closure. `needs_closure` is True if `step`
+    requires a closure or the optimizer's class has an attribute `needs_closure = True`; the argument takes precedence
+    over both. An optimizer from outside of torch whose `step` takes an optional closure gets a closure too. That
+    closure evaluates nothing as long as the optimizer has changed neither parameters nor gradients.
+    `needs_closure = False` passes no closure. Features that do not allow a second evaluation (`GradientAccumulation`,
+    fp16) raise an error before training if `needs_closure` is True, and otherwise at the second evaluation.
 
-    An optimizer with methods `train` and `eval` (ScheduleFree) is switched by them: a fit trains
-    between `train()` and `eval()`; evaluation, predictions and saved files see the weights of
-    `eval()` (`evaluating`). Checkpoints of a running fit hold the weights that are trained.
+    An optimizer with methods `train` and `eval` (ScheduleFree) is switched by these methods: a fit trains between
+    `train()` and `eval()`. Evaluation, predictions and saved files use the weights of `eval()` (see `evaluating`).
+    Checkpoints of a running fit hold the trained weights.
 
-    Raises `OptimizerError` when two optimizers share a parameter, or there is nothing to optimize.
+    Raises `OptimizerError` if two optimizers share a parameter, or if there is nothing to optimize.
 
     >>> opt = OptimWrapper([nn.Parameter(torch.zeros(2))], opt=torch.optim.Adam, lr=0.1)
     >>> opt.hypers[0]['mom'], opt.hypers[-1]['lr']
     (0.9, 0.1)
     """
 
-    _step_supports_amp_scaling = (
-        False  # a scaler would leave its scale here, where a fused optimizer does not look
-    )
+    # a GradScaler would set its scale on the wrapper, where a fused optimizer does not read it
+    _step_supports_amp_scaling = False
 
     def __init__(
         self,
-        params: Any = None,  # parameters, lists of them, torch's dicts; None with a ready optimizer
-        opt: Any = None,  # a torch optimizer class or factory, a ready one, a list or dict of them
-        needs_closure: bool | None = None,  # steps evaluate the loss again; None: as the class says
-        **hypers: Any,  # its options, by torch's or fastai's names
+        params: Any = None,  # parameters, lists of them, or torch's dicts; None if `opt` is ready
+        opt: Any = None,  # torch optimizer class or factory, ready optimizer, or list or dict of these
+        needs_closure: bool | None = None,  # whether steps evaluate the loss again; None: detect
+        **hypers: Any,  # options of the optimizer by torch's or fastai's names
     ) -> None:
         if opt is None and params is not None:
             raise OptimizerError(
-                'Parameters need `opt=`: OptimWrapper(params, opt=torch.optim.AdamW), for one.'
+                'Parameters need `opt=`, for example OptimWrapper(params, opt=torch.optim.AdamW).'
             )
         if callable(opt) and not isinstance(opt, torch.optim.Optimizer):
             check_maker(opt)
             if params is None:
-                me, name = type(self).__name__, getattr(maker_of(opt), '__name__', repr(opt))
-                use = (
-                    f'partial({me}, opt={name})'
-                    if me == 'OptimWrapper'
-                    else f'lambda p, lr: {me}({name}(p, lr=lr))'
-                )
+                wrapper = type(self).__name__
+                name = getattr(maker_of(opt), '__name__', repr(opt))
+                if wrapper == 'OptimWrapper':
+                    fix = f'partial({wrapper}, opt={name})'
+                else:
+                    fix = f'lambda p, lr: {wrapper}({name}(p, lr=lr))'
                 raise OptimizerError(
-                    f'{me} got {name}, which makes an optimizer, and no parameters: `opt_func={use}`.'
+                    f'{wrapper} got {name}, which makes an optimizer, and no parameters: `opt_func={fix}`.'
                 )
             opt = opt(as_groups(params), **torch_names(opt, hypers))
         elif params is not None or hypers:
@@ -122,66 +122,69 @@ class OptimWrapper(torch.optim.Optimizer):
             )
         self.opt = opt
         self.optimizers = _named_optimizers(opt)
-        self.n_steps = 0  # steps taken
-        self.called = ''  # the name of what made it; empty: torch's own
+        self.n_steps = 0
+        self.called = ''  # name of the `opt_func`; empty: the class names of the optimizers
         _unshare_rates(self.optimizers.values())
-        self.exempt: set[nn.Parameter] = set()  # those that weight decay spares
+        self.exempt: set[nn.Parameter] = set()  # parameters exempt from weight decay
+        # for each group of the splitter: (optimizer, index of the param group), several if split
         self._places = [
             [(o, i)] for o in self.optimizers.values() for i in range(len(o.param_groups))
         ]
-        self.splits: list[
-            tuple[torch.optim.Optimizer, int, int, list[nn.Parameter]]
-        ] = []  # what `split_groups` has done
-        self.always_trained: set[nn.Parameter] = set()  # those that stay trained in frozen groups
-        self.frozen: set[nn.Parameter] = set()  # those that `freeze_to` has frozen
-        self.frozen_idx = 0  # how many groups are frozen
-        self.spares_norms = False  # by its kind, norms and biases do not decay
-        self.seen: set[nn.Parameter] | None = None  # what there was to train; None: it was ready
-        self.had: set[nn.Parameter] = set()  # what was in its groups at the last look
-        self.left_out: set[nn.Parameter] = set()  # trainable, but in no group when it was made
-        self.warned: set[nn.Parameter] = set()  # parameters that a warning has named
+        # groups split by `split_groups`: optimizer, index, index of the exempt part, all parameters
+        self.splits: list[tuple[torch.optim.Optimizer, int, int, list[nn.Parameter]]] = []
+        self.always_trained: set[nn.Parameter] = set()  # parameters that freezing skips
+        self.frozen: set[nn.Parameter] = set()  # parameters frozen by `freeze_to`
+        self.frozen_idx = 0  # number of frozen groups
+        self.spares_norms = (
+            False  # whether norms and biases are exempt from weight decay by default
+        )
+        self.seen: set[nn.Parameter] | None = None  # trainable parameters; None: a ready optimizer
+        self.had: set[nn.Parameter] = set()  # parameters in the groups at the last comparison
+        self.left_out: set[nn.Parameter] = set()  # trainable parameters that were never in a group
+        self.warned: set[nn.Parameter] = set()  # parameters named in a warning
         self.is_training = False  # between `train()` and `eval()`
         self._switching = [o for o in self.optimizers.values() if switches(o)]
-        wanted = dict.fromkeys(self.optimizers.values(), needs_closure)
+        closure_needs = dict.fromkeys(self.optimizers.values(), needs_closure)
         if needs_closure is None:
-            wanted = {o: closure_of(o) for o in wanted}
-        self._closures = {o for o, needed in wanted.items() if needed is not False}  # get one
-        self._evaluating = {o for o, needed in wanted.items() if needed}  # evaluate the loss again
-        seen: set[int] = set()
+            closure_needs = {o: closure_of(o) for o in closure_needs}
+        # optimizers that get a closure, and optimizers that evaluate the loss again
+        self._closures = {o for o, needed in closure_needs.items() if needed is not False}
+        self._evaluating = {o for o, needed in closure_needs.items() if needed}
+        ids: set[int] = set()
         for p in self.parameters():
-            if id(p) in seen:
+            if id(p) in ids:
                 raise OptimizerError(
                     'Two optimizers or groups share a parameter: give each its own.'
                 )
-            seen.add(id(p))
+            ids.add(id(p))
         self._fused = [FusedGuard(o) for o in fused_of(self.optimizers.values())]
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__.copy()  # torch's leaves most out
+        return self.__dict__.copy()  # torch's method leaves out most attributes
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OptimWrapper:
-        "Copy it with its optimizers and what these have of their own, which torch's own copies lack."
+        "Copy the wrapper and its optimizers, including attributes of optimizers that torch does not copy."
         res = memo[id(self)] = type(self).__new__(type(self))
         for o in self.optimizers.values():
-            twin = vars(deepcopy(o, memo))
-            # a scheduler's `step` would step the one it was made for
-            for name in vars(o).keys() - twin.keys() - {'step'}:
-                twin[name] = deepcopy(vars(o)[name], memo)
+            attributes = vars(deepcopy(o, memo))
+            # a `step` replaced by a scheduler would step the original optimizer
+            for name in vars(o).keys() - attributes.keys() - {'step'}:
+                attributes[name] = deepcopy(vars(o)[name], memo)
         res.__dict__.update(deepcopy(self.__dict__, memo))
         return res
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        "Add a group of parameters, with hyper-parameters of its own; with several optimizers, add to one: `opt[name]`."
+        "Add a param group; with several optimizers, call `opt[name].add_param_group`."
         if len(self.optimizers) > 1:
             raise OptimizerError('There are several optimizers: add it to one, `opt[name]`.')
         self[0].add_param_group(param_group)
         self._find_new_groups()
 
     def _find_new_groups(self) -> None:
-        "Make places for the param groups that were added to an optimizer since."
+        "Add param groups that were added to an optimizer to the groups of the wrapper."
         known = {(id(o), i) for places in self._places for o, i in places}
         every = [(o, i) for o in self.optimizers.values() for i in range(len(o.param_groups))]
         if len(known) < len(every):
@@ -189,13 +192,13 @@ class OptimWrapper(torch.optim.Optimizer):
 
     @property
     def _groups(self) -> list[list[dict[str, Any]]]:
-        "For each group of the splitter, torch's param groups: loading a state replaces them, so they are looked up."
+        "torch's param groups of each group, looked up at each access because loading a state replaces them."
         self._find_new_groups()
         return [[o.param_groups[i] for o, i in places] for places in self._places]
 
     @property
     def last_group(self) -> dict[str, Any]:
-        "The param group that the last group's hyper-parameters are read from."
+        "The param group that holds the hyperparameters of the last group."
         opt, i = self._places[-1][0]
         return opt.param_groups[i]
 
@@ -211,7 +214,7 @@ class OptimWrapper(torch.optim.Optimizer):
         return {p: s for o in self.optimizers.values() for p, s in o.state.items()}
 
     def rename_params(self, new: Mapping[Any, Any]) -> None:
-        "Take other parameters for those of its own that are keys of `new`, whose optimizers have them already."
+        "Replace parameters that are keys of `new` in the wrapper's own sets; the optimizers hold the new ones already."
         for name in ('exempt', 'always_trained', 'frozen', 'left_out', 'warned', 'had'):
             setattr(self, name, {new.get(p, p) for p in getattr(self, name)})
         if self.seen is not None:
@@ -228,31 +231,31 @@ class OptimWrapper(torch.optim.Optimizer):
         return getattr(opt, name)
 
     def __getitem__(self, key: str | int) -> torch.optim.Optimizer:
-        "Return one of several optimizers, by its name or place."
+        "Return one of several optimizers by name or index."
         return list(self.optimizers.values())[key] if isinstance(key, int) else self.optimizers[key]
 
     def parameters(
         self,
         only: str | int | None = None,  # name or index of one of several optimizers; None: all
     ) -> Iterator[nn.Parameter]:
-        "Yield every parameter that is optimized, or that one of several optimizers has."
-        for o in self._stepping(only):
+        "Yield every optimized parameter, or the parameters of one of several optimizers."
+        for o in self._select(only):
             for g in o.param_groups:
                 yield from g['params']
 
     def name_of(
         self,
-        only: str | int | None,  # a name or a place; None: all
+        only: str | int | None,  # name or index of an optimizer; None: all
     ) -> str | None:
         "Return the name of one of several optimizers. Raises `OptimizerError` for an unknown one."
         if only is None:
             return None
-        [opt] = self._stepping(only)
+        [opt] = self._select(only)
         return next(name for name, o in self.optimizers.items() if o is opt)
 
     def evaluates_again(self, only: str | int | None = None) -> bool:
         "Return True if a step of all optimizers, or of one, evaluates the loss again (LBFGS)."
-        return any(o in self._evaluating for o in self._stepping(only))
+        return any(o in self._evaluating for o in self._select(only))
 
     @property
     def needs_closure(self) -> bool:
@@ -266,21 +269,20 @@ class OptimWrapper(torch.optim.Optimizer):
 
     def step(
         self,
-        closure: Callable[[], Any] | None = None,  # evaluates the loss again, if that is needed
-        only: str | int | None = None,  # the name or place of the one that steps; None: all do
+        closure: Callable[[], Any] | None = None,  # function that evaluates the loss again
+        only: str | int | None = None,  # name or index of the optimizer that steps; None: all
     ) -> Any:
         """Take one step with every optimizer, or with one of several: `learn.opt.step(only='critic')`.
 
-        Each call counts as one step (`n_steps`, `learn.time.st`): EMA moves with each, schedules of
-        every batch once in a batch that had any. In a Learner `optimize(loss, only='critic')` calls
-        it, with the events around backward and step. A call of `opt['critic'].step()` is torch's
-        own, and is not counted.
+        Each call counts as one step (`n_steps`, `learn.time.st`). EMA updates at each step. Batch schedules advance
+        once per batch with a step. `learn.optimize(loss, only='critic')` calls this method with the events of backward
+        and step. `opt['critic'].step()` is torch's method and is not counted.
 
-        Raises `OptimizerError` for an optimizer that is not there.
+        Raises `OptimizerError` for an unknown optimizer.
         """
         for guard in self._fused:
             guard.prepare()
-        optimizers = self.optimizers.values() if only is None else self._stepping(only)
+        optimizers = self.optimizers.values() if only is None else self._select(only)
         for o in optimizers:
             if o not in self._closures:
                 res = unannotated_step(o)
@@ -291,7 +293,8 @@ class OptimWrapper(torch.optim.Optimizer):
         self.n_steps += 1
         return res
 
-    def _stepping(self, only: str | int | None) -> Iterable[torch.optim.Optimizer]:
+    def _select(self, only: str | int | None) -> Iterable[torch.optim.Optimizer]:
+        "Return the optimizer with a name or index, or all for None."
         if only is None:
             return self.optimizers.values()
         try:
@@ -307,58 +310,57 @@ class OptimWrapper(torch.optim.Optimizer):
         set_to_none: bool = True,
         only: str | int | None = None,  # name or index of one of several optimizers; None: all
     ) -> None:
-        "Clear the gradients (they become None)."
-        optimizers = self.optimizers.values() if only is None else self._stepping(only)
+        "Set the gradients to None, or to zero without `set_to_none`."
+        optimizers = self.optimizers.values() if only is None else self._select(only)
         for o in optimizers:
             if not set_to_none:
                 o.zero_grad(set_to_none=False)
             elif getattr(o.zero_grad, '__func__', None) is not torch.optim.Optimizer.zero_grad:
                 o.zero_grad()
-            else:  # as torch does it, without the microseconds of its profiler
+            else:  # torch's loop without its profiler annotation
                 for g in o.param_groups:
                     for p in g['params']:
                         p.grad = None
 
     @property
     def hypers(self) -> L:
-        "The hyper-parameters of each group, by fastai's names; writing to them sets them."
+        "The hyperparameters of each group by fastai's names, as writable mappings."
         return L(Hypers(groups, self.exempt) for groups in self._groups)
 
     def set_hypers(self, **hypers: Any) -> None:
-        "Set several hyper-parameters: `set_hypers(lr=0.1, wd=0.01)`."
-        checked = {name: self._checked(name, value) for name, value in hypers.items()}
-        for name, values in checked.items():
+        "Set several hyperparameters: `set_hypers(lr=0.1, wd=0.01)`."
+        values_by_name = {name: self._check_values(name, value) for name, value in hypers.items()}
+        for name, values in values_by_name.items():
             self._set(name, values)
 
     def set_hyper(
         self,
         name: str,  # fastai's or torch's name
-        value: Any,  # one value, one a group, or a slice spread over groups (see `spread`)
+        value: Any,  # one value, one per group, or a slice spread over the groups (see `spread`)
     ) -> None:
-        """Set one hyper-parameter on every group.
+        """Set one hyperparameter on every group.
 
-        Raises `OptimizerError` for a name that the optimizer does not have, and for a wrong number of values.
+        Raises `OptimizerError` for an unknown hyperparameter, and for a wrong number of values.
         """
-        self._set(name, self._checked(name, value))
+        self._set(name, self._check_values(name, value))
 
-    def _checked(self, name: str, value: Any) -> list[Any]:
-        "Return one value a group."
+    def _check_values(self, name: str, value: Any) -> list[Any]:
+        "Return one value per group; raise `OptimizerError` for invalid values."
         n = len(self._groups)
         if isinstance(value, Mapping):
-            value = self._by_name(name, value)
-        values = (
-            spread(value, n)
-            if isinstance(value, slice)
-            else list(value)
-            if is_many(value)
-            else [value] * n
-        )
+            value = self._assign_by_optimizer(name, value)
+        if isinstance(value, slice):
+            values = spread(value, n)
+        elif is_many(value):
+            values = list(value)
+        else:
+            values = [value] * n
         if len(values) != n:
             fix = f'one, {n}, or a slice' if n > 1 else 'one number'
             raise OptimizerError(
                 f'{name}: {len(values)} values for {n} param group{"s" * (n > 1)}. Give {fix}.'
             )
-        # plain numbers, for checkpoints
+        # checkpoints hold Python numbers only
         values = [v.item() if isinstance(v, np.generic) else v for v in values]
         for v in values:
             check_hyper(name, v)
@@ -370,8 +372,8 @@ class OptimWrapper(torch.optim.Optimizer):
                 )
         return values
 
-    def _by_name(self, name: str, values: Mapping[str, Any]) -> list[Any]:
-        "Return one value a group of values by optimizer; one that is not named keeps its own."
+    def _assign_by_optimizer(self, name: str, values: Mapping[str, Any]) -> list[Any]:
+        "Return one value per group from values by optimizer name; other optimizers keep their values."
         for only in values:
             if only not in self.optimizers:
                 known = ', '.join(map(repr, self.optimizers))
@@ -391,55 +393,55 @@ class OptimWrapper(torch.optim.Optimizer):
             h[name] = v
 
     def spare_from_decay(self, params: Iterable[nn.Parameter]) -> None:
-        "Leave these parameters out of weight decay, now and when it is set later."
+        "Exempt parameters from weight decay, the current one and later settings."
         self.exempt.update(params)
         if any(g.get('weight_decay') for g in self.param_groups):
             self.split_groups()
 
     def split_groups(self, *optimizers: torch.optim.Optimizer) -> None:
-        "Put the spared parameters of each group, of some optimizers or all, in one of their own without weight decay."
+        "Move the exempt parameters of each group, of some optimizers or all, to a param group without weight decay."
         for o in optimizers or self.optimizers.values():
             for i, group in enumerate(list(o.param_groups)):
-                spared = [p for p in group['params'] if p in self.exempt]
-                if not spared or 'weight_decay' not in group:
+                exempt = [p for p in group['params'] if p in self.exempt]
+                if not exempt or 'weight_decay' not in group:
                     continue
-                if len(spared) == len(group['params']):
+                if len(exempt) == len(group['params']):
                     group['weight_decay'] = 0.0
                     continue
                 self.splits.append((o, i, len(o.param_groups), group['params']))
                 group['params'] = [p for p in group['params'] if p not in self.exempt]
-                o.add_param_group({**group, 'params': spared, 'weight_decay': 0.0})
-                next(ps for ps in self._places if (o, i) in ps).append((o, len(o.param_groups) - 1))
+                o.add_param_group({**group, 'params': exempt, 'weight_decay': 0.0})
+                places = next(places for places in self._places if (o, i) in places)
+                places.append((o, len(o.param_groups) - 1))
 
     def join_groups(self, opt: torch.optim.Optimizer) -> None:
-        "Undo what `split_groups` has done to an optimizer, unless groups were added since."
-        for done in [done for done in reversed(self.splits) if done[0] is opt]:
-            _, i, j, whole = done
+        "Undo `split_groups` for an optimizer, back to the last group that was added by other code."
+        for split in [split for split in reversed(self.splits) if split[0] is opt]:
+            _, i, j, all_params = split
             if j != len(opt.param_groups) - 1:
                 return
             opt.param_groups.pop()
-            opt.param_groups[i]['params'] = whole
+            opt.param_groups[i]['params'] = all_params
             for places in self._places:
                 places[:] = [place for place in places if place != (opt, j)]
-            self.splits.remove(done)
+            self.splits.remove(split)
 
     def share_groups(self, *groups: list[tuple[str, int]]) -> None:
-        """Let param groups of several optimizers be one group each, with the same hyper-parameters.
+        """Combine param groups of several optimizers to groups with shared hyperparameters.
 
-        A group is a list of (name of the optimizer, number of its param group)."""
+        A group is a list of (name of the optimizer, index of its param group)."""
         self._places = [[(self.optimizers[name], i) for name, i in places] for places in groups]
 
-    # -- which parameters --------------------------------------------------------------------------
+    # -- parameters --------------------------------------------------------------------------------
 
     def set_params(
         self,
-        groups: list[list[nn.Parameter]],  # of each group, in the order of their states in a file
+        groups: list[list[nn.Parameter]],  # parameters of each group, in the order of a state dict
     ) -> bool:
-        """Let the groups have other parameters; states stay with the parameters that stay.
+        """Replace the parameters of the groups; remaining parameters keep their states.
 
-        Returns False, with nothing changed, where torch's param groups do not follow from these:
-        with several optimizers, and where groups were added after spared parameters had been set
-        apart.
+        Returns False, with nothing changed, with several optimizers, and if groups were added after `split_groups`:
+        torch's param groups cannot be derived from `groups` then.
         """
         if len(self.optimizers) > 1 or len(groups) != len(self._groups):
             return False
@@ -449,13 +451,13 @@ class OptimWrapper(torch.optim.Optimizer):
         if is_whole:
             for (_, i), params in zip((places[0] for places in self._places), groups, strict=True):
                 opt.param_groups[i]['params'] = list(params)
-            self._forget_others()
+            self._drop_orphan_states()
         if any(g.get('weight_decay') for g in self.param_groups):
             self.split_groups()
         return is_whole
 
     def begin_states(self, params: Iterable[nn.Parameter]) -> None:
-        "Make the states of new parameters for Adagrad, which makes its states when it is made."
+        "Create the states of new parameters for Adagrad, which creates states only in its constructor."
         new = set(params)
         for o in self.optimizers.values():
             if not isinstance(o, torch.optim.Adagrad):
@@ -465,19 +467,19 @@ class OptimWrapper(torch.optim.Optimizer):
                 for p in (p for p in group['params'] if p in new and p not in o.state):
                     o.state[p] = torch.optim.Adagrad([p], **options).state[p]
 
-    def drop_params(self, gone: set[nn.Parameter]) -> None:
-        "Drop parameters, with their states, from every group of every optimizer."
-        kept = [[p for p in params if p not in gone] for params in self.param_lists]
+    def drop_params(self, dropped: set[nn.Parameter]) -> None:
+        "Drop parameters and their states from every group of every optimizer."
+        kept = [[p for p in params if p not in dropped] for params in self.param_lists]
         if self.set_params(kept):
             return
         for group in self.param_groups:
-            group['params'] = [p for p in group['params'] if p not in gone]
+            group['params'] = [p for p in group['params'] if p not in dropped]
         self.splits = [
-            (o, i, j, [p for p in params if p not in gone]) for o, i, j, params in self.splits
+            (o, i, j, [p for p in params if p not in dropped]) for o, i, j, params in self.splits
         ]
-        self._forget_others()
+        self._drop_orphan_states()
 
-    def _forget_others(self) -> None:
+    def _drop_orphan_states(self) -> None:
         "Drop the states of parameters that are in no group."
         own = set(self.parameters())
         for o in self.optimizers.values():
@@ -490,31 +492,30 @@ class OptimWrapper(torch.optim.Optimizer):
     # -- modes -------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        "Call `train` of the optimizers that have it: parameters get the values that are trained."
+        "Call `train` of optimizers that have this method: parameters get their training values."
         self.is_training = True
         for o in self._switching:
-            o.train()  # type: ignore[attr-defined]  # it was looked up
+            o.train()  # type: ignore[attr-defined]  # checked by `switches`
 
     def eval(self) -> None:
-        "Call `eval` of the optimizers that have it: parameters get the values to predict with."
+        "Call `eval` of optimizers that have this method: parameters get their evaluation values."
         self.is_training = False
         for o in self._switching:
             o.eval()  # type: ignore[attr-defined]
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Return a context in which the parameters have the values to predict with.
+        """Return a context in which the parameters have their evaluation values.
 
-        Afterwards they have, to the bit, the values that they had before. `eval()` and `train()`
-        alone would leave rounding errors, so that an evaluation would change what is trained after
-        it. The context needs memory for a copy of the parameters.
+        The training values are restored bitwise afterwards. `eval()` and `train()` alone would leave rounding errors,
+        with which an evaluation would change the following training. The context allocates a copy of the parameters.
 
         >>> opt = OptimWrapper(opt=torch.optim.SGD([nn.Parameter(torch.zeros(2))]))
-        >>> with opt.evaluating(): pass   # of torch's optimizers, nothing changes
+        >>> with opt.evaluating(): pass   # no effect with torch's optimizers
         """
-        return self._switched() if self.is_training and self._switching else NO_CONTEXT
+        return self._switch_to_eval() if self.is_training and self._switching else NO_CONTEXT
 
     @contextmanager
-    def _switched(self) -> Iterator[None]:
+    def _switch_to_eval(self) -> Iterator[None]:
         params = [p for o in self._switching for g in o.param_groups for p in g['params']]
         trained = [p.detach().clone() for p in params]
         self.eval()
@@ -535,11 +536,11 @@ class OptimWrapper(torch.optim.Optimizer):
 
     def freeze_to(
         self,
-        n: int,  # groups before this one are frozen; from -1 on counted from the end
+        n: int,  # index of the first trained group; negative: counted from the end
     ) -> None:
-        """Train only the groups from `n` on; those of `always_trained` are trained wherever they are.
+        """Freeze all groups before group `n`, except for parameters in `always_trained`.
 
-        It sets `requires_grad`. Momenta and averages of what is frozen are kept for when it is trained again.
+        Freezing sets `requires_grad`. The optimizer states of frozen parameters are kept.
         """
         if not isinstance(n, int) or isinstance(n, bool):
             raise OptimizerError(f'freeze_to({n!r}): give the number of a group, a whole number.')
@@ -558,46 +559,47 @@ class OptimWrapper(torch.optim.Optimizer):
         self.frozen = frozen
 
     def freeze(self) -> None:
-        "Train only the last group."
+        "Freeze all groups but the last."
         if len(self._groups) == 1:
             raise OptimizerError(f'There is one param group, so no other can be frozen.{SPLIT}')
         self.freeze_to(-1)
 
     def unfreeze(self) -> None:
-        "Train every group."
+        "Unfreeze all groups."
         self.freeze_to(0)
 
     # -- state -------------------------------------------------------------------------------------
 
     def clear_state(self, closures: bool = False) -> None:
-        "Forget momenta and averages, of all optimizers or of those that need a closure."
+        "Clear the states of all optimizers, or with `closures` of the optimizers that need a closure."
         for o in self._evaluating if closures else self.optimizers.values():
             o.state.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        "Return the optimizer's own state dict, or those of several by name."
+        "Return the state dict of the optimizer, or a dict from names to state dicts of several optimizers."
         if len(self.optimizers) == 1:
             return self[0].state_dict()
         return {name: o.state_dict() for name, o in self.optimizers.items()}
 
     def differences(
         self,
-        state: Any,  # from `state_dict`
-        model: nn.Module | None = None,  # whose names of parameters are used
+        state: Any,  # return value of `state_dict`
+        model: nn.Module | None = None,  # model whose parameter names appear in the lines
     ) -> list[str]:
-        """Return a line for everything in a state that these optimizers cannot take; none, and it can be loaded.
+        """Return a line for each reason why a state cannot be loaded; an empty list if the state fits.
 
-        Whether the parameters that weight decay spares sit in groups of their own makes no difference.
+        A state fits with or without separate groups of parameters exempt from weight decay.
         """
         return differences(self, state, model)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, on the devices of the parameters; its tensors are copied.
+        """Load a copy of a state dict to the devices of the parameters.
 
-        How a step is computed (`foreach`, `fused`, `capturable`) stays as it is here. Raises `OptimizerError`, with
+        The options `foreach`, `fused` and `capturable` keep their current values. Raises `OptimizerError`, with
         nothing changed, for a state with `differences`.
         """
-        if lines := self.differences(state_dict):
+        lines = self.differences(state_dict)
+        if lines:
             raise OptimizerError(
                 '\n  '.join(['The saved state does not fit. Nothing was loaded.', *lines])
             )
@@ -617,29 +619,34 @@ class OptimWrapper(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         rates = list(dict.fromkeys(f'{float(h["lr"]):.3g}' for h in self.hypers if 'lr' in h))
-        n, lr = len(self._groups), rates[0] if len(rates) == 1 else f'[{", ".join(rates)}]'
+        lr = rates[0] if len(rates) == 1 else f'[{", ".join(rates)}]'
+        n = len(self._groups)
         return f'{type(self).__name__}({self.class_names()}, {n} group{"s" * (n > 1)}, lr={lr})'
 
 
 def _unshare_rates(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    "Give each param group a tensor of its own where one rate in a tensor was given for several."
-    seen: set[int] = set()
+    "Clone option tensors (such as `lr`) that several param groups share."
+    ids: set[int] = set()
     for g in (g for o in optimizers for g in o.param_groups):
         for name in (n for n in OPTIONS if isinstance(g.get(n), torch.Tensor)):
-            if id(g[name]) in seen:
+            if id(g[name]) in ids:
                 g[name] = g[name].clone()
-            seen.add(id(g[name]))
+            ids.add(id(g[name]))
 
 
 class Closure:
-    "Evaluate a batch again that was evaluated before: what a Learner gives to `OptimWrapper.step`."
+    "Closure that a Learner passes to `OptimWrapper.step`: evaluates the current batch again."
 
     def __init__(
         self,
-        evaluate: Callable[[], Any],  # computes the loss and its gradients again, and returns it
-        first: Callable[[], Any],  # returns the loss of the evaluation whose gradients are there
+        evaluate: Callable[
+            [], Any
+        ],  # function that recomputes and returns the loss, with gradients
+        first: Callable[[], Any],  # function that returns the loss of the current gradients
     ) -> None:
-        self.evaluate, self.first, self.is_repeated = evaluate, first, False
+        self.evaluate = evaluate
+        self.first = first
+        self.is_repeated = False
 
     def __call__(self) -> Any:
         self.is_repeated = True
@@ -647,43 +654,45 @@ class Closure:
 
 
 class Evaluation:
-    """The closure of one optimizer: it evaluates the loss again only when something has changed.
+    """Closure of one optimizer, which evaluates the loss again only after a change.
 
-    The loop has evaluated the batch before the step. As long as the optimizer's parameters and
-    their gradients are as they were when its step began, that loss is returned.
+    The loop has evaluated the batch before the step. That loss is returned as long as the optimizer's parameters and
+    gradients are unchanged since the start of its step.
     """
 
     def __init__(
         self,
         opt: torch.optim.Optimizer,
         closure: Closure,
-        evaluating: set[torch.optim.Optimizer],  # gets the optimizer when it evaluates again
+        evaluating: set[torch.optim.Optimizer],  # set of optimizers that evaluate again; extended
     ) -> None:
-        self.opt, self.closure, self.evaluating = opt, closure, evaluating
-        self._before = self._versions()
-        # a change by way of `p.data` leaves the version as it is
-        known = opt in evaluating and not is_torchs(opt)
-        self._values = [p.detach().clone() for p in self._params()] if known else []
+        self.opt = opt
+        self.closure = closure
+        self.evaluating = evaluating
+        self._start_versions = self._read_versions()
+        # an assignment to `p.data` does not change the version
+        compares_values = opt in evaluating and not is_from_torch(opt)
+        self._values = [p.detach().clone() for p in self._params()] if compares_values else []
 
     def __call__(self) -> Any:
         if self._is_unchanged():
             return self.closure.first()
-        self._before = []
+        self._start_versions = []
         self.evaluating.add(self.opt)
         return self.closure()
 
     def _params(self) -> list[nn.Parameter]:
         return [p for g in self.opt.param_groups for p in g['params']]
 
-    def _versions(self) -> list[Any]:
-        "Return what changes when a parameter or its gradient is written to or replaced."
+    def _read_versions(self) -> list[Any]:
+        "Return version counters and ids that change if a parameter or gradient is written to or replaced."
         grads = [(p._version, p.grad) for p in self._params()]
         return [(n, id(grad), getattr(grad, '_version', None)) for n, grad in grads]
 
     def _is_unchanged(self) -> bool:
         if self.closure.is_repeated and self.opt in self.evaluating:
-            return False  # another optimizer has evaluated elsewhere
-        if not self._before or self._versions() != self._before:
+            return False  # another optimizer has evaluated at other parameters
+        if not self._start_versions or self._read_versions() != self._start_versions:
             return False
         return not self._values or all(map(torch.equal, self._params(), self._values))
 
@@ -695,40 +704,39 @@ def closure_of(opt: torch.optim.Optimizer) -> bool | None:
         return False
     if closure.default is inspect.Parameter.empty:
         return True
-    own = getattr(opt, 'needs_closure', None)
+    needs_closure = getattr(opt, 'needs_closure', None)
     if isinstance(opt, OptimWrapper):
-        return own or (None if opt.takes_closure else False)
-    if own is not None:
-        return bool(own)
-    return False if is_torchs(opt) else None
+        return needs_closure or (None if opt.takes_closure else False)
+    if needs_closure is not None:
+        return bool(needs_closure)
+    return False if is_from_torch(opt) else None
 
 
-def is_torchs(opt: torch.optim.Optimizer) -> bool:
-    "Return True if `step` is torch's or this package's, of which only LBFGS evaluates the loss."
+def is_from_torch(opt: torch.optim.Optimizer) -> bool:
+    "Return True if `step` is defined by torch or learnkit, where only LBFGS evaluates the loss."
     return type(opt).step.__module__.startswith(('torch.optim.', 'learnkit.'))
 
 
 def switches(opt: torch.optim.Optimizer) -> bool:
-    "Return True if an optimizer has weights for training and others for evaluation."
+    "Return True if an optimizer has methods `train` and `eval`, with separate weights for both."
     return all(callable(getattr(opt, name, None)) for name in ('train', 'eval'))
 
 
 def _named_optimizers(opt: Any) -> dict[str, torch.optim.Optimizer]:
-    "Return the optimizers by name; raise `OptimizerError` for anything that is none."
-    named = (
-        dict(opt)
-        if isinstance(opt, Mapping)
-        else dict(zip(map(str, range(len(opt))), opt, strict=True))
-        if isinstance(opt, (list, tuple))
-        else {'': opt}
-    )
+    "Return the optimizers by name; raise `OptimizerError` for any other object."
+    if isinstance(opt, Mapping):
+        named = dict(opt)
+    elif isinstance(opt, (list, tuple)):
+        named = {str(i): o for i, o in enumerate(opt)}
+    else:
+        named = {'': opt}
     for name, o in named.items():
         if not isinstance(o, torch.optim.Optimizer):
             if name and callable(o):
                 raise OptimizerError(
                     f'opt_func[{name}] is {getattr(maker_of(o), "__name__", o)}, no ready optimizer. '
-                    'A list holds ready ones, each of parameters of its own, '
-                    '`torch.optim.SGD(model.body.parameters(), lr=0.1)` for one; what makes an '
+                    'A list holds ready optimizers, each of its own parameters, for example '
+                    '`torch.optim.SGD(model.body.parameters(), lr=0.1)`; what makes an '
                     'optimizer goes without a list, and metrics go as `metrics=`.'
                 )
             raise OptimizerError(

@@ -190,7 +190,7 @@ def test_a_stream_that_shares_a_global_generator_is_named() -> None:
     checkpoint = straight(make, 1)[1][0][3]
     with pytest.warns(
         UserWarning,
-        match='data set .* global generator of python, .* Give it a generator of its own',
+        match='data set .* global generator of python, .* Give it its own generator',
     ):
         gone_on(make, checkpoint, 1)
 

@@ -48,11 +48,11 @@ def loader(method: str, folder: Path | None = None, **options: Any) -> DataLoade
 @contextmanager
 def lasting(dl: DataLoader[Any]) -> Iterator[Any]:
     "Start a pass whose workers last; give its iterator."
-    put_back = outlast_sigterm(DataLoaders(dl))
+    restore = outlast_sigterm(DataLoaders(dl))
     try:
         batches: Any = iter(dl)
     finally:
-        put_back()
+        restore()
     try:
         yield batches
     finally:

@@ -88,9 +88,9 @@ def test_the_states_of_fused_steps_are_looked_at_when_they_may_have_changed(
     mended: list[Any] = []
 
     class Counting(FusedGuard):
-        def _mend(self, group: dict[str, Any]) -> bool:
+        def _match_strides(self, group: dict[str, Any]) -> bool:
             mended.append(group)
-            return super()._mend(group)
+            return super()._match_strides(group)
 
     opt._fused = [Counting(opt.opt)]
 
