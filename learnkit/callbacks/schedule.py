@@ -24,7 +24,7 @@ from learnkit.data.checks import epoch_length
 from learnkit.engine.budget import as_length
 from learnkit.engine.callback import Callback
 from learnkit.engine.checks import check_count
-from learnkit.engine.dispatch import listed
+from learnkit.engine.dispatch import as_list
 from learnkit.optim.annealing import (
     SchedCos,
     SchedExp,
@@ -335,7 +335,7 @@ def _fit_along(
             'schedule moves from epoch to epoch only. Tell its length by '
             "`DataLoaders(..., n_iter=...)`, or fit for a budget: '5000ba'."
         )
-    cbs = [ParamScheduler(scheds), *listed(cbs)]
+    cbs = [ParamScheduler(scheds), *as_list(cbs)]
     learn.fit(n_epoch, wd=wd, cbs=cbs, start_epoch=start, resume=resume)
 
 
@@ -354,7 +354,7 @@ def _check_share(pct_start: Any) -> None:
 
 
 def _checked_moms(moms: Any) -> list[float]:
-    if len(values := listed(moms)) != 3 or not all(
+    if len(values := as_list(moms)) != 3 or not all(
         isinstance(m, (int, float)) and 0 <= m < 1 for m in values
     ):
         raise ScheduleError(

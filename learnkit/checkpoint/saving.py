@@ -138,7 +138,7 @@ def load(
 def ensure_optimizer(learn: Any, needed: bool) -> Iterator[None]:
     "Make an optimizer where one is needed and missing, and drop it if the block fails."
     before = learn.opt, learn.lr, learn._own_lrs, learn.counters.steps
-    if needed and (learn.opt is None or learn._opt_is_of_another_model()):
+    if needed and (learn.opt is None or learn._has_foreign_opt()):
         learn.create_opt()
     if needed and not isinstance(learn.opt, OptimWrapper):
         learn.opt = OptimWrapper(opt=learn.opt)  # assigned by hand

@@ -38,7 +38,7 @@ __all__ = ['freeze_to', 'freeze', 'unfreeze', 'make_optimizer', 'check_trained']
 
 def freeze_to(learn: Any, n: int) -> None:
     "Freeze the groups before group `n`, and train the others."
-    if learn.opt is None or learn._opt_is_of_another_model():
+    if learn.opt is None or learn._has_foreign_opt():
         learn.create_opt()
     elif not isinstance(learn.opt, OptimWrapper):  # assigned by hand
         learn.opt = OptimWrapper(opt=learn.opt)

@@ -52,7 +52,7 @@ __all__ = [
     'report_loss',
     'repeat_turn',
     'EventCheck',
-    'own_methods',
+    'find_loop_overrides',
     'replaces_batch',
     'cannot_repeat',
 ]
@@ -221,7 +221,7 @@ def set_aside(opt: Any, only: str) -> Iterator[None]:
 # ---------------------------------------------------------- what cannot act in a loop of one's own
 
 
-def own_methods(learn: Loop) -> list[str]:
+def find_loop_overrides(learn: Loop) -> list[str]:
     "Return the methods of a training batch that a Learner overrides."
     return [name for name in BATCH_METHODS if getattr(type(learn), name) is not getattr(Loop, name)]
 
@@ -325,7 +325,7 @@ class EventCheck(Callback):
             f'{name} waits for {" and ".join(events)}' for name, events in waiting.items()
         )
         learn = self.learn
-        own = own_methods(learn)
+        own = find_loop_overrides(learn)
         method = own[0] if own else 'loop'
         warn_user(
             f'{type(learn).__name__} trains by its own `{method}`, which does not fire every event '

@@ -30,7 +30,7 @@ from learnkit.data.shard import Shard
 from learnkit.data.tensors import is_rows
 from learnkit.engine.callback import Callback
 from learnkit.engine.checks import check_function
-from learnkit.engine.dispatch import as_callback, listed
+from learnkit.engine.dispatch import as_callback, as_list
 from learnkit.engine.run import preserved_state
 from learnkit.inference.gather import (
     AsyncToCPU,
@@ -106,7 +106,7 @@ def get_preds(
     "Return predictions and targets of a loader on the CPU, joined along the first dimension."
     check_function('act', act)
     # made here, so that what one of them draws stays drawn
-    new_cbs = [as_callback(cb) for cb in listed(cbs)]
+    new_cbs = [as_callback(cb) for cb in as_list(cbs)]
     options = {'with_input': with_input, 'with_loss': with_loss, **kwargs}
     source = _find_name(learn, ds_idx, dl)
     run = partial(_run_predictions, learn, inner=inner, with_loss=with_loss, source=source)
@@ -173,7 +173,7 @@ def predict_iter(
     check_function('act', act)
     source = _find_name(learn, ds_idx, dl)
     dl, _ = dealt(learn, _choose_loader(learn, ds_idx, dl))
-    new_cbs = [as_callback(cb) for cb in listed(cbs)]
+    new_cbs = [as_callback(cb) for cb in as_list(cbs)]
     batch: list[tuple[Any, ...]] = []
     taken = PredictionSink(
         learn,
