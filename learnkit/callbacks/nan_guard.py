@@ -235,7 +235,7 @@ class GuardNonFinite(Callback):
                     [i for i, _ in unseen], torch.stack([ok for _, ok in unseen]).cpu(), strict=True
                 )
             )
-        self._look([*self._arriving.rest(), *unseen], in_time)
+        self._look([*self._arriving.flush(), *unseen], in_time)
 
     def _look(self, batches: list[tuple[int, Tensor]], in_time: bool = False) -> None:
         for i, finite in batches:

@@ -386,7 +386,9 @@ def test_a_rate_in_a_tensor() -> None:
         LRMonitor('1ep'),
     )
     learn.fit_one_cycle(1, 0.1)
-    assert learn.history[0]['lr-Adam/group0'] == pytest.approx(learn._get_recorder('losses').lrs[-1])
+    assert learn.history[0]['lr-Adam/group0'] == pytest.approx(
+        learn._get_recorder('losses').lrs[-1]
+    )
 
 
 @pytest.mark.parametrize('cls', [LRMonitor, OptimizerMonitor])
