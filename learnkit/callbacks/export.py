@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from learnkit.checkpoint.saving import (
-    file_path,
+    copy_to_cpu,
+    export_program,
     find_weights_path,
-    on_cpu,
-    program_of,
-    sample_inputs,
-    two_rows,
+    make_zero_rows,
+    read_sample_inputs,
+    resolve_path,
 )
 from learnkit.core.batch import apply_model, count_stacked, describe, map_tensors, passed_names
 from learnkit.core.dtensor import mesh_of
@@ -73,7 +73,7 @@ class LoadWeights(Callback):
         with_opt: bool | None = False,  # load the optimizer's state too; None: when the file has it
         strict: bool = True,  # False: take what fits by name
     ) -> None:
-        file_path(file, Path())
+        resolve_path(file, Path())
         self.file, self.at = file, canonical_event(at, where='LoadWeights')
         if self.at not in OF_A_FIT:
             raise OptionError(
@@ -141,7 +141,7 @@ class ExportForInference(Callback):
                     f'formats={formats!r}: give one or more of {tuple(FORMATS)}.'
                     f'{did_you_mean(str(f), FORMATS)}'
                 )
-        file_path(fname, Path(), suffix='')
+        resolve_path(fname, Path(), suffix='')
         self.fname, self.act, self.sample, self.files = fname, act, sample, []
         self._tried: Any = None  # the model that is known to let itself be exported
         self._has_begun = False  # whether a fit is under way that was not cancelled before it began
@@ -175,7 +175,7 @@ class ExportForInference(Callback):
         if self._tried is learn.model:
             return
         with preserved_rng(), _evaluated(learn.model) as m:
-            program_of(m, *two_rows(self._inputs()), self.act)
+            export_program(m, *make_zero_rows(self._inputs()), self.act)
         self._tried = learn.model
 
     def before_train(self) -> None:
@@ -207,11 +207,11 @@ class ExportForInference(Callback):
         stem = str(self.fname)
         for suffix in FORMATS.values():
             stem = stem.removesuffix(suffix)
-        return {f: file_path(stem, self.learn.path, FORMATS[f]) for f in self.formats}
+        return {f: resolve_path(stem, self.learn.path, FORMATS[f]) for f in self.formats}
 
     def _inputs(self) -> tuple[Any, ...]:
         if self.sample is None:
-            return sample_inputs(self.learn.dls)
+            return read_sample_inputs(self.learn.dls)
         return self.sample if isinstance(self.sample, tuple) else (self.sample,)
 
     def _cases(self) -> list[Case]:
@@ -235,7 +235,7 @@ class ExportForInference(Callback):
 @contextmanager
 def _evaluated(model: nn.Module) -> Iterator[nn.Module]:
     "Yield the model, or a copy of it on the CPU, in evaluation mode; modes are put back."
-    model = on_cpu(bare_model(model))
+    model = copy_to_cpu(bare_model(model))
     modes = [(m, m.training) for m in model.modules()]
     try:
         yield model.eval()
