@@ -42,7 +42,7 @@ from learnkit.core.validation import takes, warn_user
 from learnkit.data.dataloaders import as_dataloaders, check_loaders
 from learnkit.debug.repr import learner_html, learner_text
 from learnkit.engine import own_loop
-from learnkit.engine.budget import Budget, as_length
+from learnkit.engine.budget import Budget, parse_length
 from learnkit.engine.callback import SHOWN_ELSEWHERE, MissingAttribute, defined_on_class
 from learnkit.engine.checks import (
     check_function,
@@ -216,7 +216,7 @@ class Learner(Loop):
         """
         __tracebackhide__ = True
         epochs_per_iteration = check_iteration(iteration)
-        epochs, budget = as_length(self, n_epoch, start_epoch, epochs_per_iteration)
+        epochs, budget = parse_length(self, n_epoch, start_epoch, epochs_per_iteration)
         check_loaders(self.dls)
         fit_cbs = [*as_list(cbs)]
         if start_epoch:

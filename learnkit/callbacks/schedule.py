@@ -21,7 +21,7 @@ from learnkit.core.contexts import replacing_yield
 from learnkit.core.errors import ScheduleError
 from learnkit.core.validation import warn_user
 from learnkit.data.checks import epoch_length
-from learnkit.engine.budget import as_length
+from learnkit.engine.budget import parse_length
 from learnkit.engine.callback import Callback
 from learnkit.engine.checks import check_count
 from learnkit.engine.dispatch import as_list
@@ -273,7 +273,7 @@ def fine_tune(
     _check_share(pct_start)
     _checked_moms(learn.moms if moms is None else moms)
     check_count('freeze_epochs', freeze_epochs, 0)
-    as_length(learn, epochs, start_epoch)
+    parse_length(learn, epochs, start_epoch)
     shared: dict[str, Any] = {
         'div_final': div_final,
         'wd': wd,
@@ -313,7 +313,7 @@ def _peak_rates(
     learn: Any, n_epoch: int, lr: Any, wd: float | None, reset_opt: bool, start_epoch: int
 ) -> Any:
     "Make the optimizer ready for `fit` and return its rates: a number, or an array of one a group."
-    as_length(learn, n_epoch, start_epoch)
+    parse_length(learn, n_epoch, start_epoch)
     learn._prepare_opt(lr, wd, reset_opt)
     rates = [float(h['lr']) for h in learn.opt.hypers]
     return rates[0] if len(rates) == 1 else np.array(rates)
@@ -328,7 +328,7 @@ def _fit_along(
     start: int,
     resume: Any,
 ) -> None:
-    epochs, budget = as_length(learn, n_epoch, start)
+    epochs, budget = parse_length(learn, n_epoch, start)
     if epochs and budget is None and epoch_length(learn.dls, learn.dls.train)[0] is None:
         warn_user(
             'The training loader has no length, so how much of an epoch is done is not known: the '
