@@ -88,7 +88,7 @@ _MISSING_REASONS = {
 
 
 class Learner(Loop):
-    """Trainer of `model` on `dls` with `loss_func`: the training loop, its callbacks and its state.
+    """Train `model` on `dls` with `loss_func`: the training loop, its callbacks and its state.
 
     `dls` is a `DataLoaders`, a tuple (train, valid) of any iterables of batches, or one training loader. `loss_func`
     and `metrics` are called with the predictions and the targets. `opt_func` creates the optimizer; any torch

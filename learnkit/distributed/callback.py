@@ -94,7 +94,7 @@ class BatchShare:
 
 
 class DistributedTraining(Callback):
-    """Callback that trains on all ranks of a process group, equivalent to one process with the combined batches.
+    """Train on all ranks of a process group, as one process would train on the combined batches.
 
     With torchrun, SLURM's `srun`, or an existing process group (such as Ray Train's), each rank trains on its shard of
     every batch. Gradients are averaged over all ranks, and losses, metrics and logs are reduced over them. In a single

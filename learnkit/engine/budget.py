@@ -43,7 +43,7 @@ def _split_length(
 
 
 class Budget(Callback):
-    """Callback that stops the fit at the end of a batch when its budget is used; `pct_train` is the used share.
+    """Stop the fit at the end of a batch when its budget is used; `pct_train` is the used share.
 
     `fit('2h')` adds it. The current epoch ends as usual, with its evaluation and its checkpoints. Checkpointed: the
     Learner's total at the start of the fit, the used share at the end of the last epoch, and the number of consecutive

@@ -18,7 +18,7 @@ __all__ = ['TrainEvalCallback', 'SkipToEpoch']
 
 
 class TrainEvalCallback(Callback):
-    """Callback that updates the counters, and sets the model's device and training or evaluation mode.
+    """Update the counters, and set the model's device and its training or evaluation mode.
 
     Every Learner has one, unless created with `default_cbs=False`. Its `order` is -10, so the counters are up to date
     for all other callbacks.
@@ -196,7 +196,7 @@ def is_unchanged(t: Any, before: tuple[Any, int] | None) -> bool:
 
 
 class SkipToEpoch(Callback):
-    """Callback that skips the epochs before `epoch`; added by `fit(start_epoch=...)`. The history has no row for them.
+    """Skip the epochs before `epoch`, as `fit(start_epoch=...)` does. The history has no row for skipped epochs.
 
     >>> SkipToEpoch(3)
     SkipToEpoch

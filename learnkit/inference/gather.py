@@ -44,7 +44,7 @@ __all__ = [
 
 
 class GatherPredsCallback(Callback):
-    """Callback that gathers predictions and targets, and optionally inputs and losses, on the CPU.
+    """Gather predictions and targets, and optionally inputs and losses, on the CPU.
 
     Batches are concatenated at the end. Results are copied from a GPU asynchronously and arrive one batch late.
     `save_preds` and `save_targs` receive one file a batch, named by the batch's number, which `torch.load` reads with
