@@ -241,7 +241,7 @@ def shard_loader(learn: Any, dl: Any) -> tuple[Any, Comm]:
     if team:
         options |= {
             'batch_size': team._given['batch_size'],
-            'fillers': team._parts.needs_equal_evaluations,
+            'fillers': team.parts.needs_equal_evaluations,
         }
     rank_dl = shard(
         dl.whole if isinstance(dl, Shard) else dl,
