@@ -1,9 +1,10 @@
 """Train a small convolutional network on 1,797 handwritten digits: `python -m learnkit.demo`.
 
-The digits come with scikit-learn, so nothing is downloaded. A fifth of them is kept for validation. The demo prints a
-table while it trains, and leaves the weights, the history and a picture of both in a folder.
+The digits come with scikit-learn, so nothing is downloaded. A fifth of them is used for validation. The demo prints a
+table while it trains, and writes the weights, the history and a plot into a folder.
 
-Read `train` first: it is all that a project of your own needs."""
+Read `train` first: a project needs nothing else.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +42,10 @@ FILES = {
 
 
 def digits(
-    bs: int = 32,  # images a batch
-    seed: int = 0,  # of the split and of the training order
+    bs: int = 32,  # batch size
+    seed: int = 0,  # seed of the split and of the training order
 ) -> DataLoaders:
-    "Return the digits as 1,437 images to train with and 360 for validation, each of shape (1, 8, 8) in 0 to 1."
+    "Return the digits as 1,437 training and 360 validation images of shape (1, 8, 8), with values in [0, 1]."
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -57,7 +58,7 @@ def digits(
 
 
 def small_cnn() -> nn.Module:
-    "Return a network of three convolutions that takes images (B, 1, 8, 8) and gives scores (B, 10)."
+    "Return a network of three convolutions that maps images (B, 1, 8, 8) to scores (B, 10)."
 
     def conv(n_in: int, n_out: int) -> list[nn.Module]:
         return [nn.Conv2d(n_in, n_out, 3, padding=1, bias=False), nn.BatchNorm2d(n_out), nn.ReLU()]
@@ -74,11 +75,11 @@ def small_cnn() -> nn.Module:
 
 
 def train(
-    epochs: int = 15,
-    seed: int = 0,  # the same seed gives the same split, weights and order
-    bs: int = 32,
+    epochs: int = 15,  # number of epochs
+    seed: int = 0,  # seed of the split, the weights and the order
+    bs: int = 32,  # batch size
 ) -> Learner:
-    "Train on the digits and return the learner."
+    "Train on the digits and return the Learner."
     torch.manual_seed(seed)
     learn = Learner(
         digits(bs, seed),
@@ -92,12 +93,12 @@ def train(
     return learn
 
 
-# -- what is written -------------------------------------------------------------------------------
+# -- output files ----------------------------------------------------------------------------------
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    "Give a temporary beside `path` that takes its place once it is whole."
+def write_atomically(path: Path) -> Iterator[Path]:
+    "Yield the path of a temporary file, which replaces `path` if the block succeeds."
     temporary = path.with_name(path.name + '.tmp')
     try:
         yield temporary
@@ -107,15 +108,18 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def save_history(history: Sequence[dict[str, Any]], path: Path) -> None:
-    "Write one line an epoch, under a header."
-    with replacing(path) as temporary, temporary.open('w', newline='', encoding='utf-8') as f:
+    "Write a CSV file with a header and one line per epoch."
+    with (
+        write_atomically(path) as temporary,
+        temporary.open('w', newline='', encoding='utf-8') as f,
+    ):
         writer = csv.DictWriter(f, fieldnames=list(history[0]))
         writer.writeheader()
         writer.writerows(history)
 
 
 def count_pairs(pred: Tensor, targ: Tensor, n: int = 10) -> Tensor:
-    """Return the confusion matrix: how often class `row` was taken for class `column`.
+    """Return the confusion matrix: counts of shape [true class, predicted class].
 
     >>> count_pairs(torch.tensor([0, 1, 1]), torch.tensor([0, 0, 1]), n=2)
     tensor([[1, 1],
@@ -125,7 +129,7 @@ def count_pairs(pred: Tensor, targ: Tensor, n: int = 10) -> Tensor:
 
 
 def save_picture(history: Sequence[dict[str, Any]], confusion: Tensor, path: Path) -> None:
-    "Draw the losses of each epoch beside the confusion matrix."
+    "Plot the losses of each epoch, and the confusion matrix."
     from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -133,7 +137,8 @@ def save_picture(history: Sequence[dict[str, Any]], confusion: Tensor, path: Pat
     figure = Figure(figsize=(11, 5), layout='constrained')
     losses, matrix = figure.subplots(1, 2, width_ratios=(1.15, 1))
 
-    epochs, marker = [row['epoch'] for row in history], 'o' if len(history) <= 30 else None
+    epochs = [row['epoch'] for row in history]
+    marker = 'o' if len(history) <= 30 else None
     for name, label in ('train_loss', 'training'), ('valid_loss', 'validation'):
         losses.plot(
             epochs,
@@ -154,11 +159,11 @@ def save_picture(history: Sequence[dict[str, Any]], confusion: Tensor, path: Pat
     losses.grid(alpha=0.3)
     losses.legend()
 
-    right, total = int(confusion.diag().sum()), int(confusion.sum())
-    # the root: one mistake is seen beside 36 hits
+    n_correct, total = int(confusion.diag().sum()), int(confusion.sum())
+    # the square root makes a single error visible next to 36 correct predictions
     matrix.imshow(confusion.numpy(), cmap='Blues', norm=PowerNorm(0.5))
     matrix.set(
-        title=f'Validation: {right} of {total} right',
+        title=f'Validation: {n_correct} of {total} right',
         xlabel='predicted digit',
         ylabel='true digit',
         xticks=range(10),
@@ -169,14 +174,14 @@ def save_picture(history: Sequence[dict[str, Any]], confusion: Tensor, path: Pat
         color = 'white' if count > confusion.max() / 3 else 'black'
         matrix.text(column, row, count, ha='center', va='center', color=color)
 
-    with replacing(path) as temporary:
+    with write_atomically(path) as temporary:
         figure.savefig(temporary, format='png', dpi=120)
 
 
 def save_all(learn: Learner, out: Path) -> float:
-    "Write weights, history and picture, and return the validation accuracy."
+    "Write weights, history and plot, and return the validation accuracy."
     pred, targ = learn.get_preds()
-    with replacing(out / 'model.pth') as temporary:
+    with write_atomically(out / 'model.pth') as temporary:
         torch.save(learn.model.cpu().state_dict(), temporary)
     save_history(learn.history, out / 'history.csv')
     save_picture(learn.history, count_pairs(pred.argmax(1), targ), out / 'digits.png')
@@ -187,18 +192,18 @@ def save_all(learn: Learner, out: Path) -> float:
 
 
 class CommandError(Exception):
-    "What was asked for cannot be done; the message is one line for the user."
+    "Error of the command; the message is one line for the user."
 
 
 class Parser(argparse.ArgumentParser):
-    "Says what is wrong in one line, without the usage."
+    "Argument parser that reports errors in one line, without the usage."
 
     def error(self, message: str) -> NoReturn:
         raise CommandError(f'{message} (see --help)')
 
 
-def whole_number(low: int, high: int, text: str) -> int:
-    "Return the number in `text` when it lies in the range."
+def parse_int(low: int, high: int, text: str) -> int:
+    "Parse an integer from `low` to `high`."
     try:
         number = int(text)
     except ValueError:
@@ -216,7 +221,7 @@ def make_parser() -> Parser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    count, seed = partial(whole_number, 1, 1_000_000), partial(whole_number, 0, 2**32 - 1)
+    count, seed = partial(parse_int, 1, 1_000_000), partial(parse_int, 0, 2**32 - 1)
     parser.add_argument(
         '--epochs', type=count, default=15, help='times through the training images'
     )
@@ -231,7 +236,7 @@ def make_parser() -> Parser:
 
 
 def check_extras() -> None:
-    "Refuse to start without the libraries of the `demo` extra."
+    "Raise `CommandError` if a library of the `demo` extra is missing."
     needed = {'sklearn': 'scikit-learn', 'matplotlib': 'matplotlib'}
     missing = [name for module, name in needed.items() if find_spec(module) is None]
     if missing:
@@ -239,7 +244,7 @@ def check_extras() -> None:
 
 
 def check_folder(out: Path) -> None:
-    "Make the folder and refuse it when nothing can be written there: before the training, not after it."
+    "Create the folder, and raise `CommandError`, before the training, if it is not writable."
     try:
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()
@@ -259,12 +264,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         learn = train(options.epochs, options.seed, options.bs)
         try:
-            share = save_all(learn, options.out)
+            validation_accuracy = save_all(learn, options.out)
         except OSError as e:
             raise CommandError(f'could not write into {options.out}: {e.strerror or e}') from e
-        print(f'{share:.1%} of the validation images are classified correctly.')
-        for name, what in FILES.items():
-            print(f'wrote {options.out / name}: {what}')
+        print(f'{validation_accuracy:.1%} of the validation images are classified correctly.')
+        for name, description in FILES.items():
+            print(f'wrote {options.out / name}: {description}')
     except CommandError as e:
         print(f'learnkit.demo: {e}', file=sys.stderr)
         return 2
@@ -275,6 +280,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == '__main__':
-    # images this small gain nothing from a second thread, and lose much where cores are busy
+    # a second thread does not speed up images this small, and slows them down on busy cores
     torch.set_num_threads(1)
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""The Learner: everything that training needs in one object, and what may be done with it."""
+"""Learner: data, model, loss and optimizer in one object, with methods to train, evaluate and save."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from learnkit.core.validation import takes, warn_user
 from learnkit.data.dataloaders import as_dataloaders, check_loaders
 from learnkit.debug.repr import learner_html, learner_text
 from learnkit.engine import own_loop
-from learnkit.engine.budget import Budget, as_length
+from learnkit.engine.budget import Budget, parse_length
 from learnkit.engine.callback import SHOWN_ELSEWHERE, MissingAttribute, defined_on_class
 from learnkit.engine.checks import (
     check_function,
@@ -52,11 +52,11 @@ from learnkit.engine.checks import (
     check_model,
 )
 from learnkit.engine.coverage import cover_params, note_params
-from learnkit.engine.dispatch import listed
+from learnkit.engine.dispatch import as_list
 from learnkit.engine.events import LEVELS, LIFECYCLE
 from learnkit.engine.freezing import check_trained, make_optimizer
 from learnkit.engine.loop import Loop
-from learnkit.engine.own_loop import EventCheck, own_methods
+from learnkit.engine.own_loop import EventCheck, find_loop_overrides
 from learnkit.engine.run import ContextStack, call_each, raise_first
 from learnkit.engine.timings import Timings
 from learnkit.engine.train_eval import SkipToEpoch, TrainEvalCallback
@@ -75,40 +75,40 @@ if TYPE_CHECKING:
 __all__ = ['Learner', 'defaults', 'load_learner', 'replacing_yield']
 
 defaults = SimpleNamespace(lr=1e-3, callbacks=[TrainEvalCallback, Recorder, ProgressCallback])
-_open_learners: WeakSet[Learner] = (
-    WeakSet()
-)  # those whose callbacks are to be closed at interpreter exit
+_open_learners: WeakSet[Learner] = WeakSet()  # Learners to close at interpreter exit
 
-_before_epoch, _after_epoch = (
-    ['before_fit', 'before_epoch'],
-    ['after_epoch', 'after_fit'],
-)  # for events fired by hand
+# fastai's names; events to fire by hand around an evaluation
+_before_epoch = ['before_fit', 'before_epoch']
+_after_epoch = ['after_epoch', 'after_fit']
 
-_NOT_YET = {
+_MISSING_REASONS = {
     'pred': 'It exists from the forward pass of a batch on (event after_pred).',
     'loss_grad': 'It exists once the loss of a batch is computed (event after_loss).',
 }
 
 
 class Learner(Loop):
-    """Train `model` on `dls` with `loss_func`: the loop, its callbacks and its state.
+    """Train `model` on `dls` with `loss_func`: the training loop, its callbacks and its state.
 
-    `dls` is a `DataLoaders`, a tuple (train, valid) of any iterables of batches, or one to train on. `loss_func` and
-    `metrics` are called with the predictions and the targets; `opt_func` makes the optimizer, any torch class will do;
-    `cbs` are callbacks. `learnkit.doc(Learner)` shows every parameter with what it means, `doc(Learner.fit)` those of
-    a method. Model and batches go to `dls.device`: a GPU where there is one.
+    `dls` is a `DataLoaders`, a tuple (train, valid) of any iterables of batches, or one training loader. `loss_func`
+    and `metrics` are called with the predictions and the targets. `opt_func` creates the optimizer; any torch
+    optimizer class works. `learnkit.doc(Learner)` shows every parameter with its meaning, and `doc(Learner.fit)` the
+    parameters of a method. The model and the batches are moved to `dls.device`, by default a GPU if available.
 
-    Whatever the Learner does not have itself is read from the model. `x` and `y` are the inputs and targets of the
-    batch, without their tuple when there is one of them.
+    Attributes that the Learner does not have are read from the model. `x` and `y` are the inputs and targets of the
+    batch: a tuple if there are several, otherwise the single element.
 
-    The optimizer is what was given: a ready one keeps its groups and options, and a torch class
-    trains as in a hand-written loop. Norm layers and biases are left out of weight decay for the
-    optimizers by fastai's names (`Adam`, `SGD`), and for every optimizer with `wd_bn_bias=False`;
-    with True they decay. Parameters of a `loss_func` that is a module are trained with the last
-    group, unless they require no gradients. Optimizers that need a closure, or are switched
-    between training and evaluation, are described at `OptimWrapper`.
+    An optimizer instance keeps its groups and options, and a torch class trains as in a hand-written
+    loop. Norm layers and biases are excluded from weight decay for the optimizers with fastai's
+    names (`Adam`, `SGD`), and for every optimizer with `wd_bn_bias=False`; they are decayed with
+    `wd_bn_bias=True`. If `loss_func` is a module, its parameters that require gradients are trained
+    with the last group. `OptimWrapper` describes optimizers that need a closure or that switch
+    between training and evaluation.
 
-    Raises `ModelError`, `LoaderError`, `LossError`, `MetricError` or `CallbackError` for what cannot be used as given.
+    `weight_func` returns the weight of a batch in the mean loss of an epoch: `f(xb, yb)`, 'tokens', 'samples', or None
+    for the number of elements that the loss averages over.
+
+    Raises `ModelError`, `LoaderError`, `LossError`, `MetricError` or `CallbackError` for unusable arguments.
 
     >>> import torch
     >>> from learnkit.data.dataloaders import DataLoaders
@@ -120,48 +120,36 @@ class Learner(Loop):
     """
 
     _marks_misses = True
-    _is_open_for_use = False  # its callbacks are to be closed
-    _ran_in: int | None = None  # the process in which it ran since it was last closed
-    lr_search: LRSearch | None = None  # what the last `lr_find` has found
+    _is_open_for_use = False  # True while callbacks may hold resources that `close` releases
+    _ran_in: int | None = None  # id of the process that ran this Learner since the last `close`
+    lr_search: LRSearch | None = None  # result of the last `lr_find`
     whole_step: WholeStep | None = None  # runs the training step after `compile(step=True)`
-    replay_source: Replay | None = None  # the callback that has kept a batch for `replay`
-    optimized_loss_sum: Tensor | None = None  # of the losses that `optimize` got in this batch
-    n_optimized_losses = 0  # how many they are
+    replay_source: Replay | None = None  # callback that keeps the batch for `replay`
+    optimized_loss_sum: Tensor | None = None  # sum of this batch's losses passed to `optimize`
+    n_optimized_losses = 0  # number of this batch's losses passed to `optimize`
 
     def __init__(
         self,
         dls: Any,  # DataLoaders, a (train, valid) tuple of loaders, or a loader
         model: nn.Module,
-        loss_func: Callable[..., Any]
-        | None = None,  # f(pred, *targets); None: that of the data, or of the model
+        loss_func: Callable[..., Any] | None = None,  # f(pred, *targets); None: of data or model
         opt_func: Any = Adam,  # f(params, lr=): a torch.optim class, a partial, a function
-        lr: Any = None,  # a number, one a group, a slice, or a dict with one an
-        # optimizer; None: `defaults.lr`
-        splitter: Callable[
-            [nn.Module], Any
-        ] = trainable_params,  # gives the model's parameters, or groups of them
-        cbs: Any = None,  # a callback (or its class), or several
-        metrics: Any = None,  # f(pred, *targets), a Metric, of torchmetrics, or several
-        path: str | Path | None = None,  # folder for files; None: that of `dls`
+        lr: Any = None,  # number, list by group, slice, or dict by optimizer; None: `defaults.lr`
+        splitter: Callable[[nn.Module], Any] = trainable_params,  # f(model) -> parameters or groups
+        cbs: Any = None,  # callback (or callback class), or several
+        metrics: Any = None,  # f(pred, *targets), Metric, torchmetrics metric, or several
+        path: str | Path | None = None,  # folder for files; None: `dls.path`
         model_dir: str | Path = 'models',  # folder for weights, below `path`
-        wd: float | None = None,  # weight decay; None: that of `opt_func`
-        wd_bn_bias: bool | None = None,  # let norms and biases decay; None: see below
+        wd: float | None = None,  # weight decay; None: the default of `opt_func`
+        wd_bn_bias: bool | None = None,  # weight decay of norm layers and biases; None: see below
         train_bn: bool = True,  # whether norm layers of frozen groups are trained
         moms: tuple[float, ...] = (0.95, 0.85, 0.95),  # momentum for schedules
         default_cbs: bool = True,  # add `defaults.callbacks`
-        microbatch: int | str | None = None,  # samples a piece at most; 'auto': what memory allows
-        weight_func: Callable[..., Any]
-        | str
-        | None = None,  # f(xb, yb): what a batch weighs; 'tokens', 'samples';
-        # None: what the loss averages over
-        token_func: Callable[..., int]
-        | None = None,  # f(xb, yb): its tokens; None: those of `input_ids`
-        size_func: Callable[..., int]
-        | None = None,  # f(xb, yb): its samples; None: as `find_bs` counts them
-        eval_every: str
-        | int
-        | Time
-        | None = '1ep',  # when to evaluate: epochs, '500ba', '10m'; None: never
+        microbatch: int | str | None = None,  # maximum samples a microbatch; 'auto': by memory
+        weight_func: Callable[..., Any] | str | None = None,  # f(xb, yb) -> weight; see below
+        token_func: Callable[..., int] | None = None,  # f(xb, yb); None: counts `input_ids`
+        size_func: Callable[..., int] | None = None,  # f(xb, yb) -> samples; None: as `find_bs`
+        eval_every: str | int | Time | None = '1ep',  # epochs, '500ba', '10m'; None: never
     ) -> None:
         check_model(model)
         super().__init__()
@@ -170,65 +158,56 @@ class Learner(Loop):
             loss_func = getattr(getattr(self.dls, 'train_ds', None), 'loss_func', None)
         self.loss_func = loss_func
         check_loss(self.loss_func)
-        self.opt_func, self.lr, self.splitter = (
-            opt_func,
-            defaults.lr if lr is None else lr,
-            splitter,
-        )
+        self.opt_func = opt_func
+        self.lr = defaults.lr if lr is None else lr
+        self.splitter = splitter
         self.path = Path(path) if path is not None else Path(getattr(self.dls, 'path', '.'))
-        self.model_dir, self.wd, self.wd_bn_bias, self.train_bn, self.moms = (
-            model_dir,
-            wd,
-            wd_bn_bias,
-            train_bn,
-            moms,
-        )
-        self.microbatch, self.weight_func = (
-            check_microbatch(self, microbatch),
-            check_weight_func(weight_func),
-        )
+        self.model_dir = model_dir
+        self.wd = wd
+        self.wd_bn_bias = wd_bn_bias
+        self.train_bn = train_bn
+        self.moms = moms
+        self.microbatch = check_microbatch(self, microbatch)
+        self.weight_func = check_weight_func(weight_func)
         check_function('size_func', size_func)
-        self.token_func, self.size_func, self.eval_every = token_func, size_func, eval_every
+        self.token_func = token_func
+        self.size_func = size_func
+        self.eval_every = eval_every
         self.logger: Callable[[Any], Any] = print
-        self.create_mbar, self.opt = True, None
+        self.create_mbar = True
+        self.opt = None
         self._entered: list[ExitStack] = []
-        self._own_lrs: tuple[Any, Any] = (
-            None,
-            None,
-        )  # the `lr` that the optimizer was asked for, and the rates it has
-        self._lrs_left: list[float] = []  # the rates as the Learner, or a fit, has left them
+        # (requested `lr`, resulting rates) if the optimizer uses rates other than `lr`
+        self._own_lrs: tuple[Any, Any] = (None, None)
+        self._last_lrs: list[float] = []  # rates when the Learner last set them or a fit ended
         self.metrics = metrics
-        self.add_cbs([*(defaults.callbacks if default_cbs else []), *listed(cbs)])
+        self.add_cbs([*(defaults.callbacks if default_cbs else []), *as_list(cbs)])
         self('after_create')
 
     # -- training ----------------------------------------------------------------------------------
 
     def fit(
         self,
-        n_epoch: int
-        | str
-        | Time,  # epochs, or how much of a unit: '2h', '5000ba', '1e6sp'; 0 trains nothing
-        lr: Any = None,  # learning rate for this fit, or a dict by optimizer; None: the Learner's
-        wd: float | None = None,  # weight decay for this fit; None: the Learner's
-        cbs: Any = None,  # further callbacks for this fit
-        reset_opt: bool = False,  # make a new optimizer
-        start_epoch: int = 0,  # skip the epochs before this one
-        iteration: int
-        | str
-        | Time
-        | None = None,  # so many epochs are an iteration, with events of its own
-        resume: Any = False,  # go on from a checkpoint: True, 'latest', 'best', a path, or a state
+        n_epoch: int | str | Time,  # epochs, or a budget: '2h', '5000ba', '1e6sp'; 0: no training
+        lr: Any = None,  # learning rate of this fit, or dict by optimizer; None: the Learner's
+        wd: float | None = None,  # weight decay of this fit; None: the Learner's
+        cbs: Any = None,  # additional callbacks for this fit
+        reset_opt: bool = False,  # create a new optimizer
+        start_epoch: int = 0,  # first epoch to train; earlier epochs are skipped
+        iteration: int | str | Time | None = None,  # epochs per iteration, which has its own events
+        resume: Any = False,  # checkpoint to resume: True, 'latest', 'best', path, or state
     ) -> None:
         """Train for `n_epoch` epochs, or until a budget is used: `fit('90m')`, `fit('5000ba')`.
 
-        A budget ends at the end of a batch; the epoch under way then ends as usual, with its evaluation.
+        A budget ends at the end of a batch. The current epoch then ends as usual, with its evaluation.
 
-        With `resume=True` the fit goes on from the newest whole checkpoint of its folder (see `Checkpoint`), from that
-        very batch and as if it had never stopped, up to `n_epoch` epochs in all; where there is none yet, it starts.
-        What the checkpoint says of rates and counters wins over the arguments.
+        With `resume=True` the fit resumes from the newest complete checkpoint of its folder (see `Checkpoint`), at the
+        exact batch, as if training had never stopped, and trains up to `n_epoch` epochs in total. Without a checkpoint
+        the fit starts from the beginning. The checkpoint's rates and counters take precedence over the arguments.
 
-        Raises a `LearnkitError` for bad input before anything has changed. Whatever a callback, the model or the data
-        raises comes out as it is, with a note of where, after every callback's `cleanup`; the Learner can fit again.
+        Raises a `LearnkitError` for invalid arguments before anything has changed. An exception of a callback, the
+        model or the data is raised unchanged, with a note of the event and batch, after every callback's `cleanup`.
+        The Learner can then fit again.
 
         >>> from learnkit.testing import synth_learner
         >>> with synth_learner(n_train=10).no_bar() as learn: learn.fit(2); learn.fit('15ba')
@@ -236,35 +215,35 @@ class Learner(Loop):
         ([(0, 0), (0, 1), (1, 0), (1, 1)], 35)
         """
         __tracebackhide__ = True
-        per_iteration = check_iteration(iteration)
-        epochs, budget = as_length(self, n_epoch, start_epoch, per_iteration)
+        epochs_per_iteration = check_iteration(iteration)
+        epochs, budget = parse_length(self, n_epoch, start_epoch, epochs_per_iteration)
         check_loaders(self.dls)
-        own = [SkipToEpoch(start_epoch)] * bool(start_epoch) + ([Budget(budget)] if budget else [])
-        checks = [EventCheck()] if own_methods(self) else []
-        with self.added_cbs(
-            [*listed(cbs), *own, *checks, *self.evaluations.begin(self, per_iteration)]
-        ):
-            found = find_checkpoint(self, resume)
+        fit_cbs = [*as_list(cbs)]
+        if start_epoch:
+            fit_cbs.append(SkipToEpoch(start_epoch))
+        if budget:
+            fit_cbs.append(Budget(budget))
+        if find_loop_overrides(self):
+            fit_cbs.append(EventCheck())
+        fit_cbs += self.evaluations.begin(self, epochs_per_iteration)
+        with self.added_cbs(fit_cbs):
+            checkpoint = find_checkpoint(self, resume)
             self._prepare_opt(lr, wd, reset_opt)
             self.replay_source = None
             with self._training_weights(), self.strategy.run(self, 'fit'):
-                self.n_epoch, self.epochs_per_iteration, self.run.stopping = (
-                    epochs,
-                    per_iteration,
-                    False,
-                )
+                self.n_epoch = epochs
+                self.epochs_per_iteration = epochs_per_iteration
+                self.run.stopping = False
                 self.timings = Timings()
-                begin_resume(self, found)
+                begin_resume(self, checkpoint)
                 self._with_events(self._do_fit, 'fit', CancelFitException, self._end_cleanup)
 
     def fit_until(
         self,
-        total: str
-        | int
-        | Time,  # what this Learner is to have trained in all: epochs, or any other unit
-        **kwargs: Any,  # more for `fit`
+        total: str | int | Time,  # total training of this Learner: epochs, or any other unit
+        **kwargs: Any,  # further arguments of `fit`
     ) -> None:
-        """Train until `total` is reached, over all fits of this Learner; nothing where it is reached already.
+        """Train until `total` is reached over all fits of this Learner; if it is reached already, return.
 
         >>> from learnkit.testing import synth_learner
         >>> with synth_learner().no_bar() as learn: learn.fit(2); learn.fit_until('5ep')
@@ -274,28 +253,28 @@ class Learner(Loop):
         total = as_time(total, 'ep')
         if total.unit == 'dur':
             raise TimeError(f'fit_until({str(total)!r}): a share of what? Give epochs, or hours.')
-        left = total.value - self.finished(total.unit)
-        if left > 0:
-            self.fit(Time(left, total.unit), **kwargs)
+        remainder = total.value - self.finished(total.unit)
+        if remainder > 0:
+            self.fit(Time(remainder, total.unit), **kwargs)
 
     def fit_one_cycle(
         self,
         n_epoch: int,
-        lr_max: Any = None,  # the highest rate: a number, one a group, a slice; None: the Learner's
-        div: float = 25.0,  # the fit starts at `lr_max / div`
-        div_final: float = 1e5,  # and ends at `lr_max / div_final`
-        pct_start: float = 0.25,  # the share of the fit after which the rate is highest
+        lr_max: Any = None,  # highest rate: number, list by group, or slice; None: the Learner's
+        div: float = 25.0,  # divisor of `lr_max` for the initial rate
+        div_final: float = 1e5,  # divisor of `lr_max` for the final rate
+        pct_start: float = 0.25,  # share of the fit during which the rate rises
         wd: float | None = None,  # weight decay; None: the Learner's
         moms: tuple[float, ...] | None = None,  # momentum at the start, the highest rate, the end
-        cbs: Any = None,  # further callbacks for this fit
-        reset_opt: bool = False,  # make a new optimizer
-        start_epoch: int = 0,  # skip the epochs before this one
-        resume: Any = False,  # go on from a checkpoint, as in `fit`
+        cbs: Any = None,  # additional callbacks for this fit
+        reset_opt: bool = False,  # create a new optimizer
+        start_epoch: int = 0,  # first epoch to train; earlier epochs are skipped
+        resume: Any = False,  # checkpoint to resume, as in `fit`
     ) -> None:
-        """Train with a rate that rises and falls once (Smith, 2018), each along half a cosine.
+        """Train with the 1cycle policy: the rate rises and then falls, each along half a cosine.
 
-        Momentum mirrors the rate. `moms` are the Learner's where none are given, unless the
-        optimizer has no momentum, or one of 0: that stays.
+        Momentum mirrors the rate. `moms=None` uses the Learner's `moms`, unless the optimizer has
+        no momentum or a momentum of 0, which then stays. Source: Smith, 2018.
 
         Raises what `fit` raises, `ScheduleError` for a cycle that cannot be followed, and
         `OptimizerError` for a wrong number of rates.
@@ -326,14 +305,14 @@ class Learner(Loop):
     def fit_flat_cos(
         self,
         n_epoch: int,
-        lr: Any = None,  # the flat rate: a number, one a group, or a slice; None: the Learner's
-        div_final: float = 1e5,  # the fit ends at `lr / div_final`
-        pct_start: float = 0.75,  # the share of the fit after which the rate falls
+        lr: Any = None,  # flat rate: number, list by group, or slice; None: the Learner's
+        div_final: float = 1e5,  # divisor of `lr` for the final rate
+        pct_start: float = 0.75,  # share of the fit with the flat rate
         wd: float | None = None,  # weight decay; None: the Learner's
-        cbs: Any = None,  # further callbacks for this fit
-        reset_opt: bool = False,  # make a new optimizer
-        start_epoch: int = 0,  # skip the epochs before this one
-        resume: Any = False,  # go on from a checkpoint, as in `fit`
+        cbs: Any = None,  # additional callbacks for this fit
+        reset_opt: bool = False,  # create a new optimizer
+        start_epoch: int = 0,  # first epoch to train; earlier epochs are skipped
+        resume: Any = False,  # checkpoint to resume, as in `fit`
     ) -> None:
         """Train at a flat rate that falls along half a cosine at the end.
 
@@ -355,15 +334,15 @@ class Learner(Loop):
         self,
         n_cycles: int,
         cycle_len: int,  # epochs of the first cycle
-        lr_max: Any = None,  # the rate at each start, as in `fit_one_cycle`; None: the Learner's
-        cycle_mult: int = 2,  # how many times as long each cycle is as the one before
-        cbs: Any = None,  # further callbacks for this fit
-        reset_opt: bool = False,  # make a new optimizer
+        lr_max: Any = None,  # rate at each start, as in `fit_one_cycle`; None: the Learner's
+        cycle_mult: int = 2,  # length of each cycle relative to the previous one
+        cbs: Any = None,  # additional callbacks for this fit
+        reset_opt: bool = False,  # create a new optimizer
         wd: float | None = None,  # weight decay; None: the Learner's
-        start_epoch: int = 0,  # skip the epochs before this one
-        resume: Any = False,  # go on from a checkpoint, as in `fit`
+        start_epoch: int = 0,  # first epoch to train; earlier epochs are skipped
+        resume: Any = False,  # checkpoint to resume, as in `fit`
     ) -> None:
-        """Train in cycles, in each of which the rate falls to 0 along half a cosine.
+        """Train in cycles (SGDR): in each cycle the rate falls to 0 along half a cosine.
 
         Source: Loshchilov and Hutter, 2017. Raises as `fit_one_cycle` does.
 
@@ -381,23 +360,23 @@ class Learner(Loop):
     def fine_tune(
         self,
         epochs: Any,  # epochs with all groups, or a budget such as '2h'
-        base_lr: float = 2e-3,  # highest rate of the last group; half of it once all are trained
-        freeze_epochs: int = 1,  # epochs before, with the last group alone
-        lr_mult: float = 100,  # then the first group's rate is the last one's divided by it
+        base_lr: float = 2e-3,  # highest rate of the last group; halved when all groups train
+        freeze_epochs: int = 1,  # number of initial epochs that train the last group alone
+        lr_mult: float = 100,  # ratio of the last group's rate to the first one's, all groups
         pct_start: float = 0.3,  # as in `fit_one_cycle`, for the epochs with all groups
-        div: float = 5.0,  # likewise
-        div_final: float = 1e5,  # from here on: as in `fit_one_cycle`, for both fits
-        wd: float | None = None,
-        moms: tuple[float, ...] | None = None,
-        cbs: Any = None,
-        reset_opt: bool = False,
-        start_epoch: int = 0,  # skip the epochs before it, and those with the last group alone
-        resume: Any = False,  # go on from a checkpoint of either fit, as in `fit`
+        div: float = 5.0,  # as in `fit_one_cycle`, for the epochs with all groups
+        div_final: float = 1e5,  # as in `fit_one_cycle`, for both fits
+        wd: float | None = None,  # weight decay; None: the Learner's
+        moms: tuple[float, ...] | None = None,  # momentum, as in `fit_one_cycle`
+        cbs: Any = None,  # additional callbacks for both fits
+        reset_opt: bool = False,  # create a new optimizer
+        start_epoch: int = 0,  # first epoch with all groups; if not 0, freeze epochs are skipped
+        resume: Any = False,  # checkpoint of either fit to resume, as in `fit`
     ) -> None:
         """Train the last group alone, then all groups with graded rates, in one cycle each.
 
-        Groups come from the Learner's `splitter`: the body of a model that was trained before, and
-        its new head. Raises as `fit_one_cycle` does.
+        The Learner's `splitter` defines the groups: the body of a pretrained model, and its new
+        head. Raises as `fit_one_cycle` does.
 
         >>> from learnkit.testing import synth_learner
         >>> learn = synth_learner(splitter=lambda m: [[m.a], [m.b]])
@@ -426,25 +405,25 @@ class Learner(Loop):
 
     def lr_find(
         self,
-        start_lr: Any = 1e-7,  # the first rate, or one a param group
-        end_lr: Any = 10,  # the one that `num_it` batches lead up to
-        num_it: int = 100,  # batches; below 6 count as 6, as in fastai
-        stop_div: bool = True,  # end when the smoothed loss is four times its least value
-        show_plot: bool = True,  # draw the loss over the rates
+        start_lr: Any = 1e-7,  # first rate, or list by parameter group
+        end_lr: Any = 10,  # rate after `num_it` batches
+        num_it: int = 100,  # number of batches; at least 6, as in fastai
+        stop_div: bool = True,  # stop when the smoothed loss is four times its minimum
+        show_plot: bool = True,  # plot the loss over the rates
         suggest_funcs: Any = valley,  # f(lrs, losses, num_it) -> (rate, point), several, or None
-        ax: Any = None,  # matplotlib axes to draw in; None: a new figure
+        ax: Any = None,  # matplotlib axes; None: a new figure
     ) -> Any:
-        """Train a little with a growing rate, undo it, and return suggested rates (Smith, 2017).
+        """Train a few batches with a growing rate, undo them, and return suggested rates.
 
-        The rates are a named tuple. Everything is afterwards as it was: weights, buffers,
-        optimizer, random generators, loaders, history, counters and the attributes of every
-        callback, also when the search is interrupted. Nothing is written to disk. Callbacks with
-        `remove_on_find` are left out; others run as in a fit. `learn.lr_search` keeps the rates and
-        losses, and `learn.recorder.plot_lr_find()` draws them again. The search needs memory for a
-        second copy of the weights and the optimizer's state.
+        The rates are a named tuple. Weights, buffers, optimizer, random generators, loaders,
+        history, counters and the attributes of every callback are restored, also if the search is
+        interrupted. Nothing is written to disk. Callbacks with `remove_on_find` are left out; all
+        others run as in a fit. `learn.lr_search` keeps the rates and losses, and
+        `learn.recorder.plot_lr_find()` plots them again. The search needs memory for a second copy
+        of the weights and the optimizer's state. Source: Smith, 2017.
 
-        Raises `ScheduleError` for rates that do not grow, `OptionError` for what cannot suggest,
-        and `LossError` when the loss was not finite from the beginning.
+        Raises `ScheduleError` for rates that do not grow, `OptionError` for an unusable function in
+        `suggest_funcs`, and `LossError` if no finite loss was computed from the start.
 
         >>> from learnkit.callbacks.lr_finder import steep, valley
         >>> from learnkit.testing import synth_learner
@@ -459,11 +438,11 @@ class Learner(Loop):
         return lr_find(self, start_lr, end_lr, num_it, stop_div, show_plot, suggest_funcs, ax)
 
     def _prepare_opt(self, lr: Any, wd: float | None, reset_opt: bool) -> None:
-        if reset_opt or self.opt is None or self._opt_is_of_another_model():
+        if reset_opt or self.opt is None or self._has_foreign_opt():
             self.create_opt()
         elif not isinstance(self.opt, OptimWrapper):
             self.opt = OptimWrapper(opt=self.opt)  # assigned by hand
-        if self._opt_is_of_another_model():
+        if self._has_foreign_opt():
             raise OptimizerError(
                 f'No parameter of this {type(self.model).__name__} is in the optimizer, which would '
                 'learn nothing. Make it of `learn.model.parameters()`, or pass its class.'
@@ -472,20 +451,20 @@ class Learner(Loop):
         check_trained(self.opt, self.model)
         wd = self.wd if wd is None else wd
         if lr is None:
-            lr = self._lrs_to_start_with()
+            lr = self._find_initial_lrs()
         hypers = {'lr': lr, 'wd': wd}
         self.opt.set_hypers(**{name: value for name, value in hypers.items() if value is not None})
-        self._lrs_left = rates_of(self.opt)
+        self._last_lrs = list_lrs(self.opt)
         self.opt.zero_grad()
 
     def _cover_params(self) -> None:
-        "Bring the optimizer up to date with the parameters that there are now."
+        "Update the optimizer's groups to the current parameters of the model."
         if isinstance(self.opt, OptimWrapper):
             cover_params(self)
 
     @contextmanager
     def _training_weights(self) -> Iterator[None]:
-        "Let the outermost fit begin at the weights that are trained, and end at those to predict with."
+        "Switch the optimizer to training weights for the outermost fit, and back to evaluation weights."
         if self.run.depth:
             yield
             return
@@ -494,33 +473,34 @@ class Learner(Loop):
             yield
         finally:
             self.opt.eval()
-            self._lrs_left = rates_of(self.opt)
+            self._last_lrs = list_lrs(self.opt)
 
-    def _lrs_to_start_with(self) -> Any:
-        """Return the rates of a fit that was given none.
+    def _find_initial_lrs(self) -> Any:
+        """Return the initial rates of a fit that was called without `lr`.
 
-        They are the Learner's, or what the optimizer brought, with the rates of groups that came
-        later. What was set by hand since the last fit stays; what a schedule left does not.
+        These are the Learner's `lr` or the optimizer's own rates, followed by the rates of groups
+        that were added since. Rates that the user has changed since the last fit are kept; rates
+        that a schedule has left are not.
         """
-        asked, own = self._own_lrs
-        now = rates_of(self.opt)
-        if not now:
+        requested_lr, own_lrs = self._own_lrs
+        current_lrs = list_lrs(self.opt)
+        if not current_lrs:
             return None
-        if not own or asked is not self.lr:
+        if not own_lrs or requested_lr is not self.lr:
             return self.lr
-        n = len(own)
-        if not callable(self.opt_func) and now[:n] != self._lrs_left[:n]:
-            own = now[:n]
-        self._own_lrs = asked, own
-        return [*own, *now[n:]]
+        n = len(own_lrs)
+        if not callable(self.opt_func) and current_lrs[:n] != self._last_lrs[:n]:
+            own_lrs = current_lrs[:n]
+        self._own_lrs = requested_lr, own_lrs
+        return [*own_lrs, *current_lrs[n:]]
 
-    def _opt_is_of_another_model(self) -> bool:
-        "Tell whether `model` was replaced, so that the optimizer has none of its parameters."
-        own = {id(p) for p in self.model.parameters()}
-        return not any(id(p) in own for g in self.opt.param_groups for p in g['params'])
+    def _has_foreign_opt(self) -> bool:
+        "Return True if no parameter of `model` is in the optimizer, as after `model` was replaced."
+        param_ids = {id(p) for p in self.model.parameters()}
+        return not any(id(p) in param_ids for g in self.opt.param_groups for p in g['params'])
 
     def create_opt(self) -> None:
-        "Make the optimizer. Rates that `opt_func` brings itself win over `lr`, until `lr` is set again."
+        "Create the optimizer. Rates that `opt_func` defines override `lr` until `lr` is set again."
         if isinstance(self.opt_func, partial) and 'lr' in self.opt_func.keywords:
             self.lr = self.opt_func.keywords['lr']
         opt = make_optimizer(
@@ -537,35 +517,36 @@ class Learner(Loop):
             if opt is not self.opt:
                 self.counters.steps += getattr(self.opt, 'n_steps', 0)
             if not callable(self.opt_func):
-                opt.clear_state()  # it is the same one, to be started anew
+                opt.clear_state()  # `opt_func` is an instance and returns the same optimizer
         self.opt = opt
-        note_params(self, is_ready=not callable(self.opt_func))
-        lrs = self._lrs_left = rates_of(opt)
-        brought = isinstance(self.lr, (int, float)) and any(lr != self.lr for lr in lrs)
-        if brought and not callable(self.opt_func):
+        is_instance = not callable(self.opt_func)
+        note_params(self, is_ready=is_instance)
+        lrs = self._last_lrs = list_lrs(opt)
+        ignores_lr = isinstance(self.lr, (int, float)) and any(lr != self.lr for lr in lrs)
+        if ignores_lr and is_instance:
             self.lr = lrs[0] if len(set(lrs)) == 1 else lrs
-        is_own = brought or (not callable(self.opt_func) and lrs)
-        self._own_lrs = (self.lr, lrs) if is_own else (None, None)
+        has_own_lrs = ignores_lr or (is_instance and lrs)
+        self._own_lrs = (self.lr, lrs) if has_own_lrs else (None, None)
 
     # -- freezing, precision and compilation -------------------------------------------------------
 
     def freeze_to(
         self,
-        n: int,  # the first group that is trained; from -1 on counted from the end
+        n: int,  # index of the first trained group; negative: counted from the end
     ) -> None:
-        """Freeze the groups before group `n`, and train those from there on.
+        """Freeze the parameter groups before group `n`, and train the others.
 
-        The groups come from the Learner's `splitter`. The parameters of a frozen group require no
-        gradient; its norm layers are trained all the same unless `train_bn` is False.
+        The Learner's `splitter` defines the groups. The parameters of a frozen group do not require
+        gradients, except in norm layers if `train_bn` is True.
         """
         from learnkit.engine.freezing import freeze_to
 
         freeze_to(self, n)
 
     def freeze(self) -> None:
-        """Freeze all groups but the last.
+        """Freeze all parameter groups except the last one.
 
-        With one group alone nothing is frozen, as in fastai, and a warning says so.
+        With a single group nothing is frozen, as in fastai, and a warning is issued.
 
         >>> from learnkit.testing import synth_learner
         >>> learn = synth_learner(splitter=lambda m: [[m.a], [m.b]])
@@ -578,7 +559,7 @@ class Learner(Loop):
         freeze(self)
 
     def unfreeze(self) -> None:
-        """Train all groups.
+        """Unfreeze all parameter groups.
 
         >>> from learnkit.testing import synth_learner
         >>> learn = synth_learner(splitter=lambda m: [[m.a], [m.b]])
@@ -591,7 +572,7 @@ class Learner(Loop):
         unfreeze(self)
 
     def to_bf16(self) -> Self:
-        """Compute the forward pass in bfloat16 from now on: see `MixedPrecision`.
+        """Compute the forward pass of all further batches in bfloat16: see `MixedPrecision`.
 
         >>> from learnkit.testing import synth_learner
         >>> synth_learner(default_cbs=False).to_bf16().to_bf16().cbs
@@ -605,36 +586,37 @@ class Learner(Loop):
         self,
         **scaler: Any,  # `init_scale`, `growth_factor`, `backoff_factor`, `growth_interval`
     ) -> Self:
-        """Compute the forward pass in float16 from now on, with scaled gradients.
+        """Compute the forward pass of all further batches in float16, with gradient scaling.
 
-        The options go to the scaler: see `MixedPrecision`.
+        The options are passed to the gradient scaler: see `MixedPrecision`.
         """
         from learnkit.callbacks.mixed_precision import to_fp16
 
         return to_fp16(self, **scaler)
 
     def to_fp32(self) -> Self:
-        "Compute everything in the precision of the weights: without `MixedPrecision`."
+        "Compute in the precision of the weights: remove `MixedPrecision`."
         from learnkit.callbacks.mixed_precision import to_fp32
 
         return to_fp32(self)
 
     def compile(
         self,
-        step: bool = False,  # the whole training step, not the model alone
-        **options: Any,  # for torch.compile: `mode`, `dynamic`, `backend`, `options`
+        step: bool = False,  # compile the whole training step, not only the model
+        **options: Any,  # options of torch.compile: `mode`, `dynamic`, `backend`, `options`
     ) -> Self:
-        """Compile the model in place or, with `step=True`, the whole training step.
+        """Compile the model, without replacing it, or with `step=True` the whole training step.
 
-        The model's state dict keeps its keys. The whole step begins as usual; once the optimizer
-        has its state, compiled and ordinary steps take turns, timed, and the faster goes on.
-        `explain_step` says which runs and why. It is made for torch's SGD, Adam and AdamW and
-        learnkit's own, one optimizer, no microbatches. After it `pred` and `loss_grad` are
-        detached; gradients are never attached to parameters.
+        The model's state dict keeps its keys. With `step=True`, training starts with ordinary steps.
+        Once the optimizer has its state, compiled and ordinary steps alternate and are timed, and
+        the faster kind runs from then on. `explain_step` reports which one runs, and why. Supported
+        are SGD, Adam and AdamW of torch and of learnkit, a single optimizer, and no microbatches.
+        After a compiled step `pred` and `loss_grad` are detached; gradients are never attached to
+        parameters.
 
-        A batch of another shape runs as usual, until so many come in a row that it is compiled
-        again for varying shapes. Random numbers are drawn as ordinarily (inductor's
-        `fallback_random`), which dropout masks depend on.
+        A batch of another shape runs in an ordinary step; after several in a row the step is
+        compiled again for dynamic shapes. Random numbers, such as dropout masks, are drawn as in an
+        ordinary step (inductor's `fallback_random`).
 
         >>> from learnkit.testing import synth_learner
         >>> synth_learner().compile(step=True, backend='eager').explain_step()
@@ -645,7 +627,7 @@ class Learner(Loop):
         return compile_learner(self, step, **options)
 
     def explain_step(self) -> str:
-        """Describe which training step runs, the compiled or the ordinary one, and why.
+        """Describe whether the compiled or the ordinary training step runs, and why.
 
         >>> from learnkit.testing import synth_learner
         >>> synth_learner().explain_step()
@@ -655,22 +637,22 @@ class Learner(Loop):
 
         return explain_step(self)
 
-    # -- the verbs of a loop of your own -----------------------------------------------------------
+    # -- methods for a custom `train_batch` or `evaluate_batch` ------------------------------------
 
     def forward(
         self,
-        f: Callable[..., Any],  # the model, a part of it, or a function that calls some
-        *args: Any,
-        **kwargs: Any,
+        f: Callable[..., Any],  # the model, a part of it, or a function that calls modules
+        *args: Any,  # arguments of `f`
+        **kwargs: Any,  # keyword arguments of `f`
     ) -> Any:
-        """Call `f(*args, **kwargs)` as a forward pass, and return what it gave.
+        """Call `f(*args, **kwargs)` as a forward pass, and return its output.
 
-        `before_pred` comes first; what callbacks put around a forward pass (autocast) is around
-        `f`; in `after_pred` the output is `pred`, and what callbacks have made of it is returned:
-        with mixed precision, float32. `pred` stays the output of the last pass; set `self.pred` at
-        the end to what metrics are to see.
+        `before_pred` fires first. `f` runs in the callbacks' contexts of a forward pass, such as
+        autocast. At `after_pred` the output is `self.pred`. The return value is `self.pred` after
+        that event: with mixed precision, float32. `self.pred` remains the output of the last call;
+        assign the predictions for the metrics to `self.pred` at the end.
 
-        With several processes modules are called themselves, without `DistributedDataParallel`:
+        With several ranks the modules are called directly, without `DistributedDataParallel`, and
         gradients are averaged before each step.
 
         >>> import torch
@@ -685,12 +667,12 @@ class Learner(Loop):
     def compute_loss(
         self,
         pred: Any,
-        *targets: Any,  # none: the targets of the batch, `self.yb`
+        *targets: Any,  # targets; if omitted, the targets of the batch, `self.yb`
     ) -> Any:
         """Return `loss_func(pred, *targets)`, computed in the contexts of a forward pass.
 
-        In a loop of your own `MixUp` and `CutMix` blend the loss only here. Raises `LossError`
-        without a `loss_func`.
+        In a custom `train_batch`, `MixUp` and `CutMix` blend only losses computed by this method.
+        Raises `LossError` without a `loss_func`.
 
         >>> import torch
         >>> from learnkit.testing import synth_learner
@@ -702,29 +684,29 @@ class Learner(Loop):
 
     def optimize(
         self,
-        loss: Tensor | Mapping[str, Tensor] | Callable[[], Any],  # one number, named parts, or f()
-        only: str | int | None = None,  # the name or place of the optimizer that steps; None: all
-        retain_graph: bool = False,  # keep the graph, for another loss that shares a part of it
+        loss: Tensor | Mapping[str, Tensor] | Callable[[], Any],  # scalar, named parts, or f()
+        only: str | int | None = None,  # name or index of the optimizer that steps; None: all
+        retain_graph: bool = False,  # keep the graph for another loss that shares a part of it
     ) -> bool:
-        """Take a step with the gradient of a loss, and return False where no step was taken.
+        """Take an optimizer step with the gradient of a loss; return False if no step was taken.
 
-        `after_loss`, backward, `before_step`, step, `after_step`, with their events and contexts,
-        and then the gradients are cleared. With `only`, all of this is about one of several
-        optimizers: its gradients are unscaled, clipped and cleared, and gradients of the others'
-        parameters stay as they were. `GradientAccumulation` counts the batch's samples at each
-        call, for each optimizer on its own, and a call that comes to no step returns False.
+        Fires `after_loss`, runs the backward pass, fires `before_step`, steps, fires `after_step`,
+        each with its events and contexts, and then clears the gradients. With `only`, one of
+        several optimizers is affected: its gradients are unscaled, clipped and cleared, and the
+        gradients of other parameters are unchanged. `GradientAccumulation` counts the batch's
+        samples at each call, separately for each optimizer; a call that only accumulates returns
+        False.
 
-        Each call counts as one step (`learn.time.st`). A schedule moves once a batch. `EMA`
-        averages after each step: `EMA(every=2)` for once a batch with two. The batch's `loss`
-        becomes the mean of those that were optimized in it; `self.log('critic_loss', loss)` makes a
-        column of one.
+        Each call counts as one step (`learn.time.st`). A schedule advances once a batch. `EMA`
+        averages after each step; with two steps a batch, `EMA(every=2)` averages once a batch. The
+        batch's `loss` is the mean of its optimized losses. `self.log('critic_loss', loss)` records
+        one loss in its own column.
 
-        Give a function for what computes the loss more than once: an optimizer such as LBFGS, and
-        `SAM`.
+        Optimizers that evaluate the loss several times, such as LBFGS, and `SAM` need a function as
+        `loss`.
 
-        Raises `OptimizerError` for an optimizer that is not there, and for LBFGS with a loss that
-        is not a function; `FitError` outside of training; `LossError` for a loss that nothing can
-        be learned from.
+        Raises `OptimizerError` for an unknown optimizer, and for LBFGS if the loss is not a
+        function; `FitError` outside of training; `LossError` for a loss without a gradient.
 
         >>> from learnkit import Learner, SGD
         >>> from learnkit.testing import synth_dls, RegModel
@@ -742,9 +724,9 @@ class Learner(Loop):
 
     def report_loss(
         self,
-        loss: Tensor | Mapping[str, Tensor],  # one number, or a dict of named parts
+        loss: Tensor | Mapping[str, Tensor],  # scalar, or dict of named parts
     ) -> None:
-        """Set the loss of the batch, and fire `after_loss`: for an `evaluate_batch` of your own.
+        """Set the loss of the batch and fire `after_loss`; for a custom `evaluate_batch`.
 
         >>> import torch
         >>> from learnkit.testing import synth_learner
@@ -756,7 +738,7 @@ class Learner(Loop):
         own_loop.report_loss(self, loss)
 
     def repeat_turn(self) -> None:
-        "Run the passes of the `optimize` under way again."
+        "Run the forward and backward passes of the current `optimize` call again."
         own_loop.repeat_turn(self)
 
     # -- evaluation and prediction -----------------------------------------------------------------
@@ -764,15 +746,15 @@ class Learner(Loop):
     def validate(
         self,
         ds_idx: int | None = None,  # 0: training, 1: first validation loader; None: all validation
-        dl: Any = None,  # a loader to use instead, or its name in `dls`
-        cbs: Any = None,  # further callbacks for this run
+        dl: Any = None,  # loader to use instead, or its name in `dls`
+        cbs: Any = None,  # additional callbacks for this run
     ) -> L | None:
         """Compute loss and metrics, and return them as a list: `[valid_loss, *metrics]` of each loader.
 
-        Counters, history, RNGs and the modes of the modules are afterwards as they were. A callback may call it from
-        any of its events, and is itself not called in the evaluation that it starts.
+        Counters, history, random generators and module modes are restored. A callback may call `validate` in any
+        event; that callback is not called in the evaluation.
 
-        Raises `LoaderError` when there is no such loader, and `EmptyLoaderError` when it has no batch.
+        Raises `LoaderError` for a loader that does not exist, and `EmptyLoaderError` for one without batches.
 
         >>> from learnkit import mae
         >>> from learnkit.testing import synth_learner
@@ -786,39 +768,39 @@ class Learner(Loop):
 
     def get_preds(
         self,
-        ds_idx: int = 1,  # which loader to predict on: 0 training, 1 validation
-        dl: Any = None,  # a loader to use instead, or its name in `dls`
+        ds_idx: int = 1,  # loader to predict on: 0 training, 1 validation
+        dl: Any = None,  # loader to use instead, or its name in `dls`
         with_input: bool = False,  # return the inputs, first
-        with_decoded: bool = False,  # return decoded predictions, by `loss_func.decodes`
+        with_decoded: bool = False,  # return decoded predictions (`loss_func.decodes`)
         with_loss: bool = False,  # return the loss of each sample, last
-        act: Callable[[Any], Any] | None = None,  # on predictions; None: `loss_func.activation`
-        inner: bool = False,  # leave out the events of fit and epoch: for use inside a callback
-        reorder: bool = True,  # in data-set order, nothing dropped, where the loader can be rebuilt
-        cbs: Any = None,  # further callbacks for this run
-        sink: Any = None,  # where batches go as they come, instead of memory: see below
-        **kwargs: Any,  # more for `GatherPredsCallback`
+        act: Callable[[Any], Any] | None = None,  # activation; None: `loss_func.activation`
+        inner: bool = False,  # skip the events of fit and epoch, for use inside a callback
+        reorder: bool = True,  # data-set order without dropped samples, if possible
+        cbs: Any = None,  # additional callbacks for this run
+        sink: Any = None,  # destination of the batches instead of memory: see below
+        **kwargs: Any,  # further arguments of `GatherPredsCallback`
     ) -> Any:
-        """Return predictions and targets of a loader on the CPU, joined along the first dimension.
+        """Return predictions and targets of a loader on the CPU, concatenated along the first dimension.
 
-        Where several processes train together, all of them call it: each predicts its share, and each gets everything
-        (its own alone, with loaders that were `sharded_already`).
+        With several ranks, every rank calls `get_preds`. Each rank predicts its shard and receives the predictions of
+        all ranks, or only its own with loaders that were `sharded_already`.
 
-        What was asked for comes in the order: inputs, predictions, targets, decoded predictions, losses. Several inputs
-        or targets come as a list or tuple of tensors; targets are None where the loader has none. A shuffling loader's
-        samples come in the data set's order, each once, and so do those that a weighted or partial loader of fastai
-        chooses, each as often as chosen. A torch sampler that chooses (WeightedRandomSampler) is followed in the order
-        of its draws, as are a list, an iterable data set, and a batch sampler of one's own.
+        The order of the result is: inputs, predictions, targets, decoded predictions, losses. Several inputs or targets
+        are a list or tuple of tensors; targets are None if the loader has none. Samples of a shuffling loader are
+        returned in data-set order, each once. Samples that a weighted or partial fastai loader draws are in data-set
+        order too, each as often as drawn. A torch sampler that draws samples (WeightedRandomSampler) keeps the order of
+        its draws, as do a list, an iterable data set, and a custom batch sampler.
 
-        With a `sink` memory stays constant and the sink itself is returned. It is a folder, which gets a file a batch
-        (`000000.pt`, a dict for `torch.load`); the path of a `.npy` file or an array (`numpy.memmap`), which get the
-        predictions alone; or a function, called with the entries of each batch. Until they are complete, the folder and
-        the file are called `<name>.part`: what an interrupted run wrote is there, and is written over by the next.
-        Nothing else is: a file, or a folder that is not empty, is refused. Several processes write files of one folder,
-        numbered in the order of the data; of a `.npy` file each writes its own, which
-        `learnkit.inference.sinks.read_rows` joins.
+        With a `sink`, memory use is constant and the sink is returned. The sink is a folder, which receives a file a
+        batch (`000000.pt`, a dict for `torch.load`); the path of a `.npy` file or an array (`numpy.memmap`), which
+        receive the predictions only; or a function, called with the entries of each batch. Until complete, the folder
+        and the file are named `<name>.part`. The next run overwrites the `.part` of an interrupted run, and nothing
+        else: an existing file or non-empty folder raises `OptionError`. Several ranks write files of one folder,
+        numbered in the order of the data. Each rank writes its own `.npy` file; `learnkit.inference.sinks.read_rows`
+        joins them.
 
-        Raises `LoaderError` when there is no such loader, `EmptyLoaderError` when it has no batch, and `OptionError`
-        for a sink that cannot take what was asked for.
+        Raises `LoaderError` for a loader that does not exist, `EmptyLoaderError` for one without batches, and
+        `OptionError` for a sink that cannot store the requested entries.
 
         >>> from learnkit.testing import synth_learner
         >>> learn = synth_learner(n_valid=2)
@@ -845,23 +827,23 @@ class Learner(Loop):
 
     def predict_iter(
         self,
-        dl: Any = None,  # a loader, or its name in `dls`
-        ds_idx: int = 1,  # which loader when `dl` is None: 0 training, 1 validation
+        dl: Any = None,  # loader, or its name in `dls`
+        ds_idx: int = 1,  # loader if `dl` is None: 0 training, 1 validation
         with_input: bool = False,  # yield the inputs, first
-        with_decoded: bool = False,  # yield decoded predictions, by `loss_func.decodes`
+        with_decoded: bool = False,  # yield decoded predictions (`loss_func.decodes`)
         with_loss: bool = False,  # yield the loss of each sample, last
-        act: Callable[[Any], Any] | None = None,  # on predictions; None: `loss_func.activation`
-        inner: bool = False,  # leave out the events of fit and epoch: for use inside a callback
-        cpu: bool = True,  # bring them to the CPU; False: leave them where the model is
-        cbs: Any = None,  # further callbacks for this run
+        act: Callable[[Any], Any] | None = None,  # activation; None: `loss_func.activation`
+        inner: bool = False,  # skip the events of fit and epoch, for use inside a callback
+        cpu: bool = True,  # move results to the CPU; False: keep them on the model's device
+        cbs: Any = None,  # additional callbacks for this run
     ) -> PredictionStream:
-        """Predict batch by batch, each when it is asked for, in the loader's order: an iterator over their entries.
+        """Return an iterator over the predictions of each batch, computed on demand in the loader's order.
 
-        Each batch is what `get_preds` would return for it, and the events are the same. Between two batches the
-        Learner is as it was before (modes, RNGs, weights, loop state), and no memory grows. Leaving the loop
-        early ends the run as a `CancelValidException` would. A stream does not outlast what it runs in: when
-        its Learner goes on to a fit, a validation or other predictions, is copied, or has callbacks taken out,
-        it is ended first, and asking it for more raises `FitError`. Of several processes each gets its share.
+        Each item is what `get_preds` would return for the batch, and the same events fire. Between two batches the
+        Learner's state (modes, random generators, weights, loop state) is restored, and memory use is constant. Leaving
+        the iteration early ends the run like a `CancelValidException`. A fit, a validation or other predictions of the
+        same Learner, copying the Learner, and removing callbacks close the iterator first; requesting another batch
+        then raises `FitError`. With several ranks, each rank receives its shard.
 
         >>> from learnkit.testing import synth_learner
         >>> learn = synth_learner(default_cbs=False)
@@ -876,14 +858,14 @@ class Learner(Loop):
 
     def predict(
         self,
-        item: Any,  # the input of one sample as a data set gives it; a tuple of several inputs
-        rm_type_tfms: Any = None,  # for data of fastai: how many type transforms to leave out
-        with_input: bool = False,  # return the input too, first
-    ) -> tuple[Any, ...]:  # (input,) prediction decoded by `loss_func.decodes`, and activated
+        item: Any,  # input of one sample as in the data set; a tuple for several inputs
+        rm_type_tfms: Any = None,  # number of type transforms to skip (fastai data)
+        with_input: bool = False,  # return the input, first
+    ) -> tuple[Any, ...]:  # ([input,] label, decoded prediction, activated prediction)
         """Predict on one sample.
 
-        What `dls.decode_batch` makes of the prediction comes first, where the data can do that (fastai's); otherwise
-        its name in `dls.vocab`, or without one the prediction as `loss_func.decodes` gives it.
+        The label is the result of `dls.decode_batch` if the data has it (fastai), otherwise the class name in
+        `dls.vocab`, otherwise the prediction decoded by `loss_func.decodes`.
 
         >>> from learnkit.testing import synth_learner
         >>> decoded, same, pred = synth_learner(default_cbs=False).predict(torch.ones(1))
@@ -896,22 +878,22 @@ class Learner(Loop):
 
     def tta(
         self,
-        ds_idx: int = 1,  # which loader to predict on: 0 training, 1 validation
-        dl: Any = None,  # a loader to use instead, or its name in `dls`
-        n: int = 4,  # how often to predict on augmented samples
-        item_tfms: Any = None,  # for data of fastai: other transforms of each item
-        batch_tfms: Any = None,  # for data of fastai: other transforms of each batch
-        beta: float | None = 0.25,  # share of the plain predictions; None: both, augmented first
-        use_max: bool = False,  # take the largest prediction instead of the mean
+        ds_idx: int = 1,  # loader to predict on: 0 training, 1 validation
+        dl: Any = None,  # loader to use instead, or its name in `dls`
+        n: int = 4,  # number of predictions on augmented samples
+        item_tfms: Any = None,  # other item transforms (fastai data)
+        batch_tfms: Any = None,  # other batch transforms (fastai data)
+        beta: float | None = 0.25,  # weight of the plain predictions; None: both, augmented first
+        use_max: bool = False,  # maximum of the augmented predictions instead of their mean
         augment: Callable[..., Any] | None = None,  # f(*xb) -> augmented inputs, for any loader
     ) -> tuple[Any, Any]:  # predictions, targets
-        """Predict on augmented samples too (test time augmentation) and average: `lerp(augmented, plain, beta)`.
+        """Predict with test-time augmentation: `lerp(augmented, plain, beta)`.
 
-        fastai's data brings its training transforms; for any other loader `augment` makes the inputs of a batch anew,
-        as a torchvision transform does. Each of the `n` times draws other random numbers, and the RNGs are afterwards
-        as they were. Several outputs are averaged each.
+        fastai's data uses its training transforms. For any other loader `augment` computes augmented inputs of a batch,
+        for example with a torchvision transform. Each of the `n` passes draws new random numbers; the random generators
+        are restored. Several outputs are averaged separately.
 
-        Raises `OptionError` when there is nothing that could augment, or `n` is not positive.
+        Raises `OptionError` if the data has no augmentation, or if `n` is not positive.
 
         >>> from learnkit.testing import synth_learner
         >>> preds, targs = synth_learner(default_cbs=False).tta(augment=lambda x: x + 0.1 * torch.randn_like(x))
@@ -924,17 +906,16 @@ class Learner(Loop):
 
     def show_results(
         self,
-        ds_idx: int = 1,  # which loader's first batch: 0 training, 1 validation
-        dl: Any = None,  # a loader to use instead
-        max_n: int = 9,  # the most samples shown
-        **kwargs: Any,  # more for the data's own method
+        ds_idx: int = 1,  # loader whose first batch is shown: 0 training, 1 validation
+        dl: Any = None,  # loader to use instead
+        max_n: int = 9,  # maximum number of samples
+        **kwargs: Any,  # further arguments of the data's own `show_results`; images: `figsize`
     ) -> Any:
-        """Show a batch with its predictions: images in a grid, anything else as a table; return what was drawn.
+        """Show a batch with its predictions: images in a grid, other data as a table; return the figure or table.
 
-        Wrong classes are marked, and have their names in `dls.vocab` where there is one. Images take `figsize`. A
-        method `show_results(batch, preds, max_n=..., **kwargs)` of the loader, as fastai's have it, or of its data set
-        is used instead, if there is one; it gets a whole batch and the decoded predictions. Loaders, random generators
-        and the model are afterwards as they were.
+        Wrong classes are marked, and classes are shown by their names in `dls.vocab` if available. If the loader (as in
+        fastai) or its data set has a method `show_results(batch, preds, max_n=..., **kwargs)`, that method is called
+        with a whole batch and the decoded predictions instead. Loaders, random generators and the model are restored.
 
         >>> from learnkit import Learner
         >>> scores = torch.tensor([[3., 1.], [2., 0.]])
@@ -951,17 +932,17 @@ class Learner(Loop):
 
     def save(
         self,
-        file: str | Path,  # a name below `path/model_dir`, or an absolute path; `.pth` is added
-        with_opt: bool | None = None,  # save the optimizer's state; None: if there is an optimizer
+        file: str | Path,  # name below `path/model_dir`, or absolute path; `.pth` is appended
+        with_opt: bool | None = None,  # save the optimizer's state; None: if an optimizer exists
     ) -> Path:
         """Save the weights, and return the path of the file.
 
-        The file is torch's: `{'model': ..., 'opt': ...}`, or the model's state dict alone. A name that ends in
-        `.safetensors` gets the weights alone, in that library's format. It is there whole or not at all, and folders
-        are made. Of several processes that train together all call it, and the
-        first one writes. Raises `OptionError` for a name that cannot be a file and for
-        `with_opt` in a format without place for it, `OptimizerError` when `with_opt` is asked for and there is no
-        optimizer; nothing is written then.
+        The file is written by `torch.save`: `{'model': ..., 'opt': ...}`, or the model's state dict only. A name that
+        ends in `.safetensors` saves the weights only, in that library's format. The file is written atomically, and
+        missing folders are created. With several ranks, every rank calls `save` and rank 0 writes.
+
+        Raises `OptionError` for an invalid file name and for `with_opt` in a format that cannot hold the optimizer's
+        state, and `OptimizerError` for `with_opt` without an optimizer; nothing is written then.
 
         >>> import tempfile
         >>> from learnkit.testing import synth_learner
@@ -981,17 +962,19 @@ class Learner(Loop):
     def load(
         self,
         file: str | Path,  # as for `save`
-        with_opt: bool | None = None,  # load the optimizer's state; None: when the file has it
-        device: torch.device | str | int | None = None,  # where the file is read to; None: the CPU
-        strict: bool = True,  # False: take what fits by name, and convert other dtypes
+        with_opt: bool | None = None,  # load the optimizer's state; None: if the file has it
+        device: torch.device | str | int | None = None,  # device to read the file to; None: CPU
+        strict: bool = True,  # False: load matching names only, and convert other dtypes
     ) -> Self:
-        """Load what `save`, `torch.save` of a state dict, fastai's or safetensors has written, and return the learner.
+        """Load weights written by `save`, `torch.save` of a state dict, fastai or safetensors; return the Learner.
 
-        Nothing in the file is executed. The values are copied: parameters stay the same objects. Everything is
-        compared before anything is copied: a `WeightsError` lists every name, shape and dtype that differs, and leaves
-        weights and optimizer as they were; it is also raised for files that are damaged or hold more than data. An
-        optimizer that does not exist yet is made. An optimizer's state that fastai saved is of another form: there, the
-        weights alone are loaded, with a warning. `before_load` fires when all was compared, `after_load` in the end.
+        Nothing in the file is executed. Values are copied: parameters remain the same objects. All entries are compared
+        before any is copied. An optimizer that does not exist yet is created. An optimizer state that fastai saved has
+        another form: only the weights are loaded then, with a warning. `before_load` fires after the comparison, and
+        `after_load` at the end.
+
+        Raises `WeightsError` with every name, shape and dtype that differs, or for a file that is damaged or holds more
+        than data; weights and optimizer are unchanged then.
 
         >>> import tempfile
         >>> from learnkit.testing import synth_learner
@@ -1007,16 +990,16 @@ class Learner(Loop):
 
     def save_learner(
         self,
-        fname: str | Path = 'learner.pth',  # a name below `path`, or an absolute path
+        fname: str | Path = 'learner.pth',  # name below `path`, or absolute path
         /,
-        **model_config: Any,  # plain values that build the model; `load_learner` passes them on
+        **model_config: Any,  # plain values that `load_learner` passes to the model's constructor
     ) -> Path:
         """Save weights and configuration in one file for `load_learner`, and return its path.
 
-        The file holds tensors and plain values, and no code: what it is loaded with, a model class for one, is in the
-        hands of who loads it, who can therefore trust a file from anywhere. It keeps the rates and options of this
-        Learner, the class names of its data (`dls.vocab`) and the names of model and loss; the optimizer's state and
-        the data stay behind. Raises `OptionError` for a value that is not plain.
+        The file holds tensors and plain values, and no code. The code, such as the model class, is passed to
+        `load_learner`, so a file from an untrusted source is safe to load. The file holds the rates and options of this
+        Learner, the class names of its data (`dls.vocab`) and the names of model and loss; it does not hold the
+        optimizer's state or the data. Raises `OptionError` for a value that is not plain.
 
         >>> import tempfile
         >>> from learnkit import Learner
@@ -1034,21 +1017,21 @@ class Learner(Loop):
 
     def export(
         self,
-        fname: str | Path = 'export.pt2',  # name below `path`, or an absolute path; adds `.pt2`
+        fname: str | Path = 'export.pt2',  # name below `path`, or absolute path; appends `.pt2`
         act: Callable[[Any], Any] | None = None,  # applied to outputs, e.g. `loss_func.activation`
-        sample: Any = None,  # inputs, a tuple if several; None: shaped like those of the data
+        sample: Any = None,  # example inputs, tuple if several; None: shapes of the data's inputs
     ) -> Path:
         """Save the model as a program for serving (`torch.export`), for any batch size, and return the file's path.
 
-        The program is on the CPU, in evaluation mode, and needs none of the model's code:
-        `torch.export.load(path).module()(x)`. What callbacks do to a batch is no part of it. The file also holds inputs
-        of the sample's shapes, all zero: nothing of the data is in it. The first of several processes writes it.
+        The program is on the CPU, in evaluation mode, and runs without the model's code:
+        `torch.export.load(path).module()(x)`. It does not include changes that callbacks make to a batch. The file also
+        holds all-zero inputs with the sample's shapes, and no data. With several ranks, rank 0 writes the file.
 
-        Loading such a file executes trusted code: `torch.export.load` unpickles its sample inputs. Load only files of
-        your own making; to exchange models use `save_learner`.
+        `torch.export.load` unpickles the sample inputs and can therefore execute code. Load only files that you have
+        written; to exchange models use `save_learner`.
 
-        Raises `ModelError` with torch's reason for a model that cannot be exported, and `OptionError` where there is no
-        batch to take the shapes from, or for the name of another kind of file.
+        Raises `ModelError` with torch's reason for a model that cannot be exported, and `OptionError` without a batch
+        that defines the shapes, or for a file name with another suffix.
 
         >>> import tempfile
         >>> from learnkit.testing import synth_learner
@@ -1064,14 +1047,14 @@ class Learner(Loop):
     # -- checkpoints -------------------------------------------------------------------------------
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """Return everything that training depends on, copied to host memory, as plain values and tensors.
+        """Return the complete training state, copied to host memory, as plain values and tensors.
 
-        It is what the callback `Checkpoint` writes: model, loss function and optimizers, pending gradients, counters,
-        history and every callback's state by its key, all random generators, and the place in the training data.
-        `fit(n, resume=state)` goes on from it, exactly, when it was taken at `batch_checkpoint`, `epoch_checkpoint` or
-        `iteration_checkpoint`. Outside of a fit it can be put back by `load_checkpoint_state`.
+        The callback `Checkpoint` writes this state: model, loss function and optimizers, pending gradients, counters,
+        history and every callback's state by its key, all random generators, and the position in the training data.
+        `fit(n, resume=state)` resumes exactly from a state taken at `batch_checkpoint`, `epoch_checkpoint` or
+        `iteration_checkpoint`. Outside of a fit, `load_checkpoint_state` restores the state.
 
-        Raises `CheckpointError` elsewhere in a run, where half of the callbacks have handled an event, and
+        Raises `CheckpointError` at any other event of a run, at which only some callbacks have handled the event, and
         `CallbackError` for a callback's state that would not load safely.
 
         >>> from learnkit.testing import synth_learner
@@ -1086,13 +1069,13 @@ class Learner(Loop):
 
     def load_checkpoint_state(
         self,
-        state: Mapping[str, Any],  # from `checkpoint_state`, of a Learner made in the same way
+        state: Mapping[str, Any],  # result of `checkpoint_state` of a Learner created the same way
     ) -> None:
-        """Put a checkpoint's state into this Learner, outside of a fit; nothing of `state` is shared or changed.
+        """Restore a checkpoint's state outside of a fit; `state` is copied and not changed.
 
-        Weights, optimizers, counters, history, callbacks' states and random generators are then as they were. To train
-        on from the very batch, use `fit(n, resume=state)`. Everything is compared before anything changes. Raises
-        `WeightsError` with every difference, and `CheckpointError` for what is no such state.
+        Weights, optimizers, counters, history, callbacks' states and random generators are restored. To continue
+        training at the exact batch, use `fit(n, resume=state)`. All entries are compared before any is changed. Raises
+        `WeightsError` with every difference, and `CheckpointError` for any other object.
         """
         from learnkit.checkpoint.state import load_checkpoint_state
 
@@ -1100,21 +1083,21 @@ class Learner(Loop):
 
     def check_resume(
         self,
-        n_batches: int = 8,  # training batches of each run; more than an epoch has try its end, too
-        stop_after: int | None = None,  # batches after which one run is stopped; None: half of them
+        n_batches: int = 8,  # training batches of each run; more than an epoch tests its end too
+        stop_after: int | None = None,  # number of batches before the stop; None: half of them
     ) -> ResumeCheck:
-        """Train without a stop, and with one, and say whether both end in the same state, to the last bit.
+        """Compare an uninterrupted run with a resumed one, bit by bit.
 
-        The second run is saved in a file after `stop_after` batches and gone on with from there, with all random
-        generators seeded otherwise, as a new process would. Weights, optimizer, generators, the data's position,
-        history and the callbacks' states are compared: what is listed as different is remembered by something that no
-        checkpoint holds. A callback says what it remembers by `state_dict` and `load_state_dict`; of one that does not,
-        what it keeps and no checkpoint holds (an iterator, an open file) is named then, as are attributes of modules,
-        of the Learner, of callbacks and of the data that differ and that no checkpoint holds.
+        The second run is saved to a file after `stop_after` batches and resumed from that file, with all random
+        generators seeded differently, as in a new process. Weights, optimizer, generators, the data's position, history
+        and the callbacks' states are compared. A difference means that some state is not part of the checkpoint. A
+        callback includes its state by `state_dict` and `load_state_dict`. The result then also names what a checkpoint
+        does not hold: values that a callback without these methods keeps (an iterator, an open file), and attributes of
+        modules, of the Learner, of callbacks and of the data that differ.
 
-        Everything is afterwards as it was, as with `lr_find`. Callbacks that write files (loggers, `Checkpoint`) are
-        left out, and what is saved below `learn.path` goes to a folder that is removed. Raises `FitError` for numbers
-        that cannot be followed.
+        All state is restored, as with `lr_find`. Callbacks that write files (loggers, `Checkpoint`) are left out, and
+        files saved below `learn.path` are written to a temporary folder. Raises `FitError` for invalid numbers of
+        batches.
 
         >>> from learnkit import EMA
         >>> from learnkit.testing import synth_learner
@@ -1126,11 +1109,11 @@ class Learner(Loop):
         return check_resume(self, n_batches, stop_after)
 
     def callback_states(self) -> dict[str, Any]:
-        """Return the state of every callback that has one, by its key: its `state_key`, or its name, made unique.
+        """Return the callbacks' states by key: the callback's `state_key`, or its name, made unique.
 
-        Of a callback without a `state_dict`, one written for fastai for instance, that is every attribute that has
-        changed since it was added and is data: numbers, texts, tensors, arrays, paths, random generators, and lists,
-        tuples, sets and dicts of data.
+        For a callback without a `state_dict`, such as a fastai callback, the state is every attribute that has changed
+        since the callback was added and is data: numbers, strings, tensors, arrays, paths, random generators, and
+        lists, tuples, sets and dicts of data. Callbacks without a state are left out.
 
         Raises `CallbackError`, with the callback's name, for a state that would not load safely.
 
@@ -1145,28 +1128,28 @@ class Learner(Loop):
 
     def load_callback_states(
         self,
-        states: Mapping[str, Any],  # from `callback_states`, of a Learner with the same callbacks
+        states: Mapping[str, Any],  # result of `callback_states` with the same callbacks
     ) -> None:
-        """Hand each state to its callback.
+        """Load each state into its callback.
 
-        A state whose callback is not there is left out with a warning, and so is a callback without a state, which
-        goes on as it is: both are named.
+        A warning names the states without a callback, which are ignored, and the callbacks without a state, which are
+        unchanged.
         """
         from learnkit.engine.callback_state import load_callback_states
 
         load_callback_states(self, states)
 
-    # -- several processes -------------------------------------------------------------------------
+    # -- distributed training ----------------------------------------------------------------------
 
     def distributed(
         self,
-        strategy: str = 'auto',  # 'ddp': each rank has the whole model; 'fsdp': a part; 'auto'
-        **options: Any,  # more of `DistributedTraining`
+        strategy: str = 'auto',  # 'ddp': replicated model; 'fsdp': sharded model; 'auto'
+        **options: Any,  # further arguments of `DistributedTraining`
     ) -> AbstractContextManager[Self]:
-        """Return a context in which this Learner trains in all the processes that were started together.
+        """Return a context in which this Learner trains on all ranks of the process group.
 
-        Start the script by `torchrun --nproc-per-node=2 script.py`; on its own, it trains in one process. See
-        `DistributedTraining` for the options and for what is raised.
+        Start the script with `torchrun --nproc-per-node=2 script.py`; without torchrun, the script trains in one
+        process. See `DistributedTraining` for the options and exceptions.
 
         >>> from learnkit.testing import synth_learner
         >>> learn = synth_learner()
@@ -1181,20 +1164,21 @@ class Learner(Loop):
     def launch(
         self,
         fn: Callable[[Any], Any],  # f(learn) in each process: `lambda learn: learn.fit(3)`
-        nproc: int = 2,  # processes
+        nproc: int = 2,  # number of processes
         *,
-        timeout: str | int | Time = '10m',  # after which a process that waits for another gives up
-        **options: Any,  # more of `DistributedTraining`
+        timeout: str | int | Time = '10m',  # timeout of the process group
+        **options: Any,  # further arguments of `DistributedTraining`
     ) -> Any:
-        """Train in several processes that are started here, as from a notebook, and bring back what they have trained.
+        """Start several processes, for example from a notebook, train in them, and load the result into this Learner.
 
-        Each calls `fn` with a copy of this Learner, in the context of `distributed(**options)`. Weights, optimizer,
-        history, counters and callbacks' states of the first are then this Learner's, and what `fn` has returned there
-        is returned. Rows and bars of the first are shown here; interrupting the kernel ends them all. Functions and
-        classes of a notebook go along by value (`pip install "learnkit[launch]"`).
+        Each process calls `fn` with a copy of this Learner, in the context of `distributed(**options)`. Weights,
+        optimizer, history, counters and callbacks' states of rank 0 are then loaded into this Learner, and the return
+        value of `fn` on rank 0 is returned. Rows and bars of rank 0 are shown in this process; interrupting the kernel
+        ends all processes. Functions and classes of a notebook are sent by value (`pip install "learnkit[launch]"`).
 
-        Raises `OptionError` or `MissingExtraError` before anything is started, for what cannot be sent with its name,
-        and `DistributedError` with the traceback of the process that has failed first; this Learner is then unchanged.
+        Raises `OptionError` or `MissingExtraError` before a process is started, with the name of each object that
+        cannot be sent, and `DistributedError` with the traceback of the process that failed first; this Learner is then
+        unchanged.
 
         >>> from learnkit.testing import synth_learner
         >>> synth_learner().launch(lambda learn: learn.fit(1), nproc=0)
@@ -1206,9 +1190,10 @@ class Learner(Loop):
         return launch(self, fn, nproc, timeout=timeout, **options)
 
     def check_replicas(self) -> None:
-        """Compare weights, buffers and the optimizer's state of all processes.
+        """Compare weights, buffers and the optimizer's state of all ranks.
 
-        Every process calls it. Raises `DistributedError`, in each, with the names of the tensors that differ.
+        Every rank calls `check_replicas`. Raises `DistributedError` on every rank, with the names of the tensors that
+        differ.
 
         >>> from learnkit.testing import synth_learner
         >>> synth_learner().check_replicas()
@@ -1217,11 +1202,11 @@ class Learner(Loop):
 
         check_replicas(self)
 
-    # -- reading -----------------------------------------------------------------------------------
+    # -- metrics and logged values -----------------------------------------------------------------
 
     @property
     def metrics(self) -> L:
-        "The metrics; assign functions, Metrics or torchmetrics objects."
+        "The metrics; assign functions, `Metric` or torchmetrics objects."
         return self._metrics
 
     @metrics.setter
@@ -1231,7 +1216,7 @@ class Learner(Loop):
     @property
     def smooth_loss(self) -> Any:
         "The smoothed training loss of the last step, as a 0-dim tensor."
-        value = self._recorder('smooth_loss').smooth_loss.value
+        value = self._get_recorder('smooth_loss').smooth_loss.value
         if value is None:
             raise MissingAttribute(
                 'smooth_loss', self, why='It exists from the first training step on.'
@@ -1240,22 +1225,23 @@ class Learner(Loop):
 
     @property
     def history(self) -> History:
-        "What the Recorder has kept: one dict an epoch, over all fits."
-        return self._recorder('history').history
+        "The values that the Recorder has recorded: one dict an epoch, over all fits."
+        return self._get_recorder('history').history
 
-    def _recorder(self, wanted: str) -> Recorder:
-        if (recorder := recorder_of(self)) is not None:
-            return recorder
-        raise MissingAttribute(
-            wanted, self, why='It comes from the Recorder: `learn.add_cb(Recorder())`.'
-        )
+    def _get_recorder(self, attribute: str) -> Recorder:
+        recorder = recorder_of(self)
+        if recorder is None:
+            raise MissingAttribute(
+                attribute, self, why='It comes from the Recorder: `learn.add_cb(Recorder())`.'
+            )
+        return recorder
 
     def log(self, name: str, value: Any, weight: Any = 1, shown: bool = True) -> None:
-        """Average a named value over the epoch, on its device; it becomes a column of the history.
+        """Average a named value over the epoch, on its device, as a column of the history.
 
-        With `weight=None` the latest value counts, and no mean is taken. `shown=False` leaves it out of the table that
-        is printed. What is logged in evaluation gets the prefix `valid_`, or the loader's name and `/`. It reaches
-        every callback with a method `receive_log(name, value, weight, shown)`: the Recorder, and each logger.
+        With `weight=None` the latest value is recorded instead of the mean. `shown=False` leaves the column out of the
+        printed table. In an evaluation the name gets the prefix `valid_`, or the loader's name and `/`. The value is
+        passed to every callback with a method `receive_log(name, value, weight, shown)`: the Recorder, and each logger.
 
         >>> from learnkit import Callback
         >>> from learnkit.testing import synth_learner
@@ -1273,32 +1259,32 @@ class Learner(Loop):
                 receive(cb, name, value, weight, shown)
 
     def show_training_loop(self) -> None:
-        "Print the lifecycle, with the callbacks that run at each event."
+        "Print the events of a fit in order, with the callbacks that run at each event."
         training = self.training
         for m in LIFECYCLE:
             if m.event in ('before_train', 'before_validate'):
                 training = m.event == 'before_train'
             cbs = [] if m.is_note else self.ordered_cbs(m.event, training)
-            print(
-                f'{"  " * m.depth}{m.event if m.is_note else f"- {m.event:<18}"}{f" {cbs}" if cbs else ""}'.rstrip()
-            )
+            entry = m.event if m.is_note else f'- {m.event:<18}'
+            callbacks = f' {cbs}' if cbs else ''
+            print(f'{"  " * m.depth}{entry}{callbacks}'.rstrip())
 
     def to_detach(self, b: Any, cpu: bool = True, gather: bool = True) -> Any:
-        "Detach a nested batch, by the loader's own method where it has one."
-        own = getattr(self.dl, 'to_detach', None)
-        return own(b, cpu, gather) if own else to_detach(b, cpu)
+        "Detach a nested batch; a method `to_detach` of the loader overrides this one."
+        loader_method = getattr(self.dl, 'to_detach', None)
+        return loader_method(b, cpu, gather) if loader_method else to_detach(b, cpu)
 
-    # -- looking inside ----------------------------------------------------------------------------
+    # -- inspection and debugging ------------------------------------------------------------------
 
     def summary(self) -> Summary:
-        """Describe the model, layer by layer, and how it is trained.
+        """Summarize the model, layer by layer, and its training.
 
         The notes name the optimizer, the loss, frozen groups and callbacks. The shapes come from
-        one batch of the training loader (in the middle of a fit, the current one), which goes
-        through the model and its callbacks as in prediction. Nothing is disturbed: RNGs, loaders,
-        buffers such as BatchNorm's, modes and lazy modules are afterwards as they were.
+        one batch of the training loader (during a fit, the current batch), which passes through the
+        model and its callbacks as in prediction. Random generators, loaders, buffers such as
+        BatchNorm's, module modes and lazy modules are restored.
 
-        Raises `LoaderError` when every loader is an iterator, of which a batch would be lost.
+        Raises `LoaderError` if every loader is an iterator, because a batch would be lost.
 
         >>> from learnkit.testing import synth_learner
         >>> synth_learner().summary()
@@ -1317,9 +1303,9 @@ class Learner(Loop):
 
     def explain(
         self,
-        event_name: str,  # an event
+        event_name: str,  # name of the event
     ) -> Handlers:
-        """List who runs at an event, in order, each with the file and line of its function.
+        """List the callbacks that run at an event, in order, with the file and line of each function.
 
         >>> from learnkit.testing import synth_learner
         >>> [h.function for h in synth_learner().explain('after_epoch')]
@@ -1330,7 +1316,7 @@ class Learner(Loop):
         return explain(self, event_name)
 
     def metric_names(self) -> dict[str, str]:
-        """Return every name that is recorded or logged, with what it means.
+        """Return every recorded or logged name, with its meaning.
 
         >>> from learnkit.testing import synth_learner
         >>> synth_learner().metric_names()
@@ -1341,11 +1327,11 @@ class Learner(Loop):
         return list_metric_names(self)
 
     def trace(self) -> AbstractContextManager[Trace]:
-        """Record, for the length of a context, which callback changed what.
+        """Return a context that records which callback changes what.
 
-        Batch, loss, weights, hyper-parameters and random numbers are compared before and after each
-        handler: this is for looking, and slow. A callback that calls itself an observer and changed
-        something is warned of by name.
+        Batch, loss, weights, hyperparameters and random generators are compared before and after
+        each handler, which is slow. A warning names callbacks that are declared as observers and
+        have changed something.
 
         >>> from learnkit import Callback
         >>> from learnkit.testing import synth_learner
@@ -1361,23 +1347,24 @@ class Learner(Loop):
 
     def replay(
         self,
-        detect_anomaly: bool = False,  # let autograd name the operation whose gradient is NaN
-    ) -> Tensor | None:  # the loss, when the batch goes through
+        detect_anomaly: bool = False,  # use autograd's anomaly detection to locate NaN gradients
+    ) -> Tensor | None:  # loss, if no exception was raised
         """Repeat the batch in which the last run failed, or the last training batch.
 
-        `Replay()` has to be a callback. It is the same batch with the same random numbers and
-        modes, in microbatches and precision as before, all its events fire, and what was raised is
-        raised again, at the same place: set a breakpoint, run `%debug`, change the model or a
-        callback, and try again. With `detect_anomaly` autograd also says where that operation was
-        called. Whether it raises or not, everything is restored: weights, buffers, optimizer,
-        counters, history, callbacks, random numbers. The weights are the Learner's current ones.
+        The run needs the callback `Replay()`. The batch is repeated with the same random numbers,
+        module modes, microbatches and precision. All its events fire, and the same exception is
+        raised at the same line: set a breakpoint, run `%debug`, change the model or a callback, and
+        replay again. With `detect_anomaly`, autograd names the operation with a NaN gradient, and
+        the line of its forward call. Weights, buffers, optimizer, counters, history, callbacks and
+        random generators are restored, with or without an exception. The weights used are the
+        Learner's current ones.
 
-        The callbacks of the run take part, also those that were given to `fit`, but for those that
-        only track, save or stop (`remove_on_find`), unless one of them raised. Their `before_fit`
-        and `before_epoch` fire first, and their `cleanup` in the end. Switch one off with
+        The callbacks of the run take part, also the ones passed to `fit`. Callbacks that only
+        track, save or stop (`remove_on_find`) are left out, unless one of them raised. `before_fit`
+        and `before_epoch` fire first, and `cleanup` at the end. Disable a callback with
         `run = False`.
 
-        Raises `FitError` when there is no batch to repeat.
+        Raises `FitError` if no batch was kept.
 
         >>> from learnkit import Replay
         >>> from learnkit.testing import synth_learner
@@ -1393,16 +1380,16 @@ class Learner(Loop):
     # -- contexts ----------------------------------------------------------------------------------
 
     def no_logging(self) -> Any:
-        "Return a context in which no rows are shown."
+        "Return a context in which no rows are printed."
         return replacing_yield(self, 'logger', noop)
 
     def no_mbar(self) -> Any:
-        "Return a context without the bar over the epochs."
+        "Return a context without the progress bar over the epochs."
         return replacing_yield(self, 'create_mbar', False)
 
     @contextmanager
     def no_bar(self) -> Iterator[Self]:
-        "Show no progress for the length of a context: no bars, no graph and, unless `logger` was set, no rows."
+        "Return a context without progress bars, graphs and, unless `logger` was set, rows."
         rows = self.no_logging() if self.logger is print else nullcontext()
         with self.removed_cbs([ProgressCallback, ShowGraph]), rows:
             yield self
@@ -1421,28 +1408,30 @@ class Learner(Loop):
         return replacing_yield(self, 'loss_func', partial(self.loss_func, reduction='none'))
 
     def validation_context(self, cbs: Any = None, inner: bool = False) -> ExitStack:
-        "Return a context for validating by hand: no rows, no epoch bar and, unless `inner`, the events around it."
+        "Return a context for a manual validation: no rows or epoch bar; fit and epoch events unless `inner`."
         return ContextStack(
             [
                 self.no_logging,
                 self.no_mbar,
                 lambda: self.lock,
                 partial(self.added_cbs, cbs),
-                *([] if inner else [self._around]),
+                *([] if inner else [self._fire_outer_events]),
             ]
         )
 
     @contextmanager
-    def _around(self) -> Iterator[Self]:
+    def _fire_outer_events(self) -> Iterator[Self]:
         "Fire the events around a validation: before_fit, before_epoch ... after_epoch, after_fit."
-        with self.strategy.run(self, ''), self._level('fit'), self._level('epoch'):
+        with self.strategy.run(self, ''), self._open_level('fit'), self._open_level('epoch'):
             yield self
 
     @contextmanager
-    def _level(self, event_type: str) -> Iterator[None]:
-        "Wrap a with-block as `_with_events` wraps a function."
-        level, outer, cancelled = LEVELS[event_type], self.run.levels, False
-        self.run.levels = (*outer, event_type)
+    def _open_level(self, event_type: str) -> Iterator[None]:
+        "Fire the events of a level around a with-block, as `_with_events` does around a function."
+        level = LEVELS[event_type]
+        outer_levels = self.run.levels
+        cancelled = False
+        self.run.levels = (*outer_levels, event_type)
         try:
             try:
                 self(level.before)
@@ -1454,7 +1443,7 @@ class Learner(Loop):
         except level.exception:
             cancelled = True
         finally:
-            self.run.levels = outer
+            self.run.levels = outer_levels
         if cancelled:
             self(level.after_cancel)
         self(level.after)
@@ -1464,7 +1453,7 @@ class Learner(Loop):
 
     def __enter__(self) -> Self:
         stack = ExitStack()
-        stack.enter_context(self._around())
+        stack.enter_context(self._fire_outer_events())
         self._entered.append(stack)
         return self
 
@@ -1474,12 +1463,12 @@ class Learner(Loop):
             swallowed = self._entered.pop().__exit__(*exc_info)
         except BaseException as e:
             error, swallowed = e, False
-        raised = [] if self.run.depth else self._close()
+        close_errors = [] if self.run.depth else self._close()
         if error is exc_info[1]:
-            raise_first(None if swallowed else error, raised)
+            raise_first(None if swallowed else error, close_errors)
         else:
-            raise_first(error, raised)
-            raise error  # type: ignore[misc]  # it was set above
+            raise_first(error, close_errors)
+            raise error  # type: ignore[misc]  # not None: set in the except clause
         return swallowed
 
     def _end_streams(self) -> None:
@@ -1489,14 +1478,15 @@ class Learner(Loop):
 
     def _open_for_use(self) -> None:
         _open_learners.add(self)
-        self._is_open_for_use = True  # a WeakSet has lost the Learner by the time of `__del__`
+        self._is_open_for_use = True  # when `__del__` runs, the WeakSet has dropped the Learner
         if self.run.depth:
             self._ran_in = os.getpid()
 
     def close(self) -> None:
-        """Let every callback close what it holds open; a second call does nothing, until the Learner is used again.
+        """Close the resources of every callback; calling `close` twice has no effect.
 
-        A Learner that ran and is dropped without it is closed when it is garbage-collected, others at interpreter exit.
+        The Learner can be used, and closed, again. A Learner that has run is also closed when it is garbage-collected,
+        and any other at interpreter exit.
         """
         raise_first(None, self._close())
 
@@ -1505,20 +1495,21 @@ class Learner(Loop):
         if not self._is_open_for_use:
             return []
         _open_learners.discard(self)
-        self._is_open_for_use, self._ran_in = False, None
+        self._is_open_for_use = False
+        self._ran_in = None
         return call_each(self, 'close') + call_each(self, 'post_close')
 
     def __del__(self) -> None:
-        """Close the callbacks of a Learner that ran and was dropped; errors become warnings.
+        """Close the callbacks of a Learner that has run; errors become warnings.
 
-        Nothing happens at interpreter exit, which has closed every Learner, and in a forked process.
+        Does nothing at interpreter exit, where every Learner is closed already, and in a forked process.
         """
         if sys.is_finalizing() or self._ran_in != os.getpid():
             return
-        # garbage is collected anywhere, for example within torch.export, which traces what tensors do
+        # garbage collection may run inside torch.export, which would trace tensor operations
         with _disable_current_modes():
-            raised = self._close()
-        for e in raised:
+            close_errors = self._close()
+        for e in close_errors:
             warn_user(
                 f'{type(e).__name__} while a Learner that was dropped was closed: {e} '
                 f'{" ".join(getattr(e, "__notes__", ()))}. Call `learn.close()` to have it raised.'
@@ -1531,12 +1522,12 @@ class Learner(Loop):
         def __getattr__(self, name):
             if (
                 name.startswith(('__', *SHOWN_ELSEWHERE))
-                or name in _NOT_YET
+                or name in _MISSING_REASONS
                 or 'model' not in self.__dict__
             ):
-                raise MissingAttribute(name, self, why=_NOT_YET.get(name, ''))
+                raise MissingAttribute(name, self, why=_MISSING_REASONS.get(name, ''))
             if defined_on_class(self, name):
-                return object.__getattribute__(self, name)  # raises its own error again
+                return object.__getattribute__(self, name)  # raises the property's own error
             model = self.model
             try:
                 return getattr(model, name)
@@ -1556,38 +1547,35 @@ class Learner(Loop):
         return learner_html(self)
 
 
-def rates_of(opt: OptimWrapper) -> list[float]:
+def list_lrs(opt: OptimWrapper) -> list[float]:
     "Return the learning rate of each group that has one, as a plain number."
     return [float(h['lr']) for h in opt.hypers if 'lr' in h]
 
 
 @atexit.register
 def _close_all() -> None:
-    "Close the callbacks of every Learner that is still there."
+    "Close the callbacks of every Learner that is still open."
     raise_first(None, [e for learn in list(_open_learners) for e in learn._close()])
 
 
 def load_learner(
-    path: str | Path,  # written by `learn.save_learner`
-    model: nn.Module
-    | Callable[..., nn.Module]
-    | None = None,  # the model, or what builds it from its configuration
-    dls: Any = None,  # data, as for `Learner`; None: predict on given loaders
-    loss_func: Callable[..., Any] | None = None,  # as for `Learner`
-    device: torch.device
-    | str
-    | None = None,  # without `dls`: where it runs; None: a GPU if there is one
-    cpu: bool = False,  # fastai's way to say `device='cpu'`
-    **kwargs: Any,  # more for `Learner`, in place of what the file says
+    path: str | Path,  # file written by `learn.save_learner`
+    model: nn.Module | Callable[..., nn.Module] | None = None,  # model, or f(**model_config)
+    dls: Any = None,  # data, as for `Learner`; None: pass a loader to each call
+    loss_func: Callable[..., Any] | None = None,  # loss function, as for `Learner`
+    device: torch.device | str | None = None,  # device without `dls`; None: a GPU if available
+    cpu: bool = False,  # fastai's spelling of `device='cpu'`
+    **kwargs: Any,  # further arguments of `Learner`; they override the file's
 ) -> Learner:
-    """Make a Learner with the weights and options of a file, ready to predict, validate or train.
+    """Create a Learner with the weights and options of a file, ready to predict, validate or train.
 
-    The file holds no code, so loading it is safe whoever it comes from; the model's code comes from `model`: a class or
-    function, called with the configuration that was given to `save_learner`, or a model that is ready. Without
-    `dls`, loaders are given to each call: `learn.get_preds(dl=...)`; `learn.dls.vocab` has the class names.
+    The file holds no code, so a file from an untrusted source is safe to load. `model` is a class or function, called
+    with the configuration that was passed to `save_learner`, or a model instance. Without `dls`, pass a loader to each
+    call: `learn.get_preds(dl=...)`. `learn.dls.vocab` holds the class names.
 
-    Raises `OptionError` without `model`, `WeightsError` for a file that is damaged, is no such file, or does not fit
-    the model (all differences listed, the model unchanged), and `ModelError` when `model` builds none.
+    Raises `OptionError` without `model`, `WeightsError` for a file that is damaged, has another format, or does not fit
+    the model (all differences are listed, and the model is unchanged), and `ModelError` if `model` does not return a
+    module.
 
     >>> import tempfile
     >>> x = torch.ones(8, 3)
@@ -1600,5 +1588,5 @@ def load_learner(
     """
     from learnkit.checkpoint.exchange import build_learner
 
-    where = 'cpu' if cpu else device
-    return build_learner(Learner, Path(path), model, dls, loss_func, where, **kwargs)
+    learner_device = 'cpu' if cpu else device
+    return build_learner(Learner, Path(path), model, dls, loss_func, learner_device, **kwargs)

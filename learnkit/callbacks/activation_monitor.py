@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from learnkit.callbacks.hooks import HookCallback, tensors_in
 from learnkit.core.errors import OptionError
 from learnkit.core.time import Time
-from learnkit.engine.dispatch import listed
+from learnkit.engine.dispatch import as_list
 
 __all__ = ['ActivationMonitor']
 
@@ -59,7 +59,7 @@ class ActivationMonitor(HookCallback):
         modules: Any = None,  # modules or their names, one or several; None: all layers
     ) -> None:
         super().__init__(modules, every, cpu=False, include_paramless=True)
-        self.ignore = listed(ignore)
+        self.ignore = as_list(ignore)
         for word in self.ignore:
             if not isinstance(word, str) or not word:
                 raise OptionError(f'ignore: {word!r} is no part of a name.')

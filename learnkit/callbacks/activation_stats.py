@@ -12,7 +12,7 @@ from learnkit.callbacks.hooks import HookCallback, tensors_in
 from learnkit.core.errors import OptionError, did_you_mean
 from learnkit.core.plotting import axes_or_new, color, new_axes
 from learnkit.core.time import Time
-from learnkit.engine.dispatch import listed
+from learnkit.engine.dispatch import as_list
 
 __all__ = ['ActivationStats']
 
@@ -220,7 +220,7 @@ class ActivationStats(HookCallback):
         "Draw `color_dim` of several layers; return the axes."
         if idxs is None:
             idxs = [i for i in range(len(self.layer_names)) if self._records.parts(i)]
-        idxs = listed(idxs)
+        idxs = as_list(idxs)
         if not idxs:
             raise OptionError('Nothing was measured yet: call fit first.')
         cols = min(2, len(idxs))

@@ -20,11 +20,17 @@ from learnkit.callbacks.monitor import check_count
 from learnkit.callbacks.monitored import as_number, epoch_row, find_column
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.callbacks.sigterm import StopRequest, in_ipython
-from learnkit.checkpoint.dcp import Writers, folder_of, remove_parts, sweep_parts, take_parts
+from learnkit.checkpoint.dcp import (
+    Writers,
+    find_parts_folder,
+    remove_parts,
+    sweep_parts,
+    take_parts,
+)
 from learnkit.checkpoint.file import write_state
-from learnkit.checkpoint.folder import Entry, entries, next_path, number_of, superfluous
+from learnkit.checkpoint.folder import Entry, entries, next_path, parse_number, find_superfluous
 from learnkit.checkpoint.own_files import remove_own_files, sweep_own_files, write_own_files
-from learnkit.checkpoint.state import collect_state, host_copy
+from learnkit.checkpoint.state import collect_state, copy_to_host
 from learnkit.core.dtensor import mesh_of, whole_state
 from learnkit.core.errors import CancelFitException, CheckpointError, OptionError
 from learnkit.core.files import check_writable, sweep
@@ -328,7 +334,7 @@ class Checkpoint(Callback):
                 state = {'parts': state['parts']}
         elif not learn.world.is_first:
             return state
-        return host_copy(state, self._buffers)
+        return copy_to_host(state, self._buffers)
 
     def _take_another_folder(self) -> None:
         "Make the folder anew, which somebody has removed with its lock."
@@ -355,8 +361,8 @@ class Checkpoint(Callback):
         if not self._is_writer:
             return
         write_state(path, state, info)
-        self._own.append(Entry(path, number_of(path), info))
-        for old in superfluous(self._own, self.keep_last, self.keep_best):
+        self._own.append(Entry(path, parse_number(path), info))
+        for old in find_superfluous(self._own, self.keep_last, self.keep_best):
             old.unlink(missing_ok=True)
             remove_parts(old)
             remove_own_files(old)
@@ -366,7 +372,7 @@ class Checkpoint(Callback):
         "Write this process's parts; return what the file is to have of those of all."
         assert self._writers is not None  # they were made when the parts were taken
         parts = state['parts']
-        written = self._writers.write(parts['tensors'], folder_of(path))
+        written = self._writers.write(parts['tensors'], find_parts_folder(path))
         return {**state, 'parts': {'places': parts['places'], **written}}
 
     def _write_alike(self, state: dict[str, Any], path: Path, info: dict[str, Any]) -> None:

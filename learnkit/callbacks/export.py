@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from learnkit.checkpoint.saving import (
-    file_path,
+    copy_to_cpu,
+    export_program,
     find_weights_path,
-    on_cpu,
-    program_of,
-    sample_inputs,
-    two_rows,
+    make_zero_rows,
+    read_sample_inputs,
+    resolve_path,
 )
 from learnkit.core.batch import apply_model, count_stacked, describe, map_tensors, passed_names
 from learnkit.core.dtensor import mesh_of
@@ -74,7 +74,7 @@ class LoadWeights(Callback):
         with_opt: bool | None = False,  # whether to load the optimizer's state; None: if present
         strict: bool = True,  # whether all names must match; False: load those that match
     ) -> None:
-        file_path(file, Path())
+        resolve_path(file, Path())
         self.file, self.at = file, canonical_event(at, where='LoadWeights')
         if self.at not in FIT_EVENTS:
             raise OptionError(
@@ -145,7 +145,7 @@ class ExportForInference(Callback):
                     f'formats={formats!r}: give one or more of {tuple(FORMATS)}.'
                     f'{did_you_mean(str(f), FORMATS)}'
                 )
-        file_path(fname, Path(), suffix='')
+        resolve_path(fname, Path(), suffix='')
         self.fname, self.act, self.sample = fname, act, sample
         self.files = []
         self._exportable: Any = None  # model that is known to be exportable
@@ -179,7 +179,7 @@ class ExportForInference(Callback):
         if self._exportable is learn.model:
             return
         with preserved_rng(), _evaluation_mode(learn.model) as m:
-            program_of(m, *two_rows(self._inputs()), self.act)
+            export_program(m, *make_zero_rows(self._inputs()), self.act)
         self._exportable = learn.model
 
     def before_train(self) -> None:
@@ -210,11 +210,11 @@ class ExportForInference(Callback):
         stem = str(self.fname)
         for suffix in FORMATS.values():
             stem = stem.removesuffix(suffix)
-        return {f: file_path(stem, self.learn.path, FORMATS[f]) for f in self.formats}
+        return {f: resolve_path(stem, self.learn.path, FORMATS[f]) for f in self.formats}
 
     def _inputs(self) -> tuple[Any, ...]:
         if self.sample is None:
-            return sample_inputs(self.learn.dls)
+            return read_sample_inputs(self.learn.dls)
         return self.sample if isinstance(self.sample, tuple) else (self.sample,)
 
     def _cases(self) -> list[Case]:
@@ -237,7 +237,7 @@ class ExportForInference(Callback):
 @contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[nn.Module]:
     "Yield the model, or a copy on the CPU, in evaluation mode; restore all modes."
-    model = on_cpu(bare_model(model))
+    model = copy_to_cpu(bare_model(model))
     modes = [(m, m.training) for m in model.modules()]
     try:
         yield model.eval()

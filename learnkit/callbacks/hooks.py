@@ -16,7 +16,7 @@ from learnkit.core.batch import map_tensors, to_detach
 from learnkit.core.errors import OptionError, TimeError
 from learnkit.core.time import Time, Timestamp, as_time, crossings
 from learnkit.engine.callback import Callback
-from learnkit.engine.dispatch import listed
+from learnkit.engine.dispatch import as_list
 
 __all__ = [
     'Hook',
@@ -410,7 +410,7 @@ def _as_list(modules: Any) -> list[Any]:
     "Return modules and names as a list; replace a container of modules by its modules."
     if isinstance(modules, (nn.Sequential, nn.ModuleList)):
         return list(modules)
-    found = listed(modules)
+    found = as_list(modules)
     for o in found:
         if not isinstance(o, (nn.Module, str)):
             raise OptionError(f'modules: {o!r} is no nn.Module and no name of one.')

@@ -30,7 +30,7 @@ from learnkit.core.plotting import axes_or_new, color
 from learnkit.core.validation import warn_user
 from learnkit.data.checks import epoch_length
 from learnkit.engine.checks import check_count, check_fit
-from learnkit.engine.dispatch import listed
+from learnkit.engine.dispatch import as_list
 from learnkit.engine.evaluation import EvaluationSchedule
 from learnkit.engine.snapshot import restored, undoing
 from learnkit.metrics.base import AvgSmoothLoss
@@ -329,7 +329,7 @@ def lr_find(
 def _name_functions(suggest_funcs: Any) -> dict[str, Callable[..., Suggestion]]:
     "Return suggestion functions by name; raise `OptionError` if one is not callable."
     funcs: dict[str, Callable[..., Suggestion]] = {}
-    for f in listed(suggest_funcs):
+    for f in as_list(suggest_funcs):
         if not callable(f):
             raise OptionError(f'suggest_funcs: {f!r} is no function of (lrs, losses, num_it).')
         name = name_of(f.func if isinstance(f, partial) else f)

@@ -28,7 +28,7 @@ from learnkit.core.time import Time, Timestamp, as_time, crossings
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback
 from learnkit.engine.countable import check_countable
-from learnkit.engine.own_loop import own_methods
+from learnkit.engine.own_loop import find_loop_overrides
 from learnkit.losses import BaseLoss
 
 __all__ = ['MixHandler', 'MixUp', 'CutMix']
@@ -131,7 +131,7 @@ class MixHandler(Callback):
             )
         if self.fitting and self.until is not None:
             check_countable(self.learn, self.until)
-        if self.fitting and own_methods(self.learn):
+        if self.fitting and find_loop_overrides(self.learn):
             self._has_blended, self.after_batch = False, self._check_blended
 
     def _check_blended(self) -> None:

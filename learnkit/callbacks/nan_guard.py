@@ -240,7 +240,7 @@ class GuardNonFinite(Callback):
         if unseen:
             are_finite = torch.stack([finite for _, finite in unseen]).cpu()
             unseen = list(zip([i for i, _ in unseen], are_finite, strict=True))
-        self._check_losses([*self._arriving.rest(), *unseen], in_time)
+        self._check_losses([*self._arriving.flush(), *unseen], in_time)
 
     def _check_losses(self, batches: list[tuple[int, Tensor]], in_time: bool = False) -> None:
         for i, finite in batches:

@@ -141,7 +141,7 @@ class PeriodicData(Periodic):
             with learn.contexts('forward'):
                 result = self.on_batch(learn.batch)
             results += arriving.put(learn.to_detach(result, cpu=False))
-        results += arriving.rest()
+        results += arriving.flush()
         if not results:
             raise EmptyLoaderError(
                 f'{type(self).__name__}: the loader {name_of(dl)} gave no batch.'

@@ -12,7 +12,7 @@ from learnkit.callbacks.training import is_count
 from learnkit.core.errors import OptionError
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback
-from learnkit.engine.dispatch import listed
+from learnkit.engine.dispatch import as_list
 
 __all__ = ['FetchPredsCallback', 'CollectDataCallback', 'MCDropoutCallback', 'mc_dropout_preds']
 
@@ -51,7 +51,7 @@ class FetchPredsCallback(Callback):
         self.with_input = with_input
         self.with_decoded = with_decoded
         self.reorder = reorder
-        self.dl, self.cbs, self.preds = dl, L(listed(cbs)), None
+        self.dl, self.cbs, self.preds = dl, L(as_list(cbs)), None
 
     def after_validate(self) -> None:
         "Predict, unless this validation is a prediction."
@@ -211,7 +211,7 @@ def mc_dropout_preds(
             f'mc_dropout_preds takes {", ".join(sorted(_PASSED_ON))}, not {", ".join(others)}: it has '
             'predictions and targets alone. For the rest: `learn.get_preds`.'
         )
-    cbs = [*listed(kwargs.pop('cbs', None)), MCDropoutCallback()]
+    cbs = [*as_list(kwargs.pop('cbs', None)), MCDropoutCallback()]
     mean, squares, targs = torch.zeros(()), torch.zeros(()), None
     for i in range(1, n + 1):
         preds, targs = learn.get_preds(cbs=cbs, **kwargs)

@@ -196,7 +196,7 @@ def repeat(learn: Any, source: Replay, drawn: Drawn, detect_anomaly: bool) -> Te
     if learn.whole_step is not None:
         vars(learn).pop('_do_one_batch', None)  # one compiled step has no events inside
     learn.passes = KnownPass(source._indices)
-    if learn.opt is None or learn._opt_is_of_another_model():
+    if learn.opt is None or learn._has_foreign_opt():
         learn.create_opt()
 
     with (

@@ -12,7 +12,7 @@ from learnkit.callbacks.training import bad_option, is_count, is_number
 from learnkit.core.dtensor import locals_of, total_norm
 from learnkit.core.errors import OptionError
 from learnkit.engine.callback import Callback
-from learnkit.engine.own_loop import cannot_repeat, replaces_batch
+from learnkit.engine.own_loop import make_repeat_error, replaces_batch
 
 __all__ = ['SAM']
 
@@ -95,7 +95,7 @@ class SAM(Callback):
         if n % self.interval or not params:
             return
         if learn.run.turn is not None and learn.run.turn.compute is None:
-            raise cannot_repeat('SAM')
+            raise make_repeat_error('SAM')
         self._repeat_passes(params)
 
     def _repeat_passes(self, params: list[Any]) -> None:

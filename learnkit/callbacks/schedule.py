@@ -21,10 +21,10 @@ from learnkit.core.contexts import replacing_yield
 from learnkit.core.errors import ScheduleError
 from learnkit.core.validation import warn_user
 from learnkit.data.checks import epoch_length
-from learnkit.engine.budget import as_length
+from learnkit.engine.budget import parse_length
 from learnkit.engine.callback import Callback
 from learnkit.engine.checks import check_count
-from learnkit.engine.dispatch import listed
+from learnkit.engine.dispatch import as_list
 from learnkit.optim.annealing import (
     SchedCos,
     SchedExp,
@@ -272,7 +272,7 @@ def fine_tune(
     _check_share(pct_start)
     _check_moms(learn.moms if moms is None else moms)
     check_count('freeze_epochs', freeze_epochs, 0)
-    as_length(learn, epochs, start_epoch)
+    parse_length(learn, epochs, start_epoch)
     shared: dict[str, Any] = {
         'div_final': div_final,
         'wd': wd,
@@ -312,7 +312,7 @@ def _peak_rates(
     learn: Any, n_epoch: int, lr: Any, wd: float | None, reset_opt: bool, start_epoch: int
 ) -> Any:
     "Prepare the optimizer for `fit` and return its rates: a number, or an array with one per group."
-    as_length(learn, n_epoch, start_epoch)
+    parse_length(learn, n_epoch, start_epoch)
     learn._prepare_opt(lr, wd, reset_opt)
     rates = [float(h['lr']) for h in learn.opt.hypers]
     return rates[0] if len(rates) == 1 else np.array(rates)
@@ -327,14 +327,14 @@ def _fit_with_schedules(
     start: int,
     resume: Any,
 ) -> None:
-    epochs, budget = as_length(learn, n_epoch, start)
+    epochs, budget = parse_length(learn, n_epoch, start)
     if epochs and budget is None and epoch_length(learn.dls, learn.dls.train)[0] is None:
         warn_user(
             'The training loader has no length, so how much of an epoch is done is not known: the '
             'schedule moves from epoch to epoch only. Tell its length by '
             "`DataLoaders(..., n_iter=...)`, or fit for a budget: '5000ba'."
         )
-    cbs = [ParamScheduler(scheds), *listed(cbs)]
+    cbs = [ParamScheduler(scheds), *as_list(cbs)]
     learn.fit(n_epoch, wd=wd, cbs=cbs, start_epoch=start, resume=resume)
 
 
@@ -354,7 +354,7 @@ def _check_share(pct_start: Any) -> None:
 
 def _check_moms(moms: Any) -> list[float]:
     "Return the three momenta as a list, or raise `ScheduleError`."
-    values = listed(moms)
+    values = as_list(moms)
     are_valid = all(isinstance(m, (int, float)) and 0 <= m < 1 for m in values)
     if len(values) != 3 or not are_valid:
         raise ScheduleError(

@@ -15,7 +15,7 @@ import numpy as np
 from learnkit.callbacks.ema import EMA
 from learnkit.callbacks.monitored import as_number, epoch_row, find_column, records
 from learnkit.callbacks.nan_guard import TerminateOnNaNCallback, print_line
-from learnkit.checkpoint.saving import check_weights_path, file_path, find_weights_path
+from learnkit.checkpoint.saving import check_weights_path, resolve_path, find_weights_path
 from learnkit.core.errors import MetricError, OptionError, TimeError
 from learnkit.core.time import Time, Timestamp, as_time
 from learnkit.core.validation import warn_user
@@ -383,7 +383,7 @@ class SaveModelCallback(TrackerCallback):
             raise OptionError(
                 f'every_epoch={every_epoch!r}: give True, False, or a number of epochs.'
             )
-        file_path(fname, Path())
+        resolve_path(fname, Path())
         self.fname = fname
         self.every_epoch = every_epoch
         self.at_end = at_end

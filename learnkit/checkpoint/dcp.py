@@ -1,10 +1,11 @@
-"""The parts of a checkpoint that ranks write, each its own: a folder of safetensors files.
+"""Sharded checkpoints: each rank writes its shards to a safetensors file in a common folder.
 
-    00012-ep3-ba1200.ckpt     written last: with it the checkpoint is whole
-    00012-ep3-ba1200.parts/   0.safetensors, 1.safetensors, ...: each rank's shards of the tensors that are cut
+    00012-ep3-ba1200.ckpt     written last: it completes the checkpoint
+    00012-ep3-ba1200.parts/   0.safetensors, 1.safetensors, ...: each rank's shards of the sharded tensors
 
-The first file holds size and SHA-256 of each of the others, and how each tensor is cut. Any number of ranks can
-read them. Neither has a pickle."""
+The `.ckpt` file holds size and SHA-256 of the other files, and the sharding of each tensor. Any number of ranks can
+read the files. No file contains a pickle.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +30,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
-    'folder_of',
+    'find_parts_folder',
     'take_parts',
-    'put',
-    'with_parts',
+    'replace_at',
+    'load_parts',
     'check_parts',
     'remove_parts',
     'sweep_parts',
@@ -41,19 +42,19 @@ __all__ = [
 
 _FILE = re.compile(r'\d{1,7}\.safetensors', re.ASCII)
 
-Parts = dict[str, Tensor]  # DTensors, on the host when they are written
+Parts = dict[str, Tensor]  # DTensors, on the CPU when they are written
 
 
-def folder_of(path: Path) -> Path:
-    "Return the folder that belongs to a checkpoint's file."
+def find_parts_folder(path: Path) -> Path:
+    "Return the folder of shards that belongs to a checkpoint's file."
     return path.with_suffix('.parts')
 
 
-# What is cut
+# Splitting a state
 
 
 def take_parts(state: Any) -> tuple[Any, list[list[Any]], Parts]:
-    """Return a nested state with None in the places of tensors that are cut, these places, and the tensors.
+    """Return a nested state with sharded tensors replaced by None, the positions of these, and the tensors.
 
     >>> take_parts({'a': [torch.ones(1), 2]})
     ({'a': [tensor([1.]), 2]}, [], {})
@@ -62,11 +63,11 @@ def take_parts(state: Any) -> tuple[Any, list[list[Any]], Parts]:
     parts: Parts = {}
 
     def take(value: Any, place: tuple[Any, ...]) -> Any:
-        if is_dtensor(value) and dim_of(value) is None:
+        if is_dtensor(value) and find_shard_dim(value) is None:
             return local(value)
         if is_dtensor(value):
             places.append(list(place))
-            parts[name_of_place(places[-1], len(parts))] = value
+            parts[make_part_name(places[-1], len(parts))] = value
             return None
         if isinstance(value, Mapping):
             return {k: take(v, (*place, k)) for k, v in value.items()}
@@ -77,19 +78,19 @@ def take_parts(state: Any) -> tuple[Any, list[list[Any]], Parts]:
     return take(state, ()), places, parts
 
 
-def name_of_place(place: list[Any], i: int) -> str:
-    "Return the name of a tensor in the folder: its place, for people, and its number."
+def make_part_name(place: list[Any], i: int) -> str:
+    "Return the name of a tensor in the folder: a unique number, and the position for readability."
     return f'{i}.{".".join(map(str, place))}'
 
 
-def put(state: Any, place: list[Any], value: Any) -> Any:
-    "Return a nested state with a value at a place; dicts and lists are changed."
+def replace_at(state: Any, place: list[Any], value: Any) -> Any:
+    "Return a nested state with the value at a position replaced; dicts and lists are modified."
     if not place:
         return value
-    k, rest = place[0], place[1:]
+    key, *inner_place = place
     if isinstance(state, tuple):
-        return (*state[:k], put(state[k], rest, value), *state[k + 1 :])
-    state[k] = put(state[k], rest, value)
+        return (*state[:key], replace_at(state[key], inner_place, value), *state[key + 1 :])
+    state[key] = replace_at(state[key], inner_place, value)
     return state
 
 
@@ -97,7 +98,7 @@ def put(state: Any, place: list[Any], value: Any) -> Any:
 
 
 class Writers:
-    "All processes as those who write checkpoints, each on a thread of its own, with a group of their own for it."
+    "All ranks as writers of checkpoints, with a separate process group, for use in a background thread."
 
     def __init__(self, world: Comm) -> None:
         import torch.distributed as dist
@@ -108,55 +109,60 @@ class Writers:
     def write(
         self,
         parts: Parts,
-        folder: Path,  # what is in it goes
+        folder: Path,  # folder for the files; existing content is removed
     ) -> dict[str, Any]:
-        """Write each process's parts, and return what the checkpoint's file has to say of them.
+        """Write each rank's shards, and return their description for the checkpoint's file.
 
-        All processes call it. What fails in one is raised in all: `CheckpointError`, or there the `OSError` itself."""
-        self.world.run_on_all(lambda: self._make(folder))
+        Every rank must call `write`. An error on one rank is raised on all ranks: as `CheckpointError`, or on the
+        failing rank as the `OSError` itself.
+        """
+        self.world.run_on_all(lambda: self._create_folder(folder))
         try:
             described = self.world.run_on_all(
-                lambda: self._save(parts, folder / file_name(self.world.rank))
+                lambda: self._save(parts, folder / make_file_name(self.world.rank))
             )
         except BaseException:
             if self.world.is_first:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         gathered = self.world.gather(described)
-        files = {file_name(rank): file for rank, (file, _) in enumerate(gathered)}
-        self.world.run_on_all(lambda: self._look(folder, files))
+        files = {make_file_name(rank): file for rank, (file, _) in enumerate(gathered)}
+        self.world.run_on_all(lambda: self._check_files(folder, files))
         tensors = [
             {
                 'name': name,
                 'dtype': str(t.dtype).removeprefix('torch.'),
                 'size': [*t.shape],
-                'dim': dim_of(t),
+                'dim': find_shard_dim(t),
                 'lengths': [lengths[i] for _, lengths in gathered],
             }
             for i, (name, t) in enumerate(parts.items())
         ]
         return {'files': files, 'tensors': tensors}
 
-    def _make(self, folder: Path) -> None:
+    def _create_folder(self, folder: Path) -> None:
         if not self.world.is_first:
             return
-        shutil.rmtree(folder, ignore_errors=True)  # of a write that broke off
+        shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted write
         folder.mkdir(parents=True)
 
     def _save(self, parts: Parts, path: Path) -> tuple[list[Any], list[int]]:
         "Write this rank's shards; return size and digest of the file, and the length of each shard."
         shards = {name: local(t) for name, t in parts.items()}
         write_state(path, shards, {})
-        return describe(path), [shards[name].shape[dim_of(t)] for name, t in parts.items()]
+        return describe_file(path), [
+            shards[name].shape[find_shard_dim(t)] for name, t in parts.items()
+        ]
 
-    def _look(self, folder: Path, files: Mapping[str, Any]) -> None:
-        "Let the first process see the files of all."
+    def _check_files(self, folder: Path, files: Mapping[str, Any]) -> None:
+        "Raise `CheckpointError` unless rank 0 sees the files of all ranks."
         if not self.world.is_first:
             return
         flush_folder(folder)
-        if missing := [
-            name for name, (size, _) in files.items() if not has_size(folder / name, size)
-        ]:
+        missing = [
+            name for name, (size, _) in files.items() if not file_has_size(folder / name, size)
+        ]
+        if missing:
             raise CheckpointError(
                 f'{folder} has not got {", ".join(missing[:5])}, which other processes have written: '
                 'checkpoints of several machines need a folder that all of them share.'
@@ -169,48 +175,49 @@ class Writers:
             dist.destroy_process_group(self.world.control)
 
 
-def describe(path: Path) -> list[Any]:
+def describe_file(path: Path) -> list[Any]:
     "Return size and digest of a file."
     with path.open('rb') as f:
         return [path.stat().st_size, hashlib.file_digest(f, 'sha256').hexdigest()]
 
 
-def has_size(path: Path, size: int) -> bool:
-    "Tell whether a file is there, and as long as it should be."
+def file_has_size(path: Path, size: int) -> bool:
+    "Return True if a file exists and has the given size in bytes."
     try:
         return path.stat().st_size == size
     except OSError:
         return False
 
 
-def file_name(rank: int) -> str:
+def make_file_name(rank: int) -> str:
     return f'{rank}.safetensors'
 
 
-def dim_of(t: Any) -> Any:
-    "Return the dimension along which a DTensor is cut; None where every rank has all of it."
+def find_shard_dim(t: Any) -> Any:
+    "Return the dimension along which a DTensor is sharded; None if it is replicated."
     [placement] = t.placements
     return placement.dim if placement.is_shard() else None
 
 
-# Looking
+# Checking
 
 
 def check_parts(
-    path: Path,  # the checkpoint's file
-    parts: Mapping[str, Any],  # its entry of that name
-    digests: bool = True,  # compare digests, not sizes alone
+    path: Path,  # file of the checkpoint
+    parts: Mapping[str, Any],  # entry 'parts' of the checkpoint
+    digests: bool = True,  # verify digests, not only sizes
 ) -> None:
-    "Raise `DamagedError` where a file of the folder is missing, or not as it was written."
-    folder, files = folder_of(path), parts['files']
+    "Raise `DamagedError` if a file of the folder is missing or damaged."
+    folder = find_parts_folder(path)
+    files = parts['files']
     for name, (size, digest) in files.items():
         if not _FILE.fullmatch(name):
             raise _damaged(path, f'names a file {ascii(name)[:80]}')
-        if not has_size(folder / name, size):
+        if not file_has_size(folder / name, size):
             raise _damaged(
                 path, f'belongs to {folder.name}/{name}, which is missing or was cut short'
             )
-        if digests and describe(folder / name)[1] != digest:
+        if digests and describe_file(folder / name)[1] != digest:
             raise _damaged(
                 path, f'belongs to {folder.name}/{name}, whose digest differs: bytes have changed'
             )
@@ -223,21 +230,22 @@ def _damaged(path: Path, what: str) -> DamagedError:
 # Reading
 
 
-def with_parts(
-    state: Mapping[str, Any],  # of a checkpoint's file
-    path: Path,  # that file
-    mesh: DeviceMesh | None = None,  # of hosts: read this process's parts; None: read whole tensors
+def load_parts(
+    state: Mapping[str, Any],  # state of the checkpoint's file
+    path: Path,  # file of the checkpoint
+    mesh: DeviceMesh | None = None,  # CPU mesh: read this rank's shards; None: read full tensors
 ) -> Mapping[str, Any]:
-    """Return a checkpoint's state with the tensors that lie beside its file.
+    """Return a checkpoint's state with the tensors of its folder.
 
-    They may have been written by any number of processes. Nothing is agreed on with others: each reads what it needs.
-    Raises `DamagedError` for what cannot be read."""
+    The files may have been written by any number of ranks. Each rank reads its rows without communication. Raises
+    `DamagedError` for files that cannot be read.
+    """
     parts = state['parts']
-    rest: Any = {k: v for k, v in state.items() if k != 'parts'}
+    full_state: Any = {k: v for k, v in state.items() if k != 'parts'}
     try:
-        tensors = _read(parts, folder_of(path), mesh)
+        tensors = _read(parts, find_parts_folder(path), mesh)
         for i, place in enumerate(parts['places']):
-            rest = put(rest, place, tensors[name_of_place(place, i)])
+            full_state = replace_at(full_state, place, tensors[make_part_name(place, i)])
     except (
         ValueError,
         KeyError,
@@ -250,22 +258,22 @@ def with_parts(
     ) as e:
         reason = next(iter(str(e).splitlines()), type(e).__name__)
         raise _damaged(path, f'has parts that cannot be read: {reason}') from None
-    return rest
+    return full_state
 
 
 def _read(parts: Mapping[str, Any], folder: Path, mesh: DeviceMesh | None) -> dict[str, Any]:
-    "Return the tensors of a folder by name: whole, or this rank's shards of them."
+    "Return the tensors of a folder by name: full tensors, or this rank's shards."
     pieces: dict[str, list[Tensor]] = {entry['name']: [] for entry in parts['tensors']}
     for rank in range(len(parts['files'])):
-        rows = {entry['name']: _rows_in(entry, rank, mesh) for entry in parts['tensors']}
+        rows = {entry['name']: _find_rows_in_shard(entry, rank, mesh) for entry in parts['tensors']}
         names = {name for name, (start, stop) in rows.items() if start < stop}
-        for name, piece in read_entries(folder / file_name(rank), names).items():
+        for name, piece in read_entries(folder / make_file_name(rank), names).items():
             pieces[name].append(piece[slice(*rows[name])])
     return {entry['name']: _join(entry, pieces[entry['name']], mesh) for entry in parts['tensors']}
 
 
-def _rows(entry: Mapping[str, Any], mesh: DeviceMesh | None) -> tuple[int, int]:
-    "Return which rows of a tensor this rank needs: all, or what `hosted_empty` gives it."
+def _find_rows(entry: Mapping[str, Any], mesh: DeviceMesh | None) -> tuple[int, int]:
+    "Return the range of rows of a tensor that this rank needs: all, or its shard as in `hosted_empty`."
     n = entry['size'][0]
     if mesh is None:
         return 0, n
@@ -274,9 +282,11 @@ def _rows(entry: Mapping[str, Any], mesh: DeviceMesh | None) -> tuple[int, int]:
     return start, min(n, start + length)
 
 
-def _rows_in(entry: Mapping[str, Any], rank: int, mesh: DeviceMesh | None) -> tuple[int, int]:
-    "Return where these rows are in the shard that a rank has written."
-    start, stop = _rows(entry, mesh)
+def _find_rows_in_shard(
+    entry: Mapping[str, Any], rank: int, mesh: DeviceMesh | None
+) -> tuple[int, int]:
+    "Return the range of the needed rows within the shard that `rank` has written."
+    start, stop = _find_rows(entry, mesh)
     if entry['dim'] != 0:
         return start, stop
     first, length = sum(entry['lengths'][:rank]), entry['lengths'][rank]
@@ -284,16 +294,17 @@ def _rows_in(entry: Mapping[str, Any], rank: int, mesh: DeviceMesh | None) -> tu
 
 
 def _join(entry: Mapping[str, Any], pieces: list[Tensor], mesh: DeviceMesh | None) -> Any:
-    "Return the rows that this rank needs, from their pieces."
-    start, stop = _rows(entry, mesh)
-    size, dtype = entry['size'], getattr(torch, entry['dtype'])
-    found = torch.cat(pieces, entry['dim']) if pieces else torch.empty([0, *size[1:]], dtype=dtype)
-    if found.dtype != dtype or [*found.shape] != [stop - start, *size[1:]]:
+    "Concatenate the rows that this rank needs; raise `ValueError` if they are incomplete."
+    start, stop = _find_rows(entry, mesh)
+    size = entry['size']
+    dtype = getattr(torch, entry['dtype'])
+    rows = torch.cat(pieces, entry['dim']) if pieces else torch.empty([0, *size[1:]], dtype=dtype)
+    if rows.dtype != dtype or [*rows.shape] != [stop - start, *size[1:]]:
         raise ValueError(f'{entry["name"]} is not there as a whole')
     if mesh is None:
-        return found
+        return rows
     t = hosted_empty(size, dtype, mesh)
-    local(t).copy_(found)
+    local(t).copy_(rows)
     return t
 
 
@@ -301,12 +312,12 @@ def _join(entry: Mapping[str, Any], pieces: list[Tensor], mesh: DeviceMesh | Non
 
 
 def remove_parts(path: Path) -> None:
-    "Remove the folder of a checkpoint whose file is gone."
-    shutil.rmtree(folder_of(path), ignore_errors=True)
+    "Remove the folder of shards of a removed checkpoint."
+    shutil.rmtree(find_parts_folder(path), ignore_errors=True)
 
 
 def sweep_parts(folder: Path) -> list[Path]:
-    "Remove the folders of checkpoints that were never whole, or are gone; hold the lock of `folder`."
+    "Remove the folders of shards without a checkpoint file; the caller must hold the lock of `folder`."
     stale = [
         p
         for p in sorted(folder.glob('*.parts'))

@@ -1,4 +1,4 @@
-"""A Learner from a file of `Learner.save_learner`, without running any code that the file could hold."""
+"""Create a Learner from a file of `Learner.save_learner`, without executing code from the file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from learnkit.checkpoint.weights import check_weights, load_weights, read_weights, weights_differ
+from learnkit.checkpoint.weights import check_weights, compare_weights, load_weights, read_weights
 from learnkit.core.errors import EmptyLoaderError, ModelError, OptionError, WeightsError
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import DataLoaders
@@ -18,8 +18,8 @@ from learnkit.data.dataloaders import DataLoaders
 __all__ = ['build_learner']
 
 
-class NoBatches:
-    "Stands where a Learner without data has its training loader: looking into it says what to do."
+class MissingLoader:
+    "Placeholder for the training loader of a Learner without data; raises `EmptyLoaderError` when used."
 
     def __len__(self) -> int:
         raise self._error()
@@ -34,13 +34,13 @@ class NoBatches:
         )
 
 
-class NoData(DataLoaders):
-    "Stands where a Learner without data has its loaders: there are none to train or validate on."
+class MissingData(DataLoaders):
+    "Placeholder for the `DataLoaders` of a Learner without data."
 
     def __init__(
         self, device: torch.device | str | None, path: Path, n_inp: int | None, vocab: Any
     ) -> None:
-        self.train: Any = NoBatches()
+        self.train: Any = MissingLoader()
         self.evaluation, self.others, self.n_inp, self.n_iter = [], [], n_inp, None
         self.path, self.vocab = path, vocab
         self._device = None if device is None else torch.device(device)
@@ -50,50 +50,52 @@ class NoData(DataLoaders):
 
 
 def build_learner(
-    make: Callable[..., Any],  # `Learner`
-    path: Path,  # written by `learn.save_learner`
+    make: Callable[..., Any],  # class of the Learner
+    path: Path,  # file written by `learn.save_learner`
     model: nn.Module | Callable[..., nn.Module] | None,
     dls: Any,
     loss_func: Callable[..., Any] | None,
     device: torch.device | str | None,
-    **kwargs: Any,  # more for `make`, in place of what the file says
+    **kwargs: Any,  # further arguments of `make`; they override the file's
 ) -> Any:
-    "Make a Learner from a file; see `learnkit.load_learner`."
+    "Create a Learner from a file; see `learnkit.load_learner`."
     stored = read_weights(path)
     if stored.config is None:
         raise WeightsError(
             f'{path} holds weights without a configuration: build a Learner and call its `load`, or '
             'write the file with `learn.save_learner`.'
         )
-    config = checked_config(path, stored.config)
-    built = _model(path, model, config)
-    check_weights(path, weights_differ(built, stored.model), built)
+    config = check_config(path, stored.config)
+    built = _build_model(path, model, config)
+    check_weights(path, compare_weights(built, stored.model), built)
     if loss_func is None and config.get('activates'):
         warn_user(
             f'The Learner in {path} had the loss {config.get("loss_func")}, which turns outputs into '
             'predictions. Pass `loss_func=` to have them activated and decoded as they were.'
         )
     if dls is None:
-        dls = NoData(device, path.parent, config.get('n_inp'), config.get('vocab'))
-    learn = make(dls, built, loss_func, **{**_options(config), 'path': path.parent, **kwargs})
+        dls = MissingData(device, path.parent, config.get('n_inp'), config.get('vocab'))
+    learn = make(
+        dls, built, loss_func, **{**_restore_options(config), 'path': path.parent, **kwargs}
+    )
     load_weights(built, stored.model)
     return learn
 
 
-def _model(path: Path, model: Any, config: dict[str, Any]) -> nn.Module:
+def _build_model(path: Path, model: Any, config: dict[str, Any]) -> nn.Module:
     if isinstance(model, nn.Module):
         return model
-    own, name = config.get('model_config', {}), config.get('model')
-    given = ', '.join(f'{k}={v!r}' for k, v in own.items())
+    model_config = config.get('model_config', {})
+    name = config.get('model')
+    arguments = ', '.join(f'{k}={v!r}' for k, v in model_config.items())
     if model is None:
-        own_class = not hasattr(nn, str(name))  # torch's own alone do not build it
-        build, what = (
-            (name, '') if own_class else ('build', f', your function that returns the {name}')
-        )
+        build, remark = name, ''
+        if hasattr(nn, str(name)):  # a container such as nn.Sequential does not build the model
+            build, remark = 'build', f', your function that returns the {name}'
         raise OptionError(
             f'{path} holds the weights and configuration of a {name}, and no code, so that loading it is '
             f'safe. Say what builds the model: `load_learner({str(path)!r}, model={build})` calls '
-            f'`{build}({given})`{what}.'
+            f'`{build}({arguments})`{remark}.'
         )
     if not callable(model):
         raise OptionError(
@@ -101,9 +103,9 @@ def _model(path: Path, model: Any, config: dict[str, Any]) -> nn.Module:
             'class, a function that returns it, or the nn.Module itself.'
         )
     try:
-        built = model(**own)
+        built = model(**model_config)
     except TypeError as e:
-        e.add_note(f'It was called with the configuration in {path}: {given or "nothing"}.')
+        e.add_note(f'It was called with the configuration in {path}: {arguments or "nothing"}.')
         raise
     if isinstance(built, nn.Module):
         return built
@@ -119,7 +121,7 @@ def is_numbers(value: Any) -> bool:
 
 
 def is_rates(value: Any) -> bool:
-    "Tell whether this is a rate, one a group, or a slice as `save_learner` writes it."
+    "Return True for a rate, a list of rates by group, or a slice in the form of `save_learner`."
     if not isinstance(value, dict):
         return is_number(value) or (is_numbers(value) and len(value) > 0)
     ends = value.get('slice')
@@ -138,7 +140,7 @@ def is_name(value: Any) -> bool:
     return isinstance(value, str)
 
 
-# what a configuration holds, and whether an entry has its form
+# predicates that validate the entries of a configuration
 FORMS: dict[str, Callable[[Any], bool]] = {
     'model': is_name,
     'loss_func': lambda v: v is None or is_name(v),
@@ -154,8 +156,8 @@ FORMS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def checked_config(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    "Return a configuration in which each entry has its form; what is missing is left to the defaults."
+def check_config(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    "Return a configuration if its entries are valid, otherwise raise `WeightsError`; entries may be missing."
     for name, fits in FORMS.items():
         if name in config and not fits(config[name]):
             raise WeightsError(
@@ -165,11 +167,11 @@ def checked_config(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _options(config: dict[str, Any]) -> dict[str, Any]:
-    "Return the Learner's arguments that a configuration holds."
-    options: dict[str, Any] = {
-        k: config[k] for k in ('lr', 'wd', 'wd_bn_bias', 'moms', 'train_bn') if k in config
-    }
-    if isinstance(lr := options.get('lr'), dict):
+def _restore_options(config: dict[str, Any]) -> dict[str, Any]:
+    "Return the Learner's arguments in a configuration."
+    names = ('lr', 'wd', 'wd_bn_bias', 'moms', 'train_bn')
+    options: dict[str, Any] = {name: config[name] for name in names if name in config}
+    lr = options.get('lr')
+    if isinstance(lr, dict):
         options['lr'] = slice(*lr['slice'])
     return options

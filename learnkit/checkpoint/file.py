@@ -1,4 +1,4 @@
-"""Read and write a checkpoint: one safetensors file, with tensors as they are and the rest as JSON.
+"""Read and write a checkpoint: one safetensors file, with tensors as data and other values as JSON.
 
     8 bytes     the length of the header, little-endian
     header      JSON {"__metadata__": {...}, "model.weight": {"dtype": "F32", ...}, ...} and spaces
@@ -6,15 +6,16 @@
 
 `__metadata__` holds strings, as the safetensors format demands:
 
-    sha256      of the whole file, with zeros in the place of these 64 characters; always comes first
-    learnkit    the version of this layout
-    info        JSON: what a list of checkpoints shows; reading it needs the header alone
-    state       JSON: the nested state, with {"$tensor": name} in the place of a tensor
+    sha256      digest of the whole file with zeros instead of these 64 characters; always first
+    learnkit    version of this layout
+    info        JSON: summary for a list of checkpoints; only the header has to be read
+    state       JSON: the nested state, with {"$tensor": name} instead of each tensor
     views       JSON: dtype and order of dimensions of tensors that the format cannot describe
 
-Every tool that reads safetensors files reads the tensors. No pickle exists in the format, so there
-is nothing to run. A digest detects damage, not forgery: anyone who can write a file can write its
-digest."""
+Every tool that reads safetensors files can read the tensors. The format contains no pickle, so
+loading a file cannot execute code. The digest detects damage, not forgery: anyone who can write a
+file can also write its digest.
+"""
 
 from __future__ import annotations
 
@@ -46,15 +47,15 @@ __all__ = [
 ]
 
 FORMAT = 2  # format 1 was a zip archive with a pickle
-MAX_HEADER = 100_000_000  # bytes; the safetensors library reads no longer ones
+MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors library
 MAX_PARTS = 500_000  # lists and objects in a header: 1 byte each in the file, 60 in memory
-MAX_DIMS = 64  # of a tensor, as in torch
-MAX_DEPTH = 100  # of nested lists, tuples and dicts
-MAX_REFERENCES = 64  # how often a byte of a tensor may occur in a state, on average
+MAX_DIMS = 64  # dimensions of a tensor, as in torch
+MAX_DEPTH = 100  # levels of nested lists, tuples and dicts
+MAX_REFERENCES = 64  # average number of references to a byte of a tensor in a state
 
 _BEGIN = b'{"__metadata__":{"sha256":"'
-_DIGEST = slice(len(_BEGIN), len(_BEGIN) + 64)  # where the digest is in the header
-_OLD_END = b'learnkit-seal-01'  # the last bytes of a file of format 1
+_DIGEST = slice(len(_BEGIN), len(_BEGIN) + 64)  # position of the digest in the header
+_OLD_END = b'learnkit-seal-01'  # last bytes of a file of format 1
 _ATOMS = (type(None), bool, int, float, str)
 _DTYPES = {
     'F64': torch.float64,
@@ -82,18 +83,18 @@ State = dict[str, Any]
 
 
 def write_state(
-    path: str | Path,  # folders above it are made
+    path: str | Path,  # path of the file; missing folders are created
     state: State,  # tensors, numbers, strings, bytes, None, and lists, tuples or dicts of them
-    info: dict[str, Any],  # what `read_info` returns: JSON values, and floats that are not finite
+    info: dict[str, Any],  # summary for `read_info`: JSON values; floats may be non-finite
 ) -> None:
-    """Write a state into a file that appears whole or not at all.
+    """Write a state into a file, atomically.
 
-    Tensors on any device are written, without gradients and one at a time. Tensors that are the
-    same memory are written once and are one tensor again when the file is read. NumPy scalars become
-    Python numbers, and Parameters become tensors.
+    Tensors on any device are written, without gradients and one at a time. Tensors that share the
+    same memory are written once and are read as one tensor. NumPy scalars become Python numbers,
+    and Parameters become tensors.
 
     Raises `CheckpointError` for a state that cannot be read back, and `OSError` if the file cannot be
-    written. A file that was there before is unchanged then.
+    written. An existing file is unchanged then.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -117,13 +118,13 @@ def write_state(
 
 
 class _Packer:
-    "Turn a state into JSON values, and collect its tensors by name."
+    "Conversion of a state to JSON values; collects its tensors by name."
 
     def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}  # as they are stored, maybe as views of the originals
+        self.tensors: dict[str, Tensor] = {}  # stored tensors, possibly views of the originals
         self.views: dict[str, dict[str, Any]] = {}
-        self.names: dict[Any, str] = {}  # by place in memory
-        self.referred = 0  # bytes of all tensors, counted as often as they occur
+        self.names: dict[Any, str] = {}  # names by memory layout (device, address, dtype, shape)
+        self.referred = 0  # bytes of all tensors, counted at each reference
 
     def pack(self, value: Any, where: tuple[Any, ...]) -> Any:
         if isinstance(value, np.generic):
@@ -145,7 +146,7 @@ class _Packer:
             items = [self.pack(v, (*where, i)) for i, v in enumerate(value)]
             return items if isinstance(value, list) else {'$tuple': items}
         raise ValueError(
-            f'the state has a {kind.__name__}{_at(where)}. Keep tensors, numbers, strings, '
+            f'the state has a {kind.__name__}{_describe_place(where)}. Keep tensors, numbers, strings, '
             'bytes, None, and lists, tuples or dicts of them'
         )
 
@@ -153,7 +154,7 @@ class _Packer:
         for key in value:
             if type(key) not in _ATOMS:
                 raise ValueError(
-                    f'the state has a key that is a {type(key).__name__}{_at(where)}. Keep '
+                    f'the state has a key that is a {type(key).__name__}{_describe_place(where)}. Keep '
                     'strings or numbers as keys'
                 )
         packed = [[key, self.pack(v, (*where, key))] for key, v in value.items()]
@@ -162,7 +163,7 @@ class _Packer:
         return {'$dict': packed}
 
     def _name(self, t: Tensor, where: tuple[Any, ...]) -> str:
-        "Return the name under which a tensor is stored."
+        "Return the name of a stored tensor, and store it if it is new."
         if (
             type(t) not in (Tensor, nn.Parameter)
             or t.layout is not torch.strided
@@ -171,7 +172,7 @@ class _Packer:
         ):
             raise ValueError(
                 f'the state has a {type(t).__name__} ({t.layout}, {t.dtype}, {t.device})'
-                f'{_at(where)}. Keep plain, dense tensors in states'
+                f'{_describe_place(where)}. Keep plain, dense tensors in states'
             )
         t = t.detach().resolve_conj().resolve_neg()
         self.referred += t.nbytes
@@ -185,7 +186,7 @@ class _Packer:
         while name in self.tensors or name == '__metadata__':
             name += '_'
         view: dict[str, Any] = {}
-        # as dimensions lie in memory
+        # dimensions in the order of memory, so that the stored tensor is contiguous
         order = sorted(range(t.ndim), key=t.stride().__getitem__, reverse=True)
         if order != [*range(t.ndim)]:
             view['order'] = sorted(range(t.ndim), key=order.__getitem__)
@@ -199,15 +200,15 @@ class _Packer:
         return name
 
 
-def _at(where: tuple[Any, ...]) -> str:
-    "Return the place of a value, shortened, as keys may have any length."
+def _describe_place(where: tuple[Any, ...]) -> str:
+    "Return the position of a value in the state, shortened, because keys may have any length."
     keys = ''.join(f'[{ascii(key)[:60]}]' for key in where[:8])
     return f' at {keys}{"..." * (len(where) > 8)}' if where else ''
 
 
 def _make_header(packer: _Packer, packed: Any, info: dict[str, Any]) -> bytes:
-    "Return everything that comes before the data, with zeros in the place of the digest."
-    # the largest items first: each tensor then begins at a multiple of its item size
+    "Return the bytes before the data, with zeros instead of the digest."
+    # sort by item size, so that each tensor starts at a multiple of its item size
     packer.tensors = dict(sorted(packer.tensors.items(), key=lambda named: -named[1].itemsize))
     stop = 0
     entries = {}
@@ -244,15 +245,15 @@ def _write(f: BinaryIO, header: bytes, tensors: Iterable[Tensor]) -> None:
     digest = hashlib.sha256(header)
     f.write(header)
     for t in tensors:
-        data = _bytes_of(t.cpu().contiguous())
+        data = _view_bytes(t.cpu().contiguous())
         digest.update(data)
         f.write(data)
     f.seek(8 + _DIGEST.start)
     f.write(digest.hexdigest().encode())
 
 
-def _bytes_of(t: Tensor) -> memoryview:
-    "Return the memory of a contiguous tensor on the CPU."
+def _view_bytes(t: Tensor) -> memoryview:
+    "Return the memory of a contiguous CPU tensor."
     return t.reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -260,14 +261,14 @@ def _bytes_of(t: Tensor) -> memoryview:
 
 
 def read_state(path: str | Path) -> tuple[State, dict[str, Any]]:
-    """Return the state in a file and its `info`, after the digest of the whole file was compared.
+    """Return the state in a file and its `info`, and verify the digest of the whole file.
 
-    The tensors are copies on the CPU: nothing of the file stays mapped or open. Nothing is
-    allocated before the sizes in the header were compared with the size of the file, so that reading
-    takes about as much memory as the file has bytes.
+    The tensors are copies on the CPU: the file is neither mapped nor left open. The sizes in the
+    header are compared with the size of the file before memory is allocated, so reading needs about
+    as much memory as the file has bytes.
 
-    Raises `FileNotFoundError`, `DamagedError` for a file that is not as it was written, and
-    `CheckpointError` for a format that this version cannot read.
+    Raises `FileNotFoundError`, `DamagedError` for a damaged file, and `CheckpointError` for a format
+    that this version cannot read.
     """
     path = Path(path)
     tensors = {}
@@ -276,21 +277,22 @@ def read_state(path: str | Path) -> tuple[State, dict[str, Any]]:
         digest = hashlib.sha256(header.blank)
         for name, dtype, shape in header.tensors:
             tensors[name] = _read_tensor(f, dtype, shape, path)
-            digest.update(_bytes_of(tensors[name]))
+            digest.update(_view_bytes(tensors[name]))
     if digest.hexdigest().encode() != header.digest:
-        raise _damaged(path, 'its digest differs: bytes have changed since it was written')
-    info = _info_of(header, path)
+        raise _damaged_error(path, 'its digest differs: bytes have changed since it was written')
+    info = _parse_info(header, path)
     _check_format(info['format'], path)
     try:
-        return _unpacked(header.metadata, tensors), info
+        return _unpack_state(header.metadata, tensors), info
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as e:
-        raise _damaged(path, f'its state cannot be read: {_shown(e)}') from None
+        raise _damaged_error(path, f'its state cannot be read: {_shorten_error(e)}') from None
 
 
 def read_entries(path: Path, keys: Iterable[str]) -> State:
-    """Return some entries of the state in a file, and read their tensors alone. The digest is not compared.
+    """Return some entries of the state in a file; only their tensors are read. The digest is not verified.
 
-    Raises as `read_state` does, and `ValueError` or `KeyError` for a state that cannot be read."""
+    Raises as `read_state` does, and `ValueError` or `KeyError` for a state that cannot be read.
+    """
     with _open(path) as f:
         header = _read_header(f, path)
         unpacker = _Unpacker(_Tensors(f, header, path))
@@ -299,7 +301,7 @@ def read_entries(path: Path, keys: Iterable[str]) -> State:
 
 
 class _Tensors(dict[str, Tensor]):
-    "The tensors of an open file, each read when it is first asked for."
+    "Tensors of an open file, each read at its first use."
 
     def __init__(self, f: BinaryIO, header: _Header, path: Path) -> None:
         super().__init__()
@@ -313,7 +315,7 @@ class _Tensors(dict[str, Tensor]):
 
     def __missing__(self, name: str) -> Tensor:
         self.file.seek(self.starts[name])
-        self[name] = _as_it_was(
+        self[name] = _restore_view(
             _read_tensor(self.file, *self.places[name], self.path), self.views.get(name, {})
         )
         return self[name]
@@ -321,32 +323,32 @@ class _Tensors(dict[str, Tensor]):
 
 def _read_tensor(f: BinaryIO, dtype: torch.dtype, shape: list[int], path: Path) -> Tensor:
     t = torch.empty(shape, dtype=dtype, device='cpu')
-    if f.readinto(_bytes_of(t)) != t.nbytes:  # type: ignore[attr-defined]  # of every file here
-        raise _damaged(path, 'it was cut short')
+    if f.readinto(_view_bytes(t)) != t.nbytes:  # type: ignore[attr-defined]  # missing in BinaryIO
+        raise _damaged_error(path, 'it was cut short')
     return t
 
 
 def read_info(path: str | Path) -> dict[str, Any]:
-    """Return the `info` of a file and its format, as `'format'`. Only the header is read, not verified.
+    """Return the `info` of a file, with its format as `'format'`. Only the header is read; it is not verified.
 
-    Raises `FileNotFoundError`, `DamagedError` for a file without such a header, and
+    Raises `FileNotFoundError`, `DamagedError` for a file without a valid header, and
     `CheckpointError` for a file of format 1.
     """
     path = Path(path)
     with _open(path) as f:
-        return _info_of(_read_header(f, path), path)
+        return _parse_info(_read_header(f, path), path)
 
 
 def is_state_file(path: Path) -> bool:
-    "Return True if a file begins as `write_state` begins it."
+    "Return True if a file starts with the header of `write_state`."
     with path.open('rb') as f:
         return f.read(8 + len(_BEGIN))[8:] == _BEGIN
 
 
 class _Header(NamedTuple):
-    "What stands before the data."
+    "Header of a file: the bytes before the data."
 
-    blank: bytes  # the bytes, with zeros in the place of the digest
+    blank: bytes  # bytes, with zeros instead of the digest
     digest: bytes
     metadata: dict[str, str]
     tensors: list[tuple[str, torch.dtype, list[int]]]  # name, dtype, shape; in the data's order
@@ -355,33 +357,33 @@ class _Header(NamedTuple):
 def _open(path: Path) -> BinaryIO:
     mode = path.stat().st_mode
     if stat.S_ISDIR(mode):
-        raise _damaged(path, 'it is a folder')
+        raise _damaged_error(path, 'it is a folder')
     if not stat.S_ISREG(mode):
-        raise _damaged(path, 'it is not a regular file')  # opening a pipe would wait forever
+        raise _damaged_error(path, 'it is not a regular file')  # opening a pipe would wait forever
     return path.open('rb')
 
 
 def _read_header(f: BinaryIO, path: Path) -> _Header:
-    "Read the header, and compare all sizes in it with the size of the file."
+    "Read the header, and compare its sizes with the size of the file."
     size = os.fstat(f.fileno()).st_size
     if not size:
-        raise _damaged(path, 'it is empty')
+        raise _damaged_error(path, 'it is empty')
     start = f.read(8)
     length = int.from_bytes(start, 'little')
     text = f.read(length) if length <= min(size - 8, MAX_HEADER) else b''
     if not text.startswith(_BEGIN):
-        raise _not_a_checkpoint(f, size, path)
+        raise _wrong_file_error(f, size, path)
     blank = start + text[: _DIGEST.start] + b'0' * 64 + text[_DIGEST.stop :]
     try:
         _check_size(text)
-        entries = json.loads(text.decode(), object_pairs_hook=_unique)
+        entries = json.loads(text.decode(), object_pairs_hook=_to_dict)
         metadata = entries.pop('__metadata__')
-        tensors = _tensors_of(entries, size - 8 - length)
+        tensors = _check_tensors(entries, size - 8 - length)
         for key in ('learnkit', 'info', 'state', 'views'):
             if type(metadata[key]) is not str:
                 raise ValueError(f'{key} is not a string')
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        raise _damaged(path, f'its header cannot be read: {_shown(e)}') from None
+        raise _damaged_error(path, f'its header cannot be read: {_shorten_error(e)}') from None
     return _Header(blank, text[_DIGEST], metadata, tensors)
 
 
@@ -394,15 +396,17 @@ def _check_size(header: bytes) -> None:
         raise ValueError(f'more than {MAX_PARTS:,} lists, dicts and tensors')
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+def _to_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
         raise ValueError('a name occurs twice')
-    return made
+    return unique
 
 
-def _tensors_of(entries: dict[str, Any], n_bytes: int) -> list[tuple[str, torch.dtype, list[int]]]:
-    "Return the tensors of a header, which fill the data one after the other."
+def _check_tensors(
+    entries: dict[str, Any], n_bytes: int
+) -> list[tuple[str, torch.dtype, list[int]]]:
+    "Return the tensors of a header; raise `ValueError` unless they fill the data without gaps."
     tensors = []
     stop = 0
     for name, entry in sorted(entries.items(), key=lambda named: named[1]['data_offsets']):
@@ -421,13 +425,13 @@ def _tensors_of(entries: dict[str, Any], n_bytes: int) -> list[tuple[str, torch.
     return tensors
 
 
-def _unpacked(metadata: dict[str, str], tensors: dict[str, Tensor]) -> State:
-    "Return the state that a file's metadata describe."
+def _unpack_state(metadata: dict[str, str], tensors: dict[str, Tensor]) -> State:
+    "Return the state that a file's metadata describe; raise `ValueError` if it is invalid."
     n_bytes = sum(t.nbytes for t in tensors.values())
     for name, view in json.loads(metadata['views']).items():
-        tensors[name] = _as_it_was(tensors[name], view)
+        tensors[name] = _restore_view(tensors[name], view)
     unpacker = _Unpacker(tensors)
-    state = unpacker.unpack(json.loads(metadata['state'], object_pairs_hook=_unique), 0)
+    state = unpacker.unpack(json.loads(metadata['state'], object_pairs_hook=_to_dict), 0)
     if type(state) is not dict:
         raise ValueError(f'it is a {type(state).__name__}')
     if unpacker.used != tensors.keys():
@@ -439,14 +443,14 @@ def _unpacked(metadata: dict[str, str], tensors: dict[str, Tensor]) -> State:
     return state
 
 
-def _as_it_was(t: Tensor, view: Mapping[str, Any]) -> Tensor:
-    "Return a tensor with the dtype and the order of dimensions that it had in the state."
+def _restore_view(t: Tensor, view: Mapping[str, Any]) -> Tensor:
+    "Return a tensor with its original dtype and order of dimensions."
     if 'dtype' in view:
-        t = t.view(_dtype_named(view['dtype'])).squeeze(-1)
+        t = t.view(_find_dtype(view['dtype'])).squeeze(-1)
     return t.permute(view['order']) if 'order' in view else t
 
 
-def _dtype_named(name: str) -> torch.dtype:
+def _find_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype) or not (dtype.is_complex or dtype.is_floating_point):
         raise ValueError(f'{name[:80]!r} is not a dtype of tensors in checkpoints')
@@ -454,7 +458,7 @@ def _dtype_named(name: str) -> torch.dtype:
 
 
 class _Unpacker:
-    "Turn JSON values back into the state that `_Packer` was given."
+    "Conversion of JSON values to a state; the inverse of `_Packer`."
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
@@ -478,7 +482,7 @@ class _Unpacker:
             case {'$complex': [float(real), float(imag)]}:
                 return complex(real, imag)
             case {'$dict': [*pairs]}:
-                return _unique([(key, self.unpack(v, depth + 1)) for key, v in pairs])
+                return _to_dict([(key, self.unpack(v, depth + 1)) for key, v in pairs])
             case [*items]:
                 return [self.unpack(v, depth + 1) for v in items]
         if any(key.startswith('$') for key in value):
@@ -487,21 +491,21 @@ class _Unpacker:
 
 
 def refers_too_often(
-    referred: int,  # bytes of tensors, counted as often as they occur
+    referred: int,  # bytes of tensors, counted at each reference
     stored: int,  # bytes of tensors in the file
 ) -> bool:
     "Return True if copies of each tensor would be far larger than the file."
     return referred > MAX_REFERENCES * stored + (1 << 20)
 
 
-# What is wrong with a file
+# Errors
 
 
-def _info_of(header: _Header, path: Path) -> dict[str, Any]:
+def _parse_info(header: _Header, path: Path) -> dict[str, Any]:
     try:
         return {'format': int(header.metadata['learnkit']), **json.loads(header.metadata['info'])}
     except (ValueError, TypeError, RecursionError) as e:
-        raise _damaged(path, f'its info cannot be read: {_shown(e)}') from None
+        raise _damaged_error(path, f'its info cannot be read: {_shorten_error(e)}') from None
 
 
 def _check_format(found: int, path: Path) -> None:
@@ -511,10 +515,10 @@ def _check_format(found: int, path: Path) -> None:
             'update learnkit.'
         )
     if found < FORMAT:
-        raise _older(path, found)
+        raise _old_format_error(path, found)
 
 
-def _older(path: Path, found: int) -> CheckpointError:
+def _old_format_error(path: Path, found: int) -> CheckpointError:
     return CheckpointError(
         f'{path} was written by an older learnkit: it has format {found}, and this version reads '
         f'format {FORMAT}. Resume it with the version that wrote it, or save its weights there '
@@ -522,21 +526,21 @@ def _older(path: Path, found: int) -> CheckpointError:
     )
 
 
-def _not_a_checkpoint(f: BinaryIO, size: int, path: Path) -> CheckpointError:
+def _wrong_file_error(f: BinaryIO, size: int, path: Path) -> CheckpointError:
     f.seek(max(0, size - len(_OLD_END)))
     if f.read() == _OLD_END:
-        return _older(path, 1)
-    return _damaged(
+        return _old_format_error(path, 1)
+    return _damaged_error(
         path,
         'it was cut short, or is another kind of file. Weights are loaded by `learn.load(path)`',
     )
 
 
-def _damaged(path: Path, what: str) -> DamagedError:
+def _damaged_error(path: Path, what: str) -> DamagedError:
     return DamagedError(f'{path} is not a whole checkpoint: {what}. Nothing was loaded.')
 
 
-def _shown(error: Exception) -> str:
-    "Return the message of an error, shortened and printable, as it may quote the file."
+def _shorten_error(error: Exception) -> str:
+    "Return the message of an error, shortened and printable, because it may quote the file."
     lines = str(error).splitlines() or [type(error).__name__]
     return ascii(lines[0][:200])[1:-1]

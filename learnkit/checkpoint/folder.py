@@ -1,4 +1,4 @@
-"""A folder of checkpoints: how they are called, which of them is meant, and which may go."""
+"""A folder of checkpoints: file names, finding a checkpoint to resume, and selecting files to remove."""
 
 from __future__ import annotations
 
@@ -13,50 +13,51 @@ from learnkit.checkpoint.own_files import check_own_files
 from learnkit.core.errors import CheckpointError, DamagedError, did_you_mean
 from learnkit.core.validation import warn_user
 
-__all__ = ['Entry', 'Found', 'entries', 'find', 'next_path', 'number_of', 'superfluous']
+__all__ = ['Entry', 'Found', 'entries', 'find', 'next_path', 'parse_number', 'find_superfluous']
 
 SUFFIX = '.ckpt'
 _NAME = re.compile(r'([0-9]+)-.*' + re.escape(SUFFIX))
 
-# a checkpoint's file, its state, and what the file says
+# path of a checkpoint's file, its state, and the file's `info`
 Found = tuple[Path, Mapping[str, Any], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Entry:
-    "A checkpoint's file."
+    "File of a checkpoint."
 
     path: Path
-    number: int  # later ones have higher numbers, over all runs of a folder
-    info: dict[str, Any] = field(default_factory=dict)  # the file's own information; may be empty
+    number: int  # increasing with time, over all runs of a folder
+    info: dict[str, Any] = field(default_factory=dict)  # the file's `info`; may be empty
 
     @property
     def run(self) -> tuple[Any, ...]:
-        "Which run it is of, and what its value is of."
+        "The run that wrote the file, its monitored name and mode; scores of equal runs are comparable."
         return tuple(self.info.get(k) for k in ('run', 'monitor', 'mode'))
 
     @property
     def score(self) -> float | None:
-        "The monitored value, so that lower is better; None where there is none."
+        "The monitored value with its sign such that lower is better, or None."
         value = self.info.get('value')
         if not isinstance(value, (int, float)) or value != value:
             return None
         return -value if self.info.get('mode') == 'max' else value
 
 
-def number_of(path: Path) -> int:
+def parse_number(path: Path) -> int:
     "Return a checkpoint's number; 0 for other files."
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else 0
 
 
 def entries(folder: Path) -> list[Entry]:
-    "Return the checkpoints of a folder, newest first; what is in them is not verified."
-    found = [(path, n) for path in folder.glob(f'*{SUFFIX}') if (n := number_of(path))]
-    return sorted((Entry(path, n, _info(path)) for path, n in found), key=lambda e: -e.number)
+    "Return the checkpoints of a folder, newest first; their content is not verified."
+    numbers = {path: parse_number(path) for path in folder.glob(f'*{SUFFIX}')}
+    checkpoints = [Entry(path, n, _read_info(path)) for path, n in numbers.items() if n]
+    return sorted(checkpoints, key=lambda e: -e.number)
 
 
-def _info(path: Path) -> dict[str, Any]:
+def _read_info(path: Path) -> dict[str, Any]:
     try:
         return read_info(path)
     except (CheckpointError, OSError):
@@ -65,125 +66,123 @@ def _info(path: Path) -> dict[str, Any]:
 
 def next_path(
     folder: Path,
-    epoch: int,  # how many epochs are finished
-    ba: int,  # and how many batches
+    epoch: int,  # number of finished epochs
+    ba: int,  # number of finished batches
 ) -> Path:
-    "Return the name of the next checkpoint: its number, and where it was taken."
-    number = max(map(number_of, folder.glob(f'*{SUFFIX}')), default=0) + 1
+    "Return the path of the next checkpoint, named by its number, epochs and batches."
+    number = max(map(parse_number, folder.glob(f'*{SUFFIX}')), default=0) + 1
     return folder / f'{number:05}-ep{epoch}-ba{ba}{SUFFIX}'
 
 
-def superfluous(
-    there: Iterable[Entry],  # the checkpoints of one run
-    keep_last: int | None,  # how many of the newest stay; None: all
-    keep_best: int,  # how many of the best stay besides
+def find_superfluous(
+    checkpoints: Iterable[Entry],  # checkpoints of one run
+    keep_last: int | None,  # number of newest checkpoints to keep; None: all
+    keep_best: int,  # number of best checkpoints to keep in addition
 ) -> list[Path]:
-    """Return the files that may go.
+    """Return the files that can be removed.
 
     >>> es = [Entry(Path(f'{i}'), i, {'value': v}) for i, v in enumerate([3., 1., 2., float('nan')])]
-    >>> [path.name for path in superfluous(es, keep_last=1, keep_best=1)]
+    >>> [path.name for path in find_superfluous(es, keep_last=1, keep_best=1)]
     ['0', '2']
     """
     if keep_last is None:
         return []
-    there = sorted(there, key=lambda e: e.number)
-    kept = {e.path for e in there[-keep_last:]}
-    kept |= {e.path for e in best_first(there)[:keep_best]}
-    return [e.path for e in there if e.path not in kept]
+    checkpoints = sorted(checkpoints, key=lambda e: e.number)
+    kept = {e.path for e in checkpoints[-keep_last:]}
+    kept |= {e.path for e in sort_by_score(checkpoints)[:keep_best]}
+    return [e.path for e in checkpoints if e.path not in kept]
 
 
-def best_first(there: Iterable[Entry]) -> list[Entry]:
-    """Return those with a monitored value, the best first; of equal ones the earlier.
+def sort_by_score(checkpoints: Iterable[Entry]) -> list[Entry]:
+    """Return the checkpoints with a monitored value, best first; of equal ones, the earlier first.
 
-    Those of one run and one value are compared alone: of the latest that has one."""
-    scored = [(e.run, score, e.number, e) for e in there if (score := e.score) is not None]
-    latest = max(scored, key=lambda s: s[2], default=(None,))[0]
-    return [e for run, *_, e in sorted(scored, key=lambda s: s[1:3]) if run == latest]
+    Only the checkpoints of the latest run with a monitored value are returned.
+    """
+    scored = [e for e in checkpoints if e.score is not None]
+    if not scored:
+        return []
+    latest_run = max(scored, key=lambda e: e.number).run
+    comparable = [e for e in scored if e.run == latest_run]
+    return sorted(comparable, key=lambda e: (e.score, e.number))
 
 
 def find(
-    which: Any,  # True or 'latest', 'best', or the path of a checkpoint or of a folder of them
-    folder: Path,  # where they are looked for
-    digests: bool = True,  # compare the digests of a checkpoint's other files, not only sizes
+    which: Any,  # True, 'latest', 'best', or the path of a checkpoint or of a folder of checkpoints
+    folder: Path,  # folder to search
+    digests: bool = True,  # verify digests, not only sizes, of the files of a sharded checkpoint
 ) -> Found | None:
-    """Return the checkpoint that is meant, verified and loaded.
+    """Find, verify and load a checkpoint.
 
-    The best is that of the latest run. Damaged ones are skipped with a warning that names them. None is returned where
-    True is asked for and there is none yet; all else that is not there, or where all are damaged, is a
-    `CheckpointError`.
+    'best' is the best checkpoint of the latest run. Damaged checkpoints are skipped with a warning that names them.
+    With `which=True` None is returned if no checkpoint exists. Raises `CheckpointError` for any other checkpoint that
+    does not exist, and if all checkpoints are damaged.
     """
     if isinstance(which, (str, Path)) and which not in ('latest', 'best'):
-        return _at_path(Path(which), folder, digests)
+        return _load_path(Path(which), folder, digests)
     if which is not True and not isinstance(which, str):
         raise CheckpointError(
             f"resume={which!r}: give True, 'latest', 'best', the path of a checkpoint, or a state "
             'from `learn.checkpoint_state()`.'
         )
-    return _first_whole(folder, which, digests)
+    return _find_undamaged(folder, which, digests)
 
 
-def _first_whole(folder: Path, which: Any, digests: bool) -> Found | None:
-    there = entries(folder)
-    candidates = best_first(there) if which == 'best' else there
+def _find_undamaged(folder: Path, which: Any, digests: bool) -> Found | None:
+    checkpoints = entries(folder)
+    candidates = sort_by_score(checkpoints) if which == 'best' else checkpoints
     if not candidates and which is True:
         return None
     if not candidates:
         raise CheckpointError(
-            f'There is no checkpoint in {folder.absolute()}.{_why_none(there, which)}'
+            f'There is no checkpoint in {folder.absolute()}.{_explain_missing(checkpoints, which)}'
         )
-    wrong: list[str] = []
+    errors: list[str] = []
     for e in candidates:
         try:
             state, info = load_state(e.path, digests)
         except (DamagedError, FileNotFoundError) as error:
-            wrong.append(f'{error}')  # removed since it was listed
+            errors.append(f'{error}')  # a file may have been removed since the folder was read
         else:
-            if wrong:
-                warn_user(
-                    '\n  '.join(
-                        [f'Damaged checkpoints were skipped; {e.path.name} is used.', *wrong]
-                    )
-                )
+            if errors:
+                summary = f'Damaged checkpoints were skipped; {e.path.name} is used.'
+                warn_user('\n  '.join([summary, *errors]))
             return e.path, state, info
-    every = 'Every checkpoint with a monitored value' if which == 'best' else 'Every checkpoint'
-    raise CheckpointError(
-        '\n  '.join(
-            [
-                f'{every} in {folder.absolute()} is damaged. To start afresh, leave out '
-                '`resume`, or use another folder.',
-                *wrong,
-            ]
-        )
+    subject = 'Every checkpoint with a monitored value' if which == 'best' else 'Every checkpoint'
+    summary = (
+        f'{subject} in {folder.absolute()} is damaged. To start afresh, leave out '
+        '`resume`, or use another folder.'
     )
+    raise CheckpointError('\n  '.join([summary, *errors]))
 
 
 def load_state(path: Path, digests: bool = True) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    "Load a checkpoint, and look at the files beside it."
+    "Load a checkpoint, and check the files of a sharded one."
     state, info = read_state(path)
     if 'parts' in state:
-        from learnkit.checkpoint.dcp import check_parts  # of checkpoints with such files alone
+        from learnkit.checkpoint.dcp import check_parts  # only sharded checkpoints need it
 
         check_parts(path, state['parts'], digests)
     check_own_files(path, state.get('files', {}), digests)
     return state, info
 
 
-def _why_none(there: list[Entry], which: Any) -> str:
-    if which == 'best' and there:
+def _explain_missing(checkpoints: list[Entry], which: Any) -> str:
+    if which == 'best' and checkpoints:
         return " None has a monitored value: use `Checkpoint(monitor=...)`, or 'latest'."
     return ' `Checkpoint()` among the callbacks writes them; its `folder` says where.'
 
 
-def _at_path(path: Path, folder: Path, digests: bool) -> Found:
+def _load_path(path: Path, folder: Path, digests: bool) -> Found:
     if not path.exists() and (folder / path).exists():
         path = folder / path
     if path.is_dir():
-        found = _first_whole(path, 'latest', digests)
-        assert found is not None  # an error otherwise
+        found = _find_undamaged(path, 'latest', digests)
+        assert found is not None  # `_find_undamaged` returns None only for `which=True`
         return found
     if not path.exists():
-        near = did_you_mean(path.name, ['latest', 'best', *(e.path.name for e in entries(folder))])
-        raise CheckpointError(f'There is no checkpoint {path}.{near}')
+        names = [e.path.name for e in entries(folder)]
+        suggestion = did_you_mean(path.name, ['latest', 'best', *names])
+        raise CheckpointError(f'There is no checkpoint {path}.{suggestion}')
     try:
         return path, *load_state(path, digests)
     except DamagedError as e:

@@ -1,4 +1,4 @@
-"""Whether a Learner resumes exactly: trained a little without a stop and with one, and compared to the last bit."""
+"""Check that a Learner resumes exactly: compare an uninterrupted run with a resumed one, bit by bit."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ BY_DATA = 'work it out from `epoch`, or give the loader `state_dict` and `load_s
 
 @dataclass(frozen=True)
 class ResumeCheck:
-    """What `learn.check_resume` has found; true if the resumed run was exact.
+    """Result of `learn.check_resume`; true if the resumed run was exact.
 
     >>> ResumeCheck(8, 4, 'ab12' * 16)
     Exact: 8 batches without a stop and with one after 4 end in the same state (SHA-256 ab12ab12ab12...).
     """
 
-    n_batches: int  # batches that each run trained on
-    stopped_after: int  # batches after which one of them was stopped
-    digest: str  # of the state of the run without a stop
-    differences: list[str] = field(default_factory=list)  # where the other one's differs
-    hints: list[str] = field(default_factory=list)  # what callbacks keep and no checkpoint holds
+    n_batches: int  # number of training batches of each run
+    stopped_after: int  # number of batches before the stop
+    digest: str  # digest of the uninterrupted run's final state
+    differences: list[str] = field(default_factory=list)  # differences of the resumed run's state
+    hints: list[str] = field(default_factory=list)  # values that no checkpoint holds
 
     def __bool__(self) -> bool:
         return not self.differences
@@ -80,20 +80,20 @@ class ResumeCheck:
 
 
 class _StopAt(Callback):
-    "Keep the checkpoint of one batch, and end the fit there."
+    "Callback that keeps the checkpoint state after one batch, and ends the fit."
 
     order, state_key = 10_000, '_stop_at'
 
     def __init__(self, n: int) -> None:
         self._n, self.kept, self.hints = n, dict[str, Any](), list[str]()
-        self.outside: dict[tuple[str, str, str], str] = {}
+        self.digests: dict[tuple[str, str, str], str] = {}
 
     def batch_checkpoint(self) -> None:
         if self.learn.train_iter < self._n:
             return
         self.kept = self.learn.checkpoint_state()
-        self.hints = [hint for cb in self.learn.cbs for hint in hints_of(cb)]
-        self.outside = outside(self.learn)
+        self.hints = [hint for cb in self.learn.cbs for hint in list_hints(cb)]
+        self.digests = digest_attributes(self.learn)
         raise CancelFitException
 
 
@@ -102,7 +102,7 @@ def check_resume(
     n_batches: int = 8,
     stop_after: int | None = None,
 ) -> ResumeCheck:
-    "Train without a stop, and with one, and compare the states at the end, to the last bit."
+    "Compare an uninterrupted run with a resumed one, bit by bit."
     n = check_count('n_batches', n_batches, 2)
     middle = n // 2 if stop_after is None else check_count('stop_after', stop_after, 1)
     if middle >= n:
@@ -115,7 +115,7 @@ def check_resume(
         stop = _StopAt(until)
         with restored(learn):
             if resume is not False:
-                scramble()
+                reseed()
             learn.fit(n_epoch, cbs=stop, resume=resume)
         if not stop.kept:
             raise FitError(f'The loader ended before batch {until}: lower n_batches={n_batches}.')
@@ -129,31 +129,31 @@ def check_resume(
         learn.no_bar(),
         learn.no_logging(),
     ):
-        straight = train(n)
-        resumed = train(n, through_file(train(middle).kept, folder / 'state.pt'))
-    found = differences(straight.kept, resumed.kept)
-    hints = straight.hints + [
+        uninterrupted = train(n)
+        resumed = train(n, write_and_read(train(middle).kept, folder / 'state.pt'))
+    found = differences(uninterrupted.kept, resumed.kept)
+    hints = uninterrupted.hints + [
         f'`{name}` of {owner} differs as well, and no checkpoint holds it: {fix}.'
-        for (owner, name, fix), d in straight.outside.items()
-        if resumed.outside.get((owner, name, fix)) != d
+        for (owner, name, fix), d in uninterrupted.digests.items()
+        if resumed.digests.get((owner, name, fix)) != d
     ]
-    return ResumeCheck(n, middle, digest(straight.kept), found, hints if found else [])
+    return ResumeCheck(n, middle, digest(uninterrupted.kept), found, hints if found else [])
 
 
 @contextmanager
 def _redirect_files(learn: Any) -> Iterator[Path]:
-    "Let files go to a folder that is there for the length of a context."
-    own = learn.path
+    "Return a context in which `learn.path` is a temporary folder."
+    path = learn.path
     with TemporaryDirectory() as folder:
         learn.path = Path(folder)
         try:
             yield learn.path
         finally:
-            learn.path = own
+            learn.path = path
 
 
-def hints_of(cb: Any) -> list[str]:
-    "Return a line for each attribute of a callback that no checkpoint holds, where it says nothing of its state."
+def list_hints(cb: Any) -> list[str]:
+    "Return a line for each attribute of a callback without `state_dict` that no checkpoint holds."
     if has_own_state(cb):
         return []
     return [
@@ -163,44 +163,40 @@ def hints_of(cb: Any) -> list[str]:
     ]
 
 
-def outside(learn: Any) -> dict[tuple[str, str, str], str]:
-    "Return digests of attributes that no checkpoint holds, by whose they are, their name, and what can be done."
+def digest_attributes(learn: Any) -> dict[tuple[str, str, str], str]:
+    "Return digests of attributes that no checkpoint holds, by owner, name of the attribute, and suggested fix."
     found = {}
     for name, m in bare_model(learn.model).named_modules():
-        for key, value in attributes_of(m, vars(nn.Module())):
+        for key, value in iterate_attributes(m, vars(nn.Module())):
             found[f'{type(m).__name__}{f" ({name})" * bool(name)}', key, 'make it a buffer'] = value
-    for key, value in attributes_of(learn, (*STATE, *COUNTERS)):
+    for key, value in iterate_attributes(learn, (*STATE, *COUNTERS)):
         found[type(learn).__name__, key, BY_CALLBACK] = value
-    for cb in (
-        cb
-        for cb in learn.cbs
-        if has_own_state(cb) and not type(cb).__module__.startswith('learnkit.')
-    ):
-        for key, value in attributes_of(cb, ()):
+    for cb in learn.cbs:
+        if not has_own_state(cb) or type(cb).__module__.startswith('learnkit.'):
+            continue
+        for key, value in iterate_attributes(cb, ()):
             found[type(cb).__name__, key, BY_STATE] = value
     dl = learn.dls.train
-    for owner in (
-        dl,
-        *(getattr(dl, part, None) for part in ('dataset', 'sampler', 'batch_sampler')),
-    ):
-        for key, value in attributes_of(owner, ('epoch',), numbers=True):
+    parts = [getattr(dl, part, None) for part in ('dataset', 'sampler', 'batch_sampler')]
+    for owner in (dl, *parts):
+        for key, value in iterate_attributes(owner, ('epoch',), numbers=True):
             found[type(owner).__name__, key, BY_DATA] = value
     return found
 
 
-def attributes_of(
-    owner: Any, but: Container[str], numbers: bool = False
+def iterate_attributes(
+    owner: Any, excluded: Container[str], numbers: bool = False
 ) -> Iterator[tuple[str, str]]:
-    "Yield the public attributes that are plain data, or whole numbers alone, with their digests."
+    "Yield the names and digests of public attributes that are plain data; with `numbers`, only integers."
     for name, value in getattr(owner, '__dict__', {}).items():
-        if name.startswith('_') or name in but or (numbers and type(value) is not int):
+        if name.startswith('_') or name in excluded or (numbers and type(value) is not int):
             continue
         with suppress(OptionError):
             yield name, digest(value)
 
 
-def scramble() -> None:
-    "Seed the global generators of torch, Python and NumPy anew, unlike any run."
+def reseed() -> None:
+    "Seed the global random generators of torch, Python and NumPy from entropy."
     torch.seed()
     random.seed()
     import numpy as np
@@ -208,7 +204,7 @@ def scramble() -> None:
     np.random.seed()
 
 
-def through_file(state: dict[str, Any], path: Path) -> dict[str, Any]:
-    "Return a state as a checkpoint's file gives it back."
+def write_and_read(state: dict[str, Any], path: Path) -> dict[str, Any]:
+    "Write a state to a checkpoint file, and return the state read from the file."
     write_state(path, state, {})
     return read_state(path)[0]

@@ -20,10 +20,10 @@ from learnkit.checkpoint.weights import (
     SAFETENSORS,
     Stored,
     check_weights,
+    compare_weights,
     load_weights,
     model_state,
     read_weights,
-    weights_differ,
     write_safetensors,
 )
 from learnkit.core.batch import count_stacked, form_of, map_tensors, passed_names
@@ -63,7 +63,7 @@ def save(
 
 
 def _write_weights(learn: Any, path: Path, with_opt: bool | None) -> Path:
-    "Write the weights that a Learner has now, and return the path."
+    "Write the current weights, and return the path."
     if path.suffix == SAFETENSORS:
         return _save_safetensors(learn, path, with_opt)
     if with_opt and learn.opt is None:
@@ -86,7 +86,7 @@ def _write_weights(learn: Any, path: Path, with_opt: bool | None) -> Path:
 
 
 def _save_safetensors(learn: Any, path: Path, with_opt: bool | None) -> Path:
-    "Write the weights in the format of safetensors, and return the path."
+    "Write the weights in the safetensors format, and return the path."
     if with_opt:
         raise OptionError(
             f'{path}: this format has no place for the state of an optimizer. Use a file `.pth`, or '
@@ -106,28 +106,30 @@ def load(
     device: torch.device | str | int | None = None,
     strict: bool = True,
 ) -> Any:
-    "Load what `save`, `torch.save` of a state dict, fastai's or safetensors has written, and return the learner."
-    learn.world.barrier()  # the first of several processes has written it when all are here
+    "Load weights written by `save`, `torch.save` of a state dict, fastai or safetensors; return the Learner."
+    learn.world.barrier()  # rank 0 may still be writing the file in `save`
     path = find_weights_path(learn, file, to_read=True)
-    stored = read_weights(path, torch.device('cuda', device) if isinstance(device, int) else device)
-    opt_state = opt_state_of(stored, with_opt, path)
+    if isinstance(device, int):
+        device = torch.device('cuda', device)
+    stored = read_weights(path, device)
+    opt_state = choose_opt_state(stored, with_opt, path)
     with_loss = (
         opt_state is not None and stored.loss_func is not None and has_params(learn.loss_func)
     )
     with ensure_optimizer(learn, needed=opt_state is not None):
-        differences = weights_differ(learn.model, stored.model, strict)
+        differences = compare_weights(learn.model, stored.model, strict)
         if opt_state is not None:
             differences += learn.opt.differences(opt_state, bare_model(learn.model))
         if with_loss:
-            of_loss = weights_differ(learn.loss_func, stored.loss_func)
-            differences += [f'loss_func: {d}' for d in of_loss]
-        check_weights(path, differences, learn.model, _fix(differences))
+            loss_differences = compare_weights(learn.loss_func, stored.loss_func)
+            differences += [f'loss_func: {d}' for d in loss_differences]
+        check_weights(path, differences, learn.model, _suggest_fix(differences))
     learn('before_load')
     load_weights(learn.model, stored.model, strict)
     if with_loss:
         load_weights(learn.loss_func, stored.loss_func)
     if opt_state is not None:
-        # the state goes where the parameters are, and they would move at the next fit
+        # the state is loaded to the device of the parameters, so move them first
         move_to_device(learn)
         learn.opt.load_state_dict(opt_state)
     learn('after_load')
@@ -136,9 +138,9 @@ def load(
 
 @contextmanager
 def ensure_optimizer(learn: Any, needed: bool) -> Iterator[None]:
-    "Make an optimizer where one is needed and missing, and drop it if the block fails."
+    "Create an optimizer if one is needed and missing, and discard it if the block fails."
     before = learn.opt, learn.lr, learn._own_lrs, learn.counters.steps
-    if needed and (learn.opt is None or learn._opt_is_of_another_model()):
+    if needed and (learn.opt is None or learn._has_foreign_opt()):
         learn.create_opt()
     if needed and not isinstance(learn.opt, OptimWrapper):
         learn.opt = OptimWrapper(opt=learn.opt)  # assigned by hand
@@ -150,8 +152,9 @@ def ensure_optimizer(learn: Any, needed: bool) -> Iterator[None]:
 
 
 def move_to_device(learn: Any) -> None:
-    "Move the model, and a loss function that is a module, to the device of the data, where there is one."
-    if (device := getattr(learn.dls, 'device', None)) is None:
+    "Move the model, and a loss function that is a module, to the device of the data, if it has one."
+    device = getattr(learn.dls, 'device', None)
+    if device is None:
         return
     for module in (learn.model, learn.loss_func):
         if isinstance(module, nn.Module):
@@ -159,17 +162,17 @@ def move_to_device(learn: Any) -> None:
 
 
 def find_weights_path(learn: Any, file: Any, to_read: bool = False) -> Path:
-    "Return the path of a file of weights; a file to read may have another suffix, or `.pth` twice, as by fastai."
+    "Return the path of a weights file; a file to read may have another suffix, or `.pth` twice, as in fastai."
     folder = learn.path / learn.model_dir
-    path = file_path(file, folder, '' if str(file).endswith(SAFETENSORS) else '.pth')
+    path = resolve_path(file, folder, '' if str(file).endswith(SAFETENSORS) else '.pth')
     if not to_read or path.is_file():
         return path
-    others = path.with_name(f'{path.name}.pth'), Path(os.path.abspath(folder / file))
-    return next((other for other in others if other.is_file()), path)
+    alternatives = path.with_name(f'{path.name}.pth'), Path(os.path.abspath(folder / file))
+    return next((p for p in alternatives if p.is_file()), path)
 
 
 def check_weights_path(learn: Any, file: str | Path) -> None:
-    "Raise `OptionError` if a file of weights of this name could not be written."
+    "Raise `OptionError` if a weights file of this name cannot be written."
     path = find_weights_path(learn, file)
     try:
         check_writable(path)
@@ -184,8 +187,8 @@ def save_learner(
     **model_config: Any,
 ) -> Path:
     "Save weights and configuration in one file for `load_learner`, and return its path."
-    path = file_path(fname, learn.path, suffix='')
-    config = {**own_config(learn), 'model_config': plain(model_config, 'model_config')}
+    path = resolve_path(fname, learn.path, suffix='')
+    config = {**collect_config(learn), 'model_config': plain(model_config, 'model_config')}
     with learn.evaluated_weights():
         state = {'learnkit': FORMAT, 'config': config, 'model': model_state(learn.model)}
         if learn.world.is_first:
@@ -212,17 +215,17 @@ def export(
             "'fsdp' has ended, when all of it is back in one place."
         )
     check_function('act', act)
-    path = file_path(fname, learn.path, suffix='.pt2')
+    path = resolve_path(fname, learn.path, suffix='.pt2')
     if not learn.world.is_first:
         return path
     if sample is None:
-        sample = sample_inputs(learn.dls)
+        sample = read_sample_inputs(learn.dls)
     xb = sample if isinstance(sample, tuple) else (sample,)
     with learn.evaluated_weights():
-        model = on_cpu(bare_model(learn.model))
+        model = copy_to_cpu(bare_model(learn.model))
         modes = [(m, m.training) for m in model.modules()]
         try:
-            program = program_of(model.eval(), *two_rows(xb), act)
+            program = export_program(model.eval(), *make_zero_rows(xb), act)
         finally:
             for m, mode in modes:
                 m.training = mode
@@ -236,8 +239,8 @@ def has_params(loss_func: Any) -> bool:
     return isinstance(loss_func, nn.Module) and next(loss_func.parameters(), None) is not None
 
 
-def file_path(file: Any, folder: Path, suffix: str = '.pth') -> Path:
-    "Return the path of a named file in `folder`; raise `OptionError` for what cannot name one."
+def resolve_path(file: Any, folder: Path, suffix: str = '.pth') -> Path:
+    "Return the absolute path of a file in `folder`; raise `OptionError` for an invalid name."
     if not isinstance(file, (str, Path)):
         raise OptionError(
             f'This {type(file).__name__} cannot be a file: give the name of one. A state dict in memory '
@@ -251,47 +254,45 @@ def file_path(file: Any, folder: Path, suffix: str = '.pth') -> Path:
         or Path(name).name in ('', '.', '..')
     ):
         raise OptionError(f'{file!r} cannot be a file: give a name, or a path that ends in one.')
-    # absolute, so that what `save` returns is what `load` takes
+    # absolute, so that `load` accepts the path that `save` returns
     path = Path(os.path.abspath(folder / (name if name.endswith(suffix) else f'{name}{suffix}')))
     if path.is_dir():
         raise OptionError(f'{path} is a folder: give the name of a file.')
     return path
 
 
-def opt_state_of(stored: Stored, with_opt: bool | None, path: Path) -> Any:
-    "Return the optimizer's state that is to be loaded, None if none is."
+def choose_opt_state(stored: Stored, with_opt: bool | None, path: Path) -> Any:
+    "Return the optimizer's state to load, or None."
     if with_opt is False or (with_opt is None and stored.opt is None):
         return None
     if is_torch_state(stored.opt):
         return stored.opt
-    what = (
-        'no optimizer state'
-        if stored.opt is None
-        else "an optimizer state that is not torch's, but fastai's own"
-    )
+    content = "an optimizer state that is not torch's, but fastai's own"
+    if stored.opt is None:
+        content = 'no optimizer state'
     if with_opt:
         raise WeightsError(
-            f'{path} has {what}: pass `with_opt=False` for the weights alone. Nothing was loaded.'
+            f'{path} has {content}: pass `with_opt=False` for the weights alone. Nothing was loaded.'
         )
     warn_user(
-        f'{path} has {what}: only the weights are loaded. Pass `with_opt=False` to load it without this warning.'
+        f'{path} has {content}: only the weights are loaded. Pass `with_opt=False` to load it without this warning.'
     )
     return None
 
 
-def _fix(differences: list[str]) -> str:
+def _suggest_fix(differences: list[str]) -> str:
     kinds = {d.partition(':')[0].split()[0] for d in differences}
     if kinds == {'optimizer'}:
         return ' Pass `with_opt=False` for the weights alone.'
-    # names that are only missing, or only unknown, may be meant; both are another model's
-    loose = kinds <= {'missing', 'dtype'} or kinds <= {'unexpected', 'dtype'}
-    if loose:
+    # names that are only missing, or only unexpected, may be intended; both mean another model
+    fits_loosely = kinds <= {'missing', 'dtype'} or kinds <= {'unexpected', 'dtype'}
+    if fits_loosely:
         return ' Pass `strict=False` to load what fits by name.'
     return ' It is of another model: build that with the sizes and layers it had when it was saved.'
 
 
-def own_config(learn: Any) -> dict[str, Any]:
-    "Return what a Learner is made of besides weights, data and code, as plain values."
+def collect_config(learn: Any) -> dict[str, Any]:
+    "Return a Learner's configuration (all but weights, data and code) as plain values."
     try:
         package = version('learnkit')
     except PackageNotFoundError:
@@ -325,8 +326,8 @@ def own_config(learn: Any) -> dict[str, Any]:
 # Programs for serving
 
 
-def sample_inputs(dls: Any) -> tuple[Any, ...]:
-    "Return the inputs of a batch, of the first validation loader where there is one."
+def read_sample_inputs(dls: Any) -> tuple[Any, ...]:
+    "Return the inputs of a batch of the first validation loader, or else of the training loader."
     name, dl = next(iter(evaluation_loaders(dls)), ('train', dls.train))
     try:
         return form_of(dls, name).split(first_batch(dl), predicting=True)[0]
@@ -334,22 +335,23 @@ def sample_inputs(dls: Any) -> tuple[Any, ...]:
         raise OptionError(f'{e} Pass `sample=`, the inputs of a batch.') from None
 
 
-def two_rows(xb: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Tensor]]:
-    "Return zeros like two samples of a batch, and those of them that have a row a sample; others stay as they are."
-    n, cut = count_stacked(xb), []  # one row alone would be taken for a fixed size
+def make_zero_rows(xb: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Tensor]]:
+    "Return inputs of two all-zero samples, and the list of their batched tensors; other tensors are unchanged."
+    n = count_stacked(xb)
+    batched = []
 
-    def rows(t: Tensor) -> Tensor:
+    def make_zeros(t: Tensor) -> Tensor:
         t = t.detach().cpu().as_subclass(Tensor)
         if not t.ndim or len(t) != n:
             return t
-        cut.append(t.new_zeros((2, *t.shape[1:])))
-        return cut[-1]
+        batched.append(t.new_zeros((2, *t.shape[1:])))  # torch.export would fix a size of 1
+        return batched[-1]
 
-    return tuple(map_tensors(xb, rows)), cut
+    return tuple(map_tensors(xb, make_zeros)), batched
 
 
-def on_cpu(model: nn.Module) -> nn.Module:
-    "Return the model itself if it is on the CPU, else a copy there; the memory of its device is not used."
+def copy_to_cpu(model: nn.Module) -> nn.Module:
+    "Return the model if it is on the CPU, otherwise a copy on the CPU, without using device memory."
     tensors = [*model.parameters(), *model.buffers()]
     if all(t.device.type == 'cpu' for t in tensors):
         return model
@@ -359,28 +361,30 @@ def on_cpu(model: nn.Module) -> nn.Module:
     return deepcopy(model, copies)
 
 
-def program_of(
+def export_program(
     model: nn.Module,
     xb: tuple[Any, ...],  # inputs
-    cut: list[Tensor],  # those tensors of them that have a row a sample
-    act: Callable[[Any], Any] | None,
+    batched: list[Tensor],  # tensors of the inputs with a batch dimension
+    act: Callable[[Any], Any] | None,  # applied to the outputs
 ) -> Any:
-    "Export a model with a batch dimension of any size in its inputs. Raises `ModelError`."
+    "Export a model with a dynamic batch dimension in its inputs; raise `ModelError` if it cannot be exported."
     from torch.export import Dim, ShapesCollection, export
 
     names = passed_names(model, xb)
-    kwargs = (
-        {k: xb[0][k] if isinstance(xb[0], Mapping) else getattr(xb[0], k) for k in names}
-        if names
-        else None
-    )
-    args = () if names else xb
-    batch, ids = Dim('batch', min=1), {id(t) for t in cut}
-    shapes: Any = ShapesCollection()  # that `export` takes one, its types do not say
+    args, kwargs = xb, None
+    if names:
+        container = xb[0]
+        read = (
+            container.__getitem__ if isinstance(container, Mapping) else partial(getattr, container)
+        )
+        args, kwargs = (), {name: read(name) for name in names}
+    batch_dim = Dim('batch', min=1)
+    batched_ids = {id(t) for t in batched}
+    shapes: Any = ShapesCollection()  # Any, because the annotations of `export` do not include it
 
     def mark(t: Tensor) -> Tensor:
-        if id(t) in ids:
-            shapes[t] = {0: batch}
+        if id(t) in batched_ids:
+            shapes[t] = {0: batch_dim}
         return t
 
     map_tensors((args, kwargs), mark)

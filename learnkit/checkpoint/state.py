@@ -1,4 +1,4 @@
-"""Checkpoints: what is in one, and how it is put into a Learner, so that training goes on as if it had not stopped."""
+"""Collect the complete training state of a Learner, and restore it, so that training resumes exactly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ from torch.nn.parameter import is_lazy
 from learnkit.checkpoint.folder import find
 from learnkit.checkpoint.own_files import read_own_files
 from learnkit.checkpoint.saving import ensure_optimizer, move_to_device
-from learnkit.checkpoint.weights import check_weights, load_weights, own_state, weights_differ
+from learnkit.checkpoint.weights import (
+    check_weights,
+    collect_module_state,
+    compare_weights,
+    load_weights,
+)
 from learnkit.core.dtensor import (
     distribute_like,
     host_mesh,
@@ -42,12 +47,12 @@ __all__ = [
     'checkpoint_state',
     'collect_state',
     'find_checkpoint',
-    'host_copy',
+    'copy_to_host',
     'load_checkpoint_state',
     'restore_state',
 ]
 
-# of the loop, as they are
+# attributes of the loop that are saved without conversion
 COUNTERS = ('epoch', 'iter', 'train_iter', 'pct_train', 'training', 'phase', 'dl_name')
 ENTRIES = (
     'model',
@@ -63,26 +68,26 @@ ENTRIES = (
 
 
 def checkpoint_state(learn: Any) -> dict[str, Any]:
-    "Return everything that training depends on, copied to host memory, as plain values and tensors."
+    "Return the complete training state, copied to host memory, as plain values and tensors."
     if learn.run.depth and not learn.run.checkpoint_event:
         raise CheckpointError(
             'checkpoint_state() in the middle of a run has no place to go on from. Call it at '
             'batch_checkpoint, epoch_checkpoint or iteration_checkpoint.'
         )
-    return host_copy(whole_state(collect_state(learn, learn.run.checkpoint_event)))
+    return copy_to_host(whole_state(collect_state(learn, learn.run.checkpoint_event)))
 
 
 def load_checkpoint_state(
     learn: Any,
     state: Mapping[str, Any],
 ) -> None:
-    "Put a checkpoint's state into this Learner, outside of a fit; nothing of `state` is shared or changed."
+    "Restore a checkpoint's state outside of a fit; `state` is copied and not changed."
     if learn.run.depth:
         raise CheckpointError(
             'load_checkpoint_state() inside a run: it would go on with the other '
             'state in half of its parts. Call it before `fit`.'
         )
-    r = learn.strategy.take_own_state(learn, ResumeState(checked(state), restore_state))
+    r = learn.strategy.take_own_state(learn, ResumeState(check_state(state), restore_state))
     with ensure_optimizer(learn, needed=state['optimizer'] is not None):
         _check_fits(learn, r)
     _load_weights(learn, r)
@@ -96,8 +101,10 @@ def collect_state(learn: Any, place: str) -> dict[str, Any]:
     named = bare_model(learn.model).named_parameters()
     state = {
         **_collect_trained(learn),
-        'buffers': _loose_buffers(learn.model),
-        'grads': {str(i): _in_parts(p.grad) for i, p in enumerate(params) if p.grad is not None},
+        'buffers': _collect_loose_buffers(learn.model),
+        'grads': {
+            str(i): _to_plain_grad(p.grad) for i, p in enumerate(params) if p.grad is not None
+        },
         'frozen': {
             'names': [name for name, p in named if not p.requires_grad],
             'frozen_idx': getattr(opt, 'frozen_idx', 0),
@@ -108,22 +115,22 @@ def collect_state(learn: Any, place: str) -> dict[str, Any]:
         'callbacks': learn.callback_states(),
         'wall_clock': nondeterministic_state(learn),
     }
-    own: dict[str, Any] = learn.strategy.add_own_state(learn, state)
-    return own
+    full_state: dict[str, Any] = learn.strategy.add_own_state(learn, state)
+    return full_state
 
 
 def _collect_trained(learn: Any) -> dict[str, Any]:
     "Return the states of the model, the loss function and the optimizer."
     opt, loss_func = learn.opt, learn.loss_func
     return {
-        'model': own_state(learn.model),
-        'loss_func': own_state(loss_func) if isinstance(loss_func, nn.Module) else None,
+        'model': collect_module_state(learn.model),
+        'loss_func': collect_module_state(loss_func) if isinstance(loss_func, nn.Module) else None,
         'optimizer': None if opt is None else plain(opt.state_dict(), "The optimizer's state"),
     }
 
 
 def _collect_loop_state(learn: Any, place: str) -> dict[str, Any]:
-    "Return the counters of the loop at a place of it."
+    "Return the counters of the loop; `place` names the point of the loop, as in `LOOP_PLACES`."
     loss = getattr(learn, 'loss', None)
     n_drawn = learn.iter + 1 if LOOP_PLACES.get(place) == 'batch' else learn.passes.n_drawn
     return {
@@ -151,20 +158,20 @@ def _collect_position(learn: Any, place: str) -> dict[str, Any] | None:
 
 
 def find_checkpoint(learn: Any, resume: Any) -> ResumeState | None:
-    "Return the checkpoint that `fit(resume=...)` means, None where the fit is to start afresh."
-    found: ResumeState | None
-    found = learn.strategy.find_checkpoint(learn, resume, partial(_find_here, learn))
-    return found
+    "Return the checkpoint for `fit(resume=...)`; None if the fit starts from the beginning."
+    checkpoint: ResumeState | None
+    checkpoint = learn.strategy.find_checkpoint(learn, resume, partial(_find_on_rank, learn))
+    return checkpoint
 
 
-def _find_here(learn: Any, resume: Any) -> ResumeState | None:
-    "Return the checkpoint that `fit(resume=...)` means in this process."
+def _find_on_rank(learn: Any, resume: Any) -> ResumeState | None:
+    "Return this rank's checkpoint for `fit(resume=...)`."
     if resume is False or resume is None:
         return None
     if isinstance(resume, ResumeState):
         return resume
     if isinstance(resume, Mapping):
-        r = ResumeState(checked(resume), restore_state)
+        r = ResumeState(check_state(resume), restore_state)
     else:
         getters = [getattr(cb, 'checkpoint_folder', None) for cb in learn.cbs]
         folders = [get() for get in getters if get is not None]
@@ -173,7 +180,7 @@ def _find_here(learn: Any, resume: Any) -> ResumeState | None:
         if found is None:
             return None
         path, state, info = found
-        state = checked(_read_parts(learn, state, path), path)
+        state = check_state(_read_parts(learn, state, path), path)
         r = ResumeState(state, restore_state, path, info)
     if not r.loop['place']:
         raise CheckpointError(
@@ -184,26 +191,30 @@ def _find_here(learn: Any, resume: Any) -> ResumeState | None:
 
 
 def _read_parts(learn: Any, state: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    "Read the tensors that lie beside a checkpoint's file; where the model is cut, this process's parts of them."
+    "Read the tensors in the folder next to a checkpoint's file; for a sharded model, this rank's shards."
     if 'parts' not in state:
         return state
-    from learnkit.checkpoint.dcp import with_parts  # of checkpoints with such tensors alone
+    from learnkit.checkpoint.dcp import load_parts  # only sharded checkpoints need it
 
     mesh = mesh_of(bare_model(learn.model))
-    return with_parts(state, path, None if mesh is None else host_mesh(mesh))
+    return load_parts(state, path, None if mesh is None else host_mesh(mesh))
 
 
 def begin_resume(learn: Any, r: ResumeState | None) -> None:
-    "Load weights and optimizers; the rest follows when the events have fired at which a fit begins."
+    "Load weights and optimizers; `restore_state` loads the rest after the first events of the fit."
     if r is not None:
         r = learn.strategy.take_own_state(learn, r)
-    learn.run.resume, learn.resumed, learn.run.resumes_at, learn.passes.position = r, False, 0, None
+    learn.run.resume = r
+    learn.resumed = False
+    learn.run.resumes_at = 0
+    learn.passes.position = None
     if r is None:
         return
     learn.passes.stream = None
     _check_fits(learn, r)
     note_beginnings(learn)
-    if (position := r.state['position']) is not None:
+    position = r.state['position']
+    if position is not None:
         check_position(learn.dls.train, position)
     _load_weights(learn, r)
     if r.path is not None and learn.logger is not noop:
@@ -217,7 +228,7 @@ def begin_resume(learn: Any, r: ResumeState | None) -> None:
 
 
 def _warn_of_differences(learn: Any, r: ResumeState) -> None:
-    "Warn where a fit is not as long, or in as many processes, as the one that it resumes."
+    "Warn if the fit has another length, or another number of ranks, than the fit that it resumes."
     loop, n = r.loop, r.loop['n_epoch']
     was_over = r.at == 'epoch' and (loop['stopping'] or loop['epoch'] + 1 == n)
     if n != learn.n_epoch and not was_over:
@@ -241,55 +252,57 @@ def _warn_of_differences(learn: Any, r: ResumeState) -> None:
 
 
 def _describe_next(learn: Any, r: ResumeState) -> str:
-    "Return where a resumed fit begins."
-    loop, n, i = r.loop, learn.n_epoch, r.loop['epoch'] + (r.at == 'epoch')
+    "Describe the epoch and batch at which a resumed fit starts."
+    loop, n = r.loop, learn.n_epoch
+    i = loop['epoch'] + (r.at == 'epoch')
     if loop['stopping'] or (r.at == 'epoch' and n is not None and i >= n):
         return f'after epoch {i - 1}, its last.'
-    of = f' of {n}' if n else ''
+    total = f' of {n}' if n else ''
     if r.at == 'epoch':
-        return f'with epoch {i}{of}.'
+        return f'with epoch {i}{total}.'
     batches = f'{loop["n_drawn"]} of {loop["n_iter"]}' if loop['n_iter'] else loop['n_drawn']
-    return f'in epoch {i}{of}, after {batches} batches.'
+    return f'in epoch {i}{total}, after {batches} batches.'
 
 
 def _check_fits(learn: Any, r: ResumeState) -> None:
-    "Raise `WeightsError` with everything that differs; nothing has changed then."
+    "Raise `WeightsError` with every difference, before anything has changed."
     state = r.state
-    _cover_params_of(learn, state)
-    differences = weights_differ(learn.model, state['model'])
+    _add_unfrozen_params(learn, state)
+    differences = compare_weights(learn.model, state['model'])
     if isinstance(learn.loss_func, nn.Module) and state['loss_func'] is not None:
-        of_loss = weights_differ(learn.loss_func, state['loss_func'])
-        differences += [f'loss_func: {d}' for d in of_loss]
+        loss_differences = compare_weights(learn.loss_func, state['loss_func'])
+        differences += [f'loss_func: {d}' for d in loss_differences]
     if state['optimizer'] is not None:
         differences += learn.opt.differences(state['optimizer'], bare_model(learn.model))
-    what, fix = r.path or 'The checkpoint', ' Make model and optimizer as they were.'
-    check_weights(what, differences, learn.model, fix)
+    source = r.path or 'The checkpoint'
+    check_weights(source, differences, learn.model, ' Make model and optimizer as they were.')
 
 
-def _cover_params_of(learn: Any, state: Mapping[str, Any]) -> None:
-    "Let the optimizer take in what a checkpoint's run began to train after its first step."
+def _add_unfrozen_params(learn: Any, state: Mapping[str, Any]) -> None:
+    "Add to the optimizer the parameters that the checkpoint's run has unfrozen after its first step."
     if state['optimizer'] is None:
         return
-    own, frozen = set(learn.opt.parameters()), set(state['frozen']['names'])
-    later = [
+    optimized = set(learn.opt.parameters())
+    frozen = set(state['frozen']['names'])
+    unfrozen = [
         p
         for name, p in bare_model(learn.model).named_parameters()
-        if name not in frozen and not p.requires_grad and p not in own
+        if name not in frozen and not p.requires_grad and p not in optimized
     ]
-    if not later:
+    if not unfrozen:
         return
-    for p in later:
+    for p in unfrozen:
         p.requires_grad_(True)
     learn._cover_params()
-    for p in later:
-        p.requires_grad_(False)  # until everything is put in place
+    for p in unfrozen:
+        p.requires_grad_(False)  # `_restore_flags` sets the flags
 
 
 def _load_weights(learn: Any, r: ResumeState) -> None:
-    "Load weights and optimizers, and keep those that were there until everything is in place."
+    "Load weights and optimizers; keep the previous ones for a rollback until all state is restored."
     # a lazy model has no weights yet
-    lazy = any(map(is_lazy, (*learn.model.parameters(), *learn.model.buffers())))
-    r.before = None if lazy else host_copy(_collect_trained(learn))
+    is_lazy_model = any(map(is_lazy, (*learn.model.parameters(), *learn.model.buffers())))
+    r.before = None if is_lazy_model else copy_to_host(_collect_trained(learn))
     learn('before_load')
     _restore_weights(learn, r.state)
     learn('after_load')
@@ -302,21 +315,21 @@ def _restore_weights(learn: Any, state: Mapping[str, Any]) -> None:
         load_weights(learn.loss_func, state['loss_func'])
     if state['optimizer'] is None:
         return
-    # the optimizer's state goes where the parameters are, and they would move in a moment
+    # the optimizer's state is loaded to the device of the parameters, so move them first
     move_to_device(learn)
     learn.opt.load_state_dict(state['optimizer'])
 
 
 def restore_state(learn: Any, resume: ResumeState) -> None:
-    "Put everything in place, random generators last."
+    "Restore all state, random generators last."
     learn.end_resume()
     state = resume.state
     _restore_weights(learn, state)
-    _put_loose_buffers(learn.model, state.get('buffers', {}))
+    _restore_loose_buffers(learn.model, state.get('buffers', {}))
     _restore_flags(learn, state)
     with _roll_back_on_error(learn, resume):
         _restore_counters(learn, resume.loop)
-        learn.load_callback_states(host_copy(state['callbacks']))
+        learn.load_callback_states(copy_to_host(state['callbacks']))
         if resume.path is not None:
             read_own_files(learn, resume.path)
     resume.before = None
@@ -325,13 +338,16 @@ def restore_state(learn: Any, resume: ResumeState) -> None:
 
 
 def _restore_counters(learn: Any, loop: Mapping[str, Any]) -> None:
-    "Set the counters of the loop; how long it is, and its share that is done, are this fit's."
-    share, n_epoch = learn.pct_train, learn.n_epoch if learn.run.depth else loop['n_epoch']
+    "Restore the counters of the loop; the length of the fit, and its completed share, are this fit's."
+    pct_train = learn.pct_train
+    n_epoch = learn.n_epoch if learn.run.depth else loop['n_epoch']
     for name in COUNTERS:
         setattr(learn, name, loop[name])
-    learn.n_iter, learn.passes.n_drawn, learn.n_epoch = loop['n_iter'], loop['n_drawn'], n_epoch
+    learn.n_iter = loop['n_iter']
+    learn.passes.n_drawn = loop['n_drawn']
+    learn.n_epoch = n_epoch
     if loop['n_epoch'] != n_epoch:
-        learn.pct_train = _compute_share(learn, loop) if n_epoch else share
+        learn.pct_train = _compute_share(learn, loop) if n_epoch else pct_train
     learn.run.stopping = loop['stopping']
     learn.counters.load_units(loop['done'])
     learn.auto_microbatch = loop['fitting_size']
@@ -347,8 +363,8 @@ def _restore_counters(learn: Any, loop: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _roll_back_on_error(learn: Any, r: ResumeState) -> Iterator[None]:
-    "If the block fails, restore weights, optimizers, callbacks' states and what all fits have counted."
-    states = host_copy(learn.callback_states())
+    "If the block fails, restore weights, optimizers, callbacks' states and the counters of all fits."
+    states = copy_to_host(learn.callback_states())
     done, n_steps = learn.counters.by_unit(), getattr(learn.opt, 'n_steps', 0)
     try:
         yield
@@ -361,13 +377,14 @@ def _roll_back_on_error(learn: Any, r: ResumeState) -> Iterator[None]:
         if learn.opt is not None:
             learn.opt.n_steps = n_steps
         with suppress(Exception):
-            learn.load_callback_states(states)  # the first error is the one to tell
+            learn.load_callback_states(states)  # suppressed, so that the first error is raised
         raise
 
 
 def _restore_flags(learn: Any, state: Mapping[str, Any]) -> None:
-    "Freeze what was frozen, and give back the gradients that wait for their step."
-    opt, frozen = learn.opt, set(state['frozen']['names'])
+    "Restore the frozen parameters, and the gradients that were accumulated but not yet used for a step."
+    opt = learn.opt
+    frozen = set(state['frozen']['names'])
     if opt is not None and opt.frozen_idx != state['frozen']['frozen_idx']:
         opt.freeze_to(state['frozen']['frozen_idx'])
     for name, p in bare_model(learn.model).named_parameters():
@@ -376,23 +393,24 @@ def _restore_flags(learn: Any, state: Mapping[str, Any]) -> None:
         return
     for i, p in enumerate(opt.parameters()):
         grad = state['grads'].get(str(i))
-        p.grad = None if grad is None else distribute_like(_whole(grad), p).to(p.device, copy=True)
+        p.grad = (
+            None if grad is None else distribute_like(_to_tensor(grad), p).to(p.device, copy=True)
+        )
 
 
 def _compute_share(learn: Any, loop: Mapping[str, Any]) -> float:
-    "Return how much of this fit is done, which has another length than that of the checkpoint."
-    done = 1.0
+    "Return the completed share of this fit, whose length differs from the checkpoint's."
+    epoch_share = 1.0
     if loop['n_iter'] and LOOP_PLACES[loop['place']] == 'batch':
-        done = loop['n_drawn'] / loop['n_iter']
-    share: float = (loop['epoch'] + done) / learn.n_epoch
+        epoch_share = loop['n_drawn'] / loop['n_iter']
+    share: float = (loop['epoch'] + epoch_share) / learn.n_epoch
     return share
 
 
-def checked(state: Any, path: Path | None = None) -> Mapping[str, Any]:
-    "Return a checkpoint's state if it has all entries; raise `CheckpointError`."
-    missing = (
-        [e for e in ENTRIES if e not in state] if isinstance(state, Mapping) else list(ENTRIES)
-    )
+def check_state(state: Any, path: Path | None = None) -> Mapping[str, Any]:
+    "Return a checkpoint's state if it has all entries; otherwise raise `CheckpointError`."
+    present = state if isinstance(state, Mapping) else ()
+    missing = [e for e in ENTRIES if e not in present]
     if not missing:
         return state
     raise CheckpointError(
@@ -401,8 +419,8 @@ def checked(state: Any, path: Path | None = None) -> Mapping[str, Any]:
     )
 
 
-def _loose_buffers(model: nn.Module) -> dict[str, Tensor]:
-    "Return the buffers that a state dict leaves out, those that a file can hold."
+def _collect_loose_buffers(model: nn.Module) -> dict[str, Tensor]:
+    "Return the non-persistent buffers, which a state dict leaves out, if a file can hold them."
     return {
         f'{path}.{name}'.removeprefix('.'): b
         for path, module in bare_model(model).named_modules()
@@ -413,29 +431,29 @@ def _loose_buffers(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _put_loose_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+def _restore_loose_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
     modules = dict(bare_model(model).named_modules())
     for place, value in buffers.items():
         path, _, name = place.rpartition('.')
         if path not in modules or name not in modules[path]._buffers:
             continue
-        there = modules[path]._buffers[name]
-        if there is None:
+        buffer = modules[path]._buffers[name]
+        if buffer is None:
             modules[path]._buffers[name] = value.to(model_device(modules[path], None), copy=True)
-        elif there.shape != value.shape or there.dtype != value.dtype:
-            modules[path]._buffers[name] = value.to(there.device, copy=True)
-        elif not torch.equal(there.cpu(), value):
-            there.copy_(value)  # constants may be views, or shared
+        elif buffer.shape != value.shape or buffer.dtype != value.dtype:
+            modules[path]._buffers[name] = value.to(buffer.device, copy=True)
+        elif not torch.equal(buffer.cpu(), value):  # constants may be views or shared
+            buffer.copy_(value)
 
 
-def _in_parts(grad: Tensor) -> Tensor | dict[str, Any]:
-    "Return a gradient as a file can hold it: a sparse one as its indices and values."
+def _to_plain_grad(grad: Tensor) -> Tensor | dict[str, Any]:
+    "Return a gradient in a form that a file can hold: a sparse one as its indices and values."
     if not grad.is_sparse:
         return grad
     return {'indices': grad._indices(), 'values': grad._values(), 'size': list(grad.shape)}
 
 
-def _whole(grad: Tensor | dict[str, Any]) -> Tensor:
+def _to_tensor(grad: Tensor | dict[str, Any]) -> Tensor:
     if isinstance(grad, Tensor):
         return grad
     return torch.sparse_coo_tensor(
@@ -443,10 +461,10 @@ def _whole(grad: Tensor | dict[str, Any]) -> Tensor:
     )
 
 
-def host_copy(state: Any, buffers: dict[str, Tensor] | None = None) -> Any:
-    """Return a nested state with its tensors copied to host memory; what shares memory is copied once.
+def copy_to_host(state: Any, buffers: dict[str, Tensor] | None = None) -> Any:
+    """Return a nested state with its tensors copied to host memory; tensors that share memory are copied once.
 
-    Tensors of the last copy that fit are filled again, where `buffers` is given and kept from call to call.
+    `buffers`, if kept from call to call, holds the tensors of the last copy, which are reused if their shape fits.
     """
     pairs: list[tuple[Tensor, Tensor]] = []
     copies: dict[Any, Tensor] = {}
@@ -481,5 +499,5 @@ def host_copy(state: Any, buffers: dict[str, Tensor] | None = None) -> Any:
                 [new for new, _ in pairs], [t for _, t in pairs], non_blocking=True
             )
         if any(t.is_cuda for _, t in pairs):
-            torch.cuda.synchronize()  # once, not for each of them
+            torch.cuda.synchronize()  # once for all tensors
     return copied

@@ -1,4 +1,4 @@
-"""Weights and optimizer states in files: read without running code, compared name by name, then copied into place."""
+"""Read weights and optimizer states without executing code, compare them name by name, and load them."""
 
 from __future__ import annotations
 
@@ -27,36 +27,36 @@ __all__ = [
     'write_safetensors',
     'check_weights',
     'load_weights',
-    'weights_differ',
+    'compare_weights',
     'model_state',
-    'own_state',
+    'collect_module_state',
 ]
 
-FORMAT = 1  # of files written by `save_learner`
-SAFETENSORS = '.safetensors'  # the suffix of files in that library's format
+FORMAT = 1  # format of files written by `save_learner`
+SAFETENSORS = '.safetensors'  # suffix of files in that library's format
 
 
 @dataclass
 class Stored:
-    "What a file of weights holds."
+    "Content of a weights file."
 
-    model: Mapping[str, Any]
-    opt: Any = None  # the optimizer's state, where there is one
-    loss_func: Any = None  # of a loss function whose parameters are trained
-    config: dict[str, Any] | None = None  # of a file written by `save_learner`
+    model: Mapping[str, Any]  # state dict of the model
+    opt: Any = None  # state of the optimizer
+    loss_func: Any = None  # state dict of a loss function with parameters
+    config: dict[str, Any] | None = None  # configuration written by `save_learner`
 
 
 # Reading
 
 
 def read_weights(
-    path: Path,  # from torch.save, `save`, `save_learner` or fastai; or any safetensors file
-    device: torch.device | str | None = None,  # where its tensors are put; None: the CPU
+    path: Path,  # file of torch.save, `save`, `save_learner` or fastai; or any safetensors file
+    device: torch.device | str | None = None,  # device of the tensors; None: the CPU
 ) -> Stored:
-    """Read weights, or the weights of a checkpoint, checksums first. No code in a file is run, whatever it holds.
+    """Read weights, or the weights of a checkpoint, after verifying checksums. Code in a file is never executed.
 
-    A file `.safetensors` has no checksums: sizes are compared with the file's own, and bytes are taken as they are.
-    Raises `FileNotFoundError`, and `WeightsError` for what is damaged, is no file of weights, or asks for code.
+    A `.safetensors` file has no checksums: only its sizes are verified. Raises `FileNotFoundError`, and `WeightsError`
+    for a file that is damaged, is not a weights file, or requires code to be executed.
     """
     if not path.exists():
         raise _not_found(path)
@@ -65,11 +65,11 @@ def read_weights(
     if path.suffix == SAFETENSORS:
         return Stored(_read_safetensors(path, device))
     state = _read_checkpoint(path) if is_state_file(path) else read_torch_file(path, device)
-    return _parts(state, path)
+    return _split_state(state, path)
 
 
 def _read_checkpoint(path: Path) -> Mapping[str, Any]:
-    "Return the state of a checkpoint, with the tensors that are in a folder next to its file."
+    "Return the state of a checkpoint, with the tensors in the folder next to its file."
     try:
         state, _ = read_state(path)
         if 'parts' not in state:
@@ -77,7 +77,7 @@ def _read_checkpoint(path: Path) -> Mapping[str, Any]:
         from learnkit.checkpoint import dcp
 
         dcp.check_parts(path, state['parts'])
-        return dcp.with_parts(state, path)
+        return dcp.load_parts(state, path)
     except CheckpointError as e:
         raise WeightsError(f'{e}') from None
 
@@ -96,8 +96,8 @@ def _not_found(path: Path) -> FileNotFoundError:
     return error
 
 
-def _parts(state: Any, path: Path) -> Stored:
-    "Tell the layouts apart: ours and fastai's with optimizer, checkpoints, with a configuration, a bare state dict."
+def _split_state(state: Any, path: Path) -> Stored:
+    "Split a file's content by its layout: with optimizer (also fastai's), checkpoint, with configuration, state dict."
     model, opt, loss_func, config = state, None, None, None
     if isinstance(state, Mapping) and isinstance(state.get('model'), Mapping):
         if set(state) in ({'model', 'opt'}, {'model', 'opt', 'loss_func'}):
@@ -105,15 +105,15 @@ def _parts(state: Any, path: Path) -> Stored:
         elif {'model', 'optimizer', 'position'} <= state.keys():
             model, opt, loss_func = state['model'], state['optimizer'], state.get('loss_func')
         elif 'learnkit' in state:
-            model, config = state['model'], _config(state, path)
+            model, config = state['model'], _check_config(state, path)
     if not isinstance(model, Mapping) or not all(_is_entry(k, v) for k, v in model.items()):
         raise WeightsError(
-            f'{path} holds no state dict (tensors by name), but {_shown(state)}. Nothing was loaded.'
+            f'{path} holds no state dict (tensors by name), but {_describe_content(state)}. Nothing was loaded.'
         )
     return Stored(model, opt, loss_func, config)
 
 
-def _config(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def _check_config(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
     version, config = state['learnkit'], state.get('config')
     if version != FORMAT:
         raise WeightsError(
@@ -128,28 +128,32 @@ def _is_entry(name: Any, value: Any) -> bool:
     return isinstance(name, str) and (isinstance(value, Tensor) or name.endswith('_extra_state'))
 
 
-def _shown(state: Any) -> str:
+def _describe_content(state: Any) -> str:
     if not isinstance(state, Mapping):
         return f'a {type(state).__name__}'
-    return f'a dict of {", ".join([*map(repr, list(state)[:5]), *["..."] * (len(state) > 5)]) or "nothing"}'
+    keys = [repr(key) for key in list(state)[:5]]
+    if len(state) > 5:
+        keys.append('...')
+    return f'a dict of {", ".join(keys) or "nothing"}'
 
 
 # The format of safetensors
 
 
 def write_safetensors(
-    state: Mapping[str, Any],  # of a model
-    path: Path,  # the file, written over
+    state: Mapping[str, Any],  # state dict of a model
+    path: Path,  # path of the file, which is overwritten
 ) -> None:
-    """Write weights and buffers in safetensors' format. Tied ones are kept once, and the header says which they are.
+    """Write weights and buffers in the safetensors format. Tied tensors are stored once; the header maps their names.
 
-    Raises `OptionError` for what this format has no place for.
+    Raises `OptionError` for values that the format cannot hold.
     """
     from safetensors.torch import save_file  # few programs need it
 
-    kept: dict[str, Tensor] = {}
-    names: dict[Any, str] = {}  # by the place in memory
-    metadata, memory = {'format': 'pt'}, set()
+    tensors: dict[str, Tensor] = {}
+    names: dict[Any, str] = {}  # first name of each tensor, by its memory
+    metadata = {'format': 'pt'}
+    storages = set()
     for name, t in sorted(state.items()):
         if (
             not isinstance(t, Tensor)
@@ -159,35 +163,39 @@ def write_safetensors(
             or t.is_quantized
         ):
             raise OptionError(
-                f'{name}, a {_kind(t)}, has no place in a file {SAFETENSORS}: use one with `.pth`.'
+                f'{name}, a {_describe_kind(t)}, has no place in a file {SAFETENSORS}: use one with '
+                '`.pth`.'
             )
         t = t.detach().resolve_conj().resolve_neg()
-        if (place := _place(t)) and (first := names.setdefault(place, name)) != name:
-            metadata[name] = first
+        memory = _identify_memory(t)
+        first_name = names.setdefault(memory, name) if memory else name
+        if first_name != name:
+            metadata[name] = first_name
             continue
-        at = t.device, t.untyped_storage().data_ptr()
-        kept[name] = (
-            t.clone(memory_format=torch.contiguous_format) if at in memory else t.contiguous()
-        )
-        memory.add(at)
+        storage = t.device, t.untyped_storage().data_ptr()
+        if storage in storages:  # `save_file` refuses tensors that share a storage
+            tensors[name] = t.clone(memory_format=torch.contiguous_format)
+        else:
+            tensors[name] = t.contiguous()
+        storages.add(storage)
     try:
-        save_file(kept, str(path), metadata=metadata)
+        save_file(tensors, str(path), metadata=metadata)
     except KeyError as e:
         raise OptionError(
             f'{e} has no place in a file {SAFETENSORS}: use one with `.pth`.'
         ) from None
 
 
-def _kind(value: Any) -> str:
+def _describe_kind(value: Any) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
-    return (
-        'parameter without values' if is_lazy(value) or value.is_meta else f'{value.layout} tensor'
-    )
+    if is_lazy(value) or value.is_meta:
+        return 'parameter without values'
+    return f'{value.layout} tensor'
 
 
-def _place(t: Any) -> Any:
-    "Return where in memory a tensor is, and how: tied ones are in the same place."
+def _identify_memory(t: Any) -> Any:
+    "Return address and layout of a tensor, which are equal for tied tensors; None if it has no memory."
     if not isinstance(t, Tensor) or is_lazy(t) or t.is_meta or t.layout is not torch.strided:
         return None
     t = local(t)
@@ -195,50 +203,44 @@ def _place(t: Any) -> Any:
 
 
 def _read_safetensors(path: Path, device: torch.device | str | None) -> dict[str, Tensor]:
-    "Read the tensors of a file, the tied ones under each of their names, when its sizes agree."
+    "Read the tensors of a safetensors file, tied tensors under each of their names."
     from safetensors import safe_open  # few programs need it
 
     try:
         with safe_open(str(path), framework='pt', device=str(device or 'cpu')) as file:
             names = file.keys()
             tensors = {name: file.get_tensor(name) for name in names}
-            tied = {
-                k: v for k, v in (file.metadata() or {}).items() if k != 'format' and v in tensors
-            }
-    except (
-        Exception
-    ) as e:  # the library's own have no common base with those of dtypes that it does not know
+            metadata = file.metadata() or {}
+    # the library's errors have no common base class with its errors for unknown dtypes
+    except Exception as e:
         raise WeightsError(
             f'{path} cannot be read as safetensors: {e}. Nothing was loaded.'
         ) from None
-    return {**{name: tensors[first] for name, first in tied.items()}, **tensors}
+    tied = {k: v for k, v in metadata.items() if k != 'format' and v in tensors}
+    return {**{name: tensors[first_name] for name, first_name in tied.items()}, **tensors}
 
 
 # Comparing
 
 
 def check_weights(
-    path: Path | str,  # the file, for the message
-    differences: list[str],  # from `weights_differ` and `OptimWrapper.differences`
-    model: nn.Module,
-    fix: str = '',  # what can be done about it
+    path: Path | str,  # file, for the message
+    differences: list[str],  # results of `compare_weights` and `OptimWrapper.differences`
+    model: nn.Module,  # model, for the message
+    fix: str = '',  # suggestion for the user
 ) -> None:
     "Raise a `WeightsError` that lists every difference, if there is one."
     if not differences:
         return
     n = len(differences)
-    raise WeightsError(
-        '\n  '.join(
-            [
-                f'{path} does not fit {type(bare_model(model)).__name__}, in {n} '
-                f'place{"s" * (n > 1)}. Nothing was loaded.{fix}',
-                *differences,
-            ]
-        )
+    summary = (
+        f'{path} does not fit {type(bare_model(model)).__name__}, in {n} '
+        f'place{"s" * (n > 1)}. Nothing was loaded.{fix}'
     )
+    raise WeightsError('\n  '.join([summary, *differences]))
 
 
-def unprefixed(weights: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
+def remove_prefix(weights: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
     "Return the weights without the prefix of a wrapper that the model does not have."
     for prefix in ('_orig_mod.', 'module.'):
         if (
@@ -250,52 +252,57 @@ def unprefixed(weights: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any
     return weights
 
 
-def _fitting(weights: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
-    "Return the weights under the model's names; one that a file leaves out as tied to another has that one's values."
-    weights, own = unprefixed(weights, model), model.state_dict()
-    if own.keys() <= weights.keys():
+def _match_names(weights: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
+    "Return the weights under the model's names; a file may leave out the second name of tied weights."
+    weights = remove_prefix(weights, model)
+    model_weights = model.state_dict()
+    if model_weights.keys() <= weights.keys():
         return weights
-    there = {place: weights[k] for k, t in own.items() if k in weights and (place := _place(t))}
-    return {
-        **weights,
-        **{k: there[_place(t)] for k, t in own.items() if k not in weights and _place(t) in there},
+    memory = {name: _identify_memory(t) for name, t in model_weights.items()}
+    values = {memory[name]: weights[name] for name in memory if memory[name] and name in weights}
+    tied = {
+        name: values[memory[name]]
+        for name in memory
+        if name not in weights and memory[name] in values
     }
+    return {**weights, **tied}
 
 
-def weights_differ(
+def compare_weights(
     model: nn.Module,
-    weights: Mapping[str, Any],  # of a file
-    strict: bool = True,  # False: names may be missing or unknown, and other dtypes are converted
+    weights: Mapping[str, Any],  # weights of a file
+    strict: bool = True,  # False: allow missing and unexpected names, and other dtypes
 ) -> list[str]:
-    """Return a line for each name that is missing or unknown, and for each other shape or dtype.
+    """Return a line for each missing or unexpected name, and for each different shape or dtype.
 
-    >>> weights_differ(nn.Linear(2, 1), {'weight': torch.zeros(1, 3), 'b': torch.zeros(1)})
+    >>> compare_weights(nn.Linear(2, 1), {'weight': torch.zeros(1, 3), 'b': torch.zeros(1)})
     ['missing: bias [1]', 'unexpected: b [1]', 'shape: weight is [1, 2], in the file [1, 3]']
     """
-    own, weights = bare_model(model).state_dict(), _fitting(weights, bare_model(model))
-    lines = (
-        [f'missing: {k}{_size(v)}' for k, v in own.items() if k not in weights] if strict else []
-    )
+    current, weights = bare_model(model).state_dict(), _match_names(weights, bare_model(model))
+    lines = []
     if strict:
-        lines += [f'unexpected: {k}{_size(v)}' for k, v in weights.items() if k not in own]
-    for name in (k for k in own if k in weights):
-        here, there = own[name], weights[name]
-        if not isinstance(here, Tensor) or is_lazy(here):
+        missing = [name for name in current if name not in weights]
+        unexpected = [name for name in weights if name not in current]
+        lines += [f'missing: {name}{_format_shape(current[name])}' for name in missing]
+        lines += [f'unexpected: {name}{_format_shape(weights[name])}' for name in unexpected]
+    for name, t in current.items():
+        if name not in weights or not isinstance(t, Tensor) or is_lazy(t):
             continue
-        if not isinstance(there, Tensor):
-            lines.append(f'type: {name} is a tensor, in the file {type(there).__name__}')
-        elif here.shape != there.shape:
-            lines.append(f'shape: {name} is{_size(here)}, in the file{_size(there)}')
-        elif here.dtype != there.dtype and strict:
-            lines.append(f'dtype: {name} is {_dtype(here)}, in the file {_dtype(there)}')
+        value = weights[name]
+        if not isinstance(value, Tensor):
+            lines.append(f'type: {name} is a tensor, in the file {type(value).__name__}')
+        elif t.shape != value.shape:
+            lines.append(f'shape: {name} is{_format_shape(t)}, in the file{_format_shape(value)}')
+        elif t.dtype != value.dtype and strict:
+            lines.append(f'dtype: {name} is {_format_dtype(t)}, in the file {_format_dtype(value)}')
     return lines
 
 
-def _size(t: Any) -> str:
+def _format_shape(t: Any) -> str:
     return f' {list(t.shape)}' if isinstance(t, Tensor) and not is_lazy(t) else ''
 
 
-def _dtype(t: Tensor) -> str:
+def _format_dtype(t: Tensor) -> str:
     return str(t.dtype).removeprefix('torch.')
 
 
@@ -303,34 +310,37 @@ def _dtype(t: Tensor) -> str:
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Any], strict: bool = True) -> None:
-    "Copy weights that were compared into the model's own tensors."
+    "Copy weights into the model's tensors, after `compare_weights`."
     model = bare_model(model)
-    weights = _fitting(weights, model)
+    weights = _match_names(weights, model)
     if mesh_of(model) is not None:
-        own = model.state_dict()
-        weights = {name: distribute_like(value, own.get(name)) for name, value in weights.items()}
+        current = model.state_dict()
+        weights = {
+            name: distribute_like(value, current.get(name)) for name, value in weights.items()
+        }
     model.load_state_dict(weights, strict=strict)
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
-    """Return the state dict of a model; what is no tensor in it is checked to be plain.
+    """Return the state dict of a model, with full tensors; other values must be plain.
 
-    Weights that are cut over processes are put together, on the host: all processes call it."""
-    state = own_state(model)
+    Sharded weights are gathered on the host, so every rank must call this function.
+    """
+    state = collect_module_state(model)
     if mesh_of(model) is None:
         return state
     owners = {name: id(p) for name, p in bare_model(model).named_parameters(remove_duplicate=False)}
-    put_together: dict[Any, Any] = {}  # tied weights once
+    gathered: dict[Any, Any] = {}  # tied weights are gathered once
     for name, value in state.items():
         key = owners.get(name, name)
-        if key not in put_together:
-            put_together[key] = full_tensor(value)
-        state[name] = put_together[key]
+        if key not in gathered:
+            gathered[key] = full_tensor(value)
+        state[name] = gathered[key]
     return state
 
 
-def own_state(model: nn.Module) -> dict[str, Any]:
-    "Return the same with this process's parts of weights that are cut."
+def collect_module_state(model: nn.Module) -> dict[str, Any]:
+    "Return the state dict of a module, with this rank's shards of sharded weights."
     state = bare_model(model).state_dict()
     for name, value in state.items():
         if not isinstance(value, Tensor):

@@ -1,6 +1,7 @@
-"""Look inside a training: who runs at an event, where the time goes, and which callback changed what.
+"""Inspect a training run: the callbacks that run at an event, the logged names, and the changes that callbacks make.
 
-All of it works by other handler tables, which the loop reads in the place of its own; it has no part in the loop."""
+`trace` replaces the handler tables of the loop, so the loop itself has no code for it.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +32,12 @@ WATCHED = ('xb', 'yb', 'pred', 'loss', 'loss_grad')
 
 
 class Handler(NamedTuple):
-    "Who runs at an event."
+    "Function of a callback that runs at an event."
 
     order: float
     callback: str
     function: str
-    file: str  # where the function is, '' for what has no source
+    file: str  # file of the function, '' without source
     line: int
     when: str  # 'training', 'evaluation', or 'always'
     is_on: bool
@@ -48,7 +49,7 @@ class Handler(NamedTuple):
 
 
 class Handlers(list[Handler]):
-    "Handlers in the order in which they run; shown one a line."
+    "Handlers in the order in which they run; printed one per line."
 
     def __repr__(self) -> str:
         return '\n'.join(map(str, self)) or 'nothing runs there'
@@ -65,7 +66,7 @@ class Handlers(list[Handler]):
 
 
 class Change(NamedTuple):
-    "What one callback changed at one event."
+    "Change that one callback has made at one event."
 
     event: str
     epoch: int
@@ -79,11 +80,11 @@ class Change(NamedTuple):
 
 
 class Trace(list[Change]):
-    "The changes, in the order in which they were made."
+    "Changes in the order in which they were made."
 
     @property
     def by_observers(self) -> list[Change]:
-        "The changes of callbacks that say `observer = True`, and should make none."
+        "Changes made by callbacks with `observer = True`, which should make none."
         return [c for c in self if c.is_observer]
 
     def __repr__(self) -> str:
@@ -98,32 +99,32 @@ class Trace(list[Change]):
 
 
 def explain(learn: Any, event_name: str) -> Handlers:
-    "List who runs at an event, in order, each with the file and line of its function."
+    "List the callbacks that run at an event, in order, with the file and line of each function."
     name = canonical_event(event_name, where='explain')
     tables = learn.callbacks.tables
-    found = [[id(entry[2]) for entry in table[name]] for table in tables]
-    seen: dict[int, Entry] = {id(entry[2]): entry for table in tables for entry in table[name]}
-    cbs = [cb for cb in learn.callbacks.ordered() if id(cb) in seen]
+    cb_ids = [[id(entry[2]) for entry in table[name]] for table in tables]
+    entries: dict[int, Entry] = {id(entry[2]): entry for table in tables for entry in table[name]}
+    cbs = [cb for cb in learn.callbacks.ordered() if id(cb) in entries]
 
-    def when(cb: Any) -> str:
-        in_evaluation, in_training = (id(cb) in ids for ids in found)
+    def find_mode(cb: Any) -> str:
+        in_evaluation, in_training = (id(cb) in ids for ids in cb_ids)
         if in_evaluation and in_training:
             return 'always'
         return 'training' if in_training else 'evaluation'
 
-    return Handlers(handler_of(seen[id(cb)], when(cb), name) for cb in cbs)
+    return Handlers(describe_handler(entries[id(cb)], find_mode(cb), name) for cb in cbs)
 
 
 def list_metric_names(learn: Any) -> dict[str, str]:
-    "Return every name that is recorded or logged, with what it means."
+    "Return every recorded or logged name, with its meaning."
     recorder = recorder_of(learn)
     columns = [n for n in recorder._columns() if n != 'epoch'] if recorder is not None else []
     declared: dict[str, str] = {}
     for cb in learn.cbs:
-        own = getattr(type(cb), 'metric_names', None)
-        if isinstance(own, Mapping):
-            declared.update(own)
-    patterns = [_pattern_of(name) for name in declared]
+        metric_names = getattr(type(cb), 'metric_names', None)
+        if isinstance(metric_names, Mapping):
+            declared.update(metric_names)
+    patterns = [_compile_pattern(name) for name in declared]
     columns = [n for n in columns if not any(p.fullmatch(n) for p in patterns)]
     smooth = recorder is not None and recorder.train_loss == 'smooth'
     loss = 'training loss, smoothed' if smooth else 'training loss, mean of the epoch'
@@ -131,43 +132,44 @@ def list_metric_names(learn: Any) -> dict[str, str]:
     return {n: meanings.get(n, 'a column of the history') for n in columns} | declared
 
 
-def _pattern_of(name: str) -> re.Pattern[str]:
+def _compile_pattern(name: str) -> re.Pattern[str]:
     "Return the pattern of a declared name, in which a `{parameter}` stands for any text."
     return re.compile(re.sub(r'\\{.*?\\}', '.+', re.escape(name)))
 
 
 @contextmanager
 def trace(learn: Any) -> Iterator[Trace]:
-    "Record, for the length of a context, which callback changed what."
+    "Return a context that records which callback changes what."
     changes = Trace()
-    with _replaced_tables(learn, lambda table: TracedTable(learn, table, changes)):
+    with _replace_tables(learn, lambda table: TracedTable(learn, table, changes)):
         yield changes
     for name in dict.fromkeys(c.callback for c in changes.by_observers):
-        changed = [c.what for c in changes.by_observers if c.callback == name]
-        what = ', '.join(dict.fromkeys(changed))
-        warn(f'{name} says that it is an observer, and changed {what}.', stacklevel=3)
+        names = [c.what for c in changes.by_observers if c.callback == name]
+        changed = ', '.join(dict.fromkeys(names))
+        warn(f'{name} says that it is an observer, and changed {changed}.', stacklevel=3)
 
 
 @contextmanager
-def _replaced_tables(learn: Any, make: Callable[[HandlerTable], HandlerTable]) -> Iterator[None]:
-    "Let the loop read other tables for the length of a context."
+def _replace_tables(learn: Any, make: Callable[[HandlerTable], HandlerTable]) -> Iterator[None]:
+    "Return a context in which the loop uses other handler tables."
     learn.timings.stop(learn)
-    before, callbacks = learn.tables, learn.callbacks
-    tables = tuple(make(table) for table in before)
+    original_tables = learn.tables
+    callbacks = learn.callbacks
+    tables = tuple(make(table) for table in original_tables)
     callbacks.more_tables.extend(tables)
     learn.tables = tables
     try:
         yield
     finally:
-        learn.tables = before
-        ours = {id(table) for table in tables}
-        callbacks.more_tables[:] = [t for t in callbacks.more_tables if id(t) not in ours]
+        learn.tables = original_tables
+        table_ids = {id(table) for table in tables}
+        callbacks.more_tables[:] = [t for t in callbacks.more_tables if id(t) not in table_ids]
 
 
-def handler_of(entry: Entry, when: str, event_name: str) -> Handler:
-    "Say what is known about one entry of a handler table."
+def describe_handler(entry: Entry, when: str, event_name: str) -> Handler:
+    "Describe one entry of a handler table."
     handler, switch, cb = entry
-    f: Any = users_function(cb, event_name) or handler
+    f: Any = find_user_function(cb, event_name) or handler
     while not inspect.isfunction(f):
         inner = (
             getattr(f, '__wrapped__', None)
@@ -192,8 +194,8 @@ def handler_of(entry: Entry, when: str, event_name: str) -> Handler:
     )
 
 
-def users_function(cb: Any, event_name: str) -> Any:
-    "Return the function of a callback that is not called by its event's name alone; None for any other."
+def find_user_function(cb: Any, event_name: str) -> Any:
+    "Return the function of a foreign callback, or of one that handles every event; None for any other."
     if is_foreign(cb):
         return getattr(cb, event_name, None)
     if not takes_every_event(cb):
@@ -202,42 +204,43 @@ def users_function(cb: Any, event_name: str) -> Any:
 
 
 class TracedTable(HandlerTable):
-    "Handlers that are each followed by a comparison of everything with before."
+    "Handler table that compares the state before and after each handler."
 
-    def __init__(self, learn: Any, own: HandlerTable, trace: Trace) -> None:
-        super().__init__(own.callbacks, own.training)
-        self.learn, self.own, self.trace = learn, own, trace
+    def __init__(self, learn: Any, table: HandlerTable, trace: Trace) -> None:
+        super().__init__(table.callbacks, table.training)
+        self.learn, self.table, self.trace = learn, table, trace
 
     def __missing__(self, name: str) -> list[Entry]:
         if name in CONTEXTS.values():
-            return self.own[name]
+            return self.table[name]
         entries: list[Entry] = [
-            (partial(self._watch, f, cb, name), switch, cb) for f, switch, cb in self.own[name]
+            (partial(self._watch, f, cb, name), switch, cb) for f, switch, cb in self.table[name]
         ]
         self[name] = entries
         return entries
 
     def _watch(self, handler: Callable[[], Any], cb: Any, name: str) -> None:
         __tracebackhide__ = True
-        before = fingerprints(self.learn)
+        before = digest_state(self.learn)
         try:
             handler()
         finally:
-            after = fingerprints(self.learn)
-            who, is_observer = type(cb).__name__, bool(getattr(cb, 'observer', False))
+            after = digest_state(self.learn)
+            cb_name = type(cb).__name__
+            is_observer = bool(getattr(cb, 'observer', False))
             changed = [
                 what
                 for what in dict.fromkeys([*before, *after])
                 if before.get(what) != after.get(what)
             ]
             self.trace += [
-                Change(name, self.learn.epoch, self.learn.iter, who, what, is_observer)
+                Change(name, self.learn.epoch, self.learn.iter, cb_name, what, is_observer)
                 for what in changed
             ]
 
 
-def fingerprints(learn: Any) -> dict[str, Any]:
-    "Return a digest of everything a callback may change, by name."
+def digest_state(learn: Any) -> dict[str, Any]:
+    "Return a digest of every value that a callback may change, by name."
     found: dict[str, Any] = {
         name: digest(learn.__dict__[name]) for name in WATCHED if name in learn.__dict__
     }
@@ -254,24 +257,23 @@ def fingerprints(learn: Any) -> dict[str, Any]:
             where = f' of group {i}' if len(groups) > 1 else ''
             found |= {f'hyper {name}{where}': float(v) for name, v in h.items()}
     rng = capture_rng()
-    return {
-        **found,
-        'random numbers': (digest(rng), hash(str(map_tensors(rng, torch.numel)))),
-    }  # and its numbers
+    # `digest` covers tensors only, the hash covers the numbers
+    found['random numbers'] = digest(rng), hash(str(map_tensors(rng, torch.numel)))
+    return found
 
 
 def digest(o: Any) -> str:
-    "Return a digest of the tensors in a nested structure; one without any is told by what it looks like."
-    h, n = blake2b(digest_size=16), 0
+    "Return a digest of the tensors in a nested structure, or its description if there are none."
+    h = blake2b(digest_size=16)
+    n = 0
 
     def add(t: Tensor) -> Tensor:
         nonlocal n
         n += 1
         h.update(f'{tuple(t.shape)}{t.dtype}'.encode())
         t = t.detach().to_dense() if t.layout is not torch.strided else t.detach()
-        h.update(
-            t.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() if t.numel() else b''
-        )
+        if t.numel():
+            h.update(t.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return t
 
     map_tensors(o, add)

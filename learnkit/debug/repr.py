@@ -1,4 +1,4 @@
-"""What a Learner says of itself: a line of text, and a table in a notebook. Nothing is drawn, moved or waited for."""
+"""Text and HTML representations of a Learner. They draw no batch, move no tensor, and do not synchronize a device."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ def learner_text(learn: Any) -> str:
     "Return a Learner's model, loss, validation loaders and callbacks on one line."
     model, loss = (safe_call(partial(f, learn)) for f in (_model_name, _loss))
     valid = safe_call(lambda: [name for name, _ in evaluation_loaders(learn.dls)])
-    return f'Learner({model}, loss_func={loss}, valid={valid}, cbs=[{", ".join(_listed(learn, "cbs"))}])'
+    cbs = ', '.join(_list_reprs(learn, 'cbs'))
+    return f'Learner({model}, loss_func={loss}, valid={valid}, cbs=[{cbs}])'
 
 
 def learner_html(learn: Any) -> str:
-    "Return what a Learner is made of and how far it has come, as a table."
+    "Return the parts of a Learner and its training progress, as an HTML table."
     entries = {
         'model': _model,
         'data': _data,
@@ -52,12 +53,17 @@ def _loss(learn: Any) -> str | None:
 def _model(learn: Any) -> str:
     params = list(learn.model.parameters())
     known = [p for p in params if not is_lazy(p)]
-    n, n_trained = (
-        sum(p.numel() for p in ps) for ps in (known, [p for p in known if p.requires_grad])
-    )
-    count = f'{n:,} parameters' + (f', {n_trained:,} of them trained' if n_trained != n else '')
+    n = sum(p.numel() for p in known)
+    n_trained = sum(p.numel() for p in known if p.requires_grad)
+    description = f'{_model_name(learn)}, {n:,} parameters'
+    if n_trained != n:
+        description += f', {n_trained:,} of them trained'
+    if len(known) < len(params):
+        description += ' so far'
     devices = ' and '.join(dict.fromkeys(str(p.device) for p in params))
-    return f'{_model_name(learn)}, {count}{" so far" * (len(known) < len(params))}{f", on {devices}" * bool(devices)}'
+    if devices:
+        description += f', on {devices}'
+    return description
 
 
 def _data(learn: Any) -> list[str]:
@@ -66,16 +72,19 @@ def _data(learn: Any) -> list[str]:
 
 
 def _optimizer(learn: Any) -> str:
-    "Say what the optimizer is, or will be, with its rates."
-    opt, asked = learn.opt, name_of(getattr(learn.opt_func, 'func', learn.opt_func))
+    "Describe the optimizer and its rates, also if it does not exist yet."
+    opt = learn.opt
+    name = name_of(getattr(learn.opt_func, 'func', learn.opt_func))
     if opt is None:
-        return f'{asked}, lr {learn.lr}, not made yet'
-    made = ' and '.join(type(o).__name__ for o in opt.optimizers.values())
+        return f'{name}, lr {learn.lr}, not made yet'
+    classes = ' and '.join(type(o).__name__ for o in opt.optimizers.values())
     rates = ', '.join(dict.fromkeys(f'{float(h["lr"]):.3g}' for h in opt.hypers if 'lr' in h))
+    description = name if classes == name else f'{name} ({classes})'
+    description += f', lr {rates}'
     n = len(opt.hypers)
-    return f'{asked}{f" ({made})" * (made != asked)}, lr {rates}' + (
-        f', {n} param groups' if n > 1 else ''
-    )
+    if n > 1:
+        description += f', {n} param groups'
+    return description
 
 
 def _metrics(learn: Any) -> str:
@@ -83,11 +92,11 @@ def _metrics(learn: Any) -> str:
 
 
 def _callbacks(learn: Any) -> list[str]:
-    return _listed(learn.callbacks, 'ordered')
+    return _list_reprs(learn.callbacks, 'ordered')
 
 
-def _listed(o: Any, name: str) -> list[str]:
-    "Return the looks of the callbacks, each for itself."
+def _list_reprs(o: Any, name: str) -> list[str]:
+    "Return the representation of each callback; an error in one does not affect the others."
     found = safe_call(lambda: f() if callable(f := getattr(o, name)) else list(f))
     return [safe_call(partial(repr, cb)) for cb in found] if isinstance(found, list) else [found]
 

@@ -1,4 +1,4 @@
-"""The callback that lets one Learner train in several processes: what they share, weigh and agree on."""
+"""Callback for distributed training: sharded loaders, weighted gradients, and agreement between ranks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,15 @@ from learnkit.core.random import preserved_rng
 from learnkit.core.time import Time, as_time
 from learnkit.data.checks import check_count
 from learnkit.data.dataloaders import n_batches
-from learnkit.distributed.compare import alike, check_bare, differ, lengths_of, total_of
+from learnkit.distributed.compare import (
+    check_alike,
+    check_bare,
+    compute_totals,
+    list_lengths,
+    totals_differ,
+)
 from learnkit.distributed.cut import BATCH_SIZES, UNEVEN
-from learnkit.distributed.ddp import Replicas, average, too_big
+from learnkit.distributed.ddp import Replicas, average, is_too_big
 from learnkit.distributed.failures import Failures
 from learnkit.distributed.shards import FirstBatches, check_lengths, shard_loaders
 from learnkit.distributed.strategy import SeveralProcesses
@@ -35,33 +41,33 @@ __all__ = ['DistributedTraining']
 
 T = TypeVar('T')
 
-LONGEST_S = 1.0  # from one agreement to the next, unless a single batch takes longer
+MAX_INTERVAL_S = 1.0  # seconds between agreements, unless a single batch takes longer
 STRATEGIES = ('auto', 'ddp', 'fsdp')
 CHOICES = {'strategy': STRATEGIES, 'batch_size': BATCH_SIZES, 'uneven': UNEVEN}
 
 
 class Weights:
-    "What the loss of a batch averages over in this process, and the sum over all, which comes while it is computed."
+    "Weight of a batch on this rank, and its sum over all ranks, which is reduced asynchronously."
 
     def __init__(self, own: Any, world: Comm) -> None:
-        self.own, self._total = own, None  # type: tuple[Any, Any]
-        on_device = isinstance(own, Tensor) and not own.is_cpu
-        self._wait = (
-            summed_on_device(own)
-            if on_device
-            else world.start_sum(torch.as_tensor(own, dtype=torch.float64))
-        )
-        self._on_device = on_device
+        self.own: Any = own
+        self._total: Any = None
+        self._on_device = isinstance(own, Tensor) and not own.is_cpu
+        if self._on_device:
+            self._wait = start_sum_on_device(own)
+        else:
+            self._wait = world.start_sum(torch.as_tensor(own, dtype=torch.float64))
 
     def total(self) -> Any:
-        "Return the sum over all processes: a number, or a tensor on the device of what was given."
+        "Return the sum over all ranks: a number, or a tensor on the device of the weight."
         if self._total is None:
-            self._total = self._wait() if self._on_device else float(self._wait())
+            total = self._wait()
+            self._total = total if self._on_device else float(total)
         return self._total
 
 
-def summed_on_device(t: Tensor) -> Callable[[], Tensor]:
-    "Begin to sum a tensor over all processes where it is, and return the function that gives the sum."
+def start_sum_on_device(t: Tensor) -> Callable[[], Tensor]:
+    "Start an all-reduce of a tensor on its device, and return a function that waits for the sum."
     import torch.distributed as dist
 
     total = t.detach().double()
@@ -69,7 +75,7 @@ def summed_on_device(t: Tensor) -> Callable[[], Tensor]:
     work = dist.all_reduce(total, async_op=True)
 
     def wait() -> Tensor:
-        work.wait()  # for a GPU the stream waits, and the host goes on
+        work.wait()  # on a GPU only the stream waits, not the host
         return total
 
     return wait
@@ -77,39 +83,39 @@ def summed_on_device(t: Tensor) -> Callable[[], Tensor]:
 
 @dataclass(slots=True)
 class BatchShare:
-    "What is known of the training batch at hand."
+    "This rank's share of the current training batch."
 
-    share: tuple[int, int] | None = None  # own samples, and those of all; None: not known
-    n_steps: int | None = None  # before it, while no `before_step` has been
-    local: bool = True  # gradients that are there may not be averaged yet
-    tokens_before: int = 0
-    tokens: Callable[[], Tensor] | None = None  # gives those of all processes
-    weights: Weights | None = None  # what the loss averages over, where that is not samples
+    share: tuple[int, int] | None = None  # samples of this rank, samples of all; None: unknown
+    n_steps: int | None = None  # steps before the batch; None after `before_step`
+    local: bool = True  # gradients may not be averaged yet
+    tokens_before: int = 0  # tokens before the batch
+    tokens: Callable[[], Tensor] | None = None  # f() -> tokens of all ranks
+    weights: Weights | None = None  # weights, if the loss does not average over samples
 
 
 class DistributedTraining(Callback):
-    """Train in all the processes that were started together, as one process would train on what they have between them.
+    """Train on all ranks of a process group, as one process would train on the combined batches.
 
-    Started by torchrun, by SLURM's `srun`, or with a process group that is there already (Ray Train makes one), the
-    Learner takes its share of every batch, and gradients, losses, metrics and logs are those of all. In a process that
-    is alone it does nothing, so that one script serves both. `learn.distributed(...)` adds it for a context.
+    With torchrun, SLURM's `srun`, or an existing process group (such as Ray Train's), each rank trains on its shard of
+    every batch. Gradients are averaged over all ranks, and losses, metrics and logs are reduced over them. In a single
+    process the callback has no effect, so one script serves both. `learn.distributed(...)` adds it for a context.
 
-    From being added to being removed, `learn.world` says who is there (`rank`, `size`), and `learn.dls` gives this
-    process's share of the user's loaders, which are not changed. A loader with torch's `DistributedSampler`, or
-    `sharded_already=True`, is left as it is. Files, rows and bars are the first process's.
+    While the callback is added, `learn.world` has `rank` and `size`, and `learn.dls` iterates over this rank's shard of
+    the user's loaders, which are unchanged. A loader with torch's `DistributedSampler`, or `sharded_already=True`, is
+    not sharded. Rank 0 writes files and prints rows and bars.
 
-    Batches are the same as those of one process with `batch_size` times as many samples ('process': the loader's batch
-    size is that of each) or as many ('global'). At the end of the data there may be too few for all: with
-    `uneven='join'` each sample is used once, and gradients are weighted so that they are the mean over what there is;
-    'pad' repeats samples until all have equally many, 'drop' leaves out what is left over.
+    With `batch_size='process'` each rank uses the loader's batch size; with 'global' the ranks split it. The last
+    batch may have too few samples for all ranks: with `uneven='join'` each sample is used once, and gradients are
+    weighted to be the mean over the samples; 'pad' repeats samples until all ranks have equally many; 'drop' discards
+    the remainder.
 
-    `learn.stop()` in one process, SIGTERM and the clock are agreed on every `agree_every` batches, while the next is
-    computed, and between epochs. Without a number, that is each batch for a big model, and every 64 batches at most for
-    a small one, more often where batches are slow.
+    The ranks agree on `learn.stop()`, SIGTERM and the clock every `agree_every` batches, while the next batch is
+    computed, and between epochs. By default that is every batch for a large model, and up to every 64 batches for a
+    small one; more often if batches are slow.
 
-    Raises `OptionError` for options that are none, `DistributedError` where the processes cannot be joined, where their
-    models differ, and when another one fails or hangs for longer than `timeout`. No state of its own; a checkpoint has
-    random generators and the place in the data for each process.
+    Raises `OptionError` for unknown options, and `DistributedError` if the process group cannot be joined, if the
+    models differ, and if another rank fails or does not respond for `timeout`. No state of its own is checkpointed; a
+    checkpoint holds the random generators and the data position of each rank.
 
     >>> DistributedTraining('ddp', batch_size='global').strategy
     'ddp'
@@ -117,26 +123,27 @@ class DistributedTraining(Callback):
 
     order, needs_events = -9.5, False  # right after the counters
     remove_on_find = False
-    failures: Failures  # of the processes that are joined
+    failures: Failures  # failures of all ranks
 
     def __init__(
         self,
-        strategy: str = 'auto',  # 'ddp': each rank has the whole model; 'fsdp': a part; 'auto'
+        strategy: str = 'auto',  # 'ddp': replicated model; 'fsdp': sharded model; 'auto'
         *,
-        batch_size: str = 'process',  # whose batch size loaders have: each 'process', or 'global'
-        uneven: str = 'join',  # what becomes of the last batch: 'join', 'pad' or 'drop'
-        sharded_already: bool = False,  # the loaders give this process's share themselves
+        batch_size: str = 'process',  # meaning of the loaders' batch size: 'process' or 'global'
+        uneven: str = 'join',  # treatment of an uneven last batch: 'join', 'pad' or 'drop'
+        sharded_already: bool = False,  # True if the loaders iterate over this rank's shard
         agree_every: int | None = None,  # batches between agreements; None: by model and speed
-        timeout: str | int | Time = '10m',  # after which a process that waits for another gives up
-        backend: str | None = None,  # torch's name; None: NCCL between GPUs and gloo between CPUs
-        **options: Any,  # of the strategy, see `Replicas` and `Sharded`
+        timeout: str | int | Time = '10m',  # timeout of the process group
+        backend: str | None = None,  # backend of the group; None: NCCL for GPUs, gloo for CPUs
+        **options: Any,  # options of the strategy, see `Replicas` and `Sharded`
     ) -> None:
-        given = {'batch_size': batch_size, 'uneven': uneven}
-        for name, value in {'strategy': strategy, **given}.items():
-            if value not in (known := CHOICES[name]):
+        loader_options = {'batch_size': batch_size, 'uneven': uneven}
+        for name, value in {'strategy': strategy, **loader_options}.items():
+            choices = CHOICES[name]
+            if value not in choices:
                 raise OptionError(
-                    f'{name}={value!r}: give {" or ".join(map(repr, known))}.'
-                    f'{did_you_mean(str(value), known)}'
+                    f'{name}={value!r}: give {" or ".join(map(repr, choices))}.'
+                    f'{did_you_mean(str(value), choices)}'
                 )
         if agree_every is not None:
             check_count('DistributedTraining', 'agree_every', agree_every)
@@ -144,25 +151,25 @@ class DistributedTraining(Callback):
         if self.timeout.unit != 'sec':
             raise OptionError(f'timeout={timeout!r}: give seconds, or a time like "10m".')
         self.strategy, self.backend, self.sharded_already = strategy, backend, sharded_already
-        self._given, self._options, self.agree_every = given, options, agree_every
+        self._given, self._options, self.agree_every = loader_options, options, agree_every
         if strategy != 'auto':
-            self._made()  # whose options it checks
-        self.parts: Any = None  # the strategy at work
+            self._make_parts()  # raises for invalid options
+        self.parts: Any = None  # the current `Replicas` or `Sharded`
         self._mean = GradientMean()
-        self._before: dict[str, Any] = {}  # what the Learner had before
-        self._dls: Any = None  # the shares of its loaders
+        self._saved: dict[str, Any] = {}  # attributes of the Learner to restore
+        self._dls: Any = None  # sharded loaders
         self.batch = BatchShare()
-        self._evaluates = True  # the batch of an evaluation has samples of this process
-        self._every = self._most = 1  # batches from one agreement to the next, now and at most
-        self._heard = 0, 0.0  # at which batch the last one was heard of, and its clock
-        self._catches_up = False  # a resumed fit is to compute as if it had not stopped
-        self._loose: list[nn.Parameter] = []  # those that are trained and are not the model's
-        self._steps_before = 0  # those of other fits
-        # all callbacks; those that say whether a step follows
-        self._asked: tuple[list[Any], list[Any]] = [], []
+        self._evaluates = True  # the batch of an evaluation has samples of this rank
+        self._every = self._most = 1  # batches between agreements, now and at most
+        self._last_agreement = 0, 0.0  # batch and clock of the last agreement
+        self._catches_up = False  # a resumed fit must compute as if it had never stopped
+        self._extra_params: list[nn.Parameter] = []  # trained parameters outside the model
+        self._steps_before = 0  # steps of previous fits
+        # all callbacks, and the callbacks with a method `will_step`
+        self._step_deciders: tuple[list[Any], list[Any]] = [], []
 
     def _runs_when(self, event_name: str, training: bool | None) -> bool:
-        "Have no handler at all in a process that is alone, and one of predictions in evaluations alone."
+        "Return False for all events in a single process, and for `after_pred` in training."
         if (
             self.learn is None
             or self.learn.world.size == 1
@@ -171,7 +178,7 @@ class DistributedTraining(Callback):
             return False
         return super()._runs_when(event_name, training)
 
-    # -- coming and going --------------------------------------------------------------------------
+    # -- joining and leaving the process group -----------------------------------------------------
 
     def on_added(self) -> None:
         learn = self.learn
@@ -183,18 +190,18 @@ class DistributedTraining(Callback):
         world = join_ranks(self.timeout.value, self.backend)
         if world.size == 1:
             return world.leave()
-        self._before = {'dls': learn.dls, 'logger': learn.logger}
+        self._saved = {'dls': learn.dls, 'logger': learn.logger}
         learn.world, learn.strategy, self.failures = world, SeveralProcesses(self), Failures(world)
         try:
-            # nobody leaves while another still joins
+            # synchronize first: a rank that fails must not leave while another one still joins
             world.run_on_all(lambda: check_bare(learn.model))
-            alike(learn, world, self._told())
-            self.parts = self._made(
-                cuts=self.strategy == 'auto' and world.any(too_big(learn.model))
+            check_alike(learn, world, self._collect_shared_options())
+            self.parts = self._make_parts(
+                shards_model=self.strategy == 'auto' and world.any(is_too_big(learn.model))
             )
             self._share_loaders()
             self._dls = learn.dls
-            self._every = self._most = self.agree_every or batches_between(learn.model)
+            self._every = self._most = self.agree_every or choose_agree_interval(learn.model)
             if not world.is_first:
                 learn.logger = noop
             self._seed()
@@ -207,9 +214,9 @@ class DistributedTraining(Callback):
                 raise
             raise error from e
 
-    def _told(self) -> dict[str, str]:
-        "Return what must be the same in every process, besides the model."
-        lengths = {} if self.sharded_already else lengths_of(self.learn.dls)
+    def _collect_shared_options(self) -> dict[str, str]:
+        "Return the options and lengths that must be equal on all ranks, in addition to the model."
+        lengths = {} if self.sharded_already else list_lengths(self.learn.dls)
         options = {
             'strategy': self.strategy,
             'sharded_already': self.sharded_already,
@@ -220,9 +227,9 @@ class DistributedTraining(Callback):
         )
         return {**lengths, **{f'option {name}': repr(value) for name, value in options.items()}}
 
-    def _made(self, cuts: bool = False) -> Any:
-        "Return the strategy: one that cuts the model over the processes, if it is asked for, or `cuts` says so."
-        if self.strategy == 'ddp' or not (cuts or self.strategy == 'fsdp'):
+    def _make_parts(self, shards_model: bool = False) -> Any:
+        "Return the strategy: `Sharded` for 'fsdp', or for 'auto' with `shards_model`; otherwise `Replicas`."
+        if self.strategy == 'ddp' or not (shards_model or self.strategy == 'fsdp'):
             return Replicas(**self._options)
         from learnkit.distributed.fsdp import Sharded
 
@@ -231,7 +238,7 @@ class DistributedTraining(Callback):
     def _share_loaders(self) -> None:
         learn, world = self.learn, self.learn.world
         if self.sharded_already:
-            learn.dls = self._cut_to_the_shortest()
+            learn.dls = self._truncate_loaders()
         else:
             learn.dls = shard_loaders(
                 learn.dls,
@@ -244,8 +251,8 @@ class DistributedTraining(Callback):
         if torch.device(learn.dls.device).type == world.device.type:
             learn.dls.device = world.device
 
-    def _cut_to_the_shortest(self) -> Any:
-        "Refuse training loaders of different lengths, or leave out what the longer ones have more."
+    def _truncate_loaders(self) -> Any:
+        "Truncate training loaders to the shortest rank's length, or raise if lengths differ, by `uneven`."
         dls = copy(self.learn.dls)
         n = check_lengths(self.learn.world.gather(n_batches(dls.train)), self._given['uneven'])
         if n is not None and n != n_batches(dls.train):
@@ -253,7 +260,7 @@ class DistributedTraining(Callback):
         return dls
 
     def _seed(self) -> None:
-        "Give every process random numbers of its own; the first keeps those that it has."
+        "Seed the random generators differently on each rank; rank 0 keeps its state."
         with preserved_rng():
             seed = int(torch.empty((), dtype=torch.int64).random_())
         seed = self.learn.world.broadcast(seed)
@@ -268,9 +275,9 @@ class DistributedTraining(Callback):
 
     def on_removed(self) -> None:
         learn, world = self.learn, self.learn.world
-        before, self._before = self._before, {}
-        if not before:
-            return  # it has not joined any
+        saved, self._saved = self._saved, {}
+        if not saved:
+            return  # a single process, or joining has failed
         try:
             if self.parts is not None:
                 self.parts.leave(learn)
@@ -279,19 +286,20 @@ class DistributedTraining(Callback):
             self.failures.leave()
             del self.failures
             self.parts = None
-            self._asked = [], []
-            for name, value in before.items():
+            self._step_deciders = [], []
+            for name, value in saved.items():
                 setattr(learn, name, value)
             learn.world, learn.strategy = ALONE, SingleProcess()
             world.leave()
 
     def fail(
         self,
-        e: BaseException,  # has ended a run of this process
+        e: BaseException,  # error that has ended a run of this rank
     ) -> BaseException:
-        """Let the other processes know of an error, and close the connections on which they wait for this one.
+        """Report an error to the other ranks, and close the connections on which they wait for this rank.
 
-        Return what is to be raised: `e`, or a `DistributedError` that says which process has failed before."""
+        Returns the error to raise: `e`, or a `DistributedError` with the rank that has failed first.
+        """
         failures, world = self.failures, self.learn.world
         error = failures.report(e, self.learn)
         if isinstance(e, SystemExit):
@@ -315,7 +323,10 @@ class DistributedTraining(Callback):
                 '`learn.distributed()`, or the loader in it, `learn.dls.train`, in a new context.'
             )
         world.reset(clock=max(world.gather(learn.counters.elapsed())))
-        self._every, self._heard = self._most, (learn.counters.batches, world.value('clock'))
+        self._every, self._last_agreement = (
+            self._most,
+            (learn.counters.batches, world.value('clock')),
+        )
         r = learn.run.resume
         self._steps_before = learn.finished('st') if r is None else 0
         self._catches_up = world.size > 2 and r is not None and r.state.get('has_synced', True)
@@ -323,7 +334,7 @@ class DistributedTraining(Callback):
     def before_train(self) -> None:
         self.parts.prepare(self.learn)
         own = set(self.learn.model.parameters())
-        self._loose = [p for p in self.learn.opt.parameters() if p not in own]
+        self._extra_params = [p for p in self.learn.opt.parameters() if p not in own]
         self.batch.local = True  # also those that a resumed epoch has brought with it
         self._share_order()
 
@@ -332,35 +343,33 @@ class DistributedTraining(Callback):
         self._share_order()
 
     def _share_order(self) -> None:
-        "Let every process draw the order of the data from the first one's generators."
+        "Shuffle the data on every rank in the order that rank 0's random generators determine."
         dl = self.learn.dl
         if hasattr(dl, 'order_state'):
             dl.take_order(self.world.broadcast(dl.order_state() if self.world.is_first else None))
             return
-        for sampler in (
-            getattr(dl, 'sampler', None),
-            getattr(getattr(dl, 'batch_sampler', None), 'sampler', None),
-        ):
-            if set_epoch := getattr(sampler, 'set_epoch', None):
-                return set_epoch(self.learn.counters.epochs)  # of all fits
+        batch_sampler = getattr(dl, 'batch_sampler', None)
+        samplers = getattr(dl, 'sampler', None), getattr(batch_sampler, 'sampler', None)
+        for sampler in samplers:
+            set_epoch = getattr(sampler, 'set_epoch', None)
+            if set_epoch is not None:
+                return set_epoch(self.learn.counters.epochs)  # epochs of all fits
 
     # -- each batch --------------------------------------------------------------------------------
 
     def before_batch(self) -> None:
         learn = self.learn
         share = getattr(learn.dl, 'share', None)
-        known = share(learn.iter) if share is not None else None
+        loader_share = share(learn.iter) if share is not None else None
         if not learn.training:
-            self._evaluates = known is None or known[0] > 0
+            self._evaluates = loader_share is None or loader_share[0] > 0
             return
-        now = self.batch
-        now.share = known if share is not None else self._counted_share()
-        now.tokens_before, now.tokens, now.n_steps = (
-            learn.counters.tokens,
-            None,
-            learn.finished('st'),
-        )
-        now.weights = None
+        batch = self.batch
+        batch.share = loader_share if share is not None else self._count_share()
+        batch.tokens_before = learn.counters.tokens
+        batch.tokens = None
+        batch.n_steps = learn.finished('st')
+        batch.weights = None
         if not self._catches_up:
             return
         self._catches_up = False
@@ -368,28 +377,27 @@ class DistributedTraining(Callback):
 
     @property
     def has_samples(self) -> bool:
-        "Whether the batch at hand has samples of this process, and does not only keep it in step with others."
+        "True if the current batch has samples of this rank; a filler batch only keeps the ranks in step."
         if not self.learn.training:
             return self._evaluates
         return self.batch.share is None or self.batch.share[0] > 0
 
-    def _counted_share(self) -> tuple[int, int] | None:
-        "Return the share of a batch from a loader that gives this process's own; torch's sampler gives all as many."
-        own = sample_count(self.learn)
-        total = (
-            int(self.world.sum(torch.tensor(own)))
-            if self.sharded_already
-            else own * self.world.size
-        )
-        return (own, total) if total else None
+    def _count_share(self) -> tuple[int, int] | None:
+        "Return the share of a batch of a loader that was not sharded here; torch's sampler shards evenly."
+        n = sample_count(self.learn)
+        if self.sharded_already:
+            total = int(self.world.sum(torch.tensor(n)))
+        else:
+            total = n * self.world.size
+        return (n, total) if total else None
 
     def forward_context(self) -> AbstractContextManager[Any] | None:
-        "Add gradients up in this process alone where no step follows this pass."
+        "Return a context without gradient synchronization if no step follows this pass."
         learn = self.learn
         if not learn.training:
             return None
-        now = self.batch
-        if now.tokens is None and has_tokens(learn) and not learn.microbatch:
+        batch = self.batch
+        if batch.tokens is None and has_tokens(learn) and not learn.microbatch:
             self._sum_tokens()
         if (
             not learn.microbatch
@@ -397,31 +405,32 @@ class DistributedTraining(Callback):
             and not learn.loss_weights.are_samples(learn)
         ):
             self.sum_weights()
-        now.local = learn.run.calls_modules or not self._steps_after_this()
-        if now.local:
+        batch.local = learn.run.calls_modules or not self._will_step()
+        if batch.local:
             return self.parts.pass_without_sync()
         self.parts.has_synced = True
         return None
 
-    def _steps_after_this(self) -> bool:
+    def _will_step(self) -> bool:
         learn = self.learn
         if learn.microbatch and not learn.run.is_last_microbatch:
             return False
-        cbs, asked = self._asked
-        if cbs is not (here := learn.callbacks.ordered()):
-            asked = [cb for cb in here if hasattr(cb.__class__, 'will_step')]
-            self._asked = here, asked
-        return not asked or all(cb.will_step() for cb in asked)
+        cbs, deciders = self._step_deciders
+        current_cbs = learn.callbacks.ordered()
+        if cbs is not current_cbs:
+            deciders = [cb for cb in current_cbs if hasattr(cb.__class__, 'will_step')]
+            self._step_deciders = current_cbs, deciders
+        return not deciders or all(cb.will_step() for cb in deciders)
 
     def after_pred(self) -> None:
-        "Leave a sample out of an evaluation that only keeps this process in step."
+        "Cancel a filler batch of an evaluation, which only keeps the ranks in step."
         if self._evaluates:
             return
         self.learn.clear_pass()
         raise CancelBatchException
 
     def after_cancel_backward(self) -> None:
-        "Take nothing as averaged: the pass that was to do it may not have come so far."
+        "Treat gradients as not averaged: the canceled pass may not have reached the reduction."
         if self.learn.training:
             self.batch.local = True
 
@@ -432,19 +441,19 @@ class DistributedTraining(Callback):
         learn = self.learn
         if not learn.training:
             return
-        now = self.batch
-        if now.n_steps is not None and now.local and self.parts.averages_late:
+        batch = self.batch
+        if batch.n_steps is not None and batch.local and self.parts.averages_late:
             self._check_no_step()
-        if now.share is not None:
-            learn.counters.samples += now.share[1] - sample_count(learn)
+        if batch.share is not None:
+            learn.counters.samples += batch.share[1] - sample_count(learn)
         if not has_tokens(learn):
             return
-        # else of a batch that was cancelled, or cut into pieces
-        tokens = now.tokens or self._sum_tokens()
-        learn.counters.tokens = now.tokens_before + int(tokens())
+        # the forward pass of a canceled batch, or of microbatches, has not started the sum
+        tokens = batch.tokens or self._sum_tokens()
+        learn.counters.tokens = batch.tokens_before + int(tokens())
 
     def _check_no_step(self) -> None:
-        "Raise `DistributedError` for a step with gradients that nothing has averaged."
+        "Raise `DistributedError` for a step with gradients that were not averaged."
         learn = self.learn
         if learn.finished('st') == self.batch.n_steps:
             return
@@ -455,64 +464,72 @@ class DistributedTraining(Callback):
         )
 
     def _sum_tokens(self) -> Callable[[], Tensor]:
-        "Begin to sum this batch's tokens up; the answer comes while it is computed."
+        "Start to sum this batch's tokens over all ranks, while the batch is computed."
         self.batch.tokens = self.learn.world.start_sum(
             torch.tensor(token_count(self.learn) if self.has_samples else 0)
         )
         return self.batch.tokens
 
     def sum_weights(self) -> Weights:
-        "Return what this batch's loss averages over, here and in all processes; begin to sum it up where that is new."
+        "Return the weights of this batch; the first call starts to sum them over all ranks."
         if self.batch.weights is None:
             self.batch.weights = Weights(self.learn.strategy.own_weight(self.learn), self.world)
         return self.batch.weights
 
     def batch_checkpoint(self) -> None:
-        world, n = self.learn.world, self.learn.counters.batches
-        sends, hears = n % self._every == 0, world.is_exchanging
-        if sends or hears:
+        world = self.learn.world
+        n = self.learn.counters.batches
+        sends = n % self._every == 0
+        receives = world.is_exchanging  # the values of the previous exchange
+        if sends or receives:
             self._agree(partial(world.exchange, sends))
-        if hears and self.agree_every is None:
-            self._keep_pace(n, world.value('clock'))
+        if receives and self.agree_every is None:
+            self._adapt_interval(n, world.value('clock'))
 
-    def _keep_pace(self, n: int, clock: float) -> None:
-        "Agree more often where batches take long, by the clock that all agree on."
-        (n_before, before), self._heard = self._heard, (n, clock)
+    def _adapt_interval(self, n: int, clock: float) -> None:
+        "Agree more often if batches are slow, by the clock on which the ranks agree."
+        last_n, last_clock = self._last_agreement
+        self._last_agreement = n, clock
+        n_batches, seconds = n - last_n, clock - last_clock
         self._every = self._most
-        while self._every > 1 and self._every * (clock - before) > LONGEST_S * (n - n_before):
+        while self._every > 1 and self._every * seconds > MAX_INTERVAL_S * n_batches:
             self._every //= 4
 
     def epoch_checkpoint(self) -> None:
-        total = total_of(self.learn.model.parameters()) if self.parts.averages_late else (0.0, 0.0)
+        total = (
+            compute_totals(self.learn.model.parameters())
+            if self.parts.averages_late
+            else (0.0, 0.0)
+        )
         totals = self._agree(partial(self.world.sync, *total))
-        # evaluations are no batches
-        self._heard = self.learn.counters.batches, self.world.value('clock')
-        if differ(totals):
+        # evaluations take time but are not counted as batches
+        self._last_agreement = self.learn.counters.batches, self.world.value('clock')
+        if totals_differ(totals):
             self.learn.check_replicas()
 
     def iteration_checkpoint(self) -> None:
         self._agree(self.world.sync)
 
-    def _agree(self, how: Callable[[], T]) -> T:
+    def _agree(self, exchange: Callable[[], T]) -> T:
         learn = self.learn
         learn.world.post('clock', learn.counters.elapsed())
         learn.world.n_steps = learn.finished('st') - self._steps_before
-        told = how()
+        result = exchange()
         if learn.world.value('stop'):
             learn.run.stopping = True
-        return told
+        return result
 
 
 class GradientMean(Callback):
-    "Make gradients the mean over the samples of all processes: a part of `DistributedTraining` with another order."
+    "Callback of `DistributedTraining`, with another order, that averages gradients over the samples of all ranks."
 
     # after gradient accumulation, before mixed precision
     order, run_valid, needs_events = 7, False, False
     runs_last = ('before_backward',)
-    _factor: Any = None  # of a batch that is cut into pieces
+    _factor: Any = None  # factor of a batch that is split into microbatches
 
     def before_batch(self) -> None:
-        "Look at the whole batch, where its loss is that of pieces."
+        "Compute the factor of the whole batch before it is split into microbatches."
         learn = self.learn
         if (
             learn.microbatch
@@ -524,48 +541,51 @@ class GradientMean(Callback):
             self._factor = None
 
     def before_backward(self) -> None:
-        "Weigh this process's loss by its share."
-        factor = (
-            self.learn.strategy.gradient_share(self.learn) if self._factor is None else self._factor
-        )
+        "Multiply the loss by this rank's share of the batch."
+        factor = self._factor
+        if factor is None:
+            factor = self.learn.strategy.gradient_share(self.learn)
         if isinstance(factor, Tensor) or factor != 1:
             self.learn.loss_grad = self.learn.loss_grad * factor
 
     def before_step(self) -> None:
-        "Average what is not averaged yet: what was added up in each process alone, and the loss function's own."
+        "Average gradients that the backward pass has not reduced, and gradients of the loss function's parameters."
         learn = self.learn
         team = learn.strategy.team
         if team is None:
             return
-        now = team.batch
-        now.n_steps = None
-        if now.local:
+        batch = team.batch
+        batch.n_steps = None
+        if batch.local:
             team.parts.average_gradients(learn)
-        now.local = (
-            True  # until a pass has averaged others: a loop of one's own may go around the wrapper
-        )
-        if team._loose:
+        batch.local = True  # a custom loop may bypass the wrapper that reduces gradients
+        if team._extra_params:
             stepping = set(learn.step_parameters)
-            average(p for p in team._loose if p in stepping)
+            average(p for p in team._extra_params if p in stepping)
 
     def before_validate(self) -> None:
-        "Share buffers again, which averaged weights may have brought with them."
-        if (team := self.learn.strategy.team) is not None:
+        "Broadcast buffers again, because averaged weights may include buffers."
+        team = self.learn.strategy.team
+        if team is not None:
             team.parts.share_buffers(self.learn)
 
 
 def has_tokens(learn: Any) -> bool:
-    "Tell whether tokens are counted of the batch at hand."
+    "Return True if the tokens of the current batch are counted."
     if learn.token_func is not None:
         return True
     first = learn.xb[0] if learn.xb else None
     return first.__class__ is not Tensor and isinstance(first, Mapping) and 'input_ids' in first
 
 
-def batches_between(model: nn.Module) -> int:
-    """Return how many batches go by from one agreement to the next, if these are not slow.
+def choose_agree_interval(model: nn.Module) -> int:
+    """Return the number of batches between agreements, for batches that are not slow.
 
-    One costs some tenths of a millisecond where all cores are busy. As long as the number follows from the model alone,
-    the same run stops at the same batch."""
+    An agreement takes some tenths of a millisecond if all cores are busy. The number depends only on the model, so the
+    same run stops at the same batch.
+    """
     n = sum(p.numel() for p in model.parameters())
-    return 64 if n < 1e5 else 16 if n < 1e7 else 4 if n < 1e8 else 1
+    for max_params, interval in ((1e5, 64), (1e7, 16), (1e8, 4)):
+        if n < max_params:
+            return interval
+    return 1

@@ -18,14 +18,14 @@ from learnkit.data.dataloaders import TensorLoader, evaluation_loaders, n_batche
 from learnkit.distributed.ddp import share_first
 
 __all__ = [
-    'alike',
+    'check_alike',
     'check_bare',
     'check_replicas',
     'checksum',
-    'differ',
-    'lengths_of',
+    'totals_differ',
+    'list_lengths',
     'optimizer_state',
-    'total_of',
+    'compute_totals',
     'what_is_trained',
 ]
 
@@ -42,7 +42,7 @@ def check_bare(model: nn.Module) -> None:
         )
 
 
-def lengths_of(dls: Any) -> dict[str, str]:
+def list_lengths(dls: Any) -> dict[str, str]:
     "Return how long each loader is, in words."
 
     def told(dl: Any) -> str:
@@ -89,7 +89,7 @@ def optimizer_state(learn: Any) -> dict[str, Tensor]:
     }
 
 
-def alike(
+def check_alike(
     learn: Any,
     world: Comm,
     told: dict[str, str],  # of data and options, for comparison
@@ -115,12 +115,12 @@ def alike(
                 + '\n  '.join(unlike[:10])
             )
     share_first(tensors.values(), world.control)
-    if differ(world.gather(total_of(state.values()))):
+    if totals_differ(world.gather(compute_totals(state.values()))):
         share_first(state.values(), world.control)
 
 
 @torch.no_grad()
-def total_of(tensors: Iterable[Tensor]) -> tuple[float, float]:
+def compute_totals(tensors: Iterable[Tensor]) -> tuple[float, float]:
     "Return the sum of all numbers, and that of their magnitudes, which tell different weights apart."
     real = [
         torch.view_as_real(t) if t.is_complex() else t if t.is_floating_point() else t.double()
@@ -141,7 +141,7 @@ def total_of(tensors: Iterable[Tensor]) -> tuple[float, float]:
     return total, size
 
 
-def differ(totals: Iterable[Sequence[float]]) -> bool:
+def totals_differ(totals: Iterable[Sequence[float]]) -> bool:
     "Tell whether models are not the same by their totals, beyond what other hardware would round otherwise."
     sums, sizes = zip(*totals, strict=True)
     return max(sums) - min(sums) > 1e-6 * max(sizes)

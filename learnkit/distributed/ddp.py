@@ -186,7 +186,7 @@ def tensors_of(nested: Any) -> list[Tensor]:
     return found
 
 
-def too_big(model: nn.Module) -> bool:
+def is_too_big(model: nn.Module) -> bool:
     "Tell whether a model, its gradients and Adam's averages would fill more than half of this process's GPU."
     if not torch.cuda.is_available():
         return False

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learnkit.checkpoint.dcp import put, take_parts
+from learnkit.checkpoint.dcp import replace_at, take_parts
 from learnkit.core.batch import count_samples, cut_batch, find_bs
 from learnkit.core.comm import Comm
 from learnkit.core.dtensor import is_dtensor
@@ -161,7 +161,7 @@ class SeveralProcesses(SingleProcess):
         for key, state in own.pop('callbacks').items():
             state, *_ = take_parts(state)  # in lists and dicts of its own
             for place in shared.get(key, ()):
-                state = put(state, place, reduce(getitem, place, states[key]))
+                state = replace_at(state, place, reduce(getitem, place, states[key]))
             states[key] = state
         resume.state = {**resume.state, **own, 'callbacks': states}
         return resume

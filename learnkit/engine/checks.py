@@ -1,4 +1,4 @@
-"""What is checked before training starts, so that bad input is told before any weight has changed."""
+"""Checks of user input before training starts, so that invalid input raises before any weight has changed."""
 
 from __future__ import annotations
 
@@ -34,21 +34,19 @@ __all__ = [
 
 
 def check_model(model: object) -> None:
-    "Raise `ModelError` for what is no module, a class above all."
+    "Raise `ModelError` if `model` is not a module, such as a class."
     if isinstance(model, torch.nn.Module):
         return
+    kind = type(model).__name__
+    hint = 'Learner(dls, model) takes the data first, then the model'
     if isinstance(model, type):
-        what, hint = f'class {model.__name__}', f'write {model.__name__}(...)'
-    else:
-        what, hint = (
-            type(model).__name__,
-            'Learner(dls, model) takes the data first, then the model',
-        )
-    raise ModelError(f'model is a {what}, no torch.nn.Module: {hint}.')
+        kind = f'class {model.__name__}'
+        hint = f'write {model.__name__}(...)'
+    raise ModelError(f'model is a {kind}, no torch.nn.Module: {hint}.')
 
 
 def check_loss(loss_func: object) -> None:
-    "Raise `LossError` for what cannot be called as a loss: a class above all."
+    "Raise `LossError` if `loss_func` cannot be called, or is a class."
     if isinstance(loss_func, type):
         raise LossError(f'loss_func={loss_func.__name__} is a class: write {loss_func.__name__}().')
     if loss_func is not None and not callable(loss_func):
@@ -56,7 +54,7 @@ def check_loss(loss_func: object) -> None:
 
 
 def check_function(name: str, f: object) -> None:
-    "Raise `OptionError` for what is no function: a class of modules above all, `nn.Softmax` for `nn.Softmax(-1)`."
+    "Raise `OptionError` if `f` cannot be called, or is a module class: `nn.Softmax` instead of `nn.Softmax(-1)`."
     if isinstance(f, type) and issubclass(f, torch.nn.Module):
         raise OptionError(f'{name}={f.__name__} is a class: write `{name}={f.__name__}(...)`.')
     if f is not None and not callable(f):
@@ -64,7 +62,7 @@ def check_function(name: str, f: object) -> None:
 
 
 def check_takes(name: str, f: Callable[..., Any], what: str) -> None:
-    "Raise `OptionError` for a function that does not take one argument alone."
+    "Raise `OptionError` for a function that cannot be called with one argument."
     try:
         inspect.signature(f).bind(None)
     except TypeError as e:
@@ -73,13 +71,13 @@ def check_takes(name: str, f: Callable[..., Any], what: str) -> None:
             f'`lambda {what}: ...`.'
         ) from None
     except ValueError:
-        return  # written in C: calling it will tell
+        return  # a C function without a signature
 
 
 def check_count(name: str, value: object, least: int) -> int:
-    "Return a whole number; raise `FitError` for anything else, and below `least`."
+    "Return `value` as an int; raise `FitError` if it is not a whole number, or below `least`."
     try:
-        # whether it has an index is the question
+        # the annotation is ignored because `operator.index` is the check itself
         number = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         number = least - 1
@@ -89,7 +87,7 @@ def check_count(name: str, value: object, least: int) -> int:
 
 
 def check_microbatch(learn: Loop, size: object) -> int | str | None:
-    "Return the microbatch size; raise `FitError` when it is no size or cannot act on this Learner."
+    "Return the microbatch size; raise `FitError` if it is invalid or has no effect on this Learner."
     if size is None:
         return None
     size = size if isinstance(size, str) and size == 'auto' else check_count('microbatch', size, 1)
@@ -105,7 +103,7 @@ def check_microbatch(learn: Loop, size: object) -> int | str | None:
 def check_fit(
     learn: Any, n_epoch: object, start_epoch: object, has_budget: bool = False
 ) -> int | None:
-    "Return the number of epochs, None where only a budget is known; raise `FitError` for what `fit` cannot follow."
+    "Return the number of epochs, or None for a budget; raise `FitError` for invalid arguments of `fit`."
     n = None if n_epoch is None and has_budget else check_count('n_epoch', n_epoch, 0)
     start = check_count('start_epoch', start_epoch, 0)
     if n is None and start:
@@ -136,11 +134,12 @@ def check_iteration(every: Any) -> int | None:
 
 
 def check_metrics(learn: Any, train: list[Metric], valid: list[Metric]) -> dict[str, Any]:
-    """Try the metrics on the training batch at hand; return the values of functions, by name.
+    """Try the metrics on the current training batch; return the values of functions, by name.
 
-    Validation may have targets of another kind (soft labels in training, classes in validation), so that a metric of
-    validation that fails is tried again on a validation batch, and is let through where that cannot be told.
-    Raises `MetricError`."""
+    Validation may have another kind of targets (soft labels in training, classes in validation). A validation metric
+    that fails is therefore tried again on a validation batch, and accepted if no batch is available. Raises
+    `MetricError`.
+    """
     values: dict[str, Any] = {}
     with preserved_rng():
         for m in train:
@@ -155,29 +154,27 @@ def check_metrics(learn: Any, train: list[Metric], valid: list[Metric]) -> dict[
 
 
 def _try(m: Metric, pred: Any, yb: tuple[Any, ...]) -> Any:
-    "Check a metric, and what its targets are; return the value of a function."
+    "Check a metric and the kind of its targets; return the value of a function."
     if takes_class_numbers(m):
         check_class_numbers(m.name, yb)
     return dry_run(m, pred, yb)
 
 
 def first_validation_batches(learn: Any) -> Iterator[str]:
-    """Predict on the first batch of each validation loader, and yield the loader's name; then all is as before.
+    """Predict on the first batch of each validation loader, and yield the loader's name; restore the state afterwards.
 
-    There is none where callbacks change the batches.
+    Yields nothing if callbacks change the batches.
     """
-    if any(
-        learn.ordered_cbs(e, False)
-        for e in ('after_draw', 'before_batch', 'before_pred', 'after_pred')
-    ):
+    events = ('after_draw', 'before_batch', 'before_pred', 'after_pred')
+    if any(learn.ordered_cbs(name, False) for name in events):
         return
     with preserved_state(learn), torch.no_grad():
         learn.model.eval()
         for name, dl in evaluation_loaders(learn.dls):
             with preserved_generators(dl):
-                drawn = iter(dl)
-                # from an iterator a batch would be taken away
-                batch = None if drawn is dl else next(drawn, None)
+                batches = iter(dl)
+                # a batch drawn from an iterator would be lost
+                batch = None if batches is dl else next(batches, None)
             if batch is None:
                 continue
             learn.batch_form = form_of(learn.dls, name)

@@ -9,11 +9,11 @@ from torch import nn
 
 from learnkit.core.validation import warn_user
 from learnkit.engine.freezing import (
-    groups_of,
+    list_norms_and_biases,
+    name_all_params,
+    name_loss_params,
     name_params,
-    norms_and_biases,
-    params_of_loss,
-    trained_by_name,
+    split_params,
 )
 from learnkit.optim.hyperparams import members, norm_bias_params
 
@@ -40,7 +40,7 @@ class HasOptimizer(Protocol):
 def note_params(learn: HasOptimizer, is_ready: bool) -> None:
     "Note what a new optimizer could have had, and what whoever made it has left out."
     opt = learn.opt
-    named = trained_by_name(learn.model, learn.loss_func)
+    named = name_all_params(learn.model, learn.loss_func)
     opt.seen = None if is_ready else set(named.values())
     opt.had = set(opt.parameters())
     opt.left_out, opt.warned = left_out_by(opt, named), set()
@@ -55,7 +55,7 @@ def cover_params(learn: HasOptimizer) -> None:
     parameters that require gradients and are in no optimizer.
     """
     opt = learn.opt
-    named = trained_by_name(learn.model, learn.loss_func)
+    named = name_all_params(learn.model, learn.loss_func)
     if opt.seen is not None:
         own, now = set(opt.parameters()), set(named.values())
         gone = (own & opt.seen) - now
@@ -85,7 +85,7 @@ def take_in(
         return  # `opt_func` has groups of its own
 
     if opt.spares_norms:
-        opt.spare_from_decay(norms_and_biases(learn.model, learn.loss_func))
+        opt.spare_from_decay(list_norms_and_biases(learn.model, learn.loss_func))
     if learn.train_bn:
         opt.always_trained |= set(norm_bias_params(learn.model, with_bias=False))
     wanted = [[p for p in params if p in own or p in new] for params in groups]
@@ -106,14 +106,14 @@ def groups_with_all(learn: HasOptimizer) -> list[list[Any]]:
     for p in off:
         p.requires_grad_(True)
     try:
-        groups = groups_of(learn.model, learn.splitter)
+        groups = split_params(learn.model, learn.splitter)
     finally:
         for p in off:
             p.requires_grad_(False)
     are_groups = isinstance(groups[0], dict)
     lists = [list(members([g])) for g in groups] if are_groups else [list(members(groups))]
     known = {p for params in lists for p in params}
-    own = params_of_loss(learn.model, learn.loss_func).values()
+    own = name_loss_params(learn.model, learn.loss_func).values()
     lists[-1] += [p for p in own if p not in known]
     return lists
 

@@ -20,7 +20,7 @@ from learnkit.engine.events import CONTEXTS, EVENTS, canonical_event
 from learnkit.engine.fastai_callbacks import foreign_handler, is_foreign
 from learnkit.engine.lint import warn_of_slips
 
-__all__ = ['CallbackSet', 'CallbackHost', 'HandlerTable', 'Entry', 'as_callback', 'listed']
+__all__ = ['CallbackSet', 'CallbackHost', 'HandlerTable', 'Entry', 'as_callback', 'as_list']
 
 Entry = tuple[Callable[[], Any], list[Any], Any]  # handler, its switch (empty: off), its callback
 
@@ -192,7 +192,7 @@ class CallbackHost:
                 raise
 
     def _call_all(self, event_names: Any) -> None:
-        names = [None] if event_names is None else listed(event_names)
+        names = [None] if event_names is None else as_list(event_names)
         for name in names:
             self(str.__str__(canonical_event(name)))  # also a StrEnum's
 
@@ -230,7 +230,7 @@ class CallbackHost:
 
     @cbs.setter
     def cbs(self, cbs: Any) -> None:
-        new = [as_callback(cb) for cb in listed(cbs)]
+        new = [as_callback(cb) for cb in as_list(cbs)]
         gone = [old for old in self.cbs if not any(old is cb for cb in new)]
         added = [cb for cb in new if cb not in self.callbacks]
         self.callbacks.check_new(added, gone)
@@ -243,7 +243,7 @@ class CallbackHost:
         A class that was defined again (a notebook cell run again) replaces the instances of its old definition.
         Raises `CallbackError`.
         """
-        new = [as_callback(cb) for cb in listed(cbs)]
+        new = [as_callback(cb) for cb in as_list(cbs)]
         stale = [[old for old in self.cbs if _defined_again(type(old), type(cb))] for cb in new]
         for i, cb in enumerate(new):
             self._check_new_cb(cb, new[:i])
@@ -291,7 +291,7 @@ class CallbackHost:
 
     def remove_cbs(self, cbs: Any) -> Self:
         "Remove callbacks, or all instances of classes."
-        for cb in listed(cbs):
+        for cb in as_list(cbs):
             self.remove_cb(cb)
         return self
 
@@ -328,7 +328,7 @@ class CallbackHost:
     @contextmanager
     def added_cbs(self, cbs: Any) -> Iterator[Self]:
         "Add callbacks for the length of a context."
-        new, before = [as_callback(cb) for cb in listed(cbs)], list(self.cbs)
+        new, before = [as_callback(cb) for cb in as_list(cbs)], list(self.cbs)
         try:
             self.add_cbs(new)
             yield self
@@ -340,7 +340,9 @@ class CallbackHost:
         "Take callbacks out for the length of a context, and put them back in their places."
 
         def is_meant(o: Callback) -> bool:
-            return any(isinstance(o, cb) if isinstance(cb, type) else o is cb for cb in listed(cbs))
+            return any(
+                isinstance(o, cb) if isinstance(cb, type) else o is cb for cb in as_list(cbs)
+            )
 
         self._end_streams()
         switches = self.callbacks.switches
@@ -488,7 +490,7 @@ def _named(wanted: Any, cbs: list[Any], me: int) -> Iterator[int]:
             yield j
 
 
-def listed(o: Any) -> list[Any]:
+def as_list(o: Any) -> list[Any]:
     "Return None, one or several as a list."
     if o is None:
         return []

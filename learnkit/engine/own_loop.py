@@ -1,6 +1,6 @@
-"""The verbs of a training loop of your own: `forward`, `compute_loss`, `optimize`, `report_loss`.
+"""Building blocks of a custom training loop: `forward`, `compute_loss`, `optimize`, `report_loss`.
 
-A subclass of the Learner overrides `train_batch`, and `evaluate_batch` where an evaluation needs
+A subclass of the Learner overrides `train_batch`, and `evaluate_batch` if an evaluation needs
 another loss than `loss_func`:
 
     class GAN(Learner):
@@ -11,12 +11,12 @@ another loss than `loss_func`:
             self.optimize(generator_loss(self.forward(critic, fake)), only='generator')
 
 `forward` fires `before_pred` and `after_pred`; `optimize` fires `after_loss` and the events around
-backward and step. For every callback each call is one forward pass, or one turn of an optimizer:
-autocast, loss scale, clipping and accumulation act on it, on the parameters of the optimizer whose
-turn it is (`turn`, `step_parameters`).
+backward and step. Each call is one forward pass, or one turn of an optimizer: autocast, loss scale,
+clipping and accumulation apply to the parameters of the optimizer that steps (`turn`,
+`step_parameters`).
 
 Callbacks act in such a loop as in the ordinary one. A loop that calls the model and `backward`
-itself is checked in its first batches, and a warning names the callbacks that cannot act in it.
+itself is checked in its first batches, and a warning names the callbacks that have no effect in it.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ __all__ = [
     'report_loss',
     'repeat_turn',
     'EventCheck',
-    'own_methods',
+    'find_loop_overrides',
     'replaces_batch',
-    'cannot_repeat',
+    'make_repeat_error',
 ]
 
-# the methods of the loop of which an override may leave events out, from the outside in
+# methods of the loop whose overrides may skip events, from the outermost to the innermost
 BATCH_METHODS = (
     '_do_one_batch',
     'train_batch',
@@ -67,7 +67,7 @@ BATCH_METHODS = (
     '_step',
     '_with_events',
 )
-# events and contexts of a training batch; each with the one that shows that its part was there
+# events and contexts of a training batch, each with the event that proves that its part ran
 SHOWN_BY = {
     'before_pred': 'before_pred',
     'after_pred': 'after_pred',
@@ -120,8 +120,8 @@ def optimize(
             'optimize() was called outside of training. In `evaluate_batch` write '
             '`self.report_loss(loss)`.'
         )
-    given: Any = loss
-    compute = None if isinstance(given, (Tensor, Mapping)) or not callable(given) else given
+    value: Any = loss
+    compute = None if isinstance(value, (Tensor, Mapping)) or not callable(value) else value
     turn = Turn(learn.opt.name_of(only), compute, retain_graph)
     if compute is None and learn.opt.evaluates_again(turn.only):
         raise OptimizerError(
@@ -131,9 +131,9 @@ def optimize(
     if 'loss_grad' not in learn.__dict__:  # the first loss of this batch
         learn.optimized_loss_sum, learn.n_optimized_losses = None, 0
     with learn.taking(turn):
-        learn.report_loss(given if compute is None else compute())
+        learn.report_loss(value if compute is None else compute())
         _count_loss(learn)
-        stepped = _step_in_turn(learn)
+        stepped = _backward_and_step(learn)
     if learn.n_optimized_losses > 1:
         learn.loss = learn.optimized_loss_sum / learn.n_optimized_losses
     return stepped
@@ -148,22 +148,23 @@ def report_loss(learn: Any, loss: Tensor | Mapping[str, Tensor]) -> None:
 
 
 def repeat_turn(learn: Any) -> None:
-    "Compute the loss of the `optimize` under way again, with the backward pass."
+    "Compute the loss of the current `optimize` call again, with the backward pass."
     if learn.run.turn.compute is None:
-        raise cannot_repeat('A second pass')
+        raise make_repeat_error('A second pass')
     learn.clear_pass()
     learn.report_loss(learn.run.turn.compute())
-    learn._with_events(partial(_backward_in_turn, learn), 'backward', CancelBackwardException)
+    learn._with_events(partial(_backward_for_turn, learn), 'backward', CancelBackwardException)
 
 
 @contextmanager
 def _bypass_wrappers(learn: Any) -> Iterator[None]:
-    "Call modules themselves in a context, not the wrapper around the model."
-    before, learn.run.calls_modules = learn.run.calls_modules, True
+    "Return a context in which modules are called directly, without a wrapper around the model."
+    outer = learn.run.calls_modules
+    learn.run.calls_modules = True
     try:
         yield
     finally:
-        learn.run.calls_modules = before
+        learn.run.calls_modules = outer
 
 
 def _count_loss(learn: Any) -> None:
@@ -172,10 +173,10 @@ def _count_loss(learn: Any) -> None:
     learn.n_optimized_losses += 1
 
 
-def _step_in_turn(learn: Any) -> bool:
-    "Run backward and step of the turn; return False if no step was taken."
+def _backward_and_step(learn: Any) -> bool:
+    "Run the backward pass and the step of the turn; return False if no step was taken."
     n_before = learn.opt.n_steps
-    learn._with_events(partial(_backward_in_turn, learn), 'backward', CancelBackwardException)
+    learn._with_events(partial(_backward_for_turn, learn), 'backward', CancelBackwardException)
     try:
         learn._with_events(learn._step, 'step', CancelStepException)
     except StepPutOff:
@@ -184,44 +185,44 @@ def _step_in_turn(learn: Any) -> bool:
     return bool(learn.opt.n_steps > n_before)
 
 
-def _backward_in_turn(learn: Any) -> None:
+def _backward_for_turn(learn: Any) -> None:
     learn.run.retains_graph = learn.run.turn.retain_graph
     try:
         if learn.turn is None:
             learn._backward()
         else:
-            with set_aside(learn.opt, learn.turn):
+            with preserve_other_grads(learn.opt, learn.turn):
                 learn._backward()
     finally:
         learn.run.retains_graph = None
 
 
-def cannot_repeat(who: str) -> LossError:
-    "Make the error for a loss that is to be computed again, and was given as a tensor."
+def make_repeat_error(caller: str) -> LossError:
+    "Return the error for a loss that must be computed again, and was passed as a tensor."
     return LossError(
-        f'{who} computes the loss again, and optimize() was given a tensor: give it a function '
+        f'{caller} computes the loss again, and optimize() was given a tensor: give it a function '
         'that computes it, `self.optimize(lambda: ...)`.'
     )
 
 
 @contextmanager
-def set_aside(opt: Any, only: str) -> Iterator[None]:
-    "Keep the gradients of all optimizers but one as they are."
-    own = set(opt.parameters(only))
-    kept = [(p, p.grad) for p in opt.parameters() if p not in own]
-    for p, _ in kept:
+def preserve_other_grads(opt: Any, only: str) -> Iterator[None]:
+    "Return a context that preserves the gradients of all optimizers except one."
+    active = set(opt.parameters(only))
+    preserved = [(p, p.grad) for p in opt.parameters() if p not in active]
+    for p, _ in preserved:
         p.grad = None
     try:
         yield
     finally:
-        for p, grad in kept:
+        for p, grad in preserved:
             p.grad = grad
 
 
-# ---------------------------------------------------------- what cannot act in a loop of one's own
+# ------------------------------------------------ callbacks that have no effect in a custom loop
 
 
-def own_methods(learn: Loop) -> list[str]:
+def find_loop_overrides(learn: Loop) -> list[str]:
     "Return the methods of a training batch that a Learner overrides."
     return [name for name in BATCH_METHODS if getattr(type(learn), name) is not getattr(Loop, name)]
 
@@ -238,42 +239,42 @@ def replaces_batch(learn: Loop) -> bool:
 
 
 class RecordingTable(HandlerTable):
-    "The handlers of training; it remembers which events were looked up."
+    "Handler table that records which events are looked up."
 
-    def __init__(self, own: HandlerTable) -> None:
-        super().__init__(own.callbacks, own.training)
-        self.own = own
+    def __init__(self, table: HandlerTable) -> None:
+        super().__init__(table.callbacks, table.training)
+        self.table = table
         self.seen: set[str] = set()
 
     def __getitem__(self, name: str) -> list[Entry]:
         self.seen.add(name)
-        return self.own[name]
+        return self.table[name]
 
 
 class EventCheck(Callback):
-    """Warn of callbacks that wait for an event, or a context, which a loop of one's own does not
-    have.
+    """Callback that warns of callbacks whose events or contexts a custom loop does not fire.
 
-    `fit` adds it for a Learner that overrides a method of the batch. It looks at the batches up to
-    the first step, or at one epoch where no step is counted; later ones cost nothing. No state.
+    `fit` adds it for a Learner that overrides a method of the batch. The check covers the batches
+    up to the first step, or one epoch if no step is counted; later batches have no overhead. No
+    state is checkpointed.
     """
 
     order, run_valid, remove_on_find = 10_000, False, True
 
     def __init__(self) -> None:
         self._table: RecordingTable | None = None
-        self._is_over = False  # this fit was judged
-        self._n_steps = 0  # of the optimizer, as recording began
-        self._n_whole = 0  # batches that were not cancelled
+        self._is_over = False  # this fit has been checked
+        self._n_steps = 0  # steps of the optimizer before the recording
+        self._n_whole = 0  # number of batches that were not cancelled
 
     def before_fit(self) -> None:
-        "Refuse an optimizer that evaluates the loss again, where the loop cannot know which."
+        "Raise `OptimizerError` for an optimizer with a closure, if the loop cannot repeat its passes."
         learn = self.learn
-        knows = any(
+        can_repeat = any(
             getattr(type(learn), name) is not getattr(Loop, name)
             for name in ('repeat_passes', '_step')
         )
-        if learn.fitting and learn.opt.needs_closure and replaces_batch(learn) and not knows:
+        if learn.fitting and learn.opt.needs_closure and replaces_batch(learn) and not can_repeat:
             raise OptimizerError(
                 f'{learn.opt!r} evaluates the loss several times a step, and the `_do_one_batch` '
                 f'of {type(learn).__name__} computes it by itself. Write it as `train_batch`, with '
@@ -281,37 +282,36 @@ class EventCheck(Callback):
             )
 
     def before_train(self) -> None:
-        "Begin to record, in the first epoch of a fit."
+        "Start recording in the first epoch of a fit."
         learn = self.learn
         if self._is_over or not learn.fitting or learn.tables is not learn.callbacks.tables:
             return
-        self._table, self._n_steps, self._n_whole = (
-            RecordingTable(learn.tables[True]),
-            learn.opt.n_steps,
-            0,
-        )
+        self._table = RecordingTable(learn.tables[True])
+        self._n_steps = learn.opt.n_steps
+        self._n_whole = 0
         learn.tables = learn.tables[False], self._table
 
     def after_batch(self) -> None:
-        "Judge after the first step."
+        "Warn after the first step."
         if self._table is None:
             return
         self._n_whole += 'after_cancel_batch' not in self._table.seen
         self._table.seen.discard('after_cancel_batch')
         if self.learn.opt.n_steps > self._n_steps:
-            self._judge()
+            self._report()
 
     def after_train(self) -> None:
-        "Judge at the end of an epoch, where no step was counted."
+        "Warn at the end of an epoch, if no step was counted."
         if self._n_whole:
-            self._judge()
+            self._report()
         else:
             self._stop()
 
-    def _judge(self) -> None:
+    def _report(self) -> None:
         if self._table is None:
             return
-        seen, self._is_over = self._stop(), True
+        seen = self._stop()
+        self._is_over = True
         waiting: dict[str, list[str]] = {}
         for event, shown_by in SHOWN_BY.items():
             if seen & {event, shown_by}:
@@ -321,21 +321,22 @@ class EventCheck(Callback):
                     waiting.setdefault(type(cb).__name__, []).append(event)
         if not waiting:
             return
-        what = '; '.join(
+        summary = '; '.join(
             f'{name} waits for {" and ".join(events)}' for name, events in waiting.items()
         )
         learn = self.learn
-        own = own_methods(learn)
-        method = own[0] if own else 'loop'
+        overrides = find_loop_overrides(learn)
+        method = overrides[0] if overrides else 'loop'
         warn_user(
             f'{type(learn).__name__} trains by its own `{method}`, which does not fire every event '
-            f'of a batch, so that callbacks do not act as they should: {what}. Write the batch as '
+            f'of a batch, so that callbacks do not act as they should: {summary}. Write the batch as '
             '`train_batch`, with `self.forward(...)` and `self.optimize(...)`.'
         )
 
     def _stop(self) -> set[str]:
-        "Let the loop read its own tables again, and return what was looked up."
-        table, self._table, learn = self._table, None, self.learn
+        "Restore the loop's own tables, and return the events that were looked up."
+        learn = self.learn
+        table, self._table = self._table, None
         if table is None:
             return set()
         if learn.tables[True] is table:
@@ -349,5 +350,5 @@ class EventCheck(Callback):
 
 
 def waits_for_events(cb: Any) -> bool:
-    "Return True for a callback that a loop without its events keeps from acting."
+    "Return True for a callback that has no effect if its events do not fire."
     return getattr(cb, 'needs_events', True) and not takes_every_event(cb)

@@ -1,4 +1,4 @@
-"""The counters of a run and the mode of its model; and epochs that are skipped."""
+"""Callbacks that maintain the counters of a run and the mode of its model, and that skip epochs."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ __all__ = ['TrainEvalCallback', 'SkipToEpoch']
 
 
 class TrainEvalCallback(Callback):
-    """Keep the counters, the model's device and the training or evaluation mode.
+    """Update the counters, and set the model's device and its training or evaluation mode.
 
-    Every Learner has one, unless it was made with `default_cbs=False`. Its `order` is -10: any other callback finds the
-    counters as they are after it.
+    Every Learner has one, unless created with `default_cbs=False`. Its `order` is -10, so the counters are up to date
+    for all other callbacks.
 
     >>> from learnkit.testing import synth_learner
     >>> with synth_learner(n_train=10).no_bar() as learn: learn.fit(2)
     >>> learn.train_iter, learn.epoch, round(learn.pct_train, 6)
     (20, 1, 1.0)
 
-    It warns, once, of a callback that sets `learn.loss` in training and not `loss_grad`, which is what is minimized.
+    A warning is issued once if a callback sets `learn.loss` in training instead of `loss_grad`, which is minimized.
+    Checkpointed: the modules in evaluation mode.
     """
 
     order, run_valid = -10, False
     needs_events = False
     runs_last = 'after_pred', 'before_backward'
-    _has_warned = False  # of a loss that was set in vain
-    _loss_before: Any = None  # weak references to the losses at hand, with their versions
-    _modes: list[tuple[nn.Module, bool]] = []  # training's modes, while an evaluation changes them
-    _starting = True  # the first epoch of a fit is to come
-    _trained = False  # this epoch's training has begun
+    _has_warned = False  # the warning about `learn.loss` was issued
+    _loss_before: Any = None  # weak references to the current losses, with their versions
+    _modes: list[tuple[nn.Module, bool]] = []  # modes in training, while an evaluation changes them
+    _starting = True  # True before the first epoch of a fit
+    _trained = False  # True once this epoch's training has started
 
     def after_create(self) -> None:
         self.learn.n_epoch = 1
@@ -58,33 +59,41 @@ class TrainEvalCallback(Callback):
         if learn.fitting and not self._has_warned:
             self._watch_loss()
 
-    # -- a loss that is set in vain ----------------------------------------------------------------
+    # -- warning about callbacks that set `learn.loss` without effect ------------------------------
 
     def _watch_loss(self) -> None:
-        "Look at the loss before and after the handlers of other people's callbacks, where there are any."
-        if self._names_of('after_pred'):
-            self.before_pred, self.after_pred = self._note_loss, self._check_loss
-        if self._names_of('after_loss', 'before_backward'):
-            self.after_loss, self.before_backward = self._note_loss, self._check_loss
+        "Check the loss before and after the handlers of users' callbacks, if there are any."
+        if self._list_user_callbacks('after_pred'):
+            self.before_pred, self.after_pred = self._record_loss, self._check_loss
+        if self._list_user_callbacks('after_loss', 'before_backward'):
+            self.after_loss, self.before_backward = self._record_loss, self._check_loss
 
-    def _names_of(self, *events: str) -> list[str]:
+    def _list_user_callbacks(self, *events: str) -> list[str]:
         "Return the classes of callbacks from outside the package that act on training at these events."
         table = self.learn.callbacks.tables[True]
-        cbs = [cb for event in events for _, _, cb in table[event] if is_users(cb)]
+        cbs = [cb for event in events for _, _, cb in table[event] if is_user_callback(cb)]
         return list(dict.fromkeys(type(cb).__name__ for cb in cbs))
 
-    def _note_loss(self) -> None:
-        self._loss_before = [noted(vars(self.learn).get(name)) for name in ('loss', 'loss_grad')]
+    def _record_loss(self) -> None:
+        self._loss_before = [
+            take_reference(vars(self.learn).get(name)) for name in ('loss', 'loss_grad')
+        ]
 
     def _check_loss(self) -> None:
-        "Warn where the loss is another one and what is minimized is not."
+        "Warn if a callback has replaced `loss` but not `loss_grad`."
         before, self._loss_before = self._loss_before, None
         loss, loss_grad = (vars(self.learn).get(name) for name in ('loss', 'loss_grad'))
-        if before is None or is_noted(loss, before[0]) or not is_noted(loss_grad, before[1]):
+        if (
+            before is None
+            or is_unchanged(loss, before[0])
+            or not is_unchanged(loss_grad, before[1])
+        ):
             return
         self._has_warned = True
         self._stop_watching()
-        names = ' or '.join(self._names_of('after_pred', 'after_loss', 'before_backward'))
+        names = ' or '.join(
+            self._list_user_callbacks('after_pred', 'after_loss', 'before_backward')
+        )
         warn_user(
             f'{names} has set `learn.loss`, which is only what is recorded. Gradients are of `loss_grad`, which '
             'was left as it was: to train on another loss set `self.learn.loss_grad`, and to record it, '
@@ -104,7 +113,7 @@ class TrainEvalCallback(Callback):
         learn.training = True
         if learn.n_epoch:
             learn.pct_train = learn.epoch / learn.n_epoch
-        # otherwise the modes are there, or a callback has set others
+        # otherwise the modes are set already, or a callback has changed them
         if self._starting or not learn.model.training:
             learn.model.train()
             for module, mode in self._modes:
@@ -135,7 +144,7 @@ class TrainEvalCallback(Callback):
     def after_epoch(self) -> None:
         if not self.learn.fitting:
             return
-        self.learn.counters.epochs += self._trained  # one that was skipped is not finished
+        self.learn.counters.epochs += self._trained  # skipped epochs do not count
         self._trained = False
 
     def after_iteration(self) -> None:
@@ -146,7 +155,7 @@ class TrainEvalCallback(Callback):
         self._stop_watching()
 
     def state_dict(self) -> dict[str, Any]:
-        "Return which modules are in evaluation mode, now and in training."
+        "Return the names of modules in evaluation mode, now and in training."
         named = list(bare_model(self.learn.model).named_modules()) if self.learn is not None else []
         training = {id(m): mode for m, mode in self._modes} if not self.learn.model.training else {}
         return {
@@ -156,37 +165,38 @@ class TrainEvalCallback(Callback):
         }
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Put each module into its mode."
+        "Set the mode of each module."
         if self.learn is None:
             return
-        now, in_training = set(sd['eval_now']), set(sd['eval_in_training'])
+        eval_now, eval_in_training = set(sd['eval_now']), set(sd['eval_in_training'])
         named = list(bare_model(self.learn.model).named_modules())
-        self._modes, self._starting = [(m, n not in in_training) for n, m in named], sd['starting']
+        self._modes = [(m, name not in eval_in_training) for name, m in named]
+        self._starting = sd['starting']
         for name, module in named:
-            module.training = name not in now
+            module.training = name not in eval_now
         for wrapper in wrappers_of(self.learn.model):
-            wrapper.training = '' not in now
+            wrapper.training = '' not in eval_now
 
 
-def is_users(cb: Any) -> bool:
+def is_user_callback(cb: Any) -> bool:
     "Return True for a callback whose handlers are from outside the package."
     return type(cb) is Callback or type(cb).__module__.partition('.')[0] != 'learnkit'
 
 
-def noted(t: Any) -> tuple[Any, int] | None:
-    "Return a weak reference to a tensor, and how often it was changed in place; None for what is no tensor."
+def take_reference(t: Any) -> tuple[Any, int] | None:
+    "Return a weak reference to a tensor, and its version (number of in-place changes); None for other objects."
     return (ref(t), t._version) if isinstance(t, Tensor) else None
 
 
-def is_noted(t: Any, before: tuple[Any, int] | None) -> bool:
-    "Return True if a tensor, or the lack of one, is as it was noted."
+def is_unchanged(t: Any, before: tuple[Any, int] | None) -> bool:
+    "Return True if `t` is the referenced tensor and has not been modified, or if neither is a tensor."
     if before is None or not isinstance(t, Tensor):
         return before is None and not isinstance(t, Tensor)
     return before[0]() is t and before[1] == t._version
 
 
 class SkipToEpoch(Callback):
-    """Skip the epochs before `epoch`: what `fit(start_epoch=...)` adds. Skipped epochs get no row in the history.
+    """Skip the epochs before `epoch`, as `fit(start_epoch=...)` does. The history has no row for skipped epochs.
 
     >>> SkipToEpoch(3)
     SkipToEpoch

@@ -1,4 +1,4 @@
-"""What is kept of the batches that are predicted on: gathered in memory, of all processes, or handed on."""
+"""Gather predictions in memory from all batches and ranks, or pass each batch on to a sink."""
 
 from __future__ import annotations
 
@@ -37,18 +37,19 @@ __all__ = [
     'AsyncToCPU',
     'PredictionSink',
     'Replicated',
-    'dealt',
-    'per_sample',
-    'reordered',
+    'shard_loader',
+    'average_per_sample',
+    'reorder_samples',
 ]
 
 
 class GatherPredsCallback(Callback):
-    """Gather predictions and targets, and inputs and losses on request, on the CPU; batches are joined at the end.
+    """Gather predictions and targets, and optionally inputs and losses, on the CPU.
 
-    Results leave a GPU one batch late, so that nothing waits for them. `save_preds` and `save_targs` get a file a
-    batch, called by its number, which `torch.load` reads with `weights_only=True`. Where several processes train
-    together, each predicts its share, and all of them gather everything, in the order of the data.
+    Batches are concatenated at the end. Results are copied from a GPU asynchronously and arrive one batch late.
+    `save_preds` and `save_targs` receive one file a batch, named by the batch's number, which `torch.load` reads with
+    `weights_only=True`. With several ranks, each predicts its shard and gathers the results of all ranks, in the order
+    of the data.
 
     >>> from learnkit.testing import synth_learner
     >>> gathered, learn = GatherPredsCallback(), synth_learner(n_valid=2)
@@ -62,19 +63,17 @@ class GatherPredsCallback(Callback):
         self,
         with_input: bool = False,  # also gather the inputs
         with_loss: bool = False,  # also gather the loss of each sample
-        save_preds: str | Path | None = None,  # a folder: each batch's predictions are saved there
-        save_targs: str | Path | None = None,  # folder for each batch's (first) targets
+        save_preds: str | Path | None = None,  # folder for a file of predictions a batch
+        save_targs: str | Path | None = None,  # folder for a file of (first) targets a batch
         with_preds: bool = True,  # gather the predictions
         with_targs: bool = True,  # gather the targets
-        concat_dim: int = 0,  # the dimension along which batches are joined
+        concat_dim: int = 0,  # dimension along which batches are concatenated
     ) -> None:
         self.with_input, self.with_loss = with_input, with_loss
         self.with_preds, self.with_targs = with_preds, with_targs
         self.save_preds, self.save_targs, self.concat_dim = save_preds, save_targs, concat_dim
-        self._depth: int | None = (
-            None  # of the run that is gathered: a prediction inside it gathers for itself
-        )
-        self._world = ALONE  # the processes that share the loader
+        self._depth: int | None = None  # depth of the gathered run, to ignore runs inside it
+        self._world = ALONE  # ranks that share the loader
         self._start()
 
     def _start(self) -> None:
@@ -82,52 +81,57 @@ class GatherPredsCallback(Callback):
         self.preds: Any = []
         self.targets: Any = []
         self.losses: Any = []
-        self._sizes: list[int] = []  # samples of each batch; none where one has no size
-        self._listed = False  # a batch has its samples in a list
-        self.n_batches, self._joined = 0, False
-        self._arriving = AsyncToCPU()
+        self._sizes: list[int] = []  # number of samples of each batch
+        self._has_lists = False  # True if the samples of a batch are in a list
+        self.n_batches = 0
+        self._is_joined = False
+        self._transfer = AsyncToCPU()
 
-    def _is_ours(self) -> bool:
+    def _is_gathered_run(self) -> bool:
         return bool(self._depth == self.learn.run.depth and not self.learn.training)
 
     def before_validate(self) -> None:
         depth = self.learn.run.depth
         if self._depth is None or depth < self._depth:
-            self._depth = depth  # one inside this one is over
-        if not self._is_ours():
+            self._depth = depth  # a run inside this one was gathered before and has ended
+        if not self._is_gathered_run():
             return
         self._start()
-        self._world = _sharing(self.learn)
+        self._world = _find_sharing_ranks(self.learn)
         for folder in (self.save_preds, self.save_targs):
             if folder is not None:
                 Path(folder).mkdir(parents=True, exist_ok=True)
 
     def before_batch(self) -> None:
-        if self.with_input and self._is_ours():
-            self._input = self._detached(self.learn.xb)
+        if self.with_input and self._is_gathered_run():
+            self._input = self._detach(self.learn.xb)
 
     def after_batch(self) -> None:
         learn = self.learn
-        if not self._is_ours() or 'pred' not in learn.__dict__:
+        if not self._is_gathered_run() or 'pred' not in learn.__dict__:
             return
         if self.with_loss and 'loss_grad' not in learn.__dict__:
             return
         self.n_batches += 1
         inputs = self._input if self.with_input else None
-        losses = per_sample(learn.loss, count_samples(learn), learn.yb) if self.with_loss else None
+        losses = (
+            average_per_sample(learn.loss, count_samples(learn), learn.yb)
+            if self.with_loss
+            else None
+        )
         self._note_size()
-        batch = (learn.iter, inputs, self._detached(learn.pred), self._detached(learn.yb), losses)
-        for arrived in self._arriving.put(batch):
-            self._keep(*arrived)
+        batch = (learn.iter, inputs, self._detach(learn.pred), self._detach(learn.yb), losses)
+        for copied_batch in self._transfer.put(batch):
+            self._keep(*copied_batch)
 
     def _note_size(self) -> None:
-        "Keep the number of samples of the batch at hand, and where they are."
+        "Record the number of samples of the current batch, and whether they are in a list."
         n = sample_count(self.learn)
         self._sizes.append(n)
-        self._listed = self._listed or has_listed_samples((*self.learn.xb, *self.learn.yb), n)
+        self._has_lists = self._has_lists or has_listed_samples((*self.learn.xb, *self.learn.yb), n)
 
-    def _detached(self, b: Any) -> Any:
-        "Detach, and leave the way to the CPU to `AsyncToCPU` unless the loader has its own."
+    def _detach(self, b: Any) -> Any:
+        "Detach a batch; `AsyncToCPU` copies it to the CPU unless the loader has a `to_detach`."
         return self.learn.to_detach(b, cpu=hasattr(self.learn.dl, 'to_detach'))
 
     def _keep(self, i: int, inputs: Any, preds: Any, targs: Any, losses: Any) -> None:
@@ -136,72 +140,72 @@ class GatherPredsCallback(Callback):
         if self.with_input:
             self.inputs.append(inputs)
         if self.with_preds:
-            self.preds.append(map_tensors(preds, _compact))
+            self.preds.append(map_tensors(preds, _release_storage))
         if self.with_targs:
             self.targets.append(targs)
-        number = str(_place_of(i, self._world))
+        number = str(_find_batch_number(i, self._world))
         if self.save_preds is not None:
             save_plain(preds, Path(self.save_preds) / number)
         if self.save_targs is not None and targs:
             save_plain(targs[0], Path(self.save_targs) / number)
 
     def after_validate(self) -> None:
-        if self._is_ours():
+        if self._is_gathered_run():
             self._join()
 
     def on_run_failed(self) -> None:
-        if self._is_ours():
+        if self._is_gathered_run():
             self._depth = None
 
     def cleanup(self) -> None:
         self._depth = None
 
     def _join(self) -> None:
-        if self._joined:
+        if self._is_joined:
             return
-        for arrived in self._arriving.rest():
-            self._keep(*arrived)
-        self._joined = True
+        for copied_batch in self._transfer.flush():
+            self._keep(*copied_batch)
+        self._is_joined = True
         if self._world.size > 1:
-            self._take_all()
+            self._gather_ranks()
         if not self.n_batches:
             return
-        join = partial(concat, dim=self.concat_dim, sizes=self._sizes, listed=self._listed)
+        join = partial(concat, dim=self.concat_dim, sizes=self._sizes, listed=self._has_lists)
         if self.with_input:
             self.inputs = detuplify(_join_entries(self.inputs, join))
         if self.with_preds:
-            # of which there may be one in all
-            samples = have_listed_samples(self.preds, self._sizes, self._listed)
-            self.preds = join(self.preds) if samples else detuplify(join(self.preds))
+            # a list of samples may have a single element, which must stay in its list
+            is_sample_list = have_listed_samples(self.preds, self._sizes, self._has_lists)
+            preds = join(self.preds)
+            self.preds = preds if is_sample_list else detuplify(preds)
         if self.with_targs:
             self.targets = detuplify(_join_entries(self.targets, join))
         if self.with_loss:
             self.losses = concat(self.losses)
 
-    def _take_all(self) -> None:
-        "Take in the batches of all processes, in the order of the data."
-        mine = (
+    def _gather_ranks(self) -> None:
+        "Gather the batches of all ranks, in the order of the data."
+        rank_data = (
             self.n_batches,
-            self._listed,
+            self._has_lists,
             self.inputs,
             self.preds,
             self.targets,
             self.losses,
             self._sizes,
         )
-        told = gather_on_host(self._world, mine, 'predictions')
-        self.n_batches, self._listed = (
-            sum(n for n, *_ in told),
-            any(listed for _, listed, *_ in told),
-        )
-        parts = map(in_turn, list(zip(*told, strict=True))[2:])
-        self.inputs, self.preds, self.targets, self.losses, self._sizes = parts
+        gathered = gather_on_host(self._world, rank_data, 'predictions')
+        n_batches, have_lists, *batches = zip(*gathered, strict=True)
+        self.n_batches = sum(n_batches)
+        self._has_lists = any(have_lists)
+        self.inputs, self.preds, self.targets, self.losses, self._sizes = map(in_turn, batches)
 
     def all_tensors(self) -> list[Any]:
-        """Return what was gathered: inputs if asked for, predictions, targets, losses if asked for.
+        """Return the gathered values: [inputs,] predictions, targets[, losses].
 
-        Raises `BatchError` when there was no batch."""
-        self._join()  # what was cut short has not been joined
+        Raises `BatchError` if no batch was predicted on.
+        """
+        self._join()  # an interrupted run has not concatenated its batches
         if not self.n_batches:
             raise BatchError(
                 'There is nothing to return: not one batch was predicted on. Does a callback '
@@ -216,18 +220,18 @@ class GatherPredsCallback(Callback):
 
 
 def _join_entries(items: list[Any], join: Callable[[list[Any]], Any]) -> Any:
-    "Join tuples of inputs or targets entry by entry: as many of them as samples are no samples."
+    "Concatenate tuples of inputs or targets entry by entry; their entries are never samples."
     if len({len(o) for o in items}) > 1:
         return join(items)  # raises
     return tuple(join(list(group)) for group in zip(*items, strict=True))
 
 
 class Replicated(list[Any]):
-    "Batches that every process predicts on, each for itself."
+    "Batches that are not sharded: every rank predicts on all of them."
 
 
-def dealt(learn: Any, dl: Any) -> tuple[Any, Comm]:
-    "Return this process's share of a loader, each sample once, and the processes that share it."
+def shard_loader(learn: Any, dl: Any) -> tuple[Any, Comm]:
+    "Return this rank's shard of a loader, without duplicate samples, and the ranks that share the loader."
     world, team = learn.world, learn.strategy.team
     if world.size == 1 or isinstance(dl, Replicated) or (team and team.sharded_already):
         return dl, ALONE
@@ -237,104 +241,104 @@ def dealt(learn: Any, dl: Any) -> tuple[Any, Comm]:
     if team:
         options |= {
             'batch_size': team._given['batch_size'],
-            'fillers': team._parts.needs_equal_evaluations,
+            'fillers': team.parts.needs_equal_evaluations,
         }
-    own = shard(
+    rank_dl = shard(
         dl.whole if isinstance(dl, Shard) else dl,
         world.rank,
         world.size,
         **{'fillers': False, **options},
     )
-    return own, world if hasattr(own, 'share') else ALONE
+    return rank_dl, world if hasattr(rank_dl, 'share') else ALONE
 
 
-def _sharing(learn: Any) -> Comm:
-    "Return the processes that share the loader which is evaluated: this one alone, where it goes through all of it."
+def _find_sharing_ranks(learn: Any) -> Comm:
+    "Return the ranks that share the current loader; `ALONE` if the loader is not sharded."
     return learn.world if hasattr(learn.dl, 'share') else ALONE
 
 
-def _place_of(i: int, world: Comm) -> int:
-    "Return the number of a process's batch among those of all: they are dealt out in turn."
+def _find_batch_number(i: int, world: Comm) -> int:
+    "Return the global number of a rank's batch `i`: batches are assigned to ranks in turn."
     return i * world.size + world.rank
 
 
-def _compact(t: Tensor) -> Tensor:
-    "Return a small part of a large tensor (the last of many tokens) as a tensor of its own, which holds no more."
+def _release_storage(t: Tensor) -> Tensor:
+    "Copy a small view of a large tensor (such as the last of many tokens), to free the large storage."
     return t.clone() if 2 * t.nbytes < t.untyped_storage().nbytes() else t
 
 
 class AsyncToCPU:
-    """Bring results to the CPU. From CUDA they travel while the next batch is computed, and arrive one batch late.
+    """Copy of results to the CPU. From CUDA, the copy overlaps with the next batch, and ends one batch later.
 
-    >>> arriving = AsyncToCPU()
-    >>> arriving.put((torch.ones(1), 'text')), arriving.rest()
-    ([(tensor([1.]), 'text')], [])
+    >>> transfer = AsyncToCPU()
+    >>> transfer.put((torch.ones(1), 'a')), transfer.flush()
+    ([(tensor([1.]), 'a')], [])
     """
 
     def __init__(self) -> None:
         self._pending: list[tuple[Any, list[torch.cuda.Event]]] = []
 
     def put(self, b: Any) -> list[Any]:
-        "Send a nested structure, and return those that have arrived."
+        "Start copying the tensors of a nested structure, and return the structures copied before."
         devices: set[torch.device] = set()
 
-        def look(t: Tensor) -> Tensor:
+        def collect_device(t: Tensor) -> Tensor:
             devices.add(t.device)
             return t
 
-        map_tensors(b, look)
+        map_tensors(b, collect_device)
         if all(d.type != 'cuda' for d in devices):
-            return [*self.rest(), map_tensors(b, Tensor.cpu)]
-        # torch puts what it copies like this into pinned memory, on the stream that computes
-        sent = map_tensors(b, lambda t: t.to('cpu', non_blocking=True))
-        there = [torch.cuda.current_stream(d).record_event() for d in devices if d.type == 'cuda']
-        arrived, self._pending = self.rest(), [(sent, there)]
-        return arrived
+            return [*self.flush(), map_tensors(b, Tensor.cpu)]
+        # torch copies to pinned memory, in order with the computation on the current stream
+        copy = map_tensors(b, lambda t: t.to('cpu', non_blocking=True))
+        events = [torch.cuda.current_stream(d).record_event() for d in devices if d.type == 'cuda']
+        completed = self.flush()
+        self._pending = [(copy, events)]
+        return completed
 
-    def rest(self) -> list[Any]:
-        "Wait for what is on its way, and return it."
+    def flush(self) -> list[Any]:
+        "Wait for the pending copies, and return them."
         pending, self._pending = self._pending, []
-        for event in (event for _, there in pending for event in there):
-            event.synchronize()
-        # in ordinary memory: pinned memory is scarce
+        for _, events in pending:
+            for event in events:
+                event.synchronize()
+        # move copies to pageable memory, because pinned memory is scarce
         return [
-            map_tensors(sent, lambda t: t.clone() if t.is_pinned() else t) for sent, _ in pending
+            map_tensors(copy, lambda t: t.clone() if t.is_pinned() else t) for copy, _ in pending
         ]
 
 
 class PredictionSink:
-    "The entries of each batch of a run, by name, handed to `give` as soon as the batch is through."
+    "Entries of each batch of a run (predictions, targets, ...), passed to `give` after the batch."
 
     def __init__(
         self,
         learn: Any,
-        give: Callable[..., Any],  # called with the entries of a batch
-        with_input: bool = False,
-        with_decoded: bool = False,
-        with_loss: bool = False,
-        with_targs: bool = True,
-        act: Callable[[Any], Any] | None = None,  # on predictions; None: `loss_func.activation`
-        cpu: bool = True,  # bring the entries to the CPU
-        arriving: AsyncToCPU | None = None,  # copies without a wait, a batch late; None: at once
+        give: Callable[..., Any],  # f(*entries), called for each batch
+        with_input: bool = False,  # include the inputs
+        with_decoded: bool = False,  # include decoded predictions
+        with_loss: bool = False,  # include the loss of each sample
+        with_targs: bool = True,  # include the targets
+        act: Callable[[Any], Any] | None = None,  # activation; None: `loss_func.activation`
+        cpu: bool = True,  # move the entries to the CPU
+        transfer: AsyncToCPU | None = None,  # asynchronous copy; None: synchronous
     ) -> None:
-        self.learn, self.give, self.cpu, self.arriving = learn, give, cpu, arriving
+        self.learn, self.give, self.cpu, self.transfer = learn, give, cpu, transfer
         self.act = act or getattr(learn.loss_func, 'activation', noop)
         self.decode = getattr(learn.loss_func, 'decodes', noop)
-        wanted = {
+        included = {
             'inputs': with_input,
             'preds': True,
             'targs': with_targs,
             'decoded': with_decoded,
             'losses': with_loss,
         }
-        self.names = tuple(name for name, wants in wanted.items() if wants)
-        self._depth: int | None = (
-            None  # of the run that is followed: another one inside it is not ours
-        )
-        self.iter = 0  # number of the batch that is handed on
+        self.names = tuple(name for name, is_included in included.items() if is_included)
+        self._depth: int | None = None  # depth of the collected run, to ignore runs inside it
+        self.iter = 0  # number of the batch that is passed to `give`
 
     def callback(self) -> Callback:
-        "Return a callback that takes them."
+        "Return a callback that collects the entries."
         return Callback(
             before_validate=self._start, before_batch=self._take_input, after_batch=self._take
         )
@@ -343,15 +347,15 @@ class PredictionSink:
         if self._depth is None:
             self._depth = self.learn.run.depth
 
-    def _detached(self, b: Any) -> Any:
-        "Detach, and bring to the CPU what `arriving` does not."
+    def _detach(self, b: Any) -> Any:
+        "Detach a batch, and move it to the CPU unless `transfer` does."
         return self.learn.to_detach(
-            b, self.cpu and (self.arriving is None or hasattr(self.learn.dl, 'to_detach'))
+            b, self.cpu and (self.transfer is None or hasattr(self.learn.dl, 'to_detach'))
         )
 
     def _take_input(self, cb: Callback) -> None:
         if self._depth == self.learn.run.depth and 'inputs' in self.names:
-            self._input = self._detached(self.learn.xb)
+            self._input = self._detach(self.learn.xb)
 
     def _take(self, cb: Callback) -> None:
         learn = self.learn
@@ -360,21 +364,23 @@ class PredictionSink:
         if 'losses' in self.names and 'loss_grad' not in learn.__dict__:
             return
         n = sample_count(learn)
-        listed = is_sample_list(learn.pred, n, has_listed_samples((*learn.xb, *learn.yb), n))
-        preds = self._detached(learn.pred)
-        entries = {'preds': preds if listed else detuplify(preds), 'iter': learn.iter}
+        has_lists = has_listed_samples((*learn.xb, *learn.yb), n)
+        preds = self._detach(learn.pred)
+        if not is_sample_list(learn.pred, n, has_lists):
+            preds = detuplify(preds)
+        entries = {'preds': preds, 'iter': learn.iter}
         if 'inputs' in self.names:
             entries['inputs'] = detuplify(self._input)
         if 'targs' in self.names:
-            entries['targs'] = detuplify(self._detached(learn.yb))
+            entries['targs'] = detuplify(self._detach(learn.yb))
         if 'losses' in self.names:
-            entries['losses'] = self._detached(per_sample(learn.loss, n, learn.yb))
-        if self.arriving is None:
-            return self._hand_on(entries)
-        for arrived in self.arriving.put(entries):
-            self._hand_on(arrived)
+            entries['losses'] = self._detach(average_per_sample(learn.loss, n, learn.yb))
+        if self.transfer is None:
+            return self._pass_on(entries)
+        for batch_entries in self.transfer.put(entries):
+            self._pass_on(batch_entries)
 
-    def _hand_on(self, entries: dict[str, Any]) -> None:
+    def _pass_on(self, entries: dict[str, Any]) -> None:
         self.iter = entries['iter']
         entries['preds'] = self.act(entries['preds'])
         if 'decoded' in self.names:
@@ -382,21 +388,21 @@ class PredictionSink:
         self.give(*[entries[name] for name in self.names])
 
     def finish(self) -> None:
-        "Hand on what is still on its way."
-        if self.arriving is not None:
-            for arrived in self.arriving.rest():
-                self._hand_on(arrived)
+        "Pass on the batches that are still being copied."
+        if self.transfer is not None:
+            for batch_entries in self.transfer.flush():
+                self._pass_on(batch_entries)
 
 
-def reordered(
+def reorder_samples(
     o: Any,  # predictions, inputs, targets or losses of a whole loader
-    order: Tensor,  # the places of its samples
+    order: Tensor,  # index of each sample, of shape [samples]
 ) -> Any:
-    """Return the samples of tensors and of lists with one entry a sample in another order.
+    """Reorder the samples of tensors and of lists with one entry a sample.
 
-    Raises `BatchError` for what has another number of entries.
+    Raises `BatchError` for an object with another number of entries.
 
-    >>> reordered({'x': torch.tensor([5., 6.]), 'name': ['a', 'b']}, torch.tensor([1, 0]))
+    >>> reorder_samples({'x': torch.tensor([5., 6.]), 'name': ['a', 'b']}, torch.tensor([1, 0]))
     {'x': tensor([6., 5.]), 'name': ['b', 'a']}
     """
     n = len(order)
@@ -406,7 +412,7 @@ def reordered(
         return [o[i] for i in order.tolist()]
     children = children_of(o)
     if children is not None and any(c is not None for c in children):
-        return rebuilt(o, [reordered(c, order) for c in children])
+        return rebuilt(o, [reorder_samples(c, order) for c in children])
     if o is None or children is not None:
         return o
     raise BatchError(
@@ -415,17 +421,17 @@ def reordered(
     )
 
 
-def per_sample(loss: Tensor, bs: int, yb: tuple[Any, ...] = ()) -> Tensor:
-    """Return an unreduced loss as one number a sample.
+def average_per_sample(loss: Tensor, bs: int, yb: tuple[Any, ...] = ()) -> Tensor:
+    """Average an unreduced loss over all dimensions but the samples, and return it with shape [samples].
 
-    >>> per_sample(torch.tensor([[1., 3.], [5., 7.]]), 2)
+    >>> average_per_sample(torch.tensor([[1., 3.], [5., 7.]]), 2)
     tensor([2., 6.])
     """
     n_targets = [t.shape[0] for t in yb if isinstance(t, Tensor) and t.ndim]
     if loss.numel() in (bs, *n_targets[:1]):
-        return loss  # in the shape it has, as in fastai
+        return loss  # in its own shape, as in fastai
     has_rows = loss.ndim > 0 and loss.shape[0] == bs
-    is_flattened = not yb or bs in n_targets  # sample by sample
+    is_flattened = not yb or bs in n_targets  # the elements of each sample are contiguous
     if loss.numel() % bs or not (has_rows or is_flattened):
         raise LossError(
             f'The loss of {bs} samples came as {tuple(loss.shape)}, not one for each sample: with_loss '

@@ -1,4 +1,4 @@
-"""Predictions: run a loader through the model and gather what comes out."""
+"""Evaluation, prediction and test-time augmentation of a loader."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from learnkit.data.shard import Shard
 from learnkit.data.tensors import is_rows
 from learnkit.engine.callback import Callback
 from learnkit.engine.checks import check_function
-from learnkit.engine.dispatch import as_callback, listed
+from learnkit.engine.dispatch import as_callback, as_list
 from learnkit.engine.run import preserved_state
 from learnkit.inference.gather import (
     AsyncToCPU,
     GatherPredsCallback,
     PredictionSink,
     Replicated,
-    dealt,
-    reordered,
+    reorder_samples,
+    shard_loader,
 )
-from learnkit.inference.sinks import check_sink, opened_sink
+from learnkit.inference.sinks import check_sink, open_sink
 from learnkit.inference.stream import PredictionStream, stream_predictions
 
 __all__ = [
@@ -62,16 +62,16 @@ def validate(
     cbs: Any = None,
 ) -> L | None:
     "Compute loss and metrics, and return them as a list: `[valid_loss, *metrics]` of each loader."
-    source = _find_name(learn, ds_idx, dl)
+    loader_name = _find_name(learn, ds_idx, dl)
     loaders: Any = None
     if dl is not None:
-        loaders = [('valid', dealt(learn, resolve_loader(learn, dl))[0])]
+        loaders = [('valid', shard_loader(learn, resolve_loader(learn, dl))[0])]
     elif ds_idx is not None:
         dl = _get_loader(learn, ds_idx)
-        loaders = [('train' if ds_idx == 0 else 'valid', dealt(learn, dl)[0])]
+        loaders = [('train' if ds_idx == 0 else 'valid', shard_loader(learn, dl)[0])]
     elif not evaluation_loaders(learn.dls):
         _get_loader(learn, 1)  # raises
-    outer = learn.__dict__.get('final_record')  # of the run in which a callback starts this one
+    outer_record = learn.__dict__.get('final_record')  # set if a callback of a run validates
     learn.final_record = None
     try:
         with (
@@ -80,13 +80,13 @@ def validate(
             learn.validation_context(cbs=cbs, inner=True),
             learn.strategy.run(learn, 'evaluation'),
         ):
-            learn.loader_name = source
+            learn.loader_name = loader_name
             _run_in_fit_and_epoch(learn, partial(learn.do_evaluation, loaders))
         record: L | None = learn.final_record
         return record
     finally:
         if learn.run.kind:
-            learn.final_record = outer
+            learn.final_record = outer_record
 
 
 def get_preds(
@@ -103,44 +103,48 @@ def get_preds(
     sink: Any = None,
     **kwargs: Any,
 ) -> Any:
-    "Return predictions and targets of a loader on the CPU, joined along the first dimension."
+    "Return predictions and targets of a loader on the CPU, concatenated along the first dimension."
     check_function('act', act)
-    # made here, so that what one of them draws stays drawn
-    new_cbs = [as_callback(cb) for cb in listed(cbs)]
+    # instantiated before random generators are captured, which would undo a constructor's draws
+    new_cbs = [as_callback(cb) for cb in as_list(cbs)]
     options = {'with_input': with_input, 'with_loss': with_loss, **kwargs}
-    source = _find_name(learn, ds_idx, dl)
-    run = partial(_run_predictions, learn, inner=inner, with_loss=with_loss, source=source)
+    loader_name = _find_name(learn, ds_idx, dl)
+    run = partial(
+        _run_predictions, learn, inner=inner, with_loss=with_loss, loader_name=loader_name
+    )
     if sink is not None:
         if others := [name for name in kwargs if name != 'with_targs']:
             raise OptionError(f'A sink goes without {", ".join(others)}.')
-        asked = PredictionSink(
-            learn, noop, with_decoded=with_decoded, act=act, arriving=AsyncToCPU(), **options
+        entries = PredictionSink(
+            learn, noop, with_decoded=with_decoded, act=act, transfer=AsyncToCPU(), **options
         )
         dl, _ = plan_loader(learn, ds_idx, dl, reorder, sort=True)
-        dl, world = dealt(learn, dl)
-        check_sink(sink, asked.names, world)
-        with opened_sink(sink, asked.names, world, lambda: asked.iter) as asked.give:
-            run(dl, [*new_cbs, asked.callback()])
-            world.run_on_all(asked.finish)
+        dl, world = shard_loader(learn, dl)
+        check_sink(sink, entries.names, world)
+        with open_sink(sink, entries.names, world, lambda: entries.iter) as entries.give:
+            run(dl, [*new_cbs, entries.callback()])
+            world.run_on_all(entries.finish)
         return sink
 
     dl, order = plan_loader(learn, ds_idx, dl, reorder)
-    dl, _ = dealt(learn, dl)
+    dl, _ = shard_loader(learn, dl)
     cb = GatherPredsCallback(**options)
     run(dl, [*new_cbs, cb])
     res = cb.all_tensors()
-    at = 1 if with_input else 0
-    if res[at] is not None:
-        res[at] = (act or getattr(learn.loss_func, 'activation', noop))(res[at])
+    i = 1 if with_input else 0  # index of the predictions
+    if res[i] is not None:
+        activation = act or getattr(learn.loss_func, 'activation', noop)
+        res[i] = activation(res[i])
         if with_decoded:
-            res.insert(at + 2, getattr(learn.loss_func, 'decodes', noop)(res[at]))
-    return tuple(res) if order is None else tuple(reordered(o, order) for o in res)
+            decode = getattr(learn.loss_func, 'decodes', noop)
+            res.insert(i + 2, decode(res[i]))
+    return tuple(res) if order is None else tuple(reorder_samples(o, order) for o in res)
 
 
 def _run_predictions(
-    learn: Any, dl: Any, cbs: list[Any], inner: bool, with_loss: bool, source: str | None
+    learn: Any, dl: Any, cbs: list[Any], inner: bool, with_loss: bool, loader_name: str | None
 ) -> None:
-    "Predict on a loader, with the callbacks `cbs` taking the predictions."
+    "Predict on a loader; the callbacks `cbs` receive the predictions."
     loss_context = learn.loss_not_reduced() if with_loss else nullcontext()
     with (
         learn.lock,
@@ -149,7 +153,7 @@ def _run_predictions(
         loss_context,
         learn.strategy.run(learn, 'evaluation'),
     ):
-        learn.phase, learn.dl_name, learn.loader_name = 'predict', 'valid', source
+        learn.phase, learn.dl_name, learn.loader_name = 'predict', 'valid', loader_name
         body = partial(_do_predictions, learn, dl)
         if inner:
             body()
@@ -169,15 +173,15 @@ def predict_iter(
     cpu: bool = True,
     cbs: Any = None,
 ) -> PredictionStream:
-    "Predict batch by batch, each when it is asked for, in the loader's order: an iterator over their entries."
+    "Return an iterator over the predictions of each batch, computed on demand in the loader's order."
     check_function('act', act)
-    source = _find_name(learn, ds_idx, dl)
-    dl, _ = dealt(learn, _choose_loader(learn, ds_idx, dl))
-    new_cbs = [as_callback(cb) for cb in listed(cbs)]
+    loader_name = _find_name(learn, ds_idx, dl)
+    dl, _ = shard_loader(learn, _choose_loader(learn, ds_idx, dl))
+    new_cbs = [as_callback(cb) for cb in as_list(cbs)]
     batch: list[tuple[Any, ...]] = []
-    taken = PredictionSink(
+    entries = PredictionSink(
         learn,
-        lambda *entries: batch.append(entries),
+        lambda *values: batch.append(values),
         with_input=with_input,
         with_decoded=with_decoded,
         with_loss=with_loss,
@@ -186,7 +190,8 @@ def predict_iter(
     )
 
     def run(watch: Callback) -> Iterator[None]:
-        return stream_predictions(learn, dl, [watch, *new_cbs, taken.callback()], inner, source)
+        stream_cbs = [watch, *new_cbs, entries.callback()]
+        return stream_predictions(learn, dl, stream_cbs, inner, loader_name)
 
     return PredictionStream(learn, run, batch, learn.loss_not_reduced if with_loss else nullcontext)
 
@@ -209,23 +214,25 @@ def predict(
     elif not isinstance(item, Mapping):
         batch = (batch,)
     inputs, preds, _, decoded = learn.get_preds(
-        dl=Replicated([batch]), with_input=True, with_decoded=True, cbs=_all_inputs()
+        dl=Replicated([batch]), with_input=True, with_decoded=True, cbs=_make_input_callback()
     )
-    dec, pred = _first(decoded), _first(preds)
-    res = _class_name(dec, getattr(learn.dls, 'vocab', None)), dec, pred
-    return (_first(inputs), *res) if with_input else res
+    sample_decoded = _take_first(decoded)
+    label = _find_class_name(sample_decoded, getattr(learn.dls, 'vocab', None))
+    res = label, sample_decoded, _take_first(preds)
+    return (_take_first(inputs), *res) if with_input else res
 
 
 def _predict_typed(learn: Any, item: Any, rm_type_tfms: Any, with_input: bool) -> tuple[Any, ...]:
-    "Predict where the data makes its own test loader and decodes its batches."
-    dls, n = learn.dls, getattr(learn.dls, 'n_inp', -1)
+    "Predict on one sample with data that creates test loaders and decodes batches (fastai)."
+    dls = learn.dls
+    n = getattr(dls, 'n_inp', -1)
     dl = dls.test_dl([item], rm_type_tfms=rm_type_tfms, num_workers=0)
     if learn.world.size > 1:
         dl = Replicated(dl)
     inputs, preds, _, decoded = learn.get_preds(dl=dl, with_input=True, with_decoded=True)
     xb = (inputs,) if n == 1 else _as_tuple(inputs)
     sample = dls.decode_batch((*xb, *_as_tuple(decoded)))[0]
-    res = detuplify(sample[n:]), _first(decoded), _first(preds)
+    res = detuplify(sample[n:]), _take_first(decoded), _take_first(preds)
     return (detuplify(sample[:n]), *res) if with_input else res
 
 
@@ -240,103 +247,109 @@ def tta(
     use_max: bool = False,
     augment: Callable[..., Any] | None = None,
 ) -> tuple[Any, Any]:
-    "Predict on augmented samples too (test time augmentation) and average: `lerp(augmented, plain, beta)`."
+    "Predict with test-time augmentation: `lerp(augmented, plain, beta)`."
     if not isinstance(n, int) or n < 1:
         raise OptionError(f'tta(n={n!r}): n is a whole number from 1 up.')
     check_function('augment', augment)
     dl = in_order(_choose_loader(learn, ds_idx, dl))
     if item_tfms is not None or batch_tfms is not None:
-        dl = _with_transforms(dl, item_tfms, batch_tfms)
-    split = getattr(getattr(dl, 'dataset', None), 'set_split_idx', None)
-    if split is None and augment is None:
+        dl = _replace_transforms(dl, item_tfms, batch_tfms)
+    set_split = getattr(getattr(dl, 'dataset', None), 'set_split_idx', None)
+    if set_split is None and augment is None:
         raise OptionError(
             'tta: these data have no augmentation of their own. Give one: `tta(augment=f)`, where '
             'f(x) returns the inputs of a batch augmented.'
         )
     combine = torch.maximum if use_max else torch.add
     with learn.lock, preserved_rng():
-        plain, targs = _predict_augmented(learn, dl, split and partial(split, 1), None)
-        aug: Any = None
+        open_valid_split = set_split and partial(set_split, 1)
+        open_train_split = set_split and partial(set_split, 0)  # with training transforms
+        plain, targs = _predict_augmented(learn, dl, open_valid_split, None)
+        augmented: Any = None
         for _ in range(n):
-            preds, same = _predict_augmented(learn, dl, split and partial(split, 0), augment)
-            if describe(same) != describe(targs) or not _equal(same, targs):
+            preds, new_targs = _predict_augmented(learn, dl, open_train_split, augment)
+            if describe(new_targs) != describe(targs) or not _are_equal(new_targs, targs):
                 raise LoaderError(
                     'tta: this loader gives other samples each time. Pass `dl=` one that does not '
                     'shuffle.'
                 )
-            if describe(preds) != describe(plain) or not _can_be_averaged(plain, preds):
+            if describe(preds) != describe(plain) or not _are_averageable(plain, preds):
                 raise BatchError(
                     f'tta: predictions {describe(preds)} are no tensors of one shape, which could be '
                     'averaged. Predict with `get_preds`, and combine them by a function of your own.'
                 )
-            aug = preds if aug is None else _joined(combine, aug, preds)
+            augmented = preds if augmented is None else _combine_tensors(combine, augmented, preds)
     if use_max:
-        return _joined(torch.maximum, plain, aug), targs
-    aug = map_tensors(aug, lambda t: t / n)
+        return _combine_tensors(torch.maximum, plain, augmented), targs
+    augmented = map_tensors(augmented, lambda t: t / n)
     if beta is None:
-        return (aug, plain), targs
-    return _joined(lambda a, b: torch.lerp(a, b.to(a), beta), aug, plain), targs
+        return (augmented, plain), targs
+    return _combine_tensors(lambda a, b: torch.lerp(a, b.to(a), beta), augmented, plain), targs
 
 
 def _predict_augmented(
-    learn: Any, dl: Any, split: Any, augment: Callable[..., Any] | None
+    learn: Any, dl: Any, open_split: Any, augment: Callable[..., Any] | None
 ) -> tuple[Any, Any]:
-    "Predict once, and let the random generators go on with other numbers."
-    with split() if split else nullcontext():
-        res: tuple[Any, Any] = learn.get_preds(dl=dl, cbs=_augmented(augment) if augment else None)
-    _draw_anew()
+    "Predict once, and reseed the random generators, so that the next call draws other numbers."
+    cbs = _make_augmenter(augment) if augment else None
+    with open_split() if open_split else nullcontext():
+        res: tuple[Any, Any] = learn.get_preds(dl=dl, cbs=cbs)
+    _reseed()
     return res
 
 
 def plan_loader(
     learn: Any, ds_idx: int, dl: Any, reorder: bool, sort: bool = False
 ) -> tuple[Any, Tensor | None]:
-    "Return the loader to predict on, and the order in which its samples belong where that is another one."
-    given, dl = dl is not None, _choose_loader(learn, ds_idx, dl)
+    "Return the loader to predict on and, if its samples must be reordered, the permutation."
+    is_given = dl is not None
+    dl = _choose_loader(learn, ds_idx, dl)
     if not reorder:
         return dl, None
     if not callable(getattr(dl, 'get_idxs', None)):
         return in_order(dl), None
-    with preserved_rng():  # what chooses samples draws here
-        # a given loader is asked itself: a new one would not know its weights
-        if not given or dl.drop_last:
+    with preserved_rng():  # `get_idxs` may draw samples
+        # a loader that was passed is used itself: `new` would lose its sample weights
+        if not is_given or dl.drop_last:
             dl = dl.new(shuffle=False, drop_last=False)
-        idxs = list(_drawn_idxs(dl))
+        idxs = list(_draw_idxs(dl))
         if not all(isinstance(i, (int, np.integer)) for i in idxs):
             return dl, None
         idxs = learn.world.broadcast([int(i) for i in idxs])
-        ordered = dl.new(get_idxs=_Always(sorted(idxs) if sort else idxs))
-    return ordered, None if sort else torch.tensor(idxs).argsort(stable=True)
+        ordered_dl = dl.new(get_idxs=_Constant(sorted(idxs) if sort else idxs))
+    return ordered_dl, None if sort else torch.tensor(idxs).argsort(stable=True)
 
 
 def _choose_loader(learn: Any, ds_idx: int, dl: Any) -> Any:
-    "Return the loader that is meant; all of it, where processes have a part each."
+    "Return the requested loader, unsharded."
     dl = _get_loader(learn, ds_idx) if dl is None else resolve_loader(learn, dl)
     return dl.whole if isinstance(dl, Shard) else dl
 
 
 def _find_name(learn: Any, ds_idx: int | None, dl: Any) -> str | None:
-    "Return the name in `dls` of a loader that is asked for, None where it has no name there."
+    "Return the name in `dls` of the requested loader, or None if it has no name there."
     if not isinstance(learn.dls, DataLoaders):
         return None
-    named = learn.dls._named()
+    named_loaders = learn.dls._named()
     if isinstance(dl, str):
         return dl
     if dl is not None:
-        return next((name for name, loader in named if loader is dl), None)
-    return named[ds_idx][0] if isinstance(ds_idx, int) and ds_idx in range(len(named)) else None
+        return next((name for name, loader in named_loaders if loader is dl), None)
+    if isinstance(ds_idx, int) and ds_idx in range(len(named_loaders)):
+        return named_loaders[ds_idx][0]
+    return None
 
 
 def resolve_loader(learn: Any, dl: Any) -> Any:
-    "Return the loader that was given, by its name in `dls` or as it is."
+    "Return a loader that is given by its name in `dls` or as an object; raise `LoaderError` if it is neither."
     if isinstance(dl, str):
         return _get_loader(learn, dl)
     if is_rows(dl):
-        few = ''
+        alternatives = ''
         if isinstance(dl, (Tensor, np.ndarray)):
-            few = '`dl=[(x,)]`, with targets `dl=[(x, y)]`, and of many samples '
+            alternatives = '`dl=[(x,)]`, with targets `dl=[(x, y)]`, and of many samples '
         raise LoaderError(
-            f'dl is {describe(dl)}, no batches: give {few}`dl=TensorLoader(x, bs=64)`.'
+            f'dl is {describe(dl)}, no batches: give {alternatives}`dl=TensorLoader(x, bs=64)`.'
         )
     if isinstance(dl, DataLoaders) or (hasattr(dl, 'valid') and hasattr(dl, 'train_ds')):
         raise LoaderError(
@@ -347,7 +360,7 @@ def resolve_loader(learn: Any, dl: Any) -> Any:
 
 
 def _get_loader(learn: Any, ds_idx: int | str) -> Any:
-    "Return a loader of `dls` by its number or name; raise `LoaderError` where there is none."
+    "Return a loader of `dls` by its index or name; raise `LoaderError` if it does not exist."
     try:
         return learn.dls[ds_idx]
     except TypeError:
@@ -357,14 +370,14 @@ def _get_loader(learn: Any, ds_idx: int | str) -> Any:
             f'ds_idx={ds_idx!r} is no number of a loader: a loader is given as `dl=`.'
         ) from None
     except (IndexError, KeyError):
-        what = 'validation loader' if ds_idx == 1 else f'loader {ds_idx!r}'
+        loader = 'validation loader' if ds_idx == 1 else f'loader {ds_idx!r}'
         raise LoaderError(
-            f'There is no {what}: give one to `DataLoaders(train, valid)`, or pass `dl=`.'
+            f'There is no {loader}: give one to `DataLoaders(train, valid)`, or pass `dl=`.'
         ) from None
 
 
 def _do_predictions(learn: Any, dl: Any) -> None:
-    "Predict on a loader, between the events around it."
+    "Predict on a loader between `before_predict` and `after_predict`."
     learn('before_predict')
     with preserved_generators(dl):
         learn._do_epoch_validate(dl=dl)
@@ -372,13 +385,13 @@ def _do_predictions(learn: Any, dl: Any) -> None:
 
 
 def _run_in_fit_and_epoch(learn: Any, body: Callable[[], Any]) -> None:
-    "Run something in the same wrappers as training."
+    "Call `body` inside the fit and epoch events, as training does."
     epoch = partial(learn._with_events, body, 'epoch', CancelEpochException)
     learn._with_events(epoch, 'fit', CancelFitException)
 
 
-def _drawn_idxs(dl: Any) -> list[Any]:
-    "Return the indices that a loader of fastai gives next, its own generator left as it was."
+def _draw_idxs(dl: Any) -> list[Any]:
+    "Return the next indices of a fastai loader, and restore the loader's random generator."
     rng: Any = getattr(dl, 'rng', None)
     state = rng.getstate() if isinstance(rng, random.Random) else None
     try:
@@ -388,8 +401,8 @@ def _drawn_idxs(dl: Any) -> list[Any]:
             rng.setstate(state)
 
 
-class _Always:
-    "A function of no argument that gives one value, and can be sent to worker processes."
+class _Constant:
+    "Function without arguments that returns a constant; unlike a lambda it can be pickled for workers."
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -398,7 +411,7 @@ class _Always:
         return self.value
 
 
-def _first(o: Any) -> Any:
+def _take_first(o: Any) -> Any:
     "Return the first sample of a batch."
     if is_sample_list(o, 1):
         return o[0]
@@ -409,8 +422,8 @@ def _as_tuple(o: Any) -> tuple[Any, ...]:
     return tuple(o) if isinstance(o, (tuple, list)) else (o,)
 
 
-def _class_name(decoded: Any, vocab: Any) -> Any:
-    "Return the name of a class, or those of the classes that are on; without a vocab what was decoded."
+def _find_class_name(decoded: Any, vocab: Any) -> Any:
+    "Return the name of a class, or the names of all active classes; without a vocab return `decoded`."
     if vocab is None or not isinstance(decoded, Tensor) or decoded.is_floating_point():
         return decoded
     if decoded.dtype == torch.bool:
@@ -418,8 +431,8 @@ def _class_name(decoded: Any, vocab: Any) -> Any:
     return vocab[int(decoded)] if decoded.ndim == 0 else decoded
 
 
-def _all_inputs() -> Callback:
-    "Make a callback that takes every entry of a batch as input."
+def _make_input_callback() -> Callback:
+    "Return a callback that uses every entry of a batch as input."
 
     def before_batch(cb: Callback) -> None:
         learn = cb.learn
@@ -432,7 +445,9 @@ def _all_inputs() -> Callback:
     return cb
 
 
-def _augmented(augment: Callable[..., Any]) -> Callback:
+def _make_augmenter(augment: Callable[..., Any]) -> Callback:
+    "Return a callback that augments the inputs of each batch."
+
     def before_batch(cb: Callback) -> None:
         xb = cb.learn.xb
         augmented = augment(*xb)
@@ -442,42 +457,42 @@ def _augmented(augment: Callable[..., Any]) -> Callback:
     return Callback(before_batch=before_batch)
 
 
-def _joined(f: Callable[[Tensor, Tensor], Tensor], a: Any, b: Any) -> Any:
-    "Return the structure of two that are alike, each tensor computed from the two in its place."
-    others: list[Tensor] = []
+def _combine_tensors(f: Callable[[Tensor, Tensor], Tensor], a: Any, b: Any) -> Any:
+    "Apply `f` to each pair of corresponding tensors of two structures of the same form."
+    b_tensors: list[Tensor] = []
 
-    def note(t: Tensor) -> Tensor:
-        others.append(t)
+    def collect(t: Tensor) -> Tensor:
+        b_tensors.append(t)
         return t
 
-    map_tensors(b, note)
-    theirs = iter(others)
-    return map_tensors(a, lambda t: f(t, next(theirs)))
+    map_tensors(b, collect)
+    b_iter = iter(b_tensors)
+    return map_tensors(a, lambda t: f(t, next(b_iter)))
 
 
-def _equal(a: Any, b: Any) -> bool:
+def _are_equal(a: Any, b: Any) -> bool:
     "Return True if the tensors of two structures of the same kind are equal."
     if isinstance(a, Tensor):
         return torch.equal(a, b)
-    parts, others = children_of(a), children_of(b)
-    if parts is None or others is None:
-        return parts is others
-    return len(parts) == len(others) and all(map(_equal, parts, others))
+    a_children, b_children = children_of(a), children_of(b)
+    if a_children is None or b_children is None:
+        return a_children is b_children
+    return len(a_children) == len(b_children) and all(map(_are_equal, a_children, b_children))
 
 
-def _can_be_averaged(a: Any, b: Any) -> bool:
-    "Return True if two predictions hold tensors of the same shapes, and not lists of dicts (boxes, that is)."
+def _are_averageable(a: Any, b: Any) -> bool:
+    "Return True if two predictions hold tensors of the same shapes, and no lists of dicts (such as boxes)."
     if isinstance(a, Tensor):
         return isinstance(b, Tensor) and a.shape == b.shape
-    parts, others = children_of(a), children_of(b)
-    if parts is None or others is None:
-        return parts is others
+    a_children, b_children = children_of(a), children_of(b)
+    if a_children is None or b_children is None:
+        return a_children is b_children
     if isinstance(a, list) and any(isinstance(c, Mapping) for c in a):
         return False
-    return len(parts) == len(others) and all(map(_can_be_averaged, parts, others))
+    return len(a_children) == len(b_children) and all(map(_are_averageable, a_children, b_children))
 
 
-def _with_transforms(dl: Any, item_tfms: Any, batch_tfms: Any) -> Any:
+def _replace_transforms(dl: Any, item_tfms: Any, batch_tfms: Any) -> Any:
     if hasattr(dl, 'after_item'):
         return dl.new(after_item=item_tfms, after_batch=batch_tfms)
     raise OptionError(
@@ -486,8 +501,8 @@ def _with_transforms(dl: Any, item_tfms: Any, batch_tfms: Any) -> Any:
     )
 
 
-def _draw_anew() -> None:
-    "Let every global generator go on with other numbers, drawn from torch's."
+def _reseed() -> None:
+    "Seed every global random generator with a number drawn from torch's generator."
     seed = int(torch.empty((), dtype=torch.int64).random_())
     torch.manual_seed(seed)
     random.seed(seed)

@@ -1,4 +1,4 @@
-"""Show predictions of a batch beside its samples and targets."""
+"""Show a batch with its targets and predictions."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ def show_results(
     max_n: int = 9,
     **kwargs: Any,
 ) -> Any:
-    "Show a batch with its predictions: images in a grid, anything else as a table; return what was drawn."
+    "Show a batch with its predictions: images in a grid, other data as a table; return the figure or table."
     check_max_n(max_n)
     dl = learn.dls[ds_idx] if dl is None else dl
-    batch, own = first_batch(dl), own_method(dl, 'show_results')
+    batch = first_batch(dl)
+    data_method = own_method(dl, 'show_results')
     _, targs, decoded = learn.get_preds(dl=[batch], with_decoded=True)
-    if own is not None:
-        return own(batch, decoded, max_n=max_n, **kwargs)
+    if data_method is not None:
+        return data_method(batch, decoded, max_n=max_n, **kwargs)
 
     xb, _ = first_samples(batch, form_of(learn.dls, 'valid'), max_n)
     preds = as_targets(decoded, targs, binary_cut(learn.loss_func))
     (preds,), (targs,) = microbatches((preds,), (targs,), max_n)[0]
-    told = {'predicted': preds} if targs is None else {'target': targs, 'predicted': preds}
+    columns = {'predicted': preds} if targs is None else {'target': targs, 'predicted': preds}
     vocab = getattr(learn.dls, 'vocab', None)
-    return show_samples(xb, told, vocab, wrong_ones(preds, targs), **kwargs)
+    return show_samples(xb, columns, vocab, wrong_ones(preds, targs), **kwargs)

@@ -1,7 +1,8 @@
 """Predictions as an iterator over batches, in constant memory.
 
-A stream is a run that pauses between batches. While it pauses the Learner is as it was before it (modes, RNGs, loop
-state, gradient mode, lock, weights that callbacks changed); when it goes on, its own state is put in place again."""
+A stream is a run that pauses between batches. At each pause the Learner's outer state (module modes, random generators,
+loop state, gradient mode, lock, weights that callbacks changed) is restored; when the run resumes, its own state is.
+"""
 
 from __future__ import annotations
 
@@ -22,49 +23,50 @@ from learnkit.engine.run import STATE
 
 __all__ = ['PredictionStream', 'end_streams', 'stream_predictions']
 
-# what a run has in the Learner, besides `STATE`
-_RUN = ('fitting', 'error', 'logger', 'create_mbar')
+# attributes that a run sets on the Learner, in addition to `STATE`
+_RUN_ATTRIBUTES = ('fitting', 'error', 'logger', 'create_mbar')
 
 
 class PredictionStream(Iterator[tuple[Any, ...]]):
-    """Predictions batch by batch, each computed when it is asked for: what `learn.predict_iter` returns.
+    """Iterator over the predictions of each batch, computed on demand; the result of `learn.predict_iter`.
 
-    `close` ends the run early, as does dropping the stream; a `with` block closes it at its end.
+    `close`, or deleting the stream, ends the run early; a `with` block closes the stream at its end.
     """
 
     def __init__(
         self,
         learn: Any,
-        run: Callable[[Any], Iterator[None]],  # makes the run's steps, with one more callback
-        batch: list[tuple[Any, ...]],  # where a step leaves the batch's entries
-        context: Callable[[], Any],  # makes what surrounds each step
+        run: Callable[[Any], Iterator[None]],  # f(callback) -> iterator that runs one batch a step
+        batch: list[tuple[Any, ...]],  # list to which a step appends the batch's entries
+        context: Callable[[], Any],  # f() -> context of each step
     ) -> None:
         self._learn, self._batch, self._context = learn, batch, context
-        self._state: Any = None  # of the paused run
-        self._running, self._lost = False, False
-        me = weakref.ref(self)  # whoever drops the stream ends it
+        self._state: Any = None  # state of the paused run
+        self._running, self._is_invalid = False, False
+        stream_ref = weakref.ref(self)  # weak, so that deleting the stream ends the run
 
         def on_event(cb: Callback) -> None:
-            if (stream := me()) is not None and cb.learn is stream._learn:
-                stream._learn_goes_on()
+            stream = stream_ref()
+            if stream is not None and cb.learn is stream._learn:
+                stream._handle_event()
 
         watch = Callback(**dict.fromkeys(EVENTS, on_event))
         watch.order = float('-inf')
         self._steps = run(watch)
 
     def __next__(self) -> tuple[Any, ...]:
-        if self._lost:
+        if self._is_invalid:
             raise FitError(
                 'This stream of predictions was ended when its Learner went on to something else (a fit, a '
                 'validation, the rest of the fit it was in). Use it up before, or write the predictions '
                 'with get_preds(sink=...).'
             )
         while not self._batch:
-            self._advance(partial(next, self._steps))  # a cancelled batch has left nothing
+            self._advance(partial(next, self._steps))  # a cancelled batch appends nothing
         return self._batch.pop()
 
     def close(self) -> None:
-        "End the run as a CancelValidException would, and put everything back; further calls do nothing."
+        "End the run like a `CancelValidException`, and restore the Learner; further calls have no effect."
         if self._state is None:
             return self._steps.close()  # type: ignore[attr-defined]  # it is a generator
         try:
@@ -72,31 +74,32 @@ class PredictionStream(Iterator[tuple[Any, ...]]):
         except StopIteration:
             pass
 
-    def _learn_goes_on(self) -> None:
-        "Hear that an event fired; when it is not one of this run, which pauses, the run is over."
+    def _handle_event(self) -> None:
+        "Close the stream if an event fires while the stream is paused: another run has started."
         if self._running or self._state is None:
             return
-        self._lose()
+        self._invalidate()
 
-    def _lose(self) -> None:
-        self._lost = True
+    def _invalidate(self) -> None:
+        self._is_invalid = True
         self.close()
 
     def _advance(self, step: Callable[[], Any]) -> None:
-        "Let the run go on until it pauses or ends; the Learner is before and after as it is outside."
+        "Run until the next pause or the end, in the run's state, and restore the Learner's outer state."
         learn = self._learn
         with learn.lock:
-            outside, self._running = _snapshot(learn), True
+            outer_state = _capture_state(learn)
+            self._running = True
             if self._state is not None:
-                _install(learn, self._state)
-                learn.lock.acquire()  # the run holds it once, and gave it up to pause
+                _restore_state(learn, self._state)
+                learn.lock.acquire()  # the run holds the lock once more, and released it to pause
             try:
                 if self._state is not None:
                     learn.callbacks.notify('on_run_resumed')
                 with self._context(), learn.evaluated_weights():
                     step()
                 learn.callbacks.notify('on_run_paused')
-                self._state = _snapshot(learn)
+                self._state = _capture_state(learn)
                 _PAUSED.add(self)
                 learn.lock.release()
             except BaseException:
@@ -106,16 +109,13 @@ class PredictionStream(Iterator[tuple[Any, ...]]):
                 raise
             finally:
                 self._running = False
-                _install(learn, outside)
+                _restore_state(learn, outer_state)
 
     def __repr__(self) -> str:
-        state = (
-            'ended by its Learner'
-            if self._lost
-            else 'paused'
-            if self._state is not None
-            else 'not running'
-        )
+        if self._is_invalid:
+            state = 'ended by its Learner'
+        else:
+            state = 'not running' if self._state is None else 'paused'
         return f'PredictionStream({type(self._learn.model).__name__}, {state})'
 
     def __enter__(self) -> PredictionStream:
@@ -129,12 +129,14 @@ class PredictionStream(Iterator[tuple[Any, ...]]):
             self.close()
 
 
-_PAUSED: weakref.WeakSet[PredictionStream] = weakref.WeakSet()  # of all Learners
+_PAUSED: weakref.WeakSet[PredictionStream] = weakref.WeakSet()  # paused streams of all Learners
 
 
-def _snapshot(learn: Any) -> tuple[Any, ...]:
-    "Return what a pausing run must leave as it was."
-    attributes = {name: learn.__dict__[name] for name in (*STATE, *_RUN) if name in learn.__dict__}
+def _capture_state(learn: Any) -> tuple[Any, ...]:
+    "Return the state that a stream exchanges when it pauses or resumes."
+    attributes = {
+        name: learn.__dict__[name] for name in (*STATE, *_RUN_ATTRIBUTES) if name in learn.__dict__
+    }
     return (
         attributes,
         dict(vars(learn.run)),
@@ -144,10 +146,10 @@ def _snapshot(learn: Any) -> tuple[Any, ...]:
     )
 
 
-def _install(learn: Any, state: tuple[Any, ...]) -> None:
+def _restore_state(learn: Any, state: tuple[Any, ...]) -> None:
     attributes, run, modes, rng, grad = state
     vars(learn.run).update(run)
-    for name in (*STATE, *_RUN):
+    for name in (*STATE, *_RUN_ATTRIBUTES):
         learn.__dict__.pop(name, None)
     learn.__dict__.update(attributes)
     for module, mode in modes:
@@ -158,19 +160,19 @@ def _install(learn: Any, state: tuple[Any, ...]) -> None:
 
 
 def end_streams(learn: Any) -> None:
-    "End the paused streams of a Learner before its callbacks are removed or copied."
+    "Close the paused streams of a Learner before its callbacks are removed or copied."
     for stream in list(_PAUSED):
         if stream._learn is learn and not stream._running:
-            stream._lose()
+            stream._invalidate()
 
 
 def stream_predictions(
-    learn: Any, dl: Any, cbs: Any, inner: bool, source: str | None
+    learn: Any, dl: Any, cbs: Any, inner: bool, loader_name: str | None
 ) -> Iterator[None]:
-    "Predict on a loader, and pause after each batch: the levels of the loop as generators."
+    "Predict on a loader and yield after each batch: the levels of the loop as generators."
     with learn.added_cbs(cbs), learn.strategy.run(learn, 'evaluation'):
         learn.logger, learn.create_mbar = noop, False
-        learn.phase, learn.dl_name, learn.loader_name = 'predict', 'valid', source
+        learn.phase, learn.dl_name, learn.loader_name = 'predict', 'valid', loader_name
         steps = _stream_loader(learn, dl)
         if not inner:
             steps = _wrap_level(learn, _wrap_level(learn, steps, 'epoch'), 'fit')
@@ -178,7 +180,7 @@ def stream_predictions(
 
 
 def _stream_loader(learn: Any, dl: Any) -> Iterator[None]:
-    "Predict on a loader, between the events around it."
+    "Predict on a loader between `before_predict` and `after_predict`."
     learn('before_predict')
     learn.set_loader(dl)
     with preserved_generators(dl), torch.no_grad():
@@ -194,16 +196,18 @@ def _stream_batches(learn: Any) -> Iterator[None]:
 
 
 def _wrap_level(learn: Any, body: Iterator[None], event_type: str) -> Iterator[None]:
-    "Do for a generator what `_with_events` does for a function."
-    level, outer, cancelled = LEVELS[event_type], learn.run.levels, False
-    learn.run.levels = (*outer, event_type)
+    "Fire the events of a level around a generator, as `_with_events` does around a function."
+    level = LEVELS[event_type]
+    outer_levels = learn.run.levels
+    cancelled = False
+    learn.run.levels = (*outer_levels, event_type)
     try:
         learn(level.before)
         yield from body
     except level.exception:
         cancelled = True
     finally:
-        learn.run.levels = outer
+        learn.run.levels = outer_levels
     if cancelled:
         learn(level.after_cancel)
     learn(level.after)

@@ -1,4 +1,4 @@
-"""Ready-made parts for tests: small learners, digests of states, and the harness that kills training and resumes it."""
+"""Tools for tests: small Learners, digests of states, and a harness that kills training and resumes it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ __all__ = [
 
 
 class RegModel(nn.Module):
-    "A line: `a*x + b` with learned `a` and `b`."
+    "Linear model `a*x + b` with learned scalars `a` and `b`."
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,27 +57,27 @@ class RegModel(nn.Module):
 
 def synth_dls(
     a: float = 2,  # slope of the line
-    b: float = 3,  # its value at 0
-    bs: int = 16,  # samples a batch
-    n_train: int = 10,  # training batches
-    n_valid: int = 2,  # validation batches
+    b: float = 3,  # intercept of the line
+    bs: int = 16,  # batch size
+    n_train: int = 10,  # number of training batches
+    n_valid: int = 2,  # number of validation batches
 ) -> DataLoaders:
     "Return loaders of points `(x, y)`, each `[bs, 1]`, on a noisy line."
 
-    def points(n: int) -> tuple[Tensor, Tensor]:
+    def make_points(n: int) -> tuple[Tensor, Tensor]:
         x = torch.randn(bs * n, 1)
         return x, a * x + b + 0.1 * torch.randn(bs * n, 1)
 
-    return DataLoaders.from_tensors(points(n_train), points(n_valid), bs=bs)
+    return DataLoaders.from_tensors(make_points(n_train), make_points(n_valid), bs=bs)
 
 
 def synth_learner(
-    n_train: int = 10,  # training batches
-    n_valid: int = 2,  # validation batches
-    lr: float = 1e-3,
-    dls: Any = None,  # other loaders
-    model: nn.Module | None = None,  # another model
-    **kwargs: Any,  # more for the Learner
+    n_train: int = 10,  # number of training batches
+    n_valid: int = 2,  # number of validation batches
+    lr: float = 1e-3,  # learning rate
+    dls: Any = None,  # data; None: `synth_dls`
+    model: nn.Module | None = None,  # model; None: `RegModel`
+    **kwargs: Any,  # further arguments of `Learner`
 ) -> Learner:
     """Return a Learner that fits a line to noisy points.
 
@@ -86,6 +86,8 @@ def synth_learner(
     Learner(RegModel, loss_func=MSELoss, valid=['valid'], cbs=[])
     """
     options = {'loss_func': nn.MSELoss(), 'opt_func': partial(SGD, mom=0.9), **kwargs}
-    # tested for None: a compiled module has no truth value
-    dls = synth_dls(n_train=n_train, n_valid=n_valid) if dls is None else dls
-    return Learner(dls, RegModel() if model is None else model, lr=lr, **options)
+    if dls is None:
+        dls = synth_dls(n_train=n_train, n_valid=n_valid)
+    if model is None:  # a compiled module has no truth value
+        model = RegModel()
+    return Learner(dls, model, lr=lr, **options)

@@ -1,4 +1,4 @@
-"""Jobs that are killed and started again, to prove that what comes out in the end is what it would have been."""
+"""Kill and restart jobs, to verify that resumed training ends in the same state as uninterrupted training."""
 
 from __future__ import annotations
 
@@ -32,44 +32,44 @@ __all__ = [
     'run_until_done',
 ]
 
-# seconds; a file that appears; what `reached` names, or its n-th time
+# seconds; path of a file to appear; name of a `reached` call, or (name, n-th call)
 Instant = float | Path | str | tuple[str, int]
-GOES_ON = 'There is a checkpoint to go on from.'
+RESUMED = 'There is a checkpoint to resume.'
 
 
 @dataclass
 class Lives:
-    "What `run_until_done` reports: a life is a process, from its start to its kill or end."
+    "Result of `run_until_done`. A life is a process, from its start to its kill or end."
 
-    result: Any = None  # of the last life
-    codes: list[int] = field(default_factory=list)  # each life's exit code
-    seconds: list[float] = field(default_factory=list)  # each life's length
-    stdout: list[str] = field(default_factory=list)  # what each wrote
-    stderr: list[str] = field(default_factory=list)
+    result: Any = None  # result of the last life
+    codes: list[int] = field(default_factory=list)  # exit code of each life
+    seconds: list[float] = field(default_factory=list)  # duration of each life
+    stdout: list[str] = field(default_factory=list)  # output of each life
+    stderr: list[str] = field(default_factory=list)  # error output of each life
 
     @property
     def kills(self) -> int:
-        "How many lives were ended by the signal."
+        "Number of lives that the signal has ended."
         return len(self.codes) - 1
 
 
 def run_until_done(
-    job: Callable[[], Any],  # the work; resumes where it was killed, and returns plain values
-    kill: Sequence[Instant | None] | Callable[[int], Instant | None] = (),  # how lives end
-    sig: int = signal.SIGKILL,  # the signal
-    group: bool = True,  # whether the job's own child processes get it too, loader workers for one
-    timeout_s: float = 60.0,  # of each life, and of its end after the signal
-    max_lives: int = 10_000,
+    job: Callable[[], Any],  # f() -> plain values; must resume its work when started again
+    kill: Sequence[Instant | None] | Callable[[int], Instant | None] = (),  # instants by life
+    sig: int = signal.SIGKILL,  # signal to send
+    group: bool = True,  # whether the job's child processes, such as workers, also get the signal
+    timeout_s: float = 60.0,  # seconds to wait for each life, and for its end after the signal
+    max_lives: int = 10_000,  # maximum number of lives
 ) -> Lives:
-    """Start a job, kill it, and start it again, until it ends by itself; return what happened.
+    """Start a job, kill it, and restart it, until it ends by itself.
 
-    A life is killed so many seconds after its start, when a file appears (a path), or where the job calls
-    `reached(name)`: `'name'` is the first time, `('name', 3)` the third. A function is called with the number of the
-    life, from 0. Lives after the last entry of `kill` run freely. A job that catches the signal, as
-    training catches SIGTERM, ends with 128 + the signal's number.
+    An instant of `kill` is a number of seconds after the start, a path (when the file appears), or a call of
+    `reached(name)` in the job: `'name'` for the first call, `('name', 3)` for the third. A function `kill` is called
+    with the index of the life. Lives after the last entry of `kill` are not killed. A job that handles the signal, as
+    training handles SIGTERM, exits with 128 plus the signal's number.
 
-    Raises `HarnessError`, with the child's traceback, for a job that fails, and for one that does not end in time,
-    which is killed with all its processes.
+    Raises `HarnessError`, with the child's traceback, for a job that fails, and for a job that does not end in time,
+    whose processes are all killed.
 
     >>> from tempfile import mkdtemp
     >>> folder = Path(mkdtemp())
@@ -84,13 +84,16 @@ def run_until_done(
     """
     lives = Lives()
     for n in range(max_lives):
-        instant = kill(n) if callable(kill) else kill[n] if n < len(kill) else None
-        if _live_once(job, instant, sig, group, timeout_s, lives):
+        if callable(kill):
+            instant = kill(n)
+        else:
+            instant = kill[n] if n < len(kill) else None
+        if _run_life(job, instant, sig, group, timeout_s, lives):
             return lives
     raise HarnessError(f'The job was killed {max_lives} times and has not ended.')
 
 
-def _live_once(
+def _run_life(
     job: Callable[[], Any],
     instant: Instant | None,
     sig: int,
@@ -98,30 +101,29 @@ def _live_once(
     timeout_s: float,
     lives: Lives,
 ) -> bool:
-    "Run a job for one life, and tell whether it has ended by itself."
-    planned = _planned_of(instant, sig, group)
+    "Run a job for one life, and return True if it has ended by itself."
+    planned = _plan_kill(instant, sig, group)
     with start(job, planned) as child:
-        began, sent = monotonic(), planned is not None
-        if (
-            instant is not None
-            and not sent
-            and child.wait(timeout_s, lambda: _is_due(instant, began)) is None
-        ):
-            child.send(sig, group)
-            sent = True
+        start_time = monotonic()
+        is_killed = planned is not None
+        if instant is not None and not is_killed:
+            code = child.wait(timeout_s, lambda: _is_due(instant, start_time))
+            if code is None:
+                child.send(sig, group)
+                is_killed = True
         code = child.wait(timeout_s)
-        lives.seconds.append(monotonic() - began)
+        lives.seconds.append(monotonic() - start_time)
         lives.codes.append(code or 0)
         lives.stdout.append(child.stdout)
         lives.stderr.append(child.stderr)
-        if code and not (sent and code in (-sig, 128 + sig)):
-            raise child.error(f'ended with {_named(code)}')
+        if code and not (is_killed and code in (-sig, 128 + sig)):
+            raise child.error(f'ended with {_describe_code(code)}')
         if code == 0:
             lives.result = child.result if (child._folder / 'result.pt').exists() else None
     return code == 0
 
 
-def _planned_of(instant: Instant | None, sig: int, group: bool) -> Planned | None:
+def _plan_kill(instant: Instant | None, sig: int, group: bool) -> Planned | None:
     if isinstance(instant, str):
         return Planned(instant, 1, sig, group)
     if isinstance(instant, tuple):
@@ -133,46 +135,48 @@ def _planned_of(instant: Instant | None, sig: int, group: bool) -> Planned | Non
     )
 
 
-def _is_due(instant: Instant, began: float) -> bool:
-    return instant.exists() if isinstance(instant, Path) else monotonic() - began >= instant  # type: ignore[operator]
+def _is_due(instant: Instant, start_time: float) -> bool:
+    if isinstance(instant, Path):
+        return instant.exists()
+    return monotonic() - start_time >= instant  # type: ignore[operator]
 
 
-def _named(code: int) -> str:
-    return (
-        f'exit code {code}'
-        if code > 0
-        else f'{signal.Signals(-code).name}, which the harness did not send'
-    )
+def _describe_code(code: int) -> str:
+    if code > 0:
+        return f'exit code {code}'
+    return f'{signal.Signals(-code).name}, which the harness did not send'
 
 
 def random_instants(
-    n: int,  # how many
-    upto_s: float,  # the latest, in seconds
-    seed: int = 0,
+    n: int,  # number of instants
+    upto_s: float,  # maximum, in seconds
+    seed: int = 0,  # seed of the random generator
 ) -> list[float]:
     """Return random instants for `run_until_done`, each from 0 to `upto_s`.
 
     >>> [round(t, 2) for t in random_instants(3, 0.5)]
     [0.42, 0.38, 0.21]
     """
-    draw = random.Random(seed)
-    return [draw.uniform(0, upto_s) for _ in range(n)]
+    rng = random.Random(seed)
+    return [rng.uniform(0, upto_s) for _ in range(n)]
 
 
 @dataclass
 class KillReport:
-    "What `kill_and_resume` reports; true if every run that was killed ended as the one that was not."
+    "Result of `kill_and_resume`; true if every killed run ended in the state of the uninterrupted run."
 
-    kills: int = 0  # over all runs
-    resumes: int = 0  # those after which a checkpoint was there to go on from
-    runs: int = 0  # that were killed, and went on to their end
-    wall_s: float = 0.0  # of everything
-    digest: str = ''  # of the run that was not killed
-    differences: list[str] = field(default_factory=list)  # from the first run that differs
+    kills: int = 0  # number of kills over all runs
+    resumes: int = 0  # number of kills that left a checkpoint to resume
+    runs: int = 0  # number of runs that were killed and resumed until their end
+    wall_s: float = 0.0  # total time in seconds
+    digest: str = ''  # digest of the uninterrupted run's state
+    differences: list[str] = field(
+        default_factory=list
+    )  # differences of the first run that differs
 
     @property
     def exact(self) -> bool:
-        "Whether nobody can tell a run that was killed from one that was not."
+        "True if no killed run differs from the uninterrupted run."
         return not self.differences
 
     def __bool__(self) -> bool:
@@ -180,74 +184,71 @@ class KillReport:
 
 
 def kill_and_resume(
-    make_learner: Callable[[], Any],  # builds the same Learner each time: data, model, callbacks
-    n_epoch: int,  # as for `fit`
-    kills: int = 5,  # at least so many that leave a checkpoint to go on from, at random instants
-    seed: int = 0,  # of the instants
-    folder: str | Path | None = None,  # where checkpoints are written; None: a temporary folder
-    every: str | int | Time = '1ba',  # a checkpoint each so often
-    timeout_s: float = 120.0,  # of each life
+    make_learner: Callable[[], Any],  # f() -> the same Learner each time: data, model, callbacks
+    n_epoch: int,  # number of epochs, as for `fit`
+    kills: int = 5,  # minimum number of kills, at random instants, that leave a checkpoint
+    seed: int = 0,  # seed of the instants
+    folder: str | Path | None = None,  # folder for checkpoints; None: a temporary folder
+    every: str | int | Time = '1ba',  # checkpoint interval
+    timeout_s: float = 120.0,  # seconds to wait for each life
 ) -> KillReport:
-    """Train in a child process, and again in others that are killed and resumed; compare what comes out, bit by bit.
+    """Compare training in an uninterrupted process with training in processes that are killed and resumed, bit by bit.
 
     Weights, buffers, optimizer, every random generator, callbacks' states and history are compared; times are not. A
-    process that goes on draws other random numbers before it does, so that nothing is right by chance. Do not use CUDA
-    before, and see that `make_learner` does what your training script does. Raises `HarnessError` for a training that
-    fails, and for one that differs from itself without being killed.
+    resumed process seeds its random generators differently before it resumes, to exclude equality by chance. Do not use
+    CUDA before the call, and let `make_learner` do what the training script does. Raises `HarnessError` for training
+    that fails, and for training that is not deterministic without kills.
 
     >>> from learnkit.testing import synth_learner
     >>> bool(kill_and_resume(lambda: synth_learner(n_train=4, n_valid=1), n_epoch=2, kills=1))
     True
     """
-    began = monotonic()
-    with TemporaryDirectory(prefix='learnkit-', ignore_cleanup_errors=True) as own:
-        root = Path(folder or own)
-        report, draw, idle = KillReport(), random.Random(seed), 0
-        train = partial(_training, make_learner, n_epoch, every)
-        straight, again = (
-            run_until_done(train(root / f'straight-{i}'), timeout_s=timeout_s) for i in range(2)
+    start_time = monotonic()
+    with TemporaryDirectory(prefix='learnkit-', ignore_cleanup_errors=True) as temporary:
+        root = Path(folder or temporary)
+        report = KillReport()
+        rng = random.Random(seed)
+        n_idle = 0  # consecutive runs without a resume
+        make_job = partial(_make_job, make_learner, n_epoch, every)
+        first, second = (
+            run_until_done(make_job(root / f'straight-{i}'), timeout_s=timeout_s) for i in range(2)
         )
-        if found := differences(straight.result, again.result):
+        if found := differences(first.result, second.result):
             raise HarnessError(
                 'Two trainings that nothing has killed differ: does `make_learner` seed what it draws?'
                 + ''.join(f'\n  {line}' for line in found)
             )
-        # the first is slower than others
-        report.digest, upto_s = digest(straight.result), 1.25 * again.seconds[0]
+        report.digest = digest(first.result)
+        upto_s = 1.25 * second.seconds[0]  # the first run is slower
         while report.resumes < kills and report.exact:
-            instants = [draw.uniform(0, upto_s) for _ in range(kills - report.resumes)]
-            lives = run_until_done(
-                train(root / f'killed-{report.runs}'), instants, timeout_s=timeout_s
-            )
-            resumes = sum(text.startswith(GOES_ON) for text in lives.stdout)
-            report.runs, report.kills, report.resumes = (
-                report.runs + 1,
-                report.kills + lives.kills,
-                report.resumes + resumes,
-            )
-            report.differences, idle = (
-                differences(straight.result, lives.result),
-                0 if resumes else idle + 1,
-            )
-            if idle == 50:
+            instants = [rng.uniform(0, upto_s) for _ in range(kills - report.resumes)]
+            job = make_job(root / f'killed-{report.runs}')
+            lives = run_until_done(job, instants, timeout_s=timeout_s)
+            resumes = sum(output.startswith(RESUMED) for output in lives.stdout)
+            report.runs += 1
+            report.kills += lives.kills
+            report.resumes += resumes
+            report.differences = differences(first.result, lives.result)
+            n_idle = 0 if resumes else n_idle + 1
+            if n_idle == 50:
                 raise HarnessError(f'50 runs of {upto_s:.2g} s ended before they had a checkpoint.')
-    report.wall_s = monotonic() - began
+    report.wall_s = monotonic() - start_time
     return report
 
 
-def _training(
+def _make_job(
     make_learner: Callable[[], Any], n_epoch: int, every: Any, folder: Path
 ) -> Callable[[], Any]:
-    "Return a job that trains, or goes on with training, and returns what training depends on."
+    "Return a job that starts or resumes training, and returns the training state."
 
     def train() -> Any:
         learn = make_learner()
-        # it would go on from its own files
+        # the Learner's own `Checkpoint` would resume from its own files
         learn.remove_cbs([cb for cb in learn.cbs if isinstance(cb, Checkpoint)])
         if any(folder.glob('*.ckpt')):
-            print(GOES_ON, flush=True)
-            for draw_others in (random.seed, np.random.seed, torch.manual_seed):
-                draw_others(os.getpid())
+            print(RESUMED, flush=True)
+            for seed_generator in (random.seed, np.random.seed, torch.manual_seed):
+                seed_generator(os.getpid())
         with learn.no_bar():
             learn.fit(n_epoch, resume=True, cbs=Checkpoint(every=every, folder=folder))
         return learn.checkpoint_state()

@@ -344,7 +344,7 @@ def test_rates_are_those_of_the_step() -> None:
     seen = Seen()
     learn = learner(torch.optim.SGD, LRMonitor(every=1), seen)
     learn.fit_one_cycle(1, 0.1)
-    assert seen.of('lr-SGD/group0') == pytest.approx(learn._recorder('losses').lrs)
+    assert seen.of('lr-SGD/group0') == pytest.approx(learn._get_recorder('losses').lrs)
 
 
 def test_rates_under_a_scheduler_of_torch() -> None:
@@ -386,7 +386,9 @@ def test_a_rate_in_a_tensor() -> None:
         LRMonitor('1ep'),
     )
     learn.fit_one_cycle(1, 0.1)
-    assert learn.history[0]['lr-Adam/group0'] == pytest.approx(learn._recorder('losses').lrs[-1])
+    assert learn.history[0]['lr-Adam/group0'] == pytest.approx(
+        learn._get_recorder('losses').lrs[-1]
+    )
 
 
 @pytest.mark.parametrize('cls', [LRMonitor, OptimizerMonitor])
@@ -434,7 +436,7 @@ def test_no_monitor_changes_a_number() -> None:
         learn.fit_one_cycle(2, 0.05)
         return [
             *learn.model.state_dict().values(),
-            *learn._recorder('losses').losses,
+            *learn._get_recorder('losses').losses,
             torch.rand(3),
         ]
 

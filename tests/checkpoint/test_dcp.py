@@ -17,10 +17,10 @@ from learnkit import EMA, Callback, Checkpoint
 from learnkit.checkpoint.dcp import (
     Writers,
     check_parts,
-    folder_of,
+    find_parts_folder,
+    load_parts,
     sweep_parts,
     take_parts,
-    with_parts,
 )
 from learnkit.checkpoint.file import read_state, write_state
 from learnkit.checkpoint.folder import find
@@ -81,8 +81,11 @@ def copied(written, tmp_path, strategy='fsdp'):
 def test_a_checkpoint_is_a_file_and_a_folder_of_safetensors(written):
     folder, end = written['fsdp']
     path = sorted(folder.glob('*.ckpt'))[-1]
-    assert sorted(p.name for p in folder_of(path).iterdir()) == ['0.safetensors', '1.safetensors']
-    state = with_parts(read_state(path)[0], path)
+    assert sorted(p.name for p in find_parts_folder(path).iterdir()) == [
+        '0.safetensors',
+        '1.safetensors',
+    ]
+    state = load_parts(read_state(path)[0], path)
     assert (
         apart([state['model'][k] for k in learner().model.state_dict()], end[: len(state['model'])])
         == 0
@@ -94,7 +97,7 @@ def test_a_checkpoint_is_a_file_and_a_folder_of_safetensors(written):
         if e['name'].endswith('model.stem.weight')
     )
     # by the library alone
-    shards = [load_file(folder_of(path) / f'{rank}.safetensors')[name] for rank in range(2)]
+    shards = [load_file(find_parts_folder(path) / f'{rank}.safetensors')[name] for rank in range(2)]
     assert [len(s) for s in shards] == [4, 3] and torch.equal(
         torch.cat(shards), state['model']['stem.weight']
     )
@@ -214,7 +217,7 @@ def change(path):
 def test_what_is_not_whole_is_passed_over(written, tmp_path, harm, name):
     folder = copied(written, tmp_path)
     *_, before, last = sorted(folder.glob('*.ckpt'))
-    harm(folder_of(last) / name)
+    harm(find_parts_folder(last) / name)
     with pytest.raises(DamagedError, match=f'{last.name} belongs to .*{name}'):
         find(last, folder)
     with pytest.warns(UserWarning, match=f'{before.name} is used'):
@@ -225,7 +228,7 @@ def test_what_is_not_whole_is_passed_over(written, tmp_path, harm, name):
 
 def test_a_folder_that_is_missing_is_passed_over_by_all(written, tmp_path):
     folder = copied(written, tmp_path)
-    shutil.rmtree(folder_of(sorted(folder.glob('*.ckpt'))[-1]))
+    shutil.rmtree(find_parts_folder(sorted(folder.glob('*.ckpt'))[-1]))
     for found in run_ranks(resumed_with_warning, 2, folder):
         assert apart(found, written['fsdp'][1]) == 0
 
@@ -247,10 +250,10 @@ def test_parts_are_never_unpickled(written, tmp_path, monkeypatch):
     for owner, names in ((torch, ('load',)), (pickle, ('load', 'loads', 'Unpickler'))):
         for name in names:
             monkeypatch.setattr(owner, name, refuse)
-    assert with_parts(find(path, folder)[1], path)['model']['stem.weight'].shape == (7, 5)
-    (folder_of(path) / '0.safetensors').write_bytes(pickle.dumps({'a': 1}))
+    assert load_parts(find(path, folder)[1], path)['model']['stem.weight'].shape == (7, 5)
+    (find_parts_folder(path) / '0.safetensors').write_bytes(pickle.dumps({'a': 1}))
     with pytest.raises(DamagedError, match='cannot be read'):
-        with_parts(read_state(path)[0], path)
+        load_parts(read_state(path)[0], path)
 
 
 def changed(entry, name, value):
@@ -294,7 +297,7 @@ def test_tables_are_not_believed(written, tmp_path, harm):
     write_state(path, state, info)  # anyone who can write a file can write its digest
     with pytest.raises(CheckpointError):
         found = find(path, folder)
-        with_parts(found[1], path)
+        load_parts(found[1], path)
 
 
 # -- what goes wrong -------------------------------------------------------------------------------
@@ -399,12 +402,12 @@ def cut(rank, folder, dims):
     made['tied'] = made['0(5, 3)']
     rest, places, parts = take_parts({'made': made})
     writers = Writers(world)
-    rest['parts'] = {'places': places, **writers.write(parts, folder_of(folder / 'a.ckpt'))}
+    rest['parts'] = {'places': places, **writers.write(parts, find_parts_folder(folder / 'a.ckpt'))}
     if rank == 0:
         write_state(folder / 'a.ckpt', rest, {})
     writers.close()
     torch.distributed.barrier()
-    found = with_parts(read_state(folder / 'a.ckpt')[0], folder / 'a.ckpt', mesh)['made']
+    found = load_parts(read_state(folder / 'a.ckpt')[0], folder / 'a.ckpt', mesh)['made']
     return {k: t.full_tensor() if hasattr(t, 'full_tensor') else t for k, t in found.items()}
 
 
@@ -417,7 +420,7 @@ def test_tensors_cut_in_any_way_come_back(tmp_path):
     check_parts(tmp_path / 'a.ckpt', read_state(tmp_path / 'a.ckpt')[0]['parts'])
     for found in (
         *shards,
-        with_parts(read_state(tmp_path / 'a.ckpt')[0], tmp_path / 'a.ckpt')['made'],
+        load_parts(read_state(tmp_path / 'a.ckpt')[0], tmp_path / 'a.ckpt')['made'],
     ):
         assert len(found) == 10
         for name, t in found.items():

@@ -15,12 +15,12 @@ from learnkit import Callback, Checkpoint, CheckpointError
 from learnkit.checkpoint.file import write_state
 from learnkit.checkpoint.folder import (
     Entry,
-    best_first,
     entries,
     find,
+    find_superfluous,
     next_path,
-    number_of,
-    superfluous,
+    parse_number,
+    sort_by_score,
 )
 from learnkit.testing import synth_learner
 
@@ -74,7 +74,7 @@ def test_other_files_do_not_count(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     assert entries(tmp_path) == [] and next_path(tmp_path, 0, 0).name.startswith('00001-')
     assert entries(tmp_path / 'not there') == [] and find(True, tmp_path) is None
-    assert [number_of(Path(n)) for n in ('00012-ep3-ba1200.ckpt', '12.ckpt', 'x')] == [12, 0, 0]
+    assert [parse_number(Path(n)) for n in ('00012-ep3-ba1200.ckpt', '12.ckpt', 'x')] == [12, 0, 0]
 
 
 def test_which_is_meant(tmp_path: Path) -> None:
@@ -163,12 +163,12 @@ def made(values: list[Any], mode: str = 'min') -> list[Entry]:
 
 
 def test_ties_go_to_the_earlier() -> None:
-    assert [e.number for e in best_first(made([2.0, 1.0, 1.0, None, 1.0]))] == [1, 2, 4, 0]
-    assert superfluous(made([1.0, 1.0, 1.0]), 1, 1) == [Path('1')]
+    assert [e.number for e in sort_by_score(made([2.0, 1.0, 1.0, None, 1.0]))] == [1, 2, 4, 0]
+    assert find_superfluous(made([1.0, 1.0, 1.0]), 1, 1) == [Path('1')]
 
 
 def test_all_stay_without_a_number() -> None:
-    assert superfluous(made([1.0] * 50), None, 0) == []
+    assert find_superfluous(made([1.0] * 50), None, 0) == []
 
 
 values = st.lists(
@@ -180,7 +180,7 @@ values = st.lists(
 def test_what_stays(values: list[Any], keep_last: int, keep_best: int, mode: str) -> None:
     "The newest and the best, and nothing else; one after the other it is the same as at once."
     there = made(values, mode)
-    gone = set(superfluous(there, keep_last, keep_best))
+    gone = set(find_superfluous(there, keep_last, keep_best))
     measured = [
         (v if mode == 'min' else -v, i) for i, v in enumerate(values) if v is not None and v == v
     ]
@@ -190,14 +190,14 @@ def test_what_stays(values: list[Any], keep_last: int, keep_best: int, mode: str
     left: list[Entry] = []
     for e in there:
         left.append(e)
-        out = superfluous(left, keep_last, keep_best)
+        out = find_superfluous(left, keep_last, keep_best)
         left = [o for o in left if o.path not in out]
     assert {e.number for e in left} == stay
 
 
 def test_every_short_sequence() -> None:
     for sequence in product([None, 1.0, 2.0], repeat=4):
-        left = {int(p.name) for p in superfluous(made(list(sequence)), 1, 1)}
+        left = {int(p.name) for p in find_superfluous(made(list(sequence)), 1, 1)}
         assert 3 not in left and (1.0 not in sequence or sequence.index(1.0) not in left)
 
 

@@ -24,7 +24,7 @@ from learnkit.callbacks import CutMix, EarlyStopping, MixUp, SpeedMonitor
 from learnkit.core.batch import concat, cut_batch, has_certain_size, is_sample_list, microbatches
 from learnkit.core.errors import BatchError, LossError, OptionError, TimeError
 from learnkit.distributed.shards import shard
-from learnkit.inference.gather import per_sample, reordered
+from learnkit.inference.gather import average_per_sample, reorder_samples
 from tests.helpers.distributing import weights
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sampling import (
@@ -377,13 +377,13 @@ def test_a_shuffling_loader_gives_the_data_sets_order() -> None:
 def test_samples_are_put_in_order_or_refused() -> None:
     order = torch.tensor([2, 0, 1])
     ragged = [torch.zeros(3), torch.zeros(1), torch.zeros(2)]
-    assert [len(t) for t in reordered(ragged, order)] == [2, 3, 1]
-    x, (a, b) = reordered((torch.arange(3), [torch.arange(3), torch.arange(3) + 5]), order)
+    assert [len(t) for t in reorder_samples(ragged, order)] == [2, 3, 1]
+    x, (a, b) = reorder_samples((torch.arange(3), [torch.arange(3), torch.arange(3) + 5]), order)
     assert (x.tolist(), a.tolist(), b.tolist()) == ([2, 0, 1], [2, 0, 1], [7, 5, 6])
-    assert reordered(None, order) is None
+    assert reorder_samples(None, order) is None
     for wrong in (torch.zeros(17, 5), [torch.zeros(3), torch.zeros(4)], [Opaque(1), Opaque(2)]):
         with pytest.raises(BatchError, match=r'3 samples.*reorder'):
-            reordered(wrong, order)
+            reorder_samples(wrong, order)
 
 
 class Ragged(nn.Module):
@@ -485,10 +485,10 @@ def test_batches_are_joined_by_their_sizes() -> None:
 
 def test_losses_of_other_things_than_samples_are_refused() -> None:
     nodes = torch.arange(20.0)
-    assert per_sample(nodes, 4, (torch.zeros(4, 5),)).tolist() == [2, 7, 12, 17]
-    assert per_sample(nodes, 4, (nodes,)) is nodes  # one for each entry of the targets
+    assert average_per_sample(nodes, 4, (torch.zeros(4, 5),)).tolist() == [2, 7, 12, 17]
+    assert average_per_sample(nodes, 4, (nodes,)) is nodes  # one for each entry of the targets
     with pytest.raises(LossError, match='4 samples'):
-        per_sample(nodes, 4, (torch.zeros(10),))
+        average_per_sample(nodes, 4, (torch.zeros(10),))
 
 
 # ------------------------------------------------------------------------------------------- others

@@ -107,7 +107,7 @@ def test_help_for_a_method_of_the_learner(what: Any) -> None:
     text = repr(doc(what))
     assert text.startswith('Learner.fit(\n    n_epoch: int | str | Time, ')
     assert (
-        '# go on from a checkpoint' in text
+        '# checkpoint to resume' in text
         and 'Train for `n_epoch` epochs' in text
         and 'learnkit.learner' in text
     )

@@ -24,7 +24,7 @@ from learnkit import (
 )
 from learnkit.callbacks import GradientAccumulation
 from learnkit.callbacks.schedule import ParamScheduler, SchedCos
-from learnkit.checkpoint.state import collect_state, host_copy
+from learnkit.checkpoint.state import collect_state, copy_to_host
 from learnkit.core.time import format_seconds
 from learnkit.metrics.functional import RMSE, AccumMetric, mae
 
@@ -72,7 +72,7 @@ class Take(Callback):
     def _before_evaluation(self) -> None:
         learn, place = self.learn, 'within' if 'train' in self.learn.run.levels else 'evaluation'
         if learn.train_iter == self.after:
-            self.states.insert(0, host_copy(collect_state(learn, place)))
+            self.states.insert(0, copy_to_host(collect_state(learn, place)))
 
     def state_dict(self) -> None:
         return None

@@ -81,7 +81,7 @@ def test_what_arrives_late_comes_in_order_and_all_of_it(
 ) -> None:
     class Late(gathering.AsyncToCPU):
         def put(self, b: Any) -> list[Any]:
-            arrived, self._pending = self.rest(), [(b, [])]
+            arrived, self._pending = self.flush(), [(b, [])]
             return arrived
 
     learn, got = make(), []
