@@ -108,7 +108,7 @@ def in_a_fit(folder: Path, background: bool) -> Callable[[], Times]:
             for _ in range(SAVES):
                 yield
                 began = time.perf_counter()
-                path = self.learn.checkpoint.save()
+                path = self.checkpoint.save()
                 self.times['save-stall'].append(time.perf_counter() - began)
                 n = 0
                 while n < BATCHES or not path.exists():

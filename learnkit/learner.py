@@ -122,6 +122,7 @@ class Learner(Loop):
     _marks_misses = True
     _is_open_for_use = False  # True while callbacks may hold resources that `close` releases
     _ran_in: int | None = None  # id of the process that ran this Learner since the last `close`
+    final_record: Any  # values of the last evaluation; set by the Recorder
     lr_search: LRSearch | None = None  # result of the last `lr_find`
     whole_step: WholeStep | None = None  # runs the training step after `compile(step=True)`
     replay_source: Replay | None = None  # callback that keeps the batch for `replay`
@@ -178,7 +179,7 @@ class Learner(Loop):
         self.opt = None
         self._entered: list[ExitStack] = []
         # (requested `lr`, resulting rates) if the optimizer uses rates other than `lr`
-        self._own_lrs: tuple[Any, Any] = (None, None)
+        self.own_lrs: tuple[Any, Any] = (None, None)
         self._last_lrs: list[float] = []  # rates when the Learner last set them or a fit ended
         self.metrics = metrics
         self.add_cbs([*(defaults.callbacks if default_cbs else []), *as_list(cbs)])
@@ -228,7 +229,7 @@ class Learner(Loop):
         fit_cbs += self.evaluations.begin(self, epochs_per_iteration)
         with self.added_cbs(fit_cbs):
             checkpoint = find_checkpoint(self, resume)
-            self._prepare_opt(lr, wd, reset_opt)
+            self.prepare_opt(lr, wd, reset_opt)
             self.replay_source = None
             with self._training_weights(), self.strategy.run(self, 'fit'):
                 self.n_epoch = epochs
@@ -437,17 +438,17 @@ class Learner(Loop):
 
         return lr_find(self, start_lr, end_lr, num_it, stop_div, show_plot, suggest_funcs, ax)
 
-    def _prepare_opt(self, lr: Any, wd: float | None, reset_opt: bool) -> None:
-        if reset_opt or self.opt is None or self._has_foreign_opt():
+    def prepare_opt(self, lr: Any, wd: float | None, reset_opt: bool) -> None:
+        if reset_opt or self.opt is None or self.has_foreign_opt():
             self.create_opt()
         elif not isinstance(self.opt, OptimWrapper):
             self.opt = OptimWrapper(opt=self.opt)  # assigned by hand
-        if self._has_foreign_opt():
+        if self.has_foreign_opt():
             raise OptimizerError(
                 f'No parameter of this {type(self.model).__name__} is in the optimizer, which would '
                 'learn nothing. Make it of `learn.model.parameters()`, or pass its class.'
             )
-        self._cover_params()
+        self.cover_params()
         check_trained(self.opt, self.model)
         wd = self.wd if wd is None else wd
         if lr is None:
@@ -457,7 +458,7 @@ class Learner(Loop):
         self._last_lrs = list_lrs(self.opt)
         self.opt.zero_grad()
 
-    def _cover_params(self) -> None:
+    def cover_params(self) -> None:
         "Update the optimizer's groups to the current parameters of the model."
         if isinstance(self.opt, OptimWrapper):
             cover_params(self)
@@ -482,7 +483,7 @@ class Learner(Loop):
         that were added since. Rates that the user has changed since the last fit are kept; rates
         that a schedule has left are not.
         """
-        requested_lr, own_lrs = self._own_lrs
+        requested_lr, own_lrs = self.own_lrs
         current_lrs = list_lrs(self.opt)
         if not current_lrs:
             return None
@@ -491,10 +492,10 @@ class Learner(Loop):
         n = len(own_lrs)
         if not callable(self.opt_func) and current_lrs[:n] != self._last_lrs[:n]:
             own_lrs = current_lrs[:n]
-        self._own_lrs = requested_lr, own_lrs
+        self.own_lrs = requested_lr, own_lrs
         return [*own_lrs, *current_lrs[n:]]
 
-    def _has_foreign_opt(self) -> bool:
+    def has_foreign_opt(self) -> bool:
         "Return True if no parameter of `model` is in the optimizer, as after `model` was replaced."
         param_ids = {id(p) for p in self.model.parameters()}
         return not any(id(p) in param_ids for g in self.opt.param_groups for p in g['params'])
@@ -526,7 +527,7 @@ class Learner(Loop):
         if ignores_lr and is_instance:
             self.lr = lrs[0] if len(set(lrs)) == 1 else lrs
         has_own_lrs = ignores_lr or (is_instance and lrs)
-        self._own_lrs = (self.lr, lrs) if has_own_lrs else (None, None)
+        self.own_lrs = (self.lr, lrs) if has_own_lrs else (None, None)
 
     # -- freezing, precision and compilation -------------------------------------------------------
 

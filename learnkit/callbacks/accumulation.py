@@ -203,9 +203,8 @@ class GradientAccumulation(Callback):
             if isinstance(scale, Tensor):
                 scale = scale.to(grads[0].device)
             torch._foreach_mul_(grads, scale)
-        self._divisor = (
-            total  # gradients added later, if the step is postponed, get the same divisor
-        )
+        # gradients added later, if the step is postponed, get the same divisor
+        self._divisor = total
 
     # -- end of an epoch and of a fit --------------------------------------------------------------
 

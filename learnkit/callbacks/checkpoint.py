@@ -28,7 +28,7 @@ from learnkit.checkpoint.dcp import (
     take_parts,
 )
 from learnkit.checkpoint.file import write_state
-from learnkit.checkpoint.folder import Entry, entries, next_path, parse_number, find_superfluous
+from learnkit.checkpoint.folder import Entry, entries, find_superfluous, next_path, parse_number
 from learnkit.checkpoint.own_files import remove_own_files, sweep_own_files, write_own_files
 from learnkit.checkpoint.state import collect_state, copy_to_host
 from learnkit.core.dtensor import mesh_of, whole_state
@@ -130,9 +130,8 @@ class Checkpoint(Callback):
         self._is_writer = False  # of the checkpoint's file: the first process
         self._run_id = ''
         self._own: list[Entry] = []  # this run's checkpoints
-        self._broken_off: tuple[dict[str, Any], Path, dict[str, Any]] | None = (
-            None  # what was before the evaluation
-        )
+        # what was before the evaluation
+        self._broken_off: tuple[dict[str, Any], Path, dict[str, Any]] | None = None
 
     # -- the fit -----------------------------------------------------------------------------------
 

@@ -37,6 +37,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from learnkit.callbacks.whole_step import RULES, NotCompiled, Plan, has_tensor, whole_step
 from learnkit.core.batch import describe, passed_names
+from learnkit.core.learner_type import LearnerLike
 from learnkit.engine.dispatch import Entry
 from learnkit.engine.events import CONTEXTS
 from learnkit.engine.loop import Loop
@@ -77,7 +78,7 @@ TIMED = 6
 ODD_IN_A_ROW = 8
 
 
-def compile_learner(learn: Any, step: bool = False, **options: Any) -> Any:
+def compile_learner(learn: LearnerLike, step: bool = False, **options: Any) -> Any:
     "Compile the model or, with `step=True`, the whole training step."
     with warnings.catch_warnings():
         # importing torch's compiler raises deprecation warnings of torch itself
@@ -90,7 +91,7 @@ def compile_learner(learn: Any, step: bool = False, **options: Any) -> Any:
     return learn
 
 
-def explain_step(learn: Any) -> str:
+def explain_step(learn: LearnerLike) -> str:
     "Return a sentence that names the training step in use, compiled or ordinary, and the reason."
     if learn.whole_step is None:
         return 'The ordinary step runs: `learn.compile(step=True)` was not called.'
@@ -108,7 +109,7 @@ class WholeStep:
     total.
     """
 
-    def __init__(self, learn: Any, options: dict[str, Any]) -> None:
+    def __init__(self, learn: LearnerLike, options: dict[str, Any]) -> None:
         torch.compile(whole_step, **options)  # raises errors in the options now
         import torch._dynamo as dynamo  # a local import: it takes a second
 
@@ -320,7 +321,7 @@ class WholeStep:
         self.given_up, self.plan, self.compiled = reason, None, None
 
 
-def refusals(learn: Any) -> Iterator[str]:
+def refusals(learn: LearnerLike) -> Iterator[str]:
     "Yield the permanent conditions that rule out a compiled step."
     for name in OVERRIDABLE:
         own = getattr(type(learn), name, None) is not getattr(Loop, name, None)
@@ -346,7 +347,7 @@ def refusals(learn: Any) -> Iterator[str]:
     yield from find_hooks(learn)
 
 
-def find_hooks(learn: Any) -> Iterator[str]:
+def find_hooks(learn: LearnerLike) -> Iterator[str]:
     "Yield hooks and special parameters, which a compiled step would skip."
     if nn.modules.module._has_any_global_hook():
         yield 'there are hooks on every module'

@@ -13,6 +13,7 @@ import torch
 
 from learnkit.core.batch import to_detach, to_device
 from learnkit.core.errors import MetricError
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device
 from learnkit.core.validation import warn_user
 from learnkit.metrics.averages import RESERVED, measures_batches
@@ -38,7 +39,7 @@ __all__ = [
 class Microbatch:
     "Predictions and targets of a microbatch, kept until the end of its batch for the metrics."
 
-    def __init__(self, learn: Any) -> None:
+    def __init__(self, learn: LearnerLike) -> None:
         self.learn = learn
         self.xb, self.yb, self.loss = learn.xb, learn.yb, learn.loss
         self.pred = to_detach(learn.pred, cpu=False)
@@ -148,7 +149,7 @@ class MetricColumns:
         return {column: _as_number(found.get(key)) for key, column in columns.items()}
 
 
-def clone_metric(m: Metric, learn: Any) -> Metric:
+def clone_metric(m: Metric, learn: LearnerLike) -> Metric:
     "Return a copy of a metric with its own sums; the model and functions are shared."
     shared = (learn, learn.model, getattr(m, 'func', None))
     return deepcopy(m, {id(o): o for o in shared})
@@ -173,7 +174,7 @@ def _as_number(value: Any) -> Any:
 def read_metrics(
     metrics: list[Metric],
     n: int,  # number of batches that the metrics have measured on this rank
-    learn: Any,
+    learn: LearnerLike,
     extra: dict[str, Any] | None = None,  # further values to gather from every rank
 ) -> tuple[list[Any], list[dict[str, Any]]]:
     "Return the values of metrics over the batches of all ranks, and the gathered states."
@@ -190,7 +191,7 @@ def read_metrics(
     return values, gathered
 
 
-def has_local_samples(learn: Any) -> bool:
+def has_local_samples(learn: LearnerLike) -> bool:
     "Return True if this rank has samples in the current batch; ranks without samples join in."
     return learn.strategy.team is None or learn.strategy.team.has_samples
 

@@ -25,6 +25,7 @@ from learnkit.core.errors import (
     OptionError,
     ScheduleError,
 )
+from learnkit.core.learner_type import LearnerLike, LoopLike
 from learnkit.core.model import name_of
 from learnkit.core.plotting import axes_or_new, color
 from learnkit.core.validation import warn_user
@@ -295,13 +296,13 @@ class _Finder(LRFinder):
 class NoEvaluations(EvaluationSchedule):
     "Evaluation schedule without evaluations."
 
-    def due(self, learn: Any, at_epoch_end: bool) -> list[tuple[str, Any]]:
+    def due(self, learn: LoopLike, at_epoch_end: bool) -> list[tuple[str, Any]]:
         "Return no loaders."
         return []
 
 
 def lr_find(
-    learn: Any,
+    learn: LearnerLike,
     start_lr: Any = 1e-7,
     end_lr: Any = 10,
     num_it: int = 100,

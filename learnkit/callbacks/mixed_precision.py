@@ -18,6 +18,7 @@ from learnkit.core.errors import (
     OptionError,
     did_you_mean,
 )
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback
@@ -292,20 +293,20 @@ def check_option(
     )
 
 
-def to_bf16(learn: Any) -> Any:
+def to_bf16(learn: LearnerLike) -> Any:
     "Compute the forward pass in bfloat16 from now on."
     return _set_precision(learn, MixedPrecision(AMPMode.BF16))
 
 
-def to_fp16(learn: Any, **scaler: Any) -> Any:
+def to_fp16(learn: LearnerLike, **scaler: Any) -> Any:
     "Compute the forward pass in float16 from now on, with scaled gradients."
     return _set_precision(learn, MixedPrecision(AMPMode.FP16, **scaler))
 
 
-def to_fp32(learn: Any) -> Any:
+def to_fp32(learn: LearnerLike) -> Any:
     "Compute everything in the precision of the weights."
     return learn.remove_cb(MixedPrecision)
 
 
-def _set_precision(learn: Any, cb: MixedPrecision) -> Any:
+def _set_precision(learn: LearnerLike, cb: MixedPrecision) -> Any:
     return learn.to_fp32().add_cb(cb)

@@ -23,6 +23,7 @@ from learnkit.core.batch import (
     microbatches,
 )
 from learnkit.core.errors import BatchError, LossError, OptionError
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of
 from learnkit.core.time import Time, Timestamp, as_time, crossings
 from learnkit.core.validation import warn_user
@@ -170,7 +171,8 @@ class MixHandler(Callback):
         learn, plain = self.learn, self.learn.loss_func
         if self._reduction[0] is not plain:
             self._reduction = plain, find_reduction(plain, type(self).__name__)
-        partners = self._next_piece(learn.microbatch) if learn.microbatch else (self.yb1, self.lam)
+        size: Any = learn.microbatch
+        partners = self._next_piece(size) if size else (self.yb1, self.lam)
         blended = learn.loss_func = BlendedLoss(learn, plain, partners, self._reduction[1])
         try:
             yield
@@ -221,7 +223,7 @@ class BlendedLoss:
 
     def __init__(
         self,
-        learn: Any,
+        learn: LearnerLike,
         plain: Callable[..., Any],  # loss function to blend
         partners: tuple[Any, Any],  # targets and shares
         reduction: str,  # reduction of the loss function
@@ -470,7 +472,7 @@ def compute_divisor(loss_func: Any, pred: Any, yb: tuple[Any, ...], each: Tensor
         return torch.where(mean == 0, 1.0, total / mean / each.numel()).to(each)
 
 
-def batch_number(learn: Any) -> tuple[Any, ...]:
+def batch_number(learn: LearnerLike) -> tuple[Any, ...]:
     "Return a tuple that identifies the current batch within a fit."
     return tuple(getattr(learn, name, None) for name in ('epoch', 'iter', 'train_iter'))
 

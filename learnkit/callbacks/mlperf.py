@@ -19,6 +19,7 @@ from learnkit.callbacks.recorder import recorder_of
 from learnkit.callbacks.tracking import Comparison
 from learnkit.core.errors import MetricError, OptionError, did_you_mean
 from learnkit.core.files import atomic_write, check_writable
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback
@@ -333,7 +334,7 @@ class MLPerf(Callback):
         return {**known, **dict.fromkeys(unknown, '')}
 
 
-def _step_size(learn: Any) -> tuple[int | None, int]:
+def _step_size(learn: LearnerLike) -> tuple[int | None, int]:
     "Return the number of samples of a step (None if unknown), and the number of its microbatches."
     train = learn.dls.train
     bs = getattr(train, 'bs', getattr(train, 'batch_size', None))
@@ -346,7 +347,7 @@ def _step_size(learn: Any) -> tuple[int | None, int]:
     return bs * n_batches, n_batches * n_microbatches
 
 
-def _system_name(learn: Any) -> str:
+def _system_name(learn: LearnerLike) -> str:
     device = model_device(learn.model, learn.dls)
     name = torch.cuda.get_device_name(device) if device.type == 'cuda' else device.type
     return f'1x{name}_learnkit'.replace(' ', '_').replace('/', '_')

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from learnkit.callbacks.hooks import Hooks, flatten_model, named_layers, uncompiled, unwrap_compiled
 from learnkit.core.batch import apply_model, detuplify, map_tensors
 from learnkit.core.errors import CancelBatchException, EmptyLoaderError, LoaderError, ModelError
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of
 from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.data.dataloaders import evaluation_loaders
@@ -232,7 +233,7 @@ def _copy_if_lazy(model: nn.Module) -> nn.Module:
     return deepcopy(model, {id(b): type(b)(device=b.device, dtype=b.dtype) for b in buffers})
 
 
-def summarize_learner(learn: Any) -> Summary:
+def summarize_learner(learn: LearnerLike) -> Summary:
     "Describe the model, layer by layer, and how it is trained."
     model, batch = learn.model, _example_batch(learn)
 
@@ -257,7 +258,7 @@ def _skip_loss(cb: Callback) -> None:
     raise CancelBatchException
 
 
-def _example_batch(learn: Any) -> Any:
+def _example_batch(learn: LearnerLike) -> Any:
     "Return the current batch, or draw one and restore the loader."
     if learn.run.depth and learn.batch is not None:
         return learn.batch
@@ -289,7 +290,7 @@ def _without_persistent_workers(dl: Any) -> Iterator[None]:
             dl._iterator = kept
 
 
-def _notes(learn: Any) -> Iterator[str]:
+def _notes(learn: LearnerLike) -> Iterator[str]:
     "Yield lines about optimizer, loss function and callbacks."
     loss_func = (
         _describe(learn.loss_func) if learn.loss_func is not None else 'none, or of the model'

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.core.errors import MetricError, did_you_mean
+from learnkit.core.learner_type import LearnerLike
 from learnkit.data.dataloaders import evaluation_loaders
 
 __all__ = ['records', 'find_column', 'epoch_row', 'as_number']
@@ -52,7 +53,7 @@ def _columns(recorder: Any) -> list[str]:
     return [n for n in recorder.metric_names[1:] if n != 'time']
 
 
-def _rows(learn: Any, recorder: Any) -> list[dict[str, Any]]:
+def _rows(learn: LearnerLike, recorder: Any) -> list[dict[str, Any]]:
     "Return the history; for a fit being resumed also the history in the checkpoint."
     resumed = learn.run.resume
     if resumed is None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from learnkit.core.batch import apply_model, find_bs, form_of, is_sample_list, map_tensors
 from learnkit.core.dtensor import grouped, local
 from learnkit.core.errors import BatchError
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, name_of
 from learnkit.core.random import preserved_rng
 
@@ -73,7 +74,7 @@ def is_finite(value: Any) -> bool:
 # -- names -----------------------------------------------------------------------------------------
 
 
-def named_parameters(learn: Any) -> dict[str, nn.Parameter]:
+def named_parameters(learn: LearnerLike) -> dict[str, nn.Parameter]:
     "Return all parameters of model, loss function and optimizer, by name."
     found = dict(learn.model.named_parameters())
     known = {id(p) for p in found.values()}
@@ -87,7 +88,7 @@ def named_parameters(learn: Any) -> dict[str, nn.Parameter]:
     return found
 
 
-def find_bad_gradients(learn: Any) -> list[str]:
+def find_bad_gradients(learn: LearnerLike) -> list[str]:
     "Return the names of the parameters whose gradients are not finite."
     return [
         name
@@ -106,7 +107,7 @@ def format_few(items: list[Any], most: int = 5) -> str:
     return f'{text} and {len(items) - most} more' if len(items) > most else text
 
 
-def sample_indices(learn: Any) -> list[int] | None:
+def sample_indices(learn: LearnerLike) -> list[int] | None:
     "Return the data-set indices of the current batch, None if unknown."
     passes = getattr(learn, 'passes', None)
     return None if passes is None else passes.indices(learn)
@@ -116,7 +117,7 @@ def sample_indices(learn: Any) -> list[int] | None:
 
 
 def explain_nonfinite(
-    learn: Any,  # a Learner within a batch, after its loss
+    learn: LearnerLike,  # a Learner within a batch, after its loss
 ) -> str:
     """Return the origin of the loss's NaN or infinity in a sentence or two.
 
@@ -137,13 +138,13 @@ def explain_nonfinite(
     return text + describe_samples(learn)
 
 
-def describe_samples(learn: Any) -> str:
+def describe_samples(learn: LearnerLike) -> str:
     "Return a sentence with the samples of the batch, or '' if unknown."
     indices = sample_indices(learn)
     return f' The batch has the samples {format_few(indices)} of the data set.' if indices else ''
 
 
-def find_bad_data(learn: Any, indices: list[int] | None) -> list[str]:
+def find_bad_data(learn: LearnerLike, indices: list[int] | None) -> list[str]:
     "Return the entries of the batch that are not finite, each with its samples."
     form = form_of(learn.dls, learn.dl_name)
     raw = (
@@ -207,13 +208,13 @@ def describe_rows(rows: list[int], indices: list[int] | None, whole: str = 'batc
     return f' in sample{s} {format_few([indices[r] for r in rows])} of the data set (row{s} {format_few(rows)})'
 
 
-def find_bad_weights(learn: Any) -> list[str]:
+def find_bad_weights(learn: LearnerLike) -> list[str]:
     "Return the parameters that are not finite, and buffers with NaN: a mask may be infinite."
     bad = [f'parameter {name}' for name, p in named_parameters(learn).items() if not is_finite(p)]
     return bad + [f'buffer {name}' for name, b in learn.model.named_buffers() if b.isnan().any()]
 
 
-def find_bad_module(learn: Any) -> str | None:
+def find_bad_module(learn: LearnerLike) -> str | None:
     "Run the forward pass again; return the first module with an output that is not finite."
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return None  # the other ranks do not join the forward pass

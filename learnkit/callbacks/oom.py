@@ -17,6 +17,7 @@ from learnkit.callbacks.nan_guard import print_line
 from learnkit.core.batch import describe
 from learnkit.core.errors import OptionError
 from learnkit.core.files import atomic_write, check_writable
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device
 from learnkit.core.time import Time, as_time
 from learnkit.engine.callback import Callback
@@ -138,7 +139,7 @@ def _find_memory(t: Tensor) -> tuple[str, int, int] | None:
         return None  # sparse and lazy tensors
 
 
-def _format_biggest(learn: Any, n: int) -> str:
+def _format_biggest(learn: LearnerLike, n: int) -> str:
     names = dict(_name_tensors(learn))
     rows = [('MiB', 'Device', 'Type', 'Shape', 'What')]
     for size, ts in biggest_tensors(n):
@@ -159,7 +160,7 @@ def _format_biggest(learn: Any, n: int) -> str:
     return '\n'.join(lines)
 
 
-def _name_tensors(learn: Any) -> Iterator[tuple[int, str]]:
+def _name_tensors(learn: LearnerLike) -> Iterator[tuple[int, str]]:
     "Yield ids and names of the tensors of the model, the optimizer and the batch."
     names = {p: name for name, p in learn.model.named_parameters()}
     for p, name in names.items():

@@ -13,6 +13,7 @@ from torch import Tensor
 from learnkit.callbacks.monitor import Monitor
 from learnkit.core.dtensor import grouped, local, sum_of_parts
 from learnkit.core.errors import TimeError
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.time import Time
 from learnkit.optim.hyperparams import place_of
 
@@ -168,7 +169,7 @@ class OptimizerMonitor(Monitor):
 class _WatchedStep:
     "Parameters of one step that have gradients, with their weights before the step."
 
-    def __init__(self, learn: Any) -> None:
+    def __init__(self, learn: LearnerLike) -> None:
         named = {id(p): name for name, p in learn.model.named_parameters()}
         stepping = learn.opt.optimizers.values() if learn.turn is None else [learn.opt[learn.turn]]
         pairs = [

@@ -9,6 +9,7 @@ from typing import Any
 from fastcore.foundation import L
 
 from learnkit.core.errors import MetricError, did_you_mean
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.plotting import axes_or_new, color, new_axes
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.metrics.base import AvgSmoothLoss, Metric, is_number
@@ -21,7 +22,7 @@ Point = tuple[int, float]  # epoch and value
 class Plots:
     "Plotting methods of the Recorder; matplotlib is imported by the first plot."
 
-    learn: Any
+    learn: LearnerLike
     loss: Metric
     smooth_loss: AvgSmoothLoss
     iters: L

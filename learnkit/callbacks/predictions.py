@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from learnkit.callbacks.training import is_count
 from learnkit.core.errors import OptionError
+from learnkit.core.learner_type import LearnerLike
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import as_list
@@ -186,7 +187,7 @@ def _has_dropout(m: nn.Module) -> bool:
 
 
 def mc_dropout_preds(
-    learn: Any,  # a Learner
+    learn: LearnerLike,  # a Learner
     n: int = 10,  # number of predictions
     **kwargs: Any,  # `ds_idx`, `dl`, `act`, `inner`, `reorder` and `cbs`, as in `get_preds`
 ) -> tuple[Tensor, Tensor, Any]:  # mean, standard deviation (divisor n - 1), and targets

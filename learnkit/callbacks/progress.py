@@ -356,12 +356,13 @@ class ProgressCallback(Callback):
             return
         n, total = shown.n_trained, shown.train.total
         epoch = f'{learn.epoch + n / total:.2f}' if total else f'{learn.epoch}+{n}'
+        recorder: Any = self.recorder
         values = {
             'epoch': epoch,
-            'train_loss': learn.recorder.smooth_loss.latest,
-            **learn.recorder.measured,
+            'train_loss': recorder.smooth_loss.latest,
+            **recorder.measured,
         }
-        self._write([values.get(name) for name in learn.recorder.metric_names])
+        self._write([values.get(name) for name in recorder.metric_names])
 
     def after_error(self) -> None:
         "Keep the bar visible where the run stopped."

@@ -28,6 +28,7 @@ from learnkit.callbacks.hyperparam_log import HyperparamLog
 from learnkit.callbacks.plots import Plots
 from learnkit.core.errors import BatchError, OptionError, did_you_mean
 from learnkit.core.html import never_raising
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.time import format_seconds
 from learnkit.core.validation import warn_of_nan
 from learnkit.data.dataloaders import evaluation_loaders
@@ -600,6 +601,6 @@ class Recorder(Plots, Callback):
             load_metrics(self._train, sd['metrics'])
 
 
-def recorder_of(learn: Any) -> Recorder | None:
+def recorder_of(learn: LearnerLike) -> Recorder | None:
     "Return the Recorder of a Learner, or None."
     return next((cb for cb in learn.cbs if isinstance(cb, Recorder)), None)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from learnkit.callbacks.nan_diagnosis import format_few, sample_indices
 from learnkit.callbacks.progress import ProgressCallback
 from learnkit.core.errors import CancelException, FitError
+from learnkit.core.learner_type import LearnerLike, LoopLike
 from learnkit.core.random import RNGState, capture_rng, restore_rng
 from learnkit.engine.callback import Callback
 from learnkit.engine.passes import TrainingPasses
@@ -132,7 +133,7 @@ class Replay(Callback):
 
 
 def replay(
-    learn: Any,
+    learn: LearnerLike,
     detect_anomaly: bool = False,  # whether autograd names the operation with a NaN gradient
 ) -> Tensor | None:
     "Repeat a batch; see `Learner.replay`."
@@ -163,7 +164,7 @@ def announce(source: Replay, drawn: Drawn) -> str:
 
 
 @contextmanager
-def with_callbacks(learn: Any, source: Replay) -> Iterator[None]:
+def with_callbacks(learn: LearnerLike, source: Replay) -> Iterator[None]:
     "Use the callbacks of the run; leave out those that only track, save or stop and did not fail."
 
     def takes_part(cb: Any) -> bool:
@@ -189,14 +190,14 @@ def with_callbacks(learn: Any, source: Replay) -> Iterator[None]:
         yield
 
 
-def repeat(learn: Any, source: Replay, drawn: Drawn, detect_anomaly: bool) -> Tensor | None:
+def repeat(learn: LearnerLike, source: Replay, drawn: Drawn, detect_anomaly: bool) -> Tensor | None:
     "Enter the levels of the loop, run the batch, and clean up as after an interrupted run."
     training = drawn.state['training']
     levels = ('fit', 'epoch', 'train') if training else ('fit', 'epoch', 'validate')
     if learn.whole_step is not None:
         vars(learn).pop('_do_one_batch', None)  # one compiled step has no events inside
     learn.passes = KnownPass(source._indices)
-    if learn.opt is None or learn._has_foreign_opt():
+    if learn.opt is None or learn.has_foreign_opt():
         learn.create_opt()
 
     with (
@@ -230,12 +231,12 @@ class KnownPass(TrainingPasses):
         super().__init__()
         self.known = known
 
-    def indices(self, learn: Any) -> list[Any] | None:
+    def indices(self, learn: LoopLike) -> list[Any] | None:
         "Return the indices of the repeated batch."
         return self.known
 
 
-def restore_position(learn: Any, drawn: Drawn) -> None:
+def restore_position(learn: LearnerLike, drawn: Drawn) -> None:
     "Restore the Learner's position in the loop at which the batch was drawn."
     vars(learn).update(drawn.state, batch=drawn.batch)
     learn.counters.load_units(drawn.done)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from learnkit.callbacks.nan_diagnosis import named_parameters
 from learnkit.core.dtensor import cut_again, distribute_like
+from learnkit.core.learner_type import LearnerLike
 
 __all__ = ['Snapshot', 'take_snapshot', 'restore_snapshot', 'find_buffers', 'copy_nested']
 
@@ -21,7 +22,7 @@ Slot = tuple[dict[str, Tensor | None], str]
 
 
 def take_snapshot(
-    learn: Any,  # a Learner with an optimizer, between two steps
+    learn: LearnerLike,  # a Learner with an optimizer, between two steps
 ) -> Snapshot:
     """Copy trainable parameters, buffers, optimizer states, and the states of weight averages.
 
@@ -48,7 +49,7 @@ def take_snapshot(
 
 
 @torch.no_grad()
-def restore_snapshot(learn: Any, kept: Snapshot) -> None:
+def restore_snapshot(learn: LearnerLike, kept: Snapshot) -> None:
     "Copy a snapshot into the current tensors; rates and other hyper-parameters do not change."
     cut_again(learn.model)
     named = named_parameters(learn)
@@ -65,7 +66,7 @@ def restore_snapshot(learn: Any, kept: Snapshot) -> None:
             cb.load_state_dict(kept['callbacks'][key])
 
 
-def find_buffers(learn: Any) -> dict[str, Slot]:
+def find_buffers(learn: LearnerLike) -> dict[str, Slot]:
     "Return the locations of the buffers of the model and of a loss function that is a module, by name."
     roots = [
         ('', learn.model),
@@ -80,7 +81,7 @@ def find_buffers(learn: Any) -> dict[str, Slot]:
     }
 
 
-def find_followers(learn: Any) -> dict[str, Any]:
+def find_followers(learn: LearnerLike) -> dict[str, Any]:
     "Return the callbacks whose state belongs to the weights, such as an average, by key."
     return {
         learn.callbacks.keys[id(cb)]: cb

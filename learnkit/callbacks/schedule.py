@@ -19,6 +19,7 @@ from learnkit.callbacks.torch_scheduler import LRScheduler
 from learnkit.checkpoint.state import find_checkpoint
 from learnkit.core.contexts import replacing_yield
 from learnkit.core.errors import ScheduleError
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.validation import warn_user
 from learnkit.data.checks import epoch_length
 from learnkit.engine.budget import parse_length
@@ -183,7 +184,7 @@ def _set_value(group: dict[str, Any], key: str, index: int | None, value: float)
 
 
 def fit_one_cycle(
-    learn: Any,
+    learn: LearnerLike,
     n_epoch: int,
     lr_max: Any = None,
     div: float = 25.0,
@@ -208,7 +209,7 @@ def fit_one_cycle(
 
 
 def fit_flat_cos(
-    learn: Any,
+    learn: LearnerLike,
     n_epoch: int,
     lr: Any = None,
     div_final: float = 1e5,
@@ -228,7 +229,7 @@ def fit_flat_cos(
 
 
 def fit_sgdr(
-    learn: Any,
+    learn: LearnerLike,
     n_cycles: int,
     cycle_len: int,
     lr_max: Any = None,
@@ -252,7 +253,7 @@ def fit_sgdr(
 
 
 def fine_tune(
-    learn: Any,
+    learn: LearnerLike,
     epochs: Any,
     base_lr: float = 2e-3,
     freeze_epochs: int = 1,
@@ -309,17 +310,17 @@ def fine_tune(
 
 
 def _peak_rates(
-    learn: Any, n_epoch: int, lr: Any, wd: float | None, reset_opt: bool, start_epoch: int
+    learn: LearnerLike, n_epoch: int, lr: Any, wd: float | None, reset_opt: bool, start_epoch: int
 ) -> Any:
     "Prepare the optimizer for `fit` and return its rates: a number, or an array with one per group."
     parse_length(learn, n_epoch, start_epoch)
-    learn._prepare_opt(lr, wd, reset_opt)
+    learn.prepare_opt(lr, wd, reset_opt)
     rates = [float(h['lr']) for h in learn.opt.hypers]
     return rates[0] if len(rates) == 1 else np.array(rates)
 
 
 def _fit_with_schedules(
-    learn: Any,
+    learn: LearnerLike,
     scheds: Mapping[str, Schedule],
     n_epoch: int,
     wd: float | None,

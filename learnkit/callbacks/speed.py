@@ -16,6 +16,7 @@ from learnkit.callbacks.hooks import unwrap_compiled
 from learnkit.callbacks.mixed_precision import MixedPrecision
 from learnkit.callbacks.monitor import Monitor, check_count, seconds_in, world_size
 from learnkit.core.errors import ModelError, OptionError
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device
 from learnkit.core.time import Time
 
@@ -279,7 +280,7 @@ def _check_flops(model: nn.Module, flops: Any) -> float:
     )
 
 
-def find_peak(learn: Any) -> float | None:
+def find_peak(learn: LearnerLike) -> float | None:
     "Return the peak flops of the model's device in its precision, None if unknown."
     device = model_device(learn.model, learn.dls)
     if device.type != 'cuda':
@@ -299,7 +300,7 @@ def lookup_peak(device_name: str, kind: str) -> float | None:
     )
 
 
-def find_precision(learn: Any) -> str:
+def find_precision(learn: LearnerLike) -> str:
     "Return the precision of most matrix products of a model: fp16, bf16, tf32, fp32 or fp64."
     for cb in learn.cbs:
         if isinstance(cb, MixedPrecision):

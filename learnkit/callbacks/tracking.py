@@ -15,8 +15,9 @@ import numpy as np
 from learnkit.callbacks.ema import EMA
 from learnkit.callbacks.monitored import as_number, epoch_row, find_column, records
 from learnkit.callbacks.nan_guard import TerminateOnNaNCallback, print_line
-from learnkit.checkpoint.saving import check_weights_path, resolve_path, find_weights_path
+from learnkit.checkpoint.saving import check_weights_path, find_weights_path, resolve_path
 from learnkit.core.errors import MetricError, OptionError, TimeError
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.time import Time, Timestamp, as_time
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback
@@ -191,14 +192,14 @@ def _comparison(name: str) -> Compare:
     return np.greater
 
 
-def saved_history(learn: Any) -> list[dict[str, Any]]:
+def saved_history(learn: LearnerLike) -> list[dict[str, Any]]:
     "Return the history in the checkpoint that a fit resumes from, until the Recorder has loaded it."
     states = learn.run.resume.state['callbacks'] if learn.run.resume is not None else {}
     return next((sd['history'] for sd in states.values() if 'history' in sd), [])
 
 
 def check_counted(
-    learn: Any,  # the Learner, in a fit
+    learn: LearnerLike,  # the Learner, in a fit
     time: Time,  # time to wait for
     option: str,  # name of the option
 ) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from learnkit.core.batch import call_by_name, to_detach, unpack_output
+from learnkit.core.learner_type import LearnerLike
 from learnkit.optim.optimizers import DecoupledSGD
 
 __all__ = ['whole_step', 'NotCompiled', 'Plan', 'Rule', 'RULES']
@@ -81,7 +82,7 @@ class Plan:
 
     def __init__(
         self,
-        learn: Any,
+        learn: LearnerLike,
         last: Plan | None = None,  # previous plan; its tensor of numbers is reused if it fits
     ) -> None:
         self.model = learn.model
@@ -154,7 +155,7 @@ class Plan:
         host = torch.zeros(shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
         return host, host.to(self.device)
 
-    def holds(self, learn: Any) -> bool:
+    def holds(self, learn: LearnerLike) -> bool:
         "Return True if parameters, states and terms of the update are unchanged, apart from hooks."
         opt = self.opt
         if (

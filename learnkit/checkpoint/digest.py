@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from learnkit.core.dtensor import whole_state
 from learnkit.core.errors import OptionError
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model
 from learnkit.core.random import capture_rng
 from learnkit.core.time import UNITS
@@ -82,7 +83,7 @@ def differences(
     return lines if len(lines) <= limit else [*lines[:limit], f'and {len(lines) - limit} more']
 
 
-def learn_digest(learn: Any) -> str:
+def learn_digest(learn: LearnerLike) -> str:
     """Return the digest of a Learner as it is: weights, buffers, optimizer, callbacks, counters and generators.
 
     >>> from learnkit.testing import synth_learner
@@ -97,7 +98,7 @@ def learn_digest(learn: Any) -> str:
     return digest(learn_state(learn))
 
 
-def learn_state(learn: Any) -> dict[str, Any]:
+def learn_state(learn: LearnerLike) -> dict[str, Any]:
     "Return what `learn_digest` is computed from, for `differences`; its tensors are the Learner's own."
     loss = learn.loss_func
     return {

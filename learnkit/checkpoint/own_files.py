@@ -11,6 +11,7 @@ from typing import Any
 
 from learnkit.core.errors import DamagedError
 from learnkit.core.files import flush_file, flush_folder
+from learnkit.core.learner_type import LearnerLike
 from learnkit.engine.callback import Callback
 
 __all__ = [
@@ -35,7 +36,7 @@ def writes_files(cb: Any) -> bool:
 
 
 def write_own_files(
-    learn: Any,
+    learn: LearnerLike,
     path: Path,  # the file that the checkpoint will have
 ) -> dict[str, list[Any]]:
     """Let callbacks write their files; return size and SHA-256 of each, by its path in the folder.
@@ -83,7 +84,7 @@ def check_own_files(
 
 
 def read_own_files(
-    learn: Any,
+    learn: LearnerLike,
     path: Path,  # the checkpoint's file
 ) -> None:
     "Let callbacks read their files; callbacks that write none get the checkpoint's folder."

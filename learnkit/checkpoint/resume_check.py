@@ -18,6 +18,7 @@ from learnkit.checkpoint.file import read_state, write_state
 from learnkit.checkpoint.state import COUNTERS
 from learnkit.core.errors import CancelFitException, FitError, OptionError
 from learnkit.core.html import definitions, never_raising
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model
 from learnkit.data.checks import epoch_length
 from learnkit.engine.attributes import has_own_state, lost_attributes
@@ -98,7 +99,7 @@ class _StopAt(Callback):
 
 
 def check_resume(
-    learn: Any,
+    learn: LearnerLike,
     n_batches: int = 8,
     stop_after: int | None = None,
 ) -> ResumeCheck:
@@ -141,7 +142,7 @@ def check_resume(
 
 
 @contextmanager
-def _redirect_files(learn: Any) -> Iterator[Path]:
+def _redirect_files(learn: LearnerLike) -> Iterator[Path]:
     "Return a context in which `learn.path` is a temporary folder."
     path = learn.path
     with TemporaryDirectory() as folder:
@@ -163,7 +164,7 @@ def list_hints(cb: Any) -> list[str]:
     ]
 
 
-def digest_attributes(learn: Any) -> dict[tuple[str, str, str], str]:
+def digest_attributes(learn: LearnerLike) -> dict[tuple[str, str, str], str]:
     "Return digests of attributes that no checkpoint holds, by owner, name of the attribute, and suggested fix."
     found = {}
     for name, m in bare_model(learn.model).named_modules():

@@ -30,6 +30,7 @@ from learnkit.core.batch import count_stacked, form_of, map_tensors, passed_name
 from learnkit.core.dtensor import mesh_of, whole_state
 from learnkit.core.errors import ModelError, OptimizerError, OptionError, WeightsError
 from learnkit.core.files import atomic_write, check_writable
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, name_of
 from learnkit.core.plain import plain
 from learnkit.core.validation import warn_user
@@ -52,7 +53,7 @@ __all__ = [
 
 
 def save(
-    learn: Any,
+    learn: LearnerLike,
     file: str | Path,
     with_opt: bool | None = None,
 ) -> Path:
@@ -62,7 +63,7 @@ def save(
         return _write_weights(learn, path, with_opt)
 
 
-def _write_weights(learn: Any, path: Path, with_opt: bool | None) -> Path:
+def _write_weights(learn: LearnerLike, path: Path, with_opt: bool | None) -> Path:
     "Write the current weights, and return the path."
     if path.suffix == SAFETENSORS:
         return _save_safetensors(learn, path, with_opt)
@@ -85,7 +86,7 @@ def _write_weights(learn: Any, path: Path, with_opt: bool | None) -> Path:
     return path
 
 
-def _save_safetensors(learn: Any, path: Path, with_opt: bool | None) -> Path:
+def _save_safetensors(learn: LearnerLike, path: Path, with_opt: bool | None) -> Path:
     "Write the weights in the safetensors format, and return the path."
     if with_opt:
         raise OptionError(
@@ -100,7 +101,7 @@ def _save_safetensors(learn: Any, path: Path, with_opt: bool | None) -> Path:
 
 
 def load(
-    learn: Any,
+    learn: LearnerLike,
     file: str | Path,
     with_opt: bool | None = None,
     device: torch.device | str | int | None = None,
@@ -137,21 +138,21 @@ def load(
 
 
 @contextmanager
-def ensure_optimizer(learn: Any, needed: bool) -> Iterator[None]:
+def ensure_optimizer(learn: LearnerLike, needed: bool) -> Iterator[None]:
     "Create an optimizer if one is needed and missing, and discard it if the block fails."
-    before = learn.opt, learn.lr, learn._own_lrs, learn.counters.steps
-    if needed and (learn.opt is None or learn._has_foreign_opt()):
+    before = learn.opt, learn.lr, learn.own_lrs, learn.counters.steps
+    if needed and (learn.opt is None or learn.has_foreign_opt()):
         learn.create_opt()
     if needed and not isinstance(learn.opt, OptimWrapper):
         learn.opt = OptimWrapper(opt=learn.opt)  # assigned by hand
     try:
         yield
     except BaseException:
-        learn.opt, learn.lr, learn._own_lrs, learn.counters.steps = before
+        learn.opt, learn.lr, learn.own_lrs, learn.counters.steps = before
         raise
 
 
-def move_to_device(learn: Any) -> None:
+def move_to_device(learn: LearnerLike) -> None:
     "Move the model, and a loss function that is a module, to the device of the data, if it has one."
     device = getattr(learn.dls, 'device', None)
     if device is None:
@@ -161,7 +162,7 @@ def move_to_device(learn: Any) -> None:
             module.to(device)
 
 
-def find_weights_path(learn: Any, file: Any, to_read: bool = False) -> Path:
+def find_weights_path(learn: LearnerLike, file: Any, to_read: bool = False) -> Path:
     "Return the path of a weights file; a file to read may have another suffix, or `.pth` twice, as in fastai."
     folder = learn.path / learn.model_dir
     path = resolve_path(file, folder, '' if str(file).endswith(SAFETENSORS) else '.pth')
@@ -171,7 +172,7 @@ def find_weights_path(learn: Any, file: Any, to_read: bool = False) -> Path:
     return next((p for p in alternatives if p.is_file()), path)
 
 
-def check_weights_path(learn: Any, file: str | Path) -> None:
+def check_weights_path(learn: LearnerLike, file: str | Path) -> None:
     "Raise `OptionError` if a weights file of this name cannot be written."
     path = find_weights_path(learn, file)
     try:
@@ -181,7 +182,7 @@ def check_weights_path(learn: Any, file: str | Path) -> None:
 
 
 def save_learner(
-    learn: Any,
+    learn: LearnerLike,
     fname: str | Path = 'learner.pth',
     /,
     **model_config: Any,
@@ -198,7 +199,7 @@ def save_learner(
 
 
 def export(
-    learn: Any,
+    learn: LearnerLike,
     fname: str | Path = 'export.pt2',
     act: Callable[[Any], Any] | None = None,
     sample: Any = None,
@@ -291,7 +292,7 @@ def _suggest_fix(differences: list[str]) -> str:
     return ' It is of another model: build that with the sizes and layers it had when it was saved.'
 
 
-def collect_config(learn: Any) -> dict[str, Any]:
+def collect_config(learn: LearnerLike) -> dict[str, Any]:
     "Return a Learner's configuration (all but weights, data and code) as plain values."
     try:
         package = version('learnkit')

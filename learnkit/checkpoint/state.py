@@ -33,6 +33,7 @@ from learnkit.core.dtensor import (
     whole_state,
 )
 from learnkit.core.errors import CheckpointError
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model, model_device
 from learnkit.core.plain import plain
 from learnkit.core.random import capture_rng, restore_rng
@@ -67,7 +68,7 @@ ENTRIES = (
 )
 
 
-def checkpoint_state(learn: Any) -> dict[str, Any]:
+def checkpoint_state(learn: LearnerLike) -> dict[str, Any]:
     "Return the complete training state, copied to host memory, as plain values and tensors."
     if learn.run.depth and not learn.run.checkpoint_event:
         raise CheckpointError(
@@ -78,7 +79,7 @@ def checkpoint_state(learn: Any) -> dict[str, Any]:
 
 
 def load_checkpoint_state(
-    learn: Any,
+    learn: LearnerLike,
     state: Mapping[str, Any],
 ) -> None:
     "Restore a checkpoint's state outside of a fit; `state` is copied and not changed."
@@ -94,7 +95,7 @@ def load_checkpoint_state(
     restore_state(learn, r)
 
 
-def collect_state(learn: Any, place: str) -> dict[str, Any]:
+def collect_state(learn: LearnerLike, place: str) -> dict[str, Any]:
     "Return the state of a checkpoint at a place of the loop, by reference."
     opt = learn.opt
     params = [] if opt is None else list(opt.parameters())
@@ -119,7 +120,7 @@ def collect_state(learn: Any, place: str) -> dict[str, Any]:
     return full_state
 
 
-def _collect_trained(learn: Any) -> dict[str, Any]:
+def _collect_trained(learn: LearnerLike) -> dict[str, Any]:
     "Return the states of the model, the loss function and the optimizer."
     opt, loss_func = learn.opt, learn.loss_func
     return {
@@ -129,7 +130,7 @@ def _collect_trained(learn: Any) -> dict[str, Any]:
     }
 
 
-def _collect_loop_state(learn: Any, place: str) -> dict[str, Any]:
+def _collect_loop_state(learn: LearnerLike, place: str) -> dict[str, Any]:
     "Return the counters of the loop; `place` names the point of the loop, as in `LOOP_PLACES`."
     loss = getattr(learn, 'loss', None)
     n_drawn = learn.iter + 1 if LOOP_PLACES.get(place) == 'batch' else learn.passes.n_drawn
@@ -150,21 +151,21 @@ def _collect_loop_state(learn: Any, place: str) -> dict[str, Any]:
     }
 
 
-def _collect_position(learn: Any, place: str) -> dict[str, Any] | None:
+def _collect_position(learn: LearnerLike, place: str) -> dict[str, Any] | None:
     "Return the position in the training data; None outside of a fit."
     if not place:
         return None
     return learn.passes.state_dict(learn, within_epoch=LOOP_PLACES[place] == 'batch')
 
 
-def find_checkpoint(learn: Any, resume: Any) -> ResumeState | None:
+def find_checkpoint(learn: LearnerLike, resume: Any) -> ResumeState | None:
     "Return the checkpoint for `fit(resume=...)`; None if the fit starts from the beginning."
     checkpoint: ResumeState | None
     checkpoint = learn.strategy.find_checkpoint(learn, resume, partial(_find_on_rank, learn))
     return checkpoint
 
 
-def _find_on_rank(learn: Any, resume: Any) -> ResumeState | None:
+def _find_on_rank(learn: LearnerLike, resume: Any) -> ResumeState | None:
     "Return this rank's checkpoint for `fit(resume=...)`."
     if resume is False or resume is None:
         return None
@@ -190,7 +191,7 @@ def _find_on_rank(learn: Any, resume: Any) -> ResumeState | None:
     return r
 
 
-def _read_parts(learn: Any, state: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+def _read_parts(learn: LearnerLike, state: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     "Read the tensors in the folder next to a checkpoint's file; for a sharded model, this rank's shards."
     if 'parts' not in state:
         return state
@@ -200,7 +201,7 @@ def _read_parts(learn: Any, state: Mapping[str, Any], path: Path) -> Mapping[str
     return load_parts(state, path, None if mesh is None else host_mesh(mesh))
 
 
-def begin_resume(learn: Any, r: ResumeState | None) -> None:
+def begin_resume(learn: LearnerLike, r: ResumeState | None) -> None:
     "Load weights and optimizers; `restore_state` loads the rest after the first events of the fit."
     if r is not None:
         r = learn.strategy.take_own_state(learn, r)
@@ -227,7 +228,7 @@ def begin_resume(learn: Any, r: ResumeState | None) -> None:
     _warn_of_differences(learn, r)
 
 
-def _warn_of_differences(learn: Any, r: ResumeState) -> None:
+def _warn_of_differences(learn: LearnerLike, r: ResumeState) -> None:
     "Warn if the fit has another length, or another number of ranks, than the fit that it resumes."
     loop, n = r.loop, r.loop['n_epoch']
     was_over = r.at == 'epoch' and (loop['stopping'] or loop['epoch'] + 1 == n)
@@ -251,7 +252,7 @@ def _warn_of_differences(learn: Any, r: ResumeState) -> None:
         )
 
 
-def _describe_next(learn: Any, r: ResumeState) -> str:
+def _describe_next(learn: LearnerLike, r: ResumeState) -> str:
     "Describe the epoch and batch at which a resumed fit starts."
     loop, n = r.loop, learn.n_epoch
     i = loop['epoch'] + (r.at == 'epoch')
@@ -264,7 +265,7 @@ def _describe_next(learn: Any, r: ResumeState) -> str:
     return f'in epoch {i}{total}, after {batches} batches.'
 
 
-def _check_fits(learn: Any, r: ResumeState) -> None:
+def _check_fits(learn: LearnerLike, r: ResumeState) -> None:
     "Raise `WeightsError` with every difference, before anything has changed."
     state = r.state
     _add_unfrozen_params(learn, state)
@@ -278,7 +279,7 @@ def _check_fits(learn: Any, r: ResumeState) -> None:
     check_weights(source, differences, learn.model, ' Make model and optimizer as they were.')
 
 
-def _add_unfrozen_params(learn: Any, state: Mapping[str, Any]) -> None:
+def _add_unfrozen_params(learn: LearnerLike, state: Mapping[str, Any]) -> None:
     "Add to the optimizer the parameters that the checkpoint's run has unfrozen after its first step."
     if state['optimizer'] is None:
         return
@@ -293,12 +294,12 @@ def _add_unfrozen_params(learn: Any, state: Mapping[str, Any]) -> None:
         return
     for p in unfrozen:
         p.requires_grad_(True)
-    learn._cover_params()
+    learn.cover_params()
     for p in unfrozen:
         p.requires_grad_(False)  # `_restore_flags` sets the flags
 
 
-def _load_weights(learn: Any, r: ResumeState) -> None:
+def _load_weights(learn: LearnerLike, r: ResumeState) -> None:
     "Load weights and optimizers; keep the previous ones for a rollback until all state is restored."
     # a lazy model has no weights yet
     is_lazy_model = any(map(is_lazy, (*learn.model.parameters(), *learn.model.buffers())))
@@ -308,7 +309,7 @@ def _load_weights(learn: Any, r: ResumeState) -> None:
     learn('after_load')
 
 
-def _restore_weights(learn: Any, state: Mapping[str, Any]) -> None:
+def _restore_weights(learn: LearnerLike, state: Mapping[str, Any]) -> None:
     "Load the states of the model, the loss function and the optimizer."
     load_weights(learn.model, state['model'])
     if isinstance(learn.loss_func, nn.Module) and state['loss_func'] is not None:
@@ -320,7 +321,7 @@ def _restore_weights(learn: Any, state: Mapping[str, Any]) -> None:
     learn.opt.load_state_dict(state['optimizer'])
 
 
-def restore_state(learn: Any, resume: ResumeState) -> None:
+def restore_state(learn: LearnerLike, resume: ResumeState) -> None:
     "Restore all state, random generators last."
     learn.end_resume()
     state = resume.state
@@ -337,7 +338,7 @@ def restore_state(learn: Any, resume: ResumeState) -> None:
     learn.strategy.after_restore(learn, resume)
 
 
-def _restore_counters(learn: Any, loop: Mapping[str, Any]) -> None:
+def _restore_counters(learn: LearnerLike, loop: Mapping[str, Any]) -> None:
     "Restore the counters of the loop; the length of the fit, and its completed share, are this fit's."
     pct_train = learn.pct_train
     n_epoch = learn.n_epoch if learn.run.depth else loop['n_epoch']
@@ -362,7 +363,7 @@ def _restore_counters(learn: Any, loop: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _roll_back_on_error(learn: Any, r: ResumeState) -> Iterator[None]:
+def _roll_back_on_error(learn: LearnerLike, r: ResumeState) -> Iterator[None]:
     "If the block fails, restore weights, optimizers, callbacks' states and the counters of all fits."
     states = copy_to_host(learn.callback_states())
     done, n_steps = learn.counters.by_unit(), getattr(learn.opt, 'n_steps', 0)
@@ -381,7 +382,7 @@ def _roll_back_on_error(learn: Any, r: ResumeState) -> Iterator[None]:
         raise
 
 
-def _restore_flags(learn: Any, state: Mapping[str, Any]) -> None:
+def _restore_flags(learn: LearnerLike, state: Mapping[str, Any]) -> None:
     "Restore the frozen parameters, and the gradients that were accumulated but not yet used for a step."
     opt = learn.opt
     frozen = set(state['frozen']['names'])
@@ -398,7 +399,7 @@ def _restore_flags(learn: Any, state: Mapping[str, Any]) -> None:
         )
 
 
-def _compute_share(learn: Any, loop: Mapping[str, Any]) -> float:
+def _compute_share(learn: LearnerLike, loop: Mapping[str, Any]) -> float:
     "Return the completed share of this fit, whose length differs from the checkpoint's."
     epoch_share = 1.0
     if loop['n_iter'] and LOOP_PLACES[loop['place']] == 'batch':

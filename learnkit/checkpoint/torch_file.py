@@ -28,9 +28,8 @@ from learnkit.core.errors import WeightsError
 __all__ = ['read_torch_file', 'damage']
 
 MAX_PICKLE = 64 << 20  # bytes; tensors are records of their own
-MAX_PARTS = (
-    500_000  # lists, tuples, dicts and calls in a pickle: a byte each there, sixty in memory
-)
+# lists, tuples, dicts and calls in a pickle: a byte each there, sixty in memory
+MAX_PARTS = 500_000
 MAX_MARKS = 1000  # lists, tuples and dicts that are open at a time
 
 _RECORD = re.compile(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from learnkit.core.errors import BatchError
+from learnkit.core.learner_type import LoopLike
 
 __all__ = [
     'TARGET_NAMES',
@@ -247,14 +248,14 @@ def find_bs(
 
 
 def count_samples(
-    learn: Any,  # Learner with a current batch
+    learn: LoopLike,  # Learner with a current batch
 ) -> int:
     "Return the number of samples in this rank's current batch, by `find_bs` and the Learner's `size_func`."
     return find_bs(learn.xb, learn.yb, getattr(learn, 'size_func', None))
 
 
 def batch_counter(
-    learn: Any,  # a Learner
+    learn: LoopLike,  # a Learner
 ) -> Callable[[Any], int]:
     "Return a function that counts the samples of a loader's batch as `count_samples` does for the current batch."
     form = form_of(learn.dls)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from learnkit.core.batch import map_tensors
 from learnkit.core.errors import LossError, MetricError
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import preserved_rng
 
 __all__ = [
@@ -54,7 +55,7 @@ def warn_user(text: str) -> None:
 
 
 def warn_of_nan(
-    learn: Any,  # a Learner
+    learn: LearnerLike,  # a Learner
     losses: list[float],  # of each step of its fit
     n_before: int,  # steps before this epoch
 ) -> None:

@@ -79,9 +79,8 @@ class Shard:
     cut: Any  # the `ShardSpec` that selects this rank's part
     order: Order
     drawing: type[Any] | None = None  # subclass of `LoaderPosition` to use; None: `LoaderPosition`
-    draws_all = (
-        False  # whether every rank iterates all of `whole`, including the data set's generators
-    )
+    # whether every rank iterates all of `whole`, including the data set's generators
+    draws_all = False
 
     def share(
         self,

@@ -20,6 +20,7 @@ from torch import Tensor
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.core.batch import describe, map_tensors
 from learnkit.core.html import never_raising, table
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import capture_rng
 from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import Entry, HandlerTable, takes_every_event
@@ -98,7 +99,7 @@ class Trace(list[Change]):
         )
 
 
-def explain(learn: Any, event_name: str) -> Handlers:
+def explain(learn: LearnerLike, event_name: str) -> Handlers:
     "List the callbacks that run at an event, in order, with the file and line of each function."
     name = canonical_event(event_name, where='explain')
     tables = learn.callbacks.tables
@@ -115,7 +116,7 @@ def explain(learn: Any, event_name: str) -> Handlers:
     return Handlers(describe_handler(entries[id(cb)], find_mode(cb), name) for cb in cbs)
 
 
-def list_metric_names(learn: Any) -> dict[str, str]:
+def list_metric_names(learn: LearnerLike) -> dict[str, str]:
     "Return every recorded or logged name, with its meaning."
     recorder = recorder_of(learn)
     columns = [n for n in recorder._columns() if n != 'epoch'] if recorder is not None else []
@@ -138,7 +139,7 @@ def _compile_pattern(name: str) -> re.Pattern[str]:
 
 
 @contextmanager
-def trace(learn: Any) -> Iterator[Trace]:
+def trace(learn: LearnerLike) -> Iterator[Trace]:
     "Return a context that records which callback changes what."
     changes = Trace()
     with _replace_tables(learn, lambda table: TracedTable(learn, table, changes)):
@@ -150,7 +151,9 @@ def trace(learn: Any) -> Iterator[Trace]:
 
 
 @contextmanager
-def _replace_tables(learn: Any, make: Callable[[HandlerTable], HandlerTable]) -> Iterator[None]:
+def _replace_tables(
+    learn: LearnerLike, make: Callable[[HandlerTable], HandlerTable]
+) -> Iterator[None]:
     "Return a context in which the loop uses other handler tables."
     learn.timings.stop(learn)
     original_tables = learn.tables
@@ -206,7 +209,7 @@ def find_user_function(cb: Any, event_name: str) -> Any:
 class TracedTable(HandlerTable):
     "Handler table that compares the state before and after each handler."
 
-    def __init__(self, learn: Any, table: HandlerTable, trace: Trace) -> None:
+    def __init__(self, learn: LearnerLike, table: HandlerTable, trace: Trace) -> None:
         super().__init__(table.callbacks, table.training)
         self.learn, self.table, self.trace = learn, table, trace
 
@@ -239,7 +242,7 @@ class TracedTable(HandlerTable):
             ]
 
 
-def digest_state(learn: Any) -> dict[str, Any]:
+def digest_state(learn: LearnerLike) -> dict[str, Any]:
     "Return a digest of every value that a callback may change, by name."
     found: dict[str, Any] = {
         name: digest(learn.__dict__[name]) for name in WATCHED if name in learn.__dict__

@@ -9,6 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.core.html import definitions, format_cell, safe_call
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of
 from learnkit.core.time import in_words
 from learnkit.data.checks import describe_loader
@@ -17,7 +18,7 @@ from learnkit.data.dataloaders import evaluation_loaders
 __all__ = ['learner_html', 'learner_text']
 
 
-def learner_text(learn: Any) -> str:
+def learner_text(learn: LearnerLike) -> str:
     "Return a Learner's model, loss, validation loaders and callbacks on one line."
     model, loss = (safe_call(partial(f, learn)) for f in (_model_name, _loss))
     valid = safe_call(lambda: [name for name, _ in evaluation_loaders(learn.dls)])
@@ -25,7 +26,7 @@ def learner_text(learn: Any) -> str:
     return f'Learner({model}, loss_func={loss}, valid={valid}, cbs=[{cbs}])'
 
 
-def learner_html(learn: Any) -> str:
+def learner_html(learn: LearnerLike) -> str:
     "Return the parts of a Learner and its training progress, as an HTML table."
     entries = {
         'model': _model,
@@ -42,15 +43,15 @@ def learner_html(learn: Any) -> str:
     )
 
 
-def _model_name(learn: Any) -> str:
+def _model_name(learn: LearnerLike) -> str:
     return type(learn.model).__name__
 
 
-def _loss(learn: Any) -> str | None:
+def _loss(learn: LearnerLike) -> str | None:
     return name_of(learn.loss_func) if learn.loss_func else None
 
 
-def _model(learn: Any) -> str:
+def _model(learn: LearnerLike) -> str:
     params = list(learn.model.parameters())
     known = [p for p in params if not is_lazy(p)]
     n = sum(p.numel() for p in known)
@@ -66,12 +67,12 @@ def _model(learn: Any) -> str:
     return description
 
 
-def _data(learn: Any) -> list[str]:
+def _data(learn: LearnerLike) -> list[str]:
     named = [('train', learn.dls.train), *evaluation_loaders(learn.dls)]
     return [f'{name}: {describe_loader(dl)}' for name, dl in named]
 
 
-def _optimizer(learn: Any) -> str:
+def _optimizer(learn: LearnerLike) -> str:
     "Describe the optimizer and its rates, also if it does not exist yet."
     opt = learn.opt
     name = name_of(getattr(learn.opt_func, 'func', learn.opt_func))
@@ -87,11 +88,11 @@ def _optimizer(learn: Any) -> str:
     return description
 
 
-def _metrics(learn: Any) -> str:
+def _metrics(learn: LearnerLike) -> str:
     return ', '.join(m.name for m in learn.metrics) or 'none'
 
 
-def _callbacks(learn: Any) -> list[str]:
+def _callbacks(learn: LearnerLike) -> list[str]:
     return _list_reprs(learn.callbacks, 'ordered')
 
 
@@ -101,7 +102,7 @@ def _list_reprs(o: Any, name: str) -> list[str]:
     return [safe_call(partial(repr, cb)) for cb in found] if isinstance(found, list) else [found]
 
 
-def _trained(learn: Any) -> str:
+def _trained(learn: LearnerLike) -> str:
     now = learn.time
     if not now.ba:
         return 'not yet'
@@ -113,7 +114,7 @@ def _trained(learn: Any) -> str:
     return f'{", ".join(counts)} in {in_words(now.sec, "sec")}'
 
 
-def _last_epoch(learn: Any) -> str:
+def _last_epoch(learn: LearnerLike) -> str:
     recorder = recorder_of(learn)
     row = dict(recorder.history[-1]) if recorder is not None and recorder.history else {}
     return (

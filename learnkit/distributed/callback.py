@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from learnkit.core.batch import batch_counter
 from learnkit.core.comm import ALONE, Comm, join_ranks
 from learnkit.core.errors import CancelBatchException, DistributedError, OptionError, did_you_mean
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import preserved_rng
 from learnkit.core.time import Time, as_time
 from learnkit.data.checks import check_count
@@ -570,7 +571,7 @@ class GradientMean(Callback):
             team.parts.share_buffers(self.learn)
 
 
-def has_tokens(learn: Any) -> bool:
+def has_tokens(learn: LearnerLike) -> bool:
     "Return True if the tokens of the current batch are counted."
     if learn.token_func is not None:
         return True

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from learnkit.core.comm import Comm
 from learnkit.core.dtensor import is_dtensor
 from learnkit.core.errors import DistributedError, ModelError
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model
 from learnkit.data.dataloaders import TensorLoader, evaluation_loaders, n_batches
 from learnkit.distributed.ddp import share_first
@@ -65,7 +66,7 @@ def list_lengths(dls: Any) -> dict[str, str]:
     }
 
 
-def what_is_trained(learn: Any) -> dict[str, Tensor]:
+def what_is_trained(learn: LearnerLike) -> dict[str, Tensor]:
     "Return the parameters and buffers of the model and of the loss function, by name."
     model, loss_func = bare_model(learn.model), learn.loss_func
     own = loss_func.state_dict(keep_vars=True) if isinstance(loss_func, nn.Module) else {}
@@ -76,7 +77,7 @@ def what_is_trained(learn: Any) -> dict[str, Tensor]:
     }
 
 
-def optimizer_state(learn: Any) -> dict[str, Tensor]:
+def optimizer_state(learn: LearnerLike) -> dict[str, Tensor]:
     "Return the tensors of the optimizer's state, by name."
     if learn.opt is None:
         return {}
@@ -90,7 +91,7 @@ def optimizer_state(learn: Any) -> dict[str, Tensor]:
 
 
 def check_alike(
-    learn: Any,
+    learn: LearnerLike,
     world: Comm,
     told: dict[str, str],  # of data and options, for comparison
 ) -> None:
@@ -147,7 +148,7 @@ def totals_differ(totals: Iterable[Sequence[float]]) -> bool:
     return max(sums) - min(sums) > 1e-6 * max(sizes)
 
 
-def check_replicas(learn: Any) -> None:
+def check_replicas(learn: LearnerLike) -> None:
     "Compare weights, buffers and the optimizer's state of all processes; raise `DistributedError`."
     sums = {name: checksum(t) for name, t in replicated_tensors(learn)}
     everyone = learn.world.gather(sums)
@@ -166,7 +167,7 @@ def check_replicas(learn: Any) -> None:
         )
 
 
-def replicated_tensors(learn: Any) -> Iterator[tuple[str, Tensor]]:
+def replicated_tensors(learn: LearnerLike) -> Iterator[tuple[str, Tensor]]:
     "Yield the tensors that must be the same in every process, with their names."
     for name, t in (what_is_trained(learn) | optimizer_state(learn)).items():
         if not is_dtensor(t):

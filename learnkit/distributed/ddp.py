@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from learnkit.core.batch import apply_model, map_tensors, unpack_output
 from learnkit.core.errors import OptionError, did_you_mean
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import preserved_rng
 
 __all__ = ['Replicas', 'average', 'share_first']
@@ -31,9 +32,8 @@ class Replicas:
     learnkit.core.errors.OptionError: bucket_cap: the options of strategy 'ddp' are comm_hook, comm_state, ...
     """
 
-    needs_equal_evaluations = (
-        False  # whether all processes must evaluate the same number of batches
-    )
+    # whether all processes must evaluate the same number of batches
+    needs_equal_evaluations = False
     averages_late = True  # gradients that no pass has averaged wait for `average_gradients`
     has_synced = False  # whether gradients have been averaged by the wrapper that is there
 
@@ -53,10 +53,10 @@ class Replicas:
         self.wrapped: nn.parallel.DistributedDataParallel | None = None
         self._trained: list[bool] = []  # which parameters required gradients when it was made
 
-    def enter(self, learn: Any) -> None:
+    def enter(self, learn: LearnerLike) -> None:
         "Begin: there is nothing to do before the model is on its device."
 
-    def prepare(self, learn: Any) -> None:
+    def prepare(self, learn: LearnerLike) -> None:
         "Wrap the model, unless it is wrapped already, for the parameters that are trained now."
         trained = [p.requires_grad for p in learn.model.parameters()]
         if (
@@ -78,7 +78,7 @@ class Replicas:
             self.wrapped.register_comm_hook(self.comm_state, self.comm_hook)
         self._trained, learn.replica, self.has_synced = trained, self.wrapped, False
 
-    def catch_up(self, learn: Any) -> None:
+    def catch_up(self, learn: LearnerLike) -> None:
         """Let the wrapper order its messages as it did in the run that is gone on from.
 
         It groups gradients anew after its first backward pass, in the order in which they came, and sums of more than
@@ -112,11 +112,11 @@ class Replicas:
             return nullcontext()
         return self.wrapped.no_sync()
 
-    def share_buffers(self, learn: Any) -> None:
+    def share_buffers(self, learn: LearnerLike) -> None:
         "Give every process the first one's buffers (running means, for one), so that all evaluate the same model."
         share_first(learn.model.buffers())
 
-    def average_gradients(self, learn: Any) -> None:
+    def average_gradients(self, learn: LearnerLike) -> None:
         "Average gradients that were added up in each process alone."
         if learn.turn is None:
             average(learn.model.parameters())
@@ -124,7 +124,7 @@ class Replicas:
         stepping = set(learn.step_parameters)
         average(p for p in learn.model.parameters() if p in stepping)
 
-    def release(self, learn: Any) -> None:
+    def release(self, learn: LearnerLike) -> None:
         "Let go of the wrapper, and of its hooks on the parameters, also where a traceback still holds it."
         wrapped, self.wrapped, learn.replica = self.wrapped, None, None
         if wrapped is None or 'reducer' not in vars(wrapped):
@@ -134,7 +134,7 @@ class Replicas:
             # they would keep the process group, and its connections, open
             vars(wrapped).pop(name, None)
 
-    def leave(self, learn: Any) -> None:
+    def leave(self, learn: LearnerLike) -> None:
         self.release(learn)
 
 

@@ -14,13 +14,13 @@ from typing import Any
 
 from learnkit.core.comm import Comm, has_agent_store
 from learnkit.core.errors import DistributedError
+from learnkit.core.learner_type import LearnerLike
 from learnkit.engine.dispatch import place
 
 __all__ = ['Failures', 'is_lost']
 
-SETTLE_S = (
-    1.0  # in which ranks whose collective has failed say so, and the rest is taken to be gone
-)
+# in which ranks whose collective has failed say so, and the rest is taken to be gone
+SETTLE_S = 1.0
 # longest wait for the store, which may be on a machine that is gone, and for the others to read it
 PATIENCE_S = 4.0
 # in errors of gloo, which have no type
@@ -49,7 +49,7 @@ class Failures:
     def report(
         self,
         e: BaseException,  # has ended this rank's run
-        learn: Any,
+        learn: LearnerLike,
     ) -> BaseException:
         """Publish an error for the other ranks, and return it; or a `DistributedError` where another rank caused it.
 
@@ -115,14 +115,14 @@ class Failures:
         self._answers = bool(answers)
         return answers[0] if answers else None
 
-    def _describe(self, e: BaseException, learn: Any) -> str:
+    def _describe(self, e: BaseException, learn: LearnerLike) -> str:
         report = ''.join(traceback.format_exception(e)).rstrip()
         if len(report) > LONGEST:
             report = f'{report[: LONGEST // 2]}\n...\n{report[-LONGEST // 2 :]}'
         what = ''.join(traceback.format_exception_only(type(e), e)).split('\n')[0]
         return f'Process {self.comm.rank} of {self.comm.size} failed {where(e, learn)}: {what}\n{report}'
 
-    def _find_cause(self, e: BaseException, learn: Any) -> str:
+    def _find_cause(self, e: BaseException, learn: LearnerLike) -> str:
         "Return which rank has caused a collective of this one to fail, and why, as far as the store knows."
         here = f'{where(e, learn)}{code_of(e)}'
         # the others may wait for this rank, and not for the one that is gone: they fail as its connections close
@@ -177,7 +177,7 @@ class Failures:
         return f'{who} has ended without a message: {waiting}. Was it killed, perhaps as memory ran out?'
 
 
-def where(e: BaseException, learn: Any) -> str:
+def where(e: BaseException, learn: LearnerLike) -> str:
     "Return in which event, epoch and batch an error was raised."
     notes = [note for note in getattr(e, '__notes__', ()) if note.startswith('in ')]
     return notes[0] if notes else f'in {learn.phase} ({place(learn)})'

@@ -23,6 +23,7 @@ from learnkit.core.dtensor import (
     whole_state,
 )
 from learnkit.core.errors import DistributedError, ModelError, OptionError, did_you_mean
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import wrappers_of
 from learnkit.distributed.ddp import share_first
 from learnkit.optim.wrapper import OptimWrapper
@@ -93,7 +94,7 @@ class Sharded:
 
     # -- coming and going --------------------------------------------------------------------------
 
-    def enter(self, learn: Any) -> None:
+    def enter(self, learn: LearnerLike) -> None:
         "Put a sharded copy in the place of the model, and its parameters in that of the optimizer's."
         original, self._team = learn.model, learn.strategy.team
         check_can_be_cut(original)
@@ -110,7 +111,7 @@ class Sharded:
         self._learn, self.original, self._handled = learn, original, sys.exception()
         self._exchange(learn, copy)
 
-    def _cut(self, model: nn.Module, learn: Any) -> None:
+    def _cut(self, model: nn.Module, learn: LearnerLike) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
@@ -139,7 +140,7 @@ class Sharded:
         for m in self._units:
             m.reshard()
 
-    def _exchange(self, learn: Any, model: nn.Module) -> None:
+    def _exchange(self, learn: LearnerLike, model: nn.Module) -> None:
         "Put another model with the same names in the place of the Learner's."
         followers = [cb for cb in learn.cbs if getattr(cb, 'follows_weights', False)]
         states = [whole_state(cb.state_dict()) for cb in followers]
@@ -151,7 +152,7 @@ class Sharded:
         for cb, state in zip(followers, states, strict=True):
             cb.load_state_dict(state)
 
-    def leave(self, learn: Any) -> None:
+    def leave(self, learn: LearnerLike) -> None:
         """Put the user's model back, with the weights that were trained.
 
         Where a process has failed there is nobody to put them together with: it has those that it had before."""
@@ -160,7 +161,7 @@ class Sharded:
         finally:
             close_hosts(learn.world.control)
 
-    def _put_back(self, learn: Any) -> None:
+    def _put_back(self, learn: LearnerLike) -> None:
         if self.original is None:
             return
         original, sharded = self.original, learn.model
@@ -177,13 +178,13 @@ class Sharded:
         finally:
             self.original, self._units = None, []
 
-    def _is_broken(self, learn: Any) -> bool:
+    def _is_broken(self, learn: LearnerLike) -> bool:
         "Tell whether this process, or another one, has failed, so that there is nothing more to do together."
         if (e := sys.exception()) is not None and e is not self._handled:
             return True
         return learn.world.is_broken
 
-    def _give_up(self, learn: Any, original: nn.Module) -> None:
+    def _give_up(self, learn: LearnerLike, original: nn.Module) -> None:
         "Put the user's model back as it was, with an optimizer that begins anew."
         new, optimizers = dict(original.named_parameters()), optimizers_of(learn)
         for o in optimizers:
@@ -197,7 +198,7 @@ class Sharded:
 
     # -- at work -----------------------------------------------------------------------------------
 
-    def prepare(self, learn: Any) -> None:
+    def prepare(self, learn: LearnerLike) -> None:
         "Refuse what works on whole weights only."
         cut_again(learn.model)
         if learn.opt is not None and getattr(learn.opt, 'needs_closure', False):
@@ -230,18 +231,18 @@ class Sharded:
         "Return a context for a pass that no step follows: its gradients are cut all the same."
         return nullcontext()
 
-    def share_buffers(self, learn: Any) -> None:
+    def share_buffers(self, learn: LearnerLike) -> None:
         "Give every process the first one's buffers (running means, for one), so that all evaluate the same model."
         cut_again(learn.model)
         share_first(learn.model.buffers())
 
-    def catch_up(self, learn: Any) -> None:
+    def catch_up(self, learn: LearnerLike) -> None:
         "There is nothing to do: messages are the same from the first pass on."
 
-    def average_gradients(self, learn: Any) -> None:
+    def average_gradients(self, learn: LearnerLike) -> None:
         "There is nothing to do: every pass has averaged its own."
 
-    def release(self, learn: Any) -> None:
+    def release(self, learn: LearnerLike) -> None:
         "Forget the hosts, as a process has failed; `leave` restores the model."
         close_hosts(learn.world.control)
 
@@ -369,7 +370,7 @@ def copy_whole(sharded: nn.Module, original: nn.Module) -> None:
 # -- the optimizer ---------------------------------------------------------------------------------
 
 
-def optimizers_of(learn: Any) -> list[torch.optim.Optimizer]:
+def optimizers_of(learn: LearnerLike) -> list[torch.optim.Optimizer]:
     "Return the optimizers that have parameters of the model: the Learner's, and ready ones that it will take."
     ready = learn.opt_func.values() if isinstance(learn.opt_func, Mapping) else learn.opt_func
     ready = ready if isinstance(ready, Iterable) else [ready]

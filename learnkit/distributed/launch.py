@@ -28,6 +28,7 @@ from torch import Tensor
 
 from learnkit.checkpoint.file import read_state, write_state
 from learnkit.core.errors import DistributedError, MissingExtraError, OptionError
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.plain import plain
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.core.validation import warn_user
@@ -54,7 +55,7 @@ _PAYLOAD, _BACK = 'payload.pt', 'back.ckpt'
 
 
 def launch(
-    learn: Any,  # the Learner
+    learn: LearnerLike,  # the Learner
     fn: Callable[[Any], Any],  # called with the Learner in each process
     nproc: int = 2,  # processes
     *,
@@ -79,7 +80,7 @@ def launch(
 
 
 def _team(
-    learn: Any, fn: Any, nproc: Any, timeout: Any, options: Mapping[str, Any]
+    learn: LearnerLike, fn: Any, nproc: Any, timeout: Any, options: Mapping[str, Any]
 ) -> DistributedTraining:
     "Return the callback that is to join the processes; raise for what cannot be launched."
     if not callable(fn):
@@ -117,7 +118,7 @@ def _team(
 # What goes to the processes
 
 
-def _pack(learn: Any, fn: Any, team: DistributedTraining, path: Path) -> None:
+def _pack(learn: LearnerLike, fn: Any, team: DistributedTraining, path: Path) -> None:
     "Write what the processes need into a file that nobody else can read or write, functions and classes by value."
     try:
         import cloudpickle
@@ -135,7 +136,7 @@ def _pack(learn: Any, fn: Any, team: DistributedTraining, path: Path) -> None:
         'fn': fn,
         'team': team,
         'rng': rng,
-        'own_lrs': learn._own_lrs[0] is learn.lr,
+        'own_lrs': learn.own_lrs[0] is learn.lr,
     }
     if (found := _unpicklable(payload)) is not None:
         name, value, why = found
@@ -164,7 +165,7 @@ def _unpicklable(payload: dict[str, Any]) -> tuple[str, Any, str] | None:
     return found
 
 
-def _why_not(value: Any, learn: Any) -> str | None:
+def _why_not(value: Any, learn: LearnerLike) -> str | None:
     "Return why a value cannot be pickled, None where it can, whatever the Learner is that it refers to."
     import cloudpickle
 
@@ -418,7 +419,7 @@ def _train(rank: int, folder: Path) -> None:
     payload = torch.load(folder / _PAYLOAD, map_location='cpu', mmap=True, weights_only=False)
     learn, left = payload['learn'], ''
     if payload['own_lrs']:
-        learn._own_lrs = learn.lr, learn._own_lrs[1]
+        learn.own_lrs = learn.lr, learn.own_lrs[1]
     if rank == 0:
         restore_rng(payload['rng'])
     with learn.removed_cbs([DistributedTraining]), learn.added_cbs(payload['team']):

@@ -335,9 +335,8 @@ class ShardSampler:
             if not (rows := cut.rows(k)):
                 continue
             shares.append(cut.share(k))
-            self.order.shares = (
-                shares  # of the pass that goes on: another one may have been begun, and left
-            )
+            # of the pass that goes on: another one may have been begun, and left
+            self.order.shares = shares
             yield _entries(drawn, rows)
         if not (shares or cut.fillers) and len(self):
             self.order.shares = [cut.share(k)]

@@ -16,6 +16,7 @@ from learnkit.core.batch import count_samples, cut_batch, find_bs
 from learnkit.core.comm import Comm
 from learnkit.core.dtensor import is_dtensor
 from learnkit.core.errors import DistributedError
+from learnkit.core.learner_type import LoopLike
 from learnkit.core.random import capture_rng
 from learnkit.distributed.compare import checksum
 from learnkit.engine.microbatch import ratio
@@ -36,7 +37,7 @@ class SeveralProcesses(SingleProcess):
         self.team = team
 
     @contextmanager
-    def run(self, learn: Any, kind: str) -> Iterator[None]:
+    def run(self, learn: LoopLike, kind: str) -> Iterator[None]:
         "Open a run; an error in one process ends it in all of them."
         if learn.run.depth:
             with open_run(learn, kind):
@@ -53,30 +54,30 @@ class SeveralProcesses(SingleProcess):
                 raise
             raise error from e
 
-    def end_run(self, learn: Any, error: BaseException | None) -> None:
+    def end_run(self, learn: LoopLike, error: BaseException | None) -> None:
         "Report an error to the other processes before anything is undone."
         if error is not None:
             self.team.failures.report(error, learn)
         super().end_run(learn, error)
 
-    def stop(self, learn: Any) -> None:
+    def stop(self, learn: LoopLike) -> None:
         "Post the wish to stop; the processes end the fit once they have agreed on it."
         if learn.fitting:
             learn.world.post('stop', 1.0)
         else:
             super().stop(learn)
 
-    def seconds(self, learn: Any) -> float:
+    def seconds(self, learn: LoopLike) -> float:
         "Return the time that all processes agree on, so that what is due is due in all of them."
         return learn.world.value('clock') if learn.fitting else super().seconds(learn)
 
     # -- a batch ---------------------------------------------------------------------------------
 
-    def batch_loss(self, learn: Any) -> Tensor:
+    def batch_loss(self, learn: LoopLike) -> Tensor:
         "Return the mean loss over the samples of all processes."
         return learn.world.sum(learn.loss * self.gradient_share(learn)) / learn.world.size
 
-    def gradient_share(self, learn: Any) -> Any:
+    def gradient_share(self, learn: LoopLike) -> Any:
         "Return the factor of this process's loss with which the processes' mean is the mean over all samples."
         size, share = learn.world.size, self.team.batch.share
         if learn.loss_weights.is_sum(learn):
@@ -88,7 +89,7 @@ class SeveralProcesses(SingleProcess):
         own_weight = torch.as_tensor(weights.own, dtype=torch.float64)
         return ratio(own_weight * size, weights.total())
 
-    def split(self, learn: Any, xb: Any, yb: Any, size: int) -> list[tuple[Any, Any]]:
+    def split(self, learn: LoopLike, xb: Any, yb: Any, size: int) -> list[tuple[Any, Any]]:
         "Split a batch into as many microbatches as the process with most samples does."
         parts, share = super().split(learn, xb, yb, size), self.team.batch.share
         if share is None or learn.microbatch in (1, 'auto'):
@@ -99,21 +100,21 @@ class SeveralProcesses(SingleProcess):
         bs = find_bs(xb, yb, learn.size_func)
         return cut_batch(xb, yb, bs, [slice(bs * i // n, bs * (i + 1) // n) for i in range(n)])
 
-    def own_samples(self, learn: Any) -> int:
+    def own_samples(self, learn: LoopLike) -> int:
         "Return the number of samples of this process's batch."
         share = self.team.batch.share
         return count_samples(learn) if share is None else share[0]
 
-    def own_weight(self, learn: Any) -> Any:
+    def own_weight(self, learn: LoopLike) -> Any:
         "Return the weight of this process's batch; 0 for a sample that only keeps it in step."
         return learn.loss_weights.of(learn, learn.xb, learn.yb) if self.own_samples(learn) else 0.0
 
-    def count_samples(self, learn: Any) -> int:
+    def count_samples(self, learn: LoopLike) -> int:
         "Return the number of samples of the batch over all processes."
         share = self.team.batch.share
         return super().count_samples(learn) if share is None else share[1]
 
-    def total_weight(self, learn: Any) -> Any:
+    def total_weight(self, learn: LoopLike) -> Any:
         "Return the weight of the batch over all processes; None for a loss that is a sum."
         if learn.loss_weights.is_sum(learn):
             return None
@@ -125,7 +126,7 @@ class SeveralProcesses(SingleProcess):
 
     def find_checkpoint(
         self,
-        learn: Any,
+        learn: LoopLike,
         resume: Any,
         find: Callable[[Any], ResumeState | None],
     ) -> ResumeState | None:
@@ -141,12 +142,12 @@ class SeveralProcesses(SingleProcess):
         own: ResumeState | None = world.run_on_all(lambda: found if is_found else find(path))
         return own
 
-    def add_own_state(self, learn: Any, state: dict[str, Any]) -> dict[str, Any]:
+    def add_own_state(self, learn: LoopLike, state: dict[str, Any]) -> dict[str, Any]:
         "Add what is each process's own: random generators, its place in the data, and states that differ."
         own = own_parts(state, learn.world)
         return {**state, 'processes': own, 'has_synced': self.team.parts.has_synced}
 
-    def take_own_state(self, learn: Any, resume: ResumeState) -> ResumeState:
+    def take_own_state(self, learn: LoopLike, resume: ResumeState) -> ResumeState:
         "Put this process's own parts in the places of the first one's, where it was there when they were saved."
         parts, world = resume.state.get('processes', [{}]), learn.world
         if len(parts) != world.size:
@@ -166,7 +167,7 @@ class SeveralProcesses(SingleProcess):
         resume.state = {**resume.state, **own, 'callbacks': states}
         return resume
 
-    def after_restore(self, learn: Any, resume: ResumeState) -> None:
+    def after_restore(self, learn: LoopLike, resume: ResumeState) -> None:
         "Let the clock of all processes go on from the checkpoint's."
         self.team.parts.has_synced = resume.state.get('has_synced', False)
         learn.world.set('clock', learn.counters.seconds)

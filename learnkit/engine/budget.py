@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from learnkit.core.errors import FitError, TimeError
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.time import Time, as_time
 from learnkit.engine.callback import Callback
 from learnkit.engine.checks import check_fit
@@ -14,7 +15,7 @@ __all__ = ['Budget', 'parse_length']
 
 
 def parse_length(
-    learn: Any,
+    learn: LearnerLike,
     length: Any,  # number of epochs, or a time
     start_epoch: Any = 0,  # first epoch to train
     epochs_per_iteration: int | None = None,  # number of epochs of an iteration, if set
@@ -25,7 +26,7 @@ def parse_length(
 
 
 def _split_length(
-    learn: Any, length: Any, epochs_per_iteration: int | None
+    learn: LearnerLike, length: Any, epochs_per_iteration: int | None
 ) -> tuple[Any, Time | None]:
     if not isinstance(length, (str, Time)):
         return length, None

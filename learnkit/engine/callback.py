@@ -15,6 +15,7 @@ from warnings import warn
 from fastcore.basics import camel2snake
 
 from learnkit.core.errors import CallbackError
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.time import Time, Timestamp, as_time, crossings
 from learnkit.engine.countable import check_countable
 from learnkit.engine.events import ALIASES, CONTEXTS, EVENTS, INNER_EVENTS, canonical_event
@@ -146,7 +147,7 @@ class Callback:
     follows_weights: bool = False  # roll its state back with the weights (`GuardNonFinite`)
     needs_events: bool = True  # warn if a loop of your own never fires an event that it handles
     wall_clock: tuple[str, ...] = ()  # entries of its state that differ from run to run: times
-    learn: Any = None  # the Learner, once added
+    learn: LearnerLike = None  # type: ignore[assignment]  # the Learner, once added
 
     def __init__(
         self,
@@ -256,13 +257,13 @@ class Callback:
         if name not in self.__dict__ and name not in ('learn', 'run') and _has(self.learn, name):
             warn(SHADOWING.format(name), stacklevel=2)
         object.__setattr__(self, name, value)
-        if name in _WATCHED and hasattr(self.learn, '_callback_changed'):
-            self.learn._callback_changed(self, name)
+        if name in _WATCHED and hasattr(self.learn, 'callback_changed'):
+            self.learn.callback_changed(self, name)
 
     def __delattr__(self, name: str) -> None:
         object.__delattr__(self, name)
-        if name in _WATCHED and hasattr(self.learn, '_callback_changed'):
-            self.learn._callback_changed(self, name)
+        if name in _WATCHED and hasattr(self.learn, 'callback_changed'):
+            self.learn.callback_changed(self, name)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *(dir(self.learn) if self.learn is not None else ())})
@@ -365,9 +366,8 @@ class Periodic(Callback):
     """
 
     run_valid = False
-    at_eval: bool = (
-        False  # whether `on_every` is also called when an evaluation outside a fit is over
-    )
+    # whether `on_every` is also called when an evaluation outside a fit is over
+    at_eval: bool = False
 
     def __init__(
         self,

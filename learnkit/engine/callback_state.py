@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from warnings import warn
 
 from learnkit.core.errors import CallbackError, OptionError, did_you_mean
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.plain import plain
 from learnkit.engine.attributes import (
     changed_attributes,
@@ -45,7 +46,7 @@ def callback_states(learn: Loop) -> dict[str, Any]:
     return states
 
 
-def nondeterministic_state(learn: Loop) -> dict[str, list[str]]:
+def nondeterministic_state(learn: LearnerLike) -> dict[str, list[str]]:
     """Return what in the callbacks' states depends on the clock or the machine, by their keys.
 
     '*' is the key of any callback.
@@ -62,7 +63,7 @@ def nondeterministic_state(learn: Loop) -> dict[str, list[str]]:
     return found
 
 
-def note_beginnings(learn: Loop) -> None:
+def note_beginnings(learn: LearnerLike) -> None:
     "Note the attributes of callbacks without a `state_dict` before a fit is resumed."
     for cb in learn.cbs:
         if keeps_attributes(cb):

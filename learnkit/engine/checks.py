@@ -11,6 +11,7 @@ import torch
 
 from learnkit.core.batch import apply_model, form_of, unpack_output
 from learnkit.core.errors import FitError, LossError, MetricError, ModelError, OptionError
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.core.time import as_time
 from learnkit.core.validation import check_class_numbers, takes_class_numbers
@@ -101,7 +102,7 @@ def check_microbatch(learn: Loop, size: object) -> int | str | None:
 
 
 def check_fit(
-    learn: Any, n_epoch: object, start_epoch: object, has_budget: bool = False
+    learn: LearnerLike, n_epoch: object, start_epoch: object, has_budget: bool = False
 ) -> int | None:
     "Return the number of epochs, or None for a budget; raise `FitError` for invalid arguments of `fit`."
     n = None if n_epoch is None and has_budget else check_count('n_epoch', n_epoch, 0)
@@ -133,7 +134,7 @@ def check_iteration(every: Any) -> int | None:
     return int(every.value)
 
 
-def check_metrics(learn: Any, train: list[Metric], valid: list[Metric]) -> dict[str, Any]:
+def check_metrics(learn: LearnerLike, train: list[Metric], valid: list[Metric]) -> dict[str, Any]:
     """Try the metrics on the current training batch; return the values of functions, by name.
 
     Validation may have another kind of targets (soft labels in training, classes in validation). A validation metric
@@ -160,7 +161,7 @@ def _try(m: Metric, pred: Any, yb: tuple[Any, ...]) -> Any:
     return dry_run(m, pred, yb)
 
 
-def first_validation_batches(learn: Any) -> Iterator[str]:
+def first_validation_batches(learn: LearnerLike) -> Iterator[str]:
     """Predict on the first batch of each validation loader, and yield the loader's name; restore the state afterwards.
 
     Yields nothing if callbacks change the batches.

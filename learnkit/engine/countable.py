@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from learnkit.core.batch import form_of
 from learnkit.core.errors import TimeError
+from learnkit.core.learner_type import LoopLike
 from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.core.time import Time
 
 __all__ = ['counts_tokens', 'check_countable']
 
 
-def counts_tokens(learn: Any) -> bool:
+def counts_tokens(learn: LoopLike) -> bool:
     "Tell whether the tokens of training batches can be counted."
     if learn.token_func is not None:
         return True
@@ -27,7 +27,7 @@ def counts_tokens(learn: Any) -> bool:
     return isinstance(x, Mapping) and 'input_ids' in x
 
 
-def check_countable(learn: Any, time: Time) -> None:
+def check_countable(learn: LoopLike, time: Time) -> None:
     "Raise `TimeError` for an amount of tokens where nothing counts them; the first batch is asked about samples."
     if time.unit == 'sp':
         learn.run.counts_samples = repr(str(time))  # the first batch will tell

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from functools import partial
 from threading import RLock
 from types import FunctionType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from fastcore.foundation import L
 
 from learnkit.core.errors import CallbackError, OrderError
+from learnkit.core.learner_type import LearnerLike, LoopLike
 from learnkit.engine.attributes import keeps_attributes, note_attributes
 from learnkit.engine.callback import Callback, defined_on_class, own_handler
 from learnkit.engine.events import CONTEXTS, EVENTS, canonical_event
@@ -32,13 +33,12 @@ class CallbackSet:
     is being dispatched, and testing it is the cheapest test there is.
     """
 
-    def __init__(self, learn: Any) -> None:
+    def __init__(self, learn: LoopLike) -> None:
         self.learn = learn
         self.items: list[Any] = []
         self.switches: dict[int, list[Any]] = {}
-        self.held: list[
-            Any
-        ] = []  # switched off, whatever `run` is: in evaluations that they started
+        # switched off, whatever `run` is: in evaluations that they started
+        self.held: list[Any] = []
         self.keys: dict[int, str] = {}
         self._order: list[Any] | None = None  # the sorted callbacks, until something changes
         # those that make the loss a mean over samples, until then
@@ -174,7 +174,7 @@ class CallbackHost:
 
     def __init__(self) -> None:
         self.lock = RLock()  # one run at a time
-        self.callbacks = CallbackSet(self)
+        self.callbacks = CallbackSet(cast(LoopLike, self))
         self.tables: tuple[HandlerTable, ...] = self.callbacks.tables
 
     def __call__(self, event_name: str | list[str]) -> None:
@@ -283,7 +283,7 @@ class CallbackHost:
             note_attributes(cb)
         if isinstance(cb.learn, CallbackHost) and cb.learn is not self:
             cb.learn.remove_cb(cb)
-        cb.learn = self
+        cb.learn = cast(LearnerLike, self)
         self.callbacks.insert(cb, at, switch)
         setattr(self, cb.name, cb)
         self._open_for_use()
@@ -364,7 +364,7 @@ class CallbackHost:
         training = self.training if training is None else training
         return [cb for _, _, cb in self.callbacks.tables[training][canonical_event(event_name)]]
 
-    def _callback_changed(self, cb: Callback, name: str) -> None:
+    def callback_changed(self, cb: Callback, name: str) -> None:
         self.callbacks.changed(cb, name)
 
 
@@ -508,6 +508,6 @@ def _defined_again(old: type, new: type) -> bool:
     return not (codes[0] & codes[1])
 
 
-def place(learn: Any) -> str:
+def place(learn: LoopLike) -> str:
     "Say where a run is, for a note: `epoch 3, batch 17`."
     return f'epoch {getattr(learn, "epoch", None)}, batch {getattr(learn, "iter", None)}'

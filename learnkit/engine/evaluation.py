@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from learnkit.core.errors import TimeError
+from learnkit.core.learner_type import LoopLike
 from learnkit.core.time import Time, Timestamp, crossings
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback
@@ -24,7 +25,7 @@ class EvaluationSchedule:
         self.evaluated_before: dict[str, Timestamp] = {}  # the same, before `due` was last called
         self.fit_began = Timestamp()
 
-    def every_of(self, learn: Any, name: str) -> Time | None:
+    def every_of(self, learn: LoopLike, name: str) -> Time | None:
         "Return the interval of a loader, None for never."
         evaluator = getattr(learn.dls, 'evaluators', {}).get(name)
         if evaluator is None or evaluator.every == 'fit':
@@ -32,7 +33,7 @@ class EvaluationSchedule:
         interval: Time | None = evaluator.every
         return interval
 
-    def begin(self, learn: Any, per_iteration: int | None) -> list[Callback]:
+    def begin(self, learn: LoopLike, per_iteration: int | None) -> list[Callback]:
         """Count intervals from here, and return the callbacks that evaluate within epochs, if needed.
 
         Raises `TimeError` for an interval that cannot be counted.
@@ -50,7 +51,7 @@ class EvaluationSchedule:
         within_epochs = any(every.unit not in AT_EPOCH_ENDS for every in intervals)
         return [EvaluateWithinEpochs()] if within_epochs else []
 
-    def due(self, learn: Any, at_epoch_end: bool) -> list[tuple[str, Any]]:
+    def due(self, learn: LoopLike, at_epoch_end: bool) -> list[tuple[str, Any]]:
         """Return the validation loaders that are due now, by name.
 
         At the end of the last epoch these are all loaders whose last evaluation is older than the
@@ -66,7 +67,7 @@ class EvaluationSchedule:
         loaders = evaluation_loaders(learn.dls)
         return [(name, dl) for name, dl in loaders if self._is_due(learn, name, now, is_last)]
 
-    def _is_due(self, learn: Any, name: str, now: Timestamp, is_last: bool) -> bool:
+    def _is_due(self, learn: LoopLike, name: str, now: Timestamp, is_last: bool) -> bool:
         every = self.every_of(learn, name)
         last = self.evaluated.get(name, self.fit_began)
         if every is None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from learnkit.core.errors import ModelError, OptimizerError
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model
 from learnkit.core.validation import warn_user
 from learnkit.optim.hyperparams import (
@@ -36,9 +37,9 @@ from learnkit.optim.wrapper import OptimWrapper
 __all__ = ['freeze_to', 'freeze', 'unfreeze', 'make_optimizer', 'check_trained']
 
 
-def freeze_to(learn: Any, n: int) -> None:
+def freeze_to(learn: LearnerLike, n: int) -> None:
     "Freeze the groups before group `n`, and train the others."
-    if learn.opt is None or learn._has_foreign_opt():
+    if learn.opt is None or learn.has_foreign_opt():
         learn.create_opt()
     elif not isinstance(learn.opt, OptimWrapper):  # assigned by hand
         learn.opt = OptimWrapper(opt=learn.opt)
@@ -47,7 +48,7 @@ def freeze_to(learn: Any, n: int) -> None:
     learn.opt.freeze_to(n)
 
 
-def freeze(learn: Any) -> None:
+def freeze(learn: LearnerLike) -> None:
     "Freeze all parameter groups except the last one."
     learn.freeze_to(-1)
     if len(learn.opt.param_lists) == 1:
@@ -57,7 +58,7 @@ def freeze(learn: Any) -> None:
         )
 
 
-def unfreeze(learn: Any) -> None:
+def unfreeze(learn: LearnerLike) -> None:
     "Unfreeze all parameter groups."
     learn.freeze_to(0)
 

@@ -37,6 +37,7 @@ from learnkit.core.errors import (
     LossError,
     TimeError,
 )
+from learnkit.core.learner_type import LoopLike
 from learnkit.core.model import model_device, name_of
 from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.core.time import Timestamp
@@ -813,7 +814,7 @@ def _read_only(name: str) -> AttributeError:
     return AttributeError(f'`{name}` is read only: write `self.learn.{name}b = ({name},)`.')
 
 
-def token_count(learn: Any) -> int:
+def token_count(learn: LoopLike) -> int:
     "Return the number of tokens of a batch, by `token_func` or its `input_ids`; 0 if it has none."
     if learn.token_func is not None:
         return int(learn.token_func(learn.xb, learn.yb))
@@ -821,7 +822,7 @@ def token_count(learn: Any) -> int:
     return ids.numel() if isinstance(ids, Tensor) else 0
 
 
-def sample_count(learn: Any) -> int:
+def sample_count(learn: LoopLike) -> int:
     "Return the number of samples of a batch, 0 if it is not known."
     try:
         return count_samples(learn)

@@ -18,6 +18,7 @@ from learnkit.core.denominator import (
     denominator_of,
     denominator_of_model,
 )
+from learnkit.core.learner_type import LoopLike
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.engine.run import add_note
 
@@ -36,23 +37,23 @@ class LossWeights:
         self._asked: tuple[Any, Any, Any] = None, None, None
         self._denominator: Denominator | None = None
 
-    def is_sum(self, learn: Any) -> bool:
+    def is_sum(self, learn: LoopLike) -> bool:
         "Return True if the loss adds up over samples, and is not their mean."
         of_partial = getattr(learn.loss_func, 'keywords', {}).get('reduction')
         return bool(getattr(learn.loss_func, 'reduction', of_partial) == 'sum')
 
-    def are_samples(self, learn: Any) -> bool:
+    def are_samples(self, learn: LoopLike) -> bool:
         "Return True if batches with as many samples weigh the same."
         if callable(learn.weight_func):
             return False
         return learn.callbacks.average_samples() or not self.denominator(learn).varies(learn.yb)
 
-    def of(self, learn: Any, xb: Any, yb: Any) -> Any:
+    def of(self, learn: LoopLike, xb: Any, yb: Any) -> Any:
         "Return the weight of a batch, or a part of one: a number, or a tensor on its device."
         n = self.count(learn, xb, yb)
         return find_bs(xb, yb, learn.size_func) if n is None else n
 
-    def count(self, learn: Any, xb: Any, yb: Any) -> Any:
+    def count(self, learn: LoopLike, xb: Any, yb: Any) -> Any:
         "Return what the loss of a batch averages over; None for its samples."
         if callable(learn.weight_func):
             return learn.weight_func(xb, yb)
@@ -63,7 +64,7 @@ class LossWeights:
             denominator.look(yb)  # once a pass: it may wait for the device
         return denominator.count(yb)
 
-    def denominator(self, learn: Any) -> Denominator:
+    def denominator(self, learn: LoopLike) -> Denominator:
         "Return what the loss averages over, found once for a loss function."
         asked = learn.loss_func, learn.weight_func, learn.model.__class__
         if self._denominator is None or asked != self._asked:
@@ -79,7 +80,7 @@ class LossWeights:
         LossWeights.__init__(self)
 
 
-def find_denominator(learn: Any) -> Denominator:
+def find_denominator(learn: LoopLike) -> Denominator:
     "Return what the loss of a Learner averages over."
     if learn.weight_func == 'samples':
         return Samples()
@@ -124,7 +125,7 @@ def weighted_loss(loss: Tensor, share: Any) -> Tensor:
 # -- the size that memory allows -------------------------------------------------------------------
 
 
-def train_within_memory(learn: Any, pending: list[tuple[Tensor, Tensor]]) -> None:
+def train_within_memory(learn: LoopLike, pending: list[tuple[Tensor, Tensor]]) -> None:
     "Train on the whole batch; when memory runs out, restore everything and halve the size."
     rng = capture_rng()
     buffers = [
@@ -159,7 +160,7 @@ def train_within_memory(learn: Any, pending: list[tuple[Tensor, Tensor]]) -> Non
         warn_of_batch_norm(learn)
 
 
-def warn_of_batch_norm(learn: Any) -> None:
+def warn_of_batch_norm(learn: LoopLike) -> None:
     "Warn if the model's batch norm layers would see the microbatches, and not the batch."
     if any(isinstance(m, _BatchNorm) and m.training for m in learn.model.modules()):
         warn(
@@ -170,7 +171,7 @@ def warn_of_batch_norm(learn: Any) -> None:
         )
 
 
-def restore_gradients(learn: Any, pending: list[tuple[Tensor, Tensor]]) -> None:
+def restore_gradients(learn: LoopLike, pending: list[tuple[Tensor, Tensor]]) -> None:
     "Restore the gradients that were there before a batch."
     learn.opt.zero_grad()
     for p, grad in pending:

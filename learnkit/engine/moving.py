@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.validation import warn_user
 
 __all__ = ['kept_path', 'found_path']
 
 
 def kept_path(
-    learn: Any,  # a Learner
+    learn: LearnerLike,  # a Learner
     path: str | Path | None,
 ) -> str | None:
     """Return a path as a checkpoint keeps it.
@@ -29,7 +29,7 @@ def kept_path(
 
 
 def found_path(
-    learn: Any,  # a Learner, whose folder may be another one by now
+    learn: LearnerLike,  # a Learner, whose folder may be another one by now
     kept: str | None,  # from `kept_path`
     own: str | Path | None = None,  # the folder that the callback was given
 ) -> Path | None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -37,6 +37,7 @@ from learnkit.core.errors import (
     OptimizerError,
     StepPutOff,
 )
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of
 from learnkit.core.validation import precision_hint, warn_user
 from learnkit.engine.callback import Callback
@@ -80,7 +81,7 @@ SHOWN_BY = {
 }
 
 
-def forward(learn: Any, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def forward(learn: LearnerLike, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     "Call `f(*args, **kwargs)` as a forward pass, and return its output."
     __tracebackhide__ = True
     learn('before_pred')
@@ -95,7 +96,7 @@ def forward(learn: Any, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     return learn.pred
 
 
-def compute_loss(learn: Any, pred: Any, *targets: Any) -> Any:
+def compute_loss(learn: LearnerLike, pred: Any, *targets: Any) -> Any:
     "Return `loss_func(pred, *targets)`, computed in the contexts of a forward pass."
     __tracebackhide__ = True
     if learn.loss_func is None:
@@ -108,7 +109,7 @@ def compute_loss(learn: Any, pred: Any, *targets: Any) -> Any:
 
 
 def optimize(
-    learn: Any,
+    learn: LearnerLike,
     loss: Tensor | Mapping[str, Tensor] | Callable[[], Any],
     only: str | int | None = None,
     retain_graph: bool = False,
@@ -135,11 +136,11 @@ def optimize(
         _count_loss(learn)
         stepped = _backward_and_step(learn)
     if learn.n_optimized_losses > 1:
-        learn.loss = learn.optimized_loss_sum / learn.n_optimized_losses
+        learn.loss = cast(Tensor, learn.optimized_loss_sum) / learn.n_optimized_losses
     return stepped
 
 
-def report_loss(learn: Any, loss: Tensor | Mapping[str, Tensor]) -> None:
+def report_loss(learn: LearnerLike, loss: Tensor | Mapping[str, Tensor]) -> None:
     "Set the loss of the batch, and fire `after_loss`."
     total: Tensor = loss if isinstance(loss, Tensor) else learn.total_loss(loss)
     learn.loss_grad = total
@@ -147,7 +148,7 @@ def report_loss(learn: Any, loss: Tensor | Mapping[str, Tensor]) -> None:
     learn('after_loss')
 
 
-def repeat_turn(learn: Any) -> None:
+def repeat_turn(learn: LearnerLike) -> None:
     "Compute the loss of the current `optimize` call again, with the backward pass."
     if learn.run.turn.compute is None:
         raise make_repeat_error('A second pass')
@@ -157,7 +158,7 @@ def repeat_turn(learn: Any) -> None:
 
 
 @contextmanager
-def _bypass_wrappers(learn: Any) -> Iterator[None]:
+def _bypass_wrappers(learn: LearnerLike) -> Iterator[None]:
     "Return a context in which modules are called directly, without a wrapper around the model."
     outer = learn.run.calls_modules
     learn.run.calls_modules = True
@@ -167,13 +168,13 @@ def _bypass_wrappers(learn: Any) -> Iterator[None]:
         learn.run.calls_modules = outer
 
 
-def _count_loss(learn: Any) -> None:
+def _count_loss(learn: LearnerLike) -> None:
     total = learn.optimized_loss_sum
     learn.optimized_loss_sum = learn.loss if total is None else total + learn.loss
     learn.n_optimized_losses += 1
 
 
-def _backward_and_step(learn: Any) -> bool:
+def _backward_and_step(learn: LearnerLike) -> bool:
     "Run the backward pass and the step of the turn; return False if no step was taken."
     n_before = learn.opt.n_steps
     learn._with_events(partial(_backward_for_turn, learn), 'backward', CancelBackwardException)
@@ -185,7 +186,7 @@ def _backward_and_step(learn: Any) -> bool:
     return bool(learn.opt.n_steps > n_before)
 
 
-def _backward_for_turn(learn: Any) -> None:
+def _backward_for_turn(learn: LearnerLike) -> None:
     learn.run.retains_graph = learn.run.turn.retain_graph
     try:
         if learn.turn is None:
@@ -222,12 +223,12 @@ def preserve_other_grads(opt: Any, only: str) -> Iterator[None]:
 # ------------------------------------------------ callbacks that have no effect in a custom loop
 
 
-def find_loop_overrides(learn: Loop) -> list[str]:
+def find_loop_overrides(learn: LearnerLike) -> list[str]:
     "Return the methods of a training batch that a Learner overrides."
     return [name for name in BATCH_METHODS if getattr(type(learn), name) is not getattr(Loop, name)]
 
 
-def replaces_batch(learn: Loop) -> bool:
+def replaces_batch(learn: LearnerLike) -> bool:
     "Return True if an override of `_do_one_batch` does not call the loop's own passes."
     method = type(learn)._do_one_batch
     called = set(getattr(getattr(method, '__code__', None), 'co_names', ()))

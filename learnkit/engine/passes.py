@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from learnkit.core.learner_type import LoopLike
 from learnkit.data.checks import n_batches
 from learnkit.data.position import LoaderPosition, Stream
 from learnkit.data.prefetch import read_ahead
@@ -24,7 +25,7 @@ class TrainingPasses:
         self.stream: Stream | None = None
         self.n_drawn = 0  # the batches of the last pass
 
-    def open(self, learn: Any, continued: bool = False) -> Iterator[Any]:
+    def open(self, learn: LoopLike, continued: bool = False) -> Iterator[Any]:
         "Return the batches of the next epoch, or the rest of a resumed one."
         if is_stream(learn.dls):
             return self._open_stream(learn)
@@ -42,7 +43,7 @@ class TrainingPasses:
         else:
             self.position = resumed
 
-    def indices(self, learn: Any) -> list[Any] | None:
+    def indices(self, learn: LoopLike) -> list[Any] | None:
         "Return the data set's indices of the training batch at hand, None if they are not known."
         if not learn.training:
             return None
@@ -53,7 +54,7 @@ class TrainingPasses:
 
     def state_dict(
         self,
-        learn: Any,
+        learn: LoopLike,
         within_epoch: bool,  # a batch of the epoch was the last thing that was done
     ) -> dict[str, Any] | None:
         "Return the position as a checkpoint holds it; None if the loop drew batches by itself."
@@ -72,7 +73,7 @@ class TrainingPasses:
             return last.state_dict(0)  # it stands between epochs already
         return LoaderPosition(train, n_before=last.n_before + self.n_drawn).state_dict(0)
 
-    def _open_stream(self, learn: Any) -> Stream:
+    def _open_stream(self, learn: LoopLike) -> Stream:
         dl, device = learn.dl, learn.run.device
         if self.stream is None or self.stream.dl is not dl:
             self.stream = Stream(dl)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from learnkit.core.errors import CheckpointError
+from learnkit.core.learner_type import LoopLike
 from learnkit.engine.evaluation import EvaluateWithinEpochs
 
 __all__ = ['LOOP_PLACES', 'ResumeState', 'open_resumed', 'resume_at', 'resumed_epochs']
@@ -58,12 +59,12 @@ class ResumeState:
         name = self.path or 'The checkpoint'
         raise CheckpointError(f'{name} is of a fit of its own, and not of `fine_tune`.')
 
-    def restore(self, learn: Any) -> None:
+    def restore(self, learn: LoopLike) -> None:
         "Restore everything in a Learner."
         self.restorer(learn, self)
 
 
-def resumed_epochs(learn: Any) -> Iterable[int]:
+def resumed_epochs(learn: LoopLike) -> Iterable[int]:
     "Return the numbers of the epochs that are still to be trained."
     r = learn.run.resume
     first = first_epoch(learn, r)
@@ -72,7 +73,7 @@ def resumed_epochs(learn: Any) -> Iterable[int]:
     return count(first) if learn.n_epoch is None else range(first, learn.n_epoch)
 
 
-def first_epoch(learn: Any, r: ResumeState) -> int:
+def first_epoch(learn: LoopLike, r: ResumeState) -> int:
     "Return the epoch that a resumed fit begins with: the one that was under way, or the next."
     epoch: int = r.loop['epoch']
     per_iteration = learn.epochs_per_iteration
@@ -88,7 +89,7 @@ def first_epoch(learn: Any, r: ResumeState) -> int:
     return epoch + 1
 
 
-def resume_at(learn: Any, place: str) -> None:
+def resume_at(learn: LoopLike, place: str) -> None:
     "Restore the checkpoint if it was taken at this place; raise if its own place was passed over."
     r = learn.run.resume
     loop = r.loop
@@ -107,7 +108,7 @@ def resume_at(learn: Any, place: str) -> None:
         )
 
 
-def open_resumed(learn: Any) -> tuple[int, Iterator[Any] | None]:
+def open_resumed(learn: LoopLike) -> tuple[int, Iterator[Any] | None]:
     "Return the number of the next batch and the rest of the batches, None if no batch is to come."
     r = learn.run.resume
     if r.at == 'evaluation':
@@ -120,7 +121,7 @@ def open_resumed(learn: Any) -> tuple[int, Iterator[Any] | None]:
     return r.loop['n_drawn'], None if learn.run.stopping else batches
 
 
-def evaluate_as_due(learn: Any) -> None:
+def evaluate_as_due(learn: LoopLike) -> None:
     "Do the evaluation that was broken off after a batch, and what comes after it."
     for cb in learn.cbs:
         if isinstance(cb, EvaluateWithinEpochs):

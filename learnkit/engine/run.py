@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 
 from learnkit.core.errors import CancelError, CancelException
+from learnkit.core.learner_type import LoopLike
 from learnkit.core.random import preserved_rng
 from learnkit.core.validation import warn_user
 from learnkit.engine.dispatch import CallbackHost, place, takes_every_event
@@ -77,14 +78,14 @@ class Run:
     microbatch_share: Any = 1.0  # the share of the microbatch in the loss of its batch
 
 
-def in_use(learn: Any) -> bool:
+def in_use(learn: LoopLike) -> bool:
     "Return True while a run is under way that is not being cleaned up."
     return learn.run.depth > 0 and not learn.run.ending
 
 
 @contextmanager
 def open_run(
-    learn: Any,
+    learn: LoopLike,
     kind: str,  # 'fit', 'evaluation', or '' for events fired by hand
 ) -> Iterator[None]:
     "Open a run; the outermost one ends with `after_error`, `cleanup` and a Learner as before."
@@ -124,7 +125,7 @@ def open_run(
             )  # a signal inside torch's own contexts may have switched it
 
 
-def end_run(learn: Any, error: BaseException | None) -> None:
+def end_run(learn: LoopLike, error: BaseException | None) -> None:
     "Fire `after_error` and `cleanup`; the run's first error stays first, and gets notes of others."
     run = learn.run
     learn.error, run.ending = error, True
@@ -147,7 +148,7 @@ def end_run(learn: Any, error: BaseException | None) -> None:
     raise_first(error, raised)
 
 
-def call_each(learn: Any, event_name: str, interrupted: bool = False) -> list[BaseException]:
+def call_each(learn: LoopLike, event_name: str, interrupted: bool = False) -> list[BaseException]:
     """Run every handler of an event, also after one has failed, and return what they raised.
 
     The second Ctrl-C of a run ends it. Callbacks that were switched off are called too: they may
@@ -173,7 +174,7 @@ def call_each(learn: Any, event_name: str, interrupted: bool = False) -> list[Ba
 
 
 @contextmanager
-def preserved_state(learn: Any) -> Iterator[None]:
+def preserved_state(learn: LoopLike) -> Iterator[None]:
     "Restore what an evaluation changes: RNGs, the mode of each module, and the loop's state."
     before = {name: learn.__dict__[name] for name in STATE if name in learn.__dict__}
     modes = [(module, module.training) for module in learn.model.modules()]
@@ -214,7 +215,7 @@ _DISPATCHES = {CallbackHost.__call__.__code__: 'self', call_each.__code__: 'lear
 _INPUTS = ('after_draw', 'before_batch', 'before_pred', 'after_pred', CONTEXTS['forward'])
 
 
-def hold_others(learn: Any, kind: str) -> list[Any]:
+def hold_others(learn: LoopLike, kind: str) -> list[Any]:
     """Switch off the callbacks that have no part in a run, and return them.
 
     These are callbacks whose `run_in` excludes it, and, in an evaluation, callbacks that start it
@@ -232,7 +233,7 @@ def hold_others(learn: Any, kind: str) -> list[Any]:
     return held
 
 
-def running_handlers(learn: Any) -> list[tuple[Any, str]]:
+def running_handlers(learn: LoopLike) -> list[tuple[Any, str]]:
     """Return the callbacks of `learn` whose handlers are running now, with their events, innermost first.
 
     The call stack knows them already, so that an event that starts no run pays nothing for it.
@@ -249,7 +250,7 @@ def running_handlers(learn: Any) -> list[tuple[Any, str]]:
     return found
 
 
-def warn_of_held_inputs(learn: Any, cb: Any, event_name: str) -> None:
+def warn_of_held_inputs(learn: LoopLike, cb: Any, event_name: str) -> None:
     "Warn if a callback that is switched off would have changed the batches of the evaluation."
     if any(cb is held for held in learn.callbacks.held) or takes_every_event(cb):
         return

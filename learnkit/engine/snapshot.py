@@ -18,6 +18,7 @@ from fastcore.foundation import L
 from torch import Tensor, nn
 
 from learnkit.core.dtensor import cut_again
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import state_setter
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.data.preserve import preserve_loaders, refill_dict
@@ -151,7 +152,7 @@ def unchanged_loaders(dls: Any) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def undoing(learn: Any, roots: list[Any], but: list[Any] | None = None) -> Iterator[None]:
+def undoing(learn: LearnerLike, roots: list[Any], but: list[Any] | None = None) -> Iterator[None]:
     "Undo what happens to these objects, to the loaders and to random generators."
     tensors = [
         *learn.model.parameters(),
@@ -168,7 +169,7 @@ def undoing(learn: Any, roots: list[Any], but: list[Any] | None = None) -> Itera
 
 
 @contextmanager
-def restored(learn: Any) -> Iterator[None]:
+def restored(learn: LearnerLike) -> Iterator[None]:
     "Undo what happens to a Learner: also to its counters, its callbacks and their attributes."
     cbs, registry = list(learn.cbs), learn.callbacks
     parts = learn.run, learn.counters, learn.evaluations, learn.passes

@@ -11,6 +11,7 @@ import torch
 
 from learnkit.core.errors import OptionError
 from learnkit.core.html import never_raising, table
+from learnkit.core.learner_type import LoopLike
 from learnkit.core.plotting import axes_or_new, color
 from learnkit.engine.dispatch import Entry, HandlerTable
 from learnkit.engine.events import CONTEXTS
@@ -57,7 +58,7 @@ class Timings:
 
     # -- measuring ---------------------------------------------------------------------------------
 
-    def switch(self, learn: Any) -> None:
+    def switch(self, learn: LoopLike) -> None:
         "Begin to measure a step, through timed handlers, or end it: the next step begins."
         if self.stop(learn):
             self.steps_left = EVERY - 1
@@ -66,7 +67,7 @@ class Timings:
             self.device = learn.run.device
             self.begin_step()
 
-    def stop(self, learn: Any) -> bool:
+    def stop(self, learn: LoopLike) -> bool:
         "Let the loop read its own handler tables again; return True if a step was being measured."
         if not isinstance(learn.tables[True], TimedTable):
             return False
@@ -74,7 +75,7 @@ class Timings:
         self.end_step()
         return True
 
-    def _timed_table(self, learn: Any) -> TimedTable:
+    def _timed_table(self, learn: LoopLike) -> TimedTable:
         "Return the timed handlers of this fit; they are made again only if callbacks have changed."
         tables = learn.callbacks.more_tables
         for known in tables:

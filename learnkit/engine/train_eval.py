@@ -54,8 +54,9 @@ class TrainEvalCallback(Callback):
         learn.model.to(device)
         if isinstance(learn.loss_func, nn.Module):
             learn.loss_func.to(device)
-        if hasattr(learn.model, 'reset'):
-            learn.model.reset()
+        reset: Any = getattr(learn.model, 'reset', None)
+        if reset is not None:
+            reset()
         if learn.fitting and not self._has_warned:
             self._watch_loss()
 
@@ -120,7 +121,7 @@ class TrainEvalCallback(Callback):
                 module.training = mode
         self._starting, self._modes, self._trained = False, [], True
         if learn.fitting:
-            learn._cover_params()
+            learn.cover_params()
             learn.opt.train()
 
     def after_batch(self) -> None:

@@ -26,6 +26,7 @@ from learnkit.core.batch import (
 )
 from learnkit.core.comm import ALONE, Comm
 from learnkit.core.errors import BatchError, LossError
+from learnkit.core.learner_type import LearnerLike
 from learnkit.data.shard import Shard
 from learnkit.engine.callback import Callback
 from learnkit.engine.loop import sample_count
@@ -230,7 +231,7 @@ class Replicated(list[Any]):
     "Batches that are not sharded: every rank predicts on all of them."
 
 
-def shard_loader(learn: Any, dl: Any) -> tuple[Any, Comm]:
+def shard_loader(learn: LearnerLike, dl: Any) -> tuple[Any, Comm]:
     "Return this rank's shard of a loader, without duplicate samples, and the ranks that share the loader."
     world, team = learn.world, learn.strategy.team
     if world.size == 1 or isinstance(dl, Replicated) or (team and team.sharded_already):
@@ -252,7 +253,7 @@ def shard_loader(learn: Any, dl: Any) -> tuple[Any, Comm]:
     return rank_dl, world if hasattr(rank_dl, 'share') else ALONE
 
 
-def _find_sharing_ranks(learn: Any) -> Comm:
+def _find_sharing_ranks(learn: LearnerLike) -> Comm:
     "Return the ranks that share the current loader; `ALONE` if the loader is not sharded."
     return learn.world if hasattr(learn.dl, 'share') else ALONE
 
@@ -313,7 +314,7 @@ class PredictionSink:
 
     def __init__(
         self,
-        learn: Any,
+        learn: LearnerLike,
         give: Callable[..., Any],  # f(*entries), called for each batch
         with_input: bool = False,  # include the inputs
         with_decoded: bool = False,  # include decoded predictions

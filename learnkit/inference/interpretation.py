@@ -19,6 +19,7 @@ from learnkit.core.batch import (
     take_rows,
 )
 from learnkit.core.errors import LoaderError, MissingExtraError, OptionError
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.plotting import axes_or_new
 from learnkit.core.random import (
     capture_own,
@@ -54,7 +55,7 @@ class Interpretation:
 
     def __init__(
         self,
-        learn: Any,  # Learner that predicted
+        learn: LearnerLike,  # Learner that predicted
         dl: Any,  # loader that returns the same samples in the same order
         preds: Any,  # predictions
         targs: Any,  # targets
@@ -70,7 +71,7 @@ class Interpretation:
     @classmethod
     def from_learner(
         cls,
-        learn: Any,  # Learner to predict with
+        learn: LearnerLike,  # Learner to predict with
         ds_idx: int = 1,  # loader: 0 training, 1 validation
         dl: Any = None,  # loader to use instead, or its name in `dls`
         act: Callable[[Any], Any] | None = None,  # activation; None: `loss_func.activation`
@@ -230,7 +231,7 @@ class ClassificationInterpretation(Interpretation):
     """
 
     def __init__(
-        self, learn: Any, dl: Any, preds: Any, targs: Any, decoded: Any, losses: Tensor
+        self, learn: LearnerLike, dl: Any, preds: Any, targs: Any, decoded: Any, losses: Tensor
     ) -> None:
         super().__init__(learn, dl, preds, targs, decoded, losses)
         ignore_index = _find_ignore_index(learn.loss_func)

@@ -24,6 +24,7 @@ from learnkit.core.errors import (
     LoaderError,
     OptionError,
 )
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.data.dataloaders import DataLoaders, check_loader, evaluation_loaders, in_order
 from learnkit.data.shard import Shard
@@ -56,7 +57,7 @@ __all__ = [
 
 
 def validate(
-    learn: Any,
+    learn: LearnerLike,
     ds_idx: int | None = None,
     dl: Any = None,
     cbs: Any = None,
@@ -90,7 +91,7 @@ def validate(
 
 
 def get_preds(
-    learn: Any,
+    learn: LearnerLike,
     ds_idx: int = 1,
     dl: Any = None,
     with_input: bool = False,
@@ -142,7 +143,12 @@ def get_preds(
 
 
 def _run_predictions(
-    learn: Any, dl: Any, cbs: list[Any], inner: bool, with_loss: bool, loader_name: str | None
+    learn: LearnerLike,
+    dl: Any,
+    cbs: list[Any],
+    inner: bool,
+    with_loss: bool,
+    loader_name: str | None,
 ) -> None:
     "Predict on a loader; the callbacks `cbs` receive the predictions."
     loss_context = learn.loss_not_reduced() if with_loss else nullcontext()
@@ -162,7 +168,7 @@ def _run_predictions(
 
 
 def predict_iter(
-    learn: Any,
+    learn: LearnerLike,
     dl: Any = None,
     ds_idx: int = 1,
     with_input: bool = False,
@@ -197,7 +203,7 @@ def predict_iter(
 
 
 def predict(
-    learn: Any,
+    learn: LearnerLike,
     item: Any,
     rm_type_tfms: Any = None,
     with_input: bool = False,
@@ -222,7 +228,9 @@ def predict(
     return (_take_first(inputs), *res) if with_input else res
 
 
-def _predict_typed(learn: Any, item: Any, rm_type_tfms: Any, with_input: bool) -> tuple[Any, ...]:
+def _predict_typed(
+    learn: LearnerLike, item: Any, rm_type_tfms: Any, with_input: bool
+) -> tuple[Any, ...]:
     "Predict on one sample with data that creates test loaders and decodes batches (fastai)."
     dls = learn.dls
     n = getattr(dls, 'n_inp', -1)
@@ -237,7 +245,7 @@ def _predict_typed(learn: Any, item: Any, rm_type_tfms: Any, with_input: bool) -
 
 
 def tta(
-    learn: Any,
+    learn: LearnerLike,
     ds_idx: int = 1,
     dl: Any = None,
     n: int = 4,
@@ -288,7 +296,7 @@ def tta(
 
 
 def _predict_augmented(
-    learn: Any, dl: Any, open_split: Any, augment: Callable[..., Any] | None
+    learn: LearnerLike, dl: Any, open_split: Any, augment: Callable[..., Any] | None
 ) -> tuple[Any, Any]:
     "Predict once, and reseed the random generators, so that the next call draws other numbers."
     cbs = _make_augmenter(augment) if augment else None
@@ -299,7 +307,7 @@ def _predict_augmented(
 
 
 def plan_loader(
-    learn: Any, ds_idx: int, dl: Any, reorder: bool, sort: bool = False
+    learn: LearnerLike, ds_idx: int, dl: Any, reorder: bool, sort: bool = False
 ) -> tuple[Any, Tensor | None]:
     "Return the loader to predict on and, if its samples must be reordered, the permutation."
     is_given = dl is not None
@@ -320,13 +328,13 @@ def plan_loader(
     return ordered_dl, None if sort else torch.tensor(idxs).argsort(stable=True)
 
 
-def _choose_loader(learn: Any, ds_idx: int, dl: Any) -> Any:
+def _choose_loader(learn: LearnerLike, ds_idx: int, dl: Any) -> Any:
     "Return the requested loader, unsharded."
     dl = _get_loader(learn, ds_idx) if dl is None else resolve_loader(learn, dl)
     return dl.whole if isinstance(dl, Shard) else dl
 
 
-def _find_name(learn: Any, ds_idx: int | None, dl: Any) -> str | None:
+def _find_name(learn: LearnerLike, ds_idx: int | None, dl: Any) -> str | None:
     "Return the name in `dls` of the requested loader, or None if it has no name there."
     if not isinstance(learn.dls, DataLoaders):
         return None
@@ -340,7 +348,7 @@ def _find_name(learn: Any, ds_idx: int | None, dl: Any) -> str | None:
     return None
 
 
-def resolve_loader(learn: Any, dl: Any) -> Any:
+def resolve_loader(learn: LearnerLike, dl: Any) -> Any:
     "Return a loader that is given by its name in `dls` or as an object; raise `LoaderError` if it is neither."
     if isinstance(dl, str):
         return _get_loader(learn, dl)
@@ -359,7 +367,7 @@ def resolve_loader(learn: Any, dl: Any) -> Any:
     return dl
 
 
-def _get_loader(learn: Any, ds_idx: int | str) -> Any:
+def _get_loader(learn: LearnerLike, ds_idx: int | str) -> Any:
     "Return a loader of `dls` by its index or name; raise `LoaderError` if it does not exist."
     try:
         return learn.dls[ds_idx]
@@ -376,7 +384,7 @@ def _get_loader(learn: Any, ds_idx: int | str) -> Any:
         ) from None
 
 
-def _do_predictions(learn: Any, dl: Any) -> None:
+def _do_predictions(learn: LearnerLike, dl: Any) -> None:
     "Predict on a loader between `before_predict` and `after_predict`."
     learn('before_predict')
     with preserved_generators(dl):
@@ -384,7 +392,7 @@ def _do_predictions(learn: Any, dl: Any) -> None:
     learn('after_predict')
 
 
-def _run_in_fit_and_epoch(learn: Any, body: Callable[[], Any]) -> None:
+def _run_in_fit_and_epoch(learn: LearnerLike, body: Callable[[], Any]) -> None:
     "Call `body` inside the fit and epoch events, as training does."
     epoch = partial(learn._with_events, body, 'epoch', CancelEpochException)
     learn._with_events(epoch, 'fit', CancelFitException)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from learnkit.core.batch import form_of, microbatches
+from learnkit.core.learner_type import LearnerLike
 from learnkit.data.show import (
     as_targets,
     binary_cut,
@@ -20,7 +21,7 @@ __all__ = ['show_results']
 
 
 def show_results(
-    learn: Any,
+    learn: LearnerLike,
     ds_idx: int = 1,
     dl: Any = None,
     max_n: int = 9,

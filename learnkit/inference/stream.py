@@ -16,6 +16,7 @@ import torch
 from fastcore.basics import noop
 
 from learnkit.core.errors import CancelValidException, FitError
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import capture_rng, preserved_generators, restore_rng
 from learnkit.engine.callback import Callback
 from learnkit.engine.events import EVENTS, LEVELS
@@ -35,7 +36,7 @@ class PredictionStream(Iterator[tuple[Any, ...]]):
 
     def __init__(
         self,
-        learn: Any,
+        learn: LearnerLike,
         run: Callable[[Any], Iterator[None]],  # f(callback) -> iterator that runs one batch a step
         batch: list[tuple[Any, ...]],  # list to which a step appends the batch's entries
         context: Callable[[], Any],  # f() -> context of each step
@@ -132,7 +133,7 @@ class PredictionStream(Iterator[tuple[Any, ...]]):
 _PAUSED: weakref.WeakSet[PredictionStream] = weakref.WeakSet()  # paused streams of all Learners
 
 
-def _capture_state(learn: Any) -> tuple[Any, ...]:
+def _capture_state(learn: LearnerLike) -> tuple[Any, ...]:
     "Return the state that a stream exchanges when it pauses or resumes."
     attributes = {
         name: learn.__dict__[name] for name in (*STATE, *_RUN_ATTRIBUTES) if name in learn.__dict__
@@ -146,7 +147,7 @@ def _capture_state(learn: Any) -> tuple[Any, ...]:
     )
 
 
-def _restore_state(learn: Any, state: tuple[Any, ...]) -> None:
+def _restore_state(learn: LearnerLike, state: tuple[Any, ...]) -> None:
     attributes, run, modes, rng, grad = state
     vars(learn.run).update(run)
     for name in (*STATE, *_RUN_ATTRIBUTES):
@@ -159,7 +160,7 @@ def _restore_state(learn: Any, state: tuple[Any, ...]) -> None:
     torch.set_grad_enabled(grad)
 
 
-def end_streams(learn: Any) -> None:
+def end_streams(learn: LearnerLike) -> None:
     "Close the paused streams of a Learner before its callbacks are removed or copied."
     for stream in list(_PAUSED):
         if stream._learn is learn and not stream._running:
@@ -167,7 +168,7 @@ def end_streams(learn: Any) -> None:
 
 
 def stream_predictions(
-    learn: Any, dl: Any, cbs: Any, inner: bool, loader_name: str | None
+    learn: LearnerLike, dl: Any, cbs: Any, inner: bool, loader_name: str | None
 ) -> Iterator[None]:
     "Predict on a loader and yield after each batch: the levels of the loop as generators."
     with learn.added_cbs(cbs), learn.strategy.run(learn, 'evaluation'):
@@ -179,7 +180,7 @@ def stream_predictions(
         yield from steps
 
 
-def _stream_loader(learn: Any, dl: Any) -> Iterator[None]:
+def _stream_loader(learn: LearnerLike, dl: Any) -> Iterator[None]:
     "Predict on a loader between `before_predict` and `after_predict`."
     learn('before_predict')
     learn.set_loader(dl)
@@ -188,14 +189,14 @@ def _stream_loader(learn: Any, dl: Any) -> Iterator[None]:
     learn('after_predict')
 
 
-def _stream_batches(learn: Any) -> Iterator[None]:
+def _stream_batches(learn: LearnerLike) -> Iterator[None]:
     "Predict on each batch of `learn.dl`."
     for i, batch in learn.draw_batches():
         learn.one_batch(i, batch)
         yield
 
 
-def _wrap_level(learn: Any, body: Iterator[None], event_type: str) -> Iterator[None]:
+def _wrap_level(learn: LearnerLike, body: Iterator[None], event_type: str) -> Iterator[None]:
     "Fire the events of a level around a generator, as `_with_events` does around a function."
     level = LEVELS[event_type]
     outer_levels = learn.run.levels

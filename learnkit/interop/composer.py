@@ -11,6 +11,7 @@ from weakref import ref
 from fastcore.basics import camel2snake
 
 from learnkit.callbacks.recorder import recorder_of
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.time import Timestamp
 from learnkit.engine.attributes import note_attributes
 from learnkit.engine.budget import Budget
@@ -82,7 +83,7 @@ _TABLES = ALWAYS, FIT, TRAIN, EVAL, PREDICT, IN_FIT, ALONE
 
 def composer_events(
     event: str,  # name of a learnkit event
-    learn: Any,  # the Learner, whose phase decides
+    learn: LearnerLike,  # the Learner, whose phase decides
 ) -> tuple[str, ...]:
     """Return the Composer events of a learnkit event, in their order.
 

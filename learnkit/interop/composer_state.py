@@ -13,6 +13,7 @@ from torch import nn
 from learnkit.callbacks.mixed_precision import MixedPrecision
 from learnkit.core.batch import count_samples, find_bs, form_of, to_device
 from learnkit.core.errors import BatchError, did_you_mean
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device
 from learnkit.data.dataloaders import evaluation_loaders, n_batches
 from learnkit.interop.composer_time import ComposerTime
@@ -391,7 +392,7 @@ def label_of(dl_name: str) -> str:
     return 'eval' if dl_name == 'valid' else dl_name
 
 
-def log_as_named(learn: Any, name: str, value: Any) -> None:
+def log_as_named(learn: LearnerLike, name: str, value: Any) -> None:
     "Log a value without the prefix of the loader that `learn.log` adds in evaluation."
     for cb in learn.cbs:
         receive = getattr(type(cb), 'receive_log', None)

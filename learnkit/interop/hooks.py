@@ -9,6 +9,7 @@ from typing import Any
 from warnings import warn
 
 from learnkit.core.errors import CallbackError, did_you_mean
+from learnkit.core.learner_type import LearnerLike
 from learnkit.engine.attributes import changed_attributes, put_attributes
 from learnkit.engine.callback import Callback, defined_on_class
 from learnkit.loggers import Logger, log_images, log_params, log_text
@@ -117,7 +118,7 @@ def takes_any(f: Callable[..., Any]) -> bool:
     return any(p.kind is p.VAR_KEYWORD for p in signature(f).parameters.values())
 
 
-def send_to_loggers(learn: Any, method: str, *content: Any) -> None:
+def send_to_loggers(learn: LearnerLike, method: str, *content: Any) -> None:
     "Pass parameters, a text or images to learnkit's loggers, and to other callbacks with this method."
     send: dict[str, Callable[..., None]] = {
         'log_params': log_params,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from learnkit.core.learner_type import LearnerLike
 from learnkit.engine.callback import Callback
 from learnkit.loggers.base import Logger
 from learnkit.loggers.values import plain
@@ -12,7 +13,7 @@ __all__ = ['log_images', 'log_params', 'log_text']
 
 
 def log_images(
-    learn: Any,  # the Learner, or one of its callbacks
+    learn: LearnerLike,  # the Learner, or one of its callbacks
     name: str,  # name of the images in the log
     images: Any,  # (N, C, H, W), (C, H, W) or (H, W); floats in [0, 1] or bytes; or a list
 ) -> None:
@@ -34,7 +35,7 @@ def log_images(
 
 
 def log_params(
-    learn: Any,  # the Learner, or one of its callbacks
+    learn: LearnerLike,  # the Learner, or one of its callbacks
     params: dict[str, Any],  # settings by name
 ) -> None:
     "Log settings to all loggers of a Learner, with the configuration of this and later fits."
@@ -46,7 +47,7 @@ def log_params(
 
 
 def log_text(
-    learn: Any,  # the Learner, or one of its callbacks
+    learn: LearnerLike,  # the Learner, or one of its callbacks
     name: str,  # name of the text in the log
     text: str,
 ) -> None:
@@ -62,7 +63,7 @@ def log_text(
         cb._send(cb.log_text, name, str(text))
 
 
-def _active_loggers(learn: Any) -> list[Logger]:
+def _active_loggers(learn: LearnerLike) -> list[Logger]:
     "Return the loggers of a Learner; none in a separate evaluation or prediction, which logs nothing."
     learn = learn.learn if isinstance(learn, Callback) else learn
     if learn.run.depth and not learn.fitting:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from learnkit.core.errors import OptionError
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of
 from learnkit.core.time import Time
 from learnkit.engine.callback import defined_on_class
@@ -135,7 +136,7 @@ def name_writer(writer: Any) -> str:
 # ------------------------------------------------------------------------------------ configuration
 
 
-def configuration(learn: Any) -> dict[str, Any]:
+def configuration(learn: LearnerLike) -> dict[str, Any]:
     """Return the configuration of a Learner as plain values by name.
 
     >>> from learnkit.testing import synth_learner

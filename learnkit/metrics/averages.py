@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from learnkit.core.batch import count_samples, describe, to_detach
 from learnkit.core.denominator import denominator_of
 from learnkit.core.errors import CancelException, MetricError, did_you_mean
+from learnkit.core.learner_type import LearnerLike
 from learnkit.metrics.base import Mean, Metric, flattened, is_number, paired, widened
 
 __all__ = [
@@ -71,10 +72,10 @@ class AvgMetric(Mean, Metric):
         self.on = check_on(on)
         self._count = denominator_of(func).count
 
-    def accumulate(self, learn: Any) -> None:
+    def accumulate(self, learn: LearnerLike) -> None:
         self.add(self._compute(learn.pred, learn.yb), self._weight(learn))
 
-    def _weight(self, learn: Any) -> Any:
+    def _weight(self, learn: LearnerLike) -> Any:
         count = None if getattr(learn, 'weight_func', None) is not None else self._count(learn.yb)
         return batch_weight(learn) if count is None else count
 
@@ -140,7 +141,7 @@ class AvgLoss(Mean, Metric):
     def __init__(self, on: str | None = None) -> None:
         self.on = check_on(on)
 
-    def accumulate(self, learn: Any) -> None:
+    def accumulate(self, learn: LearnerLike) -> None:
         loss = learn.loss
         if isinstance(loss, Tensor) and loss.dim():
             loss = loss.detach().mean()
@@ -192,7 +193,7 @@ class SumMetric(Metric):
     def reset(self) -> None:
         self._sums = None
 
-    def accumulate(self, learn: Any) -> None:
+    def accumulate(self, learn: LearnerLike) -> None:
         sums = self._compute(learn.pred, learn.yb)
         total = self._sums
         if total is not None and sums.shape != total.shape:
@@ -277,7 +278,7 @@ class TorchMetric(Metric):
         self._updates = 0
         self._follows = None
 
-    def accumulate(self, learn: Any) -> None:
+    def accumulate(self, learn: LearnerLike) -> None:
         device = getattr(learn.pred, 'device', None)
         if device != self._follows:
             _move_to_device_of(learn.pred, self.metric)
@@ -322,7 +323,7 @@ class _Renamed(Metric):
     def reset(self) -> None:
         self.metric.reset()
 
-    def accumulate(self, learn: Any) -> None:
+    def accumulate(self, learn: LearnerLike) -> None:
         self.metric.accumulate(learn)
 
     def __getattr__(self, k: str) -> Any:
@@ -500,7 +501,7 @@ def _stack_sums(sums: Iterable[Any], pred: Any) -> Tensor:
     )
 
 
-def batch_weight(learn: Any) -> Any:
+def batch_weight(learn: LearnerLike) -> Any:
     "Return the weight of a batch in a mean: its number of samples, or `learn.weight_func(xb, yb)`."
     func = getattr(learn, 'weight_func', None)
     if func is None:
@@ -508,7 +509,7 @@ def batch_weight(learn: Any) -> Any:
     return func(learn.xb, learn.yb) if callable(func) else loss_weight(learn)
 
 
-def loss_weight(learn: Any) -> Any:
+def loss_weight(learn: LearnerLike) -> Any:
     "Return the weight of a batch's loss in a mean: the denominator of the loss, or `learn.weight_func(xb, yb)`."
     weights = getattr(learn, 'loss_weights', None)
     count = None if weights is None else weights.count(learn, learn.xb, learn.yb)

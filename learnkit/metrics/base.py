@@ -13,6 +13,7 @@ from torch import Tensor
 
 from learnkit.core.batch import describe
 from learnkit.core.errors import MetricError
+from learnkit.core.learner_type import LearnerLike
 from learnkit.metrics.merge import Accumulates
 
 __all__ = [
@@ -57,7 +58,7 @@ class Metric(Accumulates):
     def reset(self) -> None:
         "Clear the accumulated state."
 
-    def accumulate(self, learn: Any) -> None:
+    def accumulate(self, learn: LearnerLike) -> None:
         "Add the current batch: `learn.xb`, `learn.yb`, `learn.pred` and `learn.loss`."
 
     @property
@@ -153,7 +154,7 @@ class AvgSmoothLoss(Metric):
 
     def accumulate(
         self,
-        learn: Any,
+        learn: LearnerLike,
         weight: Any = 1,  # weight of the loss in `mean_since`
     ) -> None:
         self._steps.add(learn.loss, weight)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from learnkit.core.errors import MetricError
+from learnkit.core.learner_type import LearnerLike
 from learnkit.core.validation import check_choice, needs_class_indices
 from learnkit.metrics.averages import (
     AvgLoss,
@@ -142,7 +143,7 @@ __all__ = [
 class ElementMean(AvgMetric):
     "Average over all targets of the data set, as the functions of this module do in a list of metrics."
 
-    def _weight(self, learn: Any) -> Any:
+    def _weight(self, learn: LearnerLike) -> Any:
         "Return the number of targets, or the value of `weight_func`."
         if getattr(learn, 'weight_func', None) is None:
             return learn.yb[0].numel()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from learnkit.core.batch import to_detach
 from learnkit.core.errors import MetricError, did_you_mean
+from learnkit.core.learner_type import LearnerLike
 from learnkit.metrics.averages import TorchMetric, batch_weight, check_on
 from learnkit.metrics.base import Mean, Metric, is_number, paired
 from learnkit.metrics.merge import merged_pairs
@@ -168,7 +169,7 @@ class LossMetric(Mean, Metric):
     ) -> None:
         self.attr, self._nm, self.on = attr, nm, check_on(on)
 
-    def accumulate(self, learn: Any) -> None:
+    def accumulate(self, learn: LearnerLike) -> None:
         try:
             value = getattr(learn.loss_func, self.attr)
         except AttributeError:

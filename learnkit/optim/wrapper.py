@@ -135,9 +135,8 @@ class OptimWrapper(torch.optim.Optimizer):
         self.always_trained: set[nn.Parameter] = set()  # parameters that freezing skips
         self.frozen: set[nn.Parameter] = set()  # parameters frozen by `freeze_to`
         self.frozen_idx = 0  # number of frozen groups
-        self.spares_norms = (
-            False  # whether norms and biases are exempt from weight decay by default
-        )
+        # whether norms and biases are exempt from weight decay by default
+        self.spares_norms = False
         self.seen: set[nn.Parameter] | None = None  # trainable parameters; None: a ready optimizer
         self.had: set[nn.Parameter] = set()  # parameters in the groups at the last comparison
         self.left_out: set[nn.Parameter] = set()  # trainable parameters that were never in a group

@@ -642,9 +642,8 @@ def test_a_stream_resumes_exactly(kind: str, at: int) -> None:
     for one in (learn, later):
         one.close()
         if hasattr(one.dls.train, '_iterator'):
-            one.dls.train._iterator = (
-                None  # workers that garbage collection ends take five seconds each
-            )
+            # workers that garbage collection ends take five seconds each
+            one.dls.train._iterator = None
 
 
 def test_workers_of_a_stream_run_on() -> None:
