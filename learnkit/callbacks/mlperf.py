@@ -72,8 +72,7 @@ class MLPerf(Callback):
         folder: str | Path = 'mlperf',  # folder of the submission, below `learn.path` or absolute
         index: int = 0,  # least number of a result
         benchmark: str = 'benchmark',  # name of the benchmark, such as 'resnet'
-        monitor: str
-        | None = None,  # column of `eval_accuracy`; None: the first metric, or the loss
+        monitor: str | None = None,  # column of `eval_accuracy`; None: first metric, or the loss
         target: float | None = None,  # value to reach for a success
         comp: Comparison | None = None,  # f(value, target), 'less', 'greater', `MetricProperties`
         submitter: str = '',  # name of the organization

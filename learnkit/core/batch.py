@@ -206,8 +206,7 @@ def detuplify(t: Any) -> Any:
 def find_bs(
     b: Any,  # batch, or the tuple of its inputs
     yb: tuple[Any, ...] = (),  # targets, if `b` is the inputs
-    size_func: Callable[[Any, Any], int]
-    | None = None,  # f(xb, yb) that returns the number of samples
+    size_func: Callable[[Any, Any], int] | None = None,  # f(xb, yb): number of samples
 ) -> int:
     """Return the number of samples in a batch.
 

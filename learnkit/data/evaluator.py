@@ -23,10 +23,7 @@ class Evaluator:
     def __init__(
         self,
         dl: Any,  # the validation loader
-        every: str
-        | int
-        | Time
-        | None = 'fit',  # interval; None: never; 'fit': the Learner's interval
+        every: str | int | Time | None = 'fit',  # interval; None: never; 'fit': the Learner's
         metrics: Any = None,  # metrics of the loader; None: the Learner's metrics
         name: str | None = None,  # name of the loader, required in a list of several
     ) -> None:

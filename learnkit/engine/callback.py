@@ -372,8 +372,7 @@ class Periodic(Callback):
     def __init__(
         self,
         every: str | int | Time,  # the interval; a plain number counts epochs
-        on_every: Callable[[Any], Any]
-        | None = None,  # called with the callback; None: the method of a subclass
+        on_every: Callable[[Any], Any] | None = None,  # called with the callback; None: the method
         **handlers: Callable[..., Any],  # further event=function pairs
     ) -> None:
         super().__init__(**handlers)

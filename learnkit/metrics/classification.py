@@ -193,8 +193,7 @@ class CohenKappa(Score):
     def __init__(
         self,
         axis: int = -1,  # class dimension
-        weights: str
-        | None = None,  # cost of an error by distance d: None 1, 'linear' d, 'quadratic' d*d
+        weights: str | None = None,  # cost at distance d: None 1, 'linear' d, 'quadratic' d*d
         on: str | None = None,  # 'train', 'valid' or 'both'
     ) -> None:
         if weights not in (None, 'linear', 'quadratic'):

@@ -638,9 +638,7 @@ class Closure:
 
     def __init__(
         self,
-        evaluate: Callable[
-            [], Any
-        ],  # function that recomputes and returns the loss, with gradients
+        evaluate: Callable[[], Any],  # recomputes the loss, with gradients
         first: Callable[[], Any],  # function that returns the loss of the current gradients
     ) -> None:
         self.evaluate = evaluate
