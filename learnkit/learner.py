@@ -439,6 +439,7 @@ class Learner(Loop):
         return lr_find(self, start_lr, end_lr, num_it, stop_div, show_plot, suggest_funcs, ax)
 
     def prepare_opt(self, lr: Any, wd: float | None, reset_opt: bool) -> None:
+        "Make or update the optimizer for a fit, and set its rates and weight decay."
         if reset_opt or self.opt is None or self.has_foreign_opt():
             self.create_opt()
         elif not isinstance(self.opt, OptimWrapper):

@@ -365,6 +365,7 @@ class CallbackHost:
         return [cb for _, _, cb in self.callbacks.tables[training][canonical_event(event_name)]]
 
     def callback_changed(self, cb: Callback, name: str) -> None:
+        "Update the handler tables after a change of a callback's attribute."
         self.callbacks.changed(cb, name)
 
 

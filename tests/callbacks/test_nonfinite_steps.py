@@ -120,7 +120,7 @@ class OneLate:
         arrived, self.pending = self.pending, [b]
         return arrived
 
-    def rest(self) -> list[Any]:
+    def flush(self) -> list[Any]:
         arrived, self.pending = self.pending, []
         return arrived
 

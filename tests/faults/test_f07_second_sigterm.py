@@ -22,7 +22,7 @@ from learnkit.testing.forks import start
 MOMENTS = {
     'begun': (statefile, '_Packer'),
     'packed': (statefile, '_make_header'),
-    'written': (statefile, '_bytes_of'),
+    'written': (statefile, '_view_bytes'),
     'flushed': (files, 'flush_file'),
     'in place': (files, 'flush_folder'),
 }
