@@ -65,7 +65,7 @@ OVERRIDABLE = (
     '_do_pred_loss',
     '_do_pred',
     '_do_loss',
-    '_loss_of',
+    'loss_of',
     '_do_grad_opt',
     '_backward',
     '_step',

@@ -34,6 +34,7 @@ def test_split_is_stratified_and_seeded() -> None:
     assert not torch.equal(torch.cat([b[1] for b in digits(bs=100, seed=4).valid]), yv)
 
 
+@pytest.mark.full
 def test_defaults_reach_the_accuracy_in_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
