@@ -64,7 +64,7 @@ class Annealer:
 def annealer(
     f: Callable[..., Any],  # f(start, end, pos, *more)
 ) -> Callable[..., Annealer]:
-    """Convert `f(start, end, pos, *more)` to a function of (start, end, *more) that returns a schedule.
+    """Convert `f(start, end, pos, *more)` to a function of `(start, end, *more)` that returns a schedule.
 
     `start` and `end` are numbers, arrays or tensors. Raises `ScheduleError` for values that `f` cannot interpolate,
     and for positions outside of 0 to 1.
