@@ -65,7 +65,7 @@ def test_a_search_leads_to_the_page(tab: Any, address: str) -> None:
     assert 'gradient of one big batch' in tab.locator('article').inner_text()
 
     tab.locator('article a', has_text='OptionError').first.click()
-    tab.wait_for_url('**/api/learnkit.errors.html#learnkit.core.errors.OptionError')
+    tab.wait_for_url('**/api/learnkit.core.errors.html#learnkit.core.errors.OptionError')
     assert tab.locator('[id="learnkit.core.errors.OptionError"]').is_visible()
 
 
