@@ -83,7 +83,8 @@ def has_own_state(cb: Any) -> bool:
 def inherits_state(cb: Any) -> bool:
     """Return True if a user's class inherits `state_dict` from a callback of this package.
 
-    The inherited method does not know the attributes of the subclass."""
+    The inherited method does not know the attributes of the subclass.
+    """
     definer = next((cls for cls in type(cb).__mro__ if 'state_dict' in vars(cls)), Callback)
     is_inherited = definer is not Callback and _is_from_learnkit(definer)
     return is_inherited and not _is_from_learnkit(type(cb))
@@ -102,7 +103,8 @@ def _is_from_learnkit(cls: type) -> bool:
 def _find_base_names(cls: Any) -> frozenset[str]:
     """Return every name that methods of a class's bases in this package use.
 
-    Attributes with these names belong to the bases, whose `state_dict` covers them."""
+    Attributes with these names belong to the bases, whose `state_dict` covers them.
+    """
     bases = [base for base in cls.__mro__ if _is_from_learnkit(base)]
     members = [getattr(m, 'fget', m) for base in bases for m in vars(base).values()]
     functions = [m for m in members if isinstance(m, FunctionType)]
@@ -119,7 +121,8 @@ def note_attributes(cb: Any) -> None:
 def note_beginning(cb: Any) -> None:
     """Store a callback's attributes before a fit is resumed.
 
-    `put_attributes` resets an attribute that changes before it is called and that the checkpoint does not hold."""
+    `put_attributes` resets an attribute that changes before it is called and that the checkpoint does not hold.
+    """
     _own_attributes(cb)[_BEGUN_KEY] = _encode_attributes(cb)
 
 

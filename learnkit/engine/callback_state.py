@@ -38,7 +38,8 @@ def callback_states(learn: Loop) -> dict[str, Any]:
     """Return the state of every callback that has one, by the callback's key.
 
     The key is the callback's `state_key`, or its name, made unique. Raises `CallbackError` for a state
-    that is not plain data."""
+    that is not plain data.
+    """
     states = {}
     for cb in learn.cbs:
         state = _get_state(cb)
@@ -81,7 +82,8 @@ def load_callback_states(
 ) -> None:
     """Load each state into its callback.
 
-    Warns of a state without a callback and of a stateful callback without a state."""
+    Warns of a state without a callback and of a stateful callback without a state.
+    """
     keys = {learn.callbacks.keys[id(cb)]: cb for cb in learn.cbs}
     stateful = {key for key, cb in keys.items() if has_own_state(cb) and _get_state(cb) is not None}
     for key in (k for k in states if k not in keys):
