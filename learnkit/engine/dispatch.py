@@ -164,9 +164,9 @@ class CallbackSet:
     ) -> None:
         "Call a notification method of callbacks in the order of adding, also if they are switched off."
         cbs = list(self.items) if cb is None else [cb]
-        for one in cbs:
-            if isinstance(one, Callback):
-                getattr(one, name)()
+        for receiver in cbs:
+            if isinstance(receiver, Callback):
+                getattr(receiver, name)()
 
     def average_samples(self) -> bool:
         "Return True while a callback makes the training loss a mean over samples, whatever the loss function returns."
@@ -392,7 +392,7 @@ class CallbackHost:
 
 
 class HandlerTable(dict[str, list[Entry]]):
-    "Handlers of each event, in order, for one value of `learn.training`. An event's list is built on first access."
+    "Handlers of each event, in order, for one value of `learn.training`. Each list is built on first access."
 
     def __init__(self, callbacks: CallbackSet, training: bool) -> None:
         super().__init__()
@@ -523,7 +523,7 @@ def as_list(o: Any) -> list[Any]:
 def _is_redefined(old: type, new: type) -> bool:
     """Return True if `new` is a later definition of the class `old`.
 
-    Two classes of one name made by the same function share code objects, and are no redefinition.
+    Two classes of one name made by the same function share code objects, and are not redefined.
     """
     if old is new or (old.__module__, old.__qualname__) != (new.__module__, new.__qualname__):
         return False
