@@ -1,4 +1,4 @@
-"""Write checkpoints while training: on an interval, and when the process is asked to end."""
+"""Callback that writes checkpoints during training, at an interval and on SIGTERM."""
 
 from __future__ import annotations
 
@@ -45,38 +45,40 @@ from learnkit.metrics.direction import MetricProperties
 
 __all__ = ['Checkpoint']
 
-# units that are finished at one place of the loop only
-UNITS_OF_EVENTS = {'ep': 'epoch', 'iter': 'iteration'}
+# units whose intervals end at one event only: `epoch_checkpoint`, `iteration_checkpoint`
+EVENT_OF_UNIT = {'ep': 'epoch', 'iter': 'iteration'}
 
-_runs: set[str] = set()  # those of this process
+_run_ids: set[str] = set()  # ids of the runs of this process
 
 
 class Checkpoint(Callback):
-    """Write checkpoints that `fit(n, resume=True)` goes on from, exactly.
+    """Write checkpoints from which `fit(n, resume=True)` resumes exactly.
 
-    One is written on the interval `every`, and at the end of the fit, into `folder`, as `00012-ep3-ba1200.ckpt`: a file
-    that is there whole or not at all: a safetensors file with a SHA-256 over all of it, and no pickle. It holds model,
-    optimizers, pending gradients, counters, history, all random generators, the place in the training data, and every
-    callback's state (`learn.checkpoint_state()`).
+    A checkpoint is written at the interval `every` and at the end of the fit, into `folder`, with a name such as
+    `00012-ep3-ba1200.ckpt`. It is a safetensors file with a SHA-256 of its whole content, without pickle, and is
+    written atomically: either the whole file exists or none. It holds model, optimizers, pending gradients, counters,
+    history, all random generators, the position in the training data, and every callback's state
+    (`learn.checkpoint_state()`).
 
-    Training waits only for a copy of the state to host memory; another thread writes it. What goes wrong there is
-    raised at the next batch. A second checkpoint waits for the first. `background=False` writes at once.
+    Training waits only for a copy of the state to host memory; a background thread writes the file. An error in the
+    thread is raised at the next batch. A second checkpoint waits for the first. `background=False` writes
+    synchronously.
 
-    Where weights are cut over processes (strategy 'fsdp'), each writes its shards, into a folder of safetensors files
-    next to the checkpoint, `00012-ep3-ba1200.parts`; any number of processes can resume from it.
-    `sharded=False` puts them together for one file.
+    If the weights are sharded (strategy 'fsdp'), each rank writes its shards to a folder of safetensors files next to
+    the checkpoint, `00012-ep3-ba1200.parts`; any number of ranks can resume from it. `sharded=False` gathers the
+    shards into one file.
 
-    `keep_last` of the newest and `keep_best` of the best by `monitor` stay, of those that this run has written; NaN is
-    never best. `monitor` is a column of the history or a function of the Learner. Two runs cannot use one
-    folder at a time.
+    Of the checkpoints of this run, the `keep_last` newest and the `keep_best` best by `monitor` are kept; NaN is never
+    best. `monitor` is a column of the history or a function of the Learner. Two runs cannot use one folder at a time.
 
-    On SIGTERM the batch under way is finished (an evaluation is broken off, to be repeated on resume; several processes
-    finish it), a checkpoint written, and the process exits with 143, after the handler of before; in IPython the fit
-    ends. For that, the state is copied before each evaluation. `preemption=False` leaves signals alone.
+    On SIGTERM the current batch is finished, a checkpoint is written, and the process calls the earlier signal handler
+    and exits with code 143; in IPython the fit ends. A single process interrupts an evaluation, which is repeated on
+    resume, and for this purpose copies the state before each evaluation; several ranks finish the evaluation.
+    `preemption=False` installs no signal handler.
 
-    Raises `OptionError` for options that cannot be followed, and before training `CheckpointError` for a folder that
-    cannot be written, `FolderInUseError`, and `MetricError` where `monitor` is not recorded. Checkpointed: when it last
-    wrote.
+    Raises `OptionError` for invalid options, and before training `CheckpointError` for a folder that cannot be
+    written, `FolderInUseError`, and `MetricError` if `monitor` is not recorded. Checkpointed: the time at which the
+    interval was last checked.
 
     >>> import tempfile
     >>> from learnkit.testing import synth_learner
@@ -87,20 +89,20 @@ class Checkpoint(Callback):
     ['00002-ep2-ba20.ckpt', '00003-ep3-ba30.ckpt']
     """
 
-    order = 1000  # whatever others do at an event is in the checkpoint
+    order = 1000  # after all callbacks whose changes the checkpoint must hold
     remove_on_find = remove_on_fetch = writes_files = True
 
     def __init__(
         self,
         every: str | int | Time | None = '1ep',  # interval: epochs, '500ba'; None: only at the end
-        folder: str | Path | None = None,  # where to; None: `checkpoints` in the Learner's `path`
-        keep_last: int | None = 3,  # how many of the newest stay; None: all
-        keep_best: int = 1,  # how many of the best stay besides
-        monitor: str | Callable[[Any], Any] | None = None,  # which is best; None: validation loss
+        folder: str | Path | None = None,  # folder; None: `checkpoints` in the Learner's `path`
+        keep_last: int | None = 3,  # number of newest checkpoints to keep; None: all
+        keep_best: int = 1,  # number of best checkpoints to keep in addition
+        monitor: str | Callable[[Any], Any] | None = None,  # column or function; None: valid loss
         mode: str | None = None,  # 'min' or 'max'; None: by the column's name
-        background: bool = True,  # write on another thread
-        preemption: bool = True,  # save and leave on SIGTERM
-        sharded: bool = True,  # each process writes its parts of what is cut over processes
+        background: bool = True,  # whether a background thread writes the file
+        preemption: bool = True,  # whether SIGTERM saves a checkpoint and exits
+        sharded: bool = True,  # whether each rank writes its shards of sharded tensors
     ) -> None:
         self.every = None if every is None else as_time(every, 'ep')
         if keep_last is not None:
@@ -109,77 +111,81 @@ class Checkpoint(Callback):
         if mode not in (None, 'min', 'max'):
             raise OptionError(f"mode={mode!r}: give 'min', 'max', or None.")
         if monitor is not None and mode is None:
-            mode = _mode_of(monitor)
+            mode = _find_mode(monitor)
         self._folder = None if folder is None else Path(folder)
-        self.keep_last, self.keep_best, self.monitor, self.mode = (
-            keep_last,
-            keep_best,
-            monitor,
-            mode,
-        )
-        self.background, self.preemption, self.sharded = background, preemption, sharded
-        self._stop = StopRequest()
+        self.keep_last = keep_last
+        self.keep_best = keep_best
+        self.monitor = monitor
+        self.mode = mode
+        self.background = background
+        self.preemption = preemption
+        self.sharded = sharded
+        self._stop_request = StopRequest()
         self._lock: FolderLock | None = None
-        self._has_folder = False  # it is in use by this run, of several processes by the first
-        self._before = Timestamp()  # when it last looked whether one is due
-        self._next = 0.0  # until when, in the unit of `every`, none can be
-        self._buffers: dict[str, Tensor] = {}  # host memory, filled again for each checkpoint
+        self._has_folder = False  # whether this run, or rank 0 of it, has locked the folder
+        self._last_check = Timestamp()  # time at which the interval was last checked
+        self._next_due = 0.0  # earliest time of the next checkpoint, in the unit of `every`
+        self._buffers: dict[str, Tensor] = {}  # host memory, reused for each checkpoint
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
-        self._writers: Writers | None = None  # of parts, with all processes
-        self._is_writer = False  # of the checkpoint's file: the first process
+        self._writers: Writers | None = None  # of the shards, on all ranks
+        self._is_writer = False  # whether this process writes the checkpoint's file: rank 0
         self._run_id = ''
-        self._own: list[Entry] = []  # this run's checkpoints
-        # what was before the evaluation
-        self._broken_off: tuple[dict[str, Any], Path, dict[str, Any]] | None = None
+        self._run_entries: list[Entry] = []  # checkpoints of this run
+        # state before the current evaluation
+        self._eval_snapshot: tuple[dict[str, Any], Path, dict[str, Any]] | None = None
 
     # -- the fit -----------------------------------------------------------------------------------
 
     def checkpoint_folder(self) -> Path:
-        "Return the folder that checkpoints are in; while it is in use, wherever the process goes."
+        "Return the folder of the checkpoints."
         if self._lock is not None:
-            return self._lock.folder
+            return self._lock.folder  # absolute, as the process may change its working directory
         return self.learn.path / 'checkpoints' if self._folder is None else self._folder
 
     def before_load(self) -> None:
-        "Take the folder into use before anything of a checkpoint is put in place."
+        "Lock the folder before a checkpoint is loaded."
         if self.learn.fitting:
-            self._take_folder()
+            self._lock_folder()
 
     def before_fit(self) -> None:
-        "Take the folder into use, and listen for SIGTERM."
+        "Lock the folder, and install the handler of SIGTERM."
         learn = self.learn
         if not learn.fitting:
             return
         if self.every is not None:
             check_countable(learn, self.every)
-        self._watched = self._what_is_watched()
-        self._take_folder()
+        self._monitored = self._find_monitor()
+        self._lock_folder()
         self._begin_run(learn.run.resume)
-        self._before, self._next, self._broken_off = learn.time, 0.0, None
+        self._last_check = learn.time
+        self._next_due = 0.0
+        self._eval_snapshot = None
         if self.preemption:
-            self._stop.install(learn.dls if learn.world.size > 1 else None)
+            self._stop_request.install(learn.dls if learn.world.size > 1 else None)
 
-    def _begin_run(self, found: Any) -> None:
-        "Go on with the run of the checkpoint that is gone on from, or begin a new one."
+    def _begin_run(
+        self,
+        resumed: Any,  # the checkpoint that the fit resumes from, None for a new run
+    ) -> None:
+        "Set the run's id, to the id in the checkpoint or a new one, and find the run's earlier checkpoints."
         world = self.learn.world
-        self._run_id = world.broadcast(
-            (found.info.get('run') if found is not None else None) or token_hex(4)
-        )
+        run_id = None if resumed is None else resumed.info.get('run')
+        self._run_id = world.broadcast(run_id or token_hex(4))
         if not world.is_first:
             return
-        there = entries(self.checkpoint_folder())
-        self._own = [e for e in there if e.info.get('run') == self._run_id]
-        if found is None and there and there[0].info.get('run') not in _runs:
+        existing = entries(self.checkpoint_folder())
+        self._run_entries = [e for e in existing if e.info.get('run') == self._run_id]
+        if resumed is None and existing and existing[0].info.get('run') not in _run_ids:
             warn_user(
                 f'{self.checkpoint_folder().absolute()} has checkpoints of an earlier run, the newest of them '
-                f'{there[0].path.name}. They stay there, and this run begins afresh beside them: to go on from them, '
-                '`fit(..., resume=True)`.'
+                f'{existing[0].path.name}. They stay there, and this run starts from the beginning: to resume from '
+                'them, `fit(..., resume=True)`.'
             )
-        _runs.add(self._run_id)
+        _run_ids.add(self._run_id)
 
-    def _what_is_watched(self) -> tuple[str, str] | None:
-        "Return the name of what says which checkpoint is best, and which way; None where there is nothing."
+    def _find_monitor(self) -> tuple[str, str] | None:
+        "Return the name of the monitored value and 'min' or 'max', or None if no value is monitored."
         recorder = recorder_of(self.learn)
         if self.monitor is None:
             if recorder is None or not self.keep_best or not evaluation_loaders(self.learn.dls):
@@ -188,18 +194,20 @@ class Checkpoint(Callback):
             return (names[0], self.mode or 'min') if names else None
         if isinstance(self.monitor, str):
             find_column(self, self.monitor)
-        return _name_of(self.monitor), self.mode or 'min'
+        return _get_name(self.monitor), self.mode or 'min'
 
-    def _take_folder(self) -> None:
+    def _lock_folder(self) -> None:
+        "Create and lock the folder in rank 0."
         if self._has_folder:
             return
         world = self.learn.world
-        world.run_on_all(self._take if world.is_first else noop)
+        world.run_on_all(self._create_and_lock if world.is_first else noop)
         self._has_folder = True
 
-    def _take(self) -> None:
+    def _create_and_lock(self) -> None:
         folder = self.checkpoint_folder().absolute()
-        lock, self._is_writer = FolderLock(folder), True
+        lock = FolderLock(folder)
+        self._is_writer = True
         try:
             folder.mkdir(parents=True, exist_ok=True)
             check_writable(folder / 'checkpoint')
@@ -212,25 +220,26 @@ class Checkpoint(Callback):
         sweep_own_files(folder)
 
     def batch_checkpoint(self) -> None:
-        self._look('batch')
+        self._save_if_due('batch')
 
     def epoch_checkpoint(self) -> None:
-        self._look('epoch')
+        self._save_if_due('epoch')
 
     def iteration_checkpoint(self) -> None:
-        self._look('iteration')
+        self._save_if_due('iteration')
 
-    def _look(self, place: str) -> None:
-        "Save if it is time, or leave if that was asked for."
+    def _save_if_due(self, place: str) -> None:
+        "Save a checkpoint if the interval is over, or save and exit after SIGTERM."
         if not self._run_id:
-            self.before_fit()  # it came in the middle of the fit
-        if self._broken_off is not None:
-            self._broken_off = None  # an evaluation that was cancelled is over, too
-        is_due, post = self._is_due(place), self.learn.world.post
-        if post('leave', self._stop.received):
-            return self._leave(place)
+            self.before_fit()  # the callback was added during the fit
+        if self._eval_snapshot is not None:
+            self._eval_snapshot = None  # `after_eval` does not run after a cancelled evaluation
+        is_due = self._is_due(place)
+        post = self.learn.world.post
+        if post('leave', self._stop_request.received):
+            return self._save_and_leave(place)
         if post('failed', self._has_failed()):
-            self._wait_alike()
+            self._wait_on_all_ranks()
         if is_due:
             self.save()
 
@@ -244,14 +253,17 @@ class Checkpoint(Callback):
     def _is_due(self, place: str) -> bool:
         if place == 'epoch' and self._is_last():
             return True
-        if self.every is None or UNITS_OF_EVENTS.get(self.every.unit, place) != place:
+        if self.every is None or EVENT_OF_UNIT.get(self.every.unit, place) != place:
             return False
         unit = self.every.unit
-        if (self.learn.pct_train if unit == 'dur' else self.learn.finished(unit)) < self._next:
+        position = self.learn.pct_train if unit == 'dur' else self.learn.finished(unit)
+        if position < self._next_due:
             return False
         now = self.learn.time
-        before, self._before, self._next = self._before, now, _next_multiple(now, self.every)
-        return bool(crossings(before, now, self.every))
+        is_due = bool(crossings(self._last_check, now, self.every))
+        self._last_check = now
+        self._next_due = _find_next_multiple(now, self.every)
+        return is_due
 
     def _is_last(self) -> bool:
         return self.learn.run.stopping or self.learn.epoch + 1 == self.learn.n_epoch
@@ -259,22 +271,23 @@ class Checkpoint(Callback):
     # -- saving ------------------------------------------------------------------------------------
 
     def save(self) -> Path:
-        """Write a checkpoint now, and return the path that it will have.
+        """Write a checkpoint now, and return its path. A background thread may still be writing the file.
 
-        It can be called at `batch_checkpoint`, `epoch_checkpoint` and `iteration_checkpoint`. Raises `CheckpointError`
-        elsewhere, and what writing the one before has raised."""
+        The method can be called at `batch_checkpoint`, `epoch_checkpoint` and `iteration_checkpoint`. Raises
+        `CheckpointError` elsewhere, and an error of writing the previous checkpoint.
+        """
         if not self.learn.run.checkpoint_event:
             raise CheckpointError(
                 'A checkpoint is made at batch_checkpoint, epoch_checkpoint or iteration_checkpoint '
-                'of a fit: elsewhere there is no place to go on from.'
+                'of a fit: a run cannot be resumed from other places.'
             )
         if not self._run_id:
             self.before_fit()
-        self._wait_alike()
-        state, path, info = self._snapshot(self.learn.run.checkpoint_event)
-        state = self._with_own_files(state, path)
+        self._wait_on_all_ranks()
+        state, path, info = self._take_snapshot(self.learn.run.checkpoint_event)
+        state = self._write_own_files(state, path)
         if not self.background:
-            self._write_alike(state, path, info)
+            self._write_on_all_ranks(state, path, info)
             return path
         if not self.learn.world.is_first and 'parts' not in state:
             return path
@@ -283,26 +296,25 @@ class Checkpoint(Callback):
         self._writing = self._thread.submit(self._write, state, path, info)
         return path
 
-    def _with_own_files(self, state: dict[str, Any], path: Path) -> dict[str, Any]:
-        "Let callbacks write their files in the first process; return the state with a list of them."
+    def _write_own_files(self, state: dict[str, Any], path: Path) -> dict[str, Any]:
+        "Let callbacks write their files in rank 0, and return the state with a list of these files."
         learn = self.learn
         write = partial(write_own_files, learn, path) if learn.world.is_first else dict
         files = learn.world.run_on_all(write)
         return {**state, 'files': files} if files else state
 
-    def _snapshot(self, place: str) -> tuple[dict[str, Any], Path, dict[str, Any]]:
-        "Copy the state to host memory; return it, the file it is for, and what is said of it there."
-        learn, folder = self.learn, self.checkpoint_folder()
+    def _take_snapshot(self, place: str) -> tuple[dict[str, Any], Path, dict[str, Any]]:
+        "Copy the state to host memory, and return the copy, the path of the file, and the file's metadata."
+        learn = self.learn
+        folder = self.checkpoint_folder()
         if self._lock is not None and not (folder / '.lock').exists():
-            self._take_another_folder()
-        state, time = self._state(place), learn.time
-        path = Path(
-            learn.world.broadcast(
-                str(next_path(folder, time.ep, time.ba)) if learn.world.is_first else ''
-            )
-        )
+            self._recreate_folder()
+        state = self._collect_state(place)
+        time = learn.time
+        name = str(next_path(folder, time.ep, time.ba)) if learn.world.is_first else ''
+        path = Path(learn.world.broadcast(name))
         info = {
-            'learnkit': _version(),
+            'learnkit': _get_version(),
             'torch': str(torch.__version__),
             'run': self._run_id,
             'place': place,
@@ -310,18 +322,16 @@ class Checkpoint(Callback):
             'ba': time.ba,
             'saved': datetime.now(UTC).isoformat('T', 'seconds'),
         }
-        if self._watched:
-            name, mode = self._watched
-            info |= {
-                'monitor': name,
-                'mode': mode,
-                'value': as_number(self, name, self._value(name, place)),
-            }
+        if self._monitored:
+            name, mode = self._monitored
+            value = as_number(self, name, self._get_monitored_value(name, place))
+            info |= {'monitor': name, 'mode': mode, 'value': value}
         return state, path, info
 
-    def _state(self, place: str) -> dict[str, Any]:
-        "Return the state on the host: all of it in the first process, in the others what they write of it."
-        learn, state = self.learn, collect_state(self.learn, place)
+    def _collect_state(self, place: str) -> dict[str, Any]:
+        "Return the state in host memory: the whole state in rank 0, the rank's shards in other ranks."
+        learn = self.learn
+        state = collect_state(learn, place)
         if not self.sharded:
             state = whole_state(state)
         elif mesh_of(learn.model) is not None:
@@ -335,24 +345,25 @@ class Checkpoint(Callback):
             return state
         return copy_to_host(state, self._buffers)
 
-    def _take_another_folder(self) -> None:
-        "Make the folder anew, which somebody has removed with its lock."
-        assert self._lock is not None  # it is being written to
+    def _recreate_folder(self) -> None:
+        "Create and lock a folder that was removed during the run."
+        assert self._lock is not None  # checked by the caller
         self._lock.release()
         self._lock.folder.mkdir(parents=True, exist_ok=True)
         self._lock.acquire()
 
-    def _value(self, name: str, place: str) -> Any:
-        "Return the monitored value as it is now, None where nothing has measured it here."
-        at_end, recorder = place in ('epoch', 'iteration'), recorder_of(self.learn)
+    def _get_monitored_value(self, name: str, place: str) -> Any:
+        "Return the current monitored value, or None if it was not measured at this time."
+        is_epoch_end = place in ('epoch', 'iteration')
         if callable(self.monitor):
-            return self.monitor(self.learn) if at_end else None
+            return self.monitor(self.learn) if is_epoch_end else None
+        recorder = recorder_of(self.learn)
         if recorder is None:
             return None
         latest = recorder.evaluations[-1] if recorder.evaluations else {}
         if latest.get('ba') == self.learn.time.ba and name in latest:
             return latest[name]
-        return (epoch_row(self) or {}).get(name) if at_end else None
+        return (epoch_row(self) or {}).get(name) if is_epoch_end else None
 
     def _write(self, state: dict[str, Any], path: Path, info: dict[str, Any]) -> None:
         if 'parts' in state:
@@ -360,175 +371,178 @@ class Checkpoint(Callback):
         if not self._is_writer:
             return
         write_state(path, state, info)
-        self._own.append(Entry(path, parse_number(path), info))
-        for old in find_superfluous(self._own, self.keep_last, self.keep_best):
+        self._run_entries.append(Entry(path, parse_number(path), info))
+        for old in find_superfluous(self._run_entries, self.keep_last, self.keep_best):
             old.unlink(missing_ok=True)
             remove_parts(old)
             remove_own_files(old)
-            self._own = [e for e in self._own if e.path != old]
+            self._run_entries = [e for e in self._run_entries if e.path != old]
 
     def _write_parts(self, state: dict[str, Any], path: Path) -> dict[str, Any]:
-        "Write this process's parts; return what the file is to have of those of all."
-        assert self._writers is not None  # they were made when the parts were taken
+        "Write this rank's shards, and return the state with an index of all ranks' shards instead of tensors."
+        assert self._writers is not None  # created by `_collect_state`
         parts = state['parts']
         written = self._writers.write(parts['tensors'], find_parts_folder(path))
         return {**state, 'parts': {'places': parts['places'], **written}}
 
-    def _write_alike(self, state: dict[str, Any], path: Path, info: dict[str, Any]) -> None:
-        "Write in the first process while the others wait, or write their parts."
+    def _write_on_all_ranks(self, state: dict[str, Any], path: Path, info: dict[str, Any]) -> None:
+        "Write the file in rank 0, while other ranks write their shards or wait."
         world = self.learn.world
-        world.run_on_all(
-            partial(self._write, state, path, info) if world.is_first or 'parts' in state else noop
-        )
+        is_writer = world.is_first or 'parts' in state
+        world.run_on_all(partial(self._write, state, path, info) if is_writer else noop)
 
-    def _wait_alike(self) -> None:
+    def _wait_on_all_ranks(self) -> None:
         self.learn.world.run_on_all(self._wait)
 
     def _wait(self) -> None:
-        "Wait for the checkpoint that is being written, and raise what that has raised."
+        "Wait for the checkpoint that is being written, and raise an error of the background thread."
         if self._writing is None:
             return
         wait([self._writing])  # Ctrl-C ends the waiting, not the writing
-        written, self._writing = self._writing, None
-        written.result()
+        future = self._writing
+        self._writing = None
+        future.result()
 
-    # -- leaving -----------------------------------------------------------------------------------
+    # -- preemption --------------------------------------------------------------------------------
 
     def on_evaluation(self) -> None:
-        "Copy the state as it is now: an evaluation changes it in ways that only its end undoes."
+        "Copy the state before an evaluation, whose changes are undone only at its end."
         learn = self.learn
         if not (self.preemption and self._run_id and learn.fitting and learn.run.depth == 1):
             return
         if learn.world.size > 1:
-            return  # they agree between batches of training only
+            return  # ranks agree to stop between training batches only
         self._wait()
-        self._broken_off = self._snapshot('within' if 'train' in learn.run.levels else 'evaluation')
+        place = 'within' if 'train' in learn.run.levels else 'evaluation'
+        self._eval_snapshot = self._take_snapshot(place)
 
     def after_fit(self) -> None:
-        "Wait for the last checkpoint, and hear of a late signal, where all processes can still do so together."
+        "Wait for the last checkpoint, and share a late SIGTERM between the ranks while all of them still run."
         if not (self.learn.fitting and self.learn.run.depth == 1 and self._run_id):
             return
-        self._wait_alike()
-        self._stop.received = self.learn.world.any(self._stop.received)
+        self._wait_on_all_ranks()
+        self._stop_request.received = self.learn.world.any(self._stop_request.received)
 
     def after_epoch(self) -> None:
-        self.learn.world.post('leave', self._stop.received)  # before all agree
+        self.learn.world.post('leave', self._stop_request.received)  # before ranks exchange posts
 
     def after_eval(self) -> None:
         if self.learn.run.depth == 1:
-            self._broken_off = None
+            self._eval_snapshot = None
 
     def before_batch(self) -> None:
-        "Break off an evaluation when it is asked for."
-        if self._stop.received and self._evaluates():
+        "Interrupt an evaluation after SIGTERM."
+        if self._stop_request.received and self._is_evaluating():
             self._leave_evaluation()
 
-    def _evaluates(self) -> bool:
-        return (
-            self._broken_off is not None and self.learn.run.evaluating and self.learn.run.depth == 1
-        )
+    def _is_evaluating(self) -> bool:
+        run = self.learn.run
+        return self._eval_snapshot is not None and run.evaluating and run.depth == 1
 
     def on_draw_failed(self) -> None:
-        "Take the failure of workers that got the signal too for the stop that it asked for."
-        if not self._stop.received:
+        "Save and exit after SIGTERM, which may have ended the loader's workers, too."
+        if not self._stop_request.received:
             return
-        if self._evaluates():
+        if self._is_evaluating():
             self._leave_evaluation()
         elif self.learn.training and self.learn.run.depth == 1 and self.learn.world.size == 1:
             self.learn.iter -= 1  # this batch was not drawn
-            self._leave('batch')
+            self._save_and_leave('batch')
 
-    def _leave(self, place: str) -> None:
+    def _save_and_leave(self, place: str) -> None:
         try:
-            self._wait_alike()
+            self._wait_on_all_ranks()
         finally:
-            # the one before may have failed, as long as this one does not
-            self._finish(*self._snapshot(place))
+            # also if the previous checkpoint could not be written
+            self._write_and_leave(*self._take_snapshot(place))
 
     def _leave_evaluation(self) -> None:
-        assert self._broken_off is not None
-        (state, path, info), self._broken_off = self._broken_off, None
-        self._finish(state, path, info)
+        assert self._eval_snapshot is not None
+        state, path, info = self._eval_snapshot
+        self._eval_snapshot = None
+        self._write_and_leave(state, path, info)
 
-    def _finish(self, state: dict[str, Any], path: Path, info: dict[str, Any]) -> None:
-        state = self._with_own_files(state, path)
-        self._write_alike(state, path, info)
+    def _write_and_leave(self, state: dict[str, Any], path: Path, info: dict[str, Any]) -> None:
+        state = self._write_own_files(state, path)
+        self._write_on_all_ranks(state, path, info)
         if self.learn.world.is_first:
             print(f'SIGTERM: the run is saved in {path}', file=sys.stderr, flush=True)
-        self._stop.received = False
-        if any(isinstance(cb, Checkpoint) and cb._stop.received for cb in self.learn.cbs):
-            return  # it saves, too
+        self._stop_request.received = False
+        checkpoints = [cb for cb in self.learn.cbs if isinstance(cb, Checkpoint)]
+        if any(cb._stop_request.received for cb in checkpoints):
+            return  # the last Checkpoint that saves ends the process
         if not in_ipython():
-            self._stop.leave()
+            self._stop_request.leave()
         raise CancelFitException
 
     def cleanup(self) -> None:
-        "Wait for the writer, and give folder and signals back."
+        "Wait for the background thread, release the folder, and restore the signal handler."
         try:
             self._wait()
         finally:
-            self._stop.restore()
-            asked, self._stop.received, self._broken_off, self._run_id = (
-                self._stop.received,
-                False,
-                None,
-                '',
-            )
+            self._stop_request.restore()
+            must_leave = self._stop_request.received
+            self._stop_request.received = False
+            self._eval_snapshot = None
+            self._run_id = ''
             try:
                 if self._thread is not None:
                     self._thread.shutdown()
             finally:
-                if self._lock is not None:
-                    self._lock.release()
-                self._lock, self._thread, self._buffers, self._own, self._has_folder = (
-                    None,
-                    None,
-                    {},
-                    [],
-                    False,
-                )
-                if self._writers is not None:
-                    self._writers.close()
-                self._writers, self._is_writer = None, False
-        if asked and not in_ipython():
-            self._stop.leave()
+                self._release_resources()
+        if must_leave and not in_ipython():
+            self._stop_request.leave()
+
+    def _release_resources(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
+        self._thread = None
+        self._buffers = {}
+        self._run_entries = []
+        self._has_folder = False
+        if self._writers is not None:
+            self._writers.close()
+        self._writers = None
+        self._is_writer = False
 
     def state_dict(self) -> dict[str, Any]:
-        "Return when it last looked whether a checkpoint was due."
-        return {'before': self._before.state_dict()}
+        "Return the time at which the interval was last checked."
+        return {'before': self._last_check.state_dict()}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Go on from there."
-        self._before, self._next = Timestamp.from_state_dict(sd['before']), 0.0
+        "Restore the time at which the interval was last checked."
+        self._last_check = Timestamp.from_state_dict(sd['before'])
+        self._next_due = 0.0
 
 
-def _next_multiple(now: Timestamp, every: Time) -> float:
-    "Return the next multiple of an interval, as a plain number that is not above it by a rounding."
+def _find_next_multiple(now: Timestamp, every: Time) -> float:
+    "Return the next multiple of an interval as a number, rounded down so that no checkpoint is skipped."
     return (now._in(every.unit) // every.value + 1 - 1e-6) * every.value
 
 
 @cache
-def _version() -> str:
+def _get_version() -> str:
     try:
         return version('learnkit')
     except PackageNotFoundError:
         return ''
 
 
-def _mode_of(monitor: Any) -> str:
-    "Return 'min' or 'max', as is known of a metric; raise `OptionError` where nothing is."
+def _find_mode(monitor: Any) -> str:
+    "Return 'min' or 'max' for a known metric. Raises `OptionError` for an unknown one."
     if not callable(monitor) and not (isinstance(monitor, str) and monitor):
         raise OptionError(
             f'monitor={monitor!r}: give a column of the history, such as `valid_loss`, or a function of '
             'the learner.'
         )
-    way = MetricProperties().get(_name_of(monitor))
-    if way in ('lower', 'higher'):
-        return 'min' if way == 'lower' else 'max'
+    direction = MetricProperties().get(_get_name(monitor))
+    if direction in ('lower', 'higher'):
+        return 'min' if direction == 'lower' else 'max'
     raise OptionError(
-        f"Nobody has said which values of {_name_of(monitor)!r} are better: give mode='min' or 'max'."
+        f"It is not known which values of {_get_name(monitor)!r} are better: give mode='min' or 'max'."
     )
 
 
-def _name_of(monitor: Any) -> str:
+def _get_name(monitor: Any) -> str:
     return monitor if isinstance(monitor, str) else name_of(monitor)

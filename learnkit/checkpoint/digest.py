@@ -1,4 +1,4 @@
-"""What proves that two states are the same to the last bit, and says where they are not."""
+"""Digests and differences of nested states: bitwise equality, and the places in which two states differ."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from learnkit.engine.callback_state import nondeterministic_state
 
 __all__ = ['WALL_CLOCK', 'digest', 'differences', 'learn_digest', 'learn_state']
 
-# what a checkpoint's state holds of the clock; `Timestamp` stands for the state of any, wherever it is
+# entries of a checkpoint that depend on the clock; `Timestamp` matches the state of a Timestamp at any place
 WALL_CLOCK = ('loop.sec', 'loop.seconds', 'callbacks.*.history.*.time', 'Timestamp.sec')
 
-# the sections of a checkpoint whose differences tell the most come first; random generators tell the least
+# sections of a checkpoint in the order of differences: the most useful first, random generators last
 SECTIONS = ('model', 'loss_func', 'optimizer', 'grads', 'frozen', 'callbacks', 'loop', 'position')
 
-Place = tuple[Any, ...]  # the keys that lead to a value
-Patterns = frozenset[tuple[str, ...]]  # places that are left out, below the value at hand
+Place = tuple[Any, ...]  # keys that lead to a value
+Patterns = frozenset[tuple[str, ...]]  # excluded places, relative to the current value
 
 
 def digest(
-    state: Any,  # tensors, numbers, texts, bytes, None; lists, tuples and dicts of them
-    leave_out: Iterable[str] = WALL_CLOCK,  # keys that do not count: `a.b.c`, `*` for any key
+    state: Any,  # tensors, numbers, strings, bytes, None; lists, tuples and dicts of these
+    leave_out: Iterable[str] = WALL_CLOCK,  # places to exclude: `a.b.c`, `*` for any key
 ) -> str:
-    """Return the SHA-256 of a nested state: equal for states that are equal to the last bit, and for no others.
+    """Return the SHA-256 of a nested state, which is equal for bitwise equal states only.
 
-    It depends on the keys of a dict, not on their order; on the dtype, shape and bytes of a tensor, not on its device
-    or layout. 1, 1.0 and True differ, as do 0.0 and -0.0, a list and a tuple; NaN equals itself. NumPy's numbers count
-    as Python's. Of a checkpoint's state the times are left out, with what its entry `wall_clock` (`{callback: names}`)
-    lists. Raises `OptionError`, with the place, for anything else in a state.
+    The digest depends on the keys of a dict, not on their order, and on the dtype, shape and bytes of a tensor, not on
+    its device or layout. 1, 1.0 and True differ, as do 0.0 and -0.0, a list and a tuple; NaN equals itself. NumPy
+    scalars are treated as Python numbers. Of a checkpoint's state, times are excluded, and the names that the entry
+    `wall_clock` (`{callback: names}`) lists. Raises `OptionError`, with the place, for a value of any other type.
 
     >>> a, b = torch.ones(2), torch.ones(2)
     >>> digest({'a': a, 'lr': 0.1}) == digest({'lr': 0.1, 'a': b})
@@ -50,18 +50,20 @@ def digest(
     False
     """
     sha = sha256()
-    for piece in _pieces(state, (), _patterns(state, leave_out)):
+    for piece in _encode_pieces(state, (), _make_patterns(state, leave_out)):
         sha.update(piece)
     return sha.hexdigest()
 
 
 def differences(
-    first: Any,  # two states, as for `digest`
-    second: Any,
-    leave_out: Iterable[str] = WALL_CLOCK,  # places that do not count, as for `digest`
-    limit: int = 20,  # the most lines
+    first: Any,  # state, as for `digest`
+    second: Any,  # state to compare with
+    leave_out: Iterable[str] = WALL_CLOCK,  # places to exclude, as for `digest`
+    limit: int = 20,  # maximum number of lines
 ) -> list[str]:
-    """Return a line for each place in which two states differ, the model's first; none if their digests are equal.
+    """Return a line for each place in which two states differ, the model's first.
+
+    The list is empty if the digests are equal. Raises `OptionError` for a `limit` below 1.
 
     >>> a = {'model': {'0.weight': torch.zeros(2, 3)}, 'loop': {'epoch': 3}, 'rng': {'torch': torch.zeros(5)}}
     >>> b = {'model': {'0.weight': torch.eye(2, 3) / 8}, 'loop': {}, 'rng': {'torch': torch.ones(5)}}
@@ -73,18 +75,14 @@ def differences(
     if not isinstance(limit, int) or limit < 1:
         raise OptionError(f'limit={limit!r}: give a number of lines from 1 on.')
     leave_out = tuple(leave_out)
-    found = list(
-        _differences(first, second, (), _patterns(first, leave_out) | _patterns(second, leave_out))
-    )
-    found.sort(key=lambda one: _rank(one[0]))
-    lines = [
-        text if text.startswith('only in') else f'{_shown(place)}: {text}' for place, text in found
-    ]
+    patterns = _make_patterns(first, leave_out) | _make_patterns(second, leave_out)
+    found = sorted(_compare(first, second, (), patterns), key=lambda line: _rank_section(line[0]))
+    lines = [_format_line(place, text) for place, text in found]
     return lines if len(lines) <= limit else [*lines[:limit], f'and {len(lines) - limit} more']
 
 
 def learn_digest(learn: LearnerLike) -> str:
-    """Return the digest of a Learner as it is: weights, buffers, optimizer, callbacks, counters and generators.
+    """Return the digest of a Learner: weights, buffers, optimizer, callbacks, counters and random generators.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner()
@@ -99,7 +97,7 @@ def learn_digest(learn: LearnerLike) -> str:
 
 
 def learn_state(learn: LearnerLike) -> dict[str, Any]:
-    "Return what `learn_digest` is computed from, for `differences`; its tensors are the Learner's own."
+    "Return the state that `learn_digest` hashes, for `differences`. Its tensors are not copied."
     loss = learn.loss_func
     return {
         'model': whole_state(bare_model(learn.model).state_dict()),
@@ -112,29 +110,26 @@ def learn_state(learn: LearnerLike) -> dict[str, Any]:
     }
 
 
-# What is left out
+# Excluded places
 
 
-def _patterns(state: Any, leave_out: Iterable[str]) -> Patterns:
-    "Return the places that are left out, with those that a checkpoint's state names itself."
+def _make_patterns(state: Any, leave_out: Iterable[str]) -> Patterns:
+    "Return the excluded places, including the places that a checkpoint's entry `wall_clock` lists."
     if isinstance(leave_out, str):
         raise OptionError(f'leave_out={leave_out!r}: give a list of places.')
     patterns = {tuple(place.split('.')) for place in leave_out}
-    own = state.get('wall_clock') if patterns and isinstance(state, Mapping) else None
-    if isinstance(own, Mapping):
-        patterns |= {
-            ('callbacks', str(key), *str(name).split('.'))
-            for key, names in own.items()
-            for name in names
-        }
+    listed = state.get('wall_clock') if patterns and isinstance(state, Mapping) else None
+    if isinstance(listed, Mapping):
+        for key, names in listed.items():
+            patterns |= {('callbacks', str(key), *str(name).split('.')) for name in names}
     return frozenset(patterns)
 
 
-def _counts(
+def _select_keys(
     state: Mapping[Any, Any] | Sequence[Any],
     patterns: Patterns,
 ) -> dict[Any, Patterns]:
-    "Return the keys of a state that count, each with what is left out further in."
+    "Return the keys or indices of a state that are not excluded, each with the patterns for its value."
     keys = list(state) if isinstance(state, Mapping) else range(len(state))
     if not patterns:
         return dict.fromkeys(keys, patterns)
@@ -148,39 +143,40 @@ def _counts(
 # Digests
 
 
-def _pieces(value: Any, place: Place, patterns: Patterns) -> Iterator[Any]:
-    "Yield bytes that no other value has: each begins with its kind and its length."
+def _encode_pieces(value: Any, place: Place, patterns: Patterns) -> Iterator[Any]:
+    "Yield bytes that are unique to a value: each piece begins with the value's kind and its length."
     if isinstance(value, Tensor):
-        yield from _tensor_pieces(value, place)
+        yield from _encode_tensor(value, place)
     elif isinstance(value, Mapping):
-        entries = _by_code(value, place, patterns)
-        yield _head(b'D', len(entries))
+        entries = _encode_keys(value, place, patterns)
+        yield _make_head(b'D', len(entries))
         for code, (k, inner) in sorted(entries.items()):
             yield code
-            yield from _pieces(value[k], (*place, k), inner)
+            yield from _encode_pieces(value[k], (*place, k), inner)
     elif isinstance(value, (list, tuple)):
-        counts = _counts(value, patterns)
-        yield _head(b'L' if isinstance(value, list) else b'T', len(counts))
-        for i, inner in counts.items():
-            yield from _pieces(value[i], (*place, i), inner)
+        selected = _select_keys(value, patterns)
+        yield _make_head(b'L' if isinstance(value, list) else b'T', len(selected))
+        for i, inner in selected.items():
+            yield from _encode_pieces(value[i], (*place, i), inner)
     else:
-        kind, content = _scalar(value, place)
-        yield _head(kind, len(content)) + content
+        kind, content = _encode_scalar(value, place)
+        yield _make_head(kind, len(content)) + content
 
 
-def _code(value: Any, place: Place) -> bytes:
-    return b''.join(_pieces(value, place, frozenset()))
+def _encode(value: Any, place: Place) -> bytes:
+    return b''.join(_encode_pieces(value, place, frozenset()))
 
 
-def _by_code(
+def _encode_keys(
     state: Mapping[Any, Any], place: Place, patterns: Patterns
 ) -> dict[bytes, tuple[Any, Patterns]]:
-    "Return the keys that count by their bytes, which tell 1, 1.0 and True apart, with what is left out further in."
-    return {_code(k, (*place, k)): (k, inner) for k, inner in _counts(state, patterns).items()}
+    "Return `_select_keys` by the keys' bytes, in which 1, 1.0 and True differ."
+    selected = _select_keys(state, patterns)
+    return {_encode(k, (*place, k)): (k, inner) for k, inner in selected.items()}
 
 
-def _scalar(value: Any, place: Place) -> tuple[bytes, bytes]:
-    "Return the kind and the content of what holds no other values."
+def _encode_scalar(value: Any, place: Place) -> tuple[bytes, bytes]:
+    "Return the kind and the content of a value that contains no other values."
     if isinstance(value, np.generic):
         value = value.item()
     match value:
@@ -199,39 +195,38 @@ def _scalar(value: Any, place: Place) -> tuple[bytes, bytes]:
         case bytes():
             return b'Y', value
     raise OptionError(
-        f'{_shown(place)} is a {type(value).__name__}, which has no digest. Keep tensors, numbers, '
-        'texts, and lists, tuples or dicts of them.'
+        f'{_format_place(place)} is a {type(value).__name__}, which has no digest. Keep tensors, '
+        'numbers, strings, and lists, tuples or dicts of them.'
     )
 
 
-def _head(kind: bytes, length: int) -> bytes:
+def _make_head(kind: bytes, length: int) -> bytes:
     return kind + struct.pack('<q', length)
 
 
-def _tensor_pieces(t: Tensor, place: Place) -> Iterator[Any]:
-    t = _strided(t, place)
+def _encode_tensor(t: Tensor, place: Place) -> Iterator[Any]:
+    t = _copy_to_host(t, place)
     if t.is_sparse:
-        yield from _pieces((b'sparse', list(t.shape), t.indices(), t.values()), place, frozenset())
+        yield from _encode_pieces(
+            (b'sparse', list(t.shape), t.indices(), t.values()), place, frozenset()
+        )
         return
-    content = _rows(t).reshape(-1)
-    yield _head(b'A', len(content)) + _code((_dtype(t), list(t.shape)), place)
+    content = _view_bytes(t).reshape(-1)
+    yield _make_head(b'A', len(content)) + _encode((_get_dtype(t), list(t.shape)), place)
     yield content.numpy()
 
 
-def _strided(t: Tensor, place: Place) -> Tensor:
-    "Return a tensor on the host without gaps; raise `OptionError` for one that has no values to look at."
-    if (
-        is_lazy(t)
-        or t.is_meta
-        or t.is_quantized
-        or t.layout not in (torch.strided, torch.sparse_coo)
-    ):
-        kind = (
-            'has no values yet'
-            if is_lazy(t) or t.is_meta
-            else f'is {"quantized" if t.is_quantized else t.layout}'
-        )
-        raise OptionError(f'{_shown(place)} is a tensor that {kind}: it has no digest.')
+def _copy_to_host(t: Tensor, place: Place) -> Tensor:
+    "Return a contiguous or coalesced tensor on the CPU. Raises `OptionError` for tensors without readable values."
+    problem = ''
+    if is_lazy(t) or t.is_meta:
+        problem = 'has no values yet'
+    elif t.is_quantized:
+        problem = 'is quantized'
+    elif t.layout not in (torch.strided, torch.sparse_coo):
+        problem = f'is {t.layout}'
+    if problem:
+        raise OptionError(f'{_format_place(place)} is a tensor that {problem}: it has no digest.')
     t = t.detach().cpu()
     return t.coalesce() if t.is_sparse else t.resolve_conj().resolve_neg().contiguous()
 
@@ -239,115 +234,127 @@ def _strided(t: Tensor, place: Place) -> Tensor:
 # Differences
 
 
-def _differences(a: Any, b: Any, place: Place, patterns: Patterns) -> Iterator[tuple[Place, str]]:
-    if place[:1] == ('rng',) and len(place) == 2:  # its thousands of words tell nobody anything
+def _compare(a: Any, b: Any, place: Place, patterns: Patterns) -> Iterator[tuple[Place, str]]:
+    "Yield the place and a description of each difference between two values."
+    if place[:1] == ('rng',) and len(place) == 2:  # the numbers of a generator's state mean nothing
         if digest(a) != digest(b):
             yield place, 'differs'
     elif isinstance(a, Mapping) and isinstance(b, Mapping):
-        yield from _of_dicts(a, b, place, patterns)
+        yield from _compare_dicts(a, b, place, patterns)
     elif (
         isinstance(a, (list, tuple))
         and isinstance(b, (list, tuple))
         and isinstance(a, list) == isinstance(b, list)
     ):
-        yield from _of_lists(a, b, place, patterns)
+        yield from _compare_lists(a, b, place, patterns)
     elif isinstance(a, Tensor) and isinstance(b, Tensor):
-        if text := _of_tensors(_strided(a, place), _strided(b, place)):
+        text = _compare_tensors(_copy_to_host(a, place), _copy_to_host(b, place))
+        if text:
             yield place, text
-    elif _code(a, place) != _code(b, place):
-        yield place, _of_values(a, b)
+    elif _encode(a, place) != _encode(b, place):
+        yield place, _describe_values(a, b)
 
 
-def _of_dicts(
+def _compare_dicts(
     a: Mapping[Any, Any], b: Mapping[Any, Any], place: Place, patterns: Patterns
 ) -> Iterator[Any]:
-    here, there = _by_code(a, place, patterns), _by_code(b, place, patterns)
-    for code, (k, inner) in here.items():
-        if code in there:
-            yield from _differences(a[k], b[k], (*place, k), inner)
+    a_keys = _encode_keys(a, place, patterns)
+    b_keys = _encode_keys(b, place, patterns)
+    for code, (k, inner) in a_keys.items():
+        if code in b_keys:
+            yield from _compare(a[k], b[k], (*place, k), inner)
         else:
-            yield (*place, k), f'only in the first: {_shown((*place, k))}'
-    for code, (k, _) in there.items():
-        if code not in here:
-            yield (*place, k), f'only in the second: {_shown((*place, k))}'
+            yield (*place, k), f'only in the first: {_format_place((*place, k))}'
+    for code, (k, _) in b_keys.items():
+        if code not in a_keys:
+            yield (*place, k), f'only in the second: {_format_place((*place, k))}'
 
 
-def _of_lists(
+def _compare_lists(
     a: Sequence[Any], b: Sequence[Any], place: Place, patterns: Patterns
 ) -> Iterator[tuple[Place, str]]:
-    "Yield a line for other lengths, and one for all the entries that differ: lists are long."
+    "Yield a line for different lengths, and a single line for all entries that differ, as lists are long."
     if len(a) != len(b):
         yield place, f'{len(a)} and {len(b)} entries'
-    counts = _counts(a[: len(b)], patterns)
-    found = [
-        next(_differences(a[i], b[i], (*place, i), inner), None) for i, inner in counts.items()
-    ]
-    differ = [one for one in found if one is not None]
-    if len(differ) == 1:
-        yield differ[0]
-    elif differ:
-        where, text = differ[0]
-        first = text if text.startswith('only in') else f'{_shown(where[len(place) :])}: {text}'
-        yield place, f'{len(differ)} of {len(found)} entries differ, first {first}'
+    selected = _select_keys(a[: len(b)], patterns)
+    firsts = [next(_compare(a[i], b[i], (*place, i), p), None) for i, p in selected.items()]
+    found = [first for first in firsts if first is not None]
+    if len(found) == 1:
+        yield found[0]
+    elif found:
+        entry, text = found[0]
+        first_line = _format_line(entry[len(place) :], text)
+        yield place, f'{len(found)} of {len(selected)} entries differ, first {first_line}'
 
 
-def _of_tensors(a: Tensor, b: Tensor) -> str:
-    "Say how two tensors differ, in an empty text if they do not."
+def _compare_tensors(a: Tensor, b: Tensor) -> str:
+    "Return a description of the difference of two tensors, an empty string if they are equal."
     if (a.dtype, a.shape, a.layout) != (b.dtype, b.shape, b.layout):
-        return f'{_form(a)} and {_form(b)}'
+        return f'{_describe_tensor(a)} and {_describe_tensor(b)}'
     if a.is_sparse:
-        return (
-            '' if _code(a, ()) == _code(b, ()) else f'sparse {_form(a)}, indices or values differ'
-        )
-    at = (_rows(a) != _rows(b)).any(1).nonzero().flatten()
-    if not len(at):
+        is_equal = _encode(a, ()) == _encode(b, ())
+        return '' if is_equal else f'sparse {_describe_tensor(a)}, indices or values differ'
+    indices = (_view_bytes(a) != _view_bytes(b)).any(1).nonzero().flatten()
+    if not len(indices):
         return ''
-    x, y = (t.flatten()[at] for t in (a, b))
-    values = f'{_number(x[0])} and {_number(y[0])}'
+    x, y = (t.flatten()[indices] for t in (a, b))
+    values = f'{_format_number(x[0])} and {_format_number(y[0])}'
     if a.numel() == 1:
         return values
-    wide = torch.complex128 if a.is_complex() else torch.float64
-    gap = float((x.to(wide) - y.to(wide)).abs().max())
+    dtype = torch.complex128 if a.is_complex() else torch.float64
+    gap = float((x.to(dtype) - y.to(dtype)).abs().max())
     size = f'at most {gap:.2g}' if gap else 'in bits alone'
-    first = [int(i) for i in np.unravel_index(int(at[0]), a.shape)]
-    return f'{len(at)} of {a.numel()} elements differ, {size} (first at {first}: {values})'
+    first = [int(i) for i in np.unravel_index(int(indices[0]), a.shape)]
+    return f'{len(indices)} of {a.numel()} elements differ, {size} (first at {first}: {values})'
 
 
-def _rows(t: Tensor) -> Tensor:
-    "Return the bytes of a tensor, a row an element."
+def _view_bytes(t: Tensor) -> Tensor:
+    "Return the bytes of a tensor, shape (element, byte)."
     return t.reshape(-1).view(torch.uint8).reshape(t.numel(), t.itemsize)
 
 
-def _of_values(a: Any, b: Any) -> str:
+def _describe_values(a: Any, b: Any) -> str:
     if type(a) is type(b):
-        return f'{_short(a)} and {_short(b)}'
-    return ' and '.join(
-        _form(v) if isinstance(v, Tensor) else f'{_short(v)} ({type(v).__name__})' for v in (a, b)
-    )
+        return f'{_shorten(a)} and {_shorten(b)}'
+    return f'{_describe_value(a)} and {_describe_value(b)}'
 
 
-def _short(value: Any) -> str:
-    return text if len(text := repr(value)) <= 80 else f'{text[:40]}...{text[-37:]}'
+def _describe_value(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return _describe_tensor(value)
+    return f'{_shorten(value)} ({type(value).__name__})'
 
 
-def _number(t: Tensor) -> str:
-    return str((t.float() if t.is_floating_point() and t.itemsize < 4 else t).numpy()[()])
+def _shorten(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f'{text[:40]}...{text[-37:]}'
 
 
-def _form(t: Tensor) -> str:
-    return f'{_dtype(t)} {list(t.shape)}'
+def _format_number(t: Tensor) -> str:
+    if t.is_floating_point() and t.itemsize < 4:
+        t = t.float()  # NumPy has no bfloat16 and no float8
+    return str(t.numpy()[()])
 
 
-def _dtype(t: Tensor) -> str:
+def _describe_tensor(t: Tensor) -> str:
+    return f'{_get_dtype(t)} {list(t.shape)}'
+
+
+def _get_dtype(t: Tensor) -> str:
     return str(t.dtype).removeprefix('torch.')
 
 
-def _rank(place: Place) -> int:
+def _rank_section(place: Place) -> int:
+    "Return the rank of a place's section in the order of differences."
     section = place[0] if place else ''
     return SECTIONS.index(section) if section in SECTIONS else len(SECTIONS) + (section == 'rng')
 
 
-def _shown(place: Place) -> str:
-    "Show the keys that lead to a value: texts with dots between, others in brackets."
+def _format_line(place: Place, text: str) -> str:
+    return text if text.startswith('only in') else f'{_format_place(place)}: {text}'
+
+
+def _format_place(place: Place) -> str:
+    "Return the keys that lead to a value: strings separated by dots, other keys in brackets."
     text = ''.join(f'.{key}' if isinstance(key, str) else f'[{key!r}]' for key in place)
     return text.removeprefix('.') or 'the state'

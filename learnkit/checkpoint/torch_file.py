@@ -1,8 +1,8 @@
-"""Read files of `torch.save` (`.pth`), whoever made them: archive and pickle are checked before torch reads them.
+"""Read files of `torch.save` (`.pth`) from any source: archive and pickle are checked before torch reads them.
 
-`torch.load(weights_only=True)` runs no code. It does not compare checksums, reads some archives
-differently from other programs, and calls a few functions whose result can be far larger than the
-file. What it leaves open is checked here."""
+`torch.load(weights_only=True)` runs no code. However, it does not compare checksums, reads some
+archives differently from other programs, and calls a few functions whose result can be far larger
+than the file. These cases are checked here."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from learnkit.core.errors import WeightsError
 
 __all__ = ['read_torch_file', 'damage']
 
-MAX_PICKLE = 64 << 20  # bytes; tensors are records of their own
-# lists, tuples, dicts and calls in a pickle: a byte each there, sixty in memory
+MAX_PICKLE = 64 << 20  # bytes; tensors are in separate records
+# lists, tuples, dicts and calls in a pickle: one byte each in the file, sixty in memory
 MAX_PARTS = 500_000
-MAX_MARKS = 1000  # lists, tuples and dicts that are open at a time
+MAX_MARKS = 1000  # depth of nested lists, tuples and dicts
 
 _RECORD = re.compile(
     r'[^/]+/(data\.pkl|version|byteorder|\.format_version|\.storage_alignment|'
     r'\.data/serialization_id|data/\d{1,20})',
     re.ASCII,
 )
-_DIRECTORY = 0x10  # an attribute of DOS: torch reads no bytes of such a record, and says nothing
-_PARTS = {'EMPTY_LIST', 'EMPTY_DICT', 'EMPTY_SET', 'TUPLE1', 'TUPLE2', 'TUPLE3', 'REDUCE'}
-_CLOSE = {'TUPLE', 'APPENDS', 'SETITEMS'}
-_END = struct.Struct('<4s4H2LH')  # the end of an archive, and its longer form with a pointer to it
-_LONG_END = struct.Struct('<4sQ2H2L4Q')
+_DIRECTORY = 0x10  # DOS attribute: torch silently reads no bytes of such a record
+_PART_OPS = {'EMPTY_LIST', 'EMPTY_DICT', 'EMPTY_SET', 'TUPLE1', 'TUPLE2', 'TUPLE3', 'REDUCE'}
+_CLOSING_OPS = {'TUPLE', 'APPENDS', 'SETITEMS'}
+_END = struct.Struct('<4s4H2LH')  # end of an archive
+_LONG_END = struct.Struct('<4sQ2H2L4Q')  # end of a zip64 archive, before `_POINTER` and `_END`
 _POINTER = struct.Struct('<4sLQL')
-_UNREADABLE = (
+_ZIP_ERRORS = (
     BadZipFile,
     EOFError,
     ValueError,
@@ -55,7 +55,7 @@ _UNREADABLE = (
 
 
 class _Inert:
-    "Stand-in for the objects besides tensors in fastai's files, which are read without running any of them."
+    "Stand-in for the objects other than tensors in fastai's files, so that no code of them runs."
 
     def __init__(self, *args: object) -> None:
         pass
@@ -64,7 +64,7 @@ class _Inert:
         pass
 
 
-_FASTAI = [
+_SAFE_GLOBALS = [
     (_Inert, name)
     for name in (
         'fastcore.foundation.L',
@@ -76,29 +76,33 @@ _FASTAI = [
 
 
 def read_torch_file(
-    path: Path,  # written by `torch.save`, of any version
-    device: torch.device | str | None = None,  # where its tensors are put; None: the CPU
+    path: Path,  # file written by any version of `torch.save`
+    device: torch.device | str | None = None,  # device of the tensors; None: the CPU
 ) -> Any:
-    "Return the content of a file. Raises `WeightsError` for what is damaged, asks for code, or is a bomb."
-    if other := _other_kind(path):
-        raise WeightsError(f'{path} is {other} Nothing was loaded.')
-    if wrong := damage(path):
-        raise WeightsError(f'{path} is damaged: {wrong}. Nothing was loaded.')
+    """Return the content of a file.
+
+    Raises `WeightsError` for a file that is damaged, would run code, or would need far more memory than its size.
+    """
+    other_kind = _detect_other_kind(path)
+    if other_kind:
+        raise WeightsError(f'{path} is {other_kind} Nothing was loaded.')
+    problem = damage(path)
+    if problem:
+        raise WeightsError(f'{path} is damaged: {problem}. Nothing was loaded.')
     try:
         _check_pickles(path)
-        # torch takes pairs, and does not say so
-        with safe_globals(_FASTAI):  # type: ignore[arg-type]
+        # torch accepts pairs, which its type annotation lacks
+        with safe_globals(_SAFE_GLOBALS):  # type: ignore[arg-type]
             content = torch.load(path, map_location=device or 'cpu', weights_only=True)
         _check_tensors(content, path.stat().st_size)
-    except Exception as e:  # bytes that are no pickle raise almost anything
-        unsafe = _unsafe(path) if isinstance(e, UnpicklingError) else []
+    except Exception as e:  # arbitrary bytes raise almost any type of error
+        unsafe = _list_unsafe_names(path) if isinstance(e, UnpicklingError) else []
         if unsafe:
-            raise WeightsError(
-                _why_unsafe(path, unsafe)
-            ) from None  # torch's own message says how to run the code
+            # without torch's message, which explains how to run the code
+            raise WeightsError(_explain_unsafe(path, unsafe)) from None
         reason = next(iter(str(e).splitlines()), '') or type(e).__name__
         if isinstance(e, UnpicklingError):
-            reason = 'its pickle is not that of plain weights'
+            reason = 'its pickle holds more than plain weights'
         raise WeightsError(
             f'{path} cannot be read as weights: {reason}. Nothing was loaded.'
         ) from None
@@ -109,10 +113,10 @@ def read_torch_file(
 
 
 def damage(path: str | Path) -> str | None:
-    """Return what is wrong with an archive of `torch.save`, None if it is whole.
+    """Return a description of what is wrong with an archive of `torch.save`, or None if it is undamaged.
 
-    Every byte of a record is read and compared with its checksum. Files in another format, of torch
-    before 1.6 for example, have no checksums and count as whole.
+    Every byte of a record is read and compared with its checksum. Files in another format, for
+    example of torch before 1.6, have no checksums and count as undamaged.
     """
     path = Path(path)
     with path.open('rb') as f:
@@ -125,13 +129,13 @@ def damage(path: str | Path) -> str | None:
             with ZipFile(f) as archive:
                 _check_table(archive, f)
                 bad = archive.testzip()
-        except _UNREADABLE as e:
+        except _ZIP_ERRORS as e:
             return f'{e}'.lower()
     return f'record {bad!r} is not as it was written' if bad else None
 
 
 def _check_table(archive: ZipFile, f: BinaryIO) -> None:
-    "Raise `ValueError` for a table of records that torch does not write, and might read differently."
+    "Raise `ValueError` for a table of records that torch does not write, and that other programs may read differently."
     _check_end(f)
     infos = archive.infolist()
     names = [info.orig_filename for info in infos]
@@ -146,38 +150,38 @@ def _check_table(archive: ZipFile, f: BinaryIO) -> None:
             raise ValueError(
                 f'it has a record {info.orig_filename[:80]!a}, which torch does not write'
             )
-    if len(set(names)) < len(names) or len({name.partition('/')[0] for name in names}) > 1:
+    folders = {name.partition('/')[0] for name in names}
+    if len(set(names)) < len(names) or len(folders) > 1:
         raise ValueError('it has records twice, or in two folders')
     if sum(info.file_size for info in infos) > f.seek(0, 2):
         raise ValueError('its records overlap')
 
 
 def _check_end(f: BinaryIO) -> None:
-    "Raise `ValueError` unless there is one way to find the table: readers differ where there are two."
+    "Raise `ValueError` unless the table can be found in one way only: with two ends, readers differ."
     size = f.seek(0, 2)
     f.seek(max(0, size - _LONG_END.size - _POINTER.size - _END.size))
     tail = f.read()
-    magic, *found, comment = _END.unpack(tail[-_END.size :])  # two disks, two counts, size, start
+    # fields: disk, first disk, number of records on this disk, number of records, length, start
+    magic, *fields, comment = _END.unpack(tail[-_END.size :])
     end = size - _END.size
     pointer = tail[-_END.size - _POINTER.size : -_END.size]
     if pointer.startswith(b'PK\6\7'):
         end -= _POINTER.size + _LONG_END.size
-        long_magic, length, _, _, *longer = _LONG_END.unpack(tail[: _LONG_END.size])
-        short = [
-            min(n, most) for n, most in zip(longer, [0xFFFF] * 4 + [0xFFFFFFFF] * 2, strict=True)
-        ]
-        if (long_magic, length, found) != (b'PK\6\6', 44, short) or _POINTER.unpack(pointer)[
-            1:3
-        ] != (0, end):
+        long_magic, long_length, _, _, *long_fields = _LONG_END.unpack(tail[: _LONG_END.size])
+        limits = [0xFFFF] * 4 + [0xFFFFFFFF] * 2
+        clipped = [min(n, limit) for n, limit in zip(long_fields, limits, strict=True)]
+        is_long_end = (long_magic, long_length, fields) == (b'PK\6\6', 44, clipped)
+        if not is_long_end or _POINTER.unpack(pointer)[1:3] != (0, end):
             raise ValueError('it has two ends')
-        found = longer
-    disk, first_disk, n_here, n, length, start = found
+        fields = long_fields
+    disk, first_disk, n_here, n, length, start = fields
     if magic != b'PK\5\6' or comment or disk or first_disk or n_here != n or start + length != end:
         raise ValueError('it has two ends, or was cut short')
 
 
-def _other_kind(path: Path) -> str:
-    "Return what kind of file it is if `torch.save` has not written it, else an empty string."
+def _detect_other_kind(path: Path) -> str:
+    "Return a description of a file that `torch.save` did not write, or an empty string for a file that it wrote."
     with path.open('rb') as f:
         start = f.read(2)
     if start not in (b'', b'PK') and start[:1] != b'\x80':
@@ -185,8 +189,8 @@ def _other_kind(path: Path) -> str:
     try:
         with ZipFile(path) as archive:
             names = archive.namelist()
-    except _UNREADABLE:
-        return ''  # or damaged
+    except _ZIP_ERRORS:
+        return ''  # written by torch before 1.6, or damaged
     if any(n.endswith('/models/model.json') for n in names):
         return (
             'a program that `learn.export` wrote, and no weights: run it by `torch.export.load(path).module()(x)`, '
@@ -203,18 +207,19 @@ def _other_kind(path: Path) -> str:
 
 
 def _check_pickles(path: Path) -> None:
-    "Raise `ValueError` for pickles that would take far more memory than they have bytes."
-    with _pickles(path) as pickles:
+    "Raise `ValueError` for pickles that would need far more memory than their size."
+    with _open_pickles(path) as pickles:
         for pickle in pickles:
             _check_pickle(pickle)
 
 
 @contextmanager
-def _pickles(path: Path) -> Iterator[list[BinaryIO]]:
+def _open_pickles(path: Path) -> Iterator[list[BinaryIO]]:
+    "Open a file's pickles, one in an archive, five in a row in a file of torch before 1.6."
     with path.open('rb') as f:
         if f.read(2) != b'PK':
             f.seek(0)
-            yield [f] * 5  # before torch 1.6: three for the version, the content, the tensors' keys
+            yield [f] * 5  # three for the version, one for the content, one for the tensors' keys
             return
         with ZipFile(f) as archive:
             info = next(info for info in archive.infolist() if info.filename.endswith('/data.pkl'))
@@ -229,8 +234,8 @@ def _check_pickle(pickle: BinaryIO) -> None:
     imported, strings = set[str](), set[str]()
     n_parts = n_marks = 0
     for op, value, _ in genops(pickle):
-        n_parts += op.name in _PARTS
-        n_marks += (op.name == 'MARK') - (op.name in _CLOSE)
+        n_parts += op.name in _PART_OPS
+        n_marks += (op.name == 'MARK') - (op.name in _CLOSING_OPS)
         if n_parts > MAX_PARTS or n_marks > MAX_MARKS:
             raise ValueError(f'it has more than {MAX_PARTS:,} lists and dicts, or too deep ones')
         if op.name == 'PROTO' and value != 2:
@@ -241,7 +246,7 @@ def _check_pickle(pickle: BinaryIO) -> None:
             imported.add(str(value).rpartition(' ')[2])
         elif op.name == 'BINUNICODE':
             strings.add(str(value)[:50])
-    if 'bytearray' in imported:  # of any size
+    if 'bytearray' in imported:  # could have any size
         raise ValueError('it asks for a bytearray')
     # 'hex' doubles its input each time
     if 'encode' in imported and any(map(_is_codec, strings - {'latin1'})):
@@ -256,19 +261,21 @@ def _is_codec(name: str) -> bool:
     return True
 
 
-def _unsafe(path: Path) -> list[str]:
-    "Return what a pickle asks for that is more than data; it is read, not run."
-    with safe_globals(_FASTAI):  # type: ignore[arg-type]  # as above
+def _list_unsafe_names(path: Path) -> list[str]:
+    "Return the names of functions and classes that a pickle would call, without running the pickle."
+    with safe_globals(_SAFE_GLOBALS):  # type: ignore[arg-type]  # as above
         try:
-            return sorted(ascii(name[:80])[1:-1] for name in get_unsafe_globals_in_checkpoint(path))
+            names = get_unsafe_globals_in_checkpoint(path)
         except Exception:
             return []  # an old or a broken file: the caller has the error already
+    return sorted(ascii(name[:80])[1:-1] for name in names)
 
 
-def _why_unsafe(path: Path, names: list[str]) -> str:
-    shown = ', '.join(names[:5]) + (', ...' if len(names) > 5 else '')
+def _explain_unsafe(path: Path, names: list[str]) -> str:
+    listed_names = ', '.join(names[:5]) + (', ...' if len(names) > 5 else '')
     text = (
-        f'{path} holds more than weights: loading it would run code ({shown}). Nothing was loaded.'
+        f'{path} holds more than weights: loading it would run code ({listed_names}). '
+        'Nothing was loaded.'
     )
     if any(n.startswith('fastai.') for n in names):
         return (
@@ -284,24 +291,24 @@ def _why_unsafe(path: Path, names: list[str]) -> str:
 
 
 def _check_tensors(content: Any, size: int) -> None:
-    "Raise `ValueError` for tensors with more bytes than the file has, or with the same bytes again and again."
-    stored: dict[int, int] = {}
-    seen: set[int] = set()
-    referred = 0
-    parts = [content]
-    while parts:
-        part = parts.pop()
-        if id(part) in seen:
+    "Raise `ValueError` for tensors with more bytes than the file, or for too many tensors that share their bytes."
+    storage_sizes: dict[int, int] = {}  # bytes by address
+    visited: set[int] = set()
+    n_referred = 0  # bytes of all tensors, shared storages counted repeatedly
+    queue = [content]
+    while queue:
+        value = queue.pop()
+        if id(value) in visited:
             continue
-        seen.add(id(part))
-        if isinstance(part, Mapping):
-            parts.extend(part.values())
-        elif isinstance(part, (list, tuple)):
-            parts.extend(part)
-        elif isinstance(part, Tensor) and part.layout is torch.strided:
-            memory = part.untyped_storage()
-            stored[memory.data_ptr()] = memory.nbytes()
-            referred += part.nbytes
-    n_bytes = sum(stored.values())
-    if n_bytes > size or refers_too_often(referred, n_bytes):
-        raise ValueError(f'{size:,} bytes hold tensors of {max(n_bytes, referred):,}')
+        visited.add(id(value))
+        if isinstance(value, Mapping):
+            queue.extend(value.values())
+        elif isinstance(value, (list, tuple)):
+            queue.extend(value)
+        elif isinstance(value, Tensor) and value.layout is torch.strided:
+            storage = value.untyped_storage()
+            storage_sizes[storage.data_ptr()] = storage.nbytes()
+            n_referred += value.nbytes
+    n_bytes = sum(storage_sizes.values())
+    if n_bytes > size or refers_too_often(n_referred, n_bytes):
+        raise ValueError(f'{size:,} bytes hold tensors of {max(n_bytes, n_referred):,}')

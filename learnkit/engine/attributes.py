@@ -1,4 +1,4 @@
-"""What a callback that says nothing about its state remembers: those of its attributes that changed, and are data."""
+"""Default state of a callback without `state_dict`: its attributes that changed and are plain data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ __all__ = [
     'lost_attributes',
 ]
 
-_NOTED, _BEGUN = '_as_added', '_as_begun'
+# attributes of a callback that hold copies of its attributes
+_ADDED_KEY = '_as_added'
+_BEGUN_KEY = '_as_begun'
 _NOT_STATE = frozenset(
     {
         'learn',
@@ -41,23 +43,23 @@ _NOT_STATE = frozenset(
         'run_in',
         'run_train',
         'run_valid',
-        _NOTED,
-        _BEGUN,
+        _ADDED_KEY,
+        _BEGUN_KEY,
         '_given_by_learnkit',
     }
 )
 _ATOMS = (type(None), bool, int, float, complex, str)
-_KIND = '__kind__'  # in the dict that stands for what a file of plain data has no place for
+_KIND = '__kind__'  # key of the type in a dict that encodes a value which is not plain data
 _DICTS: dict[str, Any] = {'dict': dict, 'OrderedDict': OrderedDict, 'Counter': Counter}
 _MAKERS: dict[str, Any] = {**_DICTS, 'L': L, 'set': set, 'frozenset': frozenset}
 _FACTORIES: dict[str, Callable[[], Any]] = {
     f.__name__: f for f in (list, dict, set, int, float, str)
 }
-LONGEST = 2000  # bits of a number
-# what is raised for values that no file holds
-NO_DATA = (OptionError, RecursionError, TypeError, ValueError)
-# made anew with the callback, or belonging to the Learner
-_NO_DATA = (
+_MAX_BITS = 2000  # of an integer
+# errors raised by `_encode` for values that a checkpoint cannot hold
+_ENCODE_ERRORS = (OptionError, RecursionError, TypeError, ValueError)
+# types that are created with the callback or the Learner, so no checkpoint needs them
+_RECREATED_TYPES = (
     FunctionType,
     MethodType,
     BuiltinFunctionType,
@@ -73,134 +75,147 @@ _NO_DATA = (
 
 
 def has_own_state(cb: Any) -> bool:
-    "Tell whether a callback cares for its state itself, as all of this package do."
-    return _is_ours(type(cb)) or getattr(type(cb), 'state_dict', None) not in (
-        None,
-        Callback.state_dict,
-    )
+    "Return True if the callback's class defines `state_dict`, or comes from this package."
+    state_dict = getattr(type(cb), 'state_dict', None)
+    return _is_from_learnkit(type(cb)) or state_dict not in (None, Callback.state_dict)
 
 
 def inherits_state(cb: Any) -> bool:
-    "Tell whether a callback of somebody else has the `state_dict` of one of this package, which knows not all of it."
-    by = next((cls for cls in type(cb).__mro__ if 'state_dict' in vars(cls)), Callback)
-    return not _is_ours(type(cb)) and by is not Callback and _is_ours(by)
+    """Return True if a user's class inherits `state_dict` from a callback of this package.
+
+    The inherited method does not know the attributes of the subclass.
+    """
+    definer = next((cls for cls in type(cb).__mro__ if 'state_dict' in vars(cls)), Callback)
+    is_inherited = definer is not Callback and _is_from_learnkit(definer)
+    return is_inherited and not _is_from_learnkit(type(cb))
 
 
 def keeps_attributes(cb: Any) -> bool:
-    "Tell whether attributes are all or a part of a callback's state."
+    "Return True if attributes are all or a part of a callback's state."
     return not has_own_state(cb) or inherits_state(cb)
 
 
-def _is_ours(cls: type) -> bool:
+def _is_from_learnkit(cls: type) -> bool:
     return cls.__module__.partition('.')[0] == 'learnkit'
 
 
 @cache
-def _names_of_ours(cls: Any) -> frozenset[str]:
-    "Return every name that the methods of a class's bases in this package use: attributes of these are theirs."
-    members = [
-        getattr(m, 'fget', m) for base in cls.__mro__ if _is_ours(base) for m in vars(base).values()
-    ]
-    return frozenset(
-        name for m in members if isinstance(m, FunctionType) for name in m.__code__.co_names
-    )
+def _find_base_names(cls: Any) -> frozenset[str]:
+    """Return every name that methods of a class's bases in this package use.
+
+    Attributes with these names belong to the bases, whose `state_dict` covers them.
+    """
+    bases = [base for base in cls.__mro__ if _is_from_learnkit(base)]
+    members = [getattr(m, 'fget', m) for base in bases for m in vars(base).values()]
+    functions = [m for m in members if isinstance(m, FunctionType)]
+    return frozenset(name for f in functions for name in f.__code__.co_names)
 
 
 def note_attributes(cb: Any) -> None:
-    "Note the attributes of a callback as they are when it is added: those that stay so are its options, not its state."
-    if _NOTED not in (own := _own(cb)):
-        own[_NOTED] = _attributes(cb)
+    "Store a callback's attributes as it is added: an attribute that never changes is an option, not state."
+    own = _own_attributes(cb)
+    if _ADDED_KEY not in own:
+        own[_ADDED_KEY] = _encode_attributes(cb)
 
 
 def note_beginning(cb: Any) -> None:
-    "Note them as they are before a fit is resumed: what its first events change may be as it was in the checkpoint."
-    _own(cb)[_BEGUN] = _attributes(cb)
+    """Store a callback's attributes before a fit is resumed.
+
+    `put_attributes` resets an attribute that changes before it is called and that the checkpoint does not hold.
+    """
+    _own_attributes(cb)[_BEGUN_KEY] = _encode_attributes(cb)
 
 
 def changed_attributes(cb: Any) -> dict[str, Any] | None:
-    "Return, as plain data, the attributes that have changed since a callback was added, None where there are none."
-    noted = _own(cb).get(_NOTED, {})
-    return {
-        k: v for k, v in _attributes(cb).items() if k not in noted or not _is_same(noted[k], v)
-    } or None
+    "Return, as plain data, the attributes that changed since a callback was added, or None if none did."
+    added = _own_attributes(cb).get(_ADDED_KEY, {})
+    changed = {
+        name: value
+        for name, value in _encode_attributes(cb).items()
+        if name not in added or not _is_same(added[name], value)
+    }
+    return changed or None
 
 
 def put_attributes(cb: Any, attributes: Mapping[str, Any]) -> None:
-    "Put them back; the callback's own `__setattr__` hears nothing of it."
-    own, begun = _own(cb), _own(cb).pop(_BEGUN, {})
-    now = _attributes(cb)
+    "Restore attributes that `changed_attributes` returned, without calling the callback's `__setattr__`."
+    own = _own_attributes(cb)
+    begun = own.pop(_BEGUN_KEY, {})
+    now = _encode_attributes(cb)
     changed = {
-        k: v
-        for k, v in begun.items()
-        if k not in attributes and k in own and not _is_same(now.get(k), v)
+        name: value
+        for name, value in begun.items()
+        if name not in attributes and name in own and not _is_same(now.get(name), value)
     }
     for name, value in {**changed, **attributes}.items():
-        own[name] = _decoded(value, own.get(name), cb)
+        own[name] = _decode(value, own.get(name), cb)
 
 
 def lost_attributes(cb: Any) -> dict[str, str]:
     "Return the attributes of a callback that no checkpoint holds, with their types."
-    found = {
+    candidates = {
         name: value
-        for name, value in _own(cb).items()
-        if name not in _NOT_STATE and not _belongs(value)
+        for name, value in _own_attributes(cb).items()
+        if name not in _NOT_STATE and not _is_recreated(value)
     }
-    return {name: type(value).__name__ for name, value in found.items() if not _is_data(value)}
+    return {name: type(value).__name__ for name, value in candidates.items() if not _is_data(value)}
 
 
-def _own(cb: Any) -> dict[str, Any]:
+def _own_attributes(cb: Any) -> dict[str, Any]:
     return getattr(cb, '__dict__', {})
 
 
-def _belongs(value: Any) -> bool:
-    "Tell whether something is of the Learner's or the class's, and comes back with them."
+def _is_recreated(value: Any) -> bool:
+    "Return True if a value belongs to the Learner or to a class, so that creating these creates the value."
     if isinstance(value, (list, tuple)) and value:
-        return all(map(_belongs, value))
+        return all(map(_is_recreated, value))
     if isinstance(value, Tensor):
         return value.requires_grad
-    return isinstance(value, _NO_DATA) or callable(value)
+    return isinstance(value, _RECREATED_TYPES) or callable(value)
 
 
-def _attributes(cb: Any) -> dict[str, Any]:
+def _encode_attributes(cb: Any) -> dict[str, Any]:
+    "Return a callback's attributes as plain data, except values that are not data and views of the model's weights."
     cls: Any = type(cb)
-    found, theirs = {}, _names_of_ours(cls) if inherits_state(cb) else frozenset[str]()
-    for name, value in _own(cb).items():
-        if name in _NOT_STATE or name in theirs or not isinstance(name, str):
+    base_names = _find_base_names(cls) if inherits_state(cb) else frozenset[str]()
+    encoded = {}
+    for name, value in _own_attributes(cb).items():
+        if name in _NOT_STATE or name in base_names or not isinstance(name, str):
             continue
-        if isinstance(value, Tensor) and _is_of_model(value, cb):
+        if isinstance(value, Tensor) and _shares_weights(value, cb):
             continue
+        encode = _encode_object if isinstance(value, Enum) or _is_generator(value) else _encode
         try:
-            found[name] = (
-                _named(value) if isinstance(value, Enum) or _draws(value) else _encoded(value)
-            )
-        except NO_DATA:
-            continue  # an object of some class: it is made anew with the callback
-    return found
+            encoded[name] = encode(value)
+        except _ENCODE_ERRORS:
+            continue  # an object of some class: it is created with the callback
+    return encoded
 
 
-def _is_of_model(t: Tensor, cb: Any) -> bool:
-    "Tell whether a tensor is a look at the model's weights, which go on without it."
+def _shares_weights(t: Tensor, cb: Any) -> bool:
+    "Return True if a tensor is a view of a parameter or buffer of the model, which the checkpoint holds already."
     model = getattr(getattr(cb, 'learn', None), 'model', None)
     if model is None or t.layout is not torch.strided or not t.numel():
         return False
-    own = (
-        o
-        for o in (*model.parameters(), *model.buffers())
-        if not is_lazy(o) and o.layout is torch.strided
-    )
-    return any(o.untyped_storage().data_ptr() == t.untyped_storage().data_ptr() for o in own)
+    address = t.untyped_storage().data_ptr()
+    for weight in (*model.parameters(), *model.buffers()):
+        if is_lazy(weight) or weight.layout is not torch.strided:
+            continue
+        if weight.untyped_storage().data_ptr() == address:
+            return True
+    return False
 
 
 def _is_data(value: Any) -> bool:
     try:
-        _encoded(value)
-    except NO_DATA:
-        return isinstance(value, Enum) or _draws(value)
+        _encode(value)
+    except _ENCODE_ERRORS:
+        return isinstance(value, Enum) or _is_generator(value)
     return True
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    "Compare plain values; tensors may have changed in place, and so count as changed."
+    "Return True if two plain values are equal; a tensor may have been modified in-place and counts as changed."
     if isinstance(a, Tensor) or type(a) is not type(b):
         return False
     if isinstance(a, Mapping):
@@ -210,70 +225,65 @@ def _is_same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-# As plain data
+# Encoding as plain data
 
 
-def _draws(value: Any) -> bool:
-    "Tell whether something is a random generator; NumPy's are not asked for, as this would import them."
-    return isinstance(value, (torch.Generator, Random)) or type(value).__module__.startswith(
-        'numpy.random'
-    )
+def _is_generator(value: Any) -> bool:
+    "Return True for a random generator; NumPy's types are recognized by name, as naming the module would import it."
+    is_numpy = type(value).__module__.startswith('numpy.random')
+    return is_numpy or isinstance(value, (torch.Generator, Random))
 
 
-def _named(value: Any) -> dict[str, Any]:
-    "Return what puts the object back to its state that the callback will have there: an Enum, a generator."
+def _encode_object(value: Any) -> dict[str, Any]:
+    "Return the state of an Enum or a generator, from which the new callback's own object is restored."
     if isinstance(value, Enum):
         return {_KIND: 'Enum', 'of': value.name}
     return {_KIND: 'generator', 'of': capture_own([value])}
 
 
-def _encoded(value: Any) -> Any:
-    "Return a value as data that loads safely; raise one of `NO_DATA` for one that is more than data."
+def _encode(value: Any) -> Any:
+    "Return a value as data that loads safely. Raises one of `_ENCODE_ERRORS` for any other value."
     kind = type(value)
-    if kind is int and value.bit_length() > LONGEST:
+    if kind is int and value.bit_length() > _MAX_BITS:
         raise OptionError('This number is too long for a file.')
     if kind in _ATOMS or (kind is bytes and value):
         return value
     if kind in (list, tuple):
-        return kind(map(_encoded, value))
+        return kind(map(_encode, value))
     if isinstance(value, Tensor):
-        return _of_tensor(value)
+        return _encode_tensor(value)
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in 'biufc':
-        return {
-            _KIND: 'number' if isinstance(value, np.generic) else 'array',
-            'of': torch.from_numpy(np.array(value)),
-        }
+        name = 'number' if isinstance(value, np.generic) else 'array'
+        return {_KIND: name, 'of': torch.from_numpy(np.array(value))}
     if isinstance(value, PurePath):
         return {_KIND: 'Path', 'of': str(value)}
     if kind in (L, set, frozenset):
         # the order of a set differs from run to run
         items = value if kind is L else sorted(value, key=repr)
-        return {_KIND: kind.__name__, 'of': list(map(_encoded, items))}
+        return {_KIND: kind.__name__, 'of': list(map(_encode, items))}
     if kind is deque:
-        return {_KIND: 'deque', 'of': list(map(_encoded, value)), 'maxlen': value.maxlen}
+        return {_KIND: 'deque', 'of': list(map(_encode, value)), 'maxlen': value.maxlen}
     if kind is dict and _KIND not in value and all(type(k) in (str, int) for k in value):
-        return {_encoded(k): _encoded(v) for k, v in value.items()}
+        return {_encode(k): _encode(v) for k, v in value.items()}
     if isinstance(value, dict):
-        return {_KIND: _name_of_dict(value), **_of_dict(value)}
+        return {_KIND: _get_dict_type(value), **_encode_dict(value)}
     raise OptionError(f'A {kind.__name__} is more than data.')
 
 
-def _of_tensor(t: Tensor) -> Any:
+def _encode_tensor(t: Tensor) -> Any:
     if t.requires_grad or t.layout is not torch.strided or t.is_quantized or t.is_meta:
         raise OptionError('This tensor is a part of the model, or of a graph.')
     t = t.as_subclass(Tensor)
     return t if t.is_cpu else {_KIND: 'on device', 'of': t}
 
 
-def _of_dict(value: dict[Any, Any]) -> dict[str, Any]:
-    items = [(_encoded(k), _encoded(v)) for k, v in value.items()]
-    return {
-        'of': items,
-        'factory': getattr(getattr(value, 'default_factory', None), '__name__', None),
-    }
+def _encode_dict(value: dict[Any, Any]) -> dict[str, Any]:
+    items = [(_encode(k), _encode(v)) for k, v in value.items()]
+    factory = getattr(value, 'default_factory', None)
+    return {'of': items, 'factory': getattr(factory, '__name__', None)}
 
 
-def _name_of_dict(value: dict[Any, Any]) -> str:
+def _get_dict_type(value: dict[Any, Any]) -> str:
     name = type(value).__name__
     if _DICTS.get(name) is type(value):
         return name
@@ -282,34 +292,36 @@ def _name_of_dict(value: dict[Any, Any]) -> str:
     raise OptionError(f'A {name} of this kind is more than data.')
 
 
-def _decoded(value: Any, there: Any, cb: Any) -> Any:
-    "Return what was encoded; `there` is what the callback has in its place."
+def _decode(
+    value: Any,  # result of `_encode` or `_encode_object`
+    current: Any,  # present value of the attribute, an Enum or a generator for such a value
+    cb: Any,  # callback that gets the value
+) -> Any:
+    "Return the value that was encoded."
     if isinstance(value, (list, tuple)):
-        return type(value)(_decoded(v, None, cb) for v in value)
+        return type(value)(_decode(v, None, cb) for v in value)
     if not isinstance(value, Mapping):
         return value
-    if (kind := value.get(_KIND)) is None:
-        return {k: _decoded(v, None, cb) for k, v in value.items()}
-    of = value['of']
+    kind = value.get(_KIND)
+    if kind is None:
+        return {k: _decode(v, None, cb) for k, v in value.items()}
+    content = value['of']
     match kind:
         case 'Enum':
-            return (
-                type(there)[of]
-                if isinstance(there, Enum) and of in type(there).__members__
-                else there
-            )
+            is_member = isinstance(current, Enum) and content in type(current).__members__
+            return type(current)[content] if is_member else current
         case 'generator':
-            restore_own([there], of)
-            return there
+            restore_own([current], content)
+            return current
         case 'number':
-            return of.numpy()[()]
+            return content.numpy()[()]
         case 'array':
-            return of.numpy().copy()
+            return content.numpy().copy()
         case 'Path':
-            return Path(of)
+            return Path(content)
         case 'on device':
-            return of.to(_device(cb) or of.device)
-    items = _decoded(of, None, cb)
+            return content.to(_find_device(cb) or content.device)
+    items = _decode(content, None, cb)
     match kind:
         case 'deque':
             return deque(items, value['maxlen'])
@@ -320,7 +332,7 @@ def _decoded(value: Any, there: Any, cb: Any) -> Any:
     return _MAKERS[kind](items)
 
 
-def _device(cb: Any) -> Any:
-    "Return where the model is."
+def _find_device(cb: Any) -> Any:
+    "Return the device of the model's first parameter, or None if there is no model or parameter."
     model = getattr(getattr(cb, 'learn', None), 'model', None)
     return None if model is None else next((p.device for p in model.parameters()), None)

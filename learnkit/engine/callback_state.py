@@ -1,4 +1,4 @@
-"""The states of callbacks, each under a key of its own, for whoever saves and resumes."""
+"""Collect the states of callbacks, each under a unique key, and load them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,20 @@ __all__ = [
     'note_beginnings',
 ]
 
-STATE, ATTRIBUTES = '__state__', '__attributes__'  # of a callback that has both
+# keys of a callback's state that has two parts
+STATE = '__state__'
+ATTRIBUTES = '__attributes__'
 
 
 def callback_states(learn: Loop) -> dict[str, Any]:
-    "Return the state of every callback that has one, by its key: its `state_key`, or its name, made unique."
+    """Return the state of every callback that has one, by the callback's key.
+
+    The key is the callback's `state_key`, or its name, made unique. Raises `CallbackError` for a state
+    that is not plain data.
+    """
     states = {}
     for cb in learn.cbs:
-        state = state_of(cb)
+        state = _get_state(cb)
         if state is None:
             continue
         try:
@@ -64,7 +70,7 @@ def nondeterministic_state(learn: LearnerLike) -> dict[str, list[str]]:
 
 
 def note_beginnings(learn: LearnerLike) -> None:
-    "Note the attributes of callbacks without a `state_dict` before a fit is resumed."
+    "Store the attributes of callbacks without a `state_dict` before a fit is resumed."
     for cb in learn.cbs:
         if keeps_attributes(cb):
             note_beginning(cb)
@@ -72,50 +78,51 @@ def note_beginnings(learn: LearnerLike) -> None:
 
 def load_callback_states(
     learn: Loop,
-    states: Mapping[str, Any],
+    states: Mapping[str, Any],  # states by the callbacks' keys, from `callback_states`
 ) -> None:
-    "Hand each state to its callback."
+    """Load each state into its callback.
+
+    Warns of a state without a callback and of a stateful callback without a state.
+    """
     keys = {learn.callbacks.keys[id(cb)]: cb for cb in learn.cbs}
-    stateful = {key for key, cb in keys.items() if has_own_state(cb) and state_of(cb) is not None}
+    stateful = {key for key, cb in keys.items() if has_own_state(cb) and _get_state(cb) is not None}
     for key in (k for k in states if k not in keys):
         warn(
             f'There is a state for a callback `{key}`, and no such callback.'
-            f'{did_you_mean(key, keys)} It is left out; add the callback first if it is to go on.',
+            f'{did_you_mean(key, keys)} It is left out; add the callback first to load it.',
             stacklevel=3,
         )
     for key in sorted(stateful - set(states)):
         warn(
-            f'There is no state for the callback `{key}` ({type(keys[key]).__name__}): it goes on '
+            f'There is no state for the callback `{key}` ({type(keys[key]).__name__}): it stays '
             'as it is.',
             stacklevel=3,
         )
     for key, cb in keys.items():
         try:
-            put_state(cb, states.get(key))
+            _load_state(cb, states.get(key))
         except Exception as e:
             add_note(e, f'in {type(cb).__name__}.load_state_dict')
             raise
 
 
-def state_of(cb: Any) -> dict[str, Any] | None:
-    "Return the state of a callback: what it says itself, or else the attributes that have changed; or both."
+def _get_state(cb: Any) -> dict[str, Any] | None:
+    "Return the result of a callback's `state_dict`, or the attributes that changed, or both, or None for no state."
     if not has_own_state(cb):
         return changed_attributes(cb)
     state = getattr(cb, 'state_dict', lambda: None)()
-    more = changed_attributes(cb) if inherits_state(cb) else None
-    return state if more is None else {STATE: state, ATTRIBUTES: more}
+    attributes = changed_attributes(cb) if inherits_state(cb) else None
+    return state if attributes is None else {STATE: state, ATTRIBUTES: attributes}
 
 
-def put_state(cb: Any, state: Any) -> None:
-    "Hand a callback what `state_of` returned."
-    own, more = (
-        (state[STATE], state[ATTRIBUTES])
-        if isinstance(state, Mapping) and STATE in state
-        else (state, {})
-    )
+def _load_state(cb: Any, state: Any) -> None:
+    "Load a state that `_get_state` returned into a callback."
+    attributes: Any = {}
+    if isinstance(state, Mapping) and STATE in state:
+        state, attributes = state[STATE], state[ATTRIBUTES]
     if not has_own_state(cb):
-        return put_attributes(cb, own or {})
-    if own is not None:
-        cb.load_state_dict(own)
+        return put_attributes(cb, state or {})
+    if state is not None:
+        cb.load_state_dict(state)
     if inherits_state(cb):
-        put_attributes(cb, more)
+        put_attributes(cb, attributes)

@@ -1,4 +1,4 @@
-"""Whether a Learner can count what an amount of time is given in."""
+"""Check that a Learner can count the unit of an amount of time."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ __all__ = ['counts_tokens', 'check_countable']
 
 
 def counts_tokens(learn: LoopLike) -> bool:
-    "Tell whether the tokens of training batches can be counted."
+    "Return True if the tokens of training batches can be counted."
     if learn.token_func is not None:
         return True
     dl = learn.dls.train
     with preserved_rng(), preserved_generators(dl):
-        drawn = iter(dl)
-        batch = None if drawn is dl else next(drawn, None)  # of an iterator, a batch would be lost
+        batches = iter(dl)
+        # a batch drawn from a plain iterator would be lost to the training
+        batch = None if batches is dl else next(batches, None)
     if batch is None:
         return True
     x = form_of(learn.dls).split(batch)[0][0]
@@ -28,9 +29,9 @@ def counts_tokens(learn: LoopLike) -> bool:
 
 
 def check_countable(learn: LoopLike, time: Time) -> None:
-    "Raise `TimeError` for an amount of tokens where nothing counts them; the first batch is asked about samples."
+    "Raise `TimeError` for an amount of tokens if tokens are not counted. Samples are checked at the first batch."
     if time.unit == 'sp':
-        learn.run.counts_samples = repr(str(time))  # the first batch will tell
+        learn.run.counts_samples = repr(str(time))
     if time.unit != 'tok' or counts_tokens(learn):
         return
     raise TimeError(

@@ -1,4 +1,4 @@
-"""Which parameters an optimizer has: new ones are taken in, removed ones dropped, others named."""
+"""Keep the optimizer's parameters equal to the model's: add new ones, drop removed ones, warn of others."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 __all__ = ['cover_params', 'note_params']
 
-SHOWN = 5  # names in a warning
+MAX_NAMES = 5  # in a warning
 
 
 class HasOptimizer(Protocol):
-    "The part of a Learner that decides what its optimizer has."
+    "Part of a Learner that decides which parameters the optimizer has."
 
     model: nn.Module
     loss_func: Any
@@ -38,51 +38,57 @@ class HasOptimizer(Protocol):
 
 
 def note_params(learn: HasOptimizer, is_ready: bool) -> None:
-    "Note what a new optimizer could have had, and what whoever made it has left out."
+    """Store which parameters exist when an optimizer is created, and which of them it does not have.
+
+    With `is_ready` (an optimizer that the user made), parameters that are new later are not added.
+    """
     opt = learn.opt
     named = name_all_params(learn.model, learn.loss_func)
     opt.seen = None if is_ready else set(named.values())
     opt.had = set(opt.parameters())
-    opt.left_out, opt.warned = left_out_by(opt, named), set()
+    opt.left_out = find_left_out(opt, named)
+    opt.warned = set()
 
 
 def cover_params(learn: HasOptimizer) -> None:
-    """Bring the optimizer up to date with the parameters that model and loss function have now.
+    """Update the optimizer to the parameters that the model and the loss function have now.
 
-    New parameters, and those that require gradients only now, join the group in which the splitter
-    puts them, with a fresh state; the loss function's join the last one. Parameters that are gone
-    are dropped with their states. A ready optimizer stays as it is. One warning names the
-    parameters that require gradients and are in no optimizer.
+    New parameters, and parameters that require gradients only now, join the group that the splitter
+    assigns, with an empty state; parameters of the loss function join the last group. Removed
+    parameters are dropped with their states. An optimizer that the user made stays as it is. One
+    warning names the parameters that require gradients and are in no optimizer.
     """
     opt = learn.opt
     named = name_all_params(learn.model, learn.loss_func)
     if opt.seen is not None:
-        own, now = set(opt.parameters()), set(named.values())
-        gone = (own & opt.seen) - now
-        opt.left_out |= (opt.had - own) & now  # somebody has taken them out
-        new = {p for p in now - own - opt.left_out if p.requires_grad}
-        if opt.needs_closure and (gone or new):  # its state may be of all parameters as one vector
+        own = set(opt.parameters())
+        current = set(named.values())
+        removed = (own & opt.seen) - current
+        opt.left_out |= (opt.had - own) & current  # the user removed them from the optimizer
+        new = {p for p in current - own - opt.left_out if p.requires_grad}
+        if opt.needs_closure and (removed or new):
+            # the state may hold all parameters as one vector, as LBFGS's does
             return learn.create_opt()
-        if gone:
-            opt.drop_params(gone)
+        if removed:
+            opt.drop_params(removed)
         if new:
-            take_in(learn, new, named)
-        opt.seen, opt.had = now, set(opt.parameters())
+            add_params(learn, new, named)
+        opt.seen, opt.had = current, set(opt.parameters())
     warn_of_left_out(opt, named)
 
 
-def take_in(
+def add_params(
     learn: HasOptimizer,
     new: set[nn.Parameter],
     named: Mapping[str, nn.Parameter],
 ) -> None:
-    "Put new parameters into the groups of the splitter, where these are the optimizer's."
+    "Add new parameters to the splitter's groups, if the optimizer has the same groups."
     opt = learn.opt
-    groups = groups_with_all(learn)
-    place = {p: i for i, params in enumerate(groups) for p in params}
+    groups = split_all_params(learn)
+    group_of = {p: i for i, params in enumerate(groups) for p in params}
     own = {p: i for i, params in enumerate(opt.param_lists) for p in params}
-    if len(groups) != len(opt.param_lists) or any(place.get(p) != i for p, i in own.items()):
-        return  # `opt_func` has groups of its own
+    if len(groups) != len(opt.param_lists) or any(group_of.get(p) != i for p, i in own.items()):
+        return  # `opt_func` made other groups
 
     if opt.spares_norms:
         opt.spare_from_decay(list_norms_and_biases(learn.model, learn.loss_func))
@@ -93,28 +99,29 @@ def take_in(
         return
     opt.begin_states(new)
     name_params(opt, named)
-    fresh = new - opt.seen - opt.always_trained
-    freeze_new(opt, {p for p in fresh if p in place and place[p] < opt.frozen_idx}, named)
+    candidates = new - opt.seen - opt.always_trained
+    frozen = {p for p in candidates if p in group_of and group_of[p] < opt.frozen_idx}
+    freeze_new(opt, frozen, named)
 
 
-def groups_with_all(learn: HasOptimizer) -> list[list[Any]]:
-    """Return the splitter's groups as if everything in the optimizer required gradients.
+def split_all_params(learn: HasOptimizer) -> list[list[Any]]:
+    """Return the splitter's groups, computed as if all of the optimizer's parameters required gradients.
 
-    The last one also has the parameters of the loss function.
+    The last group also has the parameters of the loss function.
     """
-    off = [p for p in learn.opt.parameters() if not p.requires_grad]
-    for p in off:
+    frozen = [p for p in learn.opt.parameters() if not p.requires_grad]
+    for p in frozen:
         p.requires_grad_(True)
     try:
         groups = split_params(learn.model, learn.splitter)
     finally:
-        for p in off:
+        for p in frozen:
             p.requires_grad_(False)
     are_groups = isinstance(groups[0], dict)
     lists = [list(members([g])) for g in groups] if are_groups else [list(members(groups))]
     known = {p for params in lists for p in params}
-    own = name_loss_params(learn.model, learn.loss_func).values()
-    lists[-1] += [p for p in own if p not in known]
+    loss_params = name_loss_params(learn.model, learn.loss_func).values()
+    lists[-1] += [p for p in loss_params if p not in known]
     return lists
 
 
@@ -123,25 +130,27 @@ def freeze_new(
     params: set[nn.Parameter],
     named: Mapping[str, nn.Parameter],
 ) -> None:
-    "Freeze new parameters of frozen groups, and name them in a warning."
+    "Freeze new parameters of frozen groups, and warn with their names."
     if not params:
         return
     for p in params:
         p.requires_grad_(False)
     opt.frozen |= params
     warn_user(
-        f'New parameters are in a frozen group, and are frozen too: {listed(named, params)}. '
+        f'New parameters are in a frozen group, and are frozen too: {join_names(named, params)}. '
         '`learn.unfreeze()`, or `freeze_to` with a lower number, trains them.'
     )
 
 
 def warn_of_left_out(opt: OptimWrapper, named: Mapping[str, nn.Parameter]) -> None:
-    "Name the parameters that require gradients and are in no optimizer, each once."
-    left_out = left_out_by(opt, named)
-    if not left_out - opt.warned:
+    "Warn of the parameters that require gradients and are in no optimizer, once for each parameter."
+    left_out = find_left_out(opt, named)
+    new = left_out - opt.warned
+    if not new:
         return
-    names = listed(named, left_out - opt.warned)
-    opt.left_out, opt.warned = opt.left_out | left_out, opt.warned | left_out
+    names = join_names(named, new)
+    opt.left_out |= left_out
+    opt.warned |= left_out
     warn_user(
         'These parameters require gradients and are in no optimizer, so nothing trains them: '
         f'{names}. Let the `splitter`, or whoever made the optimizer, include them, or call '
@@ -149,14 +158,14 @@ def warn_of_left_out(opt: OptimWrapper, named: Mapping[str, nn.Parameter]) -> No
     )
 
 
-def left_out_by(opt: OptimWrapper, named: Mapping[str, nn.Parameter]) -> set[nn.Parameter]:
+def find_left_out(opt: OptimWrapper, named: Mapping[str, nn.Parameter]) -> set[nn.Parameter]:
     "Return the parameters that require gradients and are in no optimizer."
     own = set(opt.parameters())
     return {p for p in named.values() if p.requires_grad and p not in own}
 
 
-def listed(named: Mapping[str, nn.Parameter], params: set[nn.Parameter]) -> str:
-    "Return the names of parameters in the model's order, of many the first ones."
+def join_names(named: Mapping[str, nn.Parameter], params: set[nn.Parameter]) -> str:
+    "Return the names of parameters in the model's order, at most `MAX_NAMES` of them."
     names = [name for name, p in named.items() if p in params]
-    more = f' and {len(names) - SHOWN} more' if len(names) > SHOWN else ''
-    return ', '.join(names[:SHOWN]) + more
+    rest = f' and {len(names) - MAX_NAMES} more' if len(names) > MAX_NAMES else ''
+    return ', '.join(names[:MAX_NAMES]) + rest

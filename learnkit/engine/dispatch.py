@@ -1,4 +1,4 @@
-"""From events to handlers: who is there, in which order they run, and what is said when one of them fails."""
+"""Dispatch of events to the handlers of callbacks, in the order in which the callbacks run."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ Entry = tuple[Callable[[], Any], list[Any], Any]  # handler, its switch (empty: 
 
 
 class CallbackSet:
-    """The callbacks of one learner, in the order of adding, with their switches, their keys and the handler tables.
+    """Callbacks of one Learner, in the order of adding, with their switches, their keys and the handler tables.
 
-    A switch is a list that holds one element while its callback is on: emptying it acts at once, also on an event that
-    is being dispatched, and testing it is the cheapest test there is.
+    A switch is a list that holds one element while its callback is on. Emptying the list acts at once, also on an
+    event that is being dispatched, and the truth value of a list is fast to test.
     """
 
     def __init__(self, learn: LoopLike) -> None:
         self.learn = learn
         self.items: list[Any] = []
         self.switches: dict[int, list[Any]] = {}
-        # switched off, whatever `run` is: in evaluations that they started
+        # callbacks that are off, whatever `run` is, during an evaluation that they started
         self.held: list[Any] = []
         self.keys: dict[int, str] = {}
-        self._order: list[Any] | None = None  # the sorted callbacks, until something changes
-        # those that make the loss a mean over samples, until then
+        self._order: list[Any] | None = None  # sorted callbacks; None: to be sorted
+        # callbacks that make the loss a mean over samples; None: to be searched
         self.averaging: list[Any] | None = None
         # indexed by `learn.training`
         self.tables = HandlerTable(self, False), HandlerTable(self, True)
-        self.more_tables: list[HandlerTable] = []  # that the loop reads in their place for a while
+        self.more_tables: list[HandlerTable] = []  # tables that may replace `tables` in the loop
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.items)
@@ -57,13 +57,13 @@ class CallbackSet:
         return id(cb) in self.switches
 
     def refresh(self) -> None:
-        "Forget the handler tables: they are built again, event by event, when next needed."
+        "Clear the handler tables, which are built again, event by event, when they are next read."
         self._order = self.averaging = None
         for table in (*self.tables, *self.more_tables):
             table.clear()
 
     def changed(self, cb: Any, name: str) -> None:
-        "Hear of a change of `run`, `order`, `run_train`, `run_valid` or a handler of `cb`."
+        "Update switches and tables after a change of `run`, `order`, `run_train`, `run_valid` or a handler of `cb`."
         if cb not in self:
             return
         if name == 'run':
@@ -76,7 +76,7 @@ class CallbackSet:
         self.switches[id(cb)][:] = [True] if on and not is_held else []
 
     def hold(self, cbs: Iterable[Any]) -> list[Any]:
-        "Switch callbacks off until `release`; return the callbacks that were not held before."
+        "Switch callbacks off until `release`, and return the callbacks that were not held before."
         new = [cb for cb in cbs if not any(cb is held for held in self.held)]
         self.held += new
         for cb in new:
@@ -85,23 +85,26 @@ class CallbackSet:
         return new
 
     def release(self, cbs: list[Any]) -> None:
-        "End what `hold` began: each callback is as its `run` says."
+        "Switch callbacks that `hold` returned on again, if their `run` is true."
         self.held = [cb for cb in self.held if not any(cb is o for o in cbs)]
         for cb in cbs:
             if cb in self:
                 self._switch(cb, bool(cb.run))
 
     def insert(self, cb: Any, at: int | None = None, switch: list[Any] | None = None) -> None:
-        "Add one callback, checked by `check_new`, at its place; with the switch it had, an event under way reaches it."
+        """Insert a callback that `check_new` accepted at an index.
+
+        With its earlier switch, the callback still gets an event that is being dispatched.
+        """
         self.keys[id(cb)] = self._unique_key(cb)
-        # before the item: Ctrl-C here leaves it discardable
+        # added before the item, so that after Ctrl-C here `discard` works
         self.switches[id(cb)] = [] if switch is None else switch
         self._switch(cb, bool(cb.run))
         self.items.insert(len(self.items) if at is None else at, cb)
         self.refresh()
 
     def discard(self, cb: Any) -> None:
-        "Take one callback out; it gets no further event, not even the rest of the current one."
+        "Remove a callback, which gets no further event, including the event that is being dispatched."
         self._switch(cb, False)
         self.items[:] = [o for o in self.items if o is not cb]
         self.keys.pop(id(cb), None)
@@ -109,51 +112,64 @@ class CallbackSet:
         self.refresh()
 
     def _unique_key(self, cb: Any) -> str:
-        taken, key, n = set(self.keys.values()), getattr(cb, 'state_key', None) or cb.name, 1
-        while (unique := key if n == 1 else f'{key}_{n}') in taken:
+        taken = set(self.keys.values())
+        key = unique = getattr(cb, 'state_key', None) or cb.name
+        n = 1
+        while unique in taken:
             n += 1
+            unique = f'{key}_{n}'
         return unique
 
-    def check_new(self, cbs: Iterable[Any], without: Iterable[Any] = ()) -> None:
-        "Refuse callbacks whose keys or order cannot stand beside those that stay."
-        cbs, gone = list(cbs), {id(cb) for cb in without}
-        stay = [cb for cb in self.items if id(cb) not in gone]
+    def check_new(
+        self,
+        cbs: Iterable[Any],  # callbacks to be added
+        without: Iterable[Any] = (),  # callbacks to be removed
+    ) -> None:
+        """Check the handlers, keys and order of new callbacks.
+
+        Raises `CallbackError` for a handler that cannot be called and for a `state_key` that is taken, `OrderError` for
+        an impossible order.
+        """
+        cbs = list(cbs)
+        removed = {id(cb) for cb in without}
+        remaining = [cb for cb in self.items if id(cb) not in removed]
         for cb in cbs:
             for name in (*EVENTS, *CONTEXTS.values()):
-                own_handler(cb, name)  # raises for what is no method
+                own_handler(cb, name)  # raises for an attribute that is not callable
             if not is_foreign(cb):
                 warn_of_slips(cb)
         explicit: dict[str, Any] = {}
-        for cb in [*stay, *cbs]:
+        for cb in [*remaining, *cbs]:
             key = getattr(cb, 'state_key', None)
             if key is None:
                 continue
             if key in explicit:
                 raise CallbackError(
                     f'{explicit[key]!r} and {cb!r} both have state_key={key!r}: '
-                    'their states could not be told apart. Give one of them another key.'
+                    'a checkpoint could not hold both states. Give one of them another key.'
                 )
             explicit[key] = cb
-        in_order([*stay, *cbs])
+        sort_callbacks([*remaining, *cbs])
 
     def call_one(self, cb: Any, name: str) -> None:
-        "Run one callback's handler of an event, whether or not it is switched on."
+        "Run one callback's handler of an event, also if the callback is switched off."
         for handler, _, owner in self.tables[bool(self.learn.training)][name]:
             if owner is cb:
                 handler()
 
     def notify(
         self,
-        name: str,  # 'on_added', 'on_evaluation' ...: a method of `Callback`
-        cb: Any = None,  # whose method is called; None: that of every callback
+        name: str,  # name of a method of `Callback`: 'on_added', 'on_evaluation' ...
+        cb: Any = None,  # the callback; None: every callback
     ) -> None:
-        "Call a method of callbacks that is no event: also of those that are switched off, in the order of adding."
-        for one in list(self.items) if cb is None else [cb]:
-            if isinstance(one, Callback):
-                getattr(one, name)()
+        "Call a notification method of callbacks in the order of adding, also if they are switched off."
+        cbs = list(self.items) if cb is None else [cb]
+        for receiver in cbs:
+            if isinstance(receiver, Callback):
+                getattr(receiver, name)()
 
     def average_samples(self) -> bool:
-        "Return True while a callback makes the training loss a mean over samples, whatever the loss function says."
+        "Return True while a callback makes the training loss a mean over samples, whatever the loss function returns."
         if self.averaging is None:
             self.averaging = [
                 cb for cb in self.items if getattr(type(cb), 'averages_samples', False)
@@ -163,12 +179,12 @@ class CallbackSet:
     def ordered(self) -> list[Any]:
         "Return the callbacks in the order in which they run."
         if self._order is None:
-            self._order = in_order(self.items)
+            self._order = sort_callbacks(self.items)
         return self._order
 
 
 class CallbackHost:
-    "The part of the Learner that its callbacks are added to and removed from."
+    "Part of the Learner to which callbacks are added and from which they are removed."
 
     training: bool
 
@@ -187,23 +203,25 @@ class CallbackHost:
             try:
                 handler()
             except BaseException as e:
-                __tracebackhide__ = True  # here it costs nothing
+                __tracebackhide__ = True  # set here, where no time is lost without an error
                 self._note(e, cb, event_name)
                 raise
 
     def _call_all(self, event_names: Any) -> None:
         names = [None] if event_names is None else as_list(event_names)
         for name in names:
-            self(str.__str__(canonical_event(name)))  # also a StrEnum's
+            self(str.__str__(canonical_event(name)))  # a StrEnum's member has another class
 
     def _note(self, e: BaseException, cb: Any, event_name: str) -> None:
-        "Add to an exception where it was raised."
+        "Add a note to an exception: the callback, the event, epoch and batch."
 
     def __getstate__(self) -> dict[str, Any]:
-        "Leave out what belongs to this object alone: its lock and its tables, which are made from the callbacks."
-        own = ('lock', 'callbacks', 'tables', '_is_open_for_use', '_ran_in')
+        "Return the attributes without the lock, and with a list of the callbacks instead of their tables."
+        excluded = ('lock', 'callbacks', 'tables', '_is_open_for_use', '_ran_in')
         self._end_streams()
-        return {**{k: v for k, v in self.__dict__.items() if k not in own}, '_cbs': list(self.cbs)}
+        state = {k: v for k, v in self.__dict__.items() if k not in excluded}
+        state['_cbs'] = list(self.cbs)
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         cbs = state.pop('_cbs')
@@ -214,48 +232,51 @@ class CallbackHost:
             self.callbacks.insert(cb)
 
     def _in_use(self) -> bool:
-        "Tell whether a run is under way."
+        "Return True during a run."
         return False
 
     def _end_streams(self) -> None:
-        "Hear that callbacks go, or are copied: no run may be under way that only pauses."
+        "Close paused prediction streams before callbacks are removed or copied."
 
     def _open_for_use(self) -> None:
-        "Hear that callbacks are there, or in use, that are to be closed some time."
+        "Register that `close` has to be called: callbacks were added or a run began."
 
     @property
     def cbs(self) -> L:
-        "The callbacks, in the order of adding; assign to replace them."
+        "Callbacks in the order of adding. Assign a list to replace them."
         return L(self.callbacks.items)
 
     @cbs.setter
     def cbs(self, cbs: Any) -> None:
         new = [as_callback(cb) for cb in as_list(cbs)]
-        gone = [old for old in self.cbs if not any(old is cb for cb in new)]
+        removed = [old for old in self.cbs if not any(old is cb for cb in new)]
         added = [cb for cb in new if cb not in self.callbacks]
-        self.callbacks.check_new(added, gone)
-        self.remove_cbs(gone)
+        self.callbacks.check_new(added, removed)
+        self.remove_cbs(removed)
         self.add_cbs(added)
 
     def add_cbs(self, cbs: Any) -> Self:
-        """Add callbacks, or classes of them, all or none.
+        """Add callbacks, given as instances or classes. If one of them is refused, none is added.
 
-        A class that was defined again (a notebook cell run again) replaces the instances of its old definition.
-        Raises `CallbackError`.
+        If a class was defined again (a notebook cell run again), its instance replaces the instances of the old
+        definition. Raises `CallbackError`.
         """
         new = [as_callback(cb) for cb in as_list(cbs)]
-        stale = [[old for old in self.cbs if _defined_again(type(old), type(cb))] for cb in new]
+        outdated = [self._find_outdated(type(cb)) for cb in new]
         for i, cb in enumerate(new):
             self._check_new_cb(cb, new[:i])
-        self.callbacks.check_new(new, [old for olds in stale for old in olds])
-        for cb, olds in zip(new, stale, strict=True):
-            at = next((i for i, o in enumerate(self.cbs) if any(o is old for old in olds)), None)
+        self.callbacks.check_new(new, [old for olds in outdated for old in olds])
+        for cb, olds in zip(new, outdated, strict=True):
+            places = [i for i, o in enumerate(self.cbs) if any(o is old for old in olds)]
             self.remove_cbs(olds)
-            self._insert_cb(cb, at)
+            self._insert_cb(cb, places[0] if places else None)
         return self
 
+    def _find_outdated(self, cls: type) -> list[Callback]:
+        return [cb for cb in self.cbs if _is_redefined(type(cb), cls)]
+
     def add_cb(self, cb: Any) -> Self:
-        """Add one callback, or an instance of its class.
+        """Add one callback, given as an instance or a class.
 
         >>> from learnkit import GradientClip
         >>> from learnkit.testing import synth_learner
@@ -267,10 +288,8 @@ class CallbackHost:
     def _check_new_cb(self, cb: Callback, before: list[Callback]) -> None:
         if cb in self.callbacks or any(cb is o for o in before):
             raise CallbackError(f'{cb!r} is already part of this Learner.')
-        there = self.__dict__.get(cb.name)
-        if defined_on_class(self, cb.name) or (
-            cb.name in self.__dict__ and there not in self.callbacks
-        ):
+        is_attribute = cb.name in self.__dict__ and self.__dict__[cb.name] not in self.callbacks
+        if defined_on_class(self, cb.name) or is_attribute:
             raise CallbackError(
                 f'A callback named `{cb.name}` ({type(cb).__name__}) would hide `learn.{cb.name}`: '
                 'give its class another name.'
@@ -310,25 +329,27 @@ class CallbackHost:
         self._end_streams()
         try:
             if self._in_use():
-                self.callbacks.call_one(cb, 'cleanup')  # it will not be there when the run ends
+                self.callbacks.call_one(cb, 'cleanup')  # the end of the run comes too late for it
         finally:
-            self._take_out(cb)
+            self._detach_cb(cb)
         return self
 
-    def _take_out(self, cb: Any) -> None:
+    def _detach_cb(self, cb: Any) -> None:
         self.callbacks.notify('on_removed', cb)
         self.callbacks.discard(cb)
-        cb.learn, name = None, str(cb.name)
+        cb.learn = None
+        name = str(cb.name)
         if self.__dict__.get(name) is cb:
             del self.__dict__[name]
             for other in self.cbs:
                 if other.name == name:
-                    setattr(self, name, other)  # another one of this name was hidden by it
+                    setattr(self, name, other)  # was hidden by the removed callback
 
     @contextmanager
     def added_cbs(self, cbs: Any) -> Iterator[Self]:
-        "Add callbacks for the length of a context."
-        new, before = [as_callback(cb) for cb in as_list(cbs)], list(self.cbs)
+        "Add callbacks within a context, and remove them at its end."
+        new = [as_callback(cb) for cb in as_list(cbs)]
+        before = list(self.cbs)
         try:
             self.add_cbs(new)
             yield self
@@ -337,73 +358,73 @@ class CallbackHost:
 
     @contextmanager
     def removed_cbs(self, cbs: Any) -> Iterator[Self]:
-        "Take callbacks out for the length of a context, and put them back in their places."
+        "Remove callbacks, given as instances or classes, within a context, and insert them again at its end."
+        selectors = as_list(cbs)
+        classes = tuple(cb for cb in selectors if isinstance(cb, type))
+        instances = [cb for cb in selectors if not isinstance(cb, type)]
 
-        def is_meant(o: Callback) -> bool:
-            return any(
-                isinstance(o, cb) if isinstance(cb, type) else o is cb for cb in as_list(cbs)
-            )
+        def is_selected(cb: Callback) -> bool:
+            return isinstance(cb, classes) or any(cb is o for o in instances)
 
         self._end_streams()
         switches = self.callbacks.switches
-        out = [(i, o, switches[id(o)]) for i, o in enumerate(self.cbs) if is_meant(o)]
-        for _, cb, _ in out:
-            self._take_out(cb)
+        removed = [(i, cb, switches[id(cb)]) for i, cb in enumerate(self.cbs) if is_selected(cb)]
+        for _, cb, _ in removed:
+            self._detach_cb(cb)
         try:
             yield self
         finally:
-            for i, cb, switch in out:
+            for i, cb, switch in removed:
                 self._insert_cb(cb, min(i, len(self.callbacks)), switch)
 
     def ordered_cbs(
         self,
         event_name: str,
-        training: bool | None = None,  # in training or in evaluation; None: as the Learner is now
+        training: bool | None = None,  # training or evaluation; None: the Learner's present mode
     ) -> list[Callback]:
         "Return the callbacks that have a handler for an event, in the order in which they run."
         training = self.training if training is None else training
         return [cb for _, _, cb in self.callbacks.tables[training][canonical_event(event_name)]]
 
     def callback_changed(self, cb: Callback, name: str) -> None:
-        "Update the handler tables after a change of a callback's attribute."
+        "Update the handler tables after an attribute of a callback has changed."
         self.callbacks.changed(cb, name)
 
 
 class HandlerTable(dict[str, list[Entry]]):
-    "The handlers of each event, in order, for one value of `learn.training`; made when an event is first looked up."
+    "Handlers of each event, in order, for one value of `learn.training`. Each list is built on first access."
 
     def __init__(self, callbacks: CallbackSet, training: bool) -> None:
         super().__init__()
         self.callbacks, self.training = callbacks, training
 
     def __missing__(self, name: str) -> list[Entry]:
-        known = name if name in CONTEXTS.values() else canonical_event(name)
-        cbs = sorted(self.callbacks.ordered(), key=lambda cb: known in getattr(cb, 'runs_last', ()))
-        handlers = [(self._handler(cb, known), cb) for cb in cbs]
-        entries = [
-            (handler, self.callbacks.switches[id(cb)], cb) for handler, cb in handlers if handler
-        ]
+        event = name if name in CONTEXTS.values() else canonical_event(name)
+        cbs = sorted(self.callbacks.ordered(), key=lambda cb: event in getattr(cb, 'runs_last', ()))
+        handlers = [(self._get_handler(cb, event), cb) for cb in cbs]
+        switches = self.callbacks.switches
+        entries = [(handler, switches[id(cb)], cb) for handler, cb in handlers if handler]
         self[name] = entries
         return entries
 
-    def _handler(self, cb: Any, name: str) -> Callable[[], Any] | None:
+    def _get_handler(self, cb: Any, name: str) -> Callable[[], Any] | None:
         is_event = name not in CONTEXTS.values()
         if is_foreign(cb):
             return foreign_handler(cb, name) if is_event else None
         if is_event and takes_every_event(cb):
             handler: Callable[[], Any] | None = partial(cb, name)
-        elif not cb._runs_when(name, self.training) or self._leaves_out(cb):
+        elif not cb._runs_when(name, self.training) or self._skips_rank(cb):
             return None
         else:
             handler = own_handler(cb, name)
         return torch.no_grad()(handler) if handler and cb.observer else handler
 
-    def _leaves_out(self, cb: Any) -> bool:
+    def _skips_rank(self, cb: Any) -> bool:
         return cb.first_process_only and not self.callbacks.learn.world.is_first
 
 
 def takes_every_event(cb: Any) -> bool:
-    "Tell whether a callback overrides `run_event` or `__call__`."
+    "Return True if a callback overrides `run_event` or `__call__`."
     cls = type(cb)
     return cls.__call__ is not Callback.__call__ or cls.run_event is not Callback.run_event
 
@@ -434,81 +455,85 @@ def as_callback(cb: Any) -> Callback:
     raise CallbackError(f'{cb!r} ({type(cb).__name__}) is no callback: {hint}.')
 
 
-def in_order(cbs: list[Any]) -> list[Any]:
-    """Sort by `order`, then by place, with `run_before` and `run_after` among those of one order.
+def sort_callbacks(cbs: list[Any]) -> list[Any]:
+    """Sort callbacks by `order`; with equal `order`, by `run_before` and `run_after`, then by index.
 
-    Raises `OrderError` when they contradict `order` or make a cycle.
+    Raises `OrderError` if `run_before` and `run_after` contradict `order` or form a cycle.
     """
-    befores, afters = (
-        [getattr(cb, name, ()) for cb in cbs] for name in ('run_before', 'run_after')
-    )
+    befores = [getattr(cb, 'run_before', ()) for cb in cbs]
+    afters = [getattr(cb, 'run_after', ()) for cb in cbs]
     if not any(befores) and not any(afters):
         return sorted(cbs, key=lambda cb: cb.order)
-    later: list[set[int]] = [set() for _ in cbs]  # for each callback, those that must come after it
+    successors: list[set[int]] = [set() for _ in cbs]  # indices of callbacks that must run after
     for i, (before, after) in enumerate(zip(befores, afters, strict=True)):
-        for j in _named(before, cbs, i):
-            later[i].add(j)
-        for j in _named(after, cbs, i):
-            later[j].add(i)
-    for i, successors in enumerate(later):
-        for j in successors:
+        for j in _find_indices(before, cbs, i):
+            successors[i].add(j)
+        for j in _find_indices(after, cbs, i):
+            successors[j].add(i)
+    for i, indices in enumerate(successors):
+        for j in indices:
             if cbs[i].order > cbs[j].order:
                 raise OrderError(
                     f'{cbs[i]!r} (order {cbs[i].order}) must run before {cbs[j]!r} (order {cbs[j].order}) '
                     'by run_before or run_after, but after it by `order`. Change one of the two.'
                 )
-    waiting = [0] * len(cbs)
-    for successors in later:
-        for j in successors:
-            waiting[j] += 1
-    ready = [(cbs[i].order, i) for i in range(len(cbs)) if not waiting[i]]
-    heapq.heapify(ready)
-    done: list[int] = []
-    while ready:
-        _, i = heapq.heappop(ready)
-        done.append(i)
-        for j in later[i]:
-            waiting[j] -= 1
-            if not waiting[j]:
-                heapq.heappush(ready, (cbs[j].order, j))
-    if len(done) < len(cbs):
-        cycle = ', '.join(repr(cbs[i]) for i in range(len(cbs)) if i not in done)
+    n_predecessors = [0] * len(cbs)  # not sorted yet
+    for indices in successors:
+        for j in indices:
+            n_predecessors[j] += 1
+    queue = [(cbs[i].order, i) for i in range(len(cbs)) if not n_predecessors[i]]
+    heapq.heapify(queue)
+    order: list[int] = []
+    while queue:
+        _, i = heapq.heappop(queue)
+        order.append(i)
+        for j in successors[i]:
+            n_predecessors[j] -= 1
+            if not n_predecessors[j]:
+                heapq.heappush(queue, (cbs[j].order, j))
+    if len(order) < len(cbs):
+        cycle = ', '.join(repr(cbs[i]) for i in range(len(cbs)) if i not in order)
         raise OrderError(
             f'{cycle} wait for each other by run_before and run_after. Take one of the constraints away.'
         )
-    return [cbs[i] for i in done]
+    return [cbs[i] for i in order]
 
 
-def _named(wanted: Any, cbs: list[Any], me: int) -> Iterator[int]:
-    "Yield the places of the callbacks that a `run_before` or `run_after` names, by class or by name."
-    wanted = wanted if isinstance(wanted, (list, tuple, set)) else [wanted]
+def _find_indices(selectors: Any, cbs: list[Any], own_index: int) -> Iterator[int]:
+    "Yield the indices of the other callbacks that `run_before` or `run_after` selects, by class or by name."
+    selectors = selectors if isinstance(selectors, (list, tuple, set)) else [selectors]
 
-    def is_meant(cb: Any, w: Any) -> bool:
-        return isinstance(cb, w) if isinstance(w, type) else w in (cb.name, type(cb).__name__)
+    def matches(cb: Any, selector: Any) -> bool:
+        if isinstance(selector, type):
+            return isinstance(cb, selector)
+        return selector in (cb.name, type(cb).__name__)
 
-    for j, cb in enumerate(cbs):
-        if j != me and any(is_meant(cb, w) for w in wanted):
-            yield j
+    for i, cb in enumerate(cbs):
+        if i != own_index and any(matches(cb, selector) for selector in selectors):
+            yield i
 
 
 def as_list(o: Any) -> list[Any]:
-    "Return None, one or several as a list."
+    "Return None, one object or a collection of objects as a list."
     if o is None:
         return []
     return list(o) if isinstance(o, (list, tuple, set, Iterator, L)) else [o]
 
 
-def _defined_again(old: type, new: type) -> bool:
-    "Tell whether `new` is a later definition of `old`; a function that makes classes makes them from the same code."
+def _is_redefined(old: type, new: type) -> bool:
+    """Return True if `new` is a later definition of the class `old`.
+
+    Two classes of one name made by the same function share code objects, and are not redefined.
+    """
     if old is new or (old.__module__, old.__qualname__) != (new.__module__, new.__qualname__):
         return False
-    codes = [
-        {id(f.__code__) for f in vars(cls).values() if isinstance(f, FunctionType)}
-        for cls in (old, new)
-    ]
-    return not (codes[0] & codes[1])
+    return not (_get_code_ids(old) & _get_code_ids(new))
+
+
+def _get_code_ids(cls: type) -> set[int]:
+    return {id(f.__code__) for f in vars(cls).values() if isinstance(f, FunctionType)}
 
 
 def place(learn: LoopLike) -> str:
-    "Say where a run is, for a note: `epoch 3, batch 17`."
+    "Return the epoch and batch of a run for a note: `epoch 3, batch 17`."
     return f'epoch {getattr(learn, "epoch", None)}, batch {getattr(learn, "iter", None)}'

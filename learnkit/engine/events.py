@@ -1,7 +1,7 @@
-"""The lifecycle as data: every moment of a run, in firing order, with its nesting and its name in Composer.
+"""Table of the lifecycle: every moment of a run, in firing order, with its nesting and its name in Composer.
 
-The loop, the handler tables, `Learner.show_training_loop` and the documentation all read this one table, so that none
-of them can drift from the others."""
+The loop, the handler tables, `Learner.show_training_loop` and the documentation all read this table, so they always
+agree."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    "One line of the lifecycle: an event, or a note that stands for a loop or a condition."
+    "Row of the lifecycle: an event, or a note about a loop or a condition."
 
-    depth: int
-    event: str  # the event's name, or a note in brackets
-    composer: str  # the Composer events of this moment, '' for none
-    doc: str  # what is true when it fires
+    depth: int  # level of nesting
+    event: str  # name of the event, or a note in brackets
+    composer: str  # Composer's events at this moment; '': none
+    doc: str  # state of the run when the event fires
 
     @property
     def is_note(self) -> bool:
@@ -52,7 +52,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    "One wrapped level of the loop: the three events around it and the exception that skips the rest of it."
+    "Level of the loop: its three events, and the exception that skips the rest of the level."
 
     before: str
     after_cancel: str
@@ -75,7 +75,7 @@ LIFECYCLE = tuple(
             'BEFORE_LOAD',
             'a file of weights or a checkpoint was verified; nothing is loaded yet',
         ),
-        (0, 'after_load', 'AFTER_LOAD', 'weights and optimizers of the file are in place'),
+        (0, 'after_load', 'AFTER_LOAD', 'weights and optimizers of the file are loaded'),
         (
             0,
             'before_fit',
@@ -109,20 +109,25 @@ LIFECYCLE = tuple(
             4,
             'before_batch',
             'BATCH_START, BEFORE_TRAIN_BATCH',
-            '`xb`, `yb` are on the device; `pred` is gone',
+            '`xb`, `yb` are on the device; `pred` is not set',
         ),
-        (5, '[for each microbatch]', '', '`xb`, `yb`, `pred`, `loss` and `loss_grad` are its own'),
+        (
+            5,
+            '[for each microbatch]',
+            '',
+            '`xb`, `yb`, `pred`, `loss` and `loss_grad` belong to the microbatch',
+        ),
         (5, 'before_pred', 'BEFORE_FORWARD', 'the forward pass is next'),
-        (5, 'after_pred', 'AFTER_FORWARD, BEFORE_LOSS', '`pred` is there'),
+        (5, 'after_pred', 'AFTER_FORWARD, BEFORE_LOSS', '`pred` is set'),
         (
             5,
             'after_loss',
             'AFTER_LOSS',
-            '`loss_grad` (with its graph) and `loss` (detached) are there',
+            '`loss_grad` (with its graph) and `loss` (detached) are set',
         ),
         (5, 'before_backward', 'BEFORE_BACKWARD', 'training only'),
         (6, 'after_cancel_backward', '', 'CancelBackwardException was raised'),
-        (5, 'after_backward', 'AFTER_BACKWARD', 'gradients are there'),
+        (5, 'after_backward', 'AFTER_BACKWARD', 'gradients are computed'),
         (
             5,
             '[after the last microbatch]',
@@ -138,7 +143,7 @@ LIFECYCLE = tuple(
             4,
             'batch_checkpoint',
             'BATCH_CHECKPOINT',
-            'a good moment to save, after any evaluation that was due',
+            'a checkpoint can be written, after any evaluation that was due',
         ),
         (3, 'after_cancel_train', '', 'CancelTrainException was raised'),
         (3, 'after_train', 'EPOCH_END', "this epoch's training is over"),
@@ -162,9 +167,9 @@ LIFECYCLE = tuple(
         (3, 'after_eval', 'EVAL_AFTER_ALL, EVAL_STANDALONE_END', 'evaluation is over'),
         (2, 'after_cancel_epoch', '', 'CancelEpochException was raised'),
         (2, 'after_epoch', '', 'the epoch is over; the Recorder (order 50) adds its row'),
-        (2, 'epoch_checkpoint', 'EPOCH_CHECKPOINT', 'a good moment to save'),
+        (2, 'epoch_checkpoint', 'EPOCH_CHECKPOINT', 'a checkpoint can be written'),
         (1, 'after_iteration', 'ITERATION_END', 'the last epoch of an iteration is over'),
-        (1, 'iteration_checkpoint', 'ITERATION_CHECKPOINT', 'a good moment to save'),
+        (1, 'iteration_checkpoint', 'ITERATION_CHECKPOINT', 'a checkpoint can be written'),
         (0, 'after_cancel_fit', '', 'CancelFitException was raised'),
         (0, 'after_fit', 'FIT_END', 'after the last evaluation and checkpoint'),
         (
@@ -213,18 +218,18 @@ LEVELS = {
 # each name once, in firing order
 EVENTS = tuple(dict.fromkeys(m.event for m in LIFECYCLE if not m.is_note))
 
-_between = EVENTS[EVENTS.index('before_draw') : EVENTS.index('batch_checkpoint') + 1]
-# a callback's methods that are no events: each returns a context, which is entered around a part of every batch
+# parts of a batch, and the methods of callbacks that return a context manager to enter around the part
 CONTEXTS = {'forward': 'forward_context', 'backward': 'backward_context'}
 
-# those of a batch: `run_train` and `run_valid` apply to them
-INNER_EVENTS = frozenset([*_between, *CONTEXTS.values()])
+_batch_events = EVENTS[EVENTS.index('before_draw') : EVENTS.index('batch_checkpoint') + 1]
+# events and contexts of a batch, to which `run_train` and `run_valid` apply
+INNER_EVENTS = frozenset([*_batch_events, *CONTEXTS.values()])
 
-ALIASES = {'after_cancel_valid': 'after_cancel_validate'}  # other spellings that are accepted
+ALIASES = {'after_cancel_valid': 'after_cancel_validate'}  # accepted spellings
 
 
 class EventNames(SimpleNamespace):
-    "Every event as an attribute, for completion."
+    "Namespace with every event as an attribute, so that editors can complete the names."
 
     def __getattr__(self, name: str) -> str:
         message = f'There is no event `{name}`.{did_you_mean(name, EVENTS)}'
@@ -235,24 +240,23 @@ event = EventNames(**{name: name for name in EVENTS})
 
 
 def lifecycle_markdown() -> str:
-    "Return the lifecycle as a table in Markdown: `docs/lifecycle.md` is made of it."
+    "Return the lifecycle as a Markdown table, which `docs/lifecycle.md` contains."
 
-    def row(m: Moment) -> str:
+    def format_row(m: Moment) -> str:
         name = m.event if m.is_note else f'`{m.event}`'
         return f'| {"&emsp;" * m.depth}{name} | {m.composer or "-"} | {m.doc} |'
 
-    return '\n'.join(
-        ['| event | Composer | when it fires |', '|---|---|---|', *map(row, LIFECYCLE), '']
-    )
+    header = ['| event | Composer | when it fires |', '|---|---|---|']
+    return '\n'.join([*header, *map(format_row, LIFECYCLE), ''])
 
 
 def canonical_event(
-    name: object,  # an event's name, or an accepted other spelling of it
-    where: str = '',  # who asks, for the message
+    name: object,  # name of an event, or an alias
+    where: str = '',  # class of the caller, for the error message
 ) -> str:
-    """Return the event's own name.
+    """Return the canonical name of an event.
 
-    Raises `UnknownEventError`, with the closest name, when there is no such event.
+    Raises `UnknownEventError`, with the closest name, for an unknown event.
 
     >>> canonical_event('after_cancel_valid')
     'after_cancel_validate'

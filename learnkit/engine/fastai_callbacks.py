@@ -1,4 +1,4 @@
-"""Callback objects of fastai itself: they run in a Learner as they are, with their own base class and exceptions."""
+"""Run callbacks of fastai itself, which have fastai's base class and exceptions, in a Learner."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ from learnkit.engine.events import LEVELS
 
 __all__ = ['is_foreign', 'foreign_handler']
 
-_CANCELS = {level.exception.__name__: level.exception for level in LEVELS.values()}
+_CANCEL_EXCEPTIONS = {level.exception.__name__: level.exception for level in LEVELS.values()}
+_PROTOCOL = ('order', 'learn', 'run', 'run_train', 'run_valid', 'name')
 
 
 def is_foreign(cb: object) -> bool:
-    "Tell whether `cb` is a callback by fastai's protocol (called with an event's name), though not by our class."
+    "Return True if `cb`, or its class, follows fastai's protocol (called with an event's name) without our base class."
     cls = cb if isinstance(cb, type) else type(cb)
-    return (
-        not issubclass(cls, Callback)
-        and '__call__' in dir(cls)
-        and all(
-            hasattr(cls, name)
-            for name in ('order', 'learn', 'run', 'run_train', 'run_valid', 'name')
-        )
-    )
+    if issubclass(cls, Callback) or '__call__' not in dir(cls):
+        return False
+    return all(hasattr(cls, name) for name in _PROTOCOL)
 
 
 def foreign_handler(cb: Any, event_name: str) -> Callable[[], Any] | None:
-    "Return what runs `event_name` on a foreign callback, its Cancel exceptions turned into ours of the same name."
+    """Return a function that runs `event_name` on a foreign callback, or None if the callback has no handler.
+
+    fastai's Cancel exceptions are converted to this package's exceptions of the same name.
+    """
     return partial(_call, cb, event_name) if own_handler(cb, event_name) else None
 
 
@@ -37,6 +36,7 @@ def _call(cb: Any, event_name: str) -> Any:
     try:
         return cb(event_name)
     except Exception as e:
-        if type(e).__name__ in _CANCELS and not isinstance(e, CancelException):
-            raise _CANCELS[type(e).__name__] from e
+        name = type(e).__name__
+        if name in _CANCEL_EXCEPTIONS and not isinstance(e, CancelException):
+            raise _CANCEL_EXCEPTIONS[name] from e
         raise

@@ -1,4 +1,4 @@
-"""What goes wrong in a callback without an error: handlers that no event calls, attributes that hide the loop's."""
+"""Warnings of silent mistakes in callbacks: handlers that no event calls, attributes that hide the Learner's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from learnkit.engine.events import ALIASES, EVENTS
 
 __all__ = ['warn_of_slips', 'event_like']
 
-_WHEN = {
+# names of handlers in other libraries: their endings, their levels, and names with neither
+_PREFIX_OF_ENDING = {
     **dict.fromkeys(('start', 'begin', 'started'), 'before'),
     **dict.fromkeys(('end', 'finish', 'finished'), 'after'),
 }
@@ -51,7 +52,7 @@ _LEVELS = {
     'backward': 'backward',
     'optimizer_step': 'step',
 }
-_OTHERS = {
+_EVENT_OF_METHOD = {
     'training_step': 'after_batch',
     'validation_step': 'after_batch',
     'on_after_backward': 'after_backward',
@@ -64,8 +65,8 @@ _OTHERS = {
     'on_save_checkpoint': 'state_dict',
     'on_load_checkpoint': 'load_state_dict',
 }
-# what a callback reads of the loop
-_STATE = {
+# attributes of the loop that callbacks read
+_LOOP_ATTRIBUTES = {
     'epoch',
     'iter',
     'n_epoch',
@@ -83,16 +84,18 @@ _STATE = {
 
 
 def event_like(name: str) -> str | None:
-    """Return what a method's name means here: that of other libraries, or one that is nearly an event's; None for none.
+    """Return the event that a method's name means, or None.
+
+    The name is a handler's in another library, or close to the name of an event.
 
     >>> [event_like(name) for name in ('on_epoch_end', 'on_train_batch_end', 'fit_begin', 'after_bach', 'on_new_best')]
     ['after_epoch', 'after_batch', 'before_fit', 'after_batch', None]
     """
-    if name in _OTHERS:
-        return _OTHERS[name]
-    level, _, when = name.removeprefix('on_').rpartition('_')
-    if when in _WHEN and level in _LEVELS:
-        return f'{_WHEN[when]}_{_LEVELS[level]}'
+    if name in _EVENT_OF_METHOD:
+        return _EVENT_OF_METHOD[name]
+    level, _, ending = name.removeprefix('on_').rpartition('_')
+    if ending in _PREFIX_OF_ENDING and level in _LEVELS:
+        return f'{_PREFIX_OF_ENDING[ending]}_{_LEVELS[level]}'
     if not name.startswith(('before_', 'after_')):
         return None
     close = get_close_matches(name, EVENTS, n=1, cutoff=0.85)
@@ -100,60 +103,64 @@ def event_like(name: str) -> str | None:
 
 
 def warn_of_slips(
-    cb: Any,  # a callback; only what classes from outside the package define is looked at
+    cb: Any,  # callback; only its classes from outside this package are checked
 ) -> None:
-    "Warn of methods that look like handlers and will never run, and of attributes that hide the state of the loop."
+    "Warn of methods that look like handlers but never run, and of attributes that hide the state of the loop."
     classes = [cls for cls in type(cb).__mro__ if cls not in Callback.__mro__]
-    own = [cls for cls in classes if cls.__module__.partition('.')[0] != 'learnkit']
-    for name in dict.fromkeys(
-        name for cls in own for name in vars(cls) if name not in (*EVENTS, *ALIASES)
-    ):
-        if (meant := event_like(name)) and not _is_fine(name, classes):
+    user_classes = [cls for cls in classes if cls.__module__.partition('.')[0] != 'learnkit']
+    members = dict.fromkeys(name for cls in user_classes for name in vars(cls))
+    for name in members:
+        if name in EVENTS or name in ALIASES:
+            continue
+        event = event_like(name)
+        if event and not _has_other_use(name, classes):
             warn_user(
-                f'{type(cb).__name__}.{name} is no event and will not run. Did you mean `{meant}`?'
+                f'{type(cb).__name__}.{name} is no event and will not run. Did you mean `{event}`?'
             )
-    for name in sorted(_STATE & {name for cls in own for name in _sets(cls)}):
+    attributes = {name for cls in user_classes for name in _find_attributes(cls)}
+    for name in sorted(_LOOP_ATTRIBUTES & attributes):
         warn_user(f'{SHADOWING.format(name)}, or choose another name')
 
 
-def _sets(cls: type) -> set[str]:
-    "Return what a class sets in its body and, on the callback itself, in its constructor, but no method or property."
+def _find_attributes(cls: type) -> set[str]:
+    "Return the names set in a class's body or on `self` in its constructor, without methods and properties."
+    members = vars(cls).items()
+    names = {name for name, value in members if not isinstance(value, (FunctionType, property))}
     init = vars(cls).get('__init__')
-    stored = _set_on_self(init.__code__) if isinstance(init, FunctionType) else set()
-    return {
-        name for name, value in vars(cls).items() if not isinstance(value, (FunctionType, property))
-    } | stored
+    if isinstance(init, FunctionType):
+        names |= _find_set_on_self(init.__code__)
+    return names
 
 
-def _set_on_self(code: CodeType) -> set[str]:
-    "Return the names that a method sets as attributes of its first parameter."
-    steps = [step for step in get_instructions(code) if step.opname != 'EXTENDED_ARG']
+def _find_set_on_self(code: CodeType) -> set[str]:
+    "Return the names that a method sets as attributes of its first parameter, read from the bytecode."
+    instructions = [i for i in get_instructions(code) if i.opname != 'EXTENDED_ARG']
     return {
-        step.argval
-        for loaded, step in pairwise(steps)
-        if step.opname == 'STORE_ATTR'
-        and ('LOAD_FAST' in loaded.opname or loaded.opname == 'LOAD_DEREF')
-        and code.co_varnames[:1] == _last(loaded.argval)
+        store.argval
+        for load, store in pairwise(instructions)
+        if store.opname == 'STORE_ATTR'
+        and ('LOAD_FAST' in load.opname or load.opname == 'LOAD_DEREF')
+        and code.co_varnames[:1] == _get_last_variable(load.argval)
     }
 
 
-def _last(names: Any) -> tuple[str, ...]:
-    "Return the variable that an instruction loads last: some load two."
+def _get_last_variable(names: Any) -> tuple[str, ...]:
+    "Return the variable that an instruction loads last, as some instructions load two."
     return names[-1:] if isinstance(names, tuple) else (names,)
 
 
-def _is_fine(name: str, classes: list[type]) -> bool:
-    "Tell whether a name is no method, overrides another one, or is called by one of these classes."
-    found = [vars(cls)[name] for cls in classes if name in vars(cls)]
-    if len(found) > 1 or not isinstance(found[0], FunctionType):
+def _has_other_use(name: str, classes: list[type]) -> bool:
+    "Return True if a name is not a method, overrides another method, or is used by one of these classes."
+    members = [vars(cls)[name] for cls in classes if name in vars(cls)]
+    if len(members) > 1 or not isinstance(members[0], FunctionType):
         return True
     functions = [f for cls in classes for f in vars(cls).values() if isinstance(f, FunctionType)]
-    return any(name in code.co_names for f in functions for code in _codes(f.__code__))
+    return any(name in code.co_names for f in functions for code in _walk_code(f.__code__))
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    "Yield the code of a function, and of those inside it."
+def _walk_code(code: CodeType) -> Iterator[CodeType]:
+    "Yield the code of a function and of the functions inside it."
     yield code
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            yield from _codes(inner)
+            yield from _walk_code(inner)

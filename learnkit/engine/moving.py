@@ -1,4 +1,4 @@
-"""Paths in checkpoints: relative to the Learner's folder where they lie below it, so that this folder may be moved."""
+"""Paths in checkpoints, relative to the Learner's folder if they are inside it, so that the folder can be moved."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ['kept_path', 'found_path']
 
 
 def kept_path(
-    learn: LearnerLike,  # a Learner
-    path: str | Path | None,
+    learn: LearnerLike,  # Learner whose `path` is the folder
+    path: str | Path | None,  # path of a file
 ) -> str | None:
-    """Return a path as a checkpoint keeps it.
+    """Return the string that a checkpoint holds for a path.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(path='/runs/a')
@@ -24,18 +24,20 @@ def kept_path(
     """
     if path is None or learn is None:
         return None if path is None else str(path)
-    absolute, folder = (Path(os.path.abspath(p)) for p in (path, learn.path))
+    absolute = Path(os.path.abspath(path))
+    folder = Path(os.path.abspath(learn.path))
     return absolute.relative_to(folder).as_posix() if absolute.is_relative_to(folder) else str(path)
 
 
 def found_path(
-    learn: LearnerLike,  # a Learner, whose folder may be another one by now
-    kept: str | None,  # from `kept_path`
-    own: str | Path | None = None,  # the folder that the callback was given
+    learn: LearnerLike,  # Learner whose `path` is the folder, possibly another one than before
+    kept: str | None,  # string that `kept_path` returned
+    own: str | Path | None = None,  # folder that the callback was given
 ) -> Path | None:
-    """Return the path again; None, with a warning, for one outside of the Learner's folder and the callback's own.
+    """Return the path that a checkpoint holds.
 
-    A checkpoint may come from anywhere, and what it names may be written to.
+    Returns None, with a warning, for a path outside of the Learner's folder and the callback's folder: a checkpoint
+    may come from an untrusted source, and the path may be written to.
     """
     if kept is None or learn is None:
         return None if kept is None else Path(kept)

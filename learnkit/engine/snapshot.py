@@ -1,6 +1,6 @@
-"""Undo what a piece of code does to objects: note what they hold, and write it back into the same objects.
+"""Copy the contents of objects, and write the copies back into the same objects later.
 
-Nothing is replaced by a copy, so whoever else refers to a list, a tensor or a parameter still has the right one."""
+No object is replaced by its copy, so all references to a list, a tensor or a parameter stay valid."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from learnkit.metrics.base import Mean, Metric
 
 __all__ = ['Snapshot', 'unchanged_loaders', 'undoing', 'restored']
 
-# objects whose attributes are theirs alone
-OWNERS = (
+# classes whose attributes belong to the object alone
+OWNER_TYPES = (
     nn.Module,
     torch.optim.Optimizer,
     torch.optim.lr_scheduler.LRScheduler,
@@ -38,22 +38,22 @@ OWNERS = (
     Mean,
     L,
 )
-_atoms = frozenset([type(None), bool, int, float, str])  # not worth a look
+_ATOMS = frozenset([type(None), bool, int, float, str])  # immutable types, which need no copy
 
 
 class Snapshot:
-    """Note the contents of everything that is reachable from `roots`; `undo()` writes them back.
+    """Copy of the contents of all objects that are reachable from `roots`, which `undo()` writes back.
 
-    Lists, dicts, sets, tensors, arrays and random generators are written back in place, and so are the attributes of
-    modules, optimizers, torch's schedulers and scalers, callbacks and metrics, with all that these hold. Every other
-    object stays as it is, whole: what it holds may belong together with something outside (a file, a connection, a
+    `undo()` modifies lists, dicts, sets, tensors, arrays and random generators in-place, and also the attributes of
+    modules, optimizers, torch's schedulers and scalers, callbacks and metrics, recursively. Objects of all other
+    types are left unchanged, with their contents, which may depend on something outside (a file, a connection, a
     thread). A tensor is copied on its device.
 
     >>> log = [1, {'a': torch.zeros(2)}]
-    >>> noted = Snapshot([log])
+    >>> snapshot = Snapshot([log])
     >>> log.append(2); log[1]['a'].add_(1); log[1]['b'] = 3
     tensor([1., 1.])
-    >>> noted.undo()
+    >>> snapshot.undo()
     >>> log
     [1, {'a': tensor([0., 0.])}]
     """
@@ -61,64 +61,71 @@ class Snapshot:
     def __init__(
         self,
         roots: Iterable[Any],  # objects, or containers of them
-        but: Iterable[Any] = (),  # not these, nor what only they lead to
+        excluded: Iterable[
+            Any
+        ] = (),  # objects that are not copied, nor anything only they refer to
     ) -> None:
-        self._seen = {
-            id(o): o for o in but
-        }  # keeps them, so that no other object gets the number of one of them
-        self._steps: list[Callable[[], object]] = []
-        self._to_note = list(roots)  # not by recursion: objects may form long chains
-        while self._to_note:
-            self._note(self._to_note.pop())
+        # holds references, so that no new object gets the id of a visited one
+        self._visited = {id(o): o for o in excluded}
+        self._undo_steps: list[Callable[[], object]] = []
+        self._queue = list(roots)  # not by recursion: objects may form long chains
+        while self._queue:
+            self._copy(self._queue.pop())
 
     def undo(self) -> None:
-        "Write everything back."
-        for step in self._steps:
+        "Write all contents back."
+        for step in self._undo_steps:
             step()
 
-    def _note(self, o: Any) -> None:
-        if type(o) in _atoms or id(o) in self._seen:
+    def _copy(self, o: Any) -> None:
+        if type(o) in _ATOMS or id(o) in self._visited:
             return
-        self._seen[id(o)] = o
-        if isinstance(o, OWNERS):
-            self._go_on_to([vars(o)])
+        self._visited[id(o)] = o
+        if isinstance(o, OWNER_TYPES):
+            self._enqueue([vars(o)])
         elif isinstance(o, Tensor):
-            self._note_tensor(o)
+            self._copy_tensor(o)
         elif isinstance(o, dict):
-            self._note_items(o, dict(o), refill_dict)
+            self._copy_items(o, dict(o), refill_dict)
         elif isinstance(o, (list, deque, set)):
-            self._note_items(o, list(o), _refill)
+            self._copy_items(o, list(o), _refill)
         elif isinstance(o, (tuple, frozenset)):
-            self._go_on_to(o)
+            self._enqueue(o)
         elif isinstance(o, np.ndarray):
-            self._steps.append(partial(_rewrite_array, o, o.copy()))
+            self._undo_steps.append(partial(_rewrite_array, o, o.copy()))
         elif isinstance(o, (bytearray, array)):
-            self._steps.append(partial(o.__setitem__, slice(None), o[:]))
-        elif (setter := state_setter(o)) is not None:
-            self._steps.append(setter)
+            self._undo_steps.append(partial(o.__setitem__, slice(None), o[:]))
+        else:
+            setter = state_setter(o)
+            if setter is not None:
+                self._undo_steps.append(setter)
 
-    def _go_on_to(self, items: Iterable[Any]) -> None:
-        self._to_note += [v for v in items if type(v) not in _atoms]
+    def _enqueue(self, items: Iterable[Any]) -> None:
+        self._queue += [v for v in items if type(v) not in _ATOMS]
 
-    def _note_items(self, o: Any, items: Any, refill: Callable[[Any, Any], None]) -> None:
-        self._steps.append(partial(refill, o, items))
-        self._go_on_to(items.values() if isinstance(items, dict) else items)
+    def _copy_items(self, o: Any, items: Any, refill: Callable[[Any, Any], None]) -> None:
+        self._undo_steps.append(partial(refill, o, items))
+        self._enqueue(items.values() if isinstance(items, dict) else items)
 
-    def _note_tensor(self, t: Tensor) -> None:
+    def _copy_tensor(self, t: Tensor) -> None:
         if torch.nn.parameter.is_lazy(t):
             return
         grad = t.grad if t.is_leaf else None
-        self._go_on_to([grad, *vars(t).values()])
-        self._steps.append(partial(_rewrite, t, t.detach().clone(), t.requires_grad, grad))
+        self._enqueue([grad, *vars(t).values()])
+        step = partial(_rewrite_tensor, t, t.detach().clone(), t.requires_grad, grad)
+        self._undo_steps.append(step)
 
 
 @torch.no_grad()
-def _rewrite(t: Tensor, value: Tensor, requires_grad: bool, grad: Tensor | None) -> None:
-    "Give a tensor back its values and flags; one that has moved, or has another form, gets the storage of the copy."
-    is_as_before = (t.shape, t.dtype, t.device) == (value.shape, value.dtype, value.device)
-    if is_as_before and (t.layout is not torch.strided or 0 not in t.stride()):
+def _rewrite_tensor(t: Tensor, value: Tensor, requires_grad: bool, grad: Tensor | None) -> None:
+    """Restore a tensor's values, `requires_grad` and gradient.
+
+    If shape, dtype or device have changed, or elements overlap, the tensor gets the storage of the copy.
+    """
+    is_same_form = (t.shape, t.dtype, t.device) == (value.shape, value.dtype, value.device)
+    if is_same_form and (t.layout is not torch.strided or 0 not in t.stride()):
         t.copy_(value)
-    elif not (is_as_before and torch.equal(t, value)):
+    elif not (is_same_form and torch.equal(t, value)):
         t.data = value
     if not t.is_leaf:
         return
@@ -140,7 +147,7 @@ def _refill(o: Any, items: list[Any]) -> None:
 
 
 def unchanged_loaders(dls: Any) -> AbstractContextManager[None]:
-    """Leave loaders, and all random generators, as they were: the next epoch has the order that it would have had.
+    """Restore loaders and all random generators at the end of a context, so that the order of the next epoch is kept.
 
     >>> from learnkit.data.dataloaders import DataLoaders
     >>> dls = DataLoaders.from_tensors((torch.arange(9.), torch.arange(9.)), bs=9)
@@ -152,44 +159,46 @@ def unchanged_loaders(dls: Any) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def undoing(learn: LearnerLike, roots: list[Any], but: list[Any] | None = None) -> Iterator[None]:
-    "Undo what happens to these objects, to the loaders and to random generators."
-    tensors = [
-        *learn.model.parameters(),
-        *learn.model.buffers(),
-    ]  # also those that a scripted model hides
+def undoing(
+    learn: LearnerLike,  # Learner whose model and loaders are restored
+    roots: list[Any],  # further objects to restore
+    excluded: list[Any] | None = None,  # objects that are not restored
+) -> Iterator[None]:
+    "Restore the model, these objects, the loaders and the random generators at the end of a context."
+    # listed here because the attributes of a scripted model do not contain its tensors
+    tensors = [*learn.model.parameters(), *learn.model.buffers()]
     loaders = learn.dls.train, *(dl for _, dl in evaluation_loaders(learn.dls))
-    data = [learn.dls, *loaders, *(getattr(dl, 'dataset', None) for dl in loaders)]
-    noted = Snapshot([tensors, *roots], but=[learn, *data, *(but or [])])
+    datasets = [getattr(dl, 'dataset', None) for dl in loaders]
+    excluded = [learn, learn.dls, *loaders, *datasets, *(excluded or [])]
+    snapshot = Snapshot([tensors, *roots], excluded)
     with unchanged_loaders(learn.dls):
         try:
             yield
         finally:
-            noted.undo()
+            snapshot.undo()
 
 
 @contextmanager
 def restored(learn: LearnerLike) -> Iterator[None]:
-    "Undo what happens to a Learner: also to its counters, its callbacks and their attributes."
-    cbs, registry = list(learn.cbs), learn.callbacks
+    "Restore a Learner at the end of a context, with its counters, its callbacks and their attributes."
+    cbs = list(learn.cbs)
+    callbacks = learn.callbacks
     parts = learn.run, learn.counters, learn.evaluations, learn.passes
     cut_again(learn.model)
     try:
         with undoing(
             learn,
             [vars(learn), *map(vars, cbs), *map(vars, parts)],
-            but=[registry, learn.tables, learn.whole_step],
+            excluded=[callbacks, learn.tables, learn.whole_step],
         ):
-            learn.passes.stream = None  # the batches of an open pass are for the training
+            learn.passes.stream = None  # the batches of an open pass belong to the training
             try:
                 yield
             finally:
                 cut_again(learn.model)
-                if any(a is not b for a, b in zip(learn.cbs, cbs, strict=False)) or len(
-                    learn.cbs
-                ) != len(cbs):
+                if list(map(id, learn.cbs)) != list(map(id, cbs)):
                     learn.cbs = cbs
     finally:
         for cb in cbs:
-            registry.changed(cb, 'run')
-        registry.refresh()
+            callbacks.changed(cb, 'run')
+        callbacks.refresh()

@@ -1,4 +1,4 @@
-"""Where the time of a training goes: one step in 32 is measured, through handler tables that look at the clock."""
+"""Time of a training step by part, measured for one step in 32 through handler tables that read the clock."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from learnkit.engine.events import CONTEXTS
 
 __all__ = ['EVERY', 'FIRST', 'Timings', 'TimedTable']
 
-EVERY = 32  # steps of which one is measured
-FIRST = 8  # the first of a fit: those before it are slower than the rest
+EVERY = 32  # interval of measured steps
+FIRST = 8  # first measured step of a fit, as the steps before it are slower than the rest
 
-# what lies between the end of one event and the beginning of the next
+# parts of a step by the events before and after the part
 PARTS = {
     ('before_draw', 'after_draw'): 'data',
     ('after_draw', 'before_batch'): 'transfer',
@@ -31,14 +31,14 @@ PARTS = {
     ('before_step', 'after_step'): 'step',
     ('before_batch', 'after_batch'): 'compiled step',
 }
-MODEL = 'data and model'  # what those parts are together, beside the callbacks and the loop
+MODEL = 'data and model'  # legend of these parts in a plot
 ON_DEVICE = ('forward', 'loss', 'backward', 'step', 'compiled step')
 
 
 class Timings:
-    """The time of a training step by part: data, transfer, forward, loss, backward, step, each callback, and the loop.
+    """Time of a training step by part: data, transfer, forward, loss, backward, step, each callback, and the loop.
 
-    `learn.timings` has those of the latest fit. On a GPU the parts that run there are timed by it, without waiting.
+    `learn.timings` has the times of the latest fit. Parts that run on a GPU are timed by CUDA events, without waiting.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(n_train=64)
@@ -48,35 +48,37 @@ class Timings:
     """
 
     def __init__(self) -> None:
-        self.n = 0  # steps that were measured
-        self._sums: defaultdict[str, float] = defaultdict(float)
-        self._flying: list[tuple[str, Any, Any]] = []  # parts on a GPU, with the events around them
-        self._before, self._at, self._mark = '', 0.0, None  # the event that ended last, and when
-        self._started = False
-        self.device: torch.device | None = None  # where the model is; set as a step begins
-        self.steps_left = FIRST  # until the next one that is measured
+        self.n = 0  # number of measured steps
+        self._sums: defaultdict[str, float] = defaultdict(float)  # seconds by part
+        self._pending: list[tuple[str, Any, Any]] = []  # parts on a GPU, with their CUDA events
+        self._last_event = ''  # event whose handlers ran last
+        self._last_time = 0.0  # time at its end
+        self._last_mark: Any = None  # CUDA event at its end
+        self._is_measuring = False
+        self.device: torch.device | None = None  # device of the model, set before a step
+        self.steps_left = FIRST  # number of steps until the next measured one
 
     # -- measuring ---------------------------------------------------------------------------------
 
     def switch(self, learn: LoopLike) -> None:
-        "Begin to measure a step, through timed handlers, or end it: the next step begins."
+        "Start to measure a step with timed handlers, or stop if a step was measured. Called before a step."
         if self.stop(learn):
             self.steps_left = EVERY - 1
         elif learn.tables is learn.callbacks.tables:
-            learn.tables = learn.tables[False], self._timed_table(learn)
+            learn.tables = learn.tables[False], self._get_timed_table(learn)
             self.device = learn.run.device
             self.begin_step()
 
     def stop(self, learn: LoopLike) -> bool:
-        "Let the loop read its own handler tables again; return True if a step was being measured."
+        "Restore the loop's handler tables, and return True if a step was being measured."
         if not isinstance(learn.tables[True], TimedTable):
             return False
         learn.tables = learn.callbacks.tables
         self.end_step()
         return True
 
-    def _timed_table(self, learn: LoopLike) -> TimedTable:
-        "Return the timed handlers of this fit; they are made again only if callbacks have changed."
+    def _get_timed_table(self, learn: LoopLike) -> TimedTable:
+        "Return the timed handlers of this fit, created once: `refresh` clears the table when callbacks change."
         tables = learn.callbacks.more_tables
         for known in tables:
             if isinstance(known, TimedTable) and known.timings is self:
@@ -86,38 +88,46 @@ class Timings:
         return timed
 
     def begin_step(self) -> None:
-        self._started, self._at, self._before, self._mark = True, perf_counter(), '', None
+        self._is_measuring = True
+        self._last_event = ''
+        self._last_time = perf_counter()
+        self._last_mark = None
 
     def end_step(self) -> None:
-        if not self._started:
+        if not self._is_measuring:
             return
-        self._sums['loop'] += perf_counter() - self._at
-        self.n, self._started = self.n + 1, False
-        self._land()
+        self._sums['loop'] += perf_counter() - self._last_time
+        self.n += 1
+        self._is_measuring = False
+        self._collect()
 
-    def looks(self, name: str) -> tuple[Callable[[], None], Callable[[], None]]:
-        "Return what runs before and after the handlers of an event: they look at the clock, in under a microsecond."
-        part_since = {before: part for (before, now), part in PARTS.items() if now == name}
+    def make_probes(self, name: str) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Return the functions that read the clock before and after the handlers of an event.
+
+        A call takes less than a microsecond.
+        """
+        part_after = {before: part for (before, event), part in PARTS.items() if event == name}
         sums = self._sums
 
         def begin() -> None:
             now = perf_counter()
-            part = part_since.get(self._before, 'loop')
-            if self._mark is not None and part in ON_DEVICE:
-                self._flying.append((part, self._mark, cuda_mark(self.device)))
+            part = part_after.get(self._last_event, 'loop')
+            if self._last_mark is not None and part in ON_DEVICE:
+                self._pending.append((part, self._last_mark, record_cuda_event(self.device)))
                 part = 'loop'
-            sums[part] += now - self._at
-            self._at = now
+            sums[part] += now - self._last_time
+            self._last_time = now
 
         def end() -> None:
-            self._before, self._at = name, perf_counter()
+            self._last_event = name
+            self._last_time = perf_counter()
             if self.device is not None and self.device.type == 'cuda':
-                self._mark = cuda_mark(self.device)
+                self._last_mark = record_cuda_event(self.device)
 
         return begin, end
 
-    def watched(self, handler: Callable[[], Any], who: str) -> Callable[[], None]:
-        "Return a handler that runs on its callback's account."
+    def time_handler(self, handler: Callable[[], Any], part: str) -> Callable[[], None]:
+        "Return a handler whose time is added to a part, its callback's name."
         sums = self._sums
 
         def run() -> None:
@@ -126,33 +136,29 @@ class Timings:
             try:
                 handler()
             finally:
-                sums[who] += perf_counter() - started
+                sums[part] += perf_counter() - started
 
         return run
 
-    def _land(self, wait: bool = False) -> None:
-        "Take over what the GPU is through with, or wait for all of it."
-        while self._flying and (wait or self._flying[0][2].query()):
-            part, start, end = self._flying.pop(0)
+    def _collect(self, wait: bool = False) -> None:
+        "Add the times of the parts that the GPU has finished, or wait for all of them."
+        while self._pending and (wait or self._pending[0][2].query()):
+            part, start, end = self._pending.pop(0)
             end.synchronize()
             self._sums[part] += start.elapsed_time(end) / 1000
 
     def __getstate__(self) -> dict[str, Any]:
-        _ = self.seconds  # what is on its way arrives: a GPU's events cannot be copied
+        self._collect(wait=True)  # CUDA events cannot be copied
         return self.__dict__.copy()
 
     # -- reading -----------------------------------------------------------------------------------
 
     @property
     def seconds(self) -> dict[str, float]:
-        "Seconds a step, by part, the longest first."
-        self._land(wait=True)
-        return dict(
-            sorted(
-                ((part, s / max(self.n, 1)) for part, s in self._sums.items()),
-                key=lambda kv: -kv[1],
-            )
-        )
+        "Seconds per step by part, in descending order."
+        self._collect(wait=True)
+        means = {part: s / max(self.n, 1) for part, s in self._sums.items()}
+        return dict(sorted(means.items(), key=lambda kv: -kv[1]))
 
     def __repr__(self) -> str:
         seconds = self.seconds
@@ -164,9 +170,8 @@ class Timings:
             f'{part:<{width}}  {s * 1e6:>10,.1f} us  {s / total:>5.1%}'
             for part, s in seconds.items()
         ]
-        return '\n'.join(
-            [f'{"a step":<{width}}  {total * 1e6:>10,.1f} us  ({self.n} measured)', *rows]
-        )
+        head = f'{"a step":<{width}}  {total * 1e6:>10,.1f} us  ({self.n} measured)'
+        return '\n'.join([head, *rows])
 
     @never_raising
     def _repr_html_(self) -> str:
@@ -184,11 +189,11 @@ class Timings:
 
     def plot(
         self,
-        ax: Any = None,  # matplotlib axes; None: those of a new figure
+        ax: Any = None,  # matplotlib axes; None: axes of a new figure
     ) -> Any:
-        """Draw where the time of a step goes, a bar for each part, the longest on top; return the axes.
+        """Plot the time of a step as a bar per part, the longest on top, and return the axes.
 
-        Raises `OptionError` before a step has been measured, one in 32.
+        Raises `OptionError` before the first measured step.
         """
         seconds = self.seconds
         if not seconds:
@@ -197,22 +202,20 @@ class Timings:
             )
         ax = axes_or_new(ax, (7, 0.28 * len(seconds) + 1.2))
         total = sum(seconds.values())
-        scale, unit = next(
-            (f, u) for f, u in ((1e6, 'us'), (1e3, 'ms'), (1, 's')) if total * f < 1e4 or f == 1
-        )
-        kinds, colors = (
-            [_kind(name) for name in seconds],
-            {MODEL: color(0), 'callbacks': color(1), 'loop': 'grey'},
-        )
+        units = ((1e6, 'us'), (1e3, 'ms'), (1, 's'))
+        scale, unit = next((f, u) for f, u in units if total * f < 1e4 or f == 1)
+        kinds = [_get_kind(part) for part in seconds]
+        colors = {MODEL: color(0), 'callbacks': color(1), 'loop': 'grey'}
         bars = ax.barh(
             list(seconds),
             [s * scale for s in seconds.values()],
             color=[colors[kind] for kind in kinds],
+            # matplotlib leaves labels that start with an underscore out of the legend
             label=['_' * (kind in kinds[:i]) + kind for i, kind in enumerate(kinds)],
         )
         ax.bar_label(
             bars,
-            [f'{_brief(s * scale)} {unit}, {s / total:.1%}' for s in seconds.values()],
+            [f'{_format(s * scale)} {unit}, {s / total:.1%}' for s in seconds.values()],
             padding=3,
             fontsize='small',
         )
@@ -220,43 +223,43 @@ class Timings:
         ax.margins(x=0.3)
         ax.set(
             xlabel=f'{unit} a step',
-            title=f'a step takes {_brief(total * scale)} {unit} ({self.n} measured)',
+            title=f'a step takes {_format(total * scale)} {unit} ({self.n} measured)',
         )
         ax.legend(loc='lower right')
         return ax
 
 
-def _brief(number: float) -> str:
+def _format(number: float) -> str:
     return f'{number:,.0f}' if number >= 100 else f'{number:.3g}'
 
 
-def _kind(part: str) -> str:
-    return MODEL if part in PARTS.values() else 'loop' if part == 'loop' else 'callbacks'
+def _get_kind(part: str) -> str:
+    if part in PARTS.values():
+        return MODEL
+    return 'loop' if part == 'loop' else 'callbacks'
 
 
 class TimedTable(HandlerTable):
-    "The handlers of training, with a look at the clock around each event and each handler."
+    "Handlers of training that read the clock before and after each event and each handler."
 
     def __init__(self, own: HandlerTable, timings: Timings) -> None:
         super().__init__(own.callbacks, own.training)
         self.own, self.timings = own, timings
 
     def __missing__(self, name: str) -> list[Entry]:
-        own, on = self.own[name], [True]
+        own = self.own[name]
         if name in CONTEXTS.values():
             return own
-        begin, end = self.timings.looks(name)
-        watched = self.timings.watched
-        self[name] = [
-            (begin, on, None),
-            *((watched(f, type(cb).__name__), switch, cb) for f, switch, cb in own),
-            (end, on, None),
-        ]
+        begin, end = self.timings.make_probes(name)
+        time_handler = self.timings.time_handler
+        timed = [(time_handler(f, type(cb).__name__), switch, cb) for f, switch, cb in own]
+        always_on = [True]
+        self[name] = [(begin, always_on, None), *timed, (end, always_on, None)]
         return self[name]
 
 
-def cuda_mark(device: torch.device | None) -> Any:
-    "Note the present point of a GPU's work."
-    mark = torch.cuda.Event(enable_timing=True)
-    mark.record(torch.cuda.current_stream(device))
-    return mark
+def record_cuda_event(device: torch.device | None) -> Any:
+    "Record a CUDA event in the device's current stream, and return the event."
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event

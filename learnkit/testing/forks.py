@@ -1,4 +1,4 @@
-"""Forked children that run a job: warm, so that one starts in milliseconds, and gone without a trace at its end."""
+"""Forked child processes that run a job: they start in milliseconds, and leave no process or file behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from time import monotonic, sleep
 from typing import Any, NoReturn, Self
 from warnings import catch_warnings, simplefilter
 
-# seeds itself when it is first imported: in every child otherwise
+# imported here because the first import, otherwise in each child, seeds NumPy's generator
 import numpy.random  # noqa: F401
 import torch
 
@@ -32,16 +32,19 @@ from learnkit.core.plain import plain
 
 __all__ = ['Child', 'HarnessError', 'Planned', 'reached', 'start']
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37  # of Linux's prctl
-LONGEST = 8000  # characters of a child's output that an error shows
+# options of Linux's prctl
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
+MAX_OUTPUT = 8000  # characters of a child's output in an error message
 _POLL_S = 0.001
 
 _running: set[Child] = set()
-_adopted_before = 0
+_was_subreaper = 0  # setting of this process before the first child
 
 
 class HarnessError(LearnkitError, RuntimeError):
-    "A job failed by itself, did not end, or cannot be forked; the message has what the child wrote."
+    "A job failed by itself, did not end, or cannot be forked; the message has the child's output."
 
 
 # In the child
@@ -49,21 +52,21 @@ class HarnessError(LearnkitError, RuntimeError):
 
 @dataclass
 class Planned:
-    "The end that a child puts to itself."
+    "Place in a job at which the child kills itself."
 
-    name: str
-    nth: int
-    sig: int
-    group: bool
-    pid: int = 0
-    seen: Counter[str] = field(default_factory=Counter)
+    name: str  # name given to `reached`
+    nth: int  # number of calls of `reached` with this name
+    sig: int  # signal
+    group: bool  # whether the whole process group gets the signal
+    pid: int = 0  # process id of the child, set when it starts
+    seen: Counter[str] = field(default_factory=Counter)  # number of calls by name
 
 
 _planned: Planned | None = None
 
 
 def reached(name: str) -> None:
-    """Say that a job has come to a place by which `run_until_done` may kill it; anywhere else this does nothing.
+    """Mark a place at which `run_until_done` may kill the job. Outside of such a job this function does nothing.
 
     >>> reached('between two writes')
     """
@@ -72,20 +75,27 @@ def reached(name: str) -> None:
     _planned.seen[name] += 1
     if (name, _planned.seen[name]) != (_planned.name, _planned.nth):
         return
-    (os.killpg if _planned.group else os.kill)(_planned.pid, _planned.sig)
+    kill = os.killpg if _planned.group else os.kill
+    kill(_planned.pid, _planned.sig)
 
 
-def _live(job: Callable[[], Any], folder: Path, parent: int, planned: Planned | None) -> NoReturn:
-    "Be the child: run the job, and end with the exit code that the interpreter would give."
+def _run_child(
+    job: Callable[[], Any],  # function that the child runs
+    folder: Path,  # folder for its output and result
+    parent: int,  # process id of the parent
+    planned: Planned | None,  # place at which the child kills itself
+) -> NoReturn:
+    "Run the job in the child, and end the process with the exit code that the interpreter would give."
     global _planned
     code = 1
     try:
         os.setpgid(0, 0)
         _leave_parent(folder, parent)
         if planned:
-            _planned, planned.pid = planned, os.getpid()
-        code = _run(job, folder)
-        _as_at_exit()
+            planned.pid = os.getpid()
+            _planned = planned
+        code = _run_job(job, folder)
+        _run_exit_functions()
     except KeyboardInterrupt:
         traceback.print_exc()
         code = -signal.SIGINT
@@ -100,8 +110,8 @@ def _live(job: Callable[[], Any], folder: Path, parent: int, planned: Planned | 
         os._exit(code & 0xFF)
 
 
-def _run(job: Callable[[], Any], folder: Path) -> int:
-    "Run the job, keep what it returns, and return its exit code."
+def _run_job(job: Callable[[], Any], folder: Path) -> int:
+    "Run the job, save its result, and return its exit code."
     try:
         result = job()
     except SystemExit as e:
@@ -120,8 +130,8 @@ def _run(job: Callable[[], Any], folder: Path) -> int:
 
 
 def _leave_parent(folder: Path, parent: int) -> None:
-    "Let go of what a forked process has of its parent: handlers, streams, threads' settings, what runs at exit."
-    import resource  # not on Windows
+    "Reset the state that a forked process inherits: signal handlers, streams, hooks, thread settings, exit functions."
+    import resource  # missing on Windows
 
     gc.freeze()  # collecting the parent's garbage would end its loaders' workers
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -134,23 +144,23 @@ def _leave_parent(folder: Path, parent: int) -> None:
             signal.signal(sig, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.set_wakeup_fd(-1)
-    _own_streams(folder)
+    _redirect_streams(folder)
     faulthandler.enable(sys.stderr)
-    sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
+    sys.excepthook = sys.__excepthook__
+    sys.unraisablehook = sys.__unraisablehook__
     threading.excepthook = threading.__excepthook__
-    _own_exit()
+    _reset_exit_functions()
     torch.set_num_threads(1)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def _own_streams(folder: Path) -> None:
+def _redirect_streams(folder: Path) -> None:
+    "Redirect stdin to the null device, stdout and stderr to files in a folder."
     for fd, name in enumerate(('stdin', 'stdout', 'stderr')):
-        path, how = (
-            (folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            if fd
-            else (os.devnull, os.O_RDONLY)
-        )
-        file = os.open(path, how, 0o600)
+        if fd == 0:
+            file = os.open(os.devnull, os.O_RDONLY)
+        else:
+            file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, fd)
         os.close(file)
         stream = open(fd, 'w' if fd else 'r', 1, 'utf-8', 'backslashreplace', closefd=False)  # noqa: SIM115
@@ -158,20 +168,21 @@ def _own_streams(folder: Path) -> None:
         setattr(sys, f'__{name}__', stream)
 
 
-def _own_exit() -> None:
-    "Forget what the parent does at its exit; the package's own part is for the child's Learners alone."
+def _reset_exit_functions() -> None:
+    "Remove the parent's exit functions, and register the standard ones for the child's own objects."
     from multiprocessing import process, util
 
     from learnkit import learner
 
     atexit._clear()
-    weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # temporary folders among them
-    # as its first use does, once
+    # or the child would remove the parent's temporary folders
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    # as the first use of `finalize` does, which was in the parent
     atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
-    # as multiprocessing does in a child of its own
+    # the next three as multiprocessing does in its child processes
     util._finalizer_registry.clear()  # type: ignore[attr-defined]
-    process._children = set()  # type: ignore[attr-defined]  # the same
-    atexit.register(util._exit_function)  # type: ignore[attr-defined]  # the same
+    process._children = set()  # type: ignore[attr-defined]
+    atexit.register(util._exit_function)  # type: ignore[attr-defined]
     learner._open_learners.clear()
     atexit.register(learner._close_all)
     if loggers := sys.modules.get('learnkit.loggers.base'):
@@ -179,12 +190,12 @@ def _own_exit() -> None:
         atexit.register(loggers._close_all)
     workers = sys.modules.get('torch.utils.data._utils.signal_handling')
     if workers:
-        vars(workers).update(_SIGCHLD_handler_set=False)  # it was reset above
+        vars(workers).update(_SIGCHLD_handler_set=False)  # `_leave_parent` has reset the handler
 
 
-def _as_at_exit() -> None:
-    "Wait for threads, and run what the job has registered for the interpreter's exit."
-    threading._shutdown()  # type: ignore[attr-defined]  # what the interpreter calls
+def _run_exit_functions() -> None:
+    "Wait for threads, and run the functions that the job registered for the interpreter's exit."
+    threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter does
     atexit._run_exitfuncs()
 
 
@@ -197,34 +208,37 @@ def _prctl(option: int, value: Any) -> None:
 
 
 def _adopt(child: Child) -> None:
-    "Become the parent of the processes that this child leaves behind, so that they can be waited for."
-    global _adopted_before
+    "Become the parent of the processes that a child leaves behind, so that this process can wait for them."
+    global _was_subreaper
     if not _running:
-        was = ctypes.c_int(0)
-        _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(was))
-        _adopted_before = was.value
+        setting = ctypes.c_int(0)
+        _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(setting))
+        _was_subreaper = setting.value
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     _running.add(child)
 
 
-def _adopt_no_more(child: Child) -> None:
+def _release(child: Child) -> None:
+    "Restore this process's setting after the last child."
     if child not in _running:
         return
     _running.discard(child)
     if not _running:
-        _prctl(_PR_SET_CHILD_SUBREAPER, _adopted_before)
+        _prctl(_PR_SET_CHILD_SUBREAPER, _was_subreaper)
 
 
 class Child:
-    """A process that runs a job, made by `start`; as a context it ends with its whole process group.
+    """Process that runs a job, created by `start`; as a context manager it kills its whole process group at the end.
 
-    `stdout` and `stderr` are what it has written so far, `code` its exit code (-9 when SIGKILL ended it, as in
-    `subprocess`), `result` what the job returned.
+    `stdout` and `stderr` are the output so far, `code` is the exit code (-9 after SIGKILL, as in `subprocess`), and
+    `result` is the job's return value.
     """
 
-    def __init__(self, pid: int, files: Any) -> None:
-        self.pid, self.code = pid, None  # type: tuple[int, int | None]
-        self._files, self._folder = files, Path(files.name)
+    def __init__(self, pid: int, temporary_folder: Any) -> None:
+        self.pid = pid
+        self.code: int | None = None
+        self._temporary_folder = temporary_folder
+        self._folder = Path(temporary_folder.name)
 
     @property
     def stdout(self) -> str:
@@ -240,11 +254,11 @@ class Child:
 
     @property
     def result(self) -> Any:
-        "What the job returned: plain values and tensors."
+        "Return value of the job: plain values and tensors."
         return torch.load(self._folder / 'result.pt', weights_only=True)
 
     def poll(self) -> int | None:
-        "Return the exit code, None while the child runs. What is left of its group then, is killed."
+        "Return the exit code, or None while the child runs. After the child has ended, its process group is killed."
         if self.code is not None:
             return self.code
         pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -257,19 +271,23 @@ class Child:
 
     def send(
         self,
-        sig: int,
-        group: bool = True,  # whether its own child processes get it too, loader workers for one
+        sig: int,  # signal number
+        group: bool = True,  # whether child processes of the child get it too, e.g. loader workers
     ) -> None:
         "Send a signal, unless the child has ended."
         if self.poll() is None:
-            (os.killpg if group else os.kill)(self.pid, sig)
+            kill = os.killpg if group else os.kill
+            kill(self.pid, sig)
 
     def wait(
         self,
-        timeout_s: float = 60.0,
-        until: Callable[[], bool] = lambda: False,  # wait until this is true, too
+        timeout_s: float = 60.0,  # maximum seconds to wait
+        until: Callable[[], bool] = lambda: False,  # condition that ends the waiting, too
     ) -> int | None:
-        "Wait for the end and return the exit code, None if `until` came first. Raises `HarnessError` when too late."
+        """Wait for the child's end and return the exit code, or None if `until` was true first.
+
+        Raises `HarnessError` after `timeout_s`.
+        """
         end = monotonic() + timeout_s
         while self.poll() is None and not until():
             if monotonic() > end:
@@ -278,12 +296,12 @@ class Child:
         return self.code
 
     def stop(self) -> None:
-        "Kill what still runs, and remove the child's files."
+        "Kill the processes that still run, and remove the child's files."
         if self.code is None:
             self._kill_group()
             self.wait()
-        _adopt_no_more(self)
-        self._files.cleanup()
+        _release(self)
+        self._temporary_folder.cleanup()
 
     def __enter__(self) -> Self:
         return self
@@ -295,7 +313,7 @@ class Child:
         try:
             os.killpg(self.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
-            pass  # all have ended; PermissionError is macOS's way to say so
+            pass  # all have ended, for which macOS raises PermissionError
 
     def _reap_group(self) -> None:
         "Wait for the processes that the child has left behind."
@@ -306,36 +324,36 @@ class Child:
             pass
 
     def error(self, what: str, hangs: bool = False) -> HarnessError:
-        "Return an error that shows what the child has written."
+        "Return an error whose message has the child's output."
         others = [t.name for t in threading.enumerate() if t is not threading.current_thread()]
         if hangs:
-            self.send(signal.SIGABRT, group=False)  # it writes the stacks of its threads
+            self.send(signal.SIGABRT, group=False)  # faulthandler prints the stacks of all threads
             end = monotonic() + 1
             while self.poll() is None and monotonic() < end:
                 sleep(_POLL_S)
         hint = (
-            f' It was forked beside the threads {", ".join(others)}: a lock of theirs may hang it.'
+            f' It was forked while the threads {", ".join(others)} ran: one of them may hold a lock.'
             if hangs and others
             else ''
         )
-        told = self.stderr.strip() or self.stdout.strip() or 'It wrote nothing.'
-        told = '\n'.join(
-            line for line in told.splitlines() if not line.startswith('Extension modules:')
-        )
-        if len(told) > LONGEST:
-            told = f'{told[: LONGEST // 2]}\n...\n{told[-LONGEST // 2 :]}'
-        return HarnessError(f'The job {what}.{hint}\n{told}')
+        output = self.stderr.strip() or self.stdout.strip() or 'It wrote nothing.'
+        lines = output.splitlines()
+        output = '\n'.join(line for line in lines if not line.startswith('Extension modules:'))
+        if len(output) > MAX_OUTPUT:
+            output = f'{output[: MAX_OUTPUT // 2]}\n...\n{output[-MAX_OUTPUT // 2 :]}'
+        return HarnessError(f'The job {what}.{hint}\n{output}')
 
 
 def start(
-    job: Callable[[], Any],  # what the child does; it returns plain values or tensors
-    planned: Planned | None = None,  # where it ends itself
+    job: Callable[[], Any],  # function that the child runs; returns plain values or tensors
+    planned: Planned | None = None,  # place at which the child kills itself
 ) -> Child:
-    """Fork a child that runs `job`, in a process group of its own, and return it.
+    """Fork a child process that runs `job` in a new process group, and return the child.
 
-    It has one torch thread, own files for its output, Python's default signal handlers, random generators as they are
-    here, and ends with the exit code that the interpreter would give. It does nothing of what this process does at its
-    exit, and it dies with it. Raises `HarnessError` where no child can be forked.
+    The child has one torch thread, separate files for its output, Python's default signal handlers, and the state of
+    this process's random generators. Its exit code is the one that the interpreter would give. The child does not run
+    this process's exit functions, and it is killed when this process ends. Raises `HarnessError` if no child can be
+    forked: without `os.fork`, or after CUDA was used.
 
     >>> with start(lambda: sum(range(5))) as child: print(child.wait(), child.result)
     0 10
@@ -346,42 +364,41 @@ def start(
         raise HarnessError(
             'This process uses CUDA, which no forked child could: leave that to the job.'
         )
-    # an optimizer's first step does, which takes a second in each child
+    # the first step of an optimizer imports it, which would take a second in each child
     import_module('torch._dynamo')
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    files, parent = (
-        TemporaryDirectory(prefix='learnkit-child-', ignore_cleanup_errors=True),
-        os.getpid(),
-    )
-    # a handler would run in the child
+    temporary_folder = TemporaryDirectory(prefix='learnkit-child-', ignore_cleanup_errors=True)
+    # blocked, as this process's handlers could run in the child
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
-        child = _fork(job, files, parent, planned)
+        child = _fork(job, temporary_folder, os.getpid(), planned)
     except BaseException:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         raise
     try:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # a Ctrl-C that has waited comes here
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # raises for a Ctrl-C since the block
     except BaseException:
         child.stop()
         raise
     return child
 
 
-def _fork(job: Callable[[], Any], files: Any, parent: int, planned: Planned | None) -> Child:
-    drawn = random.getstate()
+def _fork(
+    job: Callable[[], Any], temporary_folder: Any, parent: int, planned: Planned | None
+) -> Child:
+    rng_state = random.getstate()
     with catch_warnings():
-        # of threads; the error of a hanging child tells of them
+        # Python warns of other threads; if the child hangs, the error lists them
         simplefilter('ignore', DeprecationWarning)
         pid = os.fork()
     if pid == 0:
-        random.setstate(drawn)  # Python seeds a forked process anew
-        _live(job, Path(files.name), parent, planned)
+        random.setstate(rng_state)  # Python seeds its generator in a forked process
+        _run_child(job, Path(temporary_folder.name), parent, planned)
     try:
         os.setpgid(pid, pid)
     except OSError:
-        pass  # the child was faster
-    child = Child(pid, files)
+        pass  # the child has done it
+    child = Child(pid, temporary_folder)
     _adopt(child)
     return child

@@ -269,10 +269,10 @@ def test_checkpoints_of_an_earlier_process_are_told(
 ) -> None:
     "They stay; whoever goes on from them, or has written them, hears nothing."
     make(Checkpoint(folder=tmp_path)).fit(2)
-    monkeypatch.setattr(module, '_runs', set())
+    monkeypatch.setattr(module, '_run_ids', set())
     make(Checkpoint(folder=tmp_path)).fit(3, resume=True)
     make(Checkpoint(folder=tmp_path)).fit(1)
-    monkeypatch.setattr(module, '_runs', set())
+    monkeypatch.setattr(module, '_run_ids', set())
     with pytest.warns(
         UserWarning,
         match='earlier run, the newest of them 00004-ep1-ba5.ckpt. They stay.*resume=True',

@@ -315,7 +315,7 @@ def test_a_hostile_pickle_runs_nothing(
     refused(
         learn,
         tmp_path / 'a.pth',
-        'would run code .*open' if new_format else 'not that of plain weights',
+        'would run code .*open' if new_format else 'more than plain weights',
     )
     assert not sentinel.exists()
 

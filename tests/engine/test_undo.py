@@ -185,7 +185,7 @@ def test_an_object_of_another_kind_stays_whole() -> None:
     )
     cb = Callback()
     cb.logger, cb.client = logger, client
-    noted = Snapshot([cb, [client, logger, counter, outside]], but=[outside])
+    noted = Snapshot([cb, [client, logger, counter, outside]], excluded=[outside])
     for c in (client, logger.client):
         c.send()
     logger.sent += 1

@@ -71,7 +71,7 @@ def resumed(path: Path, *cbs: Any) -> tuple[Any, list[str]]:
 
 def test_one_was_added(tmp_path: Path) -> None:
     _, told = resumed(saved(tmp_path)[0], counter := Counter())
-    assert told == ['There is no state for the callback `counter` (Counter): it goes on as it is.']
+    assert told == ['There is no state for the callback `counter` (Counter): it stays as it is.']
     assert counter.seen == 2, 'the batches that came after'
 
 
@@ -104,9 +104,7 @@ def test_a_name_with_a_slip_is_suggested(tmp_path: Path) -> None:
 def test_one_was_duplicated(tmp_path: Path) -> None:
     first, second = Counter(), Counter()
     _, told = resumed(saved(tmp_path, Counter)[0], first, second)
-    assert told == [
-        'There is no state for the callback `counter_2` (Counter): it goes on as it is.'
-    ]
+    assert told == ['There is no state for the callback `counter_2` (Counter): it stays as it is.']
     assert (first.seen, second.seen) == (6, 2)
     with pytest.raises(CallbackError, match="both have state_key='counter'"):
         checkpointed(tmp_path / 'other')(Named(), Named())

@@ -200,7 +200,7 @@ def test_what_stands_in_the_way_is_said(monkeypatch: pytest.MonkeyPatch) -> None
     ends = threading.Event()
     thread = threading.Thread(target=ends.wait, name='old-saver')
     thread.start()
-    with pytest.raises(HarnessError, match=r'beside the threads .*old-saver'):
+    with pytest.raises(HarnessError, match=r'while the threads .*old-saver'):
         run_until_done(lambda: time.sleep(30), timeout_s=0.1)
     ends.set()
     thread.join()
