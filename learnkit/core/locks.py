@@ -119,7 +119,7 @@ class FolderLock:
     def _make_error(self, owner: str) -> FolderInUseError:
         return FolderInUseError(
             f'{self.folder} is in use: {owner or "another process is writing there"}. Two runs '
-            'would mix their checkpoints: give this one a folder of its own, or end the other.'
+            'would mix their checkpoints: give this one its own folder, or end the other.'
         )
 
     def _warn(self, e: OSError) -> None:

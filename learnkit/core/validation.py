@@ -69,7 +69,7 @@ def warn_of_nan(
         return  # the gradient scaler's callback warns itself
     warn_user(
         f'train_loss is nan since epoch {learn.epoch}, batch {first - n_before}: with `cbs=GuardNonFinite()` the '
-        'fit ends there, and says what became nan first. A lower learning rate may help.'
+        'fit ends there, and reports what became nan first. A lower learning rate may help.'
     )
 
 

@@ -46,7 +46,7 @@ class Replicas:
         unknown = set(options) - set(known)
         if unknown:
             raise OptionError(
-                f"{min(unknown)}: the options of strategy 'ddp' are comm_hook, comm_state, and those of torch's "
+                f"{min(unknown)}: the options of strategy 'ddp' are comm_hook, comm_state, and the options of torch's "
                 f'DistributedDataParallel, {", ".join(known)}.{did_you_mean(min(unknown), known)}'
             )
         self.comm_hook, self.comm_state = comm_hook, comm_state

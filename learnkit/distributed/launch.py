@@ -118,12 +118,10 @@ def _check_gpus(learn: LearnerLike, team: DistributedTraining, nproc: int) -> No
         return
     if n == 1:
         raise DistributedError(
-            f'nproc={nproc}, and there is {n} GPU: each process needs one of its own. Give '
+            f'nproc={nproc}, and there is {n} GPU: each process needs its own. Give '
             f"nproc={n}; or backend='gloo', with which they share."
         )
-    raise DistributedError(
-        f'nproc={nproc}, and there are {n} GPUs: each process needs one of its own.'
-    )
+    raise DistributedError(f'nproc={nproc}, and there are {n} GPUs: each process needs its own.')
 
 
 # Payload for the processes
@@ -237,8 +235,8 @@ def _list_parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 class Workers:
     """Context manager of the launched processes, which run in new interpreters as under torchrun.
 
-    Each process is in a session of its own, so that an interrupt reaches the launching process only, which then ends
-    the processes. No process is left at the end of the context."""
+    Each process has its own session, so that an interrupt reaches the launching process only, which then ends the
+    other processes. No process is left at the end of the context."""
 
     def __init__(
         self,
@@ -291,7 +289,8 @@ class Workers:
     ) -> None:
         "Show the output of rank 0 until all processes exit; raise `DistributedError` if one fails."
         end = inf
-        while (codes := [p.poll() for p in self.processes]).count(None):
+        codes = [p.poll() for p in self.processes]
+        while None in codes:
             self._show(0.05)
             if end == inf and codes.count(None) < self.n:
                 end = monotonic() + (GRACE_S if any(codes) else timeout_s)
@@ -299,6 +298,7 @@ class Workers:
                 end = min(end, monotonic() + GRACE_S)
             if monotonic() > end:
                 break
+            codes = [p.poll() for p in self.processes]
         if None in codes or any(codes):
             raise self._make_error(codes, timeout_s)
         self._show_rest()
@@ -391,7 +391,7 @@ def environment(
         'MASTER_ADDR': '127.0.0.1',
         'MASTER_PORT': port,
     }
-    # if a launcher has started this process, its rank and store are not those of the new processes
+    # the rank and store of a launcher that has started this process must not be inherited
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER_PREFIXES)}
     defaults = {'OMP_NUM_THREADS': str(max(1, cores // n))}
     if sys.platform == 'linux':

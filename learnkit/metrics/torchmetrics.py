@@ -152,10 +152,11 @@ class LazyTorchMetric:
         self.n = known[0] if known else 0
         self.waiting, self.lengths = merged_pairs(states)
         self.n_waiting = sum(pred.numel() for pred, _ in self.waiting)
-        if counted := [sd['metric/'] for sd in states if 'metric/' in sd]:
+        metric_states = [sd['metric/'] for sd in states if 'metric/' in sd]
+        if metric_states:
             with _suppress_warnings():
                 self.metric = self._make_metric()
-            merge_states(self.metric, counted)
+            merge_states(self.metric, metric_states)
 
 
 @contextmanager
