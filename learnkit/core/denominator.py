@@ -32,11 +32,11 @@ __all__ = [
     'denominator_of_model',
 ]
 
-FEW = 128  # numbers that are counted in a list
+MAX_LIST = 128  # maximum number of targets for which counting in a list is fastest
 IGNORED = -100  # torch's default `ignore_index`
-WEIGHT_FUNCS = ('tokens', 'samples')  # names that `Learner(weight_func=)` takes
-OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
-OF_ELEMENTS = (
+WEIGHT_FUNCS = ('tokens', 'samples')  # names that `Learner(weight_func=)` accepts
+CLASS_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss)
+ELEMENT_LOSSES = (
     nn.MSELoss,
     nn.L1Loss,
     nn.SmoothL1Loss,
@@ -44,8 +44,8 @@ OF_ELEMENTS = (
     nn.BCELoss,
     nn.BCEWithLogitsLoss,
 )
-FUNCTIONS_OF_CLASSES = (F.cross_entropy, F.nll_loss)
-FUNCTIONS_OF_ELEMENTS = (
+CLASS_FUNCTIONS = (F.cross_entropy, F.nll_loss)
+ELEMENT_FUNCTIONS = (
     F.mse_loss,
     F.l1_loss,
     F.smooth_l1_loss,
@@ -125,7 +125,7 @@ class ClassTargets(Denominator):
             return None
         if reduction != 'mean' or targ.dtype.is_floating_point:
             return self._count_rows(targ)
-        # ten times as fast as access to the module's attribute
+        # access by `_buffers` is ten times as fast as access by attribute
         tensors = values['_buffers'] if self.is_module else values
         weight, ignore_index = tensors.get('weight'), values.get('ignore_index', IGNORED)
         if weight is None:
@@ -145,7 +145,7 @@ class ModelTargets(Denominator):
 
     def __init__(
         self,
-        is_shifted: bool,  # whether tokens predict the next token, so that the first label is unused
+        is_shifted: bool,  # whether tokens predict the next token: the first label is unused
     ) -> None:
         self.is_shifted = is_shifted
 
@@ -156,9 +156,9 @@ class ModelTargets(Denominator):
         if not has_class_numbers(yb):
             return None
         labels = yb[0]
-        return count_targets(
-            labels[..., 1:] if self.is_shifted and labels.ndim > 1 else labels, IGNORED
-        )
+        if self.is_shifted and labels.ndim > 1:
+            labels = labels[..., 1:]
+        return count_targets(labels, IGNORED)
 
 
 class Unknown(Denominator):
@@ -172,18 +172,17 @@ class Unknown(Denominator):
         self.name, self.why, self.has_warned = name, why, False
 
     def look(self, yb: tuple[Any, ...]) -> None:
-        if self.has_warned or not (self.why or holds_ignored(yb)):
+        if self.has_warned or not (self.why or has_ignored(yb)):
             return
         self.has_warned = True
-        why = (
-            self.why
-            or f'there are targets of {IGNORED}, and it cannot be seen whether {self.name} leaves them out'
+        why = self.why or (
+            f'there are targets of {IGNORED}, and it cannot be seen whether {self.name} leaves them out'
         )
         warn_user(
             f'{why[0].upper()}{why[1:]}. Batches are averaged by their number of samples, in losses of an epoch '
-            'as in gradients of microbatches or accumulated batches. Where the loss is a mean over the targets '
+            'as in gradients of microbatches or accumulated batches. If the loss is a mean over the targets '
             f"that are not {IGNORED}, write Learner(weight_func='tokens'); for another mean, a function "
-            "weight_func(xb, yb); where it is the samples', weight_func='samples'."
+            "weight_func(xb, yb); for a mean over samples, weight_func='samples'."
         )
 
 
@@ -200,13 +199,13 @@ def denominator_of(loss_func: Any) -> Denominator:
     >>> denominator_of(nn.MSELoss()).count((torch.zeros(3, 2),))
     6
     """
-    loss_func = getattr(loss_func, '_orig_mod', loss_func)  # of torch.compile
+    loss_func = getattr(loss_func, '_orig_mod', loss_func)  # the module that torch.compile wraps
     own = getattr(loss_func, 'loss_denominator', None)
     if own is not None:
         return own()
-    if isinstance(loss_func, OF_CLASSES) and has_forward_of(loss_func, OF_CLASSES):
+    if isinstance(loss_func, CLASS_LOSSES) and has_forward_of(loss_func, CLASS_LOSSES):
         return ClassTargets(loss_func)
-    if isinstance(loss_func, OF_ELEMENTS) and has_forward_of(loss_func, OF_ELEMENTS):
+    if isinstance(loss_func, ELEMENT_LOSSES) and has_forward_of(loss_func, ELEMENT_LOSSES):
         return Elements()
     func, keywords = loss_func, {}
     if (
@@ -215,9 +214,9 @@ def denominator_of(loss_func: Any) -> Denominator:
         and set(loss_func.keywords) <= KEYWORDS
     ):
         func, keywords = loss_func.func, loss_func.keywords
-    if func in FUNCTIONS_OF_CLASSES:
+    if func in CLASS_FUNCTIONS:
         return ClassTargets(keywords)
-    if func in FUNCTIONS_OF_ELEMENTS and keywords.get('weight') is None:
+    if func in ELEMENT_FUNCTIONS and keywords.get('weight') is None:
         return Elements()
     if type(loss_func).__module__.startswith('torch.nn'):
         return Samples()
@@ -266,12 +265,12 @@ def count_targets(
     >>> count_targets(torch.tensor([[1, -100], [0, 2]]), -100)
     3
     """
-    if type(targ) is Tensor and targ.is_cpu:
-        n = targ.numel()
-        if n <= FEW and targ.ndim == 1:  # a list is the quickest for few numbers, then an array
-            return n - targ.tolist().count(ignore_index)
-        return int(np.count_nonzero(targ.numpy() != ignore_index))
-    return (targ.long() != ignore_index).sum()
+    if type(targ) is not Tensor or not targ.is_cpu:
+        return (targ.long() != ignore_index).sum()
+    n = targ.numel()
+    if n <= MAX_LIST and targ.ndim == 1:
+        return n - targ.tolist().count(ignore_index)
+    return int(np.count_nonzero(targ.numpy() != ignore_index))
 
 
 def sum_of_weights(targ: Tensor, ignore_index: int, weight: Tensor) -> float | Tensor:
@@ -284,7 +283,7 @@ def sum_of_weights(targ: Tensor, ignore_index: int, weight: Tensor) -> float | T
     return total.item() if total.is_cpu else total
 
 
-def holds_ignored(yb: tuple[Any, ...]) -> bool:
+def has_ignored(yb: tuple[Any, ...]) -> bool:
     "Return True if an integer target is -100; the check waits for the device."
     numbers = [
         t for t in yb if isinstance(t, Tensor) and not t.is_floating_point() and t.dtype.is_signed

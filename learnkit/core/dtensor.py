@@ -36,8 +36,8 @@ __all__ = [
     'sum_of_parts',
 ]
 
-# of each strategy at work, its mesh of accelerators, its group between hosts, and their mesh; equal ones take turns
-_hosts: list[tuple[DeviceMesh, Any, DeviceMesh]] = []
+# of each active strategy: mesh of accelerators, process group of the hosts, and mesh of the hosts
+_host_meshes: list[tuple[DeviceMesh, Any, DeviceMesh]] = []
 
 
 def is_dtensor(value: Any) -> bool:
@@ -100,7 +100,7 @@ def whole_state(state: Any) -> Any:
     return map_tensors(state, full_tensor)
 
 
-# Cutting
+# Sharding
 
 
 def distribute_like(
@@ -109,13 +109,17 @@ def distribute_like(
 ) -> Any:
     """Shard or gather a value like another tensor, as a copy on that tensor's device.
 
-    If `own` is a full tensor, the value is gathered, which all ranks must call."""
+    If `own` is a full tensor, a sharded value is gathered, which all ranks must call."""
     if not isinstance(value, Tensor) or value.shape != own.shape:
         return value
     if not is_dtensor(own):
         return full_tensor(value).to(own.device) if is_dtensor(value) else value
-    mine = local(value) if is_dtensor(value) else part_of(value, own.device_mesh, own.placements)
-    return _rejoined(mine.detach().to(local(own).device, copy=True), own.device_mesh, own)
+    if is_dtensor(value):
+        shard = local(value)
+    else:
+        shard = part_of(value, own.device_mesh, own.placements)
+    shard = shard.detach().to(local(own).device, copy=True)
+    return _make_dtensor(shard, own.device_mesh, own)
 
 
 def part_of(t: Tensor, mesh: DeviceMesh, placements: Any) -> Tensor:
@@ -123,27 +127,28 @@ def part_of(t: Tensor, mesh: DeviceMesh, placements: Any) -> Tensor:
     [placement] = placements
     if not placement.is_shard():
         return t
-    parts = t.chunk(mesh.size(), placement.dim)
+    shards = t.chunk(mesh.size(), placement.dim)
     rank = mesh.get_local_rank()
-    return parts[rank] if rank < len(parts) else t.narrow(placement.dim, 0, 0)
+    return shards[rank] if rank < len(shards) else t.narrow(placement.dim, 0, 0)
 
 
-def _rejoined(mine: Tensor, mesh: DeviceMesh, like_this: Any) -> DTensor:
+def _make_dtensor(shard: Tensor, mesh: DeviceMesh, template: Any) -> DTensor:
+    "Return a DTensor of a local shard, with the placements, shape and strides of `template`."
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
-        mine,
+        shard,
         mesh,
-        like_this.placements,
+        template.placements,
         run_check=False,
-        shape=like_this.shape,
-        stride=like_this.stride(),
+        shape=template.shape,
+        stride=template.stride(),
     )
 
 
 def on_host(t: Any, mine: Tensor) -> Any:
     "Return a DTensor on the host, sharded like `t`, with the local shard `mine`."
-    return _rejoined(mine, host_mesh(t.device_mesh), t)
+    return _make_dtensor(mine, host_mesh(t.device_mesh), t)
 
 
 def hosted_empty(size: list[int], dtype: torch.dtype, mesh: DeviceMesh) -> Any:
@@ -151,11 +156,12 @@ def hosted_empty(size: list[int], dtype: torch.dtype, mesh: DeviceMesh) -> Any:
     from torch.distributed.tensor import DTensor, Shard
 
     n, rank = mesh.size(), mesh.get_local_rank()
-    length = -(-size[0] // n)  # as torch.chunk does it
-    mine = torch.empty([max(0, min(length, size[0] - rank * length)), *size[1:]], dtype=dtype)
+    length = -(-size[0] // n)  # the length of a chunk of torch.chunk
+    local_length = max(0, min(length, size[0] - rank * length))
+    shard = torch.empty([local_length, *size[1:]], dtype=dtype)
     strides = torch.empty(size, device='meta').stride()
     return DTensor.from_local(
-        mine, mesh, [Shard(0)], run_check=False, shape=torch.Size(size), stride=strides
+        shard, mesh, [Shard(0)], run_check=False, shape=torch.Size(size), stride=strides
     )
 
 
@@ -163,12 +169,13 @@ def host_mesh(mesh: DeviceMesh) -> DeviceMesh:
     "Return the mesh of the ranks' hosts. Raises `DistributedError` for a mesh that was closed."
     if mesh.device_type == 'cpu':
         return mesh
-    for known, _, hosts in reversed(_hosts):
-        if known == mesh:
+    # the last of equal meshes is the mesh of the active strategy
+    for accelerators, _, hosts in reversed(_host_meshes):
+        if accelerators == mesh:
             return hosts
     raise DistributedError(
-        'This tensor is cut over processes that no longer train together: look at it while '
-        '`learn.distributed(...)` lasts.'
+        'This tensor is sharded over processes that no longer train together: read it within '
+        '`learn.distributed(...)`.'
     )
 
 
@@ -181,17 +188,16 @@ def open_hosts(
         return
     from torch.distributed.device_mesh import DeviceMesh
 
-    _hosts.append((mesh, group, DeviceMesh.from_group(group, 'cpu')))
+    _host_meshes.append((mesh, group, DeviceMesh.from_group(group, 'cpu')))
 
 
 def close_hosts(group: Any) -> None:
     "Remove the mesh of hosts of a process group."
-    _hosts[:] = [entry for entry in _hosts if entry[1] is not group]
+    _host_meshes[:] = [entry for entry in _host_meshes if entry[1] is not group]
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
     "Return the mesh that a model is sharded over, or None for an unsharded model."
-    # DTensors
     return next((p.device_mesh for p in model.parameters() if is_dtensor(p)), None)  # type: ignore[attr-defined]
 
 
@@ -202,10 +208,10 @@ def grouped(tensors: Iterable[Any]) -> tuple[list[Any], list[bool], Any]:
     "Return this rank's shards, True for each sharded tensor, and the process group, or None if nothing is sharded."
     tensors = list(tensors)
     are_parts = [is_dtensor(t) for t in tensors]
-    group = next(
-        (t.device_mesh.get_group() for t, part in zip(tensors, are_parts, strict=True) if part),
-        None,
-    )
+    group = None
+    if any(are_parts):
+        first = tensors[are_parts.index(True)]
+        group = first.device_mesh.get_group()
     return locals_of(tensors), are_parts, group
 
 
@@ -220,10 +226,10 @@ def sum_of_parts(
         return numbers
     import torch.distributed as dist
 
-    cut = torch.tensor(are_parts, device=numbers.device)
+    is_sharded = torch.tensor(are_parts, device=numbers.device)
     total = numbers.clone()
     dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
-    return torch.where(cut, total, numbers)
+    return torch.where(is_sharded, total, numbers)
 
 
 @torch.no_grad()
@@ -242,14 +248,14 @@ def total_norm(
         mine = own
     if group is None:
         return nn.utils.get_total_norm(mine, norm_type)
-    inf = norm_type == float('inf')
-    norms = torch.stack([_norm_of(t, norm_type).to(mine[0].device) for t in mine])
-    if inf:
+    norms = torch.stack([_compute_norm(t, norm_type).to(mine[0].device) for t in mine])
+    if norm_type == float('inf'):
         return sum_of_parts(norms, are_parts, group, largest=True).max()
-    total = sum_of_parts(norms.double() ** norm_type, are_parts, group).sum() ** (1 / norm_type)
+    powers = sum_of_parts(norms.double() ** norm_type, are_parts, group)
+    total = powers.sum() ** (1 / norm_type)
     return total.to(norms.dtype)
 
 
-def _norm_of(t: Tensor, norm_type: float) -> Tensor:
+def _compute_norm(t: Tensor, norm_type: float) -> Tensor:
     "Return the norm of a shard, which may be empty."
     return torch.linalg.vector_norm(t, norm_type) if t.numel() else t.new_zeros(())

@@ -41,34 +41,36 @@ def table(
     '<div><b>a step</b></div><table style="border-collapse:collapse"><th'
     """
     cells = [list(map(format_cell, row)) for row in rows]
-    sides = [
-        'right' if all(map(_is_count, column)) else 'left' for column in zip(*cells, strict=False)
-    ]
+    columns = zip(*cells, strict=False)
+    sides = ['right' if all(map(_is_number, column)) else 'left' for column in columns]
     lines = [html_row('td', row, sides) for row in cells]
-    body = ''.join(
-        truncate_rows(
-            lines, max_rows, f'<tr><td colspan="{len(head)}">{{}}</td></tr>', '... {} more ...'
-        )
-    )
+    note_row = f'<tr><td colspan="{len(head)}">{{}}</td></tr>'
+    body = ''.join(truncate_rows(lines, max_rows, note_row, '... {} more ...'))
     header = f'<thead>{html_row("th", head, sides, f"border-bottom:{_LINE}")}</thead>'
-    return f'{_titled(title)}<table style="border-collapse:collapse">{header}<tbody>{body}</tbody></table>'
+    return (
+        f'{_make_title(title)}<table style="border-collapse:collapse">{header}'
+        f'<tbody>{body}</tbody></table>'
+    )
 
 
 def definitions(
     entries: Mapping[str, Any],  # values, lists of lines, or functions that return either, by name
     title: str = '',  # title above the table
 ) -> str:
-    """Return an HTML table of names and values; the error of a function is shown in its row.
+    """Return an HTML table of names and values; if a function raises an error, its row shows the error.
 
     >>> 'ZeroDivisionError' in definitions({'half': lambda: 1 / 0, 'whole': 1})
     True
     """
-    rows = ''.join(
-        f'<tr>{_cell("th", escape(name), "left", f"vertical-align:top;border-right:{_LINE}")}'
-        f'{_cell("td", "<br>".join(map(escape, _lines(value))), "left")}</tr>'
-        for name, value in entries.items()
+    name_style = f'vertical-align:top;border-right:{_LINE}'
+    rows = ''
+    for name, value in entries.items():
+        content = '<br>'.join(map(escape, _format_lines(value)))
+        name_cell = _make_cell('th', escape(name), 'left', name_style)
+        rows += f'<tr>{name_cell}{_make_cell("td", content, "left")}</tr>'
+    return (
+        f'{_make_title(title)}<table style="border-collapse:collapse"><tbody>{rows}</tbody></table>'
     )
-    return f'{_titled(title)}<table style="border-collapse:collapse"><tbody>{rows}</tbody></table>'
 
 
 def html_row(
@@ -80,29 +82,36 @@ def html_row(
     "Return a row of a table."
     cells = list(cells)
     sides = [*sides, *[''] * (len(cells) - len(sides))]
-    return f'<tr>{"".join(_cell(tag, escape(c), s, style) for c, s in zip(cells, sides, strict=False))}</tr>'
+    html_cells = [
+        _make_cell(tag, escape(cell), side, style) for cell, side in zip(cells, sides, strict=False)
+    ]
+    return f'<tr>{"".join(html_cells)}</tr>'
 
 
-def _cell(tag: str, html: str, side: str, style: str = '') -> str:
-    styles = ';'.join(filter(None, (f'text-align:{side}' if side else '', style)))
+def _make_cell(tag: str, html: str, side: str, style: str = '') -> str:
+    alignment = f'text-align:{side}' if side else ''
+    styles = ';'.join(filter(None, (alignment, style)))
     return f'<{tag} style="{styles}">{html}</{tag}>' if styles else f'<{tag}>{html}</{tag}>'
 
 
-def _is_count(text: str) -> bool:
+def _is_number(text: str) -> bool:
+    "Return True for the text of a number, and for an empty cell."
     return not text or text == 'nan' or text.lstrip('-')[:1].isdigit()
 
 
-def _titled(title: str) -> str:
+def _make_title(title: str) -> str:
     return f'<div><b>{escape(title)}</b></div>' if title else ''
 
 
-def _lines(value: Any) -> list[str]:
-    value = safe_call(value) if callable(value) else value
+def _format_lines(value: Any) -> list[str]:
+    "Return the lines of a value, a list of lines, or a function that returns either."
+    if callable(value):
+        value = safe_call(value)
     return list(map(str, value)) if isinstance(value, (list, tuple)) else [str(value)]
 
 
 def safe_call(f: Callable[[], Any]) -> Any:
-    """Return what a function returns, or which error it raised: for looks, which never raise.
+    """Return the result of a function, or the name of the error that it raised, for displays that must not fail.
 
     >>> safe_call(lambda: 'Adam'), safe_call(lambda: 1 / 0)
     ('Adam', '(not known: ZeroDivisionError)')
@@ -129,7 +138,7 @@ def format_cell(value: Any) -> str:
 
 def truncate_rows(
     lines: list[str],
-    max_rows: int,  # more are hidden
+    max_rows: int,  # maximum number of lines; further lines are hidden
     row: str,  # template of the row with the note, with '{}'
     note: str,  # template of the note, with '{}' for the number of hidden lines
     first: int = 10,  # number of lines before the note
@@ -166,8 +175,8 @@ class DisplayHandle:
 
     def show(
         self,
-        data: dict[str, Any],  # what to show, by kind: 'text/html', 'text/plain', 'image/png'
-        metadata: dict[str, Any] | None = None,  # by kind too: an image's width and height
+        data: dict[str, Any],  # data by MIME type: 'text/html', 'text/plain', 'image/png'
+        metadata: dict[str, Any] | None = None,  # metadata by MIME type, such as an image's width
     ) -> None:
         "Show data, replacing the previous content."
         from IPython.display import display

@@ -20,13 +20,13 @@ fcntl: Any = import_module('fcntl') if os.name != 'nt' else None
 # errors of file systems without locks
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
-# locks of this process by process id (a forked child does not own its parent's locks), device and inode of the folder
-_held: dict[tuple[int, int, int], FolderLock] = {}
-_warned: set[int] = set()  # devices
+# by process id (a forked child does not own its parent's locks), device and inode of the folder
+_held_locks: dict[tuple[int, int, int], FolderLock] = {}
+_warned_devices: set[int] = set()
 
 
 class FolderLock:
-    """Keep a folder to one run at a time: `with FolderLock(folder): ...`, or `acquire` and `release`.
+    """Lock that one run at a time holds on a folder: `with FolderLock(folder): ...`, or `acquire` and `release`.
 
     The lock is an `fcntl` lock of the file `.lock` in the folder. The lock is released when the process ends, for any
     reason: forked workers do not keep the lock, and a remaining file `.lock` has no effect. The file is not removed.
@@ -53,15 +53,16 @@ class FolderLock:
         if self.held:
             return self
         self.folder.mkdir(parents=True, exist_ok=True)
-        found = self.folder.stat()
-        key = (os.getpid(), found.st_dev, found.st_ino)
+        stat = self.folder.stat()
+        key = (os.getpid(), stat.st_dev, stat.st_ino)
         self._since = f' has been writing there since {datetime.now():%Y-%m-%d %H:%M:%S}'
-        if (other := _held.setdefault(key, self)) is not self:
-            raise self._in_use(f'this process{other._since}')
+        holder = _held_locks.setdefault(key, self)
+        if holder is not self:
+            raise self._make_error(f'this process{holder._since}')
         try:
             self._fd = self._lock_file()
         except BaseException:
-            del _held[key]
+            del _held_locks[key]
             raise
         self._key = key
         return self
@@ -70,10 +71,12 @@ class FolderLock:
         "Release the lock; do nothing if it is not held, or in a forked child of the owner."
         if not self.held or self._key is None:
             return
-        fd, key, self._fd, self._key = self._fd, self._key, None, None
+        fd, key = self._fd, self._key
+        self._fd = None
+        self._key = None
         if fd is not None:
             os.close(fd)
-        del _held[key]
+        del _held_locks[key]
 
     @property
     def held(self) -> bool:
@@ -107,22 +110,24 @@ class FolderLock:
             owner = os.pread(fd, 300, 0).decode(errors='replace')
             os.close(fd)
             if isinstance(e, (BlockingIOError, PermissionError)):
-                raise self._in_use(owner) from None
+                raise self._make_error(owner) from None
             if e.errno not in _NO_LOCKS:
                 raise
             self._warn(e)
             return None
 
-    def _in_use(self, owner: str) -> FolderInUseError:
+    def _make_error(self, owner: str) -> FolderInUseError:
         return FolderInUseError(
             f'{self.folder} is in use: {owner or "another process is writing there"}. Two runs '
-            'would mix their checkpoints: give this one a folder of its own, or end the other.'
+            'would mix their checkpoints: give this one its own folder, or end the other.'
         )
 
     def _warn(self, e: OSError) -> None:
-        if (device := self.folder.stat().st_dev) in _warned:
+        "Warn once per device that its file system has no locks."
+        device = self.folder.stat().st_dev
+        if device in _warned_devices:
             return
-        _warned.add(device)
+        _warned_devices.add(device)
         warn(
             f'The file system of {self.folder} has no locks ({e.strerror}): nothing keeps another process from '
             'writing there too.',

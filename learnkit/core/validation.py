@@ -55,20 +55,21 @@ def warn_user(text: str) -> None:
 
 
 def warn_of_nan(
-    learn: LearnerLike,  # a Learner
-    losses: list[float],  # of each step of its fit
-    n_before: int,  # steps before this epoch
+    learn: LearnerLike,
+    losses: list[float],  # loss of each step of the fit
+    n_before: int,  # number of steps before this epoch
 ) -> None:
     "Warn if this epoch is the first with NaN losses, unless a callback handles NaN losses."
     first = next((i for i, loss in enumerate(losses) if loss != loss), -1)
-    known = {cls.__name__ for cb in learn.cbs for cls in type(cb).__mro__}
-    if first < n_before or known & {'GuardNonFinite', 'LRFinder'} or not learn.world.is_first:
+    class_names = {cls.__name__ for cb in learn.cbs for cls in type(cb).__mro__}
+    is_handled = bool(class_names & {'GuardNonFinite', 'LRFinder'})
+    if first < n_before or is_handled or not learn.world.is_first:
         return
     if any(vars(cb).get('scaler') is not None for cb in learn.cbs):
         return  # the gradient scaler's callback warns itself
     warn_user(
         f'train_loss is nan since epoch {learn.epoch}, batch {first - n_before}: with `cbs=GuardNonFinite()` the '
-        'fit ends there, and says what became nan first. A lower learning rate may help.'
+        'fit ends there, and reports what became nan first. A lower learning rate may help.'
     )
 
 
@@ -94,15 +95,15 @@ def precision_hint(b: Any, model: nn.Module) -> str:
     >>> precision_hint((torch.zeros(2, 3, dtype=torch.float64),), nn.Linear(3, 1))
     ". The model is in float32, NumPy's numbers are float64: give it `x.astype('float32')`, or of a tensor `x.float()`"
     """
-    found: set[torch.dtype] = set()
+    input_dtypes: set[torch.dtype] = set()
 
-    def note(t: Tensor) -> Tensor:
-        found.add(t.dtype)
+    def add_dtype(t: Tensor) -> Tensor:
+        input_dtypes.add(t.dtype)
         return t
 
-    map_tensors(b, note)
-    own = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    if own != {torch.float32} or torch.float64 not in found:
+    map_tensors(b, add_dtype)
+    model_dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if model_dtypes != {torch.float32} or torch.float64 not in input_dtypes:
         return ''
     return (
         ". The model is in float32, NumPy's numbers are float64: give it `x.astype('float32')`, or of a tensor "
@@ -131,16 +132,16 @@ def loss_hint(loss_func: Any, pred: Any, yb: tuple[Any, ...], e: Exception) -> s
 def _weight_hint(loss_func: Any, pred: Tensor) -> str:
     "Return a hint for class weights of another dtype or on another device."
     for name in ('weight', 'pos_weight'):
-        own = getattr(loss_func, name, getattr(loss_func, 'keywords', {}).get(name))
-        if not isinstance(own, Tensor):
+        keyword = getattr(loss_func, 'keywords', {}).get(name)
+        weight = getattr(loss_func, name, keyword)
+        if not isinstance(weight, Tensor):
             continue
-        if own.device != pred.device:
-            return f': its {name} is on {own.device}. Give `{name}.to(learn.dls.device)`'
-        if own.dtype != pred.dtype and not torch.is_autocast_enabled(pred.device.type):
-            dtype = 'float()' if pred.dtype == torch.float32 else f'to({pred.dtype})'
-            return (
-                f': its {name} is in {str(own.dtype).removeprefix("torch.")}. Give `{name}.{dtype}`'
-            )
+        if weight.device != pred.device:
+            return f': its {name} is on {weight.device}. Give `{name}.to(learn.dls.device)`'
+        if weight.dtype != pred.dtype and not torch.is_autocast_enabled(pred.device.type):
+            conversion = 'float()' if pred.dtype == torch.float32 else f'to({pred.dtype})'
+            dtype = str(weight.dtype).removeprefix('torch.')
+            return f': its {name} is in {dtype}. Give `{name}.{conversion}`'
     return ''
 
 
@@ -149,10 +150,9 @@ def _shape_hint(pred: Tensor, targ: Tensor, error: str) -> str:
     if 'arget size' in error and pred.numel() == targ.numel():
         return f'. {shape_fix(pred, targ).removesuffix(".")}'
     if 'multi-target' in error and targ.ndim == 2 and targ.shape[1] == 1:
-        return f'. Give the targets as `y[:, 0]{"" if targ.dtype == torch.int64 else ".long()"}`'
-    if 'class probabilities' not in error:
-        return ''
-    if pred.shape != targ.shape:
+        conversion = '' if targ.dtype == torch.int64 else '.long()'
+        return f'. Give the targets as `y[:, 0]{conversion}`'
+    if 'class probabilities' not in error or pred.shape != targ.shape:
         return ''
     if targ.ndim == 1:
         return ': the predictions have no axis of classes'
@@ -182,7 +182,8 @@ def classes_hint(loss_func: Any, pred: Any, yb: tuple[Any, ...], e: Exception) -
     >>> classes_hint(nn.CrossEntropyLoss(), torch.zeros(2, 5), (torch.tensor([0, 9]),), error)
     ': targets from 0 to 9 for 5 classes'
     """
-    targ, axis = (yb[0] if yb else None), getattr(loss_func, 'axis', 1)
+    targ = yb[0] if yb else None
+    axis = getattr(loss_func, 'axis', 1)
     if not isinstance(e, IndexError) or 'out of bounds' not in str(e):
         return ''
     if (
@@ -196,22 +197,22 @@ def classes_hint(loss_func: Any, pred: Any, yb: tuple[Any, ...], e: Exception) -
 
 
 def takes_alone(f: Any) -> str:
-    "Return 'only' where a function takes one argument and no more, 'also' where it takes more too, else ''."
+    "Return 'only' if a function takes one positional argument, 'also' if it takes one or two, else ''."
     try:
         params = signature(f.forward if isinstance(f, nn.Module) else f)
     except (TypeError, ValueError):
-        return ''  # written in C, as no loss of one argument is
+        return ''  # functions written in C, which are not losses of one argument
 
-    def binds(n: int) -> bool:
+    def accepts(n: int) -> bool:
         try:
             params.bind(*[f] * n)
         except TypeError:
             return False
         return True
 
-    if not binds(1):
+    if not accepts(1):
         return ''
-    return 'also' if binds(2) else 'only'
+    return 'also' if accepts(2) else 'only'
 
 
 def takes(f: Any, name: str) -> bool:
@@ -225,7 +226,8 @@ def takes(f: Any, name: str) -> bool:
 
 F = TypeVar('F', bound=Callable[..., Any])
 
-_MULTI = {
+# metrics of several labels, which are suggested instead of metrics of classes
+_LABEL_METRICS = {
     'accuracy': 'accuracy_multi',
     'error_rate': 'accuracy_multi',
     'top_k_accuracy': 'accuracy_multi',
@@ -249,9 +251,9 @@ _MULTI = {
 
 
 def check_pairing(
-    loss_func: Callable[..., Any],  # called with the predictions and the targets
-    pred: Any,
-    yb: tuple[Any, ...],
+    loss_func: Callable[..., Any],  # function of predictions and targets
+    pred: Any,  # predictions of a batch
+    yb: tuple[Any, ...],  # targets of the batch
 ) -> None:
     """Raise `LossError` if a loss compares each prediction with every target, as for shapes (n, 1) and (n,).
 
@@ -264,10 +266,11 @@ def check_pairing(
     """
     if len(yb) != 1 or not _would_broadcast(pred, yb[0]):
         return
-    targ, named = yb[0], loss_func.func if isinstance(loss_func, partial) else loss_func
+    targ = yb[0]
     if not _ignores_order(loss_func, pred, targ):
         return
-    name = getattr(named, '__name__', None) or type(named).__name__
+    func = loss_func.func if isinstance(loss_func, partial) else loss_func
+    name = getattr(func, '__name__', None) or type(func).__name__
     raise LossError(
         f'{name} compares each of the {pred.numel()} predictions with each of the {targ.numel()} targets: '
         f'their shapes {tuple(pred.shape)} and {tuple(targ.shape)} are broadcast. {shape_fix(pred, targ)}'
@@ -276,7 +279,7 @@ def check_pairing(
 
 def shape_fix(
     pred: Tensor,  # predictions
-    targ: Tensor,  # as many targets
+    targ: Tensor,  # targets, as many as predictions
 ) -> str:
     """Return a fix that gives predictions and targets one shape.
 
@@ -291,6 +294,7 @@ def shape_fix(
 
 
 def _would_broadcast(pred: Any, targ: Any) -> bool:
+    "Return True if torch would broadcast predictions and as many targets to more elements."
     if not isinstance(pred, Tensor) or not isinstance(targ, Tensor) or pred.shape == targ.shape:
         return False
     if pred.numel() != targ.numel() or pred.is_complex() or targ.is_complex():
@@ -303,29 +307,31 @@ def _would_broadcast(pred: Any, targ: Any) -> bool:
 
 def _ignores_order(loss_func: Callable[..., Any], pred: Tensor, targ: Tensor) -> bool:
     "Return True if shifting the targets does not change the loss; False if the loss cannot be computed."
-    p = torch.linspace(0, 1, pred.numel(), device=pred.device)
-    t = p if targ.is_floating_point() else p > 0.5
+    ramp = torch.linspace(0, 1, pred.numel(), device=pred.device)
+    test_pred = ramp.to(pred.dtype).view(pred.shape)
+    test_targ = ramp if targ.is_floating_point() else ramp > 0.5
+
+    def compute_loss(shift: int) -> Tensor:
+        shifted = test_targ.roll(shift).to(targ.dtype).view(targ.shape)
+        loss: Tensor = loss_func(test_pred, shifted).double().sum()
+        return loss
+
     try:
         with preserved_rng(), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter('ignore')
-            losses = [
-                loss_func(
-                    p.to(pred.dtype).view(pred.shape), t.roll(n).to(targ.dtype).view(targ.shape)
-                )
-                for n in (0, pred.numel() // 2)
-            ]
-            a, b = (loss.double().sum() for loss in losses)
+            loss = compute_loss(0)
+            shifted_loss = compute_loss(pred.numel() // 2)
     except Exception:
         return False
-    return bool(torch.isclose(a, b, rtol=0.01))
+    return bool(torch.isclose(loss, shifted_loss, rtol=0.01))
 
 
 def check_choice(
-    name: str,  # the metric's, for the message
+    name: str,  # name of the metric, for the message
     pred: Tensor,  # scores
-    axis: int,  # where the classes should be
+    axis: int,  # dimension of the classes
 ) -> None:
-    """Raise `MetricError` for a single class, of which the argmax is always 0.
+    """Raise `MetricError` for scores of a single class, whose argmax is always 0.
 
     >>> check_choice('accuracy', torch.zeros(8, 1), -1)
     Traceback (most recent call last):
@@ -333,14 +339,14 @@ def check_choice(
     """
     if not -pred.ndim <= axis < pred.ndim or pred.shape[axis] != 1:
         return
-    multi = (
-        f'use `{_MULTI[name]}`, which says 1 where the sigmoid is above `thresh`; or '
-        if name in _MULTI
-        else ''
-    )
+    advice = ''
+    if name in _LABEL_METRICS:
+        advice = (
+            f'use `{_LABEL_METRICS[name]}`, which predicts 1 if the sigmoid is above `thresh`; or '
+        )
     raise MetricError(
         f'{name}: predictions of shape {tuple(pred.shape)} have one output along axis {axis}: there are '
-        f'no classes to choose from. For one output a sample {multi}give the model two outputs, and '
+        f'no classes to choose from. For one output a sample {advice}give the model two outputs, and '
         'train with cross_entropy.'
     )
 
@@ -352,7 +358,7 @@ def needs_class_indices(f: F) -> F:
 
 
 def takes_class_numbers(
-    metric: Any,  # a `Metric`
+    metric: Any,  # metric of learnkit, or a wrapper of one
 ) -> bool:
     "Return True if a metric's function was marked by `needs_class_indices`."
     while metric is not None:
@@ -366,20 +372,21 @@ def takes_class_numbers(
 
 
 def check_class_numbers(
-    name: str,  # the metric's, for the message
-    yb: tuple[Any, ...],  # the targets of a batch
+    name: str,  # name of the metric, for the message
+    yb: tuple[Any, ...],  # targets of a batch
 ) -> None:
     """Raise `MetricError` for targets that are not class numbers; the check waits for the device.
 
     >>> check_class_numbers('accuracy', (torch.tensor([0.5, 1.]),))
     Traceback (most recent call last):
-    learnkit.core.errors.MetricError: accuracy: the targets, 0.5 for one, are no class numbers. ...
+    learnkit.core.errors.MetricError: accuracy: the targets, such as 0.5, are not class numbers. ...
     """
     targ = yb[0] if yb else None
     if not isinstance(targ, Tensor) or not targ.is_floating_point():
         return
-    if len(odd := targ[targ != targ.round()]):
+    fractions = targ[targ != targ.round()]
+    if len(fractions):
         raise MetricError(
-            f'{name}: the targets, {odd[0].item():.4g} for one, are no class numbers. For other numbers '
-            'there are `mse`, `mae`, `rmse` and `R2Score`.'
+            f'{name}: the targets, such as {fractions[0].item():.4g}, are not class numbers. For other numbers, '
+            'use `mse`, `mae`, `rmse` and `R2Score`.'
         )

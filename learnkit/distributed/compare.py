@@ -1,4 +1,4 @@
-"""What must be alike in all processes before they train together: models, data and options."""
+"""Comparison of models, data and options over ranks, before and during a training."""
 
 from __future__ import annotations
 
@@ -16,57 +16,53 @@ from learnkit.core.errors import DistributedError, ModelError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model
 from learnkit.data.dataloaders import TensorLoader, evaluation_loaders, n_batches
-from learnkit.distributed.ddp import share_first
+from learnkit.distributed.ddp import broadcast_tensors
 
 __all__ = [
     'check_alike',
     'check_bare',
     'check_replicas',
-    'checksum',
+    'compute_checksum',
     'totals_differ',
     'list_lengths',
-    'optimizer_state',
     'compute_totals',
-    'what_is_trained',
 ]
 
 
+WRAPPERS = {'DistributedDataParallel', 'DataParallel', 'FullyShardedDataParallel'}
+
+
 def check_bare(model: nn.Module) -> None:
-    "Raise `ModelError` for a model that somebody else has prepared for several processes."
+    "Raise `ModelError` for a model that is wrapped for several processes already."
     kinds = {type(m).__name__ for m in model.modules()}
-    if known := sorted(
-        kinds & {'DistributedDataParallel', 'DataParallel', 'FullyShardedDataParallel'}
-    ):
+    wrappers = sorted(kinds & WRAPPERS)
+    if wrappers:
         raise ModelError(
-            f'The model is a {known[0]}, or has one in it: give the bare model (`model.module`) to the '
+            f'The model is a {wrappers[0]}, or has one in it: give the bare model (`model.module`) to the '
             'Learner, and the options to `learn.distributed()`.'
         )
 
 
 def list_lengths(dls: Any) -> dict[str, str]:
-    "Return how long each loader is, in words."
-
-    def told(dl: Any) -> str:
-        n = (
-            getattr(dl, 'n', None)
-            if isinstance(dl, TensorLoader)
-            else n_batches(getattr(dl, 'dataset', None))
-        )
-        # of a Subset, as `random_split` makes them
-        chosen = getattr(getattr(dl, 'dataset', None), 'indices', None)
-        which = (
-            f' (choice {crc32(np.asarray(chosen).tobytes())})'
-            if isinstance(chosen, (list, range, Tensor))
-            else ''
-        )
-        return f'{n_batches(dl)} batches' + (f' of {n} samples{which}' if n is not None else '')
-
-    return {
-        f'{name} loader': told(dl) for name, dl in [('train', dls.train), *evaluation_loaders(dls)]
-    }
+    "Return descriptions of the lengths of the loaders, by name."
+    loaders = [('train', dls.train), *evaluation_loaders(dls)]
+    return {f'{name} loader': describe_length(dl) for name, dl in loaders}
 
 
-def what_is_trained(learn: LearnerLike) -> dict[str, Tensor]:
+def describe_length(dl: Any) -> str:
+    "Describe the numbers of batches and samples of a loader, and the choice of samples of a Subset."
+    dataset = getattr(dl, 'dataset', None)
+    n = getattr(dl, 'n', None) if isinstance(dl, TensorLoader) else n_batches(dataset)
+    if n is None:
+        return f'{n_batches(dl)} batches'
+    indices = getattr(dataset, 'indices', None)  # of a Subset, as `random_split` returns it
+    choice = ''
+    if isinstance(indices, (list, range, Tensor)):
+        choice = f' (choice {crc32(np.asarray(indices).tobytes())})'
+    return f'{n_batches(dl)} batches of {n} samples{choice}'
+
+
+def list_model_tensors(learn: LearnerLike) -> dict[str, Tensor]:
     "Return the parameters and buffers of the model and of the loss function, by name."
     model, loss_func = bare_model(learn.model), learn.loss_func
     own = loss_func.state_dict(keep_vars=True) if isinstance(loss_func, nn.Module) else {}
@@ -77,11 +73,11 @@ def what_is_trained(learn: LearnerLike) -> dict[str, Tensor]:
     }
 
 
-def optimizer_state(learn: LearnerLike) -> dict[str, Tensor]:
+def list_optimizer_tensors(learn: LearnerLike) -> dict[str, Tensor]:
     "Return the tensors of the optimizer's state, by name."
     if learn.opt is None:
         return {}
-    names = {t: name for name, t in what_is_trained(learn).items()}
+    names = {t: name for name, t in list_model_tensors(learn).items()}
     return {
         f'{key} of {names.get(p, f"parameter {i}")}': value
         for i, (p, state) in enumerate(learn.opt.state.items())
@@ -92,90 +88,92 @@ def optimizer_state(learn: LearnerLike) -> dict[str, Tensor]:
 
 def check_alike(
     learn: LearnerLike,
-    world: Comm,
-    told: dict[str, str],  # of data and options, for comparison
+    world: Comm,  # process group
+    descriptions: dict[str, str],  # descriptions of data and options, by name
 ) -> None:
-    """Give every process the first one's weights, and its optimizer's state.
+    """Compare the ranks, and broadcast the first rank's weights and optimizer state.
 
-    Raises `DistributedError` where models, data or options are not alike."""
-    tensors, state = what_is_trained(learn), optimizer_state(learn)
-    mine = {name: f'{t.dtype} {tuple(t.shape)}' for name, t in (tensors | state).items()}
-    mine['validation loaders'] = ', '.join(name for name, _ in evaluation_loaders(learn.dls))
-    mine |= told
-    same = len(set(world.gather(crc32(repr(mine).encode())))) == 1
-    first, *others = [mine] if same else world.gather(mine)
-    for rank, theirs in enumerate(others, 1):
-        unlike = [
-            f'{k}: {first.get(k, "absent")} in process 0, {theirs.get(k, "absent")} in process {rank}'
-            for k in dict.fromkeys((*first, *theirs))
-            if theirs.get(k) != first.get(k)
+    Raises `DistributedError` if models, data or options differ."""
+    tensors, state = list_model_tensors(learn), list_optimizer_tensors(learn)
+    own = {name: f'{t.dtype} {tuple(t.shape)}' for name, t in (tensors | state).items()}
+    own['validation loaders'] = ', '.join(name for name, _ in evaluation_loaders(learn.dls))
+    own |= descriptions
+    checksums = world.gather(crc32(repr(own).encode()))
+    are_equal = len(set(checksums)) == 1
+    first, *others = [own] if are_equal else world.gather(own)
+    for rank, other in enumerate(others, 1):
+        differences = [
+            f'{k}: {first.get(k, "absent")} in process 0, {other.get(k, "absent")} in process {rank}'
+            for k in dict.fromkeys((*first, *other))
+            if other.get(k) != first.get(k)
         ]
-        if unlike:
+        if differences:
             raise DistributedError(
                 'The processes do not have the same model, data and options:\n  '
-                + '\n  '.join(unlike[:10])
+                + '\n  '.join(differences[:10])
             )
-    share_first(tensors.values(), world.control)
+    broadcast_tensors(tensors.values(), world.control)
     if totals_differ(world.gather(compute_totals(state.values()))):
-        share_first(state.values(), world.control)
+        broadcast_tensors(state.values(), world.control)
 
 
 @torch.no_grad()
 def compute_totals(tensors: Iterable[Tensor]) -> tuple[float, float]:
-    "Return the sum of all numbers, and that of their magnitudes, which tell different weights apart."
-    real = [
-        torch.view_as_real(t) if t.is_complex() else t if t.is_floating_point() else t.double()
-        for t in tensors
-        if t.numel()
-    ]
-    if not real:
+    "Return the sum of all numbers and the sum of their magnitudes, to compare the weights of ranks."
+    sums = [_sum_up(t) for t in tensors if t.numel()]
+    if not sums:
         return 0.0, 0.0
-    sums = [
-        torch.stack(
-            [t.sum(dtype=torch.float64), torch.linalg.vector_norm(t, 1, dtype=torch.float64)]
-        )
-        for t in real
-    ]
-    total, size = (
-        torch.stack([t.to(sums[0].device) for t in sums]).sum(0).nan_to_num(nan=0.0).tolist()
-    )
-    return total, size
+    both = torch.stack([t.to(sums[0].device) for t in sums]).sum(0)
+    total, magnitude = both.nan_to_num(nan=0.0).tolist()
+    return total, magnitude
 
 
-def totals_differ(totals: Iterable[Sequence[float]]) -> bool:
-    "Tell whether models are not the same by their totals, beyond what other hardware would round otherwise."
-    sums, sizes = zip(*totals, strict=True)
-    return max(sums) - min(sums) > 1e-6 * max(sizes)
+def _sum_up(t: Tensor) -> Tensor:
+    "Return the sum of a tensor's numbers and the sum of their magnitudes, shape (2,)."
+    if t.is_complex():
+        t = torch.view_as_real(t)
+    elif not t.is_floating_point():
+        t = t.double()
+    magnitude = torch.linalg.vector_norm(t, 1, dtype=torch.float64)
+    return torch.stack([t.sum(dtype=torch.float64), magnitude])
+
+
+def totals_differ(
+    totals: Iterable[Sequence[float]],  # return values of `compute_totals` on each rank
+) -> bool:
+    "Return True if the totals differ by more than the rounding errors of different hardware."
+    sums, magnitudes = zip(*totals, strict=True)
+    return max(sums) - min(sums) > 1e-6 * max(magnitudes)
 
 
 def check_replicas(learn: LearnerLike) -> None:
-    "Compare weights, buffers and the optimizer's state of all processes; raise `DistributedError`."
-    sums = {name: checksum(t) for name, t in replicated_tensors(learn)}
-    everyone = learn.world.gather(sums)
-    differ = [
+    "Raise `DistributedError` if weights, buffers or optimizer states differ between ranks."
+    own = {name: compute_checksum(t) for name, t in list_replicated_tensors(learn)}
+    first, *others = learn.world.gather(own)
+    differences = [
         f'{name} (process {rank})'
-        for rank, theirs in enumerate(everyone)
-        for name in sorted({*theirs, *everyone[0]})
-        if theirs.get(name) != everyone[0].get(name)
+        for rank, other in enumerate(others, 1)
+        for name in sorted({*other, *first})
+        if other.get(name) != first.get(name)
     ]
-    if differ:
-        more = ', ...' if len(differ) > 10 else ''
+    if differences:
+        more = ', ...' if len(differences) > 10 else ''
         raise DistributedError(
-            f'{len(differ)} tensors are not as in process 0: {", ".join(differ[:10])}{more}. '
-            'Something changes them in one process alone, or gradients were not averaged: those of '
+            f'{len(differences)} tensors are not as in process 0: {", ".join(differences[:10])}{more}. '
+            'Something changes them in one process alone, or gradients were not averaged: the gradients of '
             'parameters that were unfrozen within an epoch, or of a second backward pass of a batch.'
         )
 
 
-def replicated_tensors(learn: LearnerLike) -> Iterator[tuple[str, Tensor]]:
-    "Yield the tensors that must be the same in every process, with their names."
-    for name, t in (what_is_trained(learn) | optimizer_state(learn)).items():
+def list_replicated_tensors(learn: LearnerLike) -> Iterator[tuple[str, Tensor]]:
+    "Yield the names and tensors that must be equal on all ranks: all but sharded tensors."
+    for name, t in (list_model_tensors(learn) | list_optimizer_tensors(learn)).items():
         if not is_dtensor(t):
             yield name, t
 
 
-def checksum(t: Tensor) -> int:
-    "Return a number that differs for tensors of different bytes, as good as always."
+def compute_checksum(t: Tensor) -> int:
+    "Return the CRC-32 of a tensor's bytes."
     t = t.detach()
     if t.layout is not torch.strided:
         t = t.to_dense()

@@ -1,4 +1,4 @@
-"""How the data are cut: in rounds, of which every process gets its piece."""
+"""`ShardSpec`: which samples of a round, the batches of all ranks, belong to a rank."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ UNEVEN = ('join', 'pad', 'drop')
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Cut rounds, the batches of all processes, into contiguous pieces, one for each.
+    """Division of a round, the batches of all ranks, into contiguous pieces, one for each rank.
 
-    Raises `OptionError` and `LoaderError` for what is no option, or no process.
+    Raises `OptionError` for an unknown option, and `LoaderError` for an invalid rank.
 
     >>> [list(ShardSpec(rank, 3).rows(7)) for rank in range(3)]
     [[0, 1], [2, 3], [4, 5, 6]]
@@ -29,14 +29,15 @@ class ShardSpec:
 
     rank: int
     size: int
-    batch_size: str = 'process'  # whose batch size a loader has: each 'process', or 'global'
-    uneven: str = 'join'  # 'join': each sample once; 'pad': repeat some; 'drop': leave out the rest
-    fillers: bool = True  # a process without a sample of its own gets one that does not count
-    count: Callable[[Any], int] = find_bs  # returns the number of samples in a loader's batch
+    batch_size: str = 'process'  # meaning of the loader's batch size: per 'process', or 'global'
+    uneven: str = 'join'  # last round: 'join' takes each sample once, 'pad' repeats, 'drop' omits
+    fillers: bool = True  # whether a rank without samples gets a filler, which does not count
+    count: Callable[[Any], int] = find_bs  # function returning the number of samples in a batch
 
     def __post_init__(self) -> None:
         for name, known in (('batch_size', BATCH_SIZES), ('uneven', UNEVEN)):
-            if (value := getattr(self, name)) not in known:
+            value = getattr(self, name)
+            if value not in known:
                 raise OptionError(
                     f'{name}={value!r}: give {" or ".join(map(repr, known))}.'
                     f'{did_you_mean(str(value), known)}'
@@ -46,38 +47,45 @@ class ShardSpec:
 
     @property
     def per_round(self) -> int:
-        "How many of the loader's batches make a round."
+        "Number of the loader's batches in a round."
         return self.size if self.batch_size == 'process' else 1
 
     def share(
         self,
-        k: int,  # samples of the round
-    ) -> tuple[int, int]:  # samples of this process, and of all
-        "Return how many samples of a round count here, and in all processes together."
+        k: int,  # number of samples of the round
+    ) -> tuple[int, int]:  # number of samples of this rank, and of all ranks
+        "Return the numbers of samples of a round that count on this rank, and on all ranks."
         start, stop, total = self._bounds(k)
         return stop - start, total
 
-    def rows(self, k: int) -> range | list[int]:
-        "Return the numbers of this process's samples in a round of `k`, a filler's as well."
+    def rows(
+        self,
+        k: int,  # number of samples of the round
+    ) -> range | list[int]:
+        "Return the indices of this rank's samples in a round, including a filler."
         start, stop, _ = self._bounds(k)
         if stop > k:
             return [i % k for i in range(start, stop)]
         if stop > start or not self.fillers:
             return range(start, stop)
-        return range(min(start, k - 1), min(start, k - 1) + 1)
+        filler = min(start, k - 1)
+        return range(filler, filler + 1)
 
     def n_given(
         self,
-        n: int,  # samples of a pass
-        full: int,  # samples of a round
+        n: int,  # number of samples of a pass over the loader
+        full: int,  # number of samples of a full round
     ) -> int:
-        "Return how many batches this process gets; one, a filler, where others alone have samples."
+        "Return the number of this rank's batches; 1, for a filler, if only other ranks have samples."
         rounds, rest = divmod(n, full)
-        given = rounds * (len(self.rows(full)) > 0)
+        n_batches = rounds * (len(self.rows(full)) > 0)
         if rest and self.uneven != 'drop':
-            given += len(self.rows(rest)) > 0
-        return given if self.fillers or not n else max(1, given)
+            n_batches += len(self.rows(rest)) > 0
+        return n_batches if self.fillers or not n else max(1, n_batches)
 
     def _bounds(self, k: int) -> tuple[int, int, int]:
+        "Return the start and stop of this rank's samples in a round, and the number of all samples."
         total = -(-k // self.size) * self.size if self.uneven == 'pad' else k
-        return total * self.rank // self.size, total * (self.rank + 1) // self.size, total
+        start = total * self.rank // self.size
+        stop = total * (self.rank + 1) // self.size
+        return start, stop, total

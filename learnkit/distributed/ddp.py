@@ -1,4 +1,4 @@
-"""Replicas: every process has the whole model, and torch's DistributedDataParallel averages their gradients."""
+"""Strategy 'ddp': each rank has a replica of the model, and `DistributedDataParallel` averages the gradients."""
 
 from __future__ import annotations
 
@@ -15,59 +15,60 @@ from learnkit.core.errors import OptionError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import preserved_rng
 
-__all__ = ['Replicas', 'average', 'share_first']
+__all__ = ['Replicas', 'average', 'broadcast_tensors']
 
 
 class Replicas:
-    """Train with `DistributedDataParallel` around the model, which itself stays as it is.
+    """Strategy that trains replicas of the model with `DistributedDataParallel`; the model itself is not changed.
 
-    Only training's forward passes go through the wrapper: an evaluation calls the bare model, so that processes may
-    have different numbers of batches in it. Gradients lie in the wrapper's messages (`gradient_as_bucket_view`), which
-    saves a copy of them, in memory and in time; the next pass writes over them.
+    Only forward passes of training go through the wrapper. An evaluation calls the bare model, so that ranks may
+    evaluate different numbers of batches. Gradients are views of the wrapper's buckets (`gradient_as_bucket_view`),
+    which saves a copy of the gradients, in memory and in time; the next backward pass overwrites the gradients.
 
-    Raises `OptionError` for options that are none.
+    Raises `OptionError` for unknown options.
 
     >>> Replicas(bucket_cap=5)
     Traceback (most recent call last):
     learnkit.core.errors.OptionError: bucket_cap: the options of strategy 'ddp' are comm_hook, comm_state, ...
     """
 
-    # whether all processes must evaluate the same number of batches
-    needs_equal_evaluations = False
-    averages_late = True  # gradients that no pass has averaged wait for `average_gradients`
-    has_synced = False  # whether gradients have been averaged by the wrapper that is there
+    needs_equal_evaluations = False  # True if all ranks must evaluate the same number of batches
+    averages_late = True  # True if `average_gradients` averages what no backward pass has averaged
+    has_synced = False  # True once the current wrapper has averaged gradients
 
     def __init__(
         self,
-        comm_hook: Callable[..., Any] | None = None,  # compresses gradients: f(state, bucket)
-        comm_state: Any = None,  # its first argument
-        **options: Any,  # for DistributedDataParallel: `bucket_cap_mb`, `static_graph`
+        comm_hook: Callable[..., Any] | None = None,  # f(state, bucket), compresses gradients
+        comm_state: Any = None,  # first argument of `comm_hook`
+        **options: Any,  # options of DistributedDataParallel, such as `bucket_cap_mb`
     ) -> None:
-        if unknown := set(options) - set(known := wrapper_options()):
+        known = list_wrapper_options()
+        unknown = set(options) - set(known)
+        if unknown:
             raise OptionError(
-                f"{min(unknown)}: the options of strategy 'ddp' are comm_hook, comm_state, and those of torch's "
+                f"{min(unknown)}: the options of strategy 'ddp' are comm_hook, comm_state, and the options of torch's "
                 f'DistributedDataParallel, {", ".join(known)}.{did_you_mean(min(unknown), known)}'
             )
         self.comm_hook, self.comm_state = comm_hook, comm_state
         self.options = {'gradient_as_bucket_view': True, **options}
         self.wrapped: nn.parallel.DistributedDataParallel | None = None
-        self._trained: list[bool] = []  # which parameters required gradients when it was made
+        self._requires_grad: list[bool] = []  # flags of the parameters when the model was wrapped
 
     def enter(self, learn: LearnerLike) -> None:
-        "Begin: there is nothing to do before the model is on its device."
+        "Do nothing; `prepare` wraps the model once the model is on its device."
 
     def prepare(self, learn: LearnerLike) -> None:
-        "Wrap the model, unless it is wrapped already, for the parameters that are trained now."
-        trained = [p.requires_grad for p in learn.model.parameters()]
+        "Wrap the model, unless it is wrapped already for the parameters that require gradients."
+        requires_grad = [p.requires_grad for p in learn.model.parameters()]
         if (
             self.wrapped is not None
-            and trained == self._trained
+            and requires_grad == self._requires_grad
             and self.wrapped.module is learn.model
         ):
             learn.replica = self.wrapped
             return
         self.release(learn)
-        if not any(trained):
+        if not any(requires_grad):
             return
         device = next(learn.model.parameters()).device
         ids = [device.index] if device.type == 'cuda' else None
@@ -76,26 +77,28 @@ class Replicas:
         )
         if self.comm_hook is not None:
             self.wrapped.register_comm_hook(self.comm_state, self.comm_hook)
-        self._trained, learn.replica, self.has_synced = trained, self.wrapped, False
+        self._requires_grad = requires_grad
+        learn.replica = self.wrapped
+        self.has_synced = False
 
     def catch_up(self, learn: LearnerLike) -> None:
-        """Let the wrapper order its messages as it did in the run that is gone on from.
+        """Give a new wrapper the buckets that the wrapper of the resumed run had.
 
-        It groups gradients anew after its first backward pass, in the order in which they came, and sums of more than
-        two numbers depend on their places in a group in the last bit. A pass over the batch at hand, whose gradients
-        are thrown away, shows it that order."""
+        After its first backward pass, a wrapper rebuilds its buckets in the order in which gradients arrived. The
+        position of a gradient in a bucket changes sums over more than two ranks in the last bit. A pass over the
+        current batch, whose gradients are discarded, establishes this order."""
         if self.wrapped is None:
             return
         self.has_synced = True
         grads = [(p, p.grad) for p in learn.model.parameters()]
         buffers = [(b, b.clone()) for b in learn.model.buffers()]
         for p, _ in grads:
-            p.grad = None  # those that wait are not to be added to
+            p.grad = None  # the pass must not add to accumulated gradients
         try:
             with preserved_rng(), torch.enable_grad():
                 out = unpack_output(apply_model(self.wrapped, learn.xb))
-                parts = [t.float().sum() for t in tensors_of(out) if t.requires_grad]
-                (0 * torch.stack(parts).sum()).backward()
+                sums = [t.float().sum() for t in list_tensors(out) if t.requires_grad]
+                (0 * torch.stack(sums).sum()).backward()
         finally:
             for p, grad in grads:
                 p.grad = grad
@@ -104,20 +107,21 @@ class Replicas:
                     b.copy_(value)
 
     def pass_without_sync(self) -> AbstractContextManager[Any]:
-        "Return a context for a pass whose gradients are only added up here."
+        "Return a context for a backward pass that accumulates gradients on this rank only."
         if self.wrapped is None:
             return nullcontext()
-        if self.options.get('static_graph') and not self.has_synced:  # its first pass must send
+        if self.options.get('static_graph') and not self.has_synced:
+            # torch requires that the first pass of a static graph reduces gradients
             self.has_synced = True
             return nullcontext()
         return self.wrapped.no_sync()
 
     def share_buffers(self, learn: LearnerLike) -> None:
-        "Give every process the first one's buffers (running means, for one), so that all evaluate the same model."
-        share_first(learn.model.buffers())
+        "Broadcast the first rank's buffers, such as running means, so that all ranks evaluate the same model."
+        broadcast_tensors(learn.model.buffers())
 
     def average_gradients(self, learn: LearnerLike) -> None:
-        "Average gradients that were added up in each process alone."
+        "Average gradients that each rank has accumulated alone."
         if learn.turn is None:
             average(learn.model.parameters())
             return
@@ -125,42 +129,45 @@ class Replicas:
         average(p for p in learn.model.parameters() if p in stepping)
 
     def release(self, learn: LearnerLike) -> None:
-        "Let go of the wrapper, and of its hooks on the parameters, also where a traceback still holds it."
-        wrapped, self.wrapped, learn.replica = self.wrapped, None, None
+        "Remove the wrapper and its hooks on the parameters, even if a traceback still refers to the wrapper."
+        wrapped = self.wrapped
+        self.wrapped = None
+        learn.replica = None
         if wrapped is None or 'reducer' not in vars(wrapped):
             return
-        wrapped._remove_autograd_hooks()  # torch has no public name for it
+        wrapped._remove_autograd_hooks()  # torch has no public method
         for name in ('reducer', 'logger', 'process_group'):
-            # they would keep the process group, and its connections, open
+            # these attributes would keep the connections of the process group open
             vars(wrapped).pop(name, None)
 
     def leave(self, learn: LearnerLike) -> None:
+        "Remove the wrapper."
         self.release(learn)
 
 
-def wrapper_options() -> list[str]:
-    "Return what torch's wrapper takes, besides what a Learner gives it."
-    own = ('self', 'module', 'device_ids', 'output_device', 'dim', 'process_group')
+def list_wrapper_options() -> list[str]:
+    "Return the names of the options of DistributedDataParallel that a user may set."
+    reserved = ('self', 'module', 'device_ids', 'output_device', 'dim', 'process_group')
     return [
         name
         for name in signature(nn.parallel.DistributedDataParallel.__init__).parameters
-        if name not in own
+        if name not in reserved
     ]
 
 
 @torch.no_grad()
-def share_first(
-    tensors: Iterable[Tensor],
-    host_group: Any = None,  # for those on the host; None: the group of all, as for others
+def broadcast_tensors(
+    tensors: Iterable[Tensor],  # tensors, of the same shapes on every rank
+    host_group: Any = None,  # process group for tensors on the host; None: the default group
 ) -> None:
-    "Give every process the first one's values of tensors: one message for those of a type."
+    "Broadcast the first rank's tensors, in one message for each dtype and device."
     import torch.distributed as dist
 
-    alike: dict[Any, list[Tensor]] = {}
+    groups: dict[Any, list[Tensor]] = {}
     for t in tensors:
         if t.numel():
-            alike.setdefault((t.dtype, t.device), []).append(t)
-    for (_, device), group in alike.items():
+            groups.setdefault((t.dtype, t.device), []).append(t)
+    for (_, device), group in groups.items():
         flat = torch.cat([t.reshape(-1) for t in group])
         dist.broadcast(flat, 0, group=host_group if device.type == 'cpu' else None)
         for t, value in zip(group, flat.split([t.numel() for t in group]), strict=True):
@@ -168,7 +175,7 @@ def share_first(
 
 
 def average(parameters: Iterable[nn.Parameter]) -> None:
-    "Average gradients over all processes, each of which has those of the same parameters."
+    "Average gradients over ranks; every rank must have gradients of the same parameters."
     import torch.distributed as dist
 
     for p in parameters:
@@ -178,19 +185,22 @@ def average(parameters: Iterable[nn.Parameter]) -> None:
         dist.all_reduce(p.grad)
 
 
-def tensors_of(nested: Any) -> list[Tensor]:
-    "Return every tensor in a nesting of them."
-    found: list[Tensor] = []
-    # it returns None
-    map_tensors(nested, lambda t: found.append(t) or t)  # type: ignore[func-returns-value]
-    return found
+def list_tensors(nested: Any) -> list[Tensor]:
+    "Return all tensors of a nested value."
+    tensors: list[Tensor] = []
+
+    def add(t: Tensor) -> Tensor:
+        tensors.append(t)
+        return t
+
+    map_tensors(nested, add)
+    return tensors
 
 
 def is_too_big(model: nn.Module) -> bool:
-    "Tell whether a model, its gradients and Adam's averages would fill more than half of this process's GPU."
+    "Return True if weights, gradients and Adam's two averages would fill more than half of the GPU."
     if not torch.cuda.is_available():
         return False
-    return (
-        4 * sum(p.numel() * p.element_size() for p in model.parameters())
-        > torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 2
-    )
+    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return 4 * weight_bytes > gpu.total_memory / 2

@@ -1,4 +1,4 @@
-"""Shards: every process has a part of each weight, its gradient and its averages, by torch's FSDP2."""
+"""Strategy 'fsdp': weights, gradients and optimizer states are sharded over ranks by torch's FSDP2."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from learnkit.core.dtensor import (
 from learnkit.core.errors import DistributedError, ModelError, OptionError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import wrappers_of
-from learnkit.distributed.ddp import share_first
+from learnkit.distributed.ddp import broadcast_tensors
 from learnkit.optim.wrapper import OptimWrapper
 
 __all__ = ['Sharded']
@@ -35,18 +35,19 @@ OPTIONS = ('policy', 'wrap', 'reshard_after_forward', 'offload', 'sync_pieces')
 
 
 class Sharded:
-    """Train with `fully_shard`: weights, gradients and the optimizer's averages are cut over the processes.
+    """Strategy that shards weights, gradients and optimizer states over ranks with `fully_shard`.
 
-    While it lasts `learn.model` is a sharded copy of the model, and the user's own waits on the host; at the end that
-    has the weights that were trained, and is `learn.model` again. An optimizer goes with them, with its state. What
-    module of the model is put together whole at a time is said by `wrap`; the rest of the model is one piece more.
+    Between `enter` and `leave`, `learn.model` is a sharded copy of the model, and the user's model is kept on the host.
+    `leave` copies the trained weights to the user's model, which is `learn.model` again. Optimizers are moved to the
+    parameters of the current model, with their states. `wrap` selects the modules that are gathered one at a time; the
+    rest of the model is one more unit.
 
-    An evaluation calls the sharded model, so that every process must call it equally often. Gradients are summed up
-    over the processes after every backward pass, also of microbatches and accumulated batches, so that none is kept
-    whole; `sync_pieces=False` does so once a batch.
+    An evaluation calls the sharded model, so that all ranks must evaluate the same number of batches. Gradients are
+    reduced after every backward pass, also of microbatches and accumulated batches, so that no full gradient is kept;
+    `sync_pieces=False` reduces gradients once per batch.
 
-    Raises `OptionError` for options that are none, `ModelError` for a model that cannot be cut, and `DistributedError`
-    before training for callbacks and optimizers that work on whole weights only.
+    Raises `OptionError` for unknown options, `ModelError` for a model that cannot be sharded, and `DistributedError`
+    before training for callbacks and optimizers that need full weights.
 
     >>> Sharded(wrap=nn.TransformerEncoderLayer).wrap.__name__
     'TransformerEncoderLayer'
@@ -57,19 +58,21 @@ class Sharded:
 
     def __init__(
         self,
-        policy: Any = None,  # of mixed precision: torch's `MixedPrecisionPolicy`, or 'bf16'
-        wrap: Wrap = None,  # units to shard: a class, several, a function; None: repeated blocks
+        policy: Any = None,  # mixed precision: torch's `MixedPrecisionPolicy`, or 'bf16'
+        wrap: Wrap = None,  # units to shard: class(es) or a function; None: repeated blocks
         reshard_after_forward: bool | None = None,  # free weights until backward; None: torch's
-        offload: Any = False,  # keep the parts on the host: True, or torch's `CPUOffloadPolicy`
+        offload: Any = False,  # keep shards on the host: True, or torch's `CPUOffloadPolicy`
         sync_pieces: bool = True,  # reduce gradients after each microbatch (False: after the last)
         **unknown: Any,
     ) -> None:
         if unknown:
+            name = next(iter(unknown))
             raise OptionError(
-                f"{next(iter(unknown))}: the options of strategy 'fsdp' are "
-                f'{", ".join(OPTIONS)}.{did_you_mean(next(iter(unknown)), OPTIONS)}'
+                f"{name}: the options of strategy 'fsdp' are "
+                f'{", ".join(OPTIONS)}.{did_you_mean(name, OPTIONS)}'
             )
-        self.policies, self.offload = policies(policy), offload_policy(offload)
+        self.policies = make_policies(policy)
+        self.offload = make_offload_policy(offload)
         if reshard_after_forward not in (None, True, False):
             raise OptionError(
                 f'reshard_after_forward={reshard_after_forward!r}: give True, False, or None.'
@@ -80,26 +83,23 @@ class Sharded:
             raise OptionError(
                 f'wrap={wrap!r}: give a class of modules, a tuple of them, or a function of a module.'
             )
-        self.wrap, self.reshard_after_forward, self.sync_pieces = (
-            wrap,
-            reshard_after_forward,
-            sync_pieces,
-        )
-        self.original: nn.Module | None = None  # the user's model, while the sharded one is at work
-        self._device = torch.device('cpu')  # where that was
+        self.wrap = wrap
+        self.reshard_after_forward = reshard_after_forward
+        self.sync_pieces = sync_pieces
+        self.original: nn.Module | None = None  # the user's model, between `enter` and `leave`
+        self._device = torch.device('cpu')  # device of the user's model before `enter`
         self._learn: Any = None
-        self._team: Any = None  # the callback that this is the strategy of
-        self._handled: BaseException | None = None  # what was being handled when it began
-        self._units: list[Any] = []  # what is cut on its own, the whole model last
+        self._handled: BaseException | None = None  # exception being handled during `enter`
+        self._units: list[Any] = []  # sharded modules, the whole model last
 
-    # -- coming and going --------------------------------------------------------------------------
+    # -- sharding and gathering the model ----------------------------------------------------------
 
     def enter(self, learn: LearnerLike) -> None:
-        "Put a sharded copy in the place of the model, and its parameters in that of the optimizer's."
-        original, self._team = learn.model, learn.strategy.team
+        "Replace the model by a sharded copy, and the parameters of optimizers by the copy's."
+        original = learn.model
         check_can_be_cut(original)
         self._device = next(original.parameters()).device
-        original.to('cpu')  # before it is copied: a device may have no room for two
+        original.to('cpu')  # a device may not have memory for two models
         try:
             copy = deepcopy(original)
         except (TypeError, RuntimeError, ValueError) as e:
@@ -107,11 +107,13 @@ class Sharded:
                 f"Strategy 'fsdp' works on a copy of the model, and {type(original).__name__} cannot be "
                 f'copied: {e}'
             ) from e
-        self._cut(copy, learn)
-        self._learn, self.original, self._handled = learn, original, sys.exception()
-        self._exchange(learn, copy)
+        self._shard(copy, learn)
+        self._learn = learn
+        self.original = original
+        self._handled = sys.exception()
+        self._replace_model(learn, copy)
 
-    def _cut(self, model: nn.Module, learn: LearnerLike) -> None:
+    def _shard(self, model: nn.Module, learn: LearnerLike) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
@@ -127,131 +129,135 @@ class Sharded:
             options['offload_policy'] = self.offload
         self._units = [*units_of(model, self.wrap), model]
         for m in self._units:
-            fully_shard(m, **options, **with_policy(outer if m is model else inner))
-        model.register_forward_hook(self._let_go)
-        model.register_forward_pre_hook(self._share_before)
+            policy = outer if m is model else inner
+            policy_options = {} if policy is None else {'mp_policy': policy}
+            fully_shard(m, **options, **policy_options)
+        model.register_forward_hook(self._reshard)
+        model.register_forward_pre_hook(self._broadcast_buffers)
         if not self.sync_pieces:
             model.register_forward_pre_hook(self._choose_sync)
 
-    def _let_go(self, *_: Any) -> None:
-        "Let go of whole weights after a forward pass that no backward pass follows, as that would."
+    def _reshard(self, *_: Any) -> None:
+        "Free the full weights after a forward pass without gradients, which no backward pass follows."
         if torch.is_grad_enabled():
             return
         for m in self._units:
             m.reshard()
 
-    def _exchange(self, learn: LearnerLike, model: nn.Module) -> None:
-        "Put another model with the same names in the place of the Learner's."
+    def _replace_model(self, learn: LearnerLike, model: nn.Module) -> None:
+        "Replace the Learner's model by a model with the same parameter names."
         followers = [cb for cb in learn.cbs if getattr(cb, 'follows_weights', False)]
         states = [whole_state(cb.state_dict()) for cb in followers]
-        new = dict(model.named_parameters())
-        exchange_params(
-            optimizers_of(learn), {p: new[name] for name, p in learn.model.named_parameters()}
-        )
+        replace_params(list_optimizers(learn), match_params(learn.model, model))
         learn.model = model
         for cb, state in zip(followers, states, strict=True):
             cb.load_state_dict(state)
 
     def leave(self, learn: LearnerLike) -> None:
-        """Put the user's model back, with the weights that were trained.
+        """Restore the user's model, with the trained weights.
 
-        Where a process has failed there is nobody to put them together with: it has those that it had before."""
+        If a rank has failed, the weights cannot be gathered, and the user's model has its weights from before
+        `enter`."""
         try:
-            self._put_back(learn)
+            self._restore_model(learn)
         finally:
             close_hosts(learn.world.control)
 
-    def _put_back(self, learn: LearnerLike) -> None:
+    def _restore_model(self, learn: LearnerLike) -> None:
         if self.original is None:
             return
         original, sharded = self.original, learn.model
-        self.original, self._learn = None, None
+        self.original = None
+        self._learn = None
         cut_again(sharded)
-        if self._is_broken(learn):
-            return self._give_up(learn, original.to(self._device))
+        if self._has_failed(learn):
+            return self._restore_untrained(learn, original.to(self._device))
         self.share_buffers(learn)
-        copy_whole(sharded, original)
+        gather_into(sharded, original)
         original.to(self._device)
         self.original = original
         try:
-            self._exchange(learn, original)
+            self._replace_model(learn, original)
         finally:
-            self.original, self._units = None, []
+            self.original = None
+            self._units = []
 
-    def _is_broken(self, learn: LearnerLike) -> bool:
-        "Tell whether this process, or another one, has failed, so that there is nothing more to do together."
-        if (e := sys.exception()) is not None and e is not self._handled:
+    def _has_failed(self, learn: LearnerLike) -> bool:
+        "Return True if this rank or another rank has failed, so that collectives are impossible."
+        e = sys.exception()
+        if e is not None and e is not self._handled:
             return True
         return learn.world.is_broken
 
-    def _give_up(self, learn: LearnerLike, original: nn.Module) -> None:
-        "Put the user's model back as it was, with an optimizer that begins anew."
-        new, optimizers = dict(original.named_parameters()), optimizers_of(learn)
+    def _restore_untrained(self, learn: LearnerLike, original: nn.Module) -> None:
+        "Restore the user's model with its previous weights; the states of optimizers are cleared."
+        optimizers = list_optimizers(learn)
         for o in optimizers:
             if not isinstance(o, OptimWrapper):
                 o.state.clear()
-        exchange_params(optimizers, {p: new[name] for name, p in learn.model.named_parameters()})
+        replace_params(optimizers, match_params(learn.model, original))
         for cb in learn.cbs:
             if getattr(cb, 'follows_weights', False) and hasattr(cb, 'restart'):
                 cb.restart()
         learn.model = original
 
-    # -- at work -----------------------------------------------------------------------------------
+    # -- training ----------------------------------------------------------------------------------
 
     def prepare(self, learn: LearnerLike) -> None:
-        "Refuse what works on whole weights only."
+        "Raise `DistributedError` for optimizers and callbacks that need full weights."
         cut_again(learn.model)
         if learn.opt is not None and getattr(learn.opt, 'needs_closure', False):
             raise DistributedError(
-                f"{learn.opt!r} looks at all weights as one vector, which strategy 'fsdp' has not "
-                "got. Use SGD or Adam, or strategy 'ddp'."
+                f"{learn.opt!r} needs all weights as one vector, which strategy 'fsdp' does not "
+                "have. Use SGD or Adam, or strategy 'ddp'."
             )
         if learn.microbatch in (1, 'auto'):
             raise DistributedError(
                 f"microbatch={learn.microbatch!r} with strategy 'fsdp': all processes have to cut "
                 "batches into as many pieces. Give a number, 2 or more, or use strategy 'ddp'."
             )
-        odd = [cb for cb in learn.cbs if getattr(cb, 'needs_whole_weights', False)]
-        if odd:
+        unsupported = [cb for cb in learn.cbs if getattr(cb, 'needs_whole_weights', False)]
+        if unsupported:
             raise DistributedError(
-                f"{odd[0]} works on whole weights, and with strategy 'fsdp' each process has a "
+                f"{unsupported[0]} works on whole weights, and with strategy 'fsdp' each process has a "
                 "part of them. Leave it out, or use strategy 'ddp'."
             )
 
-    def _share_before(self, model: nn.Module, _: Any) -> None:
-        "Begin a training pass with the first process's running means, as DistributedDataParallel does."
+    def _broadcast_buffers(self, model: nn.Module, _: Any) -> None:
+        "Broadcast the first rank's buffers before a training pass, as DistributedDataParallel does."
         if torch.is_grad_enabled():
-            share_first(model.buffers())
+            broadcast_tensors(model.buffers())
 
     def _choose_sync(self, *_: Any) -> None:
+        "Reduce gradients only in the last microbatch of a batch."
         learn = self._learn
         learn.model.set_requires_gradient_sync(not learn.microbatch or learn.run.is_last_microbatch)
 
     def pass_without_sync(self) -> AbstractContextManager[Any]:
-        "Return a context for a pass that no step follows: its gradients are cut all the same."
+        "Return a null context: gradients are reduced in every pass, to keep shards only."
         return nullcontext()
 
     def share_buffers(self, learn: LearnerLike) -> None:
-        "Give every process the first one's buffers (running means, for one), so that all evaluate the same model."
+        "Broadcast the first rank's buffers, such as running means, so that all ranks evaluate the same model."
         cut_again(learn.model)
-        share_first(learn.model.buffers())
+        broadcast_tensors(learn.model.buffers())
 
     def catch_up(self, learn: LearnerLike) -> None:
-        "There is nothing to do: messages are the same from the first pass on."
+        "Do nothing, because gradients are reduced in the same order in every pass."
 
     def average_gradients(self, learn: LearnerLike) -> None:
-        "There is nothing to do: every pass has averaged its own."
+        "Do nothing, because every backward pass averages its gradients."
 
     def release(self, learn: LearnerLike) -> None:
-        "Forget the hosts, as a process has failed; `leave` restores the model."
+        "Remove the mesh of hosts after a failure; `leave` restores the model."
         close_hosts(learn.world.control)
 
 
 # -- options ---------------------------------------------------------------------------------------
 
 
-def policies(policy: Any) -> tuple[Any, Any]:
-    "Return the policies of mixed precision of the inner modules and of the whole model."
+def make_policies(policy: Any) -> tuple[Any, Any]:
+    "Return the mixed-precision policies of the inner modules and of the whole model."
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     if policy is None or isinstance(policy, MixedPrecisionPolicy):
@@ -262,12 +268,8 @@ def policies(policy: Any) -> tuple[Any, Any]:
     return half(), half(output_dtype=torch.float32)
 
 
-def with_policy(policy: Any) -> dict[str, Any]:
-    return {} if policy is None else {'mp_policy': policy}
-
-
-def offload_policy(offload: Any) -> Any:
-    "Return the policy that keeps weights in host memory between uses; None for False."
+def make_offload_policy(offload: Any) -> Any:
+    "Return the policy that keeps shards in host memory; None for False."
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     if isinstance(offload, CPUOffloadPolicy):
@@ -281,10 +283,11 @@ def offload_policy(offload: Any) -> Any:
 
 
 def check_can_be_cut(model: nn.Module) -> None:
-    "Raise `ModelError` for a model that cannot be cut into parts."
+    "Raise `ModelError` for a model that cannot be sharded."
     tensors = [*model.parameters(), *model.buffers()]
     name = type(model).__name__
-    if wrappers := wrappers_of(model):
+    wrappers = wrappers_of(model)
+    if wrappers:
         raise ModelError(
             f"Strategy 'fsdp' cuts the model itself, not {type(wrappers[0]).__name__} around it. Give the "
             'Learner the bare model, and call `learn.compile()` once the strategy is at work.'
@@ -304,56 +307,58 @@ def check_can_be_cut(model: nn.Module) -> None:
 
 
 def units_of(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
-    "Return the modules that are cut on their own, inner ones first. Raises `OptionError` where none is meant."
+    "Return the modules to shard as units, inner modules first. Raises `OptionError` if `wrap` selects none."
     if wrap is None:
-        return [m for m in repeated_blocks(model) if not shares_weights(m, model)]
-    is_meant: Any = (lambda m: isinstance(m, wrap)) if isinstance(wrap, (type, tuple)) else wrap
-    found = [m for m in model.modules() if m is not model and has_weights(m) and is_meant(m)]
-    if not found:
+        return [m for m in find_blocks(model) if not shares_weights(m, model)]
+
+    def is_selected(m: nn.Module) -> bool:
+        return isinstance(m, wrap) if isinstance(wrap, (type, tuple)) else wrap(m)
+
+    units = [m for m in model.modules() if m is not model and has_weights(m) and is_selected(m)]
+    if not units:
         raise OptionError(f'wrap={wrap!r}: {type(model).__name__} has no such module inside.')
-    for m in found:
+    for m in units:
         if shares_weights(m, model):
             raise OptionError(
                 f'wrap={wrap!r}: a {type(m).__name__} shares weights with other parts of the model, so that it cannot '
                 'be cut on its own. Leave it out of `wrap`.'
             )
-    return found[::-1]
+    return units[::-1]
 
 
-def repeated_blocks(m: nn.Module) -> Iterator[nn.Module]:
-    "Yield the entries of lists and sequences of modules whose entries with weights are all of one class."
-    entries = (
-        [c for c in m.children() if has_weights(c)]
-        if isinstance(m, (nn.ModuleList, nn.Sequential))
-        else []
-    )
+def find_blocks(m: nn.Module) -> Iterator[nn.Module]:
+    "Yield the entries of each `ModuleList` or `Sequential` whose entries with weights have one class."
+    entries = []
+    if isinstance(m, (nn.ModuleList, nn.Sequential)):
+        entries = [c for c in m.children() if has_weights(c)]
     are_blocks = len(entries) > 1 and len({*map(type, entries)}) == 1
     if are_blocks and not isinstance(entries[0], (nn.ModuleList, nn.ModuleDict)):
         yield from entries
     else:
         for c in m.children():
-            yield from repeated_blocks(c)
+            yield from find_blocks(c)
 
 
 def has_weights(m: nn.Module) -> bool:
+    "Return True if a module has parameters."
     return next(m.parameters(), None) is not None
 
 
 def shares_weights(m: nn.Module, model: nn.Module) -> bool:
-    "Tell whether a weight of a module is one of the model's elsewhere, too."
-    inside = {id(p) for p in m.parameters()}
-    own = set(map(id, m.modules()))
+    "Return True if a parameter of a module is also a parameter of another part of the model."
+    own_params = {id(p) for p in m.parameters()}
+    own_modules = set(map(id, m.modules()))
     return any(
-        id(p) in inside
+        id(p) in own_params
         for other in model.modules()
-        if id(other) not in own
+        if id(other) not in own_modules
         for p in other._parameters.values()
     )
 
 
 @torch.no_grad()
-def copy_whole(sharded: nn.Module, original: nn.Module) -> None:
-    "Copy weights and buffers that were put together into the user's model, with their flags."
+def gather_into(sharded: nn.Module, original: nn.Module) -> None:
+    "Gather weights and buffers into the user's model; copy `requires_grad` and `training`, too."
     trained = dict(sharded.named_parameters())
     for name, p in original.named_parameters():
         p.copy_(full_tensor(trained[name]))
@@ -367,37 +372,43 @@ def copy_whole(sharded: nn.Module, original: nn.Module) -> None:
         m.training = modes.get(name, m.training)
 
 
-# -- the optimizer ---------------------------------------------------------------------------------
+# -- optimizers ------------------------------------------------------------------------------------
 
 
-def optimizers_of(learn: LearnerLike) -> list[torch.optim.Optimizer]:
-    "Return the optimizers that have parameters of the model: the Learner's, and ready ones that it will take."
+def list_optimizers(learn: LearnerLike) -> list[torch.optim.Optimizer]:
+    "Return the optimizers of the model's parameters: `learn.opt`, and instances in `learn.opt_func`."
     ready = learn.opt_func.values() if isinstance(learn.opt_func, Mapping) else learn.opt_func
     ready = ready if isinstance(ready, Iterable) else [ready]
-    found = [o for o in (learn.opt, *ready) if isinstance(o, torch.optim.Optimizer)]
-    inner = [
-        x
-        for o in found
-        for x in ([o, *o.optimizers.values()] if isinstance(o, OptimWrapper) else [o])
-    ]
-    return list({id(o): o for o in inner}.values())
+    by_id: dict[int, torch.optim.Optimizer] = {}
+    for o in (learn.opt, *ready):
+        if isinstance(o, torch.optim.Optimizer):
+            by_id[id(o)] = o
+        if isinstance(o, OptimWrapper):
+            by_id |= {id(inner): inner for inner in o.optimizers.values()}
+    return list(by_id.values())
 
 
-def exchange_params(optimizers: Iterable[torch.optim.Optimizer], new: Mapping[Any, Any]) -> None:
-    "Put other parameters in the places of those of optimizers, with their state and gradients, cut as they are."
+def match_params(old: nn.Module, new: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
+    "Return the new model's parameters by the old model's parameters of the same names."
+    new_params = dict(new.named_parameters())
+    return {p: new_params[name] for name, p in old.named_parameters()}
+
+
+def replace_params(optimizers: Iterable[torch.optim.Optimizer], new: Mapping[Any, Any]) -> None:
+    "Replace the parameters of optimizers; states and gradients are sharded like the new parameters."
     for o in optimizers:
         if isinstance(o, OptimWrapper):
             o.rename_params(new)
         else:
-            exchange_in(o, new)
+            replace_params_in(o, new)
 
 
-def exchange_in(o: torch.optim.Optimizer, new: Mapping[Any, Any]) -> None:
-    "Give an optimizer other parameters for those that it has, with their states."
+def replace_params_in(o: torch.optim.Optimizer, new: Mapping[Any, Any]) -> None:
+    "Replace the parameters of one optimizer, and shard its states like the new parameters."
     for group in o.param_groups:
         group['params'][:] = [new.get(p, p) for p in group['params']]
     states = dict(o.state)
-    o.state.clear()  # the very object, which others may read
+    o.state.clear()  # a new dict would not be seen by code that refers to this one
     for p, state in states.items():
         q = new.get(p, p)
         o.state[q] = {key: distribute_like(value, q) for key, value in state.items()}

@@ -1,4 +1,4 @@
-"""Training in several processes from a notebook: they are started here, and what they have trained is brought back."""
+"""`Learner.launch`: start several processes, train in them, and load the result into this process's Learner."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from inspect import getclosurevars, isfunction, ismethod
 from io import RawIOBase, TextIOWrapper
@@ -36,11 +36,13 @@ from learnkit.distributed.callback import DistributedTraining
 
 __all__ = ['launch', 'serve']
 
-# for processes to end by themselves when one of them has failed, or when they are interrupted
-GRACE_S = 8.0
-_BEGIN = 'import sys; sys.path[:] = sys.argv[2:]; from learnkit.distributed.launch import serve; serve(sys.argv[1])'
-# of torchrun and srun
-_OF_ANOTHER = (
+GRACE_S = 8.0  # seconds in which processes may exit by themselves after a failure or an interrupt
+_SERVE_CODE = (
+    'import sys; sys.path[:] = sys.argv[2:]; '
+    'from learnkit.distributed.launch import serve; serve(sys.argv[1])'
+)
+# prefixes of the environment variables that torchrun and srun set
+_LAUNCHER_PREFIXES = (
     'TORCHELASTIC_',
     'GROUP_RANK',
     'GROUP_WORLD_SIZE',
@@ -51,38 +53,41 @@ _OF_ANOTHER = (
     'SLURM_LOCALID',
     'SLURM_STEP_NUM_TASKS',
 )
-_PAYLOAD, _BACK = 'payload.pt', 'back.ckpt'
+_PAYLOAD = 'payload.pt'  # file for the processes
+_RESULT = 'back.ckpt'  # file of rank 0's result
 
 
 def launch(
-    learn: LearnerLike,  # the Learner
-    fn: Callable[[Any], Any],  # called with the Learner in each process
-    nproc: int = 2,  # processes
+    learn: LearnerLike,
+    fn: Callable[[Any], Any],  # function called with the Learner in each process
+    nproc: int = 2,  # number of processes
     *,
-    timeout: Any = '10m',  # as for `DistributedTraining`
-    **options: Any,  # more of `DistributedTraining`
+    timeout: Any = '10m',  # timeout of the process group
+    **options: Any,  # further arguments of `DistributedTraining`
 ) -> Any:
-    "Do what `Learner.launch` says."
-    team = _team(learn, fn, nproc, timeout, options)
+    "Implement `Learner.launch`."
+    team = _make_team(learn, fn, nproc, timeout, options)
     with TemporaryDirectory(prefix='learnkit-launch-', ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        _pack(learn, fn, team, folder / _PAYLOAD)
+        _write_payload(learn, fn, team, folder / _PAYLOAD)
         with Workers(folder, nproc) as workers:
             workers.wait(team.timeout.value)
-        back, _ = read_state(folder / _BACK)
-        learn.load_checkpoint_state(back['learner'])
-        if back['left']:
+        result, _ = read_state(folder / _RESULT)
+        learn.load_checkpoint_state(result['learner'])
+        if result['unsupported']:
             warn_user(
-                f'The function has returned a {back["left"]}, which stays behind: only tensors, '
-                'numbers, texts, and lists, tuples or dicts of them come back.'
+                f'The function has returned a {result["unsupported"]}, which stays behind: '
+                'only tensors, numbers, strings, and lists, tuples or dicts of them come back.'
             )
-        return back['result']
+        return result['result']
 
 
-def _team(
+def _make_team(
     learn: LearnerLike, fn: Any, nproc: Any, timeout: Any, options: Mapping[str, Any]
 ) -> DistributedTraining:
-    "Return the callback that is to join the processes; raise for what cannot be launched."
+    """Return the callback that joins the processes.
+
+    Raises `OptionError` for invalid arguments, and `DistributedError` if processes cannot be started here."""
     if not callable(fn):
         raise OptionError(
             f'launch({fn!r}): give a function of the Learner, as in '
@@ -99,27 +104,31 @@ def _team(
         raise DistributedError('This process is one of several already: there, call `fit`.')
     own = [cb for cb in learn.cbs if isinstance(cb, DistributedTraining)]
     team = own[0] if own and not options else DistributedTraining(timeout=timeout, **options)
-    device = getattr(learn.dls, 'device', None)
-    if (
-        device is not None
-        and device.type == 'cuda'
-        and team.backend != 'gloo'
-        and nproc > (n := torch.cuda.device_count())
-    ):
-        raise DistributedError(
-            f'nproc={nproc}, and there is {n} GPU: each process needs one of its own. Give '
-            f"nproc={n}; or backend='gloo', with which they share."
-            if n == 1
-            else f'nproc={nproc}, and there are {n} GPUs: each process needs one of its own.'
-        )
+    _check_gpus(learn, team, nproc)
     return team
 
 
-# What goes to the processes
+def _check_gpus(learn: LearnerLike, team: DistributedTraining, nproc: int) -> None:
+    "Raise `DistributedError` if there are fewer GPUs than processes, which NCCL does not allow."
+    device = getattr(learn.dls, 'device', None)
+    if device is None or device.type != 'cuda' or team.backend == 'gloo':
+        return
+    n = torch.cuda.device_count()
+    if nproc <= n:
+        return
+    if n == 1:
+        raise DistributedError(
+            f'nproc={nproc}, and there is {n} GPU: each process needs its own. Give '
+            f"nproc={n}; or backend='gloo', with which they share."
+        )
+    raise DistributedError(f'nproc={nproc}, and there are {n} GPUs: each process needs its own.')
 
 
-def _pack(learn: LearnerLike, fn: Any, team: DistributedTraining, path: Path) -> None:
-    "Write what the processes need into a file that nobody else can read or write, functions and classes by value."
+# Payload for the processes
+
+
+def _write_payload(learn: LearnerLike, fn: Any, team: DistributedTraining, path: Path) -> None:
+    "Write the Learner and the function to a file in a private folder, functions and classes by value."
     try:
         import cloudpickle
     except ImportError:
@@ -130,7 +139,7 @@ def _pack(learn: LearnerLike, fn: Any, team: DistributedTraining, path: Path) ->
     rng = capture_rng()
     if 'cuda' in rng:
         rng['cuda'] = rng['cuda'][:1]
-    # whether the rates are still those that the optimizer brought is known by an object, and numbers lose that
+    # pickling loses the identity by which learning rates set by the optimizer are recognized
     payload = {
         'learn': learn,
         'fn': fn,
@@ -138,66 +147,73 @@ def _pack(learn: LearnerLike, fn: Any, team: DistributedTraining, path: Path) ->
         'rng': rng,
         'own_lrs': learn.own_lrs[0] is learn.lr,
     }
-    if (found := _unpicklable(payload)) is not None:
-        name, value, why = found
+    unpicklable = _find_unpicklable(payload)
+    if unpicklable is not None:
+        name, value, error = unpicklable
         raise DistributedError(
-            f'{name} ({type(value).__name__}) cannot be sent to another process: {why}. Make it in '
+            f'{name} ({type(value).__name__}) cannot be sent to another process: {error}. Make it in '
             'the function that is launched, or where it is first used.'
         )
-    # tensors that share memory still do
+    # `torch.save` preserves shared memory of tensors
     torch.save(payload, path, pickle_module=cloudpickle, pickle_protocol=5)
 
 
-def _unpicklable(payload: dict[str, Any]) -> tuple[str, Any, str] | None:
-    "Return the name, the value and the error of the innermost part that cannot be pickled, if there is one."
+def _find_unpicklable(payload: dict[str, Any]) -> tuple[str, Any, str] | None:
+    "Return the name, the value and the error of the innermost part that cannot be pickled, or None."
     learn, seen = payload['learn'], set[int]()
-    parts, found = iter(payload.items()), None
-    while part := next(
-        (
-            (name, value, why)
-            for name, value in parts
-            if id(value) not in seen and (why := _why_not(value, learn)) is not None
-        ),
-        None,
-    ):
-        seen.add(id(part[1]))
-        parts, found = _parts(*part[:2]), part
-    return found
+
+    def find_in(parts: Iterable[tuple[str, Any]]) -> tuple[str, Any, str] | None:
+        for name, value in parts:
+            if id(value) in seen:
+                continue
+            error = _find_pickle_error(value, learn)
+            if error is not None:
+                return name, value, error
+        return None
+
+    innermost = None
+    part = find_in(payload.items())
+    while part is not None:
+        innermost = part
+        name, value, _ = part
+        seen.add(id(value))
+        part = find_in(_list_parts(name, value))
+    return innermost
 
 
-def _why_not(value: Any, learn: LearnerLike) -> str | None:
-    "Return why a value cannot be pickled, None where it can, whatever the Learner is that it refers to."
+def _find_pickle_error(value: Any, learn: LearnerLike) -> str | None:
+    "Return the error of pickling a value without the Learner and tensors in it; None if it succeeds."
     import cloudpickle
 
-    class Trial(cloudpickle.Pickler):
+    class TrialPickler(cloudpickle.Pickler):
         def persistent_id(self, part: Any) -> str | None:
-            return (
-                'there' if type(part) is Tensor or (part is learn and value is not learn) else None
-            )
+            is_skipped = type(part) is Tensor or (part is learn and value is not learn)
+            return 'skipped' if is_skipped else None
 
     try:
-        Trial(_Nowhere(), protocol=5).dump(value)
+        TrialPickler(_NullFile(), protocol=5).dump(value)
     except Exception as e:
         return str(e) or type(e).__name__
     return None
 
 
-class _Nowhere(RawIOBase):
+class _NullFile(RawIOBase):
+    "File that discards what is written."
+
     def write(self, data: Any) -> int:
         return len(data)
 
 
-def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    "Yield what a value consists of, by the names that a user knows."
+def _list_parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    "Yield the parts of a value, with expressions that a user would write for them."
     if isinstance(value, Mapping):
         yield from ((f'{name}[{k!r}]', v) for k, v in value.items())
     elif isinstance(value, (list, tuple, set, frozenset)):
         yield from ((f'{name}[{i}]', v) for i, v in enumerate(value))
     elif isfunction(value):
-        found = getclosurevars(value)
-        yield from (
-            (f'`{k}` of {name}', v) for k, v in {**found.globals, **found.nonlocals}.items()
-        )
+        outer = getclosurevars(value)
+        outer_values = {**outer.globals, **outer.nonlocals}
+        yield from ((f'`{k}` of {name}', v) for k, v in outer_values.items())
     elif ismethod(value):
         yield f'{name}.__self__', value.__self__
     elif isinstance(value, partial):
@@ -213,19 +229,24 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     yield from ((f'{name}.{k}', v) for k, v in getattr(value, '__dict__', {}).items())
 
 
-# The processes, as they are seen from here
+# In the process that launches
 
 
 class Workers:
-    """The processes of a launch: as torchrun starts them, in fresh interpreters; none is left at the end of a context.
+    """Context manager of the launched processes, which run in new interpreters as under torchrun.
 
-    Each has a session of its own, so that an interrupt comes to this process alone, which then ends them."""
+    Each process has its own session, so that an interrupt reaches the launching process only, which then ends the
+    other processes. No process is left at the end of the context."""
 
-    def __init__(self, folder: Path, n: int) -> None:
+    def __init__(
+        self,
+        folder: Path,  # folder of the launch, with the payload
+        n: int,  # number of processes
+    ) -> None:
         self.folder, self.n = folder, n
         self.processes: list[subprocess.Popen[bytes]] = []
-        self._said: Queue[tuple[int, Any, str]] = Queue()  # rank, where to, text
-        self._last = [deque[str](maxlen=30) for _ in range(n)]  # what each has written on stderr
+        self._output: Queue[tuple[str, str]] = Queue()  # stream ('stdout', 'stderr') and line
+        self._last_lines = [deque[str](maxlen=30) for _ in range(n)]  # stderr of each rank
         self._readers: list[Thread] = []
 
     def __enter__(self) -> Workers:
@@ -240,7 +261,7 @@ class Workers:
 
     def _start(self, rank: int, port: int) -> None:
         process = subprocess.Popen(
-            [sys.executable, '-c', _BEGIN, str(self.folder), *sys.path],
+            [sys.executable, '-c', _SERVE_CODE, str(self.folder), *sys.path],
             env=environment(rank, self.n, port),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -248,25 +269,28 @@ class Workers:
             start_new_session=True,
         )
         self.processes.append(process)
-        for pipe, to in ((process.stdout, 'stdout'), (process.stderr, 'stderr')):
-            self._readers.append(Thread(target=self._read, args=(rank, pipe, to), daemon=True))
-            self._readers[-1].start()
+        for pipe, stream in ((process.stdout, 'stdout'), (process.stderr, 'stderr')):
+            reader = Thread(target=self._read, args=(rank, pipe, stream), daemon=True)
+            reader.start()
+            self._readers.append(reader)
 
-    def _read(self, rank: int, pipe: Any, to: str) -> None:
-        with TextIOWrapper(pipe, 'utf-8', 'replace', newline='') as lines:  # a bar's end with \r
+    def _read(self, rank: int, pipe: Any, stream: str) -> None:
+        # newline='' keeps the \r at the end of a progress bar's lines
+        with TextIOWrapper(pipe, 'utf-8', 'replace', newline='') as lines:
             for line in lines:
-                if to == 'stderr':
-                    self._last[rank].append(line)
+                if stream == 'stderr':
+                    self._last_lines[rank].append(line)
                 if rank == 0:
-                    self._said.put((rank, to, line))
+                    self._output.put((stream, line))
 
     def wait(
         self,
-        timeout_s: float,  # seconds that the others may take when the first is through
+        timeout_s: float,  # seconds to wait for the other processes after the first has exited
     ) -> None:
-        "Show what the first process writes until all have ended; raise `DistributedError` unless all did so well."
+        "Show the output of rank 0 until all processes exit; raise `DistributedError` if one fails."
         end = inf
-        while (codes := [p.poll() for p in self.processes]).count(None):
+        codes = [p.poll() for p in self.processes]
+        while None in codes:
             self._show(0.05)
             if end == inf and codes.count(None) < self.n:
                 end = monotonic() + (GRACE_S if any(codes) else timeout_s)
@@ -274,29 +298,32 @@ class Workers:
                 end = min(end, monotonic() + GRACE_S)
             if monotonic() > end:
                 break
+            codes = [p.poll() for p in self.processes]
         if None in codes or any(codes):
-            raise self._error(codes, timeout_s)
+            raise self._make_error(codes, timeout_s)
         self._show_rest()
 
     def _show(self, wait_s: float) -> None:
+        "Print the next line of rank 0; wait for it at most `wait_s` seconds."
         try:
-            _, to, line = self._said.get(timeout=wait_s)
+            stream, line = self._output.get(timeout=wait_s)
         except Empty:
             return
-        print(line, end='', file=getattr(sys, to), flush=True)
+        print(line, end='', file=getattr(sys, stream), flush=True)
 
     def _show_rest(self) -> None:
         for reader in self._readers:
             reader.join(1.0)
-        while not self._said.empty():
+        while not self._output.empty():
             self._show(0.0)
 
-    def _error(self, codes: list[int | None], timeout_s: float) -> DistributedError:
+    def _make_error(self, codes: list[int | None], timeout_s: float) -> DistributedError:
         "Return the error of the process that failed first."
         self._kill()
         self._show_rest()
         reports = [json.loads(path.read_text('utf-8')) for path in self.folder.glob('failed*.json')]
-        if reports:  # an error of several processes' dealings is what another one has led to
+        if reports:
+            # a `DistributedError` may be a consequence of another process's error
             first = min(reports, key=lambda r: (r['type'] == DistributedError.__name__, r['time']))
             return DistributedError(
                 f'Process {first["rank"]} of {self.n} has failed: {first["type"]}: '
@@ -305,7 +332,8 @@ class Workers:
         for rank, code in enumerate(codes):
             if code:
                 return DistributedError(
-                    f'Process {rank} of {self.n} {ended(code)}.\n{"".join(self._last[rank])}'
+                    f'Process {rank} of {self.n} {describe_exit(code)}.\n'
+                    f'{"".join(self._last_lines[rank])}'
                 )
         slow = ', '.join(str(rank) for rank, code in enumerate(codes) if code is None)
         return DistributedError(
@@ -313,7 +341,7 @@ class Workers:
         )
 
     def __exit__(self, kind: Any, *rest: object) -> None:
-        "End what still runs: by an interrupt, which lets callbacks clean up, when one has come here; then at once."
+        "Kill the remaining processes; after an interrupt, first interrupt them so that callbacks clean up."
         try:
             if kind is not None and issubclass(kind, KeyboardInterrupt):
                 self._interrupt()
@@ -338,7 +366,7 @@ class Workers:
 
 
 def free_port() -> int:
-    "Return a port of this machine that nothing listens on."
+    "Return a free TCP port of this machine."
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0))
         return int(s.getsockname()[1])
@@ -346,13 +374,14 @@ def free_port() -> int:
 
 def environment(
     rank: int,
-    n: int,  # processes in all
-    port: int,  # where the first one listens
+    n: int,  # number of processes
+    port: int,  # port on which rank 0 listens
 ) -> dict[str, str]:
-    "Return the environment of a process as torchrun would give it; unless said otherwise, they share the cores."
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
-    )
+    "Return the environment variables of a process as set by torchrun; OMP_NUM_THREADS divides the cores."
+    if hasattr(os, 'sched_getaffinity'):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
     ranks = {
         'RANK': rank,
         'LOCAL_RANK': rank,
@@ -362,62 +391,67 @@ def environment(
         'MASTER_ADDR': '127.0.0.1',
         'MASTER_PORT': port,
     }
-    # a launcher may have started this process: its place there is not theirs, and theirs is not the launcher's store
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(_OF_ANOTHER)}
-    given = {'OMP_NUM_THREADS': str(max(1, cores // n)), **inherited}
+    # the rank and store of a launcher that has started this process must not be inherited
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER_PREFIXES)}
+    defaults = {'OMP_NUM_THREADS': str(max(1, cores // n))}
     if sys.platform == 'linux':
-        given = {'GLOO_SOCKET_IFNAME': 'lo', **given}
+        defaults['GLOO_SOCKET_IFNAME'] = 'lo'
     return {
-        **given,
+        **defaults,
+        **inherited,
         **{k: str(v) for k, v in ranks.items()},
         'PYTHONUNBUFFERED': '1',
         'PYTHONIOENCODING': 'utf-8',
     }
 
 
-def ended(code: int) -> str:
-    "Say how a process has ended, by its exit code."
+def describe_exit(code: int) -> str:
+    "Describe how a process has ended, by its exit code."
     if code > 0:
         return f'has ended with exit code {code}'
     name = signal.Signals(-code).name
-    return (
-        f'was ended by {name}{", by the system for want of memory perhaps" * (name == "SIGKILL")}'
-    )
+    guess = ', by the system for want of memory perhaps' if name == 'SIGKILL' else ''
+    return f'was ended by {name}{guess}'
 
 
-# In a process
+# In a launched process
 
 
 def serve(
-    folder: str,  # of the launch
+    folder: str,  # folder of the launch
 ) -> None:
-    "Be one of the processes: do what is asked for in the folder, and end. It ends at once when its parent does."
+    "Run one launched process: train, write the result or the error to the folder, and exit."
     rank, path = int(os.environ['RANK']), Path(folder)
     _end_with_parent(path)
     try:
         _train(rank, path)
     except BaseException as e:
-        tb = e.__traceback__
-        while (
-            tb is not None and tb.tb_next is not None and tb.tb_frame.f_code.co_filename == __file__
-        ):
-            tb = tb.tb_next
-        report = {
-            'rank': rank,
-            'type': type(e).__name__,
-            'message': str(e),
-            'time': time(),
-            'traceback': ''.join(traceback.format_exception(e.with_traceback(tb))),
-        }
-        (path / f'failed{rank}.tmp').write_text(json.dumps(report), 'utf-8')
-        os.replace(path / f'failed{rank}.tmp', path / f'failed{rank}.json')
+        _write_report(rank, e, path)
         sys.exit(1)
 
 
+def _write_report(rank: int, e: BaseException, folder: Path) -> None:
+    "Write an error to the folder, with its traceback from the first frame outside of this file."
+    tb = e.__traceback__
+    while tb is not None and tb.tb_next is not None and tb.tb_frame.f_code.co_filename == __file__:
+        tb = tb.tb_next
+    report = {
+        'rank': rank,
+        'type': type(e).__name__,
+        'message': str(e),
+        'time': time(),
+        'traceback': ''.join(traceback.format_exception(e.with_traceback(tb))),
+    }
+    temporary = folder / f'failed{rank}.tmp'
+    temporary.write_text(json.dumps(report), 'utf-8')
+    os.replace(temporary, folder / f'failed{rank}.json')
+
+
 def _train(rank: int, folder: Path) -> None:
-    # written by the parent, in a folder that is its own; nothing that comes from elsewhere is read
+    "Call the function with the Learner; rank 0 writes its state and the result to the folder."
+    # the parent has written the file in a private folder, so that unpickling is safe
     payload = torch.load(folder / _PAYLOAD, map_location='cpu', mmap=True, weights_only=False)
-    learn, left = payload['learn'], ''
+    learn, unsupported = payload['learn'], ''
     if payload['own_lrs']:
         learn.own_lrs = learn.lr, learn.own_lrs[1]
     if rank == 0:
@@ -430,21 +464,23 @@ def _train(rank: int, folder: Path) -> None:
     try:
         result = plain(result, 'The result')
     except OptionError:
-        result, left = None, type(result).__name__
-    write_state(
-        folder / _BACK, {'learner': learn.checkpoint_state(), 'result': result, 'left': left}, {}
-    )
+        result, unsupported = None, type(result).__name__
+    state = {'learner': learn.checkpoint_state(), 'result': result, 'unsupported': unsupported}
+    write_state(folder / _RESULT, state, {})
 
 
 def _end_with_parent(folder: Path) -> None:
-    "Kill this process, and its own, when the parent's end of stdin is closed: by its end, whatever that is."
-    parent, nothing = os.dup(0), os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    """Kill this process and its children when the parent ends, for any reason.
+
+    The end of the parent closes stdin, a pipe from the parent."""
+    parent = os.dup(0)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
 
     def wait() -> None:
         os.read(parent, 1)
-        rmtree(folder, ignore_errors=True)  # the parent cannot
+        rmtree(folder, ignore_errors=True)  # the parent has not removed its temporary folder
         os.killpg(0, signal.SIGKILL)
 
     Thread(target=wait, daemon=True).start()

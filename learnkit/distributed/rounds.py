@@ -1,4 +1,4 @@
-"""Shares of loaders that cannot be read by index: every process draws all batches, and takes its own."""
+"""Shards of loaders that cannot be read by index: every rank draws all batches, and keeps its part."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ State = dict[str, Any]
 
 
 class RoundsDrawing(LoaderPosition):
-    """A pass over such a share: one over the whole loader, in rounds.
+    """Position in a pass over a `RoundShard`.
 
-    The position is that of the pass over the whole loader. Batches are counted in rounds."""
+    The saved position is the position in the whole loader. Batches of the shard are counted in rounds."""
 
     def __init__(self, dl: RoundShard, replay: bool | None = None, n_before: int = 0) -> None:
         super().__init__(dl, replay, n_before)
         self.inner = LoaderPosition(dl.whole, replay, n_before * dl.cut.per_round)
 
     def begin(self) -> Iterator[Any]:
-        "Return the iterator over this process's batches that come next."
+        "Return an iterator over this rank's next batches."
         dl, inner, n = self.dl, self.inner, self._n
         if self.start is not None:
             self._resume_inner()
@@ -41,13 +41,15 @@ class RoundsDrawing(LoaderPosition):
         return dl.rounds(batches, n)
 
     def _resume_inner(self) -> None:
+        "Set the position in the whole loader."
         inner, dl = self.inner, self.dl
-        per, whole = dl.cut.per_round, n_batches(dl.whole)
         inner.start, inner.first, inner._now = self.start, self.first, self._now
         inner.workers, inner._workers_ran = self.workers, self._workers_ran
-        inner._n = self._now.get(
-            'drawn', self._n * per if whole is None else min(self._n * per, whole)
-        )
+        n_drawn = self._n * dl.cut.per_round
+        n_whole = n_batches(dl.whole)
+        if n_whole is not None:
+            n_drawn = min(n_drawn, n_whole)
+        inner._n = self._now.get('drawn', n_drawn)
         if 'order' in self._now:
             dl.order.state = self._now['order']
 
@@ -58,7 +60,7 @@ class RoundsDrawing(LoaderPosition):
 
     def state_dict(
         self,
-        n_drawn: int,  # rounds of this epoch that were handed out
+        n_drawn: int,  # number of rounds of this epoch that were returned
     ) -> State:
         "Return the position after `n_drawn` rounds."
         dl = self.dl
@@ -75,24 +77,29 @@ class RoundsDrawing(LoaderPosition):
         }
 
     def indices(self, i: int) -> None:
-        "They are not known."
+        "Return None, because the indices of samples are unknown."
 
 
 class RoundShard(Shard):
-    """A share of any iterable: of each round of batches this process's, or of each batch this process's rows.
+    """Shard of any iterable: one batch of each round, or with a global batch size, some rows of each batch.
 
-    By process, where the last round has too few batches for all, a filler is its last batch again."""
+    If the last round has fewer batches than ranks, the filler of the other ranks is the round's last batch."""
 
     drawing, draws_all = RoundsDrawing, True
 
-    def __init__(self, whole: Any, cut: ShardSpec) -> None:
-        # the size of a batch is known only when it is there: whether rows are left for all, too
+    def __init__(
+        self,
+        whole: Any,  # loader that every rank has; not changed
+        cut: ShardSpec,  # this rank's part of a round
+    ) -> None:
         self.whole, self.order = whole, Order()
+        # before a batch is drawn, its size is unknown, and so is whether all ranks get a row of it
         self.cut = cut if cut.batch_size == 'process' else replace(cut, fillers=True)
-        self.n_drawn = 0  # batches of the whole loader in this pass
+        self.n_drawn = 0  # number of batches drawn from the whole loader in this pass
 
     def __len__(self) -> int:
-        if (n := n_batches(self.whole)) is None:
+        n = n_batches(self.whole)
+        if n is None:
             raise TypeError(f'The length of this {type(self.whole).__name__} is not known.')
         cut = self.cut
         if cut.batch_size == 'global':
@@ -110,23 +117,23 @@ class RoundShard(Shard):
         return self.rounds(batches)
 
     def new(self, **changes: Any) -> Any:
-        "Return the share of a loader of the same samples in the data set's order, where there is one."
+        "Return a shard of the same samples in the order of the data set, if the order is known."
         return type(self)(in_order(self.whole), replace(self.cut, uneven='join'))
 
     def rounds(
         self,
-        batches: Iterator[Any],  # what is left of a pass of the whole loader
-        n: int = 0,  # rounds before it
+        batches: Iterator[Any],  # remaining batches of a pass over the whole loader
+        n: int = 0,  # number of previous rounds
     ) -> Iterator[Any]:
-        "Yield this process's part of each round."
+        "Yield this rank's part of each round."
         shares, filler = [(0, 0)] * n, None
         self.n_drawn = n * self.cut.per_round
-        for drawn in self._drawn(batches):
+        for drawn in self._draw_rounds(batches):
             self.n_drawn += len(drawn)
             if self.cut.batch_size == 'global':
-                batch, share = self._rows(drawn[0])
+                batch, share = self._take_rows(drawn[0])
             else:
-                batch, share = self._turn(drawn)
+                batch, share = self._take_batch(drawn)
             if batch is None:
                 filler = filler or (drawn[-1], share)
             else:
@@ -137,46 +144,48 @@ class RoundShard(Shard):
             self.order.shares = [filler[1]]
             yield filler[0]
 
-    def _drawn(self, batches: Iterator[Any]) -> Iterator[list[Any]]:
-        "Yield the batches of each round; those of a list are drawn from no generator."
-        per, cut, plain = self.cut.per_round, self.cut, type(self.whole) in (list, tuple)
+    def _draw_rounds(self, batches: Iterator[Any]) -> Iterator[list[Any]]:
+        "Yield the batches of each round."
+        per, cut = self.cut.per_round, self.cut
+        draws_randomly = type(self.whole) not in (list, tuple)
         while True:
-            if plain:
-                drawn = list(islice(batches, per))
-            else:
+            if draws_randomly:
                 with self.order:
                     drawn = list(islice(batches, per))
+            else:
+                drawn = list(islice(batches, per))
             if len(drawn) == per or (drawn and cut.uneven != 'drop'):
                 yield drawn
             if len(drawn) < per:
                 return
 
-    def _turn(self, drawn: list[Any]) -> tuple[Any, tuple[int, int]]:
-        "Return the batch of a round that is this process's, None where it has none and needs none; and its share."
+    def _take_batch(self, drawn: list[Any]) -> tuple[Any, tuple[int, int]]:
+        "Return this rank's batch of a round and its share; None for the batch if the rank has none."
         cut, n = self.cut, len(drawn)
         if cut.uneven == 'pad':
             drawn = [drawn[i % n] for i in range(cut.size)]
-        sizes = [self._size(b) for b in drawn]
+        sizes = [self._count(b) for b in drawn]
         if cut.rank < len(drawn):
             return drawn[cut.rank], (sizes[cut.rank], sum(sizes))
         return drawn[-1] if cut.fillers else None, (0, sum(sizes))
 
-    def _size(self, batch: Any) -> int:
+    def _count(self, batch: Any) -> int:
+        "Return the number of samples in a batch; 1 if the number is unknown."
         try:
             return self.cut.count(batch)
         except BatchError:
             return 1
 
-    def _rows(self, batch: Any) -> tuple[Any, tuple[int, int]]:
+    def _take_rows(self, batch: Any) -> tuple[Any, tuple[int, int]]:
+        "Return this rank's rows of a batch, and its share."
         k = self.cut.count(batch)
         rows = self.cut.rows(k)
-        return _rows_of(
-            batch, k, slice(rows.start, rows.stop) if isinstance(rows, range) else rows
-        ), self.cut.share(k)
+        selection = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
+        return _select_rows(batch, k, selection), self.cut.share(k)
 
 
 class RoundIterator(RoundShard, Iterator[Any]):
-    "A share of an iterator, whose batches come but once."
+    "Shard of an iterator, which is read once."
 
     def __iter__(self) -> Iterator[Any]:
         self._batches = self.rounds(self.whole)
@@ -188,8 +197,12 @@ class RoundIterator(RoundShard, Iterator[Any]):
         return next(self._batches)
 
 
-def _rows_of(batch: Any, k: int, rows: slice | list[int]) -> Any:
-    "Return these samples of a batch of `k`, as the loader gave it."
+def _select_rows(
+    batch: Any,
+    k: int,  # number of samples in the batch
+    rows: slice | list[int],  # samples to select
+) -> Any:
+    "Return a batch of some samples, in the same nesting as the loader's batch."
     [(xb, yb)] = cut_batch(*split_batch(batch), k, [rows])
     is_one_entry = isinstance(batch, PackedSequence) or not isinstance(batch, (tuple, list))
     return xb[0] if is_one_entry else rebuilt(batch, [*xb, *yb])

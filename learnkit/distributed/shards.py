@@ -1,4 +1,4 @@
-"""Shares of loaders: each process's part of the batches that one would have; the user's loaders are not changed."""
+"""Sharded loaders: each rank's part of the batches of a single-process run. The user's loaders are not changed."""
 
 from __future__ import annotations
 
@@ -47,29 +47,29 @@ __all__ = [
     'ShardSampler',
 ]
 
-# drawn at a time: to let the order's generators stand for the process's own costs a tenth of a ms
-MOST_ROUNDS = 32
+# maximum number of rounds drawn at a time, because entering the context of `Order` takes 0.1 ms
+MAX_ROUNDS = 32
 
 
 def shard(
-    dl: Any,  # the loader that every process has; it is not changed
-    rank: int,  # the number of this process
-    size: int,  # how many there are
-    batch_size: str = 'process',  # whose batch size the loader has: each 'process', or 'global'
+    dl: Any,  # loader that every rank has; not changed
+    rank: int,  # rank of this process
+    size: int,  # number of ranks
+    batch_size: str = 'process',  # meaning of the loader's batch size: per 'process', or 'global'
     uneven: str = 'join',  # last round: 'join' takes each sample once, 'pad' repeats, 'drop' omits
-    fillers: bool = True,  # give a process without a sample in a round one that does not count
-    count: Callable[[Any], int] = find_bs,  # returns the number of samples in a batch
+    fillers: bool = True,  # whether a rank without samples gets a filler, which does not count
+    count: Callable[[Any], int] = find_bs,  # function returning the number of samples in a batch
 ) -> Any:
-    """Return this process's share of a loader.
+    """Return this rank's shard of a loader.
 
-    All shares together give, round by round, the batches of one process whose batch size is that of all. A round is cut
-    into contiguous pieces; `share(i)` says how many samples of batch `i` are this process's, and how many all have. A
-    loader that leaves out a last smaller batch leaves out a last smaller round. Without `fillers`, processes may get
+    A round is the batches of all ranks: the batch of a single-process run with the global batch size. Each round is
+    divided into contiguous pieces; `share(i)` returns the numbers of samples of batch `i` on this rank and on all
+    ranks. If the loader drops a last smaller batch, a last smaller round is dropped. Without `fillers`, ranks may get
     different numbers of batches, at least one.
 
-    A DataLoader over samples by index fetches this process's samples alone, and so does a `TensorLoader`; of any other
-    loader, every process draws all batches and takes its own. A loader with torch's `DistributedSampler` is returned as
-    it is. Raises `LoaderError` for a loader that is a share already.
+    A DataLoader over samples by index and a `TensorLoader` read this rank's samples only. Of any other loader, every
+    rank draws all batches and keeps its own. A loader with torch's `DistributedSampler` is returned unchanged. Raises
+    `LoaderError` for a loader that is a shard already.
 
     >>> dl = TensorLoader(torch.arange(5), bs=2)
     >>> [[x.tolist() for x, in shard(dl, rank, 2)] for rank in range(2)]
@@ -77,24 +77,23 @@ def shard(
     >>> [shard(dl, rank, 2).share(1) for rank in range(2)]
     [(0, 1), (1, 1)]
     """
-    drops = batch_size == 'process' and getattr(dl, 'drop_last', False)
-    return _share(
-        dl, ShardSpec(rank, size, batch_size, 'drop' if drops else uneven, fillers, count)
-    )
+    if batch_size == 'process' and getattr(dl, 'drop_last', False):
+        uneven = 'drop'
+    return _make_shard(dl, ShardSpec(rank, size, batch_size, uneven, fillers, count))
 
 
 def shard_loaders(
-    dls: Any,  # the user's `DataLoaders`, or what works like one; not changed
-    rank: int,
-    size: int,
-    batch_size: str = 'process',
-    uneven: str = 'join',  # of the training loader; the others give each of their samples once
-    fillers_in_evaluation: bool = False,  # all processes evaluate the same number of batches
-    count: Callable[[Any], int] = find_bs,  # returns the number of samples in a batch
+    dls: Any,  # the user's `DataLoaders`, or a similar object; not changed
+    rank: int,  # rank of this process
+    size: int,  # number of ranks
+    batch_size: str = 'process',  # meaning of the loaders' batch size: per 'process', or 'global'
+    uneven: str = 'join',  # last round of the training loader; other loaders use 'join'
+    fillers_in_evaluation: bool = False,  # whether all ranks evaluate the same number of batches
+    count: Callable[[Any], int] = find_bs,  # function returning the number of samples in a batch
 ) -> Any:
-    """Return loaders that give this process's share of each loader, and all else as `dls` has it.
+    """Return `DataLoaders` with this rank's shard of each loader, and the other attributes of `dls`.
 
-    `n_iter`, where set, counts rounds. Raises `EmptyLoaderError` where the training loader is too small for a round.
+    `n_iter`, if set, counts rounds. Raises `EmptyLoaderError` if the training loader has less than one round.
 
     >>> dls = DataLoaders.from_tensors(torch.arange(8), torch.arange(3), bs=2, shuffle=False)
     >>> [[x.tolist() for x, in dl] for dl in shard_loaders(dls, 1, 2)]
@@ -107,20 +106,20 @@ def shard_loaders(
             "together, and what is left over is dropped. Lower the batch size, or give uneven='join' without drop_last."
         )
     cut = ShardSpec(rank, size, batch_size, fillers=fillers_in_evaluation, count=count)
-    shares = copy(dls) if isinstance(dls, DataLoaders) else _Like(dls)
-    shares.train = train
-    shares.evaluation = [(name, _share(dl, cut)) for name, dl in evaluation_loaders(dls)]
-    shares.others = [_share(dl, cut) for dl in getattr(dls, 'others', ())]
-    return shares
+    shards = copy(dls) if isinstance(dls, DataLoaders) else _LoadersProxy(dls)
+    shards.train = train
+    shards.evaluation = [(name, _make_shard(dl, cut)) for name, dl in evaluation_loaders(dls)]
+    shards.others = [_make_shard(dl, cut) for dl in getattr(dls, 'others', ())]
+    return shards
 
 
 def check_lengths(
-    lengths: Sequence[int | None],  # of each process's own training loader; None: it does not know
-    uneven: str = 'join',
+    lengths: Sequence[int | None],  # length of each rank's training loader; None: unknown
+    uneven: str = 'join',  # 'drop' uses the shortest length
 ) -> int | None:
-    """Return how many batches all processes have; with `uneven='drop'`, the fewest that one of them has.
+    """Return the number of training batches of every rank; with `uneven='drop'`, the smallest number.
 
-    Raises `DistributedError` where they differ otherwise: a process would wait for ever for those that are through.
+    Raises `DistributedError` if the lengths differ otherwise: a rank with more batches would wait forever.
 
     >>> check_lengths([5, 4], uneven='drop')
     4
@@ -141,7 +140,7 @@ def check_lengths(
 
 
 class FirstBatches:
-    """Give the first batches of each pass over a loader, which gives this process's share by itself.
+    """Iterable over the first `n` batches of each pass over a loader that is sharded by its own sampler.
 
     >>> list(FirstBatches(range(5), 2))
     [0, 1]
@@ -158,17 +157,19 @@ class FirstBatches:
 
     @property
     def sampler(self) -> Any:
-        "The loader's, which may want to be told the epoch."
+        "Sampler of the loader, on which `set_epoch` may be called."
         return getattr(self.whole, 'sampler', None)
 
 
-class _Like(DataLoaders):
-    "Loaders in the place of those of another library, whose other attributes they have."
+class _LoadersProxy(DataLoaders):
+    "Sharded loaders of an object of another library, whose other attributes are forwarded."
 
     def __init__(self, dls: Any) -> None:
         self.dls = dls
-        self.n_inp, self.n_iter = getattr(dls, 'n_inp', None), getattr(dls, 'n_iter', None)
-        self.path, self.evaluators = Path(getattr(dls, 'path', '.')), getattr(dls, 'evaluators', {})
+        self.n_inp = getattr(dls, 'n_inp', None)
+        self.n_iter = getattr(dls, 'n_iter', None)
+        self.path = Path(getattr(dls, 'path', '.'))
+        self.evaluators = getattr(dls, 'evaluators', {})
         self._device = getattr(dls, 'device', None)
 
     def batch_form(self, name: str = 'train') -> BatchForm:
@@ -178,32 +179,35 @@ class _Like(DataLoaders):
         return getattr(self.__dict__['dls'], name)
 
 
-def _share(dl: Any, cut: ShardSpec) -> Any:
+def _make_shard(dl: Any, cut: ShardSpec) -> Any:
+    "Return the shard of a loader, of the class that fits the loader."
     if isinstance(dl, Shard):
         raise LoaderError(
             f'This {type(dl).__name__} is the share of one process already: give the whole loader.'
         )
-    if _has_own_shares(dl):
+    if _is_sharded_by_sampler(dl):
         return dl
     if type(dl) is TensorLoader:
         return TensorShard(dl, cut)
     if _gives_index_lists(dl):
-        return _index_shard(dl, cut)
-    return (RoundIterator if isinstance(dl, Iterator) else RoundShard)(dl, cut)
+        return _make_index_shard(dl, cut)
+    if isinstance(dl, Iterator):
+        return RoundIterator(dl, cut)
+    return RoundShard(dl, cut)
 
 
-def _has_own_shares(dl: Any) -> bool:
-    sampler = getattr(dl, 'sampler', None)
-    return isinstance(sampler, DistributedSampler) or isinstance(
-        getattr(getattr(dl, 'batch_sampler', None), 'sampler', None), DistributedSampler
-    )
+def _is_sharded_by_sampler(dl: Any) -> bool:
+    "Return True if a loader draws its samples from a `DistributedSampler`."
+    batch_sampler = getattr(dl, 'batch_sampler', None)
+    samplers = (getattr(dl, 'sampler', None), getattr(batch_sampler, 'sampler', None))
+    return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
 
 
 # Tensors in memory
 
 
 class TensorShard(Shard, TensorLoader):
-    "A share of a `TensorLoader`: by index from the same tensors, with no work for a single sample."
+    "Shard of a `TensorLoader`, which selects rows of the same tensors for a whole batch at once."
 
     _shares: tuple[int, tuple[int, int], tuple[int, int]] | None = None
 
@@ -213,21 +217,20 @@ class TensorShard(Shard, TensorLoader):
 
     @property
     def _sizes(self) -> tuple[int, int]:
-        "The samples of a pass, and of a round."
-        return (
-            self.n // self.bs * self.bs if self.drop_last else self.n
-        ), self.bs * self.cut.per_round
+        "Numbers of samples of a pass, and of a round."
+        n = self.n // self.bs * self.bs if self.drop_last else self.n
+        return n, self.bs * self.cut.per_round
 
     def __len__(self) -> int:
         return self.cut.n_given(*self._sizes)
 
     def share(self, i: int) -> tuple[int, int]:
-        "Return how many samples of batch `i` are this process's, and how many all have."
-        rounds, whole, last = self._shares or self._count_shares()
-        return whole if i < rounds else last
+        "Return the numbers of samples of batch `i` on this rank, and on all ranks."
+        rounds, full_share, last_share = self._shares or self._count_shares()
+        return full_share if i < rounds else last_share
 
     def _count_shares(self) -> tuple[int, tuple[int, int], tuple[int, int]]:
-        "Return the number of whole rounds that give a batch here, and the shares of one and of the last round."
+        "Return the number of full rounds with a batch on this rank, and the shares of a full and the last round."
         n, full = self._sizes
         rounds, rest = divmod(n, full)
         return (
@@ -237,33 +240,37 @@ class TensorShard(Shard, TensorLoader):
         )
 
     def new(self, **changes: Any) -> TensorShard:
-        "Return the share of a loader with other options that takes each sample once."
+        "Return a shard of the loader with other options, which takes each sample once."
         return TensorShard(self.whole.new(**changes), replace(self.cut, uneven='join'))
 
     def draw_order(self) -> Tensor:
-        "Return the samples' numbers in the order of an epoch of all processes."
+        "Return the indices of the samples of all ranks in the order of an epoch."
         with self.order:
             return super().draw_order()
 
     def _split_rows(self, t: Tensor, n: int) -> Iterator[Tensor]:
-        "Yield this process's rows of each round from round `n` on, views where none is repeated."
-        self._shares = self._count_shares()  # of this pass, which `share` is asked in each batch
+        "Yield this rank's rows of each round from round `n` on, as views unless rows are repeated."
+        self._shares = self._count_shares()  # kept, because `share` is called for each batch
         samples, full = self._sizes
         rounds, rest = divmod(samples, full)
-        rows, at = self.cut.rows(full) if rounds else range(0), rounds * full
-        last = self.cut.rows(rest) if rest and self.cut.uneven != 'drop' else range(0)
-        if not (self.cut.fillers or rows or last):
-            last, at = range(1), at if rest else 0
+        rows = self.cut.rows(full) if rounds else range(0)
+        last_rows = self.cut.rows(rest) if rest and self.cut.uneven != 'drop' else range(0)
+        last_start = rounds * full
+        if not (self.cut.fillers or rows or last_rows):
+            # at least one batch, so that an epoch of this rank is not empty
+            last_rows = range(1)
+            last_start = last_start if rest else 0
 
         if rows:
             for block in t[n * full : rounds * full].split(1024 * full):
-                yield from _rows(block.unflatten(0, (len(block) // full, full)), rows, 1).unbind(0)
-        if last:
-            yield _rows(t[at:], last, 0)
+                by_round = block.unflatten(0, (len(block) // full, full))
+                yield from _select_rows(by_round, rows, 1).unbind(0)
+        if last_rows:
+            yield _select_rows(t[last_start:], last_rows, 0)
 
 
-def _rows(t: Tensor, rows: range | list[int], dim: int) -> Tensor:
-    "Return these rows along `dim`, a view where they follow one another."
+def _select_rows(t: Tensor, rows: range | list[int], dim: int) -> Tensor:
+    "Select rows along `dim`; a range gives a view."
     if isinstance(rows, range):
         return t.narrow(dim, rows.start, len(rows))
     return t.index_select(dim, torch.tensor(rows, device=t.device))
@@ -273,32 +280,32 @@ def _rows(t: Tensor, rows: range | list[int], dim: int) -> Tensor:
 
 
 class IndexShard(Shard, DataLoader[Any]):
-    "A share of a DataLoader: one that fetches this process's samples alone. `ShardSampler` has its index lists."
+    "Shard of a DataLoader, which reads this rank's samples only; a `ShardSampler` yields the index lists."
 
     def batch_lists(self, workers: int, workers_ran: bool, first: RNGState | None) -> Iterator[Any]:
-        "Start a pass over this process's index lists, as `ShardSampler.begin` does."
+        "Start a pass over this rank's index lists, as `ShardSampler.begin` does."
         return index_sampler(self).begin(workers, workers_ran, first)
 
     def new(self, **changes: Any) -> Any:
-        "Return the share of a loader of the same samples in the data set's order, each once."
-        return _share(in_order(self.whole), replace(self.cut, uneven='join'))
+        "Return a shard of the same samples in the order of the data set, each sample once."
+        return _make_shard(in_order(self.whole), replace(self.cut, uneven='join'))
 
 
 class ShardSampler:
-    """Give this process's piece of each round of the index lists that a loader's own sampler gives.
+    """Sampler of this rank's piece of each round of the index lists of a loader's own sampler.
 
-    The loader's sampler runs in every process, and in each it draws what it draws in one that is alone."""
+    The loader's sampler runs on every rank, and draws the order of a single-process run."""
 
     def __init__(self, whole: DataLoader[Any], cut: ShardSpec, order: Order) -> None:
         self.whole, self.order = whole, order
-        # for whom data end early is not known
-        self.cut = cut if _sizes(whole, cut) else replace(cut, fillers=True)
-        self.seeds = torch.Generator()  # of this process's workers
-        # refers to the share that this is the sampler of
-        self.loader: Callable[[], Any] = lambda: None
+        # without known sizes, it is unknown which ranks end a round early
+        self.cut = cut if _compute_sizes(whole, cut) else replace(cut, fillers=True)
+        self.seeds = torch.Generator()  # generator of the seeds of this rank's workers
+        self.loader: Callable[[], Any] = lambda: None  # weak reference to this sampler's loader
 
     def __len__(self) -> int:
-        if (sizes := _sizes(self.whole, self.cut)) is not None:
+        sizes = _compute_sizes(self.whole, self.cut)
+        if sizes is not None:
             return self.cut.n_given(*sizes)
         rounds, rest = divmod(len(index_sampler(self.whole)), self.cut.per_round)
         return rounds + (rest > 0 and self.cut.uneven != 'drop')
@@ -306,67 +313,73 @@ class ShardSampler:
     def __iter__(self) -> Iterator[Any]:
         with self.order:
             state = (self.whole.generator or torch.default_generator).get_state()
-        seed = int(
-            torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().set_state(state))
-        )
+        generator = torch.Generator().set_state(state)
+        seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
         self.seeds.manual_seed((seed + 0x9E3779B97F4A7C15 * self.cut.rank) % 2**63)
         return self._begin()
 
     def _begin(self) -> Iterator[Any]:
+        "Start a pass when the first list is requested, and yield this rank's pieces."
         yield from self.begin(self.whole.num_workers, workers_run(self.loader()))
 
     def begin(
         self,
-        workers: int,  # of the pass, as for `start_lists`
-        workers_ran: bool,
+        workers: int,  # number of workers of the pass, as for `start_lists`
+        workers_ran: bool,  # whether persistent workers were running already
         first: RNGState | None = None,  # global generators before the first list, if others drew
     ) -> Iterator[Any]:
-        "Start a pass of the loader's sampler, and return this process's pieces."
+        "Start a pass of the loader's sampler, and return an iterator over this rank's pieces."
         with self.order:
             lists = start_lists(self.whole, workers, workers_ran)
             if first is not None:
                 restore_rng(first)
-        return self._pieces(lists)
+        return self._take_pieces(lists)
 
-    def _pieces(self, lists: Iterator[Any]) -> Iterator[Any]:
+    def _take_pieces(self, lists: Iterator[Any]) -> Iterator[Any]:
+        "Yield this rank's piece of each round, as one index list."
         cut = self.cut
         shares: list[tuple[int, int]] = []
-        for drawn, k in self._rounds(lists):
-            if not (rows := cut.rows(k)):
+        for round_lists, k in self._draw_rounds(lists):
+            rows = cut.rows(k)
+            if not rows:
                 continue
             shares.append(cut.share(k))
-            # of the pass that goes on: another one may have been begun, and left
-            self.order.shares = shares
-            yield _entries(drawn, rows)
+            self.order.shares = shares  # again, as another pass may have set it
+            yield _select_entries(round_lists, rows)
         if not (shares or cut.fillers) and len(self):
             self.order.shares = [cut.share(k)]
-            yield _entries(drawn, range(1))
+            yield _select_entries(round_lists, range(1))
 
-    def _rounds(self, lists: Iterator[Any]) -> Iterator[tuple[list[Any], int]]:
-        "Yield the index lists of each round, and their number of samples; drawn a few rounds at a time."
-        per, sizes, n = self.cut.per_round, _sizes(self.whole, self.cut), 1
+    def _draw_rounds(self, lists: Iterator[Any]) -> Iterator[tuple[list[Any], int]]:
+        "Yield the index lists of each round, and their number of samples; draw several rounds at a time."
+        per_round = self.cut.per_round
+        sizes = _compute_sizes(self.whole, self.cut)
+        n = 1
         while True:
             with self.order:
-                drawn = list(islice(lists, n * per))
-            for i in range(0, len(drawn), per):
-                of_round = drawn[i : i + per]
-                k = sum(map(len, of_round))
-                if self.cut.uneven != 'drop' or (k == sizes[1] if sizes else len(of_round) == per):
-                    yield of_round, k
-            if len(drawn) < n * per:
+                drawn = list(islice(lists, n * per_round))
+            for i in range(0, len(drawn), per_round):
+                round_lists = drawn[i : i + per_round]
+                k = sum(map(len, round_lists))
+                is_full = k == sizes[1] if sizes else len(round_lists) == per_round
+                if is_full or self.cut.uneven != 'drop':
+                    yield round_lists, k
+            if len(drawn) < n * per_round:
                 return
-            n = min(2 * n, MOST_ROUNDS)
+            n = min(2 * n, MAX_ROUNDS)
 
 
-def _index_shard(dl: DataLoader[Any], cut: ShardSpec) -> IndexShard:
-    sampler = ShardSampler(dl, cut, order := Order())
-    made: Any = with_sampler(dl, sampler, kind=IndexShard, generator=sampler.seeds, in_order=True)
-    made.whole, made.cut, made.order, sampler.loader = dl, sampler.cut, order, ref(made)
-    return made
+def _make_index_shard(dl: DataLoader[Any], cut: ShardSpec) -> IndexShard:
+    order = Order()
+    sampler = ShardSampler(dl, cut, order)
+    loader: Any = with_sampler(dl, sampler, kind=IndexShard, generator=sampler.seeds, in_order=True)
+    loader.whole, loader.cut, loader.order = dl, sampler.cut, order
+    sampler.loader = ref(loader)
+    return loader
 
 
 def _gives_index_lists(dl: Any) -> bool:
-    "Tell whether a loader is torch's own, or one made by its constructor alone, over lists of indices."
+    "Return True for a DataLoader over index lists, whose iteration is not overridden by a subclass."
     if (
         not isinstance(dl, DataLoader)
         or isinstance(dl.dataset, IterableDataset)
@@ -388,32 +401,42 @@ def _gives_index_lists(dl: Any) -> bool:
     return isinstance(first, (list, range)) or getattr(first, 'ndim', 0) == 1
 
 
-def _sizes(dl: DataLoader[Any], cut: ShardSpec) -> tuple[int, int] | None:
-    "Return the samples of a pass, and of a round; None where they are not known."
+def _compute_sizes(dl: DataLoader[Any], cut: ShardSpec) -> tuple[int, int] | None:
+    "Return the numbers of samples of a pass, and of a round; None if they are unknown."
     sampler = index_sampler(dl)
-    if type(sampler) is not BatchSampler or (n := n_batches(sampler.sampler)) is None:
+    if type(sampler) is not BatchSampler:
         return None
-    return n - n % sampler.batch_size * sampler.drop_last, sampler.batch_size * cut.per_round
+    n = n_batches(sampler.sampler)
+    if n is None:
+        return None
+    n_dropped = n % sampler.batch_size * sampler.drop_last
+    return n - n_dropped, sampler.batch_size * cut.per_round
 
 
-def _entries(drawn: list[Any], rows: range | list[int]) -> Any:
-    "Return these entries of index lists that stand one behind the other."
-    one = drawn[0]
+def _select_entries(lists: list[Any], rows: range | list[int]) -> Any:
+    "Select entries of the concatenation of index lists, by position."
+    length = len(lists[0])
     if (
         isinstance(rows, range)
-        and len(rows) == len(one)
-        and rows.start % len(one) == 0
-        and all(len(o) == len(one) for o in drawn)
+        and len(rows) == length
+        and rows.start % length == 0
+        and all(len(indices) == length for indices in lists)
     ):
-        return drawn[rows.start // len(one)]
-    if len(drawn) > 1:
-        one = (
-            torch.cat(drawn)
-            if isinstance(one, Tensor)
-            else np.concatenate(drawn)
-            if isinstance(one, np.ndarray)
-            else list(chain.from_iterable(drawn))
-        )
+        return lists[rows.start // length]
+    indices = _concatenate(lists)
     if isinstance(rows, range):
-        return one[rows.start : rows.stop]
-    return one[rows] if isinstance(one, (Tensor, np.ndarray)) else [one[i] for i in rows]
+        return indices[rows.start : rows.stop]
+    if isinstance(indices, (Tensor, np.ndarray)):
+        return indices[rows]
+    return [indices[i] for i in rows]
+
+
+def _concatenate(lists: list[Any]) -> Any:
+    "Concatenate index lists of one type: tensors, arrays or lists."
+    if len(lists) == 1:
+        return lists[0]
+    if isinstance(lists[0], Tensor):
+        return torch.cat(lists)
+    if isinstance(lists[0], np.ndarray):
+        return np.concatenate(lists)
+    return list(chain.from_iterable(lists))

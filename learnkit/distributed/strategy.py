@@ -1,4 +1,4 @@
-"""The part of the Learner that trains in several processes: where it differs from one that trains alone."""
+"""Methods of the training loop that differ in distributed training, and rank-specific checkpoint state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from learnkit.core.dtensor import is_dtensor
 from learnkit.core.errors import DistributedError
 from learnkit.core.learner_type import LoopLike
 from learnkit.core.random import capture_rng
-from learnkit.distributed.compare import checksum
+from learnkit.distributed.compare import compute_checksum
 from learnkit.engine.microbatch import ratio
 from learnkit.engine.resume import ResumeState
 from learnkit.engine.run import open_run
@@ -28,17 +28,17 @@ __all__ = ['SeveralProcesses']
 
 
 class SeveralProcesses(SingleProcess):
-    "Training in several processes that were joined by a `DistributedTraining`, the `team`."
+    "Strategy of a Learner that trains on several ranks; `team` is its `DistributedTraining`."
 
     def __init__(
         self,
-        team: Any,  # the `DistributedTraining`
+        team: Any,  # `DistributedTraining` callback of the Learner
     ) -> None:
         self.team = team
 
     @contextmanager
     def run(self, learn: LoopLike, kind: str) -> Iterator[None]:
-        "Open a run; an error in one process ends it in all of them."
+        "Open a run, which ends on all ranks if one rank raises an error."
         if learn.run.depth:
             with open_run(learn, kind):
                 yield
@@ -47,7 +47,7 @@ class SeveralProcesses(SingleProcess):
         try:
             with open_run(learn, kind):
                 yield
-            learn.world.barrier()  # no process ends a run well that another one does not
+            learn.world.barrier()  # no rank may succeed in a run that fails on another rank
         except BaseException as e:
             error = self.team.fail(e)
             if error is e:
@@ -55,31 +55,34 @@ class SeveralProcesses(SingleProcess):
             raise error from e
 
     def end_run(self, learn: LoopLike, error: BaseException | None) -> None:
-        "Report an error to the other processes before anything is undone."
+        "Report an error to the other ranks, and then end the outermost run."
         if error is not None:
             self.team.failures.report(error, learn)
         super().end_run(learn, error)
 
     def stop(self, learn: LoopLike) -> None:
-        "Post the wish to stop; the processes end the fit once they have agreed on it."
+        "Request the end of the fit; the fit ends when all ranks have received the request."
         if learn.fitting:
             learn.world.post('stop', 1.0)
         else:
             super().stop(learn)
 
     def seconds(self, learn: LoopLike) -> float:
-        "Return the time that all processes agree on, so that what is due is due in all of them."
+        "Return the seconds spent in fits; within a fit, the value that all ranks share."
         return learn.world.value('clock') if learn.fitting else super().seconds(learn)
 
     # -- a batch ---------------------------------------------------------------------------------
 
     def batch_loss(self, learn: LoopLike) -> Tensor:
-        "Return the mean loss over the samples of all processes."
+        "Return the mean loss over the samples of all ranks."
         return learn.world.sum(learn.loss * self.gradient_share(learn)) / learn.world.size
 
     def gradient_share(self, learn: LoopLike) -> Any:
-        "Return the factor of this process's loss with which the processes' mean is the mean over all samples."
-        size, share = learn.world.size, self.team.batch.share
+        """Return the factor of this rank's loss.
+
+        With this factor, the mean over ranks equals the mean over the samples of all ranks."""
+        size = learn.world.size
+        share = self.team.batch.share
         if learn.loss_weights.is_sum(learn):
             return size if self.own_samples(learn) else 0
         if learn.loss_weights.are_samples(learn):
@@ -90,32 +93,33 @@ class SeveralProcesses(SingleProcess):
         return ratio(own_weight * size, weights.total())
 
     def split(self, learn: LoopLike, xb: Any, yb: Any, size: int) -> list[tuple[Any, Any]]:
-        "Split a batch into as many microbatches as the process with most samples does."
-        parts, share = super().split(learn, xb, yb, size), self.team.batch.share
+        "Split a batch into microbatches: as many as on the rank with the most samples."
+        microbatches = super().split(learn, xb, yb, size)
+        share = self.team.batch.share
         if share is None or learn.microbatch in (1, 'auto'):
-            return parts
+            return microbatches
         n = -(-share[1] // (learn.world.size * size))
-        if len(parts) == n:
-            return parts
+        if len(microbatches) == n:
+            return microbatches
         bs = find_bs(xb, yb, learn.size_func)
         return cut_batch(xb, yb, bs, [slice(bs * i // n, bs * (i + 1) // n) for i in range(n)])
 
     def own_samples(self, learn: LoopLike) -> int:
-        "Return the number of samples of this process's batch."
+        "Return the number of samples of this rank's batch."
         share = self.team.batch.share
         return count_samples(learn) if share is None else share[0]
 
     def own_weight(self, learn: LoopLike) -> Any:
-        "Return the weight of this process's batch; 0 for a sample that only keeps it in step."
+        "Return the weight of this rank's batch; 0 for a filler, a sample that does not count."
         return learn.loss_weights.of(learn, learn.xb, learn.yb) if self.own_samples(learn) else 0.0
 
     def count_samples(self, learn: LoopLike) -> int:
-        "Return the number of samples of the batch over all processes."
+        "Return the number of samples of the batch over all ranks."
         share = self.team.batch.share
         return super().count_samples(learn) if share is None else share[1]
 
     def total_weight(self, learn: LoopLike) -> Any:
-        "Return the weight of the batch over all processes; None for a loss that is a sum."
+        "Return the weight of the batch over all ranks; None for a loss that is a sum."
         if learn.loss_weights.is_sum(learn):
             return None
         if learn.loss_weights.are_samples(learn):
@@ -130,7 +134,7 @@ class SeveralProcesses(SingleProcess):
         resume: Any,
         find: Callable[[Any], ResumeState | None],
     ) -> ResumeState | None:
-        "Let the first process find it; the others read the same file."
+        "Find the checkpoint on the first rank, and read the same file on the other ranks."
         world = learn.world
         is_given = resume in (None, False) or isinstance(resume, (Mapping, ResumeState))
         if world.size == 1 or is_given:
@@ -143,77 +147,94 @@ class SeveralProcesses(SingleProcess):
         return own
 
     def add_own_state(self, learn: LoopLike, state: dict[str, Any]) -> dict[str, Any]:
-        "Add what is each process's own: random generators, its place in the data, and states that differ."
-        own = own_parts(state, learn.world)
-        return {**state, 'processes': own, 'has_synced': self.team.parts.has_synced}
+        """Return the state of a checkpoint with each rank's own state added.
+
+        A rank's own state is its random generators, its position in the data, and the states of callbacks and the
+        gradients that differ from the first rank's."""
+        rank_states = gather_rank_states(state, learn.world)
+        return {**state, 'processes': rank_states, 'has_synced': self.team.parts.has_synced}
 
     def take_own_state(self, learn: LoopLike, resume: ResumeState) -> ResumeState:
-        "Put this process's own parts in the places of the first one's, where it was there when they were saved."
-        parts, world = resume.state.get('processes', [{}]), learn.world
-        if len(parts) != world.size:
+        """Return a checkpoint in which this rank's own state replaces the first rank's.
+
+        From a checkpoint of another number of ranks, all ranks restore the first rank's state, except for its random
+        generators."""
+        world = learn.world
+        rank_states = resume.state.get('processes', [{}])
+        if len(rank_states) != world.size:
             if not world.is_first:
-                # random numbers of its own
+                # ranks must not draw the same random numbers
                 resume.state = {**resume.state, 'rng': capture_rng()}
             return resume
         if world.is_first:
             return resume
-        own, states = dict(parts[world.rank]), dict(resume.state['callbacks'])
-        shared = own.pop('shared', {})
-        for key, state in own.pop('callbacks').items():
-            state, *_ = take_parts(state)  # in lists and dicts of its own
-            for place in shared.get(key, ()):
-                state = replace_at(state, place, reduce(getitem, place, states[key]))
+        own = dict(rank_states[world.rank])
+        states = dict(resume.state['callbacks'])
+        shared_places = own.pop('shared', {})
+        for key, own_state in own.pop('callbacks').items():
+            state, *_ = take_parts(own_state)  # a copy, because `replace_at` modifies its argument
+            for place in shared_places.get(key, ()):
+                shared_tensor = reduce(getitem, place, states[key])
+                state = replace_at(state, place, shared_tensor)
             states[key] = state
         resume.state = {**resume.state, **own, 'callbacks': states}
         return resume
 
     def after_restore(self, learn: LoopLike, resume: ResumeState) -> None:
-        "Let the clock of all processes go on from the checkpoint's."
+        "Set the clock that all ranks share to the time of the checkpoint."
         self.team.parts.has_synced = resume.state.get('has_synced', False)
         learn.world.set('clock', learn.counters.seconds)
 
 
 def check_world(world: Comm) -> None:
-    "Raise `DistributedError` if the last run in these processes has failed."
+    "Raise `DistributedError` if the last run on these ranks has failed."
     if world.is_broken:
         raise DistributedError(
-            'The last run in these processes has failed, and nobody knows where each of them '
-            'stands. Leave the context of `learn.distributed()`, or start the processes again; '
-            '`fit(..., resume=True)` goes on from a checkpoint.'
+            'The last run in these processes has failed, and their states may differ. Leave the '
+            'context of `learn.distributed()`, or start the processes again; '
+            '`fit(..., resume=True)` continues from a checkpoint.'
         )
 
 
-def own_parts(
-    state: Mapping[str, Any],  # from `_gather`, in each process
-    world: Comm,
+def gather_rank_states(
+    state: Mapping[str, Any],  # state of a checkpoint on this rank
+    world: Comm,  # process group
 ) -> list[dict[str, Any]]:
-    """Return, for each process, what of its state is not as in the first; in the others, of themselves alone.
+    """Gather on the first rank the states that differ from the first rank's, in rank order.
 
-    Tensors that are cut over processes belong to all: their places are None there, and listed as 'shared'."""
-    sums = {key: fingerprint(value) for key, value in state['callbacks'].items()}
-    grads = fingerprint(state['grads'])
-    first_sums, first_grads = world.broadcast((sums, grads))
-    differ = {
-        k: take_parts(v) for k, v in state['callbacks'].items() if sums[k] != first_sums.get(k)
-    }
+    The other ranks return a list with their own entry only. Sharded tensors belong to all ranks: in an entry, they are
+    replaced by None, and their positions are listed under 'shared'."""
+    fingerprints = {key: compute_fingerprint(value) for key, value in state['callbacks'].items()}
+    grads = compute_fingerprint(state['grads'])
+    first_fingerprints, first_grads = world.broadcast((fingerprints, grads))
+    own_states: dict[str, Any] = {}
+    shared_places: dict[str, Any] = {}
+    for key, callback_state in state['callbacks'].items():
+        if fingerprints[key] == first_fingerprints.get(key):
+            continue
+        own_states[key], places, _ = take_parts(callback_state)
+        if places:
+            shared_places[key] = places
     own = {
         'rng': state['rng'],
         'position': state['position'],
-        'callbacks': {k: v for k, (v, *_) in differ.items()},
-        'shared': {k: places for k, (_, places, _) in differ.items() if places},
+        'callbacks': own_states,
+        'shared': shared_places,
     }
     if grads != first_grads:
         own['grads'] = state['grads']
-    parts = world.collect({} if world.is_first else own)
-    return parts or [own if rank == world.rank else {} for rank in range(world.size)]
+    gathered = world.collect({} if world.is_first else own)
+    return gathered or [own if rank == world.rank else {} for rank in range(world.size)]
 
 
-def fingerprint(value: Any) -> Any:
-    "Return a nested state with its tensors as checksums; those that are cut over processes belong to all."
+def compute_fingerprint(value: Any) -> Any:
+    "Return a nested state with checksums for tensors; sharded tensors are compared by shape only."
     if is_dtensor(value):
         return tuple(value.shape)
     if isinstance(value, Tensor):
-        return checksum(value), tuple(value.shape)
+        return compute_checksum(value), tuple(value.shape)
     if isinstance(value, Mapping):
-        return {k: fingerprint(v) for k, v in value.items()}
-    return [fingerprint(v) for v in value] if isinstance(value, (list, tuple)) else value
+        return {k: compute_fingerprint(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [compute_fingerprint(v) for v in value]
+    return value

@@ -67,12 +67,13 @@ def shared_state(o: Any) -> dict[str, Any]:
     "Return the state that a rank sends to the other ranks."
     if is_torchmetrics(o):
         return accumulated(o)
-    if _merges_itself(o):
+    if _overrides_merge(o):
         return dict(o.state_dict() if hasattr(o, 'state_dict') else accumulated(o))
-    summed, parts = getattr(o, 'summed', ()), _parts(o)
+    summed = getattr(o, 'summed', ())
+    inner = _list_inner_metrics(o)
     return {
-        **accumulated(o, but={*summed, *parts}),
-        **{f'{k}/': shared_state(part) for k, part in parts.items()},
+        **accumulated(o, but={*summed, *inner}),
+        **{f'{name}/': shared_state(metric) for name, metric in inner.items()},
         **{name: getattr(o, name) for name in summed},
     }
 
@@ -84,7 +85,7 @@ def merge_states(
     "Replace the state by the merged states of all ranks. Raises `MetricError` if no rule exists."
     if is_torchmetrics(o):
         _merge_torchmetrics(o, states)
-    elif _merges_itself(o):
+    elif _overrides_merge(o):
         o.merge(states)
     else:
         _merge_summed(o, states)
@@ -100,26 +101,28 @@ def check_mergeable(metric: Any) -> None:
         if cls is Accumulates or cls is object:
             break
         if 'merge' in vars(cls) or 'summed' in vars(cls):
-            for part in _parts(metric).values():
-                check_mergeable(part)
+            for inner_metric in _list_inner_metrics(metric).values():
+                check_mergeable(inner_metric)
             return
         if 'reset' in vars(cls):
             break
     name = type(metric).__name__
     raise MetricError(
-        f'{name}: several processes train together, and it is not known how what each of them has '
-        f'accumulated makes the metric of all. Where it adds up, say so in the class: `class {name}: '
-        "summed = ('total', 'n')`, the names of those attributes, `()` for none. Or else define "
+        f'{name}: several processes train together, and it is not known how to merge what each of them has '
+        f'accumulated. If attributes add up, list their names in the class: `class {name}: '
+        "summed = ('total', 'n')`, or `()` for none. Otherwise define "
         '`merge(self, states)`, which sets the attributes from what `state_dict()` has returned in each.'
     )
 
 
-def _merges_itself(o: Any) -> bool:
-    own = getattr(type(o), 'merge', None)
-    return own is not None and own is not Accumulates.merge
+def _overrides_merge(o: Any) -> bool:
+    "Return True if an object's class defines its own merge rule."
+    merge = getattr(type(o), 'merge', None)
+    return merge is not None and merge is not Accumulates.merge
 
 
-def _parts(o: Any) -> dict[str, Any]:
+def _list_inner_metrics(o: Any) -> dict[str, Any]:
+    "Return the metrics among the attributes of an object, by name."
     return {name: value for name, value in vars(o).items() if is_metric(value)}
 
 
@@ -135,7 +138,7 @@ def gather_on_host(
         return [value]
     try:
         return world.gather(map_tensors(value, lambda t: t.detach().cpu()), what)
-    except (PicklingError, AttributeError, TypeError) as e:  # as pickle raises them
+    except (PicklingError, AttributeError, TypeError) as e:  # pickle raises each of these
         raise BatchError(
             f'The {what} cannot be sent to the other processes: {e}. Give tensors, arrays, numbers and '
             'strings in dicts, lists and tuples, or classes that an import finds by their name.'
@@ -146,54 +149,59 @@ def gather_on_host(
 
 
 def _merge_summed(o: Any, states: list[dict[str, Any]]) -> None:
+    "Add the attributes in `summed`, merge inner metrics, and check that other attributes are unchanged."
     o.reset()
-    fresh, summed = shared_state(o), getattr(o, 'summed', ())
+    initial, summed = shared_state(o), getattr(o, 'summed', ())
     for name in dict.fromkeys(name for sd in states for name in sd):
         values = [sd[name] for sd in states if name in sd]
         if name.endswith('/'):
             merge_states(vars(o)[name[:-1]], values)
         elif name in summed:
-            setattr(o, name, _added(values, f'{type(o).__name__}.{name}'))
-        elif name not in fresh or not all(_same(v, fresh[name]) for v in values):
+            setattr(o, name, _add_up(values, f'{type(o).__name__}.{name}'))
+        elif name not in initial or not all(_are_equal(v, initial[name]) for v in values):
             raise MetricError(
                 f'{type(o).__name__}.{name} has changed since the metric was reset, and it is not known '
                 'how to merge what several processes have in it. Name it in `summed`, a tuple in the '
-                'class, where it adds up; or define `merge(self, states)`.'
+                'class, if it adds up; or define `merge(self, states)`.'
             )
 
 
-def _added(values: list[Any], what: str) -> Any:
-    "Add up, from the first to the last; None counts for nothing."
-    there = [v for v in values if v is not None]
-    if not there:
+def _add_up(
+    values: list[Any],  # values of the ranks, in rank order
+    what: str,  # name of the attribute, for messages
+) -> Any:
+    "Add values, without None; dicts are added by key, and lists are concatenated."
+    values = [v for v in values if v is not None]
+    if not values:
         return None
-    if any(isinstance(v, dict) for v in there):  # a process without batches still has the number 0
-        there = [v for v in there if isinstance(v, dict) or v != 0]
-    if all(isinstance(v, dict) for v in there):
-        return {
-            k: _added([v[k] for v in there if k in v], what)
-            for k in dict.fromkeys(k for v in there for k in v)
-        }
-    if all(isinstance(v, list) for v in there):
-        return [x for v in there for x in v]
-    shapes = {tuple(v.shape) for v in there if isinstance(v, (Tensor, np.ndarray)) and v.ndim}
+    if any(isinstance(v, dict) for v in values):  # on a rank without batches, it is the number 0
+        values = [v for v in values if isinstance(v, dict) or v != 0]
+    if all(isinstance(v, dict) for v in values):
+        keys = dict.fromkeys(k for v in values for k in v)
+        return {k: _add_up([v[k] for v in values if k in v], what) for k in keys}
+    if all(isinstance(v, list) for v in values):
+        return [x for v in values for x in v]
+    shapes = {tuple(v.shape) for v in values if isinstance(v, (Tensor, np.ndarray)) and v.ndim}
     if len(shapes) > 1:
         raise MetricError(
             f'{what} has other shapes in other processes, {sorted(shapes)}: is the number of classes '
             'not the same everywhere?'
         )
-    if not all(isinstance(v, (int, float, complex, Tensor, np.ndarray, np.generic)) for v in there):
+    numeric = (int, float, complex, Tensor, np.ndarray, np.generic)
+    if not all(isinstance(v, numeric) for v in values):
+        names = ' and '.join(sorted({type(v).__name__ for v in values}))
         raise MetricError(
             f'{what}: numbers, tensors, arrays, lists and dicts of them add up, not '
-            f'{" and ".join(sorted({type(v).__name__ for v in there}))}. Define `merge(self, states)`.'
+            f'{names}. Define `merge(self, states)`.'
         )
-    total = there[0]
-    for v in there[1:]:
+    total = values[0]
+    for v in values[1:]:
         total = total + v
     return total
 
 
-def _same(a: Any, b: Any) -> bool:
+def _are_equal(a: Any, b: Any) -> bool:
+    "Return True if two nested values are equal; NaN equals NaN."
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return (
             isinstance(a, Tensor)
@@ -204,35 +212,36 @@ def _same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(_same, a, b))
+        return len(a) == len(b) and all(map(_are_equal, a, b))
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same(v, b[k]) for k, v in a.items())
+        return a.keys() == b.keys() and all(_are_equal(v, b[k]) for k, v in a.items())
     return bool(a == b or (a != a and b != b))
 
 
-# -- predictions that wait -------------------------------------------------------------------------
+# -- kept predictions ------------------------------------------------------------------------------
 
 
 def in_turn(lists: Iterable[list[T]]) -> list[T]:
-    """Return the first entry of each list, then the second of each: the batches of processes in the data's order.
+    """Interleave lists: the first entry of each, then the second of each, as rounds deal batches to ranks.
 
     >>> in_turn([['a', 'c', 'e'], ['b', 'd']])
     ['a', 'b', 'c', 'd', 'e']
     """
-    none: Any = object()
-    return [x for row in zip_longest(*lists, fillvalue=none) for x in row if x is not none]
+    missing: Any = object()
+    rows = zip_longest(*lists, fillvalue=missing)
+    return [x for row in rows for x in row if x is not missing]
 
 
 def merged_pairs(
-    states: Iterable[Mapping[str, Any]],  # each: `waiting` pairs and the `lengths` of their batches
+    states: Iterable[Mapping[str, Any]],  # states with `waiting` pairs and the batches' `lengths`
 ) -> tuple[Pairs, list[tuple[int, int]]]:
-    "Return the batches of all processes in the order of the data, and their lengths."
-    pairs = in_turn([_cut(sd['waiting'], sd['lengths']) for sd in states])
+    "Return the batches of all ranks in the order of the data, and their lengths."
+    pairs = in_turn([_split(sd['waiting'], sd['lengths']) for sd in states])
     return pairs, [(len(pred), len(targ)) for pred, targ in pairs]
 
 
-def _cut(pairs: Pairs, lengths: list[tuple[int, int]]) -> Pairs:
-    "Undo the joining of batches."
+def _split(pairs: Pairs, lengths: list[tuple[int, int]]) -> Pairs:
+    "Split concatenated predictions and targets into batches."
     if len(pairs) == len(lengths) or not pairs:
         return pairs
     preds, targs = (torch.cat(parts) for parts in zip(*pairs, strict=True))
@@ -253,8 +262,8 @@ def _merge_torchmetrics(o: Any, states: list[dict[str, Any]]) -> None:
         found = [sd for sd in found if sd['counts'].get('_update_count')] or found
         counts = [sd['counts'].get('_update_count', 0) for sd in found]
         for name, how in m._reductions.items():
-            value = _reduced([sd['states'][name] for sd in found], counts, how)
-            setattr(m, name, _to(value, m.device))
+            value = _reduce([sd['states'][name] for sd in found], counts, how)
+            setattr(m, name, _move(value, m.device))
         for name, value in found[0]['counts'].items():
             setattr(m, name, value)
         if '_update_count' in found[0]['counts']:
@@ -262,7 +271,12 @@ def _merge_torchmetrics(o: Any, states: list[dict[str, Any]]) -> None:
         m._computed = None  # the cached value belongs to this rank's batches
 
 
-def _reduced(values: list[Any], counts: list[int], how: Callable[[Any], Any] | None) -> Any:
+def _reduce(
+    values: list[Any],  # values of a state on each rank
+    counts: list[int],  # number of updates on each rank
+    how: Callable[[Any], Any] | None,  # `dist_reduce_fx` of the state
+) -> Any:
+    "Reduce the values of one state; a mean is weighted by the number of updates."
     from torchmetrics.utilities import dim_zero_cat, dim_zero_mean
 
     if len(values) == 1:
@@ -277,45 +291,47 @@ def _reduced(values: list[Any], counts: list[int], how: Callable[[Any], Any] | N
         return stacked
     if how is not dim_zero_mean or not any(counts):
         return how(stacked)
-    # a mean over its updates
-    shares = torch.tensor(counts, dtype=torch.float64, device=stacked.device) / sum(counts)
-    mean = (stacked.double() * shares.view(-1, *[1] * (stacked.ndim - 1))).sum(0)
+    weights = torch.tensor(counts, dtype=torch.float64, device=stacked.device) / sum(counts)
+    mean = (stacked.double() * weights.view(-1, *[1] * (stacked.ndim - 1))).sum(0)
     return mean.to(stacked.dtype) if stacked.is_floating_point() else mean.float()
 
 
-def _to(value: Any, device: torch.device) -> Any:
+def _move(value: Any, device: torch.device) -> Any:
+    "Move the tensors of a nested value to a device."
     if isinstance(value, Tensor):
         return value.to(device)
-    return type(value)(_to(v, device) for v in value) if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(_move(v, device) for v in value)
+    return value
 
 
 @contextmanager
 def unsynced(metrics: Iterable[Any]) -> Iterator[None]:
     "Disable torchmetrics' synchronization within the block, because states are merged already."
-    inside = [
+    modules = [
         m
         for metric in metrics
-        for o in _torchmetrics_in(metric)
+        for o in _find_torchmetrics(metric)
         for m in o.modules()
         if 'distributed_available_fn' in vars(m)
     ]
-    before = [m.distributed_available_fn for m in inside]
-    for m in inside:
-        m.distributed_available_fn = _alone
+    previous = [m.distributed_available_fn for m in modules]
+    for m in modules:
+        m.distributed_available_fn = _is_never_available
     try:
         yield
     finally:
-        for m, fn in zip(inside, before, strict=True):
+        for m, fn in zip(modules, previous, strict=True):
             m.distributed_available_fn = fn
 
 
-def _torchmetrics_in(o: Any) -> list[Any]:
-    return (
-        [o]
-        if is_torchmetrics(o)
-        else [found for part in _parts(o).values() for found in _torchmetrics_in(part)]
-    )
+def _find_torchmetrics(o: Any) -> list[Any]:
+    "Return a torchmetrics object, or the torchmetrics objects in a metric."
+    if is_torchmetrics(o):
+        return [o]
+    inner_metrics = _list_inner_metrics(o).values()
+    return [found for metric in inner_metrics for found in _find_torchmetrics(metric)]
 
 
-def _alone() -> bool:
+def _is_never_available() -> bool:
     return False

@@ -43,16 +43,17 @@ def accumulated(
         return _collect_torchmetrics(o)
     if not hasattr(o, '__dict__'):
         raise MetricError(f'a {type(o).__name__} keeps its attributes to itself')
-    options, state = _options(type(o)), {}
+    options = _list_options(type(o))
+    state: dict[str, Any] = {}
     for name, value in vars(o).items():
         if name in but:
             continue
         if is_metric(value):
-            state[f'{name}/'] = _state_of(value)
-        elif (
-            name.lstrip('_') not in options and not isinstance(value, TOOLS) and not callable(value)
-        ):
-            state[name] = _plain(value, f'its attribute `{name}`')
+            state[f'{name}/'] = _collect_state(value)
+            continue
+        is_option = name.lstrip('_') in options
+        if not (is_option or isinstance(value, TOOLS) or callable(value)):
+            state[name] = _make_plain(value, f'its attribute `{name}`')
     return state
 
 
@@ -66,22 +67,25 @@ def restore_state(
     for name, value in sd.items():
         if not name.endswith('/'):
             setattr(o, name, _copy(value))
-        elif is_metric(part := vars(o).get(name[:-1])):
-            _load_state(part, value)
-        else:
+            continue
+        metric = vars(o).get(name[:-1])
+        if not is_metric(metric):
             raise MetricError(
                 f'{type(o).__name__} has no metric `{name[:-1]}` to which its state could be loaded.'
             )
+        _load_state(metric, value)
 
 
-def _state_of(metric: Any) -> dict[str, Any]:
-    has_own = hasattr(metric, 'state_dict') and not is_torchmetrics(metric)
-    return metric.state_dict() if has_own else accumulated(metric)
+def _collect_state(metric: Any) -> dict[str, Any]:
+    "Return the state of an inner metric, by its own method if it has one."
+    if hasattr(metric, 'state_dict') and not is_torchmetrics(metric):
+        return metric.state_dict()
+    return accumulated(metric)
 
 
 def _load_state(metric: Any, sd: dict[str, Any]) -> None:
-    has_own = hasattr(metric, 'load_state_dict') and not is_torchmetrics(metric)
-    if has_own:
+    "Restore the state of an inner metric, by its own method if it has one."
+    if hasattr(metric, 'load_state_dict') and not is_torchmetrics(metric):
         metric.load_state_dict(sd)
     else:
         restore_state(metric, sd)
@@ -98,7 +102,7 @@ def is_metric(o: Any) -> bool:
     )
 
 
-def _options(cls: type) -> set[str]:
+def _list_options(cls: type) -> set[str]:
     "Return the names of all constructor arguments, except for fields of dataclasses, which may be state."
     names = {'on'}
     for c in cls.__mro__[:-1]:
@@ -123,32 +127,36 @@ def _collect_torchmetrics(o: Any) -> dict[str, Any]:
             m.values(copy_state=False)  # copies the shared state of a compute group to its members
     return {
         path: {
-            'states': {k: _plain(v, f'its state `{k}`') for k, v in _states(m).items()},
-            'counts': _counts(m),
+            'states': {k: _make_plain(v, f'its state `{k}`') for k, v in _list_states(m).items()},
+            'counts': _list_counts(m),
         }
         for path, m in o.named_modules()
         if '_defaults' in vars(m)
     }
 
 
-def _states(m: Any) -> dict[str, Any]:
+def _list_states(m: Any) -> dict[str, Any]:
+    "Return the states that a torchmetrics object has added, by name."
     return {name: getattr(m, name) for name in m._defaults}
 
 
-def _counts(m: Any) -> dict[str, Any]:
-    skip = {'computed', 'forward_cache', *m._defaults, *_options(type(m))}
-    return {
-        k: v for k, v in vars(m).items() if type(v) in (int, float) and k.lstrip('_') not in skip
-    }
+def _list_counts(m: Any) -> dict[str, Any]:
+    "Return the numbers among a torchmetrics object's attributes that are not options, by name."
+    skipped = {'computed', 'forward_cache', *m._defaults, *_list_options(type(m))}
+    numbers = {k: v for k, v in vars(m).items() if type(v) in (int, float)}
+    return {k: v for k, v in numbers.items() if k.lstrip('_') not in skipped}
 
 
 def _restore_torchmetrics(o: Any, sd: Mapping[str, Any]) -> None:
-    inside = {path: m for path, m in o.named_modules() if '_defaults' in vars(m)}
-    if set(inside) != set(sd) or not all(_fit(m, sd[path]['states']) for path, m in inside.items()):
+    "Restore the states and counters of a torchmetrics object and the metrics in it."
+    metrics = {path: m for path, m in o.named_modules() if '_defaults' in vars(m)}
+    if set(metrics) != set(sd) or not all(
+        _fits(m, sd[path]['states']) for path, m in metrics.items()
+    ):
         raise MetricError(
-            f'The state is not that of this {type(o).__name__}: other metrics, or other sizes.'
+            f'The state does not fit this {type(o).__name__}: other metrics, or other sizes.'
         )
-    for path, m in inside.items():
+    for path, m in metrics.items():
         for k, v in sd[path]['states'].items():
             setattr(m, k, _copy(v, m.device))
         for k, v in sd[path]['counts'].items():
@@ -156,20 +164,23 @@ def _restore_torchmetrics(o: Any, sd: Mapping[str, Any]) -> None:
         m._computed = None  # the cached value belongs to other batches
 
 
-def _fit(m: Any, states: Mapping[str, Any]) -> bool:
-    now = _states(m)
-    return set(now) == set(states) and all(
+def _fits(m: Any, states: Mapping[str, Any]) -> bool:
+    "Return True if states have the names, types and sizes of a torchmetrics object's states."
+    current = _list_states(m)
+    return set(current) == set(states) and all(
         type(v) is type(states[k])
         and (not isinstance(v, Tensor) or v.numel() in (1, states[k].numel()))
-        for k, v in now.items()
+        for k, v in current.items()
     )
 
 
 # -- plain values ----------------------------------------------------------------------------------
 
 
-def _plain(value: Any, what: str) -> Any:
-    "Copy containers, but not tensors, except for views of a larger storage."
+def _make_plain(value: Any, what: str) -> Any:
+    """Copy containers, but not tensors, except for views of a larger storage.
+
+    Raises `MetricError` for a value of another type; `what` names it in the message."""
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or type(value) in ATOMS:
@@ -177,9 +188,9 @@ def _plain(value: Any, what: str) -> Any:
     if isinstance(value, Tensor):
         return _clone_view(value)
     if type(value) in (list, tuple):
-        return type(value)(_plain(v, what) for v in value)
+        return type(value)(_make_plain(v, what) for v in value)
     if type(value) is dict and all(type(k) in ATOMS for k in value):
-        return {k: _plain(v, what) for k, v in value.items()}
+        return {k: _make_plain(v, what) for k, v in value.items()}
     raise MetricError(f'{what} holds a {type(value).__name__}')
 
 
@@ -195,11 +206,14 @@ def _clone_view(t: Tensor) -> Tensor:
 
 
 def _copy(value: Any, device: Any = None) -> Any:
+    "Copy a nested value and its tensors, to a device if given."
     if isinstance(value, Tensor):
         return value.detach().to(device, copy=True)
     if isinstance(value, (list, tuple)):
         return type(value)(_copy(v, device) for v in value)
-    return {k: _copy(v, device) for k, v in value.items()} if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        return {k: _copy(v, device) for k, v in value.items()}
+    return value
 
 
 def storable(value: Any) -> Any:
@@ -214,10 +228,12 @@ def storable(value: Any) -> Any:
         return torch.tensor(value)
     if isinstance(value, Mapping):
         return {k: storable(v) for k, v in value.items() if type(k) in ATOMS}
-    if isinstance(value, (list, tuple)):
-        return (tuple if isinstance(value, tuple) else list)(map(storable, value))
+    if isinstance(value, tuple):
+        return tuple(map(storable, value))
+    if isinstance(value, list):
+        return list(map(storable, value))
     try:
-        return _plain(value, '')
+        return _make_plain(value, '')
     except MetricError:
         return None
 

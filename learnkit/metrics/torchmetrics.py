@@ -41,12 +41,12 @@ __all__ = [
     'Bleu',
 ]
 
-GROUP = 2**20  # predicted numbers that wait for one update
+GROUP = 2**20  # number of predicted values collected for one update
 AVERAGES = ('macro', 'micro', 'weighted')
 
-Prepared = tuple[Tensor, Tensor, int]  # predictions, targets, how many classes or labels there are
+Prepared = tuple[Tensor, Tensor, int]  # predictions, targets, number of classes or labels
 Prepare = Callable[[Tensor, Tensor], Prepared]
-Finish = Callable[[Any], Any]  # from the torchmetrics object to the value
+Finish = Callable[[Any], Any]  # function from the torchmetrics object to the value
 Labels = Sequence[int] | None
 
 
@@ -77,8 +77,9 @@ class LazyTorchMetric:
     def reset(self) -> None:
         self.metric: Any = None
         self.waiting: Pairs = []
-        self.lengths: list[tuple[int, int]] = []  # of the batches that wait
-        self.n, self.n_waiting = 0, 0
+        self.lengths: list[tuple[int, int]] = []  # of each waiting batch
+        self.n = 0  # number of classes or labels
+        self.n_waiting = 0  # number of waiting predicted values
 
     def update(self, pred: Tensor, targ: Tensor) -> None:
         pred, targ, n = self.prepare(pred, targ)
@@ -98,9 +99,9 @@ class LazyTorchMetric:
         self.waiting, self.lengths, self.n_waiting = [], [], 0
         self._check_range(targ)
         with _suppress_warnings():
-            self.metric = (self._make_metric() if self.metric is None else self.metric).to(
-                pred.device
-            )
+            if self.metric is None:
+                self.metric = self._make_metric()
+            self.metric = self.metric.to(pred.device)
             self.metric.update(pred, targ)
 
     def _make_metric(self) -> Any:
@@ -151,10 +152,11 @@ class LazyTorchMetric:
         self.n = known[0] if known else 0
         self.waiting, self.lengths = merged_pairs(states)
         self.n_waiting = sum(pred.numel() for pred, _ in self.waiting)
-        if counted := [sd['metric/'] for sd in states if 'metric/' in sd]:
+        metric_states = [sd['metric/'] for sd in states if 'metric/' in sd]
+        if metric_states:
             with _suppress_warnings():
                 self.metric = self._make_metric()
-            merge_states(self.metric, counted)
+            merge_states(self.metric, metric_states)
 
 
 @contextmanager
@@ -189,10 +191,10 @@ class Score(TorchMetric):
 
 
 def by_class(
-    name: str,  # the metric's, for the message
-    pred: Tensor,  # scores, classes along `axis`
+    name: str,  # name of the metric, for the message
+    pred: Tensor,  # scores, with the classes along `axis`
     targ: Tensor,  # class numbers, one for each prediction
-    axis: int,  # where the classes are
+    axis: int,  # dimension of the classes
 ) -> tuple[Tensor, Tensor]:
     """Reshape to scores (N, C) and targets (N,). Raises `MetricError` unless there is one target per prediction.
 
@@ -209,11 +211,13 @@ def by_class(
     )
 
 
-def _wide(t: Tensor) -> Tensor:
+def _widen(t: Tensor) -> Tensor:
+    "Convert half-precision and integer tensors to float32."
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
-def _check_two(name: str, n: int, axis: int, instead: str) -> None:
+def _check_two_classes(name: str, n: int, axis: int, instead: str) -> None:
+    "Raise `MetricError` unless there are two classes."
     if n == 2:
         return
     raise MetricError(
@@ -224,11 +228,11 @@ def _check_two(name: str, n: int, axis: int, instead: str) -> None:
 
 @needs_class_indices
 def argmax_preds(name: str, axis: int, two: bool, pred: Tensor, targ: Tensor) -> Prepared:
-    "The class that scores highest."
+    "Return the class with the highest score of each prediction; with `two`, require two classes."
     check_choice(name, pred, axis)
     n = pred.shape[axis]
     if two:
-        _check_two(
+        _check_two_classes(
             f"{name} with average='binary'", n, axis, "average='macro', 'micro', 'weighted' or None"
         )
     pred, targ = paired(name, pred.argmax(dim=axis), targ)
@@ -237,22 +241,22 @@ def argmax_preds(name: str, axis: int, two: bool, pred: Tensor, targ: Tensor) ->
 
 @needs_class_indices
 def softmax_probs(name: str, axis: int, pred: Tensor, targ: Tensor) -> Prepared:
-    "The softmax."
+    "Return the softmax of the scores (N, C), and targets (N,)."
     scores, targ = by_class(name, pred, targ, axis)
-    return _wide(scores).softmax(1), targ.long(), scores.shape[1]
+    return _widen(scores).softmax(1), targ.long(), scores.shape[1]
 
 
 @needs_class_indices
 def chance_of(name: str, axis: int, label: int, pred: Tensor, targ: Tensor) -> Prepared:
-    "The softmax of one of two classes."
+    "Return the softmax (N,) of the class `label` of two classes, and targets of 0 and 1."
     check_choice(name, pred, axis)
-    _check_two(name, pred.shape[axis], axis, 'RocAuc')
-    both, targ, n = softmax_probs(name, axis, pred, targ)
-    return both[:, label], (targ == label).long(), n
+    _check_two_classes(name, pred.shape[axis], axis, 'RocAuc')
+    probs, targ, n = softmax_probs(name, axis, pred, targ)
+    return probs[:, label], (targ == label).long(), n
 
 
 def by_label(name: str, sigmoid: bool, pred: Tensor, targ: Tensor) -> Prepared:
-    "The sigmoid of each label, as (N, L)."
+    "Reshape predictions and targets to (N, L) for L labels; with `sigmoid`, apply the sigmoid."
     if pred.dim() < 2 or pred.shape[1] == 1:
         pred, targ = (t[:, None] for t in paired(name, pred, targ))
     if pred.shape != targ.shape:
@@ -261,20 +265,20 @@ def by_label(name: str, sigmoid: bool, pred: Tensor, targ: Tensor) -> Prepared:
             f'{tuple(targ.shape)}: give 0 or 1 for each label, shape (B, L).'
         )
     n = pred.shape[1]
-    pred, targ = (t.movedim(1, -1).reshape(-1, n) for t in (_wide(pred), targ))
+    pred, targ = (t.movedim(1, -1).reshape(-1, n) for t in (_widen(pred), targ))
     return pred.sigmoid() if sigmoid else pred, targ.long(), n
 
 
 def threshold_labels(
     name: str, thresh: float, sigmoid: bool, pred: Tensor, targ: Tensor
 ) -> Prepared:
-    "Which labels are predicted."
+    "Return 1 for each label whose prediction is at least `thresh`, else 0, shape (N, L)."
     pred, targ, n = by_label(name, sigmoid, pred, targ)
     return (pred >= thresh).long(), targ, n
 
 
 def values(name: str, pred: Tensor, targ: Tensor) -> Prepared:
-    "Return predictions and targets of a regression, in a type that both fit in."
+    "Return predictions and targets of a regression in a common dtype, float32 or wider."
     pred, targ = paired(name, pred, targ)
     dtype = torch.promote_types(torch.promote_types(pred.dtype, targ.dtype), torch.float32)
     return pred.to(dtype), targ.to(dtype), 1
@@ -284,20 +288,25 @@ def values(name: str, pred: Tensor, targ: Tensor) -> Prepared:
 
 
 def computed(metric: Any) -> Any:
+    "Return the value of a torchmetrics object."
     return metric.compute()
 
 
-def _one_of(label: int, metric: Any) -> Any:
+def _select_score(label: int, metric: Any) -> Any:
+    "Return the score of one class."
     return metric.compute()[label]
 
 
-def _some_of(labels: Sequence[int], mean: bool, metric: Any) -> Any:
+def _select_scores(labels: Sequence[int], mean: bool, metric: Any) -> Any:
+    "Return the scores of some classes, or their mean."
     scores = metric.compute()[list(labels)]
     return scores.mean() if mean else scores
 
 
 def over_defined(average: str | None, needs_both: bool, metric: Any) -> Any:
-    "Average over the classes that occur (and, where `needs_both`, do not always); NaN for the others, and without any."
+    """Average the scores of the classes that occur; the score is NaN for other classes, and if no class occurs.
+
+    With `needs_both`, a class must also be absent from some targets."""
     scores, targ = metric.compute().reshape(-1), torch.cat(list(metric.target))
     n, n_scores = len(targ), len(scores)
     if targ.dim() == 1 and n_scores > 1:
@@ -317,28 +326,33 @@ def mean_recall(adjusted: bool, metric: Any) -> float:
     counts = matrix.sum(1)
     recalls = (matrix.diag() / counts)[counts > 0]
     chance = 1 / len(recalls) if adjusted else 0.0
-    return float((recalls.mean() - chance) / (1 - chance)) if chance != 1 else float('nan')
+    if chance == 1:
+        return float('nan')
+    return float((recalls.mean() - chance) / (1 - chance))
 
 
 def matthews(metric: Any) -> float:
-    "The correlation from a confusion matrix, 0 where it is not defined."
+    "Return Matthews' correlation coefficient of a confusion matrix, 0 if it is undefined."
     matrix = metric.compute().double()
     if matrix.dim() == 3:
         matrix = matrix.sum(0)
-    true, pred, right, n = matrix.sum(1), matrix.sum(0), matrix.trace(), matrix.sum()
-    spread = ((n * n - true @ true) * (n * n - pred @ pred)).sqrt()
-    return float((right * n - true @ pred) / spread) if spread else 0.0
+    targ_counts, pred_counts = matrix.sum(1), matrix.sum(0)
+    n_correct, n = matrix.trace(), matrix.sum()
+    targ_spread = n * n - targ_counts @ targ_counts
+    pred_spread = n * n - pred_counts @ pred_counts
+    spread = (targ_spread * pred_spread).sqrt()
+    return float((n_correct * n - targ_counts @ pred_counts) / spread) if spread else 0.0
 
 
 def averaged(
-    kind: str,  # torchmetrics' class
-    prepare: Prepare,
-    labels: Labels,  # None: all
-    average: str | None,
-    pos_label: int = 1,  # for 'binary'
-    beta: float | None = None,  # for the F scores that have one
+    kind: str,  # name of the torchmetrics class
+    prepare: Prepare,  # function from predictions and targets to inputs of the metric
+    labels: Labels,  # classes to score; None: all
+    average: str | None,  # average over classes; None: a score for each class
+    pos_label: int = 1,  # class that is scored with average='binary'
+    beta: float | None = None,  # weight of recall in F scores
 ) -> LazyTorchMetric:
-    "A score of each class, and their average."
+    "Create the metric of a score of each class, averaged over classes."
     check_average(average, ('binary', *AVERAGES) if kind.startswith('Multiclass') else AVERAGES)
     if beta is not None and not beta > 0:
         raise MetricError(f'beta={beta!r}: give a number above 0.')
@@ -347,7 +361,7 @@ def averaged(
         if pos_label not in (0, 1):
             raise MetricError(f"pos_label={pos_label!r}: with average='binary' it is 0 or 1.")
         return LazyTorchMetric(
-            kind, prepare, partial(_one_of, pos_label), average='none', **options
+            kind, prepare, partial(_select_score, pos_label), average='none', **options
         )
     if labels is None:
         return LazyTorchMetric(kind, prepare, computed, average=average or 'none', **options)
@@ -355,13 +369,12 @@ def averaged(
         raise MetricError(
             f"labels={list(labels)} with average={average!r} is not supported: use 'macro' or None."
         )
-    return LazyTorchMetric(
-        kind, prepare, partial(_some_of, labels, average is not None), average='none', **options
-    )
+    finish = partial(_select_scores, labels, average is not None)
+    return LazyTorchMetric(kind, prepare, finish, average='none', **options)
 
 
 def check_average(average: str | None, known: tuple[str, ...] = AVERAGES) -> None:
-    "Raise `MetricError` for an average that is not known."
+    "Raise `MetricError` for an unknown average."
     if average is None or average in known:
         return
     raise MetricError(
@@ -381,21 +394,24 @@ class Bleu:
         self.targs: list[Tensor] = []
 
     def update(self, pred: Tensor, targ: Tensor) -> None:
-        argmax_preds = pred.argmax(dim=self.axis)
-        if argmax_preds.dim() != 2 or targ.dim() != 2 or len(argmax_preds) != len(targ):
+        tokens = pred.argmax(dim=self.axis)
+        if tokens.dim() != 2 or targ.dim() != 2 or len(tokens) != len(targ):
             raise MetricError(
                 f'CorpusBLEUMetric: predictions {list(pred.shape)} and targets {list(targ.shape)} are to '
                 f'be (B, T, C), with the tokens along axis {self.axis}, and (B, T).'
             )
-        self.preds.append(argmax_preds)
+        self.preds.append(tokens)
         self.targs.append(targ)
 
     def compute(self) -> Tensor:
-        preds, targs = (
-            [' '.join(map(str, row)) for t in ts for row in t.tolist()]
-            for ts in (self.preds, self.targs)
-        )
-        return self.score(preds, [[t] for t in targs])
+        references = [[sentence] for sentence in _join_tokens(self.targs)]
+        return self.score(_join_tokens(self.preds), references)
 
     def merge(self, states: list[dict[str, Any]]) -> None:
-        self.preds, self.targs = (in_turn(sd[name] for sd in states) for name in ('preds', 'targs'))
+        self.preds = in_turn(sd['preds'] for sd in states)
+        self.targs = in_turn(sd['targs'] for sd in states)
+
+
+def _join_tokens(batches: list[Tensor]) -> list[str]:
+    "Return the token numbers of each sequence, shape (B, T), as a string of words."
+    return [' '.join(map(str, row)) for t in batches for row in t.tolist()]

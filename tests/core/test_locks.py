@@ -87,7 +87,7 @@ def test_a_file_system_without_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     monkeypatch.setattr(locks.fcntl, 'lockf', fails(code))
-    monkeypatch.setattr(locks, '_warned', set())
+    monkeypatch.setattr(locks, '_warned_devices', set())
     with pytest.warns(
         UserWarning, match=r'has no locks \(.*\): nothing keeps another process'
     ) as caught:

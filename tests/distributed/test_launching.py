@@ -314,12 +314,12 @@ def test_without_cloudpickle_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_learners_own_callback_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
-    from learnkit.distributed.launch import _team
+    from learnkit.distributed.launch import _make_team
 
     own = DistributedTraining('ddp', uneven='drop')
     learn = synth_learner(cbs=own)
-    assert _team(learn, print, 2, '10m', {}) is own
-    assert _team(learn, print, 2, '10m', {'strategy': 'fsdp'}).strategy == 'fsdp'
+    assert _make_team(learn, print, 2, '10m', {}) is own
+    assert _make_team(learn, print, 2, '10m', {'strategy': 'fsdp'}).strategy == 'fsdp'
 
 
 def test_processes_share_the_cores_unless_said_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

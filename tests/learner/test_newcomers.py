@@ -103,7 +103,7 @@ def test_targets_that_are_no_class_numbers(metric: Any) -> None:
     if isinstance(metric, F1Score):
         pytest.importorskip('torchmetrics')
     learn = learner(Y, n_out=3, loss_func=lambda p, y: F.mse_loss(p[:, 0], y), metrics=metric)
-    untouched(learn, MetricError, r'no class numbers.*`mse`')
+    untouched(learn, MetricError, r'not class numbers.*`mse`')
     learn.metrics = [mse] if metric is accuracy else []
     learn.dls = DataLoaders.from_tensors(
         (X, LABELS.float()), (X, LABELS.float()), bs=16, device='cpu'

@@ -283,7 +283,7 @@ def test_a_state_of_other_sizes_is_refused() -> None:
     three.accumulate(a_batch(*classes(5)))
     area = TorchMetric(torchmetrics.AUROC('multiclass', num_classes=4))
     for state in (three.state_dict(), area.state_dict()):
-        with pytest.raises(MetricError, match='not that of this MulticlassAccuracy'):
+        with pytest.raises(MetricError, match='does not fit this MulticlassAccuracy'):
             four.load_state_dict(state)
     with pytest.raises(MetricError, match='has no metric `metric`'):
         AvgMetric(F.mse_loss).load_state_dict(three.state_dict())
