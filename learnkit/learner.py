@@ -1062,8 +1062,8 @@ class Learner(Loop):
         >>> from learnkit.testing import synth_learner
         >>> state = synth_learner().checkpoint_state()
         >>> sorted(state)  # doctest: +NORMALIZE_WHITESPACE
-        ['buffers', 'callbacks', 'frozen', 'grads', 'loop', 'loss_func', 'model', 'optimizer', 'position', 'rng',
-         'wall_clock']
+        ['buffers', 'callbacks', 'frozen', 'grads', 'loop', 'loss_func', 'model',
+         'nondeterministic_state', 'optimizer', 'position', 'rng']
         """
         from learnkit.checkpoint.state import checkpoint_state
 

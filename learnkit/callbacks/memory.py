@@ -61,7 +61,7 @@ class MemoryMonitor(Monitor):
         'memory/peak_rss_mem': 'GB of RAM that it has held at most',
     }
     latest = ('memory/peak_', 'memory/alloc_retries')
-    of_machine = True
+    machine_dependent = True
 
     def measure(self) -> dict[str, float]:
         "Return memory in GB by name."

@@ -25,7 +25,7 @@ class Monitor(Callback):
     `metric_names`. The numbers are passed to `learn.log`: each becomes a column of the history,
     averaged over the measurements of the epoch, and reaches every logger; the printed table does
     not change. For names that begin with an entry of `latest`, the last value of the epoch counts.
-    A subclass sets `of_machine = True` if its numbers depend on the machine and differ from run to
+    A subclass sets `machine_dependent = True` if its numbers depend on the machine and differ from run to
     run: they are then left out of comparisons of runs (`learn.check_resume`,
     `learnkit.checkpoint.digest`). The monitor measures after the training batch that completes a
     multiple of `every`, counted from the Learner's start; for epochs, after the training of an
@@ -47,7 +47,7 @@ class Monitor(Callback):
     order, observer, run_valid, remove_on_find, remove_on_fetch = 100, True, False, True, True
     metric_names: ClassVar[Mapping[str, str]] = {}  # meanings by name; {...} is a placeholder
     latest: ClassVar[tuple[str, ...]] = ()  # prefixes of names that are not averaged: peaks, totals
-    of_machine: ClassVar[bool] = False  # whether the values differ from run to run
+    machine_dependent: ClassVar[bool] = False  # whether the values differ from run to run
     _passed = 0  # number of intervals passed at the last check
 
     def __init__(

@@ -78,7 +78,7 @@ class Recorder(Plots, Callback):
     ['epoch', 'fit', 'time', 'train_loss', 'valid_loss']
     """
 
-    remove_on_fetch, order, wall_clock = True, 50, ('seconds',)
+    remove_on_fetch, order, nondeterministic_state = True, 50, ('seconds',)
     needs_events = False
     history: History
 

@@ -43,8 +43,8 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
 class _TimedMonitor(Monitor):
     "Monitor that separates the seconds of training from the seconds of evaluation and prediction."
 
-    of_machine = True
-    wall_clock: tuple[str, ...] = ('train_s', 'eval_s')
+    machine_dependent = True
+    nondeterministic_state: tuple[str, ...] = ('train_s', 'eval_s')
     _train_s, _eval_s = 0.0, 0.0  # over all fits, up to `_since`
     _since: float | None = None  # last reading of the clock; None: no fit is running
     _paused: int | None = None  # depth of the run that evaluates; None: training
@@ -157,7 +157,7 @@ class SpeedMonitor(_TimedMonitor):
         'time/val': 'time spent in evaluation and prediction during fits',
         'time/total': 'the sum of both',
     }
-    latest, wall_clock = ('time/',), (*_TimedMonitor.wall_clock, 'point.0')
+    latest, nondeterministic_state = ('time/',), (*_TimedMonitor.nondeterministic_state, 'point.0')
     _flops_per_batch: Any = None
     _resumed = False  # whether the first point is from the checkpoint
     _peak: float | None = None
@@ -365,8 +365,8 @@ class RuntimeEstimator(_TimedMonitor):
         'time/remaining_estimate': 'time until the end of the fit, evaluations included'
     }
     latest = ('time/',)
-    wall_clock = (
-        *_TimedMonitor.wall_clock,
+    nondeterministic_state = (
+        *_TimedMonitor.nondeterministic_state,
         'seconds',
         'share',
         'evals.*.first_s',

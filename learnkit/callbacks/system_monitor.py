@@ -51,7 +51,7 @@ class SystemMonitor(Monitor):
         'gpu_power_usage_W': 'power that the GPU draws, in watts',
     }
     latest = ('network_',)
-    of_machine = True
+    machine_dependent = True
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model
 from learnkit.core.random import capture_rng
 from learnkit.core.time import UNITS
-from learnkit.engine.callback_state import nondeterministic_state
+from learnkit.engine.callback_state import collect_nondeterministic_state
 
 __all__ = ['WALL_CLOCK', 'digest', 'differences', 'learn_digest', 'learn_state']
 
@@ -41,7 +41,7 @@ def digest(
     The digest depends on the keys of a dict, not on their order, and on the dtype, shape and bytes of a tensor, not on
     its device or layout. 1, 1.0 and True differ, as do 0.0 and -0.0, a list and a tuple; NaN equals itself. NumPy
     scalars are treated as Python numbers. Of a checkpoint's state, times are excluded, and the names that the entry
-    `wall_clock` (`{callback: names}`) lists. Raises `OptionError`, with the place, for a value of any other type.
+    `nondeterministic_state` (`{callback: names}`) lists. Raises `OptionError`, with the place, for a value of any other type.
 
     >>> a, b = torch.ones(2), torch.ones(2)
     >>> digest({'a': a, 'lr': 0.1}) == digest({'lr': 0.1, 'a': b})
@@ -106,7 +106,7 @@ def learn_state(learn: LearnerLike) -> dict[str, Any]:
         'callbacks': whole_state(learn.callback_states()),
         'loop': {'time': learn.time.state_dict()},
         'rng': capture_rng(),
-        'wall_clock': nondeterministic_state(learn),
+        'nondeterministic_state': collect_nondeterministic_state(learn),
     }
 
 
@@ -114,11 +114,13 @@ def learn_state(learn: LearnerLike) -> dict[str, Any]:
 
 
 def _make_patterns(state: Any, leave_out: Iterable[str]) -> Patterns:
-    "Return the excluded places, including the places that a checkpoint's entry `wall_clock` lists."
+    "Return the excluded places, with those in a checkpoint's entry `nondeterministic_state`."
     if isinstance(leave_out, str):
         raise OptionError(f'leave_out={leave_out!r}: give a list of places.')
     patterns = {tuple(place.split('.')) for place in leave_out}
-    listed = state.get('wall_clock') if patterns and isinstance(state, Mapping) else None
+    listed = (
+        state.get('nondeterministic_state') if patterns and isinstance(state, Mapping) else None
+    )
     if isinstance(listed, Mapping):
         for key, names in listed.items():
             patterns |= {('callbacks', str(key), *str(name).split('.')) for name in names}

@@ -39,7 +39,7 @@ from learnkit.core.plain import plain
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.core.validation import warn_user
 from learnkit.data.position import check_position
-from learnkit.engine.callback_state import nondeterministic_state, note_beginnings
+from learnkit.engine.callback_state import collect_nondeterministic_state, note_beginnings
 from learnkit.engine.resume import LOOP_PLACES, ResumeState
 from learnkit.engine.run import add_note
 
@@ -114,7 +114,7 @@ def collect_state(learn: LearnerLike, place: str) -> dict[str, Any]:
         'rng': capture_rng(),
         'position': _collect_position(learn, place),
         'callbacks': learn.callback_states(),
-        'wall_clock': nondeterministic_state(learn),
+        'nondeterministic_state': collect_nondeterministic_state(learn),
     }
     full_state: dict[str, Any] = learn.strategy.add_own_state(learn, state)
     return full_state

@@ -64,7 +64,7 @@ class Budget(Callback):
         self._last = 0.0  # share at the end of the last epoch
         self._n_idle = 0  # number of consecutive epochs that have used nothing
         if self.total.unit == 'sec':
-            self.wall_clock = ('began', 'last')
+            self.nondeterministic_state = ('began', 'last')
 
     def before_fit(self) -> None:
         self._began = self.learn.finished(self.total.unit)

@@ -148,7 +148,7 @@ class Callback:
     needs_whole_weights: bool = False  # a fit with sharded weights is refused
     follows_weights: bool = False  # state is rolled back with the weights (`GuardNonFinite`)
     needs_events: bool = True  # warn if a custom loop never fires an event that it handles
-    wall_clock: tuple[str, ...] = ()  # entries of its state that differ from run to run: times
+    nondeterministic_state: tuple[str, ...] = ()  # entries of its state that measure time
     learn: LearnerLike = None  # type: ignore[assignment]  # the Learner, once added
 
     def __init__(

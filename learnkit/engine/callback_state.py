@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     'callback_states',
     'load_callback_states',
-    'nondeterministic_state',
+    'collect_nondeterministic_state',
     'note_beginnings',
 ]
 
@@ -52,15 +52,15 @@ def callback_states(learn: Loop) -> dict[str, Any]:
     return states
 
 
-def nondeterministic_state(learn: LearnerLike) -> dict[str, list[str]]:
+def collect_nondeterministic_state(learn: LearnerLike) -> dict[str, list[str]]:
     """Return what in the callbacks' states depends on the clock or the machine, by their keys.
 
     '*' is the key of any callback.
     """
     keys = learn.callbacks.keys
-    timed = [cb for cb in learn.cbs if getattr(cb, 'wall_clock', ())]
-    found = {keys[id(cb)]: list(cb.wall_clock) for cb in timed}
-    measuring = [cb for cb in learn.cbs if getattr(type(cb), 'of_machine', False)]
+    timed = [cb for cb in learn.cbs if getattr(cb, 'nondeterministic_state', ())]
+    found = {keys[id(cb)]: list(cb.nondeterministic_state) for cb in timed}
+    measuring = [cb for cb in learn.cbs if getattr(type(cb), 'machine_dependent', False)]
     columns = [name for cb in measuring for name in cb.metric_names]
     # of the Recorder, and of loggers
     places = ('history.*', 'open.logged', 'rows.*.1', 'writer.cache')

@@ -153,7 +153,7 @@ class _Pass:
 class _FromComposer(Callback):
     "Run a Composer callback, and count what Composer's state reports and the Learner does not."
 
-    order, remove_on_find, wall_clock = 60, True, ('evaluated',)
+    order, remove_on_find, nondeterministic_state = 60, True, ('evaluated',)
     is_composer = True
 
     def __init__(self, cb: Any) -> None:

@@ -69,7 +69,7 @@ class Logger(Callback):
 
     order, run_valid, remove_on_fetch, remove_on_find, writes_files = 100, False, True, True, True
     first_process_only = True
-    wall_clock = ('rows.*.1.epoch/time',)
+    nondeterministic_state = ('rows.*.1.epoch/time',)
     metric_names = {
         'loss': 'in logs: the loss of a training batch',
         'lr': 'in logs: the learning rate (`lr/0`, `lr/1` ... of several param groups)',

@@ -168,7 +168,7 @@ class SumMetric(Metric):
 
     _name: str | None = None
     _sums: Tensor | None = None
-    summed = ('_sums',)
+    sum_reduced = ('_sums',)
 
     def __init__(
         self,
@@ -257,7 +257,7 @@ class TorchMetric(Metric):
     The object is moved to the device of the predictions. A value with several numbers, such as one per class, is
     returned as a tensor on the CPU."""
 
-    summed = ('_updates',)
+    sum_reduced = ('_updates',)
 
     def __init__(
         self,
@@ -315,7 +315,7 @@ class TorchMetric(Metric):
 class _Renamed(Metric):
     "Metric with another name that delegates to the wrapped metric."
 
-    summed = ()
+    sum_reduced = ()
 
     def __init__(self, metric: Metric, name: str) -> None:
         self.metric, self._name, self.on = metric, name, metric.on

@@ -87,7 +87,7 @@ class Mean(Accumulates):
     2.0
     """
 
-    summed = ('total', 'count')
+    sum_reduced = ('total', 'count')
     total: Any = 0.0  # weighted sum: a float, or a 0-dim tensor on the device
     count: Any = 0  # sum of the weights: a number, or a 0-dim tensor on the device
 

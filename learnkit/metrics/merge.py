@@ -37,7 +37,7 @@ T = TypeVar('T')
 class Accumulates:
     "Base class of objects with an accumulated state that can be checkpointed and merged over ranks."
 
-    summed: tuple[str, ...] = ()  # attributes that are summed over ranks that train together
+    sum_reduced: tuple[str, ...] = ()  # attributes that are summed over ranks that train together
 
     def reset(self) -> None:
         "Clear the accumulated state."
@@ -57,7 +57,7 @@ class Accumulates:
     ) -> None:
         """Replace the state by the merged states of all ranks.
 
-        Attributes in `summed` are added: numbers, tensors and arrays; dicts by key; lists are concatenated. Inner
+        Attributes in `sum_reduced` are added: numbers, tensors and arrays; dicts by key; lists are concatenated. Inner
         metrics are merged by their own rules. Any other attribute must equal its value after `reset`, or `MetricError`
         is raised. An override gets the return values of `state_dict` as `states`."""
         _merge_summed(self, states)
@@ -69,12 +69,12 @@ def shared_state(o: Any) -> dict[str, Any]:
         return accumulated(o)
     if _overrides_merge(o):
         return dict(o.state_dict() if hasattr(o, 'state_dict') else accumulated(o))
-    summed = getattr(o, 'summed', ())
+    sum_reduced = getattr(o, 'sum_reduced', ())
     inner = _list_inner_metrics(o)
     return {
-        **accumulated(o, but={*summed, *inner}),
+        **accumulated(o, but={*sum_reduced, *inner}),
         **{f'{name}/': shared_state(metric) for name, metric in inner.items()},
-        **{name: getattr(o, name) for name in summed},
+        **{name: getattr(o, name) for name in sum_reduced},
     }
 
 
@@ -100,7 +100,7 @@ def check_mergeable(metric: Any) -> None:
     for cls in type(metric).__mro__:
         if cls is Accumulates or cls is object:
             break
-        if 'merge' in vars(cls) or 'summed' in vars(cls):
+        if 'merge' in vars(cls) or 'sum_reduced' in vars(cls):
             for inner_metric in _list_inner_metrics(metric).values():
                 check_mergeable(inner_metric)
             return
@@ -110,7 +110,7 @@ def check_mergeable(metric: Any) -> None:
     raise MetricError(
         f'{name}: several processes train together, and it is not known how to merge what each of them has '
         f'accumulated. If attributes add up, list their names in the class: `class {name}: '
-        "summed = ('total', 'n')`, or `()` for none. Otherwise define "
+        "sum_reduced = ('total', 'n')`, or `()` for none. Otherwise define "
         '`merge(self, states)`, which sets the attributes from what `state_dict()` has returned in each.'
     )
 
@@ -149,19 +149,19 @@ def gather_on_host(
 
 
 def _merge_summed(o: Any, states: list[dict[str, Any]]) -> None:
-    "Add the attributes in `summed`, merge inner metrics, and check that other attributes are unchanged."
+    "Add the attributes in `sum_reduced`, merge inner metrics, and check that other attributes are unchanged."
     o.reset()
-    initial, summed = shared_state(o), getattr(o, 'summed', ())
+    initial, sum_reduced = shared_state(o), getattr(o, 'sum_reduced', ())
     for name in dict.fromkeys(name for sd in states for name in sd):
         values = [sd[name] for sd in states if name in sd]
         if name.endswith('/'):
             merge_states(vars(o)[name[:-1]], values)
-        elif name in summed:
+        elif name in sum_reduced:
             setattr(o, name, _add_up(values, f'{type(o).__name__}.{name}'))
         elif name not in initial or not all(_are_equal(v, initial[name]) for v in values):
             raise MetricError(
                 f'{type(o).__name__}.{name} has changed since the metric was reset, and it is not known '
-                'how to merge what several processes have in it. Name it in `summed`, a tuple in the '
+                'how to merge what several processes have in it. Name it in `sum_reduced`, a tuple in the '
                 'class, if it adds up; or define `merge(self, states)`.'
             )
 

@@ -208,4 +208,7 @@ def test_two_epochs_that_use_nothing_are_counted_across_a_resume() -> None:
     states: list[Any] = []
     last = epochs(False)
     assert epochs(states[0]) == last == 1
-    assert Budget('2h').wall_clock == ('began', 'last') and Budget('5ep').wall_clock == ()
+    assert (
+        Budget('2h').nondeterministic_state == ('began', 'last')
+        and Budget('5ep').nondeterministic_state == ()
+    )

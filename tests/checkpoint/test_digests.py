@@ -202,7 +202,7 @@ def checkpoint(**changes: Any) -> dict[str, Any]:
             'recorder': {'history': rows, 'losses': [0.5, 0.25, 0.125]},
             'speed': {'rates': {'sec': 1.0}, 'busy': 0.7, 'n': 3},
         },
-        'wall_clock': {'speed': ['busy', 'rates.sec']},
+        'nondeterministic_state': {'speed': ['busy', 'rates.sec']},
     }
     for name, value in changes.items():
         *way, last = name.split('__')
@@ -240,7 +240,7 @@ def test_times_are_left_out(name: str) -> None:
         ('model__sec', torch.zeros(1)),
         ('callbacks__recorder__busy', 1.0),
         ('callbacks__sec', {}),
-        ('wall_clock', {}),
+        ('nondeterministic_state', {}),
     ],
 )
 def test_nothing_else_is_left_out(name: str, value: Any) -> None:

@@ -284,11 +284,11 @@ def test_a_metric_of_the_same_name_and_another_kind_starts_anew() -> None:
 def test_the_state_is_that_of_the_straight_run_but_for_its_clocks() -> None:
     straight, other = resumed(lambda: learner(eval_every='2ba'), 7)
     a, b = straight.recorder.state_dict(), other.recorder.state_dict()
-    assert Recorder.wall_clock == ('seconds',)
+    assert Recorder.nondeterministic_state == ('seconds',)
     for state in (a, b):
         for row in state['history']:
             assert row.pop('time') >= 0
-        for name in Recorder.wall_clock:
+        for name in Recorder.nondeterministic_state:
             del state[name]
     assert same(a, b)
     b['open']['n_before'] += 1

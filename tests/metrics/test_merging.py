@@ -286,7 +286,7 @@ def test_a_merged_metric_goes_on_after_its_reset() -> None:
 
 
 class Counted(Metric):
-    summed = ('n', 'seen', 'by_class', 'rows')
+    sum_reduced = ('n', 'seen', 'by_class', 'rows')
 
     def reset(self) -> None:
         self.n, self.seen, self.by_class, self.rows = 0, [], {}, np.zeros(2)
@@ -380,12 +380,12 @@ class Counter:
 
 
 class SummedCounter(Counter):
-    summed = ('n',)
+    sum_reduced = ('n',)
 
 
 @pytest.mark.parametrize('metric', [Silent(), Peak(M.mse), {'x': Silent()}, Counter()])
 def test_what_does_not_say_how_is_refused_at_the_start(metric: Any) -> None:
-    with pytest.raises(MetricError, match=r"summed = \('total', 'n'\)") as e:
+    with pytest.raises(MetricError, match=r"sum_reduced = \('total', 'n'\)") as e:
         check_mergeable(as_metrics(metric)[0])
     assert any(name in str(e.value) for name in ('Silent', 'Peak', 'Counter'))
 

@@ -154,7 +154,7 @@ class AsOutput(nn.Module):
 
 
 class InArrays(M.Metric):
-    summed = ('counts',)
+    sum_reduced = ('counts',)
 
     def reset(self) -> None:
         self.counts = np.zeros(3)
