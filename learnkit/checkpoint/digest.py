@@ -41,7 +41,8 @@ def digest(
     The digest depends on the keys of a dict, not on their order, and on the dtype, shape and bytes of a tensor, not on
     its device or layout. 1, 1.0 and True differ, as do 0.0 and -0.0, a list and a tuple; NaN equals itself. NumPy
     scalars are treated as Python numbers. Of a checkpoint's state, times are excluded, and the names that the entry
-    `nondeterministic_state` (`{callback: names}`) lists. Raises `OptionError`, with the place, for a value of any other type.
+    `nondeterministic_state` (`{callback: names}`) lists. Raises `OptionError`, with the place, for a value of any
+    other type.
 
     >>> a, b = torch.ones(2), torch.ones(2)
     >>> digest({'a': a, 'lr': 0.1}) == digest({'lr': 0.1, 'a': b})

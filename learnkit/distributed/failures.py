@@ -20,7 +20,7 @@ from learnkit.engine.dispatch import place
 
 __all__ = ['Failures', 'is_lost']
 
-SETTLE_S = 1.0  # seconds to wait for the reports of other ranks
+SETTLE_S = 2.0  # seconds to wait for the reports of other ranks
 PATIENCE_S = 4.0  # seconds to wait for the store, or for other ranks to read it
 # parts of gloo's messages, because gloo's errors have no type of their own
 GLOO_MESSAGES = ('gloo/transport', 'pair closure', 'Connection closed by peer')
