@@ -25,6 +25,10 @@ class TrainingPasses:
         self.stream: Stream | None = None
         self.n_drawn = 0  # the batches of the last pass
 
+    def __getstate__(self) -> dict[str, Any]:
+        "Leave out the present pass, whose iterator cannot be copied: a copy begins a new one."
+        return {**self.__dict__, 'position': None, 'stream': None}
+
     def open(self, learn: LoopLike, continued: bool = False) -> Iterator[Any]:
         "Return the batches of the next epoch, or the rest of a resumed one."
         if is_stream(learn.dls):
