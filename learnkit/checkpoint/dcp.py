@@ -9,7 +9,6 @@ read the files. No file contains a pickle.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shutil
 from collections.abc import Mapping
@@ -21,6 +20,13 @@ import torch
 from torch import Tensor
 
 from learnkit.checkpoint.file import read_entries, write_state
+from learnkit.checkpoint.side_files import (
+    check_files,
+    damaged_error,
+    describe_file,
+    file_has_size,
+    sweep_folders,
+)
 from learnkit.core.comm import Comm
 from learnkit.core.dtensor import hosted_empty, is_dtensor, local
 from learnkit.core.errors import CheckpointError, DamagedError
@@ -175,20 +181,6 @@ class Writers:
             dist.destroy_process_group(self.world.control)
 
 
-def describe_file(path: Path) -> list[Any]:
-    "Return size and digest of a file."
-    with path.open('rb') as f:
-        return [path.stat().st_size, hashlib.file_digest(f, 'sha256').hexdigest()]
-
-
-def file_has_size(path: Path, size: int) -> bool:
-    "Return True if a file exists and has the given size in bytes."
-    try:
-        return path.stat().st_size == size
-    except OSError:
-        return False
-
-
 def make_file_name(rank: int) -> str:
     return f'{rank}.safetensors'
 
@@ -209,22 +201,10 @@ def check_parts(
 ) -> None:
     "Raise `DamagedError` if a file of the folder is missing or damaged."
     folder = find_parts_folder(path)
-    files = parts['files']
-    for name, (size, digest) in files.items():
+    for name in parts['files']:
         if not _FILE.fullmatch(name):
-            raise _damaged(path, f'names a file {ascii(name)[:80]}')
-        if not file_has_size(folder / name, size):
-            raise _damaged(
-                path, f'belongs to {folder.name}/{name}, which is missing or was cut short'
-            )
-        if digests and describe_file(folder / name)[1] != digest:
-            raise _damaged(
-                path, f'belongs to {folder.name}/{name}, whose digest differs: bytes have changed'
-            )
-
-
-def _damaged(path: Path, what: str) -> DamagedError:
-    return DamagedError(f'{path} {what}. Nothing was loaded.')
+            raise damaged_error(path, f'names a file {ascii(name)[:80]}')
+    check_files(path, folder, parts['files'], digests)
 
 
 # Reading
@@ -257,7 +237,7 @@ def load_parts(
         DamagedError,
     ) as e:
         reason = next(iter(str(e).splitlines()), type(e).__name__)
-        raise _damaged(path, f'has parts that cannot be read: {reason}') from None
+        raise damaged_error(path, f'has parts that cannot be read: {reason}') from None
     return full_state
 
 
@@ -318,14 +298,4 @@ def remove_parts(path: Path) -> None:
 
 def sweep_parts(folder: Path) -> list[Path]:
     "Remove the folders of shards without a checkpoint file; the caller must hold the lock of `folder`."
-    stale = [
-        p
-        for p in sorted(folder.glob('*.parts'))
-        if p.is_dir()
-        and not p.is_symlink()
-        and re.match(r'\d+-', p.name)
-        and not p.with_suffix('.ckpt').exists()
-    ]
-    for p in stale:
-        shutil.rmtree(p, ignore_errors=True)
-    return stale
+    return sweep_folders(folder, '.parts')

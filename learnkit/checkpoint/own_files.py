@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from learnkit.core.errors import DamagedError
+from learnkit.checkpoint.side_files import check_files, damaged_error, describe_file, sweep_folders
 from learnkit.core.files import flush_file, flush_folder
 from learnkit.core.learner_type import LearnerLike
 from learnkit.engine.callback import Callback
@@ -57,7 +55,7 @@ def write_own_files(
     for file in files:
         flush_file(file)
         flush_folder(file.parent)
-    return {file.relative_to(folder).as_posix(): describe(file) for file in files}
+    return {file.relative_to(folder).as_posix(): describe_file(file) for file in files}
 
 
 def check_own_files(
@@ -67,20 +65,10 @@ def check_own_files(
 ) -> None:
     "Raise `DamagedError` for a file that is missing, or not as it was written."
     folder = own_folder(path)
-    for name, (size, digest) in files.items():
-        file = folder / name
-        if not file.resolve().is_relative_to(folder.resolve()):
-            raise DamagedError(f'{path} names a file {ascii(name)[:80]}. Nothing was loaded.')
-        if not file.is_file() or file.stat().st_size != size:
-            raise DamagedError(
-                f'{path} belongs to {folder.name}/{name}, which is missing or was cut short. '
-                'Nothing was loaded.'
-            )
-        if digests and describe(file)[1] != digest:
-            raise DamagedError(
-                f'{path} belongs to {folder.name}/{name}, whose digest differs: bytes have '
-                'changed. Nothing was loaded.'
-            )
+    for name in files:
+        if not (folder / name).resolve().is_relative_to(folder.resolve()):
+            raise damaged_error(path, f'names a file {ascii(name)[:80]}')
+    check_files(path, folder, files, digests)
 
 
 def read_own_files(
@@ -108,13 +96,4 @@ def remove_own_files(path: Path) -> None:
 
 def sweep_own_files(folder: Path) -> None:
     "Remove the files of checkpoints that do not exist; hold the lock of `folder`."
-    for own in sorted(folder.glob('*.files')):
-        is_checkpoints = own.is_dir() and not own.is_symlink() and re.match(r'\d+-', own.name)
-        if is_checkpoints and not own.with_suffix('.ckpt').exists():
-            shutil.rmtree(own, ignore_errors=True)
-
-
-def describe(file: Path) -> list[Any]:
-    "Return the size and the SHA-256 of a file."
-    with file.open('rb') as f:
-        return [file.stat().st_size, hashlib.file_digest(f, 'sha256').hexdigest()]
+    sweep_folders(folder, '.files')
