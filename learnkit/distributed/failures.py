@@ -20,7 +20,9 @@ from learnkit.engine.dispatch import place
 
 __all__ = ['Failures', 'is_lost']
 
-SETTLE_S = 2.0  # seconds to wait for the reports of other ranks
+SETTLE_S = 2.0  # seconds to wait for the report of one other rank
+# Seconds to wait while several ranks have not reported: rarely do two of them end at once, but busy ones take long.
+SETTLE_SEVERAL_S = 6.0
 PATIENCE_S = 4.0  # seconds to wait for the store, or for other ranks to read it
 # parts of gloo's messages, because gloo's errors have no type of their own
 GLOO_MESSAGES = ('gloo/transport', 'pair closure', 'Connection closed by peer')
@@ -116,7 +118,7 @@ class Failures:
 
         thread = Thread(target=ask, daemon=True)
         thread.start()
-        thread.join(PATIENCE_S + SETTLE_S)
+        thread.join(PATIENCE_S + SETTLE_SEVERAL_S)
         self._store_answers = bool(answers)
         return answers[0] if answers else None
 
@@ -145,18 +147,19 @@ class Failures:
         )
 
     def _read_cause(self, here: str, timed_out: bool) -> str:
-        "Return the message of a failed rank, or of what the other ranks report; wait `SETTLE_S` for reports."
+        "Return the message of a failed rank, or of what the other ranks report; wait for the reports."
         store = self.store
         others = [rank for rank in range(self.comm.size) if rank != self.comm.rank]
         self._set('lost', here)
-        end = monotonic() + SETTLE_S
+        began = monotonic()
         while True:
             if store.check(['error']):
                 return str(store.get('error').decode())
             left = [rank for rank in others if store.check([f'left/{rank}'])]
             lost = [rank for rank in others if store.check([f'lost/{rank}'])]
             self._silent_ranks = [rank for rank in others if rank not in lost]
-            if not self._silent_ranks or left or monotonic() > end:
+            settle_s = SETTLE_S if len(self._silent_ranks) == 1 else SETTLE_SEVERAL_S
+            if not self._silent_ranks or left or monotonic() > began + settle_s:
                 break
             sleep(0.02)
         places = {rank: store.get(f'lost/{rank}').decode() for rank in lost}

@@ -155,7 +155,7 @@ ONE = [
 
 
 @pytest.mark.parametrize('kind', ONE)
-@pytest.mark.parametrize('workers', [0, 2])
+@pytest.mark.parametrize('workers', [0, pytest.param(2, marks=pytest.mark.full)])
 def test_two_processes_become_one_and_one_becomes_two_or_four(kind: str, workers: int) -> None:
     if workers and kind != 'items shuffled':
         return

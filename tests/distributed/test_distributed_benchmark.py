@@ -66,6 +66,7 @@ def test_parts_are_measured() -> None:
     assert len(lines) == 4 and 'kB' in lines[-1]
 
 
+@pytest.mark.full
 def test_every_part_can_be_measured() -> None:
     def job(rank: int) -> Any:
         # to compare with it

@@ -100,7 +100,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize('case', CASES)
+QUICK = 'workers', 'four, accumulation'  # each of the others is a part of one of them
+
+
+@pytest.mark.parametrize(
+    'case', [case if case in QUICK else pytest.param(case, marks=pytest.mark.full) for case in CASES]
+)
 def test_a_run_that_was_broken_off_goes_on_exactly(case: str, tmp_path: Path) -> None:
     expected = train(tmp_path / 'whole', **CASES[case])
     for n in (2, 17):

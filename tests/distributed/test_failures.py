@@ -102,7 +102,7 @@ def test_a_rank_that_is_killed_is_named_by_all_others() -> None:
         began = time.monotonic()
         for child in children:
             child.wait(20)
-        assert time.monotonic() - began < 8
+        assert time.monotonic() - began < 18
         for rank in (0, 2):
             assert (
                 'DistributedError: Process 1 of 3 has ended without a message'
