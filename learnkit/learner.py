@@ -65,7 +65,6 @@ from learnkit.optim.optimizers import Adam
 from learnkit.optim.wrapper import OptimWrapper, trainable_params
 
 if TYPE_CHECKING:
-    from learnkit.callbacks.compile import WholeStep
     from learnkit.callbacks.model_summary import Summary
     from learnkit.callbacks.replay import Replay
     from learnkit.checkpoint.resume_check import ResumeCheck
@@ -124,7 +123,6 @@ class Learner(Loop):
     _ran_in: int | None = None  # id of the process that ran this Learner since the last `close`
     final_record: Any  # values of the last evaluation; set by the Recorder
     lr_search: LRSearch | None = None  # result of the last `lr_find`
-    whole_step: WholeStep | None = None  # runs the training step after `compile(step=True)`
     replay_source: Replay | None = None  # callback that keeps the batch for `replay`
     optimized_loss_sum: Tensor | None = None  # sum of this batch's losses passed to `optimize`
     n_optimized_losses = 0  # number of this batch's losses passed to `optimize`

@@ -115,6 +115,8 @@ class Loop(CallbackHost):
     batch_form: BatchForm | None = None  # how batches of the loader at hand are split
     loader_name: str | None = None  # the loader's name in `dls`, if `dl_name` is another one
     auto_microbatch: int | None = None  # the size that memory holds, with microbatch='auto'
+    # called in place of `train_batch`, which it may call: `compile(step=True)` sets it
+    whole_step: Callable[[], None] | None = None
     _takes_alone: tuple[Any, str] = None, ''  # a loss function, and if it takes predictions alone
     _pairing_known = True  # from the first loss of a fit on: it was checked against the targets
     _batch_known = True  # from the first training batch of a fit on: it was checked
@@ -197,7 +199,10 @@ class Loop(CallbackHost):
             return
         if not self._batch_known:
             self._check_first_batch()
-        self.train_batch()
+        if self.whole_step is None:
+            self.train_batch()
+        else:
+            self.whole_step()
 
     def train_batch(self) -> None:
         """Train on the batch at hand: the method that a loop of your own overrides.
