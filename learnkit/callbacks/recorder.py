@@ -16,7 +16,6 @@ from learnkit.callbacks.epoch_metrics import (
     MetricColumns,
     Microbatch,
     clone_metric,
-    has_local_samples,
     load_metrics,
     metric_states,
     pack_rows,
@@ -38,7 +37,6 @@ from learnkit.metrics.averages import (
     AvgLoss,
     as_metrics,
     check_column,
-    loss_weight,
     measures_batches,
 )
 from learnkit.metrics.base import AvgSmoothLoss, Mean, Metric, merged_losses, merged_weights
@@ -185,14 +183,22 @@ class Recorder(Plots, Callback):
 
     def _measure_microbatch(self) -> None:
         "Compute the training metrics of a microbatch while its predictions exist."
-        if not self.learn.training or self.learn.run.repeating or not has_local_samples(self.learn):
+        if (
+            not self.learn.training
+            or self.learn.run.repeating
+            or not self.learn.strategy.has_samples
+        ):
             return
         for m in self._train:
             m.accumulate(self.learn)
 
     def _keep_microbatch(self) -> None:
         "Keep the predictions of a microbatch: its batch is repeated after an out-of-memory error."
-        if not self.learn.training or self.learn.run.repeating or not has_local_samples(self.learn):
+        if (
+            not self.learn.training
+            or self.learn.run.repeating
+            or not self.learn.strategy.has_samples
+        ):
             return
         if not self.learn.run.microbatch:
             self._microbatches = []
@@ -235,7 +241,7 @@ class Recorder(Plots, Callback):
             if learn.microbatch:
                 batches: Iterable[Any] = self._microbatches
             else:
-                batches = (learn,) if has_local_samples(learn) else ()
+                batches = (learn,) if learn.strategy.has_samples else ()
             for batch in batches:
                 for m in self._train:
                     m.accumulate(batch)
@@ -246,12 +252,12 @@ class Recorder(Plots, Callback):
     def _loss_weight(self) -> Any:
         "Return the weight of the current batch's loss in the mean over the epoch or over ranks."
         learn = self.learn
-        if learn.world.size > 1 and not has_local_samples(learn):
+        if learn.world.size > 1 and not learn.strategy.has_samples:
             return 0
         if self.train_loss == 'smooth' and learn.world.size == 1:
             return 1
         try:
-            return loss_weight(learn)
+            return learn.loss_weights.weigh_batch(learn, learn.xb, learn.yb)
         except BatchError:
             return 1  # the number of samples is unknown
 
@@ -333,7 +339,7 @@ class Recorder(Plots, Callback):
             self._frame.latest.add(name)
         elif (
             self.learn.is_open('train') or self.learn.is_open('validate')
-        ) and not has_local_samples(self.learn):
+        ) and not self.learn.strategy.has_samples:
             weight = 0
         mean.add(value, 1 if weight is None else weight)
         if self.learn.fitting and name not in self._logged_names:

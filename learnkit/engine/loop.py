@@ -24,6 +24,7 @@ from learnkit.core.batch import (
     unpack_output,
 )
 from learnkit.core.comm import ALONE, Comm
+from learnkit.core.denominator import LossWeights
 from learnkit.core.errors import (
     BatchError,
     CancelBackwardException,
@@ -60,7 +61,6 @@ from learnkit.engine.dispatch import CallbackHost, place
 from learnkit.engine.evaluation import EvaluationSchedule
 from learnkit.engine.events import CONTEXTS, LEVELS
 from learnkit.engine.microbatch import (
-    LossWeights,
     restore_gradients,
     train_within_memory,
     weigh,
@@ -347,9 +347,12 @@ class Loop(CallbackHost):
             raise LossError(
                 f'{name} returned {parts!r}: a loss is a tensor, or a dict of named tensors.'
             )
+        weights = self.loss_weights
+        has_func = self.weight_func is not None
+        weight = weights.weigh_batch(self, self.xb, self.yb) if has_func else sample_count(self)
         for name, value in parts.items():
             if name != 'loss' and not self.run.repeating:
-                self.log(f'train_{name}' if self.training else name, value, self._weight())
+                self.log(f'train_{name}' if self.training else name, value, weight)
         if 'loss' in parts:
             total: Tensor = parts['loss']
         else:
@@ -367,10 +370,6 @@ class Loop(CallbackHost):
             takes = takes_alone(self.loss_func)
             self._takes_alone = self.loss_func, takes
         return takes == 'only' or (takes == 'also' and self.phase != 'predict')
-
-    def _weight(self) -> Any:
-        n = self.loss_weights.count(self, self.xb, self.yb) if self.weight_func else None
-        return sample_count(self) if n is None else n
 
     def log(self, name: str, value: Any, weight: Any = 1, shown: bool = True) -> None:
         "Average a named value over the epoch; `Learner` passes it to its recorder."
@@ -455,7 +454,7 @@ class Loop(CallbackHost):
             size = min(self.auto_microbatch or n, n)
         microbatches = self.strategy.split(self, xb, yb, size)
         if not self.loss_weights.is_sum(self):
-            weights = [self.loss_weights.of(self, *microbatch) for microbatch in microbatches]
+            weights = [self.loss_weights.weigh_batch(self, *part) for part in microbatches]
         total = None
         try:
             for i, microbatch in enumerate(microbatches):

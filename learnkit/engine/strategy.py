@@ -28,6 +28,7 @@ class SingleProcess:
     """
 
     team: Any = None  # the `DistributedTraining` of several processes
+    has_samples = True  # False on a rank without samples in the batch, which joins in
 
     @contextmanager
     def run(
@@ -75,7 +76,7 @@ class SingleProcess:
     def total_weight(self, learn: LoopLike) -> Any:
         "Return the weight of the batch over all processes; None for a loss that is a sum."
         weights = learn.loss_weights
-        return None if weights.is_sum(learn) else weights.of(learn, learn.xb, learn.yb)
+        return None if weights.is_sum(learn) else weights.weigh_batch(learn, learn.xb, learn.yb)
 
     # -- checkpoints -----------------------------------------------------------------------------
 
