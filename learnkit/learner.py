@@ -51,11 +51,15 @@ from learnkit.engine.checks import (
     check_microbatch,
     check_model,
 )
-from learnkit.engine.coverage import cover_params, note_params
 from learnkit.engine.dispatch import as_list
 from learnkit.engine.events import LEVELS, LIFECYCLE
-from learnkit.engine.freezing import check_trained, make_optimizer
 from learnkit.engine.loop import Loop
+from learnkit.engine.optimizer import (
+    cover_params,
+    make_optimizer,
+    no_params_error,
+    note_params,
+)
 from learnkit.engine.own_loop import EventCheck, find_loop_overrides
 from learnkit.engine.run import ContextStack, call_each, raise_first
 from learnkit.engine.timings import Timings
@@ -448,13 +452,14 @@ class Learner(Loop):
                 'learn nothing. Make it of `learn.model.parameters()`, or pass its class.'
             )
         self.cover_params()
-        check_trained(self.opt, self.model)
+        if not any(p.requires_grad for p in self.opt.parameters()):
+            raise no_params_error(self.model)
         wd = self.wd if wd is None else wd
         if lr is None:
             lr = self._find_initial_lrs()
         hypers = {'lr': lr, 'wd': wd}
         self.opt.set_hypers(**{name: value for name, value in hypers.items() if value is not None})
-        self._last_lrs = list_lrs(self.opt)
+        self._last_lrs = self.opt.lrs
         self.opt.zero_grad()
 
     def cover_params(self) -> None:
@@ -473,7 +478,7 @@ class Learner(Loop):
             yield
         finally:
             self.opt.eval()
-            self._last_lrs = list_lrs(self.opt)
+            self._last_lrs = self.opt.lrs
 
     def _find_initial_lrs(self) -> Any:
         """Return the initial rates of a fit that was called without `lr`.
@@ -483,7 +488,7 @@ class Learner(Loop):
         that a schedule has left are not.
         """
         requested_lr, own_lrs = self.own_lrs
-        current_lrs = list_lrs(self.opt)
+        current_lrs = self.opt.lrs
         if not current_lrs:
             return None
         if not own_lrs or requested_lr is not self.lr:
@@ -521,7 +526,7 @@ class Learner(Loop):
         self.opt = opt
         is_instance = not callable(self.opt_func)
         note_params(self, is_ready=is_instance)
-        lrs = self._last_lrs = list_lrs(opt)
+        lrs = self._last_lrs = opt.lrs
         ignores_lr = isinstance(self.lr, (int, float)) and any(lr != self.lr for lr in lrs)
         if ignores_lr and is_instance:
             self.lr = lrs[0] if len(set(lrs)) == 1 else lrs
@@ -539,7 +544,7 @@ class Learner(Loop):
         The Learner's `splitter` defines the groups. The parameters of a frozen group do not require
         gradients, except in norm layers if `train_bn` is True.
         """
-        from learnkit.engine.freezing import freeze_to
+        from learnkit.engine.optimizer import freeze_to
 
         freeze_to(self, n)
 
@@ -554,7 +559,7 @@ class Learner(Loop):
         >>> learn.model.a.requires_grad, learn.model.b.requires_grad
         (False, True)
         """
-        from learnkit.engine.freezing import freeze
+        from learnkit.engine.optimizer import freeze
 
         freeze(self)
 
@@ -567,7 +572,7 @@ class Learner(Loop):
         >>> all(p.requires_grad for p in learn.model.parameters())
         True
         """
-        from learnkit.engine.freezing import unfreeze
+        from learnkit.engine.optimizer import unfreeze
 
         unfreeze(self)
 
@@ -1545,11 +1550,6 @@ class Learner(Loop):
     @never_raising
     def _repr_html_(self) -> str:
         return learner_html(self)
-
-
-def list_lrs(opt: OptimWrapper) -> list[float]:
-    "Return the learning rate of each group that has one, as a plain number."
-    return [float(h['lr']) for h in opt.hypers if 'lr' in h]
 
 
 @atexit.register

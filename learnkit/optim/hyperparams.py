@@ -107,11 +107,14 @@ class Hypers(MutableMapping[str, Any]):
         for group, place in self._find(name):
             if place == 'weight_decay' and self.is_exempt(group):
                 continue
-            if isinstance(place, str):
-                _set_option(group, place, value)
-            else:
+            if not isinstance(place, str):
                 key, index = place
                 group[key] = tuple(value if i == index else v for i, v in enumerate(group[key]))
+            elif isinstance(group[place], torch.Tensor):
+                group[place].fill_(value)  # compiled steps hold the tensor
+            else:
+                # a clone, because the caller may change the tensor
+                group[place] = value.clone() if isinstance(value, torch.Tensor) else value
 
     def is_exempt(self, group: dict[str, Any]) -> bool:
         return bool(group['params']) and all(p in self._exempt for p in group['params'])
@@ -130,15 +133,6 @@ class Hypers(MutableMapping[str, Any]):
 
     def __contains__(self, name: object) -> bool:
         return any(place_of(str(name), g) is not None for g in self._groups)
-
-
-def _set_option(group: dict[str, Any], name: str, value: Any) -> None:
-    "Set one option of a param group; a tensor is filled, because compiled steps hold the tensor."
-    if isinstance(group[name], torch.Tensor):
-        group[name].fill_(value)
-    else:
-        # a clone, because the caller may change the tensor
-        group[name] = value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def torch_names(opt: Any, hypers: Mapping[str, Any]) -> dict[str, Any]:
