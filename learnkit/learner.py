@@ -42,11 +42,10 @@ from learnkit.core.validation import takes, warn_user
 from learnkit.data.dataloaders import as_dataloaders, check_loaders
 from learnkit.debug.repr import learner_html, learner_text
 from learnkit.engine import own_loop
-from learnkit.engine.budget import Budget, parse_length
+from learnkit.engine.budget import Budget, parse_iteration, parse_length
 from learnkit.engine.callback import SHOWN_ELSEWHERE, MissingAttribute, defined_on_class
 from learnkit.engine.checks import (
     check_function,
-    check_iteration,
     check_loss,
     check_microbatch,
     check_model,
@@ -218,7 +217,7 @@ class Learner(Loop):
         ([(0, 0), (0, 1), (1, 0), (1, 1)], 35)
         """
         __tracebackhide__ = True
-        epochs_per_iteration = check_iteration(iteration)
+        epochs_per_iteration = None if iteration is None else parse_iteration(iteration)
         epochs, budget = parse_length(self, n_epoch, start_epoch, epochs_per_iteration)
         check_loaders(self.dls)
         fit_cbs = [*as_list(cbs)]
@@ -226,11 +225,13 @@ class Learner(Loop):
             fit_cbs.append(SkipToEpoch(start_epoch))
         if budget:
             fit_cbs.append(Budget(budget))
-        if find_loop_overrides(self):
+        if type(self) is not Learner and find_loop_overrides(self):
             fit_cbs.append(EventCheck())
         fit_cbs += self.evaluations.begin(self, epochs_per_iteration)
         with self.added_cbs(fit_cbs):
-            checkpoint = find_checkpoint(self, resume)
+            checkpoint = None
+            if resume is not None and resume is not False:
+                checkpoint = find_checkpoint(self, resume)
             self.prepare_opt(lr, wd, reset_opt)
             self.replay_source = None
             with self._training_weights(), self.strategy.run(self, 'fit'):
@@ -238,7 +239,8 @@ class Learner(Loop):
                 self.epochs_per_iteration = epochs_per_iteration
                 self.run.stopping = False
                 self.timings = Timings()
-                begin_resume(self, checkpoint)
+                if checkpoint is not None:
+                    begin_resume(self, checkpoint)
                 self._with_events(self._do_fit, 'fit', CancelFitException, self._end_cleanup)
 
     def fit_until(

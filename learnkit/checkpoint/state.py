@@ -201,16 +201,9 @@ def _read_parts(learn: LearnerLike, state: Mapping[str, Any], path: Path) -> Map
     return load_parts(state, path, None if mesh is None else host_mesh(mesh))
 
 
-def begin_resume(learn: LearnerLike, r: ResumeState | None) -> None:
+def begin_resume(learn: LearnerLike, resume: ResumeState) -> None:
     "Load weights and optimizers; `restore_state` loads the rest after the first events of the fit."
-    if r is not None:
-        r = learn.strategy.take_own_state(learn, r)
-    learn.run.resume = r
-    learn.resumed = False
-    learn.run.resumes_at = 0
-    learn.passes.position = None
-    if r is None:
-        return
+    r = learn.run.resume = learn.strategy.take_own_state(learn, resume)
     learn.passes.stream = None
     _check_fits(learn, r)
     note_beginnings(learn)

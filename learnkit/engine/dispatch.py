@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from threading import RLock
 from types import FunctionType
 from typing import Any, Self, cast
@@ -399,7 +400,8 @@ class HandlerTable(dict[str, list[Entry]]):
         self.callbacks, self.training = callbacks, training
 
     def __missing__(self, name: str) -> list[Entry]:
-        event = name if name in CONTEXTS.values() else canonical_event(name)
+        is_canonical = name in EVENTS or name in CONTEXTS.values()
+        event = name if is_canonical else canonical_event(name)
         cbs = sorted(self.callbacks.ordered(), key=lambda cb: event in getattr(cb, 'runs_last', ()))
         handlers = [(self._get_handler(cb, event), cb) for cb in cbs]
         switches = self.callbacks.switches
@@ -409,18 +411,16 @@ class HandlerTable(dict[str, list[Entry]]):
 
     def _get_handler(self, cb: Any, name: str) -> Callable[[], Any] | None:
         is_event = name not in CONTEXTS.values()
-        if is_foreign(cb):
+        if not isinstance(cb, Callback):  # it is fastai's: `as_callback` accepts no other
             return foreign_handler(cb, name) if is_event else None
+        skips_rank = cb.first_process_only and not self.callbacks.learn.world.is_first
         if is_event and takes_every_event(cb):
             handler: Callable[[], Any] | None = partial(cb, name)
-        elif not cb._runs_when(name, self.training) or self._skips_rank(cb):
+        elif skips_rank or not cb._runs_when(name, self.training):
             return None
         else:
             handler = own_handler(cb, name)
         return torch.no_grad()(handler) if handler and cb.observer else handler
-
-    def _skips_rank(self, cb: Any) -> bool:
-        return cb.first_process_only and not self.callbacks.learn.world.is_first
 
 
 def takes_every_event(cb: Any) -> bool:
@@ -463,7 +463,7 @@ def sort_callbacks(cbs: list[Any]) -> list[Any]:
     befores = [getattr(cb, 'run_before', ()) for cb in cbs]
     afters = [getattr(cb, 'run_after', ()) for cb in cbs]
     if not any(befores) and not any(afters):
-        return sorted(cbs, key=lambda cb: cb.order)
+        return sorted(cbs, key=attrgetter('order'))
     successors: list[set[int]] = [set() for _ in cbs]  # indices of callbacks that must run after
     for i, (before, after) in enumerate(zip(befores, afters, strict=True)):
         for j in _find_indices(before, cbs, i):

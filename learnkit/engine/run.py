@@ -229,8 +229,7 @@ def hold_others(learn: LoopLike, kind: str) -> list[Any]:
         for cb, event_name in callers:
             warn_of_held_inputs(learn, cb, event_name)
         others += [cb for cb, _ in callers]
-    held: list[Any] = learn.callbacks.hold(others)
-    return held
+    return learn.callbacks.hold(others) if others else []
 
 
 def running_handlers(learn: LoopLike) -> list[tuple[Any, str]]:

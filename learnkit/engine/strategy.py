@@ -37,8 +37,9 @@ class SingleProcess:
         kind: str,  # 'fit', 'evaluation', or '' for events fired by hand
     ) -> Iterator[None]:
         "Open a run."
-        if kind == 'fit' and not has_joined():
-            warn_of_others(os.environ.get('WORLD_SIZE', ''))
+        n_started = os.environ.get('WORLD_SIZE', '1')
+        if kind == 'fit' and n_started != '1' and not has_joined():
+            warn_of_others(n_started)
         with open_run(learn, kind):
             yield
 
