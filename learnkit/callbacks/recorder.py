@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from html import escape
 from math import isnan
 from time import perf_counter
@@ -153,11 +152,9 @@ class Recorder(Plots, Callback):
                 self._keep_microbatch if keeps_predictions else self._measure_microbatch
             )
 
-    def _select_metrics(self, phase: str) -> list[Metric]:
+    def _select_metrics(self, phase: str, metrics: Any = None) -> list[Metric]:
         "Return the metrics that are computed in training or in evaluation."
-        return self._filter_metrics(self.learn.metrics, phase)
-
-    def _filter_metrics(self, metrics: Any, phase: str) -> list[Metric]:
+        metrics = self.learn.metrics if metrics is None else metrics
         default = self.train_metrics if phase == 'train' else self.valid_metrics
         return [m for m in metrics if m.on in (phase, 'both') or (m.on is None and default)]
 
@@ -167,7 +164,7 @@ class Recorder(Plots, Callback):
         if evaluator is None or evaluator.metrics is None:
             metrics = self._select_metrics('valid')
         else:
-            metrics = self._filter_metrics(evaluator.as_metrics(as_metrics), 'valid')
+            metrics = self._select_metrics('valid', evaluator.as_metrics(as_metrics))
         return [self.loss, *metrics] if self.valid_metrics else metrics
 
     @property
@@ -239,13 +236,13 @@ class Recorder(Plots, Callback):
             if learn.opt is not None:
                 self._steps.record(learn.opt.last_group)
             if learn.microbatch:
-                batches: Iterable[Any] = self._microbatches
+                batches: list[Any] = self._microbatches
+                self._microbatches = []
             else:
-                batches = (learn,) if learn.strategy.has_samples else ()
+                batches = [learn] if self._train and learn.strategy.has_samples else []
             for batch in batches:
                 for m in self._train:
                     m.accumulate(batch)
-            self._microbatches = []
         elif learn.phase != 'predict':
             self._measure(self._valid_mets)
 

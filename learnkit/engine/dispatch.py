@@ -263,6 +263,8 @@ class CallbackHost:
         definition. Raises `CallbackError`.
         """
         new = [as_callback(cb) for cb in as_list(cbs)]
+        if not new:
+            return self
         outdated = [self._find_outdated(type(cb)) for cb in new]
         for i, cb in enumerate(new):
             self._check_new_cb(cb, new[:i])
@@ -350,7 +352,7 @@ class CallbackHost:
     def added_cbs(self, cbs: Any) -> Iterator[Self]:
         "Add callbacks within a context, and remove them at its end."
         new = [as_callback(cb) for cb in as_list(cbs)]
-        before = list(self.cbs)
+        before = list(self.callbacks)
         try:
             self.add_cbs(new)
             yield self
