@@ -40,7 +40,7 @@ from learnkit.core.time import Time, Timestamp, as_time, crossings
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback
-from learnkit.engine.counters import check_countable
+from learnkit.engine.countable import check_countable
 from learnkit.metrics.direction import MetricProperties
 
 __all__ = ['Checkpoint']

@@ -10,7 +10,7 @@ import torch
 from learnkit.core.errors import OptionError, TimeError, did_you_mean
 from learnkit.core.time import Time, Timestamp, as_time, crossings
 from learnkit.engine.callback import Callback
-from learnkit.engine.counters import check_countable
+from learnkit.engine.countable import check_countable
 
 __all__ = ['Monitor']
 

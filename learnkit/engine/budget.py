@@ -9,7 +9,7 @@ from learnkit.core.errors import FitError, TimeError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.time import Time, as_time
 from learnkit.engine.callback import Callback
-from learnkit.engine.counters import check_countable
+from learnkit.engine.countable import check_countable
 
 __all__ = ['Budget', 'check_count', 'check_not_running', 'parse_iteration', 'parse_length']
 

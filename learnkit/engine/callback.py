@@ -17,7 +17,7 @@ from fastcore.basics import camel2snake
 from learnkit.core.errors import CallbackError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.time import Time, Timestamp, as_time, crossings
-from learnkit.engine.counters import check_countable
+from learnkit.engine.countable import check_countable
 from learnkit.engine.events import ALIASES, CONTEXTS, EVENTS, INNER_EVENTS, canonical_event
 
 __all__ = ['Callback', 'Periodic', 'MissingAttribute']
