@@ -1429,31 +1429,21 @@ class Learner(Loop):
     @contextmanager
     def _fire_outer_events(self) -> Iterator[Self]:
         "Fire the events around a validation: before_fit, before_epoch ... after_epoch, after_fit."
-        with self.strategy.run(self, ''), self._open_level('fit'), self._open_level('epoch'):
-            yield self
+        with self.strategy.run(self, ''), self.open_level('fit'):
+            self._fire_uncancelled('before_fit')
+            with self.open_level('epoch'):
+                self._fire_uncancelled('before_epoch')
+                yield self
 
-    @contextmanager
-    def _open_level(self, event_type: str) -> Iterator[None]:
-        "Fire the events of a level around a with-block, as `_with_events` does around a function."
-        level = LEVELS[event_type]
-        outer_levels = self.run.levels
-        cancelled = False
-        self.run.levels = (*outer_levels, event_type)
+    def _fire_uncancelled(self, event_name: str) -> None:
+        "Fire the first event of a level; raise `CancelError` if it cancels its level."
+        level = LEVELS[event_name.removeprefix('before_')]
         try:
-            try:
-                self(level.before)
-            except level.exception as e:
-                raise CancelError(
-                    f'{type(e).__name__} in {level.before}: a with-block cannot be skipped.'
-                ) from e
-            yield
-        except level.exception:
-            cancelled = True
-        finally:
-            self.run.levels = outer_levels
-        if cancelled:
-            self(level.after_cancel)
-        self(level.after)
+            self(event_name)
+        except level.exception as e:
+            raise CancelError(
+                f'{type(e).__name__} in {event_name}: a with-block cannot be skipped.'
+            ) from e
 
     def __copy__(self) -> Self:
         raise CallbackError('A Learner cannot share its callbacks with a copy: use copy.deepcopy.')
