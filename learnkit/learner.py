@@ -453,7 +453,7 @@ class Learner(Loop):
                 f'No parameter of this {type(self.model).__name__} is in the optimizer, which would '
                 'learn nothing. Make it of `learn.model.parameters()`, or pass its class.'
             )
-        self.cover_params()
+        cover_params(self)
         if not any(p.requires_grad for p in self.opt.parameters()):
             raise no_params_error(self.model)
         wd = self.wd if wd is None else wd
@@ -463,11 +463,6 @@ class Learner(Loop):
         self.opt.set_hypers(**{name: value for name, value in hypers.items() if value is not None})
         self._last_lrs = self.opt.lrs
         self.opt.zero_grad()
-
-    def cover_params(self) -> None:
-        "Update the optimizer's groups to the current parameters of the model."
-        if isinstance(self.opt, OptimWrapper):
-            cover_params(self)
 
     @contextmanager
     def _training_weights(self) -> Iterator[None]:

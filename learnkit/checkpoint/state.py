@@ -40,6 +40,7 @@ from learnkit.core.random import capture_rng, restore_rng
 from learnkit.core.validation import warn_user
 from learnkit.data.position import check_position
 from learnkit.engine.callback_state import collect_nondeterministic_state, note_beginnings
+from learnkit.engine.optimizer import cover_params
 from learnkit.engine.resume import LOOP_PLACES, ResumeState
 from learnkit.engine.run import add_note
 
@@ -287,7 +288,7 @@ def _add_unfrozen_params(learn: LearnerLike, state: Mapping[str, Any]) -> None:
         return
     for p in unfrozen:
         p.requires_grad_(True)
-    learn.cover_params()
+    cover_params(learn)
     for p in unfrozen:
         p.requires_grad_(False)  # `_restore_flags` sets the flags
 

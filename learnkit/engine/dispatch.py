@@ -205,7 +205,7 @@ class CallbackHost:
                 handler()
             except BaseException as e:
                 __tracebackhide__ = True  # set here, where no time is lost without an error
-                self._note(e, cb, event_name)
+                self.note_error(e, cb, event_name)
                 raise
 
     def _call_all(self, event_names: Any) -> None:
@@ -213,7 +213,7 @@ class CallbackHost:
         for name in names:
             self(str.__str__(canonical_event(name)))  # a StrEnum's member has another class
 
-    def _note(self, e: BaseException, cb: Any, event_name: str) -> None:
+    def note_error(self, e: BaseException, cb: Any, event_name: str) -> None:
         "Add a note to an exception: the callback, the event, epoch and batch."
 
     def __getstate__(self) -> dict[str, Any]:
@@ -404,8 +404,10 @@ class HandlerTable(dict[str, list[Entry]]):
     def __missing__(self, name: str) -> list[Entry]:
         is_canonical = name in EVENTS or name in CONTEXTS.values()
         event = name if is_canonical else canonical_event(name)
-        cbs = sorted(self.callbacks.ordered(), key=lambda cb: event in getattr(cb, 'runs_last', ()))
-        handlers = [(self._get_handler(cb, event), cb) for cb in cbs]
+        cbs = self.callbacks.ordered()
+        first = [cb for cb in cbs if event not in getattr(cb, 'runs_last', ())]
+        last = [cb for cb in cbs if event in getattr(cb, 'runs_last', ())]
+        handlers = [(self._get_handler(cb, event), cb) for cb in (*first, *last)]
         switches = self.callbacks.switches
         entries = [(handler, switches[id(cb)], cb) for handler, cb in handlers if handler]
         self[name] = entries

@@ -767,7 +767,7 @@ class Loop(CallbackHost):
         )  # an override may not keep them
         return level in self.run.levels or keeps_none
 
-    def _note(self, e: BaseException, cb: Callback, event_name: str) -> None:
+    def note_error(self, e: BaseException, cb: Callback, event_name: str) -> None:
         "Add to an exception where it was raised; raise `CancelError` for a Cancel with no open level."
         where = f'{type(cb).__name__}.{event_name} ({place(self)})'
         if not isinstance(e, CancelException):

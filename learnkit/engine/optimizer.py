@@ -280,6 +280,8 @@ def cover_params(learn: LearnerLike) -> None:
     warning names the parameters that require gradients and are in no optimizer.
     """
     opt = learn.opt
+    if not isinstance(opt, OptimWrapper):
+        return  # assigned by hand during a fit
     named = name_all_params(learn.model, learn.loss_func)
     if opt.seen is not None:
         own = set(opt.parameters())

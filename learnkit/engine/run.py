@@ -166,7 +166,7 @@ def call_each(learn: LoopLike, event_name: str, interrupted: bool = False) -> li
                 raise
             interrupted = interrupted or isinstance(e, KeyboardInterrupt)
             try:
-                learn._note(e, cb, event_name)
+                learn.note_error(e, cb, event_name)
             except CancelError as stray:
                 e = stray
             raised.append(e)

@@ -13,6 +13,7 @@ from learnkit.core.model import bare_model, wrappers_of
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback
 from learnkit.engine.loop import sample_count, token_count
+from learnkit.engine.optimizer import cover_params
 
 __all__ = ['TrainEvalCallback', 'SkipToEpoch']
 
@@ -121,7 +122,7 @@ class TrainEvalCallback(Callback):
                 module.training = mode
         self._starting, self._modes, self._trained = False, [], True
         if learn.fitting:
-            learn.cover_params()
+            cover_params(learn)
             learn.opt.train()
 
     def after_batch(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from numbers import Real
@@ -17,13 +18,13 @@ from learnkit.core.errors import OptimizerError, did_you_mean
 __all__ = [
     'HYPERS',
     'OPTIONS',
+    'UPPER_BOUNDS',
     'Hypers',
     'place_of',
     'torch_names',
     'spread',
     'is_many',
     'check_hyper',
-    'bound_of',
     'as_groups',
     'check_maker',
     'members',
@@ -45,7 +46,8 @@ HYPERS: dict[str, tuple[str | tuple[str, int], ...]] = {
     'eps': ('eps',),
 }
 OPTIONS = ('lr', 'momentum', 'betas', 'alpha', 'weight_decay', 'eps')  # torch's keys
-DECAY_RATES = ('mom', 'sqr_mom', 'momentum', 'alpha')  # of averages: below 1
+# exclusive upper bounds of hyperparameters that are decays of averages
+UPPER_BOUNDS = dict.fromkeys(('mom', 'sqr_mom', 'momentum', 'alpha'), 1.0)
 
 
 def place_of(name: str, group: Mapping[str, Any]) -> str | tuple[str, int] | None:
@@ -67,15 +69,10 @@ def check_hyper(name: str, value: Any) -> None:
     if not isinstance(value, (Real, torch.Tensor)):
         raise OptimizerError(f'{name}={value!r}: give a number, or one for each param group.')
     is_known = name in HYPERS or name in OPTIONS
-    if is_known and not 0 <= float(value) < bound_of(name):
+    if is_known and not 0 <= float(value) < UPPER_BOUNDS.get(name, math.inf):
         raise OptimizerError(
-            f'{name}={value!r}: give a number, 0 or more{" and below 1" * (name in DECAY_RATES)}.'
+            f'{name}={value!r}: give a number, 0 or more{" and below 1" * (name in UPPER_BOUNDS)}.'
         )
-
-
-def bound_of(name: str) -> float:
-    "Return the upper bound (exclusive) of a hyperparameter's values."
-    return 1.0 if name in DECAY_RATES else float('inf')
 
 
 class Hypers(MutableMapping[str, Any]):
