@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from learnkit.checkpoint.folder import find
-from learnkit.checkpoint.own_files import read_own_files
-from learnkit.checkpoint.saving import ensure_optimizer, move_to_device
+from learnkit.checkpoint.saving import ensure_optimizer
+from learnkit.checkpoint.side_files import read_own_files
 from learnkit.checkpoint.weights import (
     check_weights,
     collect_module_state,
@@ -34,7 +34,7 @@ from learnkit.core.dtensor import (
 )
 from learnkit.core.errors import CheckpointError
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.model import bare_model, model_device
+from learnkit.core.model import bare_model, model_device, move_to_device
 from learnkit.core.plain import plain
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.core.validation import warn_user
