@@ -225,7 +225,7 @@ class Learner(Loop):
             fit_cbs.append(SkipToEpoch(start_epoch))
         if budget:
             fit_cbs.append(Budget(budget))
-        if type(self) is not Learner and find_loop_overrides(self):
+        if find_loop_overrides(self):
             fit_cbs.append(EventCheck())
         fit_cbs += self.evaluations.begin(self, epochs_per_iteration)
         with self.added_cbs(fit_cbs):
