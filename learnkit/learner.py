@@ -42,20 +42,23 @@ from learnkit.core.validation import takes, warn_user
 from learnkit.data.dataloaders import as_dataloaders, check_loaders
 from learnkit.debug.repr import learner_html, learner_text
 from learnkit.engine import own_loop
-from learnkit.engine.budget import Budget, parse_length
+from learnkit.engine.budget import Budget, parse_iteration, parse_length
 from learnkit.engine.callback import SHOWN_ELSEWHERE, MissingAttribute, defined_on_class
 from learnkit.engine.checks import (
     check_function,
-    check_iteration,
     check_loss,
     check_microbatch,
     check_model,
 )
-from learnkit.engine.coverage import cover_params, note_params
 from learnkit.engine.dispatch import as_list
 from learnkit.engine.events import LEVELS, LIFECYCLE
-from learnkit.engine.freezing import check_trained, make_optimizer
 from learnkit.engine.loop import Loop
+from learnkit.engine.optimizer import (
+    cover_params,
+    make_optimizer,
+    no_params_error,
+    note_params,
+)
 from learnkit.engine.own_loop import EventCheck, find_loop_overrides
 from learnkit.engine.run import ContextStack, call_each, raise_first
 from learnkit.engine.timings import Timings
@@ -65,7 +68,6 @@ from learnkit.optim.optimizers import Adam
 from learnkit.optim.wrapper import OptimWrapper, trainable_params
 
 if TYPE_CHECKING:
-    from learnkit.callbacks.compile import WholeStep
     from learnkit.callbacks.model_summary import Summary
     from learnkit.callbacks.replay import Replay
     from learnkit.checkpoint.resume_check import ResumeCheck
@@ -124,7 +126,6 @@ class Learner(Loop):
     _ran_in: int | None = None  # id of the process that ran this Learner since the last `close`
     final_record: Any  # values of the last evaluation; set by the Recorder
     lr_search: LRSearch | None = None  # result of the last `lr_find`
-    whole_step: WholeStep | None = None  # runs the training step after `compile(step=True)`
     replay_source: Replay | None = None  # callback that keeps the batch for `replay`
     optimized_loss_sum: Tensor | None = None  # sum of this batch's losses passed to `optimize`
     n_optimized_losses = 0  # number of this batch's losses passed to `optimize`
@@ -216,7 +217,7 @@ class Learner(Loop):
         ([(0, 0), (0, 1), (1, 0), (1, 1)], 35)
         """
         __tracebackhide__ = True
-        epochs_per_iteration = check_iteration(iteration)
+        epochs_per_iteration = None if iteration is None else parse_iteration(iteration)
         epochs, budget = parse_length(self, n_epoch, start_epoch, epochs_per_iteration)
         check_loaders(self.dls)
         fit_cbs = [*as_list(cbs)]
@@ -228,7 +229,9 @@ class Learner(Loop):
             fit_cbs.append(EventCheck())
         fit_cbs += self.evaluations.begin(self, epochs_per_iteration)
         with self.added_cbs(fit_cbs):
-            checkpoint = find_checkpoint(self, resume)
+            checkpoint = None
+            if resume is not None and resume is not False:
+                checkpoint = find_checkpoint(self, resume)
             self.prepare_opt(lr, wd, reset_opt)
             self.replay_source = None
             with self._training_weights(), self.strategy.run(self, 'fit'):
@@ -236,7 +239,8 @@ class Learner(Loop):
                 self.epochs_per_iteration = epochs_per_iteration
                 self.run.stopping = False
                 self.timings = Timings()
-                begin_resume(self, checkpoint)
+                if checkpoint is not None:
+                    begin_resume(self, checkpoint)
                 self._with_events(self._do_fit, 'fit', CancelFitException, self._end_cleanup)
 
     def fit_until(
@@ -449,20 +453,16 @@ class Learner(Loop):
                 f'No parameter of this {type(self.model).__name__} is in the optimizer, which would '
                 'learn nothing. Make it of `learn.model.parameters()`, or pass its class.'
             )
-        self.cover_params()
-        check_trained(self.opt, self.model)
+        cover_params(self)
+        if not any(p.requires_grad for p in self.opt.parameters()):
+            raise no_params_error(self.model)
         wd = self.wd if wd is None else wd
         if lr is None:
             lr = self._find_initial_lrs()
         hypers = {'lr': lr, 'wd': wd}
         self.opt.set_hypers(**{name: value for name, value in hypers.items() if value is not None})
-        self._last_lrs = list_lrs(self.opt)
+        self._last_lrs = self.opt.lrs
         self.opt.zero_grad()
-
-    def cover_params(self) -> None:
-        "Update the optimizer's groups to the current parameters of the model."
-        if isinstance(self.opt, OptimWrapper):
-            cover_params(self)
 
     @contextmanager
     def _training_weights(self) -> Iterator[None]:
@@ -475,7 +475,7 @@ class Learner(Loop):
             yield
         finally:
             self.opt.eval()
-            self._last_lrs = list_lrs(self.opt)
+            self._last_lrs = self.opt.lrs
 
     def _find_initial_lrs(self) -> Any:
         """Return the initial rates of a fit that was called without `lr`.
@@ -485,7 +485,7 @@ class Learner(Loop):
         that a schedule has left are not.
         """
         requested_lr, own_lrs = self.own_lrs
-        current_lrs = list_lrs(self.opt)
+        current_lrs = self.opt.lrs
         if not current_lrs:
             return None
         if not own_lrs or requested_lr is not self.lr:
@@ -523,7 +523,7 @@ class Learner(Loop):
         self.opt = opt
         is_instance = not callable(self.opt_func)
         note_params(self, is_ready=is_instance)
-        lrs = self._last_lrs = list_lrs(opt)
+        lrs = self._last_lrs = opt.lrs
         ignores_lr = isinstance(self.lr, (int, float)) and any(lr != self.lr for lr in lrs)
         if ignores_lr and is_instance:
             self.lr = lrs[0] if len(set(lrs)) == 1 else lrs
@@ -541,7 +541,7 @@ class Learner(Loop):
         The Learner's `splitter` defines the groups. The parameters of a frozen group do not require
         gradients, except in norm layers if `train_bn` is True.
         """
-        from learnkit.engine.freezing import freeze_to
+        from learnkit.engine.optimizer import freeze_to
 
         freeze_to(self, n)
 
@@ -556,7 +556,7 @@ class Learner(Loop):
         >>> learn.model.a.requires_grad, learn.model.b.requires_grad
         (False, True)
         """
-        from learnkit.engine.freezing import freeze
+        from learnkit.engine.optimizer import freeze
 
         freeze(self)
 
@@ -569,7 +569,7 @@ class Learner(Loop):
         >>> all(p.requires_grad for p in learn.model.parameters())
         True
         """
-        from learnkit.engine.freezing import unfreeze
+        from learnkit.engine.optimizer import unfreeze
 
         unfreeze(self)
 
@@ -1424,31 +1424,21 @@ class Learner(Loop):
     @contextmanager
     def _fire_outer_events(self) -> Iterator[Self]:
         "Fire the events around a validation: before_fit, before_epoch ... after_epoch, after_fit."
-        with self.strategy.run(self, ''), self._open_level('fit'), self._open_level('epoch'):
-            yield self
+        with self.strategy.run(self, ''), self.open_level('fit'):
+            self._fire_uncancelled('before_fit')
+            with self.open_level('epoch'):
+                self._fire_uncancelled('before_epoch')
+                yield self
 
-    @contextmanager
-    def _open_level(self, event_type: str) -> Iterator[None]:
-        "Fire the events of a level around a with-block, as `_with_events` does around a function."
-        level = LEVELS[event_type]
-        outer_levels = self.run.levels
-        cancelled = False
-        self.run.levels = (*outer_levels, event_type)
+    def _fire_uncancelled(self, event_name: str) -> None:
+        "Fire the first event of a level; raise `CancelError` if it cancels its level."
+        level = LEVELS[event_name.removeprefix('before_')]
         try:
-            try:
-                self(level.before)
-            except level.exception as e:
-                raise CancelError(
-                    f'{type(e).__name__} in {level.before}: a with-block cannot be skipped.'
-                ) from e
-            yield
-        except level.exception:
-            cancelled = True
-        finally:
-            self.run.levels = outer_levels
-        if cancelled:
-            self(level.after_cancel)
-        self(level.after)
+            self(event_name)
+        except level.exception as e:
+            raise CancelError(
+                f'{type(e).__name__} in {event_name}: a with-block cannot be skipped.'
+            ) from e
 
     def __copy__(self) -> Self:
         raise CallbackError('A Learner cannot share its callbacks with a copy: use copy.deepcopy.')
@@ -1547,11 +1537,6 @@ class Learner(Loop):
     @never_raising
     def _repr_html_(self) -> str:
         return learner_html(self)
-
-
-def list_lrs(opt: OptimWrapper) -> list[float]:
-    "Return the learning rate of each group that has one, as a plain number."
-    return [float(h['lr']) for h in opt.hypers if 'lr' in h]
 
 
 @atexit.register

@@ -24,12 +24,11 @@ from learnkit.checkpoint.dcp import (
     Writers,
     find_parts_folder,
     remove_parts,
-    sweep_parts,
     take_parts,
 )
 from learnkit.checkpoint.file import write_state
 from learnkit.checkpoint.folder import Entry, entries, find_superfluous, next_path, parse_number
-from learnkit.checkpoint.own_files import remove_own_files, sweep_own_files, write_own_files
+from learnkit.checkpoint.side_files import remove_own_files, sweep_folders, write_own_files
 from learnkit.checkpoint.state import collect_state, copy_to_host
 from learnkit.core.dtensor import mesh_of, whole_state
 from learnkit.core.errors import CancelFitException, CheckpointError, OptionError
@@ -216,8 +215,7 @@ class Checkpoint(Callback):
             raise CheckpointError(f'{folder.absolute()} cannot hold checkpoints: {e}.') from None
         self._lock = lock
         sweep(folder)
-        sweep_parts(folder)
-        sweep_own_files(folder)
+        sweep_folders(folder)
 
     def batch_checkpoint(self) -> None:
         self._save_if_due('batch')

@@ -85,7 +85,6 @@ def compile_learner(learn: LearnerLike, step: bool = False, **options: Any) -> A
         warnings.simplefilter('ignore', DeprecationWarning)
         if step:
             learn.whole_step = WholeStep(learn, options)
-            learn.__dict__['_do_one_batch'] = learn.whole_step  # shadows the method
         else:
             learn.model._compiled_call_impl = torch.compile(make_caller(learn.model), **options)
     return learn
@@ -104,9 +103,9 @@ def explain_step(learn: LearnerLike) -> str:
 class WholeStep:
     """Training step of a Learner: compiled if possible, otherwise ordinary.
 
-    An instance replaces `_do_one_batch`. Before every batch it checks for changes since the last
-    batch: handlers, hooks, gradients, numbers, shapes. The checks take two or three microseconds in
-    total.
+    The loop calls `learn.whole_step` in place of `train_batch`. Before every batch it checks for
+    changes since the last batch: handlers, hooks, gradients, numbers, shapes. The checks take two or
+    three microseconds in total.
     """
 
     def __init__(self, learn: LearnerLike, options: dict[str, Any]) -> None:
@@ -135,8 +134,8 @@ class WholeStep:
         return WholeStep(memo.get(id(self.learn), self.learn), self.options)
 
     def __call__(self) -> None:
-        if not self.learn.training or self.given_up:
-            self._ordinary()
+        if self.given_up:
+            self.learn.train_batch()
         elif not self._fits():
             self._ordinary_then_plan()
         elif self.verdict:
@@ -144,12 +143,9 @@ class WholeStep:
         else:
             self._timed()
 
-    def _ordinary(self) -> None:
-        type(self.learn)._do_one_batch(self.learn)
-
     def _ordinary_then_plan(self) -> None:
         "Run the ordinary step, then check whether the next step can be compiled."
-        self._ordinary()
+        self.learn.train_batch()
         if self.plan or self._is_blocked() or (self.refused and self.learn.iter):
             return
         # the reasons may change until the next epoch, which checks again
@@ -212,7 +208,8 @@ class WholeStep:
 
     def explain(self) -> str:
         "Return a sentence that names the step in use, and the reason."
-        reasons = [self.given_up] if self.given_up else [*self._blocking(), *self.refused]
+        refused = self.refused or find_overrides(self.learn)
+        reasons = [self.given_up] if self.given_up else [*self._blocking(), *refused]
         if reasons:
             return f'The ordinary step runs: {"; ".join(reasons)}.'
         if self.plan is None:
@@ -230,7 +227,7 @@ class WholeStep:
         if is_compiled:
             self._compiled()
         else:
-            self._ordinary()
+            self.learn.train_batch()
         seconds = self.compiled_s if is_compiled else self.ordinary_s
         seconds.append(self._clock() - started)
         if len(self.ordinary_s) < TIMED or self.given_up:
@@ -261,7 +258,7 @@ class WholeStep:
             error = describe_error(e)
         if error:
             # raises an error of the model or the data; otherwise compiling is at fault
-            self._ordinary()
+            self.learn.train_batch()
             return self._retreat(error)
         if plan.device.type == 'cuda':
             out = map(copy_tensors, out)
@@ -321,12 +318,16 @@ class WholeStep:
         self.given_up, self.plan, self.compiled = reason, None, None
 
 
+def find_overrides(learn: LearnerLike) -> list[str]:
+    "Return a reason for each method of a training step that the Learner overrides."
+    cls = type(learn)
+    names = [n for n in OVERRIDABLE if n in vars(learn) or getattr(cls, n) is not getattr(Loop, n)]
+    return [f'{cls.__name__} has its own `{name}`' for name in names]
+
+
 def refusals(learn: LearnerLike) -> Iterator[str]:
     "Yield the permanent conditions that rule out a compiled step."
-    for name in OVERRIDABLE:
-        own = getattr(type(learn), name, None) is not getattr(Loop, name, None)
-        if own or (name in vars(learn) and name != '_do_one_batch'):
-            yield f'{type(learn).__name__} has its own `{name}`'
+    yield from find_overrides(learn)
     if isinstance(learn.model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         yield f'the model is a {type(learn.model).__name__}'
     devices = {str(p.device) for p in learn.opt.parameters() if p.requires_grad}

@@ -28,7 +28,6 @@ __all__ = [
     'clone_metric',
     'value_of',
     'read_metrics',
-    'has_local_samples',
     'metric_states',
     'load_metrics',
     'pack_rows',
@@ -189,11 +188,6 @@ def read_metrics(
         states = [sd['metrics'][i] for sd in gathered]
         values.append(_read_merged(m, states, n_batches, device))
     return values, gathered
-
-
-def has_local_samples(learn: LearnerLike) -> bool:
-    "Return True if this rank has samples in the current batch; ranks without samples join in."
-    return learn.strategy.team is None or learn.strategy.team.has_samples
 
 
 def _read_merged(m: Metric, states: list[Any], n: int, device: torch.device) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from html import escape
 from math import isnan
 from time import perf_counter
@@ -16,7 +15,6 @@ from learnkit.callbacks.epoch_metrics import (
     MetricColumns,
     Microbatch,
     clone_metric,
-    has_local_samples,
     load_metrics,
     metric_states,
     pack_rows,
@@ -38,7 +36,6 @@ from learnkit.metrics.averages import (
     AvgLoss,
     as_metrics,
     check_column,
-    loss_weight,
     measures_batches,
 )
 from learnkit.metrics.base import AvgSmoothLoss, Mean, Metric, merged_losses, merged_weights
@@ -155,11 +152,9 @@ class Recorder(Plots, Callback):
                 self._keep_microbatch if keeps_predictions else self._measure_microbatch
             )
 
-    def _select_metrics(self, phase: str) -> list[Metric]:
+    def _select_metrics(self, phase: str, metrics: Any = None) -> list[Metric]:
         "Return the metrics that are computed in training or in evaluation."
-        return self._filter_metrics(self.learn.metrics, phase)
-
-    def _filter_metrics(self, metrics: Any, phase: str) -> list[Metric]:
+        metrics = self.learn.metrics if metrics is None else metrics
         default = self.train_metrics if phase == 'train' else self.valid_metrics
         return [m for m in metrics if m.on in (phase, 'both') or (m.on is None and default)]
 
@@ -169,7 +164,7 @@ class Recorder(Plots, Callback):
         if evaluator is None or evaluator.metrics is None:
             metrics = self._select_metrics('valid')
         else:
-            metrics = self._filter_metrics(evaluator.as_metrics(as_metrics), 'valid')
+            metrics = self._select_metrics('valid', evaluator.as_metrics(as_metrics))
         return [self.loss, *metrics] if self.valid_metrics else metrics
 
     @property
@@ -185,14 +180,22 @@ class Recorder(Plots, Callback):
 
     def _measure_microbatch(self) -> None:
         "Compute the training metrics of a microbatch while its predictions exist."
-        if not self.learn.training or self.learn.run.repeating or not has_local_samples(self.learn):
+        if (
+            not self.learn.training
+            or self.learn.run.repeating
+            or not self.learn.strategy.has_samples
+        ):
             return
         for m in self._train:
             m.accumulate(self.learn)
 
     def _keep_microbatch(self) -> None:
         "Keep the predictions of a microbatch: its batch is repeated after an out-of-memory error."
-        if not self.learn.training or self.learn.run.repeating or not has_local_samples(self.learn):
+        if (
+            not self.learn.training
+            or self.learn.run.repeating
+            or not self.learn.strategy.has_samples
+        ):
             return
         if not self.learn.run.microbatch:
             self._microbatches = []
@@ -233,25 +236,25 @@ class Recorder(Plots, Callback):
             if learn.opt is not None:
                 self._steps.record(learn.opt.last_group)
             if learn.microbatch:
-                batches: Iterable[Any] = self._microbatches
+                batches: list[Any] = self._microbatches
+                self._microbatches = []
             else:
-                batches = (learn,) if has_local_samples(learn) else ()
+                batches = [learn] if self._train and learn.strategy.has_samples else []
             for batch in batches:
                 for m in self._train:
                     m.accumulate(batch)
-            self._microbatches = []
         elif learn.phase != 'predict':
             self._measure(self._valid_mets)
 
     def _loss_weight(self) -> Any:
         "Return the weight of the current batch's loss in the mean over the epoch or over ranks."
         learn = self.learn
-        if learn.world.size > 1 and not has_local_samples(learn):
+        if learn.world.size > 1 and not learn.strategy.has_samples:
             return 0
         if self.train_loss == 'smooth' and learn.world.size == 1:
             return 1
         try:
-            return loss_weight(learn)
+            return learn.loss_weights.weigh_batch(learn, learn.xb, learn.yb)
         except BatchError:
             return 1  # the number of samples is unknown
 
@@ -333,7 +336,7 @@ class Recorder(Plots, Callback):
             self._frame.latest.add(name)
         elif (
             self.learn.is_open('train') or self.learn.is_open('validate')
-        ) and not has_local_samples(self.learn):
+        ) and not self.learn.strategy.has_samples:
             weight = 0
         mean.add(value, 1 if weight is None else weight)
         if self.learn.fitting and name not in self._logged_names:

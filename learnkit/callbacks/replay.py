@@ -194,8 +194,7 @@ def repeat(learn: LearnerLike, source: Replay, drawn: Drawn, detect_anomaly: boo
     "Enter the levels of the loop, run the batch, and clean up as after an interrupted run."
     training = drawn.state['training']
     levels = ('fit', 'epoch', 'train') if training else ('fit', 'epoch', 'validate')
-    if learn.whole_step is not None:
-        vars(learn).pop('_do_one_batch', None)  # one compiled step has no events inside
+    learn.whole_step = None  # a compiled step has no events inside
     learn.passes = KnownPass(source._indices)
     if learn.opt is None or learn.has_foreign_opt():
         learn.create_opt()

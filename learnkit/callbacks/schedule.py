@@ -22,9 +22,8 @@ from learnkit.core.errors import ScheduleError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.validation import warn_user
 from learnkit.data.checks import epoch_length
-from learnkit.engine.budget import parse_length
+from learnkit.engine.budget import check_count, parse_length
 from learnkit.engine.callback import Callback
-from learnkit.engine.checks import check_count
 from learnkit.engine.dispatch import as_list
 from learnkit.optim.annealing import (
     SchedCos,
@@ -38,7 +37,7 @@ from learnkit.optim.annealing import (
     combine_scheds,
     combined_cos,
 )
-from learnkit.optim.hyperparams import HYPERS, OPTIONS, bound_of, place_of
+from learnkit.optim.hyperparams import HYPERS, OPTIONS, UPPER_BOUNDS, place_of
 
 __all__ = [
     'annealer',
@@ -115,7 +114,7 @@ class ParamScheduler(Callback):
             pct = 1.0  # rounding errors, or a loader longer than its reported length
         for name, f, least, locations in self._plan:
             value = f(pct)
-            if value.__class__ is float and least <= value < bound_of(name):
+            if value.__class__ is float and least <= value < UPPER_BOUNDS.get(name, math.inf):
                 for group, key, index, _ in locations:
                     _set_value(group, key, index, value)
             else:
@@ -149,7 +148,8 @@ class ParamScheduler(Callback):
         # the usual case, an array in the allowed range, is checked faster here
         if value.__class__ is np.ndarray and value.shape == (self._n_groups,):
             values = value.tolist()
-            if min(values) >= least and sum(values) < math.inf and max(values) < bound_of(name):
+            bound = UPPER_BOUNDS.get(name, math.inf)
+            if min(values) >= least and sum(values) < math.inf and max(values) < bound:
                 return values
         return self.learn.opt._check_values(
             name, value.tolist() if hasattr(value, 'tolist') else value

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from learnkit.checkpoint.file import read_entries, write_state
 from learnkit.checkpoint.side_files import (
+    PARTS,
     check_files,
     damaged_error,
     describe_file,
     file_has_size,
-    sweep_folders,
 )
 from learnkit.core.comm import Comm
 from learnkit.core.dtensor import hosted_empty, is_dtensor, local
@@ -42,7 +42,6 @@ __all__ = [
     'load_parts',
     'check_parts',
     'remove_parts',
-    'sweep_parts',
     'Writers',
 ]
 
@@ -53,7 +52,7 @@ Parts = dict[str, Tensor]  # DTensors, on the CPU when they are written
 
 def find_parts_folder(path: Path) -> Path:
     "Return the folder of shards that belongs to a checkpoint's file."
-    return path.with_suffix('.parts')
+    return path.with_suffix(PARTS)
 
 
 # Splitting a state
@@ -294,8 +293,3 @@ def _join(entry: Mapping[str, Any], pieces: list[Tensor], mesh: DeviceMesh | Non
 def remove_parts(path: Path) -> None:
     "Remove the folder of shards of a removed checkpoint."
     shutil.rmtree(find_parts_folder(path), ignore_errors=True)
-
-
-def sweep_parts(folder: Path) -> list[Path]:
-    "Remove the folders of shards without a checkpoint file; the caller must hold the lock of `folder`."
-    return sweep_folders(folder, '.parts')

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from learnkit.checkpoint.file import read_info, read_state
-from learnkit.checkpoint.own_files import check_own_files
+from learnkit.checkpoint.side_files import check_own_files
 from learnkit.core.errors import CheckpointError, DamagedError, did_you_mean
 from learnkit.core.validation import warn_user
 

@@ -31,7 +31,7 @@ from learnkit.core.dtensor import mesh_of, whole_state
 from learnkit.core.errors import ModelError, OptimizerError, OptionError, WeightsError
 from learnkit.core.files import atomic_write, check_writable
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.model import bare_model, name_of
+from learnkit.core.model import bare_model, move_to_device, name_of
 from learnkit.core.plain import plain
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import evaluation_loaders
@@ -46,7 +46,6 @@ __all__ = [
     'export',
     'find_weights_path',
     'load',
-    'move_to_device',
     'save',
     'save_learner',
 ]
@@ -150,16 +149,6 @@ def ensure_optimizer(learn: LearnerLike, needed: bool) -> Iterator[None]:
     except BaseException:
         learn.opt, learn.lr, learn.own_lrs, learn.counters.steps = before
         raise
-
-
-def move_to_device(learn: LearnerLike) -> None:
-    "Move the model, and a loss function that is a module, to the device of the data, if it has one."
-    device = getattr(learn.dls, 'device', None)
-    if device is None:
-        return
-    for module in (learn.model, learn.loss_func):
-        if isinstance(module, nn.Module):
-            module.to(device)
 
 
 def find_weights_path(learn: LearnerLike, file: Any, to_read: bool = False) -> Path:

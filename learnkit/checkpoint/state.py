@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from learnkit.checkpoint.folder import find
-from learnkit.checkpoint.own_files import read_own_files
-from learnkit.checkpoint.saving import ensure_optimizer, move_to_device
+from learnkit.checkpoint.saving import ensure_optimizer
+from learnkit.checkpoint.side_files import read_own_files
 from learnkit.checkpoint.weights import (
     check_weights,
     collect_module_state,
@@ -34,12 +34,13 @@ from learnkit.core.dtensor import (
 )
 from learnkit.core.errors import CheckpointError
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.model import bare_model, model_device
+from learnkit.core.model import bare_model, model_device, move_to_device
 from learnkit.core.plain import plain
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.core.validation import warn_user
 from learnkit.data.position import check_position
 from learnkit.engine.callback_state import collect_nondeterministic_state, note_beginnings
+from learnkit.engine.optimizer import cover_params
 from learnkit.engine.resume import LOOP_PLACES, ResumeState
 from learnkit.engine.run import add_note
 
@@ -201,16 +202,9 @@ def _read_parts(learn: LearnerLike, state: Mapping[str, Any], path: Path) -> Map
     return load_parts(state, path, None if mesh is None else host_mesh(mesh))
 
 
-def begin_resume(learn: LearnerLike, r: ResumeState | None) -> None:
+def begin_resume(learn: LearnerLike, resume: ResumeState) -> None:
     "Load weights and optimizers; `restore_state` loads the rest after the first events of the fit."
-    if r is not None:
-        r = learn.strategy.take_own_state(learn, r)
-    learn.run.resume = r
-    learn.resumed = False
-    learn.run.resumes_at = 0
-    learn.passes.position = None
-    if r is None:
-        return
+    r = learn.run.resume = learn.strategy.take_own_state(learn, resume)
     learn.passes.stream = None
     _check_fits(learn, r)
     note_beginnings(learn)
@@ -294,7 +288,7 @@ def _add_unfrozen_params(learn: LearnerLike, state: Mapping[str, Any]) -> None:
         return
     for p in unfrozen:
         p.requires_grad_(True)
-    learn.cover_params()
+    cover_params(learn)
     for p in unfrozen:
         p.requires_grad_(False)  # `_restore_flags` sets the flags
 

@@ -14,13 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from learnkit.core.batch import find_bs
 from learnkit.core.errors import OptionError, did_you_mean
+from learnkit.core.learner_type import LoopLike
 from learnkit.core.validation import warn_user
 
 __all__ = [
     'ClassTargets',
     'Denominator',
     'Elements',
+    'LossWeights',
     'ModelTargets',
     'Samples',
     'Tokens',
@@ -239,6 +242,70 @@ def denominator_of_model(model: nn.Module) -> Denominator:
         ('LMHeadModel', 'ForConditionalGeneration')
     )
     return ModelTargets(is_shifted=is_decoder and predicts_next and not name.startswith('XLNet'))
+
+
+class LossWeights:
+    """What a batch weighs in a mean of losses, so that the parts of a batch add up to the whole.
+
+    Most losses are means over samples; cross-entropy is one over the targets that are not ignored,
+    by their class weights. `weight_func` takes precedence.
+    """
+
+    def __init__(self) -> None:
+        # the loss, `weight_func` and class of the model that the denominator was found for
+        self._asked: tuple[Any, Any, Any] = None, None, None
+        self._denominator: Denominator | None = None
+
+    def is_sum(self, learn: LoopLike) -> bool:
+        "Return True if the loss adds up over samples, and is not their mean."
+        of_partial = getattr(learn.loss_func, 'keywords', {}).get('reduction')
+        return bool(getattr(learn.loss_func, 'reduction', of_partial) == 'sum')
+
+    def are_samples(self, learn: LoopLike) -> bool:
+        "Return True if batches with as many samples weigh the same."
+        if callable(learn.weight_func):
+            return False
+        return learn.callbacks.average_samples() or not self.denominator(learn).varies(learn.yb)
+
+    def weigh_batch(self, learn: LoopLike, xb: Any, yb: Any) -> Any:
+        "Return the weight of a batch, or a part of one: a number, or a tensor on its device."
+        weight = None
+        if callable(learn.weight_func):
+            weight = learn.weight_func(xb, yb)
+        elif not (learn.training and learn.callbacks.average_samples()):
+            denominator = self.denominator(learn)
+            if not learn.iter:
+                denominator.look(yb)  # once a pass: it may wait for the device
+            weight = denominator.count(yb)
+        return find_bs(xb, yb, learn.size_func) if weight is None else weight
+
+    def denominator(self, learn: LoopLike) -> Denominator:
+        "Return what the loss averages over, found once for a loss function."
+        asked = learn.loss_func, learn.weight_func, learn.model.__class__
+        if self._denominator is None or asked != self._asked:
+            self._denominator = find_denominator(learn)
+            self._asked = asked
+        return self._denominator
+
+    def __getstate__(self) -> dict[str, Any]:
+        "Return nothing: a copy finds it again."
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        LossWeights.__init__(self)
+
+
+def find_denominator(learn: LoopLike) -> Denominator:
+    "Return what the loss of a Learner averages over."
+    if learn.weight_func == 'samples':
+        return Samples()
+    if learn.loss_func is None:
+        of_loss = denominator_of_model(learn.model)
+    else:
+        of_loss = denominator_of(learn.loss_func)
+    if learn.weight_func != 'tokens':
+        return of_loss
+    return Tokens(of_loss.ignore_index) if isinstance(of_loss, ClassTargets) else Tokens()
 
 
 def check_weight_func(weight_func: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Unwrapping of models, and the device of a model."""
+"""The model inside of wrappers, and the device of a model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ['bare_model', 'wrappers_of', 'model_device', 'name_of']
+from learnkit.core.learner_type import LearnerLike
+
+__all__ = ['bare_model', 'wrappers_of', 'model_device', 'move_to_device', 'name_of']
 
 
 def bare_model(model: nn.Module) -> nn.Module:
@@ -37,6 +39,16 @@ def model_device(model: nn.Module, dls: Any) -> torch.device:
     for p in model.parameters():
         return p.device
     return torch.device(getattr(dls, 'device', None) or 'cpu')
+
+
+def move_to_device(learn: LearnerLike) -> None:
+    "Move the model, and a loss function that is a module, to the device of the data, if it has one."
+    device = getattr(learn.dls, 'device', None)
+    if device is None:
+        return
+    for module in (learn.model, learn.loss_func):
+        if isinstance(module, nn.Module):
+            module.to(device)
 
 
 def name_of(f: Any) -> str:

@@ -264,9 +264,11 @@ def check_pairing(
     Traceback (most recent call last):
     learnkit.core.errors.LossError: mse_loss compares each of the 8 predictions with each of the 8 targets: ...
     """
-    if len(yb) != 1 or not _would_broadcast(pred, yb[0]):
+    if len(yb) != 1 or not isinstance(pred, Tensor) or not isinstance(yb[0], Tensor):
         return
     targ = yb[0]
+    if pred.shape == targ.shape or not _would_broadcast(pred, targ):
+        return
     if not _ignores_order(loss_func, pred, targ):
         return
     func = loss_func.func if isinstance(loss_func, partial) else loss_func
@@ -293,10 +295,8 @@ def shape_fix(
     return 'Give both one shape.'
 
 
-def _would_broadcast(pred: Any, targ: Any) -> bool:
+def _would_broadcast(pred: Tensor, targ: Tensor) -> bool:
     "Return True if torch would broadcast predictions and as many targets to more elements."
-    if not isinstance(pred, Tensor) or not isinstance(targ, Tensor) or pred.shape == targ.shape:
-        return False
     if pred.numel() != targ.numel() or pred.is_complex() or targ.is_complex():
         return False
     try:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, StackDataset
 
-from learnkit.core.batch import BatchForm, to_device
+from learnkit.core.batch import BatchForm
 from learnkit.core.errors import EmptyLoaderError, LoaderError
 from learnkit.core.html import never_raising, table
 from learnkit.data.checks import (
@@ -433,7 +433,8 @@ class TensorLoader:
         return next(iter(self._split_rows(self.draw_order(), i))).tolist()
 
     def _index_batches(self, n: int, pinned: bool) -> Iterator[tuple[Tensor, ...]]:
-        order = to_device(self.draw_order(), self.tensors[0].device)
+        device = self.tensors[0].device
+        order = self.draw_order().to(device, non_blocking=device.type == 'cuda')
         take = select_pinned if pinned else torch.index_select
         batch_indices = self._split_rows(order, n)
         return (tuple([take(t, 0, idx) for t in self.tensors]) for idx in batch_indices)

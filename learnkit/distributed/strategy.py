@@ -73,6 +73,11 @@ class SeveralProcesses(SingleProcess):
 
     # -- a batch ---------------------------------------------------------------------------------
 
+    @property
+    def has_samples(self) -> bool:  # type: ignore[override]  # read-only: the batch decides
+        "True if the current batch has samples of this rank."
+        return bool(self.team.has_samples)
+
     def batch_loss(self, learn: LoopLike) -> Tensor:
         "Return the mean loss over the samples of all ranks."
         return learn.world.sum(learn.loss * self.gradient_share(learn)) / learn.world.size
@@ -111,7 +116,9 @@ class SeveralProcesses(SingleProcess):
 
     def own_weight(self, learn: LoopLike) -> Any:
         "Return the weight of this rank's batch; 0 for a filler, a sample that does not count."
-        return learn.loss_weights.of(learn, learn.xb, learn.yb) if self.own_samples(learn) else 0.0
+        if not self.own_samples(learn):
+            return 0.0
+        return learn.loss_weights.weigh_batch(learn, learn.xb, learn.yb)
 
     def count_samples(self, learn: LoopLike) -> int:
         "Return the number of samples of the batch over all ranks."

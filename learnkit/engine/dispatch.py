@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from threading import RLock
 from types import FunctionType
 from typing import Any, Self, cast
@@ -204,7 +205,7 @@ class CallbackHost:
                 handler()
             except BaseException as e:
                 __tracebackhide__ = True  # set here, where no time is lost without an error
-                self._note(e, cb, event_name)
+                self.note_error(e, cb, event_name)
                 raise
 
     def _call_all(self, event_names: Any) -> None:
@@ -212,7 +213,7 @@ class CallbackHost:
         for name in names:
             self(str.__str__(canonical_event(name)))  # a StrEnum's member has another class
 
-    def _note(self, e: BaseException, cb: Any, event_name: str) -> None:
+    def note_error(self, e: BaseException, cb: Any, event_name: str) -> None:
         "Add a note to an exception: the callback, the event, epoch and batch."
 
     def __getstate__(self) -> dict[str, Any]:
@@ -262,6 +263,8 @@ class CallbackHost:
         definition. Raises `CallbackError`.
         """
         new = [as_callback(cb) for cb in as_list(cbs)]
+        if not new:
+            return self
         outdated = [self._find_outdated(type(cb)) for cb in new]
         for i, cb in enumerate(new):
             self._check_new_cb(cb, new[:i])
@@ -349,7 +352,7 @@ class CallbackHost:
     def added_cbs(self, cbs: Any) -> Iterator[Self]:
         "Add callbacks within a context, and remove them at its end."
         new = [as_callback(cb) for cb in as_list(cbs)]
-        before = list(self.cbs)
+        before = list(self.callbacks)
         try:
             self.add_cbs(new)
             yield self
@@ -399,9 +402,12 @@ class HandlerTable(dict[str, list[Entry]]):
         self.callbacks, self.training = callbacks, training
 
     def __missing__(self, name: str) -> list[Entry]:
-        event = name if name in CONTEXTS.values() else canonical_event(name)
-        cbs = sorted(self.callbacks.ordered(), key=lambda cb: event in getattr(cb, 'runs_last', ()))
-        handlers = [(self._get_handler(cb, event), cb) for cb in cbs]
+        is_canonical = name in EVENTS or name in CONTEXTS.values()
+        event = name if is_canonical else canonical_event(name)
+        cbs = self.callbacks.ordered()
+        first = [cb for cb in cbs if event not in getattr(cb, 'runs_last', ())]
+        last = [cb for cb in cbs if event in getattr(cb, 'runs_last', ())]
+        handlers = [(self._get_handler(cb, event), cb) for cb in (*first, *last)]
         switches = self.callbacks.switches
         entries = [(handler, switches[id(cb)], cb) for handler, cb in handlers if handler]
         self[name] = entries
@@ -409,18 +415,16 @@ class HandlerTable(dict[str, list[Entry]]):
 
     def _get_handler(self, cb: Any, name: str) -> Callable[[], Any] | None:
         is_event = name not in CONTEXTS.values()
-        if is_foreign(cb):
+        if not isinstance(cb, Callback):  # it is fastai's: `as_callback` accepts no other
             return foreign_handler(cb, name) if is_event else None
+        skips_rank = cb.first_process_only and not self.callbacks.learn.world.is_first
         if is_event and takes_every_event(cb):
             handler: Callable[[], Any] | None = partial(cb, name)
-        elif not cb._runs_when(name, self.training) or self._skips_rank(cb):
+        elif skips_rank or not cb._runs_when(name, self.training):
             return None
         else:
             handler = own_handler(cb, name)
         return torch.no_grad()(handler) if handler and cb.observer else handler
-
-    def _skips_rank(self, cb: Any) -> bool:
-        return cb.first_process_only and not self.callbacks.learn.world.is_first
 
 
 def takes_every_event(cb: Any) -> bool:
@@ -463,7 +467,7 @@ def sort_callbacks(cbs: list[Any]) -> list[Any]:
     befores = [getattr(cb, 'run_before', ()) for cb in cbs]
     afters = [getattr(cb, 'run_after', ()) for cb in cbs]
     if not any(befores) and not any(afters):
-        return sorted(cbs, key=lambda cb: cb.order)
+        return sorted(cbs, key=attrgetter('order'))
     successors: list[set[int]] = [set() for _ in cbs]  # indices of callbacks that must run after
     for i, (before, after) in enumerate(zip(befores, afters, strict=True)):
         for j in _find_indices(before, cbs, i):

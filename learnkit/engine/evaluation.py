@@ -41,7 +41,8 @@ class EvaluationSchedule:
         names = [name for name, _ in evaluation_loaders(learn.dls)]
         intervals = [every for name in names if (every := self.every_of(learn, name)) is not None]
         for every in intervals:
-            check_countable(learn, every)
+            if every.unit not in AT_EPOCH_ENDS:
+                check_countable(learn, every)
             if every.unit == 'iter' and per_iteration is None:
                 raise TimeError(
                     f"evaluation every {str(every)!r}: say how long one is, `fit(n, iteration='2ep')`."

@@ -24,6 +24,7 @@ from learnkit.core.batch import (
     unpack_output,
 )
 from learnkit.core.comm import ALONE, Comm
+from learnkit.core.denominator import LossWeights
 from learnkit.core.errors import (
     BatchError,
     CancelBackwardException,
@@ -60,7 +61,6 @@ from learnkit.engine.dispatch import CallbackHost, place
 from learnkit.engine.evaluation import EvaluationSchedule
 from learnkit.engine.events import CONTEXTS, LEVELS
 from learnkit.engine.microbatch import (
-    LossWeights,
     restore_gradients,
     train_within_memory,
     weigh,
@@ -115,6 +115,8 @@ class Loop(CallbackHost):
     batch_form: BatchForm | None = None  # how batches of the loader at hand are split
     loader_name: str | None = None  # the loader's name in `dls`, if `dl_name` is another one
     auto_microbatch: int | None = None  # the size that memory holds, with microbatch='auto'
+    # called in place of `train_batch`, which it may call: `compile(step=True)` sets it
+    whole_step: Callable[[], None] | None = None
     _takes_alone: tuple[Any, str] = None, ''  # a loss function, and if it takes predictions alone
     _pairing_known = True  # from the first loss of a fit on: it was checked against the targets
     _batch_known = True  # from the first training batch of a fit on: it was checked
@@ -197,7 +199,10 @@ class Loop(CallbackHost):
             return
         if not self._batch_known:
             self._check_first_batch()
-        self.train_batch()
+        if self.whole_step is None:
+            self.train_batch()
+        else:
+            self.whole_step()
 
     def train_batch(self) -> None:
         """Train on the batch at hand: the method that a loop of your own overrides.
@@ -273,6 +278,26 @@ class Loop(CallbackHost):
         self(level.after)
         final()
 
+    @contextmanager
+    def open_level(self, event_type: str) -> Iterator[None]:
+        """Open a level for a with-block, which fires its first event; fire the others at the end.
+
+        A function runs in `_with_events`, which takes less time, and has dropped the Cancel
+        exception, with the tensors of its frames, when the handlers of `after_cancel_*` run.
+        """
+        level, run = LEVELS[event_type], self.run
+        outer, cancelled = run.levels, False
+        run.levels = (*outer, event_type)
+        try:
+            yield
+        except level.exception:
+            cancelled = True
+        finally:
+            run.levels = outer
+        if cancelled:
+            self(level.after_cancel)
+        self(level.after)
+
     # -- the parts of a batch --------------------------------------------------------------------
 
     def clear_pass(self) -> None:
@@ -342,9 +367,12 @@ class Loop(CallbackHost):
             raise LossError(
                 f'{name} returned {parts!r}: a loss is a tensor, or a dict of named tensors.'
             )
+        weights = self.loss_weights
+        has_func = self.weight_func is not None
+        weight = weights.weigh_batch(self, self.xb, self.yb) if has_func else sample_count(self)
         for name, value in parts.items():
             if name != 'loss' and not self.run.repeating:
-                self.log(f'train_{name}' if self.training else name, value, self._weight())
+                self.log(f'train_{name}' if self.training else name, value, weight)
         if 'loss' in parts:
             total: Tensor = parts['loss']
         else:
@@ -362,10 +390,6 @@ class Loop(CallbackHost):
             takes = takes_alone(self.loss_func)
             self._takes_alone = self.loss_func, takes
         return takes == 'only' or (takes == 'also' and self.phase != 'predict')
-
-    def _weight(self) -> Any:
-        n = self.loss_weights.count(self, self.xb, self.yb) if self.weight_func else None
-        return sample_count(self) if n is None else n
 
     def log(self, name: str, value: Any, weight: Any = 1, shown: bool = True) -> None:
         "Average a named value over the epoch; `Learner` passes it to its recorder."
@@ -450,7 +474,7 @@ class Loop(CallbackHost):
             size = min(self.auto_microbatch or n, n)
         microbatches = self.strategy.split(self, xb, yb, size)
         if not self.loss_weights.is_sum(self):
-            weights = [self.loss_weights.of(self, *microbatch) for microbatch in microbatches]
+            weights = [self.loss_weights.weigh_batch(self, *part) for part in microbatches]
         total = None
         try:
             for i, microbatch in enumerate(microbatches):
@@ -743,7 +767,7 @@ class Loop(CallbackHost):
         )  # an override may not keep them
         return level in self.run.levels or keeps_none
 
-    def _note(self, e: BaseException, cb: Callback, event_name: str) -> None:
+    def note_error(self, e: BaseException, cb: Callback, event_name: str) -> None:
         "Add to an exception where it was raised; raise `CancelError` for a Cancel with no open level."
         where = f'{type(cb).__name__}.{event_name} ({place(self)})'
         if not isinstance(e, CancelException):

@@ -1,4 +1,4 @@
-"""What the parts of a batch weigh in its loss, and how large a microbatch memory allows."""
+"""Microbatches: the share of each in the loss of its batch, and the size that memory allows."""
 
 from __future__ import annotations
 
@@ -9,88 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from learnkit.core.batch import count_samples, find_bs
-from learnkit.core.denominator import (
-    ClassTargets,
-    Denominator,
-    Samples,
-    Tokens,
-    denominator_of,
-    denominator_of_model,
-)
+from learnkit.core.batch import count_samples
 from learnkit.core.learner_type import LoopLike
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.engine.run import add_note
 
-__all__ = ['LossWeights', 'restore_gradients', 'train_within_memory', 'weigh', 'weighted_loss']
-
-
-class LossWeights:
-    """What the loss of a batch averages over, so that its parts add up to the whole.
-
-    For most losses these are the samples; for cross-entropy the targets that are not ignored, with
-    their class weights; or what `weight_func` says.
-    """
-
-    def __init__(self) -> None:
-        # the loss, `weight_func` and class of the model that the denominator was found for
-        self._asked: tuple[Any, Any, Any] = None, None, None
-        self._denominator: Denominator | None = None
-
-    def is_sum(self, learn: LoopLike) -> bool:
-        "Return True if the loss adds up over samples, and is not their mean."
-        of_partial = getattr(learn.loss_func, 'keywords', {}).get('reduction')
-        return bool(getattr(learn.loss_func, 'reduction', of_partial) == 'sum')
-
-    def are_samples(self, learn: LoopLike) -> bool:
-        "Return True if batches with as many samples weigh the same."
-        if callable(learn.weight_func):
-            return False
-        return learn.callbacks.average_samples() or not self.denominator(learn).varies(learn.yb)
-
-    def of(self, learn: LoopLike, xb: Any, yb: Any) -> Any:
-        "Return the weight of a batch, or a part of one: a number, or a tensor on its device."
-        n = self.count(learn, xb, yb)
-        return find_bs(xb, yb, learn.size_func) if n is None else n
-
-    def count(self, learn: LoopLike, xb: Any, yb: Any) -> Any:
-        "Return what the loss of a batch averages over; None for its samples."
-        if callable(learn.weight_func):
-            return learn.weight_func(xb, yb)
-        if learn.training and learn.callbacks.average_samples():
-            return None
-        denominator = self.denominator(learn)
-        if not learn.iter:
-            denominator.look(yb)  # once a pass: it may wait for the device
-        return denominator.count(yb)
-
-    def denominator(self, learn: LoopLike) -> Denominator:
-        "Return what the loss averages over, found once for a loss function."
-        asked = learn.loss_func, learn.weight_func, learn.model.__class__
-        if self._denominator is None or asked != self._asked:
-            self._denominator = find_denominator(learn)
-            self._asked = asked
-        return self._denominator
-
-    def __getstate__(self) -> dict[str, Any]:
-        "Return nothing: a copy finds it again."
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        LossWeights.__init__(self)
-
-
-def find_denominator(learn: LoopLike) -> Denominator:
-    "Return what the loss of a Learner averages over."
-    if learn.weight_func == 'samples':
-        return Samples()
-    if learn.loss_func is None:
-        of_loss = denominator_of_model(learn.model)
-    else:
-        of_loss = denominator_of(learn.loss_func)
-    if learn.weight_func != 'tokens':
-        return of_loss
-    return Tokens(of_loss.ignore_index) if isinstance(of_loss, ClassTargets) else Tokens()
+__all__ = ['restore_gradients', 'train_within_memory', 'weigh', 'weighted_loss']
 
 
 def weigh(weight: Any, weights: list[Any] | None, dtype: torch.dtype) -> Any:

@@ -33,9 +33,14 @@ class TrainingPasses:
         "Return the batches of the next epoch, or the rest of a resumed one."
         if is_stream(learn.dls):
             return self._open_stream(learn)
-        if not continued or self.position is None:
-            self.position = self._next(learn.dl)
-        return read_ahead(learn.dl, learn.run.device, self.position.begin)
+        position = self.position
+        if position is None:
+            position = LoaderPosition(learn.dl)
+        elif position.start is not None and not continued:
+            position = LoaderPosition(learn.dl, n_before=position.n_before + self.n_drawn)
+        # otherwise a checkpoint left it there, between two epochs or within one
+        self.position = position
+        return read_ahead(learn.dl, learn.run.device, position.begin)
 
     def resume(self, dls: Any, position: Mapping[str, Any] | None) -> None:
         "Let the next pass begin at a checkpoint's position."
@@ -83,14 +88,6 @@ class TrainingPasses:
             self.stream = Stream(dl)
         self.stream.begin = lambda position: read_ahead(dl, device, position.begin)
         return self.stream
-
-    def _next(self, dl: Any) -> LoaderPosition:
-        last = self.position
-        if last is None:
-            return LoaderPosition(dl, n_before=0)
-        if last.start is None:
-            return last  # a checkpoint between two epochs left it here
-        return LoaderPosition(dl, n_before=last.n_before + self.n_drawn)
 
 
 def is_stream(dls: Any) -> bool:

@@ -166,7 +166,7 @@ def call_each(learn: LoopLike, event_name: str, interrupted: bool = False) -> li
                 raise
             interrupted = interrupted or isinstance(e, KeyboardInterrupt)
             try:
-                learn._note(e, cb, event_name)
+                learn.note_error(e, cb, event_name)
             except CancelError as stray:
                 e = stray
             raised.append(e)
@@ -229,8 +229,7 @@ def hold_others(learn: LoopLike, kind: str) -> list[Any]:
         for cb, event_name in callers:
             warn_of_held_inputs(learn, cb, event_name)
         others += [cb for cb, _ in callers]
-    held: list[Any] = learn.callbacks.hold(others)
-    return held
+    return learn.callbacks.hold(others) if others else []
 
 
 def running_handlers(learn: LoopLike) -> list[tuple[Any, str]]:

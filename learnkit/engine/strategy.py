@@ -28,6 +28,7 @@ class SingleProcess:
     """
 
     team: Any = None  # the `DistributedTraining` of several processes
+    has_samples = True  # False on a rank without samples in the batch, which joins in
 
     @contextmanager
     def run(
@@ -36,8 +37,9 @@ class SingleProcess:
         kind: str,  # 'fit', 'evaluation', or '' for events fired by hand
     ) -> Iterator[None]:
         "Open a run."
-        if kind == 'fit' and not has_joined():
-            warn_of_others(os.environ.get('WORLD_SIZE', ''))
+        n_started = os.environ.get('WORLD_SIZE', '1')
+        if kind == 'fit' and n_started != '1' and not has_joined():
+            warn_of_others(n_started)
         with open_run(learn, kind):
             yield
 
@@ -75,7 +77,7 @@ class SingleProcess:
     def total_weight(self, learn: LoopLike) -> Any:
         "Return the weight of the batch over all processes; None for a loss that is a sum."
         weights = learn.loss_weights
-        return None if weights.is_sum(learn) else weights.of(learn, learn.xb, learn.yb)
+        return None if weights.is_sum(learn) else weights.weigh_batch(learn, learn.xb, learn.yb)
 
     # -- checkpoints -----------------------------------------------------------------------------
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from learnkit.core.errors import CancelEpochException
-from learnkit.core.model import bare_model, wrappers_of
+from learnkit.core.model import bare_model, move_to_device, wrappers_of
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback
 from learnkit.engine.loop import sample_count, token_count
+from learnkit.engine.optimizer import cover_params
 
 __all__ = ['TrainEvalCallback', 'SkipToEpoch']
 
@@ -50,10 +51,7 @@ class TrainEvalCallback(Callback):
         if learn.fitting or not learn.run.depth:
             learn.epoch, learn.train_iter, learn.pct_train = 0, 0, 0.0
             self._starting, self._modes = True, []
-        device = getattr(learn.dls, 'device', None)
-        learn.model.to(device)
-        if isinstance(learn.loss_func, nn.Module):
-            learn.loss_func.to(device)
+        move_to_device(learn)
         reset: Any = getattr(learn.model, 'reset', None)
         if reset is not None:
             reset()
@@ -121,7 +119,7 @@ class TrainEvalCallback(Callback):
                 module.training = mode
         self._starting, self._modes, self._trained = False, [], True
         if learn.fitting:
-            learn.cover_params()
+            cover_params(learn)
             learn.opt.train()
 
     def after_batch(self) -> None:

@@ -19,7 +19,7 @@ from learnkit.core.errors import CancelValidException, FitError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import capture_rng, preserved_generators, restore_rng
 from learnkit.engine.callback import Callback
-from learnkit.engine.events import EVENTS, LEVELS
+from learnkit.engine.events import EVENTS
 from learnkit.engine.run import STATE
 
 __all__ = ['PredictionStream', 'end_streams', 'stream_predictions']
@@ -198,17 +198,6 @@ def _stream_batches(learn: LearnerLike) -> Iterator[None]:
 
 def _wrap_level(learn: LearnerLike, body: Iterator[None], event_type: str) -> Iterator[None]:
     "Fire the events of a level around a generator, as `_with_events` does around a function."
-    level = LEVELS[event_type]
-    outer_levels = learn.run.levels
-    cancelled = False
-    learn.run.levels = (*outer_levels, event_type)
-    try:
-        learn(level.before)
+    with learn.open_level(event_type):
+        learn(f'before_{event_type}')
         yield from body
-    except level.exception:
-        cancelled = True
-    finally:
-        learn.run.levels = outer_levels
-    if cancelled:
-        learn(level.after_cancel)
-    learn(level.after)

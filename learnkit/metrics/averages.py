@@ -512,9 +512,8 @@ def batch_weight(learn: LearnerLike) -> Any:
 def loss_weight(learn: LearnerLike) -> Any:
     "Return the weight of a batch's loss in a mean: the denominator of the loss, or `learn.weight_func(xb, yb)`."
     weights = getattr(learn, 'loss_weights', None)
-    count = None if weights is None else weights.count(learn, learn.xb, learn.yb)
-    if count is not None:
-        return count
+    if weights is not None:
+        return weights.weigh_batch(learn, learn.xb, learn.yb)
     func = getattr(learn, 'weight_func', None)
     return func(learn.xb, learn.yb) if callable(func) else count_samples(learn)
 

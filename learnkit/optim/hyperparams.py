@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from numbers import Real
@@ -17,13 +18,13 @@ from learnkit.core.errors import OptimizerError, did_you_mean
 __all__ = [
     'HYPERS',
     'OPTIONS',
+    'UPPER_BOUNDS',
     'Hypers',
     'place_of',
     'torch_names',
     'spread',
     'is_many',
     'check_hyper',
-    'bound_of',
     'as_groups',
     'check_maker',
     'members',
@@ -45,7 +46,8 @@ HYPERS: dict[str, tuple[str | tuple[str, int], ...]] = {
     'eps': ('eps',),
 }
 OPTIONS = ('lr', 'momentum', 'betas', 'alpha', 'weight_decay', 'eps')  # torch's keys
-DECAY_RATES = ('mom', 'sqr_mom', 'momentum', 'alpha')  # of averages: below 1
+# exclusive upper bounds of hyperparameters that are decays of averages
+UPPER_BOUNDS = dict.fromkeys(('mom', 'sqr_mom', 'momentum', 'alpha'), 1.0)
 
 
 def place_of(name: str, group: Mapping[str, Any]) -> str | tuple[str, int] | None:
@@ -67,15 +69,10 @@ def check_hyper(name: str, value: Any) -> None:
     if not isinstance(value, (Real, torch.Tensor)):
         raise OptimizerError(f'{name}={value!r}: give a number, or one for each param group.')
     is_known = name in HYPERS or name in OPTIONS
-    if is_known and not 0 <= float(value) < bound_of(name):
+    if is_known and not 0 <= float(value) < UPPER_BOUNDS.get(name, math.inf):
         raise OptimizerError(
-            f'{name}={value!r}: give a number, 0 or more{" and below 1" * (name in DECAY_RATES)}.'
+            f'{name}={value!r}: give a number, 0 or more{" and below 1" * (name in UPPER_BOUNDS)}.'
         )
-
-
-def bound_of(name: str) -> float:
-    "Return the upper bound (exclusive) of a hyperparameter's values."
-    return 1.0 if name in DECAY_RATES else float('inf')
 
 
 class Hypers(MutableMapping[str, Any]):
@@ -107,11 +104,14 @@ class Hypers(MutableMapping[str, Any]):
         for group, place in self._find(name):
             if place == 'weight_decay' and self.is_exempt(group):
                 continue
-            if isinstance(place, str):
-                _set_option(group, place, value)
-            else:
+            if not isinstance(place, str):
                 key, index = place
                 group[key] = tuple(value if i == index else v for i, v in enumerate(group[key]))
+            elif isinstance(group[place], torch.Tensor):
+                group[place].fill_(value)  # compiled steps hold the tensor
+            else:
+                # a clone, because the caller may change the tensor
+                group[place] = value.clone() if isinstance(value, torch.Tensor) else value
 
     def is_exempt(self, group: dict[str, Any]) -> bool:
         return bool(group['params']) and all(p in self._exempt for p in group['params'])
@@ -130,15 +130,6 @@ class Hypers(MutableMapping[str, Any]):
 
     def __contains__(self, name: object) -> bool:
         return any(place_of(str(name), g) is not None for g in self._groups)
-
-
-def _set_option(group: dict[str, Any], name: str, value: Any) -> None:
-    "Set one option of a param group; a tensor is filled, because compiled steps hold the tensor."
-    if isinstance(group[name], torch.Tensor):
-        group[name].fill_(value)
-    else:
-        # a clone, because the caller may change the tensor
-        group[name] = value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def torch_names(opt: Any, hypers: Mapping[str, Any]) -> dict[str, Any]:

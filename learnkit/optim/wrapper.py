@@ -115,7 +115,8 @@ class OptimWrapper(torch.optim.Optimizer):
                 raise OptimizerError(
                     f'{wrapper} got {name}, which makes an optimizer, and no parameters: `opt_func={fix}`.'
                 )
-            opt = opt(as_groups(params), **torch_names(opt, hypers))
+            options = torch_names(opt, hypers) if hypers else {}
+            opt = opt(as_groups(params), **options)
         elif params is not None or hypers:
             raise OptimizerError(
                 'A ready optimizer has its parameters and hyper-parameters: give `opt=` alone.'
@@ -142,7 +143,12 @@ class OptimWrapper(torch.optim.Optimizer):
         self.left_out: set[nn.Parameter] = set()  # trainable parameters that were never in a group
         self.warned: set[nn.Parameter] = set()  # parameters named in a warning
         self.is_training = False  # between `train()` and `eval()`
-        self._switching = [o for o in self.optimizers.values() if switches(o)]
+        # optimizers with separate weights for training and evaluation
+        self._switching = [
+            o
+            for o in self.optimizers.values()
+            if all(callable(getattr(o, mode, None)) for mode in ('train', 'eval'))
+        ]
         closure_needs = dict.fromkeys(self.optimizers.values(), needs_closure)
         if needs_closure is None:
             closure_needs = {o: closure_of(o) for o in closure_needs}
@@ -238,7 +244,8 @@ class OptimWrapper(torch.optim.Optimizer):
         only: str | int | None = None,  # name or index of one of several optimizers; None: all
     ) -> Iterator[nn.Parameter]:
         "Yield every optimized parameter, or the parameters of one of several optimizers."
-        for o in self._select(only):
+        optimizers = self.optimizers.values() if only is None else self._select(only)
+        for o in optimizers:
             for g in o.param_groups:
                 yield from g['params']
 
@@ -322,6 +329,12 @@ class OptimWrapper(torch.optim.Optimizer):
                         p.grad = None
 
     @property
+    def lrs(self) -> list[float]:
+        "The learning rate of each group that has one, as a plain number."
+        firsts = [next((g for g in groups if 'lr' in g), None) for groups in self._groups]
+        return [float(group['lr']) for group in firsts if group is not None]
+
+    @property
     def hypers(self) -> L:
         "The hyperparameters of each group by fastai's names, as writable mappings."
         return L(Hypers(groups, self.exempt) for groups in self._groups)
@@ -330,7 +343,10 @@ class OptimWrapper(torch.optim.Optimizer):
         "Set several hyperparameters: `set_hypers(lr=0.1, wd=0.01)`."
         values_by_name = {name: self._check_values(name, value) for name, value in hypers.items()}
         for name, values in values_by_name.items():
-            self._set(name, values)
+            if name in ('wd', 'weight_decay') and self.exempt and any(values):
+                self.split_groups()
+            for h, v in zip(self.hypers, values, strict=True):
+                h[name] = v
 
     def set_hyper(
         self,
@@ -341,7 +357,7 @@ class OptimWrapper(torch.optim.Optimizer):
 
         Raises `OptimizerError` for an unknown hyperparameter, and for a wrong number of values.
         """
-        self._set(name, self._check_values(name, value))
+        self.set_hypers(**{name: value})
 
     def _check_values(self, name: str, value: Any) -> list[Any]:
         "Return one value per group; raise `OptimizerError` for invalid values."
@@ -384,12 +400,6 @@ class OptimWrapper(torch.optim.Optimizer):
             values[owner] if owner in values else hypers.get(name)
             for owner, hypers in zip(owners, self.hypers, strict=True)
         ]
-
-    def _set(self, name: str, values: list[Any]) -> None:
-        if name in ('wd', 'weight_decay') and self.exempt and any(values):
-            self.split_groups()
-        for h, v in zip(self.hypers, values, strict=True):
-            h[name] = v
 
     def spare_from_decay(self, params: Iterable[nn.Parameter]) -> None:
         "Exempt parameters from weight decay, the current one and later settings."
@@ -494,7 +504,7 @@ class OptimWrapper(torch.optim.Optimizer):
         "Call `train` of optimizers that have this method: parameters get their training values."
         self.is_training = True
         for o in self._switching:
-            o.train()  # type: ignore[attr-defined]  # checked by `switches`
+            o.train()  # type: ignore[attr-defined]  # it has both methods
 
     def eval(self) -> None:
         "Call `eval` of optimizers that have this method: parameters get their evaluation values."
@@ -712,11 +722,6 @@ def closure_of(opt: torch.optim.Optimizer) -> bool | None:
 def is_from_torch(opt: torch.optim.Optimizer) -> bool:
     "Return True if `step` is defined by torch or learnkit, where only LBFGS evaluates the loss."
     return type(opt).step.__module__.startswith(('torch.optim.', 'learnkit.'))
-
-
-def switches(opt: torch.optim.Optimizer) -> bool:
-    "Return True if an optimizer has methods `train` and `eval`, with separate weights for both."
-    return all(callable(getattr(opt, name, None)) for name in ('train', 'eval'))
 
 
 def _named_optimizers(opt: Any) -> dict[str, torch.optim.Optimizer]:

@@ -240,6 +240,25 @@ def test_what_is_there_after_a_batch() -> None:
     assert len({float(loss) for loss in seen}) == 18
 
 
+def test_no_method_of_the_learner_is_replaced() -> None:
+    learn = learner()
+    before = set(vars(learn))
+    compiled(learn)
+    assert set(vars(learn)) - before == {'whole_step'}
+
+
+def test_an_override_that_never_reaches_the_compiled_step_is_named() -> None:
+    class Own(Learner):
+        def _do_one_batch(self) -> None:
+            self._do_pred_loss()
+            if self.training:
+                self._do_grad_opt()
+
+    learn, _ = compiled(learner(cls=Own))
+    learn.fit(1)
+    assert 'Own has its own `_do_one_batch`' in learn.explain_step()
+
+
 def test_the_events_around_the_step_fire_as_always() -> None:
     def trace(learn: Any) -> list[str]:
         events: list[str] = []

@@ -19,11 +19,11 @@ from learnkit.checkpoint.dcp import (
     check_parts,
     find_parts_folder,
     load_parts,
-    sweep_parts,
     take_parts,
 )
 from learnkit.checkpoint.file import read_state, write_state
 from learnkit.checkpoint.folder import find
+from learnkit.checkpoint.side_files import sweep_folders
 from learnkit.core.comm import join_ranks
 from learnkit.core.dtensor import whole_state
 from learnkit.core.errors import CheckpointError, DamagedError, DistributedError, WeightsError
@@ -381,7 +381,7 @@ def test_only_folders_of_checkpoints_are_swept(tmp_path):
     for name in ('00001-a.parts', '00002-b.parts', 'c.parts', '00003-d'):
         (tmp_path / name).mkdir()
     (tmp_path / '00002-b.ckpt').touch()
-    assert [p.name for p in sweep_parts(tmp_path)] == ['00001-a.parts']
+    assert [p.name for p in sweep_folders(tmp_path)] == ['00001-a.parts']
 
 
 def cut(rank, folder, dims):

@@ -169,8 +169,8 @@ def test_a_copy_counts_by_its_own_loss(copied: Any) -> None:
     other.loss_func.ignore_index = 0
     y = torch.tensor([0, 1, -1])
     assert (
-        other.loss_weights.count(other, (), (y,)) == 2
-        and learn.loss_weights.count(learn, (), (y,)) == 3
+        other.loss_weights.weigh_batch(other, (), (y,)) == 2
+        and learn.loss_weights.weigh_batch(learn, (), (y,)) == 3
     )
 
 

@@ -1,4 +1,4 @@
-"""Create the optimizer of a Learner, and freeze or unfreeze its parameter groups.
+"""The optimizer of a Learner: create it, keep its parameters equal to the model's, freeze its groups.
 
 The Learner's `splitter` defines the groups. The parameters of a frozen group do not require
 gradients, except in norm layers if `train_bn` is True. Freezing does not change the training or
@@ -9,7 +9,7 @@ momenta and averages of frozen parameters.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,33 +34,17 @@ from learnkit.optim.hyperparams import (
 )
 from learnkit.optim.wrapper import OptimWrapper
 
-__all__ = ['freeze_to', 'freeze', 'unfreeze', 'make_optimizer', 'check_trained']
+__all__ = [
+    'cover_params',
+    'freeze',
+    'freeze_to',
+    'make_optimizer',
+    'no_params_error',
+    'note_params',
+    'unfreeze',
+]
 
-
-def freeze_to(learn: LearnerLike, n: int) -> None:
-    "Freeze the groups before group `n`, and train the others."
-    if learn.opt is None or learn.has_foreign_opt():
-        learn.create_opt()
-    elif not isinstance(learn.opt, OptimWrapper):  # assigned by hand
-        learn.opt = OptimWrapper(opt=learn.opt)
-    norms = norm_bias_params(learn.model, with_bias=False) if learn.train_bn else ()
-    learn.opt.always_trained = set(norms)
-    learn.opt.freeze_to(n)
-
-
-def freeze(learn: LearnerLike) -> None:
-    "Freeze all parameter groups except the last one."
-    learn.freeze_to(-1)
-    if len(learn.opt.param_lists) == 1:
-        warn_user(
-            'There is one param group, so `freeze()` freezes nothing. Give the Learner a '
-            '`splitter` that returns several: `lambda m: [params(m.body), params(m.head)]`.'
-        )
-
-
-def unfreeze(learn: LearnerLike) -> None:
-    "Unfreeze all parameter groups."
-    learn.freeze_to(0)
+MAX_NAMES = 5  # in a warning
 
 
 def make_optimizer(
@@ -81,9 +65,10 @@ def make_optimizer(
     Raises `ModelError` if no parameter of the model requires a gradient, and `OptimizerError` if `opt_func` does not
     return an optimizer.
     """
-    with unfrozen(last):
+    frozen: set[nn.Parameter] = last.frozen if isinstance(last, OptimWrapper) else set()
+    with requiring_grad(frozen):
         if not any(p.requires_grad for p in model.parameters()):
-            raise _no_params_error(model)
+            raise no_params_error(model)
         if isinstance(opt_func, (torch.optim.Optimizer, list, dict)):
             opt = opt_func
         elif callable(opt_func):
@@ -108,10 +93,9 @@ def make_optimizer(
         opt.spare_from_decay(list_norms_and_biases(model, loss_func))
     opt.spares_norms = excludes_norms
     opt.always_trained = set(norm_bias_params(model, with_bias=False)) if train_bn else set()
-    if last is not opt:
-        frozen = list_frozen(last) & set(opt.parameters())
-        if frozen:
-            opt.frozen, opt.frozen_idx = frozen, last.frozen_idx
+    still_frozen = frozen & set(opt.parameters())
+    if last is not opt and still_frozen:
+        opt.frozen, opt.frozen_idx = still_frozen, last.frozen_idx
     return opt
 
 
@@ -143,7 +127,16 @@ def split_params(model: nn.Module, splitter: Callable[[nn.Module], Any]) -> list
     if not callable(splitter):
         raise OptimizerError(f'splitter={splitter!r} cannot be called: give a function.{SPLIT}')
     groups = as_groups(splitter(model))
-    check_shared(groups, model)
+    seen: set[int] = set()
+    for p in members(groups):
+        if id(p) in seen:  # torch would raise without the name, or step twice
+            names = [name for name, q in model.named_parameters() if q is p]
+            name = names[0] if names else f'of shape {tuple(p.shape)}'
+            raise OptimizerError(
+                f'The splitter gave parameter {name} twice. Weights that layers share are one '
+                'parameter: list it in one group only.'
+            )
+        seen.add(id(p))
     return groups
 
 
@@ -240,29 +233,7 @@ def _suggest_opt_func(maker: Any, name: str) -> str:
     return f'Metrics are given by name, `metrics={name}`; a function of your own is `lambda params, lr: ...`.'
 
 
-def check_shared(groups: list[Any], model: nn.Module) -> None:
-    "Raise `OptimizerError` for a parameter in two groups: torch would raise, or step twice."
-    seen: set[int] = set()
-    for p in members(groups):
-        if id(p) in seen:
-            name = next(
-                (name for name, q in model.named_parameters() if q is p),
-                f'of shape {tuple(p.shape)}',
-            )
-            raise OptimizerError(
-                f'The splitter gave parameter {name} twice. Weights that layers share are one '
-                'parameter: list it in one group only.'
-            )
-        seen.add(id(p))
-
-
-def check_trained(opt: OptimWrapper, model: nn.Module) -> None:
-    "Raise `ModelError` if no parameter of the optimizer requires a gradient."
-    if not any(p.requires_grad for p in opt.parameters()):
-        raise _no_params_error(model)
-
-
-def _no_params_error(model: nn.Module) -> ModelError:
+def no_params_error(model: nn.Module) -> ModelError:
     "Return the error for a model without trainable parameters."
     return ModelError(
         f'{type(model).__name__} has no trainable parameters, or all are frozen: nothing can be learned. '
@@ -272,18 +243,172 @@ def _no_params_error(model: nn.Module) -> ModelError:
 
 
 @contextmanager
-def unfrozen(opt: Any) -> Iterator[None]:
-    "Return a context in which an optimizer's frozen parameters require gradients, for splitters that select by it."
-    frozen = [p for p in list_frozen(opt) if not p.requires_grad]
-    for p in frozen:
+def requiring_grad(params: Iterable[nn.Parameter]) -> Iterator[None]:
+    "Return a context in which all of these parameters require gradients, for splitters that select by it."
+    changed = [p for p in params if not p.requires_grad]
+    for p in changed:
         p.requires_grad_(True)
     try:
         yield
     finally:
-        for p in frozen:
+        for p in changed:
             p.requires_grad_(False)
 
 
-def list_frozen(opt: Any) -> set[nn.Parameter]:
-    "Return the parameters that an optimizer has frozen."
-    return opt.frozen if isinstance(opt, OptimWrapper) else set()
+# -- parameters that are added, removed or left out ------------------------------------------------
+
+
+def note_params(learn: LearnerLike, is_ready: bool) -> None:
+    """Store which parameters exist when an optimizer is created, and which of them it does not have.
+
+    With `is_ready` (an optimizer that the user made), parameters that are new later are not added.
+    """
+    opt = learn.opt
+    named = name_all_params(learn.model, learn.loss_func)
+    opt.seen = None if is_ready else set(named.values())
+    opt.had = set(opt.parameters())
+    opt.left_out = {p for p in named.values() if p.requires_grad and p not in opt.had}
+    opt.warned = set()
+
+
+def cover_params(learn: LearnerLike) -> None:
+    """Update the optimizer to the parameters that the model and the loss function have now.
+
+    New parameters, and parameters that require gradients only now, join the group that the splitter
+    assigns, with an empty state; parameters of the loss function join the last group. Removed
+    parameters are dropped with their states. An optimizer that the user made stays as it is. One
+    warning names the parameters that require gradients and are in no optimizer.
+    """
+    opt = learn.opt
+    if not isinstance(opt, OptimWrapper):
+        return  # assigned by hand during a fit
+    named = name_all_params(learn.model, learn.loss_func)
+    if opt.seen is not None:
+        own = set(opt.parameters())
+        current = set(named.values())
+        removed = (own & opt.seen) - current
+        opt.left_out |= (opt.had - own) & current  # the user removed them from the optimizer
+        new = {p for p in current - own - opt.left_out if p.requires_grad}
+        if (removed or new) and opt.needs_closure:
+            # the state may hold all parameters as one vector, as LBFGS's does
+            return learn.create_opt()
+        if removed:
+            opt.drop_params(removed)
+        if new:
+            add_params(learn, new, named)
+        opt.seen, opt.had = current, set(opt.parameters())
+    own = set(opt.parameters())
+    left_out = {p for p in named.values() if p.requires_grad and p not in own}
+    if left_out - opt.warned:
+        warn_of_left_out(opt, named, left_out)
+
+
+def add_params(
+    learn: LearnerLike,
+    new: set[nn.Parameter],
+    named: Mapping[str, nn.Parameter],
+) -> None:
+    "Add new parameters to the splitter's groups, if the optimizer has the same groups."
+    opt = learn.opt
+    groups = split_all_params(learn)
+    group_of = {p: i for i, params in enumerate(groups) for p in params}
+    own = {p: i for i, params in enumerate(opt.param_lists) for p in params}
+    if len(groups) != len(opt.param_lists) or any(group_of.get(p) != i for p, i in own.items()):
+        return  # `opt_func` made other groups
+
+    if opt.spares_norms:
+        opt.spare_from_decay(list_norms_and_biases(learn.model, learn.loss_func))
+    if learn.train_bn:
+        opt.always_trained |= set(norm_bias_params(learn.model, with_bias=False))
+    wanted = [[p for p in params if p in own or p in new] for params in groups]
+    if not opt.set_params(wanted):
+        return
+    opt.begin_states(new)
+    name_params(opt, named)
+    candidates = new - opt.seen - opt.always_trained
+    frozen = {p for p in candidates if p in group_of and group_of[p] < opt.frozen_idx}
+    freeze_new(opt, frozen, named)
+
+
+def split_all_params(learn: LearnerLike) -> list[list[Any]]:
+    """Return the splitter's groups, computed as if all of the optimizer's parameters required gradients.
+
+    The last group also has the parameters of the loss function.
+    """
+    with requiring_grad(learn.opt.parameters()):
+        groups = split_params(learn.model, learn.splitter)
+    are_groups = isinstance(groups[0], dict)
+    lists = [list(members([g])) for g in groups] if are_groups else [list(members(groups))]
+    known = {p for params in lists for p in params}
+    loss_params = name_loss_params(learn.model, learn.loss_func).values()
+    lists[-1] += [p for p in loss_params if p not in known]
+    return lists
+
+
+def freeze_new(
+    opt: OptimWrapper,
+    params: set[nn.Parameter],
+    named: Mapping[str, nn.Parameter],
+) -> None:
+    "Freeze new parameters of frozen groups, and warn with their names."
+    if not params:
+        return
+    for p in params:
+        p.requires_grad_(False)
+    opt.frozen |= params
+    warn_user(
+        f'New parameters are in a frozen group, and are frozen too: {join_names(named, params)}. '
+        '`learn.unfreeze()`, or `freeze_to` with a lower number, trains them.'
+    )
+
+
+def warn_of_left_out(
+    opt: OptimWrapper,
+    named: Mapping[str, nn.Parameter],
+    left_out: set[nn.Parameter],  # parameters that require gradients and are in no optimizer
+) -> None:
+    "Warn of parameters that nothing trains, once for each parameter."
+    names = join_names(named, left_out - opt.warned)
+    opt.left_out |= left_out
+    opt.warned |= left_out
+    warn_user(
+        'These parameters require gradients and are in no optimizer, so nothing trains them: '
+        f'{names}. Let the `splitter`, or whoever made the optimizer, include them, or call '
+        '`requires_grad_(False)` on them.'
+    )
+
+
+def join_names(named: Mapping[str, nn.Parameter], params: set[nn.Parameter]) -> str:
+    "Return the names of parameters in the model's order, at most `MAX_NAMES` of them."
+    names = [name for name, p in named.items() if p in params]
+    rest = f' and {len(names) - MAX_NAMES} more' if len(names) > MAX_NAMES else ''
+    return ', '.join(names[:MAX_NAMES]) + rest
+
+
+# -- freezing --------------------------------------------------------------------------------------
+
+
+def freeze_to(learn: LearnerLike, n: int) -> None:
+    "Freeze the groups before group `n`, and train the others."
+    if learn.opt is None or learn.has_foreign_opt():
+        learn.create_opt()
+    elif not isinstance(learn.opt, OptimWrapper):  # assigned by hand
+        learn.opt = OptimWrapper(opt=learn.opt)
+    norms = norm_bias_params(learn.model, with_bias=False) if learn.train_bn else ()
+    learn.opt.always_trained = set(norms)
+    learn.opt.freeze_to(n)
+
+
+def freeze(learn: LearnerLike) -> None:
+    "Freeze all parameter groups except the last one."
+    learn.freeze_to(-1)
+    if len(learn.opt.param_lists) == 1:
+        warn_user(
+            'There is one param group, so `freeze()` freezes nothing. Give the Learner a '
+            '`splitter` that returns several: `lambda m: [params(m.body), params(m.head)]`.'
+        )
+
+
+def unfreeze(learn: LearnerLike) -> None:
+    "Unfreeze all parameter groups."
+    learn.freeze_to(0)
