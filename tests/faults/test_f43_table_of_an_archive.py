@@ -1,7 +1,7 @@
 """Row 43: a bit of a weights file's zip table is flipped. The file is refused, or gives the same weights.
 
-The table has no checksum. Readers of archives act on different fields of it: after one flipped bit, torch's reader returns
-memory that nothing was written to, although the CRC of every record is right."""
+The table has no checksum. Readers of archives act on different fields of it: after one flipped bit, torch's reader
+returns memory that nothing was written to, although the CRC of every record is right."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def count_other_weights(path: Path, bits: Iterable[int]) -> tuple[int, int]:
-    "Return how many of the flipped bits were refused, and how many gave other weights."
+    "Return how many of the flipped bits were refused by name, and how many gave other weights."
     content = saved(path, WEIGHTS).read_bytes()
     refused = other = 0
     for bit in bits:
@@ -46,8 +46,7 @@ def count_other_weights(path: Path, bits: Iterable[int]) -> tuple[int, int]:
         try:
             other += not same(read_torch_file(path), WEIGHTS)
         except WeightsError as e:
-            refused += 1
-            assert str(path) in str(e)
+            refused += str(path) in str(e)
     return refused, other
 
 
@@ -135,7 +134,9 @@ def test_extra_fields_and_comments(tmp_path: Path) -> None:
         with ZipFile(rebuilt(path, dict), 'a') as archive:
             setattr(archive.infolist()[-1], field, value)
             archive._didModify = True  # type: ignore[attr-defined]  # the table alone is written again
-        assert damage(path) == "it has a record 'a/.data/serialization_id', which torch does not write"
+        assert (
+            damage(path) == "it has a record 'a/.data/serialization_id', which torch does not write"
+        )
 
 
 def test_records_of_other_sizes(tmp_path: Path) -> None:

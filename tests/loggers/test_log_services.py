@@ -321,7 +321,7 @@ def test_mlflow_images_texts_and_configuration(tmp_path: Path) -> None:
         'epochs': '1',
         'fit_2/epochs': '2',
     }
-    images = [a.path for a in client.list_artifacts(run.info.run_id, 'images')]
+    images = sorted(a.path for a in client.list_artifacts(run.info.run_id, 'images'))
     assert images == [f'images/pic-{s}-0.png' for s in (10, 20, 30)]
     read = np.array(image.open(client.download_artifacts(run.info.run_id, 'images/pic-10-0.png')))
     assert np.array_equal(read, PIXELS[0].permute(1, 2, 0).numpy())
