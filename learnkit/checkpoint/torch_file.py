@@ -95,7 +95,8 @@ def read_torch_file(
         _check_pickles(path)
         # torch accepts pairs, which its type annotation lacks
         with safe_globals(_SAFE_GLOBALS):  # type: ignore[arg-type]
-            content = torch.load(path, map_location=device or 'cpu', weights_only=True)
+            # whatever torch's configuration says: a mapped file that is cut short ends the process
+            content = torch.load(path, map_location=device or 'cpu', weights_only=True, mmap=False)
         _check_tensors(content, path.stat().st_size)
     except Exception as e:  # arbitrary bytes raise almost any type of error
         unsafe = _list_unsafe_names(path) if isinstance(e, UnpicklingError) else []
