@@ -330,6 +330,28 @@ def test_mlflow_images_texts_and_configuration(tmp_path: Path) -> None:
     )
 
 
+def test_mlflow_names_below_other_names(tmp_path: Path) -> None:
+    "A folder of MLflow holds `half` as a file, and `half/more` as a file in a folder."
+    pytest.importorskip('mlflow')
+
+    def log(cb: Callback) -> None:
+        for name in ('half', 'half/more', 'later/more'):
+            cb.learn.log(name, cb.loss)
+
+    learn = learner(tmp_path, MlflowLogger(every='5ba'), Callback(after_loss=log))
+    learn.fit(1)
+    learn.add_cb(Callback(after_step=lambda cb: cb.learn.log('later', 1.0)))
+    learn.fit(1)
+    learn.close()
+    for name, logged in (
+        ('half', 'half'),
+        ('half/more', 'half.more'),
+        ('later/more', 'later/more'),
+        ('later', 'later.value'),
+    ):
+        assert mlflow_points(tmp_path, logged), name
+
+
 def test_mlflow_run_that_failed(tmp_path: Path) -> None:
     pytest.importorskip('mlflow')
     learn = learner(tmp_path, LogHalf, MlflowLogger(), Callback(before_step=fail))
