@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import UTC, datetime
 from functools import cache, partial
@@ -68,7 +68,9 @@ class Checkpoint(Callback):
     shards into one file.
 
     Of the checkpoints of this run, the `keep_last` newest and the `keep_best` best by `monitor` are kept; NaN is never
-    best. `monitor` is a column of the history or a function of the Learner. Two runs cannot use one folder at a time.
+    best. `monitor` is a column of the history or a function of the Learner, which is called at the end of each epoch. A
+    checkpoint has the value of the last evaluation before it; of several with the same value the earliest is the best.
+    Two runs cannot use one folder at a time.
 
     On SIGTERM the current batch is finished, a checkpoint is written, and the process calls the earlier signal handler
     and exits with code 143; in IPython the fit ends. A single process interrupts an evaluation, which is repeated on
@@ -77,7 +79,7 @@ class Checkpoint(Callback):
 
     Raises `OptionError` for invalid options, and before training `CheckpointError` for a folder that cannot be
     written, `FolderInUseError`, and `MetricError` if `monitor` is not recorded. Checkpointed: the time at which the
-    interval was last checked.
+    interval was last checked, and the monitored value.
 
     >>> import tempfile
     >>> from learnkit.testing import synth_learner
@@ -123,6 +125,7 @@ class Checkpoint(Callback):
         self._lock: FolderLock | None = None
         self._has_folder = False  # whether this run, or rank 0 of it, has locked the folder
         self._last_check = Timestamp()  # time at which the interval was last checked
+        self._value: float | None = None  # monitored value of the last evaluation
         self._next_due = 0.0  # earliest time of the next checkpoint, in the unit of `every`
         self._buffers: dict[str, Tensor] = {}  # host memory, reused for each checkpoint
         self._thread: ThreadPoolExecutor | None = None
@@ -130,6 +133,7 @@ class Checkpoint(Callback):
         self._writers: Writers | None = None  # of the shards, on all ranks
         self._is_writer = False  # whether this process writes the checkpoint's file: rank 0
         self._run_id = ''
+        self._monitored: tuple[str, str] | None = None  # name of the value, 'min' or 'max'
         self._run_entries: list[Entry] = []  # checkpoints of this run
         # state before the current evaluation
         self._eval_snapshot: tuple[dict[str, Any], Path, dict[str, Any]] | None = None
@@ -159,6 +163,7 @@ class Checkpoint(Callback):
         self._begin_run(learn.run.resume)
         self._last_check = learn.time
         self._next_due = 0.0
+        self._value = None
         self._eval_snapshot = None
         if self.preemption:
             self._stop_request.install(learn.dls if learn.world.size > 1 else None)
@@ -221,6 +226,10 @@ class Checkpoint(Callback):
         self._save_if_due('batch')
 
     def epoch_checkpoint(self) -> None:
+        if not self._run_id:
+            self.before_fit()  # the callback was added during the fit
+        if callable(self.monitor):
+            self._note_value(self.monitor(self.learn))
         self._save_if_due('epoch')
 
     def iteration_checkpoint(self) -> None:
@@ -322,8 +331,7 @@ class Checkpoint(Callback):
         }
         if self._monitored:
             name, mode = self._monitored
-            value = as_number(self, name, self._get_monitored_value(name, place))
-            info |= {'monitor': name, 'mode': mode, 'value': value}
+            info |= {'monitor': name, 'mode': mode, 'value': self._value}
         return state, path, info
 
     def _collect_state(self, place: str) -> dict[str, Any]:
@@ -350,18 +358,18 @@ class Checkpoint(Callback):
         self._lock.folder.mkdir(parents=True, exist_ok=True)
         self._lock.acquire()
 
-    def _get_monitored_value(self, name: str, place: str) -> Any:
-        "Return the current monitored value, or None if it was not measured at this time."
-        is_epoch_end = place in ('epoch', 'iteration')
-        if callable(self.monitor):
-            return self.monitor(self.learn) if is_epoch_end else None
-        recorder = recorder_of(self.learn)
-        if recorder is None:
-            return None
-        latest = recorder.evaluations[-1] if recorder.evaluations else {}
-        if latest.get('ba') == self.learn.time.ba and name in latest:
-            return latest[name]
-        return (epoch_row(self) or {}).get(name) if is_epoch_end else None
+    def _note_value(self, value: Any) -> None:
+        "Keep a monitored value for the checkpoints until the next evaluation; NaN counts as None."
+        if self._monitored is not None:
+            self._value = as_number(self, self._monitored[0], value)
+
+    def _note_measured(self, row: Mapping[str, Any] | None) -> None:
+        "Keep the monitored value of an evaluation, or of an epoch's row of the history."
+        if not self._run_id or self._monitored is None or callable(self.monitor):
+            return
+        name = self._monitored[0]
+        if row is not None and row.get(name) is not None:
+            self._note_value(row[name])
 
     def _write(self, state: dict[str, Any], path: Path, info: dict[str, Any]) -> None:
         if 'parts' in state:
@@ -422,11 +430,17 @@ class Checkpoint(Callback):
         self._stop_request.received = self.learn.world.any(self._stop_request.received)
 
     def after_epoch(self) -> None:
+        if self._run_id and recorder_of(self.learn) is not None:
+            self._note_measured(epoch_row(self))
         self.learn.world.post('leave', self._stop_request.received)  # before ranks exchange posts
 
     def after_eval(self) -> None:
-        if self.learn.run.depth == 1:
-            self._eval_snapshot = None
+        if self.learn.run.depth != 1:
+            return
+        self._eval_snapshot = None
+        recorder = recorder_of(self.learn)
+        if self.learn.fitting and recorder is not None:
+            self._note_measured(recorder.measured)
 
     def before_batch(self) -> None:
         "Interrupt an evaluation after SIGTERM."
@@ -505,12 +519,19 @@ class Checkpoint(Callback):
         self._is_writer = False
 
     def state_dict(self) -> dict[str, Any]:
-        "Return the time at which the interval was last checked."
-        return {'before': self._last_check.state_dict()}
+        "Return the time at which the interval was last checked, and the monitored value."
+        monitored = self._monitored[0] if self._monitored else None
+        return {
+            'before': self._last_check.state_dict(),
+            'monitor': monitored,
+            'value': self._value,
+        }
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Restore the time at which the interval was last checked."
+        "Restore the time at which the interval was last checked, and the value if it is of the same name."
         self._last_check = Timestamp.from_state_dict(sd['before'])
+        if self._monitored is not None and sd.get('monitor') == self._monitored[0]:
+            self._value = sd['value']
         self._next_due = 0.0
 
 

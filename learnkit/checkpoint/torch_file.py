@@ -16,7 +16,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from pickletools import genops
 from typing import Any, BinaryIO
-from zipfile import ZIP_STORED, BadZipFile, ZipFile
+from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 import torch
 from torch import Tensor
@@ -37,7 +37,9 @@ _RECORD = re.compile(
     r'\.data/serialization_id|data/\d{1,20})',
     re.ASCII,
 )
-_DIRECTORY = 0x10  # DOS attribute: torch silently reads no bytes of such a record
+# bits of a record's flags: sizes after the data, UTF-8 name; torch's reader ignores most other bits
+_FLAGS = 0x808
+_CLIPPED = 0xFFFFFFFF  # stands for a size or an offset that the zip64 extra field has instead
 _PART_OPS = {'EMPTY_LIST', 'EMPTY_DICT', 'EMPTY_SET', 'TUPLE1', 'TUPLE2', 'TUPLE3', 'REDUCE'}
 _CLOSING_OPS = {'TUPLE', 'APPENDS', 'SETITEMS'}
 _END = struct.Struct('<4s4H2LH')  # end of an archive
@@ -93,7 +95,8 @@ def read_torch_file(
         _check_pickles(path)
         # torch accepts pairs, which its type annotation lacks
         with safe_globals(_SAFE_GLOBALS):  # type: ignore[arg-type]
-            content = torch.load(path, map_location=device or 'cpu', weights_only=True)
+            # whatever torch's configuration says: a mapped file that is cut short ends the process
+            content = torch.load(path, map_location=device or 'cpu', weights_only=True, mmap=False)
         _check_tensors(content, path.stat().st_size)
     except Exception as e:  # arbitrary bytes raise almost any type of error
         unsafe = _list_unsafe_names(path) if isinstance(e, UnpicklingError) else []
@@ -140,13 +143,9 @@ def _check_table(archive: ZipFile, f: BinaryIO) -> None:
     infos = archive.infolist()
     names = [info.orig_filename for info in infos]
     for info in infos:
-        if (
-            info.compress_type != ZIP_STORED
-            or info.compress_size != info.file_size
-            or info.flag_bits & 1
-        ):
+        if info.compress_type != ZIP_STORED or info.compress_size != info.file_size:
             raise ValueError('it holds compressed records')
-        if not _RECORD.fullmatch(info.orig_filename) or info.external_attr & _DIRECTORY:
+        if not _RECORD.fullmatch(info.orig_filename) or not _is_plain(info):
             raise ValueError(
                 f'it has a record {info.orig_filename[:80]!a}, which torch does not write'
             )
@@ -155,6 +154,25 @@ def _check_table(archive: ZipFile, f: BinaryIO) -> None:
         raise ValueError('it has records twice, or in two folders')
     if sum(info.file_size for info in infos) > f.seek(0, 2):
         raise ValueError('its records overlap')
+
+
+def _is_plain(info: ZipInfo) -> bool:
+    """Return True if an entry of the table holds a name, sizes, an offset and a checksum, and nothing else.
+
+    Each further field changes what some reader makes of the record: with the DOS attribute of a
+    directory, for example, torch's reader returns memory that nothing was written to.
+    """
+    others = (
+        info.create_system,
+        info.volume,
+        info.flag_bits & ~_FLAGS,
+        info.internal_attr,
+        info.external_attr,
+    )
+    sizes = (info.file_size, info.compress_size, info.header_offset)
+    clipped = [n for n in sizes if n >= _CLIPPED]
+    extra = struct.pack(f'<2H{len(clipped)}Q', 1, 8 * len(clipped), *clipped) if clipped else b''
+    return not any(others) and not info.comment and info.extra == extra
 
 
 def _check_end(f: BinaryIO) -> None:

@@ -209,7 +209,8 @@ def _read_safetensors(path: Path, device: torch.device | str | None) -> dict[str
     try:
         with safe_open(str(path), framework='pt', device=str(device or 'cpu')) as file:
             names = file.keys()
-            tensors = {name: file.get_tensor(name) for name in names}
+            # copied because the library maps the file: if it is cut short, the process ends
+            tensors = {name: file.get_tensor(name).clone() for name in names}
             metadata = file.metadata() or {}
     # the library's errors have no common base class with its errors for unknown dtypes
     except Exception as e:

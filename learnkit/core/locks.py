@@ -23,15 +23,27 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 # by process id (a forked child does not own its parent's locks), device and inode of the folder
 _held_locks: dict[tuple[int, int, int], FolderLock] = {}
 _warned_devices: set[int] = set()
+_open_files: set[int] = set()  # file descriptors of locks
+
+
+def _close_files() -> None:
+    "Close the parent's lock files in a forked child, which would otherwise keep the locks after the parent's end."
+    for fd in _open_files:
+        os.close(fd)
+    _open_files.clear()
+
+
+if hasattr(os, 'register_at_fork'):
+    os.register_at_fork(after_in_child=_close_files)
 
 
 class FolderLock:
     """Lock that one run at a time holds on a folder: `with FolderLock(folder): ...`, or `acquire` and `release`.
 
-    The lock is an `fcntl` lock of the file `.lock` in the folder. The lock is released when the process ends, for any
-    reason: forked workers do not keep the lock, and a remaining file `.lock` has no effect. The file is not removed.
-    Within a process, a registry excludes a second run. Without `fcntl` locks (Windows, some network file systems),
-    only the registry is used. Closing any handle of `.lock` in this process releases the lock: do not open the file.
+    The lock is a `flock` of the file `.lock` in the folder, whatever path leads there. The lock is released when the
+    process ends, for any reason: forked children close the file, and a remaining file `.lock` has no effect. The file
+    is not removed. Other code may read the file. Within a process, a registry excludes a second run. Without `flock`
+    (Windows, some network file systems), only the registry is used.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder, FolderLock(folder):
@@ -75,7 +87,7 @@ class FolderLock:
         self._fd = None
         self._key = None
         if fd is not None:
-            os.close(fd)
+            _close_file(fd)
         del _held_locks[key]
 
     @property
@@ -99,19 +111,21 @@ class FolderLock:
         fd = os.open(
             self.folder / '.lock', os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
         )
+        _open_files.add(fd)
         try:
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # `lockf` would lose the lock when any other descriptor of the file is closed
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(fd, 0)
             os.pwrite(
                 fd, f'process {os.getpid()} on {socket.gethostname()}{self._since}'.encode(), 0
             )
             return fd
-        except OSError as e:
+        except BaseException as e:
             owner = os.pread(fd, 300, 0).decode(errors='replace')
-            os.close(fd)
+            _close_file(fd)
             if isinstance(e, (BlockingIOError, PermissionError)):
                 raise self._make_error(owner) from None
-            if e.errno not in _NO_LOCKS:
+            if not isinstance(e, OSError) or e.errno not in _NO_LOCKS:
                 raise
             self._warn(e)
             return None
@@ -133,3 +147,8 @@ class FolderLock:
             'writing there too.',
             stacklevel=4,
         )
+
+
+def _close_file(fd: int) -> None:
+    _open_files.discard(fd)
+    os.close(fd)

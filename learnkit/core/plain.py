@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,30 @@ from torch import Tensor
 
 from learnkit.core.errors import OptionError
 
-__all__ = ['plain']
+__all__ = ['as_atom', 'plain']
+
+# types without parts, and the conversion of their subclasses (members of an enum, for example)
+ATOM_CONVERTERS: dict[type, Callable[[Any], Any]] = {
+    bool: bool,
+    int: int.__int__,
+    float: float.__float__,
+    complex: complex.__complex__,
+    str: str.__str__,
+    bytes: bytes.__bytes__,
+}
+
+
+def as_atom(value: Any) -> Any:
+    """Return a number or string of a subclass as its base type, and any other value unchanged.
+
+    >>> from enum import StrEnum
+    >>> as_atom(StrEnum('Mode', ['FP16']).FP16)
+    'fp16'
+    """
+    for kind, convert in ATOM_CONVERTERS.items():
+        if isinstance(value, kind):
+            return value if type(value) is kind else convert(value)
+    return value
 
 
 def plain(
@@ -26,8 +50,8 @@ def plain(
     """
     if isinstance(value, np.generic):
         value = value.item()
-    if value is None or isinstance(value, (Tensor, bool, int, float, complex, str, bytes)):
-        return value
+    if isinstance(value, (NoneType, Tensor, *ATOM_CONVERTERS)):
+        return as_atom(value)
     if isinstance(value, Mapping):
         return {k: plain(v, f'{where}[{k!r}]') for k, v in value.items()}
     if isinstance(value, (list, tuple)):

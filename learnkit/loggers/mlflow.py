@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import time
@@ -56,6 +56,7 @@ class MlflowLogger(Logger):
         self.tracking_uri, self.experiment, self.run_name = tracking_uri, experiment, run_name
         self._id = ''  # id of the run
         self._logged_steps: dict[str, int] = {}  # last step that the run has, by metric
+        self._metric_names: dict[str, str] = {}  # MLflow's name of each logged name
 
     def where(self) -> Any:
         "Return the folder, or the address of a database or server."
@@ -105,11 +106,19 @@ class MlflowLogger(Logger):
         from mlflow.entities import Metric
 
         now = int(time() * 1000)
-        metrics = [
-            Metric(clean(name), float(value), now, step)
+        new = [name for _, values in rows for name in values if name not in self._metric_names]
+        if new:
+            taken = {*self._metric_names.values(), *self._logged_steps}
+            self._metric_names |= find_names(new, taken)
+        named = [
+            (self._metric_names[name], value, step)
             for step, values in rows
             for name, value in values.items()
-            if step > self._logged_steps.get(clean(name), -1)
+        ]
+        metrics = [
+            Metric(name, float(value), now, step)
+            for name, value, step in named
+            if step > self._logged_steps.get(name, -1)
         ]
         for i in range(0, len(metrics), _BATCH_SIZE):
             self._handle.log_batch(self._id, metrics[i : i + _BATCH_SIZE])
@@ -118,7 +127,8 @@ class MlflowLogger(Logger):
         from mlflow.entities import Param
 
         logged = self._handle.get_run(self._id).data.params
-        values = {clean(name): str(value)[:_PARAM_LENGTH] for name, value in params.items()}
+        names = find_names(params, logged)
+        values = {names[name]: str(value)[:_PARAM_LENGTH] for name, value in params.items()}
         new = [Param(_find_name(name, value, logged), value) for name, value in values.items()]
         new = [p for p in new if p.key not in logged]
         for i in range(0, len(new), 100):
@@ -151,6 +161,25 @@ def clean(name: str) -> str:
     'loss _a_1_/x'
     """
     return re.sub(r'[^\w./ -]', '_', name, flags=re.ASCII)
+
+
+def find_names(names: Iterable[str], taken: Iterable[str]) -> dict[str, str]:
+    """Return MLflow's name for each name. A folder of MLflow holds names as paths: none may lie below another.
+
+    >>> find_names(['loss', 'loss/aux', 'lr/0'], taken=['lr/1'])
+    {'loss': 'loss', 'loss/aux': 'loss.aux', 'lr/0': 'lr/0'}
+    """
+    cleaned = {name: clean(name) for name in names}
+    taken = set(taken)
+    files = taken.union(cleaned.values())
+    folders = {name[: slash.start()] for name in taken for slash in re.finditer('/', name)}
+
+    def separate(name: str) -> str:
+        if any(name[: slash.start()] in files for slash in re.finditer('/', name)):
+            return name.replace('/', '.')
+        return f'{name}.value' if name in folders else name
+
+    return {name: separate(found) for name, found in cleaned.items()}
 
 
 def _find_name(name: str, value: str, logged: dict[str, str]) -> str:

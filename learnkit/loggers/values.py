@@ -17,6 +17,7 @@ from torch import Tensor
 from learnkit.core.errors import OptionError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of
+from learnkit.core.plain import as_atom
 from learnkit.core.time import Time
 from learnkit.engine.callback import defined_on_class
 from learnkit.engine.dispatch import CallbackHost
@@ -196,7 +197,7 @@ def _unwrap_partial(f: Any) -> Any:
 def plain(value: Any) -> Any:
     "Return a plain value, the number of a tensor, or the string or name of another value."
     if isinstance(value, PLAIN):
-        return value
+        return as_atom(value)
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, np.generic):

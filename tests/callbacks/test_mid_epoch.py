@@ -121,6 +121,7 @@ def test_every_monitor_says_what_its_names_mean() -> None:
 
 
 def test_threshold_stopper_stops_in_the_middle_of_an_epoch() -> None:
+    torch.manual_seed(0)
     learn = learner(eval_every='2ba')
     learn.fit(1)
     first, second, *_ = (row['valid_loss'] for row in learn.recorder.evaluations)

@@ -93,6 +93,7 @@ def test_the_lines_of_a_run(tmp_path: Path) -> None:
 
 
 def test_the_file_ends_where_the_target_is_reached(tmp_path: Path) -> None:
+    torch.manual_seed(0)
     learn = learner(tmp_path)
     learn.fit(6)
     target = learn.history[2]['closeness']

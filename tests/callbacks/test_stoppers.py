@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from learnkit.callbacks.tracking import EarlyStoppingCallback
 from learnkit.core.errors import MetricError, OptionError, TimeError
 from learnkit.metrics.direction import MetricProperties
 from learnkit.testing import synth_learner
+from tests.helpers.clock import use_clock
 
 
 def quiet(**kwargs: Any) -> Learner:
@@ -70,12 +70,13 @@ def test_stops_after_an_iteration() -> None:
     assert learn.time.ep == 6 and learn.time.iter == 2
 
 
-def test_stops_after_seconds() -> None:
-    learn = quiet(
-        n_train=10, cbs=[FixedStopper('0.05s'), Callback(after_loss=lambda cb: time.sleep(0.01))]
-    )
+def test_stops_after_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = use_clock(monkeypatch)
+    slow = Callback(after_loss=lambda cb: clock.sleep(1.0))
+    learn = quiet(n_train=10, cbs=[FixedStopper('5s'), slow])
     learn.fit(100)
-    assert 3 <= learn.time.ba <= 6 and learn.time.sec >= 0.05
+    # the last evaluation takes 2 s
+    assert learn.time.ba == 5 and learn.time.sec == 7.0
 
 
 def test_every_after_event_fires_at_the_stop() -> None:
@@ -153,11 +154,13 @@ def test_patience_in_every_unit(patience: Any, rows: int) -> None:
     assert len(learn.history) == rows
 
 
-def test_patience_in_seconds() -> None:
-    slow = Callback(after_loss=lambda cb: time.sleep(0.01))
-    learn = quiet(n_train=1, lr=0.0, cbs=[EarlyStopping(patience='0.04s'), slow])
+def test_patience_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = use_clock(monkeypatch)
+    slow = Callback(after_loss=lambda cb: clock.sleep(1.0))
+    learn = quiet(n_train=1, lr=0.0, cbs=[EarlyStopping(patience='4s'), slow])
     learn.fit(50, lr=0.0)
-    assert 2 < len(learn.history) < 6
+    # an epoch takes 3 s, and the first one is the best
+    assert len(learn.history) == 3
 
 
 # ---------------------------------------------------------------------------------------- threshold

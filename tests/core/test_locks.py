@@ -19,7 +19,6 @@ def test_taking_and_giving_up(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path / 'deep' / 'er')
     assert not lock.held
     assert lock.acquire() is lock and lock.held and lock.acquire() is lock
-    # this gives the system's lock up, as is documented
     text = (tmp_path / 'deep' / 'er' / '.lock').read_text()
     assert text.startswith(
         f'process {os.getpid()} on {socket.gethostname()} has been writing there since 20'
@@ -76,17 +75,17 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 def fails(code: int) -> Any:
-    def lockf(*args: object) -> None:
+    def flock(*args: object) -> None:
         raise OSError(code, os.strerror(code))
 
-    return lockf
+    return flock
 
 
 @pytest.mark.parametrize('code', [errno.ENOLCK, errno.ENOTSUP])
 def test_a_file_system_without_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    monkeypatch.setattr(locks.fcntl, 'lockf', fails(code))
+    monkeypatch.setattr(locks.fcntl, 'flock', fails(code))
     monkeypatch.setattr(locks, '_warned_devices', set())
     with pytest.warns(
         UserWarning, match=r'has no locks \(.*\): nothing keeps another process'
@@ -101,7 +100,7 @@ def test_a_file_system_without_locks(
 
 
 def test_other_errors_are_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locks.fcntl, 'lockf', fails(errno.EIO))
+    monkeypatch.setattr(locks.fcntl, 'flock', fails(errno.EIO))
     with pytest.raises(OSError, match='Input/output'):
         FolderLock(tmp_path).acquire()
     monkeypatch.undo()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from time import sleep
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from learnkit import (
 )
 from learnkit.engine.events import EVENTS
 from learnkit.testing import RegModel, synth_dls, synth_learner
+from tests.helpers.clock import use_clock
 
 NEVER = {
     'before_load',
@@ -186,10 +186,11 @@ def test_iterations_are_epochs_by_their_number() -> None:
         learn.fit('3iter')
 
 
-def test_seconds_end_soon_after_they_are_over() -> None:
-    learn = learner(cbs=Callback(after_batch=lambda cb: sleep(0.002)))
-    learn.fit('0.1s')
-    assert 0.1 <= learn.time.sec < 2 and learn.n_epoch is None and learn.time.ba >= 3
+def test_seconds_end_soon_after_they_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = use_clock(monkeypatch)
+    learn = learner(cbs=Callback(after_step=lambda cb: clock.sleep(1.0)))
+    learn.fit('7s')
+    assert learn.time.sec == 7.0 and learn.n_epoch is None and learn.time.ba == 7
 
 
 @pytest.mark.parametrize('budget', ['25ba', '25st', '100sp'])

@@ -139,6 +139,8 @@ def rebuilt(
     with ZipFile(path, 'w', method) as archive:
         for name, data in records.items() if isinstance(records, dict) else records:
             archive.writestr(name, data)
+        for info in archive.infolist():  # torch writes neither a system nor permissions
+            info.create_system = info.external_attr = 0
     return path
 
 

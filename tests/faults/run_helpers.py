@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fault_helpers import BS, N_TRAIN, N_VALID, make_learner, make_model
+from fault_helpers import BS, N_TRAIN, N_VALID, At, make_learner, make_model
 from torch.utils.data import DataLoader, TensorDataset
 
 from learnkit import Callback, DataLoaders, Learner
@@ -124,6 +124,7 @@ def content(learn: Learner) -> str:
 
 
 __all__ = [
+    'At',
     'BS',
     'Drawn',
     'Reach',

@@ -321,13 +321,35 @@ def test_mlflow_images_texts_and_configuration(tmp_path: Path) -> None:
         'epochs': '1',
         'fit_2/epochs': '2',
     }
-    images = [a.path for a in client.list_artifacts(run.info.run_id, 'images')]
+    images = sorted(a.path for a in client.list_artifacts(run.info.run_id, 'images'))
     assert images == [f'images/pic-{s}-0.png' for s in (10, 20, 30)]
     read = np.array(image.open(client.download_artifacts(run.info.run_id, 'images/pic-10-0.png')))
     assert np.array_equal(read, PIXELS[0].permute(1, 2, 0).numpy())
     assert (
         Path(client.download_artifacts(run.info.run_id, 'texts/note-10.txt')).read_text() == 'hello'
     )
+
+
+def test_mlflow_names_below_other_names(tmp_path: Path) -> None:
+    "A folder of MLflow holds `half` as a file, and `half/more` as a file in a folder."
+    pytest.importorskip('mlflow')
+
+    def log(cb: Callback) -> None:
+        for name in ('half', 'half/more', 'later/more'):
+            cb.learn.log(name, cb.loss)
+
+    learn = learner(tmp_path, MlflowLogger(every='5ba'), Callback(after_loss=log))
+    learn.fit(1)
+    learn.add_cb(Callback(after_step=lambda cb: cb.learn.log('later', 1.0)))
+    learn.fit(1)
+    learn.close()
+    for name, logged in (
+        ('half', 'half'),
+        ('half/more', 'half.more'),
+        ('later/more', 'later/more'),
+        ('later', 'later.value'),
+    ):
+        assert mlflow_points(tmp_path, logged), name
 
 
 def test_mlflow_run_that_failed(tmp_path: Path) -> None:

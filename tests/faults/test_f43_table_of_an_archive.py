@@ -1,0 +1,153 @@
+"""Row 43: a bit of a weights file's zip table is flipped. The file is refused, or gives the same weights.
+
+The table has no checksum. Readers of archives act on different fields of it: after one flipped bit, torch's reader
+returns memory that nothing was written to, although the CRC of every record is right."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+import torch
+from file_helpers import rebuilt, saved
+from torch import Tensor
+
+from learnkit.checkpoint.torch_file import damage, read_torch_file
+from learnkit.core.errors import WeightsError
+
+WEIGHTS = {'a': torch.arange(1.0, 5.0), 'b': torch.full((600,), 2.0)}
+ENTRY, LOCAL = b'PK\1\2', b'PK\3\4'
+ATTRIBUTES = 38  # offset of the attributes in an entry: DOS in the low byte, Unix in the high ones
+DIRECTORY = 0x10
+
+
+def offsets(content: bytes, magic: bytes) -> Iterator[int]:
+    at = content.find(magic)
+    while at >= 0:
+        yield at
+        at = content.find(magic, at + 4)
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(a[k].equal(b[k]) for k in a)
+
+
+def count_other_weights(path: Path, bits: Iterable[int]) -> tuple[int, int]:
+    "Return how many of the flipped bits were refused by name, and how many gave other weights."
+    content = saved(path, WEIGHTS).read_bytes()
+    refused = other = 0
+    for bit in bits:
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        try:
+            other += not same(read_torch_file(path), WEIGHTS)
+        except WeightsError as e:
+            refused += str(path) in str(e)
+    return refused, other
+
+
+def headers(path: Path) -> list[int]:
+    "Return the bits of the table, and of each record's own header."
+    content = saved(path, WEIGHTS).read_bytes()
+    places = [range(at, at + 30) for at in offsets(content, LOCAL)]
+    places.append(range(content.index(ENTRY), len(content)))
+    return [8 * byte + bit for place in places for byte in place for bit in range(8)]
+
+
+def test_the_attribute_of_a_directory(tmp_path: Path) -> None:
+    "Every CRC is right, and torch alone gives other weights or none."
+    path = saved(tmp_path / 'a.pth', WEIGHTS)
+    content = path.read_bytes()
+    entries = [*offsets(content, ENTRY)]
+    data = next(at for at in entries if content[at + 46 :].startswith(b'a/data/1'))
+    for at in entries:
+        flipped = bytearray(content)
+        flipped[at + ATTRIBUTES] ^= DIRECTORY
+        path.write_bytes(flipped)
+        with ZipFile(path) as archive:
+            assert archive.testzip() is None
+        if at == data:
+            torch.load(path, weights_only=True)
+        with pytest.raises(WeightsError, match=r'a record .* which torch does not write'):
+            read_torch_file(path)
+
+
+def test_some_bits(tmp_path: Path) -> None:
+    bits = headers(tmp_path / 'a.pth')
+    assert count_other_weights(tmp_path / 'a.pth', bits[::29])[1] == 0
+
+
+@pytest.mark.full
+def test_every_bit(tmp_path: Path) -> None:
+    bits = headers(tmp_path / 'a.pth')
+    refused, other = count_other_weights(tmp_path / 'a.pth', bits)
+    print(
+        f'row 43: each of the {len(bits)} bits of the table and the headers of a file flipped, '
+        f'{refused} refused, {len(bits) - refused - other} without effect, {other} gave other weights'
+    )
+    assert other == 0
+
+
+def in_table(at: int, form: str, value: int) -> Callable[[bytes], bytes]:
+    "Write a number into every entry."
+
+    def change(content: bytes) -> bytes:
+        changed = bytearray(content)
+        for start in offsets(content, ENTRY):
+            struct.pack_into(form, changed, start + at, value)
+        return bytes(changed)
+
+    return change
+
+
+OTHERS: dict[str, Callable[[bytes], bytes]] = {
+    'made on Unix': in_table(4, '<H', 0x0300),
+    'encrypted': in_table(8, '<H', 0x809),
+    'patched data': in_table(8, '<H', 0x828),
+    'another disk': in_table(34, '<H', 1),
+    'text': in_table(36, '<H', 1),
+    'hidden': in_table(ATTRIBUTES, '<L', 2),
+    'a link of Unix': in_table(ATTRIBUTES, '<L', 0o120777 << 16),
+}
+
+
+@pytest.mark.parametrize('change', OTHERS.values(), ids=OTHERS)
+def test_other_fields(tmp_path: Path, change: Callable[[bytes], bytes]) -> None:
+    path = saved(tmp_path / 'a.pth', WEIGHTS)
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(WeightsError, match='which torch does not write'):
+        read_torch_file(path)
+
+
+def test_extra_fields_and_comments(tmp_path: Path) -> None:
+    "Two readers may take an offset from different extra fields."
+    for field, value in (
+        ('extra', struct.pack('<2HQ', 1, 8, 0)),
+        ('extra', struct.pack('<2H', 0x7075, 0)),
+        ('comment', b'torch'),
+    ):
+        path = saved(tmp_path / 'a.pth', WEIGHTS)
+        with ZipFile(rebuilt(path, dict), 'a') as archive:
+            setattr(archive.infolist()[-1], field, value)
+            archive._didModify = True  # type: ignore[attr-defined]  # the table alone is written again
+        assert (
+            damage(path) == "it has a record 'a/.data/serialization_id', which torch does not write"
+        )
+
+
+def test_records_of_other_sizes(tmp_path: Path) -> None:
+    "What `torch.save` writes is read: empty tensors, no tensors, many records, the format before 1.6."
+    contents = [
+        {'empty': torch.empty(0)},
+        {'none': None},
+        {f'{i}': torch.full((i,), 1.0 * i) for i in range(100)},
+    ]
+    for content in contents:
+        for is_zip in (True, False):
+            path = saved(tmp_path / 'a.pth', content, _use_new_zipfile_serialization=is_zip)
+            assert damage(path) is None
+            assert read_torch_file(path).keys() == content.keys()

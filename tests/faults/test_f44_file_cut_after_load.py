@@ -1,0 +1,152 @@
+"""Row 44: another program cuts a file short that was loaded. Nothing of it is mapped, and training goes on exactly."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_helpers import At, in_child, make_learner, quiet, same
+from torch import nn
+
+from learnkit import Callback, Learner
+from learnkit.callbacks import Checkpoint
+from learnkit.checkpoint.folder import entries
+from learnkit.checkpoint.weights import read_weights
+
+WIDTH = 64  # so that a weight fills several pages
+
+
+def make(*cbs: Any) -> Learner:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+    return quiet(make_learner([*cbs], model=model))
+
+
+def mapped(folder: Path) -> list[str]:
+    "Return the files of a folder that this process has mapped or open."
+    gc.collect()
+    maps = Path('/proc/self/maps').read_text().splitlines()
+    found = [line.split(maxsplit=5)[5] for line in maps if str(folder) in line]
+    for fd in Path('/proc/self/fd').iterdir():
+        try:
+            target = os.readlink(fd)
+        except FileNotFoundError:  # the descriptor that lists the folder
+            continue
+        if target.startswith(str(folder)) and not target.endswith('.lock'):
+            found.append(target)
+    return found
+
+
+def cut(folder: Path) -> None:
+    "Cut every file short, as a program does that writes over it in place."
+    for path in folder.rglob('*'):
+        if path.is_file() and path.name != '.lock':
+            os.truncate(path, 0)
+
+
+class KeepFile(Callback):
+    "A callback that reads a file of its own from the checkpoint."
+
+    def save_to_checkpoint(self, folder: Path) -> None:
+        (folder / 'big').write_bytes(bytes(100_000))
+
+    def resume_from_checkpoint(self, folder: Path, model: nn.Module) -> None:
+        assert len((folder / 'big').read_bytes()) == 100_000
+
+
+@pytest.mark.parametrize('own_file', [False, True])
+def test_after_a_resume(tmp_path: Path, own_file: bool) -> None:
+    cbs = [KeepFile] if own_file else []
+
+    def train(folder: Path, resume: Any = False, *more: Callback) -> Any:
+        learn = make(*(cb() for cb in cbs), *more)
+        learn.fit(3, resume=resume, cbs=Checkpoint('1ba', folder, background=False))
+        learn.remove_cbs(At)
+        return learn.checkpoint_state()
+
+    straight = in_child(partial(train, tmp_path / 'straight'))
+    middle = entries(tmp_path / 'straight')[1].path
+
+    def resume() -> Any:
+        seen: list[str] = []
+
+        def look_and_cut(cb: Any) -> None:
+            seen.extend(mapped(tmp_path / 'straight'))
+            cut(tmp_path / 'straight')
+
+        state = train(tmp_path / 'resumed', middle, At('before_batch', look_and_cut))
+        return {'seen': seen, 'state': state}
+
+    found = in_child(resume)
+    assert found['seen'] == []
+    assert same(straight, found['state'])
+
+
+def load_pth(learn: Learner, path: Path) -> None:
+    learn.load(path, with_opt=True)
+
+
+def load_pth_by_mapping(learn: Learner, path: Path) -> None:
+    "Torch is configured to map the files that it loads."
+    config = torch.utils.serialization.config.load
+    config.mmap, before = True, config.mmap
+    try:
+        learn.load(path, with_opt=True)
+    finally:
+        config.mmap = before
+
+
+def load_safetensors(learn: Learner, path: Path) -> None:
+    learn.load(path.with_suffix('.safetensors'))
+
+
+def load_checkpoint(learn: Learner, path: Path) -> None:
+    learn.load(path.with_name('a.ckpt'), with_opt=True)
+
+
+LOADS: list[Callable[[Learner, Path], None]] = [
+    load_pth,
+    load_pth_by_mapping,
+    load_safetensors,
+    load_checkpoint,
+]
+
+
+@pytest.mark.parametrize('load', LOADS)
+def test_after_a_load(tmp_path: Path, load: Callable[[Learner, Path], None]) -> None:
+    "Training on equals training on after the same load of files that stay whole."
+    learn = make()
+    learn.fit(1)
+    path = learn.save(tmp_path / 'a.pth', with_opt=True)
+    learn.save(tmp_path / 'a.safetensors')
+    learn.fit(1, cbs=Checkpoint(None, tmp_path / 'run', background=False))
+    entries(tmp_path / 'run')[0].path.rename(tmp_path / 'a.ckpt')
+
+    def train(cuts: bool) -> Any:
+        learn = make()
+        load(learn, path)
+        found = mapped(tmp_path)
+        if cuts:
+            cut(tmp_path)
+        learn.fit(1)
+        return {'mapped': found, 'state': learn.checkpoint_state()}
+
+    whole, found = in_child(partial(train, False)), in_child(partial(train, True))
+    assert whole['mapped'] == found['mapped'] == []
+    assert same(whole['state'], found['state'])
+
+
+def test_weights_that_are_kept(tmp_path: Path) -> None:
+    "What is read, and not copied into a model, is a copy as well."
+    learn = make()
+    learn.save(tmp_path / 'a.pth')
+    learn.save(tmp_path / 'a.safetensors')
+    for name in ('a.pth', 'a.safetensors'):
+        stored = read_weights(tmp_path / name)
+        assert mapped(tmp_path) == [] and stored.model

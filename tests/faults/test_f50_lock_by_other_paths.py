@@ -1,0 +1,165 @@
+"""Row 50: two runs in one folder by other paths, links or mounts. The second is refused, whatever reads the folder."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fault_helpers import At
+from file_helpers import fork, result_of
+from run_helpers import checkpointed
+
+from learnkit.core.errors import FolderInUseError
+from learnkit.core.locks import FolderLock
+
+CLONE_NEWNS, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000
+
+
+def is_refused(folder: Path) -> bool:
+    "Return True if this process cannot lock a folder."
+    try:
+        FolderLock(folder).acquire().release()
+    except FolderInUseError:
+        return True
+    return False
+
+
+def is_refused_elsewhere(folder: Path) -> bool:
+    "Return True if another process cannot lock a folder."
+    return bool(result_of(lambda: is_refused(folder)))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Path]:
+    "A folder that a run of this process has locked."
+    with FolderLock(tmp_path / 'a' / 'run'):
+        yield tmp_path / 'a' / 'run'
+
+
+def paths_to(run: Path) -> dict[str, Path]:
+    "Return other paths to a folder."
+    base = run.parents[1]
+    (base / 'link').symlink_to(run)
+    (base / 'to a link').symlink_to(base / 'link')
+    (base / 'parent').symlink_to(run.parent)
+    fd = os.open(run, os.O_RDONLY)
+    return {
+        'relative': Path(os.path.relpath(run)),
+        'up and down': run / '..' / 'run',
+        'a link': base / 'link',
+        'a link to a link': base / 'to a link',
+        'a link to its parent': base / 'parent' / 'run',
+        'a descriptor': Path(f'/proc/{os.getpid()}/fd/{fd}'),
+    }
+
+
+def test_other_paths(run: Path) -> None:
+    for name, path in paths_to(run).items():
+        assert is_refused(path), name
+        assert is_refused_elsewhere(path), name
+
+
+def call_system(name: str, *args: Any) -> None:
+    "Call a function of the C library; raise `PermissionError` where the machine does not permit it."
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*args):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), name)
+
+
+def bind(folder: Path, target: Path) -> None:
+    "Mount a folder at another place, for this process alone."
+    target.mkdir()
+    call_system('unshare', CLONE_NEWNS)
+    call_system('mount', b'none', b'/', None, MS_REC | MS_PRIVATE, None)
+    call_system('mount', bytes(folder), bytes(target), None, MS_BIND, None)
+
+
+def test_a_bind_mount(run: Path, tmp_path: Path) -> None:
+    def attempt() -> str:
+        try:
+            bind(run, tmp_path / 'mounted')
+        except OSError as e:
+            return str(e)
+        assert (tmp_path / 'mounted' / '.lock').exists()
+        return 'refused' if is_refused(tmp_path / 'mounted') else 'locked'
+
+    found = result_of(attempt)
+    if found not in ('refused', 'locked'):
+        pytest.skip(f'needs mounts: {found}')
+    assert found == 'refused'
+
+
+def read_lock(run: Path) -> None:
+    (run / '.lock').read_text()
+
+
+def copy_folder(run: Path) -> None:
+    shutil.copytree(run, run.with_name('copy'))
+
+
+def archive_folder(run: Path) -> None:
+    shutil.make_archive(str(run.with_name('archive')), 'tar', run)
+
+
+def be_refused(run: Path) -> None:
+    assert is_refused(run) and is_refused(Path(os.path.relpath(run)))
+
+
+READERS: list[Callable[[Path], None]] = [read_lock, copy_folder, archive_folder, be_refused]
+
+
+@pytest.mark.parametrize('read', READERS)
+def test_whoever_reads_the_folder_leaves_the_lock(run: Path, read: Callable[[Path], None]) -> None:
+    read(run)
+    assert is_refused(run) and is_refused_elsewhere(run)
+
+
+def test_a_run_whose_callback_reads_its_folder(tmp_path: Path) -> None:
+    "A second process is refused from the first step to the last."
+    refused: list[bool] = []
+
+    def read(cb: Any) -> None:
+        copy_folder(tmp_path / 'run')
+        shutil.rmtree(tmp_path / 'copy')
+        refused.append(is_refused_elsewhere(tmp_path / 'run'))
+
+    watch = [At('before_batch', read, nth) for nth in (1, 2, 3)]
+    checkpointed(tmp_path / 'run', every='1ba')(*watch).fit(1)
+    assert refused == [True] * 3
+    assert not is_refused_elsewhere(tmp_path / 'run')
+
+
+def test_a_child_that_lives_on_keeps_nothing(tmp_path: Path) -> None:
+    "The child has closed the file, and so the lock ends with its owner."
+    lock = FolderLock(tmp_path).acquire()
+    child = fork(signal.pause)
+    try:
+        read_lock(tmp_path)
+        assert is_refused_elsewhere(tmp_path)
+        lock.release()
+        assert not is_refused_elsewhere(tmp_path)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_an_interrupted_attempt_gives_the_folder_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    "Ctrl-C right after the system has locked the file."
+
+    def interrupt(fd: int, n: int) -> None:
+        raise KeyboardInterrupt
+
+    before = len(os.listdir('/proc/self/fd'))
+    with monkeypatch.context() as m:
+        m.setattr(os, 'ftruncate', interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            FolderLock(tmp_path).acquire()
+    assert len(os.listdir('/proc/self/fd')) == before
+    assert not is_refused(tmp_path) and not is_refused_elsewhere(tmp_path)

@@ -1,0 +1,26 @@
+"""A clock that moves only when it is told to, so that no test depends on how busy the machine is."""
+
+from __future__ import annotations
+
+import pytest
+
+
+class Clock:
+    "Stand-in for `perf_counter` and `sleep`: `clock()` reads it, `clock.sleep(s)` moves it."
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def use_clock(monkeypatch: pytest.MonkeyPatch, *modules: str) -> Clock:
+    "Let modules of the package read a new clock, the counters of every fit among them."
+    clock = Clock()
+    for module in ('learnkit.engine.counters', 'learnkit.engine.run', *modules):
+        monkeypatch.setattr(f'{module}.perf_counter', clock)
+    return clock
