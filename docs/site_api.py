@@ -1,4 +1,4 @@
-"""What the pages of the API hold: one page a module, with every public name where it is defined."""
+"""Make the pages of the API: one page a task, with every public name described once."""
 
 from __future__ import annotations
 
@@ -10,26 +10,24 @@ from pathlib import Path
 from pkgutil import walk_packages
 from typing import Any
 
+from site_tasks import PUBLIC_MODULES, TASKS, Task
+
 import learnkit
 import learnkit.all
 
-PACKAGES = (
-    'learner data callbacks metrics losses optim loggers engine checkpoint distributed inference interop debug '
-    'core testing demo all'
-).split()
 LONGEST_VALUE = 300  # characters of a constant's value that are shown
 
 INDEX = """
 API
 ===
 
-What is imported from where: ``from learnkit import Learner`` for the names of the table below,
-``from learnkit.all import *`` for everything that a notebook needs, and every name from its own module.
+``from learnkit.all import *`` imports everything that a notebook needs. In a program, import each name from its
+package: ``from learnkit import Learner, Callback``, ``from learnkit.metrics import F1Score``.
 
 .. toctree::
    :hidden:
 
-   {modules}
+   {pages}
 
 {table}
 
@@ -98,22 +96,42 @@ def summary(value: Any) -> str:
     )
 
 
-def table(module: str, names: list[str]) -> str:
-    "A table of names, each with a link to where it is defined, and its first sentence."
+def table(names: list[tuple[str, str | None]]) -> str:
+    "Return a table of names and the modules that define them: each with a link and its first sentence."
     rows = ['.. list-table::', '   :class: names', '']
-    for name in names:
-        where = home(module, name)
-        shown = f':py:obj:`{name} <{where}.{name}>`' if where else f'``{name}``'
-        rows += [f'   * - {shown}', f'     - {summary(get(module, name)) if where else ""}']
+    for name, module in names:
+        shown = f':py:obj:`{name} <{module}.{name}>`' if module else f'``{name}``'
+        rows += [f'   * - {shown}', f'     - {summary(get(module, name)) if module else ""}']
     return '\n'.join(rows)
 
 
+def inherited_members(cls: type) -> str:
+    """Return the option that describes members of base classes without a description as the class's members.
+
+    Sphinx leaves out the named classes, which have a description or are not learnkit's, and their bases."""
+    bases = cls.__mro__[1:]
+    left_out = [base for base in bases if is_described(base) or not is_own(base)]
+    n_included = bases.index(left_out[0])
+    names = ', '.join(base.__name__ for base in left_out)
+    return f'   :inherited-members: {names}\n' if n_included else ''
+
+
+def is_own(cls: type) -> bool:
+    "Return True if a class is learnkit's."
+    return cls.__module__.partition('.')[0] == 'learnkit'
+
+
+def is_described(cls: type) -> bool:
+    "Return True if a page of the API describes a class."
+    return f'{cls.__module__}.{cls.__name__}' in page_of()
+
+
 def directive(module: str, name: str) -> str:
-    "What tells Sphinx to describe one name."
+    "Return the directive that describes one name."
     value = get(module, name)
     if isinstance(value, type):
         kind = 'exception' if issubclass(value, BaseException) else 'class'
-        return f'.. auto{kind}:: {module}.{name}\n   :members:\n'
+        return f'.. auto{kind}:: {module}.{name}\n   :members:\n{inherited_members(value)}'
     if inspect.isfunction(value):
         return f'.. autofunction:: {module}.{name}\n'
     return f'.. autodata:: {module}.{name}\n' + (
@@ -121,39 +139,44 @@ def directive(module: str, name: str) -> str:
     )
 
 
-def below(package: str) -> list[str]:
-    "The modules of a package that is not the whole one."
-    return [name for name in modules() if name.startswith(f'{package}.') and package != 'learnkit']
+def described(task: Task) -> list[tuple[str, str]]:
+    "Return the modules and names that a page describes, in the order of the page."
+    return [
+        (module, name)
+        for module in (f'learnkit.{short}' for short in task.modules)
+        for name in public(module)
+        if name in assigned(module) and name in public_names()
+    ]
 
 
-def entries(names: list[str]) -> str:
-    "The lines of a table of contents: modules by the last part of their names."
-    return '\n   '.join(f'{name.rpartition(".")[2]} <{name}>' for name in names)
+@cache
+def public_names() -> frozenset[str]:
+    "Return every name that users import."
+    return frozenset(name for module in PUBLIC_MODULES for name in public(module))
 
 
-def module_table(names: list[str]) -> str:
-    "A table of modules, each with its first sentence."
-    rows = (f'   * - :py:mod:`{name}`\n     - {summary(import_module(name))}' for name in names)
-    return '\n'.join(['.. list-table::', '   :class: names', '', *rows])
+@cache
+def page_of() -> dict[str, str]:
+    "Return the page that describes each public name, by the full name."
+    return {f'{module}.{name}': task.slug for task in TASKS for module, name in described(task)}
 
 
-def module_page(module: str) -> str:
-    "Return the page of a module."
-    here = [name for name in public(module) if name in assigned(module)]
-    others = [name for name in public(module) if name not in here]
-    parts = [f'{module}\n{"=" * len(module)}', f'.. automodule:: {module}']
-    if inner := below(module):
-        parts += ['.. toctree::\n   :hidden:\n\n   ' + entries(inner), module_table(inner)]
-    parts += [directive(module, name) for name in here]
-    if others:
-        parts += ['.. rubric:: To be imported from here, too', table(module, others)]
+def task_page(task: Task) -> str:
+    "Return the page of a task."
+    found = described(task)
+    parts = [f'{task.title}\n{"=" * len(task.title)}', task.intro]
+    if len(found) > 3:
+        parts.append(table([(name, module) for module, name in found]))
+    parts += [directive(module, name) for module, name in found]
     return '\n\n'.join(parts) + '\n'
 
 
 def index_page() -> str:
     "Return the first page of the API."
     names = sorted(public('learnkit'), key=str.lower)
-    packages = [f'learnkit.{name}' for name in PACKAGES]
+    rows = (f'   * - :doc:`{task.title} <{task.slug}>`\n     - {task.intro}' for task in TASKS)
     return INDEX.format(
-        modules=entries(packages), table=module_table(packages), names=table('learnkit', names)
+        pages='\n   '.join(task.slug for task in TASKS),
+        table='\n'.join(['.. list-table::', '   :class: names', '', *rows]),
+        names=table([(name, home('learnkit', name)) for name in names]),
     )

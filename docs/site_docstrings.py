@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from fastcore.docments import docments
-from site_api import home
+from site_api import is_described
 
 from learnkit import Callback
 from learnkit.engine.events import EVENTS
@@ -103,7 +103,7 @@ def inherited(cls: type) -> list[str]:
     "Return the lines of a table: the classes of the package that a class comes from, and what it has from each."
     rows, seen = [], set(vars(cls))
     for base in cls.__mro__[1:]:
-        if base is Callback or home(base.__module__, base.__name__) is None:
+        if base is Callback or not is_described(base):
             continue
         where = f'{base.__module__}.{base.__name__}'
         names = [

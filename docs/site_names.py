@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from docutils import nodes
-from site_api import get, home, modules, public
+from site_api import get, home, modules, page_of, public
 from sphinx import addnodes
 from sphinx.util.nodes import make_refnode
 
@@ -81,9 +81,10 @@ def signatures(around: list[nodes.Node]) -> list[Any]:
 def leave_inner_names(
     app: Any, env: Any, node: addnodes.pending_xref, shown: nodes.Element
 ) -> nodes.Element | None:
-    "Leave a name in a signature as it is where its module does not export it: no page describes it."
-    module, _, name = node.get('reftarget', '').rpartition('.')
-    return shown if module in modules() and name not in public(module) else None
+    "Show a name of learnkit without a link if no page describes it."
+    target = node.get('reftarget', '')
+    module = target.rpartition('.')[0]
+    return shown if module in modules() and target not in page_of() else None
 
 
 def forget_builtins(app: Any) -> list[Any]:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import architecture_svg
 import lifecycle_svg
-from site_api import index_page, module_page, modules
+from site_api import index_page, task_page
+from site_tasks import TASKS
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -25,15 +25,14 @@ def pages() -> dict[Path, str]:
     "The file in the repository that each page is made from, and the page's path on the site."
     found = {ROOT / 'README.md': 'index.md'}
     found |= {path: path.name for path in sorted(DOCS.glob('*.md')) if path.stem != 'index'}
+    found |= {path: f'howto/{path.name}' for path in sorted(DOCS.glob('howto/*.md'))}
     found |= {path: f'guides/{path.name}' for path in sorted((ROOT / 'nbs').glob('*.ipynb'))}
     found |= {
         path: f'project/{name.lower()}.md'
         for name in PAPERS
         if (path := ROOT / f'{name}.md').exists()
     }
-    return found | {
-        Path(import_module(name).__file__ or ''): f'api/{name}.rst' for name in modules()[1:]
-    }
+    return found
 
 
 def relinked(text: str, folder: Path, known: dict[Path, str]) -> str:
@@ -62,13 +61,12 @@ def made() -> dict[str, str]:
     "Every page that is made now, by its path on the site."
     known = pages()
     texts = {'api/index.rst': index_page()}
+    texts |= {f'api/{task.slug}.rst': task_page(task) for task in TASKS}
     for path, page in known.items():
         if page.startswith('guides/'):
             texts[page] = guide(path, known)
         if page.startswith('project/'):
             texts[page] = relinked(path.read_text('utf-8'), path.parent, known)
-        if page.startswith('api/'):
-            texts[page] = module_page(page.removeprefix('api/').removesuffix('.rst'))
     drawings = architecture_svg, lifecycle_svg
     return texts | {drawing.FILE.name: drawing.draw() for drawing in drawings}
 

@@ -15,7 +15,7 @@ from tests.helpers.building import ROOT, build
 
 SHOTS = Path(__file__).with_name('shots')
 GUIDES = [f'guides/{path.stem}' for path in sorted((ROOT / 'nbs').glob('*.ipynb'))]
-PAGES = ['index', 'lifecycle', 'api/learnkit.learner', *GUIDES]
+PAGES = ['index', 'lifecycle', 'api/learner', *GUIDES]
 pytestmark = pytest.mark.browser
 
 
@@ -60,12 +60,12 @@ def test_a_search_leads_to_the_page(tab: Any, address: str) -> None:
     result.wait_for()
     assert 'learnkit' in result.inner_text()
     result.click()
-    tab.wait_for_url('**/api/learnkit.callbacks.accumulation.html*')
+    tab.wait_for_url('**/api/train.html*')
     assert tab.locator('h1').inner_text().startswith('learnkit.callbacks.accumulation')
     assert 'gradient of one big batch' in tab.locator('article').inner_text()
 
     tab.locator('article a', has_text='OptionError').first.click()
-    tab.wait_for_url('**/api/learnkit.core.errors.html#learnkit.core.errors.OptionError')
+    tab.wait_for_url('**/api/errors.html#learnkit.core.errors.OptionError')
     assert tab.locator('[id="learnkit.core.errors.OptionError"]').is_visible()
 
 

@@ -1,0 +1,141 @@
+"""The pages of the API: one page a task, with the modules whose public names belong to it.
+
+A new public module is added to one of these pages, and to nothing else; a test finds one that is missing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ['PUBLIC_MODULES', 'TASKS', 'Task']
+
+
+@dataclass(frozen=True)
+class Task:
+    "One page of the API."
+
+    slug: str  # name of the page's file
+    title: str
+    intro: str  # first paragraph of the page
+    modules: tuple[str, ...]  # modules that define the names, without `learnkit.`
+
+
+# Modules from which users import names.
+PUBLIC_MODULES = (
+    'learnkit learnkit.all learnkit.callbacks learnkit.metrics learnkit.losses learnkit.loggers learnkit.optim '
+    'learnkit.data learnkit.testing learnkit.distributed learnkit.interop learnkit.checkpoint learnkit.inference '
+    'learnkit.debug'
+).split()
+
+_ROWS = (
+    (
+        'learner',
+        'Learner',
+        'The training loop with the data, the model, the loss and the optimizer. This page has all its members.',
+        'learner',
+    ),
+    (
+        'callback',
+        'Write a callback',
+        'The base class of callbacks, and the events at which callbacks run.',
+        'engine.callback engine.events engine.train_eval core.contexts',
+    ),
+    (
+        'train',
+        'Train',
+        'Gradient accumulation, clipping, mixed precision, MixUp and weight averages.',
+        'callbacks.accumulation callbacks.training callbacks.mixed_precision callbacks.mixup callbacks.ema '
+        'callbacks.sam callbacks.rnn',
+    ),
+    (
+        'schedules',
+        'Schedules and learning rates',
+        'Learning-rate schedules, the learning-rate finder, and the functions that schedules are made of.',
+        'callbacks.schedule callbacks.torch_scheduler callbacks.lr_finder optim.annealing',
+    ),
+    (
+        'optimizers',
+        'Optimizers',
+        'Optimizers by the names of fastai, and parameter groups. Every class of torch.optim can be used as it is.',
+        'optim.optimizers optim.wrapper optim.hyperparams',
+    ),
+    (
+        'data',
+        'Data',
+        'Loaders, validation sets with metrics, and functions for batches.',
+        'data.dataloaders data.evaluator core.batch',
+    ),
+    ('losses', 'Losses', 'Loss functions; every loss of torch can be used as it is.', 'losses'),
+    (
+        'metrics',
+        'Metrics',
+        'Metrics over a whole validation set. Metrics of torchmetrics can be used as they are.',
+        'metrics.functional metrics.classification metrics.segmentation metrics.base metrics.averages '
+        'metrics.whole_set metrics.direction',
+    ),
+    (
+        'stopping',
+        'Early stopping and the best model',
+        'Stop when a value no longer improves, and keep the best weights.',
+        'callbacks.tracking callbacks.stoppers callbacks.best_metric',
+    ),
+    (
+        'checkpoints',
+        'Checkpoints and export',
+        'Save and resume exactly, load weights, and export for inference.',
+        'callbacks.checkpoint callbacks.export checkpoint.digest',
+    ),
+    (
+        'logging',
+        'Logging, history and progress',
+        'Loggers for files and services, the recorded history, the progress bar, and plots while training.',
+        'loggers.base loggers.console loggers.files loggers.tensorboard loggers.wandb loggers.mlflow loggers.api '
+        'callbacks.recorder callbacks.history callbacks.progress callbacks.live_plot',
+    ),
+    (
+        'monitors',
+        'Monitors',
+        'Measure speed, memory, gradients, activations and data while training.',
+        'callbacks.monitor callbacks.periodic callbacks.speed callbacks.memory callbacks.system_monitor '
+        'callbacks.optimizer_monitor callbacks.activation_monitor callbacks.activation_stats callbacks.dataset '
+        'callbacks.images callbacks.mlperf',
+    ),
+    (
+        'inference',
+        'Predictions and interpretation',
+        'Collect predictions, and look at the samples with the largest losses.',
+        'inference.interpretation inference.gather callbacks.predictions',
+    ),
+    (
+        'debugging',
+        'Find what is wrong',
+        'Values that are not finite, memory that runs out, batches to run again, hooks, and summaries of a model.',
+        'callbacks.nan_guard callbacks.oom callbacks.replay callbacks.hooks callbacks.model_summary debug.doc',
+    ),
+    (
+        'distributed',
+        'Several processes',
+        'Train in several processes, on one machine or several.',
+        'distributed.callback',
+    ),
+    (
+        'interop',
+        'Callbacks of Composer and Noether',
+        'Run callbacks that were written for other packages. Callbacks of fastai run as they are.',
+        'interop.composer interop.ksuit',
+    ),
+    (
+        'time',
+        'Time',
+        'Intervals, budgets and time stamps in epochs, batches, samples or seconds.',
+        'core.time',
+    ),
+    ('errors', 'Errors and Cancel exceptions', 'Every error that learnkit raises.', 'core.errors'),
+    (
+        'testing',
+        'Testing',
+        'Small Learners for tests, and tests that kill a run and resume it.',
+        'testing testing.harness testing.forks',
+    ),
+)
+
+TASKS = [Task(slug, title, intro, tuple(modules.split())) for slug, title, intro, modules in _ROWS]

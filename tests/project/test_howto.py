@@ -1,0 +1,35 @@
+"""The how-to pages: the code of each runs from top to bottom."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted((ROOT / 'docs/howto').glob('*.md'))
+NEEDED = {'optuna': 'optuna', 'hugging_face': 'transformers', 'logging': 'wandb'}
+
+
+def python_blocks(path: Path) -> list[str]:
+    return re.findall(r'^```python\n(.*?)^```', path.read_text('utf-8'), flags=re.M | re.S)
+
+
+def test_there_are_pages() -> None:
+    assert len(PAGES) >= 9 and all(python_blocks(path) for path in PAGES)
+
+
+@pytest.mark.notebook
+@pytest.mark.filterwarnings('ignore::DeprecationWarning')
+@pytest.mark.parametrize('path', PAGES, ids=lambda path: path.stem)
+def test_the_code_of_a_page_runs(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip('sklearn')
+    if path.stem in NEEDED:
+        pytest.importorskip(NEEDED[path.stem])
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {'__name__': '__main__'}
+    for code in python_blocks(path):
+        exec(compile(code, str(path), 'exec'), names)
