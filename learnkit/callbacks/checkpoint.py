@@ -36,11 +36,11 @@ from learnkit.core.errors import CancelFitException, CheckpointError, OptionErro
 from learnkit.core.files import check_writable, sweep
 from learnkit.core.locks import FolderLock
 from learnkit.core.model import name_of
-from learnkit.core.time import Time, Timestamp, as_time, crossings
+from learnkit.core.time import Time, as_time
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback
-from learnkit.engine.countable import check_countable
+from learnkit.engine.every import Every, check_countable
 from learnkit.metrics.direction import MetricProperties
 
 __all__ = ['Checkpoint']
@@ -105,6 +105,7 @@ class Checkpoint(Callback):
         sharded: bool = True,  # whether each rank writes its shards of sharded tensors
     ) -> None:
         self.every = None if every is None else as_time(every, 'ep')
+        self._interval = None if self.every is None else Every(self.every)
         if keep_last is not None:
             check_count('keep_last', keep_last)
         check_count('keep_best', keep_best, 0)
@@ -123,8 +124,6 @@ class Checkpoint(Callback):
         self._stop_request = StopRequest()
         self._lock: FolderLock | None = None
         self._has_folder = False  # whether this run, or rank 0 of it, has locked the folder
-        self._last_check = Timestamp()  # time at which the interval was last checked
-        self._next_due = 0.0  # earliest time of the next checkpoint, in the unit of `every`
         self._buffers: dict[str, Tensor] = {}  # host memory, reused for each checkpoint
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
@@ -153,13 +152,12 @@ class Checkpoint(Callback):
         learn = self.learn
         if not learn.fitting:
             return
-        if self.every is not None:
-            check_countable(learn, self.every)
+        if self._interval is not None:
+            check_countable(learn, self._interval.interval)
+            self._interval.start(learn)
         self._monitored = self._find_monitor()
         self._lock_folder()
         self._begin_run(learn.run.resume)
-        self._last_check = learn.time
-        self._next_due = 0.0
         self._eval_snapshot = None
         if self.preemption:
             self._stop_request.install(learn.dls if learn.world.size > 1 else None)
@@ -253,17 +251,10 @@ class Checkpoint(Callback):
     def _is_due(self, place: str) -> bool:
         if place == 'epoch' and self._is_last():
             return True
-        if self.every is None or EVENT_OF_UNIT.get(self.every.unit, place) != place:
+        interval = self._interval
+        if interval is None or EVENT_OF_UNIT.get(interval.interval.unit, place) != place:
             return False
-        unit = self.every.unit
-        position = self.learn.pct_train if unit == 'dur' else self.learn.finished(unit)
-        if position < self._next_due:
-            return False
-        now = self.learn.time
-        is_due = bool(crossings(self._last_check, now, self.every))
-        self._last_check = now
-        self._next_due = _find_next_multiple(now, self.every)
-        return is_due
+        return interval.is_due(self.learn)
 
     def _is_last(self) -> bool:
         return self.learn.run.stopping or self.learn.epoch + 1 == self.learn.n_epoch
@@ -507,18 +498,13 @@ class Checkpoint(Callback):
         self._is_writer = False
 
     def state_dict(self) -> dict[str, Any]:
-        "Return the time at which the interval was last checked."
-        return {'before': self._last_check.state_dict()}
+        "Return the number of intervals passed."
+        return {} if self._interval is None else self._interval.state_dict()
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Restore the time at which the interval was last checked."
-        self._last_check = Timestamp.from_state_dict(sd['before'])
-        self._next_due = 0.0
-
-
-def _find_next_multiple(now: Timestamp, every: Time) -> float:
-    "Return the next multiple of an interval as a number, rounded down so that no checkpoint is skipped."
-    return (now._in(every.unit) // every.value + 1 - 1e-6) * every.value
+        "Restore the number of intervals passed."
+        if self._interval is not None and sd:
+            self._interval.load_state_dict(sd)
 
 
 @cache

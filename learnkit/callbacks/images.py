@@ -37,7 +37,7 @@ class ImageVisualizer(Periodic):
     number of channels is not 1, 3 or 4, the mean over channels is shown.
 
     Raises `OptionError` and `TimeError` for invalid options, and `BatchError` at the first batch,
-    before its step, for data without images. Checkpointed: the time of the last images, not
+    before its step, for data without images. Checkpointed: the number of intervals passed, not
     `images`.
 
     >>> ImageVisualizer(every='1ep', mode='segment').every
@@ -148,11 +148,11 @@ class ImageVisualizer(Periodic):
         return axs
 
     def state_dict(self) -> dict[str, Any]:
-        "Return the time of the last images, and whether to show the next batch."
+        "Return the number of intervals passed, and whether to show the next batch."
         return {**super().state_dict(), 'wanted': self._wanted}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Restore the time of the last images."
+        "Restore the state of `state_dict`."
         super().load_state_dict(sd)
         self._wanted = sd['wanted']
 

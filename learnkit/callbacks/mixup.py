@@ -28,7 +28,7 @@ from learnkit.core.model import name_of
 from learnkit.core.time import Time, Timestamp, as_time, crossings
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback
-from learnkit.engine.countable import check_countable
+from learnkit.engine.every import check_countable
 from learnkit.engine.own_loop import find_loop_overrides
 from learnkit.losses import BaseLoss
 

@@ -9,7 +9,7 @@ from learnkit.core.learner_type import LearnerLike
 from learnkit.core.time import Time, as_time
 from learnkit.engine.callback import Callback
 from learnkit.engine.checks import check_fit
-from learnkit.engine.countable import check_countable
+from learnkit.engine.every import check_countable
 
 __all__ = ['Budget', 'parse_length']
 
