@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from learnkit.callbacks.hooks import HookCallback, tensors_in
+from learnkit.callbacks.hooks import HookCallback
+from learnkit.core.batch import tensors_in
 from learnkit.core.errors import OptionError
 from learnkit.core.time import Time
 from learnkit.engine.dispatch import as_list

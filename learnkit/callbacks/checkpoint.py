@@ -16,7 +16,6 @@ import torch
 from fastcore.basics import noop
 from torch import Tensor
 
-from learnkit.callbacks.monitor import check_count
 from learnkit.callbacks.monitored import as_number, epoch_row, find_column
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.callbacks.sigterm import StopRequest, in_ipython
@@ -36,6 +35,7 @@ from learnkit.core.errors import CancelFitException, CheckpointError, OptionErro
 from learnkit.core.files import check_writable, sweep
 from learnkit.core.locks import FolderLock
 from learnkit.core.model import name_of
+from learnkit.core.numbers import check_count
 from learnkit.core.time import Time, as_time
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import evaluation_loaders

@@ -12,7 +12,7 @@ from fastcore.foundation import L
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from learnkit.core.batch import map_tensors, to_detach
+from learnkit.core.batch import tensors_in, to_detach
 from learnkit.core.errors import OptionError, TimeError
 from learnkit.core.time import Time, as_time
 from learnkit.engine.callback import Callback
@@ -163,18 +163,6 @@ class Hooks:
 
     def __exit__(self, *exc_info: object) -> None:
         self.remove()
-
-
-def tensors_in(o: Any) -> list[Tensor]:
-    "Return the tensors of a nested structure, such as a module's output or a batch, in order."
-    found: list[Tensor] = []
-
-    def append(t: Tensor) -> Tensor:
-        found.append(t)
-        return t
-
-    map_tensors(o, append)
-    return found
 
 
 def _return_output(m: nn.Module, inputs: Any, output: Any) -> Any:

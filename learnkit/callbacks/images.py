@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learnkit.callbacks.hooks import tensors_in
-from learnkit.core.batch import describe
+from learnkit.core.batch import describe, tensors_in
 from learnkit.core.errors import BatchError, OptionError, TimeError, did_you_mean
+from learnkit.core.numbers import check_count
 from learnkit.core.plotting import new_axes
 from learnkit.core.time import Time, as_time
 from learnkit.data.show import as_pictures
@@ -59,9 +59,7 @@ class ImageVisualizer(Periodic):
             raise OptionError(
                 f'mode={mode!r}: give one of {MODES}.{did_you_mean(str(mode), MODES)}'
             )
-        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-            raise OptionError(f'n={n!r}: give 1 or more.')
-        self.n, self.mode = n, mode
+        self.n, self.mode = check_count('n', n), mode
         self.images: dict[str, Tensor] = {}  # last images by name
         self._wanted = True  # whether to show the next training batch
 

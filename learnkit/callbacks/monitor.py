@@ -96,13 +96,6 @@ class Monitor(Callback):
         self._interval.load_state_dict(sd)
 
 
-def check_count(name: str, value: object, least: int = 1) -> int:
-    "Return an integer of `least` or more; raise `OptionError` for any other value."
-    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
-        return value
-    raise OptionError(f'{name}={value!r}: give a whole number, {least} or more.')
-
-
 def seconds_in(time_unit: str) -> int:
     "Return the seconds in a unit of time; raise `OptionError` for an unknown unit."
     if isinstance(time_unit, str) and time_unit in SECONDS_IN:

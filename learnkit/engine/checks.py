@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from learnkit.core.batch import apply_model, form_of, unpack_output
 from learnkit.core.errors import FitError, LossError, MetricError, ModelError, OptionError
 from learnkit.core.learner_type import LearnerLike
+from learnkit.core.numbers import check_count
 from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.core.time import as_time
 from learnkit.core.validation import check_class_numbers, takes_class_numbers
@@ -75,23 +75,15 @@ def check_takes(name: str, f: Callable[..., Any], what: str) -> None:
         return  # a C function without a signature
 
 
-def check_count(name: str, value: object, least: int) -> int:
-    "Return `value` as an int; raise `FitError` if it is not a whole number, or below `least`."
-    try:
-        # the annotation is ignored because `operator.index` is the check itself
-        number = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = least - 1
-    if number < least:
-        raise FitError(f'{name}={value!r}: give a whole number, {least} or more.')
-    return number
-
-
 def check_microbatch(learn: Loop, size: object) -> int | str | None:
     "Return the microbatch size; raise `FitError` if it is invalid or has no effect on this Learner."
     if size is None:
         return None
-    size = size if isinstance(size, str) and size == 'auto' else check_count('microbatch', size, 1)
+    size = (
+        size
+        if isinstance(size, str) and size == 'auto'
+        else check_count('microbatch', size, 1, FitError)
+    )
     for name in ('_do_one_batch', 'train_batch', '_do_grad_opt'):
         if getattr(type(learn), name) is not getattr(Loop, name):
             raise FitError(
@@ -105,8 +97,8 @@ def check_fit(
     learn: LearnerLike, n_epoch: object, start_epoch: object, has_budget: bool = False
 ) -> int | None:
     "Return the number of epochs, or None for a budget; raise `FitError` for invalid arguments of `fit`."
-    n = None if n_epoch is None and has_budget else check_count('n_epoch', n_epoch, 0)
-    start = check_count('start_epoch', start_epoch, 0)
+    n = None if n_epoch is None and has_budget else check_count('n_epoch', n_epoch, 0, FitError)
+    start = check_count('start_epoch', start_epoch, 0, FitError)
     if n is None and start:
         raise FitError(
             f'start_epoch={start} needs a fit of epochs, `fit(10)`, and no budget of another unit.'
