@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learnkit.callbacks.training import bad_option, is_count
 from learnkit.core.dtensor import locals_of
 from learnkit.core.errors import BatchError, CancelStepException, OptionError, StepPutOff
+from learnkit.core.numbers import check_count
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback
 from learnkit.engine.microbatch import ratio
@@ -54,8 +54,7 @@ class GradientAccumulation(Callback):
         self,
         n_acc: int = 32,  # number of samples of a step
     ) -> None:
-        if not is_count(n_acc):
-            raise bad_option(self, 'a whole number of samples, 1 or more', n_acc=n_acc)
+        check_count('n_acc', n_acc)
         self.n_acc = int(n_acc)
         # number of samples and weight of the current batch, until it is counted
         self._batch: tuple[int, Any] | None = None

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from learnkit.callbacks.hooks import HookCallback, tensors_in
+from learnkit.callbacks.hooks import HookCallback
+from learnkit.core.batch import tensors_in
 from learnkit.core.errors import OptionError
 from learnkit.core.time import Time
 from learnkit.engine.dispatch import as_list
@@ -36,7 +37,7 @@ class ActivationMonitor(HookCallback):
     measurement.
 
     Raises `OptionError` for unknown names of modules (before training), and `TimeError` for an
-    invalid `every`. Checkpointed: the time of the last measurement.
+    invalid `every`. Checkpointed: the number of intervals passed.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(model=nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1)), cbs=ActivationMonitor())

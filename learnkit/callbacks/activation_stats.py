@@ -8,7 +8,8 @@ import torch
 from fastcore.foundation import L
 from torch import Tensor, nn
 
-from learnkit.callbacks.hooks import HookCallback, tensors_in
+from learnkit.callbacks.hooks import HookCallback
+from learnkit.core.batch import tensors_in
 from learnkit.core.errors import OptionError, did_you_mean
 from learnkit.core.plotting import axes_or_new, color, new_axes
 from learnkit.core.time import Time

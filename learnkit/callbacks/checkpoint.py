@@ -16,7 +16,6 @@ import torch
 from fastcore.basics import noop
 from torch import Tensor
 
-from learnkit.callbacks.monitor import check_count
 from learnkit.callbacks.monitored import as_number, epoch_row, find_column
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.callbacks.sigterm import StopRequest, in_ipython
@@ -35,11 +34,12 @@ from learnkit.core.errors import CancelFitException, CheckpointError, OptionErro
 from learnkit.core.files import check_writable, sweep
 from learnkit.core.locks import FolderLock
 from learnkit.core.model import name_of
-from learnkit.core.time import Time, Timestamp, as_time, crossings
+from learnkit.core.numbers import check_count
+from learnkit.core.time import Time, as_time
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback
-from learnkit.engine.countable import check_countable
+from learnkit.engine.every import Every, check_countable
 from learnkit.metrics.direction import MetricProperties
 
 __all__ = ['Checkpoint']
@@ -106,6 +106,7 @@ class Checkpoint(Callback):
         sharded: bool = True,  # whether each rank writes its shards of sharded tensors
     ) -> None:
         self.every = None if every is None else as_time(every, 'ep')
+        self._interval = None if self.every is None else Every(self.every)
         if keep_last is not None:
             check_count('keep_last', keep_last)
         check_count('keep_best', keep_best, 0)
@@ -124,9 +125,7 @@ class Checkpoint(Callback):
         self._stop_request = StopRequest()
         self._lock: FolderLock | None = None
         self._has_folder = False  # whether this run, or rank 0 of it, has locked the folder
-        self._last_check = Timestamp()  # time at which the interval was last checked
         self._value: float | None = None  # monitored value of the last evaluation
-        self._next_due = 0.0  # earliest time of the next checkpoint, in the unit of `every`
         self._buffers: dict[str, Tensor] = {}  # host memory, reused for each checkpoint
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
@@ -156,13 +155,12 @@ class Checkpoint(Callback):
         learn = self.learn
         if not learn.fitting:
             return
-        if self.every is not None:
-            check_countable(learn, self.every)
+        if self._interval is not None:
+            check_countable(learn, self._interval.interval)
+            self._interval.start(learn)
         self._monitored = self._find_monitor()
         self._lock_folder()
         self._begin_run(learn.run.resume)
-        self._last_check = learn.time
-        self._next_due = 0.0
         self._value = None
         self._eval_snapshot = None
         if self.preemption:
@@ -260,17 +258,10 @@ class Checkpoint(Callback):
     def _is_due(self, place: str) -> bool:
         if place == 'epoch' and self._is_last():
             return True
-        if self.every is None or EVENT_OF_UNIT.get(self.every.unit, place) != place:
+        interval = self._interval
+        if interval is None or EVENT_OF_UNIT.get(interval.interval.unit, place) != place:
             return False
-        unit = self.every.unit
-        position = self.learn.pct_train if unit == 'dur' else self.learn.finished(unit)
-        if position < self._next_due:
-            return False
-        now = self.learn.time
-        is_due = bool(crossings(self._last_check, now, self.every))
-        self._last_check = now
-        self._next_due = _find_next_multiple(now, self.every)
-        return is_due
+        return interval.is_due(self.learn)
 
     def _is_last(self) -> bool:
         return self.learn.run.stopping or self.learn.epoch + 1 == self.learn.n_epoch
@@ -519,25 +510,17 @@ class Checkpoint(Callback):
         self._is_writer = False
 
     def state_dict(self) -> dict[str, Any]:
-        "Return the time at which the interval was last checked, and the monitored value."
+        "Return the number of intervals passed, and the monitored value."
         monitored = self._monitored[0] if self._monitored else None
-        return {
-            'before': self._last_check.state_dict(),
-            'monitor': monitored,
-            'value': self._value,
-        }
+        passed = None if self._interval is None else self._interval.state_dict()
+        return {'interval': passed, 'monitor': monitored, 'value': self._value}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Restore the time at which the interval was last checked, and the value if it is of the same name."
-        self._last_check = Timestamp.from_state_dict(sd['before'])
+        "Restore the number of intervals passed, and the value if it is of the same name."
+        if self._interval is not None and sd.get('interval'):
+            self._interval.load_state_dict(sd['interval'])
         if self._monitored is not None and sd.get('monitor') == self._monitored[0]:
             self._value = sd['value']
-        self._next_due = 0.0
-
-
-def _find_next_multiple(now: Timestamp, every: Time) -> float:
-    "Return the next multiple of an interval as a number, rounded down so that no checkpoint is skipped."
-    return (now._in(every.unit) // every.value + 1 - 1e-6) * every.value
 
 
 @cache

@@ -18,7 +18,8 @@ from torch.nn.parameter import is_lazy
 from learnkit.callbacks.model_summary import _without_persistent_workers
 from learnkit.callbacks.nan_guard import print_line
 from learnkit.core.batch import BatchForm, find_bs, form_of
-from learnkit.core.errors import BatchError, OptionError
+from learnkit.core.errors import BatchError
+from learnkit.core.numbers import check_count
 from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.data.dataloaders import evaluation_loaders, n_batches
 from learnkit.engine.callback import Callback
@@ -154,9 +155,7 @@ class DatasetStats(Callback):
         n: int = 8,  # number of batches to read of each loader
         verbose: bool = False,  # whether to print the table
     ) -> None:
-        if not isinstance(n, int) or isinstance(n, bool) or n < 0:
-            raise OptionError(f'n={n!r}: give a number of batches, 0 or more.')
-        self.n, self.verbose = n, verbose
+        self.n, self.verbose = check_count('n', n, 0), verbose
         self.stats: dict[str, dict[str, Any]] = {}
         self._described: Any = None  # loaders that `stats` describes
 

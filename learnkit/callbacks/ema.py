@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from learnkit.callbacks.training import bad_option, is_number
+from learnkit.callbacks.training import bad_option
 from learnkit.core.dtensor import distribute_like, locals_of
 from learnkit.core.errors import WeightsError
+from learnkit.core.numbers import is_number
 from learnkit.core.time import Time
 from learnkit.engine.callback import Callback
 

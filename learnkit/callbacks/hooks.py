@@ -12,11 +12,12 @@ from fastcore.foundation import L
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from learnkit.core.batch import map_tensors, to_detach
+from learnkit.core.batch import tensors_in, to_detach
 from learnkit.core.errors import OptionError, TimeError
-from learnkit.core.time import Time, Timestamp, as_time, crossings
+from learnkit.core.time import Time, as_time
 from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import as_list
+from learnkit.engine.every import Every
 
 __all__ = [
     'Hook',
@@ -164,18 +165,6 @@ class Hooks:
         self.remove()
 
 
-def tensors_in(o: Any) -> list[Tensor]:
-    "Return the tensors of a nested structure, such as a module's output or a batch, in order."
-    found: list[Tensor] = []
-
-    def append(t: Tensor) -> Tensor:
-        found.append(t)
-        return t
-
-    map_tensors(o, append)
-    return found
-
-
 def _return_output(m: nn.Module, inputs: Any, output: Any) -> Any:
     return output
 
@@ -274,7 +263,7 @@ class HookCallback(Callback):
     registered, a compiled model runs uncompiled.
 
     Raises `OptionError` for unknown names of modules (before training), and `TimeError` for an
-    invalid `every`. Checkpointed: the time of the last hooked batch, not the stored results.
+    invalid `every`. Checkpointed: the number of intervals passed, not the stored results.
 
     >>> from learnkit.testing import synth_learner
     >>> learn = synth_learner(cbs=HookCallback(hook=lambda m, i, o: o.shape, every='5ba'))
@@ -301,6 +290,9 @@ class HookCallback(Callback):
         self.every = None if every is None else as_time(every, 'ba')
         if self.every and self.every.unit == 'tok':
             raise TimeError(f'every={every!r}: tokens are not counted.')
+        # an interval in batches counts the batches of the epoch
+        is_counted = self.every is not None and self.every.unit != 'ba'
+        self._interval = Every(self.every) if self.every and is_counted else None
         if hook is not None and not callable(hook):
             raise OptionError(f'hook={hook!r}: give f(module, inputs, output).')
         self.remove_end = remove_end
@@ -311,7 +303,6 @@ class HookCallback(Callback):
         self.modules: list[nn.Module] = []  # hooked modules
         self.layer_names: list[str] = []  # names of the hooked modules
         self.hooks, self._active = None, None
-        self._before: Timestamp | None = None  # time of the last check
         if hook is not None:
             self.__dict__['hook'] = hook
 
@@ -323,6 +314,8 @@ class HookCallback(Callback):
         if self.learn.run.depth <= 1:  # the model may be another one than in the last fit
             self._remove()
             self._find()
+            if self._interval is not None:
+                self._interval.start(self.learn)
         if self.every is None and self._active is None:
             self._register()
 
@@ -361,12 +354,11 @@ class HookCallback(Callback):
         super().__setattr__(name, value)
 
     def _is_due(self) -> bool:
-        every, n = self.every, self.learn.train_iter
-        assert every is not None  # checked by the caller
-        if every.unit == 'ba':
-            return bool(n % every.value == 0)
-        before, self._before = self._before, self.learn.time
-        return not n or before is None or crossings(before, self._before, every) > 0
+        n = self.learn.train_iter
+        if self._interval is not None:
+            return self._interval.is_due(self.learn) or not n
+        assert self.every is not None  # checked by the caller
+        return bool(n % self.every.value == 0)
 
     def _find(self) -> None:
         model = unwrap_compiled(self.learn.model)
@@ -398,12 +390,13 @@ class HookCallback(Callback):
         active.close()
 
     def state_dict(self) -> dict[str, Any] | None:
-        "Return the time of the last check; None if the number of the batch decides."
-        return None if self._before is None else {'before': self._before.state_dict()}
+        "Return the number of intervals passed; None if the number of the batch decides."
+        return None if self._interval is None else self._interval.state_dict()
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Restore the time of the last check."
-        self._before = Timestamp.from_state_dict(sd['before'])
+        "Restore the number of intervals passed."
+        if self._interval is not None:
+            self._interval.load_state_dict(sd)
 
 
 def _as_list(modules: Any) -> list[Any]:

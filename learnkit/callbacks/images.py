@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learnkit.callbacks.hooks import tensors_in
-from learnkit.core.batch import describe
+from learnkit.core.batch import describe, tensors_in
 from learnkit.core.errors import BatchError, OptionError, TimeError, did_you_mean
+from learnkit.core.numbers import check_count
 from learnkit.core.plotting import new_axes
 from learnkit.core.time import Time, as_time
 from learnkit.data.show import as_pictures
@@ -37,7 +37,7 @@ class ImageVisualizer(Periodic):
     number of channels is not 1, 3 or 4, the mean over channels is shown.
 
     Raises `OptionError` and `TimeError` for invalid options, and `BatchError` at the first batch,
-    before its step, for data without images. Checkpointed: the time of the last images, not
+    before its step, for data without images. Checkpointed: the number of intervals passed, not
     `images`.
 
     >>> ImageVisualizer(every='1ep', mode='segment').every
@@ -59,9 +59,7 @@ class ImageVisualizer(Periodic):
             raise OptionError(
                 f'mode={mode!r}: give one of {MODES}.{did_you_mean(str(mode), MODES)}'
             )
-        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-            raise OptionError(f'n={n!r}: give 1 or more.')
-        self.n, self.mode = n, mode
+        self.n, self.mode = check_count('n', n), mode
         self.images: dict[str, Tensor] = {}  # last images by name
         self._wanted = True  # whether to show the next training batch
 
@@ -148,11 +146,11 @@ class ImageVisualizer(Periodic):
         return axs
 
     def state_dict(self) -> dict[str, Any]:
-        "Return the time of the last images, and whether to show the next batch."
+        "Return the number of intervals passed, and whether to show the next batch."
         return {**super().state_dict(), 'wanted': self._wanted}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Restore the time of the last images."
+        "Restore the state of `state_dict`."
         super().load_state_dict(sd)
         self._wanted = sd['wanted']
 

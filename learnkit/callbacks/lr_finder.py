@@ -27,10 +27,11 @@ from learnkit.core.errors import (
 )
 from learnkit.core.learner_type import LearnerLike, LoopLike
 from learnkit.core.model import name_of
+from learnkit.core.numbers import check_count
 from learnkit.core.plotting import axes_or_new, color
 from learnkit.core.validation import warn_user
 from learnkit.data.checks import epoch_length
-from learnkit.engine.budget import check_count, check_not_running
+from learnkit.engine.budget import check_not_running
 from learnkit.engine.dispatch import as_list
 from learnkit.engine.evaluation import EvaluationSchedule
 from learnkit.engine.snapshot import restored, undoing
@@ -207,7 +208,10 @@ class LRFinder(ParamScheduler):
             schedule = SchedExp(float(low[0]), float(high[0]))
         super().__init__({'lr': schedule})
         try:
-            self.num_it, self.stop_div = max(check_count('num_it', num_it, 1), 6), stop_div
+            self.num_it, self.stop_div = (
+                max(check_count('num_it', num_it, 1, FitError), 6),
+                stop_div,
+            )
         except FitError as e:
             raise OptionError(f'{e} Below 6 count as 6, and 100 are better.') from None
         self._cleanups = ExitStack()

@@ -20,6 +20,7 @@ from learnkit.core.errors import (
 )
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device
+from learnkit.core.numbers import check_count, check_number
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback
 
@@ -83,10 +84,10 @@ class MixedPrecision(Callback):
         super().__init__()
         on_gpu = torch.cuda.is_available()
         self.amp_mode = as_mode(amp_mode or (AMPMode.FP16 if on_gpu else AMPMode.BF16))
-        check_option('init_scale', init_scale, 0)
-        check_option('growth_factor', growth_factor, 1)
-        check_option('backoff_factor', backoff_factor, 0, 1)
-        check_option('growth_interval', growth_interval, 0, whole=True)
+        check_number('init_scale', init_scale)
+        check_number('growth_factor', growth_factor, above=1)
+        check_number('backoff_factor', backoff_factor, below=1)
+        check_count('growth_interval', growth_interval)
         self.scaler = torch.amp.GradScaler(
             'cpu', init_scale, growth_factor, backoff_factor, growth_interval, enabled=self.scales
         )
@@ -279,18 +280,6 @@ def as_mode(amp_mode: Any) -> AMPMode:
             f"amp_mode={amp_mode!r}: give 'fp16' or 'bf16'.{did_you_mean(str(amp_mode), AMPMode)} For "
             'float32, leave MixedPrecision out (`learn.to_fp32()`).'
         ) from None
-
-
-def check_option(
-    name: str, value: Any, above: float, below: float = float('inf'), whole: bool = False
-) -> None:
-    "Raise `OptionError` unless a value is a number between two bounds."
-    if isinstance(value, int if whole else (int, float)) and above < value < below:
-        return
-    raise OptionError(
-        f'{name}={value!r}: give a {"whole " * whole}number above {above}'
-        f'{f" and below {below}" * (below < float("inf"))}.'
-    )
 
 
 def to_bf16(learn: LearnerLike) -> Any:

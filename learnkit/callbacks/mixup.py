@@ -13,22 +13,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Beta
 
-from learnkit.callbacks.hooks import tensors_in
-from learnkit.callbacks.training import bad_option, is_number
+from learnkit.callbacks.training import bad_option
 from learnkit.core.batch import (
     count_samples,
     describe,
     has_listed_samples,
     map_tensors,
     microbatches,
+    tensors_in,
 )
 from learnkit.core.errors import BatchError, LossError, OptionError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import name_of
+from learnkit.core.numbers import is_number
 from learnkit.core.time import Time, Timestamp, as_time, crossings
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback
-from learnkit.engine.countable import check_countable
+from learnkit.engine.every import check_countable
 from learnkit.engine.own_loop import find_loop_overrides
 from learnkit.losses import BaseLoss
 

@@ -8,13 +8,12 @@ from typing import Any, ClassVar
 import torch
 
 from learnkit.core.errors import OptionError, TimeError, did_you_mean
-from learnkit.core.time import Time, Timestamp, as_time, crossings
+from learnkit.core.time import Time, as_time
 from learnkit.engine.callback import Callback
-from learnkit.engine.countable import check_countable
+from learnkit.engine.every import Every, check_countable
 
 __all__ = ['Monitor']
 
-_BEGIN = Timestamp(dur=0.0)
 SECONDS_IN = {'seconds': 1, 'minutes': 60, 'hours': 3600, 'days': 86400}
 
 
@@ -48,7 +47,6 @@ class Monitor(Callback):
     metric_names: ClassVar[Mapping[str, str]] = {}  # meanings by name; {...} is a placeholder
     latest: ClassVar[tuple[str, ...]] = ()  # prefixes of names that are not averaged: peaks, totals
     machine_dependent: ClassVar[bool] = False  # whether the values differ from run to run
-    _passed = 0  # number of intervals passed at the last check
 
     def __init__(
         self,
@@ -56,6 +54,7 @@ class Monitor(Callback):
     ) -> None:
         super().__init__()
         self.every = as_time(every, 'ba')
+        self._interval = Every(self.every)
         if self.every.unit == 'iter':
             raise TimeError(
                 f'every={str(every)!r}: monitors look while an epoch is trained. Give a number of epochs, '
@@ -74,49 +73,27 @@ class Monitor(Callback):
 
     def before_fit(self) -> None:
         "Count intervals from the Learner's current time."
-        if not self.learn.fitting:
-            return
-        check_countable(self.learn, self.every)
-        self._passed = self._intervals()
+        if self.learn.fitting:
+            check_countable(self.learn, self.every)
+            self._interval.start(self.learn)
 
     def after_batch(self) -> None:
         "Measure if due."
-        if self.every.unit != 'ep' and self._is_due():
+        if self.every.unit != 'ep' and self._interval.is_due(self.learn):
             self.look()
 
     def after_train(self) -> None:
         "Measure if due, for intervals in epochs."
-        if self.every.unit == 'ep' and self._is_due(ahead=1):
+        if self.every.unit == 'ep' and self._interval.is_due(self.learn, ahead=1):
             self.look()  # the epoch is counted after this event
-
-    def _is_due(self, ahead: int = 0) -> bool:
-        "Return True once per interval, when it has passed, or will have after `ahead` more units."
-        before, self._passed = self._passed, self._intervals(ahead)
-        return self._passed > before
-
-    def _intervals(self, ahead: int = 0) -> int:
-        "Return the number of intervals since the Learner's start."
-        every, counters = self.every, self.learn.counters
-        if every.unit in ('ba', 'ep'):  # a fast path, as this runs at every batch
-            done = counters.batches if every.unit == 'ba' else counters.epochs
-            return int((done + ahead) // every.value)
-        now = self.learn.time
-        return crossings(_BEGIN, now.replace(st=now.st + ahead) if ahead else now, every)
 
     def state_dict(self) -> dict[str, Any]:
         "Return the number of intervals passed."
-        return {'passed': self._passed}
+        return self._interval.state_dict()
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
         "Restore the number of intervals passed."
-        self._passed = sd['passed']
-
-
-def check_count(name: str, value: object, least: int = 1) -> int:
-    "Return an integer of `least` or more; raise `OptionError` for any other value."
-    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
-        return value
-    raise OptionError(f'{name}={value!r}: give a whole number, {least} or more.')
+        self._interval.load_state_dict(sd)
 
 
 def seconds_in(time_unit: str) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from learnkit.core.batch import apply_model, find_bs, form_of, is_sample_list, map_tensors
+from learnkit.core.batch import apply_model, find_bs, form_of, is_sample_list, tensors_in
 from learnkit.core.dtensor import grouped, local
 from learnkit.core.errors import BatchError
 from learnkit.core.learner_type import LearnerLike
@@ -60,15 +60,8 @@ def all_finite(
 
 def is_finite(value: Any) -> bool:
     "Return True if all floating-point and complex numbers in a nested structure are finite."
-    results: list[bool] = []
-
-    def check(t: Tensor) -> Tensor:
-        t = local(t)
-        results.append(not (t.is_floating_point() or t.is_complex()) or bool(t.isfinite().all()))
-        return t
-
-    map_tensors(value, check)
-    return all(results)
+    tensors = [local(t) for t in tensors_in(value)]
+    return all(bool(t.isfinite().all()) for t in tensors if t.is_floating_point() or t.is_complex())
 
 
 # -- names -----------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from learnkit.core.errors import (
     OptionError,
     did_you_mean,
 )
+from learnkit.core.numbers import check_count
 from learnkit.core.time import Time, as_time
 from learnkit.core.validation import warn_user
 from learnkit.engine.callback import Callback
@@ -113,14 +114,11 @@ class GuardNonFinite(Callback):
             raise OptionError(
                 f'policy={policy!r}: give one of {POLICIES}.{did_you_mean(str(policy), POLICIES)}'
             )
-        if every is not None and not _is_count(every, 1):
-            raise OptionError(f'every={every!r}: give a number of batches, 1 or more, or None.')
+        if every is not None:
+            check_count('every', every)
         if every is not None and every > 1 and policy in ('skip', 'rollback'):
             raise OptionError(f'policy={policy!r} checks every batch: leave out every={every}.')
-        if not _is_count(max_rollbacks, 0):
-            raise OptionError(
-                f'max_rollbacks={max_rollbacks!r}: give a number of times, 0 or more.'
-            )
+        check_count('max_rollbacks', max_rollbacks, 0)
         self.snapshot_every = as_time(snapshot_every, 'ba')
         if self.snapshot_every.unit == 'dur':
             raise OptionError(
@@ -411,7 +409,3 @@ class TerminateOnNaNCallback(GuardNonFinite):
         every: int | None = None,  # batches between checks; None: each, on a GPU one batch late
     ) -> None:
         super().__init__('stop', grads, every)
-
-
-def _is_count(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least

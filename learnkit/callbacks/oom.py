@@ -19,6 +19,7 @@ from learnkit.core.errors import OptionError
 from learnkit.core.files import atomic_write, check_writable
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device
+from learnkit.core.numbers import check_count
 from learnkit.core.time import Time, as_time
 from learnkit.engine.callback import Callback
 from learnkit.engine.microbatch import is_out_of_memory
@@ -60,7 +61,7 @@ class OOMObserver(Callback):
         n_tensors: int = 30,  # number of biggest tensors to list
     ) -> None:
         self.folder = _check_folder_name(folder)
-        self.n_tensors = _check_positive('n_tensors', n_tensors)
+        self.n_tensors = check_count('n_tensors', n_tensors)
         self.report = None
 
     def before_fit(self) -> None:
@@ -214,7 +215,7 @@ class MemorySnapshot(Callback):
             )
         self.skip_batches, self.interval = skip_batches, as_time(interval, 'ba')
         self.folder = _check_folder_name(folder)
-        self.max_entries = _check_positive('max_entries', max_entries)
+        self.max_entries = check_count('max_entries', max_entries)
         self.files, self._is_done = [], False
         self._since: Any = None  # time when recording began; None: not recording
         self._to_skip = 0  # number of batches before recording; -1: no recording in this fit
@@ -291,12 +292,6 @@ def write_snapshot(
         with atomic_write(path) as tmp:
             tmp.write_text(text, 'utf-8')
     return files
-
-
-def _check_positive(option: str, value: Any) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    raise OptionError(f'{option}={value!r}: give a whole number, 1 or more.')
 
 
 def _check_folder_name(folder: Any) -> Path:

@@ -144,7 +144,7 @@ class OptimizerMonitor(Monitor):
 
     def before_step(self) -> None:
         "Copy the weights if the step is measured."
-        if self._is_due(ahead=self.every.unit in ('ba', 'st')):
+        if self._interval.is_due(self.learn, ahead=self.every.unit in ('ba', 'st')):
             self._watched = _WatchedStep(self.learn)
 
     def after_cancel_step(self) -> None:

@@ -43,7 +43,7 @@ class PeriodicData(Periodic):
     and `at_eval = True` adds a pass to each `learn.validate()`, as for every `Periodic`.
 
     Raises `LoaderError` before training for an invalid loader, and for an iterator, which one pass
-    would exhaust. Checkpointed: the time of the last check; not `results`, which the next pass
+    would exhaust. Checkpointed: the number of intervals passed; not `results`, which the next pass
     sets.
 
     >>> from learnkit.testing import synth_learner

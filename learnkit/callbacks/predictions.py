@@ -8,9 +8,9 @@ import torch
 from fastcore.foundation import L
 from torch import Tensor, nn
 
-from learnkit.callbacks.training import is_count
 from learnkit.core.errors import OptionError
 from learnkit.core.learner_type import LearnerLike
+from learnkit.core.numbers import check_count
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import as_list
@@ -204,8 +204,7 @@ def mc_dropout_preds(
     >>> mean.shape == std.shape == targs.shape
     True
     """
-    if not is_count(n, 2):
-        raise OptionError(f'mc_dropout_preds(n={n!r}): n is a whole number from 2 up.')
+    check_count('n', n, 2)
     others = sorted(kwargs.keys() - _PASSED_ON)
     if others:
         raise OptionError(

@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from learnkit.callbacks.training import bad_option, is_number
+from learnkit.callbacks.training import bad_option
 from learnkit.core.batch import describe
 from learnkit.core.errors import ModelError, OptionError
+from learnkit.core.numbers import is_number
 from learnkit.engine.callback import Callback
 
 __all__ = ['ModelResetter', 'RNNCallback', 'RNNRegularizer', 'rnn_cbs']

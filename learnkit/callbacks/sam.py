@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from learnkit.callbacks.accumulation import GradientAccumulation
-from learnkit.callbacks.training import bad_option, is_count, is_number
+from learnkit.callbacks.training import bad_option
 from learnkit.core.dtensor import locals_of, total_norm
 from learnkit.core.errors import OptionError
+from learnkit.core.numbers import check_count, is_number
 from learnkit.engine.callback import Callback
 from learnkit.engine.own_loop import make_repeat_error, replaces_batch
 
@@ -54,8 +55,7 @@ class SAM(Callback):
     ) -> None:
         if not is_number(rho) or not 0 <= rho < float('inf'):
             raise bad_option(self, 'a distance, 0 or more', rho=rho)
-        if not is_count(interval):
-            raise bad_option(self, 'a whole number of steps, 1 or more', interval=interval)
+        check_count('interval', interval)
         self.rho, self.adaptive, self.interval = float(rho), adaptive, int(interval)
         self._n: dict[str, int] = {}  # number of steps by name of the optimizer
         # parameters and their values, while they are perturbed

@@ -18,11 +18,12 @@ from torch import Tensor
 from learnkit.callbacks.torch_scheduler import LRScheduler
 from learnkit.checkpoint.state import find_checkpoint
 from learnkit.core.contexts import replacing_yield
-from learnkit.core.errors import ScheduleError
+from learnkit.core.errors import FitError, ScheduleError
 from learnkit.core.learner_type import LearnerLike
+from learnkit.core.numbers import check_count, check_number, is_number
 from learnkit.core.validation import warn_user
 from learnkit.data.checks import epoch_length
-from learnkit.engine.budget import check_count, parse_length
+from learnkit.engine.budget import parse_length
 from learnkit.engine.callback import Callback
 from learnkit.engine.dispatch import as_list
 from learnkit.optim.annealing import (
@@ -198,7 +199,8 @@ def fit_one_cycle(
     resume: Any = False,
 ) -> None:
     "Train with a learning rate that rises and falls once."
-    _check_positive(div=div, div_final=div_final)
+    check_number('div', div, error=ScheduleError)
+    check_number('div_final', div_final, error=ScheduleError)
     _check_share(pct_start)
     momentum = combined_cos(pct_start, *_check_moms(learn.moms if moms is None else moms))
     peak = _peak_rates(learn, n_epoch, lr_max, wd, reset_opt, start_epoch)
@@ -221,7 +223,7 @@ def fit_flat_cos(
     resume: Any = False,
 ) -> None:
     "Train at a constant learning rate that falls along half a cosine at the end."
-    _check_positive(div_final=div_final)
+    check_number('div_final', div_final, error=ScheduleError)
     _check_share(pct_start)
     flat = _peak_rates(learn, n_epoch, lr, wd, reset_opt, start_epoch)
     scheds = {'lr': combined_cos(pct_start, flat, flat, flat / div_final)}
@@ -241,9 +243,9 @@ def fit_sgdr(
     resume: Any = False,
 ) -> None:
     "Train in cycles; in each cycle the learning rate falls to 0 along half a cosine."
-    check_count('n_cycles', n_cycles, 1)
-    check_count('cycle_len', cycle_len, 1)
-    check_count('cycle_mult', cycle_mult, 1)
+    check_count('n_cycles', n_cycles, error=FitError)
+    check_count('cycle_len', cycle_len, error=FitError)
+    check_count('cycle_mult', cycle_mult, error=FitError)
     lengths = [cycle_len * cycle_mult**i for i in range(n_cycles)]
     n_epoch = sum(lengths)
     shares = [n / n_epoch for n in lengths]
@@ -269,10 +271,12 @@ def fine_tune(
     resume: Any = False,
 ) -> None:
     "Train the last group alone, then all groups with graded learning rates, in one cycle each."
-    _check_positive(base_lr=base_lr, lr_mult=lr_mult, div=div, div_final=div_final)
+    positive = {'base_lr': base_lr, 'lr_mult': lr_mult, 'div': div, 'div_final': div_final}
+    for name, value in positive.items():
+        check_number(name, value, error=ScheduleError)
     _check_share(pct_start)
     _check_moms(learn.moms if moms is None else moms)
-    check_count('freeze_epochs', freeze_epochs, 0)
+    check_count('freeze_epochs', freeze_epochs, 0, FitError)
     parse_length(learn, epochs, start_epoch)
     shared: dict[str, Any] = {
         'div_final': div_final,
@@ -339,14 +343,8 @@ def _fit_with_schedules(
     learn.fit(n_epoch, wd=wd, cbs=cbs, start_epoch=start, resume=resume)
 
 
-def _check_positive(**values: Any) -> None:
-    for name, value in values.items():
-        if not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise ScheduleError(f'{name}={value!r}: give a number above 0.')
-
-
 def _check_share(pct_start: Any) -> None:
-    if isinstance(pct_start, (int, float)) and 0 <= pct_start <= 1:
+    if is_number(pct_start) and 0 <= pct_start <= 1:
         return
     raise ScheduleError(
         f'pct_start={pct_start!r}: give the share of the fit, from 0 to 1, after which the rate falls.'
@@ -356,7 +354,7 @@ def _check_share(pct_start: Any) -> None:
 def _check_moms(moms: Any) -> list[float]:
     "Return the three momenta as a list, or raise `ScheduleError`."
     values = as_list(moms)
-    are_valid = all(isinstance(m, (int, float)) and 0 <= m < 1 for m in values)
+    are_valid = all(is_number(m) and 0 <= m < 1 for m in values)
     if len(values) != 3 or not are_valid:
         raise ScheduleError(
             f'moms={moms!r}: give three momenta, 0 or more and below 1: at the start, at the highest '

@@ -14,10 +14,11 @@ from torch import nn
 
 from learnkit.callbacks.hooks import unwrap_compiled
 from learnkit.callbacks.mixed_precision import MixedPrecision
-from learnkit.callbacks.monitor import Monitor, check_count, seconds_in, world_size
-from learnkit.core.errors import ModelError, OptionError
+from learnkit.callbacks.monitor import Monitor, seconds_in, world_size
+from learnkit.core.errors import ModelError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import model_device
+from learnkit.core.numbers import check_count, check_number
 from learnkit.core.time import Time
 
 __all__ = ['SpeedMonitor', 'RuntimeEstimator', 'PEAK_FLOPS']
@@ -173,12 +174,8 @@ class SpeedMonitor(_TimedMonitor):
         self.window = check_count('window', window)
         self.time_unit = time_unit
         self._unit_s = seconds_in(time_unit)
-        if peak_flops is not None and not (
-            isinstance(peak_flops, Real) and 0 < float(peak_flops) < math.inf
-        ):
-            raise OptionError(
-                f'peak_flops={peak_flops!r}: give floating-point operations a second, above 0.'
-            )
+        if peak_flops is not None:
+            check_number('peak_flops', peak_flops)
         self.peak_flops = peak_flops
         self._flops = 0.0
         # seconds, batches, samples, tokens, flops

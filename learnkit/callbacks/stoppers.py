@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from numbers import Real
 from typing import Any
 
 from learnkit.callbacks.nan_guard import print_line
@@ -15,6 +13,7 @@ from learnkit.callbacks.tracking import (
     check_counted,
 )
 from learnkit.core.errors import CancelFitException, OptionError
+from learnkit.core.numbers import is_number
 from learnkit.core.time import Time, as_time
 from learnkit.engine.callback import Callback
 from learnkit.metrics.direction import as_comparison
@@ -115,7 +114,7 @@ class ThresholdStopper(TrackerCallback):
         threshold: float,  # value to stop at
         comp: Comparison | None = None,  # f(value, limit), 'less', 'greater', `MetricProperties`
     ) -> None:
-        if not isinstance(threshold, Real) or isinstance(threshold, bool) or math.isnan(threshold):
+        if not is_number(threshold):
             raise OptionError(f'threshold={threshold!r}: give a number.')
         name = monitor if isinstance(monitor, str) else getattr(monitor, '__name__', '')
         super().__init__(monitor, as_comparison(comp, name))

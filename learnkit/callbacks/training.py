@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from learnkit.core.batch import map_tensors
 from learnkit.core.dtensor import is_dtensor, locals_of, total_norm
 from learnkit.core.errors import CancelTrainException, CancelValidException, OptionError
 from learnkit.core.model import bare_model
+from learnkit.core.numbers import is_number
 from learnkit.data.checks import epoch_length
 from learnkit.data.dataloaders import evaluation_loaders
 from learnkit.engine.callback import Callback
@@ -42,16 +42,6 @@ def bad_option(
     "Return the error for an invalid option of a callback."
     [(name, value)] = option.items()
     return OptionError(f'{type(cb).__name__}({name}={value!r}): give {need}.')
-
-
-def is_number(value: object) -> bool:
-    "Return True for real numbers other than NaN and booleans."
-    return isinstance(value, Real) and not isinstance(value, bool) and value == value
-
-
-def is_count(value: object, least: int = 1) -> bool:
-    "Return True for integers of `least` or more, other than booleans."
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 # ---------------------------------------------------------------------------------------- gradients

@@ -28,7 +28,7 @@ from learnkit.checkpoint.side_files import (
     file_has_size,
 )
 from learnkit.core.comm import Comm
-from learnkit.core.dtensor import hosted_empty, is_dtensor, local
+from learnkit.core.dtensor import empty_on_host, is_dtensor, local
 from learnkit.core.errors import CheckpointError, DamagedError
 from learnkit.core.files import flush_folder
 
@@ -252,7 +252,7 @@ def _read(parts: Mapping[str, Any], folder: Path, mesh: DeviceMesh | None) -> di
 
 
 def _find_rows(entry: Mapping[str, Any], mesh: DeviceMesh | None) -> tuple[int, int]:
-    "Return the range of rows of a tensor that this rank needs: all, or its shard as in `hosted_empty`."
+    "Return the range of rows of a tensor that this rank needs: all, or its shard as in `empty_on_host`."
     n = entry['size'][0]
     if mesh is None:
         return 0, n
@@ -282,7 +282,7 @@ def _join(entry: Mapping[str, Any], pieces: list[Tensor], mesh: DeviceMesh | Non
         raise ValueError(f'{entry["name"]} is not there as a whole')
     if mesh is None:
         return rows
-    t = hosted_empty(size, dtype, mesh)
+    t = empty_on_host(size, dtype, mesh)
     local(t).copy_(rows)
     return t
 

@@ -16,6 +16,7 @@ from learnkit.core.dtensor import whole_state
 from learnkit.core.errors import OptionError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model
+from learnkit.core.numbers import check_count
 from learnkit.core.random import capture_rng
 from learnkit.core.time import UNITS
 from learnkit.engine.callback_state import collect_nondeterministic_state
@@ -73,8 +74,7 @@ def differences(
     only in the first: loop.epoch
     rng.torch: differs
     """
-    if not isinstance(limit, int) or limit < 1:
-        raise OptionError(f'limit={limit!r}: give a number of lines from 1 on.')
+    check_count('limit', limit)
     leave_out = tuple(leave_out)
     patterns = _make_patterns(first, leave_out) | _make_patterns(second, leave_out)
     found = sorted(_compare(first, second, (), patterns), key=lambda line: _rank_section(line[0]))

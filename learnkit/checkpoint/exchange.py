@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import nn
 
 from learnkit.checkpoint.weights import check_weights, compare_weights, load_weights, read_weights
 from learnkit.core.errors import EmptyLoaderError, ModelError, OptionError, WeightsError
+from learnkit.core.numbers import is_number
 from learnkit.core.validation import warn_user
 from learnkit.data.dataloaders import DataLoaders
 
@@ -110,10 +110,6 @@ def _build_model(path: Path, model: Any, config: dict[str, Any]) -> nn.Module:
     if isinstance(built, nn.Module):
         return built
     raise ModelError(f'model={model!r} built a {type(built).__name__}, no nn.Module.')
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def is_numbers(value: Any) -> bool:

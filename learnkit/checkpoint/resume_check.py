@@ -20,9 +20,10 @@ from learnkit.core.errors import CancelFitException, FitError, OptionError
 from learnkit.core.html import definitions, never_raising
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.model import bare_model
+from learnkit.core.numbers import check_count
 from learnkit.data.checks import epoch_length
 from learnkit.engine.attributes import has_own_state, lost_attributes
-from learnkit.engine.budget import check_count, check_not_running
+from learnkit.engine.budget import check_not_running
 from learnkit.engine.callback import Callback
 from learnkit.engine.run import STATE
 from learnkit.engine.snapshot import restored
@@ -104,8 +105,8 @@ def check_resume(
     stop_after: int | None = None,
 ) -> ResumeCheck:
     "Compare an uninterrupted run with a resumed one, bit by bit."
-    n = check_count('n_batches', n_batches, 2)
-    middle = n // 2 if stop_after is None else check_count('stop_after', stop_after, 1)
+    n = check_count('n_batches', n_batches, 2, FitError)
+    middle = n // 2 if stop_after is None else check_count('stop_after', stop_after, 1, FitError)
     if middle >= n:
         raise FitError(f'stop_after={stop_after} is no stop within {n_batches} batches.')
     check_not_running(learn)

@@ -26,7 +26,7 @@ from learnkit.checkpoint.weights import (
     read_weights,
     write_safetensors,
 )
-from learnkit.core.batch import count_stacked, form_of, map_tensors, passed_names
+from learnkit.core.batch import count_stacked, form_of, map_tensors, passed_names, tensors_in
 from learnkit.core.dtensor import mesh_of, whole_state
 from learnkit.core.errors import ModelError, OptimizerError, OptionError, WeightsError
 from learnkit.core.files import atomic_write, check_writable
@@ -371,13 +371,9 @@ def export_program(
     batch_dim = Dim('batch', min=1)
     batched_ids = {id(t) for t in batched}
     shapes: Any = ShapesCollection()  # Any, because the annotations of `export` do not include it
-
-    def mark(t: Tensor) -> Tensor:
+    for t in tensors_in((args, kwargs)):
         if id(t) in batched_ids:
             shapes[t] = {0: batch_dim}
-        return t
-
-    map_tensors((args, kwargs), mark)
     hook = model.register_forward_hook(lambda module, xb, out: out if act is None else act(out))
     try:
         return export(model, args, kwargs, dynamic_shapes=shapes)

@@ -47,6 +47,7 @@ __all__ = [
     'call_by_name',
     'unpack_output',
     'map_tensors',
+    'tensors_in',
     'describe',
     'children_of',
     'rebuilt',
@@ -581,6 +582,17 @@ def map_tensors(b: Any, f: Callable[[Tensor], Any], own: Callable[[Any], Any] | 
         return b
     new = [map_tensors(o, f, own) for o in children]
     return b if all(a is o for a, o in zip(new, children, strict=True)) else rebuilt(b, new)
+
+
+def tensors_in(b: Any) -> list[Tensor]:
+    """Return the tensors of a nested structure, such as a batch, in order.
+
+    >>> tensors_in({'ids': torch.tensor(3), 'others': ('a', [torch.tensor(4)])})
+    [tensor(3), tensor(4)]
+    """
+    if isinstance(b, Tensor):
+        return [b]
+    return [t for o in children_of(b) or () for t in tensors_in(o)]
 
 
 def _named(o: Any) -> Mapping[Any, Any] | None:

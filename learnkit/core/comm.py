@@ -21,7 +21,7 @@ from learnkit.core.errors import DistributedError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
 
-__all__ = ['Comm', 'ALONE', 'SLOTS', 'has_joined', 'join_ranks', 'launched_as', 'rendezvous']
+__all__ = ['Comm', 'SINGLE_RANK', 'SLOTS', 'has_joined', 'join_ranks', 'launched_as', 'rendezvous']
 
 T = TypeVar('T')
 Address = tuple[str, int]
@@ -42,7 +42,8 @@ class Comm:
     each method in the same order. With one rank, a method returns its argument. Values are pickled, and only come
     from ranks of this job.
 
-    >>> ALONE.rank, ALONE.size, ALONE.broadcast('x'), ALONE.gather('x'), ALONE.any(False), ALONE.post('stop', 1.)
+    >>> comm = SINGLE_RANK
+    >>> comm.rank, comm.size, comm.broadcast('x'), comm.gather('x'), comm.any(False), comm.post('stop', 1.)
     (0, 1, 'x', ['x'], False, 1.0)
     """
 
@@ -163,7 +164,7 @@ class Comm:
         An exception on one rank is raised on all ranks: the exception itself on its rank, and a `DistributedError`
         with its message on the others.
 
-        >>> ALONE.run_on_all(lambda: 3)
+        >>> SINGLE_RANK.run_on_all(lambda: 3)
         3
         """
         if self.size == 1:
@@ -293,7 +294,7 @@ class Comm:
             dist.destroy_process_group(group)
 
 
-ALONE = Comm()
+SINGLE_RANK = Comm()
 
 
 def pack(value: Any) -> bytes:
@@ -374,14 +375,14 @@ def join_ranks(
     import torch.distributed as dist
 
     if not dist.is_available():
-        return ALONE
+        return SINGLE_RANK
     # its functions bind the default process group at import as a default argument, and would keep it alive (torch 2.13)
     import torch.distributed.nn
 
     was_there = dist.is_initialized()
     launched = {} if was_there else launched_as()
     if not was_there and not launched:
-        return ALONE
+        return SINGLE_RANK
 
     timeout = timedelta(seconds=timeout_s)
     # variables that srun does not set

@@ -26,7 +26,7 @@ __all__ = [
     'part_of',
     'cut_again',
     'on_host',
-    'hosted_empty',
+    'empty_on_host',
     'host_mesh',
     'open_hosts',
     'close_hosts',
@@ -151,7 +151,7 @@ def on_host(t: Any, mine: Tensor) -> Any:
     return _make_dtensor(mine, host_mesh(t.device_mesh), t)
 
 
-def hosted_empty(size: list[int], dtype: torch.dtype, mesh: DeviceMesh) -> Any:
+def empty_on_host(size: list[int], dtype: torch.dtype, mesh: DeviceMesh) -> Any:
     "Return an uninitialized DTensor on a mesh of hosts, sharded along the first dimension like `fully_shard`."
     from torch.distributed.tensor import DTensor, Shard
 

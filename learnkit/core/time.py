@@ -16,7 +16,16 @@ from typing import Any
 from learnkit.core.errors import TimeError, did_you_mean
 from learnkit.core.html import definitions, never_raising
 
-__all__ = ['UNITS', 'Time', 'Timestamp', 'as_time', 'crossings', 'format_seconds', 'in_words']
+__all__ = [
+    'UNITS',
+    'Time',
+    'Timestamp',
+    'as_time',
+    'count_multiples',
+    'crossings',
+    'format_seconds',
+    'in_words',
+]
 
 UNITS = {
     'iter': 'iterations',
@@ -270,10 +279,10 @@ def crossings(
         return 0  # the loader is longer than its `len`: `dur` is corrected at the next epoch
     if end < start:
         raise TimeError(f'{after} lies before {before}: crossings are counted forwards.')
-    return _count_multiples(end, every) - _count_multiples(start, every)
+    return count_multiples(end, every) - count_multiples(start, every)
 
 
-def _count_multiples(value: Any, every: Time) -> int:
+def count_multiples(value: Any, every: Time) -> int:
     "Return the number of whole intervals in `value`, with a tolerance of 1e-9 intervals for floats."
     if every.unit in CONTINUOUS:
         return math.floor(value / every.value + 1e-9)

@@ -15,7 +15,7 @@ from warnings import warn
 import torch
 from torch import Tensor, nn
 
-from learnkit.core.batch import map_tensors
+from learnkit.core.batch import tensors_in
 from learnkit.core.errors import LossError, MetricError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import preserved_rng
@@ -95,13 +95,7 @@ def precision_hint(b: Any, model: nn.Module) -> str:
     >>> precision_hint((torch.zeros(2, 3, dtype=torch.float64),), nn.Linear(3, 1))
     ". The model is in float32, NumPy's numbers are float64: give it `x.astype('float32')`, or of a tensor `x.float()`"
     """
-    input_dtypes: set[torch.dtype] = set()
-
-    def add_dtype(t: Tensor) -> Tensor:
-        input_dtypes.add(t.dtype)
-        return t
-
-    map_tensors(b, add_dtype)
+    input_dtypes = {t.dtype for t in tensors_in(b)}
     model_dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     if model_dtypes != {torch.float32} or torch.float64 not in input_dtypes:
         return ''

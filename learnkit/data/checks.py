@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -21,7 +20,6 @@ __all__ = [
     'check_loader',
     'check_not_empty',
     'check_dataset',
-    'check_count',
     'epoch_length',
 ]
 
@@ -92,13 +90,6 @@ def check_dataset(name: str, ds: Any) -> None:
         )
     if len(ds) == 0:
         raise EmptyLoaderError(f'The data set {name!r} ({type(ds).__name__}) is empty.')
-
-
-def check_count(where: str, option: str, value: Any) -> None:
-    "Raise `LoaderError` unless `value` is a whole number from 1 up."
-    if isinstance(value, (int, np.integer)) and value >= 1:
-        return
-    raise LoaderError(f'{where}({option}={value!r}): {option} is a whole number from 1 up.')
 
 
 def epoch_length(dls: Any, dl: Any) -> tuple[int | None, int | None]:

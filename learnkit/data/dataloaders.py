@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, StackDataset
 from learnkit.core.batch import BatchForm
 from learnkit.core.errors import EmptyLoaderError, LoaderError
 from learnkit.core.html import never_raising, table
+from learnkit.core.numbers import check_count
 from learnkit.data.checks import (
-    check_count,
     check_dataset,
     check_loader,
     check_not_empty,
@@ -109,7 +109,7 @@ class DataLoaders(Shows):
             check_loader(name, dl)
         check_n_inp(n_inp, self.targets, [name for name, _ in self._named()])
         if n_iter is not None:
-            check_count('DataLoaders', 'n_iter', n_iter)
+            check_count('n_iter', n_iter, error=LoaderError)
 
     def batch_form(
         self,
@@ -148,7 +148,7 @@ class DataLoaders(Shows):
         >>> dls.one_batch()
         [tensor([0, 1, 2, 3]), tensor([0, 1, 0, 1])]
         """
-        check_count('from_datasets', 'bs', bs)
+        check_count('bs', bs, error=LoaderError)
         for name, ds in [('train', train_ds), *named_loaders(valid_ds)]:
             check_dataset(name, ds)
         if seed is not None:
@@ -369,13 +369,12 @@ class TensorLoader:
         seed: int | None = None,  # seed of the order; None: drawn from torch's global generator
         device: torch.device | str | None = None,  # device of the tensors; None: unchanged
     ):
-        check_count('TensorLoader', 'bs', bs)
+        self.bs = check_count('bs', bs, error=LoaderError)
         named = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], Mapping) else None
         self.names = None if named is None else tuple(named)
         entries = dict(enumerate(tensors)) if named is None else named
         self.tensors = convert_to_tensors(entries, device)
         self.n = len(self.tensors[0])
-        self.bs = int(bs)
         self.seed = seed
         self.shuffle = shuffle
         self.drop_last = drop_last
@@ -555,14 +554,15 @@ def check_n_inp(n_inp: Any, targets: tuple[str, ...] | None, names: list[str]) -
             'targets names the entries of dicts. Give one of them.'
         )
     if not isinstance(n_inp, Mapping):
-        return check_count('DataLoaders', 'n_inp', n_inp)
+        check_count('n_inp', n_inp, error=LoaderError)
+        return
     for name, n in n_inp.items():
         if name not in names:
             known = ', '.join(map(repr, names))
             raise LoaderError(
                 f'DataLoaders(n_inp={dict(n_inp)}): there is no loader {name!r}, only {known}.'
             )
-        check_count('DataLoaders', f'n_inp[{name!r}]', n)
+        check_count(f'n_inp[{name!r}]', n, error=LoaderError)
 
 
 def make_generator(seed: int, generator: torch.Generator | None = None) -> torch.Generator:

@@ -73,7 +73,7 @@ class LoaderPosition:
     """
 
     def __new__(cls, dl: Any, *_: Any, **__: Any) -> Self:
-        return super().__new__((dl.drawing if isinstance(dl, Shard) else None) or cls)
+        return super().__new__((dl.position_class if isinstance(dl, Shard) else None) or cls)
 
     def __init__(
         self,
@@ -344,13 +344,13 @@ class Stream(Iterator[Any]):
         self,
         dl: Any,  # the training loader
         begin: Callable[[Any], Iterator[Any]] | None = None,  # f(LoaderPosition) begins a pass
-        drawing: LoaderPosition | None = None,  # position of a resumed pass
+        position: LoaderPosition | None = None,  # position of a resumed pass
         n: int = 0,  # batches drawn in the resumed pass
     ):
         self.dl = dl
         self.begin = begin or LoaderPosition.begin
         self.n = n
-        self.drawing = LoaderPosition(dl) if drawing is None else drawing
+        self.position = LoaderPosition(dl) if position is None else position
         self._batches: Iterator[Any] | None = None
 
     def __next__(self) -> Any:
@@ -366,11 +366,11 @@ class Stream(Iterator[Any]):
 
     def _draw(self) -> Any:
         if self._batches is None:
-            self._batches = self.begin(self.drawing)
+            self._batches = self.begin(self.position)
         return next(self._batches, _END)
 
     def _restart(self) -> None:
-        self.drawing = LoaderPosition(self.dl)
+        self.position = LoaderPosition(self.dl)
         self.n = 0
         self._batches = None
 
@@ -425,7 +425,7 @@ def _may_draw_late(dl: Any) -> bool:
 
 
 def _unshard(dl: Any) -> Any:
-    return dl.whole if isinstance(dl, Shard) else dl
+    return dl.source if isinstance(dl, Shard) else dl
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from learnkit.core.batch import map_tensors, to_device
+from learnkit.core.batch import map_tensors, tensors_in, to_device
 from learnkit.data.dataloaders import TensorLoader
 
 __all__ = ['read_ahead']
@@ -76,13 +76,9 @@ class _Prefetcher(Iterator[Any]):
         batch = self.next_batch
         current_stream = torch.cuda.current_stream(self.device)
         current_stream.wait_stream(self.stream)
-
-        def record_use(t: torch.Tensor) -> torch.Tensor:
+        for t in tensors_in(batch):
             # the allocator must not reuse the memory while the current stream computes on it
             t.record_stream(current_stream)
-            return t
-
-        map_tensors(batch, record_use)
         self._fetch()
         return batch
 

@@ -75,11 +75,13 @@ class Shard:
 
     The order of the data is drawn from the same generators on every rank. All other random numbers differ by rank."""
 
-    whole: Any  # the loader, which is not changed
+    source: Any  # the loader, which is not changed
     cut: Any  # the `ShardSpec` that selects this rank's part
     order: Order
-    drawing: type[Any] | None = None  # subclass of `LoaderPosition` to use; None: `LoaderPosition`
-    # whether every rank iterates all of `whole`, including the data set's generators
+    position_class: type[Any] | None = (
+        None  # subclass of `LoaderPosition` to use; None: `LoaderPosition`
+    )
+    # whether every rank iterates all of `source`, including the data set's generators
     draws_all = False
 
     def share(
@@ -93,8 +95,8 @@ class Shard:
     def order_state(self) -> dict[str, Any]:
         "Return the generator states and epoch numbers that the next order depends on, as tensors and plain values."
         names = self._order_generators()
-        own = {name: state for name, state in capture_own(self.whole).items() if name in names}
-        return {'rng': capture_rng(devices=False), 'epochs': epochs_of(self.whole), 'own': own}
+        own = {name: state for name, state in capture_own(self.source).items() if name in names}
+        return {'rng': capture_rng(devices=False), 'epochs': epochs_of(self.source), 'own': own}
 
     def take_order(
         self,
@@ -102,8 +104,8 @@ class Shard:
     ) -> None:
         "Draw the following passes from another rank's generator states."
         self.order.state = dict(state['rng'])
-        restore_own(self.whole, state['own'])
-        set_epochs(self.whole, state['epochs'])
+        restore_own(self.source, state['own'])
+        set_epochs(self.source, state['epochs'])
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -118,7 +120,7 @@ class Shard:
         "Return the names of the loader's own generators that draw the order, without global generators."
         return [
             name
-            for name, g in own_generators(self.whole).items()
+            for name, g in own_generators(self.source).items()
             if (self.draws_all or is_samplers(name))
             and not any(g is other for other in _list_global_generators())
         ]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from learnkit.core.batch import BatchForm, find_bs, form_of, microbatches, to_detach
 from learnkit.core.errors import OptionError
+from learnkit.core.numbers import check_count
 from learnkit.core.plotting import WRONG, AxesList, new_axes
 from learnkit.core.random import preserved_generators
 from learnkit.data.preserve import preserve_loaders
@@ -24,7 +25,6 @@ __all__ = [
     'Shows',
     'show_samples',
     'own_method',
-    'check_max_n',
     'first_batch',
     'first_samples',
     'as_targets',
@@ -67,7 +67,7 @@ class Shows:
            2     4     dog
         """
         dls: Any = self
-        check_max_n(max_n)
+        check_count('max_n', max_n)
         dl = dls[ds_idx]
         show = own_method(dl, 'show_batch')
         if show is not None:
@@ -115,12 +115,6 @@ def own_method(dl: Any, name: str) -> Any:
         if callable(method):
             return method
     return None
-
-
-def check_max_n(max_n: Any) -> None:
-    "Raise `OptionError` unless `max_n` is a positive int."
-    if isinstance(max_n, bool) or not isinstance(max_n, int) or max_n < 1:
-        raise OptionError(f'max_n={max_n!r}: it is a whole number from 1 up, of samples to show.')
 
 
 def first_batch(dl: Any) -> Any:

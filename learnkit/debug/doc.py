@@ -4,14 +4,11 @@ The comments are read from the source code when help is requested."""
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
-import tokenize
 from functools import partial
 from html import escape
 from importlib import import_module
-from io import StringIO
 from textwrap import dedent
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -266,40 +263,24 @@ def open_levels(
 
 
 def comments(
-    f: Any,  # function whose signature has several lines
+    f: Any,  # function or method
 ) -> dict[str, str]:
     """Return the comments in a signature by parameter, with the comment of the return type under 'return'.
 
-    A comment at the end of a line applies to every parameter of the line. Without source code the dict is empty.
+    fastcore's `docments` reads them: a comment at the end of a line, or above it, applies to the last parameter of the
+    line; NumPy-style docstrings are read as well. Without source code the dict is empty.
 
     >>> comments(doc)['what'][:32]
     'a class, a function, a method, a'
     """
-    f = _unwrap_partial(f)
-    f = inspect.unwrap(getattr(f, '__func__', f))
-    if not inspect.isfunction(f) or f.__code__.co_filename == '<string>':
-        return {}
+    from fastcore.docments import docments  # only on request: it imports slowly
+
     try:
-        source = dedent(inspect.getsource(f))
-        node = ast.parse(source).body[0]
-        notes = {
-            t.start[0]: t.string.lstrip('#').strip()
-            for t in tokenize.generate_tokens(StringIO(source).readline)
-            if t.type == tokenize.COMMENT
-        }
-    except (OSError, SyntaxError, ValueError, tokenize.TokenError):
+        found = docments(_unwrap_partial(f), args_kwargs=True)
+    except (OSError, SyntaxError, TypeError, ValueError):  # no source code, or none that parses
         return {}
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return {}
-    a = node.args
-    args = [arg for arg in (*a.posonlyargs, *a.args, a.vararg, *a.kwonlyargs, a.kwarg) if arg]
-    lines = {arg.arg: arg.lineno for arg in args}
-    if node.returns:
-        lines['return'] = node.returns.lineno
-    found = {
-        name: notes[line] for name, line in lines.items() if line > node.lineno and line in notes
-    }
-    return {name: text for name, text in found.items() if not text.startswith(('type:', 'noqa'))}
+    directives = ('type:', 'noqa')
+    return {name: text for name, text in found.items() if text and not text.startswith(directives)}
 
 
 def _read_signature(f: Any) -> tuple[list[Parameter] | None, Parameter | None]:

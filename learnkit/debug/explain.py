@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 from warnings import warn
 
 import torch
-from torch import Tensor
 
 from learnkit.callbacks.recorder import recorder_of
-from learnkit.core.batch import describe, map_tensors
+from learnkit.core.batch import describe, map_tensors, tensors_in
 from learnkit.core.html import never_raising, table
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import capture_rng
@@ -268,16 +267,10 @@ def digest_state(learn: LearnerLike) -> dict[str, Any]:
 def digest(o: Any) -> str:
     "Return a digest of the tensors in a nested structure, or its description if there are none."
     h = blake2b(digest_size=16)
-    n = 0
-
-    def add(t: Tensor) -> Tensor:
-        nonlocal n
-        n += 1
+    tensors = tensors_in(o)
+    for t in tensors:
         h.update(f'{tuple(t.shape)}{t.dtype}'.encode())
-        t = t.detach().to_dense() if t.layout is not torch.strided else t.detach()
+        values = t.detach().to_dense() if t.layout is not torch.strided else t.detach()
         if t.numel():
-            h.update(t.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        return t
-
-    map_tensors(o, add)
-    return h.hexdigest() if n else describe(o)
+            h.update(values.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return h.hexdigest() if tensors else describe(o)

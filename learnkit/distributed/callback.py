@@ -15,12 +15,12 @@ from fastcore.basics import noop
 from torch import Tensor, nn
 
 from learnkit.core.batch import batch_counter
-from learnkit.core.comm import ALONE, Comm, join_ranks
+from learnkit.core.comm import SINGLE_RANK, Comm, join_ranks
 from learnkit.core.errors import CancelBatchException, DistributedError, OptionError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
+from learnkit.core.numbers import check_count
 from learnkit.core.random import preserved_rng
 from learnkit.core.time import Time, as_time
-from learnkit.data.checks import check_count
 from learnkit.data.dataloaders import n_batches
 from learnkit.distributed.compare import (
     check_alike,
@@ -147,7 +147,7 @@ class DistributedTraining(Callback):
                     f'{did_you_mean(str(value), choices)}'
                 )
         if agree_every is not None:
-            check_count('DistributedTraining', 'agree_every', agree_every)
+            check_count('agree_every', agree_every)
         self.timeout = as_time(timeout, 'sec')
         if self.timeout.unit != 'sec':
             raise OptionError(f'timeout={timeout!r}: give seconds, or a time like "10m".')
@@ -290,7 +290,7 @@ class DistributedTraining(Callback):
             self._step_deciders = [], []
             for name, value in saved.items():
                 setattr(learn, name, value)
-            learn.world, learn.strategy = ALONE, SingleProcess()
+            learn.world, learn.strategy = SINGLE_RANK, SingleProcess()
             world.leave()
 
     def fail(

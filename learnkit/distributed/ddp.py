@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from learnkit.core.batch import apply_model, map_tensors, unpack_output
+from learnkit.core.batch import apply_model, tensors_in, unpack_output
 from learnkit.core.errors import OptionError, did_you_mean
 from learnkit.core.learner_type import LearnerLike
 from learnkit.core.random import preserved_rng
@@ -97,7 +97,7 @@ class Replicas:
         try:
             with preserved_rng(), torch.enable_grad():
                 out = unpack_output(apply_model(self.wrapped, learn.xb))
-                sums = [t.float().sum() for t in list_tensors(out) if t.requires_grad]
+                sums = [t.float().sum() for t in tensors_in(out) if t.requires_grad]
                 (0 * torch.stack(sums).sum()).backward()
         finally:
             for p, grad in grads:
@@ -183,18 +183,6 @@ def average(parameters: Iterable[nn.Parameter]) -> None:
             continue
         p.grad.div_(dist.get_world_size())
         dist.all_reduce(p.grad)
-
-
-def list_tensors(nested: Any) -> list[Tensor]:
-    "Return all tensors of a nested value."
-    tensors: list[Tensor] = []
-
-    def add(t: Tensor) -> Tensor:
-        tensors.append(t)
-        return t
-
-    map_tensors(nested, add)
-    return tensors
 
 
 def is_too_big(model: nn.Module) -> bool:

@@ -29,6 +29,7 @@ from torch import Tensor
 from learnkit.checkpoint.file import read_state, write_state
 from learnkit.core.errors import DistributedError, MissingExtraError, OptionError
 from learnkit.core.learner_type import LearnerLike
+from learnkit.core.numbers import check_count
 from learnkit.core.plain import plain
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.core.validation import warn_user
@@ -93,8 +94,7 @@ def _make_team(
             f'launch({fn!r}): give a function of the Learner, as in '
             '`learn.launch(lambda learn: learn.fit(3))`.'
         )
-    if not isinstance(nproc, int) or isinstance(nproc, bool) or nproc < 1:
-        raise OptionError(f'nproc={nproc!r}: give a whole number of processes, 1 or more.')
+    check_count('nproc', nproc)
     if learn.run.depth:
         raise DistributedError(
             'launch() inside a run: its processes would not know of it. Call it '

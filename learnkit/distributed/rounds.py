@@ -16,19 +16,19 @@ from learnkit.data.position import LoaderPosition, describe_drawn
 from learnkit.data.shard import Order, Shard
 from learnkit.distributed.cut import ShardSpec
 
-__all__ = ['RoundShard', 'RoundIterator', 'RoundsDrawing']
+__all__ = ['RoundShard', 'RoundIterator', 'RoundsPosition']
 
 State = dict[str, Any]
 
 
-class RoundsDrawing(LoaderPosition):
+class RoundsPosition(LoaderPosition):
     """Position in a pass over a `RoundShard`.
 
     The saved position is the position in the whole loader. Batches of the shard are counted in rounds."""
 
     def __init__(self, dl: RoundShard, replay: bool | None = None, n_before: int = 0) -> None:
         super().__init__(dl, replay, n_before)
-        self.inner = LoaderPosition(dl.whole, replay, n_before * dl.cut.per_round)
+        self.inner = LoaderPosition(dl.source, replay, n_before * dl.cut.per_round)
 
     def begin(self) -> Iterator[Any]:
         "Return an iterator over this rank's next batches."
@@ -46,7 +46,7 @@ class RoundsDrawing(LoaderPosition):
         inner.start, inner.first, inner._now = self.start, self.first, self._now
         inner.workers, inner._workers_ran = self.workers, self._workers_ran
         n_drawn = self._n * dl.cut.per_round
-        n_whole = n_batches(dl.whole)
+        n_whole = n_batches(dl.source)
         if n_whole is not None:
             n_drawn = min(n_drawn, n_whole)
         inner._n = self._now.get('drawn', n_drawn)
@@ -85,22 +85,22 @@ class RoundShard(Shard):
 
     If the last round has fewer batches than ranks, the filler of the other ranks is the round's last batch."""
 
-    drawing, draws_all = RoundsDrawing, True
+    position_class, draws_all = RoundsPosition, True
 
     def __init__(
         self,
-        whole: Any,  # loader that every rank has; not changed
+        source: Any,  # loader that every rank has; not changed
         cut: ShardSpec,  # this rank's part of a round
     ) -> None:
-        self.whole, self.order = whole, Order()
+        self.source, self.order = source, Order()
         # before a batch is drawn, its size is unknown, and so is whether all ranks get a row of it
         self.cut = cut if cut.batch_size == 'process' else replace(cut, fillers=True)
         self.n_drawn = 0  # number of batches drawn from the whole loader in this pass
 
     def __len__(self) -> int:
-        n = n_batches(self.whole)
+        n = n_batches(self.source)
         if n is None:
-            raise TypeError(f'The length of this {type(self.whole).__name__} is not known.')
+            raise TypeError(f'The length of this {type(self.source).__name__} is not known.')
         cut = self.cut
         if cut.batch_size == 'global':
             return n
@@ -113,12 +113,12 @@ class RoundShard(Shard):
 
     def __iter__(self) -> Iterator[Any]:
         with self.order:
-            batches = iter(self.whole)
+            batches = iter(self.source)
         return self.rounds(batches)
 
     def new(self, **changes: Any) -> Any:
         "Return a shard of the same samples in the order of the data set, if the order is known."
-        return type(self)(in_order(self.whole), replace(self.cut, uneven='join'))
+        return type(self)(in_order(self.source), replace(self.cut, uneven='join'))
 
     def rounds(
         self,
@@ -147,7 +147,7 @@ class RoundShard(Shard):
     def _draw_rounds(self, batches: Iterator[Any]) -> Iterator[list[Any]]:
         "Yield the batches of each round."
         per, cut = self.cut.per_round, self.cut
-        draws_randomly = type(self.whole) not in (list, tuple)
+        draws_randomly = type(self.source) not in (list, tuple)
         while True:
             if draws_randomly:
                 with self.order:
@@ -188,7 +188,7 @@ class RoundIterator(RoundShard, Iterator[Any]):
     "Shard of an iterator, which is read once."
 
     def __iter__(self) -> Iterator[Any]:
-        self._batches = self.rounds(self.whole)
+        self._batches = self.rounds(self.source)
         return self
 
     def __next__(self) -> Any:

@@ -146,19 +146,19 @@ class FirstBatches:
     [0, 1]
     """
 
-    def __init__(self, whole: Any, n: int) -> None:
-        self.whole, self.n = whole, n
+    def __init__(self, source: Any, n: int) -> None:
+        self.source, self.n = source, n
 
     def __len__(self) -> int:
         return self.n
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(self.whole, self.n)
+        return islice(self.source, self.n)
 
     @property
     def sampler(self) -> Any:
         "Sampler of the loader, on which `set_epoch` may be called."
-        return getattr(self.whole, 'sampler', None)
+        return getattr(self.source, 'sampler', None)
 
 
 class _LoadersProxy(DataLoaders):
@@ -211,9 +211,9 @@ class TensorShard(Shard, TensorLoader):
 
     _shares: tuple[int, tuple[int, int], tuple[int, int]] | None = None
 
-    def __init__(self, whole: TensorLoader, cut: ShardSpec) -> None:
-        vars(self).update(vars(whole))
-        self.whole, self.cut, self.order = whole, cut, Order()
+    def __init__(self, source: TensorLoader, cut: ShardSpec) -> None:
+        vars(self).update(vars(source))
+        self.source, self.cut, self.order = source, cut, Order()
 
     @property
     def _sizes(self) -> tuple[int, int]:
@@ -241,7 +241,7 @@ class TensorShard(Shard, TensorLoader):
 
     def new(self, **changes: Any) -> TensorShard:
         "Return a shard of the loader with other options, which takes each sample once."
-        return TensorShard(self.whole.new(**changes), replace(self.cut, uneven='join'))
+        return TensorShard(self.source.new(**changes), replace(self.cut, uneven='join'))
 
     def draw_order(self) -> Tensor:
         "Return the indices of the samples of all ranks in the order of an epoch."
@@ -288,7 +288,7 @@ class IndexShard(Shard, DataLoader[Any]):
 
     def new(self, **changes: Any) -> Any:
         "Return a shard of the same samples in the order of the data set, each sample once."
-        return _make_shard(in_order(self.whole), replace(self.cut, uneven='join'))
+        return _make_shard(in_order(self.source), replace(self.cut, uneven='join'))
 
 
 class ShardSampler:
@@ -296,23 +296,23 @@ class ShardSampler:
 
     The loader's sampler runs on every rank, and draws the order of a single-process run."""
 
-    def __init__(self, whole: DataLoader[Any], cut: ShardSpec, order: Order) -> None:
-        self.whole, self.order = whole, order
+    def __init__(self, source: DataLoader[Any], cut: ShardSpec, order: Order) -> None:
+        self.source, self.order = source, order
         # without known sizes, it is unknown which ranks end a round early
-        self.cut = cut if _compute_sizes(whole, cut) else replace(cut, fillers=True)
+        self.cut = cut if _compute_sizes(source, cut) else replace(cut, fillers=True)
         self.seeds = torch.Generator()  # generator of the seeds of this rank's workers
         self.loader: Callable[[], Any] = lambda: None  # weak reference to this sampler's loader
 
     def __len__(self) -> int:
-        sizes = _compute_sizes(self.whole, self.cut)
+        sizes = _compute_sizes(self.source, self.cut)
         if sizes is not None:
             return self.cut.n_given(*sizes)
-        rounds, rest = divmod(len(index_sampler(self.whole)), self.cut.per_round)
+        rounds, rest = divmod(len(index_sampler(self.source)), self.cut.per_round)
         return rounds + (rest > 0 and self.cut.uneven != 'drop')
 
     def __iter__(self) -> Iterator[Any]:
         with self.order:
-            state = (self.whole.generator or torch.default_generator).get_state()
+            state = (self.source.generator or torch.default_generator).get_state()
         generator = torch.Generator().set_state(state)
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
         self.seeds.manual_seed((seed + 0x9E3779B97F4A7C15 * self.cut.rank) % 2**63)
@@ -320,7 +320,7 @@ class ShardSampler:
 
     def _begin(self) -> Iterator[Any]:
         "Start a pass when the first list is requested, and yield this rank's pieces."
-        yield from self.begin(self.whole.num_workers, workers_run(self.loader()))
+        yield from self.begin(self.source.num_workers, workers_run(self.loader()))
 
     def begin(
         self,
@@ -330,7 +330,7 @@ class ShardSampler:
     ) -> Iterator[Any]:
         "Start a pass of the loader's sampler, and return an iterator over this rank's pieces."
         with self.order:
-            lists = start_lists(self.whole, workers, workers_ran)
+            lists = start_lists(self.source, workers, workers_ran)
             if first is not None:
                 restore_rng(first)
         return self._take_pieces(lists)
@@ -353,7 +353,7 @@ class ShardSampler:
     def _draw_rounds(self, lists: Iterator[Any]) -> Iterator[tuple[list[Any], int]]:
         "Yield the index lists of each round, and their number of samples; draw several rounds at a time."
         per_round = self.cut.per_round
-        sizes = _compute_sizes(self.whole, self.cut)
+        sizes = _compute_sizes(self.source, self.cut)
         n = 1
         while True:
             with self.order:
@@ -373,7 +373,7 @@ def _make_index_shard(dl: DataLoader[Any], cut: ShardSpec) -> IndexShard:
     order = Order()
     sampler = ShardSampler(dl, cut, order)
     loader: Any = with_sampler(dl, sampler, kind=IndexShard, generator=sampler.seeds, in_order=True)
-    loader.whole, loader.cut, loader.order = dl, sampler.cut, order
+    loader.source, loader.cut, loader.order = dl, sampler.cut, order
     sampler.loader = ref(loader)
     return loader
 

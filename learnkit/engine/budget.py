@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 from learnkit.core.errors import FitError, TimeError
 from learnkit.core.learner_type import LearnerLike
+from learnkit.core.numbers import check_count
 from learnkit.core.time import Time, as_time
 from learnkit.engine.callback import Callback
-from learnkit.engine.countable import check_countable
+from learnkit.engine.every import check_countable
 
-__all__ = ['Budget', 'check_count', 'check_not_running', 'parse_iteration', 'parse_length']
+__all__ = ['Budget', 'check_not_running', 'parse_iteration', 'parse_length']
 
 
 def parse_length(
@@ -25,8 +25,8 @@ def parse_length(
     if isinstance(length, (str, Time)):
         n, budget = _parse_time(learn, as_time(length), epochs_per_iteration)
     if budget is None:
-        n = check_count('n_epoch', n, 0)
-    start = check_count('start_epoch', start_epoch, 0)
+        n = check_count('n_epoch', n, 0, FitError)
+    start = check_count('start_epoch', start_epoch, 0, FitError)
     if n is None and start:
         raise FitError(
             f'start_epoch={start} needs a fit of epochs, `fit(10)`, and no budget of another unit.'
@@ -61,18 +61,6 @@ def parse_iteration(every: Any) -> int:
     if every.unit != 'ep':
         raise FitError(f'iteration={str(every)!r}: give a number of epochs, such as 2 or `2ep`.')
     return int(every.value)
-
-
-def check_count(name: str, value: object, least: int) -> int:
-    "Return `value` as an int; raise `FitError` if it is not a whole number, or below `least`."
-    try:
-        # the annotation is ignored because `operator.index` is the check itself
-        number = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = least - 1
-    if number < least:
-        raise FitError(f'{name}={value!r}: give a whole number, {least} or more.')
-    return number
 
 
 def check_not_running(learn: LearnerLike) -> None:

@@ -16,9 +16,9 @@ from fastcore.basics import camel2snake
 
 from learnkit.core.errors import CallbackError
 from learnkit.core.learner_type import LearnerLike
-from learnkit.core.time import Time, Timestamp, as_time, crossings
-from learnkit.engine.countable import check_countable
+from learnkit.core.time import Time, as_time
 from learnkit.engine.events import ALIASES, CONTEXTS, EVENTS, INNER_EVENTS, canonical_event
+from learnkit.engine.every import Every, check_countable
 
 __all__ = ['Callback', 'Periodic', 'MissingAttribute']
 
@@ -377,7 +377,7 @@ class Periodic(Callback):
     ) -> None:
         super().__init__(**handlers)
         self.every = as_time(every, 'ep')
-        self._before = Timestamp()
+        self._interval = Every(self.every)
         if on_every is not None:
             _check_takes_callback('on_every', on_every, self)
             self.__dict__['on_every'] = MethodType(on_every, self)
@@ -393,10 +393,9 @@ class Periodic(Callback):
 
     def before_fit(self) -> None:
         "Count from the Learner's present time."
-        if not self.learn.fitting:
-            return
-        check_countable(self.learn, self.every)
-        self._before = self.learn.time
+        if self.learn.fitting:
+            check_countable(self.learn, self.every)
+            self._interval.start(self.learn)
 
     def after_eval(self) -> None:
         "Call `on_every` after an evaluation outside a fit if `at_eval` is set."
@@ -410,15 +409,13 @@ class Periodic(Callback):
         self._run_if_due()
 
     def _run_if_due(self) -> None:
-        now = self.learn.time
-        before, self._before = self._before, now
-        if crossings(before, now, self.every):
+        if self._interval.is_due(self.learn):
             self.on_every()
 
     def state_dict(self) -> dict[str, Any]:
-        "Return the time at which the interval was last checked."
-        return {'before': self._before.state_dict()}
+        "Return the number of intervals passed."
+        return self._interval.state_dict()
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        "Restore the time at which the interval was last checked."
-        self._before = Timestamp.from_state_dict(sd['before'])
+        "Restore the number of intervals passed."
+        self._interval.load_state_dict(sd)

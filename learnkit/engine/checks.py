@@ -11,10 +11,10 @@ import torch
 from learnkit.core.batch import apply_model, form_of, unpack_output
 from learnkit.core.errors import FitError, LossError, MetricError, ModelError, OptionError
 from learnkit.core.learner_type import LearnerLike
+from learnkit.core.numbers import check_count
 from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.core.validation import check_class_numbers, takes_class_numbers
 from learnkit.data.dataloaders import evaluation_loaders
-from learnkit.engine.budget import check_count
 from learnkit.engine.loop import Loop
 from learnkit.engine.run import preserved_state
 from learnkit.metrics.averages import dry_run
@@ -76,7 +76,11 @@ def check_microbatch(learn: Loop, size: object) -> int | str | None:
     "Return the microbatch size; raise `FitError` if it is invalid or has no effect on this Learner."
     if size is None:
         return None
-    size = size if isinstance(size, str) and size == 'auto' else check_count('microbatch', size, 1)
+    size = (
+        size
+        if isinstance(size, str) and size == 'auto'
+        else check_count('microbatch', size, 1, FitError)
+    )
     for name in ('_do_one_batch', 'train_batch', '_do_grad_opt'):
         if getattr(type(learn), name) is not getattr(Loop, name):
             raise FitError(

@@ -20,7 +20,7 @@ from learnkit.engine.attributes import keeps_attributes, note_attributes
 from learnkit.engine.callback import Callback, defined_on_class, own_handler
 from learnkit.engine.events import CONTEXTS, EVENTS, canonical_event
 from learnkit.engine.fastai_callbacks import foreign_handler, is_foreign
-from learnkit.engine.lint import warn_of_slips
+from learnkit.engine.lint import lint
 
 __all__ = ['CallbackSet', 'CallbackHost', 'HandlerTable', 'Entry', 'as_callback', 'as_list']
 
@@ -138,7 +138,7 @@ class CallbackSet:
             for name in (*EVENTS, *CONTEXTS.values()):
                 own_handler(cb, name)  # raises for an attribute that is not callable
             if not is_foreign(cb):
-                warn_of_slips(cb)
+                lint(cb)
         explicit: dict[str, Any] = {}
         for cb in [*remaining, *cbs]:
             key = getattr(cb, 'state_key', None)

@@ -13,7 +13,7 @@ from learnkit.core.validation import warn_user
 from learnkit.engine.callback import SHADOWING, Callback
 from learnkit.engine.events import ALIASES, EVENTS
 
-__all__ = ['warn_of_slips', 'event_like']
+__all__ = ['lint', 'event_like']
 
 # names of handlers in other libraries: their endings, their levels, and names with neither
 _PREFIX_OF_ENDING = {
@@ -102,7 +102,7 @@ def event_like(name: str) -> str | None:
     return close[0] if close else None
 
 
-def warn_of_slips(
+def lint(
     cb: Any,  # callback; only its classes from outside this package are checked
 ) -> None:
     "Warn of methods that look like handlers but never run, and of attributes that hide the state of the loop."

@@ -23,7 +23,7 @@ from learnkit.core.batch import (
     to_device,
     unpack_output,
 )
-from learnkit.core.comm import ALONE, Comm
+from learnkit.core.comm import SINGLE_RANK, Comm
 from learnkit.core.denominator import LossWeights
 from learnkit.core.errors import (
     BatchError,
@@ -130,7 +130,7 @@ class Loop(CallbackHost):
         self.passes = TrainingPasses()
         self.loss_weights = LossWeights()
         self.timings = Timings()
-        self.world: Comm = ALONE  # the processes that train together
+        self.world: Comm = SINGLE_RANK  # the processes that train together
         self.replica: nn.Module | None = None  # called in the model's place in training
         self.training, self.fitting, self.phase, self.dl_name = False, False, 'train', 'train'
         self.resumed = False  # events are fired again, at which a resumed fit begins

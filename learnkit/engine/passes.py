@@ -48,7 +48,7 @@ class TrainingPasses:
             return
         resumed = LoaderPosition.resume(dls.train, position)
         if is_stream(dls):
-            self.stream = Stream(dls.train, drawing=resumed, n=position['n'])
+            self.stream = Stream(dls.train, position=resumed, n=position['n'])
         else:
             self.position = resumed
 
@@ -58,7 +58,7 @@ class TrainingPasses:
             return None
         if is_stream(learn.dls):
             stream = self.stream
-            return None if stream is None else stream.drawing.indices(stream.n - 1)
+            return None if stream is None else stream.position.indices(stream.n - 1)
         return None if self.position is None else self.position.indices(learn.iter)
 
     def state_dict(
@@ -72,7 +72,7 @@ class TrainingPasses:
             stream = self.stream
             if stream is None or stream.dl is not train:
                 return LoaderPosition(train).state_dict(0)
-            return stream.drawing.state_dict(stream.n)
+            return stream.position.state_dict(stream.n)
         last = self.position
         if last is None:
             return None if within_epoch else LoaderPosition(train).state_dict(0)

@@ -23,8 +23,9 @@ from learnkit.core.batch import (
     is_sample_list,
     map_tensors,
     rebuilt,
+    tensors_in,
 )
-from learnkit.core.comm import ALONE, Comm
+from learnkit.core.comm import SINGLE_RANK, Comm
 from learnkit.core.errors import BatchError, LossError
 from learnkit.core.learner_type import LearnerLike
 from learnkit.data.shard import Shard
@@ -74,7 +75,7 @@ class GatherPredsCallback(Callback):
         self.with_preds, self.with_targs = with_preds, with_targs
         self.save_preds, self.save_targs, self.concat_dim = save_preds, save_targs, concat_dim
         self._depth: int | None = None  # depth of the gathered run, to ignore runs inside it
-        self._world = ALONE  # ranks that share the loader
+        self._world = SINGLE_RANK  # ranks that share the loader
         self._start()
 
     def _start(self) -> None:
@@ -235,7 +236,7 @@ def shard_loader(learn: LearnerLike, dl: Any) -> tuple[Any, Comm]:
     "Return this rank's shard of a loader, without duplicate samples, and the ranks that share the loader."
     world, team = learn.world, learn.strategy.team
     if world.size == 1 or isinstance(dl, Replicated) or (team and team.sharded_already):
-        return dl, ALONE
+        return dl, SINGLE_RANK
     from learnkit.distributed.shards import shard
 
     options: dict[str, Any] = {'count': batch_counter(learn)}
@@ -245,17 +246,17 @@ def shard_loader(learn: LearnerLike, dl: Any) -> tuple[Any, Comm]:
             'fillers': team.parts.needs_equal_evaluations,
         }
     rank_dl = shard(
-        dl.whole if isinstance(dl, Shard) else dl,
+        dl.source if isinstance(dl, Shard) else dl,
         world.rank,
         world.size,
         **{'fillers': False, **options},
     )
-    return rank_dl, world if hasattr(rank_dl, 'share') else ALONE
+    return rank_dl, world if hasattr(rank_dl, 'share') else SINGLE_RANK
 
 
 def _find_sharing_ranks(learn: LearnerLike) -> Comm:
-    "Return the ranks that share the current loader; `ALONE` if the loader is not sharded."
-    return learn.world if hasattr(learn.dl, 'share') else ALONE
+    "Return the ranks that share the current loader; `SINGLE_RANK` if the loader is not sharded."
+    return learn.world if hasattr(learn.dl, 'share') else SINGLE_RANK
 
 
 def _find_batch_number(i: int, world: Comm) -> int:
@@ -281,13 +282,7 @@ class AsyncToCPU:
 
     def put(self, b: Any) -> list[Any]:
         "Start copying the tensors of a nested structure, and return the structures copied before."
-        devices: set[torch.device] = set()
-
-        def collect_device(t: Tensor) -> Tensor:
-            devices.add(t.device)
-            return t
-
-        map_tensors(b, collect_device)
+        devices = {t.device for t in tensors_in(b)}
         if all(d.type != 'cuda' for d in devices):
             return [*self.flush(), map_tensors(b, Tensor.cpu)]
         # torch copies to pinned memory, in order with the computation on the current stream

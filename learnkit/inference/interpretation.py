@@ -20,6 +20,7 @@ from learnkit.core.batch import (
 )
 from learnkit.core.errors import LoaderError, MissingExtraError, OptionError
 from learnkit.core.learner_type import LearnerLike
+from learnkit.core.numbers import check_count
 from learnkit.core.plotting import axes_or_new
 from learnkit.core.random import (
     capture_own,
@@ -167,10 +168,8 @@ class Interpretation:
         largest: bool = True,  # False: the smallest
     ) -> tuple[Tensor, Tensor]:  # losses, and the indices of their samples
         "Return the largest or smallest losses, sorted; NaN counts as the largest."
-        if k is not None and (isinstance(k, bool) or not isinstance(k, int) or k < 1):
-            raise OptionError(
-                f'top_losses(k={k!r}): k is a whole number from 1 up, or None for all.'
-            )
+        if k is not None:
+            check_count('k', k)
         n = len(self) if k is None else min(k, len(self))
         losses, idxs = self.losses.topk(n, largest=largest)
         return losses, idxs

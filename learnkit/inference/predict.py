@@ -16,7 +16,14 @@ from fastcore.foundation import L
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from learnkit.core.batch import children_of, describe, detuplify, is_sample_list, map_tensors
+from learnkit.core.batch import (
+    children_of,
+    describe,
+    detuplify,
+    is_sample_list,
+    map_tensors,
+    tensors_in,
+)
 from learnkit.core.errors import (
     BatchError,
     CancelEpochException,
@@ -25,6 +32,7 @@ from learnkit.core.errors import (
     OptionError,
 )
 from learnkit.core.learner_type import LearnerLike
+from learnkit.core.numbers import check_count
 from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.data.dataloaders import DataLoaders, check_loader, evaluation_loaders, in_order
 from learnkit.data.shard import Shard
@@ -256,8 +264,7 @@ def tta(
     augment: Callable[..., Any] | None = None,
 ) -> tuple[Any, Any]:
     "Predict with test-time augmentation: `lerp(augmented, plain, beta)`."
-    if not isinstance(n, int) or n < 1:
-        raise OptionError(f'tta(n={n!r}): n is a whole number from 1 up.')
+    check_count('n', n)
     check_function('augment', augment)
     dl = in_order(_choose_loader(learn, ds_idx, dl))
     if item_tfms is not None or batch_tfms is not None:
@@ -331,7 +338,7 @@ def plan_loader(
 def _choose_loader(learn: LearnerLike, ds_idx: int, dl: Any) -> Any:
     "Return the requested loader, unsharded."
     dl = _get_loader(learn, ds_idx) if dl is None else resolve_loader(learn, dl)
-    return dl.whole if isinstance(dl, Shard) else dl
+    return dl.source if isinstance(dl, Shard) else dl
 
 
 def _find_name(learn: LearnerLike, ds_idx: int | None, dl: Any) -> str | None:
@@ -467,25 +474,14 @@ def _make_augmenter(augment: Callable[..., Any]) -> Callback:
 
 def _combine_tensors(f: Callable[[Tensor, Tensor], Tensor], a: Any, b: Any) -> Any:
     "Apply `f` to each pair of corresponding tensors of two structures of the same form."
-    b_tensors: list[Tensor] = []
-
-    def collect(t: Tensor) -> Tensor:
-        b_tensors.append(t)
-        return t
-
-    map_tensors(b, collect)
-    b_iter = iter(b_tensors)
+    b_iter = iter(tensors_in(b))
     return map_tensors(a, lambda t: f(t, next(b_iter)))
 
 
 def _are_equal(a: Any, b: Any) -> bool:
     "Return True if the tensors of two structures of the same kind are equal."
-    if isinstance(a, Tensor):
-        return torch.equal(a, b)
-    a_children, b_children = children_of(a), children_of(b)
-    if a_children is None or b_children is None:
-        return a_children is b_children
-    return len(a_children) == len(b_children) and all(map(_are_equal, a_children, b_children))
+    a_tensors, b_tensors = tensors_in(a), tensors_in(b)
+    return len(a_tensors) == len(b_tensors) and all(map(torch.equal, a_tensors, b_tensors))
 
 
 def _are_averageable(a: Any, b: Any) -> bool:

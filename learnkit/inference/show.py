@@ -6,10 +6,10 @@ from typing import Any
 
 from learnkit.core.batch import form_of, microbatches
 from learnkit.core.learner_type import LearnerLike
+from learnkit.core.numbers import check_count
 from learnkit.data.show import (
     as_targets,
     binary_cut,
-    check_max_n,
     first_batch,
     first_samples,
     own_method,
@@ -28,7 +28,7 @@ def show_results(
     **kwargs: Any,
 ) -> Any:
     "Show a batch with its predictions: images in a grid, other data as a table; return the figure or table."
-    check_max_n(max_n)
+    check_count('max_n', max_n)
     dl = learn.dls[ds_idx] if dl is None else dl
     batch = first_batch(dl)
     data_method = own_method(dl, 'show_results')

@@ -22,13 +22,13 @@ from numpy.lib.format import open_memmap
 from torch import Tensor
 
 from learnkit.core.batch import describe
-from learnkit.core.comm import ALONE, Comm
+from learnkit.core.comm import SINGLE_RANK, Comm
 from learnkit.core.errors import BatchError, OptionError
 
 __all__ = ['check_sink', 'open_sink', 'save_plain', 'read_rows']
 
 
-def check_sink(sink: Any, names: tuple[str, ...], world: Comm = ALONE) -> None:
+def check_sink(sink: Any, names: tuple[str, ...], world: Comm = SINGLE_RANK) -> None:
     "Raise `OptionError`, on every rank, for a sink that cannot store these entries."
     world.run_on_all(partial(_check, sink, names, world))
 
@@ -106,7 +106,7 @@ def _is_folder(sink: Any) -> bool:
 def open_sink(
     sink: Any,
     names: tuple[str, ...],  # names of a batch's entries
-    world: Comm = ALONE,  # ranks that share the loader
+    world: Comm = SINGLE_RANK,  # ranks that share the loader
     number: Callable[[], int] | None = None,  # f() -> number of the batch, if ranks share a loader
 ) -> Iterator[Callable[..., Any]]:
     """Open a sink and yield the function that writes the entries of a batch.

@@ -17,8 +17,8 @@ from fastcore.basics import camel2snake
 from learnkit.callbacks.accumulation import GradientAccumulation
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.core.batch import concat, to_device
-from learnkit.core.errors import OptionError
 from learnkit.core.model import model_device
+from learnkit.core.numbers import check_count
 from learnkit.core.random import preserved_generators, preserved_rng
 from learnkit.data.dataloaders import n_batches
 from learnkit.engine.attributes import note_attributes
@@ -505,10 +505,7 @@ def intervals_of(cb: Any) -> dict[str, int]:
     values = {kind: getattr(cb, name, None) for kind, name in INTERVALS.items()}
     every = {kind: n for kind, n in values.items() if n is not None}
     for kind, n in every.items():
-        if not isinstance(n, int) or n < 1:
-            raise OptionError(
-                f'{type(cb).__name__}.{INTERVALS[kind]} is {n!r}: give a whole number, 1 or more.'
-            )
+        check_count(f'{type(cb).__name__}.{INTERVALS[kind]}', n)
     return every
 
 

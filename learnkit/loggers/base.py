@@ -13,8 +13,9 @@ from torch import Tensor
 from learnkit.callbacks.recorder import recorder_of
 from learnkit.core.errors import MissingExtraError, OptionError, TimeError
 from learnkit.core.random import preserved_rng
-from learnkit.core.time import Time, as_time, crossings
+from learnkit.core.time import Time, as_time
 from learnkit.engine.callback import Callback
+from learnkit.engine.every import Every
 from learnkit.loggers.values import (
     as_images,
     configuration,
@@ -87,6 +88,7 @@ class Logger(Callback):
                 f'every={str(every)!r}: what is logged at each step is counted in ba, st, sp, tok or sec. '
                 'Evaluations and epochs are logged when they end.'
             )
+        self._interval = Every(self.every)
         self._handle: Any = None  # return value of `open`, None while closed
         self._fresh = True  # whether the log was never opened
         self._keep: int | None = None  # step after which a resumed log is cut off
@@ -98,7 +100,6 @@ class Logger(Callback):
         self._ba_at_start: int | None = None
         self._settings: dict[str, Any] = {}  # settings from `log_params`
         self._params: dict[str, Any] | None = None  # configuration as last logged
-        self._checked_at: Any = None  # time of the last check of the interval
         self._clear()
 
     def _clear(self) -> None:
@@ -176,7 +177,8 @@ class Logger(Callback):
                     'them another place, or remove it.'
                 )
         self.check()
-        self._checked_at, self._ba = learn.time, learn.counters.batches
+        self._interval.start(learn)
+        self._ba = learn.counters.batches
         self._ba_at_start, self._new_fit, self._failed = self._ba, True, False
 
     def before_batch(self) -> None:
@@ -187,16 +189,8 @@ class Logger(Callback):
     def after_batch(self) -> None:
         "Log loss and hyper-parameters if they are due."
         self._ba = self.learn.counters.batches
-        if self.every.unit == 'ba':
-            is_due = self._ba % self.every.value == 0
-        else:
-            is_due = self._crosses_interval()
-        if is_due:
+        if self._interval.is_due(self.learn):
             self._log_step()
-
-    def _crosses_interval(self) -> bool:
-        before, self._checked_at = self._checked_at, self.learn.time
-        return crossings(before, self._checked_at, self.every) > 0
 
     def _log_step(self) -> None:
         learn = self.learn
@@ -409,6 +403,7 @@ class Logger(Callback):
         return {
             'ba': self._ba,
             'shift': self._shift,
+            'interval': self._interval.state_dict(),
             'last': self._end(),
             'handed': self._handed,
             'due': self._due,
@@ -424,6 +419,7 @@ class Logger(Callback):
         self._clear()
         self.close()
         self._ba = sd['ba']
+        self._interval.load_state_dict(sd['interval'])
         self._shift = sd['shift']
         self._last = sd['last']
         self._handed = sd['handed']

@@ -60,7 +60,7 @@ class Accumulates:
         Attributes in `sum_reduced` are added: numbers, tensors and arrays; dicts by key; lists are concatenated. Inner
         metrics are merged by their own rules. Any other attribute must equal its value after `reset`, or `MetricError`
         is raised. An override gets the return values of `state_dict` as `states`."""
-        _merge_summed(self, states)
+        _merge_sum_reduced(self, states)
 
 
 def shared_state(o: Any) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def merge_states(
     elif _overrides_merge(o):
         o.merge(states)
     else:
-        _merge_summed(o, states)
+        _merge_sum_reduced(o, states)
 
 
 def check_mergeable(metric: Any) -> None:
@@ -148,7 +148,7 @@ def gather_on_host(
 # -- attributes ------------------------------------------------------------------------------------
 
 
-def _merge_summed(o: Any, states: list[dict[str, Any]]) -> None:
+def _merge_sum_reduced(o: Any, states: list[dict[str, Any]]) -> None:
     "Add the attributes in `sum_reduced`, merge inner metrics, and check that other attributes are unchanged."
     o.reset()
     initial, sum_reduced = shared_state(o), getattr(o, 'sum_reduced', ())

@@ -14,7 +14,7 @@ import torch
 from learnkit.checkpoint.digest import WALL_CLOCK, differences
 from learnkit.checkpoint.file import read_state
 from learnkit.checkpoint.folder import entries
-from learnkit.core.comm import ALONE, join_ranks, launched_as
+from learnkit.core.comm import SINGLE_RANK, join_ranks, launched_as
 from learnkit.core.errors import DistributedError
 from learnkit.distributed.launch import free_port
 from tests.helpers.ranks import run_ranks
@@ -136,7 +136,7 @@ def test_one_process_of_a_job_is_alone(env: dict[str, str]) -> None:
 def test_a_process_that_nothing_has_started_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*TORCHRUN, *SRUN):
         monkeypatch.delenv(name, raising=False)
-    assert join_ranks() is ALONE
+    assert join_ranks() is SINGLE_RANK
 
 
 # -- joining

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from tests.helpers.drawing import BS, Counting, Eager, N, OwnSeed, Told, check, loader, seeded
+from tests.helpers.positions import BS, Counting, Eager, N, OwnSeed, Told, check, loader, seeded
 
 PLACES = [0, 1, 3, 'last', 'end']
 NOISE = ['', 'torch', 'numpy', 'python', 'own', 'own python']

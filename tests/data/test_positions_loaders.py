@@ -17,7 +17,7 @@ from learnkit import TensorLoader
 from learnkit.core.errors import CheckpointError
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.data.position import LoaderPosition
-from tests.helpers.drawing import (
+from tests.helpers.positions import (
     BS,
     Eager,
     IndexByIndex,

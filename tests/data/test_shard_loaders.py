@@ -15,7 +15,7 @@ from learnkit.core.errors import DistributedError, EmptyLoaderError, LoaderError
 from learnkit.data.dataloaders import in_order
 from learnkit.data.evaluator import Evaluator
 from learnkit.distributed.shards import FirstBatches, check_lengths, shard, shard_loaders
-from tests.helpers.drawing import Items
+from tests.helpers.positions import Items
 
 
 def test_loaders_have_all_that_the_users_have() -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, WeightedRandomSampler
 from learnkit import TensorLoader
 from learnkit.core.random import capture_rng, restore_rng, same_states
 from learnkit.distributed.shards import shard
-from tests.helpers.drawing import Counting, IndexByIndex, Items, OwnSeed, Stream, Told, seeded
+from tests.helpers.positions import Counting, IndexByIndex, Items, OwnSeed, Stream, Told, seeded
 
 pytestmark = pytest.mark.dist
 

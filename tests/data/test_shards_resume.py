@@ -16,7 +16,7 @@ from learnkit.core.errors import CheckpointError
 from learnkit.core.random import capture_rng, restore_rng
 from learnkit.data.position import LoaderPosition, check_position
 from learnkit.distributed.shards import shard
-from tests.helpers.drawing import Counting, IndexByIndex, Items, OwnSeed, Stream, between
+from tests.helpers.positions import Counting, IndexByIndex, Items, OwnSeed, Stream, between
 
 pytestmark = pytest.mark.dist
 

@@ -33,7 +33,8 @@ from learnkit.testing import synth_learner
 # fmt: off
 def documented(
     a: int,                # the first
-    b: Any = None, c: Any = 'x',   # two on one line
+    b: Any = None,
+    c: Any = 'x',          # a letter
     *rest: str,            # all others
     d: float = 0.5,
     **more: Any,           # for the model
@@ -46,8 +47,7 @@ def documented(
 def test_comments_are_those_of_the_signature() -> None:
     assert comments(documented) == {
         'a': 'the first',
-        'b': 'two on one line',
-        'c': 'two on one line',
+        'c': 'a letter',
         'rest': 'all others',
         'more': 'for the model',
         'return': 'by name',
@@ -81,8 +81,8 @@ def test_a_signature_is_shown_as_it_is_written() -> None:
         == """\
 documented(
     a: int,          # the first
-    b: Any = None,   # two on one line
-    c: Any = 'x',    # two on one line
+    b: Any = None,
+    c: Any = 'x',    # a letter
     *rest: str,      # all others
     d: float = 0.5,
     **more: Any,     # for the model

@@ -21,7 +21,7 @@ from learnkit import (
     ProgressCallback,
 )
 from learnkit.callbacks import EMA
-from learnkit.core.comm import ALONE
+from learnkit.core.comm import SINGLE_RANK
 from learnkit.core.errors import DistributedError, OptionError
 from learnkit.distributed import DistributedTraining
 from tests.helpers.distributing import make_dls, make_learner, rows, same_rows, weights
@@ -58,7 +58,7 @@ def compare(
             fit(learn)
             learn.check_replicas()
             res = told(learn)
-        assert learn.world is ALONE
+        assert learn.world is SINGLE_RANK
         return res
 
     alone = make(n * bs)
@@ -187,7 +187,7 @@ def test_one_script_serves_one_process() -> None:
     learn, again = make_learner(), make_learner()
     dls, model = learn.dls, learn.model
     with learn.distributed('ddp'):
-        assert learn.dls is dls and learn.world is ALONE
+        assert learn.dls is dls and learn.world is SINGLE_RANK
         learn.fit(1)
     again.fit(1)
     assert torch.equal(weights(learn), weights(again)) and learn.model is model
@@ -203,7 +203,7 @@ def test_the_learner_is_as_before_at_the_end(tmp_path: Path) -> None:
         )
         learn.fit(1)
         learn.remove_cb(DistributedTraining)
-        assert learn.world is ALONE and learn.dls is not dls and len(learn.dls.train) == 13
+        assert learn.world is SINGLE_RANK and learn.dls is not dls and len(learn.dls.train) == 13
         assert [type(cb).__name__ for cb in learn.cbs] == ['TrainEvalCallback', 'Recorder']
         learn.fit(1)  # alone, on all of its own data
         assert learn.recorder.smooth_loss.count == 13 and not torch.distributed.is_initialized()
@@ -242,7 +242,7 @@ def test_models_that_differ_are_refused() -> None:
             learn.distributed('ddp'),
         ):
             pass
-        assert learn.world is ALONE and learn.dls.train.bs == 8
+        assert learn.world is SINGLE_RANK and learn.dls.train.bs == 8
         return str(e.value)
 
     assert all('3.weight' in text for text in run_ranks(job))
@@ -264,7 +264,7 @@ def test_bad_options() -> None:
     def job(rank: int) -> None:
         with pytest.raises(OptionError, match='bucket_cap'), learn.distributed(bucket_cap=3):
             learn.fit(1)
-        assert learn.world is ALONE and 'distributed_training' not in vars(learn)
+        assert learn.world is SINGLE_RANK and 'distributed_training' not in vars(learn)
 
     run_ranks(job)
 

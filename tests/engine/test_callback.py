@@ -404,7 +404,7 @@ def test_periodic_needs_something_to_do() -> None:
 
 
 def test_periodic_goes_on_from_its_state() -> None:
-    first, second = (Periodic(every='3ba', on_every=print) for _ in range(2))
+    first, second = (Periodic(every='2ba', on_every=print) for _ in range(2))
     quiet(first, n_train=2).fit(1)
     assert first.state_dict() != second.state_dict()
     second.load_state_dict(first.state_dict())

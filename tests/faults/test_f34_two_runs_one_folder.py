@@ -28,10 +28,10 @@ def can_lock(folder: Path) -> bool:
 
     def attempt() -> bool:
         try:
-            FolderLock(folder).acquire()
+            with FolderLock(folder):
+                return True
         except FolderInUseError:
             return False
-        return True
 
     return result_of(attempt)
 
@@ -40,8 +40,8 @@ def holder(folder: Path, then: Callable[[], Any] = signal.pause) -> int:
     "Start a process that holds the lock, and wait until it does."
 
     def hold() -> None:
-        FolderLock(folder).acquire()
-        then()
+        with FolderLock(folder):
+            then()
 
     pid, until = fork(hold), time.monotonic() + 10
     while can_lock(folder) and time.monotonic() < until:
@@ -149,12 +149,11 @@ def test_many_start_at_once(tmp_path: Path) -> None:
 
     def run() -> None:
         try:
-            FolderLock(tmp_path).acquire()
+            with FolderLock(tmp_path):
+                os.write(writer, b'+')
+                signal.pause()
         except FolderInUseError:
             os.write(writer, b'-')
-        else:
-            os.write(writer, b'+')
-            signal.pause()
 
     pids = [fork(run) for _ in range(8)]
     answers = b''.join(os.read(reader, 1) for _ in pids)

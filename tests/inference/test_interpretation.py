@@ -242,7 +242,7 @@ def test_top_losses() -> None:
         assert torch.equal(interp.top_losses(largest=largest)[1], order)
     assert len(interp.top_losses(1000)[0]) == N
     for bad in (0, -1, 2.5, True):
-        with pytest.raises(OptionError, match=r'top_losses\(k='):
+        with pytest.raises(OptionError, match=r'k='):
             interp.top_losses(bad)  # type: ignore[arg-type]
 
 

@@ -504,7 +504,7 @@ def test_mistakes() -> None:
         from_ksuit(Nothing())
     with pytest.warns(UserWarning, match='Did you mean `periodic_callback`'):
         from_ksuit(Misspelt())
-    with pytest.raises(OptionError, match=r'Never.every_n_epochs is 0'):
+    with pytest.raises(OptionError, match=r'Never.every_n_epochs=0'):
         from_ksuit(Never(every_n_epochs=0))
 
     class Fails:

@@ -121,8 +121,11 @@ def test_as_a_callback_of_one_fit(tmp_path: Path, cls: Any, name: str) -> None:
 
 
 @BOTH
-def test_resume_drops_what_came_after_the_checkpoint(tmp_path: Path, cls: Any, name: str) -> None:
-    run_and_resume(tmp_path, lambda: cls(every='5ba'))
+@pytest.mark.parametrize('every', ['5ba', '20sp'])
+def test_resume_drops_what_came_after_the_checkpoint(
+    tmp_path: Path, cls: Any, name: str, every: str
+) -> None:
+    run_and_resume(tmp_path, lambda: cls(every=every))
     rows = read_log(tmp_path / name)
     assert steps(tmp_path / name) == list(range(1, 31))
     assert [row['half'] for row in rows] == pytest.approx(

@@ -302,7 +302,7 @@ def test_mean_and_spread_are_those_of_the_stacked_samples() -> None:
         std, samples.std(0), atol=1e-6
     )
     assert torch.equal(targs, Y)
-    with pytest.raises(OptionError, match='from 2 up'):
+    with pytest.raises(OptionError, match='n=1'):
         mc_dropout_preds(learn, n=1)
 
 
