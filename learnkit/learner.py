@@ -967,13 +967,14 @@ class Learner(Loop):
         with_opt: bool | None = None,  # load the optimizer's state; None: if the file has it
         device: torch.device | str | int | None = None,  # device to read the file to; None: CPU
         strict: bool = True,  # False: load matching names only, and convert other dtypes
+        weights_only: bool = True,  # ignored, for fastai's code: nothing in a file is ever executed
     ) -> Self:
         """Load weights written by `save`, `torch.save` of a state dict, fastai or safetensors; return the Learner.
 
         Nothing in the file is executed. Values are copied: parameters remain the same objects. All entries are compared
-        before any is copied. An optimizer that does not exist yet is created. An optimizer state that fastai saved has
-        another form: only the weights are loaded then, with a warning. `before_load` fires after the comparison, and
-        `after_load` at the end.
+        before any is copied. An optimizer that does not exist yet is created if a parameter is trained. An
+        optimizer state that fastai saved has another form: only the weights are loaded then, with a warning.
+        `before_load` fires after the comparison, and `after_load` at the end.
 
         Raises `WeightsError` with every name, shape and dtype that differs, or for a file that is damaged or holds more
         than data; weights and optimizer are unchanged then.
@@ -1218,12 +1219,19 @@ class Learner(Loop):
     @property
     def smooth_loss(self) -> Any:
         "The smoothed training loss of the last step, as a 0-dim tensor."
+        if recorder_of(self) is None and 'smooth_loss' in self.__dict__:
+            return self.__dict__['smooth_loss']
         value = self._get_recorder('smooth_loss').smooth_loss.value
         if value is None:
             raise MissingAttribute(
                 'smooth_loss', self, why='It exists from the first training step on.'
             )
         return value
+
+    @smooth_loss.setter
+    def smooth_loss(self, value: Tensor) -> None:
+        "Store the value of fastai's own Recorder, for a Learner without this package's."
+        self.__dict__['smooth_loss'] = value
 
     @property
     def history(self) -> History:
